@@ -55,7 +55,7 @@ __all__ = sorted(_HOME)
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        from collate_npu.moved import moved
+        from collate_npu.errors import moved
 
         return moved(__name__, name)
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,8 +1,18 @@
-"""The errors a user can meet. Every message says: key and row, what arrived, the rule, the remedy."""
+"""Messages: the errors a user can meet, what COLLATE_NPU_DEBUG=1 logs, and old names that warn.
+
+An error says: key and row, what arrived, the rule, the remedy. With COLLATE_NPU_DEBUG=1 each kind of batch is logged once a
+process, with what was decided and why, by the logger `collate_npu`; without a handler of your own it writes to stderr. The
+variable is read at import. Unset, a batch pays for looking at one name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+import logging
+import os
+import warnings
+from collections.abc import Hashable, Iterable, Sized
+from importlib import import_module
+from typing import Any
 
 _HARMLESS = "\n\t\xa0\u3000\u200d"
 """Line, tab, the spaces of other scripts, and what joins the parts of an emoji."""
@@ -110,3 +120,67 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in _HARMLESS else c.encode("unicode_escape").decode() for c in text)
+
+
+def is_set(name: str) -> bool:
+    """Return True if this switch of the environment is on."""
+    return os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
+
+
+DEBUG = is_set("COLLATE_NPU_DEBUG")
+
+_LOGGER = logging.getLogger("collate_npu")
+_logged: set[tuple[int, Hashable]] = set()
+"""By process: a forked worker logs again what it does itself."""
+
+
+def log_once(what: Hashable, text: str, *, level: int = logging.DEBUG) -> None:
+    """Log `text`, unless this process has logged `what` before. A warning is logged whatever the variable is."""
+    if (os.getpid(), what) in _logged:
+        return
+    _logged.add((os.getpid(), what))
+    if not _LOGGER.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s [%(processName)s %(process)d] %(message)s"))
+        _LOGGER.addHandler(handler)
+        _LOGGER.propagate = False  # else an application's own handlers write it a second time
+    _LOGGER.setLevel(logging.DEBUG)
+    _LOGGER.log(level, printable(text))
+
+
+GONE_IN = "0.9"
+MOVED = {
+    "collate_npu.AmbiguousMaskError": "collate_npu.errors.AmbiguousMaskError",
+    "collate_npu.PolarityError": "collate_npu.errors.PolarityError",
+    "collate_npu.UnsupportedFormError": "collate_npu.errors.UnsupportedFormError",
+    "collate_npu.Verdict": "collate_npu.masks.Verdict",
+    "collate_npu.block_mask": "collate_npu.masks.block_mask",
+    "collate_npu.dense": "collate_npu.masks.dense",
+    "collate_npu.mask_mod": "collate_npu.masks.mask_mod",
+    "collate_npu.none_is_exact": "collate_npu.masks.none_is_exact",
+    "collate_npu.varlen": "collate_npu.masks.varlen",
+    "collate_npu.per_sequence": "collate_npu.outputs.per_sequence",
+    "collate_npu.to_nested": "collate_npu.outputs.to_nested",
+    "collate_npu.picture": "collate_npu.tools.show.picture",
+    "collate_npu.consumers.consumer.Consumer": "collate_npu.consumers.mask_routing.Consumer",
+    "collate_npu.consumers.consumer.Form": "collate_npu.consumers.mask_routing.Form",
+    "collate_npu.consumers.consumer.Refusal": "collate_npu.consumers.mask_routing.Refusal",
+    "collate_npu.integrations.trl.adapt_forward": "collate_npu.adapt",
+    "collate_npu.integrations.delivery.Delivery": "collate_npu.proof.delivery.Delivery",
+    "collate_npu.integrations.delivery.check_delivery": "collate_npu.check_delivery",
+    "collate_npu.integrations.delivery.guard_first_batch": "collate_npu.guard_first_batch",
+}
+"""Old name -> new name."""
+
+
+def moved(module: str, name: str) -> Any:
+    """Return what an old name stands for now, with a warning: the answer of a module's `__getattr__`.
+
+    Raises `AttributeError` for a name that it never had.
+    """
+    old = f"{module}.{name}"
+    if old not in MOVED:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    warnings.warn(f"{old} is {MOVED[old]} now; the old name goes in {GONE_IN}.", DeprecationWarning, stacklevel=3)
+    home, _, new = MOVED[old].rpartition(".")
+    return getattr(import_module(home), new)

@@ -34,6 +34,8 @@ from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 
 Values = Tensor | npt.ArrayLike
 """A tensor, a numpy array or nested lists."""
+PADS_BEFORE: tuple[PaddingSide, ...] = ("left", "mixed")
+"""Sides on which padding stands before some real token of its row."""
 
 
 class Segments:
@@ -203,7 +205,7 @@ class Segments:
     @property
     def keep(self) -> Tensor:
         """bool `[B, S]`, True = real token: the wire's `attention_mask_2d`. Inverse of `from_keep` for unpacked rows."""
-        return torch.from_numpy(keep_array(self))
+        return torch.from_numpy(self._keep_BS.copy())
 
     @once
     def row_lengths(self) -> tuple[int, ...]:
@@ -291,6 +293,11 @@ class Segments:
         return side_of(self.array != 0)
 
     @once
+    def counts_places(self) -> bool:
+        """True if each row is one sequence from its first place on: positions are then places."""
+        return not self.packed and self.padding_side not in PADS_BEFORE and all(self.lengths)
+
+    @once
     def packed(self) -> bool:
         """True where some row holds more than one sequence."""
         return max(map(len, self.lengths), default=0) > 1
@@ -332,6 +339,7 @@ def of_lengths(rows: Sequence[Sequence[int]], width: int, side: Side = "right") 
     segments = object.__new__(Segments)
     segments.shape = len(rows), width
     segments.lengths = tuple([tuple(row) if all(row) else tuple(filter(None, row)) for row in rows])
+    segments.row_lengths = tuple(map(sum, segments.lengths))
     segments.padding_side = side_around(segments.row_lengths, width, side)
     spans: list[tuple[int, int, int]] = []
     for b, row in enumerate(segments.lengths):
@@ -386,20 +394,15 @@ def _places(S: int) -> Array:
 
 def positions_match(segments: Segments, positions_BS: Array) -> bool:
     """True if these equal its `position_ids` at every place."""
-    right = _places(segments.shape[1]) if _counts_places(segments) else position_array(segments)
+    right = _places(segments.shape[1]) if segments.counts_places else position_array(segments)
     return bool((positions_BS == right).all())
-
-
-def _counts_places(segments: Segments) -> bool:
-    """One sequence in each row, from its first place on."""
-    return not segments.packed and segments.padding_side in ("none", "right") and all(segments.lengths)
 
 
 def position_array(segments: Segments) -> Array:
     """`position_ids` as a fresh numpy array, int64 `[B, S]`."""
     (B, S), spans, lengths = segments.shape, segments.spans, segments.sequence_lengths
     place_S = _places(S)
-    if _counts_places(segments):
+    if segments.counts_places:
         positions_BS = np.empty((B, S), np.int64)
         positions_BS[:] = place_S
         return positions_BS

@@ -43,3 +43,9 @@ def ours(path: Path) -> list[str]:
     """The modules of the package that a file imports, at its top or in any function."""
     names = [name for node in ast.walk(tree_of(path)) for name in names_of(node) if name.split(".")[0] == "collate_npu"]
     return sorted({name.removeprefix("collate_npu").removeprefix(".") for name in names})
+
+
+def purpose_of(path: Path) -> str:
+    """The first sentence of a module's docstring, on one line: what the file is for."""
+    paragraph = (ast.get_docstring(tree_of(path)) or "").partition("\n\n")[0].replace("\n", " ")
+    return paragraph.partition(". ")[0].removesuffix(".")

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from house import FILES, purpose_of
 from torch import Tensor
 
 import collate_npu
@@ -231,6 +232,13 @@ def step_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def glossary() -> str:
+    """Each file of the package, and its first sentence."""
+    files = {path.relative_to(PACKAGE).with_suffix(""): purpose_of(path) for path in FILES if path.name != "__init__.py"}
+    rows = [f"| `{name}` | {purpose.replace('|', chr(92) + '|')} |" for name, purpose in files.items()]
+    return "\n".join(["| file | what it is |", "|---|---|", *rows])
+
+
 COMMANDS = ("audit", "show", "conformance", "kernels", "watch")
 
 
@@ -254,6 +262,7 @@ def written() -> dict[Path, str]:
         **between("README.md", need=needed()),
         **between("zh/index", need=re.sub("|".join(CHINESE), lambda found: CHINESE[found[0]], needed())),
         code: re.sub(r"ConsumerName = Literal\[\n.*?\]  # fmt: skip\n", literal, code.read_text("utf-8"), flags=re.S),
+        **between("contributing", files=glossary()),
         **between("consumers", consumers=table()),
         **between("gated-delta-net", families=families(), spellings=drawn(arguments)),
         **between("context-parallel", layouts=drawn(layout), schemes=drawn(recurrent)),

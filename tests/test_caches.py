@@ -34,7 +34,7 @@ def test_no_cache_of_the_package_grows_without_a_bound():
         batches.step()
     assert long.grown(before) == {}
     assert max(most for _, most in before.values() if most) <= MOST
-    assert {name.split(".")[1] for name in before} >= {"segments", "debug"}
+    assert {name.split(".")[1] for name in before} >= {"segments", "errors"}
 
 
 def test_a_cache_that_grows_is_named(monkeypatch):

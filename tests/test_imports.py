@@ -14,7 +14,7 @@ from house import FILES, KNOWN, PACKAGE, module_of, names_of, ours, room_of, tre
 import collate_npu
 
 ORDER = (
-    ("errors", "debug", "moved"),
+    ("errors",),
     ("validation",),
     ("releases",),
     ("arrays",),

@@ -40,7 +40,7 @@ def called(work):
     return calls
 
 
-MOST = {"auto": (241, 20, 103), "2d": (171, 15, 65)}
+MOST = {"auto": (160, 15, 60), "2d": (118, 11, 40)}
 """Calls, modules and re-entries, with the collator's masks by default and on their way to an adapter."""
 
 

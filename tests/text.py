@@ -1,6 +1,6 @@
 """Samples of the text that ships with the package, as tests take them."""
 
-from collate_npu.tools.audit.data import samples_of_rows, shipped_text
+from collate_npu.tools.files import samples_of_rows, shipped_text
 
 
 def sample_ids(tokenizer, **drawing):

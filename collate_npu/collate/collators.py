@@ -19,14 +19,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
-from collate_npu import debug
+from collate_npu import errors
 from collate_npu.arrays import Side, host_array, whole_number
 from collate_npu.collate.features import Features, Samples, read_features
 from collate_npu.collate.padding import Rows, Slots, best_fit, concatenate_values, lay_rows, stack_values
 from collate_npu.collate.transport import shipped
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.labels import labels_behind_padding_error
+from collate_npu.consumers.labels_and_positions import labels_behind_padding_error
 from collate_npu.consumers.mask_routing import Consumer, ConsumerName, say_batch
 from collate_npu.consumers.model_traits import LabelRule, consumer_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
@@ -36,17 +37,18 @@ from collate_npu.masks.forms import (
     MAX_MASK_BYTES,
     add_tail,
     aligned,
-    dense,
     least_room,
+    mask_needed_reason,
     none_is_exact,
     offsets_of,
     own_places,
+    write_dense,
 )
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.sources import Sources, physical_offsets
 from collate_npu.outputs import ignore_first_labels
 from collate_npu.parallel.split import place_documents, with_fills
-from collate_npu.segments import Segments, of_lengths
+from collate_npu.segments import PADS_BEFORE, Segments, of_lengths
 from collate_npu.validation import check_fields, check_model, check_return_tensors, check_tokenizer
 
 MaskMode = Literal["auto", "none", "4d", "2d", "omit"]
@@ -106,6 +108,8 @@ class Emitter:
     """The attention that the batch is for: declared, the model's own, or plain causal."""
     _labels: LabelRule = field(init=False, repr=False, compare=False)
     """What the model does with labels."""
+    _predicts_next: bool = field(init=False, repr=False, compare=False)
+    """True if labels are those of the next token and not shifted yet."""
 
     def _settle(self, model: Any, model_type: str | None = None) -> None:
         """Make the adapter. Raises for settings that contradict each other."""
@@ -134,11 +138,7 @@ class Emitter:
         in_place = self._attends.name == "bidirectional"  # the neutral form has no head to ask
         heads = None if adapter is None else adapter.label_rule({})
         object.__setattr__(self, "_labels", heads or ("places" if in_place else "next"))
-
-    @property
-    def _predicts_next(self) -> bool:
-        """True if labels are those of the next token and not shifted yet."""
-        return not self.layout.labels_shifted and self._labels == "next"
+        object.__setattr__(self, "_predicts_next", not self.layout.labels_shifted and self._labels == "next")
 
     def _tells_positions(self, left: bool) -> bool:
         """True if the model could count positions of some batch wrong: padding on the left, or with an id that it counts.
@@ -166,12 +166,12 @@ class Emitter:
             if segments.packed or not all(segments.lengths):
                 out[SEGMENT_KEY] = segments.ids
         if self.attention_mask == "omit":
-            exact = none_is_exact(segments, self._attends)
-            if self._adapter is not None and out.get("attention_mask") is not None and not exact:
-                rule = f"{self._adapter.consumer.name} learns of padding from this key alone, and {exact.why}."
+            why = mask_needed_reason(segments, self._attends)
+            if self._adapter is not None and out.get("attention_mask") is not None and why:
+                rule = f"{self._adapter.consumer.name} learns of padding from this key alone, and {why}."
                 raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
             out.pop("attention_mask", None)
-        if debug.ON:
+        if errors.DEBUG:
             log_hazards(find_token_hazards(Sources.of(batch), segments))
             if self._adapter is None:
                 asked = f"attention_mask={self.attention_mask!r}; {none_is_exact(segments, self._attends).why}"
@@ -182,14 +182,14 @@ class Emitter:
     def _mask(self, segments: Segments) -> Tensor | None:
         if self.attention_mask in ("2d", "omit"):
             return segments.keep
-        exact = none_is_exact(segments, self._attends)
-        if self.attention_mask == "none" and not exact:
-            rule = f"attention_mask='none' was asked for, and {exact.why}."
+        why = mask_needed_reason(segments, self._attends)
+        if self.attention_mask == "none" and why:
+            rule = f"attention_mask='none' was asked for, and {why}."
             raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Use 'auto', or pad right."))
-        if exact and self.attention_mask != "4d":
+        if not why and self.attention_mask != "4d":
             return None
         _warn_of_neutral_form()
-        return dense(segments, polarity="masked", pattern=self._attends, max_mask_bytes=self.layout.max_mask_bytes)
+        return write_dense(segments, "masked", self._attends, max_mask_bytes=self.layout.max_mask_bytes)
 
 
 @cache
@@ -199,7 +199,7 @@ def _warn_of_neutral_form() -> None:
         "collate_npu: this batch has a 4D attention_mask with True = blocked, for a BatchAdapter or Megatron-core. A "
         "transformers model reads True as attended. Pass model= (or consumer='transformers') to the collator, or run "
         "BatchAdapter(model) on the batch; with consumer='megatron' this warning stays away.",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
@@ -313,10 +313,12 @@ class PaddingCollator(Emitter):
         if return_tensors is not None:
             check_return_tensors(return_tensors)
         samples = read_features(features, allow_empty=self.layout.allow_empty, keys=self.keys)
-        _check_max_length(self, samples.lengths)
+        if self.max_length is not None and max(samples.lengths) > self.max_length:
+            _refuse_longer(self.max_length, samples.lengths)
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
         made = "position_ids" not in samples.columns
-        return shipped(self._finished(batch, segments, padding_free=self.padding_free, counted=made))
+        out = self._finished(batch, segments, padding_free=self.padding_free, counted=made)
+        return out if get_worker_info() is None else shipped(out)
 
 
 def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:
@@ -347,7 +349,7 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
     # Nothing predicts the first token of a sequence; in column 0 the shift drops its label.
     if ids is not None:  # what a sample's own mask calls padding has its label still
         batch["labels"] = ignore_first_labels(batch["labels"], segments, ignore_index=collator.label_pad_token_id)
-    elif segments.packed or segments.padding_side not in ("none", "right"):
+    elif segments.packed or segments.padding_side in PADS_BEFORE:
         labels_BS = batch["labels"].numpy()
         for b, start, _ in segments.spans:
             if start:
@@ -446,12 +448,10 @@ def _aligned(collator: PaddingCollator, longest: int) -> int:
     return -(-(fixed or longest) // multiple) * multiple
 
 
-def _check_max_length(collator: PaddingCollator, lengths: list[int]) -> None:
-    limit = collator.max_length
-    too_long = [] if limit is None else [(b, f"{n} tokens") for b, n in enumerate(lengths) if n > limit]
-    if too_long:
-        rule = f"max_length is {limit}, and nothing is cut here, where labels and masks would lose their tokens."
-        raise CollateError(explain_rows("input_ids", too_long, rule, "Truncate when tokenising."))
+def _refuse_longer(limit: int, lengths: list[int]) -> None:
+    too_long = [(b, f"{n} tokens") for b, n in enumerate(lengths) if n > limit]
+    rule = f"max_length is {limit}, and nothing is cut here, where labels and masks would lose their tokens."
+    raise CollateError(explain_rows("input_ids", too_long, rule, "Truncate when tokenising."))
 
 
 def _check_padding(collator: PaddingCollator) -> None:

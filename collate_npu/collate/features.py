@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, entries, host_array
-from collate_npu.collate.padding import Rows, check_lengths, is_ragged, on_host, pad_rows, rank_of, whole_rows
+from collate_npu.collate.padding import ON_HOST, Rows, check_lengths, is_ragged, on_host, pad_rows, rank_of, whole_rows
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
 from collate_npu.masks.sources import split_by_positions
@@ -138,10 +138,9 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, Rows]:
             remedy = "Fill it in, or drop it, where the sample is built."
             raise CollateError(explain_rows(name, [(b, "nothing") for b in missing], rule, remedy))
         columns[key] = column
-    return {
-        key: on_host(key, column) if keys.get(key, SAMPLE).kind in _BY_TOKEN else Rows(column)
-        for key, column in columns.items()
-    }
+    foreign = {key for key, column in columns.items() if not ON_HOST.issuperset(map(type, column))}
+    by_token = {key for key in foreign if keys.get(key, SAMPLE).kind in _BY_TOKEN}
+    return {key: on_host(key, column) if key in by_token else Rows(column) for key, column in columns.items()}
 
 
 def _lengths(columns: dict[str, Rows]) -> list[int]:
@@ -182,7 +181,8 @@ def _kind(key: str, column: Rows, lengths: list[int], keys: Mapping[str, Key]) -
         bad = [(b, repr(row)[:40]) for b, row in enumerate(column) if not is_ragged(row)]
         rule = f"{key} has one value for each token of its row."
         raise CollateError(explain_rows(key, bad, rule, "Pass a list, an array or a tensor."))
-    check_lengths(key, column, lengths)
+    if column.lengths != lengths:
+        check_lengths(key, column, lengths)
     return "tokens"
 
 
@@ -202,12 +202,13 @@ def _is_targets(column: Rows, lengths: list[int]) -> bool:
     if column.flat:
         return all(column.lengths) and {dtype.kind for dtype in column.flat} == {"f"}
     looked_at = slice(_LOOKED_AT if column.lengths == lengths else None)
+    first = column[0][looked_at]
+    if isinstance(first, list) and {*map(type, first)} <= {int}:
+        return False
     return all(len(row) and _holds_floats(row[looked_at]) for row in column)
 
 
 def _holds_floats(values: Any) -> bool:
-    if isinstance(values, list) and {*map(type, values)} <= {int}:
-        return False
     try:
         return host_array("labels", values).dtype.kind == "f"
     except CollateError:  # said where they are laid out, with their row

@@ -27,6 +27,8 @@ Filler = float | Literal["last"]
 """What padding holds: a number, or what the token beside it does."""
 
 _LISTS = frozenset((list, tuple))
+ON_HOST = frozenset((list, tuple, np.ndarray))
+"""Types of rows that are read as they are."""
 _ARRAYS, _INTS = {np.ndarray}, {int}
 _NO_TYPES: set[Any] = set()
 _HELD = (Tensor, np.ndarray)
@@ -56,8 +58,7 @@ def rank_of(row: Any) -> int:
 class Rows(list[Any]):
     """The values of one key, a sample each, and what they are: looked at once, whoever asks."""
 
-    __slots__ = ("firsts", "flat", "lengths", "lists", "ragged", "types")
-    types: set[type]
+    __slots__ = ("firsts", "flat", "lengths", "lists", "ragged")
     lengths: list[int]
     """Of values with a length; none where some have none."""
     firsts: set[type]
@@ -71,7 +72,7 @@ class Rows(list[Any]):
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
         super().__init__(values)
-        types = self.types = set(map(type, self))
+        types = set(map(type, self))
         self.firsts, self.flat, self.lists = _NO_TYPES, _NO_TYPES, False
         if types == _ARRAYS:
             seen = {(row.ndim, row.dtype) for row in self}
@@ -90,11 +91,8 @@ def on_host(key: str, values: Sequence[Any]) -> Rows:
     if not any(issubclass(kind, Tensor) for kind in types):
         return values if isinstance(values, Rows) else Rows(values)
     try:
-        return Rows(
-            map(Tensor.numpy, values)
-            if types == {Tensor}
-            else [row.numpy() if isinstance(row, Tensor) else row for row in values]
-        )
+        mixed = types != {Tensor}
+        return Rows([x.numpy() if isinstance(x, Tensor) else x for x in values] if mixed else map(Tensor.numpy, values))
     except (TypeError, RuntimeError):  # on a device, in bfloat16, part of a graph
         return Rows([host_array(key, row) if isinstance(row, Tensor) else row for row in values])
 
@@ -156,19 +154,26 @@ def lay_rows(key: str, rows: Sequence[Row], *, slots: Slots, fill: Filler = 0, w
     int64 for lists of ints (and for `whole` numbers), float32 for lists of floats, the common dtype of arrays.
     """
     rows, total = rows if isinstance(rows, Rows) else Rows(rows), slots.shape[0] * slots.shape[1]
-    _check_size(key, total, fill)
+    if total > MOST_PLACES:
+        check_places(key, total, "Look at max_length, pad_to_multiple_of and the widths, or put fewer samples in a batch.")
+    if fill != "last" and (not isinstance(fill, (int, float, np.number)) or abs(fill) >= 1 << 63):
+        rule = "What padding holds is a number of at most 64 bits."
+        raise CollateError(explain(key, f"padding with {fill!r}", rule, "Set pad_token_id and label_pad_token_id to ints."))
     packs = whole and rows.lists
     at_once = packs or (rows.flat and {dtype.kind for dtype in rows.flat} <= _KINDS[whole] and all(rows.lengths))
     arrays: Sequence[Any] = rows if at_once else _arrays(key, rows, whole)
     shape = (total,) if at_once else (total, *_trailing(key, arrays))
-    out, end = np.empty(shape, _dtype(rows.flat if at_once else {row.dtype for row in arrays if len(row)}, whole)), 0
+    found = rows.flat if at_once else {row.dtype for row in arrays if len(row)}
+    out, end = np.empty(shape, np.int64 if packs else _dtype(found, whole)), 0
     try:
         for b in slots.order:
             start, row = slots.starts[b], arrays[b]
             if end != start:
                 out[end:start] = _beside(out[:end], row) if fill == "last" else fill
             end = start + rows.lengths[b]
-            if packs:
+            if packs and len(row) <= STRUCT_LIMIT:
+                partial(struct.pack_into, f"{len(row)}q", out.data, 8 * start)(*row)
+            elif packs:
                 _pack(out.data, start, row)
             elif end > start:
                 out[start:end] = row
@@ -200,14 +205,6 @@ def check_lengths(key: str, rows: Sequence[Row], lengths: Sequence[int]) -> None
 
 def _beside(before: Array, after: Sequence[Any] = ()) -> Any:
     return before[-1] if len(before) else after[0] if len(after) else 0
-
-
-def _check_size(key: str, total: int, fill: Any) -> None:
-    if total > MOST_PLACES:
-        check_places(key, total, "Look at max_length, pad_to_multiple_of and the widths, or put fewer samples in a batch.")
-    if fill != "last" and (not isinstance(fill, (int, float, np.number)) or abs(fill) >= 1 << 63):
-        rule = "What padding holds is a number of at most 64 bits."
-        raise CollateError(explain(key, f"padding with {fill!r}", rule, "Set pad_token_id and label_pad_token_id to ints."))
 
 
 def _pack(out: memoryview, start: int, row: Any) -> None:

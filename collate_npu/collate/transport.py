@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils import _pytree
 from torch.utils.data import get_worker_info
 
-from collate_npu import debug
+from collate_npu import errors
 from collate_npu.arrays import Array
 
 # Measured with two workers on two cores. A longer message takes the pipe longer than shared memory takes; a longer tensor
@@ -139,7 +139,7 @@ def _buffer(size: int, *, shared: bool) -> Any:
 def _say_full(error: RuntimeError) -> None:
     remedy = "Give the machine more (docker run --shm-size=8g), or the loader fewer workers or a lower prefetch_factor."
     text = f"no shared memory for a batch, which goes through the pipe, slower: {error}. {remedy}"
-    debug.say("shm", text, level=logging.WARNING)
+    errors.log_once("shm", text, level=logging.WARNING)
 
 
 def _unpack(batch: dict[Any, Any], places: list[Place], buffer: Any) -> dict[Any, Any]:

@@ -16,29 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collate_npu import debug
-from collate_npu.consumers.labels import check_decoder, labels_for
+from collate_npu import errors
+from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_decoder, labels_for, positions_for, restart
 from collate_npu.consumers.mask_routing import Case, Consumer, ConsumerName, Model, Route, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.consumers.mindspeed import layout_of_settings
-from collate_npu.consumers.model_traits import (
-    LabelRule,
-    attention_windows,
-    consumer_of,
-    known_config,
-    recurrent_heads,
-    text_config,
-    unwrap,
-    windows,
-)
-from collate_npu.consumers.positions import KEY, TEXT_KEY, positions_for, restart
+from collate_npu.consumers.model_traits import LabelRule, consumer_of, known_config, recurrent_heads, unwrap
 from collate_npu.consumers.probe import rows_move_reason, sequences_mix_reason
 from collate_npu.consumers.recurrent import boundaries_unread_reason
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
 from collate_npu.masks.dense_mask import Polarity, check_polarity
-from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, dense, offsets_of, offsets_of_rows, open_empty_rows
+from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, offsets_of, offsets_of_rows, open_empty_rows, write_dense
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.sources import Sources, physical_offsets
 from collate_npu.parallel import ContextParallel, check_recurrent_split, cu_seqlens_of, query_rows, ranks_agree
@@ -265,10 +255,10 @@ class BatchAdapter:
         if self.context_parallel is not None:
             return self._shared_out(batch, self.context_parallel)
         out, segments = self.mended(Sources.of(batch), padding_free=self.padding_free)
-        if debug.ON and self.padding_free and self.model.needs_mask_2d:
-            from collate_npu.kernels.check import say_batch  # the contracts, which nobody else here reads
+        if errors.DEBUG and self.padding_free and self.model.needs_mask_2d:
+            from collate_npu.kernels.check import log_batch  # the contracts, which nobody else here reads
 
-            say_batch(self.consumer.name, out, segments)
+            log_batch(self.consumer.name, out, segments)
         return out, segments
 
     @uncompiled
@@ -296,7 +286,7 @@ class BatchAdapter:
     def found(self, sources: Sources, *, polarity: Polarity | None, padding_free: bool) -> Segments:
         """What is real in such a batch, by the declared pattern, or by one that this model makes by itself."""
         makes_masks = self.consumer.counts_positions and self.model.config is not None
-        own = self.model.ask(own_patterns) if makes_masks else ()
+        own = self.model.own_patterns if makes_masks else ()
         seen = sources | {"labels": None} if self.model.labels == "decoder" else sources  # of other tokens
         pattern = self._seen(sources) if makes_masks else self.declared
         segments = agreed(seen, polarity=polarity, pattern=pattern, padding_free=padding_free, own=own)
@@ -343,6 +333,8 @@ class BatchAdapter:
         """As `render`, of what is known to be a batch and its Segments."""
         if self.model.model_type == "prophetnet":
             check_decoder(sources, "prophetnet")
+        if self.device is not None:
+            here(self.device)
         case, batch = self._case(segments, padding_free, sources), sources
         device = device or next((value.device for value in batch.values() if isinstance(value, Tensor)), torch.device("cpu"))
         out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY, KEY, TEXT_KEY)}
@@ -354,7 +346,7 @@ class BatchAdapter:
             case = replace(case, restarts=restart(positions, segments))
             out |= {"use_cache": False} if case.restarts else {}
         if case.model.pooling.endswith("by_id") and isinstance(out.get("input_ids"), Tensor):  # else padding counts
-            pad_token_id = text_config(case.model.config).pad_token_id
+            pad_token_id = case.model.text.pad_token_id
             out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id or 0)
         if self.consumer.reads_offsets(case) and any(out.get(key) is None for key in _FLAT_KEYS):
             out |= {key: value for key, value in _offsets(sources, case, device).items() if out.get(key) is None}
@@ -434,9 +426,8 @@ class BatchAdapter:
         cp = self.context_parallel
         offsets = cu_seqlens_of({}, segments) if cp is not None and cp.documents else None
         rows = None if cp is None else query_rows(segments.shape[1], cp, offsets)
-        most = self.max_mask_bytes
-        place = self.device or device
-        form = dense(segments, polarity=polarity, pattern=pattern, rows=rows, device=place, max_mask_bytes=most)
+        place, most = self.device or device, self.max_mask_bytes
+        form = write_dense(segments, polarity, pattern, rows=rows, device=place, max_mask_bytes=most)
         return open_empty_rows(form) if self.consumer.opens_empty_rows else form
 
 
@@ -448,12 +439,6 @@ def has_choices(sources: Sources) -> bool:
 def _unflattened(value: Any, shape: torch.Size) -> Any:
     rows = isinstance(value, Tensor) and value.ndim > 1 and len(value) == shape.numel()
     return value.unflatten(0, shape) if rows else value
-
-
-def own_patterns(config: Any) -> frozenset[Pattern]:
-    """Return the patterns that a transformers model makes of a 2D mask in some of its layers: windows, or chunks."""
-    found = attention_windows(config).items() if windows(config) else ()
-    return frozenset(Pattern.chunked(n) if "chunk" in kind else Pattern.sliding(n) for kind, n in found if n)
 
 
 def _reader(model: Any, model_type: str | None) -> str:

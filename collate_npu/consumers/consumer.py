@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from collate_npu.moved import moved
+from collate_npu.errors import moved
 
 
 def __getattr__(name: str) -> Any:

@@ -17,13 +17,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from collate_npu import debug
+from collate_npu import errors
 from collate_npu.arrays import PaddingSide, once
 from collate_npu.consumers import model_traits
 from collate_npu.consumers.model_traits import (
     config_of,
     consumer_of,
     has_virtual_tokens,
+    known_config,
     needs_mask_2d,
     pattern_of,
     text_config,
@@ -75,7 +76,7 @@ def log_route(reader: str, key: str, route: Route, segments: Segments, cp: Conte
         f"the first such batch: {describe_shape(segments)}",
         f"context parallelism: {cp or 'none'}",
     )
-    debug.say((reader, route.form, kept, segments.padding_side, segments.packed, cp), "\n  ".join(lines))
+    errors.log_once((reader, route.form, kept, segments.padding_side, segments.packed, cp), "\n  ".join(lines))
 
 
 def say_batch(
@@ -177,8 +178,6 @@ class Model:
     moves: Mapping[str, str] = field(default_factory=dict)
     """By form of rows (probe.py): why its sequences do not come out as alone. Forms that were not asked are missing."""
 
-    _asked: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-
     @classmethod
     def of(
         cls,
@@ -228,8 +227,8 @@ class Model:
 
     def option(self, name: str, call: Mapping[str, Any]) -> Any:
         """Return an option of this call, else of the config."""
-        said = call.get(name)
-        return getattr(text_config(self.named), name, None) if said is None else said
+        given = call.get(name)
+        return getattr(self.text, name, None) if given is None else given
 
     def attends(self, call: Mapping[str, Any]) -> PatternName | None:
         """What its attention layers see in this call: a call, and from 5.2 on a config, may say that it is not causal."""
@@ -238,16 +237,46 @@ class Model:
             causal = getattr(self.config_is_causal, "is_causal", None)
         return "bidirectional" if causal is False else self.pattern
 
-    def ask(self, question: Callable[..., Any], *details: Any) -> Any:
-        """Return `question(config)`, computed once: reading a config takes longer than collating a row."""
-        if (question, details) not in self._asked:
-            self._asked[question, details] = question(self.named, *details)
-        return self._asked[question, details]
+    @once
+    def text(self) -> Any:
+        """The language model's config, or what knows the model's type alone; options set on it later are seen."""
+        part = text_config(self.named)  # of an encoder-decoder transformers returns a copy
+        copied = type(part) is type(self.named) and hasattr(part, "get_text_config")
+        return self.named if copied else part
+
+    @once
+    def windows(self) -> tuple[int, ...]:
+        """The windows of its layers, ascending: reading a config takes longer than collating a row."""
+        return () if self.config is None else model_traits.windows(self.config)
+
+    @once
+    def own_patterns(self) -> frozenset[Pattern]:
+        """The patterns that a transformers model makes of a 2D mask in some of its layers: windows, or chunks."""
+        found = model_traits.attention_windows(self.config).items() if self.windows else ()
+        return frozenset(Pattern.chunked(n) if "chunk" in kind else Pattern.sliding(n) for kind, n in found if n)
+
+    @once
+    def width_limits(self) -> tuple[int | None, int | None]:
+        """The longest sequence whose keys do not depend on the width, and the width beyond which attention is sparse."""
+        return model_traits.width_dependence(self.named), model_traits.sparse_from(self.named)
+
+    @once
+    def rope_limit(self) -> int | None:
+        """The position from which its rotary frequencies change for the whole batch; None where they do not."""
+        return model_traits.rope_limit(self.named)
+
+    @once
+    def calls_kda(self) -> bool:
+        """True if its code calls the kernel of KDA."""
+        try:
+            return model_traits.calls(known_config(self.named), "chunk_kda")
+        except CollateError:  # a config of a class of somebody's
+            return False
 
     @property
-    def said(self) -> str:
-        """In words: `model qwen3_next on sdpa`."""
-        own = self.config is not None and hasattr(text_config(self.config), "_attn_implementation")
+    def description(self) -> str:
+        """`model qwen3_next on sdpa`."""
+        own = self.config is not None and hasattr(self.text, "_attn_implementation")
         return f"model {self.model_type or 'not named'}{f' on {self.attn_implementation}' if own else ''}"
 
 
@@ -280,7 +309,9 @@ class Case:
     @once
     def plain(self) -> bool:
         """True for plain causal attention with one sequence a row: a 2D mask is complete."""
-        return not self.segments.packed and not self.pattern.reaches(self.segments.longest_span)
+        if self.segments.packed:
+            return False
+        return self.pattern is CAUSAL or not self.pattern.reaches(self.segments.longest_span)
 
     @once
     def recurrent(self) -> bool:
@@ -288,9 +319,9 @@ class Case:
         return self.model.needs_mask_2d is not False if self.padding_free else bool(self.model.needs_mask_2d)
 
     @once
-    def inside(self) -> bool:
-        """True if padding stands before or between real tokens of a row."""
-        return self.segments.padding_side not in ("none", "right")
+    def learns_routing(self) -> bool:
+        """True if this call, or the config, asks for a router's loss."""
+        return bool(self.model.option("output_router_logits", self.call))
 
 
 Test = Callable[[Case], str | bool]
@@ -389,9 +420,9 @@ class Consumer:
             form, reason = next((form, why) for form in self.forms if (why := form.when(case)))
             kept = case.recurrent if self.keeps_mask_2d == "recurrent" else self.keeps_mask_2d == "always"
             chosen = Route(form=form.form, keeps_mask_2d=kept, why=reason if isinstance(reason, str) else form.reads)
-        if debug.ON:
+        if errors.DEBUG:
             reads_2d = "this consumer always reads it" if self.keeps_mask_2d == "always" else "recurrent layers read it"
-            reader = f"consumer {self.name}, {case.model.said}"
+            reader = f"consumer {self.name}, {case.model.description}"
             log_route(reader, self.key, chosen, case.segments, case.context_parallel, reads_2d)
         return chosen
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collate_npu.consumers.mask_routing import PACKED_RECURRENT, Consumer, Form, Refusal
 from collate_npu.releases import installed
+from collate_npu.segments import PADS_BEFORE
 
 TORCHTITAN = Consumer(
     name="torchtitan",
@@ -13,7 +14,7 @@ TORCHTITAN = Consumer(
         PACKED_RECURRENT,
         Refusal(
             of="padding before a token, on recurrent layers",
-            when=lambda case: not case.padding_free and case.recurrent and case.inside,
+            when=lambda case: not case.padding_free and case.recurrent and case.segments.padding_side in PADS_BEFORE,
             rule="torchtitan's recurrent layers read cu_seqlens, and padding before a token reaches their state.",
             remedy="Pad right, or pack the rows: integrations.torchtitan.get_attention_masks makes their offsets.",
         ),

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from collate_npu import debug
+from collate_npu import errors
 from collate_npu.consumers import model_traits
 from collate_npu.consumers.mask_routing import PACKED_RECURRENT, Case, Consumer, Form, Refusal
-from collate_npu.consumers.model_traits import attention_windows, known_config, layer_masks, text_config, windows
-from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.consumers.model_traits import attention_windows, layer_masks, text_config
+from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.keys import of_kind
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.releases import IS_CAUSAL_READ, POSITIONS_SPLIT, installed
+from collate_npu.segments import PADS_BEFORE
 
 
 def _state_runs_on(case: Case) -> str:
@@ -33,14 +34,7 @@ def _state_runs_on(case: Case) -> str:
 def _also_told(case: Case) -> tuple[str, ...]:
     """KDA's layers hand their keywords on as they are, and the kernel drops `cu_seq_lens_q`: so it goes out under both
     names (modeling_kimi_linear.py:683-705)."""
-    return ("cu_seqlens",) if case.recurrent and case.model.model_type and case.model.ask(_calls_kda) else ()
-
-
-def _calls_kda(config: Any) -> bool:
-    try:
-        return model_traits.calls(known_config(config), "chunk_kda")
-    except CollateError:  # a config of a class of somebody's
-        return False
+    return ("cu_seqlens",) if case.recurrent and case.model.model_type and case.model.calls_kda else ()
 
 
 SPLITS_BY_POSITIONS = frozenset((
@@ -65,7 +59,7 @@ def _by_kernel(case: Case) -> str:
     if not (case.at_model and on_it and case.exact) or case.padding_free:
         return ""
     told = [key for key in case.keys if case.call[key] is not False]
-    read = not _READS_NO_MASK.issuperset(told) or _learns_routing(case) or case.model.option("output_attentions", case.call)
+    read = not _READS_NO_MASK.issuperset(told) or case.learns_routing or case.model.option("output_attentions", case.call)
     own = case.model.attends(case.call) != "causal" or bool(case.model.looks_ahead)
     return "" if read or own else "padding stands behind all tokens, and the causal kernel needs no mask"
 
@@ -75,12 +69,12 @@ def _by_2d(case: Case) -> str:
     if case.padding_free or case.segments.packed:
         return ""
     if case.plain:
-        faster = debug.ON and _by_kernel(replace(case, at_model=True))
+        faster = errors.DEBUG and _by_kernel(replace(case, at_model=True))
         more = "; None is exact too, and faster: adapt(model), or attention_mask='omit'" if faster else ""
         return f"every layer of a transformers model reads the 2D mask{more}"
     if case.model.attends(case.call) == "bidirectional" == case.pattern.name and _looks_ahead_by_2d(case):
         return "the model looks ahead, and reads the 2D mask"
-    own = case.pattern in {Pattern.sliding(size) for size in windows(case.model.config) if size}
+    own = case.pattern in {Pattern.sliding(size) for size in case.model.windows}
     return "the model makes its own window of the 2D mask" if own and len(_kinds(case)) == 1 else ""
 
 
@@ -129,16 +123,14 @@ def _masked_flat_row(case: Case) -> bool:
 def _by_positions(case: Case) -> bool:
     """True if positions alone separate the sequences of a flat row: where a router's loss or windows that look ahead take no
     mask."""
-    routed = case.model.model_type in SPLITS_BY_POSITIONS and case.pattern == CAUSAL and _learns_routing(case)
-    ahead = case.model.model_type == "gemma3_text" and case.pattern.name == "bidirectional" and case.model.ask(windows)
-    told = case.segments.shape[0] == 1 and case.restarts and case.segments.packed and case.segments.padding_side == "none"
+    segments, model = case.segments, case.model
     whole = case.context_parallel is None and case.call.get("past_key_values") is None
-    on_it = case.model.attn_implementation in ("sdpa", "eager")
-    return bool(routed or ahead) and on_it and told and whole and POSITIONS_SPLIT.holds()
-
-
-def _learns_routing(case: Case) -> bool:
-    return bool(case.model.option("output_router_logits", case.call))
+    on_it = model.attn_implementation in ("sdpa", "eager") and whole and case.restarts
+    if not on_it or not segments.packed or segments.shape[0] > 1 or segments.padding_side != "none":
+        return False
+    routed = model.model_type in SPLITS_BY_POSITIONS and case.pattern == CAUSAL and case.learns_routing
+    ahead = model.model_type == "gemma3_text" and case.pattern.name == "bidirectional" and model.windows
+    return bool(routed or ahead) and POSITIONS_SPLIT.holds()
 
 
 def _on(*implementations: str) -> Any:
@@ -181,13 +173,14 @@ def _windowed(case: Case, kind: str, size: int | None) -> Pattern:
 
 def _leak(case: Case) -> str:
     """Why the padding of this batch changes its tokens on this model."""
-    if case.model.virtual_tokens and (case.inside or case.segments.packed):
+    inside = case.segments.padding_side in PADS_BEFORE
+    if case.model.virtual_tokens and (inside or case.segments.packed):
         return "PEFT puts learned tokens before each row and drops positions, which adapt(model) sees, and nobody before it"
     if case.padding_free or case.segments.padding_side == "none":
         return ""
     if not case.segments.hole_rows:
         one = "one" if case.segments.shape[0] == 1 and "one" in case.model.moves else "left"
-        return case.model.moves.get(one if case.inside else "right", "")
+        return case.model.moves.get(one if inside else "right", "")
     if case.recurrent:
         return model_traits.HOLE_IN_A_STATE
     return case.model.moves.get("holes", "") or model_traits.holes_cut_reason(case.model.named, case.segments.longest_span)
@@ -195,7 +188,7 @@ def _leak(case: Case) -> str:
 
 def _width(case: Case) -> str:
     """Sequences that would attend other keys than alone, because the tensor is wider than they are."""
-    limit, sparse = case.model.ask(model_traits.width_dependence), case.model.ask(model_traits.sparse_from)
+    limit, sparse = case.model.width_limits
     S = case.segments.shape[1]
     if sparse is not None and sparse < S and any(n != S for n in case.segments.sequence_lengths):
         return f"its attention is sparse beyond {sparse} places, by blocks of the whole width"
@@ -205,25 +198,27 @@ def _width(case: Case) -> str:
 
 
 def _clash(case: Case) -> str:
-    limited = case.model.ask(model_traits.rope_limit) is not None
-    return model_traits.lengths_clash_reason(case.model.named, case.segments.sequence_lengths) if limited else ""
+    if case.model.rope_limit is None:
+        return ""
+    return model_traits.lengths_clash_reason(case.model.named, case.segments.sequence_lengths)
 
 
 def _pooled(case: Case) -> str:
     """Why the head of this model would pool another token than it does alone."""
     if case.model.pooling in ("", "span"):
         return ""
+    inside = case.segments.padding_side in PADS_BEFORE
     if case.segments.packed:
         pooled = case.model.pooling in ("pooled", "pooler")
         return "" if pooled else "a row holds several sequences, and it gives one answer a row"
     if case.model.pooling in ("first", "pooled", "pooler"):
         mended = case.model.pooling == "pooler" and case.at_model  # `adapt` hands it the first real token
-        return "it takes the first place of a row, which is padding" if case.inside and not mended else ""
+        return "it takes the first place of a row, which is padding" if inside and not mended else ""
     by_id = case.model.pooling in ("last_by_id", "counted_by_id")
-    if by_id and getattr(text_config(case.model.config), "pad_token_id", None) is not None:
+    if by_id and getattr(case.model.text, "pad_token_id", None) is not None:
         blind = " of inputs_embeds"  # whose padding it does not see (modeling_layers.py:180)
         if "inputs_embeds" not in case.keys:
-            counted = case.inside and case.model.pooling == "counted_by_id"
+            counted = inside and case.model.pooling == "counted_by_id"
             return "it counts its place from the start of a row, which is padding" if counted else ""
     else:
         blind = " where config.pad_token_id is None" if by_id else " of a row"
@@ -238,7 +233,7 @@ def _softmax_over_padding(case: Case) -> bool:
 def _lost_window(case: Case) -> str:
     """Where the model's own window is dropped, and some sequence is longer than it."""
     implementation = case.model.attn_implementation
-    sizes = case.model.ask(windows) if case.model.config is not None else ()
+    sizes = case.model.windows
     if not sizes or sizes[0] >= case.segments.longest_span:
         return ""
     where = ""
@@ -250,9 +245,11 @@ def _lost_window(case: Case) -> str:
 
 
 def _unreadable(case: Case) -> str:
-    implementation, why = case.model.attn_implementation, _needs_dense(case)
-    reads = ("sdpa", "eager") if case.recurrent and not case.model.keeps_apart else ("sdpa", "eager", "flex_attention")
-    return f"{why}, on {implementation}" if why and implementation not in reads else ""
+    implementation = case.model.attn_implementation
+    blocks = implementation == "flex_attention" and not (case.recurrent and not case.model.keeps_apart)
+    reads = blocks or implementation in ("sdpa", "eager")
+    why = "" if reads else _needs_dense(case)
+    return f"{why}, on {implementation}" if why else ""
 
 
 def _lowest_is_infinite(case: Case) -> str:
@@ -261,13 +258,13 @@ def _lowest_is_infinite(case: Case) -> str:
     segments, model = case.segments, case.model
     if model.dtype != torch.float64 or model.attn_implementation != "eager" or segments.packed:
         return ""
-    sees_all = segments.padding_side in ("none", "right") and not segments.empty_rows
+    sees_all = segments.padding_side not in PADS_BEFORE and not segments.empty_rows
     return "" if sees_all else "float64, and padding before a row's first token, or a row of padding alone"
 
 
 def _routers_loss(case: Case) -> str:
     indexes = case.recurrent or case.model.model_type in (*SPLITS_BY_POSITIONS, "gpt_oss")
-    return _needs_dense(case) if indexes and _learns_routing(case) else ""
+    return _needs_dense(case) if indexes and case.learns_routing else ""
 
 
 def _unplaced(case: Case) -> str:
@@ -384,7 +381,9 @@ TRANSFORMERS = Consumer(
         Refusal(
             of="dense masks and packed rows on models that take neither, or whose images see both sides",
             when=lambda case: (
-                _unplaced(case) or _looks_ahead(case) or (_needs_dense(case) and case.model.moves.get("packed", ""))
+                _unplaced(case)
+                or _looks_ahead(case)
+                or (case.model.moves.get("packed", "") and _needs_dense(case) and case.model.moves["packed"])
             ),
             rule="This model cannot be told where a sequence begins: {why}.",
             remedy="Give each sequence its own row, with the model's own pattern; where it mixes neighbouring places, rows "

@@ -1,4 +1,5 @@
-"""One thin file for each trainer, imported only when used; `PACKAGE, TESTED = "its package", "the release that was run"`."""
+"""Integrations: a thin file or folder for each trainer, imported only when used;
+`PACKAGE, TESTED = "its package", "the release that was run"`."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from collate_npu.arrays import host_array
 from collate_npu.consumers.adapter import AT_MODEL, BatchAdapter, has_choices
-from collate_npu.consumers.labels import check_decoder, labels_for
+from collate_npu.consumers.labels_and_positions import check_decoder, labels_for
 from collate_npu.consumers.model_traits import (
     consumer_of,
     has_two_sides,
@@ -84,22 +84,22 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     """
     check_model(model)
     say_outside("transformers")
-    inside: dict[int, _Door] = {}
-    handles: list[Any] = [pooler.register_forward_pre_hook(_first_real) for pooler in poolers(model)]
-    places = _places(model, settings)
-    doors = [_Door(module, settings, inside, places[:n]) for n, module in enumerate(places)]
-    for module, door in zip(places, doors):
+    inside: dict[int, _Hooks] = {}
+    handles: list[Any] = [pooler.register_forward_pre_hook(_first_real_token) for pooler in poolers(model)]
+    places = _hook_places(model, settings)
+    hooks = [_Hooks(module, settings, inside, places[:n]) for n, module in enumerate(places)]
+    for module, door in zip(places, hooks):
         handles.append(module.register_forward_pre_hook(door, with_kwargs=True))
         handles.append(module.register_forward_hook(door.leave, always_call=True))
-    return Adapted([*handles, *doors], doors[0].mixed or (describe_packing(places[0]) if doors[0].keeps_apart else ""))
+    return Adapted([*handles, *hooks], hooks[0].mixed or (describe_packing(places[0]) if hooks[0].keeps_apart else ""))
 
 
-class _Door:
-    """The hooks of one module, copied and pickled with it. `inside` says for all doors of a model by which one each
+class _Hooks:
+    """The hooks of one module, copied and pickled with it. `inside` says for all hooks of a model by which one each
     thread came in, and `outer` are the modules through which a batch comes to this one."""
 
     def __init__(
-        self, module: nn.Module, settings: dict[str, Any], inside: dict[int, _Door], outer: list[nn.Module]
+        self, module: nn.Module, settings: dict[str, Any], inside: dict[int, _Hooks], outer: list[nn.Module]
     ) -> None:
         self.settings, self.inside, self.outer = settings, inside, outer
         asked: dict[str, Any] = {"attention": settings.get("attn_implementation"), "mended": True}
@@ -124,7 +124,7 @@ class _Door:
         return cast("Kept | None", through(self, module, args, kwargs))
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy mends the layers where it is."""
+        """The state without what was mended: a copy mends its own layers."""
         return {**vars(self), "mended": None}
 
     def _has_lora(self) -> bool:
@@ -170,7 +170,7 @@ class _Door:
         return mended
 
     def _current(self, module: nn.Module) -> BatchAdapter:
-        """The adapter, built anew where another attention was set since, or the model made float64, or so no more."""
+        """The adapter; a new one if the model got another attention since, or became float64 or stopped being it."""
         known = self.adapter.model
         named = getattr(text_config(known.config), "_attn_implementation", None)
         other = "attn_implementation" not in self.settings and (named or "sdpa") != known.attn_implementation
@@ -189,8 +189,8 @@ class _Door:
         return made
 
 
-def _first_real(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Hands a pooler, which takes the first place of a row, the first real token there."""
+def _first_real_token(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Put the first real token of a row at its first place, which a pooler takes."""
     segments = AT_MODEL.get(get_ident())
     moved = segments is not None and segments.padding_side not in ("none", "right") and not segments.packed
     if segments is None or not moved or not args or args[0].shape[:2] != segments.shape:
@@ -232,7 +232,7 @@ def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
 
 
 def _with_empty_rows(batch: Sources) -> Sources:
-    """A prompt that is prefilled in chunks: those of a row may hold padding alone."""
+    """The batch with `segment_ids` where a chunk of a prompt has a row of padding alone."""
     mask = batch.get("attention_mask")
     if not _cached(batch) or getattr(mask, "ndim", 0) != 2 or batch.named["segment_ids"]:
         return batch
@@ -241,8 +241,8 @@ def _with_empty_rows(batch: Sources) -> Sources:
 
 
 def _check_last(batch: Sources, segments: Segments) -> None:
-    """`generate` asks a prompt for the logits of its last column alone (transformers 5.23 generation/utils.py:2953), and
-    goes on from there."""
+    """Raise if the last column of a prompt is padding: `generate` asks for the logits of that column alone (transformers
+    5.23 generation/utils.py:2953), and goes on from there."""
     padded = np.flatnonzero((segments.array[:, -1] == 0) & segments.array.any(axis=1)).tolist()
     if padded and batch.get("logits_to_keep") == 1:
         rule = "Generation goes on from the last column, which is padding there."
@@ -299,7 +299,7 @@ def _check_outside(adapter: BatchAdapter, module: nn.Module, batch: Sources, seg
 
 
 def _is_flat(batch: Sources) -> bool:
-    """One row without a mask, with offsets, or with a mask of ones over positions that begin again."""
+    """True for one row without a mask, with offsets, or with a mask of ones over positions that begin again."""
     shape = batch.shape()
     if shape[0] != 1 or batch.get("attention_mask") is None or batch.named["offsets"]:
         return shape[0] == 1
@@ -309,23 +309,23 @@ def _is_flat(batch: Sources) -> bool:
     return positions is not None and bool((np.diff(positions) != 1).any())
 
 
-def _places(model: nn.Module, settings: dict[str, Any]) -> list[nn.Module]:
-    """Where a batch may come in: PEFT's wrapper, the model, its backbone. Of a head that takes no positions, and so makes
-    them itself, the backbone alone."""
-    whole = _whole(model, "consumer" in settings)
+def _hook_places(model: nn.Module, settings: dict[str, Any]) -> list[nn.Module]:
+    """The modules through which a batch may enter: PEFT's wrapper, the model, its backbone. Of a head that takes no
+    positions, and so makes them itself, the backbone alone."""
+    whole = _transformers_model(model, "consumer" in settings)
     if not is_transformers(whole):
         return [whole]
     # a tuner calls `model.forward`, by which no hook runs (peft 0.20 `BaseTuner.forward`); a prompt is put before the model
     peft = [each for each in model.modules() if callable(getattr(each, "get_base_model", None))]
     tuned = [each for each in peft if each.base_model is not whole]
     backbone = cast(nn.Module, whole.base_model)
-    if _counts(backbone) and not _counts(whole):
+    if _takes_positions(backbone) and not _takes_positions(whole):
         return [backbone]
     encoder = [cast(Any, whole).get_encoder()] if has_two_sides(whole) else []  # `generate` calls it by itself
     return [*tuned[:1], *dict.fromkeys((whole, backbone, *encoder))]
 
 
-def _whole(model: nn.Module, named: bool) -> nn.Module:
+def _transformers_model(model: nn.Module, named: bool) -> nn.Module:
     """The one transformers model inside; a model of the caller's own, where its consumer is named."""
     stack, found = consumer_of(model), dict[str, nn.Module]()
     for name, module in model.named_modules():
@@ -342,7 +342,7 @@ def _whole(model: nn.Module, named: bool) -> nn.Module:
     raise UnsupportedFormError(explain("model", f"{type(model).__name__}, {held}", rule, remedy))
 
 
-def _counts(module: nn.Module) -> bool:
+def _takes_positions(module: nn.Module) -> bool:
     """True if its forward takes positions."""
     kinds = inspect.signature(type(module).forward).parameters
     return "position_ids" in kinds or any(each.kind is each.VAR_KEYWORD for each in kinds.values())

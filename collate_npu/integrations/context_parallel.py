@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from collate_npu import debug
+from collate_npu import errors
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mask_routing import say_batch
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config, windows
@@ -102,7 +102,7 @@ def ready_batch(
         out["labels"][:, 0] = -100
     if backend == "torch" and of_kind(batch, "truth"):
         out["attention_mask"] = segments.keep.to(torch.int64)
-    if debug.ON:
+    if errors.DEBUG:
         say_batch(f"{backend} shares rows of the Trainer among {size} ranks", out, segments, why=exact.why)
     device = getattr(batch.get("input_ids"), "device", None)
     tensors = {key: value for key, value in out.items() if isinstance(value, Tensor)}
@@ -237,7 +237,7 @@ def check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) -
     elif not offsets and (sizes := [size for size in windows(adapter.model.config) if size < width]):
         why = f"ring_flash_attn makes other windows of those of {sizes[0]} (0.1.8 adapters/hf_adapter.py:119-125)"
     if why:
-        rule = f"{ranks} ranks share each row of this {adapter.model.said}, and {why}."
+        rule = f"{ranks} ranks share each row of this {adapter.model.description}, and {why}."
         remedy = "Set ulysses_size, sequence_parallel_size or ring_attn_size to 1; plain attention: use flash_attention_2."
         raise UnsupportedFormError(explain("input_ids", str(list(batch.shape())), rule, remedy))
     if offsets:

@@ -1,4 +1,5 @@
-"""Start of Ascend's adaptors, for code of ours that imports Megatron first; `start_problem` says where that was too late."""
+"""MindSpeed and Ascend's other adaptors, started before code of ours imports Megatron; `start_problem` says where that was
+too late."""
 
 from __future__ import annotations
 

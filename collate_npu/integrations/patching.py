@@ -1,8 +1,8 @@
 """Patching: a trainer's function replaced, wherever it was imported to, and given back exactly.
 
 A patch is in place while at least one holder holds it; twice is once, so a plugin file may run again. What somebody else
-patched over ours stays as it is, and ours then calls the original. What replaced ours is told by `in_place`, and patched by
-the next install. A release of the trainer that was not run is said.
+patched over ours stays as it is, and ours then calls the original. `in_place` tells whether ours was replaced, and the
+next install mends it. A release of the trainer that was not tested is warned of.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def patch(holder: str, owner: Any, name: str, ours: Callable[..., Any], *, every
             if _lost(known):
                 _put(known)
             return
-    _say_releases(holder, owner)
+    _warn_of_releases(holder, owner)
     made = _Patch(owner, name, ours, getattr(owner, name), None, everywhere)
     made.holders.add(holder)
 
@@ -68,8 +68,8 @@ def patch(holder: str, owner: Any, name: str, ours: Callable[..., Any], *, every
     _TABLE.append(made)
 
 
-def _say_releases(holder: str, owner: Any) -> None:
-    """Of who installs, and of the package that is patched."""
+def _warn_of_releases(holder: str, owner: Any) -> None:
+    """Warn once if a release was not tested: of the package that installs, and of the one that is patched."""
     home = str(getattr(owner, "__module__", None) or getattr(owner, "__name__", "")).partition(".")[0].replace("_", "-")
     for package, tested in trainers().values():
         if package in (holder, home):
@@ -77,7 +77,7 @@ def _say_releases(holder: str, owner: Any) -> None:
 
 
 def _put(made: _Patch) -> None:
-    """In place of what the owner has now, for everybody."""
+    """Set the wrapper in place of what the owner has now, and wherever else that was imported."""
     made.original, made.before = getattr(made.owner, made.name), vars(made.owner).get(made.name, _ABSENT)
     wrapped = _function(made.wrapped)
     wrapped.__wrapped__ = made.original
@@ -88,9 +88,9 @@ def _put(made: _Patch) -> None:
 
 
 def _lost(made: _Patch) -> bool:
-    """Does what the owner has now not lead to ours: by `__wrapped__`, by its closure, or by a global that it names? After
-    `importlib.reload` it does not; nor where MindSpeed's `repatch` has put its own there, made of what it found at first
-    (0.16.0 patch_utils.py:108-131). A stranger's patch over ours does."""
+    """True if what the owner has now does not lead to ours: by `__wrapped__`, by its closure, or by a global that it names?
+    After `importlib.reload` it does not; nor where MindSpeed's `repatch` has put its own there, made of what it found at
+    first (0.16.0 patch_utils.py:108-131). A stranger's patch over ours does."""
     ours, todo, seen = _function(made.wrapped), [vars(made.owner).get(made.name)], set()
     while todo:
         now = _function(todo.pop())
@@ -144,7 +144,7 @@ def _patch_of(held: Any) -> _Patch | None:
 
 
 def _rebind(package: str, old: Any, new: Any) -> None:
-    """Modules of the package that hold `old`. Only `vars` is read: a lazy module imports on any other look."""
+    """Replace `old` by `new` in the modules of the package. Only `vars` is read: a lazy module imports on any other look."""
     for key, module in list(sys.modules.items()) if package else ():
         if module is not None and (key == package or key.startswith(f"{package}.")):
             for name in [name for name, value in vars(module).items() if value is old]:
@@ -163,18 +163,18 @@ def once_imported(name: str, then: Callable[[], None], *, before: Callable[[], o
     once."""
     if name in sys.modules:
         then()
-    elif not any(isinstance(finder, _Awaited) and (finder.name, finder.then) == (name, then) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Awaited(name, then, before))
+    elif not any(isinstance(finder, _ImportHook) and (finder.name, finder.then) == (name, then) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _ImportHook(name, then, before))
 
 
-class _Awaited(MetaPathFinder):
-    """Finds one module."""
+class _ImportHook(MetaPathFinder):
+    """Finds one module, and runs `then` after its code."""
 
     def __init__(self, name: str, then: Callable[[], None], before: Callable[[], object]) -> None:
         self.name, self.then, self.before = name, then, before
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The spec of that module, whose loader then goes on with ours; None for every other."""
+        """The spec of that module, with a loader that runs `before` and `then` around its code; None for every other."""
         if name != self.name:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))

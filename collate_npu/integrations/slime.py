@@ -1,4 +1,4 @@
-"""slime, miles, vime, Relax: the first step is watched, and stops where a kernel is told other sequences than the batch.
+"""slime, miles, vime, Relax: the first step is watched, and stops where a kernel gets other sequences than the batch has.
 
     --custom-megatron-before-train-step-hook-path collate_npu.integrations.slime.before_train_step
     --custom-megatron-before-log-prob-hook-path collate_npu.integrations.slime.before_log_prob
@@ -40,7 +40,7 @@ def before_log_prob(args: Any, model: Iterable[Any], store_prefix: str) -> None:
     >>> before_log_prob(args, model, "ref_")  # doctest: +SKIP
     """
     if _HERE.watch is None:
-        _refuse(args, model)
+        _check_start(args, model)
         _HERE.watch = Watch(steps=1, stop=True, keeps=False)
         _HERE.watch.start()
 
@@ -61,8 +61,9 @@ def before_train_step(
             print(f"collate_npu: {_HERE.watch.summary()}", flush=True)
 
 
-def _refuse(args: Any, model: Iterable[Any]) -> None:
-    """What no kernel is told: patches that came too late, and tokens in another order than recurrent layers take them.
+def _check_start(args: Any, model: Iterable[Any]) -> None:
+    """Raise for what no kernel call shows: patches that came too late, and tokens in another order than recurrent layers
+    take.
 
     `--allgather-cp` gives each rank a run of the row; their layers, and Megatron's, put zigzag chunks in order
     (slime_plugins/models/hf_attention.py:128-143; megatron-core 0.19.2 core/ssm/gated_delta_net/common.py:564-600).

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from collate_npu.moved import moved
+from collate_npu.errors import moved
 
 PACKAGE, TESTED = "trl", "1.16.0"
 

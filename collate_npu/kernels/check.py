@@ -1,4 +1,4 @@
-"""One call of a kernel, whoever makes it, judged by the contract that its name belongs to.
+"""Check: one call of a kernel, whoever makes it, judged by the contract that its name belongs to.
 
 Callers name their operator as its package does (`fla.chunk_gated_delta_rule`, `torch_npu.npu_fusion_attention`), or a layer
 of a stack (`transformers.gdn_layer`), and hand over the arguments; sizes are read off the tensors. The reference kernels
@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 
-from collate_npu import debug
+from collate_npu import errors
 from collate_npu.errors import CollateError, explain
 from collate_npu.kernels import Breach, refuse
 from collate_npu.kernels.fusion_attention.contract import contract_breaches
 from collate_npu.kernels.fusion_attention.operator_call import sizes_of
-from collate_npu.kernels.gated_delta.contract import gated_delta_breaches
+from collate_npu.kernels.gated_delta.contract import gated_delta_breaches, rows_and_tokens
 from collate_npu.kernels.gated_delta.operator_call import HOLDERS, by_own_names
-from collate_npu.kernels.gated_delta.rules import rows_and_tokens
-from collate_npu.kernels.gated_delta.stacks import find_operator, operator_named
+from collate_npu.kernels.gated_delta.operators import find_operator, operator_named
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
@@ -84,25 +83,25 @@ def named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     return bound | others
 
 
-def say_call(name: str, arguments: Mapping[str, Any], *, segments: Segments | None = None, **says: Any) -> None:
+def log_call(name: str, arguments: Mapping[str, Any], *, segments: Segments | None = None, **says: Any) -> None:
     """With COLLATE_NPU_DEBUG=1: each rule that such a call breaks, once a process. Never raises."""
-    if debug.ON and knows(name):
+    if errors.DEBUG and knows(name):
         try:
             found = call_breaches(name, arguments, segments=segments, **says)
         except CollateError as error:
-            debug.say(("call", name), f"call of {name}, not judged: {error}")
+            errors.log_once(("call", name), f"call of {name}, not judged: {error}")
             return
         for breach in found:
-            debug.say(("call", name, breach.rule), f"call of {name}: {breach}")
+            errors.log_once(("call", name, breach.rule), f"call of {name}: {breach}")
 
 
-def say_batch(layer: str, batch: Mapping[str, Any], segments: Segments) -> None:
-    """`say_call` for a batch that is about to enter a model whose recurrent layers are of this kind: the unsplit row.
+def log_batch(layer: str, batch: Mapping[str, Any], segments: Segments) -> None:
+    """`log_call` for a batch that is about to enter a model whose recurrent layers are of this kind: the unsplit row.
 
     `layer` is a consumer of that name, or a layer (`mindspeed.GatedDeltaNet`); of one that no contract knows nothing is
     said. The layer is taken to read `attention_mask_2d` where the batch has one.
     """
-    if debug.ON and (row := find_operator(layer)) is not None:
+    if errors.DEBUG and (row := find_operator(layer)) is not None:
         read = {*row.offsets, row.numbers, *row.copies, *row.reads, *HOLDERS}
         told = batch if batch.get(KEEP_KEY) is None else {**batch, "attention_mask": batch[KEEP_KEY]}
-        say_call(layer, {name: value for name, value in told.items() if name in read}, segments=segments)
+        log_call(layer, {name: value for name, value in told.items() if name in read}, segments=segments)

@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu import debug
+from collate_npu import errors
 from collate_npu.arrays import Array
 from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY
-from collate_npu.masks.dense_mask import BLOCKED_BELOW, REMEDY_CARRY_2D, MaskValues, Polarity
-from collate_npu.masks.dense_reader import Known, Reading
+from collate_npu.masks.dense_mask import BLOCKED_BELOW, REMEDY_CARRY_2D, Known, MaskValues, Polarity, Reading
 from collate_npu.masks.derive import (
     MASK_KEY,
     check_same_padding,
@@ -33,7 +32,7 @@ from collate_npu.masks.derive import (
     spell_pattern,
 )
 from collate_npu.masks.forms import none_is_exact
-from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.sources import (
     Sources,
     check_known_offsets,
@@ -69,7 +68,7 @@ def find_hazards(sources: Sources, segments: Segments | None) -> dict[str, str]:
 def log_hazards(found: Mapping[str, str]) -> None:
     """With COLLATE_NPU_DEBUG=1: each kind once a process, with the first batch that shows it."""
     for kind, text in found.items():
-        debug.say(("hazard", kind), f"hazard in a batch as it arrives: {text}")
+        errors.log_once(("hazard", kind), f"hazard in a batch as it arrives: {text}")
 
 
 def reads(full: Tensor, segments: Segments | None) -> str:
@@ -214,7 +213,7 @@ def agreed(
         _refuse_doubtful_ends(sources, truth)
     if not sources.named["segment_ids"]:
         _refuse_inverted(sources, shape, truth.segments, empty=told and bool(squares))
-    if debug.ON:
+    if errors.DEBUG:
         log_hazards(find_hazards(sources, truth.segments))
     return truth.segments
 
@@ -347,8 +346,9 @@ def _with_dense(
     if not full.ndim or full.shape[-1] != shape[1]:
         raise wrong_shape_error(key, shape_of(full), shape)
     reading = _read(full, truth, positions_BS, shape[0], declared)
-    found = reading.pattern
-    if pattern is None and found is not None and found not in own and found.reaches(reading.segments.longest_span):
+    found = reading.pattern if pattern is None else None
+    known = found is None or found is CAUSAL or found in own
+    if found is not None and not known and found.reaches(reading.segments.longest_span):
         rule = f"It is the mask of {found} attention, and plain causal attention is what this batch would be given."
         remedy = f"Pass pattern={spell_pattern(found)} if the model attends so."
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="mask-pattern"))

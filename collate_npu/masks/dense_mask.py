@@ -1,4 +1,5 @@
-"""Dense masks: the values of a mask under one polarity, and its query rows, read block by block or written by a pattern.
+"""Dense masks: the values of a mask under one polarity; its query rows, read block by block, written by a pattern, and
+compared with one.
 
 A polarity says what a value means: keep (True attends), masked (True is blocked) or bias (additive). A value that has no
 meaning under any polarity is refused: one pass over the values, none for bool. Every form and every proof of a mask writes
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_args
@@ -23,7 +25,7 @@ from torch import Tensor
 from collate_npu.arrays import Array, once
 from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
 from collate_npu.masks.patterns import Pattern
-from collate_npu.segments import Segments
+from collate_npu.segments import Segments, keep_array
 
 Polarity = Literal["keep", "masked", "bias"]
 POLARITIES: tuple[Polarity, ...] = get_args(Polarity)
@@ -54,7 +56,8 @@ class MaskValues:
     """
 
     def __init__(self, full: Tensor, declared: Polarity | None, key: str = "attention_mask") -> None:
-        check_polarity(declared)
+        if declared is not None:
+            check_polarity(declared)
         self.full, self.key = full, key
         self._float = full.is_floating_point()
         below = DECLARED_BELOW if declared == "bias" else BLOCKED_BELOW
@@ -197,42 +200,34 @@ def regions_of(segments: Segments) -> list[list[Region]]:
 
 
 def fill_rows(out_QK: Array, low: int, regions: Sequence[Region], pattern: Pattern, allowed: Any, forbidden: Any) -> None:
-    """Write the query rows low, low + 1, ... of one row of the batch."""
-    high = low + len(out_QK)
+    """Write the query rows low, low + 1, ... of one row of the batch: of each sequence those before, in and behind it."""
+    high, S = low + len(out_QK), out_QK.shape[1]
     if not regions:
         out_QK[:] = forbidden
     at = bisect_right(regions, low, key=_last) if low else 0
-    for region in regions[at:] if at else regions:
-        if region.first >= high:
+    for n, start, end, first, last, holes in regions[at:] if at else regions:
+        if first >= high:
             break
-        q0, q1 = max(low, region.first), min(high, region.last)
-        _fill_region(out_QK[q0 - low : q1 - low], q0, region, pattern, allowed, forbidden)
-
-
-def _fill_region(rows_QK: Array, q0: int, region: Region, pattern: Pattern, allowed: Any, forbidden: Any) -> None:
-    """Up to three stretches of queries: before the sequence, in it, and behind it."""
-    n, start, end, _, _, holes = region
-    q1, S = q0 + len(rows_QK), rows_QK.shape[1]
-    low = q0
-    if pattern.causal and low < start:
-        low = min(start, q1)
-        rows_QK[: low - q0] = forbidden
-    while low < q1:
-        # A causal query of the sequence sees no key behind itself, so those behind the sequence need no care of their own.
-        inside = pattern.causal and low < end
-        high, stop = (min(end, q1), S) if inside else (q1, end)
-        block_QK = rows_QK[low - q0 : high - q0]
-        if start:
-            block_QK[:, :start] = forbidden
-        if stop < S:
-            block_QK[:, stop:] = forbidden
-        pattern.fill(block_QK[:, start:stop], low - start, n, allowed, forbidden)
-        if holes is not None:
-            np.copyto(block_QK[:, start:end], forbidden, where=holes)
-        low = high
-        if inside and pattern.settles and low < q1:
-            rows_QK[low - q0 :] = block_QK[-1]
-            return
+        q, stop = max(low, first), min(high, last)
+        if pattern.causal and q < start:
+            out_QK[q - low : min(start, stop) - low] = forbidden
+            q = min(start, stop)
+        while q < stop:
+            # A causal query of the sequence sees no key behind itself: keys behind the sequence need no care of their own.
+            inside = pattern.causal and q < end
+            to, keys = (min(end, stop), S) if inside else (stop, end)
+            block_QK = out_QK[q - low : to - low]
+            if start:
+                block_QK[:, :start] = forbidden
+            if keys < S:
+                block_QK[:, keys:] = forbidden
+            pattern.fill(block_QK[:, start:keys], q - start, n, allowed, forbidden)
+            if holes is not None:
+                np.copyto(block_QK[:, start:end], forbidden, where=holes)
+            q = to
+            if inside and pattern.settles and q < stop:
+                out_QK[q - low : stop - low] = block_QK[-1]
+                q = stop
 
 
 class Square:
@@ -256,13 +251,13 @@ class Square:
     def _as_they_lie(self, b: int, low: int, high: int) -> Bools:
         return self._raw_BQK[b, low:high]
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
+    @once
+    def blocks(self) -> list[tuple[int, int]]:
         """`(first query, last query + 1)`, for every row: at most a fourth of the mask is read at once, or 4 KiB."""
         B, S = self.shape
         rows = max(min(BLOCK, max(B * S * S // 4, 1 << 12)) // max(S, 1), 1)
         step = rows if rows < 8 else rows // 8 * 8
-        for low in range(0, S, step):
-            yield low, min(low + step, S)
+        return [(low, min(low + step, S)) for low in range(0, S, step)]
 
     def diagonal(self, before: int = 0) -> Bools:
         """Return bool `[B, S - before]`: True where a token attends itself, or the token so many places before it."""
@@ -292,3 +287,46 @@ class Square:
     def equals_given(self, found_QK: Bools) -> bool:
         """True if it equals what `given` returned last, byte by byte. bytearray compares twice as fast as numpy."""
         return self._scratch[len(found_QK)][0] == np.ascontiguousarray(found_QK)
+
+    def differs(self, b: int, low: int, high: int, regions: Sequence[Region], pattern: Pattern, counts_Q: Bools) -> bool:
+        """True if a query row that counts attends other keys than the pattern gives."""
+        given_QK, found_QK = self.given(low, high, regions, pattern), self.raw_rows(b, low, high)
+        return not self.equals_given(found_QK) and bool(((found_QK != given_QK).any(axis=1) & counts_Q[low:high]).any())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What is known beside the matrix: its sequences, or its padding alone (`parted=False`: one sequence a row)."""
+
+    segments: Segments | None = None
+    parted: bool = True
+    pattern: Pattern | None = None
+    """Declared; None looks for one."""
+    unmasked_rows: bool = False
+    """The producer fills fully blocked rows with True."""
+    prove: bool = True
+
+    @once
+    def keep(self) -> Bools | None:
+        """bool `[B, S]`, True = real token; None where nothing is known."""
+        return None if self.segments is None else keep_array(self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The sequences a matrix shows and the pattern that gives it back (None where that was not asked)."""
+
+    segments: Segments
+    pattern: Pattern | None
+
+
+def wrong_rows(square: Square, segments: Segments, pattern: Pattern, proved_BQ: Bools | None = None) -> Iterator[int]:
+    """Yield the rows of the batch in which a real query attends other keys than this pattern; `proved` ones are skipped."""
+    counts_BQ = segments.array != 0
+    if proved_BQ is not None:
+        counts_BQ &= ~proved_BQ
+    for b, regions in enumerate(regions_of(segments) if counts_BQ.any() else ()):
+        for low, high in square.blocks:
+            if counts_BQ[b, low:high].any() and square.differs(b, low, high, regions, pattern, counts_BQ[b]):
+                yield b
+                break

@@ -22,9 +22,9 @@ import numpy as np
 
 from collate_npu.arrays import Array, once
 from collate_npu.errors import AmbiguousMaskError, explain_rows
-from collate_npu.masks.dense_mask import REMEDY_CARRY_2D, Bools, Region, Square, regions_of
+from collate_npu.masks.dense_mask import REMEDY_CARRY_2D, Bools, Known, Reading, Square, regions_of, wrong_rows
 from collate_npu.masks.patterns import CAUSAL, Pattern, Prefix, Sliding
-from collate_npu.segments import Segments, keep_array, of_keep
+from collate_npu.segments import Segments, of_keep
 
 Rows = list[tuple[int, str]]
 
@@ -104,7 +104,7 @@ class Shown:
     def odd_blocks(self, b: int) -> Iterator[tuple[int, int]]:
         """The blocks of query rows that are not exactly as guessed."""
         attends = self._square.attends
-        for low, high in self._square.blocks():
+        for low, high in self._square.blocks:
             given_QK, filled_Q = self._square.given(low, high, self._regions[b], CAUSAL), self._filled_BQ[b, low:high]
             if self._odd_B[b]:
                 given_QK[filled_Q] = attends
@@ -140,7 +140,7 @@ def look(square: Square, keep_BS: Bools | None) -> Shown:
     shown.real = diagonal_BS & shown.counts
     if len(misread := np.flatnonzero((shown.real != guessed_BS).any(axis=1))):
         for b in misread.tolist():
-            read(b, square.blocks())
+            read(b, square.blocks)
         shown.proved[misread] = False
         shown.segments, _ = sequences(square, shown.real)
     if ((used_BK | (shown.full & shown.counts).any(axis=1, keepdims=True)) & ~shown.real).any():
@@ -198,7 +198,7 @@ def all_extents(square: Square, counts_BS: Bools | None = None) -> tuple[Extents
     own_BQ, used_BK = np.tile(np.arange(square.shape[1], dtype=np.int32), (square.shape[0], 1)), np.zeros(square.shape, bool)
     extents = Extents(own_BQ, own_BQ.copy(), used_BK.copy(), used_BK.copy())
     for b in range(len(used_BK)):
-        for low, high in square.blocks():
+        for low, high in square.blocks:
             used_BK[b] |= read_query_rows(square, b, low, high, extents, counts_BS)
     return extents, used_BK
 
@@ -219,32 +219,6 @@ def _disagreements(square: Square, keep_BS: Bools | None) -> Rows:
     return rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """What is known beside the matrix: its sequences, or its padding alone (`parted=False`: one sequence a row)."""
-
-    segments: Segments | None = None
-    parted: bool = True
-    pattern: Pattern | None = None
-    """Declared; None looks for one."""
-    unmasked_rows: bool = False
-    """The producer fills fully blocked rows with True."""
-    prove: bool = True
-
-    @property
-    def keep(self) -> Bools | None:
-        """bool `[B, S]`, True = real token; None where nothing is known."""
-        return None if self.segments is None else keep_array(self.segments)
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The sequences a matrix shows and the pattern that gives it back (None where that was not asked)."""
-
-    segments: Segments
-    pattern: Pattern | None
-
-
 def read_square(square: Square, known: Known) -> Reading:
     """`Reading` of a `[B, S, S]` matrix.
 
@@ -253,10 +227,6 @@ def read_square(square: Square, known: Known) -> Reading:
     if known.segments is not None and known.parted:
         pattern = prove(square, known.segments, known.pattern, lambda: (all_extents(square)[0], 0))
         return Reading(known.segments, pattern)
-    if known.segments is not None and known.prove and known.pattern in (None, CAUSAL):  # no other sequences give such rows
-        wrong = next(wrong_rows(square, known.segments, CAUSAL), None)
-        if wrong is None:
-            return Reading(known.segments, CAUSAL)
     keep_BS = known.keep
     shown = look(square, keep_BS)
     segments, proved_BQ = shown.segments, shown.proved
@@ -308,24 +278,6 @@ def prove(
     raise UnexplainedError(lambda: [(b, said) for b in wrong(first)], found)
 
 
-def wrong_rows(square: Square, segments: Segments, pattern: Pattern, proved_BQ: Bools | None = None) -> Iterator[int]:
-    """Yield the rows of the batch in which a real query attends other keys than this pattern; `proved` ones are skipped."""
-    counts_BQ = segments.array != 0
-    if proved_BQ is not None:
-        counts_BQ &= ~proved_BQ
-    if not counts_BQ.any():
-        return
-    for b, (regions, counts_Q) in enumerate(zip(regions_of(segments), counts_BQ)):
-        blocks = ((low, high) for low, high in square.blocks() if counts_Q[low:high].any())
-        if any(_differs(square, b, block, regions, pattern, counts_Q) for block in blocks):
-            yield b
-
-
-def _differs(square: Square, b: int, at: tuple[int, int], regions: list[Region], pattern: Pattern, counts_Q: Bools) -> bool:
-    found_QK, given_QK = square.raw_rows(b, *at), square.given(*at, regions, pattern)
-    return not square.equals_given(found_QK) and bool(((found_QK != given_QK).any(axis=1) & counts_Q[slice(*at)]).any())
-
-
 def _seen(segments: Segments, extents: Extents, reach: int) -> tuple[int, list[int]]:
     """Return the arguments of `Pattern.explaining`: how far back real queries look, and the prefix of each sequence."""
     place_Q = np.arange(segments.shape[1])
@@ -345,7 +297,7 @@ def refuse_inverted(square: Square, segments: Segments) -> None:
     bad = [
         (b, f"{len(segments.lengths[b])} real tokens that attend themselves alone, beside padding that attends padding")
         for b in doubtful
-        if any(_attends_other(square.rows(b, low, high), low, segments.array[b] == 0) for low, high in square.blocks())
+        if any(_attends_other(square.rows(b, low, high), low, segments.array[b] == 0) for low, high in square.blocks)
     ]
     rule = "They are sequences of one token, or the 2D mask is turned around (True = padding)."
     _raise_ambiguous(bad, rule, "Pass attention_mask_2d with True = real; with sequences of one token, segment_ids too.")

@@ -21,9 +21,19 @@ from collate_npu.errors import (
     explain_rows,
     shape_of,
 )
-from collate_npu.masks.dense_mask import REMEDY_CARRY_2D, REMEDY_DECLARE_POLARITY, Bools, MaskValues, Polarity, Square
-from collate_npu.masks.dense_reader import Known, Reading, UnexplainedError, read_square
-from collate_npu.masks.patterns import Pattern, Prefix
+from collate_npu.masks.dense_mask import (
+    REMEDY_CARRY_2D,
+    REMEDY_DECLARE_POLARITY,
+    Bools,
+    Known,
+    MaskValues,
+    Polarity,
+    Reading,
+    Square,
+    wrong_rows,
+)
+from collate_npu.masks.dense_reader import UnexplainedError, read_square
+from collate_npu.masks.patterns import CAUSAL, Pattern, Prefix
 from collate_npu.masks.sources import wrong_shape_error
 from collate_npu.segments import Segments, Values, of_keep, ready
 from collate_npu.validation import checked
@@ -206,7 +216,7 @@ def _readings(
     failed: dict[str, UnexplainedError] = {}
     for polarity in _polarities(values, known):
         try:
-            found[polarity] = read_square(Square(values, polarity, batch_size), known)
+            found[polarity] = _read_square(Square(values, polarity, batch_size), known)
         except AmbiguousMaskError as error:
             found[polarity] = error.with_traceback(None)  # whose frames would hold the whole matrix
         except UnexplainedError as error:
@@ -216,19 +226,27 @@ def _readings(
     return found, failed
 
 
+def _read_square(square: Square, known: Known) -> Reading:
+    """Return the known Segments where plain causal attention on them gives these rows: then no others do."""
+    truth = known.segments if known.prove and known.pattern in (None, CAUSAL) else None
+    if truth is not None and next(wrong_rows(square, truth, CAUSAL), None) is None:
+        return Reading(truth, CAUSAL)
+    return read_square(square, known)
+
+
 def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
     """`[B, S, S]` or `[B, H, S, S]`, all heads alike, read by the declared or the proved polarity."""
-    if values.full.ndim == 4 and _heads_differ(values):
+    if values.full.ndim == 4 and values.full.shape[1] > 1 and _heads_differ(values):
         raise heads_differ_error(MASK_KEY, values.full)
     found, failed = _readings(values, known, batch_size)
     if not found:
         raise _unexplained(values, known, failed)
-    said = {name: repr(x.segments) if isinstance(x, Reading) else "ambiguous too" for name, x in found.items()}
     # where a pattern was declared, that may be what is wrong, and not the other reading
-    said |= {name: str(error.instead) for name, error in failed.items() if error.instead is not None}
+    others = {name: str(error.instead) for name, error in failed.items() if error.instead is not None}
     result = next(iter(found.values()))
-    if len(said) > 1 and (len(found) > 1 or isinstance(result, Reading)):
-        told = "; ".join(f"as '{name}' it is {text}" for name, text in said.items())
+    if len(found) + len(others) > 1 and (len(found) > 1 or isinstance(result, Reading)):
+        said = {name: repr(x.segments) if isinstance(x, Reading) else "ambiguous too" for name, x in found.items()}
+        told = "; ".join(f"as '{name}' it is {text}" for name, text in (said | others).items())
         rule = f"Both readings are possible: {told}."
         raise PolarityError(explain(MASK_KEY, values.got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
     if isinstance(result, AmbiguousMaskError):

@@ -23,11 +23,12 @@ from torch import Tensor
 from collate_npu.arrays import Array, check_places, host_array
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.masks.dense_mask import Polarity, fill_rows, regions_of
-from collate_npu.masks.patterns import Pattern
-from collate_npu.segments import Segments, keep_array, of_lengths
+from collate_npu.masks.patterns import CAUSAL, Pattern
+from collate_npu.segments import PADS_BEFORE, Segments, keep_array, of_lengths
 from collate_npu.validation import checked, here, wrong_kind
 
 MAX_MASK_BYTES = 4 << 30
+CPU = torch.device("cpu")
 EVALUATED_BYTES = 21
 """Bytes a place that evaluating a predicate takes at its peak (tests measure it)."""
 
@@ -48,9 +49,6 @@ class Verdict:
         return self.ok
 
 
-_EXACT = Verdict(True, "causal attention, padding on the right only, one sequence a row")
-
-
 def none_is_exact(segments: Segments, pattern: str | Pattern = "causal") -> Verdict:
     """True if `attention_mask=None` gives the same result, for a consumer that attends causally and ignores padding.
 
@@ -66,15 +64,20 @@ def none_is_exact(segments: Segments, pattern: str | Pattern = "causal") -> Verd
     """
     if not isinstance(segments, Segments):
         raise wrong_kind("segments", segments, "none_is_exact", Segments)
-    pattern = Pattern.of(pattern)
-    if pattern.reaches(segments.longest_span):
-        return Verdict(False, f"attention is {pattern}, and no mask means plain causal (or full) attention")
+    why = mask_needed_reason(segments, Pattern.of(pattern))
+    return Verdict(not why, why or "causal attention, padding on the right only, one sequence a row")
+
+
+def mask_needed_reason(segments: Segments, pattern: Pattern) -> str:
+    """Why `attention_mask=None` is not exact; "" where it is."""
+    if pattern is not CAUSAL and pattern.reaches(segments.longest_span):
+        return f"attention is {pattern}, and no mask means plain causal (or full) attention"
     if segments.packed:
-        return Verdict(False, "a row holds several sequences, which would see each other")
-    if segments.padding_side not in ("none", "right"):
+        return "a row holds several sequences, which would see each other"
+    if segments.padding_side in PADS_BEFORE:
         where = "on the left" if segments.padding_side == "left" else "before or between real tokens"
-        return Verdict(False, f"padding stands {where}, so real tokens would attend it")
-    return _EXACT
+        return f"padding stands {where}, so real tokens would attend it"
+    return ""
 
 
 @checked
@@ -109,22 +112,35 @@ def dense(
     >>> dense(left, polarity="masked", rows=[1]).tolist()
     [[[[True, False]]], [[[False, False]]]]
     """
-    pattern = Pattern.of(pattern)
-    pattern.check(segments.num_sequences)
+    told = {"rows": rows, "dtype": dtype, "device": here(device), "max_mask_bytes": max_mask_bytes}
+    return write_dense(segments, polarity, Pattern.of(pattern), **told)
+
+
+def write_dense(
+    segments: Segments,
+    polarity: Polarity,
+    pattern: Pattern,
+    *,
+    rows: slice | Sequence[int] | Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device = CPU,
+    max_mask_bytes: int = MAX_MASK_BYTES,
+) -> Tensor:
+    """As `dense`, of arguments whose kinds are known."""
+    pattern.check(len(segments.sequence_lengths))
     dtype, attend, blocked = _values(polarity, dtype)
     B, S = segments.shape
     runs = [(0, 0, S)] if rows is None else _query_runs(rows, S)
     Q = sum(high - low for _, low, high in runs)
     check_bytes("dense mask", (B, 1, Q, S), dtype.itemsize, max_mask_bytes)
-    place: torch.device = here(device)
-    if place.type != "cpu" and rows is None and pattern == Pattern.of("causal") and not segments.packed:
-        return _triangle_on(segments, place, dtype, attend, blocked)
+    if device.type != "cpu" and rows is None and pattern == CAUSAL and not segments.packed:
+        return _triangle_on(segments, device, dtype, attend, blocked)
     allowed, forbidden = _carried(dtype, attend, blocked)
     out_B1QK = np.empty((B, 1, Q, S), allowed.dtype)
     for (out_QK,), regions in zip(out_B1QK, regions_of(segments)):
         for at, low, high in runs:
             fill_rows(out_QK[at : at + high - low], low, regions, pattern, allowed, forbidden)
-    return torch.from_numpy(out_B1QK).view(dtype).to(place)
+    return torch.from_numpy(out_B1QK).view(dtype).to(device)
 
 
 def _triangle_on(segments: Segments, device: torch.device, dtype: torch.dtype, attend: float, blocked: float) -> Tensor:
@@ -265,7 +281,7 @@ def varlen(segments: Segments, *, keep_tail: bool = False) -> Segments:
     """
     if not keep_tail:
         return Segments.from_lengths([segments.sequence_lengths])
-    if segments.shape[0] != 1 or segments.padding_side not in ("none", "right"):
+    if segments.shape[0] != 1 or segments.padding_side in PADS_BEFORE:
         rule = "A tail can be kept only in one flat row whose padding stands at its end."
         raise UnsupportedFormError(explain("varlen", repr(segments), rule, "unpad() first, and leave the tail out."))
     return Segments.from_lengths([own_places(segments)])
@@ -328,7 +344,7 @@ def own_places(segments: Segments) -> list[int]:
         rule = "In one flat row padding stands behind a sequence, or at the end."
         remedy = "unpad() first, and leave the tail out."
         raise UnsupportedFormError(explain("offsets", repr(segments), rule, remedy))
-    if segments.padding_side in ("none", "right"):
+    if segments.padding_side not in PADS_BEFORE:
         tail = S - segments.num_tokens
         return [*segments.sequence_lengths, *([tail] if tail else [])]
     starts = [start for _, start, _ in segments.spans]

@@ -134,8 +134,18 @@ class Causal(Pattern):
     def attends(self, q: Places, k: Places, n: Places) -> Places:
         return k <= q
 
-    def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
-        fill_band(block_QK, q0, None, allowed, forbidden)
+    def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any, reach: int | None = None) -> None:
+        """Keys up to each query; with `reach`, at most `reach - 1` places before it.
+
+        Each row is the one above, moved right by one: a strided view of one vector, so every element is written once.
+        """
+        K = block_QK.shape[1]
+        if q0 < 0:  # queries before the sequence see none of its keys
+            block_QK[:-q0] = forbidden
+            block_QK, q0 = block_QK[-q0:], 0
+        Q = len(block_QK)
+        size = 1 << (max(q0 + Q, K, 64) - 1).bit_length()
+        np.copyto(block_QK, _shifted(size, reach, block_QK.dtype, allowed, forbidden)[q0 : q0 + Q, :K])
 
     def reaches(self, longest: int) -> bool:
         return False
@@ -156,7 +166,7 @@ class Sliding(Pattern):
         return (k <= q) & (q - k < self.size)
 
     def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
-        fill_band(block_QK, q0, self.size, allowed, forbidden)
+        CAUSAL.fill(block_QK, q0, n, allowed, forbidden, self.size)
 
     def reaches(self, longest: int) -> bool:
         return self.size < longest
@@ -185,7 +195,7 @@ class Chunked(Pattern):
             q_from, q_to = max(low - q0, 0), min(low + self.size - q0, Q)
             if q_from < q_to:
                 part = block_QK[q_from:q_to, low : low + self.size]
-                fill_band(part, q0 + q_from - low, self.size, allowed, forbidden)
+                CAUSAL.fill(part, q0 + q_from - low, n, allowed, forbidden, self.size)
 
     def reaches(self, longest: int) -> bool:
         return self.size < longest
@@ -221,7 +231,7 @@ class Prefix(Pattern):
         return (k <= q) | (k < lengths[n % len(self.lengths)])
 
     def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
-        fill_band(block_QK, q0, None, allowed, forbidden)
+        CAUSAL.fill(block_QK, q0, n, allowed, forbidden)
         block_QK[:, : self.lengths[n % len(self.lengths)]] = allowed
 
     def reaches(self, longest: int) -> bool:
@@ -263,20 +273,6 @@ def _check_declared(pattern: Pattern) -> None:
 
 
 CAUSAL = Causal()
-
-
-def fill_band(block_QK: Array, q0: int, reach: int | None, allowed: Any, forbidden: Any) -> None:
-    """Keys up to each query, with `reach` at most `reach - 1` before it, for queries q0, q0 + 1, ...
-
-    Each row is the one above, moved right by one: a strided view of one vector, so every element is written once.
-    """
-    K = block_QK.shape[1]
-    if q0 < 0:  # queries before the sequence see none of its keys
-        block_QK[:-q0] = forbidden
-        block_QK, q0 = block_QK[-q0:], 0
-    Q = len(block_QK)
-    size = 1 << (max(q0 + Q, K, 64) - 1).bit_length()
-    np.copyto(block_QK, _shifted(size, reach, block_QK.dtype, allowed, forbidden)[q0 : q0 + Q, :K])
 
 
 @lru_cache(maxsize=8)

@@ -56,7 +56,7 @@ class Sources(dict[str, Any]):
         if not hasattr(batch, "items"):
             rule, remedy = "A batch is a dict of tensors.", "Pass the dict that your collator returns."
             raise CollateError(explain("batch", f"a {type(batch).__name__}", rule, remedy))
-        super().__init__(entries(batch))
+        super().__init__(batch if type(batch) is dict else entries(batch))
         self.named: defaultdict[Named, tuple[str, ...]] = defaultdict(tuple)
         """The keys of each role that hold something, in the order of the table."""
         self._held: dict[tuple[str, Any], tuple[Any, Any]] = {}
@@ -76,21 +76,17 @@ class Sources(dict[str, Any]):
         made._held, made.counted = self._held, self.counted
         return made
 
-    def array(self, name: str) -> Array:
-        """A value as a numpy array."""
-        found: Array = self._once(name, host_array)
-        return found
-
-    def _once(self, name: str, convert: Callable[[str, Any], Any]) -> Any:
+    def array(self, name: str, convert: Callable[[str, Any], Any] | None = None) -> Any:
+        """Return a value as a numpy array, or as `convert` makes it, once."""
         value, held = self[name], self._held.get((name, convert))
         if held is None or held[0] is not value:
-            held = self._held[name, convert] = (value, convert(name, value))
+            held = self._held[name, convert] = (value, (convert or host_array)(name, value))
         return held[1]
 
     @once
     def masks(self) -> Mapping[str, Tensor]:
         """`attention_mask`, or each mask of a mapping by kind of layer."""
-        return {name: full for key in self.named["mask"] for name, full in self._once(key, _masks).items()}
+        return {name: full for key in self.named["mask"] for name, full in self.array(key, _masks).items()}
 
     @once
     def offsets(self) -> Mapping[str, Array]:

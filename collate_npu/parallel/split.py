@@ -125,7 +125,7 @@ def _shape(batch: Sources, segments: Segments | None) -> tuple[int, int]:
         if _is_nested(value):
             B, S = 1, value.values().shape[0]
         else:
-            size = () if value is None else value.shape if isinstance(value, Tensor) else batch.array(key).shape
+            size: Any = () if value is None else value.shape if isinstance(value, Tensor) else batch.array(key).shape
             if len(size) < 2:
                 continue
             B, S = size[-2:] if KEYS[key].kind == "positions" else size[:2]

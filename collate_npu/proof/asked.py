@@ -39,7 +39,7 @@ from collate_npu.proof.measure import (
     scores_of,
     widened,
 )
-from collate_npu.proof.recording import Recorder
+from collate_npu.proof.recorder import Recorder
 from collate_npu.segments import Segments
 
 

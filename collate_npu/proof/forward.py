@@ -27,7 +27,15 @@ from collate_npu.consumers.model_traits import (
 )
 from collate_npu.errors import CollateError
 from collate_npu.kernels import Breach
-from collate_npu.kernels.told import Told, places_in, row_starts, shown, why_counts_wrong, why_differs, why_row_wrong
+from collate_npu.kernels.call_boundaries import (
+    CallBoundaries as Told,
+    places_in,
+    row_starts,
+    shown,
+    why_counts_wrong,
+    why_differs,
+    why_row_wrong,
+)
 from collate_npu.masks.patterns import Chunked, Pattern, Sliding
 from collate_npu.parallel import ContextParallel, query_rows
 from collate_npu.proof.kernel_calls import MODULES

@@ -17,16 +17,12 @@ from torch import Tensor
 
 from collate_npu.errors import shape_of
 from collate_npu.kernels import packed_rows
-from collate_npu.kernels.fusion_attention.operator_call import AttentionCall, blocked_scores, sizes_of
-from collate_npu.kernels.gated_delta.operator_call import Call, Operator, by_own_names
-from collate_npu.kernels.gated_delta.rules import rows_and_tokens
-from collate_npu.kernels.gated_delta.stacks import find_operator, operator_named
-from collate_npu.kernels.told import (
+from collate_npu.kernels.call_boundaries import (
     BLOCKED,
     MOST_SCORES,
     Attended,
+    CallBoundaries as Told,
     Kind,
-    Told,
     by_mask,
     by_numbers,
     by_offsets,
@@ -36,6 +32,10 @@ from collate_npu.kernels.told import (
     segments_told,
     zeros_of,
 )
+from collate_npu.kernels.fusion_attention.operator_call import AttentionCall, blocked_scores, sizes_of
+from collate_npu.kernels.gated_delta.contract import rows_and_tokens
+from collate_npu.kernels.gated_delta.operator_call import Call, Operator, by_own_names
+from collate_npu.kernels.gated_delta.operators import find_operator, operator_named
 
 _SCAN, _SPLIT_SCAN = "mamba.mamba_chunk_scan_combined", "mamba.mamba_split_conv1d_scan_combined"
 Reader = Callable[[str, Mapping[str, Any]], Told]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collate_npu.consumers.adapter import AT_MODEL, own_patterns
+from collate_npu.consumers.adapter import AT_MODEL
 from collate_npu.consumers.mask_routing import Case, Model
 from collate_npu.consumers.model_traits import consumer_of, has_two_sides
 from collate_npu.errors import AmbiguousMaskError
@@ -47,7 +47,7 @@ def case_of(
 def _agreed(sources: Sources, declared: str | Pattern | None, model: Model) -> Segments:
     row = sources.shape()[0] == 1
     flat = row and bool(sources.offsets or sources.lengths or sources.named["positions"])
-    own = own_patterns(model.config) if model.model_type else ()
+    own = model.own_patterns if model.model_type else ()
     return ready(agreed(sources, polarity=None, pattern=declared, padding_free=flat, own=own))
 
 

@@ -30,9 +30,8 @@ from collate_npu.consumers.model_traits import is_compiled, unwrap
 from collate_npu.errors import CollateError, printable
 from collate_npu.keys import of_kind
 from collate_npu.proof.forward import Fault, Forward, block
-from collate_npu.proof.hooks import WRAPS
 from collate_npu.proof.kernel_calls import UnreadError
-from collate_npu.proof.recording import Recorder, bound
+from collate_npu.proof.recorder import WRAPS, Recorder, bound
 from collate_npu.proof.truth import case_of
 from collate_npu.segments import Segments
 

@@ -1,4 +1,4 @@
-"""Tiny random models of every hybrid family in the installed transformers, and a tokenizer, built without a download.
+"""Testing: tiny random models of every hybrid family in the installed transformers, and a tokenizer, without a download.
 
 The models are real: transformers' own classes with each kind of layer the family mixes, two to four of them, width 64.
 They are also honest, which a random model is not by itself: weights are scaled up until a wrong mask moves the logits,

@@ -72,16 +72,16 @@ def _cells(call: KernelCall) -> dict[str, Any]:
 
 
 def _resolve(call: KernelCall, *, plain: bool) -> None:
-    """As transformers does it itself (5.23 integrations/hub_kernels.py:1008-1024)."""
-    kernel = inspect.unwrap(call.function) if plain else _judged(call)
+    """Set the kernel that transformers' wrapper calls (5.23 integrations/hub_kernels.py:1008-1024)."""
+    kernel = inspect.unwrap(call.function) if plain else _checked_kernel(call)
     taken = tuple(inspect.signature(kernel).parameters)
     held = {"implementation": kernel, "is_new_implementation": not plain, "applicable_params": taken}
     for name, cell in _cells(call).items():
         cell.cell_contents = held[name]
 
 
-def _judged(call: KernelCall) -> Callable[..., Any]:
-    """The reference; its real kernel would refuse a call that breaks the contract, or take it and compute something else."""
+def _checked_kernel(call: KernelCall) -> Callable[..., Any]:
+    """The reference, which refuses a call that breaks its kernel's contract."""
     name, kernel = f"{call.package}.{call.kernel}", _reference(call)
     if not knows(name):
         return kernel
@@ -100,7 +100,7 @@ def _reference(call: KernelCall) -> Callable[..., Any]:
     if call.kernel in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
         return reference_gated_delta_rule
     plain, key = inspect.unwrap(call.function), READS.get(call.kernel)
-    return plain if key is None else _one_by_one(plain, key)
+    return plain if key is None else _sequence_by_sequence(plain, key)
 
 
 def causal_conv1d_fn(
@@ -110,8 +110,8 @@ def causal_conv1d_fn(
     return reference_causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation, seq_idx=seq_idx).transpose(1, 2)
 
 
-def _one_by_one(plain: Callable[..., Any], key: str) -> Callable[..., Any]:
-    """The model's own torch function on each sequence by itself, told by `key` as the kernel is."""
+def _sequence_by_sequence(plain: Callable[..., Any], key: str) -> Callable[..., Any]:
+    """The model's own torch function on each sequence by itself; the boundaries come under `key`, as for the kernel."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         told, T = kwargs.pop(key, None), args[0].shape[1]

@@ -15,9 +15,10 @@ from rich.text import Text
 from collate_npu.errors import CollateError, explain
 from collate_npu.proof.kernel_rows import KERNELS, Kernel
 from collate_npu.proof.kernel_runs import Run, interpreted, runs
-from collate_npu.tools.audit.report import WORDS, finite, listed, number
-from collate_npu.tools.paper import ruled
-from collate_npu.tools.refusals import did_you_mean, refused
+from collate_npu.tools.console import WORDS
+from collate_npu.tools.drawing import finite, listed, number
+from collate_npu.tools.terminal import ruled
+from collate_npu.tools.user_code import did_you_mean, refused
 
 
 def _here() -> list[str]:

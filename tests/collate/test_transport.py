@@ -164,7 +164,7 @@ def test_without_shared_memory_all_of_a_batch_goes_in_the_message(monkeypatch):
     said = []
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared", full)
-    monkeypatch.setattr(transport.debug, "say", lambda *told, level: said.append((*told, level)))
+    monkeypatch.setattr(transport.errors, "log_once", lambda *told, level: said.append((*told, level)))
     batch = {"ids": torch.arange(INLINE_BYTES) + 2**33, "keep": torch.arange(2 * INLINE_BYTES) > 3}
     for sent in (batch, {"labels": torch.arange(INLINE_BYTES)}):
         arrived = crossed(Shipment(sent))

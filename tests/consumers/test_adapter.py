@@ -11,8 +11,8 @@ from hypothesis import given, strategies as st
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, Pattern, Segments
 from collate_npu.consumers.adapter import move_batch
+from collate_npu.consumers.labels_and_positions import positions_on
 from collate_npu.consumers.mask_routing import Model, consumers
-from collate_npu.consumers.positions import positions_on
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.masks import dense
 from collate_npu.releases import KERNELS_TOLD, installed
@@ -327,6 +327,16 @@ def test_an_adapter_with_a_device_makes_the_same_batch_there(consumer, side):
         )  # fmt: skip
     same = BatchAdapter(needs_mask_2d=True, consumer=consumer, device="cpu")(batch)
     assert all(value is same[key] is None or torch.equal(value, same[key]) for key, value in here.items())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("consumer", ["megatron", "transformers", "verl"])
+def test_a_card_that_is_not_there_is_refused_at_the_batch(consumer, side):
+    batch = PaddingCollator(pad_token_id=0, padding_side=side, attention_mask="2d")(
+        [{"input_ids": [1, 2]}, {"input_ids": [3]}]
+    )
+    with pytest.raises(CollateError, match=r"device: got .*index=99\). torch makes no tensor there"):
+        BatchAdapter(needs_mask_2d=True, consumer=consumer, device="cuda:99")(batch)
 
 
 def test_an_adapter_reads_the_name_of_its_device_and_touches_none():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from collate_npu import BatchAdapter, ContextParallel, Pattern, Segments, debug, needs_mask_2d, releases
+from collate_npu import BatchAdapter, ContextParallel, Pattern, Segments, errors, needs_mask_2d, releases
 from collate_npu.consumers import transformers as transformers_room
 from collate_npu.consumers.mask_routing import (
     Case,
@@ -152,8 +152,8 @@ def test_what_a_batch_becomes_on_a_model(expected, segments, fields):
 
 @pytest.mark.parametrize("on", [False, True])
 def test_that_none_were_faster_is_said_to_who_debugs(monkeypatch, on):
-    monkeypatch.setattr(debug, "ON", on)
-    monkeypatch.setattr(debug, "say", lambda *_: None)
+    monkeypatch.setattr(errors, "DEBUG", on)
+    monkeypatch.setattr(errors, "log_once", lambda *_: None)
     assert ("adapt(model)" in outcome(RIGHT)) == on
     assert "adapt(model)" not in outcome(RIGHT, **EAGER)
 
@@ -278,8 +278,8 @@ def test_layers_that_no_config_tells_are_not_guessed():
 @pytest.fixture
 def said(monkeypatch):
     found: dict[object, str] = {}
-    monkeypatch.setattr(debug, "ON", True)
-    monkeypatch.setattr(debug, "say", lambda what, text: found.setdefault(what, text))
+    monkeypatch.setattr(errors, "DEBUG", True)
+    monkeypatch.setattr(errors, "log_once", lambda what, text: found.setdefault(what, text))
     return found
 
 
@@ -335,3 +335,14 @@ def test_a_batch_whose_route_no_consumer_chose(said, out, words):
     (text,) = said.values()
     assert words in text
     assert "attention_mask_2d: taken out (nobody here reads it)" in text
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("name", ["t5", "switch_transformers", "qwen3_next"])
+def test_an_option_that_is_set_on_the_config_later_is_seen(name):
+    """Of an encoder-decoder, transformers' `get_text_config` returns a copy."""
+    config = pytest.importorskip("transformers").AutoConfig.for_model(name)
+    model = Model(config=config)
+    assert model.option("output_router_logits", {}) in (None, False)
+    config.output_router_logits = True
+    assert model.option("output_router_logits", {}) is True

@@ -12,7 +12,7 @@ from watching import received_masks
 from collate_npu import BatchAdapter, PaddingCollator
 from collate_npu.integrations.accelerate import DispatchCollator
 from collate_npu.testing import byte_tokenizer, tiny_model
-from collate_npu.tools.audit.data import samples_of_rows, shipped_text
+from collate_npu.tools.files import samples_of_rows, shipped_text
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -2,19 +2,16 @@
 
 A case is drawn from a seed: a family, its head, a side, an attention implementation, an option of the call, a wrapper. It
 runs without us and by every door, and each result is compared with every sample alone: outputs, loss and gradient.
-`python tests/integration/differential.py --cases 400 --seed 7` prints the table of families and doors (PYTHONPATH=.:tests).
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import inspect
 import random
 import re
 import sys
 import warnings
-from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -496,34 +493,3 @@ def harm(found) -> dict[str, str]:
         elif what == "raised" and found["plain"][0] != "raised":
             bad[door] = why
     return bad
-
-
-def main() -> None:
-    parse = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parse.add_argument("--cases", type=int, default=200)
-    parse.add_argument("--seed", type=int, default=0)
-    for name in ("kind", "option", "wrapper", "side"):
-        parse.add_argument(f"--{name}")
-    given = vars(parse.parse_args())
-    first, cases = given.pop("seed") * 100_000, given.pop("cases")
-    table, whys = Counter(), Counter()
-    for n in range(first, first + cases):
-        case = drawn(n, **{name: value for name, value in given.items() if value})
-        try:
-            found = judged(case)
-        except SkippedError as why:
-            whys["skipped", str(why)] += 1
-            continue
-        for door, (what, why) in found.items():
-            needless = what == "refused" and found["plain"][0] == "right"
-            table[case.kind, door, what + ", plain right" * needless] += 1
-            whys["refused", door, " ".join(why.split())[:200]] += needless
-        if bad := harm(found):
-            print(case, found["plain"][0], {door: " ".join(why.split())[:300] for door, why in bad.items()}, flush=True)
-    for row, times in [*sorted(table.items()), *whys.most_common()]:
-        if times:
-            print(f"{times:5} {', '.join(row)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -79,34 +79,6 @@ def test_an_encoder_sees_both_sides_and_no_padding(side):
             check_delivery(model, bare(batch, dense(truth)), segments=truth)
 
 
-NOTHING, RULE, ATTENTION = "told nothing: .*from padding", "layers.0.linear_attn", "self_attn"
-WRONG = {
-    "a bare 4D": ("sdpa", lambda truth: (dense(truth), {}), NOTHING, RULE),
-    "a bare additive 4D": ("sdpa", lambda truth: (dense(truth, polarity="bias"), {}), NOTHING, RULE),
-    "a 4D of the other polarity": ("sdpa", lambda truth: (dense(truth, polarity="masked"), {}), "attends padding", RULE),
-    "a 4D, the 2D as a keyword": ("sdpa", lambda truth: (dense(truth), {"attention_mask_2d": truth.keep}), NOTHING, RULE),
-    "a name that nothing reads": ("sdpa", lambda truth: (None, {"attention_mask_2d": truth.keep}), NOTHING, RULE),
-    "numbers for True and False": ("eager", lambda truth: (dense(truth), {}), "told mask .*attends padding", ATTENTION),
-    "a 2D of other tokens": (
-        "sdpa",
-        lambda truth: (truth.keep.roll(1, 1).long(), {}),
-        "is real, and counts for nothing",
-        RULE,
-    ),
-}
-"""What is handed over to a hybrid model, padded left -> what the error says, and the layers that it names."""
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_each_wrong_hand_over_names_its_layers(wrong):
-    attn, handed, said, layer = WRONG[wrong]
-    model, batch = model_of("qwen3_next", attn), wire()
-    mask, more = handed(truth_of(batch))
-    with pytest.raises(CollateError, match=said) as error:
-        check_delivery(model, bare(batch, mask, **more), segments=truth_of(batch))
-    assert layer in str(error.value)
-
-
 @pytest.mark.skipif(VERSION < (5, 13), reason="a mapping of masks needs transformers 5.13")
 def test_a_mapping_is_right_only_where_both_parts_are():
     model, batch = model_of("qwen3_next"), wire()
@@ -245,23 +217,6 @@ def test_layers_of_other_names_are_asked_what_they_were_handed():
         check_delivery(model, bare(batch, None), segments=truth_of(batch))
 
 
-@pytest.mark.parametrize("part", ["model", "layer", "within"])
-def test_what_a_guard_says_of_compiled_code_can_be_done(part):
-    model, batch = model_of("qwen3_next"), wire()
-    right, wrong = BatchAdapter(model)(batch), bare(batch, dense(truth_of(batch)))
-    if part == "model":
-        model.compile(backend="eager")
-    elif part == "layer":
-        model.model.layers[0].compile(backend="eager")
-    else:
-        model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
-    with pytest.raises(CollateError, match="Run check_delivery"):
-        guard_first_batch(model)
-    assert "2 recurrent: convolution zeros" in check_delivery(model, right).told
-    with pytest.raises(CollateError, match=r"layers\.0\.linear_attn.*told nothing"):
-        check_delivery(model, wrong)
-
-
 def test_the_model_is_left_as_it_was_and_nan_is_wrong():
     model = model_of("qwen3").train()
     batch = BatchAdapter(model)(wire())
@@ -272,13 +227,6 @@ def test_the_model_is_left_as_it_was_and_nan_is_wrong():
         model.get_output_embeddings().weight[3].fill_(float("nan"))
     with pytest.raises(CollateError, match="nan"):
         check_delivery(model, batch, alone=True)
-
-
-def test_a_model_that_attends_to_nothing_proves_nothing():
-    with pytest.raises(CollateError, match="no known kernel in Linear"):
-        check_delivery(torch.nn.Linear(2, 2), {"input": torch.ones(1, 3, 2)}, segments=Segments.from_lengths([3]))
-    with pytest.raises(CollateError, match="model: got"):
-        guard_first_batch("qwen3")
 
 
 def test_numbers_prove_where_no_kernel_is_known():

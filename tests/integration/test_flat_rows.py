@@ -1,4 +1,7 @@
-"""A flat row on real models: each sequence keeps its own logits, or the row is refused, by us or by transformers itself."""
+"""A flat row on real models: each sequence gives the logits and gradients it gives alone, or the row is refused.
+
+Recurrent layers call reference kernels, where an installed package would stand; attention reads a dense mask, or offsets.
+"""
 
 import copy
 from contextlib import nullcontext
@@ -8,28 +11,82 @@ from itertools import pairwise
 import pytest
 import torch
 from rotation import rotating
-from strategies import laid_out
+from strategies import laid_out, marked
 
 pytest.importorskip("transformers")
-from flat_rows import BY_OFFSETS, EXACT, PAD, RIGHT, alone, built, errors, ours, places, samples
+from flat_rows import (
+    BY_OFFSETS,
+    EXACT,
+    FORGOTTEN,
+    GATED_DELTA,
+    KDA,
+    PAD,
+    RIGHT,
+    ROWS,
+    WRONG,
+    alone,
+    built,
+    errors,
+    ours,
+    places,
+    samples,
+    without,
+)
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DataCollatorWithFlattening
 
-from collate_npu import BatchAdapter, PaddingCollator, adapt
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, adapt, check_delivery
 from collate_npu.consumers.transformers import SPLITS_BY_POSITIONS
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.releases import KERNELS_TOLD, POSITIONS_SPLIT
+from collate_npu.keys import KEYS, TOKENS
+from collate_npu.releases import KERNELS_TOLD, MISSING_KERNEL_RAISES, POSITIONS_SPLIT
 from collate_npu.testing import kernels, reference_kernels, tiny_config
 
+NEWER = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 kernels are resolved in other ways")
+LOUD = MISSING_KERNEL_RAISES.holds()
+"""Does transformers itself raise where a kernel that is told is missing?"""
 C = 4
 SAMPLES = samples((6, 1, 5, 8))
+FILLS = {"input_ids": PAD, "labels": -100, "position_ids": 0}
+ATTENTION = ["llama", "qwen3", "mistral", "gemma3_text"]
+TWO_KEYS = [name for name in EXACT if name in GATED_DELTA + KDA]
+"""Gated DeltaNet and KDA: the convolution reads `seq_idx`, the rule offsets."""
+ONE_KEY = [name for name in EXACT if name not in TWO_KEYS]
+"""Mamba-2 and convolutions alone: both read `seq_idx`, and the dense mask keeps attention apart."""
 SHAPES = {
-    "plain": {},
+    "a multiple": {"pad_to_multiple_of": 16},
+    "a tail": {"padding": (256,)},
     "aligned": {"sequence_multiple": C},
-    "aligned, a tail": {"sequence_multiple": C, "padding": (48,)},
-    "one shape": {"sequence_multiple": C, "padding": (32, 48), "max_sequences": 6},
-    "one shape, not aligned": {"padding": (32, 48), "max_sequences": 6},
-    "one shape, none left": {"sequence_multiple": C, "padding": (32, 48), "max_sequences": 4},
+    "one shape": {"sequence_multiple": C, "padding": (256,), "max_sequences": 8},
+    "one shape, not aligned": {"padding": (256,), "max_sequences": 8},
 }
+OF_FOUR = {**SHAPES, "one shape, none left": {"sequence_multiple": C, "padding": (32,), "max_sequences": 4}}
+"""Shapes of a row of four sequences."""
+
+
+def theirs(model):
+    """transformers' own collator tells positions, unless asked for more."""
+    adapter, flatten = BatchAdapter(model, padding_free=True), DataCollatorWithFlattening()
+    return lambda features: adapter(flatten(features))
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", [*ATTENTION, *rotating(TWO_KEYS + ONE_KEY, slow=4)])
+def test_every_sequence_of_a_flat_row_is_as_alone(name, attn):
+    """Attention alone gets a dense mask beside the offsets: it looks at positions only where no cache is made, if ever."""
+    if name not in ATTENTION and not KERNELS_TOLD.holds():
+        pytest.skip("before 5.19 kernels are resolved in other ways")
+    model = built(name, attn)
+    with nullcontext() if name in ATTENTION else reference_kernels(model):
+        others = [theirs(model), *(ours(model, **laid_out(settings)) for settings in SHAPES.values())]
+        for (row, lengths), other in zip(ROWS.items(), others, strict=True):
+            features = samples(lengths)
+            truth = alone(model, features)
+            for batch in (ours(model)(features), other(features)):
+                at = places(batch, features) if "cu_seq_lens_q" in batch else torch.arange(sum(lengths))
+                assert max(errors(model, batch, truth, at)) < RIGHT, row
+                if name in ATTENTION:  # the control: without it they run into each other
+                    unmasked = {**batch, "attention_mask": None, "use_cache": True}
+                    assert errors(model, unmasked, truth, at)[0] > 0.1
 
 
 def flash(model):
@@ -39,26 +96,9 @@ def flash(model):
     return {"model": config, "consumer": "transformers"}
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [*(("llama", shape) for shape in SHAPES), *((n, "plain") for n in ("qwen3", "mistral", "gemma3_text"))],
-)
-def test_models_of_attention_alone_get_a_dense_mask_beside_the_offsets(name, shape, attn):
-    """They look at positions only where they make no cache, and some never: the mask does not depend on either."""
-    model = built(name, attn)
-    batch = ours(model, **laid_out(SHAPES[shape]))(SAMPLES)
-    truth, at = alone(model, SAMPLES), places(batch, SAMPLES)
-    assert batch["attention_mask"] is not None
-    assert max(errors(model, batch, truth, at)) < RIGHT
-    assert (
-        errors(model, {**batch, "attention_mask": None, "use_cache": True}, truth, at)[0] > 0.1
-    )  # the control: without it they run into each other
-
-
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", OF_FOUR)
 def test_attention_by_offsets_is_as_alone_in_every_shape(shape):
-    model, settings = built("llama", BY_OFFSETS), {"pad_token_id": PAD, "padding_free": True, **laid_out(SHAPES[shape])}
+    model, settings = built("llama", BY_OFFSETS), {"pad_token_id": PAD, "padding_free": True, **laid_out(OF_FOUR[shape])}
     truth = alone(model, SAMPLES)
     batch = PaddingCollator(**flash(model), **settings)(SAMPLES)
     at = places(batch, SAMPLES)
@@ -101,9 +141,6 @@ def test_an_indexer_picks_among_the_keys_of_its_sequence(name):
     assert max(errors(model, ours(model)(SAMPLES), alone(model, SAMPLES))) < RIGHT
 
 
-NEWER = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 kernels are resolved in other ways")
-
-
 @NEWER
 def test_alignment_is_a_way_around_kernels_that_are_wrong_in_short_chunks(monkeypatch):
     """Wrong where a sequence ends in a short chunk, as some are (flash-linear-attention-npu issues 367, 544, 733)."""
@@ -121,7 +158,7 @@ def test_alignment_is_a_way_around_kernels_that_are_wrong_in_short_chunks(monkey
     truth = alone(model, SAMPLES)
     monkeypatch.setattr(kernels, "reference_gated_delta_rule", faulty)
     with reference_kernels(model):
-        for settings in SHAPES.values():
+        for settings in OF_FOUR.values():
             batch = ours(model, **laid_out(settings))(SAMPLES)
             error = errors(model, batch, truth, places(batch, SAMPLES))[0]
             assert (error < RIGHT) if "sequence_multiple" in settings else (error > 1e-2), settings
@@ -171,3 +208,104 @@ def test_beside_a_routers_loss_positions_tell_the_sequences_or_the_row_is_refuse
 
 def ends(row):
     return torch.tensor([0, *(len(each["input_ids"]) for each in row)]).cumsum(0).int()
+
+
+# --- recurrent layers
+
+
+@NEWER
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
+def test_every_sample_of_packed_rows_is_as_alone(name, side):
+    model, features = built(name), marked(samples(ROWS["shorter than the taps"]))
+    truth, lengths = alone(model, features), [len(row["place"]) - 1 for row in features]
+    ids = [torch.tensor([row["input_ids"]]) for row in features]
+    learned = sum(model(own, labels=own).loss * n for own, n in zip(ids, lengths) if n) / sum(lengths)
+    handle = adapt(model)
+    settings = {"packing": True, "max_length": 8, "padding_side": side, "keys": {**KEYS, "place": TOKENS}}
+    batch = PaddingCollator(pad_token_id=PAD, model=model, **settings)(features)
+    place_T = batch.pop("place").flatten()
+    at = [int((place_T == place).nonzero()) for row in features for place in row["place"]]
+    assert batch["input_ids"].shape == (2, 8)
+    assert max(errors(model, without(batch, "sample"), truth, torch.tensor(at))) < RIGHT
+    assert torch.isclose(model(**without(batch, "sample")).loss, learned, atol=RIGHT)
+    handle.remove()
+
+
+@NEWER
+def test_adapt_reads_one_row_with_offsets_as_flat_beside_a_mask_of_ones():
+    """As VeOmni writes it, with a tail (veomni/data/data_collator.py, d977449)."""
+    model, features = built("qwen3_next"), samples(ROWS["short"])
+    flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(features)
+    width = flat["input_ids"].shape[1]
+    row = {key: torch.nn.functional.pad(flat[key], (0, 3), value=fill) for key, fill in FILLS.items()}
+    ends = torch.cat([flat["cu_seq_lens_q"], torch.tensor([width + 3], dtype=torch.int32)])
+    row |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "tail_padding_length": torch.tensor(3)}
+    row["attention_mask"] = torch.ones_like(row["input_ids"])
+    with reference_kernels(model):
+        truth = alone(model, features)
+        assert max(errors(model, row, truth)) > WRONG
+        handle = adapt(model)
+        assert max(errors(model, row, truth)) < RIGHT
+        handle.remove()
+
+
+@NEWER
+@pytest.mark.parametrize("name", TWO_KEYS + ONE_KEY)
+def test_each_forgotten_boundary_is_seen(name):
+    """Recurrent layers of one key read `seq_idx` alone: there `cu_seq_lens_q` is for flash attention."""
+    model, features = built(name), samples(ROWS["short"])
+    with reference_kernels(model):
+        truth, batch = alone(model, features), ours(model)(features)
+        for what, keys in FORGOTTEN.items():
+            found = errors(model, without(batch, *keys), truth)
+            needed = name in TWO_KEYS or "seq_idx" in keys
+            assert min(found) > WRONG / 2 if needed else max(found) < RIGHT, what
+        assert min(errors(model, batch | {"attention_mask": None, "use_cache": True}, truth)) > WRONG  # attention runs on
+
+
+@NEWER
+def test_delivery_tells_that_a_kernel_is_missing_or_told_of_other_sequences():
+    """transformers before 5.20 runs on without a kernel; later ones raise while the check runs the model."""
+    model, features = built("qwen3_5_text"), samples(ROWS["short"])
+    with reference_kernels(model):
+        batch = without(ours(model)(features), "labels")
+        assert len(check_delivery(model, batch).layers) == 3
+        truth, other = Segments.from_lengths([list(ROWS["short"])]), ours(model)(samples(ROWS["turned"]))
+        with pytest.raises(CollateError, match=r"linear_attn: .*told \[0, 5, 13, 19\]"):
+            check_delivery(model, batch | {"cu_seq_lens_q": other["cu_seq_lens_q"]}, segments=truth)
+    said = pytest.raises(ValueError, match="without" if LOUD else "conv1d_fn told nothing: .* another sequence")
+    with reference_kernels(model, without=("causal_conv1d",)), said:
+        check_delivery(model, batch)
+
+
+@NEWER
+@pytest.mark.parametrize("name", [name for name in EXACT if name in KDA])
+def test_kimis_delta_rule_reads_a_name_of_its_own(name):
+    """The layer hands it `cu_seq_lens_q`, and it takes `cu_seqlens`: the batch has both."""
+    model, features = built(name), samples(ROWS["short"])
+    with reference_kernels(model):
+        batch, truth = without(ours(model)(features), "labels"), Segments.from_lengths([list(ROWS["short"])])
+        assert batch["cu_seqlens"].tolist() == batch["cu_seq_lens_q"].tolist()
+        assert batch["cu_seqlens"].data_ptr() != batch["cu_seq_lens_q"].data_ptr()
+        assert BatchAdapter(model, padding_free=True)(batch)["cu_seqlens"].tolist() == batch["cu_seqlens"].tolist()
+        assert max(check_delivery(model, batch, alone=True).alone.errors.values()) < RIGHT
+        with pytest.raises(CollateError, match=r"chunk_kimi_delta_attention told nothing: .* goes on from another sequence"):
+            check_delivery(model, without(batch, "cu_seqlens"))
+        other = ours(model)(samples(ROWS["turned"]))["cu_seqlens"]
+        with pytest.raises(CollateError, match=r"told \[0, 5, 13, 19\]"):
+            check_delivery(model, batch | {"cu_seqlens": other}, segments=truth)
+
+
+@NEWER
+@pytest.mark.skipif("qwen4_exp_text" not in EXACT, reason="not in this release")
+def test_embeddings_of_n_grams_read_no_boundary():
+    """They run over the row in qwen4_exp's PLE layers: refused where the config has any, and measured without us."""
+    config = tiny_config("qwen4_exp_text", vocab_size=PAD + 1)
+    config.ple_layer_ids, config.number_of_conv_states, config.ngram_vocab_size_base = [1], 3, 64
+    model, features = type(built("qwen4_exp_text"))(config).eval(), samples(ROWS["short"])
+    with reference_kernels(model):
+        with pytest.raises(UnsupportedFormError, match="another sequence of its row moves a sequence"):
+            ours(model)(features)
+        batch = ours(built("qwen4_exp_text"))(features)
+        assert min(errors(model, batch, alone(model, features))) > 1e-3

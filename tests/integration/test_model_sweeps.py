@@ -157,20 +157,6 @@ def test_a_module_and_its_config_tell_the_same_rule(name, causal, rule):
     assert first_position(model) == first_position(model.config) == (PAD + 1 if rule == "padding_idx" else 0)
 
 
-@family
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_rows_are_right_when_positions_are_given_by_the_rule(name, causal, rule, side):
-    model, rows = model_of(name, causal=causal), samples(5, 12)
-    ids, keep = place(rows, side)
-    given = {"position_ids": zero_based(keep)} if rule == "places" else {}
-    assert worst(model, rows, ids, keep, **given) < TOLERANCE
-    if rule == "padding_idx":
-        counted = {"position_ids": zero_based(keep) + first_position(model)}
-        assert worst(model, rows, ids, keep, **counted) < TOLERANCE
-        if name != "esm":  # rotary beside them
-            assert worst(model, rows, ids, keep, position_ids=zero_based(keep)) > POWER
-
-
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_positions_by_place_are_wrong_on_left_padding(name):
     model, rows = model_of(name, causal=name == "gpt2"), samples(5, 12)
@@ -201,6 +187,8 @@ def test_padded_rows_of_the_collator(name, causal, rule, side):
         ids, keep = place(rows, side)
         assert torch.equal(batch.pop("input_ids"), ids)
         assert worst(model, rows, ids, keep, **batch) < TOLERANCE
+        if rule == "padding_idx" and name != "esm" and len(rows) > 1:  # the power; esm has rotary positions beside them
+            assert worst(model, rows, ids, keep, position_ids=zero_based(keep)) > POWER
 
 
 @pytest.mark.parametrize("settings", [{"padding_side": "left"}, {"padding_free": True}], ids=str)

@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+import sys
 from contextlib import nullcontext
+from dataclasses import make_dataclass
 from threading import Thread
 from types import SimpleNamespace
 
@@ -40,12 +42,17 @@ def packed(**more):
     return {"input_ids": ids, "position_ids": positions, "attention_mask": None, "labels": ids.clone(), **more}
 
 
-def nested():
-    """As NeMo RL's: offsets in a mapping of their own, which transformers does not open."""
+NESTED = make_dataclass("FlashAttentionKwargs", ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"])
+
+
+def nested(kind=dict, tail=0):
+    """As NeMo RL's (7ea279a nemo_rl/models/huggingface/common.py:142): offsets in an object of their own, which transformers
+    does not open, and a tail of padding with positions 0 (issues 2105, 4167)."""
     offsets = torch.tensor([0, 7, 19, 23], dtype=torch.int32)
-    return packed(
-        flash_attn_kwargs={"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 12, "max_seqlen_k": 12}
-    )
+    told = kind(cu_seqlens_q=offsets, cu_seqlens_k=offsets.clone(), max_seqlen_q=12, max_seqlen_k=12)
+    batch = packed(flash_attn_kwargs=told)
+    fills = {"input_ids": PAD, "position_ids": 0, "labels": -100}
+    return batch | {key: nn.functional.pad(batch[key], (0, tail), value=fill) for key, fill in fills.items()}
 
 
 LAYOUTS = {
@@ -54,6 +61,7 @@ LAYOUTS = {
     "packed": packed,
     "packed beside a mask of ones": lambda: packed(attention_mask=torch.ones(1, 23, dtype=torch.long)),
     "packed, nested offsets": nested,
+    "packed, nested offsets and a tail": lambda: nested(NESTED, tail=5),
 }
 LOST = {**padded(), "attention_mask": None}
 """Refused, where the adapter stands."""
@@ -430,3 +438,42 @@ def test_a_backbone_that_is_called_twice_in_a_forward_gets_what_the_model_got(mo
         model(**batch)
         model(**batch)
     assert len(seen) == 2
+
+
+# --- rows that the ranks of a stack share
+
+SECOND = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "position_ids": torch.tensor([[4, 5, 0, 1]])}
+"""What the second of two ranks has of a row of 6 and 2 tokens."""
+CASES = [("qwen3", "flash_attention_2"), ("qwen3", "sdpa"), ("qwen3_next", "sdpa"), ("qwen3_next", "flash_attention_2")]
+TWO = {
+    "openrlhf": ("openrlhf.models.ring_attn_utils", {"RING_ATTN_GROUP": SimpleNamespace(size=lambda: 2)}),
+    "skyrl": ("skyrl.backends.skyrl_train.distributed.ulysses.utils",
+              {"get_ulysses_sequence_parallel_world_size": lambda: 2}),
+    "veomni": ("veomni.distributed.parallel_state", {"_PARALLEL_STATE": SimpleNamespace(ulysses_size=2)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stack", TWO)
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_a_part_of_a_row_passes_as_it_is_or_is_refused(stack, family, attention, monkeypatch):
+    name, two = TWO[stack]
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**two))
+    model, seen = model_of(family), []
+    with adapt(model, attn_implementation=attention):
+        model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
+        if (family, attention) == CASES[0]:
+            model(**SECOND)
+            assert all(seen[0][key] is value for key, value in SECOND.items())
+        else:
+            with pytest.raises(UnsupportedFormError, match="2 ranks share each row"):
+                model(**SECOND)
+
+
+def test_offsets_must_be_those_of_the_whole_row_and_a_stack_that_is_not_used_shares_nothing(monkeypatch):
+    state, model = SimpleNamespace(_PARALLEL_STATE=None), model_of("qwen3")
+    monkeypatch.setitem(sys.modules, "veomni.distributed.parallel_state", state)
+    with adapt(model):
+        assert model(torch.tensor([[3, 4]]), torch.tensor([[1, 1]])).logits.shape == (1, 2, 61)
+    state._PARALLEL_STATE = SimpleNamespace(ulysses_size=2)
+    with adapt(model, attn_implementation="flash_attention_2"), pytest.raises(CollateError, match="The row has 8 tokens"):
+        model(**SECOND, cu_seq_lens_q=torch.tensor([0, 6, 9]))

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from collate_npu import CollateError, ContextParallel, Segments, releases
+from collate_npu import CollateError, ContextParallel, Segments
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.integrations import megatron, swift, twinkle
-from collate_npu.integrations.megatron import experts, mcore_bridge, packed
-from collate_npu.integrations.swift import masks as swift_masks
-from collate_npu.integrations.twinkle.stages import Stages, refuse_unread
+from collate_npu.integrations import megatron, swift, torchtitan, twinkle
+from collate_npu.integrations.context_parallel import context_parallel, ready_batch
+from collate_npu.integrations.megatron import experts, mcore_bridge
+from collate_npu.integrations.twinkle import Stages, refuse_unread
 from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
 
 RIGHT, LEFT = (Segments.from_lengths([2, 3], side=side) for side in ("right", "left"))
@@ -34,6 +34,37 @@ def local(**config):
     return model
 
 
+# --- each reads a batch by the one door
+
+
+READERS = {
+    "ready_batch": lambda batch: ready_batch(batch, size=1),
+    "context_parallel": lambda batch: context_parallel(SimpleNamespace(), batch).__enter__(),
+    "gpt_batch": lambda batch: megatron.gpt_batch(
+        batch, local(masked_softmax_fusion=False), context_parallel=ContextParallel(1, 0)
+    ),
+}
+keep = Segments.from_lengths([4, 2]).keep
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize(
+    ("masks", "said"),
+    [
+        ({}, "No key says which tokens are padding"),
+        ({"attention_mask": keep.long(), "attention_mask_2d": keep.flip(1)}, "another padding|disagree"),
+        ({"attention_mask": keep[:1].long()}, "The batch has 2 rows"),
+        ({"attention_mask_2d": keep, "segment_ids": torch.tensor([[1, 1, 2, 2], [1, 0, 0, 0]])}, "another padding|disagree"),
+        ({"attention_mask_2d": keep & torch.tensor([[True], [False]])}, "no real token"),
+    ],
+)
+def test_a_batch_that_says_nothing_or_two_things_is_refused(read, masks, said):
+    with pytest.raises(CollateError, match=said):
+        read({"input_ids": torch.arange(8).view(2, 4), **masks})
+    with pytest.raises(CollateError, match="A model is a module"):
+        torchtitan.layers_of("llama3")
+
+
 # --- Megatron's own models
 
 
@@ -44,20 +75,6 @@ def test_positions_that_count_places_are_counted_again_and_your_own_are_kept(giv
     batch = {**BATCH, "position_ids": torch.tensor(given)}
     inputs, _ = megatron.gpt_batch(batch, local(), context_parallel=ContextParallel(1, 0))
     assert inputs["position_ids"].tolist() == handed_on
-
-
-@pytest.mark.parametrize(
-    ("name", "home", "said"),
-    [
-        ("Qwen3_5MoeGatedDeltaNet", "mcore_bridge.model", "USE_MCORE_GDN"),
-        ("Qwen3_5MoeGatedDeltaNet", "transformers", ""),
-        ("Other", "mcore_bridge", ""),
-    ],
-)
-def test_layers_that_do_not_part_sequences_are_refused(monkeypatch, name, home, said):
-    monkeypatch.setitem(releases._FOUND, "transformers", "5.15.0")
-    with refused(said):
-        mcore_bridge.refuse_unseparated([type(name, (nn.Module,), {"__module__": home})()])
 
 
 def test_recurrent_layers_that_leave_padding_out_take_no_packed_rows():
@@ -95,7 +112,7 @@ def test_megatrons_tensor_parallel_ranks_count_where_they_share_a_row(
     monkeypatch.setitem(sys.modules, "megatron.core", SimpleNamespace(parallel_state=state))
     ranks = lambda **told: ContextParallel(size, 0, **{"tensor_parallel": tensor_parallel, **told})  # noqa: E731
     monkeypatch.setattr(ContextParallel, "from_megatron", ranks)
-    cp = packed.megatron_ranks(shared=shared)
+    cp = megatron.megatron_ranks(shared=shared)
     assert (cp and (cp.size, cp.tensor_parallel)) == held
 
 
@@ -103,9 +120,9 @@ def test_every_sequence_that_ranks_cannot_share_out_is_named(monkeypatch):
     kind = make_dataclass("PackedSeqParams", ["cu_seqlens_q"])
     monkeypatch.setitem(sys.modules, "megatron.core.packed_seq_params", SimpleNamespace(PackedSeqParams=kind))
     row = Segments.from_lengths([[4, 1, 2]])
-    assert packed.packed_seq_params(row, context_parallel=ContextParallel(1, 0)).cu_seqlens_q.tolist() == [0, 4, 5, 7]
+    assert megatron.packed_seq_params(row, context_parallel=ContextParallel(1, 0)).cu_seqlens_q.tolist() == [0, 4, 5, 7]
     with pytest.raises(CollateError, match=r"(?s)2 bad rows.*row 1: got 1 places.*row 2: got 2 places"):
-        packed.packed_seq_params(row, context_parallel=ContextParallel(2, 0).for_documents())
+        megatron.packed_seq_params(row, context_parallel=ContextParallel(2, 0).for_documents())
 
 
 # --- mcore-bridge
@@ -126,24 +143,13 @@ def test_a_multimodal_forward_that_is_mended_and_has_the_keys_drops_no_mask(monk
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_layers_of_a_flat_row_are_watched_where_no_ranks_share_it(monkeypatch, ranks):
     watched = []
-    monkeypatch.setattr(swift_masks, "guard_first_batch", lambda model, *, segments, **_: watched.append((model, segments)))
+    monkeypatch.setattr(swift, "guard_first_batch", lambda model, *, segments, **_: watched.append((model, segments)))
     args = SimpleNamespace(padding_free=True, context_parallel_size=ranks, cp_partition_mode="zigzag")
     trainer = SimpleNamespace(args=args, unwrapped_models=[nn.Identity(), nn.Linear(1, 1)])
     ids, params = torch.ones(1, 12), SimpleNamespace(cu_seqlens_q=torch.tensor([0, 8, 12]))
     prepared = lambda *_: {"input_ids": ids, "packed_seq_params": params}  # noqa: E731
-    swift_masks.guarded(None, prepared, trainer, {"input_ids": ids, "seq_lens": [7, 3]}, 1)
+    swift.guarded(None, prepared, trainer, {"input_ids": ids, "seq_lens": [7, 3]}, 1)
     assert watched == [(trainer.unwrapped_models[1], Segments([[1] * 7 + [0] + [2] * 3 + [0]]))] * (ranks == 1)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_zigzag_alone_is_the_order_in_which_recurrent_layers_take_a_flat_row(monkeypatch, size):
-    info = SimpleNamespace(config=SimpleNamespace(layer_types=["linear_attention"]))
-    for layout, said in (("zigzag", ""), ("contiguous", "document_zigzag")):
-        monkeypatch.setattr(
-            swift_masks, "context_parallel", lambda args, layout=layout: ContextParallel(size, 0, layout=layout)
-        )
-        with refused(said):
-            swift_masks.refuse_layout(SimpleNamespace(model_info=info))
 
 
 @pytest.mark.parametrize(("ranks", "asked", "padded_to"), [(1, 3, 3), (1, None, None), (2, None, None), (2, 3, 12)])
@@ -195,62 +201,22 @@ def by_megatron(home, **fields):
     return megatron.gpt_batch(BATCH, model, context_parallel=ContextParallel(1, 0))[0]
 
 
-def by_swift(npu=False, backend="flash", mode="zigzag", info=None, sequence_parallel=False, ranks=1, shared=1, mlp=False):
-    """Through ms-swift's masks of a trainer with these arguments."""
-    args = SimpleNamespace(sequence_parallel=sequence_parallel, tensor_model_parallel_size=shared, attention_backend=backend)
-    args.model_info = None if info is None else SimpleNamespace(**info)
-    args.mlp_padding_free, args.context_parallel_size, args.cp_partition_mode = mlp, ranks, mode
-    trainer = swift_masks.TrainerMasks.__new__(swift_masks.TrainerMasks)
-    trainer.args, trainer.cp, trainer.kernel, trainer.npu = args, None, "megatron", npu
-    trainer.adapter = SimpleNamespace(masks=lambda segments, device: {"attention_mask": None})
-    return trainer.add({"input_ids": torch.ones(2, 3)}, RIGHT)
-
-
 CORE, ON = "megatron.core", {"sequence_parallel": True}
-SHARED, WHOLE, EXPERTS = True, False, {"is_moe_model": True}
 ROUTERS = [
-    (by_megatron, {"home": CORE, **ON, "pre_process": True}, WHOLE),  # it shares the mask out itself
-    (by_megatron, {"home": CORE, **ON}, WHOLE),
-    (by_megatron, {"home": CORE, **ON, "pre_process": False}, SHARED),
-    (by_megatron, {"home": CORE, "pre_process": False}, WHOLE),
-    (by_megatron, {"home": "mcore_bridge.model", **ON, "pre_process": True}, SHARED),
-    *((by_swift, {"info": info, **ON, "shared": 2}, None) for info in (None, {}, {"is_moe_model": False})),
-    (by_swift, {"info": EXPERTS, **ON, "shared": 2}, SHARED),
-    (by_swift, {"info": EXPERTS, **ON, "shared": 1}, WHOLE),
-    (by_swift, {"info": EXPERTS, "shared": 2}, WHOLE),
+    ({"home": CORE, **ON, "pre_process": True}, False),  # it shares the mask out itself
+    ({"home": CORE, **ON}, False),
+    ({"home": CORE, **ON, "pre_process": False}, True),
+    ({"home": CORE, "pre_process": False}, False),
+    ({"home": "mcore_bridge.model", **ON, "pre_process": True}, True),
 ]
-"""Who makes the batch of which settings, and whether tensor-parallel ranks share the routers' mask; None: there is none."""
+"""Whose model with which settings, and whether tensor-parallel ranks share the routers' mask."""
 
 
-@pytest.fixture
-def handed_on(monkeypatch):
-    """What goes by the doors of a forward, the routers' mask as what was said of it."""
+@pytest.mark.parametrize(("given", "shared"), ROUTERS)
+def test_routers_masks_are_shared_out_once_where_tensor_parallel_ranks_share_a_row(monkeypatch, given, shared):
     monkeypatch.setattr(mcore_bridge, "router_padding", lambda *given, shared: shared)
     monkeypatch.setattr(mcore_bridge, "pass_through_forward", lambda model, batch, extras: {**batch, **extras})
-    monkeypatch.setattr(swift_masks, "_model_class", lambda args: None)
-
-
-@pytest.mark.usefixtures("handed_on")
-@pytest.mark.parametrize(("by", "given", "shared"), ROUTERS)
-def test_routers_masks_are_shared_out_once_where_tensor_parallel_ranks_share_a_row(by, given, shared):
-    assert by(**given).get("padding_mask") == shared
-
-
-@pytest.mark.usefixtures("handed_on")
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"mode": "contiguous"}, ""),
-        ({"ranks": 2}, ""),
-        ({"ranks": 2, "mode": "contiguous"}, "cp_partition_mode: got contiguous"),
-        ({"npu": True}, "mlp_padding_free needs a dense mask"),
-        ({"npu": True, "backend": "local"}, ""),
-    ],
-)
-def test_mlp_padding_free_gets_a_dense_mask_where_its_readers_cut_it_right(given, said):
-    with refused(said):
-        assert by_swift(**given, mlp=True)["attention_mask"].shape == (2, 1, 3, 3)
-    assert (by_swift(**given)["attention_mask"] is None) == (given.get("backend") != "local")
+    assert by_megatron(**given)["padding_mask"] == shared
 
 
 @pytest.mark.parametrize(

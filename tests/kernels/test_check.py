@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from collate_npu import CollateError, Segments, debug
+from collate_npu import CollateError, Segments, errors
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.check import check_call, knows, named, say_batch, say_call
+from collate_npu.kernels.check import check_call, knows, log_batch, log_call, named
 from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.releases import KERNELS_TOLD
@@ -84,23 +84,23 @@ def test_reference_kernels_have_each_call_judged() -> None:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     texts: list[str] = []
-    monkeypatch.setattr(debug, "ON", True)
-    monkeypatch.setattr(debug, "say", lambda what, text: texts.append(text))
+    monkeypatch.setattr(errors, "DEBUG", True)
+    monkeypatch.setattr(errors, "log_once", lambda what, text: texts.append(text))
     return texts
 
 
 def test_debug_says_what_a_batch_breaks(said: list[str], newest_transformers: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    say_batch("transformers", {"input_ids": 1, "loss_mask": 2, **BOTH}, FLAT)
-    say_batch("transformers", {"attention_mask": torch.ones(2, 1, 4, 4), "attention_mask_2d": LEFT.keep}, LEFT)
-    say_batch("a consumer of nobody", {}, FLAT)
-    say_call("a.kernel_of_nobody", {})
+    log_batch("transformers", {"input_ids": 1, "loss_mask": 2, **BOTH}, FLAT)
+    log_batch("transformers", {"attention_mask": torch.ones(2, 1, 4, 4), "attention_mask_2d": LEFT.keep}, LEFT)
+    log_batch("a consumer of nobody", {}, FLAT)
+    log_call("a.kernel_of_nobody", {})
     assert said == []
-    say_batch("transformers", {"cu_seq_lens_q": BOTH["cu_seq_lens_q"]}, FLAT)
-    say_batch("megatron", {"attention_mask": None}, LEFT)
+    log_batch("transformers", {"cu_seq_lens_q": BOTH["cu_seq_lens_q"]}, FLAT)
+    log_batch("megatron", {"attention_mask": None}, LEFT)
     assert ["[pair]" in said[0], "[differs-from-segments]" in said[1]] == [True, True]
-    say_call("fla.chunk_gated_delta_rule", {})
+    log_call("fla.chunk_gated_delta_rule", {})
     assert "not judged" in said[-1]
-    monkeypatch.setattr(debug, "ON", False)
+    monkeypatch.setattr(errors, "DEBUG", False)
     count = len(said)
-    say_batch("transformers", {"cu_seq_lens_q": BOTH["cu_seq_lens_q"]}, FLAT)
+    log_batch("transformers", {"cu_seq_lens_q": BOTH["cu_seq_lens_q"]}, FLAT)
     assert len(said) == count, "without debug nothing is looked at"

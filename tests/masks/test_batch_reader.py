@@ -7,7 +7,7 @@ import strategies
 import torch
 from hypothesis import given, strategies as st
 
-from collate_npu import CollateError, PaddingCollator, Pattern, Segments, debug
+from collate_npu import CollateError, PaddingCollator, Pattern, Segments, errors
 from collate_npu.collate import Layout
 from collate_npu.errors import AmbiguousMaskError
 from collate_npu.masks import block_mask, dense
@@ -388,9 +388,9 @@ def test_one_row_of_keys_is_refused_once():
 
 def test_hazards_are_said_where_that_is_asked_for(monkeypatch):
     said = []
-    monkeypatch.setattr(debug, "say", lambda what, text: said.append(what))
+    monkeypatch.setattr(errors, "log_once", lambda what, text: said.append(what))
     for on in (False, True):
-        monkeypatch.setattr(debug, "ON", on)
+        monkeypatch.setattr(errors, "DEBUG", on)
         segments_from_batch(batch_of(LEFT, attention_mask=dense(LEFT)))
         assert said == [("hazard", "4D alone")] * on
 
@@ -492,7 +492,7 @@ TAILS = {
 @pytest.mark.parametrize("ones", [False, True], ids=["no mask", "a mask of ones"])
 @pytest.mark.parametrize("who", TAILS)
 def test_a_tail_that_numbers_count_is_no_sequence(who, ones):
-    """Who writes each: tests/producers/from_packers.py."""
+    """Who writes each: tests/producers/from_flat_rows.py."""
     told = Segments.from_lengths([[3, 2]], width=8)
     batch = {key: [value] if key == "position_ids" else value for key, value in TAILS[who].items()}
     batch |= {"labels": [[-100, 1, 2, -100, 4, -100, -100, -100]], "input_ids": [[10, 11, 12, 13, 14, 12, 12, 12]]}

@@ -34,11 +34,11 @@ def test_what_is_read_is_the_mask(attention, written, layout):
     square = Square(MaskValues(full, None if written[0] == "bias" else written[0]), written[0], B)
     truth = truth[:, 0].numpy()
     for b in range(B):
-        for low, high in square.blocks():
+        for low, high in square.blocks:
             assert (square.rows(b, low, high) == truth[b, low:high]).all()
             assert ((square.raw_rows(b, low, high) == square.attends) == truth[b, low:high]).all()
-    assert [high for _, high in square.blocks()][-1] == S
-    assert all((high - low) * S <= max(24, S) for low, high in square.blocks())
+    assert [high for _, high in square.blocks][-1] == S
+    assert all((high - low) * S <= max(24, S) for low, high in square.blocks)
     assert (square.diagonal() == truth.diagonal(axis1=1, axis2=2)).all()
     assert (square.column(S - 1) == truth[:, :, S - 1]).all()
 

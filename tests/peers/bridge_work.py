@@ -1,20 +1,34 @@
-"""What the tests of mcore-bridge have a process do, once for each value of USE_MCORE_GDN: run real models, write JSON.
+"""What the tests of mcore-bridge have processes do: run real models, write JSON.
 
-`python bridge_work.py OUT`. Each case: which layers received what, and how far real tokens are from each sample alone.
-Padded rows here, flat ones in `bridge_packed_work`.
+`python bridge_work.py OUT`, once for each value of USE_MCORE_GDN: padded rows, then flat ones. Each case: which layers
+received what, and how far real tokens are from each sample alone. fla's kernels are the references, which leave unwritten
+what no sequence covers, and Transformer Engine's attention goes by the offsets, as in megatron_world.
+`python bridge_work.py OUT FAMILY ...` in two processes: ms-swift's own batches, each rank alone and both as ranks of a row.
 """
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import bridge_world as world  # first: the stand-ins
 import swift_world
 import torch
+import torch.distributed as dist
 import transformers.utils
+from cpu_world import convolution
+from mcore_bridge.model.modules import gated_delta_net
+from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.models.common.embeddings import rotary_pos_embedding
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron_world import TEDotProductAttention, _rotary_part
 from swift_world import LOCAL, arguments
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -22,7 +36,9 @@ from torch.nn.functional import cross_entropy
 from collate_npu import BatchAdapter, PaddingCollator, Segments, check_delivery
 from collate_npu.integrations import swift
 from collate_npu.integrations.megatron import gpt_batch, mcore_bridge
+from collate_npu.kernels.gated_delta import reference_gated_delta_rule
 from collate_npu.masks import dense
+from collate_npu.parallel import ContextParallel, gather_sequence, pad_documents
 
 LENGTHS, WIDTH, PAD = (7, 3, 5), 8, swift_world.PAD
 FAR = 1e9
@@ -55,14 +71,18 @@ class Alone:
     gradients: dict[str, Tensor]
 
 
-def alone(stages: list[Any]) -> Alone:
-    data, _ = wire("right")
+def alone(stages: list[Any], lengths: tuple[int, ...] = LENGTHS) -> Alone:
     logits = []
-    for b, length in enumerate(LENGTHS):
-        row = {key: data[key][b : b + 1, :length] for key in ("input_ids", "position_ids")}
-        logits += world.run(stages, {**row, "attention_mask": None})
-        loss_of(logits[-1:], data["labels"][b : b + 1, :length]).backward()
+    for row in swift_world.samples(*lengths):
+        ids = torch.tensor([row["input_ids"]])
+        given = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None], "attention_mask": None}
+        logits += world.run(stages, given)
+        loss_of(logits[-1:], learned(ids)).backward()
     return Alone([row.detach() for row in logits], gradients(stages))
+
+
+def learned(ids: Tensor) -> Tensor:
+    return ids.masked_fill(torch.arange(ids.shape[1]) == 0, -100)
 
 
 def measure(stages: list[Any], batch: dict[str, Any], side: str, by_itself: Alone) -> dict[str, Any]:
@@ -145,7 +165,7 @@ def invariance(kernel: str, method: str) -> float:
     return apart(*found)
 
 
-def main() -> dict[str, Any]:
+def padded_rows() -> dict[str, Any]:
     world.on_cpu()
     out: dict[str, Any] = {}
     for name in ("qwen3_next", "qwen3_next moe", "qwen3_5") if world.NATIVE else ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
@@ -265,10 +285,235 @@ def cases(name: str) -> dict[str, Any]:
     return out
 
 
-if __name__ == "__main__":
-    sys.modules["bridge_work"] = sys.modules["__main__"]  # which the other one imports
-    padded = main()
-    npu_there(False)
-    import bridge_packed_work
+# --- flat rows
 
-    Path(sys.argv[1]).write_text(json.dumps({"padded": padded, "flat": bridge_packed_work.main()}), encoding="utf-8")
+RANKS = ContextParallel(2, 0).for_documents(), ContextParallel(2, 0, tensor_parallel=2).for_documents()
+ROWS = {
+    "side by side": ((7, 3, 5), 1, None),
+    "one-token sequences": ((1, 4, 1, 1, 3), 1, None),
+    "a tail": ((7, 3, 5), 8, None),
+    "each padded": ((7, 3, 5), 1, RANKS[0]),
+    "each padded, and a tail": ((1, 6, 1, 2), 1, RANKS[1]),
+}
+"""Lengths, what the width is padded to, and the ranks that each sequence is padded for."""
+
+
+def kernels_on_cpu() -> None:
+    """fla's kernels, where the layers look for them, and attention that takes offsets."""
+    TESpecProvider.core_attention = lambda self: TEDotProductAttention
+    from mcore_bridge.model.mm_gpts import qwen3_5
+    from mcore_bridge.model.modules import gated_delta_net as native
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as theirs
+
+    with contextlib.suppress(ImportError):  # from 0.18 on Megatron's constructor looks for the rule, too
+        from megatron.core.ssm.gated_delta_net import gdn
+
+        gdn.chunk_gated_delta_rule = reference_gated_delta_rule
+    native.causal_conv1d, native.chunk_gated_delta_rule = convolution, reference_gated_delta_rule
+    qwen3_5._fla_causal_conv1d = convolution
+    # transformers' wrapper takes fla's rule where fla is: it reads cu_seqlens. Its convolution stays as it is.
+    theirs.torch_chunk_gated_delta_rule = reference_gated_delta_rule
+
+
+def flat(name: str) -> dict[str, Any]:
+    lengths, multiple, cp = ROWS[name]
+    rows = [{"input_ids": row["input_ids"]} for row in swift_world.samples(*lengths)]
+    batch = PaddingCollator(pad_token_id=PAD, padding_free=True, pad_to_multiple_of=multiple)(rows)
+    if cp is None:
+        return batch
+    batch, _ = pad_documents(batch, cp, pad_token_id=PAD)
+    return {key: batch[key] for key in ("input_ids", "cu_seqlens", "cu_seqlens_padded")}
+
+
+def measure_flat(stages: list[Any], inputs: dict[str, Any], truth: Segments, by_itself: Alone) -> dict[str, Any]:
+    """Logits and gradients against each sample alone."""
+    given = {key: value for key, value in inputs.items() if key not in ("labels", "loss_mask")}
+    logits = world.run(stages, given)
+    parts = [logits[0, start : start + n] for n, (_, start, _) in zip(truth.sequence_lengths, truth.spans)]
+    ids = [inputs["input_ids"][:, start : start + n] for n, (_, start, _) in zip(truth.sequence_lengths, truth.spans)]
+    torch.stack([loss_of([part], learned(row)) for part, row in zip(parts, ids)]).sum().backward()
+    found = {"logits": max(furthest(part.detach(), one) for part, one in zip(parts, by_itself.logits))}
+    return found | {"gradients": apart(gradients(stages), by_itself.gradients)}
+
+
+def params_of(real: list[int], padded: list[int] | None, longest: int) -> Any:
+    """As somebody else builds them."""
+    offsets = [torch.tensor(each, dtype=torch.int32) if each else None for each in (real, padded)]
+    sides = {f"cu_seqlens_{side}{kind}": each for side in ("q", "kv") for kind, each in zip(("", "_padded"), offsets)}
+    return PackedSeqParams(qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest, **sides)
+
+
+SPOILT = {
+    "real offsets alone, each padded": ([0, 7, 10, 15], None),
+    "real offsets alone, a tail": ([0, 7, 10, 15], None),
+    "padded offsets that end early": ([0, 7, 10, 15], [0, 8, 12, 18]),
+    "lengths": ([7, 3, 5], None),
+    "real offsets, and a tail of their own": ([0, 7, 10, 15, 20], None),
+    "real beside padded": ([0, 7, 10, 15], [0, 8, 12, 20]),
+}
+"""Rows 7, 3, 5 by offsets of others; the second reads "a tail", `0 7 10 16`, the others "each padded", `0 8 12 20`."""
+
+
+@contextlib.contextmanager
+def recurrent_layers_get(stages: list[Any], params: Any) -> Iterator[None]:
+    """Another `packed_seq_params` for them alone: the attention keeps the right one."""
+    spoil = lambda module, args, kwargs: (args, {**kwargs, "packed_seq_params": params})  # noqa: E731
+    layers = [part for stage in stages for part in stage.modules() if type(part).__name__.endswith("GatedDeltaNet")]
+    hooks = [layer.register_forward_pre_hook(spoil, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def traps(stages: list[Any]) -> dict[str, Any]:
+    """What offsets of others do upstream, and what is said of them with `install`."""
+    found = {}
+    for name, (real, padded) in SPOILT.items():
+        row = "a tail" if name.endswith("a tail") else "each padded"
+        inputs, truth = gpt_batch(flat(row), stages[0], padding_free=True)
+        by_itself, inputs = alone(stages, ROWS[row][0]), {**inputs, "extra_block_kwargs": {}}
+        with recurrent_layers_get(stages, params_of(real, padded, 8)):
+            mcore_bridge.uninstall()
+            upstream = tried(stages, inputs, truth, by_itself)
+            mcore_bridge.install()
+            found[name] = {"upstream": upstream, "ours": tried(stages, inputs, truth, by_itself)}
+    return found
+
+
+def tried(stages: list[Any], inputs: dict[str, Any], truth: Segments, by_itself: Alone) -> dict[str, Any]:
+    """What `measure_flat` finds, or what was raised."""
+    found: dict[str, Any] = {}
+    raised = said(lambda: found.update(measure_flat(stages, inputs, truth, by_itself)))
+    gradients(stages)
+    return found | ({"raised": raised} if raised else {})
+
+
+def flat_rows() -> dict[str, Any]:
+    kernels_on_cpu()
+    mcore_bridge.install()
+    out: dict[str, Any] = {}
+    names = ("qwen3_next", "qwen3_next moe", "qwen3_5") if world.NATIVE else ("qwen3_next", "qwen3_5")
+    for name in names:
+        model_type, _, moe = name.partition(" ")
+        stages = world.build(model_type, moe=bool(moe), deterministic_mode=False, moe_aux_loss_coeff=0.0)
+        if model_type == "qwen3_5" and not world.NATIVE:
+            out |= unseparated(stages)
+            continue
+        for row in ROWS:
+            inputs, truth = gpt_batch(flat(row), stages[0], padding_free=True)
+            params = inputs["packed_seq_params"]
+            found = measure_flat(stages, inputs, truth, alone(stages, ROWS[row][0]))
+            found |= {"offsets": params.cu_seqlens_q.tolist(), "padded": params.cu_seqlens_q_padded.tolist()}
+            out[f"{name}, {row}"] = found
+        if name == "qwen3_next":
+            out["traps"] = traps(stages)
+            out["swift, aligned"] = from_swift(stages)
+    return out
+
+
+def from_swift(stages: list[Any]) -> dict[str, Any]:
+    """ms-swift's own template and `prepare_batch`, the row aligned to 16 as for fp8; nothing of ours in between."""
+    args = arguments("qwen3_next", padding_free=True, fp8_format="e4m3")
+    batch = swift_world.prepare(args, swift_world.collate(args, *ROWS["side by side"][0]))
+    params = batch["packed_seq_params"]
+    truth = Segments.from_lengths([ROWS["side by side"][0]], 16)
+    found = measure_flat(stages, only_tokens(batch), truth, alone(stages, ROWS["side by side"][0]))
+    return found | {"offsets": params.cu_seqlens_q.tolist(), "samples": params.num_samples}
+
+
+def only_tokens(batch: dict[str, Any]) -> dict[str, Any]:
+    return {key: batch[key] for key in ("input_ids", "position_ids", "attention_mask", "packed_seq_params")}
+
+
+def unseparated(stages: list[Any]) -> dict[str, Any]:
+    """Qwen3.5 with transformers' layer: what upstream makes of a flat row, and who says so."""
+    found: dict[str, Any] = {}
+    by_itself = alone(stages, ROWS["side by side"][0])
+    found["qwen3_5, gpt_batch"] = said(lambda: gpt_batch(flat("side by side"), stages[0], padding_free=True))
+    row, truth = flat("side by side"), Segments.from_lengths([ROWS["side by side"][0]])
+    offsets = truth.cu_seqlens.tolist()
+    params = params_of(offsets, offsets, 7)
+    inputs = {"input_ids": row["input_ids"], "position_ids": truth.position_ids, "attention_mask": None}
+    inputs["packed_seq_params"] = params
+    found["qwen3_5, install"] = tried(stages, inputs, truth, by_itself)
+    mcore_bridge.uninstall()
+    found["qwen3_5, upstream"] = tried(stages, inputs, truth, by_itself)
+    mcore_bridge.install()
+    one = {"input_ids": inputs["input_ids"][:, :7], "cu_seqlens": torch.tensor([0, 7])}
+    found["qwen3_5, one sequence"] = said(lambda: gpt_batch(one, stages[0], padding_free=True))
+    return found
+
+
+# --- a row on one rank and on two
+
+
+def error_on_ranks(family: str, stages: list[Any], flat: bool, by_itself: Alone) -> float:
+    """The template's batch through `prepare_batch` on this rank, against each sample alone."""
+    args = arguments(family, cp=parallel_state.get_context_parallel_world_size(), padding_free=flat)
+    batch = swift_world.prepare(args, swift_world.collate(args, *LENGTHS))
+    labels, _ = batch.pop("labels"), batch.pop("loss_scale", None)
+    out = world.run(stages, {**batch, "labels": None})
+    cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    found, cp = gradients(stages), ContextParallel.from_megatron()
+    for grad in found.values() if cp.size > 1 else ():
+        dist.all_reduce(grad)
+    bounds = batch["packed_seq_params"].cu_seqlens_q if flat else None
+    whole = gather_sequence(out.detach(), cp.for_documents() if flat else cp, cu_seqlens=bounds)
+    places = [(0, start) for start in bounds.tolist()] if flat else [(b, 0) for b in range(len(LENGTHS))]
+    rows = [whole[b, start : start + n] for (b, start), n in zip(places, LENGTHS)]
+    return max(*map(furthest, rows, by_itself.logits), apart(found, by_itself.gradients))
+
+
+def cells_on(family: str, known: Any = None) -> dict[str, Any]:
+    """On the groups that stand: each layout, without us and with us."""
+    shared, out, no_kernels = known is not None, {}, patch.object(gated_delta_net, "causal_conv1d", None)
+    try:
+        stages = world.build(family, cp=dist.get_world_size() if shared else 1, deterministic_mode=False)
+    except AssertionError as refusal:
+        raised = {"error": None, "refused": f"AssertionError: {refusal}"}
+        return {"context parallel": {"alone": [raised], "ours": [raised]}}
+    known = known or alone(stages)
+    layouts = {"context parallel": (False, True)} if shared else {"padded right": (False,), "packed": (True,)}
+    layouts |= {} if shared or family == "qwen3" else {"packed, kernels there": (True,)}
+    for (layout, forms), who in product(layouts.items(), ("alone", "ours")):
+        swift.install() if who == "ours" else swift.uninstall()
+        for flat in forms:
+            case: dict[str, Any] = {"error": None}
+            with no_kernels if layout == "packed" else nullcontext():
+                case["refused"] = said(
+                    lambda flat=flat, case=case: case.update(error=error_on_ranks(family, stages, flat, known))
+                )
+            out.setdefault(layout, {}).setdefault(who, []).append(case)
+    swift.uninstall()
+    return out | ({} if shared else {"known": known})
+
+
+def on_ranks(families: list[str]) -> dict[str, Any]:
+    world.on_cpu()
+    kernels_on_cpu()
+    npu_there(True)
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = _rotary_part
+    found: dict[str, Any] = {}
+    for ranks in (1, dist.get_world_size()):
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+        for family in families:
+            told = found.setdefault(family, {})
+            told |= cells_on(family, told.pop("known", None))
+    return found
+
+
+def main(families: list[str]) -> dict[str, Any]:
+    if families:
+        return on_ranks(families)
+    padded = padded_rows()
+    npu_there(False)
+    return {"padded": padded, "flat": flat_rows()}
+
+
+if __name__ == "__main__":
+    found = main(sys.argv[2:])
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -88,7 +88,7 @@ def verl_npu(monkeypatch):
 
 @pytest.fixture
 def verl_ours():
-    from collate_npu.integrations.verl import engine
+    from collate_npu.integrations import verl as engine
 
     engine.install()
     yield

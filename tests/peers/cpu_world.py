@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
+from collate_npu.kernels.gated_delta import reference_causal_conv1d
 from collate_npu.parallel import ContextParallel, gather_sequence, token_rows
 
 Put = Callable[[Any, str, Any], None]
@@ -185,7 +186,12 @@ def layers(put: Put, attention: type | None = None) -> None:
                 put(module, key, theirs[id(vars(module)[key])])
 
 
-# --- attention in the place of a card's
+# --- kernels in the place of a card's
+
+
+def convolution(x: Tensor, weight: Tensor, **given: Any) -> tuple[Tensor, None]:
+    """fla's, by the reference: what it gives, and no state."""
+    return reference_causal_conv1d(x, weight, **given), None
 
 
 class Attention(nn.Module):

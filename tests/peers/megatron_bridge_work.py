@@ -100,14 +100,14 @@ def padded(rows: list[list[int]], multiple: int) -> dict[str, Any]:
     return data.collate_fn([data[n] for n in range(len(rows))])
 
 
-def packed(rows: list[list[int]], multiple: int) -> dict[str, Any]:
+def packed(rows: list[list[int]], multiple: int, pad_to: int = 4) -> dict[str, Any]:
     """As its packing script writes them: each sequence padded to `multiple`, and one token more that labels take."""
     held = [row + [EOS] * (1 + -len(row) % multiple) for row in rows]
     starts = [sum(map(len, held[:n])) for n in range(len(held))]
     learned = [float(n < len(row)) for row, one in zip(rows, held) for n in range(len(one))]
     path = Path(mkdtemp(), "packed.npy")
     np.save(path, [{"input_ids": [token for row in held for token in row], "seq_start_id": starts, "loss_mask": learned}])
-    settings = {"pad_seq_to_mult": multiple, "pad_seq_length_to_mult": 4, "prompt_template": "{text} {answer}"}
+    settings = {"pad_seq_to_mult": multiple, "pad_seq_length_to_mult": pad_to, "prompt_template": "{text} {answer}"}
     data = GPTSFTPackedDataset(str(path), Tokenizer(), max_seq_length=64, **settings)
     return data.collate_fn([data[0]])
 

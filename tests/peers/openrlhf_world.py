@@ -5,24 +5,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import torch
-from stand_ins import stand_in
-
-
-def index_first_axis(x, indices):
-    return x[indices]
-
-
-def unpad_input(hidden, keep):
-    """flash_attn 2.8 bert_padding.py: `(tokens of all rows, where they stood, offsets, longest, lengths)`."""
-    lengths = keep.sum(1, dtype=torch.int32)
-    indices = keep.flatten().nonzero().flatten()
-    offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return hidden.flatten(0, 1)[indices], indices, offsets, int(lengths.max()), lengths
-
-
-def pad_input(hidden, indices, batch, seqlen):
-    empty = hidden.new_zeros(batch * seqlen, *hidden.shape[1:])
-    return empty.index_copy(0, indices, hidden).view(batch, seqlen, *hidden.shape[1:])
+from stand_ins import pad_input, stand_in, unpad_input
 
 
 def flash_attention():
@@ -30,7 +13,7 @@ def flash_attention():
     import transformers  # noqa: F401  has looked for the true one
     from einops import rearrange
 
-    functions = {"index_first_axis": index_first_axis, "unpad_input": unpad_input, "pad_input": pad_input}
+    functions = {"index_first_axis": lambda x, indices: x[indices], "unpad_input": unpad_input, "pad_input": pad_input}
     held = {"bert_padding": {**functions, "rearrange": rearrange}, "utils": {}, "utils.distributed": {"all_gather": None}}
     for name, values in {"": {}, **held}.items():
         module = sys.modules[f"flash_attn.{name}".rstrip(".")] = ModuleType(f"flash_attn.{name}".rstrip("."))

@@ -93,6 +93,35 @@ def swift_gated_delta_net(family: str, key_value_heads: int, length: int) -> dic
     return {"rings": rings, "error": float((whole - alone).abs().max()), "size": float(alone.abs().max())}
 
 
+def swift_last_tokens(layout: str, backend: str, batches: list[tuple[int, ...]], order: list[int]) -> list[list[float]]:
+    """ms-swift's own pooling of a row that ranks share: every batch is prepared, then they are pooled in `order`.
+
+    Gives the place in which each row's last token stands.
+    """
+    import pytest
+    import swift_world
+
+    from collate_npu.integrations import swift
+
+    cp = place(layout=layout)
+    args = swift_world.arguments("qwen3", cp=2, cp_partition_mode=layout, task_type="seq_cls", attention_backend=backend)
+    steps = []
+    with pytest.MonkeyPatch.context() as patch:
+        swift_world.World(patch).npu()
+        swift.install()
+        try:
+            trainer = swift_world.pooling_trainer(args)
+            for lengths in batches:
+                data = swift_world.collate(args, *lengths)
+                truth = Segments.from_lengths(lengths, data["input_ids"].shape[1])
+                data["labels"] = torch.zeros(len(lengths), dtype=torch.long)
+                places = split_batch({"x": truth.position_ids.unsqueeze(-1).float(), "input_ids": truth.ids}, cp)["x"]
+                steps.append((places, trainer.forward_step(iter([data]), swift_world.Recorder())[1]))
+            return [loss(places).flatten().tolist() for places, loss in (steps[i] for i in order)]
+        finally:
+            swift.uninstall()
+
+
 def jagged_of(lengths: list[int]) -> Tensor:
     rows = [torch.arange(1, n + 1) + 100 * i for i, n in enumerate(lengths)]
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import rl_batches as batches
 import torch
+from gated_delta_world import hybrid as native
 from megatron_world import HIDDEN, TEDotProductAttention, gpt, on_cpu
 from torch import Tensor, nn
-from torch.nn.functional import normalize, silu, softplus
+from torch.nn.functional import normalize, softplus
 
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 from collate_npu.parallel import ContextParallel, gather_sequence, token_rows
@@ -77,15 +78,6 @@ class Attention(nn.Module):
         assert packed_seq_params is not None
         out = self.linear_attn(hidden_states.transpose(0, 1), cu_seqlens=packed_seq_params.cu_seqlens_q)
         return out.transpose(0, 1), None
-
-
-def native(**changed: Any) -> Any:
-    """Gated DeltaNet, attention, Gated DeltaNet; the same weights at every call."""
-    model = gpt("gag", flash=TEDotProductAttention, deterministic_mode=False, activation_func=silu, **changed)
-    for layer in model.decoder.layers:  # a state that is kept for long, so that one that leaks shows
-        if hasattr(layer.self_attention, "A_log"):
-            layer.self_attention.A_log.data.fill_(-3.0)
-    return model
 
 
 def plugged(**changed: Any) -> Any:

@@ -77,3 +77,19 @@ def triton() -> None:
     """megatron-core from 0.18 on imports it unguarded, on a CPU too. Call it before Megatron is imported."""
     if importlib.util.find_spec("triton") is None:
         stand_in(triton="3.6.0")
+
+
+# --- flash_attn 2.8 bert_padding.py, in torch
+
+
+def unpad_input(hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+    """`(tokens of all rows, where they stood, offsets, longest, lengths)`."""
+    lengths = attention_mask.sum(1, dtype=torch.int32)
+    indices = attention_mask.flatten().nonzero().flatten()
+    offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return hidden_states.flatten(0, 1)[indices], indices, offsets, int(lengths.max()), lengths
+
+
+def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
+    empty = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    return empty.index_copy(0, indices, hidden_states).view(batch, seqlen, *hidden_states.shape[1:])

@@ -1,6 +1,6 @@
 """Loaders that people feed trainers with, each with our collator in one line: every sample comes back whole, once, and a
 loader that resumes goes on where it stood. megatron-energon 7.4.1, mosaicml-streaming 0.13.0, torchdata 0.11.0, webdataset
-1.0.2 and datasets, run here; Ray and TransferQueue are in `test_loaders_ray.py`.
+1.0.2 and datasets, run here. Ray 2.60.0 and TransferQueue 0.1.11 run on two raylets of this machine, two nodes to Ray.
 """
 
 import json
@@ -8,14 +8,14 @@ from itertools import islice
 
 import pytest
 
-NEEDS = ("torchdata", "webdataset", "streaming", "megatron", "datasets", "tensordict")
+NEEDS = ("torchdata", "webdataset", "streaming", "megatron", "datasets", "tensordict", "ray", "transfer_queue")
 
 # ruff: noqa: E402
 import numpy as np
 import torch
 import webdataset
 from datasets import Dataset
-from loaders_rows import SAMPLES, rows_back
+from loaders_rows import QUEUED, SAMPLES, rows_back
 from megatron.energon import (
     Cooker,
     SampleDecoder,
@@ -27,6 +27,7 @@ from megatron.energon import (
     stateless,
 )
 from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
+from processes import found_by
 from torch.utils.data import DataLoader, SequentialSampler
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -37,22 +38,32 @@ from collate_npu import CollateError, PaddingCollator
 pytestmark = pytest.mark.filterwarnings("ignore")
 STREAMING = peers.streaming()
 OURS = PaddingCollator(pad_token_id=1, padding_side="left", attention_mask="2d")
+TRUTH = [[sample["number"], sample["input_ids"]] for sample in SAMPLES]
 WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 
 
 def whole(batches, ordered=True):
     """Every sample once, with its own tokens and labels; each row's labels stand with its tokens."""
     rows = [row for batch in batches for row in rows_back(batch)]
-    truth = [[sample["number"], sample["input_ids"]] for sample in SAMPLES]
     for batch in batches:
         for n, labels, keep in zip(batch["number"], batch["labels"], batch["attention_mask_2d"]):
             assert labels[keep].tolist()[1:] == SAMPLES[int(n)]["labels"][1:]
             assert (labels[~keep] == -100).all()
-    assert (rows if ordered else sorted(rows)) == truth
+    assert (rows if ordered else sorted(rows)) == TRUTH
 
 
 def same(found, truth):
     assert [rows_back(batch) for batch in found] == [rows_back(batch) for batch in truth]
+
+
+def goes_on(made, taken, ordered=True, state=("state_dict", "load_state_dict")):
+    """A second loader with the state of one that gave so many batches gives the rest; the batches of a whole epoch."""
+    truth, loader, again = [*made()], made(), made()
+    whole(truth, ordered)
+    first = [*islice(iter(loader), taken)]
+    getattr(again, state[1])(getattr(loader, state[0])())
+    same([*first, *again], truth)
+    return truth
 
 
 # --- torch's own and torchdata
@@ -85,11 +96,7 @@ def test_a_stateful_dataloader_goes_on_where_it_stood(workers):
     def made():
         return StatefulDataLoader(SAMPLES, batch_size=3, collate_fn=OURS, num_workers=workers)
 
-    truth, loader, again = [*made()], made(), made()
-    whole(truth)
-    first = [*islice(iter(loader), 2)]
-    again.load_state_dict(loader.state_dict())
-    same([*first, *again], truth)
+    goes_on(made, 2)
 
 
 def test_nodes_go_on_where_they_stood():
@@ -98,11 +105,7 @@ def test_nodes_go_on_where_they_stood():
         held = nodes.Mapper(rows, lambda places: [SAMPLES[n] for n in places])
         return nodes.Loader(nodes.Prefetcher(nodes.ParallelMapper(held, OURS, num_workers=2, method="thread"), 2))
 
-    truth, loader, again = [*made()], made(), made()
-    whole(truth)
-    first = [*islice(iter(loader), 1)]
-    again.load_state_dict(loader.state_dict())
-    same([*first, *again], truth)
+    goes_on(made, 1)
 
 
 # --- files
@@ -172,12 +175,8 @@ def test_energon_batches_with_ours_and_goes_on_where_it_stood(shards, workers):
         dataset = get_train_dataset(shards, worker_config=config, task_encoder=Encoder(), **settings)
         return get_savable_loader(dataset)
 
-    truth, loader, again = [*made()], made(), made()
-    whole(truth, ordered=False)
+    truth = goes_on(made, 1, ordered=False, state=("save_state_rank", "restore_state_rank"))
     assert all(len(batch["__key__"]) == len(batch["input_ids"]) for batch in truth)
-    first = [*islice(loader, 1)]
-    again.restore_state_rank(loader.save_state_rank())
-    same([*first, *again], truth)
 
 
 def test_a_sample_that_is_a_dataclass_is_refused_with_the_line_that_works():
@@ -227,3 +226,43 @@ def test_a_streaming_loader_counts_the_samples_of_a_flat_row_where_it_is_told_to
         batch = next(iter(made))
         assert torch.diff(batch["cu_seq_lens_q"]).tolist() == [len(sample["input_ids"]) for sample in SAMPLES[:4]]
         assert made.state_dict()["sample_in_epoch"] == counted
+
+
+# --- Ray and TransferQueue: nothing of ours schedules
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Everything in one cluster."""
+    return found_by("loaders_ray_work", tmp_path_factory.mktemp("ray"), "data", "train", "queue")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["iter_torch_batches", "arrow", "map_batches"])
+def test_ray_data_gives_every_sample_back(found, way):
+    batches = found[way]
+    assert sorted(row for batch in batches for row in batch) == TRUTH
+    assert max(map(len, batches)) == (6 if way == "map_batches" else 5)
+
+
+@pytest.mark.slow
+def test_rows_collated_on_ray_keep_their_mask_and_ray_itself_refuses_none_as_a_column(found):
+    assert sorted(row for batch in found["map_batches, adapted"] for row in batch) == [ids for _, ids in TRUTH]
+    assert "corresponding to key 'attention_mask' is of type <class 'NoneType'>" in found["map_batches, None"]
+
+
+@pytest.mark.slow
+def test_two_workers_of_ray_train_share_the_samples_out(found):
+    assert found["nodes"] == 2
+    assert len({node for node, _ in found["train"]}) == 2
+    assert sorted(row for _, rows in found["train"] for row in rows) == TRUTH
+    assert all(rows for _, rows in found["train"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "longest"), [("ragged", 20), ("equal", 3)])
+def test_a_batch_of_a_transfer_queue_collates_as_it_is(found, rows, longest):
+    got = found[f"queue, {rows}"]
+    assert got["form"].startswith("TensorDict")
+    assert got["rows"] == [[n, SAMPLES[n]["input_ids"][:longest]] for n in QUEUED]
+    assert "PaddingCollator takes such a batch as it is" in found[f"queue, {rows}, adapter"]

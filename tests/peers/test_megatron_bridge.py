@@ -4,46 +4,18 @@ TransformerEngine and modelopt are stand-ins; the datasets are built by their ow
 providers, take `forward_step` in `megatron_bridge_work`.
 """
 
-import numpy as np
+import megatron_bridge_work as work  # first: the stand-ins
 import pytest
 import torch
 from cells import Stack, verdict, worst_of
+from megatron.bridge.training import gpt_step, vlm_step
+from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_params
 from processes import found_by
-from stand_ins import stand_in
-from te_stub import VERSION
 
-stand_in(modelopt=VERSION)
-from megatron.bridge.data.datasets.sft import GPTSFTPackedDataset  # noqa: E402
-from megatron.bridge.training import gpt_step, vlm_step  # noqa: E402
-from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_params  # noqa: E402
-
-from collate_npu import CollateError  # noqa: E402
-from collate_npu.masks.batch_reader import segments_from_batch  # noqa: E402
+from collate_npu import CollateError
+from collate_npu.masks.batch_reader import segments_from_batch
 
 NEEDS = ("megatron", "nemo_automodel", "omegaconf")  # the environment that has Megatron-Bridge
-
-EOS = 2
-SEQUENCES = [[5, 9, 12, 77, 3], [40, 41, 42], [7, 11, 8, 3, 20, 31, 64, 12, 6]]
-
-
-class Tokenizer:
-    eos_id = EOS
-
-
-def collated(tmp_path, multiple=1, pad_to=16):
-    """One pack; a sequence loses its last token to the labels, and `multiple` pads each beforehand."""
-    held = [row + [EOS] * (1 + -len(row) % multiple) for row in SEQUENCES]
-    starts = [sum(map(len, held[:n])) for n in range(len(held))]
-    flat = [token for row in held for token in row]
-    np.save(tmp_path / "packed.npy", [{"input_ids": flat, "seq_start_id": starts, "loss_mask": [1] * len(flat)}])
-    settings = {
-        "pad_seq_to_mult": multiple,
-        "pad_seq_length_to_mult": pad_to,
-        "max_seq_length": 64,
-        "prompt_template": "{text} {answer}",
-    }
-    data = GPTSFTPackedDataset(str(tmp_path / "packed.npy"), Tokenizer(), **settings)
-    return data.collate_fn([data[0]])
 
 
 def through_get_batch(batch, monkeypatch):
@@ -54,13 +26,13 @@ def through_get_batch(batch, monkeypatch):
 
 
 @pytest.mark.parametrize(("multiple", "pad_to"), [(1, 16), (1, 24), (4, 16), (4, 32)])
-def test_packed_rows(tmp_path, monkeypatch, multiple, pad_to):
+def test_packed_rows(monkeypatch, multiple, pad_to):
     """The dataset's row, and the object its models get."""
-    batch = collated(tmp_path, multiple, pad_to)
+    batch = work.packed(work.SAMPLES, multiple, pad_to)
     assert batch["cu_seqlens"].shape[0] == 1
     assert batch["cu_seqlens"][0, -1] == -1
     read = through_get_batch(batch, monkeypatch)
-    wanted = (tuple(map(len, SEQUENCES)),)
+    wanted = (tuple(map(len, work.SAMPLES)),)
     assert segments_from_batch(read, padding_free=True).lengths == wanted
     offsets = {key: value for key, value in read.items() if "seqlens" in key or key == "max_seqlen"}
     params = get_packed_seq_params(offsets)
@@ -68,8 +40,8 @@ def test_packed_rows(tmp_path, monkeypatch, multiple, pad_to):
     assert segments_from_batch(given, padding_free=True).lengths == wanted
 
 
-def test_the_dataset_hands_over_a_mask_of_one_number(tmp_path):
-    batch = collated(tmp_path)
+def test_the_dataset_hands_over_a_mask_of_one_number():
+    batch = work.packed(work.SAMPLES, 1, 16)
     assert batch["attention_mask"].tolist() == [1]
     with pytest.raises(CollateError, match="attention_mask"):
         segments_from_batch(batch, padding_free=True)

@@ -11,8 +11,8 @@ from megatron_world import PAD, TEDotProductAttention, apart, build, far, loss_a
 
 from collate_npu import CollateError, PaddingCollator, Segments, unpad
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.integrations.megatron import gpt_batch, packed, packed_seq_params
-from collate_npu.integrations.megatron.packed import takes_places
+from collate_npu.integrations import megatron
+from collate_npu.integrations.megatron import gpt_batch, packed_seq_params, takes_places
 from collate_npu.masks import dense
 from collate_npu.parallel import ContextParallel, pad_documents
 
@@ -229,7 +229,7 @@ def test_lengths_that_megatrons_ranks_cannot_share_out(monkeypatch):
     truth, two = Segments.from_lengths([[6, 4]]), ContextParallel(2, 0).for_documents()
     with pytest.raises(CollateError, match=r"(?s)row 0: got 6 places.*2 ranks .*lengths % 4 == 0.*pad_documents"):
         packed_seq_params(truth, context_parallel=two)
-    monkeypatch.setattr(packed, "megatron_ranks", lambda: two)
+    monkeypatch.setattr(megatron, "megatron_ranks", lambda: two)
     with pytest.raises(CollateError, match="2 ranks"):
         packed_seq_params(truth)
     batch = {"input_ids": torch.ones(1, 10, dtype=torch.long), "cu_seqlens": truth.cu_seqlens}

@@ -17,8 +17,8 @@ from megatron_world import gaps, gpt
 
 from collate_npu import BatchAdapter, CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.integrations import slime
-from collate_npu.integrations.megatron import packed
+from collate_npu.integrations import megatron, slime
+from collate_npu.integrations.megatron import packed_seq_params
 from collate_npu.integrations.slime import before_log_prob, before_train_step
 from collate_npu.kernels.fusion_attention import reference_fusion_attention, triangle
 
@@ -127,8 +127,8 @@ def test_rolls_mask_of_two_dimensions_is_refused_by_megatrons_local_attention():
 @pytest.mark.parametrize("here", [False, True])
 def test_beside_transformer_engine_npu_offsets_say_where_sequences_stand(monkeypatch, here):
     """Its one public caller hands on `cu_seqlens_q` alone, for places in the row."""
-    monkeypatch.setattr(packed, "npu_engine", lambda: here)
-    params = packed.packed_seq_params(Segments([[1, 1, 1, 0, 2, 2, 2, 2]]))
+    monkeypatch.setattr(megatron, "npu_engine", lambda: here)
+    params = packed_seq_params(Segments([[1, 1, 1, 0, 2, 2, 2, 2]]))
     assert params.cu_seqlens_q.tolist() == ([0, 4, 8] if here else [0, 3, 7])
     assert params.cu_seqlens_q_padded.tolist() == [0, 4, 8]
 

@@ -31,21 +31,6 @@ def alone(model, *lengths):
     return [logits(model, {"input_ids": torch.tensor([row["input_ids"]])})[0] for row in samples(*lengths)]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "qwen3"])
-@pytest.mark.usefixtures("installed")
-def test_its_padded_batches_are_what_our_adapter_makes_and_each_sample_is_as_alone(model_type, implementation, side):
-    model = tiny_model(model_type, vocab_size=VOCABULARY, attn_implementation=implementation)
-    batch = template(transformers=model_type, side=side).data_collator(samples(*LENGTHS))
-    ours = BatchAdapter(model)(batch)
-    assert batch["attention_mask"].dtype == ours["attention_mask"].dtype == torch.int64
-    assert torch.equal(batch["attention_mask"], ours["attention_mask"])
-    truth, padded = Segments.from_lengths(LENGTHS, side=side).keep, logits(model, batch)
-    for row, keep, lonely in zip(padded, truth, alone(model, *LENGTHS)):
-        assert (row[keep] - lonely).abs().max() < 2e-5
-
-
 STACK = Stack("ms-swift", ("ms-swift", "transformers"), "peers_swift")
 LINE = '--external_plugins "$PLUGIN"'
 
@@ -102,18 +87,24 @@ def test_its_trainer_on_flat_rows_with_workers_and_checkpointing():
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next", "qwen3_5_text"])
-def test_its_cells(family, side):
-    model, found = tiny_model(family, vocab_size=VOCABULARY), {}
+def test_its_padded_batches_are_what_our_adapter_makes_and_each_sample_is_as_alone(family, implementation, side):
+    model, found = tiny_model(family, vocab_size=VOCABULARY, attn_implementation=implementation), {}
     model.config.use_cache = False  # as its trainer sets it (trainers/mixin.py:972)
+    truth, wanted = Segments.from_lengths(LENGTHS, side=side).keep, alone(model, *LENGTHS)
     for who in ("alone", "ours"):
         try:
             swift.install() if who == "ours" else None
-            rows = logits(model, template(transformers=family, side=side).data_collator(samples(*LENGTHS)))
-            keep = Segments.from_lengths(LENGTHS, side=side).keep
-            found[who] = verdict(max(float((x[k] - y).abs().max()) for x, k, y in zip(rows, keep, alone(model, *LENGTHS))))
+            batch = template(transformers=family, side=side).data_collator(samples(*LENGTHS))
+            rows = logits(model, batch)
+            found[who] = verdict(max(float((x[keep] - y).abs().max()) for x, keep, y in zip(rows, truth, wanted)))
         finally:
             swift.uninstall()
+    ours = BatchAdapter(model)(batch)
+    assert batch["attention_mask"].dtype == ours["attention_mask"].dtype == torch.int64
+    assert torch.equal(batch["attention_mask"], ours["attention_mask"])
+    assert found["ours"]["verdict"] == "right"
     STACK.tell(family, f"padded {side}", **found, line=LINE)
 
 

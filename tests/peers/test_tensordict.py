@@ -138,16 +138,13 @@ def test_a_padded_one_is_a_batch_like_any_other(form):
     assert out.pop("uid", ["a", "b", "c"]) == ["a", "b", "c"]
     assert {key: value.tolist() for key, value in out.items()} == {key: value.tolist() for key, value in same.items()}
     assert "lengths=[2, 4, 3]" in describe(batch)
+    assert check_delivery(model(), batch).layers
     wrapped = wrap_collator(lambda _: batch)([{"input_ids": row[row != PAD]} for row in PADDED])
     assert wrapped["attention_mask_2d"].equal(KEEP.bool())
     cp = ContextParallel(2, 0)
     shard = split_batch({**plain, "attention_mask_2d": KEEP.bool()}, cp)["input_ids"]
     if form not in ("no batch size", "with strings", "a lazy stack"):
         assert split_batch(batch, cp)["input_ids"].equal(shard)
-
-
-def test_delivery_reads_a_tensordict():
-    assert check_delivery(model(), held(PADDED, attention_mask=KEEP)).layers
 
 
 OTHERS = {
@@ -164,17 +161,6 @@ OTHERS = {
 def test_what_takes_tensors_of_a_batch_refuses_nested_ones(name, layout):
     with pytest.raises(CollateError):
         OTHERS[name](nested(RAGGED, layout))
-
-
-# --- others that hold rows
-
-
-def test_a_structured_array_is_columns():
-    rows = np.array([([5, 6], 1), ([7, 8], 2)], dtype=[("input_ids", "i8", 2), ("score", "f4")])
-    for form in (rows, np.rec.array(rows)):
-        batch = PaddingCollator(pad_token_id=PAD)(form)
-        assert batch["input_ids"].tolist() == [[5, 6], [7, 8]]
-        assert batch["score"].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("emitted", [[1], None, "x", np.zeros(2), torch.ones(2, 2), [{"input_ids": [1]}]])

@@ -1,26 +1,72 @@
-"""torchtitan 0.3.0: our masks beside its own, and its real debug models on the CPU, packed and padded versus alone.
+"""torchtitan 0.3.0: our masks beside its own, its real debug models on a CPU versus each sample alone, and pipeline stages.
 
-FlexAttention has no backward on the CPU, so only forwards are compared. Of Qwen3.5 the real model runs, with torch
-stand-ins for fla's two kernels (which need a GPU): what is shown is that offsets and masks arrive and keep documents
-apart, not what fla computes.
+Beside the compiled FlexAttention, which has no backward on a CPU, the kernels are `titan_kernels`': what is shown is that
+masks and offsets arrive and keep documents apart, not what a card computes. Its llama4 is in `test_torchtitan_llama4`.
 
 Tests named `test_upstream_*` pin a limit of torchtitan itself: one that goes red says that it changed.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import titan_kernels
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
-from titan_kernels import built
+from titan_kernels import LAYERS, TEXT_ALONE, config_of
+from torch import nn
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+from torch.nn.functional import cross_entropy
 from torchtitan.models.common import attention
 
-from collate_npu import Pattern, Segments
+from collate_npu import CollateError, Pattern, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import torchtitan
 from collate_npu.masks import dense
+from collate_npu.outputs import shift_labels
 
 NEEDS = ("torchtitan",)
 PATTERNS = ["causal", Pattern.sliding(3), Pattern.chunked(3)]
+ROWS = {
+    "right": Segments.from_lengths([[5, 7], [9]], 16),
+    "left": Segments.from_lengths([[5, 7], [9]], 16, "left"),
+    "packed": Segments.from_lengths([[5, 11], [7, 6, 3]], 16),
+    "between": Segments.from_ids(torch.tensor([[0, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 2, 2, 2, 2, 0], [0] * 7 + [1] * 9])),
+}
+EXACT = 1e-5
+FAMILIES = ("llama3", "deepseek_v3", "gpt_oss", "muse_glimmer", "qwen3", "qwen3_5")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    """What a CPU lacks. Beyond eight shapes torch falls back to an unfused FlexAttention, which is not what trains.
+
+    Each shape is compiled for itself: with dynamic ones torch 2.13's CPU template writes its variable into the names of
+    symbols that begin like the one it stands for (`ks17` becomes `cur_kvSplitSize7`), and the C++ does not compile.
+    """
+    shapes = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
+    with (
+        titan_kernels.with_fla() as patch,
+        torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True, **shapes),
+    ):
+        patch.setattr(attention, "varlen_attn", titan_kernels.dense_varlen_attention)
+        patch.setattr("spmd_types.assert_type", lambda *_: None)  # no mesh to check types against
+        titan_kernels.float32_experts(patch)
+        yield
+
+
+@pytest.fixture
+def dense_kernel(monkeypatch):
+    """In the place of the compiled FlexAttention, with a backward."""
+    monkeypatch.setattr(attention.FlexAttention, "_compiled_flex_attn", staticmethod(titan_kernels.dense_flex_attention))
+
+
+def tokens_of(segments):
+    return torch.randint(1, 512, segments.shape, generator=torch.Generator().manual_seed(1)).masked_fill(~segments.keep, 0)
+
+
+# --- masks and offsets beside torchtitan's own
 
 
 @st.composite
@@ -39,21 +85,16 @@ def rows_of_ids(draw, holes=True):
     return Segments.from_ids(torch.tensor([row + [0] * (width - len(row)) for row in rows]))
 
 
-def told(predicate, B, S):
+def attends(predicate, B, S):
     """bool `[B, S, S]`: a mask predicate at every place."""
     b, q, k = torch.meshgrid(torch.arange(B), torch.arange(S), torch.arange(S), indexing="ij")
     return predicate(b, torch.zeros_like(b), q, k)
 
 
-# --- BlockMask
-
-
 @given(rows_of_ids(), st.sampled_from([*PATTERNS, "bidirectional", Pattern.prefix(2)]))
 @settings(max_examples=60)
 def test_real_queries_see_the_pattern_and_padding_sees_itself(segments, pattern):
-    B, S = segments.shape
-    mask = torchtitan.get_attention_masks(segments, pattern, compiled=False)
-    seen = told(mask.mask_mod, B, S)
+    seen = attends(torchtitan.get_attention_masks(segments, pattern, compiled=False).mask_mod, *segments.shape)
     keep = segments.keep
     assert torch.equal(seen[keep], dense(segments, pattern=pattern)[:, 0][keep])
     assert seen.any(-1).all(), "no row is empty"
@@ -63,125 +104,124 @@ def test_real_queries_see_the_pattern_and_padding_sees_itself(segments, pattern)
     assert not padding.triu(1).any()
 
 
-def test_the_compiled_mask_is_the_same():
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_the_compiled_mask_is_the_same_and_its_blocks_are_the_models(block_size):
     segments = Segments.from_lengths([[70, 90], [200]], 256, "left")
+    tables = ("kv_num_blocks", "full_kv_num_blocks", "kv_indices", "full_kv_indices", "q_num_blocks", "q_indices")
     for pattern in PATTERNS:
-        one, other = (torchtitan.get_attention_masks(segments, pattern, compiled=c) for c in (True, False))
-        tables = ("kv_num_blocks", "full_kv_num_blocks", "kv_indices", "full_kv_indices", "q_num_blocks", "q_indices")
+        one, other = (
+            torchtitan.get_attention_masks(segments, pattern, block_size=block_size, compiled=c) for c in (True, False)
+        )
+        assert one.BLOCK_SIZE == other.BLOCK_SIZE == (block_size, block_size)
         assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in tables)
 
 
 @given(rows_of_ids(holes=False))
 @settings(max_examples=60)
-def test_torchtitan_makes_the_same_masks_of_our_positions(segments):
+def test_torchtitan_makes_the_same_masks_and_offsets_of_our_positions(segments):
+    """Host offsets too, which Qwen3.5's Gated DeltaNet demands."""
     B, S = segments.shape
     positions = torchtitan.positions(segments)
-    ours = told(torchtitan.get_attention_masks(segments, compiled=False).mask_mod, B, S)
-    causal = told(attention.get_causal_mask_mod(), B, S)
-    assert torch.equal(ours, causal & told(attention.get_document_mask_mod(positions), B, S))
+    ours = attends(torchtitan.get_attention_masks(segments, compiled=False).mask_mod, B, S)
+    causal = attends(attention.get_causal_mask_mod(), B, S)
+    assert torch.equal(ours, causal & attends(attention.get_document_mask_mod(positions), B, S))
     efficient = attention.get_efficient_causal_mask_mod_for_packed_document(positions)
-    assert torch.equal(ours, causal & told(efficient, B, S))
-    window = told(torchtitan.get_attention_masks(segments, Pattern.sliding(3), compiled=False).mask_mod, B, S)
-    theirs = ours & told(attention.get_sliding_window_mask_mod(3), B, S)
+    assert torch.equal(ours, causal & attends(efficient, B, S))
+    window = attends(torchtitan.get_attention_masks(segments, Pattern.sliding(3), compiled=False).mask_mod, B, S)
+    theirs = ours & attends(attention.get_sliding_window_mask_mod(3), B, S)
     assert torch.equal(window[segments.keep], theirs[segments.keep])
     assert torch.equal(positions[segments.keep], segments.position_ids[segments.keep])
 
-
-def test_blocks_are_the_size_of_the_models():
-    segments = Segments.from_lengths([[70, 90], [200]], 256)
-    for compiled in (True, False):
-        assert torchtitan.get_attention_masks(segments, block_size=64, compiled=compiled).BLOCK_SIZE == (64, 64)
-
-
-# --- offsets
+    found = torchtitan.varlen_metadata(segments)
+    own = attention.create_varlen_metadata_for_document(positions, include_host_offsets=True)
+    assert isinstance(found, attention.VarlenMetadata)
+    assert torch.equal(found.cu_seq_q, own.cu_seq_q)
+    assert torch.equal(found.cu_seq_k, own.cu_seq_k)
+    assert (found.cu_seq_q.dtype, found[2:]) == (own.cu_seq_q.dtype, own[2:])
 
 
-@given(rows_of_ids(holes=False))
-@settings(max_examples=60)
-def test_offsets_are_torchtitans(segments):
-    """Host offsets too, which Qwen3.5's Gated DeltaNet demands."""
-    ours = torchtitan.varlen_metadata(segments)
-    theirs = attention.create_varlen_metadata_for_document(torchtitan.positions(segments), include_host_offsets=True)
-    assert isinstance(ours, attention.VarlenMetadata)
-    assert torch.equal(ours.cu_seq_q, theirs.cu_seq_q)
-    assert torch.equal(ours.cu_seq_k, theirs.cu_seq_k)
-    assert ours.cu_seq_q.dtype == theirs.cu_seq_q.dtype
-    assert ours[2:] == theirs[2:]
-
-
-def test_offsets_count_padding_as_documents():
+def test_offsets_count_padding_as_documents_and_holes_have_none():
     segments = Segments.from_ids(torch.tensor([[0, 1, 1, 2, 0, 0], [0, 1, 1, 1, 1, 1]]))
     assert torchtitan.varlen_metadata(segments).cu_seq_q_host == (0, 1, 3, 4, 6, 7, 12)
     assert torchtitan.positions(segments).tolist() == [[0, 0, 1, 0, 0, 1], [0, 0, 1, 2, 3, 4]]
-
-
-def test_holes_have_no_offsets():
-    segments = Segments.from_keep(torch.tensor([[1, 1, 1], [1, 0, 1]]))
     with pytest.raises(UnsupportedFormError, match="row 1: got holes"):
-        torchtitan.varlen_metadata(segments)
+        torchtitan.varlen_metadata(Segments.from_keep(torch.tensor([[1, 1, 1], [1, 0, 1]])))
 
 
 # --- the real models
 
 
-@pytest.fixture(scope="module", autouse=True)
-def always_compiled():
-    """Beyond eight shapes and patterns torch falls back to an unfused FlexAttention, which is not what trains.
-
-    Each shape is compiled for itself: with dynamic ones torch 2.13's CPU template writes its variable into the names of
-    symbols that begin like the one it stands for (`ks17` becomes `cur_kvSplitSize7`), and the C++ does not compile.
-    """
-    with torch._dynamo.config.patch(
-        recompile_limit=64, fail_on_recompile_limit_hit=True, automatic_dynamic_shapes=False, assume_static_by_default=True
-    ):
-        yield
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def qwen3():
-    from torchtitan.models.qwen3 import qwen3_configs
-
-    return built(qwen3_configs["debugmodel"]("flex"))
+def model(family):
+    return titan_kernels.built(config_of(family))
 
 
-PADDED = {
-    "right": Segments.from_lengths([[5, 7], [9]], 16),
-    "left": Segments.from_lengths([[5, 7], [9]], 16, "left"),
-    "between": Segments.from_ids(torch.tensor([[0, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 2, 2, 2, 2, 0], [0] * 7 + [1] * 9])),
-}
+def layers_of(family, model):
+    return LAYERS.get(family) or torchtitan.layers_of(model)
+
+
+def extra(family):
+    return TEXT_ALONE if family == "qwen3_5" else {}
 
 
 @torch.no_grad()
-def error(model, segments, layers, tokens, masks=None, **given):
-    """The largest difference of a logit between the batch and each sequence alone."""
-    masks = torchtitan.get_attention_masks(segments, layers) if masks is None else masks
-    out = model(tokens, positions=torchtitan.positions(segments), attention_masks=masks, **given)
-    assert out.isfinite().all()
-    gaps = []
+def logits(model, tokens, segments, layers, masks=None, *, compiled=False):
+    masks = torchtitan.get_attention_masks(segments, layers, compiled=compiled) if masks is None else masks
+    more = TEXT_ALONE if "qwen3_5" in type(model.config).__module__ else {}
+    return model(tokens, positions=torchtitan.positions(segments), attention_masks=masks, **more)
+
+
+def alone(model, tokens, segments, layers):
+    parts = [(tokens[b : b + 1, i:j], Segments.from_lengths([j - i])) for b, i, j in segments.spans]
+    return torch.cat([logits(model, ids, one, layers)[0] for ids, one in parts])
+
+
+def gap(found, expected):
+    return float((found - expected).abs().max())
+
+
+@pytest.mark.parametrize("where", ROWS)
+def test_logits_are_those_of_the_trainers_own_masks_and_of_each_sample_alone(family, model, where, dense_kernel):
+    """And without documents, or in a family of two kinds without its windows, they are not."""
+    segments, layers = ROWS[where], layers_of(family, model)
+    tokens, keep = tokens_of(segments), segments.keep
+    titan_kernels.RECEIVED.clear()
+    ours = logits(model, tokens, segments, layers)
+    received, kinds = list(titan_kernels.RECEIVED), 2 if family in LAYERS else 1
+    assert len({int(mask.sum()) for mask in received}) == kinds
+    assert len(received) == (1 if family == "qwen3_5" else 2)
+    own = model.get_attention_masks(torchtitan.positions(segments))
+    assert torch.equal(ours[keep], logits(model, tokens, segments, layers, own)[keep])
+    truth = alone(model, tokens, segments, layers)
+    assert gap(ours[keep], truth) <= EXACT
+    assert gap(logits(model, tokens, Segments.from_lengths([[16], [16]]), layers)[keep], truth) > 0.05
+    if kinds == 2:
+        assert gap(logits(model, tokens, segments, dict.fromkeys(layers, "causal"))[keep], truth) > 0.05
+
+
+@pytest.mark.parametrize("family", ["qwen3"], scope="module")
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("where", ["right", "left", "between"])
+def test_the_compiled_flex_attention_computes_each_document_alone(family, model, where, pattern):
+    segments = ROWS[where]
+    tokens = tokens_of(segments)
+    found = logits(model, tokens, segments, pattern, compiled=True)
+    assert found.isfinite().all()
     with pytest.MonkeyPatch.context() as patch:  # each length of its own would be compiled anew
         patch.setattr(attention.FlexAttention, "_compiled_flex_attn", staticmethod(titan_kernels.dense_flex_attention))
-        for b, start, stop in segments.spans:
-            one = Segments.from_lengths([stop - start])
-            masks = torchtitan.get_attention_masks(one, layers, compiled=False)
-            ids = tokens[b : b + 1, start:stop]
-            alone = model(ids, positions=torchtitan.positions(one), attention_masks=masks, **given)
-            gaps.append(float((out[b : b + 1, start:stop] - alone).abs().max()))
-    return max(gaps)
+        assert gap(found[segments.keep], alone(model, tokens, segments, pattern)) <= EXACT
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("where", PADDED)
-def test_qwen3_computes_each_document_alone(qwen3, where, pattern):
-    tokens = torch.randint(1, 2048, PADDED[where].shape, generator=torch.Generator().manual_seed(0))
-    assert error(qwen3, PADDED[where], pattern, tokens) <= 1e-5
-
-
-def test_another_batch_of_the_same_shape_compiles_nothing(qwen3):
+@pytest.mark.parametrize("family", ["qwen3"], scope="module")
+def test_another_batch_of_the_same_shape_compiles_nothing(family, model):
     def forward(lengths, side):
         segments = Segments.from_lengths(lengths, 128, side)
-        masks = torchtitan.get_attention_masks(segments, Pattern.sliding(5))
-        with torch.no_grad():
-            qwen3(torch.ones(2, 128, dtype=torch.int64), torchtitan.positions(segments), masks)
+        logits(model, torch.ones(2, 128, dtype=torch.int64), segments, Pattern.sliding(5), compiled=True)
 
     forward([[30, 40], [99]], "right")
     torch._dynamo.utils.counters.clear()
@@ -189,50 +229,194 @@ def test_another_batch_of_the_same_shape_compiles_nothing(qwen3):
     assert not torch._dynamo.utils.counters["stats"]
 
 
-def test_the_comparison_has_power(qwen3):
-    segments = PADDED["left"]
-    tokens = torch.randint(1, 2048, segments.shape, generator=torch.Generator().manual_seed(0))
-    joined = Segments.from_lengths([[16], [16]])
-    assert error(qwen3, segments, "causal", tokens, torchtitan.get_attention_masks(joined)) > 0.1
+@pytest.mark.parametrize("family", ["llama3", "deepseek_v3"])
+@pytest.mark.parametrize("where", ["left", "packed"])
+def test_offsets_in_the_place_of_masks(family, where):
+    """VarlenAttention computes in bfloat16."""
+    model = titan_kernels.built(config_of(family, "varlen"))
+    layers, segments = torchtitan.layers_of(model), ROWS[where]
+    assert layers == "varlen"
+    tokens = tokens_of(segments)
+    ours = logits(model, tokens, segments, layers)
+    own = model.get_attention_masks(torchtitan.positions(segments))
+    assert torch.equal(ours, logits(model, tokens, segments, layers, own))
+    assert gap(ours[segments.keep], alone(model, tokens, segments, layers)) <= 0.02
 
 
-def test_torchtitans_own_masks_of_our_positions_compute_each_document_alone(qwen3):
-    segments = PADDED["between"]
-    tokens = torch.randint(1, 2048, segments.shape, generator=torch.Generator().manual_seed(0))
-    assert error(qwen3, segments, "causal", tokens, qwen3.get_attention_masks(torchtitan.positions(segments))) <= 1e-5
-
-
-def test_layers_are_read_off_the_model(qwen3):
-    from torchtitan.models.qwen3 import qwen3_configs
-
-    assert torchtitan.layers_of(qwen3) == "causal"
-    plain = type("Plain", (torch.nn.Module,), {"get_attention_masks": type(qwen3).get_attention_masks})()
-    plain.config = qwen3_configs["debugmodel"]("varlen")
-    assert torchtitan.layers_of(plain) == "varlen"
-    own = type("GptOss", (torch.nn.Module,), {"get_attention_masks": lambda self, positions: {}, "config": qwen3.config})()
-    with pytest.raises(UnsupportedFormError, match=r"GptOss.*Pass layers="):
-        torchtitan.layers_of(own)
-
-
-# --- Qwen3.5, with fla's kernels in torch
-
-
-@pytest.fixture(scope="module")
-def qwen3_5():
-    with titan_kernels.with_fla():
-        from torchtitan.models.qwen3_5 import qwen3_5_configs
-
-        config = qwen3_5_configs["debugmodel"]("flex")
-        config.vocab_size = config.tok_embeddings.num_embeddings = config.lm_head.out_features = 512
-        yield built(config)
-
-
-def test_qwen3_5_layers_take_a_mapping(qwen3_5):
-    layers = torchtitan.layers_of(qwen3_5)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"], scope="module")
+def test_layers_are_read_off_the_model(family, model):
+    if family == "qwen3":
+        assert torchtitan.layers_of(model) == "causal"
+        made = {"get_attention_masks": lambda self, positions: {}, "config": model.config}
+        with pytest.raises(UnsupportedFormError, match=r"GptOss.*Pass layers="):
+            torchtitan.layers_of(type("GptOss", (nn.Module,), made)())
+        return
+    segments, layers = ROWS["between"], torchtitan.layers_of(model)
     assert layers == {"quadratic_attention": "causal", "deltanet": "varlen"}
-    segments = PADDED["between"]
     ours = torchtitan.get_attention_masks(segments, layers)
-    theirs = qwen3_5.get_attention_masks(torchtitan.positions(segments))
+    theirs = model.get_attention_masks(torchtitan.positions(segments))
     assert set(ours) == set(theirs)
     assert ours["deltanet"].cu_seq_q_host == theirs["deltanet"].cu_seq_q_host
     assert torch.equal(ours["quadratic_attention"].kv_indices, theirs["quadratic_attention"].kv_indices)
+
+
+def test_scaled_dot_product_attention_takes_no_mask():
+    """torchtitan's trainer gives its backend `sdpa` no mask, padded or packed (trainer.py:737-751): ours names no layers."""
+    config = config_of("llama3", "flex")
+    for layer in config.layers:
+        layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
+    model = titan_kernels.built(config)
+    with pytest.raises(UnsupportedFormError, match="or take none"):
+        torchtitan.layers_of(model)
+    with pytest.raises(ValueError, match="does not support attention_masks"):
+        logits(model, tokens_of(ROWS["packed"]), ROWS["packed"], "causal")
+
+
+# --- masks in the forward of a part, behind torch's own pipeline schedule
+
+WIDTH = 32
+IDS = [[1] * 20 + [0] * 12, [0] * 9 + [1] * 23, [1] * 7 + [0] * 3 + [2] * 14 + [3] * 8]
+TWO = Segments.from_ids([*IDS, [1] * 16 + [2] * 16])
+HOLE = Segments.from_ids([*IDS, [1] * 9 + [0] * 4 + [1] * 9 + [0] * 10])
+
+
+@pytest.fixture
+def hooked(dense_kernel):
+    handles: list[Any] = []
+
+    def hook(part, *given):
+        handles.append(torchtitan.masks_in_forward(part, *given, compiled=False))
+        return part
+
+    yield hook
+    for handle in handles:
+        handle.remove()
+
+
+def samples_of(segments, rows=slice(None)):
+    pairs = zip(tokens_of(segments).tolist()[rows], segments.ids.tolist()[rows])
+    return [{"input_ids": ids, "attention_mask": numbers} for ids, numbers in pairs]
+
+
+def masks_of(model, segments):
+    return torchtitan.get_attention_masks(segments, torchtitan.layers_of(model), compiled=False)
+
+
+def summed(logits, labels):
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def test_a_schedule_cuts_our_batch_into_right_micro_batches(family, model, tmp_path, hooked):
+    """torchtitan's own cut into stages, torch's own schedule on the whole batch; each micro-batch's loss, and gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.pipelining import ScheduleInterleaved1F1B
+    from torchtitan.distributed.pipeline_parallel import _pipeline_module_split
+
+    segments = HOLE if family == "qwen3" else TWO  # a window counts the places of a hole
+    labels = shift_labels(tokens_of(segments).masked_fill(~segments.keep, -100), segments)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+        names = [["vision_encoder", "tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]
+        stages, parts = _pipeline_module_split(model, mesh, "Interleaved1F1B", torch.device("cpu"), names)
+        for part in parts:
+            hooked(part, LAYERS.get(family))
+        schedule = ScheduleInterleaved1F1B(stages, n_microbatches=2, loss_fn=summed, scale_grads=False)
+        losses: list[Any] = []
+        schedule.step(tokens_of(segments), target=labels, losses=losses, segment_ids=segments.ids, **extra(family))
+    finally:
+        dist.destroy_process_group()
+
+    weights = dict(model.state_dict())
+    for n, rows in enumerate((slice(0, 2), slice(2, 4))):
+        loss, _ = titan_kernels.alone(model.config, weights, samples_of(segments, rows))
+        assert losses[n].item() / int((labels[rows] != -100).sum()) == pytest.approx(loss, abs=2e-5)
+    _, expected = titan_kernels.alone(model.config, weights, samples_of(segments))
+    found = {name: weight.grad for part in parts for name, weight in part.named_parameters()}
+    total = int((labels != -100).sum())
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name] / total, gradient, atol=2e-6), name
+
+
+@pytest.mark.parametrize("family", ["qwen3_5"], scope="module")
+def test_offsets_that_are_not_of_these_tokens_and_holes_are_refused(family, model, hooked):
+    """Cut by a schedule; as torchtitan makes them of positions whose padding is not 0 (transformers' left padding has 1)."""
+    given = {"attention_masks": masks_of(model, TWO), "positions": torchtitan.positions(TWO)}
+    args, kwargs = split_args_kwargs_into_chunks((tokens_of(TWO),), given, 2)
+    hooked(model)
+    for n in (0, 1):
+        with pytest.raises(CollateError, match=r"(?s)deltanet: got \d+ offsets, 0 to 128.*segment_ids"):
+            model(*args[n], **kwargs[n], **TEXT_ALONE)
+    segments = Segments.from_lengths([20, 32], WIDTH, "left")
+    theirs = torchtitan.positions(segments).masked_fill(~segments.keep, 1)
+    for host in (True, False):  # it makes none for full attention
+        own = attention.create_varlen_metadata_for_document(theirs, include_host_offsets=host)
+        masks = {**masks_of(model, segments), "deltanet": own}
+        with pytest.raises(CollateError, match=r"deltanet: got 3 offsets, 12 to 64"):
+            model(tokens_of(segments), positions=theirs, attention_masks=masks, **TEXT_ALONE)
+    with pytest.raises(UnsupportedFormError, match="row 3: got holes"):
+        model(tokens_of(HOLE), segment_ids=HOLE.ids, **TEXT_ALONE)
+
+
+@pytest.mark.parametrize("family", ["qwen3"], scope="module")
+def test_masks_of_other_tokens_are_refused(family, model, hooked):
+    """A whole row's mask with a rank's tokens, a whole batch's with some of its rows, segments of another width."""
+    tokens, whole, half = tokens_of(HOLE), masks_of(model, HOLE), WIDTH // 2
+    hooked(model)
+    wrong = {
+        "cp_shard": (tokens[:, :half], {"attention_masks": whole}),
+        "segment_ids": (tokens[:2], {"attention_masks": whole}),
+        "schedule": (tokens, {"attention_masks": masks_of(model, Segments.from_ids(HOLE.ids[:1]))}),
+        "leave segment_ids out": (tokens[:, :half], {"segment_ids": HOLE.ids}),
+    }
+    positions = torchtitan.positions(HOLE)
+    for remedy, (ids, more) in wrong.items():
+        with pytest.raises(CollateError, match=rf"(?s)tokens of this call are \[\d, \d+\].*{remedy}"):
+            model(ids, positions=positions[: len(ids), : ids.shape[1]], **more)
+    with pytest.raises(CollateError, match="tokens of this call"):
+        model(tokens[:2], positions[:2], whole)
+    assert model(tokens, positions=positions, attention_masks=whole).isfinite().all()
+    assert model(tokens, segment_ids=HOLE.ids).isfinite().all()
+
+
+def test_a_stage_of_distributed_tokens_takes_the_masks_of_its_rows():
+    """Two of four rows are here, and half of the width: that of a DTensor over data and tensor parallel ranks."""
+    tokens = SimpleNamespace(shape=(4, WIDTH, 8), device="cpu", to_local=lambda: torch.zeros(2, WIDTH // 2, 8))
+    received: list[dict[str, Any]] = []
+
+    class Part(nn.Module):
+        config = SimpleNamespace(first_attention=SimpleNamespace(inner_attention=SimpleNamespace(block_size=64)))
+
+        def forward(self, tokens, **kwargs):
+            received.append(kwargs)
+
+    part, ids = Part(), TWO.ids
+    torchtitan.masks_in_forward(part, {"full": "causal", "deltanet": "varlen"}, compiled=False)
+    part(tokens, segment_ids=ids[:2])
+    part(tokens, **received[0])
+    assert [set(kwargs) for kwargs in received] == [{"attention_masks", "positions"}] * 2
+    assert received[0]["attention_masks"]["full"].BLOCK_SIZE == (64, 64)
+    for wrong in (ids[:3], ids[:2, :9]):
+        with pytest.raises(CollateError, match="segment_ids"):
+            part(tokens, segment_ids=wrong)
+    for kind in ("causal", "varlen"):
+        masks = torchtitan.get_attention_masks(Segments.from_ids(ids[:3]), kind, compiled=False)
+        with pytest.raises(CollateError, match="attention_masks"):
+            part(tokens, attention_masks=masks)
+
+
+def test_upstream_reads_a_mask_of_more_rows_from_its_first():
+    """Without an error (compiled on a CPU it ends the process); a mask of another width it refuses itself."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    segments = Segments.from_lengths([[128], [128], [40], [9]], 128, "left")
+    pick = (slice(None), slice(2), slice(2, None))
+    mask, first, last = (
+        torchtitan.get_attention_masks(Segments.from_ids(segments.ids[rows]), compiled=False) for rows in pick
+    )
+    rows = torch.randn(2, 1, 128, 16, generator=torch.Generator().manual_seed(0))
+    found, of_first, of_last = (flex_attention(rows, rows, rows, block_mask=one) for one in (mask, first, last))
+    assert torch.equal(found, of_first)
+    assert gap(found, of_last) > 0.1
+    with pytest.raises(ValueError, match="larger length"):
+        flex_attention(rows[:, :, 64:], rows, rows, block_mask=first)

@@ -1,6 +1,6 @@
 """torchtitan 0.3.0's own trainer, from its command line to the gradients, with our collator in its dataloader.
 
-`titan_train.py` is `python -m torchtitan.train` on a CPU; `titan_jobs.py` is the user's job. Every step is another layout
+`titan_jobs.py` is `python -m torchtitan.train` on a CPU, and the user's job. Every step is another layout
 of two rows, and rank 0 compares the step's loss and gradients with every sample alone. `WITHOUT` is what the same rows
 give without us.
 """
@@ -30,7 +30,7 @@ STACK = Stack("torchtitan", ("torchtitan",), "peers_misc")
 def train(tmp_path_factory):
     """Two processes have run every job: a JSON of what rank 0 found, by step, for each."""
     folder = tmp_path_factory.mktemp("titan")
-    assert found_by("titan_train", folder, ranks=2) == [True]
+    assert found_by("titan_jobs", folder, ranks=2) == [True]
     return lambda job: {step["step"]: step for step in json.loads((folder / f"{job}.json").read_text())}
 
 

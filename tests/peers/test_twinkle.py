@@ -1,23 +1,74 @@
-"""twinkle-kit 0.5.1: its real InputProcessor with our stages, install and uninstall, and what twinkle gets wrong.
+"""twinkle-kit 0.5.1: its real InputProcessor with our stages, on rows as its template emits them, without a card.
 
 Tests named `test_upstream_*` pin a failure of twinkle itself beside our answer: one that goes red says that it changed.
 """
 
 import copy
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import twinkle as kit
 from hypothesis import HealthCheck, given, settings, strategies as st
-from twinkle import torch_util
-from twinkle_rows import feature, features, grid, npu, platform, processor  # noqa: F401
+from launches import CARDS, JOBS, check_sizes, words_of
+from megatron.core import parallel_state
+from torch import nn
+from twinkle import DeviceMesh, Platform, dataloader, dataset, model as models, torch_util
+from twinkle.cli import CLI
+from twinkle.processor import base
 
 from collate_npu import CollateError, ContextParallel, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import twinkle
+from collate_npu.integrations.megatron import gpt_batch
 from collate_npu.masks import dense
 from collate_npu.parallel import join_shards, query_rows
 
-NEEDS = ("twinkle", "megatron")
+NEEDS = ("twinkle", "megatron", "mcore_bridge")
+
+
+@pytest.fixture(autouse=True)
+def platform(monkeypatch):
+    """twinkle knows GPU, NPU and MPS; tensors go to the CPU here, and the device's name is what a test says."""
+    monkeypatch.setattr(Platform, "get_local_device", staticmethod(lambda *_, **__: "cpu"))
+    monkeypatch.setattr(Platform, "device_prefix", staticmethod(lambda *_, **__: "cuda"))
+
+
+@pytest.fixture
+def npu(monkeypatch):
+    monkeypatch.setattr(Platform, "device_prefix", staticmethod(lambda *_, **__: "npu"))
+
+
+def grid(tp=1, cp=1, rank=0):
+    return SimpleNamespace(
+        tp_world_size=tp, cp_world_size=cp, cp_rank=rank, tp_rank=0, sequence_parallel=tp > 1, has_dim=lambda _: False
+    )
+
+
+def processor(mesh=None, *, ours=True, needs=True, **settings):
+    made = base.InputProcessor(**{"framework": "megatron", **settings})
+    made.device_mesh = mesh
+    if ours:
+        twinkle.install(made, needs_mask_2d=needs)
+    return made
+
+
+def feature(length, start=1, mask=None, positions=None):
+    """What twinkle's template emits for one sample: labels are shifted already."""
+    ids = list(range(start, start + length))
+    return {
+        "input_ids": ids,
+        "labels": [*ids[1:], -100],
+        "completion_mask": [1] * length,
+        "attention_mask": [1] * length if mask is None else mask,
+        "position_ids": list(range(length)) if positions is None else positions,
+    }
+
+
+def features(lengths):
+    return [feature(length, 10 * (b + 1)) for b, length in enumerate(lengths)]
+
 
 LENGTHS = st.lists(st.integers(2, 9), min_size=1, max_size=4)
 KEYS = ("input_ids", "labels", "completion_mask", "mm_token_type_ids", "loss_scale")
@@ -290,3 +341,239 @@ def on_two_ranks():
 def test_objects_travel_by_gloo_or_not_at_all(ranks):
     assert twinkle.gather_object(["a"]) == ["a"]
     assert ranks(2)("test_twinkle.on_two_ranks", seconds=300) == [[{"rank": 1}]] * 2
+
+
+# --- what reaches the model
+
+
+def test_a_model_without_recurrent_layers_gets_no_2d_mask():
+    assert "attention_mask_2d" not in processor(needs=False)(features([5, 3]))[0]
+    with pytest.raises(CollateError, match="needs_mask_2d="):
+        twinkle.install(processor(ours=False))
+
+
+DotProductAttention, TEDotProductAttention, GatedDeltaNet = (
+    type(name, (nn.Module,), {}) for name in ("DotProductAttention", "TEDotProductAttention", "GatedDeltaNet")
+)
+
+
+def gpt_model(*layers, forward, **config):
+    """A wrapped model with layers of these kinds, as Megatron-core names them."""
+    model = type("GPTModel", (nn.Module,), {"forward": forward})()
+    model.layers = nn.ModuleList(layer() for layer in layers)
+    model.config = SimpleNamespace(**config)
+    return SimpleNamespace(module=model)
+
+
+def through_extras(self, input_ids, extra_block_kwargs=None): ...
+def through_keywords(self, input_ids, **kwargs): ...
+def through_nothing(self, input_ids): ...
+
+
+def installed(model, mesh=None, **settings):
+    made = processor(mesh, ours=False, **settings)
+    twinkle.install(made, model, needs_mask_2d=True)
+    return made
+
+
+def test_the_2d_mask_goes_through_the_door_the_model_has():
+    rows = features([5, 3])
+    for forward, reach in ((through_extras, lambda out: out["extra_block_kwargs"]), (through_keywords, lambda out: out)):
+        out = installed(gpt_model(forward=forward))(copy.deepcopy(rows))[0]
+        assert reach(out)["attention_mask_2d"].tolist() == [[True] * 5, [True] * 3 + [False] * 2]
+        assert ("attention_mask_2d" in out) == (reach(out) is out)
+    with pytest.raises(UnsupportedFormError, match="no layer would see it"):
+        installed(gpt_model(forward=through_nothing))(copy.deepcopy(rows))
+
+
+def test_routers_of_moe_models_are_told_the_padding(monkeypatch):
+    model = gpt_model(DotProductAttention, forward=through_extras, num_moe_experts=4, sequence_parallel=True)
+    out = installed(model)(features([5, 3]))[0]
+    assert out["extra_block_kwargs"]["padding_mask"].tolist() == [[False] * 5, [False] * 3 + [True] * 2]
+    parts = []
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
+    for rank in (0, 1):
+        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        parts.append(installed(model, grid(2, 2, 1))(features([5, 3]))[0]["extra_block_kwargs"]["padding_mask"])
+    padding = torch.arange(8) >= torch.tensor([5, 3])[:, None]
+    assert torch.equal(torch.cat(parts, 1), padding[:, query_rows(8, ContextParallel(2, 1))])
+    left = installed(model, padding_side="left")(features([5, 3]))[0]
+    assert "padding_mask" not in left["extra_block_kwargs"], "the dense mask says it"
+
+
+@pytest.mark.parametrize(
+    ("layers", "reader"),
+    [
+        ((TEDotProductAttention,), "fused softmax, read no dense mask"),
+        ((DotProductAttention, GatedDeltaNet), "GatedDeltaNet of megatron-core reads no padding mask"),
+    ],
+)
+def test_padding_that_no_kernel_reads_is_refused(layers, reader):
+    made = installed(gpt_model(*layers, forward=through_keywords), padding_side="left")
+    with pytest.raises(UnsupportedFormError, match=reader):
+        made(features([5, 3]))
+    assert made(features([4, 4]))[0]["attention_mask"] is None
+    right = installed(gpt_model(*layers, forward=through_keywords))
+    assert right(features([5, 3]))[0]["attention_mask"] is None
+
+
+def test_fused_softmax_is_refused_as_megatron_refuses_it_and_without_fusion_it_is_computed():
+    rows = features([5, 3])
+    batch = {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])}
+    fused = gpt_model(DotProductAttention, forward=through_keywords, masked_softmax_fusion=True)
+    with pytest.raises(UnsupportedFormError, match="masked_softmax_fusion=False") as megatrons:
+        gpt_batch(batch, fused.module)
+    for model in (fused, fused.module.config):
+        with pytest.raises(UnsupportedFormError) as ours:
+            installed(model, padding_side="left")(copy.deepcopy(rows))
+        assert str(ours.value) == str(megatrons.value)
+    fused.module.config.masked_softmax_fusion = False
+    expected = gpt_batch(batch, fused.module)[0]["attention_mask"]
+    assert torch.equal(installed(fused, padding_side="left")(copy.deepcopy(rows))[0]["attention_mask"], expected)
+
+
+@pytest.mark.usefixtures("npu")
+def test_npu_drops_the_mask_only_where_that_is_exact():
+    causal = {"attention_mask_type": "causal"}
+    out = processor()(features([5, 3]), **causal)[0]
+    assert out["attention_mask"] is None
+    assert out["attention_mask_2d"].tolist() == [[True] * 5, [True] * 3 + [False] * 2]
+    with pytest.raises(UnsupportedFormError, match="Pad right"):
+        processor(padding_side="left")(features([5, 3]), **causal)
+
+
+# --- several chunks, and whatever else stands for a model
+
+
+def chunk(*layers, forward=through_extras, **config):
+    return gpt_model(*layers, forward=forward, **config).module
+
+
+def held(chunks):
+    """The ways in which a user holds them: a list, a ModuleList, twinkle's model, one wrapped as DDP wraps it."""
+    twinkles = SimpleNamespace(optimizer_group={}, model=chunks, forward=through_keywords)
+    wrapped = [SimpleNamespace(module=each) for each in chunks]
+    return chunks, tuple(chunks), nn.ModuleList(chunks), twinkles, wrapped
+
+
+def test_every_chunk_is_asked_whether_it_reads_the_padding():
+    """Virtual pipeline stages: what the second one cannot read is refused too, however the list is held."""
+    local, gdn, fused = chunk(DotProductAttention), chunk(GatedDeltaNet), chunk(TEDotProductAttention)
+    for chunks, reader in (([local, gdn], "GatedDeltaNet of megatron-core"), ([local, fused], "read no dense mask")):
+        for model in held(chunks):
+            with pytest.raises(UnsupportedFormError, match=reader):
+                installed(model, padding_side="left")(features([5, 3]))
+            assert installed(model)(features([5, 3]))[0]["attention_mask"] is None
+    for model in held([local, chunk(DotProductAttention)]):
+        assert installed(model, padding_side="left")(features([5, 3]))[0]["attention_mask"].shape == (2, 1, 5, 5)
+
+
+def test_a_chunk_without_attention_has_no_say_in_the_dense_mask():
+    for model in held([chunk(), chunk(DotProductAttention)]):
+        assert installed(model, padding_side="left")(features([5, 3]))[0]["attention_mask"].shape == (2, 1, 5, 5)
+
+
+def test_a_mask_that_the_forward_of_any_chunk_does_not_take_is_refused():
+    for model in held([chunk(DotProductAttention), chunk(DotProductAttention, forward=through_nothing)]):
+        with pytest.raises(UnsupportedFormError, match="no layer would see it"):
+            installed(model)(features([5, 3]))
+
+
+def test_twinkles_own_wrapper_is_looked_into_and_not_taken_for_the_model():
+    """Its forward takes any keyword, and drops them all (megatron.py:254)."""
+    wrapper = SimpleNamespace(optimizer_group={}, model=[chunk(forward=through_nothing)], forward=through_keywords)
+    with pytest.raises(UnsupportedFormError, match="no layer would see it"):
+        installed(wrapper)(features([5, 3]))
+
+
+@pytest.mark.usefixtures("npu")
+def test_recurrent_layers_are_asked_on_an_npu_too(monkeypatch):
+    """Where MindSpeed's own attention reads a dense mask."""
+    monkeypatch.setattr("collate_npu.consumers.mindspeed.transformer_engine", lambda: "own", raising=False)
+    model = [chunk(DotProductAttention), chunk(GatedDeltaNet)]
+    with pytest.raises(UnsupportedFormError, match="GatedDeltaNet of megatron-core"):
+        installed(model, padding_side="left")(features([5, 3]), attention_mask_type="general")
+
+
+def test_what_is_no_model_is_refused_with_what_to_pass():
+    with pytest.raises(CollateError, match=r"install\(processor, model\)"):
+        twinkle.install(chunk())
+    with pytest.raises(CollateError, match=r"Call install\(model\)"):
+        twinkle.install(processor(ours=False), SimpleNamespace(_actors=[object()], optimizer_group={}))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_transformers_model_gets_the_2d_mask_under_the_only_name_twinkle_passes_on(side):
+    rows = [{key: value for key, value in row.items() if key != "attention_mask"} for row in features([5, 3])]
+    rows = [{**row, "attention_mask_2d": [1] * len(row["input_ids"])} for row in rows]
+    told = {"framework": "transformers", "padding_side": side}
+    assert "attention_mask" not in processor(ours=False, **told)(copy.deepcopy(rows)), "upstream drops it"
+    out = processor(**told)(copy.deepcopy(rows))
+    pad = [0, 0]
+    assert out["attention_mask"].tolist() == [[1] * 5, [*pad, 1, 1, 1] if side == "left" else [1, 1, 1, *pad]]
+    assert out["attention_mask"].dtype is torch.int64
+
+
+def test_several_sequences_in_a_row_of_a_transformers_model_need_padding_free_and_then_count_anew():
+    row = feature(4, mask=[1, 1, 2, 2])
+    with pytest.raises(UnsupportedFormError, match="padding_free=True"):
+        processor(framework="transformers")([copy.deepcopy(row)])
+    out = processor(framework="transformers", padding_free=True)([copy.deepcopy(row)])
+    assert out["position_ids"].tolist() == [[0, 1, 0, 1]]
+    assert out.get("attention_mask") is None
+
+
+@pytest.mark.usefixtures("npu")
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_general_attention_of_mindspeed_gets_a_dense_mask_always(monkeypatch, side):
+    """None would meet the 2048 triangle in sparse_mode 1, which the card refuses; by release (consumers/mindspeed.py)."""
+    general = {"attention_mask_type": "general"}
+    monkeypatch.setattr("collate_npu.consumers.mindspeed.transformer_engine", lambda: "own")
+    out = processor(padding_side=side)(features([5, 3]), **general)[0]
+    assert out["attention_mask"].shape == (2, 1, 5, 5)
+    assert not out["attention_mask"].all(-1).any(), "no query without a key"
+    with pytest.raises(UnsupportedFormError, match="Set attention_mask_type=causal"):
+        processor(grid(1, 2), padding_side=side)(features([5, 3]), **general)
+    monkeypatch.setattr("collate_npu.consumers.mindspeed.transformer_engine", lambda: "separate")
+    assert processor()(features([5, 3]), **general)[0]["attention_mask"] is None
+
+
+# --- the launch script of the guide: its words parsed by twinkle's CLI, its program run on twinkle's own signatures
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_twinkle_knows_every_word_and_call(job, tmp_path, monkeypatch):
+    words, _ = words_of("twinkle.sh", "torchrun", job, tmp_path)
+    assert words[:5] == ["--nproc_per_node", str(CARDS), "--no-python", "python", "-c"]
+    program, given = words[5], words[6:]
+    args = CLI.from_args(given, env_file=tmp_path / "none")
+    assert args.extra == {}, "words that twinkle does not know"
+    infra = args.infra
+    check_sizes(job, infra.tp_size, infra.pp_size or 1, infra.cp_size or 1, infra.dp_size, infra.ep_size or 1)
+    assert (infra.sequence_parallel, args["model_id"], args["dataset_id"]) == (True, "MODEL", "DATASET")
+
+    fakes = {
+        (models, "MegatronModel"): mock.create_autospec(models.MegatronModel),
+        (dataset, "Dataset"): mock.create_autospec(dataset.Dataset),
+        (dataloader, "DataLoader"): mock.create_autospec(dataloader.DataLoader),
+        (kit, "initialize"): mock.create_autospec(kit.initialize),
+        (twinkle, "install"): mock.create_autospec(twinkle.install),
+    }
+    fakes[dataloader, "DataLoader"].return_value.__len__.return_value = 3
+    fakes[dataloader, "DataLoader"].return_value.__iter__.return_value = iter(["a batch", "another"])
+    for (module, name), fake in fakes.items():
+        monkeypatch.setattr(module, name, fake)
+    monkeypatch.setattr("sys.argv", ["-c", *given])
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, "twinkle.sh", "exec"), {})
+    mesh = fakes[kit, "initialize"].call_args.kwargs["global_device_mesh"]
+    assert isinstance(mesh, DeviceMesh)
+    assert (mesh.world_size, mesh.sequence_parallel, mesh.ep_size or 1) == (CARDS, True, infra.ep_size or 1)
+    model = fakes[models, "MegatronModel"].return_value
+    fakes[twinkle, "install"].assert_called_once_with(model)
+    assert model.forward_backward.call_args_list[-1] == mock.call(inputs="another", micro_batch_size=1)
+    assert model.clip_grad_and_step.call_count == 2
+
+
+def test_a_word_that_is_not_twinkles_would_be_seen(tmp_path):
+    assert CLI.from_args(["--tensor_size", "4"], env_file=tmp_path / "none").extra == {"tensor_size": 4}

@@ -1,6 +1,6 @@
 """twinkle-kit 0.5.1's own models, built by their constructors, from `set_processor` to `forward_backward`.
 
-In one process and on Ray, on a CPU; each program runs in processes of its own (`twinkle_work`, `twinkle_ray_work`).
+In one process and on Ray, on a CPU; each program runs in processes of its own (`twinkle_work`).
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -23,15 +23,17 @@ DENSE = {"attention": [[3, 1, 7, 7]] * 2, "recurrent": [[3, 1, 7, 7]] * 2}
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     """Both at once: each takes a while to import its stack."""
-    folder, names = tmp_path_factory.mktemp("told"), ("twinkle_work", "twinkle_ray_work")
+    given = {"variants": [{"RAY_USAGE_STATS_ENABLED": "0"}]}
     with ThreadPoolExecutor() as pool:
-        work = pool.map(lambda name: found_by(name, folder, variants=[{"RAY_USAGE_STATS_ENABLED": "0"}])[0], names)
-        return dict(zip(names, work))
+        work = pool.map(
+            lambda part: found_by("twinkle_work", tmp_path_factory.mktemp(part), part, **given)[0], ("models", "ray")
+        )
+        return dict(zip(("models", "ray"), work))
 
 
 @pytest.fixture(scope="module")
 def told(programs):
-    return programs["twinkle_work"]
+    return programs["models"]
 
 
 def received(answer):
@@ -69,7 +71,7 @@ def test_a_cell_of_left_padding(told):
 @pytest.mark.nightly
 def test_its_cells_on_one_rank_and_on_two(tmp_path):
     """Right where it runs; the worse of padded and flat rows under context parallelism."""
-    found, cells = found_by("twinkle_cp_work", tmp_path, ranks=2)[0], {}
+    found, cells = found_by("twinkle_work", tmp_path, "ranks", ranks=2)[0], {}
     for name, told in found.items():
         cells.setdefault(name.removesuffix(", flat"), []).append(told)
     for name, jobs in cells.items():
@@ -101,7 +103,7 @@ def test_objects_are_gathered_by_ours_on_an_npu_alone(told):
 
 
 def test_on_ray_the_same_call_reaches_the_processor_in_each_worker(programs):
-    told = programs["twinkle_ray_work"]
+    told = programs["ray"]
     assert told["stages"] == ["InputProcessor", "Stages"]
     assert told["step"] == "computed"
     assert told["ours"]["error"] <= NEAR

@@ -1,27 +1,38 @@
-"""verl 0.9.1: round trips beside verl's own functions, install and uninstall, and what verl gets wrong.
+"""verl 0.9.1 with Megatron: its padding, forwards and engine on real megatron-core models (CPU), without ours and with.
+
+Forwards are taken from verl's registry as its engine takes them: every row equals its logits alone, and the layers say which
+mask they received. The engine is made by its constructor; its `initialize` builds the model with Megatron-Bridge, which
+needs CUDA: here it is a megatron-core model.
 
 Tests named `test_upstream_*` pin a failure of verl itself beside our answer: one that goes red says that verl changed.
 """
 
 import pytest
 import torch
+from cells import Stack, verdict, worst
+from cpu_world import Attention, received, seen, watch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from megatron.core import parallel_state as mpu
-from verl.models.mcore import model_forward, util
+from megatron_world import PAD, gpt
+from tensordict import TensorDict
+from verl.models.mcore import model_forward, model_forward_fused, mtp_patch, registry, util
+from verl_models import LENGTHS, ValueHead, Vision, alone, config, error, jagged, left_padded
 
 from collate_npu import CollateError, ContextParallel
-from collate_npu.integrations import verl
-from collate_npu.integrations.verl import engine as verl_engine
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.integrations import verl, verl as engine
 from collate_npu.masks import dense
 
 NEEDS = ("verl", "megatron")
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 ONE = ContextParallel(1, 0)
-LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=4)
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
+WIDTH, SQUARE = (len(LENGTHS), 7), (len(LENGTHS), 1, 7, 7)
+NEAR = 2e-5
 
 
-def jagged(lengths, *trailing, dtype=torch.int64):
+def numbered(lengths, *trailing, dtype=torch.int64):
     """Rows whose values are all different and none of them the padding."""
     rows, at = [], 1
     for length in lengths:
@@ -42,16 +53,16 @@ def grid(patch, tp, cp, rank):
     patch.setattr(mpu, "get_context_parallel_rank", lambda: rank)
 
 
-# --- the same as verl, where verl is right
+# --- padding and the way back: the same as verl, where verl is right
 
 
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    LENGTHS, st.sampled_from([(), (3,)]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.booleans(),
+    SIZES, st.sampled_from([(), (3,)]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.booleans(),
     st.booleans(), st.integers(0, 5),
 )  # fmt: skip
 def test_padding_and_split_are_verls(lengths, trailing, cp, tp, fp8, roll, extra):
-    values = jagged(lengths, *trailing)
+    values = numbered(lengths, *trailing)
     width = max(lengths) + extra if extra else None
     for rank in range(cp):
         with pytest.MonkeyPatch.context() as patch:
@@ -65,9 +76,9 @@ def test_padding_and_split_are_verls(lengths, trailing, cp, tp, fp8, roll, extra
 
 
 @settings(deadline=None, max_examples=60)
-@given(LENGTHS, st.sampled_from([(), (3,)]), st.sampled_from([1, 2, 4]), st.booleans())
+@given(SIZES, st.sampled_from([(), (3,)]), st.sampled_from([1, 2, 4]), st.booleans())
 def test_the_way_back_is_the_inverse(lengths, trailing, tp, fp8):
-    values = jagged(lengths, *trailing)
+    values = numbered(lengths, *trailing)
     padded = verl.pad_jagged(values, ContextParallel(1, 0, tensor_parallel=tp), npu=True, fp8=fp8)
     assert same(verl.to_jagged(padded.values, padded.segments, ONE), values)
     assert padded.attention_mask is None
@@ -76,12 +87,12 @@ def test_the_way_back_is_the_inverse(lengths, trailing, tp, fp8):
 @pytest.mark.parametrize("device", ["npu", "other"])
 def test_the_way_back_takes_the_2d_mask_on_any_device_and_no_other(device, monkeypatch):
     monkeypatch.setattr(util, "is_npu_available", device == "npu")
-    values = jagged([4, 1, 3], 2, dtype=torch.float32)
+    values = numbered([4, 1, 3], 2, dtype=torch.float32)
     padded = verl.pad_jagged(values)
-    assert same(verl_engine.postprocess_bshd_engine(padded.values, padded.attention_mask_2d), values)
+    assert same(engine.postprocess_bshd_engine(padded.values, padded.attention_mask_2d), values)
     for other in (None, dense(padded.segments, polarity="masked")):
         with pytest.raises(CollateError, match="Pass Padded"):
-            verl_engine.postprocess_bshd_engine(padded.values, other)
+            engine.postprocess_bshd_engine(padded.values, other)
 
 
 def test_rows_of_no_tokens_stay_rows():
@@ -90,60 +101,359 @@ def test_rows_of_no_tokens_stay_rows():
     assert same(verl.to_jagged(padded.values, padded.segments), values)
 
 
-# --- the mask of the model
-
-
 def test_padded_ids_are_refused_with_the_remedy():
     with pytest.raises(CollateError, match=r"jagged nested tensor .* layout=torch\.jagged"):
         verl.pad_jagged(torch.ones(2, 3, dtype=torch.int64), ONE)
 
 
 def test_vision_rows_are_verls(monkeypatch):
-    values = jagged([5, 2, 7])
+    values = numbered([5, 2, 7])
     for tp, width in ((1, None), (4, None), (2, 9)):
         monkeypatch.setattr(mpu, "get_tensor_model_parallel_world_size", lambda tp=tp: tp)
-        ours = verl_engine.build_vlm_attn_mask_bshd(values, 3, 99, width)
+        ours = engine.build_vlm_attn_mask_bshd(values, 3, 99, width)
         assert all(map(torch.equal, ours, util.build_vlm_attn_mask_bshd(values, 3, 99, width)))
 
 
-# --- what verl gets wrong
+# --- forwards. Padded rows: None on an NPU, the 2D mask elsewhere, and the way back
 
 
-def test_upstream_builds_a_square_mask_on_npu_where_none_is_exact(verl_npu):
-    values = jagged([7, 3])
-    mask = util.preprocess_bshd_engine(values)[1]
-    assert mask.shape == (2, 1, 7, 7)
-    assert mask[1, 0, 3:].all(), "queries at padding see nothing: a kernel needs inner_precise=2 for such rows"
-    assert verl.pad_jagged(values).attention_mask is None
+@pytest.fixture(params=["npu", "other"])
+def device(request, monkeypatch):
+    """What verl decides once, at import, by looking for torch_npu."""
+    monkeypatch.setattr(util, "is_npu_available", request.param == "npu")
+    monkeypatch.setattr(Attention, "lenient", request.param != "npu")
+    return request.param
+
+
+def padded(model, values, **more):
+    vision = isinstance(model, Vision)
+    forward = registry.get_mcore_engine_forward_fn(config(vision))
+    given = {"vision_model": vision, "pad_token_id": PAD, "data_format": "bshd", **more}
+    return forward(model, values, given.pop("multi_modal_inputs", {}), **given)
+
+
+def older(model, values, data_format="bshd", dtype=torch.bool, **more):
+    """The forward for rows padded on the left; its output, `[B, S, V]`, as rows."""
+    ids, keep, positions = left_padded(values)
+    forward = registry.get_mcore_forward_fn(config(isinstance(model, Vision)))
+    output = forward(
+        model, ids, keep.to(dtype), positions, more.pop("multi_modal_inputs", {}), data_format=data_format, **more
+    )
+    return [row[real] for row, real in zip(output, keep)]
+
+
+@pytest.mark.parametrize("kinds", ["aa", "ga", "gag"])
+@pytest.mark.parametrize("forward", [padded, older])
+@pytest.mark.parametrize("vision", [False, True])
+def test_padded_rows_are_each_sample_alone(kinds, forward, vision, device, verl_ours):
+    language, values = watch(gpt(kinds)), jagged()
+    model, pixels = (Vision(language), torch.randn(len(LENGTHS), 32)) if vision else (language, None)
+    expected, mask = alone(model, values, pixels), None if device == "npu" else WIDTH
+    for more in ({"dtype": torch.bool}, {"dtype": torch.int64}) if forward is older else ({},):
+        more |= {"multi_modal_inputs": {"pixel_values": pixels}} if vision else {}
+        assert error(forward(model, values, **more), expected) <= NEAR
+        assert seen(model) == {"attention": [mask] * kinds.count("a"), "recurrent": [mask] * kinds.count("g")}
+
+
+WAYS = (
+    {"npu": True}, {"npu": False}, {"npu": False, "local": True}, {"npu": False, "local": True, "lengths": (7,)},
+    {"npu": False, "local": True, "lengths": (5, 3, 4, 1, 2)},
+)  # fmt: skip
+"""Beside torch_npu; elsewhere with attention like TransformerEngine's, or with Megatron's own; rows as many as tokens."""
+
+
+def run_in(who, forward, kinds, monkeypatch, *, npu, local=False, lengths=LENGTHS):
+    monkeypatch.setattr(util, "is_npu_available", npu)
+    monkeypatch.setattr(Attention, "lenient", not npu)
+    model, values = gpt(kinds, **({"flash": False} if local else {})), jagged(*lengths)
+    expected = alone(model, values)
+    try:
+        engine.install() if who == "ours" else None
+        return verdict(error(forward(model, values), expected))
+    except Exception as raised:
+        return verdict(refused=f"{type(raised).__name__}: {raised}")
+    finally:
+        engine.uninstall()
+
+
+@pytest.mark.parametrize(("layout", "forward"), [("padded right", padded), ("padded left", older)])
+@pytest.mark.parametrize(("family", "kinds"), [("attention", "aa"), ("Gated DeltaNet hybrid", "ga")])
+def test_cells(family, kinds, layout, forward, monkeypatch):
+    """The worst of an NPU and of other devices, with attention that computes where its kernel would be."""
+    stack = Stack("verl, Megatron", ("verl", "megatron-core"), "peers_misc")
+    both = {who: worst(run_in(who, forward, kinds, monkeypatch, **way) for way in WAYS) for who in ("alone", "ours")}
+    stack.tell(family, layout, **both, line="actor_rollout_ref.model.external_lib=collate_npu.integrations.verl.plugin")
+
+
+def test_the_format_may_be_given_by_place(verl_npu, verl_ours):
+    model, values = gpt(), jagged()
+    expected = alone(model, values)
+    forward = registry.get_mcore_engine_forward_fn(config())
+    assert error(forward(model, values, {}, None, None, False, False, None, "bshd"), expected) <= NEAR
+    assert seen(model)["attention"] == [None, None]
+
+
+def test_a_value_model(verl_npu, verl_ours):
+    model, values = gpt("ga"), jagged()
+    model.output_layer = ValueHead(32, 1)
+    expected = [row.squeeze(-1) for row in alone(model, values)]
+    assert error(padded(model, values, value_model=True), expected) <= NEAR
+    assert error(older(model, values, value_model=True), expected) <= NEAR
+
+
+def test_multi_token_prediction_is_given_none_too(verl_npu, verl_ours):
+    """As the engine does it: verl's own postprocess is put on the model (transformer_impl.py:596)."""
+    values = jagged()
+    model = gpt("aa", mtp_num_layers=1)
+    mtp_patch.patch_postprocess(model)
+    given = {"label": values.clone(), "loss_mask": torch.ones_like(values), "response_attention_mask": None}
+
+    def logits(output, label):
+        return {"logits": output}
+
+    expected = alone(model, values)
+    output = padded(model, values, mtp_enable_train=True, logits_processor=logits, logits_processor_args=given)
+    assert error(output["logits"], expected) <= NEAR
+    assert seen(model)["attention"] == [None] * 3, "two layers and the one that predicts"
+
+
+# --- routers
+
+
+def aux_loss_gradient(model, values, **more):
+    """Of the router's weights, by the aux loss alone."""
+    model.train()
+    model.zero_grad()
+    (padded(model, values, **more).values() * 0).sum().backward()
+    return torch.cat([layer.mlp.router.weight.grad.flatten() for layer in model.decoder.layers])
+
+
+EXPERTS = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 1.0, "moe_router_load_balancing_type": "aux_loss",
+}  # fmt: skip
+
+
+def test_routers_count_no_padding_and_upstream_they_do(device):
+    """The same rows in two widths."""
+    model, values = gpt("aa", **EXPERTS), jagged()
+    upstream = [aux_loss_gradient(model, values, forced_max_seqlen=width) for width in (7, 21)]
+    engine.install()
+    try:
+        ours = [aux_loss_gradient(model, values, forced_max_seqlen=width) for width in (7, 21)]
+    finally:
+        engine.uninstall()
+    scale = ours[0].abs().max()
+    assert (ours[0] - ours[1]).abs().max() <= 1e-5 * scale
+    assert (upstream[0] - upstream[1]).abs().max() > 1e-2 * scale
+
+
+# --- packed rows: as verl gives them
+
+
+@pytest.mark.parametrize("vision", [False, True])
+def test_packed_rows_are_each_sample_alone(vision, device, verl_ours):
+    model, values = gpt(), jagged()
+    model = Vision(model) if vision else model
+    expected = alone(model, values)
+    assert error(padded(model, values, data_format="thd"), expected) <= NEAR
+    assert seen(model)["attention"] == [None, None]
+    assert error(older(model, values, "thd"), expected) <= NEAR
+
+
+def plain_cross_entropy(hidden, weight, labels, temperature, reduction, group):
+    """In the place of verl's Triton kernel: log probabilities and entropy of each token."""
+    logs = torch.log_softmax(hidden.transpose(0, 1) @ weight.T / temperature, -1)
+    chosen = logs.gather(-1, labels[..., None]).squeeze(-1)
+    return chosen, -(logs.exp() * logs).sum(-1)
+
+
+@pytest.mark.parametrize("vision", [False, True])
+def test_the_fused_forward_packs_its_rows_and_takes_each_sample_alone(vision, device, verl_ours, monkeypatch):
+    monkeypatch.setattr(model_forward_fused, "linear_cross_entropy", plain_cross_entropy)
+    language, values = gpt(), jagged()
+    model = Vision(language) if vision else language
+    expected = [torch.log_softmax(row, -1) for row in alone(model, values)]
+    model_forward_fused.patch_fused_forward(model)
+    forward = registry.get_mcore_forward_fused_model_engine_fn(config(vision))
+    output = forward(model, values, values.clone(), {}, 1.0, True, PAD)
+    entropy = [-(row.exp() * row).sum(-1) for row in expected]
+    assert error(output["entropy"], entropy) <= NEAR
+    chosen = [row[:-1].gather(-1, ids[1:, None]).squeeze(-1) for row, ids in zip(expected, values.unbind())]
+    assert error([row[:-1] for row in output["log_probs"].unbind()], chosen) <= NEAR
+    assert seen(model)["attention"] == [None, None]
+
+
+def test_recurrent_layers_take_no_packed_rows_and_say_so(verl_npu, verl_ours):
+    with pytest.raises(NotImplementedError, match="packed sequence"):
+        padded(gpt("ga"), jagged(), data_format="thd")
+
+
+# --- sliding windows
+
+
+FORWARDS = {
+    "padded": padded,
+    "packed": lambda model, values: padded(model, values, data_format="thd"),
+    "older": older,
+    "older packed": lambda model, values: older(model, values, "thd"),
+    "fused": lambda model, values: registry.get_mcore_forward_fused_model_engine_fn(config())(
+        model, values, values, {}, 1.0, False, PAD
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_window_shorter_than_the_rows_is_refused_on_an_npu(name, verl_npu, verl_ours):
+    with pytest.raises(UnsupportedFormError, match="longer than 4") as refusal:
+        FORWARDS[name](gpt(window_size=(4, 0)), jagged())
+    assert "Keep rows to 5 tokens" in str(refusal.value)
+
+
+def test_a_window_no_row_reaches_is_computed(verl_npu, verl_ours):
+    for window in ((6, 0), (-1, 0)):
+        model, values = gpt(window_size=window), jagged()
+        assert error(padded(model, values), alone(model, values)) <= NEAR
+
+
+def test_a_window_elsewhere_is_verls_own_business(verl_ours, monkeypatch):
+    monkeypatch.setattr(Attention, "lenient", True)
+    padded(gpt(window_size=(4, 0)), jagged())
+
+
+# --- without us, and again without us
+
+
+def test_upstream_the_engine_builds_a_square_mask_and_the_older_forward_a_mask_no_npu_kernel_takes(verl_npu):
+    model, values = watch(gpt("ga")), jagged()
+    expected = alone(model, values)
+    assert error(padded(model, values), expected) <= NEAR
+    assert seen(model) == {"attention": [SQUARE], "recurrent": [SQUARE]}
+    for other in (gpt(), Vision(gpt())):
+        with pytest.raises(AssertionError, match="invalid"):
+            older(other, values)
+
+
+def test_what_was_taken_from_the_registry_before_an_uninstall_is_verls_own_again(verl_npu):
+    model, values = gpt("aa"), jagged()
+    engine.install()
+    forwards = [registry.get_mcore_forward_fn(config()), registry.get_mcore_engine_forward_fn(config())]
+    engine.uninstall()
+    ids, keep, positions = left_padded(values)
+    with pytest.raises(AssertionError, match="invalid"):
+        forwards[0](model, ids, keep, positions, {}, data_format="bshd")
+    forwards[1](model, values, {}, data_format="bshd")
+    assert seen(model)["attention"] == [SQUARE] * 2
 
 
 def test_upstream_vision_rows_ignore_fp8(monkeypatch):
-    values = jagged([5, 2, 7])
+    values = numbered([5, 2, 7])
     ids = util.preprocess_bshd_engine(values, use_fp8_padding=True)[0]
     rows = util.build_vlm_attn_mask_bshd(values, 3, 0)[0]
     assert rows.shape[1] != ids.shape[1], "labels and logits of a vision model have two widths under fp8"
-    assert verl_engine.build_vlm_attn_mask_bshd(values, 3, 0, use_fp8_padding=True)[0].shape == ids.shape
+    assert engine.build_vlm_attn_mask_bshd(values, 3, 0, use_fp8_padding=True)[0].shape == ids.shape
 
 
 def test_upstream_an_int_mask_of_ones_picks_the_second_token_of_each_row_in_silence():
-    """So our forwards hand it over as a bool (test_verl_forward)."""
+    """So our forwards hand it over as a bool."""
     ids, keep = torch.tensor([[11, 12, 13]]), torch.tensor([[1, 1, 1]])
     assert util.preprocess_bshd(ids, keep, keep)[0].tolist() == [[12, 12, 12]]
     assert util.preprocess_bshd(ids, keep.bool(), keep)[0].tolist() == ids.tolist()
 
 
-# --- install, and back
-
-
 def test_uninstall_puts_verls_own_back(verl_npu):
     names = ("preprocess_bshd_engine", "postprocess_bshd_engine", "build_vlm_attn_mask_bshd")
     before = {name: getattr(util, name) for name in names}
-    verl_engine.install()
-    verl_engine.install()
+    engine.install()
+    engine.install()
     assert all(getattr(util, name) is getattr(model_forward, name) is not original for name, original in before.items())
     assert util.postprocess_bshd_engine(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)).is_nested, "ours, on an NPU"
-    verl_engine.uninstall()
+    engine.uninstall()
     assert all(getattr(util, name) is original for name, original in before.items())
+
+
+# --- the engine: log-probabilities, entropy and gradients of a batch
+
+
+@pytest.fixture(scope="module")
+def checkpoint(one_rank, tmp_path_factory):
+    """A tiny Qwen3's config and a tokenizer: what verl's `HFModelConfig` reads."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+    one_rank.setattr("verl.workers.engine.megatron.transformer_impl.get_device_id", lambda: "cpu")
+    folder = tmp_path_factory.mktemp("qwen3")
+    Qwen3Config(architectures=["Qwen3ForCausalLM"], vocab_size=64, hidden_size=32, num_hidden_layers=2).save_pretrained(
+        folder
+    )
+    words = Tokenizer(WordLevel({str(i): i for i in range(64)}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="63", eos_token="62").save_pretrained(folder)
+    return str(folder)
+
+
+def engine_of(checkpoint, model, **settings):
+    from verl.workers.config import HFModelConfig, McoreEngineConfig
+    from verl.workers.engine import MegatronEngineWithLMHead
+
+    config = McoreEngineConfig(use_dynamic_bsz=False, **settings)
+    made = MegatronEngineWithLMHead(HFModelConfig(path=checkpoint, model_type="language_model"), config, None, None)
+    made.module, made.tf_config = [model], model.config
+    return made
+
+
+def batch(values):
+    from verl.utils import tensordict_utils as tu
+
+    ones = torch.nested.nested_tensor_from_jagged(torch.ones_like(values.values()), values.offsets())
+    data = TensorDict(
+        {"input_ids": values, "loss_mask": ones, "temperature": torch.ones(len(LENGTHS))}, batch_size=len(LENGTHS)
+    )
+    tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=2, calculate_entropy=True)
+    return data
+
+
+def of_tokens(rows, values):
+    """Log probability of each next token, and the entropy, of each row."""
+    logs = [torch.log_softmax(row, -1) for row in rows]
+    chosen = [row[:-1].gather(-1, ids[1:, None]).squeeze(-1) for row, ids in zip(logs, values.unbind())]
+    return chosen, [-(row.exp() * row).sum(-1) for row in logs]
+
+
+def far(output, expected):
+    """The last token of a row has no next one; verl learns nothing there."""
+    rows = [row[: len(other)] for row, other in zip(output.unbind(), expected)]
+    return max(float((row - other).detach().abs().max()) for row, other in zip(rows, expected) if len(other))
+
+
+@pytest.mark.parametrize(("kinds", "packed"), [("aa", False), ("ga", False), ("aa", True)])  # "ga" takes no packed rows
+def test_log_probabilities_and_entropy_are_those_of_each_sample_alone(checkpoint, kinds, packed, verl_npu, verl_ours):
+    model, values = watch(gpt(kinds)), jagged()
+    chosen, entropy = of_tokens(alone(model, values), values)
+    made = engine_of(checkpoint, model, use_remove_padding=packed)
+    output = made.forward_backward_batch(batch(values), None, forward_only=True)["model_output"]
+    assert far(output["log_probs"], chosen) <= NEAR
+    assert far(output["entropy"], entropy) <= NEAR
+    assert received(model) == {None}
+
+
+def test_the_gradient_of_a_batch_is_the_sum_over_samples_alone(checkpoint, verl_npu, verl_ours):
+    model, values = gpt("ga"), jagged()
+
+    def loss(model_output, data, dp_group):
+        rows = model_output["log_probs"].unbind()
+        return -sum((row[:-1].sum() for row in rows), torch.zeros(())), {}
+
+    made = engine_of(checkpoint, model, use_remove_padding=False)
+    made.forward_backward_batch(batch(values), loss, forward_only=False)
+    got = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    (-sum(row.sum() for row in of_tokens(alone(model, values), values)[0])).backward()
+    worst = max(
+        float((got[name] - p.grad).abs().max() / (1 + p.grad.abs().max()))
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    )
+    assert worst <= NEAR
 
 
 # --- two real ranks
@@ -154,7 +464,7 @@ def on_two_ranks():
     if not mpu.model_parallel_is_initialized():
         mpu.initialize_model_parallel(context_parallel_size=2)
     lengths = [13, 2, 8]
-    values = jagged(lengths, 2, dtype=torch.float32)
+    values = numbered(lengths, 2, dtype=torch.float32)
     padded = verl.pad_jagged(values, npu=True)
     theirs = util.preprocess_bshd_engine(values)
     assert padded.attention_mask is None
@@ -164,7 +474,7 @@ def on_two_ranks():
     back = [
         util.postprocess_bshd_engine(outputs[0], padded.attention_mask_2d),
         verl.to_jagged(outputs[1], padded.segments),
-        verl_engine.postprocess_bshd_engine(outputs[2], padded.attention_mask_2d),
+        engine.postprocess_bshd_engine(outputs[2], padded.attention_mask_2d),
     ]
     for result in back:
         assert same(result, values)
@@ -172,8 +482,8 @@ def on_two_ranks():
     assert torch.equal(outputs[0].grad, outputs[1].grad)
     assert torch.equal(outputs[0].grad, outputs[2].grad)
 
-    rows = jagged(lengths)
-    assert verl_engine.build_vlm_attn_mask_bshd(rows, 3, 0)[0].shape == (3, 16)
+    rows = numbered(lengths)
+    assert engine.build_vlm_attn_mask_bshd(rows, 3, 0)[0].shape == (3, 16)
     return padded.values.shape
 
 

@@ -17,7 +17,7 @@ except PackageNotFoundError:
 PLACE = ("verl, newest Megatron", "peers_newest") if NEWEST else ("verl, Megatron", "peers_misc")
 STACK = Stack(PLACE[0], ("verl", "megatron-core"), PLACE[1])
 LAYOUTS = {"packed": (1, ("thd",)), "context parallel": (2, ("bshd", "thd"))}
-LAYOUTS |= {"padded right": (1, ("bshd",))} if NEWEST else {}  # test_verl_forward
+LAYOUTS |= {"padded right": (1, ("bshd",))} if NEWEST else {}  # test_verl
 """Ranks, and verl's data formats."""
 
 
@@ -51,7 +51,7 @@ def on_ranks(kinds, ranks, formats, ours):
     from verl.models.mcore import registry, util
     from verl_models import PAD, alone, config, jagged
 
-    from collate_npu.integrations.verl import engine
+    from collate_npu.integrations import verl as engine
 
     patch = pytest.MonkeyPatch()
     util.is_npu_available = True

@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    return found_by("verl_fsdp_work", folder, folder, *JOBS, ranks=2)[0]
+    return found_by("verl_work", folder, folder, *JOBS, ranks=2)[0]
 
 
 @pytest.mark.parametrize("words", [SETTINGS["packed"], FSDP2, LORA])

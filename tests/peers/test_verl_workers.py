@@ -1,4 +1,4 @@
-"""verl 0.9.1's processes: who installs ours in each of them, when, and what a user types for Ray's workers."""
+"""verl 0.9.1's processes: who installs ours in each of them and when, Ray's workers, and rows through TransferQueue."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from processes import found_by
 
-NEEDS = ("verl", "megatron", "ray")
-
+NEEDS = ("verl", "megatron", "ray", "transfer_queue")
 
 PLUGIN = "collate_npu.integrations.verl.plugin"
 HERE = Path(__file__).parent
@@ -112,3 +112,26 @@ def test_ray_workers_of_verls_own_run_ppo(tmp_path):
     named, external = (json.loads((tmp_path / f"{n}.json").read_text()) for n in range(2))
     assert named == {"by the environment": True, "megatron before": False, "ours": [True] * 3}
     assert external == {"by the environment": False, "megatron before": False, "ours": [True] * 3}
+
+
+# --- verl's trainer over TransferQueue: jagged rows through the queue to two Ray workers, and answers back
+
+
+@pytest.mark.long
+def test_rows_of_the_queue_are_as_alone(tmp_path):
+    found = found_by("verl_work", tmp_path, tmp_path, "queue", variants=({"RAY_ADDRESS": ""},))[0]["queue"]
+    print(found)
+    assert found["layout"] == "torch.jagged"
+    assert found["log_probs"] < 1e-5
+    assert found["entropy"] < 1e-5
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("who", ["own", "ours"])
+def test_main_ppo(who, tmp_path):
+    """verl's own measure: the actor's probabilities in its batches, beside those that the server told of each row alone."""
+    job, local = f"ppo {who}", {"RAY_ADDRESS": "", "HYDRA_FULL_ERROR": "1"}
+    found = found_by("verl_work", tmp_path, tmp_path, job, variants=(local,))[0][job]
+    off = found["training/rollout_probs_diff_max"]
+    print(who, off, found["actor/grad_norm"])
+    assert off > 1e-3 if who == "own" else off < 1e-5

@@ -1,8 +1,12 @@
-"""A user's job for torchtitan's trainer: our collator in the dataloader, and a trainer that compares with samples alone.
+"""`python titan_jobs.py OUT`: `python -m torchtitan.train` on a CPU, several times in the same two processes.
 
-Every step is another layout of the rows. What the layers received, the loss and the gradients are written to `TITAN_OUT`.
+A user's job: our collator in the dataloader, and a trainer that after each step compares with samples alone. Every step is
+another layout of the rows; what the layers received, the loss and the gradients are written to `TITAN_OUT`. First on both
+ranks, which RANK, WORLD_SIZE and STORE tell, then once more in each of them alone. Beside OUT stands a JSON for each job.
+torchtitan 0.3.0 is written against a torch after 2.13; the two functions that it calls and 2.13 lacks are made here.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import importlib
@@ -11,27 +15,79 @@ import os
 import sys
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import titan_cpu  # noqa: F401
 import titan_kernels
 import torch
+import torch._utils
 import torch.distributed as dist
 from datasets import Dataset
-from titan_families import LAYERS, config_of
-from titan_kernels import TEXT_ALONE, alone
+from processes import free_port
+from rotation import part
+from titan_kernels import LAYERS, TEXT_ALONE, alone, config_of
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.pipelining import schedules
+from torch.distributed.tensor.experimental._context_parallel import _attention
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.data import IterableDataset, default_collate
+
+torch._utils._get_available_device_type = lambda: "cpu"
+_DEVICE = {
+    "get_device_name": lambda *_: "CPU",
+    "get_device_properties": lambda *_: SimpleNamespace(total_memory=1 << 30, name="CPU"),
+    "reset_peak_memory_stats": lambda *_: None,
+    "empty_cache": lambda: None,
+    "memory_stats": lambda *_: {},
+    "current_device": lambda: 0,
+}
+for _name, _function in _DEVICE.items():
+    setattr(torch.cpu, _name, _function)
+
+from torchtitan.models.common import attention
+
+attention.FlexAttention._compiled_flex_attn = staticmethod(titan_kernels.dense_flex_attention)
+for _user in (attention, _attention):  # test_torchtitan compiles it, and compares
+    _user._compiled_create_block_mask = create_block_mask  # type: ignore[attr-defined]
+
+_divide_factors = _fsdp_collectives._get_gradient_divide_factors
+# Gloo has no PREMUL_SUM.
+_fsdp_collectives._get_gradient_divide_factors = lambda *args, **kwargs: _divide_factors(
+    *args[:5], **{**kwargs, "force_sum_reduction_for_comms": True}
+)
+
+torch.distributed.set_timeout = lambda timeout, group: None  # torch 2.13 has none
+
+
+def _step(step: Any) -> Any:
+    """`step(arg_mbs=, kwarg_mbs=, target_mbs=)`: micro-batches as they are (pytorch pull request 188500)."""
+
+    def pre_split(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "kwarg_mbs" not in kwargs:
+            return step(self, *args, **kwargs)
+        self._stage.has_backward = self._has_backward
+        self._stage.clear_runtime_states()
+        given = [kwargs.pop(name) for name in ("arg_mbs", "kwarg_mbs", "target_mbs", "losses")]
+        return self._step_microbatches(*given, **kwargs)
+
+    return pre_split
+
+
+schedules.PipelineScheduleSingle.step = _step(schedules.PipelineScheduleSingle.step)
+
+import torchtitan.trainer
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets import DatasetConfig, text_datasets
 from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
+from torchtitan.train import main
 from torchtitan.trainer import Trainer
 
 from collate_npu import PaddingCollator
-from collate_npu.integrations import torchtitan
+from collate_npu.integrations import torchtitan as ours
 
 WIDTH, VOCABULARY = 256, 2048
 LAYOUTS = {  # per row: (tokens, of a sequence or of padding)
@@ -102,8 +158,8 @@ class Loader(ParallelAwareDataloader):
         def collate(pairs: list[tuple[dict[str, Any], str]]) -> tuple[dict[str, Any], Tensor]:
             features, step = [features for features, _ in pairs], pairs[0][1]
             made = {"theirs": without_us, "own": own_batch}.get(step.partition(":")[2])
-            ours = torchtitan.TitanCollator(inner, segment_ids="ids" in step, extra=config.extra)
-            input_dict, labels = (made or ours)(features)
+            collator = ours.TitanCollator(inner, segment_ids="ids" in step, extra=config.extra)
+            input_dict, labels = (made or collator)(features)
             return {**input_dict, **config.extra}, labels
 
         super().__init__(Rows(config.steps), dp_rank, dp_world_size, batch_size=local_batch_size, collate_fn=collate)
@@ -130,11 +186,11 @@ class Comparing(Trainer):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.told: list[dict[str, Any]] = []
-        for part in self.model_parts:
-            torchtitan.masks_in_forward(part, LAYERS.get(config.model_spec.name), compiled=False)
+        for each in self.model_parts:
+            ours.masks_in_forward(each, LAYERS.get(config.model_spec.name), compiled=False)
         with torch.no_grad():  # small random models hide wrong masks
-            for part in self.model_parts:
-                for weight in part.parameters():
+            for each in self.model_parts:
+                for weight in each.parameters():
                     if weight.ndim > 1:
                         weight.mul_(2.5)
 
@@ -191,8 +247,8 @@ class Comparing(Trainer):
     def _whole(self, of: Any) -> dict[str, Tensor]:
         """A tensor of each weight, by name, from all shards and stages."""
         mine = {}
-        for part in self.model_parts:
-            for name, weight in part.named_parameters():
+        for each in self.model_parts:
+            for name, weight in each.named_parameters():
                 if (tensor := of(weight)) is None:
                     continue  # the vision tower saw no image
                 whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -224,50 +280,17 @@ def _wrong_of(received: Tensor, tokens: Tensor, batch: list[dict[str, Any]]) -> 
     return wrong
 
 
-def qwen3() -> Trainer.Config:
-    config = qwen3_debugmodel()
-    model = config.model_spec.model
-    model.layers, model.enable_weight_tying = model.layers[:2], False  # tied weights take no pipeline
-    model.tok_embeddings.param_init = {"weight": partial(nn.init.normal_, std=0.02)}
-    return _small(config)
-
-
-def qwen3_5() -> Trainer.Config:
-    sys.modules.update(titan_kernels.fla_modules())
-    from torchtitan.models.qwen3_5 import model_registry  # its config_registry wants torchvision
-
-    config = qwen3_debugmodel()
-    config.model_spec = model_registry("debugmodel")
-    model = config.model_spec.model
-    model.layers = [model.layers[2], model.layers[3]]  # a recurrent one, one of full attention
-    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = VOCABULARY
-    return _small(config, **TEXT_ALONE)
-
-
-def llama3() -> Trainer.Config:
-    return _of_family("llama3")
-
-
-def deepseek_v3() -> Trainer.Config:
-    return _of_family("deepseek_v3")
-
-
-def gpt_oss() -> Trainer.Config:
-    return _of_family("gpt_oss")
-
-
-def _of_family(name: str) -> Trainer.Config:
+def config(name: str) -> Trainer.Config:
+    if name == "qwen3_5":
+        sys.modules.update(titan_kernels.fla_modules())
     titan_kernels.float32_experts(pytest.MonkeyPatch())
     config = qwen3_debugmodel()
-    registry = importlib.import_module(f"torchtitan.models.{name}").model_registry
+    registry = importlib.import_module(f"torchtitan.models.{name}").model_registry  # a config_registry wants torchvision
     config.model_spec = replace(registry("debugmodel"), model=config_of(name, vocabulary=VOCABULARY))
     for layer in config.model_spec.model.layers:
-        if layer.moe is not None:
+        if getattr(layer, "moe", None) is not None:
             layer.moe.load_balance_coeff = None  # experts that are seldom used would be preferred from the second step on
-    return _small(config)
-
-
-def _small(config: Trainer.Config, **extra: Any) -> Trainer.Config:
+    extra = TEXT_ALONE if name == "qwen3_5" else {}
     config.tokenizer, config.dataloader = NoTokenizer.Config(), Loader.Config(extra=extra)
     sizes = {"local_batch_size": 2, "seq_len": WIDTH, "steps": 3, "max_norm": 1e9}
     on_cpu = {"disable_cuda_graphs": True, "mixed_precision_param": "float32"}
@@ -275,3 +298,55 @@ def _small(config: Trainer.Config, **extra: Any) -> Trainer.Config:
     config.parallelism.spmd_backend = "partial_dtensor"
     config.checkpoint.enable = False
     return Comparing.Config(**{field.name: getattr(config, field.name) for field in fields(config)})
+
+
+qwen3, qwen3_5, llama3, deepseek_v3, gpt_oss = (
+    partial(config, name) for name in ("qwen3", "qwen3_5", "llama3", "deepseek_v3", "gpt_oss")
+)
+
+
+# --- the jobs
+
+
+FAMILIES = part(("llama3", "deepseek_v3", "gpt_oss"), 1)
+TOGETHER = {
+    "qwen3 shared": ("qwen3", ("left", "packed", "packed:ptrr", "full:own"), "context"),
+    **{f"{family} shared": (family, ("left", "packed", "full:own"), "context") for family in FAMILIES},
+    "qwen3_5 shared": ("qwen3_5", ("right", "left", "packed"), "pipeline"),
+}
+ALL = ("right", "left", "packed", "full:own")
+ALONE = (
+    {"qwen3": ("qwen3", (*ALL, "holes:ids", "left:theirs", "packed:theirs"), "")},
+    {"qwen3_5": ("qwen3_5", (*ALL, "packed:theirs"), ""), **{family: (family, ALL, "") for family in FAMILIES}},
+)
+
+
+def train(folder: Path, name: str, config: str, steps: tuple[str, ...], shared: str) -> None:
+    """By the words a user types."""
+    given = {"module": "titan_jobs", "config": config, "dataloader.steps": ",".join(steps), "training.steps": len(steps)}
+    given["dump_folder"] = folder / f"outputs of {name}"
+    if shared:
+        given[f"parallelism.{shared}_parallel_degree"] = 2
+    sys.argv[1:] = [str(word) for key, value in given.items() for word in (f"--{key}", value)]
+    os.environ["TITAN_OUT"] = str(folder / f"{name}.json")
+    torch.manual_seed(0)
+    main()
+
+
+if __name__ == "__main__":
+    sys.modules["titan_jobs"] = sys.modules["__main__"]  # torchtitan imports it by this name
+    out, rank, size = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # rank 0 waits for the others at the end: here their exit codes tell
+    torchtitan.trainer.time.sleep = lambda seconds: None
+    store = dist.FileStore(os.environ["STORE"], size)
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost"}
+    for name, job in TOGETHER.items():
+        if rank == 0:  # just before it is used: a port that is kept for later somebody else takes
+            store.set(name, str(free_port()))
+        os.environ["MASTER_PORT"] = store.get(name).decode()
+        train(out.parent, name, *job)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    out.write_text("true")
+    for name, job in ALONE[rank].items():
+        os.environ["MASTER_PORT"] = str(free_port())
+        train(out.parent, name, *job)

@@ -6,6 +6,7 @@ place of its two kernels of Qwen3.5 stand our references; `fla_modules()` are th
 that masks and offsets arrive and keep documents apart, not what a card computes.
 """
 
+import importlib
 import importlib.machinery
 import importlib.util
 import sys
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from collate_npu import Pattern
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 
 if importlib.util.find_spec("triton") is None:
@@ -150,6 +152,36 @@ def fla_modules() -> dict[str, ModuleType]:
 # --- models
 
 
+WINDOW = 3
+WINDOWED = Pattern.sliding(WINDOW)
+LAYERS: dict[str, Any] = {
+    "gpt_oss": {"basic_mask": "causal", "sliding_window_mask": WINDOWED},
+    "muse_glimmer": {"global": "causal", f"swa_{WINDOW}": WINDOWED},  # a window with rope, every fourth without both
+}
+"""Where masks have names of their own; the others are read off the model."""
+
+
+def config_of(family: str, backend: str = "flex", vocabulary: int = 512) -> Any:
+    """The debug model in two layers, of each kind of attention one, with windows that a short row fills."""
+    table = "deepseekv3_configs" if family == "deepseek_v3" else f"{family.replace('gpt_oss', 'gptoss')}_configs"
+    debug = getattr(importlib.import_module(f"torchtitan.models.{family}"), table)["debugmodel"]
+    words = {"deepseek_v3": (backend, "standard"), "gpt_oss": ("standard", backend)}
+    config = debug(*words.get(family, (backend,)))
+    config.layers = config.layers[2:4] if family in ("muse_glimmer", "qwen3_5") else config.layers[:2]
+    config.enable_weight_tying = False
+    config.vocab_size = config.lm_head.out_features = vocabulary
+    embedding = getattr(config.tok_embeddings, "embedding", config.tok_embeddings)
+    embedding.num_embeddings, embedding.param_init = vocabulary, {"weight": partial(nn.init.normal_, std=0.02)}
+    for layer in config.layers:
+        attention = getattr(layer, "attention", None)
+        for name in ("window_size", "sliding_window_size"):
+            if getattr(attention, name, None) is not None and name in attention.__slots__:
+                setattr(attention, name, WINDOW)
+        if backend == "varlen" and attention.inner_attention.window_size[0] > 0:
+            attention.inner_attention.window_size = (WINDOW - 1, 0)
+    return config
+
+
 @contextmanager
 def with_fla() -> Iterator[pytest.MonkeyPatch]:
     """fla's modules in place, and no mesh to check types against."""
@@ -205,16 +237,14 @@ def alone(config: Any, weights: dict[str, Tensor], batch: list[dict[str, Any]]) 
 
 def arguments_of_one(config: Any, length: int) -> dict[str, Any]:
     causal: Any = create_block_mask(lambda b, h, q, k: q >= k, 1, None, length, length, device="cpu")
-    windows = {getattr(layer.attention, "sliding_window_size", None) for layer in config.layers} - {None}
-    if windows:
-        (W,) = windows
-        near: Any = create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < W), 1, None, length, length, device="cpu")
-        masks: Any = {"basic_mask": causal, "sliding_window_mask": near}
-        return {"positions": torch.arange(length)[None], "attention_masks": masks}
-    if not hasattr(config, "vision_encoder"):
-        return {"positions": torch.arange(length)[None], "attention_masks": causal}
+    near: Any = create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < WINDOW), 1, None, length, length, device="cpu")
+    named = next((layers for family, layers in LAYERS.items() if family in type(config).__module__), None)
+    masks: Any = {name: causal if kind == "causal" else near for name, kind in named.items()} if named else causal
+    given = {"positions": torch.arange(length)[None], "attention_masks": masks}
+    if "qwen3_5" not in type(config).__module__:
+        return given
     from torchtitan.models.common.attention import VarlenMetadata
 
     offsets = torch.tensor([0, length], dtype=torch.int32)
-    masks = {"quadratic_attention": causal, "deltanet": VarlenMetadata(offsets, offsets, length, length, (0, length))}
-    return {"positions": torch.arange(length)[None], "attention_masks": masks, **TEXT_ALONE}
+    recurrent = VarlenMetadata(offsets, offsets, length, length, (0, length))
+    return {**given, "attention_masks": {"quadratic_attention": causal, "deltanet": recurrent}, **TEXT_ALONE}

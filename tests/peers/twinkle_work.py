@@ -1,20 +1,29 @@
-"""Run as a program: twinkle's own models in this process, from `set_processor` to `forward_backward`. Prints JSON.
+"""Run as a program, `python twinkle_work.py OUT PART`: twinkle's own models, from `set_processor` to `forward_backward`.
 
-A process of its own, because a CPU is put in the place of a card for all of it.
+`models` in this process; `ranks` in two, a row on one rank and shared by both: log-probabilities as `forward_only` gives
+them back, and gradients, against each sample alone; `ray` as twinkle's README starts it: the model and its processor live
+in a worker. A process of its own, because a CPU is put in the place of a card for all of it.
 """
 
 import gc
 import json
+import os
+import re
 import sys
 import tempfile
 import traceback
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import cpu_world
 import torch
+import torch.distributed as dist
 import twinkle_world as world
-from cpu_world import seen, watch
-from megatron_world import far
+from cpu_world import convolution, seen, watch
+from megatron_world import TEDotProductAttention, _rotary_part, far
+
+from collate_npu.kernels.gated_delta import reference_gated_delta_rule
 
 LENGTHS = (7, 3, 5, 1)
 RESULTS: dict[str, Any] = {}
@@ -183,11 +192,147 @@ def objects() -> None:
     RESULTS["gathered afterwards"] = [torch_util.gather_object(["told"], model.device_mesh), list(called)]
 
 
-if __name__ == "__main__":
+def in_this_process() -> None:
     world.device()
     for part in (in_transformers, in_adapters, world.on_cpu, in_megatron, in_local_kernels, objects):
         outcome = reported(part)  # mcore-bridge, which `on_cpu` imports, changes transformers' rotary positions
         if outcome is not None:
             RESULTS[part.__name__] = outcome
-    with open(sys.argv[1], "w") as file:
-        json.dump(RESULTS, file, indent=1)
+
+
+# --- on two ranks
+
+THREE = LENGTHS[:3]
+CALLER = re.compile(r"\[twinkle driver caller: .*?\] ")
+SETTINGS = {"deterministic_mode": False, "use_distributed_optimizer": False}
+
+
+def built(kind: str, cp: int, flat: bool) -> Any:
+    from twinkle import DeviceMesh
+
+    world.device()  # there is no MindSpeed here, which twinkle asks for on an NPU
+    sizes = {"dp_size": 1, "cp_size": 2} if cp > 1 else {"dp_size": 2}
+    folder = world.checkpoint(tempfile.mkdtemp(), kind)
+    model = world.megatron_model(folder, device_mesh=DeviceMesh.from_sizes(**sizes), **SETTINGS)
+    model.model[0].config.attention_mask_type = "causal"  # what MindSpeed's config has
+    world.device("npu")
+    model.set_processor("InputProcessor", padding_free=flat)
+    return model
+
+
+def told(model: Any, batches: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Log-probabilities of each sample of the batches, and the gradient of their sum: twinkle's is that of a mean."""
+    rows: list[Any] = []
+    total: dict[str, Any] = {}
+    for batch in batches:
+        (logps,) = model.forward_only(inputs=[dict(row) for row in batch], micro_batch_size=len(batch))["logps"]
+        rows += [one[: len(row["input_ids"]) - 1].detach() for one, row in zip(logps, batch)]
+        model.model[0].zero_grad_buffer()
+        model.forward_backward(inputs=[dict(row) for row in batch], micro_batch_size=len(batch))
+        learned = sum(len(row["input_ids"]) - 1 for row in batch)
+        for name, p in model.model[0].named_parameters():
+            total[name] = total.get(name, 0) + learned * p.main_grad
+    return rows, total
+
+
+def both(kind: str, known: Any, cp: int, flat: bool) -> dict[str, Any]:
+    """Without us and with us: how far it is from each sample alone, or what was raised."""
+    from collate_npu.integrations import twinkle
+
+    found: dict[str, Any] = {}
+    for who in ("alone", "ours"):
+        try:
+            model = built(kind, cp, flat)
+            twinkle.install(model) if who == "ours" else None
+            rows, gradient = told(model, [world.features(*THREE)])
+            assert [len(row) for row in rows] == [len(row) for row in known[0]]
+            furthest = [float((x - y).abs().max()) for x, y in zip(rows, known[0])]
+            found[who] = {"refused": "", "error": max(far(gradient, known[1]), *furthest)}
+        except Exception as raised:
+            found[who] = {"refused": f"{type(raised).__name__}: {CALLER.sub('', str(raised))}"}
+    return found
+
+
+def on_two_ranks() -> None:
+    place = {"rank": int(os.environ["RANK"]), "world_size": 2}
+    dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], 2), **place)
+    world.device()
+    world.on_cpu()
+    from mcore_bridge.model.modules import gated_delta_net as native
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
+
+    TESpecProvider.core_attention = lambda self: TEDotProductAttention
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = _rotary_part
+    native.chunk_gated_delta_rule = reference_gated_delta_rule
+    for kind in ("qwen3", "qwen3_next"):
+        with patch.object(native, "causal_conv1d", convolution):
+            known = told(built(kind, 1, False), [[sample] for sample in world.features(*THREE)])
+        layouts = {"padded right": (1, False), "packed": (1, True), "context parallel": (2, False)}
+        layouts |= {"packed, kernels there": (1, True)} if kind == "qwen3_next" else {"context parallel, flat": (2, True)}
+        for layout, (cp, flat) in layouts.items():
+            with nullcontext() if layout == "packed" else patch.object(native, "causal_conv1d", convolution):
+                RESULTS[f"{kind} {layout}"] = both(kind, known, cp, flat)
+
+
+# --- on Ray
+
+
+def in_worker(handle: Any, function: Any) -> Any:
+    import ray
+
+    return ray.get(handle._actors[0].__ray_call__.remote(function))
+
+
+def prepare(model: Any) -> None:
+    watch(model.model[0])
+    world.whole(model.model[0])
+
+
+def stages(model: Any) -> list[str]:
+    processor = next(iter(model.optimizer_group.values())).processor
+    return sorted({type(stage.__self__).__name__ for stage in processor.process_pipeline if hasattr(stage, "__self__")})
+
+
+def step(model: Any, rows: list[Any]) -> Any:
+    """From the driver, as a training loop does it."""
+    try:
+        model.forward_backward(inputs=rows, micro_batch_size=len(rows))()
+        return "computed"
+    except Exception as refusal:
+        return type(refusal).__name__ + " " + str(refusal)
+
+
+def on_ray() -> None:
+    import ray
+    import twinkle
+    from twinkle import DeviceGroup, DeviceMesh
+
+    from collate_npu.integrations import twinkle as ours
+
+    ray.init(num_cpus=8, include_dashboard=False, runtime_env={"worker_process_setup_hook": "twinkle_world.worker"})
+    groups = [DeviceGroup(name="model", ranks=1, device_type="CPU")]
+    twinkle.initialize(mode="ray", nproc_per_node=1, ncpu_proc_per_node=1, groups=groups)
+    mesh = DeviceMesh.from_sizes(dp_size=1, device_type="cpu")
+    model = world.megatron_model(world.checkpoint(tempfile.mkdtemp()), remote_group="model", device_mesh=mesh)
+    in_worker(model, prepare)
+    model.set_processor("InputProcessor")
+    rows = world.features(*LENGTHS)
+    RESULTS["upstream, a row of one token"] = step(model, rows)
+    ours.install(model)
+    RESULTS["stages"] = in_worker(model, stages)
+    RESULTS["step"] = step(model, rows)
+    RESULTS["ours"] = in_worker(model, error)
+    model.set_processor("InputProcessor", padding_side="left")
+    RESULTS["left"] = step(model, world.features(7, 3, 5))
+    ours.uninstall(model)
+    RESULTS["left afterwards"] = step(model, world.features(7, 3, 5))
+
+
+PARTS = {"models": in_this_process, "ranks": on_two_ranks, "ray": on_ray}
+
+if __name__ == "__main__":
+    PARTS[sys.argv[2]]()
+    if os.environ.get("RANK", "0") == "0":
+        with open(sys.argv[1], "w") as file:
+            json.dump(RESULTS, file, indent=1)

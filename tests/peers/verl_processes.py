@@ -25,7 +25,7 @@ def _functions() -> list[Any]:
 
 def afterwards() -> list[bool]:
     """The same of two, when ours is uninstalled."""
-    from collate_npu.integrations.verl import engine
+    from collate_npu.integrations import verl as engine
 
     engine.uninstall()
     return [hasattr(each, "__wrapped__") for each in _functions()[:2]]

@@ -1,6 +1,10 @@
-"""transformers' own mask functions (5.x: masking_utils) and the builders of 4.x, one implementation and pattern each.
+"""transformers' own masks and collators, TRL's, torch's and accelerate's, and forms that user code builds in one line.
 
-`_unmask_unattended` runs on a card alone; here it is called by hand, as 4.x calls it (modeling_attn_mask_utils.py:410).
+transformers 5.x is `masking_utils`, 4.x the builders, one implementation and pattern each; `_unmask_unattended` runs on a
+card alone: here it is called by hand, as 4.x calls it (modeling_attn_mask_utils.py:410). Packing of LLaMA-Factory 0.9.5 and
+axolotl 0.19.0 is written here: both need more than a test environment has. It was compared once with llamafactory's
+`prepare_4d_attention_mask` (data.collator) and axolotl's `V2BatchSamplerDataCollatorForSeq2Seq` (utils.collators).
+Legend: B rows, S width, H heads, L tokens of one sample.
 """
 
 import importlib
@@ -10,15 +14,40 @@ from typing import Any
 
 import numpy as np
 import torch
-from drawing import ONE_SEQUENCE, SIDED, Draw, causal, first_places, prefix, together
-from producing import Producer, bias_of, case, keep_2d, otherwise, restarting, said
+from batches import (
+    ONE_SEQUENCE,
+    PACKED,
+    PAD,
+    SIDED,
+    STYLES,
+    Case,
+    Draw,
+    Producer,
+    bias_of,
+    case,
+    causal,
+    emitted,
+    first_places,
+    joined,
+    keep_2d,
+    otherwise,
+    placed,
+    plain_rows,
+    prefix,
+    producer,
+    restarting,
+    said,
+    side_of,
+    sliding,
+    together,
+)  # fmt: skip
 from torch import Tensor
-from verdicts import Case
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask
 
 from collate_npu import Pattern
 
-HF, NEW = ("transformers",), ("transformers>=5",)
-PACKED = ("packed",)
+HF, NEW, TRL = ("transformers",), ("transformers>=5",), ("trl>=1",)
+WHOLE = ("packed",)
 """Positions alone cannot say where padding is, so transformers finds packed rows only where nothing is padded."""
 POLARITY = {"sdpa": "keep", "eager": "bias"}
 WINDOWS = {
@@ -214,40 +243,312 @@ def old_encoder(draw: Draw, *, sdpa: bool = False) -> Case:
     return case(draw, mask, told={**said(draw, "bidirectional"), "polarity": "bias"})
 
 
-def row(name: str, make: Any, /, *ambiguous: str, needs: Any = HF, styles: Any = ONE_SEQUENCE, **settings: Any) -> Producer:
-    return Producer(f"hf {name}", needs, partial(make, **settings), styles, ambiguous)
+# --- collators
+
+EOS = 1
+FLAT, RIGHT = ("none", "packed"), ("none", "right")
 
 
+@cache
+def tokenizer(side: str, pad: str = "<pad>") -> Any:
+    """Token n is the number n; `<pad>` is 0, `<eos>` 1."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": PAD, "<eos>": EOS, "<unk>": 2} | {str(n): n for n in range(3, 128)}
+    names = {"pad_token": pad, "eos_token": "<eos>", "unk_token": "<unk>"}
+    names |= {"tokenizer_object": Tokenizer(models.WordLevel(words, unk_token="<unk>"))}
+    built = PreTrainedTokenizerFast(padding_side=side, model_input_names=["input_ids", "attention_mask"], **names)
+    built.deprecation_warnings["Asking-to-pad-a-fast-tokenizer"] = True
+    return built
+
+
+def features_of(rows: list[list[int]]) -> list[dict[str, Any]]:
+    return [{"input_ids": row} for row in rows]
+
+
+def by_tokenizer(draw: Draw, name: str, *, pad: str = "<pad>", labels: bool = True, **settings: Any) -> Case:
+    """A collator of transformers on samples of these lengths."""
+    import transformers
+
+    rows = [[*row[:-1], EOS] if pad == "<eos>" else row for row in draw.rows()]
+    features = [feature | ({"labels": list(feature["input_ids"])} if labels else {}) for feature in features_of(rows)]
+    collator = getattr(transformers, name)(tokenizer(side_of(draw), pad), **settings)
+    batch = collator([dict(feature) for feature in features])
+    return emitted(draw, batch, ids=placed(draw.lengths, batch["input_ids"].shape[1], side_of(draw)), features=features)
+
+
+def flattened(draw: Draw, **settings: Any) -> Case:
+    """Every sequence of the batch in one row."""
+    from transformers import DataCollatorWithFlattening
+
+    features = features_of(draw.sequences())
+    batch = DataCollatorWithFlattening(**settings)([dict(feature) for feature in features])
+    return emitted(draw, batch, ids=joined(features), features=features, flat=True)
+
+
+def fixed(draw: Draw, collate: str) -> Case:
+    """Rows that were padded when they were tokenized, stacked as they are."""
+    pairs = zip(draw.tokens.tolist(), draw.keep.astype(int).tolist())
+    features: list[dict[str, Any]] = [{"input_ids": tokens, "attention_mask": keep} for tokens, keep in pairs]
+    if collate == "torch":
+        features = [{key: torch.tensor(value) for key, value in feature.items()} for feature in features]
+        return emitted(draw, torch.utils.data.default_collate(features), features=features)
+    from transformers import default_data_collator
+
+    return emitted(draw, default_data_collator(features), features=features)
+
+
+def sft(draw: Draw, *, flat: bool = False, packed: bool = False, **settings: Any) -> Case:
+    """TRL's collator on samples, or on rows that its `pack_dataset` made: `input_ids` of several and their `seq_lengths`."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    features = features_of(draw.sequences())
+    if packed:
+        import datasets
+        from trl import pack_dataset
+
+        datasets.disable_progress_bars()
+        features = list(pack_dataset(datasets.Dataset.from_list(features), draw.shape[1], "bfd"))
+    batch = DataCollatorForLanguageModeling(pad_token_id=PAD, padding_free=flat, **settings)(features)
+    lengths = [list(row.get("seq_lengths", [len(row["input_ids"])])) for row in features]
+    rows = [[n for row in lengths for n in row]] if flat else lengths
+    ids = np.zeros((len(rows), batch["input_ids"].shape[1]), np.int64)
+    for row, parts in zip(ids, rows):
+        row[: sum(parts)] = np.repeat(np.arange(1, len(parts) + 1), parts)
+    return emitted(draw, batch, ids=ids, features=features, flat=flat)
+
+
+def preference(draw: Draw) -> Case:
+    """DPO: chosen rows, then rejected ones, over the same prompts."""
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    features = []
+    for row in draw.rows():
+        cut = draw.number(0, len(row) - 1)
+        other = draw.rng.integers(3, 100, draw.number(1, 5)).tolist()
+        features.append({"prompt_ids": row[:cut], "chosen_ids": row[cut:], "rejected_ids": other})
+    batch = DataCollatorForPreference(pad_token_id=PAD)(features)
+    lengths = [len(row["prompt_ids"]) + len(row[key]) for key in ("chosen_ids", "rejected_ids") for row in features]
+    return emitted(draw, batch, ids=placed(lengths, batch["input_ids"].shape[1], "right"), features=features)
+
+
+def prompts_and_completions(draw: Draw, *, flush: bool = False) -> Case:
+    """GRPO: prompts padded on the left, completions on the right, side by side (grpo_trainer.py:2443-2465)."""
+    from trl.trainer.utils import flush_left, pad
+
+    rows = [torch.tensor(row) for row in draw.rows()]
+    cuts = [draw.number(0, len(row)) for row in rows]
+    halves = {"left": [row[:cut] for row, cut in zip(rows, cuts)], "right": [row[cut:] for row, cut in zip(rows, cuts)]}
+    tokens = torch.cat([pad(half, PAD, side) for side, half in halves.items()], 1)
+    keep = torch.cat([pad([torch.ones_like(row) for row in half], 0, side) for side, half in halves.items()], 1)
+    if flush:
+        keep, tokens = flush_left(keep, tokens)
+    batch = {"input_ids": tokens, "attention_mask": keep}
+    return emitted(draw, batch, ids=keep.numpy().astype(np.int64), features=features_of(draw.rows()))
+
+
+# --- torch, accelerate, user code
+
+NEVER_EMPTY = tuple(style for style in ONE_SEQUENCE if style != "empty_row")
+ACCELERATE = ("accelerate",)
+LOW = torch.finfo(torch.float32).min
+
+
+def document(draw: Draw, *, blocked: bool, block: bool) -> Case:
+    """FlexAttention's document mask: ids compared; padding is document 0 and attends itself, or is blocked."""
+    ids = torch.from_numpy(draw.ids)
+    parts = [lambda b, h, q, k: q >= k, lambda b, h, q, k: ids[b, q] == ids[b, k]]
+    if blocked:
+        parts.append(lambda b, h, q, k: (ids[b, k] > 0) & (ids[b, q] > 0))
+    B, S = draw.shape
+    mask = create_mask(and_masks(*parts), B, 1, S, S, device="cpu")
+    silent = plain_rows(mask, draw)
+    if block:
+        return case(draw, create_block_mask(and_masks(*parts), B, 1, S, S, device="cpu"), told={"silent": silent})
+    return case(draw, mask, told={"polarity": "keep", "silent": silent})
+
+
+def flex_window(draw: Draw) -> Case:
+    """A BlockMask with a window: another pattern in a form that holds no numbers."""
+    B, S = draw.shape
+    keep, size = keep_2d(draw, torch.bool), draw.number(1, S)
+    mask = create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < size) & keep[b, k], B, 1, S, S, device="cpu")
+    return case(draw, mask, told=said(draw, "sliding", size))
+
+
+def square_subsequent(draw: Draw, *, padded: bool) -> Case | None:
+    """nn.Transformer: -inf above the diagonal, shared by all rows; the second adds the key padding to it."""
+    B, S = draw.shape
+    if S in (B, 1):
+        return None  # in a batch, `[B, S]` has a meaning of its own
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(S)
+    if padded:
+        blocked = torch.zeros(draw.shape).masked_fill(~keep_2d(draw, torch.bool), -torch.inf)
+        mask = mask + blocked[:, None, None, :]
+    return case(draw, mask, told={"polarity": "bias", "silent": not padded})
+
+
+def key_padding(draw: Draw) -> Case:
+    """nn.TransformerEncoder's `src_key_padding_mask`: `[B, S]`, True = padding, where a keep mask is expected."""
+    return case(draw, ~keep_2d(draw, torch.bool), told={"polarity": "masked", "contrary": True})
+
+
+def by_hand(draw: Draw, form: str) -> Case:
+    """Forms that user code builds in one line; of plain ones every dtype, rank and polarity is read in law 2."""
+    square = draw.keep[:, None, None, :] & np.tri(draw.shape[1], dtype=bool)
+    if form == "diagonal forced":
+        mask = torch.from_numpy(square) | torch.eye(draw.shape[1], dtype=torch.bool)
+        return case(draw, mask, told={"polarity": "keep", "silent": plain_rows(mask, draw)})
+    if form == "numpy additive":
+        return case(draw, np.where(square, 0, LOW).astype(np.float32), told={"polarity": "bias"})
+    return case(draw, ~square, told={"polarity": "masked"})
+
+
+def key_row(draw: Draw, form: str) -> Case:
+    """`[B, 1, 1, S]` of an encoder, in either polarity, or additive."""
+    keep = keep_2d(draw, torch.bool)[:, None, None, :]
+    mask = {"keep": keep, "masked": ~keep, "bias": torch.zeros(keep.shape).masked_fill(~keep, LOW)}[form]
+    return case(draw, mask, told={**said(draw, "bidirectional"), "polarity": form})
+
+
+def head_windows(draw: Draw) -> Case:
+    """Each head has a window of its own."""
+    mask = torch.from_numpy(np.stack([sliding(draw.ids, size) for size in (1, 2, draw.shape[1])], axis=1))
+    return case(draw, mask, told={"pattern": None, "polarity": "keep", "richer": not (mask == mask[:, :1]).all()})
+
+
+def position_bias(draw: Draw) -> Case:
+    """A learned bias of up to +-200 added to a causal mask filled with -1e4."""
+    blocked = torch.from_numpy(~causal(draw.ids))[:, None]
+    numbers = torch.from_numpy(draw.rng.uniform(-200, 200, (1, 1, *draw.shape[1:] * 2)).astype(np.float32))
+    mask = numbers + blocked * -1e4
+    return case(draw, mask, told=bias_of(draw, mask))
+
+
+def accelerate(draw: Draw, decoder: bool) -> Case:
+    """accelerate's Megatron masks, True = blocked: of an encoder `[B, S, S]`, of a decoder `[1, S, S]` without padding."""
+    from accelerate.utils.megatron_lm import T5TrainStep
+
+    if decoder:
+        return case(draw, T5TrainStep.get_decoder_mask(draw.shape[1], "cpu"), told={"polarity": "masked", "silent": True})
+    mask = T5TrainStep.attn_mask_postprocess(keep_2d(draw))
+    return case(draw, mask, told={**said(draw, "bidirectional"), "polarity": "masked"})
+
+
+# --- packing
+
+
+def numbers(draw: Draw, *, positions: bool, ones: bool = False) -> Case:
+    """neat_packing's `1 1 2 2 0`, alone or with positions that restart, as axolotl's V2 collator emits it; `1 1 1 1 0` of
+    axolotl's first multipack collator, where positions alone tell the sequences apart.
+
+    Padding counts 0 (LLaMA-Factory processor/supervised.py:221, transformers' pad of `position_ids`).
+    """
+    more = {"position_ids": restarting(draw).masked_fill(torch.from_numpy(~draw.keep), 0)} if positions else {}
+    return case(draw, keep_2d(draw) if ones else torch.from_numpy(draw.ids.copy()), **more)
+
+
+def block_diagonal(draw: Draw) -> Case:
+    """`prepare_4d_attention_mask`: additive, rows of padding blocked throughout."""
+    mask = torch.zeros(()).where(torch.from_numpy(causal(draw.ids))[:, None], LOW)
+    return case(draw, mask, told={"polarity": "bias"})
+
+
+def hf(name: str, make: Any, /, *ambiguous: str, needs: Any = HF, styles: Any = ONE_SEQUENCE, **settings: Any) -> Producer:
+    return producer(f"hf {name}", needs, make, styles, *ambiguous, **settings)
+
+
+def collator(name: str, *details: str, **settings: Any) -> Producer:
+    return producer(", ".join([f"hf {name}", *details]), HF, by_tokenizer, SIDED, name=name, **settings)
+
+
+def flat(name: str, *ambiguous: str, **settings: Any) -> Producer:
+    return producer(f"hf Flattening{name}", HF, flattened, FLAT, *ambiguous, **settings)
+
+
+def _document(name: str, blocked: bool, block: bool) -> Producer:
+    ambiguous = ("no tensor",) * block + ("self-attending padding",) * (not blocked)
+    make = partial(document, blocked=blocked, block=block)
+    return Producer(f"flex documents, padding {name}" + ", BlockMask" * block, (), make, STYLES, ambiguous)
+
+
+def row(name: str, make: Any, /, *ambiguous: str, needs: Any = (), styles: Any = ONE_SEQUENCE, **settings: Any) -> Producer:
+    return producer(name, needs, make, styles, *ambiguous, **settings)
+
+
+packing = partial(row, styles=(*SIDED, *sorted(PACKED)))
 PRODUCERS = [
-    row("causal sdpa", plain, implementation="sdpa"),
-    row("causal eager", plain, implementation="eager"),
-    row("causal flash", plain, implementation="flash_attention_2"),
-    row("causal flex", plain, "no tensor", implementation="flex_attention"),
-    row("packed sdpa", from_positions, implementation="sdpa", beside=False, styles=PACKED),
-    row("packed sdpa, positions", from_positions, implementation="sdpa", styles=PACKED),
-    row("packed eager, positions", from_positions, implementation="eager", styles=PACKED),
-    row("packed flex, positions", from_positions, "no tensor", implementation="flex_attention", styles=PACKED),
-    Producer("hf packed and padded", HF, packed_and_padded),
-    Producer("hf and_mask documents", HF, documents_and),
-    Producer("hf make_flex_block_causal_mask", HF, block_causal, ambiguous=("no tensor",)),
-    row("sliding sdpa", window, implementation="sdpa", pattern="sliding"),
-    row("sliding eager", window, implementation="eager", pattern="sliding"),
-    row("sliding packed", window, implementation="sdpa", pattern="sliding", packed=True, styles=PACKED),
-    row("chunked sdpa", window, implementation="sdpa", pattern="chunked"),
-    row("chunked eager", window, implementation="eager", pattern="chunked"),
-    row("bidirectional sdpa", encoder, "either polarity", implementation="sdpa", needs=NEW),
-    row("bidirectional eager", encoder, implementation="eager", needs=NEW),
-    row("bidirectional sliding", encoder_window, "either polarity", needs=NEW),
-    row("prefix by or_mask", prefix_or, "either polarity", styles=SIDED),
-    row("PaliGemma prefix", paligemma, "either polarity", needs=NEW, styles=(*SIDED, "empty_row")),
-    row("Gemma3 image blocks", image_blocks, "either polarity", needs=NEW),
-    *(row(f"{model} alibi", alibi, model=model) for model in ("bloom", "falcon", "mpt")),
-    row("eager_mask", direct, name="eager_mask"),
-    row("_prepare_4d_causal", old),
-    row("_prepare_4d_causal for sdpa", old, sdpa=True),
-    row("_prepare_4d_causal, sliding", old_window),
-    row("to_causal_4d", triangle, "says nothing", styles=SIDED),
-    row("_unmask_unattended", unmasked, "unmasked rows"),
-    row("_prepare_4d (encoder)", old_encoder),
-    row("_prepare_4d (encoder) for sdpa", old_encoder, sdpa=True),
-]
+    hf("causal sdpa", plain, implementation="sdpa"),
+    hf("causal eager", plain, implementation="eager"),
+    hf("causal flash", plain, implementation="flash_attention_2"),
+    hf("causal flex", plain, "no tensor", implementation="flex_attention"),
+    hf("packed sdpa", from_positions, implementation="sdpa", beside=False, styles=WHOLE),
+    hf("packed sdpa, positions", from_positions, implementation="sdpa", styles=WHOLE),
+    hf("packed eager, positions", from_positions, implementation="eager", styles=WHOLE),
+    hf("packed flex, positions", from_positions, "no tensor", implementation="flex_attention", styles=WHOLE),
+    producer("hf packed and padded", HF, packed_and_padded),
+    producer("hf and_mask documents", HF, documents_and),
+    producer("hf make_flex_block_causal_mask", HF, block_causal, STYLES, "no tensor"),
+    hf("sliding sdpa", window, implementation="sdpa", pattern="sliding"),
+    hf("sliding eager", window, implementation="eager", pattern="sliding"),
+    hf("sliding packed", window, implementation="sdpa", pattern="sliding", packed=True, styles=WHOLE),
+    hf("chunked sdpa", window, implementation="sdpa", pattern="chunked"),
+    hf("chunked eager", window, implementation="eager", pattern="chunked"),
+    hf("bidirectional sdpa", encoder, "either polarity", implementation="sdpa", needs=NEW),
+    hf("bidirectional eager", encoder, implementation="eager", needs=NEW),
+    hf("bidirectional sliding", encoder_window, "either polarity", needs=NEW),
+    hf("prefix by or_mask", prefix_or, "either polarity", styles=SIDED),
+    hf("PaliGemma prefix", paligemma, "either polarity", needs=NEW, styles=(*SIDED, "empty_row")),
+    hf("Gemma3 image blocks", image_blocks, "either polarity", needs=NEW),
+    *(hf(f"{model} alibi", alibi, model=model) for model in ("bloom", "falcon", "mpt")),
+    hf("eager_mask", direct, name="eager_mask"),
+    hf("_prepare_4d_causal", old),
+    hf("_prepare_4d_causal for sdpa", old, sdpa=True),
+    hf("_prepare_4d_causal, sliding", old_window),
+    hf("to_causal_4d", triangle, "says nothing", styles=SIDED),
+    hf("_unmask_unattended", unmasked, "unmasked rows"),
+    hf("_prepare_4d (encoder)", old_encoder),
+    hf("_prepare_4d (encoder) for sdpa", old_encoder, sdpa=True),
+    collator("DataCollatorWithPadding", labels=False),
+    collator("DataCollatorWithPadding", "max_length", labels=False, padding="max_length", max_length=66),
+    collator("DataCollatorForSeq2Seq", pad_to_multiple_of=4),
+    collator("DataCollatorForLanguageModeling", labels=False, mlm=False),
+    collator("DataCollatorForLanguageModeling", "pad is eos", labels=False, mlm=False, pad="<eos>"),
+    collator("DataCollatorForTokenClassification"),
+    flat(""),
+    flat(", no positions", "no boundaries", return_position_ids=False),
+    flat(", offsets", return_flash_attn_kwargs=True),
+    flat(", offsets alone", return_position_ids=False, return_flash_attn_kwargs=True),
+    flat(", seq_idx", return_seq_idx=True),
+    flat(", all options", return_flash_attn_kwargs=True, return_seq_idx=True),
+    producer("hf default_data_collator", HF, fixed, ONE_SEQUENCE, collate="transformers"),
+    producer("torch default_collate", (), fixed, ONE_SEQUENCE, collate="torch"),
+    producer("trl SFT", TRL, sft, RIGHT),
+    producer("trl SFT, to 8, positions", TRL, sft, RIGHT, pad_to_multiple_of=8, return_position_ids=True),
+    producer("trl SFT padding free", TRL, sft, FLAT, flat=True),
+    producer("trl SFT padding free, to 8", TRL, sft, FLAT, flat=True, pad_to_multiple_of=8),
+    producer("trl SFT packed, padding free", TRL, sft, FLAT, flat=True, packed=True, return_position_ids=True),
+    producer("trl SFT packed, rows", TRL, sft, FLAT, packed=True, return_position_ids=True),
+    producer("trl DPO", TRL, preference, RIGHT),
+    producer("trl GRPO pads", TRL, prompts_and_completions, SIDED),
+    producer("trl flush_left", TRL, prompts_and_completions, SIDED, flush=True),
+    *(_document(name, name == "blocked", block) for name in ("is document 0", "blocked") for block in (False, True)),
+    row("flex window, BlockMask", flex_window, "no tensor"),
+    row("nn.Transformer triangle", square_subsequent, "says nothing", padded=False, styles=NEVER_EMPTY),
+    row("nn.Transformer triangle + key padding", square_subsequent, padded=True),
+    row("nn key_padding_mask", key_padding, "key row"),
+    *(row(f"by hand: {form}", by_hand, "no tensor", form=form) for form in ("numpy masked", "numpy additive")),
+    row("by hand: diagonal forced", by_hand, "self-attending padding", form="diagonal forced"),
+    row("key row, keep", key_row, "key row", form="keep"),
+    row("key row, masked", key_row, "key row", form="masked"),
+    row("key row, additive", key_row, form="bias"),
+    row("a window for each head", head_windows),
+    row("position bias beside -1e4", position_bias),
+    row("accelerate T5 encoder", accelerate, "either polarity", needs=ACCELERATE, decoder=False),
+    row("accelerate decoder", accelerate, "says nothing", needs=ACCELERATE, decoder=True, styles=NEVER_EMPTY),
+    packing("LLaMA-Factory neat packing", numbers, positions=False),
+    packing("LLaMA-Factory and axolotl, numbers, positions", numbers, positions=True),
+    packing("axolotl multipack, ones", numbers, positions=True, ones=True),
+    packing("LLaMA-Factory 4D", block_diagonal),
+]  # fmt: skip

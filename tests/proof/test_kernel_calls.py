@@ -9,11 +9,11 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from collate_npu import Segments
-from collate_npu.kernels.told import Told, by_offsets, why_differs
+from collate_npu.kernels.call_boundaries import CallBoundaries as Told, by_offsets, why_differs
 from collate_npu.masks import Pattern, dense
 from collate_npu.proof.forward import Forward, Seen
-from collate_npu.proof.hooks import arguments_of
 from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
+from collate_npu.proof.recorder import arguments_of
 
 KERNEL, (_, READ) = "megatron.DotProductAttention", MODULES["DotProductAttention"]
 LOCAL = type("DotProductAttention", (nn.Module,), {"__module__": "megatron.core.transformer.dot_product_attention"})

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from collate_npu import CollateError, ContextParallel, Segments, check_delivery
-from collate_npu.kernels.told import evaluated, row_of, why_row_wrong
+from collate_npu.kernels.call_boundaries import evaluated, row_of, why_row_wrong
 from collate_npu.masks import block_mask, dense
 from collate_npu.masks.patterns import CAUSAL
 from collate_npu.parallel import query_rows, split_tensor

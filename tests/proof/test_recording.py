@@ -13,7 +13,7 @@ from collate_npu.consumers.mask_routing import Case, Model as Facts
 from collate_npu.masks.patterns import Pattern
 from collate_npu.proof import watch
 from collate_npu.proof.forward import Forward
-from collate_npu.proof.recording import Recorder, heard
+from collate_npu.proof.recorder import Recorder, heard
 
 RIGHT, OTHER = torch.tensor([0, 6, 11, 16]), torch.tensor([0, 5, 11, 16])
 IDS = torch.arange(16)[None] % 60 + 1

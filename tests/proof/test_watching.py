@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from collate_npu import BatchAdapter, CollateError, Segments
-from collate_npu.proof import hooks, watch, watching
+from collate_npu.proof import recorder, watch, watching
 
 OFFSETS = torch.tensor([0, 6, 11, 16])
 IDS = torch.arange(16)[None] % 60 + 1
@@ -431,7 +431,7 @@ def test_a_kernel_that_others_took_is_heard_and_given_back(monkeypatch):
 
 def test_a_kernel_that_is_imported_meanwhile_is_heard(monkeypatch, tmp_path):
     pytest.importorskip("wrapt")
-    monkeypatch.setattr(hooks, "_AWAITED", set())
+    monkeypatch.setattr(recorder, "_AWAITED", set())
     (tmp_path / "flash_attn_interface.py").write_text("def flash_attn_func(q, k, v):\n    return q\n")
     monkeypatch.syspath_prepend(tmp_path)
     with watch(say=False) as seen:

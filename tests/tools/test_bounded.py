@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from collate_npu.tools.named import bounded
+from collate_npu.tools.user_code import bounded
 
 resource = pytest.importorskip("resource")
 

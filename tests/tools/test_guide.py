@@ -17,7 +17,7 @@ from typed import typed
 from collate_npu.__main__ import main
 from collate_npu.errors import CollateError
 from collate_npu.tools import guide
-from collate_npu.tools.paper import Page
+from collate_npu.tools.terminal import Page
 
 
 def run(*args: str):

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from collate_npu import CollateError
-from collate_npu.tools.named import named, theirs
+from collate_npu.tools.user_code import named, theirs
 
 NAMES = ("_own", "one", "two", "three", "four")
 

@@ -20,10 +20,9 @@ import collate_npu
 from collate_npu import CollateError, describe
 from collate_npu.errors import explain
 from collate_npu.testing import byte_tokenizer
-from collate_npu.tools import saved
-from collate_npu.tools.audit import data
-from collate_npu.tools.audit.data import encoded, read_rows
+from collate_npu.tools import files
 from collate_npu.tools.env import masked
+from collate_npu.tools.files import encoded, read_rows
 from collate_npu.tools.show import picture
 
 ROOT = Path(collate_npu.__file__).parents[1]
@@ -107,9 +106,9 @@ def test_looking_through_the_package_changes_nothing():
             for name in ("verl", "verl.models", "verl.models.mcore", "verl.workers.engine.fsdp.transformer_impl"):
                 sys.modules[name] = types.ModuleType(name)
         from collate_npu.integrations import patching
-        from collate_npu.integrations.verl import engine, fsdp
+        from collate_npu.integrations import verl as engine
         engine.install = lambda: patching._TABLE.append("verl")
-        fsdp.install = lambda: None
+        engine.install_fsdp = lambda: None
         before = list(sys.meta_path), list(sys.path), signal.getsignal(signal.SIGTERM)
         warnings.simplefilter("ignore")
         for module in pkgutil.walk_packages(collate_npu.__path__, "collate_npu."):
@@ -181,22 +180,22 @@ def test_nor_what_python_hands_out():
 
 
 def test_what_unpacks_to_more_than_is_said_is_refused_or_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(saved, "MOST_BYTES", 1 << 16)
-    monkeypatch.setattr(data, "MOST_BYTES", 1 << 16)
+    monkeypatch.setattr(files, "MOST_BYTES", 1 << 16)
+    monkeypatch.setattr(files, "MOST_TEXT", 1 << 16)
     np.savez_compressed(tmp_path / "a.npz", input_ids=np.zeros((8, 4096), np.int64))
     torch.save({"input_ids": torch.ones(1, 1).expand(4096, 4096)}, tmp_path / "a.pt")
     for name in ("a.npz", "a.pt"):
         with pytest.raises(CollateError, match="opens to at most 0 MiB, or to its own size"):
-            saved.batch_of_file(tmp_path / name)
+            files.batch_of_file(tmp_path / name)
     torch.save({"input_ids": torch.ones(8, 4096)}, tmp_path / "b.pt")
-    assert saved.batch_of_file(tmp_path / "b.pt")
+    assert files.batch_of_file(tmp_path / "b.pt")
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some\nwords\n" * 100_000))
     assert len(read_rows(tmp_path / "a.txt.gz")) < 12_000
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"x" * 1_000_000))
     with pytest.raises(CollateError, match="got no rows"):
         read_rows(tmp_path / "b.txt.gz")
     (tmp_path / "many.txt").write_text("a\n" * 30_000)
-    assert len(read_rows(tmp_path / "many.txt")) == data.MOST
+    assert len(read_rows(tmp_path / "many.txt")) == files.MOST_ROWS
     pytest.importorskip("datasets")
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'{"text": "one"}\n' * 10_000))
     with pytest.raises(CollateError, match="unpacks to"):
@@ -214,7 +213,7 @@ def test_what_unpacks_to_more_than_is_said_is_refused_or_cut(tmp_path, monkeypat
     ],
 )
 def test_a_chat_template_has_so_much_time_and_memory(monkeypatch, template, said):
-    monkeypatch.setattr(data, "_SECONDS", 0.2)
+    monkeypatch.setattr(files, "_SECONDS", 0.2)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(CollateError, match=said):

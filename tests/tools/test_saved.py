@@ -6,8 +6,8 @@ import torch
 
 from collate_npu import CollateError, Segments
 from collate_npu.masks import dense
-from collate_npu.tools import saved as reading
-from collate_npu.tools.saved import batch_of_file, mask_of_file
+from collate_npu.tools import files as reading
+from collate_npu.tools.files import batch_of_file, mask_of_file
 
 TRUTH = Segments.from_lengths([3, 5], side="left")
 BATCH = {"input_ids": TRUTH.ids, "attention_mask_2d": TRUTH.keep, "attention_mask": dense(TRUTH)}

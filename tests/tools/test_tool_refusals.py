@@ -11,7 +11,7 @@ from house import PACKAGE, tree_of
 
 from collate_npu import CollateError
 from collate_npu.tools.cli import parsers
-from collate_npu.tools.refusals import check_file, did_you_mean, first_line, line_in, refused
+from collate_npu.tools.user_code import check_file, did_you_mean, first_line, line_in, refused
 
 TOOLS = sorted((PACKAGE / "tools").rglob("*.py"))
 

@@ -52,9 +52,9 @@ def install(*, holder: str = PACKAGE) -> None:
     patching.patch(holder, TransformerBlock, "_checkpointed_forward", _checkpointed_forward)
     patching.patch(holder, TransformerLayer, "forward", _layer_forward)
     patching.patch(holder, qwen3_next.Qwen3NextGatedDeltaNet, "__init__", _gated_delta_net_init)
-    patching.patch(holder, GatedDeltaNet, "_resolve_cu_seqlens", _resolved)
+    patching.patch(holder, GatedDeltaNet, "_resolve_cu_seqlens", _resolve_offsets)
     for takes_places in (qwen3_next.Qwen3NextGatedDeltaNet, Qwen3_5MoeGatedDeltaNet):
-        patching.patch(holder, takes_places, "forward", _by_places)
+        patching.patch(holder, takes_places, "forward", _check_places)
 
 
 def uninstall() -> None:
@@ -76,7 +76,7 @@ def refuse_unmaskable(segments: Segments) -> None:
 
 
 def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch with `extras` where `model_class.forward` passes them on to its layers. Raises where it has no such door.
+    """The batch with `extras` where `model_class.forward` passes them on to its layers. Raises where it takes neither.
 
     Warns, once for each class, where a multimodal forward takes them and has no `extra_forward_keys` to pass them on by.
     """
@@ -122,8 +122,8 @@ def _warn_if_dropped(model_class: Any) -> None:
 
 
 def _multimodal_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Its own are cleared by a vision tower and on later stages; `extra_forward_keys` name what survives
-    (mm_gpt_model.py:105, 123), and a missing one is a KeyError, hence per call."""
+    """Pass both masks through a multimodal forward. A vision tower and later stages clear its keywords;
+    `extra_forward_keys` name what survives (mm_gpt_model.py:105, 123), and a missing one is a KeyError, hence per call."""
     language = self.language_model
     before = getattr(language, "extra_forward_keys", None)
     if before is None:
@@ -138,7 +138,8 @@ def _multimodal_forward(original: Callable[..., Any], self: Any, *args: Any, **k
 def _gated_delta_net_init(
     original: Callable[..., Any], self: Any, config: Any, submodules: Any, layer_number: int, **kwargs: Any
 ) -> Any:
-    """transformers' layer asks its config for its kind (5.19 modeling_qwen3_next.py:616): mcore-bridge's does not say."""
+    """Build the layer with `layer_types` in its config: transformers' layer asks it for its kind (5.19
+    modeling_qwen3_next.py:616): mcore-bridge's does not say."""
     if getattr(config, "layer_types", None) is not None:
         return original(self, config, submodules, layer_number, **kwargs)
     config.layer_types = {layer_number: "linear_attention"}
@@ -149,7 +150,7 @@ def _gated_delta_net_init(
 
 
 def _checkpointed_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Layers that recompute_method="block" leaves out get no padding mask (modules/transformer_block.py:235)."""
+    """Pass the padding mask to layers that recompute_method="block" leaves out (modules/transformer_block.py:235)."""
     padding = kwargs.get("padding_mask")
     if padding is None:
         return original(self, *args, **kwargs)
@@ -161,7 +162,7 @@ def _checkpointed_forward(original: Callable[..., Any], self: Any, *args: Any, *
 
 
 def _layer_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Every layer gets the 2D mask; none may hand it to megatron-core, and Gated DeltaNet gets its input zeroed."""
+    """Take the 2D mask out of a layer's keywords, and zero the input of Gated DeltaNet at padding."""
     keep, attention = kwargs.pop(KEEP_KEY, None), self.self_attention
     if keep is None or not any(base.__name__.endswith("GatedDeltaNet") for base in type(attention).__mro__):
         return original(self, *args, **kwargs)
@@ -170,7 +171,8 @@ def _layer_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 
 
 def _zero_padding(keep_BS: Tensor, config: Any, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The layer's own input alone: the residual stream stays as it is. `args[0]` is `[S, B, H]`, S shared by tp ranks."""
+    """The layer's arguments, its input zeroed at padding; the residual stream stays as it is. `args[0]` is `[S, B, H]`, S
+    shared by tp ranks."""
     hidden = args[0]
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     if keep_BS.shape != (hidden.shape[1], hidden.shape[0] * ranks):
@@ -197,10 +199,11 @@ def refuse_unseparated(modules: Iterable[Any]) -> None:
             raise UnsupportedFormError(explain("USE_MCORE_GDN", "0 and a flat row", rule, remedy))
 
 
-def _resolved(
+def _resolve_offsets(
     original: Callable[..., Any], padded: Tensor | None, actual: Tensor | None, total: int, cp_size: int = 1
 ) -> Any:
-    """Every sequence a multiple of 2 * cp: it is cut into so many parts (core/ssm/mamba_context_parallel.py:362-374)."""
+    """The offsets that Gated DeltaNet takes. Raises unless every sequence is a multiple of 2 * cp: it is cut into so many
+    parts (core/ssm/mamba_context_parallel.py:362-374)."""
     found = original(padded, actual, total, cp_size=cp_size)
     given = actual if padded is None else padded
     if given is None:  # the object carries other things than offsets
@@ -214,7 +217,7 @@ def _resolved(
     return found
 
 
-def _by_places(original: Callable[..., Any], self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
+def _check_places(original: Callable[..., Any], self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
     params = kwargs.get("packed_seq_params")
     if params is not None and params.qkv_format == "thd":
         taken = params.cu_seqlens_q

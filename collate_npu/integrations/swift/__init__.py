@@ -17,31 +17,31 @@ from functools import partial
 from math import lcm
 from types import CodeType
 from typing import Any
+from weakref import WeakSet
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from collate_npu import debug
+from collate_npu import errors
+from collate_npu.arrays import host_array, host_tensor
+from collate_npu.collate.padding import round_up
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.model_traits import is_transformers, needs_mask_2d, text_config, unwrap
+from collate_npu.consumers.megatron import kernel_of_args, refuse_unread_padding
+from collate_npu.consumers.model_traits import is_transformers, needs_mask_2d, recurrent_heads, text_config, unwrap
 from collate_npu.consumers.recurrent import variables_of
-from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.integrations import patching
 from collate_npu.integrations.adapt import adapt
 from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.patching import once_imported
-from collate_npu.integrations.swift.masks import (
-    TrainerMasks,
-    get_last_tokens,
-    guarded,
-    pooled,
-    refuse_layout,
-    segments_from_swift,
-)
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.dense_mask import Polarity
-from collate_npu.parallel import gloo_group
+from collate_npu.masks.forms import dense
+from collate_npu.parallel import ContextParallel, check_recurrent_split, gloo_group, query_rows, split_tensor
+from collate_npu.proof.delivery import guard_first_batch
 from collate_npu.segments import Segments
 
 PACKAGE, TESTED = "ms-swift", "4.6.0"
@@ -52,7 +52,7 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
 
     `trainers=False` wraps the template alone: enough in a dataloader worker, wrong in a training process. `polarity` is that
     of a custom collator's 4D masks; undeclared, it is proved. A second call takes the place of the first. Undone by
-    `uninstall`. With `COLLATE_NPU_GUARD=1` the first batch is proved (`masks.guarded`).
+    `uninstall`. With `COLLATE_NPU_GUARD=1` the first batch is proved (`guarded`).
 
     >>> from collate_npu.integrations import swift  # doctest: +SKIP
     >>> swift.install()  # doctest: +SKIP
@@ -61,7 +61,7 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
     from swift.template.base import Template
 
     patching.patch(PACKAGE, Template, "_data_collator", _collate)
-    patching.patch(PACKAGE, Template, "pre_forward_hook", _with_sequences)
+    patching.patch(PACKAGE, Template, "pre_forward_hook", _pass_seq_idx)
     once_imported("swift.trainers.mixin", _watch_trainers)
     if trainers:
         from swift.megatron.trainers import base, utils
@@ -71,10 +71,10 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
         mcore_bridge.install(holder=PACKAGE)
         patching.patch(PACKAGE, base.BaseMegatronTrainer, "get_last_tokens", get_last_tokens)
         patching.patch(PACKAGE, utils, "prepare_batch", ours.prepare_batch, everywhere="swift")
-        if debug.asked("COLLATE_NPU_GUARD"):
+        if errors.is_set("COLLATE_NPU_GUARD"):
             patching.patch(PACKAGE, base.BaseMegatronTrainer, "_prepare_batch", partial(guarded, ours.masks_of))
         if is_torch_npu_available():
-            patching.patch(PACKAGE, torch.distributed, "all_gather_object", _by_gloo, everywhere="swift")
+            patching.patch(PACKAGE, torch.distributed, "all_gather_object", _gather_by_gloo, everywhere="swift")
 
 
 def uninstall() -> None:
@@ -82,8 +82,9 @@ def uninstall() -> None:
     patching.release(PACKAGE)
 
 
-def _by_gloo(original: Callable[..., Any], values: Any, value: Any, group: Any = None) -> Any:
-    """No object meets HCCL: ms-swift gathers the names of its metrics at every step (trainers/trainer.py:108)."""
+def _gather_by_gloo(original: Callable[..., Any], values: Any, value: Any, group: Any = None) -> Any:
+    """Gather objects through Gloo, not HCCL: ms-swift gathers the names of its metrics at every step
+    (trainers/trainer.py:108)."""
     ranks = torch.distributed.group.WORLD if group is None else group
     here = torch.distributed.get_rank(ranks) >= 0
     return original(values, value, group=gloo_group(ranks) if here else ranks)
@@ -113,7 +114,7 @@ def _watch_trainers() -> None:
 
 
 def _train(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of a trainer of the transformers backend that packs: each recurrent model that it holds is adapted meanwhile."""
+    """Train with each recurrent model adapted, if the trainer runs the transformers backend and packs."""
     template, held = self.template, [each for each in vars(self).values() if isinstance(each, torch.nn.Module)]
     with ExitStack() as stack:
         if template.padding_free and template.sequence_parallel_size == 1:
@@ -127,8 +128,8 @@ def _train(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
 
 
 def _restore_layers(model: torch.nn.Module, stack: ExitStack) -> None:
-    """Without fla its layers of Qwen3.5 raise at a second sequence (model/models/qwen.py:1287); their own forward can be
-    adapted."""
+    """Give Qwen3.5's layers their own forward back: without fla ms-swift's raises at a second sequence
+    (model/models/qwen.py:1287); their own forward can be adapted."""
     from swift.model.models import qwen
 
     qwen._try_import_flash_linear_attention_kernels()
@@ -139,8 +140,8 @@ def _restore_layers(model: torch.nn.Module, stack: ExitStack) -> None:
             layer.forward = own
 
 
-def _with_sequences(original: Callable[..., Any], self: Any, model: Any, args: Any, kwargs: Any) -> Any:
-    """Multimodal templates hand on what they know by name (template/base.py:1731), and that is not `seq_idx`."""
+def _pass_seq_idx(original: Callable[..., Any], self: Any, model: Any, args: Any, kwargs: Any) -> Any:
+    """Pass `seq_idx` on, which multimodal templates drop (template/base.py:1731)."""
     out, mended = original(self, model, args, kwargs)
     return out, {**{key: kwargs[key] for key in ("seq_idx",) if key in kwargs}, **mended}
 
@@ -164,13 +165,13 @@ def _collate(original: Callable[..., Any], self: Any, batch: Any, *, padding_to:
 
 @dataclass
 class _Trainers:
-    """What one `install` puts into the trainers of a process, which train one after another."""
+    """The state of one `install` in a process, whose trainers run one after another."""
 
     polarity: Polarity | None
     masks: TrainerMasks | None = None
 
     def masks_of(self, args: Any) -> TrainerMasks:
-        """The same for every batch of a trainer."""
+        """The masks of a trainer, made once from its arguments."""
         if self.masks is None or self.masks.args is not args:
             self.masks = TrainerMasks(args, self.polarity)
         return self.masks
@@ -189,8 +190,8 @@ class _Trainers:
 
 
 def number_sequences(params: Any) -> None:
-    """Let Mamba's layers know the sequences: from 0.17 on megatron-core numbers them in the constructor, where it knows the
-    width, which ms-swift says afterwards (megatron/utils/utils.py:272). Unnumbered they run into each other
+    """Number the sequences for Mamba's layers: from 0.17 on megatron-core numbers them in the constructor, where it knows
+    the width, which ms-swift says afterwards (megatron/utils/utils.py:272). Unnumbered they run into each other
     (core/ssm/mamba_mixer.py:744-750 of 0.19.2)."""
     if getattr(params, "total_tokens", None) is not None and params.seq_idx is None:
         params.__post_init__()
@@ -202,7 +203,7 @@ the offsets itself (model/models/qwen.py:1241-1249, 1396)."""
 
 
 def check_batch(template: Any, batch: Mapping[str, Any]) -> None:
-    """Of the transformers backend: raise `UnsupportedFormError` where real tokens would not be computed as alone.
+    """Raise `UnsupportedFormError` where the transformers backend would not compute real tokens as alone.
 
     Two settings say nothing to recurrent layers and train on in silence: `padding_free` and `packing` (positions alone,
     which no such layer reads; `_train` has adapted a trainer's model) and `sequence_parallel_size` (Qwen3.5 alone has a
@@ -222,3 +223,224 @@ def check_batch(template: Any, batch: Mapping[str, Any]) -> None:
         model = template.model if flat and template.model is not None else template.config
         adapter = BatchAdapter(model, consumer="transformers", padding_free=flat)
         adapter.route(segments_from_batch(read, padding_free=flat))
+
+
+# --- the masks of one micro-batch
+
+
+def segments_from_swift(args: Any, data: Mapping[str, Any], polarity: Polarity | None = None) -> Segments:
+    """Real lengths where the template sent them, else what the masks tell; all must agree. ms-swift's own 2D mask counts
+    alignment padding as real (template/base.py:2073, 2133)."""
+    lengths, keep = data.get("seq_lens"), data.get(KEEP_KEY)
+    if lengths is None or keep is None:
+        return segments_from_batch(data, polarity=polarity)
+    keep = host_tensor(KEEP_KEY, keep) != 0
+    told = Segments.from_lengths(lengths, keep.shape[1])
+    parts = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+    aligned = Segments.from_lengths([round_up(n, parts) for n in told.row_lengths], keep.shape[1])
+    right_B = keep.eq(told.keep).all(dim=1) | keep.eq(aligned.keep).all(dim=1)
+    if wrong := (~right_B).nonzero().flatten().tolist():
+        rows = [(b, f"seq_lens {told.row_lengths[b]} beside {int(keep[b].sum())} real tokens") for b in wrong]
+        rule = "seq_lens of a padded batch count its real tokens, with the padding on their right."
+        raise CollateError(explain_rows(KEEP_KEY, rows, rule, "Remove seq_lens where a collator pads differently."))
+    return segments_from_batch({**data, KEEP_KEY: told.keep}, polarity=polarity)
+
+
+class TrainerMasks:
+    """What the batches of one trainer need: its arguments are read once, and a batch is looked at alone."""
+
+    def __init__(self, args: Any, polarity: Polarity | None = None) -> None:
+        from transformers.utils import is_torch_npu_available
+
+        self.args, self.polarity, self.cp = args, polarity, context_parallel(args)
+        self.kernel, self.npu = kernel_of_args(args), bool(is_torch_npu_available())
+        # What a kernel cannot read is refused below, where layers and mlp_padding_free have their say too.
+        consumer = self.kernel if self.kernel == "mindspeed_dense" else "megatron"
+        self.adapter = BatchAdapter.from_args(args, context_parallel=self.cp, consumer=consumer)
+
+    def add(self, out: Mapping[str, Any], segments: Segments) -> dict[str, Any]:
+        """The prepared batch with its masks. Raises `UnsupportedFormError` where its padding has no right form here."""
+        device = next(value.device for value in out.values() if isinstance(value, Tensor))
+        _refuse_lookahead(self.args, out.get("labels"), segments)
+        out = {**out, **_without_padding_labels(out.get("labels"), segments, self.cp)}
+        masks = self.adapter.masks(segments, device)
+        extras = {KEEP_KEY: masks[KEEP_KEY]} if KEEP_KEY in masks else {}
+        blocked = masks["attention_mask"]
+        if self._wants_dense(segments, recurrent=KEEP_KEY in masks) and blocked is None:
+            rows = None if self.cp is None else query_rows(segments.shape[1], self.cp)
+            blocked = dense(segments, polarity="masked", rows=rows, device=device)
+        if blocked is None and getattr(getattr(self.args, "model_info", None), "is_moe_model", False):
+            shared = self.args.sequence_parallel and self.args.tensor_model_parallel_size > 1
+            extras["padding_mask"] = mcore_bridge.router_padding(~segments.keep.to(device), self.cp, shared=shared)
+        return mcore_bridge.pass_through_forward(_model_class(self.args), {**out, "attention_mask": blocked}, extras)
+
+    def _wants_dense(self, segments: Segments, *, recurrent: bool) -> bool:
+        """True if the kernel or a layer reads a dense mask. Transformer Engine, which all backends but "local" run, computes
+        causal attention whatever mask it is given (core/models/gpt/gpt_layer_specs.py:251)."""
+        args = self.args
+        backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum, in real arguments
+        masked = mcore_bridge.masks_padding(getattr(getattr(args, "megatron_model_meta", None), "model_type", None))
+        refuse_unread_padding(segments, self.kernel, recurrent=recurrent and not masked)
+        if recurrent:
+            mcore_bridge.refuse_unmaskable(segments)
+        mlp = bool(getattr(args, "mlp_padding_free", False))
+        if mlp and self.npu and backend != "local":
+            rule = "mlp_padding_free needs a dense mask, which an NPU's flash kernel cannot be given."
+            raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Set mlp_padding_free=False."))
+        if mlp and args.context_parallel_size > 1 and args.cp_partition_mode != "zigzag":
+            rule = "mcore-bridge cuts the mask of mlp_padding_free zigzag, always (transformer_layer.py:375-377)."
+            remedy = "Set mlp_padding_free=False."
+            raise UnsupportedFormError(explain("cp_partition_mode", args.cp_partition_mode, rule, remedy))
+        return mlp or bool(backend == "local" and self.kernel != "mindspeed")
+
+
+def _without_padding_labels(labels: Any, segments: Segments, cp: ContextParallel | None) -> dict[str, Tensor]:
+    """The labels with -100 at padding. ms-swift rolls labels one place to the left, so that the padding before a row's
+    tokens is asked for the first of them (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`). Padding is asked for
+    nothing here."""
+    keep = segments.keep if cp is None else split_tensor(segments.keep, cp)
+    if not isinstance(labels, Tensor) or labels.shape != keep.shape:  # a classifier's, or another pipeline stage's
+        return {}
+    return {"labels": labels.masked_fill(~keep.to(labels.device), -100)}
+
+
+def _refuse_lookahead(args: Any, labels: Any, segments: Segments) -> None:
+    """Raise where multi-token prediction asks a padded place for a token further on. `labels` are shifted once already;
+    mcore-bridge shifts them again for each depth, and reads no other mask (model/gpt_model.py:514-529)."""
+    depth = getattr(args, "mtp_num_layers", None) or 0
+    if not depth or not isinstance(labels, Tensor) or segments.padding_side in ("none", "right"):
+        return
+    learned, padding = host_tensor("labels", labels) != -100, ~segments.keep
+    asking = [(padding[:, :-k] & learned[:, k:]).any(dim=1) for k in range(1, depth + 1)]
+    if rows := torch.stack(asking).any(dim=0).nonzero().flatten().tolist():
+        rule = f"With mtp_num_layers={depth} the padding before a row's tokens is asked for the first {depth + 1} of them."
+        remedy = f"Pad right, or ignore the labels of the first {depth + 1} tokens of a row (-100)."
+        raise UnsupportedFormError(explain("labels", f"learned ones there in rows {rows[:8]}", rule, remedy))
+
+
+def context_parallel(args: Any) -> ContextParallel | None:
+    """This rank's place among those that share a row, as ms-swift cuts it; None alone."""
+    if args.context_parallel_size == 1:
+        return None
+    from megatron.core import mpu
+
+    size, rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+    return ContextParallel(size, rank, layout=args.cp_partition_mode)
+
+
+def refuse_layout(args: Any) -> None:
+    """Raise where recurrent layers would put a flat row in another order than its ranks hold: whatever `cp_partition_mode`
+    says, mcore-bridge's undoes a zigzag of each sequence (modules/gated_delta_net.py:273-294)."""
+    cp, config = context_parallel(args), getattr(getattr(args, "model_info", None), "config", None)
+    if cp is None or config is None or not needs_mask_2d(config):
+        return
+    any_two = Segments.from_lengths([[2 * cp.size] * 2])
+    heads = recurrent_heads(config)
+    check_recurrent_split(cp.for_documents(), "head_exchange_zigzag", any_two, padding_free=True, heads=heads)
+
+
+def _model_class(args: Any) -> Any:
+    from mcore_bridge.model import GPTModel, MultimodalGPTModel
+
+    loader = getattr(getattr(args, "megatron_model_meta", None), "loader", None)
+    return getattr(loader, "model_cls", None) or (MultimodalGPTModel if args.is_multimodal else GPTModel)
+
+
+# --- the guard: `COLLATE_NPU_GUARD=1` checks the first batch of each model while it is trained on. The offsets of a flat row
+# are ms-swift's own, from positions: a sequence begins at every 0, so padding stands in sequences of its own (4.6.0
+# megatron/utils/utils.py:252-281). Positions are padded beside tokens (template/base.py:2131-2168), not always to one width.
+
+_GUARDED: WeakSet[Any] = WeakSet()
+_REMEDY = "Set padding_free=False, or a tensor_model_parallel_size that makes padding_to a multiple of 2 * cp."
+
+
+def guarded(
+    masks_of: Callable[[Any], TrainerMasks], original: Any, trainer: Any, data: Any, vp_stage: int | None = None
+) -> Any:
+    """A trainer's prepared batch; the first one of each model is checked in its forward. Replaces `_prepare_batch`."""
+    model = trainer.unwrapped_models[vp_stage or 0]
+    if model in _GUARDED:
+        return original(trainer, data, vp_stage)
+    _GUARDED.add(model)
+    args, cp, given = trainer.args, None, dict(data)
+    prepared = original(trainer, data, vp_stage)
+    if args.padding_free:
+        ranks = args.context_parallel_size if args.cp_partition_mode == "zigzag" else 1
+        segments = flat_segments(given, prepared["packed_seq_params"], ranks)
+        if args.context_parallel_size > 1:  # no mask tells the parts of its layers apart
+            print(f"collate_npu: the offsets of the flat row are those of its {segments.num_sequences} samples")
+            return prepared
+    else:
+        masks = masks_of(args)
+        segments, cp = segments_from_swift(args, given, masks.polarity), masks.cp
+    ids = prepared["input_ids"]  # KTO prepares two batches, and runs the second one first
+    guard_first_batch(model, segments=segments, only=lambda batch: batch.get("input_ids") is ids, context_parallel=cp)
+    return prepared
+
+
+def flat_segments(data: Mapping[str, Any], params: Any, ranks: int = 1) -> Segments:
+    """The Segments of a flat row: each real length at the start of its sequence. `data` is what the template sent. The
+    zigzag `ranks` must be able to share it out, and queries and keys have the same offsets, padded and not."""
+    offsets = host_array("cu_seqlens_q", params.cu_seqlens_q).astype(np.int64)
+    others = (getattr(params, name, None) for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"))
+    differ = any(each is not None and not np.array_equal(host_array("offsets", each), offsets) for each in others)
+    tokens = data.get("input_ids")
+    width = (data["position_ids"] if tokens is None else tokens).shape[-1]
+    places_N, parts, lengths = np.diff(offsets), 2 * ranks if ranks > 1 else 1, list(data["seq_lens"])
+    covers = bool(len(places_N)) and offsets[0] == 0 and offsets[-1] == width and bool((places_N > 0).all())
+    fits = len(lengths) <= len(places_N) and all(n <= place for n, place in zip(lengths, places_N))
+    if differ or not fits or not covers or bool((places_N % parts).any()):
+        rule = f"They rise from 0 to the {width} tokens of the row, and leave room for {lengths[:8]}"
+        rule += f", in multiples of {parts}." if parts > 1 else "."
+        raise CollateError(explain("packed_seq_params", str(offsets.tolist())[:80], rule, _REMEDY))
+    ids_S = np.zeros(width, np.int32)
+    for n, (start, length) in enumerate(zip(offsets.tolist(), lengths), start=1):
+        ids_S[start : start + length] = n
+    return Segments(ids_S[None])
+
+
+# --- pooling
+
+
+class PooledBatch(dict[str, Any]):
+    """`model(**batch)` and `batch[key]` give what the model reads: None, or this rank's part; `batch.get` of either mask the
+    whole rows, bool `[B, S]`, True = real: on one rank of several, pooling gathers the output first."""
+
+    def __init__(self, batch: Mapping[str, Any], keep: Tensor) -> None:
+        super().__init__(batch)
+        self._keep = keep
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._keep if key in ("attention_mask", KEEP_KEY) else super().get(key, default)
+
+
+def get_last_tokens(
+    original: Any, trainer: Any, output_tensor: Tensor, packed_seq_params: Any = None, attention_mask: Any = None
+) -> Any:
+    """Pool by the mask that is given: bool or int `[B, S]` of whole rows, each with a real token."""
+    if packed_seq_params is None:
+        ranks = trainer.args.context_parallel_size
+        attention_mask = _whole_rows(attention_mask, output_tensor, ranks).to(output_tensor.device)
+    return original(trainer, output_tensor, packed_seq_params, attention_mask)
+
+
+def _whole_rows(mask: Any, output: Tensor, ranks: int) -> Tensor:
+    B, S = output.shape[0], output.shape[1] * ranks
+    if not isinstance(mask, Tensor) or mask.shape != (B, S):
+        got = "no mask" if mask is None else shape_of(mask)
+        rule = f"A 2D mask of the whole rows names their last tokens; this output has {B} rows of {S} ({ranks} ranks)."
+        remedy = "Pass the attention_mask_2d of the same batch, unsplit; data.get('attention_mask') gives it."
+        raise CollateError(explain("get_last_tokens", got, rule, remedy))
+    keep: Tensor = mask != 0
+    if empty := (~keep.any(dim=1)).nonzero().flatten().tolist():
+        rows, rule = [(b, "padding alone") for b in empty], "A row without tokens has no last one."
+        raise CollateError(explain_rows("get_last_tokens", rows, rule, "Drop those rows."))
+    return keep
+
+
+def pooled(args: Any, batch: dict[str, Any], segments: Segments) -> dict[str, Any]:
+    """The batch as it is for token losses; one that knows its whole rows for every task that pools."""
+    if args.task_type == "causal_lm":
+        return batch
+    device = next(value.device for value in batch.values() if isinstance(value, Tensor))
+    return PooledBatch(batch, segments.keep.to(device))

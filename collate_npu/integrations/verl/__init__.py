@@ -1,13 +1,18 @@
-"""verl 0.9.1, Megatron engine: jagged rows to padded ones, the mask the model takes, and the way back.
+"""verl 0.9.1: jagged rows to padded ones and back, and the masks that its Megatron and FSDP engines hand to their models.
 
-`pad_jagged` and `to_jagged` are each other's inverse; `engine` has the same under verl's own names. Unlike verl's
-(models/mcore/util.py) they keep the 2D mask on every device, and build no `[B, 1, S, S]` for an NPU: None is exact for
-jagged rows and causal attention. Costs one pass over the tokens. Legend: B rows, S width, L = S / cp of a row on one rank.
+`pad_jagged` and `to_jagged` are each other's inverse; the Megatron engine has the same under verl's own names. Unlike
+verl's (models/mcore/util.py) they keep the 2D mask on every device, and build no `[B, 1, S, S]` for an NPU: None is exact
+for jagged rows and causal attention. `install` and `install_fsdp` patch the two engines. Costs one pass over the tokens.
+Legend: B rows, S width, L = S / cp of a row on one rank.
 """
 
 from __future__ import annotations
 
+import inspect
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, wraps
 from math import gcd, lcm
 from typing import Any, cast
 
@@ -15,7 +20,13 @@ import torch
 from torch import Tensor
 
 from collate_npu.collate.padding import round_up
-from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.consumers.adapter import BatchAdapter
+from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
+from collate_npu.integrations import mindspeed, patching
+from collate_npu.integrations.context_parallel import refuse_model
+from collate_npu.integrations.megatron.mcore_bridge import router_padding
+from collate_npu.masks.sources import Sources
 from collate_npu.outputs import repad, unpad
 from collate_npu.parallel import ContextParallel, gather_sequence, ranks_agree, split_tensor
 from collate_npu.parallel.agreement import batch_facts
@@ -102,7 +113,203 @@ def segments_from_jagged(values: Tensor, cp: ContextParallel, *, width: int | No
 
 
 def on_npu() -> bool:
-    """What verl itself found when it was imported."""
+    """True if verl found an NPU when it was imported."""
     from verl.models.mcore import util
 
     return bool(util.is_npu_available)
+
+
+# --- the Megatron engine
+
+
+def preprocess_bshd_engine(
+    input_ids: Tensor,
+    pre_process: bool = True,
+    need_roll: bool = False,
+    use_fp8_padding: bool = False,
+    forced_max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids `[B, L, ...]`, the 2D mask that `postprocess_bshd_engine` takes (on every device), and positions."""
+    padded = pad_jagged(input_ids, npu=False, width=forced_max_seqlen, fp8=use_fp8_padding, roll=need_roll)
+    return padded.values, padded.attention_mask_2d, padded.position_ids
+
+
+def postprocess_bshd_engine(output: Tensor, attention_mask: Tensor | None, post_process: bool = True) -> Tensor:
+    """A jagged tensor of `[B, L, ...]`, by this rank's 2D mask."""
+    if not post_process:
+        return output
+    if attention_mask is None or attention_mask.ndim != 2:
+        got = "None" if attention_mask is None else shape_of(attention_mask)
+        rule = "This rank's 2D mask says which of its tokens are real."
+        raise CollateError(explain("attention_mask", got, rule, "Pass Padded.attention_mask_2d."))
+    cp = ContextParallel.from_megatron()
+    return to_jagged(output, Segments.from_keep(gather_sequence(attention_mask.bool(), cp)), cp)
+
+
+def build_vlm_attn_mask_bshd(
+    input_ids: Tensor,
+    batch_size: int,
+    pad_token_id: int = 0,
+    forced_max_seqlen: int | None = None,
+    use_fp8_padding: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Whole rows `[B, S]` for a vision model, with fp8 as wide as `preprocess_bshd_engine`'s; the mask is None on NPU."""
+    segments = segments_from_jagged(input_ids, ContextParallel.from_megatron(), width=forced_max_seqlen, fp8=use_fp8_padding)
+    return repad(input_ids.values(), segments, pad_token_id), None if on_npu() else segments.keep.to(input_ids.device)
+
+
+def engine_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """verl's forward of jagged ids, padded or packed (model_forward.py `gptmodel_forward_model_engine`)."""
+    given = _arguments_of(original, args, kwargs)
+    return original(**{**given, "model": _MaskedModel(given)})
+
+
+def generated_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """verl's generators of forwards (`model_forward_gen`, and both of the fused kernels, which pack their rows always)."""
+    inner = original(*args, **kwargs)
+    vision = _arguments_of(original, args, kwargs)["vision_model"]
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not patching.in_place(generated_forward):
+            return inner(*args, **kwargs)
+        given = _arguments_of(inner, args, kwargs)
+        if not given["input_ids"].is_nested:  # verl takes integers for places, without an error
+            given["attention_mask"] = given["attention_mask"].bool()
+        return inner(**{**given, "model": _MaskedModel({**given, "vision_model": vision})})
+
+    return forward
+
+
+class _MaskedModel:
+    """The model of one batch, called with the masks that it reads. Megatron's own attention takes True = blocked: verl's
+    [B, S], True = real, blocks what it should not there."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._model, self._vision = given["model"], given["vision_model"]
+        if on_npu():
+            _refuse_window(getattr(self.config, "window_size", None), given)
+
+    def __getattr__(self, name: str) -> Any:
+        from verl.utils.megatron_utils import unwrap_model
+
+        return getattr(unwrap_model(self._model), name)
+
+    def __call__(self, **batch: Any) -> Any:
+        if batch.get("packed_seq_params") is not None:
+            return self._model(**batch)
+        keep = batch["attention_mask"]
+        if keep is not None and not self._vision and getattr(self.config, "num_moe_experts", None):
+            batch = {**_router_padding(self, ~keep.bool()), **batch}
+        unread = on_npu() or any(type(module).__name__ == "DotProductAttention" for module in self.modules())
+        return self._model(**{**batch, "attention_mask": None if unread else keep})
+
+
+def _router_padding(model: Any, padding: Tensor) -> dict[str, Any]:
+    """The routers' `padding_mask`, if the model takes one. verl passes it for packed rows alone; megatron-core's text model
+    takes it, and cuts it for the ranks that share the tokens on the first pipeline stage alone (0.16.1
+    gpt_model.py:291-321)."""
+    if "padding_mask" not in inspect.signature(inspect.unwrap(model.forward)).parameters:
+        return {}
+    return {"padding_mask": router_padding(padding, shared=model.config.sequence_parallel and not model.pre_process)}
+
+
+def _refuse_window(window: Any, given: dict[str, Any]) -> None:
+    """Raise for a window that some row fills: MindSpeed passes none to its kernel, padded or packed (0.12 to 0.18,
+    te/.../dot_product_attention.py `forward`)."""
+    left, ids = window[0] if isinstance(window, (tuple, list)) else window, given["input_ids"]
+    longest = int((ids.offsets().diff() if ids.is_nested else given["attention_mask"].bool().sum(-1)).max())
+    if left is None or left < 0 or longest <= left + 1:
+        return
+    rule = f"No attention of MindSpeed's reads a window, and rows of {longest} tokens are longer than {left} + 1."
+    remedy = f"Keep rows to {left + 1} tokens (data.max_prompt_length, data.max_response_length), or use strategy=fsdp."
+    raise UnsupportedFormError(explain("window_size", str(window), rule, remedy))
+
+
+def _arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def install() -> None:
+    """Swap verl's functions for these in every module of verl that has them.
+
+    >>> install()  # doctest: +SKIP
+    """
+    mindspeed.start()  # verl imports Megatron here, and MindSpeed's adaptor only where its workers begin
+    from verl.models.mcore import model_forward, model_forward_fused
+
+    for ours in (preprocess_bshd_engine, postprocess_bshd_engine, build_vlm_attn_mask_bshd):
+        patching.patch(PACKAGE, model_forward, ours.__name__, _without_original(ours), everywhere="verl")
+    patching.patch(PACKAGE, model_forward, "gptmodel_forward_model_engine", engine_forward, everywhere="verl")
+    patching.patch(PACKAGE, model_forward, "model_forward_gen", generated_forward, everywhere="verl")
+    for name in ("fused_forward_model_gen", "fused_forward_model_engine"):
+        patching.patch(PACKAGE, model_forward_fused, name, generated_forward, everywhere="verl")
+
+
+def uninstall() -> None:
+    """Put verl's own functions back."""
+    patching.release(PACKAGE)
+
+
+@cache
+def _without_original(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with an unused first argument: `patching` passes the original there."""
+    return lambda original, *args, **kwargs: ours(*args, **kwargs)
+
+
+# --- the FSDP engine
+
+
+def prepare_model_inputs(original: Callable[..., Any], engine: Any, micro_batch: Any) -> Any:
+    """The model's keyword arguments, and what verl keeps for the way back. On flash attention a model whose layers verl
+    tells `cu_seqlens` keeps verl's flat rows; other engines that derive from this one keep all of theirs."""
+    inputs, kept = original(engine, micro_batch)
+    if not type(engine).__module__.startswith("verl.workers.engine.fsdp."):
+        return inputs, kept
+    kernel = str(getattr(text_config(config_of(engine.module)), "_attn_implementation", None))
+    if engine.use_ulysses_sp:
+        _refuse_shares(engine, kernel)
+    if engine.use_ulysses_sp or ("cu_seqlens" in inputs and kernel.startswith("flash")):
+        return inputs, kept
+    flat = inputs["attention_mask"] is None
+    try:
+        return _adapter(engine).mended(Sources(inputs), padding_free=flat)[0], kept
+    except UnsupportedFormError as refused:
+        if not flat:
+            raise
+        setting = "actor_rollout_ref.model.use_remove_padding=False"
+        warnings.warn(f"collate_npu: rows are padded here, as by {setting}. {refused}", stacklevel=2)
+    from verl.utils import tensordict_utils
+
+    tensordict_utils.assign_non_tensor(micro_batch, use_remove_padding=False)  # read again on the way back
+    return prepare_model_inputs(original, engine, micro_batch)
+
+
+def _adapter(engine: Any) -> BatchAdapter:
+    """The adapter of the engine's model; a rebuilt engine gets another."""
+    held = vars(engine).get("_collate_npu")
+    if held is None or held[0] is not engine.module:
+        held = engine._collate_npu = (engine.module, BatchAdapter(engine.module))
+    adapter: BatchAdapter = held[1]
+    return adapter
+
+
+def _refuse_shares(engine: Any, kernel: str) -> None:
+    if needs_mask_2d(engine.module) and not engine.pass_packed_cu_seqlens:
+        refuse_model(engine.module)
+    if not kernel.startswith("flash"):
+        rule = "verl's Ulysses gathers the row inside flash attention alone; others would see this rank's part of it."
+        remedy = "Use flash attention, or actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1."
+        raise UnsupportedFormError(explain("attn_implementation", kernel, rule, remedy))
+
+
+def install_fsdp() -> None:
+    """Let every FSDP engine of this process prove and mend its inputs, those that exist too; `uninstall` takes it back.
+
+    >>> install_fsdp()  # doctest: +SKIP
+    """
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    patching.patch(PACKAGE, FSDPEngineWithLMHead, "prepare_model_inputs", prepare_model_inputs)

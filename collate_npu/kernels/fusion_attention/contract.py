@@ -4,6 +4,10 @@ Costs a few passes over a mask, block by block, and with `segments` a look at ev
 shape, not at every step. Some wrong calls are legal: a window one token short, an inverted padding mask, another batch's
 lists. With the Segments at hand none of them passes: what the call computes is compared with them at every real query.
 
+Rules are of two kinds: what the operator takes without a word and computes something else of (`breaches`), and of what its
+own host code refuses as much as a call could not be read without (`refusals`). Left to the card: dtypes, head sizes, bands
+that cross the scores, settings of dropout, arguments it lacks, lists beside rows. Source tags: `operator_call`.
+
 Legend: T tokens of the tensor the operator gets (packed, or all B * S places), Q queries and K keys of one row or packed
 sequence, W tokens that its queries attend by either side, H heads of the mask. A place is row * S + column of the batch.
 """
@@ -11,7 +15,8 @@ sequence, W tokens that its queries attend by either side, H heads of the mask. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from dataclasses import replace
+from itertools import islice, pairwise
 from math import inf
 from typing import Any
 
@@ -21,9 +26,25 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from collate_npu.arrays import whole_number
+from collate_npu.errors import shape_of
 from collate_npu.kernels import Breach, refuse
-from collate_npu.kernels.fusion_attention.operator_call import INTEGER_LISTS, AttentionCall, blocked_scores, query_blocks
-from collate_npu.kernels.fusion_attention.rules import breaches, refusals
+from collate_npu.kernels.fusion_attention.operator_call import (
+    BLOCK_SCORES,
+    INTEGER_LISTS,
+    LISTS,
+    PREFIX_TRIANGLE,
+    RANKS,
+    TENSORS,
+    TRIANGLE,
+    AttentionCall,
+    band_leaves_rows_empty,
+    blocked_scores,
+    dense_scores,
+    prefix_triangle,
+    query_blocks,
+    skipped_scores,
+    triangle,
+)
 from collate_npu.masks.forms import mask_mod, varlen
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
@@ -172,3 +193,290 @@ def _sentence(wrong_HQW: Tensor, attended_QW: Tensor, queries: Tensor, keys: Ten
         if at := [str(divmod(int(place), S)) for place in keys[keys_W]]:
             parts.append(f"{verb} {', '.join(at[:3])}" + (f" and {len(at) - 3} more" if len(at) > 3 else ""))
     return " ".join(parts)
+
+
+# --- rules of the operator
+
+COMPRESSED = {2: TRIANGLE, 3: TRIANGLE, 4: TRIANGLE, 6: PREFIX_TRIANGLE, 7: TRIANGLE, 8: TRIANGLE}
+"""The shape of the mask that each compressed sparse mode takes."""
+
+
+def refusals(call: AttentionCall) -> Iterator[Breach]:
+    """The rules this call breaks. Each group builds on the ones before it, so the first that is broken ends the reading."""
+    for group in (_arguments, _sequences, _mask, _sparsity):
+        found = list(group(call))
+        yield from found
+        if found or (group is _sequences and call.atten_mask is None):
+            return  # without a mask every mode and token value is let through, and ignored (T:799, T:4121)
+
+
+def _arguments(call: AttentionCall) -> Iterator[Breach]:
+    if call.layout not in tuple(RANKS):
+        says, remedy = f"The layouts are {', '.join(RANKS)}.", "Name the one q, k and v are in."
+        yield Breach("layout", "input_layout", repr(call.layout), says, remedy, "P:743")
+    modes = (0, 1, 2, 3, 4, 6, 7, 8) if call.tnd else (0, 1, 2, 3, 4, 5, 6)
+    if call.mode not in modes:
+        says = f"Layout {call.layout} takes sparse_mode {', '.join(map(str, modes))}."
+        remedy = "Use mode 6 for a prefix under TND; 7 and 8 are for TND alone."
+        yield Breach("sparse-mode", "sparse_mode", str(call.mode), says, remedy, "P:772-786, T:768, T:4098")
+    if min(call.N, call.Nkv, call.D) < 1 or call.N % call.Nkv:
+        says = "Query heads are a whole multiple of key heads, and no head is empty."
+        remedy = "Pass head_num as the number of query heads."
+        got = f"{call.N} query heads, {call.Nkv} key heads, of {call.D} elements"
+        yield Breach("heads", "head_num", got, says, remedy, "T:1099")
+
+
+def _sequences(call: AttentionCall) -> Iterator[Breach]:
+    if not call.tnd:
+        return
+    q_ends, kv_ends = call.ends
+    if not q_ends or not kv_ends or len(q_ends) != len(kv_ends):
+        says = "TND needs both lists, not empty and equally long."
+        remedy = "Pass the cumulative ends of the same sequences for query and key, on the host."
+        got = f"{len(q_ends or ())} and {len(kv_ends or ())} ends"
+        yield Breach("tnd-lists", ", ".join(LISTS), got, says, remedy, "P:779, T:1176")
+        return
+    for i, (name, T) in enumerate(zip(LISTS, (call.Tq, call.Tkv))):
+        total = sum(pair[i] for pair in call.lengths)
+        if T is not None and total > T:
+            says, remedy = "Sequences lie inside the packed tensor.", "Build the list from the tensor that is passed."
+            yield Breach("tnd-total", name, f"lengths that add up to {total}, of {T} tokens", says, remedy, "T:1181")
+
+
+def _mask(call: AttentionCall) -> Iterator[Breach]:
+    assert call.atten_mask is not None
+    if tuple(call.atten_mask.shape) not in (shapes := _shapes_of_masks(call)):
+        says = f"sparse_mode {call.mode} takes {' or '.join(str(list(each)) for each in shapes)}: no form for keys alone."
+        remedy = "Use fusion_attention_kwargs, or sparse_mode 0 or 1 with dense(segments, polarity='masked')."
+        yield Breach("mask-shape", "atten_mask", shape_of(call.atten_mask), says, remedy, "T:1511-1571")
+
+
+def _shapes_of_masks(call: AttentionCall) -> list[tuple[int, ...]]:
+    """Shapes the host code takes for a mask, whatever the layout of q, k and v (T:1511-1571)."""
+    Sq, Skv = call.longest
+    shapes: list[tuple[int, ...]] = [(Sq, Skv), (1, 1, Sq, Skv)]
+    shapes += [(len(call.lengths), heads, Sq, Skv) for heads in (1, call.N)]
+    if call.tnd:
+        shapes.append((sum(q for q, _ in call.lengths), sum(kv for _, kv in call.lengths)))
+    if call.mode not in COMPRESSED:
+        return shapes
+    right = COMPRESSED[call.mode]  # a dense mask of this very size passes, too
+    return [right, *(each for each in shapes if len(each) == 4 and each[2:] == right)]
+
+
+def _sparsity(call: AttentionCall) -> Iterator[Breach]:
+    if call.mode == 6 and not call.prefix_is_legal:
+        says, remedy = "Each sequence has a prefix N in [max(0, Skv - Sq), Skv].", "Pass one legal N for each of them."
+        yield Breach("prefix", "prefix", str(call.prefix), says, remedy, "T:780, T:1325-1352, T:4045-4082")
+
+
+MAX_SEQUENCES = 1024
+MAX_PREFIX_ROWS = 32
+SKIP_EMPTY_ROWS = 2
+"""The `inner_precise` under which a row without keys gives 0, not a mean of V (K `flash_attention_score_s1s2_bn2gs1.h`)."""
+REQUIRED_TOKENS = {4: ("pre_tockens", "next_tockens"), 8: ("next_tockens",)}
+"""Modes whose band comes from the tokens alone. Mode 7 without `next_tockens` is refused by the host code itself."""
+
+
+def breaches(call: AttentionCall) -> Iterator[Breach]:
+    """Every rule whose breach the operator takes without an error, and computes something else."""
+    yield from (replace(breach, silent=True) for breach in _found(call))
+
+
+def _found(call: AttentionCall) -> Iterator[Breach]:
+    yield from _limits(call)
+    yield from _shapes(call)
+    yield from _unused(call)
+    if call.tnd:
+        yield from _lists(call)
+    (Sq, Skv), (pre, after), mask = call.longest, call.tokens, call.atten_mask
+    if mask is None:
+        if call.mode != 0 or pre < Sq - 1 or after < Skv - 1:
+            got = f"None with sparse_mode {call.mode}, pre {pre}, next {after}"
+            says = "Without a mask every mode and token is ignored: full attention, the future included."
+            remedy = "Pass the compressed mask fusion_attention.triangle(), or sparse_mode 0 if full attention is meant."
+            yield Breach("none-is-full", "atten_mask", got, says, remedy, "T:799, T:4121, PD:176, MS:102")
+        return
+    misread = list(_form(call, mask))
+    if missing := [name for name in REQUIRED_TOKENS.get(call.mode, ()) if name not in call.given]:
+        says = f"sparse_mode {call.mode} attends by the tokens alone; left out they are unlimited, the future included."
+        remedy = "Pass both: next_tockens=0 is causal, pre_tockens=window-1 a window."
+        misread.insert(0, Breach("tokens-left-out", ", ".join(missing), "nothing", says, remedy, "T:689, T:3978-3986, D"))
+    yield from misread
+    if not misread:
+        yield from _contents(call, mask)
+
+
+def _limits(call: AttentionCall) -> Iterator[Breach]:
+    count = len(call.lengths)
+    limits = [
+        ("N", call.N, 256, "PD:160-181"),
+        ("Sq", call.longest[0], 2**20, "PD:160-181"),
+        ("Skv", call.longest[1], 2**20, "PD:160-181"),
+        ("tokens", max(call.Tq or 0, call.Tkv or 0), 2**20, "PD:160-181"),
+        ("B", count, MAX_SEQUENCES if call.tnd else 2**21, "PD:160-182; 20000 fixed slots, A:449"),
+    ]
+    if call.mode in (5, 6):
+        limits.append(("rows or sequences with a prefix", count, MAX_PREFIX_ROWS, "PD:181"))
+    for name, value, limit, source in limits:
+        if value > limit:
+            says, remedy = f"The documented limit is {limit}; the operator reads on past it.", "Split the batch."
+            yield Breach("documented-limit", name, str(value), says, remedy, source)
+
+
+def _shapes(call: AttentionCall) -> Iterator[Breach]:
+    """The tensors of the call, where it has them, in the layout that it names; a value's head may be smaller (A:209)."""
+    for name, x in ((name, call.kwargs.get(name)) for name in TENSORS):
+        if not isinstance(x, Tensor):
+            continue
+        N, S, T = (call.N, call.Sq, call.Tq) if name == "query" else (call.Nkv, call.Skv, call.Tkv)
+        sizes = {"B": call.B, "S": S, "T": T, "N": N, "D": call.D, "H": N * call.D}
+        wanted = [sizes[axis] for axis in call.layout]
+        wanted[-1] = None if name == "value" else wanted[-1]
+        if len(wanted) != x.ndim or any(size not in (None, given) for size, given in zip(wanted, x.shape)):
+            says = f"As {call.layout} it is [{', '.join('.' if n is None else str(n) for n in wanted)}]."
+            remedy = "Name the layout that q, k and v are in, with head_num query heads."
+            yield Breach("tensor-shape", name, shape_of(x), says, remedy, "P:806-836")
+
+
+def _unused(call: AttentionCall) -> Iterator[Breach]:
+    for name in ("padding_mask", "pse", "sink", "dropout_mask"):
+        if call.arguments[name] is not None:
+            remedy = "Express padding in atten_mask; check a call with the others by hand."
+            yield Breach(name.replace("_", "-"), name, "a tensor", f"{name} would pass unread.", remedy, "PD:34")
+    if call.prefix is not None and call.mode not in (5, 6):
+        says, remedy = "A prefix is read in modes 5 and 6 alone.", "Pass sparse_mode 5 or 6, or leave the prefix out."
+        yield Breach("prefix-unread", "prefix", f"{call.prefix[:8]} in sparse_mode {call.mode}", says, remedy, "PD:181, D")
+
+
+def _lists(call: AttentionCall) -> Iterator[Breach]:
+    for name, ends, T in zip(LISTS, call.ends, (call.Tq, call.Tkv)):
+        yield from _ends(call, name, ends or (), T)
+    if rows := [pair for pair in call.lengths if pair[0] and not pair[1]]:
+        says, remedy = "A sequence with queries has keys.", "Drop the sequence from both lists."
+        yield Breach("no-keys", "actual_seq_kvlen", f"(Sq, Skv) {rows[:8]}", says, remedy, "MS:111")
+
+
+def _ends(call: AttentionCall, name: str, ends: tuple[int, ...], T: int | None) -> Iterator[Breach]:
+    if ends[0] == 0 and call.mode in (6, 8):
+        counts = "the prefixes count it" if call.mode == 6 else "mode 8 cuts the first sequence"
+        says = f"A leading 0 is one more, empty sequence, and {counts}."
+        yield Breach("leading-zero", name, str(ends[:6]), says, "Pass cu_seqlens[1:].", "PD:47-53, T:1176")
+    used = [n for i, n in enumerate(ends) if n or not i or any(ends[i:])]
+    last = max(used, default=0)
+    if any(later < earlier for earlier, later in pairwise(used)):
+        says = "Ends never fall, but for trailing zeros; a falling one counts as length 0."
+        remedy, source = "Pass cumulative ends, not lengths.", "T GetActualSeqLenData, PD:183"
+        yield Breach("falling-ends", name, str(ends[:12]), says, remedy, source)
+    elif T is None:
+        says = "Tokens after the last end belong to no sequence, and only the packed tensor's size shows them."
+        remedy = "Pass Tq=query.shape[0] and Tkv=key.shape[0], or segments."
+        yield Breach("tokens-unknown", name, f"no size of the packed tensor, {last} tokens", says, remedy, "T:1181")
+    elif last < T:
+        says = "Tokens after the last end belong to no sequence; nothing is promised for them."
+        remedy = "unpad() the tail, or count it as one more sequence (keep_tail=True)."
+        yield Breach("unused-tail", name, f"{last} of {T} tokens", says, remedy, "T:1181")
+
+
+# --- a shape that is taken, but for something else
+
+
+def _form(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:
+    got = shape_of(atten_mask)
+    if atten_mask.is_meta:
+        says, remedy = "A mask on device meta has no contents to check.", "Check the mask that the operator will get."
+        yield Breach("no-contents", "atten_mask", got, says, remedy, "rule of this library")
+    if not atten_mask.is_contiguous():
+        says = "A strided or expanded view is copied at each call, or read by packed steps."
+        got, source = f"{got}, strides {atten_mask.stride()}", "rule of this library; K flash_attention_var_len_score.h:354"
+        yield Breach("not-contiguous", "atten_mask", got, says, "Call .contiguous() once.", source)
+    if call.mode in COMPRESSED:
+        if atten_mask.ndim == 4:
+            says = f"sparse_mode {call.mode} reads it as the compressed mask, by the luck of its size."
+            remedy = "Pass the 2-D compressed mask, or sparse_mode 1 with a dense one."
+            yield Breach("dense-as-compressed", "atten_mask", got, says, remedy, "T:1527-1568")
+        return
+    shape = tuple(atten_mask.shape)
+    if call.tnd and atten_mask.ndim == 4:
+        says = "The kernel steps through it by packed Sq * Skv, which is right for equal lengths only."
+        remedy = "Pass one [maxSq, maxSkv] mask, or the compressed triangle."
+        yield Breach("tnd-4d", "atten_mask", got, says, remedy, "PD:35, K flash_attention_var_len_score.h:354,376")
+    elif not call.tnd and len(shape) == 2 and shape[0] == len(call.lengths) > 1:
+        says = "With B = Sq a [B, S] padding mask reads as one [Sq, Skv] matrix for every row."
+        remedy = "Write a shared mask as [1, 1, Sq, Skv], padding as [B, 1, Sq, Skv]."
+        yield Breach("rows-or-queries", "atten_mask", got, says, remedy, "T:1551")
+
+
+def _contents(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:
+    if atten_mask.dtype == torch.uint8:
+        top = max(int(block.cpu().max()) for block in torch.split(atten_mask.flatten(), BLOCK_SCORES))
+        if top > 1:
+            says, remedy = "A uint8 mask holds 0 and 1.", "Pass bool."
+            yield Breach("mask-values", "atten_mask", f"values up to {top}", says, remedy, "PD:35")
+    if call.mode in COMPRESSED:
+        yield from compressed_contents(call, atten_mask)
+    else:
+        yield from _dense_contents(call)
+    if call.mode == 5 and not call.prefix_is_legal:
+        says = "Each row has a prefix N in [max(0, Skv - Sq), Skv]; a wrong one only switches sparsity off."
+        yield Breach("prefix-ignored", "prefix", str(call.prefix), says, "Pass legal ones, or sparse_mode 1.", "T:777")
+
+
+def compressed_contents(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:
+    """The operator uses them unchecked, in blocks that no document describes."""
+    right = prefix_triangle() if call.mode == 6 else triangle()
+    blocked = atten_mask.cpu().bool().reshape(right.shape)
+    if torch.equal(blocked, right):
+        return
+    forms = [("inverted: True = keep", ~right), ("all False", right & False), ("all True", right | True)]
+    if call.mode != 6:
+        forms.append(("transposed: True below the diagonal", right.T))
+    wrong = f"{int((blocked != right).sum())} wrong cells"
+    got = next((name for name, form in forms if torch.equal(blocked, form)), wrong)
+    says = f"sparse_mode {call.mode} reads its mask as one that is True above the diagonal; contents are never checked."
+    remedy = f"Use fusion_attention.{'prefix_triangle' if call.mode == 6 else 'triangle'}()."
+    yield Breach("compressed-contents", "atten_mask", got, says, remedy, "PD:554-606, D")
+
+
+def _dense_contents(call: AttentionCall) -> Iterator[Breach]:
+    empty, disagrees, given = 0, False, call.atten_mask
+    attended: dict[int, Tensor] = {}
+    to_itself: dict[int, list[Tensor]] = {}
+    differ = call.tnd or call.mode == 5 or (given is not None and given.ndim == 4 and given.shape[0] > 1)
+    lengths = call.lengths if differ else call.lengths[:1]  # every distinct part of the mask
+    blocks = ((n, rows) for n, (Q, K) in enumerate(lengths) for rows in query_blocks(Q, K * call.mask_heads))
+    for n, queries in blocks:
+        masked = dense_scores(call, n, queries)
+        empty += int(masked.all(-1).sum())
+        attended[n] = attended.get(n, False) | ~masked.all(-2)
+        to_itself.setdefault(n, []).append(masked.diagonal(queries.start, -2, -1).clone())  # a view would hold the block
+        if not disagrees and (skipped := skipped_scores(call, n, queries)) is not None:
+            disagrees = bool((~masked & skipped).any())
+    # In self-attention a query that cannot see itself is padding, and then nobody sees it.
+    if (call.mode != 0 or min(call.tokens) >= 0) and all(q == kv for q, kv in call.lengths):
+        odd = sum(int((torch.cat(to_itself[n], -1) & attended[n]).sum()) for n in attended)
+        if odd:
+            says = "True = blocked. Here tokens that others attend cannot attend themselves: the mask of a keep convention."
+            remedy = "Invert it (~keep), or use dense(segments, polarity='masked')."
+            yield Breach("polarity", "atten_mask", f"{odd} such tokens", says, remedy, "PD:35, D")
+    if disagrees:
+        says = "Blocks outside the tokens or prefix are skipped, whatever the mask says."
+        remedy = "Make the two agree; tokens from the top-left corner, or sparse_mode 1 to compute everything."
+        outside = f"the diagonal and prefix {call.prefix}" if call.mode == 5 else "pre {}, next {}".format(*call.tokens)
+        got, source = f"keys attended outside {outside}", "PD:178, D, T:705-812"
+        yield Breach("sparsity-disagrees", "atten_mask", got, says, remedy, source)
+    if empty:
+        yield from _empty_rows(call, f"{empty} rows that are True throughout")
+
+
+def _empty_rows(call: AttentionCall, got: str) -> Iterator[Breach]:
+    if call.tnd:
+        says, remedy = "Under TND no query may have every key blocked.", "Leave padding out of the packed tensor."
+        yield Breach("empty-row", "atten_mask", got, says, remedy, "PD:168, D")
+        return
+    # A band that leaves rows empty makes the host code switch empty-row handling on by itself (T:624-635).
+    noticed = call.mode == 0 and band_leaves_rows_empty(*call.longest, *call.tokens)
+    if call.arguments["inner_precise"] != SKIP_EMPTY_ROWS and not noticed:
+        says = "A row with every key blocked gives a mean of V, unless inner_precise=2 makes it 0."
+        remedy = "Pass inner_precise=2, or pad on the right and block keys alone."
+        yield Breach("empty-row", "atten_mask", got, says, remedy, "PD:43-44, K flash_attention_score_common.h:58")

@@ -51,7 +51,7 @@ RANKS = {"BSH": 3, "SBH": 3, "BSND": 4, "BNSD": 4, "TND": 3}
 def sizes_of(query: Any, key: Any, head_num: Any, input_layout: Any) -> dict[str, int]:
     """The sizes that the tensors of a call tell. Raises `UnsupportedFormError` for tensors that are not of this layout."""
     q, k = (tuple(x.shape) if isinstance(x, Tensor) else () for x in (query, key))
-    input_layout = case_of(input_layout)
+    input_layout = upper_layout(input_layout)
     if len(q) != len(k) or not q or RANKS.get(str(input_layout)) != len(q) or whole_number("head_num", head_num or 0) < 1:
         got = f"{shape_of(query)}, {shape_of(key)} as {input_layout} of {head_num} heads"
         rule, remedy = "BSH, SBH and TND have 3 dimensions, BSND and BNSD 4.", "Name the layout of q, k and v."
@@ -97,7 +97,7 @@ class AttentionCall:
         mask = arguments["atten_mask"]
         if not isinstance(mask, Tensor | None):
             raise wrong_kind("atten_mask", mask, "The operator", Tensor, NoneType)
-        self.layout = case_of(arguments["input_layout"])
+        self.layout = upper_layout(arguments["input_layout"])
         self.tnd = bool(self.layout == "TND")
         self.mode: int = arguments["sparse_mode"]
         # As given: mode 0 counts them from the top-left corner, modes 4, 7 and 8 from the bottom-right.
@@ -154,7 +154,7 @@ def _integers(name: str, values: Any) -> tuple[int, ...] | None:
     raise CollateError(explain(name, type(values).__name__, rule, "Pass a list, or for _v3 an int64 tensor."))
 
 
-def case_of(layout: Any) -> Any:
+def upper_layout(layout: Any) -> Any:
     """The layout in capitals: the operator reads small letters too, but judges a small tnd as padded (P:771-790)."""
     return layout.upper() if isinstance(layout, str) and layout != "tnd" else layout
 

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.kernels import refuse
+from collate_npu.kernels.fusion_attention.contract import COMPRESSED, SKIP_EMPTY_ROWS, compressed_contents, refusals
 from collate_npu.kernels.fusion_attention.operator_call import (
     UNLIMITED,
     AttentionCall,
@@ -24,7 +25,6 @@ from collate_npu.kernels.fusion_attention.operator_call import (
     blocked_scores,
     sizes_of,
 )
-from collate_npu.kernels.fusion_attention.rules import COMPRESSED, SKIP_EMPTY_ROWS, compressed_contents, refusals
 from collate_npu.validation import checked
 
 SOFTMAX_LANES = 8

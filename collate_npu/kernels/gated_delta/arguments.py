@@ -1,4 +1,4 @@
-"""The boundaries of a recurrent kernel's call from `Segments`, in the spelling that this kernel reads.
+"""Arguments of a recurrent kernel's call from `Segments`: its boundaries, in the spelling that this kernel reads.
 
 Six spellings of the same two sequences, of 3 and 70 tokens, all of them integers in one row: a kernel takes any for its own.
 
@@ -38,7 +38,7 @@ from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.kernels.gated_delta import boundaries
 from collate_npu.kernels.gated_delta.boundaries import Padding, flat_offsets
-from collate_npu.kernels.gated_delta.stacks import operator_named
+from collate_npu.kernels.gated_delta.operators import operator_named
 from collate_npu.segments import Segments, Values
 from collate_npu.validation import checked, here
 

@@ -138,8 +138,8 @@ class Call:
     def breach(self, rule: str, where: str, got: str, says: str, remedy: str = "", *, silent: bool | None = None) -> Breach:
         """A broken rule; silent where the operator's own host code does not check it."""
         remedy = remedy or f"Take it {self.operator.remedy}"
-        told = rule not in self.operator.checks if silent is None else silent
-        return Breach(rule=rule, where=where, got=got, says=says, remedy=remedy, source=self.operator.source, silent=told)
+        silent = rule not in self.operator.checks if silent is None else silent
+        return Breach(rule=rule, where=where, got=got, says=says, remedy=remedy, source=self.operator.source, silent=silent)
 
     def release(self, package: str) -> str | None:
         """Named by the caller, else installed, else the newest that was read; None for one that is not there."""

@@ -1,4 +1,5 @@
-"""The gated delta rule and the short convolution in plain torch, from their definitions: forward and backward, any device.
+"""Reference: the gated delta rule and the short convolution in plain torch, from their definitions: forward and backward,
+any device.
 
 One state `S [K, V]` a head and sequence, zero (or `initial_state`) at its first token, then at each token::
 

@@ -14,7 +14,7 @@ from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.check import call_breaches, knows
 from collate_npu.kernels.gated_delta import Kernel, check_gated_delta_contract, gated_delta_breaches, gated_delta_kwargs
 from collate_npu.kernels.gated_delta.operator_call import Call
-from collate_npu.kernels.gated_delta.stacks import KERNELS, OPERATORS, operator_named
+from collate_npu.kernels.gated_delta.operators import KERNELS, OPERATORS, operator_named
 from collate_npu.parallel.layout import Layout
 from collate_npu.parallel.recurrent import check_recurrent_split
 

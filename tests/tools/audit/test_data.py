@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from collate_npu import CollateError
-from collate_npu.tools.audit import data
-from collate_npu.tools.audit.data import read_rows, samples_of_rows, shipped_text
+from collate_npu.tools import files
+from collate_npu.tools.files import read_rows, samples_of_rows, shipped_text
 
 RECORDS, TWO = [{"text": "one"}, {"text": "two"}], ["one", "two"]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
@@ -92,8 +92,8 @@ def test_standard_input_and_a_table_without_its_package(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("most", "rows"), [(2, "one two"), (3, "one two six"), (9, "one two six")])
 def test_of_many_lines_the_first_are_read(tmp_path, monkeypatch, most, rows):
-    monkeypatch.setattr(data, "MOST", most)
-    monkeypatch.setattr(data, "MOST_BYTES", 13)
+    monkeypatch.setattr(files, "MOST_ROWS", most)
+    monkeypatch.setattr(files, "MOST_TEXT", 13)
     (tmp_path / "a.txt").write_text("one\ntwo\nsix\nseven\n", encoding="utf-8")
     assert read_rows(tmp_path / "a.txt") == rows.split()
 
@@ -103,7 +103,7 @@ def test_a_parquet_of_more_than_is_read_gives_its_first_rows_or_is_refused(tmp_p
     """One group can hold any number of values in a few bytes; many small ones are read as far as wanted."""
     pytest.importorskip("datasets")
     parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(data, "MOST_BYTES", 1000)
+    monkeypatch.setattr(files, "MOST_TEXT", 1000)
     table = pytest.importorskip("pyarrow").table({"input_ids": [[1, 2, 3, 4, 5]] * 4000})
     path = tmp_path / "large.parquet"
     parquet.write_table(table, path, row_group_size=4000 if many else 200)
@@ -112,8 +112,8 @@ def test_a_parquet_of_more_than_is_read_gives_its_first_rows_or_is_refused(tmp_p
             read_rows(path)
     else:
         assert 0 < len(read_rows(path)) < 4000
-        monkeypatch.setattr(data, "MOST_BYTES", 1 << 30)
-        monkeypatch.setattr(data, "MOST", 130)
+        monkeypatch.setattr(files, "MOST_TEXT", 1 << 30)
+        monkeypatch.setattr(files, "MOST_ROWS", 130)
         assert len(read_rows(path)) == 130
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from collate_npu.proof.kernel_runs import Run
 from collate_npu.proof.measure import Yardstick
-from collate_npu.tools.audit.terminal import page, print_report
+from collate_npu.tools.audit.report import page, print_report
 
 WRITTEN, BETWEEN = Path(__file__).with_name("reports.txt"), "\n" + "=" * 30 + " "
 YOURS, BATCH = finding(**MINE), finding(False, column="your batch", whose="yours")

@@ -16,7 +16,7 @@ from collate_npu import PaddingCollator
 from collate_npu.proof.kernel_runs import Run
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import byte_tokenizer, tiny_model
-from collate_npu.tools.audit import candidates, session
+from collate_npu.tools.audit import session
 
 pytestmark = pytest.mark.models
 
@@ -54,7 +54,7 @@ def dumps():
     yield "moved", {**right, "labels": torch.nn.functional.pad(right["labels"][:, 1:], (0, 1), value=-100)}
     yield "bare", {key: value for key, value in right.items() if key != "attention_mask"}
     yield "far", {**right, "input_ids": ids + 50_000}
-    yield "too_far", {**right, "input_ids": ids + candidates.MOST_IDS}
+    yield "too_far", {**right, "input_ids": ids + session.MOST_IDS}
     for n, odd in enumerate((ids[0], ids[:0], ids.float(), ids.to_sparse(), ids.tolist())):
         yield f"odd{n}", {**right, "input_ids": odd}
     yield "odd5", {"labels": labels}
@@ -126,7 +126,7 @@ ROWS = [
     ("--batch right.pt", 2, None, "Name the model that it was made for"),
     (f"{LLAMA} --data a.txt --batch right.pt", 2, None, "Leave --data out"),
     (f"{LLAMA} --batch bare.pt", 2, "", r"Pass attention_mask \[B, S\]"),
-    (f"{LLAMA} --batch too_far.pt", 2, "", f"A tiny model is built for ids below {candidates.MOST_IDS}"),
+    (f"{LLAMA} --batch too_far.pt", 2, "", f"A tiny model is built for ids below {session.MOST_IDS}"),
     ("--model models/llama --batch far.pt", 2, "", "token id 50256"),
     *((f"{LLAMA} --batch odd{n}.pt", 2, None, r"input_ids \[B, S\], whole numbers|keys") for n in range(6)),
     *((f"{LLAMA} --tolerance {error}", 2, None, "An error is 0 or more") for error in (-1, "inf")),
@@ -213,7 +213,7 @@ def test_a_side_that_raises_whatever_is_handed_over_did_not_run(folder, monkeypa
         model.forward = some_shapes
         return model
 
-    monkeypatch.setattr(candidates, "tiny_model", built)
+    monkeypatch.setattr(session, "tiny_model", built)
     ended, report, _ = run(folder, f"{LLAMA} --side right --packed")
     found = {f["side"]: f["note"] for f in report["findings"] if f["column"] == "collator + adapter"}
     assert (ended, found, report["not_run"]) == (code, notes, not_run)
@@ -221,7 +221,7 @@ def test_a_side_that_raises_whatever_is_handed_over_did_not_run(folder, monkeypa
 
 def test_an_attention_that_a_named_model_has_not_is_not_run_and_of_the_default_ones_left_out(folder, monkeypatch):
     flex = "--attn flex_attention --side right"
-    monkeypatch.setattr(candidates, "hybrid_model_types", lambda: ["qwen3_next", "llama"])
+    monkeypatch.setattr(session, "hybrid_model_types", lambda: ["qwen3_next", "llama"])
     ended, report, _ = run(folder, f"--model qwen3_next {flex}")
     assert "does not support" in report["not_run"]["qwen3_next (flex_attention)"]
     assert ended == 2
@@ -253,7 +253,7 @@ def test_attention_that_fails_when_it_is_called_is_refused_with_the_reason(folde
         model.forward = lambda **kwargs: exec("raise RuntimeError('only Ampere GPUs')")
         return model
 
-    monkeypatch.setattr(candidates, "tiny_model", broken)
+    monkeypatch.setattr(session, "tiny_model", broken)
     ended, _, err = run(folder, f"{LLAMA} --attn owner/kernel")
     assert (ended, "(RuntimeError: only Ampere GPUs)" in err) == (2, True)
 
@@ -262,28 +262,28 @@ def test_attention_that_fails_when_it_is_called_is_refused_with_the_reason(folde
 
 
 def test_names_are_taken_as_they_are_and_the_default_leaves_out_what_cannot_be_tested():
-    assert candidates.candidates(["rwkv"], ["eager"]) == ([("rwkv", "eager")], {})
-    chosen, excluded = candidates.candidates([], ["eager"])
+    assert session.candidates(["rwkv"], ["eager"]) == ([("rwkv", "eager")], {})
+    chosen, excluded = session.candidates([], ["eager"])
     assert "rwkv (eager)" in excluded
     assert ("qwen3_next", "eager") in chosen
-    assert candidates.candidates([], ["flex_attention"])[1] == {}, "what may have to compile is not measured"
+    assert session.candidates([], ["flex_attention"])[1] == {}, "what may have to compile is not measured"
 
 
 def test_a_row_is_padded_with_the_id_of_the_tokenizer_else_of_the_model_else_0(folder):
     """A language model's own end, as most checkpoints do."""
     how = {"tokenizer": None, "device": "cpu", "dtype": torch.float32, "seed": 0, "trust": False, "largest_id": 5}
     for name, shared in (("llama", True), ("bert", False)):
-        _, reader, pad = candidates.build(name, "sdpa", **how)
+        _, reader, pad = session.build(name, "sdpa", **how)
         assert (pad == reader.pad_token_id, pad == reader.eos_token_id) == (True, shared)
     config = folder / "models" / "llama" / "config.json"
     fields = json.loads(config.read_text("utf-8"))
     for of_config, pad in ((3, 3), (None, 0)):
         config.write_text(json.dumps({**fields, "pad_token_id": of_config}), "utf-8")
-        assert candidates.build(str(config.parent), "sdpa", **how)[1:] == (None, pad)
+        assert session.build(str(config.parent), "sdpa", **how)[1:] == (None, pad)
     for own, padded_with in (("<|pad|>", 257), (None, 256)):
         reader.pad_token = own
         reader.save_pretrained(folder / "other")
-        assert candidates.load_tokenizer(folder / "other").pad_token_id == padded_with
+        assert session.load_tokenizer(folder / "other").pad_token_id == padded_with
 
 
 FLASH = "flash_attention_2"
@@ -297,8 +297,8 @@ def test_a_model_that_runs_another_attention_was_not_audited_with_the_one_named(
         model.config._attn_implementation = runs
         return model
 
-    monkeypatch.setattr(candidates, "check_attention", lambda *_: None)
-    monkeypatch.setattr(candidates, "tiny_model", built)
+    monkeypatch.setattr(session, "check_attention", lambda *_: None)
+    monkeypatch.setattr(session, "tiny_model", built)
     _, report, _ = run(folder, f"{LLAMA} --side right --attn {named}")
     assert (f"runs {runs} in the place of {named}" in str(report["not_run"])) == told
 
@@ -309,4 +309,4 @@ def test_a_checkpoint_is_of_the_class_that_it_names(folder):
     kinds = {"BertForMaskedLM": ["BertForMaskedLM"], "BertModel": ["Gone", "BertModel"], "BertLMHeadModel": None}
     for made, named in kinds.items():
         config.write_text(json.dumps({**fields, "architectures": named}), "utf-8")
-        assert type(candidates.load_checkpoint(str(config.parent), trust=False)).__name__ == made
+        assert type(session.load_checkpoint(str(config.parent), trust=False)).__name__ == made

@@ -13,9 +13,8 @@ from found import finding, wide_report
 from collate_npu.proof.conformance import Conformance, Scale, Verdict
 from collate_npu.proof.kernel_runs import Run
 from collate_npu.tools import env
-from collate_npu.tools.audit.case import Finding
-from collate_npu.tools.audit.handover import WAYS
-from collate_npu.tools.audit.terminal import MEASURES, SUMMED_UP, WHOSE, legend, looked_at, summary, table
+from collate_npu.tools.audit.case import WAYS, Finding
+from collate_npu.tools.audit.report import MEASURES, SUMMED_UP, WHOSE, legend, looked_at, summary, table
 from collate_npu.tools.env import Environment
 from collate_npu.tools.kernels import LEGEND, tables
 

@@ -136,3 +136,9 @@ def test_nothing_measured_is_no_pass_and_wrong_outweighs_what_did_not_run():
     assert kernels.exit_code([a("right"), a("not installed")], named=["b"]) == 2
     assert kernels.exit_code([a("right")], "no card") == 2
     assert kernels.exit_code([a("wrong")], "no card") == 1
+
+
+@pytest.mark.parametrize("device", ["cuda:x", "nonsense", "cuda:99", "npu", "meta", ""])
+def test_a_device_that_does_not_compute_is_refused(device):
+    with pytest.raises(CollateError, match=r"Name a device of this machine|Run on a real device"):
+        kernels.check_device(device, torch.float32)

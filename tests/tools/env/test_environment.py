@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from collate_npu.tools import env
-from collate_npu.tools.env import Environment, masked, probe
+from collate_npu.tools.env import Environment, masked
 
 FOUND = Environment(
     system="Linux x86_64",
@@ -62,6 +62,6 @@ def test_what_is_nobodys_business_is_left_out(monkeypatch, text, left):
 def test_stacks_that_cannot_be_asked_are_told_as_not_known(monkeypatch, packages, found, npu):
     found = {"torch": {"devices": "cpu only"}, "stacks": {"fails": "gone"}, **found}
     monkeypatch.setattr("collate_npu.tools.env.packages", lambda: {"torch": "2.13.0", **packages})
-    monkeypatch.setattr(probe, "ask", found.__getitem__)
+    monkeypatch.setattr(env, "ask", found.__getitem__)
     told = env.environment()
     assert (told.devices, told.runs, told.npu) == ("cpu only", {"not known": "gone"}, npu)

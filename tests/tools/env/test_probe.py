@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import collate_npu
-from collate_npu.tools.env import probe
-from collate_npu.tools.env.probe import ANSWERS, reason
+from collate_npu.tools import env
+from collate_npu.tools.env import ANSWERS, reason
 
 ROOT = Path(collate_npu.__file__).parents[1]
 
@@ -65,7 +65,7 @@ def site(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("code", "said"), TORCHES.items())
 def test_a_torch_that_does_not_load_is_an_answer(site, code, said):
     site.add("torch", code)
-    assert probe.ask("torch")["fails"].startswith(said)
+    assert env.ask("torch")["fails"].startswith(said)
 
 
 def test_a_torch_whose_library_is_gone_is_a_finding(site):
@@ -97,7 +97,7 @@ def test_torch_npu_that_crashes_torch_is_told_apart(site):
 
 
 def test_a_library_that_hangs_is_given_up():
-    assert probe.ask("torch", seconds=0.01) == {"fails": "no answer within 0 s"}
+    assert env.ask("torch", seconds=0.01) == {"fails": "no answer within 0 s"}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_what_a_process_says_is_the_answer_or_how_it_ended(monkeypatch, code, ou
         return subprocess.CompletedProcess(command, code, *((out, err) if capture_output else (None, None)))
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert probe.ask("torch") == found
+    assert env.ask("torch") == found
 
 
 @pytest.mark.slow

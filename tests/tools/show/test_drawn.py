@@ -14,10 +14,9 @@ pytest.importorskip("rich")
 from collate_npu import CollateError, ContextParallel, PaddingCollator, Pattern, Segments
 from collate_npu.masks import dense
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.tools.show import picture
-from collate_npu.tools.show.drawing import lines
-from collate_npu.tools.show.readers import consumer_panels, rank_panels
-from collate_npu.tools.show.sheet import sheet_of
+from collate_npu.tools.drawing import lines
+from collate_npu.tools.sheet import sheet_of
+from collate_npu.tools.show import consumer_panels, picture, rank_panels
 
 DRAWN, BETWEEN = Path(__file__).with_name("drawn.txt"), "\n" + "=" * 30 + " "
 DENSE = SimpleNamespace(layer_types=["full_attention"])

@@ -82,7 +82,7 @@ def test_each_input_and_each_view_fits_the_console(saved, args, said, width):
 
 
 def test_what_is_too_large_to_be_looked_at(monkeypatch):
-    monkeypatch.setattr("collate_npu.tools.show.readers.MOST_PLACES", 32)
+    monkeypatch.setattr("collate_npu.tools.show.MOST_PLACES", 32)
     assert ["attention_mask: bool [2, 1," in shown("--side=left", "--lengths", n) for n in ("3,4", "3,5")] == [True, False]
 
 

@@ -20,9 +20,9 @@ from collate_npu.consumers.mask_routing import consumers
 from collate_npu.masks import dense
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.parallel import query_rows
-from collate_npu.tools.show.drawing import fitted, lines
-from collate_npu.tools.show.readers import consumer_panels, rank_panels
-from collate_npu.tools.show.sheet import SIGNS, Cell, attention_of, escaped, row_grid, sheet_of, squares_of_mask
+from collate_npu.tools.drawing import fitted, lines
+from collate_npu.tools.sheet import SIGNS, Cell, attention_of, escaped, row_grid, sheet_of, squares_of_mask
+from collate_npu.tools.show import consumer_panels, rank_panels
 
 BLOCKS = st.integers(1, 9)
 

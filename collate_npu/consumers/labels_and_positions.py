@@ -1,0 +1,208 @@
+"""Labels and positions: what a batch holds for each token beside its id, as the model that reads it counts.
+
+Labels that no sample alone learns from are ignored: those of padding; the first of every sequence, which a batch would
+predict from padding or from the sequence before; and, where labels are shifted already, the first token of the next one.
+A transformers model shifts labels itself, and one of Megatron's kin takes them shifted. Which of both holds is declared, or
+read off the tokens: each label equals its own token, or the next one. Where neither holds, padding's alone are ignored.
+
+Megatron-style stacks always get positions. A transformers model gets them where its own count would be wrong (left padding,
+packing) or the batch has them, and then as that model counts (`model_traits.position_rule`). Positions that count places
+over padding are counted again; a caller's own are never replaced. All costs O(B * S).
+Legend: B rows, S width, T tokens of a flat row, N sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from collate_npu.arrays import Array
+from collate_npu.consumers.mask_routing import Case, Consumer
+from collate_npu.consumers.model_traits import LabelRule
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.masks.sources import Sources, check_counts
+from collate_npu.outputs import repad, unpad
+from collate_npu.segments import PADS_BEFORE, Segments
+
+IGNORED = -100
+KEY = "position_ids"
+TEXT_KEY = "text_position_ids"
+
+
+def labels_for(
+    sources: Sources, segments: Segments, rule: LabelRule, shifted: bool | None, *, ignored: int = IGNORED
+) -> dict[str, Tensor]:
+    """Return those of `labels`, `shift_labels`, `shifted_labels` and `loss_mask` `[B, S]` of this batch that must change.
+
+    `shifted`: do the labels stand with the token that predicts them? None: read it off the tokens.
+    """
+    out: dict[str, Tensor] = {}
+    if rule == "decoder":
+        return out
+    for key, given in (("labels", shifted), ("shift_labels", True), ("shifted_labels", True)):
+        if isinstance(labels := sources.get(key), Tensor) and not labels.is_floating_point():
+            wrong_BS = _wrong(sources, key, segments, rule, given)
+            if wrong_BS.any():
+                wrong = torch.from_numpy(wrong_BS).to(labels.device)
+                out[key] = labels.masked_fill(wrong, ignored)
+                weights = sources.get("loss_mask")
+                if isinstance(weights, Tensor) and weights.shape == labels.shape:  # Megatron's loss reads it, not labels
+                    out["loss_mask"] = weights.masked_fill(wrong.to(weights.device), 0)
+    return out
+
+
+def check_decoder(sources: Sources, model_type: str) -> None:
+    """Raise where the labels of an encoder-decoder are padded left: it makes its decoder's tokens of them, so that the start
+    token stands before the padding, and padding is attended (5.23 models/t5/modeling_t5.py `_shift_right`)."""
+    if sources.get("labels") is None or sources.get("decoder_input_ids") is not None:
+        return
+    read_BT = sources.array("labels") >= 0
+    if bad := [b for b, row in enumerate(read_BT) if row.any() and not row.flat[0]]:
+        raise labels_behind_padding_error(bad)
+    if model_type == "prophetnet" and (bad := [b for b, row in enumerate(read_BT) if not row[-1:].all()]):
+        rule = "Its decoder reads the width of a row (5.23 modeling_prophetnet.py `get_main_relative_pos_embeddings`)."
+        raise CollateError(explain_rows("labels", [(b, "padding") for b in bad], rule, "Batch labels of one length."))
+
+
+def labels_behind_padding_error(rows: Sequence[int]) -> CollateError:
+    """Return the error for labels of a decoder that stand behind padding."""
+    rule = "A decoder makes its tokens of the labels, and attends what stands before them; no mask says that it is padding."
+    remedy = "Pad right: tokenizer.padding_side = 'right'; or pass decoder_input_ids beside the labels."
+    return CollateError(explain_rows("labels", [(b, "padding before its labels") for b in rows], rule, remedy))
+
+
+def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, shifted: bool | None) -> Array:
+    """bool `[B, S]`: labels of padding, or that reach across sequences; `[0]` where they are not one a token."""
+    labels_BS = sources.array(key)
+    if labels_BS.shape != segments.shape:
+        return np.zeros(0, bool)
+    read_BS: Array = labels_BS >= 0
+    ids_BS = segments.array if segments.packed else segments._keep_BS
+    real_BS = ids_BS != 0 if segments.packed else ids_BS  # numpy compares bool with a number in 20 times as long
+    behind = segments.packed or segments.padding_side in PADS_BEFORE  # does a sequence begin behind anything?
+    if not behind or rule != "next":
+        return np.greater(read_BS, real_BS, out=read_BS)
+    named = sources.named["tokens"]
+    tokens_BS = sources.array(named[0]) if named in (("input_ids",), ("tokens",)) else None
+    if shifted is None and tokens_BS is not None:
+        shifted = labels_are_shifted(tokens_BS, labels_BS, segments)
+    lost_BS, other_BS = ~real_BS, ids_BS[:, 1:] != ids_BS[:, :-1]
+    if shifted:  # the last label of a sequence where it is the token that stands next: any other is the sample's own
+        following = True if tokens_BS is None else labels_BS[:, :-1] == tokens_BS[:, 1:]
+        lost_BS[:, :-1] |= other_BS & real_BS[:, :-1] & real_BS[:, 1:] & following
+    elif shifted is not None:  # the first label of a sequence, and behind a hole; the shift drops a row's first
+        lost_BS[:, 1:] |= other_BS
+    return read_BS & lost_BS
+
+
+def labels_are_shifted(tokens_BS: Array, labels_BS: Array, segments: Segments) -> bool | None:
+    """True if the labels at both ends of each sequence equal the next token, False if their own; None if both or neither."""
+    if tokens_BS.shape != labels_BS.shape:
+        return None
+    rows_N, first_N, ends_N = np.array(segments.spans, np.int64).reshape(-1, 3).T
+    at_3N = np.stack([first_N, np.maximum(ends_N - 2, first_N), ends_N - 1])
+    found_3N, inside_3N = labels_BS[rows_N, at_3N], at_3N < ends_N - 1
+    read_3N = found_3N >= 0
+    own = (found_3N == tokens_BS[rows_N, at_3N])[read_3N].all()
+    following = (found_3N == tokens_BS[rows_N, at_3N + inside_3N])[read_3N & inside_3N].all()
+    return None if own == following else bool(following)
+
+
+# --- positions
+
+
+def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torch.device | None = None) -> Tensor | None:
+    """`position_ids` of this batch for this consumer, made on this device where it can; None where they are left out."""
+    given, rule = sources.get(KEY), case.model.positions
+    counted = sources.counted and sources.get(TEXT_KEY) is None and getattr(given, "ndim", 2) == 2
+    first = case.model.first_position
+    kind = "derived" if given is None or counted else kind_of(torch.from_numpy(sources.array(KEY)), case.segments, first)
+    if kind == "places":
+        given = None
+    elif given is not None and not isinstance(given, Tensor):
+        given = torch.from_numpy(sources.array(KEY))
+    if not consumer.counts_positions:
+        return given if given is not None or _has_axes(case, sources) else positions_on(case.segments, device)
+    derived = kind != "own"
+    if not derived and rule != "none" and given is not None and tuple(given.shape) == case.segments.shape:
+        check_counts(sources.array(KEY), case.segments)
+    if rule == "axes" and (case.padding_free or case.segments.packed):
+        return _axes(case, None if derived else given, sources)
+    if not derived:
+        return given
+    if rule == "none" or (rule == "axes" and _has_axes(case, sources)):
+        return None
+    if rule == "padding_idx" and sources.get("input_ids") is not None:  # padding may hold an id that this model counts
+        padding = torch.from_numpy(sources.array("input_ids"))[~case.segments.keep]
+        foreign = bool((padding != first - 1).any())
+        return _by_ids(case, sources) if case.segments.packed or foreign or given is not None else None
+    if given is not None and first == 0:
+        return given
+    segments, limit = case.segments, case.model.rope_limit
+    wide = limit is not None and segments.shape[1] > limit
+    moves = segments.packed or segments.padding_side in PADS_BEFORE
+    needed = given is not None or moves or case.padding_free or wide
+    return positions_on(segments, device).add_(first) if needed else None
+
+
+def _by_ids(case: Case, sources: Sources) -> Tensor:
+    """As RoBERTa's family counts each sequence alone: `padding_idx + 1` and on, tokens with that very id left at it."""
+    padding_idx, segments = case.model.first_position - 1, case.segments
+    counts_T = (unpad(torch.from_numpy(sources.array("input_ids")), segments) != padding_idx).long()
+    counted_T = counts_T.cumsum(0)
+    before_N = (counted_T - counts_T)[segments.cu_seqlens[:-1].long()]
+    inside_T = counted_T - before_N.repeat_interleave(torch.tensor(segments.sequence_lengths))
+    return repad(inside_T * counts_T + padding_idx, segments, fill=padding_idx)
+
+
+def kind_of(positions: Tensor, segments: Segments, first: int = 0) -> Literal["derived", "places", "own"]:
+    """Do they follow from the Segments, as a collator adds them? Or count places, whatever stands before a sequence? One
+    row is that of all, and a model that counts from `first` may be given either so."""
+    keep_BS, derived_BS = segments.keep, segments.position_ids
+    if positions.shape[-1:] != keep_BS.shape[1:] or positions.ndim != 2:
+        return "own"
+    positions = positions.expand(keep_BS.shape)[keep_BS]
+    places = torch.arange(keep_BS.shape[1]).expand(keep_BS.shape)[keep_BS]
+    for start in dict.fromkeys((0, first)):
+        if torch.equal(positions, derived_BS[keep_BS] + start):
+            return "own" if start else "derived"
+    return "places" if any(torch.equal(positions, places + start) for start in (0, first)) else "own"
+
+
+def restart(positions: Tensor | None, segments: Segments) -> bool:
+    """True if they separate the sequences of rows without padding as transformers does (masking_utils.py:773-780)."""
+    if positions is None:
+        return False
+    text_BS = (positions[0] if positions.ndim == 3 else positions).cpu()
+    numbers_BS = (text_BS.diff(prepend=text_BS[:, :1] - 1) != 1).cumsum(-1) + 1
+    return torch.equal(numbers_BS, segments.ids.long())
+
+
+def _has_axes(case: Case, sources: Sources) -> bool:
+    """Images or clips in padded rows: the model derives several axes from the 2D mask, and one row would replace them."""
+    return not case.padding_free and bool(sources.named["vision"])
+
+
+def _axes(case: Case, own: Tensor | None, sources: Sources) -> Tensor:
+    """`[4, B, S]`: the text row, which starts again with each sequence, and three axes (modeling_qwen2_5_vl.py:795-817)."""
+    if own is None and sources.named["vision"]:
+        rule = "Where images stand among tokens cannot be told from a flat or packed row."
+        remedy = "Give each sample its position_ids [3, L] (the model's get_rope_index), or pad one sequence a row."
+        raise UnsupportedFormError(explain(KEY, "none beside images", rule, remedy))
+    text = case.segments.position_ids
+    axes = text if own is None else own
+    axes = axes if axes.ndim == 3 else axes.repeat(3, 1, 1)
+    return axes if len(axes) == 4 else torch.cat([text[None], axes])
+
+
+def positions_on(segments: Segments, device: torch.device | None) -> Tensor:
+    """`segments.position_ids`, made on this device where rows of one sequence without holes say them by where they start."""
+    if device is None or segments.packed or segments.hole_rows:
+        return segments.position_ids
+    starts = dict.fromkeys(range(segments.shape[0]), segments.shape[1]) | {b: start for b, start, _ in segments.spans}
+    places_S = torch.arange(segments.shape[1], device=device)
+    return (places_S - torch.tensor([*starts.values()])[:, None].to(device, non_blocking=True)).clamp_(min=0)

@@ -1,0 +1,287 @@
+"""torchtitan 0.3.0: what its trainer, its context parallelism and pipeline stages take, made from Segments.
+
+Attention masks are an argument of its models, and padding is a document of its own. `masks_in_forward` makes them inside a
+model part, of the rows that arrive there: torch's pipeline schedules cut a batch by dimension 0 of every tensor (torch 2.13
+distributed/pipelining/microbatch.py:380-400), VarlenMetadata as if its offsets were rows. Nothing is patched. Offsets cost
+O(B * S); a BlockMask takes no dense mask. Legend: B rows, S width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from collate_npu import errors
+from collate_npu.arrays import Array
+from collate_npu.consumers.mask_routing import say_batch
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.keys import KEYS, SEGMENT_KEY, of_kind, with_role
+from collate_npu.masks.batch_reader import segments_from_batch
+from collate_npu.masks.forms import mask_mod
+from collate_npu.masks.patterns import Pattern
+from collate_npu.outputs import shift_labels
+from collate_npu.segments import Segments
+from collate_npu.validation import check_model
+
+PACKAGE, TESTED = "torchtitan", "0.3.0"
+
+_REMEDY_IDS = "Pass segment_ids, which every schedule cuts like the tokens, or cut masks and tokens together with cp_shard."
+_REMEDY_POSITIONS = "Under context parallelism leave segment_ids out: torchtitan makes masks of positions, and cuts both."
+Kind = str | Pattern | None
+Layers = Kind | Mapping[str, Kind]
+"""What layers read: a pattern (a BlockMask), `"varlen"` (offsets), None, or a mapping of those by kind of layer."""
+
+
+def get_attention_masks(
+    segments: Segments,
+    layers: Layers = "causal",
+    *,
+    device: torch.device | str = "cpu",
+    block_size: int | tuple[int, int] = 128,
+    compiled: bool = True,
+) -> Any:
+    """`attention_masks` for a torchtitan model's forward: a BlockMask, VarlenMetadata, or a mapping by kind of layer.
+
+    `layers_of(model)` reads them off a model. Where masks have names of their own: gpt_oss `{"basic_mask": "causal",
+    "sliding_window_mask": Pattern.sliding(128)}`; Muse Glimmer `{"global": "causal", "swa_128": Pattern.sliding(128)}`;
+    llama4 (torchtitan 0.2.1) `{"nope": "causal", "rope": Pattern.chunked(8192)}`, chunks counted from each sequence's
+    start, where torchtitan's own masks count them from the row's.
+
+    `block_size` is that of its FlexAttention.Config. `compiled=False` is for a few small masks: it builds `[B, 1, S, S]` on
+    the way.
+
+    >>> masks = get_attention_masks(Segments.from_lengths([3, 5], side="left"), layers_of(model))  # doctest: +SKIP
+    >>> model(tokens, attention_masks=masks)  # doctest: +SKIP
+    """
+    kinds = layers if isinstance(layers, Mapping) else {"": layers}
+    masks = {key: _one(segments, kind, device, block_size, compiled) for key, kind in kinds.items()}
+    out = masks if isinstance(layers, Mapping) else masks[""]
+    if errors.DEBUG:
+        say_batch("get_attention_masks of torchtitan", {"attention_masks": out}, segments, why=f"its layers read {layers}")
+    return out
+
+
+def layers_of(model: Any) -> Layers:
+    """Return what the layers of a `Decoder` read, by its config. Raises for models whose masks have other names.
+
+    >>> layers_of(model)  # doctest: +SKIP
+    """
+    check_model(model)
+    from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+    from torchtitan.models.common.decoder import Decoder
+
+    inner = getattr(model.config.first_attention, "inner_attention", None)
+    backends = {FlexAttention.Config: "causal", VarlenAttention.Config: "varlen"}
+    full = next((kind for config, kind in backends.items() if isinstance(inner, config)), None)
+    if any(getattr(layer, "delta_net", None) is not None for layer in model.config.layers):
+        return {"quadratic_attention": full, "deltanet": "varlen"}
+    if full is not None and type(model).get_attention_masks is Decoder.get_attention_masks:
+        return full
+    rule = "Its layers take their masks by names of their own, or take none."
+    raise UnsupportedFormError(explain("model", type(model).__name__, rule, "Pass layers={name of the mask: pattern}."))
+
+
+def positions(segments: Segments) -> Tensor:
+    """int64 `[B, S]`: 0 at the first token of every sequence, and of every stretch of padding.
+
+    >>> positions(Segments.from_lengths([2, 4], side="left")).tolist()
+    [[0, 1, 0, 1], [0, 1, 2, 3]]
+    """
+    begins_BS = _begins(segments.ids.numpy())
+    begins = np.flatnonzero(begins_BS)
+    inside = np.arange(begins_BS.size) - begins[np.cumsum(begins_BS) - 1]
+    return torch.where(segments.keep, segments.position_ids, torch.from_numpy(inside).view(segments.shape))
+
+
+def varlen_metadata(segments: Segments, *, device: torch.device | str = "cpu") -> Any:
+    """VarlenMetadata of the B * S tokens, row after row, padding included as documents. Raises for a sequence with holes."""
+    from torchtitan.models.common.attention import VarlenMetadata
+
+    begins_BS = _begins(segments.ids.numpy())
+    if torn := [(b, "holes") for b in segments.hole_rows]:
+        rule = "Offsets say where a sequence begins and ends, and nothing of tokens inside it to leave out."
+        raise UnsupportedFormError(explain_rows("segments", torn, rule, "unpad() the rows, or use FlexAttention."))
+    host = (*np.flatnonzero(begins_BS).tolist(), begins_BS.size)
+    offsets = torch.tensor(host, dtype=torch.int32, device=device)
+    longest = int(np.diff(host).max(initial=0))
+    return VarlenMetadata(offsets, offsets, longest, longest, host)
+
+
+def _one(segments: Segments, kind: Kind, device: torch.device | str, block_size: Any, compiled: bool) -> Any:
+    if kind is None or kind == "varlen":
+        return None if kind is None else varlen_metadata(segments, device=device)
+    B, S = segments.shape
+    return _create(compiled)(_attends(segments, kind, device), B, None, S, S, device=str(device), BLOCK_SIZE=block_size)
+
+
+def _create(compiled: bool) -> Any:
+    if not compiled:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        return create_block_mask
+    try:
+        from torchtitan.models.common import attention
+    except ImportError:  # before 0.3.0, which is the last to have llama4
+        from torchtitan.models import attention
+    return attention.create_attention_mask
+
+
+def _attends(segments: Segments, pattern: str | Pattern, device: torch.device | str) -> Callable[..., Tensor]:
+    """A mask function of FlexAttention: the pattern for real queries; padding attends its own stretch, so that no row is
+    empty."""
+    real = mask_mod(segments, pattern, device)
+    ids_BS = segments.ids.numpy()
+    stretch = torch.from_numpy(np.where(ids_BS == 0, np.cumsum(_begins(ids_BS), axis=1), 0)).to(device)
+
+    def attends(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        padding = stretch[b, q] > 0
+        own = (stretch[b, q] == stretch[b, k]) & (k <= q)
+        return (padding & own) | (~padding & real(b, h, q, k))
+
+    return attends
+
+
+def _begins(ids_BS: Array) -> Array:
+    """True where a row, a sequence or a stretch of padding begins."""
+    begins_BS = np.ones(ids_BS.shape, bool)
+    begins_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
+    return begins_BS
+
+
+def masks_in_forward(model: Any, layers: Layers = None, **settings: Any) -> Any:
+    """Let a model part (a Decoder, or a pipeline stage of one) make `attention_masks` of the `segment_ids` it is given.
+
+    `model(tokens, segment_ids=segments.ids)`, or the same keyword to a schedule's `step`, or the key in the trainer's batch.
+    `layers` default to `layers_of(model)`; `settings` go to `get_attention_masks`. Returns the hook's handle. The forward
+    raises `CollateError` for segments, or masks given instead, that are not of its tokens.
+
+    >>> for part in trainer.model_parts:  # doctest: +SKIP
+    ...     masks_in_forward(part)
+    """
+    layers = layers_of(model) if layers is None else layers
+    inner = getattr(model.config.first_attention, "inner_attention", None)
+    settings = {"block_size": getattr(inner, "block_size", 128), **settings}
+
+    def prepare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tokens = args[0] if args else kwargs["tokens"]
+        kwargs = dict(kwargs)
+        ids = kwargs.pop(SEGMENT_KEY, None)
+        if ids is None:
+            _check_masks(kwargs.get("attention_masks", args[2] if len(args) > 2 else None), tokens)
+            return args, kwargs
+        ids = _local(ids)
+        if tuple(ids.shape) not in _shapes(tokens):
+            raise _not_of_tokens(SEGMENT_KEY, list(ids.shape), tokens, _REMEDY_POSITIONS)
+        segments = Segments.from_ids(ids)
+        kwargs["attention_masks"] = get_attention_masks(segments, layers, device=tokens.device, **settings)
+        if len(args) < 2 and kwargs.get("positions") is None:
+            kwargs["positions"] = positions(segments).to(tokens.device)
+        return args, kwargs
+
+    return model.register_forward_pre_hook(prepare, with_kwargs=True, prepend=True)
+
+
+def _check_masks(masks: Any, tokens: Tensor) -> None:
+    """A BlockMask of more rows than the tokens is read from its first, without an error; offsets point anywhere."""
+    for name, mask in (masks if isinstance(masks, Mapping) else {"": masks}).items():
+        key = f"attention_masks {name}".strip()
+        if hasattr(mask, "kv_num_blocks"):
+            if (mask.kv_num_blocks.shape[0], mask.seq_lengths[0]) not in _shapes(tokens):
+                raise _not_of_tokens(key, [mask.kv_num_blocks.shape[0], mask.seq_lengths[0]], tokens)
+        elif mask is not None:
+            host = mask.cu_seq_q_host or tuple(mask.cu_seq_q.tolist())
+            whole = host[-1] in {B * S for B, S in _shapes(tokens)}
+            if host[0] != 0 or not whole or len(host) != len(mask.cu_seq_q):
+                raise _not_of_tokens(key, f"{len(mask.cu_seq_q)} offsets, {host[0]} to {host[-1]}", tokens)
+
+
+def _shapes(tokens: Tensor) -> set[tuple[int, int]]:
+    """`(B, S)` of the tokens. Masks of a DTensor are those of its local rows, or of all where its width is shared out."""
+    local = _local(tokens)
+    return {(B, S) for B in (tokens.shape[0], local.shape[0]) for S in (tokens.shape[1], local.shape[1])}
+
+
+def _local(x: Any) -> Any:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _not_of_tokens(key: str, got: Any, tokens: Tensor, remedy: str = _REMEDY_IDS) -> CollateError:
+    rule = f"The tokens of this call are {list(tokens.shape[:2])} (rows, width), and this is made for others."
+    return CollateError(explain(key, str(got), rule, remedy))
+
+
+# --- what a dataloader gives its trainer: `({"input": ..., "positions": ...}, labels)`. The trainer hands every other key
+# to the model, builds masks from `positions` (a document begins at each 0) and cuts all of it under context parallelism
+# (torchtitan 0.3.0 trainer.py:690-765, 800-860).
+
+TrainerBatch = tuple[dict[str, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class TitanCollator:
+    """`inner`'s batch as torchtitan's trainer takes it: `collate_fn=` of a `ParallelAwareDataloader`.
+
+    `inner` is a `PaddingCollator` or `wrap_collator(...)` without a consumer. `extra` is handed to the model beside the
+    tokens (qwen3_5 wants its `special_tokens`). `segment_ids=True` is for `masks_in_forward`. Picklable if `inner` is.
+
+    >>> from collate_npu import PaddingCollator
+    >>> inner = PaddingCollator(pad_token_id=0, attention_mask="2d")
+    >>> samples = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}]
+    >>> inputs, labels = TitanCollator(inner)(samples)
+    >>> inputs["positions"].tolist(), labels.tolist()
+    ([[0, 1, 2], [0, 0, 1]], [[2, 3, -100], [-100, -100, -100]])
+    """
+
+    inner: Callable[..., Mapping[str, Any]]
+    _: KW_ONLY
+    segment_ids: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> TrainerBatch:
+        """`trainer_batch` of the inner batch, with the same errors."""
+        input_dict, labels = trainer_batch(self.inner(features), segment_ids=self.segment_ids)
+        return {**input_dict, **self.extra}, labels
+
+
+def trainer_batch(batch: Mapping[str, Any], segments: Segments | None = None, *, segment_ids: bool = False) -> TrainerBatch:
+    """`({"input": int64 [B, S], "positions": int64 [B, S]}, labels int64 [B, S])` of a padded or packed batch.
+
+    Labels are moved to the token before them; padding and the last token of a sequence get -100. `segment_ids`, int32, are
+    for `masks_in_forward`. Raises without labels, and for holes and keys that the model would be called with.
+    """
+    _refuse_keys(batch)
+    segments = segments or segments_from_batch(batch)
+    if not segment_ids and (torn := [(b, "holes") for b in segments.hole_rows]):
+        rule = "torchtitan begins a document at every position 0, so positions cannot tell of padding inside a sequence."
+        remedy = "Take the holes out of the samples, or pass segment_ids=True and call masks_in_forward(part) on each part."
+        raise UnsupportedFormError(explain_rows("segments", torn, rule, remedy))
+    tokens = batch[next(iter(with_role(batch, "tokens")))]
+    input_dict = {"input": tokens, "positions": positions(segments)}
+    if segment_ids:
+        input_dict[SEGMENT_KEY] = segments.ids
+    if errors.DEBUG:
+        told = "segment_ids" if segment_ids else "positions"
+        say_batch("trainer_batch of torchtitan", input_dict, segments, why=f"the trainer builds its masks of {told}")
+    return input_dict, _labels(batch, segments)
+
+
+def _labels(batch: Mapping[str, Any], segments: Segments) -> Tensor:
+    labels = batch.get("shift_labels", batch.get("labels"))
+    if not isinstance(labels, Tensor):
+        remedy = "Let each sample carry labels, a copy of its input_ids for plain language modelling."
+        raise CollateError(explain("labels", type(labels).__name__, "The trainer counts and reads labels [B, S].", remedy))
+    return labels.masked_fill(~segments.keep, -100) if "shift_labels" in batch else shift_labels(labels, segments)
+
+
+def _refuse_keys(batch: Mapping[str, Any]) -> None:
+    read = {*of_kind(KEYS, "truth", "offsets", "positions"), *with_role(KEYS, "tokens", "labels"), "shift_labels"}
+    other = [(n, key) for n, key in enumerate(batch) if key not in read and batch[key] is not None]
+    if other:
+        rule = "The trainer calls the model's forward with every key beside `input`, and its loss reads none of them."
+        remedy = "Leave it out of the samples, build inner without consumer= and model=, or name it in extra=."
+        raise UnsupportedFormError(explain_rows("batch (rows are keys)", other, rule, remedy))

@@ -1,0 +1,320 @@
+"""Call boundaries: where sequences begin and what is padding, by the arguments of one kernel call, in one form for every
+kernel.
+
+A call gives offsets, a number a token, a mask, or nothing; padding of a recurrent layer shows as zeros in what it writes.
+One form holds all of it: for each token of the call where the tokens begin that its kernel reads before it
+(`first_T`), and which tokens count for nothing (`neutral_T`). What follows from it is `rank_T`, how many tokens a token
+goes on from: in `0 0 A A B` with zeros at padding and a boundary before B::
+
+    first   0 0 0 0 4     neutral   1 1 0 0 0     rank   0 0 0 1 0
+
+Legend: B rows, T tokens of a row, Q queries, K keys; arrays with suffix T run over all B * T tokens, row after row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from collate_npu.arrays import Array, host_tensor, once
+from collate_npu.masks.forms import mask_mod
+from collate_npu.masks.patterns import Pattern
+from collate_npu.segments import Segments, position_array
+
+Attended = tuple[Tensor, Tensor]
+"""bool `[Q, K]`: whom any head attends, and whom every head does."""
+BLOCKED = -9984
+"""An additive mask blocks at or below it (masks.dense_mask)."""
+
+
+def why_row_wrong(
+    segments: Segments, pattern: Pattern | None, b: int, attended: Attended, places_Q: Tensor | None = None
+) -> str:
+    """Real queries must attend what the pattern says of their own sequence, and nothing else. Without a pattern only whose
+    tokens they attend is judged. `places_Q`: where the queries of a rank stand in the row."""
+    ids_K = segments.ids[b]
+    places_Q = torch.arange(len(ids_K)) if places_Q is None else places_Q
+    shape = len(places_Q), len(ids_K)
+    if attended[0].shape != shape:
+        return f"row {b} has {list(attended[0].shape)} queries and keys, not {[*shape]}"
+    real_Q = ids_K[places_Q] != 0
+    places_Q = places_Q[real_Q]
+    any_QK, all_QK = (each.cpu()[real_Q] for each in attended)
+
+    def first(wrong_QK: Tensor, verb: str) -> str:
+        q, k = map(int, wrong_QK.nonzero()[0])
+        return f"query {int(places_Q[q])} {verb} key {k} of {len(ids_K)}"
+
+    for keys_QK, whom in ((ids_K == 0, "padding"), (ids_K[places_Q, None] != ids_K, "another sequence")):
+        if bool((any_QK & keys_QK).any()):
+            return f"row {b} attends {whom}: {first(any_QK & keys_QK, 'attends')}"
+    if pattern is None:
+        return ""
+    attends = mask_mod(segments, pattern=pattern)
+    expected_QK = attends(torch.tensor(b), torch.tensor(0), places_Q[:, None], torch.arange(len(ids_K)))
+    if bool((more_QK := any_QK & ~expected_QK).any()):
+        return f"row {b} attends more than {pattern} attention does: {first(more_QK, 'attends')}"
+    if bool((missing_QK := expected_QK & ~all_QK).any()):
+        heads = "" if bool((missing_QK & ~any_QK).any()) else " in one of its heads"
+        return f"row {b} does not attend all of its sequence: {first(missing_QK, 'does not attend')}{heads}"
+    return ""
+
+
+def row_of(keep: Tensor, b: int) -> Attended:
+    """Of one row of `[..., H, Q, K]`, True = attends; a mask shared by rows or heads is spread."""
+    row = keep[min(b, len(keep) - 1)] if keep.ndim > 3 else keep
+    return (row, row) if row.ndim == 2 else (row.any(dim=0), row.all(dim=0))
+
+
+class _Untouched(Tensor):
+    """The number of a head that nobody may read."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise LookupError
+
+
+def evaluated(tells: Callable[..., Tensor], b: int, heads: int, shape: tuple[int, int], device: Any) -> Attended:
+    """Whom row b attends by a mask_mod or a score_mod of flex attention, `tells(b, h, q, k)`;
+    it is evaluated for each head where heads differ."""
+    from torch.nn.attention import flex_attention
+
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    places_Q, places_K = (torch.arange(size, device=device) for size in shape)
+
+    def of_head(h: Tensor) -> Tensor:
+        row = torch.vmap(torch.vmap(lambda q, k: tells(zero + b, h, q, k), (None, 0)), (0, None))
+        with getattr(flex_attention, "TransformGetItemToIndex", nullcontext)():  # so that torch 2.6 indexes by tensors
+            return row(places_Q, places_K).expand(shape)
+
+    try:
+        shared = of_head(zero.as_subclass(_Untouched))
+    except LookupError:
+        found = [of_head(zero + h) for h in range(heads)]
+        return torch.stack(found).any(dim=0), torch.stack(found).all(dim=0)
+    return shared, shared
+
+
+Kind = Literal["attention", "rule", "convolution"]
+MOST_SCORES = 1 << 26
+"""Queries times keys of one row of a mask that is looked at."""
+_LISTED = 12
+_OF_ROWS = ("zeros", "mask", "atten_mask", "block_mask", "score_mod")
+"""Arguments that mark padding of rows; any other bounds sequences."""
+
+
+@dataclass(frozen=True)
+class CallBoundaries:
+    """Where the sequences of one kernel call begin, and which of its tokens count for nothing, by its arguments."""
+
+    kernel: str
+    """Its package and name: `fla.chunk_gated_delta_rule`."""
+    kind: Kind
+    shape: tuple[int, int]
+    """B and T; B is 1 for a flat row."""
+    first_T: Array
+    """int64: where the tokens begin that this one's kernel reads, itself if none stand before it."""
+    neutral_T: Array
+    """bool: tokens that add nothing: zeros, keys that a mask blocks for everybody, what offsets do not cover."""
+    by: str = ""
+    """The argument that says it; "" where none does."""
+    window: int | None = None
+    """Tokens that a query attends at most, itself among them; None where all."""
+    causal: bool | None = None
+    """Does attention look back alone? None where that is not known."""
+    digest: int = 0
+    """Of all scores that its mask allows."""
+    allowed: Callable[[int], Attended] | None = field(default=None, repr=False)
+    """Whom one row attends, where attention was given a mask, or attends to both sides; let go once it is judged."""
+    keys: int = 0
+    """How many they are, where they are not the queries' tokens."""
+
+    @once
+    def rank_T(self) -> Array:
+        """int64: how many tokens each goes on from."""
+        before_T = np.concatenate([[0], np.cumsum(~self.neutral_T)])
+        rank_T: Array = before_T[:-1] - before_T[self.first_T]
+        return rank_T
+
+    def counts_from(self, places: Array) -> Array:
+        """The first tokens from there on that count."""
+        at_T = np.where(self.neutral_T, len(self.neutral_T), np.arange(len(self.neutral_T)))
+        found: Array = np.minimum.accumulate(at_T[::-1])[::-1][places]
+        return found
+
+    @once
+    def begins_T(self) -> Array:
+        """bool: tokens that go on from none."""
+        begins_T: Array = (self.rank_T == 0) & ~self.neutral_T
+        return begins_T
+
+    @property
+    def reach(self) -> int:
+        """The most tokens that one goes on from, itself among them."""
+        far = int((np.arange(len(self.first_T)) - self.first_T).max(initial=0)) + 1
+        return far if self.window is None else min(far, self.window)
+
+    @property
+    def fits(self) -> bool:
+        """Do offsets, where the call has any, lie in its tokens?"""
+        return not self.neutral_T.all() or self.by in ("", *_OF_ROWS)
+
+    def same(self, other: CallBoundaries) -> bool:
+        """Have both calls the same sequences, padding, window, direction and mask?"""
+        names = ("kernel", "window", "causal", "digest")
+        alike = all(getattr(self, name) == getattr(other, name) for name in names)
+        return alike and np.array_equal(self.first_T, other.first_T) and np.array_equal(self.neutral_T, other.neutral_T)
+
+    def __str__(self) -> str:
+        if not self.by:
+            return "nothing"
+        if self.by in _OF_ROWS:
+            return f"{self.by} {self._lengths()}"
+        if not self.fits:
+            return f"{self.by} that are no offsets of its {len(self.first_T)} tokens"
+        end = int(np.flatnonzero(~self.neutral_T)[-1]) + 1
+        return shown([*np.flatnonzero(self.begins_T).tolist(), end])
+
+    def _lengths(self) -> str:
+        """Tokens that count, of each row."""
+        return shown((~self.neutral_T).reshape(self.shape).sum(axis=1).tolist())
+
+
+def shown(numbers: Sequence[int]) -> str:
+    """The first of them."""
+    few = ", ".join(map(str, numbers[:_LISTED]))
+    return f"[{few}{', ...' * (len(numbers) > _LISTED)}]"
+
+
+def row_starts(B: int, T: int) -> Array:
+    """`first_T` of rows that are one sequence each."""
+    return np.repeat(np.arange(B) * T, T)
+
+
+def by_offsets(offsets: Sequence[int], total: int) -> tuple[Array, Array]:
+    """`first_T` and `neutral_T` by offsets over the whole call; what they do not cover is nobody's."""
+    places_T, starts = np.arange(total), np.array(offsets)
+    if len(starts) < 2 or (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > total:
+        return places_T, np.ones(total, bool)
+    first_T = np.where(places_T < starts[0], places_T, starts[np.searchsorted(starts, places_T, side="right") - 1])
+    return first_T, (places_T < starts[0]) | (places_T >= starts[-1])
+
+
+def by_numbers(numbers_BT: Array) -> Array:
+    """`first_T` by a number a token: a sequence begins where it changes."""
+    B, T = numbers_BT.shape
+    changes_BT = np.ones((B, T), bool)
+    changes_BT[:, 1:] = numbers_BT[:, 1:] != numbers_BT[:, :-1]
+    return np.maximum.accumulate(np.where(changes_BT.reshape(-1), np.arange(B * T), 0))
+
+
+def zeros_of(x: Tensor, order: str) -> Array:
+    """bool `[B * T]`: tokens at which all channels are zero; `order` names the dimensions of x, B and T among them."""
+    zero = x.detach() == 0
+    across = tuple(at for at, axis in enumerate(order) if axis not in "BT")
+    kept = [axis for axis in order if axis in "BT"]
+    zero = zero.all(dim=across) if across else zero
+    zero = zero if kept != ["T", "B"] else zero.T
+    return np.ascontiguousarray(zero.cpu().numpy()).reshape(-1)
+
+
+def by_mask(rows: Callable[[int], Attended], B: int, T: int) -> tuple[Array, Array, int]:
+    """`first_T`, `neutral_T` and a digest by whom tokens attend: rows that attend what stands behind them under a mask
+    that is causal everywhere else are fillings of padding, and nobody counts what they attend."""
+    first_T, neutral_T, digest = np.zeros(B * T, np.int64), np.zeros(B * T, bool), 0
+    for b in range(B):
+        allowed_QK, by_all_QK = rows(b)
+        for each_QK in (allowed_QK, by_all_QK)[: 1 + (by_all_QK is not allowed_QK)]:
+            digest = crc32(np.packbits(each_QK.cpu().numpy()).tobytes(), digest)
+        future_Q = torch.triu(allowed_QK, 1).any(dim=1)
+        filled_Q = future_Q if not bool(future_Q[:-1].all()) else torch.zeros_like(future_Q)
+        attends_QK = allowed_QK & ~filled_Q[:, None]
+        seen_K = attends_QK.any(dim=0)
+        past_QK = torch.tril(attends_QK)
+        first_Q = torch.where(
+            past_QK.any(dim=1), past_QK.to(torch.uint8).argmax(dim=1), torch.arange(T, device=past_QK.device)
+        )
+        at = slice(b * T, (b + 1) * T)
+        first_T[at], neutral_T[at] = first_Q.cpu().numpy() + b * T, (~seen_K).cpu().numpy()
+    return first_T, neutral_T, digest
+
+
+# --- against the truth
+
+
+def places_in(call: CallBoundaries, segments: Segments) -> Array | None:
+    """The places of the call's tokens in the flattened batch `[B * S]`; None for other tokens than this batch's."""
+    total = len(call.first_T)
+    if call.shape == segments.shape or (call.shape[0] == 1 and total == segments.array.size):
+        return np.arange(total)
+    if total == segments.num_tokens and call.shape[0] == 1:
+        return np.flatnonzero(segments.array)
+    return None
+
+
+def why_differs(call: CallBoundaries, segments: Segments, empty_T: Array | None = None) -> str:
+    """Which real token goes on from other tokens than those of its own sequence; "" where none does. Tokens of the batch
+    that are `empty_T`, zeros before any layer, may count for nothing."""
+    places_T = places_in(call, segments)
+    assert places_T is not None
+    ids_T = segments.array.reshape(-1)[places_T]
+    S, real_T = segments.shape[1], ids_T > 0
+    own_T = position_array(segments).reshape(-1)[places_T]
+    lost_T = real_T & call.neutral_T
+    if empty_T is not None and len(empty_T) == segments.array.size:
+        zero_T = lost_T & empty_T[places_T]
+        own_T, real_T, lost_T = _ranks_without(own_T, real_T, zero_T), real_T & ~zero_T, lost_T & ~zero_T
+    if call.window is not None:
+        own_T = np.where(own_T > 0, 1, 0)
+    rank_T = call.rank_T if call.window is None else np.minimum(call.rank_T, 1)
+    wrong_T = lost_T | (real_T & (rank_T != own_T))
+    if call.window is None:  # as many tokens before it, but others
+        starts_T = np.maximum.accumulate(np.where(real_T & (own_T == 0), np.arange(len(own_T)), 0))
+        wrong_T |= real_T & (own_T > 0) & (call.counts_from(call.first_T) != call.counts_from(starts_T))
+    if not wrong_T.any():
+        return ""
+    t = int(np.argmax(wrong_T))
+    at = f"the token at (row, column) ({places_T[t] // S}, {places_T[t] % S})"
+    if lost_T[t]:
+        return f"{at} is real, and counts for nothing"
+    if call.rank_T[t] < own_T[t]:
+        return f"{at} does not read the {own_T[t] - call.rank_T[t]} first of its sequence"
+    read = np.arange(call.first_T[t], t)
+    others = read[~call.neutral_T[read] & (ids_T[read] != ids_T[t])]
+    whose = "padding" if len(others) and (ids_T[others] == 0).all() else "another sequence"
+    return f"{at} goes on from {whose}"
+
+
+def _ranks_without(own_T: Array, real_T: Array, zero_T: Array) -> Array:
+    """Ranks in their sequences, where some tokens do not count."""
+    before_T = np.cumsum(zero_T) - zero_T
+    starts_T = np.maximum.accumulate(np.where(real_T & (own_T == 0), np.arange(len(own_T)), 0))
+    ranks_T: Array = own_T - (before_T - before_T[starts_T])
+    return ranks_T
+
+
+def why_counts_wrong(positions_T: Array, segments: Segments, first: int | None) -> str:
+    """Which real token has a position that does not follow from its sequence: one more than the token before it has, and
+    for positions that are embedded `first` at the first. `positions_T` are those of the rows as they are."""
+    own_T, at = position_array(segments).reshape(-1), np.flatnonzero(segments.array)
+    off = positions_T[at] - own_T[at]
+    starts = np.maximum.accumulate(np.where(own_T[at] == 0, np.arange(len(at)), 0))
+    wrong = off != (off[starts] if first is None else first)
+    if not wrong.any():
+        return ""
+    t = int(at[np.argmax(wrong)])
+    place = f"({t // segments.shape[1]}, {t % segments.shape[1]})"
+    return f"the token at (row, column) {place} has position {positions_T[t]}, as token {own_T[t]} of its sequence"
+
+
+def segments_told(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """Offsets of an argument as ints, () where there are none."""
+    given = values.get(name)
+    return () if given is None else tuple(np.asarray(host_tensor(name, given)).astype(np.int64).tolist())

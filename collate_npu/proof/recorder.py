@@ -1,0 +1,574 @@
+"""Recorder: it keeps the kernel calls of a process, each in its layer and its forward, while the process runs as it is.
+
+Layers call layers, and kernels call kernels: the innermost layer names a call, and of kernels that call one another for the
+same tokens the innermost counts. Nothing here ends a run: what could not be read is said beside what was.
+
+Functions are wrapped where they are defined, when their package is imported, and where somebody took them before: in modules
+and on layers, by their names (`KERNELS`). A wrapper is a plain function, which torch.compile traces through as if it were
+not there. `nn.Module` says in which layer a call is made.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial, wraps
+from types import BuiltinFunctionType, CellType, FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from collate_npu.arrays import Array
+from collate_npu.consumers.mask_routing import Case
+from collate_npu.errors import CollateError
+from collate_npu.kernels.call_boundaries import zeros_of
+from collate_npu.kernels.check import call_breaches, knows, named
+from collate_npu.proof.forward import Fault, Forward, Seen, is_layer, short
+from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
+
+Hear = Callable[[str, Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""`hear(kernel, function, call, args, kwargs)` calls `call`, the function as others hear it, and gives its result."""
+
+DEFINED_IN = (
+    *("torch.nn.functional", "torch.nn.attention.flex_attention", "torch.nn.attention.varlen"),
+    *("transformers.integrations.flex_attention", "flash_attn.flash_attn_interface", "flash_attn_interface"),
+    *("fla.ops.gated_delta_rule.chunk", "fla.ops.gated_delta_rule.fused_recurrent", "fla.ops.kda.chunk"),
+    *("fla.ops.kda.fused_recurrent", "fla.ops.gla.chunk", "fla.ops.simple_gla.chunk", "fla.ops.delta_rule.chunk"),
+    *("fla.ops.lightning_attn.chunk", "fla.modules.conv.causal_conv1d", "fla.modules.convolution"),
+    "fla.modules.causal_conv1d.ops",  # fla 0.6
+    *("causal_conv1d.causal_conv1d_interface", "mamba_ssm.ops.triton.ssd_combined", "torch_npu", "fla_npu.ops.ascendc"),
+)
+"""Modules whose functions are wrapped as soon as they are imported."""
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_FUSION = (
+    *("query", "key", "value", "head_num", "input_layout", "pse", "padding_mask", "atten_mask", "scale", "keep_prob"),
+    *("pre_tockens", "next_tockens", "inner_precise", "prefix", "actual_seq_qlen", "actual_seq_kvlen", "sparse_mode"),
+)
+_POSITIONAL: dict[str, tuple[str, ...]] = {
+    "scaled_dot_product_attention": _SDPA, "conv1d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+    "npu_fusion_attention": _FUSION, "npu_fusion_attention_v3": _FUSION,
+}  # fmt: skip
+"""Parameters of functions of C++, which have no signature."""
+
+
+class Hooks:
+    """Who listens. What is wrapped is wrapped once for all who do; when the last one leaves, everything is put back, and
+    what somebody keeps of ours goes on as the function itself."""
+
+    def __init__(self, hear: Hear, around: Callable[..., Any]) -> None:
+        self.hear, self.around = hear, around
+        self.unwrapped: list[str] = []
+        """Functions that could not be wrapped, and why; known once it was taken off."""
+
+    @property
+    def on(self) -> bool:
+        """Does it listen?"""
+        return self in _LISTENING
+
+    def install(self) -> None:
+        """Listen."""
+        _LISTENING.append(self)
+        if len(_LISTENING) == 1:
+            WRAPS.install()
+
+    def taken_off(self) -> None:
+        """Listen no longer."""
+        if self.on:
+            _LISTENING.remove(self)
+            self.unwrapped = [*WRAPS.unwrapped]
+            if not _LISTENING:
+                WRAPS.taken_off()
+
+
+class _Wraps:
+    """What is wrapped in this process."""
+
+    def __init__(self) -> None:
+        self.unwrapped: list[str] = []
+        self._held: list[tuple[Any, str, Any, Any]] = []
+        self._ours: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        """By the id of a function: itself, and its wrapper."""
+        self._wrappers: set[int] = set()
+        self._seen_modules: set[str] = set()
+
+    def install(self) -> None:
+        """Wrap what is there, and the rest when it is imported."""
+        original: Callable[..., Any] = nn.Module._call_impl
+
+        def _call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+                return original(module, *args, **kwargs)
+            call = original
+            for hooks in tuple(_LISTENING):
+                call = partial(_around, hooks, call)
+            return call(module, *args, **kwargs)
+
+        self.put(nn.Module, "_call_impl", _call_impl)
+        for name in DEFINED_IN:
+            if name in sys.modules:
+                self.wrap_all(sys.modules[name])
+        self._replace_taken()
+        with suppress(ImportError):  # within one process it suffices to look at what is imported already
+            import wrapt
+
+            for name in set(DEFINED_IN) - set(sys.modules) - _AWAITED:
+                _AWAITED.add(name)
+                wrapt.register_post_import_hook(_imported, name)
+
+    def look_at(self, root: nn.Module) -> None:
+        """Wrap what the layers of a model took, or their modules define, under a name that is known."""
+        for base in {base for module in root.modules() for base in type(module).__mro__}:
+            if base.__module__.startswith("torch.") or base.__module__ == "builtins":
+                continue
+            self.wrap_all(base)
+            if base.__module__ not in self._seen_modules:
+                self._seen_modules.add(base.__module__)
+                defined_in = sys.modules.get(base.__module__)
+                for each in list(vars(defined_in).values()) if defined_in is not None else ():
+                    self._wrap_kept(each)
+                self.wrap_all(defined_in)
+        for module in root.modules():
+            taken = [name for name, each in vars(module).items() if self._is_kernel(each) or id(each) in self._ours]
+            self._wrap_on(module, taken)
+
+    def taken_off(self) -> None:
+        """Put everything back but what the run itself put there."""
+        for holder, name, old, new in reversed(self._held):
+            with suppress(Exception):
+                if _of(holder, name) is new:
+                    _set(holder, name, old)
+        with suppress(Exception):
+            for wrapper in self._wrappers:
+                _SCRIPT._get_builtin_table().pop(wrapper, None)
+        if (dynamo := sys.modules.get("torch._dynamo.trace_rules")) is not None:  # what it noted of our wrappers
+            with suppress(Exception):
+                dynamo.clear_lru_cache()
+        for each in (self._held, self.unwrapped, self._ours, self._wrappers, self._seen_modules):
+            each.clear()
+
+    def wrap_all(self, module: Any) -> None:
+        if module is not None:
+            self._wrap_on(module, [name for name, each in list(vars(module).items()) if self._is_kernel(each)])
+
+    def _wrap_on(self, holder: Any, names: Iterable[str]) -> None:
+        for name in names:
+            try:
+                held = vars(holder)[name]
+                plain = held.__func__ if isinstance(held, staticmethod) else held
+                self.put(holder, name, staticmethod(self._wrapper(plain)) if plain is not held else self._wrapper(held))
+            except Exception as error:  # a package that does not let itself be wrapped runs as it is
+                self.unwrapped.append(f"{name}: {type(error).__name__}: {error}")
+
+    def _is_kernel(self, value: Any) -> bool:
+        """A function under a name that is known, not one of ours; what else torch and Triton call stays what it is."""
+        value = value.__func__ if isinstance(value, staticmethod) else value
+        return (
+            isinstance(value, (FunctionType, BuiltinFunctionType)) and value.__name__ in KERNELS and not self._is_own(value)
+        )
+
+    def _is_own(self, function: Any) -> bool:
+        return id(function) in self._wrappers
+
+    def _wrap_kept(self, function: Any, depth: int = 3) -> None:
+        """Kernels that a function around them keeps for itself, as transformers' own do."""
+        if not isinstance(function, FunctionType) or self._is_own(function):
+            return
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # an empty one
+                if depth:
+                    self._wrap_kept(cell.cell_contents, depth - 1)
+                if self._is_kernel(cell.cell_contents):
+                    self.put(cell, "cell_contents", self._wrapper(cell.cell_contents))
+
+    def _wrapper(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if (known := self._ours.get(id(function))) is not None:
+            return known[1]
+        kernel = f"{(function.__module__ or 'torch').partition('.')[0].strip('_')}.{function.__name__}"
+
+        @wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            call = function
+            for hooks in tuple(_LISTENING):
+                call = partial(_heard, hooks, kernel, function, call)
+            return call(*args, **kwargs)
+
+        called.__collate_npu__ = function  # type: ignore[attr-defined]
+        with suppress(Exception):  # scripted code means the function itself
+            if (op := _SCRIPT._find_builtin(function)) is not None:
+                _SCRIPT._register_builtin(called, op)
+        self._ours[id(function)] = (function, called)
+        self._wrappers.add(id(called))
+        return called
+
+    def _replace_taken(self) -> None:
+        """Where other modules took a function that is wrapped now, transformers' registry of attention among them."""
+        taken: list[tuple[Any, dict[str, Any]]] = []
+        for name, module in list(sys.modules.items()):
+            held = getattr(module, "__dict__", None)
+            if isinstance(held, dict) and not name.startswith("torch._C"):  # there torch finds what it tells a function mode
+                registries = [vars(type(value)).get("_global_mapping") for value in list(held.values())]
+                taken += [(module, held), *((each, each) for each in registries if isinstance(each, dict))]
+        for holder, held in taken:
+            for name, value in list(held.items()):
+                if id(value) in self._ours and self._ours[id(value)][0] is value:
+                    self.put(holder, name, self._ours[id(value)][1])
+
+    def put(self, holder: Any, name: str, new: Any) -> None:
+        """Put something in its place until nobody listens."""
+        self._held.append((holder, name, _of(holder, name), new))
+        _set(holder, name, new)
+
+
+_SCRIPT: Any = getattr(torch.jit, "_builtins", None)
+_LISTENING: list[Hooks] = []
+_AWAITED: set[str] = set()
+"""Modules whose import is awaited; wrapt forgets no hook, so each has one."""
+WRAPS = _Wraps()
+
+
+def _around(hooks: Hooks, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return hooks.around(call, module, args, kwargs)
+
+
+def _heard(hooks: Hooks, kernel: str, function: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return hooks.hear(kernel, function, call, args, kwargs)
+
+
+def _imported(module: Any) -> None:
+    if _LISTENING:
+        WRAPS.wrap_all(module)
+
+
+def _of(holder: Any, name: str) -> Any:
+    if isinstance(holder, CellType):
+        return holder.cell_contents
+    return holder[name] if isinstance(holder, dict) else vars(holder)[name]
+
+
+def _set(holder: Any, name: str, value: Any) -> None:
+    if isinstance(holder, dict):
+        holder[name] = value
+    else:
+        setattr(holder, name, value)
+
+
+def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names, those of `**kwargs` among them; but not of transformers' own functions, which
+    swallow boundaries there (5.23 modeling_lfm3.py:319): wrappers alone hand them on."""
+    if (names := _POSITIONAL.get(function.__name__)) is not None:
+        return {**dict(zip(names, args)), **kwargs}
+    found = named(function, args, kwargs)
+    own = inspect.isfunction(function) and (function.__module__ or "").startswith("transformers.")
+    if own and not hasattr(function, "__wrapped__"):
+        found = {name: each for name, each in found.items() if name in inspect.signature(function).parameters}
+    return found
+
+
+Begin = Callable[[nn.Module, Any, Any], "Forward | None"]
+"""`begin(module, args, kwargs)` of what is called outermost: the forward that begins with it, None for none."""
+End = Callable[[Forward], str]
+"""`end(forward)`: what to raise behind it, "" for nothing."""
+_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?)$")
+"""Names of embeddings of positions."""
+
+
+class Recorder:
+    """Hears every kernel while it is on."""
+
+    def __init__(self, begin: Begin, end: End) -> None:
+        self.failed: set[str] = set()
+        """What went wrong in recording itself; the run goes on."""
+        self.models: set[str] = set()
+        """Classes of the models that ran."""
+        self.hooks = Hooks(self._heard, self._around)
+        self.results: deque[Any] | None = None
+        """What kernels gave, one after the other, where that is kept."""
+        self.replays = False
+        """Do kernels, and the layers in `frozen`, give that instead of what they compute?"""
+        self.frozen: tuple[nn.Module, ...] = ()
+        self._begin, self._end = begin, end
+        self._local = threading.local()
+        self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self._roots: dict[int, tuple[weakref.ref[nn.Module] | None, bool]] = {}
+        """Modules that were called outermost, and whether they are models."""
+
+    @property
+    def forward(self) -> Forward | None:
+        """The one that runs now, in this thread."""
+        running: Forward | None = self._here.forward
+        return running
+
+    def forget(self) -> None:
+        """A forked process begins anew."""
+        self._local = threading.local()
+
+    def root_of(self, module: nn.Module) -> nn.Module | None:
+        """The model that this module is a part of."""
+        known = self._names.get(id(module))
+        return None if known is None else known[0]()
+
+    def knows(self, root: nn.Module) -> bool:
+        """Is it a model with layers that look at other tokens? Its names are kept, and its kernels wrapped."""
+        held, looks = self._roots.get(id(root), (None, False))
+        if held is not None and held() is root:
+            return looks
+        tells = any(map(is_layer, root.modules())) or any(isinstance(each, nn.Embedding) for each in root.children())
+        held, looks = weakref.ref(root), tells or any(isinstance(each, nn.ModuleList) for each in root.modules())
+        self._roots[id(root)] = held, looks
+        if looks:
+            self.keep(root)
+        return looks
+
+    def keep(self, root: nn.Module) -> None:
+        """Keep the names of its modules, and wrap its kernels."""
+        held = weakref.ref(root)
+        for name, module in root.named_modules():
+            if id(module) not in self._names or name == "" or self.root_of(module) is None:
+                self._names[id(module)] = held, short(name)
+        self.models.add(type(root).__name__)
+        WRAPS.look_at(root)
+
+    @contextmanager
+    def on(self, model: nn.Module) -> Iterator[None]:
+        """Listen meanwhile, to this model too if it has no layer by its name."""
+        self.hooks.install()
+        self.keep(model)
+        try:
+            yield
+        finally:
+            self.hooks.taken_off()
+
+    @contextmanager
+    def unharmed(self) -> Iterator[None]:
+        """What is ours never ends the run."""
+        try:
+            yield
+        except Exception as error:
+            self.failed.add(f"{type(error).__name__}: {str(error)[:120]}")
+
+    # --- modules
+
+    def _around(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        here = self._here
+        if here.stack and (kernel := MODULES.get(type(module).__name__)) and self._is_kernel(module):
+            kernel_name = f"{type(module).__module__.partition('.')[0]}.{type(module).__name__}"
+            values = {"self": module, **bound(module.forward, args, kwargs)}
+            if type(module).__name__ == "Conv1d":
+                values = {"x": args[0] if args else kwargs["input"]}
+            return self._called(kernel_name, kernel, values, lambda: original(module, *args, **kwargs))
+        if any(module is each for each in self.frozen):
+            return self._kept(lambda: original(module, *args, **kwargs))
+        forward, outer = None, here.forward
+        with self.unharmed():
+            if not here.stack or self._has_other_rows(kwargs):
+                forward = self._begin(module, args, kwargs)
+                here.forward = forward or outer
+            elif outer is not None and (kind := self._counts(module)):
+                self._note_positions(outer, kind, module, args, kwargs)
+            elif outer is not None and is_layer(module):
+                here.empty_T = _still_empty(outer.empty_T, [*args, *kwargs.values()])
+        here.stack.append(module)
+        try:
+            result = original(module, *args, **kwargs)
+        except BaseException as error:
+            here.stack.pop()
+            if forward is not None:
+                forward.raised = type(error).__name__
+            self._left(forward, outer)
+            raise
+        here.stack.pop()
+        if isinstance(module, nn.Embedding) and outer is not None and args and args[0] is outer.ids:
+            with self.unharmed():
+                outer.empty_T = zeros_of(result, "BTD")
+        if wrong := self._left(forward, outer):
+            raise CollateError(wrong)
+        return result
+
+    def _left(self, forward: Forward | None, outer: Forward | None) -> str:
+        if forward is not None:
+            self._here.forward = outer
+            with self.unharmed():
+                return self._end(forward)
+        return ""
+
+    @property
+    def _here(self) -> Any:
+        """Of this thread: the modules that run, its forward, and how deep its kernels are."""
+        if not hasattr(self._local, "stack"):
+            self._local.stack, self._local.forward, self._local.depth, self._local.empty_T = [], None, 0, None
+        return self._local
+
+    def _has_other_rows(self, kwargs: Mapping[str, Any]) -> bool:
+        """Is a model called within another one, on tokens that are not the outer one's, whole or without padding?"""
+        ids, forward = kwargs.get("input_ids"), self._here.forward
+        if forward is None or forward.ids is None or not isinstance(ids, Tensor) or ids is forward.ids:
+            return False
+        whole = forward.ids.flatten()
+        real = whole if forward.truth is None else whole[forward.truth.indices.to(whole.device)]
+        return not any(torch.equal(ids.flatten(), each) for each in (whole, real))
+
+    def _is_kernel(self, module: nn.Module) -> bool:
+        """A convolution is one inside a recurrent layer, one channel at a time."""
+        if not isinstance(module, nn.Conv1d):
+            return True
+        return module.groups == module.in_channels > 1 and is_layer(self._here.stack[-1])
+
+    def _counts(self, module: nn.Module) -> str:
+        """Is it given positions: rotary ones, or those that are embedded?"""
+        if re.search("rotary|rope", type(module).__name__.lower()) and not is_layer(module):
+            return "rotary"
+        known = self._names.get(id(module)) if isinstance(module, nn.Embedding) else None
+        return "embedded" if known is not None and _POSITIONS.search(known[1]) else ""
+
+    def _note_positions(self, forward: Forward, kind: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        plain = type(module).forward is nn.Embedding.forward
+        named = bound(module.forward, args, kwargs).items()
+        given = [value for key, value in named if isinstance(value, Tensor) and (plain or "position" in key)]
+        given = [value for value in given if not value.is_floating_point()]
+        value = next((value for value in given if value.ndim in (1, 2, 3)), None)
+        if value is None or forward.truth is None:
+            return
+        for axis in torch.unique(value, dim=0) if value.ndim == 3 else [value]:  # mRoPE has three, of text all equal
+            found, truth = axis.detach().cpu().numpy(), forward.truth
+            if found.shape[-1] == truth.shape[1] and found.size in (truth.shape[1], truth.array.size):
+                found = np.broadcast_to(found, truth.shape)
+            where: dict[str, Any] = {"layer": self._name_of(module), "kernel": type(module).__name__}
+            forward.calls.append(Seen(**where, module=module, kind=kind, told=None, positions=found))
+
+    def _name_of(self, module: nn.Module) -> str:
+        known = self._names.get(id(module))
+        return known[1] if known else type(module).__name__
+
+    # --- kernels
+
+    def _heard(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        here = self._here
+        if not here.stack or here.forward is None:
+            return call(*args, **kwargs)
+        values: dict[str, Any] | str
+        try:
+            values = arguments_of(function, args, kwargs)
+        except Exception as error:
+            values = f"{type(error).__name__}: {error}"
+        if name == "torch.conv1d" and (here.depth or not is_layer(here.stack[-1]) or not _is_depthwise(values)):
+            return call(*args, **kwargs)
+        return self._called(name, KERNELS[name.rpartition(".")[2]], values, lambda: call(*args, **kwargs))
+
+    def _called(self, name: str, row: Any, values: dict[str, Any] | str, call: Callable[[], Any]) -> Any:
+        """Call it; of kernels that call one another for the same tokens the innermost counts."""
+        forward: Forward | None = self._here.forward
+        if forward is None:
+            return call()
+        seen, first = self._seen(name, row, values), len(forward.calls)
+        result: Any = seen
+        try:
+            result = self._kept(call)
+            return result
+        finally:
+            inner = [each.told for each in forward.calls[first:] if each.told is not None]
+            whole = any(seen.told is None or len(told.first_T) == len(seen.told.first_T) for told in inner)
+            if result is not None and not whole:  # None: a fallback that does nothing
+                forward.calls[first:] = [seen]  # what it calls for a part of its tokens says nothing of all
+
+    def _kept(self, call: Callable[[], Any]) -> Any:
+        """Call it, the outermost kernel, or give what it gave in the forward before."""
+        here, keeps = self._here, self.results is not None and not self._here.depth
+        if keeps and self.replays:
+            assert self.results is not None
+            return _copied(self.results.popleft())
+        here.depth += 1
+        try:
+            result = call()
+        finally:
+            here.depth -= 1
+        if keeps:
+            assert self.results is not None
+            self.results.append(_copied(result))
+        return result
+
+    def _seen(self, name: str, row: Any, values: dict[str, Any] | str) -> Seen:
+        kind, read = row
+        stack = self._here.stack
+        layer = next((module for module in reversed(stack) if is_layer(module)), stack[-1])
+        empty_T = self._here.empty_T
+        seen = Seen(layer=self._name_of(layer), module=layer, kernel=name, kind=kind, told=None, empty_T=empty_T)
+        try:
+            if isinstance(values, str):
+                raise UnreadError(values)
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise UnreadError("a graph is being captured")
+            with torch.no_grad():
+                told = read(name, values)
+            found = call_breaches(name, values) if knows(name) else ()
+            return replace(seen, told=told, breaches=tuple(found))
+        except UnreadError as error:
+            return replace(seen, unread=str(error))
+        except Exception as error:  # the run goes on, whatever its arguments are
+            return replace(seen, unread=f"{type(error).__name__}: {str(error)[:80]}")
+
+
+@contextmanager
+def heard(model: nn.Module, cases: Iterable[Case]) -> Iterator[list[Fault]]:
+    """The faults of this model's forwards meanwhile, which are of these batches, one after the other."""
+    faults: list[Fault] = []
+    coming = iter(cases)
+
+    def begin(module: nn.Module, *_: Any) -> Forward | None:
+        if module is not model or (case := next(coming, None)) is None:
+            return None
+        forward = Forward(root=model, number=0, step=0, training=torch.is_grad_enabled())
+        forward.judge_by(case)
+        return forward
+
+    def end(forward: Forward) -> str:
+        faults.extend(forward.faults().values())
+        return ""
+
+    with Recorder(begin, end).on(model):
+        yield faults
+
+
+def _copied(given: Any) -> Any:
+    """What goes on with it may write in it."""
+    if isinstance(given, tuple):
+        return tuple(map(_copied, given))
+    return given.clone() if isinstance(given, Tensor) else given
+
+
+def _still_empty(empty_T: Array | None, given: Iterable[Any]) -> Array | None:
+    """Which of these tokens are zero in what a layer is called with: the first tensor of states."""
+    states = next((x for x in given if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3), None)
+    if empty_T is None or not empty_T.any() or states is None or states.shape[0] * states.shape[1] != len(empty_T):
+        return None
+    still_T: Array = empty_T & zeros_of(states, "BTD")
+    return still_T
+
+
+def _is_depthwise(values: dict[str, Any] | str) -> bool:
+    weight = values.get("weight") if isinstance(values, dict) else None
+    return isinstance(weight, Tensor) and isinstance(values, dict) and weight.shape[0] == values.get("groups", 1) > 1
+
+
+def bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by their names, those of `**kwargs` among them; what the function itself would refuse, it refuses."""
+    with suppress(TypeError, ValueError):
+        return arguments_of(function, args, kwargs)
+    return dict(kwargs)

@@ -1,0 +1,381 @@
+"""Environment: what is installed, which kernels transformers would run here, and known hazards.
+
+For issue reports and for people who wonder why a mask is lost. torch need not load: a question that imports it or more is
+asked in a process of its own, which a library may crash alone. A driver or a half-installed package may raise, abort, or
+never come back: then the reason is the answer. The process finds packages as any Python here does, but never in the working
+directory, which `python -c` puts first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from collate_npu import releases
+from collate_npu.errors import printable
+from collate_npu.integrations import trainers
+from collate_npu.releases import DISTRIBUTIONS, KERNELS_TOLD, Since, installed, numbers
+from collate_npu.tools.user_code import said
+
+SECONDS = 120
+"""How long a process may take."""
+_PACKAGE = str(Path(__file__).resolve().parents[1] / "__init__.py")
+_CODE = """import sys
+sys.path[:] = filter(None, sys.path)
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("collate_npu", sys.argv[2])
+sys.modules["collate_npu"] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules["collate_npu"])
+from collate_npu.tools.env import answer
+answer(sys.argv[1])"""
+"""This package by its file: the folder around it, which may be the working directory, is no place to find others."""
+
+
+def ask(question: str, *, seconds: float = SECONDS) -> dict[str, Any]:
+    """The answer to one of `ANSWERS`, or `{"fails": why}`."""
+    command = [sys.executable, "-c", _CODE, question, _PACKAGE]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=seconds, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return {"fails": f"no answer within {seconds:.0f} s"}
+    with suppress(ValueError):  # nothing, or half an answer
+        return dict(json.loads(done.stdout))
+    return {"fails": _ended(done.returncode, done.stderr.decode("utf-8", "replace"))}
+
+
+def _ended(code: int, err: str) -> str:
+    """`ended by SIGSEGV (the last line it said)`."""
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    said = err.strip().splitlines()
+    return f"ended {how} ({said[-1].strip()[:300]})" if said else f"ended {how}"
+
+
+def answer(question: str) -> None:
+    """In the process that is asked: a line of JSON to stdout; what libraries print goes to stderr."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
+        os.dup2(2, 1)
+        try:
+            found = ANSWERS[question]()
+        except (Exception, SystemExit) as error:  # some libraries end the process they are imported in
+            found = {"fails": reason(error)}
+        json.dump(found, out)
+    os._exit(0)  # a library that crashes while Python ends has no say in what was found
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    try:
+        found = [f"cuda x {torch.cuda.device_count()}"] if torch.cuda.is_available() else []
+        npu = getattr(torch, "npu", None)
+        if npu is not None and npu.is_available():
+            found.append(f"npu x {npu.device_count()} ({npu.get_device_name(0)})")
+    except Exception as error:  # a driver that does not answer
+        return {"devices": f"not known: {said(error)}"}
+    return {"devices": ", ".join(found) or "cpu only"}
+
+
+def _torch_npu() -> dict[str, Any]:
+    """torch loads it when it is imported; where that failed or was switched off, the import here says why."""
+    version = getattr(import_module("torch_npu"), "version", None)
+    return {"cann": str(getattr(version, "cann", None) or "")}
+
+
+def runs() -> dict[str, str]:
+    """What transformers computes attention and Gated DeltaNet with here, asked of itself."""
+    found, asked = {}, {"transformers, attention": _attentions, "transformers, Gated DeltaNet": _gated_delta_net}
+    for stack, question in asked.items() if installed("transformers") else ():
+        try:
+            found[stack] = question()
+        except Exception as error:  # a package that is half there
+            found[stack] = f"not known: {said(error)}"
+    return found
+
+
+def _attentions() -> str:
+    """By the names of `attn_implementation`."""
+    from transformers import utils
+
+    def has(name: str) -> bool:
+        return bool(getattr(utils, name, bool)())
+
+    here = ["sdpa", "eager", *(f"flash_attention_{n}" for n in (2, 3, 4) if has(f"is_flash_attn_{n}_available"))]
+    if has("is_torch_npu_available"):
+        here.append("flash_attention_2 (npu_fusion_attention)")
+    return ", ".join([*here, *["owner/kernel of the hub"] * bool(installed("kernels"))])
+
+
+def _gated_delta_net() -> str:
+    """What each function of the layers of a tiny Qwen3-Next gave way to."""
+    from collate_npu.testing import tiny_model
+    from collate_npu.tools.audit.session import resolved_kernels
+
+    if not KERNELS_TOLD.holds():
+        return f"transformers before {KERNELS_TOLD} does not say which functions it resolved"
+    chosen = resolved_kernels(tiny_model("qwen3_next", vocab_size=8))
+    return ", ".join(f"{name}: {'plain torch' if package == 'torch' else package}" for name, package in chosen.items())
+
+
+ANSWERS: Mapping[str, Callable[[], dict[str, Any]]] = {"torch": _torch, "torch_npu": _torch_npu, "stacks": runs}
+
+
+def reason(error: BaseException) -> str:
+    """Why something does not load, down to the first cause: of torch's own error (`_import_device_backends`), that library
+    of CANN which torch_npu misses."""
+    last = error
+    while cause := last.__cause__ or last.__context__:
+        last = cause
+    return said(error) if last is error else f"{said(error)} ({said(last)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """What `collate-npu env` prints."""
+
+    system: str
+    packages: dict[str, str]
+    """Installed packages and their versions."""
+    settings: dict[str, str]
+    cann: str
+    """The CANN toolkit and its version, or why there is none."""
+    devices: str
+    npu: str
+    """Whether torch_npu works here, and if not, why."""
+    runs: dict[str, str]
+    """What transformers computes attention and Gated DeltaNet with here."""
+    hazards: tuple[str, ...] = ()
+
+
+_SETTINGS = (
+    "NPU_FA2_SPARSE_MODE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "USE_MCORE_GDN", "COLLATE_NPU_DEBUG", "COLLATE_NPU_GUARD",
+    "ASCEND_HOME_PATH", "ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LD_LIBRARY_PATH",
+)  # fmt: skip
+_CANN_FILES = ("version.info", "version.cfg", "*-linux/ascend_toolkit_install.info", "*/version.info")
+"""Where releases of CANN say which they are, below ASCEND_HOME_PATH; torch_npu reads the third (utils/collect_env.py)."""
+_VERSION = re.compile(r"^\s*(?:version|\w+_running_version)\s*=\s*\[?(?:[\d.]+:)?([^\]\s]+)", re.IGNORECASE | re.MULTILINE)
+_BASE = (
+    "torch", "numpy", "torch_npu", "transformers", "datasets", "mindspeed", "megatron_adaptor", "transformer_engine_npu",
+    "llamafactory",
+)  # fmt: skip
+_KERNELS = (
+    *DISTRIBUTIONS["fla"], *DISTRIBUTIONS["causal_conv1d"], *DISTRIBUTIONS["fla_npu"], "kernels", "triton", "triton-ascend",
+    "mamba-ssm", "flash-attn", "transformer-engine",
+)  # fmt: skip
+
+
+def packages() -> dict[str, str]:
+    """The installed ones among those that training depends on here, and their versions."""
+    names = dict.fromkeys((*_BASE, *(package for package, _ in trainers().values()), *_KERNELS))
+    return {name: version for name in names if (version := installed(name))}
+
+
+def settings() -> dict[str, str]:
+    """The settings that are set."""
+    return {name: value for name in _SETTINGS if (value := os.environ.get(name))}
+
+
+def system() -> str:
+    """System, C library, Python and processors in one line."""
+    ours = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{platform.platform()}, Python {platform.python_version()}, {ours} of {os.cpu_count()} CPUs"
+
+
+def cann() -> str:
+    """The CANN toolkit that ASCEND_HOME_PATH names, and its version; why not, where there is none."""
+    home = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME", "")
+    if not home:
+        return "none: ASCEND_HOME_PATH is not set"
+    if not Path(home).is_dir():
+        return f"none: ASCEND_HOME_PATH is {home}, which is no folder"
+    files = (path for pattern in _CANN_FILES for path in sorted(Path(home).glob(pattern)) if path.is_file())
+    found = filter(None, (_VERSION.search(path.read_text(encoding="utf-8", errors="replace")) for path in files))
+    return f"{next((one[1] for one in found), 'version not told')} in {home}"
+
+
+_PRIVATE = (
+    (r"(?<=//)[^/\s:@]+:[^/\s@]+(?=@)", "***"),  # user:password@host
+    (r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-)[\w-]{8,}", "***"),
+    (r"((?:token|secret|password|api_?key)\w*\s*[=:]\s*)[^\s,;\"\\]+", r"\1***"),
+    (r"/(?:home|Users)/[^/\s:;,()\"\\]+", "~"),
+)
+
+
+def environment() -> Environment:
+    """Look around. Never raises for a package that is broken: that is a finding."""
+    from collate_npu import __version__
+
+    held = packages()
+    torch = ask("torch")
+    fails = torch.get("fails")
+    npu = ask("torch_npu") if "torch_npu" in held and not fails else {}
+    stacks = {} if fails else ask("stacks")
+    found = Environment(
+        system=system(),
+        packages={"collate_npu": __version__, **held},
+        settings=settings(),
+        cann=cann(),
+        devices=f"not known: torch does not load: {fails}" if fails else torch["devices"],
+        npu=_npu(held, fails or npu.get("fails", ""), npu.get("cann", "")),
+        runs={"not known": stacks["fails"]} if "fails" in stacks else stacks,
+    )
+    return replace(found, hazards=tuple(hazards(found)))
+
+
+def _npu(packages: Mapping[str, str], fails: str, cann: str) -> str:
+    if "torch_npu" not in packages:
+        return "torch_npu is not installed"
+    # ImportError: libhccl.so: CANN is missing
+    return f"torch_npu does not load: {fails}" if fails else f"torch_npu loads{f', CANN {cann}' if cann else ''}"
+
+
+def written(*, as_json: bool = False) -> str:
+    """The report of this machine as Markdown to paste into an issue, or as JSON; no home directory, no token."""
+    found = masked(asdict(environment()))
+    return json.dumps(found, indent=2) if as_json else "\n".join(_markdown(Environment(**found)))
+
+
+def masked(value: Any) -> Any:
+    """Without what is nobody else's business: home directories, passwords in addresses, tokens; each text on one line, with
+    nothing in it that a terminal obeys."""
+    if isinstance(value, dict):
+        return {key: masked(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [masked(item) for item in value]
+    if len(home := str(Path.home())) > 1:
+        value = re.sub(rf"{re.escape(home)}(?=[/\s:;,()'\"]|$)", "~", value)
+    for pattern, instead in _PRIVATE:
+        value = re.sub(pattern, instead, value, flags=re.IGNORECASE)
+    return printable(value).replace("\n", "\\n")
+
+
+def _markdown(found: Environment) -> Iterator[str]:
+    yield f"- system: {found.system}"
+    yield from (f"- {name}: {value}" for name, value in found.packages.items())
+    yield from (f"- {name}={value}" for name, value in found.settings.items())
+    yield from (f"- devices: {found.devices}", f"- npu: {found.npu}", f"- cann: {found.cann}")
+    yield from (f"- runs: {stack}: {what}" for stack, what in found.runs.items())
+    yield from (f"- hazard: {text}" for text in found.hazards)
+
+
+# --- known hazards
+
+
+@dataclass(frozen=True, slots=True)
+class Hazard:
+    """What is wrong where these packages are installed, `!` before those that are not."""
+
+    packages: str
+    text: str
+    """A package in braces stands for its version, `{cann}` for the toolkit, `{wanted}` for the one torch_npu is made for,
+    `{made}` for the torch_npu that is made for the toolkit."""
+    when: Callable[[Environment], object] = lambda here: True
+    """What else must be so."""
+
+
+def hazards(here: Environment) -> Iterator[str]:
+    """A line for each row of the table, for each fault of the table of releases that is here, and for each trainer whose
+    release was not run."""
+    named = {"cann": here.cann, "wanted": releases.cann_of(here.packages.get("torch_npu", "")), "made": _made_for(here)}
+    for hazard in HAZARDS:
+        fits = all(bool(_name(here, name.lstrip("!"))) != name.startswith("!") for name in hazard.packages.split())
+        if fits and hazard.when(here):
+            yield hazard.text.format_map({**here.packages, **named})
+    for fact in vars(releases).values():
+        if isinstance(fact, Since) and (name := _name(here, fact.package)) and fact.hurts(here.packages[name]):
+            mended = f"mended by {fact}" if str(fact) else "open"
+            yield f"{name} {here.packages[name]}: {fact.before} ({fact.source}; {mended})."
+    for package, tested in (("torch", ""), *trainers().values()):
+        if text := releases.outside(package, tested, here.packages.get(package, "")):
+            yield f"{text} says what was checked."
+
+
+def _name(here: Environment, package: str) -> str:
+    """Which of a package's distributions is installed, "" for none."""
+    return next((name for name in DISTRIBUTIONS.get(package, (package,)) if name in here.packages), "")
+
+
+def _series(cann: str) -> str:
+    """`9.1` of `9.1.0 in /usr/local/Ascend`, "" where none is told."""
+    found = re.match(r"\d+\.\d+", cann)
+    return found[0] if found else ""
+
+
+def _other_cann(here: Environment) -> bool:
+    """Is the toolkit of another release, as far as both are told?"""
+    wanted = releases.cann_of(here.packages["torch_npu"])
+    return bool(wanted and _series(here.cann)) and _series(wanted) != _series(here.cann)
+
+
+def _made_for(here: Environment) -> str:
+    """Each torch_npu of the table that is made for the toolkit here."""
+    made = [names for cann, names in releases.CANN_OF_TORCH_NPU.items() if _series(cann) == _series(here.cann)]
+    return f"torch_npu {' or '.join(made[0])}" if made else "the one made for this CANN"
+
+
+def _no_megatron_layer(here: Environment) -> bool:
+    return here.settings.get("USE_MCORE_GDN", "1").lower() in ("0", "false", "no", "off")
+
+
+HAZARDS = (
+    # `{PyTorch version}` or `{PyTorch version}.postN`: COMPATIBILITY.md of Ascend/pytorch
+    Hazard("torch torch_npu", "torch {torch} and torch_npu {torch_npu} are not a pair: install the same release of "
+           "both, the one made for this machine's CANN.",
+           lambda here: numbers(here.packages["torch"]) != numbers(here.packages["torch_npu"])),
+    Hazard("torch_npu", "torch_npu {torch_npu} is made for CANN {wanted}, and here is {cann}: install {made}, or CANN "
+           "{wanted} (COMPATIBILITY.md of Ascend/pytorch).", _other_cann),
+    Hazard("torch_npu", "torch_npu is installed without the CANN libraries, and `import torch` loads it: set "
+           "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to work on the CPU, or source CANN's set_env.sh. transformers imports it too "
+           "when it builds a model, and fails: uninstall torch_npu for that.", lambda here: "does not load" in here.npu),
+    Hazard("torch_npu", "NPU_FA2_SPARSE_MODE=2 aligns the causal triangle to the top left: right for training, wrong "
+           "wherever there are more keys than queries (a KV cache). The default, 3, is right for both.",
+           lambda here: here.settings.get("NPU_FA2_SPARSE_MODE") == "2"),
+    Hazard("torch_npu transformers", "transformers' flash attention on NPU drops sliding windows without an error "
+           "(integrations/npu_flash_attention.py:54-104): use sdpa for models that have them."),
+    Hazard("torch_npu fla_npu", "fla_npu beside torch_npu {torch_npu}: numbers may be wrong (streams out of step) before "
+           f"{', '.join(releases.TORCH_NPU_STREAMS)}: upgrade. {releases.TORCH_NPU_STREAMS[0]} is made for CANN "
+           f"{releases.cann_of(releases.TORCH_NPU_STREAMS[0])}.",
+           lambda here: releases.precedes(here.packages["torch_npu"], releases.TORCH_NPU_STREAMS)),
+    Hazard("torch_npu", "torch_npu {torch_npu} has no npu_fusion_attention_v3, which begins with "
+           f"{', '.join(releases.ATTENTION_V3)} (CANN {releases.cann_of(releases.ATTENTION_V3[0])}): call "
+           "npu_fusion_attention.", lambda here: releases.precedes(here.packages["torch_npu"], releases.ATTENTION_V3)),
+    Hazard("torch_npu triton !triton-ascend", "triton is installed without triton-ascend: an NPU needs the latter, which "
+           "takes its place (fla's INSTALL.md)."),
+    Hazard("fla triton", "flash-linear-attention (fla-core) and triton are installed and there is no GPU: transformers "
+           "hands Gated DeltaNet to their kernels, which fail on a CPU. Uninstall them here.",
+           lambda here: here.devices == "cpu only"),
+    # integrations/hub_kernels.py:1033 of transformers
+    Hazard("transformers fla !causal-conv1d", "flash-linear-attention without causal-conv1d: transformers before "
+           f"{releases.MISSING_KERNEL_RAISES} drops seq_idx in silence, later ones raise nothing where cu_seq_lens_q comes "
+           "alone, and the convolution runs from one sequence of a flat row into the next, unless you call adapt(model)."),
+    # mcore-bridge 1.6.5: model/gpts/qwen3_next.py:456-458
+    Hazard("mcore-bridge", "No Gated DeltaNet of mcore-bridge {mcore-bridge} reads attention_mask_2d: call "
+           "integrations.swift.install() or integrations.megatron.mcore_bridge.install() before the model is built, or pad "
+           "right."),
+    Hazard("mcore-bridge", "USE_MCORE_GDN=0 takes transformers' Gated DeltaNet: no context parallelism, and from "
+           f"transformers {releases.MASK_MAPPING} on no Qwen3-Next without that install: unset it.", _no_megatron_layer),
+    Hazard("mcore-bridge megatron-core", "Gated DeltaNet of megatron-core {megatron-core} has no context parallelism: "
+           f"{releases.MEGATRON_PARALLEL} is the first release with it.",
+           lambda here: not (_no_megatron_layer(here) or releases.MEGATRON_PARALLEL.holds(here.packages["megatron-core"]))),
+    Hazard("mindspeed", "MindSpeed patches Megatron in the process that trains: `import mindspeed.megatron_adaptor` first, "
+           "right after torch; integrations.mindspeed.start_problem() says there whether that happened."),
+    Hazard("megatron_adaptor", "MegatronAdaptor {megatron_adaptor} patches Megatron in the process that trains: `import "
+           "megatron_adaptor` first, right after torch; integrations.mindspeed.start_problem() says whether that happened."),
+    # ms-swift pull request 10087; zongzhilou/backend 1f35db2 src/backend/__init__.py
+    Hazard("megatron_adaptor mindspeed", "MindSpeed is installed beside MegatronAdaptor, which loads it where it can. Here "
+           "masks are chosen for MindSpeed's attention: uninstall the one that you do not use."),
+    # torch_npu 2.13 (npu/npu_config.py:158-212) and torch 2.13: products of matrices are not rounded until set
+    Hazard("torch", "Convolutions round float32 to ten bits, until torch.npu.conv.allow_hf32 or, on a GPU, "
+           "torch.backends.cudnn.allow_tf32 is set to False: right results differ by 1e-3. The audit measures that noise.",
+           lambda here: re.search("(npu|cuda) x", here.devices)),
+)  # fmt: skip

@@ -1,0 +1,283 @@
+"""Files that a user names: a saved batch or mask, and rows of text, conversations or tokens.
+
+A batch or a mask is read without running anything that the file holds. A file opens to at most `MOST_BYTES`, or to its own
+size where that is more: 4 MiB of an archive can hold 4 GiB of zeros.
+
+Rows are checked, and named by their place. Lines (.txt, .jsonl, standard input, each of them as .gz) need nothing else.
+.json, .parquet and .csv are read by the `datasets` package, without a network and without a cache that stays. At most
+`MOST_ROWS` rows are read, and at most `MOST_TEXT` bytes of lines, so that a small archive cannot fill the memory.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import logging
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib import import_module, resources
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+from zipfile import ZipFile, is_zipfile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from collate_npu.errors import CollateError, explain
+from collate_npu.masks.derive import MASK_KEY
+from collate_npu.proof.measure import Batch
+from collate_npu.tools.user_code import bounded, check_file, refused, said
+
+MOST_BYTES = 1 << 30
+RECIPE = (
+    "Save it in your training loop: torch.save({k: v.cpu() for k, v in batch.items() if torch.is_tensor(v)}, 'batch.pt')."
+)
+
+
+def batch_of_file(path: Path) -> dict[str, Any]:
+    """A saved batch: a dict of tensors (`.pt`, `.pth`), `.safetensors` or `.npz`."""
+    held = _loaded(path)
+    if isinstance(held, Mapping) and held and all(isinstance(key, str) for key in held):
+        return dict(held)
+    rule = "A saved batch is a dict of tensors by their keys."
+    raise CollateError(explain(str(path), type(held).__name__, rule, f"{RECIPE} A mask alone goes to `show --mask`."))
+
+
+def mask_of_file(path: Path) -> Tensor:
+    """A saved mask: a tensor or an array alone, or `attention_mask`, or the only one, of several by name."""
+    held = _loaded(path)
+    if isinstance(held, Mapping):
+        held = held.get(MASK_KEY, next(iter(held.values())) if len(held) == 1 else None)
+    if isinstance(held, Tensor):
+        return held
+    rule = f"A mask is one tensor, or the entry {MASK_KEY} of several."
+    raise CollateError(explain(str(path), type(held).__name__, rule, "Save the mask alone; a batch goes to --batch."))
+
+
+def _loaded(path: Path) -> Any:
+    check_file(path, [*LOADERS], RECIPE)
+    try:
+        _check_size(path, sum(each.file_size for each in ZipFile(path).infolist()) if is_zipfile(path) else 0)
+        held = LOADERS[path.suffix](path)
+        _check_size(path, sum(x.numel() * x.element_size() for x in _tensors(held)))
+        return held
+    except CollateError:
+        raise
+    except Exception as error:  # torch, numpy and safetensors raise whatever they meet in the bytes
+        rule = "Files are read without running anything they hold, so they hold tensors, numbers and strings alone."
+        raise CollateError(explain(str(path), said(error).partition(". ")[0], rule, RECIPE)) from None
+
+
+def _check_size(path: Path, size: int) -> None:
+    most = max(MOST_BYTES, path.stat().st_size)
+    if size > most:
+        rule = f"A file opens to at most {MOST_BYTES >> 20} MiB, or to its own size."
+        remedy = "Save fewer rows, or attention_mask_2d without the 4D mask."
+        raise CollateError(explain(str(path), f"{size / 2**20:.0f} MiB in {most >> 20}", rule, remedy))
+
+
+def _tensors(held: Any) -> Iterator[Tensor]:
+    """As many as their shapes say: one number can be expanded to any."""
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, (Mapping, list, tuple)):
+        for value in held.values() if isinstance(held, Mapping) else held:
+            yield from _tensors(value)
+
+
+def _arrays(path: Path) -> Any:
+    held = np.load(path, allow_pickle=False)
+    return torch.from_numpy(held) if isinstance(held, np.ndarray) else {key: torch.from_numpy(held[key]) for key in held}
+
+
+_TORCH = partial(torch.load, map_location="cpu", weights_only=True)
+LOADERS: dict[str, Callable[[Path], Any]] = {
+    ".pt": _TORCH,
+    ".pth": _TORCH,
+    ".safetensors": lambda path: import_module("safetensors.torch").load(path.read_bytes()),
+    ".npz": _arrays,
+    ".npy": _arrays,
+}
+
+
+Row = str | list[dict[str, str]] | Batch
+"""Text; messages with role and content; or `input_ids` with `labels`, used as they are."""
+
+COLUMNS = ("input_ids", "messages", "conversations", "text", "content")
+"""What is read of a row, the first that it has."""
+MOST_ROWS = 20_000
+MOST_TEXT = 1 << 26
+"""Of lines, unpacked; a packed table that holds more is refused."""
+_LOOKED_AT = 2_000
+"""Rows that are tokenized at most: of more, so many are drawn first."""
+_LETTERS = 1024
+"""Of a text for each token that it is cut to; no more of it are tokenized."""
+_SECONDS, _MEMORY = 5, 1 << 29
+"""Of a chat template, for one conversation."""
+TABLES = {".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
+_LINES = (".txt", ".log", ".jsonl", ".ndjson")
+_READ = "Name a file of .txt, .jsonl, .json, .parquet or .csv, or pipe text to --data -."
+_RULE = "Data has a column text, content, messages, conversations or input_ids; a .txt file one sample a line, in UTF-8."
+
+
+def shipped_text() -> list[Row]:
+    """The lines shipped with the package, written for it: a few hundred, ragged, in several scripts."""
+    return [*(resources.files("collate_npu") / "tools" / "data" / "text.txt").read_text(encoding="utf-8").splitlines()]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file, or of standard input (`-`). Raises `CollateError` with the file and the row that is bad."""
+    kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if str(path) != "-":
+        piped = f"If it is text, one sample a line: --data - < {path}. {_READ}" if path.is_file() else _READ
+        remedy = "A saved batch goes to --batch." if path.suffix in LOADERS else piped
+        check_file(path, [*_LINES, *TABLES, ".gz", *[""] * (not kind)], remedy)
+    rows = list(_table(path, TABLES[kind]) if kind in TABLES else _lines(path, jsonl=kind in (".jsonl", ".ndjson")))
+    if not rows:
+        raise CollateError(explain(str(path), "no rows", _RULE, "Name a file that has some."))
+    return rows
+
+
+def _lines(path: Path, *, jsonl: bool) -> Iterator[Row]:
+    name = "standard input" if str(path) == "-" else str(path)
+    with refused(name, "", _RULE, _READ):
+        held = sys.stdin.buffer.read(MOST_TEXT) if name == "standard input" else _unpacked(path, MOST_TEXT)
+        whole = held if len(held) < MOST_TEXT else held[: held.rfind(b"\n") + 1]
+        lines = list(islice(io.StringIO(whole.decode("utf-8-sig"), newline=None), MOST_ROWS))
+    numbered = [(n, line.rstrip("\n")) for n, line in enumerate(lines, 1) if line.strip()]
+    jsonl = jsonl or (name == "standard input" and bool(numbered) and numbered[0][1].lstrip().startswith("{"))
+    for n, line in numbered:
+        if not jsonl:
+            yield line
+            continue
+        where = f"{name}, line {n}"
+        with refused(where, "no JSON", "Each line is one JSON object.", "Mend it, or leave it out."):
+            record = json.loads(line)
+        yield _row(where, record)
+
+
+def _unpacked(path: Path, most: int) -> bytes:
+    """The first bytes of a file, of what is in it where it is an archive."""
+    with cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as stream:
+        return stream.read(most)
+
+
+def _table(path: Path, reader: str) -> Iterator[Row]:
+    with refused(str(path), "", "The datasets package reads it.", "Run pip install datasets, or convert it to .jsonl."):
+        datasets: Any = import_module("datasets")
+    datasets.disable_progress_bars()
+    logging.getLogger("datasets").setLevel(logging.CRITICAL + 1)  # it would log a traceback of what is said here in a line
+    with refused(str(path), "", "It cannot be read as a table.", "Write it again, or convert it to .jsonl."):
+        if len(_unpacked(path, MOST_TEXT)) == MOST_TEXT and path.suffix == ".gz":
+            raise ValueError(f"it unpacks to {MOST_TEXT >> 20} MiB or more")
+        try:
+            with tempfile.TemporaryDirectory(prefix="collate-npu-") as cache:
+                if path.suffix == ".parquet":
+                    records = _parquet(path)
+                else:
+                    table = getattr(datasets.Dataset, reader)(str(path), cache_dir=cache, keep_in_memory=True)
+                    records = table.select(range(min(len(table), MOST_ROWS))).to_list()
+        except Exception as error:  # of datasets' own, which says less than what caused it
+            raise error.__cause__ or error from None
+    for n, record in enumerate(records):
+        yield _row(f"{path}, row {n}", record)
+
+
+def _parquet(path: Path) -> list[Any]:
+    """Its first rows, batch by batch: runs and dictionaries of a few bytes hold any number of values."""
+    file, rows, held = import_module("pyarrow.parquet").ParquetFile(path), list[Any](), 0
+    for n in range(file.num_row_groups):
+        group = file.metadata.row_group(n)
+        values = sum(group.column(k).num_values for k in range(group.num_columns))
+        if values > MOST_TEXT:
+            raise ValueError(f"row group {n} holds {values} values, at most {MOST_TEXT} are read")
+        for batch in file.iter_batches(batch_size=64, row_groups=[n]):
+            held += batch.nbytes
+            if len(rows) >= MOST_ROWS or held > 4 * MOST_TEXT:
+                return rows[:MOST_ROWS]
+            rows += batch.to_pylist()
+    return rows[:MOST_ROWS]
+
+
+def _row(where: str, record: Any) -> Row:
+    """What a record holds: its tokens, else its conversation, else its text."""
+    if not isinstance(record, dict):
+        raise CollateError(explain(where, f"a {type(record).__name__}", _RULE, 'Write objects: {"text": "..."}.'))
+    held = {key: record[key] for key in COLUMNS if record.get(key) is not None}
+    for key, value in held.items():
+        if key == "input_ids" and (tokens := _tokens(value, record.get("labels"))):
+            return tokens
+        if key in ("messages", "conversations") and (messages := _messages(value)):
+            return messages
+        if key in ("text", "content") and isinstance(value, str):
+            return value
+    got = "; ".join(f"{key}: {str(value)[:40]}" for key, value in held.items()) or f"columns {', '.join(map(str, record))}"
+    remedy = "Name the column text, or tokenize it (input_ids: whole numbers, labels: as many)."
+    raise CollateError(explain(where, f"no text field ({got})", _RULE, remedy))
+
+
+def _tokens(ids: Any, labels: Any) -> Batch | None:
+    labels = ids if labels is None else labels
+    whole = all(isinstance(x, list) and x and all(type(n) is int and abs(n) < 1 << 31 for n in x) for x in (ids, labels))
+    return {"input_ids": ids, "labels": labels} if whole and len(ids) == len(labels) else None
+
+
+_SPEAKERS = {"human": "user", "gpt": "assistant"}
+"""ShareGPT's names."""
+
+
+def _messages(value: Any) -> list[dict[str, str]] | None:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        return None
+    pairs = [(each.get("role", each.get("from")), each.get("content", each.get("value"))) for each in value]
+    if not all(isinstance(role, str) and isinstance(said, str) for role, said in pairs):
+        return None
+    return [{"role": _SPEAKERS.get(role, role), "content": said} for role, said in pairs]
+
+
+def samples_of_rows(rows: Sequence[Row], tokenizer: Any, *, count: int, max_length: int, seed: int = 0) -> list[Batch]:
+    """`count` features, `input_ids` and `labels`: text is cut to lengths drawn up to `max_length`, and closed with eos.
+
+    Lengths are drawn so that long lines are ragged too. Where pad is eos, as so often, the last token is real and looks
+    like padding. A row of `input_ids` is used as it is, with its labels.
+    """
+    rng = random.Random(seed)
+    looked_at = rng.sample(rows, _LOOKED_AT) if len(rows) > _LOOKED_AT else rows
+    drawn = [feature for row in looked_at if (feature := encoded(row, tokenizer, max_length))["input_ids"]]
+    if len(drawn) < count:
+        rule = f"The audit draws {count} lines."
+        raise CollateError(explain("data", f"{len(drawn)} lines with tokens", rule, "Give more text, or fewer batches."))
+    eos = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    longest = max(max_length - len(eos), 1)
+    cuts = [(rng.randint(max(longest // 8, 1), longest), feature) for feature in rng.sample(drawn, count)]
+    closed = [feature if "labels" in feature else {"input_ids": feature["input_ids"][:n] + eos} for n, feature in cuts]
+    return [{"labels": feature["input_ids"], **feature} for feature in closed]
+
+
+def encoded(row: Row, tokenizer: Any, max_length: int) -> Batch:
+    """`input_ids` of a row, cut to `max_length`; a row of tokens as it is."""
+    if isinstance(row, dict):
+        return row
+    if tokenizer is None:
+        rule = "Text becomes tokens by the tokenizer of the checkpoint."
+        raise CollateError(explain("tokenizer", "no file of a tokenizer", rule, "Name the folder of one with --tokenizer."))
+    text = (row if isinstance(row, str) else _spoken(row, tokenizer))[: _LETTERS * max_length]
+    return {"input_ids": tokenizer(text, add_special_tokens=False, truncation=True, max_length=max_length)["input_ids"]}
+
+
+def _spoken(messages: list[dict[str, str]], tokenizer: Any) -> str:
+    """A conversation as text, by the tokenizer's chat template."""
+    remedy = "Name, with --tokenizer, the folder of one that has it, or give a column text."
+    if not getattr(tokenizer, "chat_template", None):
+        rule = "Rows of messages become text by the chat template of the tokenizer."
+        raise CollateError(explain("tokenizer", "no chat template", rule, remedy))
+    rule = f"It takes {str(messages)[:80]} in {_SECONDS} s and {_MEMORY >> 20} MiB."
+    with refused("chat template", "", rule, remedy), bounded(_SECONDS, _MEMORY):
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    return text

@@ -1,0 +1,235 @@
+"""Show: a batch, its Segments or a mask, drawn with `■` (attends, real) and `⬚` (blocked, padding); also as each consumer
+reads it, and as each context-parallel rank holds it.
+
+For people: what is wide is folded by blocks, which costs O(Q * K) time for each square, and tensors are read back to the
+host. No dense mask is built. Legend: B batch, S width, Q query rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from collate_npu.arrays import Side, whole_number
+from collate_npu.collate.collators import Layout, PaddingCollator
+from collate_npu.consumers.adapter import BatchAdapter
+from collate_npu.consumers.mask_routing import SPELLED, Case, Route
+from collate_npu.errors import CollateError, explain, printable
+from collate_npu.masks.batch_reader import segments_from_batch
+from collate_npu.masks.patterns import Pattern
+from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, token_runs
+from collate_npu.segments import Segments
+from collate_npu.tools.describe import Description
+from collate_npu.tools.files import encoded, read_rows
+from collate_npu.tools.sheet import (
+    SIGNS,
+    Attention,
+    Cell,
+    Grid,
+    Panel,
+    Sheet,
+    attention_of,
+    block_for,
+    drawable,
+    row_grid,
+    sheet_of,
+)
+
+NOTEBOOK = 88
+"""Columns of a page in a notebook, which fit beside its prompt: behind an edge nobody looks for tokens."""
+
+
+class Picture(Description):
+    """Text to print; in a notebook a page in colours, which `html` holds and `save` writes."""
+
+    __slots__ = ("sheet",)
+    sheet: Sheet
+
+    @property
+    def html(self) -> str:
+        """One self-contained page. Needs rich."""
+        return str(_drawing().html_of(self.sheet))
+
+    def save(self, path: str | Path) -> None:
+        """Write that page. Needs rich."""
+        _drawing().save(self.sheet, Path(path))
+
+    def _repr_html_(self) -> str | None:
+        """For notebooks; without rich they show the text."""
+        return str(_drawing().html_of(self.sheet, columns=NOTEBOOK)) if find_spec("rich") else None
+
+
+def picture(
+    shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = None, limit: int = 64, tokenizer: Any = None
+) -> Picture:
+    """A batch, its `Segments`, or a mask, drawn.
+
+    Segments: one line a row of the batch, digits where a row holds several sequences. A 4D mask: one square for each row
+    (or for `row`), side by side, True drawn as it attends where its polarity can be proved and as True where not. A mask
+    that is refused is drawn too, with the reason: `+` attends where it ought not to, `-` is blocked where it ought to
+    attend. What is wider than `limit` places is folded: a cell stands for a block of places, `◧` where only some of them
+    attend. With a `tokenizer` the page in a notebook names the tokens.
+
+        >>> print(picture(Segments.from_lengths([3, 5], side="left")))
+        ⬚ ⬚ ■ ■ ■
+        ■ ■ ■ ■ ■
+    """
+    limit = whole_number("limit", limit, least=1)
+    sheet = sheet_of(shown, row=row, tokenizer=tokenizer)
+    drawn = Picture(text_of(sheet, limit))
+    drawn.sheet = sheet
+    return drawn
+
+
+def text_of(sheet: Sheet, limit: int = 64) -> str:
+    """A sheet in words and signs, without what is derived."""
+    return printable("\n\n".join("\n".join(_bare(panel, sheet, limit)) for panel in sheet.panels if not panel.derived))
+
+
+def _bare(panel: Panel, sheet: Sheet, limit: int) -> Iterator[str]:
+    """A panel without captions, folded where it is wider than `limit` cells."""
+    block = 1
+    if panel.refused:
+        yield f"refused: {panel.refused}"
+    if panel.heading:
+        yield panel.heading
+    if panel.ids is not None:
+        block = block_for(panel.ids.shape[1], limit)
+        yield from (_cells(row_grid(ids_S, block), 0, sheet.packed) for ids_S in panel.ids)
+    if panel.squares:
+        block, drawn = block_for(max(panel.squares[0].shape), limit), drawable(panel.squares, len(panel.squares))
+        grids = [square.grid(block) for square in panel.squares[:drawn]]
+        yield from ("   ".join(_cells(grid, r) for grid in grids) for r in range(len(grids[0].cells) if grids else 0))
+        if drawn < len(panel.squares):
+            yield f"{len(panel.squares) - drawn} too large to be drawn"
+    if block > 1:
+        yield f"◧ {SIGNS[Cell.PART][2]}; {block} places a cell, each way"
+
+
+def _cells(grid: Grid, r: int, numbered: bool = False) -> str:
+    return " ".join(sign for sign, _ in grid.signs(r, numbered=numbered))
+
+
+def _drawing() -> Any:
+    try:
+        return import_module("collate_npu.tools.drawing")
+    except ImportError:
+        rule = "Pages and figures are drawn by rich, which is not installed."
+        raise CollateError(explain("picture", "no rich", rule, "pip install rich.")) from None
+
+
+def consumer_panels(
+    batch: Mapping[str, Any], consumer: str, *, context_parallel: ContextParallel | None = None, **model: Any
+) -> Iterator[Panel]:
+    """What one consumer is given, or the words in which it is refused. Raises for a name that is no consumer's.
+
+    `model` says whose layers decide, in the words of `BatchAdapter`.
+    """
+    adapter = BatchAdapter(consumer=consumer, **model)  # type: ignore[arg-type]
+    try:
+        segments = segments_from_batch(batch, padding_free=adapter.padding_free)
+        route = BatchAdapter(consumer=adapter.consumer, context_parallel=context_parallel, **model).route(segments)
+    except CollateError as error:
+        yield Panel(heading=consumer, refused=str(error), derived=True)
+        return
+    kept = "attention_mask_2d stays" if route.keeps_mask_2d else "attention_mask_2d is taken out"
+    facts = f"{adapter.consumer.key} {SPELLED[route.form]}; {kept} ({route.why})"
+    for kind, squares in _by_kind(adapter, segments, route):
+        yield Panel(heading=f"{consumer} {kind}".strip(), facts=facts, squares=squares, derived=True)
+
+
+def _by_kind(adapter: BatchAdapter, segments: Segments, route: Route) -> Iterator[tuple[str, tuple[Attention, ...]]]:
+    """What attends whom in each kind of attention layer; layers that read the 2D mask alone have no square."""
+    patterns: Mapping[str, Pattern | None] = {"": adapter.pattern}
+    if route.form == "mapping":
+        flat = adapter.padding_free
+        case = Case(segments=segments, model=adapter.model, pattern=adapter.pattern, padding_free=flat)
+        patterns = adapter.consumer.patterns(case)
+    seen = segments
+    if route.form == "none" and not adapter.padding_free:  # padding is attended
+        seen = Segments(np.ones(segments.shape, np.int32))
+    opened = adapter.consumer.opens_empty_rows and route.form == "masked"
+    for kind, pattern in patterns.items():
+        if pattern is not None:
+            yield kind, tuple(attention_of(seen, b, pattern=pattern, opened=opened) for b in range(segments.shape[0]))
+
+
+def rank_panels(batch: Mapping[str, Any], cp: ContextParallel) -> Iterator[Panel]:
+    """For each rank the places it holds, and its queries against all keys; or why they cannot share it."""
+    try:
+        segments = segments_from_batch(batch)
+        offsets = cu_seqlens_of(batch, segments) if cp.documents else None
+        yield from [_rank(segments, cp.with_rank(rank), offsets) for rank in range(cp.size)]
+    except CollateError as error:
+        yield Panel(heading=f"{cp.size} ranks", refused=str(error), derived=True)
+
+
+def _rank(segments: Segments, cp: ContextParallel, offsets: Any) -> Panel:
+    B, S = segments.shape
+    runs = [f"{start}-{stop - 1}" for start, stop in token_runs(S, cp, offsets)]
+    facts = f"{cp.layout}, holds places {', '.join(runs[:6])}{', ...' if len(runs) > 6 else ''}"
+    queries = query_rows(S, cp, offsets)
+    squares = tuple(attention_of(segments, b, queries=queries) for b in range(B))
+    return Panel(heading=f"rank {cp.rank} of {cp.size}", facts=facts, squares=squares, derived=True)
+
+
+# --- inputs
+
+MOST_PLACES = 1 << 28
+"""Places of a dense mask beyond which none is built to be looked at: the 2D mask says the same."""
+
+MOST_TOKENS = 1 << 22
+"""Places of `--lengths`."""
+
+
+def features_of_lengths(lengths: str) -> list[dict[str, Any]]:
+    """`3,5`: two rows of 3 and of 5 tokens; `3+2,5`: two sequences in the first."""
+    try:
+        rows = [[int(n) for n in row.split("+")] for row in lengths.split(",")]
+    except ValueError:
+        raise CollateError(explain("--lengths", lengths, "Lengths are whole numbers.", "Write 3,5 or 3+2,5.")) from None
+    if len(rows) * max(map(sum, rows)) > MOST_TOKENS or min(map(min, rows)) < 0:
+        rule = f"Lengths are 0 or more, and at most {MOST_TOKENS} places are drawn."
+        raise CollateError(explain("--lengths", lengths[:80], rule, "Write shorter ones: a picture shows the same."))
+    return [{"input_ids": [1] * sum(row), "seq_lengths": row} for row in rows]
+
+
+def features_of_data(path: Path, tokenizer: Any, rows: int, max_length: int) -> list[dict[str, Any]]:
+    """Its first rows as a trainer of a language model has them: where a row has no labels, every token is one."""
+    features = [encoded(row, tokenizer, max_length) for row in read_rows(path)[:rows]]
+    if not any(feature["input_ids"] for feature in features):
+        raise CollateError(explain("--data", "no line with tokens", "A batch has rows.", "Name a file with text."))
+    return [{"labels": list(feature["input_ids"]), **feature} for feature in features if feature["input_ids"]]
+
+
+def reader_of(folder: Path | None, *, bytes_too: bool) -> Any:
+    """What reads the tokens, if anything does."""
+    if folder is not None:
+        from collate_npu.tools.audit.session import load_tokenizer
+
+        return load_tokenizer(folder)
+    from collate_npu.testing import byte_tokenizer
+
+    return byte_tokenizer() if bytes_too else None
+
+
+def collated(
+    features: list[dict[str, Any]], *, side: Side, packed: bool, ranks: ContextParallel | None, pad_token_id: int = 0
+) -> dict[str, Any]:
+    """In rows that the ranks can share out, flat ones sequence by sequence."""
+    widest = max(len(feature["input_ids"]) for feature in features)
+    collate = PaddingCollator(
+        pad_token_id=pad_token_id,
+        padding_side=side,
+        padding_free=packed,
+        pad_to_multiple_of=None if ranks is None else ranks.multiple,
+        attention_mask="2d" if len(features) * widest**2 > MOST_PLACES and not packed else "auto",
+        layout=Layout(sequence_multiple=ranks.document_multiple if ranks is not None and ranks.documents else None),
+    )
+    return collate(list(features))

@@ -1,0 +1,113 @@
+"""Terminal: text and tables of rich on a terminal, whatever its encoding, or as one HTML page that loads nothing."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import Markdown, TableElement
+from rich.table import Table
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME as THEME
+from rich.text import Text
+
+from collate_npu.errors import CollateError, explain, printable
+
+WIDTH, NARROWEST = 120, 20
+"""Columns of a file, and of a terminal at least."""
+
+
+ASCII = str.maketrans({"✔": "+", "✘": "!", "⬚": ".", "■": "#", "◧": "%", "·": "_", "×": "x", "…": "~"})
+"""What each sign is where a terminal's encoding has not all of them."""
+
+
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>TITLE</title>
+<style>
+.collate-npu {{overflow-x: auto; padding: 1rem; color: {foreground}; background: {background}}}
+.collate-npu pre {{font: 14px/1.3 Menlo, "DejaVu Sans Mono", Consolas, monospace; margin: 0}}
+.collate-npu bdi {{display: inline-block; width: 1ch}}
+.collate-npu bdi.wide {{width: 2ch}}
+</style></head>
+<body><div class="collate-npu"><pre>{code}</pre></div></body></html>
+"""
+
+
+def screen(**how: Any) -> Console:
+    """The terminal, of a width in which something can be drawn, whatever COLUMNS says."""
+    console = Console(**how)
+    return console if console.width >= NARROWEST else Console(**how, width=NARROWEST)
+
+
+def put(console: Console, *drawn: Text | Table) -> None:
+    """Print each on lines of its own; with signs of ASCII where the encoding of the console has not all of ours, and with
+    the escape of whatever a terminal would obey: names and texts come from files."""
+    try:
+        fine = bool("".join(map(chr, ASCII)).encode(console.encoding))
+    except (UnicodeEncodeError, LookupError):
+        fine = False
+    for one in drawn:
+        parts = [(text if fine else text.translate(ASCII), style or "") for text, style, _ in console.render(one)]
+        if fine and all(printable(text) == text for text, _ in parts):
+            console.print(one)
+        else:
+            console.print(Text.assemble(*((printable(text), style) for text, style in parts)), end="")
+
+
+def ruled(*titles: str, numbers: Iterable[str] = ()) -> Table:
+    """An empty table with these columns, and behind them those of numbers."""
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), header_style="bold")
+    for title in titles:
+        drawn.add_column(title, overflow="fold")
+    for title in numbers:
+        drawn.add_column(title, justify="right", no_wrap=True)
+    return drawn
+
+
+class _Folded(TableElement):
+    """A table whose long names go on in the next line: rich would cut them, and a reader has to type them."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for drawn in super().__rich_console__(console, options):
+            for column in drawn.columns if isinstance(drawn, Table) else ():
+                column.overflow = "fold"
+            yield drawn
+
+
+class Page(Markdown):
+    """A page of the guide, as a terminal shows it."""
+
+    elements = Markdown.elements | {"table_open": _Folded}
+
+
+def recorder() -> Console:
+    """A console that prints nowhere: what is put on it becomes a file."""
+    return Console(file=io.StringIO(), record=True, width=WIDTH, force_jupyter=False)  # else a notebook shows each line
+
+
+def page(console: Console, title: str) -> str:
+    """What was recorded, as an HTML page on which letters of whatever font keep their columns."""
+    written = console.export_html(theme=THEME, code_format=PAGE.replace("TITLE", title), inline_styles=True)
+    return re.sub(r"[^\x00-\x7f]", _in_columns, written)
+
+
+def _in_columns(found: re.Match[str]) -> str:
+    return ("", "<bdi>{}</bdi>", "<bdi class=wide>{}</bdi>")[cell_len(found[0])].format(found[0]) or found[0]
+
+
+def check_place(path: Path, ending: str = "") -> None:
+    """Refuse a file that could not be written, before anything is read or measured for it; a link, behind which another
+    file would be; and a name that ends otherwise."""
+    if not path.name.endswith(ending):
+        rule, remedy = f"A page is written as {ending}.", f"End the name with {ending}."
+        raise CollateError(explain(str(path), repr(path.suffix), rule, remedy))
+    if path.is_symlink():
+        raise CollateError(explain(str(path), f"a link to {path.readlink()}", "It is one file.", "Name that file itself."))
+    if path.is_dir() or path.is_fifo() or not path.absolute().parent.is_dir():
+        got = "a folder" if path.is_dir() else "a pipe" if path.is_fifo() else "no folder of that name"
+        raise CollateError(explain(str(path), got, "It is one file.", "Name a file in a folder that exists."))

@@ -1,0 +1,123 @@
+"""Call boundaries: where sequences begin, and what is nobody's, by offsets, numbers, zeros, masks; what of it is wrong."""
+
+import numpy as np
+import pytest
+import torch
+
+from collate_npu import Segments
+from collate_npu.kernels import call_boundaries
+
+NOBODYS = ([0, 1, 2, 3, 4], [1, 1, 1, 1, 1])
+
+
+def call(first, neutral=None, shape=None, **settings):
+    neutral_T = np.zeros(len(first), bool) if neutral is None else np.array(neutral, bool)
+    return call_boundaries.CallBoundaries("kernel", "rule", shape or (1, len(first)), np.array(first), neutral_T, **settings)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "first", "neutral"),
+    [
+        ([0, 2, 5], [0, 0, 2, 2, 2], [0, 0, 0, 0, 0]),
+        ([1, 3], [0, 1, 1, 3, 3], [1, 0, 0, 1, 1]),
+        ([0, 2, 2, 5], [0, 0, 2, 2, 2], [0, 0, 0, 0, 0]),  # one of no token
+        ([5, 5], [0, 1, 2, 3, 4], [1, 1, 1, 1, 1]),
+        *((wrong, *NOBODYS) for wrong in ([], [0], [0, 3, 2], [-1, 2, 5], [0, 6])),
+    ],
+)
+def test_offsets(offsets, first, neutral):
+    assert [x.tolist() for x in call_boundaries.by_offsets(offsets, 5)] == [first, neutral]
+
+
+@pytest.mark.parametrize(
+    ("first", "window", "reach"),
+    [([0, 0, 2, 2, 2], None, 3), ([0, 0, 2, 2, 2], 2, 2), ([0, 0, 2, 2, 2], 4, 3), ([0, 1], None, 1)],
+)
+def test_the_reach_is_that_of_the_token_furthest_from_its_first(first, window, reach):
+    assert call(first, window=window).reach == reach
+
+
+def test_numbers_begin_anew_with_each_row():
+    assert call_boundaries.by_numbers(np.array([[1, 1, 2], [2, 2, 2]])).tolist() == [0, 0, 2, 3, 3, 3]
+
+
+@pytest.mark.parametrize("order", ["BTD", "TBD", "BDT", "BT", "TB"])
+def test_zeros_stand_row_after_row(order):
+    zero_BT = torch.tensor([[1, 0, 0], [1, 1, 0]]).bool()
+    x_BTD = torch.where(zero_BT, 0, 7)[..., None].repeat(1, 1, len(order) - 1)
+    x_BTD[0, 1, 1:] = 0  # one channel alone is not
+    x = x_BTD.permute([{"B": 0, "T": 1, "D": 2}[axis] for axis in order]) if "D" in order else x_BTD[..., 0]
+    assert call_boundaries.zeros_of(x.T if order == "TB" else x, order).tolist() == zero_BT.flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("allowed", "first", "neutral"),
+    [
+        (["100", "110", "111"], [0, 0, 0], [0, 0, 0]),
+        (["111", "111", "111"], [0, 0, 0], [0, 0, 0]),  # to both sides
+        (["100", "100", "101"], [0, 0, 0], [0, 1, 0]),
+        (["100", "111", "101"], [0, 1, 0], [0, 1, 0]),  # a filling between real tokens
+        (["111", "010", "011"], [0, 1, 1], [1, 0, 0]),  # and before them
+        (["100", "010", "011"], [0, 1, 1], [0, 0, 0]),
+    ],
+)
+def test_a_mask_says_whom_tokens_read_and_who_is_read(allowed, first, neutral):
+    whole = torch.ones(3, 3).tril().bool()
+    rows = [whole, torch.tensor([[int(x) for x in row] for row in allowed]).bool()]
+    first_T, neutral_T, _ = call_boundaries.by_mask(lambda b: (rows[b], rows[b]), 2, 3)
+    assert first_T.tolist() == [0, 0, 0, *(3 + x for x in first)]
+    assert neutral_T.tolist() == [0, 0, 0, *neutral]
+
+
+@pytest.mark.parametrize(
+    ("shape", "places"),
+    [
+        ((2, 3), [0, 1, 2, 3, 4, 5]),
+        ((1, 6), [0, 1, 2, 3, 4, 5]),
+        ((1, 4), [1, 2, 3, 4]),
+        *((shape, None) for shape in ((3, 2), (6, 1), (2, 2), (4, 1), (1, 5))),
+    ],
+)
+def test_tokens_of_a_call_are_those_of_the_batch_whole_flat_or_without_padding(shape, places):
+    found = call_boundaries.places_in(
+        call(range(shape[0] * shape[1]), shape=shape), Segments.from_ids([[0, 1, 1], [1, 1, 0]])
+    )
+    assert places is None if found is None else found.tolist() == places
+
+
+@pytest.mark.parametrize(
+    ("ids", "first", "neutral", "said"),
+    [
+        ([0, 0, 1, 1], [0, 0, 2, 2], None, ""),
+        ([0, 0, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0], ""),
+        ([0, 0, 1, 1], [0, 0, 0, 0], None, "(0, 2) goes on from padding"),
+        ([0, 0, 1, 1], [0, 0, 2, 0], None, "(0, 3) goes on from padding"),  # and from its own
+        ([1, 1, 2, 2], [0, 0, 0, 0], None, "(0, 2) goes on from another sequence"),
+        ([1, 0, 2, 2], [0, 0, 0, 0], None, "(0, 2) goes on from another sequence"),
+        ([1, 0, 2, 2], [0, 0, 0, 0], [0, 1, 0, 0], "(0, 2) goes on from another sequence"),
+        ([1, 0, 1, 0], [0, 1, 1, 1], None, "(0, 2) goes on from padding"),  # as many tokens, but others
+        ([1, 1, 1, 0], [0, 0, 2, 2], None, "(0, 2) does not read the 2 first of its sequence"),
+        ([1, 1, 1, 0], [0, 0, 0, 0], [0, 1, 0, 1], "(0, 1) is real, and counts for nothing"),
+    ],
+)
+def test_what_is_wrong_with_the_first_wrong_token(ids, first, neutral, said):
+    why = call_boundaries.why_differs(call(first, neutral), Segments.from_ids([ids]))
+    assert why.endswith(said) if said else why == ""
+
+
+@pytest.mark.parametrize(
+    ("positions", "first", "wrong"),
+    [
+        ([9, 0, 1, 0, 1, 2], 0, None),
+        ([9, 2, 3, 2, 3, 4], 2, None),
+        ([9, 4, 5, 7, 8, 9], None, None),  # rotary: what differs is right
+        ([9, 4, 5, 7, 8, 9], 4, 3),
+        ([9, 0, 2, 0, 1, 2], None, 2),
+        ([9, 0, 1, 0, 1, 3], None, 5),
+        ([9, 0, 1, 2, 3, 4], 0, 3),
+    ],
+)
+def test_positions_count_from_the_first_of_their_sequence(positions, first, wrong):
+    why = call_boundaries.why_counts_wrong(np.array(positions), Segments.from_ids([[0, 1, 1, 2, 2, 2]]), first)
+    assert f"(0, {wrong}) has position {positions[wrong]}" in why if wrong else why == ""
+    assert call_boundaries.why_counts_wrong(np.array(positions), Segments.from_ids([[0] * 6]), first) == ""

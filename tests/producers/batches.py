@@ -1,0 +1,375 @@
+"""What producers are asked to mask, and what they hand on: rows in nine padding styles, their truth, and batches of them.
+
+The truth is written here once more, in plain numpy, so that nothing it is compared with has built it. A producer is some
+released software that makes masks, what it is given, and the batch it hands on.
+Legend: B rows, S width, Q/K query and key places, L tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from rotation import SEED
+from torch import Tensor
+
+from collate_npu import Pattern
+
+STYLES = ("none", "right", "left", "holes", "mixed", "empty_row", "packed", "packed_right", "packed_gaps")
+PACKED = frozenset({"packed", "packed_right", "packed_gaps"})
+ONE_SEQUENCE = tuple(style for style in STYLES if style not in PACKED)
+"""Styles with at most one sequence a row."""
+SIDED = ("none", "right", "left")
+"""What a collator that pads samples can make."""
+PAD = 0
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Rows to be masked: `ids` int64 `[B, S]`, 0 = padding, n = the row's n-th sequence; `tokens` stand beside them."""
+
+    style: str
+    ids: np.ndarray
+    tokens: np.ndarray
+    rng: np.random.Generator
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.ids.shape
+
+    @property
+    def keep(self) -> np.ndarray:
+        return self.ids > 0
+
+    @property
+    def lengths(self) -> list[int]:
+        """Real tokens a row."""
+        return self.keep.sum(axis=1).tolist()
+
+    @property
+    def packed(self) -> bool:
+        return bool((self.ids > 1).any())
+
+    def rows(self) -> list[list[int]]:
+        """The tokens of each row without its padding."""
+        return [row[keep].tolist() for row, keep in zip(self.tokens, self.keep)]
+
+    def sequences(self) -> list[list[int]]:
+        """The tokens of each sequence."""
+        rows = zip(self.tokens, self.ids)
+        return [row[ids == n].tolist() for row, ids in rows for n in range(1, ids.max(initial=0) + 1)]
+
+    def number(self, least: int, most: int) -> int:
+        return int(self.rng.integers(least, most + 1))
+
+
+def draw(style: str, index: int) -> Draw:
+    """The index-th batch of a style: the same each time with one seed."""
+    rng = np.random.default_rng([SEED, STYLES.index(style), index])
+    B, S = _shape(rng, index)
+    rows = np.stack([_row(style, S, rng) for _ in range(B)])
+    if style == "empty_row":
+        rows[rng.integers(B)] = 0
+    tokens = np.where(rows > 0, rng.integers(3, 100, (B, S)), PAD)
+    return Draw(style, rows, tokens, rng)
+
+
+def _shape(rng: np.random.Generator, index: int) -> tuple[int, int]:
+    """Small widths mostly, one in seven as wide as high; in turn 1, 2, 3 and 64."""
+    if index % 7 == 6:
+        return (int(rng.integers(1, 5)),) * 2
+    widths = (1, 2, 3, 64)[index // 5 % 4 :][:1] if index % 5 == 4 else (4, 5, 6, 7, 8, 9, 12, 17)
+    return int(rng.integers(1, 5)), int(rng.choice(widths))
+
+
+def _row(style: str, S: int, rng: np.random.Generator) -> np.ndarray:
+    length = S if style in ("none", "packed", "packed_gaps") else int(rng.integers(1, S + 1))
+    if style == "holes":
+        keep = rng.random(S) < 0.7
+        keep[rng.integers(S)] = True
+        return keep.astype(np.int64)
+    part = _sequences(length, rng) if style in PACKED else np.ones(length, np.int64)
+    if style == "packed_gaps":
+        gone = rng.random(int(part.max())) < 0.35
+        part = _renumbered(np.where(gone[part - 1], 0, part)) if not gone.all() else part
+    start = 0 if style in ("right", "packed_right") else S - length
+    if style == "mixed":
+        start = int(rng.choice([0, S - length, rng.integers(0, S - length + 1)]))
+    row = np.zeros(S, np.int64)
+    row[start : start + length] = part
+    return row
+
+
+def _sequences(length: int, rng: np.random.Generator) -> np.ndarray:
+    """`1 1 2 3 3 3`: sequences that fill the length, some of one token."""
+    starts = rng.random(length) < float(rng.choice([0.15, 0.3, 0.6]))
+    starts[0] = True
+    return np.cumsum(starts)
+
+
+def _renumbered(row: np.ndarray) -> np.ndarray:
+    order = {n: i for i, n in enumerate(dict.fromkeys(row[row > 0].tolist()), start=1)}
+    return np.array([order.get(n, 0) for n in row.tolist()], np.int64)
+
+
+def canonical(ids: Any) -> np.ndarray:
+    """Ids renumbered 1, 2, ... in order of appearance, row by row, so that two namings of one truth are equal."""
+    return np.stack([_renumbered(np.asarray(row)) for row in np.asarray(ids)])
+
+
+# --- attention: bool [B, S, S], True = attends; rows of padded queries are all False
+
+
+def together(ids: np.ndarray) -> np.ndarray:
+    """Both places are real and of one sequence: full bidirectional attention."""
+    return (ids[:, :, None] == ids[:, None, :]) & (ids > 0)[:, :, None]
+
+
+def causal(ids: np.ndarray) -> np.ndarray:
+    S = ids.shape[1]
+    return together(ids) & np.tri(S, dtype=bool)
+
+
+def sliding(ids: np.ndarray, window: int) -> np.ndarray:
+    at = np.arange(ids.shape[1])
+    return causal(ids) & (at[:, None] - at[None, :] < window)
+
+
+def first_places(ids: np.ndarray) -> np.ndarray:
+    """`[B, S]`: for each real token, where its sequence begins."""
+    first = np.zeros_like(ids)
+    for b, row in enumerate(ids):
+        for n in range(1, row.max(initial=0) + 1):
+            first[b, row == n] = np.flatnonzero(row == n)[0]
+    return first
+
+
+def chunked(ids: np.ndarray, size: int) -> np.ndarray:
+    """Chunks counted in places from the first token of the sequence."""
+    chunk = (np.arange(ids.shape[1]) - first_places(ids)) // size
+    return causal(ids) & (chunk[:, :, None] == chunk[:, None, :])
+
+
+def prefix(ids: np.ndarray, length: int) -> np.ndarray:
+    """Causal, and every token of a sequence sees its first `length` places."""
+    place = np.arange(ids.shape[1]) - first_places(ids)
+    return causal(ids) | (together(ids) & (place < length)[:, None, :])
+
+
+def positions(ids: np.ndarray) -> np.ndarray:
+    """How many tokens of its own sequence stand before each real token; 0 at padding."""
+    before = causal(ids).sum(axis=2) - 1
+    return np.where(ids > 0, before, 0)
+
+
+# --- a batch
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch as some software emits it, and what that software means by it."""
+
+    draw: Draw
+    batch: dict[str, Any]
+    ids: np.ndarray
+    """The truth, `[B, S]`, 0 = padding."""
+    attends: np.ndarray
+    """bool `[B, S, S]`, at real queries."""
+    pattern: Pattern | None
+    """What a user would declare; None where no pattern of ours says it."""
+    polarity: Any = None
+    flat: bool = False
+    silent: bool | np.ndarray = False
+    """The emission, or that of some rows (`[B]`), says nothing of padding: alone it means that all tokens are real."""
+    richer: bool = False
+    """It says more than who attends whom: values, or another thing to each head. No other mask stands for it."""
+    contrary: bool = False
+    """A 2D mask of the other polarity: alone, and undeclared, it is read as every stack reads one, and that is no fault."""
+    features: list[dict[str, Any]] = field(default_factory=list)
+    form: Callable[[dict[str, Any]], Any] = dict
+    """What holds the batch."""
+    unpadded: bool = False
+    """Rows of their own lengths: samples, and no batch yet."""
+
+    @cached_property
+    def keep(self) -> np.ndarray:
+        return self.ids > 0
+
+    @cached_property
+    def packed(self) -> bool:
+        return bool((self.ids > 1).any())
+
+    @cached_property
+    def gapped(self) -> bool:
+        """Does padding stand between real tokens of a row?"""
+        return any((np.diff(np.flatnonzero(row)) > 1).any() for row in self.keep)
+
+    @property
+    def mask(self) -> Any:
+        return self.batch.get("attention_mask")
+
+    @property
+    def told_by_samples(self) -> bool:
+        """Do the samples stand whole at one end of their rows, so that their lengths tell the padding?"""
+        whole = self.draw.style in SIDED and len(self.features) == len(self.ids)
+        return whole and all("input_ids" in feature for feature in self.features)
+
+    @property
+    def keys_alone(self) -> bool:
+        """A 2D mask of 0 and 1 says who is real, not where a sequence ends."""
+        mask = self.mask
+        return isinstance(mask, Tensor) and tuple(mask.shape) == self.ids.shape and bool((mask <= 1).all())
+
+    @cached_property
+    def plain(self) -> bool:
+        """Is it plain causal attention for these lengths?"""
+        return bool((self.attends == causal(self.ids)).all())
+
+    def bare(self) -> Case:
+        """What the emission means alone."""
+        if not np.any(self.silent):
+            return self
+        silent_B11 = np.broadcast_to(self.silent, len(self.ids))[:, None, None]
+        ids = np.where(silent_B11[:, 0], 1, self.ids)
+        return replace(self, ids=ids, attends=np.where(silent_B11, causal(ids), self.attends), silent=False)
+
+
+# --- producers
+
+ATTENDS = {"sliding": sliding, "chunked": chunked, "prefix": prefix, "bidirectional": together}
+
+
+@dataclass(frozen=True)
+class Producer:
+    """One row of the catalogue."""
+
+    name: str
+    needs: tuple[str, ...]
+    """Modules without which it is skipped."""
+    make: Callable[[Draw], Case | None]
+    """None where this software cannot make such a batch."""
+    styles: tuple[str, ...] = STYLES
+    ambiguous: tuple[str, ...] = ()
+    """Names from `honest.BY_NAME`: where a refusal of the bare emission is honest, beside what holds for all."""
+
+    @property
+    def available(self) -> bool:
+        return all(map(there, self.needs))
+
+
+def producer(
+    name: str, needs: tuple[str, ...], make: Any, styles: Any = STYLES, /, *ambiguous: str, **settings: Any
+) -> Producer:
+    """A producer whose batches `make(draw, **settings)` makes."""
+    return Producer(name, needs, partial(make, **settings), styles, ambiguous)
+
+
+@cache
+def there(module: str) -> bool:
+    """Can it be imported here? A name with a version (`transformers>=5`) asks for that release."""
+    name, _, least = module.partition(">=")
+    name, _, below = name.partition("<")
+    try:
+        if importlib.util.find_spec(name) is None:
+            return False
+    except ImportError:
+        return False
+    major = int(version(name.partition(".")[0]).partition(".")[0]) if least or below else 0
+    return (not least or major >= int(least)) and (not below or major < int(below))
+
+
+def case(draw: Draw, attention_mask: Any, *, told: dict[str, Any] | None = None, **more: Any) -> Case:
+    """A batch with this mask, its tokens, their labels and `more`; what is `told` of it stands in the fields of `Case`."""
+    input_ids = torch.from_numpy(draw.tokens.copy())
+    labels = torch.where(torch.from_numpy(draw.keep), input_ids, -100)
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, **more}
+    return emitted(draw, batch, features=samples(draw), **(told or {}))
+
+
+def emitted(
+    draw: Draw, batch: dict[str, Any], *, ids: np.ndarray | None = None, attends: np.ndarray | None = None, **told: Any
+) -> Case:
+    """A whole batch as a collator makes it; the truth is the draw's and causal unless said."""
+    ids = draw.ids if ids is None else ids
+    told = {"pattern": Pattern.of("causal")} | told
+    return Case(draw, dict(batch), ids, causal(ids) if attends is None else attends, **told)
+
+
+def said(draw: Draw, name: str, *size: Any) -> dict[str, Any]:
+    """Whom a pattern lets a token attend, and what a user would declare."""
+    return {
+        "attends": ATTENDS[name](draw.ids, *size),
+        "pattern": getattr(Pattern, name)(*size) if size else Pattern.of(name),
+    }
+
+
+def otherwise(draw: Draw, attends: np.ndarray) -> dict[str, Any]:
+    """Attention that no pattern of ours says, unless it happens to be the causal one."""
+    return {"attends": attends, "pattern": Pattern.of("causal") if (attends == causal(draw.ids)).all() else None}
+
+
+def samples(draw: Draw) -> list[dict[str, Any]]:
+    """What went in: one sample for each sequence of a packed row, else one for each row, holes marked."""
+    if draw.packed:
+        return [{"input_ids": sequence} for sequence in draw.sequences()]
+    return [_sample(tokens, keep) for tokens, keep in zip(draw.tokens, draw.keep)]
+
+
+def _sample(tokens: np.ndarray, keep: np.ndarray) -> dict[str, Any]:
+    at = np.flatnonzero(keep)
+    span = slice(at[0], at[-1] + 1) if len(at) else slice(0)
+    sample = {"input_ids": tokens[span].tolist()}
+    return sample if keep[span].all() else {**sample, "attention_mask": keep[span].astype(int).tolist()}
+
+
+def keep_2d(draw: Draw, dtype: torch.dtype = torch.int64) -> Tensor:
+    """What a tokenizer emits."""
+    return torch.from_numpy(draw.keep.copy()).to(dtype)
+
+
+def restarting(draw: Draw) -> Tensor:
+    """`[B, S]`: positions that begin again with each sequence, as packing collators count; padding goes on counting."""
+    out = np.zeros(draw.shape, np.int64)
+    for b, row in enumerate(draw.ids):
+        count = 0
+        for s, n in enumerate(row):
+            count = 0 if s and n and n != row[s - 1] else count
+            out[b, s], count = count, count + 1
+    return torch.from_numpy(out)
+
+
+def bias_of(draw: Draw, mask: Tensor) -> dict[str, Any]:
+    """What is told of an additive mask; of values beside the blocked ones no other mask stands for it."""
+    attended = torch.from_numpy(causal(draw.ids))[:, None].expand(mask.shape)
+    low, high = mask.masked_fill(~attended, torch.inf).amin(-1), mask.masked_fill(~attended, -torch.inf).amax(-1)
+    return {"pattern": None, "polarity": "bias", "richer": bool((high > low).any())}
+
+
+def plain_rows(mask: Tensor, draw: Draw) -> np.ndarray:
+    """`[B]`: rows whose padding attends so that nothing tells them from a row without padding."""
+    attends = mask.reshape(draw.shape[0], -1, *mask.shape[-2:])[:, 0].numpy()
+    return (attends == np.tri(draw.shape[1], dtype=bool)).all(axis=(1, 2)) & ~draw.keep.all(axis=1)
+
+
+def placed(lengths: list[int], width: int, side: str) -> np.ndarray:
+    """Segment ids of samples padded to one side."""
+    ids = np.zeros((len(lengths), width), np.int64)
+    for row, length in zip(ids, lengths):
+        row[slice(0, length) if side == "right" else slice(width - length, width)] = 1
+    return ids
+
+
+def joined(features: list[dict[str, Any]], width: int | None = None) -> np.ndarray:
+    """Segment ids of one flat row; padding behind."""
+    row = [n for n, feature in enumerate(features, start=1) for _ in feature["input_ids"]]
+    return np.array([row + [0] * ((width or len(row)) - len(row))], np.int64)
+
+
+def side_of(draw: Draw) -> str:
+    return "left" if draw.style == "left" else "right"

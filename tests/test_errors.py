@@ -1,0 +1,178 @@
+"""Messages: what COLLATE_NPU_DEBUG=1 logs, as a user meets it, and old names, each of which warns and gives the thing."""
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import collate_npu
+from collate_npu import BatchAdapter, Segments, errors
+from collate_npu.errors import GONE_IN, MOVED
+
+
+def process(code, on=True, tmp_path=None, *arguments):
+    """What a process says on both streams; a file where its workers must import it again."""
+    env = {name: value for name, value in os.environ.items() if name != "COLLATE_NPU_DEBUG"}
+    env |= {"PYTHONPATH": str(Path(errors.__file__).parents[1]), "COLLATE_NPU_DEBUG": "1" if on else "0"}
+    command = ["-c", code]
+    if tmp_path is not None:
+        file = tmp_path / "load.py"
+        file.write_text(code, encoding="utf-8")
+        command = [str(file), *arguments]
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def said(code, *settings):
+    return process(code, *settings)[1].split("collate_npu [")[1:]
+
+
+COLLATE = """
+from collate_npu import BatchAdapter, PaddingCollator, wrap_collator
+rows = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9]}]
+"""
+ROUTES = (
+    COLLATE
+    + """
+for side in ("left", "right"):
+    collate = PaddingCollator(pad_token_id=0, padding_side=side, attention_mask="2d")
+    adapter = BatchAdapter(needs_mask_2d=True, consumer="megatron")
+    for _ in range(3):
+        adapter(collate(rows))
+BatchAdapter(needs_mask_2d=True, consumer="transformers")(PaddingCollator(pad_token_id=0, padding_side="left")(rows))
+"""
+)
+
+
+@pytest.mark.slow
+def test_a_route_is_said_once_with_its_reasons():
+    neutral, *others = said(ROUTES)
+    assert "no consumer named: the neutral form, for a BatchAdapter" in neutral
+    (route,) = (text for text in others if "consumer transformers, model not named" in text)
+    assert "attention_mask: the 2D mask, True or 1 = real (every layer of a transformers model reads the 2D mask)" in route
+    assert "attention_mask_2d: taken out (nobody here reads it)" in route
+    routes = [text for text in others if "consumer megatron" in text]
+    for route, side in zip(routes, ("left", "right"), strict=True):
+        assert "MainProcess" in route
+        assert "consumer megatron, model not named\n" in route
+        assert "attention_mask_2d: stays (recurrent layers read it)" in route
+        assert f"2 rows of 4, one sequence each; padding on the {side}, 3 of 8 places (38%)" in route
+        exact = "attention_mask: None (causal attention, padding on the right only"
+        assert (
+            exact if side == "right" else "attention_mask: 4D, True is blocked, 32 bytes (padding stands on the left"
+        ) in route
+        assert "context parallelism: none" in route
+    assert said(ROUTES, False) == [], "without the variable"
+
+
+HAZARD = """
+import torch
+from collate_npu import BatchAdapter, Segments, describe
+from collate_npu.masks import dense
+segments = Segments.from_lengths([2, 3], side="left")
+ids = torch.tensor([[7, 5, 7], [5, 6, 4]])
+batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": dense(segments).to(torch.int8)}
+print(describe(batch))
+for _ in range(2):
+    BatchAdapter(needs_mask_2d=True, consumer="megatron")(batch)
+"""
+
+
+def test_every_hazard_that_describe_names_is_said_where_the_batch_arrives():
+    out, err = process(HAZARD)
+    named = [line.partition("hazard: ")[2] for line in out.splitlines() if line.startswith("hazard: ")]
+    assert len(named) == 4
+    for text in named:
+        assert err.count(f"hazard in a batch as it arrives: {text}") == 1
+    assert len(re.findall(r"^collate_npu \[MainProcess \d+\] consumer megatron", err, flags=re.M)) == 1
+    assert process(HAZARD, False)[1] == ""
+
+
+WORKERS = """
+import sys, torch
+from torch.utils.data import DataLoader
+from collate_npu import PaddingCollator
+if __name__ == "__main__":
+    rows = [{"input_ids": list(range(1, n))} for n in (4, 7, 3, 5, 6, 2, 8, 3)]
+    collate = PaddingCollator(pad_token_id=0, padding_side="left", attention_mask="2d")
+    collate(rows[:2])
+    for _ in DataLoader(rows, batch_size=2, collate_fn=collate, num_workers=2, multiprocessing_context=sys.argv[1]):
+        pass
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_each_worker_says_a_route_once(tmp_path, start):
+    found = said(WORKERS, True, tmp_path, start)
+    who = [text.partition("]")[0] for text in found if "neutral form" in text]
+    assert len(who) == len(set(who)) == 3  # the process that started them, and two workers
+
+
+@pytest.mark.slow
+def test_an_applications_own_logging_is_used_and_nothing_is_said_twice():
+    handler = "handler = logging.StreamHandler()\nhandler.setFormatter(logging.Formatter('collate_npu [mine] %(message)s'))"
+    handler += "\nlogging.getLogger('collate_npu').addHandler(handler)"
+    once = f"{COLLATE}\nPaddingCollator(pad_token_id=0)(rows)"
+    assert [text.partition("]")[0] for text in said(f"import logging\n{handler}\n{once}")] == ["mine"]
+    configured = f"import logging\nlogging.basicConfig(level=logging.DEBUG)\n{once}"
+    assert process(configured)[1].count("the neutral form") == 1
+
+
+@pytest.mark.models
+@pytest.mark.parametrize(("side", "faster"), [("right", True), ("left", False)])
+def test_a_faster_form_is_named_where_it_is_exact(monkeypatch, side, faster):
+    pytest.importorskip("transformers")
+    from collate_npu.testing import tiny_model
+
+    monkeypatch.setattr(errors, "DEBUG", True)
+    route = BatchAdapter(tiny_model("llama", vocab_size=9)).route(Segments.from_lengths([2, 5], side=side))
+    assert route.why.endswith("and faster: adapt(model), or attention_mask='omit'") == faster
+
+
+CHANGES = Path(collate_npu.__file__).parent / "guide" / "changelog.md"
+
+
+def thing(dotted):
+    module, _, name = dotted.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_an_old_name_gives_the_thing_and_says_where_it_is(old, new):
+    module, _, name = old.rpartition(".")
+    with pytest.warns(DeprecationWarning, match=f"^{re.escape(f'{old} is {new} now')}.* goes in {GONE_IN}") as said:
+        exec(f"from {module} import {name}", found := {})
+    assert {each.filename for each in said} == {"<string>"}  # the line that names it, none of ours
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert found[name] is thing(new)
+
+
+@pytest.mark.parametrize("module", sorted({old.rpartition(".")[0] for old in MOVED}))
+def test_a_name_that_was_never_there_says_so(module):
+    with pytest.raises(AttributeError, match=re.escape(f"module '{module}' has no attribute 'dens'")):
+        import_module(module).dens  # noqa: B018
+
+
+def test_things_keep_their_names():
+    renamed = {old: new for old, new in MOVED.items() if old.rpartition(".")[2] != new.rpartition(".")[2]}
+    assert renamed == {"collate_npu.integrations.trl.adapt_forward": "collate_npu.adapt"}
+
+
+def test_no_row_hides_a_name_of_today():
+    assert not {old for old in MOVED if old.rpartition(".")[2] in vars(import_module(old.rpartition(".")[0]))}
+
+
+def test_old_names_go_after_this_edition_and_stand_in_the_changelog():
+    assert tuple(map(int, collate_npu.__version__.split(".")[:2])) < tuple(map(int, GONE_IN.split(".")))
+    text = CHANGES.read_text(encoding="utf-8")
+    told = [{old.rpartition(".")[2], old.rpartition(".")[0].partition(".")[2] or old} for old in MOVED]
+    assert [names for names in told if not any(name in text for name in names)] == []
