@@ -74,7 +74,7 @@ class Segments:
         ready(self._hold(ids_BS))
 
     def _hold(self, ids_BS: Array) -> Segments:
-        """By its ids; everything else is computed where it is asked for."""
+        """By its ids; everything else is computed when it is read."""
         self.array = np.array(ids_BS, np.int32, order="C")
         self.array.flags.writeable = False
         return self
@@ -331,7 +331,7 @@ class Segments:
         return f"Segments(B={B}, S={S}, lengths=[{lengths}], padding={self.padding_side!r})"
 
 
-# --- without checks or copies, for whoever has arrays; nothing is computed before it is asked for
+# --- without checks or copies, for callers that have arrays; nothing is computed before it is read
 
 
 def of_lengths(rows: Sequence[Sequence[int]], width: int, side: Side = "right") -> Segments:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from collate_npu import errors
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.mask_routing import say_batch
+from collate_npu.consumers.mask_routing import log_form
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config, windows
 from collate_npu.consumers.recurrent import reads_boundaries_itself
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
@@ -103,7 +103,7 @@ def ready_batch(
     if backend == "torch" and of_kind(batch, "truth"):
         out["attention_mask"] = segments.keep.to(torch.int64)
     if errors.DEBUG:
-        say_batch(f"{backend} shares rows of the Trainer among {size} ranks", out, segments, why=exact.why)
+        log_form(f"{backend} shares rows of the Trainer among {size} ranks", out, segments, why=exact.why)
     device = getattr(batch.get("input_ids"), "device", None)
     tensors = {key: value for key, value in out.items() if isinstance(value, Tensor)}
     return out | {key: x.clone(memory_format=torch.contiguous_format).to(device) for key, x in tensors.items()}

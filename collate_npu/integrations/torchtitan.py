@@ -18,7 +18,7 @@ from torch import Tensor
 
 from collate_npu import errors
 from collate_npu.arrays import Array
-from collate_npu.consumers.mask_routing import say_batch
+from collate_npu.consumers.mask_routing import log_form
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.keys import KEYS, SEGMENT_KEY, of_kind, with_role
 from collate_npu.masks.batch_reader import segments_from_batch
@@ -62,7 +62,7 @@ def get_attention_masks(
     masks = {key: _one(segments, kind, device, block_size, compiled) for key, kind in kinds.items()}
     out = masks if isinstance(layers, Mapping) else masks[""]
     if errors.DEBUG:
-        say_batch("get_attention_masks of torchtitan", {"attention_masks": out}, segments, why=f"its layers read {layers}")
+        log_form("get_attention_masks of torchtitan", {"attention_masks": out}, segments, why=f"its layers read {layers}")
     return out
 
 
@@ -266,7 +266,7 @@ def trainer_batch(batch: Mapping[str, Any], segments: Segments | None = None, *,
         input_dict[SEGMENT_KEY] = segments.ids
     if errors.DEBUG:
         told = "segment_ids" if segment_ids else "positions"
-        say_batch("trainer_batch of torchtitan", input_dict, segments, why=f"the trainer builds its masks of {told}")
+        log_form("trainer_batch of torchtitan", input_dict, segments, why=f"the trainer builds its masks of {told}")
     return input_dict, _labels(batch, segments)
 
 

@@ -422,7 +422,7 @@ def test_modes_without_a_consumer(attention):
         inner = {"input_ids": torch.ones(segments.shape, dtype=torch.int64), "segment_ids": segments.ids}
         wrapped = wrap_collator(lambda _: inner, attention_mask=mode, pattern=pattern)  # noqa: B023
         if mode == "none" and not exact:
-            with pytest.raises(UnsupportedFormError, match="attention_mask='none' was asked for"):
+            with pytest.raises(UnsupportedFormError, match="attention_mask='none' is set"):
                 wrapped([{}])
             continue
         out = wrapped([{}])

@@ -18,7 +18,7 @@ from collate_npu.consumers.mask_routing import (
     describe_cheapest,
     describe_cost,
     describe_shape,
-    say_batch,
+    log_form,
 )
 from collate_npu.consumers.model_traits import layer_masks
 from collate_npu.errors import CollateError, UnsupportedFormError
@@ -136,7 +136,7 @@ TABLE = [
     *((form, FLAT, {**RECURRENT, **FREE, **NEXT, **kernel, "boundaries_unread": unread}) for unread, forms in (
         ("a kernel is missing", ("refused.*a kernel", "refused.*a kernel")), ("", ("mapping", "none")))
       for form, kernel in zip(forms, ({}, FLASH))),
-    ("refused.*nobody said", FLAT, {**RECURRENT, **FREE, **FLASH}),
+    ("refused.*model is unknown", FLAT, {**RECURRENT, **FREE, **FLASH}),
     # and rows, where it was adapted: what attention takes, and the 2D mask
     *((form, rows, {**RECURRENT, **NEXT, **kernel, **APART, **free}) for rows, free in ((PACKED, {}), (FLAT, FREE))
       for form, kernel in zip(("mapping", "mapping", "mapping", "none"), ({}, EAGER, FLEX, FLASH))),
@@ -331,7 +331,7 @@ def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said
     ],
 )
 def test_a_batch_whose_route_no_consumer_chose(said, out, words):
-    say_batch("somebody", out, TWO_TOKENS, why="why")
+    log_form("somebody", out, TWO_TOKENS, why="why")
     (text,) = said.values()
     assert words in text
     assert "attention_mask_2d: taken out (nobody here reads it)" in text

@@ -20,7 +20,7 @@ from collate_npu import errors
 from collate_npu.arrays import host_tensor
 from collate_npu.consumers import mindspeed
 from collate_npu.consumers.labels_and_positions import kind_of, labels_are_shifted
-from collate_npu.consumers.mask_routing import say_batch
+from collate_npu.consumers.mask_routing import log_form
 from collate_npu.consumers.megatron import kernel_of, npu_engine, refuse_unread_padding
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, recurrent_heads, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
@@ -140,7 +140,7 @@ def _inputs_of(
         inputs["attention_mask"] = open_empty_rows(blocked) if kernel == "mindspeed_dense" else blocked
     if errors.DEBUG:
         why = "offsets say it" if padding_free else f"its kernels: {kernel}; {none_is_exact(segments).why}"
-        say_batch("gpt_batch of Megatron-core", inputs, segments, why=why, cp=cp)
+        log_form("gpt_batch of Megatron-core", inputs, segments, why=why, cp=cp)
     return _with_masks(inputs, model), segments
 
 
