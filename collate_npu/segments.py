@@ -525,11 +525,9 @@ def one_run(keep_BS: Array, side: Side) -> list[int]:
     B, S = keep_BS.shape
     if not S:
         return [0] * B
-    at_B = keep_BS.argmin(axis=1) if side == "right" else keep_BS.argmax(axis=1)  # where padding begins, or ends
-    real_B = keep_BS[np.arange(B), at_B]
-    lengths_B = np.where(real_B, S, at_B) if side == "right" else np.where(real_B, S - at_B, 0)
-    lengths: list[int] = lengths_B.tolist()
-    return lengths
+    if side == "left":
+        return [S - at if at or keep_BS[b, 0] else 0 for b, at in enumerate(keep_BS.argmax(axis=1).tolist())]
+    return [at or S * int(keep_BS[b, 0]) for b, at in enumerate(keep_BS.argmin(axis=1).tolist())]
 
 
 def side_around(totals: Sequence[int], width: int, side: Side) -> PaddingSide:

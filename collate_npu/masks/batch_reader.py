@@ -9,7 +9,7 @@ Legend: B batch, S width, N sequences of a flat row, Q/K query and key rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -263,33 +263,48 @@ def _compared(
 ) -> _Truth | None:
     """Return the most detailed of the sources that need no other, after all were compared: shape, padding, boundaries. With
     `known` Segments, only the keys that carry the same facts are compared."""
-    keep_BS = sources.array(KEEP_KEY) if sources.named["keep"] else None
-    numbers = known is None and (sources.offsets or sources.lengths)
-    flat = segments_from_offsets(sources, shape) if numbers else None
-    rows = {key: full for key, full in sources.masks.items() if key not in squares} if known is None else {}
-    if polarity in (None, "keep"):
-        tails = flat is not None and (flat[0] == "input_lengths" or bool(sources.named["tail"]))
-        unsaid = tails and not says_padding(sources)
-        repeated = [key for key, full in rows.items() if keep_BS is not None and np.array_equal(full, keep_BS)]
-        rows = {} if unsaid else {key: full for key, full in rows.items() if key not in repeated}
     found = [] if known is None else [_Truth("segments", known, True)]
     found += [_Truth(key, of_ids(as_ids(sources.array(key))), True) for key in sources.named["segment_ids"]]
-    if keep_BS is not None:
-        plain = keep_BS.dtype == bool and keep_BS.ndim == 2
-        keep = _Truth(KEEP_KEY, of_keep(keep_BS), False) if plain else _of_keys(KEEP_KEY, torch.from_numpy(keep_BS), "keep")
-        found.append(keep)
-    beside = bool(found)
-    for key, full in rows.items():
-        zeros = beside and not bool(full.any())  # alone they could mean anything
-        found.append(_of_keys(key, full, polarity or ("keep" if zeros else None)))
-    if flat is not None:
-        found.append(_Truth(*flat, True))
+    if sources.named["keep"]:
+        found.append(_of_keep(sources.array(KEEP_KEY)))
+    if known is None:
+        flat = segments_from_offsets(sources, shape) if sources.offsets or sources.lengths else None
+        if len(squares) < len(sources.masks):
+            found += _of_rows(sources, polarity, squares, flat[0] if flat else "", beside=bool(found))
+        found += [] if flat is None else [_Truth(*flat, True)]
     for name, segments, _ in found:
         if segments.shape != shape:
             raise wrong_shape_error(name, str(list(segments.shape)), shape)
-    parted = [each for each in found if each.parted]
-    for each in found[1:]:
-        check_same_padding(found[0].segments, each.name, each.segments)
+    if len(found) > 1:
+        for each in found[1:]:
+            check_same_padding(found[0].segments, each.name, each.segments)
+        _check_same_boundaries([each for each in found if each.parted])
+    return next((each for each in found if each.parted), found[0] if found else None)
+
+
+def _of_rows(
+    sources: Sources, polarity: Polarity | None, squares: Mapping[str, Tensor], by_offsets: str, *, beside: bool
+) -> list[_Truth]:
+    """Read the masks `[B, S]`; `beside`: another key names the padding too. A mask of ones beside tails says nothing."""
+    rows = {key: full for key, full in sources.masks.items() if key not in squares}
+    if polarity in (None, "keep"):
+        tails = by_offsets and (by_offsets == "input_lengths" or bool(sources.named["tail"]))
+        if tails and not says_padding(sources):
+            return []
+        if sources.named["keep"]:
+            rows = {key: full for key, full in rows.items() if not np.array_equal(full, sources.array(KEEP_KEY))}
+    zeros = {key: beside and not bool(full.any()) for key, full in rows.items()}  # alone they could mean anything
+    return [_of_keys(key, full, polarity or ("keep" if zeros[key] else None)) for key, full in rows.items()]
+
+
+def _of_keep(keep_BS: Array) -> _Truth:
+    if keep_BS.dtype.kind == "b" and keep_BS.ndim == 2:
+        return _Truth(KEEP_KEY, of_keep(keep_BS), False)
+    return _of_keys(KEEP_KEY, torch.from_numpy(keep_BS), "keep")
+
+
+def _check_same_boundaries(parted: Sequence[_Truth]) -> None:
+    """Raise where two sources tell other sequences of a row."""
     for each in parted[1:]:
         one, other = parted[0].segments, each.segments
         wrong = np.flatnonzero((one.array != other.array).any(axis=1)).tolist()
@@ -298,7 +313,6 @@ def _compared(
             rule = f"It disagrees with {parted[0].name} about where one sequence of a row ends and the next begins."
             remedy = "Keep one of them, or rebuild both from the lengths."
             raise CollateError(explain_rows(each.name, bad, rule, remedy, more="sources-disagree"))
-    return next(iter(parted or found), None)
 
 
 def _parted(

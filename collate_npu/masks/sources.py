@@ -62,9 +62,9 @@ class Sources(dict[str, Any]):
         self._held: dict[tuple[str, Any], tuple[Any, Any]] = {}
         self.counted = False
         """True if its positions follow from its Segments: the batch reader found it, or the collator built them."""
-        listed = [name for name, value in self.items() if value is not None and name in _ROLES]
-        for name in sorted(listed, key=_ORDER.__getitem__):
-            self.named[_ROLES[name]] += (name,)
+        for name in sorted(_ROLES.keys() & self.keys(), key=_ORDER.__getitem__):
+            if self[name] is not None:
+                self.named[_ROLES[name]] += (name,)
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> Sources:

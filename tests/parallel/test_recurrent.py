@@ -140,7 +140,7 @@ def test_ranks_share_out_both_kinds_of_heads(scheme, layout, tp):
 
 def test_the_halo_of_the_convolution_comes_from_one_rank():
     cp = ContextParallel(4, 0, layout="contiguous")
-    with pytest.raises(CollateError, match=r"asks the previous rank alone\. .* at least 12 tokens"):
+    with pytest.raises(CollateError, match=r"reads the previous rank alone\. .* at least 12 tokens"):
         check_recurrent_split(cp, "state_passing", Segments.from_lengths([[5, 3]]), padding_free=True)
     check_recurrent_split(cp, "state_passing", Segments.from_lengths([[5, 3]], width=12), padding_free=True)
     check_recurrent_split(cp, "state_passing", Segments.from_lengths([[5, 3]]), padding_free=True, conv_width=3)
