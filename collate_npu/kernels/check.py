@@ -19,7 +19,7 @@ from collate_npu.kernels import Breach, refuse
 from collate_npu.kernels.fusion_attention.contract import contract_breaches
 from collate_npu.kernels.fusion_attention.operator_call import sizes_of
 from collate_npu.kernels.gated_delta.contract import gated_delta_breaches, rows_and_tokens
-from collate_npu.kernels.gated_delta.operator_call import HOLDERS, by_own_names
+from collate_npu.kernels.gated_delta.operator_call import HOLDER, by_own_names
 from collate_npu.kernels.gated_delta.operators import find_operator, operator_named
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.patterns import Pattern
@@ -102,6 +102,6 @@ def log_batch(layer: str, batch: Mapping[str, Any], segments: Segments) -> None:
     said. The layer is taken to read `attention_mask_2d` where the batch has one.
     """
     if errors.DEBUG and (row := find_operator(layer)) is not None:
-        read = {*row.offsets, row.numbers, *row.copies, *row.reads, *HOLDERS}
+        read = {*row.offsets, row.numbers, *row.copies, *row.reads, HOLDER}
         told = batch if batch.get(KEEP_KEY) is None else {**batch, "attention_mask": batch[KEEP_KEY]}
         log_call(layer, {name: value for name, value in told.items() if name in read}, segments=segments)

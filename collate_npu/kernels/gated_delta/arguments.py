@@ -109,7 +109,7 @@ def gated_delta_kwargs(
 def _spelled(kernel: Kernel, offsets: Sequence[int], chunk: int, tables: bool) -> dict[str, Any]:
     lengths_N = np.diff(offsets)
     numbers_T = np.repeat(np.arange(len(lengths_N)), lengths_N)  # neighbours always differ
-    longest, most = int(lengths_N.max()), operator_named(kernel).limits.get("tokens")
+    longest, most = int(lengths_N.max()), operator_named(kernel).most_tokens
     match kernel:
         case "transformers":  # both, always: the rule reads the one, the convolution the other, and either alone runs on
             return {"cu_seq_lens_q": _int32(offsets), "seq_idx": _int32(numbers_T[None])}

@@ -24,7 +24,7 @@ from collate_npu.errors import CollateError, shape_of
 from collate_npu.kernels import Breach, refuse
 from collate_npu.kernels.call_boundaries import CallBoundaries, by_numbers, by_offsets, places_in, row_starts, why_differs
 from collate_npu.kernels.gated_delta.boundaries import CONV_BLOCK, chunk_indices, cumsum_block
-from collate_npu.kernels.gated_delta.operator_call import HOLDERS, Call, Operator, is_whole_tensor
+from collate_npu.kernels.gated_delta.operator_call import HOLDER, Call, Operator, is_whole_tensor
 from collate_npu.kernels.gated_delta.operators import operator_named
 from collate_npu.masks.derive import derive_segments
 from collate_npu.parallel.layout import ContextParallel
@@ -98,7 +98,7 @@ def _ranks(call: Call) -> Iterator[Breach]:
     """What is wrong with the way ranks share the row, if they share one; `check_recurrent_split` is the judge."""
     cp = call.context_parallel
     scheme = "state_passing" if "cp_context" in call.arguments else call.operator.ranks
-    if cp is None or cp.size == 1 or scheme == "never":
+    if cp is None or cp.size == 1:
         return
     got = f"{cp.size} ranks, layout {cp.layout!r}"
     if scheme == "state_passing" and (asked := _asked(call)) != "contiguous":
@@ -154,7 +154,7 @@ def _call_boundaries(call: Call) -> Iterator[CallBoundaries]:
     name, shape, total = call.operator.name, (call.B, call.T), call.B * call.T
     keep_BT, numbered = kept(call), bool(call.operator.numbers)
     neutral_T = np.zeros(total, bool) if keep_BT is None else ~keep_BT.reshape(-1)
-    rows_T = row_starts(1, total) if call.operator.folds else row_starts(*shape)
+    rows_T = row_starts(*shape)
     by_numbers_T = by_numbers(call.numbers_BT) if call.numbers_BT.size else rows_T
     mamba = call.operator.package == "mamba"
     if call.operator.offsets or not numbered or mamba:
@@ -177,8 +177,7 @@ def tensor_breaches(call: Call) -> Iterator[Breach]:
     """What is wrong with the shapes and dtypes of the tensors of a call."""
     sizes: dict[str, int] = {"B": call.B, "T": call.T, "C": call.chunk_size}
     given = orders(call.operator, call.arguments).items()
-    found = [breach for name, order in given for breach in _shape(call, name, order, sizes)]
-    yield from found or _heads(call, sizes)
+    yield from (breach for name, order in given for breach in _shape(call, name, order, sizes))
     yield from _states(call)
     yield from _scale(call)
 
@@ -219,17 +218,6 @@ def _shape(call: Call, name: str, order: str, sizes: dict[str, int]) -> Iterator
         yield call.breach("shape", name, shape_of(x), f"It is {listed}, and {', '.join(wrong)}.", remedy)
 
 
-def _heads(call: Call, sizes: Mapping[str, int]) -> Iterator[Breach]:
-    heads, values = sizes.get("H"), sizes.get("N")
-    if heads and values and values % heads:
-        says, remedy = "Value heads are a whole multiple of key heads.", "Repeat neither; change the model's head counts."
-        yield call.breach("heads", "v", f"{heads} key heads, {values} value heads", says, remedy)
-    for axis, most in call.operator.limits.items():
-        if sizes.get(axis, 0) > most:
-            remedy = "Use another kernel for such heads."
-            yield call.breach("head-size", axis, str(sizes[axis]), f"{axis} is at most {most}.", remedy)
-
-
 def _states(call: Call) -> Iterator[Breach]:
     """One state a sequence; a row has one where there are no boundaries."""
     state = call.get("initial_state")
@@ -252,8 +240,8 @@ def _scale(call: Call) -> Iterator[Breach]:
 
 def kept(call: Call) -> Array | None:
     """bool `[B, T]` where a mask of two dimensions is read by the layer; None where the rows count as they are."""
-    value = call.get(_name(call))
-    read = call.operator.masks in ("multiplied", "unpadded") and not _dropped_by_release(call)
+    value = call.get("attention_mask")
+    read = call.operator.masks == "multiplied" and not _dropped_by_release(call)
     if not read or not isinstance(value, Tensor) or tuple(value.shape) != (call.B, call.T):
         return None
     return np.equal(_values(value), 1)
@@ -261,22 +249,16 @@ def kept(call: Call) -> Array | None:
 
 def mask_breaches(call: Call) -> Iterator[Breach]:
     """What is wrong with the 2D mask of a call, if it has one."""
-    if not (name := _name(call)):
+    if call.operator.masks == "none" or (value := call.get("attention_mask")) is None:
         return
-    value = call.get(name)
     if call.operator.masks == "ignored":
-        yield from _ignored(call, name, value)
-    elif form := list(_form(call, name, value)):
+        yield from _ignored(call, value)
+    elif form := list(_form(call, value)):
         yield from form
     elif call.where:
-        yield from _with_boundaries(call, name, _values(value) == 1)
+        yield from _with_boundaries(call, _values(value) == 1)
     else:
-        yield from _alone(call, name, _values(value) == 1)
-
-
-def _name(call: Call) -> str:
-    """The argument that holds a padding mask which the operator knows of, `""` without one."""
-    return next((n for n in ("attention_mask", "mask") if n in call.arguments and n in call.operator.reads), "")
+        yield from _alone(call, _values(value) == 1)
 
 
 def _values(value: Tensor) -> Array:
@@ -284,58 +266,49 @@ def _values(value: Tensor) -> Array:
     return array
 
 
-def _form(call: Call, name: str, value: object) -> Iterator[Breach]:
+def _form(call: Call, value: object) -> Iterator[Breach]:
     """`[B, T]` of zeros and ones."""
     if not isinstance(value, Tensor) or value.is_meta:
         got = "no values" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        yield call.breach("mask-form", name, got, "It is a tensor [B, T], 1 = real.", "Pass segments.keep.long().")
+        says = "It is a tensor [B, T], 1 = real."
+        yield call.breach("mask-form", "attention_mask", got, says, "Pass segments.keep.long().")
     elif value.ndim != 2:
         says = "The layer reads padding from a [B, T] mask alone; of one with another rank it makes none."
-        yield call.breach("mask-rank", name, shape_of(value), says, "Pass segments.keep.long(), [B, T].")
+        yield call.breach("mask-rank", "attention_mask", shape_of(value), says, "Pass segments.keep.long(), [B, T].")
     elif tuple(value.shape) != (call.B, call.T):
         says, remedy = f"The call has [{call.B}, {call.T}] tokens.", "Pass the mask of this very batch."
-        yield call.breach("mask-shape", name, shape_of(value), says, remedy)
+        yield call.breach("mask-shape", "attention_mask", shape_of(value), says, remedy)
     elif not np.isin(_values(value), (0, 1)).all():
         seen = ", ".join(f"{n:g}" for n in np.unique(_values(value))[:6])
         says = "It holds 1 for real and 0 for padding; numbered or additive masks are multiplied in, or counted wrong."
-        remedy = "Pass (ids > 0).long(), and boundaries for packed rows."
-        yield call.breach("mask-values", name, f"{shape_of(value)} with values {seen}", says, remedy, silent=True)
+        got, remedy = f"{shape_of(value)} with values {seen}", "Pass (ids > 0).long(), and boundaries for packed rows."
+        yield call.breach("mask-values", "attention_mask", got, says, remedy, silent=True)
 
 
-def _alone(call: Call, name: str, keep_BT: Array) -> Iterator[Breach]:
+def _alone(call: Call, keep_BT: Array) -> Iterator[Breach]:
     begins_BT = keep_BT & ~np.pad(keep_BT, ((0, 0), (1, 0)))[:, :-1]
     holes, left = _rows(begins_BT.sum(1) > 1), _rows(~keep_BT[:, 0] & keep_BT.any(1))
-    if call.operator.masks == "unpadded":
-        if (empty := _rows(~keep_BT.any(1))) and call.before(FLA_COUNTS_EMPTY):
-            says = f"A row of padding alone is an empty sequence; fla {call.release('fla')} counts it wrong (#909)."
-            yield call.breach("empty", name, empty, says, f"Drop the row, or take fla {FLA_COUNTS_EMPTY} or later.")
-        return
     if holes:
         says = "Padding inside a sequence is not undone by a mask: the state decays and the convolution reads it."
-        yield call.breach("hole", name, holes, says, UNPAD, silent=True)
-    if left and (call.is_set("bias") or call.is_set("conv_bias")) and call.operator.package != "fla":
+        yield call.breach("hole", "attention_mask", holes, says, UNPAD, silent=True)
+    if left and (call.is_set("bias") or call.is_set("conv_bias")):
         says = "With a bias, zeroed padding on the left is no longer zero behind the convolution."
-        yield call.breach("bias", name, left, says, RIGHT, silent=True)
+        yield call.breach("bias", "attention_mask", left, says, RIGHT, silent=True)
     elif left and (why := _dropped_by_release(call)):
-        yield call.breach("mask-dropped", name, left, why, RIGHT, silent=True)
+        yield call.breach("mask-dropped", "attention_mask", left, why, RIGHT, silent=True)
 
 
-def _with_boundaries(call: Call, name: str, keep_BT: Array) -> Iterator[Breach]:
+def _with_boundaries(call: Call, keep_BT: Array) -> Iterator[Breach]:
     """Both at once: padding must lie behind the real tokens of a sequence, or fill sequences of its own."""
-    flat_T, got, remedy = keep_BT.reshape(-1), shape_of(call.get(name)), "Pass one of them."
+    flat_T = keep_BT.reshape(-1)
     pieces = [flat_T[start:end] for start, end in pairwise(call.offsets)]
-    if call.operator.masks == "unpadded":
-        says = f"Given both, {call.where} wins and the mask is dropped: padding runs through the layer."
-        yield call.breach("mask-and-offsets", name, got, says, remedy, silent=True)
-    elif "mask-and-offsets" in call.operator.checks:
-        yield call.breach("mask-and-offsets", name, got, "Only one of them is taken.", remedy)
-    elif bad := [n for n, piece in enumerate(pieces) if (piece[1:] > piece[:-1]).any()]:
+    if bad := [n for n, piece in enumerate(pieces) if (piece[1:] > piece[:-1]).any()]:
         says = f"It is multiplied in as well, and in sequence {bad[0]} padding stands before or between real tokens."
         remedy = "Make padding a sequence of its own, and leave the mask out: " + UNPAD
-        yield call.breach("mask-and-offsets", name, f"padding in sequences {bad[:8]}", says, remedy, silent=True)
+        yield call.breach("mask-and-offsets", "attention_mask", f"padding in sequences {bad[:8]}", says, remedy, silent=True)
 
 
-def _ignored(call: Call, name: str, value: Any) -> Iterator[Breach]:
+def _ignored(call: Call, value: Any) -> Iterator[Breach]:
     """Nobody reads it: harmless only where every row is padded on the right, or not at all."""
     if call.segments is not None or call.where:
         return
@@ -346,17 +319,15 @@ def _ignored(call: Call, name: str, value: Any) -> Iterator[Breach]:
     except CollateError as error:
         says += f" Which padding this one means cannot be told ({str(error).splitlines()[0][:120]})."
         remedy = "Pass segments=..., which say it; or " + RIGHT
-        yield call.breach("mask-unread", name, shape_of(value), says, remedy, silent=True)
+        yield call.breach("mask-unread", "attention_mask", shape_of(value), says, remedy, silent=True)
         return
     if truth.padding_side not in ("none", "right") or truth.packed:
         got = f"{shape_of(value)}, padding {truth.padding_side}" + (", several sequences a row" if truth.packed else "")
-        yield call.breach("mask-unread", name, got, says, RIGHT, silent=True)
+        yield call.breach("mask-unread", "attention_mask", got, says, RIGHT, silent=True)
 
 
 def _dropped_by_release(call: Call) -> str:
     """Why a mask of one row has no effect, `""` where it has."""
-    if call.operator.package == "mindspeed_llm" and call.B == 1:
-        return "MindSpeed-LLM reads a mask of more than one row alone."
     if call.operator.package == "transformers" and call.B == 1 and call.before(SINGLE_ROW_MASKED):
         read = f"more than one row alone ({SINGLE_ROW_MASKED} reads all)"
         return f"transformers {call.release('transformers')} reads a mask of {read}."
@@ -390,7 +361,7 @@ def boundary_breaches(call: Call) -> Iterator[Breach]:
 
 def _arguments(call: Call) -> Iterator[Breach]:
     row = call.operator
-    known = {*row.offsets, *row.copies, *row.tables, *row.reads, row.numbers, *HOLDERS}
+    known = {*row.offsets, *row.copies, *row.tables, *row.reads, row.numbers, HOLDER}
     for name, value in call.arguments.items():
         if name not in known and _BOUNDARY.search(name) and not name.startswith("max_"):
             takes = ", ".join(filter(None, (*row.offsets, row.numbers, *sorted(row.reads)))) or "no boundaries"
@@ -441,8 +412,7 @@ def _sequences(call: Call) -> Iterator[Breach]:
         says = f"The call has {call.total} tokens, and {says}" + _guess(call)
         yield call.breach("last", where, got, says, remedy)
     yield from _empties(call)
-    flat = call.B == 1 or call.operator.folds
-    if not flat and (call.total != call.B * call.T or call.word("backend", "triton") != "triton"):
+    if call.B > 1 and (call.total != call.B * call.T or call.word("backend", "triton") != "triton"):
         says = "Offsets are of one flat row."
         if "conv" in call.operator.name.lower():
             says += " The convolution's weight gradient is summed over memory nobody wrote."
@@ -474,9 +444,9 @@ def _empties(call: Call) -> Iterator[Breach]:
 
 
 def _limits(call: Call) -> Iterator[Breach]:
-    limits, longest = call.operator.limits, max(call.lengths)
-    if longest > limits.get("tokens", longest):
-        says = f"A sequence has 1 to {limits['tokens']} tokens in a call of the decoding rule."
+    most, longest = call.operator.most_tokens, max(call.lengths)
+    if most is not None and longest > most:
+        says = f"A sequence has 1 to {most} tokens in a call of the decoding rule."
         yield call.breach("length", call.where, f"{longest} tokens", says, "Use the chunked rule.")
 
 

@@ -34,12 +34,9 @@ from collate_npu.releases import NEWEST, Since, installed
 from collate_npu.segments import Segments
 from collate_npu.validation import check_fields
 
-FIELDS = (
-    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "qkv_format", "total_tokens"),
-    *("cu_seq_q", "cu_seq_k", "cu_seq_q_host"),
-)
-"""What is read of Megatron's `PackedSeqParams` and torchtitan's `VarlenMetadata`."""
-HOLDERS = ("packed_seq_params", "attention_masks", "masks")
+FIELDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "qkv_format", "total_tokens")
+"""What is read of Megatron's `PackedSeqParams`."""
+HOLDER = "packed_seq_params"
 ALIASES = {"query": "q", "key": "k", "value": "v"}
 MAX_TAPS = 4
 """The widest convolution of causal-conv1d (csrc/causal_conv1d.cpp:183)."""
@@ -61,10 +58,10 @@ class Operator:
 
     name: str
     source: str
-    kernel: str = "fla"  # the `kernel` of gated_delta_kwargs that makes its arguments, "" where none is computed rightly
+    kernel: str = "fla"  # the `kernel` of gated_delta_kwargs that makes its arguments
     offsets: tuple[str, ...] = ()  # arguments that hold the boundaries; the first that is given counts
     # "offsets or ends": those without the leading 0 that end at T get one.
-    form: Literal["offsets", "offsets or ends", "lengths", "prefix and lengths", "ends"] = "offsets"
+    form: Literal["offsets", "offsets or ends", "lengths", "prefix and lengths"] = "offsets"
     numbers: str = ""  # the argument that holds a sequence number for each token
     copies: tuple[str, ...] = ()  # host copies of the offsets
     # Chunk tables, and what a chunk of each is: "rule" (chunk_size), "conv" (64), "cumsum" (2**17 / chunk_size).
@@ -75,20 +72,17 @@ class Operator:
     checks: frozenset[str] = frozenset()
     own: tuple[Rule, ...] = ()  # rules of its family alone
     empties: Literal["legal", "fla", "never"] = "never"
-    folds: bool = False  # offsets run over all B * T tokens, row after row
-    masks: Literal["none", "multiplied", "unpadded", "ignored"] = "none"
+    masks: Literal["none", "multiplied", "ignored"] = "none"
     # The order of dimensions of its tensors; the first that is given tells B and T.
     shapes: Mapping[str, str] = field(default_factory=dict)
-    limits: Mapping[str, int] = field(default_factory=dict)  # the most of H, N, K, V, and of "tokens" in a sequence
+    most_tokens: int | None = None  # of a sequence
     backward: bool = True
-    ranks: RecurrentScheme | Literal["never"] = "head_exchange"
+    ranks: RecurrentScheme = "head_exchange"
 
     @property
     def remedy(self) -> str:
         """Where right arguments come from, to stand behind "Take them"."""
-        if self.kernel:
-            return f"from gated_delta_kwargs(segments, kernel={self.kernel!r})."
-        return "out: give each sequence a row of its own, padded on the right."
+        return f"from gated_delta_kwargs(segments, kernel={self.kernel!r})."
 
     @property
     def package(self) -> str:
@@ -122,9 +116,9 @@ class Call:
         given = self.arguments
         self.named = _named(self.versions or {})
         self.arguments = arguments = by_own_names(given)
-        for held in map(given.get, HOLDERS):
-            read = held.get if isinstance(held, Mapping) else partial(getattr, held)
-            arguments |= by_own_names({name: read(name, None) for name in FIELDS if name not in arguments})
+        held = given.get(HOLDER)
+        read = held.get if isinstance(held, Mapping) else partial(getattr, held)
+        arguments |= by_own_names({name: read(name, None) for name in FIELDS if name not in arguments})
         for name, value in arguments.items():
             if isinstance(value, Tensor) and value.is_nested:
                 rule, remedy = "Recurrent kernels take dense tensors.", "Pass values() and offsets."
@@ -183,8 +177,7 @@ class Call:
     def total(self) -> int:
         """Tokens that the offsets run over; fla_npu's convolution counts batch * seqlen (..._validation.h:131)."""
         inference = self.operator.name == "fla.causal_conv1d" and not self.training
-        folded = self.operator.folds or inference or self.operator.name == "fla_npu.causal_conv1d"
-        return self.B * self.T if folded else self.T
+        return self.B * self.T if inference or self.operator.name == "fla_npu.causal_conv1d" else self.T
 
     @property
     def where(self) -> str:
@@ -209,8 +202,8 @@ class Call:
             return (0, *accumulate(given))
         if form == "prefix and lengths":
             return tuple(accumulate(given))
-        ends = form == "ends" or (form == "offsets or ends" and given[-1:] == (self.total,))
-        return (0, *given) if ends and given and given[0] != 0 else given
+        ends = form == "offsets or ends" and given[-1:] == (self.total,)
+        return (0, *given) if ends and given[0] != 0 else given
 
     @once
     def lengths(self) -> tuple[int, ...]:

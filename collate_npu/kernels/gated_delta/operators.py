@@ -18,7 +18,7 @@ from collate_npu.arrays import host_array, whole_number
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.kernels import Breach
 from collate_npu.kernels.gated_delta.boundaries import chunk_indices
-from collate_npu.kernels.gated_delta.operator_call import FIELDS, Call, Operator, words
+from collate_npu.kernels.gated_delta.operator_call import Call, Operator, words
 
 MAMBA_TOKENS = 61_000
 _OWN = "gated_delta_kwargs(segments, kernel='causal_conv1d')."
@@ -79,7 +79,7 @@ _X = {"x": "BTD", "residual": "BTD"}
 FLA = Operator(
     "fla.chunk_gated_delta_rule", "fla 0.5.2 ops/gated_delta_rule/chunk.py:505-560, ops/utils/index.py:156",
     offsets=("cu_seqlens",), copies=("cu_seqlens_cpu",), tables={"chunk_indices": "rule"}, chunk_sizes=(16, 32, 64),
-    checks=words("container rows chunk-size heads states backward"), own=(_context,),
+    checks=words("container rows chunk-size states backward"), own=(_context,),
     empties="fla", shapes=_RULE,
 )  # fmt: skip
 _CONV = replace(
@@ -110,16 +110,6 @@ KERNEL_ROWS: tuple[Operator, ...] = (
         source="fla 0.6.0 ops/cp/context.py:177-316; 0.5.2 drops what ranks cannot share", tables={},
         chunk_sizes=(), checks=words("container"), own=(), empties="legal", shapes={},
         ranks="state_passing",
-    ),
-    replace(
-        FLA, name="fla.GatedDeltaNet",
-        source="fla 0.5.2 layers/gated_deltanet.py:229, layers/utils.py:98-141; fla #838",
-        reads=words("attention_mask"), chunk_sizes=(), checks=words("container rows mask-rank"), masks="unpadded",
-        shapes={"hidden_states": "BTD"},
-    ),
-    replace(
-        _CONV, name="fla.ShortConvolution", source="fla 0.5.2 modules/convolution/short_conv.py:133, 159; fla #955",
-        reads=words("mask"), checks=words("container mask-and-offsets"), own=(_context,), masks="multiplied", shapes=_X,
     ),
     Operator(
         "causal_conv1d.causal_conv1d_fn",
@@ -222,14 +212,14 @@ NPU_ROWS: tuple[Operator, ...] = (
     Operator(
         "fla_npu.recurrent_gated_delta_rule", _NPU + "_aclnn_ctypes.py:654-830; #641",
         kernel="fla_npu_recurrent", offsets=("actual_seq_lengths",), form="prefix and lengths",
-        checks=words("container count rows shape"), limits={"tokens": 8},
+        checks=words("container count rows shape"), most_tokens=8,
         backward=False, own=(_scale,), shapes=_THD | {"state": "SNVK"},
     ),
     Operator(
         "torch_npu.npu_chunk_gated_delta_rule", "op-plugin 517f2e7 documentation of npu_chunk_gated_delta_rule",
         kernel="torch_npu", offsets=("actual_seq_lengths",), form="lengths",
         checks=words("container"), own=(_scale,), shapes=_THD | {"initial_state": "SNVK"},
-        limits={"H": 64, "N": 64, "K": 128, "V": 128}, backward=False,
+        backward=False,
     ),
 )  # fmt: skip
 """`fla_npu` is what a whole training chain takes, the intersection of its operators."""
@@ -319,23 +309,6 @@ def _mindspeed(call: Call) -> Iterator[Breach]:
     yield from _fields(call)
 
 
-def _mindspeed_llm(call: Call) -> Iterator[Breach]:
-    """MindSpeed-LLM's layers: what says where a sequence begins is not used there."""
-    fsdp2 = call.operator.name.endswith("fsdp2")
-    given = call.where or "packed_seq_params" in call.arguments or any(name in call.arguments for name in FIELDS)
-    if given and not (fsdp2 and not call.packed and call.B == 1):
-        says = "The convolution is given no boundary." if fsdp2 else "packed_seq_params is taken and never used."
-        remedy = "Pass rows padded on the right, one sequence a row."
-        yield call.breach("boundaries-unused", call.where or "packed_seq_params", "given", says, remedy, silent=True)
-
-
-def _torchtitan(call: Call) -> Iterator[Breach]:
-    if call.B > 1 and not call.where:
-        says = "Rows are laid one behind the other, [1, B * L], and without boundaries states run from row to row."
-        remedy = "Pass VarlenMetadata with host offsets over the folded row, or one row."
-        yield call.breach("fold", "attention_masks", f"None with {call.B} rows", says, remedy, silent=True)
-
-
 _GDN = Operator(
     "transformers.gdn_layer", "transformers 5.23 integrations/hub_kernels.py:1033-1050, masking_utils.py:1521-1529",
     kernel="transformers", offsets=("cu_seq_lens_q",), numbers="seq_idx",
@@ -359,22 +332,6 @@ STACKS: tuple[Operator, ...] = (
         source="MindSpeed core_r0.16.0 ssm/gated_delta_net.py:592-665, ops/triton/utils.py:73-78; "
         "core_r0.17.0 ssm/npu_chunk_gated_delta_rule.py:300-355",
     ),
-    Operator(
-        "mindspeed_llm.qwen3_next", "MindSpeed-LLM c77308a qwen3_next_gated_deltanet_attention.py:51, 341-440",
-        kernel="", offsets=(*_MEGATRON.offsets, "cu_seqlens", "actual_seq_len"), reads=_MEGATRON.reads,
-        own=(_mindspeed_llm,), masks="multiplied",
-    ),
-    Operator(
-        "mindspeed_llm.qwen3_next_fsdp2",
-        "MindSpeed-LLM c77308a fsdp2 modeling_qwen3_next.py:409, 520, 842, 871-876", kernel="", offsets=("actual_seq_len",),
-        form="ends", reads=words("attention_mask"), own=(_mindspeed_llm,), masks="multiplied", ranks="row_zigzag",
-    ),
-    Operator(
-        "torchtitan.qwen3_5_gdn", "torchtitan 0.3.0 models/qwen3_5/model.py:112, 192-236, 398-483",
-        offsets=("cu_seqlens", "cu_seq_q"), copies=("cu_seqlens_cpu", "cu_seq_q_host"),
-        reads=words("attention_masks masks cu_seq_k"), checks=words("alone"), own=(_torchtitan,),
-        empties="fla", folds=True, ranks="never",
-    ),
 )  # fmt: skip
 """Layers whose forward a user calls."""
 
@@ -386,9 +343,8 @@ KERNELS: dict[str, str] = {
     "fla": "fla.chunk_gated_delta_rule", "fla_conv": "fla.causal_conv1d", "fla_cp": "fla.build_cp_context",
     "fla_npu_cumsum": "fla_npu.chunk_local_cumsum", "fla_npu_flash": "fla_npu.flash_gated_delta_rule",
     "fla_npu_conv": "fla_npu.causal_conv1d", "fla_npu_recurrent": "fla_npu.recurrent_gated_delta_rule",
-    "torch_npu": "torch_npu.npu_chunk_gated_delta_rule", "torchtitan": "torchtitan.qwen3_5_gdn",
-    "megatron": "megatron_core.GatedDeltaNet", "mindspeed": "mindspeed.GatedDeltaNet",
-    "mindspeed_llm": "mindspeed_llm.qwen3_next", "mindspeed_llm_fsdp2": "mindspeed_llm.qwen3_next_fsdp2",
+    "torch_npu": "torch_npu.npu_chunk_gated_delta_rule", "megatron": "megatron_core.GatedDeltaNet",
+    "mindspeed": "mindspeed.GatedDeltaNet",
 }  # fmt: skip
 
 

@@ -85,13 +85,12 @@ def qkv(H: int = 4, HV: int = 4, T: int = 73) -> Kwargs:
 
 
 RULE, KDA, CONV, CONTEXT = "fla.chunk_gated_delta_rule", "fla.chunk_kda", "fla.causal_conv1d", "fla.build_cp_context"
-DECODE, LAYER, SHORT = "fla.fused_recurrent_gated_delta_rule", "fla.GatedDeltaNet", "fla.ShortConvolution"
+DECODE = "fla.fused_recurrent_gated_delta_rule"
 CC, MAMBA, HF = "causal_conv1d.causal_conv1d_fn", "mamba.mamba_chunk_scan_combined", "transformers.gdn_layer"
 CUMSUM, FLASH = "fla_npu.chunk_local_cumsum", "fla_npu.flash_gated_delta_rule"
 NPU_CONV, NPU_GDR = "fla_npu.causal_conv1d", "fla_npu.recurrent_gated_delta_rule"
 MG, MS = "megatron_core.GatedDeltaNet", "mindspeed.GatedDeltaNet"
-MSL, FSDP2 = "mindspeed_llm.qwen3_next", "mindspeed_llm.qwen3_next_fsdp2"
-TITAN, TORCH_NPU = "torchtitan.qwen3_5_gdn", "torch_npu"
+TORCH_NPU = "torch_npu"
 FULL = {"transformers": "5.23.0", "fla": "0.6.0", "causal_conv1d": "1.6.1"}
 MAIN = {"megatron": "main"}
 ENDS = "ends without the leading 0"
@@ -118,7 +117,6 @@ CALLS = [
     known(RULE, CU, REJECT, "FLA ops/gated_delta_rule/chunk.py:551", B=2),
     known(RULE, CU | {"initial_state": meta(2, 4, 128, 128)}, OK, "FLA ops/gated_delta_rule/chunk.py:556"),
     known(RULE, CU | {"initial_state": meta(1, 4, 128, 128)}, REJECT, "FLA ops/gated_delta_rule/chunk.py:556"),
-    known(RULE, CU | qkv(4, 6), REJECT, "FLA ops/gated_delta_rule/chunk.py:527"),
     known(RULE, CU | qkv(4, 8), OK, "FLA ops/gated_delta_rule/chunk.py:527"),
     known(RULE, cu(0, 3, 73, 73), OK, "FLA index.py:156", versions={"fla": "0.5.0"}),
     known(RULE, host(0, 3, 73), REJECT, "FLA ops/utils/index.py:156: a list has no device"),
@@ -182,9 +180,6 @@ CALLS = [
     known(MS, thd(0, 3, 73), REJECT, "MS core_r0.16.0 ssm/gated_delta_net.py:652", T=80, versions={"mindspeed": "0.16"}),
     known(MS, thd(0, 3, 73, initial_state=meta(2, 4, 128, 128)), SILENT,
         "MS core_r0.17.0 npu_chunk_gated_delta_rule.py:337-352", versions={"mindspeed": "0.17", "megatron": "main"}),
-    known(MSL, thd(0, 3, 73), SILENT, "MSL qwen3_next_gated_deltanet_attention.py:341-440"),
-    known(TITAN, {"attention_masks": None}, SILENT, "TT model.py:112", T=64, B=2),
-    known(TITAN, {"cu_seqlens": dev(0, 64, 128), "cu_seqlens_cpu": dev(0, 64, 128)}, OK, "TT model.py:398-430", T=64, B=2),
     known("fla_npu", HOST | {"chunk_indices": [1, 0, 0, 0, 1, 1]}, REJECT, "FNPU ...:382"),
     known("fla_npu", host(0, 3, 3, 73) | {"chunk_indices": [0, 0, 2, 0, 2, 1]}, REJECT, "FNPU ...:360"),
     known("fla_npu", HOST | {"chunk_indices": TABLE}, REJECT, "FNPU ...bwd_full:410-417", B=2),
@@ -207,15 +202,12 @@ CALLS = [
     known(RULE, cu(0, 70, 3, 73), "falling", right=CU, trap=5),
     known(RULE, cu(0, 3, 3, 73), "empty", right=CU, trap=6, versions={"fla": "0.5.0"}),
     known(MS, thd(0, 3, 3, 73), "empty", right=thd(0, 3, 73), trap=6, versions={"mindspeed": "0.16"}),
-    known(LAYER, {"attention_mask": padded() * torch.tensor([[0], [1]])}, "empty", right=keep(), trap=6, **ROWS,
-        versions={"fla": "0.5.0"}),
     known(RULE, CU | TABLE_32, "table", right=CU | TABLE_64, trap=7),
     known(CONV, CU | TABLE_32, "table", right=CU | TABLE_64, trap=7, chunk_size=32),
     known(CUMSUM, host(0, 1500) | {"chunk_indices_out": [0, 0]}, "table",
         right=host(0, 1500) | {"chunk_indices_out": [0, 0, 0, 1]}, trap=7, T=1500, chunk_size=128),
     known(RULE, CU | {"cu_seqlens_cpu": dev(0, 40, 73)}, "copy", right=CU | {"cu_seqlens_cpu": dev(0, 3, 73)}, trap=8),
     known(CONV, cu(0, 73, 146), "rows", right=cu(0, 73, 146), mended={"B": 1, "T": 146}, trap=9, B=2),
-    known(SHORT, CU, "rows", right=CU, mended={"B": 1}, trap=9, B=2),
     known(CC, numbered(73), "differs-from-segments", right=numbered(3, 70), trap=10, segments=PACKED),
     known(CC, {"seq_idx": i32(0, 0, 1, 0, 0)[None]}, "numbers-return", right={"seq_idx": i32(0, 0, 1, 2, 2)[None]}, trap=10,
         T=5),
@@ -226,13 +218,10 @@ CALLS = [
     known(HF, {"attention_mask": (1 - padded("left")).float() * -1e9}, "mask-values", right=keep("left"), trap=11, **ROWS),
     known(HF, {"attention_mask": padded() * 0 + 1}, "differs-from-segments", right={"attention_mask": LEFT.keep.long()},
         trap=11, **ROWS, segments=LEFT),
-    known(LAYER, {"attention_mask": padded() * 2}, "mask-values", right=keep(), trap=11, **ROWS),
-    known(LAYER, CU | {"attention_mask": ids(3, 70).long() * 0 + 1}, "mask-and-offsets", right=CU, trap=12),
     known(HF, BOTH | {"attention_mask": (torch.arange(73) > 5).long()[None]}, "mask-and-offsets", right=BOTH, trap=12,
         versions=FULL, silent=True),
     known(HF, keep("hole"), "hole", right=gated_delta_kwargs(HOLE, kernel="transformers", keep_padding=False),
         mended={"B": 1, "T": 45}, trap=13, **ROWS, segments=HOLE, versions=FULL),
-    known(MSL, keep("left", B=1), "mask-dropped", right=keep(B=1), trap=14, T=25),
     known(HF, keep("left", B=1), "mask-dropped", right=keep(B=1), trap=14, T=25, versions={"transformers": "4.57.1"}),
     known(MG, keep("left"), "mask-unread", right=keep(), trap=15, **ROWS),
     known(MG, {}, "differs-from-segments", right=thd(0, 20, 45), mended={"B": 1, "T": 45}, trap=15, **ROWS,
@@ -258,7 +247,6 @@ CALLS = [
     known(RULE, {"cu_seqlen": dev(0, 3, 73)}, "unread", right=CU, trap=22),
     known(RULE, keep("left"), "unread", right={}, trap=22, **ROWS),
     known(MG, keep("left"), "differs-from-segments", versions=MAIN, segments=LEFT, **ROWS),
-    known(LAYER, CU | {"attention_mask": ids(73).long() + 1}, SILENT),
     known(MAMBA, CU, "offsets-alone", right=CU | numbered(3, 70), trap=24),
     known(RULE, {"cp_context": object()}, "context-unread", segments=PACKED),
     known(RULE, TABLE_64, "alone"),
@@ -271,8 +259,6 @@ CALLS = [
     known(CONV, {"cu_seqlens": dev(0, 2, 73), "output_final_state": True}, "short-state", versions={"fla": "0.5.2"}),
     known(CONV, {"cu_seqlens": dev(0, 2, 73), "output_final_state": True}, OK, versions={"fla": "0.6.0"}),
     known("fla.chunk_kda", CU | {"initial_state": STATES["initial_state"].float()}, OK, "FLA ops/kda/chunk.py:385"),
-    known(SHORT, CU | {"mask": ids(73).long() + 1}, "mask-and-offsets"),
-    known(LAYER, {"attention_mask": padded()[:, None]}, "mask-rank", **ROWS),
     known(CC, {"seq_idx": torch.zeros(73, 2, dtype=torch.int32)[:, :1].T}, OK, "CC interface.py: .contiguous()"),
     known(CC, {"seq_idx": torch.cat([ids(8)] * 2), "x": meta(2, 8, 16).transpose(1, 2)}, OK, B=2, T=8),
     known(CC, {"seq_idx": torch.stack([i32(0, 1, 2), i32(0, 0, 0)])}, OK, B=2, T=3),
@@ -307,7 +293,6 @@ CALLS = [
         versions={"fla_npu": "26.6.0"}),
     known(NPU_GDR, lengths(0, 9), "length", T=9, training=False),
     known(TORCH_NPU, lengths(4, 4), "backward", T=8),
-    known(TORCH_NPU, {"actual_seq_lengths": i32(8), "q": meta(8, 65, 128)}, "head-size", T=8, training=False),
     known(TORCH_NPU, lengths(8) | {"q": meta(8, 64, 128), "v": meta(8, 64, 128), "beta": meta(8, 64),
         "initial_state": meta(1, 64, 128, 128)}, OK, T=8, training=False),
     known(MG, thd(0, 3, 73, padded_to=(0, 4, 76), cu_seqlens_q=[0, 3, 73]), "container", T=76, versions=MAIN),
@@ -315,12 +300,6 @@ CALLS = [
     known(MG, {}, "ranks", B=2, T=74, **cp("zigzag")),
     known(MG, {"attention_mask": torch.zeros(2, 1, 25, 25, dtype=torch.bool)}, "mask-unread", **ROWS),
     known(MS, {"q": meta(1, 73, 4, 8)}, OK, versions={"mindspeed": "0.18"}),
-    known(MSL, {"packed_seq_params": SimpleNamespace(cu_seqlens_q=i32(0, 3, 73))}, "boundaries-unused"),
-    known(FSDP2, {"actual_seq_len": dev(3, 73)}, "boundaries-unused", tells="actual_seq_len"),
-    known(FSDP2, {"actual_seq_len": dev(73)}, OK),
-    known(FSDP2, {}, "ranks", T=74, **cp("zigzag")),
-    known(TITAN, {}, OK),
-    known(TITAN, {"attention_masks": SimpleNamespace(cu_seq_q=dev(0, 3, 73), cu_seq_q_host=(0, 4, 73))}, "copy"),
     # right calls
     known(RULE, CU | {"attention_mask": None, "position_ids_unused": None}, OK),
     known(RULE, CU | qkv(4, 8) | {"g": meta(1, 73, 8), "beta": meta(1, 73, 8), "initial_state": meta(2, 8, 128, 128)}, OK),
@@ -342,8 +321,6 @@ CALLS = [
     known(HF, keep("left", B=1), OK, T=25, versions=FULL),
     known(HF, BOTH | {"attention_mask": (torch.arange(73) < 60).long()[None], "position_ids": torch.arange(73)[None]}, OK,
         versions=FULL),
-    known(LAYER, keep("hole"), OK, **ROWS),
-    known("fla.layers.GatedDeltaNet", keep("left"), OK, **ROWS),
     known(CUMSUM, HOST | {"chunk_indices_out": (0, 0, 1, 0), "g": meta(1, 4, 73)}, OK),
     known(CUMSUM, HOST | {"chunk_indices_out": (0, 0, 1, 0)}, OK, chunk_size=1),
     known(CUMSUM, HOST | {"chunk_indices_out": (0, 0, 1, 0), "g": meta(1, 73, 4)}, "shape", trap=19),
@@ -354,6 +331,4 @@ CALLS = [
     known(MS, thd(0, 3, 73), OK, versions={"mindspeed": "0.18"}),
     known(MG, thd(0, 3, 73) | {"packed_seq_params": SimpleNamespace(**thd(0, 4, 74))}, OK, versions=MAIN),
     known(MAMBA, {"seq_idx": torch.zeros(2, 25, dtype=torch.int32)}, OK, segments=Segments.from_lengths([25, 25]), **ROWS),
-    known(TITAN, {"attention_masks": SimpleNamespace(cu_seq_q=i32(0, 20, 25, 50), cu_seq_q_host=(0, 20, 25, 50))}, OK,
-        **ROWS, segments=RIGHT),
 ]  # fmt: skip
