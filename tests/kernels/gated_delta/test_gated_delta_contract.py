@@ -7,7 +7,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from contract_cases import BOTH, CALLS, CU, FULL, HOST, MAIN, OK, PACKED, REJECT, SILENT, cu, i32
+from contract_cases import BOTH, CALLS, CU, FULL, HOST, MAIN, OK, PACKED, REJECT, SILENT, cu
 
 from collate_npu import CollateError, ContextParallel, Segments, releases
 from collate_npu.errors import UnsupportedFormError
