@@ -40,7 +40,7 @@ def called(work):
     return calls
 
 
-MOST = {"auto": (160, 15, 60), "2d": (118, 11, 40)}
+MOST = {"auto": (156, 15, 58), "2d": (115, 11, 39)}
 """Calls, modules and re-entries, with the collator's masks by default and on their way to an adapter."""
 
 

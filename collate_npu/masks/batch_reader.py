@@ -263,15 +263,21 @@ def _compared(
 ) -> _Truth | None:
     """Return the most detailed of the sources that need no other, after all were compared: shape, padding, boundaries. With
     `known` Segments, only the keys that carry the same facts are compared."""
+    numbered = known is None and (sources.offsets or sources.lengths)
+    flat = segments_from_offsets(sources, shape) if numbered else None
     found = [] if known is None else [_Truth("segments", known, True)]
     found += [_Truth(key, of_ids(as_ids(sources.array(key))), True) for key in sources.named["segment_ids"]]
-    if sources.named["keep"]:
-        found.append(_of_keep(sources.array(KEEP_KEY)))
-    if known is None:
-        flat = segments_from_offsets(sources, shape) if sources.offsets or sources.lengths else None
-        if len(squares) < len(sources.masks):
-            found += _of_rows(sources, polarity, squares, flat[0] if flat else "", beside=bool(found))
-        found += [] if flat is None else [_Truth(*flat, True)]
+    keep_BS = sources.array(KEEP_KEY) if sources.named["keep"] else None
+    if keep_BS is not None:
+        plain = keep_BS.dtype.kind == "b" and keep_BS.ndim == 2
+        keep = _Truth(KEEP_KEY, of_keep(keep_BS), False) if plain else _of_keys(KEEP_KEY, torch.from_numpy(keep_BS), "keep")
+        found.append(keep)
+    if known is None and len(squares) < len(sources.masks):
+        rows = {key: full for key, full in sources.masks.items() if key not in squares}
+        tails = flat is not None and (flat[0] == "input_lengths" or bool(sources.named["tail"]))
+        if not (tails and polarity in (None, "keep") and not says_padding(sources)):  # ones beside tails say nothing
+            found += _of_rows(rows, polarity, keep_BS, beside=bool(found))
+    found += [] if flat is None else [_Truth(*flat, True)]
     for name, segments, _ in found:
         if segments.shape != shape:
             raise wrong_shape_error(name, str(list(segments.shape)), shape)
@@ -283,24 +289,14 @@ def _compared(
 
 
 def _of_rows(
-    sources: Sources, polarity: Polarity | None, squares: Mapping[str, Tensor], by_offsets: str, *, beside: bool
-) -> list[_Truth]:
-    """Read the masks `[B, S]`; `beside`: another key names the padding too. A mask of ones beside tails says nothing."""
-    rows = {key: full for key, full in sources.masks.items() if key not in squares}
-    if polarity in (None, "keep"):
-        tails = by_offsets and (by_offsets == "input_lengths" or bool(sources.named["tail"]))
-        if tails and not says_padding(sources):
-            return []
-        if sources.named["keep"]:
-            rows = {key: full for key, full in rows.items() if not np.array_equal(full, sources.array(KEEP_KEY))}
-    zeros = {key: beside and not bool(full.any()) for key, full in rows.items()}  # alone they could mean anything
-    return [_of_keys(key, full, polarity or ("keep" if zeros[key] else None)) for key, full in rows.items()]
-
-
-def _of_keep(keep_BS: Array) -> _Truth:
-    if keep_BS.dtype.kind == "b" and keep_BS.ndim == 2:
-        return _Truth(KEEP_KEY, of_keep(keep_BS), False)
-    return _of_keys(KEEP_KEY, torch.from_numpy(keep_BS), "keep")
+    rows: Mapping[str, Tensor], polarity: Polarity | None, keep_BS: Array | None, *, beside: bool
+) -> Iterator[_Truth]:
+    """Read the masks `[B, S]` that do not repeat the 2D mask; `beside`: another key names the padding too."""
+    for key, full in rows.items():
+        repeats = polarity in (None, "keep") and keep_BS is not None and np.array_equal(full, keep_BS)
+        if not repeats:
+            zeros = beside and not bool(full.any())  # alone they could mean anything
+            yield _of_keys(key, full, polarity or ("keep" if zeros else None))
 
 
 def _check_same_boundaries(parted: Sequence[_Truth]) -> None:
