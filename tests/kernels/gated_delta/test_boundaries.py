@@ -13,14 +13,14 @@ from strategies import segment_ids
 from collate_npu import CollateError, Segments, unpad
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.gated_delta import (
-    boundaries,
+    arguments,
     chunk_indices,
     chunk_offsets,
     flat_offsets,
     reference_gated_delta_rule,
     zero_padding,
 )
-from collate_npu.kernels.gated_delta.boundaries import cumsum_block
+from collate_npu.kernels.gated_delta.arguments import cumsum_block
 
 ROW = Segments.from_ids([[1, 1, 1, 0, 2, 2, 0, 0]])
 
@@ -122,7 +122,7 @@ def test_the_sequence_is_named_by_its_place_in_the_offsets():
 
 
 def test_a_table_has_as_many_chunks_as_the_limit_says(monkeypatch):
-    monkeypatch.setattr(boundaries, "MAX_CHUNKS", 3)
+    monkeypatch.setattr(arguments, "MAX_CHUNKS", 3)
     assert len(chunk_indices([0, 3], 1)) == 3
     with pytest.raises(CollateError, match="4 chunks"):
         chunk_indices([0, 4], 1)
