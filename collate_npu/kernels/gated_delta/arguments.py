@@ -122,54 +122,37 @@ def gated_delta_kwargs(
     if kernel == "megatron" and isinstance(padding, str):
         padding = "behind"
     offsets = flat_offsets(segments, keep_padding=keep_padding, padding=padding, max_sequences=max_sequences)
-    block = CONV_BLOCK if kernel == "fla_conv" else chunk_size
-    spelled = _spelled(kernel, offsets, block, tables)
+    spelled = _megatron_fields(offsets) if kernel == "megatron" else _spelled(kernel, offsets, chunk_size, tables)
     on_device = {name: x.to(device) for name, x in spelled.items() if isinstance(x, Tensor) and not name.endswith("_cpu")}
     return spelled | on_device
 
 
-def _spelled(kernel: Kernel, offsets: Sequence[int], chunk: int, tables: bool) -> dict[str, Any]:
-    lengths_N = np.diff(offsets)
-    numbers_T = np.repeat(np.arange(len(lengths_N)), lengths_N)  # neighbours always differ
-    longest, most = int(lengths_N.max()), operator_named(kernel).most_tokens
-    match kernel:
-        case "transformers":  # both, always: the rule reads the one, the convolution the other, and either alone runs on
-            return {"cu_seq_lens_q": _int32(offsets), "seq_idx": _int32(numbers_T[None])}
-        case "fla" | "fla_conv":
-            table = {"chunk_indices": torch.from_numpy(chunk_indices(offsets, chunk))} if tables else {}
-            return {"cu_seqlens": torch.tensor(offsets), "cu_seqlens_cpu": torch.tensor(offsets)} | table
-        case "fla_cp":
-            return {"cu_seqlens": torch.tensor(offsets)}
-        case "causal_conv1d":
-            return {"seq_idx": _int32(numbers_T[None])}
-        case "fla_npu":
-            return {"cu_seqlens": tuple(offsets), "chunk_indices": _flat_table(offsets, chunk)}
-        case "fla_npu_cumsum":
-            return {"cu_seqlens": tuple(offsets), "chunk_indices_out": _flat_table(offsets, cumsum_block(chunk))}
-        case "fla_npu_flash":
-            return {"cu_seqlens": torch.tensor(offsets), "cu_seqlens_list": [*offsets]}
-        case "fla_npu_conv":
-            return {"query_start_loc": tuple(offsets)}
-        case "fla_npu_recurrent":
-            if most is not None and longest > most:
-                rule = f"The decoding rule takes 1 to {most} tokens of each sequence, and does not check it."
-                remedy = "Use kernel='fla_npu', the chunked rule, for prompts and for training."
-                raise UnsupportedFormError(explain("segments", f"a sequence of {longest} tokens", rule, remedy))
-            return {"actual_seq_lengths": _int32([0, *lengths_N])}
-        case "torch_npu":
-            return {"actual_seq_lengths": _int32(lengths_N)}
-        case "megatron":
-            names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-            fields: dict[str, Any] = {"qkv_format": "thd", "max_seqlen_q": longest, "max_seqlen_kv": longest}
-            return fields | {name: _int32(offsets) for name in names} | {"total_tokens": offsets[-1]}
+def _spelled(kernel: Kernel, offsets: Sequence[int], chunk_size: int, tables: bool) -> dict[str, Any]:
+    """By the row of the operator. transformers gets both, always: the rule reads the one, the convolution the other."""
+    row, lengths_N = operator_named(kernel), np.diff(offsets)
+    if row.most_tokens is not None and (longest := int(lengths_N.max())) > row.most_tokens:
+        rule = f"The decoding rule takes 1 to {row.most_tokens} tokens of each sequence, and does not check it."
+        remedy = "Use kernel='fla_npu', the chunked rule, for prompts and for training."
+        raise UnsupportedFormError(explain("segments", f"a sequence of {longest} tokens", rule, remedy))
+    given: Any = {"offsets": offsets, "lengths": lengths_N, "prefix and lengths": [0, *lengths_N]}[row.form]
+    dtype = torch.int64 if "cu_seqlens" in row.offsets else torch.int32
+    spelled: dict[str, Any] = {name: tuple(given) if row.host else torch.tensor(given, dtype=dtype) for name in row.offsets}
+    if row.numbers:  # neighbours always differ
+        spelled[row.numbers] = torch.repeat_interleave(torch.tensor(lengths_N))[None].int()
+    for name in row.copies if kernel != "fla_cp" else ():
+        spelled[name] = [*offsets] if name.endswith("_list") else torch.tensor(offsets)
+    for name in row.tables if tables or row.host else ():
+        table = chunk_indices(offsets, table_block(row.tables[name], chunk_size))
+        spelled[name] = tuple(table.reshape(-1).tolist()) if row.host else torch.from_numpy(table)
+    return spelled
 
 
-def _flat_table(offsets: Sequence[int], block: int) -> tuple[int, ...]:
-    return tuple(chunk_indices(offsets, block).reshape(-1).tolist())
-
-
-def _int32(numbers: Sequence[int] | np.ndarray[Any, Any]) -> Tensor:
-    return torch.from_numpy(np.array(numbers, np.int32))
+def _megatron_fields(offsets: Sequence[int]) -> dict[str, Any]:
+    """Of `PackedSeqParams`."""
+    longest = int(np.diff(offsets).max())
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    fields: dict[str, Any] = {"qkv_format": "thd", "max_seqlen_q": longest, "max_seqlen_kv": longest}
+    return fields | {name: torch.tensor(offsets, dtype=torch.int32) for name in names} | {"total_tokens": offsets[-1]}
 
 
 # --- offsets of the flat row
@@ -274,13 +257,14 @@ def chunk_offsets(offsets: Sequence[int], chunk_size: int) -> Array:
     return np.concatenate([[0], np.cumsum(chunks_N)]).astype(np.int64)
 
 
-def cumsum_block(chunk_size: int) -> int:
-    """Tokens a block of `npu_chunk_local_cumsum`, whose table is another one than that of its siblings.
+def table_block(kind: str, chunk_size: int) -> int:
+    """Return the tokens of a table's chunk: of the rule, of fla's convolution, or of `npu_chunk_local_cumsum`.
 
-    2**17 / chunk_size, rounded up to a power of two: 2048 for 64, 1024 for 128 (flash-linear-attention-npu 17e24fd,
-    chunk_local_cumsum_tiling.cpp:275).
+    The last is 2**17 / chunk_size, rounded up to a power of two: 2048 for 64, 1024 for 128 (flash-linear-attention-npu
+    17e24fd, chunk_local_cumsum_tiling.cpp:275).
     """
-    return 1 << (-(-(1 << 17) // chunk_size) - 1).bit_length()
+    cumsum = 1 << (-(-(1 << 17) // chunk_size) - 1).bit_length()
+    return {"rule": chunk_size, "conv": CONV_BLOCK, "cumsum": cumsum}[kind]
 
 
 @checked

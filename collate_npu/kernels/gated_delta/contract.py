@@ -33,7 +33,7 @@ from collate_npu.kernels.call_boundaries import (
     places_in,
     row_starts,
 )
-from collate_npu.kernels.gated_delta.arguments import CONV_BLOCK, chunk_indices, cumsum_block
+from collate_npu.kernels.gated_delta.arguments import chunk_indices, table_block
 from collate_npu.kernels.gated_delta.operators import HOLDER, Call, is_whole_tensor, operator_named, tensor_orders
 from collate_npu.masks.derive import derive_segments
 from collate_npu.parallel.layout import ContextParallel
@@ -186,7 +186,6 @@ def _copies(call: Call) -> list[str]:
 def _tables(call: Call) -> Iterator[Breach]:
     """Copies of the offsets, and chunk tables."""
     row = call.operator
-    blocks = {"rule": call.chunk_size, "conv": CONV_BLOCK, "cumsum": cumsum_block(call.chunk_size)}
     for name in (*row.tables, *row.copies):
         if name not in call.arguments:
             continue
@@ -195,7 +194,7 @@ def _tables(call: Call) -> Iterator[Breach]:
                 says = "A table or a copy belongs to offsets, and without them nothing keeps sequences apart."
                 yield call.breach("alone", name, _short(call.get(name)), says)
         elif name in row.tables:
-            yield from _table(call, name, blocks[row.tables[name]])
+            yield from _table(call, name, table_block(row.tables[name], call.chunk_size))
         elif (copy := call.row(name, host=name.endswith("_list"))[0]) != call.given:
             says = f"It is a copy of {call.where}, {_numbers(call.given)}; tables follow the one, lengths the other."
             yield call.breach("copy", name, _numbers(copy), says)

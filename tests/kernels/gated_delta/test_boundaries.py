@@ -20,7 +20,7 @@ from collate_npu.kernels.gated_delta import (
     reference_gated_delta_rule,
     zero_padding,
 )
-from collate_npu.kernels.gated_delta.arguments import cumsum_block
+from collate_npu.kernels.gated_delta.arguments import table_block
 
 ROW = Segments.from_ids([[1, 1, 1, 0, 2, 2, 0, 0]])
 
@@ -130,7 +130,7 @@ def test_a_table_has_as_many_chunks_as_the_limit_says(monkeypatch):
 
 @pytest.mark.parametrize(("chunk", "block"), [(1, 1 << 17), (16, 8192), (32, 4096), (64, 2048), (128, 1024), (1 << 16, 2)])
 def test_the_cumsum_counts_in_blocks_of_its_own(chunk, block):
-    assert cumsum_block(chunk) == block
+    assert [table_block(kind, chunk) for kind in ("rule", "conv", "cumsum")] == [chunk, 64, block]
 
 
 # --- padded rows without a mask
