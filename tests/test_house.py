@@ -142,14 +142,13 @@ ELSEWHERE = {
     "mindspeed": """
         consumers.adapter consumers.mask_routing consumers.megatron consumers.verl
         integrations.megatron integrations.swift integrations.twinkle
-        integrations.verl integrations.verl.plugin kernels.gated_delta.operators
-        kernels.gated_delta.contract parallel.recurrent releases
+        integrations.verl integrations.verl.plugin parallel.recurrent releases
         tools.env""",
     "swift": """
         consumers.megatron integrations.megatron.mcore_bridge parallel.recurrent
         tools.cli tools.env""",
     "verl": "consumers.mask_routing",
-    "torchtitan": "consumers.adapter consumers.mask_routing consumers.model_traits kernels.gated_delta.operators",
+    "torchtitan": "consumers.adapter consumers.mask_routing consumers.model_traits",
     "llamafactory": "tools.env",
     "deepspeed": "integrations.context_parallel",
 }
