@@ -142,8 +142,8 @@ ELSEWHERE = {
     "mindspeed": """
         consumers.adapter consumers.mask_routing consumers.megatron consumers.verl
         integrations.megatron integrations.swift integrations.twinkle
-        integrations.verl integrations.verl.plugin kernels.gated_delta.operators
-        parallel.recurrent releases tools.env""",
+        integrations.verl integrations.verl.plugin parallel.recurrent releases
+        tools.env""",
     "swift": """
         consumers.megatron integrations.megatron.mcore_bridge parallel.recurrent
         tools.cli tools.env""",

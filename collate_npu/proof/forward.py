@@ -29,12 +29,12 @@ from collate_npu.errors import CollateError
 from collate_npu.kernels import Breach
 from collate_npu.kernels.call_boundaries import (
     CallBoundaries as Told,
+    attention_reason,
+    boundary_reason,
     places_in,
+    position_reason,
     row_starts,
     shown,
-    why_counts_wrong,
-    why_differs,
-    why_row_wrong,
 )
 from collate_npu.masks.patterns import Chunked, Pattern, Sliding
 from collate_npu.parallel import ContextParallel, query_rows
@@ -205,7 +205,7 @@ class Forward:
             return f"[{first.rule}] {first.where}: {first.got}. {first.says}", f"{first.remedy} ({first.source})"
         if seen.positions is not None and self.truth is not None and self.judges(seen):
             embedded = None if seen.kind == "rotary" else self.first_position
-            why = why_counts_wrong(seen.positions.reshape(-1), self.truth, embedded)
+            why = position_reason(seen.positions.reshape(-1), self.truth, embedded)
             return (why, _REMEDIES["positions"]) if why else None
         if self.again:
             return self._why_other_again(seen)
@@ -221,7 +221,7 @@ class Forward:
         own = own if self.pattern is not None else None
         told = self._of_whole_rows(seen.told)
         if told.allowed is None:
-            why = why_differs(told, self.truth, seen.empty_T) or self._why_width_wrong(told, own)
+            why = boundary_reason(told, self.truth, seen.empty_T) or self._why_width_wrong(told, own)
         else:
             why = self._why_attends_wrong(told, own)
         return (f"{why}; the batch says {said_of(self.truth)}", _REMEDIES[told.kind]) if why else None
@@ -281,9 +281,9 @@ class Forward:
         assert self.truth is not None
         assert told.allowed is not None
         if told.shape != self.truth.shape and not told.keys:
-            return why_differs(told, self.truth)
+            return boundary_reason(told, self.truth)
         places_Q = query_rows(self.truth.shape[1], self.cp) if told.keys and self.cp is not None else None
-        rows = (why_row_wrong(self.truth, own, b, told.allowed(b), places_Q) for b in range(told.shape[0]))
+        rows = (attention_reason(self.truth, own, b, told.allowed(b), places_Q) for b in range(told.shape[0]))
         return next(filter(None, rows), "")
 
     def _why_width_wrong(self, told: Told, own: Pattern | None) -> str:

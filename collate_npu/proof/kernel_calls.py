@@ -27,15 +27,20 @@ from collate_npu.kernels.call_boundaries import (
     by_numbers,
     by_offsets,
     evaluated,
+    offset_values,
     row_of,
     row_starts,
-    segments_told,
     zeros_of,
 )
 from collate_npu.kernels.fusion_attention.operator_call import AttentionCall, blocked_scores, sizes_of
-from collate_npu.kernels.gated_delta.contract import rows_and_tokens
-from collate_npu.kernels.gated_delta.operator_call import Call, Operator, by_own_names
-from collate_npu.kernels.gated_delta.operators import find_operator, operator_named
+from collate_npu.kernels.gated_delta.operators import (
+    Call,
+    Operator,
+    by_own_names,
+    find_operator,
+    operator_named,
+    rows_and_tokens,
+)
 
 _SCAN, _SPLIT_SCAN = "mamba.mamba_chunk_scan_combined", "mamba.mamba_split_conv1d_scan_combined"
 Reader = Callable[[str, Mapping[str, Any]], Told]
@@ -261,8 +266,8 @@ def _varlen(kernel: str, values: Mapping[str, Any]) -> Told:
     q = next(values[name] for name in ("q", "query", "qkv") if name in values)
     if not names:
         raise UnreadError("it has no offsets")
-    keys = segments_told(values, names[0].replace("_q", "_k")) if names[0] != "cu_seqlens" else ()
-    told, size = segments_told(values, names[0]), _window(values)
+    keys = offset_values(values, names[0].replace("_q", "_k")) if names[0] != "cu_seqlens" else ()
+    told, size = offset_values(values, names[0]), _window(values)
     return _flat(kernel, told, keys, q.shape[0], names[0], size, _causal(values))
 
 
@@ -314,11 +319,11 @@ def _core(kernel: str, values: Mapping[str, Any]) -> Told:
 def _packed(kernel: str, read: Mapping[str, Any], name: str, total: int) -> Told:
     """Places by the padded offsets, where there are any; how many of them are tokens, by the others."""
     ranks = getattr(getattr(read["self"], "config", None), "context_parallel_size", 1) or 1
-    total *= ranks if segments_told(read, name)[-1:] == (ranks * total,) else 1  # of the whole row, on each rank
-    keys = segments_told(read, name.replace("_q", "_kv"))
-    told = _flat(kernel, segments_told(read, name), keys, total, name, _window(read))
-    lengths = np.diff(segments_told(read, "cu_seqlens_q"))
-    starts = np.array(segments_told(read, name))[:-1]
+    total *= ranks if offset_values(read, name)[-1:] == (ranks * total,) else 1  # of the whole row, on each rank
+    keys = offset_values(read, name.replace("_q", "_kv"))
+    told = _flat(kernel, offset_values(read, name), keys, total, name, _window(read))
+    lengths = np.diff(offset_values(read, "cu_seqlens_q"))
+    starts = np.array(offset_values(read, name))[:-1]
     if name == "cu_seqlens_q" or not len(lengths):
         return told
     if len(lengths) != len(starts):  # of other sequences

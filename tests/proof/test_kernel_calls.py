@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from collate_npu import Segments
-from collate_npu.kernels.call_boundaries import CallBoundaries as Told, by_offsets, why_differs
+from collate_npu.kernels.call_boundaries import CallBoundaries as Told, boundary_reason, by_offsets
 from collate_npu.masks import Pattern, dense
 from collate_npu.proof.forward import Forward, Seen
 from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
@@ -29,7 +29,7 @@ def told(module, mask):
 def test_a_mask_is_all_that_the_local_one_reads_and_nothing_to_the_fused_one():
     mask = dense(LEFT, polarity="masked")
     local = told(LOCAL, mask)
-    assert why_differs(local, LEFT) == ""
+    assert boundary_reason(local, LEFT) == ""
     assert not torch.triu(local.allowed(1)[0], 1).any()
     assert torch.triu(told(LOCAL, torch.zeros_like(mask)).allowed(1)[0], 1).any()  # it looks ahead
     assert (told(LOCAL, None).causal, told(FUSED, mask).causal, str(told(FUSED, mask))) == (True, True, "nothing")
@@ -159,16 +159,16 @@ def test_places_by_padded_offsets_and_tokens_by_the_others():
     found = packed(cu_seqlens_q=[0, 3, 7], cu_seqlens_q_padded=[0, 6, 12])
     assert np.flatnonzero(~found.neutral_T).tolist() == [0, 1, 2, 6, 7, 8, 9]
     truth = Segments.from_ids(torch.tensor([[1, 1, 1, 0, 0, 0, 2, 2, 2, 2, 0, 0]]))
-    assert why_differs(found, truth) == ""
+    assert boundary_reason(found, truth) == ""
     less = packed(cu_seqlens_q=[0, 2, 6], cu_seqlens_q_padded=[0, 6, 12])
-    assert "counts for nothing" in why_differs(less, truth)
+    assert "counts for nothing" in boundary_reason(less, truth)
     assert not packed(cu_seqlens_q=[0, 7], cu_seqlens_q_padded=[0, 6, 12]).fits
     assert packed(cu_seqlens_q_padded=[0, 6, 12]).fits
     assert not packed(cu_seqlens_q=[0, 12, 24]).fits
     row, sides = Segments.from_lengths([[6, 6]]), {"cu_seqlens_q": [0, 6, 12]}
-    assert why_differs(packed(**sides, cu_seqlens_kv=[0, 6, 12]), row) == ""
-    assert "goes on from another sequence" in why_differs(packed(**sides, cu_seqlens_kv=[0, 5, 12]), row)
-    assert "does not read the 1 first" in why_differs(packed(**sides, cu_seqlens_kv=[0, 7, 12]), row)
+    assert boundary_reason(packed(**sides, cu_seqlens_kv=[0, 6, 12]), row) == ""
+    assert "goes on from another sequence" in boundary_reason(packed(**sides, cu_seqlens_kv=[0, 5, 12]), row)
+    assert "does not read the 1 first" in boundary_reason(packed(**sides, cu_seqlens_kv=[0, 7, 12]), row)
     with pytest.raises(UnreadError, match="other tokens than its keys"):
         packed(**sides, cu_seqlens_kv=[0, 5, 11])
 
@@ -177,7 +177,7 @@ def test_places_by_padded_offsets_and_tokens_by_the_others():
 def test_a_flat_row_is_told_right_by_all_its_offsets_whatever_the_window(lengths, window):
     truth, T = Segments.from_lengths([lengths]), sum(lengths)
     offsets = np.cumsum([0, *lengths])
-    why = lambda at: why_differs(Told("flash", "attention", (1, T), *by_offsets(at, T), "cu", window), truth)  # noqa: E731
+    why = lambda at: boundary_reason(Told("flash", "attention", (1, T), *by_offsets(at, T), "cu", window), truth)  # noqa: E731
     assert why(offsets) == ""
     for n in range(1, len(lengths)):
         assert f"(0, {offsets[n]}) goes on from another sequence" in why(np.delete(offsets, n))
@@ -216,4 +216,4 @@ def test_the_operator_of_torch_npu_is_told_what_its_arguments_say(layout, segmen
     given = {**fusion_attention_kwargs(segments, layout=layout), "query": x, "key": x, "value": x, "head_num": 1}
     found = KERNELS["npu_fusion_attention"][1]("torch_npu.npu_fusion_attention", given)
     truth = Segments.from_lengths([segments.sequence_lengths]) if layout == "TND" else segments
-    assert why_differs(found, truth) == ""
+    assert boundary_reason(found, truth) == ""

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from collate_npu import CollateError, ContextParallel, Segments, check_delivery
-from collate_npu.kernels.call_boundaries import evaluated, row_of, why_row_wrong
+from collate_npu.kernels.call_boundaries import attention_reason, evaluated, row_of
 from collate_npu.masks import block_mask, dense
 from collate_npu.masks.patterns import CAUSAL
 from collate_npu.parallel import query_rows, split_tensor
@@ -34,8 +34,8 @@ RANKS = [ContextParallel(2, 0), ContextParallel(2, 1), ContextParallel(2, 0, lay
 def test_a_row_that_is_wrong_says_which_query_and_key(segments, b, any_head, every_head, said):
     attended = any_head, any_head if every_head is None else every_head
     said = said and f"row {b} {said}"
-    assert why_row_wrong(segments, CAUSAL, b, attended) == said
-    ours = why_row_wrong(segments, None, b, attended)
+    assert attention_reason(segments, CAUSAL, b, attended) == said
+    ours = attention_reason(segments, None, b, attended)
     assert ours == ("" if "all of" in said or "more than" in said else said), "without a pattern only whose tokens they are"
 
 

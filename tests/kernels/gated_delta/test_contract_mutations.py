@@ -228,7 +228,7 @@ def elsewhere(call: Spelled) -> Iterator[Kwargs]:
                 continue
 
 
-STRICTER = {"copy", "numbers-return", "mask-rank", "mask-shape", "mask-values", "mask-and-offsets", "hole", "pair"}
+STRICTER = {"copy", "numbers-return", "mask-form", "mask-values", "mask-and-offsets", "hole", "pair"}
 """Refused although the outcome may be right: two sources of one call that differ, numbers that come back in padding, masks
 in a form that nobody reads as it is meant or that call padding real, and half a pair that divides padding alone."""
 MUTATIONS, EACH, HARMLESS = 1000, 40, 15
