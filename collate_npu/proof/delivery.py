@@ -28,10 +28,9 @@ from collate_npu.keys import of_kind
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
 from collate_npu.proof.asked import Alone, Asked, ask, check_alone
-from collate_npu.proof.forward import Forward, among, block, crosses, few, holds, listed
+from collate_npu.proof.forward import Forward, among, block, case_of, crosses, few, holds, listed
 from collate_npu.proof.measure import called, in_step
 from collate_npu.proof.recorder import Recorder
-from collate_npu.proof.truth import case_of
 from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
 from collate_npu.validation import check_model, checked, hold_against
