@@ -46,7 +46,7 @@ from collate_npu.masks.batch_reader import agreed
 from collate_npu.masks.patterns import Chunked, Pattern, Sliding
 from collate_npu.masks.sources import Sources
 from collate_npu.parallel import ContextParallel, query_rows
-from collate_npu.proof.kernel_calls import MODULES
+from collate_npu.proof.known_kernels import MODULES
 from collate_npu.segments import Segments, ready
 
 LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv|retention|lightning|mixer")

@@ -15,7 +15,6 @@ import re
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -33,31 +32,10 @@ from collate_npu.errors import CollateError
 from collate_npu.kernels.call_boundaries import zeros_of
 from collate_npu.kernels.check import call_breaches, knows, named
 from collate_npu.proof.forward import Fault, Forward, Seen, is_layer, short
-from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
+from collate_npu.proof.known_kernels import DEFINED_IN, KERNELS, MODULES, POSITIONAL, UnreadError
 
-Hear = Callable[[str, Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""`hear(kernel, function, call, args, kwargs)` calls `call`, the function as others hear it, and gives its result."""
-
-DEFINED_IN = (
-    *("torch.nn.functional", "torch.nn.attention.flex_attention", "torch.nn.attention.varlen"),
-    *("transformers.integrations.flex_attention", "flash_attn.flash_attn_interface", "flash_attn_interface"),
-    *("fla.ops.gated_delta_rule.chunk", "fla.ops.gated_delta_rule.fused_recurrent", "fla.ops.kda.chunk"),
-    *("fla.ops.kda.fused_recurrent", "fla.ops.gla.chunk", "fla.ops.simple_gla.chunk", "fla.ops.delta_rule.chunk"),
-    *("fla.ops.lightning_attn.chunk", "fla.modules.conv.causal_conv1d", "fla.modules.convolution"),
-    "fla.modules.causal_conv1d.ops",  # fla 0.6
-    *("causal_conv1d.causal_conv1d_interface", "mamba_ssm.ops.triton.ssd_combined", "torch_npu", "fla_npu.ops.ascendc"),
-)
-"""Modules whose functions are wrapped as soon as they are imported."""
-_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-_FUSION = (
-    *("query", "key", "value", "head_num", "input_layout", "pse", "padding_mask", "atten_mask", "scale", "keep_prob"),
-    *("pre_tockens", "next_tockens", "inner_precise", "prefix", "actual_seq_qlen", "actual_seq_kvlen", "sparse_mode"),
-)
-_POSITIONAL: dict[str, tuple[str, ...]] = {
-    "scaled_dot_product_attention": _SDPA, "conv1d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
-    "npu_fusion_attention": _FUSION, "npu_fusion_attention_v3": _FUSION,
-}  # fmt: skip
-"""Parameters of functions of C++, which have no signature."""
+Hear = Callable[..., Any]
+"""`hear(kernel, function, call, *args, **kwargs)` calls `call`, the function as others hear it, and returns its result."""
 
 
 class Hooks:
@@ -109,7 +87,7 @@ class _Wraps:
                 return original(module, *args, **kwargs)
             call = original
             for hooks in tuple(_LISTENING):
-                call = partial(_around, hooks, call)
+                call = partial(hooks.around, call)
             return call(module, *args, **kwargs)
 
         self.put(nn.Module, "_call_impl", _call_impl)
@@ -200,7 +178,7 @@ class _Wraps:
                 return function(*args, **kwargs)
             call = function
             for hooks in tuple(_LISTENING):
-                call = partial(_heard, hooks, kernel, function, call)
+                call = partial(hooks.hear, kernel, function, call)
             return call(*args, **kwargs)
 
         called.__collate_npu__ = function  # type: ignore[attr-defined]
@@ -237,14 +215,6 @@ _AWAITED: set[str] = set()
 WRAPS = _Wraps()
 
 
-def _around(hooks: Hooks, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return hooks.around(call, module, args, kwargs)
-
-
-def _heard(hooks: Hooks, kernel: str, function: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return hooks.hear(kernel, function, call, args, kwargs)
-
-
 def _imported(module: Any) -> None:
     if _LISTENING:
         WRAPS.wrap_all(module)
@@ -266,7 +236,7 @@ def _set(holder: Any, name: str, value: Any) -> None:
 def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by their names, those of `**kwargs` among them; but not of transformers' own functions, which
     swallow boundaries there (5.23 modeling_lfm3.py:319): wrappers alone hand them on."""
-    if (names := _POSITIONAL.get(function.__name__)) is not None:
+    if (names := POSITIONAL.get(function.__name__)) is not None:
         return {**dict(zip(names, args)), **kwargs}
     found = named(function, args, kwargs)
     own = inspect.isfunction(function) and (function.__module__ or "").startswith("transformers.")
@@ -292,11 +262,6 @@ class Recorder:
         self.models: set[str] = set()
         """Classes of the models that ran."""
         self.hooks = Hooks(self._heard, self._around)
-        self.results: deque[Any] | None = None
-        """What kernels gave, one after the other, where that is kept."""
-        self.replays = False
-        """Do kernels, and the layers in `frozen`, give that instead of what they compute?"""
-        self.frozen: tuple[nn.Module, ...] = ()
         self._begin, self._end = begin, end
         self._local = threading.local()
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
@@ -359,7 +324,7 @@ class Recorder:
 
     # --- modules
 
-    def _around(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _around(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         here = self._here
         if here.stack and (kernel := MODULES.get(type(module).__name__)) and self._is_kernel(module):
             kernel_name = f"{type(module).__module__.partition('.')[0]}.{type(module).__name__}"
@@ -367,8 +332,6 @@ class Recorder:
             if type(module).__name__ == "Conv1d":
                 values = {"x": args[0] if args else kwargs["input"]}
             return self._called(kernel_name, kernel, values, lambda: original(module, *args, **kwargs))
-        if any(module is each for each in self.frozen):
-            return self._kept(lambda: original(module, *args, **kwargs))
         forward, outer = None, here.forward
         with self.unharmed():
             if not here.stack or self._has_other_rows(kwargs):
@@ -452,14 +415,7 @@ class Recorder:
 
     # --- kernels
 
-    def _heard(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _heard(self, name: str, function: Callable[..., Any], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         here = self._here
         if not here.stack or here.forward is None:
             return call(*args, **kwargs)
@@ -479,30 +435,16 @@ class Recorder:
             return call()
         seen, first = self._seen(name, row, values), len(forward.calls)
         result: Any = seen
+        self._here.depth += 1
         try:
-            result = self._kept(call)
+            result = call()
             return result
         finally:
+            self._here.depth -= 1
             inner = [each.told for each in forward.calls[first:] if each.told is not None]
             whole = any(seen.told is None or len(told.first_T) == len(seen.told.first_T) for told in inner)
             if result is not None and not whole:  # None: a fallback that does nothing
                 forward.calls[first:] = [seen]  # what it calls for a part of its tokens says nothing of all
-
-    def _kept(self, call: Callable[[], Any]) -> Any:
-        """Call it, the outermost kernel, or give what it gave in the forward before."""
-        here, keeps = self._here, self.results is not None and not self._here.depth
-        if keeps and self.replays:
-            assert self.results is not None
-            return _copied(self.results.popleft())
-        here.depth += 1
-        try:
-            result = call()
-        finally:
-            here.depth -= 1
-        if keeps:
-            assert self.results is not None
-            self.results.append(_copied(result))
-        return result
 
     def _seen(self, name: str, row: Any, values: dict[str, Any] | str) -> Seen:
         kind, read = row
@@ -544,13 +486,6 @@ def heard(model: nn.Module, cases: Iterable[Case]) -> Iterator[list[Fault]]:
 
     with Recorder(begin, end).on(model):
         yield faults
-
-
-def _copied(given: Any) -> Any:
-    """What goes on with it may write in it."""
-    if isinstance(given, tuple):
-        return tuple(map(_copied, given))
-    return given.clone() if isinstance(given, Tensor) else given
 
 
 def _still_empty(empty_T: Array | None, given: Iterable[Any]) -> Array | None:

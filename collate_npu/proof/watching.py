@@ -30,7 +30,7 @@ from collate_npu.consumers.model_traits import is_compiled, unwrap
 from collate_npu.errors import CollateError, printable
 from collate_npu.keys import of_kind
 from collate_npu.proof.forward import Fault, Forward, block, case_of
-from collate_npu.proof.kernel_calls import UnreadError
+from collate_npu.proof.known_kernels import UnreadError
 from collate_npu.proof.recorder import Recorder, bound
 
 STEPS = 2

@@ -12,7 +12,7 @@ from collate_npu import Segments
 from collate_npu.kernels.call_boundaries import CallBoundaries as Told, by_offsets, why_differs
 from collate_npu.masks import Pattern, dense
 from collate_npu.proof.forward import Forward, Seen
-from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
+from collate_npu.proof.known_kernels import KERNELS, MODULES, UnreadError
 from collate_npu.proof.recorder import arguments_of
 
 KERNEL, (_, READ) = "megatron.DotProductAttention", MODULES["DotProductAttention"]
