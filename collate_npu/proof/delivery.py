@@ -15,7 +15,7 @@ import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -131,7 +131,8 @@ def check_delivery(
         remedy = "Pass forward=, or check the model with pipeline size 1."
         raise UnsupportedFormError(explain("check_delivery", "a pipeline stage", rule, remedy))
     case = case_of(inner, batch, segments=segments, pattern=pattern)
-    with torch.no_grad(), _eagerly(model), in_step(model, lambda: called(inner, batch, forward)):
+    eager: Any = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
+    with torch.no_grad(), eager, in_step(model, lambda: called(inner, batch, forward)):
         with _recorded(inner, batch, case, context_parallel) as record:
             given = called(inner, batch, forward)
         found = record.judged(measured=alone, asked=(batch, forward))
@@ -220,10 +221,6 @@ def _known(model: Any) -> nn.Module:
     return inner
 
 
-def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
-    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
-
-
 @dataclass(frozen=True, slots=True)
 class _Record:
     """The kernel calls of one forward of a model."""
@@ -277,7 +274,7 @@ class _Record:
 def _recorded(model: nn.Module, batch: Mapping[str, Any], case: Case, cp: ContextParallel | None) -> Iterator[_Record]:
     """Hear the kernels and the layers of one forward of this model."""
     ids = batch.get("input_ids", batch.get("tokens"))
-    forward = Forward(root=model, number=0, step=0, training=False, ids=ids if isinstance(ids, Tensor) else None, cp=cp)
+    forward = Forward(root=model, ids=ids if isinstance(ids, Tensor) else None, cp=cp)
     forward.judge_by(case, whole=not of_kind(batch, "vision"))
     within, thread = replace(forward, calls=[]), threading.get_ident()
 

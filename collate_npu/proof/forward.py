@@ -118,6 +118,11 @@ class Seen:
     positions: Array | None = field(default=None, repr=False)
     """Of a rotary embedding, or one of positions: int64 `[B, S]`."""
 
+    def fault(self, why: str, remedy: str) -> Fault:
+        """Return what is wrong with it."""
+        told = str(self.told or "what could not be read") if self.positions is None else "positions"
+        return Fault(layer=self.layer, kernel=self.kernel, told=told, why=why, remedy=remedy)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
@@ -138,9 +143,9 @@ class Forward:
     """One forward of a root module, or of one layer of it that is computed again in the backward pass."""
 
     root: nn.Module
-    number: int
-    step: int
-    training: bool
+    number: int = 0
+    step: int = 0
+    training: bool = False
     ids: Tensor | None = field(default=None, repr=False)
     truth: Segments | None = None
     """What the batch says, where it says it."""
@@ -171,16 +176,8 @@ class Forward:
 
     def faults(self) -> dict[int, Fault]:
         """By the number of the call."""
-        found: dict[int, Fault] = {}
         wrong = {n: why for n, seen in enumerate(self.calls) if (why := self._why_wrong(seen)) is not None}
-        astray = {self.calls[n].layer for n in wrong}
-        for n, (what, remedy) in wrong.items():
-            mine = self.calls[n]
-            like = {each.layer for each in self.calls if each.layer not in astray and self._is_like(each, mine)}
-            if like and remedy in _REMEDIES.values():
-                count = f"{len(like)} other layer{'s were' * (len(like) > 1) or ' was'} told right ({min(like)})"
-                remedy = f"{count}, so the batch arrives: look at how {mine.layer} is called, and at what patches it"
-            found[n] = _fault(mine, what, remedy)
+        found = {n: self.calls[n].fault(what, remedy) for n, (what, remedy) in wrong.items()}
         if _CONTRADICTS.search(self.unsaid):
             what, _, rest = self.unsaid.partition(": ")
             where = {"layer": "(the batch)", "kernel": what, "told": "what contradicts itself"}
@@ -195,11 +192,6 @@ class Forward:
     def judged(self) -> bool:
         """Was any kernel compared with the batch?"""
         return any(map(self.judges, self.calls))
-
-    def _is_like(self, one: Seen, other: Seen) -> bool:
-        """Would it have been told the same?"""
-        alike = one.kind == other.kind and one.layer != other.layer and self.judges(one)
-        return alike and (one.kind != "attention" or self._pattern_of(one) == self._pattern_of(other))
 
     def let_go(self) -> None:
         """Of what a call was given, tensors and modules, nothing is held any longer."""
@@ -329,11 +321,6 @@ class Forward:
         return own if plain.causal else None
 
 
-def _fault(seen: Seen, why: str, remedy: str) -> Fault:
-    told = "positions" if seen.positions is not None else "what could not be read" if seen.told is None else str(seen.told)
-    return Fault(layer=seen.layer, kernel=seen.kernel, told=told, why=why, remedy=remedy)
-
-
 _HAND = "Hand the model BatchAdapter(model)(batch), or gpt_batch's inputs on Megatron"
 _REMEDIES = {
     "attention": f"{_HAND}; if it has them, look at what the stack passes to this layer",
@@ -409,7 +396,7 @@ def listed(faults: Iterable[Fault]) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-    """The first eight of them, and how many more."""
+    """Return the first eight names, and how many more there are."""
     return ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
 
 

@@ -563,7 +563,7 @@ def _measured(kernel: Kernel, truth: Truth, asked: _Asked, run: Run, device: str
         if backward:  # padding takes no part: what stands there must not reach the rest
             weights = known.weights[truth.segments.keep].float().to(out.device)
             torch.autograd.backward((unpad(out, truth.segments).float() * weights).sum())
-    gradients = {name: _gradient(x) for name, x in inputs.items()} if backward else {}
+    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()} if backward else {}
     coarse = _rounded_to(dtype, device)
     like = torch.zeros(1, dtype=coarse, device=device)
     noise = expected(kernel.problem, truth, coarse).noise
@@ -576,10 +576,6 @@ def _rounded_to(dtype: torch.dtype, device: str) -> torch.dtype:
     return torch.float16 if dtype == torch.float32 and not device.startswith("cpu") else dtype
 
 
-def _gradient(x: Tensor) -> Tensor:
-    return torch.zeros_like(x) if x.grad is None else x.grad
-
-
 def _judged(run: Run, truth: Truth, known: Expected, found: Inputs, passes: Mapping[str, float]) -> Run:
     right = {"out": known.out, **known.gradients}
     errors = apart(truth.segments, found, {name: right[name] for name in found})
@@ -589,16 +585,12 @@ def _judged(run: Run, truth: Truth, known: Expected, found: Inputs, passes: Mapp
     said += [f"not finite at padding: gradients of {', '.join(sorted(spoilt))}"] if spoilt else []
     told = MARGIN * max(passes[name] for name in found) < 1  # else zeros would pass
     state: State = "wrong" if said else "right" if told else "cannot tell"
-    backward = [errors[name] for name in found if name != "out"]
+    others = torch.tensor([errors[name] for name in found if name != "out"], dtype=torch.float64)
+    backward = float(others.amax()) if len(others) else None  # NaN if one is
     return replace(
-        run, state=state, forward=errors["out"], backward=_largest(backward) if backward else None, passes=passes["out"],
+        run, state=state, forward=errors["out"], backward=backward, passes=passes["out"],
         note="; ".join(said) or ("" if told else "the noise here is as large as what is wrong"),
     )  # fmt: skip
-
-
-def _largest(errors: Iterable[float]) -> float:
-    """NaN if one is."""
-    return float(torch.tensor(list(errors), dtype=torch.float64).amax())
 
 
 def _said(error: Exception) -> str:

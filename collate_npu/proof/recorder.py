@@ -34,41 +34,10 @@ from collate_npu.kernels.check import call_breaches, knows, named
 from collate_npu.proof.forward import Fault, Forward, Seen, is_layer, short
 from collate_npu.proof.known_kernels import DEFINED_IN, KERNELS, MODULES, POSITIONAL, UnreadError
 
-Hear = Callable[..., Any]
-"""`hear(kernel, function, call, *args, **kwargs)` calls `call`, the function as others hear it, and returns its result."""
-
-
-class Hooks:
-    """Who listens. What is wrapped is wrapped once for all who do; when the last one leaves, everything is put back, and
-    what somebody keeps of ours goes on as the function itself."""
-
-    def __init__(self, hear: Hear, around: Callable[..., Any]) -> None:
-        self.hear, self.around = hear, around
-        self.unwrapped: list[str] = []
-        """Functions that could not be wrapped, and why; known once it was taken off."""
-
-    @property
-    def on(self) -> bool:
-        """Does it listen?"""
-        return self in _LISTENING
-
-    def install(self) -> None:
-        """Listen."""
-        _LISTENING.append(self)
-        if len(_LISTENING) == 1:
-            WRAPS.install()
-
-    def taken_off(self) -> None:
-        """Listen no longer."""
-        if self.on:
-            _LISTENING.remove(self)
-            self.unwrapped = [*WRAPS.unwrapped]
-            if not _LISTENING:
-                WRAPS.taken_off()
-
 
 class _Wraps:
-    """What is wrapped in this process."""
+    """What is wrapped in this process, once for all who listen; when the last one leaves, everything is put back, and what
+    somebody keeps of a wrapper goes on as the function itself."""
 
     def __init__(self) -> None:
         self.unwrapped: list[str] = []
@@ -86,11 +55,11 @@ class _Wraps:
             if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
                 return original(module, *args, **kwargs)
             call = original
-            for hooks in tuple(_LISTENING):
-                call = partial(hooks.around, call)
+            for recorder in tuple(_LISTENING):
+                call = partial(recorder.run_module, call)
             return call(module, *args, **kwargs)
 
-        self.put(nn.Module, "_call_impl", _call_impl)
+        self._put(nn.Module, "_call_impl", _call_impl)
         for name in DEFINED_IN:
             if name in sys.modules:
                 self.wrap_all(sys.modules[name])
@@ -118,7 +87,7 @@ class _Wraps:
             taken = [name for name, each in vars(module).items() if self._is_kernel(each) or id(each) in self._ours]
             self._wrap_on(module, taken)
 
-    def taken_off(self) -> None:
+    def take_off(self) -> None:
         """Put everything back but what the run itself put there."""
         for holder, name, old, new in reversed(self._held):
             with suppress(Exception):
@@ -142,30 +111,26 @@ class _Wraps:
             try:
                 held = vars(holder)[name]
                 plain = held.__func__ if isinstance(held, staticmethod) else held
-                self.put(holder, name, staticmethod(self._wrapper(plain)) if plain is not held else self._wrapper(held))
+                self._put(holder, name, staticmethod(self._wrapper(plain)) if plain is not held else self._wrapper(held))
             except Exception as error:  # a package that does not let itself be wrapped runs as it is
                 self.unwrapped.append(f"{name}: {type(error).__name__}: {error}")
 
     def _is_kernel(self, value: Any) -> bool:
         """A function under a name that is known, not one of ours; what else torch and Triton call stays what it is."""
         value = value.__func__ if isinstance(value, staticmethod) else value
-        return (
-            isinstance(value, (FunctionType, BuiltinFunctionType)) and value.__name__ in KERNELS and not self._is_own(value)
-        )
-
-    def _is_own(self, function: Any) -> bool:
-        return id(function) in self._wrappers
+        known = isinstance(value, (FunctionType, BuiltinFunctionType)) and value.__name__ in KERNELS
+        return known and id(value) not in self._wrappers
 
     def _wrap_kept(self, function: Any, depth: int = 3) -> None:
         """Kernels that a function around them keeps for itself, as transformers' own do."""
-        if not isinstance(function, FunctionType) or self._is_own(function):
+        if not isinstance(function, FunctionType) or id(function) in self._wrappers:
             return
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # an empty one
                 if depth:
                     self._wrap_kept(cell.cell_contents, depth - 1)
                 if self._is_kernel(cell.cell_contents):
-                    self.put(cell, "cell_contents", self._wrapper(cell.cell_contents))
+                    self._put(cell, "cell_contents", self._wrapper(cell.cell_contents))
 
     def _wrapper(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if (known := self._ours.get(id(function))) is not None:
@@ -177,8 +142,8 @@ class _Wraps:
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
             call = function
-            for hooks in tuple(_LISTENING):
-                call = partial(hooks.hear, kernel, function, call)
+            for recorder in tuple(_LISTENING):
+                call = partial(recorder.run_kernel, kernel, function, call)
             return call(*args, **kwargs)
 
         called.__collate_npu__ = function  # type: ignore[attr-defined]
@@ -200,16 +165,16 @@ class _Wraps:
         for holder, held in taken:
             for name, value in list(held.items()):
                 if id(value) in self._ours and self._ours[id(value)][0] is value:
-                    self.put(holder, name, self._ours[id(value)][1])
+                    self._put(holder, name, self._ours[id(value)][1])
 
-    def put(self, holder: Any, name: str, new: Any) -> None:
+    def _put(self, holder: Any, name: str, new: Any) -> None:
         """Put something in its place until nobody listens."""
         self._held.append((holder, name, _of(holder, name), new))
         _set(holder, name, new)
 
 
 _SCRIPT: Any = getattr(torch.jit, "_builtins", None)
-_LISTENING: list[Hooks] = []
+_LISTENING: list[Recorder] = []
 _AWAITED: set[str] = set()
 """Modules whose import is awaited; wrapt forgets no hook, so each has one."""
 WRAPS = _Wraps()
@@ -261,7 +226,8 @@ class Recorder:
         """What went wrong in recording itself; the run goes on."""
         self.models: set[str] = set()
         """Classes of the models that ran."""
-        self.hooks = Hooks(self._heard, self._around)
+        self.unwrapped: list[str] = []
+        """Functions that could not be wrapped, and why; known once nobody listens."""
         self._begin, self._end = begin, end
         self._local = threading.local()
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
@@ -304,15 +270,34 @@ class Recorder:
         self.models.add(type(root).__name__)
         WRAPS.look_at(root)
 
+    @property
+    def listens(self) -> bool:
+        """True between `install` and `take_off`."""
+        return self in _LISTENING
+
+    def install(self) -> None:
+        """Listen to every kernel and module of this process."""
+        _LISTENING.append(self)
+        if len(_LISTENING) == 1:
+            WRAPS.install()
+
+    def take_off(self) -> None:
+        """Listen no longer."""
+        if self.listens:
+            _LISTENING.remove(self)
+            self.unwrapped = [*WRAPS.unwrapped]
+            if not _LISTENING:
+                WRAPS.take_off()
+
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
         """Listen meanwhile, to this model too if it has no layer by its name."""
-        self.hooks.install()
+        self.install()
         self.keep(model)
         try:
             yield
         finally:
-            self.hooks.taken_off()
+            self.take_off()
 
     @contextmanager
     def unharmed(self) -> Iterator[None]:
@@ -324,7 +309,8 @@ class Recorder:
 
     # --- modules
 
-    def _around(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run_module(self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a module, `original(module, ...)`; a forward may begin with it."""
         here = self._here
         if here.stack and (kernel := MODULES.get(type(module).__name__)) and self._is_kernel(module):
             kernel_name = f"{type(module).__module__.partition('.')[0]}.{type(module).__name__}"
@@ -415,7 +401,10 @@ class Recorder:
 
     # --- kernels
 
-    def _heard(self, name: str, function: Callable[..., Any], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def run_kernel(
+        self, name: str, function: Callable[..., Any], call: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a kernel, `call(...)`, the function as others hear it."""
         here = self._here
         if not here.stack or here.forward is None:
             return call(*args, **kwargs)
@@ -476,7 +465,7 @@ def heard(model: nn.Module, cases: Iterable[Case]) -> Iterator[list[Fault]]:
     def begin(module: nn.Module, *_: Any) -> Forward | None:
         if module is not model or (case := next(coming, None)) is None:
             return None
-        forward = Forward(root=model, number=0, step=0, training=torch.is_grad_enabled())
+        forward = Forward(root=model, training=torch.is_grad_enabled())
         forward.judge_by(case)
         return forward
 

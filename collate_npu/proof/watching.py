@@ -74,14 +74,14 @@ class Watch:
 
     def start(self) -> None:
         """Wrap everything."""
-        self._recorder.hooks.install()
+        self._recorder.install()
         self._optimizers = register_optimizer_step_post_hook(lambda *_: self._step_ends())
         MADE.watch(1)
 
     def end(self) -> None:
         """Take everything off; the process is as it was."""
-        if self._recorder.hooks.on:
-            self._recorder.hooks.taken_off()
+        if self._recorder.listens:
+            self._recorder.take_off()
             self._optimizers.remove()
             MADE.watch(-1)
             if not self._keeps:  # they hold the models
@@ -195,8 +195,8 @@ class Watch:
             lines.append(f"no known kernel ran in: {', '.join(silent[:8])}{', ...' * (len(silent) > 8)}")
         if self.failed:
             lines.append(f"could not be watched: {'; '.join(sorted(self.failed)[:4])}")
-        if self._recorder.hooks.unwrapped:
-            lines.append(f"could not be wrapped: {'; '.join(self._recorder.hooks.unwrapped[:4])}")
+        if self._recorder.unwrapped:
+            lines.append(f"could not be wrapped: {'; '.join(self._recorder.unwrapped[:4])}")
         lines.append(f"{len(self.faults)} faults" if self.faults else "no fault in what was looked at")
         return " · ".join(lines)
 
