@@ -8,10 +8,11 @@ Legend: B batch, S width.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -97,8 +98,38 @@ _FLAT_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", 
 """What kernels of a transformers model read of a flat row."""
 _DENSE, _RECURRENT = ("right", "left", "holes", "packed"), ("right", "left", "one", "flat")
 _BOTH_SIDES = Pattern.of("bidirectional")
-AT_MODEL: dict[int, Segments] = {}
-"""By thread in which an adapted model runs, the Segments of its batch: proof reads them where None took the mask's place."""
+
+
+class MadeBatches:
+    """The Segments of the batches that adapters of this process made: of the one that an adapted model runs in each thread,
+    and of the last eight by their tokens, while somebody watches. Proof reads them: None may stand in a mask's place."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, Segments] = {}
+        """By thread."""
+        self._watchers = 0
+        self._last: deque[tuple[Tensor, Segments]] = deque(maxlen=8)
+
+    def watch(self, change: Literal[1, -1]) -> None:
+        """Count one watcher more or less; without one nothing is kept."""
+        self._watchers += change
+        if not self._watchers:
+            self._last.clear()
+
+    def keep(self, batch: Mapping[str, Any], segments: Segments) -> None:
+        """Keep what was made of a batch, if somebody watches."""
+        if self._watchers and isinstance(ids := batch.get("input_ids"), Tensor):
+            self._last.append((ids.detach().cpu().clone(), segments))
+
+    def find(self, ids: Tensor) -> Segments | None:
+        """Return the Segments of the last batch that has these tokens; None for tokens of no batch."""
+        return next(
+            (segments for held, segments in reversed(self._last) if held.shape == ids.shape and (held == ids.cpu()).all()),
+            None,
+        )
+
+
+MADE = MadeBatches()
 
 
 class BatchAdapter:
@@ -253,9 +284,11 @@ class BatchAdapter:
 
     def _rendered(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         if self.context_parallel is not None:
-            return self._shared_out(batch, self.context_parallel)
-        out, segments = self.mended(Sources.of(batch), padding_free=self.padding_free)
-        if errors.DEBUG and self.padding_free and self.model.needs_mask_2d:
+            out, segments = self._shared_out(batch, self.context_parallel)
+        else:
+            out, segments = self.mended(Sources.of(batch), padding_free=self.padding_free)
+        MADE.keep(out, segments)
+        if errors.DEBUG and self.context_parallel is None and self.padding_free and self.model.needs_mask_2d:
             from collate_npu.kernels.check import log_batch  # the contracts, which nobody else here reads
 
             log_batch(self.consumer.name, out, segments)

@@ -15,7 +15,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from collate_npu import BatchAdapter, CollateError, adapt, guard_first_batch  # noqa: E402
-from collate_npu.consumers.adapter import AT_MODEL  # noqa: E402
+from collate_npu.consumers.adapter import MADE  # noqa: E402
 from collate_npu.errors import UnsupportedFormError  # noqa: E402
 from collate_npu.releases import KERNELS_TOLD  # noqa: E402
 from collate_npu.testing import reference_kernels, tiny_model  # noqa: E402
@@ -348,7 +348,7 @@ def test_nothing_is_left_behind():
     with adapt(model), torch.no_grad():
         model(**padded())
     assert not adapted(model)
-    assert AT_MODEL == {}
+    assert MADE.running == {}
     assert held(model) == before
     with pytest.raises(CollateError, match="from_pretrained"):
         adapt("Qwen/Qwen3")

@@ -30,8 +30,7 @@ from collate_npu.consumers.model_traits import is_encoder, pattern_of, text_conf
 from collate_npu.consumers.recurrent import kernel_calls, variables_of
 from collate_npu.errors import CollateError, explain, printable
 from collate_npu.proof.invariance import check_one_stack, samples_of
-from collate_npu.proof.kernel_rows import KERNELS
-from collate_npu.proof.kernel_runs import runs
+from collate_npu.proof.kernel_runs import KERNELS, runs
 from collate_npu.proof.measure import Batch, predicts_next
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model
 from collate_npu.tools.audit.case import DUMPED, Audit, Layout
