@@ -21,7 +21,7 @@ from collate_npu.arrays import host_tensor
 from collate_npu.consumers import mindspeed
 from collate_npu.consumers.labels_and_positions import kind_of, labels_are_shifted
 from collate_npu.consumers.mask_routing import say_batch
-from collate_npu.consumers.megatron import kernel_of, npu_engine, refuse_unread_padding
+from collate_npu.consumers.megatron import kernel_of, npu_engine
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, recurrent_heads, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.integrations import patching
@@ -38,10 +38,10 @@ from collate_npu.kernels.gated_delta import flat_offsets, gated_delta_kwargs
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import agreed
 from collate_npu.masks.dense_mask import Polarity
-from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, open_empty_rows
+from collate_npu.masks.forms import MAX_MASK_BYTES, none_is_exact
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import shift_labels
-from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, query_rows, ranks_agree
+from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, ranks_agree
 from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.parallel.split import share_out
 from collate_npu.releases import MEGATRON_PACKED
@@ -114,15 +114,19 @@ def _inputs_of(
     sources = Sources.of(batch)
     segments = ready(agreed(sources, polarity=polarity, pattern=None, padding_free=padding_free))
     _check_labels(sources, segments)
-    row, offsets, kernel = _row(batch, sources, segments), None, ""
+    row, offsets, kernel, recurrent = _row(batch, sources, segments), None, "", needs_mask_2d(model)
+    kind = getattr(config, "mcore_model_type", None)
     if padding_free:
         row, segments, cp = _flat(row, segments, model, cp)
         offsets = torch.tensor(flat_row_offsets(segments))
     else:
-        kernel = _kernel(model, segments)
+        kernel = kernel_of(model)
+        mcore_bridge.check_padding(segments, kernel, recurrent=recurrent, model_type=kind)
     refuse_crossing(segments, config, padding_free=padding_free)
     inputs = _inputs(row, segments, model)
-    if cp is not None and needs_mask_2d(model):
+    if recurrent and mcore_bridge.masks_padding(kind):
+        inputs[KEEP_KEY] = segments.keep.to(row["input_ids"].device)
+    if cp is not None and recurrent:
         heads = recurrent_heads(config)
         check_recurrent_split(cp, _SCHEME, segments, padding_free=padding_free, offsets=offsets, heads=heads)
     if "labels" in row and unwrap(model).training:
@@ -134,19 +138,13 @@ def _inputs_of(
         counts, ranks = takes_places(model), cp or ContextParallel(1, 0)
         params = packed_seq_params(segments, padding_counts=counts, context_parallel=ranks, device=device)
         inputs["packed_seq_params"] = params
-    if kernel in ("megatron", "mindspeed_dense"):
-        rows = None if cp is None else query_rows(segments.shape[1], cp)
-        blocked = dense(segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes)
-        inputs["attention_mask"] = open_empty_rows(blocked) if kernel == "mindspeed_dense" else blocked
+    inputs["attention_mask"] = mcore_bridge.attention_mask(
+        segments, kernel, cp, device=device, max_mask_bytes=max_mask_bytes
+    )
     if errors.DEBUG:
         why = "offsets say it" if padding_free else f"its kernels: {kernel}; {none_is_exact(segments).why}"
         say_batch("gpt_batch of Megatron-core", inputs, segments, why=why, cp=cp)
     return _with_masks(inputs, model), segments
-
-
-def _masked_by_layers(model: Any) -> bool:
-    """True for a recurrent model of mcore-bridge with `mcore_bridge.install()` in place."""
-    return needs_mask_2d(model) and mcore_bridge.masks_padding(getattr(config_of(model), "mcore_model_type", None))
 
 
 def _check_keys(batch: Mapping[str, Any]) -> None:
@@ -189,8 +187,6 @@ def _inputs(row: Mapping[str, Any], segments: Segments, model: Any) -> dict[str,
         inputs |= {"labels": shifted.clamp(min=0), "loss_mask": (shifted != -100).float()}
     if (padding := router_padding_mask(segments, model)) is not None:
         inputs["padding_mask"] = padding.to(device)
-    if _masked_by_layers(model):
-        inputs[KEEP_KEY] = segments.keep.to(device)
     return inputs
 
 
@@ -219,16 +215,6 @@ def _with_masks(inputs: dict[str, Any], model: Any) -> dict[str, Any]:
         shared = not cut_later and bool(getattr(config_of(model), "sequence_parallel", False))
         extras["padding_mask"] = mcore_bridge.router_padding(extras["padding_mask"], shared=shared)
     return mcore_bridge.pass_through_forward(type(stage), inputs, extras)
-
-
-def _kernel(model: Any, segments: Segments) -> str:
-    """The attention kernel of this model. Raises where it would compute this batch wrong. Megatron's local kernels read a
-    dense mask always: without it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
-    kernel = kernel_of(model)
-    refuse_unread_padding(segments, kernel, recurrent=needs_mask_2d(model) and not _masked_by_layers(model))
-    if needs_mask_2d(model):
-        mcore_bridge.refuse_unmaskable(segments)
-    return kernel
 
 
 def _refuse_flat(model: Any) -> None:

@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from collate_npu.consumers.mask_routing import HOLES_RECURRENT, PACKED_RECURRENT, Case, Model
+from collate_npu.consumers.megatron import refuse_unread_padding
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.integrations import patching
 from collate_npu.keys import KEEP_KEY
-from collate_npu.parallel import ContextParallel, split_tensor
+from collate_npu.masks.forms import MAX_MASK_BYTES, dense, open_empty_rows
+from collate_npu.parallel import ContextParallel, query_rows, split_tensor
 from collate_npu.releases import CONVOLUTION_SEALED, installed
 from collate_npu.segments import Segments
 
@@ -73,6 +75,31 @@ def refuse_unmaskable(segments: Segments) -> None:
     for refusal in (PACKED_RECURRENT, HOLES_RECURRENT):
         if why := refusal.when(case):
             raise UnsupportedFormError(explain(KEEP_KEY, repr(segments), refusal.rule.format(why=why), refusal.remedy))
+
+
+def check_padding(segments: Segments, kernel: str, *, recurrent: bool, model_type: str | None) -> None:
+    """Raise where this attention kernel, or the recurrent layers of such a model of mcore-bridge's, would compute these rows
+    wrong. Another model's (`model_type` None) read no padding."""
+    if recurrent:
+        refuse_unmaskable(segments)
+    refuse_unread_padding(segments, kernel, recurrent=recurrent and not masks_padding(model_type))
+
+
+def attention_mask(
+    segments: Segments,
+    kernel: str,
+    cp: ContextParallel | None,
+    *,
+    device: torch.device,
+    max_mask_bytes: int = MAX_MASK_BYTES,
+) -> Tensor | None:
+    """The dense mask of this rank's queries, True = blocked, for a kernel that reads one; None for the others. Megatron's
+    local kernels read it always: without it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
+    if kernel not in ("megatron", "mindspeed_dense"):
+        return None
+    rows = None if cp is None else query_rows(segments.shape[1], cp)
+    blocked = dense(segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes)
+    return open_empty_rows(blocked) if kernel == "mindspeed_dense" else blocked
 
 
 def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
