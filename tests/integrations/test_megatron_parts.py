@@ -13,7 +13,7 @@ from collate_npu import CollateError, ContextParallel, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron, swift, torchtitan, twinkle
 from collate_npu.integrations.context_parallel import context_parallel, ready_batch
-from collate_npu.integrations.megatron import experts, mcore_bridge
+from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.twinkle import Stages, refuse_unread
 from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
 
@@ -81,17 +81,6 @@ def test_recurrent_layers_that_leave_padding_out_take_no_packed_rows():
     mcore_bridge.refuse_unmaskable(LEFT)
     with pytest.raises(UnsupportedFormError, match="A recurrent layer carries its state"):
         mcore_bridge.refuse_unmaskable(PACKED)
-
-
-@pytest.mark.parametrize(
-    ("length", "depths", "said"),
-    [(3, 1, ""), (2, 1, "no target 2 tokens ahead"), (4, 2, ""), (3, 2, "no target 3 tokens ahead")],
-)
-def test_every_depth_of_multi_token_prediction_has_a_target(monkeypatch, length, depths, said):
-    monkeypatch.setitem(sys.modules, "megatron.core.package_info", SimpleNamespace(MAJOR=0, MINOR=16))
-    config = SimpleNamespace(mtp_num_layers=depths)
-    with refused(said):
-        experts.refuse_no_target(torch.ones(1, length).long(), Segments.from_lengths([length]), config, None, None)
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,7 @@ from collate_npu.consumers.model_traits import config_of, needs_mask_2d, recurre
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.integrations import patching
 from collate_npu.integrations.megatron import mcore_bridge
-from collate_npu.integrations.megatron.experts import (
-    depths,
-    real_tokens_alone,
-    refuse_crossing,
-    refuse_no_target,
-    router_padding_mask,
-)
+from collate_npu.integrations.megatron.experts import depths, real_tokens_alone, refuse_crossing, router_padding_mask
 from collate_npu.kernels.check import log_call
 from collate_npu.kernels.gated_delta import flat_offsets, gated_delta_kwargs
 from collate_npu.keys import KEEP_KEY
@@ -44,7 +38,6 @@ from collate_npu.outputs import shift_labels
 from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, ranks_agree
 from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.parallel.split import share_out
-from collate_npu.releases import MEGATRON_PACKED
 from collate_npu.segments import Segments, ready
 from collate_npu.validation import check_model
 
@@ -95,56 +88,21 @@ def gpt_batch(
     >>> loss = model(**inputs)  # doctest: +SKIP
     """
     check_model(model)
-    config = config_of(model)
-    cp = context_parallel or megatron_ranks(shared=bool(getattr(config, "sequence_parallel", False)))
+    cp = context_parallel or megatron_ranks(shared=bool(getattr(config_of(model), "sequence_parallel", False)))
     with nullcontext() if cp is None else ranks_agree(cp, call="split"):  # one that refuses its batch says so
-        return _inputs_of(batch, model, config, cp, padding_free, polarity, max_mask_bytes)
-
-
-def _inputs_of(
-    batch: Mapping[str, Any],
-    model: Any,
-    config: Any,
-    cp: ContextParallel | None,
-    padding_free: bool,
-    polarity: Polarity | None,
-    max_mask_bytes: int,
-) -> tuple[dict[str, Any], Segments]:
-    _check_keys(batch)
-    sources = Sources.of(batch)
-    segments = ready(agreed(sources, polarity=polarity, pattern=None, padding_free=padding_free))
-    _check_labels(sources, segments)
-    row, offsets, kernel, recurrent = _row(batch, sources, segments), None, "", needs_mask_2d(model)
-    kind = getattr(config, "mcore_model_type", None)
-    if padding_free:
-        row, segments, cp = _flat(row, segments, model, cp)
-        offsets = torch.tensor(flat_row_offsets(segments))
-    else:
-        kernel = kernel_of(model)
-        mcore_bridge.check_padding(segments, kernel, recurrent=recurrent, model_type=kind)
-    refuse_crossing(segments, config, padding_free=padding_free)
-    inputs = _inputs(row, segments, model)
-    if recurrent and mcore_bridge.masks_padding(kind):
-        inputs[KEEP_KEY] = segments.keep.to(row["input_ids"].device)
-    if cp is not None and recurrent:
-        heads = recurrent_heads(config)
-        check_recurrent_split(cp, _SCHEME, segments, padding_free=padding_free, offsets=offsets, heads=heads)
-    if "labels" in row and unwrap(model).training:
-        refuse_no_target(row["labels"], segments, config, cp, offsets)
-    if cp is not None:
-        inputs = share_out(inputs, cp, segments=segments, cu_seqlens=offsets)
-    device = row["input_ids"].device
-    if padding_free:
-        counts, ranks = takes_places(model), cp or ContextParallel(1, 0)
-        params = packed_seq_params(segments, padding_counts=counts, context_parallel=ranks, device=device)
-        inputs["packed_seq_params"] = params
-    inputs["attention_mask"] = mcore_bridge.attention_mask(
-        segments, kernel, cp, device=device, max_mask_bytes=max_mask_bytes
-    )
+        _check_keys(batch)
+        sources = Sources.of(batch)
+        segments = ready(agreed(sources, polarity=polarity, pattern=None, padding_free=padding_free))
+        _check_labels(sources, segments)
+        row = _row(batch, sources, segments)
+        if padding_free:
+            inputs, segments = _flat(row, segments, model, cp)
+        else:
+            inputs = _padded(row, segments, model, cp, max_mask_bytes)
     if errors.DEBUG:
-        why = "offsets say it" if padding_free else f"its kernels: {kernel}; {none_is_exact(segments).why}"
+        why = "offsets say it" if padding_free else none_is_exact(segments).why
         say_batch("gpt_batch of Megatron-core", inputs, segments, why=why, cp=cp)
-    return _with_masks(inputs, model), segments
+    return inputs, segments
 
 
 def _check_keys(batch: Mapping[str, Any]) -> None:
@@ -176,62 +134,63 @@ def _row(batch: Mapping[str, Any], sources: Sources, segments: Segments) -> dict
     return {key: value if isinstance(value, Tensor) else host_tensor(key, value) for key, value in given.items()}
 
 
-def _inputs(row: Mapping[str, Any], segments: Segments, model: Any) -> dict[str, Any]:
-    """The whole rows, before any rank takes its part."""
-    device = row["input_ids"].device
-    inputs: dict[str, Any] = {"input_ids": row["input_ids"], "attention_mask": None}
-    positions = row.get("position_ids")
-    inputs["position_ids"] = segments.position_ids.to(device) if positions is None else positions
-    if "labels" in row:
-        shifted = shift_labels(row["labels"], segments)
-        inputs |= {"labels": shifted.clamp(min=0), "loss_mask": (shifted != -100).float()}
-    if (padding := router_padding_mask(segments, model)) is not None:
-        inputs["padding_mask"] = padding.to(device)
-    return inputs
+def _padded(
+    row: Mapping[str, Any], segments: Segments, model: Any, cp: ContextParallel | None, max_mask_bytes: int
+) -> dict[str, Any]:
+    """Padded rows, and the dense mask where the attention of this model reads one."""
+    kernel, kind = kernel_of(model), getattr(config_of(model), "mcore_model_type", None)
+    mcore_bridge.check_padding(segments, kernel, recurrent=needs_mask_2d(model), model_type=kind)
+    refuse_crossing(segments, config_of(model), padding_free=False)
+    inputs, device = _inputs(row, segments, model, cp, None), row["input_ids"].device
+    blocked = mcore_bridge.attention_mask(segments, kernel, cp, device=device, max_mask_bytes=max_mask_bytes)
+    return {**inputs, "attention_mask": blocked}
 
 
 def _flat(
-    row: dict[str, Any], segments: Segments, model: Any, cp: ContextParallel | None
-) -> tuple[dict[str, Any], Segments, ContextParallel | None]:
-    """A flat row with every sequence padded to what the ranks can share out; as it is where one rank has it all."""
-    _refuse_flat(model)
+    row: Mapping[str, Any], segments: Segments, model: Any, cp: ContextParallel | None
+) -> tuple[dict[str, Any], Segments]:
+    """A flat row with its offsets, every sequence padded to what the ranks can share out."""
     if segments.packed:
         mcore_bridge.refuse_unseparated(model.modules())
-    if cp is None:
-        return row, segments, None
-    offsets, cp = torch.tensor(flat_row_offsets(segments)), cp.for_documents()
-    padded, segments = pad_documents({**row, "cu_seqlens_padded": offsets}, cp, segments=segments)
-    return {key: padded[key] for key in row}, segments, cp
+    offsets = torch.tensor(flat_row_offsets(segments))
+    if cp is not None:
+        cp = cp.for_documents()
+        padded, segments = pad_documents({**row, "cu_seqlens_padded": offsets}, cp, segments=segments)
+        row, offsets = {key: padded[key] for key in row}, torch.tensor(flat_row_offsets(segments))
+    refuse_crossing(segments, config_of(model), padding_free=True)
+    inputs, counts = _inputs(row, segments, model, cp, offsets), takes_places(model)
+    settings: dict[str, Any] = {"padding_counts": counts, "context_parallel": cp or ContextParallel(1, 0)}
+    inputs["packed_seq_params"] = packed_seq_params(segments, device=row["input_ids"].device, **settings)
+    return inputs, segments
 
 
-def _with_masks(inputs: dict[str, Any], model: Any) -> dict[str, Any]:
-    """The inputs with the masks of routers and recurrent layers as arguments that the model's forward takes. GPTModel
-    shares the routers' out on its first stage alone (gpt_model.py:307-320), mcore-bridge's its own alone (1.6.5
-    model/gpt_model.py:307-316)."""
-    stage = unwrap(model)
-    extras = {key: inputs.pop(key) for key in ("padding_mask", KEEP_KEY) if key in inputs}
-    if "padding_mask" in extras:
+def _inputs(
+    row: Mapping[str, Any], segments: Segments, model: Any, cp: ContextParallel | None, offsets: Tensor | None
+) -> dict[str, Any]:
+    """This rank's part of the rows, with the masks of routers and recurrent layers as arguments that the model's forward
+    takes. GPTModel shares the routers' out on its first stage alone (gpt_model.py:307-320), mcore-bridge's its own alone
+    (1.6.5 model/gpt_model.py:307-316)."""
+    device, config, stage = row["input_ids"].device, config_of(model), unwrap(model)
+    inputs = {"position_ids": segments.position_ids.to(device), **row, "attention_mask": None}
+    if "labels" in row:
+        shifted = shift_labels(row["labels"], segments)
+        inputs |= {"labels": shifted.clamp(min=0), "loss_mask": (shifted != -100).float()}
+    masks = {"padding_mask": router_padding_mask(segments, model)}
+    if needs_mask_2d(model):
+        if mcore_bridge.masks_padding(getattr(config, "mcore_model_type", None)):
+            masks[KEEP_KEY] = segments.keep
+        if cp is not None:
+            flat, heads = offsets is not None, recurrent_heads(config)
+            check_recurrent_split(cp, _SCHEME, segments, padding_free=flat, offsets=offsets, heads=heads)
+    masks = {key: mask.to(device) for key, mask in masks.items() if mask is not None}
+    if cp is not None:
+        inputs = share_out(inputs | masks, cp, segments=segments, cu_seqlens=offsets)
+        masks = {key: inputs.pop(key) for key in masks}
+    if "padding_mask" in masks:
         cut_later = getattr(stage, "pre_process", True) and not type(stage).__module__.startswith("mcore_bridge")
-        shared = not cut_later and bool(getattr(config_of(model), "sequence_parallel", False))
-        extras["padding_mask"] = mcore_bridge.router_padding(extras["padding_mask"], shared=shared)
-    return mcore_bridge.pass_through_forward(type(stage), inputs, extras)
-
-
-def _refuse_flat(model: Any) -> None:
-    """Raise for layers that take no PackedSeqParams: local attention (core/transformer/dot_product_attention.py:153-156),
-    and Megatron's own GatedDeltaNet up to 0.17 (core/ssm/gated_delta_net.py:295); mcore-bridge's takes them."""
-    from megatron.core.package_info import MAJOR, MINOR
-
-    kinds = {(type(module).__module__.partition(".")[0], type(module).__name__) for module in model.modules()}
-    rule = remedy = ""
-    if "DotProductAttention" in {name for _, name in kinds}:
-        rule = "Megatron's local attention takes no packed_seq_params."
-        remedy = "Leave padding_free out: the same row gets a dense mask. Or run TransformerEngine's kernels."
-    elif ("megatron", "GatedDeltaNet") in kinds and not MEGATRON_PACKED.holds(f"{MAJOR}.{MINOR}"):
-        rule = f"GatedDeltaNet of megatron-core takes packed_seq_params from {MEGATRON_PACKED} on; this is {MAJOR}.{MINOR}."
-        remedy = "Pad right with one sequence a row, or upgrade megatron-core."
-    if rule:
-        raise UnsupportedFormError(explain("padding_free", "True", rule, remedy))
+        shared = not cut_later and bool(getattr(config, "sequence_parallel", False))
+        masks["padding_mask"] = mcore_bridge.router_padding(masks["padding_mask"], shared=shared)
+    return mcore_bridge.pass_through_forward(type(stage), inputs, masks)
 
 
 # --- PackedSeqParams

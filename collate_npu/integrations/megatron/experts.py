@@ -13,34 +13,26 @@ from typing import Any
 
 from torch import Tensor
 
-from collate_npu.consumers.model_traits import config_of, unwrap
+from collate_npu.consumers.model_traits import config_of
 from collate_npu.errors import UnsupportedFormError, explain
-from collate_npu.integrations import patching
 from collate_npu.masks.forms import none_is_exact
-from collate_npu.outputs import shift_labels
-from collate_npu.parallel import ContextParallel, split_tensor
-from collate_npu.releases import MEGATRON_MTP_LOSS
 from collate_npu.segments import Segments
 
 
 def router_padding_mask(segments: Segments, model: Any) -> Tensor | None:
     """bool `[B, S]`, True = padding, for a model with experts; None for one without. Given without padding too: ranks must
     count tokens in the same way (moe_utils.py:214-233). Raises `UnsupportedFormError` where padding would change the experts
-    of real tokens, or where the router cannot take the mask; warns, once, where the auxiliary loss is of rows."""
+    of real tokens; warns, once, where the auxiliary loss is of rows."""
     config = config_of(model)
     if not getattr(config, "num_moe_experts", None):
         return None
-    padded = segments.padding_side != "none"
-    if padded and (setting := _shares_places(config)):
+    if segments.padding_side != "none" and (setting := _shares_places(config)):
         rule = f"With {setting} padding takes experts' places from real tokens, or moves the balance they are chosen by."
         remedy = "Drop that setting, or use padding_free=True with lengths that need no alignment."
         raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, remedy))
     if "seq_aux_loss" in balancing(config) and (segments.packed or len(set(segments.lengths)) > 1):
         _warn_of_rows()
-    if (stops := _stops_at_mask(model)) and padded:
-        rule = "Megatron's router with moe_router_enable_expert_bias=True stops at a padding mask (Megatron-LM issue 6111)."
-        raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, f"Call {__package__}.install() once."))
-    return None if stops or "quantile_balancing" in balancing(config) else ~segments.keep
+    return None if "quantile_balancing" in balancing(config) else ~segments.keep
 
 
 def balancing(config: Any) -> tuple[str, ...]:
@@ -61,16 +53,6 @@ def _shares_places(config: Any) -> str | None:
     if getattr(config, "moe_expert_capacity_factor", None) is not None:
         return f"moe_expert_capacity_factor={config.moe_expert_capacity_factor}"
     return next((kind for kind in balancing(config) if kind in ("sinkhorn", "quantile_balancing")), None)
-
-
-def _stops_at_mask(model: Any) -> bool:
-    """True if Megatron's own function counts the expert bias of a router. mcore-bridge brings a mended one."""
-    if not getattr(config_of(model), "moe_router_enable_expert_bias", False) or patching.in_place(real_tokens_alone):
-        return False
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    routers = (type(module) for module in unwrap(model).modules() if isinstance(module, TopKRouter))
-    return any(kind._apply_expert_bias is TopKRouter._apply_expert_bias for kind in routers)
 
 
 def real_tokens_alone(
@@ -114,25 +96,3 @@ def refuse_crossing(segments: Segments, config: Any, *, padding_free: bool) -> N
         rule = "Routers of the multi-token prediction layers count padding: no padding_mask reaches them."
         remedy = "Use padding_free=True with lengths that need no alignment, or set moe_aux_loss_coeff=0 (and no z-loss)."
         raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, remedy))
-
-
-def refuse_no_target(
-    labels: Tensor, segments: Segments, config: Any, cp: ContextParallel | None, offsets: Tensor | None
-) -> None:
-    """Raise where a rank has no target at some depth and the release divides by their number (0.16.1 gpt_model.py:640-647).
-    Every rank looks at all of them, so that all raise together."""
-    if not depths(config) or getattr(config, "calculate_per_token_loss", False):
-        return
-    from megatron.core.package_info import MAJOR, MINOR
-
-    if MEGATRON_MTP_LOSS.holds(f"{MAJOR}.{MINOR}"):
-        return
-    ranks = [cp.with_rank(rank) for rank in range(cp.size)] if cp else []
-    for depth in range(1, depths(config) + 1):
-        learned_BS = shift_labels(labels, segments, steps=1 + depth) != -100
-        parts = [split_tensor(learned_BS, rank, cu_seqlens=offsets) for rank in ranks] or [learned_BS]
-        if empty := [rank for rank, part in enumerate(parts) if not part.any()]:
-            got = f"no target {1 + depth} tokens ahead" + (f" on ranks {empty}" if ranks else "")
-            rule = "Multi-token prediction divides its loss by the number of targets, and 0 / 0 is NaN."
-            remedy = "Set calculate_per_token_loss=True, or batch longer answers with short ones."
-            raise UnsupportedFormError(explain("labels", got, rule, remedy))
