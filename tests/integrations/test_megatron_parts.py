@@ -12,7 +12,7 @@ from torch import nn
 from collate_npu import CollateError, ContextParallel, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron, swift, torchtitan, twinkle
-from collate_npu.integrations.context_parallel import context_parallel, ready_batch
+from collate_npu.integrations.context_parallel import ready_batch
 from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.twinkle import Stages, refuse_unread
 from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
@@ -39,7 +39,6 @@ def local(**config):
 
 READERS = {
     "ready_batch": lambda batch: ready_batch(batch, size=1),
-    "context_parallel": lambda batch: context_parallel(SimpleNamespace(), batch).__enter__(),
     "gpt_batch": lambda batch: megatron.gpt_batch(
         batch, local(masked_softmax_fusion=False), context_parallel=ContextParallel(1, 0)
     ),
