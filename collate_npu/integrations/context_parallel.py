@@ -19,12 +19,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from collate_npu import errors
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.mask_routing import say_batch
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config, windows
 from collate_npu.consumers.recurrent import reads_boundaries_itself
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import of_kind
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.forms import none_is_exact
@@ -35,8 +33,6 @@ from collate_npu.releases import MEGATRON_PARALLEL
 from collate_npu.segments import Segments
 
 Backend = Literal["torch", "deepspeed"]
-
-_TRAINER_SPLITS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
 
 
 def refuse_model(model: Any, backend: Backend = "torch") -> None:
@@ -101,8 +97,6 @@ def ready_batch(
         out["labels"][:, 0] = -100
     if backend == "torch" and of_kind(batch, "truth"):
         out["attention_mask"] = segments.keep.to(torch.int64)
-    if errors.DEBUG:
-        say_batch(f"{backend} shares rows of the Trainer among {size} ranks", out, segments, why=exact.why)
     device = getattr(batch.get("input_ids"), "device", None)
     tensors = {key: value for key, value in out.items() if isinstance(value, Tensor)}
     return out | {key: x.clone(memory_format=torch.contiguous_format).to(device) for key, x in tensors.items()}
@@ -113,21 +107,16 @@ def context_parallel_collator(
 ) -> Callable[[list[Any]], dict[str, Any]]:
     """A collator for Trainer with `cp_size` (torch) or `sp_size` (deepspeed) of `size`: `inner`'s batch, made ready.
 
-    Picklable if `inner` is. Refuses recurrent models. Trainer shards only the keys it knows, so a batch with other per-token
-    keys is refused here rather than run with two widths.
+    Picklable if `inner` is. Refuses recurrent models. Trainer shards input_ids, labels, shift_labels, attention_mask and
+    position_ids alone: take other per-token keys out.
     """
     refuse_model(model, backend)
     implementation = getattr(text_config(config_of(model)), "_attn_implementation", None) or "sdpa"
     return partial(_collate, inner, size=size, backend=backend, attn_implementation=implementation)
 
 
-def _collate(
-    inner: Callable[[list[Any]], Mapping[str, Any]], features: list[Any], *, backend: Backend, **settings: Any
-) -> dict[str, Any]:
-    batch = ready_batch(inner(features), backend=backend, **settings)
-    if backend == "torch":
-        _check_trainer_keys(batch)
-    return batch
+def _collate(inner: Callable[[list[Any]], Mapping[str, Any]], features: list[Any], **settings: Any) -> dict[str, Any]:
+    return ready_batch(inner(features), **settings)
 
 
 def _check_documents(segments: Segments, backend: Backend, attn_implementation: str, why: str) -> None:
@@ -136,17 +125,6 @@ def _check_documents(segments: Segments, backend: Backend, attn_implementation: 
         return
     rule = f"Under {backend} sequence parallelism every mask is dropped, and {why}."
     raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Pad right with one sequence a row."))
-
-
-def _check_trainer_keys(batch: Mapping[str, Any]) -> None:
-    shape = tuple(batch["input_ids"].shape[:2])
-    other = [key for key, value in batch.items() if key not in _TRAINER_SPLITS and isinstance(value, Tensor)]
-    other = [key for key in other if tuple(batch[key].shape[:2]) == shape]
-    other += ["position_ids"] if batch["position_ids"].ndim != 2 else []  # Trainer cuts dimension 1, mRoPE's rows
-    bad = [(n, f"{key} {shape_of(batch[key])}") for n, key in enumerate(other)]
-    if bad:
-        rule = f"Trainer shares out {', '.join(_TRAINER_SPLITS)} alone; these keys would stay whole beside them."
-        raise UnsupportedFormError(explain_rows("batch (rows are keys)", bad, rule, "Drop them in the collator."))
 
 
 # --- rows that a stack has shared out over its ranks before its model is called: no hook sees the whole row, so a batch

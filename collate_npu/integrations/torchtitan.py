@@ -16,9 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu import errors
 from collate_npu.arrays import Array
-from collate_npu.consumers.mask_routing import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.keys import KEYS, SEGMENT_KEY, of_kind, with_role
 from collate_npu.masks.batch_reader import segments_from_batch
@@ -60,10 +58,7 @@ def get_attention_masks(
     """
     kinds = layers if isinstance(layers, Mapping) else {"": layers}
     masks = {key: _one(segments, kind, device, block_size, compiled) for key, kind in kinds.items()}
-    out = masks if isinstance(layers, Mapping) else masks[""]
-    if errors.DEBUG:
-        say_batch("get_attention_masks of torchtitan", {"attention_masks": out}, segments, why=f"its layers read {layers}")
-    return out
+    return masks if isinstance(layers, Mapping) else masks[""]
 
 
 def layers_of(model: Any) -> Layers:
@@ -264,9 +259,6 @@ def trainer_batch(batch: Mapping[str, Any], segments: Segments | None = None, *,
     input_dict = {"input": tokens, "positions": positions(segments)}
     if segment_ids:
         input_dict[SEGMENT_KEY] = segments.ids
-    if errors.DEBUG:
-        told = "segment_ids" if segment_ids else "positions"
-        say_batch("trainer_batch of torchtitan", input_dict, segments, why=f"the trainer builds its masks of {told}")
     return input_dict, _labels(batch, segments)
 
 

@@ -166,7 +166,7 @@ def test_another_release_of_twinkle_is_said_where_a_processor_gets_our_stages(mo
     said = []
     monkeypatch.setattr(twinkle, "say_outside", lambda *told: said.append(told))
     made = processor(framework="transformers")
-    made.process_pipeline = [type(name, (), {"__name__": name})() for name in Stages(made, (), None, None).by_name()]
+    made.process_pipeline = [type(name, (), {"__name__": name})() for name in Stages(made, None, None).by_name()]
     for _ in range(2):
         twinkle.install(made, needs_mask_2d=True)
     assert said == [(twinkle.PACKAGE, twinkle.TESTED)]
@@ -178,7 +178,7 @@ def test_another_release_of_twinkle_is_said_where_a_processor_gets_our_stages(mo
 )
 def test_micro_batches_have_widths_of_their_own_where_they_may_vary(micro, variable, widths):
     rows = [{"input_ids": torch.ones(1, n).long()} for n in (1, 2, 4, 3)]
-    padded = Stages(processor(), (), None, True).pad_cp(rows, micro, variable_seq_lengths=variable)
+    padded = Stages(processor(), None, True).pad_cp(rows, micro, variable_seq_lengths=variable)
     assert [row[SEGMENT_KEY].shape[1] for row in padded] == widths
 
 
@@ -221,5 +221,5 @@ def test_a_config_alone_tells_of_a_fused_softmax_where_it_says_so(config, said):
 def test_twinkles_mesh_says_who_shares_a_row(size, rank, held):
     mesh = SimpleNamespace(cp_world_size=size, cp_rank=rank, tp_world_size=None)
     with refused("" if held else "cp_rank None"):
-        cp = Stages(processor(device_mesh=mesh), (), None, None).cp
+        cp = Stages(processor(device_mesh=mesh), None, None).cp
         assert (cp.size, cp.rank, cp.tensor_parallel) == held

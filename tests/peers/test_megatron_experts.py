@@ -22,7 +22,7 @@ from megatron_world import (
 from collate_npu import PaddingCollator, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron
-from collate_npu.integrations.megatron import experts, gpt_batch, packed_seq_params
+from collate_npu.integrations.megatron import gpt_batch, packed_seq_params
 from collate_npu.masks import dense
 from collate_npu.outputs import per_sequence, shift_labels
 from collate_npu.parallel import ContextParallel, pad_documents
@@ -143,14 +143,14 @@ def test_quantile_balancing_of_0_19_takes_no_padding_mask_at_all():
     """Its router asserts that there is none (router.py:768-772 of 0.19.2)."""
     model = torch.nn.Linear(1, 1)
     model.config = SimpleNamespace(num_moe_experts=4, moe_router_load_balancing_type="quantile_balancing")
-    assert experts.router_padding_mask(Segments.from_lengths([4, 4]), model) is None
+    assert megatron.router_padding_mask(Segments.from_lengths([4, 4]), model) is None
     with pytest.raises(UnsupportedFormError, match="With quantile_balancing padding"):
-        experts.router_padding_mask(Segments.from_lengths([3, 4]), model)
+        megatron.router_padding_mask(Segments.from_lengths([3, 4]), model)
 
 
 def test_seq_aux_loss_is_of_rows_and_not_of_sequences():
     """Upstream: two samples of 7 and 3 against each alone, and both in one row."""
-    experts._warn_of_rows.cache_clear()
+    megatron._warn_of_rows.cache_clear()
     model = build(experts=True, **LOSSES["seq_aux_loss"])
     alone = []
     for row in ROWS[:2]:
@@ -259,7 +259,7 @@ def test_rows_across_which_megatron_would_move_labels(local, batch):
     with pytest.raises(UnsupportedFormError, match="Multi-token prediction moves labels along the whole row"):
         gpt_batch(batch, local)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "depths", lambda config: 0)
+        patch.setattr(megatron, "depths", lambda config: 0)
         inputs, truth = gpt_batch(batch, local)
     assert torch.equal(inputs["attention_mask"], dense(truth, polarity="masked"))
     assert gap(local, inputs, truth) > 1e-2  # what is refused: in silence
@@ -273,7 +273,7 @@ def test_routers_of_these_layers_hear_of_no_padding(cpu):
         with pytest.raises(UnsupportedFormError, match="Routers of the multi-token prediction layers count padding"):
             gpt_batch(wide, model)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(experts, "depths", lambda config: 0)
+            patch.setattr(megatron, "depths", lambda config: 0)
             inputs, truth = gpt_batch(wide, model)
         aux_losses()
         told[multiple] = loss_and_gradients(model, [(inputs, truth)])[2], sum(aux_losses().values())

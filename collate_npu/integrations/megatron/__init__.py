@@ -8,25 +8,24 @@ Costs O(B * S), and the dense mask where a kernel reads it. Legend: B batch, S w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from collate_npu import errors
 from collate_npu.arrays import host_tensor
 from collate_npu.consumers import mindspeed
 from collate_npu.consumers.labels_and_positions import kind_of, labels_are_shifted
-from collate_npu.consumers.mask_routing import say_batch
 from collate_npu.consumers.megatron import kernel_of, npu_engine
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, recurrent_heads, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.integrations import patching
 from collate_npu.integrations.megatron import mcore_bridge
-from collate_npu.integrations.megatron.experts import depths, real_tokens_alone, refuse_crossing, router_padding_mask
 from collate_npu.kernels.check import log_call
 from collate_npu.kernels.gated_delta import flat_offsets, gated_delta_kwargs
 from collate_npu.keys import KEEP_KEY
@@ -96,13 +95,8 @@ def gpt_batch(
         _check_labels(sources, segments)
         row = _row(batch, sources, segments)
         if padding_free:
-            inputs, segments = _flat(row, segments, model, cp)
-        else:
-            inputs = _padded(row, segments, model, cp, max_mask_bytes)
-    if errors.DEBUG:
-        why = "offsets say it" if padding_free else none_is_exact(segments).why
-        say_batch("gpt_batch of Megatron-core", inputs, segments, why=why, cp=cp)
-    return inputs, segments
+            return _flat(row, segments, model, cp)
+        return _padded(row, segments, model, cp, max_mask_bytes), segments
 
 
 def _check_keys(batch: Mapping[str, Any]) -> None:
@@ -279,3 +273,79 @@ def _check_shared_out(offsets: tuple[int, ...], cp: ContextParallel | None) -> N
         rule = f"{cp.size} ranks ({cp.layout}) share each sequence out in parts of equal size: lengths % {multiple} == 0."
         remedy = "Use the row and Segments of pad_documents(batch, cp), or gpt_batch, which does so."
         raise CollateError(explain_rows("segments (rows are sequences)", bad, rule, remedy))
+
+
+# --- mixture of experts. `padding_mask` is True = padding (the docstrings of core/transformer/moe say the opposite of their
+# code). A router leaves it out of its losses and its expert bias (router.py:471-626), and still routes it: three settings
+# let that reach real tokens.
+
+
+def router_padding_mask(segments: Segments, model: Any) -> Tensor | None:
+    """bool `[B, S]`, True = padding, for a model with experts; None for one without. Given without padding too: ranks must
+    count tokens in the same way (moe_utils.py:214-233). Raises `UnsupportedFormError` where padding would change the experts
+    of real tokens; warns, once, where the auxiliary loss is of rows."""
+    config = config_of(model)
+    if not getattr(config, "num_moe_experts", None):
+        return None
+    kinds = getattr(config, "moe_router_load_balancing_type", None) or "none"
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)  # several have coefficients of their own
+    capacity = getattr(config, "moe_expert_capacity_factor", None)
+    moves = [f"moe_expert_capacity_factor={capacity}"] * (capacity is not None)
+    moves += [kind for kind in kinds if kind in ("sinkhorn", "quantile_balancing")]
+    if segments.padding_side != "none" and moves:  # router.py:566-595; 0.19: 764-800
+        rule = f"With {moves[0]} padding takes experts' places from real tokens, or moves the balance they are chosen by."
+        remedy = "Drop that setting, or use padding_free=True with lengths that need no alignment."
+        raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, remedy))
+    if "seq_aux_loss" in kinds and (segments.packed or len(set(segments.lengths)) > 1):
+        _warn_of_rows()
+    return None if "quantile_balancing" in kinds else ~segments.keep
+
+
+def counts_tokens(config: Any) -> bool:
+    """True if a router of this model adds something to the loss, or to its bias, that counts tokens."""
+    names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias")
+    told = [getattr(config, name, None) for name in names]
+    return any(any(each) if isinstance(each, (list, tuple)) else each for each in told)
+
+
+def real_tokens_alone(
+    original: Callable[..., Any], self: Any, routing_map: Tensor, padding_mask: Tensor | None = None
+) -> Any:
+    """In place of a router's `_apply_expert_bias`: `routing_map` is bool `[T, E]`, the mask `[T]`, True = padding."""
+    return original(self, routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1))
+
+
+@cache
+def _warn_of_rows() -> None:
+    warnings.warn(
+        "seq_aux_loss of megatron-core divides by the mean length of the rows and takes a packed row for one sequence "
+        "(core/transformer/moe/router.py:317-369): with these lengths the auxiliary loss is not that of the samples alone. "
+        "Logits and the language-model loss are. Remedy: moe_router_load_balancing_type='aux_loss' or 'global_aux_loss'.",
+        stacklevel=5,
+    )
+
+
+# --- multi-token prediction: at depth k Megatron moves ids, positions, labels and loss mask k places to the left itself,
+# along the whole row, or inside the sequences that `cu_seqlens_q` tells (0.16.1 to 0.19.2, core/transformer/
+# multi_token_prediction.py:115-318). For a loss of your own: `shift_labels(labels, segments, steps=1 + k)`.
+
+
+def depths(config: Any) -> int:
+    """How many tokens ahead of the next one the model predicts."""
+    return getattr(config, "mtp_num_layers", None) or 0
+
+
+def refuse_crossing(segments: Segments, config: Any, *, padding_free: bool) -> None:
+    """Raise where a model with multi-token prediction would learn across sequences, or count padding: its routers hear of
+    none in 0.16.1 and 0.17; later ones move the padding mask with a 0, "real", at the end of the row."""
+    if not depths(config):
+        return
+    exact = none_is_exact(segments)
+    if not exact and not padding_free:
+        rule = f"Multi-token prediction moves labels along the whole row, and {exact.why}."
+        remedy = "Pad right with one sequence a row, or use padding_free=True."
+        raise UnsupportedFormError(explain("labels", repr(segments), rule, remedy))
+    if getattr(config, "num_moe_experts", None) and counts_tokens(config) and segments.padding_side != "none":
+        rule = "Routers of the multi-token prediction layers count padding: no padding_mask reaches them."
+        remedy = "Use padding_free=True with lengths that need no alignment, or set moe_aux_loss_coeff=0 (and no z-loss)."
+        raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, remedy))

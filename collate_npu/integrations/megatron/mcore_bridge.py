@@ -129,10 +129,7 @@ def router_padding(padding: Tensor, cp: ContextParallel | None = None, *, shared
     from megatron.core import parallel_state
 
     size = parallel_state.get_tensor_model_parallel_world_size()
-    if local.shape[1] % size:
-        rule = f"{size} tensor-parallel ranks share the tokens of a row."
-        raise CollateError(explain("width", str(local.shape[1]), rule, f"Pad to a multiple of {size} on each rank."))
-    rank: int = parallel_state.get_tensor_model_parallel_rank()
+    rank = parallel_state.get_tensor_model_parallel_rank()
     return local.chunk(size, dim=1)[rank].contiguous()
 
 
