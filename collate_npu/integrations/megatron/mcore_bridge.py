@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collate_npu.consumers.mask_routing import HOLES_RECURRENT, PACKED_RECURRENT, Case, Model
+from collate_npu.consumers.mask_routing import HOLES_RECURRENT, PACKED_RECURRENT, Case, Model, consumer_named
 from collate_npu.consumers.megatron import refuse_unread_padding
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.integrations import patching
@@ -95,11 +95,12 @@ def attention_mask(
 ) -> Tensor | None:
     """The dense mask of this rank's queries, True = blocked, for a kernel that reads one; None for the others. Megatron's
     local kernels read it always: without it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
-    if kernel not in ("megatron", "mindspeed_dense"):
+    reader = consumer_named(kernel)
+    if reader.forms[-1].form != "masked":
         return None
     rows = None if cp is None else query_rows(segments.shape[1], cp)
     blocked = dense(segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes)
-    return open_empty_rows(blocked) if kernel == "mindspeed_dense" else blocked
+    return open_empty_rows(blocked) if reader.opens_empty_rows else blocked
 
 
 def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 
 from collate_npu import errors
 from collate_npu.arrays import host_array, host_tensor
-from collate_npu.collate.padding import round_up
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.megatron import kernel_of_args
 from collate_npu.consumers.model_traits import is_transformers, needs_mask_2d, recurrent_heads, text_config, unwrap
@@ -164,7 +163,7 @@ def prepare_batch(
 ) -> Any:
     """ms-swift's batch for the model, its masks replaced by ours. A flat row keeps ms-swift's own offsets."""
     if args.padding_free:
-        check_layout(args, Segments.from_lengths([[2 * args.context_parallel_size] * 2]))
+        check_layout(args, ranks_of(args), Segments.from_lengths([[2 * args.context_parallel_size] * 2]))
         out = original(args, data, vp_stage)
         number_sequences(out.get("packed_seq_params"))
         return out
@@ -219,16 +218,15 @@ def segments_from_swift(args: Any, data: Mapping[str, Any], polarity: Polarity |
     lengths, keep = data.get("seq_lens"), data.get(KEEP_KEY)
     if lengths is None or keep is None:
         return segments_from_batch(data, polarity=polarity)
-    keep = host_tensor(KEEP_KEY, keep) != 0
-    told = Segments.from_lengths(lengths, keep.shape[1])
+    keep, real_B = host_tensor(KEEP_KEY, keep) != 0, torch.as_tensor(lengths)
     parts = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
-    aligned = Segments.from_lengths([round_up(n, parts) for n in told.row_lengths], keep.shape[1])
-    right_B = keep.eq(told.keep).all(dim=1) | keep.eq(aligned.keep).all(dim=1)
+    real, aligned = (torch.arange(keep.shape[1]) < each[:, None] for each in (real_B, -(-real_B // parts) * parts))
+    right_B = keep.eq(real).all(dim=1) | keep.eq(aligned).all(dim=1)
     if wrong := (~right_B).nonzero().flatten().tolist():
-        rows = [(b, f"seq_lens {told.row_lengths[b]} beside {int(keep[b].sum())} real tokens") for b in wrong]
+        rows = [(b, f"seq_lens {int(real_B[b])} beside {int(keep[b].sum())} real tokens") for b in wrong]
         rule = "seq_lens of a padded batch count its real tokens, with the padding on their right."
         raise CollateError(explain_rows(KEEP_KEY, rows, rule, "Remove seq_lens where a collator pads differently."))
-    return segments_from_batch({**data, KEEP_KEY: told.keep}, polarity=polarity)
+    return segments_from_batch({**data, KEEP_KEY: real}, polarity=polarity)
 
 
 def with_masks(args: Any, batch: Mapping[str, Any], segments: Segments) -> dict[str, Any]:
@@ -238,12 +236,13 @@ def with_masks(args: Any, batch: Mapping[str, Any], segments: Segments) -> dict[
     would be asked for the first of them (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`).
     """
     cp, device, labels = ranks_of(args), _device_of(batch), batch.get("labels")
-    kernel = _kernel_of(args, segments)
-    check_layout(args, segments)
+    recurrent = needs_mask_2d(args.model_info.config)
+    kernel = _kernel_of(args, segments, recurrent=recurrent)
+    check_layout(args, cp, segments)
     _refuse_lookahead(args, labels, segments)
     keep = segments.keep.to(device) if cp is None else split_tensor(segments.keep.to(device), cp)
     blocked = mcore_bridge.attention_mask(segments, kernel, cp, device=device)
-    extras = {KEEP_KEY: keep} if needs_mask_2d(args.model_info.config) else {}
+    extras = {KEEP_KEY: keep} if recurrent else {}
     if blocked is None and args.model_info.is_moe_model:
         shared = args.sequence_parallel and args.tensor_model_parallel_size > 1
         extras["padding_mask"] = mcore_bridge.router_padding(~keep, shared=shared)
@@ -253,12 +252,12 @@ def with_masks(args: Any, batch: Mapping[str, Any], segments: Segments) -> dict[
     return mcore_bridge.pass_through_forward(_model_class(args), out, extras)
 
 
-def _kernel_of(args: Any, segments: Segments) -> str:
+def _kernel_of(args: Any, segments: Segments, *, recurrent: bool) -> str:
     """The consumer that says which mask the attention and `mlp_padding_free` read. Transformer Engine, which all backends
     but "local" run, computes causal attention whatever mask it is given (core/models/gpt/gpt_layer_specs.py:251)."""
     kernel = kernel_of_args(args)
     backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum, in real arguments
-    recurrent, mlp = needs_mask_2d(args.model_info.config), bool(getattr(args, "mlp_padding_free", False))
+    mlp = bool(getattr(args, "mlp_padding_free", False))
     kind = getattr(getattr(args, "megatron_model_meta", None), "model_type", None)
     mcore_bridge.check_padding(segments, kernel, recurrent=recurrent, model_type=kind)
     if mlp and is_npu() and backend != "local":
@@ -307,13 +306,12 @@ def ranks_of(args: Any) -> ContextParallel | None:
     return ContextParallel(size, rank, layout=args.cp_partition_mode)
 
 
-def check_layout(args: Any, segments: Segments) -> None:
+def check_layout(args: Any, cp: ContextParallel | None, segments: Segments) -> None:
     """Raise where recurrent layers would put a row in another order than its ranks hold: whatever `cp_partition_mode` says,
     mcore-bridge's undo a zigzag, of each sequence in a flat row (modules/gated_delta_net.py:273-294)."""
-    cp, flat = ranks_of(args), bool(args.padding_free)
-    if cp is not None and needs_mask_2d(args.model_info.config):
-        heads = recurrent_heads(args.model_info.config)
-        cp = cp.for_documents() if flat else cp
+    config, flat = args.model_info.config, bool(args.padding_free)
+    if cp is not None and needs_mask_2d(config):
+        cp, heads = cp.for_documents() if flat else cp, recurrent_heads(config)
         check_recurrent_split(cp, "head_exchange_zigzag", segments, padding_free=flat, heads=heads)
 
 
