@@ -169,14 +169,14 @@ def _inputs(
     if "labels" in row:
         shifted = shift_labels(row["labels"], segments)
         inputs |= {"labels": shifted.clamp(min=0), "loss_mask": (shifted != -100).float()}
-    masks = {"padding_mask": router_padding_mask(segments, model)}
+    found = {"padding_mask": router_padding_mask(segments, model)}
     if needs_mask_2d(model):
         if mcore_bridge.masks_padding(getattr(config, "mcore_model_type", None)):
-            masks[KEEP_KEY] = segments.keep
+            found[KEEP_KEY] = segments.keep
         if cp is not None:
             flat, heads = offsets is not None, recurrent_heads(config)
             check_recurrent_split(cp, _SCHEME, segments, padding_free=flat, offsets=offsets, heads=heads)
-    masks = {key: mask.to(device) for key, mask in masks.items() if mask is not None}
+    masks = {key: mask.to(device) for key, mask in found.items() if mask is not None}
     if cp is not None:
         inputs = share_out(inputs | masks, cp, segments=segments, cu_seqlens=offsets)
         masks = {key: inputs.pop(key) for key in masks}

@@ -130,7 +130,7 @@ def router_padding(padding: Tensor, cp: ContextParallel | None = None, *, shared
     from megatron.core import parallel_state
 
     size = parallel_state.get_tensor_model_parallel_world_size()
-    rank = parallel_state.get_tensor_model_parallel_rank()
+    rank: int = parallel_state.get_tensor_model_parallel_rank()
     return local.chunk(size, dim=1)[rank].contiguous()
 
 
