@@ -121,7 +121,7 @@ def test_a_module_is_what_its_name_says():
 SHARED = {"arm", "install", "main", "uninstall"}
 """Names that each trainer's file gives to the same thing."""
 AGAIN = {
-    "Verdict", "alone", "apart", "ask", "build", "check_batch", "collated", "context_parallel",
+    "Verdict", "alone", "apart", "ask", "build", "check_batch", "collated",
     "errors", "headline", "listed", "measured", "named", "notes", "page", "run", "runs", "short",
 }  # fmt: skip
 """Public functions and classes of one name in two modules: the list may only shrink."""

@@ -109,7 +109,7 @@ class _Hooks:
         self.keeps_apart = recurrent and not self.mixed
         self.mended = mend(module) if self.keeps_apart else None
         self.adapter = self._made(module)
-        self.names = next(filter(_takes_tokens, map(_parameters, (module, unwrap(module)))), _parameters(module))
+        self.names = _argument_names(module)
         self.lora = self._has_lora()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
@@ -348,12 +348,10 @@ def _takes_positions(module: nn.Module) -> bool:
     return "position_ids" in kinds or any(each.kind is each.VAR_KEYWORD for each in kinds.values())
 
 
-def _parameters(module: nn.Module) -> list[str]:
-    return list(inspect.signature(type(module).forward).parameters)[1:]
-
-
-def _takes_tokens(names: list[str]) -> bool:
-    return not {"input_ids", "inputs_embeds"}.isdisjoint(names)
+def _argument_names(module: nn.Module) -> list[str]:
+    """The arguments of its forward; of the model's inside, if its own names no tokens."""
+    own, inner = ([*inspect.signature(type(each).forward).parameters][1:] for each in (module, unwrap(module)))
+    return own if {"input_ids", "inputs_embeds"} & {*own} else inner
 
 
 @cache

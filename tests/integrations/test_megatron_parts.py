@@ -12,8 +12,8 @@ from torch import nn
 from collate_npu import CollateError, ContextParallel, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron, swift, torchtitan, twinkle
-from collate_npu.integrations.context_parallel import context_parallel, ready_batch
-from collate_npu.integrations.megatron import experts, mcore_bridge
+from collate_npu.integrations.context_parallel import ready_batch
+from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.twinkle import Stages, refuse_unread
 from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
 
@@ -39,7 +39,6 @@ def local(**config):
 
 READERS = {
     "ready_batch": lambda batch: ready_batch(batch, size=1),
-    "context_parallel": lambda batch: context_parallel(SimpleNamespace(), batch).__enter__(),
     "gpt_batch": lambda batch: megatron.gpt_batch(
         batch, local(masked_softmax_fusion=False), context_parallel=ContextParallel(1, 0)
     ),
@@ -81,17 +80,6 @@ def test_recurrent_layers_that_leave_padding_out_take_no_packed_rows():
     mcore_bridge.refuse_unmaskable(LEFT)
     with pytest.raises(UnsupportedFormError, match="A recurrent layer carries its state"):
         mcore_bridge.refuse_unmaskable(PACKED)
-
-
-@pytest.mark.parametrize(
-    ("length", "depths", "said"),
-    [(3, 1, ""), (2, 1, "no target 2 tokens ahead"), (4, 2, ""), (3, 2, "no target 3 tokens ahead")],
-)
-def test_every_depth_of_multi_token_prediction_has_a_target(monkeypatch, length, depths, said):
-    monkeypatch.setitem(sys.modules, "megatron.core.package_info", SimpleNamespace(MAJOR=0, MINOR=16))
-    config = SimpleNamespace(mtp_num_layers=depths)
-    with refused(said):
-        experts.refuse_no_target(torch.ones(1, length).long(), Segments.from_lengths([length]), config, None, None)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +166,7 @@ def test_another_release_of_twinkle_is_said_where_a_processor_gets_our_stages(mo
     said = []
     monkeypatch.setattr(twinkle, "say_outside", lambda *told: said.append(told))
     made = processor(framework="transformers")
-    made.process_pipeline = [type(name, (), {"__name__": name})() for name in Stages(made, (), None, None).by_name()]
+    made.process_pipeline = [type(name, (), {"__name__": name})() for name in Stages(made, None, None).by_name()]
     for _ in range(2):
         twinkle.install(made, needs_mask_2d=True)
     assert said == [(twinkle.PACKAGE, twinkle.TESTED)]
@@ -190,7 +178,7 @@ def test_another_release_of_twinkle_is_said_where_a_processor_gets_our_stages(mo
 )
 def test_micro_batches_have_widths_of_their_own_where_they_may_vary(micro, variable, widths):
     rows = [{"input_ids": torch.ones(1, n).long()} for n in (1, 2, 4, 3)]
-    padded = Stages(processor(), (), None, True).pad_cp(rows, micro, variable_seq_lengths=variable)
+    padded = Stages(processor(), None, True).pad_cp(rows, micro, variable_seq_lengths=variable)
     assert [row[SEGMENT_KEY].shape[1] for row in padded] == widths
 
 
@@ -233,5 +221,5 @@ def test_a_config_alone_tells_of_a_fused_softmax_where_it_says_so(config, said):
 def test_twinkles_mesh_says_who_shares_a_row(size, rank, held):
     mesh = SimpleNamespace(cp_world_size=size, cp_rank=rank, tp_world_size=None)
     with refused("" if held else "cp_rank None"):
-        cp = Stages(processor(device_mesh=mesh), (), None, None).cp
+        cp = Stages(processor(device_mesh=mesh), None, None).cp
         assert (cp.size, cp.rank, cp.tensor_parallel) == held

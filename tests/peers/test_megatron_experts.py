@@ -22,7 +22,7 @@ from megatron_world import (
 from collate_npu import PaddingCollator, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron
-from collate_npu.integrations.megatron import experts, gpt_batch, packed_seq_params
+from collate_npu.integrations.megatron import gpt_batch, packed_seq_params
 from collate_npu.masks import dense
 from collate_npu.outputs import per_sequence, shift_labels
 from collate_npu.parallel import ContextParallel, pad_documents
@@ -100,8 +100,6 @@ def biased():
 def test_the_bias_of_experts_counts_real_tokens(biased):
     routers = [module for name, module in biased.named_modules() if name.endswith("router")]
     counts = {}
-    with pytest.raises(UnsupportedFormError, match=r"issue 6111.*collate_npu\.integrations\.megatron\.install\(\)"):
-        gpt_batch(padded("left")(ROWS), biased)
     megatron.install()
     with torch.compiler.set_stance("force_eager"):
         for multiple in (1, 16):
@@ -110,26 +108,10 @@ def test_the_bias_of_experts_counts_real_tokens(biased):
             counts[multiple] = torch.stack([router.local_tokens_per_expert.clone() for router in routers])
             [router.local_tokens_per_expert.zero_() for router in routers]
         megatron.uninstall()
-        inputs, truth = gpt_batch(padded()(FULL), biased)
-        assert "padding_mask" not in inputs  # the router would stop at it
-        biased(**inputs)
         with pytest.raises(RuntimeError, match="must match"):  # upstream
-            biased(**inputs, padding_mask=~truth.keep)
+            biased(**gpt_batch(padded()(FULL), biased)[0])
     assert torch.equal(counts[1], counts[16])
     assert counts[1].sum(1).tolist() == [15 * 2, 15 * 2]
-
-
-def test_a_router_of_somebody_elses_that_takes_the_mask(biased, monkeypatch):
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    class Mended(TopKRouter):
-        def _apply_expert_bias(self, routing_map, padding_mask=None): ...
-
-    for module in biased.modules():
-        if isinstance(module, TopKRouter):
-            monkeypatch.setattr(module, "__class__", Mended)
-    inputs, truth = gpt_batch(padded()(ROWS), biased)
-    assert torch.equal(inputs["padding_mask"], ~truth.keep)
 
 
 PLACES = {
@@ -161,14 +143,14 @@ def test_quantile_balancing_of_0_19_takes_no_padding_mask_at_all():
     """Its router asserts that there is none (router.py:768-772 of 0.19.2)."""
     model = torch.nn.Linear(1, 1)
     model.config = SimpleNamespace(num_moe_experts=4, moe_router_load_balancing_type="quantile_balancing")
-    assert experts.router_padding_mask(Segments.from_lengths([4, 4]), model) is None
+    assert megatron.router_padding_mask(Segments.from_lengths([4, 4]), model) is None
     with pytest.raises(UnsupportedFormError, match="With quantile_balancing padding"):
-        experts.router_padding_mask(Segments.from_lengths([3, 4]), model)
+        megatron.router_padding_mask(Segments.from_lengths([3, 4]), model)
 
 
 def test_seq_aux_loss_is_of_rows_and_not_of_sequences():
     """Upstream: two samples of 7 and 3 against each alone, and both in one row."""
-    experts._warn_of_rows.cache_clear()
+    megatron._warn_of_rows.cache_clear()
     model = build(experts=True, **LOSSES["seq_aux_loss"])
     alone = []
     for row in ROWS[:2]:
@@ -277,7 +259,7 @@ def test_rows_across_which_megatron_would_move_labels(local, batch):
     with pytest.raises(UnsupportedFormError, match="Multi-token prediction moves labels along the whole row"):
         gpt_batch(batch, local)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "depths", lambda config: 0)
+        patch.setattr(megatron, "depths", lambda config: 0)
         inputs, truth = gpt_batch(batch, local)
     assert torch.equal(inputs["attention_mask"], dense(truth, polarity="masked"))
     assert gap(local, inputs, truth) > 1e-2  # what is refused: in silence
@@ -291,7 +273,7 @@ def test_routers_of_these_layers_hear_of_no_padding(cpu):
         with pytest.raises(UnsupportedFormError, match="Routers of the multi-token prediction layers count padding"):
             gpt_batch(wide, model)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(experts, "depths", lambda config: 0)
+            patch.setattr(megatron, "depths", lambda config: 0)
             inputs, truth = gpt_batch(wide, model)
         aux_losses()
         told[multiple] = loss_and_gradients(model, [(inputs, truth)])[2], sum(aux_losses().values())
@@ -307,26 +289,3 @@ def test_the_remedies_for_experts_work(cpu):
     assert not gpt_batch(one(full), same)[0]["padding_mask"].any()
     assert not gpt_batch(flat(ROWS), free, padding_free=True)[0]["padding_mask"].any()
     assert gap(quiet, *gpt_batch(one(ROWS), quiet)) <= 1e-5
-
-
-def test_a_batch_without_a_target_is_nan_upstream(cpu):
-    model = build(mtp_num_layers=1)
-    short = one(samples(2, 2))
-    with pytest.raises(UnsupportedFormError, match=r"no target 2 tokens ahead.*calculate_per_token_loss=True"):
-        gpt_batch(short, model)
-    model.eval()
-    inputs, truth = gpt_batch(short, model)
-    model.train()
-    assert far(*[loss_and_gradients(model, [(inputs, truth)])[2]] * 2) == float("inf")
-    per_token = build(mtp_num_layers=1, calculate_per_token_loss=True)
-    found = loss_and_gradients(per_token, [gpt_batch(short, per_token)])[2]
-    assert far(found, found) == 0
-
-
-def test_every_rank_says_which_ranks_have_no_target(cpu):
-    """Two tokens ahead the answer is learned at places 4 and 5, both of them the second rank's."""
-    model = build(mtp_num_layers=1, attention=TEDotProductAttention)
-    batch = one([{"input_ids": list(range(1, 9)), "labels": [-100] * 6 + [7, 8]}])
-    for rank in (0, 1):
-        with pytest.raises(UnsupportedFormError, match=r"on ranks \[0\]"):
-            gpt_batch(batch, model, context_parallel=ContextParallel(2, rank))

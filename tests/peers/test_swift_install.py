@@ -13,10 +13,10 @@ from mcore_bridge.model.modules import TransformerLayer
 from swift.megatron.trainers import base, utils
 from swift.template.base import Template
 from swift.utils import import_external_file
-from swift_world import LENGTHS, World, arguments, as_kind, collate, prepare, reaches_model, template
+from swift_world import LENGTHS, World, arguments, as_kind, collate, prepare, template
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collate_npu import BatchAdapter, CollateError, Segments
+from collate_npu import CollateError, Segments
 from collate_npu.integrations import swift, swift as guard
 from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.swift import flat_segments
@@ -36,18 +36,6 @@ def test_install_reaches_functions_that_were_imported_by_name_and_uninstall_give
     swift.uninstall()
     assert base.prepare_batch is utils.prepare_batch is original
     swift.uninstall()
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_trainer_has_one_adapter_whatever_number_of_batches(world, monkeypatch):
-    made, from_args = [], BatchAdapter.from_args
-    monkeypatch.setattr(BatchAdapter, "from_args", lambda args, **given: made.append(args) or from_args(args, **given))
-    world.npu()
-    trainers = [arguments("qwen3_next"), arguments("qwen3_5")]
-    for args in trainers:
-        for lengths in ((7, 3, 5), (2, 4)):
-            assert reaches_model(args, collate(args, *lengths))["attention_mask_2d"].sum() == sum(lengths)
-    assert [id(args) for args in made] == [id(args) for args in trainers]
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["npu", "gpu"])
