@@ -75,16 +75,6 @@ def test_rows_of_several_sequences(parts):
         same(expected, collate(features))
 
 
-def test_a_table_is_read_where_it_lies():
-    """The rows are slices of Arrow's own buffers, those of numbers with one value a token."""
-    table = pa.table({"input_ids": [[1, 2, 3], [4, 5]], "labels": [[1, 2, 3], [4, 5]], "id": ["a", "b"], "tags": [[1], [2]]})
-    columns = columns_of(table)
-    values = table["input_ids"].chunk(0).values.to_numpy()
-    assert all(np.shares_memory(row, values) for row in columns["input_ids"])
-    assert columns["id"] == ["a", "b"]
-    assert columns["tags"] == [[1], [2]]  # nobody listed it: Python's own values, which alias nothing
-
-
 def test_what_goes_out_of_a_table_aliases_nothing():
     table = pa.table({"input_ids": [[1, 2, 3]], "labels": [[1, 2, 3]], "image_grid_thw": [[1, 2, 2]]})
     batch = PaddingCollator(pad_token_id=0)(table)
