@@ -116,40 +116,6 @@ def test_formatted_datasets_through_a_dataloader(name, whole, workers):
     assert len(loaded) == 3
 
 
-class Gone:
-    def __arrow_c_stream__(self, requested_schema=None):
-        raise OSError("the file is gone")
-
-
-@pytest.mark.parametrize(
-    ("features", "told"),
-    [
-        (Gone(), "OSError: the file is gone"),
-        (pa.table([[[1]], [[2]]], ["input_ids", "input_ids"]), "features: got input_ids more than once"),
-        ({"input_ids": [1, 2, 3]}, "^input_ids: "),
-        ({"input_ids": np.array([1, 2, 3])}, "^input_ids: "),
-        ({"input_ids": [1, 2, 3], "seq_lengths": [1, 1]}, "sum to 2"),
-        ({"input_ids": [1, 2, 3], "labels": [1, 2], "seq_lengths": [1, 2]}, "labels"),
-        ({"input_ids": [1, 2, 3], "seq_lengths": [1.5, 1.5]}, "seq_lengths"),
-        ({"input_ids": [1, 2, 3], "seq_lengths": [-1, 4]}, "seq_lengths"),
-        ({"input_ids": [1, 2], "id": ["a"], "seq_lengths": [1, 1]}, "Every column has one entry"),
-        ({"input_ids": [[1], [2]], "labels": [[1]]}, "Every column has one entry"),
-        ({"input_ids": [[1], [2]], "label": 3}, "label"),
-        ({"input_ids": []}, "no samples"),
-        ({}, "no samples"),
-        (pa.table({"input_ids": pa.array([], pa.list_(pa.int64()))}), "no samples"),
-        ([], "no samples"),
-        ("text", "a str"),
-        (3, "a int"),
-        ((sample for sample in samples_of([2])), "a generator"),
-        ([{"input_ids": [1]}, 3], "row 1: got a int"),
-    ],
-)
-def test_what_is_no_batch_of_samples(features, told):
-    with pytest.raises(CollateError, match=told):
-        PaddingCollator(pad_token_id=0)(features)
-
-
 # --- rows that a loader packed
 
 
