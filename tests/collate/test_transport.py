@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import os
 import pickle
 import resource
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from collate_npu import PaddingCollator, wrap_collator
 from collate_npu.collate import transport
-from collate_npu.collate.transport import INLINE_BYTES, Shipment
+from collate_npu.collate.transport import INLINE_BYTES, Shipment, shipped
 
 BOUNDS = [0, 1, -1, 127, 128, -128, -129, 32767, 32768, -32768, -32769, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**62]
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -153,6 +154,31 @@ def test_a_long_batch_goes_through_shared_memory_and_a_short_one_in_the_message(
         message = bytes(ForkingPickler.dumps(Shipment(batch)))
         assert (len(message) > INLINE_BYTES) == inside
         assert same(batch, pickle.loads(message))
+
+
+def test_without_shared_memory_all_of_a_batch_goes_in_the_message(monkeypatch):
+    def full(*_):
+        raise RuntimeError("no space left")
+
+    said = []
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", full)
+    monkeypatch.setattr(transport.errors, "log_once", lambda *told, level: said.append((*told, level)))
+    batch = {"ids": torch.arange(INLINE_BYTES) + 2**33, "keep": torch.arange(2 * INLINE_BYTES) > 3}
+    for sent in (batch, {"labels": torch.arange(INLINE_BYTES)}):
+        arrived = crossed(Shipment(sent))
+        assert [*arrived] == [*sent]
+        assert all(torch.equal(value, sent[key]) for key, value in arrived.items())
+        assert "no space left" in said[-1][1]
+        assert said.pop()[2] == logging.WARNING
+    assert len(said) == 2
+
+
+def test_outside_a_worker_the_batch_is_itself():
+    batch = {"input_ids": torch.ones(1, 2)}
+    assert get_worker_info() is None
+    assert shipped(batch) is batch
+    assert type(PaddingCollator(pad_token_id=0)([{"input_ids": [1, 2]}])) is dict
 
 
 def test_in_a_worker_it_is_still_a_dict():

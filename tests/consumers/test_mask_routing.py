@@ -271,3 +271,14 @@ def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said
     for kept in ("stays (recurrent layers read it)", "taken out (nobody here", "stays (this consumer always reads it)"):
         assert sum(kept in text for text in said.values()) == 3
     assert all(("stays (this" in text) == ("consumer verl" in text) for text in said.values())
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("name", ["t5", "switch_transformers", "qwen3_next"])
+def test_an_option_that_is_set_on_the_config_later_is_seen(name):
+    """Of an encoder-decoder, transformers' `get_text_config` returns a copy."""
+    config = pytest.importorskip("transformers").AutoConfig.for_model(name)
+    model = Model(config=config)
+    assert model.option("output_router_logits", {}) in (None, False)
+    config.output_router_logits = True
+    assert model.option("output_router_logits", {}) is True

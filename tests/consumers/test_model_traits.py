@@ -12,6 +12,7 @@ from collate_npu.consumers.model_traits import (
     attention_windows,
     config_of,
     consumer_of,
+    has_two_sides,
     is_encoder,
     pattern_of,
     unwrap,
@@ -168,3 +169,14 @@ def test_an_encoder_is_a_masked_language_model_that_is_not_told_to_decode(monkey
 
 
 # --- sizes in a config; the real models are in tests/integration/test_leak_sweep.py
+
+
+@pytest.mark.parametrize(
+    ("inner", "said", "expected"), [("encoder", True, True), ("encoder", False, False), ("layers", True, False)]
+)
+def test_two_sides_are_an_encoder_and_a_config_that_says_so(inner, said, expected):
+    model = nn.Module()
+    model.config, model.model = config(is_encoder_decoder=said), nn.ModuleDict({inner: nn.Module()})
+    assert has_two_sides(model) == expected
+    del model.config.is_encoder_decoder
+    assert not has_two_sides(model)
