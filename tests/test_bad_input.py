@@ -281,12 +281,13 @@ def series(*rows):
 
 
 WIDE = torch.sparse_coo_tensor(torch.zeros(2, 1, dtype=torch.int64), torch.ones(1), (1 << 20, 1 << 20))
-META, HUGE, PLACES = torch.ones(2, dtype=torch.int64, device="meta"), 1 << 60, "at most 2147483647 places"
+META, HUGE, PLACES = torch.ones(2, dtype=torch.int64, device="meta"), 1 << 60, "2147483647"
 HUGE_WIDTHS = (
     {"padding": "max_length", "max_length": HUGE},
     {"pad_to_multiple_of": HUGE},
     {"padding_free": True, "pad_to_multiple_of": HUGE},
     {"padding": (HUGE,)},
+    {"padding_free": True, "padding": (64,), "layout": Layout(max_sequences=HUGE)},
 )
 REFUSED = [
     (lambda: collate(Produced(3)), "cannot be read (ValueError"),

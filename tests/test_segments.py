@@ -108,6 +108,11 @@ def test_sequences_of_no_tokens_leave_no_trace():
     assert Segments.from_cu_seqlens([0]).shape == (1, 0)
 
 
+@pytest.mark.parametrize("offsets", [[0.0, 3.0, 5.0], [[0, 3, 5]], [[0, 3, 5, -1]], [[0, 3, 5, -1, -1]]])
+def test_offsets_may_be_floats_or_one_row_filled_at_its_end(offsets):
+    assert Segments.from_cu_seqlens(torch.tensor(offsets)).lengths == ((3, 2),)
+
+
 @pytest.mark.parametrize("ids", [np.zeros((0, 0)), np.zeros((0, 4)), np.zeros((3, 0)), np.zeros((2, 3))])
 def test_batches_of_nothing(ids):
     segments = Segments.from_ids(ids.astype(np.int64))

@@ -272,7 +272,7 @@ ENTRIES = (
 def told_all(case: Case, entry: Entry) -> bool:
     """Plain padding beside its 2D mask, with polarity and pattern declared: to refuse it is a fault."""
     plain = case.plain and not case.packed and case.draw.style in SIDED and min(case.draw.lengths) > 1
-    return plain and entry.with_2d and entry.declared and not (case.richer or case.contrary or case.flat)
+    return plain and entry.with_2d and entry.declared and case.keys_alone and not (case.contrary or case.flat)
 
 
 def _lone(case: Case) -> bool:
