@@ -287,7 +287,7 @@ HUGE_WIDTHS = (
     {"pad_to_multiple_of": HUGE},
     {"padding_free": True, "pad_to_multiple_of": HUGE},
     {"padding": (HUGE,)},
-    {"padding_free": True, "padding": (64,), "layout": Layout(max_sequences=HUGE)},
+    {"padding_free": True, "layout": Layout(max_sequences=HUGE)},
 )
 REFUSED = [
     (lambda: collate(Produced(3)), "cannot be read (ValueError"),

@@ -266,18 +266,6 @@ def test_where_all_sequences_are_used_the_last_takes_the_tail():
         flat(padding=(6,), max_sequences=4)
 
 
-def test_the_narrowest_width_that_fits():
-    for needed, width in ((1, 1), (2, 5), (5, 5), (6, 9), (9, 9)):
-        row = [{"input_ids": list(range(needed))}]
-        assert flat(row, padding=[9, 1, 5])["input_ids"].shape == (1, width)
-        for widths in ([9, 1, 5], np.array([9, 1, 5]), torch.tensor([9, 1, 5]), range(1, 10, 4)):
-            assert PaddingCollator(tokenizer(), padding=widths)(row)["input_ids"].shape == (1, width)
-    with pytest.raises(CollateError, match=r"got 13 tokens[\s\S]*Raise the widths"):
-        flat([{"input_ids": list(range(13))}], padding=[12, 4, 8])
-    with pytest.raises(CollateError, match=r"row 1: got 13 tokens[\s\S]*Raise the widths"):
-        PaddingCollator(tokenizer(), padding=[12, 4])([{"input_ids": [1]}, {"input_ids": list(range(13))}])
-
-
 @given(
     strategies.features(),
     st.sampled_from([None, 1, 3, 4]),
@@ -307,18 +295,6 @@ def test_whatever_the_shape_every_token_is_there_once_beside_its_label(features,
         assert ends.shape == (count + 1,)
         assert consumer or (ends.diff() > 0).all()
         assert batch["max_length_q"] == width
-
-
-def test_axes_of_positions_and_vision_in_aligned_rows():
-    own = np.array([[0, 1], [5, 5], [2, 3]])
-    features = [{"input_ids": [1, 2], "position_ids": own, "pixel_values": torch.ones(2, 3)}]
-    features += [{"input_ids": [3], "position_ids": np.zeros((3, 1), int)}]
-    batch = flat(features, sequence_multiple=4, padding=(12,))
-    assert batch["position_ids"][:, 0, :8].tolist() == [[0, 1, 2, 3] * 2, [5, 5, 6, 7, 0, 1, 2, 3], [2, 3, 4, 5, 0, 1, 2, 3]]
-    assert batch["text_position_ids"].tolist() == [[0, 1, 2, 3] * 3]
-    assert batch["pixel_values"].shape == (2, 3)
-    with pytest.raises(CollateError, match="no axes beside pixel_values"):
-        flat([{"input_ids": [1, 2], "pixel_values": torch.ones(2, 3)}])
 
 
 @pytest.mark.parametrize("labels", [[1, 0], [[0.5, 1.0, 0.0, 1.0, 0.0], [0.0] * 5]])

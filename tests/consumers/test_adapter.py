@@ -142,12 +142,6 @@ def test_ranks_that_share_recurrent_layers_hold_the_tokens_these_put_in_order(co
                 BatchAdapter(HYBRID, **settings)(batch)
 
 
-def test_a_block_mask_is_not_split():
-    adapter = BatchAdapter(DENSE, consumer="torchtitan", context_parallel=ContextParallel(1, 0))
-    with pytest.raises(UnsupportedFormError, match="torchtitan's and torch's own"):
-        adapter(batch_of(RIGHT, attention_mask_2d=RIGHT.keep))
-
-
 # --- settings
 
 
@@ -207,11 +201,6 @@ def test_an_argument_namespace_tells_how_ranks_share_a_row(monkeypatch, said, la
     args = SimpleNamespace(padding_free=False, context_parallel_size=2, **said)
     cp = BatchAdapter.from_args(args, needs_mask_2d=False).context_parallel
     assert (cp.layout, cp.tensor_parallel) == (layout, shared)
-
-
-def test_packed_rows_of_a_model_that_nobody_named_are_refused():
-    with pytest.raises(CollateError, match="Beside recurrent layers such a batch needs another form"):
-        BatchAdapter(consumer="transformers")(batch_of(LEFT, segment_ids=Segments([[1, 1, 2, 2, 2], [1] * 5]).ids))
 
 
 @pytest.mark.skipif(not (installed("transformers") and KERNELS_TOLD.holds()) or bool(installed("torch_npu")), reason="old")
@@ -287,13 +276,3 @@ def test_an_adapter_with_a_device_makes_the_same_batch_there(consumer, side):
         )  # fmt: skip
     same = BatchAdapter(needs_mask_2d=True, consumer=consumer, device="cpu")(batch)
     assert all(value is same[key] is None or torch.equal(value, same[key]) for key, value in here.items())
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("consumer", ["megatron", "transformers", "verl"])
-def test_a_card_that_is_not_there_is_refused_at_the_batch(consumer, side):
-    batch = PaddingCollator(pad_token_id=0, padding_side=side, attention_mask="2d")(
-        [{"input_ids": [1, 2]}, {"input_ids": [3]}]
-    )
-    with pytest.raises(CollateError, match=r"device: got .*index=99\). torch makes no tensor there"):
-        BatchAdapter(needs_mask_2d=True, consumer=consumer, device="cuda:99")(batch)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
-from test_layout import LAYOUTS, places
+from test_layout import places
 
 from collate_npu import CollateError, Segments
 from collate_npu.parallel import ContextParallel, gather, gather_sequence, join_shards, split_tensor
@@ -21,19 +21,6 @@ def test_join_is_the_inverse_of_split_along_any_dimension(case, dim, many):
     shards = [split_tensor(x, cp.with_rank(rank), dim=dim, cu_seqlens=offsets) for rank in range(cp.size)]
     assert torch.equal(join_shards(shards, cp, dim=dim, cu_seqlens=offsets), x)
     assert torch.equal(join_shards(shards, cp, dim=dim - 3, cu_seqlens=offsets), x)
-
-
-@given(st.sampled_from([1, 2, 4]), st.lists(st.integers(0, 3), min_size=1, max_size=4), st.sampled_from(LAYOUTS[2:4]))
-def test_jagged_tensors_split_by_document(size, counts, layout):
-    cps = [ContextParallel(size, rank, layout=layout) for rank in range(size)]
-    sizes = [n * cps[0].document_multiple for n in counts]
-    values = torch.arange(sum(sizes) * 2).view(-1, 2)
-    offsets = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()])
-    x = torch.nested.nested_tensor_from_jagged(values, offsets)
-    shards = [split_tensor(x, cp) for cp in cps]
-    assert all(shard.offsets().tolist() == (offsets // size).tolist() for shard in shards)
-    whole = join_shards([shard.values() for shard in shards], cps[0], dim=0, cu_seqlens=offsets)
-    assert torch.equal(whole, values)
 
 
 def test_a_jagged_output_comes_back_jagged_without_padding():
