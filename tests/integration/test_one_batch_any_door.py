@@ -180,28 +180,3 @@ def test_one_sample_in_a_flat_row_of_a_hybrid_needs_no_kernels(multiple):
         assert float((mine - reference).norm() / reference.norm()) <= 1e-4
     with pytest.raises(CollateError, match="Give each sequence its own row"):
         collate([row, row])
-
-
-@pytest.mark.parametrize(("lengths", "refused"), [((20, 64), True), ((40, 64), True), ((20, 28), False), ((64, 64), False)])
-@pytest.mark.parametrize("side", ["left", "right"])
-@torch.no_grad()
-def test_block_sparse_attention_is_that_of_the_samples_alone_or_refused(side, lengths, refused):
-    def bigbird(kind="block_sparse"):  # a short batch turns one into a full one for good
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
-        blocks = {"block_size": 4, "num_random_blocks": 1, "attention_type": kind}
-        model = transformers.BigBirdForMaskedLM(transformers.BigBirdConfig(vocab_size=VOCAB, **sizes, **blocks)).eval()
-        model.get_input_embeddings().weight.normal_(std=0.5)
-        return model
-
-    rows = [{"input_ids": [n * 7 % PAD for n in range(length)], "labels": [1] * length} for length in lengths]
-    batch = padded(rows, side, "none")
-    del batch["labels"]
-    if refused:
-        with pytest.raises(CollateError, match="original_full"):
-            BatchAdapter(bigbird())(batch)
-    kind = "original_full" if refused else "block_sparse"
-    found = bigbird(kind)(**BatchAdapter(bigbird(kind))(batch)).logits
-    for row, keep, mine in zip(rows, batch["attention_mask"].bool(), found):
-        alone = bigbird(kind)(torch.tensor([row["input_ids"]])).logits[0]
-        assert torch.allclose(mine[keep], alone, atol=1e-4)

@@ -8,7 +8,6 @@ A job is "model setting ours|own". `ours` is one more line of the YAML: our plug
 import sys
 import traceback
 from importlib.machinery import ModuleSpec
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -59,6 +58,7 @@ from datasets import Dataset
 from processes import run_jobs, saved_model, watched
 from watching import Watch
 
+from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 from collate_npu.testing import byte_tokenizer
 
 TEXTS = ["1 a short one", "2 and another that is a little longer than it", "3 three", "4 four four"]
@@ -73,28 +73,14 @@ SEEN = {}
 
 
 def cuda_patch():
-    """What axolotl does where torch.cuda.is_available(), with stand-ins for fla's kernels: sequence by sequence."""
+    """What axolotl does where torch.cuda.is_available(), with the references for fla's kernels."""
     from axolotl.monkeypatch.models.qwen3_next import modeling
-    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
     def convolve(x, weight, bias, activation, cu_seqlens):
-        assert (len(x), activation) == (1, "silu")
-        rows = [torch.nn.functional.pad(x[:, a:b].mT, (weight.shape[1] - 1, 0)) for a, b in pairwise(cu_seqlens.tolist())]
-        outs = [torch.nn.functional.conv1d(row, weight[:, None], bias, groups=len(weight)) for row in rows]
-        return torch.nn.functional.silu(torch.cat(outs, 2).mT), None
+        assert len(x) == 1
+        return reference_causal_conv1d(x, weight, bias, activation, cu_seqlens=cu_seqlens), None
 
-    def delta_rule(*args, cu_seqlens, **kwargs):
-        assert len(args[0]) == 1
-        cut = {name: kwargs.pop(name) for name in ("g", "beta")}
-        parts = [
-            torch_chunk_gated_delta_rule(
-                *(x[:, a:b] for x in args), **{name: x[:, a:b] for name, x in cut.items()}, **kwargs
-            )
-            for a, b in pairwise(cu_seqlens.tolist())
-        ]
-        return torch.cat([part[0] for part in parts], 1), None
-
-    modeling.fla_causal_conv1d, modeling.fla_chunk_gated_delta_rule = convolve, delta_rule
+    modeling.fla_causal_conv1d, modeling.fla_chunk_gated_delta_rule = convolve, reference_gated_delta_rule
     modeling.patch_qwen3_next_modeling_packing()
 
 

@@ -1,7 +1,7 @@
 """Run as a program in two processes: Megatron-Bridge's datasets, providers and `forward_step`, a row on one rank and shared.
 
 The loss of each token and the gradient, against each sample in a batch of its own. Transformer Engine's layers and its
-split of a packed row are stand-ins (`cpu_world`); nothing of Megatron-Bridge is.
+split of a packed row are stand-ins (`megatron_world`); nothing of Megatron-Bridge is.
 """
 
 import json
@@ -15,9 +15,8 @@ import numpy as np
 import te_stub
 import torch
 import torch.distributed as dist
-from cpu_world import groups, hardware, layers
 from megatron.core import parallel_state
-from megatron_world import TEDotProductAttention, _rotary_part, far
+from megatron_world import TEDotProductAttention, far, groups, hardware, layers, regroup, rotary_part
 from stand_ins import stand_in
 
 stand_in(modelopt=te_stub.VERSION)
@@ -170,12 +169,11 @@ def main() -> dict[str, Any]:
     layers(setattr, TEDotProductAttention)
     torch.Tensor.cuda = lambda self, **settings: self
     transformer_engine_torch.thd_get_partitioned_indices = partitioned
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = _rotary_part
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = rotary_part
     found: dict[str, Any] = {}
     known: dict[str, Any] = {}
     for ranks, family in ((1, "qwen3"), (1, "qwen3_next"), (2, "qwen3"), (2, "qwen3_next")):
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+        regroup(context_parallel_size=ranks)
         known[family] = known.get(family) or truth(family)
         for layout, make in (("padded right", padded), ("packed", packed)):
             name, who = (layout, ("alone", "ours")) if ranks == 1 else ("context parallel", ("alone",))

@@ -1,4 +1,4 @@
-"""ms-swift's batches on mcore-bridge's models, a row on one rank and shared by two: `bridge_work` runs them.
+"""ms-swift's batches on mcore-bridge's models, a row on one rank and shared by two: `mcore_bridge_work` runs them.
 
 megatron-core 0.16.1 has no Gated DeltaNet for two ranks; 0.19.2 does, in an environment of its own.
 """
@@ -22,7 +22,7 @@ FAMILIES = ("qwen3", "qwen3_next", "qwen3_5")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return found_by("bridge_work", tmp_path_factory.mktemp("ranks"), *FAMILIES, ranks=2)[0]
+    return found_by("mcore_bridge_work", tmp_path_factory.mktemp("ranks"), *FAMILIES, ranks=2)[0]
 
 
 @pytest.mark.nightly

@@ -10,10 +10,10 @@ Tests named `test_upstream_*` pin a failure of verl itself beside our answer: on
 import pytest
 import torch
 from cells import Stack, verdict, worst
-from cpu_world import Attention, received, seen, watch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from megatron.core import parallel_state as mpu
-from megatron_world import PAD, gpt
+from megatron_world import PAD, Attention, gpt, received, seen, watch
+from processes import saved_model
 from tensordict import TensorDict
 from verl.models.mcore import model_forward, model_forward_fused, mtp_patch, registry, util
 from verl_models import LENGTHS, ValueHead, Vision, alone, config, error, jagged, left_padded
@@ -93,12 +93,6 @@ def test_the_way_back_takes_the_2d_mask_on_any_device_and_no_other(device, monke
     for other in (None, dense(padded.segments, polarity="masked")):
         with pytest.raises(CollateError, match="Pass Padded"):
             engine.postprocess_bshd_engine(padded.values, other)
-
-
-def test_rows_of_no_tokens_stay_rows():
-    values = torch.nested.nested_tensor_from_jagged(torch.arange(1, 5), torch.tensor([0, 3, 3, 4]))
-    padded = verl.pad_jagged(values, npu=True)
-    assert same(verl.to_jagged(padded.values, padded.segments), values)
 
 
 def test_padded_ids_are_refused_with_the_remedy():
@@ -183,14 +177,6 @@ def test_cells(family, kinds, layout, forward, monkeypatch):
     stack = Stack("verl, Megatron", ("verl", "megatron-core"), "peers_misc")
     both = {who: worst(run_in(who, forward, kinds, monkeypatch, **way) for way in WAYS) for who in ("alone", "ours")}
     stack.tell(family, layout, **both, line="actor_rollout_ref.model.external_lib=collate_npu.integrations.verl.plugin")
-
-
-def test_the_format_may_be_given_by_place(verl_npu, verl_ours):
-    model, values = gpt(), jagged()
-    expected = alone(model, values)
-    forward = registry.get_mcore_engine_forward_fn(config())
-    assert error(forward(model, values, {}, None, None, False, False, None, "bshd"), expected) <= NEAR
-    assert seen(model)["attention"] == [None, None]
 
 
 def test_a_value_model(verl_npu, verl_ours):
@@ -309,13 +295,11 @@ def test_a_window_shorter_than_the_rows_is_refused_on_an_npu(name, verl_npu, ver
     assert "Keep rows to 5 tokens" in str(refusal.value)
 
 
-def test_a_window_no_row_reaches_is_computed(verl_npu, verl_ours):
+def test_a_window_no_row_reaches_is_computed_and_elsewhere_it_is_verls_own_business(verl_npu, verl_ours, monkeypatch):
     for window in ((6, 0), (-1, 0)):
         model, values = gpt(window_size=window), jagged()
         assert error(padded(model, values), alone(model, values)) <= NEAR
-
-
-def test_a_window_elsewhere_is_verls_own_business(verl_ours, monkeypatch):
+    monkeypatch.setattr(util, "is_npu_available", False)
     monkeypatch.setattr(Attention, "lenient", True)
     padded(gpt(window_size=(4, 0)), jagged())
 
@@ -376,19 +360,9 @@ def test_uninstall_puts_verls_own_back(verl_npu):
 
 @pytest.fixture(scope="module")
 def checkpoint(one_rank, tmp_path_factory):
-    """A tiny Qwen3's config and a tokenizer: what verl's `HFModelConfig` reads."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast, Qwen3Config
-
+    """A tiny Qwen3 and a tokenizer: what verl's `HFModelConfig` reads."""
     one_rank.setattr("verl.workers.engine.megatron.transformer_impl.get_device_id", lambda: "cpu")
-    folder = tmp_path_factory.mktemp("qwen3")
-    Qwen3Config(architectures=["Qwen3ForCausalLM"], vocab_size=64, hidden_size=32, num_hidden_layers=2).save_pretrained(
-        folder
-    )
-    words = Tokenizer(WordLevel({str(i): i for i in range(64)}, unk_token="0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="63", eos_token="62").save_pretrained(folder)
-    return str(folder)
+    return saved_model(tmp_path_factory.mktemp("qwen3"), "qwen3")
 
 
 def engine_of(checkpoint, model, **settings):
