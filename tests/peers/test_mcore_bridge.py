@@ -5,18 +5,20 @@ named `upstream` hold what a release does without `install()`: one that fails sa
 """
 
 from contextlib import nullcontext
+from importlib.metadata import version
 from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
-from cells import Stack, verdict
+from cells import Stack, verdict, worst_of
 from mcore_bridge.model import MultimodalGPTModel
 from mcore_bridge.model.gpts import qwen3_next
 from mcore_bridge.model.mm_gpts import qwen3_5
 from mcore_bridge.model.modules import GatedDeltaNet, TransformerBlock, TransformerLayer
 from mcore_bridge.model.modules.gated_delta_net import _unpack_sequence
 from megatron.core import mpu
+from processes import found_by
 from swift_world import arguments, prepare
 
 from collate_npu import CollateError, Segments, releases
@@ -358,3 +360,30 @@ def test_offsets_that_fit_pass_and_so_does_an_object_without_any(guarded):
     assert resolve(None, [0, 5, 5, 12], 12).tolist() == [0, 5, 5, 12]
     assert resolve([5, 12], None, 12).tolist() == [0, 5, 12]  # ends, which upstream mends
     assert resolve(None, None, 12) is None
+
+
+# --- ms-swift's batches, a row on one rank and shared by two
+#
+# megatron-core 0.16.1 has no Gated DeltaNet for two ranks; 0.19.2 does, in an environment of its own.
+
+NEWEST = int(version("megatron-core").split(".")[1]) >= 18
+PLACE = ("ms-swift, newest Megatron", "peers_newest") if NEWEST else ("ms-swift, Megatron", "peers_swift")
+FAMILIES = ("qwen3", "qwen3_next", "qwen3_5")
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory):
+    return found_by("mcore_bridge_work", tmp_path_factory.mktemp("ranks"), *FAMILIES, ranks=2)[0]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_cells_on_one_rank_and_on_two(on_ranks, family):
+    """Right where it runs, without us and with us; the worse of padded and flat rows under context parallelism."""
+    stack = Stack(PLACE[0], ("ms-swift", "mcore-bridge", "megatron-core"), PLACE[1])
+    for layout, told in on_ranks[family].items():
+        both = {who: worst_of(cases) for who, cases in told.items()}
+        stack.tell(family, layout, **both, line='--external_plugins "$PLUGIN"')
+        hybrid = family != "qwen3"
+        refused = hybrid and (layout == "packed" or (layout == "context parallel" and not NEWEST))
+        assert {one["verdict"] for one in both.values()} == {"refused" if refused else "right"}, (family, layout, told)

@@ -3,11 +3,30 @@
 On a CPU with sdpa: flash-attn's padding functions are stand-ins, and `remove_microbatch_padding` runs without its kernel.
 """
 
+# ruff: noqa: E402
 import copy
+import sys
+import typing
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
-import skyrl_stand_ins  # noqa: F401
 import torch
+import typing_extensions
+from stand_ins import pad_input, unpad_input
+from transformers.utils import import_utils
+
+NEEDS = ("skyrl", "jaxtyping")
+
+for number in (2, 3, 4):  # transformers looks for them before another stands there
+    getattr(import_utils, f"is_flash_attn_{number}_available")()
+
+typing.TypedDict = typing_extensions.TypedDict  # pydantic asks for it before Python 3.12
+for name in ("flash_attn", "flash_attn.bert_padding"):
+    module = sys.modules[name] = ModuleType(name)
+    module.__spec__, module.__path__ = ModuleSpec(name, None), []
+sys.modules["flash_attn.bert_padding"].__dict__.update(pad_input=pad_input, unpad_input=unpad_input)
+
 from cells import PAD, VOCAB, Stack, of_job, samples
 from processes import found_by
 from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
@@ -15,8 +34,6 @@ from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
 from collate_npu import adapt
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.testing import tiny_model
-
-NEEDS = ("skyrl", "jaxtyping")
 
 STACK = Stack("SkyRL", ("skyrl", "transformers"), "peers_skyrl")
 FAMILIES = ("qwen3_next", "qwen3_5_text", "lfm2", "qwen3")

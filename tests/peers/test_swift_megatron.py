@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mcore_bridge.model.modules import TransformerLayer
 from swift.megatron.trainers import base, utils
 from swift.template.base import Template
 from swift.utils import import_external_file
@@ -30,10 +29,9 @@ from swift_world import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collate_npu import BatchAdapter, CollateError, Segments, split_batch
+from collate_npu import CollateError, Segments, split_batch
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import swift
-from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.swift import flat_segments
 from collate_npu.masks import dense
 from collate_npu.masks.forms import open_empty_rows
@@ -56,18 +54,6 @@ def test_install_reaches_functions_that_were_imported_by_name_and_uninstall_give
     swift.uninstall()
 
 
-@pytest.mark.usefixtures("installed")
-def test_a_trainer_has_one_adapter_whatever_number_of_batches(world, monkeypatch):
-    made, from_args = [], BatchAdapter.from_args
-    monkeypatch.setattr(BatchAdapter, "from_args", lambda args, **given: made.append(args) or from_args(args, **given))
-    world.npu()
-    trainers = [arguments("qwen3_next"), arguments("qwen3_5")]
-    for args in trainers:
-        for lengths in ((7, 3, 5), (2, 4)):
-            assert reaches_model(args, collate(args, *lengths))["attention_mask_2d"].sum() == sum(lengths)
-    assert [id(args) for args in made] == [id(args) for args in trainers]
-
-
 @pytest.mark.parametrize("there", [True, False], ids=["npu", "gpu"])
 def test_python_objects_go_by_gloo_on_an_npu(world, monkeypatch, there):
     """The names of the metrics, at every step: `all_gather_object` over HCCL takes device memory in silence."""
@@ -81,19 +67,6 @@ def test_python_objects_go_by_gloo_on_an_npu(world, monkeypatch, there):
     swift.uninstall()
     torch.distributed.all_gather_object([None], "loss", group="dp and cp")
     assert seen == ["gloo of dp and cp" if there else "dp and cp", "dp and cp"]
-
-
-def test_your_own_install_of_mcore_bridge_survives_ours_and_the_other_way_round():
-    theirs = TransformerLayer.forward
-    for first, second in ((swift, mcore_bridge), (mcore_bridge, swift)):
-        first.install()
-        second.install()
-        ours = TransformerLayer.forward
-        assert inspect.unwrap(ours) is theirs
-        swift.uninstall()
-        assert TransformerLayer.forward is ours
-        mcore_bridge.uninstall()
-        assert TransformerLayer.forward is theirs
 
 
 def test_as_external_plugins_file_it_installs_and_hides_no_package(tmp_path):
@@ -486,22 +459,6 @@ def test_a_worker_without_the_plugin_sends_upstreams_batch_and_the_real_lengths_
 
 
 # --- the last token of each row is told by the batch that is pooled, and by no other
-
-
-@pytest.mark.parametrize("task", ["seq_cls", "embedding", "generative_reranker"])
-@pytest.mark.parametrize("backend", ["flash", "local"])
-def test_a_prepared_batch_answers_as_each_trainer_asks_and_the_model_gets_what_it_reads(world, installed, task, backend):
-    """Three of the trainers ask for either mask, the reward trainer for `attention_mask` alone."""
-    world.npu()
-    args = arguments("qwen3_next", task_type=task, attention_backend=backend)
-    trainer = trainer_of(args)
-    batch = trainer._prepare_batch(as_kind(args, "template")[0])
-    truth = Segments.from_lengths((7, 3, 5)).keep
-    assert torch.equal(batch.get("attention_mask"), truth)
-    assert torch.equal(batch.get("attention_mask_2d"), truth)
-    assert batch.get("packed_seq_params") is None
-    read = dict(**batch)["attention_mask"]
-    assert read is None if backend == "flash" else read.shape == (3, 1, 7, 7)
 
 
 def test_the_mask_that_is_given_is_obeyed_and_anything_else_is_refused(world, installed):

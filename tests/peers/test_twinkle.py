@@ -13,9 +13,8 @@ import torch
 import twinkle as kit
 from cells import Stack, verdict, worst_of
 from hypothesis import HealthCheck, given, settings, strategies as st
-from launches import CARDS, JOBS, check_sizes, words_of
 from megatron.core import parallel_state
-from processes import found_by
+from processes import CARDS, JOBS, check_sizes, found_by, words_of
 from torch import nn
 from twinkle import DeviceMesh, Platform, dataloader, dataset, model as models, torch_util
 from twinkle.cli import CLI
