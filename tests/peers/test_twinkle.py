@@ -258,20 +258,6 @@ def test_install_twice_and_uninstall():
         twinkle.install(made, needs_mask_2d=True)
 
 
-# --- what twinkle gets wrong
-
-
-def test_upstream_counts_alignment_padding_as_real_and_leaves_the_mask_unsplit():
-    out = processor(grid(1, 2), ours=False)(features([7, 3, 5]))[0]
-    assert out["input_ids"].shape == (3, 4)
-    assert out["attention_mask"].shape == (3, 1, 8, 8)
-    assert out["attention_mask"][1, 0, -1].tolist() == [False] * 4 + [True] * 4, "3 real tokens, 4 attended"
-    ours = processor(grid(1, 2), padding_side="left")(features([7, 3, 5]))[0]
-    assert ours["attention_mask"].shape == (3, 1, 4, 8)
-    keep = whole(grid(1, 2), features([7, 3, 5]), "attention_mask_2d", padding_side="left")
-    assert keep.sum(1).tolist() == [7, 3, 5]
-
-
 # --- objects
 
 

@@ -1,4 +1,4 @@
-"""verl 0.9.1's processes: who installs ours in each of them and when, Ray's workers, and rows through TransferQueue."""
+"""verl 0.9.1's processes: who installs ours in each of them and when, Ray's workers, and a step of its trainer."""
 
 import json
 import os
@@ -154,16 +154,7 @@ def test_ray_workers_of_verls_own_run_ppo(tmp_path):
     assert external == {"by the environment": False, "megatron before": False, "ours": [True] * 3}
 
 
-# --- verl's trainer over TransferQueue: jagged rows through the queue to two Ray workers, and answers back
-
-
-@pytest.mark.long
-def test_rows_of_the_queue_are_as_alone(tmp_path):
-    found = found_by("verl_work", tmp_path, tmp_path, "queue", variants=({"RAY_ADDRESS": ""},))[0]["queue"]
-    print(found)
-    assert found["layout"] == "torch.jagged"
-    assert found["log_probs"] < 1e-5
-    assert found["entropy"] < 1e-5
+# --- a step of its trainer: Ray, TransferQueue, agent loop, rewards and two workers
 
 
 @pytest.mark.nightly
