@@ -11,18 +11,14 @@ attention without a mask is causal, as a flash kernel is.
 import contextlib
 import json
 import os
-import re
 import sys
-import zlib
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import MagicMock, patch
 
 import swift_world  # first: it puts the stand-ins for Transformer Engine in place
@@ -35,7 +31,18 @@ from megatron.core.extensions.transformer_engine_spec_provider import TESpecProv
 from megatron.core.models.common.embeddings import rotary_pos_embedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import random
-from megatron_world import TEDotProductAttention, causal_conv1d, groups, hardware, layers, regroup, rotary_part
+from megatron_world import (
+    DENSE,
+    UNFUSED,
+    TEDotProductAttention,
+    causal_conv1d,
+    fill,
+    groups,
+    hardware,
+    layers,
+    regroup,
+    rotary_part,
+)
 from swift_world import LOCAL, arguments
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -50,7 +57,6 @@ from collate_npu.parallel import ContextParallel, gather_sequence, pad_documents
 NATIVE = os.environ.get("USE_MCORE_GDN", "1") != "0"
 FREQUENCY = 2
 """Every second layer is attention: GDN, attention, GDN, attention."""
-DENSE = ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 
 
 def on_cpu() -> None:
@@ -82,15 +88,10 @@ def build(model_type: str, *, moe: bool = False, stages: int = 1, cp: int = 1, *
     args.torch_dtype = torch.float32
     args.pipeline_model_parallel_size = stages
     args.megatron_extra_kwargs = {
+        **UNFUSED,
+        **({"moe_permute_fusion": False, "moe_grouped_gemm": False} if moe else DENSE),
         "use_cpu_initialization": True,
         "deterministic_mode": NATIVE,
-        "moe_grouped_gemm": False,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "apply_rope_fusion": False,
-        "moe_permute_fusion": False,
-        **({} if moe else dict.fromkeys(DENSE)),
         **changed,
     }
     made = []
@@ -117,77 +118,40 @@ def stage_of(rank: int, stages: int) -> Iterator[None]:
         setattr(parallel_state, name, group)
 
 
-def fill(stage: nn.Module) -> None:
-    """Weights by the name a parameter has in the whole model, so that stages of one model agree; each GDN remembers."""
-    decoder = getattr(stage, "language_model", stage).decoder
-    shift = decoder.layers[0].layer_number - 1
-    for name, parameter in stage.named_parameters():
-        whole = re.sub(r"(?<=decoder\.layers\.)\d+", lambda found: str(int(found[0]) + shift), name)
-        draw = torch.Generator().manual_seed(zlib.crc32(whole.encode()))
-        with torch.no_grad():
-            if "A_log" in name or "dt_bias" in name:
-                parameter.uniform_(-1.5, -0.5, generator=draw)
-            elif parameter.ndim == 1:
-                parameter.normal_(0.0 if centered(stage, name) else 1.0, 0.1, generator=draw)
-            else:
-                parameter.normal_(0.0, 2.0 * parameter[0].numel() ** -0.5 if "conv1d" not in name else 0.5, generator=draw)
-
-
-def centered(stage: nn.Module, name: str) -> bool:
-    """Is this weight of a norm counted from zero?"""
-    return bool(getattr(stage.get_submodule(name.rpartition(".")[0]), "zero_centered_gamma", True))
-
-
-@dataclass
-class Seen:
-    """What the layers of one forward received, by layer number: what a run gathers in `recording`."""
-
-    gdn: dict[int, Tensor] = field(default_factory=dict)
-    """Places whose input to a recurrent layer's projection is exactly zero, bool `[B, S]`."""
-    attention: dict[int, Tensor | None] = field(default_factory=dict)
-    router: dict[int, Tensor | None] = field(default_factory=dict)
-    """The padding mask of a router, bool `[B, S]`."""
-    handed: dict[int, list[str]] = field(default_factory=dict)
-    """Which of the two masks a layer's forward was handed, before anything of ours."""
-    runs: Counter[int] = field(default_factory=Counter)
-    """How often a layer ran, recomputing included."""
-
-
 @contextlib.contextmanager
-def recording(stages: list[nn.Module]) -> Iterator[Seen]:
-    """Hooks on real layers; what the last forward showed them stays."""
-    seen = Seen()
+def recording(stages: list[nn.Module]) -> Iterator[dict[str, dict[int, Any]]]:
+    """What the layers of the last forward received, by layer number.
+
+    `handed`: which of the two masks a layer got, before anything of ours; `runs`: how often it ran, recomputing included;
+    `gdn`: places whose input to a recurrent layer's projection is exactly zero, bool `[B, S]`; `attention`: the dense mask;
+    `router`: the padding mask, bool `[B, S]`.
+    """
+    seen: dict[str, dict[int, Any]] = {key: {} for key in ("handed", "runs", "gdn", "attention", "router")}
+
+    def note_layer(number: int, module: nn.Module, given: Any, named: dict[str, Any]) -> None:
+        seen["handed"][number] = [key for key in ("attention_mask_2d", "padding_mask") if named.get(key) is not None]
+        seen["runs"][number] = seen["runs"].get(number, 0) + 1
+
+    def note(key: str, number: int, read: Any, module: nn.Module, given: tuple[Any, ...]) -> None:
+        seen[key][number] = read(given)
+
     with contextlib.ExitStack() as hooks:
         for layer in (layer for stage in stages for layer in getattr(stage, "language_model", stage).decoder.layers):
             number, inner = layer.layer_number, layer.self_attention
-            hooks.enter_context(layer.register_forward_pre_hook(partial(_record_layer, seen, number), with_kwargs=True))
-            taken = {getattr(inner, name, None): _record_gdn for name in ("in_proj", "in_proj_qkvz", "in_proj_qkv")}
-            taken |= {
-                getattr(inner, "core_attention", None): _record_attention,
-                getattr(layer.mlp, "router", None): _record_router,
-            }
-            for module, take in taken.items():
-                if module is not None:
-                    hooks.enter_context(module.register_forward_pre_hook(partial(take, seen, number, inner)))
+            hooks.enter_context(layer.register_forward_pre_hook(partial(note_layer, number), with_kwargs=True))
+            reads = [(inner, name, "gdn", partial(zeros, inner)) for name in ("in_proj", "in_proj_qkvz", "in_proj_qkv")]
+            reads.append((inner, "core_attention", "attention", lambda given: given[3]))
+            reads.append((layer.mlp, "router", "router", lambda given: None if given[1] is None else given[1].T))
+            for owner, name, key, read in reads:
+                if getattr(owner, name, None) is not None:
+                    hook = getattr(owner, name).register_forward_pre_hook(partial(note, key, number, read))
+                    hooks.enter_context(hook)
         yield seen
 
 
-def _record_layer(seen: Seen, number: int, _: nn.Module, given: Any, named: dict[str, Any]) -> None:
-    seen.handed[number] = [key for key in ("attention_mask_2d", "padding_mask") if named.get(key) is not None]
-    seen.runs[number] += 1
-
-
-def _record_gdn(seen: Seen, number: int, inner: nn.Module, _: nn.Module, given: tuple[Tensor, ...]) -> None:
+def zeros(layer: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
     zero = given[0].eq(0).all(-1)
-    seen.gdn[number] = zero.T if type(inner).__name__ == "GatedDeltaNet" else zero  # Megatron's; transformers' is [B, S, H]
-
-
-def _record_attention(seen: Seen, number: int, inner: nn.Module, _: nn.Module, given: tuple[Any, ...]) -> None:
-    seen.attention[number] = given[3]
-
-
-def _record_router(seen: Seen, number: int, inner: nn.Module, _: nn.Module, given: tuple[Any, ...]) -> None:
-    seen.router[number] = None if given[1] is None else given[1].T
+    return zero.T if type(layer).__name__ == "GatedDeltaNet" else zero  # Megatron's; transformers' is [B, S, H]
 
 
 def run(stages: list[nn.Module], batch: dict[str, Any]) -> Tensor:
@@ -225,8 +189,7 @@ def prepared(model_type: str, kernel: str, data: dict[str, Any]) -> dict[str, An
     return batch
 
 
-@dataclass
-class Alone:
+class Alone(NamedTuple):
     """Each sample by itself, without padding and without us: its logits, and the gradients of all of them."""
 
     logits: list[Tensor]
@@ -258,11 +221,11 @@ def measure(stages: list[Any], batch: dict[str, Any], side: str, by_itself: Alon
     return {
         "logits": max(furthest(ours, theirs) for ours, theirs in zip(real, by_itself.logits)),
         "gradients": apart(gradients(stages), by_itself.gradients),
-        "gdn": {n: bool(zero.equal(padding)) for n, zero in seen.gdn.items()},
-        "attention": {n: None if mask is None else list(mask.shape) for n, mask in seen.attention.items()},
-        "router": {n: mask is not None and bool(mask.equal(padding)) for n, mask in seen.router.items()},
-        "handed": seen.handed,
-        "runs": seen.runs,
+        "gdn": {n: bool(zero.equal(padding)) for n, zero in seen["gdn"].items()},
+        "attention": {n: None if mask is None else list(mask.shape) for n, mask in seen["attention"].items()},
+        "router": {n: mask is not None and bool(mask.equal(padding)) for n, mask in seen["router"].items()},
+        "handed": seen["handed"],
+        "runs": seen["runs"],
     }
 
 

@@ -7,8 +7,10 @@ back, and that of a MonkeyPatch elsewhere. fla's kernels are the references, whi
 
 import copy
 import os
+import re
 import sys
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -33,6 +35,16 @@ if int(version("megatron-core").split(".")[1]) >= 18:
 
 Put = Callable[[Any, str, Any], None]
 VOCABULARY, PAD, HIDDEN = 64, 63, 32
+UNFUSED = dict.fromkeys(
+    ("bias_dropout_fusion", "bias_activation_fusion", "gradient_accumulation_fusion", "apply_rope_fusion",
+     "masked_softmax_fusion"), False
+)  # fmt: skip
+"""What a CPU cannot fuse."""
+DENSE = {
+    **dict.fromkeys(("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")),
+    **dict.fromkeys(("moe_permute_fusion", "moe_grouped_gemm"), False),
+}
+"""A model of a family with experts, without them."""
 
 
 def hardware(put: Put) -> None:
@@ -378,10 +390,10 @@ def gpt(kinds: str = "aa", *, flash: Any = Attention, positions: str = "rope", *
         config = TransformerConfig(
             num_layers=len(kinds), hidden_size=HIDDEN, num_attention_heads=4, ffn_hidden_size=64,
             use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.3,
-            bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
-            gradient_accumulation_fusion=False, apply_rope_fusion=False, linear_conv_kernel_dim=4, linear_key_head_dim=8,
-            linear_value_head_dim=8, linear_num_key_heads=4, linear_num_value_heads=4,
+            linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=4,
+            linear_num_value_heads=4,
             **{
+                **UNFUSED,
                 "context_parallel_size": parallel_state.get_context_parallel_world_size(),
                 **(recurrent if "g" in kinds else {}),
                 **changed,
@@ -436,6 +448,33 @@ class LayerNorm(nn.LayerNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps)
+
+
+def fill(model: nn.Module) -> None:
+    """Weights by the name a parameter has in the whole model, so that stages of one model agree; a recurrent state lasts."""
+    inner = getattr(model, "language_model", model)
+    shift = inner.decoder.layers[0].layer_number - 1 if hasattr(inner, "decoder") else 0
+    for name, parameter in model.named_parameters():
+        whole = re.sub(r"(?<=decoder\.layers\.)\d+", lambda found: str(int(found[0]) + shift), name)
+        draw = torch.Generator().manual_seed(zlib.crc32(whole.encode()))
+        owner = model.get_submodule(name.rpartition(".")[0])
+        centered = getattr(owner, "zero_centered_gamma", inner.config.layernorm_zero_centered_gamma)
+        with torch.no_grad():
+            if "A_log" in name or "dt_bias" in name:
+                parameter.uniform_(-1.5, -0.5, generator=draw)
+            elif parameter.ndim == 1:
+                parameter.normal_(0.0 if centered else 1.0, 0.1, generator=draw)
+            else:
+                parameter.normal_(0.0, 0.5 if "conv1d" in name else 2.0 * parameter[0].numel() ** -0.5, generator=draw)
+
+
+def judged(run: Callable[[], tuple[list[Tensor], Any]], known: tuple[list[Tensor], Any]) -> dict[str, Any]:
+    """How far rows and gradients are from the known ones, or why there are none; as `cells.of_job` reads it."""
+    try:
+        rows, gradient = run()
+        return {"refused": "", "error": max(apart(rows, known[0]), far(gradient, known[1]))}
+    except Exception as raised:
+        return {"refused": f"{type(raised).__name__}: {raised}", "error": None}
 
 
 # --- samples and what comes of them

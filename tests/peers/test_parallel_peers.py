@@ -15,15 +15,13 @@ import te_stub  # noqa: F401  (before megatron)
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
-from torch import Tensor
 
 from collate_npu import Segments, split_batch
 from collate_npu.masks import dense
-from collate_npu.outputs import to_nested
-from collate_npu.parallel import BLOCKS, ContextParallel, cu_seqlens_of, gather_sequence, pad_documents, split_tensor
+from collate_npu.parallel import BLOCKS, ContextParallel, gather_sequence, split_tensor
 from collate_npu.testing import tiny_config
 
-NEEDS = ("megatron", "mcore_bridge", "swift", "verl")
+NEEDS = ("megatron", "mcore_bridge", "swift")
 
 
 few = settings(max_examples=10, deadline=None)
@@ -66,17 +64,6 @@ def same(ours, theirs):
 
 
 # --- the split
-
-
-@given(size=sizes, lengths=lengths, side=st.sampled_from(["left", "right"]), with_mask=st.booleans())
-@few
-def test_megatron_core_on_every_key_with_2d_and_4d_masks(size, lengths, side, with_mask):
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    for cp in places(size):
-        batch = batch_of(segments_of(lengths, cp, side))
-        batch = batch if with_mask else {**batch, "attention_mask": None}
-        same(split_batch(batch, cp), get_batch_on_this_cp_rank(dict(batch)))
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "document_zigzag"])
@@ -256,27 +243,6 @@ def swift_last_tokens(layout: str, backend: str, batches: list[tuple[int, ...]],
             swift.uninstall()
 
 
-def jagged_of(lengths: list[int]) -> Tensor:
-    rows = [torch.arange(1, n + 1) + 100 * i for i, n in enumerate(lengths)]
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
-def verl_flat(lengths: list[int]) -> None:
-    from verl.models.mcore.util import postprocess_thd_engine, preprocess_thd_engine
-
-    cp = here(layout="document_zigzag")
-    ids = jagged_of(lengths)
-    theirs, params, _ = preprocess_thd_engine(ids)
-    batch, segments = pad_documents({"input_ids": ids.values()[None]}, cp, segments=Segments.from_lengths([lengths]))
-    check_same(batch["cu_seqlens_padded"], params.cu_seqlens_q_padded, "offsets")
-    ours = split_batch(batch, cp)["input_ids"]
-    check_same(ours, theirs, "input_ids")
-    output = ours.float()[..., None]
-    back = postprocess_thd_engine(output, params, ids, len(lengths))
-    whole = gather_sequence(output, cp, segments, cu_seqlens=cu_seqlens_of(batch))
-    check_same(to_nested(whole, segments).values(), back.values(), "output")
-
-
 # --- and what is tested of it
 
 
@@ -298,9 +264,3 @@ def test_upstream_sequence_parallelism_on_any_other_recurrent_model_is_wrong_in_
     """Which `swift.install()` refuses (test_swift_transformers)."""
     for found in ranks(2)("test_parallel_peers.swift_gated_delta_net", "qwen3_next", 2, 32, seconds=IMPORTS):
         assert found["error"] > 0.5 * found["size"]
-
-
-@pytest.mark.parametrize("lengths", [[7], [3, 20, 1], [5, 5, 12, 2]])
-def test_verl_flat_rows_and_their_way_back(ranks, lengths):
-    """Padded rows: test_verl."""
-    ranks(2)("test_parallel_peers.verl_flat", lengths, seconds=IMPORTS)

@@ -34,7 +34,6 @@ from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import swift
 from collate_npu.integrations.swift import flat_segments
 from collate_npu.masks import dense
-from collate_npu.masks.forms import open_empty_rows
 from collate_npu.parallel import ContextParallel, query_rows, split_tensor
 
 NEEDS = ("swift", "mcore_bridge", "megatron")
@@ -365,34 +364,6 @@ def test_where_none_is_wrong_and_no_dense_mask_is_read_it_refuses(world, setting
     args = arguments("qwen3_next", **settings)
     with pytest.raises(UnsupportedFormError, match=said):
         prepare(args, as_kind(args, "2d", side=side)[0])
-
-
-@pytest.mark.parametrize(
-    ("settings", "side", "gets"),
-    [
-        ({}, "right", "none"),
-        ({}, "left", "MindSpeed's flash kernel"),
-        ({"attention_mask_type": "general"}, "right", "dense"),
-        (LOCAL | {"use_flash_attn": False}, "left", "dense"),
-    ],
-)
-@pytest.mark.usefixtures("installed")
-def test_where_mindspeed_is_installed_its_rules_are_asked(world, monkeypatch, settings, side, gets):
-    """By its settings and its release (consumers/mindspeed.py), here one with a TransformerEngine attention of its own."""
-    world.npu()
-    monkeypatch.setattr("collate_npu.consumers.mindspeed.is_installed", lambda: True)
-    monkeypatch.setattr("collate_npu.consumers.mindspeed.transformer_engine", lambda: "own")
-    args, (data, truth) = arguments("qwen3"), as_kind(None, "2d", side=side)
-    for name, value in settings.items():
-        setattr(args, name, value)
-    if gets not in ("none", "dense"):
-        with pytest.raises(UnsupportedFormError, match=gets):
-            prepare(args, data)
-        return
-    masked = prepare(args, data)["attention_mask"]
-    assert (masked is None) == (gets == "none")
-    if masked is not None:
-        assert torch.equal(masked, open_empty_rows(dense(truth, polarity="masked")))
 
 
 @pytest.mark.usefixtures("installed")

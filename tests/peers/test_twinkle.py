@@ -547,13 +547,6 @@ def test_an_adapter_added_after_install_has_its_masks_checked_too(told):
 
 
 @MODELS
-def test_objects_are_gathered_by_ours_on_an_npu_alone(told):
-    assert told["gathered on cuda"] == [["told"], []]
-    assert told["gathered on npu"] == [["told"], ["ours"]]
-    assert told["gathered afterwards"] == [["told"], ["ours"]], "uninstalled: twinkle's own again"
-
-
-@MODELS
 def test_on_ray_the_same_call_reaches_the_processor_in_each_worker(programs):
     told = programs["ray"]
     assert told["stages"] == ["InputProcessor", "Stages"]

@@ -428,38 +428,3 @@ def test_the_gradient_of_a_batch_is_the_sum_over_samples_alone(checkpoint, verl_
         if p.grad is not None
     )
     assert worst <= NEAR
-
-
-# --- two real ranks
-
-
-def on_two_ranks():
-    """Runs on each of two ranks: verl beside us, forward and backward, with Megatron's own groups."""
-    if not mpu.model_parallel_is_initialized():
-        mpu.initialize_model_parallel(context_parallel_size=2)
-    lengths = [13, 2, 8]
-    values = numbered(lengths, 2, dtype=torch.float32)
-    padded = verl.pad_jagged(values, npu=True)
-    theirs = util.preprocess_bshd_engine(values)
-    assert padded.attention_mask is None
-    assert all(map(torch.equal, (padded.values, padded.attention_mask_2d, padded.position_ids), theirs))
-
-    outputs = [padded.values.clone().requires_grad_() for _ in range(3)]
-    back = [
-        util.postprocess_bshd_engine(outputs[0], padded.attention_mask_2d),
-        verl.to_jagged(outputs[1], padded.segments),
-        engine.postprocess_bshd_engine(outputs[2], padded.attention_mask_2d),
-    ]
-    for result in back:
-        assert same(result, values)
-        (result.values() * torch.arange(46.0).view(23, 2)).sum().backward()
-    assert torch.equal(outputs[0].grad, outputs[1].grad)
-    assert torch.equal(outputs[0].grad, outputs[2].grad)
-
-    rows = numbered(lengths)
-    assert engine.build_vlm_attn_mask_bshd(rows, 3, 0)[0].shape == (3, 16)
-    return padded.values.shape
-
-
-def test_two_ranks_agree_with_verl_forward_and_backward(ranks):
-    assert ranks(2)("test_verl.on_two_ranks", seconds=300) == [(3, 8, 2)] * 2

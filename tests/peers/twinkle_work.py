@@ -6,7 +6,6 @@ in a worker (`worker` prepares that process). What stands in is hardware: the pl
 streams, TransformerEngine's modules, fla's kernels, MindSpeed; in a process of its own, because nothing is given back.
 """
 
-import gc
 import json
 import os
 import re
@@ -21,7 +20,21 @@ from unittest.mock import patch
 import te_stub  # noqa: F401  (before megatron and mcore_bridge)
 import torch
 import torch.distributed as dist
-from megatron_world import Attention, TEDotProductAttention, causal_conv1d, far, hardware, layers, rotary_part, seen, watch
+from megatron_world import (
+    DENSE,
+    UNFUSED,
+    Attention,
+    TEDotProductAttention,
+    causal_conv1d,
+    far,
+    fill,
+    hardware,
+    judged,
+    layers,
+    rotary_part,
+    seen,
+    watch,
+)
 from torch import nn
 
 from collate_npu.kernels.gated_delta import reference_gated_delta_rule
@@ -31,10 +44,6 @@ TEXT = {
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None,
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
-UNFUSED = dict.fromkeys((
-    "bias_dropout_fusion", "bias_activation_fusion", "gradient_accumulation_fusion", "apply_rope_fusion",
-    "moe_permute_fusion", "moe_grouped_gemm", "masked_softmax_fusion",
-), False) | dict.fromkeys(("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"))  # fmt: skip
 
 
 def checkpoint(folder: Any, kind: str = "qwen3_next", **changed: Any) -> str:
@@ -95,7 +104,7 @@ def megatron_model(folder: str, cls: Any = None, **settings: Any) -> Any:
         twinkle.initialize(mode="local", global_device_mesh=mesh)
     made = (cls or MegatronModel)(
         model_id=folder, device_mesh=mesh, mixed_precision="no", load_weights=False, recompute_granularity=None,
-        **{"deterministic_mode": True, **UNFUSED, **settings},
+        **{"deterministic_mode": True, **UNFUSED, **DENSE, **settings},
     )  # fmt: skip
     for chunk in getattr(made, "model", ()):
         whole(chunk)
@@ -106,15 +115,7 @@ def whole(chunk: nn.Module) -> None:
     """In float32, every weight drawn: twinkle 0.5.1 takes "no" mixed precision for bfloat16 (strategy/megatron.py
     `params_type`), and layers built on a CPU leave some of theirs as memory had it."""
     chunk.float().config.params_dtype = torch.float32
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, p in chunk.named_parameters():
-            if "A_log" in name or "dt_bias" in name:
-                p.uniform_(-1.5, -0.5, generator=draw)
-            elif p.ndim == 1:
-                p.normal_(0.0 if chunk.config.layernorm_zero_centered_gamma else 1.0, 0.1, generator=draw)
-            else:
-                p.normal_(0.0, 2.0 * p[0].numel() ** -0.5, generator=draw)
+    fill(chunk)
 
 
 def features(*lengths: int, **more: Any) -> list[dict[str, Any]]:
@@ -280,27 +281,9 @@ def in_transformers() -> None:
     twinkle.uninstall(model)
 
 
-def objects() -> None:
-    """Whose gather twinkle calls, on an NPU and elsewhere."""
-    from twinkle import torch_util
-
-    import collate_npu.integrations.twinkle as ours
-
-    gc.collect()  # models of the parts before, which nobody uninstalled
-    called: list[str] = []
-    kept, ours.gather_object = ours.gather_object, lambda *args: called.append("ours") or kept(*args)
-    model = megatron("qwen3", False)
-    ours.install(model)
-    for name in ("cuda", "npu"):
-        device(name)
-        RESULTS[f"gathered on {name}"] = [torch_util.gather_object(["told"], model.device_mesh), list(called)]
-    ours.uninstall(model)
-    RESULTS["gathered afterwards"] = [torch_util.gather_object(["told"], model.device_mesh), list(called)]
-
-
 def in_this_process() -> None:
     device()
-    for part in (in_transformers, in_adapters, on_cpu, in_megatron, in_local_kernels, objects):
+    for part in (in_transformers, in_adapters, on_cpu, in_megatron, in_local_kernels):
         outcome = reported(part)  # mcore-bridge, which `on_cpu` imports, changes transformers' rotary positions
         if outcome is not None:
             RESULTS[part.__name__] = outcome
@@ -345,18 +328,15 @@ def both(kind: str, known: Any, cp: int, flat: bool) -> dict[str, Any]:
     """Without us and with us: how far it is from each sample alone, or what was raised."""
     from collate_npu.integrations import twinkle
 
-    found: dict[str, Any] = {}
-    for who in ("alone", "ours"):
-        try:
-            model = built(kind, cp, flat)
-            twinkle.install(model) if who == "ours" else None
-            rows, gradient = told(model, [features(*THREE)])
-            assert [len(row) for row in rows] == [len(row) for row in known[0]]
-            furthest = [float((x - y).abs().max()) for x, y in zip(rows, known[0])]
-            found[who] = {"refused": "", "error": max(far(gradient, known[1]), *furthest)}
-        except Exception as raised:
-            found[who] = {"refused": f"{type(raised).__name__}: {CALLER.sub('', str(raised))}"}
-    return found
+    def run(ours: bool) -> Any:
+        model = built(kind, cp, flat)
+        twinkle.install(model) if ours else None
+        rows, gradient = told(model, [features(*THREE)])
+        assert [len(row) for row in rows] == [len(row) for row in known[0]]
+        return rows, gradient
+
+    found = {who: judged(lambda who=who: run(who == "ours"), known) for who in ("alone", "ours")}
+    return {who: {**one, "refused": CALLER.sub("", one["refused"])} for who, one in found.items()}
 
 
 def on_two_ranks() -> None:
