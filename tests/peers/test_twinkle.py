@@ -190,29 +190,6 @@ def test_positions_of_three_axes():
 # --- flat rows
 
 
-@given(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=3), st.sampled_from([1, 2]))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-def test_documents_are_shared_out_one_by_one(documents, tp):
-    rows, start = [], 1
-    for lengths in documents:
-        rows.append(feature(sum(lengths), start, positions=[i for n in lengths for i in range(n)]))
-        start += sum(lengths)
-    flat = [n for lengths in documents for n in lengths]
-    shards = [processor(grid(tp, 2, rank), padding_free=True)(copy.deepcopy(rows))[0] for rank in (0, 1)]
-    offsets = shards[0]["packed_seq_params"].cu_seqlens_q
-    assert all(shard["input_ids"].shape[1] % tp == 0 for shard in shards)
-    assert len(offsets) == len(flat) + 1, "no document is invented by padding"
-    cp = ContextParallel(2, 0, layout="document_zigzag")
-    ids, labels, positions = (
-        join_shards([shard[key] for shard in shards], cp, cu_seqlens=offsets)
-        for key in ("input_ids", "labels", "position_ids")
-    )
-    real = positions[0] >= 0
-    assert ids[0][real].tolist() == list(range(1, start))
-    assert (labels[0][~real] == -100).all()
-    assert positions[0][real].tolist() == [i for n in flat for i in range(n)]
-
-
 REFUSED = {
     "another padding|disagree": {"attention_mask_2d": [1, 1, 0, 0, 0]},
     "tokens of the": {"attention_mask": [1, 1]},
