@@ -7,15 +7,14 @@ A job is "model setting ours|own". `ours` is one more line of the YAML: our plug
 # ruff: noqa: E402
 import sys
 import traceback
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 import torch
 import transformers.trainer  # noqa: F401  these look for the hardware's libraries before others stand in for them
 import trl.trainer.sft_trainer  # noqa: F401
+from stand_ins import put_module
 from torch.utils._triton import has_triton, has_triton_package
 
 has_triton_package(), has_triton()
@@ -31,24 +30,12 @@ class Anything:
         return args[0] if args and callable(args[0]) else Anything()
 
 
-def stand_in(name, **held):
-    def missing(attribute):
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        return Anything()
-
-    module = ModuleType(name)
-    module.__spec__, module.__path__, module.__getattr__ = ModuleSpec(name, None), [], missing
-    module.__dict__.update(held)
-    sys.modules[name] = module
-
-
 LINEAR = {name: type(name, (torch.nn.Linear,), {}) for name in ("Linear4bit", "Linear8bitLt")}
-stand_in("triton", __version__="3.4.0")
-stand_in("triton.language")
-stand_in("bitsandbytes", __version__="0.50.2")
-stand_in("bitsandbytes.nn", Params4bit=type("Params4bit", (torch.nn.Parameter,), {}), **LINEAR)
-stand_in("bitsandbytes.functional", QuantState=type("QuantState", (), {}))
+put_module("triton", Anything, __version__="3.4.0")
+put_module("triton.language", Anything)
+put_module("bitsandbytes", Anything, __version__="0.50.2")
+put_module("bitsandbytes.nn", Anything, Params4bit=type("Params4bit", (torch.nn.Parameter,), {}), **LINEAR)
+put_module("bitsandbytes.functional", Anything, QuantState=type("QuantState", (), {}))
 
 import yaml
 from axolotl.cli.main import main

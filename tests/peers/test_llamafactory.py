@@ -1,18 +1,15 @@
 """LLaMA-Factory 0.9.5: its trainers from YAML files, and its collators wrapped, on packed rows and with images."""
 
-import sys
-from importlib.machinery import ModuleSpec
 from importlib.metadata import version
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from stand_ins import put_module
 
 NEEDS = ("llamafactory",)
 
-if "torchaudio" not in sys.modules:  # it has no wheel for this torch, and no sound is heard here
-    sys.modules["torchaudio"] = ModuleType("torchaudio")
-    sys.modules["torchaudio"].__spec__ = ModuleSpec("torchaudio", None)
+put_module("torchaudio")  # it has no wheel for this torch, and no sound is heard here
 
 # ruff: noqa: E402
 from cells import Stack, of_job

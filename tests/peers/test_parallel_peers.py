@@ -53,16 +53,6 @@ def batch_of(segments):
     }
 
 
-def segments_of(lengths, cp, side="right"):
-    return Segments.from_lengths(lengths, width=-(-max(lengths) // cp.multiple) * cp.multiple, side=side)
-
-
-def same(ours, theirs):
-    assert list(ours) == list(theirs)
-    for key, value in theirs.items():
-        assert (value is None and ours[key] is None) or torch.equal(ours[key], value), key
-
-
 # --- the split
 
 

@@ -260,11 +260,6 @@ def test_the_fused_forward_packs_its_rows_and_takes_each_sample_alone(vision, de
     assert seen(model)["attention"] == [None, None]
 
 
-def test_recurrent_layers_take_no_packed_rows_and_say_so(verl_npu, verl_ours):
-    with pytest.raises(NotImplementedError, match="packed sequence"):
-        padded(gpt("ga"), jagged(), data_format="thd")
-
-
 # --- sliding windows
 
 
@@ -326,13 +321,6 @@ def test_upstream_vision_rows_ignore_fp8(monkeypatch):
     rows = util.build_vlm_attn_mask_bshd(values, 3, 0)[0]
     assert rows.shape[1] != ids.shape[1], "labels and logits of a vision model have two widths under fp8"
     assert engine.build_vlm_attn_mask_bshd(values, 3, 0, use_fp8_padding=True)[0].shape == ids.shape
-
-
-def test_upstream_an_int_mask_of_ones_picks_the_second_token_of_each_row_in_silence():
-    """So our forwards hand it over as a bool."""
-    ids, keep = torch.tensor([[11, 12, 13]]), torch.tensor([[1, 1, 1]])
-    assert util.preprocess_bshd(ids, keep, keep)[0].tolist() == [[12, 12, 12]]
-    assert util.preprocess_bshd(ids, keep.bool(), keep)[0].tolist() == ids.tolist()
 
 
 def test_uninstall_puts_verls_own_back(verl_npu):
