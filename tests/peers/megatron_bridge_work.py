@@ -17,18 +17,7 @@ import te_stub
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron_world import (
-    DENSE,
-    UNFUSED,
-    TEDotProductAttention,
-    fill,
-    groups,
-    hardware,
-    judged,
-    layers,
-    regroup,
-    rotary_part,
-)
+from megatron_world import DENSE, UNFUSED, TEDotProductAttention, groups, hardware, judged, layers, regroup, rotary_part
 from stand_ins import stand_in
 
 stand_in(modelopt=te_stub.VERSION)
@@ -88,7 +77,13 @@ def model_of(family: str) -> Any:
     provider.finalize()
     torch.manual_seed(0)
     model = provider.provide(pre_process=True, post_process=True)
-    fill(model)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "A_log" in name or "dt_bias" in name:
+                p.uniform_(-1.5, -0.5, generator=draw)
+            else:
+                p.normal_(0.0, 0.2, generator=draw)
     return model
 
 
