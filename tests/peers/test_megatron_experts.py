@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from megatron_world import (
     PAD,
     TEDotProductAttention,
@@ -24,7 +23,7 @@ from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron
 from collate_npu.integrations.megatron import gpt_batch, packed_seq_params
 from collate_npu.masks import dense
-from collate_npu.outputs import per_sequence, shift_labels
+from collate_npu.outputs import per_sequence
 from collate_npu.parallel import ContextParallel, pad_documents
 
 NEEDS = ("megatron",)
@@ -164,20 +163,6 @@ def test_seq_aux_loss_is_of_rows_and_not_of_sequences():
     assert sum(both.values()) == pytest.approx(sum(each) / 2, rel=1e-5)
 
 
-def test_a_later_stage_of_a_pipeline_gets_its_own_part_under_sequence_parallelism(monkeypatch):
-    """There GPTModel does not share the mask out (gpt_model.py:326-329), while tokens arrive shared out."""
-    from megatron.core import parallel_state
-
-    model = build(experts=True)
-    monkeypatch.setattr(model, "pre_process", False)
-    monkeypatch.setattr(model.config, "sequence_parallel", True)
-    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
-    for rank, part in enumerate((slice(0, 4), slice(4, 8))):
-        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
-        inputs, truth = gpt_batch(padded(multiple=8)(ROWS), model)
-        assert torch.equal(inputs["padding_mask"], ~truth.keep[:, part])
-
-
 # --- multi-token prediction
 
 
@@ -230,25 +215,6 @@ def test_a_flat_row_with_padding_behind_each_sequence_equals_samples_alone(thd):
     real = {**inputs, "packed_seq_params": packed_seq_params(truth)}
     assert real["packed_seq_params"].cu_seqlens_q.tolist() == [0, 7, 10, 15]
     assert gap(thd, real, truth) > 1e-2
-
-
-def learned(labels, keep):
-    return torch.where(keep.bool(), labels, -100)
-
-
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.booleans())
-@settings(max_examples=20, deadline=None)
-def test_what_megatron_makes_of_labels_at_each_depth_is_what_shift_labels_says(thd, lengths, padding_free):
-    from megatron.core.transformer.multi_token_prediction import roll_tensor
-
-    rows = samples(*lengths, 6)
-    batch, whole = aligned(rows) if padding_free else (one(rows), None)
-    inputs, truth = gpt_batch(batch, thd, padding_free=padding_free)
-    assert whole is None or truth == whole
-    labels, keep, params = inputs["labels"], inputs["loss_mask"], inputs.get("packed_seq_params")
-    for depth in range(1, DEPTHS + 1):
-        labels, keep = (roll_tensor(x, packed_seq_params=params)[0] for x in (labels, keep))
-        assert torch.equal(learned(labels, keep), shift_labels(batch["labels"], truth, steps=1 + depth))
 
 
 # --- multi-token prediction: refused
