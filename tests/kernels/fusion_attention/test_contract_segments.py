@@ -194,6 +194,13 @@ def test_packed_rows_of_one_length_are_told_apart(lists: Any, reasons: list[str]
     assert [each.partition(": ")[2] for each in got.split("; ")] == reasons
 
 
+def test_rows_may_be_one_sequence_under_a_dense_mask() -> None:
+    ends, masked = [8], dense(Segments.from_lengths([[1, 3, 4]]), polarity="masked")[0, 0]
+    lists = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends}
+    kwargs = SCALE | {"input_layout": "TND", "atten_mask": masked, "sparse_mode": 1, **lists}
+    check_contract(kwargs, **SIZES, segments=Segments.from_lengths([[1, 3], [4]]))
+
+
 def test_what_padding_attends_does_not_matter() -> None:
     """verl's mask on NPU blocks padded rows as well as padded keys."""
     batch = Segments.from_lengths([2, 4])
