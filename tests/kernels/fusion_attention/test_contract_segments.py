@@ -21,6 +21,7 @@ from collate_npu.kernels.fusion_attention import (
     operator_call,
     triangle,
 )
+from collate_npu.masks import dense
 
 SIZES = {"N": HEADS, "Nkv": KEY_HEADS, "D": HEAD_DIM}
 
