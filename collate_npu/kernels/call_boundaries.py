@@ -34,48 +34,6 @@ BLOCKED = -9984
 """An additive mask blocks at or below it (masks.dense_mask)."""
 
 
-def attention_reason(
-    segments: Segments,
-    pattern: Pattern | None,
-    b: int,
-    attended: Attended,
-    places_Q: Tensor | None = None,
-    places_K: Tensor | None = None,
-    attends: Callable[..., Tensor] | None = None,
-) -> str:
-    """Return which real query attends other keys than the pattern says of its own sequence; "" where none does.
-
-    `attended` is of queries and keys at these places, counted from the first token of row b, by default those of the row.
-    Without a pattern only whose tokens are attended is judged. `attends`: `mask_mod` of both, from who judges many blocks.
-    """
-    S, ids = segments.shape[1], segments.ids.reshape(-1)
-    at_Q, at_K = (b * S + (torch.arange(S) if places is None else places) for places in (places_Q, places_K))
-    if attended[0].shape != (len(at_Q), len(at_K)):
-        return f"row {b} has {list(attended[0].shape)} queries and keys, not [{len(at_Q)}, {len(at_K)}]"
-    real_Q = ids[at_Q] != 0
-    at_Q1, (any_QK, all_QK) = at_Q[real_Q, None], (each.cpu()[real_Q] for each in attended)
-    same_QK = (ids[at_Q1] == ids[at_K]) & (at_Q1 // S == at_K // S)
-
-    def first(wrong_QK: Tensor, what: str, verb: str = "attends") -> str:
-        i, j = map(int, wrong_QK.nonzero()[0])
-        (row, q), (other, k) = divmod(int(at_Q1[i]), S), divmod(int(at_K[j]), S)
-        return f"row {row} {what}: query {q} {verb} key {k} of {S}{f' in row {other}' if other != row else ''}"
-
-    for wrong_QK, whom in ((any_QK & (ids[at_K] == 0), "padding"), (any_QK & ~same_QK, "another sequence")):
-        if bool(wrong_QK.any()):
-            return first(wrong_QK, f"attends {whom}")
-    if pattern is None:
-        return ""
-    attends = mask_mod(segments, pattern) if attends is None else attends
-    expected_QK = same_QK & attends(at_Q1 // S, torch.tensor(0), at_Q1 % S, at_K % S)
-    if bool((more_QK := any_QK & ~expected_QK).any()):
-        return first(more_QK, f"attends more than {pattern} attention does")
-    if bool((missing_QK := expected_QK & ~all_QK).any()):
-        heads = "" if bool((missing_QK & ~any_QK).any()) else " in one of its heads"
-        return first(missing_QK, "does not attend all of its sequence", "does not attend") + heads
-    return ""
-
-
 def row_of(keep: Tensor, b: int) -> Attended:
     """Of one row of `[..., H, Q, K]`, True = attends; a mask shared by rows or heads is spread."""
     row = keep[min(b, len(keep) - 1)] if keep.ndim > 3 else keep
@@ -307,6 +265,61 @@ def _ranks_without(own_T: Array, real_T: Array, zero_T: Array) -> Array:
     starts_T = np.maximum.accumulate(np.where(real_T & (own_T == 0), np.arange(len(own_T)), 0))
     ranks_T: Array = own_T - (before_T - before_T[starts_T])
     return ranks_T
+
+
+def attention_reason(
+    segments: Segments,
+    pattern: Pattern | None,
+    b: int,
+    attended: Attended,
+    places_Q: Tensor | None = None,
+    places_K: Tensor | None = None,
+    attends: Callable[..., Tensor] | None = None,
+) -> str:
+    """Return which real query attends other keys than the pattern says of its own sequence; "" where none does.
+
+    `attended` is of queries and keys at these places, counted from the first token of row b, by default those of the row.
+    Without a pattern only whose tokens are attended is judged. `attends`: `mask_mod` of both, from who judges many blocks.
+    """
+    S, ids = segments.shape[1], segments.ids.reshape(-1)
+    at_Q, at_K = (b * S + (torch.arange(S) if places is None else places) for places in (places_Q, places_K))
+    if attended[0].shape != (len(at_Q), len(at_K)):
+        return f"row {b} has {list(attended[0].shape)} queries and keys, not [{len(at_Q)}, {len(at_K)}]"
+    real_Q = ids[at_Q] != 0
+    at_Q1, (any_QK, all_QK) = at_Q[real_Q, None], (each.cpu()[real_Q] for each in attended)
+    expected_QK = any_QK
+    if pattern is not None:
+        expected_QK = _expected(mask_mod(segments, pattern) if attends is None else attends, at_Q1, at_K, S)
+        if torch.equal(any_QK, expected_QK) and (all_QK is any_QK or torch.equal(all_QK, expected_QK)):
+            return ""
+
+    def first(wrong_QK: Tensor, what: str, verb: str = "attends") -> str:
+        i, j = map(int, wrong_QK.nonzero()[0])
+        (row, q), (other, k) = divmod(int(at_Q1[i]), S), divmod(int(at_K[j]), S)
+        return f"row {row} {what}: query {q} {verb} key {k} of {S}{f' in row {other}' if other != row else ''}"
+
+    other_QK = (ids[at_Q1] != ids[at_K]) | (at_Q1 // S != at_K // S)
+    for wrong_QK, what in (
+        (any_QK & (ids[at_K] == 0), "attends padding"),
+        (any_QK & other_QK, "attends another sequence"),
+        (any_QK & ~expected_QK, f"attends more than {pattern} attention does"),
+    ):
+        if bool(wrong_QK.any()):
+            return first(wrong_QK, what)
+    if pattern is None:
+        return ""
+    missing_QK = expected_QK & ~all_QK
+    heads = "" if bool((missing_QK & ~any_QK).any()) else " in one of its heads"
+    return first(missing_QK, "does not attend all of its sequence", "does not attend") + heads
+
+
+def _expected(attends: Callable[..., Tensor], at_Q1: Tensor, at_K: Tensor, S: int) -> Tensor:
+    """bool `[Q, K]`; with one row for all there is nothing to gather."""
+    row_Q1, row_K = at_Q1 // S, at_K // S
+    one_row = bool((row_Q1 == row_K[:1]).all()) and bool((row_K == row_K[:1]).all())
+    row = row_K[:1, None] if one_row else row_Q1
+    attended_QK = attends(row, torch.tensor(0), at_Q1 % S, at_K % S)
+    return attended_QK if one_row else attended_QK & (row_Q1 == row_K)
 
 
 def position_reason(positions_T: Array, segments: Segments, first: int | None) -> str:

@@ -297,11 +297,6 @@ def _kept(call: Call) -> Array | None:
     return np.equal(host_tensor("the mask", value).float().numpy(), 1) if tuple(value.shape) == (call.B, call.T) else None
 
 
-def _dropped(call: Call) -> bool:
-    """True if this release reads a mask of more than one row alone."""
-    return call.B == 1 and call.before(releases.SINGLE_ROW_MASKED)
-
-
 def _alone(call: Call, keep_BT: Array) -> Iterator[Breach]:
     begins_BT = keep_BT & ~np.pad(keep_BT, ((0, 0), (1, 0)))[:, :-1]
     holes, left = _rows(begins_BT.sum(1) > 1), _rows(~keep_BT[:, 0] & keep_BT.any(1))
@@ -311,7 +306,7 @@ def _alone(call: Call, keep_BT: Array) -> Iterator[Breach]:
     if left and (call.is_set("bias") or call.is_set("conv_bias")):
         says = "With a bias, zeroed padding on the left is no longer zero behind the convolution."
         yield call.breach("bias", "attention_mask", left, says, _RIGHT)
-    elif left and _dropped(call):
+    elif left and call.B == 1 and call.before(releases.SINGLE_ROW_MASKED):
         says = f"transformers {call.release('transformers')} reads a mask of more than one row alone."
         yield call.breach("mask-dropped", "attention_mask", left, f"{says} {releases.SINGLE_ROW_MASKED} reads all.", _RIGHT)
 
@@ -412,7 +407,7 @@ def _against_segments(call: Call, segments: Segments) -> Iterator[Breach]:
 def _call_boundaries(call: Call) -> Iterator[CallBoundaries]:
     """The boundaries that the rule reads, the convolution, or both, as far as the operator has them."""
     name, shape, total = call.operator.name, (call.B, call.T), call.B * call.T
-    keep_BT = None if _dropped(call) else _kept(call)
+    keep_BT = _kept(call)
     neutral_T = np.zeros(total, bool) if keep_BT is None else ~keep_BT.reshape(-1)
     rows_T = row_starts(*shape)
     by_numbers_T = by_numbers(call.numbers_BT) if call.numbers_BT.size else rows_T

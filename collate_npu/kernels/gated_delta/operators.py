@@ -330,8 +330,8 @@ def _named(versions: Mapping[str, str]) -> dict[str, str | None]:
         package = str(name).replace("-", "_").lower()
         package, text = _SPELLINGS.get(package, package), str(version or "").strip()
         if package not in NEWEST:
-            rule, remedy = f"The packages are {', '.join(NEWEST)}.", "Write one of them."
-            raise CollateError(explain("versions", repr(name)[:60], rule, remedy))
+            rule, near = f"The packages are {', '.join(NEWEST)}.", get_close_matches(package, NEWEST, 1, 0)
+            raise CollateError(explain("versions", repr(name)[:60], rule, f"Write {near[0]!r}."))
         if text and not (re.search(r"\d", text) or text.lower() in _BRANCHES):
             rule, remedy = "It is a release, a branch or a commit.", f"Pass {dict(NEWEST)}, '' for what is not there."
             raise CollateError(explain(f"versions[{name!r}]", repr(version)[:60], rule, remedy))

@@ -21,6 +21,7 @@ from collate_npu.kernels.fusion_attention import (
     operator_call,
     triangle,
 )
+from collate_npu.masks import dense
 
 SIZES = {"N": HEADS, "Nkv": KEY_HEADS, "D": HEAD_DIM}
 
@@ -192,6 +193,13 @@ def test_packed_rows_of_one_length_are_told_apart(lists: Any, reasons: list[str]
     kwargs = arguments(batch, layout="TND", pattern="bidirectional") | lists
     got = only(batch, kwargs, pattern="bidirectional").got
     assert [each.partition(": ")[2] for each in got.split("; ")] == reasons
+
+
+def test_rows_may_be_one_sequence_under_a_dense_mask() -> None:
+    ends, masked = [8], dense(Segments.from_lengths([[1, 3, 4]]), polarity="masked")[0, 0]
+    lists = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends}
+    kwargs = SCALE | {"input_layout": "TND", "atten_mask": masked, "sparse_mode": 1, **lists}
+    check_contract(kwargs, **SIZES, segments=Segments.from_lengths([[1, 3], [4]]))
 
 
 def test_what_padding_attends_does_not_matter() -> None:

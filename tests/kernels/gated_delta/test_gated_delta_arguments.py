@@ -63,6 +63,7 @@ def test_containers_dtypes_and_that_nothing_is_shared(kernel):
             assert value.is_contiguous()
             value.fill_(99)  # law 12: refilled, it changes no other
     assert plain(gated_delta_kwargs(SHORT, kernel=kernel)) == plain(second)
+    assert isinstance(first.get("cu_seqlens_list", []), list)
     copies = gated_delta_kwargs(SHORT, kernel=kernel, device="meta").items()
     assert all(x.is_meta != name.endswith("_cpu") for name, x in copies if isinstance(x, torch.Tensor))
     tensors = [value for value in second.values() if isinstance(value, torch.Tensor)]
