@@ -52,7 +52,7 @@ class Operator:
     source: str
     kernel: str = "fla"  # the `kernel` of gated_delta_kwargs that makes its arguments
     offsets: tuple[str, ...] = ()  # arguments that hold the boundaries; the first that is given counts
-    form: Literal["offsets", "lengths", "prefix and lengths"] = "offsets"
+    form: Literal["offsets", "offsets or ends", "lengths", "prefix and lengths"] = "offsets"  # ends: without the 0
     numbers: str = ""  # the argument that holds a sequence number for each token
     copies: tuple[str, ...] = ()  # host copies of the offsets
     # Chunk tables, and what a chunk of each is: "rule" (chunk_size), "conv" (64), "cumsum" (2**17 / chunk_size).
@@ -169,10 +169,19 @@ _ROWS = (
         reads=words("cu_seqlens_kv cu_seqlens_kv_padded attention_mask qkv_format total_tokens"), loud=words("last"),
         ranks="head_exchange_zigzag",
     ),
+    Operator(
+        "mindspeed.GatedDeltaNet", "MindSpeed core_r0.16.0 ssm/gated_delta_net.py:592-665, ops/triton/utils.py:73-78",
+        kernel="megatron", offsets=("cu_seqlens_q_padded", "cu_seqlens_q"), form="offsets or ends", masks="ignored",
+        reads=words("cu_seqlens_kv cu_seqlens_kv_padded attention_mask qkv_format total_tokens"), loud=words("last"),
+        ranks="head_exchange_zigzag",
+    ),
 )  # fmt: skip
 OPERATORS: dict[str, Operator] = {row.name: row for row in _ROWS}
 """`fla_npu` is what a whole training chain takes, the intersection of its operators."""
-KERNELS: dict[str, str] = {row.kernel: row.name for row in reversed(_ROWS)} | {"fla_cp": "fla.build_cp_context"}
+KERNELS: dict[str, str] = {row.kernel: row.name for row in reversed(_ROWS)} | {
+    "fla_cp": "fla.build_cp_context",
+    "mindspeed": "mindspeed.GatedDeltaNet",
+}
 """The operator that stands for a kernel of `gated_delta_kwargs`: the first that takes its arguments."""
 
 
@@ -294,8 +303,9 @@ class Call:
     @once
     def offsets(self) -> tuple[int, ...]:
         """The boundaries as offsets, as the operator reads them, right or wrong."""
-        if self.operator.form == "lengths" and self.given:
-            return (0, *accumulate(self.given))
+        ends = self.operator.form == "offsets or ends" and self.given[-1:] == (self.total,) and self.given[0] != 0
+        if ends or (self.operator.form == "lengths" and self.given):
+            return (0, *(self.given if ends else accumulate(self.given)))
         return tuple(accumulate(self.given)) if self.operator.form == "prefix and lengths" else self.given
 
     @once

@@ -248,6 +248,9 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         (thd(0, 6, 12), "ranks", cp("document_zigzag", 12)), (thd(0, 8, 32), "ranks", cp("zigzag", 32)),
         (thd(0, 6, 12, padded_to=(0, 8, 16)), "", cp("document_zigzag", 16)), ({}, "ranks", cp("zigzag", 74) | {"B": 2}),
     ],
+    "mindspeed.GatedDeltaNet": [
+        (thd(0, 3, 73), ""), (thd(3, 73), ""), (thd(0, 3, 3, 73), "empty"), (thd(3, 80), "first"),
+    ],
 }  # fmt: skip
 LOUD: dict[str, list[tuple[Any, ...]]] = {
     # refused by the host code itself, each where its source says: left to it
