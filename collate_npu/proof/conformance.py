@@ -179,7 +179,7 @@ Draw = Callable[[int], Sample]
 """Another sample of a length."""
 
 
-def measured(ask: Ask, samples: Sequence[Sample], own: list[Tensor], behind: list[list[Tensor]], draw: Draw) -> Scale:
+def _scale_of(ask: Ask, samples: Sequence[Sample], own: list[Tensor], behind: list[list[Tensor]], draw: Draw) -> Scale:
     """The scale, from samples whose answers alone are `own`, float64 `[L - 1]` each, and with tokens behind them `behind`.
 
     Raises `CollateError` where a right answer could not be told from a wrong one, or is none.
@@ -188,9 +188,9 @@ def measured(ask: Ask, samples: Sequence[Sample], own: list[Tensor], behind: lis
         got = "what is not a number for a sample alone"
         raise CollateError(explain("run", got, "Batches are held against it.", "Mend that first."))
     short = [n for n, ids in enumerate(samples) if len(ids) < 48]  # in a long sample the past is far away
-    later = alone(ask, [draw(_BEFORE) + samples[n] for n in short])
+    later = _each_alone(ask, [draw(_BEFORE) + samples[n] for n in short])
     lost = difference([x[_BEFORE:] for x in later], [own[n] for n in short])
-    again = alone(ask, samples[::-1])[::-1]
+    again = _each_alone(ask, samples[::-1])[::-1]
     if not difference(again, own) <= lost / (MARGIN * TIMES):
         got = f"other numbers, asked twice for the same sample alone (relative difference {difference(again, own):.1e})"
         raise CollateError(explain("run", got, "Equal questions have equal answers.", "Switch dropout off."))
@@ -222,13 +222,13 @@ def _scale(equal: Sequence[list[Tensor]], own: list[Tensor], lost: float) -> Sca
 
 def _check_next(ask: Ask, samples: Iterable[Sample], own: Iterable[Tensor], draw: Draw, bound: float) -> None:
     """Refuse numbers that are not those of the tokens from the second on: another last token changes the last one."""
-    ended = alone(ask, [[*ids[:-1], *draw(1)] for ids in samples])
+    ended = _each_alone(ask, [[*ids[:-1], *draw(1)] for ids in samples])
     if all(abs(float(x[-1] - y[-1])) <= bound for x, y in zip(ended, own)):
         got = "last log-probabilities that do not depend on the last tokens"
         raise CollateError(explain("run", got, RULE, "Take log_softmax(logits[:-1]) at ids[1:]."))
 
 
-def alone(ask: Ask, samples: Iterable[Sample]) -> list[Tensor]:
+def _each_alone(ask: Ask, samples: Iterable[Sample]) -> list[Tensor]:
     """The answer to each sample by itself."""
     return [ask("alone", [ids])[0] for ids in samples]
 
@@ -358,13 +358,13 @@ def conformance(
     known = {tuple(ids): ask("alone", [ids])[0] for samples in batches.values() for ids in samples}
     probes = batches["ragged"] + batches["chunk edges"][:4]
     own = [known[tuple(ids)] for ids in probes]
-    longer = {f"{n} behind": alone(ask, [ids + draw(n) for ids in probes]) for n in _BEHIND}
+    longer = {f"{n} behind": _each_alone(ask, [ids + draw(n) for ids in probes]) for n in _BEHIND}
     behind = {name: [x[: len(y)] for x, y in zip(found, own)] for name, found in longer.items()}
-    scale = measured(ask, probes, own, [*behind.values()], draw)
+    scale = _scale_of(ask, probes, own, [*behind.values()], draw)
     verdicts = [_judged(first, name, found, own, scale, lambda *_: _AHEAD) for name, found in behind.items()]
     for layout, way in ways.items():
         if layout != first:
-            verdicts.append(_judged(layout, "alone", alone(way, probes), own, scale, meaning))
+            verdicts.append(_judged(layout, "alone", _each_alone(way, probes), own, scale, meaning))
         for name, samples in batches.items():
             said = partial(meaning, holding=[pad_token_id in ids for ids in samples])
             wanted = [known[tuple(ids)] for ids in samples]

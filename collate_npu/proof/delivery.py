@@ -32,7 +32,7 @@ from collate_npu.keys import KEYS, of_kind
 from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
-from collate_npu.proof.forward import Forward, among, block, case_of, crosses, few, holds, listed, short
+from collate_npu.proof.forward import Forward, among, block, case_of, crosses, few, holds, listed, plain_name
 from collate_npu.proof.measure import (
     OF_THE_LOSS,
     apart,
@@ -351,7 +351,7 @@ class _Leaks:
                 if others_T is not None and module is not self.model:
                     held.callback(module.register_forward_hook(self._replacing(others_T), with_kwargs=True).remove)
                 if sketched:
-                    held.callback(module.register_forward_hook(self._sketching(short(name)), with_kwargs=True).remove)
+                    held.callback(module.register_forward_hook(self._sketching(plain_name(name)), with_kwargs=True).remove)
             for key, x in self.batch.items():  # states in the place of tokens
                 states = getattr(x, "ndim", 0) == 3 and x.shape[:2] == self.case.segments.shape and x.is_floating_point()
                 if states and others_T is not None:

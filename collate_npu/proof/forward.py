@@ -241,7 +241,7 @@ class Forward:
         held = {id(module) for module in named.values()}
         inner = {n: each for n, each in named.items() if not any(id(m) in held and m is not each for m in each.modules())}
         blocks = {n: each for n, each in _blocks(self.root).items() if not among(n, inner)}
-        return {short(name): module for name, module in (inner | blocks).items()}
+        return {plain_name(name): module for name, module in (inner | blocks).items()}
 
     def layers_without_kernels(self) -> list[str]:
         """Those in which no known kernel ran, or a convolution and no rule behind it."""
@@ -344,7 +344,7 @@ def crosses(name: str) -> bool:
     return bool(_CROSS.search(name.lower()))
 
 
-def short(name: str) -> str:
+def plain_name(name: str) -> str:
     """A module's name without those of wrappers around it."""
     return _WRAPPERS.sub("", name).lstrip(".") or "(model)"
 

@@ -129,7 +129,7 @@ def expected(problem: Problem, truth: Truth, dtype: torch.dtype) -> Expected:
     found = {name: x.double() for name, x in rounded.items()}
     with torch.enable_grad():  # whoever asks
         (out, gradients), (exact, exacts) = (_each_alone(problem, truth, x) for x in (found, _summed(drawn)))
-    noise = apart(truth.segments, {"out": out, **gradients}, {"out": exact, **exacts})
+    noise = token_errors(truth.segments, {"out": out, **gradients}, {"out": exact, **exacts})
     return Expected(weights_of(out), out, gradients, noise)
 
 
@@ -165,7 +165,7 @@ def _each_alone(problem: Problem, truth: Truth, inputs: Inputs) -> tuple[Tensor,
     return out.detach(), {name: x.grad for name, x in leaves.items() if x.grad is not None}
 
 
-def apart(segments: Segments, mine: Inputs, theirs: Inputs) -> dict[str, float]:
+def token_errors(segments: Segments, mine: Inputs, theirs: Inputs) -> dict[str, float]:
     """The error of each: of the worst real token over the size of an average one, of shared inputs as a whole.
 
     One wrong token counts whole, however many are right. Where the right one is zero throughout, the size is that of the
@@ -440,7 +440,7 @@ State = Literal["right", "wrong", "refused", "raised", "cannot tell", "would run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One call of an operator, or why there is none. Errors as in `apart`; None where not measured."""
+    """One call of an operator, or why there is none. Errors as in `token_errors`; None where not measured."""
 
     operator: str
     state: State
@@ -578,7 +578,7 @@ def _rounded_to(dtype: torch.dtype, device: str) -> torch.dtype:
 
 def _judged(run: Run, truth: Truth, known: Expected, found: Inputs, passes: Mapping[str, float]) -> Run:
     right = {"out": known.out, **known.gradients}
-    errors = apart(truth.segments, found, {name: right[name] for name in found})
+    errors = token_errors(truth.segments, found, {name: right[name] for name in found})
     astray = [name for name in found if not errors[name] <= passes[name]]
     spoilt = [name for name in {*found} - SHARED - {"out"} if not bool(torch.isfinite(found[name]).all())]
     said = [f"{', '.join(astray)} of real tokens"] if astray else []

@@ -31,7 +31,7 @@ from collate_npu.consumers.mask_routing import Case
 from collate_npu.errors import CollateError
 from collate_npu.kernels.call_boundaries import zeros_of
 from collate_npu.kernels.check import call_breaches, knows, named
-from collate_npu.proof.forward import Fault, Forward, Seen, is_layer, short
+from collate_npu.proof.forward import Fault, Forward, Seen, is_layer, plain_name
 from collate_npu.proof.known_kernels import DEFINED_IN, KERNELS, MODULES, POSITIONAL, UnreadError
 
 
@@ -266,7 +266,7 @@ class Recorder:
         held = weakref.ref(root)
         for name, module in root.named_modules():
             if id(module) not in self._names or name == "" or self.root_of(module) is None:
-                self._names[id(module)] = held, short(name)
+                self._names[id(module)] = held, plain_name(name)
         self.models.add(type(root).__name__)
         WRAPS.look_at(root)
 

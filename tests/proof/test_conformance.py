@@ -305,6 +305,7 @@ def test_forms_of_answers_are_read(form):
         (lambda found: [torch.cat([x[:1], x]) for x in found], r"float64 \[9\], not \[8\].*the first token"),
         (lambda found: [[None, *x.tolist()] for x in found], "sample 0: got values of type"),
         (lambda found: [x[:, None].expand(-1, 9) for x in found], r"float64 \[8, 9\], not \[8\]"),
+        (lambda found: [x.index_fill(0, torch.tensor(0), 0.6) for x in found], "values up to 0.6.*at most 0"),
         (lambda found: [x.exp() for x in found], "row 0: got values up to .*at most 0"),
     ],
 )

@@ -26,10 +26,10 @@ from collate_npu.proof.kernel_runs import (
     SCAN,
     TRUTHS,
     D,
-    apart,
     expected,
     of_kernel,
     runs,
+    token_errors,
 )
 from collate_npu.proof.measure import FLOOR, MARGIN, TIMES
 
@@ -363,7 +363,7 @@ def test_attention_alone_is_attention_under_the_dense_mask(truth):
     scores = (x["q"].transpose(1, 2) @ k.transpose(2, 3) * D**-0.5).masked_fill(~keep, -torch.inf)
     out = (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2)
     found = expected(ATTENTION, truth, torch.float64)
-    assert apart(truth.segments, {"out": out}, {"out": found.out})["out"] < 1e-12
+    assert token_errors(truth.segments, {"out": out}, {"out": found.out})["out"] < 1e-12
 
 
 @pytest.mark.parametrize("problem", [ATTENTION, RULE_ALONE, KDA, CONVOLUTION, SCAN], ids=lambda problem: problem.name)
@@ -382,21 +382,24 @@ def test_one_wrong_token_counts_whole_and_what_is_no_number_stays_none():
     right = torch.ones(*truth.segments.shape, 4)
     wrong = right.clone()
     wrong[0, 65] = 0
-    assert apart(truth.segments, {"x": wrong}, {"x": right}) == {"x": 1.0}
+    assert token_errors(truth.segments, {"x": wrong}, {"x": right}) == {"x": 1.0}
     wrong[0, 65], wrong[0, 139] = torch.nan, 1.0
-    assert apart(truth.segments, {"x": wrong}, {"x": right})["x"] != 1.0
+    assert token_errors(truth.segments, {"x": wrong}, {"x": right})["x"] != 1.0
     wrong[0, 65], wrong[0, 139] = 1.0, torch.nan  # padding
-    assert apart(truth.segments, {"x": wrong}, {"x": right}) == {"x": 0.0}
+    assert token_errors(truth.segments, {"x": wrong}, {"x": right}) == {"x": 0.0}
 
 
 def test_an_input_that_all_tokens_share_is_one_whole():
     segments, weight = TRUTH["one token"].segments, torch.ones(4, 4)
-    assert apart(segments, {"weight": weight * torch.tensor([[0], [1], [1], [1]])}, {"weight": weight}) == {"weight": 0.5}
+    assert token_errors(segments, {"weight": weight * torch.tensor([[0], [1], [1], [1]])}, {"weight": weight}) == {
+        "weight": 0.5
+    }
 
 
 def test_where_the_right_one_is_zero_the_others_say_what_is_small():
     truth, x = TRUTH["one token"], torch.ones(1, 1, 4)
-    assert apart(truth.segments, {"q": x * 1e-6, "v": x}, {"q": x * 0, "v": x}) == pytest.approx({"q": 1e-6, "v": 0.0})
+    found = token_errors(truth.segments, {"q": x * 1e-6, "v": x}, {"q": x * 0, "v": x})
+    assert found == pytest.approx({"q": 1e-6, "v": 0.0})
 
 
 def test_each_channel_of_kda_decays_by_itself():

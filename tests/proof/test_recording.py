@@ -57,11 +57,11 @@ class DeltaLayer(nn.Module):
 class Mixing(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.layer = nn.Embedding(9, 4), DeltaLayer()
+        self.embed, self.layer, self.outside = nn.Embedding(9, 4), DeltaLayer(), nn.Conv1d(4, 4, 1, groups=4)
 
     def forward(self, input_ids):
         out = self.layer(self.embed(input_ids).mT)
-        torch.conv1d(out, torch.ones(4, 1, 1), groups=4)  # not in a layer
+        torch.conv1d(self.outside(out), torch.ones(4, 1, 1), groups=4)  # not in a layer
         return out
 
 

@@ -99,6 +99,15 @@ def test_the_window_of_a_layer_behind_those_listed_is_not_known(kinds, window, w
     assert len(seen.faults) == wrong
 
 
+def test_the_window_of_layers_that_a_config_calls_local_is_not_known():
+    """GPT-Neo's `attention_layers`."""
+    model = Model({2: {"window": (2, 0)}})
+    model.config = SimpleNamespace(attention_layers=["global", "local"])
+    with watch(say=False) as seen, torch.no_grad():
+        _run(model)
+    assert seen.faults == []
+
+
 @pytest.mark.parametrize(("length", "wrong"), [(1, 0), (2, 1)])
 def test_where_each_token_is_alone_nothing_stands_ahead(length, wrong):
     with watch(say=False) as seen, torch.no_grad():
