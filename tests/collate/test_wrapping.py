@@ -346,6 +346,3 @@ def test_a_flat_row_in_another_order_is_told_by_its_own_keys(offsets):
             wrap_collator(turned)(samples(3, 5))
     one = wrap_collator(lambda features: flat(features[::-1]) | {"position_ids": torch.arange(8)[None]})
     assert one(samples(3, 5))["seq_lens"].tolist() == [8]
-
-
-# --- the layout, which the inner collator decides
