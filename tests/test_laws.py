@@ -5,7 +5,6 @@ Legend: B rows, S width, H heads.
 """
 
 import itertools
-import multiprocessing
 import pickle
 from collections import defaultdict
 from dataclasses import replace
@@ -19,7 +18,6 @@ import torch
 from hypothesis import assume, given, settings, strategies as st
 from live_bytes import peak_bytes
 from strategies import laid_out
-from torch.utils.data import DataLoader
 
 from collate_npu import (
     BatchAdapter,
@@ -370,17 +368,6 @@ def test_law_5_alignment_of_a_flat_row_changes_no_route(segments, consumer, need
 # --- law 6: collators travel to workers and give the same there
 
 
-class Ragged(torch.utils.data.Dataset):
-    """Samples of one to nine tokens, always the same."""
-
-    def __len__(self):
-        return 400
-
-    def __getitem__(self, n):
-        ids = list(range(n, n + 1 + n * 7 % 9))
-        return {"input_ids": ids, "labels": ids, "loss_scale": [i / 2 for i in ids]}
-
-
 def naive_collator(features):
     """As many write it: right padding, a mask beside it."""
     width = max(len(feature["input_ids"]) for feature in features)
@@ -424,25 +411,6 @@ def equal_batches(one, other):
 def test_law_6_a_pickled_collator_gives_the_same_batch(features):
     for collator in COLLATORS.values():
         equal_batches(pickle.loads(pickle.dumps(collator))(features), collator(features))
-
-
-def by_each(collators, features):
-    """One batch of each collator, which travel to the worker as arguments, pickled."""
-    return {name: collator(features) for name, collator in collators.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_law_6_workers_give_the_batches_of_the_main_process(method):
-    if method not in multiprocessing.get_all_start_methods():
-        pytest.skip(f"no {method} here")
-    settings = {"batch_size": 2, "collate_fn": partial(by_each, COLLATORS)}
-    here = list(DataLoader(Ragged(), num_workers=0, **settings))
-    there = list(DataLoader(Ragged(), num_workers=2, multiprocessing_context=method, **settings))
-    assert len(here) == len(there) == 200
-    for one, other in zip(here, there):
-        for name in COLLATORS:
-            equal_batches(one[name], other[name])
 
 
 # --- law 8: nothing of S * S exists unless it was asked for

@@ -234,6 +234,15 @@ def test_two_that_differ_are_refused(name, one, other):
             BESIDE[name](segments, other)
 
 
+@given(PARTED, st.sampled_from(["lists", "arrays"]))
+def test_lists_and_arrays_are_moved_as_tensors_are(lengths, kind):
+    tensors = batch("cu_seqlens", Segments.from_lengths([lengths]).cu_seqlens, mine=IDS * 2, names=["a"], max_length_q=S)
+    other = {k: (v.tolist() if kind == "lists" else v.numpy()) if torch.is_tensor(v) else v for k, v in tensors.items()}
+    for made in (lambda keys: pad_documents(keys, multiple=6)[0], lambda keys: split_batch(keys, CP)):
+        ours, theirs = made(other), made(tensors)
+        assert all(np.array_equal(ours[key], theirs[key]) for key in tensors)
+
+
 @pytest.mark.parametrize(
     ("ends", "more", "real"),
     [

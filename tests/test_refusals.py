@@ -11,23 +11,14 @@ import pytest
 import torch
 from house import FILES, PACKAGE, module_of, room_of, tree_of
 from refusals import (
-    CP,
     DOOR,
     FLAT,
     FLAT_ROWS,
     FOLLOWED,
-    HYBRID,
-    LEFT,
-    ONE_ROW,
-    PACKED,
     PADDED_ROWS,
     READERS,
-    RIGHT,
     ROUTES,
-    SIX,
     THREE_FIVE,
-    TURNED,
-    WINDOW,
     WORDED,
     adapted,
     bare,
@@ -37,9 +28,8 @@ from refusals import (
     shape,
 )
 
-from collate_npu import CollateError, split_batch
+from collate_npu import CollateError
 from collate_npu.errors import explain, explain_rows, shape_of, short
-from collate_npu.masks import dense
 
 pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
 
@@ -156,27 +146,6 @@ def test_every_section_of_what_is_refused_here_is_named_by_an_error():
     text = (PACKAGE / "guide" / "errors.md").read_text(encoding="utf-8")
     refused = text.partition("## Refused here")[2].partition("\n## ")[0]
     assert set(re.findall(r'<a id="([\w-]+)">', refused)) <= {name for _, name in pointers()}
-
-
-@pytest.mark.parametrize(
-    ("cause", "section"),
-    [
-        (lambda: find(LEFT), "padding-unknown"),
-        (lambda: find(FLAT, padding_free=True), "flat-row"),
-        (lambda: find(LEFT, **TURNED), "inverted-mask"),
-        (lambda: find(LEFT, **ONE_ROW), "polarity"),
-        (lambda: find(FLAT, cu_seqlens=FLAT.cu_seqlens, seq_lens=[4, 4]), "sources-disagree"),
-        (lambda: find(LEFT, **WINDOW), "mask-pattern"),
-        (lambda: adapted(PACKED, HYBRID), "packed-recurrent"),
-        (lambda: adapted(LEFT, consumer="mindspeed"), "causal-kernel"),
-        (lambda: adapted(LEFT, consumer="vllm"), "consumer"),
-        (lambda: dense(RIGHT, max_mask_bytes=8), "mask-memory"),
-        (lambda: split_batch({"input_ids": torch.ones(1, 6)}, CP, segments=SIX), "shard-width"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_an_error_ends_with_the_command_that_explains_it(cause, section):
-    assert str(said(cause)).splitlines()[-1] == f"More: collate-npu guide errors#{section}"
 
 
 def test_every_error_of_the_core_is_explained():

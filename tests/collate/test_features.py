@@ -113,6 +113,12 @@ def test_the_dtype_of_a_key(key, row, found, dtype):
     assert (batch[key].tolist(), batch[key].dtype, batch[key].requires_grad) == ([found], dtype, False)
 
 
+def test_samples_may_hold_their_rows_each_in_another_way():
+    rows = [[1.5], np.array([2.5]), torch.tensor([3.5]), (4,)]
+    found = collate([{"input_ids": [1], "mine": row} for row in rows], **OURS)["mine"]
+    assert (found.tolist(), found.dtype) == ([[1.5], [2.5], [3.5], [4.0]], torch.float32)
+
+
 # --- refusals
 
 

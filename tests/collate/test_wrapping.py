@@ -145,6 +145,16 @@ def test_samples_of_one_row_come_as_a_list(keys, side):
     assert batch["attention_mask"].sum(1).tolist() == [5, 4]
 
 
+def test_a_mask_that_loses_a_nested_sample_is_refused():
+    def losing(features):
+        batch = packing("attention_mask")(features)
+        return batch | {"attention_mask": batch["attention_mask"].masked_fill(batch["input_ids"] == 5, 0)}
+
+    [row] = [b for b, ids in enumerate(packing()(NESTED)["input_ids"].tolist()) if 5 in ids]
+    with pytest.raises(CollateError, match=f"1 bad row.\n  row {row}: .*\n.*disagrees with the samples"):
+        wrap_collator(losing)(NESTED)
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("keys", [(), ("attention_mask",)])
 def test_padding_free_makes_a_flat_row_of_packed_rows(keys, side):
@@ -346,6 +356,3 @@ def test_a_flat_row_in_another_order_is_told_by_its_own_keys(offsets):
             wrap_collator(turned)(samples(3, 5))
     one = wrap_collator(lambda features: flat(features[::-1]) | {"position_ids": torch.arange(8)[None]})
     assert one(samples(3, 5))["seq_lens"].tolist() == [8]
-
-
-# --- the layout, which the inner collator decides

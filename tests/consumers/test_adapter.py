@@ -220,6 +220,14 @@ def test_a_flat_row_gets_every_offset_that_did_not_arrive(told):
     assert kimi["cu_seqlens"] is not kimi["cu_seq_lens_q"]
 
 
+def test_offsets_that_are_made_of_others_are_the_physical_ones():
+    apart = Segments([[1, 1, 1, 0, 2, 2, 0, 0]])
+    flash = SimpleNamespace(layer_types=["full_attention"], _attn_implementation="flash_attention_2", model_type="llama")
+    told = {"cu_seqlens": apart.cu_seqlens, "cu_seqlens_padded": torch.tensor([0, 4, 8], dtype=torch.int32)}
+    out = BatchAdapter(flash, consumer="transformers", padding_free=True)(batch_of(apart, **told))
+    assert out["cu_seq_lens_q"].tolist() == out["cu_seq_lens_k"].tolist() == [0, 4, 8]
+
+
 def test_offsets_that_kernels_know_otherwise_go_no_further():
     one, told = Segments.from_lengths([[8]]), {"cu_seq_lens_q", "seq_idx"}
     for segments, unread, left in ((FLAT, "scan", told), (one, "scan", set()), (one, "", told)):

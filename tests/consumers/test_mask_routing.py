@@ -253,11 +253,7 @@ def said(monkeypatch):
     return found
 
 
-TWO_TOKENS, RIGHT_13, LEFT_13 = (
-    Segments.from_lengths([2]),
-    Segments.from_lengths([1, 3]),
-    Segments.from_lengths([1, 3], side="left"),
-)
+RIGHT_13 = Segments.from_lengths([1, 3])
 
 
 def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said):

@@ -18,7 +18,7 @@ from collate_npu.kernels.fusion_attention import contract_breaches, triangle
 
 HEADS, D = 2, 8
 RIGHT, LEFT = Segments.from_lengths([3, 8], 8), Segments.from_lengths([3, 8], 8, side="left")
-PACKED, FLAT = Segments.from_lengths([[3, 5], [4]]), Segments.from_lengths([[3, 5]])
+PACKED = Segments.from_lengths([[3, 5], [4]])
 
 
 @pytest.mark.parametrize(

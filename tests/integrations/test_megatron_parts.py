@@ -16,7 +16,7 @@ from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.twinkle import Stages
 from collate_npu.keys import KEEP_KEY
 
-RIGHT, LEFT = (Segments.from_lengths([2, 3], side=side) for side in ("right", "left"))
+LEFT = Segments.from_lengths([2, 3], side="left")
 BATCH = {"input_ids": torch.ones(2, 3).long(), "attention_mask": LEFT.keep.long()}
 
 
@@ -81,9 +81,6 @@ def test_every_sequence_that_ranks_cannot_share_out_is_named(monkeypatch):
     assert megatron.packed_seq_params(row, context_parallel=ContextParallel(1, 0)).cu_seqlens_q.tolist() == [0, 4, 5, 7]
     with pytest.raises(CollateError, match=r"(?s)2 bad rows.*row 1: got 1 places.*row 2: got 2 places"):
         megatron.packed_seq_params(row, context_parallel=ContextParallel(2, 0).for_documents())
-
-
-# --- mcore-bridge
 
 
 # --- ms-swift

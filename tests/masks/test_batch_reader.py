@@ -200,16 +200,6 @@ def test_a_source_of_another_shape_than_the_tokens_raises(shape, key):
 # --- positions (seam A3)
 
 
-@pytest.mark.parametrize(
-    "positions", [[0, 1, 2, 2, 2, 3, 4], [0] * 7, [2, 3, 4, 2, 3, 4, 5], [0, 1, 2, 3, 1, 2, 3]], ids=str
-)
-def test_positions_that_do_not_restart_say_nothing(positions):
-    batch = {"input_ids": torch.arange(7)[None], "position_ids": torch.tensor([positions])}
-    assert not segments_from_batch({**batch, "attention_mask": torch.ones(1, 7, dtype=torch.int64)}).packed
-    packed = torch.tensor([[1, 1, 1, 2, 2, 2, 2]])
-    assert segments_from_batch({**batch, "segment_ids": packed}) == Segments(packed)
-
-
 # --- 2D masks: additive, declared, turned around (seams A4, A5)
 
 

@@ -56,9 +56,6 @@ def test_each_rank_gets_its_own_tokens(case, B):
         assert torch.equal(shard[key], whole.index_select(1, rows)) if key in PER_TOKEN else shard[key] is whole, key
 
 
-# --- the 2D mask and its scope --------------------------------------------------------------------------------------------
-
-
 # --- dense masks ----------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from judging import adapt, judge, wrap
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ROWS = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
 PACKS = np.array([[1, 1, 2, 2, 0], [1, 2, 2, 3, 3]])
-RIGHT, HOLE, FULL = np.array([[1, 1, 1, 0, 0], [1] * 5]), np.array([[1, 1, 0, 1, 1]]), np.array([[1, 1, 2, 2]])
+FULL = np.array([[1, 1, 2, 2]])
 NEUTRAL = partial(wrap, with_2d=True)
 TRANSFORMERS = partial(adapt, consumer="transformers")
 
@@ -81,6 +81,3 @@ ANSWERS = [
 @pytest.mark.parametrize(("said", "out", "batch", "entry"), ANSWERS, ids=range(len(ANSWERS)))
 def test_a_wrong_answer_is_seen_and_a_right_one_passes(said, out, batch, entry):
     assert verdict(out, batch, entry) == said
-
-
-# --- where a refusal is honest
