@@ -77,9 +77,8 @@ def test_positions_that_count_places_are_counted_again_and_your_own_are_kept(giv
 
 
 def test_recurrent_layers_that_leave_padding_out_take_no_packed_rows():
-    mcore_bridge.refuse_unmaskable(LEFT)
     with pytest.raises(UnsupportedFormError, match="A recurrent layer carries its state"):
-        mcore_bridge.refuse_unmaskable(PACKED)
+        mcore_bridge.check_padding(PACKED, "megatron", recurrent=True, model_type=None)
 
 
 @pytest.mark.parametrize(
