@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from collate_npu import CollateError, ContextParallel, Segments
+from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron, swift, torchtitan
 from collate_npu.integrations.context_parallel import ready_batch
 from collate_npu.integrations.megatron import mcore_bridge
@@ -72,6 +73,11 @@ def test_positions_that_count_places_are_counted_again_and_your_own_are_kept(giv
     batch = {**BATCH, "position_ids": torch.tensor(given)}
     inputs, _ = megatron.gpt_batch(batch, local(), context_parallel=ContextParallel(1, 0))
     assert inputs["position_ids"].tolist() == handed_on
+
+
+def test_recurrent_layers_that_leave_padding_out_take_no_packed_rows():
+    with pytest.raises(UnsupportedFormError, match="A recurrent layer carries its state"):
+        mcore_bridge.check_padding(Segments.from_lengths([[2, 3]]), "megatron", recurrent=True, model_type=None)
 
 
 def test_every_sequence_that_ranks_cannot_share_out_is_named(monkeypatch):

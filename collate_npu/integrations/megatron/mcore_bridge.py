@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collate_npu.consumers.mask_routing import HOLES_RECURRENT, PACKED_RECURRENT, Case, Model, consumer_named
+from collate_npu.consumers.mask_routing import Case, Model, consumer_named
 from collate_npu.consumers.megatron import refuse_unread_padding
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.integrations import patching
@@ -69,19 +69,11 @@ def masks_padding(mcore_model_type: str | None) -> bool:
     return mcore_model_type in ("qwen3_next", "qwen3_5") and patching.in_place(_layer_forward)
 
 
-def refuse_unmaskable(segments: Segments) -> None:
-    """Raise where no zeroed input helps a recurrent layer: several sequences in a row, or padding inside one."""
-    case = Case(segments=segments, model=Model(needs_mask_2d=True))
-    for refusal in (PACKED_RECURRENT, HOLES_RECURRENT):
-        if why := refusal.when(case):
-            raise UnsupportedFormError(explain(KEEP_KEY, repr(segments), refusal.rule.format(why=why), refusal.remedy))
-
-
 def check_padding(segments: Segments, kernel: str, *, recurrent: bool, model_type: str | None) -> None:
     """Raise where this attention kernel, or the recurrent layers of such a model of mcore-bridge's, would compute these rows
-    wrong. Another model's (`model_type` None) read no padding."""
-    if recurrent:
-        refuse_unmaskable(segments)
+    wrong. No zeroed input helps those with several sequences in a row, or padding inside one; another model's (`model_type`
+    None) read no padding."""
+    consumer_named("megatron").route(Case(segments=segments, model=Model(needs_mask_2d=recurrent)))
     refuse_unread_padding(segments, kernel, recurrent=recurrent and not masks_padding(model_type))
 
 
