@@ -99,6 +99,8 @@ def biased():
 def test_the_bias_of_experts_counts_real_tokens(biased):
     routers = [module for name, module in biased.named_modules() if name.endswith("router")]
     counts = {}
+    with pytest.raises(UnsupportedFormError, match=r"issue 6111.*collate_npu\.integrations\.megatron\.install\(\)"):
+        gpt_batch(padded("left")(ROWS), biased)
     megatron.install()
     with torch.compiler.set_stance("force_eager"):
         for multiple in (1, 16):
@@ -107,8 +109,11 @@ def test_the_bias_of_experts_counts_real_tokens(biased):
             counts[multiple] = torch.stack([router.local_tokens_per_expert.clone() for router in routers])
             [router.local_tokens_per_expert.zero_() for router in routers]
         megatron.uninstall()
+        inputs, truth = gpt_batch(padded()(FULL), biased)
+        assert "padding_mask" not in inputs  # the router would stop at it
+        biased(**inputs)
         with pytest.raises(RuntimeError, match="must match"):  # upstream
-            biased(**gpt_batch(padded()(FULL), biased)[0])
+            biased(**inputs, padding_mask=~truth.keep)
     assert torch.equal(counts[1], counts[16])
     assert counts[1].sum(1).tolist() == [15 * 2, 15 * 2]
 

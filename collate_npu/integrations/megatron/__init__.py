@@ -298,7 +298,20 @@ def router_padding_mask(segments: Segments, model: Any) -> Tensor | None:
         raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, remedy))
     if "seq_aux_loss" in kinds and (segments.packed or len(set(segments.lengths)) > 1):
         _warn_of_rows()
-    return None if "quantile_balancing" in kinds else ~segments.keep
+    if (stops := _stops_at_mask(model)) and segments.padding_side != "none":
+        rule = "Megatron's router with moe_router_enable_expert_bias=True stops at a padding mask (Megatron-LM issue 6111)."
+        raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, f"Call {__name__}.install() once."))
+    return None if stops or "quantile_balancing" in kinds else ~segments.keep
+
+
+def _stops_at_mask(model: Any) -> bool:
+    """True if Megatron's own function counts the expert bias of a router. mcore-bridge brings a mended one."""
+    if not getattr(config_of(model), "moe_router_enable_expert_bias", False) or patching.in_place(real_tokens_alone):
+        return False
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    routers = (type(module) for module in unwrap(model).modules() if isinstance(module, TopKRouter))
+    return any(kind._apply_expert_bias is TopKRouter._apply_expert_bias for kind in routers)
 
 
 def counts_tokens(config: Any) -> bool:
