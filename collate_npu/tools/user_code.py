@@ -7,6 +7,7 @@ refused with its file and line.
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -134,10 +135,19 @@ def theirs(where: str, spec: str, rule: str, remedy: str) -> Iterator[None]:
     folders = [str(Path(place).resolve().parent)] * place.endswith(".py") + [str(Path.cwd())]
     added = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
     sys.path += added
+    end, process = os._exit, os.getpid()
+
+    def raise_here(status: int) -> None:  # a process of its own may end; this one has a verdict to give
+        if os.getpid() != process:
+            end(status)
+        raise SystemExit(f"os._exit({status})")
+
+    os._exit = raise_here  # type: ignore[assignment]
     try:
         with refused(where, spec, rule, remedy, folders=folders):
             yield
     finally:
+        os._exit = end
         sys.path[:] = [entry for entry in sys.path if entry not in added]
 
 

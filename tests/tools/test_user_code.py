@@ -12,7 +12,7 @@ from collate_npu.tools.user_code import named, theirs
 def here(tmp_path, monkeypatch):
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "mine.py").write_text("import near_by\nclass Held:\n    run = near_by.run\n", encoding="utf-8")
-    (tmp_path / "inner" / "near_by.py").write_text("def run(): raise SystemExit(3)\nvalue = 1\n", encoding="utf-8")
+    (tmp_path / "inner" / "near_by.py").write_text("def run(): import os; os._exit(3)\nvalue = 1\n", encoding="utf-8")
     (tmp_path / "inner" / "broken.py").write_text("\ndef run(:\n", encoding="utf-8")
     (tmp_path / "inner" / "text.bin").write_bytes(b"\x00")
     monkeypatch.chdir(tmp_path)
@@ -27,7 +27,7 @@ def test_a_file_finds_what_lies_beside_it_and_leaves_the_path_as_it_was():
 
 def test_what_it_raises_is_told_with_its_line():
     run = named("run", "inner/mine.py:Held.run", "x.py:run", "Name it.")
-    said = r"^inner/near_by.py, line 1: SystemExit: 3\. run: got inner/mine.py:Held.run\. The rule\. The remedy\.$"
+    said = r"^inner/near_by.py, line 1: SystemExit: os._exit\(3\)\. run: got inner/mine.py:Held.run\. The rule\. The remedy\.$"
     with pytest.raises(CollateError, match=said), theirs("run", "inner/mine.py:Held.run", "The rule.", "The remedy."):
         run()
 
