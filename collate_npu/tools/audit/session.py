@@ -35,9 +35,9 @@ from collate_npu.proof.measure import Batch, predicts_next
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model
 from collate_npu.tools.audit.case import DUMPED, Audit, Layout
 from collate_npu.tools.audit.report import Report
-from collate_npu.tools.drawing import shortened
 from collate_npu.tools.files import RECIPE, batch_of_file, read_rows, samples_of_rows, shipped_text
 from collate_npu.tools.kernels import check_device
+from collate_npu.tools.terminal import shortened
 from collate_npu.tools.user_code import check_callable, did_you_mean, named, refused, said, theirs
 
 GIVEN = ("tokenizer", "processing_class", "model", "pad_token_id", "mlm")
