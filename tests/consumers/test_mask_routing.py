@@ -125,7 +125,7 @@ TABLE = [
     *((form, FLAT, {**RECURRENT, **FREE, **NEXT, **kernel, "boundaries_unread": unread}) for unread, forms in (
         ("a kernel is missing", ("refused.*a kernel", "refused.*a kernel")), ("", ("mapping", "none")))
       for form, kernel in zip(forms, ({}, FLASH))),
-    ("refused.*nobody said", FLAT, {**RECURRENT, **FREE, **FLASH}),
+    ("refused.*model is unknown", FLAT, {**RECURRENT, **FREE, **FLASH}),
     # and rows, where it was adapted: what attention takes, and the 2D mask
     *((form, rows, {**RECURRENT, **NEXT, **kernel, **APART, **free}) for rows, free in ((PACKED, {}), (FLAT, FREE))
       for form, kernel in zip(("mapping", "mapping", "mapping", "none"), ({}, EAGER, FLEX, FLASH))),

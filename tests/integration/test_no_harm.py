@@ -134,7 +134,7 @@ for _row in SAMPLES:
 
 def stranger(rows, side="left"):
     """As DataCollatorForSeq2Seq: the first label of each sample is there."""
-    case = SimpleNamespace(head="CausalLM", labels_side=side)
+    case = SimpleNamespace(head="CausalLM", labels_side=side, stranger="")
     return batch_of(case, rows, side)
 
 

@@ -145,5 +145,5 @@ def test_routers_masks_are_shared_out_once_where_tensor_parallel_ranks_share_a_r
 def test_twinkles_mesh_says_who_shares_a_row(size, rank, held):
     mesh = SimpleNamespace(cp_world_size=size, cp_rank=rank, tp_world_size=None)
     with refused("" if held else "cp_rank None"):
-        cp = Stages(processor(device_mesh=mesh), (), None, None).cp
+        cp = Stages(processor(device_mesh=mesh), None, None).cp
         assert (cp.size, cp.rank, cp.tensor_parallel) == held
