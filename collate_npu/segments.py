@@ -74,7 +74,7 @@ class Segments:
         ready(self._hold(ids_BS))
 
     def _hold(self, ids_BS: Array) -> Segments:
-        """By its ids; everything else is computed where it is asked for."""
+        """By its ids; everything else is computed when it is read."""
         self.array = np.array(ids_BS, np.int32, order="C")
         self.array.flags.writeable = False
         return self
@@ -331,7 +331,7 @@ class Segments:
         return f"Segments(B={B}, S={S}, lengths=[{lengths}], padding={self.padding_side!r})"
 
 
-# --- without checks or copies, for whoever has arrays; nothing is computed before it is asked for
+# --- without checks or copies, for callers that have arrays; nothing is computed before it is read
 
 
 def of_lengths(rows: Sequence[Sequence[int]], width: int, side: Side = "right") -> Segments:
@@ -525,11 +525,9 @@ def one_run(keep_BS: Array, side: Side) -> list[int]:
     B, S = keep_BS.shape
     if not S:
         return [0] * B
-    at_B = keep_BS.argmin(axis=1) if side == "right" else keep_BS.argmax(axis=1)  # where padding begins, or ends
-    real_B = keep_BS[np.arange(B), at_B]
-    lengths_B = np.where(real_B, S, at_B) if side == "right" else np.where(real_B, S - at_B, 0)
-    lengths: list[int] = lengths_B.tolist()
-    return lengths
+    if side == "left":
+        return [S - at if at or keep_BS[b, 0] else 0 for b, at in enumerate(keep_BS.argmax(axis=1).tolist())]
+    return [at or S * int(keep_BS[b, 0]) for b, at in enumerate(keep_BS.argmin(axis=1).tolist())]
 
 
 def side_around(totals: Sequence[int], width: int, side: Side) -> PaddingSide:

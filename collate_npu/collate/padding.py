@@ -56,7 +56,7 @@ def rank_of(row: Any) -> int:
 
 
 class Rows(list[Any]):
-    """The values of one key, a sample each, and what they are: looked at once, whoever asks."""
+    """The values of one key, a sample each, and what they are: looked at once."""
 
     __slots__ = ("firsts", "flat", "lengths", "lists", "ragged")
     lengths: list[int]

@@ -5,8 +5,8 @@ multiprocessing/reductions.py:590-620), which takes longer than collating. Here 
 whole numbers in the fewest bytes that hold them: in the message itself where that is small, else in one shared storage.
 A plain dict arrives, each tensor with its own memory, dtype and shape. Costs one copy on each side.
 
-Where /dev/shm is full torch loses a batch and its loader waits for ever; ours goes in the message and says so. And a worker
-whose trainer was killed ends: what it still has to say is read by nobody.
+Where /dev/shm is full torch loses a batch and its loader waits for ever; here the batch goes in the message, and a warning
+says so. A worker whose trainer was killed ends: nobody reads its messages.
 """
 
 from __future__ import annotations

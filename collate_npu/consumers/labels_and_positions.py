@@ -190,7 +190,7 @@ def _has_axes(case: Case, sources: Sources) -> bool:
 def _axes(case: Case, own: Tensor | None, sources: Sources) -> Tensor:
     """`[4, B, S]`: the text row, which starts again with each sequence, and three axes (modeling_qwen2_5_vl.py:795-817)."""
     if own is None and sources.named["vision"]:
-        rule = "Where images stand among tokens cannot be told from a flat or packed row."
+        rule = "Where images stand among tokens cannot be known from a flat or packed row."
         remedy = "Give each sample its position_ids [3, L] (the model's get_rope_index), or pad one sequence a row."
         raise UnsupportedFormError(explain(KEY, "none beside images", rule, remedy))
     text = case.segments.position_ids

@@ -314,7 +314,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The sequences a matrix shows and the pattern that gives it back (None where that was not asked)."""
+    """The sequences a matrix shows and the pattern that gives it back (None where no pattern was looked for)."""
 
     segments: Segments
     pattern: Pattern | None

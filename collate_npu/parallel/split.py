@@ -355,13 +355,13 @@ def pad_documents(
     real, padded = (torch.from_numpy(np.cumsum([0, *sizes_N]).astype(np.int32)) for sizes_N in (lengths_N, places_N))
     longest = torch.tensor(int(places_N.max(initial=0)))
     bridge = "cu_seqlens_unpadded" in sources.named["offsets"]  # Megatron-Bridge: beside it the others are padded
-    told: dict[Role, Tensor] = {"longest": longest, "tail": 0 * longest, "offsets": padded if bridge else real}
-    told |= {"padded_offsets": padded, "lengths": real.diff(), "padded_lengths": padded.diff()}
-    for key, usual in ((key, usual) for role, usual in told.items() for key in sources.named[role]):
+    usual_of: dict[Role, Tensor] = {"longest": longest, "tail": 0 * longest, "offsets": padded if bridge else real}
+    usual_of |= {"padded_offsets": padded, "lengths": real.diff(), "padded_lengths": padded.diff()}
+    for key, usual in ((key, usual) for role, usual in usual_of.items() for key in sources.named[role]):
         # kernels that take cu_seq_lens_q have no padded ones beside it
         value = real if key.endswith("unpadded") else padded if key.startswith("cu_seq_lens") else usual
         out[key] = value.to(batch[key].device) if isinstance(batch[key], Tensor) else value if value.ndim else value.item()
-    return out | {"cu_seqlens": told["offsets"], "cu_seqlens_padded": padded}, plan.segments
+    return out | {"cu_seqlens": usual_of["offsets"], "cu_seqlens_padded": padded}, plan.segments
 
 
 def _check_kinds(sources: Sources) -> None:

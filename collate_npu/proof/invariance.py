@@ -28,7 +28,6 @@ from collate_npu.proof.measure import (
     TIMES,
     Batch,
     Compared,
-    Errors,
     Numbers,
     Yardstick,
     alone,
@@ -276,7 +275,11 @@ def assert_padding_invariant(
         right = all(error <= tolerance for error in (found.largest, found.loss, found.gradient))
         limit = f"the tolerance is {tolerance:g}"
     if not right or located.label_fault():
-        lines = [_worst(compared, located), f"{_numbers(found)} ({limit}).", advice(located, model, astray(found))]
+        errors = f"Relative errors: {found.logits:.1e} of all logits, {found.loss:.1e} of the loss"
+        errors = (
+            f"{errors}, {found.gradient:.1e} of the gradient" if math.isfinite(found.logits) else "A number is not finite"
+        )
+        lines = [_worst(compared, located), f"{errors} ({limit}).", advice(located, model, astray(found))]
         raise AssertionError("\n".join(lines))
     if lost := _own_loss_fault(model, located, features, max(TIMES * noise.loss, tolerance or 0.0)):
         raise AssertionError(lost)
@@ -363,13 +366,6 @@ def collated(collator: Collator, features: Sequence[Batch]) -> Located:
         except Exception:
             raise error from None
     return locate(batch, features)
-
-
-def _numbers(found: Errors) -> str:
-    if not math.isfinite(found.logits):
-        return "A number in the batch, or of a sample alone, is not finite"
-    losses = f"{found.loss:.1e} of the loss, {found.gradient:.1e} of the gradient"
-    return f"Relative errors: {found.logits:.1e} of all logits, {losses}"
 
 
 def _worst(compared: Compared, located: Located) -> str:

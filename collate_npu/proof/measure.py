@@ -330,15 +330,17 @@ def measure_noise(
         again = [partial(alone, model, gradients=gradients, copies=copies) for copies in (2, 4)]
     noise = Compared.of((way(batch), known) for way in again for batch, known in zip(batches, references)).worst
     check_noise(model, noise.logits)
-    logits = least_noise(model, noise.logits)
+    least = FLOOR * product_error(like(model))
+    logits = max(noise.logits, least)  # the first: NaN is not replaced
     # the loss is one number, so its noise can be zero by luck; it averages that of hundreds of tokens, in float32
     loss = max(noise.loss, logits / 16, 4 * torch.finfo(torch.float32).eps)
-    return Errors(noise.largest, logits, loss, least_noise(model, noise.gradient) if gradients else 0.0)
+    return Errors(noise.largest, logits, loss, max(noise.gradient, least) if gradients else 0.0)
 
 
-def least_noise(model: nn.Module, found: float) -> float:
-    """The noise that was found, and at least what this model's dtype and device lose; NaN stays."""
-    return max(found, FLOOR * product_error(like(model)))  # the first: NaN is not replaced
+def noise_limit(noise: float, x: Tensor) -> float:
+    """Return the largest error that passes: `TIMES` the noise that was found, and at least what the dtype and device of this
+    tensor lose; NaN stays."""
+    return TIMES * max(noise, FLOOR * product_error(x))  # the first: NaN is not replaced
 
 
 def like(model: nn.Module) -> Tensor:

@@ -13,11 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from collate_npu.errors import CollateError, explain
-from collate_npu.proof.kernel_rows import KERNELS, Kernel
-from collate_npu.proof.kernel_runs import Run, interpreted, runs
+from collate_npu.proof.kernel_runs import KERNELS, Kernel, Run, interpreted, runs
 from collate_npu.tools.console import WORDS
-from collate_npu.tools.drawing import finite, listed, number
-from collate_npu.tools.terminal import ruled
+from collate_npu.tools.terminal import finite, listed, number, ruled
 from collate_npu.tools.user_code import did_you_mean, refused
 
 

@@ -76,8 +76,6 @@ class Grid:
     """int8, one of `Cell`."""
     owner: Array
     """int32 `[C]`: which sequence of its row the keys of a cell belong to, 0 for none or several."""
-    share: float
-    """The part of the places (not of the cells) that is blocked, or padding; 0 to 1."""
     wrong: int = 0
     """Places that ought to be otherwise."""
 
@@ -107,24 +105,23 @@ class Attention:
         """Folded: a cell stands for block * block places."""
         Q, K = self.shape
         folded = [self._folded(low, min(low + block, Q), block) for low in range(0, Q, block)]
-        cells = np.array([cells for cells, _, _ in folded], np.int8).reshape(len(folded), -(-K // block))
-        attended, wrong = sum(n for _, n, _ in folded), sum(n for _, _, n in folded)
-        return Grid(cells=cells, owner=one_owner(self.owner, block), share=1 - attended / max(Q * K, 1), wrong=wrong)
+        cells = np.array([cells for cells, _ in folded], np.int8).reshape(len(folded), -(-K // block))
+        return Grid(cells=cells, owner=one_owner(self.owner, block), wrong=sum(wrong for _, wrong in folded))
 
-    def _folded(self, low: int, high: int, block: int) -> tuple[Array, int, int]:
-        """One row of cells, how many of its places attend, how many of them ought to be otherwise."""
+    def _folded(self, low: int, high: int, block: int) -> tuple[Array, int]:
+        """One row of cells, and how many of its places ought to be otherwise."""
         seen_QK = self.rows(low, high)
         count_C = _sums(seen_QK, block)
         size_C = _sums(np.ones((1, self.shape[1]), bool), block) * (high - low)
         cells_C = np.where(count_C == 0, Cell.BLOCKED, np.where(count_C == size_C, Cell.WHOLE, Cell.PART))
         if self.ought is None:
-            return cells_C, int(count_C.sum()), 0
+            return cells_C, 0
         matters_Q1 = np.ones((high - low, 1), bool) if self.counts is None else self.counts[low:high, None]
         ought_QK = self.ought(low, high)
         little_C = _sums(~seen_QK & ought_QK & matters_Q1, block)
         much_C = _sums(seen_QK & ~ought_QK & matters_Q1, block)
         cells_C = np.where(much_C > 0, Cell.TOO_MUCH, np.where(little_C > 0, Cell.TOO_LITTLE, cells_C))
-        return cells_C, int(count_C.sum()), int(much_C.sum() + little_C.sum())
+        return cells_C, int(much_C.sum() + little_C.sum())
 
 
 def attention_of(

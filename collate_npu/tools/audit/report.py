@@ -22,10 +22,9 @@ from collate_npu.proof.measure import TIMES, Yardstick
 from collate_npu.tools import terminal
 from collate_npu.tools.audit.case import DUMPED, Finding, Whose, size
 from collate_npu.tools.console import INTERRUPTED, WORDS
-from collate_npu.tools.drawing import finite, largest, listed, number, shortened
 from collate_npu.tools.kernels import tables
 from collate_npu.tools.sheet import block_for
-from collate_npu.tools.terminal import put, recorder, ruled
+from collate_npu.tools.terminal import finite, largest, listed, number, put, recorder, ruled, shortened
 
 State = Literal["right", "wrong", "unproved"]
 
