@@ -162,7 +162,7 @@ def _held(names: Iterable[str]) -> set[str]:
 
 
 def with_role(names: Iterable[str], *roles: Role) -> tuple[str, ...]:
-    """Those of `names` that have one of these roles, in the order of the table.
+    """Return those of `names` that have one of these roles, in the order of the table.
 
     >>> with_role(["labels", "cu_seqlens", "attention_mask_2d"], "keep", "offsets")
     ('attention_mask_2d', 'cu_seqlens')
@@ -172,7 +172,7 @@ def with_role(names: Iterable[str], *roles: Role) -> tuple[str, ...]:
 
 
 def of_kind(names: Iterable[str], *kinds: Kind, keys: Mapping[str, Key] = KEYS) -> tuple[str, ...]:
-    """Those of `names` that are of one of these kinds, in the order of the table.
+    """Return those of `names` that are of one of these kinds, in the order of the table.
 
     >>> of_kind(["labels", "pixel_values", "seq_lengths"], "tokens", "truth")
     ('labels', 'seq_lengths')

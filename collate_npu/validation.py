@@ -169,7 +169,7 @@ def check_fields(held: Any) -> None:
 
 @cache
 def _kinds(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
-    """By parameter, the kinds that are judged; none where it takes a form that is not."""
+    """Return by parameter the kinds that are judged; none where it takes a form that is not."""
     found = {}
     for name, hint in _hints(function).items():
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -180,7 +180,7 @@ def _kinds(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Of a dataclass those of its fields: Python 3.10 evaluates no `InitVar` and no `KW_ONLY`."""
+    """Return the annotations, of a dataclass those of its fields: Python 3.10 evaluates no `InitVar` and no `KW_ONLY`."""
     if not isinstance(function, type):
         return get_type_hints(function)
     names: dict[str, Any] = {}

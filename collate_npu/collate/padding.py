@@ -108,7 +108,7 @@ class Slots(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], lengths: Sequence[int], width: int, side: Side = "right") -> Slots:
-        """Of the samples of each row, which stand side by side, padding on one side of them."""
+        """Return the slots of rows whose samples stand side by side, with padding on one side."""
         starts = [0] * len(lengths)
         for at, row in enumerate(rows):
             end = at * width

@@ -50,7 +50,7 @@ class Shipment(dict[Any, Any]):
 
 
 def shipped(batch: dict[str, Any]) -> dict[str, Any]:
-    """In a DataLoader's worker: the batch in a form that leaves the worker fast. Anywhere else: the batch itself.
+    """Return the batch in a form that leaves a DataLoader's worker fast; outside a worker the batch itself.
 
     >>> batch = shipped({"input_ids": torch.tensor([[1, 2, 3]])})
     >>> isinstance(batch, dict), batch["input_ids"].tolist()
@@ -143,7 +143,7 @@ def _say_full(error: RuntimeError) -> None:
 
 
 def _unpack(batch: dict[Any, Any], places: list[Place], buffer: Any) -> dict[Any, Any]:
-    """In the trainer's process: the tensors back in their places, in memory of their own."""
+    """Return, in the trainer's process, the tensors in their places, in memory of their own."""
     held = _memory(buffer)
     for key, dtype, shape, kind, start in places:
         tensor = torch.from_numpy(np.ndarray(shape, kind, held, start).astype(_HELD[dtype]))

@@ -277,7 +277,7 @@ def _refuse_disagreement(segments: Segments, standing: list[Segments]) -> None:
 
 
 def _align(batch: Sources, samples: _Samples) -> Segments:
-    """Where each sample stands in its row of a batch that carries no mask; the side is the batch's, not a row's."""
+    """Return where each sample stands in a batch that carries no mask; all rows are padded on one side."""
     found = samples.standing(batch)
     if len(found) == 1:
         return found[0]

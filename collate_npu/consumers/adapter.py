@@ -222,7 +222,7 @@ class BatchAdapter:
             self.model = replace(self.model, boundaries_unread=unread)
 
     def _probe_config(self) -> None:
-        """Whether the layers of a config hand boundaries on: where no kernel reads them transformers raises."""
+        """Find out if the layers of a config hand boundaries on: where no kernel reads them transformers raises."""
         unread = f"before {MISSING_KERNEL_RAISES} transformers trains on where a kernel is missing, whatever its config says"
         if MISSING_KERNEL_RAISES.holds():
             config, attention = known_config(self.model.named), self.model.attn_implementation
@@ -247,7 +247,7 @@ class BatchAdapter:
 
     @classmethod
     def from_args(cls, args: Any, **settings: Any) -> BatchAdapter:
-        """From an argument namespace as ms-swift's and Megatron-LM's: reads the names both use, `settings` win.
+        """Build it from an argument namespace as ms-swift's and Megatron-LM's: reads the names both use, `settings` win.
 
         `model_info.config` (ms-swift's own), else `model_type` (looked up in transformers' registry); `padding_free`,
         `context_parallel_size`, `tensor_model_parallel_size` with `sequence_parallel`, `cp_partition_mode` or MindSpeed's
@@ -363,7 +363,7 @@ class BatchAdapter:
     def routed(
         self, sources: Sources, segments: Segments, padding_free: bool | None, device: torch.device | None = None
     ) -> dict[str, Any]:
-        """As `render`, of what is known to be a batch and its Segments."""
+        """Do what `render` does, for a batch and its Segments that need no check."""
         if self.model.model_type == "prophetnet":
             check_decoder(sources, "prophetnet")
         if self.device is not None:

@@ -65,7 +65,7 @@ class Route:
 
 
 def log_route(reader: str, key: str, route: Route, segments: Segments, cp: ContextParallel | None, reads_2d: str) -> None:
-    """With COLLATE_NPU_DEBUG=1: each route once a process, with the first batch that took it."""
+    """Log each route once a process, with the first batch that took it (COLLATE_NPU_DEBUG=1)."""
     whole = cp is None and route.form in ("masked", "keep", "bias")
     cost = f", {describe_cost(route.form, segments)}" if whole else ""
     kept = f"stays ({reads_2d})" if route.keeps_mask_2d else "taken out (nobody here reads it)"
@@ -404,7 +404,7 @@ class Consumer:
     source: str
 
     def __reduce__(self) -> Any:
-        """By name, for collators that go to workers: what a file of this folder holds is there too."""
+        """Pickle it by name, for collators that go to workers: they have the files of this folder."""
         return (consumer_named, (self.name,)) if consumers().get(self.name) is self else super().__reduce__()
 
     def route(self, case: Case) -> Route:

@@ -166,7 +166,7 @@ def _suggestion(name: str) -> str:
 
 
 def family_needs_mask_2d(config: Any) -> bool:
-    """Whether some config of this class needs the 2D mask: `Lfm2Config()` lists no convolution, but the family has them."""
+    """True if some config of this class needs the 2D mask: `Lfm2Config()` lists no convolution, but the family has them."""
     config = text_config(config)
     kinds = [kind for name in ("layer_types", "layers_block_type", "block_types") for kind in layer_kinds(config, name)]
     fields = (name for name, value in vars(config).items() if value is not None)

@@ -136,7 +136,7 @@ def variables_of(function: Any) -> dict[str, Any]:
 
 
 def _none(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a kernel whose torch function says that there is none: its layer then calls the others."""
+    """Return nothing for a kernel: its layer then calls the other functions."""
     return lambda *_, **__: None
 
 
@@ -208,7 +208,7 @@ def _mended(found: Any) -> Callable[..., Any]:
 
 
 def _in_one_row(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a rule that takes offsets of one row: rows one behind the other, as `cu_seqlens` counts them."""
+    """Lay rows one behind the other, as `cu_seqlens` counts them, for a rule that takes one row."""
 
     def run(*args: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Any = None, cu_seq_lens_q: Any = None, **kwargs: Any) -> Any:
         cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens  # KDA's layers pass the name of their caller

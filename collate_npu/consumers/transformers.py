@@ -54,7 +54,7 @@ weights to be returned) it is not known who reads the mask."""
 
 
 def _by_kernel(case: Case) -> str:
-    """Where None is exact in this call, and of a 2D mask the model would make a dense one for a slower kernel."""
+    """Why None is the faster form: it is exact in this call, and a 2D mask would become a dense one."""
     on_it = case.model.attn_implementation in ("sdpa", "flex_attention")
     if not (case.at_model and on_it and case.exact) or case.padding_free:
         return ""
@@ -231,7 +231,7 @@ def _softmax_over_padding(case: Case) -> bool:
 
 
 def _lost_window(case: Case) -> str:
-    """Where the model's own window is dropped, and some sequence is longer than it."""
+    """Why the model's own window is dropped, where some sequence is longer than it."""
     implementation = case.model.attn_implementation
     sizes = case.model.windows
     if not sizes or sizes[0] >= case.segments.longest_span:
@@ -276,7 +276,7 @@ def _unplaced(case: Case) -> str:
 
 
 def _looks_ahead(case: Case) -> str:
-    """Where a dense mask would replace one of the model's: tokens of an image, or of a prefix, see each other."""
+    """Why a dense mask must not replace the model's own: tokens of an image, or of a prefix, see each other."""
     if not case.model.looks_ahead or not _needs_dense(case):
         return ""
     given = {"images": of_kind(case.keys, "vision"), "types": "token_type_ids" in case.keys}

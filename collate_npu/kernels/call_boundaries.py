@@ -35,7 +35,7 @@ BLOCKED = -9984
 
 
 def row_of(keep: Tensor, b: int) -> Attended:
-    """Of one row of `[..., H, Q, K]`, True = attends; a mask shared by rows or heads is spread."""
+    """Return row b of `[..., H, Q, K]`, True = attends; a mask shared by rows or heads is spread."""
     row = keep[min(b, len(keep) - 1)] if keep.ndim > 3 else keep
     return (row, row) if row.ndim == 2 else (row.any(dim=0), row.all(dim=0))
 
@@ -49,7 +49,7 @@ class _Untouched(Tensor):
 
 
 def evaluated(tells: Callable[..., Tensor], b: int, heads: int, shape: tuple[int, int], device: Any) -> Attended:
-    """Whom row b attends by a mask_mod or a score_mod of flex attention, `tells(b, h, q, k)`;
+    """Return whom row b attends by a mask_mod or a score_mod of flex attention, `tells(b, h, q, k)`;
     it is evaluated for each head where heads differ."""
     from torch.nn.attention import flex_attention
 
@@ -130,11 +130,11 @@ class CallBoundaries:
 
     @property
     def fits(self) -> bool:
-        """Do offsets, where the call has any, lie in its tokens?"""
+        """True if the offsets of the call, if it has any, lie in its tokens."""
         return not self.neutral_T.all() or self.by in ("", *_OF_ROWS)
 
     def same(self, other: CallBoundaries) -> bool:
-        """Have both calls the same sequences, padding, window, direction and mask?"""
+        """True if both calls have the same sequences, padding, window, direction and mask."""
         names = ("kernel", "window", "causal", "digest")
         alike = all(getattr(self, name) == getattr(other, name) for name in names)
         return alike and np.array_equal(self.first_T, other.first_T) and np.array_equal(self.neutral_T, other.neutral_T)

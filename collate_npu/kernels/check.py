@@ -83,7 +83,7 @@ def named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def log_call(name: str, arguments: Mapping[str, Any], *, segments: Segments | None = None, **says: Any) -> None:
-    """With COLLATE_NPU_DEBUG=1: each rule that such a call breaks, once a process. Never raises."""
+    """Log each rule that such a call breaks, once a process (COLLATE_NPU_DEBUG=1). Never raises."""
     if errors.DEBUG and knows(name):
         try:
             found = call_breaches(name, arguments, segments=segments, **says)

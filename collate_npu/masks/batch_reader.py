@@ -66,7 +66,7 @@ def find_hazards(sources: Sources, segments: Segments | None) -> dict[str, str]:
 
 
 def log_hazards(found: Mapping[str, str]) -> None:
-    """With COLLATE_NPU_DEBUG=1: each kind once a process, with the first batch that shows it."""
+    """Log each kind once a process, with the first batch that shows it (COLLATE_NPU_DEBUG=1)."""
     for kind, text in found.items():
         errors.log_once(("hazard", kind), f"hazard in a batch as it arrives: {text}")
 

@@ -126,7 +126,7 @@ def write_dense(
     device: torch.device = CPU,
     max_mask_bytes: int = MAX_MASK_BYTES,
 ) -> Tensor:
-    """As `dense`, of arguments whose kinds are known."""
+    """Do what `dense` does, for arguments that need no check."""
     pattern.check(len(segments.sequence_lengths))
     dtype, attend, blocked = _values(polarity, dtype)
     B, S = segments.shape

@@ -215,7 +215,7 @@ class ContextParallel:
 
     @classmethod
     def from_megatron(cls, **settings: Any) -> ContextParallel:
-        """From Megatron's `parallel_state`: its context-parallel group and its tensor-parallel size.
+        """Read Megatron's `parallel_state`: its context-parallel group and its tensor-parallel size.
 
         >>> ContextParallel.from_megatron(layout="zigzag")  # doctest: +SKIP
         """

@@ -286,7 +286,7 @@ def _copies_faster_by_numpy(x: Tensor, dim: int, runs: tuple[Run, ...]) -> bool:
 
 @checked
 def cu_seqlens_of(batch: Mapping[str, Any], segments: Segments | None = None) -> Tensor | None:
-    """Where the documents of a flat row stand: the offsets `split_batch` goes by, and `gather_sequence` must be given.
+    """Return where the documents of a flat row stand: the offsets that `split_batch` and `gather_sequence` take.
 
     Those of padded sequences where the batch has them (`cu_seqlens_padded` ...), else `cu_seq_lens_q`, `cu_seqlens` ...;
     else those of a flat row of segments without padding (with padding the segments do not tell where it belongs).
@@ -431,7 +431,7 @@ class _Plan:
 
     @classmethod
     def of(cls, width: int, lengths_N: Array, starts_N: Array, places_N: Array) -> _Plan:
-        """From N documents: their real lengths, where they start now, and the places each is to take up."""
+        """Plan N documents: their real lengths, where they start now, and the places each is to take."""
         number_W = np.repeat(np.arange(len(places_N)), places_N)
         place_W = np.arange(len(number_W))
         at_W = place_W - (np.cumsum(places_N) - places_N)[number_W]

@@ -136,7 +136,7 @@ def _moved(x: Tensor, y: Tensor, bound: float) -> bool:
 
 
 def _placed(begins: dict[int, int], lengths: Sequence[int], holding: Sequence[bool]) -> str:
-    """By which samples are wrong, and from which token on."""
+    """Name the wrong samples, and the token from which each is wrong."""
     if not begins:
         return ""
     step = next((c for c in (64, 32, 16, 8) if all(t and t % c == 0 for t in begins.values())), 0)
@@ -284,7 +284,7 @@ class Conformance:
 
     @property
     def passed(self) -> bool:
-        """Is every batch right?"""
+        """True if every batch is right."""
         return all(each.right for each in self.verdicts)
 
     def __bool__(self) -> bool:
@@ -325,7 +325,7 @@ def conformance(
     layouts: Sequence[str] | None = None,
     seed: int | None = None,
 ) -> Conformance:
-    """Does each sample get in a batch the log-probabilities that it gets alone? Asked of a whole stack, by its answers.
+    """Compare the log-probabilities that a stack gives to samples in a batch with those of each sample alone.
 
     `run(samples)` is called with the samples of one batch, lists of token ids from 3 to below `vocab_size`; it pads or packs
     them as the stack does, and returns for each a list, array or tensor [L - 1]: the natural logarithm of what each token

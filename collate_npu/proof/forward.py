@@ -64,7 +64,7 @@ _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoin
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Does a module of this class look at other tokens than its own?"""
+    """True if a module of this class looks at other tokens than its own."""
     name = type(module).__name__.lower()
     return isinstance(module, nn.RNNBase) or (bool(LAYER.search(name)) and not _NO_LAYER.search(name))
 
@@ -85,12 +85,12 @@ def _is_of_one_token(block: nn.Module) -> bool:
 
 
 def among(name: str, layers: Collection[str]) -> bool:
-    """Is it one of these layers, within one, or around one?"""
+    """True if it is one of these layers, within one, or around one."""
     return any(name == each or name.startswith(f"{each}.") or each.startswith(f"{name}.") for each in layers)
 
 
 def holds(module: nn.Module, model: nn.Module) -> bool:
-    """Is this model a part of that module, or itself?"""
+    """True if this model is a part of that module, or that module."""
     return any(each is model for each in module.modules())
 
 
@@ -175,7 +175,7 @@ class Forward:
         self.pattern = case.pattern if whole else None
 
     def faults(self) -> dict[int, Fault]:
-        """By the number of the call."""
+        """Return the faults by the number of the call."""
         wrong = {n: why for n, seen in enumerate(self.calls) if (why := self._why_wrong(seen)) is not None}
         found = {n: self.calls[n].fault(what, remedy) for n, (what, remedy) in wrong.items()}
         if _CONTRADICTS.search(self.unsaid):
@@ -190,11 +190,11 @@ class Forward:
 
     @property
     def judged(self) -> bool:
-        """Was any kernel compared with the batch?"""
+        """True if a kernel was compared with the batch."""
         return any(map(self.judges, self.calls))
 
     def let_go(self) -> None:
-        """Of what a call was given, tensors and modules, nothing is held any longer."""
+        """Drop the tensors and modules that a call was given."""
         told = [each.told and replace(each.told, allowed=None) for each in self.calls]
         self.calls = [replace(each, told=one, module=None) for each, one in zip(self.calls, told)]
         self.ids = None
@@ -244,7 +244,7 @@ class Forward:
         return {plain_name(name): module for name, module in (inner | blocks).items()}
 
     def layers_without_kernels(self) -> list[str]:
-        """Those in which no known kernel ran, or a convolution and no rule behind it."""
+        """Return the layers in which no known kernel ran, or a convolution and no rule behind it."""
         ran = {seen.layer for seen in self.calls if seen.positions is None}
         more = {seen.layer for seen in self.calls if seen.positions is None and seen.kind != "convolution"}
         layers = self.layers()
@@ -263,7 +263,7 @@ class Forward:
         return f"computed again for the backward pass; the first pass was told {told[-1]}", _REMEDIES["again"]
 
     def judges(self, seen: Seen) -> bool:
-        """Is this call judged against the batch? Not where it is of other tokens, nor where these are another model's."""
+        """True if this call is judged against the batch: not one of other tokens, nor of another model's."""
         if self.truth is None or _FOREIGN.search(seen.layer.lower()):
             return False
         if seen.positions is not None:
@@ -340,7 +340,7 @@ def said_of(segments: Segments) -> str:
 
 
 def crosses(name: str) -> bool:
-    """Does a layer of this name look at another row than its own?"""
+    """True if a layer of this name looks at another row than its own."""
     return bool(_CROSS.search(name.lower()))
 
 

@@ -126,7 +126,7 @@ def keep_of(batch: Mapping[str, Any]) -> Array | None:
 
 
 def locate(batch: Mapping[str, Any], features: Sequence[Batch]) -> Located:
-    """Where each sample stands in `input_ids` `[B, S]` of a batch, by its tokens. Raises `CollateError` where one is not
+    """Return where each sample stands in `input_ids` `[B, S]`, by its tokens. Raises `CollateError` where one is not
     there whole, where there are other tokens, or where tokens do not tell."""
     ids_BS = _tokens(batch)
     samples = [np.asarray(feature["input_ids"]) for feature in features]
@@ -160,7 +160,7 @@ def samples_of(batch: Mapping[str, Any], pattern: str | Pattern | None = None, *
 
 
 def _is_of(samples: Sequence[Array], ids_BS: Array, keep_BS: Array) -> bool:
-    """Does the mask keep in each row the tokens of its sample and nothing else?"""
+    """True if the mask keeps in each row the tokens of its sample and nothing else."""
     rows = len(samples) == len(ids_BS) and keep_BS.shape == ids_BS.shape
     return rows and all(np.array_equal(ids[keep], own) for ids, keep, own in zip(ids_BS, keep_BS, samples))
 

@@ -147,7 +147,7 @@ def _summed(drawn: Inputs) -> Inputs:
 
 
 def weights_of(out: Tensor) -> Tensor:
-    """Those of `Expected`."""
+    """Return the weights of `Expected`."""
     return torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
@@ -251,7 +251,7 @@ class Kernel:
 
     @property
     def version(self) -> str:
-        """Of its package, "" where that is not installed."""
+        """The version of its package, "" where that is not installed."""
         return installed(self.package)
 
     def function(self, kind: str) -> Callable[..., Any]:
@@ -308,7 +308,7 @@ def _flex(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
 
 
 def _window(truth: Truth) -> tuple[int, int]:
-    """Of kernels that take offsets: tokens before and after, -1 for all. Raises where they have no such pattern."""
+    """Return the window of kernels that take offsets: tokens before and after, -1 for all. Raises for other patterns."""
     pattern = truth.pattern
     if not pattern.reaches(truth.segments.longest_span):
         return -1, 0
@@ -632,7 +632,7 @@ def _stand_in() -> None:
 
 
 def count_in_triton() -> None:
-    """In every module of fla that is imported by now."""
+    """Count in every module of fla that is imported by now."""
     tensor, read = import_module("triton.language").tensor, import_module("triton.runtime.interpreter")._implicit_cvt
 
     def counting(*bounds: Any) -> Iterable[Any]:

@@ -140,7 +140,7 @@ def _plain_layer(kind: Kind) -> Reader:
 def _attention(
     kernel: str, shape: tuple[int, int], rows: Callable[[int], Attended], by: str = "", window: int | None = None
 ) -> Told:
-    """Of rows `[B, T]`, each with whom its queries attend."""
+    """Return the boundaries of rows `[B, T]`, each with whom its queries attend."""
     B, T = shape
     if by and T * T > MOST_SCORES:
         raise UnreadError(f"a mask of {T} x {T} is too large to look at")
@@ -151,7 +151,7 @@ def _attention(
 
 
 def _bare(kernel: str, shape: tuple[int, int], causal: bool, window: int | None = None) -> Told:
-    """Of rows without a mask: causal ones read what stands before them, others everything."""
+    """Return the boundaries of rows without a mask: causal ones read what stands before them, others everything."""
     told = _attention(kernel, shape, lambda b: (torch.ones(shape[1], shape[1], dtype=torch.bool),) * 2, window=window)
     return replace(told, allowed=None, causal=True) if causal else told
 
@@ -165,7 +165,7 @@ def _flat(
     window: int | None,
     causal: bool | None = None,
 ) -> Told:
-    """Of a flat row, told by offsets of queries and keys, which are the same tokens."""
+    """Return the boundaries of a flat row by its offsets; queries and keys are the same tokens."""
     first_T, neutral_T = by_offsets(offsets, total)
     if keys and keys != offsets:
         if len(keys) != len(offsets) or keys[-1] != offsets[-1] or neutral_T.any():

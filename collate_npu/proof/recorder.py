@@ -250,7 +250,7 @@ class Recorder:
         return None if known is None else known[0]()
 
     def knows(self, root: nn.Module) -> bool:
-        """Is it a model with layers that look at other tokens? Its names are kept, and its kernels wrapped."""
+        """True for a model with layers that look at other tokens: its names are kept, its kernels wrapped."""
         held, looks = self._roots.get(id(root), (None, False))
         if held is not None and held() is root:
             return looks
@@ -353,13 +353,13 @@ class Recorder:
 
     @property
     def _here(self) -> Any:
-        """Of this thread: the modules that run, its forward, and how deep its kernels are."""
+        """Return of this thread the modules that run, its forward, and how deep its kernels are."""
         if not hasattr(self._local, "stack"):
             self._local.stack, self._local.forward, self._local.depth, self._local.empty_T = [], None, 0, None
         return self._local
 
     def _has_other_rows(self, kwargs: Mapping[str, Any]) -> bool:
-        """Is a model called within another one, on tokens that are not the outer one's, whole or without padding?"""
+        """True if a model is called within another one, on tokens that are not the outer one's."""
         ids, forward = kwargs.get("input_ids"), self._here.forward
         if forward is None or forward.ids is None or not isinstance(ids, Tensor) or ids is forward.ids:
             return False
@@ -374,7 +374,7 @@ class Recorder:
         return module.groups == module.in_channels > 1 and is_layer(self._here.stack[-1])
 
     def _counts(self, module: nn.Module) -> str:
-        """Is it given positions: rotary ones, or those that are embedded?"""
+        """True if it is given positions: rotary ones, or those that are embedded."""
         if re.search("rotary|rope", type(module).__name__.lower()) and not is_layer(module):
             return "rotary"
         known = self._names.get(id(module)) if isinstance(module, nn.Embedding) else None

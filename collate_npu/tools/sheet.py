@@ -102,7 +102,7 @@ class Attention:
     """bool `[Q]`: the queries for which that matters; outputs at padding are read by nobody."""
 
     def grid(self, block: int) -> Grid:
-        """Folded: a cell stands for block * block places."""
+        """Return it folded: a cell stands for block * block places."""
         Q, K = self.shape
         folded = [self._folded(low, min(low + block, Q), block) for low in range(0, Q, block)]
         cells = np.array([cells for cells, _ in folded], np.int8).reshape(len(folded), -(-K // block))
@@ -127,7 +127,7 @@ class Attention:
 def attention_of(
     segments: Segments, b: int, *, pattern: Pattern = CAUSAL, queries: Tensor | None = None, opened: bool = False
 ) -> Attention:
-    """As the truth has it: `dense(segments, pattern=pattern, rows=queries)[b, 0]`, of which a block is built at a time.
+    """Return `dense(segments, pattern=pattern, rows=queries)[b, 0]`, of which a block is built at a time.
 
     `opened`: a query that sees no key sees itself, as `masks.forms.open_empty_rows` has it.
     """
@@ -273,7 +273,7 @@ class Tokens:
 
 
 def escaped(text: str) -> str:
-    """On one line, with nothing that moves the cursor: a newline is `\\n`, a space at either end is `·`."""
+    """Return the text on one line, with nothing that moves the cursor: a newline is `\\n`, a space at either end is `·`."""
     inner = text.strip(" ")
     before, after = (len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))) if inner else (len(text), 0)
     safe = "".join(c if c.isprintable() or c == "\u200d" else c.encode("unicode_escape").decode() for c in inner)
@@ -306,7 +306,7 @@ class Sheet:
 
     @property
     def packed(self) -> bool:
-        """Does some row hold several sequences?"""
+        """True if some row holds several sequences."""
         return any(panel.ids is not None and panel.ids.max(initial=0) > 1 for panel in self.panels)
 
 
@@ -374,7 +374,7 @@ def _refused(batch: Mapping[str, Any], masks: Mapping[str, Tensor]) -> Iterator[
 
 
 def _tensors(masks: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Those that can be drawn."""
+    """Return the masks that can be drawn."""
     out = {}
     for key, value in masks.items():
         with suppress(CollateError):
@@ -417,12 +417,12 @@ def _alone(x: Tensor) -> Iterator[Panel]:
 
 
 def _are_numbers(x: Tensor) -> bool:
-    """Are they token ids, or labels?"""
+    """True for token ids, or labels."""
     whole = x.ndim == 2 and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
     return whole and bool(x.numel()) and bool((x > x.shape[1]).any() or (x < 0).any())
 
 
 def _attends(segments: Segments) -> Panel:
-    """By the truth."""
+    """Return the squares that the Segments say."""
     squares = tuple(attention_of(segments, b) for b in range(segments.shape[0]))
     return Panel(heading="causal attention", facts="no 4D mask came", squares=squares, derived=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,12 @@ def lines(sheet: Sheet, width: int, *, limit: int = 64) -> list[Line]:
     used = {text for line in out for text, _ in line}
     said = [f"{sign} {meaning}" for sign, _, meaning in SIGNS.values() if sign in used]
     said += ["1 2 .. the first, the second sequence of its row"] if sheet.packed else []
-    return [*out, [("   ".join(said), "dim")]] if width else out[:-1]
+    return [*out, *_words("   ".join(said), "dim", width)] if width else out[:-1]
+
+
+def _words(text: str, style: str, width: int) -> list[Line]:
+    """A sentence in lines of this width; in one where it is 0."""
+    return [[(part, style)] for each in text.splitlines() for part in (wrap(each, width) if width else [each])]
 
 
 def text_of(drawn: Iterable[Line]) -> str:
@@ -119,10 +125,8 @@ def text_of(drawn: Iterable[Line]) -> str:
 def _panel(panel: Panel, sheet: Sheet, width: int, limit: int) -> Iterator[Line]:
     heading = ": ".join(filter(None, (panel.heading, panel.facts if width else "")))
     block = 1
-    if heading:
-        yield [(heading, "bold")]
-    if panel.refused:
-        yield [(f"refused: {panel.refused}", "bold red")]
+    yield from _words(heading, "bold", width)
+    yield from _words(f"refused: {panel.refused}" if panel.refused else "", "bold red", width)
     if panel.ids is not None:
         block = block_for(panel.ids.shape[1], (width - 8) // 2 if width else limit)
         yield from _rows(panel, sheet, width, block)
@@ -131,7 +135,7 @@ def _panel(panel: Panel, sheet: Sheet, width: int, limit: int) -> Iterator[Line]
         block = block_for(longest, most if longest <= most or not width else min(most, FOLDED))
         yield from _squares(panel.squares, sheet, width, block)
     if block > 1:
-        yield [(f"◧ {SIGNS[Cell.PART][2]}; {block} places a cell, each way", "dim")]
+        yield from _words(f"◧ {SIGNS[Cell.PART][2]}; {block} places a cell, each way", "dim", width)
 
 
 def _rows(panel: Panel, sheet: Sheet, width: int, block: int) -> Iterator[Line]:
@@ -238,7 +242,7 @@ def _by_kind(adapter: BatchAdapter, segments: Segments, route: Route) -> Iterato
 
 
 def rank_panels(batch: Mapping[str, Any], cp: ContextParallel) -> Iterator[Panel]:
-    """For each rank the places it holds, and its queries against all keys; or why they cannot share it."""
+    """Return for each rank its places and its queries against all keys; or why they cannot share a row."""
     try:
         segments = segments_from_batch(batch)
         offsets = cu_seqlens_of(batch, segments) if cp.documents else None
@@ -299,7 +303,7 @@ def reader_of(folder: Path | None, *, bytes_too: bool) -> Any:
 def collated(
     features: list[dict[str, Any]], *, side: Side, packed: bool, ranks: ContextParallel | None, pad_token_id: int = 0
 ) -> dict[str, Any]:
-    """In rows that the ranks can share out, flat ones sequence by sequence."""
+    """Collate into rows that the ranks can share out, flat ones sequence by sequence."""
     widest = max(len(feature["input_ids"]) for feature in features)
     collate = PaddingCollator(
         pad_token_id=pad_token_id,

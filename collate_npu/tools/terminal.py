@@ -115,7 +115,7 @@ def largest(values: Iterable[float | None]) -> float:
 
 
 def finite(value: Any) -> Any:
-    """For JSON: numbers that are not finite as words."""
+    """Return a value for JSON: numbers that are not finite as words."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -129,7 +129,7 @@ def number(error: float) -> str:
 
 
 def shortened(text: str, most: int = 48) -> str:
-    """Of at most so many letters: what is left out of a long path is its middle."""
+    """Return at most so many letters: a long path loses its middle."""
     if len(text) <= most:
         return text
     tail = (most - 3) * 2 // 3

@@ -49,7 +49,7 @@ def line_in(error: BaseException, folders: Iterable[str]) -> str:
 
 
 def _near(path: Path) -> Path:
-    """As one would type it here."""
+    """Return the path as one would type it here."""
     return path.relative_to(Path.cwd()) if Path.cwd() in path.parents else path
 
 

@@ -256,7 +256,7 @@ def megatron_ranks(*, shared: bool = False) -> ContextParallel | None:
 
 
 def flat_row_offsets(segments: Segments) -> tuple[int, ...]:
-    """Where the sequences of a flat row stand: `(0, start of the second, ..., S)`, each with the padding behind it.
+    """Return where the sequences of a flat row stand: `(0, start of the second, ..., S)`, each with the padding behind it.
 
     Raises `UnsupportedFormError` where there is not one row, no sequence, or padding before or inside a sequence.
     """
@@ -324,7 +324,7 @@ def counts_tokens(config: Any) -> bool:
 def real_tokens_alone(
     original: Callable[..., Any], self: Any, routing_map: Tensor, padding_mask: Tensor | None = None
 ) -> Any:
-    """In place of a router's `_apply_expert_bias`: `routing_map` is bool `[T, E]`, the mask `[T]`, True = padding."""
+    """Stand in place of a router's `_apply_expert_bias`: `routing_map` is bool `[T, E]`, the mask `[T]`, True = padding."""
     return original(self, routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1))
 
 

@@ -236,7 +236,8 @@ def with_masks(args: Any, batch: Mapping[str, Any], segments: Segments) -> dict[
     would be asked for the first of them (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`).
     """
     cp, device, labels = ranks_of(args), _device_of(batch), batch.get("labels")
-    recurrent = needs_mask_2d(args.model_info.config)
+    config = getattr(args.model_info, "config", None)
+    recurrent = needs_mask_2d(args.model_type if config is None else config)
     kernel = _kernel_of(args, segments, recurrent=recurrent)
     check_layout(args, cp, segments)
     _refuse_lookahead(args, labels, segments)

@@ -211,7 +211,7 @@ def outside_band(Q: int, K: int, before: int, after: int, shift: int = 0, querie
 
 
 def band_leaves_rows_empty(Q: int, K: int, before: int, after: int, shift: int = 0) -> bool:
-    """Whether some query row of `outside_band` is True throughout."""
+    """True if some query row of `outside_band` is True throughout."""
     at_Q = torch.arange(Q) + shift
     return bool(((at_Q - before).clamp(min=0) > (at_Q + after).clamp(max=K - 1)).any())
 

@@ -128,7 +128,7 @@ def gated_delta_kwargs(
 
 
 def _spelled(kernel: Kernel, offsets: Sequence[int], chunk_size: int, tables: bool) -> dict[str, Any]:
-    """By the row of the operator. transformers gets both, always: the rule reads the one, the convolution the other."""
+    """Spell the boundaries by the operator's row. transformers gets both: its rule and convolution read one each."""
     row, lengths_N = operator_named(kernel), np.diff(offsets)
     if row.most_tokens is not None and (longest := int(lengths_N.max())) > row.most_tokens:
         rule = f"The decoding rule takes 1 to {row.most_tokens} tokens of each sequence, and does not check it."
@@ -148,7 +148,7 @@ def _spelled(kernel: Kernel, offsets: Sequence[int], chunk_size: int, tables: bo
 
 
 def _megatron_fields(offsets: Sequence[int]) -> dict[str, Any]:
-    """Of `PackedSeqParams`."""
+    """Return the fields of `PackedSeqParams`."""
     longest = int(np.diff(offsets).max())
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     fields: dict[str, Any] = {"qkv_format": "thd", "max_seqlen_q": longest, "max_seqlen_kv": longest}

@@ -71,7 +71,7 @@ class Operator:
 
     @property
     def remedy(self) -> str:
-        """Where right arguments come from, to stand behind "Take them"."""
+        """Where right arguments come from: the end of a sentence."""
         return f"from gated_delta_kwargs(segments, kernel={self.kernel!r})."
 
     @property

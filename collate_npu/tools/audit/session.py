@@ -187,7 +187,7 @@ def check_is_run(model: torch.nn.Module, name: str) -> None:
 
 
 def is_checkpoint(name: str) -> bool:
-    """Is it a folder that transformers could load, rather than a model type?"""
+    """True for a folder that transformers could load; False for a model type."""
     return (Path(name) / "config.json").is_file()
 
 
@@ -240,7 +240,7 @@ def read_tokenizer(checkpoint: str, named: Path | None, *, trust: bool) -> Any:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    """Does the folder hold files of a tokenizer?"""
+    """True if the folder holds files of a tokenizer."""
     names = [path.name for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
     return any(re.search("token|vocab|spiece|sentencepiece|tekken", name) for name in names)
 
