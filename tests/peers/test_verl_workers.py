@@ -29,7 +29,7 @@ def started(*arguments, **variables):
 
 
 def printed(process):
-    out, error = process.communicate(timeout=300)
+    out, error = process.communicate(timeout=600)
     assert process.returncode == 0, out[-2000:] + error[-4000:]
     return out.splitlines()
 
