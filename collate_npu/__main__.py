@@ -13,7 +13,7 @@ def main() -> None:
     import io
     import signal
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was found by then is still said
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was found by then is still printed
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a letter that it cannot encode is written as its escape
             stream.reconfigure(errors="backslashreplace")

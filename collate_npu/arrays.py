@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -45,6 +46,7 @@ PaddingSide = Literal["none", "left", "right", "mixed"]
 MOST_PLACES = 2**31 - 1
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _PLAIN = frozenset((*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_NUMPYS = _PLAIN - {torch.bfloat16}
 _REMEDY = "Pass a dense tensor, a numpy array or nested lists of numbers."
 _UNPADDED = "Rows of their own lengths are padded first.", "PaddingCollator takes such a batch as it is, a TensorDict too."
 
@@ -111,6 +113,9 @@ def host_tensor(name: str, value: Any) -> Tensor:
 
 def host_array(name: str, value: Any) -> Array:
     """`value` as a numpy array of bools, whole numbers or floats (bfloat16 as float32). Errors as `host_tensor`."""
+    if type(value) is Tensor and value.dtype in _NUMPYS:
+        with suppress(TypeError, RuntimeError):  # on a device, sparse, nested, part of a graph: the long way
+            return value.numpy()
     if isinstance(value, Tensor):
         held = host_tensor(name, value)
         return (held.float() if held.dtype == torch.bfloat16 else held).numpy()

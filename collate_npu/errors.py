@@ -55,7 +55,7 @@ class AmbiguousMaskError(CollateError):
         ...
     collate_npu.errors.AmbiguousMaskError: batch: got keys input_ids. No key says which tokens are padding: no mask may
         mean no padding, or a mask that was lost. Pass attention_mask [B, S], 1 = real token (ones
-        where nothing is padded), or collate with ours.
+        where nothing is padded), or collate with PaddingCollator.
     More: collate-npu guide errors#padding-unknown
     """
 
@@ -80,7 +80,7 @@ LONGEST = 8192
 
 
 def explain(where: str, got: str, rule: str, remedy: str, *, more: str = "") -> str:
-    """One line of four facts, in the order a reader asks for them. `more`: the section of the guide's page `errors` that
+    """One line of four facts, in the order that a reader needs. `more`: the section of the guide's page `errors` that
     explains it, named on a line below."""
     return f"{short(where)}: got {short(got)}. {short(rule)} {short(remedy)}{_pointer(more)}"
 
@@ -89,8 +89,8 @@ def explain_rows(key: str, rows: Iterable[tuple[int, str]], rule: str, remedy: s
     """Like `explain`, for every bad row of one key at once."""
     listed = sorted(rows)
     head = f"{short(key)}: {len(listed)} bad row{'s' if len(listed) != 1 else ''}."
-    told = [head, *(f"  row {row}: got {short(got)}" for row, got in listed), short(rule), short(remedy)]
-    return "\n".join(told) + _pointer(more)
+    lines = [head, *(f"  row {row}: got {short(got)}" for row, got in listed), short(rule), short(remedy)]
+    return "\n".join(lines) + _pointer(more)
 
 
 def short(text: str, most: int = LONGEST) -> str:

@@ -144,8 +144,8 @@ def _check_labels(labels: Tensor, segments: Segments | None, ignore_index: int) 
     bits = labels.is_floating_point() and labels.element_size() == 1  # of which torch fills none
     shape = tuple(labels.shape) if _is_plain(labels) and labels.ndim == 2 and not bits else None
     if shape is None or (segments is not None and shape != segments.shape):
-        said = "[B, S]" if segments is None else f"{list(segments.shape)} (rows, width)"
-        rule = f"Labels are one a token, and the batch is {said}."
+        rows = "[B, S]" if segments is None else f"{list(segments.shape)} (rows, width)"
+        rule = f"Labels are one a token, and the batch is {rows}."
         raise CollateError(explain("labels", shape_of(labels), rule, "Pad them with the tokens (-100), or leave them out."))
     check_held("ignore_index", whole_number("ignore_index", ignore_index, least=-(1 << 63)), labels.dtype)
 

@@ -63,10 +63,10 @@ def check_tokenizer(tokenizer: Any, *, does: str = "pad_token_id") -> None:
         raise CollateError(explain("tokenizer", _kind_of(tokenizer), f"A tokenizer has {does}.", remedy))
 
 
-def check_return_tensors(asked: Any) -> None:
+def check_return_tensors(value: Any) -> None:
     """Raise `CollateError` for what transformers calls another framework's tensors."""
-    if asked not in (None, "pt"):
-        raise CollateError(explain("return_tensors", repr(asked)[:60], "Batches are torch tensors.", "Pass 'pt'."))
+    if value not in (None, "pt"):
+        raise CollateError(explain("return_tensors", repr(value)[:60], "Batches are torch tensors.", "Pass 'pt'."))
 
 
 def check_held(name: str, value: float, dtype: torch.dtype) -> None:
@@ -120,7 +120,7 @@ def _kind_of(given: Any) -> str:
 P = ParamSpec("P")
 T = TypeVar("T")
 _NUMBERS: dict[Any, tuple[type, ...]] = {bool: (bool, np.bool_), int: (Real,), float: (Real,), str: (str,)}
-"""Whether a number is whole, and large enough, is asked where it is used."""
+"""Whether a number is whole, and large enough, is checked where it is used."""
 _SPOKEN = {
     bool: "True or False",
     int: "a whole number",
@@ -169,7 +169,7 @@ def check_fields(held: Any) -> None:
 
 @cache
 def _kinds(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
-    """By parameter, the kinds that are judged; none where it takes a form that is not."""
+    """Return by parameter the kinds that are judged; none where it takes a form that is not."""
     found = {}
     for name, hint in _hints(function).items():
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -180,7 +180,7 @@ def _kinds(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Of a dataclass those of its fields: Python 3.10 evaluates no `InitVar` and no `KW_ONLY`."""
+    """Return the annotations, of a dataclass those of its fields: Python 3.10 evaluates no `InitVar` and no `KW_ONLY`."""
     if not isinstance(function, type):
         return get_type_hints(function)
     names: dict[str, Any] = {}
@@ -195,8 +195,8 @@ def _kind(hint: Any) -> Any:
         return type(get_args(hint)[0])
     if isinstance(origin, type) and issubclass(origin, (Mapping, Callable)):  # type: ignore[arg-type]
         return Mapping if issubclass(origin, Mapping) else Callable
-    ours = isinstance(hint, type) and (hint in (*_NUMBERS, NoneType, Tensor) or hint.__module__.startswith("collate_npu."))
-    return hint if ours else None
+    known = isinstance(hint, type) and (hint in (*_NUMBERS, NoneType, Tensor) or hint.__module__.startswith("collate_npu."))
+    return hint if known else None
 
 
 def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:

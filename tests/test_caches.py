@@ -2,9 +2,7 @@
 
 import gc
 import sys
-from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -35,16 +33,3 @@ def test_no_cache_of_the_package_grows_without_a_bound():
     assert long.grown(before) == {}
     assert max(most for _, most in before.values() if most) <= MOST
     assert {name.split(".")[1] for name in before} >= {"segments", "errors"}
-
-
-def test_a_cache_that_grows_is_named(monkeypatch):
-    """Of a module, of a class, and of a function."""
-    module = ModuleType("collate_npu.grows")
-    module.kept, module.Held = {}, type("Held", (), {"seen": set(), "__module__": module.__name__})
-    module.found = lru_cache(maxsize=None)(lambda n: n)
-    module.found.__module__, module.found.__qualname__ = module.__name__, "found"
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    before = long.held()
-    module.kept[1], module.Held.seen = [1], {1}
-    module.found(1)
-    assert sorted(long.grown(before)) == [f"collate_npu.grows.{name}" for name in ("Held.seen", "found", "kept")]

@@ -1,7 +1,6 @@
 """The way back under torch.compile(fullgraph=True), torch.export and FakeTensorMode, Segments cold or used before; and flat
 rows of one shape, for which a graph is captured once."""
 
-from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -155,15 +154,6 @@ def test_kernel_arguments_have_one_shape(kernel, lengths, others):
             told.append([(k, len(v) if isinstance(v, tuple) else (v.shape, v.dtype)) for k, v in given_.items()])
             assert "cu_seqlens" not in given_ or (given_["cu_seqlens"].diff() > 0).all()
         assert told[0] == told[1]
-
-
-@given(lengths=batches)
-def test_kernel_arguments_of_a_row_without_a_collator_have_one_shape(lengths):
-    row = Segments.from_lengths([lengths], WIDTH)
-    told = gated_delta_kwargs(row, kernel="fla", max_sequences=COUNT)["cu_seqlens"]
-    assert told.shape == (COUNT + 1,)
-    assert (told.diff() > 0).all()
-    assert told[: len(lengths)].tolist() == [0, *accumulate(lengths[:-1])]
 
 
 # --- batches whose widths repeat

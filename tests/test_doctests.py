@@ -23,9 +23,9 @@ TEXTS = [page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sort
 
 STACK = {
     "parallel.layout.ContextParallel.from_mesh": "distributed/gloo_work.py",
-    "parallel.layout.ContextParallel.from_megatron": "peers/megatron_work.py",
+    "parallel.layout.ContextParallel.from_megatron": "peers/test_megatron.py",
     "parallel.gather.gather_objects": "parallel/test_layout.py",
-    "integrations.swift.install": "peers/test_swift_install.py",
+    "integrations.swift.install": "peers/test_swift_megatron.py",
     "integrations.twinkle.install": "peers/test_twinkle.py",
     "integrations.slime.before_log_prob": "peers/test_megatron_rl.py",
     "integrations.slime.before_train_step": "peers/test_megatron_rl.py",

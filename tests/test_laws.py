@@ -5,7 +5,6 @@ Legend: B rows, S width, H heads.
 """
 
 import itertools
-import multiprocessing
 import pickle
 from collections import defaultdict
 from dataclasses import replace
@@ -19,7 +18,6 @@ import torch
 from hypothesis import assume, given, settings, strategies as st
 from live_bytes import peak_bytes
 from strategies import laid_out
-from torch.utils.data import DataLoader
 
 from collate_npu import (
     BatchAdapter,
@@ -37,7 +35,6 @@ from collate_npu.collate import Layout
 from collate_npu.consumers.mask_routing import Case, Model, consumer_named, consumers
 from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError
 from collate_npu.masks import dense, none_is_exact
-from collate_npu.parallel import join_shards
 from collate_npu.releases import MISSING_KERNEL_RAISES
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
@@ -59,13 +56,6 @@ def test_law_1_a_batch_tells_the_truth_of_its_features(features, side, multiple)
     real = [int(token) for row, f in zip(rows, features) for n, token in zip(row, f["input_ids"]) if n]
     assert unpad(batch["input_ids"], segments).tolist() == real
     assert unpad(batch["position_ids"], segments).tolist() == [p for row in segments.lengths for n in row for p in range(n)]
-
-
-@pytest.mark.parametrize("key", ["attention_mask_2d", "attention_mask"])
-def test_law_1_as_many_rows_as_tokens(key):
-    segments = Segments.from_lengths([1, 2, 3])
-    batch = {"input_ids": torch.ones(3, 3, dtype=torch.int64), key: segments.keep}
-    assert BatchAdapter(needs_mask_2d=False, consumer="megatron").with_segments(batch)[1] == segments
 
 
 # --- law 2: what dense builds, derive_segments reads; or two truths give that tensor
@@ -232,66 +222,12 @@ def shaped(form, shape, S):
     return form[:, None].expand(-1, 3 if shape == "BHSS" else 1, S, S)
 
 
-def is_of_another(found, segments, pattern):
-    """A pattern that cuts must be declared: undeclared its mask is that of other sequences, and declared of these."""
-    mask = dense(segments, pattern=pattern)
-    same = torch.equal(mask, dense(found))
-    return pattern.cuts and same and derive_segments(mask, polarity="keep", pattern=pattern, keep=segments.keep) == segments
-
-
-def is_refusable(segments, pattern):
-    """Where the honest reader may have a doubt: sequences of one token, several in a row, windows beside holes, chunks.
-
-    And a row that sees everything, as unmasked padding does, where other rows follow another prefix.
-    """
-    if pattern.name == "prefix" and dense(segments, pattern=pattern).flatten(1).all(1).any():
-        return True
-    plain = not segments.packed and segments.padding_side != "mixed"
-    longer = all(n > 1 for row in segments.lengths for n in row) and not segments.empty_rows
-    declared_only = type(pattern).explaining.__func__ is Pattern.explaining.__func__
-    small = pattern.name == "sliding" and pattern.size == 1
-    return not (plain and longer) or declared_only or small or (pattern.name != "causal" and segments.shape[1] < 3)
-
-
-@given(
-    strategies.attentions(strategies.segments(width=12)),
-    forms(),
-    st.sampled_from(["BSS", "B1SS", "BHSS"]),
-    st.sampled_from(["declared", "declared, queries too", "undeclared"]),
-)
-def test_law_2_larger_matrices_of_every_dtype_and_shape(attention, form, shape, how):
-    segments, pattern = attention
-    assume(not (segments.packed and pattern.cuts))
-    keep_BSS, keep_rows_BSS = honest(dense(segments, pattern=pattern)[:, 0], segments.keep)
-    polarity = form.keywords["polarity"]
-    matrix = shaped(form(keep_rows_BSS if "queries" in how else keep_BSS), shape, segments.shape[1])
-    try:
-        found = derive_segments(matrix, polarity=None if how == "undeclared" else polarity)
-    except (AmbiguousMaskError, PolarityError):
-        both_ways = how == "undeclared" and pattern.name in ("bidirectional", "prefix")
-        assert is_refusable(segments, pattern) or both_ways or (polarity == "bias" and keep_BSS.all())
-    else:
-        assert found == segments or is_of_another(found, segments, pattern)
-
-
 @given(strategies.sided(rows=1, shortest=2), forms(), st.sampled_from(["SS", "11SS"]), st.integers(1, 12))
 def test_law_2_a_shared_matrix_serves_all_rows(segments, form, shape, B):
     S = segments.shape[1]
     assume(S > 2 and S != B)
     matrix = shaped(form(dense(segments)[:, 0]), shape, S)
     assert derive_segments(matrix, batch_size=B) == Segments.from_ids(segments.ids.expand(B, -1))
-
-
-@given(strategies.free(packed=False), st.sampled_from([torch.bool, torch.uint8, torch.int64, *FLOATS]), st.booleans())
-def test_law_2_key_masks(segments, dtype, four_dims):
-    B, S = segments.shape
-    assume(S > 1 and S != B)
-    for polarity in ("keep", "masked"):
-        keys = as_form(segments.keep, polarity, dtype)
-        matrix = keys[:, None, None] if four_dims else keys
-        assert derive_segments(matrix, polarity=polarity) == segments
-    if not segments.empty_rows and not four_dims:
-        assert derive_segments(segments.keep.to(dtype)) == segments
 
 
 @given(strategies.attentions(strategies.segments(width=12)), forms(), st.booleans(), st.booleans())
@@ -306,11 +242,6 @@ def test_law_2_a_truth_beside_the_matrix_is_confirmed(attention, form, both, fil
     assume(not (filled and alone))  # read the other way, that row's padding is one sequence
     found = derive_segments(form(keep_BSS)[:, None], keep=segments.keep, prove=False)
     assert torch.equal(found.keep, segments.keep)
-
-
-def test_law_2_a_truth_of_nothing_decides_too():
-    for keep in (torch.zeros(2, 3, dtype=torch.bool), torch.ones(2, 3, dtype=torch.bool)):
-        assert torch.equal(derive_segments(torch.ones(2, 1, 3, 3, dtype=torch.bool), keep=keep).keep, keep)
 
 
 @given(strategies.segments(width=12), forms(), st.data())
@@ -347,17 +278,6 @@ def widened(segments, cp):
     """The same rows with alignment padding: what a collator with pad_to_multiple_of gives."""
     extra = -segments.shape[1] % cp.multiple
     return Segments(torch.nn.functional.pad(segments.ids, (0, extra)))
-
-
-@given(strategies.segments(), st.sampled_from([1, 2, 3, 4]), st.sampled_from(LAYOUTS))
-def test_law_3_shards_join_to_the_batch(segments, size, layout):
-    cp = ContextParallel(size, 0, layout=layout)
-    segments = widened(segments, cp)
-    assume(segments.shape[0] > 1 or not segments.packed)
-    batch = {k: v for k, v in a_batch(segments).items() if k != "attention_mask"}
-    shards = [split_batch(batch, cp.with_rank(rank), segments=segments) for rank in range(size)]
-    for key, whole in batch.items():
-        assert torch.equal(join_shards([shard[key] for shard in shards], cp), whole), key
 
 
 @given(strategies.sided(), st.sampled_from([2, 4]), st.sampled_from(LAYOUTS))
@@ -448,17 +368,6 @@ def test_law_5_alignment_of_a_flat_row_changes_no_route(segments, consumer, need
 # --- law 6: collators travel to workers and give the same there
 
 
-class Ragged(torch.utils.data.Dataset):
-    """Samples of one to nine tokens, always the same."""
-
-    def __len__(self):
-        return 400
-
-    def __getitem__(self, n):
-        ids = list(range(n, n + 1 + n * 7 % 9))
-        return {"input_ids": ids, "labels": ids, "loss_scale": [i / 2 for i in ids]}
-
-
 def naive_collator(features):
     """As many write it: right padding, a mask beside it."""
     width = max(len(feature["input_ids"]) for feature in features)
@@ -504,25 +413,6 @@ def test_law_6_a_pickled_collator_gives_the_same_batch(features):
         equal_batches(pickle.loads(pickle.dumps(collator))(features), collator(features))
 
 
-def by_each(collators, features):
-    """One batch of each collator, which travel to the worker as arguments, pickled."""
-    return {name: collator(features) for name, collator in collators.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_law_6_workers_give_the_batches_of_the_main_process(method):
-    if method not in multiprocessing.get_all_start_methods():
-        pytest.skip(f"no {method} here")
-    settings = {"batch_size": 2, "collate_fn": partial(by_each, COLLATORS)}
-    here = list(DataLoader(Ragged(), num_workers=0, **settings))
-    there = list(DataLoader(Ragged(), num_workers=2, multiprocessing_context=method, **settings))
-    assert len(here) == len(there) == 200
-    for one, other in zip(here, there):
-        for name in COLLATORS:
-            equal_batches(one[name], other[name])
-
-
 # --- law 8: nothing of S * S exists unless it was asked for
 
 
@@ -533,14 +423,6 @@ LONG = [{"input_ids": list(range(n)), "labels": list(range(n))} for n in (WIDTH,
 def test_law_8_no_square_tensor_unless_asked(name):
     collator = CHEAP[name]
     assert peak_bytes(lambda: collator(LONG)) < WIDTH * WIDTH / 4
-
-
-@pytest.mark.parametrize("name", ["4d", "left"])
-def test_law_8_the_meter_sees_a_square_tensor(name):
-    collator = SQUARE[name]
-    assert peak_bytes(lambda: collator(LONG)) >= 2 * WIDTH * WIDTH
-    ones = partial(torch.ones, 1, 1, WIDTH, WIDTH, dtype=torch.bool)
-    assert peak_bytes(ones) >= WIDTH * WIDTH
 
 
 @settings(max_examples=5)  # each is measured twice

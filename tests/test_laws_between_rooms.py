@@ -4,7 +4,6 @@ Law 11 (two sources that differ raise) is in masks/test_batch_reader.py, law 12 
 Legend: B rows, S width.
 """
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,8 +14,8 @@ from hypothesis import given, strategies as st
 from strategies import laid_out
 from torch import Tensor
 
-from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, Segments, split_batch, wrap_collator
-from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, wrap_collator
+from collate_npu.errors import AmbiguousMaskError
 from collate_npu.keys import KEYS, TOKENS
 from collate_npu.masks import dense, varlen
 from collate_npu.masks.batch_reader import segments_from_batch
@@ -148,49 +147,9 @@ def test_law_9_a_wrapped_collator_knows_what_its_samples_tell(features, side, mo
 # --- law 10
 
 
-def tensors_of(value, name=""):
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from tensors_of(part, f"{name}.{key}")
-
-
 def scribble(x):
     """Write to every element; raises where the tensor is expanded onto itself."""
     x.logical_not_() if x.dtype == torch.bool else x.add_(7)
-
-
-def check_nothing_shares(out, inputs=()):
-    held = [*tensors_of(out), *((f"input {i}", x) for i, x in enumerate(inputs))]
-    before = [x.clone() for _, x in held]
-    for at, (name, x) in enumerate(held):
-        scribble(x)
-        for other, ((theirs, y), was) in enumerate(zip(held, before)):
-            assert other == at or torch.equal(y, was), f"writing to {name} changed {theirs}"
-        x.copy_(before[at])
-
-
-@given(strategies.features(), strategies.sides(), st.sampled_from(MODES))
-def test_law_10_nothing_a_collator_hands_out_shares_memory(features, side, mode):
-    features = [{key: torch.as_tensor(value) for key, value in feature.items()} for feature in features]
-    inputs = [value for feature in features for value in feature.values()]
-    check_nothing_shares(PaddingCollator(pad_token_id=7, padding_side=side, attention_mask=mode)(features), inputs)
-    check_nothing_shares(PaddingCollator(pad_token_id=7, padding_free=True)(features), inputs)
-    static = {"sequence_multiple": 4, "padding": (160,), "max_sequences": 16}
-    check_nothing_shares(PaddingCollator(pad_token_id=7, padding_free=True, **laid_out(static))(features), inputs)
-
-
-@given(strategies.segments(), st.sampled_from(["megatron", "transformers", "verl", "verl_npu"]))
-def test_law_10_nothing_an_adapter_makes_shares_memory(segments, consumer):
-    batch = {"attention_mask_2d": segments.keep, "attention_mask": segments.keep.long(), "segment_ids": segments.ids}
-    batch["input_ids"] = segments.ids.long()
-    try:
-        out = BatchAdapter(DENSE, consumer=consumer)(batch)
-    except UnsupportedFormError:
-        return
-    made = {key: value for key, value in out.items() if value is not batch.get(key)}
-    check_nothing_shares(made, batch.values())
 
 
 @given(strategies.segments())
@@ -210,16 +169,6 @@ def test_law_10_segments_never_change(segments):
             scribble(value)
         assert torch.equal(segments.ids, before)
         assert torch.equal(segments.keep, before != 0)
-
-
-@given(strategies.segments(), st.sampled_from(["zigzag", "contiguous", "ulysses"]), st.sampled_from(["local", "global"]))
-def test_law_10_a_shard_shares_nothing_with_its_batch(segments, layout, scope):
-    cp = ContextParallel(2, 1, layout=layout, mask_2d=scope)
-    ids = torch.nn.functional.pad(segments.ids.long(), (0, -segments.shape[1] % cp.multiple))
-    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask_2d": ids != 0}
-    shard = split_batch(batch, cp)
-    made = {key: value for key, value in shard.items() if value is not batch[key]}
-    check_nothing_shares(made, batch.values())
 
 
 # --- law 13

@@ -8,10 +8,11 @@ Legend: B batch, S width.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -97,8 +98,38 @@ _FLAT_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", 
 """What kernels of a transformers model read of a flat row."""
 _DENSE, _RECURRENT = ("right", "left", "holes", "packed"), ("right", "left", "one", "flat")
 _BOTH_SIDES = Pattern.of("bidirectional")
-AT_MODEL: dict[int, Segments] = {}
-"""Of each thread in which an adapted model runs, what its batch said: proof asks, where None took the mask's place."""
+
+
+class MadeBatches:
+    """The Segments of the batches that adapters of this process made: of the one that an adapted model runs in each thread,
+    and of the last eight by their tokens, while somebody watches. Proof reads them: None may stand in a mask's place."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, Segments] = {}
+        """By thread."""
+        self._watchers = 0
+        self._last: deque[tuple[Tensor, Segments]] = deque(maxlen=8)
+
+    def watch(self, change: Literal[1, -1]) -> None:
+        """Count one watcher more or less; without one nothing is kept."""
+        self._watchers += change
+        if not self._watchers:
+            self._last.clear()
+
+    def keep(self, batch: Mapping[str, Any], segments: Segments) -> None:
+        """Keep what was made of a batch, if somebody watches."""
+        if self._watchers and isinstance(ids := batch.get("input_ids"), Tensor):
+            self._last.append((ids.detach().cpu().clone(), segments))
+
+    def find(self, ids: Tensor) -> Segments | None:
+        """Return the Segments of the last batch that has these tokens; None for tokens of no batch."""
+        return next(
+            (segments for held, segments in reversed(self._last) if held.shape == ids.shape and (held == ids.cpu()).all()),
+            None,
+        )
+
+
+MADE = MadeBatches()
 
 
 class BatchAdapter:
@@ -161,7 +192,7 @@ class BatchAdapter:
         self.device = None if device is None else here(device, now=False)
         self.model = Model.of(model, model_type=model_type, needs_2d=needs_mask_2d, attn_implementation=attn_implementation)
         if isinstance(model, torch.nn.Module) and self.consumer.counts_positions and consumer_of(model) == "transformers":
-            self._ask(model)
+            self._probe(model)
         self.declared = None if pattern is None else Pattern.of(pattern)
         """The pattern that the caller declared; None: the model's own at each call."""
         self.pattern = self._seen({}) or CAUSAL
@@ -171,27 +202,27 @@ class BatchAdapter:
         self._check()
 
     @property
-    def _asks(self) -> bool:
-        """True if a transformers model must still be asked what its recurrent layers read."""
+    def _unprobed(self) -> bool:
+        """True if a transformers model must still be probed: what its recurrent layers read."""
         return self.consumer.counts_positions and bool(self.model.needs_mask_2d) and self.model.boundaries_unread is None
 
-    def _ask(self, model: Any) -> None:
-        """Ask what moves its tokens: padding, and other sequences of a row."""
+    def _probe(self, model: Any) -> None:
+        """Probe what moves its tokens: padding, and other sequences of a row."""
         moves, attention = dict.fromkeys((*_DENSE, "flat"), ""), self.model.attn_implementation
-        if isinstance(model, torch.nn.Module) or hasattr(type(model), "get_text_config"):  # else nobody can be asked
+        if isinstance(model, torch.nn.Module) or hasattr(type(model), "get_text_config"):  # else there is nothing to probe
             try:
                 forms = _RECURRENT if self.model.needs_mask_2d else _DENSE
                 moves = rows_move_reason(model, BatchAdapter, *forms, attention=attention)
             except Exception as error:  # ImportError, of a card's libraries say: nobody runs a model here
-                why = f"no tiny copy of it runs that could be asked ({type(error).__name__})"
+                why = f"no tiny copy of it runs that could be probed ({type(error).__name__})"
                 moves["packed"] = moves["flat"] = "" if isinstance(error, ImportError) else why
         self.model = replace(self.model, moves=moves)
-        if isinstance(model, torch.nn.Module) and self._asks:
+        if isinstance(model, torch.nn.Module) and self._unprobed:
             unread = moves["flat"] and (boundaries_unread_reason(model) or moves["flat"])
             self.model = replace(self.model, boundaries_unread=unread)
 
-    def _ask_config(self) -> None:
-        """Whether the layers of a config hand boundaries on: where no kernel reads them transformers raises."""
+    def _probe_config(self) -> None:
+        """Find out if the layers of a config hand boundaries on: where no kernel reads them transformers raises."""
         unread = f"before {MISSING_KERNEL_RAISES} transformers trains on where a kernel is missing, whatever its config says"
         if MISSING_KERNEL_RAISES.holds():
             config, attention = known_config(self.model.named), self.model.attn_implementation
@@ -216,7 +247,7 @@ class BatchAdapter:
 
     @classmethod
     def from_args(cls, args: Any, **settings: Any) -> BatchAdapter:
-        """From an argument namespace as ms-swift's and Megatron-LM's: reads the names both use, `settings` win.
+        """Build it from an argument namespace as ms-swift's and Megatron-LM's: reads the names both use, `settings` win.
 
         `model_info.config` (ms-swift's own), else `model_type` (looked up in transformers' registry); `padding_free`,
         `context_parallel_size`, `tensor_model_parallel_size` with `sequence_parallel`, `cp_partition_mode` or MindSpeed's
@@ -253,9 +284,11 @@ class BatchAdapter:
 
     def _rendered(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         if self.context_parallel is not None:
-            return self._shared_out(batch, self.context_parallel)
-        out, segments = self.mended(Sources.of(batch), padding_free=self.padding_free)
-        if errors.DEBUG and self.padding_free and self.model.needs_mask_2d:
+            out, segments = self._shared_out(batch, self.context_parallel)
+        else:
+            out, segments = self.mended(Sources.of(batch), padding_free=self.padding_free)
+        MADE.keep(out, segments)
+        if errors.DEBUG and self.context_parallel is None and self.padding_free and self.model.needs_mask_2d:
             from collate_npu.kernels.check import log_batch  # the contracts, which nobody else here reads
 
             log_batch(self.consumer.name, out, segments)
@@ -330,7 +363,7 @@ class BatchAdapter:
     def routed(
         self, sources: Sources, segments: Segments, padding_free: bool | None, device: torch.device | None = None
     ) -> dict[str, Any]:
-        """As `render`, of what is known to be a batch and its Segments."""
+        """Do what `render` does, for a batch and its Segments that need no check."""
         if self.model.model_type == "prophetnet":
             check_decoder(sources, "prophetnet")
         if self.device is not None:
@@ -383,9 +416,9 @@ class BatchAdapter:
         pattern, flat = self._seen(call) or CAUSAL, self.padding_free if padding_free is None else padding_free
         several = segments.packed or segments.padding_side != "none"
         if several and not self.model.moves and self.model.model_type and self.consumer.counts_positions:
-            self._ask(known_config(self.model.named))
-        if flat and segments.packed and self._asks and self.model.model_type:
-            self._ask_config()
+            self._probe(known_config(self.model.named))
+        if flat and segments.packed and self._unprobed and self.model.model_type:
+            self._probe_config()
         known: dict[str, Any] = {"model": self.model, "pattern": pattern, "context_parallel": self.context_parallel}
         return Case(segments=segments, padding_free=flat, call=call, at_model=self.at_model, **known)
 
@@ -460,8 +493,8 @@ def _drop_unread(out: dict[str, Any], *, alone: bool) -> None:
     """What a transformers model passes on to kernels that know it otherwise: it gives them `cu_seq_lens_q` as `cu_seqlens`,
     and another one beside it is a TypeError (5.23 models/qwen3_next/modeling_qwen3_next.py:752). The only sequence of a row
     needs no offsets, at which recurrent layers without kernels raise (integrations/hub_kernels.py:1033)."""
-    told = with_role(out, "offsets", "padded_offsets") if out.get("cu_seq_lens_q") is not None else ()
-    unread = of_kind(out, "offsets") if alone else [key for key in told if not key.startswith("cu_seq_lens")]
+    others = with_role(out, "offsets", "padded_offsets") if out.get("cu_seq_lens_q") is not None else ()
+    unread = of_kind(out, "offsets") if alone else [key for key in others if not key.startswith("cu_seq_lens")]
     foreign = ("flash_attn_kwargs", "_packed_seq_ids", "qkv_format")  # NeMo's
     for key in ("seq_lens", "seq_lens_padded", "input_lengths", *foreign, *unread):
         out.pop(key, None)
@@ -469,5 +502,5 @@ def _drop_unread(out: dict[str, Any], *, alone: bool) -> None:
 
 def _offsets(sources: Sources, case: Case, device: torch.device) -> dict[str, Any]:
     flat = case.padding_free
-    told = offsets_of(case.segments, physical_offsets(sources, case.segments)) if flat else offsets_of_rows(case.segments)
-    return {key: told[key].to(device) if isinstance(told[key], Tensor) else told[key] for key in _FLAT_KEYS}
+    offsets = offsets_of(case.segments, physical_offsets(sources, case.segments)) if flat else offsets_of_rows(case.segments)
+    return {key: offsets[key].to(device) if isinstance(offsets[key], Tensor) else offsets[key] for key in _FLAT_KEYS}

@@ -65,7 +65,7 @@ class Route:
 
 
 def log_route(reader: str, key: str, route: Route, segments: Segments, cp: ContextParallel | None, reads_2d: str) -> None:
-    """With COLLATE_NPU_DEBUG=1: each route once a process, with the first batch that took it."""
+    """Log each route once a process, with the first batch that took it (COLLATE_NPU_DEBUG=1)."""
     whole = cp is None and route.form in ("masked", "keep", "bias")
     cost = f", {describe_cost(route.form, segments)}" if whole else ""
     kept = f"stays ({reads_2d})" if route.keeps_mask_2d else "taken out (nobody here reads it)"
@@ -79,7 +79,7 @@ def log_route(reader: str, key: str, route: Route, segments: Segments, cp: Conte
     errors.log_once((reader, route.form, kept, segments.padding_side, segments.packed, cp), "\n  ".join(lines))
 
 
-def say_batch(
+def log_form(
     reader: str, out: Mapping[str, Any], segments: Segments, *, why: str, cp: ContextParallel | None = None
 ) -> None:
     """Log a finished batch of a stack that has no consumer, as `log_route` does."""
@@ -145,10 +145,10 @@ class Model:
     config: Any = None
     model_type: str = ""
     needs_mask_2d: bool | None = None
-    """True if it carries state from token to token; None where nobody said."""
+    """True if it carries state from token to token; None where it is unknown."""
     attn_implementation: str = "sdpa"
     dtype: torch.dtype | None = None
-    """Of its parameters, where a module was there to be asked."""
+    """Of its parameters, where a module was there."""
     positions: model_traits.PositionRule = "places"
     """How a transformers model counts positions by itself; by place where it is unknown."""
     first_position: int = 0
@@ -171,12 +171,12 @@ class Model:
     """True if a tuner of PEFT puts learned tokens before each row."""
     boundaries_unread: str | None = None
     """Why its recurrent layers cannot read where a sequence of a flat row begins; "" where they can; None before the adapter
-    asks, or without a module: a config does not know which kernels this process resolved."""
+    knows, or without a module: a config does not know which kernels this process resolved."""
     keeps_apart: bool = False
     """True if it was adapted, so that its recurrent layers keep the sequences of any row apart."""
 
     moves: Mapping[str, str] = field(default_factory=dict)
-    """By form of rows (probe.py): why its sequences do not come out as alone. Forms that were not asked are missing."""
+    """By form of rows (probe.py): why its sequences do not come out as alone. Forms that were not tried are missing."""
 
     @classmethod
     def of(
@@ -194,8 +194,8 @@ class Model:
             needs_2d = needs_mask_2d(model if model is not None else model_type)
         read: dict[str, Any] = {}
         attention = attn_implementation or getattr(text, "_attn_implementation", None) or "sdpa"
-        asked = consumer_of(model) == "transformers"
-        if asked or type(config).__module__.startswith("transformers."):
+        own_module = consumer_of(model) == "transformers"
+        if own_module or type(config).__module__.startswith("transformers."):
             read = {"positions": model_traits.position_rule(model), "first_position": model_traits.first_position(model)}
             read |= {"pattern": pattern_of(model)}
             read["follows_is_causal"] = model_traits.follows_is_causal(model)
@@ -205,9 +205,9 @@ class Model:
             read |= {"config_is_causal": text} if IS_CAUSAL_READ.holds() else {}
             read |= {"pooling": model_traits.pooling(model), "labels": model_traits.label_rule(model)}
             read |= {"looks_ahead": tuple(by for by in ("images", "types") if model_traits.looks_ahead(model, by))}
-            if asked and needs_2d and keeps_apart(model):
+            if own_module and needs_2d and keeps_apart(model):
                 read |= {"boundaries_unread": "", "keeps_apart": True}
-        if not asked and needs_2d and isinstance(model, torch.nn.Module):
+        if not own_module and needs_2d and isinstance(model, torch.nn.Module):
             read["boundaries_unread"] = f"{type(model).__name__} is not transformers', and nobody knows what its layers read"
         if isinstance(model, torch.nn.Module):
             read["virtual_tokens"] = has_virtual_tokens(model)
@@ -320,7 +320,7 @@ class Case:
 
     @once
     def learns_routing(self) -> bool:
-        """True if this call, or the config, asks for a router's loss."""
+        """True if this call, or the config, wants a router's loss."""
         return bool(self.model.option("output_router_logits", self.call))
 
 
@@ -359,16 +359,16 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumer:
-    """One model stack. Refusals are asked first, in order, then forms; a flat row without refusal needs no mask.
+    """One model stack. Refusals are tried first, in order, then forms; a flat row without refusal needs no mask.
 
-    >>> ours = Consumer(
-    ...     name="ours",
+    >>> consumer = Consumer(
+    ...     name="our_stack",
     ...     forms=(Form(form="keep_2d", reads="bool [B, S]"),),
     ...     refuses=(PACKED_RECURRENT,),
     ...     source="our_model.py:12",
     ... )
     >>> left, recurrent = Segments.from_lengths([3, 5], side="left"), Model(needs_mask_2d=True)
-    >>> ours.route(Case(segments=left, model=recurrent))
+    >>> consumer.route(Case(segments=left, model=recurrent))
     Route(form='keep_2d', keeps_mask_2d=True, why='bool [B, S]')
     """
 
@@ -404,7 +404,7 @@ class Consumer:
     source: str
 
     def __reduce__(self) -> Any:
-        """By name, for collators that go to workers: what a file of this folder holds is there too."""
+        """Pickle it by name, for collators that go to workers: they have the files of this folder."""
         return (consumer_named, (self.name,)) if consumers().get(self.name) is self else super().__reduce__()
 
     def route(self, case: Case) -> Route:

@@ -1,7 +1,7 @@
 """Megatron-core: local kernels, which read a dense mask, and TransformerEngine's, which read none under causal attention;
 on an NPU TransformerEngineNPU's, beside MegatronAdaptor.
 
-`kernel_of` says which of the two a model or an argument namespace runs; every Megatron-style integration asks here.
+`kernel_of` says which of the two a model or an argument namespace runs; every Megatron-style integration calls it.
 """
 
 from __future__ import annotations

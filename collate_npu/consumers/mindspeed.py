@@ -41,7 +41,7 @@ from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.parallel.layout import Layout
 
 TransformerEngine = Literal["own", "local", "separate"]
-"""Whose attention runs where Megatron asks for TransformerEngine's."""
+"""Whose attention runs where Megatron wants TransformerEngine's."""
 
 
 def _dropped_window(case: Case) -> str:
@@ -273,16 +273,14 @@ def start_problem() -> str:
         return ""
     ran = [package for package in here if _patches(package) or _first(package)]
     if not ran:
-        return (
-            f"Megatron is imported, {here[0]} is is_installed, and its adaptor has not run before it: {_first_of(here[0])}."
-        )
+        return f"Megatron is imported, {here[0]} is installed, and its adaptor has not run before it: {_first_of(here[0])}."
     replaced = {id(patch.orig_func): name for package in ran for name, patch in _patches(package).items()}
-    asked = _TE_FLAGS if "mindspeed" in ran else ()  # MegatronAdaptor makes no transformer_engine
-    flags = [name for name in asked if getattr(sys.modules.get(name), "HAVE_TE", True) is False]
+    flagged = _TE_FLAGS if "mindspeed" in ran else ()  # MegatronAdaptor makes no transformer_engine
+    flags = [name for name in flagged if getattr(sys.modules.get(name), "HAVE_TE", True) is False]
     late = [*(f"{name} found no transformer_engine" for name in flags), *_held(replaced)]
     more = f" and {len(late) - _LISTED} more" if len(late) > _LISTED else ""
-    told = f"The adaptor of {ran[0]} ran too late: {'; '.join(late[:_LISTED])}{more}. {_first_of(ran[0])}."
-    return told if late else ""
+    problem = f"The adaptor of {ran[0]} ran too late: {'; '.join(late[:_LISTED])}{more}. {_first_of(ran[0])}."
+    return problem if late else ""
 
 
 def _patches(package: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Read off its config, the signature of its forward, and what its modeling file calls: which layers it has, how it counts
 positions, which token its head pools, and the sizes by which padding or another sequence changes a token's output. A probe
-(`probe`) asks a tiny copy of the model for the rest; sizes stand here, because a tiny copy does not have them. Of a config
+(`probe`) runs a tiny copy of the model for the rest; sizes stand here, because a tiny copy does not have them. Of a config
 the modeling file is imported. Measured on every family of transformers 5.23 and 4.57 that builds tiny.
 """
 
@@ -136,7 +136,7 @@ def needs_mask_2d(model: Any) -> bool:
 
             return family_needs_mask_2d(CONFIG_MAPPING[model]())
         except (ImportError, KeyError) as error:
-            why, remedy = "has no such one", _meant(model)
+            why, remedy = "has no such one", _suggestion(model)
             if isinstance(error, ImportError):
                 why, remedy = "does not load here", "pip install transformers, or pass the model or its config."
             rule = f"A name is looked up in the config registry of transformers, which {why}."
@@ -156,7 +156,7 @@ def needs_mask_2d(model: Any) -> bool:
     return layers or bool(RECURRENT_KIND.search(variant)) or bool(getattr(config, "is_hybrid_model", False))
 
 
-def _meant(name: str) -> str:
+def _suggestion(name: str) -> str:
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES as KNOWN
     except ImportError:
@@ -166,7 +166,7 @@ def _meant(name: str) -> str:
 
 
 def family_needs_mask_2d(config: Any) -> bool:
-    """Whether some config of this class needs the 2D mask: `Lfm2Config()` lists no convolution, but the family has them."""
+    """True if some config of this class needs the 2D mask: `Lfm2Config()` lists no convolution, but the family has them."""
     config = text_config(config)
     kinds = [kind for name in ("layer_types", "layers_block_type", "block_types") for kind in layer_kinds(config, name)]
     fields = (name for name, value in vars(config).items() if value is not None)
@@ -271,19 +271,19 @@ def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
     """What the attention layers of a transformers module say they are; None where they say nothing, or not the same.
 
     Read from their `is_causal`. Of 214 causal and masked families of 5.23, 168 say it and none says it wrongly. Where no
-    layer says it (BERT in 4.57), masked language models that are not told to decode look at both sides.
+    layer says it (BERT in 4.57), masked language models that are not set to decode look at both sides.
     """
     module = unwrap(model)
     if not is_transformers(module):
         return None
-    said = {part.is_causal for part in module.modules() if isinstance(getattr(part, "is_causal", None), bool)}
-    if not said:
+    flags = {part.is_causal for part in module.modules() if isinstance(getattr(part, "is_causal", None), bool)}
+    if not flags:
         return "bidirectional" if is_encoder(config_of(model)) else None
-    return None if len(said) > 1 else "causal" if said.pop() else "bidirectional"
+    return None if len(flags) > 1 else "causal" if flags.pop() else "bidirectional"
 
 
 def is_encoder(config: Any) -> bool:
-    """True if this config is of a masked language model that is not told to decode."""
+    """True if this config is of a masked language model that is not set to decode."""
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
     except ImportError:  # a class of something that only looks like transformers
@@ -294,8 +294,8 @@ def is_encoder(config: Any) -> bool:
 
 def has_two_sides(model: Any) -> bool:
     """True for an encoder beside a decoder. The config of a decoder alone may say so, too."""
-    said = getattr(config_of(model), "is_encoder_decoder", False)
-    return bool(said) and any(name.rpartition(".")[2] == "encoder" for name, _ in model.named_modules())
+    both = getattr(config_of(model), "is_encoder_decoder", False)
+    return bool(both) and any(name.rpartition(".")[2] == "encoder" for name, _ in model.named_modules())
 
 
 def is_compiled(model: Any) -> bool:
@@ -324,9 +324,9 @@ def position_rule(model: Any) -> PositionRule:
     classes = _classes(model)
     if not any("position_ids" in _parameters(cls) for cls in classes):
         return "none"
-    if _say(classes, "position_ids.shape[0] == 4"):
+    if _code_holds(classes, "position_ids.shape[0] == 4"):
         return "axes"
-    counts_ids = _say(classes, "def create_position_ids_from_input_ids")
+    counts_ids = _code_holds(classes, "def create_position_ids_from_input_ids")
     # evolla's protein encoder counts ids; its language model is a Llama (modeling_evolla.py:54, 1287).
     return "padding_idx" if counts_ids and config_of(model).model_type != "evolla" else "places"
 
@@ -351,18 +351,18 @@ def follows_is_causal(model: Any) -> bool:
     }
     calls = [re.search(rf"self\.{name}\((.*?)\n\s*\)", _code(cls), re.S) for cls, name in layers]
     handed = all("**" in call[1] for call in calls if call)
-    return IS_CAUSAL_READ.holds() and handed and _say(_classes(whole), "merge_with_config_defaults")
+    return IS_CAUSAL_READ.holds() and handed and _code_holds(_classes(whole), "merge_with_config_defaults")
 
 
 def calls(model: Any, kernel: str) -> bool:
     """True if a modeling file of it calls a kernel of this name."""
-    return _say(_classes(unwrap(model)), f'"{kernel}"')
+    return _code_holds(_classes(unwrap(model)), f'"{kernel}"')
 
 
 def half_ahead(model: Any) -> bool:
     """True if its layers look ahead by `use_bidirectional_attention` and the masks that it makes do not (Gemma, Gemma 2)."""
-    asked = getattr(config_of(model), "use_bidirectional_attention", None) is True
-    return asked and not _say(_classes(unwrap(model)), "self.config.use_bidirectional_attention:")
+    set_so = getattr(config_of(model), "use_bidirectional_attention", None) is True
+    return set_so and not _code_holds(_classes(unwrap(model)), "self.config.use_bidirectional_attention:")
 
 
 def looks_ahead(model: Any, by: str) -> bool:
@@ -370,8 +370,8 @@ def looks_ahead(model: Any, by: str) -> bool:
 
     A dense mask goes in place of these (5.23 modeling_gemma3.py, _paligemma.py:258, _molmo2.py:875, _hrm_text.py:462).
     """
-    told = ("or_mask_function", "token_type_ids_mask_function", "block_sequence_ids", "token_type_ids[:, None, None, :]")
-    return _say(_classes(unwrap(model)), *(told if by == "images" else ("torch.where(token_type_ids ==", told[-1])))
+    marks = ("or_mask_function", "token_type_ids_mask_function", "block_sequence_ids", "token_type_ids[:, None, None, :]")
+    return _code_holds(_classes(unwrap(model)), *(marks if by == "images" else ("torch.where(token_type_ids ==", marks[-1])))
 
 
 def pooling(model: Any) -> Pooling:
@@ -380,7 +380,7 @@ def pooling(model: Any) -> Pooling:
     * "last_by_id": the last whose id is not `pad_token_id`: decoders (5.23 modeling_layers.py).
     * "counted_by_id": the place that the number of such tokens names (BioGPT, 4.57.1 modeling_biogpt.py:910).
     * "last": the last place, whatever stands there: XLNet (modeling_xlnet.py `summary_type`).
-    * "first": the first place, likewise: encoders, all that build tiny but eurobert (a mean over its mask).
+    * "first": the first place, whatever stands there: encoders, all that build tiny but eurobert (a mean over its mask).
     * "pooler": the same, beside answers for every token: `pooler_output` of encoders without a head, of embedding models
       (DPR), and what predicts the next sentence from it. Heads of tokens leave it unread. "pooled": where no module of that
       name takes it.
@@ -485,7 +485,7 @@ def _code(cls: type) -> str:
         return ""
 
 
-def _say(classes: list[type], *texts: str) -> bool:
+def _code_holds(classes: list[type], *texts: str) -> bool:
     """True if a modeling file of these classes holds one of the texts."""
     sources = map(_source, {cls.__module__: None for cls in classes})
     return any(text in source for source in sources for text in texts)

@@ -1,4 +1,4 @@
-"""Probe: what a model does with padded and packed rows is asked of a tiny copy of it, not looked up.
+"""Probe: what a model does with padded and packed rows is tried on a tiny copy of it, not looked up.
 
 The copy has the class and settings of the model, stands on its device and calls the functions that this process resolved. It
 gets rows as the adapter hands them over; every sequence must come out as it does alone. That takes 50 to 200 milliseconds
@@ -229,11 +229,11 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
 def run_alone(model: Any, tokens_BS: Any) -> dict[str, Any]:
     """What a model is called with to show the states of these tokens: of two sides, always the same for the decoder."""
     taken = inspect.signature(model.forward).parameters
-    asked = {"use_cache": False, "output_hidden_states": True}
-    said: dict[str, Any] = {name: value for name, value in asked.items() if name in taken or "kwargs" in taken}
+    options = {"use_cache": False, "output_hidden_states": True}
+    taken_options: dict[str, Any] = {name: value for name, value in options.items() if name in taken or "kwargs" in taken}
     if "decoder_input_ids" in taken:
-        said["decoder_input_ids"] = torch.arange(3, 8, device=tokens_BS.device).expand(len(tokens_BS), -1)
-    return {"input_ids": tokens_BS, **said}
+        taken_options["decoder_input_ids"] = torch.arange(3, 8, device=tokens_BS.device).expand(len(tokens_BS), -1)
+    return {"input_ids": tokens_BS, **taken_options}
 
 
 def _made(model: Any, small: Any, attention: str | None) -> Any:
@@ -289,14 +289,14 @@ def sequences_mix_reason(
     try:
         found = rows_move_reason(model, adapter, "flat", *(["packed"] if mended else []), attention=attention, mended=mended)
     except Exception as error:  # each config validates in its own way, and each model fails in its own
-        return _said(error)
+        return _text_of(error)
     return found["flat"] or found.get("packed", "")
 
 
-def _said(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     """Return the message of an error that transformers, a kernel or a patch raised; of a `CollateError`, its rule."""
-    said = str(error).partition("\n")[0][:400]
-    return said.split(". ")[1] if isinstance(error, CollateError) and ". " in said else f"{type(error).__name__}: {said}"
+    text = str(error).partition("\n")[0][:400]
+    return text.split(". ")[1] if isinstance(error, CollateError) and ". " in text else f"{type(error).__name__}: {text}"
 
 
 def _asked(whole: Any, adapter: Any, forms: Sequence[str], attention: str | None, mended: bool) -> dict[str, str]:
@@ -327,11 +327,11 @@ def _why_moved(copy: Any, adapter: Any, segments: Segments, flat: bool, tokens: 
     try:
         batch = adapter.routed(Sources({"input_ids": tokens_BS}), segments, flat, device)
     except CollateError as error:
-        return _said(error) if flat else ""  # such rows are refused behind the probe, too
+        return _text_of(error) if flat else ""  # such rows are refused behind the probe, too
     try:
         found = _hidden(copy, **batch)
     except Exception as error:
-        return _said(error)
+        return _text_of(error)
     worst = float((found[keep_BS] - alone[: keep_BS.sum()]).abs().max() / alone.abs().max())
     beside = "another sequence of its row" if segments.packed else "padding"
     return "" if worst < _limit(device) else f"{beside} moves a sequence (by {worst:.1g} of the largest value)"

@@ -28,10 +28,10 @@ def _state_runs_on(case: Case) -> str:
     kernel reads them, so that its state runs from one sequence into the next."""
     if not (case.padding_free and case.recurrent and case.segments.packed) or case.model.keeps_apart:
         return ""
-    return (case.model.boundaries_unread or "") if case.model.model_type else "nobody said which model it is"
+    return (case.model.boundaries_unread or "") if case.model.model_type else "the model is unknown"
 
 
-def _also_told(case: Case) -> tuple[str, ...]:
+def _more_offsets(case: Case) -> tuple[str, ...]:
     """KDA's layers hand their keywords on as they are, and the kernel drops `cu_seq_lens_q`: so it goes out under both
     names (modeling_kimi_linear.py:683-705)."""
     return ("cu_seqlens",) if case.recurrent and case.model.model_type and case.model.calls_kda else ()
@@ -54,12 +54,12 @@ weights to be returned) it is not known who reads the mask."""
 
 
 def _by_kernel(case: Case) -> str:
-    """Where None is exact in this call, and of a 2D mask the model would make a dense one for a slower kernel."""
+    """Why None is the faster form: it is exact in this call, and a 2D mask would become a dense one."""
     on_it = case.model.attn_implementation in ("sdpa", "flex_attention")
     if not (case.at_model and on_it and case.exact) or case.padding_free:
         return ""
-    told = [key for key in case.keys if case.call[key] is not False]
-    read = not _READS_NO_MASK.issuperset(told) or case.learns_routing or case.model.option("output_attentions", case.call)
+    given = [key for key in case.keys if case.call[key] is not False]
+    read = not _READS_NO_MASK.issuperset(given) or case.learns_routing or case.model.option("output_attentions", case.call)
     own = case.model.attends(case.call) != "causal" or bool(case.model.looks_ahead)
     return "" if read or own else "padding stands behind all tokens, and the causal kernel needs no mask"
 
@@ -109,8 +109,8 @@ def _needs_dense(case: Case) -> str:
 
 def _rows_by_offsets(case: Case) -> str:
     """Flash attention takes rows one behind the other where it is given all four keys (flash_attention_forward)."""
-    told = case.model.keeps_apart and case.segments.packed and not case.padding_free
-    return "offsets of all rows tell the sequences" if told and "flash" in case.model.attn_implementation else ""
+    apart = case.model.keeps_apart and case.segments.packed and not case.padding_free
+    return "offsets of all rows tell the sequences" if apart and "flash" in case.model.attn_implementation else ""
 
 
 def _masked_flat_row(case: Case) -> bool:
@@ -226,12 +226,12 @@ def _pooled(case: Case) -> str:
 
 
 def _softmax_over_padding(case: Case) -> bool:
-    asked = case.model.pooling == "span" and "start_positions" in case.keys
-    return asked and (case.segments.packed or case.segments.padding_side != "none")
+    span = case.model.pooling == "span" and "start_positions" in case.keys
+    return span and (case.segments.packed or case.segments.padding_side != "none")
 
 
 def _lost_window(case: Case) -> str:
-    """Where the model's own window is dropped, and some sequence is longer than it."""
+    """Why the model's own window is dropped, where some sequence is longer than it."""
     implementation = case.model.attn_implementation
     sizes = case.model.windows
     if not sizes or sizes[0] >= case.segments.longest_span:
@@ -276,18 +276,18 @@ def _unplaced(case: Case) -> str:
 
 
 def _looks_ahead(case: Case) -> str:
-    """Where a dense mask would replace one of the model's: tokens of an image, or of a prefix, see each other."""
+    """Why a dense mask must not replace the model's own: tokens of an image, or of a prefix, see each other."""
     if not case.model.looks_ahead or not _needs_dense(case):
         return ""
-    told = {"images": of_kind(case.keys, "vision"), "types": "token_type_ids" in case.keys}
+    given = {"images": of_kind(case.keys, "vision"), "types": "token_type_ids" in case.keys}
     own = "an image's tokens see each other by a mask of its own, which a dense one would replace"
-    return own if any(told[by] for by in case.model.looks_ahead) else ""
+    return own if any(given[by] for by in case.model.looks_ahead) else ""
 
 
 def _reads_offsets(case: Case) -> bool:
     """A scan reads `cu_seq_lens_q`, a convolution `seq_idx`: either alone keeps half of the state apart."""
-    told = case.recurrent if case.padding_free else case.recurrent and case.model.keeps_apart
-    return case.segments.packed and (told or (case.padding_free and not _masked_flat_row(case)))
+    needed = case.recurrent if case.padding_free else case.recurrent and case.model.keeps_apart
+    return case.segments.packed and (needed or (case.padding_free and not _masked_flat_row(case)))
 
 
 _ADAPT = "call adapt(model) before a collator is made of it, which keeps packed sequences apart where that can be done"
@@ -312,7 +312,7 @@ TRANSFORMERS = Consumer(
     ),
     refuses=(
         Refusal(
-            of="flat rows on recurrent layers that do not keep their sequences apart: a module is asked on a tiny copy, a "
+            of="flat rows on recurrent layers that do not keep their sequences apart: a module is probed on a tiny copy, a "
             "config whether its layers hand boundaries on; under adapt(model) they are kept apart where that can be done",
             when=_state_runs_on,
             rule="The state of a recurrent layer may run from one sequence of a flat row into the next: {why}.",
@@ -385,7 +385,7 @@ TRANSFORMERS = Consumer(
                 or _looks_ahead(case)
                 or (case.model.moves.get("packed", "") and _needs_dense(case) and case.model.moves["packed"])
             ),
-            rule="This model cannot be told where a sequence begins: {why}.",
+            rule="This model has no way to learn where a sequence begins: {why}.",
             remedy="Give each sequence its own row, with the model's own pattern; where it mixes neighbouring places, rows "
             "of one length.",
         ),
@@ -409,7 +409,7 @@ TRANSFORMERS = Consumer(
     masks_flat_row=_masked_flat_row,
     uncached=_by_positions,  # masking_utils.py:876
     reads_offsets=_reads_offsets,
-    offsets_also=_also_told,
+    offsets_also=_more_offsets,
     patterns=patterns_by_kind,
     here=lambda: bool(installed("transformers")),
     source="transformers 5.23 masking_utils.py:833-846, 1499-1529, modeling_qwen3_next.py:1016-1038",

@@ -47,7 +47,6 @@ class Stages:
     """Our stages of one processor; each takes and returns a list, as twinkle's do."""
 
     processor: Any
-    before: tuple[Callable[..., Any], ...]
     model: Any
     needs_mask_2d: bool | None
 
@@ -256,16 +255,14 @@ def install(target: Any, model: Any = None, *, needs_mask_2d: bool | None = None
 
 def uninstall(target: Any) -> None:
     """Put twinkle's own stages back in the places of ours; a stage that somebody else put in since stays."""
-    if hasattr(target, "process_pipeline"):
-        _give_back(target)
-    elif hasattr(target, "_actors"):
+    if hasattr(target, "_actors") and not hasattr(target, "process_pipeline"):
         _in_each_worker(target, uninstall)
-    elif hasattr(target, "optimizer_group"):
-        _MODELS.pop(target, None)
-        for processor in _processors(target):
-            _give_back(processor)
-        if not _MODELS:
-            patching.release(PACKAGE)
+        return
+    for processor in _processors(target):
+        pipeline = processor.process_pipeline
+        processor.process_pipeline = [getattr(processor, s.__name__) if _is_ours(s) else s for s in pipeline]
+    if _MODELS.pop(target, ...) is not ... and not _MODELS:
+        patching.release(PACKAGE)
 
 
 def _install_here(model: Any, needs_mask_2d: bool | None) -> None:
@@ -296,28 +293,27 @@ def _in_each_worker(handle: Any, function: Callable[..., Any], **settings: Any) 
     ray.get([actor.__ray_call__.remote(function, **settings) for actor in handle._actors])
 
 
-def _processors(model: Any) -> list[Any]:
-    """The processors of every adapter (model/optimizer_group.py:43)."""
-    held = (getattr(group, "processor", None) for group in model.optimizer_group.values())
+def _processors(target: Any) -> list[Any]:
+    """The processors of every adapter of a model (model/optimizer_group.py:43); a processor by itself."""
+    groups = getattr(target, "optimizer_group", {}).values()
+    held = [target, *(getattr(group, "processor", None) for group in groups)]
     return [processor for processor in held if hasattr(processor, "process_pipeline")]
 
 
+def _is_ours(stage: Any) -> bool:
+    return isinstance(getattr(stage, "__self__", None), Stages)
+
+
 def _replace(processor: Any, model: Any, needs_mask_2d: bool | None) -> None:
-    if _installed(processor) is not None:
+    pipeline = processor.process_pipeline
+    if any(map(_is_ours, pipeline)):
         return
     say_outside(PACKAGE, TESTED)
-    ours = Stages(processor, tuple(processor.process_pipeline), model, needs_mask_2d).by_name()
-    if missing := set(ours) - {stage.__name__ for stage in processor.process_pipeline}:
+    ours = Stages(processor, model, needs_mask_2d).by_name()
+    if missing := set(ours) - {stage.__name__ for stage in pipeline}:
         rule = f"The stages of {PACKAGE} {TESTED} are replaced by name."
         raise CollateError(explain("process_pipeline", f"no {sorted(missing)}", rule, f"Install {PACKAGE}=={TESTED}."))
-    processor.process_pipeline = [ours.get(stage.__name__, stage) for stage in processor.process_pipeline]
-
-
-def _give_back(processor: Any) -> None:
-    if (stages := _installed(processor)) is not None:
-        before = {stage.__name__: stage for stage in stages.before}
-        pipeline = processor.process_pipeline
-        processor.process_pipeline = [before[s.__name__] if getattr(s, "__self__", None) is stages else s for s in pipeline]
+    processor.process_pipeline = [ours.get(stage.__name__, stage) for stage in pipeline]
 
 
 def _gather(original: Callable[..., Any], object: Any, device_mesh: Any, process_group: Any = None) -> list[Any]:
@@ -337,8 +333,3 @@ def gather_object(value: Any, device_mesh: Any = None, process_group: Any = None
         group, shared = process_group or dist.group.WORLD, data_group()
         values = gather_objects(value, group if is_gloo(group) or shared is dist.group.WORLD else shared)
     return [one for part in values if part is not None for one in (part if isinstance(part, (list, tuple)) else [part])]
-
-
-def _installed(processor: Any) -> Stages | None:
-    owners = (getattr(stage, "__self__", None) for stage in processor.process_pipeline)
-    return next((owner for owner in owners if isinstance(owner, Stages)), None)

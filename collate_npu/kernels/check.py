@@ -1,8 +1,8 @@
 """Check: one call of a kernel, whoever makes it, judged by the contract that its name belongs to.
 
-Callers name their operator as its package does (`fla.chunk_gated_delta_rule`, `torch_npu.npu_fusion_attention`), or a layer
-of a stack (`transformers.gdn_layer`), and hand over the arguments; sizes are read off the tensors. The reference kernels
-of `testing` have every call judged, integrations and the adapter theirs with COLLATE_NPU_DEBUG=1.
+An operator is named as its package names it (`fla.chunk_gated_delta_rule`, `torch_npu.npu_fusion_attention`), or is a layer
+of a stack (`transformers.gdn_layer`); sizes are read off the tensors of the call. The reference kernels of `testing` check
+every call; integrations and the adapter check theirs with COLLATE_NPU_DEBUG=1.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from collate_npu.errors import CollateError, explain
 from collate_npu.kernels import Breach, refuse
 from collate_npu.kernels.fusion_attention.contract import contract_breaches
 from collate_npu.kernels.fusion_attention.operator_call import sizes_of
-from collate_npu.kernels.gated_delta.contract import gated_delta_breaches, rows_and_tokens
-from collate_npu.kernels.gated_delta.operator_call import HOLDERS, by_own_names
-from collate_npu.kernels.gated_delta.operators import find_operator, operator_named
+from collate_npu.kernels.gated_delta.contract import gated_delta_breaches
+from collate_npu.kernels.gated_delta.operators import HOLDER, by_own_names, find_operator, operator_named, rows_and_tokens
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
@@ -30,7 +29,7 @@ ATTENTION = ("npu_fusion_attention", "npu_fusion_attention_v3")
 
 
 def knows(name: str) -> bool:
-    """Is there a contract for this operator or layer?"""
+    """True if there is a contract for this operator or layer."""
     return name.rpartition(".")[2] in ATTENTION or find_operator(name) is not None
 
 
@@ -59,7 +58,7 @@ def call_breaches(
     pattern: str | Pattern = "causal",
     **says: Any,
 ) -> tuple[Breach, ...]:
-    """Every rule that the call breaks; arguments as in `check_call`."""
+    """Return every rule that the call breaks; arguments as in `check_call`."""
     if name.rpartition(".")[2] in ATTENTION:
         sizes = sizes_of(**{key: arguments.get(key) for key in ("query", "key", "head_num", "input_layout")})
         tail = segments is not None and sizes.get("Tq") == segments.array.size != segments.num_tokens
@@ -75,7 +74,7 @@ def call_breaches(
 
 
 def named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by the names of the function that takes them."""
+    """Return the arguments of a call by the names of the function that takes them."""
     signature = inspect.signature(function)
     bound = dict(signature.bind(*args, **kwargs).arguments)
     rest = (name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD)
@@ -84,7 +83,7 @@ def named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def log_call(name: str, arguments: Mapping[str, Any], *, segments: Segments | None = None, **says: Any) -> None:
-    """With COLLATE_NPU_DEBUG=1: each rule that such a call breaks, once a process. Never raises."""
+    """Log each rule that such a call breaks, once a process (COLLATE_NPU_DEBUG=1). Never raises."""
     if errors.DEBUG and knows(name):
         try:
             found = call_breaches(name, arguments, segments=segments, **says)
@@ -98,10 +97,10 @@ def log_call(name: str, arguments: Mapping[str, Any], *, segments: Segments | No
 def log_batch(layer: str, batch: Mapping[str, Any], segments: Segments) -> None:
     """`log_call` for a batch that is about to enter a model whose recurrent layers are of this kind: the unsplit row.
 
-    `layer` is a consumer of that name, or a layer (`mindspeed.GatedDeltaNet`); of one that no contract knows nothing is
-    said. The layer is taken to read `attention_mask_2d` where the batch has one.
+    `layer` is a consumer of that name, or a layer; of one that no contract knows nothing is logged. The layer is taken to
+    read `attention_mask_2d` where the batch has one.
     """
     if errors.DEBUG and (row := find_operator(layer)) is not None:
-        read = {*row.offsets, row.numbers, *row.copies, *row.reads, *HOLDERS}
-        told = batch if batch.get(KEEP_KEY) is None else {**batch, "attention_mask": batch[KEEP_KEY]}
-        log_call(layer, {name: value for name, value in told.items() if name in read}, segments=segments)
+        read = {*row.offsets, row.numbers, *row.copies, *row.reads, HOLDER}
+        given = batch if batch.get(KEEP_KEY) is None else {**batch, "attention_mask": batch[KEEP_KEY]}
+        log_call(layer, {name: value for name, value in given.items() if name in read}, segments=segments)

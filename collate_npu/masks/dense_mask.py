@@ -189,7 +189,7 @@ class Region(NamedTuple):
 
 
 def regions_of(segments: Segments) -> list[list[Region]]:
-    """For each row of the batch its sequences; every query is in one region, unless the row is padding alone."""
+    """Return the sequences of each row of the batch; every query is in one region, unless the row is padding alone."""
     spans, lengths, (B, S) = segments.spans, segments.sequence_lengths, segments.shape
     rows: list[list[Region]] = [[] for _ in range(B)]
     for n, (b, start, end) in enumerate(spans):
@@ -314,7 +314,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The sequences a matrix shows and the pattern that gives it back (None where that was not asked)."""
+    """The sequences a matrix shows and the pattern that gives it back (None where no pattern was looked for)."""
 
     segments: Segments
     pattern: Pattern | None

@@ -70,8 +70,8 @@ def timeout_of(group: Any) -> timedelta:
     """Return how long ranks of this group wait for each other: the timeout of `init_process_group` or `new_group`."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
-        if isinstance(told := getattr(options, "_timeout", None), timedelta):
-            return told
+        if isinstance(timeout := getattr(options, "_timeout", None), timedelta):
+            return timeout
     return timedelta(minutes=10)  # as long as the collectives of NCCL wait by default
 
 
@@ -215,7 +215,7 @@ class ContextParallel:
 
     @classmethod
     def from_megatron(cls, **settings: Any) -> ContextParallel:
-        """From Megatron's `parallel_state`: its context-parallel group and its tensor-parallel size.
+        """Read Megatron's `parallel_state`: its context-parallel group and its tensor-parallel size.
 
         >>> ContextParallel.from_megatron(layout="zigzag")  # doctest: +SKIP
         """

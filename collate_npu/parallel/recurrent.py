@@ -114,7 +114,7 @@ def check_recurrent_split(
         raise CollateError(explain("heads", f"{list(heads)}", rule, remedy))
     # The convolution's halo comes from the previous rank alone (fla bc3b101 modules/conv/cp/ops.py:56-66).
     if scheme == "state_passing" and width // cp.size < conv_width - 1:
-        rule = f"A convolution {conv_width} wide looks back {conv_width - 1} tokens, and asks the previous rank alone."
+        rule = f"A convolution {conv_width} wide looks back {conv_width - 1} tokens, and reads the previous rank alone."
         remedy = f"Pad the row to at least {cp.size * (conv_width - 1)} tokens."
         raise CollateError(explain("width", f"{width} tokens on {cp.size} ranks", rule, remedy))
 

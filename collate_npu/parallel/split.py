@@ -286,7 +286,7 @@ def _copies_faster_by_numpy(x: Tensor, dim: int, runs: tuple[Run, ...]) -> bool:
 
 @checked
 def cu_seqlens_of(batch: Mapping[str, Any], segments: Segments | None = None) -> Tensor | None:
-    """Where the documents of a flat row stand: the offsets `split_batch` goes by, and `gather_sequence` must be given.
+    """Return where the documents of a flat row stand: the offsets that `split_batch` and `gather_sequence` take.
 
     Those of padded sequences where the batch has them (`cu_seqlens_padded` ...), else `cu_seq_lens_q`, `cu_seqlens` ...;
     else those of a flat row of segments without padding (with padding the segments do not tell where it belongs).
@@ -355,13 +355,13 @@ def pad_documents(
     real, padded = (torch.from_numpy(np.cumsum([0, *sizes_N]).astype(np.int32)) for sizes_N in (lengths_N, places_N))
     longest = torch.tensor(int(places_N.max(initial=0)))
     bridge = "cu_seqlens_unpadded" in sources.named["offsets"]  # Megatron-Bridge: beside it the others are padded
-    told: dict[Role, Tensor] = {"longest": longest, "tail": 0 * longest, "offsets": padded if bridge else real}
-    told |= {"padded_offsets": padded, "lengths": real.diff(), "padded_lengths": padded.diff()}
-    for key, usual in ((key, usual) for role, usual in told.items() for key in sources.named[role]):
+    usual_of: dict[Role, Tensor] = {"longest": longest, "tail": 0 * longest, "offsets": padded if bridge else real}
+    usual_of |= {"padded_offsets": padded, "lengths": real.diff(), "padded_lengths": padded.diff()}
+    for key, usual in ((key, usual) for role, usual in usual_of.items() for key in sources.named[role]):
         # kernels that take cu_seq_lens_q have no padded ones beside it
         value = real if key.endswith("unpadded") else padded if key.startswith("cu_seq_lens") else usual
         out[key] = value.to(batch[key].device) if isinstance(batch[key], Tensor) else value if value.ndim else value.item()
-    return out | {"cu_seqlens": told["offsets"], "cu_seqlens_padded": padded}, plan.segments
+    return out | {"cu_seqlens": usual_of["offsets"], "cu_seqlens_padded": padded}, plan.segments
 
 
 def _check_kinds(sources: Sources) -> None:
@@ -431,7 +431,7 @@ class _Plan:
 
     @classmethod
     def of(cls, width: int, lengths_N: Array, starts_N: Array, places_N: Array) -> _Plan:
-        """From N documents: their real lengths, where they start now, and the places each is to take up."""
+        """Plan N documents: their real lengths, where they start now, and the places each is to take."""
         number_W = np.repeat(np.arange(len(places_N)), places_N)
         place_W = np.arange(len(number_W))
         at_W = place_W - (np.cumsum(places_N) - places_N)[number_W]

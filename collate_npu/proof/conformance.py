@@ -5,8 +5,8 @@ Samples are drawn, asked for alone, then in batches on which padding, packing, c
 from the noise of the stack's own answers: a sample again, with tokens behind it, beside a copy of itself. A wrong answer: a
 sample with a text before it. Where rounding is that of float32, six times that noise passes, and what is larger beside it is
 no rounding. Elsewhere one token in a thousand is further off by far (an expert is chosen otherwise): six times the least
-noise passes, and a tenth of what is wrong. Which samples are wrong, from which of their tokens on, and how fast an error
-fades, says what it means. Costs about 110 calls with one sample or two, and 10 with a batch in each layout.
+noise passes, and a tenth of what is wrong. Which samples are wrong, and from which of their tokens on, says what it means.
+Costs about 110 calls with one sample or two, and 10 with a batch in each layout.
 Legend: N samples, L tokens of a sample; the log-probability at t, of L - 1, is that of token t + 1.
 """
 
@@ -39,12 +39,6 @@ _REMEDY = "Return a list, an array or a tensor for each sample, without the firs
 
 def ways_of(run: Any, layouts: Any) -> dict[str, Ask]:
     """How each layout is asked for."""
-    if not callable(run):
-        rule = "run(samples) returns the log-probabilities of each sample."
-        raise CollateError(explain("run", f"a {type(run).__name__}", rule, "Pass a function of lists of token ids."))
-    if isinstance(run, type):
-        rule = "run(samples) returns the log-probabilities of each sample, and a class returns itself."
-        raise CollateError(explain("run", f"the class {run.__name__}", rule, f"Pass {run.__name__}(...), or its method."))
     try:
         takes = "layout" in inspect.signature(run).parameters
     except (TypeError, ValueError):  # of a class of C
@@ -80,15 +74,9 @@ def _ask(run: Run, layout: str, name: str, samples: list[Sample]) -> list[Tensor
     rows = list(given)
     if len(rows) != len(samples):
         raise CollateError(explain(where, f"{len(rows)} answers to {len(samples)} samples", RULE, "Return one a sample."))
-    found = [_numbers(f"{where}, sample {n}", row) for n, row in enumerate(rows)]
+    found = [host_tensor(f"{where}, sample {n}", row) for n, row in enumerate(rows)]
     _check_form(where, found, [len(ids) - 1 for ids in samples])
     return [x.double() for x in found]
-
-
-def _numbers(where: str, row: Any) -> Tensor:
-    if isinstance(row, (list, tuple)) and any(x is None for x in row):
-        raise CollateError(explain(where, f"None at place {list(row).index(None)}", RULE, _REMEDY))
-    return host_tensor(where, row)
 
 
 def _check_form(where: str, found: Sequence[Tensor], lengths: Sequence[int]) -> None:
@@ -97,14 +85,12 @@ def _check_form(where: str, found: Sequence[Tensor], lengths: Sequence[int]) -> 
     bad = [(n, shape_of(x)) for n, (x, L) in enumerate(zip(found, lengths)) if not turned and tuple(x.shape) != (L,)]
     if bad:
         raise CollateError(explain_rows(where, [(n, f"{x}, not [{lengths[n]}]") for n, x in bad], RULE, _REMEDY))
-    above = [(n, f"values up to {float(x.max()):.3g}") for n, x in enumerate(found) if _is_above(x)]
+    above = [
+        (n, f"values up to {float(x.max()):.3g}") for n, x in enumerate(found) if len(x) and (x.max() > 0.5 or x.sum() > 0)
+    ]
     if above:
         rule = "A log-probability is at most 0, rounding aside."
         raise CollateError(explain_rows(where, above, rule, "Return log_softmax of the logits: no loss, no probability."))
-
-
-def _is_above(x: Tensor) -> bool:
-    return bool(len(x)) and bool(x.max() > 0.5 or x.sum() > 0)
 
 
 NAN = "not a number"
@@ -116,13 +102,6 @@ PAD_ID = "only where a token is the pad id: real tokens are masked"
 EVERYWHERE = "every sample, from its first token on: all are padded, or positions are wrong"
 TAIL = "only the last {} of each sample: a chunk's tail"
 CHUNK = "begins at multiples of {}: a chunk's tail, or a window"
-ENDS, FADES, STAYS = "; only first tokens: a convolution runs on", "; fades: a state or convolution", "; stays: attention"
-_TAPS, _LATER, _FADED, _PAST, _FEW = 16, slice(32, 48), 2.2, 48, 3
-"""First tokens that stacked convolutions reach; tokens further on, and how many times smaller a fading error is there; how
-much must be read before them, for what attention reads of it not to fade beside their own; and in how many sequences.
-
-On tiny models an error that entered by attention is 1.1 to 1.7 times smaller there, by a state or convolution 2.9 to 13.
-"""
 
 
 def meaning(found: Sequence[Tensor], known: Sequence[Tensor], bound: float, holding: Sequence[bool] = ()) -> str:
@@ -145,7 +124,7 @@ def meaning(found: Sequence[Tensor], known: Sequence[Tensor], bound: float, hold
         return ORDER
     if told and all(_moved(found[n], known[n], bound) for n in told):
         return MOVED
-    return _placed(begins, far, [len(y) for y in known], holding)
+    return _placed(begins, [len(y) for y in known], holding)
 
 
 def _near(x: Tensor, y: Tensor, bound: float) -> bool:
@@ -156,8 +135,8 @@ def _moved(x: Tensor, y: Tensor, bound: float) -> bool:
     return _near(x[1:], y[:-1], bound) or _near(x[:-1], y[1:], bound)
 
 
-def _placed(begins: dict[int, int], far: Sequence[Tensor], lengths: Sequence[int], holding: Sequence[bool]) -> str:
-    """By which samples are wrong, and from which token on."""
+def _placed(begins: dict[int, int], lengths: Sequence[int], holding: Sequence[bool]) -> str:
+    """Name the wrong samples, and the token from which each is wrong."""
     if not begins:
         return ""
     step = next((c for c in (64, 32, 16, 8) if all(t and t % c == 0 for t in begins.values())), 0)
@@ -170,27 +149,16 @@ def _placed(begins: dict[int, int], far: Sequence[Tensor], lengths: Sequence[int
         return PAD_ID
     right, longest = {*range(len(lengths))} - {*begins}, {n for n, length in enumerate(lengths) if length == max(lengths)}
     if longest <= right:
-        return PADDING + _reach([far[n] for n in begins if max(lengths) - lengths[n] >= _PAST])
+        return PADDING
     if 0 in right:
-        return BOUNDARIES + _reach([far[n] for n in begins if sum(lengths[:n]) >= _PAST])
+        return BOUNDARIES
     return EVERYWHERE if not any(lengths[n] for n in right) and not any(begins.values()) else ""
-
-
-def _reach(far: Sequence[Tensor]) -> str:
-    """How far into a sequence the error reaches; "" where too few are long enough to tell."""
-    long = [x for x in far if len(x) > _LATER.start + 8]
-    if len(long) < _FEW:
-        return ""
-    first, later = (float(torch.cat(part).square().mean().sqrt()) for part in zip(*((x[:4], x[_LATER]) for x in long)))
-    if max(float(x[_TAPS:].max()) for x in long) <= first / 1000:
-        return ENDS
-    return FADES if first > _FADED * later else STAYS
 
 
 _FINE, _MANY, _ROUGH = 5e-6, 4, 10
 """Moved by this: noise of float32, if so many tokens did (a flip may be as small). Else a part of what is lost passes."""
 _LEAST = FLOOR * torch.finfo(torch.float32).eps
-"""The noise is at least that: a lucky run shows none."""
+"""The noise is at least that, on whatever device the stack runs."""
 _BEFORE = 8
 
 
@@ -211,7 +179,7 @@ Draw = Callable[[int], Sample]
 """Another sample of a length."""
 
 
-def measured(ask: Ask, samples: Sequence[Sample], own: list[Tensor], behind: list[list[Tensor]], draw: Draw) -> Scale:
+def _scale_of(ask: Ask, samples: Sequence[Sample], own: list[Tensor], behind: list[list[Tensor]], draw: Draw) -> Scale:
     """The scale, from samples whose answers alone are `own`, float64 `[L - 1]` each, and with tokens behind them `behind`.
 
     Raises `CollateError` where a right answer could not be told from a wrong one, or is none.
@@ -220,9 +188,9 @@ def measured(ask: Ask, samples: Sequence[Sample], own: list[Tensor], behind: lis
         got = "what is not a number for a sample alone"
         raise CollateError(explain("run", got, "Batches are held against it.", "Mend that first."))
     short = [n for n, ids in enumerate(samples) if len(ids) < 48]  # in a long sample the past is far away
-    later = alone(ask, [draw(_BEFORE) + samples[n] for n in short])
+    later = _each_alone(ask, [draw(_BEFORE) + samples[n] for n in short])
     lost = difference([x[_BEFORE:] for x in later], [own[n] for n in short])
-    again = alone(ask, samples[::-1])[::-1]
+    again = _each_alone(ask, samples[::-1])[::-1]
     if not difference(again, own) <= lost / (MARGIN * TIMES):
         got = f"other numbers, asked twice for the same sample alone (relative difference {difference(again, own):.1e})"
         raise CollateError(explain("run", got, "Equal questions have equal answers.", "Switch dropout off."))
@@ -254,13 +222,13 @@ def _scale(equal: Sequence[list[Tensor]], own: list[Tensor], lost: float) -> Sca
 
 def _check_next(ask: Ask, samples: Iterable[Sample], own: Iterable[Tensor], draw: Draw, bound: float) -> None:
     """Refuse numbers that are not those of the tokens from the second on: another last token changes the last one."""
-    ended = alone(ask, [[*ids[:-1], *draw(1)] for ids in samples])
+    ended = _each_alone(ask, [[*ids[:-1], *draw(1)] for ids in samples])
     if all(abs(float(x[-1] - y[-1])) <= bound for x, y in zip(ended, own)):
         got = "last log-probabilities that do not depend on the last tokens"
         raise CollateError(explain("run", got, RULE, "Take log_softmax(logits[:-1]) at ids[1:]."))
 
 
-def alone(ask: Ask, samples: Iterable[Sample]) -> list[Tensor]:
+def _each_alone(ask: Ask, samples: Iterable[Sample]) -> list[Tensor]:
     """The answer to each sample by itself."""
     return [ask("alone", [ids])[0] for ids in samples]
 
@@ -302,6 +270,10 @@ class Verdict:
     meaning: str
 
 
+LEGEND = "error: relative, over all tokens of a batch; largest: of one log-probability, in nats; at: where that is"
+"""What the columns of the table are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Conformance:
     """What `conformance` found: true where every batch is right. `str()` is the table."""
@@ -312,7 +284,7 @@ class Conformance:
 
     @property
     def passed(self) -> bool:
-        """Is every batch right?"""
+        """True if every batch is right."""
         return all(each.right for each in self.verdicts)
 
     def __bool__(self) -> bool:
@@ -324,35 +296,16 @@ class Conformance:
             raise AssertionError(str(self))
         return self
 
-    @property
-    def headline(self) -> str:
-        """The verdict in one line."""
-        wrong, all_ = sum(not each.right for each in self.verdicts), len(self.verdicts)
-        return (
-            f"conformance: {f'WRONG in {wrong} of {all_}' if wrong else f'right in all {all_}'} batches (seed={self.seed})"
-        )
-
-    @property
-    def terms(self) -> str:
-        """What passes, and what it was chosen by."""
-        passes = f"A relative error up to {self.scale.limit:.1e} passes (noise: {self.scale.noise:.1e})."
-        return f"{passes} A lost past, a text before each sample, makes {self.scale.lost:.1e}."
-
-    @property
-    def legend(self) -> str:
-        """What the columns are."""
-        return "error: relative, over all tokens of a batch; largest: of one log-probability, in nats; at: where that is"
-
-    @property
-    def table(self) -> list[tuple[str, ...]]:
-        """A line for each batch, under the names of the columns."""
-        names = ("layout", "batch", "", "error", "largest", "at", "what it means")
-        return [names, *(_line(each) for each in self.verdicts)]
-
     def __str__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(*self.table)]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in self.table)
-        return printable("\n".join([self.headline, self.terms, "", *lines, "", self.legend]))
+        wrong, all_ = sum(not each.right for each in self.verdicts), len(self.verdicts)
+        said = f"WRONG in {wrong} of {all_}" if wrong else f"right in all {all_}"
+        names = ("layout", "batch", "", "error", "largest", "at", "what it means")
+        table = [names, *map(_line, self.verdicts)]
+        widths = [max(map(len, column)) for column in zip(*table)]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table)
+        passes = f"A relative error up to {self.scale.limit:.1e} passes (noise: {self.scale.noise:.1e})."
+        passes = f"{passes} A lost past, a text before each sample, makes {self.scale.lost:.1e}."
+        return printable("\n".join([f"conformance: {said} batches (seed={self.seed})", passes, "", *lines, "", LEGEND]))
 
     __repr__ = __str__  # as the last line of a cell
 
@@ -372,7 +325,7 @@ def conformance(
     layouts: Sequence[str] | None = None,
     seed: int | None = None,
 ) -> Conformance:
-    """Does each sample get in a batch the log-probabilities that it gets alone? Asked of a whole stack, by its answers.
+    """Compare the log-probabilities that a stack gives to samples in a batch with those of each sample alone.
 
     `run(samples)` is called with the samples of one batch, lists of token ids from 3 to below `vocab_size`; it pads or packs
     them as the stack does, and returns for each a list, array or tensor [L - 1]: the natural logarithm of what each token
@@ -405,13 +358,13 @@ def conformance(
     known = {tuple(ids): ask("alone", [ids])[0] for samples in batches.values() for ids in samples}
     probes = batches["ragged"] + batches["chunk edges"][:4]
     own = [known[tuple(ids)] for ids in probes]
-    longer = {f"{n} behind": alone(ask, [ids + draw(n) for ids in probes]) for n in _BEHIND}
+    longer = {f"{n} behind": _each_alone(ask, [ids + draw(n) for ids in probes]) for n in _BEHIND}
     behind = {name: [x[: len(y)] for x, y in zip(found, own)] for name, found in longer.items()}
-    scale = measured(ask, probes, own, [*behind.values()], draw)
+    scale = _scale_of(ask, probes, own, [*behind.values()], draw)
     verdicts = [_judged(first, name, found, own, scale, lambda *_: _AHEAD) for name, found in behind.items()]
     for layout, way in ways.items():
         if layout != first:
-            verdicts.append(_judged(layout, "alone", alone(way, probes), own, scale, meaning))
+            verdicts.append(_judged(layout, "alone", _each_alone(way, probes), own, scale, meaning))
         for name, samples in batches.items():
             said = partial(meaning, holding=[pad_token_id in ids for ids in samples])
             wanted = [known[tuple(ids)] for ids in samples]

@@ -28,7 +28,6 @@ from collate_npu.proof.measure import (
     TIMES,
     Batch,
     Compared,
-    Errors,
     Numbers,
     Yardstick,
     alone,
@@ -127,7 +126,7 @@ def keep_of(batch: Mapping[str, Any]) -> Array | None:
 
 
 def locate(batch: Mapping[str, Any], features: Sequence[Batch]) -> Located:
-    """Where each sample stands in `input_ids` `[B, S]` of a batch, by its tokens. Raises `CollateError` where one is not
+    """Return where each sample stands in `input_ids` `[B, S]`, by its tokens. Raises `CollateError` where one is not
     there whole, where there are other tokens, or where tokens do not tell."""
     ids_BS = _tokens(batch)
     samples = [np.asarray(feature["input_ids"]) for feature in features]
@@ -161,7 +160,7 @@ def samples_of(batch: Mapping[str, Any], pattern: str | Pattern | None = None, *
 
 
 def _is_of(samples: Sequence[Array], ids_BS: Array, keep_BS: Array) -> bool:
-    """Does the mask keep in each row the tokens of its sample and nothing else?"""
+    """True if the mask keeps in each row the tokens of its sample and nothing else."""
     rows = len(samples) == len(ids_BS) and keep_BS.shape == ids_BS.shape
     return rows and all(np.array_equal(ids[keep], own) for ids, keep, own in zip(ids_BS, keep_BS, samples))
 
@@ -276,7 +275,11 @@ def assert_padding_invariant(
         right = all(error <= tolerance for error in (found.largest, found.loss, found.gradient))
         limit = f"the tolerance is {tolerance:g}"
     if not right or located.label_fault():
-        lines = [_worst(compared, located), f"{_numbers(found)} ({limit}).", advice(located, model, astray(found))]
+        errors = f"Relative errors: {found.logits:.1e} of all logits, {found.loss:.1e} of the loss"
+        errors = (
+            f"{errors}, {found.gradient:.1e} of the gradient" if math.isfinite(found.logits) else "A number is not finite"
+        )
+        lines = [_worst(compared, located), f"{errors} ({limit}).", advice(located, model, astray(found))]
         raise AssertionError("\n".join(lines))
     if lost := _own_loss_fault(model, located, features, max(TIMES * noise.loss, tolerance or 0.0)):
         raise AssertionError(lost)
@@ -363,13 +366,6 @@ def collated(collator: Collator, features: Sequence[Batch]) -> Located:
         except Exception:
             raise error from None
     return locate(batch, features)
-
-
-def _numbers(found: Errors) -> str:
-    if not math.isfinite(found.logits):
-        return "A number in the batch, or of a sample alone, is not finite"
-    losses = f"{found.loss:.1e} of the loss, {found.gradient:.1e} of the gradient"
-    return f"Relative errors: {found.logits:.1e} of all logits, {losses}"
 
 
 def _worst(compared: Compared, located: Located) -> str:

@@ -80,7 +80,7 @@ def in_step(model: nn.Module, along: Callable[[], Any]) -> Iterator[None]:
 
 
 def _computed_together(model: nn.Module) -> bool:
-    """Are its parameters shared out over ranks (FSDP, ZeRO-3), or are its experts?"""
+    """True if its parameters, or its experts, are shared out over ranks (FSDP, ZeRO-3)."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return False
     state = sys.modules.get("megatron.core.parallel_state")
@@ -165,7 +165,7 @@ class Compared:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[Numbers, Numbers]]) -> Compared:
-        """Of what a model gave and what it should have given."""
+        """Compare what a model gave with what it should have given."""
         each: list[Errors] = []
         furthest: list[tuple[float, ...]] = []
         for mine, reference in pairs:
@@ -221,7 +221,7 @@ def uncached(model: Any, batch: Mapping[str, Any]) -> Batch:
 
 
 def predicts_next(model: Any) -> bool:
-    """Is it a causal language model? Not an encoder, and not a model without a head of its vocabulary."""
+    """True for a causal language model: not an encoder, nor a model without a head of its vocabulary."""
     headless = is_transformers(model) and model.get_output_embeddings() is None
     return not headless and pattern_of(model) != "bidirectional"
 
@@ -300,7 +300,7 @@ class Yardstick:
     """The smallest error that must not pass; None where nothing wrong could be run."""
 
     def passes(self, found: Errors) -> bool:
-        """Is each relative error at most `TIMES` the noise? NaN is not."""
+        """True if each relative error is at most `TIMES` the noise; False for NaN."""
         return not self.astray(found)
 
     def astray(self, found: Errors) -> tuple[str, ...]:
@@ -309,7 +309,7 @@ class Yardstick:
         return tuple(name for name in names if not getattr(found, name) <= TIMES * getattr(self.noise, name))
 
     def tells(self, tolerance: float | None = None) -> bool:
-        """Would a layer that ignores its mask be seen? By its logits or gradient; what is not finite is seen."""
+        """True if a layer that ignores its mask would show in logits or gradient; what is not finite shows."""
         if self.wrong is None:
             return False
         if tolerance is not None:
@@ -330,15 +330,17 @@ def measure_noise(
         again = [partial(alone, model, gradients=gradients, copies=copies) for copies in (2, 4)]
     noise = Compared.of((way(batch), known) for way in again for batch, known in zip(batches, references)).worst
     check_noise(model, noise.logits)
-    logits = least_noise(model, noise.logits)
+    least = FLOOR * product_error(like(model))
+    logits = max(noise.logits, least)  # the first: NaN is not replaced
     # the loss is one number, so its noise can be zero by luck; it averages that of hundreds of tokens, in float32
     loss = max(noise.loss, logits / 16, 4 * torch.finfo(torch.float32).eps)
-    return Errors(noise.largest, logits, loss, least_noise(model, noise.gradient) if gradients else 0.0)
+    return Errors(noise.largest, logits, loss, max(noise.gradient, least) if gradients else 0.0)
 
 
-def least_noise(model: nn.Module, found: float) -> float:
-    """The noise that was found, and at least what this model's dtype and device lose; NaN stays."""
-    return max(found, FLOOR * product_error(like(model)))  # the first: NaN is not replaced
+def noise_limit(noise: float, x: Tensor) -> float:
+    """Return the largest error that passes: `TIMES` the noise that was found, and at least what the dtype and device of this
+    tensor lose; NaN stays."""
+    return TIMES * max(noise, FLOOR * product_error(x))  # the first: NaN is not replaced
 
 
 def like(model: nn.Module) -> Tensor:

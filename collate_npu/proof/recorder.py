@@ -15,7 +15,6 @@ import re
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -32,65 +31,13 @@ from collate_npu.consumers.mask_routing import Case
 from collate_npu.errors import CollateError
 from collate_npu.kernels.call_boundaries import zeros_of
 from collate_npu.kernels.check import call_breaches, knows, named
-from collate_npu.proof.forward import Fault, Forward, Seen, is_layer, short
-from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
-
-Hear = Callable[[str, Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""`hear(kernel, function, call, args, kwargs)` calls `call`, the function as others hear it, and gives its result."""
-
-DEFINED_IN = (
-    *("torch.nn.functional", "torch.nn.attention.flex_attention", "torch.nn.attention.varlen"),
-    *("transformers.integrations.flex_attention", "flash_attn.flash_attn_interface", "flash_attn_interface"),
-    *("fla.ops.gated_delta_rule.chunk", "fla.ops.gated_delta_rule.fused_recurrent", "fla.ops.kda.chunk"),
-    *("fla.ops.kda.fused_recurrent", "fla.ops.gla.chunk", "fla.ops.simple_gla.chunk", "fla.ops.delta_rule.chunk"),
-    *("fla.ops.lightning_attn.chunk", "fla.modules.conv.causal_conv1d", "fla.modules.convolution"),
-    "fla.modules.causal_conv1d.ops",  # fla 0.6
-    *("causal_conv1d.causal_conv1d_interface", "mamba_ssm.ops.triton.ssd_combined", "torch_npu", "fla_npu.ops.ascendc"),
-)
-"""Modules whose functions are wrapped as soon as they are imported."""
-_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-_FUSION = (
-    *("query", "key", "value", "head_num", "input_layout", "pse", "padding_mask", "atten_mask", "scale", "keep_prob"),
-    *("pre_tockens", "next_tockens", "inner_precise", "prefix", "actual_seq_qlen", "actual_seq_kvlen", "sparse_mode"),
-)
-_POSITIONAL: dict[str, tuple[str, ...]] = {
-    "scaled_dot_product_attention": _SDPA, "conv1d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
-    "npu_fusion_attention": _FUSION, "npu_fusion_attention_v3": _FUSION,
-}  # fmt: skip
-"""Parameters of functions of C++, which have no signature."""
-
-
-class Hooks:
-    """Who listens. What is wrapped is wrapped once for all who do; when the last one leaves, everything is put back, and
-    what somebody keeps of ours goes on as the function itself."""
-
-    def __init__(self, hear: Hear, around: Callable[..., Any]) -> None:
-        self.hear, self.around = hear, around
-        self.unwrapped: list[str] = []
-        """Functions that could not be wrapped, and why; known once it was taken off."""
-
-    @property
-    def on(self) -> bool:
-        """Does it listen?"""
-        return self in _LISTENING
-
-    def install(self) -> None:
-        """Listen."""
-        _LISTENING.append(self)
-        if len(_LISTENING) == 1:
-            WRAPS.install()
-
-    def taken_off(self) -> None:
-        """Listen no longer."""
-        if self.on:
-            _LISTENING.remove(self)
-            self.unwrapped = [*WRAPS.unwrapped]
-            if not _LISTENING:
-                WRAPS.taken_off()
+from collate_npu.proof.forward import Fault, Forward, Seen, is_layer, plain_name
+from collate_npu.proof.known_kernels import DEFINED_IN, KERNELS, MODULES, POSITIONAL, UnreadError
 
 
 class _Wraps:
-    """What is wrapped in this process."""
+    """What is wrapped in this process, once for all who listen; when the last one leaves, everything is put back, and what
+    somebody keeps of a wrapper goes on as the function itself."""
 
     def __init__(self) -> None:
         self.unwrapped: list[str] = []
@@ -108,11 +55,11 @@ class _Wraps:
             if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
                 return original(module, *args, **kwargs)
             call = original
-            for hooks in tuple(_LISTENING):
-                call = partial(_around, hooks, call)
+            for recorder in tuple(_LISTENING):
+                call = partial(recorder.run_module, call)
             return call(module, *args, **kwargs)
 
-        self.put(nn.Module, "_call_impl", _call_impl)
+        self._put(nn.Module, "_call_impl", _call_impl)
         for name in DEFINED_IN:
             if name in sys.modules:
                 self.wrap_all(sys.modules[name])
@@ -140,7 +87,7 @@ class _Wraps:
             taken = [name for name, each in vars(module).items() if self._is_kernel(each) or id(each) in self._ours]
             self._wrap_on(module, taken)
 
-    def taken_off(self) -> None:
+    def take_off(self) -> None:
         """Put everything back but what the run itself put there."""
         for holder, name, old, new in reversed(self._held):
             with suppress(Exception):
@@ -164,30 +111,26 @@ class _Wraps:
             try:
                 held = vars(holder)[name]
                 plain = held.__func__ if isinstance(held, staticmethod) else held
-                self.put(holder, name, staticmethod(self._wrapper(plain)) if plain is not held else self._wrapper(held))
+                self._put(holder, name, staticmethod(self._wrapper(plain)) if plain is not held else self._wrapper(held))
             except Exception as error:  # a package that does not let itself be wrapped runs as it is
                 self.unwrapped.append(f"{name}: {type(error).__name__}: {error}")
 
     def _is_kernel(self, value: Any) -> bool:
         """A function under a name that is known, not one of ours; what else torch and Triton call stays what it is."""
         value = value.__func__ if isinstance(value, staticmethod) else value
-        return (
-            isinstance(value, (FunctionType, BuiltinFunctionType)) and value.__name__ in KERNELS and not self._is_own(value)
-        )
-
-    def _is_own(self, function: Any) -> bool:
-        return id(function) in self._wrappers
+        known = isinstance(value, (FunctionType, BuiltinFunctionType)) and value.__name__ in KERNELS
+        return known and id(value) not in self._wrappers
 
     def _wrap_kept(self, function: Any, depth: int = 3) -> None:
         """Kernels that a function around them keeps for itself, as transformers' own do."""
-        if not isinstance(function, FunctionType) or self._is_own(function):
+        if not isinstance(function, FunctionType) or id(function) in self._wrappers:
             return
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # an empty one
                 if depth:
                     self._wrap_kept(cell.cell_contents, depth - 1)
                 if self._is_kernel(cell.cell_contents):
-                    self.put(cell, "cell_contents", self._wrapper(cell.cell_contents))
+                    self._put(cell, "cell_contents", self._wrapper(cell.cell_contents))
 
     def _wrapper(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if (known := self._ours.get(id(function))) is not None:
@@ -199,8 +142,8 @@ class _Wraps:
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
             call = function
-            for hooks in tuple(_LISTENING):
-                call = partial(_heard, hooks, kernel, function, call)
+            for recorder in tuple(_LISTENING):
+                call = partial(recorder.run_kernel, kernel, function, call)
             return call(*args, **kwargs)
 
         called.__collate_npu__ = function  # type: ignore[attr-defined]
@@ -222,27 +165,19 @@ class _Wraps:
         for holder, held in taken:
             for name, value in list(held.items()):
                 if id(value) in self._ours and self._ours[id(value)][0] is value:
-                    self.put(holder, name, self._ours[id(value)][1])
+                    self._put(holder, name, self._ours[id(value)][1])
 
-    def put(self, holder: Any, name: str, new: Any) -> None:
+    def _put(self, holder: Any, name: str, new: Any) -> None:
         """Put something in its place until nobody listens."""
         self._held.append((holder, name, _of(holder, name), new))
         _set(holder, name, new)
 
 
 _SCRIPT: Any = getattr(torch.jit, "_builtins", None)
-_LISTENING: list[Hooks] = []
+_LISTENING: list[Recorder] = []
 _AWAITED: set[str] = set()
 """Modules whose import is awaited; wrapt forgets no hook, so each has one."""
 WRAPS = _Wraps()
-
-
-def _around(hooks: Hooks, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return hooks.around(call, module, args, kwargs)
-
-
-def _heard(hooks: Hooks, kernel: str, function: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return hooks.hear(kernel, function, call, args, kwargs)
 
 
 def _imported(module: Any) -> None:
@@ -266,7 +201,7 @@ def _set(holder: Any, name: str, value: Any) -> None:
 def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by their names, those of `**kwargs` among them; but not of transformers' own functions, which
     swallow boundaries there (5.23 modeling_lfm3.py:319): wrappers alone hand them on."""
-    if (names := _POSITIONAL.get(function.__name__)) is not None:
+    if (names := POSITIONAL.get(function.__name__)) is not None:
         return {**dict(zip(names, args)), **kwargs}
     found = named(function, args, kwargs)
     own = inspect.isfunction(function) and (function.__module__ or "").startswith("transformers.")
@@ -291,12 +226,8 @@ class Recorder:
         """What went wrong in recording itself; the run goes on."""
         self.models: set[str] = set()
         """Classes of the models that ran."""
-        self.hooks = Hooks(self._heard, self._around)
-        self.results: deque[Any] | None = None
-        """What kernels gave, one after the other, where that is kept."""
-        self.replays = False
-        """Do kernels, and the layers in `frozen`, give that instead of what they compute?"""
-        self.frozen: tuple[nn.Module, ...] = ()
+        self.unwrapped: list[str] = []
+        """Functions that could not be wrapped, and why; known once nobody listens."""
         self._begin, self._end = begin, end
         self._local = threading.local()
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
@@ -319,7 +250,7 @@ class Recorder:
         return None if known is None else known[0]()
 
     def knows(self, root: nn.Module) -> bool:
-        """Is it a model with layers that look at other tokens? Its names are kept, and its kernels wrapped."""
+        """True for a model with layers that look at other tokens: its names are kept, its kernels wrapped."""
         held, looks = self._roots.get(id(root), (None, False))
         if held is not None and held() is root:
             return looks
@@ -335,19 +266,38 @@ class Recorder:
         held = weakref.ref(root)
         for name, module in root.named_modules():
             if id(module) not in self._names or name == "" or self.root_of(module) is None:
-                self._names[id(module)] = held, short(name)
+                self._names[id(module)] = held, plain_name(name)
         self.models.add(type(root).__name__)
         WRAPS.look_at(root)
+
+    @property
+    def listens(self) -> bool:
+        """True between `install` and `take_off`."""
+        return self in _LISTENING
+
+    def install(self) -> None:
+        """Listen to every kernel and module of this process."""
+        _LISTENING.append(self)
+        if len(_LISTENING) == 1:
+            WRAPS.install()
+
+    def take_off(self) -> None:
+        """Listen no longer."""
+        if self.listens:
+            _LISTENING.remove(self)
+            self.unwrapped = [*WRAPS.unwrapped]
+            if not _LISTENING:
+                WRAPS.take_off()
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
         """Listen meanwhile, to this model too if it has no layer by its name."""
-        self.hooks.install()
+        self.install()
         self.keep(model)
         try:
             yield
         finally:
-            self.hooks.taken_off()
+            self.take_off()
 
     @contextmanager
     def unharmed(self) -> Iterator[None]:
@@ -359,7 +309,8 @@ class Recorder:
 
     # --- modules
 
-    def _around(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def run_module(self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a module, `original(module, ...)`; a forward may begin with it."""
         here = self._here
         if here.stack and (kernel := MODULES.get(type(module).__name__)) and self._is_kernel(module):
             kernel_name = f"{type(module).__module__.partition('.')[0]}.{type(module).__name__}"
@@ -367,8 +318,6 @@ class Recorder:
             if type(module).__name__ == "Conv1d":
                 values = {"x": args[0] if args else kwargs["input"]}
             return self._called(kernel_name, kernel, values, lambda: original(module, *args, **kwargs))
-        if any(module is each for each in self.frozen):
-            return self._kept(lambda: original(module, *args, **kwargs))
         forward, outer = None, here.forward
         with self.unharmed():
             if not here.stack or self._has_other_rows(kwargs):
@@ -404,13 +353,13 @@ class Recorder:
 
     @property
     def _here(self) -> Any:
-        """Of this thread: the modules that run, its forward, and how deep its kernels are."""
+        """Return of this thread the modules that run, its forward, and how deep its kernels are."""
         if not hasattr(self._local, "stack"):
             self._local.stack, self._local.forward, self._local.depth, self._local.empty_T = [], None, 0, None
         return self._local
 
     def _has_other_rows(self, kwargs: Mapping[str, Any]) -> bool:
-        """Is a model called within another one, on tokens that are not the outer one's, whole or without padding?"""
+        """True if a model is called within another one, on tokens that are not the outer one's."""
         ids, forward = kwargs.get("input_ids"), self._here.forward
         if forward is None or forward.ids is None or not isinstance(ids, Tensor) or ids is forward.ids:
             return False
@@ -425,7 +374,7 @@ class Recorder:
         return module.groups == module.in_channels > 1 and is_layer(self._here.stack[-1])
 
     def _counts(self, module: nn.Module) -> str:
-        """Is it given positions: rotary ones, or those that are embedded?"""
+        """True if it is given positions: rotary ones, or those that are embedded."""
         if re.search("rotary|rope", type(module).__name__.lower()) and not is_layer(module):
             return "rotary"
         known = self._names.get(id(module)) if isinstance(module, nn.Embedding) else None
@@ -452,14 +401,10 @@ class Recorder:
 
     # --- kernels
 
-    def _heard(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+    def run_kernel(
+        self, name: str, function: Callable[..., Any], call: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
+        """Call a kernel, `call(...)`, the function as others hear it."""
         here = self._here
         if not here.stack or here.forward is None:
             return call(*args, **kwargs)
@@ -479,30 +424,16 @@ class Recorder:
             return call()
         seen, first = self._seen(name, row, values), len(forward.calls)
         result: Any = seen
+        self._here.depth += 1
         try:
-            result = self._kept(call)
+            result = call()
             return result
         finally:
+            self._here.depth -= 1
             inner = [each.told for each in forward.calls[first:] if each.told is not None]
             whole = any(seen.told is None or len(told.first_T) == len(seen.told.first_T) for told in inner)
             if result is not None and not whole:  # None: a fallback that does nothing
                 forward.calls[first:] = [seen]  # what it calls for a part of its tokens says nothing of all
-
-    def _kept(self, call: Callable[[], Any]) -> Any:
-        """Call it, the outermost kernel, or give what it gave in the forward before."""
-        here, keeps = self._here, self.results is not None and not self._here.depth
-        if keeps and self.replays:
-            assert self.results is not None
-            return _copied(self.results.popleft())
-        here.depth += 1
-        try:
-            result = call()
-        finally:
-            here.depth -= 1
-        if keeps:
-            assert self.results is not None
-            self.results.append(_copied(result))
-        return result
 
     def _seen(self, name: str, row: Any, values: dict[str, Any] | str) -> Seen:
         kind, read = row
@@ -534,7 +465,7 @@ def heard(model: nn.Module, cases: Iterable[Case]) -> Iterator[list[Fault]]:
     def begin(module: nn.Module, *_: Any) -> Forward | None:
         if module is not model or (case := next(coming, None)) is None:
             return None
-        forward = Forward(root=model, number=0, step=0, training=torch.is_grad_enabled())
+        forward = Forward(root=model, training=torch.is_grad_enabled())
         forward.judge_by(case)
         return forward
 
@@ -544,13 +475,6 @@ def heard(model: nn.Module, cases: Iterable[Case]) -> Iterator[list[Fault]]:
 
     with Recorder(begin, end).on(model):
         yield faults
-
-
-def _copied(given: Any) -> Any:
-    """What goes on with it may write in it."""
-    if isinstance(given, tuple):
-        return tuple(map(_copied, given))
-    return given.clone() if isinstance(given, Tensor) else given
 
 
 def _still_empty(empty_T: Array | None, given: Iterable[Any]) -> Array | None:

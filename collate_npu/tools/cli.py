@@ -15,6 +15,7 @@ from functools import partial, wraps
 from importlib.util import find_spec
 from inspect import getdoc
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from collate_npu.errors import CollateError, explain, printable
@@ -89,7 +90,8 @@ def audit_command(
         logging.disable_progress_bar()  # of loading weights: the audit's own says where it is
     from collate_npu.tools.audit.report import page, print_report
     from collate_npu.tools.audit.session import audit_all
-    from collate_npu.tools.terminal import check_place, screen
+    from collate_npu.tools.files import check_place
+    from collate_npu.tools.terminal import screen
 
     if html:
         check_place(html)
@@ -269,9 +271,7 @@ def show_command(
     _exactly_one(lengths=lengths, batch=batch, data=data, mask=mask)
     if out is not None:
         load("rich")
-        from collate_npu.tools.terminal import check_place
-
-        check_place(out, ".html")
+        files.check_place(out, ".html")
     if mask is not None:
         return _print(sheet_of(files.mask_of_file(mask), row=row), "", out)
     ranks = None if cp is None else ContextParallel(cp, 0, layout=layout, ulysses=ulysses)  # type: ignore[arg-type]
@@ -301,22 +301,21 @@ def _exactly_one(**inputs: Any) -> None:
 
 def _print(sheet: Sheet, words: str, out: Path | None) -> int:
     """The words, then the picture, which is what stays on the screen; without rich in signs alone."""
-    from collate_npu.tools.show import text_of
+    from collate_npu.tools.show import html_of, lines, text_of
 
     if not find_spec("rich"):
-        legend = "■ attends, real   ⬚ blocked, padding"
-        print("\n\n".join([words, text_of(sheet), legend] if words else [text_of(sheet)]), flush=True)
+        print(f"{words}\n\n{text_of(lines(sheet, get_terminal_size().columns))}".lstrip(), flush=True)
         return 0
     from rich.text import Text
 
-    from collate_npu.tools import drawing, terminal
+    from collate_npu.tools.terminal import assembled, put, screen
 
-    console = terminal.screen()
-    with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
-        terminal.put(console, *([Text(f"{words}\n")] if words else []), *drawing.lines(sheet, console.width))
+    console = screen()
     if out is not None:
-        drawing.save(sheet, out)
-        terminal.put(console, Text(f"written: {out}"))
+        out.write_text(html_of(sheet), encoding="utf-8")
+    with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
+        put(console, *([Text(f"{words}\n")] if words else []), *map(assembled, lines(sheet, console.width)))
+        put(console, *[Text(f"written: {out}")] * (out is not None))
     return 0
 
 

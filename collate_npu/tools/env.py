@@ -62,7 +62,7 @@ def _ended(code: int, err: str) -> str:
 
 
 def answer(question: str) -> None:
-    """In the process that is asked: a line of JSON to stdout; what libraries print goes to stderr."""
+    """Answer in a process of its own: a line of JSON to stdout; what libraries print goes to stderr."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)
         try:
@@ -104,7 +104,7 @@ def runs() -> dict[str, str]:
 
 
 def _attentions() -> str:
-    """By the names of `attn_implementation`."""
+    """Return the attention that runs here, by the names of `attn_implementation`."""
     from transformers import utils
 
     def has(name: str) -> bool:
@@ -246,7 +246,7 @@ def written(*, as_json: bool = False) -> str:
 
 
 def masked(value: Any) -> Any:
-    """Without what is nobody else's business: home directories, passwords in addresses, tokens; each text on one line, with
+    """Return the text without what is private: home directories, passwords in addresses, tokens; each text on one line, with
     nothing in it that a terminal obeys."""
     if isinstance(value, dict):
         return {key: masked(item) for key, item in value.items()}
@@ -312,7 +312,7 @@ def _series(cann: str) -> str:
 
 
 def _other_cann(here: Environment) -> bool:
-    """Is the toolkit of another release, as far as both are told?"""
+    """True if the toolkit is of another release, as far as both are known."""
     wanted = releases.cann_of(here.packages["torch_npu"])
     return bool(wanted and _series(here.cann)) and _series(wanted) != _series(here.cann)
 

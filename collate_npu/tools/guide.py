@@ -71,7 +71,7 @@ def page(name: str) -> str:
 
 
 def _section(name: str, text: str, anchor: str) -> str:
-    """From its heading to the next that is no lower."""
+    """Return a section, from its heading to the next that is no lower."""
     parts = re.split(r"^(?=##+ )", text, flags=re.M)
     at = {name: n for n, part in reversed([*enumerate(parts)]) for name in _names(part.partition("\n")[0])}
     if anchor not in at:
@@ -115,13 +115,13 @@ def found(words: str) -> str:
 
 
 def _tells(sought: str, section: str, read: Callable[[str], str]) -> bool:
-    """Are the words a whole line of a log, with an error in it that this section names?"""
+    """True if the words are a line of a log with an error in it that this section names."""
     said = re.search(r"^\*\*Says:\*\* (.+)$", section, flags=re.M)
     return any(len(error) > 8 and read(error) in sought for error in re.findall(r"`+(.+?)`+", said[1] if said else ""))
 
 
 def _plain(text: str) -> str:
-    """In small letters, and as somebody types it from memory: no quotes of code, no `<class ...>` around a name."""
+    """Return the text in small letters, as typed from memory: no quotes of code, no `<class ...>` around a name."""
     text = re.sub(r"<class '([\w.]+)'>", r"\1", text.replace("`", "").replace("’", "'"))
     return " ".join(text.casefold().split())
 

@@ -13,16 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from collate_npu.errors import CollateError, explain
-from collate_npu.proof.kernel_rows import KERNELS, Kernel
-from collate_npu.proof.kernel_runs import Run, interpreted, runs
+from collate_npu.proof.kernel_runs import KERNELS, Kernel, Run, interpreted, runs
 from collate_npu.tools.console import WORDS
-from collate_npu.tools.drawing import finite, listed, number
-from collate_npu.tools.terminal import ruled
+from collate_npu.tools.terminal import finite, listed, number, ruled
 from collate_npu.tools.user_code import did_you_mean, refused
 
 
 def _here() -> list[str]:
-    """Those that torch knows and finds."""
+    """Return the devices that torch knows and finds."""
     found = [getattr(torch, name, None) for name in ("cuda", "npu")]
     return ["cpu", *(str(each.__name__).rpartition(".")[2] for each in found if each is not None and each.is_available())]
 
@@ -44,7 +42,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def kernels_named(names: Sequence[str]) -> list[Kernel]:
-    """Those of these names, or of these packages; all where none is named. Raises `CollateError` for another name."""
+    """Return the kernels of these names or packages; all where none is named. Raises `CollateError` for another name."""
     by = {name: [k for k in KERNELS if name in (k.name, k.name.rpartition(".")[2], k.package)] for name in names}
     if unknown := [name for name, found in by.items() if not found]:
         held = [each for k in KERNELS for each in (k.name, k.name.rpartition(".")[2])]
@@ -91,7 +89,7 @@ def exit_code(found: Sequence[Run], no_card: str = "", *, named: Sequence[str] =
 
 
 def _names(operator: str, names: Sequence[str]) -> bool:
-    """Is it named itself, not by its package?"""
+    """True if it is named itself, not by its package."""
     return operator in names or operator.rpartition(".")[2] in names
 
 
@@ -147,7 +145,7 @@ def tables(found: Sequence[Run]) -> Iterator[Text | Table]:
 
 
 def _alike(run: Run) -> tuple[Any, ...]:
-    """Of runs that share a row; a measured one shares with none."""
+    """Return what runs of one row have in common; a measured one shares no row."""
     return run.truth, run.state, None if run.forward is None else run.form
 
 
@@ -157,6 +155,6 @@ def _marked(state: str) -> Text:
 
 
 def as_json(found: Sequence[Run], settings: dict[str, Any], no_card: str, code: int) -> dict[str, Any]:
-    """For machines: `passed` first, as the audit's. Numbers that are not finite are words."""
+    """Return the runs for machines: `passed` first, as the audit's. Numbers that are not finite are words."""
     told = {"passed": code == 0, "verdict": WORDS[code], "exit_code": code, "settings": settings, "not_run": no_card}
     return {**told, "runs": [finite(asdict(run)) for run in found]}

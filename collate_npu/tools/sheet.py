@@ -76,8 +76,6 @@ class Grid:
     """int8, one of `Cell`."""
     owner: Array
     """int32 `[C]`: which sequence of its row the keys of a cell belong to, 0 for none or several."""
-    share: float
-    """The part of the places (not of the cells) that is blocked, or padding; 0 to 1."""
     wrong: int = 0
     """Places that ought to be otherwise."""
 
@@ -104,33 +102,32 @@ class Attention:
     """bool `[Q]`: the queries for which that matters; outputs at padding are read by nobody."""
 
     def grid(self, block: int) -> Grid:
-        """Folded: a cell stands for block * block places."""
+        """Return it folded: a cell stands for block * block places."""
         Q, K = self.shape
         folded = [self._folded(low, min(low + block, Q), block) for low in range(0, Q, block)]
-        cells = np.array([cells for cells, _, _ in folded], np.int8).reshape(len(folded), -(-K // block))
-        attended, wrong = sum(n for _, n, _ in folded), sum(n for _, _, n in folded)
-        return Grid(cells=cells, owner=one_owner(self.owner, block), share=1 - attended / max(Q * K, 1), wrong=wrong)
+        cells = np.array([cells for cells, _ in folded], np.int8).reshape(len(folded), -(-K // block))
+        return Grid(cells=cells, owner=one_owner(self.owner, block), wrong=sum(wrong for _, wrong in folded))
 
-    def _folded(self, low: int, high: int, block: int) -> tuple[Array, int, int]:
-        """One row of cells, how many of its places attend, how many of them ought to be otherwise."""
+    def _folded(self, low: int, high: int, block: int) -> tuple[Array, int]:
+        """One row of cells, and how many of its places ought to be otherwise."""
         seen_QK = self.rows(low, high)
         count_C = _sums(seen_QK, block)
         size_C = _sums(np.ones((1, self.shape[1]), bool), block) * (high - low)
         cells_C = np.where(count_C == 0, Cell.BLOCKED, np.where(count_C == size_C, Cell.WHOLE, Cell.PART))
         if self.ought is None:
-            return cells_C, int(count_C.sum()), 0
+            return cells_C, 0
         matters_Q1 = np.ones((high - low, 1), bool) if self.counts is None else self.counts[low:high, None]
         ought_QK = self.ought(low, high)
         little_C = _sums(~seen_QK & ought_QK & matters_Q1, block)
         much_C = _sums(seen_QK & ~ought_QK & matters_Q1, block)
         cells_C = np.where(much_C > 0, Cell.TOO_MUCH, np.where(little_C > 0, Cell.TOO_LITTLE, cells_C))
-        return cells_C, int(count_C.sum()), int(much_C.sum() + little_C.sum())
+        return cells_C, int(much_C.sum() + little_C.sum())
 
 
 def attention_of(
     segments: Segments, b: int, *, pattern: Pattern = CAUSAL, queries: Tensor | None = None, opened: bool = False
 ) -> Attention:
-    """As the truth has it: `dense(segments, pattern=pattern, rows=queries)[b, 0]`, of which a block is built at a time.
+    """Return `dense(segments, pattern=pattern, rows=queries)[b, 0]`, of which a block is built at a time.
 
     `opened`: a query that sees no key sees itself, as `masks.forms.open_empty_rows` has it.
     """
@@ -276,7 +273,7 @@ class Tokens:
 
 
 def escaped(text: str) -> str:
-    """On one line, with nothing that moves the cursor: a newline is `\\n`, a space at either end is `·`."""
+    """Return the text on one line, with nothing that moves the cursor: a newline is `\\n`, a space at either end is `·`."""
     inner = text.strip(" ")
     before, after = (len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))) if inner else (len(text), 0)
     safe = "".join(c if c.isprintable() or c == "\u200d" else c.encode("unicode_escape").decode() for c in inner)
@@ -309,7 +306,7 @@ class Sheet:
 
     @property
     def packed(self) -> bool:
-        """Does some row hold several sequences?"""
+        """True if some row holds several sequences."""
         return any(panel.ids is not None and panel.ids.max(initial=0) > 1 for panel in self.panels)
 
 
@@ -377,7 +374,7 @@ def _refused(batch: Mapping[str, Any], masks: Mapping[str, Tensor]) -> Iterator[
 
 
 def _tensors(masks: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Those that can be drawn."""
+    """Return the masks that can be drawn."""
     out = {}
     for key, value in masks.items():
         with suppress(CollateError):
@@ -420,12 +417,12 @@ def _alone(x: Tensor) -> Iterator[Panel]:
 
 
 def _are_numbers(x: Tensor) -> bool:
-    """Are they token ids, or labels?"""
+    """True for token ids, or labels."""
     whole = x.ndim == 2 and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
     return whole and bool(x.numel()) and bool((x > x.shape[1]).any() or (x < 0).any())
 
 
 def _attends(segments: Segments) -> Panel:
-    """By the truth."""
+    """Return the squares that the Segments say."""
     squares = tuple(attention_of(segments, b) for b in range(segments.shape[0]))
     return Panel(heading="causal attention", facts="no 4D mask came", squares=squares, derived=True)

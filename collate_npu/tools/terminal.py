@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME as THEME
 from rich.text import Text
 
-from collate_npu.errors import CollateError, explain, printable
+from collate_npu.errors import printable
 
 WIDTH, NARROWEST = 120, 20
 """Columns of a file, and of a terminal at least."""
@@ -85,9 +85,9 @@ class Page(Markdown):
     elements = Markdown.elements | {"table_open": _Folded}
 
 
-def recorder() -> Console:
+def recorder(columns: int = WIDTH) -> Console:
     """A console that prints nowhere: what is put on it becomes a file."""
-    return Console(file=io.StringIO(), record=True, width=WIDTH, force_jupyter=False)  # else a notebook shows each line
+    return Console(file=io.StringIO(), record=True, width=columns, force_jupyter=False)  # else a notebook shows each line
 
 
 def page(console: Console, title: str) -> str:
@@ -100,14 +100,44 @@ def _in_columns(found: re.Match[str]) -> str:
     return ("", "<bdi>{}</bdi>", "<bdi class=wide>{}</bdi>")[cell_len(found[0])].format(found[0]) or found[0]
 
 
-def check_place(path: Path, ending: str = "") -> None:
-    """Refuse a file that could not be written, before anything is read or measured for it; a link, behind which another
-    file would be; and a name that ends otherwise."""
-    if not path.name.endswith(ending):
-        rule, remedy = f"A page is written as {ending}.", f"End the name with {ending}."
-        raise CollateError(explain(str(path), repr(path.suffix), rule, remedy))
-    if path.is_symlink():
-        raise CollateError(explain(str(path), f"a link to {path.readlink()}", "It is one file.", "Name that file itself."))
-    if path.is_dir() or path.is_fifo() or not path.absolute().parent.is_dir():
-        got = "a folder" if path.is_dir() else "a pipe" if path.is_fifo() else "no folder of that name"
-        raise CollateError(explain(str(path), got, "It is one file.", "Name a file in a folder that exists."))
+def assembled(line: Iterable[tuple[str, str]]) -> Text:
+    """One text of pieces with their styles."""
+    return Text.assemble(*line)
+
+
+# --- numbers and names in words
+
+
+def largest(values: Iterable[float | None]) -> float:
+    """NaN if one is: Python's max drops one that is not first."""
+    found = [value for value in values if value is not None]
+    return next((value for value in found if value != value), max(found, default=0.0))
+
+
+def finite(value: Any) -> Any:
+    """Return a value for JSON: numbers that are not finite as words."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def number(error: float) -> str:
+    """`6.2e-06`, `4.04`, `nan`."""
+    return f"{error:.1e}" if error < 0.01 or error >= 1000 else f"{error:.2f}"
+
+
+def shortened(text: str, most: int = 48) -> str:
+    """Return at most so many letters: a long path loses its middle."""
+    if len(text) <= most:
+        return text
+    tail = (most - 3) * 2 // 3
+    return f"{text[: most - 3 - tail]}...{text[-tail:]}"
+
+
+def listed(names: Iterable[str], most: int = 0) -> str:
+    """Each name once; after the first few, how many more (`most` 0: all)."""
+    unique = list(dict.fromkeys(names))
+    more = len(unique) - most
+    return ", ".join(unique) if not most or more <= 1 else f"{', '.join(unique[:most])} and {more} more"

@@ -1,4 +1,4 @@
-"""Code of the user's: found by name (`module:function`, `file.py:function`), run within limits, refused in one line.
+"""User code: found by name (`module:function`, `file.py:function`), and refused in one line.
 
 While it runs, and only then, modules of the working directory and those beside a named file are found, behind all that is
 installed: no file there takes the place of a package. A file is run under a name of its own. Whatever that code raises is
@@ -7,14 +7,11 @@ refused with its file and line.
 
 from __future__ import annotations
 
-import ast
 import os
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -52,7 +49,7 @@ def line_in(error: BaseException, folders: Iterable[str]) -> str:
 
 
 def _near(path: Path) -> Path:
-    """As one would type it here."""
+    """Return the path as one would type it here."""
     return path.relative_to(Path.cwd()) if Path.cwd() in path.parents else path
 
 
@@ -110,7 +107,7 @@ def named(where: str, spec: str, example: str, remedy: str) -> Callable[..., Any
     place, _, name = spec.rpartition(":")
     rule = "It is named as module:function or file.py:function."
     if not place or not name:
-        raise CollateError(explain(where, spec, rule, f"For example {' or '.join(_held(spec)) or example}."))
+        raise CollateError(explain(where, spec, rule, f"For example {example}."))
     if place.endswith(".py") or Path(place).is_file():
         check_file(Path(place), [".py"], "Write the path of its file, from here.")
     path = "Write the path of its file, or run where Python finds the module."
@@ -122,15 +119,6 @@ def named(where: str, spec: str, example: str, remedy: str) -> Callable[..., Any
                 raise CollateError(explain(where, f"{spec}: no {part} in {place}", rule, near))
             found = getattr(found, part)
         return check_callable(where, spec, found, rule, remedy)
-
-
-def _held(spec: str) -> list[str]:
-    """The first functions and classes of a file that was named alone, as they are to be named."""
-    with suppress(OSError, SyntaxError, ValueError):
-        body = ast.parse(Path(spec).read_bytes()).body
-        names = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_"]
-        return [f"{spec}:{name}" for name in names[:3]]
-    return []
 
 
 def check_callable(where: str, spec: str, found: Any, rule: str, remedy: str) -> Callable[..., Any]:
@@ -177,46 +165,3 @@ def _module(place: str) -> Any:
             del sys.modules[file.name]
             raise
     return sys.modules[file.name]
-
-
-# --- bounded: somebody else's code runs so long, and in so much memory, at most
-
-
-@contextmanager
-def bounded(seconds: float, more_bytes: int) -> Iterator[None]:
-    """Raise `TimeoutError`, or let Python raise `MemoryError`, in what runs here beyond that.
-
-    Time is bound on the main thread of a Unix, memory on Linux; elsewhere nothing is.
-    """
-
-    def end(*_: Any) -> None:
-        raise TimeoutError(f"not done in {seconds:g} s")
-
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        with _memory(more_bytes):
-            yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@contextmanager
-def _memory(more: int) -> Iterator[None]:
-    held = Path("/proc/self/statm")
-    if not held.exists():
-        yield
-        return
-    resource = import_module("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = int(held.read_text().split()[0]) * resource.getpagesize() + more
-    if soft == resource.RLIM_INFINITY or most < soft:
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

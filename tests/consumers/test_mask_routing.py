@@ -1,7 +1,6 @@
 """Consumers: one table of what each batch becomes on each model, or why it is refused; and what configs tell."""
 
 import re
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,19 +8,9 @@ import torch
 
 from collate_npu import BatchAdapter, ContextParallel, Pattern, Segments, errors, needs_mask_2d, releases
 from collate_npu.consumers import transformers as transformers_room
-from collate_npu.consumers.mask_routing import (
-    Case,
-    Model,
-    consumer_named,
-    consumers,
-    describe_bytes,
-    describe_cheapest,
-    describe_cost,
-    describe_shape,
-    say_batch,
-)
+from collate_npu.consumers.mask_routing import Case, Model, consumers
 from collate_npu.consumers.model_traits import layer_masks
-from collate_npu.errors import CollateError, UnsupportedFormError
+from collate_npu.errors import UnsupportedFormError
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
 CONSUMERS = consumers()
@@ -136,7 +125,7 @@ TABLE = [
     *((form, FLAT, {**RECURRENT, **FREE, **NEXT, **kernel, "boundaries_unread": unread}) for unread, forms in (
         ("a kernel is missing", ("refused.*a kernel", "refused.*a kernel")), ("", ("mapping", "none")))
       for form, kernel in zip(forms, ({}, FLASH))),
-    ("refused.*nobody said", FLAT, {**RECURRENT, **FREE, **FLASH}),
+    ("refused.*model is unknown", FLAT, {**RECURRENT, **FREE, **FLASH}),
     # and rows, where it was adapted: what attention takes, and the 2D mask
     *((form, rows, {**RECURRENT, **NEXT, **kernel, **APART, **free}) for rows, free in ((PACKED, {}), (FLAT, FREE))
       for form, kernel in zip(("mapping", "mapping", "mapping", "none"), ({}, EAGER, FLEX, FLASH))),
@@ -150,14 +139,6 @@ def test_what_a_batch_becomes_on_a_model(expected, segments, fields):
     assert re.match(expected if "refused" in expected else f"{expected}\\b", outcome(segments, **fields))
 
 
-@pytest.mark.parametrize("on", [False, True])
-def test_that_none_were_faster_is_said_to_who_debugs(monkeypatch, on):
-    monkeypatch.setattr(errors, "DEBUG", on)
-    monkeypatch.setattr(errors, "log_once", lambda *_: None)
-    assert ("adapt(model)" in outcome(RIGHT)) == on
-    assert "adapt(model)" not in outcome(RIGHT, **EAGER)
-
-
 @pytest.mark.parametrize("installed", [True, False])
 @pytest.mark.parametrize(("kernel", "longest"), [("flash_attention_2", 2), ("flash_attention_2", 3), ("sdpa", 3)])
 def test_flash_attention_on_npu_drops_windows_so_it_is_refused(monkeypatch, installed, kernel, longest):
@@ -168,12 +149,6 @@ def test_flash_attention_on_npu_drops_windows_so_it_is_refused(monkeypatch, inst
 
 
 # --- the other consumers
-
-
-def test_a_name_that_no_consumer_has():
-    for name in ("nobody", 5, ["megatron"]):
-        with pytest.raises(CollateError, match="Known are"):
-            consumer_named(name)
 
 
 CAUSAL_KERNEL = ("none", "refused", "refused", "refused")
@@ -267,11 +242,6 @@ def test_older_transformers_take_no_mapping(monkeypatch, fields, since, before, 
         layer_masks(config(**fields))
 
 
-def test_layers_that_no_config_tells_are_not_guessed():
-    with pytest.raises(CollateError, match="A model's config says which layers it has"):
-        needs_mask_2d(torch.nn.Linear(2, 2))
-
-
 # --- a route in words, once for each kind of batch
 
 
@@ -283,29 +253,7 @@ def said(monkeypatch):
     return found
 
 
-TWO_TOKENS, RIGHT_13, LEFT_13 = (
-    Segments.from_lengths([2]),
-    Segments.from_lengths([1, 3]),
-    Segments.from_lengths([1, 3], side="left"),
-)
-SAID = [
-    (describe_shape, Segments.from_lengths([3, 3]), "2 rows of 3, one sequence each; no padding"),
-    (describe_shape, RIGHT_13, "2 rows of 3, one sequence each; padding on the right, 2 of 6 places (33%)"),
-    (describe_shape, Segments.from_lengths([[3, 2]]), "1 row of 5, 2 sequences; no padding"),
-    (describe_shape, Segments([[0, 1, 0]]),
-     "1 row of 3, one sequence each; padding before, between or behind tokens, 2 of 3 places (67%)"),
-    (describe_cheapest, Segments.from_lengths([[3, 2], [4]]), "offsets of a flat row, 16 bytes; a dense 4D takes 50 bytes"),
-    (describe_cheapest, RIGHT_13, "None with a causal kernel; the 2D mask takes 6 bytes, the dense 4D that models make"),
-    (describe_cheapest, LEFT_13, "the 2D mask, 6 bytes; the dense 4D that models make"),
-    *((partial(describe_cost, form), RIGHT_13, f"{size} bytes") for form, size in (
-        ("keep_2d", 6), ("masked", 18), ("keep", 18), ("bias", 72))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("says", "segments", "words"), SAID)
-def test_a_batch_and_what_its_forms_take_in_words(says, segments, words):
-    assert says(segments).startswith(words)
-    assert [describe_bytes(n) for n in (2**20 - 1, 2**20, 3 * 2**20)] == ["1048575 bytes", "1.0 MiB", "3.0 MiB"]
+RIGHT_13 = Segments.from_lengths([1, 3])
 
 
 def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said):
@@ -319,22 +267,6 @@ def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said
     for kept in ("stays (recurrent layers read it)", "taken out (nobody here", "stays (this consumer always reads it)"):
         assert sum(kept in text for text in said.values()) == 3
     assert all(("stays (this" in text) == ("consumer verl" in text) for text in said.values())
-
-
-@pytest.mark.parametrize(
-    ("out", "words"),
-    [
-        ({"attention_mask": None}, "attention_mask: None (why)"),
-        ({"attention_mask": torch.ones(1, 2)}, "attention_mask: the 2D mask, True or 1 = real (why)"),
-        ({"attention_mask": torch.ones(1, 1, 2, 2)}, "attention_mask: 4D, True is blocked, 4 bytes (why)"),
-        ({"attention_masks": {"full": None}}, "attention_masks: a mask for each kind of layer (why)"),
-    ],
-)
-def test_a_batch_whose_route_no_consumer_chose(said, out, words):
-    say_batch("somebody", out, TWO_TOKENS, why="why")
-    (text,) = said.values()
-    assert words in text
-    assert "attention_mask_2d: taken out (nobody here reads it)" in text
 
 
 @pytest.mark.models

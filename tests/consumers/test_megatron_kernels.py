@@ -4,7 +4,6 @@ The arguments are those that TransformerEngine-FL 5ec1601 (plugin/core/backends/
 to the attention of TransformerEngineNPU. Its own file could not be read: the mode of a compressed triangle, 2, is assumed.
 """
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +12,13 @@ from torch import nn
 from collate_npu import BatchAdapter, Segments
 from collate_npu.consumers import megatron
 from collate_npu.consumers.mask_routing import Case, Model, consumer_named
-from collate_npu.consumers.megatron import kernel_of, kernel_of_args, refuse_unread_padding
+from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.fusion_attention import contract_breaches, triangle
 
 HEADS, D = 2, 8
 RIGHT, LEFT = Segments.from_lengths([3, 8], 8), Segments.from_lengths([3, 8], 8, side="left")
-PACKED, FLAT = Segments.from_lengths([[3, 5], [4]]), Segments.from_lengths([[3, 5]])
+PACKED = Segments.from_lengths([[3, 5], [4]])
 
 
 @pytest.mark.parametrize(
@@ -89,17 +88,3 @@ def test_packages_tell_whose_attention_it_is(install, names, flash, here):
     assert kernel_of(model_of("DotProductAttention")) == "megatron"
     if "mindspeed" not in names:
         assert kernel_of(model_of("TEDotProductAttention")) == flash
-
-
-@pytest.mark.parametrize(
-    ("segments", "kernel", "recurrent", "refused"),
-    [
-        (RIGHT, "transformer_engine", True, False),
-        (LEFT, "megatron", False, False),
-        (LEFT, "megatron", True, True),
-        (LEFT, "transformer_engine", False, True),
-    ],
-)
-def test_padding_that_nothing_reads_is_refused(segments, kernel, recurrent, refused):
-    with pytest.raises(UnsupportedFormError) if refused else nullcontext():
-        refuse_unread_padding(segments, kernel, recurrent=recurrent)

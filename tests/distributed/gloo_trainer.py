@@ -1,4 +1,4 @@
-"""transformers' Trainer and accelerate's context between two ranks, on a tiny dense Qwen3; see ring_on_cpu."""
+"""transformers' Trainer, in accelerate's context, between two ranks, on a tiny dense Qwen3; see ring_on_cpu."""
 
 import functools
 import tempfile
@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from collate_npu import Segments
-from collate_npu.integrations.context_parallel import context_parallel, context_parallel_collator
-from collate_npu.parallel import ContextParallel, split_tensor
+from collate_npu.integrations.context_parallel import context_parallel_collator
 from collate_npu.testing import tiny_model
 
 
@@ -77,11 +76,10 @@ def alone(batch: dict[str, torch.Tensor], family: str) -> tuple[float, dict[str,
     return float(loss), {name: p.grad for name, p in model.named_parameters()}
 
 
-def shared(model: Any, whole: dict[str, torch.Tensor], context: Any, inputs: Any = None, family: str = "") -> dict[str, Any]:
-    """The loss and gradients of all ranks together, against the model alone; the context gives or shares the inputs."""
+def shared(model: Any, whole: dict[str, torch.Tensor], context: Any, inputs: Any, family: str = "") -> dict[str, Any]:
+    """The loss and gradients of all ranks together, against the model alone; the context shares the inputs."""
     (right, grads), count = alone(whole, family), int((whole["labels"][:, 1:] != -100).sum())
-    with context as shard:
-        inputs = shard if inputs is None else inputs
+    with context:
         seen = {key: tuple(value.shape) for key, value in inputs.items()}
         loss = model(**inputs, num_items_in_batch=count).loss
         loss.backward()
@@ -91,15 +89,6 @@ def shared(model: Any, whole: dict[str, torch.Tensor], context: Any, inputs: Any
         dist.all_reduce(parameter.grad)
         worst = max(worst, float((parameter.grad - grads[name]).abs().max()))
     return {"loss": float(total), "right": right, "grads": worst, "seen": seen}
-
-
-def accelerate_step(lengths: list[int], width: int) -> dict[str, Any]:
-    """One step in our context."""
-    mesh, accelerator, model = setup()
-    batch = padded(features(lengths), width)
-    with context_parallel(accelerator, batch, model=model) as shard:
-        assert torch.equal(shard["input_ids"], split_tensor(batch["input_ids"], ContextParallel.from_mesh(mesh)))
-    return shared(model, batch, context_parallel(accelerator, batch, model=model))
 
 
 def trainer_step(

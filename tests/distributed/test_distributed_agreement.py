@@ -102,25 +102,6 @@ def test_a_thread_may_split_ahead_of_the_one_that_gathers(pool):
     assert pool(work.ahead, 12, seconds=40) == [[float(n) for n in range(12)]] * pool.size
 
 
-def test_a_thread_does_not_add_to_what_another_is_about_to_say(pair):
-    assert pair(work.beside) == [["main", "split"]] * 2
-
-
-def test_jagged_ids(pair):
-    for right, odd in pair(work.jagged_ids, seconds=20):
-        assert right == ""
-        assert "the values of input_ids" in odd
-
-
-@pytest.mark.parametrize("by", ["adapter", "split"])
-def test_batches_may_be_split_in_compiled_code(pair, by):
-    assert pair(work.compiled_split, by) == [1, 1]
-
-
-def test_a_gather_may_stand_in_compiled_code(pair):
-    assert pair(work.compiled) == [2 * 5 * 3.0] * 2
-
-
 def test_worlds_made_again_and_processes_started_again_count_afresh_together(tmp_path):
     pool = Pool(2)
     try:
@@ -175,8 +156,3 @@ def test_a_misspelt_loss_is_told_to_those_who_wait(pool):
     *others, odd = pool(work.misspelt, seconds=20)
     assert "got 'mean'" in odd
     assert all(f"rank {pool.size - 1} raised CollateError: loss: got 'mean'" in text for text in others), others
-
-
-def test_the_store_does_not_fill_up(pair):
-    for few, many in pair(work.keys_in_the_store, 100):
-        assert few == many

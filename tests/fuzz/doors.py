@@ -133,7 +133,7 @@ def adapt_flat(drawn: Drawn) -> None:
     consumer, recurrent, before = drawn.pick(("megatron", "transformers")), drawn.chance(), copied(batch)
     adapter = adapter_of(consumer=consumer, needs_mask_2d=recurrent, padding_free=True, labels_shifted=False)
     must = not said or (recurrent and consumer == "transformers" and len({*row} - {0}) > 1)
-    made = refused(lambda: adapter.with_segments(batch), must, "nobody said which model it is, or where a sequence begins")
+    made = refused(lambda: adapter.with_segments(batch), must, "the model is unknown, or where a sequence begins")
     assert same(batch, before)
     if made is None:
         assert must, "refused"

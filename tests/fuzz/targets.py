@@ -9,7 +9,6 @@ from math import lcm
 import oracle
 import torch
 from fuzz import drawn as make
-from fuzz.bad_input import bad_input
 from fuzz.collating import collate
 from fuzz.compared import apart, copied, lists, refused, same
 from fuzz.doors import adapt, derive
@@ -141,4 +140,4 @@ def outputs(drawn: Drawn) -> None:
     assert apart([x], [*made[:1], *made[-3:]])
 
 
-TARGETS = {each.__name__: each for each in (collate, derive, adapt, split, gather, outputs, kernels, bad_input)}
+TARGETS = {each.__name__: each for each in (collate, derive, adapt, split, gather, outputs, kernels)}

@@ -280,24 +280,6 @@ def test_delivery_tells_that_a_kernel_is_missing_or_told_of_other_sequences():
 
 
 @NEWER
-@pytest.mark.parametrize("name", [name for name in EXACT if name in KDA])
-def test_kimis_delta_rule_reads_a_name_of_its_own(name):
-    """The layer hands it `cu_seq_lens_q`, and it takes `cu_seqlens`: the batch has both."""
-    model, features = built(name), samples(ROWS["short"])
-    with reference_kernels(model):
-        batch, truth = without(ours(model)(features), "labels"), Segments.from_lengths([list(ROWS["short"])])
-        assert batch["cu_seqlens"].tolist() == batch["cu_seq_lens_q"].tolist()
-        assert batch["cu_seqlens"].data_ptr() != batch["cu_seq_lens_q"].data_ptr()
-        assert BatchAdapter(model, padding_free=True)(batch)["cu_seqlens"].tolist() == batch["cu_seqlens"].tolist()
-        assert max(check_delivery(model, batch, alone=True).alone.errors.values()) < RIGHT
-        with pytest.raises(CollateError, match=r"chunk_kimi_delta_attention told nothing: .* goes on from another sequence"):
-            check_delivery(model, without(batch, "cu_seqlens"))
-        other = ours(model)(samples(ROWS["turned"]))["cu_seqlens"]
-        with pytest.raises(CollateError, match=r"told \[0, 5, 13, 19\]"):
-            check_delivery(model, batch | {"cu_seqlens": other}, segments=truth)
-
-
-@NEWER
 @pytest.mark.skipif("qwen4_exp_text" not in EXACT, reason="not in this release")
 def test_embeddings_of_n_grams_read_no_boundary():
     """They run over the row in qwen4_exp's PLE layers: refused where the config has any, and measured without us."""

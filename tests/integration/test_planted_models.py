@@ -12,9 +12,9 @@ from rotation import some
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, check_delivery, guard_first_batch
 from collate_npu.masks import dense
 from collate_npu.proof import watch
-from collate_npu.proof.asked import check_alone
+from collate_npu.proof.delivery import check_alone
+from collate_npu.proof.forward import case_of
 from collate_npu.proof.invariance import assert_padding_invariant
-from collate_npu.proof.truth import case_of
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import hybrid_model_types, tiny_model
 

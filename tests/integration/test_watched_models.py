@@ -8,7 +8,8 @@ import transformers
 from torch import nn
 from transformers import DataCollatorWithFlattening
 
-from collate_npu import BatchAdapter, PaddingCollator
+from collate_npu import BatchAdapter, PaddingCollator, Segments
+from collate_npu.masks import dense
 from collate_npu.proof import watch
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import hybrid_model_types, tiny_model
@@ -101,6 +102,16 @@ def test_positions_that_are_another_sequences():
         gpt2(**LEFT)
         gpt2(**BatchAdapter(gpt2)(LEFT))
     assert [each.layer for each in seen.faults] == ["transformer.wpe"]
+
+
+@pytest.mark.parametrize("mask", [None, "bias"])
+def test_sequences_by_positions_or_by_a_dense_mask_reach_attention_alone(mask):
+    """As in radixark/miles, pull request 2213, and in LLaMA-Factory, pull request 10436."""
+    flat, model = Segments.from_lengths([[6, 5, 5]]), tiny_model("qwen3_next", vocab_size=64)
+    batch = {"input_ids": torch.arange(1, 17)[None], "position_ids": flat.position_ids, "use_cache": False}
+    with watch(say=False) as seen:
+        model(**batch, **({"attention_mask": dense(flat, polarity=mask)} if mask else {}))
+    assert {each.layer for each in seen.faults} == {"model.layers.0.linear_attn", "model.layers.2.linear_attn"}
 
 
 @TOLD

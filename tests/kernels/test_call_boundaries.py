@@ -101,7 +101,7 @@ def test_tokens_of_a_call_are_those_of_the_batch_whole_flat_or_without_padding(s
     ],
 )
 def test_what_is_wrong_with_the_first_wrong_token(ids, first, neutral, said):
-    why = call_boundaries.why_differs(call(first, neutral), Segments.from_ids([ids]))
+    why = call_boundaries.boundary_reason(call(first, neutral), Segments.from_ids([ids]))
     assert why.endswith(said) if said else why == ""
 
 
@@ -118,6 +118,6 @@ def test_what_is_wrong_with_the_first_wrong_token(ids, first, neutral, said):
     ],
 )
 def test_positions_count_from_the_first_of_their_sequence(positions, first, wrong):
-    why = call_boundaries.why_counts_wrong(np.array(positions), Segments.from_ids([[0, 1, 1, 2, 2, 2]]), first)
+    why = call_boundaries.position_reason(np.array(positions), Segments.from_ids([[0, 1, 1, 2, 2, 2]]), first)
     assert f"(0, {wrong}) has position {positions[wrong]}" in why if wrong else why == ""
-    assert call_boundaries.why_counts_wrong(np.array(positions), Segments.from_ids([[0] * 6]), first) == ""
+    assert call_boundaries.position_reason(np.array(positions), Segments.from_ids([[0] * 6]), first) == ""

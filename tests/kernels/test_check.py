@@ -29,10 +29,11 @@ def test_recurrent_calls_are_judged_by_the_sizes_of_their_tensors() -> None:
         check_call("fla.chunk_gated_delta_rule", rule(torch.zeros(1, 10, 2, 4), **right))
     with pytest.raises(UnsupportedFormError, match="differs-from-segments"):
         check_call("fla.chunk_gated_delta_rule", rule(x), segments=FLAT)
+    lengths = {"actual_seq_lengths": torch.tensor([3, 4, 2], dtype=torch.int32), "scale": 0.5}
     with pytest.raises(UnsupportedFormError, match="backward"):
-        check_call("fla.fused_recurrent_gated_delta_rule", rule(x, cu_seqlens=right["cu_seqlens"]))
+        check_call("torch_npu.npu_chunk_gated_delta_rule", rule(x[0], **lengths))
     with torch.no_grad():
-        check_call("fla.fused_recurrent_gated_delta_rule", rule(x, cu_seqlens=right["cu_seqlens"]))
+        check_call("torch_npu.npu_chunk_gated_delta_rule", rule(x[0], **lengths))
 
 
 @pytest.mark.parametrize("layout", ["BSND", "TND"])

@@ -7,16 +7,14 @@ A job is "model setting ours|own". `ours` is one more line of the YAML: our plug
 # ruff: noqa: E402
 import sys
 import traceback
-from importlib.machinery import ModuleSpec
-from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 import torch
 import transformers.trainer  # noqa: F401  these look for the hardware's libraries before others stand in for them
 import trl.trainer.sft_trainer  # noqa: F401
+from stand_ins import put_module
 from torch.utils._triton import has_triton, has_triton_package
 
 has_triton_package(), has_triton()
@@ -32,24 +30,12 @@ class Anything:
         return args[0] if args and callable(args[0]) else Anything()
 
 
-def stand_in(name, **held):
-    def missing(attribute):
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        return Anything()
-
-    module = ModuleType(name)
-    module.__spec__, module.__path__, module.__getattr__ = ModuleSpec(name, None), [], missing
-    module.__dict__.update(held)
-    sys.modules[name] = module
-
-
 LINEAR = {name: type(name, (torch.nn.Linear,), {}) for name in ("Linear4bit", "Linear8bitLt")}
-stand_in("triton", __version__="3.4.0")
-stand_in("triton.language")
-stand_in("bitsandbytes", __version__="0.50.2")
-stand_in("bitsandbytes.nn", Params4bit=type("Params4bit", (torch.nn.Parameter,), {}), **LINEAR)
-stand_in("bitsandbytes.functional", QuantState=type("QuantState", (), {}))
+put_module("triton", Anything, __version__="3.4.0")
+put_module("triton.language", Anything)
+put_module("bitsandbytes", Anything, __version__="0.50.2")
+put_module("bitsandbytes.nn", Anything, Params4bit=type("Params4bit", (torch.nn.Parameter,), {}), **LINEAR)
+put_module("bitsandbytes.functional", Anything, QuantState=type("QuantState", (), {}))
 
 import yaml
 from axolotl.cli.main import main
@@ -59,6 +45,7 @@ from datasets import Dataset
 from processes import run_jobs, saved_model, watched
 from watching import Watch
 
+from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 from collate_npu.testing import byte_tokenizer
 
 TEXTS = ["1 a short one", "2 and another that is a little longer than it", "3 three", "4 four four"]
@@ -73,28 +60,14 @@ SEEN = {}
 
 
 def cuda_patch():
-    """What axolotl does where torch.cuda.is_available(), with stand-ins for fla's kernels: sequence by sequence."""
+    """What axolotl does where torch.cuda.is_available(), with the references for fla's kernels."""
     from axolotl.monkeypatch.models.qwen3_next import modeling
-    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
     def convolve(x, weight, bias, activation, cu_seqlens):
-        assert (len(x), activation) == (1, "silu")
-        rows = [torch.nn.functional.pad(x[:, a:b].mT, (weight.shape[1] - 1, 0)) for a, b in pairwise(cu_seqlens.tolist())]
-        outs = [torch.nn.functional.conv1d(row, weight[:, None], bias, groups=len(weight)) for row in rows]
-        return torch.nn.functional.silu(torch.cat(outs, 2).mT), None
+        assert len(x) == 1
+        return reference_causal_conv1d(x, weight, bias, activation, cu_seqlens=cu_seqlens), None
 
-    def delta_rule(*args, cu_seqlens, **kwargs):
-        assert len(args[0]) == 1
-        cut = {name: kwargs.pop(name) for name in ("g", "beta")}
-        parts = [
-            torch_chunk_gated_delta_rule(
-                *(x[:, a:b] for x in args), **{name: x[:, a:b] for name, x in cut.items()}, **kwargs
-            )
-            for a, b in pairwise(cu_seqlens.tolist())
-        ]
-        return torch.cat([part[0] for part in parts], 1), None
-
-    modeling.fla_causal_conv1d, modeling.fla_chunk_gated_delta_rule = convolve, delta_rule
+    modeling.fla_causal_conv1d, modeling.fla_chunk_gated_delta_rule = convolve, reference_gated_delta_rule
     modeling.patch_qwen3_next_modeling_packing()
 
 

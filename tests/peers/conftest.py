@@ -53,7 +53,7 @@ def bridges(tmp_path_factory):
     from processes import found_by
 
     settings = [{"USE_MCORE_GDN": setting} for setting in ("1", "0")]
-    told = found_by("bridge_work", tmp_path_factory.mktemp("bridge"), variants=settings)
+    told = found_by("mcore_bridge_work", tmp_path_factory.mktemp("bridge"), variants=settings)
     return dict(zip(("native", "transformers"), told))
 
 
@@ -72,7 +72,7 @@ def cpu():
 
 @pytest.fixture(scope="module")
 def one_rank():
-    from cpu_world import one_rank
+    from megatron_world import one_rank
 
     with one_rank() as patch:
         yield patch

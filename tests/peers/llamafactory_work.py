@@ -8,16 +8,15 @@ import json
 import sys
 import traceback
 from functools import partial
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 
-sys.modules["torchaudio"] = audio = ModuleType("torchaudio")
-audio.__spec__, audio.__version__ = ModuleSpec("torchaudio", None), "2.13.0"
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 # ruff: noqa: E402
 import yaml
+from stand_ins import put_module
+
+put_module("torchaudio", __version__="2.13.0")
 from llamafactory.train.tuner import run_exp
 from processes import run_jobs, saved_model, watched
 from transformers import Trainer

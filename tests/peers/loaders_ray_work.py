@@ -1,5 +1,7 @@
-"""Run as a program: Ray Data, Ray Train and TransferQueue on two raylets of this machine, as a cluster of two nodes. Prints
-JSON. Each batch comes back as the rows it holds: the sample's number, and the tokens its keep mask calls real."""
+"""Run as a program: Ray Data, Ray Train and TransferQueue on two raylets of this machine, as a cluster of two nodes.
+
+Prints JSON: each batch comes back as the rows it holds, the sample's number and the tokens its keep mask calls real.
+"""
 
 import json
 import os
@@ -14,12 +16,28 @@ os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1", "RAY
 import ray
 import ray.data
 import torch
-from loaders_rows import QUEUED, SAMPLES, rows_back
 from omegaconf import OmegaConf
 from ray.cluster_utils import Cluster
 from ray.data.collate_fn import ArrowBatchCollateFn
 
 from collate_npu import BatchAdapter, PaddingCollator
+
+LENGTHS = (4, 1, 7, 3, 2, 9, 5, 2, 6, 3, 8, 2)
+SAMPLES: list[dict[str, Any]] = [
+    {"number": n, "input_ids": [*range(10 + 20 * n, 10 + 20 * n + length)], "labels": [-100, *range(1, length)]}
+    for n, length in enumerate(LENGTHS)
+]
+QUEUED = (0, 2, 3, 6)
+"""Of three tokens and more."""
+
+
+def rows_back(batch: Any) -> list[list[Any]]:
+    """`[number, tokens]` of each row, by the batch's own keep mask; the numbers of a batch without any are 0, 1, ..."""
+    keep = batch.get("attention_mask_2d")
+    keep = torch.as_tensor(batch["attention_mask"] if keep is None else keep).bool()
+    numbers = batch.get("number", range(len(keep)))
+    return [[int(n), ids[real].tolist()] for n, ids, real in zip(numbers, torch.as_tensor(batch["input_ids"]), keep)]
+
 
 RESULTS: dict[str, Any] = {}
 START = time.time()

@@ -12,13 +12,13 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-import skyrl_stand_ins  # noqa: F401
 import torch
 import torch.distributed as dist
 from processes import run_jobs
+
+from test_skyrl import alone, answers, samples, wrapped  # isort: skip  (its stand-ins first)
 from skyrl.backends.skyrl_train.distributed.ulysses import apply_monkey_patch, monkey_patch
 from skyrl.backends.skyrl_train.distributed.ulysses.utils import set_ulysses_sequence_parallel_group
-from test_skyrl import alone, answers, samples, wrapped
 
 from collate_npu import adapt
 

@@ -12,7 +12,6 @@ from types import ModuleType
 import pytest
 import torch
 from rotation import rotating
-from strategies import laid_out
 
 pytest.importorskip("fla_interpreted", reason="fla and triton are what is tested")
 pytest.importorskip("transformers", reason="its models are what is tested")
@@ -72,13 +71,6 @@ def called_by(wrapped):
     return {function.__module__.split(".")[0] for function in held if callable(function)}
 
 
-@pytest.fixture
-def quick(model):
-    """Kimi's kernels take the interpreter a minute for one flat row, which tells enough."""
-    if model.config.model_type == "kimi_linear":
-        pytest.skip("slow in the interpreter")
-
-
 @pytest.fixture(scope="module")
 def alone(model):
     module = sys.modules[type(model).__module__]
@@ -109,7 +101,9 @@ def test_a_flat_row_is_as_alone_and_needs_both_boundaries(model, alone):
         assert (wrong - alone[0]).abs().max() > 0.5, key
 
 
-def test_rows_padded_left_are_as_alone(model, alone, quick):
+def test_rows_padded_left_are_as_alone(model, alone):
+    if model.config.model_type == "kimi_linear":
+        pytest.skip("its kernels take the interpreter a minute for one flat row, which tells enough")
     batch = PaddingCollator(pad_token_id=PAD, model=model, padding_side="left")(SAMPLES)
 
     def real(logits):
@@ -120,20 +114,3 @@ def test_rows_padded_left_are_as_alone(model, alone, quick):
     with torch.no_grad():
         bare = model(**{**batch, "attention_mask": None}).logits
     assert (real(bare) - alone[0]).abs().max() > 0.5
-
-
-SHAPES = {
-    "aligned to the chunk": {"sequence_multiple": 64, "padding": (256,), "max_sequences": 4},
-    "not aligned": {"padding": (24,), "max_sequences": 5},
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_flat_rows_of_one_shape_are_as_alone(model, alone, shape, quick):
-    batch = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True, **laid_out(SHAPES[shape]))(SAMPLES)
-    starts = batch["cu_seq_lens_q"].tolist()
-    assert len(starts) == SHAPES[shape]["max_sequences"] + 1
-    assert (batch["cu_seq_lens_q"].diff() > 0).all()
-    logits, gradients = run(model, batch)
-    real = torch.cat([logits[0, start : start + len(ids)] for start, ids in zip(starts, IDS)])
-    assert max(errors((real, gradients), alone)) < 1e-4

@@ -1,28 +1,23 @@
 """LLaMA-Factory 0.9.5: its trainers from YAML files, and its collators wrapped, on packed rows and with images."""
 
-import sys
-from importlib.machinery import ModuleSpec
 from importlib.metadata import version
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from stand_ins import put_module
 
 NEEDS = ("llamafactory",)
 
-if "torchaudio" not in sys.modules:  # it has no wheel for this torch, and no sound is heard here
-    sys.modules["torchaudio"] = ModuleType("torchaudio")
-    sys.modules["torchaudio"].__spec__ = ModuleSpec("torchaudio", None)
+put_module("torchaudio")  # it has no wheel for this torch, and no sound is heard here
 
 # ruff: noqa: E402
 from cells import Stack, of_job
 from llamafactory.data import collator as theirs
 from processes import found_by
-from tiny_vision import VOCAB, alone, sample, vision_model
-from watching import gradient_error
+from tiny_vision import VOCAB, alone as single, sample, vision_model
 
 from collate_npu import needs_mask_2d, wrap_collator
-from collate_npu.errors import UnsupportedFormError
 from collate_npu.testing import byte_tokenizer, tiny_model
 
 TOKENIZER = byte_tokenizer()
@@ -92,56 +87,20 @@ def template(plugin=None):
     return SimpleNamespace(mm_plugin=plugin or silent)
 
 
-def packed(lengths, width=16):
-    """A row as `PackedSupervisedDatasetProcessor` makes it: numbers, positions, and padding up to the cutoff."""
-    ids = [[(31 * n + 7 * i) % 250 for i in range(length)] for n, length in enumerate(lengths, 1)]
-    fill, joined = width - sum(lengths), [token for row in ids for token in row]
-    return ids, {
-        "input_ids": joined + [TOKENIZER.pad_token_id] * fill,
-        "labels": joined + [-100] * fill,
-        "attention_mask": [n for n, row in enumerate(ids, 1) for _ in row] + [0] * fill,
-        "position_ids": [i for row in ids for i in range(len(row))] + [0] * fill,
-    }
-
-
-def sft(model, attn="sdpa", dtype=torch.float32):
-    given = {"tokenizer": TOKENIZER, "template": template(), "model": model, "pad_to_multiple_of": 8}
-    given |= {"block_diag_attn": True, "neat_packing": True, "attn_implementation": attn, "compute_dtype": dtype}
-    return theirs.SFTDataCollatorWith4DAttentionMask(**given)
-
-
-@torch.no_grad()
-def worst(model, batch, rows):
-    logits = model(**batch).logits
-    pieces = [(b, at, ids) for b, row in enumerate(rows) for at, ids in zip(starts(row), row)]
-    gaps = [logits[b, at : at + len(ids)] - model(input_ids=torch.tensor([ids])).logits[0] for b, at, ids in pieces]
-    return max(float(gap.abs().max()) for gap in gaps)
-
-
-def starts(row):
-    return [sum(map(len, row[:n])) for n in range(len(row))]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_4d_of_neat_packing(dtype):
-    rows, features = zip(*map(packed, ([5, 3], [4, 2, 1])))
-    model = tiny_model("qwen3", vocab_size=len(TOKENIZER))
-    batch = wrap_collator(sft(model, dtype=dtype), model=model)(list(features))
-    assert batch["attention_mask"].shape == (2, 1, 16, 16)
-    assert worst(model, batch, rows) < 1e-4
-    assert gradient_error(model, batch, [ids for row in rows for ids in row]) < 1e-5
-    hybrid = tiny_model("qwen3_next", vocab_size=len(TOKENIZER))
-    with pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):
-        wrap_collator(sft(hybrid, dtype=dtype), model=hybrid)(list(features))
-
-
 def test_the_flat_row_of_neat_packing_on_flash_attention():
     """It drops the padding and the mask, and leaves positions alone: the offsets that kernels read are added."""
-    rows, feature = packed([5, 3])
+    ids = [[(31 * n + 7 * i) % 250 for i in range(length)] for n, length in ((1, 5), (2, 3))]
+    row = {"input_ids": [*ids[0], *ids[1]] + [TOKENIZER.pad_token_id] * 8, "labels": [*ids[0], *ids[1]] + [-100] * 8}
+    row |= {"attention_mask": [1] * 5 + [2] * 3 + [0] * 8, "position_ids": [*range(5), *range(3)] + [0] * 8}
     model = tiny_model("qwen3", vocab_size=len(TOKENIZER))
-    batch = wrap_collator(sft(model, "flash_attention_2"), model=model)([feature])
+    given = {"tokenizer": TOKENIZER, "template": template(), "model": model, "pad_to_multiple_of": 8, "neat_packing": True}
+    given |= {"block_diag_attn": True, "attn_implementation": "flash_attention_2", "compute_dtype": torch.float32}
+    batch = wrap_collator(theirs.SFTDataCollatorWith4DAttentionMask(**given), model=model)([row])
     assert batch["cu_seq_lens_q"].tolist() == [0, 5, 8]
-    assert worst(model, batch, [rows]) < 1e-4
+    with torch.no_grad():
+        logits = model(**batch).logits[0]
+        alone = torch.cat([model(input_ids=torch.tensor([one])).logits[0] for one in ids])
+    assert (logits[:8] - alone).abs().max() < 1e-4
 
 
 class Images:
@@ -174,5 +133,5 @@ def test_multimodal_positions_are_kept(name, side):
     with torch.no_grad():
         logits = model(**{key: value for key, value in ours.items() if key not in ("labels", "rope_deltas")}).logits
     for row, keep, feature in zip(logits, ours["attention_mask"].bool(), samples):
-        assert (row[keep] - alone(model, feature)).abs().max() < 1e-4
+        assert (row[keep] - single(model, feature)).abs().max() < 1e-4
     assert needs_mask_2d(model) == (name == "qwen3_5")

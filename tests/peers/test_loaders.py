@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import webdataset
 from datasets import Dataset
-from loaders_rows import QUEUED, SAMPLES, rows_back
+from loaders_ray_work import QUEUED, SAMPLES, rows_back
 from megatron.energon import (
     Cooker,
     SampleDecoder,

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from megatron_world import (
     PAD,
     TEDotProductAttention,
@@ -22,9 +21,9 @@ from megatron_world import (
 from collate_npu import PaddingCollator, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron
-from collate_npu.integrations.megatron import experts, gpt_batch, packed_seq_params
+from collate_npu.integrations.megatron import gpt_batch, packed_seq_params
 from collate_npu.masks import dense
-from collate_npu.outputs import per_sequence, shift_labels
+from collate_npu.outputs import per_sequence
 from collate_npu.parallel import ContextParallel, pad_documents
 
 NEEDS = ("megatron",)
@@ -119,19 +118,6 @@ def test_the_bias_of_experts_counts_real_tokens(biased):
     assert counts[1].sum(1).tolist() == [15 * 2, 15 * 2]
 
 
-def test_a_router_of_somebody_elses_that_takes_the_mask(biased, monkeypatch):
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    class Mended(TopKRouter):
-        def _apply_expert_bias(self, routing_map, padding_mask=None): ...
-
-    for module in biased.modules():
-        if isinstance(module, TopKRouter):
-            monkeypatch.setattr(module, "__class__", Mended)
-    inputs, truth = gpt_batch(padded()(ROWS), biased)
-    assert torch.equal(inputs["padding_mask"], ~truth.keep)
-
-
 PLACES = {
     "moe_expert_capacity_factor=0.5": {"moe_expert_capacity_factor": 0.5, "moe_token_dispatcher_type": "alltoall"},
     "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
@@ -161,14 +147,14 @@ def test_quantile_balancing_of_0_19_takes_no_padding_mask_at_all():
     """Its router asserts that there is none (router.py:768-772 of 0.19.2)."""
     model = torch.nn.Linear(1, 1)
     model.config = SimpleNamespace(num_moe_experts=4, moe_router_load_balancing_type="quantile_balancing")
-    assert experts.router_padding_mask(Segments.from_lengths([4, 4]), model) is None
+    assert megatron.router_padding_mask(Segments.from_lengths([4, 4]), model) is None
     with pytest.raises(UnsupportedFormError, match="With quantile_balancing padding"):
-        experts.router_padding_mask(Segments.from_lengths([3, 4]), model)
+        megatron.router_padding_mask(Segments.from_lengths([3, 4]), model)
 
 
 def test_seq_aux_loss_is_of_rows_and_not_of_sequences():
     """Upstream: two samples of 7 and 3 against each alone, and both in one row."""
-    experts._warn_of_rows.cache_clear()
+    megatron._warn_of_rows.cache_clear()
     model = build(experts=True, **LOSSES["seq_aux_loss"])
     alone = []
     for row in ROWS[:2]:
@@ -180,20 +166,6 @@ def test_seq_aux_loss_is_of_rows_and_not_of_sequences():
     each = [sum(seen(model, *gpt_batch(padded()([row]), model))[0].values()) for row in same]
     both = seen(model, *gpt_batch(padded(multiple=16)(same), model))[0]
     assert sum(both.values()) == pytest.approx(sum(each) / 2, rel=1e-5)
-
-
-def test_a_later_stage_of_a_pipeline_gets_its_own_part_under_sequence_parallelism(monkeypatch):
-    """There GPTModel does not share the mask out (gpt_model.py:326-329), while tokens arrive shared out."""
-    from megatron.core import parallel_state
-
-    model = build(experts=True)
-    monkeypatch.setattr(model, "pre_process", False)
-    monkeypatch.setattr(model.config, "sequence_parallel", True)
-    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
-    for rank, part in enumerate((slice(0, 4), slice(4, 8))):
-        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
-        inputs, truth = gpt_batch(padded(multiple=8)(ROWS), model)
-        assert torch.equal(inputs["padding_mask"], ~truth.keep[:, part])
 
 
 # --- multi-token prediction
@@ -250,25 +222,6 @@ def test_a_flat_row_with_padding_behind_each_sequence_equals_samples_alone(thd):
     assert gap(thd, real, truth) > 1e-2
 
 
-def learned(labels, keep):
-    return torch.where(keep.bool(), labels, -100)
-
-
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.booleans())
-@settings(max_examples=20, deadline=None)
-def test_what_megatron_makes_of_labels_at_each_depth_is_what_shift_labels_says(thd, lengths, padding_free):
-    from megatron.core.transformer.multi_token_prediction import roll_tensor
-
-    rows = samples(*lengths, 6)
-    batch, whole = aligned(rows) if padding_free else (one(rows), None)
-    inputs, truth = gpt_batch(batch, thd, padding_free=padding_free)
-    assert whole is None or truth == whole
-    labels, keep, params = inputs["labels"], inputs["loss_mask"], inputs.get("packed_seq_params")
-    for depth in range(1, DEPTHS + 1):
-        labels, keep = (roll_tensor(x, packed_seq_params=params)[0] for x in (labels, keep))
-        assert torch.equal(learned(labels, keep), shift_labels(batch["labels"], truth, steps=1 + depth))
-
-
 # --- multi-token prediction: refused
 
 
@@ -277,7 +230,7 @@ def test_rows_across_which_megatron_would_move_labels(local, batch):
     with pytest.raises(UnsupportedFormError, match="Multi-token prediction moves labels along the whole row"):
         gpt_batch(batch, local)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "depths", lambda config: 0)
+        patch.setattr(megatron, "depths", lambda config: 0)
         inputs, truth = gpt_batch(batch, local)
     assert torch.equal(inputs["attention_mask"], dense(truth, polarity="masked"))
     assert gap(local, inputs, truth) > 1e-2  # what is refused: in silence
@@ -291,7 +244,7 @@ def test_routers_of_these_layers_hear_of_no_padding(cpu):
         with pytest.raises(UnsupportedFormError, match="Routers of the multi-token prediction layers count padding"):
             gpt_batch(wide, model)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(experts, "depths", lambda config: 0)
+            patch.setattr(megatron, "depths", lambda config: 0)
             inputs, truth = gpt_batch(wide, model)
         aux_losses()
         told[multiple] = loss_and_gradients(model, [(inputs, truth)])[2], sum(aux_losses().values())
@@ -307,26 +260,3 @@ def test_the_remedies_for_experts_work(cpu):
     assert not gpt_batch(one(full), same)[0]["padding_mask"].any()
     assert not gpt_batch(flat(ROWS), free, padding_free=True)[0]["padding_mask"].any()
     assert gap(quiet, *gpt_batch(one(ROWS), quiet)) <= 1e-5
-
-
-def test_a_batch_without_a_target_is_nan_upstream(cpu):
-    model = build(mtp_num_layers=1)
-    short = one(samples(2, 2))
-    with pytest.raises(UnsupportedFormError, match=r"no target 2 tokens ahead.*calculate_per_token_loss=True"):
-        gpt_batch(short, model)
-    model.eval()
-    inputs, truth = gpt_batch(short, model)
-    model.train()
-    assert far(*[loss_and_gradients(model, [(inputs, truth)])[2]] * 2) == float("inf")
-    per_token = build(mtp_num_layers=1, calculate_per_token_loss=True)
-    found = loss_and_gradients(per_token, [gpt_batch(short, per_token)])[2]
-    assert far(found, found) == 0
-
-
-def test_every_rank_says_which_ranks_have_no_target(cpu):
-    """Two tokens ahead the answer is learned at places 4 and 5, both of them the second rank's."""
-    model = build(mtp_num_layers=1, attention=TEDotProductAttention)
-    batch = one([{"input_ids": list(range(1, 9)), "labels": [-100] * 6 + [7, 8]}])
-    for rank in (0, 1):
-        with pytest.raises(UnsupportedFormError, match=r"on ranks \[0\]"):
-            gpt_batch(batch, model, context_parallel=ContextParallel(2, rank))

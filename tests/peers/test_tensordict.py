@@ -20,13 +20,9 @@ from collate_npu import (
     CollateError,
     ContextParallel,
     PaddingCollator,
-    Segments,
     check_delivery,
-    derive_segments,
     describe,
-    last_token,
     split_batch,
-    unpad,
     wrap_collator,
 )
 from collate_npu.masks import segments_from_batch
@@ -145,22 +141,6 @@ def test_a_padded_one_is_a_batch_like_any_other(form):
     shard = split_batch({**plain, "attention_mask_2d": KEEP.bool()}, cp)["input_ids"]
     if form not in ("no batch size", "with strings", "a lazy stack"):
         assert split_batch(batch, cp)["input_ids"].equal(shard)
-
-
-OTHERS = {
-    "unpad": lambda x: unpad(x, Segments.from_lengths([4, 1, 2])),
-    "last_token": lambda x: last_token(x, Segments.from_lengths([4, 1, 2])),
-    "derive": derive_segments,
-    "from_ids": Segments.from_ids,
-    "from_lengths": Segments.from_lengths,
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-def test_what_takes_tensors_of_a_batch_refuses_nested_ones(name, layout):
-    with pytest.raises(CollateError):
-        OTHERS[name](nested(RAGGED, layout))
 
 
 @pytest.mark.parametrize("emitted", [[1], None, "x", np.zeros(2), torch.ones(2, 2), [{"input_ids": [1]}]])

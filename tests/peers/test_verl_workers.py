@@ -1,4 +1,4 @@
-"""verl 0.9.1's processes: who installs ours in each of them and when, Ray's workers, and rows through TransferQueue."""
+"""verl 0.9.1's processes: who installs ours in each of them and when, Ray's workers, and a step of its trainer."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import found_by
@@ -28,14 +29,53 @@ def started(*arguments, **variables):
 
 
 def printed(process):
-    out, error = process.communicate(timeout=300)
+    out, error = process.communicate(timeout=600)
     assert process.returncode == 0, out[-2000:] + error[-4000:]
     return out.splitlines()
 
 
+# --- what a fresh process has of verl's Megatron functions: `wraps` leaves `__wrapped__` on ours
+
+
+def ours() -> dict[str, Any]:
+    """Of a name taken by itself first, and of verl's modules."""
+    from verl.models.mcore.util import preprocess_bshd_engine as taken_first
+
+    first = _TAKEN.setdefault("first", taken_first)
+    return {"taken first": hasattr(first, "__wrapped__"), "ours": [hasattr(each, "__wrapped__") for each in _functions()]}
+
+
+_TAKEN: dict[str, Any] = {}
+
+
+def _functions() -> list[Any]:
+    from verl.models.mcore import model_forward, registry, util
+
+    return [
+        model_forward.preprocess_bshd_engine, registry.model_forward_gen, registry.gptmodel_forward_model_engine,
+        util.postprocess_bshd_engine, registry.fused_forward_model_engine,
+    ]  # fmt: skip
+
+
+def afterwards() -> list[bool]:
+    """The same of two, when ours is uninstalled."""
+    from collate_npu.integrations import verl as engine
+
+    engine.uninstall()
+    return [hasattr(each, "__wrapped__") for each in _functions()[:2]]
+
+
+def asked() -> bool:
+    """In a spawned process: is ours in place as soon as verl's Megatron functions can be taken?"""
+    import verl  # noqa: F401
+    from verl.models.mcore.registry import get_mcore_engine_forward_fn
+
+    return hasattr(get_mcore_engine_forward_fn(type("Config", (), {"architectures": ["Qwen3ForCausalLM"]})), "__wrapped__")
+
+
 NAMED = """if True:
     import json, multiprocessing, sys
-    from verl_processes import afterwards, asked, ours
+    from test_verl_workers import afterwards, asked, ours
     if __name__ == "__main__":
         sys.modules["megatron"] = None  # a process without Megatron imports verl as before
         import verl
@@ -47,7 +87,7 @@ NAMED = """if True:
 LATE = f"""if True:
     import json, sys
     import verl
-    from verl_processes import ours
+    from test_verl_workers import ours
     told = {{"megatron before": "megatron.core" in sys.modules, **ours()}}
     from verl.utils.import_utils import import_external_libs
     import_external_libs(["{PLUGIN}"])
@@ -114,16 +154,7 @@ def test_ray_workers_of_verls_own_run_ppo(tmp_path):
     assert external == {"by the environment": False, "megatron before": False, "ours": [True] * 3}
 
 
-# --- verl's trainer over TransferQueue: jagged rows through the queue to two Ray workers, and answers back
-
-
-@pytest.mark.long
-def test_rows_of_the_queue_are_as_alone(tmp_path):
-    found = found_by("verl_work", tmp_path, tmp_path, "queue", variants=({"RAY_ADDRESS": ""},))[0]["queue"]
-    print(found)
-    assert found["layout"] == "torch.jagged"
-    assert found["log_probs"] < 1e-5
-    assert found["entropy"] < 1e-5
+# --- a step of its trainer: Ray, TransferQueue, agent loop, rewards and two workers
 
 
 @pytest.mark.nightly

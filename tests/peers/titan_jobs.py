@@ -194,11 +194,6 @@ class Comparing(Trainer):
                     if weight.ndim > 1:
                         weight.mul_(2.5)
 
-    def post_dataloading_process(self, input_dict: dict[str, Any], labels: Tensor) -> Any:
-        inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
-        self.inputs.append(inputs)
-        return inputs, labels, extra
-
     def forward_backward_step(self, **given: Any) -> Tensor:
         loss = super().forward_backward_step(**given)
         self.loss = loss.detach().clone()
@@ -207,7 +202,6 @@ class Comparing(Trainer):
     def train_step(self, data_iterator: Any) -> None:
         titan_kernels.RECEIVED.clear()
         titan_kernels.OFFSETS.clear()
-        self.inputs: list[Tensor] = []
         if "ptrr" in self._step_name():
             self.config.parallelism.context_parallel_load_balancer = "ptrr"
         weights = self._whole(lambda weight: weight)
@@ -216,7 +210,6 @@ class Comparing(Trainer):
         gradients = self._whole(lambda weight: weight.grad)
         mine = {
             "masks": [list(mask.shape) for mask in masks],
-            "wrong places": sum(_wrong(mask, self.inputs, self._rows()) for mask in masks),
             "offsets": offsets,
             "loss": max(self.loss.item(), 0),  # -1 on the stages before the last
         }
@@ -256,28 +249,6 @@ class Comparing(Trainer):
         stages: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(stages, mine)
         return {name: tensor for stage in stages for name, tensor in stage.items()}
-
-
-def _wrong(received: Tensor, inputs: list[Tensor], batch: list[dict[str, Any]]) -> int:
-    """Real queries that attend other keys than their own sequence up to themselves; the micro-batch that fits best."""
-    return min(_wrong_of(received, tokens, batch) for tokens in inputs)
-
-
-def _wrong_of(received: Tensor, tokens: Tensor, batch: list[dict[str, Any]]) -> int:
-    keys = tokens
-    if received.shape[2] != received.shape[1]:  # keys of all ranks, one after another
-        ranks = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
-        dist.all_gather(ranks, tokens.contiguous())
-        keys = torch.cat(ranks, 1)
-    place = {t: (n, row["attention_mask"][n]) for row in batch for n, t in enumerate(row["input_ids"]) if t}
-    wrong = 0
-    for b in range(len(tokens)):
-        at = torch.tensor([place.get(token, (-1, 0)) for token in tokens[b].tolist()])
-        of = torch.tensor([place.get(token, (-1, 0)) for token in keys[b].tolist()])
-        expected = (at[:, None, 1] == of[None, :, 1]) & (of[None, :, 0] <= at[:, None, 0])
-        real = at[:, 1] > 0
-        wrong += int((received[b] != expected)[real].sum())
-    return wrong
 
 
 def config(name: str) -> Trainer.Config:

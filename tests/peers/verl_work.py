@@ -2,8 +2,7 @@
 
 A job "family alone|ours override,override..." is a worker on this rank: what its FSDP engine hands to the model, and what
 comes out. Overrides are those of `python -m verl.trainer.main_ppo`, `ours` is one more of them: the plugin, which runs
-`install_fsdp`. `queue` is verl's trainer over TransferQueue without its rollout: rows are put as its agent loop puts them,
-two workers take them by their keys, and answers are read as `PPOTrainer._compute_old_log_prob` reads them. `ppo own|ours` is
+`install_fsdp`. `ppo own|ours` is
 one step of `main_ppo` on two CPU workers; all is verl's (Ray, TransferQueue, agent loop, rewards, `compute_log_prob`,
 `update_actor`) but vLLM, in whose place is verl_server.py.
 """
@@ -32,7 +31,6 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.model import get_hf_auto_model_class
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import sft_loss
-from verl.workers.utils.padding import response_from_nested
 from verl_cpu import registered
 
 from collate_npu.testing import byte_tokenizer
@@ -147,60 +145,6 @@ def engine(folder, family, who, words=""):
     return {"refused": "", "seen": told[0][2], **worst, "answers": answers}
 
 
-# --- over TransferQueue
-
-
-class OnCPU(ActorRolloutRefWorker):
-    """verl's worker; its own call for a process group names the device's backend twice on a CPU."""
-
-    def __init__(self, config, role, **more):
-        registered()
-        rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
-        super().__init__(config, role, **more)
-
-
-def field(row):
-    """trainer/ppo/v1/agent_loop_tq.py:180-201."""
-    ids = torch.tensor(row)
-    mask = torch.ones(len(row) - 2, dtype=torch.int64)
-    told = {"prompts": ids[:2], "responses": ids[2:], "response_mask": mask, "loss_mask": mask}
-    return {**told, "input_ids": ids, "position_ids": torch.arange(len(row))}
-
-
-def queue(folder):
-    import ray
-    import transfer_queue as tq
-    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-
-    path, rows = saved_model(folder, "qwen3_next"), samples()
-    config = config_of(path, PLUGIN)
-    ray.init(address="local", num_cpus=8, include_dashboard=False, runtime_env={"env_vars": {"TRANSFER_QUEUE_ENABLE": "1"}})
-    config.transfer_queue.enable = True
-    config.transfer_queue.backend.SimpleStorage.num_data_storage_units = 1
-    tq.init(config.transfer_queue)
-    made = RayClassWithInitArgs(ray.remote(OnCPU), config=config.actor_rollout_ref, role="actor")
-    group = RayWorkerGroup(RayResourcePool([2], use_gpu=False, max_colocate_count=1), made, device_name="cpu")
-    group.init_model()
-    keys = [f"{n}_0_0" for n in range(len(rows))]
-    fields = tu.list_of_dict_to_tensordict([field(row) for row in rows])
-    batch = tq.kv_batch_put(keys=keys, fields=fields, tags=[{"seq_len": len(row)} for row in rows], partition_id="train")
-    batch.extra_info.update({"calculate_entropy": True, "compute_loss": False, "temperature": 1.0})
-    group.compute_log_prob(batch)
-    names = ["entropy", "log_probs", "response_mask"]
-    data = tq.kv_batch_get(keys=keys, partition_id="train", select_fields=names)
-    found = {name: response_from_nested(data[name], data["response_mask"]).unbind() for name in names[:2]}
-    truth, _ = alone(path, rows)
-    off = dict.fromkeys(found, 0.0)
-    for name, got in found.items():
-        for row, want in zip(got, truth):
-            want = want[name] if name == "log_probs" else want[name][:-1]
-            off[name] = max(off[name], float((row - want[1:]).detach().abs().max()))
-    tq.close()
-    ray.shutdown()
-    return {**off, "layout": str(data["log_probs"].layout)}
-
-
 # --- main_ppo
 
 WORDS = (
@@ -232,18 +176,10 @@ def ppo(folder, who):
     return json.loads(told.read_text().splitlines()[-1])["data"]
 
 
-def job(folder, *words):
-    return (
-        {"queue": queue, "ppo": ppo}[words[0]](folder, *words[1:])
-        if words[0] in ("queue", "ppo")
-        else engine(folder, *words)
-    )
-
-
 if __name__ == "__main__":
     if "RANK" in os.environ:
         registered()
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
         torch.distributed.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=size)
-    run_jobs(job)
+    run_jobs(lambda folder, *words: ppo(folder, *words[1:]) if words[0] == "ppo" else engine(folder, *words))

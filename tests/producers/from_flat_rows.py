@@ -279,7 +279,7 @@ PRODUCERS = [
     producer("SkyRL, padded", (), skyrl_rows, ONE_SEQUENCE),
     known("open-instruct, tail", open_instruct, tail=5),
     known("open-instruct DPO", open_instruct_dpo),
-    producer("open-instruct DPO, tail", (), open_instruct_dpo, FLAT, "padding in offsets", tail=5),
+    producer("open-instruct DPO, tail", (), open_instruct_dpo, FLAT, tail=5),
     producer("loader: Energon's own batch", ENERGON, energon, RIGHT),
     producer("loader: indexed tokens", (), indexed, ("none", "packed")),
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from torch import nn
 
 from collate_npu import CollateError, Segments
 from collate_npu.consumers.mask_routing import Case, Model
-from collate_npu.proof.asked import check_alone
+from collate_npu.proof.delivery import check_alone
 
 MegatronModule = type("MegatronModule", (nn.Module,), {"__module__": "megatron.core.transformer.module"})
 

@@ -2,13 +2,11 @@
 
 import math
 from dataclasses import astuple
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from collate_npu import CollateError
-from collate_npu.proof.measure import Compared, Errors, Numbers, alone, errors, measure, scores_of, uncached
+from collate_npu.proof.measure import Compared, Errors, Numbers, alone, errors, measure, uncached
 
 NAN, INF = float("nan"), float("inf")
 
@@ -113,15 +111,3 @@ def test_without_labels_the_loss_is_half_the_squares_and_a_copy_is_looked_at(poo
     assert found.loss == pytest.approx(float(shown.square().sum()) / 2)
     copies = alone(model, [{"input_ids": [1, 2], "labels": [1, 2]}], gradients=False, copies=2)
     assert torch.equal(copies.logits[0], shown)
-
-
-def test_how_far_each_token_is_off():
-    mine, known = (numbers((row, (3.0, 4.0))) for row in ((1.0, 2.0), (1.5, 1.0)))
-    pairs = [(Numbers([x[..., None] for x in each.logits], 0.0, {}, True)) for each in (mine, known)]
-    assert Compared.of([tuple(pairs)]).by_position == ((0.5, 1.0), (0.0, 0.0))
-
-
-def test_what_a_model_gave_has_logits_or_last_states():
-    assert scores_of(SimpleNamespace(last_hidden_state=torch.ones(1))).tolist() == [1]
-    with pytest.raises(CollateError, match="gives logits"):
-        scores_of(SimpleNamespace(loss=torch.ones(())))

@@ -18,10 +18,10 @@ from toys import Net, core, flex, heads, joined, own, packed, padded, rule, sdpa
 
 from collate_npu import CollateError, check_delivery
 from collate_npu.proof import watch
-from collate_npu.proof.asked import check_alone
 from collate_npu.proof.conformance import conformance
+from collate_npu.proof.delivery import check_alone
+from collate_npu.proof.forward import case_of
 from collate_npu.proof.invariance import assert_padding_invariant
-from collate_npu.proof.truth import case_of
 
 ROWS = [
     {"input_ids": ids, "labels": ids}

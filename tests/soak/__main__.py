@@ -18,7 +18,7 @@ def ranks(minutes: float, seed: int) -> None:
 
 
 def loaders(epochs: int, seed: int) -> None:
-    """Small loaders over each way to start workers: killed, resumed, with little shared memory."""
+    """Small loaders over each way to start workers: killed or resumed."""
     from loaders import Soak
 
     soak = Soak(seed)

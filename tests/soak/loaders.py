@@ -1,18 +1,15 @@
-"""Small loaders over and over: each way to start workers; a worker that is killed; a loader that is resumed; 64 MiB of
-/dev/shm; pages pinned by a stand-in. Every batch is compared with the one that the process itself collates.
+"""Small loaders over and over: each way to start workers; a worker that is killed; a loader that is resumed; pages
+pinned by a stand-in. Every batch is compared with the one that the process itself collates.
 """
 
 import os
 import random
 import signal
-import subprocess
-import sys
 import traceback
 from collections import Counter
 from contextlib import suppress
 from importlib.util import find_spec
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +22,6 @@ WAYS = ("whole", "whole", "pinned", "killed", "resumed")
 SECONDS, NOTICED = 120, 10
 """A loader that hangs: a loaded machine takes tens of them to start a process. And until torch looks whether its workers
 live, where they are not its own children: below a fork server no signal tells it."""
-BEHIND = (Path(__file__).with_name("__main__.py"), "loaders", "--epochs")
-"""The same, in a container that has little shared memory."""
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -57,8 +52,6 @@ class Soak:
             self.counts[f"epochs: {how}, {start}"] += 1
             if problem := self._one(how, start, self.draw.randrange(1 << 30)):
                 self.problems.append(f"{how}, {start}, seed {self.seed}: {problem}")
-        if epochs >= 100:
-            self._little_shared_memory(epochs // 20)
 
     def _one(self, how: str, start: str, seed: int) -> str:
         """What is wrong with an epoch; where it raises, the others still run."""
@@ -126,11 +119,3 @@ class Soak:
             for mine, theirs in zip(found, wanted)
         ]
         return "" if all(same) else f"batch {same.index(False)} is another"
-
-    def _little_shared_memory(self, epochs: int) -> None:
-        work = f"{sys.executable} {BEHIND[0]} {' '.join(BEHIND[1:])} {min(epochs, 99)} --seed {self.seed}"
-        mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
-        done = subprocess.run(["unshare", "-m", "sh", "-c", f"{mount} && {work}"], capture_output=True, text=True)
-        self.counts["epochs: 64 MiB of /dev/shm"] += min(epochs, 99)
-        if done.returncode:
-            self.problems.append(f"64 MiB of /dev/shm: {(done.stdout + done.stderr)[-500:]}")

@@ -6,7 +6,6 @@ import torch
 
 from collate_npu import CollateError, Segments
 from collate_npu.masks import dense
-from collate_npu.tools import files as reading
 from collate_npu.tools.files import batch_of_file, mask_of_file
 
 TRUTH = Segments.from_lengths([3, 5], side="left")
@@ -66,22 +65,3 @@ def test_other_files_are_refused_in_one_line(tmp_path, name, write, said):
 def test_several_tensors_and_none_of_them_the_mask(tmp_path):
     with pytest.raises(CollateError, match="A mask is one tensor"):
         mask_of_file(saved(tmp_path, ".pt", {"a": torch.ones(1), "b": torch.ones(1)}))
-
-
-def test_what_a_list_holds_counts_for_the_size_of_a_file(tmp_path):
-    torch.save({"input_ids": [{"deep": torch.zeros(1).expand(1 << 40)}]}, tmp_path / "bomb.pt")
-    with pytest.raises(CollateError, match="opens to at most 1024 MiB"):
-        batch_of_file(tmp_path / "bomb.pt")
-
-
-def test_a_file_opens_to_no_more_than_that_and_an_archive_is_asked_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "MOST_BYTES", 1 << 20)
-    for n in (0, 1):
-        torch.save({"a": torch.zeros(1).expand((1 << 18) + n)}, tmp_path / f"{n}.pt")
-    assert batch_of_file(tmp_path / "0.pt")["a"].numel() == 1 << 18
-    with pytest.raises(CollateError, match="1 MiB in 1"):
-        batch_of_file(tmp_path / "1.pt")
-    np.savez_compressed(tmp_path / "a.npz", a=np.zeros(1 << 18))
-    monkeypatch.setitem(reading.LOADERS, ".npz", lambda path: pytest.fail("it was opened"))
-    with pytest.raises(CollateError, match="2 MiB in 1"):
-        batch_of_file(tmp_path / "a.npz")

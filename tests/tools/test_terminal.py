@@ -14,7 +14,7 @@ from rich.text import Text
 
 from collate_npu import CollateError, Segments
 from collate_npu.masks import dense
-from collate_npu.tools import terminal
+from collate_npu.tools import files, terminal
 from collate_npu.tools.show import picture
 
 TRUTH = Segments.from_lengths([3, 6], side="left")
@@ -39,7 +39,7 @@ def shown(shown=BATCH):
     return picture(shown, tokenizer=Letters())
 
 
-SAID = ["refused: attention_mask", "a&b", "中", "$x$", "\\n", "50% padding", "39% blocked 1 wrong", "+ att"]
+SAID = ["refused: attention_mask", "a&b", "中", "$x$", "\\n", "row 1, 1 wrong", "+ att"]
 """Of a batch that is refused."""
 
 
@@ -96,5 +96,5 @@ def test_a_place_that_is_no_page_is_refused_with_what_is_one(tmp_path):
 def test_a_pipe_that_nobody_reads_is_refused_before_anything_is_drawn(tmp_path):
     os.mkfifo(tmp_path / "pipe.html")
     with pytest.raises(CollateError, match="got a pipe"):
-        terminal.check_place(tmp_path / "pipe.html")
-    terminal.check_place(tmp_path / "new.html")
+        files.check_place(tmp_path / "pipe.html")
+    files.check_place(tmp_path / "new.html")

@@ -146,7 +146,7 @@ def _compressed_mask(mode: int, device: torch.device | str, max_mask_bytes: int)
 
 
 def _row_prefixes(segments: Segments, prefixes: Sequence[int]) -> list[int]:
-    """For each row, how many keys from its left edge some query sees beyond the diagonal, and no padding after them."""
+    """Return for each row how many keys from its left edge some query sees beyond the diagonal, padding left out."""
     ends = [0] * segments.shape[0]
     for (b, start, end), prefix in zip(segments.spans, prefixes):
         if prefix:

@@ -1,20 +1,19 @@
-"""Check a call of `npu_fusion_attention` against the operator's contract, before the operator does or does not.
+"""Contract of a call of `npu_fusion_attention`: what the operator would take in silence, and compute something else from.
 
 Costs a few passes over a mask, block by block, and with `segments` a look at every score; check in the collator or once per
 shape, not at every step. Some wrong calls are legal: a window one token short, an inverted padding mask, another batch's
 lists. With the Segments at hand none of them passes: what the call computes is compared with them at every real query.
 
-Rules are of two kinds: what the operator takes without a word and computes something else of (`breaches`), and of what its
-own host code refuses as much as a call could not be read without (`refusals`). Left to the card: dtypes, head sizes, bands
-that cross the scores, settings of dropout, arguments it lacks, lists beside rows. Source tags: `operator_call`.
+What the operator's own host code refuses is left to it, but for what a call cannot be read without, which is one rule,
+`refused`. Source tags: `operator_call`.
 
 Legend: T tokens of the tensor the operator gets (packed, or all B * S places), Q queries and K keys of one row or packed
-sequence, W tokens that its queries attend by either side, H heads of the mask. A place is row * S + column of the batch.
+sequence, H heads of the mask. A place is row * S + column of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice, pairwise
 from math import inf
@@ -28,6 +27,7 @@ from torch.nn.functional import pad
 from collate_npu.arrays import whole_number
 from collate_npu.errors import shape_of
 from collate_npu.kernels import Breach, refuse
+from collate_npu.kernels.call_boundaries import attention_reason, row_of
 from collate_npu.kernels.fusion_attention.operator_call import (
     BLOCK_SCORES,
     INTEGER_LISTS,
@@ -64,14 +64,14 @@ def contract_breaches(
     keep_tail: bool = False,
     **sizes: int | None,
 ) -> tuple[Breach, ...]:
-    """Every rule that the arguments break, the operator's own refusals first; arguments as in `check_contract`."""
+    """Return every rule that the arguments break; arguments as in `check_contract`."""
     follow: dict[str, int] = {}  # the sizes of query and key that the batch tells
     if segments is not None and str(kwargs.get("input_layout")).upper() == "TND":
         follow = dict.fromkeys(("Tq", "Tkv"), varlen(segments, keep_tail=keep_tail).cu_seqlens_host[-1])
     elif segments is not None:
         follow = dict(zip(("B", "Sq", "Skv"), (*segments.shape, segments.shape[1])))
     call = AttentionCall(kwargs, **(sizes | follow))  # type: ignore[arg-type]
-    found = list(_other_sizes(sizes, follow)) or list(refusals(call)) or list(breaches(call))
+    found = list(_other_sizes(sizes, follow)) or list(refusal(call)) or list(breaches(call))
     if segments is not None:
         found += () if found else _against_segments(call, segments, Pattern.of(pattern), keep_tail)
         found += _beside_the_mask(call)
@@ -156,43 +156,21 @@ def _differences(call: AttentionCall, segments: Segments, pattern: Pattern, keep
     """A sentence for each row or sequence with a real query that attends other keys than it should."""
     B, S = segments.shape
     places_T = segments.indices if call.tnd and not keep_tail else torch.arange(B * S)
-    real_T = segments.keep.flatten()[places_T]
     spans = np.array(segments.spans, np.int64).reshape(-1, 3)
     first_N, end_N = (np.searchsorted(places_T.numpy(), spans[:, 0] * S + spans[:, i]) for i in (1, 2))
-    within_a_row = mask_mod(segments, pattern)
+    attends = mask_mod(segments, pattern)
     q0 = k0 = 0
     for n, (Q, K) in enumerate(call.lengths):
         touched = slice(np.searchsorted(end_N, q0, "right"), np.searchsorted(first_N, q0 + Q))
         w0 = min([k0, *first_N[touched].tolist()])  # every key of every sequence that one of the queries belongs to
         w1 = max([k0 + K, *end_N[touched].tolist()])
         for queries in query_blocks(Q, (w1 - w0) * call.mask_heads):
-            at = slice(q0 + queries.start, q0 + queries.stop)
-            attended_QW = _attended(within_a_row, places_T[at], places_T[w0:w1], S)
-            blocked = pad(blocked_scores(call, n, queries), (k0 - w0, w1 - k0 - K), value=True)
-            wrong_HQW = ((blocked == attended_QW) & real_T[at, None]).reshape(-1, *attended_QW.shape)
-            if bool(wrong_HQW.any()):
-                yield _sentence(wrong_HQW, attended_QW, places_T[at], places_T[w0:w1], S)
+            kept = pad(~blocked_scores(call, n, queries), (k0 - w0, w1 - k0 - K))
+            places_Q, places_K = places_T[q0 + queries.start : q0 + queries.stop], places_T[w0:w1]
+            if reason := attention_reason(segments, pattern, 0, row_of(kept, 0), places_Q, places_K, attends):
+                yield reason
                 break
         q0, k0 = q0 + Q, k0 + K
-
-
-def _attended(within_a_row: Callable[..., Any], queries: Tensor, keys: Tensor, S: int) -> Tensor:
-    """Places `[Q]` and `[W]` to bool `[Q, W]`; with one row for all there is nothing to gather."""
-    row_Q1, row_W = queries[:, None] // S, keys // S
-    one_row = bool((row_Q1 == row_Q1[0]).all()) and bool((row_W == row_Q1[0]).all())
-    row = row_Q1[:1] if one_row else row_Q1
-    attended_QW: Tensor = within_a_row(row, row, queries[:, None] % S, keys % S)
-    return attended_QW if one_row else attended_QW & (row_Q1 == row_W)
-
-
-def _sentence(wrong_HQW: Tensor, attended_QW: Tensor, queries: Tensor, keys: Tensor, S: int) -> str:
-    h, q, _ = (int(x) for x in wrong_HQW.nonzero()[0])
-    wrong_W = wrong_HQW[h, q]
-    parts = [f"the query at (row, column) {divmod(int(queries[q]), S)}"]
-    for verb, keys_W in (("attends", wrong_W & ~attended_QW[q]), ("does not attend", wrong_W & attended_QW[q])):
-        if at := [str(divmod(int(place), S)) for place in keys[keys_W]]:
-            parts.append(f"{verb} {', '.join(at[:3])}" + (f" and {len(at) - 3} more" if len(at) > 3 else ""))
-    return " ".join(parts)
 
 
 # --- rules of the operator
@@ -201,54 +179,36 @@ COMPRESSED = {2: TRIANGLE, 3: TRIANGLE, 4: TRIANGLE, 6: PREFIX_TRIANGLE, 7: TRIA
 """The shape of the mask that each compressed sparse mode takes."""
 
 
-def refusals(call: AttentionCall) -> Iterator[Breach]:
-    """The rules this call breaks. Each group builds on the ones before it, so the first that is broken ends the reading."""
-    for group in (_arguments, _sequences, _mask, _sparsity):
-        found = list(group(call))
-        yield from found
-        if found or (group is _sequences and call.atten_mask is None):
-            return  # without a mask every mode and token value is let through, and ignored (T:799, T:4121)
+def refusal(call: AttentionCall) -> Iterator[Breach]:
+    """The first thing for which the host code refuses the call, so that it cannot be read further."""
+    for where, got, source in _refused(call):
+        yield Breach("refused", where, got, "The operator refuses it.", "Take it from fusion_attention_kwargs.", source)
+        return
 
 
-def _arguments(call: AttentionCall) -> Iterator[Breach]:
+def _refused(call: AttentionCall) -> Iterator[tuple[str, str, str]]:
+    """Argument, what arrived, source; each line reads what the ones before it have judged."""
     if call.layout not in tuple(RANKS):
-        says, remedy = f"The layouts are {', '.join(RANKS)}.", "Name the one q, k and v are in."
-        yield Breach("layout", "input_layout", repr(call.layout), says, remedy, "P:743")
-    modes = (0, 1, 2, 3, 4, 6, 7, 8) if call.tnd else (0, 1, 2, 3, 4, 5, 6)
-    if call.mode not in modes:
-        says = f"Layout {call.layout} takes sparse_mode {', '.join(map(str, modes))}."
-        remedy = "Use mode 6 for a prefix under TND; 7 and 8 are for TND alone."
-        yield Breach("sparse-mode", "sparse_mode", str(call.mode), says, remedy, "P:772-786, T:768, T:4098")
+        yield "input_layout", f"{call.layout!r}, not one of {', '.join(RANKS)}", "P:743"
+    if call.mode not in ((0, 1, 2, 3, 4, 6, 7, 8) if call.tnd else range(7)):
+        yield "sparse_mode", f"{call.mode} in layout {call.layout}", "P:772-786, T:768, T:4098"
     if min(call.N, call.Nkv, call.D) < 1 or call.N % call.Nkv:
-        says = "Query heads are a whole multiple of key heads, and no head is empty."
-        remedy = "Pass head_num as the number of query heads."
-        got = f"{call.N} query heads, {call.Nkv} key heads, of {call.D} elements"
-        yield Breach("heads", "head_num", got, says, remedy, "T:1099")
-
-
-def _sequences(call: AttentionCall) -> Iterator[Breach]:
-    if not call.tnd:
+        yield "head_num", f"{call.N} query heads, {call.Nkv} key heads, of {call.D} elements", "T:1099"
+    counts = [len(ends or ()) for ends in call.ends]
+    if call.tnd and (0 in counts or counts[0] != counts[1]):
+        yield ", ".join(LISTS), f"{counts[0]} and {counts[1]} ends", "P:779, T:1176"
+    for axis, T in enumerate((call.Tq, call.Tkv) if call.tnd else ()):
+        if T is not None and (total := sum(pair[axis] for pair in call.lengths)) > T:
+            yield LISTS[axis], f"lengths that add up to {total}, of {T} tokens", "T:1181"
+    if call.atten_mask is None:  # every mode and token value is let through, and ignored (T:799, T:4121)
         return
-    q_ends, kv_ends = call.ends
-    if not q_ends or not kv_ends or len(q_ends) != len(kv_ends):
-        says = "TND needs both lists, not empty and equally long."
-        remedy = "Pass the cumulative ends of the same sequences for query and key, on the host."
-        got = f"{len(q_ends or ())} and {len(kv_ends or ())} ends"
-        yield Breach("tnd-lists", ", ".join(LISTS), got, says, remedy, "P:779, T:1176")
-        return
-    for i, (name, T) in enumerate(zip(LISTS, (call.Tq, call.Tkv))):
-        total = sum(pair[i] for pair in call.lengths)
-        if T is not None and total > T:
-            says, remedy = "Sequences lie inside the packed tensor.", "Build the list from the tensor that is passed."
-            yield Breach("tnd-total", name, f"lengths that add up to {total}, of {T} tokens", says, remedy, "T:1181")
-
-
-def _mask(call: AttentionCall) -> Iterator[Breach]:
-    assert call.atten_mask is not None
     if tuple(call.atten_mask.shape) not in (shapes := _shapes_of_masks(call)):
-        says = f"sparse_mode {call.mode} takes {' or '.join(str(list(each)) for each in shapes)}: no form for keys alone."
-        remedy = "Use fusion_attention_kwargs, or sparse_mode 0 or 1 with dense(segments, polarity='masked')."
-        yield Breach("mask-shape", "atten_mask", shape_of(call.atten_mask), says, remedy, "T:1511-1571")
+        taken = " or ".join(str(list(each)) for each in shapes)
+        got = f"{shape_of(call.atten_mask)}, and sparse_mode {call.mode} takes {taken}: no form for keys alone"
+        yield "atten_mask", got, "T:1511-1571"
+    if call.mode == 6 and not call.prefix_is_legal:
+        got = f"{call.prefix}, and each sequence has one in [max(0, Skv - Sq), Skv]"
+        yield "prefix", got, "T:780, T:1325-1352, T:4045-4082"
 
 
 def _shapes_of_masks(call: AttentionCall) -> list[tuple[int, ...]]:
@@ -262,12 +222,6 @@ def _shapes_of_masks(call: AttentionCall) -> list[tuple[int, ...]]:
         return shapes
     right = COMPRESSED[call.mode]  # a dense mask of this very size passes, too
     return [right, *(each for each in shapes if len(each) == 4 and each[2:] == right)]
-
-
-def _sparsity(call: AttentionCall) -> Iterator[Breach]:
-    if call.mode == 6 and not call.prefix_is_legal:
-        says, remedy = "Each sequence has a prefix N in [max(0, Skv - Sq), Skv].", "Pass one legal N for each of them."
-        yield Breach("prefix", "prefix", str(call.prefix), says, remedy, "T:780, T:1325-1352, T:4045-4082")
 
 
 MAX_SEQUENCES = 1024
@@ -308,20 +262,15 @@ def _found(call: AttentionCall) -> Iterator[Breach]:
 
 
 def _limits(call: AttentionCall) -> Iterator[Breach]:
-    count = len(call.lengths)
-    limits = [
-        ("N", call.N, 256, "PD:160-181"),
-        ("Sq", call.longest[0], 2**20, "PD:160-181"),
-        ("Skv", call.longest[1], 2**20, "PD:160-181"),
-        ("tokens", max(call.Tq or 0, call.Tkv or 0), 2**20, "PD:160-181"),
-        ("B", count, MAX_SEQUENCES if call.tnd else 2**21, "PD:160-182; 20000 fixed slots, A:449"),
-    ]
-    if call.mode in (5, 6):
-        limits.append(("rows or sequences with a prefix", count, MAX_PREFIX_ROWS, "PD:181"))
-    for name, value, limit, source in limits:
-        if value > limit:
-            says, remedy = f"The documented limit is {limit}; the operator reads on past it.", "Split the batch."
-            yield Breach("documented-limit", name, str(value), says, remedy, source)
+    """How many sequences the documents allow; the host code has fixed slots for 20000 (A:449)."""
+    most = MAX_PREFIX_ROWS if call.mode in (5, 6) else MAX_SEQUENCES if call.tnd else inf
+    if len(call.lengths) > most:
+        got = f"{len(call.lengths)} rows or sequences"
+        says, remedy = (
+            f"In mode {call.mode} the documented limit is {most}; the operator reads on past it.",
+            "Split the batch.",
+        )
+        yield Breach("documented-limit", "B", got, says, remedy, "PD:181-182")
 
 
 def _shapes(call: AttentionCall) -> Iterator[Breach]:
@@ -340,13 +289,11 @@ def _shapes(call: AttentionCall) -> Iterator[Breach]:
 
 
 def _unused(call: AttentionCall) -> Iterator[Breach]:
-    for name in ("padding_mask", "pse", "sink", "dropout_mask"):
-        if call.arguments[name] is not None:
-            remedy = "Express padding in atten_mask; check a call with the others by hand."
-            yield Breach(name.replace("_", "-"), name, "a tensor", f"{name} would pass unread.", remedy, "PD:34")
-    if call.prefix is not None and call.mode not in (5, 6):
-        says, remedy = "A prefix is read in modes 5 and 6 alone.", "Pass sparse_mode 5 or 6, or leave the prefix out."
-        yield Breach("prefix-unread", "prefix", f"{call.prefix[:8]} in sparse_mode {call.mode}", says, remedy, "PD:181, D")
+    for name in ("padding_mask", "pse", "sink", "dropout_mask", "prefix"):
+        if call.arguments[name] is not None and (name != "prefix" or call.mode not in (5, 6)):
+            says = f"{name} would pass unread in sparse_mode {call.mode}: by the operator, or by this check."
+            remedy = "Express padding in atten_mask, and a prefix in mode 5 or 6; check a call with the others by hand."
+            yield Breach("unread", name, "given", says, remedy, "PD:34, PD:181, D")
 
 
 def _lists(call: AttentionCall) -> Iterator[Breach]:
@@ -386,10 +333,6 @@ def _form(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:
     if atten_mask.is_meta:
         says, remedy = "A mask on device meta has no contents to check.", "Check the mask that the operator will get."
         yield Breach("no-contents", "atten_mask", got, says, remedy, "rule of this library")
-    if not atten_mask.is_contiguous():
-        says = "A strided or expanded view is copied at each call, or read by packed steps."
-        got, source = f"{got}, strides {atten_mask.stride()}", "rule of this library; K flash_attention_var_len_score.h:354"
-        yield Breach("not-contiguous", "atten_mask", got, says, "Call .contiguous() once.", source)
     if call.mode in COMPRESSED:
         if atten_mask.ndim == 4:
             says = f"sparse_mode {call.mode} reads it as the compressed mask, by the luck of its size."
@@ -428,11 +371,7 @@ def compressed_contents(call: AttentionCall, atten_mask: Tensor) -> Iterator[Bre
     blocked = atten_mask.cpu().bool().reshape(right.shape)
     if torch.equal(blocked, right):
         return
-    forms = [("inverted: True = keep", ~right), ("all False", right & False), ("all True", right | True)]
-    if call.mode != 6:
-        forms.append(("transposed: True below the diagonal", right.T))
-    wrong = f"{int((blocked != right).sum())} wrong cells"
-    got = next((name for name, form in forms if torch.equal(blocked, form)), wrong)
+    got = f"{int((blocked != right).sum())} wrong cells"
     says = f"sparse_mode {call.mode} reads its mask as one that is True above the diagonal; contents are never checked."
     remedy = f"Use fusion_attention.{'prefix_triangle' if call.mode == 6 else 'triangle'}()."
     yield Breach("compressed-contents", "atten_mask", got, says, remedy, "PD:554-606, D")

@@ -1,4 +1,4 @@
-"""One call of the operator as its host code sees it.
+"""Operator call: one call of `npu_fusion_attention` as its host code sees it, and which scores it computes.
 
 Legend: B batch, N query heads, Sq/Skv query and key rows, D head size, Tq/Tkv packed tokens (layout TND).
 
@@ -16,8 +16,7 @@ The sources that rules cite, none of which is copied here:
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from types import NoneType
@@ -86,14 +85,16 @@ class AttentionCall:
 
     def __post_init__(self) -> None:
         for name in ("N", "Nkv", "D", "B", "Sq", "Skv", "Tq", "Tkv"):
-            if getattr(self, name) is not None or name in ("N", "Nkv", "D"):
+            if getattr(self, name) is not None:
                 setattr(self, name, whole_number(name, getattr(self, name)))
         given = {name: value for name, value in self.kwargs.items() if name not in (*TENSORS, "head_num")}
         self.given = given.keys()
         self.arguments = arguments = DEFAULTS | given
         arguments |= {name: _integers(name, arguments[name]) for name in INTEGER_LISTS}
-        arguments |= {name: _integer(name, arguments[name]) for name in INTEGERS}
-        arguments |= {name: _float(name, arguments[name]) for name in ("scale", "keep_prob")}
+        arguments |= {name: whole_number(name, arguments[name], least=-(2**63)) for name in INTEGERS}
+        for name in ("scale", "keep_prob"):
+            if not isinstance(arguments[name], (int, float, np.integer, np.floating)):
+                raise CollateError(explain(name, f"a {type(arguments[name]).__name__}", "It is a number.", "Pass a float."))
         mask = arguments["atten_mask"]
         if not isinstance(mask, Tensor | None):
             raise wrong_kind("atten_mask", mask, "The operator", Tensor, NoneType)
@@ -147,30 +148,16 @@ class AttentionCall:
 def _integers(name: str, values: Any) -> tuple[int, ...] | None:
     if values is None:
         return None
-    values = host_array(name, values).tolist() if hasattr(values, "tolist") else values
-    if isinstance(values, Sequence) and not isinstance(values, str):
-        return tuple(_integer(name, n) for n in values)
-    rule = "The operator takes a list of whole numbers on the host."
-    raise CollateError(explain(name, type(values).__name__, rule, "Pass a list, or for _v3 an int64 tensor."))
+    array = host_array(name, values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        rule, remedy = "The operator takes a list of whole numbers on the host.", "Pass a list, or for _v3 an int64 tensor."
+        raise CollateError(explain(name, shape_of(array), rule, remedy))
+    return tuple(array.tolist())
 
 
 def upper_layout(layout: Any) -> Any:
     """The layout in capitals: the operator reads small letters too, but judges a small tnd as padded (P:771-790)."""
     return layout.upper() if isinstance(layout, str) and layout != "tnd" else layout
-
-
-def _float(name: str, value: Any) -> float:
-    if isinstance(value, (int, float, np.number)):
-        return float(value)
-    raise CollateError(explain(name, f"a {type(value).__name__}", "It is a number.", "Pass a float."))
-
-
-def _integer(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        rule, remedy = "The operator takes whole numbers alone.", "Pass ints."
-        raise CollateError(explain(name, f"{type(value).__name__} {value!r}", rule, remedy)) from None
 
 
 # --- geometry: which scores a call computes, True = blocked, a block of query rows at a time, so that what a check allocates
@@ -224,7 +211,7 @@ def outside_band(Q: int, K: int, before: int, after: int, shift: int = 0, querie
 
 
 def band_leaves_rows_empty(Q: int, K: int, before: int, after: int, shift: int = 0) -> bool:
-    """Whether some query row of `outside_band` is True throughout."""
+    """True if some query row of `outside_band` is True throughout."""
     at_Q = torch.arange(Q) + shift
     return bool(((at_Q - before).clamp(min=0) > (at_Q + after).clamp(max=K - 1)).any())
 

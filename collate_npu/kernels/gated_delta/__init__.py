@@ -4,8 +4,14 @@ Imports only torch and numpy, and touches no device it is not given: no kernel i
 """
 
 from collate_npu.kernels import Breach
-from collate_npu.kernels.gated_delta.arguments import Kernel, gated_delta_kwargs
-from collate_npu.kernels.gated_delta.boundaries import chunk_indices, chunk_offsets, flat_offsets, zero_padding
+from collate_npu.kernels.gated_delta.arguments import (
+    Kernel,
+    chunk_indices,
+    chunk_offsets,
+    flat_offsets,
+    gated_delta_kwargs,
+    zero_padding,
+)
 from collate_npu.kernels.gated_delta.contract import check_gated_delta_contract, gated_delta_breaches
 from collate_npu.kernels.gated_delta.reference import reference_causal_conv1d, reference_gated_delta_rule
 

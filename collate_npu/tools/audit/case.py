@@ -56,12 +56,12 @@ class Subject:
 
     @property
     def attn_implementation(self) -> str:
-        """By transformers' name."""
+        """The attention implementation, by transformers' name."""
         return getattr(self.model.config, "_attn_implementation", None) or "sdpa"
 
     @property
     def reads_dense(self) -> bool:
-        """Is a dense mask a form that its attention reads?"""
+        """True if its attention reads a dense mask."""
         return self.attn_implementation in ("eager", "sdpa")
 
     @property
@@ -205,7 +205,7 @@ class Finding:
         return way.meaning if way else "as you gave it to the audit"
 
     def within(self, tolerance: float | None) -> bool:
-        """Is it right by the yardstick, or with a tolerance: is every error measured at most that? Or was it refused?"""
+        """True if it is right by the yardstick, or each error is at most a tolerance, or it was refused."""
         if self.logits is None:
             return self.refused
         if tolerance is None or {"labels", "kernels"} & {*self.astray}:

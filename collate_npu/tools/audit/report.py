@@ -22,10 +22,9 @@ from collate_npu.proof.measure import TIMES, Yardstick
 from collate_npu.tools import terminal
 from collate_npu.tools.audit.case import DUMPED, Finding, Whose, size
 from collate_npu.tools.console import INTERRUPTED, WORDS
-from collate_npu.tools.drawing import finite, largest, listed, number, shortened
 from collate_npu.tools.kernels import tables
 from collate_npu.tools.sheet import block_for
-from collate_npu.tools.terminal import put, recorder, ruled
+from collate_npu.tools.terminal import finite, largest, listed, number, put, recorder, ruled, shortened
 
 State = Literal["right", "wrong", "unproved"]
 
@@ -86,7 +85,7 @@ class Report:
         return [f for f in found if f.whose != "elsewhere" or f.logits is not None]
 
     def astray(self, *whose: Whose) -> list[Finding]:
-        """Those of them that are wrong."""
+        """Return those of the measured cases that are wrong."""
         return [f for f in self.measured(*whose) if not f.within(self.tolerance)]
 
     @property
@@ -101,17 +100,17 @@ class Report:
 
     @property
     def blind(self) -> list[str]:
-        """Where a layer that ignores its mask would not have been seen."""
+        """Return the places where a layer that ignores its mask would not have been seen."""
         return [name for name, yardstick in self.yardsticks.items() if not yardstick.tells(self.tolerance)]
 
     def states(self) -> dict[str, State]:
-        """Of each model, those too that did not run at all."""
+        """Return the state of each model, of those too that did not run."""
         states: dict[str, State] = {f.model: "right" for f in self.findings}
         states |= {place.rpartition(" (")[0]: "unproved" for place in [*self.not_run, *self.blind]}
         return states | {f.model: "wrong" for f in self.astray("ours", "yours")}
 
     def as_json(self) -> dict[str, Any]:
-        """For machines. Numbers that are not finite are words ("nan"): JSON has none.
+        """Return the report for machines. Numbers that are not finite are words ("nan").
 
         `passed` (true with exit code 0 alone), `verdict` (a word of `WORDS`), `exit_code`, `interrupted`; `settings` and
         versions, `tolerance` (null: by the yardstick); `findings`, a case each (fields of `Finding`); `worst`, for ours,
@@ -170,7 +169,7 @@ def facts(report: Report) -> Iterator[Told]:
 
 
 def _of_kernels(report: Report) -> str:
-    """Of the operators: how many calls are right; which are not, and which raised."""
+    """Say how many calls of operators are right, which are not, and which raised."""
     judged = [run for run in report.operators if run.truth and run.state != "refused"]
     if not judged:
         return "no operator that takes arguments of ours is installed for this device"
@@ -181,7 +180,7 @@ def _of_kernels(report: Report) -> str:
 
 
 def _off(wrong: Sequence[Finding]) -> str:
-    """By how much: a logit as it is, loss and gradient in parts of themselves."""
+    """Say by how much they are off: a logit as it is, loss and gradient in parts of themselves."""
     if not any(f.logits is not None for f in wrong):
         return "it raises"
     logit, loss, gradient = (largest(getattr(f, measure) for f in wrong) for measure in ("logits", "loss", "gradient"))

@@ -30,15 +30,14 @@ from collate_npu.consumers.model_traits import is_encoder, pattern_of, text_conf
 from collate_npu.consumers.recurrent import kernel_calls, variables_of
 from collate_npu.errors import CollateError, explain, printable
 from collate_npu.proof.invariance import check_one_stack, samples_of
-from collate_npu.proof.kernel_rows import KERNELS
-from collate_npu.proof.kernel_runs import runs
+from collate_npu.proof.kernel_runs import KERNELS, runs
 from collate_npu.proof.measure import Batch, predicts_next
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model
 from collate_npu.tools.audit.case import DUMPED, Audit, Layout
 from collate_npu.tools.audit.report import Report
-from collate_npu.tools.drawing import shortened
 from collate_npu.tools.files import RECIPE, batch_of_file, read_rows, samples_of_rows, shipped_text
 from collate_npu.tools.kernels import check_device
+from collate_npu.tools.terminal import shortened
 from collate_npu.tools.user_code import check_callable, did_you_mean, named, refused, said, theirs
 
 GIVEN = ("tokenizer", "processing_class", "model", "pad_token_id", "mlm")
@@ -188,7 +187,7 @@ def check_is_run(model: torch.nn.Module, name: str) -> None:
 
 
 def is_checkpoint(name: str) -> bool:
-    """Is it a folder that transformers could load, rather than a model type?"""
+    """True for a folder that transformers could load; False for a model type."""
     return (Path(name) / "config.json").is_file()
 
 
@@ -241,7 +240,7 @@ def read_tokenizer(checkpoint: str, named: Path | None, *, trust: bool) -> Any:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    """Does the folder hold files of a tokenizer?"""
+    """True if the folder holds files of a tokenizer."""
     names = [path.name for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
     return any(re.search("token|vocab|spiece|sentencepiece|tekken", name) for name in names)
 

@@ -84,7 +84,8 @@ def test_one_wrong_score_at_the_very_end_of_a_long_row_is_seen_and_the_first_of_
     check_contract(kwargs, **SIZES, segments=batch)
     for q in (1499, 9):
         mask[q, 0] = True
-        assert only(batch, kwargs).got == f"the query at (row, column) (0, {q}) does not attend (0, 0)"
+        what = f"row 0 does not attend all of its sequence: query {q} does not attend key 0 of 1500"
+        assert only(batch, kwargs).got == what
 
 
 S, LIMIT = 4000, 5 * 2**22
@@ -127,10 +128,9 @@ def test_what_a_check_allocates_does_not_grow_with_the_mask(name: str, dtype: to
     assert peak_bytes(lambda: check_contract(kwargs, **SIZES, segments=batch, pattern=pattern)) <= seen + LIMIT
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, pytest.param(torch.uint8, marks=pytest.mark.slow)])
-def test_a_mask_for_each_head_is_read_in_blocks_as_small(dtype: torch.dtype) -> None:
+def test_a_mask_for_each_head_is_read_in_blocks_as_small() -> None:
     batch = Segments.from_lengths([900], width=1000)
-    masked = arguments(batch, pattern="bidirectional")["atten_mask"].repeat(1, 64, 1, 1).to(dtype)
+    masked = arguments(batch, pattern="bidirectional")["atten_mask"].repeat(1, 64, 1, 1)
     kwargs, sizes = SCALE | {"input_layout": "BSND", "atten_mask": masked, "sparse_mode": 1}, SIZES | {"N": 64}
     assert (
         peak_bytes(lambda: check_contract(kwargs, **sizes, segments=batch, pattern="bidirectional")) <= masked.nbytes + LIMIT
@@ -146,8 +146,8 @@ def test_the_message_names_rows_queries_and_keys() -> None:
     with pytest.raises(UnsupportedFormError) as error:
         check_contract(kwargs, **SIZES, segments=batch)
     assert str(error.value) == (
-        "npu_fusion_attention:\n[differs-from-segments] atten_mask, sparse_mode: got the query at (row, column) (1, 1) "
-        "attends (1, 0). The segments and the pattern, causal, say otherwise. "
+        "npu_fusion_attention:\n[differs-from-segments] atten_mask, sparse_mode: got row 1 attends padding: query 1 "
+        "attends key 0 of 3. The segments and the pattern, causal, say otherwise. "
         "Use fusion_attention_kwargs(segments, pattern=..., layout='BSND'), "
         "or pass the segments and pattern that this call is for. (Segments)"
     )
@@ -156,11 +156,8 @@ def test_the_message_names_rows_queries_and_keys() -> None:
 @pytest.mark.parametrize("rows", [8, 9])
 def test_every_wrong_row_is_named_until_the_list_is_long(rows: int) -> None:
     got = only(Segments.from_lengths([2] * rows, 3, "left"), arguments(Segments.from_lengths([3] * rows))).got
-    assert [f"({b}, 1) attends ({b}, 0)" in got for b in range(9)] == [True] * 8 + [False]
+    assert [f"row {b} attends padding: query 1 attends key 0 of 3" in got for b in range(9)] == [True] * 8 + [False]
     assert got.endswith("; ...") == (rows == 9)
-    keys = "the query at (row, column) (0, 0) attends (0, 1), (0, 2), (0, 3) and 2 more"
-    for width, more in ((6, ""), (4, " and 2 more")):
-        assert only(Segments.from_lengths([width]), SCALE | {"input_layout": "BSND"}).got + more == keys
 
 
 def test_sizes_follow_from_the_segments_and_others_are_refused() -> None:
@@ -180,22 +177,22 @@ def test_sizes_follow_from_the_segments_and_others_are_refused() -> None:
     assert contract_breaches(packed, **SIZES, segments=batch, keep_tail=True)[0].rule == "unused-tail"
     tail = arguments(batch, layout="TND", keep_tail=True)
     check_contract(tail, **SIZES, segments=batch, keep_tail=True)
-    assert contract_breaches(tail, **SIZES, segments=batch)[0].rule == "tnd-total"
+    assert contract_breaches(tail, **SIZES, segments=batch)[0].rule == "refused"
 
 
 @pytest.mark.parametrize(
-    ("lists", "said"),
+    ("lists", "reasons"),
     [
-        ({"actual_seq_qlen": [8], "actual_seq_kvlen": [8]}, ["(0, 0) attends (1, 0), (1, 1), (1, 2) and 1 more"]),
-        ({"actual_seq_kvlen": [5, 8]}, ["(0, 0) attends (1, 0)", "(1, 0) does not attend (1, 0)"]),
+        ({"actual_seq_qlen": [8], "actual_seq_kvlen": [8]}, ["query 0 attends key 0 of 4 in row 1"]),
+        ({"actual_seq_kvlen": [5, 8]}, ["query 0 attends key 0 of 4 in row 1", "query 0 does not attend key 0 of 4"]),
     ],
 )
-def test_packed_rows_of_one_length_are_told_apart(lists: Any, said: list[str]) -> None:
+def test_packed_rows_of_one_length_are_told_apart(lists: Any, reasons: list[str]) -> None:
     """Here a key's column alone says nothing: the same column of the other row is a key too."""
     batch = Segments.from_lengths([4, 4])
     kwargs = arguments(batch, layout="TND", pattern="bidirectional") | lists
     got = only(batch, kwargs, pattern="bidirectional").got
-    assert got.split("; ") == [f"the query at (row, column) {each}" for each in said]
+    assert [each.partition(": ")[2] for each in got.split("; ")] == reasons
 
 
 def test_rows_may_be_one_sequence_under_a_dense_mask() -> None:

@@ -27,7 +27,7 @@ from collate_npu.kernels.gated_delta.arguments import Kernel
 
 Kwargs = dict[str, Any]
 KERNELS = get_args(Kernel)
-STACKS = {"fla.GatedDeltaNet": "transformers", "mamba.mamba_chunk_scan_combined": "causal_conv1d"}
+STACKS = {"mamba.mamba_chunk_scan_combined": "causal_conv1d"}
 """Operators whose arguments `gated_delta_kwargs` makes under the name of a kernel. Other layers stand in `contract_cases`,
 and their real packages are run by the peers."""
 NEWEST = {"transformers": "5.23.0", "fla": "0.5.2", "causal_conv1d": "1.6.1", "megatron": "0.19.0"}
@@ -71,14 +71,9 @@ class Spelled:
         self.batch = drawn(draw, DECODED if kernel == "fla_npu_recurrent" else draw.choice((8, 40, 150)))
         keep, padding, tables = draw.choice((None, None, False, True)), draw.choice(("own", "behind")), draw.random() < 0.5
         B, S = self.batch.shape
-        if operator == "fla.GatedDeltaNet":  # rows with a mask, which may have holes: this layer takes its padding out
-            if self.batch.packed:
-                raise UnsupportedFormError("a mask knows one sequence a row")
-            self.kwargs: Kwargs = {"attention_mask": self.batch.keep.long()}
-        else:
-            more: Any = {"keep_padding": keep, "padding": padding, "tables": tables and operator in KERNELS}
-            self.kwargs = gated_delta_kwargs(self.batch, kernel=kernel, chunk_size=chunk, **more)
-            self.kwargs |= {"scale": 0.5} if "actual_seq_lengths" in self.kwargs else {}
+        more: Any = {"keep_padding": keep, "padding": padding, "tables": tables and operator in KERNELS}
+        self.kwargs: Kwargs = gated_delta_kwargs(self.batch, kernel=kernel, chunk_size=chunk, **more)
+        self.kwargs |= {"scale": 0.5} if "actual_seq_lengths" in self.kwargs else {}
         rows = "attention_mask" in self.kwargs
         whole = rows or keep or (keep is None and B == 1)
         self.places = np.arange(B * S) if whole else np.flatnonzero(self.batch.array)
@@ -233,7 +228,7 @@ def elsewhere(call: Spelled) -> Iterator[Kwargs]:
                 continue
 
 
-STRICTER = {"copy", "numbers-return", "mask-rank", "mask-shape", "mask-values", "mask-and-offsets", "hole", "pair"}
+STRICTER = {"copy", "numbers-return", "mask-form", "mask-values", "mask-and-offsets", "hole", "pair"}
 """Refused although the outcome may be right: two sources of one call that differ, numbers that come back in padding, masks
 in a form that nobody reads as it is meant or that call padding real, and half a pair that divides padding alone."""
 MUTATIONS, EACH, HARMLESS = 1000, 40, 15

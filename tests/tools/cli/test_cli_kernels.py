@@ -12,7 +12,7 @@ from typed import typed
 
 from collate_npu import CollateError
 from collate_npu.proof import kernel_runs
-from collate_npu.proof.kernel_rows import TRUTHS
+from collate_npu.proof.kernel_runs import TRUTHS
 from collate_npu.tools import kernels
 
 SDPA = ("--operator", "scaled_dot_product_attention")

@@ -37,7 +37,7 @@ def gone(monkeypatch):
         ("guide", "* `errors`: "),
         ("guide errors#polarity", "### `PolarityError`\n"),
         ("guide masked_select", "FlashAttentionScore refuses a mask"),
-        ("show --lengths 3,5 --side left", "\n⬚ ⬚ ■ ■ ■\n■ ■ ■ ■ ■\n"),
+        ("show --lengths 3,5 --side left", "  0 ⬚ ⬚ ■ ■ ■\n  1 ■ ■ ■ ■ ■\n"),
         pytest.param("env", "- torch: ", marks=pytest.mark.slow),
     ],
 )
@@ -70,7 +70,8 @@ def test_show_says_what_describe_and_picture_say(gone, side, recwarn):
     shown = typed("show", "--lengths", "3,5", "--side", side)
     assert (shown.exit_code, recwarn.list) == (0, [])
     batch = PaddingCollator(pad_token_id=0, padding_side=side)(ROWS)
-    assert shown.stdout.startswith(f"{describe(batch)}\n\n{picture(batch)}\n")
+    assert shown.stdout.startswith(f"{describe(batch)}\n\nattention_mask_2d: ")
+    assert all(f" {line}\n" in shown.stdout for line in str(picture(batch)).splitlines()[1:3])
 
 
 def test_show_reads_saved_batches_and_masks(gone, tmp_path):
@@ -78,7 +79,9 @@ def test_show_reads_saved_batches_and_masks(gone, tmp_path):
     torch.save({"input_ids": torch.ones(2, 5), "attention_mask": Segments.from_lengths([3, 5]).keep}, batch)
     torch.save(dense(Segments.from_lengths([3], width=4, side="left")), mask)
     assert typed("show", "--batch", batch, "--row", "1").exit_code == 0
-    assert typed("show", "--mask", mask).stdout.endswith("⬚ ⬚ ⬚ ⬚\n⬚ ■ ⬚ ⬚\n⬚ ■ ■ ⬚\n⬚ ■ ■ ■\n")
+    assert typed("show", "--mask", mask).stdout.startswith(
+        "bool [1, 1, 4, 4], True attends\nrow 0\n   0 ⬚ ⬚ ⬚ ⬚\n   1 ⬚ ■ ⬚ ⬚\n   2 ⬚ ■ ■ ⬚\n"
+    )
 
 
 def test_env_is_words_or_json_and_an_interrupt_is_one(monkeypatch):

@@ -14,9 +14,8 @@ pytest.importorskip("rich")
 from collate_npu import CollateError, ContextParallel, PaddingCollator, Pattern, Segments
 from collate_npu.masks import dense
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.tools.drawing import lines
 from collate_npu.tools.sheet import sheet_of
-from collate_npu.tools.show import consumer_panels, picture, rank_panels
+from collate_npu.tools.show import consumer_panels, lines, picture, rank_panels, text_of
 
 DRAWN, BETWEEN = Path(__file__).with_name("drawn.txt"), "\n" + "=" * 30 + " "
 DENSE = SimpleNamespace(layer_types=["full_attention"])
@@ -133,25 +132,22 @@ def short(panel):
 
 
 def drawn(shown, *how):
-    """The text, and lines of so many columns (60) with the colours of their signs."""
-    how, widths = (
+    """The text, and the drawing of so many columns (60) with the colours of its signs."""
+    options, width = (
         next((one for one in how if isinstance(one, dict)), {}),
-        [one for one in how if isinstance(one, int)] or [60],
+        [*filter(lambda x: isinstance(x, int), how), 60][0],
     )
     if isinstance(shown, list):
         sheet, text = replace(sheet_of(TWO), panels=tuple(shown)), ""
     else:
-        sheet, text = sheet_of(shown, **{k: v for k, v in how.items() if k != "limit"}), str(picture(shown, **how))
+        sheet, text = sheet_of(shown, **{k: v for k, v in options.items() if k != "limit"}), str(picture(shown, **options))
     for panel in sheet.panels:
         text = text.replace(panel.refused or "\0", short(panel).refused)
-    sheet, out, styles = replace(sheet, panels=tuple(map(short, sheet.panels))), [text], set()
-    for width in widths:
-        made = lines(sheet, width)
-        assert max((line.cell_len for line in made), default=0) <= width
-        out.append(f"[{width}]\n" + "\n".join(line.plain.rstrip() for line in made))
-        signs = ((line.plain[span.start : span.end], span.style) for line in made for span in line.spans)
-        styles |= {f"{sign} {style}" for sign, style in signs if sign in "■⬚◧+-o×!12"}
-    return "\n".join([*out, "; ".join(sorted(styles))]).strip()
+    made = lines(replace(sheet, panels=tuple(map(short, sheet.panels))), width)
+    cells = [line for line in made if line and len(line[0][0]) < 6]
+    assert max((sum(len(piece) for piece, _ in line) for line in cells), default=0) <= width + 3  # the gap at the end
+    styles = {f"{sign} {style}" for line in made for sign, style in line if sign in {*"■⬚◧+-o×!12"}}
+    return "\n".join([text, f"[{width}]", text_of(made), "; ".join(sorted(styles))]).strip()
 
 
 def written():

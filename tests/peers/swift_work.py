@@ -14,12 +14,12 @@ from typing import Any
 
 import megatron_on_cpu  # noqa: F401  (before swift.megatron)
 import torch
-from cpu_world import Attention
 from mcore_bridge.model.modules import gated_delta_net as native
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron_world import Attention
 from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 from swift.megatron.pipelines.train.sft import MegatronSft
-from swift_launch import MEGATRON
+from test_swift_sft import MEGATRON, save_rows
 
 from collate_npu.integrations import swift
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
@@ -80,8 +80,6 @@ KINDS: dict[str, tuple[type, tuple[str, ...], Any]] = {
 
 def build(kind: str, model: str, folder: str) -> Any:
     """The trainer that `megatron sft` or `megatron rlhf` would train, and its encoded samples."""
-    from swift_launch import save_rows
-
     if kind not in _BUILT:
         pipeline_class, words, row = KINDS[kind]
         rows = save_rows(Path(folder) / f"{kind}.jsonl", [row(i) for i in range(1, 6)])

@@ -1,9 +1,16 @@
-"""ms-swift 4.6.0 on Megatron: what reaches `model(**batch)`, what is refused, and which tokens are pooled."""
+"""ms-swift 4.6.0 on Megatron: installing and giving back, what its template and its `prepare_batch` give, what reaches
+`model(**batch)`, what is refused, which tokens are pooled, and what is wrong in silence without us."""
+
+import inspect
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
-from megatron.core import mpu
+from swift.megatron.trainers import base, utils
+from swift.template.base import Template
+from swift.utils import import_external_file
 from swift_world import (
     KINDS,
     LENGTHS,
@@ -11,26 +18,228 @@ from swift_world import (
     MODEL_TYPES,
     MULTIMODAL,
     NEEDS_2D,
-    Recorder,
+    World,
     arguments,
     as_kind,
     collate,
-    pooling_trainer,
     prepare,
     reaches_model,
+    template,
     trainer_of,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from collate_npu import CollateError, Segments, split_batch
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import swift
+from collate_npu.integrations.swift import flat_segments
 from collate_npu.masks import dense
-from collate_npu.masks.forms import open_empty_rows
 from collate_npu.parallel import ContextParallel, query_rows, split_tensor
 
 NEEDS = ("swift", "mcore_bridge", "megatron")
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+def test_install_reaches_functions_that_were_imported_by_name_and_uninstall_gives_them_back():
+    original = utils.prepare_batch
+    assert base.prepare_batch is original
+    swift.install()
+    swift.install()  # twice is once
+    assert base.prepare_batch is utils.prepare_batch is not original
+    assert inspect.unwrap(base.prepare_batch) is original
+    swift.uninstall()
+    assert base.prepare_batch is utils.prepare_batch is original
+    swift.uninstall()
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["npu", "gpu"])
+def test_python_objects_go_by_gloo_on_an_npu(world, monkeypatch, there):
+    """The names of the metrics, at every step: `all_gather_object` over HCCL takes device memory in silence."""
+    seen = []
+    world.npu(there)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda values, value, group=None: seen.append(group))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(swift, "gloo_group", lambda group: f"gloo of {group}")
+    swift.install()
+    torch.distributed.all_gather_object([None], "loss", group="dp and cp")
+    swift.uninstall()
+    torch.distributed.all_gather_object([None], "loss", group="dp and cp")
+    assert seen == ["gloo of dp and cp" if there else "dp and cp", "dp and cp"]
+
+
+def test_as_external_plugins_file_it_installs_and_hides_no_package(tmp_path):
+    original, path = utils.prepare_batch, list(sys.path)
+    for _ in range(2):
+        import_external_file(str(Path(swift.__file__).with_name("plugin.py")))
+        assert utils.prepare_batch is not original
+        assert sys.path == path  # with its folder first, `import transformers` would find this package's file
+    swift.uninstall()
+
+
+# --- what its template sends
+
+
+class Largest(TorchDispatchMode):
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.device.type != "meta":
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def shipped_bytes(batch):
+    return sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_no_worker_builds_or_ships_a_dense_mask(cp):
+    args = arguments("qwen3_next", cp=cp)
+    lengths = (512, 301, 17, 400)
+    with Largest() as upstream:
+        theirs = collate(args, *lengths)
+    swift.install()
+    try:
+        with Largest() as wrapped:
+            ours = collate(args, *lengths)
+    finally:
+        swift.uninstall()
+    assert upstream.elements == 4 * 512 * 512
+    assert wrapped.elements == 4 * 512
+    assert shipped_bytes(theirs) == 4 * 512 * 512 + 4 * 4 * 512 * 8  # four int64 keys beside it
+    assert shipped_bytes(ours) == 3 * 4 * 512 * 8 + 4 * 512  # three, and a 2D mask of bools
+    assert theirs.keys() - ours.keys() == {"attention_mask"}
+    for key in ours.keys() - {"attention_mask_2d"}:
+        assert torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key])), key
+    assert torch.equal(ours["attention_mask_2d"], ~theirs["attention_mask"][:, 0, -1])
+
+
+@pytest.mark.usefixtures("installed")
+def test_tensors_of_a_template_of_your_own_keep_their_memory(monkeypatch):
+    """Squares of bools too: only the mask that the template itself builds has none."""
+
+    class Vision(Template):
+        def _data_collator(self, batch, *, padding_to=None):
+            mine = torch.ones((3, 4, 4), dtype=torch.bool)
+            return {**super()._data_collator(batch, padding_to=padding_to), "mine": mine}
+
+        def _data_collator_mm_data(self, batch):
+            return {"pixel_values": torch.ones((3, 8, 8)), "seen": torch.ones((2, 7, 7), dtype=torch.bool)}
+
+    made = template()
+    monkeypatch.setattr(made, "__class__", Vision)
+    rows = [{"input_ids": [5] * n, "labels": [5] * n, "length": n} for n in (7, 3)]
+    batch = made.data_collator(rows)
+    assert all(batch[key].device.type == "cpu" for key in ("mine", "pixel_values", "seen"))
+    assert batch["pixel_values"].sum() == 192
+    assert batch["attention_mask_2d"].sum(1).tolist() == [7, 3]
+
+
+# --- the offsets of its flat rows
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changed", "offsets"),
+    [
+        (1, {}, [0, 7, 10, 15]),
+        (1, {"fp8_format": "e4m3"}, [0, 7, 10, 15, 16]),
+        (1, {"tensor_model_parallel_size": 4, "sequence_parallel": True}, [0, 7, 10, 15, 16]),
+        (1, {"fp8_recipe": "mxfp8"}, [0, 7, 10, *range(15, 33)]),
+        (2, {}, [0, 8, 12, 20]),
+        (2, {"fp8_format": "e4m3"}, [0, 8, 12, 20, 24, 28, 32]),
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, [0, 8, 12, 20]),
+    ],
+)
+def test_the_offsets_are_physical_end_with_the_row_and_can_be_shared_out(monkeypatch, installed, ranks, changed, offsets):
+    world = World(monkeypatch)
+    world.npu(False)
+    world.rank(0, ranks)
+    args = arguments("qwen3_next", cp=ranks, padding_free=True, **changed)
+    data = collate(args, *LENGTHS)
+    width = data["input_ids"].shape[1]
+    params = prepare(args, data)["packed_seq_params"]
+    assert params.cu_seqlens_q.tolist() == offsets
+    assert params.cu_seqlens_q.dtype == torch.int32
+    assert offsets[-1] == width
+    assert isinstance(params.max_seqlen_q, int)
+    truth = flat_segments(data, params, ranks)
+    assert truth.shape == (1, width)
+    assert truth.sequence_lengths == LENGTHS
+    assert [start for _, start, _ in truth.spans] == offsets[:3]
+
+
+def test_upstream_positions_are_shorter_than_the_row_where_three_ranks_share_the_tokens_of_two(monkeypatch):
+    """padding_to is 6 and the row 24, of which 20 have places: the last four have no position at all."""
+    world = World(monkeypatch)
+    world.npu(False)
+    world.rank(0, 2)
+    args = arguments("qwen3_next", cp=2, padding_free=True, tensor_model_parallel_size=3, sequence_parallel=True)
+    data = collate(args, *LENGTHS, 6)
+    params = prepare(args, data)["packed_seq_params"]
+    assert data["input_ids"].shape[1] > params.cu_seqlens_q[-1]
+    with pytest.raises(
+        CollateError, match=r"packed_seq_params: got .*Set padding_free=False, or a tensor_model_parallel_size"
+    ):
+        flat_segments(data, params, 2)
+
+
+UNFIT = {
+    "ends early": ([0, 7, 10, 15], 1),
+    "begins late": ([1, 8, 11, 16], 1),
+    "too short for the first": ([0, 6, 10, 16], 1),
+    "two sequences for three": ([0, 7, 16], 1),
+    "an empty one": ([0, 7, 10, 15, 15, 16], 1),
+    "not to be shared out": ([0, 7, 10, 16], 2),
+}
+
+
+@pytest.mark.parametrize("how", UNFIT)
+def test_offsets_that_do_not_fit_the_samples_are_refused(how):
+    def params(offsets, **others):
+        q = torch.tensor(offsets)
+        none = {"cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None}
+        return SimpleNamespace(**{"cu_seqlens_q": q, "cu_seqlens_kv": q, **none, **others})
+
+    row, (offsets, ranks) = {"input_ids": torch.ones(1, 16), "seq_lens": [7, 3, 5]}, UNFIT[how]
+    right, other = [0, 7, 10, 16], torch.tensor([0, 8, 11, 16])
+    assert flat_segments(row, params(right)) == Segments.from_lengths([LENGTHS], 16)
+    for wrong in (params(offsets), params(right, cu_seqlens_kv=other), params(right, cu_seqlens_q_padded=other)):
+        with pytest.raises(CollateError, match=r"packed_seq_params: got .* 16 tokens .*Set padding_free=False"):
+            flat_segments(row, wrong, ranks)
+
+
+# --- without `install()`: a test that fails here says which silent defect upstream has fixed
+
+
+def test_upstream_a_keep_mask_is_inverted_in_silence(world):
+    world.npu()
+    args = arguments("qwen3_5")
+    data, truth = as_kind(args, "4d keep")
+    derived = prepare(args, data)["attention_mask_2d"]
+    assert not torch.equal(derived, truth.keep)
+    assert derived.tolist() == [[False] + [True] * 7] * 3
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_moe"])
+def test_upstream_both_masks_are_lost_and_routers_do_not_learn_the_padding(world, model_type):
+    world.npu()
+    args = arguments(model_type)
+    batch = prepare(args, as_kind(args, "template")[0])
+    assert batch["attention_mask"] is None
+    assert not {"attention_mask_2d", "padding_mask", "extra_block_kwargs"} & set(batch)
+
+
+@pytest.mark.parametrize(("backend", "side"), [("flash", "left"), ("local", "right")])
+def test_upstream_a_dense_mask_is_dropped_in_silence(world, backend, side):
+    """Local kernels are not recognised, because the backend is an enum."""
+    world.npu()
+    args = arguments("qwen3_5", attention_backend=backend, use_flash_attn=True)
+    assert prepare(args, as_kind(args, "4d masked", side=side)[0])["attention_mask"] is None
+
+
+# --- what reaches the model
 
 
 def out_of_order(model_type, layout, place):
@@ -97,6 +306,8 @@ def test_a_flat_row_in_slices_is_refused_where_a_recurrent_layer_would_put_it_ou
                 reaches_model(args, collate(args, *LENGTHS))
         else:
             assert reaches_model(args, collate(args, *LENGTHS))["attention_mask"] is None
+            args.model_info.config = None  # a model ms-swift has read no config of
+            assert reaches_model(args, collate(args, *LENGTHS))["attention_mask"] is None
 
 
 @pytest.mark.parametrize("place", [(0, 1), (0, 2), (1, 2)], ids=lambda place: f"rank {place[0]} of {place[1]}")
@@ -137,26 +348,6 @@ def test_padding_before_a_row_is_not_asked_for_its_first_token(world, place):
     assert (data["labels"].roll(-1, dims=-1)[~truth.keep] != -100).any(), "upstream asks"
 
 
-@pytest.mark.parametrize("context_parallel", [1, 2])
-@pytest.mark.parametrize("tensor_parallel", [1, 2, 3])
-@pytest.mark.usefixtures("installed")
-def test_widths_divide_for_every_tensor_parallel_size(world, monkeypatch, tensor_parallel, context_parallel):
-    world.npu()
-    world.rank(context_parallel - 1, context_parallel)
-    monkeypatch.setattr(mpu, "get_tensor_model_parallel_rank", lambda: tensor_parallel - 1)
-    monkeypatch.setattr(mpu, "get_tensor_model_parallel_world_size", lambda: tensor_parallel)
-    shared = {"tensor_model_parallel_size": tensor_parallel, "sequence_parallel": tensor_parallel > 1}
-    args = arguments("qwen3_next", cp=context_parallel, **shared)
-    data = collate(args, 3, 2)
-    batch = reaches_model(args, data)
-    width = data["input_ids"].shape[1]
-    assert width % (context_parallel * tensor_parallel) == 0
-    assert context_parallel == 1 or width % 4 == 0
-    cp = ContextParallel(context_parallel, context_parallel - 1)
-    whole = split_batch({"x": Segments.from_lengths([3, 2], width).keep, "input_ids": data["input_ids"]}, cp)["x"]
-    assert torch.equal(batch["padding_mask"], ~whole.chunk(tensor_parallel, dim=1)[-1])
-
-
 # --- where no right form exists, and which sources of a batch must agree
 
 
@@ -175,37 +366,6 @@ def test_where_none_is_wrong_and_no_dense_mask_is_read_it_refuses(world, setting
     args = arguments("qwen3_next", **settings)
     with pytest.raises(UnsupportedFormError, match=said):
         prepare(args, as_kind(args, "2d", side=side)[0])
-
-
-@pytest.mark.parametrize(
-    ("settings", "side", "gets"),
-    [
-        ({}, "right", "none"),
-        ({}, "left", "MindSpeed's flash kernel"),
-        ({"attention_mask_type": "general"}, "right", "dense"),
-        ({"attention_mask_type": "general"}, "left", "dense"),
-        (LOCAL, "right", "none"),
-        (LOCAL, "left", "MindSpeed's flash kernel"),
-        (LOCAL | {"use_flash_attn": False}, "right", "dense"),
-    ],
-)
-@pytest.mark.usefixtures("installed")
-def test_where_mindspeed_is_installed_its_rules_are_asked(world, monkeypatch, settings, side, gets):
-    """By its settings and its release (consumers/mindspeed.py), here one with a TransformerEngine attention of its own."""
-    world.npu()
-    monkeypatch.setattr("collate_npu.consumers.mindspeed.is_installed", lambda: True)
-    monkeypatch.setattr("collate_npu.consumers.mindspeed.transformer_engine", lambda: "own")
-    args, (data, truth) = arguments("qwen3"), as_kind(None, "2d", side=side)
-    for name, value in settings.items():
-        setattr(args, name, value)
-    if gets not in ("none", "dense"):
-        with pytest.raises(UnsupportedFormError, match=gets):
-            prepare(args, data)
-        return
-    masked = prepare(args, data)["attention_mask"]
-    assert (masked is None) == (gets == "none")
-    if masked is not None:
-        assert torch.equal(masked, open_empty_rows(dense(truth, polarity="masked")))
 
 
 @pytest.mark.usefixtures("installed")
@@ -274,49 +434,6 @@ def test_a_worker_without_the_plugin_sends_upstreams_batch_and_the_real_lengths_
 # --- the last token of each row is told by the batch that is pooled, and by no other
 
 
-lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)
-
-
-def prepared(args, trainer, rows, side):
-    """A batch that its trainer has run forward: where each of its tokens stands, and the loss that is to come."""
-    data, truth = as_kind(args, "2d", rows, side)  # a bare 4D mask of one short row has two readings
-    data["labels"] = torch.zeros(len(rows), dtype=torch.long)
-    loss = trainer.forward_step(iter([data]), Recorder())[1]
-    return truth.position_ids.unsqueeze(-1).float(), loss
-
-
-@given(batches=st.lists(lengths, min_size=1, max_size=4), backend=st.sampled_from(["local", "flash"]), data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-def test_batches_prepared_in_any_order_and_pooled_in_any_order_give_their_own_tokens(
-    batches, backend, data, world, installed
-):
-    """Local kernels read a dense mask, and padding may stand on either side; flash reads none, and padding is right."""
-    world.npu()
-    args = arguments("qwen3", task_type="seq_cls", **(LOCAL if backend == "local" else {}))
-    trainer = pooling_trainer(args)
-    sides = st.sampled_from(["left", "right"] if backend == "local" else ["right"])
-    ran = [prepared(args, trainer, rows, data.draw(sides)) for rows in batches]
-    for i in data.draw(st.permutations(range(len(batches)))):
-        places, loss = ran[i]
-        assert loss(places).flatten().tolist() == [float(n - 1) for n in batches[i]]
-
-
-@pytest.mark.parametrize("task", ["seq_cls", "embedding", "generative_reranker"])
-@pytest.mark.parametrize("backend", ["flash", "local"])
-def test_a_prepared_batch_answers_as_each_trainer_asks_and_the_model_gets_what_it_reads(world, installed, task, backend):
-    """Three of the trainers ask for either mask, the reward trainer for `attention_mask` alone."""
-    world.npu()
-    args = arguments("qwen3_next", task_type=task, attention_backend=backend)
-    trainer = trainer_of(args)
-    batch = trainer._prepare_batch(as_kind(args, "template")[0])
-    truth = Segments.from_lengths((7, 3, 5)).keep
-    assert torch.equal(batch.get("attention_mask"), truth)
-    assert torch.equal(batch.get("attention_mask_2d"), truth)
-    assert batch.get("packed_seq_params") is None
-    read = dict(**batch)["attention_mask"]
-    assert read is None if backend == "flash" else read.shape == (3, 1, 7, 7)
-
-
 def test_the_mask_that_is_given_is_obeyed_and_anything_else_is_refused(world, installed):
     world.npu()
     args = arguments("qwen3", task_type="seq_cls")
@@ -348,13 +465,5 @@ def test_a_rank_that_holds_part_of_a_row_is_not_pooled_by_its_part_of_the_mask(w
 def test_two_ranks_pool_the_last_token_of_rows_they_share(ranks, layout, backend):
     """Upstream's own gather, on Gloo; two batches are prepared before the first of them is pooled."""
     batches = [(7, 3, 5), (2, 8, 1)]
-    for found in ranks(2)("peer_work.swift_last_tokens", layout, backend, batches, [1, 0], seconds=180):
+    for found in ranks(2)("test_parallel_peers.swift_last_tokens", layout, backend, batches, [1, 0], seconds=180):
         assert found == [[1.0, 7.0, 0.0], [6.0, 2.0, 4.0]]
-
-
-def test_token_losses_get_a_plain_dict(world):
-    world.npu()
-    swift.install()
-    args = arguments("qwen3")
-    assert type(trainer_of(args)._prepare_batch(as_kind(args, "template")[0])) is dict
-    swift.uninstall()

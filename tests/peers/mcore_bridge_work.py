@@ -1,36 +1,50 @@
-"""What the tests of mcore-bridge have processes do: run real models, write JSON.
+"""What the tests of mcore-bridge have processes do: run real models on a CPU, write JSON.
 
-`python bridge_work.py OUT`, once for each value of USE_MCORE_GDN: padded rows, then flat ones. Each case: which layers
-received what, and how far real tokens are from each sample alone. fla's kernels are the references, which leave unwritten
-what no sequence covers, and Transformer Engine's attention goes by the offsets, as in megatron_world.
-`python bridge_work.py OUT FAMILY ...` in two processes: ms-swift's own batches, each rank alone and both as ranks of a row.
+`python mcore_bridge_work.py OUT`, once for each value of USE_MCORE_GDN: padded rows, then flat ones. Each case: which layers
+received what, and how far real tokens are from each sample alone. With families behind OUT, in two processes: ms-swift's own
+batches, each rank alone and both as ranks of a row.
+
+Models are tiny, random, float32, built as ms-swift builds them; hardware alone is stood in for (`megatron_world`). Local
+attention without a mask is causal, as a flash kernel is.
 """
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import MagicMock, patch
 
-import bridge_world as world  # first: the stand-ins
-import swift_world
+import swift_world  # first: it puts the stand-ins for Transformer Engine in place
 import torch
 import torch.distributed as dist
 import transformers.utils
-from cpu_world import convolution
 from mcore_bridge.model.modules import gated_delta_net
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.common.embeddings import rotary_pos_embedding
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron_world import TEDotProductAttention, _rotary_part
+from megatron.core.tensor_parallel import random
+from megatron_world import (
+    DENSE,
+    UNFUSED,
+    TEDotProductAttention,
+    causal_conv1d,
+    fill,
+    groups,
+    hardware,
+    layers,
+    regroup,
+    rotary_part,
+)
 from swift_world import LOCAL, arguments
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from collate_npu import BatchAdapter, PaddingCollator, Segments, check_delivery
@@ -39,6 +53,118 @@ from collate_npu.integrations.megatron import gpt_batch, mcore_bridge
 from collate_npu.kernels.gated_delta import reference_gated_delta_rule
 from collate_npu.masks import dense
 from collate_npu.parallel import ContextParallel, gather_sequence, pad_documents
+
+NATIVE = os.environ.get("USE_MCORE_GDN", "1") != "0"
+FREQUENCY = 2
+"""Every second layer is attention: GDN, attention, GDN, attention."""
+
+
+def on_cpu() -> None:
+    """Put a CPU where a card would be. For a process of its own: nothing is given back."""
+    from mcore_bridge.model.mm_gpts.utils import HuggingFaceVit
+
+    groups(context_parallel_size=int(os.environ.get("WORLD_SIZE", "1")))
+    hardware(setattr)
+    layers(setattr)
+    stream = MagicMock()
+    torch.cuda.Stream = torch.cuda.current_stream = lambda *args, **kwargs: stream
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    HuggingFaceVit.to = lambda self, *args, **kwargs: self
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def build(model_type: str, *, moe: bool = False, stages: int = 1, cp: int = 1, **changed: Any) -> list[nn.Module]:
+    """The model as ms-swift's `get_mcore_model` builds it, one module for each pipeline stage, all with the same weights."""
+    from mcore_bridge import get_mcore_model
+    from swift.megatron.model.utils import get_mcore_model_config
+
+    hf = swift_world.config(model_type)
+    text = getattr(hf, "text_config", hf)
+    text.full_attention_interval, text.num_hidden_layers = FREQUENCY, 4
+    text.layer_types = ["linear_attention", "full_attention"] * 2
+    local = {"attention_backend": "local", "masked_softmax_fusion": False, "bridge_backend": None}
+    args = swift_world.arguments(model_type, cp=cp, **local)
+    args.torch_dtype = torch.float32
+    args.pipeline_model_parallel_size = stages
+    args.megatron_extra_kwargs = {
+        **UNFUSED,
+        **({"moe_permute_fusion": False, "moe_grouped_gemm": False} if moe else DENSE),
+        "use_cpu_initialization": True,
+        "deterministic_mode": NATIVE,
+        **changed,
+    }
+    made = []
+    for rank in range(stages):
+        with stage_of(rank, stages):
+            made += get_mcore_model(get_mcore_model_config(args, hf))
+    for module in made:
+        fill(module)
+    return made
+
+
+@contextlib.contextmanager
+def stage_of(rank: int, stages: int) -> Iterator[None]:
+    """This process as one stage of a pipeline: Megatron asks its state, and keeps the group in every module."""
+    group, name = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, "_PIPELINE_MODEL_PARALLEL_GROUP"
+    parallel_state.set_pipeline_model_parallel_world_size(stages)
+    parallel_state.set_pipeline_model_parallel_rank(rank)
+    setattr(parallel_state, name, SimpleNamespace(rank=lambda: rank, size=lambda: stages) if stages > 1 else group)
+    try:
+        yield
+    finally:
+        parallel_state.set_pipeline_model_parallel_world_size(None)
+        parallel_state.set_pipeline_model_parallel_rank(None)
+        setattr(parallel_state, name, group)
+
+
+@contextlib.contextmanager
+def recording(stages: list[nn.Module]) -> Iterator[dict[str, dict[int, Any]]]:
+    """What the layers of the last forward received, by layer number.
+
+    `handed`: which of the two masks a layer got, before anything of ours; `runs`: how often it ran, recomputing included;
+    `gdn`: places whose input to a recurrent layer's projection is exactly zero, bool `[B, S]`; `attention`: the dense mask;
+    `router`: the padding mask, bool `[B, S]`.
+    """
+    seen: dict[str, dict[int, Any]] = {key: {} for key in ("handed", "runs", "gdn", "attention", "router")}
+
+    def note_layer(number: int, module: nn.Module, given: Any, named: dict[str, Any]) -> None:
+        seen["handed"][number] = [key for key in ("attention_mask_2d", "padding_mask") if named.get(key) is not None]
+        seen["runs"][number] = seen["runs"].get(number, 0) + 1
+
+    def note(key: str, number: int, read: Any, module: nn.Module, given: tuple[Any, ...]) -> None:
+        seen[key][number] = read(given)
+
+    with contextlib.ExitStack() as hooks:
+        for layer in (layer for stage in stages for layer in getattr(stage, "language_model", stage).decoder.layers):
+            number, inner = layer.layer_number, layer.self_attention
+            hooks.enter_context(layer.register_forward_pre_hook(partial(note_layer, number), with_kwargs=True))
+            reads = [(inner, name, "gdn", partial(zeros, inner)) for name in ("in_proj", "in_proj_qkvz", "in_proj_qkv")]
+            reads.append((inner, "core_attention", "attention", lambda given: given[3]))
+            reads.append((layer.mlp, "router", "router", lambda given: None if given[1] is None else given[1].T))
+            for owner, name, key, read in reads:
+                if getattr(owner, name, None) is not None:
+                    hook = getattr(owner, name).register_forward_pre_hook(partial(note, key, number, read))
+                    hooks.enter_context(hook)
+        yield seen
+
+
+def zeros(layer: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
+    zero = given[0].eq(0).all(-1)
+    return zero.T if type(layer).__name__ == "GatedDeltaNet" else zero  # Megatron's; transformers' is [B, S, H]
+
+
+def run(stages: list[nn.Module], batch: dict[str, Any]) -> Tensor:
+    """The forward of each stage on the same batch, the hidden states handed on: as Megatron's schedules do it."""
+    out = None
+    for stage in stages:
+        if out is not None:
+            stage.set_input_tensor(out)
+        out = stage(**batch)
+    return out
+
+
+# --- padded rows
 
 LENGTHS, WIDTH, PAD = (7, 3, 5), 8, swift_world.PAD
 FAR = 1e9
@@ -63,8 +189,7 @@ def prepared(model_type: str, kernel: str, data: dict[str, Any]) -> dict[str, An
     return batch
 
 
-@dataclass
-class Alone:
+class Alone(NamedTuple):
     """Each sample by itself, without padding and without us: its logits, and the gradients of all of them."""
 
     logits: list[Tensor]
@@ -76,7 +201,7 @@ def alone(stages: list[Any], lengths: tuple[int, ...] = LENGTHS) -> Alone:
     for row in swift_world.samples(*lengths):
         ids = torch.tensor([row["input_ids"]])
         given = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None], "attention_mask": None}
-        logits += world.run(stages, given)
+        logits += run(stages, given)
         loss_of(logits[-1:], learned(ids)).backward()
     return Alone([row.detach() for row in logits], gradients(stages))
 
@@ -88,19 +213,19 @@ def learned(ids: Tensor) -> Tensor:
 def measure(stages: list[Any], batch: dict[str, Any], side: str, by_itself: Alone) -> dict[str, Any]:
     """Logits and gradients against each sample alone, and what each layer received."""
     data, truth = wire(side, batch["input_ids"].shape[1])
-    with world.recording(stages) as seen:
-        logits = world.run(stages, {**batch, "labels": None})
+    with recording(stages) as seen:
+        logits = run(stages, {**batch, "labels": None})
         loss_of(logits, data["labels"]).backward()
     padding = ~truth.keep
     real = [logits[b, keep].detach() for b, keep in enumerate(truth.keep)]
     return {
         "logits": max(furthest(ours, theirs) for ours, theirs in zip(real, by_itself.logits)),
         "gradients": apart(gradients(stages), by_itself.gradients),
-        "gdn": {n: bool(zero.equal(padding)) for n, zero in seen.gdn.items()},
-        "attention": {n: None if mask is None else list(mask.shape) for n, mask in seen.attention.items()},
-        "router": {n: mask is not None and bool(mask.equal(padding)) for n, mask in seen.router.items()},
-        "handed": seen.handed,
-        "runs": seen.runs,
+        "gdn": {n: bool(zero.equal(padding)) for n, zero in seen["gdn"].items()},
+        "attention": {n: None if mask is None else list(mask.shape) for n, mask in seen["attention"].items()},
+        "router": {n: mask is not None and bool(mask.equal(padding)) for n, mask in seen["router"].items()},
+        "handed": seen["handed"],
+        "runs": seen["runs"],
     }
 
 
@@ -157,36 +282,36 @@ def invariance(kernel: str, method: str) -> float:
     """How far gradients, those of the routers' losses included, move when the same tokens are padded to twice the width."""
     found = []
     full = {"recompute_granularity": "full", "recompute_num_layers": 1, "recompute_method": method}
-    stages = world.build("qwen3_next", moe=True, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.1, **full)
+    stages = build("qwen3_next", moe=True, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.1, **full)
     for width in (WIDTH, 2 * WIDTH):
         data, _ = wire("right", width)
-        loss_of(world.run(stages, prepared("qwen3_next", kernel, data) | {"labels": None}), data["labels"]).backward()
+        loss_of(run(stages, prepared("qwen3_next", kernel, data) | {"labels": None}), data["labels"]).backward()
         found.append(gradients(stages))
     return apart(*found)
 
 
 def padded_rows() -> dict[str, Any]:
-    world.on_cpu()
+    on_cpu()
     out: dict[str, Any] = {}
-    for name in ("qwen3_next", "qwen3_next moe", "qwen3_5") if world.NATIVE else ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+    for name in ("qwen3_next", "qwen3_next moe", "qwen3_5") if NATIVE else ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         for npu in (True, False) if name == "qwen3_5" else (True,):
             npu_there(npu)
             out |= {f"{name}{'' if npu else ', no npu'}, {key}": value for key, value in cases(name).items()}
     npu_there(True)
-    for kernel, method in (("flash", "uniform"), ("local", "block")) if world.NATIVE else ():
+    for kernel, method in (("flash", "uniform"), ("local", "block")) if NATIVE else ():
         for who in ("ours", "upstream"):
             swift.install() if who == "ours" else swift.uninstall()
             out[f"router losses, {method}, {who}"] = invariance(kernel, method)
     for who, (name, cp) in product(("upstream", "ours"), (("qwen3_next", 1), ("qwen3_next", 2), ("qwen3_5", 2))):
         swift.install() if who == "ours" else swift.uninstall()
-        out[f"{name} on {cp} ranks is built, {who}"] = said(lambda name=name, cp=cp: world.build(name, cp=cp))
-    return out | delivery() | (holes() | lookahead() if world.NATIVE else {})
+        out[f"{name} on {cp} ranks is built, {who}"] = said(lambda name=name, cp=cp: build(name, cp=cp))
+    return out | delivery() | (holes() | lookahead() if NATIVE else {})
 
 
 def delivery() -> dict[str, Any]:
     """What `check_delivery` says of a left-padded batch, with what recurrent layers read and without it."""
     swift.install()
-    (model,) = world.build("qwen3_next")
+    (model,) = build("qwen3_next")
     data, truth = wire("left")
     batch = prepared("qwen3_next", "local", data)
     bare = {key: value for key, value in batch.items() if key != "extra_block_kwargs"}
@@ -199,14 +324,14 @@ def delivery() -> dict[str, Any]:
 def lookahead() -> dict[str, Any]:
     """Gradients of left padding against right padding with a prediction layer, past our refusal: by hand."""
     swift.install()
-    stages = world.build("qwen3_next", mtp_num_layers=1)
+    stages = build("qwen3_next", mtp_num_layers=1)
     found: dict[str, dict[str, Tensor]] = {}
     for ignored, side in product((1, 2), ("left", "right")):
         data, truth = wire(side)
         data["labels"].masked_fill_(truth.position_ids < ignored, -100).masked_fill_(~truth.keep, -100)
         labels = torch.roll(data["labels"], -1, dims=-1)
         batch = {**data, "labels": labels, "extra_block_kwargs": {"attention_mask_2d": truth.keep}}
-        (world.run(stages, batch) * (labels != -100)).sum().backward()
+        (run(stages, batch) * (labels != -100)).sum().backward()
         found[f"{ignored} {side}"] = gradients(stages)
     swift.uninstall()
     name = "multi-token prediction, left,"
@@ -219,7 +344,7 @@ def lookahead() -> dict[str, Any]:
 def holes() -> dict[str, Any]:
     """What a hole would do, were it not refused; padding on both sides."""
     swift.install()
-    stages = world.build("qwen3_next")
+    stages = build("qwen3_next")
     hole, between = row_of([1, 1, 1, 0, 0, 1, 1, 1]), row_of([0, 1, 1, 1, 1, 1, 1, 0])
     refused = said(lambda: gpt_batch(hole, stages[0])), said(lambda: prepared("qwen3_next", "local", hole))
     by_hand = {"position_ids": hole["position_ids"], "extra_block_kwargs": {"attention_mask_2d": hole["attention_mask"]}}
@@ -252,7 +377,7 @@ def far_from_alone(stages: list[Any], row: dict[str, Tensor], batch: dict[str, A
     ids = row["input_ids"][:, real]
     alone = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None], "attention_mask": None}
     with torch.no_grad():
-        return furthest(world.run(stages, {**batch, "labels": None})[0, real], world.run(stages, alone)[0])
+        return furthest(run(stages, {**batch, "labels": None})[0, real], run(stages, alone)[0])
 
 
 def npu_there(there: bool) -> None:
@@ -270,7 +395,7 @@ def cases(name: str) -> dict[str, Any]:
     for plan, stages, changed in (("1 stage", 1, {}), ("2 stages, recomputed", 2, full)):
         swift.install()  # without it USE_MCORE_GDN=0 cannot build Qwen3-Next
         is_moe = bool(moe) or model_type.endswith("_moe")
-        built = world.build(model_type, moe=is_moe, stages=stages, moe_aux_loss_coeff=0.0, **changed)
+        built = build(model_type, moe=is_moe, stages=stages, moe_aux_loss_coeff=0.0, **changed)
         by_itself = alone(built)
         for kernel, side in (("flash", "right"), ("template", "right"), ("local", "right"), ("local", "left")):
             for who in ("ours", "upstream"):
@@ -309,9 +434,9 @@ def kernels_on_cpu() -> None:
         from megatron.core.ssm.gated_delta_net import gdn
 
         gdn.chunk_gated_delta_rule = reference_gated_delta_rule
-    native.causal_conv1d, native.chunk_gated_delta_rule = convolution, reference_gated_delta_rule
-    qwen3_5._fla_causal_conv1d = convolution
-    # transformers' wrapper takes fla's rule where fla is: it reads cu_seqlens. Its convolution stays as it is.
+    native.causal_conv1d, native.chunk_gated_delta_rule = causal_conv1d, reference_gated_delta_rule
+    qwen3_5._fla_causal_conv1d = causal_conv1d
+    # transformers' wrapper takes fla's rule where fla is: it reads cu_seqlens. Its causal_conv1d stays as it is.
     theirs.torch_chunk_gated_delta_rule = reference_gated_delta_rule
 
 
@@ -328,7 +453,7 @@ def flat(name: str) -> dict[str, Any]:
 def measure_flat(stages: list[Any], inputs: dict[str, Any], truth: Segments, by_itself: Alone) -> dict[str, Any]:
     """Logits and gradients against each sample alone."""
     given = {key: value for key, value in inputs.items() if key not in ("labels", "loss_mask")}
-    logits = world.run(stages, given)
+    logits = run(stages, given)
     parts = [logits[0, start : start + n] for n, (_, start, _) in zip(truth.sequence_lengths, truth.spans)]
     ids = [inputs["input_ids"][:, start : start + n] for n, (_, start, _) in zip(truth.sequence_lengths, truth.spans)]
     torch.stack([loss_of([part], learned(row)) for part, row in zip(parts, ids)]).sum().backward()
@@ -394,11 +519,11 @@ def flat_rows() -> dict[str, Any]:
     kernels_on_cpu()
     mcore_bridge.install()
     out: dict[str, Any] = {}
-    names = ("qwen3_next", "qwen3_next moe", "qwen3_5") if world.NATIVE else ("qwen3_next", "qwen3_5")
+    names = ("qwen3_next", "qwen3_next moe", "qwen3_5") if NATIVE else ("qwen3_next", "qwen3_5")
     for name in names:
         model_type, _, moe = name.partition(" ")
-        stages = world.build(model_type, moe=bool(moe), deterministic_mode=False, moe_aux_loss_coeff=0.0)
-        if model_type == "qwen3_5" and not world.NATIVE:
+        stages = build(model_type, moe=bool(moe), deterministic_mode=False, moe_aux_loss_coeff=0.0)
+        if model_type == "qwen3_5" and not NATIVE:
             out |= unseparated(stages)
             continue
         for row in ROWS:
@@ -454,7 +579,7 @@ def error_on_ranks(family: str, stages: list[Any], flat: bool, by_itself: Alone)
     args = arguments(family, cp=parallel_state.get_context_parallel_world_size(), padding_free=flat)
     batch = swift_world.prepare(args, swift_world.collate(args, *LENGTHS))
     labels, _ = batch.pop("labels"), batch.pop("loss_scale", None)
-    out = world.run(stages, {**batch, "labels": None})
+    out = run(stages, {**batch, "labels": None})
     cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     found, cp = gradients(stages), ContextParallel.from_megatron()
     for grad in found.values() if cp.size > 1 else ():
@@ -470,7 +595,7 @@ def cells_on(family: str, known: Any = None) -> dict[str, Any]:
     """On the groups that stand: each layout, without us and with us."""
     shared, out, no_kernels = known is not None, {}, patch.object(gated_delta_net, "causal_conv1d", None)
     try:
-        stages = world.build(family, cp=dist.get_world_size() if shared else 1, deterministic_mode=False)
+        stages = build(family, cp=dist.get_world_size() if shared else 1, deterministic_mode=False)
     except AssertionError as refusal:
         raised = {"error": None, "refused": f"AssertionError: {refusal}"}
         return {"context parallel": {"alone": [raised], "ours": [raised]}}
@@ -491,14 +616,13 @@ def cells_on(family: str, known: Any = None) -> dict[str, Any]:
 
 
 def on_ranks(families: list[str]) -> dict[str, Any]:
-    world.on_cpu()
+    on_cpu()
     kernels_on_cpu()
     npu_there(True)
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = _rotary_part
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = rotary_part
     found: dict[str, Any] = {}
     for ranks in (1, dist.get_world_size()):
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+        regroup(context_parallel_size=ranks)
         for family in families:
             told = found.setdefault(family, {})
             told |= cells_on(family, told.pop("known", None))

@@ -1,4 +1,4 @@
-"""Whom a kernel's queries attend, by every head, and on a rank that has a part of them."""
+"""Whom the queries of a kernel attend, by each head, and on a rank that has a part of them."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from collate_npu import CollateError, ContextParallel, Segments, check_delivery
-from collate_npu.kernels.call_boundaries import evaluated, row_of, why_row_wrong
-from collate_npu.masks import block_mask, dense
+from collate_npu.kernels.call_boundaries import attention_reason
+from collate_npu.masks import dense
 from collate_npu.masks.patterns import CAUSAL
 from collate_npu.parallel import query_rows, split_tensor
 
@@ -34,24 +34,9 @@ RANKS = [ContextParallel(2, 0), ContextParallel(2, 1), ContextParallel(2, 0, lay
 def test_a_row_that_is_wrong_says_which_query_and_key(segments, b, any_head, every_head, said):
     attended = any_head, any_head if every_head is None else every_head
     said = said and f"row {b} {said}"
-    assert why_row_wrong(segments, CAUSAL, b, attended) == said
-    ours = why_row_wrong(segments, None, b, attended)
+    assert attention_reason(segments, CAUSAL, b, attended) == said
+    ours = attention_reason(segments, None, b, attended)
     assert ours == ("" if "all of" in said or "more than" in said else said), "without a pattern only whose tokens they are"
-
-
-def test_heads_that_differ_are_all_asked():
-    mask, heads = torch.ones(1, 1, 2, 2).tril().bool(), torch.tensor([[[1, 0], [0, 0]], [[0, 0], [1, 0]]])[None].bool()
-    assert all(torch.equal(each, mask[0, 0]) for each in row_of(mask, 1))
-    any_QK, all_QK = row_of(heads, 0)
-    assert (any_QK.tolist(), all_QK.any().item()) == ([[True, False], [True, False]], False)
-    three = Segments.from_lengths([3, 2, 1])
-    for b in range(3):
-        assert all(
-            torch.equal(each, dense(three)[b, 0]) for each in evaluated(block_mask(three).mask_mod, b, 4, (3, 3), "cpu")
-        )
-    any_QK, all_QK = evaluated(lambda b, h, q, k: (q >= k) & ((h != 2) | (q == k)), 0, 4, (3, 3), "cpu")
-    assert torch.equal(any_QK, torch.ones(3, 3).tril().bool())
-    assert torch.equal(all_QK, torch.eye(3).bool())
 
 
 class OfARank(nn.Module):
