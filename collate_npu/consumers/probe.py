@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from collate_npu.consumers.mask_routing import Model
 from collate_npu.consumers.model_traits import config_of, is_encoder, text_config, unwrap
-from collate_npu.consumers.recurrent import AS_IT_IS, kernel_calls, mend, reads_boundaries_itself, variables_of
+from collate_npu.consumers.recurrent import as_it_is, kernel_calls, mend, reads_boundaries_itself, variables_of
 from collate_npu.errors import CollateError
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments, of_keep, of_lengths
@@ -315,8 +314,7 @@ def _asked(whole: Any, adapter: Any, forms: Sequence[str], attention: str | None
         if mended:
             stack.callback(mend(copy).remove)
         else:
-            AS_IT_IS.add(get_ident())
-            stack.callback(AS_IT_IS.discard, get_ident())
+            stack.enter_context(as_it_is())
         return {form: _why_moved(copy, adapter, rows[form], form == "flat", torch.cat(sequences), alone) for form in forms}
 
 

@@ -14,6 +14,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -174,8 +175,8 @@ class Mended:
 
 _MENDED: dict[tuple[int, str], list[Any]] = {}
 """By the globals of a modeling file and a name in them: how many models want it mended, and what stood there."""
-AS_IT_IS: set[int] = set()
-"""In these threads what is mended for one model runs as it is: another one of the family is probed there."""
+_AS_IT_IS: set[int] = set()
+"""The threads inside of `as_it_is`."""
 
 
 def mend(model: Any) -> Mended:
@@ -184,6 +185,16 @@ def mend(model: Any) -> Mended:
     mended = Mended([(held, name) for held, name, call in _sites(model) if call.kernel in MENDS])
     weakref.finalize(unwrap(model), mended.remove)  # at the latest when the model is gone
     return mended
+
+
+@contextmanager
+def as_it_is() -> Iterator[None]:
+    """Run this thread's models as if no model of their families was mended."""
+    _AS_IT_IS.add(get_ident())
+    try:
+        yield
+    finally:
+        _AS_IT_IS.discard(get_ident())
 
 
 def _mended(found: Any) -> Callable[..., Any]:
@@ -197,7 +208,7 @@ def _mended(found: Any) -> Callable[..., Any]:
 
     @wraps(call.function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("seq_idx") is None or (AS_IT_IS and get_ident() in AS_IT_IS):
+        if kwargs.get("seq_idx") is None or (_AS_IT_IS and get_ident() in _AS_IT_IS):
             return found(*args, **kwargs)
         if not torch.compiler.is_compiling():  # a kernel may have come since, or gone
             unread[0] = bool(_why_unread(call))

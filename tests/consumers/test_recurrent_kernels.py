@@ -94,6 +94,9 @@ def test_a_kernel_of_the_hub_reads_what_its_forward_names(monkeypatch):
     model = tiny_model("lfm2", vocab_size=99)
     scope = inspect.unwrap(type(model.model.layers[0].conv).forward).__globals__
     held = scope["causal_conv1d_fn"]
+    while hasattr(held, "__collate_npu__"):  # another test left a model of the family adapted
+        held = held.__collate_npu__
+        monkeypatch.setitem(scope, "causal_conv1d_fn", held)
     if not isinstance(held, torch.nn.Module):
         held = as_kernels_does(held)
         monkeypatch.setitem(scope, "causal_conv1d_fn", held)
