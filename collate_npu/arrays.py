@@ -45,8 +45,8 @@ PaddingSide = Literal["none", "left", "right", "mixed"]
 
 MOST_PLACES = 2**31 - 1
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_PLAIN = frozenset((*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64))
-_NUMPYS = _PLAIN - {torch.bfloat16}
+PLAIN = frozenset((*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_NUMPYS = PLAIN - {torch.bfloat16}
 _REMEDY = "Pass a dense tensor, a numpy array or nested lists of numbers."
 _UNPADDED = "Rows of their own lengths are padded first.", "PaddingCollator takes such a batch as it is, a TensorDict too."
 
@@ -81,7 +81,7 @@ def host_tensor(name: str, value: Any) -> Tensor:
     """
     if (
         type(value) is Tensor
-        and value.dtype in _PLAIN
+        and value.dtype in PLAIN
         and value.is_cpu
         and value.layout is torch.strided
         and not value.is_nested
@@ -155,12 +155,13 @@ def _is_fake(value: Tensor) -> bool:
 
 
 def whole_number(name: str, value: Any, *, least: int = 0) -> int:
-    """`value` as an int. Raises `CollateError` for anything else: a float, a bool, a list."""
+    """`value` as an int of 64 bits. Raises `CollateError` for anything else: a float, a bool, a list, a larger number."""
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_floating_point():
         value = int(value)
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or value < least:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not least <= value < 1 << 63:
         got = shape_of(value) if isinstance(value, (Tensor, np.ndarray)) else repr(value)
-        raise CollateError(explain(name, got, f"It is a whole number, at least {least}.", f"Pass {name} as an int."))
+        rule = f"It is a whole number, at least {least}, of 64 bits at most."
+        raise CollateError(explain(name, got, rule, f"Pass {name} as an int."))
     return int(value)
 
 

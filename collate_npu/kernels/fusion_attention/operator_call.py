@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import host_array, once, whole_number
+from collate_npu.arrays import check_places, host_array, once, whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.validation import here, wrong_kind
 
@@ -87,6 +87,8 @@ class AttentionCall:
         for name in ("N", "Nkv", "D", "B", "Sq", "Skv", "Tq", "Tkv"):
             if getattr(self, name) is not None:
                 setattr(self, name, whole_number(name, getattr(self, name)))
+        for S in (self.Sq, self.Skv):
+            check_places("B, Sq, Skv", (self.B or 1) * (S or 1), "Pass the sizes of the call's tensors.")
         given = {name: value for name, value in self.kwargs.items() if name not in (*TENSORS, "head_num")}
         self.given = given.keys()
         self.arguments = arguments = DEFAULTS | given

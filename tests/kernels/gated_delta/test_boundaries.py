@@ -148,5 +148,5 @@ def test_it_is_a_new_tensor_and_packed_rows_holes_and_other_shapes_are_refused()
     bad = Segments.from_ids([[1, 1, 2, 2], [1, 0, 1, 1], [1, 1, 1, 0]])
     with pytest.raises(UnsupportedFormError, match=r"2 bad rows\.\n  row 0: got 2 sequences\n  row 1: got padding inside"):
         zero_padding(torch.ones(3, 4, 1), bad)
-    with pytest.raises(UnsupportedFormError, match=r"\[3, 4\]"):
+    with pytest.raises(CollateError, match=r"\[3, 4\]"):
         zero_padding(torch.ones(4, 3, 1), bad)
