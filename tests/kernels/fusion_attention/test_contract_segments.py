@@ -116,18 +116,6 @@ def test_max_mask_bytes_is_what_the_arguments_cost(name: str) -> None:
             make(size - 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WIDE)
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
-def test_what_a_check_allocates_does_not_grow_with_the_mask(name: str, dtype: torch.dtype) -> None:
-    batch, pattern, layout = WIDE[name]
-    kwargs = arguments(batch, pattern=pattern, layout=layout)
-    if "atten_mask" in kwargs:
-        kwargs["atten_mask"] = kwargs["atten_mask"].to(dtype)
-    seen = kwargs.get("atten_mask", torch.empty(0)).nbytes  # its views are counted, too
-    assert peak_bytes(lambda: check_contract(kwargs, **SIZES, segments=batch, pattern=pattern)) <= seen + LIMIT
-
-
 def test_a_mask_for_each_head_is_read_in_blocks_as_small() -> None:
     batch = Segments.from_lengths([900], width=1000)
     masked = arguments(batch, pattern="bidirectional")["atten_mask"].repeat(1, 64, 1, 1)

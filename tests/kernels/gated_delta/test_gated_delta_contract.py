@@ -11,19 +11,12 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, strategies as st
 from torch import Tensor
 
 from collate_npu import CollateError, ContextParallel, Segments, releases
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.check import call_breaches, knows
-from collate_npu.kernels.gated_delta import (
-    Kernel,
-    check_gated_delta_contract,
-    gated_delta_breaches,
-    gated_delta_kwargs,
-    reference_gated_delta_rule,
-)
+from collate_npu.kernels.gated_delta import Kernel, check_gated_delta_contract, gated_delta_breaches, gated_delta_kwargs
 from collate_npu.kernels.gated_delta.operators import KERNELS, OPERATORS, operator_named
 from collate_npu.masks import dense
 from collate_npu.parallel.layout import Layout
@@ -131,6 +124,8 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         (cu(0, 1, 2, 4), "", {"T": 4, "segments": Segments.from_lengths([[1, 1], [2]])}),
         (cu(0, 4, 73), "differs-from-segments", {"segments": PACKED}),
         (cu(0, 3, 74), "sizes-differ", {"T": 74, "segments": PACKED}),
+        *((cu(0, 3, 73, scale=scale), rules) for scales, rules in (((5e-324, 1, np.float64(2)), ""),
+          ((0.0, -1, math.inf, math.nan, np.float64(-2)), "scale")) for scale in scales),
         ({"cp_context": 1}, "context-unread", {"segments": PACKED}), ({"cp_context": 1}, "", cp()),
         (cu(0, 3, 128), "", cp("ulysses")), (CU, "ranks", cp("ulysses", 73)), (cu(0, 3, 128), "ranks", cp("zigzag")),
         (ZIGZAG | cu(0, 3, 128), "", cp("zigzag")), (ZIGZAG | cu(0, 3, 128), "ranks", cp()),
@@ -178,6 +173,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         (host(0, 3, 73, chunk_indices_out=[0, 0, 1, 0]), "", {"chunk_size": 1}),
         (host(0, 1500, chunk_indices_out=[0, 0]), "table", {"T": 1500, "chunk_size": 128}),
         (host(0, 3, 73, chunk_indices=TABLE), "unread"), (host(3, 73), "first"), (host(0, 3, 3, 73), "empty"),
+        (host(0, 3, 73, chunk_indices_out=[0, 0, 1, 0], scale=-1.44), ""),  # of a cumulative sum it has any sign
         (host(0, 3, 73, chunk_indices_out=[0, 0, 1, 0], g=meta(1, 4, 73)), ""),
         (host(0, 3, 73, chunk_indices_out=[0, 0, 1, 0], g=meta(1, 73, 4)), "shape"),
     ],
@@ -190,6 +186,11 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "fla_npu.causal_conv1d": [
         (starts(0, 3, 73, x=meta(73, 16), weight=meta(4, 16)), "", FLAT), (starts(0, 3, 3, 73), "", FLAT),
+        # rows are read as rows whatever the boundaries say; another count the host refuses
+        (starts(0, 4, 8, x=meta(2, 4, 16)), "", {"B": 2, "T": 4} | INFER),
+        (starts(0, 3, 8, x=meta(2, 4, 16)), "rows", {"B": 2, "T": 4} | INFER),
+        (starts(0, 2, 4, 8, x=meta(2, 4, 16)), "", {"B": 2, "T": 4} | INFER),
+        (starts(0, 3, 8, x=meta(8, 16)), "", FLAT | {"T": 8} | INFER),
         (starts(0, 12, 8, 16), "falling", FLAT | {"T": 16}), ({"x": meta(1, 73, 16, requires_grad=True)}, ""),
         (starts(0, 3, 73, x=meta(73, 16, requires_grad=True)), "history", FLAT), ({"activation_mode": 1}, "history"),
         (starts(0, 3, 73, x=meta(73, 16, requires_grad=True)), "", FLAT | INFER),
@@ -378,47 +379,6 @@ def test_a_state_lies_as_the_call_says(flag: str) -> None:
             state = meta(2, 8, *((256, 128) if lies else (128, 256)))
             call = offsets | {"q": meta(*x, 128), "v": meta(*v, 256), "initial_state": state, flag: V_first}
             assert broken(name, call, {}) == (set() if lies == V_first else {"shape"})
-
-
-@given(
-    shape=st.lists(st.sampled_from((1, 2, 3, 4)), max_size=5),
-    sizes=st.fixed_dictionaries({"N": st.sampled_from((2, 4)), **dict.fromkeys("KV", st.sampled_from((1, 2, 3)))}),
-)
-@example(shape=[2, 4, 3, 1], sizes={"N": 4, "K": 3, "V": 1})
-def test_the_contract_and_the_reference_refuse_the_same_states(shape: list[int], sizes: dict[str, int]) -> None:
-    orders = {"q": "BTHK", "k": "BTHK", "v": "BTNV", "g": "BTN", "beta": "BTN"}
-    call = {x: torch.zeros([(SIZES | {"H": 1} | sizes)[axis] for axis in order]) for x, order in orders.items()}
-    offsets, state = gated_delta_kwargs(SHORT, kernel="fla"), torch.zeros(shape)
-    found = call_breaches("fla.chunk_gated_delta_rule", call | offsets | {"initial_state": state})
-    try:
-        reference_gated_delta_rule(*call.values(), initial_state=state, cu_seqlens=offsets["cu_seqlens"])
-    except CollateError:
-        assert found or (len(shape) == 4 == len(shape) and shape[0] != 2), "how many there are fla says itself"
-    else:
-        assert not found
-
-
-@given(scale=st.floats())
-@example(scale=0.0)
-@example(scale=math.inf)
-def test_a_scale_is_above_zero_and_finite(scale: float) -> None:
-    rules = set() if 0 < scale < math.inf else {"scale"}
-    for given_scale in (scale, np.float64(scale)):
-        assert broken("fla", CU | {"scale": given_scale}, {}) == rules
-    cumsum = host(0, 3, 73, chunk_indices_out=[0, 0, 1, 0], scale=-1.44)
-    assert not broken("fla_npu_cumsum", cumsum, {}), "of a cumulative sum it has any sign"
-
-
-@given(B=st.integers(1, 4), S=st.integers(1, 4), rank=st.sampled_from((2, 3)), data=st.data())
-def test_the_convolution_of_fla_npu_takes_rows_or_one_flat_row(B: int, S: int, rank: int, data: st.DataObject) -> None:
-    """causal_conv1d_tiling_validation.h:221-240, 263; op_kernel/causal_conv1d.h:50-60 reads rows of S whatever they say."""
-    inner = data.draw(st.lists(st.integers(0, B * S), min_size=B - 1, max_size=B + 1).map(sorted))
-    ends = data.draw(st.sampled_from(([*range(S, B * S, S)], inner)))
-    offsets = [0, *ends, B * S]
-    x = meta(B * S, 32) if rank == 2 else meta(B, S, 32)
-    found = call_breaches("fla_npu.npu_causal_conv1d", {"x": x, "weight": meta(4, 32), **starts(*offsets)}, training=False)
-    counted = rank == 3 and len(offsets) == B + 1  # another count the host refuses
-    assert [each.rule for each in found] == ["rows"] * (counted and offsets != [*range(0, B * S + 1, S)])
 
 
 # --- names, values, messages
