@@ -202,8 +202,6 @@ CALLS = {
     ),
     "choose_form": Call(fusion.choose_form, "segments"),
     "fusion_attention_kwargs": Call(fusion.fusion_attention_kwargs, "segments", "rows width"),
-    "check_contract": Call(partial(_of_attention, fusion.check_contract), "attention segments", **FEW),
-    "contract_breaches": Call(partial(_of_attention, fusion.contract_breaches), "attention segments", **FEW),
     "reference_fusion_attention": Call(
         lambda q: fusion.reference_fusion_attention(q, q, q, 1, "BSND", scale=0.25), "query", **FEW
     ),
@@ -212,8 +210,6 @@ CALLS = {
     "chunk_indices": Call(partial(gated_delta.chunk_indices, chunk_size=64), "offsets"),
     "chunk_offsets": Call(partial(gated_delta.chunk_offsets, chunk_size=64), "offsets"),
     "zero_padding": Call(gated_delta.zero_padding, "hidden segments", "rows width"),
-    "check_gated_delta_contract": Call(partial(_of_row, gated_delta.check_gated_delta_contract), "delta segments"),
-    "gated_delta_breaches": Call(partial(_of_row, gated_delta.gated_delta_breaches), "delta segments"),
     "reference_causal_conv1d": Call(lambda x: gated_delta.reference_causal_conv1d(x, x[0, :4].T), "hidden", "width"),
     "reference_gated_delta_rule": Call(
         lambda q: gated_delta.reference_gated_delta_rule(q, q, q, q[..., 0] - 1, q[..., 0]), "query", "width", most=1_600

@@ -62,14 +62,12 @@ OFFSETS = {"offsets": [0, 3, 5], "chunk_size": 64}
 CALLS = {
     fusion_attention.choose_form: {"segments": FLAT},
     fusion_attention.fusion_attention_kwargs: {"segments": ROWS},
-    fusion_attention.check_contract: {"kwargs": FLAT_MASK, "N": 2, "Nkv": 2, "D": 4, "segments": FLAT},
     fusion_attention.triangle: {},
     fusion_attention.prefix_triangle: {},
     gated_delta.gated_delta_kwargs: {"segments": ONE_ROW, "kernel": "fla"},
     gated_delta.flat_offsets: {"segments": FLAT},
     gated_delta.chunk_indices: OFFSETS,
     gated_delta.chunk_offsets: OFFSETS,
-    gated_delta.check_gated_delta_contract: {"kwargs": {}, "kernel": "fla", "B": 1, "T": 5},
     gated_delta.zero_padding: {"hidden": torch.ones(2, 4, 3), "segments": ROWS},
     check.check_call: {"name": "fla.chunk_gated_delta_rule", "arguments": {"q": torch.ones(1, 5, 2, 4)}},
     outputs.unpad: {"x": IDS, "segments": ROWS},
@@ -222,7 +220,7 @@ def test_a_right_call_passes_and_a_flag_is_true_or_false(function):
 def test_every_public_function_that_takes_segments_is_an_entry():
     rooms = (outputs, fusion_attention, gated_delta)
     held = {name for room in rooms for name, one in vars(room).items() if hasattr(one, "__wrapped__")}
-    judges = {"contract_breaches", "gated_delta_breaches", "reference_fusion_attention", "reference_gated_delta_rule"}
+    judges = {"reference_fusion_attention", "reference_gated_delta_rule"}
     judges |= {"reference_causal_conv1d"}  # torch refuses loudly
     assert held - {function.__name__ for function in CALLS} == judges
 
@@ -304,7 +302,7 @@ REFUSED = [
     (lambda: Segments.from_lengths([1], width=HUGE), PLACES),
     (lambda: Segments.from_cu_seqlens([0, HUGE]), PLACES),
     (lambda: Key(kind="tokenz"), "Key.kind: got 'tokenz'"),
-    (lambda: gated_delta.gated_delta_breaches({}, kernel="fla", B=1, T=1, versions={"flaa": "0.5.2"}), "Write 'fla'"),
+    (lambda: check.call_breaches("fla", {}, B=1, T=1, versions={"flaa": "0.5.2"}), "Write 'fla'"),
     *((partial(describe, x), "A batch is a mapping") for x in (None, "text")),
     (lambda: describe([BATCH]), "batch: got a list"),
     (lambda: describe(IDS), "picture draws a mask alone"),

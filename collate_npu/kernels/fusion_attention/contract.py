@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from collate_npu.arrays import whole_number
 from collate_npu.errors import shape_of
-from collate_npu.kernels import Breach, refuse
+from collate_npu.kernels import Breach
 from collate_npu.kernels.call_boundaries import attention_reason, row_of
 from collate_npu.kernels.fusion_attention.operator_call import (
     BLOCK_SCORES,
@@ -64,7 +64,7 @@ def contract_breaches(
     keep_tail: bool = False,
     **sizes: int | None,
 ) -> tuple[Breach, ...]:
-    """Return every rule that the arguments break; arguments as in `check_contract`."""
+    """Return every rule that a call breaks; arguments as in `check.check_call`, N, Nkv and D among the sizes."""
     follow: dict[str, int] = {}  # the sizes of query and key that the batch tells
     if segments is not None and str(kwargs.get("input_layout")).upper() == "TND":
         follow = dict.fromkeys(("Tq", "Tkv"), varlen(segments, keep_tail=keep_tail).cu_seqlens_host[-1])
@@ -76,47 +76,6 @@ def contract_breaches(
         found += () if found else _against_segments(call, segments, Pattern.of(pattern), keep_tail)
         found += _beside_the_mask(call)
     return tuple(found)
-
-
-@checked
-def check_contract(
-    kwargs: Mapping[str, Any],
-    *,
-    N: int,
-    Nkv: int,
-    D: int,
-    B: int | None = None,
-    Sq: int | None = None,
-    Skv: int | None = None,
-    Tq: int | None = None,
-    Tkv: int | None = None,
-    segments: Segments | None = None,
-    pattern: str | Pattern = "causal",
-    keep_tail: bool = False,
-) -> None:
-    """Raise `UnsupportedFormError`, with rule, remedy and source, unless the operator computes what the arguments say.
-
-    `kwargs` are those of `npu_fusion_attention` or its `_v3`, `input_layout` among them. N query and Nkv key heads of
-    size D. With `segments`, what the call attends is compared with what they and `pattern` say at every real query; `scale`
-    must be given, of any size above 0, and nothing dropped. Under TND the packed tensors are then those of `unpad`, or with
-    `keep_tail` the whole flat row. Whether the tensors lie as `input_layout` says, their shapes tell, where query, key and
-    value are among `kwargs`: not where sizes are alike.
-
-    Without `segments` the sizes must be given: B rows, Sq and Skv of the padded layouts; Tq and Tkv, the tokens of the
-    packed tensors, under TND. The check is stricter than the operator where that says nothing, leaves to it most of what it
-    refuses by itself (`refused`), and believes a legal mask: `~keep` and `keep` of a bidirectional padding mask both pass.
-    Raises `CollateError` where a size is missing.
-
-    >>> left = Segments.from_lengths([3, 5], side="left")
-    >>> check_contract({"input_layout": "BSND", "sparse_mode": 3, "scale": 0.125}, N=4, Nkv=2, D=64, segments=left)
-    Traceback (most recent call last):
-        ...
-    collate_npu.errors.UnsupportedFormError: npu_fusion_attention:
-    [none-is-full] atten_mask: got None with sparse_mode 3, pre 2147483647, next 2147483647. Without a mask every mode
-        and token is ignored: full attention, the future included. Pass the compressed mask fusion_attention.triangle(), or
-        sparse_mode 0 if full attention is meant. (T:799, T:4121, PD:176, MS:102)
-    """
-    refuse("npu_fusion_attention", contract_breaches(**locals()))
 
 
 def _other_sizes(given: Mapping[str, int | None], follow: Mapping[str, int]) -> Iterator[Breach]:

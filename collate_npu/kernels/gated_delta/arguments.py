@@ -96,7 +96,7 @@ def gated_delta_kwargs(
     `[1, T, D]` it reads no boundaries. Nothing here is shared with another call.
 
     Raises `UnsupportedFormError` where padding that is kept stands inside a sequence, where the kernel cannot compute
-    the batch, and for a `chunk_size` it does not take. `check_gated_delta_contract` checks a call as a whole.
+    the batch, and for a `chunk_size` it does not take. `kernels.check.check_call` checks a call as a whole.
 
     >>> flat = Segments.from_lengths([[3, 2]], width=8)
     >>> {name: value.tolist() for name, value in gated_delta_kwargs(flat, kernel="fla").items()}

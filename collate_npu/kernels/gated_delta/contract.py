@@ -24,7 +24,7 @@ from torch import Tensor
 from collate_npu import releases
 from collate_npu.arrays import Array, host_array, host_tensor, whole_number
 from collate_npu.errors import CollateError, shape_of
-from collate_npu.kernels import Breach, refuse
+from collate_npu.kernels import Breach
 from collate_npu.kernels.call_boundaries import (
     CallBoundaries,
     boundary_reason,
@@ -43,51 +43,8 @@ from collate_npu.validation import checked
 
 
 @checked
-def check_gated_delta_contract(
-    kwargs: Mapping[str, Any],
-    *,
-    kernel: str,
-    B: int | None,
-    T: int,
-    chunk_size: int = 64,
-    training: bool = True,
-    segments: Segments | None = None,
-    versions: Mapping[str, str] | None = None,
-    context_parallel: ContextParallel | None = None,
-) -> None:
-    """Raise `UnsupportedFormError`, with rules, remedies and sources, where the kernel would compute something else.
-
-    Of what it refuses by itself, only what the boundaries cannot be read without is checked.
-
-    `kwargs` are the arguments of the real call by the kernel's own names: boundaries, and where given tensors (shapes are
-    read; device meta will do) and flags. `kernel` is one of `gated_delta_kwargs`, or an operator of `operators.OPERATORS`.
-    B and T are the sizes of its tensors, B None where they have no batch dimension, `chunk_size` is the rule's. Under
-    context parallelism T and the boundaries are those of the whole row, and `check_recurrent_split` judges the layout.
-
-    With `segments` the sequences that the kernel reads are compared with the truth at every real token, and `scale` must be
-    given to operators whose own default is 1.0. What stands in the tensors is not looked at. B and T tell whether the
-    tensors are the rows `[B, S]`, the same one behind the other `[1, B * S]`, or those of `unpad`, `[1, T]`. Without
-    `segments` the boundaries are believed, and those of another batch pass.
-
-    `versions` names releases, `{"transformers": "5.19.0", "fla": "0.5.0"}`; `""` is a package that is not there. Default:
-    what is installed, else the newest release that was read. Boundaries that lie on a device cost one sync each.
-    Raises `CollateError` for kernels that are not known and for sizes that are no numbers.
-
-    >>> import torch
-    >>> flat = Segments.from_lengths([[3, 2]])
-    >>> check_gated_delta_contract({"cu_seqlens": torch.tensor([3, 5])}, kernel="fla", B=1, T=5, segments=flat)
-    Traceback (most recent call last):
-        ...
-    collate_npu.errors.UnsupportedFormError: fla:
-    [first] cu_seqlens: got [3, 5]. Offsets begin with 0. Take it from gated_delta_kwargs(segments, kernel='fla'). (fla
-        0.5.2 ops/gated_delta_rule/chunk.py:505-560, ops/utils/index.py:156)
-    """
-    refuse(kernel, gated_delta_breaches(**locals()))
-
-
-@checked
 def gated_delta_breaches(kwargs: Mapping[str, Any], *, kernel: str, **says: Any) -> tuple[Breach, ...]:
-    """Return every rule that the call breaks; arguments as in `check_gated_delta_contract`."""
+    """Return every rule that the call breaks; arguments as in `check.check_call`, B and T among them."""
     call = Call(operator_named(kernel), kwargs, **says)
     found = list(_unread(call))
     for group in (_unreadable, _boundaries, _tables):  # each reads what the one before has judged

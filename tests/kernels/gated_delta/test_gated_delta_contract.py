@@ -1,4 +1,4 @@
-"""`check_gated_delta_contract` takes what a kernel computes rightly, and leaves what it refuses by itself; nothing else."""
+"""`check_call` takes what a kernel computes rightly, and leaves what it refuses by itself; nothing else."""
 
 import contextlib
 import itertools
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from collate_npu import CollateError, ContextParallel, Segments, releases
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.check import call_breaches, knows
-from collate_npu.kernels.gated_delta import Kernel, check_gated_delta_contract, gated_delta_breaches, gated_delta_kwargs
+from collate_npu.kernels.check import call_breaches, check_call, knows
+from collate_npu.kernels.gated_delta import Kernel, gated_delta_kwargs
 from collate_npu.kernels.gated_delta.operators import KERNELS, OPERATORS, operator_named
 from collate_npu.masks import dense
 from collate_npu.parallel.layout import Layout
@@ -102,7 +102,7 @@ CU, HOST = cu(0, 3, 73), host(0, 3, 73)
 TABLE_32, TABLE_64 = (gated_delta_kwargs(PACKED, kernel="fla", chunk_size=n, tables=True)["chunk_indices"] for n in (32, 64))
 PACK = (0, 3, 73, 75, 139)
 ROWS, NEW, MAIN, INFER = {"B": 2, "T": 25}, of(), {"versions": {"megatron": "main"}}, {"training": False}
-ONE, FLAT = {"kernel": "fla", "B": 1, "T": 73}, {"B": None}
+ONE, FLAT = {"B": 1, "T": 73}, {"B": None}
 ZIGZAG = {"cp_context": SimpleNamespace(layout="zigzag")}
 LONG = {n: gated_delta_kwargs(Segments.from_lengths([[n]]), kernel="fla_npu") for n in (64, 65, 32768)}
 OLD_NPU = {"versions": {"fla_npu": "26.6.0"}}
@@ -272,10 +272,9 @@ LOUD: dict[str, list[tuple[Any, ...]]] = {
 def broken(operator: str, kwargs: dict[str, Any], says: dict[str, Any]) -> set[str]:
     """The rules that the call breaks, whoever is asked, and with a remedy and a source in the message."""
     says = {"B": 1, "T": 73} | says
-    found = gated_delta_breaches(kwargs, kernel=operator, **says)
-    assert call_breaches(operator, kwargs, **says) == found
+    found = call_breaches(operator, kwargs, **says)
     with pytest.raises(UnsupportedFormError) if found else contextlib.nullcontext() as error:
-        check_gated_delta_contract(kwargs, kernel=operator, **says)
+        check_call(operator, kwargs, **says)
     for each in found:
         assert all(text and text in str(error.value) for text in (each.rule, each.says, each.remedy, each.source))
         assert each.silent == (each.rule != "container" and (operator, each.rule) != ("fla_npu.causal_conv1d", "falling"))
@@ -314,7 +313,7 @@ def test_the_circle_of_remedies_ends(name: str) -> None:
     says = {"T": 8, "training": row.backward} | NEW
     for truth in (None, segments):
         assert not broken(name, right, says | {"segments": truth})
-    (breach,) = gated_delta_breaches({"cu_seqlen": 1}, kernel=name, B=1, **says)
+    (breach,) = call_breaches(name, {"cu_seqlen": 1}, B=1, **says)
     assert f"kernel={row.kernel!r}" in breach.remedy
 
 
@@ -385,25 +384,24 @@ def test_a_state_lies_as_the_call_says(flag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "says", "message"),
+    ("kernel", "says", "message"),
     [
-        ({}, {"kernel": "fla_con"}, r"'fla_con'.*Close to it: (?!.*megatron).*fla_conv"),
-        ({}, {"kernel": ""}, r"Close to it:\s+\w"), ({}, {"training": "yes"}, "training"),
-        ({}, {"T": 0}, "T"), ({}, {"B": 0}, "B"), ({}, {"T": 2.5}, "T"), ({}, {"chunk_size": "64"}, "chunk_size"),
-        ({}, {"context_parallel": 2}, "context_parallel"), ({}, {"versions": "0.5.2"}, "versions"),
-        ({}, {"versions": {"fla": "banana"}}, "versions"), ({}, {"versions": {"flaa": "5.23.0"}}, "packages are .*fla"),
-        ([("cu_seqlens", 3)], {}, "kwargs"),
+        ("fla_con", {}, r"'fla_con'.*Close to it: (?!.*megatron).*fla_conv"), ("", {}, r"Close to it:\s+\w"),
+        *(("fla", {name: value}, name) for name, value in (
+            ("training", "yes"), ("T", 0), ("B", 0), ("T", 2.5), ("chunk_size", "64"), ("context_parallel", 2),
+            ("versions", "0.5.2"), ("versions", {"fla": "banana"}), ("arguments", [("cu_seqlens", 3)]))),
+        ("fla", {"versions": {"flaa": "5.23.0"}}, "packages are .*fla"),
     ],
 )  # fmt: skip
-def test_names_sizes_and_types_that_are_not_known_are_refused(kwargs: Any, says: dict[str, Any], message: str) -> None:
-    for judge in (check_gated_delta_contract, gated_delta_breaches):
+def test_names_sizes_and_types_that_are_not_known_are_refused(kernel: str, says: dict[str, Any], message: str) -> None:
+    for judge in (check_call, call_breaches):
         with pytest.raises(CollateError, match=message):
-            judge(kwargs, **ONE | says)
+            judge(kernel, **{"arguments": {}} | ONE | says)
 
 
 def test_the_message_names_tokens_and_releases() -> None:
     with pytest.raises(UnsupportedFormError) as error:
-        check_gated_delta_contract(cu(0, 4, 73), segments=PACKED, **ONE)
+        check_call("fla", cu(0, 4, 73), segments=PACKED, **ONE)
     assert str(error.value) == (
         "fla:\n[differs-from-segments] cu_seqlens: got the token at (row, column) (0, 3) goes on from another sequence. "
         "The segments say otherwise. Take the boundaries from gated_delta_kwargs(segments, kernel='fla'). Or "
@@ -415,14 +413,14 @@ def test_the_message_names_tokens_and_releases() -> None:
         ({"seq_idx": ids(2, 1, 70) % 2}, "causal_conv1d", {}, "[0, 1, 0]"),
         (CU | {"cu_seqlens": dev(0, 3, 70)}, "fla", {}, "unwritten"), (cu(0, 3, 80), "fla", {}, "somebody else"),
     ):  # fmt: skip
-        (breach,) = gated_delta_breaches(kwargs, **ONE | {"kernel": kernel}, versions=versions)
+        (breach,) = call_breaches(kernel, kwargs, **ONE, versions=versions)
         assert text in f"{breach.got} {breach.says}"
 
 
 def test_arguments_are_only_read() -> None:
     kwargs = gated_delta_kwargs(PACKED, kernel="fla", tables=True)
     before = {name: value.clone() for name, value in kwargs.items()}
-    check_gated_delta_contract(kwargs, **ONE, segments=PACKED, context_parallel=ContextParallel(1, 0))
+    check_call("fla", kwargs, **ONE, segments=PACKED, context_parallel=ContextParallel(1, 0))
     assert kwargs.keys() == before.keys()
     assert all(torch.equal(kwargs[name], value) for name, value in before.items())
 
@@ -448,7 +446,7 @@ def test_odd_values_are_read_or_refused_never_a_raw_error(operator: str) -> None
     for name, value in itertools.product(sorted(names - {""}), ODD):
         for kwargs, segments in (({name: value}, PACKED), (right | {name: value}, None), (right | {name: value}, PACKED)):
             with contextlib.suppress(CollateError):
-                gated_delta_breaches(kwargs, **ONE | {"kernel": operator}, segments=segments, **NEW)
+                call_breaches(operator, kwargs, **ONE, segments=segments, **NEW)
 
 
 @pytest.mark.parametrize("name", ["flash-linear-attention-npu", "flash-linear-attention-npu-a2"])
