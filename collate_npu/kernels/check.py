@@ -16,8 +16,7 @@ import torch
 from collate_npu import errors
 from collate_npu.errors import CollateError, explain
 from collate_npu.kernels import Breach, refuse
-from collate_npu.kernels.fusion_attention.contract import contract_breaches
-from collate_npu.kernels.fusion_attention.operator_call import sizes_of
+from collate_npu.kernels.fusion_attention.contract import contract_breaches, sizes_of
 from collate_npu.kernels.gated_delta.contract import gated_delta_breaches
 from collate_npu.kernels.gated_delta.operators import HOLDER, by_own_names, find_operator, operator_named, rows_and_tokens
 from collate_npu.keys import KEEP_KEY

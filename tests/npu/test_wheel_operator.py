@@ -15,7 +15,7 @@ from collate_npu import Pattern, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.check import check_call
 from collate_npu.kernels.fusion_attention import fusion_attention_kwargs, reference_fusion_attention
-from collate_npu.kernels.fusion_attention.operator_call import DEFAULTS
+from collate_npu.kernels.fusion_attention.contract import DEFAULTS
 
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 16
 DIMS = {"B": 2, "N": HEADS, "Nkv": KEY_HEADS, "Sq": 5, "Skv": 5, "D": HEAD_DIM}

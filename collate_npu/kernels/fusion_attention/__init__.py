@@ -7,7 +7,7 @@ from typing import Any
 
 from collate_npu.errors import moved
 from collate_npu.kernels.fusion_attention.arguments import NpuForm, choose_form, fusion_attention_kwargs
-from collate_npu.kernels.fusion_attention.operator_call import prefix_triangle, triangle
+from collate_npu.kernels.fusion_attention.contract import prefix_triangle, triangle
 from collate_npu.kernels.fusion_attention.reference import reference_fusion_attention
 
 __all__ = [

@@ -39,10 +39,8 @@ from collate_npu.masks.derive import derive_segments
 from collate_npu.parallel.layout import ContextParallel
 from collate_npu.parallel.recurrent import check_recurrent_split, same_tokens
 from collate_npu.segments import Segments
-from collate_npu.validation import checked
 
 
-@checked
 def gated_delta_breaches(kwargs: Mapping[str, Any], *, kernel: str, **says: Any) -> tuple[Breach, ...]:
     """Return every rule that the call breaks; arguments as in `check.check_call`, B and T among them."""
     call = Call(operator_named(kernel), kwargs, **says)
@@ -353,12 +351,12 @@ def _against_segments(call: Call, segments: Segments) -> Iterator[Breach]:
     if places_in(given[0], segments) is None:
         says = f"By the segments it is [{B}, {S}], [1, {B * S}], or [1, {segments.num_tokens}] without padding."
         remedy = "Pass the B and T of the tensors, and the segments of this batch."
-        yield Breach("sizes-differ", "B, T", f"[{call.B}, {call.T}]", says, remedy, "Segments", silent=True)
+        yield Breach("sizes-differ", "B, T", f"[{call.B}, {call.T}]", says, remedy, "Segments")
     elif found := "; ".join(dict.fromkeys(filter(None, (boundary_reason(each, segments) for each in given)))):
         where = ", ".join(filter(None, (call.where, call.operator.numbers))) or "boundaries"
         remedy = f"Take the boundaries {call.operator.remedy} Or unpad() the batch and its tensors, or pass the "
         remedy += "segments that this call is for."
-        yield Breach("differs-from-segments", where, found, "The segments say otherwise.", remedy, "Segments", silent=True)
+        yield Breach("differs-from-segments", where, found, "The segments say otherwise.", remedy, "Segments")
 
 
 def _call_boundaries(call: Call) -> Iterator[CallBoundaries]:

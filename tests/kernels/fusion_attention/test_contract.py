@@ -19,8 +19,7 @@ from collate_npu import CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.check import call_breaches, check_call
 from collate_npu.kernels.fusion_attention import prefix_triangle, triangle
-from collate_npu.kernels.fusion_attention.contract import COMPRESSED
-from collate_npu.kernels.fusion_attention.operator_call import UNLIMITED, outside_band, outside_prefix
+from collate_npu.kernels.fusion_attention.contract import COMPRESSED, UNLIMITED, outside_band, outside_prefix
 
 NAME = "npu_fusion_attention"
 

@@ -15,7 +15,7 @@ from collate_npu import CollateError, Pattern, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels import Breach
 from collate_npu.kernels.check import call_breaches, check_call
-from collate_npu.kernels.fusion_attention import fusion_attention_kwargs, operator_call, triangle
+from collate_npu.kernels.fusion_attention import contract, fusion_attention_kwargs, triangle
 from collate_npu.masks import dense
 
 NAME, SIZES = "npu_fusion_attention", {"N": HEADS, "Nkv": KEY_HEADS, "D": HEAD_DIM}
@@ -64,7 +64,7 @@ def test_drawn_calls_pass_and_mutations_compute_the_same_or_are_refused_by_block
         said = verdict(batch, pattern, kwargs, keep_tail, right)
         assert said != "wrong, passed", name
         for size in (1, 7):
-            with mock.patch.object(operator_call, "BLOCK_SCORES", size):
+            with mock.patch.object(contract, "BLOCK_SCORES", size):
                 assert verdict(batch, pattern, kwargs, keep_tail, right) == said
         if said != "same, passed":
             return
