@@ -89,16 +89,19 @@ def host_tensor(name: str, value: Any) -> Tensor:
         return value.detach()
     if not isinstance(value, Tensor):
         return torch.from_numpy(np.ascontiguousarray(host_array(name, value)))
+    from torch._subclasses.fake_tensor import FakeTensor
+
     if type(value).__name__ == "MemoryMappedTensor":  # tensordict's: a plain tensor whose memory is a file
         value = value.as_subclass(Tensor)
     with torch._C.DisableTorchFunctionSubclass():  # torch 2.6's CausalBias answers nothing
         nested = value.is_nested
     if nested:
         raise CollateError(explain(name, f"a nested {type(value).__name__}", *_UNPADDED))
-    if _means_something_else(type(value)):
+    answers = next(base for base in type(value).__mro__ if "__torch_function__" in vars(base))
+    if answers not in (Tensor, torch.nn.Parameter):  # it answers torch's functions by itself, before Tensor does
         rule = "It is a tensor by name only: what it means is in its class (torch's CausalBias holds no numbers)."
         raise CollateError(explain(name, f"a {type(value).__name__}", rule, _REMEDY))
-    if value.is_complex() or value.is_quantized or value.device.type == "meta" or _is_fake(value):
+    if value.is_complex() or value.is_quantized or value.device.type == "meta" or isinstance(value, FakeTensor):
         what = "complex" if value.is_complex() else "without values"
         raise CollateError(explain(name, f"{type(value).__name__}, {what}", "Its values are read on the host.", _REMEDY))
     if value.layout != torch.strided:
@@ -141,17 +144,6 @@ def host_array(name: str, value: Any) -> Array:
     if not array.dtype.isnative or min(array.strides, default=0) < 0:  # a flipped one: torch takes neither
         array = array.astype(array.dtype.newbyteorder("="), order="C")
     return array
-
-
-def _means_something_else(kind: type) -> bool:
-    """True if this class answers torch's functions by itself, before Tensor does."""
-    return next(base for base in kind.__mro__ if "__torch_function__" in vars(base)) not in (Tensor, torch.nn.Parameter)
-
-
-def _is_fake(value: Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(value, FakeTensor)
 
 
 def whole_number(name: str, value: Any, *, least: int = 0) -> int:

@@ -77,9 +77,8 @@ def check_held(name: str, value: float, dtype: torch.dtype) -> None:
         low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     if low > -math.inf and not (low <= value <= high and value == int(value)):
         rule = f"It stands at padding in a tensor of {str(dtype).removeprefix('torch.')}, which has no such value."
-        raise CollateError(
-            explain(name, repr(value), rule, "Convert the tensor first (x.long()), or pass a value that it holds.")
-        )
+        remedy = "Convert the tensor first (x.long()), or pass a value that it holds."
+        raise CollateError(explain(name, repr(value), rule, remedy))
 
 
 def check_collator(collator: Any, name: str = "collator") -> None:

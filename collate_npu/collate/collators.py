@@ -317,8 +317,7 @@ class PaddingCollator(Emitter):
         if self.max_length is not None and max(samples.lengths) > self.max_length:
             _refuse_longer(self.max_length, samples.lengths)
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
-        made = "position_ids" not in samples.columns
-        out = self._finished(batch, segments, padding_free=self.padding_free, counted=made)
+        out = self._finished(batch, segments, padding_free=self.padding_free, counted="position_ids" not in samples.columns)
         return out if get_worker_info() is None else shipped(out)
 
 

@@ -85,7 +85,7 @@ def call_breaches(
 ) -> tuple[Breach, ...]:
     """Return every rule that the call breaks; arguments as in `check_call`."""
     if name.rpartition(".")[2] in ATTENTION:
-        if "N" not in says:
+        if not {"N", "Nkv", "D"} <= says.keys():
             says |= sizes_of(**{key: arguments.get(key) for key in ("query", "key", "head_num", "input_layout")})
             tail = segments is not None and says.get("Tq") == segments.array.size != segments.num_tokens
             says = {"keep_tail": tail} | says

@@ -44,6 +44,8 @@ def test_without_a_contract_or_sizes_it_says_so() -> None:
         check_call("fla.chunk_gated_delta_rul", {})
     with pytest.raises(CollateError, match="number of tokens"):
         check_call("fla.chunk_gated_delta_rule", gated_delta_kwargs(FLAT, kernel="fla"))
+    with pytest.raises(UnsupportedFormError, match="query, key: got NoneType"):
+        check_call("npu_fusion_attention", {"input_layout": "BSND"}, N=2, segments=FLAT)
     with pytest.raises(UnsupportedFormError, match="3 dimensions"):
         check_call("npu_fusion_attention", {"query": 3, "head_num": 2, "input_layout": "BSND"})
 

@@ -32,6 +32,7 @@ from collate_npu.kernels.call_boundaries import (
     by_offsets,
     places_in,
     row_starts,
+    shown,
 )
 from collate_npu.kernels.gated_delta.arguments import chunk_indices, table_block
 from collate_npu.kernels.gated_delta.operators import HOLDER, Call, is_whole_tensor, operator_named, tensor_orders
@@ -85,7 +86,8 @@ def _unreadable(call: Call) -> Iterator[Breach]:
     where, numbers = call.where, call.operator.numbers
     rows = [where, "cu_seqlens_q"] if where.endswith("_padded") else [where]
     found = [(name, call.row(name, host=call.operator.host)[1]) for name in rows if name in call.arguments]
-    found += [(name, call.row(name, host=name.endswith("_list"))[1]) for name in _copies(call)]
+    copies = [name for name in call.operator.copies if where and name in call.arguments]
+    found += [(name, call.row(name, host=name.endswith("_list"))[1]) for name in copies]
     if numbers in call.arguments and not is_whole_tensor(call.get(numbers)):
         found.append((numbers, f"{shape_of(call.get(numbers))}: it takes a tensor of whole numbers with values"))
     if unread := [each for each in found if each[1]]:
@@ -95,13 +97,13 @@ def _unreadable(call: Call) -> Iterator[Breach]:
         says = "There is at least one sequence, behind the leading 0 where there is one."
         yield call.breach("count", where, f"{len(call.given)} entries", says)
     elif where and min(call.lengths) < 0:
-        yield call.breach("falling", where, _numbers(call.given), "No sequence ends before it begins.")
+        yield call.breach("falling", where, shown(call.given), "No sequence ends before it begins.")
 
 
 def _boundaries(call: Call) -> Iterator[Breach]:
     if not call.where:
         return
-    offsets, lengths, where, got = call.offsets, call.lengths, call.where, _numbers(call.given)
+    offsets, lengths, where, got = call.offsets, call.lengths, call.where, shown(call.given)
     if offsets[0] != 0:
         says = "Offsets begin with 0."
         if call.operator.form == "prefix and lengths":
@@ -126,16 +128,11 @@ def _empties(call: Call) -> Iterator[Breach]:
     inner = bool(empty) and empty[0] < len(lengths) - len(empty)
     old = kind == "fla" and inner and call.before(releases.FLA_COUNTS_EMPTY)
     if old or (empty and kind == "never"):
-        got = f"{_numbers(call.given)}: sequence {', '.join(map(str, empty[:8]))} is empty"
+        got = f"{shown(call.given)}: sequence {', '.join(map(str, empty[:8]))} is empty"
         says = "An empty sequence makes chunk tables name the wrong one, or has no last token."
         if old:
             says += f" fla {call.release('fla')} counts the others alone, since {releases.FLA_COUNTS_EMPTY} it does not."
         yield call.breach("empty", call.where, got, says, f"Drop empty sequences: {_remedy(call)}")
-
-
-def _copies(call: Call) -> list[str]:
-    """The host copies of offsets that the call has, beside the offsets."""
-    return [name for name in call.operator.copies if call.where and name in call.arguments]
 
 
 def _tables(call: Call) -> Iterator[Breach]:
@@ -151,8 +148,8 @@ def _tables(call: Call) -> Iterator[Breach]:
         elif name in row.tables:
             yield from _table(call, name, table_block(row.tables[name], call.chunk_size))
         elif (copy := call.row(name, host=name.endswith("_list"))[0]) != call.given:
-            says = f"It is a copy of {call.where}, {_numbers(call.given)}; tables follow the one, lengths the other."
-            yield call.breach("copy", name, _numbers(copy), says)
+            says = f"It is a copy of {call.where}, {shown(call.given)}; tables follow the one, lengths the other."
+            yield call.breach("copy", name, shown(copy), says)
 
 
 def _table(call: Call, name: str, block: int) -> Iterator[Breach]:
@@ -168,10 +165,6 @@ def _table(call: Call, name: str, block: int) -> Iterator[Breach]:
 
 def _remedy(call: Call) -> str:
     return f"take the boundaries {call.operator.remedy}"
-
-
-def _numbers(given: tuple[int, ...]) -> str:
-    return str(list(given[:12]))
 
 
 def _short(value: Any) -> str:
@@ -457,7 +450,7 @@ def _npu_convolution(call: Call) -> Iterator[Breach]:
     if call.where and in_rows and len(call.offsets) == len(rows) and call.offsets != rows:
         says = f"An x [B, T, D] has one sequence a row, {list(rows[:8])}, whatever the boundaries say."
         remedy = "Pass x [T, D] with boundaries inside a row: x.reshape(-1, D)."
-        yield call.breach("rows", call.where, _numbers(call.offsets), says, remedy)
+        yield call.breach("rows", call.where, shown(call.offsets), says, remedy)
     active = not isinstance(mode, int) or mode != 0
     outside = ("query_start_loc", "cache_indices", "initial_state_mode", "num_accepted_tokens")
     unbound = [*(name for name in outside if name in call.arguments), *["activation_mode"] * active]
@@ -526,10 +519,8 @@ def _packed_fields(call: Call) -> Iterator[Breach]:
     real = [end - start for start, end in pairwise(actual)]
     fits = len(real) == len(call.lengths) and all(0 <= r <= n for r, n in zip(real, call.lengths)) and actual[:1] == (0,)
     if actual != call.given and not fits:
-        says = f"Actual offsets fit into the padded ones, {_numbers(call.given)}, sequence by sequence."
-        yield call.breach(
-            "padded-actual", "cu_seqlens_q", _numbers(actual), says, "Take both from pad_documents(batch, cp)."
-        )
+        says = f"Actual offsets fit into the padded ones, {shown(call.given)}, sequence by sequence."
+        yield call.breach("padded-actual", "cu_seqlens_q", shown(actual), says, "Take both from pad_documents(batch, cp).")
 
 
 OWN: dict[str, tuple[Callable[[Call], Iterator[Breach]], ...]] = {
