@@ -179,14 +179,13 @@ class BatchAdapter:
         device: torch.device | str | None = None,
     ) -> None:
         check_polarity(polarity)
-        check_keys(keys)
         if model is not None:
             check_model(model, config=True)
         self.consumer = consumer_named(consumer or _reader(model, model_type))
         self.padding_free = padding_free
         self.polarity: Polarity | None = polarity
         self.context_parallel = context_parallel
-        self.keys = keys
+        self.keys = check_keys(keys)
         self.max_mask_bytes = max_mask_bytes
         moves = self.consumer.counts_positions  # a transformers model moves labels itself
         self.shifted = False if labels_shifted is None and moves else labels_shifted
