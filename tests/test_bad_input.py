@@ -302,6 +302,7 @@ REFUSED = [
     (lambda: Segments.from_lengths([1], width=HUGE), PLACES),
     (lambda: Segments.from_cu_seqlens([0, HUGE]), PLACES),
     (lambda: Key(kind="tokenz"), "Key.kind: got 'tokenz'"),
+    (lambda: dense(ROWS, dtype=torch.float8_e5m2), "floats of 16 bits or more"),
     (lambda: check.call_breaches("fla", {}, B=1, T=1, versions={"flaa": "0.5.2"}), "Write 'fla'"),
     *((partial(describe, x), "A batch is a mapping") for x in (None, "text")),
     (lambda: describe([BATCH]), "batch: got a list"),
