@@ -165,6 +165,8 @@ MOVED = {
     "collate_npu.consumers.consumer.Consumer": "collate_npu.consumers.mask_routing.Consumer",
     "collate_npu.consumers.consumer.Form": "collate_npu.consumers.mask_routing.Form",
     "collate_npu.consumers.consumer.Refusal": "collate_npu.consumers.mask_routing.Refusal",
+    "collate_npu.kernels.fusion_attention.check_contract": "collate_npu.kernels.check.check_call",
+    "collate_npu.kernels.gated_delta.check_gated_delta_contract": "collate_npu.kernels.check.check_call",
     "collate_npu.integrations.trl.adapt_forward": "collate_npu.adapt",
     "collate_npu.integrations.delivery.Delivery": "collate_npu.proof.delivery.Delivery",
     "collate_npu.integrations.delivery.check_delivery": "collate_npu.check_delivery",

@@ -156,6 +156,15 @@ KEEP_KEY = "attention_mask_2d"
 SEGMENT_KEY = "segment_ids"
 
 
+def check_keys(keys: Mapping[str, Key]) -> Mapping[str, Key]:
+    """Return the table. Raises `CollateError` for one with another entry than a `Key`."""
+    for name, key in () if keys is KEYS else keys.items():
+        if not isinstance(key, Key):
+            rule, remedy = "It holds a Key for each name.", "Pass {**KEYS, name: TOKENS}, or SAMPLE, or a Key."
+            raise CollateError(explain(f"keys[{name!r}]", f"a {type(key).__name__}", rule, remedy))
+    return keys
+
+
 def _held(names: Iterable[str]) -> set[str]:
     """A mapping's keys; one of tensordict iterates over its rows."""
     return set(names.keys() if isinstance(names, Mapping) else names)

@@ -70,7 +70,11 @@ class Segments:
 
     def __init__(self, ids: Values) -> None:
         ids_BS = as_ids(ids)
-        check_order(ids_BS)
+        bad = np.flatnonzero((ids_BS != _numbered(ids_BS)[0]).any(axis=1))
+        if len(bad):
+            rule = "The n-th sequence of a row has the id n, and sequences stand in order."
+            rows = [(int(b), f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
+            raise CollateError(explain_rows("segment ids", rows, rule, "Use Segments.from_ids, which renumbers."))
         ready(self._hold(ids_BS))
 
     def _hold(self, ids_BS: Array) -> Segments:
@@ -350,13 +354,10 @@ def of_lengths(rows: Sequence[Sequence[int]], width: int, side: Side = "right") 
     return segments
 
 
-_SIDES: tuple[Side, ...] = get_args(Side)
-
-
 def of_keep(keep_BS: Array) -> Segments:
     """Build what `Segments.from_keep` does, of a bool array."""
     real = np.count_nonzero(keep_BS)
-    for side in _SIDES:
+    for side in get_args(Side):
         if real == sum(lengths := one_run(keep_BS, side)):
             segments = of_lengths([[n] for n in lengths], keep_BS.shape[1], side)
             segments._keep_BS = keep_BS.copy()  # whose it is may write to it
@@ -475,15 +476,6 @@ def as_ids(ids: Any) -> Array:
         rule = "0 is padding and sequences count from 1; no id is negative."
         raise CollateError(explain_rows("segment ids", bad, rule, "Add 1 to ids that count from -1 or 0."))
     return ids_BS.astype(np.int64, copy=False)
-
-
-def check_order(ids_BS: Array) -> None:
-    """Raise where the sequences of a row are not numbered 1, 2, ... in their order."""
-    bad = np.flatnonzero((ids_BS != _numbered(ids_BS)[0]).any(axis=1))
-    if len(bad):
-        rule = "The n-th sequence of a row has the id n, and sequences stand in order."
-        rows = [(int(b), f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
-        raise CollateError(explain_rows("segment ids", rows, rule, "Use Segments.from_ids, which renumbers."))
 
 
 def renumber(ids_BS: Array) -> Array:

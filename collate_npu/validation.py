@@ -1,8 +1,8 @@
 """Validation: what a public function receives is compared with its own annotations, so that a wrong type is refused in words
 and not met somewhere inside.
 
-Checked are tensors, whole numbers, flags, names and classes of this package; a function checks by itself what it reads in
-many forms (`Any`, sequences). Costs 1 us a call.
+Checked are tensors, dtypes, whole numbers, flags, names and classes of this package; a function checks by itself what it
+reads in many forms (`Any`, sequences). Costs 1 us a call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, explain, shape_of
 
 
 def check_model(model: Any, *, config: bool = False, name: str = "model") -> None:
@@ -77,9 +77,8 @@ def check_held(name: str, value: float, dtype: torch.dtype) -> None:
         low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     if low > -math.inf and not (low <= value <= high and value == int(value)):
         rule = f"It stands at padding in a tensor of {str(dtype).removeprefix('torch.')}, which has no such value."
-        raise CollateError(
-            explain(name, repr(value), rule, "Convert the tensor first (x.long()), or pass a value that it holds.")
-        )
+        remedy = "Convert the tensor first (x.long()), or pass a value that it holds."
+        raise CollateError(explain(name, repr(value), rule, remedy))
 
 
 def check_collator(collator: Any, name: str = "collator") -> None:
@@ -127,6 +126,7 @@ _SPOKEN = {
     float: "a number",
     str: "a name",
     Mapping: "a dict",
+    torch.dtype: "a torch dtype",
     NoneType: "None",
 }
 
@@ -195,8 +195,8 @@ def _kind(hint: Any) -> Any:
         return type(get_args(hint)[0])
     if isinstance(origin, type) and issubclass(origin, (Mapping, Callable)):  # type: ignore[arg-type]
         return Mapping if issubclass(origin, Mapping) else Callable
-    known = isinstance(hint, type) and (hint in (*_NUMBERS, NoneType, Tensor) or hint.__module__.startswith("collate_npu."))
-    return hint if known else None
+    known = (*_NUMBERS, NoneType, Tensor, torch.dtype)
+    return hint if isinstance(hint, type) and (hint in known or hint.__module__.startswith("collate_npu.")) else None
 
 
 def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:
@@ -207,6 +207,19 @@ def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:
     if Callable in kinds and callable(value):
         return True
     return any(hasattr(value, "items") if kind is Mapping else isinstance(value, _NUMBERS.get(kind, kind)) for kind in kinds)
+
+
+def is_plain(x: Tensor) -> bool:
+    """True for a block of numbers that torch can index: not nested, sparse or quantised, nor of unsigned words."""
+    words = (torch.uint16, torch.uint32, torch.uint64)
+    return not (x.is_nested or x.is_quantized or x.dtype in words) and x.layout is torch.strided
+
+
+def check_of_batch(name: str, x: Tensor, shape: tuple[int, int], remedy: str) -> None:
+    """Raise `CollateError` unless `x` is a plain tensor `[B, S, ...]` of this batch."""
+    if not is_plain(x) or tuple(x.shape[:2]) != shape:
+        rule = f"The batch is {list(shape)} (rows, width), and the tensor a dense one that torch can index."
+        raise CollateError(explain(name, shape_of(x), rule, remedy))
 
 
 def dimension(name: str, x: Tensor, dim: Any) -> int:
@@ -223,7 +236,7 @@ def here(device: Any, *, now: bool = True) -> Any:
     card touched, for which one "cuda" is follows from the process at each batch."""
     try:
         return torch.empty(0, device=device).device if now else torch.device(device)
-    except (RuntimeError, TypeError, AssertionError) as error:
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         rule = f"torch makes no tensor there: {str(error)[:120].splitlines()[0]}."
         raise CollateError(explain("device", repr(device)[:60], rule, "Pass 'cpu', or a device of this machine.")) from None
 

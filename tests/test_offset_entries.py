@@ -27,7 +27,6 @@ from collate_npu.parallel import (
     join_shards,
     pad_documents,
     query_rows,
-    rank_offsets,
     split_tensor,
     token_rows,
 )
@@ -101,7 +100,6 @@ ENDS_EARLY = {
         lambda given: chunk_offsets(given, 4).tolist()[-1],
         lambda o: sum(-(-(b - a) // 4) for a, b in pairwise(o)),
     ),
-    "rank_offsets": (lambda given: rank_offsets(given, SLICES)[0][-1], lambda offsets: offsets[-1] // 2),
     "cu_seqlens_of": (lambda given: cu_seqlens_of(batch("cu_seqlens", given)).tolist(), list),
 }
 """Offsets need not reach the end of the row: what is behind them is padding, or they are of no row at all."""

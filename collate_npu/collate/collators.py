@@ -31,7 +31,7 @@ from collate_npu.consumers.labels_and_positions import labels_behind_padding_err
 from collate_npu.consumers.mask_routing import Consumer, ConsumerName, log_form
 from collate_npu.consumers.model_traits import LabelRule, consumer_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
-from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
+from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import find_token_hazards, log_hazards
 from collate_npu.masks.forms import (
     MAX_MASK_BYTES,
@@ -116,6 +116,7 @@ class Emitter:
         if model is not None:
             check_model(model, config=True)
         whole_number("label_pad_token_id", self.label_pad_token_id, least=-(1 << 63))
+        check_keys(self.keys)
         named = model_type is not None or consumer_of(model) is not None or self.consumer is not None
         if model is not None and not named:
             rule = "A config or a plain module does not say who reads the batch."
@@ -316,8 +317,7 @@ class PaddingCollator(Emitter):
         if self.max_length is not None and max(samples.lengths) > self.max_length:
             _refuse_longer(self.max_length, samples.lengths)
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
-        made = "position_ids" not in samples.columns
-        out = self._finished(batch, segments, padding_free=self.padding_free, counted=made)
+        out = self._finished(batch, segments, padding_free=self.padding_free, counted="position_ids" not in samples.columns)
         return out if get_worker_info() is None else shipped(out)
 
 

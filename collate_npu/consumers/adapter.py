@@ -26,7 +26,7 @@ from collate_npu.consumers.model_traits import LabelRule, consumer_of, known_con
 from collate_npu.consumers.probe import rows_move_reason, sequences_mix_reason
 from collate_npu.consumers.recurrent import boundaries_unread_reason
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
+from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
 from collate_npu.masks.dense_mask import Polarity, check_polarity
 from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, offsets_of, offsets_of_rows, open_empty_rows, write_dense
@@ -185,7 +185,7 @@ class BatchAdapter:
         self.padding_free = padding_free
         self.polarity: Polarity | None = polarity
         self.context_parallel = context_parallel
-        self.keys = keys
+        self.keys = check_keys(keys)
         self.max_mask_bytes = max_mask_bytes
         moves = self.consumer.counts_positions  # a transformers model moves labels itself
         self.shifted = False if labels_shifted is None and moves else labels_shifted

@@ -1,8 +1,8 @@
 """Check: one call of a kernel, whoever makes it, judged by the contract that its name belongs to.
 
-An operator is named as its package names it (`fla.chunk_gated_delta_rule`, `torch_npu.npu_fusion_attention`), or is a layer
-of a stack (`transformers.gdn_layer`); sizes are read off the tensors of the call. The reference kernels of `testing` check
-every call; integrations and the adapter check theirs with COLLATE_NPU_DEBUG=1.
+An operator is named as its package names it (`fla.chunk_gated_delta_rule`, `torch_npu.npu_fusion_attention`), is a `kernel`
+of `gated_delta_kwargs`, or a layer of a stack (`transformers.gdn_layer`). The reference kernels of `testing` check every
+call; integrations and the adapter check theirs with COLLATE_NPU_DEBUG=1.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 from collate_npu import errors
 from collate_npu.errors import CollateError, explain
 from collate_npu.kernels import Breach, refuse
-from collate_npu.kernels.fusion_attention.contract import contract_breaches
-from collate_npu.kernels.fusion_attention.operator_call import sizes_of
+from collate_npu.kernels.fusion_attention.contract import contract_breaches, sizes_of
 from collate_npu.kernels.gated_delta.contract import gated_delta_breaches
 from collate_npu.kernels.gated_delta.operators import HOLDER, by_own_names, find_operator, operator_named, rows_and_tokens
 from collate_npu.keys import KEEP_KEY
@@ -35,16 +34,42 @@ def knows(name: str) -> bool:
 
 @checked
 def check_call(name: str, arguments: Mapping[str, Any], **says: Any) -> None:
-    """Raise `UnsupportedFormError`, with rules, remedies and sources, unless the call is computed as it is meant.
+    """Raise `UnsupportedFormError`, with rules, remedies and sources, where the kernel would compute something else.
 
-    `arguments` are those of the real call by their names, tensors among them (`named` binds positional ones). With
-    `segments` what the call computes is compared with them at every real token, for attention together with `pattern`.
-    `says` are further arguments of `check_gated_delta_contract`: versions, context_parallel, sizes that no tensor tells.
-    Raises `CollateError` for a name that no contract knows, and where nothing says how many tokens there are.
+    Of what the kernel refuses by itself, only what the call cannot be read without is checked. `arguments` are those of the
+    real call by their names (`named` binds positional ones); of tensors the shapes are read, and device meta will do; a mask
+    has contents. Boundaries that lie on a device cost one sync each. With `segments` what the call computes is compared
+    with them at every real token, for attention together with `pattern`; `scale` must then be given, and nothing dropped.
+    Without them a legal call is believed: boundaries of another batch pass, and `~keep` for `keep`.
+
+    `says` are sizes that no tensor of the call tells, and what else is known of it:
+
+    * attention, without query, key and head_num: N query and Nkv key heads of size D; B rows, Sq and Skv of padded layouts,
+      Tq and Tkv of packed ones, where no segments tell them; `keep_tail`: the packed tensors are the whole flat row.
+    * recurrent kernels: B and T, of the rows `[B, S]`, of those one behind the other `[1, B * S]`, or of what `unpad` makes
+      `[1, T]`; B None without a batch dimension; the rule's `chunk_size`; `training`, by default whether gradients are on;
+      `context_parallel`, with T and boundaries of the whole row; `versions`, `{"fla": "0.5.0"}` (`""`: not there), by
+      default the installed ones.
+
+    Raises `CollateError` for a name that no contract knows, for sizes that nothing tells, and for values of a wrong type.
 
     >>> from collate_npu.kernels.gated_delta import gated_delta_kwargs
     >>> flat, x = Segments.from_lengths([[3, 2]]), torch.zeros(1, 5, 2, 16)
     >>> check_call("fla.chunk_gated_delta_rule", {"q": x, **gated_delta_kwargs(flat, kernel="fla")}, segments=flat)
+    >>> check_call("fla", {"cu_seqlens": torch.tensor([3, 5])}, B=1, T=5, segments=flat)
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.UnsupportedFormError: fla:
+    [first] cu_seqlens: got [3, 5]. Offsets begin with 0. Take it from gated_delta_kwargs(segments, kernel='fla'). (fla
+        0.5.2 ops/gated_delta_rule/chunk.py:505-560, ops/utils/index.py:156)
+    >>> left, call = Segments.from_lengths([3, 5], side="left"), {"input_layout": "BSND", "sparse_mode": 3, "scale": 0.125}
+    >>> check_call("npu_fusion_attention", call, N=4, Nkv=2, D=64, segments=left)
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.UnsupportedFormError: npu_fusion_attention:
+    [none-is-full] atten_mask: got None with sparse_mode 3, pre 2147483647, next 2147483647. Without a mask every mode
+        and token is ignored: full attention, the future included. Pass the compressed mask fusion_attention.triangle(), or
+        sparse_mode 0 if full attention is meant. (T:799, T:4121, PD:176, MS:102)
     """
     refuse(name, call_breaches(name, arguments, **says))
 
@@ -60,9 +85,11 @@ def call_breaches(
 ) -> tuple[Breach, ...]:
     """Return every rule that the call breaks; arguments as in `check_call`."""
     if name.rpartition(".")[2] in ATTENTION:
-        sizes = sizes_of(**{key: arguments.get(key) for key in ("query", "key", "head_num", "input_layout")})
-        tail = segments is not None and sizes.get("Tq") == segments.array.size != segments.num_tokens
-        return contract_breaches(arguments, **sizes, segments=segments, pattern=pattern, keep_tail=tail)
+        if not {"N", "Nkv", "D"} <= says.keys():
+            says |= sizes_of(**{key: arguments.get(key) for key in ("query", "key", "head_num", "input_layout")})
+            tail = segments is not None and says.get("Tq") == segments.array.size != segments.num_tokens
+            says = {"keep_tail": tail} | says
+        return contract_breaches(arguments, segments=segments, pattern=pattern, **says)
     found = rows_and_tokens(operator_named(name), by_own_names(arguments))
     if found is None and segments is not None:
         found = segments.shape

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, check_places, host_array
+from collate_npu.arrays import PLAIN, Array, check_places, host_array, whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.masks.dense_mask import Polarity, fill_rows, regions_of
 from collate_npu.masks.patterns import CAUSAL, Pattern
@@ -165,6 +165,9 @@ def open_empty_rows(masked: Tensor) -> Tensor:
 
 
 def _values(polarity: Polarity, dtype: torch.dtype | None) -> tuple[torch.dtype, float, float]:
+    if dtype is not None and dtype not in PLAIN:
+        rule, remedy = "A mask is of bools, whole numbers, or floats of 16 bits or more.", "Pass one, and convert the mask."
+        raise CollateError(explain("dtype", str(dtype), rule, remedy))
     if polarity == "bias":
         dtype = dtype or torch.float32
         if dtype.is_floating_point:
@@ -258,9 +261,10 @@ def block_mask(
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    B, S = segments.shape
+    (B, S), device, block_size = segments.shape, here(device), whole_number("block_size", block_size, least=1)
+    whole = -(-S // block_size) * block_size
     if not compiled:
-        check_bytes("block mask being built", (B, 1, S, S), EVALUATED_BYTES, max_mask_bytes)
+        check_bytes("block mask being built", (B, 1, whole, whole), EVALUATED_BYTES, max_mask_bytes)
     attends = cast(Any, mask_mod(segments, pattern, device))
     return create_block_mask(attends, B, None, S, S, device=str(device), BLOCK_SIZE=block_size, _compile=compiled)
 

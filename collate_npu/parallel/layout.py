@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collate_npu.arrays import whole_number
+from collate_npu.arrays import OF_A_BATCH, check_places, whole_number
 from collate_npu.errors import CollateError, explain, explain_rows
 from collate_npu.segments import as_offsets
 from collate_npu.validation import checked
@@ -386,6 +386,7 @@ def _documents(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
 
 
 def _check_width(width: int, cp: ContextParallel) -> None:
+    check_places("width", whole_number("width", width), OF_A_BATCH)
     if width % cp.min_multiple:
         rest = "".join(f", {cp.size} * {n} {name}" for n, name in ((cp.tensor_parallel, "tp"), (cp.block, "block")) if n > 1)
         parts = f"{cp._chunks} * " if cp._chunks == 2 else ""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, check_places, host_tensor, whole_number
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
-from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, Role, of_kind, with_role
+from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, Role, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
 from collate_npu.masks.forms import aligned, check_cuts
 from collate_npu.masks.sources import Sources, physical_and_real_offsets, wrong_shape_error
@@ -62,6 +62,7 @@ def split_batch(
     [[False, False, True, True]]
     """
     with ranks_agree(cp, call="split"):
+        check_keys(keys)
         sources = Sources.of(batch)
         if segments is not None and sources.named["tokens"] and not _is_nested(sources[sources.named["tokens"][0]]):
             check_known(sources, segments)
@@ -332,6 +333,7 @@ def pad_documents(
     >>> batch["input_ids"].tolist(), batch["cu_seqlens_padded"].tolist(), segments.num_padding
     ([[1, 2, 3, 0, 4, 5, 0, 0]], [0, 4, 8], 3)
     """
+    check_keys(keys)
     sources = Sources.of(batch)
     _check_kinds(sources)
     if segments is None:

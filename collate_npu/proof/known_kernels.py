@@ -32,7 +32,7 @@ from collate_npu.kernels.call_boundaries import (
     row_starts,
     zeros_of,
 )
-from collate_npu.kernels.fusion_attention.operator_call import AttentionCall, blocked_scores, sizes_of
+from collate_npu.kernels.fusion_attention.contract import AttentionCall, blocked_scores, sizes_of
 from collate_npu.kernels.gated_delta.operators import (
     Call,
     Operator,

@@ -14,7 +14,8 @@ from collate_npu.consumers import megatron
 from collate_npu.consumers.mask_routing import Case, Model, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.fusion_attention import contract_breaches, triangle
+from collate_npu.kernels.check import call_breaches
+from collate_npu.kernels.fusion_attention import triangle
 
 HEADS, D = 2, 8
 RIGHT, LEFT = Segments.from_lengths([3, 8], 8), Segments.from_lengths([3, 8], 8, side="left")
@@ -29,7 +30,7 @@ def test_rows_that_the_triangle_is_right_for_are_accepted(segments, accepted):
     adapter = BatchAdapter(needs_mask_2d=False, consumer="transformer_engine_npu")
     handed = {"atten_mask": triangle(), "input_layout": "SBH", "sparse_mode": 2, "scale": D**-0.5}
     handed |= {"pre_tockens": 65536, "next_tockens": 0, "inner_precise": 0}
-    assert (contract_breaches(handed, N=HEADS, Nkv=HEADS, D=D, segments=segments) == ()) == accepted
+    assert (call_breaches("npu_fusion_attention", handed, N=HEADS, Nkv=HEADS, D=D, segments=segments) == ()) == accepted
     if accepted:
         assert adapter.render({"input_ids": segments.ids}, segments)["attention_mask"] is None
     else:

@@ -16,7 +16,8 @@ from collate_npu.consumers import mindspeed
 from collate_npu.consumers.mask_routing import Case, Model, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.fusion_attention import contract_breaches, reference_fusion_attention, triangle
+from collate_npu.kernels.check import call_breaches
+from collate_npu.kernels.fusion_attention import reference_fusion_attention, triangle
 from collate_npu.masks import dense
 
 # Whose attention stands in TransformerEngine's place: "local" in 2.3.0 (transformer_engine_basic.py:23-25), "own" in 26.0.0,
@@ -59,7 +60,9 @@ def settings_of(kind="causal", flash=True, impl="transformer_engine", cp=1, widt
 
 def rules(layer, masked, segments, flat=False):
     kwargs = {"scale": D**-0.5, **layer.kwargs(masked, segments, flat=flat)}
-    return [breach.rule for breach in contract_breaches(kwargs, N=HEADS, Nkv=HEADS, D=D, segments=segments)]
+    return [
+        breach.rule for breach in call_breaches("npu_fusion_attention", kwargs, N=HEADS, Nkv=HEADS, D=D, segments=segments)
+    ]
 
 
 def off(layer, masked, segments, flat=False):

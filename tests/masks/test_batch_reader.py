@@ -197,9 +197,6 @@ def test_a_source_of_another_shape_than_the_tokens_raises(shape, key):
         segments_from_batch(batch)
 
 
-# --- positions (seam A3)
-
-
 # --- 2D masks: additive, declared, turned around (seams A4, A5)
 
 

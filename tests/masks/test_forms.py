@@ -134,9 +134,3 @@ def test_a_block_mask_takes_what_the_limit_counts():
     assert peak_bytes(lambda: block_mask(WIDE, max_mask_bytes=limit)) <= limit
     with pytest.raises(UnsupportedFormError):
         block_mask(WIDE, max_mask_bytes=limit - 1)
-
-
-# --- places of a flat row, and a tail that is cut so that offsets keep one length
-
-
-lengths = st.lists(st.integers(1, 20), min_size=1, max_size=5)

@@ -1,8 +1,5 @@
 """Agreement without a group: nothing is asked. Between processes: tests/distributed/test_distributed_agreement.py."""
 
-import re
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,20 +25,6 @@ def _in_a_worker(rows):
 
 def test_a_dataloader_worker_is_no_rank():
     assert list(DataLoader([1, 2], batch_size=2, num_workers=1, collate_fn=_in_a_worker)) == [[1, 2]]
-
-
-@pytest.mark.parametrize(
-    ("heard", "said"),
-    [
-        ([{"call": "split", "a": "1"}] * 2, None),
-        ([{"a": "1", "b": "2"}, {"a": "3"}], "a 1 on ranks [0], 3 on ranks [1]; b 2 on ranks [0], absent on ranks [1]."),
-        ([{"call": "split", "a": "1"}, {"call": "gather", "a": "2"}], "call split on ranks [0], gather on ranks [1]."),
-        ([{"a": "1"}, {"raised": "ValueError: x"}, {"a": "2"}], "rank 1 raised ValueError: x."),
-    ],
-)
-def test_ranks_that_are_apart_hear_how(heard, said):
-    with pytest.raises(RanksApartError, match=re.escape(f"got {said}")) if said else nullcontext():
-        agreement._check(dict(enumerate(heard)))
 
 
 def test_a_fake_group_has_nobody_to_ask():

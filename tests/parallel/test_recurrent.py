@@ -16,7 +16,6 @@ from collate_npu.parallel import (
     RecurrentScheme,
     check_recurrent_split,
     pad_documents,
-    rank_offsets,
     recurrent_parallel,
     split_batch,
     token_rows,
@@ -162,24 +161,3 @@ def test_offsets_are_those_of_the_whole_row(offsets, said, made):
     with pytest.raises(CollateError, match=said):
         check_recurrent_split(cp, "state_passing", segments, padding_free=True, offsets=made(offsets))
     check_recurrent_split(cp, "state_passing", segments, padding_free=True)  # the remedy: leave them out
-
-
-# --- a rank's own offsets
-
-
-@given(
-    st.sampled_from([1, 2, 3, 4]),
-    st.lists(st.integers(0, 9), min_size=1, max_size=6),
-    st.sampled_from(["contiguous", "ulysses"]),
-)
-def test_the_ranks_parts_make_up_the_whole_row(size, lengths, layout):
-    lengths = [*lengths, -sum(lengths) % size]
-    offsets, places = offsets_of(lengths), []
-    share = offsets[-1] // size
-    for rank in range(size):
-        own, before = rank_offsets(offsets, ContextParallel(size, rank, layout=layout))
-        start = rank * share
-        assert (own[0], own[-1]) == (0, share)
-        assert start - before == max(n for n in offsets if n <= start)  # where the rank's first sequence begins
-        places += [start + n for n in own[before > 0 : -1]]
-    assert [*places, offsets[-1]] == sorted(set(offsets))

@@ -199,13 +199,6 @@ def test_documents_come_in_one_flat_row():
         split_batch({"input_ids": torch.zeros(1, 8)}, cp, segments=Segments.from_lengths([[3, 4]], width=8))
 
 
-# --- the copy
-
-
-RUNS = [((10, 30),), ((0, 10), (30, 40)), ((0, 10), (20, 30)), ((0, 2), (3, 4), (6, 8))]
-RUNS.append(tuple((start, start + 1) for start in range(0, 40, 2)))  # so many are taken by one index
-
-
 # --- padded documents
 
 

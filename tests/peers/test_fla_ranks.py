@@ -21,7 +21,6 @@ from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from collate_npu import CollateError, ContextParallel, Segments, gather_sequence, split_batch
 from collate_npu.kernels.gated_delta import gated_delta_kwargs, reference_causal_conv1d, reference_gated_delta_rule
 from collate_npu.keys import TOKENS
-from collate_npu.parallel import rank_offsets
 from collate_npu.releases import FLA_ZIGZAG, installed, numbers
 
 pytestmark = pytest.mark.long("fla on two ranks")
@@ -108,9 +107,6 @@ def on_rank():
     for name, segments in rows.items():
         offsets = gated_delta_kwargs(segments, kernel="fla_cp")["cu_seqlens"]
         found[name] = error(shared(segments, right, offsets), one_process(segments))
-        context = build_cp_context(offsets, group=dist.group.WORLD, conv1d_kernel_size=W)
-        found[f"{name}, local"] = (tuple(context.cu_seqlens.tolist()), context.pre_num_conv_tokens)
-        found[f"{name}, ours"] = rank_offsets(offsets, right)
     if FLA_ZIGZAG.holds(installed("fla")):
         for name, segments in rows.items():
             offsets = gated_delta_kwargs(segments, kernel="fla_cp")["cu_seqlens"]
@@ -141,7 +137,6 @@ def found(ranks):
 def test_contiguous_slices_and_global_offsets_are_exact(found, name):
     """Outputs, gradients of the inputs and of the weights; a sequence lies over the border in each."""
     assert found[name] < 2e-5
-    assert found[f"{name}, local"] == found[f"{name}, ours"]  # rank_offsets tells what fla makes of them
 
 
 @pytest.mark.skipif(not FLA_ZIGZAG.holds(installed("fla")), reason="build_cp_context has no layout")

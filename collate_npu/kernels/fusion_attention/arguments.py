@@ -27,8 +27,16 @@ from torch import Tensor
 
 from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.kernels.fusion_attention.contract import COMPRESSED, MAX_PREFIX_ROWS, MAX_SEQUENCES, SKIP_EMPTY_ROWS
-from collate_npu.kernels.fusion_attention.operator_call import RANKS, UNLIMITED, prefix_triangle, triangle
+from collate_npu.kernels.fusion_attention.contract import (
+    COMPRESSED,
+    MAX_PREFIX_ROWS,
+    MAX_SEQUENCES,
+    RANKS,
+    SKIP_EMPTY_ROWS,
+    UNLIMITED,
+    prefix_triangle,
+    triangle,
+)
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, varlen
 from collate_npu.masks.patterns import Bidirectional, Chunked, Pattern, Prefix, Sliding
 from collate_npu.segments import Segments

@@ -17,12 +17,15 @@ from torch.nn.functional import pad
 
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.kernels import refuse
-from collate_npu.kernels.fusion_attention.contract import COMPRESSED, SKIP_EMPTY_ROWS, compressed_contents, refusal
-from collate_npu.kernels.fusion_attention.operator_call import (
+from collate_npu.kernels.fusion_attention.contract import (
+    COMPRESSED,
+    SKIP_EMPTY_ROWS,
     UNLIMITED,
     AttentionCall,
     band_leaves_rows_empty,
     blocked_scores,
+    compressed_contents,
+    refusal,
     sizes_of,
 )
 from collate_npu.validation import checked

@@ -53,11 +53,11 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, whole_number
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.kernels.gated_delta.operators import operator_named
 from collate_npu.masks.forms import add_tail, fitting_places
 from collate_npu.segments import Segments, Values, as_offsets
-from collate_npu.validation import checked, here
+from collate_npu.validation import check_of_batch, checked, here
 
 Padding = Literal["own", "behind"]
 MAX_CHUNKS = 1 << 24
@@ -96,7 +96,7 @@ def gated_delta_kwargs(
     `[1, T, D]` it reads no boundaries. Nothing here is shared with another call.
 
     Raises `UnsupportedFormError` where padding that is kept stands inside a sequence, where the kernel cannot compute
-    the batch, and for a `chunk_size` it does not take. `check_gated_delta_contract` checks a call as a whole.
+    the batch, and for a `chunk_size` it does not take. `kernels.check.check_call` checks a call as a whole.
 
     >>> flat = Segments.from_lengths([[3, 2]], width=8)
     >>> {name: value.tolist() for name, value in gated_delta_kwargs(flat, kernel="fla").items()}
@@ -279,12 +279,10 @@ def zero_padding(hidden: Tensor, segments: Segments) -> Tensor:
     >>> zero_padding(torch.ones(2, 3, 1), Segments.from_lengths([1, 3], side="left"))[..., 0].tolist()
     [[0.0, 0.0, 1.0], [1.0, 1.0, 1.0]]
     """
-    if tuple(hidden.shape[:2]) != segments.shape:
-        rule = f"The batch is {list(segments.shape)} (rows, width)."
-        raise UnsupportedFormError(explain("hidden", shape_of(hidden), rule, "Pass the padded tensor, tokens second."))
+    check_of_batch("hidden", hidden, segments.shape, "Pass the padded tensor, tokens second.")
     check_one_sided(segments)
-    padding_BS = ~segments.keep.to(hidden.device)
-    return hidden.masked_fill(padding_BS.view(*padding_BS.shape, *[1] * (hidden.ndim - 2)), 0)
+    keep_BS = segments.keep.to(hidden.device)
+    return torch.where(keep_BS.view(*keep_BS.shape, *[1] * (hidden.ndim - 2)), hidden, hidden.new_zeros(()))
 
 
 def check_one_sided(segments: Segments) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from collate_npu import releases
 from collate_npu.arrays import Array, host_array, host_tensor, whole_number
 from collate_npu.errors import CollateError, shape_of
-from collate_npu.kernels import Breach, refuse
+from collate_npu.kernels import Breach
 from collate_npu.kernels.call_boundaries import (
     CallBoundaries,
     boundary_reason,
@@ -32,6 +32,7 @@ from collate_npu.kernels.call_boundaries import (
     by_offsets,
     places_in,
     row_starts,
+    shown,
 )
 from collate_npu.kernels.gated_delta.arguments import chunk_indices, table_block
 from collate_npu.kernels.gated_delta.operators import HOLDER, Call, is_whole_tensor, operator_named, tensor_orders
@@ -39,55 +40,10 @@ from collate_npu.masks.derive import derive_segments
 from collate_npu.parallel.layout import ContextParallel
 from collate_npu.parallel.recurrent import check_recurrent_split, same_tokens
 from collate_npu.segments import Segments
-from collate_npu.validation import checked
 
 
-@checked
-def check_gated_delta_contract(
-    kwargs: Mapping[str, Any],
-    *,
-    kernel: str,
-    B: int | None,
-    T: int,
-    chunk_size: int = 64,
-    training: bool = True,
-    segments: Segments | None = None,
-    versions: Mapping[str, str] | None = None,
-    context_parallel: ContextParallel | None = None,
-) -> None:
-    """Raise `UnsupportedFormError`, with rules, remedies and sources, where the kernel would compute something else.
-
-    Of what it refuses by itself, only what the boundaries cannot be read without is checked.
-
-    `kwargs` are the arguments of the real call by the kernel's own names: boundaries, and where given tensors (shapes are
-    read; device meta will do) and flags. `kernel` is one of `gated_delta_kwargs`, or an operator of `operators.OPERATORS`.
-    B and T are the sizes of its tensors, B None where they have no batch dimension, `chunk_size` is the rule's. Under
-    context parallelism T and the boundaries are those of the whole row, and `check_recurrent_split` judges the layout.
-
-    With `segments` the sequences that the kernel reads are compared with the truth at every real token, and `scale` must be
-    given to operators whose own default is 1.0. What stands in the tensors is not looked at. B and T tell whether the
-    tensors are the rows `[B, S]`, the same one behind the other `[1, B * S]`, or those of `unpad`, `[1, T]`. Without
-    `segments` the boundaries are believed, and those of another batch pass.
-
-    `versions` names releases, `{"transformers": "5.19.0", "fla": "0.5.0"}`; `""` is a package that is not there. Default:
-    what is installed, else the newest release that was read. Boundaries that lie on a device cost one sync each.
-    Raises `CollateError` for kernels that are not known and for sizes that are no numbers.
-
-    >>> import torch
-    >>> flat = Segments.from_lengths([[3, 2]])
-    >>> check_gated_delta_contract({"cu_seqlens": torch.tensor([3, 5])}, kernel="fla", B=1, T=5, segments=flat)
-    Traceback (most recent call last):
-        ...
-    collate_npu.errors.UnsupportedFormError: fla:
-    [first] cu_seqlens: got [3, 5]. Offsets begin with 0. Take it from gated_delta_kwargs(segments, kernel='fla'). (fla
-        0.5.2 ops/gated_delta_rule/chunk.py:505-560, ops/utils/index.py:156)
-    """
-    refuse(kernel, gated_delta_breaches(**locals()))
-
-
-@checked
 def gated_delta_breaches(kwargs: Mapping[str, Any], *, kernel: str, **says: Any) -> tuple[Breach, ...]:
-    """Return every rule that the call breaks; arguments as in `check_gated_delta_contract`."""
+    """Return every rule that the call breaks; arguments as in `check.check_call`, B and T among them."""
     call = Call(operator_named(kernel), kwargs, **says)
     found = list(_unread(call))
     for group in (_unreadable, _boundaries, _tables):  # each reads what the one before has judged
@@ -130,7 +86,8 @@ def _unreadable(call: Call) -> Iterator[Breach]:
     where, numbers = call.where, call.operator.numbers
     rows = [where, "cu_seqlens_q"] if where.endswith("_padded") else [where]
     found = [(name, call.row(name, host=call.operator.host)[1]) for name in rows if name in call.arguments]
-    found += [(name, call.row(name, host=name.endswith("_list"))[1]) for name in _copies(call)]
+    copies = [name for name in call.operator.copies if where and name in call.arguments]
+    found += [(name, call.row(name, host=name.endswith("_list"))[1]) for name in copies]
     if numbers in call.arguments and not is_whole_tensor(call.get(numbers)):
         found.append((numbers, f"{shape_of(call.get(numbers))}: it takes a tensor of whole numbers with values"))
     if unread := [each for each in found if each[1]]:
@@ -140,13 +97,13 @@ def _unreadable(call: Call) -> Iterator[Breach]:
         says = "There is at least one sequence, behind the leading 0 where there is one."
         yield call.breach("count", where, f"{len(call.given)} entries", says)
     elif where and min(call.lengths) < 0:
-        yield call.breach("falling", where, _numbers(call.given), "No sequence ends before it begins.")
+        yield call.breach("falling", where, shown(call.given), "No sequence ends before it begins.")
 
 
 def _boundaries(call: Call) -> Iterator[Breach]:
     if not call.where:
         return
-    offsets, lengths, where, got = call.offsets, call.lengths, call.where, _numbers(call.given)
+    offsets, lengths, where, got = call.offsets, call.lengths, call.where, shown(call.given)
     if offsets[0] != 0:
         says = "Offsets begin with 0."
         if call.operator.form == "prefix and lengths":
@@ -171,16 +128,11 @@ def _empties(call: Call) -> Iterator[Breach]:
     inner = bool(empty) and empty[0] < len(lengths) - len(empty)
     old = kind == "fla" and inner and call.before(releases.FLA_COUNTS_EMPTY)
     if old or (empty and kind == "never"):
-        got = f"{_numbers(call.given)}: sequence {', '.join(map(str, empty[:8]))} is empty"
+        got = f"{shown(call.given)}: sequence {', '.join(map(str, empty[:8]))} is empty"
         says = "An empty sequence makes chunk tables name the wrong one, or has no last token."
         if old:
             says += f" fla {call.release('fla')} counts the others alone, since {releases.FLA_COUNTS_EMPTY} it does not."
         yield call.breach("empty", call.where, got, says, f"Drop empty sequences: {_remedy(call)}")
-
-
-def _copies(call: Call) -> list[str]:
-    """The host copies of offsets that the call has, beside the offsets."""
-    return [name for name in call.operator.copies if call.where and name in call.arguments]
 
 
 def _tables(call: Call) -> Iterator[Breach]:
@@ -196,8 +148,8 @@ def _tables(call: Call) -> Iterator[Breach]:
         elif name in row.tables:
             yield from _table(call, name, table_block(row.tables[name], call.chunk_size))
         elif (copy := call.row(name, host=name.endswith("_list"))[0]) != call.given:
-            says = f"It is a copy of {call.where}, {_numbers(call.given)}; tables follow the one, lengths the other."
-            yield call.breach("copy", name, _numbers(copy), says)
+            says = f"It is a copy of {call.where}, {shown(call.given)}; tables follow the one, lengths the other."
+            yield call.breach("copy", name, shown(copy), says)
 
 
 def _table(call: Call, name: str, block: int) -> Iterator[Breach]:
@@ -213,10 +165,6 @@ def _table(call: Call, name: str, block: int) -> Iterator[Breach]:
 
 def _remedy(call: Call) -> str:
     return f"take the boundaries {call.operator.remedy}"
-
-
-def _numbers(given: tuple[int, ...]) -> str:
-    return str(list(given[:12]))
 
 
 def _short(value: Any) -> str:
@@ -396,12 +344,12 @@ def _against_segments(call: Call, segments: Segments) -> Iterator[Breach]:
     if places_in(given[0], segments) is None:
         says = f"By the segments it is [{B}, {S}], [1, {B * S}], or [1, {segments.num_tokens}] without padding."
         remedy = "Pass the B and T of the tensors, and the segments of this batch."
-        yield Breach("sizes-differ", "B, T", f"[{call.B}, {call.T}]", says, remedy, "Segments", silent=True)
+        yield Breach("sizes-differ", "B, T", f"[{call.B}, {call.T}]", says, remedy, "Segments")
     elif found := "; ".join(dict.fromkeys(filter(None, (boundary_reason(each, segments) for each in given)))):
         where = ", ".join(filter(None, (call.where, call.operator.numbers))) or "boundaries"
         remedy = f"Take the boundaries {call.operator.remedy} Or unpad() the batch and its tensors, or pass the "
         remedy += "segments that this call is for."
-        yield Breach("differs-from-segments", where, found, "The segments say otherwise.", remedy, "Segments", silent=True)
+        yield Breach("differs-from-segments", where, found, "The segments say otherwise.", remedy, "Segments")
 
 
 def _call_boundaries(call: Call) -> Iterator[CallBoundaries]:
@@ -502,7 +450,7 @@ def _npu_convolution(call: Call) -> Iterator[Breach]:
     if call.where and in_rows and len(call.offsets) == len(rows) and call.offsets != rows:
         says = f"An x [B, T, D] has one sequence a row, {list(rows[:8])}, whatever the boundaries say."
         remedy = "Pass x [T, D] with boundaries inside a row: x.reshape(-1, D)."
-        yield call.breach("rows", call.where, _numbers(call.offsets), says, remedy)
+        yield call.breach("rows", call.where, shown(call.offsets), says, remedy)
     active = not isinstance(mode, int) or mode != 0
     outside = ("query_start_loc", "cache_indices", "initial_state_mode", "num_accepted_tokens")
     unbound = [*(name for name in outside if name in call.arguments), *["activation_mode"] * active]
@@ -571,10 +519,8 @@ def _packed_fields(call: Call) -> Iterator[Breach]:
     real = [end - start for start, end in pairwise(actual)]
     fits = len(real) == len(call.lengths) and all(0 <= r <= n for r, n in zip(real, call.lengths)) and actual[:1] == (0,)
     if actual != call.given and not fits:
-        says = f"Actual offsets fit into the padded ones, {_numbers(call.given)}, sequence by sequence."
-        yield call.breach(
-            "padded-actual", "cu_seqlens_q", _numbers(actual), says, "Take both from pad_documents(batch, cp)."
-        )
+        says = f"Actual offsets fit into the padded ones, {shown(call.given)}, sequence by sequence."
+        yield call.breach("padded-actual", "cu_seqlens_q", shown(actual), says, "Take both from pad_documents(batch, cp).")
 
 
 OWN: dict[str, tuple[Callable[[Call], Iterator[Breach]], ...]] = {

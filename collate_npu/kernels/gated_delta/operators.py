@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from collate_npu.arrays import Array, host_tensor, once, whole_number
+from collate_npu.arrays import Array, check_places, host_tensor, once, whole_number
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.kernels import Breach
 from collate_npu.parallel.layout import ContextParallel
@@ -243,6 +243,7 @@ class Call:
             self.chunk_size = arguments.get("chunk_size", self.chunk_size)
         self.B = whole_number("B", 1 if self.B is None else self.B, least=1)
         self.T = whole_number("T", self.T, least=1)
+        check_places("B, T", self.B * self.T, "Pass the sizes of the call's tensors.")
         self.chunk_size = whole_number("chunk_size", self.chunk_size, least=1)
 
     def breach(self, rule: str, where: str, got: str, says: str, remedy: str = "") -> Breach:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from collate_npu import Pattern, Segments
 from collate_npu.kernels.fusion_attention import prefix_triangle, triangle
-from collate_npu.kernels.fusion_attention.operator_call import UNLIMITED
+from collate_npu.kernels.fusion_attention.contract import UNLIMITED
 from collate_npu.masks import dense
 
 Kwargs = dict[str, Any]

@@ -9,7 +9,7 @@ from npu_batches import SCALE, computed, right_calls, wanted
 
 from collate_npu import CollateError, Pattern, Segments
 from collate_npu.kernels.fusion_attention import choose_form, fusion_attention_kwargs, prefix_triangle, triangle
-from collate_npu.kernels.fusion_attention.operator_call import UNLIMITED
+from collate_npu.kernels.fusion_attention.contract import UNLIMITED
 from collate_npu.masks import dense
 
 

@@ -1,4 +1,4 @@
-"""`check_contract` takes what the operator computes rightly, and nothing else.
+"""`check_call` takes what the operator computes rightly, and nothing else.
 
 The facts of `data/npu-mask-cases.csv` are the vendor's own test expectations and cases derived from the tiling code, with
 the line of each rule. A case has no mask contents, so each gets the ones its sparse mode asks for.
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from collate_npu import CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.check import call_breaches
-from collate_npu.kernels.fusion_attention import check_contract, contract_breaches, prefix_triangle, triangle
-from collate_npu.kernels.fusion_attention.contract import COMPRESSED
-from collate_npu.kernels.fusion_attention.operator_call import UNLIMITED, outside_band, outside_prefix
+from collate_npu.kernels.check import call_breaches, check_call
+from collate_npu.kernels.fusion_attention import prefix_triangle, triangle
+from collate_npu.kernels.fusion_attention.contract import COMPRESSED, UNLIMITED, outside_band, outside_prefix
+
+NAME = "npu_fusion_attention"
 
 # --- the vendor's cases
 
@@ -97,7 +98,7 @@ def name_of(case: dict[str, str]) -> str:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_the_vendors_verdict_holds(case: dict[str, str]) -> None:
     kwargs, dims = arguments(case)
-    found = contract_breaches(kwargs, **dims)
+    found = call_breaches(NAME, kwargs, **dims)
     if case["verdict"] == "REJECT":
         left = case["rule"].startswith(LEFT_TO_THE_CARD)
         assert left or [(breach.rule, breach.silent) for breach in found] == [("refused", False)]
@@ -254,13 +255,13 @@ def call_of(base: Any, changes: dict[str, Any], dims: Any = None) -> tuple[dict[
 @pytest.mark.parametrize("row", CALLS, ids=lambda row: row[0])
 def test_what_is_known_of_a_call_holds(row: Any) -> None:
     rules, (kwargs, dims) = {*row[0].split()}, call_of(*row[1:])
-    found = contract_breaches(kwargs, **dims)
+    found = call_breaches(NAME, kwargs, **dims)
     assert {(breach.rule, breach.silent) for breach in found} == {(rule, rule != "refused") for rule in rules}
     if not rules:
-        check_contract(kwargs, **dims)
+        check_call(NAME, kwargs, **dims)
         return
     with pytest.raises(UnsupportedFormError) as error:
-        check_contract(kwargs, **dims)
+        check_call(NAME, kwargs, **dims)
     assert all(breach.remedy in str(error.value) and breach.source in str(error.value) for breach in found)
 
 
@@ -280,7 +281,7 @@ FIRST_EMPTY = causal_mask() | EYE
     ],
 )
 def test_a_message_carries_the_fact(rule: str, kwargs: dict[str, Any], fact: str) -> None:
-    (found,) = (breach for breach in contract_breaches(PADDED[0] | kwargs, **DIMS) if breach.rule == rule)
+    (found,) = (breach for breach in call_breaches(NAME, PADDED[0] | kwargs, **DIMS) if breach.rule == rule)
     assert fact in str(found)
 
 
@@ -306,11 +307,11 @@ SIZES = {"tokens-unknown"}
 def test_each_rule_is_broken_by_a_call_through_the_entry(rules_of: Callable[[str], set[str]]) -> None:
     found = set()
     for kwargs, dims in [*(call_of(*row[1:]) for row in CALLS), *map(arguments, CASES)]:
-        direct = {breach.rule for breach in contract_breaches(kwargs, **dims)}
+        direct = {breach.rule for breach in call_breaches(NAME, kwargs, **dims)}
         if not direct & SIZES and str(kwargs["input_layout"]).upper() in LAYOUTS and kwargs["input_layout"] != "tnd":
             call = tensors(kwargs["input_layout"].upper(), dims) | kwargs
             if dims["D"]:
-                assert {breach.rule for breach in call_breaches("torch_npu.npu_fusion_attention", call)} == direct
+                assert {breach.rule for breach in call_breaches(f"torch_npu.{NAME}", call)} == direct
                 found |= direct
     for lengths in ([2, 6, 6], [2, 5, 5]):
         call = tensors("BSND", DIMS) | {"input_layout": "BSND", "keep_prob": 0.5}
@@ -323,20 +324,20 @@ def test_each_rule_is_broken_by_a_call_through_the_entry(rules_of: Callable[[str
 def test_with_the_segments_sizes_and_meaning_are_theirs(make: Any) -> None:
     heads, segments = {"N": HEADS, "Nkv": KEY_HEADS, "D": 8}, Segments.from_lengths([[2, 6]])
     kwargs = {"scale": 0.5} | LEADING[0] | {name: make([0, 2, 8]) for name in lists()} | MINDSPEED
-    check_contract(kwargs | {"sparse_mode": 3}, **heads, segments=segments)
+    check_call(NAME, kwargs | {"sparse_mode": 3}, **heads, segments=segments)
     future = {"sparse_mode": 4, "next_tockens": UNLIMITED}  # legal, and another attention
-    found = contract_breaches({"scale": 0.5} | PACKED[0] | MINDSPEED | future, **heads, segments=segments)
+    found = call_breaches(NAME, {"scale": 0.5} | PACKED[0] | MINDSPEED | future, **heads, segments=segments)
     assert [breach.rule for breach in found] == ["differs-from-segments"]
 
 
 def test_sizes_that_the_lists_say_need_not_be_given_and_others_must() -> None:
     heads, causal = {"N": HEADS, "Nkv": KEY_HEADS, "D": 8}, {"atten_mask": TRIANGLE, "sparse_mode": 3}
-    check_contract(PACKED[0] | causal, **heads, Tq=8, Tkv=8)
+    check_call(NAME, PACKED[0] | causal, **heads, Tq=8, Tkv=8)
     with pytest.raises(CollateError, match="Pass all three, or segments"):
-        check_contract(PADDED[0] | causal, **heads, B=2, Sq=3)
+        check_call(NAME, PADDED[0] | causal, **heads, B=2, Sq=3)
     for size in ("B", "Sq", "N", "D"):
         with pytest.raises(CollateError, match=f"{size}: got -2"):
-            check_contract(PADDED[0], **PADDED[1] | {size: -2})
+            check_call(NAME, PADDED[0], **PADDED[1] | {size: -2})
 
 
 NO_VALUES: dict[str, list[Any]] = {
@@ -355,4 +356,4 @@ NO_VALUES: dict[str, list[Any]] = {
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NO_VALUES.items() for value in values])
 def test_values_that_the_schema_does_not_take_are_named(name: str, value: Any) -> None:
     with pytest.raises(CollateError, match=name):
-        check_contract(PACKED[0] | {name: value}, **PACKED[1])
+        check_call(NAME, PACKED[0] | {name: value}, **PACKED[1])

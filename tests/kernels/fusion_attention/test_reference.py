@@ -13,7 +13,7 @@ from vendor_oracle import missing, oracle
 
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.fusion_attention import prefix_triangle, reference_fusion_attention, triangle
-from collate_npu.kernels.fusion_attention.operator_call import DEFAULTS
+from collate_npu.kernels.fusion_attention.contract import DEFAULTS
 
 SCALE = HEAD_DIM**-0.5
 SIZES = [(1, 1), (6, 6), (5, 9), (9, 5), (7, 8)]

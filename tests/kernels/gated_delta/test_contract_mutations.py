@@ -17,12 +17,8 @@ from torch import Tensor
 
 from collate_npu import ContextParallel, Segments
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.gated_delta import (
-    check_gated_delta_contract,
-    chunk_indices,
-    gated_delta_breaches,
-    gated_delta_kwargs,
-)
+from collate_npu.kernels.check import call_breaches, check_call
+from collate_npu.kernels.gated_delta import chunk_indices, gated_delta_kwargs
 from collate_npu.kernels.gated_delta.arguments import Kernel
 
 Kwargs = dict[str, Any]
@@ -80,14 +76,14 @@ class Spelled:
         self.B, self.T = (B, S) if rows else (1, len(self.places))
         if kernel == "fla_cp" and (self.T % RANKS or self.T < 3 * RANKS):
             raise UnsupportedFormError("the row cannot be shared out")
-        self.says: Kwargs = {"B": self.B, "T": self.T, "chunk_size": self.chunk, "kernel": self.kernel, "versions": NEWEST}
+        self.says: Kwargs = {"B": self.B, "T": self.T, "chunk_size": self.chunk, "versions": NEWEST}
         self.says["training"] = self.kernel not in ("fla_npu_recurrent", "torch_npu")
         if kernel == "fla_cp":
             self.says["context_parallel"] = ContextParallel(RANKS, 0, layout="contiguous")
 
     def broken(self, kwargs: Kwargs) -> set[str]:
         """The rules that the check finds broken, none where it passes the call."""
-        found = gated_delta_breaches(kwargs, segments=self.batch, **self.says)
+        found = call_breaches(self.kernel, kwargs, segments=self.batch, **self.says)
         assert all(breach.remedy and breach.source for breach in found)
         return {breach.rule for breach in found}
 
@@ -240,8 +236,8 @@ def test_no_wrong_call_passes_and_no_right_one_is_refused(kernel: str) -> None:
     counts: Counter[str] = Counter()
     for draw, call in calls(kernel, 0):
         assert not call.wrong(call.kwargs), "the judge must know a right call"
-        check_gated_delta_contract(call.kwargs, segments=call.batch, **call.says)
-        check_gated_delta_contract(call.kwargs, **call.says)
+        check_call(kernel, call.kwargs, segments=call.batch, **call.says)
+        check_call(kernel, call.kwargs, **call.says)
         found = list(mutations(call, draw))
         for kwargs in draw.sample(found, min(len(found), EACH)):
             wrong, broken = call.wrong(kwargs), call.broken(kwargs)

@@ -1,4 +1,4 @@
-"""`check_gated_delta_contract` takes what a kernel computes rightly, and leaves what it refuses by itself; nothing else."""
+"""`check_call` takes what a kernel computes rightly, and leaves what it refuses by itself; nothing else."""
 
 import contextlib
 import itertools
@@ -11,19 +11,12 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, strategies as st
 from torch import Tensor
 
 from collate_npu import CollateError, ContextParallel, Segments, releases
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.check import call_breaches, knows
-from collate_npu.kernels.gated_delta import (
-    Kernel,
-    check_gated_delta_contract,
-    gated_delta_breaches,
-    gated_delta_kwargs,
-    reference_gated_delta_rule,
-)
+from collate_npu.kernels.check import call_breaches, check_call, knows
+from collate_npu.kernels.gated_delta import Kernel, gated_delta_kwargs
 from collate_npu.kernels.gated_delta.operators import KERNELS, OPERATORS, operator_named
 from collate_npu.masks import dense
 from collate_npu.parallel.layout import Layout
@@ -109,7 +102,7 @@ CU, HOST = cu(0, 3, 73), host(0, 3, 73)
 TABLE_32, TABLE_64 = (gated_delta_kwargs(PACKED, kernel="fla", chunk_size=n, tables=True)["chunk_indices"] for n in (32, 64))
 PACK = (0, 3, 73, 75, 139)
 ROWS, NEW, MAIN, INFER = {"B": 2, "T": 25}, of(), {"versions": {"megatron": "main"}}, {"training": False}
-ONE, FLAT = {"kernel": "fla", "B": 1, "T": 73}, {"B": None}
+ONE, FLAT = {"B": 1, "T": 73}, {"B": None}
 ZIGZAG = {"cp_context": SimpleNamespace(layout="zigzag")}
 LONG = {n: gated_delta_kwargs(Segments.from_lengths([[n]]), kernel="fla_npu") for n in (64, 65, 32768)}
 OLD_NPU = {"versions": {"fla_npu": "26.6.0"}}
@@ -131,6 +124,8 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         (cu(0, 1, 2, 4), "", {"T": 4, "segments": Segments.from_lengths([[1, 1], [2]])}),
         (cu(0, 4, 73), "differs-from-segments", {"segments": PACKED}),
         (cu(0, 3, 74), "sizes-differ", {"T": 74, "segments": PACKED}),
+        *((cu(0, 3, 73, scale=scale), rules) for scales, rules in (((5e-324, 1, np.float64(2)), ""),
+          ((0.0, -1, math.inf, math.nan, np.float64(-2)), "scale")) for scale in scales),
         ({"cp_context": 1}, "context-unread", {"segments": PACKED}), ({"cp_context": 1}, "", cp()),
         (cu(0, 3, 128), "", cp("ulysses")), (CU, "ranks", cp("ulysses", 73)), (cu(0, 3, 128), "ranks", cp("zigzag")),
         (ZIGZAG | cu(0, 3, 128), "", cp("zigzag")), (ZIGZAG | cu(0, 3, 128), "ranks", cp()),
@@ -178,6 +173,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         (host(0, 3, 73, chunk_indices_out=[0, 0, 1, 0]), "", {"chunk_size": 1}),
         (host(0, 1500, chunk_indices_out=[0, 0]), "table", {"T": 1500, "chunk_size": 128}),
         (host(0, 3, 73, chunk_indices=TABLE), "unread"), (host(3, 73), "first"), (host(0, 3, 3, 73), "empty"),
+        (host(0, 3, 73, chunk_indices_out=[0, 0, 1, 0], scale=-1.44), ""),  # of a cumulative sum it has any sign
         (host(0, 3, 73, chunk_indices_out=[0, 0, 1, 0], g=meta(1, 4, 73)), ""),
         (host(0, 3, 73, chunk_indices_out=[0, 0, 1, 0], g=meta(1, 73, 4)), "shape"),
     ],
@@ -190,6 +186,11 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "fla_npu.causal_conv1d": [
         (starts(0, 3, 73, x=meta(73, 16), weight=meta(4, 16)), "", FLAT), (starts(0, 3, 3, 73), "", FLAT),
+        # rows are read as rows whatever the boundaries say; another count the host refuses
+        (starts(0, 4, 8, x=meta(2, 4, 16)), "", {"B": 2, "T": 4} | INFER),
+        (starts(0, 3, 8, x=meta(2, 4, 16)), "rows", {"B": 2, "T": 4} | INFER),
+        (starts(0, 2, 4, 8, x=meta(2, 4, 16)), "", {"B": 2, "T": 4} | INFER),
+        (starts(0, 3, 8, x=meta(8, 16)), "", FLAT | {"T": 8} | INFER),
         (starts(0, 12, 8, 16), "falling", FLAT | {"T": 16}), ({"x": meta(1, 73, 16, requires_grad=True)}, ""),
         (starts(0, 3, 73, x=meta(73, 16, requires_grad=True)), "history", FLAT), ({"activation_mode": 1}, "history"),
         (starts(0, 3, 73, x=meta(73, 16, requires_grad=True)), "", FLAT | INFER),
@@ -271,10 +272,9 @@ LOUD: dict[str, list[tuple[Any, ...]]] = {
 def broken(operator: str, kwargs: dict[str, Any], says: dict[str, Any]) -> set[str]:
     """The rules that the call breaks, whoever is asked, and with a remedy and a source in the message."""
     says = {"B": 1, "T": 73} | says
-    found = gated_delta_breaches(kwargs, kernel=operator, **says)
-    assert call_breaches(operator, kwargs, **says) == found
+    found = call_breaches(operator, kwargs, **says)
     with pytest.raises(UnsupportedFormError) if found else contextlib.nullcontext() as error:
-        check_gated_delta_contract(kwargs, kernel=operator, **says)
+        check_call(operator, kwargs, **says)
     for each in found:
         assert all(text and text in str(error.value) for text in (each.rule, each.says, each.remedy, each.source))
         assert each.silent == (each.rule != "container" and (operator, each.rule) != ("fla_npu.causal_conv1d", "falling"))
@@ -313,7 +313,7 @@ def test_the_circle_of_remedies_ends(name: str) -> None:
     says = {"T": 8, "training": row.backward} | NEW
     for truth in (None, segments):
         assert not broken(name, right, says | {"segments": truth})
-    (breach,) = gated_delta_breaches({"cu_seqlen": 1}, kernel=name, B=1, **says)
+    (breach,) = call_breaches(name, {"cu_seqlen": 1}, B=1, **says)
     assert f"kernel={row.kernel!r}" in breach.remedy
 
 
@@ -380,70 +380,28 @@ def test_a_state_lies_as_the_call_says(flag: str) -> None:
             assert broken(name, call, {}) == (set() if lies == V_first else {"shape"})
 
 
-@given(
-    shape=st.lists(st.sampled_from((1, 2, 3, 4)), max_size=5),
-    sizes=st.fixed_dictionaries({"N": st.sampled_from((2, 4)), **dict.fromkeys("KV", st.sampled_from((1, 2, 3)))}),
-)
-@example(shape=[2, 4, 3, 1], sizes={"N": 4, "K": 3, "V": 1})
-def test_the_contract_and_the_reference_refuse_the_same_states(shape: list[int], sizes: dict[str, int]) -> None:
-    orders = {"q": "BTHK", "k": "BTHK", "v": "BTNV", "g": "BTN", "beta": "BTN"}
-    call = {x: torch.zeros([(SIZES | {"H": 1} | sizes)[axis] for axis in order]) for x, order in orders.items()}
-    offsets, state = gated_delta_kwargs(SHORT, kernel="fla"), torch.zeros(shape)
-    found = call_breaches("fla.chunk_gated_delta_rule", call | offsets | {"initial_state": state})
-    try:
-        reference_gated_delta_rule(*call.values(), initial_state=state, cu_seqlens=offsets["cu_seqlens"])
-    except CollateError:
-        assert found or (len(shape) == 4 == len(shape) and shape[0] != 2), "how many there are fla says itself"
-    else:
-        assert not found
-
-
-@given(scale=st.floats())
-@example(scale=0.0)
-@example(scale=math.inf)
-def test_a_scale_is_above_zero_and_finite(scale: float) -> None:
-    rules = set() if 0 < scale < math.inf else {"scale"}
-    for given_scale in (scale, np.float64(scale)):
-        assert broken("fla", CU | {"scale": given_scale}, {}) == rules
-    cumsum = host(0, 3, 73, chunk_indices_out=[0, 0, 1, 0], scale=-1.44)
-    assert not broken("fla_npu_cumsum", cumsum, {}), "of a cumulative sum it has any sign"
-
-
-@given(B=st.integers(1, 4), S=st.integers(1, 4), rank=st.sampled_from((2, 3)), data=st.data())
-def test_the_convolution_of_fla_npu_takes_rows_or_one_flat_row(B: int, S: int, rank: int, data: st.DataObject) -> None:
-    """causal_conv1d_tiling_validation.h:221-240, 263; op_kernel/causal_conv1d.h:50-60 reads rows of S whatever they say."""
-    inner = data.draw(st.lists(st.integers(0, B * S), min_size=B - 1, max_size=B + 1).map(sorted))
-    ends = data.draw(st.sampled_from(([*range(S, B * S, S)], inner)))
-    offsets = [0, *ends, B * S]
-    x = meta(B * S, 32) if rank == 2 else meta(B, S, 32)
-    found = call_breaches("fla_npu.npu_causal_conv1d", {"x": x, "weight": meta(4, 32), **starts(*offsets)}, training=False)
-    counted = rank == 3 and len(offsets) == B + 1  # another count the host refuses
-    assert [each.rule for each in found] == ["rows"] * (counted and offsets != [*range(0, B * S + 1, S)])
-
-
 # --- names, values, messages
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "says", "message"),
+    ("kernel", "says", "message"),
     [
-        ({}, {"kernel": "fla_con"}, r"'fla_con'.*Close to it: (?!.*megatron).*fla_conv"),
-        ({}, {"kernel": ""}, r"Close to it:\s+\w"), ({}, {"training": "yes"}, "training"),
-        ({}, {"T": 0}, "T"), ({}, {"B": 0}, "B"), ({}, {"T": 2.5}, "T"), ({}, {"chunk_size": "64"}, "chunk_size"),
-        ({}, {"context_parallel": 2}, "context_parallel"), ({}, {"versions": "0.5.2"}, "versions"),
-        ({}, {"versions": {"fla": "banana"}}, "versions"), ({}, {"versions": {"flaa": "5.23.0"}}, "packages are .*fla"),
-        ([("cu_seqlens", 3)], {}, "kwargs"),
+        ("fla_con", {}, r"'fla_con'.*Close to it: (?!.*megatron).*fla_conv"), ("", {}, r"Close to it:\s+\w"),
+        *(("fla", {name: value}, name) for name, value in (
+            ("training", "yes"), ("T", 0), ("B", 0), ("T", 2.5), ("chunk_size", "64"), ("context_parallel", 2),
+            ("versions", "0.5.2"), ("versions", {"fla": "banana"}), ("arguments", [("cu_seqlens", 3)]))),
+        ("fla", {"versions": {"flaa": "5.23.0"}}, "packages are .*fla"),
     ],
 )  # fmt: skip
-def test_names_sizes_and_types_that_are_not_known_are_refused(kwargs: Any, says: dict[str, Any], message: str) -> None:
-    for judge in (check_gated_delta_contract, gated_delta_breaches):
+def test_names_sizes_and_types_that_are_not_known_are_refused(kernel: str, says: dict[str, Any], message: str) -> None:
+    for judge in (check_call, call_breaches):
         with pytest.raises(CollateError, match=message):
-            judge(kwargs, **ONE | says)
+            judge(kernel, **{"arguments": {}} | ONE | says)
 
 
 def test_the_message_names_tokens_and_releases() -> None:
     with pytest.raises(UnsupportedFormError) as error:
-        check_gated_delta_contract(cu(0, 4, 73), segments=PACKED, **ONE)
+        check_call("fla", cu(0, 4, 73), segments=PACKED, **ONE)
     assert str(error.value) == (
         "fla:\n[differs-from-segments] cu_seqlens: got the token at (row, column) (0, 3) goes on from another sequence. "
         "The segments say otherwise. Take the boundaries from gated_delta_kwargs(segments, kernel='fla'). Or "
@@ -455,14 +413,14 @@ def test_the_message_names_tokens_and_releases() -> None:
         ({"seq_idx": ids(2, 1, 70) % 2}, "causal_conv1d", {}, "[0, 1, 0]"),
         (CU | {"cu_seqlens": dev(0, 3, 70)}, "fla", {}, "unwritten"), (cu(0, 3, 80), "fla", {}, "somebody else"),
     ):  # fmt: skip
-        (breach,) = gated_delta_breaches(kwargs, **ONE | {"kernel": kernel}, versions=versions)
+        (breach,) = call_breaches(kernel, kwargs, **ONE, versions=versions)
         assert text in f"{breach.got} {breach.says}"
 
 
 def test_arguments_are_only_read() -> None:
     kwargs = gated_delta_kwargs(PACKED, kernel="fla", tables=True)
     before = {name: value.clone() for name, value in kwargs.items()}
-    check_gated_delta_contract(kwargs, **ONE, segments=PACKED, context_parallel=ContextParallel(1, 0))
+    check_call("fla", kwargs, **ONE, segments=PACKED, context_parallel=ContextParallel(1, 0))
     assert kwargs.keys() == before.keys()
     assert all(torch.equal(kwargs[name], value) for name, value in before.items())
 
@@ -488,7 +446,7 @@ def test_odd_values_are_read_or_refused_never_a_raw_error(operator: str) -> None
     for name, value in itertools.product(sorted(names - {""}), ODD):
         for kwargs, segments in (({name: value}, PACKED), (right | {name: value}, None), (right | {name: value}, PACKED)):
             with contextlib.suppress(CollateError):
-                gated_delta_breaches(kwargs, **ONE | {"kernel": operator}, segments=segments, **NEW)
+                call_breaches(operator, kwargs, **ONE, segments=segments, **NEW)
 
 
 @pytest.mark.parametrize("name", ["flash-linear-attention-npu", "flash-linear-attention-npu-a2"])
