@@ -147,8 +147,6 @@ class Model:
     needs_mask_2d: bool | None = None
     """True if it carries state from token to token; None where it is unknown."""
     attn_implementation: str = "sdpa"
-    dtype: torch.dtype | None = None
-    """Of its parameters, where a module was there."""
     positions: model_traits.PositionRule = "places"
     """How a transformers model counts positions by itself; by place where it is unknown."""
     first_position: int = 0
@@ -211,7 +209,6 @@ class Model:
             read["boundaries_unread"] = f"{type(model).__name__} is not transformers', and nobody knows what its layers read"
         if isinstance(model, torch.nn.Module):
             read["virtual_tokens"] = has_virtual_tokens(model)
-            read["dtype"] = next((each.dtype for each in model.parameters()), None)
         return cls(
             config=config,
             model_type=getattr(text, "model_type", None) or model_type or "",

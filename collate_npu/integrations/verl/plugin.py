@@ -6,9 +6,8 @@ Ray hands the variable to no worker of a cluster that stands already (0.9.1 trai
 
 Importing this installs nothing yet. MindSpeed "must be imported before Megatron" (workers/engine/__init__.py), so
 `verl.install` runs when verl itself imports `verl.models.mcore`, before any module can take a function from it, and
-`verl.install_fsdp` when verl has imported its FSDP engine. Nor does it do that much where neither verl imports it
-(utils/import_utils.py `import_external_libs`) nor the variable names it, as where somebody looks through the modules of a
-package: it says so, and `arm` is there to be called.
+`verl.install_fsdp` when verl has imported its FSDP engine. Nor does it do that much where verl does not import it
+(utils/import_utils.py `import_external_libs`) and the variable does not name it: it says so, and `arm` can be called.
 """
 
 from __future__ import annotations
