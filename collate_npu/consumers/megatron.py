@@ -59,13 +59,10 @@ TRANSFORMER_ENGINE_NPU = replace(
     forms=(Form(form="none", reads="None, for which it takes a compressed causal triangle, as for any mask"),),
     refuses=(
         PACKED_RECURRENT,
-        replace(mindspeed.WINDOW, rule="TransformerEngineNPU's attention raises for window_size, and {why}."),
-        Refusal(
-            of="every batch where None is not exact",
-            when=not_exact,
+        replace(
+            mindspeed.NOT_EXACT,
             rule="TransformerEngineNPU's attention runs a compressed causal triangle, and here {why}.",
             remedy="Pad right with one sequence a row, or use padding_free=True.",
-            more="causal-kernel",
         ),
     ),
     here=lambda: npu_engine(),

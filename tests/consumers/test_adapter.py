@@ -72,8 +72,6 @@ def test_what_is_made_is_where_the_batch_is():
     assert {key for key, value in out.items() if value.is_meta} == {"input_ids", *MADE}
     there = megatron(HYBRID, device="meta")(batch_of(LEFT, attention_mask_2d=LEFT.keep))
     assert {key for key, value in there.items() if value.is_meta} == {"input_ids", *MADE}
-    assert megatron(HYBRID).masks(RIGHT).keys() == {"attention_mask", "attention_mask_2d"}
-    assert megatron(DENSE).masks(LEFT, "meta").keys() == {"attention_mask"}
 
 
 # --- context parallelism

@@ -11,7 +11,7 @@ from torch import nn
 
 from collate_npu import BatchAdapter, Segments
 from collate_npu.consumers import megatron
-from collate_npu.consumers.mask_routing import Case, Model, consumer_named
+from collate_npu.consumers.mask_routing import consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.fusion_attention import contract_breaches, triangle
@@ -35,17 +35,6 @@ def test_rows_that_the_triangle_is_right_for_are_accepted(segments, accepted):
     else:
         with pytest.raises(UnsupportedFormError, match=r"compressed causal triangle.*Pad right"):
             adapter.route(segments)
-
-
-@pytest.mark.parametrize("consumer", ["transformer_engine_npu", "transformer_engine"])
-def test_a_window_that_it_raises_for_is_refused_ahead(consumer):
-    model = Model(config=SimpleNamespace(window_size=(3, 0)))
-    if consumer == "transformer_engine":
-        assert consumer_named(consumer).route(Case(segments=RIGHT, model=model)).form == "none"
-        return
-    with pytest.raises(UnsupportedFormError, match=r"raises for window_size.*no longer than the window"):
-        consumer_named(consumer).route(Case(segments=RIGHT, model=model))
-    assert consumer_named(consumer).route(Case(segments=Segments.from_lengths([3, 4]), model=model)).form == "none"
 
 
 # --- which packages, which attention
