@@ -20,8 +20,7 @@ from torch import Tensor
 from collate_npu import errors
 from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_decoder, labels_for, positions_for, restart
 from collate_npu.consumers.mask_routing import Case, Consumer, ConsumerName, Model, Route, consumer_named
-from collate_npu.consumers.megatron import kernel_of, kernel_of_args
-from collate_npu.consumers.mindspeed import layout_of_settings
+from collate_npu.consumers.megatron import kernel_of
 from collate_npu.consumers.model_traits import LabelRule, consumer_of, known_config, recurrent_heads, unwrap
 from collate_npu.consumers.probe import rows_move_reason, sequences_mix_reason
 from collate_npu.consumers.recurrent import boundaries_unread_reason
@@ -242,34 +241,6 @@ class BatchAdapter:
             remedy = f"Give each rank rows of its own, or use Megatron's context parallelism ({MEGATRON_PARALLEL} or newer)."
         if rule and size > 1:
             raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
-
-    @classmethod
-    def from_args(cls, args: Any, **settings: Any) -> BatchAdapter:
-        """Build it from an argument namespace as ms-swift's and Megatron-LM's: reads the names both use, `settings` win.
-
-        `model_info.config` (ms-swift's own), else `model_type` (looked up in transformers' registry); `padding_free`,
-        `context_parallel_size`, `tensor_model_parallel_size` with `sequence_parallel`, `cp_partition_mode` or MindSpeed's
-        `context_parallel_algo`, and `attention_backend` with `masked_softmax_fusion` (`kernel_of_args`). The rank under
-        context parallelism is Megatron's; pass `context_parallel=` where it is not initialised.
-
-        >>> from types import SimpleNamespace
-        >>> adapter = BatchAdapter.from_args(SimpleNamespace(padding_free=True), needs_mask_2d=True)
-        >>> adapter.consumer.name, adapter.padding_free
-        ('megatron', True)
-        """
-        named: dict[str, Any] = {"padding_free": bool(getattr(args, "padding_free", False))}
-        named["consumer"] = "megatron" if getattr(args, "attention_backend", None) is None else kernel_of_args(args)
-        if not {"model", "model_type", "needs_mask_2d"} & set(settings):
-            config = getattr(getattr(args, "model_info", None), "config", None)
-            named |= {"model": config} if config is not None else {"model_type": getattr(args, "model_type", None)}
-        if "context_parallel" not in settings and (getattr(args, "context_parallel_size", 1) or 1) > 1:
-            shared = bool(getattr(args, "sequence_parallel", False))
-            cp = ContextParallel.from_megatron(
-                layout=getattr(args, "cp_partition_mode", None) or layout_of_settings(args),
-                tensor_parallel=getattr(args, "tensor_model_parallel_size", 1) if shared else 1,
-            )
-            settings["context_parallel"] = cp.for_documents() if named["padding_free"] else cp
-        return cls(**{**named, **settings})
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch the model takes. Raises `CollateError` where its padding is unknown, or has no right form here."""

@@ -38,7 +38,6 @@ import torch
 
 from collate_npu.consumers.mask_routing import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form, Refusal, not_exact
 from collate_npu.errors import UnsupportedFormError, explain
-from collate_npu.parallel.layout import Layout
 
 TransformerEngine = Literal["own", "local", "separate"]
 """Whose attention runs where Megatron wants TransformerEngine's."""
@@ -192,20 +191,6 @@ def kernel_of_settings(settings: Any, *, te: TransformerEngine | None = None) ->
     slow = reader == "local" and getattr(settings, "use_flash_attn", None) is False
     reads_dense = general if reader == "own" else slow
     return "mindspeed_dense" if reads_dense else "mindspeed"
-
-
-def layout_of_settings(settings: Any) -> Layout:
-    """How ranks share a row, by an argument namespace: MindSpeed's `context_parallel_algo`; zigzag without it.
-
-    Source: MindSpeed 0.16.0 core/context_parallel/get_batch_utils.py:112-136, 244-277. Raises for its other algorithms.
-    """
-    known: dict[str, Layout] = {"megatron_cp_algo": "zigzag", "ulysses_cp_algo": "ulysses"}
-    algorithm = getattr(settings, "context_parallel_algo", None) or "megatron_cp_algo"
-    if algorithm not in known:
-        rule = f"The layouts known here are those of {' and '.join(known)}."
-        remedy = "Use one of them, or context_parallel=."
-        raise UnsupportedFormError(explain("context_parallel_algo", algorithm, rule, remedy))
-    return known[algorithm]
 
 
 def kernel_of_modules(modules: Iterable[Any], config: Any) -> str:
