@@ -1,4 +1,4 @@
-"""MindSpeed: each release is handed what its attention can compute, or nothing at all.
+"""MindSpeed, and TransformerEngineNPU beside it: each release is handed what its attention can compute, or nothing.
 
 `Layer` is what one attention layer of a release hands to `npu_fusion_attention`, from its source; every call is checked
 by the operator's contract and computed by its CPU reference. The releases' own source gave the same calls when it was run.
@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from collate_npu import BatchAdapter, ContextParallel, Pattern, Segments
 from collate_npu.consumers import mindspeed
 from collate_npu.consumers.mask_routing import Case, Model, consumer_named
-from collate_npu.consumers.megatron import kernel_of, kernel_of_args
+from collate_npu.consumers.megatron import kernel_of, kernel_of_args, npu_engine
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.fusion_attention import contract_breaches, reference_fusion_attention, triangle
 from collate_npu.masks import dense
@@ -150,12 +150,13 @@ def test_a_window_that_is_dropped_is_refused(consumer):
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    def release(te):
-        (tmp_path / "mindspeed" / FOLDERS[te]).mkdir(parents=True)
-        (tmp_path / "mindspeed" / "__init__.py").write_text("raise ImportError('looking must not import it')")
+    def packages(*folders):
+        for folder in folders:
+            (tmp_path / folder).mkdir(parents=True)
+            (tmp_path / folder.partition("/")[0] / "__init__.py").write_text("raise ImportError('looking must not import')")
         monkeypatch.syspath_prepend(str(tmp_path))
 
-    return release
+    return packages
 
 
 @pytest.mark.parametrize("te", FOLDERS)
@@ -163,7 +164,7 @@ def test_the_release_is_told_by_its_files(install, te):
     assert not mindspeed.is_installed()
     without = SimpleNamespace(attention_backend="flash", attention_mask_type="general")
     assert kernel_of_args(without) == "transformer_engine"
-    install(te)
+    install(f"mindspeed/{FOLDERS[te]}")
     assert mindspeed.is_installed()
     assert mindspeed.transformer_engine() == te
     general = {"own": "mindspeed_dense", "local": "mindspeed", "separate": "mindspeed"}[te]
@@ -205,6 +206,29 @@ def test_a_model_tells_it(layer, settings, consumer):
     model = nn.Sequential(nn.Linear(1, 1), layer)
     model.config = settings
     assert kernel_of(model) == consumer
+
+
+@pytest.mark.parametrize(
+    ("packages", "flash", "engine"),
+    [
+        ((), "transformer_engine", False),
+        (("transformer_engine_npu",), "transformer_engine_npu", True),
+        (("megatron_adaptor",), "transformer_engine_npu", True),
+        (("megatron_adaptor", "transformer_engine_npu"), "transformer_engine_npu", True),
+        (("megatron_adaptor", "mindspeed"), "mindspeed", False),
+    ],
+)
+def test_packages_tell_whose_attention_it_is(install, packages, flash, engine):
+    assert not npu_engine()
+    install(*packages)
+    assert npu_engine() is consumer_named("transformer_engine_npu").here() is engine
+    assert kernel_of_args(SimpleNamespace(attention_backend="flash")) == flash
+    local = SimpleNamespace(attention_backend="local", masked_softmax_fusion=False, use_flash_attn=True)
+    assert kernel_of_args(local) == ("megatron" if "mindspeed" not in packages else "mindspeed")
+    for layer, kernel in (("DotProductAttention", "megatron"), ("TEDotProductAttention", flash)):
+        model = nn.Sequential(type(layer, (nn.Module,), {})())
+        model.config = SimpleNamespace(masked_softmax_fusion=False)
+        assert kernel_of(model) == kernel or "mindspeed" in packages
 
 
 # --- Qwen3-Next of MindSpeed-LLM, Qwen3.5 of MindSpeed-MM: what is accepted is right in a model of such layers, and what is
