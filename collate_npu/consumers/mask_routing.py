@@ -126,33 +126,26 @@ ConsumerName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is known of the model before any batch."""
+    """What is known of the model before any batch: of a transformers model by the functions of `model_traits` (`pattern_of`,
+    `position_rule`, `label_rule`, `pooling` ...), whose answers stand here under their names."""
 
     config: Any = None
     model_type: str = ""
     needs_mask_2d: bool | None = None
-    """True if it carries state from token to token; None where it is unknown."""
+    """None where it is unknown."""
     attn_implementation: str = "sdpa"
     positions: model_traits.PositionRule = "places"
-    """How a transformers model counts positions by itself; by place where it is unknown."""
     first_position: int = 0
-    """The position of a sequence's first token."""
     pattern: PatternName | None = None
-    """The pattern that its attention layers declare; None where no module was read."""
     config_is_causal: Any = field(default=None, repr=False)
     """The config that may say `is_causal`; None before transformers read it."""
     half_ahead: bool = False
-    """True if its layers look ahead and its masks do not."""
     follows_is_causal: bool = False
-    """True if masks and kernels both follow it."""
     pooling: model_traits.Pooling = ""
-    """Which token of a row its head takes."""
     labels: model_traits.LabelRule | None = None
-    """What its head does with labels; None where it is unknown."""
     looks_ahead: tuple[str, ...] = ()
     """Inputs by which its own masks let tokens see later ones: "images", "types" (`token_type_ids`)."""
     virtual_tokens: bool = False
-    """True if a tuner of PEFT puts learned tokens before each row."""
     boundaries_unread: str | None = None
     """Why its recurrent layers cannot read where a sequence of a flat row begins; "" where they can; None before the adapter
     knows, or without a module: a config does not know which kernels this process resolved."""
