@@ -343,12 +343,6 @@ def calls(model: Any, kernel: str) -> bool:
     return _code_holds(_classes(unwrap(model)), f'"{kernel}"')
 
 
-def half_ahead(model: Any) -> bool:
-    """True if its layers look ahead by `use_bidirectional_attention` and the masks that it makes do not (Gemma, Gemma 2)."""
-    set_so = getattr(config_of(model), "use_bidirectional_attention", None) is True
-    return set_so and not _code_holds(_classes(unwrap(model)), "self.config.use_bidirectional_attention:")
-
-
 def looks_ahead(model: Any, by: str) -> bool:
     """True if masks that the model makes let tokens see later ones, by its images or by `token_type_ids`.
 
