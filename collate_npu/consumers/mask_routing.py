@@ -23,7 +23,6 @@ from collate_npu.consumers.model_traits import (
     config_of,
     consumer_of,
     has_virtual_tokens,
-    known_config,
     needs_mask_2d,
     pattern_of,
     text_config,
@@ -244,10 +243,7 @@ class Model:
     @once
     def calls_kda(self) -> bool:
         """True if its code calls the kernel of KDA."""
-        try:
-            return model_traits.calls(known_config(self.named), "chunk_kda")
-        except CollateError:  # a config of a class of somebody's
-            return False
+        return model_traits.calls_kda(self.named)
 
     @property
     def description(self) -> str:

@@ -338,9 +338,12 @@ def follows_is_causal(model: Any) -> bool:
     return IS_CAUSAL_READ.holds() and handed and _code_holds(_classes(whole), "merge_with_config_defaults")
 
 
-def calls(model: Any, kernel: str) -> bool:
-    """True if a modeling file of it calls a kernel of this name."""
-    return _code_holds(_classes(unwrap(model)), f'"{kernel}"')
+def calls_kda(config: Any) -> bool:
+    """True if a modeling file of this config calls the kernel of KDA."""
+    try:
+        return _code_holds(_classes(known_config(config)), '"chunk_kda"')
+    except CollateError:  # a config of a class of somebody's
+        return False
 
 
 def looks_ahead(model: Any, by: str) -> bool:

@@ -169,7 +169,7 @@ def prepare_batch(
     segments = segments_from_swift(args, data, polarity)
     bare = {key: value for key, value in data.items() if key not in ("attention_mask", KEEP_KEY)}
     out = with_masks(args, original(args, bare, vp_stage), segments)
-    return out if args.task_type == "causal_lm" else PooledBatch(out, segments.keep.to(_device_of(out)))
+    return out if args.task_type == "causal_lm" else PooledBatch(out, segments.keep)
 
 
 def number_sequences(params: Any) -> None:
@@ -234,7 +234,8 @@ def with_masks(args: Any, batch: Mapping[str, Any], segments: Segments) -> dict[
     Labels of padding become -100: ms-swift rolls them one place to the left, so that the padding before a row's tokens
     would be asked for the first of them (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`).
     """
-    cp, device, labels = ranks_of(args), _device_of(batch), batch.get("labels")
+    cp, labels = ranks_of(args), batch.get("labels")
+    device = next(value.device for value in batch.values() if isinstance(value, Tensor))
     config = getattr(args.model_info, "config", None)
     recurrent = needs_mask_2d(args.model_type if config is None else config)
     kernel = _kernel_of(args, segments, recurrent=recurrent)
@@ -280,10 +281,6 @@ def is_npu() -> bool:
     from transformers.utils import is_torch_npu_available
 
     return bool(is_torch_npu_available())
-
-
-def _device_of(batch: Mapping[str, Any]) -> torch.device:
-    return next(value.device for value in batch.values() if isinstance(value, Tensor))
 
 
 def _refuse_lookahead(args: Any, labels: Any, segments: Segments) -> None:
@@ -378,7 +375,7 @@ class PooledBatch(dict[str, Any]):
 
     def __init__(self, batch: Mapping[str, Any], keep: Tensor) -> None:
         super().__init__(batch)
-        self._keep = keep
+        self._keep = keep.to(next(value.device for value in batch.values() if isinstance(value, Tensor)))
 
     def get(self, key: str, default: Any = None) -> Any:
         return self._keep if key in ("attention_mask", KEEP_KEY) else super().get(key, default)
