@@ -277,7 +277,7 @@ class BatchAdapter:
             out, segments = self.mended(Sources(rows), padding_free=False)
             shape = sources["input_ids"].shape[:2]
             of_rows = {k: x for k, x in out.items() if isinstance(x, Tensor) and x.ndim > 1 and len(x) == shape.numel()}
-            return out | {key: value.unflatten(0, shape) for key, value in of_rows.items()}, segments
+            return out | {key: x.view(*shape, *x.shape[1:]) for key, x in of_rows.items()}, segments
         segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
         if self.model.labels == "decoder":
             check_decoder(sources, self.model.model_type)
@@ -387,7 +387,7 @@ class BatchAdapter:
         return self.consumer.route(case)
 
     def _mask(self, chosen: Route, case: Case, device: torch.device) -> Any:
-        segments, form, implementation = case.segments, chosen.form, self.model.attn_implementation
+        segments, form = case.segments, chosen.form
         if form == "none":
             return None
         if form == "keep_2d":
@@ -398,7 +398,9 @@ class BatchAdapter:
                 raise UnsupportedFormError(explain(self.consumer.key, "a split", rule, "Leave context_parallel out here."))
             return self._attends(segments, "block_mask", case.pattern, device)
         if form == "mapping":
-            form = {"flex_attention": "block_mask", "eager": "bias"}.get(implementation, "keep")
+            form = "keep"
+            if self.model.attn_implementation in ("flex_attention", "eager"):
+                form = "bias" if self.model.attn_implementation == "eager" else "block_mask"
         keep = None if case.padding_free else segments.keep.to(device)
         masks = {
             kind: keep if pattern is None else self._attends(segments, form, pattern, device)

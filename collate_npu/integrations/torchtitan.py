@@ -116,13 +116,14 @@ def _stretches(segments: Segments) -> tuple[Array, Array]:
 def _one(segments: Segments, kind: Kind, device: torch.device | str, block_size: Any, compiled: bool) -> Any:
     if kind is None or kind == "varlen":
         return None if kind is None else varlen_metadata(segments, device=device)
-    from torch.nn.attention.flex_attention import create_block_mask as create
-
     if compiled:
         try:
-            from torchtitan.models.common.attention import create_attention_mask as create
+            from torchtitan.models.common import attention as home
         except ImportError:  # before 0.3.0: 0.2.1 is the last to run llama4
-            from torchtitan.models.attention import create_attention_mask as create
+            from torchtitan.models import attention as home
+    else:
+        from torch.nn.attention import flex_attention as home
+    create = home.create_attention_mask if compiled else home.create_block_mask
     B, S = segments.shape
     return create(_attends(segments, kind, device), B, None, S, S, device=str(device), BLOCK_SIZE=block_size)
 
