@@ -140,7 +140,7 @@ STACKS = ("mindspeed", "swift", "verl", "twinkle", "torchtitan", "axolotl", "lla
 """Not megatron, trl and accelerate: what they read is a form that others read too."""
 ELSEWHERE = {
     "mindspeed": """
-        consumers.adapter consumers.mask_routing consumers.megatron consumers.verl
+        consumers.mask_routing consumers.megatron consumers.verl
         integrations.megatron integrations.swift integrations.twinkle
         integrations.verl integrations.verl.plugin kernels.gated_delta.operators
         parallel.recurrent releases tools.env""",
