@@ -26,7 +26,6 @@ from collate_npu import (
     wrap_collator,
 )
 from collate_npu.consumers.mask_routing import Case, Model, consumer_named
-from collate_npu.consumers.mindspeed import layout_of_settings
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
 from collate_npu.masks import dense, varlen
@@ -368,7 +367,6 @@ FOLLOWED = [
     ),
     # --- consumers
     (lambda: adapted(PACKED, HYBRID), "or use padding_free=True", lambda: "cu_seq_lens_q" in flat(HYBRID)),
-    (lambda: flat(HYBRID, "mindspeed_dense"), "(consumer='mindspeed')", lambda: bare(flat(HYBRID, "mindspeed"))),
     (
         lambda: adapted(HOLE, HYBRID),
         "Move the padding to one side of the tokens, or drop those tokens from the sample",
@@ -438,11 +436,6 @@ FOLLOWED = [
         lambda: check_recurrent_split(CP, "head_exchange_zigzag", EVEN, heads=(3, 6)),
         "Use a context parallel size that divides both numbers",
         lambda: check_recurrent_split(ContextParallel(3, 0), "head_exchange_zigzag", SIX, heads=(3, 6)) is None,
-    ),
-    (
-        lambda: layout_of_settings(SimpleNamespace(context_parallel_algo="hybrid_cp_algo")),
-        "Use one of them, or context_parallel=",
-        lambda: layout_of_settings(SimpleNamespace(context_parallel_algo="ulysses_cp_algo")) == "ulysses",
     ),
     (
         lambda: split_batch(FLAT_BATCH, CP),

@@ -9,7 +9,7 @@ Legend: B batch, S width.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -20,8 +20,7 @@ from torch import Tensor
 from collate_npu import errors
 from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_decoder, labels_for, positions_for, restart
 from collate_npu.consumers.mask_routing import Case, Consumer, ConsumerName, Model, Route, consumer_named
-from collate_npu.consumers.megatron import kernel_of, kernel_of_args
-from collate_npu.consumers.mindspeed import layout_of_settings
+from collate_npu.consumers.megatron import kernel_of
 from collate_npu.consumers.model_traits import LabelRule, consumer_of, known_config, recurrent_heads, unwrap
 from collate_npu.consumers.probe import rows_move_reason, sequences_mix_reason
 from collate_npu.consumers.recurrent import boundaries_unread_reason
@@ -51,23 +50,26 @@ def move_batch(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]
     >>> move_batch({"input_ids": torch.tensor([[1, 2]]), "attention_mask": None}, torch.device("meta"))
     {'input_ids': tensor(..., device='meta', size=(1, 2), dtype=torch.int64), 'attention_mask': None}
     """
-    held = dict(_flat(batch))
-    together = {name: value for name, value in held.items() if _waits(value)}
-    there = {name: _alone(value, device) for name, value in held.items() if name not in together}
-    return _nested(batch, there | _in_one(together, device))
+    there = _in_one({id(value): value for value in _values(batch) if _waits(value)}, device)
+    return _placed(batch, there, device)
 
 
-def _flat(batch: Mapping[str, Any], *outer: str) -> Any:
+def _values(batch: Mapping[str, Any]) -> Iterator[Any]:
+    for value in batch.values():
+        yield from _values(value) if isinstance(value, Mapping) else (value,)
+
+
+def _placed(batch: Mapping[str, Any], there: Mapping[int, Tensor], device: torch.device) -> dict[str, Any]:
+    """Return the batch with each value on the device: one of those that are `there`, or by itself."""
+    out: dict[str, Any] = {}
     for name, value in batch.items():
-        yield from _flat(value, *outer, name) if isinstance(value, Mapping) else [((*outer, name), value)]
-
-
-def _nested(batch: Mapping[str, Any], held: Mapping[Any, Any], *outer: str) -> dict[str, Any]:
-    inner = {name: (*outer, name) for name in batch}
-    return {
-        name: _nested(value, held, *inner[name]) if isinstance(value, Mapping) else held[inner[name]]
-        for name, value in batch.items()
-    }
+        if isinstance(value, Mapping):
+            out[name] = _placed(value, there, device)
+        elif isinstance(value, Tensor):
+            out[name] = there[id(value)] if id(value) in there else value.to(device, non_blocking=True)
+        else:
+            out[name] = value.to(device) if hasattr(value, "to") else value  # a BlockMask takes no more
+    return out
 
 
 def _waits(value: Any) -> bool:
@@ -76,13 +78,7 @@ def _waits(value: Any) -> bool:
     return plain and not value.requires_grad and not value.is_pinned()
 
 
-def _alone(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    return value.to(device) if hasattr(value, "to") else value  # a BlockMask takes no more
-
-
-def _in_one(tensors: Mapping[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
+def _in_one(tensors: Mapping[int, Tensor], device: torch.device) -> dict[int, Tensor]:
     ends, size = {}, 0
     for name, tensor in tensors.items():
         start, size = size, size + -(-tensor.nbytes // _ALIGNED) * _ALIGNED
@@ -209,7 +205,8 @@ class BatchAdapter:
     def _probe(self, model: Any) -> None:
         """Probe what moves its tokens: padding, and other sequences of a row."""
         moves, attention = dict.fromkeys((*_DENSE, "flat"), ""), self.model.attn_implementation
-        if isinstance(model, torch.nn.Module) or hasattr(type(model), "get_text_config"):  # else there is nothing to probe
+        module = isinstance(model, torch.nn.Module)
+        if module or hasattr(type(model), "get_text_config"):  # else there is nothing to probe
             try:
                 forms = _RECURRENT if self.model.needs_mask_2d else _DENSE
                 moves = rows_move_reason(model, BatchAdapter, *forms, attention=attention)
@@ -217,7 +214,7 @@ class BatchAdapter:
                 why = f"no tiny copy of it runs that could be probed ({type(error).__name__})"
                 moves["packed"] = moves["flat"] = "" if isinstance(error, ImportError) else why
         self.model = replace(self.model, moves=moves)
-        if isinstance(model, torch.nn.Module) and self._unprobed:
+        if module and self._unprobed:
             unread = moves["flat"] and (boundaries_unread_reason(model) or moves["flat"])
             self.model = replace(self.model, boundaries_unread=unread)
 
@@ -235,43 +232,15 @@ class BatchAdapter:
         by_2d = self.consumer.keeps_mask_2d == "recurrent"
         if self.model.needs_mask_2d is None and by_2d and not self.padding_free:
             raise _no_model("Whether attention_mask_2d stays depends on the model's layers.")
-        size = 1 if self.context_parallel is None else self.context_parallel.size
-        if size > 1 and not self.consumer.splits_rows:
+        size, rule = 1 if self.context_parallel is None else self.context_parallel.size, ""
+        if not self.consumer.splits_rows:
             rule = f"Consumer {self.consumer.name!r} reads whole rows: its ranks do not share a dense mask."
             remedy = "Leave context_parallel out, or use a consumer that needs no mask, with right padding."
-            raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
-        if size > 1 and self.model.needs_mask_2d and self.consumer.recurrent_scheme is None:
+        elif self.model.needs_mask_2d and self.consumer.recurrent_scheme is None:
             rule = f"Recurrent layers need the state of the tokens before theirs, and {self.consumer.not_shared}."
             remedy = f"Give each rank rows of its own, or use Megatron's context parallelism ({MEGATRON_PARALLEL} or newer)."
+        if rule and size > 1:
             raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
-
-    @classmethod
-    def from_args(cls, args: Any, **settings: Any) -> BatchAdapter:
-        """Build it from an argument namespace as ms-swift's and Megatron-LM's: reads the names both use, `settings` win.
-
-        `model_info.config` (ms-swift's own), else `model_type` (looked up in transformers' registry); `padding_free`,
-        `context_parallel_size`, `tensor_model_parallel_size` with `sequence_parallel`, `cp_partition_mode` or MindSpeed's
-        `context_parallel_algo`, and `attention_backend` with `masked_softmax_fusion` (`kernel_of_args`). The rank under
-        context parallelism is Megatron's; pass `context_parallel=` where it is not initialised.
-
-        >>> from types import SimpleNamespace
-        >>> adapter = BatchAdapter.from_args(SimpleNamespace(padding_free=True), needs_mask_2d=True)
-        >>> adapter.consumer.name, adapter.padding_free
-        ('megatron', True)
-        """
-        named: dict[str, Any] = {"padding_free": bool(getattr(args, "padding_free", False))}
-        named["consumer"] = "megatron" if getattr(args, "attention_backend", None) is None else kernel_of_args(args)
-        if not {"model", "model_type", "needs_mask_2d"} & set(settings):
-            config = getattr(getattr(args, "model_info", None), "config", None)
-            named |= {"model": config} if config is not None else {"model_type": getattr(args, "model_type", None)}
-        if "context_parallel" not in settings and (getattr(args, "context_parallel_size", 1) or 1) > 1:
-            shared = bool(getattr(args, "sequence_parallel", False))
-            cp = ContextParallel.from_megatron(
-                layout=getattr(args, "cp_partition_mode", None) or layout_of_settings(args),
-                tensor_parallel=getattr(args, "tensor_model_parallel_size", 1) if shared else 1,
-            )
-            settings["context_parallel"] = cp.for_documents() if named["padding_free"] else cp
-        return cls(**{**named, **settings})
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch the model takes. Raises `CollateError` where its padding is unknown, or has no right form here."""
@@ -302,12 +271,13 @@ class BatchAdapter:
     def mended(self, sources: Sources, *, padding_free: bool) -> tuple[dict[str, Any], Segments]:
         """Return any batch in the model's form, with the labels that a loss should see, and its Segments. Choices
         `[B, C, S]` are read as B * C rows and returned as choices."""
-        if getattr(sources.get("input_ids"), "ndim", 2) == 3:
+        if has_choices(sources):
             choices = [key for key, value in sources.items() if getattr(value, "shape", ()) == sources["input_ids"].shape]
             rows = {key: value.flatten(0, 1) if key in choices else value for key, value in sources.items()}
             out, segments = self.mended(Sources(rows), padding_free=False)
-            shape = sources[choices[0]].shape[:2]
-            return {key: _unflattened(value, shape) for key, value in out.items()}, segments
+            shape = sources["input_ids"].shape[:2]
+            of_rows = {k: x for k, x in out.items() if isinstance(x, Tensor) and x.ndim > 1 and len(x) == shape.numel()}
+            return out | {key: x.view(*shape, *x.shape[1:]) for key, x in of_rows.items()}, segments
         segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
         if self.model.labels == "decoder":
             check_decoder(sources, self.model.model_type)
@@ -348,17 +318,6 @@ class BatchAdapter:
         sources = Sources.of(batch)
         check_known(sources, segments)
         return self.routed(sources, segments, padding_free)
-
-    @checked
-    def masks(self, segments: Segments, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """The masks of such rows without a batch, split as `render` splits them.
-
-        >>> adapter = BatchAdapter(needs_mask_2d=True, consumer="megatron")
-        >>> {key: list(value.shape) for key, value in adapter.masks(Segments.from_lengths([1, 3], side="left")).items()}
-        {'attention_mask': [2, 1, 3, 3], 'attention_mask_2d': [2, 3]}
-        """
-        out = self.routed(Sources.of({}), segments, None, here(device))
-        return {key: out[key] for key in (self.consumer.key, KEEP_KEY) if key in out}
 
     def routed(
         self, sources: Sources, segments: Segments, padding_free: bool | None, device: torch.device | None = None
@@ -428,50 +387,41 @@ class BatchAdapter:
         return self.consumer.route(case)
 
     def _mask(self, chosen: Route, case: Case, device: torch.device) -> Any:
-        segments = case.segments
-        if chosen.form == "none":
+        segments, form = case.segments, chosen.form
+        if form == "none":
             return None
-        if chosen.form == "keep_2d":
+        if form == "keep_2d":
             return segments.keep.to(device, self.consumer.keep_dtype)
-        if chosen.form == "block_mask":
+        if form == "block_mask":
             if self.context_parallel is not None:
                 rule = "A BlockMask is cut by torchtitan's and torch's own context parallelism."
                 raise UnsupportedFormError(explain(self.consumer.key, "a split", rule, "Leave context_parallel out here."))
-            return self._blocks(segments, case.pattern, device)
-        if chosen.form == "mapping" and self.model.attn_implementation == "flex_attention":
-            return {
-                kind: segments.keep.to(device) if pattern is None else self._blocks(segments, pattern, device)
-                for kind, pattern in self.consumer.patterns(case).items()
-            }
-        eager = chosen.form == "mapping" and self.model.attn_implementation == "eager"
-        polarity: Polarity = "bias" if eager else "keep" if chosen.form == "mapping" else chosen.form
+            return self._attends(segments, "block_mask", case.pattern, device)
+        if form == "mapping":
+            form = "keep"
+            if self.model.attn_implementation in ("flex_attention", "eager"):
+                form = "bias" if self.model.attn_implementation == "eager" else "block_mask"
         keep = None if case.padding_free else segments.keep.to(device)
         masks = {
-            kind: keep if pattern is None else self._dense(segments, polarity, pattern, device)
+            kind: keep if pattern is None else self._attends(segments, form, pattern, device)
             for kind, pattern in self.consumer.patterns(case).items()
         }
         return masks if chosen.form == "mapping" else masks[""]
 
-    def _blocks(self, segments: Segments, pattern: Pattern, device: torch.device) -> Any:
-        return block_mask(segments, pattern=pattern, device=self.device or device, max_mask_bytes=self.max_mask_bytes)
-
-    def _dense(self, segments: Segments, polarity: Polarity, pattern: Pattern, device: torch.device) -> Tensor:
-        cp = self.context_parallel
+    def _attends(self, segments: Segments, form: Any, pattern: Pattern, device: torch.device) -> Any:
+        """Return a BlockMask, or the dense mask of this rank's queries."""
+        place, most, cp = self.device or device, self.max_mask_bytes, self.context_parallel
+        if form == "block_mask":
+            return block_mask(segments, pattern=pattern, device=place, max_mask_bytes=most)
         offsets = cu_seqlens_of({}, segments) if cp is not None and cp.documents else None
         rows = None if cp is None else query_rows(segments.shape[1], cp, offsets)
-        place, most = self.device or device, self.max_mask_bytes
-        form = write_dense(segments, polarity, pattern, rows=rows, device=place, max_mask_bytes=most)
-        return open_empty_rows(form) if self.consumer.opens_empty_rows else form
+        mask = write_dense(segments, form, pattern, rows=rows, device=place, max_mask_bytes=most)
+        return open_empty_rows(mask) if self.consumer.opens_empty_rows else mask
 
 
 def has_choices(sources: Sources) -> bool:
     """True if the batch holds choices for each sample, `[B, C, S]` (`ForMultipleChoice`)."""
     return getattr(sources.get("input_ids"), "ndim", 2) == 3
-
-
-def _unflattened(value: Any, shape: torch.Size) -> Any:
-    rows = isinstance(value, Tensor) and value.ndim > 1 and len(value) == shape.numel()
-    return value.unflatten(0, shape) if rows else value
 
 
 def _reader(model: Any, model_type: str | None) -> str:

@@ -47,28 +47,23 @@ def quiet() -> Iterator[None]:
 
 
 # Field name -> tiny value, the first pattern that matches the whole name. Zeros and Nones of the default are kept: they
-# switch something off. `hidden_size` 64 with 4 heads of 32 makes every inner width 128 = 2 * 64, as the mamba
-# families demand (`heads * head_dim == expand * hidden_size`).
+# switch something off. `hidden_size` 64 with 4 heads of 32 makes every inner width 128 = 2 * 64, as mamba families demand.
 _SHRINK: tuple[tuple[str, Any], ...] = (
-    (r"((text|router|out)_)?hidden_size|n_embd|lru_width|ple_embed_dim|embedding_dim|.*intermediate_size", 64),
     (
-        r"d_model|d_inner|d_ff|n_inner|.*ffn_dim|dim_ff|hidden_dim|emb_dim|ffn_hidden_size|embedding_size|true_hidden_size",
+        r"((text|router|out)_)?hidden_size|n_embd|lru_width|ple_embed_dim|embedding_dim|.*intermediate_size|d_model|d_inner",
         64,
     ),
-    (r"(encoder|decoder)_layers|num_(decoder_)?layers|n_layers", 2),
-    (r"(en|de)coder_attention_heads|n_heads", 4),
-    (r"expert_capacity|index_block_size", 4),
-    (r"d_kv|dim_head", 32),
-    (r"index_(topk|local)_blocks", 1),
+    (r"d_ff|n_inner|.*ffn_dim|dim_ff|hidden_dim|emb_dim|ffn_hidden_size|embedding_size|true_hidden_size", 64),
     (r"(pronunciation|shape|entity)_vocab_size|vocab_size_.+|hidden_size_per_layer_input", 64),
+    (r"(encoder|decoder)_layers|num_(decoder_)?layers|n_layers|attn_layer_period|layer_group_size", 2),
+    (r"(en|de)coder_attention_heads|n_heads|expert_capacity|index_block_size", 4),
     (r"num_kv_shared_layers", 0),
-    (r"(en|de)coder_sparse_step", 1),
     (r"rotary_dim", 16),
-    (r".*(head_dim|d_head|headdim)", 32),
+    (r"d_kv|dim_head|.*(head_dim|d_head|headdim)", 32),
     (r"(swa_)?num_attention_heads|num_heads|n_head|linear_num(_value)?_heads|(n_mamba|mamba_n|mamba_num)_heads", 4),
     (r"num_experts|n_routed_experts|num_local_experts", 4),
     (r"(swa_)?num_key_value_heads|linear_num_key_heads|index_n_heads|num_experts_per_tok(en)?", 2),
-    (r"attn_layer_period|layer_group_size", 2),
+    (r"index_(topk|local)_blocks|(en|de)coder_sparse_step", 1),
     (r"n_group|n_groups|num_expert_group|topk_group|mamba_n_groups|attn_layer_offset|expert_layer_offset|depth", 1),
     (r"mamba_d_ssm", 128),
     (r".*(state_size|d_state|_rank|_lowrank|chunk_size)|block_size|d_rel", 8),
@@ -108,10 +103,11 @@ _FAMILY: dict[str, dict[str, Any]] = {
 
 def shrunk(default: PretrainedConfig) -> dict[str, Any]:
     """The fields of `default` that must be smaller, with their tiny values."""
-    fields = default.to_dict()
+    fields, count = default.to_dict(), getattr(default, "num_hidden_layers", None)
     tiny = {name: small for name, value in fields.items() if value and (small := _small(name, value)) is not None}
     tiny |= {a: tiny[b] for a, b in _EQUAL if a in tiny and fields[a] == fields.get(b)}
-    layers = {name: _few(value) for name, value in fields.items() if _is_layer_list(value, default)}
+    lists = {name: value for name, value in fields.items() if isinstance(value, list) and len(value) == count}
+    layers = {name: _few(value) for name, value in lists.items() if isinstance(value[0], str)}
     depth = max((len(value) for value in layers.values()), default=3)
     tiny |= {name: (value + value[-1:] * depth)[:depth] for name, value in layers.items()}
     tiny |= {name: depth for name in ("num_hidden_layers", "num_blocks", "n_layer") if fields.get(name)}
@@ -121,11 +117,6 @@ def shrunk(default: PretrainedConfig) -> dict[str, Any]:
 def _small(name: str, value: Any) -> Any:
     small = next((small for pattern, small in _SHRINK if re.fullmatch(pattern, name)), None)
     return min(small, value) if isinstance(value, (int, float)) and small is not None else small
-
-
-def _is_layer_list(value: Any, default: PretrainedConfig) -> bool:
-    depth = getattr(default, "num_hidden_layers", None)
-    return isinstance(value, list) and len(value) == depth and isinstance(value[0], str)
 
 
 def _few(kinds: list[str]) -> list[str]:

@@ -88,9 +88,6 @@ def _looks_ahead_by_2d(case: Case) -> bool:
 def _half_causal(case: Case) -> str:
     """Why a call that is not causal is so in part."""
     model, by_call = case.model, case.call.get("is_causal") is False
-    masks_follow = by_call or getattr(model.config_is_causal, "is_causal", None) is False
-    if model.half_ahead and not masks_follow and (case.segments.packed or case.segments.num_padding):
-        return f"the layers of {model.model_type} follow use_bidirectional_attention, and its masks do not"
     ahead = case.pattern.name == "bidirectional" == model.attends(case.call)
     if not ahead or model.pattern == "bidirectional":
         return ""
@@ -156,10 +153,6 @@ def patterns_by_kind(case: Case) -> Mapping[str, Pattern | None]:
     return found if len(found) > 1 else {"": next(iter(found.values()))}
 
 
-def _by_kind(case: Case) -> str:
-    return _needs_dense(case) if list(patterns_by_kind(case)) != [""] else ""
-
-
 def _windowed(case: Case, kind: str, size: int | None) -> Pattern:
     if size is None or size >= case.segments.longest_span:
         return case.pattern
@@ -197,12 +190,6 @@ def _width(case: Case) -> str:
     return f"which keys its indexer chooses of more than {limit} depends on the width"
 
 
-def _clash(case: Case) -> str:
-    if case.model.rope_limit is None:
-        return ""
-    return model_traits.lengths_clash_reason(case.model.named, case.segments.sequence_lengths)
-
-
 def _pooled(case: Case) -> str:
     """Why the head of this model would pool another token than it does alone."""
     if case.model.pooling in ("", "span"):
@@ -225,41 +212,24 @@ def _pooled(case: Case) -> str:
     return "" if bool(case.segments.keep[:, -1].all()) else f"it takes the last place{blind}, which is padding"
 
 
-def _softmax_over_padding(case: Case) -> bool:
-    span = case.model.pooling == "span" and "start_positions" in case.keys
-    return span and (case.segments.packed or case.segments.padding_side != "none")
-
-
 def _lost_window(case: Case) -> str:
     """Why the model's own window is dropped, where some sequence is longer than it."""
-    implementation = case.model.attn_implementation
-    sizes = case.model.windows
+    implementation, sizes = case.model.attn_implementation, case.model.windows
     if not sizes or sizes[0] >= case.segments.longest_span:
         return ""
-    where = ""
     if "flash" in implementation and find_spec("torch_npu") is not None:
         where = "its NPU flash attention drops windows in silence (npu_flash_attention.py:54-104)"
-    elif implementation == "flex_attention" and _needs_dense(case):
-        where = "a BlockMask goes to every layer as it is (masking_utils.py:833)"
-    return f"{where}, and some layers look back {sizes[0]} places" if where else ""
+        return f"{where}, and some layers look back {sizes[0]} places"
+    blocks = implementation == "flex_attention" and _needs_dense(case)
+    where = "a BlockMask goes to every layer as it is (masking_utils.py:833)"
+    return f"{where}, and some layers look back {sizes[0]} places" if blocks else ""
 
 
 def _unreadable(case: Case) -> str:
     implementation = case.model.attn_implementation
-    blocks = implementation == "flex_attention" and not (case.recurrent and not case.model.keeps_apart)
-    reads = blocks or implementation in ("sdpa", "eager")
-    why = "" if reads else _needs_dense(case)
+    blocks = implementation == "flex_attention" and (case.model.keeps_apart or not case.recurrent)
+    why = "" if blocks or implementation in ("sdpa", "eager") else _needs_dense(case)
     return f"{why}, on {implementation}" if why else ""
-
-
-def _lowest_is_infinite(case: Case) -> str:
-    """Of a 2D mask transformers makes a bias in the model's dtype, and eager attention takes its softmax in float32 (5.23
-    models/llama/modeling_llama.py, eager_attention_forward), in which the lowest float64 is -inf."""
-    segments, model = case.segments, case.model
-    if model.dtype != torch.float64 or model.attn_implementation != "eager" or segments.packed:
-        return ""
-    sees_all = segments.padding_side not in PADS_BEFORE and not segments.empty_rows
-    return "" if sees_all else "float64, and padding before a row's first token, or a row of padding alone"
 
 
 def _routers_loss(case: Case) -> str:
@@ -306,7 +276,11 @@ TRANSFORMERS = Consumer(
         ),
         Form(form="keep_2d", reads="the 2D mask itself, int64", when=_by_2d),
         Form(form="block_mask", reads=_FLEX, when=lambda case: "" if case.recurrent else _on("flex_attention")(case)),
-        Form(form="mapping", reads="{kind of layer: mask} where layers differ (recurrent, windows)", when=_by_kind),
+        Form(
+            form="mapping",
+            reads="{kind of layer: mask} where layers differ (recurrent, windows)",
+            when=lambda case: _needs_dense(case) if "" not in patterns_by_kind(case) else "",
+        ),
         Form(form="bias", reads="an additive mask on eager", when=_on("eager")),
         Form(form="keep", reads="else bool [B, 1, S, S], True attends", when=_on("sdpa")),
     ),
@@ -354,7 +328,11 @@ TRANSFORMERS = Consumer(
         ),
         Refusal(
             of="padded or packed rows with start_positions: the loss of a span",
-            when=_softmax_over_padding,
+            when=lambda case: (
+                case.model.pooling == "span"
+                and "start_positions" in case.keys
+                and (case.segments.packed or case.segments.padding_side != "none")
+            ),
             rule="The loss of a span is a softmax over all places of a row, padding too (loss_utils.py:123-139).",
             remedy="Batch rows of one length; or leave start_positions and end_positions out, and compute the loss of "
             "start_logits and end_logits with -inf where attention_mask is 0.",
@@ -365,12 +343,6 @@ TRANSFORMERS = Consumer(
             when=_lost_window,
             rule="The window of some layers would be lost: {why}.",
             remedy="Use attn_implementation='sdpa' or 'eager', or rows no longer than the window.",
-        ),
-        Refusal(
-            of="float64 on eager attention, padded on the left",
-            when=_lowest_is_infinite,
-            rule="A query that sees nothing is NaN there, and every token of its row in the next layer: {why}.",
-            remedy="Use attn_implementation='sdpa', or pad right, without rows of padding alone.",
         ),
         Refusal(
             of="dense masks on flash attention, and on flex_attention beside recurrent layers",
@@ -391,7 +363,10 @@ TRANSFORMERS = Consumer(
         ),
         Refusal(
             of="sequences beside a longer one on rotary frequencies that follow the longest",
-            when=_clash,
+            when=lambda case: (
+                case.model.rope_limit is not None
+                and model_traits.lengths_clash_reason(case.model.named, case.segments.sequence_lengths)
+            ),
             rule="Alone each sequence has its own frequencies: {why}.",
             remedy="Batch sequences on the same side of that length together.",
         ),

@@ -109,7 +109,9 @@ class _Hooks:
         self.keeps_apart = recurrent and not self.mixed
         self.mended = mend(module) if self.keeps_apart else None
         self.adapter = self._made(module)
-        self.names = _argument_names(module)
+        own, inner = ([*inspect.signature(type(each).forward).parameters][1:] for each in (module, unwrap(module)))
+        self.names = own if {"input_ids", "inputs_embeds"} & {*own} else inner
+        """The arguments of its forward; of the model's inside, if its own names no tokens."""
         self.lora = self._has_lora()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
@@ -170,12 +172,10 @@ class _Hooks:
         return mended
 
     def _current(self, module: nn.Module) -> BatchAdapter:
-        """The adapter; a new one if the model got another attention since, or became float64 or stopped being it."""
+        """The adapter; a new one if the model got another attention since."""
         known = self.adapter.model
         named = getattr(text_config(known.config), "_attn_implementation", None)
-        other = "attn_implementation" not in self.settings and (named or "sdpa") != known.attn_implementation
-        dtype = next((each.dtype for each in module.parameters()), None)
-        if other or (dtype != known.dtype and torch.float64 in (dtype, known.dtype)):
+        if "attn_implementation" not in self.settings and (named or "sdpa") != known.attn_implementation:
             self.adapter = self._made(module)
         return self.adapter
 
@@ -223,7 +223,7 @@ def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
     segments = of_keep(keep_BK[:, -S:].numpy())
     if S > 1:
         adapter.route(segments, padding_free=False)
-    mended: dict[str, Any] = {**labels_for(batch, segments, adapter.label_rule(batch), adapter.shifted)}
+    mended: dict[str, Any] = labels_for(batch, segments, adapter.label_rule(batch), adapter.shifted)
     given = any(batch.get(name) is not None for name in ("position_ids", "cache_position"))
     if adapter.model.positions == "places" and not (given or bool(keep_BK.all())):
         mended["position_ids"] = positions_BS.to(keep.device)
@@ -346,12 +346,6 @@ def _takes_positions(module: nn.Module) -> bool:
     """True if its forward takes positions."""
     kinds = inspect.signature(type(module).forward).parameters
     return "position_ids" in kinds or any(each.kind is each.VAR_KEYWORD for each in kinds.values())
-
-
-def _argument_names(module: nn.Module) -> list[str]:
-    """The arguments of its forward; of the model's inside, if its own names no tokens."""
-    own, inner = ([*inspect.signature(type(each).forward).parameters][1:] for each in (module, unwrap(module)))
-    return own if {"input_ids", "inputs_embeds"} & {*own} else inner
 
 
 @cache

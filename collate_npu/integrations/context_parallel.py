@@ -84,8 +84,11 @@ def ready_batch(
     if segments.shape[1] % multiple:
         rule = f"{size} ranks take a multiple of {multiple}; torch changes its layout in silence at other widths."
         raise CollateError(explain("width", str(segments.shape[1]), rule, f"Collate with pad_to_multiple_of={multiple}."))
-    if not exact:
-        _check_documents(segments, backend, attn_implementation, exact.why)
+    # Ulysses tells documents apart by position_ids, where its kernel can; a hole inside one it cannot see
+    apart = backend == "deepspeed" and attn_implementation.startswith(("flash", "flex")) and not segments.hole_rows
+    if not exact and not apart:
+        rule = f"Under {backend} sequence parallelism every mask is dropped, and {exact.why}."
+        raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Pad right with one sequence a row."))
     out = {key: value for key, value in batch.items() if key not in of_kind(batch, "truth")}
     if not exact or "position_ids" not in out:
         out["position_ids"] = segments.position_ids
@@ -117,14 +120,6 @@ def context_parallel_collator(
 
 def _collate(inner: Callable[[list[Any]], Mapping[str, Any]], features: list[Any], **settings: Any) -> dict[str, Any]:
     return ready_batch(inner(features), **settings)
-
-
-def _check_documents(segments: Segments, backend: Backend, attn_implementation: str, why: str) -> None:
-    """Ulysses tells documents apart by position_ids, where its kernel can; a hole inside one it cannot see."""
-    if not segments.hole_rows and backend == "deepspeed" and attn_implementation.startswith(("flash", "flex")):
-        return
-    rule = f"Under {backend} sequence parallelism every mask is dropped, and {why}."
-    raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Pad right with one sequence a row."))
 
 
 # --- rows that a stack has shared out over its ranks before its model is called: no hook sees the whole row, so a batch

@@ -29,7 +29,6 @@ from collate_npu.validation import check_model
 PACKAGE, TESTED = "torchtitan", "0.3.0"
 
 _REMEDY_IDS = "Pass segment_ids, which every schedule cuts like the tokens, or cut masks and tokens together with cp_shard."
-_REMEDY_POSITIONS = "Under context parallelism leave segment_ids out: torchtitan makes masks of positions, and cuts both."
 Kind = str | Pattern | None
 Layers = Kind | Mapping[str, Kind]
 """What layers read: a pattern (a BlockMask), `"varlen"` (offsets), None, or a mapping of those by kind of layer."""
@@ -117,20 +116,16 @@ def _stretches(segments: Segments) -> tuple[Array, Array]:
 def _one(segments: Segments, kind: Kind, device: torch.device | str, block_size: Any, compiled: bool) -> Any:
     if kind is None or kind == "varlen":
         return None if kind is None else varlen_metadata(segments, device=device)
+    if compiled:
+        try:
+            from torchtitan.models.common import attention as home
+        except ImportError:  # before 0.3.0: 0.2.1 is the last to run llama4
+            from torchtitan.models import attention as home
+    else:
+        from torch.nn.attention import flex_attention as home
+    create = home.create_attention_mask if compiled else home.create_block_mask
     B, S = segments.shape
-    return _create(compiled)(_attends(segments, kind, device), B, None, S, S, device=str(device), BLOCK_SIZE=block_size)
-
-
-def _create(compiled: bool) -> Any:
-    if not compiled:
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        return create_block_mask
-    try:
-        from torchtitan.models.common import attention
-    except ImportError:  # before 0.3.0, which is the last to have llama4
-        from torchtitan.models import attention
-    return attention.create_attention_mask
+    return create(_attends(segments, kind, device), B, None, S, S, device=str(device), BLOCK_SIZE=block_size)
 
 
 def _attends(segments: Segments, pattern: str | Pattern, device: torch.device | str) -> Callable[..., Tensor]:
@@ -169,7 +164,8 @@ def masks_in_forward(model: Any, layers: Layers = None, **settings: Any) -> Any:
             return args, kwargs
         ids = _local(ids)
         if tuple(ids.shape) not in _shapes(tokens):
-            raise _not_of_tokens(SEGMENT_KEY, list(ids.shape), tokens, _REMEDY_POSITIONS)
+            remedy = "Under context parallelism leave segment_ids out: torchtitan makes masks of positions, and cuts both."
+            raise _not_of_tokens(SEGMENT_KEY, list(ids.shape), tokens, remedy)
         segments = Segments.from_ids(ids)
         kwargs["attention_masks"] = get_attention_masks(segments, layers, device=tokens.device, **settings)
         if len(args) < 2 and kwargs.get("positions") is None:

@@ -84,7 +84,7 @@ class Stages:
             return [_with_2d_mask(row) for row in rows]
         together = micro_batch_size if micro_batch_size and kwargs.get("variable_seq_lengths") else len(rows)
         groups = [rows[i : i + together] for i in range(0, len(rows), together)]
-        return [self._padded(row, max(map(_length, group))) for group in groups for row in group]
+        return [self._padded(row, max(x["input_ids"].shape[-1] for x in group)) for group in groups for row in group]
 
     def align_routed_experts(self, rows: list[Row], **_: Any) -> list[Row]:
         """No-op: `pad_cp` aligned them already."""
@@ -135,7 +135,7 @@ class Stages:
     def _padded(self, row: Row, longest: int) -> Row:
         out = {key: value for key, value in row.items() if key not in _TRUTH}
         out[SEGMENT_KEY] = _segments(row).ids.to(row["input_ids"].device)
-        missing = round_up(longest, self.cp.multiple) - _length(row)
+        missing = round_up(longest, self.cp.multiple) - row["input_ids"].shape[-1]
         sides = (missing, 0) if self.processor.padding_side == "left" else (0, missing)
         for key in [*self._token_keys(out), SEGMENT_KEY]:
             after = out[key].ndim - 1 - _dim(key, out[key])
@@ -174,7 +174,7 @@ def _segments(row: Row) -> Segments:
     if (positions := told.get("position_ids")) is not None and len(positions) > 1:
         told["position_ids"] = positions[:, None]  # axes, not rows
     if not {"attention_mask", KEEP_KEY, SEGMENT_KEY} & set(told):
-        told[KEEP_KEY] = torch.ones(1, _length(row), dtype=torch.bool)
+        told[KEEP_KEY] = torch.ones(1, row["input_ids"].shape[-1], dtype=torch.bool)
     return segments_from_batch(told, polarity="keep")  # as twinkle's templates write it
 
 
@@ -187,10 +187,6 @@ def _document_segments(row: Row) -> Segments:
         return segments
     by_axis = Segments.from_position_ids(positions).ids if len(positions) == 1 else (positions[:1] == 0).cumsum(-1).cpu() + 1
     return Segments.from_ids(by_axis * segments.keep)
-
-
-def _length(row: Row) -> int:
-    return int(row["input_ids"].shape[-1])
 
 
 def _dim(key: str, value: Tensor) -> int:
@@ -260,7 +256,9 @@ def uninstall(target: Any) -> None:
         return
     for processor in _processors(target):
         pipeline = processor.process_pipeline
-        processor.process_pipeline = [getattr(processor, s.__name__) if _is_ours(s) else s for s in pipeline]
+        ours = [isinstance(getattr(stage, "__self__", None), Stages) for stage in pipeline]
+        stages = zip(pipeline, ours)
+        processor.process_pipeline = [getattr(processor, stage.__name__) if own else stage for stage, own in stages]
     if _MODELS.pop(target, ...) is not ... and not _MODELS:
         patching.release(PACKAGE)
 
@@ -300,13 +298,9 @@ def _processors(target: Any) -> list[Any]:
     return [processor for processor in held if hasattr(processor, "process_pipeline")]
 
 
-def _is_ours(stage: Any) -> bool:
-    return isinstance(getattr(stage, "__self__", None), Stages)
-
-
 def _replace(processor: Any, model: Any, needs_mask_2d: bool | None) -> None:
     pipeline = processor.process_pipeline
-    if any(map(_is_ours, pipeline)):
+    if any(isinstance(getattr(stage, "__self__", None), Stages) for stage in pipeline):
         return
     say_outside(PACKAGE, TESTED)
     ours = Stages(processor, model, needs_mask_2d).by_name()

@@ -21,7 +21,6 @@ LEFT = Segments.from_lengths([3, 5], side="left")
 FLAT = Segments.from_lengths([[3, 5]])
 HYBRID = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
 DENSE = SimpleNamespace(layer_types=["full_attention"])
-TENSOR_PARALLEL = {"tensor_model_parallel_size": 4}
 MADE = ("position_ids", "attention_mask", "attention_mask_2d")
 
 
@@ -72,8 +71,6 @@ def test_what_is_made_is_where_the_batch_is():
     assert {key for key, value in out.items() if value.is_meta} == {"input_ids", *MADE}
     there = megatron(HYBRID, device="meta")(batch_of(LEFT, attention_mask_2d=LEFT.keep))
     assert {key for key, value in there.items() if value.is_meta} == {"input_ids", *MADE}
-    assert megatron(HYBRID).masks(RIGHT).keys() == {"attention_mask", "attention_mask_2d"}
-    assert megatron(DENSE).masks(LEFT, "meta").keys() == {"attention_mask"}
 
 
 # --- context parallelism
@@ -162,45 +159,6 @@ def test_the_model_must_be_told_where_it_matters():
             megatron(**wrong, needs_mask_2d=True)
     out = megatron(torch.nn.Module(), needs_mask_2d=True)(batch_of(RIGHT, attention_mask_2d=RIGHT.keep))
     assert out["attention_mask_2d"].any()
-
-
-def test_an_argument_namespace():
-    args = SimpleNamespace(padding_free=True, context_parallel_size=1, model_type="not_read_beside_a_model")
-    adapter = BatchAdapter.from_args(args, model=HYBRID)
-    assert adapter.padding_free
-    assert adapter.context_parallel is None
-    assert not BatchAdapter.from_args(args, model=HYBRID, padding_free=False).padding_free
-    local, fused = {"attention_backend": "local", "masked_softmax_fusion": False}, {"attention_backend": "local"}
-    enum = {**local, "attention_backend": SimpleNamespace(name="local")}
-    kernels = ((local, "megatron"), (enum, "megatron"), (fused, "transformer_engine"), ({}, "megatron"))
-    for told, consumer in (*kernels, ({"attention_backend": "flash"}, "transformer_engine")):
-        assert BatchAdapter.from_args(SimpleNamespace(padding_free=False, **told), model=HYBRID).consumer.name == consumer
-    assert not BatchAdapter.from_args(SimpleNamespace(), model=HYBRID).padding_free
-    config = SimpleNamespace(model_type="mine", layer_types=["linear_attention"])
-    told = SimpleNamespace(padding_free=False, model_info=SimpleNamespace(config=config))
-    assert BatchAdapter.from_args(told).model.needs_mask_2d is True
-    assert BatchAdapter.from_args(told, needs_mask_2d=False).model.needs_mask_2d is False
-    assert BatchAdapter.from_args(SimpleNamespace(context_parallel_size=None), model=DENSE).context_parallel is None
-    split = SimpleNamespace(padding_free=False, context_parallel_size=2)
-    cp = ContextParallel(2, 1)
-    assert BatchAdapter.from_args(split, needs_mask_2d=True, context_parallel=cp).context_parallel is cp
-
-
-@pytest.mark.parametrize(
-    ("said", "layout", "shared"),
-    [
-        ({}, "zigzag", 1),
-        ({"cp_partition_mode": "contiguous", "sequence_parallel": True}, "contiguous", 1),
-        ({"context_parallel_algo": "megatron_cp_algo", **TENSOR_PARALLEL}, "zigzag", 1),
-        ({"context_parallel_algo": "ulysses_cp_algo", **TENSOR_PARALLEL, "sequence_parallel": True}, "ulysses", 4),
-    ],
-)
-def test_an_argument_namespace_tells_how_ranks_share_a_row(monkeypatch, said, layout, shared):
-    made = lambda **settings: ContextParallel(2, 0, **settings)  # noqa: E731
-    monkeypatch.setattr(ContextParallel, "from_megatron", made)
-    args = SimpleNamespace(padding_free=False, context_parallel_size=2, **said)
-    cp = BatchAdapter.from_args(args, needs_mask_2d=False).context_parallel
-    assert (cp.layout, cp.tensor_parallel) == (layout, shared)
 
 
 @pytest.mark.skipif(not (installed("transformers") and KERNELS_TOLD.holds()) or bool(installed("torch_npu")), reason="old")

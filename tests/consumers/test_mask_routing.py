@@ -4,7 +4,6 @@ import re
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from collate_npu import BatchAdapter, ContextParallel, Pattern, Segments, errors, needs_mask_2d, releases
 from collate_npu.consumers import transformers as transformers_room
@@ -59,7 +58,6 @@ ROPE = {"config": config(rope_parameters={"rope_type": "longrope", "original_max
 WINDOWS = {"config": config(sliding_window=2, layer_types=["sliding_attention", "full_attention"])}
 WINDOW = {"config": config(sliding_window=2, layer_types=["sliding_attention"])}
 LEAKS = {"moves": {"left": "it was measured", "packed": "its own masks"}}
-DOUBLE = {"dtype": torch.float64, **EAGER}
 IMAGES, TYPES = ({"looks_ahead": (by,)} for by in ("images", "types"))
 ROUTED = {"config": LEARNS, "model_type": "gpt_oss"}
 NO_2D = "refused.*rows \\[0\\] hold several sequences"
@@ -90,7 +88,7 @@ TABLE = [
     ("keep", PACKED, WINDOW), ("keep_2d: the model makes its own window", LEFT, {**WINDOW, **SLIDING}),
     ("mapping", LEFT, {**WINDOWS, **SLIDING}), ("refused.*window of 2 of their own", padded(3), {**WINDOW, **BOTH_WAYS}),
     ("keep", padded(2), {**WINDOW, **BOTH_WAYS}),
-    # models that mix tokens, see ahead, pool, or read floats
+    # models that mix tokens, see ahead, or pool
     ("refused.*measured", LEFT, LEAKS), ("keep_2d", RIGHT, LEAKS), ("keep_2d", EQUAL, LEAKS),
     *(("refused.*its own masks", rows, {"moves": {"packed": "its own masks"}, **more}) for rows, more in (
         (PACKED, {}), (LEFT, SLIDING))),
@@ -101,8 +99,7 @@ TABLE = [
     ("keep", PACKED, {"call": {"pixel_values": 1}}), ("keep_2d", RIGHT, {**IMAGES, "call": {"pixel_values": 1}}),
     ("keep", PACKED, {"pooling": "pooler"}),
     *(("refused.*one answer a row", PACKED, {"pooling": head}) for head in ("first", "last")),
-    ("keep_2d", RIGHT, DOUBLE), ("refused.*float64", LEFT, DOUBLE), ("refused.*float64", Segments([[1, 1], [0, 0]]), DOUBLE),
-    ("bias", PACKED, DOUBLE), ("keep_2d", LEFT, {"dtype": torch.float32, **EAGER}),
+    ("bias", PACKED, EAGER),
     ("keep_2d: the model looks ahead", LEFT, {"attends": "bidirectional", **BOTH_WAYS}),
     ("keep", PACKED, {"attends": "bidirectional", **BOTH_WAYS}),
     # recurrent layers: holes, packed rows, windows

@@ -87,7 +87,7 @@ def gpt_batch(
     >>> loss = model(**inputs)  # doctest: +SKIP
     """
     check_model(model)
-    cp = context_parallel or megatron_ranks(shared=bool(getattr(config_of(model), "sequence_parallel", False)))
+    cp = context_parallel or megatron_ranks(shared=getattr(config_of(model), "sequence_parallel", False))
     with nullcontext() if cp is None else ranks_agree(cp, call="split"):  # one that refuses its batch says so
         _check_keys(batch)
         sources = Sources.of(batch)
@@ -112,9 +112,7 @@ def _check_keys(batch: Mapping[str, Any]) -> None:
 
 
 def _check_labels(sources: Sources, segments: Segments) -> None:
-    if not sources.named["labels"]:
-        return
-    if labels_are_shifted(sources.array("input_ids"), sources.array("labels"), segments):
+    if sources.named["labels"] and labels_are_shifted(sources.array("input_ids"), sources.array("labels"), segments):
         rule = "Labels stand with their own token here, and are moved to the one before it; these are moved already."
         remedy = "Pass a copy of input_ids, -100 where nothing is learned; or leave labels out, and give the model yours."
         raise CollateError(explain("labels", "the next token at both ends of each sequence", rule, remedy))
@@ -226,8 +224,7 @@ def packed_seq_params(
     unseen = "pad_between_seqs" not in names and real[:-1] == offsets[:-1]
     places = padding_counts or mindspeed.is_installed() or npu_engine()
     apart = not (places or unseen or real == offsets)
-    for side in ("q", "kv"):
-        # The very same tensor where they are equal: TransformerEngine's main branch reads "no padding" off the identity.
+    for side in ("q", "kv"):  # the very same tensor says "no padding" to TransformerEngine's main branch
         padded = fields[f"cu_seqlens_{side}_padded"]
         fields[f"cu_seqlens_{side}"] = segments.cu_seqlens.to(device) if apart else padded
     fields["pad_between_seqs"] = apart
@@ -267,9 +264,10 @@ def flat_row_offsets(segments: Segments) -> tuple[int, ...]:
 
 
 def _check_shared_out(offsets: tuple[int, ...], cp: ContextParallel | None) -> None:
-    multiple = 1 if cp is None else cp.document_multiple
-    bad = [(n, f"{b - a} places") for n, (a, b) in enumerate(pairwise(offsets)) if (b - a) % multiple]
-    if cp is not None and bad:
+    if cp is None:
+        return
+    multiple = cp.document_multiple
+    if bad := [(n, f"{b - a} places") for n, (a, b) in enumerate(pairwise(offsets)) if (b - a) % multiple]:
         rule = f"{cp.size} ranks ({cp.layout}) share each sequence out in parts of equal size: lengths % {multiple} == 0."
         remedy = "Use the row and Segments of pad_documents(batch, cp), or gpt_batch, which does so."
         raise CollateError(explain_rows("segments (rows are sequences)", bad, rule, remedy))
@@ -314,13 +312,6 @@ def _stops_at_mask(model: Any) -> bool:
     return any(kind._apply_expert_bias is TopKRouter._apply_expert_bias for kind in routers)
 
 
-def counts_tokens(config: Any) -> bool:
-    """True if a router of this model adds something to the loss, or to its bias, that counts tokens."""
-    names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias")
-    told = [getattr(config, name, None) for name in names]
-    return any(any(each) if isinstance(each, (list, tuple)) else each for each in told)
-
-
 def real_tokens_alone(
     original: Callable[..., Any], self: Any, routing_map: Tensor, padding_mask: Tensor | None = None
 ) -> Any:
@@ -358,7 +349,9 @@ def refuse_crossing(segments: Segments, config: Any, *, padding_free: bool) -> N
         rule = f"Multi-token prediction moves labels along the whole row, and {exact.why}."
         remedy = "Pad right with one sequence a row, or use padding_free=True."
         raise UnsupportedFormError(explain("labels", repr(segments), rule, remedy))
-    if getattr(config, "num_moe_experts", None) and counts_tokens(config) and segments.padding_side != "none":
+    counting = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias")
+    told = [getattr(config, name, None) for name in counting if getattr(config, "num_moe_experts", None)]
+    if segments.padding_side != "none" and any(any(x) if isinstance(x, (list, tuple)) else x for x in told):
         rule = "Routers of the multi-token prediction layers count padding: no padding_mask reaches them."
         remedy = "Use padding_free=True with lengths that need no alignment, or set moe_aux_loss_coeff=0 (and no z-loss)."
         raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, remedy))

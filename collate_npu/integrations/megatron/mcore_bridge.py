@@ -101,9 +101,10 @@ def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Ma
     Warns, once for each class, where a multimodal forward takes them and has no `extra_forward_keys` to pass them on by.
     """
     parameters = inspect.signature(inspect.unwrap(model_class.forward)).parameters  # type: ignore[attr-defined]
+    if not extras:
+        return dict(batch)
     if extras.keys() <= parameters.keys() or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        if extras:
-            _warn_if_dropped(model_class)
+        _warn_if_dropped(model_class)
         return {**batch, **extras}
     if "extra_block_kwargs" in parameters:
         return {**batch, "extra_block_kwargs": {**(batch.get("extra_block_kwargs") or {}), **extras}}
@@ -222,12 +223,10 @@ def _resolve_offsets(
     """The offsets that Gated DeltaNet takes. Raises unless every sequence is a multiple of 2 * cp: it is cut into so many
     parts (core/ssm/mamba_context_parallel.py:362-374)."""
     found = original(padded, actual, total, cp_size=cp_size)
-    given = actual if padded is None else padded
+    given, parts = actual if padded is None else padded, 2 * cp_size if cp_size > 1 else 1
     if given is None:  # the object carries other things than offsets
         return found
-    parts = 2 * cp_size if cp_size > 1 else 1
-    lengths = torch.diff(given if found is None else found)
-    if found is None or not bool(((lengths >= 0) & (lengths % parts == 0)).all()):
+    if found is None or bool(((lengths := torch.diff(found)) < 0).any() or (lengths % parts).any()):
         rule = f"Gated DeltaNet takes offsets that rise from 0 to the {total} tokens of the row"
         rule += f", in steps of {parts} on {cp_size} ranks." if cp_size > 1 else "."
         raise CollateError(explain("packed_seq_params", str(given.tolist())[:80], rule, _REMEDY))

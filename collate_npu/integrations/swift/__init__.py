@@ -142,12 +142,11 @@ def _pass_seq_idx(original: Callable[..., Any], self: Any, model: Any, args: Any
 
 
 def _collate(original: Callable[..., Any], self: Any, batch: Any, *, padding_to: int | None = None) -> Any:
-    if not self.use_megatron:
+    if not self.use_megatron or self.padding_free:
         out = original(self, batch, padding_to=padding_to)
-        check_batch(self, out)
+        if not self.use_megatron:
+            check_batch(self, out)
         return out
-    if self.padding_free:
-        return original(self, batch, padding_to=padding_to)
     if padding_to is not None and self.sequence_parallel_size > 1:  # get_padding_to leaves out zigzag's two chunks
         padding_to = lcm(padding_to, 2 * self.sequence_parallel_size)
     with _OnMeta(inspect.unwrap(original).__code__):
@@ -170,7 +169,7 @@ def prepare_batch(
     segments = segments_from_swift(args, data, polarity)
     bare = {key: value for key, value in data.items() if key not in ("attention_mask", KEEP_KEY)}
     out = with_masks(args, original(args, bare, vp_stage), segments)
-    return out if args.task_type == "causal_lm" else PooledBatch(out, segments.keep.to(_device_of(out)))
+    return out if args.task_type == "causal_lm" else PooledBatch(out, segments.keep)
 
 
 def number_sequences(params: Any) -> None:
@@ -235,7 +234,8 @@ def with_masks(args: Any, batch: Mapping[str, Any], segments: Segments) -> dict[
     Labels of padding become -100: ms-swift rolls them one place to the left, so that the padding before a row's tokens
     would be asked for the first of them (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`).
     """
-    cp, device, labels = ranks_of(args), _device_of(batch), batch.get("labels")
+    cp, labels = ranks_of(args), batch.get("labels")
+    device = next(value.device for value in batch.values() if isinstance(value, Tensor))
     config = getattr(args.model_info, "config", None)
     recurrent = needs_mask_2d(args.model_type if config is None else config)
     kernel = _kernel_of(args, segments, recurrent=recurrent)
@@ -250,7 +250,11 @@ def with_masks(args: Any, batch: Mapping[str, Any], segments: Segments) -> dict[
     out = {**batch, "attention_mask": blocked}
     if isinstance(labels, Tensor) and labels.shape == keep.shape:  # else a classifier's, or another pipeline stage's
         out["labels"] = labels.masked_fill(~keep, -100)
-    return mcore_bridge.pass_through_forward(_model_class(args), out, extras)
+    from mcore_bridge.model import GPTModel, MultimodalGPTModel
+
+    loader = getattr(getattr(args, "megatron_model_meta", None), "loader", None)
+    model_class = getattr(loader, "model_cls", None) or (MultimodalGPTModel if args.is_multimodal else GPTModel)
+    return mcore_bridge.pass_through_forward(model_class, out, extras)
 
 
 def _kernel_of(args: Any, segments: Segments, *, recurrent: bool) -> str:
@@ -277,10 +281,6 @@ def is_npu() -> bool:
     from transformers.utils import is_torch_npu_available
 
     return bool(is_torch_npu_available())
-
-
-def _device_of(batch: Mapping[str, Any]) -> torch.device:
-    return next(value.device for value in batch.values() if isinstance(value, Tensor))
 
 
 def _refuse_lookahead(args: Any, labels: Any, segments: Segments) -> None:
@@ -314,13 +314,6 @@ def check_layout(args: Any, cp: ContextParallel | None, segments: Segments) -> N
     if cp is not None and config is not None and needs_mask_2d(config):
         cp, heads = cp.for_documents() if flat else cp, recurrent_heads(config)
         check_recurrent_split(cp, "head_exchange_zigzag", segments, padding_free=flat, heads=heads)
-
-
-def _model_class(args: Any) -> Any:
-    from mcore_bridge.model import GPTModel, MultimodalGPTModel
-
-    loader = getattr(getattr(args, "megatron_model_meta", None), "loader", None)
-    return getattr(loader, "model_cls", None) or (MultimodalGPTModel if args.is_multimodal else GPTModel)
 
 
 # --- the guard: `COLLATE_NPU_GUARD=1` checks the first batch of each model while it is trained on. The offsets of a flat row
@@ -382,7 +375,7 @@ class PooledBatch(dict[str, Any]):
 
     def __init__(self, batch: Mapping[str, Any], keep: Tensor) -> None:
         super().__init__(batch)
-        self._keep = keep
+        self._keep = keep.to(next(value.device for value in batch.values() if isinstance(value, Tensor)))
 
     def get(self, key: str, default: Any = None) -> Any:
         return self._keep if key in ("attention_mask", KEEP_KEY) else super().get(key, default)
@@ -392,21 +385,17 @@ def get_last_tokens(
     original: Any, trainer: Any, output_tensor: Tensor, packed_seq_params: Any = None, attention_mask: Any = None
 ) -> Any:
     """Pool by the mask that is given: bool or int `[B, S]` of whole rows, each with a real token."""
-    if packed_seq_params is None:
-        ranks = trainer.args.context_parallel_size
-        attention_mask = _whole_rows(attention_mask, output_tensor, ranks).to(output_tensor.device)
-    return original(trainer, output_tensor, packed_seq_params, attention_mask)
-
-
-def _whole_rows(mask: Any, output: Tensor, ranks: int) -> Tensor:
-    B, S = output.shape[0], output.shape[1] * ranks
-    if not isinstance(mask, Tensor) or mask.shape != (B, S):
-        got = "no mask" if mask is None else shape_of(mask)
+    if packed_seq_params is not None:
+        return original(trainer, output_tensor, packed_seq_params, attention_mask)
+    ranks = trainer.args.context_parallel_size
+    B, S = output_tensor.shape[0], output_tensor.shape[1] * ranks
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != (B, S):
+        got = "no mask" if attention_mask is None else shape_of(attention_mask)
         rule = f"A 2D mask of the whole rows names their last tokens; this output has {B} rows of {S} ({ranks} ranks)."
         remedy = "Pass the attention_mask_2d of the same batch, unsplit; data.get('attention_mask') gives it."
         raise CollateError(explain("get_last_tokens", got, rule, remedy))
-    keep: Tensor = mask != 0
+    keep = attention_mask.to(output_tensor.device) != 0
     if empty := (~keep.any(dim=1)).nonzero().flatten().tolist():
         rows, rule = [(b, "padding alone") for b in empty], "A row without tokens has no last one."
         raise CollateError(explain_rows("get_last_tokens", rows, rule, "Drop those rows."))
-    return keep
+    return original(trainer, output_tensor, None, keep)

@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from types import FunctionType
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -107,12 +107,13 @@ def on_npu() -> bool:
 # --- the Megatron engine
 
 
-def keep_2d(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """verl's padding, and its way back, as off an NPU: with this rank's 2D mask, which it makes a square for an NPU."""
-    from verl.models.mcore import util
+def keep_2d(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """verl's padding, and its way back, as off an NPU: with this rank's 2D mask, which it makes a square for an NPU.
 
-    with patch.object(util, "is_npu_available", False):
-        return original(*args, **kwargs)
+    The same code runs, with a flag of its own in the place of the module's, which every other caller reads.
+    """
+    scope = {**original.__globals__, "is_npu_available": False}
+    return FunctionType(original.__code__, scope, argdefs=original.__defaults__)(*args, **kwargs)
 
 
 def engine_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -141,8 +142,9 @@ def generated_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _masks_hook(given: dict[str, Any], vision: bool) -> Any:
-    """A hook, until its `with` ends, that hands the model of one batch the masks that it reads. Megatron's own attention
-    takes True = blocked: verl's [B, S], True = real, blocks what it should not there."""
+    """A hook, until its `with` ends, that hands the model of one batch the masks that it reads, and routers the
+    `padding_mask` that verl passes for packed rows alone. Megatron's own attention takes True = blocked: verl's [B, S],
+    True = real, blocks what it should not there."""
     from verl.utils.megatron_utils import unwrap_model
 
     model = unwrap_model(given["model"])
@@ -154,20 +156,14 @@ def _masks_hook(given: dict[str, Any], vision: bool) -> Any:
         if batch.get("packed_seq_params") is not None:
             return None
         keep = batch["attention_mask"]
-        if keep is not None and not vision and getattr(model.config, "num_moe_experts", None):
-            batch = {**_router_padding(model, ~keep.bool()), **batch}
+        routed = not vision and getattr(model.config, "num_moe_experts", None)
+        if keep is not None and routed and "padding_mask" in inspect.signature(inspect.unwrap(model.forward)).parameters:
+            # megatron-core's text model cuts it on the first pipeline stage alone (0.16.1 gpt_model.py:291-321)
+            shared = model.config.sequence_parallel and not model.pre_process
+            batch = {"padding_mask": router_padding(~keep.bool(), shared=shared), **batch}
         return args, {**batch, "attention_mask": None if unread else keep}
 
     return given["model"].register_forward_pre_hook(masks, with_kwargs=True)
-
-
-def _router_padding(model: Any, padding: Tensor) -> dict[str, Any]:
-    """The routers' `padding_mask`, if the model takes one. verl passes it for packed rows alone; megatron-core's text model
-    takes it, and cuts it for the ranks that share the tokens on the first pipeline stage alone (0.16.1
-    gpt_model.py:291-321)."""
-    if "padding_mask" not in inspect.signature(inspect.unwrap(model.forward)).parameters:
-        return {}
-    return {"padding_mask": router_padding(padding, shared=model.config.sequence_parallel and not model.pre_process)}
 
 
 def _refuse_window(window: Any, given: dict[str, Any]) -> None:
@@ -224,8 +220,11 @@ def prepare_model_inputs(original: Callable[..., Any], engine: Any, micro_batch:
     if engine.use_ulysses_sp or ("cu_seqlens" in inputs and kernel.startswith("flash")):
         return inputs, kept
     flat = inputs["attention_mask"] is None
+    held = vars(engine).get("_collate_npu", (None,))
+    if held[0] is not engine.module:  # a rebuilt engine has another
+        held = engine._collate_npu = (engine.module, BatchAdapter(engine.module))
     try:
-        return _adapter(engine).mended(Sources(inputs), padding_free=flat)[0], kept
+        return held[1].mended(Sources(inputs), padding_free=flat)[0], kept
     except UnsupportedFormError as refused:
         if not flat:
             raise
@@ -235,15 +234,6 @@ def prepare_model_inputs(original: Callable[..., Any], engine: Any, micro_batch:
 
     tensordict_utils.assign_non_tensor(micro_batch, use_remove_padding=False)  # read again on the way back
     return prepare_model_inputs(original, engine, micro_batch)
-
-
-def _adapter(engine: Any) -> BatchAdapter:
-    """The adapter of the engine's model; a rebuilt engine gets another."""
-    held = vars(engine).get("_collate_npu")
-    if held is None or held[0] is not engine.module:
-        held = engine._collate_npu = (engine.module, BatchAdapter(engine.module))
-    adapter: BatchAdapter = held[1]
-    return adapter
 
 
 def _refuse_shares(engine: Any, kernel: str) -> None:
