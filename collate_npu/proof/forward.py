@@ -89,11 +89,6 @@ def among(name: str, layers: Collection[str]) -> bool:
     return any(name == each or name.startswith(f"{each}.") or each.startswith(f"{name}.") for each in layers)
 
 
-def holds(module: nn.Module, model: nn.Module) -> bool:
-    """True if this model is a part of that module, or that module."""
-    return any(each is model for each in module.modules())
-
-
 def keeps_state(models: Iterable[nn.Module]) -> str:
     """The class of a layer that carries a state from token to token; "" where there is none."""
     names = (type(module).__name__ for model in models for module in model.modules() if is_layer(module))
@@ -120,7 +115,7 @@ class Seen:
 
     def fault(self, why: str, remedy: str) -> Fault:
         """Return what is wrong with it."""
-        told = str(self.told or "what could not be read") if self.positions is None else "positions"
+        told = "positions" if self.positions is not None else str(self.told or "what could not be read")
         return Fault(layer=self.layer, kernel=self.kernel, told=told, why=why, remedy=remedy)
 
 
@@ -168,6 +163,13 @@ class Forward:
     """Of a layer that is computed again: the calls of this step's forwards."""
     cp: ContextParallel | None = None
     """The rank that this is, where ranks share the rows of `truth`."""
+
+    @classmethod
+    def of(cls, root: nn.Module, case: Case, **more: Any) -> Forward:
+        """A forward of this batch."""
+        forward = cls(root=root, **more)
+        forward.judge_by(case)
+        return forward
 
     def judge_by(self, case: Case, *, whole: bool = True) -> None:
         """Judge calls against this batch; with `whole` positions and the pattern of attention too."""
@@ -352,27 +354,21 @@ def plain_name(name: str) -> str:
 def block(forward: Forward, faults: Mapping[int, Fault]) -> str:
     """`27 recurrent: rule [0, 6, 11] ✔ · convolution nothing ✘ · 9 attention: [0, 6, 11] ✔`, without a mark where
     there was nothing to judge it by."""
-    told: dict[tuple[str, str], dict[tuple[str, str], set[str]]] = {}
+    groups: dict[str, dict[tuple[str, str, str], set[str]]] = {"recurrent": {}, "attention": {}}
     for n, seen in enumerate(forward.calls):
-        if seen.positions is not None:
-            continue
-        kind = "attention" if seen.kind == "attention" else "recurrent"
-        text = f"not read ({seen.unread})" if seen.told is None else str(seen.told)
-        mark = " ✘" if n in faults else " ✔" if forward.judges(seen) else ""
-        told.setdefault((kind, seen.kind), {}).setdefault((text, mark), set()).add(seen.layer)
+        if seen.positions is None:
+            text = f"not read ({seen.unread})" if seen.told is None else str(seen.told)
+            mark = " ✘" if n in faults else " ✔" if forward.judges(seen) else ""
+            group = groups["attention" if seen.kind == "attention" else "recurrent"]
+            group.setdefault((seen.kind, text, mark), set()).add(seen.layer)
     parts = []
-    for kind in ("recurrent", "attention"):
-        layers = {layer for (group, _), each in told.items() if group == kind for names in each.values() for layer in names}
-        own = {what: each for (group, what), each in told.items() if group == kind}
-        if not layers:
-            continue
-        said: list[str] = []
-        for what, each in own.items():
-            name = "" if what == kind else f"{what} "
-            for (text, mark), names in each.items():
-                part = f" in {len(names)} of {len(layers)}" if len(names) < len(layers) else ""
-                said.append(f"{name}{text}{part}{mark}")
-        parts.append(f"{len(layers)} {kind}: {' · '.join(said)}")
+    for group_name, group in groups.items():
+        layers = set().union(*group.values())
+        told = []
+        for (kind, text, mark), names in sorted(group.items(), key=lambda item: item[0][0]):
+            some = f" in {len(names)} of {len(layers)}" * (len(names) < len(layers))
+            told.append(f"{kind} {text}".removeprefix("attention ") + some + mark)
+        parts += [f"{len(layers)} {group_name}: {' · '.join(told)}"] * bool(layers)
     counted = [n for n, seen in enumerate(forward.calls) if seen.positions is not None and forward.judges(seen)]
     if counted:
         parts.append("positions ✘" if any(n in faults for n in counted) else "positions ✔")

@@ -457,23 +457,32 @@ class Recorder:
 
 
 @contextmanager
+def recorded(forward: Forward) -> Iterator[None]:
+    """Keep in it every kernel call of its model, or of a part of it, that this thread makes meanwhile."""
+    model, thread = forward.root, threading.get_ident()
+
+    def begin(module: nn.Module, *_: Any) -> Forward | None:
+        ours = recorder.root_of(module) is model or any(each is model for each in module.modules())
+        if threading.get_ident() != thread or not ours:
+            return None
+        return forward if recorder.forward is None else Forward(root=model)  # a model within this one has other tokens
+
+    recorder = Recorder(begin, lambda _: "")
+    with recorder.on(model):
+        yield
+
+
+@contextmanager
 def heard(model: nn.Module, cases: Iterable[Case]) -> Iterator[list[Fault]]:
     """The faults of this model's forwards meanwhile, which are of these batches, one after the other."""
     faults: list[Fault] = []
-    coming = iter(cases)
-
-    def begin(module: nn.Module, *_: Any) -> Forward | None:
-        if module is not model or (case := next(coming, None)) is None:
-            return None
-        forward = Forward(root=model, training=torch.is_grad_enabled())
-        forward.judge_by(case)
-        return forward
+    coming = (Forward.of(model, case) for case in cases)
 
     def end(forward: Forward) -> str:
         faults.extend(forward.faults().values())
         return ""
 
-    with Recorder(begin, end).on(model):
+    with Recorder(lambda module, *_: next(coming, None) if module is model else None, end).on(model):
         yield faults
 
 
