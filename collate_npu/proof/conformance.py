@@ -93,7 +93,6 @@ MOVED = "moved by one token: each answer stands at its neighbour's place"
 BOUNDARIES = "begins at the second sequence: boundaries are lost"
 PADDING = "wrong with padding, right in the longest: padding is read"
 PAD_ID = "only where a token is the pad id: real tokens are masked"
-EVERYWHERE = "every sample, from its first token on: all are padded, or positions are wrong"
 TAIL = "only the last {} of each sample: a chunk's tail"
 CHUNK = "begins at multiples of {}: a chunk's tail, or a window"
 
@@ -144,9 +143,7 @@ def _placed(begins: dict[int, int], lengths: Sequence[int], holding: Sequence[bo
     right, longest = {*range(len(lengths))} - {*begins}, {n for n, length in enumerate(lengths) if length == max(lengths)}
     if longest <= right:
         return PADDING
-    if 0 in right:
-        return BOUNDARIES
-    return EVERYWHERE if not any(lengths[n] for n in right) and not any(begins.values()) else ""
+    return BOUNDARIES if 0 in right else ""
 
 
 _FINE, _ROUGH = 5e-6, 10

@@ -178,7 +178,7 @@ class Forward:
 
     def faults(self) -> dict[int, Fault]:
         """Return the faults by the number of the call."""
-        wrong = {n: why for n, seen in enumerate(self.calls) if (why := self._why_wrong(seen)) is not None}
+        wrong = {n: why for n, seen in enumerate(self.calls) if (why := self._fault_reason(seen)) is not None}
         found = {n: self.calls[n].fault(what, remedy) for n, (what, remedy) in wrong.items()}
         if _CONTRADICTS.search(self.unsaid):
             what, _, rest = self.unsaid.partition(": ")
@@ -195,13 +195,13 @@ class Forward:
         """True if a kernel was compared with the batch."""
         return any(map(self.judges, self.calls))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop the tensors and modules that a call was given."""
         told = [each.told and replace(each.told, allowed=None) for each in self.calls]
         self.calls = [replace(each, told=one, module=None) for each, one in zip(self.calls, told)]
         self.ids = None
 
-    def _why_wrong(self, seen: Seen) -> tuple[str, str] | None:
+    def _fault_reason(self, seen: Seen) -> tuple[str, str] | None:
         if seen.breaches:
             first = seen.breaches[0]
             return f"[{first.rule}] {first.where}: {first.got}. {first.says}", f"{first.remedy} ({first.source})"
@@ -210,7 +210,7 @@ class Forward:
             why = position_reason(seen.positions.reshape(-1), self.truth, embedded)
             return (why, _REMEDIES["positions"]) if why else None
         if self.again:
-            return self._why_other_again(seen)
+            return self._recompute_reason(seen)
         if seen.told is None or _FOREIGN.search(seen.layer.lower()):
             return None
         if not seen.told.fits:
@@ -223,10 +223,10 @@ class Forward:
         own = own if self.pattern is not None else None
         told = self._of_whole_rows(seen.told)
         if told.allowed is None:
-            why = boundary_reason(told, self.truth, seen.empty_T) or self._why_width_wrong(told, own)
+            why = boundary_reason(told, self.truth, seen.empty_T) or self._window_reason(told, own)
         else:
-            why = self._why_attends_wrong(told, own)
-        return (f"{why}; the batch says {said_of(self.truth)}", _REMEDIES[told.kind]) if why else None
+            why = self._mask_reason(told, own)
+        return (f"{why}; the batch says {describe_segments(self.truth)}", _REMEDIES[told.kind]) if why else None
 
     def _of_whole_rows(self, told: Told) -> Told:
         """A rank's part of rows that is told nothing is told nothing of the whole rows."""
@@ -256,7 +256,7 @@ class Forward:
             f"{n} (its rule)" for n in unruled if "conv" not in type(layers[n]).__name__.lower()
         ]  # else it is one
 
-    def _why_other_again(self, seen: Seen) -> tuple[str, str] | None:
+    def _recompute_reason(self, seen: Seen) -> tuple[str, str] | None:
         """Activation checkpointing computes with what the first pass was told, or its gradients are of another batch."""
         mine = seen.told
         told = [each.told for each in self.before if each.layer == seen.layer and each.kernel == seen.kernel and each.told]
@@ -279,7 +279,7 @@ class Forward:
             return seen.told.shape == (self.truth.shape[0], Q) and seen.told.keys == self.truth.shape[1]
         return places_in(self._of_whole_rows(seen.told), self.truth) is not None
 
-    def _why_attends_wrong(self, told: Told, own: Pattern | None) -> str:
+    def _mask_reason(self, told: Told, own: Pattern | None) -> str:
         assert self.truth is not None
         assert told.allowed is not None
         if told.shape != self.truth.shape and not told.keys:
@@ -288,7 +288,7 @@ class Forward:
         rows = (attention_reason(self.truth, own, b, told.allowed(b), places_Q) for b in range(told.shape[0]))
         return next(filter(None, rows), "")
 
-    def _why_width_wrong(self, told: Told, own: Pattern | None) -> str:
+    def _window_reason(self, told: Told, own: Pattern | None) -> str:
         assert self.truth is not None
         if told.kind != "attention" or own is None or not own.causal:
             return ""
@@ -333,7 +333,7 @@ _REMEDIES = {
 }
 
 
-def said_of(segments: Segments) -> str:
+def describe_segments(segments: Segments) -> str:
     """What a batch says, as short as what a kernel was told."""
     if segments.packed or segments.shape[0] == 1:
         starts = segments.indices[[*segments.cu_seqlens_host[:-1]]].tolist()

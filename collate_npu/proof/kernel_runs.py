@@ -142,12 +142,8 @@ def _summed(drawn: Inputs) -> Inputs:
 
 def _loss(out: Tensor, segments: Segments) -> Tensor:
     """The product of the output with drawn weights, at real tokens: what stands at padding takes no part."""
-    drawn = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return (unpad(out, segments).to(_wide(out)) * drawn[segments.keep].to(out.device, _wide(out))).sum()
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return x.dtype if x.dtype == torch.float64 else torch.float32
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))[segments.keep]
+    return (unpad(out, segments).float() * weights.to(out.device)).sum()
 
 
 def _each_alone(problem: Problem, truth: Truth, inputs: Inputs) -> Inputs:
@@ -285,17 +281,16 @@ def _laid(x: Tensor, truth: Truth, layout: str) -> Tensor:
     return x.transpose(0, 1).contiguous() if layout == "SBH" else x
 
 
-def _sdpa(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
+def _of_torch(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
+    """torch's `scaled_dot_product_attention` and `flex_attention`."""
     q, k, v = (x[name].transpose(1, 2) for name in "qkv")
-    dtype = q.dtype if form == "bias" else None
-    mask = dense(truth.segments, polarity=cast(Any, form), pattern=truth.pattern, dtype=dtype, device=q.device)
-    return cast(Tensor, ask(f"dense, {form}", query=q, key=k, value=v, attn_mask=mask, enable_gqa=True)).transpose(1, 2)
-
-
-def _flex(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
-    q, k, v = (x[name].transpose(1, 2) for name in "qkv")
-    blocks = block_mask(truth.segments, pattern=truth.pattern, device=q.device)
-    return cast(Tensor, ask(form, query=q, key=k, value=v, block_mask=blocks, enable_gqa=True)).transpose(1, 2)
+    held: dict[str, Any] = {"pattern": truth.pattern, "device": q.device}
+    if form == "BlockMask":
+        mask: dict[str, Any] = {"block_mask": block_mask(truth.segments, **held)}
+    else:
+        held["dtype"] = q.dtype if form == "dense, bias" else None
+        mask = {"attn_mask": dense(truth.segments, polarity=cast(Any, form.removeprefix("dense, ")), **held)}
+    return cast(Tensor, ask(form, query=q, key=k, value=v, enable_gqa=True, **mask)).transpose(1, 2)
 
 
 def _window(truth: Truth) -> tuple[int, int]:
@@ -313,16 +308,14 @@ def _window(truth: Truth) -> tuple[int, int]:
 
 def _by_offsets(ask: Ask, truth: Truth, x: Inputs, form: str, *, of_torch: bool) -> Tensor:
     """torch's `varlen_attn`, or flash-attn's function."""
-    window, flat, device = _window(truth), varlen(truth.segments), x["q"].device
+    window, flat = _window(truth), varlen(truth.segments)
     q, k, v = (unpad(x[name], truth.segments) for name in "qkv")
-    ends, longest = flat.cu_seqlens.to(device), flat.max_length
-    told: dict[str, Any]
+    ends, longest = flat.cu_seqlens.to(q.device), flat.max_length
+    told: dict[str, Any] = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": window[1] == 0}
+    told |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
     if of_torch:
         told = {"query": q, "key": k, "value": v, "cu_seq_q": ends, "cu_seq_k": ends, "max_q": longest, "max_k": longest}
         told["enable_gqa"] = True
-    else:
-        told = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": window[1] == 0}
-        told |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
     return repad(ask(form, **told, window_size=window), truth.segments)
 
 
@@ -397,8 +390,9 @@ _FLA, _FLA_CP, _FLA_CONV, _SCAN = (
     )
 )  # fmt: skip
 KERNELS = (
-    Kernel("torch.scaled_dot_product_attention", "torch.nn.functional", ATTENTION, _sdpa, _LONG, ("keep", "bias"), _ANY),
-    Kernel("torch.flex_attention", "torch.nn.attention.flex_attention", ATTENTION, _flex, _LONG, ("BlockMask",),
+    Kernel("torch.scaled_dot_product_attention", "torch.nn.functional", ATTENTION, _of_torch, _LONG,
+           ("dense, keep", "dense, bias"), _ANY),
+    Kernel("torch.flex_attention", "torch.nn.attention.flex_attention", ATTENTION, _of_torch, _LONG, ("BlockMask",),
            ("cpu", "cuda"), backward=("cuda",)),
     Kernel("torch.varlen_attn", "torch.nn.attention.varlen", ATTENTION, _TORCH_VARLEN, _LONG, dtypes=HALF),
     Kernel("flash_attn.flash_attn_varlen_func", "flash_attn", ATTENTION, _FLASH, _QKV, dtypes=HALF),
