@@ -6,6 +6,7 @@ Costs a forward and a backward pass for each sample, and five for the batch and 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
