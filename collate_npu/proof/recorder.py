@@ -121,8 +121,8 @@ class _Wraps:
 
     def _is_kernel(self, value: Any) -> bool:
         """True for a function under a name that is known that is no wrapper."""
-        value = value.__func__ if isinstance(value, staticmethod) else value
-        known = isinstance(value, (FunctionType, BuiltinFunctionType)) and value.__name__ in KERNELS
+        value = value.__func__ if type(value) is staticmethod else value  # isinstance would wake what loads itself late
+        known = type(value) in (FunctionType, BuiltinFunctionType) and value.__name__ in KERNELS
         return known and id(value) not in self._wrappers
 
     def _wrap_kept(self, function: Any, depth: int = 3) -> None:
