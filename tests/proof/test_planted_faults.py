@@ -1,5 +1,5 @@
 """Planted faults, a row each, over five stacks: who claims to see one sees it, and names its layer where it can; and right
-runs, of which nobody says anything. Run as a program it prints what each entrance saw.
+runs, of which nobody says anything.
 
 Entrances: c check_delivery, w watch, n watch says that it was not looked at, a two sequences alone, i
 assert_padding_invariant, f conformance. A capital names the layer. What is not claimed is not judged: a kernel that nobody
@@ -430,9 +430,3 @@ def test_nobody_says_anything_of_a_right_run(ways, lengths, side, trains):
 def test_nobody_says_anything_of_what_is_right_in_another_way(name):
     ways, collate, fault = ALSO[name]
     check_right(Net(ways, (fault, None)), batch_of(collate))
-
-
-if __name__ == "__main__":
-    for stack, name in FAULTS:
-        found = {each: verdict(each, stack, name) for each in ("cwai" if "flex" in stack else "cwaif")}
-        print(f"{stack:18}{name:50}{planted(stack, name)[-1]:6}", *(f"{k}:{v}" for k, v in found.items()))
