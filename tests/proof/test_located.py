@@ -54,7 +54,7 @@ def test_what_is_found_is_what_was_laid_out(samples, left):
 READ = {
     "a mask that drops a real eos is not believed": ([[1, 2, 9], [4, 9, 9]], [[1, 1, 0], [1, 0, 0]], ([1, 2, 9], [4, 9])),
     "equal samples keep their order": ([[1, 2], [1, 2], [3, 9]], None, ([1, 2], [1, 2], [3])),
-    "a part of a longer one": ([[1, 2, 9], [1, 2, 3]], None, ([1, 2], [1, 2, 3])),
+    "a part of a longer one": ([[1, 2, 3], [1, 2, 9]], None, ([1, 2], [1, 2, 3])),
     "a mask says where one of padding is": ([[1, 2, 9, 9, 9, 9]], [[1, 1, 0, 1, 1, 0]], ([1, 2], [9, 9])),
 }
 

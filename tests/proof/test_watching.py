@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from stranger import Model
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from toys import IDS, OFFSETS, planted
+from toys import IDS, OFFSETS, Two, planted
 
 from collate_npu import BatchAdapter, CollateError, Segments
 from collate_npu.consumers.mask_routing import Case, Model as Facts
@@ -100,18 +100,6 @@ class Unsaid(nn.Module):
         return self.model(*tokens_and_offsets)
 
 
-class Two(nn.Module):
-    """A policy and its reward model, on other rows, inside one module."""
-
-    def __init__(self):
-        super().__init__()
-        self.policy, self.reward = Model(), Model({0: {"rule": planted(0, 5, 11, 16)}})
-
-    def forward(self, input_ids, cu_seqlens):
-        other = self.reward(input_ids=IDS.flip(1), cu_seqlens=torch.tensor([0, 6, 11, 16]))
-        return self.policy(input_ids=input_ids, cu_seqlens=cu_seqlens) + other.mean()
-
-
 class Unpadding(nn.Module):
     """A stack that takes padding out of its rows, and hands its model offsets."""
 
@@ -173,7 +161,11 @@ KNOWN = {
     "rows without their padding": (Unpadding(0, 3, 7, 9), ROWS, 0),
     "rows without their padding, of other lengths": (Unpadding(0, 4, 8, 9), ROWS, 5),
     "rows without their padding, in one": (Unpadding(0, 9), ROWS, 5),
-    "a model within another has its own batch": (Two(), (IDS, torch.tensor([0, 4, 16])), 1),
+    "a model within another has its own batch": (
+        Two({0: {"rule": planted(0, 5, 11, 16)}}),
+        (IDS, torch.tensor([0, 4, 16])),
+        1,
+    ),
     **{f"offsets of the whole row, {n} ranks": (Sharing(n), (IDS, WHOLE_ROW), int(n != 2)) for n in (None, 1, 2, 4)},
 }
 
