@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -109,22 +109,15 @@ class Problem:
         return found
 
 
-class Expected(NamedTuple):
-    """What each sequence gives alone, and how far rounding the inputs moves it."""
-
-    right: Inputs
-    """`out` `[B, S, ...]`, zero at padding, and the gradient of each input by its name."""
-    noise: Mapping[str, float]
-
-
 @lru_cache(maxsize=64)
-def expected(problem: Problem, truth: Truth, dtype: torch.dtype) -> Expected:
-    """What a kernel in this dtype should give."""
+def expected(problem: Problem, truth: Truth, dtype: torch.dtype) -> tuple[Inputs, dict[str, float]]:
+    """What each sequence gives alone in this dtype: `out` `[B, S, ...]`, zero at padding, and the gradient of each input by
+    its name; and the noise of each, how far rounding the inputs moves it."""
     drawn = problem.draw(truth.segments)
     rounded = {name: x.double() for name, x in in_dtype(drawn, dtype).items()}
     with torch.enable_grad():  # whoever asks
         right, exact = (_each_alone(problem, truth, inputs) for inputs in (rounded, _summed(drawn)))
-    return Expected(right, token_errors(truth.segments, right, exact))
+    return right, token_errors(truth.segments, right, exact)
 
 
 def in_dtype(drawn: Inputs, dtype: torch.dtype) -> Inputs:
@@ -184,14 +177,6 @@ def _attend(x: Inputs, places: Tensor, n: int, pattern: Pattern) -> Tensor:
     return reference_fusion_attention(q, k, v, q.shape[2], "BSND", atten_mask=blocked, scale=D**-0.5)[0]
 
 
-def _rule_alone(x: Inputs, *_: object) -> Tensor:
-    return reference_gated_delta_rule(x["q"], x["k"], x["v"], x["g"], x["beta"])[0]
-
-
-def _convolve(x: Inputs, *_: object) -> Tensor:
-    return reference_causal_conv1d(x["x"], x["weight"], x["bias"], "silu")
-
-
 def _scan_alone(x: Inputs, *_: object) -> Tensor:
     """Mamba's second scan: `h = h exp(dt A) + dt x B`, `y = C h` (Dao and Gu, arXiv 2405.21060)."""
     h, outs = x["x"].new_zeros(1, *x["x"].shape[2:], D), []
@@ -204,9 +189,17 @@ def _scan_alone(x: Inputs, *_: object) -> Tensor:
 
 _HEAD, _VALUE = (KEY_HEADS, D), (HEADS, D)
 ATTENTION = Problem("attention", {"q": _VALUE, "k": _HEAD, "v": _HEAD}, _attend, recurrent=False)
-RULE = Problem("rule", {"q": _HEAD, "k": _HEAD, "v": _VALUE, "g": (HEADS,), "beta": (HEADS,)}, _rule_alone)
-KDA = Problem("kda", {"q": _HEAD, "k": _HEAD, "v": _HEAD, "g": _HEAD, "beta": (KEY_HEADS,)}, _rule_alone)
-CONVOLUTION = Problem("convolution", {"x": (D,), "weight": (D, W), "bias": (D,)}, _convolve)
+RULE = Problem(
+    "rule",
+    {"q": _HEAD, "k": _HEAD, "v": _VALUE, "g": (HEADS,), "beta": (HEADS,)},
+    lambda x, *_: reference_gated_delta_rule(x["q"], x["k"], x["v"], x["g"], x["beta"])[0],
+)
+KDA = replace(RULE, name="kda", shapes={"q": _HEAD, "k": _HEAD, "v": _HEAD, "g": _HEAD, "beta": (KEY_HEADS,)})
+CONVOLUTION = Problem(
+    "convolution",
+    {"x": (D,), "weight": (D, W), "bias": (D,)},
+    lambda x, *_: reference_causal_conv1d(x["x"], x["weight"], x["bias"], "silu"),
+)
 SCAN = Problem("scan", {"x": _VALUE, "dt": (HEADS,), "A": (HEADS,), "B": (1, D), "C": (1, D)}, _scan_alone)
 
 
@@ -543,7 +536,7 @@ def _measured(asked: _Asked, device: str, dtype: torch.dtype) -> tuple[Inputs, I
     with torch.set_grad_enabled(backward), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         out = asked.kernel.call(asked, truth, inputs, asked.form)
-        right = expected(problem, truth, dtype).right
+        right, _ = expected(problem, truth, dtype)
         if out.shape != right["out"].shape:
             rule, remedy = f"It is {shape_of(right['out'])}.", "Look at the release of the operator."
             raise CollateError(explain("output", shape_of(out), rule, remedy))
@@ -553,7 +546,7 @@ def _measured(asked: _Asked, device: str, dtype: torch.dtype) -> tuple[Inputs, I
     if backward:
         found |= {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()}
     coarse = _rounded_to(dtype, device)
-    noise, like = expected(problem, truth, coarse).noise, torch.zeros(1, dtype=coarse, device=device)
+    (_, noise), like = expected(problem, truth, coarse), torch.zeros(1, dtype=coarse, device=device)
     return found, right, {name: noise_limit(noise[name], like) for name in found}
 
 

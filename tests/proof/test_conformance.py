@@ -149,7 +149,7 @@ def one_row(found, samples):
         (moved, MOVED),
         (no_number, NAN),
         (lambda found, samples: [torch.cat([x[:64], x[64:] - 1]) for x in found], CHUNK.format(64)),
-        (lambda found, samples: [torch.cat([x[:-2], x[-2:] - 1]) for x in found], TAIL.format(2)),
+        (lambda found, samples: [torch.cat([x[:-1], x[-1:] - 1]) for x in found], TAIL.format(1)),
         (lambda found, samples: [x[: len(ids) - 1] for x, ids in zip(one_row(found, samples), samples)], BOUNDARIES),
         (lambda found, samples: [x - 9.0 * (PAD in ids) for x, ids in zip(found, samples)], PAD_ID),
     ],
