@@ -370,7 +370,6 @@ PROVED = {
         f"delivery {name}": (lambda name=name: check_delivery(model(), BATCH, **{name: SETTINGS[name]}), f"{name}: got a")
         for name in ("segments", "context_parallel", "forward")
     },
-    "no such setting": (lambda: guard_first_batch(model(), patern="causal"), "has no such setting"),
     "a guard that reports to a number": (lambda: guard_first_batch(model(), report=3), "report: got a int"),
     "no collator": (lambda: proved(None), "a NoneType"),
     "samples of text": (lambda: proved(samples="ab"), "samples: got a str"),

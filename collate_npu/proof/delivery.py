@@ -12,10 +12,9 @@ with one row; the guard looks at the trainer's own. Legend: B rows, S width, T =
 from __future__ import annotations
 
 import inspect
-import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -32,23 +31,12 @@ from collate_npu.keys import KEYS, of_kind
 from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
-from collate_npu.proof.forward import Forward, among, block, case_of, crosses, few, holds, listed, plain_name
-from collate_npu.proof.measure import (
-    OF_THE_LOSS,
-    apart,
-    called,
-    check_noise,
-    in_step,
-    like,
-    noise_limit,
-    run,
-    scores_of,
-    widened,
-)
-from collate_npu.proof.recorder import Recorder
+from collate_npu.proof.forward import Forward, among, block, case_of, crosses, few, listed, plain_name
+from collate_npu.proof.measure import OF_THE_LOSS, apart, called, check_noise, in_step, like, noise_limit, scores_of, widened
+from collate_npu.proof.recorder import recorded
 from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
-from collate_npu.validation import check_model, checked, hold_against
+from collate_npu.validation import check_model, checked
 
 __all__ = ["Alone", "Delivery", "check_delivery", "guard_first_batch"]
 
@@ -133,9 +121,12 @@ def check_delivery(
     case = case_of(inner, batch, segments=segments, pattern=pattern)
     eager: Any = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
     with torch.no_grad(), eager, in_step(model, lambda: called(inner, batch, forward)):
-        with _recorded(inner, batch, case, context_parallel) as record:
+        record = _forward_of(inner, batch, case, context_parallel)
+        with recorded(record):
             given = called(inner, batch, forward)
-        found = record.judged(measured=alone, asked=(batch, forward))
+        _check_faults(record, case)
+        unasked = "a rank" if context_parallel else check_leaks(inner, batch, case, forward)
+        found = _proof(record, case, measured=alone, unasked=unasked)
         return replace(found, alone=check_alone(inner, batch, case, given, forward)) if alone else found
 
 
@@ -146,12 +137,15 @@ def guard_first_batch(
     alone: bool = False,
     report: Callable[[Delivery], object] = print,
     only: Callable[[Mapping[str, Any]], bool] | None = None,
-    **settings: Any,
+    segments: Segments | None = None,
+    pattern: str | Pattern | None = None,
+    context_parallel: ContextParallel | None = None,
+    forward: Callable[..., Any] | None = None,
 ) -> Callable[[], None]:
     """Check the next forward of `model`, whoever calls it: what its kernels are told is judged as soon as it has run.
 
     Costs no forward of its own, so that any stage of a pipeline can be watched; with `alone=True` it costs five, and every
-    rank must guard. `settings` are those of `check_delivery`. If they hold the Segments of one batch, `only(arguments)`
+    rank must guard. The other settings are those of `check_delivery`. With the Segments of one batch, `only(arguments)`
     says whether a forward is of that batch. What was proved goes to `report`, and the guard is gone. The function that is
     returned takes it off earlier.
 
@@ -165,8 +159,6 @@ def guard_first_batch(
     """
     inner = _known(model)
     refuse_compiled(model)
-    _check_settings(settings)
-    hold_against(check_delivery, settings.items())
     if (stack := consumer_of(model)) in ("transformers", "megatron"):
         say_outside("megatron-core" if stack == "megatron" else "transformers")
     names = list(inspect.signature(inner.forward).parameters)
@@ -179,18 +171,21 @@ def guard_first_batch(
             return
         if alone:
             held.close()
-            report(check_delivery(inner, batch, alone=True, **settings))
+            settings: dict[str, Any] = {"segments": segments, "pattern": pattern, "context_parallel": context_parallel}
+            report(check_delivery(inner, batch, alone=True, forward=forward, **settings))
             return
-        cp, asked = settings.get("context_parallel"), {key: settings.get(key) for key in ("segments", "pattern")}
+        case = case_of(inner, batch, segments=segments, pattern=pattern)
+        record = _forward_of(inner, batch, case, context_parallel)
         behind.close()
-        record = running.enter_context(_recorded(inner, batch, case_of(inner, batch, **asked), cp))
-        behind.callback(inner.register_forward_hook(partial(judge, record), always_call=True).remove)
+        running.enter_context(recorded(record))
+        behind.callback(inner.register_forward_hook(partial(judge, record, case), always_call=True).remove)
 
-    def judge(record: _Record, module: nn.Module, args: Any, output: Any) -> None:
+    def judge(record: Forward, case: Case, module: nn.Module, args: Any, output: Any) -> None:
         running.close()
         if output is not None:  # None: it raised, torch walks its hooks, and the next forward is looked at
             held.close()
-            report(record.judged())
+            _check_faults(record, case)
+            report(_proof(record, case))
 
     running, behind = held.enter_context(ExitStack()), held.enter_context(ExitStack())
     held.callback(inner.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -205,13 +200,6 @@ def refuse_compiled(model: nn.Module, *, compiled: bool = False) -> None:
         raise UnsupportedFormError(explain("guard", f"a compiled {type(unwrap(model)).__name__}", rule, remedy))
 
 
-def _check_settings(names: Collection[str]) -> None:
-    known = {"segments", "pattern", "context_parallel", "forward"}
-    if unknown := sorted({*names} - known):
-        remedy = f"Known are {', '.join(sorted(known))}, and alone."
-        raise CollateError(explain("check_delivery", f"{unknown[0]}=", "It has no such setting.", remedy))
-
-
 def _known(model: Any) -> nn.Module:
     inner: nn.Module = unwrap(model)
     check_model(inner)
@@ -221,71 +209,53 @@ def _known(model: Any) -> nn.Module:
     return inner
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """The kernel calls of one forward of a model."""
-
-    model: nn.Module
-    case: Case
-    forward: Forward
-
-    def judged(self, *, measured: bool = False, asked: tuple[Mapping[str, Any], Any] | None = None) -> Delivery:
-        """Return what was proved. Raises one error that lists every layer, those with the same fault together; and where
-        nothing was judged, unless the numbers are `measured`, or this is a rank. `asked`: the batch, to look for leaks."""
-        if faults := self.forward.faults():
-            known = consumer_of(self.model) in ("transformers", "megatron")
-            attends = "" if known else f"; pattern= says whom its attention attends ({self.case.pattern} here)"
-            rule = f"Each layer is told which tokens are real, in the form it reads{attends}."
-            remedy = "; ".join(dict.fromkeys(fault.remedy for fault in faults.values()))
-            raise CollateError(explain("delivery", listed(faults.values()), rule, f"{remedy}.", more="delivery"))
-        rank = self.forward.cp is not None
-        unasked = check_leaks(self.model, asked[0], self.case, asked[1]) if asked and not rank else "nobody asked"
-        layers, told = self.forward.layers(), self._proved()
-        if not (told or measured or not unasked or rank):
-            self._refuse_nothing()
-        unseen = [name for name in layers if not among(name, told) and (not crosses(name) or has_two_sides(self.model))]
-        unseen += [f"{seen.layer} ({seen.unread})" for seen in self.forward.calls if seen.unread]
-        unseen += [] if told else ["positions"]
-        unseen += ["layers whose classes have no name of attention or a recurrence"] if unasked and not layers else []
-        said: dict[str, dict[str, None]] = {name: {} for name in sorted(told)}
-        for seen in self.forward.calls:
-            if seen.layer in said and self.forward.judges(seen) and seen.told:
-                said[seen.layer][f"{seen.kind} {seen.told}".removeprefix("attention ")] = None
-        handed = {name: ", ".join(each) for name, each in said.items()}
-        block_told = block(self.forward, {}) if told else ""
-        return Delivery(layers=handed, told=block_told, unseen=tuple(dict.fromkeys(unseen)), asked=not unasked, alone=None)
-
-    def _proved(self) -> set[str]:
-        """Layers of which every kernel was judged."""
-        unruled = {name.removesuffix(" (its rule)") for name in self.forward.layers_without_kernels()}
-        calls = [seen for seen in self.forward.calls if seen.positions is None]
-        unread = {seen.layer for seen in calls if not self.forward.judges(seen)}
-        return {seen.layer for seen in calls} - unread - unruled
-
-    def _refuse_nothing(self) -> None:
-        shapes = sorted({str(list(seen.told.shape)) for seen in self.forward.calls if seen.told is not None})
-        got = f"calls of {', '.join(shapes)} tokens" if shapes else f"no known kernel in {type(self.model).__name__}"
-        rule = f"Something of the batch's tokens {list(self.case.segments.shape)} is told to a kernel."
-        remedy = "Pass the batch of these Segments, and the model that attends; alone=True compares the numbers."
-        raise CollateError(explain("delivery", got, rule, remedy, more="delivery"))
-
-
-@contextmanager
-def _recorded(model: nn.Module, batch: Mapping[str, Any], case: Case, cp: ContextParallel | None) -> Iterator[_Record]:
-    """Hear the kernels and the layers of one forward of this model."""
+def _forward_of(model: nn.Module, batch: Mapping[str, Any], case: Case, cp: ContextParallel | None) -> Forward:
+    """The forward of this batch, which comes next."""
     ids = batch.get("input_ids", batch.get("tokens"))
     forward = Forward(root=model, ids=ids if isinstance(ids, Tensor) else None, cp=cp)
     forward.judge_by(case, whole=not of_kind(batch, "vision"))
-    within, thread = replace(forward, calls=[]), threading.get_ident()
+    return forward
 
-    def begin(module: nn.Module, *_: Any) -> Forward | None:
-        if threading.get_ident() != thread or not (recorder.root_of(module) is model or holds(module, model)):
-            return None
-        return forward if recorder.forward is None else within  # a model within this one has other tokens
 
-    recorder = Recorder(begin, lambda _: "")
-    with recorder.on(model):
-        yield _Record(model, case, forward)
+def _check_faults(record: Forward, case: Case) -> None:
+    """Raise one error that lists every layer, those with the same fault together."""
+    if faults := record.faults().values():
+        known = consumer_of(record.root) in ("transformers", "megatron")
+        attends = "" if known else f"; pattern= says whom its attention attends ({case.pattern} here)"
+        rule = f"Each layer is told which tokens are real, in the form it reads{attends}."
+        remedy = "; ".join(dict.fromkeys(fault.remedy for fault in faults))
+        raise CollateError(explain("delivery", listed(faults), rule, f"{remedy}.", more="delivery"))
+
+
+def _proof(record: Forward, case: Case, *, measured: bool = False, unasked: str = "nobody asked") -> Delivery:
+    """What a forward without faults proves. Raises where nothing was judged, unless the numbers are `measured`, or this is
+    a rank. `unasked`: why the model was not asked whether it leaks."""
+    layers, told = record.layers(), _judged_layers(record)
+    if not (told or measured or not unasked or record.cp):
+        shapes = sorted({str(list(seen.told.shape)) for seen in record.calls if seen.told is not None})
+        got = f"calls of {', '.join(shapes)} tokens" if shapes else f"no known kernel in {type(record.root).__name__}"
+        rule = f"Something of the batch's tokens {list(case.segments.shape)} is told to a kernel."
+        remedy = "Pass the batch of these Segments, and the model that attends; alone=True compares the numbers."
+        raise CollateError(explain("delivery", got, rule, remedy, more="delivery"))
+    unseen = [name for name in layers if not among(name, told) and (not crosses(name) or has_two_sides(record.root))]
+    unseen += [f"{seen.layer} ({seen.unread})" for seen in record.calls if seen.unread]
+    unseen += [] if told else ["positions"]
+    unseen += ["layers whose classes have no name of attention or a recurrence"] if unasked and not layers else []
+    said: dict[str, dict[str, None]] = {name: {} for name in sorted(told)}
+    for seen in record.calls:
+        if seen.layer in said and record.judges(seen) and seen.told:
+            said[seen.layer][f"{seen.kind} {seen.told}".removeprefix("attention ")] = None
+    handed = {name: ", ".join(each) for name, each in said.items()}
+    block_told = block(record, {}) if told else ""
+    return Delivery(layers=handed, told=block_told, unseen=tuple(dict.fromkeys(unseen)), asked=not unasked, alone=None)
+
+
+def _judged_layers(record: Forward) -> set[str]:
+    """Layers of which every kernel was judged."""
+    unruled = {name.removesuffix(" (its rule)") for name in record.layers_without_kernels()}
+    calls = [seen for seen in record.calls if seen.positions is None]
+    unread = {seen.layer for seen in calls if not record.judges(seen)}
+    return {seen.layer for seen in calls} - unread - unruled
 
 
 # --- leaks: what padding and the other sequences embed is replaced, and no real token may move
@@ -457,7 +427,7 @@ def check_alone(
         raise UnsupportedFormError(explain("alone", ", ".join(vision), rule, "Check a batch of text, or without alone=."))
     logits, below = scores_of(given), getattr(model, "base_model", None)
     if logits.ndim < 3 and forward is None and isinstance(below, nn.Module):  # a model that pools: its states
-        model, logits = below, run(below, batch)
+        model, logits = below, scores_of(called(below, batch))
     if logits.ndim < 3 or tuple(logits.shape[:2]) != case.segments.shape:
         rule = f"The batch is {list(case.segments.shape)} (rows, width), and each of its tokens has logits."
         raise CollateError(explain("logits", shape_of(logits), rule, "Pass forward= that gathers the whole rows."))
@@ -466,10 +436,10 @@ def check_alone(
         L = len(places_L)
         width = max(case.segments.shape[1], L + 1) if case.pattern.causal else L
         once, again = (_sequence(model, batch, places_L[widened(L, each)], case.pattern) for each in (L, width))
-        own = run(model, once, forward)[0]
+        own = scores_of(called(model, once, forward))[0]
         errors[n] = apart([logits.flatten(0, 1)[places_L.to(logits.device)]], [own])
         for same in (again, once) if model.training else (again,):  # what trains may draw
-            noise = max(noise, apart([run(model, same, forward)[0, :L]], [own]))
+            noise = max(noise, apart([scores_of(called(model, same, forward))[0, :L]], [own]))
     check_noise(model, noise)
     found = Alone(errors, noise_limit(noise, like(model)))
     if any(not error <= found.limit for error in errors.values()):  # NaN is wrong

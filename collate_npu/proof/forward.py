@@ -89,11 +89,6 @@ def among(name: str, layers: Collection[str]) -> bool:
     return any(name == each or name.startswith(f"{each}.") or each.startswith(f"{name}.") for each in layers)
 
 
-def holds(module: nn.Module, model: nn.Module) -> bool:
-    """True if this model is a part of that module, or that module."""
-    return any(each is model for each in module.modules())
-
-
 def keeps_state(models: Iterable[nn.Module]) -> str:
     """The class of a layer that carries a state from token to token; "" where there is none."""
     names = (type(module).__name__ for model in models for module in model.modules() if is_layer(module))
@@ -120,7 +115,7 @@ class Seen:
 
     def fault(self, why: str, remedy: str) -> Fault:
         """Return what is wrong with it."""
-        told = str(self.told or "what could not be read") if self.positions is None else "positions"
+        told = "positions" if self.positions is not None else str(self.told or "what could not be read")
         return Fault(layer=self.layer, kernel=self.kernel, told=told, why=why, remedy=remedy)
 
 
@@ -169,6 +164,13 @@ class Forward:
     cp: ContextParallel | None = None
     """The rank that this is, where ranks share the rows of `truth`."""
 
+    @classmethod
+    def of(cls, root: nn.Module, case: Case, **more: Any) -> Forward:
+        """A forward of this batch."""
+        forward = cls(root=root, **more)
+        forward.judge_by(case)
+        return forward
+
     def judge_by(self, case: Case, *, whole: bool = True) -> None:
         """Judge calls against this batch; with `whole` positions and the pattern of attention too."""
         self.truth, self.first_position = case.segments, case.model.first_position
@@ -176,7 +178,7 @@ class Forward:
 
     def faults(self) -> dict[int, Fault]:
         """Return the faults by the number of the call."""
-        wrong = {n: why for n, seen in enumerate(self.calls) if (why := self._why_wrong(seen)) is not None}
+        wrong = {n: why for n, seen in enumerate(self.calls) if (why := self._fault_reason(seen)) is not None}
         found = {n: self.calls[n].fault(what, remedy) for n, (what, remedy) in wrong.items()}
         if _CONTRADICTS.search(self.unsaid):
             what, _, rest = self.unsaid.partition(": ")
@@ -193,13 +195,13 @@ class Forward:
         """True if a kernel was compared with the batch."""
         return any(map(self.judges, self.calls))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop the tensors and modules that a call was given."""
         told = [each.told and replace(each.told, allowed=None) for each in self.calls]
         self.calls = [replace(each, told=one, module=None) for each, one in zip(self.calls, told)]
         self.ids = None
 
-    def _why_wrong(self, seen: Seen) -> tuple[str, str] | None:
+    def _fault_reason(self, seen: Seen) -> tuple[str, str] | None:
         if seen.breaches:
             first = seen.breaches[0]
             return f"[{first.rule}] {first.where}: {first.got}. {first.says}", f"{first.remedy} ({first.source})"
@@ -208,7 +210,7 @@ class Forward:
             why = position_reason(seen.positions.reshape(-1), self.truth, embedded)
             return (why, _REMEDIES["positions"]) if why else None
         if self.again:
-            return self._why_other_again(seen)
+            return self._recompute_reason(seen)
         if seen.told is None or _FOREIGN.search(seen.layer.lower()):
             return None
         if not seen.told.fits:
@@ -221,10 +223,10 @@ class Forward:
         own = own if self.pattern is not None else None
         told = self._of_whole_rows(seen.told)
         if told.allowed is None:
-            why = boundary_reason(told, self.truth, seen.empty_T) or self._why_width_wrong(told, own)
+            why = boundary_reason(told, self.truth, seen.empty_T) or self._window_reason(told, own)
         else:
-            why = self._why_attends_wrong(told, own)
-        return (f"{why}; the batch says {said_of(self.truth)}", _REMEDIES[told.kind]) if why else None
+            why = self._mask_reason(told, own)
+        return (f"{why}; the batch says {describe_segments(self.truth)}", _REMEDIES[told.kind]) if why else None
 
     def _of_whole_rows(self, told: Told) -> Told:
         """A rank's part of rows that is told nothing is told nothing of the whole rows."""
@@ -254,7 +256,7 @@ class Forward:
             f"{n} (its rule)" for n in unruled if "conv" not in type(layers[n]).__name__.lower()
         ]  # else it is one
 
-    def _why_other_again(self, seen: Seen) -> tuple[str, str] | None:
+    def _recompute_reason(self, seen: Seen) -> tuple[str, str] | None:
         """Activation checkpointing computes with what the first pass was told, or its gradients are of another batch."""
         mine = seen.told
         told = [each.told for each in self.before if each.layer == seen.layer and each.kernel == seen.kernel and each.told]
@@ -277,7 +279,7 @@ class Forward:
             return seen.told.shape == (self.truth.shape[0], Q) and seen.told.keys == self.truth.shape[1]
         return places_in(self._of_whole_rows(seen.told), self.truth) is not None
 
-    def _why_attends_wrong(self, told: Told, own: Pattern | None) -> str:
+    def _mask_reason(self, told: Told, own: Pattern | None) -> str:
         assert self.truth is not None
         assert told.allowed is not None
         if told.shape != self.truth.shape and not told.keys:
@@ -286,7 +288,7 @@ class Forward:
         rows = (attention_reason(self.truth, own, b, told.allowed(b), places_Q) for b in range(told.shape[0]))
         return next(filter(None, rows), "")
 
-    def _why_width_wrong(self, told: Told, own: Pattern | None) -> str:
+    def _window_reason(self, told: Told, own: Pattern | None) -> str:
         assert self.truth is not None
         if told.kind != "attention" or own is None or not own.causal:
             return ""
@@ -331,7 +333,7 @@ _REMEDIES = {
 }
 
 
-def said_of(segments: Segments) -> str:
+def describe_segments(segments: Segments) -> str:
     """What a batch says, as short as what a kernel was told."""
     if segments.packed or segments.shape[0] == 1:
         starts = segments.indices[[*segments.cu_seqlens_host[:-1]]].tolist()
@@ -352,27 +354,21 @@ def plain_name(name: str) -> str:
 def block(forward: Forward, faults: Mapping[int, Fault]) -> str:
     """`27 recurrent: rule [0, 6, 11] ✔ · convolution nothing ✘ · 9 attention: [0, 6, 11] ✔`, without a mark where
     there was nothing to judge it by."""
-    told: dict[tuple[str, str], dict[tuple[str, str], set[str]]] = {}
+    groups: dict[str, dict[tuple[str, str, str], set[str]]] = {"recurrent": {}, "attention": {}}
     for n, seen in enumerate(forward.calls):
-        if seen.positions is not None:
-            continue
-        kind = "attention" if seen.kind == "attention" else "recurrent"
-        text = f"not read ({seen.unread})" if seen.told is None else str(seen.told)
-        mark = " ✘" if n in faults else " ✔" if forward.judges(seen) else ""
-        told.setdefault((kind, seen.kind), {}).setdefault((text, mark), set()).add(seen.layer)
+        if seen.positions is None:
+            text = f"not read ({seen.unread})" if seen.told is None else str(seen.told)
+            mark = " ✘" if n in faults else " ✔" if forward.judges(seen) else ""
+            group = groups["attention" if seen.kind == "attention" else "recurrent"]
+            group.setdefault((seen.kind, text, mark), set()).add(seen.layer)
     parts = []
-    for kind in ("recurrent", "attention"):
-        layers = {layer for (group, _), each in told.items() if group == kind for names in each.values() for layer in names}
-        own = {what: each for (group, what), each in told.items() if group == kind}
-        if not layers:
-            continue
-        said: list[str] = []
-        for what, each in own.items():
-            name = "" if what == kind else f"{what} "
-            for (text, mark), names in each.items():
-                part = f" in {len(names)} of {len(layers)}" if len(names) < len(layers) else ""
-                said.append(f"{name}{text}{part}{mark}")
-        parts.append(f"{len(layers)} {kind}: {' · '.join(said)}")
+    for group_name, group in groups.items():
+        layers = set().union(*group.values())
+        told = []
+        for (kind, text, mark), names in sorted(group.items(), key=lambda item: item[0][0]):
+            some = f" in {len(names)} of {len(layers)}" * (len(names) < len(layers))
+            told.append(f"{kind} {text}".removeprefix("attention ") + some + mark)
+        parts += [f"{len(layers)} {group_name}: {' · '.join(told)}"] * bool(layers)
     counted = [n for n, seen in enumerate(forward.calls) if seen.positions is not None and forward.judges(seen)]
     if counted:
         parts.append("positions ✘" if any(n in faults for n in counted) else "positions ✔")

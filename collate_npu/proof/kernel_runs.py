@@ -19,7 +19,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, Literal, cast
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, silu
 
-from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.kernels.check import call_breaches, knows
 from collate_npu.kernels.fusion_attention import fusion_attention_kwargs, reference_fusion_attention
 from collate_npu.kernels.gated_delta import gated_delta_kwargs, reference_causal_conv1d, reference_gated_delta_rule
@@ -109,28 +109,15 @@ class Problem:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What each sequence gives alone, and how far rounding the inputs moves it."""
-
-    weights: Tensor
-    """`[B, S, ...]` of the loss, which is their product with the output, at real tokens."""
-    out: Tensor
-    gradients: Inputs
-    noise: Mapping[str, float]
-    """Of `out` and of each gradient by its input."""
-
-
 @lru_cache(maxsize=64)
-def expected(problem: Problem, truth: Truth, dtype: torch.dtype) -> Expected:
-    """What a kernel in this dtype should give."""
+def expected(problem: Problem, truth: Truth, dtype: torch.dtype) -> tuple[Inputs, dict[str, float]]:
+    """What each sequence gives alone in this dtype: `out` `[B, S, ...]`, zero at padding, and the gradient of each input by
+    its name; and the noise of each, how far rounding the inputs moves it."""
     drawn = problem.draw(truth.segments)
-    rounded = in_dtype(drawn, dtype)
-    found = {name: x.double() for name, x in rounded.items()}
+    rounded = {name: x.double() for name, x in in_dtype(drawn, dtype).items()}
     with torch.enable_grad():  # whoever asks
-        (out, gradients), (exact, exacts) = (_each_alone(problem, truth, x) for x in (found, _summed(drawn)))
-    noise = token_errors(truth.segments, {"out": out, **gradients}, {"out": exact, **exacts})
-    return Expected(weights_of(out), out, gradients, noise)
+        right, exact = (_each_alone(problem, truth, inputs) for inputs in (rounded, _summed(drawn)))
+    return right, token_errors(truth.segments, right, exact)
 
 
 def in_dtype(drawn: Inputs, dtype: torch.dtype) -> Inputs:
@@ -146,42 +133,37 @@ def _summed(drawn: Inputs) -> Inputs:
     return drawn | {"g": torch.cat([each.diff(dim=1, prepend=torch.zeros_like(each[:, :1])) for each in sums], 1)}
 
 
-def weights_of(out: Tensor) -> Tensor:
-    """Return the weights of `Expected`."""
-    return torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+def _loss(out: Tensor, segments: Segments) -> Tensor:
+    """The product of the output with drawn weights, at real tokens: what stands at padding takes no part."""
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))[segments.keep]
+    return (unpad(out, segments).float() * weights.to(out.device)).sum()
 
 
-def _each_alone(problem: Problem, truth: Truth, inputs: Inputs) -> tuple[Tensor, Inputs]:
-    """`[B, S, ...]`, zero at padding, and the gradients of the loss."""
+def _each_alone(problem: Problem, truth: Truth, inputs: Inputs) -> Inputs:
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
     segments, parts = truth.segments, []
     for n, indices in enumerate(torch.split(segments.indices, list(segments.sequence_lengths))):
         taken = {name: x if name in SHARED else x.flatten(0, 1)[indices][None] for name, x in leaves.items()}
         parts.append(problem.alone(taken, indices - indices[0], n, truth.pattern)[0])
-    real = torch.cat(parts)
-    out = real.new_zeros(segments.array.size, *real.shape[1:]).index_put((segments.indices,), real)
-    out = out.reshape(*segments.shape, *real.shape[1:])
-    torch.autograd.backward((out * weights_of(out)).sum())
-    return out.detach(), {name: x.grad for name, x in leaves.items() if x.grad is not None}
+    out = repad(torch.cat(parts), segments)
+    torch.autograd.backward(_loss(out, segments))
+    return {"out": out.detach()} | {name: x.grad for name, x in leaves.items() if x.grad is not None}
 
 
-def token_errors(segments: Segments, mine: Inputs, theirs: Inputs) -> dict[str, float]:
+def token_errors(segments: Segments, mine: Inputs, right: Inputs) -> dict[str, float]:
     """The error of each: of the worst real token over the size of an average one, of shared inputs as a whole.
 
     One wrong token counts whole, however many are right. Where the right one is zero throughout, the size is that of the
     largest of the others. NaN stays NaN.
     """
 
-    def rows(held: Inputs, name: str) -> Tensor:
-        x = held[name].detach().cpu().double()
+    def rows(x: Tensor, name: str) -> Tensor:
+        x = x.detach().cpu().double()
         return x.reshape(1, -1) if name in SHARED else x[segments.keep].flatten(1)
 
-    sizes = {name: float(rows(theirs, name).square().sum(-1).mean().sqrt()) for name in theirs}
-    found = {}
-    for name, size in sizes.items():
-        off = (rows(mine, name) - rows(theirs, name)).square().sum(-1).sqrt().amax()
-        found[name] = float(off) / (size or max(sizes.values()) or 1.0)
-    return found
+    sizes = {name: float(rows(x, name).square().sum(-1).mean().sqrt()) for name, x in right.items()}
+    away = {name: float((rows(mine[name], name) - rows(x, name)).norm(dim=-1).amax()) for name, x in right.items()}
+    return {name: away[name] / (size or max(sizes.values()) or 1.0) for name, size in sizes.items()}
 
 
 # --- each kind of kernel
@@ -193,14 +175,6 @@ def _attend(x: Inputs, places: Tensor, n: int, pattern: Pattern) -> Tensor:
     blocked = blocked.expand(len(at), len(at)).contiguous()
     q, k, v = x["q"], x["k"], x["v"]
     return reference_fusion_attention(q, k, v, q.shape[2], "BSND", atten_mask=blocked, scale=D**-0.5)[0]
-
-
-def _rule_alone(x: Inputs, *_: object) -> Tensor:
-    return reference_gated_delta_rule(x["q"], x["k"], x["v"], x["g"], x["beta"])[0]
-
-
-def _convolve(x: Inputs, *_: object) -> Tensor:
-    return reference_causal_conv1d(x["x"], x["weight"], x["bias"], "silu")
 
 
 def _scan_alone(x: Inputs, *_: object) -> Tensor:
@@ -215,9 +189,17 @@ def _scan_alone(x: Inputs, *_: object) -> Tensor:
 
 _HEAD, _VALUE = (KEY_HEADS, D), (HEADS, D)
 ATTENTION = Problem("attention", {"q": _VALUE, "k": _HEAD, "v": _HEAD}, _attend, recurrent=False)
-RULE = Problem("rule", {"q": _HEAD, "k": _HEAD, "v": _VALUE, "g": (HEADS,), "beta": (HEADS,)}, _rule_alone)
-KDA = Problem("kda", {"q": _HEAD, "k": _HEAD, "v": _HEAD, "g": _HEAD, "beta": (KEY_HEADS,)}, _rule_alone)
-CONVOLUTION = Problem("convolution", {"x": (D,), "weight": (D, W), "bias": (D,)}, _convolve)
+RULE = Problem(
+    "rule",
+    {"q": _HEAD, "k": _HEAD, "v": _VALUE, "g": (HEADS,), "beta": (HEADS,)},
+    lambda x, *_: reference_gated_delta_rule(x["q"], x["k"], x["v"], x["g"], x["beta"])[0],
+)
+KDA = replace(RULE, name="kda", shapes={"q": _HEAD, "k": _HEAD, "v": _HEAD, "g": _HEAD, "beta": (KEY_HEADS,)})
+CONVOLUTION = Problem(
+    "convolution",
+    {"x": (D,), "weight": (D, W), "bias": (D,)},
+    lambda x, *_: reference_causal_conv1d(x["x"], x["weight"], x["bias"], "silu"),
+)
 SCAN = Problem("scan", {"x": _VALUE, "dt": (HEADS,), "A": (HEADS,), "B": (1, D), "C": (1, D)}, _scan_alone)
 
 
@@ -242,8 +224,6 @@ class Kernel:
     dtypes: tuple[torch.dtype, ...] = (torch.float32, *HALF)
     backward: tuple[str, ...] = _ANY
     """Devices on which it has one."""
-    compiled: bool = False
-    """Is it meant to be compiled on a card?"""
 
     @property
     def package(self) -> str:
@@ -257,7 +237,7 @@ class Kernel:
     def function(self, kind: str) -> Callable[..., Any]:
         """The operator itself, for a kind of device. Raises what its package raises."""
         found: Callable[..., Any] = getattr(import_module(self.module), self.name.rpartition(".")[2])
-        if self.compiled and kind != "cpu":
+        if self.name == "torch.flex_attention" and kind != "cpu":  # it is meant to be compiled
             return torch.compile(found, dynamic=False)
         return inspect.unwrap(found) if self.package == "transformers" else found  # else it gives way to fla's
 
@@ -294,17 +274,16 @@ def _laid(x: Tensor, truth: Truth, layout: str) -> Tensor:
     return x.transpose(0, 1).contiguous() if layout == "SBH" else x
 
 
-def _sdpa(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
+def _of_torch(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
+    """torch's `scaled_dot_product_attention` and `flex_attention`."""
     q, k, v = (x[name].transpose(1, 2) for name in "qkv")
-    dtype = q.dtype if form == "bias" else None
-    mask = dense(truth.segments, polarity=cast(Any, form), pattern=truth.pattern, dtype=dtype, device=q.device)
-    return cast(Tensor, ask(f"dense, {form}", query=q, key=k, value=v, attn_mask=mask, enable_gqa=True)).transpose(1, 2)
-
-
-def _flex(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
-    q, k, v = (x[name].transpose(1, 2) for name in "qkv")
-    blocks = block_mask(truth.segments, pattern=truth.pattern, device=q.device)
-    return cast(Tensor, ask(form, query=q, key=k, value=v, block_mask=blocks, enable_gqa=True)).transpose(1, 2)
+    held: dict[str, Any] = {"pattern": truth.pattern, "device": q.device}
+    if form == "BlockMask":
+        mask: dict[str, Any] = {"block_mask": block_mask(truth.segments, **held)}
+    else:
+        held["dtype"] = q.dtype if form == "dense, bias" else None
+        mask = {"attn_mask": dense(truth.segments, polarity=cast(Any, form.removeprefix("dense, ")), **held)}
+    return cast(Tensor, ask(form, query=q, key=k, value=v, enable_gqa=True, **mask)).transpose(1, 2)
 
 
 def _window(truth: Truth) -> tuple[int, int]:
@@ -322,16 +301,14 @@ def _window(truth: Truth) -> tuple[int, int]:
 
 def _by_offsets(ask: Ask, truth: Truth, x: Inputs, form: str, *, of_torch: bool) -> Tensor:
     """torch's `varlen_attn`, or flash-attn's function."""
-    window, flat, device = _window(truth), varlen(truth.segments), x["q"].device
+    window, flat = _window(truth), varlen(truth.segments)
     q, k, v = (unpad(x[name], truth.segments) for name in "qkv")
-    ends, longest = flat.cu_seqlens.to(device), flat.max_length
-    told: dict[str, Any]
+    ends, longest = flat.cu_seqlens.to(q.device), flat.max_length
+    told: dict[str, Any] = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": window[1] == 0}
+    told |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
     if of_torch:
         told = {"query": q, "key": k, "value": v, "cu_seq_q": ends, "cu_seq_k": ends, "max_q": longest, "max_k": longest}
         told["enable_gqa"] = True
-    else:
-        told = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": window[1] == 0}
-        told |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
     return repad(ask(form, **told, window_size=window), truth.segments)
 
 
@@ -350,9 +327,11 @@ def _told(truth: Truth, kernel: str, x: Inputs) -> dict[str, Any]:
     return gated_delta_kwargs(truth.segments, kernel=cast(Any, kernel), device=next(iter(x.values())).device)
 
 
-def _rule(ask: Ask, truth: Truth, x: Inputs, form: str, kernel: str = "fla") -> Tensor:
-    flat = {name: _flat(each, truth) for name, each in x.items()}
-    return _back(ask(form, **flat, **_told(truth, kernel, x))[0], truth)
+def _flat_call(ask: Ask, truth: Truth, x: Inputs, form: str, *, kernel: str, **more: Any) -> Tensor:
+    """Return the output of an operator that takes a flat row as it is."""
+    flat = {name: each if name in SHARED else _flat(each, truth) for name, each in x.items()}
+    out = ask(form, **flat, **more, **_told(truth, kernel, x))
+    return _back(out[0] if isinstance(out, tuple) else out, truth)
 
 
 def _plain_rule(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
@@ -376,11 +355,6 @@ def _npu_rule(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
     return _back(ask(form, **flat, initial_state=states, scale=D**-0.5, **told)[0][None], truth)
 
 
-def _fla_convolution(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
-    out = ask(form, **x | {"x": _flat(x["x"], truth)}, activation="silu", **_told(truth, "fla_conv", x))
-    return _back(out[0] if isinstance(out, tuple) else out, truth)
-
-
 def _convolution(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
     """Channels last: the channels of one token lie together."""
     flat = _flat(x["x"], truth).contiguous().transpose(1, 2)
@@ -395,11 +369,6 @@ def _npu_convolution(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
     return _back(silu(out)[None], truth)
 
 
-def _scan(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
-    flat = {name: each if name == "A" else _flat(each, truth) for name, each in x.items()}
-    return _back(ask(form, **flat, chunk_size=64, **_told(truth, "causal_conv1d", x)), truth)
-
-
 # --- rows
 
 _LAYOUTS = ("BSND", "BNSD", "BSH", "SBH", "TND", "BSND, causal by mode 2", "TND, causal by mode 2")
@@ -407,21 +376,28 @@ _QKV, _LONG = ("q", "k", "v"), ("query", "key", "value")
 _TORCH_VARLEN, _FLASH = (partial(_by_offsets, of_torch=each) for each in (True, False))
 _FUSION, _FUSION_V3 = (partial(_fusion, operator=f"npu_fusion_attention{version}") for version in ("", "_v3"))
 _FUSED = ((*_LONG, "head_num"), _LAYOUTS, _NPU)
+_FLA, _FLA_CP, _FLA_CONV, _SCAN = (
+    partial(_flat_call, kernel=kernel, **more)
+    for kernel, more in (
+        ("fla", {}), ("fla_cp", {}), ("fla_conv", {"activation": "silu"}), ("causal_conv1d", {"chunk_size": CHUNK})
+    )
+)  # fmt: skip
 KERNELS = (
-    Kernel("torch.scaled_dot_product_attention", "torch.nn.functional", ATTENTION, _sdpa, _LONG, ("keep", "bias"), _ANY),
-    Kernel("torch.flex_attention", "torch.nn.attention.flex_attention", ATTENTION, _flex, _LONG, ("BlockMask",),
-           ("cpu", "cuda"), backward=("cuda",), compiled=True),
+    Kernel("torch.scaled_dot_product_attention", "torch.nn.functional", ATTENTION, _of_torch, _LONG,
+           ("dense, keep", "dense, bias"), _ANY),
+    Kernel("torch.flex_attention", "torch.nn.attention.flex_attention", ATTENTION, _of_torch, _LONG, ("BlockMask",),
+           ("cpu", "cuda"), backward=("cuda",)),
     Kernel("torch.varlen_attn", "torch.nn.attention.varlen", ATTENTION, _TORCH_VARLEN, _LONG, dtypes=HALF),
     Kernel("flash_attn.flash_attn_varlen_func", "flash_attn", ATTENTION, _FLASH, _QKV, dtypes=HALF),
     Kernel("torch_npu.npu_fusion_attention", "torch_npu", ATTENTION, _FUSION, *_FUSED),
     Kernel("torch_npu.npu_fusion_attention_v3", "torch_npu", ATTENTION, _FUSION_V3, *_FUSED),
-    Kernel("fla.chunk_gated_delta_rule", "fla.ops.gated_delta_rule", RULE, _rule, _QKV, devices=_CARDS),
-    Kernel("fla.fused_recurrent_gated_delta_rule", "fla.ops.gated_delta_rule", RULE, partial(_rule, kernel="fla_cp"), _QKV,
+    Kernel("fla.chunk_gated_delta_rule", "fla.ops.gated_delta_rule", RULE, _FLA, _QKV, devices=_CARDS),
+    Kernel("fla.fused_recurrent_gated_delta_rule", "fla.ops.gated_delta_rule", RULE, _FLA_CP, _QKV,
            devices=_CARDS, backward=()),
-    Kernel("fla.chunk_kda", "fla.ops.kda", KDA, _rule, _QKV, devices=_CARDS),
-    Kernel("fla.causal_conv1d", "fla.modules.convolution", CONVOLUTION, _fla_convolution, ("x",), devices=_CARDS),
+    Kernel("fla.chunk_kda", "fla.ops.kda", KDA, _FLA, _QKV, devices=_CARDS),
+    Kernel("fla.causal_conv1d", "fla.modules.convolution", CONVOLUTION, _FLA_CONV, ("x",), devices=_CARDS),
     Kernel("causal_conv1d.causal_conv1d_fn", "causal_conv1d", CONVOLUTION, _convolution, ("x",), ("seq_idx",)),
-    Kernel("mamba_ssm.mamba_chunk_scan_combined", "mamba_ssm.ops.triton.ssd_combined", SCAN, _scan,
+    Kernel("mamba_ssm.mamba_chunk_scan_combined", "mamba_ssm.ops.triton.ssd_combined", SCAN, _SCAN,
            ("x", "dt", "A", "B", "C", "chunk_size"), ("seq_idx",)),
     Kernel("transformers.torch_chunk_gated_delta_rule", "transformers.models.qwen3_next.modeling_qwen3_next", RULE,
            _plain_rule, _LONG, ("2D mask",), _ANY),
@@ -455,8 +431,8 @@ class Run:
     note: str = ""
 
 
-class _NotRunError(Exception):
-    """Why an operator is not called."""
+class _NotCalledError(Exception):
+    """Nothing is called: its arguments are judged alone, or are wrong."""
 
 
 @dataclass(slots=True)
@@ -467,7 +443,7 @@ class _Asked:
     truth: Truth
     function: Callable[..., Any] | None
     form: str
-    broken: list[str] = field(default_factory=list)
+    broken: str = ""
     called: bool = False
 
     def __call__(self, form: str, **arguments: Any) -> Any:
@@ -475,9 +451,9 @@ class _Asked:
         if knows(self.kernel.name):
             about = {} if self.kernel.problem.recurrent else {"pattern": self.truth.pattern}
             found = call_breaches(self.kernel.name, arguments, segments=self.truth.segments, **about)
-            self.broken = [str(breach) for breach in found]
+            self.broken = "; ".join(map(str, found))
         if self.function is None or self.broken:
-            raise _NotRunError
+            raise _NotCalledError
         self.called = True
         first = [arguments.pop(name) for name in self.kernel.positional]
         return self.function(*first, **arguments)
@@ -499,28 +475,27 @@ def runs(
     kind = device.partition(":")[0]
     for kernel in kernels:
         slow = kernel.name in also
+        if why := _absence_reason(kernel, kind, dtype, dry=dry, slow=slow):
+            yield Run(operator=kernel.name, state="not installed" if why.endswith("not installed") else "not here", note=why)
+            continue
         try:
-            _check(kernel, kind, dtype, dry=dry, slow=slow)
             function = None if dry else kernel.function(kind)
-        except _NotRunError as error:
-            installed = dry or bool(kernel.version) or kind not in kernel.devices
-            yield Run(operator=kernel.name, state="not here" if installed else "not installed", note=str(error))
         except Exception as error:  # a package that is half there
-            yield Run(operator=kernel.name, state="not here", note=f"it does not load: {_said(error)}")
-        else:
-            found = of_kernel(kernel, function, device=device, dtype=dtype, few=few or slow)
-            yield from (replace(run, version=f"{run.version}, interpreted") if slow else run for run in found)
+            yield Run(operator=kernel.name, state="not here", note=f"it does not load: {_first_line(error)}")
+            continue
+        for run in of_kernel(kernel, function, device=device, dtype=dtype, few=few or slow):
+            yield replace(run, version=f"{run.version}, interpreted") if slow else run
 
 
-def _check(kernel: Kernel, kind: str, dtype: torch.dtype, *, dry: bool, slow: bool) -> None:
+def _absence_reason(kernel: Kernel, kind: str, dtype: torch.dtype, *, dry: bool, slow: bool) -> str:
     if kind not in kernel.devices and not slow:
-        raise _NotRunError(f"it runs on {' and '.join(kernel.devices)}")
-    if slow and dtype != torch.float32:
-        raise _NotRunError("Triton's interpreter takes float32: its products of bfloat16 are wrong (triton 3.7.0)")
-    if dtype not in kernel.dtypes:
-        raise _NotRunError(f"it takes {', '.join(str(each).removeprefix('torch.') for each in kernel.dtypes)}")
+        return f"it runs on {' and '.join(kernel.devices)}"
     if not dry and not kernel.version:
-        raise _NotRunError(f"{kernel.package} is not installed")
+        return f"{kernel.package} is not installed"
+    if slow and dtype != torch.float32:
+        return "Triton's interpreter takes float32: its products of bfloat16 are wrong (triton 3.7.0)"
+    names = (str(each).removeprefix("torch.") for each in kernel.dtypes)
+    return "" if dtype in kernel.dtypes else f"it takes {', '.join(names)}"
 
 
 def of_kernel(
@@ -533,42 +508,46 @@ def of_kernel(
             continue
         for form in kernel.forms:
             if causal or "causal" not in form:
-                yield _run(kernel, truth, form, function, device, dtype)
+                yield _run(_Asked(kernel, truth, function, form), device, dtype)
 
 
-def _run(
-    kernel: Kernel, truth: Truth, form: str, function: Callable[..., Any] | None, device: str, dtype: torch.dtype
-) -> Run:
-    asked = _Asked(kernel, truth, function, form)
-    run = Run(operator=kernel.name, version=kernel.version, truth=truth.name, form=form, state="right")
+def _run(asked: _Asked, device: str, dtype: torch.dtype) -> Run:
+    run = Run(
+        operator=asked.kernel.name, version=asked.kernel.version, truth=asked.truth.name, form=asked.form, state="right"
+    )
     try:
-        run = _measured(kernel, truth, asked, run, device, dtype)
+        found = _measured(asked, device, dtype)
+        run = _judged(run, asked.truth, *found)
     except CollateError as error:
         run = replace(run, state="raised" if asked.called else "refused", note=str(error))  # an output of another shape
-    except _NotRunError:
-        run = replace(run, state="wrong" if asked.broken else "would run", note="; ".join(asked.broken))
+    except _NotCalledError:
+        run = replace(run, state="wrong" if asked.broken else "would run", note=asked.broken)
     except Exception as error:  # operators raise what they like
-        run = replace(run, state="raised", note=_said(error))
+        run = replace(run, state="raised", note=_first_line(error))
     return replace(run, form=asked.form)
 
 
-def _measured(kernel: Kernel, truth: Truth, asked: _Asked, run: Run, device: str, dtype: torch.dtype) -> Run:
-    drawn = in_dtype(kernel.problem.draw(truth.segments), dtype)
-    where, backward = "cpu" if asked.function is None else device, device.partition(":")[0] in kernel.backward
+def _measured(asked: _Asked, device: str, dtype: torch.dtype) -> tuple[Inputs, Inputs, dict[str, float]]:
+    """Return what the operator gives, what is right, and the largest error of each that passes."""
+    problem, truth = asked.kernel.problem, asked.truth
+    where, backward = "cpu" if asked.function is None else device, device.partition(":")[0] in asked.kernel.backward
+    drawn = in_dtype(problem.draw(truth.segments), dtype)
     inputs = {name: x.to(where).requires_grad_(backward) for name, x in drawn.items()}
     with torch.set_grad_enabled(backward), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        out = kernel.call(asked, truth, inputs, asked.form)
-        known = expected(kernel.problem, truth, dtype)
-        if backward:  # padding takes no part: what stands there must not reach the rest
-            weights = known.weights[truth.segments.keep].float().to(out.device)
-            torch.autograd.backward((unpad(out, truth.segments).float() * weights).sum())
-    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()} if backward else {}
+        out = asked.kernel.call(asked, truth, inputs, asked.form)
+        right, _ = expected(problem, truth, dtype)
+        if out.shape != right["out"].shape:
+            rule, remedy = f"It is {shape_of(right['out'])}.", "Look at the release of the operator."
+            raise CollateError(explain("output", shape_of(out), rule, remedy))
+        if backward:
+            torch.autograd.backward(_loss(out, truth.segments))
+    found = {"out": out}
+    if backward:
+        found |= {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()}
     coarse = _rounded_to(dtype, device)
-    like = torch.zeros(1, dtype=coarse, device=device)
-    noise = expected(kernel.problem, truth, coarse).noise
-    passes = {name: noise_limit(each, like) for name, each in noise.items()}
-    return _judged(run, truth, known, {"out": out, **gradients}, passes)
+    (_, noise), like = expected(problem, truth, coarse), torch.zeros(1, dtype=coarse, device=device)
+    return found, right, {name: noise_limit(noise[name], like) for name in found}
 
 
 def _rounded_to(dtype: torch.dtype, device: str) -> torch.dtype:
@@ -576,31 +555,30 @@ def _rounded_to(dtype: torch.dtype, device: str) -> torch.dtype:
     return torch.float16 if dtype == torch.float32 and not device.startswith("cpu") else dtype
 
 
-def _judged(run: Run, truth: Truth, known: Expected, found: Inputs, passes: Mapping[str, float]) -> Run:
-    right = {"out": known.out, **known.gradients}
+def _judged(run: Run, truth: Truth, found: Inputs, right: Inputs, passes: Mapping[str, float]) -> Run:
     errors = token_errors(truth.segments, found, {name: right[name] for name in found})
     astray = [name for name in found if not errors[name] <= passes[name]]
-    spoilt = [name for name in {*found} - SHARED - {"out"} if not bool(torch.isfinite(found[name]).all())]
-    said = [f"{', '.join(astray)} of real tokens"] if astray else []
-    said += [f"not finite at padding: gradients of {', '.join(sorted(spoilt))}"] if spoilt else []
-    told = MARGIN * max(passes[name] for name in found) < 1  # else zeros would pass
-    state: State = "wrong" if said else "right" if told else "cannot tell"
+    spoilt = [name for name in sorted({*found} - SHARED - {"out"}) if not bool(torch.isfinite(found[name]).all())]
+    wrong = [f"{', '.join(astray)} of real tokens"] * bool(astray)
+    wrong += [f"not finite at padding: gradients of {', '.join(spoilt)}"] * bool(spoilt)
+    blind = MARGIN * max(passes.values()) >= 1  # zeros would pass
     others = torch.tensor([errors[name] for name in found if name != "out"], dtype=torch.float64)
-    backward = float(others.amax()) if len(others) else None  # NaN if one is
     return replace(
-        run, state=state, forward=errors["out"], backward=backward, passes=passes["out"],
-        note="; ".join(said) or ("" if told else "the noise here is as large as what is wrong"),
-    )  # fmt: skip
+        run,
+        state="wrong" if wrong else "cannot tell" if blind else "right",
+        forward=errors["out"],
+        backward=float(others.amax()) if len(others) else None,  # NaN if one is
+        passes=passes["out"],
+        note="; ".join(wrong) or "the noise here is as large as what is wrong" * blind,
+    )
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 # --- fla's released Triton kernels in Triton's own interpreter: slow, and their real code. What stands in for the card: the
 # autotuner takes a kernel's first configuration, and a loop over a number that was loaded counts in Triton's integers.
-
-_MODULES = ("fla.modules.convolution", "fla.ops.gated_delta_rule", "fla.ops.kda")
 
 
 def interpreted() -> tuple[str, ...]:
@@ -615,20 +593,13 @@ def interpreted() -> tuple[str, ...]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fla: Triton is not supported here
-            _stand_in()
+            import_module("triton.runtime.autotuner").Autotuner._bench = lambda *_, **__: (0.0, 0.0, 0.0)
+            for name in ("fla.modules.convolution", "fla.ops.gated_delta_rule", "fla.ops.kda"):
+                import_module(name)
+            count_in_triton()
     except Exception:  # releases that fit neither each other nor this
         return ()
     return tuple(kernel.name for kernel in KERNELS if kernel.package == "fla")
-
-
-def _stand_in() -> None:
-    def first(*_: Any, **__: Any) -> tuple[float, ...]:
-        return 0.0, 0.0, 0.0
-
-    import_module("triton.runtime.autotuner").Autotuner._bench = first
-    for name in _MODULES:
-        import_module(name)
-    count_in_triton()
 
 
 def count_in_triton() -> None:

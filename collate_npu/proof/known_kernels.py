@@ -1,4 +1,4 @@
-"""Known kernels: where their functions are defined, and how the arguments of a call name sequences and padding.
+"""Known kernels: their names, and how the arguments of a call name sequences and padding.
 
 One row a name, whoever defines it: stacks copy kernels under their own names, or call fla's, and transformers' plain
 functions take the place of both. What a call was told is read off its arguments; the contract of the operator, where there
@@ -370,16 +370,8 @@ MODULES = _by_name(
     ("convolution", _plain_layer("convolution"), "Inkling2DynamicShortConvolution ZayaCCAProjection"),
 )
 """Modules that are kernels themselves, by the names of their classes."""
-DEFINED_IN = (
-    *("torch.nn.functional", "torch.nn.attention.flex_attention", "torch.nn.attention.varlen"),
-    *("transformers.integrations.flex_attention", "flash_attn.flash_attn_interface", "flash_attn_interface"),
-    *("fla.ops.gated_delta_rule.chunk", "fla.ops.gated_delta_rule.fused_recurrent", "fla.ops.kda.chunk"),
-    *("fla.ops.kda.fused_recurrent", "fla.ops.gla.chunk", "fla.ops.simple_gla.chunk", "fla.ops.delta_rule.chunk"),
-    *("fla.ops.lightning_attn.chunk", "fla.modules.conv.causal_conv1d", "fla.modules.convolution"),
-    "fla.modules.causal_conv1d.ops",  # fla 0.6
-    *("causal_conv1d.causal_conv1d_interface", "mamba_ssm.ops.triton.ssd_combined", "torch_npu", "fla_npu.ops.ascendc"),
-)
-"""Modules whose functions are wrapped as soon as they are imported."""
+OF_TORCH = ("torch", "torch.nn.functional", "torch.nn.attention.flex_attention", "torch.nn.attention.varlen")
+"""Modules of torch whose functions are wrapped."""
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _FUSION = (
     *("query", "key", "value", "head_num", "input_layout", "pse", "padding_mask", "atten_mask", "scale", "keep_prob"),

@@ -34,14 +34,9 @@ Gradients = dict[str, Tensor]
 OF_THE_LOSS = frozenset({"labels", "shift_labels", "loss_mask", "num_items_in_batch", "advantages", *LOSS_KEYS})
 
 
-def run(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> Tensor:
-    """What a model, or `forward` in its place, gives for a batch: logits, or of a model without a head the last states,
-    `[B, S, V]`, or `[B, V]` of a model that pools. In the mode the model is in, without dropout."""
-    return scores_of(called(model, batch, forward))
-
-
 def called(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> Any:
-    """Whatever a model gives for a batch without labels; an encoder-decoder makes its decoder's tokens of them."""
+    """Whatever a model, or `forward` in its place, gives for a batch without labels, in the mode it is in, without dropout.
+    An encoder-decoder makes its decoder's tokens of the labels."""
     left_out = OF_THE_LOSS - {"labels"} if has_two_sides(model) else OF_THE_LOSS
     given = {key: value for key, value in batch.items() if key not in left_out}
     if (step := _STEP.get()) is not None:
@@ -123,7 +118,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def scores_of(given: Any) -> Tensor:
-    """The logits or last states in what a model gave."""
+    """The logits in what a model gave, `[B, S, V]`, or of one without a head the last states; `[B, V]` of one that pools."""
     for name in ("logits", "last_hidden_state"):
         given = given if getattr(given, name, None) is None else getattr(given, name)
     if not isinstance(given, Tensor):
@@ -169,7 +164,7 @@ class Compared:
         each: list[Errors] = []
         furthest: list[tuple[float, ...]] = []
         for mine, reference in pairs:
-            each.append(errors(mine, reference))
+            each.append(errors_between(mine, reference))
             same = [(x, y) for x, y in zip(mine.logits, reference.logits) if x.shape == y.shape]
             furthest += [tuple((x - y).abs().flatten(0, -2).amax(-1).tolist()) for x, y in same]
         return cls(tuple(each), tuple(furthest))
@@ -188,7 +183,7 @@ def measure(model: Any, batch: Mapping[str, Any], rows: Callable[[Tensor], list[
     labels: Any = inputs.get("labels")
     model.zero_grad(set_to_none=True)
     with torch.set_grad_enabled(gradients):
-        scores = run(model, inputs)
+        scores = scores_of(called(model, inputs))
         real = rows(scores)
         if labels is None or not predicts_next(model) or scores.ndim < 3:
             loss = torch.stack([x.float().square().sum() for x in real]).sum() / 2
@@ -245,7 +240,7 @@ def alone(model: Any, features: Sequence[Batch], gradients: bool, *, copies: int
     return Numbers(logits, loss, total, finite)
 
 
-def errors(mine: Numbers, reference: Numbers) -> Errors:
+def errors_between(mine: Numbers, reference: Numbers) -> Errors:
     """How far `mine` is from the reference; NaN throughout if anything in either is not finite, or is missing."""
     if not (mine.finite and reference.finite) or [x.shape for x in mine.logits] != [x.shape for x in reference.logits]:
         return Errors(*[float("nan")] * 4)

@@ -3,8 +3,8 @@
 Layers call layers, and kernels call kernels: the innermost layer names a call, and of kernels that call one another for the
 same tokens the innermost counts. Nothing here ends a run: what could not be read is said beside what was.
 
-Functions are wrapped where they are defined, when their package is imported, and where somebody took them before: in modules
-and on layers, by their names (`KERNELS`). A wrapper is a plain function, which torch.compile traces through as if it were
+Functions are wrapped by their names (`KERNELS`) wherever they stand: in modules, in classes, on layers; what is imported
+while a forward runs, from the next one on. A wrapper is a plain function, which torch.compile traces through as if it were
 not there. `nn.Module` says in which layer a call is made.
 """
 
@@ -32,7 +32,7 @@ from collate_npu.errors import CollateError
 from collate_npu.kernels.call_boundaries import zeros_of
 from collate_npu.kernels.check import call_breaches, knows, named
 from collate_npu.proof.forward import Fault, Forward, Seen, is_layer, plain_name
-from collate_npu.proof.known_kernels import DEFINED_IN, KERNELS, MODULES, POSITIONAL, UnreadError
+from collate_npu.proof.known_kernels import KERNELS, MODULES, OF_TORCH, POSITIONAL, UnreadError
 
 
 class _Wraps:
@@ -42,13 +42,16 @@ class _Wraps:
     def __init__(self) -> None:
         self.unwrapped: list[str] = []
         self._held: list[tuple[Any, str, Any, Any]] = []
-        self._ours: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-        """By the id of a function: itself, and its wrapper."""
-        self._wrappers: set[int] = set()
+        self._wrapped: dict[int, Callable[..., Any]] = {}
+        """By the id of a function: its wrapper."""
+        self._wrappers: dict[int, Callable[..., Any]] = {}
+        """By the id of a wrapper: what it wraps."""
         self._seen_modules: set[str] = set()
+        self._swept = 0
+        """Modules of the process when they were looked through."""
 
     def install(self) -> None:
-        """Wrap what is there, and the rest when it is imported."""
+        """Wrap what is there; `sweep` wraps what is imported later."""
         original: Callable[..., Any] = nn.Module._call_impl
 
         def _call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -60,32 +63,35 @@ class _Wraps:
             return call(module, *args, **kwargs)
 
         self._put(nn.Module, "_call_impl", _call_impl)
-        for name in DEFINED_IN:
-            if name in sys.modules:
-                self.wrap_all(sys.modules[name])
-        self._replace_taken()
-        with suppress(ImportError):  # within one process it suffices to look at what is imported already
-            import wrapt
+        self.sweep()
 
-            for name in set(DEFINED_IN) - set(sys.modules) - _AWAITED:
-                _AWAITED.add(name)
-                wrapt.register_post_import_hook(_imported, name)
+    def sweep(self) -> None:
+        """Wrap each kernel by its name, in every module of this process and in transformers' registry of attention."""
+        if (modules := len(sys.modules)) == self._swept:
+            return
+        for name, module in list(sys.modules.items()):
+            held = getattr(module, "__dict__", None)
+            if not isinstance(held, dict) or (name.startswith("torch.") and name not in OF_TORCH):
+                continue  # what else torch calls stays what it is
+            self._wrap_in(held)
+            for value in list(held.values()):
+                if isinstance(registry := vars(type(value)).get("_global_mapping"), dict):
+                    self._wrap_in(registry)
+        self._swept = modules  # at last: another thread does not count on what is half done
 
-    def look_at(self, root: nn.Module) -> None:
-        """Wrap what the layers of a model took, or their modules define, under a name that is known."""
+    def wrap_model(self, root: nn.Module) -> None:
+        """Wrap what the layers of a model hold, their classes, and functions of their modules."""
+        self.sweep()
         for base in {base for module in root.modules() for base in type(module).__mro__}:
             if base.__module__.startswith("torch.") or base.__module__ == "builtins":
                 continue
-            self.wrap_all(base)
+            self._wrap_in(base)
             if base.__module__ not in self._seen_modules:
                 self._seen_modules.add(base.__module__)
-                defined_in = sys.modules.get(base.__module__)
-                for each in list(vars(defined_in).values()) if defined_in is not None else ():
+                for each in list(vars(sys.modules.get(base.__module__, base)).values()):
                     self._wrap_kept(each)
-                self.wrap_all(defined_in)
         for module in root.modules():
-            taken = [name for name, each in vars(module).items() if self._is_kernel(each) or id(each) in self._ours]
-            self._wrap_on(module, taken)
+            self._wrap_in(module)
 
     def take_off(self) -> None:
         """Put everything back but what the run itself put there."""
@@ -99,31 +105,30 @@ class _Wraps:
         if (dynamo := sys.modules.get("torch._dynamo.trace_rules")) is not None:  # what it noted of our wrappers
             with suppress(Exception):
                 dynamo.clear_lru_cache()
-        for each in (self._held, self.unwrapped, self._ours, self._wrappers, self._seen_modules):
+        for each in (self._held, self.unwrapped, self._wrapped, self._wrappers, self._seen_modules):
             each.clear()
+        self._swept = 0
 
-    def wrap_all(self, module: Any) -> None:
-        if module is not None:
-            self._wrap_on(module, [name for name, each in list(vars(module).items()) if self._is_kernel(each)])
-
-    def _wrap_on(self, holder: Any, names: Iterable[str]) -> None:
-        for name in names:
+    def _wrap_in(self, holder: Any) -> None:
+        for name, held in list((holder if isinstance(holder, dict) else vars(holder)).items()):
+            if not self._is_kernel(held):
+                continue
             try:
-                held = vars(holder)[name]
-                plain = held.__func__ if isinstance(held, staticmethod) else held
-                self._put(holder, name, staticmethod(self._wrapper(plain)) if plain is not held else self._wrapper(held))
+                fixed = isinstance(held, staticmethod)
+                self._put(holder, name, staticmethod(self._wrapper(held.__func__)) if fixed else self._wrapper(held))
             except Exception as error:  # a package that does not let itself be wrapped runs as it is
                 self.unwrapped.append(f"{name}: {type(error).__name__}: {error}")
 
     def _is_kernel(self, value: Any) -> bool:
-        """A function under a name that is known, not one of ours; what else torch and Triton call stays what it is."""
-        value = value.__func__ if isinstance(value, staticmethod) else value
-        known = isinstance(value, (FunctionType, BuiltinFunctionType)) and value.__name__ in KERNELS
+        """True for a function under a name that is known that is no wrapper."""
+        value = value.__func__ if type(value) is staticmethod else value  # isinstance would wake what loads itself late
+        known = type(value) in (FunctionType, BuiltinFunctionType) and value.__name__ in KERNELS
         return known and id(value) not in self._wrappers
 
     def _wrap_kept(self, function: Any, depth: int = 3) -> None:
         """Kernels that a function around them keeps for itself, as transformers' own do."""
-        if not isinstance(function, FunctionType) or id(function) in self._wrappers:
+        function = self._wrappers.get(id(function), function)
+        if not isinstance(function, FunctionType):
             return
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # an empty one
@@ -133,8 +138,8 @@ class _Wraps:
                     self._put(cell, "cell_contents", self._wrapper(cell.cell_contents))
 
     def _wrapper(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        if (known := self._ours.get(id(function))) is not None:
-            return known[1]
+        if (known := self._wrapped.get(id(function))) is not None:
+            return known
         kernel = f"{(function.__module__ or 'torch').partition('.')[0].strip('_')}.{function.__name__}"
 
         @wraps(function)
@@ -150,22 +155,8 @@ class _Wraps:
         with suppress(Exception):  # scripted code means the function itself
             if (op := _SCRIPT._find_builtin(function)) is not None:
                 _SCRIPT._register_builtin(called, op)
-        self._ours[id(function)] = (function, called)
-        self._wrappers.add(id(called))
+        self._wrapped[id(function)], self._wrappers[id(called)] = called, function
         return called
-
-    def _replace_taken(self) -> None:
-        """Where other modules took a function that is wrapped now, transformers' registry of attention among them."""
-        taken: list[tuple[Any, dict[str, Any]]] = []
-        for name, module in list(sys.modules.items()):
-            held = getattr(module, "__dict__", None)
-            if isinstance(held, dict) and not name.startswith("torch._C"):  # there torch finds what it tells a function mode
-                registries = [vars(type(value)).get("_global_mapping") for value in list(held.values())]
-                taken += [(module, held), *((each, each) for each in registries if isinstance(each, dict))]
-        for holder, held in taken:
-            for name, value in list(held.items()):
-                if id(value) in self._ours and self._ours[id(value)][0] is value:
-                    self._put(holder, name, self._ours[id(value)][1])
 
     def _put(self, holder: Any, name: str, new: Any) -> None:
         """Put something in its place until nobody listens."""
@@ -175,14 +166,7 @@ class _Wraps:
 
 _SCRIPT: Any = getattr(torch.jit, "_builtins", None)
 _LISTENING: list[Recorder] = []
-_AWAITED: set[str] = set()
-"""Modules whose import is awaited; wrapt forgets no hook, so each has one."""
 WRAPS = _Wraps()
-
-
-def _imported(module: Any) -> None:
-    if _LISTENING:
-        WRAPS.wrap_all(module)
 
 
 def _of(holder: Any, name: str) -> Any:
@@ -218,6 +202,16 @@ _POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?)$")
 """Names of embeddings of positions."""
 
 
+class _Thread(threading.local):
+    """What runs in this thread: modules, a forward, how deep its kernels are, and which tokens are zero still."""
+
+    def __init__(self) -> None:
+        self.stack: list[nn.Module] = []
+        self.forward: Forward | None = None
+        self.depth = 0
+        self.empty_T: Array | None = None
+
+
 class Recorder:
     """Hears every kernel while it is on."""
 
@@ -228,8 +222,7 @@ class Recorder:
         """Classes of the models that ran."""
         self.unwrapped: list[str] = []
         """Functions that could not be wrapped, and why; known once nobody listens."""
-        self._begin, self._end = begin, end
-        self._local = threading.local()
+        self._begin, self._end, self._here = begin, end, _Thread()
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._roots: dict[int, tuple[weakref.ref[nn.Module] | None, bool]] = {}
         """Modules that were called outermost, and whether they are models."""
@@ -237,12 +230,11 @@ class Recorder:
     @property
     def forward(self) -> Forward | None:
         """The one that runs now, in this thread."""
-        running: Forward | None = self._here.forward
-        return running
+        return self._here.forward
 
     def forget(self) -> None:
         """A forked process begins anew."""
-        self._local = threading.local()
+        self._here = _Thread()
 
     def root_of(self, module: nn.Module) -> nn.Module | None:
         """The model that this module is a part of."""
@@ -268,7 +260,7 @@ class Recorder:
             if id(module) not in self._names or name == "" or self.root_of(module) is None:
                 self._names[id(module)] = held, plain_name(name)
         self.models.add(type(root).__name__)
-        WRAPS.look_at(root)
+        WRAPS.wrap_model(root)
 
     @property
     def listens(self) -> bool:
@@ -300,7 +292,7 @@ class Recorder:
             self.take_off()
 
     @contextmanager
-    def unharmed(self) -> Iterator[None]:
+    def guarded(self) -> Iterator[None]:
         """What is ours never ends the run."""
         try:
             yield
@@ -319,11 +311,13 @@ class Recorder:
                 values = {"x": args[0] if args else kwargs["input"]}
             return self._called(kernel_name, kernel, values, lambda: original(module, *args, **kwargs))
         forward, outer = None, here.forward
-        with self.unharmed():
+        with self.guarded():
+            if not here.stack:
+                WRAPS.sweep()
             if not here.stack or self._has_other_rows(kwargs):
                 forward = self._begin(module, args, kwargs)
                 here.forward = forward or outer
-            elif outer is not None and (kind := self._counts(module)):
+            elif outer is not None and (kind := self._position_kind(module)):
                 self._note_positions(outer, kind, module, args, kwargs)
             elif outer is not None and is_layer(module):
                 here.empty_T = _still_empty(outer.empty_T, [*args, *kwargs.values()])
@@ -334,29 +328,22 @@ class Recorder:
             here.stack.pop()
             if forward is not None:
                 forward.raised = type(error).__name__
-            self._left(forward, outer)
+            self._end_forward(forward, outer)
             raise
         here.stack.pop()
         if isinstance(module, nn.Embedding) and outer is not None and args and args[0] is outer.ids:
-            with self.unharmed():
+            with self.guarded():
                 outer.empty_T = zeros_of(result, "BTD")
-        if wrong := self._left(forward, outer):
+        if wrong := self._end_forward(forward, outer):
             raise CollateError(wrong)
         return result
 
-    def _left(self, forward: Forward | None, outer: Forward | None) -> str:
+    def _end_forward(self, forward: Forward | None, outer: Forward | None) -> str:
         if forward is not None:
             self._here.forward = outer
-            with self.unharmed():
+            with self.guarded():
                 return self._end(forward)
         return ""
-
-    @property
-    def _here(self) -> Any:
-        """Return of this thread the modules that run, its forward, and how deep its kernels are."""
-        if not hasattr(self._local, "stack"):
-            self._local.stack, self._local.forward, self._local.depth, self._local.empty_T = [], None, 0, None
-        return self._local
 
     def _has_other_rows(self, kwargs: Mapping[str, Any]) -> bool:
         """True if a model is called within another one, on tokens that are not the outer one's."""
@@ -373,7 +360,7 @@ class Recorder:
             return True
         return module.groups == module.in_channels > 1 and is_layer(self._here.stack[-1])
 
-    def _counts(self, module: nn.Module) -> str:
+    def _position_kind(self, module: nn.Module) -> str:
         """True if it is given positions: rotary ones, or those that are embedded."""
         if re.search("rotary|rope", type(module).__name__.lower()) and not is_layer(module):
             return "rotary"
@@ -419,8 +406,7 @@ class Recorder:
 
     def _called(self, name: str, row: Any, values: dict[str, Any] | str, call: Callable[[], Any]) -> Any:
         """Call it; of kernels that call one another for the same tokens the innermost counts."""
-        forward: Forward | None = self._here.forward
-        if forward is None:
+        if (forward := self._here.forward) is None:
             return call()
         seen, first = self._seen(name, row, values), len(forward.calls)
         result: Any = seen
@@ -457,23 +443,32 @@ class Recorder:
 
 
 @contextmanager
+def recorded(forward: Forward) -> Iterator[None]:
+    """Keep in it every kernel call of its model, or of a part of it, that this thread makes meanwhile."""
+    model, thread = forward.root, threading.get_ident()
+
+    def begin(module: nn.Module, *_: Any) -> Forward | None:
+        ours = recorder.root_of(module) is model or any(each is model for each in module.modules())
+        if threading.get_ident() != thread or not ours:
+            return None
+        return forward if recorder.forward is None else Forward(root=model)  # a model within this one has other tokens
+
+    recorder = Recorder(begin, lambda _: "")
+    with recorder.on(model):
+        yield
+
+
+@contextmanager
 def heard(model: nn.Module, cases: Iterable[Case]) -> Iterator[list[Fault]]:
     """The faults of this model's forwards meanwhile, which are of these batches, one after the other."""
     faults: list[Fault] = []
-    coming = iter(cases)
-
-    def begin(module: nn.Module, *_: Any) -> Forward | None:
-        if module is not model or (case := next(coming, None)) is None:
-            return None
-        forward = Forward(root=model, training=torch.is_grad_enabled())
-        forward.judge_by(case)
-        return forward
+    coming = (Forward.of(model, case) for case in cases)
 
     def end(forward: Forward) -> str:
         faults.extend(forward.faults().values())
         return ""
 
-    with Recorder(begin, end).on(model):
+    with Recorder(lambda module, *_: next(coming, None) if module is model else None, end).on(model):
         yield faults
 
 

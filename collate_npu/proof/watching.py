@@ -63,7 +63,7 @@ class Watch:
         self._told: set[str] = set()
         self._passes: Counter[tuple[int, bool]] = Counter()
         """Forwards of a root, with gradients and without."""
-        self._recorder = Recorder(self._begun, self._ended)
+        self._recorder = Recorder(self._begin_forward, self._end_forward)
 
     @property
     def failed(self) -> set[str]:
@@ -75,7 +75,7 @@ class Watch:
     def start(self) -> None:
         """Wrap everything."""
         self._recorder.install()
-        self._optimizers = register_optimizer_step_post_hook(lambda *_: self._step_ends())
+        self._optimizers = register_optimizer_step_post_hook(lambda *_: self._end_step())
         MADE.watch(1)
 
     def end(self) -> None:
@@ -87,7 +87,7 @@ class Watch:
             if not self._keeps:  # they hold the models
                 self.forwards = []
 
-    def _begun(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
         """The forward that begins here, if this is a model that is still watched, or a layer that is computed again."""
         again = torch._C._current_graph_task_id() != -1
         root = self._recorder.root_of(module) if again else None
@@ -109,10 +109,10 @@ class Watch:
             forward.before = [seen for each in same for seen in each.calls]
         self._number += not again
         if not again:
-            self._told_by_batch(forward, root, args, kwargs)
+            self._read_batch(forward, root, args, kwargs)
         return forward
 
-    def _told_by_batch(self, forward: Forward, root: nn.Module, args: Any, kwargs: Any) -> None:
+    def _read_batch(self, forward: Forward, root: nn.Module, args: Any, kwargs: Any) -> None:
         """What the inputs of the outermost module say: our adapter's Segments, or what the door finds."""
         try:
             inner = unwrap(root)
@@ -131,7 +131,7 @@ class Watch:
 
     # --- forwards and steps
 
-    def _ended(self, forward: Forward) -> str:
+    def _end_forward(self, forward: Forward) -> str:
         if forward.again and not forward.calls:
             return ""
         if not forward.again:
@@ -143,14 +143,14 @@ class Watch:
         self.faults += found.values()
         self.forwards.append(forward)
         if found or not forward.again:
-            self._say(forward, found)
-        forward.let_go()
+            self._log_forward(forward, found)
+        forward.release()
         if not (found and self._stop):
             return ""
         self.end()
         return "\n".join(dict.fromkeys(map(str, found.values())))
 
-    def _step_ends(self) -> None:
+    def _end_step(self) -> None:
         if self.forwards and any(each.step == self.steps and each.training for each in self.forwards):
             self.steps += 1
             if not self._keeps:
@@ -158,7 +158,7 @@ class Watch:
         if self.steps >= self._most:
             self.end()
 
-    def _say(self, forward: Forward, faults: Mapping[int, Fault]) -> None:
+    def _log_forward(self, forward: Forward, faults: Mapping[int, Fault]) -> None:
         where = f"step {forward.step} rank {_rank()}"
         how = " · computed again" if forward.again else "" if forward.training else " · without gradients"
         how += f" · it raised {forward.raised}" * bool(forward.raised)
@@ -200,7 +200,7 @@ class Watch:
         lines.append(f"{len(self.faults)} faults" if self.faults else "no fault in what was looked at")
         return " · ".join(lines)
 
-    def summed_up(self) -> None:
+    def log_summary(self) -> None:
         """Say it at the end of a process in which a model ran."""
         self.end()
         if self._number or self.failed:
@@ -256,7 +256,7 @@ def arm(_torch: Any) -> None:
     seen = Watch(steps=told["steps"], out=out, screen=sys.stderr, keeps=False)
     seen.start()
     os.register_at_fork(after_in_child=seen.forget)
-    atexit.register(seen.summed_up)
+    atexit.register(seen.log_summary)
 
 
 def _rank() -> str:

@@ -276,37 +276,31 @@ def test_a_fault_of_the_operator_is_found(fault):
     assert states(run_on_cpu(FUSION, reference_fusion_attention, FAULTS[fault])) == {"right"}
 
 
-def test_the_words_name_what_is_wrong():
-    (run,) = run_on_cpu(FUSION, backward_wrong, ["padded right"], "BNSD")
-    assert (run.note, run.forward < run.passes < 1e-5 < run.backward) == ("v of real tokens", True)
-    assert run.form == "BNSD, mode 3"
+def spoils(query, *args, **kwargs):
+    query.register_hook(lambda grad: grad.index_fill(0, torch.tensor(1), torch.nan))
+    return reference_fusion_attention(query, *args, **kwargs)
 
 
-def test_a_gradient_at_padding_alone_is_enough():
-    def spoils(query, *args, **kwargs):
-        query.register_hook(lambda grad: grad.index_fill(0, torch.tensor(1), torch.nan))
-        return reference_fusion_attention(query, *args, **kwargs)
-
-    (run,) = run_on_cpu(FUSION, spoils, ["an empty row"], "BSND, mode 3")
-    assert (run.state, run.note) == ("wrong", "not finite at padding: gradients of q")
+def refuses(*_, **__):
+    raise RuntimeError("aclnn: 161002\nand a page of it")
 
 
-def test_numbers_that_are_no_numbers_are_wrong():
-    (run,) = run_on_cpu(SDPA, lambda q, k, v, **_: q * torch.nan, ["one token"], "dense, keep")
-    assert (run.state, run.forward != run.forward, run.backward != run.backward) == ("wrong", True, True)
+SAID = {
+    "one input's gradient": (backward_wrong, "padded right", "BNSD, mode 3", "wrong", "v of real tokens"),
+    "at padding alone": (spoils, "an empty row", "BSND, mode 3", "wrong", "not finite at padding: gradients of q"),
+    "no numbers": (lambda q, *_, **__: (q * torch.nan,), "one token", "BSND, mode 3", "wrong", "out, "),
+    "an error": (refuses, "padded left", "TND, mode 3", "raised", "RuntimeError: aclnn: 161002"),
+    "another shape": (lambda q, *_, **__: (q[:, :-1],), "padded right", "BSND, mode 3", "raised", "output: got float32"),
+}
 
 
-def test_what_an_operator_raises_is_said_and_what_we_refuse_is_not_its_fault():
-    def refuses(*_, **__):
-        raise RuntimeError("aclnn: 161002\nand a page of it")
-
-    found = run_on_cpu(FUSION, refuses, ["padded left", "window, packed"], "TND")
-    assert {(run.state, run.note) for run in found} == {("raised", "RuntimeError: aclnn: 161002")}
-
-
-def test_an_output_of_another_shape_is_its_fault():
-    found = run_on_cpu(FUSION, lambda query, *_, **__: (query[:, :-1],), ["padded left"], "BSND")
-    assert states(found) == {"raised"}
+@pytest.mark.parametrize("name", SAID)
+def test_the_words_name_what_is_wrong(name):
+    function, truth, form, state, note = SAID[name]
+    (run,) = [each for each in run_on_cpu(FUSION, function, [truth]) if each.form == form]
+    assert (run.state, run.note.startswith(note)) == (state, True)
+    if name == "one input's gradient":
+        assert run.forward < run.passes < 1e-5 < run.backward
 
 
 def test_arguments_of_ours_that_break_the_contract_are_wrong_and_the_operator_is_not_called(monkeypatch):
@@ -362,53 +356,41 @@ def test_attention_alone_is_attention_under_the_dense_mask(truth):
     k, v = (x[name].repeat_interleave(HEADS // KEY_HEADS, 2).transpose(1, 2) for name in "kv")
     scores = (x["q"].transpose(1, 2) @ k.transpose(2, 3) * D**-0.5).masked_fill(~keep, -torch.inf)
     out = (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2)
-    found = expected(ATTENTION, truth, torch.float64)
-    assert token_errors(truth.segments, {"out": out}, {"out": found.out})["out"] < 1e-12
+    right, _ = expected(ATTENTION, truth, torch.float64)
+    assert token_errors(truth.segments, {"out": out}, {"out": right["out"]})["out"] < 1e-12
 
 
 @pytest.mark.parametrize("problem", [ATTENTION, RULE_ALONE, KDA, CONVOLUTION, SCAN], ids=lambda problem: problem.name)
 def test_noise_is_that_of_the_dtype_and_padding_takes_no_part(problem):
     truth = TRUTH["padded on both sides"]
-    wide, narrow = (expected(problem, truth, dtype) for dtype in (torch.float32, torch.bfloat16))
-    assert 0 < max(wide.noise.values()) < 1e-5
-    assert 1e-3 < max(narrow.noise.values()) < 0.1
-    assert not wide.out[~truth.segments.keep].any()
-    grads = [x for name, x in wide.gradients.items() if name in ("q", "k", "v", "x", "g")]
+    (right, wide), (_, narrow) = (expected(problem, truth, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert 0 < max(wide.values()) < 1e-5
+    assert 1e-3 < max(narrow.values()) < 0.1
+    assert not right["out"][~truth.segments.keep].any()
+    grads = [x for name, x in right.items() if name in ("q", "k", "v", "x", "g")]
     assert all(x[truth.segments.keep].any() and not x[~truth.segments.keep].any() for x in grads)
 
 
-def test_one_wrong_token_counts_whole_and_what_is_no_number_stays_none():
-    truth = TRUTH["one flat row and its tail"]
-    right = torch.ones(*truth.segments.shape, 4)
-    wrong = right.clone()
-    wrong[0, 65] = 0
-    assert token_errors(truth.segments, {"x": wrong}, {"x": right}) == {"x": 1.0}
-    wrong[0, 65], wrong[0, 139] = torch.nan, 1.0
-    assert token_errors(truth.segments, {"x": wrong}, {"x": right})["x"] != 1.0
-    wrong[0, 65], wrong[0, 139] = 1.0, torch.nan  # padding
-    assert token_errors(truth.segments, {"x": wrong}, {"x": right}) == {"x": 0.0}
+ONES, OFF = torch.ones(1, 140, 4), torch.zeros(1, 140, 4)
 
 
-def test_an_input_that_all_tokens_share_is_one_whole():
-    segments, weight = TRUTH["one token"].segments, torch.ones(4, 4)
-    assert token_errors(segments, {"weight": weight * torch.tensor([[0], [1], [1], [1]])}, {"weight": weight}) == {
-        "weight": 0.5
-    }
+def at(place, value):
+    return ONES.index_fill(1, torch.tensor(place), value)
 
 
-def test_where_the_right_one_is_zero_the_others_say_what_is_small():
-    truth, x = TRUTH["one token"], torch.ones(1, 1, 4)
-    found = token_errors(truth.segments, {"q": x * 1e-6, "v": x}, {"q": x * 0, "v": x})
-    assert found == pytest.approx({"q": 1e-6, "v": 0.0})
-
-
-def test_each_channel_of_kda_decays_by_itself():
-    x = KDA.draw(TRUTH["no padding"].segments)
-    q, k, v, g, beta = (x[name][:1, :2] for name in ("q", "k", "v", "g", "beta"))
-    beta = beta * torch.tensor([1.0, 0.0], dtype=torch.float64)[:, None]  # the second token writes nothing
-    out = reference_gated_delta_rule(q, k, v, g, beta)[0][0, 1]
-    seen = (q[0, 1] * g[0, 1].exp() * k[0, 0]).sum(-1) * beta[0, 0] * D**-0.5
-    assert torch.allclose(out, seen[:, None] * v[0, 0])
+@pytest.mark.parametrize(
+    ("mine", "right", "error"),
+    [
+        ({"x": at(65, 0.0)}, {"x": ONES}, {"x": 1.0}),  # one wrong token counts whole
+        ({"x": at(65, torch.nan)}, {"x": ONES}, {"x": torch.nan}),
+        ({"x": at(139, torch.nan)}, {"x": ONES}, {"x": 0.0}),  # padding
+        ({"weight": at([0], 0.0)[0, :4]}, {"weight": ONES[0, :4]}, {"weight": 0.5}),  # tokens share it: one whole
+        ({"q": ONES * 1e-6, "v": ONES}, {"q": OFF, "v": ONES}, {"q": 1e-6, "v": 0.0}),  # the others say what is small
+    ],
+)
+def test_the_error_of_tokens(mine, right, error):
+    found = token_errors(TRUTH["one flat row and its tail"].segments, mine, right)
+    assert found == pytest.approx(error, nan_ok=True)
 
 
 def test_the_scan_is_a_sum_over_what_came_before():

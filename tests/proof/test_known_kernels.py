@@ -1,15 +1,20 @@
 """Known kernels: what the arguments of a call say of sequences, Megatron's by its own reading of masks and offsets."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import strategies
 import torch
+from hypothesis import given
 from torch import nn
 
-from collate_npu import Segments
-from collate_npu.kernels.call_boundaries import boundary_reason
+from collate_npu import CollateError, Segments
+from collate_npu.kernels.call_boundaries import attention_reason, boundary_reason
 from collate_npu.masks import dense
+from collate_npu.masks.patterns import CAUSAL
+from collate_npu.proof import kernel_runs
 from collate_npu.proof.known_kernels import KERNELS, MODULES, UnreadError
 from collate_npu.proof.recorder import arguments_of
 
@@ -154,13 +159,25 @@ def test_a_call_that_is_not_read_says_why(says):
         KERNELS[name][1](name, values)
 
 
-@pytest.mark.parametrize("segments", [LEFT, Segments([[1, 1, 2, 2, 2, 0]])], ids=["left", "packed"])
-@pytest.mark.parametrize("layout", ["BSND", "TND"])
-def test_the_operator_of_torch_npu_is_told_what_its_arguments_say(layout, segments):
-    from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
+class AskedError(Exception):
+    """Raised in the place of the operator."""
 
-    x = torch.ones(*segments.shape, 1, 4)[segments.keep] if layout == "TND" else torch.ones(*segments.shape, 1, 4)
-    given = {**fusion_attention_kwargs(segments, layout=layout), "query": x, "key": x, "value": x, "head_num": 1}
-    found = KERNELS["npu_fusion_attention"][1]("torch_npu.npu_fusion_attention", given)
-    truth = Segments.from_lengths([segments.sequence_lengths]) if layout == "TND" else segments
-    assert boundary_reason(found, truth) == ""
+
+@pytest.mark.parametrize("kernel", kernel_runs.KERNELS, ids=lambda kernel: kernel.name)
+@given(segments=strategies.segments())
+def test_what_our_arguments_say_is_read_off_them(kernel, segments):
+    """Of every operator, in each of its forms: no real token goes on from others, or attends others, than its own."""
+    for form in kernel.forms:
+        held = {}
+
+        def ask(_, held=held, **arguments):
+            held.update(arguments)
+            raise AskedError
+
+        with suppress(AskedError, CollateError):
+            kernel.call(ask, kernel_runs.Truth("", segments), kernel.problem.draw(segments), form)
+        if held and "initial_state" not in held:  # else it has no form for these, or is not read
+            told = KERNELS[kernel.name.rpartition(".")[2]][1](kernel.name, held)
+            rows = range(0 if told.allowed is None else told.shape[0])
+            assert [*filter(None, (attention_reason(segments, CAUSAL, b, told.allowed(b)) for b in rows))] == []
+            assert rows or boundary_reason(told, segments) == ""

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_watching import IDS, OFFSETS
 from torch import nn
+from toys import IDS, OFFSETS
 
 from collate_npu import CollateError, Segments
 from collate_npu.consumers.adapter import MADE

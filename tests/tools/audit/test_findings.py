@@ -1,6 +1,6 @@
 """The audit sees what it is there to see: a wrong mask, a lost boundary, a refusal, a kernel that is missing, NaN.
 
-That a wrong gradient alone is seen, and what passes: test_noise.
+That a wrong gradient alone is seen, and what passes: test_measure.
 """
 
 from contextlib import nullcontext

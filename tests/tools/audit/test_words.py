@@ -10,7 +10,7 @@ pytest.importorskip("rich")
 pytest.importorskip("transformers")
 from found import finding, wide_report
 
-from collate_npu.proof.conformance import Conformance, Scale, Verdict
+from collate_npu.proof.conformance import BatchVerdict, Conformance, Scale
 from collate_npu.proof.kernel_runs import Run
 from collate_npu.tools import env
 from collate_npu.tools.audit.case import WAYS, Finding
@@ -73,7 +73,7 @@ def test_columns_of_the_kernels():
 
 
 def test_columns_of_the_conformance():
-    found = Conformance((Verdict("left", "two", 0.0, 0.0, 0, 0, True, ""),), Scale(0.0, 1.0, 2.0, 3.0), 0)
+    found = Conformance((BatchVerdict("left", "two", 0.0, 0.0, 0, 0, True, ""),), Scale(0.0, 1.0, 2.0, 3.0), 0)
     _, table, legend = str(found).split("\n\n")
     assert {*re.split("  +", table.splitlines()[0])} - {"layout", "batch", "what it means"} == explained(legend)
 
