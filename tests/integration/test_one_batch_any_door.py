@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
+from rotation import examples
 
 pytest.importorskip("transformers")
 import transformers
@@ -49,6 +50,7 @@ def case_of(family: str, seed: int = 5, **fixed) -> Case:
 
 
 @pytest.mark.parametrize("family", KINDS)
+@examples(8)
 @given(
     st.integers(0, 2**16),
     st.sampled_from(DOORS),
