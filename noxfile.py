@@ -296,11 +296,9 @@ def advisories(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Long runs: `nox -s soak -- ranks --minutes 10`, `nox -s soak -- loaders --epochs 1000`."""
+    """Long runs: `nox -s soak -- ranks --minutes 10`, `nox -s soak -- loaders --runs 20`."""
     install_tests(session)
-    put(session, "--target", session.create_tmp(), "--no-deps", "torchdata==0.11.0")
-    env = {**ENV, "PYTHONPATH": os.pathsep.join(("tests", str(Path(session.create_tmp()).resolve())))}
-    session.run("python", "-m", "soak", *session.posargs, env=env)
+    session.run("python", "-m", "soak", *session.posargs, env={**ENV, "PYTHONPATH": "tests"})
 
 
 @nox.session

@@ -246,11 +246,20 @@ READERS = [
 UNEXPLAINED = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]])
 UNMASKED = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]])
 PADDED, SIX = Segments([[1, 1, 1, 0, 0]]), Segments.from_lengths([6])
-ITSELF = dense(Segments([[1, 1, 1, 2, 2]]))
+ITSELF, FOUR = dense(Segments([[1, 1, 1, 2, 2]])), torch.ones(4, 4).tril()
+AS_CAUSAL, KEPT = {"pattern": "causal"}, {"polarity": "keep"}
 SOME_ROWS = torch.tensor([True, False, True, False, False])
 LEFT_BATCH = batch_of(LEFT, attention_mask=LEFT.keep)
 EVEN_BATCH = batch_of(EVEN, attention_mask_2d=EVEN.keep)
 FLAT_BATCH = batch_of(FLAT, cu_seq_lens_q=FLAT.cu_seqlens)
+MASKS = [
+    (UNEXPLAINED, {}, "pass prove=False", UNEXPLAINED, {"prove": False, **KEPT}, [[1, 1, 2]]),
+    (ITSELF, AS_CAUSAL, "Carry attention_mask_2d", ITSELF, {"keep": PADDED.keep, **AS_CAUSAL}, [[1, 1, 1, 0, 0]]),
+    (FOUR, {}, "Pass [B, 1, S, S], or attention_mask_2d", FOUR[None, None], {"batch_size": 4}, [[1] * 4] * 4),
+    (UNMASKED, KEPT, "Pass unmasked_rows=True", UNMASKED, {"unmasked_rows": True, **KEPT}, [[1, 1, 0, 0]]),
+    (ENCODER_HOLE, AS_CAUSAL, "Pass polarity='keep'", ENCODER_HOLE, {"pattern": "bidirectional", **KEPT}, [[1, 1, 0, 1]]),
+]
+"""The same for a mask alone: mask and settings, the words, mask and settings as they say, and the ids that are read."""
 TWO_EQUAL = [{"input_ids": [1]}] * 2
 UNLISTED = [{"input_ids": [1, 2], "x": [0.5, 1.0]}, {"input_ids": [1], "x": [2.0]}]
 IMAGES = {"input_ids": [1, 2], "pixel_values": torch.ones(1, 4)}
@@ -278,36 +287,11 @@ FOLLOWED = [
     ),
     # --- a mask alone
     (
-        lambda: derive_segments(UNEXPLAINED),
-        "pass prove=False",
-        lambda: derive_segments(UNEXPLAINED, prove=False, polarity="keep").keep.all(),
-    ),
-    (
         lambda: find(RIGHT, attention_mask=dense(RIGHT) | torch.eye(5, dtype=torch.bool)),
         "In derive_segments: if the attention is custom",
         lambda: (
             find(RIGHT, attention_mask=dense(RIGHT) | torch.eye(5, dtype=torch.bool), attention_mask_2d=RIGHT.keep) == RIGHT
         ),
-    ),
-    (
-        lambda: derive_segments(ITSELF, pattern="causal"),
-        "Carry attention_mask_2d",
-        lambda: derive_segments(ITSELF, keep=PADDED.keep, pattern="causal") == PADDED,
-    ),
-    (
-        lambda: derive_segments(torch.ones(4, 4).tril()),
-        "Pass [B, 1, S, S], or attention_mask_2d",
-        lambda: derive_segments(torch.ones(1, 1, 4, 4).tril(), batch_size=4) == Segments.from_lengths([4] * 4),
-    ),
-    (
-        lambda: derive_segments(UNMASKED, polarity="keep"),
-        "Pass unmasked_rows=True",
-        lambda: derive_segments(UNMASKED, polarity="keep", unmasked_rows=True) == Segments([[1, 1, 0, 0]]),
-    ),
-    (
-        lambda: derive_segments(ENCODER_HOLE, pattern="causal"),
-        "Pass polarity='keep'",
-        lambda: derive_segments(ENCODER_HOLE, pattern="bidirectional", polarity="keep").lengths == ((3,),),
     ),
     (
         lambda: collate(ids([], [1])),

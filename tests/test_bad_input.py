@@ -146,6 +146,17 @@ ENTRIES = {
     "physical offsets": lambda x: gated_delta.gated_delta_kwargs(ONE_ROW, kernel="fla", padding=x),
     "documents": lambda x: split_tensor(IDS[:1], ContextParallel(2, 0, layout="document_zigzag"), cu_seqlens=x),
     **{
+        f"a text {where}": lambda x, call=call: call(x) if isinstance(x, str) else None
+        for where, call in {
+            "described": lambda text: describe({**BATCH, "note": text}),
+            "for ids, described": lambda text: describe({"input_ids": text}),
+            "for a key, described": lambda text: describe({**BATCH, text: 1}),
+            "for a key, split": lambda text: split_batch({**BATCH, text: torch.ones(3, 4)}, CP),
+            "for a key of a sample": lambda text: COLLATORS[0]([{**FEATURES[0], text: [1]}]),
+            "for a key of an inner batch": lambda text: wrap_collator(lambda features: {text: 1})(FEATURES),
+        }.items()
+    },
+    **{
         f"{function.__qualname__} {name}": lambda x, function=function, name=name: function(**{**CALLS[function], name: x})
         for function, right in CALLS.items()
         for name in (inspect.signature(function).parameters if function in KERNELS else right)
@@ -160,7 +171,10 @@ ARRAYS |= {"Segments ids"}
 
 # --- what stands there
 
+LONG, MOST = 100_000, 60_000
+"""Characters of a text that is given, and the most that may come back, in words or in a picture."""
 NO_NUMBERS = (
+    *(letter * LONG for letter in ("x", "\x1b", "\U0001f600")),
     object(), "x", b"x", {1, 2}, len, type, 1j, ["a", "b"], [[1], 2], [None, 1], (x for x in (1, 2)), np.array(["a", "b"]),
     np.array([None, 1]), np.array([1j, 2]), torch.tensor([1j, 2]), np.array(["2020-01-01"], "datetime64[D]"), [{}, []],
     torch.ones(2, 4, device="meta"), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
@@ -199,12 +213,14 @@ def test_a_result_or_a_refusal_in_words(name):
         try:
             made = ENTRIES[name](value)
         except CollateError as error:
-            wrong += [f"few words: {error}"] if len(str(error)) <= 30 or "got" not in str(error) + "bad row" else []
+            few = len(str(error)) <= 30 or "got" not in str(error) + "bad row"
+            wrong += [f"{value!r:.100}: {error!s:.100}"] if few or len(str(error)) > MOST else []
         except Exception as error:
             wrong.append(f"{value!r:.100}: {type(error).__name__}: {error}"[:250])
         else:
             nan = name in ARRAYS and any(x.isnan().any() for x in leaves(made))
-            wrong += [f"{value!r:.100} is taken: {made!r:.100}"] if never or nan else []
+            long = isinstance(made, str) and len(made) > MOST
+            wrong += [f"{value!r:.100} is taken: {made!r:.100}"] if never or nan or long else []
     assert wrong == []
 
 

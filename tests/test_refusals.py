@@ -8,27 +8,11 @@ import re
 
 import numpy as np
 import pytest
+import refusals as table
 import torch
 from house import FILES, PACKAGE, module_of, room_of, tree_of
-from refusals import (
-    DOOR,
-    FLAT,
-    FLAT_ROWS,
-    FOLLOWED,
-    PADDED_ROWS,
-    READERS,
-    ROUTES,
-    THREE_FIVE,
-    WORDED,
-    adapted,
-    bare,
-    collate,
-    find,
-    form,
-    shape,
-)
 
-from collate_npu import CollateError
+from collate_npu import CollateError, derive_segments
 from collate_npu.errors import explain, explain_rows, shape_of, short
 
 pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
@@ -40,7 +24,7 @@ def said(cause) -> Exception:
     return raised.value
 
 
-@pytest.mark.parametrize(("cause", "words", "follow"), FOLLOWED)
+@pytest.mark.parametrize(("cause", "words", "follow"), table.FOLLOWED)
 def test_the_remedy_of_a_refusal_works(cause, words, follow):
     refusal = said(cause)
     assert isinstance(refusal, CollateError)
@@ -48,40 +32,46 @@ def test_the_remedy_of_a_refusal_works(cause, words, follow):
     assert follow()
 
 
-@pytest.mark.parametrize(("segments", "wrong", "words", "right"), DOOR)
+@pytest.mark.parametrize(("segments", "wrong", "words", "right"), table.DOOR)
 def test_what_the_door_asks_for_opens_it(segments, wrong, words, right):
-    assert words in str(said(lambda: find(segments, **wrong)))
-    assert find(segments, **right) == segments
+    assert words in str(said(lambda: table.find(segments, **wrong)))
+    assert table.find(segments, **right) == segments
 
 
-@pytest.mark.parametrize(("refused", "wrong", "words", "segments", "right", "chosen"), ROUTES)
+@pytest.mark.parametrize(("mask", "wrong", "words", "other", "right", "ids"), table.MASKS)
+def test_what_a_mask_alone_asks_for_is_read(mask, wrong, words, other, right, ids):
+    assert words in str(said(lambda: derive_segments(mask, **wrong)))
+    assert derive_segments(other, **right).ids.tolist() == ids
+
+
+@pytest.mark.parametrize(("refused", "wrong", "words", "segments", "right", "chosen"), table.ROUTES)
 def test_what_a_consumer_asks_for_has_a_form(refused, wrong, words, segments, right, chosen):
-    assert words in str(said(lambda: form(refused, **wrong)))
-    assert form(segments, **right) == chosen
+    assert words in str(said(lambda: table.form(refused, **wrong)))
+    assert table.form(segments, **right) == chosen
 
 
-@pytest.mark.parametrize(("wrong", "words", "right", "offsets"), FLAT_ROWS)
+@pytest.mark.parametrize(("wrong", "words", "right", "offsets"), table.FLAT_ROWS)
 def test_what_a_flat_row_asks_for_makes_one(wrong, words, right, offsets):
-    assert words in str(said(lambda: collate(THREE_FIVE, padding_free=True, **wrong)))
-    assert collate(THREE_FIVE, padding_free=True, **right)["cu_seq_lens_q"].tolist() == offsets
+    assert words in str(said(lambda: table.collate(table.THREE_FIVE, padding_free=True, **wrong)))
+    assert table.collate(table.THREE_FIVE, padding_free=True, **right)["cu_seq_lens_q"].tolist() == offsets
 
 
-@pytest.mark.parametrize(("wrong", "words", "right", "ids", "mask"), PADDED_ROWS)
+@pytest.mark.parametrize(("wrong", "words", "right", "ids", "mask"), table.PADDED_ROWS)
 def test_what_padded_rows_ask_for_makes_them(wrong, words, right, ids, mask):
-    assert words in str(said(lambda: collate(THREE_FIVE, **wrong)))
-    out = collate(THREE_FIVE, **right)
-    assert (out["input_ids"].shape, None if bare(out) else shape(out)) == (ids, mask)
+    assert words in str(said(lambda: table.collate(table.THREE_FIVE, **wrong)))
+    out = table.collate(table.THREE_FIVE, **right)
+    assert (out["input_ids"].shape, None if table.bare(out) else table.shape(out)) == (ids, mask)
 
 
-@pytest.mark.parametrize(("wrong", "words", "right", "holds"), READERS)
+@pytest.mark.parametrize(("wrong", "words", "right", "holds"), table.READERS)
 def test_what_a_reader_asks_for_is_taken(wrong, words, right, holds):
-    assert words in str(said(lambda: adapted(*wrong)))
-    assert holds(adapted(*right, padding_free=right[0] is FLAT))
+    assert words in str(said(lambda: table.adapted(*wrong)))
+    assert holds(table.adapted(*right, padding_free=right[0] is table.FLAT))
 
 
-@pytest.mark.parametrize("name", WORDED)
+@pytest.mark.parametrize("name", table.WORDED)
 def test_the_text_names_every_bad_row(name):
-    cause, text = WORDED[name]
+    cause, text = table.WORDED[name]
     assert str(said(cause)).startswith(text)
 
 

@@ -130,12 +130,14 @@ def test_left_out_is_measured_and_says_why():
 # --- the tokenizer
 
 
+TOKENIZER = testing.byte_tokenizer()
+
+
 @given(st.text())
 def test_each_token_is_a_byte(words):
-    tokenizer = testing.byte_tokenizer()
-    ids = tokenizer(words, add_special_tokens=False).input_ids
+    ids = TOKENIZER(words, add_special_tokens=False).input_ids
     assert ids == list(words.encode())
-    assert tokenizer.decode(ids) == words
+    assert TOKENIZER.decode(ids) == words
 
 
 @pytest.mark.parametrize(("side", "kept"), [("left", [0, 1]), ("right", [1, 0])])

@@ -1,11 +1,5 @@
 """Ranks that share a row make the same calls with the same tokens, truth and layout, or every one of them raises."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import agreement_work as work
 import pytest
 from gloo_pool import Pool
@@ -78,21 +72,6 @@ def test_a_gather_inside_a_block_moves_nothing_before_ranks_agree(pool, how, wor
 def test_gradients_that_one_rank_asks_for_in_another_order(pool):
     assert all("the gather main" in text for text in pool(work.backwards, [1, 0], seconds=20))
     assert set(pool(work.backwards, [0, 1])) == {str([[1.0 * pool.size], [2.0 * pool.size]])}
-
-
-@pytest.mark.long
-def test_torchrun_ends_within_the_step_at_which_a_rank_skips_a_sample():
-    """By hand: torchrun --nproc_per_node 2 tests/distributed/skipped_sample.py 500."""
-    script, step = Path(__file__).with_name("skipped_sample.py"), 20
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    path = os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*torchrun, str(script), str(step)], env=env, capture_output=True, text=True, timeout=120)
-    said = [json.loads(text) for text in done.stdout.replace("RANK ", "\n").splitlines() if text.strip()]
-    assert sorted(one["rank"] for one in said) == [0, 1], done.stderr[-3000:]
-    for one in said:
-        assert (one["step"], one["stepped"]) == (step, step)
-        assert "the values of input_ids" in one["said"]
 
 
 # --- healthy ranks --------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 import torch
+from rotation import rotating
 
 pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
@@ -108,9 +109,7 @@ MASKED = {
 }
 CASES = [(name, True, rule) for name, rule in CAUSAL.items()] + [(name, False, rule) for name, rule in MASKED.items()]
 CASES = [case for case in CASES if case[0] in CONFIG_MAPPING]
-family = pytest.mark.parametrize(
-    ("name", "causal", "rule"), CASES, ids=[f"{n}-{'causal' if c else 'masked'}" for n, c, _ in CASES]
-)
+family = pytest.mark.parametrize(("name", "causal", "rule"), rotating(CASES, 10, slow=len(CASES)))
 model_of = cache(text_model)
 
 
@@ -239,8 +238,7 @@ def displaced(model, where):
     return worst(model, rows, ids, keep, **given), keep
 
 
-LEFT_OUT = testing.left_out()
-FAMILIES = [name for name in testing.hybrid_model_types() if "left padding" in LEFT_OUT.get(name, "left padding")]
+FAMILIES = testing.hybrid_model_types()
 SWITCHED = [(name, "") for name in FAMILIES]
 SWITCHED += [(name, field) for name in FAMILIES for field, on in vars(text_config(CONFIG_MAPPING[name]())).items()
           if "bias" in field and isinstance(on, bool)]  # fmt: skip
@@ -248,7 +246,7 @@ OLD = numbers(installed("transformers")) < (5, 0)
 
 
 @pytest.mark.parametrize("where", ["left", "holes"])
-@pytest.mark.parametrize(("name", "turned"), SWITCHED, ids=[f"{name}-{turned or 'default'}" for name, turned in SWITCHED])
+@pytest.mark.parametrize(("name", "turned"), rotating(SWITCHED, 12, slow=60))
 def test_padding_leaks_where_it_is_said_to(name, turned, where):
     try:
         model = hybrid(name, turned)
