@@ -169,11 +169,3 @@ def test_nor_what_python_hands_out():
     for text in (describe(batch), picture(batch), masked(EVIL), explain(EVIL, EVIL, "", "")):
         assert not RAW.search(text), repr(text)
     assert "\n" not in masked("a\nb")
-
-
-def test_a_link_is_not_written_through(tmp_path):
-    (tmp_path / "precious.txt").write_text("mine")
-    (tmp_path / "a.html").symlink_to(tmp_path / "precious.txt")
-    result = typed("show", "--lengths", "3", "--out", tmp_path / "a.html")
-    assert (result.exit_code, (tmp_path / "precious.txt").read_text()) == (2, "mine")
-    assert "Name that file itself" in " ".join(result.output.split())

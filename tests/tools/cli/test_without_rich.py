@@ -85,9 +85,9 @@ def test_show_reads_saved_batches_and_masks(gone, tmp_path):
 
 
 def test_env_is_words_or_json_and_an_interrupt_is_one(monkeypatch):
-    monkeypatch.setattr("collate_npu.tools.env.written", lambda as_json: f"json: {as_json}")
+    monkeypatch.setattr("collate_npu.tools.env.report", lambda as_json: f"json: {as_json}")
     assert [typed("env", *more).stdout for more in ([], ["--json"])] == ["json: False\n", "json: True\n"]
-    monkeypatch.setattr("collate_npu.tools.env.written", lambda as_json: signal.default_int_handler(2, None))
+    monkeypatch.setattr("collate_npu.tools.env.report", lambda as_json: signal.default_int_handler(2, None))
     done = typed("env")
     assert (done.exit_code, done.stderr) == (130, "collate-npu: INTERRUPTED: nothing was measured.\n")
 

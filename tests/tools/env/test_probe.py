@@ -13,7 +13,7 @@ import torch
 
 import collate_npu
 from collate_npu.tools import env
-from collate_npu.tools.env import ANSWERS, reason
+from collate_npu.tools.env import ANSWERS
 
 ROOT = Path(collate_npu.__file__).parents[1]
 
@@ -61,7 +61,6 @@ def site(tmp_path, monkeypatch):
     return Site(tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("code", "said"), TORCHES.items())
 def test_a_torch_that_does_not_load_is_an_answer(site, code, said):
     site.add("torch", code)
@@ -100,22 +99,6 @@ def test_a_library_that_hangs_is_given_up():
     assert env.ask("torch", seconds=0.01) == {"fails": "no answer within 0 s"}
 
 
-@pytest.mark.parametrize(
-    ("code", "out", "err", "found"),
-    [
-        (0, b'{"devices": "cpu only"}', b"", {"devices": "cpu only"}),
-        (7, b'{"dev', b"one\nno card\n", {"fails": "ended with exit code 7 (no card)"}),
-        (-6, b"", b"", {"fails": "ended by SIGABRT"}),
-    ],
-)
-def test_what_a_process_says_is_the_answer_or_how_it_ended(monkeypatch, code, out, err, found):
-    def run(command, *, capture_output=False, **_):
-        return subprocess.CompletedProcess(command, code, *((out, err) if capture_output else (None, None)))
-
-    monkeypatch.setattr(subprocess, "run", run)
-    assert env.ask("torch") == found
-
-
 @pytest.mark.slow
 def test_env_runs_where_neither_torch_nor_rich_loads(site):
     site.add("torch", "raise ImportError('gone')")  # quick
@@ -147,10 +130,3 @@ def test_cards_are_told_and_one_that_cannot_be_asked_is_a_finding(monkeypatch):
     assert ANSWERS["torch"]() == {"devices": "not known: RuntimeError: aclInit, error code 507008"}
     npu.is_available = lambda: False
     assert ANSWERS["torch"]() == {"devices": "cpu only"}
-
-
-def test_the_first_cause_is_told():
-    error = RuntimeError("Failed to load the backend\nand more")
-    error.__cause__ = ImportError("libhccl.so: gone")
-    assert reason(error) == "RuntimeError: Failed to load the backend (ImportError: libhccl.so: gone)"
-    assert reason(KeyError()) == "KeyError: no message"
