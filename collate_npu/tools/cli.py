@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, g
 
 from collate_npu.errors import CollateError, explain, printable
 from collate_npu.tools.guide import list_pages, read_page
-from collate_npu.tools.user_code import find_callable, said, theirs
+from collate_npu.tools.user_code import describe_error, find_callable, run_user_code
 from collate_npu.tools.watch import watch_processes
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def load(*packages: str) -> None:
         except (Exception, SystemExit) as error:  # torch raises RuntimeError where it cannot load torch_npu
             absent = isinstance(error, ModuleNotFoundError) and error.name == package
             remedy = f"pip install {package}." if absent else "`collate-npu env` says more."
-            raise CollateError(f"{package} does not load: {said(error)}. {remedy}") from None
+            raise CollateError(f"{package} does not load: {describe_error(error)}. {remedy}") from None
 
 
 # --- commands
@@ -270,7 +270,7 @@ def _as_user_code(spec: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run)
     def called(*args: Any, **kwargs: Any) -> Any:
-        with theirs("run", spec, "It is called with samples, lists of token ids.", "Mend it there."):
+        with run_user_code("run", spec, "It is called with samples, lists of token ids.", "Mend it there."):
             return run(*args, **kwargs)
 
     return called
@@ -458,6 +458,6 @@ def run_command_line(args: Sequence[str]) -> int:
     except CollateError as error:
         message = str(error)
     except BaseException as error:  # a fault, here or elsewhere: the code must say neither pass nor fail
-        message = said(error)
+        message = describe_error(error)
     print(printable(f"collate-npu: {message}"), file=sys.stderr, flush=True)
     return code

@@ -26,7 +26,7 @@ from collate_npu import releases
 from collate_npu.errors import printable
 from collate_npu.integrations import trainers
 from collate_npu.releases import DISTRIBUTIONS, KERNELS_TOLD, Since, installed, numbers
-from collate_npu.tools.user_code import said
+from collate_npu.tools.user_code import describe_error
 
 SECONDS = 120
 """How long a process may take."""
@@ -74,7 +74,7 @@ def _reason(error: BaseException) -> str:
     last = error
     while cause := last.__cause__ or last.__context__:
         last = cause
-    return said(error) if last is error else f"{said(error)} ({said(last)})"
+    return describe_error(error) if last is error else f"{describe_error(error)} ({describe_error(last)})"
 
 
 def _torch() -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _torch() -> dict[str, Any]:
         if npu is not None and npu.is_available():
             found.append(f"npu x {npu.device_count()} ({npu.get_device_name(0)})")
     except Exception as error:  # a driver that does not answer
-        return {"devices": f"not known: {said(error)}"}
+        return {"devices": f"not known: {describe_error(error)}"}
     return {"devices": ", ".join(found) or "cpu only"}
 
 
@@ -103,7 +103,7 @@ def _stacks() -> dict[str, str]:
         try:
             found[stack] = question()
         except Exception as error:  # a package that is half there
-            found[stack] = f"not known: {said(error)}"
+            found[stack] = f"not known: {describe_error(error)}"
     return found
 
 

@@ -61,15 +61,15 @@ class Calls:
         """A word, and a sentence."""
         judged = [run for run in self.runs if run.state in ("right", "wrong", "raised", "cannot tell")]
         right = sum(run.state == "right" for run in judged)
-        said = f"{right} of {len(judged)} calls of {len({run.operator for run in judged})} operators are right"
-        said = said if judged else "nothing was measured"
+        found = f"{right} of {len(judged)} calls of {len({run.operator for run in judged})} operators are right"
+        found = found if judged else "nothing was measured"
         if self.no_card:
             would = sum(run.state == "would run" for run in self.runs)
-            more = f"; in Triton's interpreter {said}" if judged else ""
-            said = f"nothing was measured on the card; {would} calls would run there{more}"
+            more = f"; in Triton's interpreter {found}" if judged else ""
+            found = f"nothing was measured on the card; {would} calls would run there{more}"
         elif judged and self.exit_code == 2:
-            said += ", but not everything named could run"
-        return f"{WORDS[self.exit_code]}: {said}."
+            found += ", but not everything named could run"
+        return f"{WORDS[self.exit_code]}: {found}."
 
     def as_json(self) -> dict[str, Any]:
         """The calls for machines: `passed` first, as the audit's. Numbers that are not finite are words."""

@@ -32,7 +32,7 @@ def first_line(error: BaseException) -> str:
     return (text.strip().splitlines() or ["no message"])[0][:400]
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the class of an error and the first line of its message."""
     return f"{type(error).__name__}: {first_line(error)}"
 
@@ -62,7 +62,7 @@ def refused(where: str, what: str, rule: str, remedy: str, *, folders: Sequence[
     except (CollateError, KeyboardInterrupt):
         raise
     except BaseException as error:  # packages raise classes of their own, and some end the process
-        why = said(error)
+        why = describe_error(error)
         if place := line_in(error, folders):
             raise CollateError(f"{printable(place + why).rstrip('.')}. {explain(where, what, rule, remedy)}") from None
         raise CollateError(explain(where, f"{what} ({why})" if what else why, rule, remedy)) from None
@@ -108,7 +108,7 @@ def find_callable(where: str, spec: str, example: str, remedy: str) -> Callable[
     if place.endswith(".py") or Path(place).is_file():
         check_file(Path(place), [".py"], "Write the path of its file, from here.")
     path = "Write the path of its file, or run where Python finds the module."
-    with theirs(where, spec, "It is imported from here, and does not load.", path):
+    with run_user_code(where, spec, "It is imported from here, and does not load.", path):
         found: Any = _module(place)
         for part in name.split("."):
             if not hasattr(found, part):
@@ -126,7 +126,7 @@ def check_callable(where: str, spec: str, found: Any, rule: str, remedy: str) ->
 
 
 @contextmanager
-def theirs(where: str, spec: str, rule: str, remedy: str) -> Iterator[None]:
+def run_user_code(where: str, spec: str, rule: str, remedy: str) -> Iterator[None]:
     """Run user code here: it finds the modules beside it, and its errors are refused."""
     place = spec.rpartition(":")[0]
     folders = [str(Path(place).resolve().parent)] * place.endswith(".py") + [str(Path.cwd())]
