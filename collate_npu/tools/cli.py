@@ -407,7 +407,7 @@ def guide_command(
 
 
 def env_command(as_json: Annotated[bool, Option("Print the same as JSON.", ("--json",))] = False) -> int:
-    """What is installed, which kernels it can run, and known hazards; made for pasting into an issue.
+    """What is installed and set, whether torch and torch_npu load, and known hazards; made for pasting into an issue.
 
     Also where torch or rich do not load: `python -m collate_npu env`.
     """

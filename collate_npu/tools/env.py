@@ -1,7 +1,7 @@
-"""Environment: what is installed, which kernels transformers would run here, and known hazards.
+"""Environment: what is installed and set, whether torch and torch_npu load, and known hazards.
 
-For issue reports and for people who wonder why a mask is lost. torch need not load: a question that imports it or more is
-answered in a process of its own, which a library may crash alone. A driver or a half-installed package may raise, abort, or
+For issue reports and for people who wonder why a mask is lost. torch need not load: a question that imports it is answered
+in a process of its own, which a library may crash alone. A driver or a half-installed package may raise, abort, or
 never come back: then the reason is the answer. The process finds packages as any Python here does, but never in the working
 directory, which `python -c` puts first.
 """
@@ -25,7 +25,7 @@ from typing import Any
 from collate_npu import releases
 from collate_npu.errors import printable
 from collate_npu.integrations import trainers
-from collate_npu.releases import DISTRIBUTIONS, KERNELS_TOLD, Since, installed, numbers
+from collate_npu.releases import DISTRIBUTIONS, Since, installed, numbers
 from collate_npu.tools.user_code import describe_error
 
 SECONDS = 120
@@ -42,7 +42,7 @@ answer(sys.argv[1])"""
 """This package by its file: the folder around it, which may be the working directory, is no place to find others."""
 
 
-def ask(question: str, *, seconds: float = SECONDS) -> dict[str, Any]:
+def ask(question: str, *, seconds: float = SECONDS) -> dict[str, str]:
     """Return the answer to one of `ANSWERS`, or `{"fails": why}`."""
     command = [sys.executable, "-c", _CODE, question, _PACKAGE]
     try:
@@ -77,7 +77,7 @@ def _reason(error: BaseException) -> str:
     return describe_error(error) if last is error else f"{describe_error(error)} ({describe_error(last)})"
 
 
-def _torch() -> dict[str, Any]:
+def _torch() -> dict[str, str]:
     import torch
 
     try:
@@ -90,48 +90,13 @@ def _torch() -> dict[str, Any]:
     return {"devices": ", ".join(found) or "cpu only"}
 
 
-def _torch_npu() -> dict[str, Any]:
+def _torch_npu() -> dict[str, str]:
     """torch loads it when it is imported; where that failed or was switched off, the import here says why."""
     cann = getattr(getattr(import_module("torch_npu"), "version", None), "cann", None)
     return {"npu": f"torch_npu loads{f', CANN {cann}' if cann else ''}"}
 
 
-def _stacks() -> dict[str, str]:
-    """Return what transformers computes attention and Gated DeltaNet with here, as it says itself."""
-    found, questions = {}, {"transformers, attention": _attentions, "transformers, Gated DeltaNet": _gated_delta_net}
-    for stack, question in questions.items() if installed("transformers") else ():
-        try:
-            found[stack] = question()
-        except Exception as error:  # a package that is half there
-            found[stack] = f"not known: {describe_error(error)}"
-    return found
-
-
-def _attentions() -> str:
-    """Return the attention that runs here, by the names of `attn_implementation`."""
-    from transformers import utils
-
-    def has(name: str) -> bool:
-        return bool(getattr(utils, name, bool)())
-
-    here = ["sdpa", "eager", *(f"flash_attention_{n}" for n in (2, 3, 4) if has(f"is_flash_attn_{n}_available"))]
-    if has("is_torch_npu_available"):
-        here.append("flash_attention_2 (npu_fusion_attention)")
-    return ", ".join([*here, *["owner/kernel of the hub"] * bool(installed("kernels"))])
-
-
-def _gated_delta_net() -> str:
-    """Return what each function of the layers of a tiny Qwen3-Next gave way to."""
-    from collate_npu.testing import tiny_model
-    from collate_npu.tools.audit.session import resolved_kernels
-
-    if not KERNELS_TOLD.holds():
-        return f"transformers before {KERNELS_TOLD} does not say which functions it resolved"
-    chosen = resolved_kernels(tiny_model("qwen3_next", vocab_size=8))
-    return ", ".join(f"{name}: {'plain torch' if package == 'torch' else package}" for name, package in chosen.items())
-
-
-ANSWERS: Mapping[str, Callable[[], dict[str, Any]]] = {"torch": _torch, "torch_npu": _torch_npu, "stacks": _stacks}
+ANSWERS: Mapping[str, Callable[[], dict[str, str]]] = {"torch": _torch, "torch_npu": _torch_npu}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +112,6 @@ class Environment:
     """Whether torch_npu works here, and if not, why."""
     cann: str
     """The CANN toolkit and its version, or why there is none."""
-    runs: dict[str, str]
-    """What transformers computes attention and Gated DeltaNet with here."""
     hazards: tuple[str, ...] = ()
 
 
@@ -172,21 +135,18 @@ def environment() -> Environment:
 
     names = dict.fromkeys((*_BASE, *(package for package, _ in trainers().values()), *_KERNELS))
     held = {name: version for name in names if (version := installed(name))}
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch = ask("torch")
     fails = torch.get("fails", "")
     npu = {"npu": "torch_npu is not installed"}
     if "torch_npu" in held:
         npu = {"fails": fails} if fails else ask("torch_npu")
-    stacks = {} if fails else ask("stacks")
     found = Environment(
-        system=f"{platform.platform()}, Python {platform.python_version()}, {cpus} of {os.cpu_count()} CPUs",
+        system=f"{platform.platform()}, Python {platform.python_version()}",
         packages={"collate_npu": __version__, **held},
         settings={name: value for name in _SETTINGS if (value := os.environ.get(name))},
         devices=f"not known: torch does not load: {fails}" if fails else torch["devices"],
         npu=f"torch_npu does not load: {npu['fails']}" if "fails" in npu else npu["npu"],
         cann=_cann(),
-        runs={"not known": stacks["fails"]} if "fails" in stacks else stacks,
     )
     return replace(found, hazards=tuple(hazards(found)))
 
@@ -215,7 +175,6 @@ def report(*, as_json: bool = False) -> str:
         return json.dumps(found, indent=2)
     facts = {"system": found["system"], **found["packages"], **found["settings"]}
     facts |= {name: found[name] for name in ("devices", "npu", "cann")}
-    facts |= {f"runs: {stack}": what for stack, what in found["runs"].items()}
     return "\n".join([f"- {name}: {value}" for name, value in facts.items()] + [f"- hazard: {x}" for x in found["hazards"]])
 
 

@@ -62,12 +62,12 @@ class Calls:
         judged = [run for run in self.runs if run.state in ("right", "wrong", "raised", "cannot tell")]
         right = sum(run.state == "right" for run in judged)
         found = f"{right} of {len(judged)} calls of {len({run.operator for run in judged})} operators are right"
-        found = found if judged else "nothing was measured"
         if self.no_card:
             would = sum(run.state == "would run" for run in self.runs)
-            more = f"; in Triton's interpreter {found}" if judged else ""
-            found = f"nothing was measured on the card; {would} calls would run there{more}"
-        elif judged and self.exit_code == 2:
+            found = f"nothing was measured on the card; {would} calls would run there"
+        elif not judged:
+            found = "nothing was measured"
+        elif self.exit_code == 2:
             found += ", but not everything named could run"
         return f"{WORDS[self.exit_code]}: {found}."
 
@@ -104,8 +104,8 @@ class Calls:
 def measure_operators(names: Sequence[str], device: str, dtype: str | None) -> Calls:
     """Call the operators of these names or packages, all where none is named, in `dtype` or as training there does.
 
-    Without a card: what would run there, and what fla's kernels give in Triton's interpreter. Raises `CollateError` for
-    names and devices that are not known.
+    Without a card: what would run there. On a CPU fla's kernels run in Triton's interpreter. Raises `CollateError` for names
+    and devices that are not known.
     """
     kernels = _kernels_of(names)
     kind = device.partition(":")[0]
@@ -117,21 +117,13 @@ def measure_operators(names: Sequence[str], device: str, dtype: str | None) -> C
         if kind not in CARDS:
             raise
         no_card = str(error)
-    also = interpreted() if no_card or kind == "cpu" else ()
+    also = interpreted() if kind == "cpu" else ()
     with screen(stderr=True).status("") as status:
         found = []
-        for run in _runs(kernels, device, in_dtype, also, dry=bool(no_card)):
+        for run in runs(kernels, device=device, dtype=in_dtype, dry=bool(no_card), also=also):
             found.append(run)
             status.update(Text(f"{run.operator}: {run.truth}"))
     return Calls(named=names, device=device, dtype=in_dtype, no_card=no_card, runs=found)
-
-
-def _runs(kernels: Sequence[Kernel], device: str, dtype: torch.dtype, also: Sequence[str], *, dry: bool) -> Iterator[Run]:
-    if not dry:
-        yield from runs(kernels, device=device, dtype=dtype, also=also)
-        return
-    yield from runs(kernels, device=device, dtype=dtype, dry=True)
-    yield from runs([k for k in kernels if k.name in also], device="cpu", dtype=torch.float32, also=also)
 
 
 def _kernels_of(names: Sequence[str]) -> list[Kernel]:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from collate_npu import CollateError, Segments
 from collate_npu.masks import dense
-from collate_npu.tools import terminal
+from collate_npu.tools import files, terminal
 from collate_npu.tools.show import picture
 
 TRUTH = Segments.from_lengths([3, 6], side="left")
@@ -86,8 +86,9 @@ def test_a_place_that_is_no_page_is_refused_with_what_is_one(tmp_path):
     for rule, names in rules.items():
         for name in names:
             with pytest.raises(CollateError) as error:
-                shown().save(tmp_path / name)
+                files.check_place(tmp_path / name, ".html")
             assert rule in str(error.value)
+    with pytest.raises(CollateError, match="Name that file itself"):
+        shown().save(tmp_path / "link.html")
     assert not (tmp_path / "precious.txt").exists()
-    shown().save(tmp_path / "new.html")
-    assert (tmp_path / "new.html").is_file()
+    files.check_place(tmp_path / "new.html", ".html")

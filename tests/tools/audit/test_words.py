@@ -81,8 +81,7 @@ def test_columns_of_the_conformance():
 def test_labels_of_the_environment(monkeypatch):
     """Each package and each setting has a line of its own."""
     here = Environment(
-        system="s", packages={"torch": "1"}, settings={}, cann="c", devices="d", npu="n", runs={"a": "b"},
-        hazards=("h",),
+        system="s", packages={"torch": "1"}, settings={}, cann="c", devices="d", npu="n", hazards=("h",),
     )  # fmt: skip
     monkeypatch.setattr(env, "environment", lambda: here)
     labels = {re.match(r"- (\w+):", line)[1] for line in env.report().splitlines()}

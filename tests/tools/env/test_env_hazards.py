@@ -17,7 +17,7 @@ ASKED = {"devices": "cpu only", "npu": "torch_npu loads", "cann": "", "settings"
 
 
 def told(packages, **found):
-    here = Environment(**{"system": "", "packages": packages, "runs": {}, **ASKED, **found})
+    here = Environment(**{"system": "", "packages": packages, **ASKED, **found})
     return " ".join(hazards(here))
 
 

@@ -16,7 +16,6 @@ from typed import typed
 import collate_npu
 from collate_npu import releases
 from collate_npu.integrations import trainers
-from collate_npu.releases import KERNELS_TOLD
 from collate_npu.tools import env
 
 ROOT = Path(collate_npu.__file__).parents[1]
@@ -28,7 +27,7 @@ def look(monkeypatch):
     """What the command prints as JSON, where the processes answer so."""
 
     def look(packages=None, **answers):
-        answers = {"torch": {"devices": "cpu only"}, "stacks": {"transformers, attention": "sdpa"}, **answers}
+        answers = {"torch": {"devices": "cpu only"}, **answers}
         if packages is not None:
             monkeypatch.setattr(env, "installed", lambda name: packages.get(name, ""))
         monkeypatch.setattr(env, "ask", answers.__getitem__)
@@ -38,26 +37,24 @@ def look(monkeypatch):
         assert {f"- {name}: {found[name]}" for name in ("devices", "npu", "cann")} <= {*lines}
         assert {f"- {name}: {value}" for name, value in {**found["packages"], **found["settings"]}.items()} <= {*lines}
         assert [line[10:] for line in lines if line.startswith("- hazard: ")] == found["hazards"]
-        assert [line[8:] for line in lines if line.startswith("- runs: ")] == [": ".join(x) for x in found["runs"].items()]
         return found
 
     return look
 
 
 @pytest.mark.parametrize(
-    ("packages", "answers", "npu", "runs"),
+    ("packages", "answers", "npu"),
     [
-        ({}, {}, "torch_npu is not installed", {"transformers, attention": "sdpa"}),
-        ({}, {"stacks": {"fails": "gone"}}, "torch_npu is not installed", {"not known": "gone"}),
-        (NPU, {"torch_npu": {"npu": "torch_npu loads"}}, "torch_npu loads", {"transformers, attention": "sdpa"}),
-        (NPU, {"torch_npu": {"fails": "no CANN"}}, "torch_npu does not load: no CANN", {"transformers, attention": "sdpa"}),
-        (NPU, {"torch": {"fails": "x"}}, "torch_npu does not load: x", {}),
+        ({}, {}, "torch_npu is not installed"),
+        (NPU, {"torch_npu": {"npu": "torch_npu loads"}}, "torch_npu loads"),
+        (NPU, {"torch_npu": {"fails": "no CANN"}}, "torch_npu does not load: no CANN"),
+        (NPU, {"torch": {"fails": "x"}}, "torch_npu does not load: x"),
     ],
 )
-def test_what_cannot_be_asked_is_not_known(look, packages, answers, npu, runs):
+def test_what_cannot_be_asked_is_not_known(look, packages, answers, npu):
     found = look(packages, **answers)
-    assert (found["npu"], found["runs"]) == (npu, runs)
-    assert found["devices"] == ("not known: torch does not load: x" if not runs else "cpu only")
+    assert found["npu"] == npu
+    assert found["devices"] == ("not known: torch does not load: x" if "torch" in answers else "cpu only")
     assert found["packages"] == {"collate_npu": collate_npu.__version__, **packages}
 
 
@@ -125,47 +122,6 @@ def test_the_version_of_cann_is_read_from_its_folder(look, tmp_path, monkeypatch
     assert look()["cann"].endswith("which is no folder")
 
 
-def test_processors_are_those_of_this_process(look, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5} if pid == 0 else {0}, raising=False)
-    assert look()["system"].endswith(" 2 of 8 CPUs")
-    monkeypatch.delattr(os, "sched_getaffinity")
-    assert look()["system"].endswith(" 8 of 8 CPUs")
-
-
-# --- what transformers would run here
-
-
-@pytest.fixture
-def stacks(monkeypatch):
-    pytest.importorskip("transformers")
-    monkeypatch.setitem(releases._FOUND, "transformers", "5.23.0")
-    return env.ANSWERS["stacks"]
-
-
-@pytest.mark.models
-def test_transformers_says_what_it_resolved(stacks, monkeypatch):
-    found = stacks()
-    assert found["transformers, attention"].startswith("sdpa, eager")
-    monkeypatch.delitem(releases._FOUND, "transformers")
-    if KERNELS_TOLD.holds():
-        assert "chunk_gated_delta_rule: plain torch" in found["transformers, Gated DeltaNet"]
-
-
-@pytest.mark.models
-def test_each_flash_attention_is_named_and_a_stack_that_raises_leaves_the_others(stacks, monkeypatch):
-    def raises(*_, **__):
-        raise OSError("half there")
-
-    for n in (2, 3, 4):
-        monkeypatch.setattr(f"transformers.utils.is_flash_attn_{n}_available", lambda: True, raising=False)
-    monkeypatch.setattr("collate_npu.testing.tiny_model", raises)
-    found = stacks()
-    flash = [name for name in found["transformers, attention"].split(", ") if name.startswith("flash_attention_")]
-    assert flash[:3] == ["flash_attention_2", "flash_attention_3", "flash_attention_4"]
-    assert found["transformers, Gated DeltaNet"] == "not known: OSError: half there"
-
-
 # --- broken setups, run for real: a folder before the installed packages shadows them
 
 TORCHES = {
@@ -229,7 +185,6 @@ def test_a_torch_whose_library_is_gone_is_a_finding(site):
     found = site.env()
     assert "torch does not load: ImportError: libtorch_cpu" in found["devices"]
     assert found["packages"]["torch"]
-    assert found["runs"] == {}
 
 
 def test_torch_npu_that_crashes_torch_is_told_apart(site):
@@ -242,7 +197,6 @@ def test_torch_npu_that_crashes_torch_is_told_apart(site):
     found = site.env(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert found["devices"] == "cpu only"
     assert "torch_npu does not load: ended by SIGABRT" in found["npu"]
-    assert "not known" in str(found["runs"])  # this torch has nothing but `cuda`
     assert any("TORCH_DEVICE_BACKEND_AUTOLOAD=0 to work on the CPU" in hazard for hazard in found["hazards"])
 
 

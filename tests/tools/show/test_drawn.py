@@ -63,6 +63,7 @@ def read(made, *names, ranks=None, **model):
 TWO, FOUR, PACKED = rows(3, 5), rows(4, 4), rows([2, 1], [3], side="right", width=4)
 KINDS = {"full_attention": dense(TWO), "sliding_attention": square(TWO, pattern=Pattern.sliding(2)), "linear": TWO.keep}
 LABELS = torch.tensor([[3, -100, 6, 0, -100], [-100, 2, -100, 4, 5]])
+MIXED = torch.where(torch.arange(140).view(2, 70) % 7 == 3, -100, 5)
 ODD = torch.tril(torch.full((1, 1, 3, 3), 0.5))
 HEADS = torch.cat([dense(FOUR), torch.zeros(2, 1, 4, 4).bool()], 1)
 NAN = ODD.masked_fill(torch.tensor([[0, 0, 0], [0, 0, 0], [1, 0, 0]]).bool(), float("nan"))
@@ -82,7 +83,7 @@ CASES = {
     "one of two": (TWO, {"row": 1}), "one token in two": (rows([30, 59], side="right", width=90),),
     "labels": (batch(TWO, labels=LABELS),),
     "labels of another shape": (batch(TWO, labels=LABELS[:, 1:]),), "labels, floating": (batch(TWO, labels=LABELS / 2),),
-    "labels, folded": (collated(50, 70),), "tokens": (batch(rows(8, 13)), NAMED, 30, 31, 90),
+    "labels, folded": (batch(rows(50, 70), labels=MIXED),), "tokens": (batch(rows(8, 13)), NAMED, 30, 31, 90),
     "tokens, packed": (batch(rows([3, 2], [1], side="right")), NAMED), "wide tokens": (batch(rows(13)), NAMED, 61, 62),
     "no tokens": ({"attention_mask_2d": TWO.keep.tolist()}, NAMED),
     "no such tokens": ({**batch(TWO), "input_ids": torch.full((2, 5), -1)}, NAMED), "a mask": (dense(TWO),),
