@@ -219,15 +219,23 @@ def kernels_command(
     `collate-npu kernels` — what runs on a CPU
     """
     load("torch", "rich")
-    from collate_npu.tools.kernels import measure_operators
+    from rich.text import Text
+
+    from collate_npu.tools.audit.report import SIGNS, terms
+    from collate_npu.tools.kernels import measure_operators, tables
+    from collate_npu.tools.terminal import put, screen
 
     found = measure_operators(operator or [], device, dtype)
+    code = found.exit_code
     if as_json:
         print(json.dumps(found.as_json(), indent=2, allow_nan=False), flush=True)
-    else:
-        with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
-            found.print(verbose=verbose)
-    return found.exit_code
+        return code
+    sign, style = SIGNS["right" if code == 0 else "wrong" if code == 1 else "unproved"]
+    with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
+        out = screen()
+        put(out, Text(f"{sign} {found.verdict}", f"bold {style}"))
+        put(out, terms(found.notes(verbose=verbose)), *tables(found.runs))
+    return code
 
 
 def conformance_command(

@@ -14,7 +14,7 @@ from rich.text import Text
 from collate_npu import __version__
 from collate_npu.errors import CollateError, explain
 from collate_npu.proof.kernel_runs import KERNELS, Kernel, Run, interpreted, runs
-from collate_npu.tools.terminal import WORDS, finite, join_names, number, put, ruled, screen
+from collate_npu.tools.terminal import WORDS, finite, join_names, number, ruled, screen
 from collate_npu.tools.user_code import did_you_mean, refused
 
 CARDS = ("cuda", "npu")
@@ -78,17 +78,8 @@ class Calls:
         verdict = {"passed": code == 0, "verdict": WORDS[code], "exit_code": code, "settings": settings}
         return {**verdict, "not_run": self.no_card, "runs": [finite(asdict(run)) for run in self.runs]}
 
-    def print(self, *, verbose: bool) -> None:
-        """Print the verdict, the notes and the tables."""
-        from collate_npu.tools.audit.report import SIGNS, terms
-
-        sign, style = SIGNS["right" if self.exit_code == 0 else "wrong" if self.exit_code == 1 else "unproved"]
-        out = screen()
-        put(out, Text(f"{sign} {self.verdict}", f"bold {style}"))
-        put(out, terms(self._notes(verbose=verbose)), *tables(self.runs))
-
-    def _notes(self, *, verbose: bool) -> Iterator[tuple[str, str]]:
-        """What is wrong, raised or missing, and why; each reason once. What was refused where `verbose`."""
+    def notes(self, *, verbose: bool) -> Iterator[tuple[str, str]]:
+        """Yield what is wrong, raised or missing, and why; each reason once. What was refused where `verbose`."""
         if self.no_card:
             yield "NOT RUN", self.no_card
         places: dict[tuple[str, str], list[str]] = {}
