@@ -18,9 +18,9 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # a letter that it cannot encode is written as its escape
             stream.reconfigure(errors="backslashreplace")
     try:
-        from collate_npu.tools.cli import run
+        from collate_npu.tools.cli import run_command_line
 
-        sys.exit(run(sys.argv[1:]))
+        sys.exit(run_command_line(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -197,8 +197,6 @@ CANN_OF_TORCH_NPU: Mapping[str, tuple[str, ...]] = {
 }
 """The release of CANN that each torch_npu is made for (COMPATIBILITY.md:20-37 of Ascend/pytorch 031eec5 and 9e73e708, which
 name other posts for 9.1.0)."""
-ATTENTION_V3 = ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2", "2.10.0")
-"""The first post releases with `npu_fusion_attention_v3` (op-plugin 26.0)."""
 
 
 def cann_of(torch_npu: str) -> str:

@@ -326,7 +326,6 @@ REFUSED = [
     (lambda: describe({"input_ids": WIDE}), PLACES),
     (lambda: picture(BATCH, row=9), "The rows are 0 to 1"),
     (lambda: picture(ROWS, row=-1), "row: got -1"),
-    (lambda: picture(BATCH, limit=0), "limit: got 0"),
     (lambda: PaddingCollator(padding_free=True, pad_to_multiple_of=8), "pad_token_id: got None"),
     *((partial(PaddingCollator, pad_token_id=0, **settings), "")
       for settings in ({"padding": ()}, {"padding": (0, 8)}, {"padding": (8, "16")}, {"padding": "max_length"},

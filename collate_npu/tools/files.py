@@ -28,7 +28,7 @@ from torch import Tensor
 from collate_npu.errors import CollateError, explain
 from collate_npu.masks.derive import MASK_KEY
 from collate_npu.proof.measure import Batch
-from collate_npu.tools.user_code import check_file, refused, said
+from collate_npu.tools.user_code import check_file, describe_error, refused
 
 RECIPE = (
     "Save it in your training loop: torch.save({k: v.cpu() for k, v in batch.items() if torch.is_tensor(v)}, 'batch.pt')."
@@ -74,7 +74,7 @@ def _loaded(path: Path) -> Any:
         return LOADERS[path.suffix](path)
     except Exception as error:  # torch, numpy and safetensors raise whatever they meet in the bytes
         rule = "Files are read without running anything they hold, so they hold tensors, numbers and strings alone."
-        raise CollateError(explain(str(path), said(error).partition(". ")[0], rule, RECIPE)) from None
+        raise CollateError(explain(str(path), describe_error(error).partition(". ")[0], rule, RECIPE)) from None
 
 
 def _arrays(path: Path) -> Any:
@@ -148,7 +148,7 @@ def _table(path: Path, reader: str) -> Iterator[Row]:
     with refused(str(path), "", "The datasets package reads it.", "Run pip install datasets, or convert it to .jsonl."):
         datasets: Any = import_module("datasets")
     datasets.disable_progress_bars()
-    logging.getLogger("datasets").setLevel(logging.CRITICAL + 1)  # it would log a traceback of what is said here in a line
+    logging.getLogger("datasets").setLevel(logging.CRITICAL + 1)  # it would log a traceback of what is raised here in a line
     with refused(str(path), "", "It cannot be read as a table.", "Write it again, or convert it to .jsonl."):
         try:
             with tempfile.TemporaryDirectory(prefix="collate-npu-") as cache:
@@ -191,9 +191,9 @@ def _messages(value: Any) -> list[dict[str, str]] | None:
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         return None
     pairs = [(each.get("role", each.get("from")), each.get("content", each.get("value"))) for each in value]
-    if not all(isinstance(role, str) and isinstance(said, str) for role, said in pairs):
+    if not all(isinstance(role, str) and isinstance(text, str) for role, text in pairs):
         return None
-    return [{"role": _SPEAKERS.get(role, role), "content": said} for role, said in pairs]
+    return [{"role": _SPEAKERS.get(role, role), "content": text} for role, text in pairs]
 
 
 def samples_of_rows(rows: Sequence[Row], tokenizer: Any, *, count: int, max_length: int, seed: int = 0) -> list[Batch]:

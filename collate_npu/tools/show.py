@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from collate_npu.arrays import Side, whole_number
+from collate_npu.arrays import Side
 from collate_npu.collate.collators import Layout, PaddingCollator
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mask_routing import SPELLED, Case, Route
@@ -36,10 +36,9 @@ from collate_npu.tools.sheet import (
     Sheet,
     attention_of,
     block_for,
-    drawable,
-    row_grid,
     sheet_of,
     sign_of,
+    signs_of,
 )
 
 NAMED = "italic dim"
@@ -69,47 +68,47 @@ class Picture(Description):
         return html_of(self.sheet, NOTEBOOK) if find_spec("rich") else None
 
 
-def picture(
-    shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = None, limit: int = 64, tokenizer: Any = None
-) -> Picture:
-    """A batch, its `Segments`, or a mask, drawn.
+def picture(shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = None, tokenizer: Any = None) -> Picture:
+    """Return a batch, its `Segments`, or a mask, drawn.
 
     Segments: one line a row of the batch, digits where a row holds several sequences. A 4D mask: one square for each row
     (or for `row`), side by side, True drawn as it attends where its polarity can be proved and as True where not. A mask
     that is refused is drawn too, with the reason: `+` attends where it ought not to, `-` is blocked where it ought to
-    attend. What is wider than `limit` places is folded: a cell stands for a block of places, `◧` where only some of them
+    attend. What is wider than 64 places is folded: a cell stands for a block of places, `◧` where only some of them
     attend. With a `tokenizer` the page in a notebook names the tokens.
 
         >>> print(picture(Segments.from_lengths([3, 5], side="left")))
         ⬚ ⬚ ■ ■ ■
         ■ ■ ■ ■ ■
     """
-    limit = whole_number("limit", limit, least=1)
     sheet = sheet_of(shown, row=row, tokenizer=tokenizer)
-    drawn = Picture(text_of(lines(sheet, 0, limit=limit)))
+    drawn = Picture(text_of(lines(sheet, 0)))
     drawn.sheet = sheet
     return drawn
 
 
 Line = list[tuple[str, str]]
 """Pieces of text, each with its style."""
-UNFOLDED, FOLDED, MOST = 40, 16, 16
-"""Cells of the side of a square that is not folded, and of one that is; rows and squares of a panel, with captions."""
+UNFOLDED, FOLDED, BARE, MOST = 40, 16, 64, 16
+"""Cells of the side of a square that is not folded, and of one that is; of any line without captions; rows and squares of a
+panel, with captions."""
 GAP = 3
 """Columns between squares that stand side by side."""
+MOST_DRAWN = 1 << 32
+"""Places of all squares that are drawn, which takes some seconds."""
 
 
-def lines(sheet: Sheet, width: int, *, limit: int = 64) -> list[Line]:
-    """A sheet drawn for `width` columns, with captions, tokens and the meaning of its signs.
+def lines(sheet: Sheet, width: int) -> list[Line]:
+    """Return a sheet drawn for `width` columns, with captions, tokens and the meaning of its signs.
 
-    A width of 0: the cells, at most `limit` in a line, without captions and without what is derived.
+    A width of 0: the cells alone, without captions and without what is derived.
     """
     panels = [panel for panel in sheet.panels if width or not panel.derived]
-    out = [line for panel in panels for line in (*_panel(panel, sheet, width, limit), [])]
+    out = [line for panel in panels for line in (*_panel(panel, sheet, width), [])]
     used = {text for line in out for text, _ in line}
-    said = [f"{sign} {meaning}" for sign, _, meaning in SIGNS.values() if sign in used]
-    said += ["1 2 .. the first, the second sequence of its row"] if sheet.packed else []
-    return [*out, *_words("   ".join(said), "dim", width)] if width else out[:-1]
+    legend = [f"{sign} {meaning}" for sign, _, meaning in SIGNS.values() if sign in used]
+    legend += ["1 2 .. the first, the second sequence of its row"] if sheet.packed else []
+    return [*out, *_words("   ".join(legend), "dim", width)] if width else out[:-1]
 
 
 def _words(text: str, style: str, width: int) -> list[Line]:
@@ -122,16 +121,16 @@ def text_of(drawn: Iterable[Line]) -> str:
     return printable("\n".join("".join(text for text, _ in line).rstrip() for line in drawn))
 
 
-def _panel(panel: Panel, sheet: Sheet, width: int, limit: int) -> Iterator[Line]:
+def _panel(panel: Panel, sheet: Sheet, width: int) -> Iterator[Line]:
     heading = ": ".join(filter(None, (panel.heading, panel.facts if width else "")))
     block = 1
     yield from _words(heading, "bold", width)
     yield from _words(f"refused: {panel.refused}" if panel.refused else "", "bold red", width)
     if panel.ids is not None:
-        block = block_for(panel.ids.shape[1], (width - 8) // 2 if width else limit)
+        block = block_for(panel.ids.shape[1], (width - 8) // 2 if width else BARE)
         yield from _rows(panel, sheet, width, block)
     elif panel.squares:
-        longest, most = max(panel.squares[0].shape), min((width - 8) // 2, UNFOLDED) if width else limit
+        longest, most = max(panel.squares[0].shape), min((width - 8) // 2, UNFOLDED) if width else BARE
         block = block_for(longest, most if longest <= most or not width else min(most, FOLDED))
         yield from _squares(panel.squares, sheet, width, block)
     if block > 1:
@@ -139,42 +138,49 @@ def _panel(panel: Panel, sheet: Sheet, width: int, limit: int) -> Iterator[Line]
 
 
 def _rows(panel: Panel, sheet: Sheet, width: int, block: int) -> Iterator[Line]:
-    """Each row's cells, its number and the beginning of its text; its labels below."""
+    """Yield each row's cells, its number and the beginning of its text; its labels below."""
     assert panel.ids is not None
     shown = panel.ids[:MOST] if width else panel.ids
+    starts = np.arange(0, panel.ids.shape[1], block)
     for b, ids_S in enumerate(shown):
-        number: Line = [(f"{b:>3} ", "dim")] if width else []
-        cells = _cells(row_grid(ids_S, block).signs(0, numbered=sheet.packed))
-        left = (width - len(cells) - 8) // 2  # a letter may take two columns
-        beginning = np.flatnonzero(ids_S)[: max(left, 0)].tolist()
-        text = sheet.tokens.text(b, beginning)[:left] if width and sheet.tokens and left > 0 else ""
-        yield [*number, *cells, (f"  {text}", NAMED)]
-        if width and panel.labels is not None:  # the worst of each block: on padding, ignored, counted
-            worst = np.maximum.reduceat(panel.labels[b], np.arange(0, len(ids_S), block))
+        real_C = np.add.reduceat(ids_S > 0, starts)
+        size_C = np.diff([*starts, len(ids_S)])
+        cells_C = np.where(real_C == 0, Cell.BLOCKED, np.where(real_C == size_C, Cell.WHOLE, Cell.PART))
+        cells = _cells(signs_of(cells_C, ids_S, block, numbered=sheet.packed))
+        if not width:
+            yield cells
+            continue
+        left = max((width - len(cells) - 8) // 2, 0)  # a letter may take two columns
+        text = sheet.tokens.text(b, np.flatnonzero(ids_S)[:left].tolist())[:left] if sheet.tokens and left else ""
+        yield [(f"{b:>3} ", "dim"), *cells, (f"  {text}", NAMED)]
+        if panel.labels is not None:  # the worst of each block: on padding, ignored, counted
+            worst = np.maximum.reduceat(panel.labels[b], starts)
             yield [("    ", ""), *_cells([sign_of(code) if code else (" ", "") for code in worst])]
     yield from _more(len(panel.ids) - len(shown), "more rows")
 
 
 def _squares(squares: Sequence[Attention], sheet: Sheet, width: int, block: int) -> Iterator[Line]:
-    """Side by side as many as fit; with tokens one below another."""
-    few = min(len(squares), MOST) if width else len(squares)
-    drawn = [_square(square, sheet, block, captions=bool(width)) for square in squares[: drawable(squares, few)]]
+    """Yield as many squares side by side as fit; with tokens one below another."""
+    Q, K = squares[0].shape
+    few = min(len(squares), MOST if width else len(squares), MOST_DRAWN // max(Q * K, 1))
+    drawn = [_square(square, sheet, block, captions=bool(width)) for square in squares[:few]]
     columns = max((_columns(line) for square in drawn for line in square), default=0)
     across = max(1, (width + GAP) // (columns + GAP)) if width else max(len(drawn), 1)
-    for at in range(0, len(drawn), 1 if width and sheet.tokens else across):
-        for parts in zip(*drawn[at : at + (1 if width and sheet.tokens else across)]):
+    across = 1 if width and sheet.tokens else across
+    for at in range(0, len(drawn), across):
+        for parts in zip(*drawn[at : at + across]):
             yield [piece for line in parts for piece in (*line, (" " * (columns - _columns(line) + GAP), ""))]
     yield from _more(len(squares) - len(drawn), "not drawn")
 
 
 def _square(square: Attention, sheet: Sheet, block: int, *, captions: bool) -> list[Line]:
-    """A line for each row of cells, with the place of its first query before it and its token behind it."""
-    grid = square.grid(block)
-    wrong = f", {grid.wrong} wrong" if grid.wrong else ""
+    """Return a line for each row of cells, with the place of its first query before it and its token behind it."""
+    cells_RC, number = square.fold(block)
+    wrong = f", {number} wrong" if number else ""
     out: list[Line] = [[(f"row {square.b}{wrong}", "bold red" if wrong else "bold")]] if captions else []
-    for r in range(len(grid.cells)):
-        place, cells = int(square.queries[r * block]), _cells(grid.signs(r))
-        token = f" {sheet.tokens.one(square.b, place)[:8]}" if captions and sheet.tokens else ""
+    for place, cells_C in zip(square.queries[::block].tolist(), cells_RC):
+        cells = _cells(signs_of(cells_C, square.owner, block))
+        token = f" {sheet.tokens.text(square.b, [place])[:8]}" if captions and sheet.tokens else ""
         out.append([(f"{place:>4} ", NAMED), *cells, (token, NAMED)] if captions else cells)
     return out
 
@@ -194,15 +200,15 @@ def _more(number: int, what: str) -> Iterator[Line]:
 
 
 def html_of(sheet: Sheet, columns: int = 120) -> str:
-    """One page that loads nothing. Needs rich."""
+    """Return one page that loads nothing. Needs rich."""
     try:
         terminal = import_module("collate_npu.tools.terminal")
     except ImportError:
         rule = "Pages are drawn by rich, which is not installed."
         raise CollateError(explain("picture", "no rich", rule, "pip install rich.")) from None
     console = terminal.recorder(columns)
-    terminal.put(console, *map(terminal.assembled, lines(sheet, columns)))
-    return str(terminal.page(console, "collate-npu show"))
+    terminal.put(console, *(terminal.Text.assemble(*line) for line in lines(sheet, columns)))
+    return str(terminal.html_page(console, "collate-npu show"))
 
 
 def consumer_panels(
@@ -262,15 +268,14 @@ def _rank(segments: Segments, cp: ContextParallel, offsets: Any) -> Panel:
 
 # --- inputs
 
-MOST_PLACES = 1 << 28
+MOST_SQUARE = 1 << 28
 """Places of a dense mask beyond which none is built to be looked at: the 2D mask says the same."""
-
 MOST_TOKENS = 1 << 22
 """Places of `--lengths`."""
 
 
 def features_of_lengths(lengths: str) -> list[dict[str, Any]]:
-    """`3,5`: two rows of 3 and of 5 tokens; `3+2,5`: two sequences in the first."""
+    """Return features by lengths. `3,5`: two rows of 3 and of 5 tokens; `3+2,5`: two sequences in the first."""
     try:
         rows = [[int(n) for n in row.split("+")] for row in lengths.split(",")]
     except ValueError:
@@ -282,7 +287,7 @@ def features_of_lengths(lengths: str) -> list[dict[str, Any]]:
 
 
 def features_of_data(path: Path, tokenizer: Any, rows: int, max_length: int) -> list[dict[str, Any]]:
-    """Its first rows as a trainer of a language model has them: where a row has no labels, every token is one."""
+    """Return the first rows as a trainer of a language model has them: where a row has no labels, every token is one."""
     features = [encoded(row, tokenizer, max_length) for row in read_rows(path)[:rows]]
     if not any(feature["input_ids"] for feature in features):
         raise CollateError(explain("--data", "no line with tokens", "A batch has rows.", "Name a file with text."))
@@ -290,27 +295,25 @@ def features_of_data(path: Path, tokenizer: Any, rows: int, max_length: int) -> 
 
 
 def reader_of(folder: Path | None, *, bytes_too: bool) -> Any:
-    """What reads the tokens, if anything does."""
+    """Return what reads the tokens: the tokenizer of a folder, else one of bytes, or None."""
     if folder is not None:
         from collate_npu.tools.audit.session import load_tokenizer
 
         return load_tokenizer(folder)
-    from collate_npu.testing import byte_tokenizer
-
-    return byte_tokenizer() if bytes_too else None
+    return import_module("collate_npu.testing").byte_tokenizer() if bytes_too else None
 
 
-def collated(
-    features: list[dict[str, Any]], *, side: Side, packed: bool, ranks: ContextParallel | None, pad_token_id: int = 0
+def collate_rows(
+    features: list[dict[str, Any]], *, side: Side, packed: bool, ranks: ContextParallel | None, tokenizer: Any
 ) -> dict[str, Any]:
     """Collate into rows that the ranks can share out, flat ones sequence by sequence."""
     widest = max(len(feature["input_ids"]) for feature in features)
     collate = PaddingCollator(
-        pad_token_id=pad_token_id,
+        pad_token_id=0 if tokenizer is None else tokenizer.pad_token_id,
         padding_side=side,
         padding_free=packed,
         pad_to_multiple_of=None if ranks is None else ranks.multiple,
-        attention_mask="2d" if len(features) * widest**2 > MOST_PLACES and not packed else "auto",
+        attention_mask="2d" if len(features) * widest**2 > MOST_SQUARE and not packed else "auto",
         layout=Layout(sequence_multiple=ranks.document_multiple if ranks is not None and ranks.documents else None),
     )
-    return collate(list(features))
+    return collate(features)

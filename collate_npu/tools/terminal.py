@@ -18,14 +18,13 @@ from rich.text import Text
 
 from collate_npu.errors import printable
 
+INTERRUPTED = 130
+WORDS = {0: "PASS", 1: "FAIL", 2: "NOT PROVED", INTERRUPTED: "INTERRUPTED"}
+"""The verdict by exit code."""
 WIDTH, NARROWEST = 120, 20
 """Columns of a file, and of a terminal at least."""
-
-
 ASCII = str.maketrans({"✔": "+", "✘": "!", "⬚": ".", "■": "#", "◧": "%", "·": "_", "×": "x", "…": "~"})
 """What each sign is where a terminal's encoding has not all of them."""
-
-
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>TITLE</title>
 <style>
@@ -90,19 +89,14 @@ def recorder(columns: int = WIDTH) -> Console:
     return Console(file=io.StringIO(), record=True, width=columns, force_jupyter=False)  # else a notebook shows each line
 
 
-def page(console: Console, title: str) -> str:
-    """What was recorded, as an HTML page on which letters of whatever font keep their columns."""
+def html_page(console: Console, title: str) -> str:
+    """Return what was recorded as an HTML page on which letters of whatever font keep their columns."""
     written = console.export_html(theme=THEME, code_format=PAGE.replace("TITLE", title), inline_styles=True)
     return re.sub(r"[^\x00-\x7f]", _in_columns, written)
 
 
 def _in_columns(found: re.Match[str]) -> str:
     return ("", "<bdi>{}</bdi>", "<bdi class=wide>{}</bdi>")[cell_len(found[0])].format(found[0]) or found[0]
-
-
-def assembled(line: Iterable[tuple[str, str]]) -> Text:
-    """One text of pieces with their styles."""
-    return Text.assemble(*line)
 
 
 # --- numbers and names in words
@@ -136,8 +130,8 @@ def shortened(text: str, most: int = 48) -> str:
     return f"{text[: most - 3 - tail]}...{text[-tail:]}"
 
 
-def listed(names: Iterable[str], most: int = 0) -> str:
-    """Each name once; after the first few, how many more (`most` 0: all)."""
+def join_names(names: Iterable[str], most: int = 0) -> str:
+    """Return each name once; after the first few, how many more (`most` 0: all)."""
     unique = list(dict.fromkeys(names))
     more = len(unique) - most
     return ", ".join(unique) if not most or more <= 1 else f"{', '.join(unique[:most])} and {more} more"

@@ -187,7 +187,7 @@ WORDS = {
 
 @pytest.mark.parametrize("words", WORDS)
 def test_the_words_of_an_error_lead_to_their_row(words):
-    found, wanted = pytest.importorskip("collate_npu.tools.cli").page(words), WORDS[words]
+    found, wanted = pytest.importorskip("collate_npu.tools.cli").read_page(words), WORDS[words]
     if wanted.startswith("#"):
         assert f"{wanted}\n" in found
     else:

@@ -50,12 +50,8 @@ def test_without_cann_the_environment_report_explains_the_state(without_cann: Ca
 COMMAND = "import runpy, sys; sys.argv = ['collate-npu', 'env']; runpy.run_module('collate_npu', run_name='__main__')"
 
 
-def test_the_command_names_pretended_devices_and_what_runs_there(
-    without_cann: Callable[..., str], stand_ins: list[Path]
-) -> None:
+def test_the_command_names_pretended_devices(without_cann: Callable[..., str], stand_ins: list[Path]) -> None:
     environment = {"LD_LIBRARY_PATH": str(stand_ins[0].parent), cann_stub.DEVICES: "2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
     said = without_cann(COMMAND, **environment)
     assert "- devices: npu x 2 (Ascend910B1)" in said
     assert "- npu: torch_npu loads" in said
-    assert "flash_attention_2 (npu_fusion_attention)" in said
-    assert "chunk_gated_delta_rule: plain torch" in said

@@ -36,7 +36,7 @@ from collate_npu.proof.invariance import Collator, Located, Samples
 from collate_npu.proof.measure import Batch, Compared, Errors, Numbers, Yardstick, alone, measure, measure_noise, uncached
 from collate_npu.proof.recorder import heard
 from collate_npu.segments import Segments
-from collate_npu.tools.user_code import first_line, said
+from collate_npu.tools.user_code import describe_error, first_line
 from collate_npu.validation import check_model
 
 if TYPE_CHECKING:
@@ -341,7 +341,7 @@ def _tried(pairs: Iterable[tuple[Numbers, Numbers]]) -> Compared | Exception:
 def raised(error: Exception) -> dict[str, Any]:
     """What a case raised, in one line, and whose refusal that is."""
     refused = isinstance(error, UnsupportedFormError)
-    return {"note": first_line(error) if refused else said(error), "refused": refused}
+    return {"note": first_line(error) if refused else describe_error(error), "refused": refused}
 
 
 def batches_of(samples: Samples, batch_size: int, sides: Sequence[str]) -> list[list[Batch]]:

@@ -21,10 +21,20 @@ from collate_npu.proof.kernel_runs import Run
 from collate_npu.proof.measure import TIMES, Yardstick
 from collate_npu.tools import terminal
 from collate_npu.tools.audit.case import DUMPED, Finding, Whose, size
-from collate_npu.tools.console import INTERRUPTED, WORDS
 from collate_npu.tools.kernels import tables
 from collate_npu.tools.sheet import block_for
-from collate_npu.tools.terminal import finite, largest, listed, number, put, recorder, ruled, shortened
+from collate_npu.tools.terminal import (
+    INTERRUPTED,
+    WORDS,
+    finite,
+    join_names as listed,
+    largest,
+    number,
+    put,
+    recorder,
+    ruled,
+    shortened,
+)
 
 State = Literal["right", "wrong", "unproved"]
 
@@ -371,7 +381,7 @@ def page(report: Report) -> str:
     print_report(console, report, verbose=True)
     put(console, Text("\nThe error at each token", "bold underline"), Text(_READ), *errors(report))
     put(console, Text("\nSettings", "bold"), terms((key, str(value)) for key, value in report.settings.items()))
-    return terminal.page(console, f"collate-npu audit: {headline(report)}")
+    return terminal.html_page(console, f"collate-npu audit: {headline(report)}")
 
 
 def errors(report: Report) -> Iterator[Text]:

@@ -38,7 +38,7 @@ from collate_npu.tools.audit.report import Report
 from collate_npu.tools.files import RECIPE, batch_of_file, read_rows, samples_of_rows, shipped_text
 from collate_npu.tools.kernels import check_device
 from collate_npu.tools.terminal import shortened
-from collate_npu.tools.user_code import check_callable, did_you_mean, named, refused, said, theirs
+from collate_npu.tools.user_code import check_callable, describe_error, did_you_mean, find_callable, refused, run_user_code
 
 GIVEN = ("tokenizer", "processing_class", "model", "pad_token_id", "mlm")
 """What a class, or a function that makes a collator, is given by the names of its arguments.
@@ -50,10 +50,10 @@ GIVEN = ("tokenizer", "processing_class", "model", "pad_token_id", "mlm")
 def named_collator(spec: str) -> Callable[..., Any]:
     """The function or class of a name. Modules of the working directory are found. Raises `CollateError`."""
     remedy = "Name a function of features, or what makes one."
-    return named("--collator", spec, "transformers:DataCollatorForSeq2Seq", remedy)
+    return find_callable("--collator", spec, "transformers:DataCollatorForSeq2Seq", remedy)
 
 
-_theirs = partial(theirs, "--collator")
+_theirs = partial(run_user_code, "--collator")
 
 
 def ready_collators(
@@ -397,4 +397,4 @@ class _Session:
             raise
         except BaseException as error:  # code of a checkpoint's own may end the process
             ours = isinstance(error, CollateError)
-            self.report.not_run[place] = " ".join(str(error).split()) if ours else said(error)
+            self.report.not_run[place] = " ".join(str(error).split()) if ours else describe_error(error)

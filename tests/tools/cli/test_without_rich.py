@@ -85,9 +85,9 @@ def test_show_reads_saved_batches_and_masks(gone, tmp_path):
 
 
 def test_env_is_words_or_json_and_an_interrupt_is_one(monkeypatch):
-    monkeypatch.setattr("collate_npu.tools.env.written", lambda as_json: f"json: {as_json}")
+    monkeypatch.setattr("collate_npu.tools.env.report", lambda as_json: f"json: {as_json}")
     assert [typed("env", *more).stdout for more in ([], ["--json"])] == ["json: False\n", "json: True\n"]
-    monkeypatch.setattr("collate_npu.tools.env.written", lambda as_json: signal.default_int_handler(2, None))
+    monkeypatch.setattr("collate_npu.tools.env.report", lambda as_json: signal.default_int_handler(2, None))
     done = typed("env")
     assert (done.exit_code, done.stderr) == (130, "collate-npu: INTERRUPTED: nothing was measured.\n")
 
@@ -134,4 +134,6 @@ def test_what_stands_behind_the_command_of_a_watch_is_its_own(capfd):
     for args in ("--steps 1 /bin/echo --stop -- b --help", "--steps=1 -- /bin/echo --stop -- b --help"):
         assert typed("watch", *args.split()).exit_code == 0
         assert capfd.readouterr().out == "--stop -- b --help\n"
-    assert [typed("watch", *args).exit_code for args in ((), ("--",), ("--", "no-such-command"))] == [2, 2, 2]
+    for args in ((), ("--",), ("--", "no-such-command")):
+        done = typed("watch", *args)
+        assert (done.exit_code, "no such command. Write what you would type" in done.stderr) == (2, True)

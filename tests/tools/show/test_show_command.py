@@ -18,6 +18,7 @@ from collate_npu import CollateError, PaddingCollator, Segments
 from collate_npu.masks import dense
 from collate_npu.testing import byte_tokenizer
 from collate_npu.tools.show import picture
+from collate_npu.tools.terminal import ASCII
 
 HYBRID = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
 
@@ -82,16 +83,18 @@ def test_each_input_and_each_view_fits_the_console(saved, args, said, width):
 
 
 def test_what_is_too_large_to_be_looked_at(monkeypatch):
-    monkeypatch.setattr("collate_npu.tools.show.MOST_PLACES", 32)
+    monkeypatch.setattr("collate_npu.tools.show.MOST_SQUARE", 32)
     assert ["attention_mask: bool [2, 1," in shown("--side=left", "--lengths", n) for n in ("3,4", "3,5")] == [True, False]
 
 
-def test_a_terminal_that_cannot_print_the_signs(recwarn):
+@pytest.mark.parametrize("encoding", ["ascii", "gbk"])
+def test_a_terminal_that_cannot_print_the_signs(recwarn, encoding):
     """And nothing is said of the batches it makes."""
-    done = typed("show", "--lengths", "3,5", "--side", "left", encoding="ascii")
+    done = typed("show", "--lengths", "3,5", "--side", "left", encoding=encoding)
     assert "  0 . . # # #" in done.stdout
     assert "# attends, real   . blocked, padding" in done.stdout
     assert not recwarn.list
+    assert all(chr(sign).translate(ASCII).isascii() for sign in ASCII)
 
 
 def test_one_row_of_a_batch_is_written_too(saved):

@@ -19,7 +19,7 @@ from collate_npu.consumers.mask_routing import consumers
 from collate_npu.masks import dense
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.parallel import query_rows
-from collate_npu.tools.sheet import SIGNS, Cell, attention_of, escaped, row_grid, sheet_of, squares_of_mask
+from collate_npu.tools.sheet import SIGNS, Cell, attention_of, escaped, one_owner, sheet_of, squares_of_mask
 from collate_npu.tools.show import consumer_panels, lines, rank_panels
 
 BLOCKS = st.integers(1, 9)
@@ -41,14 +41,14 @@ def test_blocks_are_those_of_the_dense_mask(attention, block):
     truth, pattern = attention
     full, ought = dense(truth, pattern=pattern), dense(truth, pattern=Pattern.sliding(1))
     for b, ids in enumerate(truth.array):
-        grid = replace(attention_of(truth, b, pattern=pattern), ought=lambda q, k, b=b: ought[b, 0, q:k].numpy()).grid(block)
-        differ = full[b, 0] & ~ought[b, 0]
-        plain = attention_of(truth, b, pattern=pattern).grid(block)
-        assert plain.cells.tolist() == kinds(full[b, 0], block)
-        assert ((grid.cells == Cell.TOO_MUCH) == (np.array(kinds(differ, block)) != Cell.BLOCKED)).all()
-        assert (plain.wrong, grid.wrong) == (0, differ.sum() + (~full[b, 0] & ought[b, 0]).sum())
+        square, differ = attention_of(truth, b, pattern=pattern), full[b, 0] & ~ought[b, 0]
+        cells, wrong = replace(square, ought=lambda q, k, b=b: ought[b, 0, q:k].numpy()).fold(block)
+        plain, none = square.fold(block)
+        assert plain.tolist() == kinds(full[b, 0], block)
+        assert ((cells == Cell.TOO_MUCH) == (np.array(kinds(differ, block)) != Cell.BLOCKED)).all()
+        assert (none, wrong) == (0, differ.sum() + (~full[b, 0] & ought[b, 0]).sum())
         held = [set(ids[s : s + block].tolist()) - {0} for s in range(0, len(ids), block)]
-        assert row_grid(ids, block).owner.tolist() == [next(iter(one)) if len(one) == 1 else 0 for one in held]
+        assert one_owner(ids, block).tolist() == [next(iter(one)) if len(one) == 1 else 0 for one in held]
 
 
 @given(free(rows=4, width=30), st.integers(20, 200))
@@ -79,7 +79,7 @@ def test_spaces_and_lines_are_seen():
 def test_every_polarity_is_drawn_as_the_truth(truth, polarity):
     assume(truth.num_tokens)
     squares, _ = squares_of_mask(dense(truth, polarity=polarity), truth.shape[0], truth)
-    assert [square.grid(1).cells.tolist() for square in squares] == dense(truth)[:, 0].long().tolist()
+    assert [square.fold(1)[0].tolist() for square in squares] == dense(truth)[:, 0].long().tolist()
 
 
 @given(sided(rows=3, shortest=4, longest=9), st.sampled_from(["keep", "masked"]), st.data())
@@ -96,9 +96,9 @@ def test_one_place_turned_around_is_the_one_place_marked(truth, polarity, data):
         assume(not re.search(r"(sliding|prefix)\(|bidirectional", str(error)))  # it is the mask of another pattern
     drawn, _ = squares_of_mask(full, truth.shape[0], truth)
     assert drawn[0].b == b  # the row that is wrong stands first
-    marked = [np.argwhere(square.grid(1).cells >= Cell.TOO_MUCH).tolist() for square in drawn]
+    marked = [np.argwhere(square.fold(1)[0] >= Cell.TOO_MUCH).tolist() for square in drawn]
     assert marked == [[[q, k]], *[[]] * (truth.shape[0] - 1)]
-    assert drawn[0].grid(1).cells[q, k] == (Cell.TOO_LITTLE if dense(truth)[b, 0, q, k] else Cell.TOO_MUCH)
+    assert drawn[0].fold(1)[0][q, k] == (Cell.TOO_LITTLE if dense(truth)[b, 0, q, k] else Cell.TOO_MUCH)
 
 
 def attended(form, facts, segments):
@@ -146,4 +146,4 @@ def test_ranks_hold_every_place_once_and_their_own_queries(layout):
     assert all(panel.derived for panel in (*panels, *rank_panels(batch_of(Segments.from_lengths([5])), cp)))
     for rank, panel in enumerate(panels):
         expected = dense(truth, rows=query_rows(16, cp.with_rank(rank)))
-        assert [square.grid(1).cells.tolist() for square in panel.squares] == expected[:, 0].long().tolist()
+        assert [square.fold(1)[0].tolist() for square in panel.squares] == expected[:, 0].long().tolist()
