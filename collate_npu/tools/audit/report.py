@@ -20,7 +20,7 @@ from rich.text import Text
 from collate_npu.proof.kernel_runs import Run
 from collate_npu.proof.measure import TIMES, Yardstick
 from collate_npu.tools import terminal
-from collate_npu.tools.audit.case import DUMPED, Finding, Whose, size
+from collate_npu.tools.audit.case import DUMPED, WAYS, Finding, Whose, size
 from collate_npu.tools.console import INTERRUPTED, WORDS
 from collate_npu.tools.kernels import tables
 from collate_npu.tools.sheet import block_for
@@ -360,9 +360,13 @@ def legend(found: Sequence[Finding]) -> Iterator[tuple[str, str]]:
     for whose, said in WHOSE.items():
         if of := [f for f in found if f.whose == whose]:
             yield said
-            yield from ((f"  {title}", meaning) for title, meaning in dict.fromkeys((f.column, f.meaning) for f in of))
+            yield from ((f"  {title}", meaning) for title, meaning in dict.fromkeys((f.column, _meaning(f)) for f in of))
     if any(f.refused for f in found):
         yield "refused", "collate_npu refuses this, and a line above says why; neither right nor wrong"
+
+
+def _meaning(finding: Finding) -> str:
+    return "as you gave it to the audit" if finding.whose == "yours" else WAYS[finding.side][finding.column].meaning
 
 
 def page(report: Report) -> str:
