@@ -188,8 +188,6 @@ class Finding:
     """|x - y| / |y| over the logits of all real tokens."""
     loss: float | None = None
     gradient: float | None = None
-    right: bool | None = None
-    """True if nothing is `astray`; None where nothing was measured."""
     astray: tuple[str, ...] = ()
     """What is not right: by the yardstick `logits`, `loss`, `gradient`; `labels` that are not those of the samples; and
     `kernels` whose arguments contradict the batch."""
@@ -198,13 +196,22 @@ class Finding:
     by_position: tuple[tuple[float, ...], ...] = ()
     """The largest difference of a logit at each token of each sample."""
 
+    @property
+    def right(self) -> bool | None:
+        """True if nothing is `astray`; None where nothing was measured."""
+        return None if self.logits is None else not self.astray
+
+    def beyond(self, tolerance: float | None) -> tuple[str, ...]:
+        """What is `astray`, with the errors of a tolerance in the place of the yardstick's."""
+        if tolerance is None:
+            return self.astray
+        errors = {"logits": self.logits, "loss": self.loss, "gradient": self.gradient}
+        larger = [name for name, error in errors.items() if error is not None and not error <= tolerance]
+        return (*larger, *(name for name in self.astray if name not in errors))
+
     def within(self, tolerance: float | None) -> bool:
-        """True if it is right by the yardstick, or each error is at most a tolerance, or it was refused."""
-        if self.logits is None:
-            return self.refused
-        if tolerance is None or {"labels", "kernels"} & {*self.astray}:
-            return bool(self.right)
-        return all(error is None or error <= tolerance for error in (self.logits, self.loss, self.gradient))
+        """True if nothing is beyond the yardstick, or a tolerance, or if it was refused."""
+        return self.refused if self.logits is None else not self.beyond(tolerance)
 
 
 class Audit:
@@ -283,7 +290,7 @@ class Audit:
         astray += ["labels"] * any(located.label_fault() for located in batches) + ["kernels"] * bool(faults)
         return Finding(
             **where, logits=worst.largest, relative=worst.logits, loss=worst.loss,
-            gradient=worst.gradient if self._gradients else None, right=not astray, astray=tuple(astray),
+            gradient=worst.gradient if self._gradients else None, astray=tuple(astray),
             note=" ".join(filter(None, [self._advice(compared, batches, whose), listed(faults)])),
             by_position=compared.by_position,
         )  # fmt: skip
