@@ -124,7 +124,8 @@ def test_packed_adds_flat_rows_and_proves_them_for_attention_alone():
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("✔ PASS: 6 of 6 cases of ours")
     assert re.search(r"llama +sdpa +right, packed +6 of 6", result.stdout)
-    assert re.search(r"llama: flat rows.*handed over by.*no boundaries +\d", result.stdout, flags=re.S)
+    verbose = run("--model", "llama", "--verbose", *PACKED).stdout
+    assert re.search(r"llama: sdpa.*handed over by.*no boundaries +packed +\d", verbose, flags=re.S)
 
 
 @NEWER
