@@ -102,25 +102,6 @@ def test_rows_padded_right_are_twinkles(lengths, micro, variable):
         assert mine["attention_mask"] is None
 
 
-def test_transformers_batches_are_twinkles():
-    for side in ("left", "right"):
-        settings = {"framework": "transformers", "padding_side": side}
-        theirs = processor(ours=False, **settings)(features([5, 2, 7]))
-        ours = processor(**settings)(features([5, 2, 7]))
-        assert set(ours) == set(theirs)
-        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-
-
-def test_flat_rows_are_twinkles():
-    rows = [feature(5), feature(7, 20, positions=[0, 1, 2, 0, 1, 2, 3])]
-    theirs = processor(ours=False, padding_free=True)(copy.deepcopy(rows))[0]
-    ours = processor(padding_free=True)(copy.deepcopy(rows))[0]
-    assert all(torch.equal(ours[key], theirs[key]) for key in (*KEYS[:3], "position_ids"))
-    assert ours["packed_seq_params"].cu_seqlens_q.tolist() == [0, 5, 8, 12]
-    assert ours.get("attention_mask") is None
-    assert "attention_mask_2d" not in ours
-
-
 # --- padding side, zeros of a mask, both multiples
 
 
@@ -273,12 +254,6 @@ def test_objects_travel_by_gloo_or_not_at_all(ranks):
 # --- what reaches the model
 
 
-def test_a_model_without_recurrent_layers_gets_no_2d_mask():
-    assert "attention_mask_2d" not in processor(needs=False)(features([5, 3]))[0]
-    with pytest.raises(CollateError, match="needs_mask_2d="):
-        twinkle.install(processor(ours=False))
-
-
 DotProductAttention, TEDotProductAttention, GatedDeltaNet = (
     type(name, (nn.Module,), {}) for name in ("DotProductAttention", "TEDotProductAttention", "GatedDeltaNet")
 )
@@ -361,13 +336,6 @@ def test_npu_drops_the_mask_only_where_that_is_exact():
     assert out["attention_mask_2d"].tolist() == [[True] * 5, [True] * 3 + [False] * 2]
     with pytest.raises(UnsupportedFormError, match="Pad right"):
         processor(padding_side="left")(features([5, 3]), **causal)
-
-
-def test_what_is_no_model_is_refused_with_what_to_pass():
-    with pytest.raises(CollateError, match=r"install\(processor, model\)"):
-        twinkle.install(gpt_model(forward=through_keywords).module)
-    with pytest.raises(CollateError, match=r"Call install\(model\)"):
-        twinkle.install(processor(ours=False), SimpleNamespace(_actors=[object()], optimizer_group={}))
 
 
 def test_several_sequences_in_a_row_of_a_transformers_model_need_padding_free_and_then_count_anew():
@@ -515,12 +483,6 @@ def test_a_transformers_model_reads_the_2d_mask_that_twinkle_drops(told):
     assert told["ours transformers, 2D alone"]["error"] <= NEAR
     assert told["upstream transformers, 2D alone"]["error"] > 0.1
     assert "padding_free=True" in told["ours transformers, packed"]["said"]
-
-
-@MODELS
-def test_an_adapter_added_after_install_has_its_masks_checked_too(told):
-    assert told["adapter"] == "computed"
-    assert told["adapter, 2D disagrees"]["raised"] == "CollateError"
 
 
 @MODELS

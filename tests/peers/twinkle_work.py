@@ -233,26 +233,6 @@ def hybrid() -> str:
     return folder
 
 
-def in_adapters() -> None:
-    """An adapter that is added, and its processor that is set, after `install`: its mask disagrees with its 2D one."""
-    from peft import LoraConfig
-    from twinkle import DeviceMesh
-    from twinkle.model import MultiLoraTransformersModel
-
-    from collate_npu.integrations import twinkle
-
-    mesh = DeviceMesh.from_sizes(dp_size=1)
-    model = MultiLoraTransformersModel(model_id=hybrid(), device_mesh=mesh, mixed_precision="no", max_loras=1, max_r=4)
-    twinkle.install(model)
-    model.add_adapter_to_model("mine", LoraConfig(r=4, target_modules="all-linear"))
-    model.set_processor("InputProcessor", adapter_name="mine")
-    rows = [{**row, "attention_mask_2d": [1] * len(row["input_ids"])} for row in features(5, 3)]
-    RESULTS["adapter"] = reported(lambda: model.forward_only(inputs=rows, adapter_name="mine") and "computed")
-    rows[1]["attention_mask_2d"] = [1, 1, 0]
-    RESULTS["adapter, 2D disagrees"] = reported(lambda: model.forward_only(inputs=rows, adapter_name="mine") and "computed")
-    twinkle.uninstall(model)
-
-
 def in_transformers() -> None:
     from twinkle import DeviceMesh
     from twinkle.model import TransformersModel
@@ -283,7 +263,7 @@ def in_transformers() -> None:
 
 def in_this_process() -> None:
     device()
-    for part in (in_transformers, in_adapters, on_cpu, in_megatron, in_local_kernels):
+    for part in (in_transformers, on_cpu, in_megatron, in_local_kernels):
         outcome = reported(part)  # mcore-bridge, which `on_cpu` imports, changes transformers' rotary positions
         if outcome is not None:
             RESULTS[part.__name__] = outcome

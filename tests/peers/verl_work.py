@@ -1,24 +1,13 @@
-"""verl's `ActorRolloutRefWorker` and trainer on a CPU; `python verl_work.py OUT.json FOLDER JOB...`.
+"""verl's `ActorRolloutRefWorker` on a CPU; `python verl_work.py OUT.json FOLDER JOB...`.
 
 A job "family alone|ours override,override..." is a worker on this rank: what its FSDP engine hands to the model, and what
-comes out. Overrides are those of `python -m verl.trainer.main_ppo`, `ours` is one more of them: the plugin, which runs
-`install_fsdp`. `ppo own|ours` is
-one step of `main_ppo` on two CPU workers; all is verl's (Ray, TransferQueue, agent loop, rewards, `compute_log_prob`,
-`update_actor`) but vLLM, in whose place is verl_server.py.
+comes out. Overrides are those of `python -m verl.trainer.main_ppo`; `ours` is one more of them: the plugin, which runs
+`install_fsdp`.
 """
 
-# ruff: noqa: E402
-import json
 import os
-import runpy
-import sys
-from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu", "RAY_USAGE_STATS_ENABLED": "0"}
-if any(word.startswith("ppo") for word in sys.argv):
-    os.environ["VERL_USE_EXTERNAL_MODULES"] += ",verl_server"
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"  # Ray counts two, and nobody looks for them
 
 import torch
 from cells import PAD, samples
@@ -32,8 +21,6 @@ from verl.utils.model import get_hf_auto_model_class
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import sft_loss
 from verl_cpu import registered
-
-from collate_npu.testing import byte_tokenizer
 
 PLUGIN = "actor_rollout_ref.model.external_lib=collate_npu.integrations.verl.plugin"
 SETTINGS = (
@@ -145,41 +132,9 @@ def engine(folder, family, who, words=""):
     return {"refused": "", "seen": told[0][2], **worst, "answers": answers}
 
 
-# --- main_ppo
-
-WORDS = (
-    "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "actor_rollout_ref.rollout.calculate_log_probs=True",
-    "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.agent.num_workers=1", "reward.num_workers=1",
-    "actor_rollout_ref.actor.optim.lr=0", "actor_rollout_ref.model.load_tokenizer=true", "critic.enable=False",
-    "algorithm.adv_estimator=grpo", "data.train_batch_size=4", "data.max_prompt_length=64", "data.max_response_length=16",
-    "data.dataloader_num_workers=0", "trainer.n_gpus_per_node=2", "trainer.device=cpu", "trainer.logger=[console,file]",
-    "trainer.val_before_train=False", "trainer.total_training_steps=1", "trainer.save_freq=-1", "trainer.test_freq=-1",
-    "trainer.resume_mode=disable", "ray_kwargs.ray_init.num_cpus=16", "+ray_kwargs.ray_init.num_gpus=2",
-    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
-)  # fmt: skip
-
-
-def ppo(folder, who):
-    import pandas
-
-    path, data, told = saved_model(folder, "qwen3_next"), folder / "data.parquet", folder / "metrics.jsonl"
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for each in messages %}{{ each['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(path)
-    rows = [{"prompt": [{"role": "user", "content": f"{n} what"}], "extra_info": {"index": n}} for n in range(4)]
-    scored = {"data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "1"}}
-    pandas.DataFrame([row | scored for row in rows]).to_parquet(data)
-    os.environ["VERL_FILE_LOGGER_PATH"] = str(told)
-    files = [f"actor_rollout_ref.model.path={path}", f"data.train_files={data}", f"data.val_files={data}"]
-    sys.argv = ["main_ppo", *files, *SETTINGS, *WORDS, *[PLUGIN] * (who == "ours")]
-    runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
-    return json.loads(told.read_text().splitlines()[-1])["data"]
-
-
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        registered()
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-        torch.distributed.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=size)
-    run_jobs(lambda folder, *words: ppo(folder, *words[1:]) if words[0] == "ppo" else engine(folder, *words))
+    registered()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=size)
+    run_jobs(engine)
