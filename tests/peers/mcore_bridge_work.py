@@ -278,34 +278,31 @@ def said(act) -> str:
     return ""
 
 
-def invariance(kernel: str, method: str) -> float:
+def invariance() -> float:
     """How far gradients, those of the routers' losses included, move when the same tokens are padded to twice the width."""
     found = []
-    full = {"recompute_granularity": "full", "recompute_num_layers": 1, "recompute_method": method}
+    full = {"recompute_granularity": "full", "recompute_num_layers": 1, "recompute_method": "block"}
     stages = build("qwen3_next", moe=True, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.1, **full)
     for width in (WIDTH, 2 * WIDTH):
         data, _ = wire("right", width)
-        loss_of(run(stages, prepared("qwen3_next", kernel, data) | {"labels": None}), data["labels"]).backward()
+        loss_of(run(stages, prepared("qwen3_next", "local", data) | {"labels": None}), data["labels"]).backward()
         found.append(gradients(stages))
     return apart(*found)
 
 
 def padded_rows() -> dict[str, Any]:
     on_cpu()
+    npu_there(True)
     out: dict[str, Any] = {}
     for name in ("qwen3_next", "qwen3_next moe", "qwen3_5") if NATIVE else ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
-        for npu in (True, False) if name == "qwen3_5" else (True,):
-            npu_there(npu)
-            out |= {f"{name}{'' if npu else ', no npu'}, {key}": value for key, value in cases(name).items()}
-    npu_there(True)
-    for kernel, method in (("flash", "uniform"), ("local", "block")) if NATIVE else ():
-        for who in ("ours", "upstream"):
-            swift.install() if who == "ours" else swift.uninstall()
-            out[f"router losses, {method}, {who}"] = invariance(kernel, method)
+        out |= {f"{name}, {key}": value for key, value in cases(name).items()}
+    for who in ("ours", "upstream") if NATIVE else ():
+        swift.install() if who == "ours" else swift.uninstall()
+        out[f"router losses, {who}"] = invariance()
     for who, (name, cp) in product(("upstream", "ours"), (("qwen3_next", 1), ("qwen3_next", 2), ("qwen3_5", 2))):
         swift.install() if who == "ours" else swift.uninstall()
         out[f"{name} on {cp} ranks is built, {who}"] = said(lambda name=name, cp=cp: build(name, cp=cp))
-    return out | delivery() | (holes() | lookahead() if NATIVE else {})
+    return out | delivery()
 
 
 def delivery() -> dict[str, Any]:
@@ -319,65 +316,6 @@ def delivery() -> dict[str, Any]:
     found["not delivered"] = said(lambda: check_delivery(model, bare, segments=truth))
     swift.uninstall()
     return found
-
-
-def lookahead() -> dict[str, Any]:
-    """Gradients of left padding against right padding with a prediction layer, past our refusal: by hand."""
-    swift.install()
-    stages = build("qwen3_next", mtp_num_layers=1)
-    found: dict[str, dict[str, Tensor]] = {}
-    for ignored, side in product((1, 2), ("left", "right")):
-        data, truth = wire(side)
-        data["labels"].masked_fill_(truth.position_ids < ignored, -100).masked_fill_(~truth.keep, -100)
-        labels = torch.roll(data["labels"], -1, dims=-1)
-        batch = {**data, "labels": labels, "extra_block_kwargs": {"attention_mask_2d": truth.keep}}
-        (run(stages, batch) * (labels != -100)).sum().backward()
-        found[f"{ignored} {side}"] = gradients(stages)
-    swift.uninstall()
-    name = "multi-token prediction, left,"
-    return {
-        f"{name} learned labels": apart(found["1 left"], found["1 right"]),
-        f"{name} first two ignored": apart(found["2 left"], found["2 right"]),
-    }
-
-
-def holes() -> dict[str, Any]:
-    """What a hole would do, were it not refused; padding on both sides."""
-    swift.install()
-    stages = build("qwen3_next")
-    hole, between = row_of([1, 1, 1, 0, 0, 1, 1, 1]), row_of([0, 1, 1, 1, 1, 1, 1, 0])
-    refused = said(lambda: gpt_batch(hole, stages[0])), said(lambda: prepared("qwen3_next", "local", hole))
-    by_hand = {"position_ids": hole["position_ids"], "extra_block_kwargs": {"attention_mask_2d": hole["attention_mask"]}}
-    by_hand |= {"input_ids": hole["input_ids"], "attention_mask": dense(truth_of(hole), polarity="masked")}
-    packed = hole | {"attention_mask": torch.ones(1, 8), "segment_ids": torch.tensor([[1, 1, 1, 2, 2, 2, 2, 2]])}
-    packed["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
-    found = {
-        "packed, refused": said(lambda: gpt_batch(packed, stages[0])),
-        "hole, refused": refused,
-        "hole, not refused": far_from_alone(stages, hole, by_hand),
-        "padding on both sides": far_from_alone(stages, between, prepared("qwen3_next", "local", between)),
-    }
-    swift.uninstall()
-    return found
-
-
-def row_of(keep: list[int]) -> dict[str, Tensor]:
-    """One row with a 2D mask."""
-    row, ids = torch.tensor([keep]), torch.arange(8)[None] + 3
-    positions = (row.cumsum(1) - 1).clamp(min=0)
-    return {"input_ids": ids, "labels": ids.masked_fill(row == 0, -100), "position_ids": positions, "attention_mask": row}
-
-
-def truth_of(row: dict[str, Tensor]) -> Segments:
-    return Segments.from_ids(row["attention_mask"])
-
-
-def far_from_alone(stages: list[Any], row: dict[str, Tensor], batch: dict[str, Any]) -> float:
-    real = row["attention_mask"][0] != 0
-    ids = row["input_ids"][:, real]
-    alone = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None], "attention_mask": None}
-    with torch.no_grad():
-        return furthest(run(stages, {**batch, "labels": None})[0, real], run(stages, alone)[0])
 
 
 def npu_there(there: bool) -> None:
@@ -566,8 +504,6 @@ def unseparated(stages: list[Any]) -> dict[str, Any]:
     mcore_bridge.uninstall()
     found["qwen3_5, upstream"] = tried(stages, inputs, truth, by_itself)
     mcore_bridge.install()
-    one = {"input_ids": inputs["input_ids"][:, :7], "cu_seqlens": torch.tensor([0, 7])}
-    found["qwen3_5, one sequence"] = said(lambda: gpt_batch(one, stages[0], padding_free=True))
     return found
 
 

@@ -9,7 +9,6 @@ import copy
 import io
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import megatron_on_cpu  # noqa: F401  (before swift.megatron)
@@ -28,7 +27,6 @@ REACHED: list[Any] = []
 """The offsets of each convolution, and its width."""
 _BUILT: dict[str, Any] = {}
 _local = DotProductAttention.forward
-os.environ |= {"GENERATIVE_RERANKER_POSITIVE_TOKEN": "y", "GENERATIVE_RERANKER_NEGATIVE_TOKEN": "n"}  # one byte each
 
 
 def question(i: int) -> list[dict[str, str]]:
@@ -39,42 +37,23 @@ def answered(i: int, text: str) -> list[dict[str, str]]:
     return [*question(i), {"role": "assistant", "content": text}]
 
 
+def pair(i: int) -> dict[str, Any]:
+    return {"messages": answered(i, "good"), "rejected_messages": answered(i, "b" * (i + 1))}
+
+
 KINDS: dict[str, tuple[type, tuple[str, ...], Any]] = {
     "seq_cls": (
         MegatronSft,
         ("--task_type", "seq_cls", "--num_labels", "3", "--problem_type", "single_label_classification"),
         lambda i: {"messages": question(i), "label": i % 3},
     ),
-    "embedding": (
-        MegatronSft,
-        ("--task_type", "embedding", "--loss_type", "infonce"),
-        lambda i: {"messages": question(i), "positive_messages": [question(5 - i)]},
-    ),
-    "reranker": (
-        MegatronSft,
-        ("--task_type", "generative_reranker", "--loss_type", "pointwise_reranker"),
-        lambda i: {
-            "messages": question(i),
-            "positive_messages": [[{"role": "assistant", "content": "yes" * i}]],
-            "negative_messages": [[{"role": "assistant", "content": "n"}]],
-        },
-    ),
-    "rm": (
-        MegatronRLHF,
-        ("--rlhf_type", "rm"),
-        lambda i: {"messages": answered(i, "good"), "rejected_messages": answered(i, "b" * (i + 1))},
-    ),
-    "dpo": (
-        MegatronRLHF,
-        ("--rlhf_type", "dpo"),
-        lambda i: {"messages": answered(i, "good"), "rejected_messages": answered(i, "b" * (i + 1))},
-    ),
+    "rm": (MegatronRLHF, ("--rlhf_type", "rm"), pair),
+    "dpo": (MegatronRLHF, ("--rlhf_type", "dpo"), pair),
     "flat": (
         MegatronSft,
         ("--padding_free", "true", "--megatron_extra_kwargs", '{"deterministic_mode": false, "persist_layer_norm": false}'),
         lambda i: {"messages": answered(i, "ok" * i)},
     ),
-    "kto": (MegatronRLHF, ("--rlhf_type", "kto"), lambda i: {"messages": answered(i, "ok" * i), "label": i % 2 == 0}),
 }
 
 
@@ -90,8 +69,6 @@ def build(kind: str, model: str, folder: str) -> Any:
             samples, _ = pipeline._prepare_dataset()
             pipeline.args.init_iters(samples, None)
             trainer = pipeline.prepare_trainer()
-        if kind == "kto":  # NCCL gathers a scalar, which Gloo does not
-            trainer.dummy_kto_trainer.accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x.reshape(-1))
         _BUILT[kind] = trainer, samples
     return _BUILT[kind]
 
@@ -170,7 +147,7 @@ def measure(model: str, folder: str, kind: str, sizes: list[int], order: list[in
 
 def _measure(kind: str, trainer: Any, samples: Any, sizes: list[int], order: list[int]) -> dict[str, Any]:
     seen: list[Any] = []
-    watched(trainer, "get_logps" if kind in ("dpo", "kto") else "get_last_tokens", seen)
+    watched(trainer, "get_logps" if kind == "dpo" else "get_last_tokens", seen)
     batches = rows_of(kind, samples, sizes)
     steps = [step(trainer, rows) for rows in batches]
     losses, pooled = {}, {}

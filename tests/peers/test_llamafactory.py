@@ -15,6 +15,7 @@ put_module("torchaudio")  # it has no wheel for this torch, and no sound is hear
 from cells import Stack, of_job
 from llamafactory.data import collator as theirs
 from processes import found_by
+from rotation import part
 from tiny_vision import VOCAB, alone as single, sample, vision_model
 
 from collate_npu import needs_mask_2d, wrap_collator
@@ -22,12 +23,11 @@ from collate_npu.testing import byte_tokenizer, tiny_model
 
 TOKENIZER = byte_tokenizer()
 RIGHT = 1e-5
-JOBS = [f"{stage} qwen3_next plain {who}" for stage in ("sft", "dpo", "kto", "rm") for who in ("own", "ours")]
-JOBS += [f"sft {rest}" for rest in ("qwen3 plain own", "qwen3 plain ours", "qwen3 neat own", "qwen3 neat ours")]
-JOBS += [
-    f"sft {rest}" for rest in ("qwen3 flat ours", "qwen3_next neat own", "qwen3_next neat ours", "qwen3_next flat ours")
+CELLS = [
+    f"sft {family} {how} {who}" for family in ("qwen3", "qwen3_next") for how in ("plain", "neat") for who in ("own", "ours")
 ]
-JOBS += ["sft qwen3_next lora ours"]  # PEFT last
+JOBS = [*CELLS, *(f"{stage} qwen3_next plain ours" for stage in part(("dpo", "kto", "rm"), 1))]
+JOBS += ["sft qwen3 flat ours", "sft qwen3_next flat ours", "sft qwen3_next lora ours"]  # PEFT last
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cells import Stack, verdict, worst_of
-from mcore_bridge.model import MultimodalGPTModel
-from mcore_bridge.model.gpts import qwen3_next
-from mcore_bridge.model.mm_gpts import qwen3_5
-from mcore_bridge.model.modules import GatedDeltaNet, TransformerBlock, TransformerLayer
+from mcore_bridge.model.modules import GatedDeltaNet
 from mcore_bridge.model.modules.gated_delta_net import _unpack_sequence
 from megatron.core import mpu
 from processes import found_by
@@ -66,11 +63,10 @@ def test_every_batch_is_as_alone_and_each_layer_gets_what_it_reads(found, layer)
             assert "attention_mask_2d" in case["handed"]["3"], name
 
 
-def test_routers_losses_do_not_count_padding_whatever_is_recomputed(found):
+def test_routers_losses_do_not_count_padding_where_layers_are_recomputed(found):
     """Aux loss and z-loss, gradients included, at twice the padding."""
-    for method in ("uniform", "block"):
-        assert found["native"][f"router losses, {method}, ours"] <= EXACT
-        assert found["native"][f"router losses, {method}, upstream"] > 0.1
+    assert found["native"]["router losses, ours"] <= EXACT
+    assert found["native"]["router losses, upstream"] > 0.1
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -99,13 +95,6 @@ def test_upstream_transformers_layer_reads_the_dense_mask_and_never_the_2d_one(f
         assert "attention_mask_2d" not in str(case["handed"]), name
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_upstream_a_router_learns_the_padding_from_a_dense_mask_alone(found, layer):
-    for name, case in runs(found, layer, "upstream"):
-        if "moe" in name:
-            assert case["router"] == dict.fromkeys("1234", case["attention"]["2"] is not None), name
-
-
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
 def test_its_cells(found, family):
     """ms-swift's `prepare_batch` for an NPU; left padding on Megatron's own attention, which reads a dense mask."""
@@ -118,19 +107,6 @@ def test_its_cells(found, family):
 
 
 # --- what cannot be run, and who says so
-
-
-def test_a_hole_is_refused_because_it_would_be_wrong(found):
-    by_gpt_batch, by_swift = found["native"]["hole, refused"]
-    for text in (by_gpt_batch, by_swift):
-        assert "UnsupportedFormError: attention_mask" in text
-        assert "rows [0] have padding between their tokens" in text
-    assert found["native"]["hole, not refused"] > 1e-2
-    assert found["native"]["padding on both sides"] <= EXACT  # and this one is no hole
-
-
-def test_several_sequences_in_a_row_are_refused(found):
-    assert "rows [0] hold several sequences. Give each sequence its own row" in found["native"]["packed, refused"]
 
 
 def test_use_mcore_gdn_0_builds_qwen3_next_with_install_alone(found):
@@ -168,11 +144,9 @@ def test_mlp_padding_free_is_refused_where_mcore_bridge_would_cut_its_mask_other
     assert prepare(arguments("qwen3", cp_partition_mode="zigzag", **settings), dict(data))["attention_mask"] is not None
 
 
-@pytest.mark.parametrize("ignored", [0, 1, 2])
-def test_multi_token_prediction_over_left_padding_is_refused_unless_its_labels_are_ignored(found, world, installed, ignored):
+@pytest.mark.parametrize("ignored", [1, 2])
+def test_multi_token_prediction_over_left_padding_is_refused_unless_its_labels_are_ignored(world, installed, ignored):
     """Measured: the gradient of the prediction layers is off by its own size, and exact with the remedy."""
-    assert found["native"]["multi-token prediction, left, learned labels"] > 0.5
-    assert found["native"]["multi-token prediction, left, first two ignored"] <= EXACT
     truth = Segments.from_lengths((7, 3), 8, "left")
     data = {"input_ids": truth.ids.long(), "position_ids": truth.position_ids, "attention_mask": truth.keep}
     data["labels"] = truth.ids.long().masked_fill(~truth.keep | (truth.position_ids < ignored), -100)
@@ -214,25 +188,6 @@ def test_layers_nobody_measured_are_not_said_to_leave_padding_out():
     finally:
         mcore_bridge.uninstall()
     assert found == ["qwen3_next", "qwen3_5"]
-
-
-def test_uninstall_gives_back_what_install_took():
-    taken = [(MultimodalGPTModel, "forward"), (TransformerBlock, "_checkpointed_forward"), (TransformerLayer, "forward")]
-    taken += [(GatedDeltaNet, "_resolve_cu_seqlens"), (qwen3_next.Qwen3NextGatedDeltaNet, "forward")]
-    taken += [(qwen3_next.Qwen3NextGatedDeltaNet, "__init__"), (qwen3_5.Qwen3_5MoeGatedDeltaNet, "forward")]
-    before = [vars(owner)[name] for owner, name in taken]
-    mcore_bridge.install()
-    assert not any(vars(owner)[name] is was for (owner, name), was in zip(taken, before))
-    mcore_bridge.uninstall()
-    assert [vars(owner)[name] for owner, name in taken] == before
-
-
-def test_a_forward_with_no_door_is_refused():
-    class Closed:
-        def forward(self, input_ids): ...
-
-    with pytest.raises(UnsupportedFormError, match="takes neither it nor extra_block_kwargs"):
-        mcore_bridge.pass_through_forward(Closed, {}, {"attention_mask_2d": 1})
 
 
 # --- flat rows: each sequence against itself alone
@@ -309,7 +264,6 @@ def test_a_convolution_that_runs_across_sequences_is_refused(flat):
     for said in (case["qwen3_5, gpt_batch"], case["qwen3_5, install"]["raised"]):
         assert "USE_MCORE_GDN: got 0 and a flat row. With transformers 5.19.0 the convolution" in said
         assert "Unset it: Megatron's own layer takes flat rows." in said
-    assert case["qwen3_5, one sequence"] == ""
     for row in ("side by side", "each padded"):  # the remedy
         assert flat["native"][f"qwen3_5, {row}"]["logits"] <= EXACT
 

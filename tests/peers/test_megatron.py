@@ -22,16 +22,7 @@ from megatron_world import (
 )
 from torch import Tensor
 
-from collate_npu import (
-    BatchAdapter,
-    CollateError,
-    PaddingCollator,
-    Segments,
-    check_delivery,
-    gather_sequence,
-    guard_first_batch,
-    last_token,
-)
+from collate_npu import CollateError, PaddingCollator, Segments, check_delivery, gather_sequence
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations.megatron import gpt_batch, packed_seq_params
 from collate_npu.masks import dense
@@ -155,18 +146,6 @@ def test_recurrent_layers_get_the_tokens_whose_zigzag_they_undo(model, monkeypat
         gpt_batch(flat, model, context_parallel=zigzag, padding_free=True)
 
 
-def test_the_loop_without_any_framework(model):
-    """The same collator, `BatchAdapter` instead of `gpt_batch`, the way back with `last_token`."""
-    collator = PaddingCollator(pad_token_id=PAD, padding_side="left")
-    adapter = BatchAdapter(model, consumer="megatron")
-    inputs, segments = adapter.with_segments(collator(samples(*LENGTHS)))
-    inputs.pop("labels")
-    last = last_token(model(**inputs), segments)
-    for b, row in enumerate(samples(*LENGTHS)):
-        alone, _ = gpt_batch(collator([row]), model)
-        assert (model(**{**alone, "labels": None})[0, -1] - last[b]).abs().max() <= 1e-5
-
-
 # --- delivery: what `gpt_batch` hands over passes, other hand-overs name the layers
 
 
@@ -196,15 +175,6 @@ def test_check_delivery_of_a_kernel_that_reads_no_mask(model, fused):
     left, truth = gpt_batch(ours(samples(*LENGTHS), "left"), model)
     with pytest.raises(CollateError, match="goes on from padding"):
         check_delivery(fused, left, segments=truth)
-
-
-def test_the_guard_sees_the_first_forward_of_a_loop(model):
-    inputs, segments = gpt_batch(ours(samples(*LENGTHS), "left"), model)
-    guard_first_batch(model, segments=segments)
-    with pytest.raises(CollateError, match="self_attention"):
-        model(**inputs | {"attention_mask": torch.zeros(3, 1, 7, 7, dtype=torch.bool)})
-    guard_first_batch(model, segments=segments, alone=True)
-    model(**inputs)
 
 
 # --- two Gloo processes: context parallelism, or tensor and sequence parallelism, against one process
@@ -343,27 +313,6 @@ def sequence_parallel(multiple: int, padding_free: bool = False) -> dict[str, An
     return {"loss": loss.detach(), "aux": aux, "routers": routers, "shape": list(inputs["padding_mask"].shape)}
 
 
-def width_refusal() -> str:
-    """Of rows whose width the ranks cannot share out."""
-    model = build(**KERNEL, tensor_model_parallel_size=2, sequence_parallel=True)
-    try:
-        gpt_batch(PaddingCollator(pad_token_id=PAD)(ODD), model)
-    except CollateError as error:
-        return str(error)
-    return ""
-
-
-def rank_refusal() -> str:
-    """The second rank's batch is refused before any split. What each says."""
-    model = build(**DENSE)
-    batch = of_rows() | ({"labels": of_rows()["input_ids"], "loss_mask": torch.ones(3, 8)} if dist.get_rank() else {})
-    try:
-        gpt_batch(batch, model, context_parallel=ContextParallel.from_megatron())
-    except CollateError as error:
-        return str(error)
-    return ""
-
-
 # --- the tests of them
 
 IMPORTS = 120
@@ -406,12 +355,6 @@ def test_it_has_power(pool, case, how):
         assert max(compared(found, alone).values()) > 1e-2
 
 
-def test_a_rank_whose_batch_is_refused_says_so(pool):
-    told, refused = pool("test_megatron.rank_refusal", seconds=IMPORTS)
-    assert "rank 1 raised CollateError: loss_mask" in told
-    assert refused.startswith("loss_mask: got beside labels")
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_each_key_is_what_megatrons_own_split_gives_the_rank(pool, side):
     pool("test_megatron.check_split", side, seconds=IMPORTS)
@@ -428,9 +371,3 @@ def test_routers_under_sequence_parallelism_count_no_padding(tensor_ranks, multi
         assert abs(found["loss"] - alone["loss"]) <= 1e-5 * alone["loss"]
         assert (found["aux"] - alone["aux"]).abs().max() <= 1e-5
         assert far(found["routers"], alone["routers"]) <= 1e-5
-
-
-def test_a_width_that_sequence_parallelism_cannot_share_out(tensor_ranks):
-    for said in tensor_ranks("test_megatron.width_refusal", seconds=IMPORTS):
-        assert "width: got 7 tokens" in said
-        assert "pad_to_multiple_of=2" in said

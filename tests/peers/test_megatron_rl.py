@@ -17,7 +17,7 @@ from megatron_world import HIDDEN, TEDotProductAttention, causal_conv1d, chunk_g
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from collate_npu import BatchAdapter, CollateError, Segments
+from collate_npu import CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron, slime
 from collate_npu.integrations.megatron import packed_seq_params
@@ -181,13 +181,6 @@ def test_every_sample_of_their_flat_rows_equals_itself_alone(by_itself, kind, ma
 
 
 @needs_native
-@pytest.mark.parametrize("make", ["bshd", "roll_padded"])
-def test_rows_padded_right_are_exact_without_a_word_of_padding(by_itself, make):
-    apart = gaps(learned(hybrid(), [getattr(batches, make)(SAMPLES)], [LENGTHS]), by_itself["hybrid"])
-    assert max(apart.values()) <= EXACT, apart
-
-
-@needs_native
 @pytest.mark.parametrize("make", ["slime", "roll_packed"])
 def test_and_on_two_ranks_where_the_kernels_of_whole_rows_are_judged(pool, by_itself, make):
     for found in pool("test_megatron_rl.together", make, seconds=IMPORTS):
@@ -202,25 +195,6 @@ def test_a_rule_that_lost_its_boundaries_is_told_on_two_ranks_too(pool, by_itsel
     for found in pool("test_megatron_rl.together", "slime", True, seconds=IMPORTS):
         assert gaps(found, by_itself["hybrid"])["logits"] > WRONG
         assert "goes on from another sequence" in found["told"][0]
-
-
-@needs_native
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_mindspeed_mm_drops_its_mask_which_is_exact_padded_right_alone(by_itself, side):
-    """Its Qwen3.5 calls the language model with None (modeling_qwen3_5.py:445-456)."""
-    batch = batches.mindspeed_mm(SAMPLES, side=side)
-    adapter = BatchAdapter(needs_mask_2d=True, consumer="mindspeed_mm")
-    with torch.no_grad():
-        out = hybrid()(input_ids=batch["input_ids"], position_ids=None, attention_mask=None)
-    found = [row[keep.bool()] for row, keep in zip(out, batch["attention_mask"])]
-    lost = max(float((x - y).abs().max()) for x, y in zip(found, by_itself["hybrid"]["logits"]))
-    if side == "right":
-        assert lost < EXACT
-        assert adapter(batch)["attention_mask"] is None
-    else:
-        assert lost > WRONG
-        with pytest.raises(UnsupportedFormError, match=r"MindSpeed-MM computes plain causal attention.*Pad right"):
-            adapter(batch)
 
 
 @pytest.mark.parametrize("here", [False, True])

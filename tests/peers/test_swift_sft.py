@@ -176,14 +176,7 @@ def test_megatron_sft_knows_every_word(job, tmp_path):
 # trainer; a CPU stands for CUDA (`megatron_on_cpu`). GRPO and GKD need a rollout engine: of them the log-probabilities.
 
 
-TRAINERS = {
-    "seq_cls": "MegatronTrainer",
-    "embedding": "MegatronEmbeddingTrainer",
-    "reranker": "MegatronRerankerTrainer",
-    "rm": "MegatronRewardTrainer",
-    "dpo": "MegatronDPOTrainer",
-    "kto": "MegatronKTOTrainer",
-}
+TRAINERS = {"seq_cls": "MegatronTrainer", "rm": "MegatronRewardTrainer", "dpo": "MegatronDPOTrainer"}
 
 
 @pytest.fixture(scope="module")

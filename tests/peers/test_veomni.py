@@ -148,8 +148,7 @@ def test_cells(saved, family, attention):
 TEXTS = ["1 a short one", "2 and another that is longer", "3 three", "4 four four"] * 2
 PAIRS = [{"prompt": text, "chosen": text[::-1], "rejected": " no"} for text in TEXTS]
 JOBS = [f"qwen3_5_text {FLASH} {rest}" for rest in ("tail ours", "ulysses own", "ulysses ours")]
-DPO = [f"qwen3_5_text {FLASH} {setting} ours" for setting in ("dpo", "dpo-ulysses")]
-DPO += ["qwen3 sdpa dpo ours", "qwen3 sdpa dpo own"]
+DPO = [f"qwen3_5_text {FLASH} dpo-ulysses ours", "qwen3 sdpa dpo ours", "qwen3 sdpa dpo own"]
 NEXT = [f"qwen3_next sdpa {rest}" for rest in ("packed own", "packed ours", "single ours", "single own")]
 
 
