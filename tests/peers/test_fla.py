@@ -283,6 +283,7 @@ def test_the_command_finds_flas_own_kernels_right_on_our_arguments(device, opera
     assert (device == "npu") == any(run["state"] == "would run" for run in runs)
 
 
+@pytest.mark.nightly
 def test_the_interpreters_bfloat16_is_not_taken_for_the_kernels():
     code, runs, said = command("--dtype", "bfloat16", "--operator", "fla.chunk_gated_delta_rule")
     assert (code, [run["state"] for run in runs]) == (2, ["not here"]), said

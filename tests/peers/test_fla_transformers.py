@@ -99,18 +99,3 @@ def test_a_flat_row_is_as_alone_and_needs_both_boundaries(model, alone):
         with torch.no_grad():
             wrong = model(**{**batch, key: None}).logits[0]
         assert (wrong - alone[0]).abs().max() > 0.5, key
-
-
-def test_rows_padded_left_are_as_alone(model, alone):
-    if model.config.model_type == "kimi_linear":
-        pytest.skip("its kernels take the interpreter a minute for one flat row, which tells enough")
-    batch = PaddingCollator(pad_token_id=PAD, model=model, padding_side="left")(SAMPLES)
-
-    def real(logits):
-        return torch.cat([row[len(row) - len(ids) :] for row, ids in zip(logits, IDS)])
-
-    logits, gradients = run(model, batch)
-    assert max(errors((real(logits), gradients), alone)) < 1e-4
-    with torch.no_grad():
-        bare = model(**{**batch, "attention_mask": None}).logits
-    assert (real(bare) - alone[0]).abs().max() > 0.5

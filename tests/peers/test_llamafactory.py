@@ -16,9 +16,8 @@ from cells import Stack, of_job
 from llamafactory.data import collator as theirs
 from processes import found_by
 from rotation import part
-from tiny_vision import VOCAB, alone as single, sample, vision_model
 
-from collate_npu import needs_mask_2d, wrap_collator
+from collate_npu import wrap_collator
 from collate_npu.testing import byte_tokenizer, tiny_model
 
 TOKENIZER = byte_tokenizer()
@@ -101,37 +100,3 @@ def test_the_flat_row_of_neat_packing_on_flash_attention():
         logits = model(**batch).logits[0]
         alone = torch.cat([model(input_ids=torch.tensor([one])).logits[0] for one in ids])
     assert (logits[:8] - alone).abs().max() < 1e-4
-
-
-class Images:
-    """The processor's part: here the pixels were made by hand."""
-
-    image_token = audio_token = None
-
-    def get_mm_inputs(self, images, *rest):
-        pixels, grids = zip(*images)
-        return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
-
-
-def with_images(features):
-    for feature in features:
-        ids = feature["input_ids"]
-        images = [(feature["pixel_values"], feature["image_grid_thw"])]
-        yield {"input_ids": ids, "labels": list(ids), "attention_mask": [1] * len(ids), "images": images}
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5"])
-def test_multimodal_positions_are_kept(name, side):
-    model, tokenizer = vision_model(name), byte_tokenizer(padding_side=side)
-    samples = [sample(9, seed=1), sample(14, seed=2, image=(4, 8))]
-    inner = theirs.MultiModalDataCollatorForSeq2Seq(tokenizer=tokenizer, template=template(Images()), model=model)
-    tokenizer.pad_token_id = VOCAB - 1
-    own, ours = inner(list(with_images(samples))), wrap_collator(inner, model=model)(list(with_images(samples)))
-    assert ours["position_ids"].shape == own["position_ids"].shape == (4, *ours["input_ids"].shape)
-    assert torch.equal(ours["position_ids"], own["position_ids"])
-    with torch.no_grad():
-        logits = model(**{key: value for key, value in ours.items() if key not in ("labels", "rope_deltas")}).logits
-    for row, keep, feature in zip(logits, ours["attention_mask"].bool(), samples):
-        assert (row[keep] - single(model, feature)).abs().max() < 1e-4
-    assert needs_mask_2d(model) == (name == "qwen3_5")

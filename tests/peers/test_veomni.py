@@ -146,9 +146,7 @@ def test_cells(saved, family, attention):
 # --- the trainer
 
 TEXTS = ["1 a short one", "2 and another that is longer", "3 three", "4 four four"] * 2
-PAIRS = [{"prompt": text, "chosen": text[::-1], "rejected": " no"} for text in TEXTS]
 JOBS = [f"qwen3_5_text {FLASH} {rest}" for rest in ("tail ours", "ulysses own", "ulysses ours")]
-DPO = [f"qwen3_5_text {FLASH} dpo-ulysses ours", "qwen3 sdpa dpo ours", "qwen3 sdpa dpo own"]
 NEXT = [f"qwen3_next sdpa {rest}" for rest in ("packed own", "packed ours", "single ours", "single own")]
 
 
@@ -156,11 +154,10 @@ NEXT = [f"qwen3_next sdpa {rest}" for rest in ("packed own", "packed ours", "sin
 def trained(saved, tmp_path_factory):
     """What each job saw, by rank. VeOmni has no Qwen3-Next of its own: MODELING_BACKEND=hf runs transformers'."""
     folder, found = Path(saved("qwen3")).parent, {}
-    for name, rows in (("data", [{"content_split": text} for text in TEXTS]), ("pairs", PAIRS)):
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    for job in (*JOBS, *DPO, *NEXT):
+    (folder / "data.jsonl").write_text("\n".join(json.dumps({"content_split": text}) for text in TEXTS), encoding="utf-8")
+    for job in (*JOBS, *NEXT):
         saved(job.split()[0])
-    for jobs, backend in (((*JOBS, *DPO), {}), (NEXT, {"MODELING_BACKEND": "hf"})):
+    for jobs, backend in ((JOBS, {}), (NEXT, {"MODELING_BACKEND": "hf"})):
         out = tmp_path_factory.mktemp("trained")
         found_by("veomni_work", out, folder, *jobs, variants=(backend,), ranks=2)
         ranks = [torch.load(out / f"veomni_work-0.json.{rank}.pt", weights_only=False) for rank in range(2)]
@@ -200,23 +197,8 @@ def errors(trained, saved, job):
 @pytest.mark.parametrize("job", [*JOBS, "qwen3_next sdpa single ours"])
 def test_train_py_on_two_ranks(trained, saved, job):
     told, count = errors(trained, saved, job)
-    print(job, told, count, trained[job][0]["told"][:2])
     assert told["verdict"] == "right"
     assert count >= 3
-
-
-@pytest.mark.parametrize("job", DPO)
-def test_its_dpo_on_two_ranks(trained, saved, job):
-    """Chosen and rejected are two sequences of one row; a batch gives the sum of each one's log-probabilities."""
-    model, encode, truth = AutoModelForCausalLM.from_pretrained(saved(job.split()[0])).eval(), byte_tokenizer().encode, []
-    for pair in PAIRS[:4]:
-        rows = [encode(pair["prompt"] + pair[key]) for key in ("chosen", "rejected")]
-        truth.append([float(row[len(encode(pair["prompt"])) - 1 :].sum()) for row in alone(model, rows)])
-    found = torch.cat([torch.stack(sums, 1) for rank in trained[job] for sums in rank["seen"]])
-    error = float((found[:, None] - torch.tensor(truth)).abs().amax(-1).amin(-1).max())
-    print(job, error, found.shape)
-    assert trained[job][0]["refused"] == ""
-    assert error > WRONG if job.endswith("own") else error < 1e-3
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])

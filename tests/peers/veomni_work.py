@@ -19,7 +19,6 @@ import yaml
 from veomni.arguments import parse_args
 from veomni.ops.kernel_registry import KERNEL_REGISTRY, HardwareRequirement, KernelSpec
 from veomni.ops.kernels.attention import flash
-from veomni.trainer.text_dpo_trainer import TextDPOTrainer, VeOmniDPOArguments
 from veomni.trainer.text_trainer import TextTrainer, VeOmniArguments
 
 from collate_npu import CollateError, adapt
@@ -34,24 +33,17 @@ for name, answer in CARD.items():
     setattr(torch.cpu, name, lambda *_, answer=answer: answer)
 
 
-TOLD = []
-"""The offsets that attention and the recurrent layers were told, in turn."""
-
-
 def convolution(x, weight, bias, activation, seq_idx, backend, cu_seqlens):
-    TOLD.append(("conv", cu_seqlens.tolist()))
     return reference_causal_conv1d(x, weight, bias, activation=activation, cu_seqlens=cu_seqlens), None
 
 
 def delta_rule(*args, cu_seqlens, **kwargs):
-    TOLD.append(("rule", cu_seqlens.tolist()))
     return reference_gated_delta_rule(*args, cu_seqlens=cu_seqlens, **kwargs)
 
 
 def attention(query, key, value, attention_mask, *, cu_seq_lens_q, softmax_scale, sliding_window=None, **kwargs):
     """Sequence by sequence, as a kernel with offsets goes: `[1, T, heads, size]`."""
     assert attention_mask is None or bool(attention_mask.all())
-    TOLD.append(("attention", cu_seq_lens_q.tolist()))
     groups, outs = query.shape[2] // key.shape[2], []
     for start, end in pairwise(cu_seq_lens_q.tolist()):
         q, k, v = (x[:, start:end].transpose(1, 2) for x in (query, key, value))
@@ -81,13 +73,12 @@ def kernels(attention):
 # --- a job
 
 SETTINGS = {"packed": {}, "tail": {"pad_to_length": True}, "ulysses": {"ulysses_size": 2}}
-SETTINGS |= {"dpo": {"name": "pairs"}, "dpo-ulysses": {"name": "pairs", "ulysses_size": 2}}
 SETTINGS["single"] = {"dyn_bsz": False, "max_steps": 4}
 
 
-def config(folder, model, attention, *, pad_to_length=False, ulysses_size=1, dyn_bsz=True, max_steps=1, name="data"):
+def config(folder, model, attention, *, pad_to_length=False, ulysses_size=1, dyn_bsz=True, max_steps=1):
     told_kernels = kernels(attention)
-    data = {"train_path": str(folder / f"{name}.jsonl"), "data_type": "plaintext", "text_keys": "content_split"}
+    data = {"train_path": str(folder / "data.jsonl"), "data_type": "plaintext", "text_keys": "content_split"}
     data |= {"max_seq_len": 64, "train_size": 256, "dyn_bsz_buffer_size": 4}
     data |= {"dataloader": {"num_workers": 0, "pin_memory": False, "drop_last": False}}
     whole = dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), "float32")
@@ -98,44 +89,28 @@ def config(folder, model, attention, *, pad_to_length=False, ulysses_size=1, dyn
     train |= {"checkpoint": {"output_dir": str(folder / "out"), "save_steps": 0, "save_epochs": 0, "save_hf_weights": False}}
     named = {"model_path": str(folder / model), "tokenizer_path": str(folder / model), "ops_implementation": told_kernels}
     path = folder / f"{model}-{os.environ['RANK']}.yaml"
-    told = {"model": named, "data": data, "train": train}
-    told |= {"dpo_config": {"refer_model_precision": "float32"}} if name == "pairs" else {}
-    path.write_text(yaml.safe_dump(told), encoding="utf-8")
+    path.write_text(yaml.safe_dump({"model": named, "data": data, "train": train}), encoding="utf-8")
     return str(path)
-
-
-def detached(value):
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def run(folder, model, attention, setting, who):
     seen, refused = [], ""
     sys.argv = ["train.py", config(folder, model, attention, **SETTINGS[setting])]
-    if setting.startswith("dpo"):
-        TextDPOTrainer.model = property(lambda self: self.base.model)  # asked for, and not there (text_dpo_trainer.py:211)
-        trainer = TextDPOTrainer(parse_args(VeOmniDPOArguments))
-        models = [trainer.base.model, trainer.reference_model]
-        forward = trainer.concatenated_forward
-        trainer.concatenated_forward = lambda *args: seen.append(forward(*args)) or seen[-1]
-    else:
-        trainer = TextTrainer(parse_args(VeOmniArguments))
-        models = [trainer.base.model]
+    trainer = TextTrainer(parse_args(VeOmniArguments))
     if who == "ours":
-        for model in models:
-            adapt(model)
+        adapt(trainer.base.model)
 
     def note(module, args, kwargs, output):
-        seen.append((kwargs["input_ids"][0].tolist(), output.logits.view(-1, output.logits.shape[-1])))
+        seen.append((kwargs["input_ids"][0].tolist(), output.logits.detach().view(-1, output.logits.shape[-1])))
 
-    if not setting.startswith("dpo"):
-        trainer.base.model.register_forward_hook(note, with_kwargs=True)
+    trainer.base.model.register_forward_hook(note, with_kwargs=True)
     try:
         trainer.train()
     except (CollateError, RuntimeError) as error:
         refused = f"{type(error).__name__}: {error}"
         traceback.print_exc()
         trainer.base.destroy_distributed()
-    return {"seen": [tuple(map(detached, each)) for each in seen], "refused": refused}
+    return {"seen": seen, "refused": refused}
 
 
 if __name__ == "__main__":
@@ -146,8 +121,7 @@ if __name__ == "__main__":
     for n, job in enumerate(jobs):
         store = dist.FileStore(f"{os.environ['STORE']}-{n}", size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        TOLD.clear()
-        found[job] = run(Path(folder), *job.split()) | {"told": list(TOLD)}
+        found[job] = run(Path(folder), *job.split())
     torch.save(found, f"{out}.{rank}.pt")
     Path(out).write_text("null", encoding="utf-8")
     os._exit(0)  # a trainer that refused leaves threads of its data behind
