@@ -239,8 +239,10 @@ FOR_ASCEND = {"causal_conv1d_fwd_kernel", "causal_conv1d_bwd_dx_kernel"}
 FOR_ASCEND |= {"chunk_gated_delta_rule_fwd_kernel_h_blockdim64_npu", "chunk_bwd_kernel_dqkwg_npu"}
 
 
+@pytest.mark.long("fla under transformers")
 def test_an_adapted_model_packs_with_them(monkeypatch):
-    """Of a family that no other test of this process imports: transformers looks for causal-conv1d at an import."""
+    """Of a family that no other test of this process imports: transformers looks for causal-conv1d at an import. The
+    adapter's probe is 32 forwards."""
     small = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 1)  # for the interpreter's sake
     small |= {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
     monkeypatch.setitem(probe._FAMILY, "qwen3_5_moe_text", small)

@@ -1,4 +1,4 @@
-"""transformers' own hybrids, whose dispatch finds fla's released kernels: flat rows and padded ones, each sequence as alone.
+"""transformers' own hybrids, whose dispatch finds fla's released kernels: each sequence of a flat row as alone.
 
 The kernels run in Triton's interpreter. causal-conv1d is CUDA: its place is taken by our reference, where transformers looks
 for the package. Alone a sequence is run by transformers' own torch functions, without any kernel.
@@ -25,7 +25,7 @@ from collate_npu.testing import tiny_model
 
 pytestmark = pytest.mark.long("fla under transformers")
 PAD = 256
-IDS = [[5, 9, 2, 77, 3, 8], [7], [40, 41, 42, 43, 44, 41, 200, 31, 64]]
+IDS = [[5, 9, 2, 77, 3, 8], [40, 41, 42, 43, 44, 41, 200, 31, 64]]
 SAMPLES = [{"input_ids": ids, "labels": ids} for ids in IDS]
 
 
@@ -48,8 +48,11 @@ def model(request):
     package.__spec__ = ModuleSpec("causal_conv1d", None)
     package.causal_conv1d_fn, package.causal_conv1d_update = causal_conv1d_fn, None
     sys.modules["causal_conv1d"] = package
-    with pytest.MonkeyPatch.context() as patch:  # one head, for the interpreter's sake
-        patch.setitem(probe._FAMILY, "kimi_linear", {"linear_num_heads": 1})
+    small = dict.fromkeys(("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"), 1)
+    small |= {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    small |= {"mlp_layer_types": ["dense", "sparse"]} if request.param == "kimi_linear" else {}
+    with pytest.MonkeyPatch.context() as patch:  # for the interpreter's sake
+        patch.setitem(probe._FAMILY, request.param, small)
         built = tiny_model(request.param, vocab_size=PAD + 1)
     fla_interpreted.count_in_triton()
     return built
