@@ -327,22 +327,21 @@ def npu_there(there: bool) -> None:
 
 
 def cases(name: str) -> dict[str, Any]:
+    """With `install`; of what the page of stacks shows without it, too."""
     model_type, _, moe = name.partition(" ")
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    out = {}
-    plans = [("1 stage", 1, {}), ("2 stages, recomputed", 2, full)]
-    for plan, stages, changed in plans if "moe" in name else plans[:1]:
-        swift.install()  # without it USE_MCORE_GDN=0 cannot build Qwen3-Next
-        is_moe = bool(moe) or model_type.endswith("_moe")
+    swift.install()  # without it USE_MCORE_GDN=0 cannot build Qwen3-Next
+    is_moe, out = bool(moe) or model_type.endswith("_moe"), {}
+    for plan, stages, changed in (("1 stage", 1, {}), ("2 stages, recomputed", 2, full))[: 1 + is_moe]:
         built = build(model_type, moe=is_moe, stages=stages, moe_aux_loss_coeff=0.0, **changed)
         by_itself = alone(built)
         for kernel, side in (("flash", "right"), ("template", "right"), ("local", "right"), ("local", "left")):
-            for who in ("ours", "upstream"):
+            shown = NATIVE and not moe and (kernel, side) in (("template", "right"), ("local", "left"))
+            for who in ("upstream", "ours") if shown else ("ours",):
                 swift.install() if who == "ours" else swift.uninstall()
                 data = swift_world.collate(arguments(model_type), *LENGTHS) if kernel == "template" else wire(side)[0]
                 batch = prepared(model_type, kernel, data)
                 out[f"{plan}, {kernel}, {side}, {who}"] = measure(built, batch, side, by_itself)
-        swift.install()
         for source, side in product(("gpt_batch", "adapter"), ("left", "right")) if stages == 1 else ():
             out[f"{plan}, {source}, {side}, ours"] = from_ours(built, source, side, by_itself)
     swift.uninstall()
@@ -412,7 +411,6 @@ SPOILT = {
     "real offsets alone, a tail": ([0, 7, 10, 15], None),
     "padded offsets that end early": ([0, 7, 10, 15], [0, 8, 12, 18]),
     "lengths": ([7, 3, 5], None),
-    "real offsets, and a tail of their own": ([0, 7, 10, 15, 20], None),
     "real beside padded": ([0, 7, 10, 15], [0, 8, 12, 20]),
 }
 """Rows 7, 3, 5 by offsets of others; the second reads "a tail", `0 7 10 16`, the others "each padded", `0 8 12 20`."""
@@ -431,27 +429,15 @@ def recurrent_layers_get(stages: list[Any], params: Any) -> Iterator[None]:
             hook.remove()
 
 
-def traps(stages: list[Any]) -> dict[str, Any]:
-    """What offsets of others do upstream, and what is said of them with `install`."""
+def traps(stages: list[Any]) -> dict[str, str]:
+    """What is said of offsets of others."""
     found = {}
     for name, (real, padded) in SPOILT.items():
-        row = "a tail" if name.endswith("a tail") else "each padded"
-        inputs, truth = gpt_batch(flat(row), stages[0], padding_free=True)
-        by_itself, inputs = alone(stages, ROWS[row][0]), {**inputs, "extra_block_kwargs": {}}
+        inputs, _ = gpt_batch(flat("a tail" if name.endswith("a tail") else "each padded"), stages[0], padding_free=True)
+        given = {**only_tokens(inputs), "extra_block_kwargs": {}}
         with recurrent_layers_get(stages, params_of(real, padded, 8)):
-            mcore_bridge.uninstall()
-            upstream = tried(stages, inputs, truth, by_itself)
-            mcore_bridge.install()
-            found[name] = {"upstream": upstream, "ours": tried(stages, inputs, truth, by_itself)}
+            found[name] = said(lambda given=given: run(stages, given))
     return found
-
-
-def tried(stages: list[Any], inputs: dict[str, Any], truth: Segments, by_itself: Alone) -> dict[str, Any]:
-    """What `measure_flat` finds, or what was raised."""
-    found: dict[str, Any] = {}
-    raised = said(lambda: found.update(measure_flat(stages, inputs, truth, by_itself)))
-    gradients(stages)
-    return found | ({"raised": raised} if raised else {})
 
 
 def flat_rows() -> dict[str, Any]:
@@ -463,7 +449,7 @@ def flat_rows() -> dict[str, Any]:
         model_type, _, moe = name.partition(" ")
         stages = build(model_type, moe=bool(moe), deterministic_mode=False, moe_aux_loss_coeff=0.0)
         if model_type == "qwen3_5" and not NATIVE:
-            out |= unseparated(stages)
+            out["qwen3_5, side by side"] = unseparated(stages)
             continue
         for row in ROWS:
             inputs, truth = gpt_batch(flat(row), stages[0], padding_free=True)
@@ -491,21 +477,13 @@ def only_tokens(batch: dict[str, Any]) -> dict[str, Any]:
     return {key: batch[key] for key in ("input_ids", "position_ids", "attention_mask", "packed_seq_params")}
 
 
-def unseparated(stages: list[Any]) -> dict[str, Any]:
-    """Qwen3.5 with transformers' layer: what upstream makes of a flat row, and who says so."""
-    found: dict[str, Any] = {}
-    by_itself = alone(stages, ROWS["side by side"][0])
-    found["qwen3_5, gpt_batch"] = said(lambda: gpt_batch(flat("side by side"), stages[0], padding_free=True))
+def unseparated(stages: list[Any]) -> list[str]:
+    """What is said of a flat row of Qwen3.5 with transformers' layer."""
     row, truth = flat("side by side"), Segments.from_lengths([ROWS["side by side"][0]])
     offsets = truth.cu_seqlens.tolist()
-    params = params_of(offsets, offsets, 7)
     inputs = {"input_ids": row["input_ids"], "position_ids": truth.position_ids, "attention_mask": None}
-    inputs["packed_seq_params"] = params
-    found["qwen3_5, install"] = tried(stages, inputs, truth, by_itself)
-    mcore_bridge.uninstall()
-    found["qwen3_5, upstream"] = tried(stages, inputs, truth, by_itself)
-    mcore_bridge.install()
-    return found
+    inputs["packed_seq_params"] = params_of(offsets, offsets, 7)
+    return [said(lambda: gpt_batch(row, stages[0], padding_free=True)), said(lambda: run(stages, inputs))]
 
 
 # --- a row on one rank and on two

@@ -180,27 +180,3 @@ def _joined(parts: list[Any], halves: bool) -> Any:
     return torch.cat(
         [torch.cat([part[: len(part) // 2] for part in parts]), torch.cat([part[len(part) // 2 :] for part in parts])]
     )
-
-
-def per_token(model: str, folder: str) -> dict[str, float]:
-    """What GRPO reads of policy and reference (rlhf_mixin.py:95, trainers/utils.py:412): the error against samples alone."""
-    trainer, samples = build("dpo", model, folder)
-    swift.install()
-    try:
-        drawn = [samples[0], samples[1]]
-        padded, rows = _logps(trainer, drawn), [_logps(trainer, [sample]) for sample in drawn]
-    finally:
-        swift.uninstall()
-    errors, size = [], 0.0
-    for i, alone in enumerate(rows):
-        for half, lonely in zip((i, i + 2), alone):  # two chosen, then two rejected
-            real = lonely != 0
-            errors.append(float((padded[half, : len(lonely)] - lonely)[real].abs().max()))
-            size = max(size, float(lonely.abs().max()))
-    return {"error": max(errors), "size": size}
-
-
-def _logps(trainer: Any, rows: list[Any]) -> torch.Tensor:
-    batch = trainer.data_collator(copy.deepcopy(rows))
-    logps, _ = trainer.compute_per_token_logps(trainer.unwrapped_models[0], iter([batch]))
-    return logps * (batch["labels"].roll(-1, dims=-1) != -100)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import strategies
 import titan_kernels
 import torch
 from hypothesis import given, settings, strategies as st
@@ -70,20 +71,13 @@ def tokens_of(segments):
 # --- masks and offsets beside torchtitan's own
 
 
-@st.composite
-def rows_of_ids(draw, holes=True):
-    """Rows of documents with padding before, between and after them, and, where asked, holes inside."""
-    rows = []
-    for _ in range(draw(st.integers(1, 3))):
-        row = [0] * draw(st.integers(0, 3))
-        for number in range(1, draw(st.integers(1, 3)) + 1):
-            row += [number] * draw(st.integers(1, 5))
-            if holes and draw(st.booleans()):
-                row += [0, number]
-            row += [0] * draw(st.integers(0, 2))
-        rows.append(row)
-    width = max(map(len, rows))
-    return Segments.from_ids(torch.tensor([row + [0] * (width - len(row)) for row in rows]))
+def parted(rows):
+    """Rows of documents with padding before, between and after them, from `(padding, length)` of each."""
+    ids = [[n for k, (gap, length) in enumerate(row, 1) for n in [0] * gap + [k] * length] for row in rows]
+    return Segments.from_ids([row + [0] * (max(map(len, ids)) - len(row)) for row in ids])
+
+
+DOCUMENTS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), min_size=1, max_size=3)
 
 
 def attends(predicate, B, S):
@@ -92,7 +86,7 @@ def attends(predicate, B, S):
     return predicate(b, torch.zeros_like(b), q, k)
 
 
-@given(rows_of_ids(), st.sampled_from([*PATTERNS, "bidirectional", Pattern.prefix(2)]))
+@given(strategies.free(width=12), st.sampled_from([*PATTERNS, "bidirectional", Pattern.prefix(2)]))
 @settings(max_examples=60)
 def test_real_queries_see_the_pattern_and_padding_sees_itself(segments, pattern):
     seen = attends(torchtitan.get_attention_masks(segments, pattern, compiled=False).mask_mod, *segments.shape)
@@ -116,7 +110,7 @@ def test_the_compiled_mask_is_the_same_and_its_blocks_are_the_models():
         assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in tables)
 
 
-@given(rows_of_ids(holes=False))
+@given(st.lists(DOCUMENTS, min_size=1, max_size=3).map(parted))
 @settings(max_examples=60)
 def test_torchtitan_makes_the_same_masks_and_offsets_of_our_positions(segments):
     """Host offsets too, which Qwen3.5's Gated DeltaNet demands."""
@@ -175,21 +169,14 @@ def gap(found, expected):
 
 @pytest.mark.parametrize("where", ROWS)
 def test_logits_are_those_of_the_trainers_own_masks_and_of_each_sample_alone(family, model, where, dense_kernel):
-    """And without documents, or in a family of two kinds without its windows, they are not."""
     segments, layers = ROWS[where], layers_of(family, model)
     tokens, keep = tokens_of(segments), segments.keep
     titan_kernels.RECEIVED.clear()
     ours = logits(model, tokens, segments, layers)
-    received, kinds = list(titan_kernels.RECEIVED), 2 if family in LAYERS else 1
-    assert len({int(mask.sum()) for mask in received}) == kinds
-    assert len(received) == (1 if family == "qwen3_5" else 2)
+    assert len({int(mask.sum()) for mask in titan_kernels.RECEIVED}) == (2 if family in LAYERS else 1)
     own = model.get_attention_masks(torchtitan.positions(segments))
     assert torch.equal(ours[keep], logits(model, tokens, segments, layers, own)[keep])
-    truth = alone(model, tokens, segments, layers)
-    assert gap(ours[keep], truth) <= EXACT
-    assert gap(logits(model, tokens, Segments.from_lengths([[16], [16]]), layers)[keep], truth) > 0.05
-    if kinds == 2:
-        assert gap(logits(model, tokens, segments, dict.fromkeys(layers, "causal"))[keep], truth) > 0.05
+    assert gap(ours[keep], alone(model, tokens, segments, layers)) <= EXACT
 
 
 @pytest.mark.parametrize("family", ["qwen3"], scope="module")
@@ -320,7 +307,7 @@ BARE = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8, 9, 1
 HOLES = {"input_ids": [4, 5, 0, 6, 7, 8], "labels": [4, 5, 0, 6, 7, 8], "attention_mask": [1, 1, 0, 1, 2, 2]}
 
 
-def test_padded_rows_of_the_collator():
+def test_rows_of_the_collator_and_holes_which_segment_ids_alone_tell():
     collator = pickle.loads(pickle.dumps(TitanCollator(INNER, extra={"special_tokens": {"image_id": 3}})))
     input_dict, labels = collator(BARE)
     assert input_dict.pop("special_tokens") == {"image_id": 3}
@@ -329,9 +316,6 @@ def test_padded_rows_of_the_collator():
         "positions": [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]],
     }
     assert labels.tolist() == [[-100, -100, 6, 7, -100], [9, 1, 2, 3, -100]]
-
-
-def test_positions_tell_of_no_hole_but_segment_ids_do():
     with pytest.raises(UnsupportedFormError, match=r"(?s)row 0: got holes.*segment_ids=True"):
         TitanCollator(INNER)([HOLES])
     input_dict, labels = TitanCollator(INNER, segment_ids=True)([HOLES])
@@ -343,9 +327,6 @@ def test_positions_tell_of_no_hole_but_segment_ids_do():
 def test_what_the_model_would_be_called_with_is_refused_and_so_are_missing_labels():
     with pytest.raises(UnsupportedFormError, match=r"(?s)got loss_scale.*extra="):
         TitanCollator(INNER)([{**row, "loss_scale": [1.0] * len(row["input_ids"])} for row in BARE])
-    dense = SimpleNamespace(layer_types=["full_attention"])
-    with pytest.raises(UnsupportedFormError, match=r"(?s)got attention_masks.*without consumer="):
-        TitanCollator(PaddingCollator(pad_token_id=0, consumer="torchtitan", model=dense))(BARE)
     batch = {"input_ids": torch.tensor([[5, 6, 0]]), "attention_mask": torch.tensor([[1, 1, 0]])}
     with pytest.raises(CollateError, match=r"labels: got NoneType.*carry labels"):
         trainer_batch(batch)
