@@ -51,7 +51,7 @@ PACKINGS = {
     "rows padded left": Segments.from_lengths([[5], [17, 1], [33]], side="left"),
 }
 CALLS = [*product(PACKINGS, (16, 32, 64), (False, True))]
-CALLS = [("flat", 64, False), ("rows padded left", 16, True), *part(CALLS, 2)]
+CALLS = [*dict.fromkeys([("flat", 64, False), ("rows padded left", 16, True), *part(CALLS, 2)])]
 """A packing, the chunk's size, and whether tables are passed: two, and two more with each seed."""
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from rotation import rotating
+from rotation import part
 
 pytest.importorskip("fla_interpreted", reason="fla and triton are what is tested")
 pytest.importorskip("transformers", reason="its models are what is tested")
@@ -23,7 +23,6 @@ from collate_npu.consumers import probe
 from collate_npu.kernels.gated_delta import reference_causal_conv1d
 from collate_npu.testing import tiny_model
 
-pytestmark = pytest.mark.long("fla under transformers")
 PAD = 256
 IDS = [[5, 9, 2, 77, 3, 8], [40, 41, 42, 43, 44, 41, 200, 31, 64]]
 SAMPLES = [{"input_ids": ids, "labels": ids} for ids in IDS]
@@ -42,7 +41,10 @@ RULES = {
 """Family -> transformers' name for its rule, and the key of the batch that tells that where a sequence begins."""
 
 
-@pytest.fixture(scope="module", params=rotating(RULES, 1, slow=0))
+FAMILIES = [*part(("qwen3_next", "qwen3_5_text"), 1), pytest.param("kimi_linear", marks=pytest.mark.nightly)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def model(request):
     package = ModuleType("causal_conv1d")
     package.__spec__ = ModuleSpec("causal_conv1d", None)
