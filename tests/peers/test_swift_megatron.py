@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from swift.megatron.trainers import base, utils
-from swift.template.base import Template
 from swift.utils import import_external_file
 from swift_world import (
     KINDS,
@@ -23,7 +22,6 @@ from swift_world import (
     collate,
     prepare,
     reaches_model,
-    template,
     trainer_of,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -106,24 +104,6 @@ def test_no_worker_builds_or_ships_a_dense_mask(cp):
     assert torch.equal(ours["attention_mask_2d"], ~theirs["attention_mask"][:, 0, -1])
 
 
-@pytest.mark.usefixtures("installed")
-def test_tensors_of_a_template_of_your_own_keep_their_memory(monkeypatch):
-    """Squares of bools too: only the mask that the template itself builds has none."""
-
-    class Vision(Template):
-        def _data_collator(self, batch, *, padding_to=None):
-            mine = torch.ones((3, 4, 4), dtype=torch.bool)
-            return {**super()._data_collator(batch, padding_to=padding_to), "mine": mine}
-
-        def _data_collator_mm_data(self, batch):
-            return {"pixel_values": torch.ones((3, 8, 8)), "seen": torch.ones((2, 7, 7), dtype=torch.bool)}
-
-    made = template()
-    monkeypatch.setattr(made, "__class__", Vision)
-    batch = made.data_collator([{"input_ids": [5] * n, "labels": [5] * n, "length": n} for n in (7, 3)])
-    assert all(batch[key].device.type == "cpu" for key in ("mine", "pixel_values", "seen"))
-
-
 # --- the offsets of its flat rows
 
 
@@ -147,17 +127,6 @@ def test_the_offsets_are_physical_end_with_the_row_and_can_be_shared_out(world, 
     assert truth.shape == data["input_ids"].shape
     assert truth.sequence_lengths == LENGTHS
     assert [start for _, start, _ in truth.spans] == offsets[:3]
-
-
-def test_upstream_positions_are_shorter_than_the_row_where_three_ranks_share_the_tokens_of_two(world):
-    """padding_to is 6 and the row 24, of which 20 have places: the last four have no position at all."""
-    world.npu(False)
-    world.rank(0, 2)
-    args = arguments("qwen3_next", cp=2, padding_free=True, tensor_model_parallel_size=3, sequence_parallel=True)
-    data = collate(args, *LENGTHS, 6)
-    text = r"packed_seq_params: got .*Set padding_free=False, or a tensor_model_parallel_size"
-    with pytest.raises(CollateError, match=text):
-        flat_segments(data, prepare(args, data)["packed_seq_params"], 2)
 
 
 UNFIT = {

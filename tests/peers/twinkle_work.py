@@ -19,7 +19,6 @@ from unittest.mock import patch
 
 import te_stub  # noqa: F401  (before megatron and mcore_bridge)
 import torch
-import torch.distributed as dist
 from megatron_world import (
     DENSE,
     UNFUSED,
@@ -35,6 +34,7 @@ from megatron_world import (
     seen,
     watch,
 )
+from processes import process_group
 from torch import nn
 
 from collate_npu.kernels.gated_delta import reference_gated_delta_rule
@@ -320,8 +320,7 @@ def both(kind: str, known: Any, cp: int, flat: bool) -> dict[str, Any]:
 
 
 def on_two_ranks() -> None:
-    place = {"rank": int(os.environ["RANK"]), "world_size": 2}
-    dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], 2), **place)
+    process_group()
     device()
     on_cpu()
     from mcore_bridge.model.modules import gated_delta_net as native
