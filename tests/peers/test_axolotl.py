@@ -63,7 +63,11 @@ JOBS += ["qwen3 rows ours", "qwen3_next dpo ours", "qwen3_next patched ours"]  #
 def runs(tmp_path_factory):
     """What every job gave; one process, one training step each."""
     folder = tmp_path_factory.mktemp("axolotl")
-    silent = {"AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"}
+    silent = {
+        "AXOLOTL_DO_NOT_TRACK": "1",
+        "WANDB_MODE": "disabled",
+        "NUMBA_DISABLE_JIT": "1",
+    }  # or each job compiles its sampler
     return found_by("test_axolotl", folder, folder, *JOBS, variants=(silent,))[0]
 
 

@@ -218,6 +218,7 @@ def on_two_ranks():
     return gathered
 
 
+@pytest.mark.long("twinkle's objects")
 def test_objects_travel_by_gloo_or_not_at_all(ranks):
     assert twinkle.gather_object(["a"]) == ["a"]
     assert ranks(2)("test_twinkle.on_two_ranks", seconds=300) == [[{"rank": 1}]] * 2
