@@ -5,7 +5,8 @@ a vision tower), whose recurrent layers then keep sequences apart without a kern
 in torch; no card, no flash attention.
 
 `python test_verl_fsdp.py OUT.json FOLDER JOB...` is a rank: what its engine hands to the model, and what comes out. A job is
-"family alone|ours override,override...", as for `python -m verl.trainer.main_ppo`; `ours` is one more of them: the plugin.
+"family alone|ours override,override...", as for `python -m verl.trainer.main_ppo`; `ours` is one more of them: the plugin,
+which runs `install_fsdp`.
 """
 
 import os
