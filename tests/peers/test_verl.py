@@ -216,16 +216,6 @@ def test_a_window_no_row_reaches_is_computed_and_elsewhere_it_is_verls_own_busin
 # --- without us, and again without us
 
 
-def test_upstream_the_engine_builds_a_square_mask_and_the_older_forward_a_mask_no_npu_kernel_takes(verl_npu):
-    model, values = watch(gpt("ga")), jagged()
-    expected = alone(model, values)
-    assert error(padded(model, values), expected) <= NEAR
-    assert seen(model) == {"attention": [SQUARE], "recurrent": [SQUARE]}
-    for other in (gpt(), Vision(gpt())):
-        with pytest.raises(AssertionError, match="invalid"):
-            older(other, values)
-
-
 def test_what_was_taken_from_the_registry_before_an_uninstall_is_verls_own_again(verl_npu):
     model, values = gpt("aa"), jagged()
     engine.install()
