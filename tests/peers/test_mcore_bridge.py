@@ -73,7 +73,7 @@ def test_check_delivery_asks_these_models_too(found, layer):
     assert ("decoder.layers.0.self_attention" in said) == (layer == "native"), said  # transformers' reads the dense one
 
 
-# --- power: the same models without us
+# --- cells
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])

@@ -1,4 +1,4 @@
-"""AReaL 1.0.4: the batches its Megatron engine makes, flat and padded, by its own functions, through `gpt_batch`.
+"""AReaL 1.0.4: the flat batches its Megatron engine makes, by its own functions, through `gpt_batch`.
 
 The packages above those functions ask for launchers and inference servers, so only the files that pack, pad and call the
 model are imported (utils/data.py, engine/megatron_utils/packed_context_parallel.py).
@@ -60,9 +60,6 @@ def micro_batch(areal, batch):
 def alone(model):
     one = PaddingCollator(pad_token_id=PAD)
     return loss_and_gradients(model, [gpt_batch(one([row]), model) for row in ROWS])[1]
-
-
-# --- flat rows
 
 
 def test_the_offsets_are_those_that_areal_makes(areal):

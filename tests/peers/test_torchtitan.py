@@ -3,8 +3,6 @@ what a dataloader gives its trainer.
 
 Beside the compiled FlexAttention, which has no backward on a CPU, the kernels are `titan_kernels`': what is shown is that
 masks and offsets arrive and keep documents apart, not what a card computes.
-
-Tests named `test_upstream_*` pin a limit of torchtitan itself: one that goes red says that it changed.
 """
 
 import pickle

@@ -1,7 +1,4 @@
-"""twinkle-kit 0.5.1: its real InputProcessor with our stages, on rows as its template emits them, without a card.
-
-Tests named `test_upstream_*` pin a failure of twinkle itself beside our answer: one that goes red says that it changed.
-"""
+"""twinkle-kit 0.5.1: its real InputProcessor with our stages, on rows as its template emits them, without a card."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 Forwards are taken from verl's registry as its engine takes them: every row equals its logits alone, and the layers say which
 mask they received. The engine is made by its constructor; its `initialize` builds the model with Megatron-Bridge, which
 needs CUDA: here it is a megatron-core model.
-
-Tests named `test_upstream_*` pin a failure of verl itself beside our answer: one that goes red says that verl changed.
 """
 
 import pytest
@@ -213,7 +211,7 @@ def test_a_window_no_row_reaches_is_computed_and_elsewhere_it_is_verls_own_busin
     padded(gpt(window_size=(4, 0)), jagged())
 
 
-# --- without us, and again without us
+# --- uninstalled
 
 
 def test_what_was_taken_from_the_registry_before_an_uninstall_is_verls_own_again(verl_npu):
