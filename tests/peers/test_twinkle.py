@@ -369,7 +369,6 @@ def test_twinkle_knows_every_word_and_call(job, tmp_path, monkeypatch):
 MODELS = pytest.mark.long("twinkle's models")
 NEAR = 2e-5
 NONE = {"attention": [None, None], "recurrent": [None, None]}
-DENSE = {"attention": [[3, 1, 7, 7]] * 2, "recurrent": [[3, 1, 7, 7]] * 2}
 
 
 @pytest.fixture(scope="module")
@@ -399,16 +398,14 @@ def test_a_hybrid_megatron_model_computes_each_sample_alone(told, device):
     assert answer["error"] <= NEAR
     assert received(answer) == NONE
     assert told[f"gradient {device}"] <= NEAR
-    assert received(told[f"upstream {device}"]) == (NONE if device == "npu" else DENSE)
 
 
 @MODELS
 @pytest.mark.parametrize("device", ["npu", "other"])
-def test_left_padding_is_refused_where_no_layer_reads_it_and_upstream_it_is_wrong_in_silence(told, device):
+def test_left_padding_is_refused_where_no_layer_reads_it(told, device):
     """The processor was set after `install`: it has our stages all the same."""
     assert told[f"ours left {device}"]["raised"] == "UnsupportedFormError"
     assert "Pad right" in told[f"ours left {device}"]["said"]
-    assert told[f"upstream left {device}"]["error"] > 1
     assert told["stages after uninstall"] == ["InputProcessor"]
 
 
@@ -418,7 +415,7 @@ LINE = "integrations.twinkle.install(model)"
 
 @MODELS
 def test_a_cell_of_left_padding(told):
-    cases = (("alone", told["upstream left npu"]), ("ours", told["ours left npu"]))
+    cases = (("alone", told["upstream left"]), ("ours", told["ours left npu"]))
     both = {who: verdict(x.get("error"), refused=f"{x.get('raised')}: {x.get('said')}") for who, x in cases}
     STACK.tell("qwen3_next", "padded left", **both, line=LINE)
 
@@ -438,13 +435,11 @@ def test_its_cells_on_one_rank_and_on_two(tmp_path):
 @MODELS
 def test_left_padding_is_computed_where_local_kernels_read_a_dense_mask(told):
     assert told["ours dense left"]["error"] <= NEAR
-    assert told["upstream dense left"]["error"] > 1
 
 
 @MODELS
 def test_a_transformers_model_reads_the_2d_mask_that_twinkle_drops(told):
     assert told["ours transformers, 2D alone"]["error"] <= NEAR
-    assert told["upstream transformers, 2D alone"]["error"] > 0.1
     assert "padding_free=True" in told["ours transformers, packed"]["said"]
 
 
@@ -455,6 +450,5 @@ def test_on_ray_the_same_call_reaches_the_processor_in_each_worker(programs):
     assert told["step"] == "computed"
     assert told["ours"]["error"] <= NEAR
     assert received(told["ours"]) == NONE
-    assert "IndexError" in told["upstream, a row of one token"]
     assert "UnsupportedFormError" in told["left"]
     assert told["left afterwards"] == "computed", "in silence, as upstream"
