@@ -27,9 +27,16 @@ PADDED = [3, 1, 8, 8]
 """The dense mask of the three rows of `mcore_bridge_work`; a "template" case is what ms-swift's own template collates."""
 
 
+@pytest.fixture(scope="module")
+def bridges(tmp_path_factory):
+    """What the models did in two processes, with Megatron's layer, the default, and with transformers'."""
+    settings = [{"USE_MCORE_GDN": setting} for setting in ("1", "0")]
+    return found_by("mcore_bridge_work", tmp_path_factory.mktemp("bridge"), variants=settings)
+
+
 @pytest.fixture
 def found(bridges):
-    return {layer: told["padded"] for layer, told in bridges.items()}
+    return {layer: told["padded"] for layer, told in zip(LAYERS, bridges)}
 
 
 def runs(found, layer, who):
@@ -158,7 +165,7 @@ def test_layers_nobody_measured_are_not_said_to_leave_padding_out():
 
 @pytest.fixture
 def flat(bridges):
-    return {layer: told["flat"] for layer, told in bridges.items()}
+    return {layer: told["flat"] for layer, told in zip(LAYERS, bridges)}
 
 
 def rows(flat, layer):
