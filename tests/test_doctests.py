@@ -36,9 +36,9 @@ STACK = {
     "integrations.torchtitan.get_attention_masks": "peers/test_torchtitan.py",
     "integrations.torchtitan.layers_of": "peers/test_torchtitan.py",
     "integrations.torchtitan.masks_in_forward": "peers/test_torchtitan.py",
-    "integrations.axolotl.CollatePlugin": "peers/axolotl_work.py",
+    "integrations.axolotl.CollatePlugin": "peers/test_axolotl.py",
     "integrations.verl.install": "peers/test_verl.py",
-    "integrations.verl.install_fsdp": "peers/verl_work.py",
+    "integrations.verl.install_fsdp": "peers/test_verl_fsdp.py",
     "integrations.openrlhf.arm": "peers/test_openrlhf.py",
 }
 """Examples that need the stack itself, and who makes the same call there."""

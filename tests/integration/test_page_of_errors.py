@@ -44,8 +44,7 @@ GUIDE = ROOT / "collate_npu" / "guide"
 TEXT = (GUIDE / "errors.md").read_text(encoding="utf-8")
 
 ELSEWHERE = {
-    "megatron-2d": "tests/peers/test_mcore_bridge.py::"
-    "test_upstream_megatrons_own_layer_is_wrong_for_left_padding_in_silence_and_exact_for_right "
+    "megatron-2d": "tests/peers/test_mcore_bridge.py::test_its_cells "
     "tests/peers/test_swift_megatron.py::test_off_an_npu_mlp_padding_free_gets_the_dense_mask_it_reads",
     "torch-npu-import": "tests/npu/test_wheel_import.py::test_without_cann_torch_itself_names_the_switch",
     "npu-mask": "tests/kernels/fusion_attention/test_contract.py::test_what_is_known_of_a_call_holds",

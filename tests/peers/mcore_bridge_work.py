@@ -278,34 +278,30 @@ def said(act) -> str:
     return ""
 
 
-def invariance(kernel: str, method: str) -> float:
+def invariance() -> float:
     """How far gradients, those of the routers' losses included, move when the same tokens are padded to twice the width."""
     found = []
-    full = {"recompute_granularity": "full", "recompute_num_layers": 1, "recompute_method": method}
+    full = {"recompute_granularity": "full", "recompute_num_layers": 1, "recompute_method": "block"}
     stages = build("qwen3_next", moe=True, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.1, **full)
     for width in (WIDTH, 2 * WIDTH):
         data, _ = wire("right", width)
-        loss_of(run(stages, prepared("qwen3_next", kernel, data) | {"labels": None}), data["labels"]).backward()
+        loss_of(run(stages, prepared("qwen3_next", "local", data) | {"labels": None}), data["labels"]).backward()
         found.append(gradients(stages))
     return apart(*found)
 
 
 def padded_rows() -> dict[str, Any]:
     on_cpu()
+    npu_there(True)
     out: dict[str, Any] = {}
     for name in ("qwen3_next", "qwen3_next moe", "qwen3_5") if NATIVE else ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
-        for npu in (True, False) if name == "qwen3_5" else (True,):
-            npu_there(npu)
-            out |= {f"{name}{'' if npu else ', no npu'}, {key}": value for key, value in cases(name).items()}
-    npu_there(True)
-    for kernel, method in (("flash", "uniform"), ("local", "block")) if NATIVE else ():
-        for who in ("ours", "upstream"):
-            swift.install() if who == "ours" else swift.uninstall()
-            out[f"router losses, {method}, {who}"] = invariance(kernel, method)
-    for who, (name, cp) in product(("upstream", "ours"), (("qwen3_next", 1), ("qwen3_next", 2), ("qwen3_5", 2))):
+        out |= {f"{name}, {key}": value for key, value in cases(name).items()}
+    for who in ("ours", "upstream") if NATIVE else ():
         swift.install() if who == "ours" else swift.uninstall()
-        out[f"{name} on {cp} ranks is built, {who}"] = said(lambda name=name, cp=cp: build(name, cp=cp))
-    return out | delivery() | (holes() | lookahead() if NATIVE else {})
+        out[f"router losses, {who}"] = invariance()
+    swift.uninstall()
+    out["built without us"] = said(lambda: build("qwen3_next"))
+    return out | delivery()
 
 
 def delivery() -> dict[str, Any]:
@@ -321,65 +317,6 @@ def delivery() -> dict[str, Any]:
     return found
 
 
-def lookahead() -> dict[str, Any]:
-    """Gradients of left padding against right padding with a prediction layer, past our refusal: by hand."""
-    swift.install()
-    stages = build("qwen3_next", mtp_num_layers=1)
-    found: dict[str, dict[str, Tensor]] = {}
-    for ignored, side in product((1, 2), ("left", "right")):
-        data, truth = wire(side)
-        data["labels"].masked_fill_(truth.position_ids < ignored, -100).masked_fill_(~truth.keep, -100)
-        labels = torch.roll(data["labels"], -1, dims=-1)
-        batch = {**data, "labels": labels, "extra_block_kwargs": {"attention_mask_2d": truth.keep}}
-        (run(stages, batch) * (labels != -100)).sum().backward()
-        found[f"{ignored} {side}"] = gradients(stages)
-    swift.uninstall()
-    name = "multi-token prediction, left,"
-    return {
-        f"{name} learned labels": apart(found["1 left"], found["1 right"]),
-        f"{name} first two ignored": apart(found["2 left"], found["2 right"]),
-    }
-
-
-def holes() -> dict[str, Any]:
-    """What a hole would do, were it not refused; padding on both sides."""
-    swift.install()
-    stages = build("qwen3_next")
-    hole, between = row_of([1, 1, 1, 0, 0, 1, 1, 1]), row_of([0, 1, 1, 1, 1, 1, 1, 0])
-    refused = said(lambda: gpt_batch(hole, stages[0])), said(lambda: prepared("qwen3_next", "local", hole))
-    by_hand = {"position_ids": hole["position_ids"], "extra_block_kwargs": {"attention_mask_2d": hole["attention_mask"]}}
-    by_hand |= {"input_ids": hole["input_ids"], "attention_mask": dense(truth_of(hole), polarity="masked")}
-    packed = hole | {"attention_mask": torch.ones(1, 8), "segment_ids": torch.tensor([[1, 1, 1, 2, 2, 2, 2, 2]])}
-    packed["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
-    found = {
-        "packed, refused": said(lambda: gpt_batch(packed, stages[0])),
-        "hole, refused": refused,
-        "hole, not refused": far_from_alone(stages, hole, by_hand),
-        "padding on both sides": far_from_alone(stages, between, prepared("qwen3_next", "local", between)),
-    }
-    swift.uninstall()
-    return found
-
-
-def row_of(keep: list[int]) -> dict[str, Tensor]:
-    """One row with a 2D mask."""
-    row, ids = torch.tensor([keep]), torch.arange(8)[None] + 3
-    positions = (row.cumsum(1) - 1).clamp(min=0)
-    return {"input_ids": ids, "labels": ids.masked_fill(row == 0, -100), "position_ids": positions, "attention_mask": row}
-
-
-def truth_of(row: dict[str, Tensor]) -> Segments:
-    return Segments.from_ids(row["attention_mask"])
-
-
-def far_from_alone(stages: list[Any], row: dict[str, Tensor], batch: dict[str, Any]) -> float:
-    real = row["attention_mask"][0] != 0
-    ids = row["input_ids"][:, real]
-    alone = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None], "attention_mask": None}
-    with torch.no_grad():
-        return furthest(run(stages, {**batch, "labels": None})[0, real], run(stages, alone)[0])
-
-
 def npu_there(there: bool) -> None:
     for module in [transformers.utils, *sys.modules.values()]:
         name = getattr(module, "__name__", "")
@@ -389,21 +326,21 @@ def npu_there(there: bool) -> None:
 
 
 def cases(name: str) -> dict[str, Any]:
+    """With `install`; of what the page of stacks shows without it, too."""
     model_type, _, moe = name.partition(" ")
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    out = {}
-    for plan, stages, changed in (("1 stage", 1, {}), ("2 stages, recomputed", 2, full)):
-        swift.install()  # without it USE_MCORE_GDN=0 cannot build Qwen3-Next
-        is_moe = bool(moe) or model_type.endswith("_moe")
+    swift.install()  # without it USE_MCORE_GDN=0 cannot build Qwen3-Next
+    is_moe, out = bool(moe) or model_type.endswith("_moe"), {}
+    for plan, stages, changed in (("1 stage", 1, {}), ("2 stages, recomputed", 2, full))[: 1 + is_moe]:
         built = build(model_type, moe=is_moe, stages=stages, moe_aux_loss_coeff=0.0, **changed)
         by_itself = alone(built)
         for kernel, side in (("flash", "right"), ("template", "right"), ("local", "right"), ("local", "left")):
-            for who in ("ours", "upstream"):
+            shown = NATIVE and not moe and (kernel, side) in (("template", "right"), ("local", "left"))
+            for who in ("upstream", "ours") if shown else ("ours",):
                 swift.install() if who == "ours" else swift.uninstall()
                 data = swift_world.collate(arguments(model_type), *LENGTHS) if kernel == "template" else wire(side)[0]
                 batch = prepared(model_type, kernel, data)
                 out[f"{plan}, {kernel}, {side}, {who}"] = measure(built, batch, side, by_itself)
-        swift.install()
         for source, side in product(("gpt_batch", "adapter"), ("left", "right")) if stages == 1 else ():
             out[f"{plan}, {source}, {side}, ours"] = from_ours(built, source, side, by_itself)
     swift.uninstall()
@@ -473,7 +410,6 @@ SPOILT = {
     "real offsets alone, a tail": ([0, 7, 10, 15], None),
     "padded offsets that end early": ([0, 7, 10, 15], [0, 8, 12, 18]),
     "lengths": ([7, 3, 5], None),
-    "real offsets, and a tail of their own": ([0, 7, 10, 15, 20], None),
     "real beside padded": ([0, 7, 10, 15], [0, 8, 12, 20]),
 }
 """Rows 7, 3, 5 by offsets of others; the second reads "a tail", `0 7 10 16`, the others "each padded", `0 8 12 20`."""
@@ -492,27 +428,15 @@ def recurrent_layers_get(stages: list[Any], params: Any) -> Iterator[None]:
             hook.remove()
 
 
-def traps(stages: list[Any]) -> dict[str, Any]:
-    """What offsets of others do upstream, and what is said of them with `install`."""
+def traps(stages: list[Any]) -> dict[str, str]:
+    """What is said of offsets of others."""
     found = {}
     for name, (real, padded) in SPOILT.items():
-        row = "a tail" if name.endswith("a tail") else "each padded"
-        inputs, truth = gpt_batch(flat(row), stages[0], padding_free=True)
-        by_itself, inputs = alone(stages, ROWS[row][0]), {**inputs, "extra_block_kwargs": {}}
+        inputs, _ = gpt_batch(flat("a tail" if name.endswith("a tail") else "each padded"), stages[0], padding_free=True)
+        given = {**only_tokens(inputs), "extra_block_kwargs": {}}
         with recurrent_layers_get(stages, params_of(real, padded, 8)):
-            mcore_bridge.uninstall()
-            upstream = tried(stages, inputs, truth, by_itself)
-            mcore_bridge.install()
-            found[name] = {"upstream": upstream, "ours": tried(stages, inputs, truth, by_itself)}
+            found[name] = said(lambda given=given: run(stages, given))
     return found
-
-
-def tried(stages: list[Any], inputs: dict[str, Any], truth: Segments, by_itself: Alone) -> dict[str, Any]:
-    """What `measure_flat` finds, or what was raised."""
-    found: dict[str, Any] = {}
-    raised = said(lambda: found.update(measure_flat(stages, inputs, truth, by_itself)))
-    gradients(stages)
-    return found | ({"raised": raised} if raised else {})
 
 
 def flat_rows() -> dict[str, Any]:
@@ -524,7 +448,7 @@ def flat_rows() -> dict[str, Any]:
         model_type, _, moe = name.partition(" ")
         stages = build(model_type, moe=bool(moe), deterministic_mode=False, moe_aux_loss_coeff=0.0)
         if model_type == "qwen3_5" and not NATIVE:
-            out |= unseparated(stages)
+            out["qwen3_5, side by side"] = unseparated(stages)
             continue
         for row in ROWS:
             inputs, truth = gpt_batch(flat(row), stages[0], padding_free=True)
@@ -552,23 +476,13 @@ def only_tokens(batch: dict[str, Any]) -> dict[str, Any]:
     return {key: batch[key] for key in ("input_ids", "position_ids", "attention_mask", "packed_seq_params")}
 
 
-def unseparated(stages: list[Any]) -> dict[str, Any]:
-    """Qwen3.5 with transformers' layer: what upstream makes of a flat row, and who says so."""
-    found: dict[str, Any] = {}
-    by_itself = alone(stages, ROWS["side by side"][0])
-    found["qwen3_5, gpt_batch"] = said(lambda: gpt_batch(flat("side by side"), stages[0], padding_free=True))
+def unseparated(stages: list[Any]) -> list[str]:
+    """What is said of a flat row of Qwen3.5 with transformers' layer."""
     row, truth = flat("side by side"), Segments.from_lengths([ROWS["side by side"][0]])
     offsets = truth.cu_seqlens.tolist()
-    params = params_of(offsets, offsets, 7)
     inputs = {"input_ids": row["input_ids"], "position_ids": truth.position_ids, "attention_mask": None}
-    inputs["packed_seq_params"] = params
-    found["qwen3_5, install"] = tried(stages, inputs, truth, by_itself)
-    mcore_bridge.uninstall()
-    found["qwen3_5, upstream"] = tried(stages, inputs, truth, by_itself)
-    mcore_bridge.install()
-    one = {"input_ids": inputs["input_ids"][:, :7], "cu_seqlens": torch.tensor([0, 7])}
-    found["qwen3_5, one sequence"] = said(lambda: gpt_batch(one, stages[0], padding_free=True))
-    return found
+    inputs["packed_seq_params"] = params_of(offsets, offsets, 7)
+    return [said(lambda: gpt_batch(row, stages[0], padding_free=True)), said(lambda: run(stages, inputs))]
 
 
 # --- a row on one rank and on two

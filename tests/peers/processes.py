@@ -69,13 +69,24 @@ def watched(watch: Any, rows: Any, refused: str, collator: str) -> dict[str, Any
     return {"refused": refused, "error": error, "compared": compared, "masks": masks, "collator": collator}
 
 
+def process_group() -> tuple[int, int]:
+    """Gloo among the ranks of `found_by`, in each of them: its rank, and how many there are."""
+    import torch.distributed as dist
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], size), rank=rank, world_size=size)
+    return rank, size
+
+
 def run_jobs(run: Any, prepare: Any = lambda folder: None) -> None:
+    """The work of each job, written by the first rank."""
     out, folder, *jobs = sys.argv[1:]
     prepare(Path(folder))
     found: dict[str, Any] = {}
     for job in jobs:
         found[job] = run(Path(folder), *job.split())
-    Path(out).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if os.environ.get("RANK", "0") == "0":
+        Path(out).write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 # --- the launch scripts of the guide, run with a program in the place of the one that they start: the words it is given

@@ -6,7 +6,6 @@ told by the ids: the pad token stands in no text.
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -49,34 +48,6 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
     return float("inf") if a.shape != b.shape or not a.isfinite().all() else float((a - b).abs().max())
 
 
-# --- the transformers backend
-
-
-def watch_transformers() -> None:
-    from swift.template.base import Template
-    from swift.trainers import Seq2SeqTrainer
-    from watching import Watch
-
-    compute_loss = Seq2SeqTrainer.compute_loss
-
-    def watched(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        mask, ids = told(inputs["attention_mask"]), inputs["input_ids"]
-        rows = [row[row != PAD].tolist() for row in ids]
-        with Watch(self.accelerator.unwrap_model(model)) as seen:
-            loss = compute_loss(self, model, inputs, *args, **kwargs)
-        error, compared = seen.error(rows)
-        masks = {kind: sorted(forms) for kind, forms in seen.masks.items()}
-        ours = hasattr(Template._data_collator, "__wrapped__")
-        found = {"mask": mask, "masks": masks, "error": error, "compared": compared}
-        record({**found, "ours": ours, "lengths": list(map(len, rows))})
-        return loss
-
-    Seq2SeqTrainer.compute_loss = watched
-
-
-# --- Megatron
-
-
 def watch_megatron() -> None:
     from swift.megatron.trainers import MegatronTrainer
 
@@ -116,4 +87,4 @@ def logits(trainer: Any, model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return model(**{key: value for key, value in prepared.items() if key not in ("labels", "loss_scale", "channel")})
 
 
-watch_megatron() if "swift.megatron" in sys.modules else watch_transformers()
+watch_megatron()

@@ -6,22 +6,16 @@ from dataclasses import fields, make_dataclass
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from megatron_world import PAD, TEDotProductAttention, apart, build, far, loss_and_gradients, packed_rows, samples
+from megatron_world import PAD, TEDotProductAttention, apart, build, far, loss_and_gradients, samples
 
-from collate_npu import CollateError, PaddingCollator, Segments, unpad
+from collate_npu import CollateError, PaddingCollator, Segments
 from collate_npu.integrations.megatron import gpt_batch, packed_seq_params, takes_places
-from collate_npu.parallel import ContextParallel, pad_documents
 
 NEEDS = ("megatron",)
 pytestmark = pytest.mark.usefixtures("cpu")
 
 one = PaddingCollator(pad_token_id=PAD)
 flat = PaddingCollator(pad_token_id=PAD, padding_free=True)
-
-
-@pytest.fixture(scope="module")
-def local(cpu):
-    return build()
 
 
 @pytest.fixture(scope="module", params=["learned_absolute", "rope"])
@@ -37,21 +31,6 @@ def same_as_alone(model, rows, runs):
     assert far(gradients, alone[2]) <= 1e-5
 
 
-def test_the_last_token_of_a_sequence_does_not_learn_the_first_of_the_next(local):
-    """Ids are all different, so a label that crossed would show; upstream's shift has no boundaries."""
-    rows = samples(3, 4)
-    inputs, _ = gpt_batch(packed_rows(rows, [[3, 4]]), local)
-    ids = inputs["input_ids"][0].tolist()
-    assert inputs["labels"][0].tolist() == [*ids[1:3], 0, *ids[4:7], 0]
-    assert inputs["loss_mask"][0].tolist() == [1, 1, 0, 1, 1, 1, 0]
-    crossed = inputs["loss_mask"].clone()
-    crossed[0, 2] = 1
-    learned = {**inputs, "labels": torch.tensor([[*ids[1:7], 0]]), "loss_mask": crossed}
-    truth = Segments.from_lengths([[3, 4]])
-    right, wrong = (loss_and_gradients(local, [(run, truth)]) for run in (inputs, learned))
-    assert far(wrong[2], right[2]) > 1e-2
-
-
 # --- flat rows
 
 
@@ -65,36 +44,6 @@ def test_a_flat_row_equals_samples_alone_in_logits_loss_and_gradients(thd, lengt
     assert inputs["attention_mask"] is None
     assert inputs["packed_seq_params"].qkv_format == "thd"
     same_as_alone(thd, rows, [(inputs, truth)])
-
-
-def test_a_flat_row_with_alignment_behind_each_sequence(thd):
-    """As it stands on the ranks of a context-parallel group, here on one."""
-    rows = samples(5, 3, 6)
-    batch, truth = pad_documents(flat(rows), ContextParallel(2, 0).for_documents(), pad_token_id=PAD)
-    kept = {key: batch[key] for key in ("input_ids", "labels", "cu_seqlens", "cu_seqlens_padded")}
-    inputs, found = gpt_batch(kept, thd, padding_free=True)
-    assert found == truth
-    params = inputs["packed_seq_params"]
-    assert params.cu_seqlens_q.tolist() == [0, 5, 8, 14]
-    assert params.cu_seqlens_q_padded.tolist() == [0, 8, 12, 20]
-    assert params.max_seqlen_q == 8
-    same_as_alone(thd, rows, [(inputs, truth)])
-
-
-def test_it_has_power_without_the_offsets_sequences_see_each_other(thd):
-    rows = samples(5, 3, 6)
-    inputs, truth = gpt_batch(flat(rows), thd, padding_free=True)
-    joined = packed_seq_params(Segments.from_lengths([[14]]))
-    right = loss_and_gradients(thd, [(inputs, truth)])
-    wrong = loss_and_gradients(thd, [({**inputs, "packed_seq_params": joined}, truth)])
-    assert apart(wrong[1], right[1]) > 1e-2
-
-
-def test_local_attention_takes_no_offsets_and_the_remedy_works(local):
-    rows = samples(5, 3)
-    with pytest.raises(AssertionError, match="Packed sequence is not supported"):  # upstream
-        local(**gpt_batch(flat(rows), local, padding_free=True)[0])
-    same_as_alone(local, rows, [gpt_batch(flat(rows), local)])
 
 
 # --- the fields
@@ -158,16 +107,3 @@ def test_what_takes_offsets_for_places_gets_physical_ones(thd, monkeypatch):
 def test_padding_that_no_offsets_describe(ids, what):
     with pytest.raises(CollateError, match=what):
         packed_seq_params(Segments(ids))
-
-
-def test_the_remedy_for_holes_works(thd):
-    rows, truth = samples(5, 3), Segments([[0, 1, 1, 0, 1, 1, 1, 2, 2, 2]])
-    ids = torch.full(truth.shape, PAD).masked_scatter(
-        truth.keep, torch.tensor([i for row in rows for i in row["input_ids"]])
-    )
-    with pytest.raises(CollateError, match=r"unpad\(\)"):
-        gpt_batch({"input_ids": ids, "segment_ids": truth.ids}, thd, padding_free=True)
-    row = unpad(ids, truth)[None]
-    same_as_alone(
-        thd, rows, [gpt_batch({"input_ids": row, "labels": row, "cu_seqlens": truth.cu_seqlens}, thd, padding_free=True)]
-    )

@@ -17,7 +17,7 @@ from megatron_world import HIDDEN, TEDotProductAttention, causal_conv1d, chunk_g
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from collate_npu import BatchAdapter, CollateError, Segments
+from collate_npu import CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron, slime
 from collate_npu.integrations.megatron import packed_seq_params
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.usefixtures("cpu")
 EXACT, WRONG, IMPORTS = 1e-4, 1e-1, 120
 SAMPLES = [[5, 9, 31, 2, 44, 8, 17], [12, 3, 0, 25], [7, 7, 50, 1, 33, 21, 60, 11, 4], [40, 6]]
 """Token 0, which pads, is text in one of them."""
-LENGTHS = [len(row) for row in SAMPLES]
 HEADS, D = 4, 8
 NATIVE = int(version("megatron-core").split(".")[1]) >= 18
 needs_native = pytest.mark.skipif(not NATIVE, reason="Gated DeltaNet takes flat rows from megatron-core 0.18 on")
@@ -81,19 +80,14 @@ def plugged(**changed: Any) -> Any:
     return model
 
 
-def alone(model: Any, rows: Any = SAMPLES) -> dict[str, Any]:
+def alone(model: Any) -> dict[str, Any]:
     """Loss, logits and gradients where each sample is a batch of its own, without any padding."""
-    return learned(model, [batches.slime([row], multiple=1) for row in rows], [[len(row)] for row in rows])
-
-
-def learned(model: Any, runs: list[dict[str, Any]], lengths: list[list[int]], held: Any = None) -> dict[str, Any]:
-    """What comes of these calls: logits of each sample, summed loss and gradients. `held`: the places of each sample."""
-    model.zero_grad()
     total, logits = torch.zeros(()), []
-    for inputs, row in zip(runs, lengths):
+    for row in SAMPLES:
+        inputs = batches.slime([row], multiple=1)
         out = model(**inputs)
         total = total + _loss(out, inputs)
-        logits += samples_of(out.detach(), row, held)
+        logits.append(out.detach()[0])
     total.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": total.detach(), "logits": logits, "gradients": gradients}
@@ -104,16 +98,6 @@ def _loss(out: Tensor, inputs: dict[str, Any]) -> Tensor:
     ids = inputs.get("shifted", inputs["input_ids"].roll(-1, 1))
     told = out.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
     return -(told * inputs["loss_mask"]).sum()
-
-
-def samples_of(out: Tensor, lengths: list[int], held: Any = None) -> list[Tensor]:
-    """Logits `[1, T, V]` or `[B, S, V]`, of each sample; `held` says how many places each takes up."""
-    if len(out) > 1:
-        return [row[:length] for row, length in zip(out, lengths)]
-    starts = [0]
-    for n in held or lengths:
-        starts.append(starts[-1] + n)
-    return [out[0, start : start + length] for start, length in zip(starts, lengths)]
 
 
 def together(make: str, untold: bool = False) -> dict[str, Any]:
@@ -134,7 +118,7 @@ def together(make: str, untold: bool = False) -> dict[str, Any]:
     for value in (loss, *gradients.values()):
         dist.all_reduce(value)
     gathered = gather_sequence(out.detach(), cp, cu_seqlens=offsets)
-    logits = samples_of(gathered, [len(row) for row in SAMPLES], offsets.diff().tolist())
+    logits = [gathered[0, start : start + len(row)] for start, row in zip(offsets.tolist(), SAMPLES)]
     told = [*map(str, seen.faults), seen.summary()]
     return {"loss": loss, "logits": logits, "gradients": gradients, "told": told}
 
@@ -150,7 +134,7 @@ MODELS = {"plugged": plugged, "hybrid": hybrid} if NATIVE else {"plugged": plugg
 
 @pytest.fixture(scope="module")
 def by_itself(cpu):
-    return {kind: alone(make()) for kind, make in MODELS.items()}
+    return alone(hybrid())
 
 
 @pytest.fixture(scope="module")
@@ -172,26 +156,11 @@ def process(monkeypatch):
 # --- what they hand over is right, on one rank and on two
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize(("make", "held"), [("slime", None), ("roll_packed", [16] * 4)])
-def test_every_sample_of_their_flat_rows_equals_itself_alone(by_itself, kind, make, held):
-    model = MODELS[kind]()
-    apart = gaps(learned(model, [getattr(batches, make)(SAMPLES)], [LENGTHS], held), by_itself[kind])
-    assert max(apart.values()) <= EXACT, apart
-
-
-@needs_native
-@pytest.mark.parametrize("make", ["bshd", "roll_padded"])
-def test_rows_padded_right_are_exact_without_a_word_of_padding(by_itself, make):
-    apart = gaps(learned(hybrid(), [getattr(batches, make)(SAMPLES)], [LENGTHS]), by_itself["hybrid"])
-    assert max(apart.values()) <= EXACT, apart
-
-
 @needs_native
 @pytest.mark.parametrize("make", ["slime", "roll_packed"])
 def test_and_on_two_ranks_where_the_kernels_of_whole_rows_are_judged(pool, by_itself, make):
     for found in pool("test_megatron_rl.together", make, seconds=IMPORTS):
-        apart = gaps(found, by_itself["hybrid"])
+        apart = gaps(found, by_itself)
         assert max(apart.values()) <= EXACT, apart
         assert len(found["told"]) == 1, found["told"]
         assert "(1 compared with their batch)" in found["told"][0]
@@ -200,27 +169,8 @@ def test_and_on_two_ranks_where_the_kernels_of_whole_rows_are_judged(pool, by_it
 @needs_native
 def test_a_rule_that_lost_its_boundaries_is_told_on_two_ranks_too(pool, by_itself):
     for found in pool("test_megatron_rl.together", "slime", True, seconds=IMPORTS):
-        assert gaps(found, by_itself["hybrid"])["logits"] > WRONG
+        assert gaps(found, by_itself)["logits"] > WRONG
         assert "goes on from another sequence" in found["told"][0]
-
-
-@needs_native
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_mindspeed_mm_drops_its_mask_which_is_exact_padded_right_alone(by_itself, side):
-    """Its Qwen3.5 calls the language model with None (modeling_qwen3_5.py:445-456)."""
-    batch = batches.mindspeed_mm(SAMPLES, side=side)
-    adapter = BatchAdapter(needs_mask_2d=True, consumer="mindspeed_mm")
-    with torch.no_grad():
-        out = hybrid()(input_ids=batch["input_ids"], position_ids=None, attention_mask=None)
-    found = [row[keep.bool()] for row, keep in zip(out, batch["attention_mask"])]
-    lost = max(float((x - y).abs().max()) for x, y in zip(found, by_itself["hybrid"]["logits"]))
-    if side == "right":
-        assert lost < EXACT
-        assert adapter(batch)["attention_mask"] is None
-    else:
-        assert lost > WRONG
-        with pytest.raises(UnsupportedFormError, match=r"MindSpeed-MM computes plain causal attention.*Pad right"):
-            adapter(batch)
 
 
 @pytest.mark.parametrize("here", [False, True])
@@ -310,10 +260,7 @@ def faulty(layer):
 
 
 @pytest.mark.parametrize("layer", FAULTS)
-def test_the_faults_of_their_threads_stop_the_first_step(layer, by_itself):
-    batch, model = [batches.slime(SAMPLES[::-1]), batches.slime(SAMPLES)], faulty(layer)
-    found = learned(model, batch, [LENGTHS[::-1], LENGTHS])
-    assert gaps({**found, "logits": found["logits"][4:]}, by_itself["plugged"])["logits"] > WRONG
+def test_the_faults_of_their_threads_stop_the_first_step(layer):
     with pytest.raises(CollateError, match=rf"(?s)decoder.layers.0.*{FAULTS[layer]}.*gpt_batch's inputs on Megatron"):
         trained(faulty(layer))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cells import Stack, of_job, samples, verdict
 from processes import found_by, saved_model
+from rotation import part
 
 from collate_npu import CollateError
 from collate_npu.masks.batch_reader import segments_from_batch
@@ -17,8 +18,9 @@ NEEDS = ("nemo_automodel",)
 
 STACK = Stack("NeMo Automodel", ("nemo-automodel", "transformers"), "peers_nemo")
 LINE = "adapt(part) for each of recipe.model_parts"
-FAMILIES = ["qwen3", "qwen3_next", "qwen3_5_text", "gemma3_text"]
-OWN = ["qwen3_next.own", "qwen3_5_text.own", "qwen3_moe.own"]
+FAMILIES = ["qwen3", "qwen3_next", *part(("qwen3_5_text", "gemma3_text"), 1)]
+OWN = part(("qwen3_next.own", "qwen3_5_text.own", "qwen3_moe.own"), 1)
+HYBRIDS = ("qwen3_next", "qwen3_5_text")
 ADAPTED = "adapt(part, consumer='transformers') for each of recipe.model_parts"
 SETTINGS = {"padded right": "right", "padded left": "left", "packed": "thd"}
 MORE = [
@@ -54,16 +56,16 @@ def test_its_cell(runs, family, layout):
     STACK.tell(name, layout, alone=of_job(own), ours=of_job(ours), line=line)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_its_cells_of_context_parallel(tmp_path):
     """Two ranks: hybrids are refused before a step; attention gets as far as torch's ring, which a CPU has no kernel for."""
-    jobs = [f"{family} cp own" for family in FAMILIES] + [f"{family} cp ours" for family in FAMILIES[1:3]]
+    jobs = [f"{family} cp own" for family in FAMILIES] + [f"{family} cp ours" for family in FAMILIES if family in HYBRIDS]
     for family in FAMILIES:
         saved_model(tmp_path, family)
     found = found_by("nemo_work", tmp_path, tmp_path, *jobs, ranks=2)[0]
     for family in FAMILIES:
         own = verdict(refused=found[f"{family} cp own"]["refused"])
-        if family in FAMILIES[1:3]:
+        if family in HYBRIDS:
             assert "not supported for hybrid model" in own["why"]
             STACK.tell(family, "context parallel", alone=own, ours=of_job(found[f"{family} cp ours"]), line=LINE)
         else:

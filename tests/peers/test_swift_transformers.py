@@ -141,13 +141,3 @@ def test_a_multimodal_flat_row_is_told_by_its_text_positions(lengths):
     else:
         with pytest.raises(UnsupportedFormError, match="where a kernel is missing, whatever its config says"):
             check_batch(made, batch)
-
-
-@pytest.mark.usefixtures("installed")
-def test_pairs_of_a_preference_are_checked_too():
-    made = template(transformers="qwen3_next", padding_free=True)
-    made.set_mode("rlhf")
-    (row,) = samples(5)
-    pair = {f"{name}_{key}": value for name in ("chosen", "rejected") for key, value in row.items()}
-    with pytest.raises(UnsupportedFormError, match="where a kernel is missing, whatever its config says"):
-        made.data_collator([pair])

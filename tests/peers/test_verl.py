@@ -3,20 +3,18 @@
 Forwards are taken from verl's registry as its engine takes them: every row equals its logits alone, and the layers say which
 mask they received. The engine is made by its constructor; its `initialize` builds the model with Megatron-Bridge, which
 needs CUDA: here it is a megatron-core model.
-
-Tests named `test_upstream_*` pin a failure of verl itself beside our answer: one that goes red says that verl changed.
 """
 
 import pytest
 import torch
 from cells import Stack, verdict, worst
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from megatron.core import parallel_state as mpu
-from megatron_world import PAD, Attention, gpt, received, seen, watch
+from megatron_world import PAD, Attention, far as relative, gpt, received, seen, watch
 from processes import saved_model
 from tensordict import TensorDict
-from verl.models.mcore import model_forward, model_forward_fused, mtp_patch, registry, util
-from verl_models import LENGTHS, ValueHead, Vision, alone, config, error, jagged, left_padded
+from verl.models.mcore import model_forward, registry, util
+from verl_models import LENGTHS, Vision, alone, config, error, jagged, left_padded
 
 from collate_npu import CollateError, ContextParallel
 from collate_npu.errors import UnsupportedFormError
@@ -55,10 +53,13 @@ def grid(patch, tp, cp, rank):
 # --- padding and the way back: the same as verl, where verl is right
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=25)
 @given(SIZES, st.sampled_from([(), (3,)]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]))
-def test_padding_and_split_are_verls(lengths, trailing, cp, tp):
+def test_padding_and_split_are_verls_and_the_way_back_is_the_inverse(lengths, trailing, cp, tp):
     values = numbered(lengths, *trailing)
+    padded = verl.pad_jagged(values, ContextParallel(1, 0, tensor_parallel=tp), npu=True)
+    assert same(verl.to_jagged(padded.values, padded.segments, ONE), values)
+    assert padded.attention_mask is None
     for rank in range(cp):
         with pytest.MonkeyPatch.context() as patch:
             grid(patch, tp, cp, rank)
@@ -67,15 +68,6 @@ def test_padding_and_split_are_verls(lengths, trailing, cp, tp):
         mine = (ours.values, ours.attention_mask_2d, ours.position_ids)
         assert all(map(torch.equal, mine, theirs))
         assert ours.attention_mask is ours.attention_mask_2d
-
-
-@settings(deadline=None, max_examples=60)
-@given(SIZES, st.sampled_from([(), (3,)]), st.sampled_from([1, 2, 4]))
-def test_the_way_back_is_the_inverse(lengths, trailing, tp):
-    values = numbered(lengths, *trailing)
-    padded = verl.pad_jagged(values, ContextParallel(1, 0, tensor_parallel=tp), npu=True)
-    assert same(verl.to_jagged(padded.values, padded.segments, ONE), values)
-    assert padded.attention_mask is None
 
 
 def test_rows_of_no_tokens_stay_rows():
@@ -117,23 +109,16 @@ def older(model, values, data_format="bshd", dtype=torch.bool, **more):
     return [row[real] for row, real in zip(output, keep)]
 
 
-def test_the_way_back_takes_the_2d_mask_on_any_device(device, verl_ours):
-    values = numbered([4, 1, 3], 2, dtype=torch.float32)
-    padded = verl.pad_jagged(values)
-    assert same(util.postprocess_bshd_engine(padded.values, padded.attention_mask_2d), values)
-
-
-@pytest.mark.parametrize("kinds", ["aa", "ga", "gag"])
 @pytest.mark.parametrize("forward", [padded, older])
 @pytest.mark.parametrize("vision", [False, True])
-def test_padded_rows_are_each_sample_alone(kinds, forward, vision, device, verl_ours):
-    language, values = watch(gpt(kinds)), jagged()
+def test_padded_rows_are_each_sample_alone(forward, vision, device, verl_ours):
+    language, values = watch(gpt("ga")), jagged()
     model, pixels = (Vision(language), torch.randn(len(LENGTHS), 32)) if vision else (language, None)
     expected, mask = alone(model, values, pixels), None if device == "npu" else WIDTH
     for more in ({"dtype": torch.bool}, {"dtype": torch.int64}) if forward is older else ({},):
         more |= {"multi_modal_inputs": {"pixel_values": pixels}} if vision else {}
         assert error(forward(model, values, **more), expected) <= NEAR
-        assert seen(model) == {"attention": [mask] * kinds.count("a"), "recurrent": [mask] * kinds.count("g")}
+        assert seen(model) == {"attention": [mask], "recurrent": [mask]}
 
 
 WAYS = (
@@ -166,30 +151,6 @@ def test_cells(family, kinds, layout, forward, monkeypatch):
     stack.tell(family, layout, **both, line="actor_rollout_ref.model.external_lib=collate_npu.integrations.verl.plugin")
 
 
-def test_a_value_model(verl_npu, verl_ours):
-    model, values = gpt("ga"), jagged()
-    model.output_layer = ValueHead(32, 1)
-    expected = [row.squeeze(-1) for row in alone(model, values)]
-    assert error(padded(model, values, value_model=True), expected) <= NEAR
-    assert error(older(model, values, value_model=True), expected) <= NEAR
-
-
-def test_multi_token_prediction_is_given_none_too(verl_npu, verl_ours):
-    """As the engine does it: verl's own postprocess is put on the model (transformer_impl.py:596)."""
-    values = jagged()
-    model = gpt("aa", mtp_num_layers=1)
-    mtp_patch.patch_postprocess(model)
-    given = {"label": values.clone(), "loss_mask": torch.ones_like(values), "response_attention_mask": None}
-
-    def logits(output, label):
-        return {"logits": output}
-
-    expected = alone(model, values)
-    output = padded(model, values, mtp_enable_train=True, logits_processor=logits, logits_processor_args=given)
-    assert error(output["logits"], expected) <= NEAR
-    assert seen(model)["attention"] == [None] * 3, "two layers and the one that predicts"
-
-
 # --- routers
 
 
@@ -218,42 +179,6 @@ def test_routers_count_no_padding_and_upstream_they_do(device):
     scale = ours[0].abs().max()
     assert (ours[0] - ours[1]).abs().max() <= 1e-5 * scale
     assert (upstream[0] - upstream[1]).abs().max() > 1e-2 * scale
-
-
-# --- packed rows: as verl gives them
-
-
-@pytest.mark.parametrize("vision", [False, True])
-def test_packed_rows_are_each_sample_alone(vision, device, verl_ours):
-    model, values = gpt(), jagged()
-    model = Vision(model) if vision else model
-    expected = alone(model, values)
-    assert error(padded(model, values, data_format="thd"), expected) <= NEAR
-    assert seen(model)["attention"] == [None, None]
-    assert error(older(model, values, "thd"), expected) <= NEAR
-
-
-def plain_cross_entropy(hidden, weight, labels, temperature, reduction, group):
-    """In the place of verl's Triton kernel: log probabilities and entropy of each token."""
-    logs = torch.log_softmax(hidden.transpose(0, 1) @ weight.T / temperature, -1)
-    chosen = logs.gather(-1, labels[..., None]).squeeze(-1)
-    return chosen, -(logs.exp() * logs).sum(-1)
-
-
-@pytest.mark.parametrize("vision", [False, True])
-def test_the_fused_forward_packs_its_rows_and_takes_each_sample_alone(vision, device, verl_ours, monkeypatch):
-    monkeypatch.setattr(model_forward_fused, "linear_cross_entropy", plain_cross_entropy)
-    language, values = gpt(), jagged()
-    model = Vision(language) if vision else language
-    expected = [torch.log_softmax(row, -1) for row in alone(model, values)]
-    model_forward_fused.patch_fused_forward(model)
-    forward = registry.get_mcore_forward_fused_model_engine_fn(config(vision))
-    output = forward(model, values, values.clone(), {}, 1.0, True, PAD)
-    entropy = [-(row.exp() * row).sum(-1) for row in expected]
-    assert error(output["entropy"], entropy) <= NEAR
-    chosen = [row[:-1].gather(-1, ids[1:, None]).squeeze(-1) for row, ids in zip(expected, values.unbind())]
-    assert error([row[:-1] for row in output["log_probs"].unbind()], chosen) <= NEAR
-    assert seen(model)["attention"] == [None, None]
 
 
 # --- sliding windows
@@ -286,17 +211,7 @@ def test_a_window_no_row_reaches_is_computed_and_elsewhere_it_is_verls_own_busin
     padded(gpt(window_size=(4, 0)), jagged())
 
 
-# --- without us, and again without us
-
-
-def test_upstream_the_engine_builds_a_square_mask_and_the_older_forward_a_mask_no_npu_kernel_takes(verl_npu):
-    model, values = watch(gpt("ga")), jagged()
-    expected = alone(model, values)
-    assert error(padded(model, values), expected) <= NEAR
-    assert seen(model) == {"attention": [SQUARE], "recurrent": [SQUARE]}
-    for other in (gpt(), Vision(gpt())):
-        with pytest.raises(AssertionError, match="invalid"):
-            older(other, values)
+# --- uninstalled
 
 
 def test_what_was_taken_from_the_registry_before_an_uninstall_is_verls_own_again(verl_npu):
@@ -309,13 +224,6 @@ def test_what_was_taken_from_the_registry_before_an_uninstall_is_verls_own_again
         forwards[0](model, ids, keep, positions, {}, data_format="bshd")
     forwards[1](model, values, {}, data_format="bshd")
     assert seen(model)["attention"] == [SQUARE] * 2
-
-
-def test_upstream_vision_rows_ignore_fp8(monkeypatch):
-    values = numbered([5, 2, 7])
-    ids = util.preprocess_bshd_engine(values, use_fp8_padding=True)[0]
-    rows = util.build_vlm_attn_mask_bshd(values, 3, 0)[0]
-    assert rows.shape[1] != ids.shape[1], "labels and logits of a vision model have two widths under fp8"
 
 
 def test_uninstall_puts_verls_own_back(verl_npu):
@@ -373,32 +281,21 @@ def far(output, expected):
     return max(float((row - other).detach().abs().max()) for row, other in zip(rows, expected) if len(other))
 
 
-@pytest.mark.parametrize(("kinds", "packed"), [("aa", False), ("ga", False), ("aa", True)])  # "ga" takes no packed rows
-def test_log_probabilities_and_entropy_are_those_of_each_sample_alone(checkpoint, kinds, packed, verl_npu, verl_ours):
-    model, values = watch(gpt(kinds)), jagged()
+def test_log_probabilities_entropy_and_gradients_are_those_of_each_sample_alone(checkpoint, verl_npu, verl_ours):
+    model, values = watch(gpt("ga")), jagged()
     chosen, entropy = of_tokens(alone(model, values), values)
-    made = engine_of(checkpoint, model, use_remove_padding=packed)
+    made = engine_of(checkpoint, model, use_remove_padding=False)
     output = made.forward_backward_batch(batch(values), None, forward_only=True)["model_output"]
     assert far(output["log_probs"], chosen) <= NEAR
     assert far(output["entropy"], entropy) <= NEAR
     assert received(model) == {None}
 
-
-def test_the_gradient_of_a_batch_is_the_sum_over_samples_alone(checkpoint, verl_npu, verl_ours):
-    model, values = gpt("ga"), jagged()
-
     def loss(model_output, data, dp_group):
         rows = model_output["log_probs"].unbind()
         return -sum((row[:-1].sum() for row in rows), torch.zeros(())), {}
 
-    made = engine_of(checkpoint, model, use_remove_padding=False)
     made.forward_backward_batch(batch(values), loss, forward_only=False)
     got = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    (-sum(row.sum() for row in of_tokens(alone(model, values), values)[0])).backward()
-    worst = max(
-        float((got[name] - p.grad).abs().max() / (1 + p.grad.abs().max()))
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    )
-    assert worst <= NEAR
+    (-sum(row.sum() for row in chosen)).backward()
+    assert relative(got, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}) <= NEAR

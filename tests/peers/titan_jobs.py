@@ -28,7 +28,7 @@ from datasets import Dataset
 from processes import free_port
 from rotation import part
 from titan_kernels import LAYERS, TEXT_ALONE, alone, config_of
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor.experimental._context_parallel import _attention
@@ -127,14 +127,6 @@ def own_batch(features: list[dict[str, Any]]) -> tuple[dict[str, Tensor], Tensor
     return batch[0], batch[1]
 
 
-def without_us(features: list[dict[str, Any]]) -> tuple[dict[str, Tensor], Tensor]:
-    """A padded batch with the positions of its places, as a loader that knows no documents would make it."""
-    ids, segments = (torch.tensor([row[key] for row in features]) for key in ("input_ids", "attention_mask"))
-    labels = torch.where(segments > 0, ids, -100)
-    shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-    return {"input": ids, "positions": torch.arange(WIDTH).expand_as(ids).contiguous()}, shifted
-
-
 class Rows(IterableDataset):
     def __init__(self, steps: list[str]) -> None:
         self.steps = steps
@@ -148,8 +140,8 @@ class Loader(ParallelAwareDataloader):
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
         steps: list[str] = field(default_factory=lambda: ["right", "left", "packed"])
-        """Layouts; `left:theirs` is collated without us, `full:own` by torchtitan, `left:ptrr` shared out by that load
-        balancer, `holes:ids` with segment_ids."""
+        """Layouts; `full:own` is collated by torchtitan, `packed:ptrr` shared out by that load balancer, `holes:ids` with
+        segment_ids."""
         extra: dict[str, Any] = field(default_factory=dict)
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **given: Any) -> None:
@@ -157,9 +149,8 @@ class Loader(ParallelAwareDataloader):
 
         def collate(pairs: list[tuple[dict[str, Any], str]]) -> tuple[dict[str, Any], Tensor]:
             features, step = [features for features, _ in pairs], pairs[0][1]
-            made = {"theirs": without_us, "own": own_batch}.get(step.partition(":")[2])
             collator = ours.TitanCollator(inner, segment_ids="ids" in step, extra=config.extra)
-            input_dict, labels = (made or collator)(features)
+            input_dict, labels = (own_batch if step.endswith(":own") else collator)(features)
             return {**input_dict, **config.extra}, labels
 
         super().__init__(Rows(config.steps), dp_rank, dp_world_size, batch_size=local_batch_size, collate_fn=collate)
@@ -287,8 +278,8 @@ TOGETHER = {
 }
 ALL = ("right", "left", "packed", "full:own")
 ALONE = (
-    {"qwen3": ("qwen3", (*ALL, "holes:ids", "left:theirs", "packed:theirs"), "")},
-    {"qwen3_5": ("qwen3_5", (*ALL, "packed:theirs"), ""), **{family: (family, ALL, "") for family in FAMILIES}},
+    {"qwen3": ("qwen3", (*ALL, "holes:ids"), "")},
+    {"qwen3_5": ("qwen3_5", ALL, ""), **{family: (family, ALL, "") for family in FAMILIES}},
 )
 
 
