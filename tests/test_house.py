@@ -15,17 +15,17 @@ from house import FILES, PACKAGE, ROOT, module_of, ours, purpose_of, room_of, tr
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1810, 1250),
+    "ground": (1807, 1250),
     "masks": (2718, 2400),
-    "parallel": (1605, 1450),
-    "kernels": (3090, 1900),
-    "consumers": (3295, 1950),
+    "parallel": (1589, 1450),
+    "kernels": (3001, 1900),
+    "consumers": (3142, 1950),
     "collate": (1730, 1500),
-    "proof": (4016, 1900),
-    "integrations": (3053, 3000),
+    "proof": (3898, 1900),
+    "integrations": (2971, 3000),
     "testing": (291, 450),
-    "tools": (3924, 1900),
-    "tests": (44448, 33000),
+    "tools": (3642, 1900),
+    "tests": (41141, 33000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
 WORDS = {"guide": (13640, 12000)}
