@@ -96,7 +96,6 @@ CALLS = {
     ContextParallel: {"size": 2, "rank": 0, "layout": "zigzag", "mask_2d": "local", "block": 1, "tensor_parallel": 1},
     ADAPTER.__call__: {"batch": BATCH},
     ADAPTER.render: {"batch": {"input_ids": IDS}, "segments": ROWS, "padding_free": False},
-    ADAPTER.masks: {"segments": ROWS},
     BatchAdapter: {"needs_mask_2d": True, "consumer": "megatron", "padding_free": False, "labels_shifted": None,
                    "pattern": None, "polarity": None, "context_parallel": None, "model_type": None, "keys": KEYS},
     PaddingCollator: {"pad_token_id": 0, "padding": True, "padding_free": False, "label_pad_token_id": -100,
@@ -138,6 +137,8 @@ ENTRIES = {
         f"split {key}": lambda x, key=key: split_batch({**BATCH, key: x}, CP)
         for key in ("mine", "attention_mask", "labels", "cu_seqlens")
     },
+    "a key described": lambda x: describe({**BATCH, "note": x}),
+    "ids described": lambda x: describe({"input_ids": x}),
     "features": COLLATORS[0],
     "a sample": lambda x: COLLATORS[0]([FEATURES[0], x]),
     "an inner batch": lambda x: wrap_collator(lambda features: x)(FEATURES),
@@ -148,8 +149,6 @@ ENTRIES = {
     **{
         f"a text {where}": lambda x, call=call: call(x) if isinstance(x, str) else None
         for where, call in {
-            "described": lambda text: describe({**BATCH, "note": text}),
-            "for ids, described": lambda text: describe({"input_ids": text}),
             "for a key, described": lambda text: describe({**BATCH, text: 1}),
             "for a key, split": lambda text: split_batch({**BATCH, text: torch.ones(3, 4)}, CP),
             "for a key of a sample": lambda text: COLLATORS[0]([{**FEATURES[0], text: [1]}]),

@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from collate_npu import BatchAdapter, PaddingCollator, Segments, last_token, repad, unpad
+from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.fusion_attention import fusion_attention_kwargs, reference_fusion_attention
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule, zero_padding
 from collate_npu.masks import dense
@@ -55,8 +56,8 @@ def gradients(model, loss):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_a_batch_through_a_model_is_its_samples_alone(family, attention, dtype, side):
-    """With a row of padding alone, which `segment_ids` may say. Gradients are finite too. Not of float64: transformers'
-    eager attention takes its softmax in float32, in which the lowest float64 is -inf, and all is NaN."""
+    """With a row of padding alone, which `segment_ids` may say. Gradients are finite too. Or it is refused: transformers'
+    eager attention takes its softmax in float32, in which the lowest float64 is -inf."""
     model = model_of(family, dtype, attention)
     batch = PaddingCollator(pad_token_id=0, padding_side=side, attention_mask="omit")([{"input_ids": ids} for ids in ROWS])
     ids = torch.cat([batch["input_ids"], torch.zeros_like(batch["input_ids"][:1])])
@@ -64,6 +65,8 @@ def test_a_batch_through_a_model_is_its_samples_alone(family, attention, dtype, 
     labels = ids.masked_fill(~truth.keep, IGNORED)
     batch, adapter = {"input_ids": ids, "labels": labels, "segment_ids": truth.ids}, BatchAdapter(model)
     if (attention, dtype) == ("eager", torch.float64):
+        with pytest.raises(UnsupportedFormError, match="is NaN there"):
+            adapter(batch)
         batch = {key: x[:2] for key, x in batch.items()}
         if side == "left":
             return

@@ -133,6 +133,7 @@ class Model:
     needs_mask_2d: bool | None = None
     """None where it is unknown."""
     attn_implementation: str = "sdpa"
+    dtype: torch.dtype | None = None
     positions: model_traits.PositionRule = "places"
     first_position: int = 0
     pattern: PatternName | None = None
@@ -187,6 +188,7 @@ class Model:
             read["boundaries_unread"] = f"{type(model).__name__} is not transformers', and nobody knows what its layers read"
         if module:
             read["virtual_tokens"] = has_virtual_tokens(model)
+            read["dtype"] = next((each.dtype for each in model.parameters()), None)
         return cls(
             config=config,
             model_type=getattr(text, "model_type", None) or model_type or "",

@@ -232,6 +232,16 @@ def _unreadable(case: Case) -> str:
     return f"{why}, on {implementation}" if why else ""
 
 
+def _lowest_is_infinite(case: Case) -> str:
+    """Of a 2D mask transformers makes a bias in the model's dtype, and eager attention takes its softmax in float32 (5.23
+    models/llama/modeling_llama.py, eager_attention_forward), in which the lowest float64 is -inf."""
+    segments, model = case.segments, case.model
+    if model.dtype != torch.float64 or model.attn_implementation != "eager" or segments.packed:
+        return ""
+    sees_all = segments.padding_side not in PADS_BEFORE and not segments.empty_rows
+    return "" if sees_all else "float64, and padding before a row's first token, or a row of padding alone"
+
+
 def _routers_loss(case: Case) -> str:
     indexes = case.recurrent or case.model.model_type in (*SPLITS_BY_POSITIONS, "gpt_oss")
     return _needs_dense(case) if indexes and case.learns_routing else ""
@@ -343,6 +353,12 @@ TRANSFORMERS = Consumer(
             when=_lost_window,
             rule="The window of some layers would be lost: {why}.",
             remedy="Use attn_implementation='sdpa' or 'eager', or rows no longer than the window.",
+        ),
+        Refusal(
+            of="float64 on eager attention, padded on the left",
+            when=_lowest_is_infinite,
+            rule="A query that sees nothing is NaN there, and every token of its row in the next layer: {why}.",
+            remedy="Use attn_implementation='sdpa', or pad right, without rows of padding alone.",
         ),
         Refusal(
             of="dense masks on flash attention, and on flex_attention beside recurrent layers",

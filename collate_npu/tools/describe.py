@@ -106,4 +106,5 @@ def _value(value: Any, depth: int = 0) -> str:
         return "{" + ", ".join(f"{key}: {_value(item, depth + 1)}" for key, item in value.items()) + "}"
     if value is None or isinstance(value, (int, float, str)):
         return short(repr(value), 200)
-    return type(value).__name__ + (f" of {len(value)}" if isinstance(value, Sized) else "")
+    counted = isinstance(value, Sized) and getattr(value, "shape", None) != ()  # an array without a dimension has no length
+    return type(value).__name__ + (f" of {len(value)}" if counted else "")

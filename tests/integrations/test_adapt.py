@@ -328,12 +328,18 @@ def test_after_an_error_inside_the_next_batch_is_looked_at():
         assert adapted(model.base_model)
 
 
-def test_another_attention_that_is_set_later_is_looked_at():
+def test_another_attention_or_dtype_set_later_is_looked_at():
+    """Of float64 eager attention makes NaN."""
     model = model_of("qwen3")
     wanted = alone(model)
     with adapt(model):
         model.set_attn_implementation("eager")
         assert_alone(model, packed(), wanted)
+        model.double()
+        with pytest.raises(UnsupportedFormError, match="is NaN there"):
+            model(**padded())
+        model.float()
+        model(**padded())
 
 
 # --- where it does not belong
