@@ -22,7 +22,7 @@ LINES = {
     "consumers": (3160, 1950),
     "collate": (1730, 1500),
     "proof": (3898, 1900),
-    "integrations": (2971, 3000),
+    "integrations": (2973, 3000),
     "testing": (291, 450),
     "tools": (3643, 1900),
     "tests": (41128, 33000),

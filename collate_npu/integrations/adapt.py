@@ -172,10 +172,12 @@ class _Hooks:
         return mended
 
     def _current(self, module: nn.Module) -> BatchAdapter:
-        """The adapter; a new one if the model got another attention since."""
+        """The adapter; a new one if the model got another attention since, or became float64 or stopped being it."""
         known = self.adapter.model
         named = getattr(text_config(known.config), "_attn_implementation", None)
-        if "attn_implementation" not in self.settings and (named or "sdpa") != known.attn_implementation:
+        other = "attn_implementation" not in self.settings and (named or "sdpa") != known.attn_implementation
+        dtype = next((each.dtype for each in module.parameters()), None)
+        if other or (dtype != known.dtype and torch.float64 in (dtype, known.dtype)):
             self.adapter = self._made(module)
         return self.adapter
 
