@@ -74,7 +74,7 @@ def _masks(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
         turns = TURNS if headed else TURNS | HEADED
         yield from ((f"mask {name}", {"atten_mask": make(mask)}) for name, make in turns.items())
         for at in range(0, mask.numel(), max(1, mask.numel() // 8) + 1):
-            changed = mask.clone()
+            changed = mask.clone(memory_format=torch.contiguous_format)
             changed.view(-1)[at] ^= True
             yield f"mask, score {at} flipped", {"atten_mask": changed}
 
