@@ -351,6 +351,7 @@ FOLLOWED = [
     ),
     # --- consumers
     (lambda: adapted(PACKED, HYBRID), "or use padding_free=True", lambda: "cu_seq_lens_q" in flat(HYBRID)),
+    (lambda: flat(HYBRID, "mindspeed_dense"), "(consumer='mindspeed')", lambda: bare(flat(HYBRID, "mindspeed"))),
     (
         lambda: adapted(HOLE, HYBRID),
         "Move the padding to one side of the tokens, or drop those tokens from the sample",

@@ -80,7 +80,17 @@ MINDSPEED = Consumer(
 MINDSPEED_DENSE = Consumer(
     name="mindspeed_dense",
     forms=(Form(form="masked", reads="bool [B, 1, S, S], True = blocked, always; padding that sees no key sees itself"),),
-    refuses=(PACKED_RECURRENT, HOLES_RECURRENT, WINDOW),
+    refuses=(
+        PACKED_RECURRENT,
+        HOLES_RECURRENT,
+        WINDOW,
+        Refusal(
+            of="flat rows",
+            when=lambda case: case.padding_free,
+            rule="Under attention_mask_type=general a flat row meets the 2048 triangle as its mask.",
+            remedy="Set attention_mask_type=causal and use_flash_attn for flat rows (consumer='mindspeed').",
+        ),
+    ),
     splits_rows=False,
     opens_empty_rows=True,
     here=lambda: is_installed(),
