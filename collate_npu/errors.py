@@ -86,7 +86,7 @@ def explain(where: str, got: str, rule: str, remedy: str, *, more: str = "") -> 
 
 
 def explain_rows(key: str, rows: Iterable[tuple[int, str]], rule: str, remedy: str, *, more: str = "") -> str:
-    """Like `explain`, for every bad row of one key at once."""
+    """Return what `explain` does, for every bad row of one key at once."""
     listed = sorted(rows)
     head = f"{short(key)}: {len(listed)} bad row{'s' if len(listed) != 1 else ''}."
     lines = [head, *(f"  row {row}: got {short(got)}" for row, got in listed), short(rule), short(remedy)]

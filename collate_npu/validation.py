@@ -52,7 +52,7 @@ def check_model(model: Any, *, config: bool = False, name: str = "model") -> Non
 
 
 def check_tokenizer(tokenizer: Any, *, does: str = "pad_token_id") -> None:
-    """Raise `CollateError` for what has not that one attribute of a tokenizer."""
+    """Raise `CollateError` where this attribute of a tokenizer is missing."""
     remedy = _not_made(tokenizer, "AutoTokenizer")
     if isinstance(tokenizer, nn.Module):
         remedy = "That is a model: pass the tokenizer first, and model= by its name."

@@ -272,7 +272,7 @@ class Case:
 
     @once
     def keys(self) -> Collection[str]:
-        """What the call holds."""
+        """Return the keys that the call holds, without those that are None."""
         return [key for key, value in self.call.items() if value is not None]
 
     @once

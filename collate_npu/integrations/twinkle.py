@@ -76,7 +76,7 @@ class Stages:
         return ContextParallel(size, mesh.cp_rank if size > 1 else 0, tensor_parallel=mesh.tp_world_size or 1)
 
     def pad_cp(self, rows: list[Row], micro_batch_size: int | None = None, **kwargs: Any) -> list[Row]:
-        """Every row to its final width, on the processor's side, with its mask: twinkle's collate has only to stack."""
+        """Pad every row to its final width, on the processor's side, with its mask; twinkle's collate then only stacks."""
         rows = self.processor.align_routed_experts(rows)
         if self.processor.padding_free or self.processor._any_packing(rows):
             return [self._documents(row) for row in rows]

@@ -220,7 +220,7 @@ def _disagreements(square: Square, keep_BS: Bools | None) -> Rows:
 
 
 def read_square(square: Square, known: Known) -> Reading:
-    """`Reading` of a `[B, S, S]` matrix.
+    """Return the `Reading` of a `[B, S, S]` matrix.
 
     Raises `UnexplainedError` where nothing gives this matrix, `AmbiguousMaskError` where two different truths do.
     """

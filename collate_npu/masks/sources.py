@@ -297,7 +297,7 @@ def check_offsets(sources: Sources, segments: Segments, source: str) -> None:
         numbers_BS, keep_BS = sources.array(key), segments.array != 0
         same = numbers_BS.shape == segments.shape
         if not same or (run_starts(numbers_BS, keep_BS, 0) != run_starts(segments.array, keep_BS, 0)).any():
-            rule = "It numbers other sequences than the rest of the batch tells."
+            rule = "It numbers other sequences than the other keys of the batch."
             raise CollateError(explain(key, str(numbers_BS.tolist())[:80], rule, _REMEDY))
 
 

@@ -74,7 +74,7 @@ def _unread(call: Call) -> Iterator[Breach]:
     for name, value in call.arguments.items():
         if name not in known and _BOUNDARY.search(name) and not name.startswith("max_"):
             takes = ", ".join(filter(None, (*row.offsets, row.numbers, *sorted(row.reads)))) or "no boundaries"
-            says = f"{row.name} does not read it, and where keywords are filtered nobody says so; it takes {takes}."
+            says = f"{row.name} does not read it, and a caller that filters keywords drops it in silence; it takes {takes}."
             yield call.breach("unread", name, _short(value), says, f"Leave {name} out; {_remedy(call)}")
 
 

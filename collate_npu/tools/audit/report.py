@@ -289,7 +289,7 @@ def _share(counted: Sequence[bool]) -> str:
 
 
 def looked_at(report: Report, *, every: bool) -> list[Finding]:
-    """The cases of the models that need a look, or of every one. Of an interrupted report the last model needs one."""
+    """Return the cases of the models that need a look, or of all. In an interrupted report the last model needs one."""
     last = report.findings[-1].model if report.interrupted and report.findings else None
     states = report.states()
     return [f for f in report.findings if every or states[f.model] != "right" or f.model == last]

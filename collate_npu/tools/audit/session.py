@@ -98,7 +98,7 @@ MOST_IDS = 1 << 20
 def build(
     name: str, attn: str, *, tokenizer: Path | None, device: str, dtype: torch.dtype, seed: int, trust: bool, largest_id: int
 ) -> tuple[Any, Any, int]:
-    """The model on its device, its tokenizer (None where a checkpoint has none), and the id that rows are padded with.
+    """Return the model on its device, its tokenizer (None where a checkpoint has none), and the id of padding.
 
     A model type is built tiny and random, for samples of ids up to `largest_id`. Raises what transformers raises.
     """
