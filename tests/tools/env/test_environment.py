@@ -27,7 +27,7 @@ def look(monkeypatch):
     """What the command prints as JSON, where the processes answer so."""
 
     def look(packages=None, **answers):
-        answers = {"torch": {"devices": "cpu only"}, **answers}
+        answers = {"torch": {"devices": "cpu only"}, "torch_npu": {"fails": "no CANN"}, **answers}
         if packages is not None:
             monkeypatch.setattr(env, "installed", lambda name: packages.get(name, ""))
         monkeypatch.setattr(env, "ask", answers.__getitem__)
