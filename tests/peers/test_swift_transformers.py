@@ -11,7 +11,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from collate_npu import BatchAdapter, CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import swift
-from collate_npu.integrations.swift import check_batch
+from collate_npu.integrations.swift import check_collated
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 from collate_npu.testing import tiny_model
 
@@ -137,7 +137,7 @@ def test_a_multimodal_flat_row_is_told_by_its_text_positions(lengths):
     batch = {"input_ids": torch.ones(1, 12, dtype=torch.long), "position_ids": torch.zeros(3, 1, 12, dtype=torch.long)}
     batch["text_position_ids"] = text
     if len(lengths) == 1:
-        check_batch(made, batch)
+        check_collated(made, batch)
     else:
         with pytest.raises(UnsupportedFormError, match="where a kernel is missing, whatever its config says"):
-            check_batch(made, batch)
+            check_collated(made, batch)

@@ -89,7 +89,7 @@ def test_what_a_command_needs_loads_or_is_named(tmp_path, monkeypatch, package, 
     ],
 )
 def test_what_cannot_run_is_exit_code_2_before_any_model_is_built(monkeypatch, args, said):
-    monkeypatch.setattr(session, "build", lambda *a, **k: pytest.fail("a model was built"))
+    monkeypatch.setattr(session, "load_model", lambda *a, **k: pytest.fail("a model was built"))
     result = run("--model", "qwen3_next", *args)
     assert result.exit_code == 2, result.output
     assert said in " ".join(result.output.split())

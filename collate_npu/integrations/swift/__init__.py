@@ -145,7 +145,7 @@ def _collate(original: Callable[..., Any], self: Any, batch: Any, *, padding_to:
     if not self.use_megatron or self.padding_free:
         out = original(self, batch, padding_to=padding_to)
         if not self.use_megatron:
-            check_batch(self, out)
+            check_collated(self, out)
         return out
     if padding_to is not None and self.sequence_parallel_size > 1:  # get_padding_to leaves out zigzag's two chunks
         padding_to = lcm(padding_to, 2 * self.sequence_parallel_size)
@@ -185,7 +185,7 @@ _SPLIT_BY_SWIFT = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
 the offsets itself (model/models/qwen.py:1241-1249, 1396)."""
 
 
-def check_batch(template: Any, batch: Mapping[str, Any]) -> None:
+def check_collated(template: Any, batch: Mapping[str, Any]) -> None:
     """Raise `UnsupportedFormError` where the transformers backend would not compute real tokens as alone.
 
     Two settings say nothing to recurrent layers and train on in silence: `padding_free` and `packing` (positions alone,

@@ -95,7 +95,7 @@ MOST_IDS = 1 << 20
 """Of a tiny model's embedding."""
 
 
-def build(
+def load_model(
     name: str, attn: str, *, tokenizer: Path | None, device: str, dtype: torch.dtype, seed: int, trust: bool, largest_id: int
 ) -> tuple[Any, Any, int]:
     """Return the model on its device, its tokenizer (None where a checkpoint has none), and the id of padding.
@@ -243,7 +243,7 @@ def audit_all(
     report = Report(settings=settings, tolerance=tolerance, left_out=untestable)
     how: dict[str, Any] = {"tokenizer": tokenizer, "device": device, "dtype": in_dtype, "trust": trust, "seed": seed}
     session = _Session(
-        report, partial(build, **how, largest_id=max(map(max, ids), default=0)), sides, collators, dumped,
+        report, partial(load_model, **how, largest_id=max(map(max, ids), default=0)), sides, collators, dumped,
         how={"batch_size": batch_size, "gradients": gradients}, all_named=bool(names and attentions),
         drawn=partial(samples_of_rows, rows, count=batch_size * batches, max_length=max_length, seed=seed),
     )  # fmt: skip

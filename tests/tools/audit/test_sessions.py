@@ -255,13 +255,13 @@ def test_a_row_is_padded_with_the_id_of_the_tokenizer_else_of_the_model_else_0(f
     """A language model's own end, as most checkpoints do."""
     how = {"tokenizer": None, "device": "cpu", "dtype": torch.float32, "seed": 0, "trust": False, "largest_id": 5}
     for name, shared in (("llama", True), ("bert", False)):
-        _, reader, pad = session.build(name, "sdpa", **how)
+        _, reader, pad = session.load_model(name, "sdpa", **how)
         assert (pad == reader.pad_token_id, pad == reader.eos_token_id) == (True, shared)
     config = folder / "models" / "llama" / "config.json"
     fields = json.loads(config.read_text("utf-8"))
     for of_config, pad in ((3, 3), (None, 0)):
         config.write_text(json.dumps({**fields, "pad_token_id": of_config}), "utf-8")
-        assert session.build(str(config.parent), "sdpa", **how)[1:] == (None, pad)
+        assert session.load_model(str(config.parent), "sdpa", **how)[1:] == (None, pad)
     for own, padded_with in (("<|pad|>", 257), (None, 256)):
         reader.pad_token = own
         reader.save_pretrained(folder / "other")
