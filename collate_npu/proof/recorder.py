@@ -49,6 +49,8 @@ class _Wraps:
         self._seen_modules: set[str] = set()
         self._swept = 0
         """Modules of the process when they were looked through."""
+        self.lock = threading.RLock()
+        """One thread at a time wraps, or puts back."""
 
     def install(self) -> None:
         """Wrap what is there; `sweep` wraps what is imported later."""
@@ -69,15 +71,16 @@ class _Wraps:
         """Wrap each kernel by its name, in every module of this process and in transformers' registry of attention."""
         if (modules := len(sys.modules)) == self._swept:
             return
-        for name, module in list(sys.modules.items()):
-            held = getattr(module, "__dict__", None)
-            if not isinstance(held, dict) or (name.startswith("torch.") and name not in OF_TORCH):
-                continue  # what else torch calls stays what it is
-            self._wrap_in(held)
-            for value in list(held.values()):
-                if isinstance(registry := vars(type(value)).get("_global_mapping"), dict):
-                    self._wrap_in(registry)
-        self._swept = modules  # at last: another thread does not count on what is half done
+        with self.lock:
+            for name, module in list(sys.modules.items()):
+                held = getattr(module, "__dict__", None)
+                if not isinstance(held, dict) or (name.startswith("torch.") and name not in OF_TORCH):
+                    continue  # what else torch calls stays what it is
+                self._wrap_in(held)
+                for value in list(held.values()):
+                    if isinstance(registry := vars(type(value)).get("_global_mapping"), dict):
+                        self._wrap_in(registry)
+            self._swept = modules  # at last: another thread does not count on what is half done
 
     def wrap_model(self, root: nn.Module) -> None:
         """Wrap what the layers of a model hold, their classes, and functions of their modules."""
@@ -234,7 +237,7 @@ class Recorder:
 
     def forget(self) -> None:
         """A forked process begins anew."""
-        self._here = _Thread()
+        self._here, WRAPS.lock = _Thread(), threading.RLock()  # another thread may have held it
 
     def root_of(self, module: nn.Module) -> nn.Module | None:
         """The model that this module is a part of."""
@@ -260,7 +263,8 @@ class Recorder:
             if id(module) not in self._names or name == "" or self.root_of(module) is None:
                 self._names[id(module)] = held, plain_name(name)
         self.models.add(type(root).__name__)
-        WRAPS.wrap_model(root)
+        with WRAPS.lock:
+            WRAPS.wrap_model(root)
 
     @property
     def listens(self) -> bool:
@@ -269,17 +273,19 @@ class Recorder:
 
     def install(self) -> None:
         """Listen to every kernel and module of this process."""
-        _LISTENING.append(self)
-        if len(_LISTENING) == 1:
-            WRAPS.install()
+        with WRAPS.lock:
+            _LISTENING.append(self)
+            if len(_LISTENING) == 1:
+                WRAPS.install()
 
     def take_off(self) -> None:
         """Listen no longer."""
-        if self.listens:
-            _LISTENING.remove(self)
-            self.unwrapped = [*WRAPS.unwrapped]
-            if not _LISTENING:
-                WRAPS.take_off()
+        with WRAPS.lock:
+            if self.listens:
+                _LISTENING.remove(self)
+                self.unwrapped = [*WRAPS.unwrapped]
+                if not _LISTENING:
+                    WRAPS.take_off()
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
