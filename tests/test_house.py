@@ -19,7 +19,7 @@ LINES = {
     "masks": (2718, 2400),
     "parallel": (1589, 1450),
     "kernels": (3001, 1900),
-    "consumers": (3170, 1950),
+    "consumers": (3183, 1950),
     "collate": (1730, 1500),
     "proof": (3904, 1900),
     "integrations": (2973, 3000),

@@ -139,6 +139,7 @@ class Model:
     pattern: PatternName | None = None
     config_is_causal: Any = field(default=None, repr=False)
     """The config that may say `is_causal`; None before transformers read it."""
+    half_ahead: bool = False
     follows_is_causal: bool = False
     pooling: model_traits.Pooling = ""
     labels: model_traits.LabelRule | None = None
@@ -177,11 +178,14 @@ class Model:
                 "first_position": model_traits.first_position(model),
                 "pattern": pattern_of(model),
                 "follows_is_causal": model_traits.follows_is_causal(model),
+                "half_ahead": model_traits.half_ahead(model),
                 "config_is_causal": text if IS_CAUSAL_READ.holds() else None,
                 "pooling": model_traits.pooling(model),
                 "labels": model_traits.label_rule(model),
                 "looks_ahead": tuple(by for by in ("images", "types") if model_traits.looks_ahead(model, by)),
             }
+            if read["half_ahead"] and attention == "eager":  # which reads masks alone
+                read |= {"half_ahead": False, "pattern": "causal"}
             if own_module and needs_2d and keeps_apart(model):
                 read |= {"boundaries_unread": "", "keeps_apart": True}
         if not own_module and needs_2d and module:

@@ -346,6 +346,12 @@ def calls_kda(config: Any) -> bool:
         return False
 
 
+def half_ahead(model: Any) -> bool:
+    """True if its layers look ahead by `use_bidirectional_attention` and the masks that it makes do not (Gemma, Gemma 2)."""
+    set_so = getattr(config_of(model), "use_bidirectional_attention", None) is True
+    return set_so and not _code_holds(_classes(unwrap(model)), "self.config.use_bidirectional_attention:")
+
+
 def looks_ahead(model: Any, by: str) -> bool:
     """True if masks that the model makes let tokens see later ones, by its images or by `token_type_ids`.
 

@@ -88,6 +88,9 @@ def _looks_ahead_by_2d(case: Case) -> bool:
 def _half_causal(case: Case) -> str:
     """Why a call that is not causal is so in part."""
     model, by_call = case.model, case.call.get("is_causal") is False
+    masks_follow = by_call or getattr(model.config_is_causal, "is_causal", None) is False
+    if model.half_ahead and not masks_follow and (case.segments.packed or case.segments.num_padding):
+        return f"the layers of {model.model_type} follow use_bidirectional_attention, and its masks do not"
     ahead = case.pattern.name == "bidirectional" == model.attends(case.call)
     if not ahead or model.pattern == "bidirectional":
         return ""
