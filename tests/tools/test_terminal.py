@@ -92,3 +92,7 @@ def test_a_place_that_is_no_page_is_refused_with_what_is_one(tmp_path):
         shown().save(tmp_path / "link.html")
     assert not (tmp_path / "precious.txt").exists()
     files.check_place(tmp_path / "new.html", ".html")
+
+
+def test_a_number_has_an_exponent_where_it_is_small_or_large():
+    assert [*map(terminal.number, (0.009, 0.01, 999.9, 1000))] == ["9.0e-03", "0.01", "999.90", "1.0e+03"]
