@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import collate_npu as top
 from collate_npu import Segments, masks, outputs, parallel
 from collate_npu.kernels import fusion_attention as fusion, gated_delta
+from collate_npu.kernels.check import check_call
 from collate_npu.proof import watch
 
 WRAPPED = top.wrap_collator(top.PaddingCollator(pad_token_id=0, attention_mask="2d"))
@@ -113,12 +114,12 @@ def _adapted(model: nn.Module, batch: dict[str, Tensor]) -> None:
     handle.remove()
 
 
-def _of_row(check: Callable[..., Any], kwargs: dict[str, Any], segments: Segments) -> None:
-    check(kwargs, kernel="fla", B=1, T=segments.array.size, segments=segments)
+def _of_row(kwargs: dict[str, Any], segments: Segments) -> None:
+    check_call("fla", kwargs, B=1, T=segments.array.size, segments=segments)
 
 
-def _of_attention(check: Callable[..., Any], kwargs: dict[str, Any], segments: Segments) -> None:
-    check(kwargs, N=1, Nkv=1, D=16, segments=segments)
+def _of_attention(kwargs: dict[str, Any], segments: Segments) -> None:
+    check_call("npu_fusion_attention", kwargs, N=1, Nkv=1, D=16, segments=segments)
 
 
 def _refused(text: str) -> str:
@@ -194,16 +195,11 @@ CALLS = {
         lambda s: parallel.token_runs(s.shape[1], CP.for_documents(), s.cu_seqlens_host), "segments", "tokens"
     ),
     "query_rows": Call(lambda s: parallel.query_rows(s.shape[1], CP), "segments"),
-    "rank_offsets": Call(
-        lambda x: parallel.rank_offsets(x, top.ContextParallel(2, 0, layout="contiguous")), "offsets", "tokens"
-    ),
     "check_recurrent_split": Call(
         lambda s: parallel.check_recurrent_split(CP, "head_exchange_zigzag", s), "segments", "rows width"
     ),
     "choose_form": Call(fusion.choose_form, "segments"),
     "fusion_attention_kwargs": Call(fusion.fusion_attention_kwargs, "segments", "rows width"),
-    "check_contract": Call(partial(_of_attention, fusion.check_contract), "attention segments", **FEW),
-    "contract_breaches": Call(partial(_of_attention, fusion.contract_breaches), "attention segments", **FEW),
     "reference_fusion_attention": Call(
         lambda q: fusion.reference_fusion_attention(q, q, q, 1, "BSND", scale=0.25), "query", **FEW
     ),
@@ -211,9 +207,9 @@ CALLS = {
     "flat_offsets": Call(gated_delta.flat_offsets, "segments"),
     "chunk_indices": Call(partial(gated_delta.chunk_indices, chunk_size=64), "offsets"),
     "chunk_offsets": Call(partial(gated_delta.chunk_offsets, chunk_size=64), "offsets"),
+    "check_call, attention": Call(_of_attention, "attention segments", **FEW),
+    "check_call, recurrent": Call(_of_row, "delta segments"),
     "zero_padding": Call(gated_delta.zero_padding, "hidden segments", "rows width"),
-    "check_gated_delta_contract": Call(partial(_of_row, gated_delta.check_gated_delta_contract), "delta segments"),
-    "gated_delta_breaches": Call(partial(_of_row, gated_delta.gated_delta_breaches), "delta segments"),
     "reference_causal_conv1d": Call(lambda x: gated_delta.reference_causal_conv1d(x, x[0, :4].T), "hidden", "width"),
     "reference_gated_delta_rule": Call(
         lambda q: gated_delta.reference_gated_delta_rule(q, q, q, q[..., 0] - 1, q[..., 0]), "query", "width", most=1_600
@@ -221,7 +217,7 @@ CALLS = {
 }
 FREE = {
     "CollateError", "ContextParallel", "Pattern", "Verdict", "needs_mask_2d", "BLOCKS", "RecurrentScheme", "data_group",
-    "gather_objects", "gloo_group", "ranks_agree", "recurrent_parallel", "Breach", "NpuForm", "Kernel", "prefix_triangle",
+    "gather_objects", "gloo_group", "ranks_agree", "recurrent_parallel", "NpuForm", "Kernel", "prefix_triangle",
     "triangle", "Watch",
 }  # fmt: skip
 """Public, and given no batch: settings, groups of ranks, constants, what others return; `Watch` is what `watch` gives."""

@@ -1,7 +1,7 @@
 """Batches whose padding means the same to every layer, kernel and trainer.
 
 Eighteen names stand here, one for each job; the rest lives in its room: `collate_npu.masks`, `.outputs`, `.parallel`,
-`.kernels`, `.proof`, `.testing`, `.errors`. Names are imported when they are asked for: `import collate_npu` loads nothing,
+`.kernels`, `.proof`, `.testing`, `.errors`. Names are imported when they are used: `import collate_npu` loads nothing,
 so that `collate-npu env` can say why `import torch` fails.
 """
 

@@ -13,14 +13,14 @@ def main() -> None:
     import io
     import signal
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was found by then is still said
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was found by then is still printed
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a letter that it cannot encode is written as its escape
             stream.reconfigure(errors="backslashreplace")
     try:
-        from collate_npu.tools.cli import run
+        from collate_npu.tools.cli import run_command_line
 
-        sys.exit(run(sys.argv[1:]))
+        sys.exit(run_command_line(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -44,7 +45,8 @@ PaddingSide = Literal["none", "left", "right", "mixed"]
 
 MOST_PLACES = 2**31 - 1
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_PLAIN = frozenset((*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64))
+PLAIN = frozenset((*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_NUMPYS = PLAIN - {torch.bfloat16}
 _REMEDY = "Pass a dense tensor, a numpy array or nested lists of numbers."
 _UNPADDED = "Rows of their own lengths are padded first.", "PaddingCollator takes such a batch as it is, a TensorDict too."
 
@@ -79,7 +81,7 @@ def host_tensor(name: str, value: Any) -> Tensor:
     """
     if (
         type(value) is Tensor
-        and value.dtype in _PLAIN
+        and value.dtype in PLAIN
         and value.is_cpu
         and value.layout is torch.strided
         and not value.is_nested
@@ -87,16 +89,19 @@ def host_tensor(name: str, value: Any) -> Tensor:
         return value.detach()
     if not isinstance(value, Tensor):
         return torch.from_numpy(np.ascontiguousarray(host_array(name, value)))
+    from torch._subclasses.fake_tensor import FakeTensor
+
     if type(value).__name__ == "MemoryMappedTensor":  # tensordict's: a plain tensor whose memory is a file
         value = value.as_subclass(Tensor)
     with torch._C.DisableTorchFunctionSubclass():  # torch 2.6's CausalBias answers nothing
         nested = value.is_nested
     if nested:
         raise CollateError(explain(name, f"a nested {type(value).__name__}", *_UNPADDED))
-    if _means_something_else(type(value)):
+    answers = next(base for base in type(value).__mro__ if "__torch_function__" in vars(base))
+    if answers not in (Tensor, torch.nn.Parameter):  # it answers torch's functions by itself, before Tensor does
         rule = "It is a tensor by name only: what it means is in its class (torch's CausalBias holds no numbers)."
         raise CollateError(explain(name, f"a {type(value).__name__}", rule, _REMEDY))
-    if value.is_complex() or value.is_quantized or value.device.type == "meta" or _is_fake(value):
+    if value.is_complex() or value.is_quantized or value.device.type == "meta" or isinstance(value, FakeTensor):
         what = "complex" if value.is_complex() else "without values"
         raise CollateError(explain(name, f"{type(value).__name__}, {what}", "Its values are read on the host.", _REMEDY))
     if value.layout != torch.strided:
@@ -111,6 +116,9 @@ def host_tensor(name: str, value: Any) -> Tensor:
 
 def host_array(name: str, value: Any) -> Array:
     """`value` as a numpy array of bools, whole numbers or floats (bfloat16 as float32). Errors as `host_tensor`."""
+    if type(value) is Tensor and value.dtype in _NUMPYS:
+        with suppress(TypeError, RuntimeError):  # on a device, sparse, nested, part of a graph: the long way
+            return value.numpy()
     if isinstance(value, Tensor):
         held = host_tensor(name, value)
         return (held.float() if held.dtype == torch.bfloat16 else held).numpy()
@@ -138,24 +146,14 @@ def host_array(name: str, value: Any) -> Array:
     return array
 
 
-def _means_something_else(kind: type) -> bool:
-    """True if this class answers torch's functions by itself, before Tensor does."""
-    return next(base for base in kind.__mro__ if "__torch_function__" in vars(base)) not in (Tensor, torch.nn.Parameter)
-
-
-def _is_fake(value: Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(value, FakeTensor)
-
-
 def whole_number(name: str, value: Any, *, least: int = 0) -> int:
-    """`value` as an int. Raises `CollateError` for anything else: a float, a bool, a list."""
+    """`value` as an int of 64 bits. Raises `CollateError` for anything else: a float, a bool, a list, a larger number."""
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_floating_point():
         value = int(value)
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or value < least:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not least <= value < 1 << 63:
         got = shape_of(value) if isinstance(value, (Tensor, np.ndarray)) else repr(value)
-        raise CollateError(explain(name, got, f"It is a whole number, at least {least}.", f"Pass {name} as an int."))
+        rule = f"It is a whole number, at least {least}, of 64 bits at most."
+        raise CollateError(explain(name, got, rule, f"Pass {name} as an int."))
     return int(value)
 
 

@@ -55,7 +55,7 @@ class AmbiguousMaskError(CollateError):
         ...
     collate_npu.errors.AmbiguousMaskError: batch: got keys input_ids. No key says which tokens are padding: no mask may
         mean no padding, or a mask that was lost. Pass attention_mask [B, S], 1 = real token (ones
-        where nothing is padded), or collate with ours.
+        where nothing is padded), or collate with PaddingCollator.
     More: collate-npu guide errors#padding-unknown
     """
 
@@ -80,17 +80,17 @@ LONGEST = 8192
 
 
 def explain(where: str, got: str, rule: str, remedy: str, *, more: str = "") -> str:
-    """One line of four facts, in the order a reader asks for them. `more`: the section of the guide's page `errors` that
+    """One line of four facts, in the order that a reader needs. `more`: the section of the guide's page `errors` that
     explains it, named on a line below."""
     return f"{short(where)}: got {short(got)}. {short(rule)} {short(remedy)}{_pointer(more)}"
 
 
 def explain_rows(key: str, rows: Iterable[tuple[int, str]], rule: str, remedy: str, *, more: str = "") -> str:
-    """Like `explain`, for every bad row of one key at once."""
+    """Return what `explain` does, for every bad row of one key at once."""
     listed = sorted(rows)
     head = f"{short(key)}: {len(listed)} bad row{'s' if len(listed) != 1 else ''}."
-    told = [head, *(f"  row {row}: got {short(got)}" for row, got in listed), short(rule), short(remedy)]
-    return "\n".join(told) + _pointer(more)
+    lines = [head, *(f"  row {row}: got {short(got)}" for row, got in listed), short(rule), short(remedy)]
+    return "\n".join(lines) + _pointer(more)
 
 
 def short(text: str, most: int = LONGEST) -> str:
@@ -165,6 +165,8 @@ MOVED = {
     "collate_npu.consumers.consumer.Consumer": "collate_npu.consumers.mask_routing.Consumer",
     "collate_npu.consumers.consumer.Form": "collate_npu.consumers.mask_routing.Form",
     "collate_npu.consumers.consumer.Refusal": "collate_npu.consumers.mask_routing.Refusal",
+    "collate_npu.kernels.fusion_attention.check_contract": "collate_npu.kernels.check.check_call",
+    "collate_npu.kernels.gated_delta.check_gated_delta_contract": "collate_npu.kernels.check.check_call",
     "collate_npu.integrations.trl.adapt_forward": "collate_npu.adapt",
     "collate_npu.integrations.delivery.Delivery": "collate_npu.proof.delivery.Delivery",
     "collate_npu.integrations.delivery.check_delivery": "collate_npu.check_delivery",

@@ -125,7 +125,7 @@ _ROWS: dict[str, Key] = {
     ),
     "attention_mask_2d": Key(kind="truth", whole=True, share="scope", role="keep", why="True = real token"),
     "segment_ids": Key(kind="truth", whole=True, share="scope", role="segment_ids", why="0 = padding, n = n-th sequence"),
-    "_packed_seq_ids": Key(kind="truth", whole=True, share="scope", role="segment_ids", why="NeMo Automodel's, likewise"),
+    "_packed_seq_ids": Key(kind="truth", whole=True, share="scope", role="segment_ids", why="also of NeMo Automodel"),
     "seq_lengths": Key(kind="truth", share="replicate", role="lengths", why="tokens of each sequence of a sample"),
     "seq_lens": Key(kind="offsets", share="replicate", role="lengths", why="real tokens, padding not counted"),
     "seq_lens_padded": Key(kind="offsets", share="replicate", role="padded_lengths", why="what each takes up"),
@@ -139,7 +139,7 @@ _ROWS: dict[str, Key] = {
     **dict.fromkeys(("cu_seqlens_padded", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), _PADDED),
     **dict.fromkeys(("max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "max_seqlen_kv"), _LONGEST),
     "num_padding": Key(kind="offsets", share="replicate", role="tail", why="xtuner's: places at the end of a flat row"),
-    "tail_padding_length": Key(kind="offsets", share="replicate", role="tail", why="VeOmni's: likewise"),
+    "tail_padding_length": Key(kind="offsets", share="replicate", role="tail", why="also of VeOmni"),
     "packed_seq_params": Key(kind="offsets", share="replicate", why="Megatron's object of the same offsets"),
     "flash_attn_kwargs": Key(kind="offsets", share="replicate", why="NeMo RL's object or dict of them"),
     **dict.fromkeys(("cu_seqlens_argmin", "cu_seqlens_unpadded_argmin", "packed_token_indices"), _COUNT),
@@ -156,13 +156,22 @@ KEEP_KEY = "attention_mask_2d"
 SEGMENT_KEY = "segment_ids"
 
 
+def check_keys(keys: Mapping[str, Key]) -> Mapping[str, Key]:
+    """Return the table. Raises `CollateError` for one with another entry than a `Key`."""
+    for name, key in () if keys is KEYS else keys.items():
+        if not isinstance(key, Key):
+            rule, remedy = "It holds a Key for each name.", "Pass {**KEYS, name: TOKENS}, or SAMPLE, or a Key."
+            raise CollateError(explain(f"keys[{name!r}]", f"a {type(key).__name__}", rule, remedy))
+    return keys
+
+
 def _held(names: Iterable[str]) -> set[str]:
     """A mapping's keys; one of tensordict iterates over its rows."""
     return set(names.keys() if isinstance(names, Mapping) else names)
 
 
 def with_role(names: Iterable[str], *roles: Role) -> tuple[str, ...]:
-    """Those of `names` that have one of these roles, in the order of the table.
+    """Return those of `names` that have one of these roles, in the order of the table.
 
     >>> with_role(["labels", "cu_seqlens", "attention_mask_2d"], "keep", "offsets")
     ('attention_mask_2d', 'cu_seqlens')
@@ -172,7 +181,7 @@ def with_role(names: Iterable[str], *roles: Role) -> tuple[str, ...]:
 
 
 def of_kind(names: Iterable[str], *kinds: Kind, keys: Mapping[str, Key] = KEYS) -> tuple[str, ...]:
-    """Those of `names` that are of one of these kinds, in the order of the table.
+    """Return those of `names` that are of one of these kinds, in the order of the table.
 
     >>> of_kind(["labels", "pixel_values", "seq_lengths"], "tokens", "truth")
     ('labels', 'seq_lengths')

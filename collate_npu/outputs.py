@@ -14,7 +14,9 @@ from torch.nn.functional import pad
 from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.segments import Segments
-from collate_npu.validation import check_held, checked
+from collate_npu.validation import check_held, check_of_batch, checked, is_plain
+
+_WHOLE = "Pass the whole output: under context parallelism, gather_sequence first."
 
 
 @checked
@@ -25,7 +27,7 @@ def unpad(x: Tensor, segments: Segments) -> Tensor:
     >>> unpad(torch.tensor([[0, 0, 7], [4, 5, 6]]), segments).tolist()
     [7, 4, 5, 6]
     """
-    _check_shape(x, segments)
+    check_of_batch("output", x, segments.shape, _WHOLE)
     return x.flatten(0, 1).index_select(0, segments.indices.to(x.device))
 
 
@@ -36,7 +38,7 @@ def repad(y: Tensor, segments: Segments, fill: float = 0) -> Tensor:
     >>> repad(torch.tensor([7, 4, 5, 6]), Segments.from_lengths([1, 3], side="left"), fill=-1).tolist()
     [[-1, -1, 7], [4, 5, 6]]
     """
-    if not _is_plain(y) or y.shape[:1] != (segments.num_tokens,):
+    if not is_plain(y) or y.shape[:1] != (segments.num_tokens,):
         rule = f"The batch has {segments.num_tokens} real tokens, one row of y each."
         raise CollateError(explain("repad", shape_of(y), rule, "Pass the output of unpad."))
     check_held("fill", fill, y.dtype)
@@ -60,7 +62,7 @@ def last_token(x: Tensor, segments: Segments) -> Tensor:
     >>> last_token(torch.tensor([[7, 0, 0], [4, 5, 6]]), right).tolist()
     [7, 6]
     """
-    _check_shape(x, segments)
+    check_of_batch("output", x, segments.shape, _WHOLE)
     if segments.empty_rows:
         rows = [(b, "padding alone") for b in segments.empty_rows]
         raise CollateError(explain_rows("last_token", rows, "A row without tokens has no last one.", "Drop those rows."))
@@ -135,23 +137,11 @@ def ignore_first_labels(labels: Tensor, segments: Segments, *, ignore_index: int
     return labels.masked_fill(ignored_BS, ignore_index)
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Neither nested nor sparse: a block of numbers with a shape."""
-    return not x.is_nested and x.layout is torch.strided
-
-
 def _check_labels(labels: Tensor, segments: Segments | None, ignore_index: int) -> None:
     bits = labels.is_floating_point() and labels.element_size() == 1  # of which torch fills none
-    shape = tuple(labels.shape) if _is_plain(labels) and labels.ndim == 2 and not bits else None
+    shape = tuple(labels.shape) if is_plain(labels) and labels.ndim == 2 and not bits else None
     if shape is None or (segments is not None and shape != segments.shape):
-        said = "[B, S]" if segments is None else f"{list(segments.shape)} (rows, width)"
-        rule = f"Labels are one a token, and the batch is {said}."
+        rows = "[B, S]" if segments is None else f"{list(segments.shape)} (rows, width)"
+        rule = f"Labels are one a token, and the batch is {rows}."
         raise CollateError(explain("labels", shape_of(labels), rule, "Pad them with the tokens (-100), or leave them out."))
     check_held("ignore_index", whole_number("ignore_index", ignore_index, least=-(1 << 63)), labels.dtype)
-
-
-def _check_shape(x: Tensor, segments: Segments) -> None:
-    if not _is_plain(x) or tuple(x.shape[:2]) != segments.shape:
-        rule = f"The batch is {list(segments.shape)} (rows, width)."
-        remedy = "Pass the whole output: under context parallelism, gather_sequence first."
-        raise CollateError(explain("output", shape_of(x), rule, remedy))

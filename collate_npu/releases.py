@@ -1,6 +1,6 @@
 """Releases: the release in which each package changed what we depend on, and the one reader of versions.
 
-A fact of a release stands here once, with its source; who needs it asks the fact. Versions are read from the metadata of
+A fact of a release stands here once, with its source, for all code that needs it. Versions are read from the metadata of
 packages, so nothing is imported. Builds count as the release they lead to: 5.20.0.dev0 is 5.20, 2.13.0+cpu is 2.13.0.
 """
 
@@ -197,8 +197,6 @@ CANN_OF_TORCH_NPU: Mapping[str, tuple[str, ...]] = {
 }
 """The release of CANN that each torch_npu is made for (COMPATIBILITY.md:20-37 of Ascend/pytorch 031eec5 and 9e73e708, which
 name other posts for 9.1.0)."""
-ATTENTION_V3 = ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2", "2.10.0")
-"""The first post releases with `npu_fusion_attention_v3` (op-plugin 26.0)."""
 
 
 def cann_of(torch_npu: str) -> str:
@@ -208,27 +206,25 @@ def cann_of(torch_npu: str) -> str:
     >>> cann_of("2.7.1.post6"), cann_of("2.7.1.post3")
     ('9.1.0', '')
     """
-    ours = torch_npu.partition("+")[0]
-    named = [(post(name), cann) for cann, names in CANN_OF_TORCH_NPU.items() for name in names if _same(name, ours)]
-    below, above = [one for one in named if one[0] <= post(ours)], [one for one in named if one[0] >= post(ours)]
+    installed = torch_npu.partition("+")[0]
+    named = [(post(name), cann) for cann, names in CANN_OF_TORCH_NPU.items() for name in names if _same(name, installed)]
+    below, above = [one for one in named if one[0] <= post(installed)], [one for one in named if one[0] >= post(installed)]
     cann = max(below)[1] if below and above else ""
     return cann if cann and cann == min(above)[1] else ""
 
 
 def precedes(torch_npu: str, firsts: tuple[str, ...]) -> bool:
     """True if it is a post release before the first one of its torch, or of a torch before all of them."""
-    ours = numbers(torch_npu)
-    same = [post(first) for first in firsts if numbers(first) == ours]
-    return post(torch_npu) < same[0] if same else ours < min(map(numbers, firsts))
+    installed = numbers(torch_npu)
+    same = [post(first) for first in firsts if numbers(first) == installed]
+    return post(torch_npu) < same[0] if same else installed < min(map(numbers, firsts))
 
 
-def _same(name: str, ours: str) -> bool:
+def _same(name: str, installed: str) -> bool:
     """Posts of one release; what is not released yet (`rc1`) is none."""
-    return numbers(name) == numbers(ours) and re.fullmatch(r"[\d.]+(\.post\d+)?", ours) is not None
+    return numbers(name) == numbers(installed) and re.fullmatch(r"[\d.]+(\.post\d+)?", installed) is not None
 
 
 # What Megatron and MindSpeed do.
-MEGATRON_MTP_LOSS = Since("megatron", "0.17", "multi-token prediction survives a rank without a target")
 MEGATRON_PACKED = Since("megatron", "0.18", "Gated DeltaNet takes packed rows: 0.16.1 ssm/gated_delta_net.py:295 raises")
 MEGATRON_PARALLEL = Since("megatron", "0.18", "and context parallelism: 0.16 core/transformer/transformer_config.py:982-986")
-MINDSPEED_TRITON_RULE = Since("mindspeed", "0.17", "its own rule: core_r0.17.0 ssm/npu_chunk_gated_delta_rule.py:300-355")

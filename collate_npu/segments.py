@@ -70,11 +70,15 @@ class Segments:
 
     def __init__(self, ids: Values) -> None:
         ids_BS = as_ids(ids)
-        check_order(ids_BS)
+        bad = np.flatnonzero((ids_BS != _numbered(ids_BS)[0]).any(axis=1))
+        if len(bad):
+            rule = "The n-th sequence of a row has the id n, and sequences stand in order."
+            rows = [(int(b), f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
+            raise CollateError(explain_rows("segment ids", rows, rule, "Use Segments.from_ids, which renumbers."))
         ready(self._hold(ids_BS))
 
     def _hold(self, ids_BS: Array) -> Segments:
-        """By its ids; everything else is computed where it is asked for."""
+        """Hold the ids; everything else is computed when it is read."""
         self.array = np.array(ids_BS, np.int32, order="C")
         self.array.flags.writeable = False
         return self
@@ -85,7 +89,7 @@ class Segments:
     def from_lengths(
         cls, lengths: Sequence[int] | Sequence[Sequence[int]] | Values, width: int | None = None, side: Side = "right"
     ) -> Segments:
-        """From token counts: `[3, 5]` is one sequence a row, `[[3, 2], [5]]` several. `width` defaults to the longest.
+        """Build them from token counts: `[3, 5]` has a sequence a row, `[[3, 2], [5]]` several. `width`: else the longest.
 
         >>> Segments.from_lengths([3, 5]).ids.tolist()
         [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
@@ -106,7 +110,7 @@ class Segments:
 
     @classmethod
     def from_keep(cls, keep: Values) -> Segments:
-        """From `[B, S]` bool or 0/1, True = real token: one sequence a row, holes allowed. Inverse of `keep`.
+        """Build them from `[B, S]` bool or 0/1, True = real token: one sequence a row, holes allowed. Inverse of `keep`.
 
         >>> Segments.from_keep([[False, True, True], [True, True, True]])
         Segments(B=2, S=3, lengths=[2, 3], padding='left')
@@ -122,7 +126,7 @@ class Segments:
 
     @classmethod
     def from_ids(cls, ids: Values) -> Segments:
-        """From `[B, S]` ints, 0 = padding: any labels, renumbered 1, 2, ... in order of appearance in each row.
+        """Build them from `[B, S]` ints, 0 = padding: any labels, renumbered 1, 2, ... in order of appearance in each row.
 
         Packing masks (`1 1 2 2 0`, LLaMA-Factory's neat_packing; JAX segment_ids) are this form. A label that comes
         back after another sequence began is an error, not a new sequence.
@@ -144,7 +148,7 @@ class Segments:
 
     @classmethod
     def from_position_ids(cls, position_ids: Values) -> Segments:
-        """From `[B, S]` positions without padding: a sequence begins at every 0.
+        """Build them from `[B, S]` positions without padding: a sequence begins at every 0.
 
         That is how padding-free batches carry their boundaries (TRL, transformers' DataCollatorWithFlattening). Raises
         where positions do not count 0, 1, 2, ... in every sequence: custom positions say nothing of boundaries.
@@ -331,11 +335,11 @@ class Segments:
         return f"Segments(B={B}, S={S}, lengths=[{lengths}], padding={self.padding_side!r})"
 
 
-# --- without checks or copies, for whoever has arrays; nothing is computed before it is asked for
+# --- without checks or copies, for callers that have arrays; nothing is computed before it is read
 
 
 def of_lengths(rows: Sequence[Sequence[int]], width: int, side: Side = "right") -> Segments:
-    """As `Segments.from_lengths`, of rows of counts that fit."""
+    """Build what `Segments.from_lengths` does, of counts that need no check."""
     segments = object.__new__(Segments)
     segments.shape = len(rows), width
     segments.lengths = tuple([tuple(row) if all(row) else tuple(filter(None, row)) for row in rows])
@@ -350,13 +354,10 @@ def of_lengths(rows: Sequence[Sequence[int]], width: int, side: Side = "right") 
     return segments
 
 
-_SIDES: tuple[Side, ...] = get_args(Side)
-
-
 def of_keep(keep_BS: Array) -> Segments:
-    """As `Segments.from_keep`, of a bool array."""
+    """Build what `Segments.from_keep` does, of a bool array."""
     real = np.count_nonzero(keep_BS)
-    for side in _SIDES:
+    for side in get_args(Side):
         if real == sum(lengths := one_run(keep_BS, side)):
             segments = of_lengths([[n] for n in lengths], keep_BS.shape[1], side)
             segments._keep_BS = keep_BS.copy()  # whose it is may write to it
@@ -365,7 +366,7 @@ def of_keep(keep_BS: Array) -> Segments:
 
 
 def of_ids(ids_BS: Array) -> Segments:
-    """As `Segments.from_ids`, of an array of whole numbers."""
+    """Build what `Segments.from_ids` does, of an array of whole numbers."""
     one = ids_BS.max(initial=0) <= 1
     return of_keep(ids_BS.astype(bool)) if one else _built(renumber(ids_BS))
 
@@ -477,15 +478,6 @@ def as_ids(ids: Any) -> Array:
     return ids_BS.astype(np.int64, copy=False)
 
 
-def check_order(ids_BS: Array) -> None:
-    """Raise where the sequences of a row are not numbered 1, 2, ... in their order."""
-    bad = np.flatnonzero((ids_BS != _numbered(ids_BS)[0]).any(axis=1))
-    if len(bad):
-        rule = "The n-th sequence of a row has the id n, and sequences stand in order."
-        rows = [(int(b), f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
-        raise CollateError(explain_rows("segment ids", rows, rule, "Use Segments.from_ids, which renumbers."))
-
-
 def renumber(ids_BS: Array) -> Array:
     """Any labels as 1, 2, ... in order of appearance. Raises where a label comes back."""
     numbered_BS, starts_BS = _numbered(ids_BS)
@@ -525,11 +517,9 @@ def one_run(keep_BS: Array, side: Side) -> list[int]:
     B, S = keep_BS.shape
     if not S:
         return [0] * B
-    at_B = keep_BS.argmin(axis=1) if side == "right" else keep_BS.argmax(axis=1)  # where padding begins, or ends
-    real_B = keep_BS[np.arange(B), at_B]
-    lengths_B = np.where(real_B, S, at_B) if side == "right" else np.where(real_B, S - at_B, 0)
-    lengths: list[int] = lengths_B.tolist()
-    return lengths
+    if side == "left":
+        return [S - at if at or keep_BS[b, 0] else 0 for b, at in enumerate(keep_BS.argmax(axis=1).tolist())]
+    return [at or S * int(keep_BS[b, 0]) for b, at in enumerate(keep_BS.argmin(axis=1).tolist())]
 
 
 def side_around(totals: Sequence[int], width: int, side: Side) -> PaddingSide:

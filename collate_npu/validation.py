@@ -1,8 +1,8 @@
 """Validation: what a public function receives is compared with its own annotations, so that a wrong type is refused in words
 and not met somewhere inside.
 
-Checked are tensors, whole numbers, flags, names and classes of this package; a function checks by itself what it reads in
-many forms (`Any`, sequences). Costs 1 us a call.
+Checked are tensors, dtypes, whole numbers, flags, names and classes of this package; a function checks by itself what it
+reads in many forms (`Any`, sequences). Costs 1 us a call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, explain, shape_of
 
 
 def check_model(model: Any, *, config: bool = False, name: str = "model") -> None:
@@ -52,7 +52,7 @@ def check_model(model: Any, *, config: bool = False, name: str = "model") -> Non
 
 
 def check_tokenizer(tokenizer: Any, *, does: str = "pad_token_id") -> None:
-    """Raise `CollateError` for what has not that one attribute of a tokenizer."""
+    """Raise `CollateError` where this attribute of a tokenizer is missing."""
     remedy = _not_made(tokenizer, "AutoTokenizer")
     if isinstance(tokenizer, nn.Module):
         remedy = "That is a model: pass the tokenizer first, and model= by its name."
@@ -63,10 +63,10 @@ def check_tokenizer(tokenizer: Any, *, does: str = "pad_token_id") -> None:
         raise CollateError(explain("tokenizer", _kind_of(tokenizer), f"A tokenizer has {does}.", remedy))
 
 
-def check_return_tensors(asked: Any) -> None:
+def check_return_tensors(value: Any) -> None:
     """Raise `CollateError` for what transformers calls another framework's tensors."""
-    if asked not in (None, "pt"):
-        raise CollateError(explain("return_tensors", repr(asked)[:60], "Batches are torch tensors.", "Pass 'pt'."))
+    if value not in (None, "pt"):
+        raise CollateError(explain("return_tensors", repr(value)[:60], "Batches are torch tensors.", "Pass 'pt'."))
 
 
 def check_held(name: str, value: float, dtype: torch.dtype) -> None:
@@ -77,9 +77,8 @@ def check_held(name: str, value: float, dtype: torch.dtype) -> None:
         low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     if low > -math.inf and not (low <= value <= high and value == int(value)):
         rule = f"It stands at padding in a tensor of {str(dtype).removeprefix('torch.')}, which has no such value."
-        raise CollateError(
-            explain(name, repr(value), rule, "Convert the tensor first (x.long()), or pass a value that it holds.")
-        )
+        remedy = "Convert the tensor first (x.long()), or pass a value that it holds."
+        raise CollateError(explain(name, repr(value), rule, remedy))
 
 
 def check_collator(collator: Any, name: str = "collator") -> None:
@@ -120,13 +119,14 @@ def _kind_of(given: Any) -> str:
 P = ParamSpec("P")
 T = TypeVar("T")
 _NUMBERS: dict[Any, tuple[type, ...]] = {bool: (bool, np.bool_), int: (Real,), float: (Real,), str: (str,)}
-"""Whether a number is whole, and large enough, is asked where it is used."""
+"""Whether a number is whole, and large enough, is checked where it is used."""
 _SPOKEN = {
     bool: "True or False",
     int: "a whole number",
     float: "a number",
     str: "a name",
     Mapping: "a dict",
+    torch.dtype: "a torch dtype",
     NoneType: "None",
 }
 
@@ -169,7 +169,7 @@ def check_fields(held: Any) -> None:
 
 @cache
 def _kinds(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
-    """By parameter, the kinds that are judged; none where it takes a form that is not."""
+    """Return by parameter the kinds that are judged; none where it takes a form that is not."""
     found = {}
     for name, hint in _hints(function).items():
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -180,7 +180,7 @@ def _kinds(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Of a dataclass those of its fields: Python 3.10 evaluates no `InitVar` and no `KW_ONLY`."""
+    """Return the annotations, of a dataclass those of its fields: Python 3.10 evaluates no `InitVar` and no `KW_ONLY`."""
     if not isinstance(function, type):
         return get_type_hints(function)
     names: dict[str, Any] = {}
@@ -195,8 +195,8 @@ def _kind(hint: Any) -> Any:
         return type(get_args(hint)[0])
     if isinstance(origin, type) and issubclass(origin, (Mapping, Callable)):  # type: ignore[arg-type]
         return Mapping if issubclass(origin, Mapping) else Callable
-    ours = isinstance(hint, type) and (hint in (*_NUMBERS, NoneType, Tensor) or hint.__module__.startswith("collate_npu."))
-    return hint if ours else None
+    known = (*_NUMBERS, NoneType, Tensor, torch.dtype)
+    return hint if isinstance(hint, type) and (hint in known or hint.__module__.startswith("collate_npu.")) else None
 
 
 def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:
@@ -207,6 +207,19 @@ def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:
     if Callable in kinds and callable(value):
         return True
     return any(hasattr(value, "items") if kind is Mapping else isinstance(value, _NUMBERS.get(kind, kind)) for kind in kinds)
+
+
+def is_plain(x: Tensor) -> bool:
+    """True for a block of numbers that torch can index: not nested, sparse or quantised, nor of unsigned words."""
+    words = (torch.uint16, torch.uint32, torch.uint64)
+    return not (x.is_nested or x.is_quantized or x.dtype in words) and x.layout is torch.strided
+
+
+def check_of_batch(name: str, x: Tensor, shape: tuple[int, int], remedy: str) -> None:
+    """Raise `CollateError` unless `x` is a plain tensor `[B, S, ...]` of this batch."""
+    if not is_plain(x) or tuple(x.shape[:2]) != shape:
+        rule = f"The batch is {list(shape)} (rows, width), and the tensor a dense one that torch can index."
+        raise CollateError(explain(name, shape_of(x), rule, remedy))
 
 
 def dimension(name: str, x: Tensor, dim: Any) -> int:
@@ -223,7 +236,7 @@ def here(device: Any, *, now: bool = True) -> Any:
     card touched, for which one "cuda" is follows from the process at each batch."""
     try:
         return torch.empty(0, device=device).device if now else torch.device(device)
-    except (RuntimeError, TypeError, AssertionError) as error:
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         rule = f"torch makes no tensor there: {str(error)[:120].splitlines()[0]}."
         raise CollateError(explain("device", repr(device)[:60], rule, "Pass 'cpu', or a device of this machine.")) from None
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 SEED = int(os.environ["COLLATE_NPU_SEED"])
 """conftest chooses one where none is given, before anything is imported that reads it."""
@@ -24,6 +25,11 @@ def some(cases: Sequence[Any], take: int) -> list[Any]:
 def part(cases: Sequence[Any], take: int) -> list[Any]:
     """So many of the cases, others with each seed; all at night."""
     return list(cases) if NIGHTLY else [cases[n] for n in sorted(_taken(cases, take))]
+
+
+def examples(few: int) -> settings:
+    """So many examples of a test whose models take long, under the fast profile."""
+    return settings(max_examples=few) if PROFILE == "fast" else settings()
 
 
 def of_the_night(item: pytest.Item) -> bool:

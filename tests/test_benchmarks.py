@@ -1,9 +1,6 @@
 """The bench at tiny sizes: what it compares, counts and says. No time is asserted."""
 
-import json
-import shutil
 import sys
-from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -12,9 +9,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 pytest.importorskip("rich")
 
-from benchmarks import __main__ as command, agreement, editions, measure, page_of_stacks, peers, report
+import collate_npu
+from benchmarks import agreement, measure, page_of_stacks, peers, public, report
 from benchmarks.groups import collate, derive, growth, step
-from benchmarks.timing import Case, Contestant, Pace, Row
+from benchmarks.timing import Case, Contestant, Pace
+from collate_npu import masks, outputs, parallel, proof
+from collate_npu.kernels import fusion_attention, gated_delta
 
 TINY = ((2, 8),)
 ONCE = Pace(rounds=3, least=3, budget=0, turn=0)
@@ -60,16 +60,6 @@ def test_one_changed_token_is_a_difference(key):
         agreement.same_batch(ours, theirs)
 
 
-@pytest.mark.parametrize(("against", "ratio", "met"), [("peer", 2.0, False), ("peer", 3.0, True), ("floor", 3.1, False)])
-def test_a_missed_target_is_printed(capsys, against, ratio, met):
-    row = Row("g", "c", "peer", against, 1.0, 2.0, ratio, (ratio, ratio), 3.0, rounds=3)
-    assert row.met is met
-    report.show(report.result([row], [], threads=1, seconds=1, quick=True))
-    out = capsys.readouterr().out
-    assert ("MISSED" in out, f"{int(met)} met, {int(not met)} missed" in out) == (not met, True)
-    assert max(map(len, out.splitlines())) <= 100
-
-
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.models
@@ -88,18 +78,6 @@ def test_tiny_batches_agree_with_every_peer_installed(monkeypatch):
         if group == "collate":
             assert {"transformers Seq2Seq", "transformers WithFlattening", "np.copyto"} <= {row.name for row in rows}
             assert {"TRL", "ms-swift template", "twinkle"} <= {one.name for one in (*rows, *absent)}
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.models
-def test_the_command_writes_every_figure_and_ends_well(tmp_path, capsys):
-    pytest.importorskip("transformers")
-    command.main(["--quick", "--only", "adapter", "--json", str(tmp_path / "out.json")])
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert ({row["group"] for row in found["rows"]}, found["torch threads"]) == ({"adapter"}, 1)
-    assert found["versions"]["torch"] == torch.__version__
-    assert "8x4096, right" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -122,32 +100,14 @@ def test_ways_of_a_step_have_one_loss_and_say_what_they_take(capsys):
         found[1].agrees(found[0].work(None), wrong)
 
 
-NAPS = """
-from pathlib import Path
-from benchmarks.timing import Case, Contestant
-
-def cases(quick):
-    def work(_):
-        with (Path(__file__).parents[3] / "calls").open("a") as calls:
-            calls.write(Path(__file__).parents[2].name)
-    for name in ("both", NAME):
-        yield Case("naps", name, Contestant("ours", work), [])
-"""
-
-
-@pytest.mark.slow
-def test_two_checkouts_take_turns_each_with_its_own_code(tmp_path, monkeypatch, capsys):
-    root = Path(__file__).parents[1]
-    for name in "ab":
-        shutil.copytree(root / "benchmarks", tmp_path / name / "benchmarks")
-        (tmp_path / name / "collate_npu").symlink_to(root / "collate_npu")
-        (tmp_path / name / "benchmarks/groups/naps.py").write_text(NAPS.replace("NAME", repr(f"only in {name}")))
-    monkeypatch.chdir(tmp_path / "a")
-    [(group, case, ours, theirs)] = found = editions.compare(tmp_path / "b", ["naps"], rounds=3)
-    assert (group, case, len(ours), len(theirs)) == ("naps", "both", 3, 3)
-    assert [letter for letter, _ in groupby((tmp_path / "calls").read_text())] == list("ababa")  # a b, b a, a b, b a
-    editions.show(found)
-    assert "naps: both" in capsys.readouterr().out
+def test_every_public_function_that_takes_a_batch_is_measured():
+    rooms = (collate_npu, masks, parallel, fusion_attention, gated_delta, proof)
+    names = {"check_call", *(name for room in rooms for name in room.__all__)}
+    here = {name: getattr(each, "__module__", "") for name, each in vars(outputs).items() if name[0] != "_"}
+    names |= {name for name, module in here.items() if module == outputs.__name__}
+    measured = {what.partition(",")[0].partition(".")[0] for what in public.CALLS}
+    assert names == measured | public.FREE
+    assert not measured & public.FREE
 
 
 # --- the page of stacks

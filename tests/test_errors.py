@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import collate_npu
-from collate_npu import BatchAdapter, Segments, errors
+from collate_npu import errors
 from collate_npu.errors import GONE_IN, MOVED
 
 
@@ -91,7 +91,6 @@ def test_every_hazard_that_describe_names_is_said_where_the_batch_arrives():
     for text in named:
         assert err.count(f"hazard in a batch as it arrives: {text}") == 1
     assert len(re.findall(r"^collate_npu \[MainProcess \d+\] consumer megatron", err, flags=re.M)) == 1
-    assert process(HAZARD, False)[1] == ""
 
 
 WORKERS = """
@@ -114,27 +113,6 @@ def test_each_worker_says_a_route_once(tmp_path, start):
     found = said(WORKERS, True, tmp_path, start)
     who = [text.partition("]")[0] for text in found if "neutral form" in text]
     assert len(who) == len(set(who)) == 3  # the process that started them, and two workers
-
-
-@pytest.mark.slow
-def test_an_applications_own_logging_is_used_and_nothing_is_said_twice():
-    handler = "handler = logging.StreamHandler()\nhandler.setFormatter(logging.Formatter('collate_npu [mine] %(message)s'))"
-    handler += "\nlogging.getLogger('collate_npu').addHandler(handler)"
-    once = f"{COLLATE}\nPaddingCollator(pad_token_id=0)(rows)"
-    assert [text.partition("]")[0] for text in said(f"import logging\n{handler}\n{once}")] == ["mine"]
-    configured = f"import logging\nlogging.basicConfig(level=logging.DEBUG)\n{once}"
-    assert process(configured)[1].count("the neutral form") == 1
-
-
-@pytest.mark.models
-@pytest.mark.parametrize(("side", "faster"), [("right", True), ("left", False)])
-def test_a_faster_form_is_named_where_it_is_exact(monkeypatch, side, faster):
-    pytest.importorskip("transformers")
-    from collate_npu.testing import tiny_model
-
-    monkeypatch.setattr(errors, "DEBUG", True)
-    route = BatchAdapter(tiny_model("llama", vocab_size=9)).route(Segments.from_lengths([2, 5], side=side))
-    assert route.why.endswith("and faster: adapt(model), or attention_mask='omit'") == faster
 
 
 CHANGES = Path(collate_npu.__file__).parent / "guide" / "changelog.md"
@@ -160,15 +138,6 @@ def test_an_old_name_gives_the_thing_and_says_where_it_is(old, new):
 def test_a_name_that_was_never_there_says_so(module):
     with pytest.raises(AttributeError, match=re.escape(f"module '{module}' has no attribute 'dens'")):
         import_module(module).dens  # noqa: B018
-
-
-def test_things_keep_their_names():
-    renamed = {old: new for old, new in MOVED.items() if old.rpartition(".")[2] != new.rpartition(".")[2]}
-    assert renamed == {"collate_npu.integrations.trl.adapt_forward": "collate_npu.adapt"}
-
-
-def test_no_row_hides_a_name_of_today():
-    assert not {old for old in MOVED if old.rpartition(".")[2] in vars(import_module(old.rpartition(".")[0]))}
 
 
 def test_old_names_go_after_this_edition_and_stand_in_the_changelog():

@@ -1,25 +1,27 @@
 """The laws of the library: what holds for every batch, whatever its padding, packing, mask, dtype, worker or shard.
 
-Law 4 (padding invariance) is shown on real models in the integration tests, law 7 (imports) in test_imports.
+Law 1 (a batch tells the truth of its features) is a target of `fuzz`, law 4 (padding invariance) is shown on real models in
+the integration tests, law 7 (imports) in test_imports, law 11 (two sources that differ raise) in masks/test_batch_reader,
+law 12 (every remedy works) in test_refusals.
 Legend: B rows, S width, H heads.
 """
 
 import itertools
-import multiprocessing
 import pickle
 from collections import defaultdict
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import strategies
 import torch
+from fuzz.drawn import Drawn, four_dims
 from hypothesis import assume, given, settings, strategies as st
 from live_bytes import peak_bytes
 from strategies import laid_out
-from torch.utils.data import DataLoader
+from torch import Tensor
 
 from collate_npu import (
     BatchAdapter,
@@ -30,43 +32,18 @@ from collate_npu import (
     Segments,
     derive_segments,
     split_batch,
-    unpad,
     wrap_collator,
 )
 from collate_npu.collate import Layout
 from collate_npu.consumers.mask_routing import Case, Model, consumer_named, consumers
 from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError
-from collate_npu.masks import dense, none_is_exact
-from collate_npu.parallel import join_shards
+from collate_npu.keys import KEYS, TOKENS
+from collate_npu.masks import dense, none_is_exact, varlen
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.releases import MISSING_KERNEL_RAISES
 
-pytestmark = pytest.mark.usefixtures("newest_transformers")
+pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
 CONFIG_TELLS = MISSING_KERNEL_RAISES.holds()
-
-# --- law 1: Segments round-trip, and agree with the features they came from
-
-
-@given(strategies.features(), strategies.sides(), st.sampled_from([None, 4]))
-def test_law_1_a_batch_tells_the_truth_of_its_features(features, side, multiple):
-    collator = PaddingCollator(
-        pad_token_id=strategies.PAD, padding_side=side, pad_to_multiple_of=multiple, attention_mask="2d"
-    )
-    batch = collator(features)
-    rows = [strategies.own_ids(feature) for feature in features]
-    segments = BatchAdapter(needs_mask_2d=False, consumer="megatron").with_segments(batch)[1]
-    assert batch["attention_mask_2d"].tolist() == segments.keep.tolist()
-    assert segments.lengths == tuple(tuple(row.count(n) for n in range(1, max(row) + 1)) for row in rows)
-    real = [int(token) for row, f in zip(rows, features) for n, token in zip(row, f["input_ids"]) if n]
-    assert unpad(batch["input_ids"], segments).tolist() == real
-    assert unpad(batch["position_ids"], segments).tolist() == [p for row in segments.lengths for n in row for p in range(n)]
-
-
-@pytest.mark.parametrize("key", ["attention_mask_2d", "attention_mask"])
-def test_law_1_as_many_rows_as_tokens(key):
-    segments = Segments.from_lengths([1, 2, 3])
-    batch = {"input_ids": torch.ones(3, 3, dtype=torch.int64), key: segments.keep}
-    assert BatchAdapter(needs_mask_2d=False, consumer="megatron").with_segments(batch)[1] == segments
-
 
 # --- law 2: what dense builds, derive_segments reads; or two truths give that tensor
 #
@@ -196,102 +173,26 @@ def test_law_2_odd_matrices_are_never_read_wrong(B, S, unmasks):
     assert wrong == []
 
 
-FILLS = ("minimum", "-inf", "-1e4")
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def as_form(keep, polarity, dtype, fill="minimum", alibi=False):
-    """A bool keep matrix as some producer writes it."""
-    if polarity != "bias":
-        return (keep if polarity == "keep" else ~keep).to(dtype)
-    value = {"minimum": torch.finfo(dtype).min, "-inf": -torch.inf, "-1e4": -1e4}[fill]
-    place = torch.arange(keep.shape[-1])
-    slope = -(place[:, None] - place).abs() / 8 if alibi else torch.zeros(())
-    # in float32, as a producer that adds a slope to the minimum and then casts: the sum stays below the threshold
-    return torch.where(keep, slope, torch.tensor(float(value)) + (slope if fill == "-1e4" else 0)).to(dtype)
-
-
 @st.composite
 def forms(draw):
-    polarity = draw(st.sampled_from(("keep", "masked", "bias")))
-    if polarity != "bias":
-        return partial(
-            as_form, polarity=polarity, dtype=draw(st.sampled_from((torch.bool, torch.uint8, torch.int64, *FLOATS)))
-        )
-    dtype = draw(st.sampled_from(FLOATS))
-    fill = draw(st.sampled_from(FILLS[:2] if dtype == torch.bfloat16 else FILLS))
-    return partial(as_form, polarity=polarity, dtype=dtype, fill=fill, alibi=draw(st.booleans()))
+    """The polarity in which some producer writes a keep matrix `[B, 1, S, S]`, and its tensor of one; some add ALiBi."""
+    polarity, data = draw(st.sampled_from(("keep", "masked", "bias"))), draw(st.binary(min_size=3, max_size=3))
+    slope = draw(st.sampled_from((0.0, 0.125))) if polarity == "bias" else 0.0
 
+    def written(keep_B1SS):
+        made, place = four_dims(Drawn(data), keep_B1SS, polarity), torch.arange(keep_B1SS.shape[-1])
+        return (made.float() - slope * (place[:, None] - place).abs()).to(made.dtype) if slope else made
 
-def shaped(form, shape, S):
-    """One matrix of `[B, S, S]` as `[B,S,S]`, `[B,1,S,S]` or `[B,H,S,S]`; a shared one as `[S,S]` or `[1,1,S,S]`."""
-    if shape == "BSS":
-        return form
-    if shape == "SS":
-        return form[0]
-    return form[:, None].expand(-1, 3 if shape == "BHSS" else 1, S, S)
-
-
-def is_of_another(found, segments, pattern):
-    """A pattern that cuts must be declared: undeclared its mask is that of other sequences, and declared of these."""
-    mask = dense(segments, pattern=pattern)
-    same = torch.equal(mask, dense(found))
-    return pattern.cuts and same and derive_segments(mask, polarity="keep", pattern=pattern, keep=segments.keep) == segments
-
-
-def is_refusable(segments, pattern):
-    """Where the honest reader may have a doubt: sequences of one token, several in a row, windows beside holes, chunks.
-
-    And a row that sees everything, as unmasked padding does, where other rows follow another prefix.
-    """
-    if pattern.name == "prefix" and dense(segments, pattern=pattern).flatten(1).all(1).any():
-        return True
-    plain = not segments.packed and segments.padding_side != "mixed"
-    longer = all(n > 1 for row in segments.lengths for n in row) and not segments.empty_rows
-    declared_only = type(pattern).explaining.__func__ is Pattern.explaining.__func__
-    small = pattern.name == "sliding" and pattern.size == 1
-    return not (plain and longer) or declared_only or small or (pattern.name != "causal" and segments.shape[1] < 3)
-
-
-@given(
-    strategies.attentions(strategies.segments(width=12)),
-    forms(),
-    st.sampled_from(["BSS", "B1SS", "BHSS"]),
-    st.sampled_from(["declared", "declared, queries too", "undeclared"]),
-)
-def test_law_2_larger_matrices_of_every_dtype_and_shape(attention, form, shape, how):
-    segments, pattern = attention
-    assume(not (segments.packed and pattern.cuts))
-    keep_BSS, keep_rows_BSS = honest(dense(segments, pattern=pattern)[:, 0], segments.keep)
-    polarity = form.keywords["polarity"]
-    matrix = shaped(form(keep_rows_BSS if "queries" in how else keep_BSS), shape, segments.shape[1])
-    try:
-        found = derive_segments(matrix, polarity=None if how == "undeclared" else polarity)
-    except (AmbiguousMaskError, PolarityError):
-        both_ways = how == "undeclared" and pattern.name in ("bidirectional", "prefix")
-        assert is_refusable(segments, pattern) or both_ways or (polarity == "bias" and keep_BSS.all())
-    else:
-        assert found == segments or is_of_another(found, segments, pattern)
+    return polarity, written
 
 
 @given(strategies.sided(rows=1, shortest=2), forms(), st.sampled_from(["SS", "11SS"]), st.integers(1, 12))
 def test_law_2_a_shared_matrix_serves_all_rows(segments, form, shape, B):
     S = segments.shape[1]
     assume(S > 2 and S != B)
-    matrix = shaped(form(dense(segments)[:, 0]), shape, S)
+    matrix = form[1](dense(segments)).reshape(-1, S, S)[0]
+    matrix = matrix if shape == "SS" else matrix[None, None]
     assert derive_segments(matrix, batch_size=B) == Segments.from_ids(segments.ids.expand(B, -1))
-
-
-@given(strategies.free(packed=False), st.sampled_from([torch.bool, torch.uint8, torch.int64, *FLOATS]), st.booleans())
-def test_law_2_key_masks(segments, dtype, four_dims):
-    B, S = segments.shape
-    assume(S > 1 and S != B)
-    for polarity in ("keep", "masked"):
-        keys = as_form(segments.keep, polarity, dtype)
-        matrix = keys[:, None, None] if four_dims else keys
-        assert derive_segments(matrix, polarity=polarity) == segments
-    if not segments.empty_rows and not four_dims:
-        assert derive_segments(segments.keep.to(dtype)) == segments
 
 
 @given(strategies.attentions(strategies.segments(width=12)), forms(), st.booleans(), st.booleans())
@@ -304,13 +205,8 @@ def test_law_2_a_truth_beside_the_matrix_is_confirmed(attention, form, both, fil
     assume(not keep_BSS.all())  # an additive form of it would block nothing, and is refused for that
     alone = ((keep_BSS.sum(dim=2) == 1) | ~segments.keep).all(dim=1).any()
     assume(not (filled and alone))  # read the other way, that row's padding is one sequence
-    found = derive_segments(form(keep_BSS)[:, None], keep=segments.keep, prove=False)
+    found = derive_segments(form[1](keep_BSS[:, None]), keep=segments.keep, prove=False)
     assert torch.equal(found.keep, segments.keep)
-
-
-def test_law_2_a_truth_of_nothing_decides_too():
-    for keep in (torch.zeros(2, 3, dtype=torch.bool), torch.ones(2, 3, dtype=torch.bool)):
-        assert torch.equal(derive_segments(torch.ones(2, 1, 3, 3, dtype=torch.bool), keep=keep).keep, keep)
 
 
 @given(strategies.segments(width=12), forms(), st.data())
@@ -323,7 +219,7 @@ def test_law_2_a_truth_that_differs_is_never_confirmed(segments, form, data):
     users_Q = dense(segments)[b, 0, :, s] & other[b]
     assume(other[b, s] or users_Q.any())
     with pytest.raises(CollateError):
-        derive_segments(form(dense(segments)), polarity=form.keywords["polarity"], keep=other)
+        derive_segments(form[1](dense(segments)), polarity=form[0], keep=other)
 
 
 # --- law 3: the way back undoes the way out
@@ -347,17 +243,6 @@ def widened(segments, cp):
     """The same rows with alignment padding: what a collator with pad_to_multiple_of gives."""
     extra = -segments.shape[1] % cp.multiple
     return Segments(torch.nn.functional.pad(segments.ids, (0, extra)))
-
-
-@given(strategies.segments(), st.sampled_from([1, 2, 3, 4]), st.sampled_from(LAYOUTS))
-def test_law_3_shards_join_to_the_batch(segments, size, layout):
-    cp = ContextParallel(size, 0, layout=layout)
-    segments = widened(segments, cp)
-    assume(segments.shape[0] > 1 or not segments.packed)
-    batch = {k: v for k, v in a_batch(segments).items() if k != "attention_mask"}
-    shards = [split_batch(batch, cp.with_rank(rank), segments=segments) for rank in range(size)]
-    for key, whole in batch.items():
-        assert torch.equal(join_shards([shard[key] for shard in shards], cp), whole), key
 
 
 @given(strategies.sided(), st.sampled_from([2, 4]), st.sampled_from(LAYOUTS))
@@ -448,17 +333,6 @@ def test_law_5_alignment_of_a_flat_row_changes_no_route(segments, consumer, need
 # --- law 6: collators travel to workers and give the same there
 
 
-class Ragged(torch.utils.data.Dataset):
-    """Samples of one to nine tokens, always the same."""
-
-    def __len__(self):
-        return 400
-
-    def __getitem__(self, n):
-        ids = list(range(n, n + 1 + n * 7 % 9))
-        return {"input_ids": ids, "labels": ids, "loss_scale": [i / 2 for i in ids]}
-
-
 def naive_collator(features):
     """As many write it: right padding, a mask beside it."""
     width = max(len(feature["input_ids"]) for feature in features)
@@ -504,25 +378,6 @@ def test_law_6_a_pickled_collator_gives_the_same_batch(features):
         equal_batches(pickle.loads(pickle.dumps(collator))(features), collator(features))
 
 
-def by_each(collators, features):
-    """One batch of each collator, which travel to the worker as arguments, pickled."""
-    return {name: collator(features) for name, collator in collators.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_law_6_workers_give_the_batches_of_the_main_process(method):
-    if method not in multiprocessing.get_all_start_methods():
-        pytest.skip(f"no {method} here")
-    settings = {"batch_size": 2, "collate_fn": partial(by_each, COLLATORS)}
-    here = list(DataLoader(Ragged(), num_workers=0, **settings))
-    there = list(DataLoader(Ragged(), num_workers=2, multiprocessing_context=method, **settings))
-    assert len(here) == len(there) == 200
-    for one, other in zip(here, there):
-        for name in COLLATORS:
-            equal_batches(one[name], other[name])
-
-
 # --- law 8: nothing of S * S exists unless it was asked for
 
 
@@ -535,14 +390,6 @@ def test_law_8_no_square_tensor_unless_asked(name):
     assert peak_bytes(lambda: collator(LONG)) < WIDTH * WIDTH / 4
 
 
-@pytest.mark.parametrize("name", ["4d", "left"])
-def test_law_8_the_meter_sees_a_square_tensor(name):
-    collator = SQUARE[name]
-    assert peak_bytes(lambda: collator(LONG)) >= 2 * WIDTH * WIDTH
-    ones = partial(torch.ones, 1, 1, WIDTH, WIDTH, dtype=torch.bool)
-    assert peak_bytes(ones) >= WIDTH * WIDTH
-
-
 @settings(max_examples=5)  # each is measured twice
 @given(strategies.segments(), st.booleans())
 def test_law_8_an_adapter_that_is_given_the_truth_builds_no_square(segments, needs_2d):
@@ -552,3 +399,192 @@ def test_law_8_an_adapter_that_is_given_the_truth_builds_no_square(segments, nee
     batch = {"input_ids": segments.ids.long(), "attention_mask_2d": segments.keep, "segment_ids": segments.ids}
     adapter = BatchAdapter(needs_mask_2d=needs_2d, consumer="megatron" if none_is_exact(segments) else "transformers")
     assert peak_bytes(lambda: adapter(batch)) < 2048**2
+
+
+# --- law 9: what a collator knew comes out of the door
+
+
+DENSE = SimpleNamespace(layer_types=["full_attention"])
+MODES = ["auto", "4d", "2d", "omit"]
+EXTRAS = {
+    "nothing": lambda L: {},
+    "positions that count on": lambda L: {"position_ids": list(range(5, 5 + L))},
+    "positions of three axes": lambda L: {"position_ids": np.arange(3 * L).reshape(3, L)},
+    "images": lambda L: {"pixel_values": torch.ones(1, 3, 2, 2), "position_ids": np.zeros((3, L), int)},
+    "vectors as long as a row of three": lambda L: {"vector": [0.5, 1.0, 1.5]},
+    "targets of three classes": lambda L: {"labels": [0.0, 1.0, 0.0]},
+}
+
+
+def truth_of(features, side):
+    """The Segments of features by themselves, padded on one side."""
+    rows = [strategies.own_ids(feature) for feature in features]
+    width = max(map(len, rows))
+    pad = [(0, width - len(row)) if side == "right" else (width - len(row), 0) for row in rows]
+    return Segments.from_ids(np.stack([np.pad(row, at) for row, at in zip(rows, pad)]))
+
+
+@given(
+    strategies.features(),
+    strategies.sides(),
+    st.sampled_from(MODES),
+    st.sampled_from([None, 4]),
+    st.sampled_from(list(EXTRAS)),
+    st.booleans(),
+)
+def test_law_9_the_door_gives_back_what_the_collator_knew(features, side, mode, multiple, extra, packing):
+    features = [{**feature, **EXTRAS[extra](len(feature["input_ids"]))} for feature in strategies.marked(features)]
+    settings = {
+        "attention_mask": mode,
+        "pad_to_multiple_of": multiple,
+        "packing": packing,
+        "max_length": 9 if packing else None,
+    }
+    batch = PaddingCollator(pad_token_id=7, padding_side=side, keys={**KEYS, "place": TOKENS}, **settings)(features)
+    assert segments_from_batch(batch) == strategies.standing(features, batch["place"])
+
+
+def flat_truth(features, width, each=1):
+    """The Segments of one flat row of features, each sequence at a multiple of `each`."""
+    rows = [[n for n in strategies.own_ids(feature) if n] for feature in features]
+    lengths = [row.count(n) for row in rows for n in dict.fromkeys(row)]
+    held = [[n] * length + [0] * (-length % each) for n, length in enumerate(lengths, start=1)]
+    ids = [n for sequence in held for n in sequence]
+    return Segments([ids + [0] * (width - len(ids))])
+
+
+FLAT_SHAPES = st.fixed_dictionaries(
+    {
+        "pad_to_multiple_of": st.sampled_from([None, 4]),
+        "padding": st.sampled_from(["longest", "max_length", (96, 160)]),
+        "sequence_multiple": st.sampled_from([None, 1, 3, 4]),
+        "max_sequences": st.sampled_from([None, 16]),
+        "max_length": st.just(160),
+    }
+)
+
+
+@given(strategies.features(), FLAT_SHAPES)
+def test_law_9_the_door_gives_back_a_flat_row(features, settings):
+    batch = PaddingCollator(pad_token_id=7, padding_free=True, **laid_out(settings))(features)
+    width = batch["input_ids"].shape[1]
+    expected = flat_truth(features, width, settings["sequence_multiple"] or 1)
+    assert segments_from_batch(batch) == segments_from_batch(batch, padding_free=True) == expected
+    assert settings["padding"] == "longest" or width >= 96
+
+
+@given(strategies.features(), FLAT_SHAPES)
+def test_law_9_a_flat_row_goes_through_a_wrapped_collator_and_an_adapter(features, settings):
+    """Both give it back, with the offsets that came: alignment and offsets of one length survive."""
+    inner = PaddingCollator(pad_token_id=7, padding_free=True, **laid_out(settings))
+    batch, wrapped = inner(features), wrap_collator(inner)(features)
+    adapted, segments = BatchAdapter(DENSE, consumer="megatron", padding_free=True).with_segments(batch)
+    assert segments_from_batch(wrapped) == segments_from_batch(adapted) == segments == segments_from_batch(batch)
+    for key, value in batch.items():
+        for other in (wrapped, adapted):
+            same = torch.equal(other[key], value) if isinstance(value, Tensor) else other[key] == value
+            assert same or (key == "position_ids" and torch.equal(other[key][segments.keep], value[segments.keep])), key
+
+
+@given(strategies.features(), FLAT_SHAPES)
+def test_law_9_a_transformers_model_gets_one_set_of_offsets(features, settings):
+    """Whatever of them arrives: the others are made of it, and the longest is not below any place."""
+    model = SimpleNamespace(layer_types=["full_attention"], _attn_implementation="flash_attention_2", model_type="llama")
+    adapter = BatchAdapter(model, consumer="transformers", padding_free=True)
+    batch = PaddingCollator(pad_token_id=7, padding_free=True, **laid_out(settings))(features)
+    others = [("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")] if "cu_seqlens_padded" in batch else []
+    for left_out in ((), ("max_length_q", "max_length_k", "cu_seq_lens_k"), *others):
+        out = adapter({key: value for key, value in batch.items() if key not in left_out})
+        if segments_from_batch(batch).packed or not left_out:
+            assert torch.equal(out["cu_seq_lens_q"], out["cu_seq_lens_k"])
+            assert out["cu_seq_lens_q"][-1] == batch["input_ids"].shape[1]
+            assert out["cu_seq_lens_q"].diff().max() <= min(out["max_length_q"], out["max_length_k"])
+            if settings["sequence_multiple"]:
+                assert torch.equal(out["cu_seq_lens_q"], batch["cu_seqlens_padded"])
+
+
+@given(strategies.features(), strategies.sides(), st.sampled_from(MODES))
+def test_law_9_a_wrapped_collator_knows_what_its_samples_tell(features, side, mode):
+    """Packing ids, seq_lengths and holes of the samples, behind a collator that makes no mask, or one of the lengths."""
+
+    def theirs(features):
+        known = PaddingCollator(pad_token_id=7, padding_side=side)(features)
+        return {"input_ids": known["input_ids"]}
+
+    def masked(features):
+        return {**theirs(features), "attention_mask": truth_of(features, side).keep.long()}
+
+    expected = truth_of(features, side)
+    for inner in (theirs, masked):
+        try:
+            batch = wrap_collator(inner, attention_mask=mode)(features)
+        except AmbiguousMaskError:
+            assert inner is theirs  # ids alone may stand at both ends alike
+            continue
+        assert segments_from_batch(batch) == expected
+
+
+# --- law 10: nothing shares memory
+
+
+def scribble(x):
+    """Write to every element; raises where the tensor is expanded onto itself."""
+    x.logical_not_() if x.dtype == torch.bool else x.add_(7)
+
+
+@given(strategies.segments())
+def test_law_10_segments_never_change(segments):
+    before = segments.ids
+    given_ids = np.array(segments.array)
+    built = Segments(given_ids)
+    given_ids[:] = 9
+    assert built == segments
+    for _ in range(2):
+        parts = {
+            name: getattr(segments, name)
+            for name in ("ids", "keep", "indices", "last_indices", "position_ids", "cu_seqlens")
+        }
+        parts |= {"varlen": varlen(segments).cu_seqlens, "dense": dense(segments)}
+        for value in parts.values():
+            scribble(value)
+        assert torch.equal(segments.ids, before)
+        assert torch.equal(segments.keep, before != 0)
+
+
+# --- law 13: no pattern is replaced
+
+
+def attention_of(mask, segments, consumer):
+    """bool `[B, S, S]`: what the consumer then computes."""
+    B, S = segments.shape
+    causal = torch.ones(S, S, dtype=torch.bool).tril().expand(B, S, S)
+    if mask is None:
+        return causal
+    if mask.ndim == 2:
+        return causal & mask.bool()[:, None]
+    return (~mask if consumer == "megatron" else mask)[:, 0]
+
+
+@given(
+    strategies.attentions(),
+    st.sampled_from(["keep", "masked", "bias"]),
+    st.sampled_from(["megatron", "transformers"]),
+    st.sampled_from([None, "causal", "its own"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_law_13_a_pattern_is_never_replaced(attention, polarity, consumer, declared, beside, wrapped):
+    segments, pattern = attention
+    mask = dense(segments, polarity=polarity, pattern=pattern)
+    batch = {"input_ids": segments.ids.long(), "attention_mask": mask}
+    batch |= {"attention_mask_2d": segments.keep, "segment_ids": segments.ids} if beside else {}
+    settings = {"consumer": consumer, "pattern": pattern if declared == "its own" else declared}
+    way = wrap_collator(lambda _: batch, model=DENSE, **settings) if wrapped else BatchAdapter(DENSE, **settings)
+    try:
+        out = way([] if wrapped else batch)
+    except CollateError:
+        undeclared = declared != "its own" and pattern.reaches(segments.longest_span)
+        assert not beside or undeclared or consumer == "transformers"
+        return
+    found = attention_of(out["attention_mask"], segments, consumer)
+    assert torch.equal(found[segments.keep], dense(segments, pattern=pattern)[:, 0][segments.keep])

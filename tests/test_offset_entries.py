@@ -10,8 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, strategies as st
 
-from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, Segments, gather_sequence, split_batch
-from collate_npu.collate import Layout
+from collate_npu import BatchAdapter, CollateError, ContextParallel, Segments, gather_sequence, split_batch
 from collate_npu.kernels.gated_delta import (
     chunk_offsets,
     flat_offsets,
@@ -28,7 +27,6 @@ from collate_npu.parallel import (
     join_shards,
     pad_documents,
     query_rows,
-    rank_offsets,
     split_tensor,
     token_rows,
 )
@@ -102,7 +100,6 @@ ENDS_EARLY = {
         lambda given: chunk_offsets(given, 4).tolist()[-1],
         lambda o: sum(-(-(b - a) // 4) for a, b in pairwise(o)),
     ),
-    "rank_offsets": (lambda given: rank_offsets(given, SLICES)[0][-1], lambda offsets: offsets[-1] // 2),
     "cu_seqlens_of": (lambda given: cu_seqlens_of(batch("cu_seqlens", given)).tolist(), list),
 }
 """Offsets need not reach the end of the row: what is behind them is padding, or they are of no row at all."""
@@ -235,22 +232,6 @@ def test_two_that_differ_are_refused(name, one, other):
             BESIDE[name](segments, other)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{"attention_mask_2d": IDS > 2}, {"labels": IDS[:, 1:]}, {"loss_mask": IDS[:, 1:]}, {"position_ids": (IDS - 1) % 4}],
-    ids=lambda more: next(iter(more)),
-)
-def test_a_batch_that_is_not_of_these_segments(more):
-    key, keys = next(iter(more)), {"input_ids": IDS, **more}
-    calls = [lambda: pad_documents(keys, segments=ONE), lambda: split_batch(keys, SLICES, segments=ONE)]
-    calls += [lambda: ADAPTER.render(keys, ONE)] if key in ("attention_mask_2d", "position_ids") else []
-    for call in calls:
-        with pytest.raises(CollateError, match=key):
-            call()
-    with pytest.raises(CollateError, match="segments: got"):
-        ADAPTER.render({"input_ids": IDS}, Segments.from_lengths([3, 5]))
-
-
 @given(PARTED, st.sampled_from(["lists", "arrays"]))
 def test_lists_and_arrays_are_moved_as_tensors_are(lengths, kind):
     tensors = batch("cu_seqlens", Segments.from_lengths([lengths]).cu_seqlens, mine=IDS * 2, names=["a"], max_length_q=S)
@@ -258,14 +239,6 @@ def test_lists_and_arrays_are_moved_as_tensors_are(lengths, kind):
     for made in (lambda keys: pad_documents(keys, multiple=6)[0], lambda keys: split_batch(keys, CP)):
         ours, theirs = made(other), made(tensors)
         assert all(np.array_equal(ours[key], theirs[key]) for key in tensors)
-
-
-@pytest.mark.parametrize("settings", [{}, {"pad_to_multiple_of": 8}, {"layout": Layout(sequence_multiple=4)}], ids=str)
-def test_our_own_flat_rows_are_padded_without_segments(settings):
-    collator = PaddingCollator(pad_token_id=0, padding_free=True, consumer="megatron", **settings)
-    out, segments = pad_documents(collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]), multiple=4)
-    assert sequences(out["input_ids"], segments) == [[1, 2, 3], [4, 5]]
-    assert out["cu_seqlens"].tolist() == [0, 3, 5]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
 """Outputs: the way back loses no real token, invents none, and lets gradients through."""
 
-import oracle
 import pytest
 import strategies
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
 
 from collate_npu import CollateError, Segments, last_token, repad, unpad
 from collate_npu.outputs import ignore_first_labels, per_sequence, shift_labels, to_nested
@@ -16,53 +15,6 @@ def output_of(segments, *trailing):
     B, S = segments.shape
     shape = (B, S, *trailing)
     return torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
-
-
-def tokens_of(x, segments):
-    """Real tokens sequence by sequence, by comparing ids."""
-    return [x[b][segments.ids[b] == n] for b in range(segments.shape[0]) for n in range(1, int(segments.ids[b].max()) + 1)]
-
-
-trailings = st.sampled_from([(), (1,), (3,), (2, 2)])
-
-
-@given(strategies.segments(), trailings)
-def test_unpad_takes_real_tokens_in_order(segments, trailing):
-    x = output_of(segments, *trailing)
-    assert torch.equal(unpad(x, segments), torch.cat([x[:0, 0], *tokens_of(x, segments)]))
-
-
-@given(strategies.segments(), trailings, st.sampled_from([0, -1]))
-def test_repad_is_the_inverse_of_unpad(segments, trailing, fill):
-    x = output_of(segments, *trailing)
-    y = unpad(x, segments)
-    back = repad(y, segments, fill)
-    assert torch.equal(unpad(back, segments), y)
-    assert torch.equal(back[segments.keep], x[segments.keep])
-    assert (back[~segments.keep] == fill).all()
-    assert back.dtype == x.dtype
-
-
-@given(strategies.segments(), trailings)
-def test_per_sequence_gives_each_sequence(segments, trailing):
-    x = output_of(segments, *trailing)
-    found, expected = per_sequence(x, segments), tokens_of(x, segments)
-    assert len(found) == len(expected) == segments.num_sequences
-    assert all(map(torch.equal, found, expected))
-
-
-@given(strategies.segments().filter(lambda segments: not segments.empty_rows), trailings)
-def test_last_token_is_the_last_of_each_sequence(segments, trailing):
-    x = output_of(segments, *trailing)
-    assert torch.equal(last_token(x, segments), torch.stack([sequence[-1] for sequence in tokens_of(x, segments)]))
-
-
-@given(strategies.segments().filter(lambda segments: segments.num_sequences))
-def test_nested_holds_each_sequence(segments):
-    x = output_of(segments, 2)
-    nested = to_nested(x, segments)
-    assert nested.is_nested
-    assert all(map(torch.equal, nested.unbind(), tokens_of(x, segments)))
 
 
 @given(strategies.segments())
@@ -86,27 +38,7 @@ def test_repad_takes_what_unpad_gave():
         repad(torch.zeros(8, dtype=torch.int8), Segments.from_lengths([3, 5]), fill=1000)
 
 
-@pytest.mark.parametrize("x", [torch.ones(2, 5).to_sparse(), torch.nested.nested_tensor([torch.ones(5)] * 2)])
-@pytest.mark.parametrize("verb", [unpad, repad, last_token, shift_labels, ignore_first_labels])
-def test_neither_sparse_nor_nested_ones_are_taken(verb, x):
-    with pytest.raises(CollateError):
-        verb(x, Segments.from_lengths([3, 5]) if verb is not repad else Segments.from_lengths([1, 1]))
-
-
 # --- labels
-
-
-@given(strategies.segments(), st.integers(1, 4))
-def test_shifted_labels_never_leave_their_sequence(segments, steps):
-    labels = output_of(segments).long()
-    expected = [oracle.shifted(*pair, steps) for pair in zip(labels.tolist(), segments.ids.tolist())]
-    assert shift_labels(labels, segments, steps=steps).tolist() == expected
-
-
-def test_labels_move_by_a_whole_number_of_steps():
-    for steps in (0, 1.5, True):
-        with pytest.raises(CollateError, match="a whole number"):
-            shift_labels(torch.zeros(1, 3), steps=steps)
 
 
 @pytest.mark.parametrize("verb", [shift_labels, ignore_first_labels])

@@ -5,64 +5,15 @@ Whatever a caller hands in is read or refused by name: nothing raw, nothing sile
 
 import ast
 import re
-from functools import partial
-from itertools import product
 
 import numpy as np
 import pytest
+import refusals as table
 import torch
 from house import FILES, PACKAGE, module_of, room_of, tree_of
-from refusals import (
-    CP,
-    DENSE,
-    DOOR,
-    FLAT,
-    FLAT_ROWS,
-    FOLLOWED,
-    HYBRID,
-    LEFT,
-    NAMED,
-    NO_NUMBERS,
-    ONE_ROW,
-    PACKED,
-    PADDED_ROWS,
-    READERS,
-    RIGHT,
-    ROUTES,
-    SHORT,
-    SIX,
-    THREE_FIVE,
-    TURNED,
-    WINDOW,
-    WORDED,
-    adapted,
-    bare,
-    collate,
-    find,
-    form,
-    shape,
-)
 
-from collate_npu import (
-    BatchAdapter,
-    CollateError,
-    ContextParallel,
-    PaddingCollator,
-    Segments,
-    derive_segments,
-    split_batch,
-    wrap_collator,
-)
-from collate_npu.errors import (
-    AmbiguousMaskError,
-    PolarityError,
-    UnsupportedFormError,
-    explain,
-    explain_rows,
-    shape_of,
-    short,
-)
-from collate_npu.masks import dense, none_is_exact
+from collate_npu import CollateError, derive_segments
+from collate_npu.errors import explain, explain_rows, shape_of, short
 
 pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
 
@@ -73,7 +24,7 @@ def said(cause) -> Exception:
     return raised.value
 
 
-@pytest.mark.parametrize(("cause", "words", "follow"), FOLLOWED)
+@pytest.mark.parametrize(("cause", "words", "follow"), table.FOLLOWED)
 def test_the_remedy_of_a_refusal_works(cause, words, follow):
     refusal = said(cause)
     assert isinstance(refusal, CollateError)
@@ -81,121 +32,47 @@ def test_the_remedy_of_a_refusal_works(cause, words, follow):
     assert follow()
 
 
-@pytest.mark.parametrize(("segments", "wrong", "words", "right"), DOOR)
+@pytest.mark.parametrize(("segments", "wrong", "words", "right"), table.DOOR)
 def test_what_the_door_asks_for_opens_it(segments, wrong, words, right):
-    assert words in str(said(lambda: find(segments, **wrong)))
-    assert find(segments, **right) == segments
+    assert words in str(said(lambda: table.find(segments, **wrong)))
+    assert table.find(segments, **right) == segments
 
 
-@pytest.mark.parametrize(("refused", "wrong", "words", "segments", "right", "chosen"), ROUTES)
+@pytest.mark.parametrize(("mask", "wrong", "words", "other", "right", "ids"), table.MASKS)
+def test_what_a_mask_alone_asks_for_is_read(mask, wrong, words, other, right, ids):
+    assert words in str(said(lambda: derive_segments(mask, **wrong)))
+    assert derive_segments(other, **right).ids.tolist() == ids
+
+
+@pytest.mark.parametrize(("refused", "wrong", "words", "segments", "right", "chosen"), table.ROUTES)
 def test_what_a_consumer_asks_for_has_a_form(refused, wrong, words, segments, right, chosen):
-    assert words in str(said(lambda: form(refused, **wrong)))
-    assert form(segments, **right) == chosen
+    assert words in str(said(lambda: table.form(refused, **wrong)))
+    assert table.form(segments, **right) == chosen
 
 
-@pytest.mark.parametrize(("wrong", "words", "right", "offsets"), FLAT_ROWS)
+@pytest.mark.parametrize(("wrong", "words", "right", "offsets"), table.FLAT_ROWS)
 def test_what_a_flat_row_asks_for_makes_one(wrong, words, right, offsets):
-    assert words in str(said(lambda: collate(THREE_FIVE, padding_free=True, **wrong)))
-    assert collate(THREE_FIVE, padding_free=True, **right)["cu_seq_lens_q"].tolist() == offsets
+    assert words in str(said(lambda: table.collate(table.THREE_FIVE, padding_free=True, **wrong)))
+    assert table.collate(table.THREE_FIVE, padding_free=True, **right)["cu_seq_lens_q"].tolist() == offsets
 
 
-@pytest.mark.parametrize(("wrong", "words", "right", "ids", "mask"), PADDED_ROWS)
+@pytest.mark.parametrize(("wrong", "words", "right", "ids", "mask"), table.PADDED_ROWS)
 def test_what_padded_rows_ask_for_makes_them(wrong, words, right, ids, mask):
-    assert words in str(said(lambda: collate(THREE_FIVE, **wrong)))
-    out = collate(THREE_FIVE, **right)
-    assert (out["input_ids"].shape, None if bare(out) else shape(out)) == (ids, mask)
+    assert words in str(said(lambda: table.collate(table.THREE_FIVE, **wrong)))
+    out = table.collate(table.THREE_FIVE, **right)
+    assert (out["input_ids"].shape, None if table.bare(out) else table.shape(out)) == (ids, mask)
 
 
-@pytest.mark.parametrize(("wrong", "words", "right", "holds"), READERS)
+@pytest.mark.parametrize(("wrong", "words", "right", "holds"), table.READERS)
 def test_what_a_reader_asks_for_is_taken(wrong, words, right, holds):
-    assert words in str(said(lambda: adapted(*wrong)))
-    assert holds(adapted(*right, padding_free=right[0] is FLAT))
+    assert words in str(said(lambda: table.adapted(*wrong)))
+    assert holds(table.adapted(*right, padding_free=right[0] is table.FLAT))
 
 
-@pytest.mark.parametrize("name", WORDED)
+@pytest.mark.parametrize("name", table.WORDED)
 def test_the_text_names_every_bad_row(name):
-    cause, text = WORDED[name]
+    cause, text = table.WORDED[name]
     assert str(said(cause)).startswith(text)
-
-
-def unrefused(calls):
-    """Of calls by name, those that are answered, raise something raw, or are refused in a few words."""
-    for name, call in calls.items():
-        try:
-            call()
-        except CollateError as error:
-            if len(str(error)) <= 30:
-                yield name, str(error)
-        except Exception as error:
-            yield name, repr(error)
-        else:
-            yield name, "answered"
-
-
-def test_a_bad_call_is_refused_with_words():
-    assert list(unrefused({str(call): call for call in NAMED})) == []
-
-
-def with_key(key):
-    return lambda x: BatchAdapter(DENSE, consumer="megatron")({"input_ids": torch.ones(2, 3), key: x})
-
-
-HELD_BY = {
-    "from_keep": Segments.from_keep,
-    "from_ids": Segments.from_ids,
-    "Segments": Segments,
-    "derive": derive_segments,
-    "keep=": lambda x: derive_segments(dense(SHORT), keep=x),
-    **{key: with_key(key) for key in ("attention_mask", "attention_mask_2d", "segment_ids", "position_ids")},
-    "wrap": lambda x: wrap_collator(lambda f: {"input_ids": torch.ones(2, 3), "attention_mask": x})([]),
-}
-
-
-def test_what_holds_no_mask_is_refused_by_name():
-    pairs = product(HELD_BY.items(), NO_NUMBERS.items())
-    calls = {(way, kind): partial(read, value) for (way, read), (kind, value) in pairs}
-    assert list(unrefused(calls)) == []
-
-
-HOLDERS = {
-    "numpy": lambda x: x.numpy(),
-    "lists": lambda x: x.tolist(),
-    "tuples": lambda x: tuple(map(tuple, x.tolist())),
-    "sparse": lambda x: x.to_sparse(),
-    "uint8": lambda x: x.to(torch.uint8),
-    "uint16": lambda x: x.to(torch.uint16),
-    "float": lambda x: x.float(),
-    "float8": lambda x: x.float().to(torch.float8_e4m3fn),
-    "bfloat16": lambda x: x.to(torch.bfloat16),
-    "requires grad": lambda x: x.float().requires_grad_(),
-    "not contiguous": lambda x: x.t().contiguous().t(),
-    "expanded": lambda x: x[:, :, None].expand(*x.shape, 2)[..., 0],
-    "numpy bool": lambda x: x.bool().numpy(),
-    "uint64": lambda x: x.numpy().astype(np.uint64),
-    "bytes in another order": lambda x: x.numpy().astype(">i4"),
-    "places in another order": lambda x: x.numpy()[:, ::-1].copy()[:, ::-1],
-}
-KEEP = torch.tensor([[1, 1, 0], [1, 1, 1]])
-
-
-@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
-def test_whatever_holds_numbers_is_read(holder):
-    held = holder(KEEP)
-    expected = Segments.from_keep(KEEP)
-    assert Segments.from_keep(held) == derive_segments(held) == expected
-    for key in ("attention_mask", "attention_mask_2d"):
-        batch = {"input_ids": torch.ones(2, 3), key: held}
-        assert BatchAdapter(DENSE, consumer="megatron").with_segments(batch)[1] == expected
-
-
-def test_good_calls_beside_them_are_not():
-    assert none_is_exact(SHORT)
-    assert PaddingCollator(pad_token_id=np.int64(0), max_length=torch.tensor(4))([{"input_ids": (1, 2)}])[
-        "input_ids"
-    ].tolist()
-    assert Segments.from_lengths(np.array([2, 3])) == Segments.from_lengths(torch.tensor([2, 3])) == SHORT
-    assert Segments.from_lengths([np.array([1, 2]), [3]]).lengths == ((1, 2), (3,))
-    assert ContextParallel(np.int64(2), 0).multiple == 4
 
 
 # --- how texts are made
@@ -223,12 +100,6 @@ def test_what_arrived():
     assert shape_of(torch.zeros(2, 3, dtype=torch.bfloat16)) == "bfloat16 [2, 3]"
     assert shape_of(np.zeros(2, np.int32)) == "int32 [2]"
     assert shape_of("text") == "str of 4"
-
-
-def test_all_errors_are_one_family():
-    for error in (PolarityError, AmbiguousMaskError, UnsupportedFormError):
-        assert issubclass(error, CollateError)
-    assert issubclass(CollateError, ValueError)
 
 
 ROOMS = ("segments", "masks", "outputs", "consumers", "collate")
@@ -265,27 +136,6 @@ def test_every_section_of_what_is_refused_here_is_named_by_an_error():
     text = (PACKAGE / "guide" / "errors.md").read_text(encoding="utf-8")
     refused = text.partition("## Refused here")[2].partition("\n## ")[0]
     assert set(re.findall(r'<a id="([\w-]+)">', refused)) <= {name for _, name in pointers()}
-
-
-@pytest.mark.parametrize(
-    ("cause", "section"),
-    [
-        (lambda: find(LEFT), "padding-unknown"),
-        (lambda: find(FLAT, padding_free=True), "flat-row"),
-        (lambda: find(LEFT, **TURNED), "inverted-mask"),
-        (lambda: find(LEFT, **ONE_ROW), "polarity"),
-        (lambda: find(FLAT, cu_seqlens=FLAT.cu_seqlens, seq_lens=[4, 4]), "sources-disagree"),
-        (lambda: find(LEFT, **WINDOW), "mask-pattern"),
-        (lambda: adapted(PACKED, HYBRID), "packed-recurrent"),
-        (lambda: adapted(LEFT, consumer="mindspeed"), "causal-kernel"),
-        (lambda: adapted(LEFT, consumer="vllm"), "consumer"),
-        (lambda: dense(RIGHT, max_mask_bytes=8), "mask-memory"),
-        (lambda: split_batch({"input_ids": torch.ones(1, 6)}, CP, segments=SIX), "shard-width"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_an_error_ends_with_the_command_that_explains_it(cause, section):
-    assert str(said(cause)).splitlines()[-1] == f"More: collate-npu guide errors#{section}"
 
 
 def test_every_error_of_the_core_is_explained():

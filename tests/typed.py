@@ -6,7 +6,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from types import SimpleNamespace
 from unittest import mock
 
-from collate_npu.tools.cli import run
+from collate_npu.tools.cli import run_command_line
 
 
 def typed(*args: object, given: bytes = b"", encoding: str = "utf-8", **env: str | None) -> SimpleNamespace:
@@ -16,7 +16,7 @@ def typed(*args: object, given: bytes = b"", encoding: str = "utf-8", **env: str
     there = (mock.patch.dict(os.environ, variables, clear=True), mock.patch("sys.stdin", stdin))
     with there[0], there[1], redirect_stdout(out), redirect_stderr(err):
         try:
-            code = run([str(arg) for arg in args])
+            code = run_command_line([str(arg) for arg in args])
         except SystemExit as end:
             code = end.code or 0
     for stream in (out, err):

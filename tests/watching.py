@@ -1,30 +1,6 @@
-"""Watching a trainer's model: what its layers received, and how far each sequence is from the same sequence alone.
-
-Legend: B rows, S width.
-"""
-
-from contextlib import ExitStack, contextmanager
+"""Watching a trainer's model: what its layers received, and how far each sequence is from the same sequence alone."""
 
 import torch
-
-
-@contextmanager
-def received_masks(model):
-    """Copies of what each layer that takes an `attention_mask` by keyword was given: `{name: [mask of each call]}`."""
-    masks = {}
-
-    def note(name):
-        def look(module, args, kwargs):
-            if "attention_mask" in kwargs:
-                given = kwargs["attention_mask"]
-                masks.setdefault(name, []).append(given.detach().clone() if isinstance(given, torch.Tensor) else None)
-
-        return look
-
-    with ExitStack() as held:
-        for name, module in model.named_modules():
-            held.callback(module.register_forward_pre_hook(note(name), with_kwargs=True).remove)
-        yield masks
 
 
 class Watch:

@@ -29,8 +29,9 @@ from collate_npu import (
     split_batch,
 )
 from collate_npu.collate import Layout
-from collate_npu.kernels.fusion_attention import check_contract, fusion_attention_kwargs
-from collate_npu.kernels.gated_delta import check_gated_delta_contract, gated_delta_kwargs
+from collate_npu.kernels.check import check_call
+from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
+from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.masks import dense, derive_segments
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.proof import watch
@@ -76,8 +77,10 @@ class Batches:
         told, sizes = gated_delta_kwargs(segments, kernel="fla"), {"B": 1, "T": segments.num_tokens}
         if segments.shape[0] == 1:
             sizes["T"] = segments.shape[1]
-        check_gated_delta_contract({**told, "scale": 1.0}, kernel="fla", segments=segments, **sizes)
-        check_contract({**fusion_attention_kwargs(segments), "scale": 1.0}, N=1, Nkv=1, D=16, segments=segments)
+        check_call("fla", {**told, "scale": 1.0}, segments=segments, **sizes)
+        check_call(
+            "npu_fusion_attention", {**fusion_attention_kwargs(segments), "scale": 1.0}, N=1, Nkv=1, D=16, segments=segments
+        )
 
     def _proved(self, batch: dict[str, Any]) -> None:
         check_delivery(self.model, batch)

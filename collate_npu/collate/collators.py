@@ -28,10 +28,10 @@ from collate_npu.collate.padding import Rows, Slots, best_fit, concatenate_value
 from collate_npu.collate.transport import shipped
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.labels_and_positions import labels_behind_padding_error
-from collate_npu.consumers.mask_routing import Consumer, ConsumerName, say_batch
+from collate_npu.consumers.mask_routing import Consumer, ConsumerName, log_form
 from collate_npu.consumers.model_traits import LabelRule, consumer_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
-from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
+from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import find_token_hazards, log_hazards
 from collate_npu.masks.forms import (
     MAX_MASK_BYTES,
@@ -116,15 +116,16 @@ class Emitter:
         if model is not None:
             check_model(model, config=True)
         whole_number("label_pad_token_id", self.label_pad_token_id, least=-(1 << 63))
-        told = model_type is not None or consumer_of(model) is not None or self.consumer is not None
-        if model is not None and not told:
+        check_keys(self.keys)
+        named = model_type is not None or consumer_of(model) is not None or self.consumer is not None
+        if model is not None and not named:
             rule = "A config or a plain module does not say who reads the batch."
             remedy = "Pass consumer= ('transformers', 'megatron', ...)."
             raise CollateError(explain("consumer", "None", rule, remedy, more="consumer"))
         mode, rule, remedy = self.attention_mask, "", "Leave it at 'auto'."
         if mode not in get_args(MaskMode):
             rule, remedy = "attention_mask is 'auto', 'none', '4d', '2d' or 'omit'.", "'auto' suits most trainers."
-        elif told and mode not in ("auto", "omit"):
+        elif named and mode not in ("auto", "omit"):
             rule = "The consumer decides the form of its mask."
         elif self.padding_free and mode in ("4d", "2d"):
             rule, remedy = "A padding-free row has offsets and no mask.", "Leave it at 'auto', or set padding_free=False."
@@ -132,15 +133,15 @@ class Emitter:
             raise CollateError(explain("attention_mask", repr(mode), rule, remedy))
         settings: dict[str, Any] = {"consumer": self.consumer, "padding_free": self.padding_free, "pattern": self.pattern}
         settings |= {"keys": self.keys, "max_mask_bytes": self.layout.max_mask_bytes, "model_type": model_type}
-        adapter = BatchAdapter(model, **settings) if told else None
+        adapter = BatchAdapter(model, **settings) if named else None
         object.__setattr__(self, "_adapter", adapter)
         object.__setattr__(self, "_attends", Pattern.of(self.pattern or "causal") if adapter is None else adapter.pattern)
-        in_place = self._attends.name == "bidirectional"  # the neutral form has no head to ask
+        in_place = self._attends.name == "bidirectional"  # the neutral form has no head
         heads = None if adapter is None else adapter.label_rule({})
         object.__setattr__(self, "_labels", heads or ("places" if in_place else "next"))
         object.__setattr__(self, "_predicts_next", not self.layout.labels_shifted and self._labels == "next")
 
-    def _tells_positions(self, left: bool) -> bool:
+    def _adds_positions(self, left: bool) -> bool:
         """True if the model could count positions of some batch wrong: padding on the left, or with an id that it counts.
 
         Then all have positions: a dispatcher takes the keys of the first batch for those of all.
@@ -174,9 +175,9 @@ class Emitter:
         if errors.DEBUG:
             log_hazards(find_token_hazards(Sources.of(batch), segments))
             if self._adapter is None:
-                asked = f"attention_mask={self.attention_mask!r}; {none_is_exact(segments, self._attends).why}"
-                why = "offsets say it" if padding_free else asked
-                say_batch("no consumer named: the neutral form, for a BatchAdapter", out, segments, why=why)
+                mode = f"attention_mask={self.attention_mask!r}; {none_is_exact(segments, self._attends).why}"
+                why = "offsets say it" if padding_free else mode
+                log_form("no consumer named: the neutral form, for a BatchAdapter", out, segments, why=why)
         return out
 
     def _mask(self, segments: Segments) -> Tensor | None:
@@ -184,7 +185,7 @@ class Emitter:
             return segments.keep
         why = mask_needed_reason(segments, self._attends)
         if self.attention_mask == "none" and why:
-            rule = f"attention_mask='none' was asked for, and {why}."
+            rule = f"attention_mask='none' is set, and {why}."
             raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Use 'auto', or pad right."))
         if not why and self.attention_mask != "4d":
             return None
@@ -214,14 +215,14 @@ def add_offsets(
     if places is None and with_role(batch, "padded_offsets"):
         places = physical_offsets(Sources.of(batch), segments) or own_places(segments)
         longest = max((int(batch[key]) for key in with_role(batch, "longest") if batch[key] is not None), default=None)
-    told, positions = offsets_of(segments, places, longest=longest), batch.get("position_ids")
+    offsets, positions = offsets_of(segments, places, longest=longest), batch.get("position_ids")
     if isinstance(positions, Tensor) and positions.ndim == 3:
-        return {**batch, **told, "position_ids": positions, "text_position_ids": told["position_ids"]}
+        return {**batch, **offsets, "position_ids": positions, "text_position_ids": offsets["position_ids"]}
     if vision := of_kind(batch, "vision"):
-        rule = "Where images stand among the tokens of a flat row cannot be told from its offsets."
+        rule = "Where images stand among the tokens of a flat row cannot be known from its offsets."
         remedy = "Give each sample its position_ids [3, L] (the model's get_rope_index), or set padding_free=False."
         raise UnsupportedFormError(explain("position_ids", f"no axes beside {', '.join(vision)}", rule, remedy))
-    return {**batch, **told}
+    return {**batch, **offsets}
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ class PaddingCollator(Emitter):
     * `padding_free`: all samples in one flat row, with its offsets.
     * `label_pad_token_id`: the label that a loss ignores.
     * `keys`: rows for keys of your own, `{**KEYS, "my_weights": TOKENS}`.
-    * `layout`: how rows are laid out, and what transformers' collators cannot be told.
+    * `layout`: how rows are laid out, and what transformers' collators have no option for.
     * `padding`: True to the longest row; "max_length"; widths, `(4096, 8192)`, of which the narrowest that fits is taken;
       False for rows of one length.
     * `packing`: several samples a row, by best fit decreasing, in rows of `max_length`, else of the longest sample.
@@ -297,7 +298,7 @@ class PaddingCollator(Emitter):
         beside = {"padding_free=True": self.padding_free, "padding=False": self.padding is False}
         beside |= {"allow_empty=True": self.layout.allow_empty, "an encoder-decoder": self._labels == "decoder"}
         if self.packing and any(beside.values()):
-            got = "True beside " + ", ".join(name for name, asked in beside.items() if asked)
+            got = "True beside " + ", ".join(name for name, value in beside.items() if value)
             rule = "Packed rows are padded, hold several samples each and none without a token, and no decoder parts them."
             raise CollateError(explain("packing", got, rule, "Leave packing out."))
         if self.layout.sequence_multiple and not self._attends.causal:
@@ -316,8 +317,7 @@ class PaddingCollator(Emitter):
         if self.max_length is not None and max(samples.lengths) > self.max_length:
             _refuse_longer(self.max_length, samples.lengths)
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
-        made = "position_ids" not in samples.columns
-        out = self._finished(batch, segments, padding_free=self.padding_free, counted=made)
+        out = self._finished(batch, segments, padding_free=self.padding_free, counted="position_ids" not in samples.columns)
         return out if get_worker_info() is None else shipped(out)
 
 
@@ -341,8 +341,8 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
     else:
         apart = [np.where(row > 0, row + np.int64(b * width), 0) for b, row in enumerate(ids)]  # numbered anew in each row
         segments = Segments.from_ids(lay_rows("attention_mask", apart, slots=slots))
-    told = collator._adapter is None or collator._tells_positions(side == "left" or collator.packing)
-    if told and "position_ids" not in batch and "vision" not in samples.kinds.values():
+    positions = collator._adapter is None or collator._adds_positions(side == "left" or collator.packing)
+    if positions and "position_ids" not in batch and "vision" not in samples.kinds.values():
         batch["position_ids"] = segments.position_ids
     if samples.kinds.get("labels") != "tokens" or batch["labels"].ndim != 2 or not collator._predicts_next:
         return batch, segments

@@ -91,12 +91,12 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
     lengths = _lengths({"input_ids": Rows(tokens)})
     truth: dict[str, list[Any]] = {}
     for key in of_kind(KEYS, "truth"):
-        told = [feature.get(key) for feature in named]
+        values = [feature.get(key) for feature in named]
         # A dense mask of a sample is the inner collator's to make a batch of; one that is missing says nothing.
-        flat = all(row is None or rank_of(row) == 1 or key == "seq_lengths" for row in told)
-        if flat and any(row is not None for row in told):
+        flat = all(row is None or rank_of(row) == 1 or key == "seq_lengths" for row in values)
+        if flat and any(row is not None for row in values):
             whole = [[n] if key == "seq_lengths" else [1] * n for n in lengths]
-            truth[key] = [default if row is None else row for row, default in zip(told, whole)]
+            truth[key] = [default if row is None else row for row, default in zip(values, whole)]
     positions = [row["position_ids"] for row in named if row.get("position_ids") is not None]
     return whole_rows(name, tokens), own_segments(truth, lengths, positions)
 
@@ -189,10 +189,10 @@ def _kind(key: str, column: Rows, lengths: list[int], keys: Mapping[str, Key]) -
 def _check_axes(key: str, column: list[Any], lengths: list[int]) -> None:
     """Multi-axis positions are `[axes, L]`, arrays or lists."""
     shapes = [host_array(key, row).shape for row in column]
-    told = [f"shape {list(shape)} beside {n} input_ids" for shape, n in zip(shapes, lengths)]
-    bad = [(b, text) for b, text in enumerate(told) if shapes[b][-1] != lengths[b]]
+    texts = [f"shape {list(shape)} beside {n} input_ids" for shape, n in zip(shapes, lengths)]
+    bad = [(b, text) for b, text in enumerate(texts) if shapes[b][-1] != lengths[b]]
     if bad or len({shape[0] for shape in shapes}) > 1:
-        bad = bad or list(enumerate(told))
+        bad = bad or list(enumerate(texts))
         rule = "Positions of several axes are [axes, L], the same axes in every sample."
         raise CollateError(explain_rows(key, bad, rule, "Build them with the tokens, before collation."))
 
@@ -211,7 +211,7 @@ def _is_targets(column: Rows, lengths: list[int]) -> bool:
 def _holds_floats(values: Any) -> bool:
     try:
         return host_array("labels", values).dtype.kind == "f"
-    except CollateError:  # said where they are laid out, with their row
+    except CollateError:  # raised where they are laid out, with their row
         return False
 
 
@@ -393,18 +393,18 @@ def joined_segment_ids(rows: Sequence[Array]) -> Array:
 def own_segments(columns: Mapping[str, list[Any]], lengths: list[int], positions: Sequence[Any] = ()) -> list[Array] | None:
     """Segment ids `[L]` of each sample by the keys of its truth, numbered 1, 2, ... in order; None where every sample is one
     sequence without holes. Positions `[L]` that restart part what nothing else parts."""
-    told = _told(columns, lengths)
-    parted = told is not None and any(row.max(initial=0) > 1 for row in told)
+    own = _own_ids(columns, lengths)
+    parted = own is not None and any(row.max(initial=0) > 1 for row in own)
     if parted or [len(row) if rank_of(row) == 1 else -1 for row in positions] != lengths:
-        return told
+        return own
     width = max(lengths)
-    real = [np.ones(n, np.int32) for n in lengths] if told is None else told
+    real = [np.ones(n, np.int32) for n in lengths] if own is None else own
     known = Segments.from_ids(pad_rows("attention_mask", real, width=width))
     found = split_by_positions(pad_rows("position_ids", positions, width=width).numpy(), known, padding_free=False)
-    return told if found is None or not found[0].packed else [row[:n] for row, n in zip(found[0].array, lengths)]
+    return own if found is None or not found[0].packed else [row[:n] for row, n in zip(found[0].array, lengths)]
 
 
-def _told(columns: Mapping[str, list[Any]], lengths: list[int]) -> list[Array] | None:
+def _own_ids(columns: Mapping[str, list[Any]], lengths: list[int]) -> list[Array] | None:
     masks = [key for key in columns if key != "seq_lengths"]
     if all(_all_real(columns[key], lengths) for key in masks):
         masks = []

@@ -56,7 +56,7 @@ def rank_of(row: Any) -> int:
 
 
 class Rows(list[Any]):
-    """The values of one key, a sample each, and what they are: looked at once, whoever asks."""
+    """The values of one key, a sample each, and what they are: looked at once."""
 
     __slots__ = ("firsts", "flat", "lengths", "lists", "ragged")
     lengths: list[int]
@@ -108,7 +108,7 @@ class Slots(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], lengths: Sequence[int], width: int, side: Side = "right") -> Slots:
-        """Of the samples of each row, which stand side by side, padding on one side of them."""
+        """Return the slots of rows whose samples stand side by side, with padding on one side."""
         starts = [0] * len(lengths)
         for at, row in enumerate(rows):
             end = at * width

@@ -5,8 +5,8 @@ multiprocessing/reductions.py:590-620), which takes longer than collating. Here 
 whole numbers in the fewest bytes that hold them: in the message itself where that is small, else in one shared storage.
 A plain dict arrives, each tensor with its own memory, dtype and shape. Costs one copy on each side.
 
-Where /dev/shm is full torch loses a batch and its loader waits for ever; ours goes in the message and says so. And a worker
-whose trainer was killed ends: what it still has to say is read by nobody.
+Where /dev/shm is full torch loses a batch and its loader waits for ever; here the batch goes in the message, and a warning
+says so. A worker whose trainer was killed ends: nobody reads its messages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Shipment(dict[Any, Any]):
 
 
 def shipped(batch: dict[str, Any]) -> dict[str, Any]:
-    """In a DataLoader's worker: the batch in a form that leaves the worker fast. Anywhere else: the batch itself.
+    """Return the batch in a form that leaves a DataLoader's worker fast; outside a worker the batch itself.
 
     >>> batch = shipped({"input_ids": torch.tensor([[1, 2, 3]])})
     >>> isinstance(batch, dict), batch["input_ids"].tolist()
@@ -143,7 +143,7 @@ def _say_full(error: RuntimeError) -> None:
 
 
 def _unpack(batch: dict[Any, Any], places: list[Place], buffer: Any) -> dict[Any, Any]:
-    """In the trainer's process: the tensors back in their places, in memory of their own."""
+    """Return, in the trainer's process, the tensors in their places, in memory of their own."""
     held = _memory(buffer)
     for key, dtype, shape, kind, start in places:
         tensor = torch.from_numpy(np.ndarray(shape, kind, held, start).astype(_HELD[dtype]))

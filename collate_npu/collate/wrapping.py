@@ -49,8 +49,9 @@ class WrappedCollator(Emitter):
 
     The others are those of `PaddingCollator`; `pattern` is that of the masks that arrive, too.
 
-    >>> theirs = {"input_ids": torch.tensor([[0, 0, 7], [4, 5, 6]]), "attention_mask": torch.tensor([[0, 0, 1], [1, 1, 1]])}
-    >>> batch = wrap_collator(lambda samples: theirs)([{"input_ids": [7]}, {"input_ids": [4, 5, 6]}])
+    >>> keep = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    >>> inner_batch = {"input_ids": torch.tensor([[0, 0, 7], [4, 5, 6]]), "attention_mask": keep}
+    >>> batch = wrap_collator(lambda samples: inner_batch)([{"input_ids": [7]}, {"input_ids": [4, 5, 6]}])
     >>> {key: list(value.shape) for key, value in batch.items()}
     {'input_ids': [2, 3], 'attention_mask': [2, 1, 3, 3], 'attention_mask_2d': [2, 3]}
     """
@@ -68,12 +69,12 @@ class WrappedCollator(Emitter):
         check_fields(self)
         check_polarity(self.polarity)
         for field in fields(Layout):
-            asked = getattr(self.layout, field.name)
-            if asked == field.default or field.name in ("labels_shifted", "max_mask_bytes"):
+            value = getattr(self.layout, field.name)
+            if value == field.default or field.name in ("labels_shifted", "max_mask_bytes"):
                 continue
             rule = "A wrapped collator takes the rows as the inner one lays them out."
             remedy = "Leave it out, or collate with PaddingCollator(layout=...)."
-            raise CollateError(explain(f"layout.{field.name}", repr(asked), rule, remedy))
+            raise CollateError(explain(f"layout.{field.name}", repr(value), rule, remedy))
         self._settle(model, model_type)
 
     def __call__(self, features: Features, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -100,7 +101,7 @@ class WrappedCollator(Emitter):
             flattened, segments = _flattened(batch, segments, self.keys) if flat else ({}, segments)
             whole = Sources(flattened) if flat else batch
         left = getattr(getattr(self.inner, "tokenizer", None), "padding_side", None) == "left"  # as transformers' collators
-        if not flat and "position_ids" not in whole and self._tells_positions(left):
+        if not flat and "position_ids" not in whole and self._adds_positions(left):
             whole |= {"position_ids": segments.position_ids}
         out = self._finished(self._labels_ignored(whole, segments), segments, padding_free=flat)
         if self._adapter is not None:
@@ -117,15 +118,15 @@ class WrappedCollator(Emitter):
 
     def _masked(self, batch: Sources, samples: _Samples) -> Segments:
         """Read the batch, with the lengths of the samples as one more source where they stand whole in the batch."""
-        told = [] if SEGMENT_KEY in batch else samples.standing(batch)
-        for known in told:
+        standing = [] if SEGMENT_KEY in batch else samples.standing(batch)
+        for known in standing:
             try:
                 return self._found(batch | {SEGMENT_KEY: known.ids})
             except CollateError:
                 continue
         segments = self._found(batch)
-        if told:
-            _refuse_disagreement(segments, told)
+        if standing:
+            _refuse_disagreement(segments, standing)
         return segments
 
     def _found(self, batch: Sources) -> Segments:
@@ -263,18 +264,20 @@ def _follows(value: Any, segments: Segments) -> bool:
     return tuple(getattr(value, "shape", ())[:2]) == segments.shape
 
 
-def _refuse_disagreement(segments: Segments, told: list[Segments]) -> None:
+def _refuse_disagreement(segments: Segments, standing: list[Segments]) -> None:
     """A mask that calls a sample's own tokens padding (ids != pad, where pad is eos) is not the truth."""
     rows = range(segments.shape[0])
-    wrong = [b for b in rows if not any(np.array_equal(known.array[b], segments.array[b]) for known in told)]
-    bad = [(b, f"sequences of {list(segments.lengths[b])}, not {list(told[0].lengths[b])} tokens") for b in wrong or rows]
+    wrong = [b for b in rows if not any(np.array_equal(known.array[b], segments.array[b]) for known in standing)]
+    bad = [
+        (b, f"sequences of {list(segments.lengths[b])}, not {list(standing[0].lengths[b])} tokens") for b in wrong or rows
+    ]
     rule = "The inner collator's mask disagrees with the samples about which tokens are real."
     remedy = "Let it build the mask from lengths: a mask of ids != pad_token_id loses every real eos where pad is eos."
     raise CollateError(explain_rows("attention_mask", bad, rule, remedy))
 
 
 def _align(batch: Sources, samples: _Samples) -> Segments:
-    """Where each sample stands in its row of a batch that carries no mask; the side is the batch's, not a row's."""
+    """Return where each sample stands in a batch that carries no mask; all rows are padded on one side."""
     found = samples.standing(batch)
     if len(found) == 1:
         return found[0]

@@ -8,10 +8,11 @@ Legend: B batch, S width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,13 +20,12 @@ from torch import Tensor
 from collate_npu import errors
 from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_decoder, labels_for, positions_for, restart
 from collate_npu.consumers.mask_routing import Case, Consumer, ConsumerName, Model, Route, consumer_named
-from collate_npu.consumers.megatron import kernel_of, kernel_of_args
-from collate_npu.consumers.mindspeed import layout_of_settings
+from collate_npu.consumers.megatron import kernel_of
 from collate_npu.consumers.model_traits import LabelRule, consumer_of, known_config, recurrent_heads, unwrap
 from collate_npu.consumers.probe import rows_move_reason, sequences_mix_reason
 from collate_npu.consumers.recurrent import boundaries_unread_reason
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, of_kind, with_role
+from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
 from collate_npu.masks.dense_mask import Polarity, check_polarity
 from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, offsets_of, offsets_of_rows, open_empty_rows, write_dense
@@ -50,23 +50,28 @@ def move_batch(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]
     >>> move_batch({"input_ids": torch.tensor([[1, 2]]), "attention_mask": None}, torch.device("meta"))
     {'input_ids': tensor(..., device='meta', size=(1, 2), dtype=torch.int64), 'attention_mask': None}
     """
-    held = dict(_flat(batch))
-    together = {name: value for name, value in held.items() if _waits(value)}
-    there = {name: _alone(value, device) for name, value in held.items() if name not in together}
-    return _nested(batch, there | _in_one(together, device))
+    there = _in_one({id(value): value for value in _values(batch) if _waits(value)}, device)
+    return _placed(batch, there, device)
 
 
-def _flat(batch: Mapping[str, Any], *outer: str) -> Any:
+def _values(batch: Mapping[str, Any]) -> Iterator[Any]:
+    for value in batch.values():
+        yield from _values(value) if isinstance(value, Mapping) else (value,)
+
+
+def _placed(batch: Mapping[str, Any], there: dict[int, Tensor], device: torch.device) -> dict[str, Any]:
+    """Return the batch with each value on the device: one of those that are `there`, or by itself. A tensor under a second
+    name gets a copy of its own."""
+    out: dict[str, Any] = {}
     for name, value in batch.items():
-        yield from _flat(value, *outer, name) if isinstance(value, Mapping) else [((*outer, name), value)]
-
-
-def _nested(batch: Mapping[str, Any], held: Mapping[Any, Any], *outer: str) -> dict[str, Any]:
-    inner = {name: (*outer, name) for name in batch}
-    return {
-        name: _nested(value, held, *inner[name]) if isinstance(value, Mapping) else held[inner[name]]
-        for name, value in batch.items()
-    }
+        if isinstance(value, Mapping):
+            out[name] = _placed(value, there, device)
+        elif isinstance(value, Tensor):
+            moved = there.pop(id(value), None)
+            out[name] = value.to(device, non_blocking=True) if moved is None else moved
+        else:
+            out[name] = value.to(device) if hasattr(value, "to") else value  # a BlockMask takes no more
+    return out
 
 
 def _waits(value: Any) -> bool:
@@ -75,13 +80,7 @@ def _waits(value: Any) -> bool:
     return plain and not value.requires_grad and not value.is_pinned()
 
 
-def _alone(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    return value.to(device) if hasattr(value, "to") else value  # a BlockMask takes no more
-
-
-def _in_one(tensors: Mapping[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
+def _in_one(tensors: Mapping[int, Tensor], device: torch.device) -> dict[int, Tensor]:
     ends, size = {}, 0
     for name, tensor in tensors.items():
         start, size = size, size + -(-tensor.nbytes // _ALIGNED) * _ALIGNED
@@ -97,8 +96,38 @@ _FLAT_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", 
 """What kernels of a transformers model read of a flat row."""
 _DENSE, _RECURRENT = ("right", "left", "holes", "packed"), ("right", "left", "one", "flat")
 _BOTH_SIDES = Pattern.of("bidirectional")
-AT_MODEL: dict[int, Segments] = {}
-"""Of each thread in which an adapted model runs, what its batch said: proof asks, where None took the mask's place."""
+
+
+class MadeBatches:
+    """The Segments of the batches that adapters of this process made: of the one that an adapted model runs in each thread,
+    and of the last eight by their tokens, while somebody watches. Proof reads them: None may stand in a mask's place."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, Segments] = {}
+        """By thread."""
+        self._watchers = 0
+        self._last: deque[tuple[Tensor, Segments]] = deque(maxlen=8)
+
+    def watch(self, change: Literal[1, -1]) -> None:
+        """Count one watcher more or less; without one nothing is kept."""
+        self._watchers += change
+        if not self._watchers:
+            self._last.clear()
+
+    def keep(self, batch: Mapping[str, Any], segments: Segments) -> None:
+        """Keep what was made of a batch, if somebody watches."""
+        if self._watchers and isinstance(ids := batch.get("input_ids"), Tensor):
+            self._last.append((ids.detach().cpu().clone(), segments))
+
+    def find(self, ids: Tensor) -> Segments | None:
+        """Return the Segments of the last batch that has these tokens; None for tokens of no batch."""
+        return next(
+            (segments for held, segments in reversed(self._last) if held.shape == ids.shape and (held == ids.cpu()).all()),
+            None,
+        )
+
+
+MADE = MadeBatches()
 
 
 class BatchAdapter:
@@ -154,14 +183,14 @@ class BatchAdapter:
         self.padding_free = padding_free
         self.polarity: Polarity | None = polarity
         self.context_parallel = context_parallel
-        self.keys = keys
+        self.keys = check_keys(keys)
         self.max_mask_bytes = max_mask_bytes
         moves = self.consumer.counts_positions  # a transformers model moves labels itself
         self.shifted = False if labels_shifted is None and moves else labels_shifted
         self.device = None if device is None else here(device, now=False)
         self.model = Model.of(model, model_type=model_type, needs_2d=needs_mask_2d, attn_implementation=attn_implementation)
         if isinstance(model, torch.nn.Module) and self.consumer.counts_positions and consumer_of(model) == "transformers":
-            self._ask(model)
+            self._probe(model)
         self.declared = None if pattern is None else Pattern.of(pattern)
         """The pattern that the caller declared; None: the model's own at each call."""
         self.pattern = self._seen({}) or CAUSAL
@@ -171,27 +200,28 @@ class BatchAdapter:
         self._check()
 
     @property
-    def _asks(self) -> bool:
-        """True if a transformers model must still be asked what its recurrent layers read."""
+    def _unprobed(self) -> bool:
+        """True if a transformers model must still be probed: what its recurrent layers read."""
         return self.consumer.counts_positions and bool(self.model.needs_mask_2d) and self.model.boundaries_unread is None
 
-    def _ask(self, model: Any) -> None:
-        """Ask what moves its tokens: padding, and other sequences of a row."""
+    def _probe(self, model: Any) -> None:
+        """Probe what moves its tokens: padding, and other sequences of a row."""
         moves, attention = dict.fromkeys((*_DENSE, "flat"), ""), self.model.attn_implementation
-        if isinstance(model, torch.nn.Module) or hasattr(type(model), "get_text_config"):  # else nobody can be asked
+        module = isinstance(model, torch.nn.Module)
+        if module or hasattr(type(model), "get_text_config"):  # else there is nothing to probe
             try:
                 forms = _RECURRENT if self.model.needs_mask_2d else _DENSE
                 moves = rows_move_reason(model, BatchAdapter, *forms, attention=attention)
             except Exception as error:  # ImportError, of a card's libraries say: nobody runs a model here
-                why = f"no tiny copy of it runs that could be asked ({type(error).__name__})"
+                why = f"no tiny copy of it runs that could be probed ({type(error).__name__})"
                 moves["packed"] = moves["flat"] = "" if isinstance(error, ImportError) else why
         self.model = replace(self.model, moves=moves)
-        if isinstance(model, torch.nn.Module) and self._asks:
+        if module and self._unprobed:
             unread = moves["flat"] and (boundaries_unread_reason(model) or moves["flat"])
             self.model = replace(self.model, boundaries_unread=unread)
 
-    def _ask_config(self) -> None:
-        """Whether the layers of a config hand boundaries on: where no kernel reads them transformers raises."""
+    def _probe_config(self) -> None:
+        """Find out if the layers of a config hand boundaries on: where no kernel reads them transformers raises."""
         unread = f"before {MISSING_KERNEL_RAISES} transformers trains on where a kernel is missing, whatever its config says"
         if MISSING_KERNEL_RAISES.holds():
             config, attention = known_config(self.model.named), self.model.attn_implementation
@@ -204,43 +234,15 @@ class BatchAdapter:
         by_2d = self.consumer.keeps_mask_2d == "recurrent"
         if self.model.needs_mask_2d is None and by_2d and not self.padding_free:
             raise _no_model("Whether attention_mask_2d stays depends on the model's layers.")
-        size = 1 if self.context_parallel is None else self.context_parallel.size
-        if size > 1 and not self.consumer.splits_rows:
+        size, rule = 1 if self.context_parallel is None else self.context_parallel.size, ""
+        if not self.consumer.splits_rows:
             rule = f"Consumer {self.consumer.name!r} reads whole rows: its ranks do not share a dense mask."
             remedy = "Leave context_parallel out, or use a consumer that needs no mask, with right padding."
-            raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
-        if size > 1 and self.model.needs_mask_2d and self.consumer.recurrent_scheme is None:
+        elif self.model.needs_mask_2d and self.consumer.recurrent_scheme is None:
             rule = f"Recurrent layers need the state of the tokens before theirs, and {self.consumer.not_shared}."
             remedy = f"Give each rank rows of its own, or use Megatron's context parallelism ({MEGATRON_PARALLEL} or newer)."
+        if rule and size > 1:
             raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
-
-    @classmethod
-    def from_args(cls, args: Any, **settings: Any) -> BatchAdapter:
-        """From an argument namespace as ms-swift's and Megatron-LM's: reads the names both use, `settings` win.
-
-        `model_info.config` (ms-swift's own), else `model_type` (looked up in transformers' registry); `padding_free`,
-        `context_parallel_size`, `tensor_model_parallel_size` with `sequence_parallel`, `cp_partition_mode` or MindSpeed's
-        `context_parallel_algo`, and `attention_backend` with `masked_softmax_fusion` (`kernel_of_args`). The rank under
-        context parallelism is Megatron's; pass `context_parallel=` where it is not initialised.
-
-        >>> from types import SimpleNamespace
-        >>> adapter = BatchAdapter.from_args(SimpleNamespace(padding_free=True), needs_mask_2d=True)
-        >>> adapter.consumer.name, adapter.padding_free
-        ('megatron', True)
-        """
-        named: dict[str, Any] = {"padding_free": bool(getattr(args, "padding_free", False))}
-        named["consumer"] = "megatron" if getattr(args, "attention_backend", None) is None else kernel_of_args(args)
-        if not {"model", "model_type", "needs_mask_2d"} & set(settings):
-            config = getattr(getattr(args, "model_info", None), "config", None)
-            named |= {"model": config} if config is not None else {"model_type": getattr(args, "model_type", None)}
-        if "context_parallel" not in settings and (getattr(args, "context_parallel_size", 1) or 1) > 1:
-            shared = bool(getattr(args, "sequence_parallel", False))
-            cp = ContextParallel.from_megatron(
-                layout=getattr(args, "cp_partition_mode", None) or layout_of_settings(args),
-                tensor_parallel=getattr(args, "tensor_model_parallel_size", 1) if shared else 1,
-            )
-            settings["context_parallel"] = cp.for_documents() if named["padding_free"] else cp
-        return cls(**{**named, **settings})
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch the model takes. Raises `CollateError` where its padding is unknown, or has no right form here."""
@@ -253,9 +255,11 @@ class BatchAdapter:
 
     def _rendered(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         if self.context_parallel is not None:
-            return self._shared_out(batch, self.context_parallel)
-        out, segments = self.mended(Sources.of(batch), padding_free=self.padding_free)
-        if errors.DEBUG and self.padding_free and self.model.needs_mask_2d:
+            out, segments = self._shared_out(batch, self.context_parallel)
+        else:
+            out, segments = self.mended(Sources.of(batch), padding_free=self.padding_free)
+        MADE.keep(out, segments)
+        if errors.DEBUG and self.context_parallel is None and self.padding_free and self.model.needs_mask_2d:
             from collate_npu.kernels.check import log_batch  # the contracts, which nobody else here reads
 
             log_batch(self.consumer.name, out, segments)
@@ -269,12 +273,13 @@ class BatchAdapter:
     def mended(self, sources: Sources, *, padding_free: bool) -> tuple[dict[str, Any], Segments]:
         """Return any batch in the model's form, with the labels that a loss should see, and its Segments. Choices
         `[B, C, S]` are read as B * C rows and returned as choices."""
-        if getattr(sources.get("input_ids"), "ndim", 2) == 3:
+        if has_choices(sources):
             choices = [key for key, value in sources.items() if getattr(value, "shape", ()) == sources["input_ids"].shape]
             rows = {key: value.flatten(0, 1) if key in choices else value for key, value in sources.items()}
             out, segments = self.mended(Sources(rows), padding_free=False)
-            shape = sources[choices[0]].shape[:2]
-            return {key: _unflattened(value, shape) for key, value in out.items()}, segments
+            shape = sources["input_ids"].shape[:2]
+            of_rows = {k: x for k, x in out.items() if isinstance(x, Tensor) and x.ndim > 1 and len(x) == shape.numel()}
+            return out | {key: x.view(*shape, *x.shape[1:]) for key, x in of_rows.items()}, segments
         segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
         if self.model.labels == "decoder":
             check_decoder(sources, self.model.model_type)
@@ -316,21 +321,10 @@ class BatchAdapter:
         check_known(sources, segments)
         return self.routed(sources, segments, padding_free)
 
-    @checked
-    def masks(self, segments: Segments, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """The masks of such rows without a batch, split as `render` splits them.
-
-        >>> adapter = BatchAdapter(needs_mask_2d=True, consumer="megatron")
-        >>> {key: list(value.shape) for key, value in adapter.masks(Segments.from_lengths([1, 3], side="left")).items()}
-        {'attention_mask': [2, 1, 3, 3], 'attention_mask_2d': [2, 3]}
-        """
-        out = self.routed(Sources.of({}), segments, None, here(device))
-        return {key: out[key] for key in (self.consumer.key, KEEP_KEY) if key in out}
-
     def routed(
         self, sources: Sources, segments: Segments, padding_free: bool | None, device: torch.device | None = None
     ) -> dict[str, Any]:
-        """As `render`, of what is known to be a batch and its Segments."""
+        """Do what `render` does, for a batch and its Segments that need no check."""
         if self.model.model_type == "prophetnet":
             check_decoder(sources, "prophetnet")
         if self.device is not None:
@@ -383,9 +377,9 @@ class BatchAdapter:
         pattern, flat = self._seen(call) or CAUSAL, self.padding_free if padding_free is None else padding_free
         several = segments.packed or segments.padding_side != "none"
         if several and not self.model.moves and self.model.model_type and self.consumer.counts_positions:
-            self._ask(known_config(self.model.named))
-        if flat and segments.packed and self._asks and self.model.model_type:
-            self._ask_config()
+            self._probe(known_config(self.model.named))
+        if flat and segments.packed and self._unprobed and self.model.model_type:
+            self._probe_config()
         known: dict[str, Any] = {"model": self.model, "pattern": pattern, "context_parallel": self.context_parallel}
         return Case(segments=segments, padding_free=flat, call=call, at_model=self.at_model, **known)
 
@@ -395,50 +389,41 @@ class BatchAdapter:
         return self.consumer.route(case)
 
     def _mask(self, chosen: Route, case: Case, device: torch.device) -> Any:
-        segments = case.segments
-        if chosen.form == "none":
+        segments, form = case.segments, chosen.form
+        if form == "none":
             return None
-        if chosen.form == "keep_2d":
+        if form == "keep_2d":
             return segments.keep.to(device, self.consumer.keep_dtype)
-        if chosen.form == "block_mask":
+        if form == "block_mask":
             if self.context_parallel is not None:
                 rule = "A BlockMask is cut by torchtitan's and torch's own context parallelism."
                 raise UnsupportedFormError(explain(self.consumer.key, "a split", rule, "Leave context_parallel out here."))
-            return self._blocks(segments, case.pattern, device)
-        if chosen.form == "mapping" and self.model.attn_implementation == "flex_attention":
-            return {
-                kind: segments.keep.to(device) if pattern is None else self._blocks(segments, pattern, device)
-                for kind, pattern in self.consumer.patterns(case).items()
-            }
-        eager = chosen.form == "mapping" and self.model.attn_implementation == "eager"
-        polarity: Polarity = "bias" if eager else "keep" if chosen.form == "mapping" else chosen.form
+            return self._attends(segments, "block_mask", case.pattern, device)
+        if form == "mapping":
+            form = "keep"
+            if self.model.attn_implementation in ("flex_attention", "eager"):
+                form = "bias" if self.model.attn_implementation == "eager" else "block_mask"
         keep = None if case.padding_free else segments.keep.to(device)
         masks = {
-            kind: keep if pattern is None else self._dense(segments, polarity, pattern, device)
+            kind: keep if pattern is None else self._attends(segments, form, pattern, device)
             for kind, pattern in self.consumer.patterns(case).items()
         }
         return masks if chosen.form == "mapping" else masks[""]
 
-    def _blocks(self, segments: Segments, pattern: Pattern, device: torch.device) -> Any:
-        return block_mask(segments, pattern=pattern, device=self.device or device, max_mask_bytes=self.max_mask_bytes)
-
-    def _dense(self, segments: Segments, polarity: Polarity, pattern: Pattern, device: torch.device) -> Tensor:
-        cp = self.context_parallel
+    def _attends(self, segments: Segments, form: Any, pattern: Pattern, device: torch.device) -> Any:
+        """Return a BlockMask, or the dense mask of this rank's queries."""
+        place, most, cp = self.device or device, self.max_mask_bytes, self.context_parallel
+        if form == "block_mask":
+            return block_mask(segments, pattern=pattern, device=place, max_mask_bytes=most)
         offsets = cu_seqlens_of({}, segments) if cp is not None and cp.documents else None
         rows = None if cp is None else query_rows(segments.shape[1], cp, offsets)
-        place, most = self.device or device, self.max_mask_bytes
-        form = write_dense(segments, polarity, pattern, rows=rows, device=place, max_mask_bytes=most)
-        return open_empty_rows(form) if self.consumer.opens_empty_rows else form
+        mask = write_dense(segments, form, pattern, rows=rows, device=place, max_mask_bytes=most)
+        return open_empty_rows(mask) if self.consumer.opens_empty_rows else mask
 
 
 def has_choices(sources: Sources) -> bool:
     """True if the batch holds choices for each sample, `[B, C, S]` (`ForMultipleChoice`)."""
     return getattr(sources.get("input_ids"), "ndim", 2) == 3
-
-
-def _unflattened(value: Any, shape: torch.Size) -> Any:
-    rows = isinstance(value, Tensor) and value.ndim > 1 and len(value) == shape.numel()
-    return value.unflatten(0, shape) if rows else value
 
 
 def _reader(model: Any, model_type: str | None) -> str:
@@ -460,8 +445,8 @@ def _drop_unread(out: dict[str, Any], *, alone: bool) -> None:
     """What a transformers model passes on to kernels that know it otherwise: it gives them `cu_seq_lens_q` as `cu_seqlens`,
     and another one beside it is a TypeError (5.23 models/qwen3_next/modeling_qwen3_next.py:752). The only sequence of a row
     needs no offsets, at which recurrent layers without kernels raise (integrations/hub_kernels.py:1033)."""
-    told = with_role(out, "offsets", "padded_offsets") if out.get("cu_seq_lens_q") is not None else ()
-    unread = of_kind(out, "offsets") if alone else [key for key in told if not key.startswith("cu_seq_lens")]
+    others = with_role(out, "offsets", "padded_offsets") if out.get("cu_seq_lens_q") is not None else ()
+    unread = of_kind(out, "offsets") if alone else [key for key in others if not key.startswith("cu_seq_lens")]
     foreign = ("flash_attn_kwargs", "_packed_seq_ids", "qkv_format")  # NeMo's
     for key in ("seq_lens", "seq_lens_padded", "input_lengths", *foreign, *unread):
         out.pop(key, None)
@@ -469,5 +454,5 @@ def _drop_unread(out: dict[str, Any], *, alone: bool) -> None:
 
 def _offsets(sources: Sources, case: Case, device: torch.device) -> dict[str, Any]:
     flat = case.padding_free
-    told = offsets_of(case.segments, physical_offsets(sources, case.segments)) if flat else offsets_of_rows(case.segments)
-    return {key: told[key].to(device) if isinstance(told[key], Tensor) else told[key] for key in _FLAT_KEYS}
+    offsets = offsets_of(case.segments, physical_offsets(sources, case.segments)) if flat else offsets_of_rows(case.segments)
+    return {key: offsets[key].to(device) if isinstance(offsets[key], Tensor) else offsets[key] for key in _FLAT_KEYS}

@@ -150,7 +150,7 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torc
 
 
 def _by_ids(case: Case, sources: Sources) -> Tensor:
-    """As RoBERTa's family counts each sequence alone: `padding_idx + 1` and on, tokens with that very id left at it."""
+    """Count as RoBERTa's family counts each sequence alone: `padding_idx + 1` and on, tokens with that id stay at it."""
     padding_idx, segments = case.model.first_position - 1, case.segments
     counts_T = (unpad(torch.from_numpy(sources.array("input_ids")), segments) != padding_idx).long()
     counted_T = counts_T.cumsum(0)
@@ -160,7 +160,7 @@ def _by_ids(case: Case, sources: Sources) -> Tensor:
 
 
 def kind_of(positions: Tensor, segments: Segments, first: int = 0) -> Literal["derived", "places", "own"]:
-    """Do they follow from the Segments, as a collator adds them? Or count places, whatever stands before a sequence? One
+    """Return "derived" if they follow from the Segments, "places" if they count places whatever stands before. One
     row is that of all, and a model that counts from `first` may be given either so."""
     keep_BS, derived_BS = segments.keep, segments.position_ids
     if positions.shape[-1:] != keep_BS.shape[1:] or positions.ndim != 2:
@@ -190,7 +190,7 @@ def _has_axes(case: Case, sources: Sources) -> bool:
 def _axes(case: Case, own: Tensor | None, sources: Sources) -> Tensor:
     """`[4, B, S]`: the text row, which starts again with each sequence, and three axes (modeling_qwen2_5_vl.py:795-817)."""
     if own is None and sources.named["vision"]:
-        rule = "Where images stand among tokens cannot be told from a flat or packed row."
+        rule = "Where images stand among tokens cannot be known from a flat or packed row."
         remedy = "Give each sample its position_ids [3, L] (the model's get_rope_index), or pad one sequence a row."
         raise UnsupportedFormError(explain(KEY, "none beside images", rule, remedy))
     text = case.segments.position_ids

@@ -15,16 +15,14 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from collate_npu import errors
-from collate_npu.arrays import PaddingSide, once
+from collate_npu.arrays import once
 from collate_npu.consumers import model_traits
 from collate_npu.consumers.model_traits import (
     config_of,
     consumer_of,
     has_virtual_tokens,
-    known_config,
     needs_mask_2d,
     pattern_of,
     text_config,
@@ -40,7 +38,6 @@ from collate_npu.releases import IS_CAUSAL_READ
 from collate_npu.segments import Segments
 
 MaskForm = Literal["none", "keep_2d", "masked", "keep", "bias", "mapping", "block_mask"]
-Keeps = Literal["recurrent", "always", "never"]
 
 SPELLED: Mapping[MaskForm, str] = {
     "none": "None",
@@ -65,7 +62,7 @@ class Route:
 
 
 def log_route(reader: str, key: str, route: Route, segments: Segments, cp: ContextParallel | None, reads_2d: str) -> None:
-    """With COLLATE_NPU_DEBUG=1: each route once a process, with the first batch that took it."""
+    """Log each route once a process, with the first batch that took it (COLLATE_NPU_DEBUG=1)."""
     whole = cp is None and route.form in ("masked", "keep", "bias")
     cost = f", {describe_cost(route.form, segments)}" if whole else ""
     kept = f"stays ({reads_2d})" if route.keeps_mask_2d else "taken out (nobody here reads it)"
@@ -79,17 +76,12 @@ def log_route(reader: str, key: str, route: Route, segments: Segments, cp: Conte
     errors.log_once((reader, route.form, kept, segments.padding_side, segments.packed, cp), "\n  ".join(lines))
 
 
-def say_batch(
-    reader: str, out: Mapping[str, Any], segments: Segments, *, why: str, cp: ContextParallel | None = None
-) -> None:
-    """Log a finished batch of a stack that has no consumer, as `log_route` does."""
-    key = "attention_masks" if "attention_masks" in out else "attention_mask"
-    full = out.get(key)
-    form: MaskForm = "mapping" if isinstance(full, Mapping) else "block_mask" if hasattr(full, "mask_mod") else "none"
-    if isinstance(full, Tensor):
-        form = "keep_2d" if full.ndim == 2 else "masked"
+def log_form(reader: str, out: Mapping[str, Any], segments: Segments, *, why: str) -> None:
+    """Log a finished batch of a collator that has no consumer, as `log_route` does."""
+    mask = out.get("attention_mask")
+    form: MaskForm = "none" if mask is None else "keep_2d" if mask.ndim == 2 else "masked"
     route = Route(form=form, keeps_mask_2d=KEEP_KEY in out, why=why)
-    log_route(reader, key, route, segments, cp, "whoever reads this batch needs it")
+    log_route(reader, "attention_mask", route, segments, None, "whoever reads this batch needs it")
 
 
 def describe_cost(form: MaskForm, segments: Segments) -> str:
@@ -118,17 +110,10 @@ def describe_shape(segments: Segments) -> str:
     """`2 rows of 5, one sequence each; padding on the left, 2 of 10 places (20%)`."""
     (B, S), N = segments.shape, segments.num_sequences
     sequences = f"{N} sequence{'s' * (N != 1)}" if segments.packed or segments.empty_rows else "one sequence each"
-    padded, where = B * S - segments.num_tokens, _WHERE[segments.padding_side]
+    padded, side = B * S - segments.num_tokens, segments.padding_side
+    where = {"none": "no padding", "mixed": "padding before, between or behind tokens"}.get(side, f"padding on the {side}")
     share = f", {padded} of {B * S} places ({100 * padded / max(B * S, 1):.0f}%)" if padded else ""
     return f"{B} row{'s' if B != 1 else ''} of {S}, {sequences}; {where}{share}"
-
-
-_WHERE: Mapping[PaddingSide, str] = {
-    "none": "no padding",
-    "left": "padding on the left",
-    "right": "padding on the right",
-    "mixed": "padding before, between or behind tokens",
-}
 
 
 ConsumerName = Literal[
@@ -140,43 +125,35 @@ ConsumerName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is known of the model before any batch."""
+    """What is known of the model before any batch: of a transformers model by the functions of `model_traits` (`pattern_of`,
+    `position_rule`, `label_rule`, `pooling` ...), whose answers stand here under their names."""
 
     config: Any = None
     model_type: str = ""
     needs_mask_2d: bool | None = None
-    """True if it carries state from token to token; None where nobody said."""
+    """None where it is unknown."""
     attn_implementation: str = "sdpa"
     dtype: torch.dtype | None = None
-    """Of its parameters, where a module was there to be asked."""
     positions: model_traits.PositionRule = "places"
-    """How a transformers model counts positions by itself; by place where it is unknown."""
     first_position: int = 0
-    """The position of a sequence's first token."""
     pattern: PatternName | None = None
-    """The pattern that its attention layers declare; None where no module was read."""
     config_is_causal: Any = field(default=None, repr=False)
     """The config that may say `is_causal`; None before transformers read it."""
     half_ahead: bool = False
-    """True if its layers look ahead and its masks do not."""
     follows_is_causal: bool = False
-    """True if masks and kernels both follow it."""
     pooling: model_traits.Pooling = ""
-    """Which token of a row its head takes."""
     labels: model_traits.LabelRule | None = None
-    """What its head does with labels; None where it is unknown."""
     looks_ahead: tuple[str, ...] = ()
     """Inputs by which its own masks let tokens see later ones: "images", "types" (`token_type_ids`)."""
     virtual_tokens: bool = False
-    """True if a tuner of PEFT puts learned tokens before each row."""
     boundaries_unread: str | None = None
     """Why its recurrent layers cannot read where a sequence of a flat row begins; "" where they can; None before the adapter
-    asks, or without a module: a config does not know which kernels this process resolved."""
+    knows, or without a module: a config does not know which kernels this process resolved."""
     keeps_apart: bool = False
     """True if it was adapted, so that its recurrent layers keep the sequences of any row apart."""
 
     moves: Mapping[str, str] = field(default_factory=dict)
-    """By form of rows (probe.py): why its sequences do not come out as alone. Forms that were not asked are missing."""
+    """By form of rows (probe.py): why its sequences do not come out as alone. Forms that were not tried are missing."""
 
     @classmethod
     def of(
@@ -194,22 +171,26 @@ class Model:
             needs_2d = needs_mask_2d(model if model is not None else model_type)
         read: dict[str, Any] = {}
         attention = attn_implementation or getattr(text, "_attn_implementation", None) or "sdpa"
-        asked = consumer_of(model) == "transformers"
-        if asked or type(config).__module__.startswith("transformers."):
-            read = {"positions": model_traits.position_rule(model), "first_position": model_traits.first_position(model)}
-            read |= {"pattern": pattern_of(model)}
-            read["follows_is_causal"] = model_traits.follows_is_causal(model)
-            read["half_ahead"] = model_traits.half_ahead(model)
+        own_module, module = consumer_of(model) == "transformers", isinstance(model, torch.nn.Module)
+        if own_module or type(config).__module__.startswith("transformers."):
+            read = {
+                "positions": model_traits.position_rule(model),
+                "first_position": model_traits.first_position(model),
+                "pattern": pattern_of(model),
+                "follows_is_causal": model_traits.follows_is_causal(model),
+                "half_ahead": model_traits.half_ahead(model),
+                "config_is_causal": text if IS_CAUSAL_READ.holds() else None,
+                "pooling": model_traits.pooling(model),
+                "labels": model_traits.label_rule(model),
+                "looks_ahead": tuple(by for by in ("images", "types") if model_traits.looks_ahead(model, by)),
+            }
             if read["half_ahead"] and attention == "eager":  # which reads masks alone
                 read |= {"half_ahead": False, "pattern": "causal"}
-            read |= {"config_is_causal": text} if IS_CAUSAL_READ.holds() else {}
-            read |= {"pooling": model_traits.pooling(model), "labels": model_traits.label_rule(model)}
-            read |= {"looks_ahead": tuple(by for by in ("images", "types") if model_traits.looks_ahead(model, by))}
-            if asked and needs_2d and keeps_apart(model):
+            if own_module and needs_2d and keeps_apart(model):
                 read |= {"boundaries_unread": "", "keeps_apart": True}
-        if not asked and needs_2d and isinstance(model, torch.nn.Module):
+        if not own_module and needs_2d and module:
             read["boundaries_unread"] = f"{type(model).__name__} is not transformers', and nobody knows what its layers read"
-        if isinstance(model, torch.nn.Module):
+        if module:
             read["virtual_tokens"] = has_virtual_tokens(model)
             read["dtype"] = next((each.dtype for each in model.parameters()), None)
         return cls(
@@ -268,10 +249,7 @@ class Model:
     @once
     def calls_kda(self) -> bool:
         """True if its code calls the kernel of KDA."""
-        try:
-            return model_traits.calls(known_config(self.named), "chunk_kda")
-        except CollateError:  # a config of a class of somebody's
-            return False
+        return model_traits.calls_kda(self.named)
 
     @property
     def description(self) -> str:
@@ -298,7 +276,7 @@ class Case:
 
     @once
     def keys(self) -> Collection[str]:
-        """What the call holds."""
+        """Return the keys that the call holds, without those that are None."""
         return [key for key, value in self.call.items() if value is not None]
 
     @once
@@ -320,7 +298,7 @@ class Case:
 
     @once
     def learns_routing(self) -> bool:
-        """True if this call, or the config, asks for a router's loss."""
+        """True if this call, or the config, wants a router's loss."""
         return bool(self.model.option("output_router_logits", self.call))
 
 
@@ -359,16 +337,16 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumer:
-    """One model stack. Refusals are asked first, in order, then forms; a flat row without refusal needs no mask.
+    """One model stack. Refusals are tried first, in order, then forms; a flat row without refusal needs no mask.
 
-    >>> ours = Consumer(
-    ...     name="ours",
+    >>> consumer = Consumer(
+    ...     name="our_stack",
     ...     forms=(Form(form="keep_2d", reads="bool [B, S]"),),
     ...     refuses=(PACKED_RECURRENT,),
     ...     source="our_model.py:12",
     ... )
     >>> left, recurrent = Segments.from_lengths([3, 5], side="left"), Model(needs_mask_2d=True)
-    >>> ours.route(Case(segments=left, model=recurrent))
+    >>> consumer.route(Case(segments=left, model=recurrent))
     Route(form='keep_2d', keeps_mask_2d=True, why='bool [B, S]')
     """
 
@@ -378,7 +356,7 @@ class Consumer:
     key: str = "attention_mask"
     keep_dtype: torch.dtype = torch.bool
     """dtype of a 2D mask under `key`."""
-    keeps_mask_2d: Keeps = "recurrent"
+    keeps_mask_2d: Literal["recurrent", "always", "never"] = "recurrent"
     splits_rows: bool = True
     """True if ranks can share a row, each with its queries of a dense mask."""
     recurrent_scheme: RecurrentScheme | None = None
@@ -404,7 +382,7 @@ class Consumer:
     source: str
 
     def __reduce__(self) -> Any:
-        """By name, for collators that go to workers: what a file of this folder holds is there too."""
+        """Pickle it by name, for collators that go to workers: they have the files of this folder."""
         return (consumer_named, (self.name,)) if consumers().get(self.name) is self else super().__reduce__()
 
     def route(self, case: Case) -> Route:

@@ -1,7 +1,7 @@
 """Megatron-core: local kernels, which read a dense mask, and TransformerEngine's, which read none under causal attention;
 on an NPU TransformerEngineNPU's, beside MegatronAdaptor.
 
-`kernel_of` says which of the two a model or an argument namespace runs; every Megatron-style integration asks here.
+`kernel_of` says which of the two a model or an argument namespace runs; every Megatron-style integration calls it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from collate_npu.consumers import mask_routing, mindspeed
-from collate_npu.consumers.mask_routing import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form, Refusal, not_exact
+from collate_npu.consumers.mask_routing import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form
 from collate_npu.consumers.mindspeed import start_problem as start_problem
 from collate_npu.consumers.model_traits import config_of
 from collate_npu.errors import UnsupportedFormError, explain
@@ -37,13 +37,11 @@ TRANSFORMER_ENGINE = Consumer(
     forms=(Form(form="none", reads="None: causal attention, whatever mask is given"),),
     refuses=(
         PACKED_RECURRENT,
-        Refusal(
-            of="every batch where None is not exact",
-            when=not_exact,
+        replace(
+            mindspeed.NOT_EXACT,
             rule="TransformerEngine's causal kernels, and Megatron's fused softmax, read no dense mask, and {why}.",
             remedy="Pad right with one sequence a row, use padding_free=True, or run local kernels with "
             "masked_softmax_fusion=False (consumer='megatron').",
-            more="causal-kernel",
         ),
     ),
     recurrent_scheme="head_exchange_zigzag",
@@ -59,13 +57,10 @@ TRANSFORMER_ENGINE_NPU = replace(
     forms=(Form(form="none", reads="None, for which it takes a compressed causal triangle, as for any mask"),),
     refuses=(
         PACKED_RECURRENT,
-        replace(mindspeed.WINDOW, rule="TransformerEngineNPU's attention raises for window_size, and {why}."),
-        Refusal(
-            of="every batch where None is not exact",
-            when=not_exact,
+        replace(
+            mindspeed.NOT_EXACT,
             rule="TransformerEngineNPU's attention runs a compressed causal triangle, and here {why}.",
             remedy="Pad right with one sequence a row, or use padding_free=True.",
-            more="causal-kernel",
         ),
     ),
     here=lambda: npu_engine(),

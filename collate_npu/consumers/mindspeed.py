@@ -38,10 +38,9 @@ import torch
 
 from collate_npu.consumers.mask_routing import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form, Refusal, not_exact
 from collate_npu.errors import UnsupportedFormError, explain
-from collate_npu.parallel.layout import Layout
 
 TransformerEngine = Literal["own", "local", "separate"]
-"""Whose attention runs where Megatron asks for TransformerEngine's."""
+"""Whose attention runs where Megatron wants TransformerEngine's."""
 
 
 def _dropped_window(case: Case) -> str:
@@ -87,8 +86,8 @@ MINDSPEED_DENSE = Consumer(
         WINDOW,
         Refusal(
             of="flat rows",
-            when=lambda case: "it reads no mask of a flat row" if case.padding_free else "",
-            rule="Under attention_mask_type=general a flat row meets the 2048 triangle as its mask, which the card refuses.",
+            when=lambda case: case.padding_free,
+            rule="Under attention_mask_type=general a flat row meets the 2048 triangle as its mask.",
             remedy="Set attention_mask_type=causal and use_flash_attn for flat rows (consumer='mindspeed').",
         ),
     ),
@@ -190,7 +189,6 @@ def kernel_of_settings(settings: Any, *, te: TransformerEngine | None = None) ->
     'mindspeed'
     """
     general = getattr(settings, "attention_mask_type", None) == "general"
-    slow = getattr(settings, "use_flash_attn", None) is False
     if (getattr(settings, "context_parallel_size", 1) or 1) > 1:
         if general:
             rule = "Under context parallelism general attention reads blocks of one mask for all rows, which no batch sends."
@@ -200,25 +198,9 @@ def kernel_of_settings(settings: Any, *, te: TransformerEngine | None = None) ->
     backend = getattr(settings, "attention_backend", None)
     local = "local" in (getattr(settings, "transformer_impl", None), getattr(backend, "name", backend))
     reader = "local" if local else te or transformer_engine()
-    if reader == "own" and slow and not general:
-        rule = "Without flash attention MindSpeed hands its kernel a mask that the card refuses, or raises."
-        raise UnsupportedFormError(explain("use_flash_attn", "False", rule, "Set use_flash_attn=True."))
-    reads_dense = general if reader == "own" else reader == "local" and slow
+    slow = reader == "local" and getattr(settings, "use_flash_attn", None) is False
+    reads_dense = general if reader == "own" else slow
     return "mindspeed_dense" if reads_dense else "mindspeed"
-
-
-def layout_of_settings(settings: Any) -> Layout:
-    """How ranks share a row, by an argument namespace: MindSpeed's `context_parallel_algo`; zigzag without it.
-
-    Source: MindSpeed 0.16.0 core/context_parallel/get_batch_utils.py:112-136, 244-277. Raises for its other algorithms.
-    """
-    known: dict[str, Layout] = {"megatron_cp_algo": "zigzag", "ulysses_cp_algo": "ulysses"}
-    algorithm = getattr(settings, "context_parallel_algo", None) or "megatron_cp_algo"
-    if algorithm not in known:
-        rule = f"The layouts known here are those of {' and '.join(known)}."
-        remedy = "Use one of them, or context_parallel=."
-        raise UnsupportedFormError(explain("context_parallel_algo", algorithm, rule, remedy))
-    return known[algorithm]
 
 
 def kernel_of_modules(modules: Iterable[Any], config: Any) -> str:
@@ -273,24 +255,23 @@ def start_problem() -> str:
         return ""
     ran = [package for package in here if _patches(package) or _first(package)]
     if not ran:
-        return (
-            f"Megatron is imported, {here[0]} is is_installed, and its adaptor has not run before it: {_first_of(here[0])}."
-        )
+        first = _FIRST.format(_ADAPTORS[here[0]][0])
+        return f"Megatron is imported, {here[0]} is installed, and its adaptor has not run before it: {first}."
     replaced = {id(patch.orig_func): name for package in ran for name, patch in _patches(package).items()}
-    asked = _TE_FLAGS if "mindspeed" in ran else ()  # MegatronAdaptor makes no transformer_engine
-    flags = [name for name in asked if getattr(sys.modules.get(name), "HAVE_TE", True) is False]
+    flagged = _TE_FLAGS if "mindspeed" in ran else ()  # MegatronAdaptor makes no transformer_engine
+    flags = [name for name in flagged if getattr(sys.modules.get(name), "HAVE_TE", True) is False]
     late = [*(f"{name} found no transformer_engine" for name in flags), *_held(replaced)]
     more = f" and {len(late) - _LISTED} more" if len(late) > _LISTED else ""
-    told = f"The adaptor of {ran[0]} ran too late: {'; '.join(late[:_LISTED])}{more}. {_first_of(ran[0])}."
-    return told if late else ""
+    first = _FIRST.format(_ADAPTORS[ran[0]][0])
+    return f"The adaptor of {ran[0]} ran too late: {'; '.join(late[:_LISTED])}{more}. {first}." if late else ""
 
 
 def _patches(package: str) -> dict[str, Any]:
     """What it has replaced, by name."""
     _, module, manager = _ADAPTORS[package]
-    listed = dict(getattr(getattr(sys.modules.get(module), manager, None), "patches_info", {}))
-    applied = {name: each for name, each in listed.items() if each.is_applied and each.orig_func is not None}
-    return {name: each for name, each in applied.items() if each.orig_func is not each.final_patch_func}
+    listed = getattr(getattr(sys.modules.get(module), manager, None), "patches_info", {})
+    applied = [(name, each) for name, each in listed.items() if each.is_applied]
+    return {name: each for name, each in applied if each.orig_func not in (None, each.final_patch_func)}
 
 
 def _first(package: str) -> bool:
@@ -299,10 +280,6 @@ def _first(package: str) -> bool:
     adaptor, listed, _ = _ADAPTORS[package]
     order = [name for name in sys.modules if name == "megatron.core" or name.partition(".")[0] == package]
     return adaptor in order and listed not in order and order[0] != "megatron.core"
-
-
-def _first_of(package: str) -> str:
-    return _FIRST.format(_ADAPTORS[package][0])
 
 
 def _held(replaced: dict[int, str]) -> Iterator[str]:

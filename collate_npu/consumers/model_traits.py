@@ -2,7 +2,7 @@
 
 Read off its config, the signature of its forward, and what its modeling file calls: which layers it has, how it counts
 positions, which token its head pools, and the sizes by which padding or another sequence changes a token's output. A probe
-(`probe`) asks a tiny copy of the model for the rest; sizes stand here, because a tiny copy does not have them. Of a config
+(`probe`) runs a tiny copy of the model for the rest; sizes stand here, because a tiny copy does not have them. Of a config
 the modeling file is imported. Measured on every family of transformers 5.23 and 4.57 that builds tiny.
 """
 
@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal
 
@@ -24,6 +23,13 @@ from collate_npu.releases import IS_CAUSAL_READ, MASK_MAPPING, ZAMBA2_MAPPING
 from collate_npu.validation import check_model
 
 Stack = Literal["transformers", "megatron", "torchtitan"]
+_BASES: dict[tuple[str, str], Stack] = {
+    ("transformers", "PreTrainedModel"): "transformers",
+    ("megatron", "MegatronModule"): "megatron",  # transformer/module.py:29: Float16Module and its DDP derive from it too
+    ("torchtitan", "Decoder"): "torchtitan",  # 0.3: models/common/decoder.py:62, protocols/model.py:32
+    ("torchtitan", "BaseModel"): "torchtitan",
+    ("torchtitan", "ModelProtocol"): "torchtitan",  # 0.2
+}
 
 
 def consumer_of(model: Any) -> Stack | None:
@@ -37,17 +43,8 @@ def is_transformers(model: Any) -> bool:
 
 
 def _stack(model: Any) -> Stack | None:
-    bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(model).__mro__}
-    return next((stack for stack, names in _BASES.items() if any((stack, name) in bases for name in names)), None)
-
-
-# torchtitan 0.3: models/common/decoder.py:62, protocols/model.py:32; earlier ones: ModelProtocol. megatron-core:
-# transformer/module.py:29, which Float16Module and its DDP derive from too.
-_BASES: dict[Stack, tuple[str, ...]] = {
-    "transformers": ("PreTrainedModel",),
-    "megatron": ("MegatronModule",),
-    "torchtitan": ("Decoder", "BaseModel", "ModelProtocol"),
-}
+    bases = ((base.__module__.partition(".")[0], base.__name__) for base in type(model).__mro__)
+    return next((_BASES[base] for base in bases if base in _BASES), None)
 
 
 def unwrap(model: Any) -> Any:
@@ -83,31 +80,29 @@ def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
         raise UnsupportedFormError(explain("attention_mask", "one mask for each kind of layer", rule, remedy))
     text = text_config(config)
     family = getattr(text, "model_type", "")
-    own = {} if family == "zamba2" and not ZAMBA2_MAPPING.holds() else _MASKS_OF.get(family, {})
-    kinds, known = set(layer_kinds(text)), {**_MASKS, **own}
+    own = {} if family == "zamba2" and not ZAMBA2_MAPPING.holds() else _TAKES_OF.get(family, {})
+    kinds, known = set(layer_kinds(text)), {**{kind: (kind,) for kind in _MASKS}, **own}
     unknown = sorted(kinds - known.keys())
-    masks = {key: what for kind in sorted(kinds - {*unknown}) for key, what in known[kind].items()}
+    masks = {key: _MASKS.get(key, "attention") for kind in sorted(kinds - {*unknown}) for key in known[kind]}
     if unknown or "attention" not in masks.values():
         rule = "A mapping is known for full_attention beside linear_attention or conv."
         raise UnsupportedFormError(explain("layer_types", ", ".join(unknown or sorted(kinds)) or "none", rule, _BY_2D))
     return masks
 
 
-_Masks = Mapping[str, Literal["attention", "recurrent"]]
-_MASKS: Mapping[str, _Masks] = {
-    "full_attention": {"full_attention": "attention"},
-    "linear_attention": {"linear_attention": "recurrent"},
-    "conv": {"conv": "recurrent"},
+_MASKS: dict[str, Literal["attention", "recurrent"]] = {
+    "full_attention": "attention",
+    "linear_attention": "recurrent",
+    "conv": "recurrent",
 }
-"""Kind of layer -> the masks it takes out of a mapping."""
-_BOTH: _Masks = {"full_attention": "attention", "linear_attention": "recurrent"}
-_MASKS_OF: Mapping[str, Mapping[str, _Masks]] = {
-    "falcon_h1": {"hybrid": _BOTH},  # modeling_falcon_h1.py:1092-1093
-    "zamba2": {"hybrid": _BOTH},
-    "nemotron_h": {"moe": {}, "mlp": {}},  # modeling_nemotron_h.py:1141
-    "qwen4_exp_text": {"indexed_attention": {"indexed_attention": "attention"}},  # in glm5_next it is a 2D mask
+"""Kind of layer -> the mask that it takes out of a mapping under its name."""
+_TAKES_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "falcon_h1": {"hybrid": ("full_attention", "linear_attention")},  # modeling_falcon_h1.py:1092-1093
+    "zamba2": {"hybrid": ("full_attention", "linear_attention")},
+    "nemotron_h": {"moe": (), "mlp": ()},  # modeling_nemotron_h.py:1141
+    "qwen4_exp_text": {"indexed_attention": ("indexed_attention",)},  # in glm5_next it is a 2D mask
 }
-"""Kinds of layer that one family alone has; transformers 5.23."""
+"""Kinds of layer that one family alone has, and the keys of a mapping that they take; transformers 5.23."""
 
 _BY_2D = "Keep plain causal attention and one sequence a row, which need the 2D mask alone."
 
@@ -136,10 +131,9 @@ def needs_mask_2d(model: Any) -> bool:
 
             return family_needs_mask_2d(CONFIG_MAPPING[model]())
         except (ImportError, KeyError) as error:
-            why, remedy = "has no such one", _meant(model)
-            if isinstance(error, ImportError):
-                why, remedy = "does not load here", "pip install transformers, or pass the model or its config."
+            why = "does not load here" if isinstance(error, ImportError) else "has no such one"
             rule = f"A name is looked up in the config registry of transformers, which {why}."
+            remedy = f"Pass the model, or its config: AutoConfig.from_pretrained({model!r})."
             raise CollateError(explain("model_type", repr(model), rule, remedy)) from None
     check_model(model, config=True)
     config = text_config(config_of(model))
@@ -156,17 +150,8 @@ def needs_mask_2d(model: Any) -> bool:
     return layers or bool(RECURRENT_KIND.search(variant)) or bool(getattr(config, "is_hybrid_model", False))
 
 
-def _meant(name: str) -> str:
-    try:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES as KNOWN
-    except ImportError:
-        KNOWN = {}
-    near = "".join(f"Did you mean {one}? " for one in get_close_matches(name, KNOWN, n=1))
-    return f"{near}Of a checkpoint pass the model, or AutoConfig.from_pretrained({name!r})."
-
-
 def family_needs_mask_2d(config: Any) -> bool:
-    """Whether some config of this class needs the 2D mask: `Lfm2Config()` lists no convolution, but the family has them."""
+    """True if some config of this class needs the 2D mask: `Lfm2Config()` lists no convolution, but the family has them."""
     config = text_config(config)
     kinds = [kind for name in ("layer_types", "layers_block_type", "block_types") for kind in layer_kinds(config, name)]
     fields = (name for name, value in vars(config).items() if value is not None)
@@ -238,11 +223,10 @@ def attention_windows(model: Any) -> dict[str, int | None]:
 
 def _windows(config: Any) -> dict[str, set[int]]:
     if not (kinds := set(layer_kinds(config))):
-        if getattr(config, "model_type", "") in _WINDOW_OF_FLASH:
-            return {
-                "": _sizes(config, *_WINDOW_FIELDS) if "flash" in str(getattr(config, "_attn_implementation", "")) else set()
-            }
-        return {"": set() if getattr(config, "use_sliding_window", None) is False else _sizes(config, *_WINDOW_FIELDS)}
+        flash = "flash" in str(getattr(config, "_attn_implementation", ""))
+        unread = getattr(config, "model_type", "") in _WINDOW_OF_FLASH and not flash
+        off = unread or getattr(config, "use_sliding_window", None) is False
+        return {"": set() if off else _sizes(config, *_WINDOW_FIELDS)}
     windowed = {kind for kind in kinds if "sliding" in kind or "compressed" in kind or kind == "window_attention"}
     fields = {"chunked_attention": ("attention_chunk_size",), **dict.fromkeys(windowed, _WINDOW_FIELDS)}
     return {kind: _sizes(config, *fields.get(kind, ())) for kind in sorted(kinds - {"linear_attention", "conv", "moe"})}
@@ -271,19 +255,19 @@ def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
     """What the attention layers of a transformers module say they are; None where they say nothing, or not the same.
 
     Read from their `is_causal`. Of 214 causal and masked families of 5.23, 168 say it and none says it wrongly. Where no
-    layer says it (BERT in 4.57), masked language models that are not told to decode look at both sides.
+    layer says it (BERT in 4.57), masked language models that are not set to decode look at both sides.
     """
     module = unwrap(model)
     if not is_transformers(module):
         return None
-    said = {part.is_causal for part in module.modules() if isinstance(getattr(part, "is_causal", None), bool)}
-    if not said:
+    flags = {part.is_causal for part in module.modules() if isinstance(getattr(part, "is_causal", None), bool)}
+    if not flags:
         return "bidirectional" if is_encoder(config_of(model)) else None
-    return None if len(said) > 1 else "causal" if said.pop() else "bidirectional"
+    return None if len(flags) > 1 else "causal" if flags.pop() else "bidirectional"
 
 
 def is_encoder(config: Any) -> bool:
-    """True if this config is of a masked language model that is not told to decode."""
+    """True if this config is of a masked language model that is not set to decode."""
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
     except ImportError:  # a class of something that only looks like transformers
@@ -294,8 +278,8 @@ def is_encoder(config: Any) -> bool:
 
 def has_two_sides(model: Any) -> bool:
     """True for an encoder beside a decoder. The config of a decoder alone may say so, too."""
-    said = getattr(config_of(model), "is_encoder_decoder", False)
-    return bool(said) and any(name.rpartition(".")[2] == "encoder" for name, _ in model.named_modules())
+    both = getattr(config_of(model), "is_encoder_decoder", False)
+    return bool(both) and any(name.rpartition(".")[2] == "encoder" for name, _ in model.named_modules())
 
 
 def is_compiled(model: Any) -> bool:
@@ -324,9 +308,9 @@ def position_rule(model: Any) -> PositionRule:
     classes = _classes(model)
     if not any("position_ids" in _parameters(cls) for cls in classes):
         return "none"
-    if _say(classes, "position_ids.shape[0] == 4"):
+    if _code_holds(classes, "position_ids.shape[0] == 4"):
         return "axes"
-    counts_ids = _say(classes, "def create_position_ids_from_input_ids")
+    counts_ids = _code_holds(classes, "def create_position_ids_from_input_ids")
     # evolla's protein encoder counts ids; its language model is a Llama (modeling_evolla.py:54, 1287).
     return "padding_idx" if counts_ids and config_of(model).model_type != "evolla" else "places"
 
@@ -351,18 +335,21 @@ def follows_is_causal(model: Any) -> bool:
     }
     calls = [re.search(rf"self\.{name}\((.*?)\n\s*\)", _code(cls), re.S) for cls, name in layers]
     handed = all("**" in call[1] for call in calls if call)
-    return IS_CAUSAL_READ.holds() and handed and _say(_classes(whole), "merge_with_config_defaults")
+    return IS_CAUSAL_READ.holds() and handed and _code_holds(_classes(whole), "merge_with_config_defaults")
 
 
-def calls(model: Any, kernel: str) -> bool:
-    """True if a modeling file of it calls a kernel of this name."""
-    return _say(_classes(unwrap(model)), f'"{kernel}"')
+def calls_kda(config: Any) -> bool:
+    """True if a modeling file of this config calls the kernel of KDA."""
+    try:
+        return _code_holds(_classes(known_config(config)), '"chunk_kda"')
+    except CollateError:  # a config of a class of somebody's
+        return False
 
 
 def half_ahead(model: Any) -> bool:
     """True if its layers look ahead by `use_bidirectional_attention` and the masks that it makes do not (Gemma, Gemma 2)."""
-    asked = getattr(config_of(model), "use_bidirectional_attention", None) is True
-    return asked and not _say(_classes(unwrap(model)), "self.config.use_bidirectional_attention:")
+    set_so = getattr(config_of(model), "use_bidirectional_attention", None) is True
+    return set_so and not _code_holds(_classes(unwrap(model)), "self.config.use_bidirectional_attention:")
 
 
 def looks_ahead(model: Any, by: str) -> bool:
@@ -370,8 +357,8 @@ def looks_ahead(model: Any, by: str) -> bool:
 
     A dense mask goes in place of these (5.23 modeling_gemma3.py, _paligemma.py:258, _molmo2.py:875, _hrm_text.py:462).
     """
-    told = ("or_mask_function", "token_type_ids_mask_function", "block_sequence_ids", "token_type_ids[:, None, None, :]")
-    return _say(_classes(unwrap(model)), *(told if by == "images" else ("torch.where(token_type_ids ==", told[-1])))
+    marks = ("or_mask_function", "token_type_ids_mask_function", "block_sequence_ids", "token_type_ids[:, None, None, :]")
+    return _code_holds(_classes(unwrap(model)), *(marks if by == "images" else ("torch.where(token_type_ids ==", marks[-1])))
 
 
 def pooling(model: Any) -> Pooling:
@@ -380,7 +367,7 @@ def pooling(model: Any) -> Pooling:
     * "last_by_id": the last whose id is not `pad_token_id`: decoders (5.23 modeling_layers.py).
     * "counted_by_id": the place that the number of such tokens names (BioGPT, 4.57.1 modeling_biogpt.py:910).
     * "last": the last place, whatever stands there: XLNet (modeling_xlnet.py `summary_type`).
-    * "first": the first place, likewise: encoders, all that build tiny but eurobert (a mean over its mask).
+    * "first": the first place, whatever stands there: encoders, all that build tiny but eurobert (a mean over its mask).
     * "pooler": the same, beside answers for every token: `pooler_output` of encoders without a head, of embedding models
       (DPR), and what predicts the next sentence from it. Heads of tokens leave it unread. "pooled": where no module of that
       name takes it.
@@ -485,7 +472,7 @@ def _code(cls: type) -> str:
         return ""
 
 
-def _say(classes: list[type], *texts: str) -> bool:
+def _code_holds(classes: list[type], *texts: str) -> bool:
     """True if a modeling file of these classes holds one of the texts."""
     sources = map(_source, {cls.__module__: None for cls in classes})
     return any(text in source for source in sources for text in texts)

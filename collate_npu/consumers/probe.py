@@ -1,4 +1,4 @@
-"""Probe: what a model does with padded and packed rows is asked of a tiny copy of it, not looked up.
+"""Probe: what a model does with padded and packed rows is tried on a tiny copy of it, not looked up.
 
 The copy has the class and settings of the model, stands on its device and calls the functions that this process resolved. It
 gets rows as the adapter hands them over; every sequence must come out as it does alone. That takes 50 to 200 milliseconds
@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from collate_npu.consumers.mask_routing import Model
 from collate_npu.consumers.model_traits import config_of, is_encoder, text_config, unwrap
-from collate_npu.consumers.recurrent import AS_IT_IS, kernel_calls, mend, reads_boundaries_itself, variables_of
+from collate_npu.consumers.recurrent import as_it_is, kernel_calls, mend, reads_boundaries_itself, variables_of
 from collate_npu.errors import CollateError
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments, of_keep, of_lengths
@@ -48,28 +47,23 @@ def quiet() -> Iterator[None]:
 
 
 # Field name -> tiny value, the first pattern that matches the whole name. Zeros and Nones of the default are kept: they
-# switch something off. `hidden_size` 64 with 4 heads of 32 makes every inner width 128 = 2 * 64, as the mamba
-# families demand (`heads * head_dim == expand * hidden_size`).
+# switch something off. `hidden_size` 64 with 4 heads of 32 makes every inner width 128 = 2 * 64, as mamba families demand.
 _SHRINK: tuple[tuple[str, Any], ...] = (
-    (r"((text|router|out)_)?hidden_size|n_embd|lru_width|ple_embed_dim|embedding_dim|.*intermediate_size", 64),
     (
-        r"d_model|d_inner|d_ff|n_inner|.*ffn_dim|dim_ff|hidden_dim|emb_dim|ffn_hidden_size|embedding_size|true_hidden_size",
+        r"((text|router|out)_)?hidden_size|n_embd|lru_width|ple_embed_dim|embedding_dim|.*intermediate_size|d_model|d_inner",
         64,
     ),
-    (r"(encoder|decoder)_layers|num_(decoder_)?layers|n_layers", 2),
-    (r"(en|de)coder_attention_heads|n_heads", 4),
-    (r"expert_capacity|index_block_size", 4),
-    (r"d_kv|dim_head", 32),
-    (r"index_(topk|local)_blocks", 1),
+    (r"d_ff|n_inner|.*ffn_dim|dim_ff|hidden_dim|emb_dim|ffn_hidden_size|embedding_size|true_hidden_size", 64),
     (r"(pronunciation|shape|entity)_vocab_size|vocab_size_.+|hidden_size_per_layer_input", 64),
+    (r"(encoder|decoder)_layers|num_(decoder_)?layers|n_layers|attn_layer_period|layer_group_size", 2),
+    (r"(en|de)coder_attention_heads|n_heads|expert_capacity|index_block_size", 4),
     (r"num_kv_shared_layers", 0),
-    (r"(en|de)coder_sparse_step", 1),
     (r"rotary_dim", 16),
-    (r".*(head_dim|d_head|headdim)", 32),
+    (r"d_kv|dim_head|.*(head_dim|d_head|headdim)", 32),
     (r"(swa_)?num_attention_heads|num_heads|n_head|linear_num(_value)?_heads|(n_mamba|mamba_n|mamba_num)_heads", 4),
     (r"num_experts|n_routed_experts|num_local_experts", 4),
     (r"(swa_)?num_key_value_heads|linear_num_key_heads|index_n_heads|num_experts_per_tok(en)?", 2),
-    (r"attn_layer_period|layer_group_size", 2),
+    (r"index_(topk|local)_blocks|(en|de)coder_sparse_step", 1),
     (r"n_group|n_groups|num_expert_group|topk_group|mamba_n_groups|attn_layer_offset|expert_layer_offset|depth", 1),
     (r"mamba_d_ssm", 128),
     (r".*(state_size|d_state|_rank|_lowrank|chunk_size)|block_size|d_rel", 8),
@@ -109,10 +103,11 @@ _FAMILY: dict[str, dict[str, Any]] = {
 
 def shrunk(default: PretrainedConfig) -> dict[str, Any]:
     """The fields of `default` that must be smaller, with their tiny values."""
-    fields = default.to_dict()
+    fields, count = default.to_dict(), getattr(default, "num_hidden_layers", None)
     tiny = {name: small for name, value in fields.items() if value and (small := _small(name, value)) is not None}
     tiny |= {a: tiny[b] for a, b in _EQUAL if a in tiny and fields[a] == fields.get(b)}
-    layers = {name: _few(value) for name, value in fields.items() if _is_layer_list(value, default)}
+    lists = {name: value for name, value in fields.items() if isinstance(value, list) and len(value) == count}
+    layers = {name: _few(value) for name, value in lists.items() if isinstance(value[0], str)}
     depth = max((len(value) for value in layers.values()), default=3)
     tiny |= {name: (value + value[-1:] * depth)[:depth] for name, value in layers.items()}
     tiny |= {name: depth for name in ("num_hidden_layers", "num_blocks", "n_layer") if fields.get(name)}
@@ -122,11 +117,6 @@ def shrunk(default: PretrainedConfig) -> dict[str, Any]:
 def _small(name: str, value: Any) -> Any:
     small = next((small for pattern, small in _SHRINK if re.fullmatch(pattern, name)), None)
     return min(small, value) if isinstance(value, (int, float)) and small is not None else small
-
-
-def _is_layer_list(value: Any, default: PretrainedConfig) -> bool:
-    depth = getattr(default, "num_hidden_layers", None)
-    return isinstance(value, list) and len(value) == depth and isinstance(value[0], str)
 
 
 def _few(kinds: list[str]) -> list[str]:
@@ -229,11 +219,11 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
 def run_alone(model: Any, tokens_BS: Any) -> dict[str, Any]:
     """What a model is called with to show the states of these tokens: of two sides, always the same for the decoder."""
     taken = inspect.signature(model.forward).parameters
-    asked = {"use_cache": False, "output_hidden_states": True}
-    said: dict[str, Any] = {name: value for name, value in asked.items() if name in taken or "kwargs" in taken}
+    options = {"use_cache": False, "output_hidden_states": True}
+    taken_options: dict[str, Any] = {name: value for name, value in options.items() if name in taken or "kwargs" in taken}
     if "decoder_input_ids" in taken:
-        said["decoder_input_ids"] = torch.arange(3, 8, device=tokens_BS.device).expand(len(tokens_BS), -1)
-    return {"input_ids": tokens_BS, **said}
+        taken_options["decoder_input_ids"] = torch.arange(3, 8, device=tokens_BS.device).expand(len(tokens_BS), -1)
+    return {"input_ids": tokens_BS, **taken_options}
 
 
 def _made(model: Any, small: Any, attention: str | None) -> Any:
@@ -289,14 +279,14 @@ def sequences_mix_reason(
     try:
         found = rows_move_reason(model, adapter, "flat", *(["packed"] if mended else []), attention=attention, mended=mended)
     except Exception as error:  # each config validates in its own way, and each model fails in its own
-        return _said(error)
+        return _text_of(error)
     return found["flat"] or found.get("packed", "")
 
 
-def _said(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     """Return the message of an error that transformers, a kernel or a patch raised; of a `CollateError`, its rule."""
-    said = str(error).partition("\n")[0][:400]
-    return said.split(". ")[1] if isinstance(error, CollateError) and ". " in said else f"{type(error).__name__}: {said}"
+    text = str(error).partition("\n")[0][:400]
+    return text.split(". ")[1] if isinstance(error, CollateError) and ". " in text else f"{type(error).__name__}: {text}"
 
 
 def _asked(whole: Any, adapter: Any, forms: Sequence[str], attention: str | None, mended: bool) -> dict[str, str]:
@@ -315,8 +305,7 @@ def _asked(whole: Any, adapter: Any, forms: Sequence[str], attention: str | None
         if mended:
             stack.callback(mend(copy).remove)
         else:
-            AS_IT_IS.add(get_ident())
-            stack.callback(AS_IT_IS.discard, get_ident())
+            stack.enter_context(as_it_is())
         return {form: _why_moved(copy, adapter, rows[form], form == "flat", torch.cat(sequences), alone) for form in forms}
 
 
@@ -327,11 +316,11 @@ def _why_moved(copy: Any, adapter: Any, segments: Segments, flat: bool, tokens: 
     try:
         batch = adapter.routed(Sources({"input_ids": tokens_BS}), segments, flat, device)
     except CollateError as error:
-        return _said(error) if flat else ""  # such rows are refused behind the probe, too
+        return _text_of(error) if flat else ""  # such rows are refused behind the probe, too
     try:
         found = _hidden(copy, **batch)
     except Exception as error:
-        return _said(error)
+        return _text_of(error)
     worst = float((found[keep_BS] - alone[: keep_BS.sum()]).abs().max() / alone.abs().max())
     beside = "another sequence of its row" if segments.packed else "padding"
     return "" if worst < _limit(device) else f"{beside} moves a sequence (by {worst:.1g} of the largest value)"

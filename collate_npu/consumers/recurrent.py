@@ -14,6 +14,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -65,8 +66,8 @@ def describe_packing(model: Any) -> str:
     taps = packed_rows.convolution
     arithmetic = "arithmetic, or fla's convolution on a card" if _with_fla(taps) is not taps else "arithmetic"
     calls = [call for call in kernel_calls(model) if MENDS.get(call.kernel, _none) is not _none]
-    said = {f"{call.kernel} of {call.package}": _why_unread(call) for call in calls}
-    return "; ".join(f"{unread}: {arithmetic}" if unread else kernel for kernel, unread in said.items())
+    reasons = {f"{call.kernel} of {call.package}": _why_unread(call) for call in calls}
+    return "; ".join(f"{unread}: {arithmetic}" if unread else kernel for kernel, unread in reasons.items())
 
 
 def keeps_apart(model: Any) -> bool:
@@ -136,7 +137,7 @@ def variables_of(function: Any) -> dict[str, Any]:
 
 
 def _none(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a kernel whose torch function says that there is none: its layer then calls the others."""
+    """Return nothing for a kernel: its layer then calls the other functions."""
     return lambda *_, **__: None
 
 
@@ -159,7 +160,7 @@ class Mended:
             known = _MENDED.setdefault((id(held), name), [0, held[name]])
             known[0] += 1
             if known[0] == 1:
-                held[name] = _told(held[name])
+                held[name] = _mended(held[name])
 
     def remove(self) -> None:
         """Put them back."""
@@ -174,8 +175,8 @@ class Mended:
 
 _MENDED: dict[tuple[int, str], list[Any]] = {}
 """By the globals of a modeling file and a name in them: how many models want it mended, and what stood there."""
-AS_IT_IS: set[int] = set()
-"""In these threads what is mended for one model runs as it is: another one of the family is asked there."""
+_AS_IT_IS: set[int] = set()
+"""The threads inside of `as_it_is`."""
 
 
 def mend(model: Any) -> Mended:
@@ -186,7 +187,17 @@ def mend(model: Any) -> Mended:
     return mended
 
 
-def _told(found: Any) -> Callable[..., Any]:
+@contextmanager
+def as_it_is() -> Iterator[None]:
+    """Run this thread's models as if no model of their families was mended."""
+    _AS_IT_IS.add(get_ident())
+    try:
+        yield
+    finally:
+        _AS_IT_IS.discard(get_ident())
+
+
+def _mended(found: Any) -> Callable[..., Any]:
     """What stands in a modeling file for a function of a recurrent layer."""
     call = _call_of(found)
     assert call is not None
@@ -196,22 +207,22 @@ def _told(found: Any) -> Callable[..., Any]:
     unread = [bool(_why_unread(call))]
 
     @wraps(call.function)
-    def told(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("seq_idx") is None or (AS_IT_IS and get_ident() in AS_IT_IS):
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("seq_idx") is None or (_AS_IT_IS and get_ident() in _AS_IT_IS):
             return found(*args, **kwargs)
         if not torch.compiler.is_compiling():  # a kernel may have come since, or gone
             unread[0] = bool(_why_unread(call))
         return (plain if unread[0] else reads)(*args, **kwargs)
 
-    told.__collate_npu__ = found  # type: ignore[attr-defined]
-    return told
+    run.__collate_npu__ = found  # type: ignore[attr-defined]
+    return run
 
 
 def _in_one_row(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a rule that takes offsets of one row: rows one behind the other, as `cu_seqlens` counts them."""
+    """Lay rows one behind the other, as `cu_seqlens` counts them, for a rule that takes one row."""
 
     def run(*args: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Any = None, cu_seq_lens_q: Any = None, **kwargs: Any) -> Any:
-        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens  # KDA's layers hand theirs on as it is called
+        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens  # KDA's layers pass the name of their caller
         flat = [x.reshape(1, -1, *x.shape[2:]) for x in (*args, g, beta)]
         out, state = function(*flat[:-2], g=flat[-2], beta=flat[-1], cu_seqlens=cu_seqlens, **kwargs)
         return out.reshape(*g.shape[:2], *out.shape[2:]), state

@@ -28,10 +28,10 @@ def _state_runs_on(case: Case) -> str:
     kernel reads them, so that its state runs from one sequence into the next."""
     if not (case.padding_free and case.recurrent and case.segments.packed) or case.model.keeps_apart:
         return ""
-    return (case.model.boundaries_unread or "") if case.model.model_type else "nobody said which model it is"
+    return (case.model.boundaries_unread or "") if case.model.model_type else "the model is unknown"
 
 
-def _also_told(case: Case) -> tuple[str, ...]:
+def _more_offsets(case: Case) -> tuple[str, ...]:
     """KDA's layers hand their keywords on as they are, and the kernel drops `cu_seq_lens_q`: so it goes out under both
     names (modeling_kimi_linear.py:683-705)."""
     return ("cu_seqlens",) if case.recurrent and case.model.model_type and case.model.calls_kda else ()
@@ -54,12 +54,12 @@ weights to be returned) it is not known who reads the mask."""
 
 
 def _by_kernel(case: Case) -> str:
-    """Where None is exact in this call, and of a 2D mask the model would make a dense one for a slower kernel."""
+    """Why None is the faster form: it is exact in this call, and a 2D mask would become a dense one."""
     on_it = case.model.attn_implementation in ("sdpa", "flex_attention")
     if not (case.at_model and on_it and case.exact) or case.padding_free:
         return ""
-    told = [key for key in case.keys if case.call[key] is not False]
-    read = not _READS_NO_MASK.issuperset(told) or case.learns_routing or case.model.option("output_attentions", case.call)
+    given = [key for key in case.keys if case.call[key] is not False]
+    read = not _READS_NO_MASK.issuperset(given) or case.learns_routing or case.model.option("output_attentions", case.call)
     own = case.model.attends(case.call) != "causal" or bool(case.model.looks_ahead)
     return "" if read or own else "padding stands behind all tokens, and the causal kernel needs no mask"
 
@@ -109,8 +109,8 @@ def _needs_dense(case: Case) -> str:
 
 def _rows_by_offsets(case: Case) -> str:
     """Flash attention takes rows one behind the other where it is given all four keys (flash_attention_forward)."""
-    told = case.model.keeps_apart and case.segments.packed and not case.padding_free
-    return "offsets of all rows tell the sequences" if told and "flash" in case.model.attn_implementation else ""
+    apart = case.model.keeps_apart and case.segments.packed and not case.padding_free
+    return "offsets of all rows tell the sequences" if apart and "flash" in case.model.attn_implementation else ""
 
 
 def _masked_flat_row(case: Case) -> bool:
@@ -156,10 +156,6 @@ def patterns_by_kind(case: Case) -> Mapping[str, Pattern | None]:
     return found if len(found) > 1 else {"": next(iter(found.values()))}
 
 
-def _by_kind(case: Case) -> str:
-    return _needs_dense(case) if list(patterns_by_kind(case)) != [""] else ""
-
-
 def _windowed(case: Case, kind: str, size: int | None) -> Pattern:
     if size is None or size >= case.segments.longest_span:
         return case.pattern
@@ -197,12 +193,6 @@ def _width(case: Case) -> str:
     return f"which keys its indexer chooses of more than {limit} depends on the width"
 
 
-def _clash(case: Case) -> str:
-    if case.model.rope_limit is None:
-        return ""
-    return model_traits.lengths_clash_reason(case.model.named, case.segments.sequence_lengths)
-
-
 def _pooled(case: Case) -> str:
     """Why the head of this model would pool another token than it does alone."""
     if case.model.pooling in ("", "span"):
@@ -225,30 +215,23 @@ def _pooled(case: Case) -> str:
     return "" if bool(case.segments.keep[:, -1].all()) else f"it takes the last place{blind}, which is padding"
 
 
-def _softmax_over_padding(case: Case) -> bool:
-    asked = case.model.pooling == "span" and "start_positions" in case.keys
-    return asked and (case.segments.packed or case.segments.padding_side != "none")
-
-
 def _lost_window(case: Case) -> str:
-    """Where the model's own window is dropped, and some sequence is longer than it."""
-    implementation = case.model.attn_implementation
-    sizes = case.model.windows
+    """Why the model's own window is dropped, where some sequence is longer than it."""
+    implementation, sizes = case.model.attn_implementation, case.model.windows
     if not sizes or sizes[0] >= case.segments.longest_span:
         return ""
-    where = ""
     if "flash" in implementation and find_spec("torch_npu") is not None:
         where = "its NPU flash attention drops windows in silence (npu_flash_attention.py:54-104)"
-    elif implementation == "flex_attention" and _needs_dense(case):
-        where = "a BlockMask goes to every layer as it is (masking_utils.py:833)"
-    return f"{where}, and some layers look back {sizes[0]} places" if where else ""
+        return f"{where}, and some layers look back {sizes[0]} places"
+    blocks = implementation == "flex_attention" and _needs_dense(case)
+    where = "a BlockMask goes to every layer as it is (masking_utils.py:833)"
+    return f"{where}, and some layers look back {sizes[0]} places" if blocks else ""
 
 
 def _unreadable(case: Case) -> str:
     implementation = case.model.attn_implementation
-    blocks = implementation == "flex_attention" and not (case.recurrent and not case.model.keeps_apart)
-    reads = blocks or implementation in ("sdpa", "eager")
-    why = "" if reads else _needs_dense(case)
+    blocks = implementation == "flex_attention" and (case.model.keeps_apart or not case.recurrent)
+    why = "" if blocks or implementation in ("sdpa", "eager") else _needs_dense(case)
     return f"{why}, on {implementation}" if why else ""
 
 
@@ -276,18 +259,18 @@ def _unplaced(case: Case) -> str:
 
 
 def _looks_ahead(case: Case) -> str:
-    """Where a dense mask would replace one of the model's: tokens of an image, or of a prefix, see each other."""
+    """Why a dense mask must not replace the model's own: tokens of an image, or of a prefix, see each other."""
     if not case.model.looks_ahead or not _needs_dense(case):
         return ""
-    told = {"images": of_kind(case.keys, "vision"), "types": "token_type_ids" in case.keys}
+    given = {"images": of_kind(case.keys, "vision"), "types": "token_type_ids" in case.keys}
     own = "an image's tokens see each other by a mask of its own, which a dense one would replace"
-    return own if any(told[by] for by in case.model.looks_ahead) else ""
+    return own if any(given[by] for by in case.model.looks_ahead) else ""
 
 
 def _reads_offsets(case: Case) -> bool:
     """A scan reads `cu_seq_lens_q`, a convolution `seq_idx`: either alone keeps half of the state apart."""
-    told = case.recurrent if case.padding_free else case.recurrent and case.model.keeps_apart
-    return case.segments.packed and (told or (case.padding_free and not _masked_flat_row(case)))
+    needed = case.recurrent if case.padding_free else case.recurrent and case.model.keeps_apart
+    return case.segments.packed and (needed or (case.padding_free and not _masked_flat_row(case)))
 
 
 _ADAPT = "call adapt(model) before a collator is made of it, which keeps packed sequences apart where that can be done"
@@ -306,13 +289,17 @@ TRANSFORMERS = Consumer(
         ),
         Form(form="keep_2d", reads="the 2D mask itself, int64", when=_by_2d),
         Form(form="block_mask", reads=_FLEX, when=lambda case: "" if case.recurrent else _on("flex_attention")(case)),
-        Form(form="mapping", reads="{kind of layer: mask} where layers differ (recurrent, windows)", when=_by_kind),
+        Form(
+            form="mapping",
+            reads="{kind of layer: mask} where layers differ (recurrent, windows)",
+            when=lambda case: _needs_dense(case) if "" not in patterns_by_kind(case) else "",
+        ),
         Form(form="bias", reads="an additive mask on eager", when=_on("eager")),
         Form(form="keep", reads="else bool [B, 1, S, S], True attends", when=_on("sdpa")),
     ),
     refuses=(
         Refusal(
-            of="flat rows on recurrent layers that do not keep their sequences apart: a module is asked on a tiny copy, a "
+            of="flat rows on recurrent layers that do not keep their sequences apart: a module is probed on a tiny copy, a "
             "config whether its layers hand boundaries on; under adapt(model) they are kept apart where that can be done",
             when=_state_runs_on,
             rule="The state of a recurrent layer may run from one sequence of a flat row into the next: {why}.",
@@ -354,7 +341,11 @@ TRANSFORMERS = Consumer(
         ),
         Refusal(
             of="padded or packed rows with start_positions: the loss of a span",
-            when=_softmax_over_padding,
+            when=lambda case: (
+                case.model.pooling == "span"
+                and "start_positions" in case.keys
+                and (case.segments.packed or case.segments.padding_side != "none")
+            ),
             rule="The loss of a span is a softmax over all places of a row, padding too (loss_utils.py:123-139).",
             remedy="Batch rows of one length; or leave start_positions and end_positions out, and compute the loss of "
             "start_logits and end_logits with -inf where attention_mask is 0.",
@@ -385,13 +376,16 @@ TRANSFORMERS = Consumer(
                 or _looks_ahead(case)
                 or (case.model.moves.get("packed", "") and _needs_dense(case) and case.model.moves["packed"])
             ),
-            rule="This model cannot be told where a sequence begins: {why}.",
+            rule="This model has no way to learn where a sequence begins: {why}.",
             remedy="Give each sequence its own row, with the model's own pattern; where it mixes neighbouring places, rows "
             "of one length.",
         ),
         Refusal(
             of="sequences beside a longer one on rotary frequencies that follow the longest",
-            when=_clash,
+            when=lambda case: (
+                case.model.rope_limit is not None
+                and model_traits.lengths_clash_reason(case.model.named, case.segments.sequence_lengths)
+            ),
             rule="Alone each sequence has its own frequencies: {why}.",
             remedy="Batch sequences on the same side of that length together.",
         ),
@@ -409,7 +403,7 @@ TRANSFORMERS = Consumer(
     masks_flat_row=_masked_flat_row,
     uncached=_by_positions,  # masking_utils.py:876
     reads_offsets=_reads_offsets,
-    offsets_also=_also_told,
+    offsets_also=_more_offsets,
     patterns=patterns_by_kind,
     here=lambda: bool(installed("transformers")),
     source="transformers 5.23 masking_utils.py:833-846, 1499-1529, modeling_qwen3_next.py:1016-1038",

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from collate_npu.arrays import host_array
-from collate_npu.consumers.adapter import AT_MODEL, BatchAdapter, has_choices
+from collate_npu.consumers.adapter import MADE, BatchAdapter, has_choices
 from collate_npu.consumers.labels_and_positions import check_decoder, labels_for
 from collate_npu.consumers.model_traits import (
     consumer_of,
@@ -109,7 +109,9 @@ class _Hooks:
         self.keeps_apart = recurrent and not self.mixed
         self.mended = mend(module) if self.keeps_apart else None
         self.adapter = self._made(module)
-        self.names = next(filter(_takes_tokens, map(_parameters, (module, unwrap(module)))), _parameters(module))
+        own, inner = ([*inspect.signature(type(each).forward).parameters][1:] for each in (module, unwrap(module)))
+        self.names = own if {"input_ids", "inputs_embeds"} & {*own} else inner
+        """The arguments of its forward; of the model's inside, if its own names no tokens."""
         self.lora = self._has_lora()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
@@ -140,7 +142,7 @@ class _Hooks:
     def leave(self, *_: Any) -> None:
         if self.inside.get(get_ident()) is self:  # a backbone that returns may be called again
             del self.inside[get_ident()]
-            AT_MODEL.pop(get_ident(), None)
+            MADE.running.pop(get_ident(), None)
 
     def _through(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
         batch = Sources({**dict(zip(self.names, args)), **kwargs})
@@ -166,7 +168,7 @@ class _Hooks:
         _check_count(adapter, batch, mended)
         _check_behind_prompt(batch, mended, segments)
         _check_outside(adapter, module, batch, segments)
-        AT_MODEL[get_ident()] = segments
+        MADE.running[get_ident()] = segments
         return mended
 
     def _current(self, module: nn.Module) -> BatchAdapter:
@@ -191,7 +193,7 @@ class _Hooks:
 
 def _first_real_token(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Put the first real token of a row at its first place, which a pooler takes."""
-    segments = AT_MODEL.get(get_ident())
+    segments = MADE.running.get(get_ident())
     moved = segments is not None and segments.padding_side not in ("none", "right") and not segments.packed
     if segments is None or not moved or not args or args[0].shape[:2] != segments.shape:
         return None
@@ -223,7 +225,7 @@ def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
     segments = of_keep(keep_BK[:, -S:].numpy())
     if S > 1:
         adapter.route(segments, padding_free=False)
-    mended: dict[str, Any] = {**labels_for(batch, segments, adapter.label_rule(batch), adapter.shifted)}
+    mended: dict[str, Any] = labels_for(batch, segments, adapter.label_rule(batch), adapter.shifted)
     given = any(batch.get(name) is not None for name in ("position_ids", "cache_position"))
     if adapter.model.positions == "places" and not (given or bool(keep_BK.all())):
         mended["position_ids"] = positions_BS.to(keep.device)
@@ -346,14 +348,6 @@ def _takes_positions(module: nn.Module) -> bool:
     """True if its forward takes positions."""
     kinds = inspect.signature(type(module).forward).parameters
     return "position_ids" in kinds or any(each.kind is each.VAR_KEYWORD for each in kinds.values())
-
-
-def _parameters(module: nn.Module) -> list[str]:
-    return list(inspect.signature(type(module).forward).parameters)[1:]
-
-
-def _takes_tokens(names: list[str]) -> bool:
-    return not {"input_ids", "inputs_embeds"}.isdisjoint(names)
 
 
 @cache

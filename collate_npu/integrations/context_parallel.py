@@ -12,21 +12,18 @@ runtime/sequence_parallel/ulysses_sp.py (`UlyssesSPDataLoaderAdapter`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from collate_npu import errors
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.mask_routing import say_batch
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config, windows
 from collate_npu.consumers.recurrent import reads_boundaries_itself
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
-from collate_npu.keys import KEYS, Key, of_kind
+from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.keys import of_kind
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.sources import Sources
@@ -36,8 +33,6 @@ from collate_npu.releases import MEGATRON_PARALLEL
 from collate_npu.segments import Segments
 
 Backend = Literal["torch", "deepspeed"]
-
-_TRAINER_SPLITS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
 
 
 def refuse_model(model: Any, backend: Backend = "torch") -> None:
@@ -89,8 +84,11 @@ def ready_batch(
     if segments.shape[1] % multiple:
         rule = f"{size} ranks take a multiple of {multiple}; torch changes its layout in silence at other widths."
         raise CollateError(explain("width", str(segments.shape[1]), rule, f"Collate with pad_to_multiple_of={multiple}."))
-    if not exact:
-        _check_documents(segments, backend, attn_implementation, exact.why)
+    # Ulysses tells documents apart by position_ids, where its kernel can; a hole inside one it cannot see
+    apart = backend == "deepspeed" and attn_implementation.startswith(("flash", "flex")) and not segments.hole_rows
+    if not exact and not apart:
+        rule = f"Under {backend} sequence parallelism every mask is dropped, and {exact.why}."
+        raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Pad right with one sequence a row."))
     out = {key: value for key, value in batch.items() if key not in of_kind(batch, "truth")}
     if not exact or "position_ids" not in out:
         out["position_ids"] = segments.position_ids
@@ -102,107 +100,26 @@ def ready_batch(
         out["labels"][:, 0] = -100
     if backend == "torch" and of_kind(batch, "truth"):
         out["attention_mask"] = segments.keep.to(torch.int64)
-    if errors.DEBUG:
-        say_batch(f"{backend} shares rows of the Trainer among {size} ranks", out, segments, why=exact.why)
     device = getattr(batch.get("input_ids"), "device", None)
     tensors = {key: value for key, value in out.items() if isinstance(value, Tensor)}
     return out | {key: x.clone(memory_format=torch.contiguous_format).to(device) for key, x in tensors.items()}
 
 
-def buffers_of(batch: Mapping[str, Any], *, keys: Mapping[str, Key] = KEYS) -> tuple[list[Tensor], list[int]]:
-    """The tensors of a batch that are shared out, and the dimension of each: for `accelerator.maybe_context_parallel`.
-
-    By the same rows of `keys` as `split_batch`, the 2D mask included, mRoPE positions by their last dimension.
-    """
-    shape = Sources(batch).shape()
-    dims = {key: _dim_of(value, keys.get(key), shape) for key, value in batch.items()}
-    split = {key: dim for key, dim in dims.items() if dim is not None}
-    return [batch[key] for key in split], list(split.values())
-
-
-@contextmanager
-def context_parallel(
-    accelerator: Any,
-    batch: Mapping[str, Any],
-    *,
-    model: Any = None,
-    segments: Segments | None = None,
-    keys: Mapping[str, Key] = KEYS,
-) -> Iterator[dict[str, Any]]:
-    """Accelerate's context for one step: `with context_parallel(accelerator, batch, model=model) as shard:`.
-
-    Inside, `shard` holds this rank's tokens of every key and `scaled_dot_product_attention` runs over the ring. Take the
-    loss from `shard["shift_labels"]` (transformers' models do), and run backward inside as well.
-    """
-    config = getattr(accelerator, "parallelism_config", None)
-    size = config.cp_size if config is not None and config.cp_enabled else 1
-    if model is not None and size > 1:
-        refuse_model(model)
-    shard = ready_batch(batch, size=size, segments=segments)
-    buffers, dims = buffers_of(shard, keys=keys)
-    with accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=set(buffers)):
-        yield shard
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextParallelCollator:
-    """A collator for `Trainer(data_collator=...)` under context parallelism: `inner`'s batch, made ready.
-
-    Build it with `context_parallel_collator`, which looks at the model. Trainer shards only the keys it knows, so a
-    batch with other per-token keys is refused here rather than run with two widths.
-    """
-
-    inner: Callable[[list[Any]], Mapping[str, Any]]
-    size: int
-    backend: Backend = "torch"
-    attn_implementation: str = "sdpa"
-
-    def __call__(self, features: list[Any]) -> dict[str, Any]:
-        """`inner(features)` with `shift_labels` and `position_ids`, or an error that says what to change."""
-        batch = ready_batch(
-            self.inner(features), size=self.size, backend=self.backend, attn_implementation=self.attn_implementation
-        )
-        if self.backend == "torch":
-            _check_trainer_keys(batch)
-        return batch
-
-
 def context_parallel_collator(
     inner: Callable[[list[Any]], Mapping[str, Any]], *, size: int, model: Any, backend: Backend = "torch"
-) -> ContextParallelCollator:
-    """Wrap a collator for Trainer with `cp_size` (torch) or `sp_size` (deepspeed) of `size`; refuses recurrent models."""
+) -> Callable[[list[Any]], dict[str, Any]]:
+    """A collator for Trainer with `cp_size` (torch) or `sp_size` (deepspeed) of `size`: `inner`'s batch, made ready.
+
+    Picklable if `inner` is. Refuses recurrent models. Trainer shards input_ids, labels, shift_labels, attention_mask and
+    position_ids alone: take other per-token keys out.
+    """
     refuse_model(model, backend)
     implementation = getattr(text_config(config_of(model)), "_attn_implementation", None) or "sdpa"
-    return ContextParallelCollator(inner=inner, size=size, backend=backend, attn_implementation=implementation)
+    return partial(_collate, inner, size=size, backend=backend, attn_implementation=implementation)
 
 
-def _check_documents(segments: Segments, backend: Backend, attn_implementation: str, why: str) -> None:
-    """Ulysses tells documents apart by position_ids, where its kernel can; a hole inside one it cannot see."""
-    if not segments.hole_rows and backend == "deepspeed" and attn_implementation.startswith(("flash", "flex")):
-        return
-    rule = f"Under {backend} sequence parallelism every mask is dropped, and {why}."
-    raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Pad right with one sequence a row."))
-
-
-def _dim_of(value: Any, rule: Key | None, shape: tuple[int, ...]) -> int | None:
-    if not isinstance(value, Tensor) or value.ndim < 2 or (rule is not None and rule.share == "replicate"):
-        return None
-    if rule is None or rule.share == "rows":
-        return 1 if tuple(value.shape[:2]) == shape else None
-    dim = rule.dim % value.ndim
-    return dim if value.shape[dim] == shape[1] else None
-
-
-def _check_trainer_keys(batch: Mapping[str, Any]) -> None:
-    shape = tuple(batch["input_ids"].shape[:2])
-    other = [key for key, value in batch.items() if key not in _TRAINER_SPLITS and isinstance(value, Tensor)]
-    other = [key for key in other if tuple(batch[key].shape[:2]) == shape]
-    other += ["position_ids"] if batch["position_ids"].ndim != 2 else []  # Trainer cuts dimension 1, mRoPE's rows
-    bad = [(n, f"{key} {shape_of(batch[key])}") for n, key in enumerate(other)]
-    if bad:
-        rule = f"Trainer shares out {', '.join(_TRAINER_SPLITS)} alone; these keys would stay whole beside them."
-        remedy = "Drop them in the collator, or step with integrations.context_parallel.context_parallel(accelerator, ...)."
-        raise UnsupportedFormError(explain_rows("batch (rows are keys)", bad, rule, remedy))
+def _collate(inner: Callable[[list[Any]], Mapping[str, Any]], features: list[Any], **settings: Any) -> dict[str, Any]:
+    return ready_batch(inner(features), **settings)
 
 
 # --- rows that a stack has shared out over its ranks before its model is called: no hook sees the whole row, so a batch

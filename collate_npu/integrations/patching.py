@@ -1,8 +1,8 @@
 """Patching: a trainer's function replaced, wherever it was imported to, and given back exactly.
 
-A patch is in place while at least one holder holds it; twice is once, so a plugin file may run again. What somebody else
-patched over ours stays as it is, and ours then calls the original. `in_place` tells whether ours was replaced, and the
-next install mends it. A release of the trainer that was not tested is warned of.
+A replacement is in place while at least one holder holds it; twice is once, so a plugin file may run again. What somebody
+else patched over ours stays as it is, and ours then calls the original. `in_place` says whether ours is still called, and
+the next install mends it. A release of the trainer that was not tested is warned of.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from inspect import getattr_static
@@ -25,18 +24,54 @@ _ABSENT = globals().get("_ABSENT", object())  # loaded again, it is still the on
 """The owner has no such name of its own: it inherits it."""
 
 
-@dataclass(eq=False, slots=True)
 class _Patch:
-    """One function in place of another; `before` is what the owner itself holds, a `staticmethod` as such."""
+    """The one wrapper of a function. It runs the replacements, the last one first; `replacements` says who holds each."""
 
-    owner: Any
-    name: str
-    ours: Callable[..., Any]
-    original: Callable[..., Any]
-    before: Any
-    everywhere: str
-    wrapped: Any = None
-    holders: set[str] = field(default_factory=set)
+    def __init__(self, owner: Any, name: str, everywhere: str) -> None:
+        self.owner, self.name, self.everywhere = owner, name, everywhere
+        self.replacements: dict[Callable[..., Any], set[str]] = {}
+        self.original = getattr(owner, name)
+
+        @wraps(self.original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            call = self.original
+            for ours in self.replacements:
+                call = partial(ours, call)
+            return call(*args, **kwargs)
+
+        self.wrapper: Any = wrapper
+
+    def put(self) -> None:
+        """Set the wrapper in place of what the owner has now, and wherever else that was imported."""
+        self.before = vars(self.owner).get(self.name, _ABSENT)
+        self.original = self.wrapper.__wrapped__ = getattr(self.owner, self.name)
+        static = isinstance(getattr_static(self.owner, self.name, None), staticmethod)
+        setattr(self.owner, self.name, staticmethod(self.wrapper) if static else self.wrapper)
+        _rebind(self.everywhere, self.original, self.wrapper)
+
+    def take_off(self) -> None:
+        """Give the owner and the modules back what they had. Below somebody else's patch the wrapper stays, and calls it."""
+        if _function(vars(self.owner).get(self.name)) is self.wrapper:
+            delattr(self.owner, self.name) if self.before is _ABSENT else setattr(self.owner, self.name, self.before)
+        _rebind(self.everywhere, self.wrapper, self.original)
+
+    def lost(self) -> bool:
+        """True if what the owner has now does not lead to ours: by `__wrapped__`, its closure, or a global that it names.
+        After `importlib.reload` it does not; nor where MindSpeed's `repatch` has put its own there, made of what it found
+        at first (0.16.0 patch_utils.py:108-131). A stranger's patch over ours does."""
+        todo, seen = [vars(self.owner).get(self.name)], set()
+        while todo:
+            now = _function(todo.pop())
+            names = getattr(getattr(now, "__code__", None), "co_names", ())
+            if now is self.wrapper or any(_function(now.__globals__.get(name)) is self.wrapper for name in names):
+                return False
+            if callable(now) and id(now) not in seen:
+                seen.add(id(now))
+                todo += [getattr(now, "__wrapped__", None), getattr(now, "func", None)]
+                for cell in getattr(now, "__closure__", None) or ():
+                    with suppress(ValueError):  # an empty one
+                        todo.append(cell.cell_contents)
+        return True
 
 
 _TABLE: list[_Patch] = globals().get("_TABLE", [])  # loaded again, it still knows what is in place
@@ -48,24 +83,15 @@ def patch(holder: str, owner: Any, name: str, ours: Callable[..., Any], *, every
     `everywhere` names a package: each module of it that imported the function, under whatever name, gets ours too.
     Raises `AttributeError` where the owner has no such function.
     """
-    for known in _TABLE:
-        if (known.owner, known.name, known.ours) == (owner, name, ours):
-            known.holders.add(holder)
-            if _lost(known):
-                _put(known)
-            return
-    _warn_of_releases(holder, owner)
-    made = _Patch(owner, name, ours, getattr(owner, name), None, everywhere)
-    made.holders.add(holder)
-
-    @wraps(made.original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return ours(made.original, *args, **kwargs) if made.holders else made.original(*args, **kwargs)
-
-    wrapped.__collate_npu_patch__ = made  # type: ignore[attr-defined]
-    made.wrapped = wrapped
-    _put(made)
-    _TABLE.append(made)
+    made = next((known for known in _TABLE if (known.owner, known.name) == (owner, name)), None)
+    if made is None:
+        made = _Patch(owner, name, everywhere)
+        _warn_of_releases(holder, owner)
+    if not made.replacements or made.lost():
+        made.put()
+    if made not in _TABLE:
+        _TABLE.append(made)
+    made.replacements.setdefault(ours, set()).add(holder)
 
 
 def _warn_of_releases(holder: str, owner: Any) -> None:
@@ -76,71 +102,21 @@ def _warn_of_releases(holder: str, owner: Any) -> None:
             say_outside(package, tested)
 
 
-def _put(made: _Patch) -> None:
-    """Set the wrapper in place of what the owner has now, and wherever else that was imported."""
-    made.original, made.before = getattr(made.owner, made.name), vars(made.owner).get(made.name, _ABSENT)
-    wrapped = _function(made.wrapped)
-    wrapped.__wrapped__ = made.original
-    static = isinstance(getattr_static(made.owner, made.name, None), staticmethod)
-    made.wrapped = staticmethod(wrapped) if static else wrapped
-    setattr(made.owner, made.name, made.wrapped)
-    _rebind(made.everywhere, made.original, wrapped)
-
-
-def _lost(made: _Patch) -> bool:
-    """True if what the owner has now does not lead to ours: by `__wrapped__`, by its closure, or by a global that it names?
-    After `importlib.reload` it does not; nor where MindSpeed's `repatch` has put its own there, made of what it found at
-    first (0.16.0 patch_utils.py:108-131). A stranger's patch over ours does."""
-    ours, todo, seen = _function(made.wrapped), [vars(made.owner).get(made.name)], set()
-    while todo:
-        now = _function(todo.pop())
-        names = getattr(getattr(now, "__code__", None), "co_names", ())
-        if now is ours or any(_function(now.__globals__.get(name)) is ours for name in names):
-            return False
-        if callable(now) and id(now) not in seen:
-            seen.add(id(now))
-            todo += [getattr(now, "__wrapped__", None), getattr(now, "func", None)]
-            for cell in getattr(now, "__closure__", None) or ():
-                with suppress(ValueError):  # an empty one
-                    todo.append(cell.cell_contents)
-    return True
-
-
 def release(holder: str) -> None:
-    """Take this holder off each patch. One that nobody holds is undone, the last one first."""
+    """Take this holder off each replacement. A function that nobody replaces any more is given back."""
     for made in reversed(_TABLE[:]):
-        made.holders.discard(holder)
-        if not made.holders:
+        for ours, holders in list(made.replacements.items()):
+            holders.discard(holder)
+            if not holders:
+                del made.replacements[ours]
+        if not made.replacements:
             _TABLE.remove(made)
-            _strip(made.owner, made.name)
-            _rebind(made.everywhere, _function(made.wrapped), _lowest(made).original)
+            made.take_off()
 
 
 def in_place(ours: Callable[..., Any]) -> bool:
     """True if this replacement is in place anywhere and still called. Another `install` mends what somebody replaced."""
-    return any(made.ours == ours and not _lost(made) for made in _TABLE)
-
-
-def _strip(owner: Any, name: str) -> None:
-    """Remove our own unused wrappers from the top; foreign wrappers, and what is below them, stay."""
-    made = _patch_of(vars(owner).get(name))
-    if made is None or made.holders:
-        return
-    before = _lowest(made).before
-    delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
-
-
-def _lowest(made: _Patch) -> _Patch:
-    """The lowest of the wrappers below this one that nobody holds."""
-    while (below := _patch_of(made.before)) is not None and not below.holders:
-        made = below
-    return made
-
-
-def _patch_of(held: Any) -> _Patch | None:
-    """The patch whose wrapper this is. A stranger's `functools.wraps` copies our mark, and is no wrapper of ours."""
-    made = getattr(_function(held), "__collate_npu_patch__", None)
-    return made if made is not None and made.wrapped is held else None
+    return any(ours in made.replacements and not made.lost() for made in _TABLE)
 
 
 def _rebind(package: str, old: Any, new: Any) -> None:

@@ -26,7 +26,6 @@ from collate_npu.proof.watching import Watch
 @dataclass
 class _Process:
     watch: Watch | None = None
-    """From the first call on."""
     steps: int = 0
     """How often a step was to begin."""
 

@@ -16,9 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu import errors
 from collate_npu.arrays import Array
-from collate_npu.consumers.mask_routing import say_batch
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.keys import KEYS, SEGMENT_KEY, of_kind, with_role
 from collate_npu.masks.batch_reader import segments_from_batch
@@ -31,7 +29,6 @@ from collate_npu.validation import check_model
 PACKAGE, TESTED = "torchtitan", "0.3.0"
 
 _REMEDY_IDS = "Pass segment_ids, which every schedule cuts like the tokens, or cut masks and tokens together with cp_shard."
-_REMEDY_POSITIONS = "Under context parallelism leave segment_ids out: torchtitan makes masks of positions, and cuts both."
 Kind = str | Pattern | None
 Layers = Kind | Mapping[str, Kind]
 """What layers read: a pattern (a BlockMask), `"varlen"` (offsets), None, or a mapping of those by kind of layer."""
@@ -60,10 +57,7 @@ def get_attention_masks(
     """
     kinds = layers if isinstance(layers, Mapping) else {"": layers}
     masks = {key: _one(segments, kind, device, block_size, compiled) for key, kind in kinds.items()}
-    out = masks if isinstance(layers, Mapping) else masks[""]
-    if errors.DEBUG:
-        say_batch("get_attention_masks of torchtitan", {"attention_masks": out}, segments, why=f"its layers read {layers}")
-    return out
+    return masks if isinstance(layers, Mapping) else masks[""]
 
 
 def layers_of(model: Any) -> Layers:
@@ -92,65 +86,59 @@ def positions(segments: Segments) -> Tensor:
     >>> positions(Segments.from_lengths([2, 4], side="left")).tolist()
     [[0, 1, 0, 1], [0, 1, 2, 3]]
     """
-    begins_BS = _begins(segments.ids.numpy())
-    begins = np.flatnonzero(begins_BS)
-    inside = np.arange(begins_BS.size) - begins[np.cumsum(begins_BS) - 1]
-    return torch.where(segments.keep, segments.position_ids, torch.from_numpy(inside).view(segments.shape))
+    numbers_BS, starts_N = _stretches(segments)
+    inside_BS = np.arange(numbers_BS.size).reshape(numbers_BS.shape) - starts_N[numbers_BS]
+    return torch.where(segments.keep, segments.position_ids, torch.from_numpy(inside_BS))
 
 
 def varlen_metadata(segments: Segments, *, device: torch.device | str = "cpu") -> Any:
     """VarlenMetadata of the B * S tokens, row after row, padding included as documents. Raises for a sequence with holes."""
     from torchtitan.models.common.attention import VarlenMetadata
 
-    begins_BS = _begins(segments.ids.numpy())
     if torn := [(b, "holes") for b in segments.hole_rows]:
         rule = "Offsets say where a sequence begins and ends, and nothing of tokens inside it to leave out."
         raise UnsupportedFormError(explain_rows("segments", torn, rule, "unpad() the rows, or use FlexAttention."))
-    host = (*np.flatnonzero(begins_BS).tolist(), begins_BS.size)
+    host = (*_stretches(segments)[1].tolist(), segments.ids.numel())
     offsets = torch.tensor(host, dtype=torch.int32, device=device)
     longest = int(np.diff(host).max(initial=0))
     return VarlenMetadata(offsets, offsets, longest, longest, host)
 
 
+def _stretches(segments: Segments) -> tuple[Array, Array]:
+    """`[B, S]` of the number of each place's stretch, counted from 0 over all rows, and where each begins: a stretch is a
+    run of one sequence, or of padding, in one row."""
+    ids_BS = segments.array
+    begins_BS = np.ones(ids_BS.shape, bool)
+    begins_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
+    return begins_BS.cumsum().reshape(ids_BS.shape) - 1, np.flatnonzero(begins_BS)
+
+
 def _one(segments: Segments, kind: Kind, device: torch.device | str, block_size: Any, compiled: bool) -> Any:
     if kind is None or kind == "varlen":
         return None if kind is None else varlen_metadata(segments, device=device)
+    if compiled:
+        try:
+            from torchtitan.models.common import attention as home
+        except ImportError:  # before 0.3.0: 0.2.1 is the last to run llama4
+            from torchtitan.models import attention as home
+    else:
+        from torch.nn.attention import flex_attention as home
+    create = home.create_attention_mask if compiled else home.create_block_mask
     B, S = segments.shape
-    return _create(compiled)(_attends(segments, kind, device), B, None, S, S, device=str(device), BLOCK_SIZE=block_size)
-
-
-def _create(compiled: bool) -> Any:
-    if not compiled:
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        return create_block_mask
-    try:
-        from torchtitan.models.common import attention
-    except ImportError:  # before 0.3.0, which is the last to have llama4
-        from torchtitan.models import attention
-    return attention.create_attention_mask
+    return create(_attends(segments, kind, device), B, None, S, S, device=str(device), BLOCK_SIZE=block_size)
 
 
 def _attends(segments: Segments, pattern: str | Pattern, device: torch.device | str) -> Callable[..., Tensor]:
     """A mask function of FlexAttention: the pattern for real queries; padding attends its own stretch, so that no row is
     empty."""
-    real = mask_mod(segments, pattern, device)
-    ids_BS = segments.ids.numpy()
-    stretch = torch.from_numpy(np.where(ids_BS == 0, np.cumsum(_begins(ids_BS), axis=1), 0)).to(device)
+    real, keep = mask_mod(segments, pattern, device), segments.keep.to(device)
+    stretch = torch.from_numpy(_stretches(segments)[0]).to(device)
 
     def attends(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        padding = stretch[b, q] > 0
         own = (stretch[b, q] == stretch[b, k]) & (k <= q)
-        return (padding & own) | (~padding & real(b, h, q, k))
+        return (~keep[b, q] & own) | (keep[b, q] & real(b, h, q, k))
 
     return attends
-
-
-def _begins(ids_BS: Array) -> Array:
-    """True where a row, a sequence or a stretch of padding begins."""
-    begins_BS = np.ones(ids_BS.shape, bool)
-    begins_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
-    return begins_BS
 
 
 def masks_in_forward(model: Any, layers: Layers = None, **settings: Any) -> Any:
@@ -176,7 +164,8 @@ def masks_in_forward(model: Any, layers: Layers = None, **settings: Any) -> Any:
             return args, kwargs
         ids = _local(ids)
         if tuple(ids.shape) not in _shapes(tokens):
-            raise _not_of_tokens(SEGMENT_KEY, list(ids.shape), tokens, _REMEDY_POSITIONS)
+            remedy = "Under context parallelism leave segment_ids out: torchtitan makes masks of positions, and cuts both."
+            raise _not_of_tokens(SEGMENT_KEY, list(ids.shape), tokens, remedy)
         segments = Segments.from_ids(ids)
         kwargs["attention_masks"] = get_attention_masks(segments, layers, device=tokens.device, **settings)
         if len(args) < 2 and kwargs.get("positions") is None:
@@ -264,9 +253,6 @@ def trainer_batch(batch: Mapping[str, Any], segments: Segments | None = None, *,
     input_dict = {"input": tokens, "positions": positions(segments)}
     if segment_ids:
         input_dict[SEGMENT_KEY] = segments.ids
-    if errors.DEBUG:
-        told = "segment_ids" if segment_ids else "positions"
-        say_batch("trainer_batch of torchtitan", input_dict, segments, why=f"the trainer builds its masks of {told}")
     return input_dict, _labels(batch, segments)
 
 

@@ -47,7 +47,6 @@ class Stages:
     """Our stages of one processor; each takes and returns a list, as twinkle's do."""
 
     processor: Any
-    before: tuple[Callable[..., Any], ...]
     model: Any
     needs_mask_2d: bool | None
 
@@ -77,7 +76,7 @@ class Stages:
         return ContextParallel(size, mesh.cp_rank if size > 1 else 0, tensor_parallel=mesh.tp_world_size or 1)
 
     def pad_cp(self, rows: list[Row], micro_batch_size: int | None = None, **kwargs: Any) -> list[Row]:
-        """Every row to its final width, on the processor's side, with its mask: twinkle's collate has only to stack."""
+        """Pad every row to its final width, on the processor's side, with its mask; twinkle's collate then only stacks."""
         rows = self.processor.align_routed_experts(rows)
         if self.processor.padding_free or self.processor._any_packing(rows):
             return [self._documents(row) for row in rows]
@@ -85,7 +84,7 @@ class Stages:
             return [_with_2d_mask(row) for row in rows]
         together = micro_batch_size if micro_batch_size and kwargs.get("variable_seq_lengths") else len(rows)
         groups = [rows[i : i + together] for i in range(0, len(rows), together)]
-        return [self._padded(row, max(map(_length, group))) for group in groups for row in group]
+        return [self._padded(row, max(x["input_ids"].shape[-1] for x in group)) for group in groups for row in group]
 
     def align_routed_experts(self, rows: list[Row], **_: Any) -> list[Row]:
         """No-op: `pad_cp` aligned them already."""
@@ -136,7 +135,7 @@ class Stages:
     def _padded(self, row: Row, longest: int) -> Row:
         out = {key: value for key, value in row.items() if key not in _TRUTH}
         out[SEGMENT_KEY] = _segments(row).ids.to(row["input_ids"].device)
-        missing = round_up(longest, self.cp.multiple) - _length(row)
+        missing = round_up(longest, self.cp.multiple) - row["input_ids"].shape[-1]
         sides = (missing, 0) if self.processor.padding_side == "left" else (0, missing)
         for key in [*self._token_keys(out), SEGMENT_KEY]:
             after = out[key].ndim - 1 - _dim(key, out[key])
@@ -175,7 +174,7 @@ def _segments(row: Row) -> Segments:
     if (positions := told.get("position_ids")) is not None and len(positions) > 1:
         told["position_ids"] = positions[:, None]  # axes, not rows
     if not {"attention_mask", KEEP_KEY, SEGMENT_KEY} & set(told):
-        told[KEEP_KEY] = torch.ones(1, _length(row), dtype=torch.bool)
+        told[KEEP_KEY] = torch.ones(1, row["input_ids"].shape[-1], dtype=torch.bool)
     return segments_from_batch(told, polarity="keep")  # as twinkle's templates write it
 
 
@@ -188,10 +187,6 @@ def _document_segments(row: Row) -> Segments:
         return segments
     by_axis = Segments.from_position_ids(positions).ids if len(positions) == 1 else (positions[:1] == 0).cumsum(-1).cpu() + 1
     return Segments.from_ids(by_axis * segments.keep)
-
-
-def _length(row: Row) -> int:
-    return int(row["input_ids"].shape[-1])
 
 
 def _dim(key: str, value: Tensor) -> int:
@@ -256,16 +251,16 @@ def install(target: Any, model: Any = None, *, needs_mask_2d: bool | None = None
 
 def uninstall(target: Any) -> None:
     """Put twinkle's own stages back in the places of ours; a stage that somebody else put in since stays."""
-    if hasattr(target, "process_pipeline"):
-        _give_back(target)
-    elif hasattr(target, "_actors"):
+    if hasattr(target, "_actors") and not hasattr(target, "process_pipeline"):
         _in_each_worker(target, uninstall)
-    elif hasattr(target, "optimizer_group"):
-        _MODELS.pop(target, None)
-        for processor in _processors(target):
-            _give_back(processor)
-        if not _MODELS:
-            patching.release(PACKAGE)
+        return
+    for processor in _processors(target):
+        pipeline = processor.process_pipeline
+        ours = [isinstance(getattr(stage, "__self__", None), Stages) for stage in pipeline]
+        stages = zip(pipeline, ours)
+        processor.process_pipeline = [getattr(processor, stage.__name__) if own else stage for stage, own in stages]
+    if _MODELS.pop(target, ...) is not ... and not _MODELS:
+        patching.release(PACKAGE)
 
 
 def _install_here(model: Any, needs_mask_2d: bool | None) -> None:
@@ -296,28 +291,23 @@ def _in_each_worker(handle: Any, function: Callable[..., Any], **settings: Any) 
     ray.get([actor.__ray_call__.remote(function, **settings) for actor in handle._actors])
 
 
-def _processors(model: Any) -> list[Any]:
-    """The processors of every adapter (model/optimizer_group.py:43)."""
-    held = (getattr(group, "processor", None) for group in model.optimizer_group.values())
+def _processors(target: Any) -> list[Any]:
+    """The processors of every adapter of a model (model/optimizer_group.py:43); a processor by itself."""
+    groups = getattr(target, "optimizer_group", {}).values()
+    held = [target, *(getattr(group, "processor", None) for group in groups)]
     return [processor for processor in held if hasattr(processor, "process_pipeline")]
 
 
 def _replace(processor: Any, model: Any, needs_mask_2d: bool | None) -> None:
-    if _installed(processor) is not None:
+    pipeline = processor.process_pipeline
+    if any(isinstance(getattr(stage, "__self__", None), Stages) for stage in pipeline):
         return
     say_outside(PACKAGE, TESTED)
-    ours = Stages(processor, tuple(processor.process_pipeline), model, needs_mask_2d).by_name()
-    if missing := set(ours) - {stage.__name__ for stage in processor.process_pipeline}:
+    ours = Stages(processor, model, needs_mask_2d).by_name()
+    if missing := set(ours) - {stage.__name__ for stage in pipeline}:
         rule = f"The stages of {PACKAGE} {TESTED} are replaced by name."
         raise CollateError(explain("process_pipeline", f"no {sorted(missing)}", rule, f"Install {PACKAGE}=={TESTED}."))
-    processor.process_pipeline = [ours.get(stage.__name__, stage) for stage in processor.process_pipeline]
-
-
-def _give_back(processor: Any) -> None:
-    if (stages := _installed(processor)) is not None:
-        before = {stage.__name__: stage for stage in stages.before}
-        pipeline = processor.process_pipeline
-        processor.process_pipeline = [before[s.__name__] if getattr(s, "__self__", None) is stages else s for s in pipeline]
+    processor.process_pipeline = [ours.get(stage.__name__, stage) for stage in pipeline]
 
 
 def _gather(original: Callable[..., Any], object: Any, device_mesh: Any, process_group: Any = None) -> list[Any]:
@@ -337,8 +327,3 @@ def gather_object(value: Any, device_mesh: Any = None, process_group: Any = None
         group, shared = process_group or dist.group.WORLD, data_group()
         values = gather_objects(value, group if is_gloo(group) or shared is dist.group.WORLD else shared)
     return [one for part in values if part is not None for one in (part if isinstance(part, (list, tuple)) else [part])]
-
-
-def _installed(processor: Any) -> Stages | None:
-    owners = (getattr(stage, "__self__", None) for stage in processor.process_pipeline)
-    return next((owner for owner in owners if isinstance(owner, Stages)), None)

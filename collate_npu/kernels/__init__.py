@@ -18,7 +18,7 @@ class Breach:
     says: str
     remedy: str
     source: str
-    silent: bool = False
+    silent: bool = True
 
     def __str__(self) -> str:
         return f"[{self.rule}] {explain(self.where, self.got, self.says, self.remedy)} ({self.source})"

@@ -34,41 +34,8 @@ BLOCKED = -9984
 """An additive mask blocks at or below it (masks.dense_mask)."""
 
 
-def why_row_wrong(
-    segments: Segments, pattern: Pattern | None, b: int, attended: Attended, places_Q: Tensor | None = None
-) -> str:
-    """Real queries must attend what the pattern says of their own sequence, and nothing else. Without a pattern only whose
-    tokens they attend is judged. `places_Q`: where the queries of a rank stand in the row."""
-    ids_K = segments.ids[b]
-    places_Q = torch.arange(len(ids_K)) if places_Q is None else places_Q
-    shape = len(places_Q), len(ids_K)
-    if attended[0].shape != shape:
-        return f"row {b} has {list(attended[0].shape)} queries and keys, not {[*shape]}"
-    real_Q = ids_K[places_Q] != 0
-    places_Q = places_Q[real_Q]
-    any_QK, all_QK = (each.cpu()[real_Q] for each in attended)
-
-    def first(wrong_QK: Tensor, verb: str) -> str:
-        q, k = map(int, wrong_QK.nonzero()[0])
-        return f"query {int(places_Q[q])} {verb} key {k} of {len(ids_K)}"
-
-    for keys_QK, whom in ((ids_K == 0, "padding"), (ids_K[places_Q, None] != ids_K, "another sequence")):
-        if bool((any_QK & keys_QK).any()):
-            return f"row {b} attends {whom}: {first(any_QK & keys_QK, 'attends')}"
-    if pattern is None:
-        return ""
-    attends = mask_mod(segments, pattern=pattern)
-    expected_QK = attends(torch.tensor(b), torch.tensor(0), places_Q[:, None], torch.arange(len(ids_K)))
-    if bool((more_QK := any_QK & ~expected_QK).any()):
-        return f"row {b} attends more than {pattern} attention does: {first(more_QK, 'attends')}"
-    if bool((missing_QK := expected_QK & ~all_QK).any()):
-        heads = "" if bool((missing_QK & ~any_QK).any()) else " in one of its heads"
-        return f"row {b} does not attend all of its sequence: {first(missing_QK, 'does not attend')}{heads}"
-    return ""
-
-
 def row_of(keep: Tensor, b: int) -> Attended:
-    """Of one row of `[..., H, Q, K]`, True = attends; a mask shared by rows or heads is spread."""
+    """Return row b of `[..., H, Q, K]`, True = attends; a mask shared by rows or heads is spread."""
     row = keep[min(b, len(keep) - 1)] if keep.ndim > 3 else keep
     return (row, row) if row.ndim == 2 else (row.any(dim=0), row.all(dim=0))
 
@@ -82,7 +49,7 @@ class _Untouched(Tensor):
 
 
 def evaluated(tells: Callable[..., Tensor], b: int, heads: int, shape: tuple[int, int], device: Any) -> Attended:
-    """Whom row b attends by a mask_mod or a score_mod of flex attention, `tells(b, h, q, k)`;
+    """Return whom row b attends by a mask_mod or a score_mod of flex attention, `tells(b, h, q, k)`;
     it is evaluated for each head where heads differ."""
     from torch.nn.attention import flex_attention
 
@@ -163,11 +130,11 @@ class CallBoundaries:
 
     @property
     def fits(self) -> bool:
-        """Do offsets, where the call has any, lie in its tokens?"""
+        """True if the offsets of the call, if it has any, lie in its tokens."""
         return not self.neutral_T.all() or self.by in ("", *_OF_ROWS)
 
     def same(self, other: CallBoundaries) -> bool:
-        """Have both calls the same sequences, padding, window, direction and mask?"""
+        """True if both calls have the same sequences, padding, window, direction and mask."""
         names = ("kernel", "window", "causal", "digest")
         alike = all(getattr(self, name) == getattr(other, name) for name in names)
         return alike and np.array_equal(self.first_T, other.first_T) and np.array_equal(self.neutral_T, other.neutral_T)
@@ -259,7 +226,7 @@ def places_in(call: CallBoundaries, segments: Segments) -> Array | None:
     return None
 
 
-def why_differs(call: CallBoundaries, segments: Segments, empty_T: Array | None = None) -> str:
+def boundary_reason(call: CallBoundaries, segments: Segments, empty_T: Array | None = None) -> str:
     """Which real token goes on from other tokens than those of its own sequence; "" where none does. Tokens of the batch
     that are `empty_T`, zeros before any layer, may count for nothing."""
     places_T = places_in(call, segments)
@@ -300,7 +267,62 @@ def _ranks_without(own_T: Array, real_T: Array, zero_T: Array) -> Array:
     return ranks_T
 
 
-def why_counts_wrong(positions_T: Array, segments: Segments, first: int | None) -> str:
+def attention_reason(
+    segments: Segments,
+    pattern: Pattern | None,
+    b: int,
+    attended: Attended,
+    places_Q: Tensor | None = None,
+    places_K: Tensor | None = None,
+    attends: Callable[..., Tensor] | None = None,
+) -> str:
+    """Return which real query attends other keys than the pattern says of its own sequence; "" where none does.
+
+    `attended` is of queries and keys at these places, counted from the first token of row b, by default those of the row.
+    Without a pattern only whose tokens are attended is judged. `attends`: `mask_mod` of both, from who judges many blocks.
+    """
+    S, ids = segments.shape[1], segments.ids.reshape(-1)
+    at_Q, at_K = (b * S + (torch.arange(S) if places is None else places) for places in (places_Q, places_K))
+    if attended[0].shape != (len(at_Q), len(at_K)):
+        return f"row {b} has {list(attended[0].shape)} queries and keys, not [{len(at_Q)}, {len(at_K)}]"
+    real_Q = ids[at_Q] != 0
+    at_Q1, (any_QK, all_QK) = at_Q[real_Q, None], (each.cpu()[real_Q] for each in attended)
+    expected_QK = any_QK
+    if pattern is not None:
+        expected_QK = _expected(mask_mod(segments, pattern) if attends is None else attends, at_Q1, at_K, S)
+        if torch.equal(any_QK, expected_QK) and (all_QK is any_QK or torch.equal(all_QK, expected_QK)):
+            return ""
+
+    def first(wrong_QK: Tensor, what: str, verb: str = "attends") -> str:
+        i, j = map(int, wrong_QK.nonzero()[0])
+        (row, q), (other, k) = divmod(int(at_Q1[i]), S), divmod(int(at_K[j]), S)
+        return f"row {row} {what}: query {q} {verb} key {k} of {S}{f' in row {other}' if other != row else ''}"
+
+    other_QK = (ids[at_Q1] != ids[at_K]) | (at_Q1 // S != at_K // S)
+    for wrong_QK, what in (
+        (any_QK & (ids[at_K] == 0), "attends padding"),
+        (any_QK & other_QK, "attends another sequence"),
+        (any_QK & ~expected_QK, f"attends more than {pattern} attention does"),
+    ):
+        if bool(wrong_QK.any()):
+            return first(wrong_QK, what)
+    if pattern is None:
+        return ""
+    missing_QK = expected_QK & ~all_QK
+    heads = "" if bool((missing_QK & ~any_QK).any()) else " in one of its heads"
+    return first(missing_QK, "does not attend all of its sequence", "does not attend") + heads
+
+
+def _expected(attends: Callable[..., Tensor], at_Q1: Tensor, at_K: Tensor, S: int) -> Tensor:
+    """bool `[Q, K]`; with one row for all there is nothing to gather."""
+    row_Q1, row_K = at_Q1 // S, at_K // S
+    one_row = bool((row_Q1 == row_K[:1]).all()) and bool((row_K == row_K[:1]).all())
+    row = row_K[:1, None] if one_row else row_Q1
+    attended_QK = attends(row, torch.tensor(0), at_Q1 % S, at_K % S)
+    return attended_QK if one_row else attended_QK & (row_Q1 == row_K)
+
+
+def position_reason(positions_T: Array, segments: Segments, first: int | None) -> str:
     """Which real token has a position that does not follow from its sequence: one more than the token before it has, and
     for positions that are embedded `first` at the first. `positions_T` are those of the rows as they are."""
     own_T, at = position_array(segments).reshape(-1), np.flatnonzero(segments.array)
@@ -314,7 +336,7 @@ def why_counts_wrong(positions_T: Array, segments: Segments, first: int | None) 
     return f"the token at (row, column) {place} has position {positions_T[t]}, as token {own_T[t]} of its sequence"
 
 
-def segments_told(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
+def offset_values(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """Offsets of an argument as ints, () where there are none."""
     given = values.get(name)
     return () if given is None else tuple(np.asarray(host_tensor(name, given)).astype(np.int64).tolist())

@@ -1,8 +1,8 @@
 """Check: one call of a kernel, whoever makes it, judged by the contract that its name belongs to.
 
-Callers name their operator as its package does (`fla.chunk_gated_delta_rule`, `torch_npu.npu_fusion_attention`), or a layer
-of a stack (`transformers.gdn_layer`), and hand over the arguments; sizes are read off the tensors. The reference kernels
-of `testing` have every call judged, integrations and the adapter theirs with COLLATE_NPU_DEBUG=1.
+An operator is named as its package names it (`fla.chunk_gated_delta_rule`, `torch_npu.npu_fusion_attention`), is a `kernel`
+of `gated_delta_kwargs`, or a layer of a stack (`transformers.gdn_layer`). The reference kernels of `testing` check every
+call; integrations and the adapter check theirs with COLLATE_NPU_DEBUG=1.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import torch
 from collate_npu import errors
 from collate_npu.errors import CollateError, explain
 from collate_npu.kernels import Breach, refuse
-from collate_npu.kernels.fusion_attention.contract import contract_breaches
-from collate_npu.kernels.fusion_attention.operator_call import sizes_of
-from collate_npu.kernels.gated_delta.contract import gated_delta_breaches, rows_and_tokens
-from collate_npu.kernels.gated_delta.operator_call import HOLDERS, by_own_names
-from collate_npu.kernels.gated_delta.operators import find_operator, operator_named
+from collate_npu.kernels.fusion_attention.contract import contract_breaches, sizes_of
+from collate_npu.kernels.gated_delta.contract import gated_delta_breaches
+from collate_npu.kernels.gated_delta.operators import HOLDER, by_own_names, find_operator, operator_named, rows_and_tokens
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
@@ -30,22 +28,48 @@ ATTENTION = ("npu_fusion_attention", "npu_fusion_attention_v3")
 
 
 def knows(name: str) -> bool:
-    """Is there a contract for this operator or layer?"""
+    """True if there is a contract for this operator or layer."""
     return name.rpartition(".")[2] in ATTENTION or find_operator(name) is not None
 
 
 @checked
 def check_call(name: str, arguments: Mapping[str, Any], **says: Any) -> None:
-    """Raise `UnsupportedFormError`, with rules, remedies and sources, unless the call is computed as it is meant.
+    """Raise `UnsupportedFormError`, with rules, remedies and sources, where the kernel would compute something else.
 
-    `arguments` are those of the real call by their names, tensors among them (`named` binds positional ones). With
-    `segments` what the call computes is compared with them at every real token, for attention together with `pattern`.
-    `says` are further arguments of `check_gated_delta_contract`: versions, context_parallel, sizes that no tensor tells.
-    Raises `CollateError` for a name that no contract knows, and where nothing says how many tokens there are.
+    Of what the kernel refuses by itself, only what the call cannot be read without is checked. `arguments` are those of the
+    real call by their names (`named` binds positional ones); of tensors the shapes are read, and device meta will do; a mask
+    has contents. Boundaries that lie on a device cost one sync each. With `segments` what the call computes is compared
+    with them at every real token, for attention together with `pattern`; `scale` must then be given, and nothing dropped.
+    Without them a legal call is believed: boundaries of another batch pass, and `~keep` for `keep`.
+
+    `says` are sizes that no tensor of the call tells, and what else is known of it:
+
+    * attention, without query, key and head_num: N query and Nkv key heads of size D; B rows, Sq and Skv of padded layouts,
+      Tq and Tkv of packed ones, where no segments tell them; `keep_tail`: the packed tensors are the whole flat row.
+    * recurrent kernels: B and T, of the rows `[B, S]`, of those one behind the other `[1, B * S]`, or of what `unpad` makes
+      `[1, T]`; B None without a batch dimension; the rule's `chunk_size`; `training`, by default whether gradients are on;
+      `context_parallel`, with T and boundaries of the whole row; `versions`, `{"fla": "0.5.0"}` (`""`: not there), by
+      default the installed ones.
+
+    Raises `CollateError` for a name that no contract knows, for sizes that nothing tells, and for values of a wrong type.
 
     >>> from collate_npu.kernels.gated_delta import gated_delta_kwargs
     >>> flat, x = Segments.from_lengths([[3, 2]]), torch.zeros(1, 5, 2, 16)
     >>> check_call("fla.chunk_gated_delta_rule", {"q": x, **gated_delta_kwargs(flat, kernel="fla")}, segments=flat)
+    >>> check_call("fla", {"cu_seqlens": torch.tensor([3, 5])}, B=1, T=5, segments=flat)
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.UnsupportedFormError: fla:
+    [first] cu_seqlens: got [3, 5]. Offsets begin with 0. Take it from gated_delta_kwargs(segments, kernel='fla'). (fla
+        0.5.2 ops/gated_delta_rule/chunk.py:505-560, ops/utils/index.py:156)
+    >>> left, call = Segments.from_lengths([3, 5], side="left"), {"input_layout": "BSND", "sparse_mode": 3, "scale": 0.125}
+    >>> check_call("npu_fusion_attention", call, N=4, Nkv=2, D=64, segments=left)
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.UnsupportedFormError: npu_fusion_attention:
+    [none-is-full] atten_mask: got None with sparse_mode 3, pre 2147483647, next 2147483647. Without a mask every mode
+        and token is ignored: full attention, the future included. Pass the compressed mask fusion_attention.triangle(), or
+        sparse_mode 0 if full attention is meant. (T:799, T:4121, PD:176, MS:102)
     """
     refuse(name, call_breaches(name, arguments, **says))
 
@@ -59,11 +83,13 @@ def call_breaches(
     pattern: str | Pattern = "causal",
     **says: Any,
 ) -> tuple[Breach, ...]:
-    """Every rule that the call breaks; arguments as in `check_call`."""
+    """Return every rule that the call breaks; arguments as in `check_call`."""
     if name.rpartition(".")[2] in ATTENTION:
-        sizes = sizes_of(**{key: arguments.get(key) for key in ("query", "key", "head_num", "input_layout")})
-        tail = segments is not None and sizes.get("Tq") == segments.array.size != segments.num_tokens
-        return contract_breaches(arguments, **sizes, segments=segments, pattern=pattern, keep_tail=tail)
+        if not {"N", "Nkv", "D"} <= says.keys():
+            says |= sizes_of(**{key: arguments.get(key) for key in ("query", "key", "head_num", "input_layout")})
+            tail = segments is not None and says.get("Tq") == segments.array.size != segments.num_tokens
+            says = {"keep_tail": tail} | says
+        return contract_breaches(arguments, segments=segments, pattern=pattern, **says)
     found = rows_and_tokens(operator_named(name), by_own_names(arguments))
     if found is None and segments is not None:
         found = segments.shape
@@ -75,7 +101,7 @@ def call_breaches(
 
 
 def named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by the names of the function that takes them."""
+    """Return the arguments of a call by the names of the function that takes them."""
     signature = inspect.signature(function)
     bound = dict(signature.bind(*args, **kwargs).arguments)
     rest = (name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD)
@@ -84,7 +110,7 @@ def named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def log_call(name: str, arguments: Mapping[str, Any], *, segments: Segments | None = None, **says: Any) -> None:
-    """With COLLATE_NPU_DEBUG=1: each rule that such a call breaks, once a process. Never raises."""
+    """Log each rule that such a call breaks, once a process (COLLATE_NPU_DEBUG=1). Never raises."""
     if errors.DEBUG and knows(name):
         try:
             found = call_breaches(name, arguments, segments=segments, **says)
@@ -98,10 +124,10 @@ def log_call(name: str, arguments: Mapping[str, Any], *, segments: Segments | No
 def log_batch(layer: str, batch: Mapping[str, Any], segments: Segments) -> None:
     """`log_call` for a batch that is about to enter a model whose recurrent layers are of this kind: the unsplit row.
 
-    `layer` is a consumer of that name, or a layer (`mindspeed.GatedDeltaNet`); of one that no contract knows nothing is
-    said. The layer is taken to read `attention_mask_2d` where the batch has one.
+    `layer` is a consumer of that name, or a layer; of one that no contract knows nothing is logged. The layer is taken to
+    read `attention_mask_2d` where the batch has one.
     """
     if errors.DEBUG and (row := find_operator(layer)) is not None:
-        read = {*row.offsets, row.numbers, *row.copies, *row.reads, *HOLDERS}
-        told = batch if batch.get(KEEP_KEY) is None else {**batch, "attention_mask": batch[KEEP_KEY]}
-        log_call(layer, {name: value for name, value in told.items() if name in read}, segments=segments)
+        read = {*row.offsets, row.numbers, *row.copies, *row.reads, HOLDER}
+        given = batch if batch.get(KEEP_KEY) is None else {**batch, "attention_mask": batch[KEEP_KEY]}
+        log_call(layer, {name: value for name, value in given.items() if name in read}, segments=segments)

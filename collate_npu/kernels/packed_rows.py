@@ -66,7 +66,7 @@ def convolution(
 
 
 def delta_rule(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a gated delta rule or KDA `(q, k, v, g, beta)`, `g` `[B, S, H]` or `[B, S, H, D]`, the log of the decay."""
+    """Wrap a gated delta rule or KDA `(q, k, v, g, beta)`, `g` `[B, S, H]` or `[B, S, H, D]`, the log of the decay."""
     chosen = {"chunk_size": CHUNK} if "chunk_size" in inspect.signature(function).parameters else {}
 
     def run(*args: Any, g: Tensor, seq_idx: Tensor, cu_seqlens: Tensor | None = None, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ def delta_rule(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scan(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of Mamba's second scan `(x [B, S, H, D], dt [B, S, H], A [H], B, C)`: `dt` as it acts, behind its bias and limits."""
+    """Wrap Mamba's second scan `(x [B, S, H, D], dt [B, S, H], A [H], B, C)`: `dt` behind its bias and limits."""
 
     def run(
         x: Tensor, dt: Tensor, A: Tensor, *args: Any, D: Tensor | None = None, dt_bias: Tensor | None = None,

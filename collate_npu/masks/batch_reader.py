@@ -9,7 +9,7 @@ Legend: B batch, S width, N sequences of a flat row, Q/K query and key rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ def find_hazards(sources: Sources, segments: Segments | None) -> dict[str, str]:
 
 
 def log_hazards(found: Mapping[str, str]) -> None:
-    """With COLLATE_NPU_DEBUG=1: each kind once a process, with the first batch that shows it."""
+    """Log each kind once a process, with the first batch that shows it (COLLATE_NPU_DEBUG=1)."""
     for kind, text in found.items():
         errors.log_once(("hazard", kind), f"hazard in a batch as it arrives: {text}")
 
@@ -140,8 +140,8 @@ def find_token_hazards(sources: Sources, segments: Segments) -> dict[str, str]:
         lost_BS = (labels_BS >= 0) & ~keep_BS
         rows = np.flatnonzero(lost_BS.any(axis=1)).tolist()[:_LISTED]
         if rows:
-            told = f"{lost_BS.sum()} labels stand on padding (rows {rows}), and the loss counts them. Set them to -100."
-            found["labels on padding"] = told
+            text = f"{lost_BS.sum()} labels stand on padding (rows {rows}), and the loss counts them. Set them to -100."
+            found["labels on padding"] = text
     if "input_ids" in each:
         ids_BS = sources.array("input_ids")
         padded = np.unique(ids_BS[~keep_BS])
@@ -196,9 +196,9 @@ def agreed(
         remedy = "Collate with padding_free=True, or set it to False."
         raise CollateError(explain("input_ids", f"{shape[0]} rows", rule, remedy))
     squares = {key: full for key, full in sources.masks.items() if not _is_keys(full, shape)}
-    truth, positions_BS = _parted(sources, _told(sources, shape, polarity, squares), shape, padding_free)
-    told = truth is not None
-    parting_BS = None if told or positions_BS is None else unless_in_doubt(sources, positions_BS)
+    truth, positions_BS = _parted(sources, _compared(sources, shape, polarity, squares), shape, padding_free)
+    by_keys = truth is not None
+    parting_BS = None if by_keys or positions_BS is None else unless_in_doubt(sources, positions_BS)
     for key, full in squares.items():
         truth = _with_dense(key, full, truth, parting_BS, shape, (polarity, declared, own))
     if truth is None:
@@ -209,10 +209,10 @@ def agreed(
         check_offsets(sources, truth.segments, truth.name)
     if sources.named["longest"]:
         check_longest(sources, truth.segments)
-    if not told:
+    if not by_keys:
         _refuse_doubtful_ends(sources, truth)
     if not sources.named["segment_ids"]:
-        _refuse_inverted(sources, shape, truth.segments, empty=told and bool(squares))
+        _refuse_inverted(sources, shape, truth.segments, empty=by_keys and bool(squares))
     if errors.DEBUG:
         log_hazards(find_hazards(sources, truth.segments))
     return truth.segments
@@ -222,7 +222,7 @@ def check_known(sources: Sources, segments: Segments) -> None:
     """Raise where a batch contradicts the Segments that its caller knows. `attention_mask` is not read: its form is the
     consumer's."""
     try:
-        _told(sources, sources.shape() if sources.named["tokens"] else segments.shape, None, {}, segments)
+        _compared(sources, sources.shape() if sources.named["tokens"] else segments.shape, None, {}, segments)
         check_known_offsets(sources, segments)
         check_offsets(sources, segments, "segments")
         check_longest(sources, segments)
@@ -254,7 +254,7 @@ def _is_keys(full: Tensor, shape: tuple[int, int]) -> bool:
     return not (full.shape[0] == full.shape[1] and full.is_floating_point() and bool((full < 0).any()))
 
 
-def _told(
+def _compared(
     sources: Sources,
     shape: tuple[int, int],
     polarity: Polarity | None,
@@ -263,33 +263,44 @@ def _told(
 ) -> _Truth | None:
     """Return the most detailed of the sources that need no other, after all were compared: shape, padding, boundaries. With
     `known` Segments, only the keys that carry the same facts are compared."""
+    numbered = known is None and (sources.offsets or sources.lengths)
+    flat = segments_from_offsets(sources, shape) if numbered else None
+    found = [] if known is None else [_Truth("segments", known, True)]
+    found += [_Truth(key, of_ids(as_ids(sources.array(key))), True) for key in sources.named["segment_ids"]]
     keep_BS = sources.array(KEEP_KEY) if sources.named["keep"] else None
-    numbers = known is None and (sources.offsets or sources.lengths)
-    flat = segments_from_offsets(sources, shape) if numbers else None
-    rows = {key: full for key, full in sources.masks.items() if key not in squares} if known is None else {}
-    if polarity in (None, "keep"):
-        tails = flat is not None and (flat[0] == "input_lengths" or bool(sources.named["tail"]))
-        unsaid = tails and not says_padding(sources)
-        repeated = [key for key, full in rows.items() if keep_BS is not None and np.array_equal(full, keep_BS)]
-        rows = {} if unsaid else {key: full for key, full in rows.items() if key not in repeated}
-    told = [] if known is None else [_Truth("segments", known, True)]
-    told += [_Truth(key, of_ids(as_ids(sources.array(key))), True) for key in sources.named["segment_ids"]]
     if keep_BS is not None:
-        plain = keep_BS.dtype == bool and keep_BS.ndim == 2
+        plain = keep_BS.dtype.kind == "b" and keep_BS.ndim == 2
         keep = _Truth(KEEP_KEY, of_keep(keep_BS), False) if plain else _of_keys(KEEP_KEY, torch.from_numpy(keep_BS), "keep")
-        told.append(keep)
-    beside = bool(told)
-    for key, full in rows.items():
-        zeros = beside and not bool(full.any())  # alone they could mean anything
-        told.append(_of_keys(key, full, polarity or ("keep" if zeros else None)))
-    if flat is not None:
-        told.append(_Truth(*flat, True))
-    for name, segments, _ in told:
+        found.append(keep)
+    if known is None and len(squares) < len(sources.masks):
+        rows = {key: full for key, full in sources.masks.items() if key not in squares}
+        tails = flat is not None and (flat[0] == "input_lengths" or bool(sources.named["tail"]))
+        if not (tails and polarity in (None, "keep") and not says_padding(sources)):  # ones beside tails say nothing
+            found += _of_rows(rows, polarity, keep_BS, beside=bool(found))
+    found += [] if flat is None else [_Truth(*flat, True)]
+    for name, segments, _ in found:
         if segments.shape != shape:
             raise wrong_shape_error(name, str(list(segments.shape)), shape)
-    parted = [each for each in told if each.parted]
-    for each in told[1:]:
-        check_same_padding(told[0].segments, each.name, each.segments)
+    if len(found) > 1:
+        for each in found[1:]:
+            check_same_padding(found[0].segments, each.name, each.segments)
+        _check_same_boundaries([each for each in found if each.parted])
+    return next((each for each in found if each.parted), found[0] if found else None)
+
+
+def _of_rows(
+    rows: Mapping[str, Tensor], polarity: Polarity | None, keep_BS: Array | None, *, beside: bool
+) -> Iterator[_Truth]:
+    """Read the masks `[B, S]` that do not repeat the 2D mask; `beside`: another key names the padding too."""
+    for key, full in rows.items():
+        repeats = polarity in (None, "keep") and keep_BS is not None and np.array_equal(full, keep_BS)
+        if not repeats:
+            zeros = beside and not bool(full.any())  # alone they could mean anything
+            yield _of_keys(key, full, polarity or ("keep" if zeros else None))
+
+
+def _check_same_boundaries(parted: Sequence[_Truth]) -> None:
+    """Raise where two sources tell other sequences of a row."""
     for each in parted[1:]:
         one, other = parted[0].segments, each.segments
         wrong = np.flatnonzero((one.array != other.array).any(axis=1)).tolist()
@@ -298,7 +309,6 @@ def _told(
             rule = f"It disagrees with {parted[0].name} about where one sequence of a row ends and the next begins."
             remedy = "Keep one of them, or rebuild both from the lengths."
             raise CollateError(explain_rows(each.name, bad, rule, remedy, more="sources-disagree"))
-    return next(iter(parted or told), None)
 
 
 def _parted(
@@ -338,8 +348,8 @@ def _with_dense(
     polarity, pattern, own = declared
     full = _one_head(key, full, polarity)
     if full.ndim == 4 and full.shape[-2] == 1 < shape[1] and pattern is None:
-        asked = {"polarity=": "which of True and False is real", "pattern=": "whether queries attend to both sides"}
-        missing = {name: what for (name, what), said in zip(asked.items(), (polarity or truth, pattern)) if said is None}
+        unknown = {"polarity=": "which of True and False is real", "pattern=": "whether queries attend to both sides"}
+        missing = {name: what for (name, what), value in zip(unknown.items(), (polarity or truth, pattern)) if value is None}
         rule = f"One row of keys for all queries does not say {', and not '.join(missing.values())}."
         remedy = f"Declare {' and '.join(missing)}. {REMEDY_CARRY_2D}"
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="polarity"))
@@ -362,10 +372,10 @@ def _read(full: Tensor, truth: _Truth | None, positions_BS: Array | None, B: int
         try:
             return read_bare_mask(full, Known(pattern=pattern), polarity=polarity, batch_size=B)
         except (AmbiguousMaskError, PolarityError):
-            told = None if positions_BS is None else split_by_positions(positions_BS, None, padding_free=False)
-            if told is None or not told[1]:
+            split = None if positions_BS is None else split_by_positions(positions_BS, None, padding_free=False)
+            if split is None or not split[1]:
                 raise
-            known = Known(pattern=pattern, segments=told[0])
+            known = Known(pattern=pattern, segments=split[0])
     else:
         read = truth.segments.packed and not truth.parted  # what another mask showed, and none of the other keys says
         one_a_row = of_keep(keep_array(truth.segments)) if read else truth.segments
@@ -388,7 +398,7 @@ def _one_head(key: str, full: Tensor, polarity: Polarity | None) -> Tensor:
 
 def _unknown(sources: Sources, padding_free: bool) -> AmbiguousMaskError:
     rule = "No key says which tokens are padding: no mask may mean no padding, or a mask that was lost."
-    remedy = "Pass attention_mask [B, S], 1 = real token (ones where nothing is padded), or collate with ours."
+    remedy = "Pass attention_mask [B, S], 1 = real token (ones where nothing is padded), or collate with PaddingCollator."
     if padding_free:
         rule = "Nothing says where one sequence of this flat row ends and the next begins."
         remedy = "Keep position_ids that restart, cu_seq_lens_q or segment_ids in the batch (return_position_ids=True); of "
@@ -404,8 +414,8 @@ def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:
     if truth.segments.padding_side != "none" or ids_BS.size < 2 or (ids_BS == ids_BS[0, 0]).all():
         return
     labels_BS = sources.array("labels") if sources.named["labels"] else None
-    told = labels_BS is not None and labels_BS.shape == ids_BS.shape
-    unread_BS = labels_BS < 0 if told and labels_BS is not None else np.ones(ids_BS.shape, bool)
+    labelled = labels_BS is not None and labels_BS.shape == ids_BS.shape
+    unread_BS = labels_BS < 0 if labelled and labels_BS is not None else np.ones(ids_BS.shape, bool)
     bad = {}
     for end, at in (("begin", slice(None)), ("end", slice(None, None, -1))):
         run_BS = np.logical_and.accumulate((ids_BS == ids_BS[:, at][:, :1])[:, at], axis=1)

@@ -56,8 +56,7 @@ class MaskValues:
     """
 
     def __init__(self, full: Tensor, declared: Polarity | None, key: str = "attention_mask") -> None:
-        if declared is not None:
-            check_polarity(declared)
+        check_polarity(declared)
         self.full, self.key = full, key
         self._float = full.is_floating_point()
         below = DECLARED_BELOW if declared == "bias" else BLOCKED_BELOW
@@ -189,7 +188,7 @@ class Region(NamedTuple):
 
 
 def regions_of(segments: Segments) -> list[list[Region]]:
-    """For each row of the batch its sequences; every query is in one region, unless the row is padding alone."""
+    """Return the sequences of each row of the batch; every query is in one region, unless the row is padding alone."""
     spans, lengths, (B, S) = segments.spans, segments.sequence_lengths, segments.shape
     rows: list[list[Region]] = [[] for _ in range(B)]
     for n, (b, start, end) in enumerate(spans):
@@ -240,16 +239,13 @@ class Square:
         self._read = partial(values.attending, polarity=polarity)
         self.shape = batch_size, raw.shape[-1]
         self._scratch: dict[int, tuple[bytearray, Bools]] = {}
-        self.raw_rows = self._as_they_lie if raw.dtype == bool else self.rows
+        self.raw_rows = (lambda b, low, high: self._raw_BQK[b, low:high]) if raw.dtype == bool else self.rows
         """`rows` without a copy, where `attends` stands for "attends"."""
         self.attends = not (raw.dtype == bool and polarity == "masked")
 
     def rows(self, b: int, low: int, high: int) -> Bools:
         """bool `[high - low, S]`: query rows of one row of the batch."""
         return self._read(self._raw_BQK[b, low:high])
-
-    def _as_they_lie(self, b: int, low: int, high: int) -> Bools:
-        return self._raw_BQK[b, low:high]
 
     @once
     def blocks(self) -> list[tuple[int, int]]:
@@ -314,7 +310,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The sequences a matrix shows and the pattern that gives it back (None where that was not asked)."""
+    """The sequences a matrix shows and the pattern that gives it back (None where no pattern was looked for)."""
 
     segments: Segments
     pattern: Pattern | None

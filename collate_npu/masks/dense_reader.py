@@ -32,7 +32,7 @@ Rows = list[tuple[int, str]]
 class UnexplainedError(Exception):
     """No padding and no pattern gives this matrix, under the polarity it was read with; `rows` says where and why.
 
-    `instead` names a pattern that would explain it, where one was given. `rows` are read off the matrix when asked for.
+    `instead` names a pattern that would explain it, where one was given. `rows` are read off the matrix when needed.
     """
 
     def __init__(self, rows: Callable[[], Rows], instead: Pattern | None = None) -> None:
@@ -220,7 +220,7 @@ def _disagreements(square: Square, keep_BS: Bools | None) -> Rows:
 
 
 def read_square(square: Square, known: Known) -> Reading:
-    """`Reading` of a `[B, S, S]` matrix.
+    """Return the `Reading` of a `[B, S, S]` matrix.
 
     Raises `UnexplainedError` where nothing gives this matrix, `AmbiguousMaskError` where two different truths do.
     """
@@ -258,7 +258,7 @@ def prove(
 ) -> Pattern:
     """The pattern that gives the matrix back on every real row: the declared one, or the first that does.
 
-    `extents`, what every query attends and how far back any that counts looks, is asked where the first pattern fails.
+    `extents`, what every query attends and how far back any that counts looks, is computed where the first pattern fails.
     `proved_BQ` are queries that plain causal attention is known to give. Raises `UnexplainedError`.
     """
 
@@ -274,8 +274,8 @@ def prove(
     found = next((each for each in tries if each != first and next(wrong(each), None) is None), None)
     if pattern is None and found is not None:
         return found
-    said = "rows that no pattern gives" if pattern is None else f"rows that are not those of {pattern} attention"
-    raise UnexplainedError(lambda: [(b, said) for b in wrong(first)], found)
+    text = "rows that no pattern gives" if pattern is None else f"rows that are not those of {pattern} attention"
+    raise UnexplainedError(lambda: [(b, text) for b in wrong(first)], found)
 
 
 def _seen(segments: Segments, extents: Extents, reach: int) -> tuple[int, list[int]]:

@@ -245,9 +245,9 @@ def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
     others = {name: str(error.instead) for name, error in failed.items() if error.instead is not None}
     result = next(iter(found.values()))
     if len(found) + len(others) > 1 and (len(found) > 1 or isinstance(result, Reading)):
-        said = {name: repr(x.segments) if isinstance(x, Reading) else "ambiguous too" for name, x in found.items()}
-        told = "; ".join(f"as '{name}' it is {text}" for name, text in (said | others).items())
-        rule = f"Both readings are possible: {told}."
+        readings = {name: repr(x.segments) if isinstance(x, Reading) else "ambiguous too" for name, x in found.items()}
+        text = "; ".join(f"as '{name}' it is {found_as}" for name, found_as in (readings | others).items())
+        rule = f"Both readings are possible: {text}."
         raise PolarityError(explain(MASK_KEY, values.got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
     if isinstance(result, AmbiguousMaskError):
         raise result

@@ -1,6 +1,6 @@
 """Forms: what a kernel takes, made from `Segments` and an attention pattern.
 
-Dense forms cost B * Q * S elements and are built only when asked for; on the CPU every element is written once, by
+Dense forms cost B * Q * S elements and are built only where they are needed; on the CPU every element is written once, by
 copying rows out of one vector of 2 * S elements (a causal block is the same row, shifted). None and varlen cost O(B * S)
 or less; a BlockMask keeps O(B * S) but is found by evaluating every place, unless it is compiled.
 Legend: B batch, S width (all keys), Q query rows built, K keys, T tokens without padding, N sequences.
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, check_places, host_array
+from collate_npu.arrays import PLAIN, Array, check_places, host_array, whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.masks.dense_mask import Polarity, fill_rows, regions_of
 from collate_npu.masks.patterns import CAUSAL, Pattern
@@ -112,8 +112,8 @@ def dense(
     >>> dense(left, polarity="masked", rows=[1]).tolist()
     [[[[True, False]]], [[[False, False]]]]
     """
-    told = {"rows": rows, "dtype": dtype, "device": here(device), "max_mask_bytes": max_mask_bytes}
-    return write_dense(segments, polarity, Pattern.of(pattern), **told)
+    options = {"rows": rows, "dtype": dtype, "device": here(device), "max_mask_bytes": max_mask_bytes}
+    return write_dense(segments, polarity, Pattern.of(pattern), **options)
 
 
 def write_dense(
@@ -126,7 +126,7 @@ def write_dense(
     device: torch.device = CPU,
     max_mask_bytes: int = MAX_MASK_BYTES,
 ) -> Tensor:
-    """As `dense`, of arguments whose kinds are known."""
+    """Do what `dense` does, for arguments that need no check."""
     pattern.check(len(segments.sequence_lengths))
     dtype, attend, blocked = _values(polarity, dtype)
     B, S = segments.shape
@@ -165,6 +165,9 @@ def open_empty_rows(masked: Tensor) -> Tensor:
 
 
 def _values(polarity: Polarity, dtype: torch.dtype | None) -> tuple[torch.dtype, float, float]:
+    if dtype is not None and dtype not in PLAIN:
+        rule, remedy = "A mask is of bools, whole numbers, or floats of 16 bits or more.", "Pass one, and convert the mask."
+        raise CollateError(explain("dtype", str(dtype), rule, remedy))
     if polarity == "bias":
         dtype = dtype or torch.float32
         if dtype.is_floating_point:
@@ -258,9 +261,10 @@ def block_mask(
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    B, S = segments.shape
+    (B, S), device, block_size = segments.shape, here(device), whole_number("block_size", block_size, least=1)
+    whole = -(-S // block_size) * block_size
     if not compiled:
-        check_bytes("block mask being built", (B, 1, S, S), EVALUATED_BYTES, max_mask_bytes)
+        check_bytes("block mask being built", (B, 1, whole, whole), EVALUATED_BYTES, max_mask_bytes)
     attends = cast(Any, mask_mod(segments, pattern, device))
     return create_block_mask(attends, B, None, S, S, device=str(device), BLOCK_SIZE=block_size, _compile=compiled)
 
@@ -298,7 +302,7 @@ def offsets_of(segments: Segments, places: Sequence[int] | None = None, *, longe
     held = own_places(segments) if places is None else list(places)
     flat = of_lengths([held], sum(held))
     physical, longest = torch.tensor([0, *accumulate(held)], dtype=torch.int32), max(longest or 0, flat.max_length)
-    told = {
+    offsets = {
         "position_ids": flat.position_ids,
         "cu_seq_lens_q": physical,
         "cu_seq_lens_k": physical.clone(),
@@ -308,26 +312,31 @@ def offsets_of(segments: Segments, places: Sequence[int] | None = None, *, longe
     }
     lengths = [*segments.lengths[0], *([0] * (len(held) - segments.num_sequences if places is not None else 0))]
     if places is not None:
-        told |= {
+        offsets |= {
             "cu_seqlens": torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
             "cu_seqlens_padded": physical.clone(),
         }
-    return told | {"seq_lens": torch.tensor(lengths, dtype=torch.int32)}
+    return offsets | {"seq_lens": torch.tensor(lengths, dtype=torch.int32)}
 
 
 def offsets_of_rows(segments: Segments) -> dict[str, Any]:
     """Return the offsets of rows `[B, S]` laid one behind the other: each run, of padding too, counts as a sequence.
 
-    >>> told = offsets_of_rows(Segments.from_ids([[1, 1, 2, 0], [1, 0, 0, 0]]))
-    >>> told["cu_seq_lens_q"].tolist(), told["seq_idx"].tolist()
+    >>> offsets = offsets_of_rows(Segments.from_ids([[1, 1, 2, 0], [1, 0, 0, 0]]))
+    >>> offsets["cu_seq_lens_q"].tolist(), offsets["seq_idx"].tolist()
     ([0, 2, 3, 4, 5, 8], [[0, 0, 1, 2], [3, 4, 4, 4]])
     """
     begins_BS = np.diff(segments.array, axis=1, prepend=-1) != 0
     starts = [*np.flatnonzero(begins_BS).tolist(), begins_BS.size]
     physical, longest = torch.tensor(starts, dtype=torch.int32), int(np.diff(starts).max())
-    told = {"cu_seq_lens_q": physical, "cu_seq_lens_k": physical.clone(), "max_length_q": longest, "max_length_k": longest}
+    offsets = {
+        "cu_seq_lens_q": physical,
+        "cu_seq_lens_k": physical.clone(),
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
     ids_BS = (begins_BS.reshape(-1).cumsum() - 1).reshape(begins_BS.shape)
-    return told | {"seq_idx": torch.from_numpy(ids_BS.astype(np.int32))}
+    return offsets | {"seq_idx": torch.from_numpy(ids_BS.astype(np.int32))}
 
 
 # --- places: how much of a flat row each sequence takes up

@@ -62,9 +62,9 @@ class Sources(dict[str, Any]):
         self._held: dict[tuple[str, Any], tuple[Any, Any]] = {}
         self.counted = False
         """True if its positions follow from its Segments: the batch reader found it, or the collator built them."""
-        listed = [name for name, value in self.items() if value is not None and name in _ROLES]
-        for name in sorted(listed, key=_ORDER.__getitem__):
-            self.named[_ROLES[name]] += (name,)
+        for name in sorted(_ROLES.keys() & self.keys(), key=_ORDER.__getitem__):
+            if self[name] is not None:
+                self.named[_ROLES[name]] += (name,)
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> Sources:
@@ -92,16 +92,16 @@ class Sources(dict[str, Any]):
     def offsets(self) -> Mapping[str, Array]:
         """Offsets of a flat row, physical and real ones, those of Megatron's `packed_seq_params` among them, and of NeMo
         RL's `flash_attn_kwargs` (nemo_rl/models/automodel/train.py:125, 7ea279a)."""
-        told: dict[str, Array] = {}
+        found: dict[str, Array] = {}
         for held in ("packed_seq_params", "flash_attn_kwargs"):
             params = self.get(held)
             for name in KEYS if params is not None else ():
                 value = params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)
                 if KEYS[name].role in _OFFSETS and value is not None:
-                    told[f"{held}.{name}"] = as_offsets(f"{held}.{name}", value)
+                    found[f"{held}.{name}"] = as_offsets(f"{held}.{name}", value)
         for role in _OFFSETS:
-            told |= {name: as_offsets(name, self.array(name)) for name in self.named[role]}
-        return told
+            found |= {name: as_offsets(name, self.array(name)) for name in self.named[role]}
+        return found
 
     @once
     def lengths(self) -> list[list[int]] | None:
@@ -281,13 +281,13 @@ def check_known_offsets(sources: Sources, segments: Segments) -> None:
         raise CollateError(explain("cu_seqlens", str(real.tolist())[:80], rule, _REMEDY, more="sources-disagree"))
 
 
-def check_offsets(sources: Sources, segments: Segments, told_by: str) -> None:
+def check_offsets(sources: Sources, segments: Segments, source: str) -> None:
     """Raise where the lengths or sequence numbers of a batch describe other sequences than its `Segments`, which the key
-    `told_by` gave."""
-    if sources.lengths is not None and told_by not in sources.named["lengths"]:
+    `source` gave."""
+    if sources.lengths is not None and source not in sources.named["lengths"]:
         rows = _length_rows(sources, segments.shape[0])
-        told = enumerate(zip(rows, segments.lengths))
-        bad = [(b, f"{row}, not {list(real)}") for b, (row, real) in told if [n for n in row if n] != list(real)]
+        pairs = enumerate(zip(rows, segments.lengths))
+        bad = [(b, f"{row}, not {list(real)}") for b, (row, real) in pairs if [n for n in row if n] != list(real)]
         bad = [(b, text) for b, text in bad if rows[b] != [segments.row_lengths[b]]]
         if bad:
             rule = "Lengths count the real tokens of each sequence."
@@ -297,7 +297,7 @@ def check_offsets(sources: Sources, segments: Segments, told_by: str) -> None:
         numbers_BS, keep_BS = sources.array(key), segments.array != 0
         same = numbers_BS.shape == segments.shape
         if not same or (run_starts(numbers_BS, keep_BS, 0) != run_starts(segments.array, keep_BS, 0)).any():
-            rule = "It numbers other sequences than the rest of the batch tells."
+            rule = "It numbers other sequences than the other keys of the batch."
             raise CollateError(explain(key, str(numbers_BS.tolist())[:80], rule, _REMEDY))
 
 
@@ -326,8 +326,8 @@ def _length_rows(sources: Sources, B: int) -> list[list[int]]:
 def physical_offsets(sources: Sources, segments: Segments) -> list[int] | None:
     """What the offsets of a flat row say, padded ones first, where they cover the row and fit its sequences; else None."""
     named = (*sources.named["padded_offsets"], *sources.named["offsets"])
-    told = (fitting_places(sources.offsets[name], segments) for name in named)
-    return next((places for places in told if places is not None), None)
+    fitting = (fitting_places(sources.offsets[name], segments) for name in named)
+    return next((places for places in fitting if places is not None), None)
 
 
 def physical_and_real_offsets(offsets: Mapping[str, Array]) -> tuple[str, Array, Array | None]:
@@ -349,15 +349,15 @@ def _real_lengths(name: str, physical: Array, real: Array | None, lengths: list[
     places_N = np.diff(physical)
     real_N = places_N if real is None else np.diff(real)
     if lengths is not None:
-        told_N = np.array([n for row in lengths for n in row if n], np.int64)
+        given_N = np.array([n for row in lengths for n in row if n], np.int64)
         held_N = real_N[real_N > 0]
-        tail = real is None and len(told_N) == len(held_N) - 1 and np.array_equal(told_N, held_N[:-1])
-        padded = real is None and len(told_N) == len(held_N) and (told_N <= held_N).all()
-        if not (tail or padded or np.array_equal(told_N, held_N)):
+        tail = real is None and len(given_N) == len(held_N) - 1 and np.array_equal(given_N, held_N[:-1])
+        padded = real is None and len(given_N) == len(held_N) and (given_N <= held_N).all()
+        if not (tail or padded or np.array_equal(given_N, held_N)):
             rule = f"{name} says {held_N.tolist()[:8]}."
-            raise CollateError(explain("seq_lens", str(told_N.tolist()[:8]), rule, _REMEDY, more="sources-disagree"))
+            raise CollateError(explain("seq_lens", str(given_N.tolist()[:8]), rule, _REMEDY, more="sources-disagree"))
         real_N = real_N.copy()
-        real_N[real_N > 0] = np.append(told_N, 0) if tail else told_N
+        real_N[real_N > 0] = np.append(given_N, 0) if tail else given_N
     if (real_N > places_N).any():
         rule = f"{name} leaves room for {places_N.tolist()[:8]}."
         raise CollateError(explain("cu_seqlens", f"lengths {real_N.tolist()[:8]}", rule, _REMEDY))
@@ -392,8 +392,8 @@ def drop_tail(sources: Sources, segments: Segments, positions_BS: Array) -> Segm
     starts = S - np.cumsum(lengths[::-1])[::-1]
     last_S, ids_S = positions_BS[0, starts[-1] :], np.zeros(S, np.int64)
     unread_S = np.zeros(S, bool) if (found_S := _unread(sources, S)) is None else found_S
-    told = sources.named["tokens"] == ("input_ids",)
-    ids_S = sources.array("input_ids")[0] if told else ids_S
+    by_ids = sources.named["tokens"] == ("input_ids",)
+    ids_S = sources.array("input_ids")[0] if by_ids else ids_S
     one_is_real = (ids_S[starts[-1] + 1 :] == ids_S[-1]).all() and ids_S[starts[-1]] != ids_S[-1]
     counted_N = [] if sources.lengths is None else _length_rows(sources, 1)[0]
     counts_them = sum(n > 0 for n in counted_N) == len(lengths)  # so they are real
@@ -404,7 +404,7 @@ def drop_tail(sources: Sources, segments: Segments, positions_BS: Array) -> Segm
     again = any(np.array_equal(rest_S, form) for form in (np.arange(len(rest_S)), 0 * rest_S, 0 * rest_S + counted - 1))
     if 0 < counted < len(last_S) and again and unread_S[starts[-1] + counted :].all():
         return of_lengths([[*lengths[:-1], counted]], S)
-    run = int((unread_S & (ids_S == ids_S[-1]))[::-1].cumprod().sum()) if told and not counts_them else 0
+    run = int((unread_S & (ids_S == ids_S[-1]))[::-1].cumprod().sum()) if by_ids and not counts_them else 0
     again = len(lengths) > 1 and S - run <= starts[-1] < S - 1 and not S - run <= starts[-2]  # several would be parted still
     return of_lengths([lengths[:-1]], S) if again else segments
 
@@ -412,8 +412,8 @@ def drop_tail(sources: Sources, segments: Segments, positions_BS: Array) -> Segm
 def _unread(sources: Sources, S: int) -> Array | None:
     """Return bool `[S]`: places of a flat row without a label; None where the batch has no labels and no loss mask."""
     for name in ("labels", "shift_labels", "shifted_labels", "loss_mask"):
-        if sources.get(name) is not None and (told_BS := sources.array(name)).shape == (1, S):
-            return np.asarray(told_BS[0] == 0 if name == "loss_mask" else told_BS[0] < 0)
+        if sources.get(name) is not None and (given_BS := sources.array(name)).shape == (1, S):
+            return np.asarray(given_BS[0] == 0 if name == "loss_mask" else given_BS[0] < 0)
     return None
 
 
@@ -451,8 +451,8 @@ def check_counts(positions_BS: Array, segments: Segments) -> None:
     if bad := sorted({*rows[~(steps >= 0)].tolist(), *stand}):
         rule = "Inside a sequence positions rise; these fall, or are one number for all of its tokens."
         remedy = "Leave position_ids out: they follow from the mask. Or let each sequence count from 0."
-        said = [(int(b), str(positions_BS[b].tolist()[:24])) for b in bad]
-        raise CollateError(explain_rows("position_ids", said, rule, remedy))
+        shown = [(int(b), str(positions_BS[b].tolist()[:24])) for b in bad]
+        raise CollateError(explain_rows("position_ids", shown, rule, remedy))
 
 
 def _restarts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:

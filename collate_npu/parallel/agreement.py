@@ -46,7 +46,7 @@ class RanksApartError(CollateError):
     """What every rank of a group hears of: ranks that differ, one that raised, one that did not come."""
 
 
-Heard = dict[int, dict[str, Any]]
+Messages = dict[int, dict[str, Any]]
 """Facts of one call by rank, or {"raised": the reason} for a rank that stops."""
 
 
@@ -67,7 +67,7 @@ class Meeting:
 
     def greet(self, stream: str, timeout: timedelta) -> None:
         """Agree on a name that no earlier meeting in the same store had: ranks and groups that begin again count from 1
-        together. Waits for the others, once in a world; a call given up here is told as soon as there is a name."""
+        together. Waits for the others, once in a world; a call given up here is reported as soon as there is a name."""
         with self.turn, _store() as store:
             if self.session:
                 return
@@ -99,20 +99,20 @@ class Meeting:
         with self._stream(stream).turn, _store() as store:
             self._say(store, stream, message)
 
-    def exchange(self, stream: str, message: Mapping[str, Any], timeout: timedelta) -> tuple[int, Heard]:
+    def exchange(self, stream: str, message: Mapping[str, Any], timeout: timedelta) -> tuple[int, Messages]:
         """Send a message, and return the call's number in its stream and what each rank sent at the same call. Raises
         `CollateError` where a rank is late, and tells that rank when it comes."""
         with self._stream(stream).turn, _store() as store:
             number = self._say(store, stream, message)
             for last in _tries(timeout):
-                heard = self._heard(store, stream, number)
-                if len(heard) == len(self.ranks):
+                messages = self._messages(store, stream, number)
+                if len(messages) == len(self.ranks):
                     break
                 if last:
-                    error = _silent([rank for rank in self.ranks if rank not in heard], timeout)
+                    error = _silent([rank for rank in self.ranks if rank not in messages], timeout)
                     self._set(store, stream, number, {"raised": str(error)})
                     raise error
-        return number, heard
+        return number, messages
 
     def _say(self, store: Any, stream: str, message: Mapping[str, Any]) -> int:
         held = self._stream(stream)
@@ -123,15 +123,15 @@ class Meeting:
     def _set(self, store: Any, stream: str, number: int, message: Mapping[str, Any]) -> None:
         store.set(self._key(stream, number, dist.get_rank()), f"{number} {json.dumps(message)}")
 
-    def _heard(self, store: Any, stream: str, number: int) -> Heard:
+    def _messages(self, store: Any, stream: str, number: int) -> Messages:
         """What those say who have come to this call; one that went past it without hearing the others had raised."""
-        keys, heard = [self._key(stream, number, rank) for rank in self.ranks], {}
+        keys, messages = [self._key(stream, number, rank) for rank in self.ranks], {}
         texts = _found(store, keys) if number <= _PLACES else store.multi_get(keys)  # later every place exists
         for rank, text in zip(self.ranks, texts):
             at, _, message = text.decode().partition(" ")
             if int(at or 0) >= number:
-                heard[rank] = json.loads(message) if int(at) == number else {"raised": "an error, and went on"}
-        return heard
+                messages[rank] = json.loads(message) if int(at) == number else {"raised": "an error, and went on"}
+        return messages
 
     def _stream(self, name: str) -> Stream:
         return self.streams.setdefault(name, Stream())
@@ -175,7 +175,7 @@ def _store() -> Iterator[Any]:
 
 
 def _tries(timeout: timedelta) -> Iterator[bool]:
-    """Until the time is over, and once more; True at that last one. Whoever waits asks again and again: the store's own
+    """Until the time is over, and once more; True at that last one. Whoever waits polls: the store's own
     wait would hold the one connection that all threads of a process share."""
     start = monotonic()
     while (waited := monotonic() - start) < timeout.total_seconds():
@@ -190,7 +190,7 @@ def _found(store: Any, keys: list[str]) -> list[bytes]:
 
 def _silent(ranks: list[int], timeout: timedelta) -> RanksApartError:
     rule = f"Every rank says what it holds before data is exchanged, and these did not in {timeout}."
-    remedy = "Look at what they printed: they raised, did not come to this step, or another thread of theirs gathers now."
+    remedy = "Look at what they printed: they raised, did not come to this step, or another of their threads gathers now."
     return RanksApartError(explain("context parallel", f"no word of ranks {ranks}", rule, remedy, more="ranks-apart"))
 
 
@@ -230,17 +230,17 @@ def ranks_agree(cp: ContextParallel | None, *, timeout: timedelta | None = None,
     meeting.open[here] = facts
     try:
         yield facts
-        said = {name: value if isinstance(value, str) else value() for name, value in facts.items()}
+        own = {name: value if isinstance(value, str) else value() for name, value in facts.items()}
     except Exception as error:
-        if not isinstance(error, RanksApartError):  # of a gather in this block: all have heard of it
+        if not isinstance(error, RanksApartError):  # of a gather in this block: all know of it
             meeting.say(stream, {"raised": f"{type(error).__name__}: {error}"})
         raise
     finally:
         meeting.open.pop(here)
         if outer is not None:
             meeting.open[here] = outer
-    number, heard = meeting.exchange(stream, said, timeout)
-    _check(heard)
+    number, messages = meeting.exchange(stream, own, timeout)
+    _check(messages)
     facts["number"] = f"{stream} {number}"
 
 
@@ -341,25 +341,25 @@ def _is_compared(name: str, value: Tensor, key: Key, segments: Segments | None) 
     return key.kind in ("tokens", "positions", "truth", "offsets")
 
 
-def _check(heard: Heard) -> None:
-    raised = {rank: message["raised"] for rank, message in heard.items() if "raised" in message}
+def _check(messages: Messages) -> None:
+    raised = {rank: message["raised"] for rank, message in messages.items() if "raised" in message}
     if raised:
         listed = "; ".join(f"rank {rank} raised {text}" for rank, text in raised.items())
         rule = "Ranks that share a row go on together or not at all."
         raise RanksApartError(explain("context parallel", listed, rule, "Mend what that rank says.", more="ranks-apart"))
-    if apart := list(_apart(heard)):
+    if apart := list(_apart(messages)):
         listed = apart[0] if apart[0].startswith("call ") else "; ".join(apart)
         rule = "Ranks that share a row make the same calls and hold one batch: keys, shapes, tokens, truth and layout."
         remedy = "Give these ranks the same samples (a sampler by data-parallel rank), settings and order of calls."
         raise RanksApartError(explain("context parallel", listed, rule, remedy, more="ranks-apart"))
 
 
-def _apart(said: Mapping[int, Mapping[str, str]]) -> Iterator[str]:
+def _apart(messages: Mapping[int, Mapping[str, str]]) -> Iterator[str]:
     """What differs: `labels int64 [2, 8] on ranks [0, 1], int64 [2, 12] on ranks [2]`."""
-    for name in dict.fromkeys(name for facts in said.values() for name in facts):
+    for name in dict.fromkeys(name for facts in messages.values() for name in facts):
         held: dict[str, list[int]] = {}
-        for rank, facts in said.items():
-            told = facts.get(name, "absent")
-            held.setdefault(next((other for other in held if _same(other, told)), told), []).append(rank)
+        for rank, facts in messages.items():
+            value = facts.get(name, "absent")
+            held.setdefault(next((other for other in held if _same(other, value)), value), []).append(rank)
         if len(held) > 1:
             yield f"{name} {', '.join(f'{value} on ranks {ranks}' for value, ranks in held.items())}"

@@ -173,7 +173,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        """This rank's part of one gradient (`same`), or the sum over ranks (`local`), who must all be at the same gather."""
+        """Return this rank's part of one gradient (`same`), or the sum over ranks (`local`): all are at one gather."""
         (grad,) = grads
         if ctx.loss == "same":
             return grad[ctx.cp.rank], None, None, None

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collate_npu.arrays import whole_number
+from collate_npu.arrays import OF_A_BATCH, check_places, whole_number
 from collate_npu.errors import CollateError, explain, explain_rows
 from collate_npu.segments import as_offsets
 from collate_npu.validation import checked
@@ -70,8 +70,8 @@ def timeout_of(group: Any) -> timedelta:
     """Return how long ranks of this group wait for each other: the timeout of `init_process_group` or `new_group`."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
-        if isinstance(told := getattr(options, "_timeout", None), timedelta):
-            return told
+        if isinstance(timeout := getattr(options, "_timeout", None), timedelta):
+            return timeout
     return timedelta(minutes=10)  # as long as the collectives of NCCL wait by default
 
 
@@ -215,7 +215,7 @@ class ContextParallel:
 
     @classmethod
     def from_megatron(cls, **settings: Any) -> ContextParallel:
-        """From Megatron's `parallel_state`: its context-parallel group and its tensor-parallel size.
+        """Read Megatron's `parallel_state`: its context-parallel group and its tensor-parallel size.
 
         >>> ContextParallel.from_megatron(layout="zigzag")  # doctest: +SKIP
         """
@@ -386,6 +386,7 @@ def _documents(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
 
 
 def _check_width(width: int, cp: ContextParallel) -> None:
+    check_places("width", whole_number("width", width), OF_A_BATCH)
     if width % cp.min_multiple:
         rest = "".join(f", {cp.size} * {n} {name}" for n, name in ((cp.tensor_parallel, "tp"), (cp.block, "block")) if n > 1)
         parts = f"{cp._chunks} * " if cp._chunks == 2 else ""

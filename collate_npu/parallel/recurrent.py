@@ -114,28 +114,9 @@ def check_recurrent_split(
         raise CollateError(explain("heads", f"{list(heads)}", rule, remedy))
     # The convolution's halo comes from the previous rank alone (fla bc3b101 modules/conv/cp/ops.py:56-66).
     if scheme == "state_passing" and width // cp.size < conv_width - 1:
-        rule = f"A convolution {conv_width} wide looks back {conv_width - 1} tokens, and asks the previous rank alone."
+        rule = f"A convolution {conv_width} wide looks back {conv_width - 1} tokens, and reads the previous rank alone."
         remedy = f"Pad the row to at least {cp.size * (conv_width - 1)} tokens."
         raise CollateError(explain("width", f"{width} tokens on {cp.size} ranks", rule, remedy))
-
-
-@checked
-def rank_offsets(offsets: Offsets, cp: ContextParallel) -> tuple[tuple[int, ...], int]:
-    """This rank's part of `offsets` under state passing, and how many tokens of its first sequence stand before it.
-
-    For kernels that take a state from outside and cut no offsets themselves (fla's `build_cp_context` does). The
-    convolution needs the last `min(W - 1, before)` of those tokens; at 0 the state begins empty. Empty sequences are
-    left out. Four tokens and eight on two ranks::
-
-        0 4 12   ->   0 4 6, 0 before   |   0 6, 2 before
-    """
-    bounds = tuple(as_offsets("offsets", offsets).tolist())
-    (start, stop), *more = token_runs(bounds[-1], cp, bounds) or ((0, 0),)
-    if more or not same_tokens(cp, replace(cp, layout="contiguous", ulysses=1), len(set(bounds)) - 1):
-        rule = "State goes from rank to rank in contiguous slices of the row."
-        raise UnsupportedFormError(explain("layout", repr(cp.layout), rule, "Use layout='contiguous'."))
-    inside = sorted({start, stop, *(n for n in bounds if start < n < stop)})
-    return tuple(n - start for n in inside), start - max(n for n in bounds if n <= start)
 
 
 def same_tokens(cp: ContextParallel, other: ContextParallel, sequences: int) -> bool:

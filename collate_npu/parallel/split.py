@@ -20,7 +20,7 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, check_places, host_tensor, whole_number
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
-from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, Role, of_kind, with_role
+from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, Role, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
 from collate_npu.masks.forms import aligned, check_cuts
 from collate_npu.masks.sources import Sources, physical_and_real_offsets, wrong_shape_error
@@ -62,6 +62,7 @@ def split_batch(
     [[False, False, True, True]]
     """
     with ranks_agree(cp, call="split"):
+        check_keys(keys)
         sources = Sources.of(batch)
         if segments is not None and sources.named["tokens"] and not _is_nested(sources[sources.named["tokens"][0]]):
             check_known(sources, segments)
@@ -286,7 +287,7 @@ def _copies_faster_by_numpy(x: Tensor, dim: int, runs: tuple[Run, ...]) -> bool:
 
 @checked
 def cu_seqlens_of(batch: Mapping[str, Any], segments: Segments | None = None) -> Tensor | None:
-    """Where the documents of a flat row stand: the offsets `split_batch` goes by, and `gather_sequence` must be given.
+    """Return where the documents of a flat row stand: the offsets that `split_batch` and `gather_sequence` take.
 
     Those of padded sequences where the batch has them (`cu_seqlens_padded` ...), else `cu_seq_lens_q`, `cu_seqlens` ...;
     else those of a flat row of segments without padding (with padding the segments do not tell where it belongs).
@@ -332,6 +333,7 @@ def pad_documents(
     >>> batch["input_ids"].tolist(), batch["cu_seqlens_padded"].tolist(), segments.num_padding
     ([[1, 2, 3, 0, 4, 5, 0, 0]], [0, 4, 8], 3)
     """
+    check_keys(keys)
     sources = Sources.of(batch)
     _check_kinds(sources)
     if segments is None:
@@ -355,13 +357,13 @@ def pad_documents(
     real, padded = (torch.from_numpy(np.cumsum([0, *sizes_N]).astype(np.int32)) for sizes_N in (lengths_N, places_N))
     longest = torch.tensor(int(places_N.max(initial=0)))
     bridge = "cu_seqlens_unpadded" in sources.named["offsets"]  # Megatron-Bridge: beside it the others are padded
-    told: dict[Role, Tensor] = {"longest": longest, "tail": 0 * longest, "offsets": padded if bridge else real}
-    told |= {"padded_offsets": padded, "lengths": real.diff(), "padded_lengths": padded.diff()}
-    for key, usual in ((key, usual) for role, usual in told.items() for key in sources.named[role]):
+    usual_of: dict[Role, Tensor] = {"longest": longest, "tail": 0 * longest, "offsets": padded if bridge else real}
+    usual_of |= {"padded_offsets": padded, "lengths": real.diff(), "padded_lengths": padded.diff()}
+    for key, usual in ((key, usual) for role, usual in usual_of.items() for key in sources.named[role]):
         # kernels that take cu_seq_lens_q have no padded ones beside it
         value = real if key.endswith("unpadded") else padded if key.startswith("cu_seq_lens") else usual
         out[key] = value.to(batch[key].device) if isinstance(batch[key], Tensor) else value if value.ndim else value.item()
-    return out | {"cu_seqlens": told["offsets"], "cu_seqlens_padded": padded}, plan.segments
+    return out | {"cu_seqlens": usual_of["offsets"], "cu_seqlens_padded": padded}, plan.segments
 
 
 def _check_kinds(sources: Sources) -> None:
@@ -431,7 +433,7 @@ class _Plan:
 
     @classmethod
     def of(cls, width: int, lengths_N: Array, starts_N: Array, places_N: Array) -> _Plan:
-        """From N documents: their real lengths, where they start now, and the places each is to take up."""
+        """Plan N documents: their real lengths, where they start now, and the places each is to take."""
         number_W = np.repeat(np.arange(len(places_N)), places_N)
         place_W = np.arange(len(number_W))
         at_W = place_W - (np.cumsum(places_N) - places_N)[number_W]

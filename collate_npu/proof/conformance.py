@@ -5,8 +5,8 @@ Samples are drawn, asked for alone, then in batches on which padding, packing, c
 from the noise of the stack's own answers: a sample again, with tokens behind it, beside a copy of itself. A wrong answer: a
 sample with a text before it. Where rounding is that of float32, six times that noise passes, and what is larger beside it is
 no rounding. Elsewhere one token in a thousand is further off by far (an expert is chosen otherwise): six times the least
-noise passes, and a tenth of what is wrong. Which samples are wrong, from which of their tokens on, and how fast an error
-fades, says what it means. Costs about 110 calls with one sample or two, and 10 with a batch in each layout.
+noise passes, and a tenth of what is wrong. Which samples are wrong, and from which of their tokens on, says what it means.
+Costs about 110 calls with one sample or two, and 10 with a batch in each layout.
 Legend: N samples, L tokens of a sample; the log-probability at t, of L - 1, is that of token t + 1.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from collate_npu.arrays import host_tensor, whole_number
 from collate_npu.errors import CollateError, explain, explain_rows, printable, shape_of
-from collate_npu.proof.measure import FLOOR, MARGIN, REMEDY, TIMES, apart
+from collate_npu.proof.measure import MARGIN, REMEDY, TIMES, apart, noise_limit
 from collate_npu.validation import checked
 
 Sample = list[int]
@@ -34,77 +34,57 @@ Ask = Callable[[str, list[Sample]], list[Tensor]]
 Run = Callable[..., Any]
 """`run(samples)`, or `run(samples, layout=name)`: N lists of token ids to N lists of L - 1 log-probabilities."""
 RULE = "A sample of L tokens has L - 1 log-probabilities, one for each token from the second on."
-_REMEDY = "Return a list, an array or a tensor for each sample, without the first token, which nothing predicts."
 
 
-def ways_of(run: Any, layouts: Any) -> dict[str, Ask]:
-    """How each layout is asked for."""
-    if not callable(run):
-        rule = "run(samples) returns the log-probabilities of each sample."
-        raise CollateError(explain("run", f"a {type(run).__name__}", rule, "Pass a function of lists of token ids."))
-    if isinstance(run, type):
-        rule = "run(samples) returns the log-probabilities of each sample, and a class returns itself."
-        raise CollateError(explain("run", f"the class {run.__name__}", rule, f"Pass {run.__name__}(...), or its method."))
+def _ways_of(run: Any, layouts: Sequence[str] | None) -> dict[str, Ask]:
+    """Return how each layout is asked for."""
     try:
         takes = "layout" in inspect.signature(run).parameters
     except (TypeError, ValueError):  # of a class of C
         takes = False
     if layouts is None:
         layouts = ("left", "right") if takes else ()
-    named = isinstance(layouts, (list, tuple)) and all(isinstance(name, str) for name in layouts)
-    if not named or (takes and not layouts) or (layouts and not takes):
+    if isinstance(layouts, str) or bool(layouts) != takes:
         got = f"{layouts!r} for a run that {'takes' if takes else 'does not take'} layout"
         rule = "layouts are names, each handed to run(samples, layout=name)."
         raise CollateError(explain("layouts", got, rule, "Write def run(samples, layout), or leave layouts out."))
     if not takes:
-        return {"as it is": partial(_ask, run, "")}
-    return {name: partial(_ask, partial(run, layout=name), f", layout {name!r}") for name in layouts}
+        return {"as it is": partial(_ask, run, "run")}
+    return {name: partial(_ask, partial(run, layout=name), f"run, layout {name!r}") for name in layouts}
 
 
-def _ask(run: Run, layout: str, name: str, samples: list[Sample]) -> list[Tensor]:
-    """The answers to one batch, float64 `[L - 1]` each."""
-    where = f"run{layout}, batch {name!r}"
+def _ask(run: Run, asked: str, name: str, samples: list[Sample]) -> list[Tensor]:
+    """Return the answers to one batch, float64 `[L - 1]` each. Raises for what is no log-probabilities."""
+    where = f"{asked}, batch {name!r}"
     try:
         given = run([list(ids) for ids in samples])  # of its own: it may write in them
+        rows = [*given] if isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping)) else None
     except CollateError as error:
         raise CollateError(f"{error} ({where})") from error
     except Exception as error:
         got = f"{type(error).__name__}: {error}"
         rule = f"It was asked for {len(samples)} samples of {[len(ids) for ids in samples]} tokens."
-        raise CollateError(
-            explain(where, got, rule, "Mend it there; a layout it refuses is left out of layouts.")
-        ) from error
-    shape = getattr(given, "shape", None)
-    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping)) or (shape is not None and not len(shape)):
-        raise CollateError(explain(where, f"a {type(given).__name__}", RULE, "Return a list, with one list a sample."))
-    rows = list(given)
-    if len(rows) != len(samples):
-        raise CollateError(explain(where, f"{len(rows)} answers to {len(samples)} samples", RULE, "Return one a sample."))
-    found = [_numbers(f"{where}, sample {n}", row) for n, row in enumerate(rows)]
+        remedy = "Return a list, with one list a sample; a layout it refuses is left out of layouts."
+        raise CollateError(explain(where, got, rule, remedy)) from error
+    if rows is None or len(rows) != len(samples):
+        got = f"a {type(given).__name__}" if rows is None else f"{len(rows)} answers to {len(samples)} samples"
+        raise CollateError(explain(where, got, RULE, "Return a list, with one list a sample."))
+    found = [host_tensor(f"{where}, sample {n}", row).double() for n, row in enumerate(rows)]
     _check_form(where, found, [len(ids) - 1 for ids in samples])
-    return [x.double() for x in found]
-
-
-def _numbers(where: str, row: Any) -> Tensor:
-    if isinstance(row, (list, tuple)) and any(x is None for x in row):
-        raise CollateError(explain(where, f"None at place {list(row).index(None)}", RULE, _REMEDY))
-    return host_tensor(where, row)
+    return found
 
 
 def _check_form(where: str, found: Sequence[Tensor], lengths: Sequence[int]) -> None:
     """Raise for what is no log-probabilities; lengths that are all there in another order are judged, not refused."""
     turned = all(x.ndim == 1 for x in found) and sorted(map(len, found)) == sorted(lengths)
-    bad = [(n, shape_of(x)) for n, (x, L) in enumerate(zip(found, lengths)) if not turned and tuple(x.shape) != (L,)]
-    if bad:
-        raise CollateError(explain_rows(where, [(n, f"{x}, not [{lengths[n]}]") for n, x in bad], RULE, _REMEDY))
-    above = [(n, f"values up to {float(x.max()):.3g}") for n, x in enumerate(found) if _is_above(x)]
+    if not turned:
+        bad = [(n, f"{shape_of(x)}, not [{L}]") for n, (x, L) in enumerate(zip(found, lengths)) if tuple(x.shape) != (L,)]
+        remedy = "Return a list, an array or a tensor for each sample, without the first token, which nothing predicts."
+        raise CollateError(explain_rows(where, bad, RULE, remedy))
+    above = [(n, f"values up to {x.max():.3g}") for n, x in enumerate(found) if len(x) and (x.max() > 0.5 or x.sum() > 0)]
     if above:
         rule = "A log-probability is at most 0, rounding aside."
         raise CollateError(explain_rows(where, above, rule, "Return log_softmax of the logits: no loss, no probability."))
-
-
-def _is_above(x: Tensor) -> bool:
-    return bool(len(x)) and bool(x.max() > 0.5 or x.sum() > 0)
 
 
 NAN = "not a number"
@@ -113,16 +93,8 @@ MOVED = "moved by one token: each answer stands at its neighbour's place"
 BOUNDARIES = "begins at the second sequence: boundaries are lost"
 PADDING = "wrong with padding, right in the longest: padding is read"
 PAD_ID = "only where a token is the pad id: real tokens are masked"
-EVERYWHERE = "every sample, from its first token on: all are padded, or positions are wrong"
 TAIL = "only the last {} of each sample: a chunk's tail"
 CHUNK = "begins at multiples of {}: a chunk's tail, or a window"
-ENDS, FADES, STAYS = "; only first tokens: a convolution runs on", "; fades: a state or convolution", "; stays: attention"
-_TAPS, _LATER, _FADED, _PAST, _FEW = 16, slice(32, 48), 2.2, 48, 3
-"""First tokens that stacked convolutions reach; tokens further on, and how many times smaller a fading error is there; how
-much must be read before them, for what attention reads of it not to fade beside their own; and in how many sequences.
-
-On tiny models an error that entered by attention is 1.1 to 1.7 times smaller there, by a state or convolution 2.9 to 13.
-"""
 
 
 def meaning(found: Sequence[Tensor], known: Sequence[Tensor], bound: float, holding: Sequence[bool] = ()) -> str:
@@ -145,7 +117,7 @@ def meaning(found: Sequence[Tensor], known: Sequence[Tensor], bound: float, hold
         return ORDER
     if told and all(_moved(found[n], known[n], bound) for n in told):
         return MOVED
-    return _placed(begins, far, [len(y) for y in known], holding)
+    return _placed(begins, [len(y) for y in known], holding)
 
 
 def _near(x: Tensor, y: Tensor, bound: float) -> bool:
@@ -156,8 +128,8 @@ def _moved(x: Tensor, y: Tensor, bound: float) -> bool:
     return _near(x[1:], y[:-1], bound) or _near(x[:-1], y[1:], bound)
 
 
-def _placed(begins: dict[int, int], far: Sequence[Tensor], lengths: Sequence[int], holding: Sequence[bool]) -> str:
-    """By which samples are wrong, and from which token on."""
+def _placed(begins: dict[int, int], lengths: Sequence[int], holding: Sequence[bool]) -> str:
+    """Name the wrong samples, and the token from which each is wrong."""
     if not begins:
         return ""
     step = next((c for c in (64, 32, 16, 8) if all(t and t % c == 0 for t in begins.values())), 0)
@@ -170,28 +142,14 @@ def _placed(begins: dict[int, int], far: Sequence[Tensor], lengths: Sequence[int
         return PAD_ID
     right, longest = {*range(len(lengths))} - {*begins}, {n for n, length in enumerate(lengths) if length == max(lengths)}
     if longest <= right:
-        return PADDING + _reach([far[n] for n in begins if max(lengths) - lengths[n] >= _PAST])
-    if 0 in right:
-        return BOUNDARIES + _reach([far[n] for n in begins if sum(lengths[:n]) >= _PAST])
-    return EVERYWHERE if not any(lengths[n] for n in right) and not any(begins.values()) else ""
+        return PADDING
+    return BOUNDARIES if 0 in right else ""
 
 
-def _reach(far: Sequence[Tensor]) -> str:
-    """How far into a sequence the error reaches; "" where too few are long enough to tell."""
-    long = [x for x in far if len(x) > _LATER.start + 8]
-    if len(long) < _FEW:
-        return ""
-    first, later = (float(torch.cat(part).square().mean().sqrt()) for part in zip(*((x[:4], x[_LATER]) for x in long)))
-    if max(float(x[_TAPS:].max()) for x in long) <= first / 1000:
-        return ENDS
-    return FADES if first > _FADED * later else STAYS
-
-
-_FINE, _MANY, _ROUGH = 5e-6, 4, 10
-"""Moved by this: noise of float32, if so many tokens did (a flip may be as small). Else a part of what is lost passes."""
-_LEAST = FLOOR * torch.finfo(torch.float32).eps
-"""The noise is at least that: a lucky run shows none."""
+_FINE, _ROUGH = 5e-6, 10
+"""Up to this the noise is that of float32. Else a part of what is lost passes: an expert may be chosen otherwise."""
 _BEFORE = 8
+"""Tokens of a text before a sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +169,7 @@ Draw = Callable[[int], Sample]
 """Another sample of a length."""
 
 
-def measured(ask: Ask, samples: Sequence[Sample], own: list[Tensor], behind: list[list[Tensor]], draw: Draw) -> Scale:
+def _scale_of(ask: Ask, samples: Sequence[Sample], own: list[Tensor], behind: list[list[Tensor]], draw: Draw) -> Scale:
     """The scale, from samples whose answers alone are `own`, float64 `[L - 1]` each, and with tokens behind them `behind`.
 
     Raises `CollateError` where a right answer could not be told from a wrong one, or is none.
@@ -220,13 +178,13 @@ def measured(ask: Ask, samples: Sequence[Sample], own: list[Tensor], behind: lis
         got = "what is not a number for a sample alone"
         raise CollateError(explain("run", got, "Batches are held against it.", "Mend that first."))
     short = [n for n, ids in enumerate(samples) if len(ids) < 48]  # in a long sample the past is far away
-    later = alone(ask, [draw(_BEFORE) + samples[n] for n in short])
+    later = _each_alone(ask, [draw(_BEFORE) + samples[n] for n in short])
     lost = difference([x[_BEFORE:] for x in later], [own[n] for n in short])
-    again = alone(ask, samples[::-1])[::-1]
+    again = _each_alone(ask, samples[::-1])[::-1]
     if not difference(again, own) <= lost / (MARGIN * TIMES):
         got = f"other numbers, asked twice for the same sample alone (relative difference {difference(again, own):.1e})"
         raise CollateError(explain("run", got, "Equal questions have equal answers.", "Switch dropout off."))
-    if not lost > _LEAST:
+    if not lost > _limit(0.0):
         got = "answers that do not depend on the tokens"
         raise CollateError(explain("run", got, "They are equal in any batch, and prove nothing.", "Let it run the model."))
     copied = [ask("copies", [ids, ids])[0] for ids in samples]  # the first stands behind nothing, whatever is lost
@@ -235,32 +193,26 @@ def measured(ask: Ask, samples: Sequence[Sample], own: list[Tensor], behind: lis
         got = f"noise of {difference(copied, own):.1e}, where a text before a sample makes {lost:.1e}"
         rule = f"What is wrong must be {MARGIN * TIMES} times the noise, or nothing is proved."
         raise CollateError(explain("run", got, rule, f"{REMEDY}, or with a trained model."))
-    scale = _scale([again, *equal], own, lost)
-    _check_next(ask, samples, own, draw, scale.bound)
-    return scale
+    return _scale([again, *equal], own, lost)
 
 
 def _scale(equal: Sequence[list[Tensor]], own: list[Tensor], lost: float) -> Scale:
     """Answers that show no difference tell nothing."""
+    errors = [error for found in equal if (error := difference(found, own)) > 0]
+    fine = [error for error in errors if error <= _FINE]
+    noise = max(fine) if fine else min(errors, default=0.0)
+    limit = _limit(noise) if fine else max(_limit(noise), lost / _ROUGH)
     whole = torch.cat(own)
-    errors = {difference(found, own): int((torch.cat(found) != whole).sum()) for found in equal}
-    fine = [error for error, moved in errors.items() if moved >= _MANY and error <= _FINE * math.sqrt(moved / len(whole))]
-    noise = max(_LEAST, max(fine) if fine else min(filter(None, errors), default=0.0))
-    limit = TIMES * noise if fine else max(TIMES * noise, lost / _ROUGH)
-    furthest = [float((torch.cat(found) - whole).abs().max()) for found in equal if difference(found, own) <= TIMES * noise]
-    size = float(whole.square().mean().sqrt())
-    return Scale(noise, limit, lost, max(limit * size, TIMES * max(furthest, default=0.0)))
+    furthest = [float((torch.cat(x) - whole).abs().max()) for x in equal if difference(x, own) <= TIMES * noise]
+    return Scale(noise, limit, lost, max(limit * float(whole.square().mean().sqrt()), TIMES * max(furthest, default=0.0)))
 
 
-def _check_next(ask: Ask, samples: Iterable[Sample], own: Iterable[Tensor], draw: Draw, bound: float) -> None:
-    """Refuse numbers that are not those of the tokens from the second on: another last token changes the last one."""
-    ended = alone(ask, [[*ids[:-1], *draw(1)] for ids in samples])
-    if all(abs(float(x[-1] - y[-1])) <= bound for x, y in zip(ended, own)):
-        got = "last log-probabilities that do not depend on the last tokens"
-        raise CollateError(explain("run", got, RULE, "Take log_softmax(logits[:-1]) at ids[1:]."))
+def _limit(noise: float) -> float:
+    """What passes, and at least what float32 loses, on whatever device the stack runs."""
+    return noise_limit(noise, torch.zeros(()))
 
 
-def alone(ask: Ask, samples: Iterable[Sample]) -> list[Tensor]:
+def _each_alone(ask: Ask, samples: Iterable[Sample]) -> list[Tensor]:
     """The answer to each sample by itself."""
     return [ask("alone", [ids])[0] for ids in samples]
 
@@ -287,7 +239,7 @@ _AHEAD = "tokens behind move what is before them: a padded end is read, or the m
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class BatchVerdict:
     """What was found in one batch: the relative error over all of its tokens, and where one is furthest off."""
 
     layout: str
@@ -302,17 +254,21 @@ class Verdict:
     meaning: str
 
 
+LEGEND = "error: relative, over all tokens of a batch; largest: of one log-probability, in nats; at: where that is"
+"""What the columns of the table are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Conformance:
     """What `conformance` found: true where every batch is right. `str()` is the table."""
 
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[BatchVerdict, ...]
     scale: Scale
     seed: int
 
     @property
     def passed(self) -> bool:
-        """Is every batch right?"""
+        """True if every batch is right."""
         return all(each.right for each in self.verdicts)
 
     def __bool__(self) -> bool:
@@ -328,36 +284,20 @@ class Conformance:
     def headline(self) -> str:
         """The verdict in one line."""
         wrong, all_ = sum(not each.right for each in self.verdicts), len(self.verdicts)
-        return (
-            f"conformance: {f'WRONG in {wrong} of {all_}' if wrong else f'right in all {all_}'} batches (seed={self.seed})"
-        )
-
-    @property
-    def terms(self) -> str:
-        """What passes, and what it was chosen by."""
-        passes = f"A relative error up to {self.scale.limit:.1e} passes (noise: {self.scale.noise:.1e})."
-        return f"{passes} A lost past, a text before each sample, makes {self.scale.lost:.1e}."
-
-    @property
-    def legend(self) -> str:
-        """What the columns are."""
-        return "error: relative, over all tokens of a batch; largest: of one log-probability, in nats; at: where that is"
-
-    @property
-    def table(self) -> list[tuple[str, ...]]:
-        """A line for each batch, under the names of the columns."""
-        names = ("layout", "batch", "", "error", "largest", "at", "what it means")
-        return [names, *(_line(each) for each in self.verdicts)]
+        return f"conformance: {f'WRONG in {wrong} of' if wrong else 'right in all'} {all_} batches (seed={self.seed})"
 
     def __str__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(*self.table)]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in self.table)
-        return printable("\n".join([self.headline, self.terms, "", *lines, "", self.legend]))
+        table = [("layout", "batch", "", "error", "largest", "at", "what it means"), *map(_line, self.verdicts)]
+        widths = [max(map(len, column)) for column in zip(*table)]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table)
+        passes = f"A relative error up to {self.scale.limit:.1e} passes (noise: {self.scale.noise:.1e})."
+        passes = f"{passes} A lost past, a text before each sample, makes {self.scale.lost:.1e}."
+        return printable("\n".join([self.headline, passes, "", *lines, "", LEGEND]))
 
     __repr__ = __str__  # as the last line of a cell
 
 
-def _line(found: Verdict) -> tuple[str, ...]:
+def _line(found: BatchVerdict) -> tuple[str, ...]:
     at = "" if found.right else f"sample {found.sample}, token {found.token}"
     word = "right" if found.right else "WRONG"
     return (found.layout, found.batch, word, f"{found.error:.1e}", f"{found.largest:.1e}", at, found.meaning)
@@ -372,7 +312,7 @@ def conformance(
     layouts: Sequence[str] | None = None,
     seed: int | None = None,
 ) -> Conformance:
-    """Does each sample get in a batch the log-probabilities that it gets alone? Asked of a whole stack, by its answers.
+    """Compare the log-probabilities that a stack gives to samples in a batch with those of each sample alone.
 
     `run(samples)` is called with the samples of one batch, lists of token ids from 3 to below `vocab_size`; it pads or packs
     them as the stack does, and returns for each a list, array or tensor [L - 1]: the natural logarithm of what each token
@@ -397,7 +337,7 @@ def conformance(
     >>> {each.meaning for each in conformance(packed, seed=0).verdicts if each.batch == "two"}
     {'begins at the second sequence: boundaries are lost'}
     """
-    ways = ways_of(run, layouts)
+    ways = _ways_of(run, layouts)
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else whole_number("seed", seed)
     draw = _drawer(seed, vocab_size, pad_token_id)
     batches = _batches(draw, pad_token_id)
@@ -405,13 +345,13 @@ def conformance(
     known = {tuple(ids): ask("alone", [ids])[0] for samples in batches.values() for ids in samples}
     probes = batches["ragged"] + batches["chunk edges"][:4]
     own = [known[tuple(ids)] for ids in probes]
-    longer = {f"{n} behind": alone(ask, [ids + draw(n) for ids in probes]) for n in _BEHIND}
+    longer = {f"{n} behind": _each_alone(ask, [ids + draw(n) for ids in probes]) for n in _BEHIND}
     behind = {name: [x[: len(y)] for x, y in zip(found, own)] for name, found in longer.items()}
-    scale = measured(ask, probes, own, [*behind.values()], draw)
+    scale = _scale_of(ask, probes, own, [*behind.values()], draw)
     verdicts = [_judged(first, name, found, own, scale, lambda *_: _AHEAD) for name, found in behind.items()]
     for layout, way in ways.items():
         if layout != first:
-            verdicts.append(_judged(layout, "alone", alone(way, probes), own, scale, meaning))
+            verdicts.append(_judged(layout, "alone", _each_alone(way, probes), own, scale, meaning))
         for name, samples in batches.items():
             said = partial(meaning, holding=[pad_token_id in ids for ids in samples])
             wanted = [known[tuple(ids)] for ids in samples]
@@ -442,11 +382,11 @@ def _batches(draw: Draw, pad_token_id: int | None) -> dict[str, list[Sample]]:
 
 def _judged(
     layout: str, batch: str, found: list[Tensor], known: list[Tensor], scale: Scale, said: Callable[..., str]
-) -> Verdict:
+) -> BatchVerdict:
     """What `said` makes of it where it is wrong."""
     error = difference(found, known)
     far = [(x - y).abs() if len(x) == len(y) else y.new_full((1,), math.inf) for x, y in zip(found, known)]
     each = [(d, n, t) for n, x in enumerate(far) for t, d in enumerate(x.tolist())]
     largest, n, t = max(each, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
     right = error <= scale.limit  # what is not a number is not
-    return Verdict(layout, batch, error, largest, n, t + 1, right, "" if right else said(found, known, scale.bound))
+    return BatchVerdict(layout, batch, error, largest, n, t + 1, right, "" if right else said(found, known, scale.bound))

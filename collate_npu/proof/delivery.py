@@ -1,42 +1,58 @@
-"""Delivery: proof, at the first batch, that every kernel was told what the batch says.
+"""Delivery: proof, at the first batch, that every kernel was told what the batch says, and that no layer reads more.
 
 What a collator emits need not reach the model: another library may replace the collator, a trainer drop a key, a forward
-ignore it, and nothing says so. Here the kernels are heard, in any module, and the model is asked (`proof.asked`).
+ignore it, and nothing says so. So the kernels are recorded, in any module. A layer with code of its own calls none of them:
+what padding and the other sequences embed is replaced, and no real token may move, whatever is between. With `alone=True`
+the two sequences with most before them in their row are run by themselves, and in another width with tokens after them.
 
-A check by hand costs six forward passes without gradients, in the mode the model is in, without dropout; the guard
-looks at the trainer's own. With `alone=True` two sequences of the batch are run again.
+A check costs three forward passes without gradients, in the mode the model is in, without dropout, and `alone` four or six
+with one row; the guard looks at the trainer's own. Legend: B rows, S width, T = B * S tokens, L tokens of one sequence.
 """
 
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from collate_npu.consumers.mask_routing import Case
-from collate_npu.consumers.megatron import start_problem
+from collate_npu.consumers.adapter import BatchAdapter
+from collate_npu.consumers.mask_routing import Case, consumer_named
+from collate_npu.consumers.megatron import kernel_of, start_problem
 from collate_npu.consumers.model_traits import consumer_of, has_two_sides, is_compiled, unwrap
-from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.keys import of_kind
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
+from collate_npu.keys import KEYS, of_kind
+from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
-from collate_npu.proof.asked import Alone, Asked, ask, check_alone
-from collate_npu.proof.forward import Forward, among, block, crosses, few, holds, listed
-from collate_npu.proof.measure import called, in_step
-from collate_npu.proof.recorder import Recorder
-from collate_npu.proof.truth import case_of
+from collate_npu.proof.forward import Forward, among, block, case_of, crosses, few, listed, plain_name
+from collate_npu.proof.measure import OF_THE_LOSS, apart, called, check_noise, in_step, like, noise_limit, scores_of, widened
+from collate_npu.proof.recorder import recorded
 from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
-from collate_npu.validation import check_model, checked, hold_against
+from collate_npu.validation import check_model, checked
 
 __all__ = ["Alone", "Delivery", "check_delivery", "guard_first_batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Relative errors of the logits of some sequences, in a batch against alone."""
+
+    errors: Mapping[int, float]
+    """By number of the sequence in the batch."""
+    limit: float
+    """What passes: `TIMES` the noise of this model, dtype and device."""
+
+    def __str__(self) -> str:
+        each = ", ".join(f"sequence {n}: {error:.2g}" for n, error in self.errors.items())
+        return f"relative error of the logits against alone (up to {self.limit:.2g} is rounding): {each}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +119,14 @@ def check_delivery(
         remedy = "Pass forward=, or check the model with pipeline size 1."
         raise UnsupportedFormError(explain("check_delivery", "a pipeline stage", rule, remedy))
     case = case_of(inner, batch, segments=segments, pattern=pattern)
-    with torch.no_grad(), _eagerly(model), in_step(model, lambda: called(inner, batch, forward)):
-        with _recorded(inner, batch, case, context_parallel) as record:
+    eager: Any = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
+    with torch.no_grad(), eager, in_step(model, lambda: called(inner, batch, forward)):
+        record = _forward_of(inner, batch, case, context_parallel)
+        with recorded(record):
             given = called(inner, batch, forward)
-        found = record.judged(measured=alone, asked=(batch, forward))
+        _check_faults(record, case)
+        unasked = "a rank" if context_parallel else check_leaks(inner, batch, case, forward)
+        found = _proof(record, case, measured=alone, unasked=unasked)
         return replace(found, alone=check_alone(inner, batch, case, given, forward)) if alone else found
 
 
@@ -117,12 +137,15 @@ def guard_first_batch(
     alone: bool = False,
     report: Callable[[Delivery], object] = print,
     only: Callable[[Mapping[str, Any]], bool] | None = None,
-    **settings: Any,
+    segments: Segments | None = None,
+    pattern: str | Pattern | None = None,
+    context_parallel: ContextParallel | None = None,
+    forward: Callable[..., Any] | None = None,
 ) -> Callable[[], None]:
     """Check the next forward of `model`, whoever calls it: what its kernels are told is judged as soon as it has run.
 
     Costs no forward of its own, so that any stage of a pipeline can be watched; with `alone=True` it costs five, and every
-    rank must guard. `settings` are those of `check_delivery`. If they hold the Segments of one batch, `only(arguments)`
+    rank must guard. The other settings are those of `check_delivery`. With the Segments of one batch, `only(arguments)`
     says whether a forward is of that batch. What was proved goes to `report`, and the guard is gone. The function that is
     returned takes it off earlier.
 
@@ -136,8 +159,6 @@ def guard_first_batch(
     """
     inner = _known(model)
     refuse_compiled(model)
-    _check_settings(settings)
-    hold_against(check_delivery, settings.items())
     if (stack := consumer_of(model)) in ("transformers", "megatron"):
         say_outside("megatron-core" if stack == "megatron" else "transformers")
     names = list(inspect.signature(inner.forward).parameters)
@@ -150,18 +171,21 @@ def guard_first_batch(
             return
         if alone:
             held.close()
-            report(check_delivery(inner, batch, alone=True, **settings))
+            settings: dict[str, Any] = {"segments": segments, "pattern": pattern, "context_parallel": context_parallel}
+            report(check_delivery(inner, batch, alone=True, forward=forward, **settings))
             return
-        cp, asked = settings.get("context_parallel"), {key: settings.get(key) for key in ("segments", "pattern")}
+        case = case_of(inner, batch, segments=segments, pattern=pattern)
+        record = _forward_of(inner, batch, case, context_parallel)
         behind.close()
-        record = running.enter_context(_recorded(inner, batch, case_of(inner, batch, **asked), cp))
-        behind.callback(inner.register_forward_hook(partial(judge, record), always_call=True).remove)
+        running.enter_context(recorded(record))
+        behind.callback(inner.register_forward_hook(partial(judge, record, case), always_call=True).remove)
 
-    def judge(record: _Record, module: nn.Module, args: Any, output: Any) -> None:
+    def judge(record: Forward, case: Case, module: nn.Module, args: Any, output: Any) -> None:
         running.close()
         if output is not None:  # None: it raised, torch walks its hooks, and the next forward is looked at
             held.close()
-            report(record.judged())
+            _check_faults(record, case)
+            report(_proof(record, case))
 
     running, behind = held.enter_context(ExitStack()), held.enter_context(ExitStack())
     held.callback(inner.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -176,13 +200,6 @@ def refuse_compiled(model: nn.Module, *, compiled: bool = False) -> None:
         raise UnsupportedFormError(explain("guard", f"a compiled {type(unwrap(model)).__name__}", rule, remedy))
 
 
-def _check_settings(names: Collection[str]) -> None:
-    known = {"segments", "pattern", "context_parallel", "forward"}
-    if unknown := sorted({*names} - known):
-        remedy = f"Known are {', '.join(sorted(known))}, and alone."
-        raise CollateError(explain("check_delivery", f"{unknown[0]}=", "It has no such setting.", remedy))
-
-
 def _known(model: Any) -> nn.Module:
     inner: nn.Module = unwrap(model)
     check_model(inner)
@@ -192,79 +209,287 @@ def _known(model: Any) -> nn.Module:
     return inner
 
 
-def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
-    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
+def _forward_of(model: nn.Module, batch: Mapping[str, Any], case: Case, cp: ContextParallel | None) -> Forward:
+    """The forward of this batch, which comes next."""
+    ids = batch.get("input_ids", batch.get("tokens"))
+    forward = Forward(root=model, ids=ids if isinstance(ids, Tensor) else None, cp=cp)
+    forward.judge_by(case, whole=not of_kind(batch, "vision"))
+    return forward
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """What was told to kernels in one forward of a model."""
+def _check_faults(record: Forward, case: Case) -> None:
+    """Raise one error that lists every layer, those with the same fault together."""
+    if faults := record.faults().values():
+        known = consumer_of(record.root) in ("transformers", "megatron")
+        attends = "" if known else f"; pattern= says whom its attention attends ({case.pattern} here)"
+        rule = f"Each layer is told which tokens are real, in the form it reads{attends}."
+        remedy = "; ".join(dict.fromkeys(fault.remedy for fault in faults))
+        raise CollateError(explain("delivery", listed(faults), rule, f"{remedy}.", more="delivery"))
 
-    model: nn.Module
-    case: Case
-    forward: Forward
 
-    def judged(self, *, measured: bool = False, asked: tuple[Mapping[str, Any], Any] | None = None) -> Delivery:
-        """What was proved; or one error that lists every layer, those with the same fault together. Nothing told is one
-        too, unless the numbers are `measured`, or this is a guard of a rank. `asked`: the batch, to ask the model about."""
-        if faults := self.forward.faults():
-            known = consumer_of(self.model) in ("transformers", "megatron")
-            attends = "" if known else f"; pattern= says whom its attention attends ({self.case.pattern} here)"
-            rule = f"Each layer is told which tokens are real, in the form it reads{attends}."
-            remedy = "; ".join(dict.fromkeys(fault.remedy for fault in faults.values()))
-            raise CollateError(explain("delivery", listed(faults.values()), rule, f"{remedy}.", more="delivery"))
-        asks = asked is not None and self.forward.cp is None
-        answer = ask(self.model, asked[0], self.case, asked[1]) if asked and asks else Asked(unasked="nobody asked")
-        if answer.why_wrong:
-            rule = "Neither padding nor another sequence moves a real token."
-            remedy = "No known kernel of it was told wrong: look at its own code, and at what it does with the mask."
-            raise CollateError(explain("delivery", answer.why_wrong, rule, remedy, more="delivery"))
-        layers, told = self.forward.layers(), self._proved()
-        if not (told or measured or not answer.unasked or self.forward.cp is not None):
-            self._refuse_nothing()
-        heard = [seen.layer for seen in self.forward.calls if seen.positions is None]
-        unseen = [name for name in layers if not among(name, told) and (among(name, heard) or name not in answer.still)]
-        unseen = [name for name in unseen if not crosses(name) or has_two_sides(self.model)]
-        unseen += [name for name in answer.unheard if not among(name, unseen)]
-        unseen += dict.fromkeys(f"{seen.layer} ({seen.unread})" for seen in self.forward.calls if seen.unread)
-        unseen += [] if told else ["positions"]
-        unseen += ["layers whose classes have no name of attention or a recurrence"] if answer.unasked and not layers else []
-        said: dict[str, dict[str, None]] = {name: {} for name in sorted(told)}
-        for seen in self.forward.calls:
-            if seen.layer in said and self.forward.judges(seen) and seen.told:
-                said[seen.layer][f"{seen.kind} {seen.told}".removeprefix("attention ")] = None
-        handed, unseen = {name: ", ".join(each) for name, each in said.items()}, [*dict.fromkeys(unseen)]
-        block_told = block(self.forward, {}) if told else ""
-        return Delivery(layers=handed, told=block_told, unseen=tuple(unseen), asked=not answer.unasked, alone=None)
-
-    def _proved(self) -> set[str]:
-        """Layers of which every kernel was judged."""
-        unruled = {name.removesuffix(" (its rule)") for name in self.forward.layers_without_kernels()}
-        calls = [seen for seen in self.forward.calls if seen.positions is None]
-        unread = {seen.layer for seen in calls if not self.forward.judges(seen)}
-        return {seen.layer for seen in calls} - unread - unruled
-
-    def _refuse_nothing(self) -> None:
-        shapes = sorted({str(list(seen.told.shape)) for seen in self.forward.calls if seen.told is not None})
-        got = f"calls of {', '.join(shapes)} tokens" if shapes else f"no known kernel in {type(self.model).__name__}"
-        rule = f"Something of the batch's tokens {list(self.case.segments.shape)} is told to a kernel."
+def _proof(record: Forward, case: Case, *, measured: bool = False, unasked: str = "nobody asked") -> Delivery:
+    """What a forward without faults proves. Raises where nothing was judged, unless the numbers are `measured`, or this is
+    a rank. `unasked`: why the model was not asked whether it leaks."""
+    layers, told = record.layers(), _judged_layers(record)
+    if not (told or measured or not unasked or record.cp):
+        shapes = sorted({str(list(seen.told.shape)) for seen in record.calls if seen.told is not None})
+        got = f"calls of {', '.join(shapes)} tokens" if shapes else f"no known kernel in {type(record.root).__name__}"
+        rule = f"Something of the batch's tokens {list(case.segments.shape)} is told to a kernel."
         remedy = "Pass the batch of these Segments, and the model that attends; alone=True compares the numbers."
         raise CollateError(explain("delivery", got, rule, remedy, more="delivery"))
+    unseen = [name for name in layers if not among(name, told) and (not crosses(name) or has_two_sides(record.root))]
+    unseen += [f"{seen.layer} ({seen.unread})" for seen in record.calls if seen.unread]
+    unseen += [] if told else ["positions"]
+    unseen += ["layers whose classes have no name of attention or a recurrence"] if unasked and not layers else []
+    said: dict[str, dict[str, None]] = {name: {} for name in sorted(told)}
+    for seen in record.calls:
+        if seen.layer in said and record.judges(seen) and seen.told:
+            said[seen.layer][f"{seen.kind} {seen.told}".removeprefix("attention ")] = None
+    handed = {name: ", ".join(each) for name, each in said.items()}
+    block_told = block(record, {}) if told else ""
+    return Delivery(layers=handed, told=block_told, unseen=tuple(dict.fromkeys(unseen)), asked=not unasked, alone=None)
 
 
-@contextmanager
-def _recorded(model: nn.Module, batch: Mapping[str, Any], case: Case, cp: ContextParallel | None) -> Iterator[_Record]:
-    """Hear the kernels and the layers of one forward of this model."""
-    ids = batch.get("input_ids", batch.get("tokens"))
-    forward = Forward(root=model, number=0, step=0, training=False, ids=ids if isinstance(ids, Tensor) else None, cp=cp)
-    forward.judge_by(case, whole=not of_kind(batch, "vision"))
-    within, thread = replace(forward, calls=[]), threading.get_ident()
+def _judged_layers(record: Forward) -> set[str]:
+    """Layers of which every kernel was judged."""
+    unruled = {name.removesuffix(" (its rule)") for name in record.layers_without_kernels()}
+    calls = [seen for seen in record.calls if seen.positions is None]
+    unread = {seen.layer for seen in calls if not record.judges(seen)}
+    return {seen.layer for seen in calls} - unread - unruled
 
-    def begin(module: nn.Module, *_: Any) -> Forward | None:
-        if threading.get_ident() != thread or not (recorder.root_of(module) is model or holds(module, model)):
+
+# --- leaks: what padding and the other sequences embed is replaced, and no real token may move
+
+
+_Sketches = dict[tuple[str, int], tuple[nn.Module, Tensor, Tensor]]
+"""By the name of a part and the number of its call: the part, what it was called with and what it gave, in short."""
+
+
+def check_leaks(model: nn.Module, batch: Mapping[str, Any], case: Case, forward: Callable[..., Any] | None) -> str:
+    """Raise `CollateError` with the layer at which a real token moves by what is not of its sequence. Returns why the model
+    could not be asked, "" where it was."""
+    if has_two_sides(model):
+        return "an encoder-decoder has two sequences"
+    try:
+        leak, unasked = _Leaks(model, batch, case, forward).find()
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:  # it ran once: what we changed it is
+        return f"{type(error).__name__}: {str(error)[:80]}"
+    if leak:
+        rule = "Neither padding nor another sequence moves a real token."
+        remedy = "No known kernel of it was told wrong: look at its own code, and at what it does with the mask."
+        raise CollateError(explain("delivery", leak, rule, remedy, more="delivery"))
+    return unasked
+
+
+@dataclass
+class _Leaks:
+    model: nn.Module
+    batch: Mapping[str, Any]
+    case: Case
+    forward: Callable[..., Any] | None
+    changed: int = 0
+    """Embeddings that were replaced in this pass."""
+    calls: Counter[str] = field(default_factory=Counter)
+    sketches: _Sketches = field(default_factory=dict)
+
+    def find(self) -> tuple[str, str]:
+        """Return the leak, and why there was nothing to look for."""
+        base, asked, ids = self._pass(), False, self.case.segments.ids
+        turn_T = torch.where(ids > 0, (ids + torch.arange(len(ids))[:, None]) % 2, -1).flatten()  # sequences take turns
+        if not bool(base[turn_T >= 0].isfinite().all()):
+            return "", "its numbers are not finite"
+        limit = noise_limit(0.0, like(self.model))
+        for mine_T in (turn_T == 0, turn_T == 1):
+            if not mine_T.any() or mine_T.all():
+                continue
+            asked, moved = True, self._pass(~mine_T)
+            if not self.changed:
+                return "", "no embedding of its tokens was found"
+            if not (error := apart([moved[mine_T]], [base[mine_T]])) <= limit:
+                size = f"a relative error of {error:.2g}, where up to {limit:.1g} is rounding"
+                return f"{self._blamed(mine_T, turn_T < 0, limit)}: real tokens move when that is replaced ({size})", ""
+        return "", "" if asked else "the batch has one sequence and no padding"
+
+    def _pass(self, others_T: Tensor | None = None, *, sketched: bool = False) -> Tensor:
+        """`[T, 4]`: what it gives for each token, in short, with those others replaced."""
+        self.changed, self.sketches, self.calls = 0, {}, Counter()
+        kind, batch = like(self.model).device.type, dict(self.batch)
+        with ExitStack() as held, torch.no_grad():
+            held.enter_context(torch.random.fork_rng(device_type=kind) if kind != "cpu" else torch.random.fork_rng([]))
+            torch.manual_seed(0)
+            for name, module in self.model.named_modules():
+                if others_T is not None and module is not self.model:
+                    held.callback(module.register_forward_hook(self._replacing(others_T), with_kwargs=True).remove)
+                if sketched:
+                    held.callback(module.register_forward_hook(self._sketching(plain_name(name)), with_kwargs=True).remove)
+            for key, x in self.batch.items():  # states in the place of tokens
+                states = getattr(x, "ndim", 0) == 3 and x.shape[:2] == self.case.segments.shape and x.is_floating_point()
+                if states and others_T is not None:
+                    batch[key] = self._with_others(x, others_T)
+            return self._given(called(self.model, batch, self.forward))
+
+    def _given(self, given: Any) -> Tensor:
+        parts = [getattr(given, name, None) for name in ("logits", "last_hidden_state")] + [given]
+        parts += [*given.values()] if isinstance(given, Mapping) else [*given] if isinstance(given, (tuple, list)) else []
+        for part in parts:
+            if (found := self._by_token(part)) is not None:
+                return found
+            (B, S), packed = self.case.segments.shape, self.case.segments.packed
+            if isinstance(part, Tensor) and part.ndim == 2 and len(part) == B and not packed:
+                return _in_short(part).repeat_interleave(S, 0)
+        raise CollateError("what it gives is not logits of these tokens")
+
+    def _by_token(self, x: Any) -> Tensor | None:
+        """States of tokens in short, zero where there are none; None for what is no states of these tokens."""
+        (B, S), n = self.case.segments.shape, self.case.segments.num_tokens
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
             return None
-        return forward if recorder.forward is None else within  # a model within this one has other tokens
+        if x.ndim > 2 and x.shape[:2] in ((B, S), (S, B)):
+            return _in_short((x if x.shape[:2] == (B, S) else x.transpose(0, 1)).flatten(0, 1))
+        flat = x[0] if x.ndim > 2 and len(x) == 1 else x
+        if flat.ndim < 2 or len(flat) not in (B * S, n):
+            return None
+        places = slice(None) if len(flat) == B * S else self.case.segments.indices
+        whole = torch.zeros(B * S, 4)
+        whole[places] = _in_short(flat)
+        return whole
 
-    recorder = Recorder(begin, lambda _: "")
-    with recorder.on(model):
-        yield _Record(model, case, forward)
+    def _with_others(self, x: Tensor, others_T: Tensor) -> Tensor:
+        self.changed += 1
+        drawn = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
+        drawn *= x.float().square().mean().sqrt().to(x)
+        return torch.where(others_T.reshape(*x.shape[:-1], 1).to(x.device), drawn, x)
+
+    def _replacing(self, others_T: Tensor) -> Callable[..., Any]:
+        """What a part gives that is called with the tokens of the batch, all or those that are real: an embedding."""
+        ids = next((x for key in ("input_ids", "tokens") if isinstance(x := self.batch.get(key), Tensor)), torch.zeros(0))
+        at = self.case.segments.indices
+
+        def look(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+            whole = any(isinstance(each, (nn.ModuleList, nn.Sequential)) for each in module.modules())
+            if whole or not isinstance(out, Tensor) or not out.is_floating_point():
+                return None
+            for x in (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and out.shape[:-1] == x.shape):
+                if x.shape == ids.shape and torch.equal(x, ids):
+                    return self._with_others(out, others_T)
+                if x.numel() == len(at) < ids.numel() and torch.equal(x.flatten(), ids.flatten()[at.to(ids.device)]):
+                    return self._with_others(out, others_T[at])
+            return None
+
+        return look
+
+    # --- which layer it was
+
+    def _sketching(self, name: str) -> Callable[..., None]:
+        def look(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            given = next((x for each in (*args, *kwargs.values()) if (x := self._by_token(each)) is not None), None)
+            gave = self._by_token(out[0] if isinstance(out, (tuple, list)) and out else out)
+            if given is not None and gave is not None:
+                self.calls[name] += 1
+                self.sketches[name, self.calls[name]] = module, given, gave
+
+        return look
+
+    def _first_apart(self, before: _Sketches, mine_T: Tensor, limit: float) -> tuple[str, nn.Module | None]:
+        """The innermost part that gives these tokens something else, called with the same."""
+        for key, (module, was_given, gave) in before.items():
+            _, given, gives = self.sketches.get(key, (module, was_given, gave))  # else it stands still
+            if apart([given[mine_T]], [was_given[mine_T]]) <= limit < apart([gives[mine_T]], [gave[mine_T]]):
+                return key[0], module
+        return "(model)", None
+
+    def _blamed(self, mine_T: Tensor, padding_T: Tensor, limit: float) -> str:
+        base, before = self._pass(sketched=True), self.sketches
+        by_padding = bool(padding_T.any()) and not apart([self._pass(padding_T)[mine_T]], [base[mine_T]]) <= limit
+        self._pass(padding_T if by_padding else ~mine_T, sketched=True)
+        name, module = self._first_apart(before, mine_T, limit)
+        named = name if module is None else f"{name} ({type(module).__name__})"
+        return f"{named}: it reads {'padding' if by_padding else 'another sequence'}"
+
+
+def _in_short(states: Tensor) -> Tensor:
+    """`[T, 4]`: the states of each token, projected."""
+    x = states.flatten(1)
+    drawn = torch.randn(x.shape[1], 4, generator=torch.Generator().manual_seed(3)).to(x.device)
+    return torch.cat([part.float() @ drawn for part in torch.split(x, 1024)]).cpu()
+
+
+# --- two sequences by themselves
+
+
+@torch.no_grad()
+def check_alone(
+    model: nn.Module, batch: Mapping[str, Any], case: Case, given: Any, forward: Callable[..., Any] | None
+) -> Alone:
+    """Raise `CollateError` unless two sequences of the batch have the logits, or last states, that they have alone."""
+    if vision := of_kind(batch, "vision"):
+        rule = "The images of one row cannot be told from those of the others."
+        raise UnsupportedFormError(explain("alone", ", ".join(vision), rule, "Check a batch of text, or without alone=."))
+    logits, below = scores_of(given), getattr(model, "base_model", None)
+    if logits.ndim < 3 and forward is None and isinstance(below, nn.Module):  # a model that pools: its states
+        model, logits = below, scores_of(called(below, batch))
+    if logits.ndim < 3 or tuple(logits.shape[:2]) != case.segments.shape:
+        rule = f"The batch is {list(case.segments.shape)} (rows, width), and each of its tokens has logits."
+        raise CollateError(explain("logits", shape_of(logits), rule, "Pass forward= that gathers the whole rows."))
+    errors, noise = {}, 0.0
+    for n, places_L in _most_at_risk(case.segments).items():
+        L = len(places_L)
+        width = max(case.segments.shape[1], L + 1) if case.pattern.causal else L
+        once, again = (_sequence(model, batch, places_L[widened(L, each)], case.pattern) for each in (L, width))
+        own = scores_of(called(model, once, forward))[0]
+        errors[n] = apart([logits.flatten(0, 1)[places_L.to(logits.device)]], [own])
+        for same in (again, once) if model.training else (again,):  # what trains may draw
+            noise = max(noise, apart([scores_of(called(model, same, forward))[0, :L]], [own]))
+    check_noise(model, noise)
+    found = Alone(errors, noise_limit(noise, like(model)))
+    if any(not error <= found.limit for error in errors.values()):  # NaN is wrong
+        rule = "A sequence gives the same logits in a batch as alone."
+        remedy = "Look at what the layers received (check_delivery without alone=), then at `collate-npu audit --model`."
+        raise CollateError(explain("alone", str(found), rule, remedy))
+    return found
+
+
+def _most_at_risk(segments: Segments) -> dict[int, Tensor]:
+    """The two sequences with most before them in their row, as places in the flat batch `[B * S]`."""
+    S, places = segments.shape[1], torch.split(segments.indices, list(segments.sequence_lengths))
+    first = sorted(range(len(places)), key=lambda n: (int(places[n][0]) % S, len(places[n])), reverse=True)
+    return {n: places[n] for n in sorted(first[:2])}
+
+
+def _sequence(model: nn.Module, batch: Mapping[str, Any], places_L: Tensor, pattern: Pattern) -> dict[str, Any]:
+    """A batch of one row without padding, as this model takes it."""
+    tokens = {
+        key: value.flatten(0, 1)[places_L.to(value.device)][None]
+        for key in of_kind(batch, "tokens")
+        if isinstance(value := batch[key], Tensor) and key not in OF_THE_LOSS
+    }
+    segments = Segments.from_lengths([len(places_L)])
+    if consumer_of(model) is None:
+        return _as_it_was(batch, places_L, segments)
+    if consumer_of(model) != "megatron":
+        return BatchAdapter(model, pattern=pattern).render(tokens, segments, padding_free=False)
+    device = tokens["input_ids"].device
+    # GPTModel counts no positions; its local kernels always read a dense mask (megatron-core core/transformer/utils.py:33)
+    reads_dense = any(form.form == "masked" for form in consumer_named(kernel_of(unwrap(model))).forms)
+    mask = dense(segments, polarity="masked", device=device) if reads_dense else None
+    return {**tokens, "position_ids": segments.position_ids.to(device), "attention_mask": mask}
+
+
+def _as_it_was(batch: Mapping[str, Any], places_L: Tensor, segments: Segments) -> dict[str, Any]:
+    """For a stack that nobody knows: what its batch says, said of one sequence."""
+    L, one = len(places_L), dict[str, Any]()
+    said = {"positions": segments.position_ids, "mask": segments.keep, "keep": segments.keep, "longest": L}
+    said |= dict.fromkeys(("offsets", "padded_offsets"), torch.tensor([0, L]))
+    for name, value in batch.items():
+        key = KEYS.get(name)
+        role = "" if key is None else "positions" if key.kind == "positions" else key.role
+        if value is None or name in OF_THE_LOSS or (isinstance(value, Tensor) and role == "mask" and value.ndim != 2):
+            continue
+        if role in said:
+            one[name] = torch.as_tensor(said[role]).to(value) if isinstance(value, Tensor) else said[role]
+        elif isinstance(value, Tensor) and value.ndim > 1 and (key is None or key.kind == "tokens"):
+            one[name] = value.flatten(0, 1)[places_L.to(value.device)][None]
+        else:
+            rule, remedy = "What it would be for one sequence is not known.", "Check without alone=."
+            raise UnsupportedFormError(explain(name, shape_of(value), rule, remedy))
+    return one

@@ -11,35 +11,43 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import get_ident
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from collate_npu.arrays import Array
-from collate_npu.consumers.mask_routing import Case
+from collate_npu.consumers.adapter import MADE
+from collate_npu.consumers.mask_routing import Case, Model
 from collate_npu.consumers.model_traits import (
     attention_windows,
     config_of,
+    consumer_of,
     has_two_sides,
     layer_kinds,
     pattern_of,
     text_config,
 )
-from collate_npu.errors import CollateError
+from collate_npu.errors import AmbiguousMaskError, CollateError
 from collate_npu.kernels import Breach
 from collate_npu.kernels.call_boundaries import (
     CallBoundaries as Told,
+    attention_reason,
+    boundary_reason,
     places_in,
+    position_reason,
     row_starts,
     shown,
-    why_counts_wrong,
-    why_differs,
-    why_row_wrong,
 )
+from collate_npu.keys import KEYS, of_kind, with_role
+from collate_npu.masks.batch_reader import agreed
 from collate_npu.masks.patterns import Chunked, Pattern, Sliding
+from collate_npu.masks.sources import Sources
 from collate_npu.parallel import ContextParallel, query_rows
-from collate_npu.proof.kernel_calls import MODULES
-from collate_npu.segments import Segments
+from collate_npu.proof.known_kernels import MODULES
+from collate_npu.segments import Segments, ready
 
 LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv|retention|lightning|mixer")
 """Names of classes that look at other tokens than their own."""
@@ -56,7 +64,7 @@ _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoin
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Does a module of this class look at other tokens than its own?"""
+    """True if a module of this class looks at other tokens than its own."""
     name = type(module).__name__.lower()
     return isinstance(module, nn.RNNBase) or (bool(LAYER.search(name)) and not _NO_LAYER.search(name))
 
@@ -77,13 +85,8 @@ def _is_of_one_token(block: nn.Module) -> bool:
 
 
 def among(name: str, layers: Collection[str]) -> bool:
-    """Is it one of these layers, within one, or around one?"""
+    """True if it is one of these layers, within one, or around one."""
     return any(name == each or name.startswith(f"{each}.") or each.startswith(f"{name}.") for each in layers)
-
-
-def holds(module: nn.Module, model: nn.Module) -> bool:
-    """Is this model a part of that module, or itself?"""
-    return any(each is model for each in module.modules())
 
 
 def keeps_state(models: Iterable[nn.Module]) -> str:
@@ -110,6 +113,11 @@ class Seen:
     positions: Array | None = field(default=None, repr=False)
     """Of a rotary embedding, or one of positions: int64 `[B, S]`."""
 
+    def fault(self, why: str, remedy: str) -> Fault:
+        """Return what is wrong with it."""
+        told = "positions" if self.positions is not None else str(self.told or "what could not be read")
+        return Fault(layer=self.layer, kernel=self.kernel, told=told, why=why, remedy=remedy)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
@@ -130,9 +138,9 @@ class Forward:
     """One forward of a root module, or of one layer of it that is computed again in the backward pass."""
 
     root: nn.Module
-    number: int
-    step: int
-    training: bool
+    number: int = 0
+    step: int = 0
+    training: bool = False
     ids: Tensor | None = field(default=None, repr=False)
     truth: Segments | None = None
     """What the batch says, where it says it."""
@@ -156,23 +164,22 @@ class Forward:
     cp: ContextParallel | None = None
     """The rank that this is, where ranks share the rows of `truth`."""
 
+    @classmethod
+    def of(cls, root: nn.Module, case: Case, **more: Any) -> Forward:
+        """A forward of this batch."""
+        forward = cls(root=root, **more)
+        forward.judge_by(case)
+        return forward
+
     def judge_by(self, case: Case, *, whole: bool = True) -> None:
         """Judge calls against this batch; with `whole` positions and the pattern of attention too."""
         self.truth, self.first_position = case.segments, case.model.first_position
         self.pattern = case.pattern if whole else None
 
     def faults(self) -> dict[int, Fault]:
-        """By the number of the call."""
-        found: dict[int, Fault] = {}
-        wrong = {n: why for n, seen in enumerate(self.calls) if (why := self._why_wrong(seen)) is not None}
-        astray = {self.calls[n].layer for n in wrong}
-        for n, (what, remedy) in wrong.items():
-            mine = self.calls[n]
-            like = {each.layer for each in self.calls if each.layer not in astray and self._is_like(each, mine)}
-            if like and remedy in _REMEDIES.values():
-                count = f"{len(like)} other layer{'s were' * (len(like) > 1) or ' was'} told right ({min(like)})"
-                remedy = f"{count}, so the batch arrives: look at how {mine.layer} is called, and at what patches it"
-            found[n] = _fault(mine, what, remedy)
+        """Return the faults by the number of the call."""
+        wrong = {n: why for n, seen in enumerate(self.calls) if (why := self._fault_reason(seen)) is not None}
+        found = {n: self.calls[n].fault(what, remedy) for n, (what, remedy) in wrong.items()}
         if _CONTRADICTS.search(self.unsaid):
             what, _, rest = self.unsaid.partition(": ")
             where = {"layer": "(the batch)", "kernel": what, "told": "what contradicts itself"}
@@ -185,30 +192,25 @@ class Forward:
 
     @property
     def judged(self) -> bool:
-        """Was any kernel compared with the batch?"""
+        """True if a kernel was compared with the batch."""
         return any(map(self.judges, self.calls))
 
-    def _is_like(self, one: Seen, other: Seen) -> bool:
-        """Would it have been told the same?"""
-        alike = one.kind == other.kind and one.layer != other.layer and self.judges(one)
-        return alike and (one.kind != "attention" or self._pattern_of(one) == self._pattern_of(other))
-
-    def let_go(self) -> None:
-        """Of what a call was given, tensors and modules, nothing is held any longer."""
+    def release(self) -> None:
+        """Drop the tensors and modules that a call was given."""
         told = [each.told and replace(each.told, allowed=None) for each in self.calls]
         self.calls = [replace(each, told=one, module=None) for each, one in zip(self.calls, told)]
         self.ids = None
 
-    def _why_wrong(self, seen: Seen) -> tuple[str, str] | None:
+    def _fault_reason(self, seen: Seen) -> tuple[str, str] | None:
         if seen.breaches:
             first = seen.breaches[0]
             return f"[{first.rule}] {first.where}: {first.got}. {first.says}", f"{first.remedy} ({first.source})"
         if seen.positions is not None and self.truth is not None and self.judges(seen):
             embedded = None if seen.kind == "rotary" else self.first_position
-            why = why_counts_wrong(seen.positions.reshape(-1), self.truth, embedded)
+            why = position_reason(seen.positions.reshape(-1), self.truth, embedded)
             return (why, _REMEDIES["positions"]) if why else None
         if self.again:
-            return self._why_other_again(seen)
+            return self._recompute_reason(seen)
         if seen.told is None or _FOREIGN.search(seen.layer.lower()):
             return None
         if not seen.told.fits:
@@ -221,10 +223,10 @@ class Forward:
         own = own if self.pattern is not None else None
         told = self._of_whole_rows(seen.told)
         if told.allowed is None:
-            why = why_differs(told, self.truth, seen.empty_T) or self._why_width_wrong(told, own)
+            why = boundary_reason(told, self.truth, seen.empty_T) or self._window_reason(told, own)
         else:
-            why = self._why_attends_wrong(told, own)
-        return (f"{why}; the batch says {said_of(self.truth)}", _REMEDIES[told.kind]) if why else None
+            why = self._mask_reason(told, own)
+        return (f"{why}; the batch says {describe_segments(self.truth)}", _REMEDIES[told.kind]) if why else None
 
     def _of_whole_rows(self, told: Told) -> Told:
         """A rank's part of rows that is told nothing is told nothing of the whole rows."""
@@ -241,10 +243,10 @@ class Forward:
         held = {id(module) for module in named.values()}
         inner = {n: each for n, each in named.items() if not any(id(m) in held and m is not each for m in each.modules())}
         blocks = {n: each for n, each in _blocks(self.root).items() if not among(n, inner)}
-        return {short(name): module for name, module in (inner | blocks).items()}
+        return {plain_name(name): module for name, module in (inner | blocks).items()}
 
     def layers_without_kernels(self) -> list[str]:
-        """Those in which no known kernel ran, or a convolution and no rule behind it."""
+        """Return the layers in which no known kernel ran, or a convolution and no rule behind it."""
         ran = {seen.layer for seen in self.calls if seen.positions is None}
         more = {seen.layer for seen in self.calls if seen.positions is None and seen.kind != "convolution"}
         layers = self.layers()
@@ -254,7 +256,7 @@ class Forward:
             f"{n} (its rule)" for n in unruled if "conv" not in type(layers[n]).__name__.lower()
         ]  # else it is one
 
-    def _why_other_again(self, seen: Seen) -> tuple[str, str] | None:
+    def _recompute_reason(self, seen: Seen) -> tuple[str, str] | None:
         """Activation checkpointing computes with what the first pass was told, or its gradients are of another batch."""
         mine = seen.told
         told = [each.told for each in self.before if each.layer == seen.layer and each.kernel == seen.kernel and each.told]
@@ -263,7 +265,7 @@ class Forward:
         return f"computed again for the backward pass; the first pass was told {told[-1]}", _REMEDIES["again"]
 
     def judges(self, seen: Seen) -> bool:
-        """Is this call judged against the batch? Not where it is of other tokens, nor where these are another model's."""
+        """True if this call is judged against the batch: not one of other tokens, nor of another model's."""
         if self.truth is None or _FOREIGN.search(seen.layer.lower()):
             return False
         if seen.positions is not None:
@@ -277,16 +279,16 @@ class Forward:
             return seen.told.shape == (self.truth.shape[0], Q) and seen.told.keys == self.truth.shape[1]
         return places_in(self._of_whole_rows(seen.told), self.truth) is not None
 
-    def _why_attends_wrong(self, told: Told, own: Pattern | None) -> str:
+    def _mask_reason(self, told: Told, own: Pattern | None) -> str:
         assert self.truth is not None
         assert told.allowed is not None
         if told.shape != self.truth.shape and not told.keys:
-            return why_differs(told, self.truth)
+            return boundary_reason(told, self.truth)
         places_Q = query_rows(self.truth.shape[1], self.cp) if told.keys and self.cp is not None else None
-        rows = (why_row_wrong(self.truth, own, b, told.allowed(b), places_Q) for b in range(told.shape[0]))
+        rows = (attention_reason(self.truth, own, b, told.allowed(b), places_Q) for b in range(told.shape[0]))
         return next(filter(None, rows), "")
 
-    def _why_width_wrong(self, told: Told, own: Pattern | None) -> str:
+    def _window_reason(self, told: Told, own: Pattern | None) -> str:
         assert self.truth is not None
         if told.kind != "attention" or own is None or not own.causal:
             return ""
@@ -321,11 +323,6 @@ class Forward:
         return own if plain.causal else None
 
 
-def _fault(seen: Seen, why: str, remedy: str) -> Fault:
-    told = "positions" if seen.positions is not None else "what could not be read" if seen.told is None else str(seen.told)
-    return Fault(layer=seen.layer, kernel=seen.kernel, told=told, why=why, remedy=remedy)
-
-
 _HAND = "Hand the model BatchAdapter(model)(batch), or gpt_batch's inputs on Megatron"
 _REMEDIES = {
     "attention": f"{_HAND}; if it has them, look at what the stack passes to this layer",
@@ -336,7 +333,7 @@ _REMEDIES = {
 }
 
 
-def said_of(segments: Segments) -> str:
+def describe_segments(segments: Segments) -> str:
     """What a batch says, as short as what a kernel was told."""
     if segments.packed or segments.shape[0] == 1:
         starts = segments.indices[[*segments.cu_seqlens_host[:-1]]].tolist()
@@ -345,11 +342,11 @@ def said_of(segments: Segments) -> str:
 
 
 def crosses(name: str) -> bool:
-    """Does a layer of this name look at another row than its own?"""
+    """True if a layer of this name looks at another row than its own."""
     return bool(_CROSS.search(name.lower()))
 
 
-def short(name: str) -> str:
+def plain_name(name: str) -> str:
     """A module's name without those of wrappers around it."""
     return _WRAPPERS.sub("", name).lstrip(".") or "(model)"
 
@@ -357,27 +354,21 @@ def short(name: str) -> str:
 def block(forward: Forward, faults: Mapping[int, Fault]) -> str:
     """`27 recurrent: rule [0, 6, 11] ✔ · convolution nothing ✘ · 9 attention: [0, 6, 11] ✔`, without a mark where
     there was nothing to judge it by."""
-    told: dict[tuple[str, str], dict[tuple[str, str], set[str]]] = {}
+    groups: dict[str, dict[tuple[str, str, str], set[str]]] = {"recurrent": {}, "attention": {}}
     for n, seen in enumerate(forward.calls):
-        if seen.positions is not None:
-            continue
-        kind = "attention" if seen.kind == "attention" else "recurrent"
-        text = f"not read ({seen.unread})" if seen.told is None else str(seen.told)
-        mark = " ✘" if n in faults else " ✔" if forward.judges(seen) else ""
-        told.setdefault((kind, seen.kind), {}).setdefault((text, mark), set()).add(seen.layer)
+        if seen.positions is None:
+            text = f"not read ({seen.unread})" if seen.told is None else str(seen.told)
+            mark = " ✘" if n in faults else " ✔" if forward.judges(seen) else ""
+            group = groups["attention" if seen.kind == "attention" else "recurrent"]
+            group.setdefault((seen.kind, text, mark), set()).add(seen.layer)
     parts = []
-    for kind in ("recurrent", "attention"):
-        layers = {layer for (group, _), each in told.items() if group == kind for names in each.values() for layer in names}
-        own = {what: each for (group, what), each in told.items() if group == kind}
-        if not layers:
-            continue
-        said: list[str] = []
-        for what, each in own.items():
-            name = "" if what == kind else f"{what} "
-            for (text, mark), names in each.items():
-                part = f" in {len(names)} of {len(layers)}" if len(names) < len(layers) else ""
-                said.append(f"{name}{text}{part}{mark}")
-        parts.append(f"{len(layers)} {kind}: {' · '.join(said)}")
+    for group_name, group in groups.items():
+        layers = set().union(*group.values())
+        told = []
+        for (kind, text, mark), names in sorted(group.items(), key=lambda item: item[0][0]):
+            some = f" in {len(names)} of {len(layers)}" * (len(names) < len(layers))
+            told.append(f"{kind} {text}".removeprefix("attention ") + some + mark)
+        parts += [f"{len(layers)} {group_name}: {' · '.join(told)}"] * bool(layers)
     counted = [n for n, seen in enumerate(forward.calls) if seen.positions is not None and forward.judges(seen)]
     if counted:
         parts.append("positions ✘" if any(n in faults for n in counted) else "positions ✔")
@@ -401,5 +392,84 @@ def listed(faults: Iterable[Fault]) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-    """The first eight of them, and how many more."""
+    """Return the first eight names, and how many more there are."""
     return ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
+
+
+# --- what a batch says of its tokens, to the model that is called with it
+
+
+def case_of(
+    model: nn.Module, batch: Mapping[str, Any], *, segments: Segments | None = None, pattern: str | Pattern | None = None
+) -> Case:
+    """The Segments of the batch, where they are not given by `segments`, and what is known of the model.
+
+    A layer that is called with hidden states `[B, S, D]` and no tokens is asked like a model with `inputs_embeds`.
+    Raises what the door raises.
+    """
+    about = Model.of(model) if consumer_of(model) in ("transformers", "megatron") else Model()
+    both = about.pattern == "bidirectional" or has_two_sides(model)
+    declared = pattern or ("bidirectional" if both else None)
+    sources = _of_all_ranks(_with_tokens(Sources.of(batch)), about.config)
+    if segments is None and (ids := sources.get("input_ids", sources.get("tokens"))) is not None:
+        segments = MADE.find(ids)
+    if segments is None:
+        try:
+            segments = _agreed(_without_windows(sources), declared, about)
+        except AmbiguousMaskError:
+            known, held = MADE.running.get(get_ident()), _held(sources)
+            if not held and (known is None or known.shape != sources.shape()):
+                raise
+            segments = _agreed(sources | held, declared, about) if held or known is None else known
+    flat = len(segments.ids) == 1 and any(sources[key] is not None for key in of_kind(sources, "offsets"))
+    return Case(segments=segments, model=about, pattern=Pattern.of(declared or "causal"), padding_free=flat)
+
+
+def _agreed(sources: Sources, declared: str | Pattern | None, model: Model) -> Segments:
+    row = sources.shape()[0] == 1
+    flat = row and bool(sources.offsets or sources.lengths or sources.named["positions"])
+    own = model.own_patterns if model.model_type else ()
+    return ready(agreed(sources, polarity=None, pattern=declared, padding_free=flat, own=own))
+
+
+def _without_windows(sources: Sources) -> Sources:
+    """Of a mapping of masks beside offsets the parts whose layers see less than the whole past say nothing of sequences; the
+    kernels that get them are judged."""
+    masks = sources.get("attention_mask")
+    if not isinstance(masks, Mapping) or not sources.offsets:
+        return sources
+    whole = {kind: each for kind, each in masks.items() if not any(word in kind for word in ("chunk", "sliding", "window"))}
+    return sources | {"attention_mask": whole or None}
+
+
+def _of_all_ranks(sources: Sources, config: Any) -> Sources:
+    """Where Megatron's ranks share a flat row its offsets are of the whole of it: so are the recurrent layers' kernels."""
+    ranks, held = getattr(config, "context_parallel_size", 1) or 1, _held(sources)
+    S = ranks * sources.shape()[1]
+    ends = {int(held[key][-1]) for key in with_role(held, "offsets", "padded_offsets") if len(held[key])}
+    if ranks == 1 or sources.shape()[0] != 1 or S not in ends:
+        return sources
+    return Sources.of({**held, "input_ids": torch.arange(S)[None]})
+
+
+def _held(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What an object of the batch says: Megatron's `packed_seq_params`, NeMo RL's `flash_attn_kwargs`, mcore-bridge's
+    `extra_block_kwargs`."""
+    held: dict[str, Any] = {}
+    for value in batch.values():
+        if not isinstance(value, (Tensor, str, list, tuple)):
+            fields = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+            told = with_role(fields, "offsets", "padded_offsets", "keep", "segment_ids")
+            held |= {key: fields[key] for key in told if fields[key] is not None}
+    return held
+
+
+def _with_tokens(sources: Sources) -> Sources:
+    """torchtitan's `positions`, and what a layer is called with where there are no tokens, by names that the door knows."""
+    if sources.get("position_ids") is None and isinstance(sources.get("positions"), Tensor):
+        sources = sources | {"position_ids": sources["positions"]}
+    if sources.named["tokens"]:
+        return sources
+    values = (value for key, value in sources.items() if key not in KEYS and isinstance(value, Tensor))
+    states = next((value for value in values if value.ndim == 3 and value.is_floating_point()), None)
+    return sources if states is None else sources | {"inputs_embeds": states}

@@ -9,8 +9,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from collate_npu.proof.measure import (
     TIMES,
     Batch,
     Compared,
-    Errors,
     Numbers,
     Yardstick,
     alone,
@@ -45,8 +43,6 @@ from collate_npu.validation import check_collator, check_model
 # packed. Its mask is under test, so it only decides between places where the tokens fit equally well. O(B * S) a sample.
 
 REMEDY_SAME_TOKENS = "Switch off what changes tokens (bos, eos, cutting, masking), or give samples as they are collated."
-_TRIES, _MOST = 20_000, 64
-"""Places tried and arrangements looked at, at most: only samples that repeat one token have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +87,9 @@ class Located:
         after = [[*feature["input_ids"][1:], IGNORED] for feature in self.features]
         if given != IGNORED and all(x in (IGNORED, y) for pair in zip(told, after) for x, y in zip(*pair)):
             return f"{where}. They are moved by a place, which the model does itself: leave them where their tokens are"
+        after = [[*feature["input_ids"][1:], IGNORED] for feature in self.features]
+        if given != IGNORED and all(x in (IGNORED, y) for pair in zip(told, after) for x, y in zip(*pair)):
+            return f"{where}. They are moved by a place, which the model does itself: leave them where their tokens are"
         lost = sum(given == IGNORED for *_, given, _ in bad)
         return f"{where}; {lost} are ignored, as where labels are made by labels == pad_token_id" if lost else where
 
@@ -127,24 +126,56 @@ def keep_of(batch: Mapping[str, Any]) -> Array | None:
 
 
 def locate(batch: Mapping[str, Any], features: Sequence[Batch]) -> Located:
-    """Where each sample stands in `input_ids` `[B, S]` of a batch, by its tokens. Raises `CollateError` where one is not
+    """Return where each sample stands in `input_ids` `[B, S]`, by its tokens. Raises `CollateError` where one is not
     there whole, where there are other tokens, or where tokens do not tell."""
     ids_BS = _tokens(batch)
     samples = [np.asarray(feature["input_ids"]) for feature in features]
     batch = {key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in batch.items()}
-    starts = [_starts(ids_BS, sample) for sample in samples]
-    whole = "tokens that are not in the batch, in one piece"
-    if lost := [(n, f"{len(ids)} {whole}") for n, ids in enumerate(samples) if not starts[n]]:
-        rule = "Each sample is compared with its own tokens in the batch."
-        raise CollateError(explain_rows("samples", lost, rule, REMEDY_SAME_TOKENS))
     keep_BS = keep_of(batch)
     if keep_BS is not None and _is_of(samples, ids_BS, keep_BS):
         return Located.in_order(Segments.from_keep(keep_BS), batch, features)
-    found = [_located(ids_BS.shape, samples, each) for each in islice(_arrangements(ids_BS, samples, starts), _MOST + 1)]
-    if not found:
+    starts = _starts(ids_BS, samples, keep_BS)
+    order = sorted(range(len(samples)), key=lambda n: starts[n])
+    found = np.zeros(ids_BS.size, np.int32)
+    for number, n in enumerate(order, 1):
+        found[starts[n] : starts[n] + len(samples[n])] = number
+    return Located(Segments.from_ids(found.reshape(ids_BS.shape)), tuple(order), batch, features)
+
+
+def _starts(ids_BS: Array, samples: Sequence[Array], keep_BS: Array | None) -> list[int]:
+    """The place of each sample in the flat batch. The longest is placed first, for a shorter one may be a part of it; equal
+    ones stand in their order. The mask decides where one is of padding alone."""
+    free, starts, unsure = np.ones(ids_BS.size, bool), [-1] * len(samples), set()
+    for n in sorted(range(len(samples)), key=lambda n: -len(samples[n])):
+        fits = [at for at in _matches(ids_BS, samples[n]) if free[at : at + len(samples[n])].all()]
+        kept = [at for at in fits if keep_BS is not None and keep_BS.reshape(-1)[at : at + len(samples[n])].all()]
+        if fits:
+            starts[n] = (kept or fits)[0]
+            free[starts[n] : starts[n] + len(samples[n])] = False
+        if len(kept or fits) > 1:
+            unsure.add(n)
+    whole = "tokens that are not in the batch, in one piece"
+    if lost := [(n, f"{len(ids)} {whole}") for n, ids in enumerate(samples) if starts[n] < 0]:
+        rule = "Each sample is compared with its own tokens in the batch."
+        raise CollateError(explain_rows("samples", lost, rule, REMEDY_SAME_TOKENS))
+    left = ids_BS.reshape(-1)[free]
+    if left.size and (left != left[0]).any():
         rule = "Beside the samples a batch holds padding of one value; anything else would change what they give."
         raise CollateError(explain("batch", "tokens that no sample has", rule, REMEDY_SAME_TOKENS))
-    return replace(_chosen(found, keep_BS), batch=batch, features=features)
+    if left.size and any((samples[n] == left[0]).all() for n in unsure):
+        rule = "A sample of padding alone stands in several places, and no mask tells which is meant."
+        remedy = "Give samples whose tokens differ from the padding."
+        raise CollateError(explain("batch", "several ways to read it", rule, remedy))
+    return starts
+
+
+def _matches(ids_BS: Array, sample: Array) -> list[int]:
+    """The places of the flat batch at which these tokens stand, in one row."""
+    S, L = ids_BS.shape[1], len(sample)
+    if not L or L > S:
+        return []
+    ends = (ids_BS[:, : S - L + 1] == sample[0]) & (ids_BS[:, L - 1 :] == sample[-1])
+    return [int(b * S + s) for b, s in zip(*np.nonzero(ends)) if np.array_equal(ids_BS[b, s : s + L], sample)]
 
 
 def samples_of(batch: Mapping[str, Any], pattern: str | Pattern | None = None, *, next_token: bool = False) -> Located:
@@ -161,7 +192,7 @@ def samples_of(batch: Mapping[str, Any], pattern: str | Pattern | None = None, *
 
 
 def _is_of(samples: Sequence[Array], ids_BS: Array, keep_BS: Array) -> bool:
-    """Does the mask keep in each row the tokens of its sample and nothing else?"""
+    """True if the mask keeps in each row the tokens of its sample and nothing else."""
     rows = len(samples) == len(ids_BS) and keep_BS.shape == ids_BS.shape
     return rows and all(np.array_equal(ids[keep], own) for ids, keep, own in zip(ids_BS, keep_BS, samples))
 
@@ -174,62 +205,6 @@ def _tokens(batch: Mapping[str, Any]) -> Array:
         rule = "The samples are found by their tokens: integers [B, S] in a mapping."
         raise CollateError(explain("batch", got, rule, "Let the collator return input_ids."))
     return ids_BS
-
-
-def _starts(ids_BS: Array, sample: Array) -> list[int]:
-    """The places of the flat batch at which these tokens stand, in one row."""
-    S, L = ids_BS.shape[1], len(sample)
-    if not L or L > S:
-        return []
-    ends = (ids_BS[:, : S - L + 1] == sample[0]) & (ids_BS[:, L - 1 :] == sample[-1])
-    return [int(b * S + s) for b, s in zip(*np.nonzero(ends)) if np.array_equal(ids_BS[b, s : s + L], sample)]
-
-
-def _arrangements(ids_BS: Array, samples: Sequence[Array], starts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Each way to place all samples apart, so that all that is left has one value. Equal samples stand in their order."""
-    flat, free, chosen = ids_BS.reshape(-1), np.ones(ids_BS.size, bool), [-1] * len(samples)
-    hardest = sorted(range(len(samples)), key=lambda n: (len(starts[n]), -len(samples[n]), n))
-    same = {n: [m for m in range(n) if np.array_equal(samples[m], samples[n])] for n in range(len(samples))}
-    tries = iter(range(_TRIES))
-
-    def place(depth: int) -> Iterator[list[int]]:
-        if depth == len(hardest):
-            left = flat[free]
-            if not left.size or (left == left[0]).all():
-                yield list(chosen)
-            return
-        n = hardest[depth]
-        for start in starts[n]:
-            here = slice(start, start + len(samples[n]))
-            if next(tries, None) is not None and free[here].all() and all(chosen[m] < start for m in same[n]):
-                free[here], chosen[n] = False, start
-                yield from place(depth + 1)
-                free[here], chosen[n] = True, -1
-
-    yield from place(0)
-
-
-def _located(shape: tuple[int, ...], samples: Sequence[Array], starts: Sequence[int]) -> Located:
-    ids = np.zeros(shape[0] * shape[1], np.int32)
-    order = sorted(range(len(samples)), key=lambda n: starts[n])
-    for number, n in enumerate(order, 1):
-        ids[starts[n] : starts[n] + len(samples[n])] = number
-    return Located(Segments.from_ids(ids.reshape(shape)), tuple(order))
-
-
-def _chosen(found: list[Located], keep_BS: Array | None) -> Located:
-    """The one that fits the mask, else with a row for each sample, in their order, padded on one side."""
-
-    def unlikely(each: Located) -> tuple[bool, ...]:
-        astray = keep_BS is not None and not np.array_equal(keep_array(each.segments), keep_BS)
-        return astray, each.segments.packed, list(each.order) != sorted(each.order), each.segments.padding_side == "mixed"
-
-    best, *others = sorted(found, key=unlikely)
-    if len(found) > _MOST or (others and unlikely(others[0]) == unlikely(best)):
-        rule = "The same tokens stand in several places, and neither a mask nor the side of the others tells which is meant."
-        remedy = "Give samples whose tokens differ from the padding."
-        raise CollateError(explain("batch", f"{len(found)} ways to read it", rule, remedy))
-    return best
 
 
 Collator = Callable[[list[Batch]], Mapping[str, Any]]
@@ -276,7 +251,11 @@ def assert_padding_invariant(
         right = all(error <= tolerance for error in (found.largest, found.loss, found.gradient))
         limit = f"the tolerance is {tolerance:g}"
     if not right or located.label_fault():
-        lines = [_worst(compared, located), f"{_numbers(found)} ({limit}).", advice(located, model, astray(found))]
+        errors = f"Relative errors: {found.logits:.1e} of all logits, {found.loss:.1e} of the loss"
+        errors = (
+            f"{errors}, {found.gradient:.1e} of the gradient" if math.isfinite(found.logits) else "A number is not finite"
+        )
+        lines = [_worst(compared, located), f"{errors} ({limit}).", advice(located, model, astray(found))]
         raise AssertionError("\n".join(lines))
     if lost := _own_loss_fault(model, located, features, max(TIMES * noise.loss, tolerance or 0.0)):
         raise AssertionError(lost)
@@ -363,13 +342,6 @@ def collated(collator: Collator, features: Sequence[Batch]) -> Located:
         except Exception:
             raise error from None
     return locate(batch, features)
-
-
-def _numbers(found: Errors) -> str:
-    if not math.isfinite(found.logits):
-        return "A number in the batch, or of a sample alone, is not finite"
-    losses = f"{found.loss:.1e} of the loss, {found.gradient:.1e} of the gradient"
-    return f"Relative errors: {found.logits:.1e} of all logits, {losses}"
 
 
 def _worst(compared: Compared, located: Located) -> str:

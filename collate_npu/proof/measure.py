@@ -34,14 +34,9 @@ Gradients = dict[str, Tensor]
 OF_THE_LOSS = frozenset({"labels", "shift_labels", "loss_mask", "num_items_in_batch", "advantages", *LOSS_KEYS})
 
 
-def run(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> Tensor:
-    """What a model, or `forward` in its place, gives for a batch: logits, or of a model without a head the last states,
-    `[B, S, V]`, or `[B, V]` of a model that pools. In the mode the model is in, without dropout."""
-    return scores_of(called(model, batch, forward))
-
-
 def called(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> Any:
-    """Whatever a model gives for a batch without labels; an encoder-decoder makes its decoder's tokens of them."""
+    """Whatever a model, or `forward` in its place, gives for a batch without labels, in the mode it is in, without dropout.
+    An encoder-decoder makes its decoder's tokens of the labels."""
     left_out = OF_THE_LOSS - {"labels"} if has_two_sides(model) else OF_THE_LOSS
     given = {key: value for key, value in batch.items() if key not in left_out}
     if (step := _STEP.get()) is not None:
@@ -80,7 +75,7 @@ def in_step(model: nn.Module, along: Callable[[], Any]) -> Iterator[None]:
 
 
 def _computed_together(model: nn.Module) -> bool:
-    """Are its parameters shared out over ranks (FSDP, ZeRO-3), or are its experts?"""
+    """True if its parameters, or its experts, are shared out over ranks (FSDP, ZeRO-3)."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return False
     state = sys.modules.get("megatron.core.parallel_state")
@@ -123,7 +118,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def scores_of(given: Any) -> Tensor:
-    """The logits or last states in what a model gave."""
+    """The logits in what a model gave, `[B, S, V]`, or of one without a head the last states; `[B, V]` of one that pools."""
     for name in ("logits", "last_hidden_state"):
         given = given if getattr(given, name, None) is None else getattr(given, name)
     if not isinstance(given, Tensor):
@@ -165,11 +160,11 @@ class Compared:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[Numbers, Numbers]]) -> Compared:
-        """Of what a model gave and what it should have given."""
+        """Compare what a model gave with what it should have given."""
         each: list[Errors] = []
         furthest: list[tuple[float, ...]] = []
         for mine, reference in pairs:
-            each.append(errors(mine, reference))
+            each.append(errors_between(mine, reference))
             same = [(x, y) for x, y in zip(mine.logits, reference.logits) if x.shape == y.shape]
             furthest += [tuple((x - y).abs().flatten(0, -2).amax(-1).tolist()) for x, y in same]
         return cls(tuple(each), tuple(furthest))
@@ -188,7 +183,7 @@ def measure(model: Any, batch: Mapping[str, Any], rows: Callable[[Tensor], list[
     labels: Any = inputs.get("labels")
     model.zero_grad(set_to_none=True)
     with torch.set_grad_enabled(gradients):
-        scores = run(model, inputs)
+        scores = scores_of(called(model, inputs))
         real = rows(scores)
         if labels is None or not predicts_next(model) or scores.ndim < 3:
             loss = torch.stack([x.float().square().sum() for x in real]).sum() / 2
@@ -221,7 +216,7 @@ def uncached(model: Any, batch: Mapping[str, Any]) -> Batch:
 
 
 def predicts_next(model: Any) -> bool:
-    """Is it a causal language model? Not an encoder, and not a model without a head of its vocabulary."""
+    """True for a causal language model: not an encoder, nor a model without a head of its vocabulary."""
     headless = is_transformers(model) and model.get_output_embeddings() is None
     return not headless and pattern_of(model) != "bidirectional"
 
@@ -245,7 +240,7 @@ def alone(model: Any, features: Sequence[Batch], gradients: bool, *, copies: int
     return Numbers(logits, loss, total, finite)
 
 
-def errors(mine: Numbers, reference: Numbers) -> Errors:
+def errors_between(mine: Numbers, reference: Numbers) -> Errors:
     """How far `mine` is from the reference; NaN throughout if anything in either is not finite, or is missing."""
     if not (mine.finite and reference.finite) or [x.shape for x in mine.logits] != [x.shape for x in reference.logits]:
         return Errors(*[float("nan")] * 4)
@@ -300,7 +295,7 @@ class Yardstick:
     """The smallest error that must not pass; None where nothing wrong could be run."""
 
     def passes(self, found: Errors) -> bool:
-        """Is each relative error at most `TIMES` the noise? NaN is not."""
+        """True if each relative error is at most `TIMES` the noise; False for NaN."""
         return not self.astray(found)
 
     def astray(self, found: Errors) -> tuple[str, ...]:
@@ -309,7 +304,7 @@ class Yardstick:
         return tuple(name for name in names if not getattr(found, name) <= TIMES * getattr(self.noise, name))
 
     def tells(self, tolerance: float | None = None) -> bool:
-        """Would a layer that ignores its mask be seen? By its logits or gradient; what is not finite is seen."""
+        """True if a layer that ignores its mask would show in logits or gradient; what is not finite shows."""
         if self.wrong is None:
             return False
         if tolerance is not None:
@@ -330,15 +325,17 @@ def measure_noise(
         again = [partial(alone, model, gradients=gradients, copies=copies) for copies in (2, 4)]
     noise = Compared.of((way(batch), known) for way in again for batch, known in zip(batches, references)).worst
     check_noise(model, noise.logits)
-    logits = least_noise(model, noise.logits)
+    least = FLOOR * product_error(like(model))
+    logits = max(noise.logits, least)  # the first: NaN is not replaced
     # the loss is one number, so its noise can be zero by luck; it averages that of hundreds of tokens, in float32
     loss = max(noise.loss, logits / 16, 4 * torch.finfo(torch.float32).eps)
-    return Errors(noise.largest, logits, loss, least_noise(model, noise.gradient) if gradients else 0.0)
+    return Errors(noise.largest, logits, loss, max(noise.gradient, least) if gradients else 0.0)
 
 
-def least_noise(model: nn.Module, found: float) -> float:
-    """The noise that was found, and at least what this model's dtype and device lose; NaN stays."""
-    return max(found, FLOOR * product_error(like(model)))  # the first: NaN is not replaced
+def noise_limit(noise: float, x: Tensor) -> float:
+    """Return the largest error that passes: `TIMES` the noise that was found, and at least what the dtype and device of this
+    tensor lose; NaN stays."""
+    return TIMES * max(noise, FLOOR * product_error(x))  # the first: NaN is not replaced
 
 
 def like(model: nn.Module) -> Tensor:

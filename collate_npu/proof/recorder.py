@@ -3,8 +3,8 @@
 Layers call layers, and kernels call kernels: the innermost layer names a call, and of kernels that call one another for the
 same tokens the innermost counts. Nothing here ends a run: what could not be read is said beside what was.
 
-Functions are wrapped where they are defined, when their package is imported, and where somebody took them before: in modules
-and on layers, by their names (`KERNELS`). A wrapper is a plain function, which torch.compile traces through as if it were
+Functions are wrapped by their names (`KERNELS`) wherever they stand: in modules, in classes, on layers; what is imported
+while a forward runs, from the next one on. A wrapper is a plain function, which torch.compile traces through as if it were
 not there. `nn.Module` says in which layer a call is made.
 """
 
@@ -15,7 +15,6 @@ import re
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -32,115 +31,72 @@ from collate_npu.consumers.mask_routing import Case
 from collate_npu.errors import CollateError
 from collate_npu.kernels.call_boundaries import zeros_of
 from collate_npu.kernels.check import call_breaches, knows, named
-from collate_npu.proof.forward import Fault, Forward, Seen, is_layer, short
-from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
-
-Hear = Callable[[str, Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""`hear(kernel, function, call, args, kwargs)` calls `call`, the function as others hear it, and gives its result."""
-
-DEFINED_IN = (
-    *("torch.nn.functional", "torch.nn.attention.flex_attention", "torch.nn.attention.varlen"),
-    *("transformers.integrations.flex_attention", "flash_attn.flash_attn_interface", "flash_attn_interface"),
-    *("fla.ops.gated_delta_rule.chunk", "fla.ops.gated_delta_rule.fused_recurrent", "fla.ops.kda.chunk"),
-    *("fla.ops.kda.fused_recurrent", "fla.ops.gla.chunk", "fla.ops.simple_gla.chunk", "fla.ops.delta_rule.chunk"),
-    *("fla.ops.lightning_attn.chunk", "fla.modules.conv.causal_conv1d", "fla.modules.convolution"),
-    "fla.modules.causal_conv1d.ops",  # fla 0.6
-    *("causal_conv1d.causal_conv1d_interface", "mamba_ssm.ops.triton.ssd_combined", "torch_npu", "fla_npu.ops.ascendc"),
-)
-"""Modules whose functions are wrapped as soon as they are imported."""
-_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-_FUSION = (
-    *("query", "key", "value", "head_num", "input_layout", "pse", "padding_mask", "atten_mask", "scale", "keep_prob"),
-    *("pre_tockens", "next_tockens", "inner_precise", "prefix", "actual_seq_qlen", "actual_seq_kvlen", "sparse_mode"),
-)
-_POSITIONAL: dict[str, tuple[str, ...]] = {
-    "scaled_dot_product_attention": _SDPA, "conv1d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
-    "npu_fusion_attention": _FUSION, "npu_fusion_attention_v3": _FUSION,
-}  # fmt: skip
-"""Parameters of functions of C++, which have no signature."""
-
-
-class Hooks:
-    """Who listens. What is wrapped is wrapped once for all who do; when the last one leaves, everything is put back, and
-    what somebody keeps of ours goes on as the function itself."""
-
-    def __init__(self, hear: Hear, around: Callable[..., Any]) -> None:
-        self.hear, self.around = hear, around
-        self.unwrapped: list[str] = []
-        """Functions that could not be wrapped, and why; known once it was taken off."""
-
-    @property
-    def on(self) -> bool:
-        """Does it listen?"""
-        return self in _LISTENING
-
-    def install(self) -> None:
-        """Listen."""
-        _LISTENING.append(self)
-        if len(_LISTENING) == 1:
-            WRAPS.install()
-
-    def taken_off(self) -> None:
-        """Listen no longer."""
-        if self.on:
-            _LISTENING.remove(self)
-            self.unwrapped = [*WRAPS.unwrapped]
-            if not _LISTENING:
-                WRAPS.taken_off()
+from collate_npu.proof.forward import Fault, Forward, Seen, is_layer, plain_name
+from collate_npu.proof.known_kernels import KERNELS, MODULES, OF_TORCH, POSITIONAL, UnreadError
 
 
 class _Wraps:
-    """What is wrapped in this process."""
+    """What is wrapped in this process, once for all who listen; when the last one leaves, everything is put back, and what
+    somebody keeps of a wrapper goes on as the function itself."""
 
     def __init__(self) -> None:
         self.unwrapped: list[str] = []
         self._held: list[tuple[Any, str, Any, Any]] = []
-        self._ours: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-        """By the id of a function: itself, and its wrapper."""
-        self._wrappers: set[int] = set()
+        self._wrapped: dict[int, Callable[..., Any]] = {}
+        """By the id of a function: its wrapper."""
+        self._wrappers: dict[int, Callable[..., Any]] = {}
+        """By the id of a wrapper: what it wraps."""
         self._seen_modules: set[str] = set()
+        self._swept = 0
+        """Modules of the process when they were looked through."""
+        self.lock = threading.RLock()
+        """One thread at a time wraps, or puts back."""
 
     def install(self) -> None:
-        """Wrap what is there, and the rest when it is imported."""
+        """Wrap what is there; `sweep` wraps what is imported later."""
         original: Callable[..., Any] = nn.Module._call_impl
 
         def _call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
                 return original(module, *args, **kwargs)
             call = original
-            for hooks in tuple(_LISTENING):
-                call = partial(_around, hooks, call)
+            for recorder in tuple(_LISTENING):
+                call = partial(recorder.run_module, call)
             return call(module, *args, **kwargs)
 
-        self.put(nn.Module, "_call_impl", _call_impl)
-        for name in DEFINED_IN:
-            if name in sys.modules:
-                self.wrap_all(sys.modules[name])
-        self._replace_taken()
-        with suppress(ImportError):  # within one process it suffices to look at what is imported already
-            import wrapt
+        self._put(nn.Module, "_call_impl", _call_impl)
+        self.sweep()
 
-            for name in set(DEFINED_IN) - set(sys.modules) - _AWAITED:
-                _AWAITED.add(name)
-                wrapt.register_post_import_hook(_imported, name)
+    def sweep(self) -> None:
+        """Wrap each kernel by its name, in every module of this process and in transformers' registry of attention."""
+        if (modules := len(sys.modules)) == self._swept:
+            return
+        with self.lock:
+            for name, module in list(sys.modules.items()):
+                held = getattr(module, "__dict__", None)
+                if not isinstance(held, dict) or (name.startswith("torch.") and name not in OF_TORCH):
+                    continue  # what else torch calls stays what it is
+                self._wrap_in(held)
+                for value in list(held.values()):
+                    if isinstance(registry := vars(type(value)).get("_global_mapping"), dict):
+                        self._wrap_in(registry)
+            self._swept = modules  # at last: another thread does not count on what is half done
 
-    def look_at(self, root: nn.Module) -> None:
-        """Wrap what the layers of a model took, or their modules define, under a name that is known."""
+    def wrap_model(self, root: nn.Module) -> None:
+        """Wrap what the layers of a model hold, their classes, and functions of their modules."""
+        self.sweep()
         for base in {base for module in root.modules() for base in type(module).__mro__}:
             if base.__module__.startswith("torch.") or base.__module__ == "builtins":
                 continue
-            self.wrap_all(base)
+            self._wrap_in(base)
             if base.__module__ not in self._seen_modules:
                 self._seen_modules.add(base.__module__)
-                defined_in = sys.modules.get(base.__module__)
-                for each in list(vars(defined_in).values()) if defined_in is not None else ():
+                for each in list(vars(sys.modules.get(base.__module__, base)).values()):
                     self._wrap_kept(each)
-                self.wrap_all(defined_in)
         for module in root.modules():
-            taken = [name for name, each in vars(module).items() if self._is_kernel(each) or id(each) in self._ours]
-            self._wrap_on(module, taken)
+            self._wrap_in(module)
 
-    def taken_off(self) -> None:
+    def take_off(self) -> None:
         """Put everything back but what the run itself put there."""
         for holder, name, old, new in reversed(self._held):
             with suppress(Exception):
@@ -152,46 +108,41 @@ class _Wraps:
         if (dynamo := sys.modules.get("torch._dynamo.trace_rules")) is not None:  # what it noted of our wrappers
             with suppress(Exception):
                 dynamo.clear_lru_cache()
-        for each in (self._held, self.unwrapped, self._ours, self._wrappers, self._seen_modules):
+        for each in (self._held, self.unwrapped, self._wrapped, self._wrappers, self._seen_modules):
             each.clear()
+        self._swept = 0
 
-    def wrap_all(self, module: Any) -> None:
-        if module is not None:
-            self._wrap_on(module, [name for name, each in list(vars(module).items()) if self._is_kernel(each)])
-
-    def _wrap_on(self, holder: Any, names: Iterable[str]) -> None:
-        for name in names:
+    def _wrap_in(self, holder: Any) -> None:
+        for name, held in list((holder if isinstance(holder, dict) else vars(holder)).items()):
+            if not self._is_kernel(held):
+                continue
             try:
-                held = vars(holder)[name]
-                plain = held.__func__ if isinstance(held, staticmethod) else held
-                self.put(holder, name, staticmethod(self._wrapper(plain)) if plain is not held else self._wrapper(held))
+                fixed = isinstance(held, staticmethod)
+                self._put(holder, name, staticmethod(self._wrapper(held.__func__)) if fixed else self._wrapper(held))
             except Exception as error:  # a package that does not let itself be wrapped runs as it is
                 self.unwrapped.append(f"{name}: {type(error).__name__}: {error}")
 
     def _is_kernel(self, value: Any) -> bool:
-        """A function under a name that is known, not one of ours; what else torch and Triton call stays what it is."""
-        value = value.__func__ if isinstance(value, staticmethod) else value
-        return (
-            isinstance(value, (FunctionType, BuiltinFunctionType)) and value.__name__ in KERNELS and not self._is_own(value)
-        )
-
-    def _is_own(self, function: Any) -> bool:
-        return id(function) in self._wrappers
+        """True for a function under a name that is known that is no wrapper."""
+        value = value.__func__ if type(value) is staticmethod else value  # isinstance would wake what loads itself late
+        known = type(value) in (FunctionType, BuiltinFunctionType) and value.__name__ in KERNELS
+        return known and id(value) not in self._wrappers
 
     def _wrap_kept(self, function: Any, depth: int = 3) -> None:
         """Kernels that a function around them keeps for itself, as transformers' own do."""
-        if not isinstance(function, FunctionType) or self._is_own(function):
+        function = self._wrappers.get(id(function), function)
+        if not isinstance(function, FunctionType):
             return
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # an empty one
                 if depth:
                     self._wrap_kept(cell.cell_contents, depth - 1)
                 if self._is_kernel(cell.cell_contents):
-                    self.put(cell, "cell_contents", self._wrapper(cell.cell_contents))
+                    self._put(cell, "cell_contents", self._wrapper(cell.cell_contents))
 
     def _wrapper(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        if (known := self._ours.get(id(function))) is not None:
-            return known[1]
+        if (known := self._wrapped.get(id(function))) is not None:
+            return known
         kernel = f"{(function.__module__ or 'torch').partition('.')[0].strip('_')}.{function.__name__}"
 
         @wraps(function)
@@ -199,55 +150,26 @@ class _Wraps:
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
             call = function
-            for hooks in tuple(_LISTENING):
-                call = partial(_heard, hooks, kernel, function, call)
+            for recorder in tuple(_LISTENING):
+                call = partial(recorder.run_kernel, kernel, function, call)
             return call(*args, **kwargs)
 
         called.__collate_npu__ = function  # type: ignore[attr-defined]
         with suppress(Exception):  # scripted code means the function itself
             if (op := _SCRIPT._find_builtin(function)) is not None:
                 _SCRIPT._register_builtin(called, op)
-        self._ours[id(function)] = (function, called)
-        self._wrappers.add(id(called))
+        self._wrapped[id(function)], self._wrappers[id(called)] = called, function
         return called
 
-    def _replace_taken(self) -> None:
-        """Where other modules took a function that is wrapped now, transformers' registry of attention among them."""
-        taken: list[tuple[Any, dict[str, Any]]] = []
-        for name, module in list(sys.modules.items()):
-            held = getattr(module, "__dict__", None)
-            if isinstance(held, dict) and not name.startswith("torch._C"):  # there torch finds what it tells a function mode
-                registries = [vars(type(value)).get("_global_mapping") for value in list(held.values())]
-                taken += [(module, held), *((each, each) for each in registries if isinstance(each, dict))]
-        for holder, held in taken:
-            for name, value in list(held.items()):
-                if id(value) in self._ours and self._ours[id(value)][0] is value:
-                    self.put(holder, name, self._ours[id(value)][1])
-
-    def put(self, holder: Any, name: str, new: Any) -> None:
+    def _put(self, holder: Any, name: str, new: Any) -> None:
         """Put something in its place until nobody listens."""
         self._held.append((holder, name, _of(holder, name), new))
         _set(holder, name, new)
 
 
 _SCRIPT: Any = getattr(torch.jit, "_builtins", None)
-_LISTENING: list[Hooks] = []
-_AWAITED: set[str] = set()
-"""Modules whose import is awaited; wrapt forgets no hook, so each has one."""
+_LISTENING: list[Recorder] = []
 WRAPS = _Wraps()
-
-
-def _around(hooks: Hooks, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return hooks.around(call, module, args, kwargs)
-
-
-def _heard(hooks: Hooks, kernel: str, function: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return hooks.hear(kernel, function, call, args, kwargs)
-
-
-def _imported(module: Any) -> None:
-    if _LISTENING:
-        WRAPS.wrap_all(module)
 
 
 def _of(holder: Any, name: str) -> Any:
@@ -266,7 +188,7 @@ def _set(holder: Any, name: str, value: Any) -> None:
 def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by their names, those of `**kwargs` among them; but not of transformers' own functions, which
     swallow boundaries there (5.23 modeling_lfm3.py:319): wrappers alone hand them on."""
-    if (names := _POSITIONAL.get(function.__name__)) is not None:
+    if (names := POSITIONAL.get(function.__name__)) is not None:
         return {**dict(zip(names, args)), **kwargs}
     found = named(function, args, kwargs)
     own = inspect.isfunction(function) and (function.__module__ or "").startswith("transformers.")
@@ -283,6 +205,16 @@ _POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?)$")
 """Names of embeddings of positions."""
 
 
+class _Thread(threading.local):
+    """What runs in this thread: modules, a forward, how deep its kernels are, and which tokens are zero still."""
+
+    def __init__(self) -> None:
+        self.stack: list[nn.Module] = []
+        self.forward: Forward | None = None
+        self.depth = 0
+        self.empty_T: Array | None = None
+
+
 class Recorder:
     """Hears every kernel while it is on."""
 
@@ -291,14 +223,9 @@ class Recorder:
         """What went wrong in recording itself; the run goes on."""
         self.models: set[str] = set()
         """Classes of the models that ran."""
-        self.hooks = Hooks(self._heard, self._around)
-        self.results: deque[Any] | None = None
-        """What kernels gave, one after the other, where that is kept."""
-        self.replays = False
-        """Do kernels, and the layers in `frozen`, give that instead of what they compute?"""
-        self.frozen: tuple[nn.Module, ...] = ()
-        self._begin, self._end = begin, end
-        self._local = threading.local()
+        self.unwrapped: list[str] = []
+        """Functions that could not be wrapped, and why; known once nobody listens."""
+        self._begin, self._end, self._here = begin, end, _Thread()
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._roots: dict[int, tuple[weakref.ref[nn.Module] | None, bool]] = {}
         """Modules that were called outermost, and whether they are models."""
@@ -306,12 +233,11 @@ class Recorder:
     @property
     def forward(self) -> Forward | None:
         """The one that runs now, in this thread."""
-        running: Forward | None = self._here.forward
-        return running
+        return self._here.forward
 
     def forget(self) -> None:
         """A forked process begins anew."""
-        self._local = threading.local()
+        self._here, WRAPS.lock = _Thread(), threading.RLock()  # another thread may have held it
 
     def root_of(self, module: nn.Module) -> nn.Module | None:
         """The model that this module is a part of."""
@@ -319,7 +245,7 @@ class Recorder:
         return None if known is None else known[0]()
 
     def knows(self, root: nn.Module) -> bool:
-        """Is it a model with layers that look at other tokens? Its names are kept, and its kernels wrapped."""
+        """True for a model with layers that look at other tokens: its names are kept, its kernels wrapped."""
         held, looks = self._roots.get(id(root), (None, False))
         if held is not None and held() is root:
             return looks
@@ -335,22 +261,44 @@ class Recorder:
         held = weakref.ref(root)
         for name, module in root.named_modules():
             if id(module) not in self._names or name == "" or self.root_of(module) is None:
-                self._names[id(module)] = held, short(name)
+                self._names[id(module)] = held, plain_name(name)
         self.models.add(type(root).__name__)
-        WRAPS.look_at(root)
+        with WRAPS.lock:
+            WRAPS.wrap_model(root)
+
+    @property
+    def listens(self) -> bool:
+        """True between `install` and `take_off`."""
+        return self in _LISTENING
+
+    def install(self) -> None:
+        """Listen to every kernel and module of this process."""
+        with WRAPS.lock:
+            _LISTENING.append(self)
+            if len(_LISTENING) == 1:
+                WRAPS.install()
+
+    def take_off(self) -> None:
+        """Listen no longer."""
+        with WRAPS.lock:
+            if self.listens:
+                _LISTENING.remove(self)
+                self.unwrapped = [*WRAPS.unwrapped]
+                if not _LISTENING:
+                    WRAPS.take_off()
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
         """Listen meanwhile, to this model too if it has no layer by its name."""
-        self.hooks.install()
+        self.install()
         self.keep(model)
         try:
             yield
         finally:
-            self.hooks.taken_off()
+            self.take_off()
 
     @contextmanager
-    def unharmed(self) -> Iterator[None]:
+    def guarded(self) -> Iterator[None]:
         """What is ours never ends the run."""
         try:
             yield
@@ -359,7 +307,8 @@ class Recorder:
 
     # --- modules
 
-    def _around(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def run_module(self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a module, `original(module, ...)`; a forward may begin with it."""
         here = self._here
         if here.stack and (kernel := MODULES.get(type(module).__name__)) and self._is_kernel(module):
             kernel_name = f"{type(module).__module__.partition('.')[0]}.{type(module).__name__}"
@@ -367,14 +316,14 @@ class Recorder:
             if type(module).__name__ == "Conv1d":
                 values = {"x": args[0] if args else kwargs["input"]}
             return self._called(kernel_name, kernel, values, lambda: original(module, *args, **kwargs))
-        if any(module is each for each in self.frozen):
-            return self._kept(lambda: original(module, *args, **kwargs))
         forward, outer = None, here.forward
-        with self.unharmed():
+        with self.guarded():
+            if not here.stack:
+                WRAPS.sweep()
             if not here.stack or self._has_other_rows(kwargs):
                 forward = self._begin(module, args, kwargs)
                 here.forward = forward or outer
-            elif outer is not None and (kind := self._counts(module)):
+            elif outer is not None and (kind := self._position_kind(module)):
                 self._note_positions(outer, kind, module, args, kwargs)
             elif outer is not None and is_layer(module):
                 here.empty_T = _still_empty(outer.empty_T, [*args, *kwargs.values()])
@@ -385,32 +334,25 @@ class Recorder:
             here.stack.pop()
             if forward is not None:
                 forward.raised = type(error).__name__
-            self._left(forward, outer)
+            self._end_forward(forward, outer)
             raise
         here.stack.pop()
         if isinstance(module, nn.Embedding) and outer is not None and args and args[0] is outer.ids:
-            with self.unharmed():
+            with self.guarded():
                 outer.empty_T = zeros_of(result, "BTD")
-        if wrong := self._left(forward, outer):
+        if wrong := self._end_forward(forward, outer):
             raise CollateError(wrong)
         return result
 
-    def _left(self, forward: Forward | None, outer: Forward | None) -> str:
+    def _end_forward(self, forward: Forward | None, outer: Forward | None) -> str:
         if forward is not None:
             self._here.forward = outer
-            with self.unharmed():
+            with self.guarded():
                 return self._end(forward)
         return ""
 
-    @property
-    def _here(self) -> Any:
-        """Of this thread: the modules that run, its forward, and how deep its kernels are."""
-        if not hasattr(self._local, "stack"):
-            self._local.stack, self._local.forward, self._local.depth, self._local.empty_T = [], None, 0, None
-        return self._local
-
     def _has_other_rows(self, kwargs: Mapping[str, Any]) -> bool:
-        """Is a model called within another one, on tokens that are not the outer one's, whole or without padding?"""
+        """True if a model is called within another one, on tokens that are not the outer one's."""
         ids, forward = kwargs.get("input_ids"), self._here.forward
         if forward is None or forward.ids is None or not isinstance(ids, Tensor) or ids is forward.ids:
             return False
@@ -424,8 +366,8 @@ class Recorder:
             return True
         return module.groups == module.in_channels > 1 and is_layer(self._here.stack[-1])
 
-    def _counts(self, module: nn.Module) -> str:
-        """Is it given positions: rotary ones, or those that are embedded?"""
+    def _position_kind(self, module: nn.Module) -> str:
+        """True if it is given positions: rotary ones, or those that are embedded."""
         if re.search("rotary|rope", type(module).__name__.lower()) and not is_layer(module):
             return "rotary"
         known = self._names.get(id(module)) if isinstance(module, nn.Embedding) else None
@@ -452,14 +394,10 @@ class Recorder:
 
     # --- kernels
 
-    def _heard(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+    def run_kernel(
+        self, name: str, function: Callable[..., Any], call: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
+        """Call a kernel, `call(...)`, the function as others hear it."""
         here = self._here
         if not here.stack or here.forward is None:
             return call(*args, **kwargs)
@@ -474,35 +412,20 @@ class Recorder:
 
     def _called(self, name: str, row: Any, values: dict[str, Any] | str, call: Callable[[], Any]) -> Any:
         """Call it; of kernels that call one another for the same tokens the innermost counts."""
-        forward: Forward | None = self._here.forward
-        if forward is None:
+        if (forward := self._here.forward) is None:
             return call()
         seen, first = self._seen(name, row, values), len(forward.calls)
         result: Any = seen
+        self._here.depth += 1
         try:
-            result = self._kept(call)
+            result = call()
             return result
         finally:
+            self._here.depth -= 1
             inner = [each.told for each in forward.calls[first:] if each.told is not None]
             whole = any(seen.told is None or len(told.first_T) == len(seen.told.first_T) for told in inner)
             if result is not None and not whole:  # None: a fallback that does nothing
                 forward.calls[first:] = [seen]  # what it calls for a part of its tokens says nothing of all
-
-    def _kept(self, call: Callable[[], Any]) -> Any:
-        """Call it, the outermost kernel, or give what it gave in the forward before."""
-        here, keeps = self._here, self.results is not None and not self._here.depth
-        if keeps and self.replays:
-            assert self.results is not None
-            return _copied(self.results.popleft())
-        here.depth += 1
-        try:
-            result = call()
-        finally:
-            here.depth -= 1
-        if keeps:
-            assert self.results is not None
-            self.results.append(_copied(result))
-        return result
 
     def _seen(self, name: str, row: Any, values: dict[str, Any] | str) -> Seen:
         kind, read = row
@@ -526,31 +449,33 @@ class Recorder:
 
 
 @contextmanager
+def recorded(forward: Forward) -> Iterator[None]:
+    """Keep in it every kernel call of its model, or of a part of it, that this thread makes meanwhile."""
+    model, thread = forward.root, threading.get_ident()
+
+    def begin(module: nn.Module, *_: Any) -> Forward | None:
+        ours = recorder.root_of(module) is model or any(each is model for each in module.modules())
+        if threading.get_ident() != thread or not ours:
+            return None
+        return forward if recorder.forward is None else Forward(root=model)  # a model within this one has other tokens
+
+    recorder = Recorder(begin, lambda _: "")
+    with recorder.on(model):
+        yield
+
+
+@contextmanager
 def heard(model: nn.Module, cases: Iterable[Case]) -> Iterator[list[Fault]]:
     """The faults of this model's forwards meanwhile, which are of these batches, one after the other."""
     faults: list[Fault] = []
-    coming = iter(cases)
-
-    def begin(module: nn.Module, *_: Any) -> Forward | None:
-        if module is not model or (case := next(coming, None)) is None:
-            return None
-        forward = Forward(root=model, number=0, step=0, training=torch.is_grad_enabled())
-        forward.judge_by(case)
-        return forward
+    coming = (Forward.of(model, case) for case in cases)
 
     def end(forward: Forward) -> str:
         faults.extend(forward.faults().values())
         return ""
 
-    with Recorder(begin, end).on(model):
+    with Recorder(lambda module, *_: next(coming, None) if module is model else None, end).on(model):
         yield faults
-
-
-def _copied(given: Any) -> Any:
-    """What goes on with it may write in it."""
-    if isinstance(given, tuple):
-        return tuple(map(_copied, given))
-    return given.clone() if isinstance(given, Tensor) else given
 
 
 def _still_empty(empty_T: Array | None, given: Iterable[Any]) -> Array | None:

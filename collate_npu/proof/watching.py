@@ -14,7 +14,7 @@ import atexit
 import json
 import os
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -25,21 +25,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from collate_npu.consumers.adapter import BatchAdapter
+from collate_npu.consumers.adapter import MADE
 from collate_npu.consumers.model_traits import is_compiled, unwrap
 from collate_npu.errors import CollateError, printable
 from collate_npu.keys import of_kind
-from collate_npu.proof.forward import Fault, Forward, block
-from collate_npu.proof.kernel_calls import UnreadError
-from collate_npu.proof.recorder import WRAPS, Recorder, bound
-from collate_npu.proof.truth import case_of
-from collate_npu.segments import Segments
+from collate_npu.proof.forward import Fault, Forward, block, case_of
+from collate_npu.proof.known_kernels import UnreadError
+from collate_npu.proof.recorder import Recorder, bound
 
 STEPS = 2
 _MOST_PASSES = 64
 """Forwards a step, and those behind the watched ones until all is taken off where no optimizer tells its steps."""
-_REMEMBERED = 8
-"""Batches of our adapter that are still known."""
 
 
 class Watch:
@@ -67,8 +63,7 @@ class Watch:
         self._told: set[str] = set()
         self._passes: Counter[tuple[int, bool]] = Counter()
         """Forwards of a root, with gradients and without."""
-        self._made: deque[tuple[Tensor, Segments]] = deque(maxlen=_REMEMBERED)
-        self._recorder = Recorder(self._begun, self._ended)
+        self._recorder = Recorder(self._begin_forward, self._end_forward)
 
     @property
     def failed(self) -> set[str]:
@@ -79,31 +74,20 @@ class Watch:
 
     def start(self) -> None:
         """Wrap everything."""
-        self._recorder.hooks.install()
-        self._optimizers = register_optimizer_step_post_hook(lambda *_: self._step_ends())
-        rendered = BatchAdapter._rendered
-
-        def remembered(adapter: BatchAdapter, batch: Mapping[str, Any]) -> Any:
-            made = rendered(adapter, batch)
-            self._remember(*made)
-            return made
-
-        WRAPS.put(BatchAdapter, "_rendered", remembered)
+        self._recorder.install()
+        self._optimizers = register_optimizer_step_post_hook(lambda *_: self._end_step())
+        MADE.watch(1)
 
     def end(self) -> None:
         """Take everything off; the process is as it was."""
-        if self._recorder.hooks.on:
-            self._recorder.hooks.taken_off()
+        if self._recorder.listens:
+            self._recorder.take_off()
             self._optimizers.remove()
+            MADE.watch(-1)
             if not self._keeps:  # they hold the models
                 self.forwards = []
 
-    def _remember(self, batch: Mapping[str, Any], segments: Segments) -> None:
-        """A batch that our adapter made: what it says is known, whatever form it has."""
-        if isinstance(ids := batch.get("input_ids"), Tensor):
-            self._made.append((ids.detach().cpu().clone(), segments))
-
-    def _begun(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
         """The forward that begins here, if this is a model that is still watched, or a layer that is computed again."""
         again = torch._C._current_graph_task_id() != -1
         root = self._recorder.root_of(module) if again else None
@@ -125,10 +109,10 @@ class Watch:
             forward.before = [seen for each in same for seen in each.calls]
         self._number += not again
         if not again:
-            self._told_by_batch(forward, root, args, kwargs)
+            self._read_batch(forward, root, args, kwargs)
         return forward
 
-    def _told_by_batch(self, forward: Forward, root: nn.Module, args: Any, kwargs: Any) -> None:
+    def _read_batch(self, forward: Forward, root: nn.Module, args: Any, kwargs: Any) -> None:
         """What the inputs of the outermost module say: our adapter's Segments, or what the door finds."""
         try:
             inner = unwrap(root)
@@ -139,8 +123,7 @@ class Watch:
                 forward.ids = ids
                 if ids.shape[-1] == 1:
                     raise UnreadError("one token a row: decoding is not judged")
-            made = (each for seen, each in self._made if isinstance(ids, Tensor) and _same(seen, ids))
-            forward.judge_by(case_of(inner, given, segments=next(made, None)), whole=not of_kind(given, "vision"))
+            forward.judge_by(case_of(inner, given), whole=not of_kind(given, "vision"))
         except (CollateError, UnreadError) as error:
             forward.unsaid = str(error)
         except Exception as error:  # whatever stands in a stranger's arguments
@@ -148,7 +131,7 @@ class Watch:
 
     # --- forwards and steps
 
-    def _ended(self, forward: Forward) -> str:
+    def _end_forward(self, forward: Forward) -> str:
         if forward.again and not forward.calls:
             return ""
         if not forward.again:
@@ -160,14 +143,14 @@ class Watch:
         self.faults += found.values()
         self.forwards.append(forward)
         if found or not forward.again:
-            self._say(forward, found)
-        forward.let_go()
+            self._log_forward(forward, found)
+        forward.release()
         if not (found and self._stop):
             return ""
         self.end()
         return "\n".join(dict.fromkeys(map(str, found.values())))
 
-    def _step_ends(self) -> None:
+    def _end_step(self) -> None:
         if self.forwards and any(each.step == self.steps and each.training for each in self.forwards):
             self.steps += 1
             if not self._keeps:
@@ -175,7 +158,7 @@ class Watch:
         if self.steps >= self._most:
             self.end()
 
-    def _say(self, forward: Forward, faults: Mapping[int, Fault]) -> None:
+    def _log_forward(self, forward: Forward, faults: Mapping[int, Fault]) -> None:
         where = f"step {forward.step} rank {_rank()}"
         how = " · computed again" if forward.again else "" if forward.training else " · without gradients"
         how += f" · it raised {forward.raised}" * bool(forward.raised)
@@ -212,12 +195,12 @@ class Watch:
             lines.append(f"no known kernel ran in: {', '.join(silent[:8])}{', ...' * (len(silent) > 8)}")
         if self.failed:
             lines.append(f"could not be watched: {'; '.join(sorted(self.failed)[:4])}")
-        if self._recorder.hooks.unwrapped:
-            lines.append(f"could not be wrapped: {'; '.join(self._recorder.hooks.unwrapped[:4])}")
+        if self._recorder.unwrapped:
+            lines.append(f"could not be wrapped: {'; '.join(self._recorder.unwrapped[:4])}")
         lines.append(f"{len(self.faults)} faults" if self.faults else "no fault in what was looked at")
         return " · ".join(lines)
 
-    def summed_up(self) -> None:
+    def log_summary(self) -> None:
         """Say it at the end of a process in which a model ran."""
         self.end()
         if self._number or self.failed:
@@ -273,11 +256,7 @@ def arm(_torch: Any) -> None:
     seen = Watch(steps=told["steps"], out=out, screen=sys.stderr, keeps=False)
     seen.start()
     os.register_at_fork(after_in_child=seen.forget)
-    atexit.register(seen.summed_up)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool((one == other.cpu()).all())
+    atexit.register(seen.log_summary)
 
 
 def _rank() -> str:

@@ -61,7 +61,7 @@ def _default_config(model_type: str) -> PretrainedConfig:
 def tiny_config(model_type: str, *, vocab_size: int) -> PretrainedConfig:
     """The config of a tiny model of this type: width 64, two to four layers, each kind of layer of the family.
 
-    The last id of the vocabulary is bos, eos and pad, the hard case: padding cannot be told from text by its id.
+    The last id of the vocabulary is bos, eos and pad, the hard case: padding cannot be known from its id.
     Raises what the config's own validation raises.
 
     >>> config = tiny_config("qwen3_next", vocab_size=257)

@@ -114,10 +114,10 @@ def _sequence_by_sequence(plain: Callable[..., Any], key: str) -> Callable[..., 
     """The model's own torch function on each sequence by itself; the boundaries come under `key`, as for the kernel."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        told, T = kwargs.pop(key, None), args[0].shape[1]
-        if told is None:
+        given, T = kwargs.pop(key, None), args[0].shape[1]
+        if given is None:
             return plain(*args, **kwargs)
-        offsets = told.tolist() if key == "cu_seqlens" else [0, *(1 + told[0].diff().nonzero().flatten()).tolist(), T]
+        offsets = given.tolist() if key == "cu_seqlens" else [0, *(1 + given[0].diff().nonzero().flatten()).tolist(), T]
         parts = [
             plain(*(_cut(x, T, a, b) for x in args), **{name: _cut(x, T, a, b) for name, x in kwargs.items()})
             for a, b in pairwise(offsets)

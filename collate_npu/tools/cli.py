@@ -1,77 +1,155 @@
 """CLI, the command line: `collate-npu audit | conformance | watch | show | env | kernels | guide`.
 
+A command is a function; its options are its parameters. Exit codes: 0 done and right; 1 something of this library, or of
+what you gave, is wrong (`audit`, `conformance`); 2 it could not do what was named, and a line says why; 130 interrupted.
 Nothing here imports torch or rich before a command needs it: `env` explains why torch does not load.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
+import warnings
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, HelpFormatter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial, wraps
+from dataclasses import dataclass, replace
+from functools import wraps
+from importlib import import_module
 from importlib.util import find_spec
-from inspect import getdoc
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from shutil import get_terminal_size
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from collate_npu.errors import CollateError, explain, printable
-from collate_npu.tools.console import Help, Option, Parser, Side, exit_code_of, load
-from collate_npu.tools.guide import listed, page
-from collate_npu.tools.user_code import named, theirs
-from collate_npu.tools.watch import WATCH_EXAMPLES, watch_command
+from collate_npu.tools.guide import list_pages, read_page
+from collate_npu.tools.user_code import describe_error, find_callable, run_user_code
+from collate_npu.tools.watch import watch_processes
 
 if TYPE_CHECKING:
     from collate_npu.tools.sheet import Sheet
 
-AUDIT_EXAMPLES = (
-    "Examples:\n\n"
-    "`collate-npu audit` — every hybrid family of the installed transformers, tiny and random\n\n"
-    "`collate-npu audit --model qwen3_5_text --side left` — one family, left padding alone\n\n"
-    "`collate-npu audit --model ./checkpoint --data my.jsonl --collator my_collator.py:collate` — all your own\n\n"
-    "`collate-npu audit --model ./checkpoint --batch dump.pt` — a batch dumped from your trainer\n\n"
-    "`zcat text.gz | collate-npu audit --model llama --data -` — text from standard input\n\n"
-    "`collate-npu audit --packed --attn flash_attention_2 --device npu --dtype bfloat16` — what trainers run on a card"
-)
+# --- options
 
-of_model, of_data, of_run = (partial(Option, panel=panel) for panel in ("Model", "Data", "What is run"))
-"""Options by the panels of the help."""
-HELP = {
-    "model": "A model type (tiny, random), or the folder of a checkpoint. Repeatable; default: all hybrids.",
-    "data": ".txt (one sample a line), .jsonl, both also as .gz, .json, .parquet, .csv, or - (standard input). "
-    "Columns: text, content, messages, conversations, or input_ids with labels. Default: a text of ours.",
-    "batch": "A batch dumped from your trainer, .pt or .safetensors, compared with each of its samples alone.",
-    "collator": "Your collator, audited beside ours: module:function or file.py:function, called with features; a class, "
-    "or a function with arguments tokenizer, model or pad_token_id, makes one. Repeatable.",
-    "tokenizer": "Folder of a tokenizer. Default: the checkpoint's own, or bytes for tiny models.",
-    "trust": "Run Python code that these folders bring, else they are refused.",
-    "attn": "Attention, by transformers' name. Repeatable; default: sdpa and eager.",
-}
-"""Of the options that take many words."""
+
+@dataclass(frozen=True)
+class Option:
+    """A parameter on the command line: `--its-name`, or `names`; a name without a dash is given by its place."""
+
+    help: str
+    names: tuple[str, ...] = ()
+    least: int = 0
+    most: float = inf
+
+    def whole_number(self, text: str) -> int:
+        """Return the number in a text, if it is in the range."""
+        if not self.least <= int(text) <= self.most:
+            raise ArgumentTypeError(f"{int(text)} is not in the range {self.least}..{self.most}.")
+        return int(text)
+
+
+class Parser(ArgumentParser):
+    """Read the parameters of a command, `Annotated[type, Option(...)]`. What was typed is shown escaped."""
+
+    def add_command(self, command: Callable[..., int]) -> None:
+        """Add an option for each parameter; the parsed arguments hold the command as `called`."""
+        for name, each in inspect.signature(command, eval_str=True).parameters.items():
+            kind, option = get_args(each.annotation)
+            how = _read(get_args(kind)[0] if NoneType in get_args(kind) else kind, option, each.default)
+            shown = "" if each.default in (each.empty, None) or each.default is False else f" [default: {each.default}]"
+            added = self.add_argument(*(option.names or (f"--{name.replace('_', '-')}",)), **how)
+            added.help = f"{option.help}{shown}".replace("%", "%%")  # argparse writes the default of a switch by itself
+            added.dest, added.default = name, None if each.default is each.empty else each.default
+        self.set_defaults(called=command)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, printable(f"Try '{self.prog} --help' for help.\n\nError: {message}\n"))
+
+
+def _read(kind: Any, option: Option, default: Any) -> dict[str, Any]:
+    """Return how argparse reads a value of this type."""
+    if kind is bool:
+        return {"action": BooleanOptionalAction if default else "store_true"}
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    if get_origin(kind) is list:
+        return {"nargs": "*" if default is None else "..."} if option.names else {"action": "append", "metavar": "TEXT"}
+    how = {"type": option.whole_number if kind is int else kind}
+    shown = {str: "TEXT", int: f"{option.least}..{option.most}"}
+    return how if option.names else how | {"metavar": shown.get(kind, kind.__name__.upper())}
+
+
+class Help(HelpFormatter):
+    """Fill each paragraph by itself, and each example."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = text.replace("`", "").replace("\ncollate-npu", "\n\ncollate-npu").split("\n\n")
+        return "\n\n".join(super(Help, self)._fill_text(part, width, indent) for part in parts)
+
+
+def load(*packages: str) -> None:
+    """Import what a command needs. Raises `CollateError` for the first that does not load."""
+    for package in packages:
+        try:
+            import_module(package)
+        except (Exception, SystemExit) as error:  # torch raises RuntimeError where it cannot load torch_npu
+            absent = isinstance(error, ModuleNotFoundError) and error.name == package
+            remedy = f"pip install {package}." if absent else "`collate-npu env` says more."
+            raise CollateError(f"{package} does not load: {describe_error(error)}. {remedy}") from None
+
+
+# --- commands
+
+DATA = (
+    ".txt (one sample a line), .jsonl, both also as .gz, .json, .parquet, .csv, or - (standard input). "
+    "Columns: text, content, messages, conversations, or input_ids with labels. Default: a text of ours."
+)
+COLLATOR = (
+    "Your collator, audited beside ours: module:function or file.py:function, called with features; a class, "
+    "or a function with arguments tokenizer, model or pad_token_id, makes one. Repeatable."
+)
+RUN = (
+    "module:function or file.py:function. It is called with the samples of one batch, lists of token ids, and returns the "
+    "log-probabilities of the next tokens, one list a sample."
+)
+Side = Literal["left", "right"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Verbose = ("--verbose", "-v")
+AsJson = Annotated[bool, Option("One JSON object in the place of the text; passed is first.", ("--json",))]
 
 
 def audit_command(
-    model: Annotated[list[str] | None, of_model(HELP["model"])] = None,
-    data: Annotated[Path | None, of_data(HELP["data"])] = None,
-    batch: Annotated[Path | None, of_data(HELP["batch"])] = None,
-    collator: Annotated[list[str] | None, of_run(HELP["collator"])] = None,
-    tokenizer: Annotated[Path | None, of_model(HELP["tokenizer"])] = None,
-    trust_remote_code: Annotated[bool, of_model(HELP["trust"])] = False,
-    side: Annotated[Side | None, of_run("left or right. Default: both.")] = None,
-    attn: Annotated[list[str] | None, of_run(HELP["attn"])] = None,
-    packed: Annotated[bool, of_run("Flat rows too: all samples of a batch in one row.")] = False,
-    device: Annotated[str, of_model("cpu, cuda, npu, or any torch device.")] = "cpu",
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], of_model("float32, bfloat16 or float16.")] = "float32",
-    batch_size: Annotated[int, of_data("Samples in a batch, or in a flat row.", least=2)] = 4,
-    batches: Annotated[int, of_data("Batches per model and side.", least=1)] = 2,
-    max_length: Annotated[int, of_data("Longest sample of text, in tokens.", least=2, most=1 << 20)] = 96,
-    gradients: Annotated[bool, of_run("Compare gradients too.")] = True,
-    tolerance: Annotated[float | None, of_run("Error of ours that passes. Default: six times the noise here.")] = None,
-    seed: Annotated[int, of_data("Which lines are drawn, and the random weights.", least=0, most=(1 << 63) - 1)] = 0,
-    verbose: Annotated[bool, Option("The table of every model, and every reason.", ("--verbose", "-v"))] = False,
-    as_json_: Annotated[bool, Option("One JSON object in the place of the text; passed is first.", ("--json",))] = False,
+    model: Annotated[
+        list[str] | None, Option("A model type (tiny, random), or a checkpoint's folder. Repeatable; default: all hybrids.")
+    ] = None,
+    data: Annotated[Path | None, Option(DATA)] = None,
+    batch: Annotated[
+        Path | None, Option("A batch dumped from your trainer, .pt or .safetensors, compared with each sample alone.")
+    ] = None,
+    collator: Annotated[list[str] | None, Option(COLLATOR)] = None,
+    tokenizer: Annotated[
+        Path | None, Option("Folder of a tokenizer. Default: the checkpoint's own, or bytes for tiny models.")
+    ] = None,
+    trust_remote_code: Annotated[bool, Option("Run Python code that these folders bring, else they are refused.")] = False,
+    side: Annotated[Side | None, Option("left or right. Default: both.")] = None,
+    attn: Annotated[
+        list[str] | None, Option("Attention, by transformers' name. Repeatable; default: sdpa and eager.")
+    ] = None,
+    packed: Annotated[bool, Option("Flat rows too: all samples of a batch in one row.")] = False,
+    device: Annotated[str, Option("cpu, cuda, npu, or any torch device.")] = "cpu",
+    dtype: Annotated[Dtype, Option("float32, bfloat16 or float16.")] = "float32",
+    batch_size: Annotated[int, Option("Samples in a batch, or in a flat row.", least=2)] = 4,
+    batches: Annotated[int, Option("Batches per model and side.", least=1)] = 2,
+    max_length: Annotated[int, Option("Longest sample of text, in tokens.", least=2, most=1 << 20)] = 96,
+    gradients: Annotated[bool, Option("Compare gradients too.")] = True,
+    tolerance: Annotated[float | None, Option("Error of ours that passes. Default: six times the noise here.")] = None,
+    seed: Annotated[int, Option("Which lines are drawn, and the random weights.", most=(1 << 63) - 1)] = 0,
+    verbose: Annotated[bool, Option("The table of every model, and every reason.", Verbose)] = False,
+    as_json: AsJson = False,
     html: Annotated[Path | None, Option("Write a page too: tables, and the error at each token.")] = None,
 ) -> int:
     """Does a padded batch give the same numbers as each sample alone? And a flat row?
@@ -80,6 +158,13 @@ def audit_command(
     when the batch is handed over by this library, and as elsewhere. --collator and --batch put your own beside them. Exit
     code 0: all measured and right. 1: something is wrong, of ours or of yours, and the words say whose. 2: something named
     could not be run, or wrong could not be told from right.
+
+    Examples:
+    `collate-npu audit` — every hybrid family of the installed transformers, tiny and random
+    `collate-npu audit --model qwen3_5_text --side left` — one family, left padding alone
+    `collate-npu audit --model ./checkpoint --data my.jsonl --collator my_collator.py:collate` — all your own
+    `collate-npu audit --model ./checkpoint --batch dump.pt` — a batch dumped from your trainer
+    `collate-npu audit --packed --attn flash_attention_2 --device npu --dtype bfloat16` — what trainers run on a card
     """
     load("torch", "transformers", "rich")
     if "TRANSFORMERS_VERBOSITY" not in os.environ:  # notices of kernels that are missing: the report says what matters
@@ -89,7 +174,8 @@ def audit_command(
         logging.disable_progress_bar()  # of loading weights: the audit's own says where it is
     from collate_npu.tools.audit.report import page, print_report
     from collate_npu.tools.audit.session import audit_all
-    from collate_npu.tools.terminal import check_place, screen
+    from collate_npu.tools.files import check_place
+    from collate_npu.tools.terminal import screen
 
     if html:
         check_place(html)
@@ -104,7 +190,7 @@ def audit_command(
     if html:
         html.write_text(page(report), encoding="utf-8")
         print(f"collate-npu: wrote {printable(str(html))}", file=sys.stderr, flush=True)
-    if as_json_:
+    if as_json:
         print(json.dumps(report.as_json(), indent=2, allow_nan=False), flush=True)
     else:
         with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
@@ -112,85 +198,65 @@ def audit_command(
     return report.exit_code
 
 
-# --- kernels
-
-KERNELS_EXAMPLES = (
-    "Examples:\n\n`collate-npu kernels --device npu` — every operator that is installed, before you train on a card\n\n"
-    "`collate-npu kernels --device npu --operator npu_fusion_attention` — one, in all its forms and layouts\n\n"
-    "`collate-npu kernels` — what runs on a CPU"
-)
-_OPERATOR = "An operator, or a package, for example fla. Repeatable; default: all."
-
-
 def kernels_command(
     device: Annotated[str, Option("cpu, cuda, npu, or one of several: npu:1.")] = "cpu",
-    operator: Annotated[list[str] | None, Option(_OPERATOR)] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, Option("Default: float32 on a CPU, else bfloat16.")
+    operator: Annotated[
+        list[str] | None, Option("An operator, or a package, for example fla. Repeatable; default: all.")
     ] = None,
-    verbose: Annotated[bool, Option("Why calls were refused, too.", ("--verbose", "-v"))] = False,
-    as_json_: Annotated[bool, Option("One JSON object in the place of the text; passed is first.", ("--json",))] = False,
+    dtype: Annotated[Dtype | None, Option("Default: float32 on a CPU, else bfloat16.")] = None,
+    verbose: Annotated[bool, Option("Why calls were refused, too.", Verbose)] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Does each operator compute what our arguments say, on this device?
 
     Operators of attention and of recurrent layers that are installed are called with this library's masks and boundaries,
     forward and backward, and compared with each sequence alone in float64. Exit code 0: all right, and something was
     measured. 1: something is wrong. 2: something named could not be run; without the card, what would run is listed.
+
+    Examples:
+    `collate-npu kernels --device npu` — every operator that is installed, before you train on a card
+    `collate-npu kernels --device npu --operator npu_fusion_attention` — one, in all its forms and layouts
+    `collate-npu kernels` — what runs on a CPU
     """
     load("torch", "rich")
     from rich.text import Text
 
-    from collate_npu import __version__
-    from collate_npu.tools import kernels
     from collate_npu.tools.audit.report import SIGNS, terms
+    from collate_npu.tools.kernels import measure_operators, tables
     from collate_npu.tools.terminal import put, screen
 
-    chosen, in_dtype = kernels.kernels_named(operator or []), kernels.dtype_of(dtype, device)
-    no_card, console = kernels.why_no_card(device, in_dtype), screen(stderr=True)
-    found = []
-    with console.status("") as status:
-        for run in kernels.measured(chosen, device, in_dtype, no_card):
-            found.append(run)
-            status.update(Text(f"{run.operator}: {run.truth}"))
-    code = kernels.exit_code(found, no_card, named=operator or [])
-    if as_json_:
-        settings = {"device": device, "dtype": str(in_dtype).removeprefix("torch."), "collate_npu": __version__}
-        print(json.dumps(kernels.as_json(found, settings, no_card, code), indent=2, allow_nan=False), flush=True)
+    found = measure_operators(operator or [], device, dtype)
+    code = found.exit_code
+    if as_json:
+        print(json.dumps(found.as_json(), indent=2, allow_nan=False), flush=True)
         return code
     sign, style = SIGNS["right" if code == 0 else "wrong" if code == 1 else "unproved"]
     with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
         out = screen()
-        put(out, Text(f"{sign} {kernels.headline(found, no_card, code)}", f"bold {style}"))
-        put(out, terms(kernels.notes(found, no_card, verbose=verbose)), *kernels.tables(found))
+        put(out, Text(f"{sign} {found.verdict}", f"bold {style}"))
+        put(out, terms(found.notes(verbose=verbose)), *tables(found.runs))
     return code
-
-
-# --- conformance
-
-CONFORMANCE_EXAMPLES = (
-    "Examples:\n\n`collate-npu conformance my_stack.py:run` — batches as the stack makes them\n\n"
-    "`collate-npu conformance my_stack.py:run --layout left --layout packed --pad-id 151643 --vocab-size 151643`\n\n"
-    "`collate-npu conformance my_package.serving:run --seed 7` — the same samples as in a run before"
-)
-RUN = (
-    "module:function or file.py:function. It is called with the samples of one batch, lists of token ids, and returns the "
-    "log-probabilities of the next tokens, one list a sample."
-)
-LAYOUT = "Ask run(samples, layout=NAME). Repeatable; default: left and right where it takes layout."
 
 
 def conformance_command(
     run: Annotated[str, Option(RUN, ("run",))],
-    layout: Annotated[list[str] | None, Option(LAYOUT)] = None,
+    layout: Annotated[
+        list[str] | None, Option("Ask run(samples, layout=NAME). Repeatable; default: left and right where it takes layout.")
+    ] = None,
     vocab_size: Annotated[int, Option("Samples are drawn from ids 3 to below this.", least=16, most=1 << 24)] = 256,
-    pad_id: Annotated[int | None, Option("The pad id, which samples are to hold as text, too.", least=0)] = None,
-    seed: Annotated[int | None, Option("Draw the samples of an earlier run again.", least=0)] = None,
+    pad_id: Annotated[int | None, Option("The pad id, which samples are to hold as text, too.")] = None,
+    seed: Annotated[int | None, Option("Draw the samples of an earlier run again.")] = None,
 ) -> int:
     """Does a stack give every token in a batch the log-probability that its sample gets alone?
 
     Nothing is asked of it but answers: ranks, Ray or a server may stand behind `run`. The table says which batches are
     wrong, and what the pattern of their errors means. Exit code 0: all is right. 1: a batch is wrong. 2: what was named
     could not be run, or wrong could not be told from right.
+
+    Examples:
+    `collate-npu conformance my_stack.py:run` — batches as the stack makes them
+    `collate-npu conformance my_stack.py:run --layout left --layout packed --pad-id 151643 --vocab-size 151643`
+    `collate-npu conformance my_package.serving:run --seed 7` — the same samples as in a run before
     """
     load("torch", "rich")
     from rich.text import Text
@@ -198,36 +264,45 @@ def conformance_command(
     from collate_npu.proof.conformance import conformance
     from collate_npu.tools.terminal import put, screen
 
-    asked = _at_home(run, named("run", run, "my_stack.py:run", "Name a function of samples."))
-    found = conformance(asked, vocab_size=vocab_size, pad_token_id=pad_id, layouts=layout or None, seed=seed)
+    stack = find_callable("run", run, "my_stack.py:run", "Name a function of samples.")
+    stack = stack if isinstance(stack, type) else _as_user_code(run, stack)
+    found = conformance(stack, vocab_size=vocab_size, pad_token_id=pad_id, layouts=layout or None, seed=seed)
     sign, style = ("✔", "green") if found.passed else ("✘", "red")
     headline, *lines = str(found).splitlines()
     put(screen(), Text(f"{sign} {headline}", f"bold {style}"), *map(Text, lines))
     return 0 if found.passed else 1
 
 
-def _at_home(spec: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, which finds the modules beside it as when it was imported."""
-    if isinstance(run, type):  # said of itself: what wraps it is a function
-        return run
+def _as_user_code(spec: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run`, which finds the modules beside it as when it was imported."""
 
     @wraps(run)
-    def asked(*args: Any, **kwargs: Any) -> Any:
-        with theirs("run", spec, "It is called with samples, lists of token ids.", "Mend it there."):
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with run_user_code("run", spec, "It is called with samples, lists of token ids.", "Mend it there."):
             return run(*args, **kwargs)
 
-    return asked
+    return called
 
 
-# --- show
+def watch_command(
+    command: Annotated[list[str], Option("What to run, unchanged, behind --.", ("command",))],
+    steps: Annotated[int, Option("Steps that are looked at, in each process.", least=1, most=1 << 20)] = 2,
+    stop: Annotated[bool, Option("End the run at the first fault.")] = False,
+    out: Annotated[Path | None, Option("Append a line of JSON for each forward.")] = None,
+) -> int:
+    """Run a command, and say what each kernel was told of sequences and padding, in all its processes.
 
-SHOW_EXAMPLES = (
-    "Examples:\n\n`collate-npu show --lengths 3,5 --side left`\n\n"
-    "`collate-npu show --lengths 3+2,5 --consumer megatron --consumer transformers --model-type qwen3`\n\n"
-    "`collate-npu show --batch batch.pt --tokenizer ./checkpoint` — the batch of a run that went wrong\n\n"
-    "`collate-npu show --data my.jsonl --tokenizer ./checkpoint --out batch.html`\n\n"
-    "`collate-npu show --lengths 6,8 --cp 2 --layout zigzag` — which tokens each rank gets"
-)
+    Any stack is seen, without an integration: flash-attn, fla, causal-conv1d, mamba, TransformerEngine, torch_npu, torch's
+    own attention and transformers' plain functions. The first steps are looked at; then everything is taken off.
+    The exit code is the command's own; with --stop 1 after a fault or a batch that contradicts itself, 2 if none is judged.
+
+    Examples:
+    `collate-npu watch -- torchrun --nproc-per-node 8 train.py --config my.yaml`
+    `collate-npu watch --stop -- python train.py` — ends the run at the first fault, with exit code 1
+    `collate-npu watch --steps 5 --out seen.jsonl -- accelerate launch train.py`
+    """
+    load("wrapt", "torch")
+    return watch_processes(command, steps=steps, stop=stop, out=out)
 
 
 def show_command(
@@ -240,7 +315,7 @@ def show_command(
     packed: Annotated[bool, Option("One flat row, all samples one after another.")] = False,
     batch_size: Annotated[int, Option("Lines of --data in the batch.", least=1)] = 4,
     max_length: Annotated[int, Option("Longest line of --data, in tokens.", least=2, most=1 << 20)] = 96,
-    row: Annotated[int | None, Option("Squares of this row alone.", least=0)] = None,
+    row: Annotated[int | None, Option("Squares of this row alone.")] = None,
     consumer: Annotated[list[str] | None, Option("Who reads the batch. Repeatable; default: nobody yet.")] = None,
     model_type: Annotated[str, Option("Whose layers decide about attention_mask_2d.")] = "qwen3_next",
     cp: Annotated[int | None, Option("What each of so many ranks holds.", least=2, most=1024)] = None,
@@ -251,88 +326,83 @@ def show_command(
     """Draw a batch: its rows, tokens, labels and masks, what each consumer and each rank gets of it, and why.
 
     A mask that is refused is drawn all the same, with the places that speak against it. What is wide is folded by blocks.
+
+    Examples:
+    `collate-npu show --lengths 3,5 --side left`
+    `collate-npu show --lengths 3+2,5 --consumer megatron --consumer transformers --model-type qwen3`
+    `collate-npu show --batch batch.pt --tokenizer ./checkpoint` — the batch of a run that went wrong
+    `collate-npu show --data my.jsonl --tokenizer ./checkpoint --out batch.html`
+    `collate-npu show --lengths 6,8 --cp 2 --layout zigzag` — which tokens each rank gets
     """
     load("torch")
     from collate_npu.parallel import ContextParallel
-    from collate_npu.tools import files
+    from collate_npu.tools import files, show
     from collate_npu.tools.describe import describe
     from collate_npu.tools.sheet import sheet_of
-    from collate_npu.tools.show import (
-        collated,
-        consumer_panels,
-        features_of_data,
-        features_of_lengths,
-        rank_panels,
-        reader_of,
-    )
 
-    _exactly_one(lengths=lengths, batch=batch, data=data, mask=mask)
+    inputs = {"--lengths": lengths, "--batch": batch, "--data": data, "--mask": mask}
+    named = [name for name, value in inputs.items() if value is not None]
+    if len(named) != 1:
+        rule = "One thing is shown: --lengths, --batch, --data or --mask."
+        raise CollateError(explain("input", " and ".join(named) or "none", rule, "Name one of them."))
     if out is not None:
         load("rich")
-        from collate_npu.tools.terminal import check_place
-
-        check_place(out, ".html")
+        files.check_place(out, ".html")
     if mask is not None:
         return _print(sheet_of(files.mask_of_file(mask), row=row), "", out)
     ranks = None if cp is None else ContextParallel(cp, 0, layout=layout, ulysses=ulysses)  # type: ignore[arg-type]
     ranks = ranks.for_documents() if ranks is not None and packed else ranks
-    how: dict[str, Any] = {"side": side, "packed": packed, "ranks": ranks}
-    reader = reader_of(tokenizer, bytes_too=data is not None)
+    reader = show.reader_of(tokenizer, bytes_too=data is not None)
     if batch is not None:
         shown = files.batch_of_file(batch)
-    elif data is not None:
-        shown = collated(features_of_data(data, reader, batch_size, max_length), pad_token_id=reader.pad_token_id, **how)
     else:
-        shown = collated(features_of_lengths(str(lengths)), **how)
-    read: dict[str, Any] = {"model_type": model_type, "padding_free": packed, "context_parallel": ranks}
-    panels = [panel for name in consumer or [] for panel in consumer_panels(shown, name, **read)]
-    panels += [] if ranks is None else rank_panels(shown, ranks)
+        if data is not None:
+            features = show.features_of_data(data, reader, batch_size, max_length)
+        else:
+            features = show.features_of_lengths(str(lengths))
+        shown = show.collate_rows(features, side=side, packed=packed, ranks=ranks, tokenizer=reader)
+    model: dict[str, Any] = {"model_type": model_type, "padding_free": packed, "context_parallel": ranks}
+    panels = [panel for name in consumer or [] for panel in show.consumer_panels(shown, name, **model)]
+    panels += [] if ranks is None else show.rank_panels(shown, ranks)
     sheet = sheet_of(shown, row=row, tokenizer=reader)
     kept = sheet.panels if not panels else tuple(p for p in sheet.panels if not (p.derived and p.squares))
     return _print(replace(sheet, panels=(*kept, *panels)), str(describe(shown)), out)
 
 
-def _exactly_one(**inputs: Any) -> None:
-    given = [f"--{name}" for name, value in inputs.items() if value is not None]
-    if len(given) != 1:
-        rule = "One thing is shown: --lengths, --batch, --data or --mask."
-        raise CollateError(explain("input", " and ".join(given) or "none", rule, "Name one of them."))
-
-
 def _print(sheet: Sheet, words: str, out: Path | None) -> int:
-    """The words, then the picture, which is what stays on the screen; without rich in signs alone."""
-    from collate_npu.tools.show import text_of
+    """Print the words, then the picture, which is what stays on the screen; without rich in signs alone."""
+    from collate_npu.tools.show import html_of, lines, text_of
 
     if not find_spec("rich"):
-        legend = "■ attends, real   ⬚ blocked, padding"
-        print("\n\n".join([words, text_of(sheet), legend] if words else [text_of(sheet)]), flush=True)
+        print(f"{words}\n\n{text_of(lines(sheet, get_terminal_size().columns))}".lstrip(), flush=True)
         return 0
     from rich.text import Text
 
-    from collate_npu.tools import drawing, terminal
+    from collate_npu.tools.terminal import put, screen
 
-    console = terminal.screen()
-    with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
-        terminal.put(console, *([Text(f"{words}\n")] if words else []), *drawing.lines(sheet, console.width))
+    console = screen()
     if out is not None:
-        drawing.save(sheet, out)
-        terminal.put(console, Text(f"written: {out}"))
+        out.write_text(html_of(sheet), encoding="utf-8")
+    with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
+        put(console, *([Text(f"{words}\n")] if words else []))
+        put(console, *(Text.assemble(*line) for line in lines(sheet, console.width)))
+        put(console, *[Text(f"written: {out}")] * (out is not None))
     return 0
-
-
-# --- guide and env
-
-GUIDE_EXAMPLES = (
-    "Examples:\n\n`collate-npu guide` — the list\n\n`collate-npu guide ms-swift`\n\n`collate-npu guide errors#polarity`\n\n"
-    "`collate-npu guide masked_select` — the words of an error\n\n`collate-npu guide zh/index`"
-)
 
 
 def guide_command(
     name: Annotated[list[str] | None, Option("A page, page#section, words of an error; or the list.", ("name",))] = None,
 ) -> int:
-    """Read the guide: what to do for each trainer, which mask a stack reads, what a message means."""
-    text = page(" ".join(name)) if name else listed()
+    """Read the guide: what to do for each trainer, which mask a stack reads, what a message means.
+
+    Examples:
+    `collate-npu guide` — the list
+    `collate-npu guide ms-swift`
+    `collate-npu guide errors#polarity`
+    `collate-npu guide masked_select` — the words of an error
+    `collate-npu guide zh/index`
+    """
+    text = read_page(" ".join(name)) if name else list_pages()
     if find_spec("rich"):
         from collate_npu.tools.terminal import Page, screen
 
@@ -344,30 +414,22 @@ def guide_command(
     return 0
 
 
-def env_command(as_json: Annotated[bool, Option("Print the same as JSON.", names=("--json",))] = False) -> int:
-    """What is installed, which kernels it can run, and known hazards; made for pasting into an issue.
+def env_command(as_json: Annotated[bool, Option("Print the same as JSON.", ("--json",))] = False) -> int:
+    """What is installed and set, whether torch and torch_npu load, and known hazards; made for pasting into an issue.
 
     Also where torch or rich do not load: `python -m collate_npu env`.
     """
-    from collate_npu.tools.env import written
+    from collate_npu.tools.env import report
 
-    print(written(as_json=as_json), flush=True)
+    print(report(as_json=as_json), flush=True)
     return 0
 
 
-COMMANDS: dict[str, tuple[Callable[..., int], str | None]] = {
-    "audit": (audit_command, AUDIT_EXAMPLES),
-    "conformance": (conformance_command, CONFORMANCE_EXAMPLES),
-    "watch": (watch_command, WATCH_EXAMPLES),
-    "show": (show_command, SHOW_EXAMPLES),
-    "env": (env_command, None),
-    "kernels": (kernels_command, KERNELS_EXAMPLES),
-    "guide": (guide_command, GUIDE_EXAMPLES),
-}
+COMMANDS = (audit_command, conformance_command, watch_command, show_command, env_command, kernels_command, guide_command)
 
 
 def parsers() -> tuple[Parser, dict[str, Parser]]:
-    """The whole command line, and each command by its name."""
+    """Return the parser of the whole command line, and that of each command by its name."""
     from collate_npu import __version__
 
     how: Any = {"formatter_class": Help, "allow_abbrev": False}
@@ -376,19 +438,34 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
     )
     whole.add_argument("--version", action="version", version=f"%(prog)s {__version__}", help="Print the version and end.")
     adding = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, (command, examples) in COMMANDS.items():
-        words = str(getdoc(command))
-        adding.add_parser(name, help=words.partition("\n")[0], description=words, epilog=examples, **how).add_command(
-            command
-        )
+    for command in COMMANDS:
+        words, _, examples = str(inspect.getdoc(command)).partition("\n\nExamples:\n")
+        how["epilog"] = f"Examples:\n{examples}" if examples else None
+        name = command.__name__.removesuffix("_command")
+        adding.add_parser(name, help=words.partition("\n")[0], description=words, **how).add_command(command)
     return whole, adding.choices
 
 
-def run(args: Sequence[str]) -> int:
-    """Run a command, and return its exit code. Raises `SystemExit` for help, the version and what is typed wrongly."""
+def run_command_line(args: Sequence[str]) -> int:
+    """Run a command, and return its exit code; where it is refused or fails, a line on stderr says why.
+
+    Raises `SystemExit` for help, the version and what is typed wrongly.
+    """
     whole, _ = parsers()
     if not args:
         whole.print_help()
         return 2
-    asked = vars(whole.parse_args(args))
-    return exit_code_of(asked.pop("called"), asked)
+    options = vars(whole.parse_args(args))
+    # the commands hand the neutral form to an adapter or to the reader's eyes, never to a model
+    warnings.filterwarnings("ignore", message="collate_npu: this batch has a 4D")
+    code = 2
+    try:
+        return int(options.pop("called")(**options))
+    except KeyboardInterrupt:  # before there was anything to report
+        code, message = 130, "INTERRUPTED: nothing was measured."
+    except CollateError as error:
+        message = str(error)
+    except BaseException as error:  # a fault, here or elsewhere: the code must say neither pass nor fail
+        message = describe_error(error)
+    print(printable(f"collate-npu: {message}"), file=sys.stderr, flush=True)
+    return code

@@ -19,7 +19,7 @@ from collate_npu.segments import Segments
 
 
 class Description(str):
-    """Text, which a notebook and a prompt show as `print` does."""
+    """Text that a notebook and a prompt show as `print` does."""
 
     __slots__ = ()
 
@@ -28,8 +28,8 @@ class Description(str):
 
 
 def describe(batch: Mapping[str, Any]) -> Description:
-    """A batch in words: each key with dtype and shape, what is real and how that is known, whether None would be exact, and
-    hazards: what is legal and goes wrong in silence somewhere.
+    """Return a batch in words: each key with dtype and shape, what is real and how that is known, whether None would be
+    exact, and hazards: what is legal and goes wrong in silence somewhere.
 
         >>> from collate_npu import PaddingCollator
         >>> rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
@@ -53,12 +53,13 @@ def describe(batch: Mapping[str, Any]) -> Description:
         raise CollateError(explain("batch", f"a {type(batch).__name__}", rule, remedy))
     batch = entries(batch)
     sparse = [key for key, x in batch.items() if isinstance(x, Tensor) and not x.is_nested and x.layout != torch.strided]
-    batch, segments, told = Sources({**batch, **{key: host_tensor(str(key), batch[key]) for key in sparse}}), None, []
+    batch, segments = Sources({**batch, **{key: host_tensor(str(key), batch[key]) for key in sparse}}), None
     try:
         segments = segments_from_batch(batch)
     except CollateError as error:
-        told = [f"padding: not known. {error}"]
-    facts = _facts(batch, segments) if segments is not None else told
+        facts = [f"padding: not known. {error}"]
+    else:
+        facts = [*_facts(batch, segments)]
     wrong = (f"hazard: {text}" for text in find_hazards(batch, segments).values())
     return Description(printable("\n".join([*_keys(batch, segments), "", *facts, *wrong])))
 
@@ -77,15 +78,15 @@ def _facts(batch: Sources, segments: Segments) -> Iterator[str]:
     yield f"{segments!r}: {segments.num_sequences} sequences, {share}"
     yield f"in words: {describe_shape(segments)}"
     keys = [*of_kind(batch, "truth"), *of_kind(batch, "offsets"), *of_kind(batch, "positions")]
-    told = (key for key in keys if key not in with_role(batch, "longest") and batch[key] is not None)
-    yield from (f"known by {key}: {_alone(batch, key, segments)}" for key in told)
+    held = (key for key in keys if key not in with_role(batch, "longest") and batch[key] is not None)
+    yield from (f"known by {key}: {_alone(batch, key, segments)}" for key in held)
     verdict = none_is_exact(segments)
     yield f"no mask {'is' if verdict else 'is not'} exact: {verdict.why}"
     yield f"cheapest exact form: {describe_cheapest(segments)}"
 
 
 def _alone(batch: Sources, key: str, segments: Segments) -> str:
-    """What a key says by itself, through the same door; together they agree, or were refused."""
+    """Return what a key says by itself, through the same door; together they agree, or were refused."""
     alone = {**dict.fromkeys(batch), "input_ids": torch.zeros(batch.shape(), dtype=torch.int64), key: batch[key]}
     try:
         found = segments_from_batch(batch | alone, padding_free=segments.shape[0] == 1)
@@ -105,4 +106,5 @@ def _value(value: Any, depth: int = 0) -> str:
         return "{" + ", ".join(f"{key}: {_value(item, depth + 1)}" for key, item in value.items()) + "}"
     if value is None or isinstance(value, (int, float, str)):
         return short(repr(value), 200)
-    return type(value).__name__ + (f" of {len(value)}" if isinstance(value, Sized) else "")
+    counted = isinstance(value, Sized) and getattr(value, "shape", None) != ()  # an array without a dimension has no length
+    return type(value).__name__ + (f" of {len(value)}" if counted else "")

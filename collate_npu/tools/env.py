@@ -1,7 +1,7 @@
-"""Environment: what is installed, which kernels transformers would run here, and known hazards.
+"""Environment: what is installed and set, whether torch and torch_npu load, and known hazards.
 
-For issue reports and for people who wonder why a mask is lost. torch need not load: a question that imports it or more is
-asked in a process of its own, which a library may crash alone. A driver or a half-installed package may raise, abort, or
+For issue reports and for people who wonder why a mask is lost. torch need not load: a question that imports it is answered
+in a process of its own, which a library may crash alone. A driver or a half-installed package may raise, abort, or
 never come back: then the reason is the answer. The process finds packages as any Python here does, but never in the working
 directory, which `python -c` puts first.
 """
@@ -25,8 +25,8 @@ from typing import Any
 from collate_npu import releases
 from collate_npu.errors import printable
 from collate_npu.integrations import trainers
-from collate_npu.releases import DISTRIBUTIONS, KERNELS_TOLD, Since, installed, numbers
-from collate_npu.tools.user_code import said
+from collate_npu.releases import DISTRIBUTIONS, Since, installed, numbers
+from collate_npu.tools.user_code import describe_error
 
 SECONDS = 120
 """How long a process may take."""
@@ -42,8 +42,8 @@ answer(sys.argv[1])"""
 """This package by its file: the folder around it, which may be the working directory, is no place to find others."""
 
 
-def ask(question: str, *, seconds: float = SECONDS) -> dict[str, Any]:
-    """The answer to one of `ANSWERS`, or `{"fails": why}`."""
+def ask(question: str, *, seconds: float = SECONDS) -> dict[str, str]:
+    """Return the answer to one of `ANSWERS`, or `{"fails": why}`."""
     command = [sys.executable, "-c", _CODE, question, _PACKAGE]
     try:
         done = subprocess.run(command, capture_output=True, timeout=seconds, stdin=subprocess.DEVNULL)
@@ -51,29 +51,33 @@ def ask(question: str, *, seconds: float = SECONDS) -> dict[str, Any]:
         return {"fails": f"no answer within {seconds:.0f} s"}
     with suppress(ValueError):  # nothing, or half an answer
         return dict(json.loads(done.stdout))
-    return {"fails": _ended(done.returncode, done.stderr.decode("utf-8", "replace"))}
-
-
-def _ended(code: int, err: str) -> str:
-    """`ended by SIGSEGV (the last line it said)`."""
-    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-    said = err.strip().splitlines()
-    return f"ended {how} ({said[-1].strip()[:300]})" if said else f"ended {how}"
+    how = f"by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else f"with exit code {done.returncode}"
+    last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+    return {"fails": " ".join([f"ended {how}", *(f"({line.strip()[:300]})" for line in last)])}
 
 
 def answer(question: str) -> None:
-    """In the process that is asked: a line of JSON to stdout; what libraries print goes to stderr."""
+    """Write an answer as a line of JSON to stdout, and end the process; what libraries print goes to stderr."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)
         try:
             found = ANSWERS[question]()
         except (Exception, SystemExit) as error:  # some libraries end the process they are imported in
-            found = {"fails": reason(error)}
+            found = {"fails": _reason(error)}
         json.dump(found, out)
     os._exit(0)  # a library that crashes while Python ends has no say in what was found
 
 
-def _torch() -> dict[str, Any]:
+def _reason(error: BaseException) -> str:
+    """Return an error and its first cause: of torch's own error (`_import_device_backends`), that library of CANN which
+    torch_npu misses."""
+    last = error
+    while cause := last.__cause__ or last.__context__:
+        last = cause
+    return describe_error(error) if last is error else f"{describe_error(error)} ({describe_error(last)})"
+
+
+def _torch() -> dict[str, str]:
     import torch
 
     try:
@@ -82,61 +86,17 @@ def _torch() -> dict[str, Any]:
         if npu is not None and npu.is_available():
             found.append(f"npu x {npu.device_count()} ({npu.get_device_name(0)})")
     except Exception as error:  # a driver that does not answer
-        return {"devices": f"not known: {said(error)}"}
+        return {"devices": f"not known: {describe_error(error)}"}
     return {"devices": ", ".join(found) or "cpu only"}
 
 
-def _torch_npu() -> dict[str, Any]:
+def _torch_npu() -> dict[str, str]:
     """torch loads it when it is imported; where that failed or was switched off, the import here says why."""
-    version = getattr(import_module("torch_npu"), "version", None)
-    return {"cann": str(getattr(version, "cann", None) or "")}
+    cann = getattr(getattr(import_module("torch_npu"), "version", None), "cann", None)
+    return {"npu": f"torch_npu loads{f', CANN {cann}' if cann else ''}"}
 
 
-def runs() -> dict[str, str]:
-    """What transformers computes attention and Gated DeltaNet with here, asked of itself."""
-    found, asked = {}, {"transformers, attention": _attentions, "transformers, Gated DeltaNet": _gated_delta_net}
-    for stack, question in asked.items() if installed("transformers") else ():
-        try:
-            found[stack] = question()
-        except Exception as error:  # a package that is half there
-            found[stack] = f"not known: {said(error)}"
-    return found
-
-
-def _attentions() -> str:
-    """By the names of `attn_implementation`."""
-    from transformers import utils
-
-    def has(name: str) -> bool:
-        return bool(getattr(utils, name, bool)())
-
-    here = ["sdpa", "eager", *(f"flash_attention_{n}" for n in (2, 3, 4) if has(f"is_flash_attn_{n}_available"))]
-    if has("is_torch_npu_available"):
-        here.append("flash_attention_2 (npu_fusion_attention)")
-    return ", ".join([*here, *["owner/kernel of the hub"] * bool(installed("kernels"))])
-
-
-def _gated_delta_net() -> str:
-    """What each function of the layers of a tiny Qwen3-Next gave way to."""
-    from collate_npu.testing import tiny_model
-    from collate_npu.tools.audit.session import resolved_kernels
-
-    if not KERNELS_TOLD.holds():
-        return f"transformers before {KERNELS_TOLD} does not say which functions it resolved"
-    chosen = resolved_kernels(tiny_model("qwen3_next", vocab_size=8))
-    return ", ".join(f"{name}: {'plain torch' if package == 'torch' else package}" for name, package in chosen.items())
-
-
-ANSWERS: Mapping[str, Callable[[], dict[str, Any]]] = {"torch": _torch, "torch_npu": _torch_npu, "stacks": runs}
-
-
-def reason(error: BaseException) -> str:
-    """Why something does not load, down to the first cause: of torch's own error (`_import_device_backends`), that library
-    of CANN which torch_npu misses."""
-    last = error
-    while cause := last.__cause__ or last.__context__:
-        last = cause
-    return said(error) if last is error else f"{said(error)} ({said(last)})"
+ANSWERS: Mapping[str, Callable[[], dict[str, str]]] = {"torch": _torch, "torch_npu": _torch_npu}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,13 +107,11 @@ class Environment:
     packages: dict[str, str]
     """Installed packages and their versions."""
     settings: dict[str, str]
-    cann: str
-    """The CANN toolkit and its version, or why there is none."""
     devices: str
     npu: str
     """Whether torch_npu works here, and if not, why."""
-    runs: dict[str, str]
-    """What transformers computes attention and Gated DeltaNet with here."""
+    cann: str
+    """The CANN toolkit and its version, or why there is none."""
     hazards: tuple[str, ...] = ()
 
 
@@ -161,9 +119,6 @@ _SETTINGS = (
     "NPU_FA2_SPARSE_MODE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "USE_MCORE_GDN", "COLLATE_NPU_DEBUG", "COLLATE_NPU_GUARD",
     "ASCEND_HOME_PATH", "ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LD_LIBRARY_PATH",
 )  # fmt: skip
-_CANN_FILES = ("version.info", "version.cfg", "*-linux/ascend_toolkit_install.info", "*/version.info")
-"""Where releases of CANN say which they are, below ASCEND_HOME_PATH; torch_npu reads the third (utils/collect_env.py)."""
-_VERSION = re.compile(r"^\s*(?:version|\w+_running_version)\s*=\s*\[?(?:[\d.]+:)?([^\]\s]+)", re.IGNORECASE | re.MULTILINE)
 _BASE = (
     "torch", "numpy", "torch_npu", "transformers", "datasets", "mindspeed", "megatron_adaptor", "transformer_engine_npu",
     "llamafactory",
@@ -174,25 +129,35 @@ _KERNELS = (
 )  # fmt: skip
 
 
-def packages() -> dict[str, str]:
-    """The installed ones among those that training depends on here, and their versions."""
+def environment() -> Environment:
+    """Look around. Never raises for a package that is broken: that is a finding."""
+    from collate_npu import __version__
+
     names = dict.fromkeys((*_BASE, *(package for package, _ in trainers().values()), *_KERNELS))
-    return {name: version for name in names if (version := installed(name))}
+    held = {name: version for name in names if (version := installed(name))}
+    torch = ask("torch")
+    fails = torch.get("fails", "")
+    npu = {"npu": "torch_npu is not installed"}
+    if "torch_npu" in held:
+        npu = {"fails": fails} if fails else ask("torch_npu")
+    found = Environment(
+        system=f"{platform.platform()}, Python {platform.python_version()}",
+        packages={"collate_npu": __version__, **held},
+        settings={name: value for name in _SETTINGS if (value := os.environ.get(name))},
+        devices=f"not known: torch does not load: {fails}" if fails else torch["devices"],
+        npu=f"torch_npu does not load: {npu['fails']}" if "fails" in npu else npu["npu"],
+        cann=_cann(),
+    )
+    return replace(found, hazards=tuple(hazards(found)))
 
 
-def settings() -> dict[str, str]:
-    """The settings that are set."""
-    return {name: value for name in _SETTINGS if (value := os.environ.get(name))}
+_CANN_FILES = ("version.info", "version.cfg", "*-linux/ascend_toolkit_install.info", "*/version.info")
+"""Where releases of CANN say which they are, below ASCEND_HOME_PATH; torch_npu reads the third (utils/collect_env.py)."""
+_VERSION = re.compile(r"^\s*(?:version|\w+_running_version)\s*=\s*\[?(?:[\d.]+:)?([^\]\s]+)", re.IGNORECASE | re.MULTILINE)
 
 
-def system() -> str:
-    """System, C library, Python and processors in one line."""
-    ours = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{platform.platform()}, Python {platform.python_version()}, {ours} of {os.cpu_count()} CPUs"
-
-
-def cann() -> str:
-    """The CANN toolkit that ASCEND_HOME_PATH names, and its version; why not, where there is none."""
+def _cann() -> str:
+    """Return the CANN toolkit that ASCEND_HOME_PATH names, and its version; why not, where there is none."""
     home = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME", "")
     if not home:
         return "none: ASCEND_HOME_PATH is not set"
@@ -200,7 +165,17 @@ def cann() -> str:
         return f"none: ASCEND_HOME_PATH is {home}, which is no folder"
     files = (path for pattern in _CANN_FILES for path in sorted(Path(home).glob(pattern)) if path.is_file())
     found = filter(None, (_VERSION.search(path.read_text(encoding="utf-8", errors="replace")) for path in files))
-    return f"{next((one[1] for one in found), 'version not told')} in {home}"
+    return f"{next((one[1] for one in found), 'version not known')} in {home}"
+
+
+def report(*, as_json: bool = False) -> str:
+    """Return the report of this machine as Markdown to paste into an issue, or as JSON; no home directory, no token."""
+    found = masked(asdict(environment()))
+    if as_json:
+        return json.dumps(found, indent=2)
+    facts = {"system": found["system"], **found["packages"], **found["settings"]}
+    facts |= {name: found[name] for name in ("devices", "npu", "cann")}
+    return "\n".join([f"- {name}: {value}" for name, value in facts.items()] + [f"- hazard: {x}" for x in found["hazards"]])
 
 
 _PRIVATE = (
@@ -211,42 +186,8 @@ _PRIVATE = (
 )
 
 
-def environment() -> Environment:
-    """Look around. Never raises for a package that is broken: that is a finding."""
-    from collate_npu import __version__
-
-    held = packages()
-    torch = ask("torch")
-    fails = torch.get("fails")
-    npu = ask("torch_npu") if "torch_npu" in held and not fails else {}
-    stacks = {} if fails else ask("stacks")
-    found = Environment(
-        system=system(),
-        packages={"collate_npu": __version__, **held},
-        settings=settings(),
-        cann=cann(),
-        devices=f"not known: torch does not load: {fails}" if fails else torch["devices"],
-        npu=_npu(held, fails or npu.get("fails", ""), npu.get("cann", "")),
-        runs={"not known": stacks["fails"]} if "fails" in stacks else stacks,
-    )
-    return replace(found, hazards=tuple(hazards(found)))
-
-
-def _npu(packages: Mapping[str, str], fails: str, cann: str) -> str:
-    if "torch_npu" not in packages:
-        return "torch_npu is not installed"
-    # ImportError: libhccl.so: CANN is missing
-    return f"torch_npu does not load: {fails}" if fails else f"torch_npu loads{f', CANN {cann}' if cann else ''}"
-
-
-def written(*, as_json: bool = False) -> str:
-    """The report of this machine as Markdown to paste into an issue, or as JSON; no home directory, no token."""
-    found = masked(asdict(environment()))
-    return json.dumps(found, indent=2) if as_json else "\n".join(_markdown(Environment(**found)))
-
-
 def masked(value: Any) -> Any:
-    """Without what is nobody else's business: home directories, passwords in addresses, tokens; each text on one line, with
+    """Return the text without what is private: home directories, passwords in addresses, tokens; each text on one line, with
     nothing in it that a terminal obeys."""
     if isinstance(value, dict):
         return {key: masked(item) for key, item in value.items()}
@@ -259,21 +200,12 @@ def masked(value: Any) -> Any:
     return printable(value).replace("\n", "\\n")
 
 
-def _markdown(found: Environment) -> Iterator[str]:
-    yield f"- system: {found.system}"
-    yield from (f"- {name}: {value}" for name, value in found.packages.items())
-    yield from (f"- {name}={value}" for name, value in found.settings.items())
-    yield from (f"- devices: {found.devices}", f"- npu: {found.npu}", f"- cann: {found.cann}")
-    yield from (f"- runs: {stack}: {what}" for stack, what in found.runs.items())
-    yield from (f"- hazard: {text}" for text in found.hazards)
-
-
 # --- known hazards
 
 
 @dataclass(frozen=True, slots=True)
 class Hazard:
-    """What is wrong where these packages are installed, `!` before those that are not."""
+    """What is wrong where these packages are installed."""
 
     packages: str
     text: str
@@ -284,13 +216,15 @@ class Hazard:
 
 
 def hazards(here: Environment) -> Iterator[str]:
-    """A line for each row of the table, for each fault of the table of releases that is here, and for each trainer whose
-    release was not run."""
-    named = {"cann": here.cann, "wanted": releases.cann_of(here.packages.get("torch_npu", "")), "made": _made_for(here)}
+    """Yield a line for each row of the table, for each fault of the table of releases that is here, and for each trainer
+    whose release was not run."""
+    wanted = releases.cann_of(here.packages.get("torch_npu", ""))
+    made = [names for cann, names in releases.CANN_OF_TORCH_NPU.items() if _series(cann) == _series(here.cann)]
+    made_for = f"torch_npu {' or '.join(made[0])}" if made else "the one made for this CANN"
+    values = {**here.packages, "cann": here.cann, "wanted": wanted, "made": made_for}
     for hazard in HAZARDS:
-        fits = all(bool(_name(here, name.lstrip("!"))) != name.startswith("!") for name in hazard.packages.split())
-        if fits and hazard.when(here):
-            yield hazard.text.format_map({**here.packages, **named})
+        if all(_name(here, package) for package in hazard.packages.split()) and hazard.when(here):
+            yield hazard.text.format_map(values)
     for fact in vars(releases).values():
         if isinstance(fact, Since) and (name := _name(here, fact.package)) and fact.hurts(here.packages[name]):
             mended = f"mended by {fact}" if str(fact) else "open"
@@ -301,26 +235,20 @@ def hazards(here: Environment) -> Iterator[str]:
 
 
 def _name(here: Environment, package: str) -> str:
-    """Which of a package's distributions is installed, "" for none."""
+    """Return which of a package's distributions is installed, "" for none."""
     return next((name for name in DISTRIBUTIONS.get(package, (package,)) if name in here.packages), "")
 
 
 def _series(cann: str) -> str:
-    """`9.1` of `9.1.0 in /usr/local/Ascend`, "" where none is told."""
+    """Return `9.1` of `9.1.0 in /usr/local/Ascend`, "" where no version is known."""
     found = re.match(r"\d+\.\d+", cann)
     return found[0] if found else ""
 
 
 def _other_cann(here: Environment) -> bool:
-    """Is the toolkit of another release, as far as both are told?"""
+    """True if the toolkit is of another release, as far as both are known."""
     wanted = releases.cann_of(here.packages["torch_npu"])
     return bool(wanted and _series(here.cann)) and _series(wanted) != _series(here.cann)
-
-
-def _made_for(here: Environment) -> str:
-    """Each torch_npu of the table that is made for the toolkit here."""
-    made = [names for cann, names in releases.CANN_OF_TORCH_NPU.items() if _series(cann) == _series(here.cann)]
-    return f"torch_npu {' or '.join(made[0])}" if made else "the one made for this CANN"
 
 
 def _no_megatron_layer(here: Environment) -> bool:
@@ -346,18 +274,14 @@ HAZARDS = (
            f"{', '.join(releases.TORCH_NPU_STREAMS)}: upgrade. {releases.TORCH_NPU_STREAMS[0]} is made for CANN "
            f"{releases.cann_of(releases.TORCH_NPU_STREAMS[0])}.",
            lambda here: releases.precedes(here.packages["torch_npu"], releases.TORCH_NPU_STREAMS)),
-    Hazard("torch_npu", "torch_npu {torch_npu} has no npu_fusion_attention_v3, which begins with "
-           f"{', '.join(releases.ATTENTION_V3)} (CANN {releases.cann_of(releases.ATTENTION_V3[0])}): call "
-           "npu_fusion_attention.", lambda here: releases.precedes(here.packages["torch_npu"], releases.ATTENTION_V3)),
-    Hazard("torch_npu triton !triton-ascend", "triton is installed without triton-ascend: an NPU needs the latter, which "
-           "takes its place (fla's INSTALL.md)."),
     Hazard("fla triton", "flash-linear-attention (fla-core) and triton are installed and there is no GPU: transformers "
            "hands Gated DeltaNet to their kernels, which fail on a CPU. Uninstall them here.",
            lambda here: here.devices == "cpu only"),
     # integrations/hub_kernels.py:1033 of transformers
-    Hazard("transformers fla !causal-conv1d", "flash-linear-attention without causal-conv1d: transformers before "
+    Hazard("transformers fla", "flash-linear-attention without causal-conv1d: transformers before "
            f"{releases.MISSING_KERNEL_RAISES} drops seq_idx in silence, later ones raise nothing where cu_seq_lens_q comes "
-           "alone, and the convolution runs from one sequence of a flat row into the next, unless you call adapt(model)."),
+           "alone, and the convolution runs from one sequence of a flat row into the next, unless you call adapt(model).",
+           lambda here: not _name(here, "causal_conv1d")),
     # mcore-bridge 1.6.5: model/gpts/qwen3_next.py:456-458
     Hazard("mcore-bridge", "No Gated DeltaNet of mcore-bridge {mcore-bridge} reads attention_mask_2d: call "
            "integrations.swift.install() or integrations.megatron.mcore_bridge.install() before the model is built, or pad "
@@ -367,10 +291,10 @@ HAZARDS = (
     Hazard("mcore-bridge megatron-core", "Gated DeltaNet of megatron-core {megatron-core} has no context parallelism: "
            f"{releases.MEGATRON_PARALLEL} is the first release with it.",
            lambda here: not (_no_megatron_layer(here) or releases.MEGATRON_PARALLEL.holds(here.packages["megatron-core"]))),
-    Hazard("mindspeed", "MindSpeed patches Megatron in the process that trains: `import mindspeed.megatron_adaptor` first, "
-           "right after torch; integrations.mindspeed.start_problem() says there whether that happened."),
-    Hazard("megatron_adaptor", "MegatronAdaptor {megatron_adaptor} patches Megatron in the process that trains: `import "
-           "megatron_adaptor` first, right after torch; integrations.mindspeed.start_problem() says whether that happened."),
+    *(Hazard(package, f"{name} patches Megatron in the process that trains: `import {module}` first, right after torch; "
+             "integrations.mindspeed.start_problem() says there whether that happened.") for package, name, module in (
+        ("mindspeed", "MindSpeed", "mindspeed.megatron_adaptor"),
+        ("megatron_adaptor", "MegatronAdaptor {megatron_adaptor}", "megatron_adaptor"))),
     # ms-swift pull request 10087; zongzhilou/backend 1f35db2 src/backend/__init__.py
     Hazard("megatron_adaptor mindspeed", "MindSpeed is installed beside MegatronAdaptor, which loads it where it can. Here "
            "masks are chosen for MindSpeed's attention: uninstall the one that you do not use."),

@@ -1,11 +1,8 @@
 """Files that a user names: a saved batch or mask, and rows of text, conversations or tokens.
 
-A batch or a mask is read without running anything that the file holds. A file opens to at most `MOST_BYTES`, or to its own
-size where that is more: 4 MiB of an archive can hold 4 GiB of zeros.
-
-Rows are checked, and named by their place. Lines (.txt, .jsonl, standard input, each of them as .gz) need nothing else.
-.json, .parquet and .csv are read by the `datasets` package, without a network and without a cache that stays. At most
-`MOST_ROWS` rows are read, and at most `MOST_TEXT` bytes of lines, so that a small archive cannot fill the memory.
+A batch or a mask is read without running anything that the file holds. Rows are checked, and named by their place; the first
+`MOST_ROWS` are read. Lines (.txt, .jsonl, standard input, each of them as .gz) need nothing else. .json, .parquet and .csv
+are read by the `datasets` package, without a network and without a cache that stays.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from importlib import import_module, resources
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
-from zipfile import ZipFile, is_zipfile
 
 import numpy as np
 import torch
@@ -32,12 +28,24 @@ from torch import Tensor
 from collate_npu.errors import CollateError, explain
 from collate_npu.masks.derive import MASK_KEY
 from collate_npu.proof.measure import Batch
-from collate_npu.tools.user_code import bounded, check_file, refused, said
+from collate_npu.tools.user_code import check_file, describe_error, refused
 
-MOST_BYTES = 1 << 30
 RECIPE = (
     "Save it in your training loop: torch.save({k: v.cpu() for k, v in batch.items() if torch.is_tensor(v)}, 'batch.pt')."
 )
+
+
+def check_place(path: Path, ending: str = "") -> None:
+    """Refuse a file that could not be written, before anything is read or measured for it; a link, behind which another
+    file would be; and a name that ends otherwise."""
+    if not path.name.endswith(ending):
+        rule, remedy = f"A page is written as {ending}.", f"End the name with {ending}."
+        raise CollateError(explain(str(path), repr(path.suffix), rule, remedy))
+    if path.is_symlink():
+        raise CollateError(explain(str(path), f"a link to {path.readlink()}", "It is one file.", "Name that file itself."))
+    if path.is_dir() or path.is_fifo() or not path.absolute().parent.is_dir():
+        got = "a folder" if path.is_dir() else "a pipe" if path.is_fifo() else "no folder of that name"
+        raise CollateError(explain(str(path), got, "It is one file.", "Name a file in a folder that exists."))
 
 
 def batch_of_file(path: Path) -> dict[str, Any]:
@@ -63,32 +71,10 @@ def mask_of_file(path: Path) -> Tensor:
 def _loaded(path: Path) -> Any:
     check_file(path, [*LOADERS], RECIPE)
     try:
-        _check_size(path, sum(each.file_size for each in ZipFile(path).infolist()) if is_zipfile(path) else 0)
-        held = LOADERS[path.suffix](path)
-        _check_size(path, sum(x.numel() * x.element_size() for x in _tensors(held)))
-        return held
-    except CollateError:
-        raise
+        return LOADERS[path.suffix](path)
     except Exception as error:  # torch, numpy and safetensors raise whatever they meet in the bytes
         rule = "Files are read without running anything they hold, so they hold tensors, numbers and strings alone."
-        raise CollateError(explain(str(path), said(error).partition(". ")[0], rule, RECIPE)) from None
-
-
-def _check_size(path: Path, size: int) -> None:
-    most = max(MOST_BYTES, path.stat().st_size)
-    if size > most:
-        rule = f"A file opens to at most {MOST_BYTES >> 20} MiB, or to its own size."
-        remedy = "Save fewer rows, or attention_mask_2d without the 4D mask."
-        raise CollateError(explain(str(path), f"{size / 2**20:.0f} MiB in {most >> 20}", rule, remedy))
-
-
-def _tensors(held: Any) -> Iterator[Tensor]:
-    """As many as their shapes say: one number can be expanded to any."""
-    if isinstance(held, Tensor):
-        yield held
-    elif isinstance(held, (Mapping, list, tuple)):
-        for value in held.values() if isinstance(held, Mapping) else held:
-            yield from _tensors(value)
+        raise CollateError(explain(str(path), describe_error(error).partition(". ")[0], rule, RECIPE)) from None
 
 
 def _arrays(path: Path) -> Any:
@@ -112,14 +98,10 @@ Row = str | list[dict[str, str]] | Batch
 COLUMNS = ("input_ids", "messages", "conversations", "text", "content")
 """What is read of a row, the first that it has."""
 MOST_ROWS = 20_000
-MOST_TEXT = 1 << 26
-"""Of lines, unpacked; a packed table that holds more is refused."""
 _LOOKED_AT = 2_000
 """Rows that are tokenized at most: of more, so many are drawn first."""
 _LETTERS = 1024
 """Of a text for each token that it is cut to; no more of it are tokenized."""
-_SECONDS, _MEMORY = 5, 1 << 29
-"""Of a chat template, for one conversation."""
 TABLES = {".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
 _LINES = (".txt", ".log", ".jsonl", ".ndjson")
 _READ = "Name a file of .txt, .jsonl, .json, .parquet or .csv, or pipe text to --data -."
@@ -147,10 +129,10 @@ def read_rows(path: Path) -> list[Row]:
 def _lines(path: Path, *, jsonl: bool) -> Iterator[Row]:
     name = "standard input" if str(path) == "-" else str(path)
     with refused(name, "", _RULE, _READ):
-        held = sys.stdin.buffer.read(MOST_TEXT) if name == "standard input" else _unpacked(path, MOST_TEXT)
-        whole = held if len(held) < MOST_TEXT else held[: held.rfind(b"\n") + 1]
-        lines = list(islice(io.StringIO(whole.decode("utf-8-sig"), newline=None), MOST_ROWS))
-    numbered = [(n, line.rstrip("\n")) for n, line in enumerate(lines, 1) if line.strip()]
+        open_file = gzip.open if path.suffix == ".gz" else open
+        stream = sys.stdin.buffer if name == "standard input" else cast(BinaryIO, open_file(path, "rb"))
+        with io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
+            numbered = [(n, line.rstrip("\n")) for n, line in enumerate(islice(text, MOST_ROWS), 1) if line.strip()]
     jsonl = jsonl or (name == "standard input" and bool(numbered) and numbered[0][1].lstrip().startswith("{"))
     for n, line in numbered:
         if not jsonl:
@@ -162,47 +144,20 @@ def _lines(path: Path, *, jsonl: bool) -> Iterator[Row]:
         yield _row(where, record)
 
 
-def _unpacked(path: Path, most: int) -> bytes:
-    """The first bytes of a file, of what is in it where it is an archive."""
-    with cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as stream:
-        return stream.read(most)
-
-
 def _table(path: Path, reader: str) -> Iterator[Row]:
     with refused(str(path), "", "The datasets package reads it.", "Run pip install datasets, or convert it to .jsonl."):
         datasets: Any = import_module("datasets")
     datasets.disable_progress_bars()
-    logging.getLogger("datasets").setLevel(logging.CRITICAL + 1)  # it would log a traceback of what is said here in a line
+    logging.getLogger("datasets").setLevel(logging.CRITICAL + 1)  # it would log a traceback of what is raised here in a line
     with refused(str(path), "", "It cannot be read as a table.", "Write it again, or convert it to .jsonl."):
-        if len(_unpacked(path, MOST_TEXT)) == MOST_TEXT and path.suffix == ".gz":
-            raise ValueError(f"it unpacks to {MOST_TEXT >> 20} MiB or more")
         try:
             with tempfile.TemporaryDirectory(prefix="collate-npu-") as cache:
-                if path.suffix == ".parquet":
-                    records = _parquet(path)
-                else:
-                    table = getattr(datasets.Dataset, reader)(str(path), cache_dir=cache, keep_in_memory=True)
-                    records = table.select(range(min(len(table), MOST_ROWS))).to_list()
+                table = getattr(datasets.Dataset, reader)(str(path), cache_dir=cache, keep_in_memory=True)
+                records = table.select(range(min(len(table), MOST_ROWS))).to_list()
         except Exception as error:  # of datasets' own, which says less than what caused it
             raise error.__cause__ or error from None
     for n, record in enumerate(records):
         yield _row(f"{path}, row {n}", record)
-
-
-def _parquet(path: Path) -> list[Any]:
-    """Its first rows, batch by batch: runs and dictionaries of a few bytes hold any number of values."""
-    file, rows, held = import_module("pyarrow.parquet").ParquetFile(path), list[Any](), 0
-    for n in range(file.num_row_groups):
-        group = file.metadata.row_group(n)
-        values = sum(group.column(k).num_values for k in range(group.num_columns))
-        if values > MOST_TEXT:
-            raise ValueError(f"row group {n} holds {values} values, at most {MOST_TEXT} are read")
-        for batch in file.iter_batches(batch_size=64, row_groups=[n]):
-            held += batch.nbytes
-            if len(rows) >= MOST_ROWS or held > 4 * MOST_TEXT:
-                return rows[:MOST_ROWS]
-            rows += batch.to_pylist()
-    return rows[:MOST_ROWS]
 
 
 def _row(where: str, record: Any) -> Row:
@@ -236,9 +191,9 @@ def _messages(value: Any) -> list[dict[str, str]] | None:
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         return None
     pairs = [(each.get("role", each.get("from")), each.get("content", each.get("value"))) for each in value]
-    if not all(isinstance(role, str) and isinstance(said, str) for role, said in pairs):
+    if not all(isinstance(role, str) and isinstance(text, str) for role, text in pairs):
         return None
-    return [{"role": _SPEAKERS.get(role, role), "content": said} for role, said in pairs]
+    return [{"role": _SPEAKERS.get(role, role), "content": text} for role, text in pairs]
 
 
 def samples_of_rows(rows: Sequence[Row], tokenizer: Any, *, count: int, max_length: int, seed: int = 0) -> list[Batch]:
@@ -277,7 +232,6 @@ def _spoken(messages: list[dict[str, str]], tokenizer: Any) -> str:
     if not getattr(tokenizer, "chat_template", None):
         rule = "Rows of messages become text by the chat template of the tokenizer."
         raise CollateError(explain("tokenizer", "no chat template", rule, remedy))
-    rule = f"It takes {str(messages)[:80]} in {_SECONDS} s and {_MEMORY >> 20} MiB."
-    with refused("chat template", "", rule, remedy), bounded(_SECONDS, _MEMORY):
+    with refused("chat template", "", f"It is given {str(messages)[:80]}.", remedy):
         text: str = tokenizer.apply_chat_template(messages, tokenize=False)
     return text

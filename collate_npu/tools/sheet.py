@@ -21,7 +21,7 @@ from collate_npu.consumers.mask_routing import describe_shape
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.keys import KEEP_KEY, with_role
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.masks.dense_mask import Bools, Known, MaskValues, Polarity, Reading, Square, fill_rows, regions_of
+from collate_npu.masks.dense_mask import Bools, Known, MaskValues, Polarity, Square, fill_rows, regions_of
 from collate_npu.masks.dense_reader import sequences
 from collate_npu.masks.derive import MASK_KEY, derive_segments, read_bare_mask
 from collate_npu.masks.patterns import CAUSAL, Pattern
@@ -54,36 +54,16 @@ SIGNS: Mapping[Cell, tuple[str, str, str]] = {
     Cell.ON_PADDING: ("!", "bold red", "label on padding"),
 }
 """Sign, style and meaning: a sign says what a colour says."""
-MOST_PLACES = 1 << 32
-"""Of the squares that are drawn, which takes some seconds."""
 COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "bright_cyan")
 """Of the sequences of a row, in turn; red is for what is wrong."""
 
 
 def sign_of(cell: int, owner: int = 0, numbered: bool = False) -> tuple[str, str]:
-    """Sign and style; a sequence's number stands for a whole cell where rows hold several."""
+    """Return sign and style; a sequence's number stands for a whole cell where rows hold several."""
     sign, style, _ = SIGNS[Cell(cell)]
     if not owner or style:
         return sign, style
     return "123456789"[(owner - 1) % 9] if numbered and cell == Cell.WHOLE else sign, COLOURS[(owner - 1) % len(COLOURS)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """What is drawn: cells `[R, C]`, each of a block of places."""
-
-    cells: Array
-    """int8, one of `Cell`."""
-    owner: Array
-    """int32 `[C]`: which sequence of its row the keys of a cell belong to, 0 for none or several."""
-    share: float
-    """The part of the places (not of the cells) that is blocked, or padding; 0 to 1."""
-    wrong: int = 0
-    """Places that ought to be otherwise."""
-
-    def signs(self, r: int, *, numbered: bool = False) -> list[tuple[str, str]]:
-        """One row of cells, each with its style."""
-        return [sign_of(cell, owner, numbered) for cell, owner in zip(self.cells[r].tolist(), self.owner.tolist())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,34 +83,33 @@ class Attention:
     counts: Bools | None = None
     """bool `[Q]`: the queries for which that matters; outputs at padding are read by nobody."""
 
-    def grid(self, block: int) -> Grid:
-        """Folded: a cell stands for block * block places."""
+    def fold(self, block: int) -> tuple[Array, int]:
+        """Return int8 `[R, C]`, a `Cell` for block * block places, and how many places ought to be otherwise."""
         Q, K = self.shape
-        folded = [self._folded(low, min(low + block, Q), block) for low in range(0, Q, block)]
-        cells = np.array([cells for cells, _, _ in folded], np.int8).reshape(len(folded), -(-K // block))
-        attended, wrong = sum(n for _, n, _ in folded), sum(n for _, _, n in folded)
-        return Grid(cells=cells, owner=one_owner(self.owner, block), share=1 - attended / max(Q * K, 1), wrong=wrong)
+        folded = [self._fold_rows(low, min(low + block, Q), block) for low in range(0, Q, block)]
+        cells = np.array([cells for cells, _ in folded], np.int8).reshape(len(folded), -(-K // block))
+        return cells, sum(wrong for _, wrong in folded)
 
-    def _folded(self, low: int, high: int, block: int) -> tuple[Array, int, int]:
-        """One row of cells, how many of its places attend, how many of them ought to be otherwise."""
+    def _fold_rows(self, low: int, high: int, block: int) -> tuple[Array, int]:
+        """Return one row of cells, and how many of its places ought to be otherwise."""
         seen_QK = self.rows(low, high)
         count_C = _sums(seen_QK, block)
         size_C = _sums(np.ones((1, self.shape[1]), bool), block) * (high - low)
         cells_C = np.where(count_C == 0, Cell.BLOCKED, np.where(count_C == size_C, Cell.WHOLE, Cell.PART))
         if self.ought is None:
-            return cells_C, int(count_C.sum()), 0
-        matters_Q1 = np.ones((high - low, 1), bool) if self.counts is None else self.counts[low:high, None]
-        ought_QK = self.ought(low, high)
-        little_C = _sums(~seen_QK & ought_QK & matters_Q1, block)
-        much_C = _sums(seen_QK & ~ought_QK & matters_Q1, block)
+            return cells_C, 0
+        wrong_QK = seen_QK != self.ought(low, high)
+        if self.counts is not None:
+            wrong_QK &= self.counts[low:high, None]
+        much_C, little_C = _sums(wrong_QK & seen_QK, block), _sums(wrong_QK & ~seen_QK, block)
         cells_C = np.where(much_C > 0, Cell.TOO_MUCH, np.where(little_C > 0, Cell.TOO_LITTLE, cells_C))
-        return cells_C, int(count_C.sum()), int(much_C.sum() + little_C.sum())
+        return cells_C, int(much_C.sum() + little_C.sum())
 
 
 def attention_of(
     segments: Segments, b: int, *, pattern: Pattern = CAUSAL, queries: Tensor | None = None, opened: bool = False
 ) -> Attention:
-    """As the truth has it: `dense(segments, pattern=pattern, rows=queries)[b, 0]`, of which a block is built at a time.
+    """Return `dense(segments, pattern=pattern, rows=queries)[b, 0]`, of which a block is built at a time.
 
     `opened`: a query that sees no key sees itself, as `masks.forms.open_empty_rows` has it.
     """
@@ -150,20 +129,13 @@ def attention_of(
     return Attention(b=b, shape=(len(places), S), rows=rows, owner=segments.array[b], queries=places)
 
 
-def drawable(squares: Sequence[Attention], most: int) -> int:
-    """How many of them are drawn, and no more than `most`; none where one alone is too large."""
-    Q, K = squares[0].shape
-    return min(most, MOST_PLACES // max(Q * K, 1))
-
-
-def row_grid(ids: Array, block: int) -> Grid:
-    """One row of a batch as a row of cells: `ids` int32 `[S]`, 0 is padding."""
-    row = Attention(b=0, shape=(1, len(ids)), rows=lambda low, high: ids[None] > 0, owner=ids, queries=np.zeros(1))
-    return row.grid(block)
+def signs_of(cells_C: Array, owner_K: Array, block: int, *, numbered: bool = False) -> list[tuple[str, str]]:
+    """Return a row of cells as signs with their styles, by the sequence of each key."""
+    return [sign_of(cell, owner, numbered) for cell, owner in zip(cells_C.tolist(), one_owner(owner_K, block).tolist())]
 
 
 def one_owner(ids: Array, block: int) -> Array:
-    """int32 `[C]`: the sequence that all tokens of a block belong to, 0 where it holds none or several."""
+    """Return int32 `[C]`: the sequence that all tokens of a block belong to, 0 where it holds none or several."""
     starts = np.arange(0, len(ids), block)
     high_C = np.maximum.reduceat(ids, starts)
     low_C = np.minimum.reduceat(np.where(ids > 0, ids, np.iinfo(np.int32).max), starts)
@@ -171,7 +143,7 @@ def one_owner(ids: Array, block: int) -> Array:
 
 
 def block_for(width: int, cells: int) -> int:
-    """The least round number of places a cell must stand for, so that a row of `width` has at most so many cells."""
+    """Return the least round number of places a cell must stand for, so that a row of `width` has at most so many cells."""
     least = -(-width // max(cells, 1))
     return 1 << max(least - 1, 0).bit_length() if least <= 64 else -(-least // 64) * 64
 
@@ -186,14 +158,9 @@ _BLOCK = 256
 MEANS: dict[Polarity, str] = {"keep": "True attends", "masked": "True is blocked", "bias": "added to scores"}
 
 
-def keys_of_mask(full: Tensor) -> Bools:
-    """bool `[B, S]`, True = real, of a 2D mask that was refused: as it stands."""
-    values = _values(full)
-    return values.read("bias") if values.declared == "bias" else np.not_equal(values.raw, 0)
-
-
 def squares_of_mask(full: Tensor, B: int, truth: Segments | None) -> tuple[list[Attention], Polarity]:
-    """One for each of the B rows, beside what it ought to be by the `truth`, and the polarity under which less is wrong.
+    """Return a square for each of the B rows, beside what it ought to be by the `truth`, and the polarity under which less
+    is wrong.
 
     Rows with places that are wrong come first. Without a truth: a mask that says one thing by itself is not at fault; any
     other is held against causal attention on the tokens that attend themselves.
@@ -203,38 +170,32 @@ def squares_of_mask(full: Tensor, B: int, truth: Segments | None) -> tuple[list[
         polarity = values.declared or "keep"
         return _squares(Square(values, polarity, B), full, None), polarity
     polarities: tuple[Polarity, ...] = ("bias",) if values.declared == "bias" else ("keep", "masked")
-    tried = [(polarity, *_judged(full, Square(values, polarity, B), polarity, truth)) for polarity in polarities]
-    polarity, judged, _ = min(tried, key=lambda trial: trial[2])
-    return sorted(judged, key=lambda square: square.grid(_BLOCK).wrong == 0), polarity
+    tried = [(polarity, _beside(full, Square(values, polarity, B), polarity, truth)) for polarity in polarities]
+    polarity, squares = min(tried, key=lambda trial: sum(square.fold(_BLOCK)[1] for square in trial[1]))
+    if truth is not None or squares[0].ought is not None:  # padding counts for the choice alone
+        squares = [replace(square, counts=square.owner > 0) for square in squares]
+    return sorted(squares, key=lambda square: square.fold(_BLOCK)[1] == 0), polarity
 
 
-def _judged(full: Tensor, square: Square, polarity: Polarity, truth: Segments | None) -> tuple[list[Attention], int]:
-    """Each row beside what it ought to be, and how many places are otherwise; padding counts for the choice alone."""
-    reading = _row_alone(full, polarity, square.shape[0])
+def _beside(full: Tensor, square: Square, polarity: Polarity, truth: Segments | None) -> list[Attention]:
+    """Return each row beside what it ought to be."""
+    reading = None
+    with suppress(CollateError):
+        reading = read_bare_mask(full, Known(), polarity=polarity, batch_size=square.shape[0])
     if reading is not None and truth is None:
-        return _squares(square, full, reading.segments), 0
+        return _squares(square, full, reading.segments)
     pattern = CAUSAL if reading is None or reading.pattern is None else reading.pattern
     known = sequences(square, square.diagonal())[0] if truth is None else truth
     squares = _squares(square, full, known)
-    beside = [replace(found, ought=attention_of(known, found.b, pattern=pattern).rows) for found in squares]
-    judged = [replace(found, counts=known.array[found.b] > 0) for found in beside]
-    return judged, sum(found.grid(_BLOCK).wrong for found in beside)
-
-
-def _row_alone(full: Tensor, polarity: Polarity, B: int) -> Reading | None:
-    try:
-        return read_bare_mask(host_tensor("attention_mask", full), Known(), polarity=polarity, batch_size=B)
-    except CollateError:
-        return None
+    return [replace(found, ought=attention_of(known, found.b, pattern=pattern).rows) for found in squares]
 
 
 def _values(full: Tensor) -> MaskValues:
-    """Its numbers; what no mask holds (NaN, 0.5) is read as "not 0"."""
-    held = host_tensor("attention_mask", full)
+    """Return its numbers; what no mask holds (NaN, 0.5) is read as "not 0"."""
     try:
-        return MaskValues(held, None)
+        return MaskValues(full, None)
     except CollateError:
-        return MaskValues(held != 0, None)
+        return MaskValues(full != 0, None)
 
 
 def _squares(square: Square, full: Tensor, known: Segments | None) -> list[Attention]:
@@ -245,6 +206,7 @@ def _squares(square: Square, full: Tensor, known: Segments | None) -> list[Atten
 
 
 LOST = "\ufffd"
+"""What stands for bytes that are no text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,28 +217,20 @@ class Tokens:
     input_ids: Tensor
     """`[B, S]`."""
 
-    def one(self, b: int, s: int) -> str:
-        """The token at one place, "" where the batch has none; one that is no text by itself by its id: `#228`."""
-        if b >= self.input_ids.shape[0] or s >= self.input_ids.shape[1]:
-            return ""
-        number = int(self.input_ids[b, s])
-        text = self._read([number])
-        return f"#{number}" if LOST in text or not text else escaped(text)
-
     def text(self, b: int, places: Sequence[int]) -> str:
-        """Several tokens as one text."""
+        """Return the tokens at these places as one text, "" where the batch has none."""
         B, S = self.input_ids.shape
-        return escaped(self._read([int(self.input_ids[b, s]) for s in places if b < B and s < S]))
-
-    def _read(self, numbers: list[int]) -> str:
+        ids = [int(self.input_ids[b, s]) for s in places if b < B and s < S]
         try:
-            return self.decode(numbers) if min(numbers, default=0) >= 0 else LOST
+            text = self.decode(ids) if min(ids, default=0) >= 0 else LOST
         except Exception:  # of a tokenizer that has no such id
-            return LOST
+            text = LOST
+        lost = len(ids) == 1 and (not text or LOST in text)
+        return f"#{ids[0]}" if lost else escaped(text)  # what is no text by itself is named by its id: `#228`
 
 
 def escaped(text: str) -> str:
-    """On one line, with nothing that moves the cursor: a newline is `\\n`, a space at either end is `·`."""
+    """Return the text on one line, with nothing that moves the cursor: a newline is `\\n`, a space at either end is `·`."""
     inner = text.strip(" ")
     before, after = (len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))) if inner else (len(text), 0)
     safe = "".join(c if c.isprintable() or c == "\u200d" else c.encode("unicode_escape").decode() for c in inner)
@@ -309,12 +263,12 @@ class Sheet:
 
     @property
     def packed(self) -> bool:
-        """Does some row hold several sequences?"""
+        """True if some row holds several sequences."""
         return any(panel.ids is not None and panel.ids.max(initial=0) > 1 for panel in self.panels)
 
 
 def sheet_of(shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = None, tokenizer: Any = None) -> Sheet:
-    """What is to be drawn of a batch, its `Segments` or a mask; of one row where `row` is given."""
+    """Return what is to be drawn of a batch, its `Segments` or a mask; of one row where `row` is given."""
     if isinstance(shown, Segments):
         panels: Iterable[Panel] = (Panel(facts=describe_shape(shown), ids=shown.array), _attends(shown))
     else:
@@ -325,8 +279,8 @@ def sheet_of(shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = 
     if row is not None and whole_number("row", row) not in held:
         rule = f"The rows are 0 to {max(held)}." if held else "There is no row."
         raise CollateError(explain("row", str(row), rule, "Name one of them, or leave it out for all."))
-    asked = (replace(panel, squares=tuple(x for x in panel.squares if row in (None, x.b))) for panel in panels)
-    return Sheet(panels=tuple(asked), tokens=_tokens(shown, tokenizer) if isinstance(shown, Mapping) else None)
+    picked = (replace(panel, squares=tuple(x for x in panel.squares if row in (None, x.b))) for panel in panels)
+    return Sheet(panels=tuple(picked), tokens=_tokens(shown, tokenizer) if isinstance(shown, Mapping) else None)
 
 
 def _tokens(batch: Mapping[str, Any], tokenizer: Any) -> Tokens | None:
@@ -377,7 +331,7 @@ def _refused(batch: Mapping[str, Any], masks: Mapping[str, Tensor]) -> Iterator[
 
 
 def _tensors(masks: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Those that can be drawn."""
+    """Return the masks that can be drawn."""
     out = {}
     for key, value in masks.items():
         with suppress(CollateError):
@@ -392,7 +346,10 @@ def _is_keys(x: Tensor, shape: tuple[int, int]) -> bool:
 
 
 def _keys(heading: str, x: Tensor) -> Panel:
-    return Panel(heading=heading, facts=shape_of(x), ids=keys_of_mask(x).astype(np.int32))
+    """Return a 2D mask that was refused, as it stands: 1 = real."""
+    values = _values(x)
+    real = values.read("bias") if values.declared == "bias" else np.not_equal(values.raw, 0)
+    return Panel(heading=heading, facts=shape_of(x), ids=real.astype(np.int32))
 
 
 def _mask(heading: str, x: Tensor, B: int, truth: Segments | None) -> Panel:
@@ -420,12 +377,12 @@ def _alone(x: Tensor) -> Iterator[Panel]:
 
 
 def _are_numbers(x: Tensor) -> bool:
-    """Are they token ids, or labels?"""
+    """True for token ids, or labels."""
     whole = x.ndim == 2 and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
     return whole and bool(x.numel()) and bool((x > x.shape[1]).any() or (x < 0).any())
 
 
 def _attends(segments: Segments) -> Panel:
-    """By the truth."""
+    """Return the squares that the Segments say."""
     squares = tuple(attention_of(segments, b) for b in range(segments.shape[0]))
     return Panel(heading="causal attention", facts="no 4D mask came", squares=squares, derived=True)

@@ -7,16 +7,17 @@ host. No dense mask is built. Legend: B batch, S width, Q query rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from collate_npu.arrays import Side, whole_number
+from collate_npu.arrays import Side
 from collate_npu.collate.collators import Layout, PaddingCollator
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mask_routing import SPELLED, Case, Route
@@ -26,21 +27,22 @@ from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, token_runs
 from collate_npu.segments import Segments
 from collate_npu.tools.describe import Description
-from collate_npu.tools.files import encoded, read_rows
+from collate_npu.tools.files import check_place, encoded, read_rows
 from collate_npu.tools.sheet import (
     SIGNS,
     Attention,
     Cell,
-    Grid,
     Panel,
     Sheet,
     attention_of,
     block_for,
-    drawable,
-    row_grid,
     sheet_of,
+    sign_of,
+    signs_of,
 )
 
+NAMED = "italic dim"
+"""The style of tokens and their places."""
 NOTEBOOK = 88
 """Columns of a page in a notebook, which fit beside its prompt: behind an edge nobody looks for tokens."""
 
@@ -54,74 +56,159 @@ class Picture(Description):
     @property
     def html(self) -> str:
         """One self-contained page. Needs rich."""
-        return str(_drawing().html_of(self.sheet))
+        return html_of(self.sheet)
 
     def save(self, path: str | Path) -> None:
         """Write that page. Needs rich."""
-        _drawing().save(self.sheet, Path(path))
+        check_place(Path(path), ".html")
+        Path(path).write_text(self.html, encoding="utf-8")
 
     def _repr_html_(self) -> str | None:
         """For notebooks; without rich they show the text."""
-        return str(_drawing().html_of(self.sheet, columns=NOTEBOOK)) if find_spec("rich") else None
+        return html_of(self.sheet, NOTEBOOK) if find_spec("rich") else None
 
 
-def picture(
-    shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = None, limit: int = 64, tokenizer: Any = None
-) -> Picture:
-    """A batch, its `Segments`, or a mask, drawn.
+def picture(shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = None, tokenizer: Any = None) -> Picture:
+    """Return a batch, its `Segments`, or a mask, drawn.
 
     Segments: one line a row of the batch, digits where a row holds several sequences. A 4D mask: one square for each row
     (or for `row`), side by side, True drawn as it attends where its polarity can be proved and as True where not. A mask
     that is refused is drawn too, with the reason: `+` attends where it ought not to, `-` is blocked where it ought to
-    attend. What is wider than `limit` places is folded: a cell stands for a block of places, `◧` where only some of them
+    attend. What is wider than 64 places is folded: a cell stands for a block of places, `◧` where only some of them
     attend. With a `tokenizer` the page in a notebook names the tokens.
 
         >>> print(picture(Segments.from_lengths([3, 5], side="left")))
         ⬚ ⬚ ■ ■ ■
         ■ ■ ■ ■ ■
     """
-    limit = whole_number("limit", limit, least=1)
     sheet = sheet_of(shown, row=row, tokenizer=tokenizer)
-    drawn = Picture(text_of(sheet, limit))
+    drawn = Picture(text_of(lines(sheet, 0)))
     drawn.sheet = sheet
     return drawn
 
 
-def text_of(sheet: Sheet, limit: int = 64) -> str:
-    """A sheet in words and signs, without what is derived."""
-    return printable("\n\n".join("\n".join(_bare(panel, sheet, limit)) for panel in sheet.panels if not panel.derived))
+Line = list[tuple[str, str]]
+"""Pieces of text, each with its style."""
+UNFOLDED, FOLDED, BARE, MOST = 40, 16, 64, 16
+"""Cells of the side of a square that is not folded, and of one that is; of any line without captions; rows and squares of a
+panel, with captions."""
+GAP = 3
+"""Columns between squares that stand side by side."""
+MOST_DRAWN = 1 << 32
+"""Places of all squares that are drawn, which takes some seconds."""
 
 
-def _bare(panel: Panel, sheet: Sheet, limit: int) -> Iterator[str]:
-    """A panel without captions, folded where it is wider than `limit` cells."""
+def lines(sheet: Sheet, width: int) -> list[Line]:
+    """Return a sheet drawn for `width` columns, with captions, tokens and the meaning of its signs.
+
+    A width of 0: the cells alone, without captions and without what is derived.
+    """
+    panels = [panel for panel in sheet.panels if width or not panel.derived]
+    out = [line for panel in panels for line in (*_panel(panel, sheet, width), [])]
+    used = {text for line in out for text, _ in line}
+    legend = [f"{sign} {meaning}" for sign, _, meaning in SIGNS.values() if sign in used]
+    legend += ["1 2 .. the first, the second sequence of its row"] if sheet.packed else []
+    return [*out, *_words("   ".join(legend), "dim", width)] if width else out[:-1]
+
+
+def _words(text: str, style: str, width: int) -> list[Line]:
+    """A sentence in lines of this width; in one where it is 0."""
+    return [[(part, style)] for each in text.splitlines() for part in (wrap(each, width) if width else [each])]
+
+
+def text_of(drawn: Iterable[Line]) -> str:
+    """The lines without their styles."""
+    return printable("\n".join("".join(text for text, _ in line).rstrip() for line in drawn))
+
+
+def _panel(panel: Panel, sheet: Sheet, width: int) -> Iterator[Line]:
+    heading = ": ".join(filter(None, (panel.heading, panel.facts if width else "")))
     block = 1
-    if panel.refused:
-        yield f"refused: {panel.refused}"
-    if panel.heading:
-        yield panel.heading
+    yield from _words(heading, "bold", width)
+    yield from _words(f"refused: {panel.refused}" if panel.refused else "", "bold red", width)
     if panel.ids is not None:
-        block = block_for(panel.ids.shape[1], limit)
-        yield from (_cells(row_grid(ids_S, block), 0, sheet.packed) for ids_S in panel.ids)
-    if panel.squares:
-        block, drawn = block_for(max(panel.squares[0].shape), limit), drawable(panel.squares, len(panel.squares))
-        grids = [square.grid(block) for square in panel.squares[:drawn]]
-        yield from ("   ".join(_cells(grid, r) for grid in grids) for r in range(len(grids[0].cells) if grids else 0))
-        if drawn < len(panel.squares):
-            yield f"{len(panel.squares) - drawn} too large to be drawn"
+        block = block_for(panel.ids.shape[1], (width - 8) // 2 if width else BARE)
+        yield from _rows(panel, sheet, width, block)
+    elif panel.squares:
+        longest, most = max(panel.squares[0].shape), min((width - 8) // 2, UNFOLDED) if width else BARE
+        block = block_for(longest, most if longest <= most or not width else min(most, FOLDED))
+        yield from _squares(panel.squares, sheet, width, block)
     if block > 1:
-        yield f"◧ {SIGNS[Cell.PART][2]}; {block} places a cell, each way"
+        yield from _words(f"◧ {SIGNS[Cell.PART][2]}; {block} places a cell, each way", "dim", width)
 
 
-def _cells(grid: Grid, r: int, numbered: bool = False) -> str:
-    return " ".join(sign for sign, _ in grid.signs(r, numbered=numbered))
+def _rows(panel: Panel, sheet: Sheet, width: int, block: int) -> Iterator[Line]:
+    """Yield each row's cells, its number and the beginning of its text; its labels below."""
+    assert panel.ids is not None
+    shown = panel.ids[:MOST] if width else panel.ids
+    starts = np.arange(0, panel.ids.shape[1], block)
+    for b, ids_S in enumerate(shown):
+        real_C = np.add.reduceat(ids_S > 0, starts)
+        size_C = np.diff([*starts, len(ids_S)])
+        cells_C = np.where(real_C == 0, Cell.BLOCKED, np.where(real_C == size_C, Cell.WHOLE, Cell.PART))
+        cells = _cells(signs_of(cells_C, ids_S, block, numbered=sheet.packed))
+        if not width:
+            yield cells
+            continue
+        left = max((width - len(cells) - 8) // 2, 0)  # a letter may take two columns
+        text = sheet.tokens.text(b, np.flatnonzero(ids_S)[:left].tolist())[:left] if sheet.tokens and left else ""
+        yield [(f"{b:>3} ", "dim"), *cells, (f"  {text}", NAMED)]
+        if panel.labels is not None:  # the worst of each block: on padding, ignored, counted
+            worst = np.maximum.reduceat(panel.labels[b], starts)
+            yield [("    ", ""), *_cells([sign_of(code) if code else (" ", "") for code in worst])]
+    yield from _more(len(panel.ids) - len(shown), "more rows")
 
 
-def _drawing() -> Any:
+def _squares(squares: Sequence[Attention], sheet: Sheet, width: int, block: int) -> Iterator[Line]:
+    """Yield as many squares side by side as fit; with tokens one below another."""
+    Q, K = squares[0].shape
+    few = min(len(squares), MOST if width else len(squares), MOST_DRAWN // max(Q * K, 1))
+    drawn = [_square(square, sheet, block, captions=bool(width)) for square in squares[:few]]
+    columns = max((_columns(line) for square in drawn for line in square), default=0)
+    across = max(1, (width + GAP) // (columns + GAP)) if width else max(len(drawn), 1)
+    across = 1 if width and sheet.tokens else across
+    for at in range(0, len(drawn), across):
+        for parts in zip(*drawn[at : at + across]):
+            yield [piece for line in parts for piece in (*line, (" " * (columns - _columns(line) + GAP), ""))]
+    yield from _more(len(squares) - len(drawn), "not drawn")
+
+
+def _square(square: Attention, sheet: Sheet, block: int, *, captions: bool) -> list[Line]:
+    """Return a line for each row of cells, with the place of its first query before it and its token behind it."""
+    cells_RC, number = square.fold(block)
+    wrong = f", {number} wrong" if number else ""
+    out: list[Line] = [[(f"row {square.b}{wrong}", "bold red" if wrong else "bold")]] if captions else []
+    for place, cells_C in zip(square.queries[::block].tolist(), cells_RC):
+        cells = _cells(signs_of(cells_C, square.owner, block))
+        token = f" {sheet.tokens.text(square.b, [place])[:8]}" if captions and sheet.tokens else ""
+        out.append([(f"{place:>4} ", NAMED), *cells, (token, NAMED)] if captions else cells)
+    return out
+
+
+def _cells(signs: Iterable[tuple[str, str]]) -> Line:
+    """Cells with a space between them."""
+    return [piece for sign in signs for piece in (sign, (" ", ""))][:-1]
+
+
+def _columns(line: Line) -> int:
+    return sum(len(text) for text, _ in line)
+
+
+def _more(number: int, what: str) -> Iterator[Line]:
+    if number > 0:
+        yield [(f"... {number} {what}", "dim")]
+
+
+def html_of(sheet: Sheet, columns: int = 120) -> str:
+    """Return one page that loads nothing. Needs rich."""
     try:
-        return import_module("collate_npu.tools.drawing")
+        terminal = import_module("collate_npu.tools.terminal")
     except ImportError:
-        rule = "Pages and figures are drawn by rich, which is not installed."
+        rule = "Pages are drawn by rich, which is not installed."
         raise CollateError(explain("picture", "no rich", rule, "pip install rich.")) from None
+    console = terminal.recorder(columns)
+    terminal.put(console, *(terminal.Text.assemble(*line) for line in lines(sheet, columns)))
+    return str(terminal.html_page(console, "collate-npu show"))
 
 
 def consumer_panels(
@@ -161,7 +248,7 @@ def _by_kind(adapter: BatchAdapter, segments: Segments, route: Route) -> Iterato
 
 
 def rank_panels(batch: Mapping[str, Any], cp: ContextParallel) -> Iterator[Panel]:
-    """For each rank the places it holds, and its queries against all keys; or why they cannot share it."""
+    """Return for each rank its places and its queries against all keys; or why they cannot share a row."""
     try:
         segments = segments_from_batch(batch)
         offsets = cu_seqlens_of(batch, segments) if cp.documents else None
@@ -181,15 +268,14 @@ def _rank(segments: Segments, cp: ContextParallel, offsets: Any) -> Panel:
 
 # --- inputs
 
-MOST_PLACES = 1 << 28
+MOST_SQUARE = 1 << 28
 """Places of a dense mask beyond which none is built to be looked at: the 2D mask says the same."""
-
 MOST_TOKENS = 1 << 22
 """Places of `--lengths`."""
 
 
 def features_of_lengths(lengths: str) -> list[dict[str, Any]]:
-    """`3,5`: two rows of 3 and of 5 tokens; `3+2,5`: two sequences in the first."""
+    """Return features by lengths. `3,5`: two rows of 3 and of 5 tokens; `3+2,5`: two sequences in the first."""
     try:
         rows = [[int(n) for n in row.split("+")] for row in lengths.split(",")]
     except ValueError:
@@ -201,7 +287,7 @@ def features_of_lengths(lengths: str) -> list[dict[str, Any]]:
 
 
 def features_of_data(path: Path, tokenizer: Any, rows: int, max_length: int) -> list[dict[str, Any]]:
-    """Its first rows as a trainer of a language model has them: where a row has no labels, every token is one."""
+    """Return the first rows as a trainer of a language model has them: where a row has no labels, every token is one."""
     features = [encoded(row, tokenizer, max_length) for row in read_rows(path)[:rows]]
     if not any(feature["input_ids"] for feature in features):
         raise CollateError(explain("--data", "no line with tokens", "A batch has rows.", "Name a file with text."))
@@ -209,27 +295,25 @@ def features_of_data(path: Path, tokenizer: Any, rows: int, max_length: int) -> 
 
 
 def reader_of(folder: Path | None, *, bytes_too: bool) -> Any:
-    """What reads the tokens, if anything does."""
+    """Return what reads the tokens: the tokenizer of a folder, else one of bytes, or None."""
     if folder is not None:
         from collate_npu.tools.audit.session import load_tokenizer
 
         return load_tokenizer(folder)
-    from collate_npu.testing import byte_tokenizer
-
-    return byte_tokenizer() if bytes_too else None
+    return import_module("collate_npu.testing").byte_tokenizer() if bytes_too else None
 
 
-def collated(
-    features: list[dict[str, Any]], *, side: Side, packed: bool, ranks: ContextParallel | None, pad_token_id: int = 0
+def collate_rows(
+    features: list[dict[str, Any]], *, side: Side, packed: bool, ranks: ContextParallel | None, tokenizer: Any
 ) -> dict[str, Any]:
-    """In rows that the ranks can share out, flat ones sequence by sequence."""
+    """Collate into rows that the ranks can share out, flat ones sequence by sequence."""
     widest = max(len(feature["input_ids"]) for feature in features)
     collate = PaddingCollator(
-        pad_token_id=pad_token_id,
+        pad_token_id=0 if tokenizer is None else tokenizer.pad_token_id,
         padding_side=side,
         padding_free=packed,
         pad_to_multiple_of=None if ranks is None else ranks.multiple,
-        attention_mask="2d" if len(features) * widest**2 > MOST_PLACES and not packed else "auto",
+        attention_mask="2d" if len(features) * widest**2 > MOST_SQUARE and not packed else "auto",
         layout=Layout(sequence_multiple=ranks.document_multiple if ranks is not None and ranks.documents else None),
     )
-    return collate(list(features))
+    return collate(features)

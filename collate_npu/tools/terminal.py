@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -16,16 +16,15 @@ from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME as THEME
 from rich.text import Text
 
-from collate_npu.errors import CollateError, explain, printable
+from collate_npu.errors import printable
 
+INTERRUPTED = 130
+WORDS = {0: "PASS", 1: "FAIL", 2: "NOT PROVED", INTERRUPTED: "INTERRUPTED"}
+"""The verdict by exit code."""
 WIDTH, NARROWEST = 120, 20
 """Columns of a file, and of a terminal at least."""
-
-
 ASCII = str.maketrans({"✔": "+", "✘": "!", "⬚": ".", "■": "#", "◧": "%", "·": "_", "×": "x", "…": "~"})
 """What each sign is where a terminal's encoding has not all of them."""
-
-
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>TITLE</title>
 <style>
@@ -85,13 +84,13 @@ class Page(Markdown):
     elements = Markdown.elements | {"table_open": _Folded}
 
 
-def recorder() -> Console:
+def recorder(columns: int = WIDTH) -> Console:
     """A console that prints nowhere: what is put on it becomes a file."""
-    return Console(file=io.StringIO(), record=True, width=WIDTH, force_jupyter=False)  # else a notebook shows each line
+    return Console(file=io.StringIO(), record=True, width=columns, force_jupyter=False)  # else a notebook shows each line
 
 
-def page(console: Console, title: str) -> str:
-    """What was recorded, as an HTML page on which letters of whatever font keep their columns."""
+def html_page(console: Console, title: str) -> str:
+    """Return what was recorded as an HTML page on which letters of whatever font keep their columns."""
     written = console.export_html(theme=THEME, code_format=PAGE.replace("TITLE", title), inline_styles=True)
     return re.sub(r"[^\x00-\x7f]", _in_columns, written)
 
@@ -100,14 +99,39 @@ def _in_columns(found: re.Match[str]) -> str:
     return ("", "<bdi>{}</bdi>", "<bdi class=wide>{}</bdi>")[cell_len(found[0])].format(found[0]) or found[0]
 
 
-def check_place(path: Path, ending: str = "") -> None:
-    """Refuse a file that could not be written, before anything is read or measured for it; a link, behind which another
-    file would be; and a name that ends otherwise."""
-    if not path.name.endswith(ending):
-        rule, remedy = f"A page is written as {ending}.", f"End the name with {ending}."
-        raise CollateError(explain(str(path), repr(path.suffix), rule, remedy))
-    if path.is_symlink():
-        raise CollateError(explain(str(path), f"a link to {path.readlink()}", "It is one file.", "Name that file itself."))
-    if path.is_dir() or path.is_fifo() or not path.absolute().parent.is_dir():
-        got = "a folder" if path.is_dir() else "a pipe" if path.is_fifo() else "no folder of that name"
-        raise CollateError(explain(str(path), got, "It is one file.", "Name a file in a folder that exists."))
+# --- numbers and names in words
+
+
+def largest(values: Iterable[float | None]) -> float:
+    """NaN if one is: Python's max drops one that is not first."""
+    found = [value for value in values if value is not None]
+    return next((value for value in found if value != value), max(found, default=0.0))
+
+
+def finite(value: Any) -> Any:
+    """Return a value for JSON: numbers that are not finite as words."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def number(error: float) -> str:
+    """`6.2e-06`, `4.04`, `nan`."""
+    return f"{error:.1e}" if error < 0.01 or error >= 1000 else f"{error:.2f}"
+
+
+def shortened(text: str, most: int = 48) -> str:
+    """Return at most so many letters: a long path loses its middle."""
+    if len(text) <= most:
+        return text
+    tail = (most - 3) * 2 // 3
+    return f"{text[: most - 3 - tail]}...{text[-tail:]}"
+
+
+def join_names(names: Iterable[str], most: int = 0) -> str:
+    """Return each name once; after the first few, how many more (`most` 0: all)."""
+    unique = list(dict.fromkeys(names))
+    more = len(unique) - most
+    return ", ".join(unique) if not most or more <= 1 else f"{', '.join(unique[:most])} and {more} more"

@@ -1,20 +1,17 @@
-"""Code of the user's: found by name (`module:function`, `file.py:function`), run within limits, refused in one line.
+"""User code: functions and files that a user names on the command line, and errors of their code in one line.
 
-While it runs, and only then, modules of the working directory and those beside a named file are found, behind all that is
-installed: no file there takes the place of a package. A file is run under a name of its own. Whatever that code raises is
-refused with its file and line.
+While user code runs, and only then, modules of the working directory and those beside a named file are found, behind all
+that is installed: no file there takes the place of a package. A file is run under a name of its own. Whatever that code
+raises is refused with its file and line.
 """
 
 from __future__ import annotations
 
-import ast
 import os
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -27,7 +24,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line of at most 400 letters."""
+    """Return the first line of an error's message, at most 400 letters of it."""
     try:
         text = str(error)
     except Exception as another:  # of a class of somebody's own
@@ -35,86 +32,83 @@ def first_line(error: BaseException) -> str:
     return (text.strip().splitlines() or ["no message"])[0][:400]
 
 
-def said(error: BaseException) -> str:
-    """Its class, and its first line."""
+def describe_error(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
 def line_in(error: BaseException, folders: Iterable[str]) -> str:
-    """`mine.py, line 3: `, the last line that ran of a file in these folders, or that Python could not read; "" for none.
-    Installed packages are not meant, nor is this one."""
+    """Return `mine.py, line 3: `, the last line of a file in these folders that ran, or that Python could not read; "" for
+    none. Files of installed packages and of this package do not count."""
     places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     places += [(error.filename or "", error.lineno)] if isinstance(error, SyntaxError) else []
     held = {Path(folder).resolve() for folder in folders}
-    written = [(Path(name).resolve(), line) for name, line in places if not name.startswith("<")]  # Python's own
-    mine = [(path, line) for path, line in written if held & {*path.parents} and not _installed(path)]
-    return f"{_near(mine[-1][0])}, line {mine[-1][1]}: " if mine else ""
-
-
-def _near(path: Path) -> Path:
-    """As one would type it here."""
-    return path.relative_to(Path.cwd()) if Path.cwd() in path.parents else path
-
-
-def _installed(path: Path) -> bool:
-    return _PACKAGE in path.parents or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    for name, line in reversed(places):
+        path = Path(name).resolve()
+        installed = _PACKAGE in path.parents or {"site-packages", "dist-packages"} & {*path.parts}
+        if held & {*path.parents} and not installed and not name.startswith("<"):  # Python's own
+            return f"{path.relative_to(Path.cwd()) if Path.cwd() in path.parents else path}, line {line}: "
+    return ""
 
 
 @contextmanager
 def refused(where: str, what: str, rule: str, remedy: str, *, folders: Sequence[str] = ()) -> Iterator[None]:
-    """Whatever is raised here, an exit from Python too, becomes a `CollateError` of one line; an interrupt stays one.
+    """Raise whatever is raised here, an exit from Python too, as a `CollateError` of one line; an interrupt stays one.
 
-    `what` was asked for, and may be empty. What a file in `folders` raises stands first, with that line.
+    `what` arrived, and may be empty. What a file in `folders` raises stands first, with that line.
     """
     try:
         yield
     except (CollateError, KeyboardInterrupt):
         raise
     except BaseException as error:  # packages raise classes of their own, and some end the process
-        why = said(error)
+        why = describe_error(error)
         if place := line_in(error, folders):
             raise CollateError(f"{printable(place + why).rstrip('.')}. {explain(where, what, rule, remedy)}") from None
         raise CollateError(explain(where, f"{what} ({why})" if what else why, rule, remedy)) from None
 
 
 def check_file(path: Path, endings: Sequence[str], remedy: str) -> None:
-    """Refuse a name with nothing behind it, a folder, and a file that ends otherwise, and name one that lies near."""
-    named = [*filter(None, endings)]
-    known = f"Such files end with {', '.join(named)}."
+    """Raise `CollateError` for a path that is no file with one of these endings; the message names a file that is near."""
+    known = [*filter(None, endings)]
+    folder = path if path.is_dir() else path.parent
     if path.is_dir():
-        held = sorted(each for each in path.iterdir() if each.suffix in named)
-        raise CollateError(explain(str(path), "a folder", known, f"Name one file in it: {held[0]}." if held else remedy))
-    if path.is_fifo() and path.parts[:2] not in (("/", "dev"), ("/", "proc")):  # not the shell's own `<(...)`
-        raise CollateError(explain(str(path), "a pipe", f"It may never end. {known}", remedy))
-    if not path.exists():
-        held = [each for each in path.parent.iterdir() if each.suffix in named] if path.parent.is_dir() else []
-        near = sorted(each.name for each in held if get_close_matches(path.stem, [each.stem]))[:2]
-        got = "no such file" if path.parent.is_dir() else f"no such folder as {path.parent}"
-        raise CollateError(explain(str(path), got, known, f"Did you mean {' or '.join(near)}?" if near else remedy))
-    if path.is_file() and path.suffix not in endings:
-        raise CollateError(explain(str(path), f"a file that ends with {path.suffix!r}", known, remedy))
+        got = "a folder"
+    elif not folder.is_dir():
+        got = f"no such folder as {folder}"
+    elif not path.exists():
+        got = "no such file"
+    elif path.is_fifo() and path.absolute().parts[1] not in ("dev", "proc"):  # not the shell's own `<(...)`
+        got = "a pipe, which may never end"
+    elif path.is_file() and path.suffix not in endings:
+        got = f"a file that ends with {path.suffix!r}"
+    else:
+        return
+    held = [each.name for each in folder.iterdir() if each.suffix in known] if folder.is_dir() else []
+    near = did_you_mean([path.name], held, remedy)
+    raise CollateError(explain(str(path), got, f"Such files end with {', '.join(known)}.", near))
 
 
 def did_you_mean(names: Sequence[str], known: Iterable[str], otherwise: str) -> str:
-    """A question that names what was meant, or what to say where nothing is near."""
+    """Return a question with the known names that are nearest, or `otherwise` where none is near."""
     held = list(known)
     near = sorted({match for name in names for match in get_close_matches(name, held, n=2)})
     return f"Did you mean {' or '.join(near)}?" if near else otherwise
 
 
-def named(where: str, spec: str, example: str, remedy: str) -> Callable[..., Any]:
-    """The function or class of a name, which `where` was given. Modules of the working directory are found.
+def find_callable(where: str, spec: str, example: str, remedy: str) -> Callable[..., Any]:
+    """Return the function or class that `spec` names, as `where` takes it. Modules of the working directory are found.
 
-    Raises `CollateError`, with an `example` where the name has no such form, and a `remedy` where it is no function.
+    Raises `CollateError`, with an `example` where `spec` has no such form, and a `remedy` where it names no function.
     """
     place, _, name = spec.rpartition(":")
     rule = "It is named as module:function or file.py:function."
     if not place or not name:
-        raise CollateError(explain(where, spec, rule, f"For example {' or '.join(_held(spec)) or example}."))
+        raise CollateError(explain(where, spec, rule, f"For example {example}."))
     if place.endswith(".py") or Path(place).is_file():
         check_file(Path(place), [".py"], "Write the path of its file, from here.")
     path = "Write the path of its file, or run where Python finds the module."
-    with theirs(where, spec, "It is imported from here, and does not load.", path):
+    with run_user_code(where, spec, "It is imported from here, and does not load.", path):
         found: Any = _module(place)
         for part in name.split("."):
             if not hasattr(found, part):
@@ -124,32 +118,23 @@ def named(where: str, spec: str, example: str, remedy: str) -> Callable[..., Any
         return check_callable(where, spec, found, rule, remedy)
 
 
-def _held(spec: str) -> list[str]:
-    """The first functions and classes of a file that was named alone, as they are to be named."""
-    with suppress(OSError, SyntaxError, ValueError):
-        body = ast.parse(Path(spec).read_bytes()).body
-        names = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_"]
-        return [f"{spec}:{name}" for name in names[:3]]
-    return []
-
-
 def check_callable(where: str, spec: str, found: Any, rule: str, remedy: str) -> Callable[..., Any]:
-    """What was found. Raises `CollateError` where it is no function."""
+    """Return what was found. Raises `CollateError` where it is no function."""
     if not callable(found):
         raise CollateError(explain(where, f"{spec}: a {type(found).__name__}", rule, remedy))
     return found  # type: ignore[no-any-return]
 
 
 @contextmanager
-def theirs(where: str, spec: str, rule: str, remedy: str) -> Iterator[None]:
-    """Code of the user's runs here."""
+def run_user_code(where: str, spec: str, rule: str, remedy: str) -> Iterator[None]:
+    """Run user code here: it finds the modules beside it, and its errors are refused."""
     place = spec.rpartition(":")[0]
     folders = [str(Path(place).resolve().parent)] * place.endswith(".py") + [str(Path.cwd())]
     added = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
     sys.path += added
     end, process = os._exit, os.getpid()
 
-    def raise_here(status: int) -> None:  # a process of its own may end; this one has a verdict to give
+    def raise_here(status: int) -> None:  # a process that it started may end; this one has a verdict to give
         if os.getpid() != process:
             end(status)
         raise SystemExit(f"os._exit({status})")
@@ -177,46 +162,3 @@ def _module(place: str) -> Any:
             del sys.modules[file.name]
             raise
     return sys.modules[file.name]
-
-
-# --- bounded: somebody else's code runs so long, and in so much memory, at most
-
-
-@contextmanager
-def bounded(seconds: float, more_bytes: int) -> Iterator[None]:
-    """Raise `TimeoutError`, or let Python raise `MemoryError`, in what runs here beyond that.
-
-    Time is bound on the main thread of a Unix, memory on Linux; elsewhere nothing is.
-    """
-
-    def end(*_: Any) -> None:
-        raise TimeoutError(f"not done in {seconds:g} s")
-
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        with _memory(more_bytes):
-            yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@contextmanager
-def _memory(more: int) -> Iterator[None]:
-    held = Path("/proc/self/statm")
-    if not held.exists():
-        yield
-        return
-    resource = import_module("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = int(held.read_text().split()[0]) * resource.getpagesize() + more
-    if soft == resource.RLIM_INFINITY or most < soft:
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -75,16 +75,6 @@ def test_rows_of_several_sequences(parts):
         same(expected, collate(features))
 
 
-def test_a_table_is_read_where_it_lies():
-    """The rows are slices of Arrow's own buffers, those of numbers with one value a token."""
-    table = pa.table({"input_ids": [[1, 2, 3], [4, 5]], "labels": [[1, 2, 3], [4, 5]], "id": ["a", "b"], "tags": [[1], [2]]})
-    columns = columns_of(table)
-    values = table["input_ids"].chunk(0).values.to_numpy()
-    assert all(np.shares_memory(row, values) for row in columns["input_ids"])
-    assert columns["id"] == ["a", "b"]
-    assert columns["tags"] == [[1], [2]]  # nobody listed it: Python's own values, which alias nothing
-
-
 def test_what_goes_out_of_a_table_aliases_nothing():
     table = pa.table({"input_ids": [[1, 2, 3]], "labels": [[1, 2, 3]], "image_grid_thw": [[1, 2, 2]]})
     batch = PaddingCollator(pad_token_id=0)(table)
@@ -124,40 +114,6 @@ def test_formatted_datasets_through_a_dataloader(name, whole, workers):
     for n, batch in enumerate(loaded):
         same(collate(samples[2 * n : 2 * n + 2]), batch)
     assert len(loaded) == 3
-
-
-class Gone:
-    def __arrow_c_stream__(self, requested_schema=None):
-        raise OSError("the file is gone")
-
-
-@pytest.mark.parametrize(
-    ("features", "told"),
-    [
-        (Gone(), "OSError: the file is gone"),
-        (pa.table([[[1]], [[2]]], ["input_ids", "input_ids"]), "features: got input_ids more than once"),
-        ({"input_ids": [1, 2, 3]}, "^input_ids: "),
-        ({"input_ids": np.array([1, 2, 3])}, "^input_ids: "),
-        ({"input_ids": [1, 2, 3], "seq_lengths": [1, 1]}, "sum to 2"),
-        ({"input_ids": [1, 2, 3], "labels": [1, 2], "seq_lengths": [1, 2]}, "labels"),
-        ({"input_ids": [1, 2, 3], "seq_lengths": [1.5, 1.5]}, "seq_lengths"),
-        ({"input_ids": [1, 2, 3], "seq_lengths": [-1, 4]}, "seq_lengths"),
-        ({"input_ids": [1, 2], "id": ["a"], "seq_lengths": [1, 1]}, "Every column has one entry"),
-        ({"input_ids": [[1], [2]], "labels": [[1]]}, "Every column has one entry"),
-        ({"input_ids": [[1], [2]], "label": 3}, "label"),
-        ({"input_ids": []}, "no samples"),
-        ({}, "no samples"),
-        (pa.table({"input_ids": pa.array([], pa.list_(pa.int64()))}), "no samples"),
-        ([], "no samples"),
-        ("text", "a str"),
-        (3, "a int"),
-        ((sample for sample in samples_of([2])), "a generator"),
-        ([{"input_ids": [1]}, 3], "row 1: got a int"),
-    ],
-)
-def test_what_is_no_batch_of_samples(features, told):
-    with pytest.raises(CollateError, match=told):
-        PaddingCollator(pad_token_id=0)(features)
 
 
 # --- rows that a loader packed

@@ -1,4 +1,4 @@
-"""Features: which keys are per token, how long samples are, and what is real in them."""
+"""Features: what samples tell of themselves, every value beside its token whatever held it, and what is no batch."""
 
 from __future__ import annotations
 
@@ -6,74 +6,18 @@ import numpy as np
 import pytest
 import strategies
 import torch
-from hypothesis import given
+from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, PaddingCollator
-from collate_npu.collate.features import read_features, sample_segment_ids
-from collate_npu.keys import KEYS, SAMPLE, TOKENS
+from collate_npu.collate import Layout
+from collate_npu.keys import KEYS, TOKENS
+from collate_npu.masks.batch_reader import segments_from_batch
+
+OURS = {"keys": {**KEYS, "mine": TOKENS}}
 
 
-def kinds(*features):
-    return read_features(features).kinds
-
-
-@given(strategies.features())
-def test_samples_are_read_as_they_tell(features):
-    samples = read_features(features)
-    truth = [strategies.own_ids(feature) for feature in features]
-    assert samples.lengths == [len(feature["input_ids"]) for feature in features]
-    assert set(samples.columns) == {"input_ids", "labels", "loss_scale"}
-    assert set(samples.kinds.values()) == {"tokens"}
-    if samples.segment_ids is None:
-        assert all(set(ids) <= {1} for ids in truth)
-    else:
-        assert [row.tolist() for row in samples.segment_ids] == truth
-
-
-# --- kinds of keys
-
-
-@pytest.mark.parametrize("lengths", [(2, 2), (3, 3), (3, 2), (3,), (2, 3, 3)])
-@pytest.mark.parametrize(
-    ("key", "value", "kind"),
-    [
-        ("labels", [0.0, 1.0, 0.0], "targets"),
-        ("labels", [0] * 8 + [0.5], "targets"),
-        ("vector", [0.5, 1.0, 0.0], "sample"),
-        ("position_ids", np.zeros((3, 3), int), "axes"),
-        ("position_ids", [[0, 1, 2]] * 3, "axes"),
-        ("pixel_values", np.zeros((3, 4, 4)), "vision"),
-        ("image_sizes", [4, 4, 4], "vision"),
-        ("image_grid_thw", [1, 2, 2], "vision"),
-    ],
-)
-def test_what_a_key_is_does_not_depend_on_the_lengths_of_a_batch(key, value, kind, lengths):
-    """Three classes, three axes, three channels, in batches whose rows have three tokens or not."""
-    rows = [{"input_ids": [1] * n, key: value if kind != "axes" else np.asarray(value)[:, :1].repeat(n, 1)} for n in lengths]
-    assert kinds(*rows)[key] == kind
-
-
-def test_keys_nobody_listed_are_listed_by_the_caller():
-    rows = [{"input_ids": [1, 2], "x": [1.0, 2.0]}, {"input_ids": [1], "x": [3.0]}]
-    arrays = [row | {"x": np.array(row["x"])} for row in rows]
-    for held in (rows, rows[::-1], arrays):
-        with pytest.raises(CollateError, match=r"x: 2 bad rows(.|\n)*keys=\{\*\*KEYS, 'x': TOKENS\}"):
-            kinds(*held)
-    assert kinds(*(row | {"x": np.array(row["x"]).astype(str)} for row in rows))["x"] == "sample"
-    assert read_features(rows, keys={**KEYS, "x": TOKENS}).kinds["x"] == "tokens"
-    assert read_features(rows, keys={**KEYS, "x": SAMPLE}).kinds["x"] == "sample"
-    assert kinds({"input_ids": [1, 2], "x": [1.0, 2.0]}, {"input_ids": [1], "x": [3.0, 4.0]})["x"] == "sample"
-
-
-@pytest.mark.parametrize("value", [["a", "b"], "ab", {"a": 1, "b": 2}, 3, np.array(["a", "b"]), [None, None]])
-def test_what_is_no_row_of_numbers_is_a_value(value):
-    assert kinds({"input_ids": [1, 2], "x": value})["x"] == "sample"
-
-
-def test_a_key_may_be_missing_in_every_sample_and_one_of_vision_in_some():
-    columns = read_features([{"input_ids": [1], "x": None}, {"input_ids": [1], "pixel_values": torch.zeros(1)}]).columns
-    assert "x" not in columns
-    assert columns["pixel_values"][0] is None
+def collate(features, **settings):
+    return PaddingCollator(pad_token_id=0, **settings)(features)
 
 
 # --- truth
@@ -98,43 +42,81 @@ def test_a_key_may_be_missing_in_every_sample_and_one_of_vision_in_some():
     ],
 )
 def test_a_sample_s_own_truth(feature, ids):
-    (found,) = read_features([{"input_ids": [5, 5, 5], **feature}]).segment_ids
-    assert found.tolist() == ids
+    assert segments_from_batch(collate([{"input_ids": [5, 5, 5], **feature}])).ids.tolist() == [ids]
 
 
-MASKED = {"input_ids": [5, 5, 5], "attention_mask": [1, 1, 0], "seq_lengths": [1, 2]}
+def test_flat_tokens_may_have_a_sample_of_none():
+    batch = collate({"input_ids": [5, 6], "seq_lengths": [2, 0]}, layout=Layout(allow_empty=True))
+    assert batch["input_ids"].tolist() == [[5, 6], [0, 0]]
+
+
+def test_a_structured_array_is_a_batch_of_columns():
+    rows = np.zeros(2, [("input_ids", np.int64, (3,)), ("labels", np.int64, (3,))])
+    rows["input_ids"] = rows["labels"] = [[1, 2, 3], [4, 5, 6]]
+    assert collate(rows)["input_ids"].tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+# --- values
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+FLOAT32 = st.floats(width=32, allow_nan=False)
+ARRAYS = (np.int32, np.uint8, np.float16, np.float32, np.bool_)
+
+
+@given(
+    st.lists(st.lists(INT64, min_size=1, max_size=6) | st.lists(FLOAT32, min_size=1, max_size=6), min_size=1, max_size=4),
+    strategies.sides(),
+)
+def test_numbers_of_lists_are_int64_or_float32(rows, side):
+    whole = all(isinstance(x, int) for row in rows for x in row)
+    batch = collate(
+        [{"input_ids": [1] * len(row), "mine": row} for row in rows], padding_side=side, attention_mask="2d", **OURS
+    )
+    wanted = torch.tensor([x for row in rows for x in row], dtype=torch.int64 if whole else torch.float32)
+    assert batch["mine"].dtype == wanted.dtype
+    assert torch.equal(batch["mine"][batch["attention_mask_2d"]], wanted)
+    assert not batch["mine"][~batch["attention_mask_2d"]].any()
+
+
+@given(strategies.sided(), st.sampled_from(ARRAYS), st.sampled_from([(), (2,), (3, 2)]))
+def test_arrays_and_tensors_keep_their_dtype_and_their_trailing_dimensions(segments, dtype, trailing):
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 2, (n, *trailing)).astype(dtype) for n in segments.row_lengths]
+    side = "left" if segments.padding_side == "left" else "right"
+    for held in (rows, [torch.from_numpy(row) for row in rows]):
+        features = [{"input_ids": [1] * len(row), "mine": row} for row in held]
+        batch = collate(features, padding_side=side, attention_mask="2d", **OURS)
+        mine, keep = batch["mine"], batch["attention_mask_2d"]
+        assert mine.dtype == torch.from_numpy(rows[0]).dtype
+        assert np.array_equal(mine[keep].numpy(), np.concatenate(rows))
+        assert not mine[~keep].any()
+
+
+WHOLE = ([1, 0], (True, False), np.array([1, 0], np.int8), torch.tensor([1, 0], dtype=torch.int32), [np.int64(1), 0])
 
 
 @pytest.mark.parametrize(
-    ("features", "ids"),
+    ("key", "row", "found", "dtype"),
     [
-        ([MASKED, {"input_ids": [6, 6, 6], "seq_lengths": [1, 2]}, {"input_ids": [7, 7]}], [[1, 2, 0], [1, 2, 2], [1, 1]]),
-        ([{"input_ids": [5, 5], "seq_lengths": 2}], [[1, 1]]),
-        ([{"input_ids": [5, 5], "attention_mask": [[1, 0], [1, 1]]}], None),  # the inner collator's to lay out
-        ([[MASKED, MASKED], [MASKED]], [[1, 2, 0, 3, 4, 0], [1, 2, 0]]),
-        ([[MASKED, {"text": "a"}]], None),
-        ([[{"text": "a"}]], None),
+        *(("labels", row, [1, 0], torch.int64) for row in WHOLE),
+        *(
+            ("mine", row, [1.5, 1], torch.float32)
+            for row in (torch.tensor([1.5, 1]).bfloat16(), np.array([1.5, 1]), [1.5, 1])
+        ),
+        ("mine", [True, False], [1, 0], torch.bool),
+        ("mine", torch.ones(2, requires_grad=True), [1, 1], torch.float32),
+        ("input_ids", np.array([1, 2**63 - 1], np.uint64), [1, 2**63 - 1], torch.int64),
     ],
 )
-def test_samples_that_another_collator_pads_may_each_tell_something_else(features, ids):
-    found = sample_segment_ids(features)[1]
-    assert (found and [row.tolist() for row in found]) == ids
+def test_the_dtype_of_a_key(key, row, found, dtype):
+    batch = collate([{"input_ids": [1, 2], key: row}], **OURS)
+    assert (batch[key].tolist(), batch[key].dtype, batch[key].requires_grad) == ([found], dtype, False)
 
 
-def test_ids_of_samples_that_another_collator_pads_are_whole_numbers():
-    with pytest.raises(CollateError, match=r"got 1\.5 at token 0"):
-        sample_segment_ids([{"input_ids": [1.5]}])
-
-
-def test_rows_without_tokens_are_allowed_if_asked():
-    features = [{"input_ids": []}, {"input_ids": [1]}]
-    assert read_features(features, allow_empty=True).lengths == [0, 1]
-    masked = [[{"input_ids": [1], "attention_mask": made([0])}] for made in (list, np.array, torch.tensor)]
-    for one in masked:
-        assert read_features(one, allow_empty=True).segment_ids[0].tolist() == [0]
-    for bad in (features, *masked):
-        with pytest.raises(CollateError, match="row 0: got no tokens"):
-            read_features(bad)
+def test_samples_may_hold_their_rows_each_in_another_way():
+    rows = [[1.5], np.array([2.5]), torch.tensor([3.5]), (4,)]
+    found = collate([{"input_ids": [1], "mine": row} for row in rows], **OURS)["mine"]
+    assert (found.tolist(), found.dtype) == ([[1.5], [2.5], [3.5], [4.0]], torch.float32)
 
 
 # --- refusals
@@ -142,6 +124,19 @@ def test_rows_without_tokens_are_allowed_if_asked():
 
 def tokens(*lengths, **columns):
     return [{"input_ids": [1] * n, **{key: column[b] for key, column in columns.items()}} for b, n in enumerate(lengths)]
+
+
+def table(*columns):
+    return pytest.importorskip("pyarrow").table(*columns)
+
+
+class Gone:
+    def __arrow_c_stream__(self, requested_schema=None):
+        raise OSError("the file is gone")
+
+
+def mine(*rows):
+    return [{"input_ids": [1] * len(row), "mine": row} for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -181,29 +176,46 @@ def tokens(*lengths, **columns):
         (tokens(2, 2, loss_scale=[1.5, [1.0, 1.0]]), "loss_scale: 1 bad row.\n  row 0: got 1.5"),
         (tokens(2, 2, labels=[1, "a"]), "labels: 1 bad row.\n  row 1: got a str"),
         (tokens(2, position_ids=[[0, 1, 2]]), "position_ids: 1 bad row"),
+        # what is no number
+        ([{"input_ids": row} for row in ([1], [1, 2.5], ["a"])], "row 1: got 2.5 at token 1\n  row 2: got 'a'"),
+        ([{"input_ids": row} for row in ([2**63], [None])], "row 0: got 9223372036854775808 at token 0\n  row 1: got None"),
+        ([{"input_ids": np.array([2**63], np.uint64)}], "whole numbers"),
+        (mine([1, 2], [[1], [2]]), "row 1: got values of shape [1]"),
+        (mine(np.zeros((2, 3)), np.zeros((2, 4))), "row 1: got values of shape [4]"),
+        (mine([1], ["a", "b"]), "row 1: got <U1 [2] starting ['a', 'b']"),
+        (mine([[1], [1, 2]], [1]), "row 0: got nested lists of unequal length"),
+        (tokens(2, 2, pixel_values=[torch.ones(2, 3), torch.ones(2, 4)]), "row 1: got float32 [2, 4]"),
+        *(
+            ([{"input_ids": [1], "attention_mask": made([0])}], "row 0: got no tokens")
+            for made in (list, np.array, torch.tensor)
+        ),
+        *(
+            ([{"input_ids": row} for row in (*before, np.array([True]))], f"row {len(before)}: got values that are true")
+            for before in ([], [[1, 2]], [np.array([1, 2])])
+        ),
+        # no batch of samples
+        (Gone(), "a Gone that cannot be read"),
+        (lambda: table([[[1]], [[2]]], ["input_ids", "input_ids"]), "features: got input_ids more than once"),
+        ({"input_ids": [1, 2, 3]}, "input_ids: "),
+        ({"input_ids": np.array([1, 2, 3])}, "input_ids: "),
+        ({"input_ids": [1, 2, 3], "seq_lengths": [1, 1]}, "sum to 2"),
+        ({"input_ids": [1, 2, 3], "labels": [1, 2], "seq_lengths": [1, 2]}, "labels"),
+        ({"input_ids": [1, 2, 3], "seq_lengths": [1.5, 1.5]}, "seq_lengths"),
+        ({"input_ids": [1, 2, 3], "seq_lengths": [-1, 4]}, "seq_lengths"),
+        ({"input_ids": [1, 2], "id": ["a"], "seq_lengths": [1, 1]}, "Every column has one entry"),
+        ({"input_ids": [[1], [2]], "labels": [[1]]}, "Every column has one entry"),
+        ({"input_ids": [[1], [2]], "label": 3}, "label"),
+        ({"input_ids": []}, "no samples"),
+        ({}, "no samples"),
+        (lambda: table({"input_ids": []}), "no samples"),
+        ([], "no samples"),
+        ("text", "a str"),
+        (3, "a int"),
+        ((sample for sample in ({"input_ids": [1]},)), "a generator"),
+        ([{"input_ids": [1]}, 3], "row 1: got a int"),
     ],
 )
 def test_refusals_name_key_and_rows(features, told):
     with pytest.raises(CollateError) as raised:
-        read_features(features)
+        collate(features() if callable(features) else features, **OURS)
     assert told in str(raised.value)
-
-
-@pytest.mark.parametrize("made", [list, np.array, torch.tensor])
-def test_ids_that_are_true_or_false_are_no_ids(made):
-    for before in ([], [[1, 2]], [np.array([1, 2])]):
-        with pytest.raises(CollateError, match=f"row {len(before)}: got values that are true(.|\n)*the ids"):
-            read_features([{"input_ids": row} for row in (*before, made([True, False]))])
-
-
-def test_flat_tokens_may_have_a_sample_of_none():
-    samples = {"input_ids": [5, 6], "seq_lengths": [2, 0]}
-    assert read_features(samples, allow_empty=True).lengths == [2, 0]
-    with pytest.raises(CollateError, match="Count the tokens"):
-        read_features({"input_ids": [5, 6], "seq_lengths": [3, -1]})
-
-
-def test_a_structured_array_is_a_batch_of_columns():
-    rows = np.zeros(2, [("input_ids", np.int64, (3,)), ("labels", np.int64, (3,))])
-    rows["input_ids"] = rows["labels"] = [[1, 2, 3], [4, 5, 6]]
-    assert PaddingCollator(pad_token_id=0)(rows)["input_ids"].tolist() == [[1, 2, 3], [4, 5, 6]]

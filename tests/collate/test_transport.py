@@ -27,7 +27,6 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from collate_npu import PaddingCollator, wrap_collator
 from collate_npu.collate import transport
 from collate_npu.collate.transport import INLINE_BYTES, Shipment, shipped
-from collate_npu.integrations.accelerate import DispatchCollator
 
 BOUNDS = [0, 1, -1, 127, 128, -128, -129, 32767, 32768, -32768, -32769, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**62]
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -271,31 +270,6 @@ def test_nothing_is_left_behind(strategy, monkeypatch):
         assert not {name for name in shm_files() - files if f"_{os.getpid()}_" in name}
     finally:
         set_sharing_strategy(before)
-
-
-@pytest.mark.parametrize("dispatch", [False, True])
-def test_accelerate_prepares_the_loader(dispatch):
-    accelerate = pytest.importorskip("accelerate")
-    config = accelerate.utils.DataLoaderConfiguration(dispatch_batches=dispatch)
-    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
-    collator = DispatchCollator(PaddingCollator(pad_token_id=0))
-    loader = DataLoader(Ragged(), batch_size=4, collate_fn=collator, num_workers=2)
-    arrived = list(accelerator.prepare(loader))
-    assert same(loaded(collator), arrived)
-    assert not any(value.is_shared() for value in arrived[0].values())
-
-
-def test_torchdatas_stateful_loader_goes_on_where_it_stopped():
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-    settings = {"batch_size": 4, "collate_fn": OURS, "num_workers": 2}
-    whole = loaded(OURS)
-    loader = stateful.StatefulDataLoader(Ragged(), **settings)
-    batches = iter(loader)
-    first = [next(batches), next(batches)]
-    state = loader.state_dict()
-    again = stateful.StatefulDataLoader(Ragged(), **settings)
-    again.load_state_dict(state)
-    assert same(whole, first + list(again))
 
 
 # --- workers end with their trainer; a full /dev/shm loses no batch

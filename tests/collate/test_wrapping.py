@@ -115,17 +115,6 @@ def test_a_flat_row_gets_all_its_offsets():
     assert batch["labels"].tolist() == flat(samples(3, 5))["labels"].tolist()
 
 
-def test_ones_beside_the_positions_of_a_flat_row():
-    batch = wrap_collator(lambda features: flat(features) | {"attention_mask": torch.ones(1, 8)})(samples(3, 5))
-    assert batch["labels"].tolist()[0][3] == -100
-    assert torch.equal(batch["attention_mask"], dense(Segments.from_lengths([[3, 5]]), polarity="masked"))
-
-
-def test_one_padded_sample_is_no_flat_row():
-    batch = wrap_collator(Inner("positions", multiple=8))(samples(5))
-    assert batch["attention_mask_2d"].tolist() == [[True] * 5 + [False] * 3]
-
-
 # --- packed rows
 
 ROWS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
@@ -199,13 +188,6 @@ def test_padding_free_flattens_every_key_of_tokens():
     assert batch["routed_experts"].tolist() == [[[n, n] for n in range(1, 10)]]
 
 
-@pytest.mark.parametrize("axes", [(), (2,)])
-def test_padding_free_refuses_what_follows_the_tokens_and_nobody_listed(axes):
-    inner = Inner("2d")
-    with pytest.raises(CollateError, match=r"^mine: "):
-        wrap_collator(lambda rows: inner(rows) | {"mine": torch.ones(2, 5, *axes)}, padding_free=True)(samples(3, 5))
-
-
 def test_a_flat_row_without_the_padding_of_its_sample():
     """LLaMA-Factory on flash attention drops the padding that its packed sample came with, and the mask."""
     sample = {"input_ids": [1, 2, 3, 4, 5, EOS, EOS], "attention_mask": [1, 1, 1, 2, 2, 0, 0]}
@@ -236,25 +218,6 @@ def test_arguments_reach_the_inner_collator():
         return Inner("2d")(features) | {"scale": scale}
 
     assert wrap_collator(inner)(samples(3, 5), "pt", scale=3)["scale"] == 3
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_second_rows_of_a_batch_get_no_keys_that_are_for_the_first(side):
-    inner = Inner("2d", side=side)
-    wrapped = wrap_collator(lambda rows: inner(rows) | {"KL_input_ids": torch.ones(2, 5)}, consumer="transformers")
-    if side == "right":
-        assert "position_ids" not in wrapped(samples(3, 5))
-    else:
-        with pytest.raises(UnsupportedFormError, match=r"^KL_input_ids: (.|\n)*position_ids"):
-            wrapped(samples(3, 5))
-
-
-@pytest.mark.parametrize(
-    ("batch", "told"), [([1, 2], "test_wrapping.py"), ({"x": torch.ones(1, 2)}, "^input_ids: got a batch of x")]
-)
-def test_what_is_no_batch_of_tokens_is_refused(batch, told):
-    with pytest.raises(CollateError, match=told):
-        wrap_collator(lambda _: batch)(samples(2))
 
 
 # --- flat rows with padding behind each sample
@@ -312,16 +275,6 @@ def labels_of(segments, labels, **settings):
     return out
 
 
-@given(strategies.segments().filter(lambda segments: not segments.empty_rows))
-def test_the_label_after_padding_or_a_neighbour_is_ignored(segments):
-    labels = torch.arange(segments.ids.numel()).view(segments.shape)
-    out = labels_of(segments, labels)
-    for b, row in enumerate(segments.ids.tolist()):
-        for s, label in enumerate(row):
-            follows = s == 0 or row[s - 1] == label
-            assert out[b, s] == (labels[b, s] if label and follows else -100)
-
-
 @pytest.mark.parametrize(
     ("settings", "labels", "left"),
     [
@@ -368,15 +321,6 @@ def test_labels_of_a_decoder_are_padded_behind(wrapped):
     assert collator("left")(samples[:1])["labels"].tolist() == [[8, 9]]
 
 
-@pytest.mark.parametrize(
-    ("inner", "settings", "told"),
-    [(flat, {"polarity": "keeps"}, "polarity"), (flat, {"padding_free": "yes"}, "padding_free"), (Inner, {}, "inner")],
-)
-def test_settings_that_mean_nothing_are_refused_before_any_batch(inner, settings, told):
-    with pytest.raises(CollateError, match=f"^{told}: "):
-        wrap_collator(inner, **settings)
-
-
 @pytest.mark.models
 def test_a_batch_without_padding_of_a_collator_that_pads_left_has_positions_too():
     pytest.importorskip("transformers")
@@ -412,15 +356,3 @@ def test_a_flat_row_in_another_order_is_told_by_its_own_keys(offsets):
             wrap_collator(turned)(samples(3, 5))
     one = wrap_collator(lambda features: flat(features[::-1]) | {"position_ids": torch.arange(8)[None]})
     assert one(samples(3, 5))["seq_lens"].tolist() == [8]
-
-
-# --- the layout, which the inner collator decides
-
-
-@pytest.mark.parametrize(
-    "asked", [{"sequence_multiple": 4}, {"max_sequences": 4}, {"separator_id": 0}, {"allow_empty": True}]
-)
-def test_a_wrapped_collator_lays_nothing_out(asked):
-    with pytest.raises(CollateError, match=f"layout.{next(iter(asked))}: got .*as the inner one lays them out"):
-        wrap_collator(dict.fromkeys, layout=Layout(**asked))
-    wrap_collator(dict.fromkeys, layout=Layout(labels_shifted=True, max_mask_bytes=8))

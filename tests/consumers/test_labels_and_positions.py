@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from collate_npu import BatchAdapter, CollateError, Segments
-from collate_npu.consumers.labels_and_positions import kind_of, positions_for, restart
+from collate_npu.consumers.labels_and_positions import positions_for
 from collate_npu.consumers.mask_routing import Case, Model, consumer_named
 from collate_npu.consumers.model_traits import label_rule
 from collate_npu.errors import UnsupportedFormError
@@ -68,14 +68,6 @@ HANDED = [
 def test_what_no_sample_alone_learns_from_is_ignored(segments, given, settings, expected):
     tensors = {key: torch.as_tensor(value) for key, value in given.items()}
     assert handed_over(segments, tensors, **settings)[[*given][-1]].tolist() == expected
-
-
-def test_a_hole_ends_a_sequence_and_what_follows_it_is_predicted_from_padding():
-    hole = Segments([[1, 1, 0, 1, 1], [0, 1, 1, 0, 1]])
-    ids = IDS[:10].view(2, 5)
-    own = handed_over(hole, {"labels": ids.clone()})["labels"]
-    assert torch.equal(own, ignore_first_labels(ids, hole))
-    assert own[:, 3:].tolist() == [[-100, 24], [-100, -100]]
 
 
 def moved(segments, ids, end):
@@ -180,20 +172,6 @@ def test_axes_that_are_given_stay_and_a_model_that_counts_from_two_is_given_them
     assert given(model, SHORT_LEFT, own, counted=True) is own["position_ids"]
 
 
-@pytest.mark.parametrize("start", range(-3, 5))
-@pytest.mark.parametrize("first", [0, 2])
-def test_what_positions_count_and_from_where(start, first):
-    begins, places = start in (0, first), torch.arange(4)[None]
-    assert kind_of(SHORT_LEFT.position_ids + start, SHORT_LEFT, first) == ("derived" if start == 0 else "own")
-    assert kind_of(RIGHT.position_ids + start, RIGHT, first) == ("derived" if start == 0 else "own")
-    assert kind_of(places + start, SHORT_LEFT, first) == ("places" if begins else "own")
-    assert (
-        kind_of(places[:, :3] + start, SHORT_LEFT, first)
-        == kind_of((places + start).expand(3, 2, 4), SHORT_LEFT, first)
-        == "own"
-    )
-
-
 def test_a_model_that_counts_by_ids_is_told_where_padding_is_none_of_its():
     assert given(BY_IDS, RIGHT, {}) is None
     assert given(BY_IDS, WHOLE, {}) is None
@@ -201,15 +179,3 @@ def test_a_model_that_counts_by_ids_is_told_where_padding_is_none_of_its():
     assert given(BY_IDS, RIGHT, strange).tolist() == [[2, 3, 1, 1], [2, 3, 4, 5]]
     own = {"input_ids": torch.tensor([[5, 1, 5, 5, 5]])}  # its padding id among the tokens
     assert given(BY_IDS, ONE_ROW, own).tolist() == [[2, 1, 3, 2, 3]]
-
-
-def test_whether_positions_begin_again_with_each_sequence_and_there_alone():
-    two = Segments.from_lengths([[3, 2], [1, 4]])
-    for segments in (ONE_ROW, WHOLE, two):
-        text = segments.position_ids
-        for positions in (text, text + 7, torch.stack([text, 0 * text, 5 * text])):
-            assert restart(positions, segments)
-            assert not restart(positions, Segments.from_lengths([[1, 4]] * len(segments.ids)))
-        assert not restart(2 * text, segments)
-    assert not restart(SHORT_LEFT.position_ids, SHORT_LEFT)
-    assert not restart(None, ONE_ROW)

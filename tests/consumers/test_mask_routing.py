@@ -1,27 +1,15 @@
 """Consumers: one table of what each batch becomes on each model, or why it is refused; and what configs tell."""
 
 import re
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from collate_npu import BatchAdapter, ContextParallel, Pattern, Segments, errors, needs_mask_2d, releases
 from collate_npu.consumers import transformers as transformers_room
-from collate_npu.consumers.mask_routing import (
-    Case,
-    Model,
-    consumer_named,
-    consumers,
-    describe_bytes,
-    describe_cheapest,
-    describe_cost,
-    describe_shape,
-    say_batch,
-)
+from collate_npu.consumers.mask_routing import Case, Model, consumers
 from collate_npu.consumers.model_traits import layer_masks
-from collate_npu.errors import CollateError, UnsupportedFormError
+from collate_npu.errors import UnsupportedFormError
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
 CONSUMERS = consumers()
@@ -70,7 +58,6 @@ ROPE = {"config": config(rope_parameters={"rope_type": "longrope", "original_max
 WINDOWS = {"config": config(sliding_window=2, layer_types=["sliding_attention", "full_attention"])}
 WINDOW = {"config": config(sliding_window=2, layer_types=["sliding_attention"])}
 LEAKS = {"moves": {"left": "it was measured", "packed": "its own masks"}}
-DOUBLE = {"dtype": torch.float64, **EAGER}
 IMAGES, TYPES = ({"looks_ahead": (by,)} for by in ("images", "types"))
 ROUTED = {"config": LEARNS, "model_type": "gpt_oss"}
 NO_2D = "refused.*rows \\[0\\] hold several sequences"
@@ -101,7 +88,7 @@ TABLE = [
     ("keep", PACKED, WINDOW), ("keep_2d: the model makes its own window", LEFT, {**WINDOW, **SLIDING}),
     ("mapping", LEFT, {**WINDOWS, **SLIDING}), ("refused.*window of 2 of their own", padded(3), {**WINDOW, **BOTH_WAYS}),
     ("keep", padded(2), {**WINDOW, **BOTH_WAYS}),
-    # models that mix tokens, see ahead, pool, or read floats
+    # models that mix tokens, see ahead, or pool
     ("refused.*measured", LEFT, LEAKS), ("keep_2d", RIGHT, LEAKS), ("keep_2d", EQUAL, LEAKS),
     *(("refused.*its own masks", rows, {"moves": {"packed": "its own masks"}, **more}) for rows, more in (
         (PACKED, {}), (LEFT, SLIDING))),
@@ -112,8 +99,7 @@ TABLE = [
     ("keep", PACKED, {"call": {"pixel_values": 1}}), ("keep_2d", RIGHT, {**IMAGES, "call": {"pixel_values": 1}}),
     ("keep", PACKED, {"pooling": "pooler"}),
     *(("refused.*one answer a row", PACKED, {"pooling": head}) for head in ("first", "last")),
-    ("keep_2d", RIGHT, DOUBLE), ("refused.*float64", LEFT, DOUBLE), ("refused.*float64", Segments([[1, 1], [0, 0]]), DOUBLE),
-    ("bias", PACKED, DOUBLE), ("keep_2d", LEFT, {"dtype": torch.float32, **EAGER}),
+    ("bias", PACKED, EAGER),
     ("keep_2d: the model looks ahead", LEFT, {"attends": "bidirectional", **BOTH_WAYS}),
     ("keep", PACKED, {"attends": "bidirectional", **BOTH_WAYS}),
     # recurrent layers: holes, packed rows, windows
@@ -136,7 +122,7 @@ TABLE = [
     *((form, FLAT, {**RECURRENT, **FREE, **NEXT, **kernel, "boundaries_unread": unread}) for unread, forms in (
         ("a kernel is missing", ("refused.*a kernel", "refused.*a kernel")), ("", ("mapping", "none")))
       for form, kernel in zip(forms, ({}, FLASH))),
-    ("refused.*nobody said", FLAT, {**RECURRENT, **FREE, **FLASH}),
+    ("refused.*model is unknown", FLAT, {**RECURRENT, **FREE, **FLASH}),
     # and rows, where it was adapted: what attention takes, and the 2D mask
     *((form, rows, {**RECURRENT, **NEXT, **kernel, **APART, **free}) for rows, free in ((PACKED, {}), (FLAT, FREE))
       for form, kernel in zip(("mapping", "mapping", "mapping", "none"), ({}, EAGER, FLEX, FLASH))),
@@ -150,14 +136,6 @@ def test_what_a_batch_becomes_on_a_model(expected, segments, fields):
     assert re.match(expected if "refused" in expected else f"{expected}\\b", outcome(segments, **fields))
 
 
-@pytest.mark.parametrize("on", [False, True])
-def test_that_none_were_faster_is_said_to_who_debugs(monkeypatch, on):
-    monkeypatch.setattr(errors, "DEBUG", on)
-    monkeypatch.setattr(errors, "log_once", lambda *_: None)
-    assert ("adapt(model)" in outcome(RIGHT)) == on
-    assert "adapt(model)" not in outcome(RIGHT, **EAGER)
-
-
 @pytest.mark.parametrize("installed", [True, False])
 @pytest.mark.parametrize(("kernel", "longest"), [("flash_attention_2", 2), ("flash_attention_2", 3), ("sdpa", 3)])
 def test_flash_attention_on_npu_drops_windows_so_it_is_refused(monkeypatch, installed, kernel, longest):
@@ -168,12 +146,6 @@ def test_flash_attention_on_npu_drops_windows_so_it_is_refused(monkeypatch, inst
 
 
 # --- the other consumers
-
-
-def test_a_name_that_no_consumer_has():
-    for name in ("nobody", 5, ["megatron"]):
-        with pytest.raises(CollateError, match="Known are"):
-            consumer_named(name)
 
 
 CAUSAL_KERNEL = ("none", "refused", "refused", "refused")
@@ -267,11 +239,6 @@ def test_older_transformers_take_no_mapping(monkeypatch, fields, since, before, 
         layer_masks(config(**fields))
 
 
-def test_layers_that_no_config_tells_are_not_guessed():
-    with pytest.raises(CollateError, match="A model's config says which layers it has"):
-        needs_mask_2d(torch.nn.Linear(2, 2))
-
-
 # --- a route in words, once for each kind of batch
 
 
@@ -283,29 +250,7 @@ def said(monkeypatch):
     return found
 
 
-TWO_TOKENS, RIGHT_13, LEFT_13 = (
-    Segments.from_lengths([2]),
-    Segments.from_lengths([1, 3]),
-    Segments.from_lengths([1, 3], side="left"),
-)
-SAID = [
-    (describe_shape, Segments.from_lengths([3, 3]), "2 rows of 3, one sequence each; no padding"),
-    (describe_shape, RIGHT_13, "2 rows of 3, one sequence each; padding on the right, 2 of 6 places (33%)"),
-    (describe_shape, Segments.from_lengths([[3, 2]]), "1 row of 5, 2 sequences; no padding"),
-    (describe_shape, Segments([[0, 1, 0]]),
-     "1 row of 3, one sequence each; padding before, between or behind tokens, 2 of 3 places (67%)"),
-    (describe_cheapest, Segments.from_lengths([[3, 2], [4]]), "offsets of a flat row, 16 bytes; a dense 4D takes 50 bytes"),
-    (describe_cheapest, RIGHT_13, "None with a causal kernel; the 2D mask takes 6 bytes, the dense 4D that models make"),
-    (describe_cheapest, LEFT_13, "the 2D mask, 6 bytes; the dense 4D that models make"),
-    *((partial(describe_cost, form), RIGHT_13, f"{size} bytes") for form, size in (
-        ("keep_2d", 6), ("masked", 18), ("keep", 18), ("bias", 72))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("says", "segments", "words"), SAID)
-def test_a_batch_and_what_its_forms_take_in_words(says, segments, words):
-    assert says(segments).startswith(words)
-    assert [describe_bytes(n) for n in (2**20 - 1, 2**20, 3 * 2**20)] == ["1048575 bytes", "1.0 MiB", "3.0 MiB"]
+RIGHT_13 = Segments.from_lengths([1, 3])
 
 
 def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said):
@@ -319,22 +264,6 @@ def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said
     for kept in ("stays (recurrent layers read it)", "taken out (nobody here", "stays (this consumer always reads it)"):
         assert sum(kept in text for text in said.values()) == 3
     assert all(("stays (this" in text) == ("consumer verl" in text) for text in said.values())
-
-
-@pytest.mark.parametrize(
-    ("out", "words"),
-    [
-        ({"attention_mask": None}, "attention_mask: None (why)"),
-        ({"attention_mask": torch.ones(1, 2)}, "attention_mask: the 2D mask, True or 1 = real (why)"),
-        ({"attention_mask": torch.ones(1, 1, 2, 2)}, "attention_mask: 4D, True is blocked, 4 bytes (why)"),
-        ({"attention_masks": {"full": None}}, "attention_masks: a mask for each kind of layer (why)"),
-    ],
-)
-def test_a_batch_whose_route_no_consumer_chose(said, out, words):
-    say_batch("somebody", out, TWO_TOKENS, why="why")
-    (text,) = said.values()
-    assert words in text
-    assert "attention_mask_2d: taken out (nobody here reads it)" in text
 
 
 @pytest.mark.models

@@ -8,49 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from collate_npu.consumers import model_traits
-from collate_npu.consumers.mask_routing import Model
 from collate_npu.consumers.model_traits import (
     attention_windows,
     config_of,
     consumer_of,
-    first_position,
     has_two_sides,
-    holes_cut_reason,
-    is_compiled,
     is_encoder,
-    label_rule,
-    lengths_clash_reason,
-    looks_ahead,
-    needs_mask_2d,
     pattern_of,
-    pooling,
-    position_rule,
-    rope_limit,
-    sparse_from,
     unwrap,
-    width_dependence,
     windows,
 )  # fmt: skip
-from collate_npu.errors import CollateError, UnsupportedFormError
-
-Base = type("PreTrainedModel", (nn.Module,), {"__module__": "transformers.modeling_utils", "main_input_name": "input_ids"})
-
-
-class Reads(Base):
-    def forward(self, input_ids=None, position_ids=None): ...
-
-
-class PassesOn(Base):
-    def forward(self, input_ids=None, **kwargs): ...
-
-
-class Sees(Base):
-    def forward(self, pixel_values=None, position_ids=None): ...
-
-
-class Ignores(Base):
-    def forward(self, input_ids=None): ...
+from collate_npu.errors import UnsupportedFormError
 
 
 def model(outer, inner=None, **config):
@@ -59,87 +27,6 @@ def model(outer, inner=None, **config):
         made.model = inner()
     made.config = SimpleNamespace(**{"model_type": "mine", "pad_token_id": 7} | config)
     return made
-
-
-@pytest.fixture
-def source(monkeypatch):
-    pytest.importorskip("transformers")
-
-    def write(text):
-        monkeypatch.setattr(model_traits, "_source", lambda module: text)
-
-    return write
-
-
-PADDING_IDX, AXES = "def create_position_ids_from_input_ids(", "if position_ids.ndim == 3 and position_ids.shape[0] == 4:"
-
-
-@pytest.mark.parametrize(("outer", "inner", "text", "rule", "first"), [
-    (Reads, None, "", "places", 0), (PassesOn, Reads, "", "places", 0), (PassesOn, None, "", "none", 0),
-    (PassesOn, Sees, "", "none", 0), (Ignores, Reads, "", "none", 0),
-    (Reads, None, PADDING_IDX, "padding_idx", 8), (Reads, None, AXES, "axes", 0)])  # fmt: skip
-def test_positions_are_read_where_a_forward_names_them_and_counted_as_its_file_tells(
-    outer, inner, text, rule, first, source
-):
-    source(text)
-    assert position_rule(model(outer, inner)) == rule
-    assert first_position(model(outer, inner)) == first
-    assert first_position(model(Reads, model_type="mpnet")) == 2
-
-
-def test_a_config_that_no_class_of_transformers_reads_asks_for_the_model():
-    pytest.importorskip("transformers")
-    with pytest.raises(CollateError, match="Pass the model itself"):
-        position_rule(SimpleNamespace(model_type="mine"))
-
-
-@pytest.mark.parametrize(
-    ("text", "by"),
-    [
-        ("", ()),
-        *((told, ("images",)) for told in ("or_mask_function", "token_type_ids_mask_function", "block_sequence_ids")),
-        ("torch.where(token_type_ids ==", ("types",)),
-        ("token_type_ids[:, None, None, :]", ("images", "types")),
-    ],
-)
-def test_masks_that_look_ahead_are_told_by_images_or_types(text, by, source):
-    source(text)
-    assert tuple(each for each in ("images", "types") if looks_ahead(model(Reads), each)) == by
-    assert Model.of(model(Reads), needs_2d=False).looks_ahead == by
-
-
-def test_a_module_of_transformers_is_asked_all_of_it_and_a_stranger_nothing(source):
-    source("masking_utils position_ids.shape[0] == 4")
-    made = model(Reads)
-    made.is_causal = True
-    read = Model.of(made, needs_2d=True)
-    assert (read.positions, read.pattern) == ("axes", "causal")
-    assert read.boundaries_unread is None  # the adapter asks
-    stranger = nn.Linear(1, 1)
-    assert "not transformers'" in Model.of(stranger, needs_2d=True).boundaries_unread
-    assert Model.of(stranger, needs_2d=False) == Model(config=stranger, needs_mask_2d=False, dtype=stranger.weight.dtype)
-
-
-class Pools(Base):
-    def forward(self, input_ids=None):
-        self.pooled = input_ids[:, 0]
-
-
-class PoolsImages(Base):
-    def forward(self, pixel_values=None):
-        self.pooled = pixel_values[:, 0]
-
-
-class PoolsElsewhere(nn.Module):
-    forward = Pools.forward
-
-
-def test_only_parts_of_transformers_that_read_ids_pool_tokens():
-    pytest.importorskip("transformers")
-    found = {inner: pooling(model(PassesOn, inner)) for inner in (Pools, PoolsImages, PoolsElsewhere, Reads)}
-    assert found == {Pools: "pooled", PoolsImages: "", PoolsElsewhere: "", Reads: ""}
-    assert label_rule(model(Reads)) is None, "a config that says nothing of two sides is no decoder's"
-    assert label_rule(model(Reads, is_encoder_decoder=True)) == "decoder"
 
 
 # --- a config or a module: its consumer, what a wrapper holds, its windows
@@ -281,13 +168,7 @@ def test_an_encoder_is_a_masked_language_model_that_is_not_told_to_decode(monkey
     assert not is_encoder(given)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"), [*((wrong, "model: got") for wrong in (5, None, ["layer"])), ("qwen3_nex", "'qwen3_nex'.*qwen3_next")]
-)
-def test_what_is_no_model_and_a_name_that_no_registry_has_are_refused(wrong, said):
-    pytest.importorskip("transformers")
-    with pytest.raises(CollateError, match=said):
-        needs_mask_2d(wrong)
+# --- sizes in a config; the real models are in tests/integration/test_leak_sweep.py
 
 
 @pytest.mark.parametrize(
@@ -299,63 +180,3 @@ def test_two_sides_are_an_encoder_and_a_config_that_says_so(inner, said, expecte
     assert has_two_sides(model) == expected
     del model.config.is_encoder_decoder
     assert not has_two_sides(model)
-
-
-def test_a_module_of_which_a_part_is_compiled():
-    plain, inside, in_place = nn.Linear(1, 1), nn.Sequential(torch.compile(nn.Linear(1, 1))), nn.Linear(1, 1)
-    in_place.compile()
-    assert [is_compiled(model) for model in (plain, inside, nn.Sequential(in_place))] == [False, True, True]
-
-
-# --- sizes in a config; the real models are in tests/integration/test_leak_sweep.py
-
-
-def mine(**fields):
-    return config(**({"model_type": "mine"} | fields))
-
-
-WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 8}
-
-
-def test_a_hole_cuts_a_window_short_where_a_row_is_longer():
-    assert [holes_cut_reason(mine(**WINDOW), n)[:15] for n in (8, 9)] == ["", "its window of 8"]
-    assert holes_cut_reason(mine(), 9) == ""
-
-
-ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 8}
-LONG = {"rope_parameters": ROPE, "max_position_embeddings": 64}
-DYNAMIC = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 8}
-BLOCKS = {"num_random_blocks": 3, "block_size": 4}
-RATES = {"compress_rates": {"compressed_sparse_attention": 4}}
-LIMITS = [
-    # the budget of an indexer, in tokens
-    (width_dependence, {}, None), *((width_dependence, {"index_topk": 2048, "index_n_heads": heads}, budget)
-                                    for heads, budget in ((32, None), (8, None), (7, 2048))),
-    (width_dependence, {"index_topk": 512, "index_n_heads": 4, **RATES}, 2048),
-    (width_dependence, {"index_n_heads": 2, "index_topk_blocks": 16}, None),
-    # rotary frequencies that follow the longest
-    (rope_limit, {}, None), (rope_limit, LONG, 8), (rope_limit, DYNAMIC, 8),
-    (rope_limit, {"rope_parameters": {**ROPE, "rope_type": "yarn"}}, None),
-    (rope_limit, {**LONG, "rope_parameters": {"full_attention": ROPE}}, 8),
-    (rope_limit, {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 8,
-                  "max_position_embeddings": 64}, 8),
-    # the width up to which block-sparse attention is full
-    (sparse_from, {"attention_type": "block_sparse", **BLOCKS}, 44), (sparse_from, {}, None),
-    (sparse_from, {"attention_type": "original_full", **BLOCKS}, None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("asked", "fields", "limit"), LIMITS)
-def test_a_limit_is_that_of_the_config(asked, fields, limit):
-    assert asked(mine(**fields)) == limit
-
-
-CLASHES = [
-    ({}, [5, 99], False), (LONG, [5, 8], False), (LONG, [5, 9], True), (LONG, [8, 9], True), (LONG, [9, 20], False),
-    (DYNAMIC, [9, 20], True), (DYNAMIC, [20, 20], False), (LONG, [], False),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("fields", "lengths", "clash"), CLASHES)
-def test_lengths_clash_where_one_changes_the_frequencies_of_another(fields, lengths, clash):
-    assert bool(lengths_clash_reason(mine(**fields), lengths)) == clash

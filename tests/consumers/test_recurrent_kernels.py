@@ -43,20 +43,6 @@ def test_each_missing_kernel_is_named_with_its_package():
         assert boundaries_unread_reason(model) == ""
 
 
-@NEWER
-def test_a_kernel_that_does_not_take_the_key_does_not_do():
-    """fla before 0.2 named its offsets otherwise, and transformers drops what a kernel does not name."""
-    model = tiny_model("qwen3_next", vocab_size=99)
-    rule = next(call.function for call in kernel_calls(model) if call.kernel == "chunk_gated_delta_rule")
-    with reference_kernels(model):
-        cells = dict(zip(rule.__code__.co_freevars, rule.__closure__))
-        cells["applicable_params"].cell_contents = ("q", "k", "v", "offsets")
-        assert boundaries_unread_reason(model) == "chunk_gated_delta_rule of this fla does not take cu_seqlens"
-    model = tiny_model("jamba", vocab_size=99)
-    with reference_kernels(model):
-        assert boundaries_unread_reason(model) == "selective_scan_fn of this mamba_ssm does not take boundaries"
-
-
 class Wrapped(torch.nn.Module):
     """As DDP and FSDP hold a model."""
 
@@ -108,6 +94,9 @@ def test_a_kernel_of_the_hub_reads_what_its_forward_names(monkeypatch):
     model = tiny_model("lfm2", vocab_size=99)
     scope = inspect.unwrap(type(model.model.layers[0].conv).forward).__globals__
     held = scope["causal_conv1d_fn"]
+    while hasattr(held, "__collate_npu__"):  # another test left a model of the family adapted
+        held = held.__collate_npu__
+        monkeypatch.setitem(scope, "causal_conv1d_fn", held)
     if not isinstance(held, torch.nn.Module):
         held = as_kernels_does(held)
         monkeypatch.setitem(scope, "causal_conv1d_fn", held)

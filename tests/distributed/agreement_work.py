@@ -135,66 +135,6 @@ def ahead(steps: int) -> list[float]:
     return means
 
 
-def beside() -> list[str]:
-    """A call of the main thread while another thread is inside one of its own: the numbers of both."""
-    cp, inside, done = ContextParallel.from_group(dist.group.WORLD), threading.Event(), threading.Event()
-    numbers = []
-
-    def other() -> None:
-        with ranks_agree(cp, call="split") as facts:
-            inside.set()
-            done.wait(20)
-        numbers.append(facts["number"].split()[0])
-
-    worker = threading.Thread(target=other)
-    worker.start()
-    inside.wait(20)
-    with ranks_agree(cp) as facts:
-        pass
-    numbers.append(facts["number"].split()[0])
-    done.set()
-    worker.join()
-    return numbers
-
-
-def jagged_ids() -> list[list[int]]:
-    """Jagged ids are shared out as without a group; then the last rank holds others."""
-    cp = ContextParallel.from_group(dist.group.WORLD, layout="document_contiguous")
-    size, said = cp.size, []
-    for extra in (0, int(is_last())):
-        offsets = torch.tensor([0, size, 3 * size])
-        ids = torch.nested.nested_tensor_from_jagged(torch.arange(3 * size) + extra, offsets)
-        try:
-            shard, alone = (
-                split_batch({"input_ids": ids, "cu_seqlens": offsets}, each) for each in (cp, cp.with_rank(cp.rank))
-            )
-            assert torch.equal(shard["input_ids"].values(), alone["input_ids"].values())
-            said.append("")
-        except CollateError as error:
-            said.append(str(error))
-    return said
-
-
-def compiled() -> float:
-    """A gather inside a compiled function, and its gradient."""
-    cp = ContextParallel.from_group(dist.group.WORLD)
-    shard = torch.full((1, 4), 2.0, requires_grad=True)
-    work = torch.compile(lambda x: (gather_sequence(x * 3, cp, loss="local") * 5).sum(), backend="aot_eager")
-    for _ in range(2):
-        shard.grad = None
-        work(shard).backward()
-    return float(shard.grad.unique())
-
-
-def compiled_split(by: str) -> int:
-    cp = ContextParallel.from_group(dist.group.WORLD)
-    batch = batch_of(cp.multiple, attention_mask="2d")
-    work = torch.compile(lambda batch: entry(by, batch, cp), backend="eager")
-    work(batch)
-    work(batch)
-    return 1
-
-
 def made_again(path: str, times: int) -> list[str]:
     """Worlds made again, whose store keeps what earlier ones said; now and then a rank begins late. What each step says."""
     said, rank, size = [], dist.get_rank(), dist.get_world_size()
@@ -229,19 +169,6 @@ def misspelt() -> str:
     """The last rank asks for a loss that does not exist. What it says."""
     cp = ContextParallel.from_group(dist.group.WORLD)
     return refusal(gather_sequence, torch.zeros(1, 2), cp, loss="mean" if is_last() else "same")
-
-
-def keys_in_the_store(calls: int) -> list[int]:
-    """How many keys the store holds after some calls, and after so many more."""
-    cp, store, counts = ContextParallel.from_group(dist.group.WORLD), c10d._get_default_store(), []
-    for times in (10, calls):
-        for _ in range(times):
-            with ranks_agree(cp):
-                pass
-        dist.barrier()
-        counts.append(store.num_keys())
-        dist.barrier()
-    return counts
 
 
 def kinds_of_truth() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""transformers' Trainer and accelerate's context between two ranks, on a tiny dense Qwen3; see ring_on_cpu."""
+"""transformers' Trainer, in accelerate's context, between two ranks; see ring_on_cpu."""
 
 import functools
 import tempfile
@@ -9,19 +9,12 @@ import torch
 import torch.distributed as dist
 
 from collate_npu import Segments
-from collate_npu.integrations.context_parallel import context_parallel, context_parallel_collator
-from collate_npu.parallel import ContextParallel, split_tensor
+from collate_npu.integrations.context_parallel import context_parallel_collator
 from collate_npu.testing import tiny_model
 
 
-def tiny_qwen3() -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
-    more = {"initializer_range": 0.3, "attn_implementation": "sdpa"}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **more, pad_token_id=None))  # else its row is zero: hides a leak
+def build(family: str) -> Any:
+    return tiny_model(family, vocab_size=40)
 
 
 def features(lengths: list[int]) -> list[dict[str, list[int]]]:
@@ -54,11 +47,7 @@ def accelerator_on(mesh: Any) -> Any:
     return stand_in
 
 
-def build(family: str) -> Any:
-    return tiny_model(family, vocab_size=40) if family else tiny_qwen3()
-
-
-def setup(family: str = "") -> tuple[Any, Any, Any]:
+def setup(family: str) -> tuple[Any, Any, Any]:
     import ring_on_cpu
     from accelerate.big_modeling import _attach_context_parallel_hooks
     from torch.distributed.device_mesh import init_device_mesh
@@ -77,12 +66,10 @@ def alone(batch: dict[str, torch.Tensor], family: str) -> tuple[float, dict[str,
     return float(loss), {name: p.grad for name, p in model.named_parameters()}
 
 
-def shared(model: Any, whole: dict[str, torch.Tensor], context: Any, inputs: Any = None, family: str = "") -> dict[str, Any]:
-    """The loss and gradients of all ranks together, against the model alone; the context gives or shares the inputs."""
+def shared(model: Any, whole: dict[str, torch.Tensor], context: Any, inputs: Any, family: str) -> dict[str, Any]:
+    """The loss and gradients of all ranks together, against the model alone; the context shares the inputs."""
     (right, grads), count = alone(whole, family), int((whole["labels"][:, 1:] != -100).sum())
-    with context as shard:
-        inputs = shard if inputs is None else inputs
-        seen = {key: tuple(value.shape) for key, value in inputs.items()}
+    with context:
         loss = model(**inputs, num_items_in_batch=count).loss
         loss.backward()
     dist.all_reduce(total := loss.detach().clone())
@@ -90,20 +77,11 @@ def shared(model: Any, whole: dict[str, torch.Tensor], context: Any, inputs: Any
     for name, parameter in model.named_parameters():
         dist.all_reduce(parameter.grad)
         worst = max(worst, float((parameter.grad - grads[name]).abs().max()))
-    return {"loss": float(total), "right": right, "grads": worst, "seen": seen}
-
-
-def accelerate_step(lengths: list[int], width: int) -> dict[str, Any]:
-    """One step in our context."""
-    mesh, accelerator, model = setup()
-    batch = padded(features(lengths), width)
-    with context_parallel(accelerator, batch, model=model) as shard:
-        assert torch.equal(shard["input_ids"], split_tensor(batch["input_ids"], ContextParallel.from_mesh(mesh)))
-    return shared(model, batch, context_parallel(accelerator, batch, model=model))
+    return {"loss": float(total), "right": right, "grads": worst}
 
 
 def trainer_step(
-    lengths: list[int], width: int, side: str = "right", *, ours: bool = True, family: str = ""
+    lengths: list[int], width: int, side: str = "right", *, ours: bool = True, family: str = "qwen3"
 ) -> dict[str, Any]:
     """`Trainer._prepare_context_parallel_inputs` on our collator's batch, or an ordinary one's, in its own context."""
     from transformers import Trainer, TrainingArguments

@@ -1,11 +1,5 @@
 """Ranks that share a row make the same calls with the same tokens, truth and layout, or every one of them raises."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import agreement_work as work
 import pytest
 from gloo_pool import Pool
@@ -80,45 +74,11 @@ def test_gradients_that_one_rank_asks_for_in_another_order(pool):
     assert set(pool(work.backwards, [0, 1])) == {str([[1.0 * pool.size], [2.0 * pool.size]])}
 
 
-@pytest.mark.long
-def test_torchrun_ends_within_the_step_at_which_a_rank_skips_a_sample():
-    """By hand: torchrun --nproc_per_node 2 tests/distributed/skipped_sample.py 500."""
-    script, step = Path(__file__).with_name("skipped_sample.py"), 20
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    path = os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*torchrun, str(script), str(step)], env=env, capture_output=True, text=True, timeout=120)
-    said = [json.loads(text) for text in done.stdout.replace("RANK ", "\n").splitlines() if text.strip()]
-    assert sorted(one["rank"] for one in said) == [0, 1], done.stderr[-3000:]
-    for one in said:
-        assert (one["step"], one["stepped"]) == (step, step)
-        assert "the values of input_ids" in one["said"]
-
-
 # --- healthy ranks --------------------------------------------------------------------------------------------------------
 
 
 def test_a_thread_may_split_ahead_of_the_one_that_gathers(pool):
     assert pool(work.ahead, 12, seconds=40) == [[float(n) for n in range(12)]] * pool.size
-
-
-def test_a_thread_does_not_add_to_what_another_is_about_to_say(pair):
-    assert pair(work.beside) == [["main", "split"]] * 2
-
-
-def test_jagged_ids(pair):
-    for right, odd in pair(work.jagged_ids, seconds=20):
-        assert right == ""
-        assert "the values of input_ids" in odd
-
-
-@pytest.mark.parametrize("by", ["adapter", "split"])
-def test_batches_may_be_split_in_compiled_code(pair, by):
-    assert pair(work.compiled_split, by) == [1, 1]
-
-
-def test_a_gather_may_stand_in_compiled_code(pair):
-    assert pair(work.compiled) == [2 * 5 * 3.0] * 2
 
 
 def test_worlds_made_again_and_processes_started_again_count_afresh_together(tmp_path):
@@ -175,8 +135,3 @@ def test_a_misspelt_loss_is_told_to_those_who_wait(pool):
     *others, odd = pool(work.misspelt, seconds=20)
     assert "got 'mean'" in odd
     assert all(f"rank {pool.size - 1} raised CollateError: loss: got 'mean'" in text for text in others), others
-
-
-def test_the_store_does_not_fill_up(pair):
-    for few, many in pair(work.keys_in_the_store, 100):
-        assert few == many

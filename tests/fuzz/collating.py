@@ -3,12 +3,13 @@
 Legend: L tokens of one sample.
 """
 
+from copy import deepcopy
 from functools import cache
 
 import oracle
 import torch
 from fuzz import drawn as make
-from fuzz.compared import adapter_of, apart, copied, is_mask, lists, refused, same
+from fuzz.compared import adapter_of, apart, is_mask, lists, refused, same
 from fuzz.drawn import PAD, Drawn
 
 from collate_npu import PaddingCollator
@@ -53,7 +54,7 @@ def collate(drawn: Drawn) -> None:
     settings = {"padding_free": True} if flat else {"attention_mask": drawn.pick(("auto", "2d", "4d")), "padding_side": side}
     unlike = len({frozenset(feature) for feature in features}) > 1
     bad = unlike or any(row is None or not any(row) for row in own)
-    before = copied(features)
+    before = deepcopy(features)
     collator = collator_of(pad_token_id=PAD, pad_to_multiple_of=multiple, **settings)
     batch = refused(lambda: collator(features), bad, "a sample contradicts itself or has no token")
     assert same(features, before)

@@ -34,15 +34,6 @@ def is_mask(masked, rows, must_be_dense=False) -> None:
         assert lists(~masked) == oracle.dense(rows)
 
 
-def copied(value):
-    """The same again, in memory of its own."""
-    if isinstance(value, dict):
-        return {key: copied(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(copied, value))
-    return value.clone() if isinstance(value, torch.Tensor) else value.copy() if isinstance(value, np.ndarray) else value
-
-
 def leaves(value):
     """Its arrays, as numpy sees their memory."""
     if isinstance(value, dict):

@@ -3,11 +3,13 @@
 Legend: B rows, S width.
 """
 
+from copy import deepcopy
+
 import numpy as np
 import oracle
 import torch
 from fuzz import drawn as make
-from fuzz.compared import adapter_of, apart, copied, is_mask, lists, refused, same
+from fuzz.compared import adapter_of, apart, is_mask, lists, refused, same
 from fuzz.drawn import Drawn
 
 from collate_npu import ContextParallel, derive_segments
@@ -30,7 +32,7 @@ def derive(drawn: Drawn) -> None:
     given = make.four_dims(drawn, keep_B1SS, polarity)
     declared, known, said = drawn.chance(), drawn.chance(), name != "causal" or drawn.chance()
     truth = torch.tensor(rows)
-    before = copied([given, truth])
+    before = deepcopy([given, truth])
     settings = {"polarity": polarity} if declared else {}
     settings |= ({"pattern": pattern} if said else {}) | ({"keep": truth != 0} if known else {})
     found = refused(lambda: derive_segments(given, **settings), False, "")
@@ -54,7 +56,7 @@ def derive_keys(drawn: Drawn, rows) -> None:
         given = (~kept if polarity == "masked" else kept).to(dtype)
     deep = not packed and polarity is not None and S > 1 and drawn.chance()
     given = given[:, None, None] if deep else given
-    before = copied(given)
+    before = deepcopy(given)
     found = refused(lambda: derive_segments(given, polarity=polarity), False, "")
     assert same(given, before)
     square = B == S and not deep  # is it [B, S] or [S, S]?
@@ -97,7 +99,7 @@ def adapt_rows(drawn: Drawn) -> None:
     batch, certain, polarity = batch_of(drawn, rows)
     packed, mixed = max(map(max, rows)) > 1, oracle.side(rows) == "mixed"
     holes = any(places[-1] - places[0] >= len(places) for _, places in oracle.sequences(rows))
-    before = copied(batch)
+    before = deepcopy(batch)
     adapter = adapter_of(consumer=consumer, needs_mask_2d=recurrent, polarity=polarity, labels_shifted=False)
     must = recurrent and (packed or holes)
     made = refused(lambda: adapter.with_segments(batch), must, "recurrent layers read neither holes nor packed rows")
@@ -130,10 +132,10 @@ def flat_batch(drawn: Drawn):
 
 def adapt_flat(drawn: Drawn) -> None:
     batch, row, said = flat_batch(drawn)
-    consumer, recurrent, before = drawn.pick(("megatron", "transformers")), drawn.chance(), copied(batch)
+    consumer, recurrent, before = drawn.pick(("megatron", "transformers")), drawn.chance(), deepcopy(batch)
     adapter = adapter_of(consumer=consumer, needs_mask_2d=recurrent, padding_free=True, labels_shifted=False)
     must = not said or (recurrent and consumer == "transformers" and len({*row} - {0}) > 1)
-    made = refused(lambda: adapter.with_segments(batch), must, "nobody said which model it is, or where a sequence begins")
+    made = refused(lambda: adapter.with_segments(batch), must, "the model is unknown, or where a sequence begins")
     assert same(batch, before)
     if made is None:
         assert must, "refused"

@@ -14,7 +14,7 @@ PAD = 7
 SIDES = ("right", "left")
 PATTERNS = ("causal", "causal", "causal", "sliding", "chunked", "bidirectional", "prefix")
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.uint8)
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 CONTAINERS = (
     list, tuple, torch.tensor, np.array,
     *(lambda xs, dtype=dtype: torch.tensor(xs, dtype=dtype) for dtype in (torch.int32, torch.int16)),
@@ -92,7 +92,7 @@ def two_dims(drawn: Drawn, keep_BS):
 
 def four_dims(drawn: Drawn, keep_B1SS, polarity: str):
     """A keep matrix `[B, 1, S, S]` as producers write it, for one head or several."""
-    keep_B1SS = torch.tensor(keep_B1SS)
+    keep_B1SS = torch.as_tensor(keep_B1SS)
     if polarity == "bias":
         dtype = drawn.pick(FLOATS)
         blocked = drawn.pick((torch.finfo(dtype).min, -torch.inf, -1e4))

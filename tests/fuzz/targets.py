@@ -4,14 +4,14 @@ A target raises where the package is wrong. Inputs are not written to, and what 
 Legend: B rows, S width.
 """
 
+from copy import deepcopy
 from math import lcm
 
 import oracle
 import torch
 from fuzz import drawn as make
-from fuzz.bad_input import bad_input
 from fuzz.collating import collate
-from fuzz.compared import apart, copied, lists, refused, same
+from fuzz.compared import apart, lists, refused, same
 from fuzz.doors import adapt, derive
 from fuzz.drawn import Drawn
 from fuzz.kernels import kernels
@@ -69,7 +69,7 @@ def split(drawn: Drawn) -> None:
         "pixel_values": torch.ones(2, 3),
         "name": "x",
     }
-    before = copied(batch)
+    before = deepcopy(batch)
     wrong = S % unit > 0
     out = refused(lambda: split_batch(batch, cp), wrong, "the width does not divide")
     assert same(batch, before)
@@ -99,7 +99,7 @@ def gather(drawn: Drawn) -> None:
     values = [[drawn.below(2) for _ in range(B)] for _ in range(sum(parts))]
     x, dim = torch.tensor(values).reshape(-1, B).to(dtype), drawn.below(3) - 1
     x = x if dim == 0 else x.T[:, :, None].expand(-1, -1, 2)[..., 0] if dim == 1 else x.T
-    before = copied(x)
+    before = deepcopy(x)
     held = [held_by(rank, bounds, cp) for rank in range(cp.size)]
     shards = [split_tensor(x, cp.with_rank(rank), dim=dim, **offsets) for rank in range(cp.size)]
     for shard, places in zip(shards, held):
@@ -141,4 +141,4 @@ def outputs(drawn: Drawn) -> None:
     assert apart([x], [*made[:1], *made[-3:]])
 
 
-TARGETS = {each.__name__: each for each in (collate, derive, adapt, split, gather, outputs, kernels, bad_input)}
+TARGETS = {each.__name__: each for each in (collate, derive, adapt, split, gather, outputs, kernels)}

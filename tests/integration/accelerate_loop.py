@@ -1,4 +1,4 @@
-"""Plain Accelerate loops, run by torchrun in two processes: prints what each rank received and the losses it got."""
+"""Plain Accelerate loops, run by torchrun in two processes: prints the lengths and the losses of all ranks."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import sys
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
-from watching import received_masks
 
 from collate_npu import BatchAdapter, PaddingCollator
 from collate_npu.integrations.accelerate import DispatchCollator
@@ -37,19 +36,15 @@ def loop(name: str, side: str, mode: str) -> dict:
     loader = DataLoader(data, batch_size=4 if mode == "split" else 2, collate_fn=collator, num_workers=0)
     prepared, loader = accelerator.prepare(model, loader)
     adapter = BatchAdapter(model, consumer="transformers")
-    report = {"world": accelerator.num_processes, "losses": [], "lengths": [], "received": []}
+    report = {"world": accelerator.num_processes, "losses": [], "lengths": []}
     for batch in loader:
-        with received_masks(model) as received:
-            out = adapter(batch)
-            labels = out.pop("labels")
-            logits = prepared(**out).logits[:, :-1].flatten(0, 1)
+        out = adapter(batch)
+        labels = out.pop("labels")
+        logits = prepared(**out).logits[:, :-1].flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
         accelerator.backward(loss)
-        keep = out["attention_mask"]
-        report["lengths"] += accelerator.gather(keep.sum(1)).tolist()
+        report["lengths"] += accelerator.gather(out["attention_mask"].sum(1)).tolist()
         report["losses"].append(float(accelerator.reduce(loss.detach(), "sum")))
-        masks = [mask for key, calls in received.items() if key.endswith("linear_attn") for mask in calls]
-        report["received"] += [keep.all().item() if mask is None else torch.equal(mask, keep) for mask in masks]
     return report
 
 

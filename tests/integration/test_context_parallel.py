@@ -1,8 +1,6 @@
 """What is handed to transformers' Trainer, accelerate and DeepSpeed's Ulysses, and what is refused."""
 
 import pickle
-from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +9,7 @@ from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, Segments
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
-from collate_npu.integrations.context_parallel import (
-    ContextParallelCollator,
-    buffers_of,
-    context_parallel_collator,
-    ready_batch,
-    refuse_model,
-)
-from collate_npu.keys import KEYS, SAMPLE
+from collate_npu.integrations.context_parallel import context_parallel_collator, ready_batch, refuse_model
 from collate_npu.outputs import shift_labels
 
 
@@ -156,22 +147,6 @@ def test_windows_are_refused_where_the_hooks_drop_the_mask():
     refuse_model(DENSE)
 
 
-# --- buffers --------------------------------------------------------------------------------------------------------------
-
-
-def test_buffers_and_dims_follow_the_table():
-    rows = ("input_ids", "attention_mask_2d", "attention_mask", "loss_scale")
-    split = {**dict.fromkeys(rows, 1), "position_ids": 2, "extra": 1}
-    shapes = {**dict.fromkeys(rows, (2, 8)), "position_ids": (3, 2, 8), "extra": (2, 8, 4)}
-    whole = {"labels": (2,), "pixel_values": (8, 3), "cu_seq_lens_q": (3,)}
-    batch = {key: torch.zeros(shape) for key, shape in {**shapes, **whole}.items()} | {"name": "a"}
-    buffers, dims = buffers_of(batch)
-    assert {key: dim for key, value in batch.items() for buffer, dim in zip(buffers, dims) if buffer is value} == split
-    assert len(buffers_of(batch, keys={**KEYS, "extra": SAMPLE})[0]) == len(buffers) - 1
-    with pytest.raises(CollateError, match="input_ids"):
-        buffers_of({"labels": torch.zeros(2, 8)})
-
-
 # --- the collator ---------------------------------------------------------------------------------------------------------
 
 
@@ -181,20 +156,4 @@ def inner(features: list, **more: object) -> dict:
 
 def test_the_collator_pickles_and_makes_batches_ready():
     collator = pickle.loads(pickle.dumps(context_parallel_collator(inner, size=2, model=DENSE)))
-    assert isinstance(collator, ContextParallelCollator)
     assert set(collator([[1, 2], [3]])) == {"input_ids", "labels", "shift_labels", "position_ids", "attention_mask"}
-
-
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        ({"loss_scale": torch.zeros(1, 8)}, "loss_scale"),
-        ({"experts": torch.zeros(1, 8, 2, 2)}, "experts"),
-        ({"position_ids": torch.zeros(3, 1, 8)}, "position_ids float32"),
-        ({"pixel_values": torch.zeros(4, 4)}, ""),
-    ],
-)
-def test_keys_that_trainer_would_leave_whole_are_refused(more, why):
-    collator = context_parallel_collator(partial(inner, **more), size=2, model=DENSE)
-    with pytest.raises(UnsupportedFormError, match=why) if why else nullcontext():
-        assert more.keys() <= collator([[1, 2]]).keys()

@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 import torch
+from rotation import rotating
 
 pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
@@ -31,36 +32,19 @@ TOLERANCE, POWER, MOVED = 1e-4, 0.1, 1e-2
 BYTES = 257
 """Ids of hybrid models; those of dense families are fewer."""
 VOCAB, PAD = 99, 1
-# The names that families give to the same sizes; each takes those its config has.
-SIZES = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "ffn_dim", "word_embed_proj_dim"), 64),
-    **dict.fromkeys(("intermediate_size", "hidden_dim", "n_inner", "embedding_size"), 64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 128),
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "pad_token_id": PAD,
-    "bos_token_id": 2,
-    "eos_token_id": 2,
-}
 WINDOW = {
     "mistral": {"sliding_window": 6},
-    "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16},
-    "llama4_text": {"attention_chunk_size": 6, "layer_types": ["chunked_attention", "full_attention"], "head_dim": 16}
-    | {"num_local_experts": 2, "intermediate_size_mlp": 64, "no_rope_layers": [1, 0]},
+    "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2},
+    "llama4_text": {"attention_chunk_size": 6, "layer_types": ["chunked_attention", "full_attention"]}
+    | {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
     "longformer": {"attention_window": [8, 8]},
 }
 
 
 def text_model(model_type, *, causal=True, attn="sdpa", **fields):
     """Its weights scaled until a wrong mask or position moves the logits, its pad row not zero."""
-    default = CONFIG_MAPPING[model_type]()
-    known = set(default.to_dict())
-    sizes = {name: size for name, size in SIZES.items() if name in known and default.to_dict()[name] is not None}
-    config = CONFIG_MAPPING[model_type](
-        **(sizes | {"pad_token_id": PAD, "vocab_size": VOCAB} | WINDOW.get(model_type, {}) | fields)
-    )
+    tiny = testing.tiny_config(model_type, vocab_size=VOCAB)
+    config = type(tiny)(**(tiny.to_dict() | {"pad_token_id": PAD} | WINDOW.get(model_type, {}) | fields))
     if causal and hasattr(config, "is_decoder"):
         config.is_decoder = True
     auto = AutoModelForCausalLM if causal else AutoModelForMaskedLM
@@ -70,11 +54,7 @@ def text_model(model_type, *, causal=True, attn="sdpa", **fields):
             model = auto.from_config(config, attn_implementation=attn).float().eval()
         except ValueError:  # families without sdpa
             model = auto.from_config(config, attn_implementation="eager").float().eval()
-        for parameter in model.parameters():
-            if parameter.ndim >= 2 and parameter.std() < 0.1:
-                parameter.mul_(5.0)
-        table = model.get_input_embeddings()
-        table.weight[PAD].normal_(std=float(table.weight.std()))
+        testing.make_honest(model, 5.0)
     return model
 
 
@@ -129,9 +109,7 @@ MASKED = {
 }
 CASES = [(name, True, rule) for name, rule in CAUSAL.items()] + [(name, False, rule) for name, rule in MASKED.items()]
 CASES = [case for case in CASES if case[0] in CONFIG_MAPPING]
-family = pytest.mark.parametrize(
-    ("name", "causal", "rule"), CASES, ids=[f"{n}-{'causal' if c else 'masked'}" for n, c, _ in CASES]
-)
+family = pytest.mark.parametrize(("name", "causal", "rule"), rotating(CASES, 10, slow=len(CASES)))
 model_of = cache(text_model)
 
 
@@ -260,8 +238,7 @@ def displaced(model, where):
     return worst(model, rows, ids, keep, **given), keep
 
 
-LEFT_OUT = testing.left_out()
-FAMILIES = [name for name in testing.hybrid_model_types() if "left padding" in LEFT_OUT.get(name, "left padding")]
+FAMILIES = testing.hybrid_model_types()
 SWITCHED = [(name, "") for name in FAMILIES]
 SWITCHED += [(name, field) for name in FAMILIES for field, on in vars(text_config(CONFIG_MAPPING[name]())).items()
           if "bias" in field and isinstance(on, bool)]  # fmt: skip
@@ -269,7 +246,7 @@ OLD = numbers(installed("transformers")) < (5, 0)
 
 
 @pytest.mark.parametrize("where", ["left", "holes"])
-@pytest.mark.parametrize(("name", "turned"), SWITCHED, ids=[f"{name}-{turned or 'default'}" for name, turned in SWITCHED])
+@pytest.mark.parametrize(("name", "turned"), rotating(SWITCHED, 12, slow=60))
 def test_padding_leaks_where_it_is_said_to(name, turned, where):
     try:
         model = hybrid(name, turned)

@@ -1,6 +1,6 @@
 """Law 18: nobody loses by adding our line. Drawn cases, each seed another, and the trainers that count or keep labels."""
 
-from itertools import islice
+from itertools import islice, product
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +15,7 @@ from differential import FAMILIES, OPTIONS, PAD, WRAPPERS, Case, SkippedError, b
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, adapt, wrap_collator
 from collate_npu.errors import UnsupportedFormError
+from collate_npu.testing import left_out
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
 EACH = 12 if NIGHTLY else 1
@@ -25,6 +26,8 @@ def cases_of(**fixed):
     """Cases that a family runs at all, from this run's seed on."""
     seeds = range(SEED * 1000, SEED * 1000 + 400)
     for case in (drawn(seed, **fixed) for seed in seeds):
+        if case.family in left_out():
+            continue
         try:
             yield case, judged(case)
         except SkippedError:
@@ -67,7 +70,6 @@ KNOWN = {
     "a hybrid's": {**HYBRID, "option": "static", "side": "left"},
     "a prompt in chunks": {"option": "chunks", "side": "left", "lengths": (3, 11, 12)},
     "choices": {**ENCODER, "head": "MultipleChoice"},
-    "choices, compiled": {**ENCODER, "head": "MultipleChoice", "wrapper": "compiled"},
     "a pooler that nobody reads": {**ENCODER, "family": "roberta", "head": "base", "side": "left"},
     "LED, its source left": {**SEQ2SEQ, "family": "led", "side": "left", "attn": "eager"},
     "BigBird-Pegasus": {**SEQ2SEQ, "family": "bigbird_pegasus", "side": "left", "attn": "eager"},
@@ -79,9 +81,13 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("what", rotating(KNOWN, 4))
+COMPILED = {"choices, compiled": {**ENCODER, "head": "MultipleChoice", "wrapper": "compiled"}}
+"""It takes 10 seconds."""
+
+
+@pytest.mark.parametrize("what", [*rotating(KNOWN, 4), *rotating(COMPILED, 0)])
 def test_known_harm_is_gone(what):
-    found = judged(Case(**{**ALWAYS, **KNOWN[what]}))
+    found = judged(Case(**{**ALWAYS, **(KNOWN | COMPILED)[what]}))
     assert harm(found) == {}
     assert "right" in {found[door][0] for door in found} or found["plain"][0] == "wrong"
 
@@ -134,7 +140,7 @@ for _row in SAMPLES:
 
 def stranger(rows, side="left"):
     """As DataCollatorForSeq2Seq: the first label of each sample is there."""
-    case = SimpleNamespace(head="CausalLM", labels_side=side)
+    case = SimpleNamespace(head="CausalLM", labels_side=side, stranger="")
     return batch_of(case, rows, side)
 
 
@@ -162,9 +168,10 @@ def wanted(model, smoothing):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("door", ["collator", "wrapped", "adapt", "adapt, padded right"])
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("family", rotating(["llama", "qwen3_next", "qwen3_moe"]))
+STEPS = product(["llama", "qwen3_next", "qwen3_moe"], SETTINGS, ["collator", "wrapped", "adapt", "adapt, padded right"])
+
+
+@pytest.mark.parametrize(("family", "setting", "door"), rotating(STEPS, 10, slow=20))
 def test_a_step_of_the_trainer_is_that_of_the_samples_or_is_refused(family, setting, door, tmp_path):
     """The Trainer counts the labels of a step before any forward, and may keep them from it."""
     case = {**ALWAYS, "family": family, "kind": "hybrid" if "next" in family else "decoder"}
@@ -216,19 +223,6 @@ def test_sound_passes_and_labels_of_its_decoder_are_looked_at():
         assert all(torch.allclose(a[: len(b)], b, atol=1e-4) for a, b in zip(found, alone))
         with pytest.raises(CollateError, match="Pad right"):
             model(input_features=sound, labels=differential.padded(rows, -100, "left"))
-
-
-def test_wav2vec2_is_as_without_us():
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 12}
-    sizes |= {"feat_extract_norm": "layer", "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2}
-    torch.manual_seed(0)
-    model = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**sizes, do_stable_layer_norm=True)).eval()
-    sound, keep = torch.randn(2, 3200), torch.ones(2, 3200).long()
-    keep[1, 2000:] = 0
-    batch = {"input_values": sound * keep, "attention_mask": keep, "labels": torch.tensor([[3, 4], [5, -100]])}
-    plain = model(**batch)
-    with adapt(model):
-        assert torch.equal(model(**batch).logits, plain.logits)
 
 
 def test_labels_of_a_head_of_ones_own_are_its_own():

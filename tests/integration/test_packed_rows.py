@@ -4,11 +4,12 @@ import copy
 import gc
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from rotation import rotating
+from rotation import examples, rotating
 from strategies import packed_lengths, sides
 
 pytest.importorskip("transformers")
@@ -73,14 +74,14 @@ def assert_alone(model, lengths, side="right", more=0, **settings):
 ROWS = packed_lengths(rows=2, sequences=6, longest=70)
 
 
-@pytest.mark.parametrize("attn", ATTENTION)
-@pytest.mark.parametrize("name", rotating(EXACT, slow=4))
+@pytest.mark.parametrize(("name", "attn"), rotating(product(EXACT, ATTENTION), slow=12))
 def test_packed_is_each_sequence_alone(name, attn):
     if attn == "flash" and name == "qwen4_exp_text":
         pytest.skip("its indexer reads a dense mask (modeling_qwen4_exp.py:718)")
     model = built(name, ATTENTION[attn])
     settings = {"attn_implementation": "flash_attention_2"} if attn == "flash" else {}
 
+    @examples(8)
     @given(ROWS, sides(), st.integers(0, 3))
     def law(lengths, side, more):
         assert_alone(model, lengths, side, more, **settings)
@@ -88,7 +89,7 @@ def test_packed_is_each_sequence_alone(name, attn):
     law()
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("length", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4)), 3, 9])
 @pytest.mark.parametrize("name", rotating([name for name in EXACT if name in GATED_DELTA + KDA]))
 def test_many_sequences_in_a_chunk_cost_no_digits(name, length):
     assert_alone(built(name), [[length] * (128 // length)])
@@ -97,8 +98,10 @@ def test_many_sequences_in_a_chunk_cost_no_digits(name, length):
 LENGTHS = [[5, 13, 40], [1, 70]]
 
 
-@pytest.mark.parametrize("name", rotating(["qwen3_next", "qwen3_5_text", "kimi_linear", "bamba"]))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    rotating(product(["qwen3_next", "qwen3_5_text", "kimi_linear", "bamba"], [torch.bfloat16, torch.float16])),
+)
 def test_autocast_loses_no_more_than_it_does_alone(name, dtype):
     model, (batch, features, at) = built(name), packed(LENGTHS)
     exact = alone(model, features)
@@ -176,7 +179,7 @@ def test_two_adapted_models_of_a_family_leave_each_other_alone():
 # --- the probe
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", rotating(HERE, 6, slow=len(HERE)))
 def test_the_probe_says_what_is_known(name):
     try:
         model = tiny_model(name, vocab_size=PAD + 1)

@@ -11,14 +11,13 @@ from torch import nn
 
 from collate_npu import CollateError, ContextParallel, Segments
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.integrations import megatron, swift, torchtitan, twinkle
-from collate_npu.integrations.context_parallel import context_parallel, ready_batch
-from collate_npu.integrations.megatron import experts, mcore_bridge
-from collate_npu.integrations.twinkle import Stages, refuse_unread
-from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
+from collate_npu.integrations import megatron, swift, torchtitan
+from collate_npu.integrations.context_parallel import ready_batch
+from collate_npu.integrations.megatron import mcore_bridge
+from collate_npu.integrations.twinkle import Stages
+from collate_npu.keys import KEEP_KEY
 
-RIGHT, LEFT = (Segments.from_lengths([2, 3], side=side) for side in ("right", "left"))
-PACKED = Segments.from_lengths([[2, 3]])
+LEFT = Segments.from_lengths([2, 3], side="left")
 BATCH = {"input_ids": torch.ones(2, 3).long(), "attention_mask": LEFT.keep.long()}
 
 
@@ -39,7 +38,6 @@ def local(**config):
 
 READERS = {
     "ready_batch": lambda batch: ready_batch(batch, size=1),
-    "context_parallel": lambda batch: context_parallel(SimpleNamespace(), batch).__enter__(),
     "gpt_batch": lambda batch: megatron.gpt_batch(
         batch, local(masked_softmax_fusion=False), context_parallel=ContextParallel(1, 0)
     ),
@@ -78,42 +76,8 @@ def test_positions_that_count_places_are_counted_again_and_your_own_are_kept(giv
 
 
 def test_recurrent_layers_that_leave_padding_out_take_no_packed_rows():
-    mcore_bridge.refuse_unmaskable(LEFT)
     with pytest.raises(UnsupportedFormError, match="A recurrent layer carries its state"):
-        mcore_bridge.refuse_unmaskable(PACKED)
-
-
-@pytest.mark.parametrize(
-    ("length", "depths", "said"),
-    [(3, 1, ""), (2, 1, "no target 2 tokens ahead"), (4, 2, ""), (3, 2, "no target 3 tokens ahead")],
-)
-def test_every_depth_of_multi_token_prediction_has_a_target(monkeypatch, length, depths, said):
-    monkeypatch.setitem(sys.modules, "megatron.core.package_info", SimpleNamespace(MAJOR=0, MINOR=16))
-    config = SimpleNamespace(mtp_num_layers=depths)
-    with refused(said):
-        experts.refuse_no_target(torch.ones(1, length).long(), Segments.from_lengths([length]), config, None, None)
-
-
-@pytest.mark.parametrize(
-    ("made", "size", "tensor_parallel", "shared", "held"),
-    [
-        (False, 2, 2, True, None),
-        (True, 1, 1, True, None),
-        (True, 1, 2, False, None),
-        (True, 1, 2, True, (1, 2)),
-        (True, 2, 1, False, (2, 1)),
-        (True, 2, 2, False, (2, 1)),
-    ],
-)
-def test_megatrons_tensor_parallel_ranks_count_where_they_share_a_row(
-    monkeypatch, made, size, tensor_parallel, shared, held
-):
-    state = SimpleNamespace(model_parallel_is_initialized=lambda: made)
-    monkeypatch.setitem(sys.modules, "megatron.core", SimpleNamespace(parallel_state=state))
-    ranks = lambda **told: ContextParallel(size, 0, **{"tensor_parallel": tensor_parallel, **told})  # noqa: E731
-    monkeypatch.setattr(ContextParallel, "from_megatron", ranks)
-    cp = megatron.megatron_ranks(shared=shared)
-    assert (cp and (cp.size, cp.tensor_parallel)) == held
+        mcore_bridge.check_padding(Segments.from_lengths([[2, 3]]), "megatron", recurrent=True, model_type=None)
 
 
 def test_every_sequence_that_ranks_cannot_share_out_is_named(monkeypatch):
@@ -125,31 +89,7 @@ def test_every_sequence_that_ranks_cannot_share_out_is_named(monkeypatch):
         megatron.packed_seq_params(row, context_parallel=ContextParallel(2, 0).for_documents())
 
 
-# --- mcore-bridge
-
-
-@pytest.mark.parametrize("mended", [True, False])
-@pytest.mark.parametrize("keys", [{"extra_forward_keys": []}, {}])
-def test_a_multimodal_forward_that_is_mended_and_has_the_keys_drops_no_mask(monkeypatch, recwarn, mended, keys):
-    monkeypatch.setattr(mcore_bridge.patching, "in_place", lambda ours: mended)
-    given = {"language_model_cls": type("Language", (), keys), "forward": lambda self, **masks: None}
-    mcore_bridge.pass_through_forward(type("Model", (), given), {}, {KEEP_KEY: 1})
-    assert bool(recwarn) == (not (mended and keys))
-
-
 # --- ms-swift
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_layers_of_a_flat_row_are_watched_where_no_ranks_share_it(monkeypatch, ranks):
-    watched = []
-    monkeypatch.setattr(swift, "guard_first_batch", lambda model, *, segments, **_: watched.append((model, segments)))
-    args = SimpleNamespace(padding_free=True, context_parallel_size=ranks, cp_partition_mode="zigzag")
-    trainer = SimpleNamespace(args=args, unwrapped_models=[nn.Identity(), nn.Linear(1, 1)])
-    ids, params = torch.ones(1, 12), SimpleNamespace(cu_seqlens_q=torch.tensor([0, 8, 12]))
-    prepared = lambda *_: {"input_ids": ids, "packed_seq_params": params}  # noqa: E731
-    swift.guarded(None, prepared, trainer, {"input_ids": ids, "seq_lens": [7, 3]}, 1)
-    assert watched == [(trainer.unwrapped_models[1], Segments([[1] * 7 + [0] + [2] * 3 + [0]]))] * (ranks == 1)
 
 
 @pytest.mark.parametrize(("ranks", "asked", "padded_to"), [(1, 3, 3), (1, None, None), (2, None, None), (2, 3, 12)])
@@ -172,26 +112,6 @@ def processor(**changed):
     made = {"framework": "megatron", "device_mesh": None, "padding_free": False, "padding_side": "right"}
     made |= {"padding_map": fields, "VLM_CONCAT_FIELDS": (), "align_routed_experts": lambda rows: rows}
     return SimpleNamespace(**{**made, "_any_packing": lambda rows: False, **changed})
-
-
-def test_another_release_of_twinkle_is_said_where_a_processor_gets_our_stages(monkeypatch):
-    said = []
-    monkeypatch.setattr(twinkle, "say_outside", lambda *told: said.append(told))
-    made = processor(framework="transformers")
-    made.process_pipeline = [type(name, (), {"__name__": name})() for name in Stages(made, (), None, None).by_name()]
-    for _ in range(2):
-        twinkle.install(made, needs_mask_2d=True)
-    assert said == [(twinkle.PACKAGE, twinkle.TESTED)]
-
-
-@pytest.mark.parametrize(
-    ("micro", "variable", "widths"),
-    [(None, True, [4] * 4), (2, False, [4] * 4), (2, True, [2, 2, 4, 4]), (None, False, [4] * 4)],
-)
-def test_micro_batches_have_widths_of_their_own_where_they_may_vary(micro, variable, widths):
-    rows = [{"input_ids": torch.ones(1, n).long()} for n in (1, 2, 4, 3)]
-    padded = Stages(processor(), (), None, True).pad_cp(rows, micro, variable_seq_lengths=variable)
-    assert [row[SEGMENT_KEY].shape[1] for row in padded] == widths
 
 
 def by_megatron(home, **fields):
@@ -220,18 +140,10 @@ def test_routers_masks_are_shared_out_once_where_tensor_parallel_ranks_share_a_r
 
 
 @pytest.mark.parametrize(
-    ("config", "said"), [({}, ""), ({"masked_softmax_fusion": False}, ""), ({"masked_softmax_fusion": True}, "left")]
-)
-def test_a_config_alone_tells_of_a_fused_softmax_where_it_says_so(config, said):
-    with refused(said):
-        refuse_unread([SimpleNamespace(**config)], LEFT)
-
-
-@pytest.mark.parametrize(
     ("size", "rank", "held"), [(None, None, (1, 0, 1)), (1, 3, (1, 0, 1)), (2, 1, (2, 1, 1)), (2, None, ())]
 )
 def test_twinkles_mesh_says_who_shares_a_row(size, rank, held):
     mesh = SimpleNamespace(cp_world_size=size, cp_rank=rank, tp_world_size=None)
     with refused("" if held else "cp_rank None"):
-        cp = Stages(processor(device_mesh=mesh), (), None, None).cp
+        cp = Stages(processor(device_mesh=mesh), None, None).cp
         assert (cp.size, cp.rank, cp.tensor_parallel) == held

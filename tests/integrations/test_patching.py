@@ -78,7 +78,7 @@ def test_ours_is_given_the_original_looks_like_it_travels_to_workers_and_goes_ex
 
 
 def test_a_strangers_later_patch_stays_and_ours_lets_through(monkeypatch):
-    original = Base.greet
+    monkeypatch.setattr(Base, "greet", Base.greet)  # its wrapper stays below the stranger's
     patching.patch("one", Base, "greet", louder)
     ours = Base.greet
 
@@ -97,12 +97,10 @@ def test_a_strangers_later_patch_stays_and_ours_lets_through(monkeypatch):
     assert Base.greet is stranger
     Base.greet = ours  # the stranger undoes their own: what they found
     assert Base().greet() == "hello you"
-    patching.patch("one", Base, "greet", polite)
-    patching.release("one")
-    assert Base.greet is original, "our own spent wrapper is taken off on the way"
 
 
 def test_a_strangers_patch_that_names_ours_as_a_global_is_seen_to_call_it(monkeypatch):
+    monkeypatch.setattr(Base, "greet", Base.greet)
     patching.patch("one", Base, "greet", louder)
     scope = {"kept": Base.greet}
     exec("def stranger(self, name='you'): return '<' + kept(self, name) + '>'", scope)
@@ -239,21 +237,6 @@ def test_each_trainer_has_a_page_that_names_its_release():
         assert releases.page_of(package) != "index", package
         page = (guide / f"{releases.page_of(package)}.md").read_text(encoding="utf-8")
         assert package in ("accelerate", "transformers") or tested in page, package
-
-
-@pytest.mark.parametrize("version", ["4.57.1", "5.1", "5.23.0", "5.24.0", "4.56.0"])
-def test_the_guard_and_adapt_say_it_too(recwarn, has, version):
-    pytest.importorskip("transformers")
-    from collate_npu import adapt, guard_first_batch
-    from collate_npu.testing import tiny_model
-
-    model = tiny_model("llama", vocab_size=8)
-    has(transformers=version)
-    for _ in range(2):
-        guard_first_batch(model)()
-        adapt(model).remove()
-    said = [text for warning in recwarn.list if "is not among" in (text := str(warning.message))]
-    assert [f"transformers {version}" in text for text in said] == [True] * (version in ("5.24.0", "4.56.0"))
 
 
 # --- MindSpeed's `repatch(args)` after our install: what it replaced is told, and the next install mends it

@@ -6,6 +6,8 @@ import torch
 
 from collate_npu import Segments
 from collate_npu.kernels import call_boundaries
+from collate_npu.masks import dense
+from collate_npu.masks.patterns import CAUSAL
 
 NOBODYS = ([0, 1, 2, 3, 4], [1, 1, 1, 1, 1])
 
@@ -101,7 +103,7 @@ def test_tokens_of_a_call_are_those_of_the_batch_whole_flat_or_without_padding(s
     ],
 )
 def test_what_is_wrong_with_the_first_wrong_token(ids, first, neutral, said):
-    why = call_boundaries.why_differs(call(first, neutral), Segments.from_ids([ids]))
+    why = call_boundaries.boundary_reason(call(first, neutral), Segments.from_ids([ids]))
     assert why.endswith(said) if said else why == ""
 
 
@@ -118,6 +120,33 @@ def test_what_is_wrong_with_the_first_wrong_token(ids, first, neutral, said):
     ],
 )
 def test_positions_count_from_the_first_of_their_sequence(positions, first, wrong):
-    why = call_boundaries.why_counts_wrong(np.array(positions), Segments.from_ids([[0, 1, 1, 2, 2, 2]]), first)
+    why = call_boundaries.position_reason(np.array(positions), Segments.from_ids([[0, 1, 1, 2, 2, 2]]), first)
     assert f"(0, {wrong}) has position {positions[wrong]}" in why if wrong else why == ""
-    assert call_boundaries.why_counts_wrong(np.array(positions), Segments.from_ids([[0] * 6]), first) == ""
+    assert call_boundaries.position_reason(np.array(positions), Segments.from_ids([[0] * 6]), first) == ""
+
+
+RIGHT, TWO = Segments.from_lengths([8, 5]), Segments.from_lengths([[3, 5], [5]])
+LEFT = Segments.from_lengths([8, 5], side="left")
+ALL = "does not attend all of its sequence"
+PAST, EACH = torch.ones(8, 8).tril().bool(), torch.eye(8).bool()
+
+
+@pytest.mark.parametrize(
+    ("segments", "b", "any_head", "every_head", "said"),
+    [
+        (LEFT, 1, dense(LEFT)[1, 0], None, ""),
+        (LEFT, 1, PAST, None, "attends padding: query 3 attends key 0 of 8"),
+        (LEFT, 1, PAST, dense(LEFT)[1, 0], "attends padding: query 3 attends key 0 of 8"),
+        (TWO, 0, PAST, None, "attends another sequence: query 3 attends key 0 of 8"),
+        (RIGHT, 0, torch.ones(8, 8).bool(), None, "attends more than causal attention does: query 0 attends key 1 of 8"),
+        (RIGHT, 0, PAST & ~EACH, None, f"{ALL}: query 0 does not attend key 0 of 8"),
+        (RIGHT, 0, PAST, PAST.triu(-1), f"{ALL}: query 2 does not attend key 0 of 8 in one of its heads"),
+        (RIGHT, 0, PAST[:4], None, "has [4, 8] queries and keys, not [8, 8]"),
+    ],
+)  # fmt: skip
+def test_a_row_that_is_wrong_says_which_query_and_key(segments, b, any_head, every_head, said):
+    attended = any_head, any_head if every_head is None else every_head
+    said = said and f"row {b} {said}"
+    assert call_boundaries.attention_reason(segments, CAUSAL, b, attended) == said
+    ours = call_boundaries.attention_reason(segments, None, b, attended)
+    assert ours == ("" if "all of" in said or "more than" in said else said), "without a pattern only whose tokens they are"

@@ -17,24 +17,6 @@ FLAT, LEFT = Segments.from_lengths([[3, 4]], width=9), Segments.from_lengths([2,
 BOTH = gated_delta_kwargs(FLAT, kernel="transformers")
 
 
-def rule(x: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
-    return {"query": x, "key": x, "value": x, **kwargs}
-
-
-def test_recurrent_calls_are_judged_by_the_sizes_of_their_tensors() -> None:
-    right, x = gated_delta_kwargs(FLAT, kernel="fla"), torch.zeros(1, 9, 2, 4)
-    for segments in (None, FLAT):
-        check_call("fla.ops.gated_delta_rule.chunk_gated_delta_rule", rule(x, **right), segments=segments)
-    with pytest.raises(UnsupportedFormError, match="last"):
-        check_call("fla.chunk_gated_delta_rule", rule(torch.zeros(1, 10, 2, 4), **right))
-    with pytest.raises(UnsupportedFormError, match="differs-from-segments"):
-        check_call("fla.chunk_gated_delta_rule", rule(x), segments=FLAT)
-    with pytest.raises(UnsupportedFormError, match="backward"):
-        check_call("fla.fused_recurrent_gated_delta_rule", rule(x, cu_seqlens=right["cu_seqlens"]))
-    with torch.no_grad():
-        check_call("fla.fused_recurrent_gated_delta_rule", rule(x, cu_seqlens=right["cu_seqlens"]))
-
-
 @pytest.mark.parametrize("layout", ["BSND", "TND"])
 @pytest.mark.parametrize(("segments", "keep_tail"), [(LEFT, False), (FLAT, False), (FLAT, True)])
 def test_attention_is_judged_by_the_sizes_of_its_tensors(layout: Any, segments: Segments, keep_tail: bool) -> None:
@@ -48,12 +30,22 @@ def test_attention_is_judged_by_the_sizes_of_its_tensors(layout: Any, segments: 
         check_call("torch_npu.npu_fusion_attention", call, segments=other)
 
 
+def test_a_call_without_gradients_is_one_of_inference() -> None:
+    lengths = {"actual_seq_lengths": torch.tensor([3, 4, 2], dtype=torch.int32), "scale": 0.5}
+    with pytest.raises(UnsupportedFormError, match="backward"):
+        check_call("torch_npu.npu_chunk_gated_delta_rule", {"q": torch.zeros(9, 2, 4), **lengths})
+    with torch.no_grad():
+        check_call("torch_npu.npu_chunk_gated_delta_rule", {"q": torch.zeros(9, 2, 4), **lengths})
+
+
 def test_without_a_contract_or_sizes_it_says_so() -> None:
     assert not knows("mamba_ssm.selective_scan_fn")
     with pytest.raises(CollateError, match="Close to it"):
         check_call("fla.chunk_gated_delta_rul", {})
     with pytest.raises(CollateError, match="number of tokens"):
         check_call("fla.chunk_gated_delta_rule", gated_delta_kwargs(FLAT, kernel="fla"))
+    with pytest.raises(UnsupportedFormError, match="query, key: got NoneType"):
+        check_call("npu_fusion_attention", {"input_layout": "BSND"}, N=2, segments=FLAT)
     with pytest.raises(UnsupportedFormError, match="3 dimensions"):
         check_call("npu_fusion_attention", {"query": 3, "head_num": 2, "input_layout": "BSND"})
 

@@ -7,16 +7,14 @@ import strategies
 import torch
 from hypothesis import given, strategies as st
 
-from collate_npu import CollateError, PaddingCollator, Pattern, Segments, errors
+from collate_npu import CollateError, PaddingCollator, Pattern, Segments
 from collate_npu.collate import Layout
 from collate_npu.errors import AmbiguousMaskError
 from collate_npu.masks import block_mask, dense
-from collate_npu.masks.batch_reader import find_hazards, reads, segments_from_batch
-from collate_npu.masks.sources import Sources
+from collate_npu.masks.batch_reader import segments_from_batch
+from collate_npu.tools.describe import describe
 
-RIGHT = Segments.from_lengths([3, 5])
 LEFT = Segments.from_lengths([3, 5], side="left")
-FLAT = Segments.from_lengths([[3, 5]])
 
 
 def batch_of(segments, **keys):
@@ -27,46 +25,10 @@ def batch_of(segments, **keys):
 # --- the truth is found in whatever the batch carries
 
 
-SOURCES = {
-    "2d": lambda s: {"attention_mask_2d": s.keep},
-    "2d ints": lambda s: {"attention_mask_2d": s.keep.long()},
-    "2d where transformers puts it": lambda s: {"attention_mask": s.keep.long()},
-    "2d and None": lambda s: {"attention_mask_2d": s.keep, "attention_mask": None},
-    "2d and a mapping": lambda s: {"attention_mask_2d": s.keep, "attention_mask": {"full_attention": None}},
-    "2d twice": lambda s: {"attention_mask_2d": s.keep, "attention_mask": s.keep.long()},
-    "4d masked": lambda s: {"attention_mask": dense(s, polarity="masked")},
-    "4d keep": lambda s: {"attention_mask": dense(s)},
-    "4d additive": lambda s: {"attention_mask": dense(s, polarity="bias")},
-    "2d and 4d": lambda s: {"attention_mask_2d": s.keep, "attention_mask": dense(s, polarity="masked")},
-}
-
-
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("segments", [RIGHT, LEFT], ids=["right", "left"])
-def test_sources_of_the_truth(source, segments):
-    assert segments_from_batch(batch_of(segments, **SOURCES[source](segments))) == segments
-
-
 @given(strategies.packed(extra=2).filter(lambda s: all(len(row) < 2 or max(row) > 1 for row in s.lengths)))
 def test_positions_that_fall_back_split_the_rows_of_a_2d_mask(segments):
     found = segments_from_batch(batch_of(segments, attention_mask_2d=segments.keep, position_ids=segments.position_ids))
     assert found == segments
-
-
-FLAT_SOURCES = {
-    "cu_seq_lens_q": {"cu_seq_lens_q": FLAT.cu_seqlens},
-    "cu_seqlens": {"cu_seqlens": FLAT.cu_seqlens},
-    "cu_seqlens_q": {"cu_seqlens_q": FLAT.cu_seqlens},
-    "position_ids": {"position_ids": FLAT.position_ids},
-    "ones and positions": {"attention_mask": torch.ones(1, 8), "position_ids": FLAT.position_ids},
-    "ones and offsets": {"attention_mask": torch.ones(1, 8), "cu_seq_lens_q": FLAT.cu_seqlens},
-}
-
-
-@pytest.mark.parametrize("source", FLAT_SOURCES)
-@pytest.mark.parametrize("padding_free", [False, True])
-def test_sources_of_a_flat_row(source, padding_free):
-    assert segments_from_batch(batch_of(FLAT, **FLAT_SOURCES[source]), padding_free=padding_free) == FLAT
 
 
 def ones(B, S):
@@ -235,19 +197,6 @@ def test_a_source_of_another_shape_than_the_tokens_raises(shape, key):
         segments_from_batch(batch)
 
 
-# --- positions (seam A3)
-
-
-@pytest.mark.parametrize(
-    "positions", [[0, 1, 2, 2, 2, 3, 4], [0] * 7, [2, 3, 4, 2, 3, 4, 5], [0, 1, 2, 3, 1, 2, 3]], ids=str
-)
-def test_positions_that_do_not_restart_say_nothing(positions):
-    batch = {"input_ids": torch.arange(7)[None], "position_ids": torch.tensor([positions])}
-    assert not segments_from_batch({**batch, "attention_mask": torch.ones(1, 7, dtype=torch.int64)}).packed
-    packed = torch.tensor([[1, 1, 1, 2, 2, 2, 2]])
-    assert segments_from_batch({**batch, "segment_ids": packed}) == Segments(packed)
-
-
 # --- 2D masks: additive, declared, turned around (seams A4, A5)
 
 
@@ -373,28 +322,6 @@ def test_lengths_with_their_places_say_where_padding_stands():
     assert segments_from_batch(given) == expected
 
 
-def test_one_row_of_keys_is_refused_once():
-    told = Segments.from_lengths([2, 4], side="left")
-    rows = {"input_ids": torch.arange(8).view(2, 4), "attention_mask": told.keep[:, None, None]}
-    beside = {**rows, "attention_mask_2d": told.keep}
-    with pytest.raises(AmbiguousMaskError, match=r"whether queries attend to both sides\. Declare pattern=\."):
-        segments_from_batch(beside)  # the 2D mask says what is real, and not who attends it
-    assert segments_from_batch(beside, pattern="causal") == told
-    with pytest.raises(AmbiguousMaskError, match=r"Declare polarity= and pattern=") as refused:
-        segments_from_batch(rows)
-    assert segments_from_batch(rows, polarity="keep", pattern="causal") == told
-    assert str(refused.value).splitlines()[1:] == ["More: collate-npu guide errors#polarity"]
-
-
-def test_hazards_are_said_where_that_is_asked_for(monkeypatch):
-    said = []
-    monkeypatch.setattr(errors, "log_once", lambda what, text: said.append(what))
-    for on in (False, True):
-        monkeypatch.setattr(errors, "DEBUG", on)
-        segments_from_batch(batch_of(LEFT, attention_mask=dense(LEFT)))
-        assert said == [("hazard", "4D alone")] * on
-
-
 # --- offsets, real and physical, lengths and tails of a flat row
 
 
@@ -476,37 +403,6 @@ def test_lengths_of_padded_rows_are_held_against_their_mask():
         segments_from_batch({"input_ids": torch.ones(2, 3), "seq_lens": [3, 1]})  # on which side?
 
 
-TAILS = {
-    "VeOmni": {"cu_seq_lens_q": [0, 3, 5, 8], "position_ids": [0, 1, 2, 0, 1, 0, 0, 0], "tail_padding_length": 3},
-    "VeOmni, counted by its linear attention": {"linear_attn_cu_seq_lens_q": [0, 3, 5, 8], "tail_padding_length": 3},
-    "xtuner, in chunks": {"cu_seq_lens_q": [0, 3, 5, 7, 8], "position_ids": [0, 1, 2, 0, 1, 0, 1, 0], "num_padding": 3},
-    "prime-rl": {"seq_lens": [3, 5], "position_ids": [0, 1, 2, 0, 1, 0, 1, 2]},
-    "the last's, still": {"cu_seq_lens_q": [0, 3, 8], "position_ids": [0, 1, 2, 0, 1, 1, 1, 1]},
-    "the last's, zeros": {"cu_seq_lens_q": [0, 3, 8], "position_ids": [0, 1, 2, 0, 1, 0, 0, 0]},
-    "unsloth": {"packed_seq_lengths": [3, 2], "position_ids": [0, 1, 2, 0, 1, 0, 0, 0]},
-    "torchtitan": {"position_ids": [0, 1, 2, 0, 1, 0, 1, 2]},
-    "NeMo Automodel": {"cu_seqlens": [0, 3, 5, 8], "_packed_seq_ids": [[1, 1, 1, 2, 2, 0, 0, 0]]},
-}
-
-
-@pytest.mark.parametrize("ones", [False, True], ids=["no mask", "a mask of ones"])
-@pytest.mark.parametrize("who", TAILS)
-def test_a_tail_that_numbers_count_is_no_sequence(who, ones):
-    """Who writes each: tests/producers/from_flat_rows.py."""
-    told = Segments.from_lengths([[3, 2]], width=8)
-    batch = {key: [value] if key == "position_ids" else value for key, value in TAILS[who].items()}
-    batch |= {"labels": [[-100, 1, 2, -100, 4, -100, -100, -100]], "input_ids": [[10, 11, 12, 13, 14, 12, 12, 12]]}
-    batch |= {"attention_mask": [[1] * 8]} if ones else {}
-    batch = {key: torch.tensor(value) for key, value in batch.items()}
-    if ones and not {"cu_seq_lens_q", "linear_attn_cu_seq_lens_q"} & batch.keys():  # of such rows the mask is the truth
-        return
-    assert segments_from_batch(batch, padding_free=not ones) == told
-    learned = batch | {"labels": batch["input_ids"]}
-    if who in ("the last's, zeros", "prime-rl"):
-        with pytest.raises(CollateError, match="position_ids"):  # then it is text, and two sources differ
-            segments_from_batch(learned, padding_free=not ones)
-
-
 UNREAD = [[-100, 1, 2, -100, 4, -100, -100, -100]]
 THREE = {"cu_seqlens": [0, 3, 5, 8], "labels": UNREAD}
 
@@ -563,61 +459,45 @@ def test_sequences_of_one_token_that_lengths_count_are_no_tail(tokens, count):
 
 # --- hazards: what is legal in a batch and goes wrong in silence somewhere
 
-
-LEFT_23, RIGHT_23 = Segments.from_lengths([2, 3], side="left"), Segments.from_lengths([2, 3])
-WHOLE_33 = Segments.from_lengths([3, 3])
-SIX = torch.arange(1, 7).view(2, 3)
-
-
-KEPT = {"attention_mask_2d": LEFT_23.keep}
-BIAS = dense(LEFT_23, polarity="bias")
-INFINITE = torch.where(dense(LEFT_23), 0.0, -torch.inf)
-EMBEDS = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
+LEFT_23, RIGHT_23, WHOLE_33 = (
+    Segments.from_lengths([n, 3], side=side) for n, side in ((2, "left"), (2, "right"), (3, "right"))
+)
+SIX, FULL, BIAS = torch.arange(1, 7).view(2, 3), dense(LEFT_23), dense(LEFT_23, polarity="bias")
+KEPT, OWN = {"attention_mask_2d": LEFT_23.keep}, {"attention_mask": LEFT_23.keep}
+INFINITE, EMBEDS = torch.where(FULL, 0.0, -torch.inf), torch.zeros(2, 3, 4)
+ALONE_4D, LABELS, EOS = "D and alone", "labels stand on padding", "is pad eos?"
 
 
 @pytest.mark.parametrize(
-    ("segments", "keys", "expected"),
+    ("segments", "keys", "words"),
     [
-        (LEFT_23, {"attention_mask": dense(LEFT_23)}, "4D alone"),
-        (None, {"attention_mask": dense(LEFT_23)}, "4D alone"),
-        (LEFT_23, {"attention_mask": dense(LEFT_23)[:, 0]}, "4D alone"),
-        (LEFT_23, {"attention_mask": dense(LEFT_23), **KEPT}, ""),
+        *((LEFT_23, {"attention_mask": mask}, ALONE_4D) for mask in (FULL, FULL[:, 0])),
+        (LEFT_23, {"attention_mask": FULL, **KEPT}, ""),
         (WHOLE_33, {"attention_mask": dense(WHOLE_33)}, ""),
-        (LEFT_23, {"attention_mask": LEFT_23.keep}, ""),
-        (LEFT_23, {"attention_mask": dense(LEFT_23).float(), **KEPT}, "float without a bias"),
-        (LEFT_23, {"attention_mask": dense(LEFT_23).long(), **KEPT}, "integer polarity"),
+        (LEFT_23, OWN, ""),
+        (LEFT_23, {"attention_mask": FULL.float(), **KEPT}, "holds 0 and 1 alone"),
+        (LEFT_23, {"attention_mask": FULL.long(), **KEPT}, "int64 and 4D, 1 = attends"),
+        (LEFT_23, {"attention_mask": (~FULL).long(), **KEPT}, "int64 and 4D, 1 = blocked"),
         (LEFT_23, {"attention_mask": BIAS, **KEPT}, ""),
-        (LEFT_23, {"attention_mask": BIAS.double(), **KEPT}, "dtype of a bias"),
-        (LEFT_23, {"attention_mask": BIAS, "inputs_embeds": EMBEDS, **KEPT}, "dtype of a bias"),
-        (LEFT_23, {"attention_mask": BIAS, "inputs_embeds": EMBEDS.float(), **KEPT}, ""),
-        (LEFT_23, {"attention_mask": INFINITE, **KEPT}, "empty rows of -inf"),
-        (LEFT_23, {"attention_mask": INFINITE.clamp(min=torch.finfo(torch.float32).min), **KEPT}, ""),
+        (LEFT_23, {"attention_mask": BIAS.double(), **KEPT}, "models compute in another dtype"),
+        (LEFT_23, {"attention_mask": BIAS, "inputs_embeds": EMBEDS.bfloat16(), **KEPT}, "the model computes in bfloat16"),
+        (LEFT_23, {"attention_mask": BIAS, "inputs_embeds": EMBEDS, **KEPT}, ""),
+        (LEFT_23, {"attention_mask": INFINITE, **KEPT}, "-inf throughout"),
         (
             RIGHT_23,
             {"attention_mask": torch.where(dense(RIGHT_23), 0.0, -torch.inf), "attention_mask_2d": RIGHT_23.keep},
             "",
         ),
-        (LEFT_23, KEPT, "no mask"),
+        (LEFT_23, KEPT, "there is no attention_mask"),
         (RIGHT_23, {"attention_mask_2d": RIGHT_23.keep}, ""),
-        (LEFT_23, {"cu_seq_lens_q": torch.tensor([0, 3]), **KEPT}, ""),
-        (LEFT_23, {"labels": SIX, "attention_mask": LEFT_23.keep}, "labels on padding"),
-        (LEFT_23, {"labels": SIX.masked_fill(~LEFT_23.keep, 0), "attention_mask": LEFT_23.keep}, "labels on padding"),
-        (LEFT_23, {"labels": SIX.masked_fill(~LEFT_23.keep, -100), "attention_mask": LEFT_23.keep}, ""),
-        (LEFT_23, {"labels": torch.tensor([1, 0]), "attention_mask": LEFT_23.keep}, ""),  # targets of a classifier
-        (LEFT_23, {"input_ids": torch.full((2, 3), 9), "attention_mask": LEFT_23.keep}, "pad id of a real token"),
-        (LEFT_23, {"input_ids": SIX.masked_fill(~LEFT_23.keep, 0), "attention_mask": LEFT_23.keep}, ""),
+        *((LEFT_23, {"labels": labels, **OWN}, LABELS) for labels in (SIX, SIX.masked_fill(~LEFT_23.keep, 0))),
+        (LEFT_23, {"labels": SIX.masked_fill(~LEFT_23.keep, -100), **OWN}, ""),
+        (LEFT_23, {"labels": torch.tensor([1, 0]), **OWN}, ""),  # targets of a classifier
+        (LEFT_23, {"input_ids": torch.full((2, 3), 9), **OWN}, EOS),
     ],
 )
-def test_what_goes_wrong_is_named_and_nothing_else(segments, keys, expected):
-    assert "".join(find_hazards(Sources({"input_ids": SIX, **keys}), segments)) == expected
-
-
-def test_what_a_mask_means_is_read_at_a_real_token():
-    """Of the first row that has one; a mask of three dimensions, of one row for all, or without rows is read alike."""
-    late = Segments([[0, 0, 0], [1, 1, 0]])
-    full = dense(late)
-    for written in (full, full[:, 0], full[1:], full[1, 0], full.repeat(1, 3, 1, 1)):
-        assert (reads(written, late), reads(~written, late)) == ("True = attends", "True = blocked")
-    assert reads(dense(Segments.from_lengths([2], 3)), Segments.from_lengths([2], 3)) == "True = attends"
-    for fill, told in ((-9984.0, "additive"), (-9983.0, "")):
-        assert reads(torch.where(full, 0.0, fill), late) == told
+def test_what_goes_wrong_is_named_and_nothing_else(segments, keys, words):
+    lines = describe({"input_ids": SIX.masked_fill(~segments.keep, 0), **keys}).splitlines()
+    found = [line for line in lines if line.startswith("hazard: ")]
+    assert len(found) == bool(words)
+    assert words in "".join(found)

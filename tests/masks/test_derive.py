@@ -4,7 +4,6 @@ The exhaustive proof that nothing is read wrong is law 2, in test_laws.
 """
 
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch
 from collate_npu import CollateError, Pattern, Segments, derive_segments
 from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError
 from collate_npu.masks import dense
-from collate_npu.masks.batch_reader import segments_from_batch
 
 RIGHT = Segments.from_lengths([3, 5])
 LEFT = Segments.from_lengths([3, 5], side="left")
@@ -93,7 +91,7 @@ BOTH = (
 TWO, PREFIX = Segments([[0, 1, 1, 2, 2]]), Pattern.prefix([2, 2])
 FILLED = torch.tensor([[True] * 3, [False] * 3, [True] * 3])
 FIRST = torch.tensor([[True, False, False]] * 3)  # one token, or two that attend both ways
-JUNK = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 0, 1]]])
+KEPT = torch.tensor([[[True, False], [True, True]]])
 SHARD = (
     "attention_mask: got float32 [2, 1, 3, 6]. 3 query rows and 6 keys: a context-parallel shard, or a KV cache. "
     "Derive from the whole mask, before the split; self-attention has as many rows as keys."
@@ -134,6 +132,16 @@ SHARD = (
         (torch.ones(1, 1, 2048, 2048).triu(1), {"batch_size": 4}, AmbiguousMaskError, "compressed causal triangle"),
         (torch.ones(3072, 2048, dtype=torch.bool).triu(1), {}, AmbiguousMaskError, "compressed causal triangle"),
         (torch.full((1, 1, 2048, 2048), -1e4).triu(1), {"batch_size": 4}, AmbiguousMaskError, "compressed causal triangle"),
+        # numbers that mean nothing certain
+        (torch.where(KEPT, 0.0, torch.nan), {}, CollateError, "NaN"),
+        (torch.where(KEPT, torch.inf, -torch.inf), {}, CollateError, "+inf"),
+        (torch.where(KEPT, 0, -10000), {}, CollateError, "An additive mask is a float tensor"),
+        *((torch.where(KEPT, 0.0, n), {}, AmbiguousMaskError, "No value blocks for certain") for n in (-100.0, -6000.0)),
+        (torch.where(KEPT, 2, 0), {}, CollateError, "packing ids"),
+        (torch.where(KEPT, 0.0, -1e9), {"polarity": "keep"}, PolarityError, "It is additive"),
+        (KEPT, {"polarity": "bias"}, PolarityError, "A bias is a float tensor"),
+        (KEPT.float(), {"polarity": "bias"}, PolarityError, "blocks nothing"),
+        (KEPT, {"polarity": "additive"}, CollateError, "three polarities"),
     ],
 )
 def test_refusals(attention_mask, settings, error, told):
@@ -143,13 +151,20 @@ def test_refusals(attention_mask, settings, error, told):
     assert told in str(raised.value)
 
 
-def test_only_without_a_truth_beside_a_mask_is_it_a_remedy_to_pass_one():
-    batch = {"input_ids": torch.ones(1, 4), "segment_ids": [[1, 1, 1, 1]], "attention_mask": JUNK}
-    beside = partial(derive_segments, JUNK, keep=torch.ones(1, 4)), partial(segments_from_batch, batch)
-    for ask in (partial(derive_segments, JUNK), *beside):
-        with pytest.raises(AmbiguousMaskError) as raised:
-            ask()
-        assert ("pass keep=" in str(raised.value)) == (ask not in beside)
+@pytest.mark.parametrize(
+    ("written", "declared", "attends"),
+    [
+        ([0, -9984], None, [True, False]),
+        ([0, -5000], "bias", [True, False]),
+        ([0, -5000, -1e4], None, [True, False, False]),  # half-way is blocked
+        ([0, -4999, -1e4], None, [True, True, False]),
+        ([0, -100, -torch.inf], None, [True, True, False]),
+        ([0, -6e4, -torch.inf], None, [True, False, False]),
+        ([0, -2.5e4, -6e4, -torch.inf], None, [True, True, False, False]),
+    ],
+)
+def test_where_a_bias_begins_to_block(written, declared, attends):
+    assert derive_segments(torch.tensor([written]).float(), polarity=declared).keep.tolist() == [attends]
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0, 1, 4, 4), (2, 1, 0, 0), (2, 0, 0)])

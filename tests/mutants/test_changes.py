@@ -3,8 +3,7 @@
 import ast
 import builtins
 
-import pytest
-from mutants.changes import ASLEEP, SWITCH, Changer, Switch, all_changes, drawn
+from mutants.changes import ASLEEP, SWITCH, Changer, Switch
 
 SOURCE = '''
 LIMIT = {"a": 3, "b": 4}  # runs at import
@@ -70,12 +69,3 @@ def test_asleep_nothing_differs_and_awake_each_does(monkeypatch):
     for number, change in list(enumerate(found))[first:]:
         switch.awake = number
         assert [outcome(count, rows) for rows in batches] != wanted, change
-
-
-@pytest.mark.slow
-def test_a_seed_draws_the_same_and_no_two_are_alike():
-    among = all_changes()
-    first = drawn(40, 0, among)
-    assert first == drawn(40, 0, among)
-    assert len({(change.module, change.n) for change in first}) == 40
-    assert drawn(40, 1, among) != first

@@ -12,7 +12,7 @@ import torch
 
 from collate_npu import PaddingCollator, Segments
 from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
-from collate_npu.kernels.fusion_attention.operator_call import DEFAULTS
+from collate_npu.kernels.fusion_attention.contract import DEFAULTS
 from collate_npu.outputs import per_sequence
 from collate_npu.testing import tiny_model
 

@@ -7,7 +7,7 @@ import torch
 from typed import typed
 
 from collate_npu.proof import kernel_runs
-from collate_npu.proof.kernel_rows import KERNELS, TRUTHS
+from collate_npu.proof.kernel_runs import KERNELS, TRUTHS
 
 pytestmark = pytest.mark.usefixtures("torch_npu")
 

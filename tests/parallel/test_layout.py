@@ -1,10 +1,8 @@
 """Layouts: the ranks' rows are those of the definition; a group that is wrong is refused at once."""
 
-import re
 import sys
 import types
 from dataclasses import replace
-from datetime import timedelta
 from itertools import pairwise
 from typing import get_args
 
@@ -17,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from collate_npu import CollateError
 from collate_npu.parallel import BLOCKS, ContextParallel, gather_objects, gloo_group, query_rows, token_rows, token_runs
-from collate_npu.parallel.layout import Layout, data_group, is_gloo, timeout_of
+from collate_npu.parallel.layout import Layout, is_gloo
 
 LAYOUTS = get_args(Layout)
 
@@ -117,19 +115,6 @@ def test_documents_that_do_not_divide_are_all_named():
     assert "multiple of 4" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "product"),
-    [
-        ({}, "(2 * 2 ranks)"),
-        ({"tensor_parallel": 4}, "multiple of 8 (2 * 2 ranks, 2 * 4 tp)"),
-        ({"layout": "contiguous", "tensor_parallel": 2, "block": 2}, "(2 ranks, 2 * 2 tp, 2 * 2 block)"),
-    ],
-)
-def test_the_multiple_is_told_with_what_makes_it(settings, product):
-    with pytest.raises(CollateError, match=re.escape(product)):
-        token_rows(7, ContextParallel(2, 0, **settings))
-
-
 # --- errors ---------------------------------------------------------------------------------------------------------------
 
 
@@ -185,26 +170,6 @@ def test_size_and_rank_are_checked_against_the_group(fake_world):
         ContextParallel.from_group(dist.new_group([2, 3]))
 
 
-def test_objects_do_not_travel_by_the_device_backend(monkeypatch, fake_world):
-    """The world here is no Gloo group, as HCCL's is none."""
-    assert not is_gloo(fake_world)
-    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
-    for group in (None, fake_world):
-        with pytest.raises(CollateError, match="never by HCCL or NCCL"):
-            gather_objects([1, 2], group)
-
-
-def test_a_gloo_group_is_made_once_for_the_same_ranks(monkeypatch, fake_world):
-    made = []
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **settings: made.append((ranks, settings)) or object())
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "npu:hccl")
-    assert gloo_group(fake_world) is gloo_group(fake_world) is gloo_group()
-    assert made == [([0, 1, 2, 3], {"backend": "gloo", "use_local_synchronization": True})]
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,npu:hccl")
-    assert gloo_group(fake_world) is fake_world
-    assert len(made) == 1
-
-
 KEPT: list = []
 """Gloo groups that carried objects: torch joins their threads with the GIL held, and one that just lets go of the last
 tensor waits for it (seen with 2.6, for ever)."""
@@ -225,50 +190,6 @@ def test_a_gloo_group_is_made_where_the_world_is_bound_to_a_device_that_gloo_doe
         assert dist.group.WORLD.bound_device_id == torch.device(device)
     finally:
         dist.destroy_process_group()
-
-
-def test_a_group_waits_as_long_as_it_was_told(fake_world):
-    assert timeout_of(fake_world) == timedelta(minutes=10)  # this backend says nothing
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
-    assert timeout_of(dist.group.WORLD) == timedelta(seconds=7)
-    assert timeout_of(dist.new_group([0], timeout=timedelta(seconds=3))) == timedelta(seconds=3)
-
-
-def test_groups_end_with_their_world(monkeypatch):
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    groups = []
-    for _ in range(2):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-        monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
-        groups.append(gloo_group())
-        dist.destroy_process_group()
-    assert groups[0] is not groups[1]
-
-
-@pytest.mark.parametrize("with_gloo", [True, False])
-def test_data_is_shared_out_over_data_and_context_parallelism(monkeypatch, fake_world, with_gloo):
-    """Four ranks, tensor parallel in pairs 0 1 and 2 3: rank 1 shares the data out with rank 3."""
-    shared = dist.new_group([1, 3])
-    asked = []
-
-    def gloo(**told):
-        asked.append(told)
-        assert with_gloo, "data parallel group-gloo with context parallel combined is not initialized"
-        return "Megatron's own"
-
-    state = types.SimpleNamespace(
-        model_parallel_is_initialized=lambda: True,
-        get_data_parallel_group=lambda with_context_parallel: shared if with_context_parallel else None,
-        get_data_parallel_group_gloo=gloo,
-    )
-    assert data_group() is dist.group.WORLD
-    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
-    assert data_group() == ("Megatron's own" if with_gloo else shared)
-    assert asked == [{"with_context_parallel": True}]
-    state.model_parallel_is_initialized = lambda: False
-    assert data_group() is dist.group.WORLD
 
 
 def test_a_mesh_of_one_dimension_and_of_two_and_none_of_three(fake_world):

@@ -16,7 +16,6 @@ from collate_npu.parallel import (
     RecurrentScheme,
     check_recurrent_split,
     pad_documents,
-    rank_offsets,
     recurrent_parallel,
     split_batch,
     token_rows,
@@ -116,14 +115,6 @@ def test_a_sequence_that_divides_by_the_ranks_but_not_by_twice_them_is_refused(l
             check_recurrent_split(cp, "head_exchange_zigzag", padded, padding_free=True, offsets=own)
 
 
-def test_a_row_whose_width_does_not_divide_names_the_multiple():
-    with pytest.raises(CollateError, match="pad_to_multiple_of=4"):
-        check_recurrent_split(ContextParallel(2, 0), "head_exchange_zigzag", Segments.from_lengths([6, 3]))
-    cp = ContextParallel(4, 0, layout="contiguous")
-    with pytest.raises(CollateError, match="pad_to_multiple_of=4"):
-        check_recurrent_split(cp, "state_passing", Segments.from_lengths([[73]]), padding_free=True)
-
-
 @pytest.mark.parametrize(
     ("scheme", "layout", "tp"), [("head_exchange", "ulysses", 1), ("head_exchange_zigzag", "zigzag", 2)]
 )
@@ -140,7 +131,7 @@ def test_ranks_share_out_both_kinds_of_heads(scheme, layout, tp):
 
 def test_the_halo_of_the_convolution_comes_from_one_rank():
     cp = ContextParallel(4, 0, layout="contiguous")
-    with pytest.raises(CollateError, match=r"asks the previous rank alone\. .* at least 12 tokens"):
+    with pytest.raises(CollateError, match=r"reads the previous rank alone\. .* at least 12 tokens"):
         check_recurrent_split(cp, "state_passing", Segments.from_lengths([[5, 3]]), padding_free=True)
     check_recurrent_split(cp, "state_passing", Segments.from_lengths([[5, 3]], width=12), padding_free=True)
     check_recurrent_split(cp, "state_passing", Segments.from_lengths([[5, 3]]), padding_free=True, conv_width=3)
@@ -170,55 +161,3 @@ def test_offsets_are_those_of_the_whole_row(offsets, said, made):
     with pytest.raises(CollateError, match=said):
         check_recurrent_split(cp, "state_passing", segments, padding_free=True, offsets=made(offsets))
     check_recurrent_split(cp, "state_passing", segments, padding_free=True)  # the remedy: leave them out
-
-
-# --- a rank's own offsets
-
-
-@given(
-    st.sampled_from([1, 2, 3, 4]),
-    st.lists(st.integers(0, 9), min_size=1, max_size=6),
-    st.sampled_from(["contiguous", "ulysses"]),
-)
-def test_the_ranks_parts_make_up_the_whole_row(size, lengths, layout):
-    lengths = [*lengths, -sum(lengths) % size]
-    offsets, places = offsets_of(lengths), []
-    share = offsets[-1] // size
-    for rank in range(size):
-        own, before = rank_offsets(offsets, ContextParallel(size, rank, layout=layout))
-        start = rank * share
-        assert (own[0], own[-1]) == (0, share)
-        assert start - before == max(n for n in offsets if n <= start)  # where the rank's first sequence begins
-        places += [start + n for n in own[before > 0 : -1]]
-    assert [*places, offsets[-1]] == sorted(set(offsets))
-
-
-@pytest.mark.parametrize(
-    ("offsets", "own"),
-    [
-        ([0, 3, 73, 128], [((0, 3, 64), 0), ((0, 9, 64), 61)]),  # fla 0.5.2 build_cp_context, run with world size 2
-        ([0, 64, 128], [((0, 64), 0), ((0, 64), 0)]),
-        ([0, 3, 3, 73, 128], [((0, 3, 64), 0), ((0, 9, 64), 61)]),
-        ([0, 4, 12], [((0, 4, 6), 0), ((0, 6), 2)]),
-    ],
-)
-def test_they_are_those_of_flas_context(offsets, own):
-    assert [rank_offsets(offsets, ContextParallel(2, rank, layout="contiguous")) for rank in (0, 1)] == own
-
-
-def test_a_row_that_slices_do_not_share_out_has_none():
-    with pytest.raises(CollateError, match="pad_to_multiple_of=2"):
-        rank_offsets([0, 3, 73], ContextParallel(2, 0, layout="contiguous"))
-    for layout in ("zigzag", "document_contiguous"):
-        with pytest.raises(UnsupportedFormError, match="Use layout='contiguous'"):
-            rank_offsets([0, 4, 8], ContextParallel(2, 0, layout=layout))
-
-
-@pytest.mark.parametrize("rank", range(2))
-def test_one_document_is_shared_out_in_slices_by_either_layout(rank):
-    """Empty ones beside it are none."""
-    for offsets in ([0, 8], [0, 0, 8, 8]):
-        found = [rank_offsets(offsets, ContextParallel(2, rank, layout=f"{more}contiguous")) for more in ("", "document_")]
-        assert found == [((0, 4), 4 * rank)] * 2
-        zigzag, row = ContextParallel(2, rank, layout="zigzag"), Segments.from_lengths([[8]])
-        check_recurrent_split(zigzag, "head_exchange_zigzag", row, padding_free=True, offsets=offsets)

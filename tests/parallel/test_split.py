@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from test_layout import places
 
-from collate_npu import CollateError, Segments, arrays, unpad
+from collate_npu import CollateError, Segments, unpad
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
 from collate_npu.keys import KEYS, SAMPLE, Key
 from collate_npu.masks import dense, varlen
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.parallel import (
-    ContextParallel,
-    cu_seqlens_of,
-    join_shards,
-    pad_documents,
-    query_rows,
-    split_batch,
-    token_rows,
-)
-from collate_npu.parallel.agreement import digest_offsets
-from collate_npu.parallel.split import take_runs
+from collate_npu.parallel import ContextParallel, cu_seqlens_of, pad_documents, query_rows, split_batch, token_rows
 
 
 def full_batch(B: int, S: int, offsets: list[int]) -> dict:
@@ -65,20 +54,6 @@ def test_each_rank_gets_its_own_tokens(case, B):
     assert list(shard) == list(batch)
     for key, whole in batch.items():
         assert torch.equal(shard[key], whole.index_select(1, rows)) if key in PER_TOKEN else shard[key] is whole, key
-
-
-# --- the 2D mask and its scope --------------------------------------------------------------------------------------------
-
-
-def test_the_2d_mask_is_local_or_global_and_nothing_else_changes():
-    segments = Segments.from_lengths([3, 8], side="left")
-    batch = {"input_ids": torch.arange(16).view(2, 8), "attention_mask_2d": segments.keep, "seq_idx": segments.ids - 1}
-    local, whole = (split_batch(batch, ContextParallel(2, 1, mask_2d=scope)) for scope in ("local", "global"))
-    assert torch.equal(local["attention_mask_2d"], segments.keep[:, 2:6])
-    assert torch.equal(whole["attention_mask_2d"], segments.keep)
-    assert local["seq_idx"].shape == (2, 4)
-    assert whole["seq_idx"].shape == (2, 8)
-    assert torch.equal(local["input_ids"], whole["input_ids"])
 
 
 # --- dense masks ----------------------------------------------------------------------------------------------------------
@@ -176,17 +151,6 @@ def test_what_does_not_fit_is_refused(batch, segments, error, words):
         split_batch({"input_ids": IDS} | batch, ContextParallel(2, 0), segments=segments)
 
 
-@pytest.mark.parametrize(("group", "said"), [("a group", "int64 [1, 8]"), (None, None)])
-def test_ranks_of_a_group_say_what_they_split(monkeypatch, group, said):
-    facts: dict = {}
-    monkeypatch.setattr("collate_npu.parallel.split.ranks_agree", lambda cp, call: nullcontext(facts))
-    monkeypatch.setattr("collate_npu.parallel.layout.check_group", lambda *_: None)
-    batch = {"input_ids": torch.arange(8)[None], "cu_seqlens": torch.tensor([0, 8])}
-    split_batch(batch, ContextParallel(2, 0, group=group))
-    assert facts.get("input_ids") == said
-    assert facts["documents"]() == digest_offsets([0, 8])
-
-
 def test_what_fits_by_its_shape():
     cp, labels = ContextParallel(2, 0), torch.tensor([0, 1])
     assert split_batch({"input_ids": IDS, "x": torch.zeros(2, 8, 3)}, cp)["x"].shape == (2, 4, 3)
@@ -233,26 +197,6 @@ def test_documents_come_in_one_flat_row():
     assert split_batch({"input_ids": torch.zeros(1, 8)}, cp, segments=segments)["input_ids"].shape == (1, 4)
     with pytest.raises(CollateError, match="needs their offsets"):
         split_batch({"input_ids": torch.zeros(1, 8)}, cp, segments=Segments.from_lengths([[3, 4]], width=8))
-
-
-# --- the copy
-
-
-RUNS = [((10, 30),), ((0, 10), (30, 40)), ((0, 10), (20, 30)), ((0, 2), (3, 4), (6, 8))]
-RUNS.append(tuple((start, start + 1) for start in range(0, 40, 2)))  # so many are taken by one index
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("runs", RUNS, ids=len)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_gradients_flow_through_every_way_of_copying(runs, dtype, transposed):
-    leaf = torch.arange(80.0).to(dtype).view((40, 2) if transposed else (2, 40)).requires_grad_()
-    held = [n for start, stop in runs for n in range(start, stop)]
-    taken = take_runs(leaf.t() if transposed else leaf, 1, runs)
-    assert torch.equal(taken, (leaf.t() if transposed else leaf)[:, held])
-    taken.sum().backward()
-    ones = torch.zeros(40).index_fill(0, torch.tensor(held), 1)
-    assert torch.equal((leaf.grad.t() if transposed else leaf.grad).float(), ones.expand(2, 40))
 
 
 # --- padded documents
@@ -328,17 +272,6 @@ def test_nothing_real_moves_padding_is_inert_and_lengths_travel(cp, lengths, mul
     assert least <= segments.shape[1] < least + math.lcm(each, whole)  # no more than it takes
 
 
-@given(cps, lengths)
-def test_padded_documents_split_and_join_and_padding_twice_is_padding_once(cp, lengths):
-    out, segments = pad_documents(flat_batch(lengths), cp)
-    shards = [split_batch(out, cp.with_rank(rank), segments=segments) for rank in range(cp.size)]
-    whole = join_shards([shard["input_ids"] for shard in shards], cp, cu_seqlens=cu_seqlens_of(shards[0]))
-    assert torch.equal(whole, out["input_ids"])
-    twice, again = pad_documents(out, cp, segments=segments)
-    assert again == segments
-    assert all(torch.equal(out[key], twice[key]) for key in out if isinstance(out[key], torch.Tensor))
-
-
 @pytest.mark.parametrize(
     ("ids", "offsets", "real"),
     [([1, 2, 3, 0, 0, 4, 5, 6], [0, 3, 5, 8], [[1, 1, 1, 0, 0, 2, 2, 2]]), ([1, 2, 3, 4, 5, 6], [0, 0, 3, 3, 6, 6], None)],
@@ -390,19 +323,3 @@ def test_labels_of_whole_samples_stay():
     for labels in (torch.tensor([1, 0]), torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.rand(1, 5)):
         batch = {"input_ids": torch.arange(5)[None], "labels": labels, "cu_seqlens": torch.tensor([0, 3, 5])}
         assert pad_documents(batch, multiple=4)[0]["labels"] is labels
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [*(("multiple", n) for n in (0, -1, 1.5, True)), *(("pad_token_id", n) for n in (1.5, True, -(1 << 63) - 1))],
-)
-def test_a_multiple_and_a_pad_id_are_whole_numbers(name, value):
-    with pytest.raises(CollateError, match=name):
-        pad_documents(flat_batch([3]), **{name: value})
-
-
-def test_more_places_than_a_batch_can_have_are_refused(monkeypatch):
-    monkeypatch.setattr(arrays, "MOST_PLACES", 128)
-    assert pad_documents(flat_batch([3, 2]), multiple=64)[1].shape == (1, 128)
-    with pytest.raises(CollateError, match="multiple: got 130 places"):
-        pad_documents(flat_batch([3, 2]), multiple=65)

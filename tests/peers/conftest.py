@@ -47,16 +47,6 @@ def ranks():
         pool.close()
 
 
-@pytest.fixture(scope="session")
-def bridges(tmp_path_factory):
-    """What mcore-bridge's models did in two processes: "native" (Megatron's layer, the default), and "transformers"."""
-    from processes import found_by
-
-    settings = [{"USE_MCORE_GDN": setting} for setting in ("1", "0")]
-    told = found_by("bridge_work", tmp_path_factory.mktemp("bridge"), variants=settings)
-    return dict(zip(("native", "transformers"), told))
-
-
 @pytest.fixture(scope="module")
 def cpu():
     """A CPU in the place of CUDA for Megatron's own models, and its groups of one rank."""
@@ -72,7 +62,7 @@ def cpu():
 
 @pytest.fixture(scope="module")
 def one_rank():
-    from cpu_world import one_rank
+    from megatron_world import one_rank
 
     with one_rank() as patch:
         yield patch

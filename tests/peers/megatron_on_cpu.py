@@ -9,9 +9,9 @@ from typing import Any
 
 import te_stub  # noqa: F401  (before anything imports Megatron)
 import torch
-from cpu_world import hardware, layers
 from megatron.core import optimizer, utils
 from megatron.core.optimizer import clip_grads
+from megatron_world import hardware, layers
 from torch.optim import SGD, AdamW
 from torch.overrides import TorchFunctionMode
 

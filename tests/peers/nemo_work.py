@@ -8,9 +8,7 @@ guide adds: a collator in the YAML, or a recipe of four lines with `adapt`.
 import os
 import sys
 import traceback
-from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "one"}
 if "WORLD_SIZE" in os.environ:  # several ranks on this machine
     TORCHRUN |= {"RANK": os.environ["RANK"], "LOCAL_RANK": os.environ["RANK"]}

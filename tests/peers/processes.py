@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import collate_npu
+
 HERE = Path(__file__).parent
 QUIET = {
     "RAY_ADDRESS": "local",
@@ -67,10 +69,50 @@ def watched(watch: Any, rows: Any, refused: str, collator: str) -> dict[str, Any
     return {"refused": refused, "error": error, "compared": compared, "masks": masks, "collator": collator}
 
 
+def process_group() -> tuple[int, int]:
+    """Gloo among the ranks of `found_by`, in each of them: its rank, and how many there are."""
+    import torch.distributed as dist
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], size), rank=rank, world_size=size)
+    return rank, size
+
+
 def run_jobs(run: Any, prepare: Any = lambda folder: None) -> None:
+    """The work of each job, written by the first rank."""
     out, folder, *jobs = sys.argv[1:]
     prepare(Path(folder))
     found: dict[str, Any] = {}
     for job in jobs:
         found[job] = run(Path(folder), *job.split())
-    Path(out).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if os.environ.get("RANK", "0") == "0":
+        Path(out).write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+# --- the launch scripts of the guide, run with a program in the place of the one that they start: the words it is given
+
+LAUNCH = Path(collate_npu.__file__).parent / "guide" / "launch"
+JOBS = {"dense": (2, 2, 1, 2, 1), "moe": (2, 2, 1, 2, 4), "moe-cp": (2, 1, 2, 2, 4)}
+"""Tensor, pipeline, context, data and expert parallelism."""
+CARDS = 8
+_TOLD = "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['TOLD'], 'w'))"
+
+
+def words_of(script: str, program: str, job: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """What `program` is started with, and in which environment."""
+    stand_in = folder / program
+    stand_in.write_text(f"#!{sys.executable}\n{_TOLD}\n")
+    stand_in.chmod(0o755)
+    (folder / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')  # a link would leave its environment
+    (folder / "python").chmod(0o755)
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "TOLD": str(folder / "told.json")}
+    subprocess.run(["bash", str(LAUNCH / script), job, "MODEL", "DATASET"], env=env, check=True, cwd=folder)
+    words, told = json.loads((folder / "told.json").read_text())
+    return words, told
+
+
+def check_sizes(job: str, tensor: int, pipeline: int, context: int, data: int, expert: int) -> None:
+    """Megatron's: experts are shared out over the cards of a stage (megatron-core 0.16.1 parallel_state.py:585-600)."""
+    assert (tensor, pipeline, context, data, expert) == JOBS[job]
+    assert tensor * pipeline * context * data == CARDS
+    assert CARDS // pipeline % expert == 0

@@ -63,13 +63,6 @@ def slime(rows: Rows, *, size: int = 1, rank: int = 0, multiple: int = 16) -> di
     return handed(ids, params_of(torch.tensor(ends, dtype=torch.int32) * size), pad(loss, (0, tail))[None])
 
 
-def bshd(rows: Rows, *, size: int = 1, rank: int = 0, multiple: int = 16) -> dict[str, Any]:
-    """Rows padded right to the longest of the rollout, and no word of padding."""
-    width = -(-max(map(len, rows)) // multiple) * multiple
-    ids = torch.stack([part(torch.tensor(row), size, rank, width) for row in rows])
-    return handed(ids, None, torch.stack([part(loss_of(row), size, rank, width) for row in rows]))
-
-
 def roll_packed(rows: Rows, *, size: int = 1, rank: int = 0, multiple: int = 16) -> dict[str, Any]:
     """Each sequence padded to the multiple, the padded offsets in all four fields."""
     held = [-(-len(row) // multiple) * multiple for row in rows]
@@ -78,28 +71,6 @@ def roll_packed(rows: Rows, *, size: int = 1, rank: int = 0, multiple: int = 16)
     offsets = torch.tensor([0, *accumulate(held)], dtype=torch.int32)
     flat = [torch.cat([part(row, size, rank) for row in each])[None] for each in (whole, loss)]
     return handed(flat[0], params_of(offsets, offsets), flat[1])
-
-
-def roll_padded(rows: Rows, *, size: int = 1, rank: int = 0, width: int = 16) -> dict[str, Any]:
-    """Rows padded right to the length of the pipeline, with their 2D mask, which every rank gets its chunks of."""
-    ids, keep, loss = (
-        torch.stack([part(each(row), size, rank, width) for row in rows])
-        for each in (torch.tensor, lambda row: torch.ones(len(row), dtype=torch.long), loss_of)
-    )
-    return {**handed(ids, None, loss), "attention_mask": keep}
-
-
-def mindspeed_mm(rows: Rows, *, side: str = "right") -> dict[str, Any]:
-    """What the collator of MindSpeed-MM's mcore example gives `forward_step`; its model drops the mask."""
-    width = max(map(len, rows))
-
-    def padded(row: list[int], fill: int) -> list[int]:
-        fills = [fill] * (width - len(row))
-        return row + fills if side == "right" else fills + row
-
-    keep = torch.tensor([padded([1] * len(row), 0) for row in rows])
-    ids = torch.tensor([padded(row, 0) for row in rows])
-    return {"input_ids": ids, "attention_mask": keep, "labels": ids.masked_fill(keep == 0, -100)}
 
 
 def mindspeed_mm_packed(rows: Rows, *, multiple: int = 16) -> dict[str, Any]:

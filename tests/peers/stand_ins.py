@@ -79,6 +79,20 @@ def triton() -> None:
         stand_in(triton="3.6.0")
 
 
+def put_module(name: str, make: Any = None, **held: Any) -> types.ModuleType:
+    """A module of this name that holds these; `make()` gives every other name that is looked for."""
+
+    def missing(attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return make()
+
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []
+    vars(module).update(held | ({"__getattr__": missing} if make else {}))
+    return module
+
+
 # --- flash_attn 2.8 bert_padding.py, in torch
 
 

@@ -6,7 +6,6 @@ told by the ids: the pad token stands in no text.
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -49,53 +48,6 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
     return float("inf") if a.shape != b.shape or not a.isfinite().all() else float((a - b).abs().max())
 
 
-def shifted_loss(logits: list[torch.Tensor], labels: list[torch.Tensor]) -> float:
-    sums = [torch.nn.functional.cross_entropy(x[:-1], y[1:], reduction="sum") for x, y in zip(logits, labels)]
-    return float(sum(sums))
-
-
-# --- the transformers backend
-
-
-def watch_transformers() -> None:
-    from swift.template.base import Template
-    from swift.trainers import Seq2SeqTrainer
-
-    compute_loss = Seq2SeqTrainer.compute_loss
-
-    def watched(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        inner = self.accelerator.unwrap_model(model)
-        given = {key: value.clone() for key, value in inputs.items() if isinstance(value, torch.Tensor)}
-        with hooked(inner, ("self_attn", "linear_attn"), "attention_mask") as seen:
-            loss = compute_loss(self, model, inputs, *args, **kwargs)
-        ours = hasattr(Template._data_collator, "__wrapped__")
-        alone = transformers_alone(inner, given, kwargs.get("num_items_in_batch"))
-        record({"layers": seen, "loss": float(loss), "ours": ours, **alone})
-        return loss
-
-    Seq2SeqTrainer.compute_loss = watched
-
-
-@torch.no_grad()
-def transformers_alone(model: Any, given: dict[str, torch.Tensor], items: Any) -> dict[str, Any]:
-    ids, keep = given["input_ids"], given["input_ids"] != PAD
-    read = {key: given[key] for key in ("input_ids", "attention_mask", "position_ids") if key in given}
-    padded = model(**read).logits
-    rows = [ids[b, keep[b]] for b in range(len(ids))]
-    alone = [model(input_ids=row[None]).logits[0] for row in rows]
-    labels = [given["labels"][b, keep[b]] for b in range(len(ids))]
-    return {
-        "lengths": keep.sum(1).tolist(),
-        "mask": told(given.get("attention_mask")),
-        "error": max(far(padded[b, keep[b]], alone[b]) for b in range(len(ids))),
-        "blind": max(far(model(input_ids=ids).logits[b, keep[b]], alone[b]) for b in range(len(ids))),
-        "alone_loss": shifted_loss(alone, labels) / float(items),
-    }
-
-
-# --- Megatron
-
-
 def watch_megatron() -> None:
     from swift.megatron.trainers import MegatronTrainer
 
@@ -135,4 +87,4 @@ def logits(trainer: Any, model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return model(**{key: value for key, value in prepared.items() if key not in ("labels", "loss_scale", "channel")})
 
 
-watch_megatron() if "swift.megatron" in sys.modules else watch_transformers()
+watch_megatron()

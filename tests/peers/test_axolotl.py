@@ -1,22 +1,57 @@
-"""axolotl 0.19.0: `axolotl train` with our plugin in its YAML, and its collators wrapped."""
+"""axolotl 0.19.0: `axolotl train` with our plugin in its YAML, and its collators wrapped.
+
+`python test_axolotl.py OUT.json FOLDER JOB...` trains; a job is "model setting ours|own". `ours` is one more line of the
+YAML: our plugin. A plugin of the tests hands over the data (axolotl's own preprocessing forks processes) and watches the
+model. triton and bitsandbytes, which axolotl imports at its top, are stand-ins.
+"""
+
+# ruff: noqa: E402
+import sys
+import traceback
 
 import pytest
 import torch
-from axolotl.utils import collators
-from axolotl.utils.collators import (
-    BatchSamplerDataCollatorForSeq2Seq,
-    DataCollatorForSeq2Seq,
-    V2BatchSamplerDataCollatorForSeq2Seq,
-)
-from cells import Stack, of_job
-from processes import found_by
-from watching import gradient_error
-
-from collate_npu import CollateError, wrap_collator
-from collate_npu.errors import UnsupportedFormError
-from collate_npu.testing import byte_tokenizer, tiny_model
+import transformers.trainer  # noqa: F401  these look for the hardware's libraries before others stand in for them
+import trl.trainer.sft_trainer  # noqa: F401
+from stand_ins import put_module
+from torch.utils._triton import has_triton, has_triton_package
 
 NEEDS = ("axolotl",)
+
+has_triton_package(), has_triton()
+
+
+class Anything:
+    def __init__(self, *args, **kwargs): ...
+
+    def __getattr__(self, name):
+        return Anything()
+
+    def __call__(self, *args, **kwargs):
+        return args[0] if args and callable(args[0]) else Anything()
+
+
+LINEAR = {name: type(name, (torch.nn.Linear,), {}) for name in ("Linear4bit", "Linear8bitLt")}
+put_module("triton", Anything, __version__="3.4.0")
+put_module("triton.language", Anything)
+put_module("bitsandbytes", Anything, __version__="0.50.2")
+put_module("bitsandbytes.nn", Anything, Params4bit=type("Params4bit", (torch.nn.Parameter,), {}), **LINEAR)
+put_module("bitsandbytes.functional", Anything, QuantState=type("QuantState", (), {}))
+
+import yaml
+from axolotl.cli.main import main
+from axolotl.common.datasets import TrainDatasetMeta
+from axolotl.integrations.base import BasePlugin, PluginManager
+from axolotl.utils.collators import BatchSamplerDataCollatorForSeq2Seq, V2BatchSamplerDataCollatorForSeq2Seq
+from cells import Stack, of_job
+from datasets import Dataset
+from processes import found_by, run_jobs, saved_model, watched
+from watching import Watch, gradient_error
+
+from collate_npu import wrap_collator
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
+from collate_npu.testing import byte_tokenizer, tiny_model
 
 RIGHT = 1e-5
 JOBS = [f"{family} plain {who}" for family in ("qwen3", "qwen3_next") for who in ("own", "ours")]
@@ -28,8 +63,12 @@ JOBS += ["qwen3 rows ours", "qwen3_next dpo ours", "qwen3_next patched ours"]  #
 def runs(tmp_path_factory):
     """What every job gave; one process, one training step each."""
     folder = tmp_path_factory.mktemp("axolotl")
-    silent = {"AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"}
-    return found_by("axolotl_work", folder, folder, *JOBS, variants=(silent,))[0]
+    silent = {
+        "AXOLOTL_DO_NOT_TRACK": "1",
+        "WANDB_MODE": "disabled",
+        "NUMBA_DISABLE_JIT": "1",
+    }  # or each job compiles its sampler
+    return found_by("test_axolotl", folder, folder, *JOBS, variants=(silent,))[0]
 
 
 def saw(runs, job):
@@ -76,7 +115,7 @@ def samples(masked=True):
 
 
 @torch.no_grad()
-def worst(model, batch, rows, side):
+def worst(model, batch, rows, side="right"):
     logits, gaps = model(**batch).logits, []
     for b, row in enumerate(rows):
         at = 0 if side == "right" else logits.shape[1] - sum(map(len, row))
@@ -86,9 +125,7 @@ def worst(model, batch, rows, side):
     return max(float(gap.abs().max()) for gap in gaps)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("packer", PACKERS)
+@pytest.mark.parametrize(("packer", "masked", "side"), [(PACKERS[0], True, "left"), (PACKERS[1], False, "right")])
 def test_packed_rows(packer, masked, side):
     tokenizer = byte_tokenizer(padding_side=side)
     model = tiny_model("qwen3", vocab_size=len(tokenizer))
@@ -98,43 +135,86 @@ def test_packed_rows(packer, masked, side):
     assert gradient_error(model, batch, SEQUENCES) < 1e-5
     flat = wrap_collator(inner, model=model, padding_free=True)(list(samples(masked)))
     assert flat["input_ids"].shape == (1, 17)
-    assert worst(model, flat, [SEQUENCES], "right") < 1e-4
+    assert worst(model, flat, [SEQUENCES]) < 1e-4
     assert gradient_error(model, flat, SEQUENCES) < 1e-5
     hybrid = tiny_model("qwen3_next", vocab_size=len(tokenizer))
     with pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):
         wrap_collator(inner, model=hybrid)(list(samples(masked)))
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3"])
-def test_padded_rows(name, side):
-    tokenizer = byte_tokenizer(padding_side=side)
-    model = tiny_model(name, vocab_size=len(tokenizer))
-    features = [sample for row in samples() for sample in row]
-    batch = wrap_collator(DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8), model=model)(features)
-    assert worst(model, batch, [[ids] for ids in SEQUENCES], side) < 1e-4
-    assert gradient_error(model, batch, SEQUENCES) < 1e-5
+# --- a run of `axolotl train`
+
+TEXTS = ["1 a short one", "2 and another that is a little longer than it", "3 three", "4 four four"]
+SETTINGS = {
+    "plain": {"sample_packing": False, "micro_batch_size": 4},
+    "packed": {"sample_packing": True, "micro_batch_size": 1, "pad_to_sequence_len": True},
+    "rows": {"sample_packing": True, "micro_batch_size": 2, "pad_to_sequence_len": True},
+    "patched": {"sample_packing": True, "micro_batch_size": 2, "pad_to_sequence_len": True},
+    "dpo": {"rl": "dpo", "micro_batch_size": 2, "sample_packing": False},
+}
+SEEN = {}
 
 
-@pytest.mark.parametrize("packer", PACKERS)
-def test_alone_their_labels_train_one_sequence_to_begin_the_next(packer):
-    """Why the first label of every sequence is ignored: with the very same mask the gradient is another one."""
-    tokenizer = byte_tokenizer()
-    model = tiny_model("qwen3", vocab_size=len(tokenizer))
-    inner = packer(tokenizer, pad_to_multiple_of=8)
-    ours, own = wrap_collator(inner, model=model)(list(samples())), inner(list(samples()))
-    assert gradient_error(model, {**ours, "labels": own["labels"]}, SEQUENCES) > 0.05
+def cuda_patch():
+    """What axolotl does where torch.cuda.is_available(), with the references for fla's kernels."""
+    from axolotl.monkeypatch.models.qwen3_next import modeling
+
+    def convolve(x, weight, bias, activation, cu_seqlens):
+        assert len(x) == 1
+        return reference_causal_conv1d(x, weight, bias, activation, cu_seqlens=cu_seqlens), None
+
+    modeling.fla_causal_conv1d, modeling.fla_chunk_gated_delta_rule = convolve, reference_gated_delta_rule
+    modeling.patch_qwen3_next_modeling_packing()
 
 
-@pytest.mark.skipif(not hasattr(collators, "MambaDataCollator"), reason="axolotl 0.21 has none")
-def test_the_collator_for_mamba_has_no_mask():
-    """Its rows are told by the samples."""
-    tokenizer = byte_tokenizer()
-    model = tiny_model("mamba2", vocab_size=len(tokenizer))
-    features = [sample for row in samples() for sample in row]
-    own = collators.MambaDataCollator(tokenizer)
-    batch = wrap_collator(own, model=model)(features)
-    assert batch["attention_mask"].sum(1).tolist() == [5, 3, 9]
-    assert worst(model, batch, [[ids] for ids in SEQUENCES], "right") < 1e-4
-    with pytest.raises(CollateError):
-        wrap_collator(lambda features: own([{**f, "input_ids": f["input_ids"][1:]} for f in features]))(features)
+class Data(BasePlugin):
+    """The tokenized data, and a Watch on the model."""
+
+    def load_datasets(self, cfg, preprocess=False):
+        rows = [byte_tokenizer()(text)["input_ids"] for text in TEXTS] * 2
+        table = {"input_ids": rows, "labels": rows, "attention_mask": [[1] * len(row) for row in rows]}
+        table |= {"position_ids": [list(range(len(row))) for row in rows], "length": list(map(len, rows))}
+        if cfg.rl:
+            table = {"prompt": ["say "] * 4, "chosen": TEXTS, "rejected": TEXTS[::-1]}
+            rows = [byte_tokenizer()("say " + text)["input_ids"] for text in TEXTS]
+        SEEN["rows"] = {tuple(row) for row in rows}
+        return TrainDatasetMeta(train_dataset=Dataset.from_dict(table), eval_dataset=None, total_num_steps=1)
+
+    def post_trainer_create(self, cfg, trainer):
+        SEEN["trainer"] = trainer
+        SEEN["watch"] = Watch(trainer.model).__enter__()
+
+
+def config(folder, model, setting, who):
+    plugins = ["test_axolotl.Data", *(["collate_npu.integrations.axolotl.CollatePlugin"] if who == "ours" else [])]
+    data = {"datasets": [{"path": str(folder / "none.jsonl"), "ds_type": "json", "type": "completion"}], "val_set_size": 0}
+    quiet = {"logging_steps": 1, "saves_per_epoch": 0, "save_strategy": "no", "output_dir": str(folder / "out")}
+    fixed = {"sequence_len": 64, "max_steps": 1, "num_epochs": 1, "learning_rate": 0.0, "optimizer": "adamw_torch"}
+    plain = {"bf16": False, "fp16": False, "tf32": False, "attn_implementation": "sdpa", "gradient_checkpointing": False}
+    more = {"gradient_accumulation_steps": 1, "use_cpu": True, "special_tokens": {"pad_token": "<|eos|>"}}
+    whole = {"base_model": saved_model(folder, model), "plugins": plugins, **data, **quiet, **fixed, **plain, **more}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(whole | SETTINGS[setting]), encoding="utf-8")
+    return str(path)
+
+
+def run(folder, model, setting, who):
+    SEEN.clear()
+    PluginManager.get_instance().plugins.clear()
+    if setting == "patched":
+        cuda_patch()
+    sys.argv = ["axolotl", "train", config(folder, model, setting, who), "--launcher", "python"]
+    refused = ""
+    try:
+        main()
+    except SystemExit as done:  # click ends so
+        refused = "" if not done.code else f"exit {done.code}"
+    except Exception as error:
+        refused = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+    return watched(SEEN["watch"], SEEN["rows"], refused, type(SEEN["trainer"].data_collator).__name__)
+
+
+if __name__ == "__main__":
+    sys.modules["test_axolotl"] = sys.modules["__main__"]  # the plugin manager imports it by this name
+    run_jobs(run)

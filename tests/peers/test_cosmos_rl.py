@@ -1,29 +1,18 @@
 """cosmos-rl 0.4.7: `HFModel`, the policy around a transformers model. What it imports beside torch is a stand-in."""
 
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 import transformers.modeling_flash_attention_utils  # noqa: F401  it looks for kernels before others stand there
 from cells import PAD, VOCAB, samples
+from stand_ins import put_module
 
 from collate_npu import CollateError, adapt
 from collate_npu.testing import tiny_model
 
 NEEDS = ("cosmos_rl",)
-
-
-def stand_in(name):
-    def missing(attribute):
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        return MagicMock()
-
-    module = sys.modules[name] = ModuleType(name)
-    module.__spec__, module.__path__, module.__getattr__ = ModuleSpec(name, None), [], missing
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +21,7 @@ def policy():
         try:
             from cosmos_rl.policy.model.hf_models import HFModel
         except ModuleNotFoundError as error:
-            stand_in(error.name)
+            put_module(error.name, MagicMock)
             for name in [name for name in sys.modules if name.startswith("cosmos_rl")]:
                 del sys.modules[name]
         else:

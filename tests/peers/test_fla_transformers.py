@@ -1,4 +1,4 @@
-"""transformers' own hybrids, whose dispatch finds fla's released kernels: flat rows and padded ones, each sequence as alone.
+"""transformers' own hybrids, whose dispatch finds fla's released kernels: each sequence of a flat row as alone.
 
 The kernels run in Triton's interpreter. causal-conv1d is CUDA: its place is taken by our reference, where transformers looks
 for the package. Alone a sequence is run by transformers' own torch functions, without any kernel.
@@ -11,8 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from rotation import rotating
-from strategies import laid_out
+from rotation import part
 
 pytest.importorskip("fla_interpreted", reason="fla and triton are what is tested")
 pytest.importorskip("transformers", reason="its models are what is tested")
@@ -24,9 +23,8 @@ from collate_npu.consumers import probe
 from collate_npu.kernels.gated_delta import reference_causal_conv1d
 from collate_npu.testing import tiny_model
 
-pytestmark = pytest.mark.long("fla under transformers")
 PAD = 256
-IDS = [[5, 9, 2, 77, 3, 8], [7], [40, 41, 42, 43, 44, 41, 200, 31, 64]]
+IDS = [[5, 9, 2, 77, 3, 8], [40, 41, 42, 43, 44, 41, 200, 31, 64]]
 SAMPLES = [{"input_ids": ids, "labels": ids} for ids in IDS]
 
 
@@ -43,14 +41,20 @@ RULES = {
 """Family -> transformers' name for its rule, and the key of the batch that tells that where a sequence begins."""
 
 
-@pytest.fixture(scope="module", params=rotating(RULES, 1, slow=0))
+FAMILIES = [*part(("qwen3_next", "qwen3_5_text"), 1), pytest.param("kimi_linear", marks=pytest.mark.nightly)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def model(request):
     package = ModuleType("causal_conv1d")
     package.__spec__ = ModuleSpec("causal_conv1d", None)
     package.causal_conv1d_fn, package.causal_conv1d_update = causal_conv1d_fn, None
     sys.modules["causal_conv1d"] = package
-    with pytest.MonkeyPatch.context() as patch:  # one head, for the interpreter's sake
-        patch.setitem(probe._FAMILY, "kimi_linear", {"linear_num_heads": 1})
+    small = dict.fromkeys(("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"), 1)
+    small |= {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    small |= {"mlp_layer_types": ["dense", "sparse"]} if request.param == "kimi_linear" else {}
+    with pytest.MonkeyPatch.context() as patch:  # for the interpreter's sake
+        patch.setitem(probe._FAMILY, request.param, small)
         built = tiny_model(request.param, vocab_size=PAD + 1)
     fla_interpreted.count_in_triton()
     return built
@@ -70,13 +74,6 @@ def called_by(wrapped):
     """The packages of the functions that transformers' wrapper holds."""
     held = (cell.cell_contents for cell in wrapped.__closure__)
     return {function.__module__.split(".")[0] for function in held if callable(function)}
-
-
-@pytest.fixture
-def quick(model):
-    """Kimi's kernels take the interpreter a minute for one flat row, which tells enough."""
-    if model.config.model_type == "kimi_linear":
-        pytest.skip("slow in the interpreter")
 
 
 @pytest.fixture(scope="module")
@@ -107,33 +104,3 @@ def test_a_flat_row_is_as_alone_and_needs_both_boundaries(model, alone):
         with torch.no_grad():
             wrong = model(**{**batch, key: None}).logits[0]
         assert (wrong - alone[0]).abs().max() > 0.5, key
-
-
-def test_rows_padded_left_are_as_alone(model, alone, quick):
-    batch = PaddingCollator(pad_token_id=PAD, model=model, padding_side="left")(SAMPLES)
-
-    def real(logits):
-        return torch.cat([row[len(row) - len(ids) :] for row, ids in zip(logits, IDS)])
-
-    logits, gradients = run(model, batch)
-    assert max(errors((real(logits), gradients), alone)) < 1e-4
-    with torch.no_grad():
-        bare = model(**{**batch, "attention_mask": None}).logits
-    assert (real(bare) - alone[0]).abs().max() > 0.5
-
-
-SHAPES = {
-    "aligned to the chunk": {"sequence_multiple": 64, "padding": (256,), "max_sequences": 4},
-    "not aligned": {"padding": (24,), "max_sequences": 5},
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_flat_rows_of_one_shape_are_as_alone(model, alone, shape, quick):
-    batch = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True, **laid_out(SHAPES[shape]))(SAMPLES)
-    starts = batch["cu_seq_lens_q"].tolist()
-    assert len(starts) == SHAPES[shape]["max_sequences"] + 1
-    assert (batch["cu_seq_lens_q"].diff() > 0).all()
-    logits, gradients = run(model, batch)
-    real = torch.cat([logits[0, start : start + len(ids)] for start, ids in zip(starts, IDS)])
-    assert max(errors((real, gradients), alone)) < 1e-4

@@ -1,38 +1,43 @@
-"""LLaMA-Factory 0.9.5: its trainers from YAML files, and its collators wrapped, on packed rows and with images."""
+"""LLaMA-Factory 0.9.5: its trainers from YAML files, and its collators wrapped, on packed rows.
 
+`python test_llamafactory.py OUT.json FOLDER JOB...` trains; a job is "stage model setting ours|own". What is `ours` is what
+README says: a script of six lines in place of `llamafactory-cli train`. torchaudio is a stand-in: there is no wheel of it
+for this torch, and no sound in these tests.
+"""
+
+# ruff: noqa: E402
+import json
 import sys
-from importlib.machinery import ModuleSpec
+import traceback
+from functools import partial
 from importlib.metadata import version
-from types import ModuleType, SimpleNamespace
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
+from stand_ins import put_module
 
 NEEDS = ("llamafactory",)
 
-if "torchaudio" not in sys.modules:  # it has no wheel for this torch, and no sound is heard here
-    sys.modules["torchaudio"] = ModuleType("torchaudio")
-    sys.modules["torchaudio"].__spec__ = ModuleSpec("torchaudio", None)
+put_module("torchaudio", __version__="2.13.0")
 
-# ruff: noqa: E402
 from cells import Stack, of_job
 from llamafactory.data import collator as theirs
-from processes import found_by
-from tiny_vision import VOCAB, alone, sample, vision_model
-from watching import gradient_error
+from processes import found_by, run_jobs, saved_model, watched
+from rotation import part
+from transformers import Trainer
+from watching import Watch
 
-from collate_npu import needs_mask_2d, wrap_collator
-from collate_npu.errors import UnsupportedFormError
+from collate_npu import wrap_collator
 from collate_npu.testing import byte_tokenizer, tiny_model
 
 TOKENIZER = byte_tokenizer()
 RIGHT = 1e-5
-JOBS = [f"{stage} qwen3_next plain {who}" for stage in ("sft", "dpo", "kto", "rm") for who in ("own", "ours")]
-JOBS += [f"sft {rest}" for rest in ("qwen3 plain own", "qwen3 plain ours", "qwen3 neat own", "qwen3 neat ours")]
-JOBS += [
-    f"sft {rest}" for rest in ("qwen3 flat ours", "qwen3_next neat own", "qwen3_next neat ours", "qwen3_next flat ours")
-]
-JOBS += ["sft qwen3_next lora ours"]  # PEFT last
+JOBS = [f"sft {' '.join(each)}" for each in product(("qwen3", "qwen3_next"), ("plain", "neat"), ("own", "ours"))]
+JOBS += [f"{stage} qwen3_next plain ours" for stage in part(("dpo", "kto", "rm"), 1)]
+JOBS += ["sft qwen3 flat ours", "sft qwen3_next flat ours", "sft qwen3_next lora ours"]  # PEFT last
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +46,7 @@ def runs(tmp_path_factory):
     if version("transformers") > "5.6.1":
         pytest.skip("llamafactory 0.9.5 trains with transformers up to 5.6.0")
     folder = tmp_path_factory.mktemp("llamafactory")
-    return found_by("llamafactory_work", folder, folder, *JOBS)[0]
+    return found_by("test_llamafactory", folder, folder, *JOBS)[0]
 
 
 def saw(runs, job):
@@ -87,92 +92,100 @@ def test_its_cells(runs, family, layout, setting):
 # --- the collators
 
 
-def template(plugin=None):
-    silent = SimpleNamespace(image_token=None, audio_token=None, get_mm_inputs=lambda *args: {})
-    return SimpleNamespace(mm_plugin=plugin or silent)
-
-
-def packed(lengths, width=16):
-    """A row as `PackedSupervisedDatasetProcessor` makes it: numbers, positions, and padding up to the cutoff."""
-    ids = [[(31 * n + 7 * i) % 250 for i in range(length)] for n, length in enumerate(lengths, 1)]
-    fill, joined = width - sum(lengths), [token for row in ids for token in row]
-    return ids, {
-        "input_ids": joined + [TOKENIZER.pad_token_id] * fill,
-        "labels": joined + [-100] * fill,
-        "attention_mask": [n for n, row in enumerate(ids, 1) for _ in row] + [0] * fill,
-        "position_ids": [i for row in ids for i in range(len(row))] + [0] * fill,
-    }
-
-
-def sft(model, attn="sdpa", dtype=torch.float32):
-    given = {"tokenizer": TOKENIZER, "template": template(), "model": model, "pad_to_multiple_of": 8}
-    given |= {"block_diag_attn": True, "neat_packing": True, "attn_implementation": attn, "compute_dtype": dtype}
-    return theirs.SFTDataCollatorWith4DAttentionMask(**given)
-
-
-@torch.no_grad()
-def worst(model, batch, rows):
-    logits = model(**batch).logits
-    pieces = [(b, at, ids) for b, row in enumerate(rows) for at, ids in zip(starts(row), row)]
-    gaps = [logits[b, at : at + len(ids)] - model(input_ids=torch.tensor([ids])).logits[0] for b, at, ids in pieces]
-    return max(float(gap.abs().max()) for gap in gaps)
-
-
-def starts(row):
-    return [sum(map(len, row[:n])) for n in range(len(row))]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_4d_of_neat_packing(dtype):
-    rows, features = zip(*map(packed, ([5, 3], [4, 2, 1])))
-    model = tiny_model("qwen3", vocab_size=len(TOKENIZER))
-    batch = wrap_collator(sft(model, dtype=dtype), model=model)(list(features))
-    assert batch["attention_mask"].shape == (2, 1, 16, 16)
-    assert worst(model, batch, rows) < 1e-4
-    assert gradient_error(model, batch, [ids for row in rows for ids in row]) < 1e-5
-    hybrid = tiny_model("qwen3_next", vocab_size=len(TOKENIZER))
-    with pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):
-        wrap_collator(sft(hybrid, dtype=dtype), model=hybrid)(list(features))
+SILENT = SimpleNamespace(mm_plugin=SimpleNamespace(image_token=None, audio_token=None, get_mm_inputs=lambda *args: {}))
 
 
 def test_the_flat_row_of_neat_packing_on_flash_attention():
     """It drops the padding and the mask, and leaves positions alone: the offsets that kernels read are added."""
-    rows, feature = packed([5, 3])
+    ids = [[(31 * n + 7 * i) % 250 for i in range(length)] for n, length in ((1, 5), (2, 3))]
+    row = {"input_ids": [*ids[0], *ids[1]] + [TOKENIZER.pad_token_id] * 8, "labels": [*ids[0], *ids[1]] + [-100] * 8}
+    row |= {"attention_mask": [1] * 5 + [2] * 3 + [0] * 8, "position_ids": [*range(5), *range(3)] + [0] * 8}
     model = tiny_model("qwen3", vocab_size=len(TOKENIZER))
-    batch = wrap_collator(sft(model, "flash_attention_2"), model=model)([feature])
+    given = {"tokenizer": TOKENIZER, "template": SILENT, "model": model, "pad_to_multiple_of": 8, "neat_packing": True}
+    given |= {"block_diag_attn": True, "attn_implementation": "flash_attention_2", "compute_dtype": torch.float32}
+    batch = wrap_collator(theirs.SFTDataCollatorWith4DAttentionMask(**given), model=model)([row])
     assert batch["cu_seq_lens_q"].tolist() == [0, 5, 8]
-    assert worst(model, batch, [rows]) < 1e-4
-
-
-class Images:
-    """The processor's part: here the pixels were made by hand."""
-
-    image_token = audio_token = None
-
-    def get_mm_inputs(self, images, *rest):
-        pixels, grids = zip(*images)
-        return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
-
-
-def with_images(features):
-    for feature in features:
-        ids = feature["input_ids"]
-        images = [(feature["pixel_values"], feature["image_grid_thw"])]
-        yield {"input_ids": ids, "labels": list(ids), "attention_mask": [1] * len(ids), "images": images}
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5"])
-def test_multimodal_positions_are_kept(name, side):
-    model, tokenizer = vision_model(name), byte_tokenizer(padding_side=side)
-    samples = [sample(9, seed=1), sample(14, seed=2, image=(4, 8))]
-    inner = theirs.MultiModalDataCollatorForSeq2Seq(tokenizer=tokenizer, template=template(Images()), model=model)
-    tokenizer.pad_token_id = VOCAB - 1
-    own, ours = inner(list(with_images(samples))), wrap_collator(inner, model=model)(list(with_images(samples)))
-    assert ours["position_ids"].shape == own["position_ids"].shape == (4, *ours["input_ids"].shape)
-    assert torch.equal(ours["position_ids"], own["position_ids"])
     with torch.no_grad():
-        logits = model(**{key: value for key, value in ours.items() if key not in ("labels", "rope_deltas")}).logits
-    for row, keep, feature in zip(logits, ours["attention_mask"].bool(), samples):
-        assert (row[keep] - alone(model, feature)).abs().max() < 1e-4
-    assert needs_mask_2d(model) == (name == "qwen3_5")
+        logits = model(**batch).logits[0]
+        alone = torch.cat([model(input_ids=torch.tensor([one])).logits[0] for one in ids])
+    assert (logits[:8] - alone).abs().max() < 1e-4
+
+
+# --- a run of its command
+
+SETTINGS = {
+    "plain": {"finetuning_type": "full"},
+    "lora": {"finetuning_type": "lora", "lora_target": "all"},
+    "neat": {"finetuning_type": "full", "neat_packing": True, "packing": True},
+    "flat": {"finetuning_type": "full", "neat_packing": True, "packing": True},  # and padding_free=True
+}
+TEXTS = ["1 a short one", "2 and another that is a little longer than it", "3 three", "4 four four"]
+
+
+def write_data(folder):
+    """The tables of LLaMA-Factory's `dataset_info.json`."""
+    asked = [{"instruction": "say", "input": "", "output": text} for text in TEXTS]
+    pairs = [{"instruction": "say", "input": "", "chosen": a, "rejected": b} for a, b in zip(TEXTS, TEXTS[::-1])]
+    tags = [{**row, "kto_tag": i % 2 == 0} for i, row in enumerate(asked)]
+    columns = {"prompt": "instruction", "query": "input"}
+    paired = {**columns, "chosen": "chosen", "rejected": "rejected"}
+    info = {
+        "sft": {"file_name": "sft.json"},
+        "dpo": {"file_name": "dpo.json", "ranking": True, "columns": paired},
+        "kto": {"file_name": "kto.json", "columns": {**columns, "response": "output", "kto_tag": "kto_tag"}},
+    }
+    for name, table in {"sft": asked, "dpo": pairs, "kto": tags, "dataset_info": info}.items():
+        (folder / f"{name}.json").write_text(json.dumps(table), encoding="utf-8")
+
+
+def config(folder, stage, model, setting):
+    quiet = {"report_to": "none", "logging_steps": 1, "save_strategy": "no", "overwrite_output_dir": True}
+    fixed = {"template": "empty", "do_train": True, "max_steps": 1, "learning_rate": 1e-9, "use_cpu": True}
+    data = {"dataset": "dpo" if stage == "rm" else stage, "dataset_dir": str(folder), "cutoff_len": 96}
+    paths = {"model_name_or_path": saved_model(folder, model), "output_dir": str(folder / "out")}
+    chosen = {"stage": stage, "per_device_train_batch_size": 2 if setting in ("neat", "flat") else 4, **SETTINGS[setting]}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({**quiet, **fixed, **data, **paths, **chosen}), encoding="utf-8")
+    return str(path)
+
+
+def with_ours(build, seen, wrap, self, *args, **kwargs):
+    """What README's script puts in the place of `Trainer.__init__`, and a Watch on the model."""
+    build(self, *args, **kwargs)
+    seen["collator"] = type(self.data_collator).__name__
+    if wrap is not None:
+        self.data_collator = wrap(self.data_collator, model=self.model)
+    seen["rows"] = list(self.train_dataset)
+    model = getattr(self.model, "pretrained_model", self.model)  # TRL's value head
+    seen["watch"] = Watch(getattr(model, "get_base_model", lambda: model)()).__enter__()
+
+
+def sequences(rows):
+    """Every sequence of the tokenized data, packed rows taken apart by their numbers."""
+    for row in rows:
+        for key in [key for key in row if key.endswith("input_ids")]:
+            mask = row[key.replace("input_ids", "attention_mask")]
+            for n in sorted({*mask} - {0}):
+                yield tuple(token for token, number in zip(row[key], mask) if number == n)
+
+
+def run(folder, stage, model, setting, who):
+    from llamafactory.train.tuner import run_exp
+
+    build, seen = Trainer.__init__, {}
+    wrap = None if who == "own" else partial(wrap_collator, padding_free=setting == "flat")
+    Trainer.__init__ = lambda self, *args, **kwargs: with_ours(build, seen, wrap, self, *args, **kwargs)
+    sys.argv = ["train.py", config(folder, stage, model, setting)]
+    try:
+        run_exp()
+        refused = ""
+    except Exception as error:
+        refused = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+    finally:
+        Trainer.__init__ = build
+    return watched(seen["watch"], sequences(seen["rows"]), refused, seen["collator"])
+
+
+if __name__ == "__main__":
+    run_jobs(run, write_data)

@@ -1,9 +1,10 @@
 """Loaders that people feed trainers with, each with our collator in one line: every sample comes back whole, once, and a
 loader that resumes goes on where it stood. megatron-energon 7.4.1, mosaicml-streaming 0.13.0, torchdata 0.11.0, webdataset
-1.0.2 and datasets, run here. Ray 2.60.0 and TransferQueue 0.1.11 run on two raylets of this machine, two nodes to Ray.
+1.0.2, datasets, Ray Data 2.60.0 and TransferQueue 0.1.11, run here.
 """
 
 import json
+import os
 from itertools import islice
 
 import pytest
@@ -15,7 +16,6 @@ import numpy as np
 import torch
 import webdataset
 from datasets import Dataset
-from loaders_rows import QUEUED, SAMPLES, rows_back
 from megatron.energon import (
     Cooker,
     SampleDecoder,
@@ -27,19 +27,31 @@ from megatron.energon import (
     stateless,
 )
 from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
-from processes import found_by
 from torch.utils.data import DataLoader, SequentialSampler
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from benchmarks import peers
-from collate_npu import CollateError, PaddingCollator
+from collate_npu import BatchAdapter, CollateError, PaddingCollator
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STREAMING = peers.streaming()
 OURS = PaddingCollator(pad_token_id=1, padding_side="left", attention_mask="2d")
+LENGTHS = (4, 1, 7, 3, 2, 9, 5, 2, 6, 3, 8, 2)
+SAMPLES = [
+    {"number": n, "input_ids": [*range(10 + 20 * n, 10 + 20 * n + length)], "labels": [-100, *range(1, length)]}
+    for n, length in enumerate(LENGTHS)
+]
 TRUTH = [[sample["number"], sample["input_ids"]] for sample in SAMPLES]
-WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.nightly)])
+
+
+def rows_back(batch):
+    """`[number, tokens]` of each row, by the batch's own keep mask; the numbers of a batch without any are 0, 1, ..."""
+    keep = batch.get("attention_mask_2d")
+    keep = torch.as_tensor(batch["attention_mask"] if keep is None else keep).bool()
+    numbers = batch.get("number", range(len(keep)))
+    return [[int(n), ids[real].tolist()] for n, ids, real in zip(numbers, torch.as_tensor(batch["input_ids"]), keep)]
 
 
 def whole(batches, ordered=True):
@@ -52,18 +64,13 @@ def whole(batches, ordered=True):
     assert (rows if ordered else sorted(rows)) == TRUTH
 
 
-def same(found, truth):
-    assert [rows_back(batch) for batch in found] == [rows_back(batch) for batch in truth]
-
-
 def goes_on(made, taken, ordered=True, state=("state_dict", "load_state_dict")):
-    """A second loader with the state of one that gave so many batches gives the rest; the batches of a whole epoch."""
+    """A second loader with the state of one that gave so many batches gives the rest."""
     truth, loader, again = [*made()], made(), made()
     whole(truth, ordered)
     first = [*islice(iter(loader), taken)]
     getattr(again, state[1])(getattr(loader, state[0])())
-    same([*first, *again], truth)
-    return truth
+    assert [rows_back(batch) for batch in [*first, *again]] == [rows_back(batch) for batch in truth]
 
 
 # --- torch's own and torchdata
@@ -93,10 +100,7 @@ def test_rows_that_are_tables_are_refused_with_the_line_that_works():
 
 @WORKERS
 def test_a_stateful_dataloader_goes_on_where_it_stood(workers):
-    def made():
-        return StatefulDataLoader(SAMPLES, batch_size=3, collate_fn=OURS, num_workers=workers)
-
-    goes_on(made, 2)
+    goes_on(lambda: StatefulDataLoader(SAMPLES, batch_size=3, collate_fn=OURS, num_workers=workers), 2)
 
 
 def test_nodes_go_on_where_they_stood():
@@ -127,19 +131,9 @@ def test_webdataset_takes_ours_where_its_samples_are_dicts(shards):
         return webdataset.WebDataset([str(path) for path in sorted(shards.glob("*.tar"))], shardshuffle=False).decode()
 
     whole([*opened().map(lambda sample: sample["json"]).batched(5, collation_fn=OURS)])
-    inside = opened().map(lambda sample: sample["json"])
-    whole([*webdataset.WebLoader(inside, batch_size=5, collate_fn=OURS)])
     with pytest.raises(CollateError, match=r"sample\['json'\]"):
         next(iter(opened().batched(5, collation_fn=OURS)))
-
-
-def test_webdataset_tuples_are_refused_with_the_map_that_works(shards):
-    paths = [str(path) for path in sorted(shards.glob("*.tar"))]
-    tuples = (
-        webdataset.WebDataset(paths, shardshuffle=False)
-        .decode()
-        .map(lambda sample: (sample["json"]["input_ids"], sample["json"]["labels"]))
-    )
+    tuples = opened().map(lambda sample: (sample["json"]["input_ids"], sample["json"]["labels"]))
     with pytest.raises(CollateError) as refusal:
         next(iter(tuples.batched(3, collation_fn=OURS)))
     line = str(refusal.value).split("with webdataset: ")[1].rstrip(".")
@@ -175,8 +169,7 @@ def test_energon_batches_with_ours_and_goes_on_where_it_stood(shards, workers):
         dataset = get_train_dataset(shards, worker_config=config, task_encoder=Encoder(), **settings)
         return get_savable_loader(dataset)
 
-    truth = goes_on(made, 1, ordered=False, state=("save_state_rank", "restore_state_rank"))
-    assert all(len(batch["__key__"]) == len(batch["input_ids"]) for batch in truth)
+    goes_on(made, 1, ordered=False, state=("save_state_rank", "restore_state_rank"))
 
 
 def test_a_sample_that_is_a_dataclass_is_refused_with_the_line_that_works():
@@ -187,82 +180,82 @@ def test_a_sample_that_is_a_dataclass_is_refused_with_the_line_that_works():
         OURS([sample])
 
 
-@pytest.fixture(scope="module")
-def mds(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("mds") / "rows")
-    columns = {"number": "int", "input_ids": "ndarray:int64", "labels": "ndarray:int64"}
-    with STREAMING.MDSWriter(out=folder, columns=columns) as writer:
-        for sample in SAMPLES:
-            writer.write({"number": sample["number"], **{key: np.array(sample[key]) for key in ("input_ids", "labels")}})
-    return folder
-
-
-@WORKERS
-def test_a_streaming_dataset_goes_on_where_it_stood(mds, workers):
-    def made(collate=OURS):
-        dataset = STREAMING.StreamingDataset(local=mds, batch_size=4, shuffle=False)
-        return STREAMING.StreamingDataLoader(dataset, batch_size=4, collate_fn=collate, num_workers=workers)
-
-    loader, truth, state = made(), [], {}
-    for n, batch in enumerate(loader):
-        truth.append(batch)
-        state = loader.state_dict() if n == 0 else state
-    whole(truth)
-    again = made()
-    again.load_state_dict(state)
-    same([*again], truth[1:])
-
-
 class ByRows(STREAMING.StreamingDataLoader):
     def _get_batch_size(self, batch):
         return len(batch["seq_lens"])
 
 
-def test_a_streaming_loader_counts_the_samples_of_a_flat_row_where_it_is_told_to(mds):
+def test_a_streaming_loader_goes_on_and_counts_the_samples_of_a_flat_row_where_it_is_told_to(tmp_path):
     """streaming 0.13.0 base/dataloader.py:36-52 counts `len` of the first value: one, for a flat row of four samples."""
-    for loader, counted in ((STREAMING.StreamingDataLoader, 1), (ByRows, 4)):
-        dataset = STREAMING.StreamingDataset(local=mds, batch_size=4, shuffle=False)
-        made = loader(dataset, batch_size=4, collate_fn=PaddingCollator(padding_free=True))
-        batch = next(iter(made))
+    folder, columns = str(tmp_path / "rows"), {"number": "int", "input_ids": "ndarray:int64", "labels": "ndarray:int64"}
+    with STREAMING.MDSWriter(out=folder, columns=columns) as writer:
+        for sample in SAMPLES:
+            writer.write({"number": sample["number"], **{key: np.array(sample[key]) for key in ("input_ids", "labels")}})
+
+    def made(loader=STREAMING.StreamingDataLoader, collate=OURS):
+        dataset = STREAMING.StreamingDataset(local=folder, batch_size=4, shuffle=False)
+        return loader(dataset, batch_size=4, collate_fn=collate)
+
+    loader, again = made(), made()
+    first = next(batches := iter(loader))
+    again.load_state_dict(loader.state_dict())
+    rest = [*batches]
+    whole([first, *rest])
+    assert [rows_back(batch) for batch in again] == [rows_back(batch) for batch in rest]
+    for kind, counted in ((STREAMING.StreamingDataLoader, 1), (ByRows, 4)):
+        flat = made(kind, PaddingCollator(padding_free=True))
+        batch = next(iter(flat))
         assert torch.diff(batch["cu_seq_lens_q"]).tolist() == [len(sample["input_ids"]) for sample in SAMPLES[:4]]
-        assert made.state_dict()["sample_in_epoch"] == counted
+        assert flat.state_dict()["sample_in_epoch"] == counted
 
 
-# --- Ray and TransferQueue: nothing of ours schedules
+# --- Ray Data and TransferQueue: nothing of ours schedules
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """Everything in one cluster."""
-    return found_by("loaders_ray_work", tmp_path_factory.mktemp("ray"), "data", "train", "queue")[0]
+def ray(tmp_path_factory):
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1", "RAY_ADDRESS": "local"}
+    import ray
+
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    ray.init(num_cpus=2, object_store_memory=80 << 20, **quiet)
+    yield ray
+    ray.shutdown()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["iter_torch_batches", "arrow", "map_batches"])
-def test_ray_data_gives_every_sample_back(found, way):
-    batches = found[way]
-    assert sorted(row for batch in batches for row in batch) == TRUTH
-    assert max(map(len, batches)) == (6 if way == "map_batches" else 5)
+@pytest.mark.long("ray")
+def test_ray_data_gives_every_sample_back(ray):
+    """Rows collated on its nodes keep their mask; None is no column to Ray."""
+    import ray.data
+
+    dataset = ray.data.from_items(SAMPLES, override_num_blocks=2)
+    whole([*dataset.iter_torch_batches(batch_size=5, collate_fn=OURS)], ordered=False)
+    settings = {"pad_token_id": 1, "padding": "max_length", "max_length": 16}
+    on_nodes = dataset.map_batches(PaddingCollator(**settings, attention_mask="omit"), batch_size=4)
+    held = [*on_nodes.iter_torch_batches(batch_size=6)]
+    assert sorted(row for batch in held for row in rows_back(batch)) == TRUTH
+    adapter = BatchAdapter(consumer="transformers", needs_mask_2d=True)
+    adapted = [ids for batch in held for _, ids in rows_back(adapter(batch))]
+    assert sorted(adapted) == [ids for _, ids in TRUTH]
+    with pytest.raises(Exception, match="corresponding to key 'attention_mask' is of type <class 'NoneType'>"):
+        dataset.map_batches(PaddingCollator(**settings), batch_size=4).take_all()
 
 
-@pytest.mark.slow
-def test_rows_collated_on_ray_keep_their_mask_and_ray_itself_refuses_none_as_a_column(found):
-    assert sorted(row for batch in found["map_batches, adapted"] for row in batch) == [ids for _, ids in TRUTH]
-    assert "corresponding to key 'attention_mask' is of type <class 'NoneType'>" in found["map_batches, None"]
+@pytest.mark.long("ray")
+def test_a_batch_of_a_transfer_queue_collates_as_it_is(ray):
+    import transfer_queue
+    from omegaconf import OmegaConf
+    from tensordict import TensorDict
 
-
-@pytest.mark.slow
-def test_two_workers_of_ray_train_share_the_samples_out(found):
-    assert found["nodes"] == 2
-    assert len({node for node, _ in found["train"]}) == 2
-    assert sorted(row for _, rows in found["train"] for row in rows) == TRUTH
-    assert all(rows for _, rows in found["train"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rows", "longest"), [("ragged", 20), ("equal", 3)])
-def test_a_batch_of_a_transfer_queue_collates_as_it_is(found, rows, longest):
-    got = found[f"queue, {rows}"]
-    assert got["form"].startswith("TensorDict")
-    assert got["rows"] == [[n, SAMPLES[n]["input_ids"][:longest]] for n in QUEUED]
-    assert "PaddingCollator takes such a batch as it is" in found[f"queue, {rows}, adapter"]
+    transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
+    for name, longest in (("ragged", 20), ("equal", 3)):
+        places, keys = (0, 2, 3, 6), [f"{name} {n}" for n in range(4)]
+        ids = [torch.tensor(SAMPLES[n]["input_ids"][:longest]) for n in places]
+        rows = torch.nested.as_nested_tensor(ids, layout=torch.jagged)
+        fields = TensorDict({"input_ids": rows, "number": torch.tensor(places)}, [4])
+        transfer_queue.kv_batch_put(keys=keys, partition_id="train", fields=fields)
+        batch = transfer_queue.kv_batch_get(keys=keys, partition_id="train")
+        assert rows_back(OURS(batch)) == [[n, SAMPLES[n]["input_ids"][:longest]] for n in places]
+        with pytest.raises(CollateError, match="PaddingCollator takes such a batch as it is"):
+            BatchAdapter(consumer="transformers", needs_mask_2d=True)(batch)
+    transfer_queue.close()

@@ -1,4 +1,4 @@
-"""AReaL 1.0.4: the batches its Megatron engine makes, flat and padded, by its own functions, through `gpt_batch`.
+"""AReaL 1.0.4: the flat batches its Megatron engine makes, by its own functions, through `gpt_batch`.
 
 The packages above those functions ask for launchers and inference servers, so only the files that pack, pad and call the
 model are imported (utils/data.py, engine/megatron_utils/packed_context_parallel.py).
@@ -11,9 +11,9 @@ import types
 
 import pytest
 import torch
-from megatron_world import PAD, TEDotProductAttention, apart, aux_losses, build, loss_and_gradients, samples
+from megatron_world import PAD, TEDotProductAttention, apart, build, loss_and_gradients, samples
 
-from collate_npu import CollateError, PaddingCollator, Segments
+from collate_npu import PaddingCollator, Segments
 from collate_npu.integrations.megatron import gpt_batch, packed_seq_params
 from collate_npu.outputs import per_sequence
 from collate_npu.parallel import ContextParallel
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.usefixtures("cpu")
 
 ALIGN, PAGE = 4, 256
 """tp * cp * 2, and what the whole is padded to (utils/data.py:815)."""
-REST = PAGE - 20
 ROWS = samples(7, 3, 6)
 
 
@@ -58,56 +57,9 @@ def micro_batch(areal, batch):
     return padded, real
 
 
-def padded_inputs(areal):
-    """What a model that takes no packed rows is called with, Qwen3.5's (packed_context_parallel.py:300-410)."""
-    batch, real = micro_batch(areal, rollout())
-    seen = {}
-    model = lambda **inputs: seen.update(inputs) or torch.zeros(*inputs["input_ids"].shape, 1)  # noqa: E731
-    areal.packed.packed_context_parallel_forward(model, batch, use_padded_seq=True)
-    return seen, real
-
-
 def alone(model):
     one = PaddingCollator(pad_token_id=PAD)
     return loss_and_gradients(model, [gpt_batch(one([row]), model) for row in ROWS])[1]
-
-
-def real_tokens(logits, lengths=(7, 3, 6)):
-    return [row[:length] for row, length in zip(logits, lengths)]
-
-
-# --- padded rows
-
-
-def test_padded_rows_are_right_on_local_kernels_where_upstream_they_stop(areal):
-    model, (inputs, _) = build(positions="rope"), padded_inputs(areal)
-    with pytest.raises(RuntimeError, match=r"must match|broadcastable"):
-        model(**inputs)
-    mine, truth = gpt_batch(inputs, model)
-    assert truth == Segments.from_lengths([8, 4, 8, REST])
-    assert apart(real_tokens(model(**mine)), alone(model)) <= 1e-5
-
-
-def test_with_the_real_lengths_routers_count_no_alignment_and_no_page(areal):
-    """AReaL keeps them as `old_cu_seqlens`; a row of padding alone has to be said by `segment_ids`."""
-    inputs, real = padded_inputs(areal)
-    truth = Segments.from_lengths([*real.diff().tolist(), 0], width=inputs["input_ids"].shape[1])
-    told, figures = {**inputs, "segment_ids": truth.ids, "attention_mask": None}, {}
-    one = PaddingCollator(pad_token_id=PAD)(ROWS)
-    labelled = torch.nn.functional.pad(one["labels"], (0, REST - 7, 0, 1), value=-100)
-    for name, batch in {"theirs": inputs, "real": told, "alone": one}.items():
-        model = build(experts=True, positions="rope")
-        mine, found = gpt_batch({"labels": labelled, **batch}, model)
-        aux_losses()
-        loss_and_gradients(model, [(mine, found)])
-        figures[name] = sum(aux_losses().values())
-    assert figures["real"] == pytest.approx(figures["alone"], rel=1e-5)
-    assert figures["theirs"] != pytest.approx(figures["alone"], rel=1e-2)
-    with pytest.raises(CollateError, match=r"(?s)no real token.*carry segment_ids"):
-        gpt_batch({**inputs, "attention_mask": truth.keep}, model)
-
-
-# --- flat rows
 
 
 def test_the_offsets_are_those_that_areal_makes(areal):

@@ -8,7 +8,7 @@ import megatron_bridge_work as work  # first: the stand-ins
 import pytest
 import torch
 from cells import Stack, verdict, worst_of
-from megatron.bridge.training import gpt_step, vlm_step
+from megatron.bridge.training import gpt_step
 from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_params
 from processes import found_by
 
@@ -45,15 +45,6 @@ def test_the_dataset_hands_over_a_mask_of_one_number():
     assert batch["attention_mask"].tolist() == [1]
     with pytest.raises(CollateError, match="attention_mask"):
         segments_from_batch(batch, padding_free=True)
-
-
-def test_packing_in_the_step_cuts_tokens_that_equal_padding():
-    """`pack_sequences_in_batch` (vlm_step.py:90) takes id 0 at the end for padding; what it hands on is read as it says."""
-    rows = torch.tensor([[5, 9, 0, 0], [4, 6, 8, 3]])
-    ones, positions = torch.ones_like(rows), torch.arange(4).repeat(2, 1)
-    tokens, _, _, _, positions, offsets, longest = vlm_step.pack_batch_sequences(rows, rows, ones, None, positions)
-    batch = {"tokens": tokens, "position_ids": positions, "cu_seqlens": offsets, "max_seqlen": longest}
-    assert segments_from_batch(batch, padding_free=True).lengths == ((2, 4),)
 
 
 @pytest.mark.nightly

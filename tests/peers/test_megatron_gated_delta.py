@@ -1,34 +1,32 @@
 """megatron-core 0.19's own Gated DeltaNet on flat rows: its resolver, its permutation, its whole layer.
 
 Real functions and real models on the offsets of `packed_seq_params`, against what the Segments say, on one rank and on two
-Gloo processes. fla's kernels and TransformerEngine's are stand-ins (gated_delta_world.py).
+Gloo processes. fla's kernels and TransformerEngine's are stand-ins (megatron_world.py).
 """
 
-from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from typing import Any
 
 import pytest
 
-try:
-    RELEASE = int(version("megatron-core").split(".")[1])
-except PackageNotFoundError:
-    pytest.skip("megatron-core is not installed", allow_module_level=True)
-if RELEASE < 19:
+if int(version("megatron-core").split(".")[1]) < 19:
     pytest.skip("megatron-core 0.18 is the first whose Gated DeltaNet takes flat rows, and 0.19 cuts them otherwise",
                 allow_module_level=True)  # fmt: skip
 
-import gated_delta_world as world
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net.common import _build_thd_cp_a2a_perm, _GDNBase
-from megatron_world import gaps
+from megatron_world import PAD, gaps, hybrid, loss_and_gradients, samples
 
-from collate_npu import CollateError, Segments
-from collate_npu.integrations.megatron import packed_seq_params
+from collate_npu import CollateError, PaddingCollator, Segments, gather_sequence
+from collate_npu.integrations.megatron import gpt_batch, packed_seq_params
 from collate_npu.integrations.swift import number_sequences
-from collate_npu.parallel import ContextParallel, token_rows
+from collate_npu.outputs import per_sequence
+from collate_npu.parallel import ContextParallel, pad_documents, token_rows
 
+NEEDS = ("megatron",)
 EXACT, WRONG, IMPORTS = 1e-4, 1e-1, 120
 lengths_of = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
@@ -45,21 +43,21 @@ def resolved(params, width, size):
     return sides[0]
 
 
-# --- the fields, and what the layer makes of them
+# --- what the layer makes of the fields
 
 
-def test_the_fields_are_those_that_were_read():
-    """A release with another field is one whose readers nobody looked at."""
-    found = [field.name for field in fields(PackedSeqParams)]
-    old = ["qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"]
-    old += ["max_seqlen_q", "max_seqlen_kv", "local_cp_size", "cp_group", "total_tokens", "seq_idx"]
-    assert found == [*old, "tokens_per_sample", "pad_between_seqs"]
+def shared_out(lengths: list[int], size: int) -> tuple[Segments, ContextParallel]:
+    """The Segments of a flat row whose sequences are padded for so many ranks."""
+    cp = ContextParallel(size, 0).for_documents()
+    row = {"input_ids": torch.zeros(1, sum(lengths), dtype=torch.long)}
+    row["cu_seqlens"] = Segments.from_lengths([lengths]).cu_seqlens
+    return pad_documents(row, cp)[1], cp
 
 
 @given(lengths=lengths_of, size=st.sampled_from([1, 2, 4]))
 @settings(max_examples=60)
 def test_the_layers_sequences_are_those_of_the_segments_with_the_padding_behind_each(lengths, size):
-    truth, cp = world.shared_out(lengths, size)
+    truth, cp = shared_out(lengths, size)
     width = truth.shape[1]
     params = packed_seq_params(truth, context_parallel=cp)
     offsets = resolved(params, width, size)
@@ -73,7 +71,7 @@ def test_the_layers_sequences_are_those_of_the_segments_with_the_padding_behind_
 @given(lengths=lengths_of, size=st.sampled_from([2, 4]))
 @settings(max_examples=60)
 def test_its_permutation_puts_what_the_ranks_hold_back_in_the_order_of_the_row(lengths, size):
-    truth, cp = world.shared_out(lengths, size)
+    truth, cp = shared_out(lengths, size)
     width = truth.shape[1]
     offsets = resolved(packed_seq_params(truth, context_parallel=cp), width, size)
     index, inverse = _build_thd_cp_a2a_perm(offsets, size, width)
@@ -125,55 +123,60 @@ def test_lengths_that_divide_by_the_ranks_and_not_by_twice_as_many_are_refused_a
 # --- the whole model
 
 
-@pytest.fixture(scope="module")
-def cpu():
-    patch = pytest.MonkeyPatch()
-    world.fla_on_cpu(patch)
-    yield
-    patch.undo()
+CASES = {
+    "one-token sequences": ([1, 5, 1, 1, 3, 2], 1),
+    "a tail": ([6, 3, 4], 8),
+    "odd lengths": ([5, 3, 7, 1, 9], 1),
+    "one sequence": ([7], 1),
+}
+"""Lengths, and what the width is padded to."""
+
+
+def flat(case: str) -> dict[str, Any]:
+    lengths, multiple = CASES[case]
+    collate = PaddingCollator(pad_token_id=PAD, padding_free=True, pad_to_multiple_of=multiple)
+    return collate(samples(*lengths))
+
+
+def alone(case: str, model: Any) -> dict[str, Any]:
+    """Each sample by itself, in a batch of one row, on one rank."""
+    one, rank = PaddingCollator(pad_token_id=PAD), ContextParallel(1, 0)
+    runs = [gpt_batch(one([row]), model, context_parallel=rank) for row in samples(*CASES[case][0])]
+    loss, logits, gradients = loss_and_gradients(model, runs)
+    return {"loss": loss, "logits": [x.detach() for x in logits], "gradients": gradients}
+
+
+def run(case: str) -> dict[str, Any]:
+    """The flat row through `gpt_batch` on this rank; logits gathered, loss and gradients summed over the ranks."""
+    model = hybrid()
+    inputs, truth = gpt_batch(flat(case), model, padding_free=True)
+    params = inputs["packed_seq_params"]
+    loss = (model(**inputs) * inputs["loss_mask"]).sum()
+    loss.backward()
+    loss, gradients = loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    logits = model(**{**inputs, "labels": None}).detach()
+    if dist.get_world_size() > 1:
+        cp = ContextParallel.from_megatron().for_documents()
+        logits = gather_sequence(logits, cp, truth, cu_seqlens=params.cu_seqlens_q_padded)
+        for value in (loss, *gradients.values()):
+            dist.all_reduce(value)
+    return {"loss": loss, "logits": per_sequence(logits, truth), "gradients": gradients, "width": truth.shape[1]}
 
 
 @pytest.fixture(scope="module")
 def pool(cpu, ranks):
-    ranks(2)("gated_delta_world.start", seconds=IMPORTS)
+    ranks(2)("megatron_world.start_ranks", seconds=IMPORTS)
     return ranks(2)
 
 
 @pytest.fixture(scope="module")
 def by_itself(cpu):
-    return {case: world.alone(case, world.hybrid()) for case in world.CASES}
+    return {case: alone(case, hybrid()) for case in CASES}
 
 
-@pytest.mark.parametrize("case", world.CASES)
-def test_every_sequence_of_a_flat_row_equals_itself_alone(by_itself, case):
-    apart = gaps(world.run(case), by_itself[case])
-    assert max(apart.values()) <= EXACT, apart
-
-
-@pytest.mark.parametrize("case", world.CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_and_on_two_ranks_with_each_sequence_padded_to_what_they_share_out(pool, by_itself, case):
-    for found in pool("gated_delta_world.run", case, seconds=IMPORTS):
+    for found in pool("test_megatron_gated_delta.run", case, seconds=IMPORTS):
         assert found["width"] % 4 == 0
         apart = gaps(found, by_itself[case])
         assert max(apart.values()) <= EXACT, apart
-
-
-def joined(params):
-    """One sequence for the recurrent layers alone, which read the padded offsets of queries and keys; so does rope."""
-    whole = params.cu_seqlens_q_padded[[0, -1]]
-    params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = params.cu_seqlens_q = params.cu_seqlens_kv = whole
-    params.max_seqlen_q = params.max_seqlen_kv = int(whole[-1])
-
-
-def shifted(params):
-    """Offsets that end where the row does and stand two tokens late: no check of anybody's sees it."""
-    late = params.cu_seqlens_q_padded.clone()
-    late[1:-1] += 1
-    params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = params.cu_seqlens_q = params.cu_seqlens_kv = late
-
-
-@pytest.mark.parametrize("spoil", [joined, shifted])
-def test_it_has_power(by_itself, spoil):
-    apart = gaps(world.run("odd lengths", spoil), by_itself["odd lengths"])
-    assert apart["logits"] > WRONG
-    assert apart["gradients"] > WRONG

@@ -18,7 +18,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch.utils.data import DataLoader, default_collate
 
 from collate_npu import CollateError, PaddingCollator, needs_mask_2d, wrap_collator
-from collate_npu.collate.collators import Layout
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
 from collate_npu.masks import segments_from_batch
 
@@ -89,12 +88,6 @@ def test_documents_are_parted_and_nothing_is_predicted_across_them(indexed, sett
     assert needs_mask_2d("qwen3_next")
     with pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):
         wrap_collator(default_collate, model_type="qwen3_next", consumer="megatron")(rows)
-
-
-def test_renamed_rows_are_parted_by_their_positions_too(indexed):
-    rows = [{"input_ids" if key == "tokens" else key: value for key, value in row.items()} for row in indexed(**PARTED)]
-    found = PaddingCollator(pad_token_id=0, attention_mask="2d", layout=Layout(labels_shifted=True))(rows)
-    assert [*segments_from_batch(found).lengths] == [tuple(ends(row["input_ids"])) for row in rows]
 
 
 def test_the_collator_refuses_tokens_and_says_which_line_works(indexed):

@@ -1,31 +1,21 @@
 """megatron-core 0.16.1 and 0.19.2: several sequences in a row, with dense masks on local kernels, and flat with
 `PackedSeqParams`."""
 
-from contextlib import nullcontext
 from dataclasses import fields, make_dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from megatron_world import PAD, TEDotProductAttention, apart, build, far, loss_and_gradients, packed_rows, samples
+from megatron_world import PAD, TEDotProductAttention, apart, build, far, loss_and_gradients, samples
 
-from collate_npu import CollateError, PaddingCollator, Segments, unpad
-from collate_npu.errors import UnsupportedFormError
-from collate_npu.integrations import megatron
+from collate_npu import CollateError, PaddingCollator, Segments
 from collate_npu.integrations.megatron import gpt_batch, packed_seq_params, takes_places
-from collate_npu.masks import dense
-from collate_npu.parallel import ContextParallel, pad_documents
 
 NEEDS = ("megatron",)
 pytestmark = pytest.mark.usefixtures("cpu")
 
 one = PaddingCollator(pad_token_id=PAD)
 flat = PaddingCollator(pad_token_id=PAD, padding_free=True)
-
-
-@pytest.fixture(scope="module")
-def local(cpu):
-    return build()
 
 
 @pytest.fixture(scope="module", params=["learned_absolute", "rope"])
@@ -41,72 +31,6 @@ def same_as_alone(model, rows, runs):
     assert far(gradients, alone[2]) <= 1e-5
 
 
-# --- dense masks
-
-
-@given(lengths=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=3))
-@settings(max_examples=10, deadline=None)
-def test_packed_rows_equal_samples_alone_in_logits_loss_and_gradients(local, lengths):
-    rows = samples(*(n for row in lengths for n in row))
-    inputs, truth = gpt_batch(packed_rows(rows, lengths), local)
-    assert inputs["position_ids"][truth.keep].tolist() == [i for row in lengths for n in row for i in range(n)]
-    if not any(n > 1 for row in lengths for n in row):
-        return  # nothing to learn, alone or not
-    same_as_alone(local, rows, [(inputs, truth)])
-
-
-def test_the_last_token_of_a_sequence_does_not_learn_the_first_of_the_next(local):
-    """Ids are all different, so a label that crossed would show; upstream's shift has no boundaries."""
-    rows = samples(3, 4)
-    inputs, _ = gpt_batch(packed_rows(rows, [[3, 4]]), local)
-    ids = inputs["input_ids"][0].tolist()
-    assert inputs["labels"][0].tolist() == [*ids[1:3], 0, *ids[4:7], 0]
-    assert inputs["loss_mask"][0].tolist() == [1, 1, 0, 1, 1, 1, 0]
-    crossed = inputs["loss_mask"].clone()
-    crossed[0, 2] = 1
-    learned = {**inputs, "labels": torch.tensor([[*ids[1:7], 0]]), "loss_mask": crossed}
-    truth = Segments.from_lengths([[3, 4]])
-    right, wrong = (loss_and_gradients(local, [(run, truth)]) for run in (inputs, learned))
-    assert far(wrong[2], right[2]) > 1e-2
-
-
-@pytest.mark.parametrize("said_by", ["segment_ids", "position_ids", "attention_mask", "cu_seqlens"])
-def test_whatever_says_where_a_sequence_ends(local, said_by):
-    rows, truth = samples(3, 4), Segments.from_lengths([[3, 4]])
-    batch = packed_rows(rows, [[3, 4]])
-    del batch["segment_ids"]
-    batch[said_by] = {
-        "segment_ids": truth.ids,
-        "position_ids": truth.position_ids,
-        "attention_mask": dense(truth, polarity="masked"),
-        "cu_seqlens": truth.cu_seqlens,
-    }[said_by]
-    inputs, found = gpt_batch(batch, local)
-    assert found == truth
-    assert inputs["loss_mask"][0].tolist() == [1, 1, 0, 1, 1, 1, 0]
-
-
-def test_a_second_loss_mask_is_not_dropped_in_silence(local):
-    batch = packed_rows(samples(3, 4), [[3, 4]])
-    with pytest.raises(CollateError, match="loss_mask: got beside labels"):
-        gpt_batch({**batch, "loss_mask": torch.ones(1, 7)}, local)
-    told = {**batch, "labels": batch["labels"].masked_fill(torch.arange(7) == 1, -100)}
-    assert gpt_batch(told, local)[0]["loss_mask"][0].tolist() == [0, 1, 0, 1, 1, 1, 0]
-
-
-def test_lists_and_arrays_are_read_too(local):
-    batch = packed_rows(samples(3, 4), [[3, 4]])
-    plain = {key: value.tolist() for key, value in batch.items()}
-    expected, found = gpt_batch(batch, local)[0], gpt_batch({**plain, "labels": batch["labels"].numpy()}, local)[0]
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-def test_the_names_of_megatrons_own_dataset(local):
-    with pytest.raises(CollateError, match=r"input_ids: got keys tokens\. .*Rename tokens to input_ids"):
-        gpt_batch({"tokens": torch.ones(1, 3, dtype=torch.long)}, local)
-
-
 # --- flat rows
 
 
@@ -120,51 +44,6 @@ def test_a_flat_row_equals_samples_alone_in_logits_loss_and_gradients(thd, lengt
     assert inputs["attention_mask"] is None
     assert inputs["packed_seq_params"].qkv_format == "thd"
     same_as_alone(thd, rows, [(inputs, truth)])
-
-
-def test_a_flat_row_with_alignment_behind_each_sequence(thd):
-    """As it stands on the ranks of a context-parallel group, here on one."""
-    rows = samples(5, 3, 6)
-    batch, truth = pad_documents(flat(rows), ContextParallel(2, 0).for_documents(), pad_token_id=PAD)
-    kept = {key: batch[key] for key in ("input_ids", "labels", "cu_seqlens", "cu_seqlens_padded")}
-    inputs, found = gpt_batch(kept, thd, padding_free=True)
-    assert found == truth
-    params = inputs["packed_seq_params"]
-    assert params.cu_seqlens_q.tolist() == [0, 5, 8, 14]
-    assert params.cu_seqlens_q_padded.tolist() == [0, 8, 12, 20]
-    assert params.max_seqlen_q == 8
-    same_as_alone(thd, rows, [(inputs, truth)])
-
-
-def test_it_has_power_without_the_offsets_sequences_see_each_other(thd):
-    rows = samples(5, 3, 6)
-    inputs, truth = gpt_batch(flat(rows), thd, padding_free=True)
-    joined = packed_seq_params(Segments.from_lengths([[14]]))
-    right = loss_and_gradients(thd, [(inputs, truth)])
-    wrong = loss_and_gradients(thd, [({**inputs, "packed_seq_params": joined}, truth)])
-    assert apart(wrong[1], right[1]) > 1e-2
-
-
-def test_local_attention_takes_no_offsets_and_the_remedy_works(local):
-    rows = samples(5, 3)
-    with pytest.raises(UnsupportedFormError, match=r"local attention takes no packed_seq_params.*Leave padding_free out"):
-        gpt_batch(flat(rows), local, padding_free=True)
-    same_as_alone(local, rows, [gpt_batch(flat(rows), local)])
-
-
-def test_gated_delta_net_takes_flat_rows_from_0_18_on(thd, monkeypatch):
-    """Its forward says so too, once the row is there (core/ssm/gated_delta_net.py:295 of 0.16.1)."""
-    from megatron.core import package_info
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-
-    theirs = GatedDeltaNet.__module__
-    for module, release, refused in ((theirs, 16, True), (theirs, 18, False), ("mcore_bridge.model", 16, False)):
-        layer = type(GatedDeltaNet.__name__, (torch.nn.Module,), {"__module__": module})()
-        model = torch.nn.ModuleList([thd, layer])
-        model.config = thd.config
-        monkeypatch.setattr(package_info, "MINOR", release)
-        with pytest.raises(UnsupportedFormError, match=r"from 0\.18 on") if refused else nullcontext():
-            gpt_batch(flat(samples(5, 3)), model, padding_free=True)
 
 
 # --- the fields
@@ -185,30 +64,22 @@ def test_every_field_of_the_installed_class():
     assert params.cu_seqlens_q.dtype == params.cu_seqlens_q_padded.dtype == torch.int32
 
 
-def later(monkeypatch, *names):
-    """The class with fields of later releases: 0.17 has total_tokens and seq_idx, 0.19 pad_between_seqs beside them."""
+def test_padding_behind_the_last_sequence_alone_which_transformer_engine_does_not_see(monkeypatch):
+    """It compares offsets without the last one, so that nothing may be left for it to see; 0.19 has a field for it."""
     from megatron.core import packed_seq_params as module
 
-    new = make_dataclass("PackedSeqParams", [(name, object, None) for name in names], bases=(module.PackedSeqParams,))
-    monkeypatch.setattr(module, "PackedSeqParams", new)
-
-
-def test_the_fields_of_0_19(monkeypatch):
-    later(monkeypatch, "total_tokens", "seq_idx", "tokens_per_sample", "pad_between_seqs")
-    params = packed_seq_params(Segments([[1, 1, 1, 0, 2, 2, 0, 0]]))
-    assert (params.total_tokens, params.pad_between_seqs, params.tokens_per_sample) == (8, True, None)
-    assert packed_seq_params(Segments([[1, 1, 1, 2, 2]])).pad_between_seqs is False
-
-
-def test_padding_behind_the_last_sequence_alone_which_transformer_engine_does_not_see(monkeypatch):
-    """It compares offsets without the last one, so that nothing may be left for it to see."""
     tail = Segments([[1, 1, 1, 1, 2, 2, 0, 0]])
     if not hasattr(packed_seq_params(tail), "pad_between_seqs"):
         assert packed_seq_params(tail).cu_seqlens_q.tolist() == [0, 4, 8]
-        later(monkeypatch, "pad_between_seqs")
+        fields = [("pad_between_seqs", object, None)]
+        later = make_dataclass("PackedSeqParams", fields, bases=(module.PackedSeqParams,))
+        monkeypatch.setattr(module, "PackedSeqParams", later)
     params = packed_seq_params(tail)
     assert params.cu_seqlens_q.tolist() == [0, 4, 6]
     assert params.pad_between_seqs is True
+    full = packed_seq_params(Segments([[1, 1, 1, 2, 2]]))
+    assert full.pad_between_seqs is False
+    assert full.cu_seqlens_q is full.cu_seqlens_q_padded, "another object is taken for padding"
 
 
 def test_what_takes_offsets_for_places_gets_physical_ones(thd, monkeypatch):
@@ -224,28 +95,6 @@ def test_what_takes_offsets_for_places_gets_physical_ones(thd, monkeypatch):
         assert params.cu_seqlens_q is params.cu_seqlens_q_padded
 
 
-def test_lengths_that_megatrons_ranks_cannot_share_out(monkeypatch):
-    """Told, or found in `parallel_state`; the remedy works."""
-    truth, two = Segments.from_lengths([[6, 4]]), ContextParallel(2, 0).for_documents()
-    with pytest.raises(CollateError, match=r"(?s)row 0: got 6 places.*2 ranks .*lengths % 4 == 0.*pad_documents"):
-        packed_seq_params(truth, context_parallel=two)
-    monkeypatch.setattr(megatron, "megatron_ranks", lambda: two)
-    with pytest.raises(CollateError, match="2 ranks"):
-        packed_seq_params(truth)
-    batch = {"input_ids": torch.ones(1, 10, dtype=torch.long), "cu_seqlens": truth.cu_seqlens}
-    assert packed_seq_params(pad_documents(batch, two)[1]).cu_seqlens_q_padded.tolist() == [0, 8, 12]
-    assert packed_seq_params(truth, context_parallel=ContextParallel(2, 0, layout="ulysses")).max_seqlen_q == 6
-
-
-@pytest.mark.parametrize("counts", [False, True])
-def test_without_padding_the_offsets_are_one_tensor(counts):
-    """TransformerEngine's main branch takes padded offsets that are another object for padding."""
-    truth = Segments([[1, 1, 1, 0, 2, 2, 0, 0]]) if counts else Segments([[1, 1, 2]])
-    params = packed_seq_params(truth, padding_counts=counts)
-    assert params.cu_seqlens_q is params.cu_seqlens_q_padded
-    assert params.cu_seqlens_kv is params.cu_seqlens_kv_padded
-
-
 @pytest.mark.parametrize(
     ("ids", "what"),
     [
@@ -258,16 +107,3 @@ def test_without_padding_the_offsets_are_one_tensor(counts):
 def test_padding_that_no_offsets_describe(ids, what):
     with pytest.raises(CollateError, match=what):
         packed_seq_params(Segments(ids))
-
-
-def test_the_remedy_for_holes_works(thd):
-    rows, truth = samples(5, 3), Segments([[0, 1, 1, 0, 1, 1, 1, 2, 2, 2]])
-    ids = torch.full(truth.shape, PAD).masked_scatter(
-        truth.keep, torch.tensor([i for row in rows for i in row["input_ids"]])
-    )
-    with pytest.raises(CollateError, match=r"unpad\(\)"):
-        gpt_batch({"input_ids": ids, "segment_ids": truth.ids}, thd, padding_free=True)
-    row = unpad(ids, truth)[None]
-    same_as_alone(
-        thd, rows, [gpt_batch({"input_ids": row, "labels": row, "cu_seqlens": truth.cu_seqlens}, thd, padding_free=True)]
-    )

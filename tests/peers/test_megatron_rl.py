@@ -1,51 +1,145 @@
 """slime, miles, vime, Relax, ROLL, MindSpeed-MM on the real megatron-core: what their batches compute, where ours stops.
 
 Their batches are rebuilt after their sources (rl_batches.py), their loop in small. Megatron's own Gated DeltaNet takes flat
-rows from 0.18 on; the layer of slime's plugins does so on any release. Attention and fla's kernels are stand-ins.
+rows from 0.18 on (`hybrid`); the layer of slime's plugins does so on any release (`plugged`, slime 624b824
+slime_plugins/models/hf_attention.py:93-182, qwen3_next.py:104-175). Attention and fla's kernels are stand-ins.
 """
 
-import sys
-from functools import partial
 from importlib.metadata import version
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import rl_batches as batches
-import rl_world as world
 import torch
-from megatron_world import gaps, gpt
+import torch.distributed as dist
+from megatron_world import HIDDEN, TEDotProductAttention, causal_conv1d, chunk_gated_delta_rule, gaps, gpt, hybrid
+from torch import Tensor, nn
+from torch.nn.functional import softplus
 
-from collate_npu import BatchAdapter, CollateError, Segments
+from collate_npu import CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron, slime
 from collate_npu.integrations.megatron import packed_seq_params
 from collate_npu.integrations.slime import before_log_prob, before_train_step
-from collate_npu.kernels.fusion_attention import reference_fusion_attention, triangle
+from collate_npu.parallel import ContextParallel, gather_sequence, token_rows
+from collate_npu.proof import watch
 
 NEEDS = ("megatron",)
+pytestmark = pytest.mark.usefixtures("cpu")
 EXACT, WRONG, IMPORTS = 1e-4, 1e-1, 120
-LENGTHS = [len(row) for row in world.SAMPLES]
+SAMPLES = [[5, 9, 31, 2, 44, 8, 17], [12, 3, 0, 25], [7, 7, 50, 1, 33, 21, 60, 11, 4], [40, 6]]
+"""Token 0, which pads, is text in one of them."""
+HEADS, D = 4, 8
 NATIVE = int(version("megatron-core").split(".")[1]) >= 18
-KINDS = ("plugged", "native") if NATIVE else ("plugged",)
 needs_native = pytest.mark.skipif(not NATIVE, reason="Gated DeltaNet takes flat rows from megatron-core 0.18 on")
 ARGS = SimpleNamespace(allgather_cp=False, context_parallel_size=1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cpu():
-    with pytest.MonkeyPatch.context() as patch:
-        world.on_a_cpu(patch)
-        yield
+# --- the layer of slime's plugins, and what a batch computes
+
+
+class VarlenGatedDeltaNet(nn.Module):
+    """Called `(hidden_states [1, T, H], cu_seqlens)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunk_gated_delta_rule = chunk_gated_delta_rule
+        self.in_proj = nn.Linear(HIDDEN, 3 * HEADS * D + 2 * HEADS, bias=False)
+        self.conv_weight = nn.Parameter(torch.randn(3 * HEADS * D, 4) / 2)
+        self.out_proj = nn.Linear(HEADS * D, HIDDEN, bias=False)
+
+    def forward(self, hidden_states: Tensor, cu_seqlens: Any = None) -> Tensor:
+        qkv, beta, gate = self.in_proj(hidden_states).split([3 * HEADS * D, HEADS, HEADS], dim=-1)
+        qkv, _ = causal_conv1d(qkv, self.conv_weight, activation="silu", cu_seqlens=cu_seqlens)
+        q, k, v = qkv.unflatten(-1, (3 * HEADS, D)).chunk(3, dim=2)
+        rule = {"g": -softplus(gate) / 16, "beta": beta.sigmoid(), "use_qk_l2norm_in_kernel": True}
+        out, _ = self.chunk_gated_delta_rule(q, k, v, **rule, cu_seqlens=cu_seqlens)
+        return self.out_proj(out.flatten(2))
+
+
+class Attention(nn.Module):
+    """In the place of Megatron's self-attention."""
+
+    def __init__(self, config: Any, *_: Any, pg_collection: Any = None, **__: Any) -> None:
+        super().__init__()
+        self.linear_attn = VarlenGatedDeltaNet()
+
+    def forward(self, hidden_states: Tensor, attention_mask: Any, packed_seq_params: Any = None, **_: Any) -> Any:
+        assert packed_seq_params is not None
+        out = self.linear_attn(hidden_states.transpose(0, 1), cu_seqlens=packed_seq_params.cu_seqlens_q)
+        return out.transpose(0, 1), None
+
+
+def plugged(**changed: Any) -> Any:
+    """The same with the layer of slime's plugins."""
+    model = gpt("aaa", flash=TEDotProductAttention, **changed)
+    torch.manual_seed(1)
+    for n in (0, 2):
+        model.decoder.layers[n].self_attention = Attention(model.config)
+    return model
+
+
+def alone(model: Any) -> dict[str, Any]:
+    """Loss, logits and gradients where each sample is a batch of its own, without any padding."""
+    total, logits = torch.zeros(()), []
+    for row in SAMPLES:
+        inputs = batches.slime([row], multiple=1)
+        out = model(**inputs)
+        total = total + _loss(out, inputs)
+        logits.append(out.detach()[0])
+    total.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": total.detach(), "logits": logits, "gradients": gradients}
+
+
+def _loss(out: Tensor, inputs: dict[str, Any]) -> Tensor:
+    """Minus the log-probability of each response token, as slime's loss.py takes it of the token before."""
+    ids = inputs.get("shifted", inputs["input_ids"].roll(-1, 1))
+    told = out.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
+    return -(told * inputs["loss_mask"]).sum()
+
+
+def together(make: str, untold: bool = False) -> dict[str, Any]:
+    """In each process: this rank's part of a batch through `hybrid`; logits gathered, loss and gradients summed over the
+    ranks, and what watching tells. `untold`: the rule loses its boundaries."""
+    inputs = getattr(batches, make)(SAMPLES, size=dist.get_world_size(), rank=dist.get_rank())
+    model, offsets = hybrid(), inputs["packed_seq_params"].cu_seqlens_q
+    for layer in model.decoder.layers if untold else ():
+        layer.self_attention.gated_delta_rule = _untold
+    cp, offsets = ContextParallel.from_megatron().for_documents(), offsets[: len(SAMPLES) + 1]  # without the tail
+    local = {key: inputs[key][:, : int(offsets[-1]) // cp.size] for key in ("input_ids", "loss_mask")}
+    ids = gather_sequence(local["input_ids"], cp, cu_seqlens=offsets)
+    with watch(say=False) as seen:
+        out = model(**inputs)[:, : local["input_ids"].shape[1]]
+    loss = _loss(out, {**local, "shifted": ids.roll(-1, 1)[:, token_rows(ids.shape[1], cp, offsets)]})
+    loss.backward()
+    loss, gradients = loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for value in (loss, *gradients.values()):
+        dist.all_reduce(value)
+    gathered = gather_sequence(out.detach(), cp, cu_seqlens=offsets)
+    logits = [gathered[0, start : start + len(row)] for start, row in zip(offsets.tolist(), SAMPLES)]
+    told = [*map(str, seen.faults), seen.summary()]
+    return {"loss": loss, "logits": logits, "gradients": gradients, "told": told}
+
+
+def _untold(*args: Any, cu_seqlens: Any = None, **kwargs: Any) -> Any:
+    from megatron.core.ssm.gated_delta_net import gdn
+
+    return gdn.chunk_gated_delta_rule(*args, **kwargs)
+
+
+MODELS = {"plugged": plugged, "hybrid": hybrid} if NATIVE else {"plugged": plugged}
 
 
 @pytest.fixture(scope="module")
 def by_itself(cpu):
-    return {kind: world.alone(getattr(world, kind)()) for kind in KINDS}
+    return alone(hybrid())
 
 
 @pytest.fixture(scope="module")
 def pool(cpu, ranks):
-    ranks(2)("rl_world.start", seconds=IMPORTS)
+    ranks(2)("megatron_world.start_ranks", seconds=IMPORTS)
     return ranks(2)
 
 
@@ -62,31 +156,11 @@ def process(monkeypatch):
 # --- what they hand over is right, on one rank and on two
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("make", "held"), [("slime", None), ("roll_packed", [16] * 4)])
-def test_every_sample_of_their_flat_rows_equals_itself_alone(by_itself, kind, make, held):
-    model = getattr(world, kind)()
-    apart = gaps(world.learned(model, [getattr(batches, make)(world.SAMPLES)], [LENGTHS], held), by_itself[kind])
-    assert max(apart.values()) <= EXACT, apart
-
-
-@needs_native
-@pytest.mark.parametrize("make", ["bshd", "roll_padded"])
-def test_rows_padded_right_are_exact_without_a_word_of_padding(by_itself, make):
-    apart = gaps(world.learned(world.native(), [getattr(batches, make)(world.SAMPLES)], [LENGTHS]), by_itself["native"])
-    assert max(apart.values()) <= EXACT, apart
-
-
-def test_the_plugged_layer_takes_no_padded_rows():
-    with pytest.raises(AssertionError):
-        world.plugged()(**batches.bshd(world.SAMPLES))
-
-
 @needs_native
 @pytest.mark.parametrize("make", ["slime", "roll_packed"])
 def test_and_on_two_ranks_where_the_kernels_of_whole_rows_are_judged(pool, by_itself, make):
-    for found in pool("rl_world.together", make, seconds=IMPORTS):
-        apart = gaps(found, by_itself["native"])
+    for found in pool("test_megatron_rl.together", make, seconds=IMPORTS):
+        apart = gaps(found, by_itself)
         assert max(apart.values()) <= EXACT, apart
         assert len(found["told"]) == 1, found["told"]
         assert "(1 compared with their batch)" in found["told"][0]
@@ -94,34 +168,9 @@ def test_and_on_two_ranks_where_the_kernels_of_whole_rows_are_judged(pool, by_it
 
 @needs_native
 def test_a_rule_that_lost_its_boundaries_is_told_on_two_ranks_too(pool, by_itself):
-    for found in pool("rl_world.together", "slime", True, seconds=IMPORTS):
-        assert gaps(found, by_itself["native"])["logits"] > WRONG
+    for found in pool("test_megatron_rl.together", "slime", True, seconds=IMPORTS):
+        assert gaps(found, by_itself)["logits"] > WRONG
         assert "goes on from another sequence" in found["told"][0]
-
-
-@needs_native
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_mindspeed_mm_drops_its_mask_which_is_exact_padded_right_alone(by_itself, side):
-    """Its Qwen3.5 calls the language model with None (modeling_qwen3_5.py:445-456)."""
-    batch = batches.mindspeed_mm(world.SAMPLES, side=side)
-    adapter = BatchAdapter(needs_mask_2d=True, consumer="mindspeed_mm")
-    with torch.no_grad():
-        out = world.native()(input_ids=batch["input_ids"], position_ids=None, attention_mask=None)
-    found = [row[keep.bool()] for row, keep in zip(out, batch["attention_mask"])]
-    lost = max(float((x - y).abs().max()) for x, y in zip(found, by_itself["native"]["logits"]))
-    if side == "right":
-        assert lost < EXACT
-        assert adapter(batch)["attention_mask"] is None
-    else:
-        assert lost > WRONG
-        with pytest.raises(UnsupportedFormError, match=r"MindSpeed-MM computes plain causal attention.*Pad right"):
-            adapter(batch)
-
-
-def test_rolls_mask_of_two_dimensions_is_refused_by_megatrons_local_attention():
-    """An int64 mask [B, S] goes to `masked_fill_`; TransformerEngine's causal kernels do not look at it."""
-    with pytest.raises(RuntimeError, match="boolean mask"):
-        gpt("aa", flash=None)(**batches.roll_padded(world.SAMPLES))
 
 
 @pytest.mark.parametrize("here", [False, True])
@@ -139,10 +188,10 @@ def test_beside_transformer_engine_npu_offsets_say_where_sequences_stand(monkeyp
 def trained(model, steps=3, micro_batches=2, args=ARGS):
     """The loop of slime's model.py in small: log-probabilities, then steps of some micro-batches each."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    rows = [world.SAMPLES, world.SAMPLES[1:], world.SAMPLES[:1]]
+    rows = [SAMPLES, SAMPLES[1:], SAMPLES[:1]]
     before_log_prob(args, [model], "ref_")
     with torch.no_grad():
-        model(**batches.slime(world.SAMPLES[::-1]))
+        model(**batches.slime(SAMPLES[::-1]))
     for step in range(steps):
         before_train_step(args, 0, step, [model], optimizer, None)
         for n in range(micro_batches):
@@ -151,10 +200,10 @@ def trained(model, steps=3, micro_batches=2, args=ARGS):
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODELS)
 def test_a_right_run_is_told_in_one_line_and_runs_as_it_did(kind, capsys, process):
     plain = torch.nn.Module._call_impl
-    trained(getattr(world, kind)())
+    trained(MODELS[kind]())
     said = capsys.readouterr()
     assert said.err == ""
     assert said.out.count("\n") == 1
@@ -164,7 +213,7 @@ def test_a_right_run_is_told_in_one_line_and_runs_as_it_did(kind, capsys, proces
     assert process.watch.forwards == []
 
 
-class RuleUntold(world.VarlenGatedDeltaNet):
+class RuleUntold(VarlenGatedDeltaNet):
     """slime pull request 1686."""
 
     def forward(self, hidden_states, cu_seqlens=None):
@@ -175,25 +224,10 @@ class RuleUntold(world.VarlenGatedDeltaNet):
             self.chunk_gated_delta_rule = rule
 
     def untold(self, *args, cu_seqlens=None, **kwargs):
-        return world.chunk_gated_delta_rule(*args, **kwargs)
+        return chunk_gated_delta_rule(*args, **kwargs)
 
 
-class ConvolutionUntold(world.VarlenGatedDeltaNet):
-    """LLaMA-Factory pull request 10436, and slime before 1686 turned round."""
-
-    def forward(self, hidden_states, cu_seqlens=None):
-        told, world.causal_conv1d = world.causal_conv1d, partial(untold, world.causal_conv1d)
-        try:
-            return super().forward(hidden_states, cu_seqlens)
-        finally:
-            world.causal_conv1d = told
-
-
-def untold(original, *args, cu_seqlens=None, **kwargs):
-    return original(*args, **kwargs)
-
-
-class Mailbox(world.VarlenGatedDeltaNet):
+class Mailbox(VarlenGatedDeltaNet):
     """miles pull request 2213: boundaries of the first batch are kept for the next ones."""
 
     left = None
@@ -205,23 +239,18 @@ class Mailbox(world.VarlenGatedDeltaNet):
         return super().forward(hidden_states, kept)
 
 
-class LeftOut(world.VarlenGatedDeltaNet):
+class LeftOut(VarlenGatedDeltaNet):
     """miles pull request 2213: a family that was not patched, and said "applied"."""
 
     def forward(self, hidden_states, cu_seqlens=None):
         return super().forward(hidden_states)
 
 
-FAULTS = {
-    RuleUntold: "world.chunk_gated_delta_rule: told nothing",
-    ConvolutionUntold: "world.causal_conv1d: told nothing",
-    Mailbox: r"told \[0, ",
-    LeftOut: "world.causal_conv1d: told nothing",
-}
+FAULTS = {RuleUntold: "chunk_gated_delta_rule: told nothing", Mailbox: r"told \[0, ", LeftOut: "causal_conv1d: told nothing"}
 
 
 def faulty(layer):
-    model = world.plugged()
+    model = plugged()
     for n in (0, 2):
         attention = model.decoder.layers[n].self_attention
         made = layer()
@@ -231,10 +260,7 @@ def faulty(layer):
 
 
 @pytest.mark.parametrize("layer", FAULTS)
-def test_the_faults_of_their_threads_stop_the_first_step(layer, by_itself):
-    batch, model = [batches.slime(world.SAMPLES[::-1]), batches.slime(world.SAMPLES)], faulty(layer)
-    found = world.learned(model, batch, [LENGTHS[::-1], LENGTHS])
-    assert gaps({**found, "logits": found["logits"][4:]}, by_itself["plugged"])["logits"] > WRONG
+def test_the_faults_of_their_threads_stop_the_first_step(layer):
     with pytest.raises(CollateError, match=rf"(?s)decoder.layers.0.*{FAULTS[layer]}.*gpt_batch's inputs on Megatron"):
         trained(faulty(layer))
 
@@ -250,60 +276,5 @@ def test_a_model_in_which_nothing_could_be_seen_is_no_pass(capsys):
 def test_runs_of_a_row_are_refused_where_layers_keep_a_state(monkeypatch):
     args = SimpleNamespace(allgather_cp=True, context_parallel_size=2)
     with pytest.raises(UnsupportedFormError, match=r"GatedDeltaNet takes chunks of a zigzag.*Leave --allgather-cp out"):
-        before_log_prob(args, [world.plugged()], "")
-    before_log_prob(args, [gpt("aa", flash=world.TEDotProductAttention)], "")
-
-
-def test_patches_that_came_too_late_are_told(monkeypatch):
-    monkeypatch.setattr(slime, "start_problem", lambda: "its adaptor ran too late")
-    with pytest.raises(CollateError, match="ran too late"):
-        before_log_prob(ARGS, [world.plugged()], "")
-
-
-# --- vime on an NPU: its own forward of Megatron's local attention (vime eafbbc2 npu_attention_patch.py:11-66)
-
-
-@pytest.fixture
-def vime(monkeypatch):
-    npu = ModuleType("torch_npu")
-
-    def npu_fusion_attention(*args, pse=None, padding_mask=None, **kwargs):
-        return reference_fusion_attention(*args, **kwargs)
-
-    npu.npu_fusion_attention = npu_fusion_attention
-    monkeypatch.setitem(sys.modules, "torch_npu", npu)
-
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **_):
-        flat, mode = packed_seq_params is not None, getattr(self.config, "sparse_mode", 0)
-        heads = query.shape[1 if flat else 2]
-        ends = packed_seq_params.cu_seqlens_q.tolist() if flat else None
-        q, k, v = (x if flat else x.flatten(2) for x in (query, key, value))
-        out = npu.npu_fusion_attention(
-            q, k, v, heads, "TND" if flat else "SBH", atten_mask=triangle() if mode else attention_mask,
-            scale=self.softmax_scale, pre_tockens=65536, next_tockens=0, keep_prob=1.0, inner_precise=0, sparse_mode=mode,
-            actual_seq_qlen=ends, actual_seq_kvlen=ends,
-        )[0]  # fmt: skip
-        return out.flatten(1) if flat else out
-
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    monkeypatch.setattr(DotProductAttention, "forward", forward)
-
-
-@pytest.mark.parametrize("make", ["slime", "bshd"])
-def test_vimes_attention_looks_ahead_where_nothing_sets_a_mode(vime, make):
-    """None stays None under mode 0; with the triangle and mode 2 the same batch is right."""
-    model, batch = gpt("aa", flash=None), getattr(batches, make)(world.SAMPLES)
-    model.config.sparse_mode = 2
-    before_log_prob(ARGS, [model], "")
-    with torch.no_grad():
-        truth = [model(**batches.bshd([row], multiple=len(row)))[0] for row in world.SAMPLES]
-        assert off(model(**batch), truth) < EXACT
-    model.config.sparse_mode = 0
-    with pytest.raises(CollateError, match=r"none-is-full.*full attention, the future included"):
-        model(**batch)
-    assert off(model(**batch), truth) > WRONG
-
-
-def off(out, truth):
-    return max(float((x - y).detach().abs().max()) for x, y in zip(world.samples_of(out, LENGTHS), truth))
+        before_log_prob(args, [plugged()], "")
+    before_log_prob(args, [gpt("aa", flash=TEDotProductAttention)], "")

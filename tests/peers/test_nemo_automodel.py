@@ -1,4 +1,5 @@
-"""NeMo Automodel 0.7.0: `automodel config.yaml` on a CPU, and what its collators and its THD conversion hand on.
+"""NeMo Automodel 0.7.0: `automodel config.yaml` on a CPU; what its collators and its THD conversion
+hand on is read in tests/producers.
 
 Automodel's own packing (`packed_sequence_size`) asks for FlashAttention; here the packs are made beforehand by the same
 functions and collated by the same collators. `model.own` is Automodel's own implementation, on sdpa.
@@ -6,19 +7,20 @@ functions and collated by the same collators. `model.own` is Automodel's own imp
 
 import pytest
 import torch
-from cells import PAD, Stack, of_job, samples, verdict
+from cells import Stack, of_job, samples, verdict
 from processes import found_by, saved_model
+from rotation import part
 
-from collate_npu import BatchAdapter, CollateError
+from collate_npu import CollateError
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.testing import tiny_model
 
 NEEDS = ("nemo_automodel",)
 
 STACK = Stack("NeMo Automodel", ("nemo-automodel", "transformers"), "peers_nemo")
 LINE = "adapt(part) for each of recipe.model_parts"
-FAMILIES = ["qwen3", "qwen3_next", "qwen3_5_text", "gemma3_text"]
-OWN = ["qwen3_next.own", "qwen3_5_text.own", "qwen3_moe.own"]
+FAMILIES = ["qwen3", "qwen3_next", *part(("qwen3_5_text", "gemma3_text"), 1)]
+OWN = part(("qwen3_next.own", "qwen3_5_text.own", "qwen3_moe.own"), 1)
+HYBRIDS = ("qwen3_next", "qwen3_5_text")
 ADAPTED = "adapt(part, consumer='transformers') for each of recipe.model_parts"
 SETTINGS = {"padded right": "right", "padded left": "left", "packed": "thd"}
 MORE = [
@@ -54,16 +56,16 @@ def test_its_cell(runs, family, layout):
     STACK.tell(name, layout, alone=of_job(own), ours=of_job(ours), line=line)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_its_cells_of_context_parallel(tmp_path):
     """Two ranks: hybrids are refused before a step; attention gets as far as torch's ring, which a CPU has no kernel for."""
-    jobs = [f"{family} cp own" for family in FAMILIES] + [f"{family} cp ours" for family in FAMILIES[1:3]]
+    jobs = [f"{family} cp own" for family in FAMILIES] + [f"{family} cp ours" for family in FAMILIES if family in HYBRIDS]
     for family in FAMILIES:
         saved_model(tmp_path, family)
     found = found_by("nemo_work", tmp_path, tmp_path, *jobs, ranks=2)[0]
     for family in FAMILIES:
         own = verdict(refused=found[f"{family} cp own"]["refused"])
-        if family in FAMILIES[1:3]:
+        if family in HYBRIDS:
             assert "not supported for hybrid model" in own["why"]
             STACK.tell(family, "context parallel", alone=own, ours=of_job(found[f"{family} cp ours"]), line=LINE)
         else:
@@ -96,52 +98,6 @@ def test_each_sequence_as_alone(runs, job, own, ours):
 
 def row(ids):
     return {"input_ids": ids, "labels": [*ids[1:], -100]}
-
-
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_thd_packs(multiple):
-    from nemo_automodel.components.datasets.llm.packed_sequence import pack_dataset
-    from nemo_automodel.components.datasets.utils import packed_sequence_thd_collater
-    from nemo_automodel.components.distributed.thd_utils import process_input_for_thd
-
-    packs = pack_dataset([row(ids) for ids in samples()], None, 28, padding_idx=PAD, pad_to_multiple_of=multiple)
-    batch = packed_sequence_thd_collater(list(packs))
-    assert (batch["seq_lens"] == -1000).any()
-    segments = segments_from_batch(batch)
-    assert segments.lengths == ((7, 16, 4), (11,)) if multiple == 1 else ((7, 16), (4, 11))
-    flat = process_input_for_thd(batch, padding_token_id=PAD)  # what its own models take: no rows left
-    given = {key: value[None] for key, value in flat.items() if key in ("input_ids", "position_ids")}
-    given |= {key: value for key, value in flat.items() if "seqlen" in key}
-    found = segments_from_batch(given, padding_free=True)
-    assert found.shape == (1, 56)
-    assert torch.equal(found.keep[0] | flat["padding_mask"], torch.ones(56, dtype=torch.bool))
-
-
-@pytest.mark.parametrize("kind", ["block_causal", "document_ids", "flash_varlen"])
-@pytest.mark.parametrize("size", [24, 40])
-def test_neat_packs(kind, size):
-    from nemo_automodel.components.datasets.llm.neat_packing import neat_pack_dataset
-    from nemo_automodel.components.datasets.utils import neat_packed_collater
-    from nemo_automodel.components.models.common.packing import PackingCapabilities
-
-    packs = list(neat_pack_dataset(_Table(row(ids) for ids in samples()), "train", size, padding_idx=PAD))
-    batch = neat_packed_collater(packs, packing=PackingCapabilities(kind))
-    lengths = ((16, 4), (11, 7)) if size == 24 else ((16, 11, 7, 4),)
-    assert segments_from_batch(batch).lengths == lengths
-    native = neat_packed_collater(packs, packing=PackingCapabilities(kind, requires_packed_sequence_metadata=True))
-    if len(packs) > 1:  # offsets of each row, for Automodel's own layers
-        with pytest.raises(CollateError, match="carry segment_ids"):
-            segments_from_batch(native)
-        native.pop("cu_seqlens")
-    if kind != "flash_varlen" or len(packs) > 1:
-        assert segments_from_batch(native).lengths == lengths
-    adapter = BatchAdapter(tiny_model("qwen3", vocab_size=120))
-    out = adapter({key: value for key, value in batch.items() if key != "labels"})
-    assert "_packed_seq_ids" not in out
-
-
-class _Table(list):
-    """Without splits."""
 
 
 def test_rows_padded_by_the_tokenizer_or_not():

@@ -2,9 +2,8 @@
 
 import fla_interpreted  # first
 import pytest
-import swift_packing
+import swift_world
 from swift.model.models import qwen
-from swift_world import VOCABULARY
 
 from collate_npu.integrations import swift
 from collate_npu.testing import tiny_model
@@ -14,14 +13,14 @@ NEEDS = ("fla", "triton", "swift")
 
 @pytest.mark.long
 def test_its_trainer_on_a_flat_row_without_our_plugin_and_with_it():
-    model = tiny_model("qwen3_5_text", vocab_size=VOCABULARY)
-    wanted = swift_packing.alone(model)
+    model = tiny_model("qwen3_5_text", vocab_size=swift_world.VOCABULARY)
+    wanted = swift_world.alone(model)
     qwen._patch_qwen3_5_linear_attention_sequence_parallel()
     fla_interpreted.count_in_triton()
-    assert swift_packing.apart(swift_packing.trained(model), wanted) < 1e-4
+    assert swift_world.apart(swift_world.trained(model), wanted) < 1e-4
     swift.install(trainers=False)
     try:
-        assert swift_packing.apart(swift_packing.trained(model), wanted) < 1e-4
+        assert swift_world.apart(swift_world.trained(model), wanted) < 1e-4
         assert qwen.causal_conv1d.__module__.startswith("fla.")
     finally:
         swift.uninstall()

@@ -1,18 +1,17 @@
 """ms-swift 4.6.0 on its transformers backend: what its real template sends is right for recurrent models, or refused."""
 
 import pytest
-import swift_packing
 import torch
 from cells import Stack, verdict
 from swift.model.models import qwen
-from swift_world import LENGTHS, VOCABULARY, samples, template
+from swift_world import LENGTHS, VOCABULARY, alone, apart, samples, template, trained
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from collate_npu import BatchAdapter, CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import swift
-from collate_npu.integrations.swift import check_batch
+from collate_npu.integrations.swift import check_collated
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 from collate_npu.testing import tiny_model
 
@@ -27,7 +26,7 @@ def logits(model, batch):
         return model(**read).logits
 
 
-def alone(model, *lengths):
+def logits_alone(model, *lengths):
     return [logits(model, {"input_ids": torch.tensor([row["input_ids"]])})[0] for row in samples(*lengths)]
 
 
@@ -62,11 +61,11 @@ def loaded(request, monkeypatch):
 def test_its_trainer_on_flat_rows(family, layout):
     """Logits, loss and gradient. It packs Qwen3.5 itself where fla's kernels are, and raises where not."""
     model, found = tiny_model(family, vocab_size=VOCABULARY), {}
-    wanted, forwards = swift_packing.alone(model), {type(module): type(module).forward for module in model.modules()}
+    wanted, forwards = alone(model), {type(module): type(module).forward for module in model.modules()}
     for who in ("alone", "ours"):
         try:
             swift.install(trainers=False) if who == "ours" else None
-            found[who] = verdict(swift_packing.apart(swift_packing.trained(model), wanted))
+            found[who] = verdict(apart(trained(model), wanted))
         except (CollateError, ImportError) as error:
             found[who] = verdict(refused=f"{type(error).__name__}: {error}")
         finally:
@@ -80,10 +79,8 @@ def test_its_trainer_on_flat_rows(family, layout):
 @pytest.mark.usefixtures("installed")
 def test_its_trainer_on_flat_rows_with_workers_and_checkpointing():
     model = tiny_model("qwen3_next", vocab_size=VOCABULARY)
-    wanted = swift_packing.alone(model)
-    assert swift_packing.apart(
-        swift_packing.trained(model, dataloader_num_workers=2, gradient_checkpointing=True), wanted
-    ) == pytest.approx(0, abs=1e-4)
+    wanted = alone(model)
+    assert apart(trained(model, dataloader_num_workers=2, gradient_checkpointing=True), wanted) == pytest.approx(0, abs=1e-4)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -92,7 +89,7 @@ def test_its_trainer_on_flat_rows_with_workers_and_checkpointing():
 def test_its_padded_batches_are_what_our_adapter_makes_and_each_sample_is_as_alone(family, implementation, side):
     model, found = tiny_model(family, vocab_size=VOCABULARY, attn_implementation=implementation), {}
     model.config.use_cache = False  # as its trainer sets it (trainers/mixin.py:972)
-    truth, wanted = Segments.from_lengths(LENGTHS, side=side).keep, alone(model, *LENGTHS)
+    truth, wanted = Segments.from_lengths(LENGTHS, side=side).keep, logits_alone(model, *LENGTHS)
     for who in ("alone", "ours"):
         try:
             swift.install() if who == "ours" else None
@@ -140,24 +137,7 @@ def test_a_multimodal_flat_row_is_told_by_its_text_positions(lengths):
     batch = {"input_ids": torch.ones(1, 12, dtype=torch.long), "position_ids": torch.zeros(3, 1, 12, dtype=torch.long)}
     batch["text_position_ids"] = text
     if len(lengths) == 1:
-        check_batch(made, batch)
+        check_collated(made, batch)
     else:
         with pytest.raises(UnsupportedFormError, match="where a kernel is missing, whatever its config says"):
-            check_batch(made, batch)
-
-
-@pytest.mark.usefixtures("installed")
-def test_batches_that_nobody_trains_on_are_let_through():
-    made = template(transformers="qwen3_next", padding_free=True)
-    made.set_mode("transformers")  # its name for inference
-    assert made.data_collator(samples(7, 5))["input_ids"].shape == (1, 12)
-
-
-@pytest.mark.usefixtures("installed")
-def test_pairs_of_a_preference_are_checked_too():
-    made = template(transformers="qwen3_next", padding_free=True)
-    made.set_mode("rlhf")
-    (row,) = samples(5)
-    pair = {f"{name}_{key}": value for name in ("chosen", "rejected") for key, value in row.items()}
-    with pytest.raises(UnsupportedFormError, match="where a kernel is missing, whatever its config says"):
-        made.data_collator([pair])
+            check_collated(made, batch)

@@ -1,30 +1,31 @@
-"""torchtitan 0.3.0: our masks beside its own, its real debug models on a CPU versus each sample alone, and pipeline stages.
+"""torchtitan 0.3.0: our masks beside its own, its real debug models on a CPU versus each sample alone, and
+what a dataloader gives its trainer.
 
 Beside the compiled FlexAttention, which has no backward on a CPU, the kernels are `titan_kernels`': what is shown is that
-masks and offsets arrive and keep documents apart, not what a card computes. Its llama4 is in `test_torchtitan_llama4`.
-
-Tests named `test_upstream_*` pin a limit of torchtitan itself: one that goes red says that it changed.
+masks and offsets arrive and keep documents apart, not what a card computes.
 """
 
+import pickle
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import strategies
 import titan_kernels
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
+from rotation import part
 from titan_kernels import LAYERS, TEXT_ALONE, config_of
 from torch import nn
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
-from torch.nn.functional import cross_entropy
 from torchtitan.models.common import attention
 
-from collate_npu import CollateError, Pattern, Segments
+from collate_npu import CollateError, PaddingCollator, Pattern, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import torchtitan
+from collate_npu.integrations.torchtitan import TitanCollator, trainer_batch
 from collate_npu.masks import dense
-from collate_npu.outputs import shift_labels
 
 NEEDS = ("torchtitan",)
 PATTERNS = ["causal", Pattern.sliding(3), Pattern.chunked(3)]
@@ -35,7 +36,7 @@ ROWS = {
     "between": Segments.from_ids(torch.tensor([[0, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 2, 2, 2, 2, 0], [0] * 7 + [1] * 9])),
 }
 EXACT = 1e-5
-FAMILIES = ("llama3", "deepseek_v3", "gpt_oss", "muse_glimmer", "qwen3", "qwen3_5")
+FAMILIES = ("qwen3", "qwen3_5", "gpt_oss", *part(("llama3", "deepseek_v3", "muse_glimmer"), 1))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,7 +51,6 @@ def kernels():
         titan_kernels.with_fla() as patch,
         torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True, **shapes),
     ):
-        patch.setattr(attention, "varlen_attn", titan_kernels.dense_varlen_attention)
         patch.setattr("spmd_types.assert_type", lambda *_: None)  # no mesh to check types against
         titan_kernels.float32_experts(patch)
         yield
@@ -69,20 +69,13 @@ def tokens_of(segments):
 # --- masks and offsets beside torchtitan's own
 
 
-@st.composite
-def rows_of_ids(draw, holes=True):
-    """Rows of documents with padding before, between and after them, and, where asked, holes inside."""
-    rows = []
-    for _ in range(draw(st.integers(1, 3))):
-        row = [0] * draw(st.integers(0, 3))
-        for number in range(1, draw(st.integers(1, 3)) + 1):
-            row += [number] * draw(st.integers(1, 5))
-            if holes and draw(st.booleans()):
-                row += [0, number]
-            row += [0] * draw(st.integers(0, 2))
-        rows.append(row)
-    width = max(map(len, rows))
-    return Segments.from_ids(torch.tensor([row + [0] * (width - len(row)) for row in rows]))
+def parted(rows):
+    """Rows of documents with padding before, between and after them, from `(padding, length)` of each."""
+    ids = [[n for k, (gap, length) in enumerate(row, 1) for n in [0] * gap + [k] * length] for row in rows]
+    return Segments.from_ids([row + [0] * (max(map(len, ids)) - len(row)) for row in ids])
+
+
+DOCUMENTS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), min_size=1, max_size=3)
 
 
 def attends(predicate, B, S):
@@ -91,7 +84,7 @@ def attends(predicate, B, S):
     return predicate(b, torch.zeros_like(b), q, k)
 
 
-@given(rows_of_ids(), st.sampled_from([*PATTERNS, "bidirectional", Pattern.prefix(2)]))
+@given(strategies.free(width=12), st.sampled_from([*PATTERNS, "bidirectional", Pattern.prefix(2)]))
 @settings(max_examples=60)
 def test_real_queries_see_the_pattern_and_padding_sees_itself(segments, pattern):
     seen = attends(torchtitan.get_attention_masks(segments, pattern, compiled=False).mask_mod, *segments.shape)
@@ -104,9 +97,8 @@ def test_real_queries_see_the_pattern_and_padding_sees_itself(segments, pattern)
     assert not padding.triu(1).any()
 
 
-@pytest.mark.parametrize("block_size", [64, 128])
-def test_the_compiled_mask_is_the_same_and_its_blocks_are_the_models(block_size):
-    segments = Segments.from_lengths([[70, 90], [200]], 256, "left")
+def test_the_compiled_mask_is_the_same_and_its_blocks_are_the_models():
+    block_size, segments = 64, Segments.from_lengths([[70, 90], [200]], 256, "left")
     tables = ("kv_num_blocks", "full_kv_num_blocks", "kv_indices", "full_kv_indices", "q_num_blocks", "q_indices")
     for pattern in PATTERNS:
         one, other = (
@@ -116,7 +108,7 @@ def test_the_compiled_mask_is_the_same_and_its_blocks_are_the_models(block_size)
         assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in tables)
 
 
-@given(rows_of_ids(holes=False))
+@given(st.lists(DOCUMENTS, min_size=1, max_size=3).map(parted))
 @settings(max_examples=60)
 def test_torchtitan_makes_the_same_masks_and_offsets_of_our_positions(segments):
     """Host offsets too, which Qwen3.5's Gated DeltaNet demands."""
@@ -140,14 +132,6 @@ def test_torchtitan_makes_the_same_masks_and_offsets_of_our_positions(segments):
     assert (found.cu_seq_q.dtype, found[2:]) == (own.cu_seq_q.dtype, own[2:])
 
 
-def test_offsets_count_padding_as_documents_and_holes_have_none():
-    segments = Segments.from_ids(torch.tensor([[0, 1, 1, 2, 0, 0], [0, 1, 1, 1, 1, 1]]))
-    assert torchtitan.varlen_metadata(segments).cu_seq_q_host == (0, 1, 3, 4, 6, 7, 12)
-    assert torchtitan.positions(segments).tolist() == [[0, 0, 1, 0, 0, 1], [0, 0, 1, 2, 3, 4]]
-    with pytest.raises(UnsupportedFormError, match="row 1: got holes"):
-        torchtitan.varlen_metadata(Segments.from_keep(torch.tensor([[1, 1, 1], [1, 0, 1]])))
-
-
 # --- the real models
 
 
@@ -163,10 +147,6 @@ def model(family):
 
 def layers_of(family, model):
     return LAYERS.get(family) or torchtitan.layers_of(model)
-
-
-def extra(family):
-    return TEXT_ALONE if family == "qwen3_5" else {}
 
 
 @torch.no_grad()
@@ -187,26 +167,18 @@ def gap(found, expected):
 
 @pytest.mark.parametrize("where", ROWS)
 def test_logits_are_those_of_the_trainers_own_masks_and_of_each_sample_alone(family, model, where, dense_kernel):
-    """And without documents, or in a family of two kinds without its windows, they are not."""
     segments, layers = ROWS[where], layers_of(family, model)
     tokens, keep = tokens_of(segments), segments.keep
     titan_kernels.RECEIVED.clear()
     ours = logits(model, tokens, segments, layers)
-    received, kinds = list(titan_kernels.RECEIVED), 2 if family in LAYERS else 1
-    assert len({int(mask.sum()) for mask in received}) == kinds
-    assert len(received) == (1 if family == "qwen3_5" else 2)
+    assert len({int(mask.sum()) for mask in titan_kernels.RECEIVED}) == (2 if family in LAYERS else 1)
     own = model.get_attention_masks(torchtitan.positions(segments))
     assert torch.equal(ours[keep], logits(model, tokens, segments, layers, own)[keep])
-    truth = alone(model, tokens, segments, layers)
-    assert gap(ours[keep], truth) <= EXACT
-    assert gap(logits(model, tokens, Segments.from_lengths([[16], [16]]), layers)[keep], truth) > 0.05
-    if kinds == 2:
-        assert gap(logits(model, tokens, segments, dict.fromkeys(layers, "causal"))[keep], truth) > 0.05
+    assert gap(ours[keep], alone(model, tokens, segments, layers)) <= EXACT
 
 
 @pytest.mark.parametrize("family", ["qwen3"], scope="module")
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("where", ["right", "left", "between"])
+@pytest.mark.parametrize(("where", "pattern"), part([*product(ROWS, PATTERNS)], 2))
 def test_the_compiled_flex_attention_computes_each_document_alone(family, model, where, pattern):
     segments = ROWS[where]
     tokens = tokens_of(segments)
@@ -215,32 +187,6 @@ def test_the_compiled_flex_attention_computes_each_document_alone(family, model,
     with pytest.MonkeyPatch.context() as patch:  # each length of its own would be compiled anew
         patch.setattr(attention.FlexAttention, "_compiled_flex_attn", staticmethod(titan_kernels.dense_flex_attention))
         assert gap(found[segments.keep], alone(model, tokens, segments, pattern)) <= EXACT
-
-
-@pytest.mark.parametrize("family", ["qwen3"], scope="module")
-def test_another_batch_of_the_same_shape_compiles_nothing(family, model):
-    def forward(lengths, side):
-        segments = Segments.from_lengths(lengths, 128, side)
-        logits(model, torch.ones(2, 128, dtype=torch.int64), segments, Pattern.sliding(5), compiled=True)
-
-    forward([[30, 40], [99]], "right")
-    torch._dynamo.utils.counters.clear()
-    forward([[3, 7, 60], [5]], "left")
-    assert not torch._dynamo.utils.counters["stats"]
-
-
-@pytest.mark.parametrize("family", ["llama3", "deepseek_v3"])
-@pytest.mark.parametrize("where", ["left", "packed"])
-def test_offsets_in_the_place_of_masks(family, where):
-    """VarlenAttention computes in bfloat16."""
-    model = titan_kernels.built(config_of(family, "varlen"))
-    layers, segments = torchtitan.layers_of(model), ROWS[where]
-    assert layers == "varlen"
-    tokens = tokens_of(segments)
-    ours = logits(model, tokens, segments, layers)
-    own = model.get_attention_masks(torchtitan.positions(segments))
-    assert torch.equal(ours, logits(model, tokens, segments, layers, own))
-    assert gap(ours[segments.keep], alone(model, tokens, segments, layers)) <= 0.02
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"], scope="module")
@@ -258,18 +204,6 @@ def test_layers_are_read_off_the_model(family, model):
     assert set(ours) == set(theirs)
     assert ours["deltanet"].cu_seq_q_host == theirs["deltanet"].cu_seq_q_host
     assert torch.equal(ours["quadratic_attention"].kv_indices, theirs["quadratic_attention"].kv_indices)
-
-
-def test_scaled_dot_product_attention_takes_no_mask():
-    """torchtitan's trainer gives its backend `sdpa` no mask, padded or packed (trainer.py:737-751): ours names no layers."""
-    config = config_of("llama3", "flex")
-    for layer in config.layers:
-        layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
-    model = titan_kernels.built(config)
-    with pytest.raises(UnsupportedFormError, match="or take none"):
-        torchtitan.layers_of(model)
-    with pytest.raises(ValueError, match="does not support attention_masks"):
-        logits(model, tokens_of(ROWS["packed"]), ROWS["packed"], "causal")
 
 
 # --- masks in the forward of a part, behind torch's own pipeline schedule
@@ -293,49 +227,8 @@ def hooked(dense_kernel):
         handle.remove()
 
 
-def samples_of(segments, rows=slice(None)):
-    pairs = zip(tokens_of(segments).tolist()[rows], segments.ids.tolist()[rows])
-    return [{"input_ids": ids, "attention_mask": numbers} for ids, numbers in pairs]
-
-
 def masks_of(model, segments):
     return torchtitan.get_attention_masks(segments, torchtitan.layers_of(model), compiled=False)
-
-
-def summed(logits, labels):
-    return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-
-
-def test_a_schedule_cuts_our_batch_into_right_micro_batches(family, model, tmp_path, hooked):
-    """torchtitan's own cut into stages, torch's own schedule on the whole batch; each micro-batch's loss, and gradients."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.pipelining import ScheduleInterleaved1F1B
-    from torchtitan.distributed.pipeline_parallel import _pipeline_module_split
-
-    segments = HOLE if family == "qwen3" else TWO  # a window counts the places of a hole
-    labels = shift_labels(tokens_of(segments).masked_fill(~segments.keep, -100), segments)
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
-        names = [["vision_encoder", "tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]
-        stages, parts = _pipeline_module_split(model, mesh, "Interleaved1F1B", torch.device("cpu"), names)
-        for part in parts:
-            hooked(part, LAYERS.get(family))
-        schedule = ScheduleInterleaved1F1B(stages, n_microbatches=2, loss_fn=summed, scale_grads=False)
-        losses: list[Any] = []
-        schedule.step(tokens_of(segments), target=labels, losses=losses, segment_ids=segments.ids, **extra(family))
-    finally:
-        dist.destroy_process_group()
-
-    weights = dict(model.state_dict())
-    for n, rows in enumerate((slice(0, 2), slice(2, 4))):
-        loss, _ = titan_kernels.alone(model.config, weights, samples_of(segments, rows))
-        assert losses[n].item() / int((labels[rows] != -100).sum()) == pytest.approx(loss, abs=2e-5)
-    _, expected = titan_kernels.alone(model.config, weights, samples_of(segments))
-    found = {name: weight.grad for part in parts for name, weight in part.named_parameters()}
-    total = int((labels != -100).sum())
-    for name, gradient in expected.items():
-        assert torch.allclose(found[name] / total, gradient, atol=2e-6), name
 
 
 @pytest.mark.parametrize("family", ["qwen3_5"], scope="module")
@@ -405,18 +298,34 @@ def test_a_stage_of_distributed_tokens_takes_the_masks_of_its_rows():
             part(tokens, attention_masks=masks)
 
 
-def test_upstream_reads_a_mask_of_more_rows_from_its_first():
-    """Without an error (compiled on a CPU it ends the process); a mask of another width it refuses itself."""
-    from torch.nn.attention.flex_attention import flex_attention
+# --- what a dataloader gives its trainer
 
-    segments = Segments.from_lengths([[128], [128], [40], [9]], 128, "left")
-    pick = (slice(None), slice(2), slice(2, None))
-    mask, first, last = (
-        torchtitan.get_attention_masks(Segments.from_ids(segments.ids[rows]), compiled=False) for rows in pick
-    )
-    rows = torch.randn(2, 1, 128, 16, generator=torch.Generator().manual_seed(0))
-    found, of_first, of_last = (flex_attention(rows, rows, rows, block_mask=one) for one in (mask, first, last))
-    assert torch.equal(found, of_first)
-    assert gap(found, of_last) > 0.1
-    with pytest.raises(ValueError, match="larger length"):
-        flex_attention(rows[:, :, 64:], rows, rows, block_mask=first)
+INNER = PaddingCollator(pad_token_id=0, padding_side="left", attention_mask="2d")
+BARE = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8, 9, 1, 2, 3], "labels": [8, 9, 1, 2, 3]}]
+HOLES = {"input_ids": [4, 5, 0, 6, 7, 8], "labels": [4, 5, 0, 6, 7, 8], "attention_mask": [1, 1, 0, 1, 2, 2]}
+
+
+def test_rows_of_the_collator_and_holes_which_segment_ids_alone_tell():
+    collator = pickle.loads(pickle.dumps(TitanCollator(INNER, extra={"special_tokens": {"image_id": 3}})))
+    input_dict, labels = collator(BARE)
+    assert input_dict.pop("special_tokens") == {"image_id": 3}
+    assert {key: value.tolist() for key, value in input_dict.items()} == {
+        "input": [[0, 0, 5, 6, 7], [8, 9, 1, 2, 3]],
+        "positions": [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]],
+    }
+    assert labels.tolist() == [[-100, -100, 6, 7, -100], [9, 1, 2, 3, -100]]
+    with pytest.raises(UnsupportedFormError, match=r"(?s)row 0: got holes.*segment_ids=True"):
+        TitanCollator(INNER)([HOLES])
+    input_dict, labels = TitanCollator(INNER, segment_ids=True)([HOLES])
+    assert input_dict["segment_ids"].tolist() == [[1, 1, 0, 1, 2, 2]]
+    assert input_dict["positions"].tolist() == [[0, 1, 0, 2, 0, 1]]
+    assert labels.tolist() == [[5, -100, -100, -100, 8, -100]]
+
+
+def test_what_the_model_would_be_called_with_is_refused_and_so_are_missing_labels():
+    with pytest.raises(UnsupportedFormError, match=r"(?s)got loss_scale.*extra="):
+        TitanCollator(INNER)([{**row, "loss_scale": [1.0] * len(row["input_ids"])} for row in BARE])
+    batch = {"input_ids": torch.tensor([[5, 6, 0]]), "attention_mask": torch.tensor([[1, 1, 0]])}
+    with pytest.raises(CollateError, match=r"labels: got NoneType.*carry labels"):
+        trainer_batch(batch)
+    assert trainer_batch({**batch, "shift_labels": torch.tensor([[6, 7, 9]])})[1].tolist() == [[6, 7, -100]]

@@ -102,26 +102,8 @@ def test_chunks_and_global_layers_are_those_of_each_sample_alone(model, where):
     assert error(model, tokens, segments, joined) > 0.05, "chunks change nothing here"
 
 
-@pytest.mark.parametrize("where", ["one a row", "right", "packed on chunks"])
-def test_logits_are_those_of_the_trainers_own_masks(model, where):
-    segments = ROWS[where]
-    tokens = tokens_of(segments)
-    found, own = logits(model, tokens, segments), own_logits(model, tokens, segments)
-    if segments.keep.all():
-        assert torch.equal(found, own)
-    else:  # what its experts compute for padding is other, and they round by how many tokens they get
-        assert float((found - own)[segments.keep].abs().max()) <= 1e-5
-
-
 def test_upstream_counts_chunks_from_the_rows_start(model):
     """A packed document that begins inside a chunk is cut elsewhere than alone (models/attention.py:218-246)."""
     segments = ROWS["packed"]
     tokens = tokens_of(segments)
     assert error(model, tokens, segments, own_logits(model, tokens, segments)) > 0.05
-
-
-def test_each_kind_of_layer_receives_its_own_mask(model):
-    segments = ROWS["packed"]
-    titan_kernels.RECEIVED.clear()
-    logits(model, tokens_of(segments), segments)
-    assert [int(mask.sum()) for mask in titan_kernels.RECEIVED] == [15 + 66 + 28 + 21 + 6, 11 + 26 + 16 + 13 + 6]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -108,17 +109,17 @@ def trained(model, layout, folder, *, ours):
         return step(trainer, physical_offsets(layout))
 
 
-@pytest.mark.parametrize("layout", ["padded right", "padded left", "packed"])
-@pytest.mark.parametrize("family", FAMILIES)
+def cells_of(*layouts):
+    """Kernels that take boundaries stand beside families whose layers keep a state."""
+    cells = [*product(FAMILIES, layouts), *product(RECURRENT, ["packed, kernels there"])]
+    return pytest.mark.parametrize(("family", "layout"), cells)
+
+
+@cells_of("padded right", "padded left", "packed")
 def test_transformers_trainer(family, layout, tmp_path):
     line = "adapt(model); wrap_collator(theirs, model=model, padding_free=True)"
     line = line if layout.startswith("packed") else "wrap_collator(theirs, model=model)"
     TRAINER.tell(family, layout, **both(trained, family, layout, tmp_path), line=line)
-
-
-@pytest.mark.parametrize("family", RECURRENT)
-def test_transformers_trainer_where_kernels_take_boundaries(family, tmp_path):
-    test_transformers_trainer(family, "packed, kernels there", tmp_path)
 
 
 @pytest.mark.long
@@ -141,12 +142,6 @@ def tuned(model, layout, folder, *, ours):
         return step(trainer, physical_offsets(layout))
 
 
-@pytest.mark.parametrize("layout", ["padded right", "packed"])
-@pytest.mark.parametrize("family", FAMILIES)
+@cells_of("padded right", "packed")
 def test_trl(family, layout, tmp_path):
     TRL.tell(family, layout, **both(tuned, family, layout, tmp_path), line="adapt(trainer.model)")
-
-
-@pytest.mark.parametrize("family", RECURRENT)
-def test_trl_where_kernels_take_boundaries(family, tmp_path):
-    test_trl(family, "packed, kernels there", tmp_path)

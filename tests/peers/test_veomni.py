@@ -1,27 +1,42 @@
 """VeOmni 0.1.12: its collator, its models and `train.py config.yaml` on two ranks, with `adapt(trainer.base.model)`.
 
-Its recurrent and flash kernels are stand-ins that go sequence by sequence (veomni_cpu.py); which offsets they are told, and
-by whom, is VeOmni's. The truth is transformers' own model on each sequence alone.
+A CPU enters by the doors that VeOmni leaves open: its registry of kernels, which takes other backends
+(ops/kernel_registry.py), and the slot under its flash attention (ops/kernels/attention/flash.py:34-38). Its recurrent and
+flash kernels go sequence by sequence; which offsets they are told, and by whom, is VeOmni's. Stand-ins: a package
+`flash_attn` that is only looked for, Gloo for its card's backend, and a name for the device. The truth is transformers' own
+model on each sequence alone.
+
+`python test_veomni.py OUT.json FOLDER JOB...` is a rank of the trainer, FSDP2 on Gloo; a job is "model attention setting
+own|ours". `ours` is one line of the user's train.py, between its trainer and its training.
 """
 
 import json
-from functools import cache
+import os
+import sys
+import traceback
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
-import veomni_cpu
+import yaml
 from cells import Stack, samples, verdict
-from processes import found_by
+from processes import found_by, saved_model
 from transformers import AutoModelForCausalLM
+from veomni.arguments import parse_args
 from veomni.arguments.arguments_types import OpsImplementationConfig
 from veomni.data.data_collator import MainCollator
 from veomni.models import build_foundation_model
+from veomni.ops.kernel_registry import KERNEL_REGISTRY, HardwareRequirement, KernelSpec
+from veomni.ops.kernels.attention import flash
+from veomni.trainer.text_trainer import TextTrainer, VeOmniArguments
 
 from collate_npu import CollateError, adapt
 from collate_npu.consumers import transformers
-from collate_npu.testing import byte_tokenizer, tiny_model
+from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
+from collate_npu.testing import byte_tokenizer
 
 NEEDS = ("veomni",)
 
@@ -29,7 +44,51 @@ STACK = Stack("VeOmni", ("veomni", "transformers"), "peers_veomni")
 LINE = "adapt(trainer.base.model)"
 PADDED = "VeOmni packs every batch into one row"
 FLASH = "flash_attention_2"
-RIGHT, WRONG = 1e-4, 0.05
+WRONG = 0.05
+
+sys.modules["flash_attn"] = looked_for = ModuleType("flash_attn")
+looked_for.flash_attn_func = looked_for.flash_attn_varlen_func = lambda *args, **kwargs: args
+CARD = {"get_device_name": "A CPU", "empty_cache": None, "memory_stats": {"num_alloc_retries": 0}}
+CARD |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "max_memory_reserved"), 0)
+for name, answer in CARD.items():
+    setattr(torch.cpu, name, lambda *_, answer=answer: answer)
+
+
+def convolution(x, weight, bias, activation, seq_idx, backend, cu_seqlens):
+    return reference_causal_conv1d(x, weight, bias, activation=activation, cu_seqlens=cu_seqlens), None
+
+
+def delta_rule(*args, cu_seqlens, **kwargs):
+    return reference_gated_delta_rule(*args, cu_seqlens=cu_seqlens, **kwargs)
+
+
+def attention(query, key, value, attention_mask, *, cu_seq_lens_q, softmax_scale, sliding_window=None, **kwargs):
+    """Sequence by sequence, as a kernel with offsets goes: `[1, T, heads, size]`."""
+    assert attention_mask is None or bool(attention_mask.all())
+    groups, outs = query.shape[2] // key.shape[2], []
+    for start, end in pairwise(cu_seq_lens_q.tolist()):
+        q, k, v = (x[:, start:end].transpose(1, 2) for x in (query, key, value))
+        near = torch.ones(end - start, end - start, dtype=torch.bool).tril().triu(1 - (sliding_window or end))
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=near, scale=softmax_scale)
+        outs.append(out.transpose(1, 2))
+    return torch.cat(outs, 1)
+
+
+flash._flash_attention_forward = attention
+for op, kernel in (("causal_conv1d", convolution), ("chunk_gated_delta_rule", delta_rule)):
+    KERNEL_REGISTRY.register(
+        KernelSpec("reference", op, "standard", lambda kernel=kernel: kernel, HardwareRequirement(device_type="any"))
+    )
+
+EAGER = ("cross_entropy_loss", "rms_norm", "swiglu_mlp", "rotary_pos_emb", "rms_norm_gated", "load_balancing_loss")
+
+
+def kernels(attention):
+    """`model.ops_implementation` of its YAML."""
+    ours = {f"{name}_implementation": "reference" for name in ("causal_conv1d", "chunk_gated_delta_rule")}
+    eager = {f"{name}_implementation": "eager" for name in EAGER}
+    return {"attn_implementation": attention, "moe_implementation": "eager", **ours, **eager}
 
 
 @pytest.fixture(scope="module")
@@ -38,22 +97,14 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("veomni")
     if not dist.is_initialized():  # it leaves models of other ranks empty, and without a rank this is one
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-    @cache
-    def path(name):
-        tokenizer, where = byte_tokenizer(), folder / name
-        tiny_model(name, vocab_size=len(tokenizer)).save_pretrained(where)
-        tokenizer.save_pretrained(where)
-        return str(where)
-
-    yield path
+    yield lambda name: saved_model(folder, name)
     dist.destroy_process_group()
 
 
 def built(path, attention):
     """As its trainer builds it, and transformers' model of the same weights."""
-    kernels = OpsImplementationConfig(**veomni_cpu.kernels(attention))
-    model = build_foundation_model(path, path, torch_dtype="float32", init_device="cpu", ops_implementation=kernels)
+    chosen = OpsImplementationConfig(**kernels(attention))
+    model = build_foundation_model(path, path, torch_dtype="float32", init_device="cpu", ops_implementation=chosen)
     return model.eval(), AutoModelForCausalLM.from_pretrained(path).eval()
 
 
@@ -146,10 +197,7 @@ def test_cells(saved, family, attention):
 # --- the trainer
 
 TEXTS = ["1 a short one", "2 and another that is longer", "3 three", "4 four four"] * 2
-PAIRS = [{"prompt": text, "chosen": text[::-1], "rejected": " no"} for text in TEXTS]
 JOBS = [f"qwen3_5_text {FLASH} {rest}" for rest in ("tail ours", "ulysses own", "ulysses ours")]
-DPO = [f"qwen3_5_text {FLASH} {setting} ours" for setting in ("dpo", "dpo-ulysses")]
-DPO += ["qwen3 sdpa dpo ours", "qwen3 sdpa dpo own"]
 NEXT = [f"qwen3_next sdpa {rest}" for rest in ("packed own", "packed ours", "single ours", "single own")]
 
 
@@ -157,14 +205,13 @@ NEXT = [f"qwen3_next sdpa {rest}" for rest in ("packed own", "packed ours", "sin
 def trained(saved, tmp_path_factory):
     """What each job saw, by rank. VeOmni has no Qwen3-Next of its own: MODELING_BACKEND=hf runs transformers'."""
     folder, found = Path(saved("qwen3")).parent, {}
-    for name, rows in (("data", [{"content_split": text} for text in TEXTS]), ("pairs", PAIRS)):
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    for job in (*JOBS, *DPO, *NEXT):
+    (folder / "data.jsonl").write_text("\n".join(json.dumps({"content_split": text}) for text in TEXTS), encoding="utf-8")
+    for job in (*JOBS, *NEXT):
         saved(job.split()[0])
-    for jobs, backend in (((*JOBS, *DPO), {}), (NEXT, {"MODELING_BACKEND": "hf"})):
+    for jobs, backend in ((JOBS, {}), (NEXT, {"MODELING_BACKEND": "hf"})):
         out = tmp_path_factory.mktemp("trained")
-        found_by("veomni_work", out, folder, *jobs, variants=(backend,), ranks=2)
-        ranks = [torch.load(out / f"veomni_work-0.json.{rank}.pt", weights_only=False) for rank in range(2)]
+        found_by("test_veomni", out, folder, *jobs, variants=(backend,), ranks=2)
+        ranks = [torch.load(out / f"test_veomni-0.json.{rank}.pt", weights_only=False) for rank in range(2)]
         found |= {job: [rank[job] for rank in ranks] for job in jobs}
     return found
 
@@ -201,23 +248,8 @@ def errors(trained, saved, job):
 @pytest.mark.parametrize("job", [*JOBS, "qwen3_next sdpa single ours"])
 def test_train_py_on_two_ranks(trained, saved, job):
     told, count = errors(trained, saved, job)
-    print(job, told, count, trained[job][0]["told"][:2])
     assert told["verdict"] == "right"
     assert count >= 3
-
-
-@pytest.mark.parametrize("job", DPO)
-def test_its_dpo_on_two_ranks(trained, saved, job):
-    """Chosen and rejected are two sequences of one row; a batch gives the sum of each one's log-probabilities."""
-    model, encode, truth = AutoModelForCausalLM.from_pretrained(saved(job.split()[0])).eval(), byte_tokenizer().encode, []
-    for pair in PAIRS[:4]:
-        rows = [encode(pair["prompt"] + pair[key]) for key in ("chosen", "rejected")]
-        truth.append([float(row[len(encode(pair["prompt"])) - 1 :].sum()) for row in alone(model, rows)])
-    found = torch.cat([torch.stack(sums, 1) for rank in trained[job] for sums in rank["seen"]])
-    error = float((found[:, None] - torch.tensor(truth)).abs().amax(-1).amin(-1).max())
-    print(job, error, found.shape)
-    assert trained[job][0]["refused"] == ""
-    assert error > WRONG if job.endswith("own") else error < 1e-3
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
@@ -233,3 +265,60 @@ def test_cells_of_the_trainer(trained, saved, family):
 @pytest.mark.parametrize("layout", ["padded right", "padded left"])
 def test_cells_that_it_never_makes(layout):
     STACK.tell("qwen3_5_text", layout, alone=verdict(not_run=PADDED), ours=verdict(not_run=PADDED), line=LINE)
+
+
+# --- a rank of the trainer
+
+SETTINGS = {"packed": {}, "tail": {"pad_to_length": True}, "ulysses": {"ulysses_size": 2}}
+SETTINGS["single"] = {"dyn_bsz": False, "max_steps": 4}
+
+
+def config(folder, model, attention, *, pad_to_length=False, ulysses_size=1, dyn_bsz=True, max_steps=1):
+    told_kernels = kernels(attention)
+    data = {"train_path": str(folder / "data.jsonl"), "data_type": "plaintext", "text_keys": "content_split"}
+    data |= {"max_seq_len": 64, "train_size": 256, "dyn_bsz_buffer_size": 4}
+    data |= {"dataloader": {"num_workers": 0, "pin_memory": False, "drop_last": False}}
+    whole = dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), "float32")
+    parallel = {"ulysses_size": ulysses_size, "fsdp_config": {"fsdp_mode": "fsdp2", "mixed_precision": whole}}
+    train = {"accelerator": parallel, "init_device": "meta", "micro_batch_size": 1, "global_batch_size": 2}
+    train |= {"num_train_epochs": 1, "max_steps": max_steps, "pad_to_length": pad_to_length, "dyn_bsz": dyn_bsz}
+    train |= {"gradient_checkpointing": {"enable": False}, "wandb": {"enable": False}, "optimizer": {"lr": 0.0}}
+    train |= {"checkpoint": {"output_dir": str(folder / "out"), "save_steps": 0, "save_epochs": 0, "save_hf_weights": False}}
+    named = {"model_path": str(folder / model), "tokenizer_path": str(folder / model), "ops_implementation": told_kernels}
+    path = folder / f"{model}-{os.environ['RANK']}.yaml"
+    path.write_text(yaml.safe_dump({"model": named, "data": data, "train": train}), encoding="utf-8")
+    return str(path)
+
+
+def run(folder, model, attention, setting, who):
+    seen, refused = [], ""
+    sys.argv = ["train.py", config(folder, model, attention, **SETTINGS[setting])]
+    trainer = TextTrainer(parse_args(VeOmniArguments))
+    if who == "ours":
+        adapt(trainer.base.model)
+
+    def note(module, args, kwargs, output):
+        seen.append((kwargs["input_ids"][0].tolist(), output.logits.detach().view(-1, output.logits.shape[-1])))
+
+    trainer.base.model.register_forward_hook(note, with_kwargs=True)
+    try:
+        trainer.train()
+    except (CollateError, RuntimeError) as error:
+        refused = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+        trainer.base.destroy_distributed()
+    return {"seen": seen, "refused": refused}
+
+
+if __name__ == "__main__":
+    out, folder, *jobs = sys.argv[1:]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    found = {}
+    for n, job in enumerate(jobs):
+        store = dist.FileStore(f"{os.environ['STORE']}-{n}", size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        found[job] = run(Path(folder), *job.split())
+    torch.save(found, f"{out}.{rank}.pt")
+    Path(out).write_text("null", encoding="utf-8")
+    os._exit(0)  # a trainer that refused leaves threads of its data behind

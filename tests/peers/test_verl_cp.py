@@ -22,14 +22,9 @@ LAYOUTS |= {"padded right": (1, ("bshd",))} if NEWEST else {}  # test_verl
 
 
 def model_of(kinds):
-    if NEWEST:
-        from gated_delta_world import KINDS, hybrid
+    from megatron_world import TEDotProductAttention, gpt, hybrid
 
-        if kinds == KINDS:
-            return hybrid()
-    from megatron_world import TEDotProductAttention, gpt
-
-    return gpt(kinds, flash=TEDotProductAttention)
+    return hybrid(kinds) if NEWEST and "g" in kinds else gpt(kinds, flash=TEDotProductAttention)
 
 
 def learned(model, rows):
@@ -47,7 +42,7 @@ def learned(model, rows):
 def on_ranks(kinds, ranks, formats, ours):
     """In each of two processes: what verl's forward gives, against each row alone."""
     import torch.distributed as dist
-    from megatron_world import apart, far, on_cpu
+    from megatron_world import apart, far, on_cpu, regroup
     from verl.models.mcore import registry, util
     from verl_models import PAD, alone, config, jagged
 
@@ -56,13 +51,9 @@ def on_ranks(kinds, ranks, formats, ours):
     patch = pytest.MonkeyPatch()
     util.is_npu_available = True
     on_cpu(patch)
-    if NEWEST:
-        from gated_delta_world import fla_on_cpu
-
-        fla_on_cpu(patch)
     try:
         engine.install() if ours else None
-        shared(ranks)
+        regroup(context_parallel_size=ranks)
         runs, forward = [], registry.get_mcore_engine_forward_fn(config())
         for data_format in formats:
             model, given = model_of(kinds), {"vision_model": False, "pad_token_id": PAD, "data_format": data_format}
@@ -73,18 +64,11 @@ def on_ranks(kinds, ranks, formats, ours):
         engine.uninstall()
     for grad in (grad for _, told in runs for grad in told.values() if ranks > 1):
         dist.all_reduce(grad)
-    shared(1)
+    regroup(context_parallel_size=1)
     model = model_of(kinds)
     wanted, gradient = learned(model, alone(model, jagged()))
     patch.undo()
     return {"refused": "", "error": max(max(apart(rows, wanted), far(told, gradient)) for rows, told in runs)}
-
-
-def shared(ranks):
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(context_parallel_size=ranks)
 
 
 @pytest.mark.nightly

@@ -3,14 +3,21 @@
 Beside transformers 5.9.0, which its `cpu`, `vllm` and `sglang` extras pin. verl puts forwards of its own into qwen3_5 (with
 a vision tower), whose recurrent layers then keep sequences apart without a kernel. On a CPU, with sdpa and recurrent layers
 in torch; no card, no flash attention.
+
+`python test_verl_fsdp.py OUT.json FOLDER JOB...` is a rank: what its engine hands to the model, and what comes out. A job is
+"family alone|ours override,override...", as for `python -m verl.trainer.main_ppo`; `ours` is one more of them: the plugin,
+which runs `install_fsdp`.
 """
+
+import os
 
 import pytest
 import torch
-from cells import Stack
-from processes import found_by, saved_model
+from cells import PAD, Stack, samples
+from processes import found_by, process_group, run_jobs, saved_model
 from rotation import part
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from collate_npu.consumers.probe import make_honest
 from collate_npu.testing import tiny_config
@@ -20,7 +27,7 @@ pytestmark = pytest.mark.long("two ranks of FSDP")
 
 STACK = Stack("verl FSDP", ("verl", "transformers"), "peers_misc")
 FAMILIES = ("qwen3_next", "qwen3", "qwen3_5", *part(("qwen3_5_text", "lfm2"), 1))
-SETTINGS = {
+LAYOUTS = {
     "padded right": "actor_rollout_ref.model.use_remove_padding=false",
     "packed": "actor_rollout_ref.actor.strategy=fsdp",  # as it is configured without a word
     "context parallel": "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
@@ -29,9 +36,8 @@ FSDP2 = "actor_rollout_ref.actor.strategy=fsdp2"
 LORA = "actor_rollout_ref.model.lora_rank=4,actor_rollout_ref.model.target_modules=[q_proj]"
 LINE = "actor_rollout_ref.model.external_lib=collate_npu.integrations.verl.plugin"
 WHO = ("alone", "ours")  # in this order: a plugin stays in its process
-JOBS = [f"{family} {who} {words}" for who in WHO for family in FAMILIES for words in SETTINGS.values()]
+JOBS = [f"{family} {who} {words}" for who in WHO for family in FAMILIES for words in LAYOUTS.values()]
 JOBS += [f"qwen3_next ours {FSDP2}", f"qwen3_next ours {LORA}"]
-JOBS.insert(0, f"qwen3_next alone {FSDP2}")
 RIGHT, WRONG = 1e-5, 0.05
 
 
@@ -51,10 +57,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    return found_by("verl_work", folder, folder, *JOBS, ranks=2)[0]
+    return found_by("test_verl_fsdp", folder, folder, *JOBS, ranks=2)[0]
 
 
-@pytest.mark.parametrize("words", [SETTINGS["packed"], FSDP2, LORA])
+@pytest.mark.parametrize("words", [LAYOUTS["packed"], FSDP2, LORA])
 def test_with_the_plugin_a_hybrid_gets_padded_rows_and_each_sequence_is_as_alone(runs, words):
     found = runs[f"qwen3_next ours {words}"]
     print(found["seen"][0], *(found.get(key) for key in ("log_probs", "entropy", "gradient")))
@@ -66,21 +72,15 @@ def test_with_the_plugin_a_hybrid_gets_padded_rows_and_each_sequence_is_as_alone
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_plain_attention_keeps_its_flat_row(runs, family):
     """Without the plugin every model gets one, and the states of hybrids, or qwen3_5's attention, run on in silence."""
-    own, ours = (runs[f"{family} {who} {SETTINGS['packed']}"] for who in WHO)
+    own, ours = (runs[f"{family} {who} {LAYOUTS['packed']}"] for who in WHO)
     assert own["seen"][0]["input_ids"] == [1, 11]
     assert (own["log_probs"] > WRONG and own["gradient"] > WRONG) == (family != "qwen3")
     assert ours["seen"][0]["input_ids"] == ([1, 11] if family == "qwen3" else [2, 7])
     assert max(ours[key] for key in ("log_probs", "entropy", "gradient")) < RIGHT
 
 
-def test_fsdp2_without_the_plugin_is_as_wrong(runs):
-    found = runs[f"qwen3_next alone {FSDP2}"]
-    assert found["log_probs"] > WRONG
-    assert found["gradient"] > WRONG
-
-
 def test_shared_rows_are_refused_where_layers_would_lose_what_other_ranks_hold(runs):
-    hybrid, plain = (runs[f"{family} ours {SETTINGS['context parallel']}"]["refused"] for family in ("qwen3_next", "qwen3"))
+    hybrid, plain = (runs[f"{family} ours {LAYOUTS['context parallel']}"]["refused"] for family in ("qwen3_next", "qwen3"))
     assert "recurrent layers would run on one rank's shard" in hybrid
     assert "verl's Ulysses gathers the row inside flash attention alone" in plain
 
@@ -100,7 +100,7 @@ def test_cells(runs, folder, family, layout):
             return "padding of prompts is taken out before the engine (workers/utils/padding.py left_right_2_no_padding)"
 
         def run(rows):
-            found = runs[f"{family} {who} {SETTINGS[layout]}"]
+            found = runs[f"{family} {who} {LAYOUTS[layout]}"]
             if found["refused"]:
                 raise RuntimeError(found["refused"])
             return found["answers"]
@@ -109,3 +109,136 @@ def test_cells(runs, folder, family, layout):
 
     own, ours = STACK.cell(family, layout, truth=truth, alone=told("alone"), ours=told("ours"), line=LINE)
     print(own, ours)
+
+
+# --- a rank
+
+SETTINGS = (
+    "+actor_rollout_ref.model.load_tokenizer=false", "actor_rollout_ref.actor.use_torch_compile=false",
+    "+actor_rollout_ref.model.override_config.attn_implementation=sdpa", "actor_rollout_ref.actor.use_dynamic_bsz=false",
+    "actor_rollout_ref.actor.fsdp_config.use_torch_compile=false",
+    "actor_rollout_ref.actor.fsdp_config.use_orig_params=true",
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2", "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=false",
+)  # fmt: skip
+
+
+def config_of(path, *words):
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", [f"actor_rollout_ref.model.path={path}", *SETTINGS, *words])
+
+
+def worker(path, words):
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    worker = ActorRolloutRefWorker(config_of(path, *words).actor_rollout_ref, role="actor")
+    worker.init_model()
+    return worker
+
+
+def jagged(rows):
+    return torch.nested.as_nested_tensor([torch.as_tensor(row) for row in rows], layout=torch.jagged)
+
+
+def batch(rows):
+    """As the trainer's TensorDict reaches a worker (trainer/ppo/v1/agent_loop_tq.py:180-201)."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+
+    fields = {"input_ids": rows, "position_ids": [range(len(row)) for row in rows], "prompts": [row[:2] for row in rows]}
+    fields |= {"responses": [row[2:] for row in rows], "response_mask": [[1] * (len(row) - 2) for row in rows]}
+    fields["loss_mask"] = [[0] + [1] * (len(row) - 1) for row in rows]
+    data = TensorDict({key: jagged([list(row) for row in value]) for key, value in fields.items()}, batch_size=len(rows))
+    tu.assign_non_tensor(data, temperature=1.0, calculate_entropy=True, compute_loss=False, pad_token_id=PAD)
+    return data
+
+
+def grads(worker, data):
+    """The gradient of verl's own loss for fine-tuning, before any step, of all ranks together."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.losses import sft_loss
+
+    engine = worker.actor.engine
+    keys = {"use_remove_padding": worker.actor.model_config.use_remove_padding, "use_dynamic_bsz": False}
+    tu.assign_non_tensor(data, micro_batch_size_per_gpu=2, **keys)
+    with engine.train_mode(zero_grad_on_exit=False):
+        loss = engine.forward_backward_batch(data, lambda **given: sft_loss(None, **given), forward_only=False)["loss"]
+        whole = FullyShardedDataParallel.summon_full_params
+        module, fsdp1 = engine.module, isinstance(engine.module, FullyShardedDataParallel)
+        if not fsdp1:
+            return loss, {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.grad is not None}
+        with whole(module, with_grads=True):
+            named = {name.replace("_fsdp_wrapped_module.", ""): p.grad for name, p in module.named_parameters()}
+            return loss, {name: grad.clone() for name, grad in named.items() if grad is not None}
+
+
+def alone(path, rows):
+    from verl.utils.model import get_hf_auto_model_class
+
+    cls = get_hf_auto_model_class(AutoConfig.from_pretrained(path))  # with a vision tower where the type has one
+    model = cls.from_pretrained(path, attn_implementation="sdpa").float()
+    model.gradient_checkpointing_enable()
+    told, loss = [], 0.0
+    for row in rows:
+        ids = torch.tensor([row])
+        log = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+        told.append({"log_probs": log[:-1].gather(1, ids[0, 1:, None])[:, 0], "entropy": -(log.exp() * log).sum(-1)})
+        loss = loss - told[-1]["log_probs"].sum() / (sum(map(len, rows)) - len(rows))
+    loss.backward()
+    return told, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def received(worker):
+    """What the model below the wrappers gets."""
+    seen = []
+
+    def note(module, args, kwargs):
+        seen.append({key: list(value.shape) for key, value in kwargs.items() if isinstance(value, torch.Tensor)})
+
+    base = next(module for module in worker.actor.engine.module.modules() if hasattr(module, "lm_head"))
+    base.register_forward_pre_hook(note, with_kwargs=True)
+    return seen
+
+
+def engine(folder, family, who, words=""):
+    path, (rank, size) = saved_model(folder, family), (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    rows, shared = samples(), "ulysses" in words
+    mine = rows if shared else rows[rank::size]  # ranks that share out a row have the same ones
+    try:
+        made = worker(path, [*filter(None, words.split(",")), *([LINE] if who == "ours" else [])])
+        seen = received(made)
+        out = made.compute_log_prob(batch(mine))
+        _, found = grads(made, batch(mine))
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {error}"}
+    truth, wanted = alone(path, rows)
+    off = {"log_probs": 0.0, "entropy": 0.0}
+    rated = truth if shared else truth[rank::size]
+    for n, want in enumerate(rated if out is not None else []):  # of ranks that share a row the first one answers
+        off["log_probs"] = max(off["log_probs"], float((out["log_probs"][n][:-1] - want["log_probs"]).abs().max()))
+        off["entropy"] = max(off["entropy"], float((out["entropy"][n] - want["entropy"]).abs().max()))
+    if "lora" not in words:
+        assert set(found) == set(wanted), set(found) ^ set(wanted)
+        off["gradient"] = max(
+            float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-6)) for name in wanted
+        )
+    told = [None] * size
+    rows_out = [] if out is None else [row[:-1].tolist() for row in out["log_probs"].unbind()]
+    torch.distributed.all_gather_object(told, (off, rows_out, seen))
+    worst = {key: max(each[0][key] for each in told) for key in off}
+    answers = told[0][1] if shared else [told[n % size][1][n // size] for n in range(len(rows))]
+    return {"refused": "", "seen": told[0][2], **worst, "answers": answers}
+
+
+if __name__ == "__main__":
+    os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    from verl_cpu import registered
+
+    registered()
+    process_group()
+    run_jobs(engine)

@@ -1,41 +1,74 @@
-"""verl 0.9.1's processes: who installs ours in each of them and when, Ray's workers, and rows through TransferQueue."""
+"""verl 0.9.1's processes: who installs ours in each of them, and when."""
 
 import json
 import os
-import secrets
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from processes import found_by
 
-NEEDS = ("verl", "megatron", "ray", "transfer_queue")
+NEEDS = ("verl", "megatron")
 
 PLUGIN = "collate_npu.integrations.verl.plugin"
-HERE = Path(__file__).parent
-SHARED = {
-    "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)]),
-    "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32),
-}  # fmt: skip
+PATH = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
 
 
-def started(*arguments, **variables):
+def started(code, **variables):
     environment = {name: value for name, value in os.environ.items() if name != "VERL_USE_EXTERNAL_MODULES"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, *arguments], env={**environment, **SHARED, **variables}, **pipes)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], env={**environment, "PYTHONPATH": PATH, **variables}, **pipes)
 
 
 def printed(process):
-    out, error = process.communicate(timeout=300)
+    out, error = process.communicate(timeout=600)
     assert process.returncode == 0, out[-2000:] + error[-4000:]
     return out.splitlines()
 
 
+# --- what a fresh process has of verl's Megatron functions: `wraps` leaves `__wrapped__` on ours
+
+
+def ours() -> dict[str, Any]:
+    """Of a name taken by itself first, and of verl's modules."""
+    from verl.models.mcore.util import preprocess_bshd_engine as taken_first
+
+    first = _TAKEN.setdefault("first", taken_first)
+    return {"taken first": hasattr(first, "__wrapped__"), "ours": [hasattr(each, "__wrapped__") for each in _functions()]}
+
+
+_TAKEN: dict[str, Any] = {}
+
+
+def _functions() -> list[Any]:
+    from verl.models.mcore import model_forward, registry, util
+
+    return [
+        model_forward.preprocess_bshd_engine, registry.model_forward_gen, registry.gptmodel_forward_model_engine,
+        util.postprocess_bshd_engine, registry.fused_forward_model_engine,
+    ]  # fmt: skip
+
+
+def afterwards() -> list[bool]:
+    """The same of two, when ours is uninstalled."""
+    from collate_npu.integrations import verl as engine
+
+    engine.uninstall()
+    return [hasattr(each, "__wrapped__") for each in _functions()[:2]]
+
+
+def asked() -> bool:
+    """In a spawned process: is ours in place as soon as verl's Megatron functions can be taken?"""
+    import verl  # noqa: F401
+    from verl.models.mcore.registry import get_mcore_engine_forward_fn
+
+    return hasattr(get_mcore_engine_forward_fn(type("Config", (), {"architectures": ["Qwen3ForCausalLM"]})), "__wrapped__")
+
+
 NAMED = """if True:
     import json, multiprocessing, sys
-    from verl_processes import afterwards, asked, ours
+    from test_verl_workers import afterwards, asked, ours
     if __name__ == "__main__":
         sys.modules["megatron"] = None  # a process without Megatron imports verl as before
         import verl
@@ -47,7 +80,7 @@ NAMED = """if True:
 LATE = f"""if True:
     import json, sys
     import verl
-    from verl_processes import ours
+    from test_verl_workers import ours
     told = {{"megatron before": "megatron.core" in sys.modules, **ours()}}
     from verl.utils.import_utils import import_external_libs
     import_external_libs(["{PLUGIN}"])
@@ -63,9 +96,8 @@ def processes(tmp_path_factory):
     (folder / "mindspeed").mkdir()
     for name, text in MINDSPEED.items():
         (folder / "mindspeed" / f"{name}.py").write_text(text)
-    path = os.pathsep.join([str(folder), SHARED["PYTHONPATH"]])
-    named = started("-c", NAMED, VERL_USE_EXTERNAL_MODULES=PLUGIN, PYTHONPATH=path)
-    return {"named": named, "late": started("-c", LATE)}
+    named = started(NAMED, VERL_USE_EXTERNAL_MODULES=PLUGIN, PYTHONPATH=os.pathsep.join([str(folder), PATH]))
+    return {"named": named, "late": started(LATE)}
 
 
 def test_the_plugin_waits_until_verl_imports_its_megatron_functions(processes):
@@ -82,56 +114,3 @@ def test_without_it_nothing_is_installed_and_named_late_it_still_reaches_every_m
     before, late = json.loads(printed(processes["late"])[-1])
     assert before == {"megatron before": False, "taken first": False, "ours": [False] * 5}
     assert late == {"taken first": False, "ours": [True] * 5}
-
-
-@contextmanager
-def cluster():
-    """Ray as an administrator started it: before the job, without the job's variables. It ends with its process."""
-    code = (
-        "import ray; print(ray.init(num_cpus=2, include_dashboard=False).address_info['gcs_address'], flush=True); input()"
-    )
-    process = started("-c", code)
-    try:
-        yield process.stdout.readline().strip()
-    finally:
-        process.communicate("\n", timeout=60)
-
-
-@pytest.mark.long
-def test_ray_workers_of_verls_own_run_ppo(tmp_path):
-    """Exported where the job is started, the variable reaches no worker of a cluster that stands; both settings do."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
-    ways = {
-        "runtime_env": f"+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES={PLUGIN}",
-        "external_lib": f"actor_rollout_ref.model.external_lib={PLUGIN}",
-    }
-    with cluster() as address:
-        shared = [f"actor_rollout_ref.model.path={tmp_path}", f"trainer.default_local_dir={tmp_path}"]
-        exported = {"VERL_USE_EXTERNAL_MODULES": PLUGIN, "RAY_ADDRESS": address}
-        printed(started(str(HERE / "verl_ray_work.py"), *ways.values(), "--", *shared, **exported))
-    named, external = (json.loads((tmp_path / f"{n}.json").read_text()) for n in range(2))
-    assert named == {"by the environment": True, "megatron before": False, "ours": [True] * 3}
-    assert external == {"by the environment": False, "megatron before": False, "ours": [True] * 3}
-
-
-# --- verl's trainer over TransferQueue: jagged rows through the queue to two Ray workers, and answers back
-
-
-@pytest.mark.long
-def test_rows_of_the_queue_are_as_alone(tmp_path):
-    found = found_by("verl_work", tmp_path, tmp_path, "queue", variants=({"RAY_ADDRESS": ""},))[0]["queue"]
-    print(found)
-    assert found["layout"] == "torch.jagged"
-    assert found["log_probs"] < 1e-5
-    assert found["entropy"] < 1e-5
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("who", ["own", "ours"])
-def test_main_ppo(who, tmp_path):
-    """verl's own measure: the actor's probabilities in its batches, beside those that the server told of each row alone."""
-    job, local = f"ppo {who}", {"RAY_ADDRESS": "", "HYDRA_FULL_ERROR": "1"}
-    found = found_by("verl_work", tmp_path, tmp_path, job, variants=(local,))[0][job]
-    off = found["training/rollout_probs_diff_max"]
-    print(who, off, found["actor/grad_norm"])
-    assert off > 1e-3 if who == "own" else off < 1e-5

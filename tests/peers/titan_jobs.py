@@ -28,7 +28,7 @@ from datasets import Dataset
 from processes import free_port
 from rotation import part
 from titan_kernels import LAYERS, TEXT_ALONE, alone, config_of
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor.experimental._context_parallel import _attention
@@ -127,14 +127,6 @@ def own_batch(features: list[dict[str, Any]]) -> tuple[dict[str, Tensor], Tensor
     return batch[0], batch[1]
 
 
-def without_us(features: list[dict[str, Any]]) -> tuple[dict[str, Tensor], Tensor]:
-    """A padded batch with the positions of its places, as a loader that knows no documents would make it."""
-    ids, segments = (torch.tensor([row[key] for row in features]) for key in ("input_ids", "attention_mask"))
-    labels = torch.where(segments > 0, ids, -100)
-    shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-    return {"input": ids, "positions": torch.arange(WIDTH).expand_as(ids).contiguous()}, shifted
-
-
 class Rows(IterableDataset):
     def __init__(self, steps: list[str]) -> None:
         self.steps = steps
@@ -148,8 +140,8 @@ class Loader(ParallelAwareDataloader):
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
         steps: list[str] = field(default_factory=lambda: ["right", "left", "packed"])
-        """Layouts; `left:theirs` is collated without us, `full:own` by torchtitan, `left:ptrr` shared out by that load
-        balancer, `holes:ids` with segment_ids."""
+        """Layouts; `full:own` is collated by torchtitan, `packed:ptrr` shared out by that load balancer, `holes:ids` with
+        segment_ids."""
         extra: dict[str, Any] = field(default_factory=dict)
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **given: Any) -> None:
@@ -157,9 +149,8 @@ class Loader(ParallelAwareDataloader):
 
         def collate(pairs: list[tuple[dict[str, Any], str]]) -> tuple[dict[str, Any], Tensor]:
             features, step = [features for features, _ in pairs], pairs[0][1]
-            made = {"theirs": without_us, "own": own_batch}.get(step.partition(":")[2])
             collator = ours.TitanCollator(inner, segment_ids="ids" in step, extra=config.extra)
-            input_dict, labels = (made or collator)(features)
+            input_dict, labels = (own_batch if step.endswith(":own") else collator)(features)
             return {**input_dict, **config.extra}, labels
 
         super().__init__(Rows(config.steps), dp_rank, dp_world_size, batch_size=local_batch_size, collate_fn=collate)
@@ -194,11 +185,6 @@ class Comparing(Trainer):
                     if weight.ndim > 1:
                         weight.mul_(2.5)
 
-    def post_dataloading_process(self, input_dict: dict[str, Any], labels: Tensor) -> Any:
-        inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
-        self.inputs.append(inputs)
-        return inputs, labels, extra
-
     def forward_backward_step(self, **given: Any) -> Tensor:
         loss = super().forward_backward_step(**given)
         self.loss = loss.detach().clone()
@@ -207,7 +193,6 @@ class Comparing(Trainer):
     def train_step(self, data_iterator: Any) -> None:
         titan_kernels.RECEIVED.clear()
         titan_kernels.OFFSETS.clear()
-        self.inputs: list[Tensor] = []
         if "ptrr" in self._step_name():
             self.config.parallelism.context_parallel_load_balancer = "ptrr"
         weights = self._whole(lambda weight: weight)
@@ -216,7 +201,6 @@ class Comparing(Trainer):
         gradients = self._whole(lambda weight: weight.grad)
         mine = {
             "masks": [list(mask.shape) for mask in masks],
-            "wrong places": sum(_wrong(mask, self.inputs, self._rows()) for mask in masks),
             "offsets": offsets,
             "loss": max(self.loss.item(), 0),  # -1 on the stages before the last
         }
@@ -258,28 +242,6 @@ class Comparing(Trainer):
         return {name: tensor for stage in stages for name, tensor in stage.items()}
 
 
-def _wrong(received: Tensor, inputs: list[Tensor], batch: list[dict[str, Any]]) -> int:
-    """Real queries that attend other keys than their own sequence up to themselves; the micro-batch that fits best."""
-    return min(_wrong_of(received, tokens, batch) for tokens in inputs)
-
-
-def _wrong_of(received: Tensor, tokens: Tensor, batch: list[dict[str, Any]]) -> int:
-    keys = tokens
-    if received.shape[2] != received.shape[1]:  # keys of all ranks, one after another
-        ranks = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
-        dist.all_gather(ranks, tokens.contiguous())
-        keys = torch.cat(ranks, 1)
-    place = {t: (n, row["attention_mask"][n]) for row in batch for n, t in enumerate(row["input_ids"]) if t}
-    wrong = 0
-    for b in range(len(tokens)):
-        at = torch.tensor([place.get(token, (-1, 0)) for token in tokens[b].tolist()])
-        of = torch.tensor([place.get(token, (-1, 0)) for token in keys[b].tolist()])
-        expected = (at[:, None, 1] == of[None, :, 1]) & (of[None, :, 0] <= at[:, None, 0])
-        real = at[:, 1] > 0
-        wrong += int((received[b] != expected)[real].sum())
-    return wrong
-
-
 def config(name: str) -> Trainer.Config:
     if name == "qwen3_5":
         sys.modules.update(titan_kernels.fla_modules())
@@ -316,8 +278,8 @@ TOGETHER = {
 }
 ALL = ("right", "left", "packed", "full:own")
 ALONE = (
-    {"qwen3": ("qwen3", (*ALL, "holes:ids", "left:theirs", "packed:theirs"), "")},
-    {"qwen3_5": ("qwen3_5", (*ALL, "packed:theirs"), ""), **{family: (family, ALL, "") for family in FAMILIES}},
+    {"qwen3": ("qwen3", (*ALL, "holes:ids"), "")},
+    {"qwen3_5": ("qwen3_5", ALL, ""), **{family: (family, ALL, "") for family in FAMILIES}},
 )
 
 

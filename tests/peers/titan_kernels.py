@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 
 from collate_npu import Pattern
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
@@ -75,22 +75,6 @@ def dense_flex_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMa
     return torch.nan_to_num(torch.softmax(scores, -1)) @ v, aux  # a query that sees nothing gets 0
 
 
-def dense_varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *sizes: int, **given: Any) -> Tensor:
-    """`varlen_attn`, which runs on CUDA alone: each document by itself, in its window."""
-    assert torch.equal(cu_q, cu_k)
-    assert (sizes, int(cu_q[-1])) == ((int(cu_q.diff().max()),) * 2, len(q))
-    left, right = given["window_size"]
-    assert right == 0
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    parts = []
-    for start, stop in zip(cu_q[:-1].tolist(), cu_q[1:].tolist()):
-        at = torch.arange(stop - start)
-        keep = (at[None] <= at[:, None]) & ((at[:, None] - at[None] <= left) | (left < 0))
-        held = (x[None, start:stop].transpose(1, 2) for x in (q, k, v))
-        parts.append(scaled_dot_product_attention(*held, attn_mask=keep, scale=given["scale"])[0].transpose(0, 1))
-    return torch.cat(parts)
-
-
 # --- experts
 
 
@@ -109,21 +93,15 @@ def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
 # --- flash-linear-attention
 
 
-def by_document(function: Any, offsets: Tensor, *sequences: Tensor) -> Tensor:
-    parts = [function(*(x[:, a:b] for x in sequences))[0] for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
-    return torch.cat(parts, 1)
-
-
 def delta_rule(*given: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, **settings: Any) -> Any:
-    if cu_seqlens is None:
-        return reference_gated_delta_rule(*given, **settings)
-    assert torch.equal(cu_seqlens, cu_seqlens_cpu)
-    OFFSETS.append(cu_seqlens)
-    return by_document(partial(reference_gated_delta_rule, **settings), cu_seqlens, *given), None
+    if cu_seqlens is not None:
+        assert torch.equal(cu_seqlens, cu_seqlens_cpu)
+        OFFSETS.append(cu_seqlens)
+    return reference_gated_delta_rule(*given, cu_seqlens=cu_seqlens, **settings)
 
 
-def convolution(*, x: Tensor, backend: str, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, **settings: Any) -> Any:
-    return by_document(lambda part: (reference_causal_conv1d(part, **settings),), cu_seqlens, x), None
+def convolution(*, x: Tensor, backend: str, cu_seqlens_cpu: Tensor, **settings: Any) -> Any:
+    return reference_causal_conv1d(x, **settings), None
 
 
 def fla_modules() -> dict[str, ModuleType]:
@@ -161,12 +139,12 @@ LAYERS: dict[str, Any] = {
 """Where masks have names of their own; the others are read off the model."""
 
 
-def config_of(family: str, backend: str = "flex", vocabulary: int = 512) -> Any:
+def config_of(family: str, vocabulary: int = 512) -> Any:
     """The debug model in two layers, of each kind of attention one, with windows that a short row fills."""
     table = "deepseekv3_configs" if family == "deepseek_v3" else f"{family.replace('gpt_oss', 'gptoss')}_configs"
     debug = getattr(importlib.import_module(f"torchtitan.models.{family}"), table)["debugmodel"]
-    words = {"deepseek_v3": (backend, "standard"), "gpt_oss": ("standard", backend)}
-    config = debug(*words.get(family, (backend,)))
+    words = {"deepseek_v3": ("flex", "standard"), "gpt_oss": ("standard", "flex")}
+    config = debug(*words.get(family, ("flex",)))
     config.layers = config.layers[2:4] if family in ("muse_glimmer", "qwen3_5") else config.layers[:2]
     config.enable_weight_tying = False
     config.vocab_size = config.lm_head.out_features = vocabulary
@@ -177,8 +155,6 @@ def config_of(family: str, backend: str = "flex", vocabulary: int = 512) -> Any:
         for name in ("window_size", "sliding_window_size"):
             if getattr(attention, name, None) is not None and name in attention.__slots__:
                 setattr(attention, name, WINDOW)
-        if backend == "varlen" and attention.inner_attention.window_size[0] > 0:
-            attention.inner_attention.window_size = (WINDOW - 1, 0)
     return config
 
 

@@ -2,28 +2,135 @@
 
 `models` in this process; `ranks` in two, a row on one rank and shared by both: log-probabilities as `forward_only` gives
 them back, and gradients, against each sample alone; `ray` as twinkle's README starts it: the model and its processor live
-in a worker. A process of its own, because a CPU is put in the place of a card for all of it.
+in a worker (`worker` prepares that process). What stands in is hardware: the platform's device, CUDA's random state and
+streams, TransformerEngine's modules, fla's kernels, MindSpeed; in a process of its own, because nothing is given back.
 """
 
-import gc
 import json
 import os
 import re
 import sys
 import tempfile
 import traceback
+import warnings
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
-import cpu_world
+import te_stub  # noqa: F401  (before megatron and mcore_bridge)
 import torch
-import torch.distributed as dist
-import twinkle_world as world
-from cpu_world import convolution, seen, watch
-from megatron_world import TEDotProductAttention, _rotary_part, far
+from megatron_world import (
+    DENSE,
+    UNFUSED,
+    Attention,
+    TEDotProductAttention,
+    causal_conv1d,
+    far,
+    fill,
+    hardware,
+    judged,
+    layers,
+    rotary_part,
+    seen,
+    watch,
+)
+from processes import process_group
+from torch import nn
 
 from collate_npu.kernels.gated_delta import reference_gated_delta_rule
+
+TEXT = {
+    "architectures": ["Qwen3NextForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+
+
+def checkpoint(folder: Any, kind: str = "qwen3_next", **changed: Any) -> str:
+    """A config and a tokenizer, as twinkle downloads them. Without experts, every second layer attention."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3NextConfig
+
+    made = (Qwen3NextConfig if kind == "qwen3_next" else Qwen3Config)(**{**TEXT, **changed})
+    if kind == "qwen3_next":
+        made.num_experts, made.full_attention_interval = 0, 2
+        made.layer_types = ["linear_attention", "full_attention"] * 2
+    else:
+        made.architectures = ["Qwen3ForCausalLM"]
+    made.save_pretrained(folder)
+    words = Tokenizer(WordLevel({str(i): i for i in range(64)}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="63", eos_token="62").save_pretrained(folder)
+    return str(folder)
+
+
+def device(name: str = "cuda") -> None:
+    """What twinkle takes this machine for; tensors go to the CPU."""
+    from twinkle import Platform
+
+    Platform.get_local_device = staticmethod(lambda *_, **__: "cpu")
+    Platform.device_prefix = staticmethod(lambda *_, **__: name)
+
+
+def worker() -> None:
+    """For each process of Ray's, before anything else in it. Those without a model of twinkle's need nothing."""
+    warnings.filterwarnings("ignore")
+    if "WORKER_NAME" in os.environ:
+        device()
+        on_cpu()
+
+
+def on_cpu() -> None:
+    """A CPU where a card would be, for this whole process."""
+    from mcore_bridge.model import gpts  # noqa: F401  (its layers get what Megatron's get)
+
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    hardware(setattr)
+    layers(setattr, Attention)
+
+
+def megatron_model(folder: str, cls: Any = None, **settings: Any) -> Any:
+    """As twinkle's README makes one, the fused kernels switched off."""
+    import twinkle
+    from megatron.core import parallel_state
+    from twinkle import DeviceMesh
+    from twinkle.model.megatron import MegatronModel
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    mesh = settings.pop("device_mesh", None) or DeviceMesh.from_sizes(dp_size=1)
+    if "remote_group" not in settings:
+        twinkle.initialize(mode="local", global_device_mesh=mesh)
+    made = (cls or MegatronModel)(
+        model_id=folder, device_mesh=mesh, mixed_precision="no", load_weights=False, recompute_granularity=None,
+        **{"deterministic_mode": True, **UNFUSED, **DENSE, **settings},
+    )  # fmt: skip
+    for chunk in getattr(made, "model", ()):
+        whole(chunk)
+    return made
+
+
+def whole(chunk: nn.Module) -> None:
+    """In float32, every weight drawn: twinkle 0.5.1 takes "no" mixed precision for bfloat16 (strategy/megatron.py
+    `params_type`), and layers built on a CPU leave some of theirs as memory had it."""
+    chunk.float().config.params_dtype = torch.float32
+    fill(chunk)
+
+
+def features(*lengths: int, **more: Any) -> list[dict[str, Any]]:
+    """What twinkle's templates emit for samples: labels are shifted already."""
+    rows = []
+    for b, length in enumerate(lengths):
+        ids = [(5 * i + 3 * b) % 60 + 1 for i in range(length)]
+        rows.append({
+            "input_ids": ids, "labels": [*ids[1:], -100], "attention_mask": [1] * length,
+            "position_ids": list(range(length)), **{key: make(length) for key, make in more.items()},
+        })  # fmt: skip
+    return rows
+
+
+# --- what each part does
 
 LENGTHS = (7, 3, 5, 1)
 RESULTS: dict[str, Any] = {}
@@ -48,7 +155,7 @@ def logits(model: Any, rows: list[Any]) -> list[Any]:
 
 def error(model: Any, lengths: tuple[int, ...] = LENGTHS, **more: Any) -> dict[str, Any]:
     """What a batch computes, against each sample alone."""
-    rows = world.features(*lengths, **more)
+    rows = features(*lengths, **more)
     together = logits(model, rows)
     got = seen(model.model[0]) if isinstance(model.model, list) else {}
     alone = [logits(model, [row])[0] for row in rows if len(row["input_ids"]) > 1]
@@ -65,9 +172,9 @@ def gradients(model: Any, batches: list[Any]) -> dict[str, Any]:
 
 
 def megatron(kind: str, npu: bool, **processor: Any) -> Any:
-    world.device()  # to be built; there is no MindSpeed here, which twinkle asks for on an NPU
-    model = world.megatron_model(world.checkpoint(tempfile.mkdtemp(), kind))
-    world.device("npu" if npu else "cuda")
+    device()  # to be built; there is no MindSpeed here, which twinkle asks for on an NPU
+    model = megatron_model(checkpoint(tempfile.mkdtemp(), kind))
+    device("npu" if npu else "cuda")
     watch(model.model[0])
     if npu:
         model.model[0].config.attention_mask_type = "causal"  # what MindSpeed's config has
@@ -83,16 +190,16 @@ def in_megatron() -> None:
     for npu in (False, True):
         device = "npu" if npu else "other"
         model = megatron("qwen3_next", npu)
-        RESULTS[f"upstream {device}"] = reported(error, model, (7, 3, 5))
         twinkle.install(model)
         twinkle.install(model)
         RESULTS[f"ours {device}"] = reported(error, model)
-        rows = world.features(7, 3, 5)
+        rows = features(7, 3, 5)
         RESULTS[f"gradient {device}"] = far(gradients(model, [rows]), gradients(model, [[row] for row in rows]))
         model.set_processor(InputProcessor, padding_side="left")
         RESULTS[f"ours left {device}"] = reported(error, model)
         twinkle.uninstall(model)
-        RESULTS[f"upstream left {device}"] = reported(error, model, (7, 3, 5))
+        if npu:
+            RESULTS["upstream left"] = reported(error, model, (7, 3, 5))
     processor = next(iter(model.optimizer_group.values())).processor
     RESULTS["stages after uninstall"] = sorted({type(stage.__self__).__name__ for stage in processor.process_pipeline[1:3]})
 
@@ -106,17 +213,16 @@ def in_local_kernels() -> None:
 
     TESpecProvider.core_attention = lambda self: dot_product_attention.DotProductAttention
     model = megatron("qwen3", False, padding_side="left")
-    RESULTS["upstream dense left"] = reported(error, model, (7, 3, 5))
     twinkle.install(model)
     RESULTS["ours dense left"] = reported(error, model)
-    TESpecProvider.core_attention = lambda self: cpu_world.Attention
+    TESpecProvider.core_attention = lambda self: Attention
 
 
 def hybrid() -> str:
     """A checkpoint of transformers' own Qwen3-Next."""
     from transformers import AutoConfig, Qwen3NextForCausalLM
 
-    folder = world.checkpoint(tempfile.mkdtemp())
+    folder = checkpoint(tempfile.mkdtemp())
     made = Qwen3NextForCausalLM(AutoConfig.from_pretrained(folder))
     with torch.no_grad():
         for p in made.parameters():
@@ -124,26 +230,6 @@ def hybrid() -> str:
         made.get_input_embeddings().weight[0] += 1.0
     made.save_pretrained(folder)
     return folder
-
-
-def in_adapters() -> None:
-    """An adapter that is added, and its processor that is set, after `install`: its mask disagrees with its 2D one."""
-    from peft import LoraConfig
-    from twinkle import DeviceMesh
-    from twinkle.model import MultiLoraTransformersModel
-
-    from collate_npu.integrations import twinkle
-
-    mesh = DeviceMesh.from_sizes(dp_size=1)
-    model = MultiLoraTransformersModel(model_id=hybrid(), device_mesh=mesh, mixed_precision="no", max_loras=1, max_r=4)
-    twinkle.install(model)
-    model.add_adapter_to_model("mine", LoraConfig(r=4, target_modules="all-linear"))
-    model.set_processor("InputProcessor", adapter_name="mine")
-    rows = [{**row, "attention_mask_2d": [1] * len(row["input_ids"])} for row in world.features(5, 3)]
-    RESULTS["adapter"] = reported(lambda: model.forward_only(inputs=rows, adapter_name="mine") and "computed")
-    rows[1]["attention_mask_2d"] = [1, 1, 0]
-    RESULTS["adapter, 2D disagrees"] = reported(lambda: model.forward_only(inputs=rows, adapter_name="mine") and "computed")
-    twinkle.uninstall(model)
 
 
 def in_transformers() -> None:
@@ -159,42 +245,23 @@ def in_transformers() -> None:
 
     def told() -> Any:
         """Rows whose only mask is the 2D one."""
-        rows = [{k: v for k, v in row.items() if k != "attention_mask"} for row in world.features(7, 3, 5)]
+        rows = [{k: v for k, v in row.items() if k != "attention_mask"} for row in features(7, 3, 5)]
         rows = [{**row, "attention_mask_2d": [1] * len(row["input_ids"])} for row in rows]
         out = model.forward_only(inputs=[dict(row) for row in rows], return_logits=True)["logits"]
-        alone = [model.forward_only(inputs=[dict(row)], return_logits=True)["logits"][0] for row in world.features(7, 3, 5)]
+        alone = [model.forward_only(inputs=[dict(row)], return_logits=True)["logits"][0] for row in features(7, 3, 5)]
         return {"error": max(float((x[-len(y) :] - y).abs().max()) for x, y in zip(out, alone))}
 
-    RESULTS["upstream transformers, 2D alone"] = reported(told)
     twinkle.install(model)
     RESULTS["ours transformers, 2D alone"] = reported(told)
-    packed = world.features(4, 4)
+    packed = features(4, 4)
     packed[0]["attention_mask"] = [1, 1, 2, 2]
     RESULTS["ours transformers, packed"] = reported(lambda: model.forward_only(inputs=packed) and "computed")
     twinkle.uninstall(model)
 
 
-def objects() -> None:
-    """Whose gather twinkle calls, on an NPU and elsewhere."""
-    from twinkle import torch_util
-
-    import collate_npu.integrations.twinkle as ours
-
-    gc.collect()  # models of the parts before, which nobody uninstalled
-    called: list[str] = []
-    kept, ours.gather_object = ours.gather_object, lambda *args: called.append("ours") or kept(*args)
-    model = megatron("qwen3", False)
-    ours.install(model)
-    for device in ("cuda", "npu"):
-        world.device(device)
-        RESULTS[f"gathered on {device}"] = [torch_util.gather_object(["told"], model.device_mesh), list(called)]
-    ours.uninstall(model)
-    RESULTS["gathered afterwards"] = [torch_util.gather_object(["told"], model.device_mesh), list(called)]
-
-
 def in_this_process() -> None:
-    world.device()
-    for part in (in_transformers, in_adapters, world.on_cpu, in_megatron, in_local_kernels, objects):
+    device()
+    for part in (in_transformers, on_cpu, in_megatron, in_local_kernels):
         outcome = reported(part)  # mcore-bridge, which `on_cpu` imports, changes transformers' rotary positions
         if outcome is not None:
             RESULTS[part.__name__] = outcome
@@ -210,12 +277,12 @@ SETTINGS = {"deterministic_mode": False, "use_distributed_optimizer": False}
 def built(kind: str, cp: int, flat: bool) -> Any:
     from twinkle import DeviceMesh
 
-    world.device()  # there is no MindSpeed here, which twinkle asks for on an NPU
+    device()  # there is no MindSpeed here, which twinkle asks for on an NPU
     sizes = {"dp_size": 1, "cp_size": 2} if cp > 1 else {"dp_size": 2}
-    folder = world.checkpoint(tempfile.mkdtemp(), kind)
-    model = world.megatron_model(folder, device_mesh=DeviceMesh.from_sizes(**sizes), **SETTINGS)
+    folder = checkpoint(tempfile.mkdtemp(), kind)
+    model = megatron_model(folder, device_mesh=DeviceMesh.from_sizes(**sizes), **SETTINGS)
     model.model[0].config.attention_mask_type = "causal"  # what MindSpeed's config has
-    world.device("npu")
+    device("npu")
     model.set_processor("InputProcessor", padding_free=flat)
     return model
 
@@ -239,39 +306,35 @@ def both(kind: str, known: Any, cp: int, flat: bool) -> dict[str, Any]:
     """Without us and with us: how far it is from each sample alone, or what was raised."""
     from collate_npu.integrations import twinkle
 
-    found: dict[str, Any] = {}
-    for who in ("alone", "ours"):
-        try:
-            model = built(kind, cp, flat)
-            twinkle.install(model) if who == "ours" else None
-            rows, gradient = told(model, [world.features(*THREE)])
-            assert [len(row) for row in rows] == [len(row) for row in known[0]]
-            furthest = [float((x - y).abs().max()) for x, y in zip(rows, known[0])]
-            found[who] = {"refused": "", "error": max(far(gradient, known[1]), *furthest)}
-        except Exception as raised:
-            found[who] = {"refused": f"{type(raised).__name__}: {CALLER.sub('', str(raised))}"}
-    return found
+    def run(ours: bool) -> Any:
+        model = built(kind, cp, flat)
+        twinkle.install(model) if ours else None
+        rows, gradient = told(model, [features(*THREE)])
+        assert [len(row) for row in rows] == [len(row) for row in known[0]]
+        return rows, gradient
+
+    found = {who: judged(lambda who=who: run(who == "ours"), known) for who in ("alone", "ours")}
+    return {who: {**one, "refused": CALLER.sub("", one["refused"])} for who, one in found.items()}
 
 
 def on_two_ranks() -> None:
-    place = {"rank": int(os.environ["RANK"]), "world_size": 2}
-    dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], 2), **place)
-    world.device()
-    world.on_cpu()
+    process_group()
+    device()
+    on_cpu()
     from mcore_bridge.model.modules import gated_delta_net as native
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.models.common.embeddings import rotary_pos_embedding
 
     TESpecProvider.core_attention = lambda self: TEDotProductAttention
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = _rotary_part
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = rotary_part
     native.chunk_gated_delta_rule = reference_gated_delta_rule
     for kind in ("qwen3", "qwen3_next"):
-        with patch.object(native, "causal_conv1d", convolution):
-            known = told(built(kind, 1, False), [[sample] for sample in world.features(*THREE)])
+        with patch.object(native, "causal_conv1d", causal_conv1d):
+            known = told(built(kind, 1, False), [[sample] for sample in features(*THREE)])
         layouts = {"padded right": (1, False), "packed": (1, True), "context parallel": (2, False)}
         layouts |= {"packed, kernels there": (1, True)} if kind == "qwen3_next" else {"context parallel, flat": (2, True)}
         for layout, (cp, flat) in layouts.items():
-            with nullcontext() if layout == "packed" else patch.object(native, "causal_conv1d", convolution):
+            with nullcontext() if layout == "packed" else patch.object(native, "causal_conv1d", causal_conv1d):
                 RESULTS[f"{kind} {layout}"] = both(kind, known, cp, flat)
 
 
@@ -286,7 +349,7 @@ def in_worker(handle: Any, function: Any) -> Any:
 
 def prepare(model: Any) -> None:
     watch(model.model[0])
-    world.whole(model.model[0])
+    whole(model.model[0])
 
 
 def stages(model: Any) -> list[str]:
@@ -310,23 +373,22 @@ def on_ray() -> None:
 
     from collate_npu.integrations import twinkle as ours
 
-    ray.init(num_cpus=8, include_dashboard=False, runtime_env={"worker_process_setup_hook": "twinkle_world.worker"})
+    ray.init(num_cpus=8, include_dashboard=False, runtime_env={"worker_process_setup_hook": "twinkle_work.worker"})
     groups = [DeviceGroup(name="model", ranks=1, device_type="CPU")]
     twinkle.initialize(mode="ray", nproc_per_node=1, ncpu_proc_per_node=1, groups=groups)
     mesh = DeviceMesh.from_sizes(dp_size=1, device_type="cpu")
-    model = world.megatron_model(world.checkpoint(tempfile.mkdtemp()), remote_group="model", device_mesh=mesh)
+    model = megatron_model(checkpoint(tempfile.mkdtemp()), remote_group="model", device_mesh=mesh)
     in_worker(model, prepare)
     model.set_processor("InputProcessor")
-    rows = world.features(*LENGTHS)
-    RESULTS["upstream, a row of one token"] = step(model, rows)
+    rows = features(*LENGTHS)
     ours.install(model)
     RESULTS["stages"] = in_worker(model, stages)
     RESULTS["step"] = step(model, rows)
     RESULTS["ours"] = in_worker(model, error)
     model.set_processor("InputProcessor", padding_side="left")
-    RESULTS["left"] = step(model, world.features(7, 3, 5))
+    RESULTS["left"] = step(model, features(7, 3, 5))
     ours.uninstall(model)
-    RESULTS["left afterwards"] = step(model, world.features(7, 3, 5))
+    RESULTS["left afterwards"] = step(model, features(7, 3, 5))
 
 
 PARTS = {"models": in_this_process, "ranks": on_two_ranks, "ray": on_ray}

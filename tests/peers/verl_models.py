@@ -1,4 +1,4 @@
-"""What verl's forwards are driven with in the tests: jagged rows, a vision model of its shape, a value head.
+"""What verl's forwards are driven with in the tests: jagged rows, and a vision model of its shape.
 
 The wrapper around the language model is a stand-in (Megatron-Bridge's needs CUDA): like it, it takes whole rows and the
 2D mask, or None, counts positions itself, and packs the rows by that mask where it is given packed parameters.
@@ -50,13 +50,6 @@ class Vision(nn.Module):
             input_ids=None, position_ids=None, attention_mask=attention_mask, decoder_input=embedded,
             packed_seq_params=packed_seq_params, **more,
         )  # fmt: skip
-
-
-class ValueHead(nn.Linear):
-    """As verl's `LinearForLastLayer`, defined beside an import of Megatron-Bridge (models/mcore/bridge.py:33-45)."""
-
-    def forward(self, hidden, weight=None, runtime_gather_output=None):
-        return super().forward(hidden).float(), None
 
 
 def config(vision=False):

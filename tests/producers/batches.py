@@ -255,19 +255,15 @@ class Producer:
     make: Callable[[Draw], Case | None]
     """None where this software cannot make such a batch."""
     styles: tuple[str, ...] = STYLES
-    ambiguous: tuple[str, ...] = ()
-    """Names from `honest.BY_NAME`: where a refusal of the bare emission is honest, beside what holds for all."""
 
     @property
     def available(self) -> bool:
         return all(map(there, self.needs))
 
 
-def producer(
-    name: str, needs: tuple[str, ...], make: Any, styles: Any = STYLES, /, *ambiguous: str, **settings: Any
-) -> Producer:
+def producer(name: str, needs: tuple[str, ...], make: Any, styles: Any = STYLES, /, **settings: Any) -> Producer:
     """A producer whose batches `make(draw, **settings)` makes."""
-    return Producer(name, needs, partial(make, **settings), styles, ambiguous)
+    return Producer(name, needs, partial(make, **settings), styles)
 
 
 @cache

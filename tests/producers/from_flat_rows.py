@@ -29,7 +29,6 @@ from batches import (
 )  # fmt: skip
 from from_transformers import FLAT, RIGHT, TRL, features_of, sft
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.utils.data import default_collate
 
 sys.path.append(str(Path(__file__).parents[1] / "peers"))
@@ -136,9 +135,7 @@ def mindspeed_mm_packed(draw: Draw) -> Case:
     """MindSpeed-MM (rebuilt by rl_batches.py): offsets `[1, N + 1]`, a mask without the padding behind."""
     rows = draw.sequences()
     batch = rl_batches.mindspeed_mm_packed(rows, multiple=4)
-    batch = {key: value for key, value in batch.items() if value is not None or key == "attention_mask"}
-    features = features_of(rows)
-    return emitted(draw, batch, ids=joined(features, batch["input_ids"].shape[1]), features=features, flat=True)
+    return told(draw, {key: value for key, value in batch.items() if value is not None or key == "attention_mask"}, rows)
 
 
 # --- trainers of reinforcement learning, written after their source
@@ -146,18 +143,12 @@ def mindspeed_mm_packed(draw: Draw) -> Case:
 
 def rl_packed(draw: Draw, *, tail: bool) -> Case:
     """nemo_rl/models/huggingface/common.py:142, :290: one row, its offsets nested, positions 0 in its tail."""
-    rows = draw.sequences()
-    behind = draw.number(2, 5) if tail else 0
-    ends = torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int32)
-    longest = max(map(len, rows))
-    told = {"cu_seqlens_q": ends, "cu_seqlens_k": ends.clone(), "max_seqlen_q": longest, "max_seqlen_k": longest}
-    batch = {
-        "input_ids": torch.tensor([[token for row in rows for token in row] + [PAD] * behind]),
-        "position_ids": torch.tensor([[n for row in rows for n in range(len(row))] + [0] * behind]),
-        "flash_attn_kwargs": SimpleNamespace(**told),
-    }
-    features = features_of(rows)
-    return emitted(draw, batch, ids=joined(features, batch["input_ids"].shape[1]), features=features, flat=True)
+    rows, behind = draw.sequences(), draw.number(2, 5) if tail else 0
+    lengths = list(map(len, rows))
+    ends = {key.replace("seq_lens", "seqlens").replace("length", "seqlen"): x for key, x in offsets(lengths).items()}
+    batch = row(rows, behind, PAD) | {"position_ids": positions(lengths, [0] * behind)}
+    del batch["labels"]
+    return told(draw, batch | {"flash_attn_kwargs": SimpleNamespace(**ends)}, rows)
 
 
 def rl_padded(draw: Draw) -> Case:
@@ -184,26 +175,17 @@ def skyrl_rows(draw: Draw) -> Case:
 
 def one_row(rows: list[list[int]], width: int) -> dict[str, Any]:
     """`TensorDataCollatorWithFlattening(max_seq_length=width)`: the tail has id 0, label -100, position 0, `seq_idx` -1."""
-    T = sum(map(len, rows))
-    tail = (0, width - T)
-    labels = torch.tensor([[label for row in rows for label in (-100, *row[1:])]])
-    index = torch.tensor([[n for n, row in enumerate(rows) for _ in row]], dtype=torch.int32)
-    offsets = torch.tensor([0, *np.cumsum([len(row) for row in rows]).tolist()], dtype=torch.int32)
-    return {
-        "input_ids": pad(torch.tensor([[token for row in rows for token in row]]), tail),
-        "labels": pad(labels, tail, value=-100),
-        "position_ids": positions([len(row) for row in rows], [0] * tail[1]), "seq_idx": pad(index, tail, value=-1),
-        "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
-        "max_length_q": max(map(len, rows)), "max_length_k": max(map(len, rows)),
-    }  # fmt: skip
+    lengths = list(map(len, rows))
+    tail = width - sum(lengths)
+    index = torch.tensor([[n for n, ids in enumerate(rows) for _ in ids] + [-1] * tail], dtype=torch.int32)
+    counted = {"position_ids": positions(lengths, [0] * tail), "seq_idx": index}
+    return row(rows, tail, 0) | counted | offsets(lengths)
 
 
 def open_instruct(draw: Draw, *, tail: int = 0) -> Case:
     """Fine-tuning: every sequence of the batch in one row, `tail` places of padding behind."""
-    features = features_of(draw.sequences())
-    rows = [feature["input_ids"] for feature in features]
-    width = sum(map(len, rows)) + tail
-    return emitted(draw, one_row(rows, width), ids=joined(features, width), features=features, flat=True)
+    rows = draw.sequences()
+    return told(draw, one_row(rows, sum(map(len, rows)) + tail), rows)
 
 
 def open_instruct_dpo(draw: Draw, *, tail: int = 0) -> Case | None:
@@ -279,7 +261,7 @@ PRODUCERS = [
     producer("SkyRL, padded", (), skyrl_rows, ONE_SEQUENCE),
     known("open-instruct, tail", open_instruct, tail=5),
     known("open-instruct DPO", open_instruct_dpo),
-    producer("open-instruct DPO, tail", (), open_instruct_dpo, FLAT, "padding in offsets", tail=5),
+    producer("open-instruct DPO, tail", (), open_instruct_dpo, FLAT, tail=5),
     producer("loader: Energon's own batch", ENERGON, energon, RIGHT),
     producer("loader: indexed tokens", (), indexed, ("none", "packed")),
 ]  # fmt: skip

@@ -288,13 +288,12 @@ def automodel_padded(draw: Draw) -> Case:
     return emitted(draw, batch, ids=ids, features=features_of(rows))
 
 
-AGAINST = "positions against mask"
 PRODUCERS = [
     producer("mcore GPTDataset, reset both", CORE, dataset, FLAT, positions=True, attention=True),
     producer("mcore GPTDataset, reset attention", CORE, dataset, FLAT, positions=False, attention=True, loss=True),
-    producer("mcore GPTDataset, reset positions", CORE, dataset, FLAT, AGAINST, positions=True, attention=False),
-    producer("mcore GPTDataset, plain", CORE, dataset, SIDED, "says nothing", positions=False, attention=False),
-    producer("mcore T5 encoder", CORE, t5, ONE_SEQUENCE, "either polarity", history=False),
+    producer("mcore GPTDataset, reset positions", CORE, dataset, FLAT, positions=True, attention=False),
+    producer("mcore GPTDataset, plain", CORE, dataset, SIDED, positions=False, attention=False),
+    producer("mcore T5 encoder", CORE, t5, ONE_SEQUENCE, history=False),
     producer("mcore T5 decoder", CORE, t5, ONE_SEQUENCE, history=True),
     producer("swift template, Megatron", SWIFT, swift, RIGHT, megatron=True),
     producer("swift template, transformers", SWIFT, swift, SIDED, megatron=False),
@@ -306,7 +305,7 @@ PRODUCERS = [
     producer("verl vision, bshd", VERL, verl_nested, RIGHT, form="bshd"),
     producer("verl vision, thd", VERL, verl_nested, RIGHT, form="thd"),
     producer("verl preprocess_bshd", VERL, verl_legacy, SIDED),
-    producer("verl packed sequences", VERL, verl_packed, SIDED, "no boundaries"),
+    producer("verl packed sequences", VERL, verl_packed, SIDED),
     producer("verl prompts, left", VERL, verl_rollout, ("none", "left"), side="left"),
     producer("verl prompts, right", VERL, verl_rollout, RIGHT, side="right"),
     producer("verl decoder mask", VERL, verl_decoder, ONE_SEQUENCE),
@@ -316,13 +315,13 @@ PRODUCERS = [
     producer("twinkle, Megatron, padding free", TWINKLE, twinkle, FLAT, framework="megatron", flat=True),
     producer("twinkle, transformers, padding free", TWINKLE, twinkle, FLAT, framework="transformers", flat=True),
     producer("torchtitan documents", TITAN, titan, FLAT, mods="document"),
-    producer("torchtitan documents, BlockMask", TITAN, titan, FLAT, "no tensor", mods="document", block=True),
+    producer("torchtitan documents, BlockMask", TITAN, titan, FLAT, mods="document", block=True),
     producer("torchtitan window", TITAN, titan, FLAT, mods="window"),
     producer("torchtitan fixed blocks", TITAN, titan, ("none",), mods="blocks"),
     producer("NeMo Automodel, thd", AUTOMODEL, thd, FLAT, multiple=1),
     producer("NeMo Automodel, thd aligned", AUTOMODEL, thd, FLAT, multiple=4),
     producer("NeMo Automodel, neat", AUTOMODEL, neat, FLAT, kind="block_causal"),
     producer("NeMo Automodel, neat ids", AUTOMODEL, neat, FLAT, kind="document_ids"),
-    producer("NeMo Automodel, neat flash", AUTOMODEL, neat, FLAT, "positions against mask", kind="flash_varlen"),
+    producer("NeMo Automodel, neat flash", AUTOMODEL, neat, FLAT, kind="flash_varlen"),
     producer("NeMo Automodel, padded", AUTOMODEL, automodel_padded, RIGHT),
 ]

@@ -455,26 +455,25 @@ def block_diagonal(draw: Draw) -> Case:
     return case(draw, mask, told={"polarity": "bias"})
 
 
-def hf(name: str, make: Any, /, *ambiguous: str, needs: Any = HF, styles: Any = ONE_SEQUENCE, **settings: Any) -> Producer:
-    return producer(f"hf {name}", needs, make, styles, *ambiguous, **settings)
+def hf(name: str, make: Any, /, needs: Any = HF, styles: Any = ONE_SEQUENCE, **settings: Any) -> Producer:
+    return producer(f"hf {name}", needs, make, styles, **settings)
 
 
 def collator(name: str, *details: str, **settings: Any) -> Producer:
     return producer(", ".join([f"hf {name}", *details]), HF, by_tokenizer, SIDED, name=name, **settings)
 
 
-def flat(name: str, *ambiguous: str, **settings: Any) -> Producer:
-    return producer(f"hf Flattening{name}", HF, flattened, FLAT, *ambiguous, **settings)
+def flat(name: str, **settings: Any) -> Producer:
+    return producer(f"hf Flattening{name}", HF, flattened, FLAT, **settings)
 
 
 def _document(name: str, blocked: bool, block: bool) -> Producer:
-    ambiguous = ("no tensor",) * block + ("self-attending padding",) * (not blocked)
     make = partial(document, blocked=blocked, block=block)
-    return Producer(f"flex documents, padding {name}" + ", BlockMask" * block, (), make, STYLES, ambiguous)
+    return Producer(f"flex documents, padding {name}" + ", BlockMask" * block, (), make, STYLES)
 
 
-def row(name: str, make: Any, /, *ambiguous: str, needs: Any = (), styles: Any = ONE_SEQUENCE, **settings: Any) -> Producer:
-    return producer(name, needs, make, styles, *ambiguous, **settings)
+def row(name: str, make: Any, /, needs: Any = (), styles: Any = ONE_SEQUENCE, **settings: Any) -> Producer:
+    return producer(name, needs, make, styles, **settings)
 
 
 packing = partial(row, styles=(*SIDED, *sorted(PACKED)))
@@ -482,32 +481,32 @@ PRODUCERS = [
     hf("causal sdpa", plain, implementation="sdpa"),
     hf("causal eager", plain, implementation="eager"),
     hf("causal flash", plain, implementation="flash_attention_2"),
-    hf("causal flex", plain, "no tensor", implementation="flex_attention"),
+    hf("causal flex", plain, implementation="flex_attention"),
     hf("packed sdpa", from_positions, implementation="sdpa", beside=False, styles=WHOLE),
     hf("packed sdpa, positions", from_positions, implementation="sdpa", styles=WHOLE),
     hf("packed eager, positions", from_positions, implementation="eager", styles=WHOLE),
-    hf("packed flex, positions", from_positions, "no tensor", implementation="flex_attention", styles=WHOLE),
+    hf("packed flex, positions", from_positions, implementation="flex_attention", styles=WHOLE),
     producer("hf packed and padded", HF, packed_and_padded),
     producer("hf and_mask documents", HF, documents_and),
-    producer("hf make_flex_block_causal_mask", HF, block_causal, STYLES, "no tensor"),
+    producer("hf make_flex_block_causal_mask", HF, block_causal, STYLES),
     hf("sliding sdpa", window, implementation="sdpa", pattern="sliding"),
     hf("sliding eager", window, implementation="eager", pattern="sliding"),
     hf("sliding packed", window, implementation="sdpa", pattern="sliding", packed=True, styles=WHOLE),
     hf("chunked sdpa", window, implementation="sdpa", pattern="chunked"),
     hf("chunked eager", window, implementation="eager", pattern="chunked"),
-    hf("bidirectional sdpa", encoder, "either polarity", implementation="sdpa", needs=NEW),
+    hf("bidirectional sdpa", encoder, implementation="sdpa", needs=NEW),
     hf("bidirectional eager", encoder, implementation="eager", needs=NEW),
-    hf("bidirectional sliding", encoder_window, "either polarity", needs=NEW),
-    hf("prefix by or_mask", prefix_or, "either polarity", styles=SIDED),
-    hf("PaliGemma prefix", paligemma, "either polarity", needs=NEW, styles=(*SIDED, "empty_row")),
-    hf("Gemma3 image blocks", image_blocks, "either polarity", needs=NEW),
+    hf("bidirectional sliding", encoder_window, needs=NEW),
+    hf("prefix by or_mask", prefix_or, styles=SIDED),
+    hf("PaliGemma prefix", paligemma, needs=NEW, styles=(*SIDED, "empty_row")),
+    hf("Gemma3 image blocks", image_blocks, needs=NEW),
     *(hf(f"{model} alibi", alibi, model=model) for model in ("bloom", "falcon", "mpt")),
     hf("eager_mask", direct, name="eager_mask"),
     hf("_prepare_4d_causal", old),
     hf("_prepare_4d_causal for sdpa", old, sdpa=True),
     hf("_prepare_4d_causal, sliding", old_window),
-    hf("to_causal_4d", triangle, "says nothing", styles=SIDED),
-    hf("_unmask_unattended", unmasked, "unmasked rows"),
+    hf("to_causal_4d", triangle, styles=SIDED),
+    hf("_unmask_unattended", unmasked),
     hf("_prepare_4d (encoder)", old_encoder),
     hf("_prepare_4d (encoder) for sdpa", old_encoder, sdpa=True),
     collator("DataCollatorWithPadding", labels=False),
@@ -517,7 +516,7 @@ PRODUCERS = [
     collator("DataCollatorForLanguageModeling", "pad is eos", labels=False, mlm=False, pad="<eos>"),
     collator("DataCollatorForTokenClassification"),
     flat(""),
-    flat(", no positions", "no boundaries", return_position_ids=False),
+    flat(", no positions", return_position_ids=False),
     flat(", offsets", return_flash_attn_kwargs=True),
     flat(", offsets alone", return_position_ids=False, return_flash_attn_kwargs=True),
     flat(", seq_idx", return_seq_idx=True),
@@ -534,19 +533,19 @@ PRODUCERS = [
     producer("trl GRPO pads", TRL, prompts_and_completions, SIDED),
     producer("trl flush_left", TRL, prompts_and_completions, SIDED, flush=True),
     *(_document(name, name == "blocked", block) for name in ("is document 0", "blocked") for block in (False, True)),
-    row("flex window, BlockMask", flex_window, "no tensor"),
-    row("nn.Transformer triangle", square_subsequent, "says nothing", padded=False, styles=NEVER_EMPTY),
+    row("flex window, BlockMask", flex_window),
+    row("nn.Transformer triangle", square_subsequent, padded=False, styles=NEVER_EMPTY),
     row("nn.Transformer triangle + key padding", square_subsequent, padded=True),
-    row("nn key_padding_mask", key_padding, "key row"),
-    *(row(f"by hand: {form}", by_hand, "no tensor", form=form) for form in ("numpy masked", "numpy additive")),
-    row("by hand: diagonal forced", by_hand, "self-attending padding", form="diagonal forced"),
-    row("key row, keep", key_row, "key row", form="keep"),
-    row("key row, masked", key_row, "key row", form="masked"),
+    row("nn key_padding_mask", key_padding),
+    *(row(f"by hand: {form}", by_hand, form=form) for form in ("numpy masked", "numpy additive")),
+    row("by hand: diagonal forced", by_hand, form="diagonal forced"),
+    row("key row, keep", key_row, form="keep"),
+    row("key row, masked", key_row, form="masked"),
     row("key row, additive", key_row, form="bias"),
     row("a window for each head", head_windows),
     row("position bias beside -1e4", position_bias),
-    row("accelerate T5 encoder", accelerate, "either polarity", needs=ACCELERATE, decoder=False),
-    row("accelerate decoder", accelerate, "says nothing", needs=ACCELERATE, decoder=True, styles=NEVER_EMPTY),
+    row("accelerate T5 encoder", accelerate, needs=ACCELERATE, decoder=False),
+    row("accelerate decoder", accelerate, needs=ACCELERATE, decoder=True, styles=NEVER_EMPTY),
     packing("LLaMA-Factory neat packing", numbers, positions=False),
     packing("LLaMA-Factory and axolotl, numbers, positions", numbers, positions=True),
     packing("axolotl multipack, ones", numbers, positions=True, ones=True),

@@ -14,7 +14,7 @@ import from_transformers
 import numpy as np
 import pytest
 from batches import Case, draw
-from judging import BY_NAME, ENTRIES, LIMITS, Entry, Result, block_mask_attends, excuse, judge
+from judging import ENTRIES, LIMITS, Entry, Result, block_mask_attends, judge, told_all
 from rotation import PROFILE, SEED, rotating
 from torch import Tensor
 
@@ -35,7 +35,7 @@ def cases(name: str) -> list[Case]:
 
 @pytest.mark.parametrize("name", rotating(AVAILABLE, 3, slow=45))
 def test_right_or_refused(name):
-    """The emission is what its row says, and so is what every entry makes of it, or it is refused with a reason."""
+    """The emission is what its row says, and so is what every entry makes of it, or it is refused."""
     made = cases(name)
     assert [described for case in made if (described := misdescribed(case))] == []
     failures = [
@@ -62,7 +62,7 @@ def judged(name: str, entry: Entry, batches: list[Case]) -> Iterator[tuple[str, 
         result = judge(entry.run, case)
         if result.verdict == "wrong" and entry.wraps:  # what the samples tell beside a silent mask is the truth as well
             result = judge(entry.run, whole)
-        unfair = result.verdict == "refused" and excuse(case, entry, PRODUCERS[name].ambiguous) is None
+        unfair = result.verdict == "refused" and told_all(case, entry)
         limit = result.verdict == "wrong" and any(holds(case, entry) for holds in LIMITS.values())
         yield "unfair" if unfair else "limit" if limit else result.verdict, case, result
 
@@ -85,7 +85,6 @@ def read_emission(case: Case) -> np.ndarray:
 def test_every_producer_has_a_name_of_its_own():
     assert len(PRODUCERS) == sum(len(module.PRODUCERS) for module in MODULES) >= 80
     assert len(AVAILABLE) >= 40
-    assert {name for producer in PRODUCERS.values() for name in producer.ambiguous} <= BY_NAME.keys()
 
 
 def told(failures: list[tuple[str, str, Case, Result]]) -> str:

@@ -1,33 +1,73 @@
-"""Right stacks pass, each planted fault is found and named, and where nothing can be told nothing is said to be right."""
+"""Conformance: right stacks pass, each planted fault is found and named, and where nothing can be told nothing is said to be
+right. The stacks are tiny models of transformers behind `run(samples, layout)`, and a toy of one line."""
 
-import math
 from contextlib import nullcontext
+from functools import cache
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
-from scoring import PAD, built, by, picked, stack, toy
 
 pytest.importorskip("transformers")
-from collate_npu import CollateError
-from collate_npu.proof.conformance import (
-    BOUNDARIES,
-    CHUNK,
-    ENDS,
-    FADES,
-    LENGTHS,
-    MOVED,
-    NAN,
-    ORDER,
-    PAD_ID,
-    PADDING,
-    STAYS,
-    TAIL,
-)
+from collate_npu import CollateError, PaddingCollator, Segments
+from collate_npu.consumers import probe
+from collate_npu.outputs import per_sequence
+from collate_npu.proof.conformance import BOUNDARIES, CHUNK, LENGTHS, MOVED, NAN, ORDER, PAD_ID, PADDING, TAIL
+from collate_npu.proof.measure import noise_limit
 from collate_npu.releases import KERNELS_TOLD
-from collate_npu.testing import conformance, reference_kernels, tiny_config
+from collate_npu.testing import conformance, reference_kernels, tiny_model
 
 pytestmark = pytest.mark.models
+
+PAD = 256
+WEIGHTS = torch.randn(PAD + 1, PAD + 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@cache
+def built(name, dtype=torch.float32):
+    with pytest.MonkeyPatch.context() as patch:  # all experts: no choice that rounding turns
+        patch.setitem(probe._FAMILY, "qwen3_next", {"num_experts_per_tok": 4})
+        return tiny_model(name, vocab_size=PAD + 1, dtype=dtype)
+
+
+def picked(logits, ids):
+    """What each token from the second on was given, `[L - 1]`, by logits `[L, V]`."""
+    return torch.log_softmax(logits[:-1].double(), -1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+
+
+def stack(model, drop=()):
+    """The right one; `drop` names keys of a batch of several samples that are lost on their way."""
+
+    def run(samples, layout="right"):
+        flat, lengths = layout == "packed", [len(ids) for ids in samples]
+        settings = {"padding_free": True} if flat else {"padding_side": layout}
+        collator = PaddingCollator(pad_token_id=PAD, model=model, **settings)
+        batch = collator([{"input_ids": ids} for ids in samples])
+        kept = {key: value for key, value in batch.items() if len(samples) == 1 or key not in drop}
+        with torch.no_grad():
+            logits = model(**kept, use_cache=False).logits
+        segments = Segments.from_lengths([lengths] if flat else lengths, side="right" if flat else layout)
+        return [picked(*pair) for pair in zip(per_sequence(logits, segments), samples)]
+
+    return run
+
+
+def score(ids):
+    """A toy: each token is predicted from the mean of those before it, the last three weighing more."""
+    rows = WEIGHTS[ids]
+    near = sum(torch.cat([torch.zeros(n, rows.shape[1]), rows[: len(ids) - n]]) for n in range(3))
+    return picked(rows.cumsum(0) / torch.arange(1, len(ids) + 1)[:, None] + near, ids)
+
+
+def toy(samples):
+    return [score(ids) for ids in samples]
+
+
+def by(change, batch_of=2):
+    """The toy, whose answers to a batch of so many samples and more are changed."""
+    return lambda samples: change(toy(samples), samples) if len(samples) >= batch_of else toy(samples)
+
 
 PADDED = ("left", "right")
 packs = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="no older release hands boundaries to kernels")
@@ -62,13 +102,10 @@ def test_right_stacks_pass_in_every_layout(name, layouts, dtype):
     assert found.scale.limit <= found.scale.lost / 10
 
 
-def test_a_layout_is_asked_for_where_run_takes_it():
-    assert {each.layout for each in asked(stack(built("llama"))).verdicts} == {*PADDED}
+def test_a_layout_is_asked_for_where_run_takes_it_and_may_be_wrong_for_one_sample():
     assert {each.layout for each in asked(toy).verdicts} == {"as it is"}
-
-
-def test_a_layout_that_is_wrong_even_for_one_sample_is_told():
-    found = asked(lambda samples, layout: [x - 3 * (layout == "right") for x in toy(samples)], PADDED)
+    found = asked(lambda samples, layout: [x - 3 * (layout == "right") for x in toy(samples)])
+    assert {each.layout for each in found.verdicts} == {*PADDED}
     assert {each.layout for each in found.verdicts if not each.right} == {"right"}
     assert "alone" in meanings(found)
 
@@ -76,68 +113,17 @@ def test_a_layout_that_is_wrong_even_for_one_sample_is_told():
 def test_masks_that_recurrent_layers_do_not_get_are_padding_that_is_read():
     found = asked(stack(built("qwen3_next"), drop=["attention_mask"]), ["left"], seed=1)
     named = meanings(found)
-    assert {text.partition(";")[0] for text in named.values()} == {PADDING}
-    assert named["chunk edges"] == PADDING + FADES
+    assert {*named.values()} == {PADDING}
     right = {each.batch for each in found.verdicts if each.right}
     assert right == {"1 behind", "33 behind", "one length", "copies"}  # there is no padding
     with pytest.raises(AssertionError, match=r"(?s)WRONG in 8 of 12 batches \(seed=\d+\).*left +ragged +WRONG .*sample \d"):
         found.check()
 
 
-def test_boundaries_that_attention_loses_stay():
+def test_boundaries_that_attention_loses():
     named = meanings(asked(stack(built("llama"), drop=["attention_mask", "position_ids"]), ["packed"], seed=1))
-    assert named["chunk edges"] == BOUNDARIES + STAYS
+    assert named["chunk edges"] == BOUNDARIES
     assert named["two"] == named["many short"] == named["copies"] == BOUNDARIES
-
-
-@packs
-@pytest.mark.slow
-@pytest.mark.parametrize("drop", ["seq_idx", "cu_seq_lens_q"])  # what the convolution, and the rule, are told
-def test_boundaries_that_a_recurrent_layer_loses_fade(drop):
-    model = built("qwen3_next")
-    with reference_kernels(model):
-        named = meanings(asked(stack(model, drop=[drop]), ["packed"], seed=1))
-    assert named["chunk edges"] == BOUNDARIES + FADES
-    assert named["two"] == BOUNDARIES
-
-
-def test_a_convolution_that_runs_on_ends_after_its_taps():
-    from transformers import AutoModelForCausalLM
-
-    config = tiny_config("lfm2", vocab_size=PAD + 1)
-    config.layer_types = ["conv"] * config.num_hidden_layers
-    config.tie_word_embeddings = False
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    for parameter in model.parameters():
-        parameter.data.mul_(5 if parameter.ndim > 1 else 1)
-
-    def flat(samples):
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[*chain(*samples)]]), use_cache=False).logits[0]
-        return [picked(*pair) for pair in zip(logits.split([len(ids) for ids in samples]), samples)]
-
-    named = meanings(asked(flat, seed=1))
-    assert named["chunk edges"] == BOUNDARIES + ENDS
-
-
-@pytest.mark.slow
-def test_a_tail_that_a_chunked_layer_drops_is_named():
-    model = built("qwen3_next")
-
-    def cut(layer, args, out):
-        whole = out.shape[1] // 64 * 64
-        return out if len(out) == 1 or whole < 64 else torch.cat([out[:, :whole], 0 * out[:, whole:]], dim=1)
-
-    held = [layer.linear_attn.register_forward_hook(cut) for layer in model.model.layers if hasattr(layer, "linear_attn")]
-    try:
-        found = asked(stack(model), PADDED)
-    finally:
-        [each.remove() for each in held]
-    said = {(each.layout, each.batch): each.meaning for each in found.verdicts if not each.right}
-    assert {batch for _, batch in said} == {"chunk edges", "one long"}
-    assert {said["right", batch] for batch in ("chunk edges", "one long")} == {CHUNK.format(64)}
-    assert said["left", "chunk edges"] == TAIL.format(1)
 
 
 def turned(found, samples):
@@ -162,6 +148,8 @@ def one_row(found, samples):
         (turned, ORDER),
         (moved, MOVED),
         (no_number, NAN),
+        (lambda found, samples: [torch.cat([x[:64], x[64:] - 1]) for x in found], CHUNK.format(64)),
+        (lambda found, samples: [torch.cat([x[:-1], x[-1:] - 1]) for x in found], TAIL.format(1)),
         (lambda found, samples: [x[: len(ids) - 1] for x, ids in zip(one_row(found, samples), samples)], BOUNDARIES),
         (lambda found, samples: [x - 9.0 * (PAD in ids) for x, ids in zip(found, samples)], PAD_ID),
     ],
@@ -170,30 +158,20 @@ def test_what_answers_show_is_named(change, said):
     found = asked(by(change))
     assert not found
     assert not found.passed
-    assert {text.partition(";")[0] for text in meanings(found).values()} == {said}
+    assert {*meanings(found).values()} == {said}
 
 
-def test_what_is_not_a_number_never_passes():
+@pytest.mark.parametrize(("by_how_much", "largest"), [(1.0, 1.0), (float("nan"), float("nan"))])
+def test_the_token_that_is_furthest_off_is_named_and_no_nan_passes(by_how_much, largest):
     """Not even one, where Python's max would drop it."""
 
     def one(found, samples):
-        found[0][-1:] = float("nan")
-        return found
-
-    found = {each.batch: each for each in asked(by(one)).verdicts}
-    assert not found["ragged"].right
-    assert not found["copies"].right
-    assert (found["ragged"].sample, found["ragged"].token) == (0, LENGTHS["ragged"][0] - 1)
-    assert math.isnan(found["ragged"].largest)
-
-
-def test_the_token_that_is_furthest_off_is_named():
-    def one(found, samples):
-        found[1][-1:] -= 1
+        found[1][-1:] -= by_how_much
         return found
 
     (found,) = [each for each in asked(by(one)).verdicts if each.batch == "ragged"]
-    assert (found.sample, found.token, found.largest) == (1, LENGTHS["ragged"][1] - 1, pytest.approx(1))
+    assert (found.right, found.sample, found.token) == (False, 1, LENGTHS["ragged"][1] - 1)
+    assert found.largest == pytest.approx(largest, nan_ok=True)
 
 
 def test_tokens_that_are_seen_before_their_time_are_told():
@@ -202,57 +180,110 @@ def test_tokens_that_are_seen_before_their_time_are_told():
     assert found.verdicts[0].largest == pytest.approx(1)
 
 
-def test_a_model_of_transformers_with_dropout_is_told_to_switch_it_off():
-    from transformers import AutoModelForCausalLM
-
-    config = tiny_config("gpt2", vocab_size=PAD + 1)
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.1
-    with pytest.raises(CollateError, match=r"asked twice for the same sample alone.*Switch dropout off"):
-        asked(stack(AutoModelForCausalLM.from_config(config).train()), ["right"])
+def drawn_by(**settings):
+    """What a stack is asked for, in order."""
+    seen = []
+    found = conformance(lambda samples: [seen.append(ids) or score(ids) for ids in samples], vocab_size=PAD, **settings)
+    return seen, found
 
 
 def test_a_seed_draws_the_same_samples_and_another_others():
-    seen = []
-
-    def run(samples):
-        seen.append(samples)
-        return toy(samples)
-
-    first, again, other = asked(run), None, None
-    calls, seen[:] = list(seen), []
-    again = asked(run, seed=first.seed)
-    assert (seen, again) == (calls, first)
-    seen.clear()
-    other = asked(run)
-    assert seen != calls
-    assert other.seed != first.seed
+    (first, found), (other, another) = drawn_by(), drawn_by()
+    assert drawn_by(seed=found.seed) == (first, found)
+    assert (first != other, found.seed != another.seed) == (True, True)
+    assert set(chain(*drawn_by(seed=0)[0])) == set(range(3, PAD))
 
 
 def test_the_pad_id_is_text_where_it_is_given_and_nowhere_else():
-    seen = set()
-
-    def run(samples):
-        seen.update(map(tuple, samples))
-        return toy(samples)
-
-    conformance(run, vocab_size=PAD + 1, pad_token_id=40, seed=0)
+    seen = {tuple(ids) for ids in drawn_by(pad_token_id=40, seed=0)[0]}
     assert sorted(ids.count(40) for ids in seen if 40 in ids) == [1, 1, 2]
-    seen.clear()
-    conformance(run, vocab_size=PAD, seed=0)
-    assert set(chain(*seen)) == set(range(3, PAD))
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"vocab_size": 8}, "vocab_size.*at least 16"),
-        ({"pad_token_id": 300}, "pad_token_id: got 300.*below 256"),
         ({"pad_token_id": 256}, "pad_token_id: got 256.*below 256"),
         ({"seed": -1}, "seed.*at least 0"),
         ({"seed": "x"}, "seed"),
+        ({"layouts": 3}, "layouts are names"),
         ({"layouts": ["left"]}, r"layouts: got \['left'\] for a run that does not take layout.*def run\(samples, layout\)"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, said):
     with pytest.raises(CollateError, match=said):
         conformance(toy, **settings)
+
+
+FORMS = (
+    lambda found: [x.tolist() for x in found],
+    lambda found: tuple(tuple(x.tolist()) for x in found),
+    lambda found: [x.clone().requires_grad_() for x in found],
+    lambda found: [np.array(x) for x in found],
+    iter,
+)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_answers_are_read(form):
+    assert asked(lambda samples: form(toy(samples))).passed
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (lambda found: None, "run, batch 'alone': got a NoneType.*Return a list"),
+        (lambda found: {"logprobs": found}, "got a dict"),
+        (lambda found: "text", "got a str"),
+        (lambda found: torch.tensor(1.0), "got TypeError: iteration over a 0-d tensor"),
+        (lambda found: found * 2, "got 2 answers to 1 samples"),
+        (lambda found: [torch.cat([x[:1], x]) for x in found], r"float64 \[9\], not \[8\].*the first token"),
+        (lambda found: [[None, *x.tolist()] for x in found], "sample 0: got values of type"),
+        (lambda found: [x[:, None].expand(-1, 9) for x in found], r"float64 \[8, 9\], not \[8\]"),
+        (lambda found: [x.index_fill(0, torch.tensor(0), 0.6) for x in found], "values up to 0.6.*at most 0"),
+        (lambda found: [x.exp() for x in found], "row 0: got values up to .*at most 0"),
+    ],
+)
+def test_what_is_no_log_probabilities_is_refused(form, said):
+    with pytest.raises(CollateError, match=f"(?s){said}"):
+        asked(lambda samples: form(toy(samples)))
+
+
+def test_an_error_in_run_names_the_layout_and_the_samples():
+    def run(samples, layout):
+        samples[0].clear()  # of its own
+        raise RuntimeError("no memory left")
+
+    with pytest.raises(CollateError, match=r"run, layout 'cp2', batch 'alone': got RuntimeError: no memory.*\[9\] tok") as e:
+        conformance(run, layouts=["cp2"])
+    assert isinstance(e.value.__cause__, RuntimeError)
+    with pytest.raises(CollateError, match="run: got a int"):
+        conformance(3)
+
+
+def rounded(places):
+    """Answers that depend in a small place on how many samples are asked for."""
+    return lambda samples: [x * (1 + places * (len(samples) > 1)) for x in toy(samples)]
+
+
+@pytest.mark.parametrize("places", [0, 1e-8, 1e-6, 2e-3])
+def test_six_times_the_noise_passes_and_a_lucky_run_has_some(places):
+    """Answers that are all equal tell nothing of rounding."""
+    scale = asked(rounded(places)).scale
+    assert scale.noise == pytest.approx(places, rel=0.1, abs=1e-7)
+    limit = noise_limit(places, torch.zeros(()))
+    assert scale.limit == pytest.approx(limit if 0 < places < 1e-3 else max(limit, scale.lost / 10), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("said", "run"),
+    [
+        ("do not depend on the tokens", lambda samples: [-torch.ones(len(ids) - 1).double() for ids in samples]),
+        ("noise of .*nothing is proved", lambda samples: [x * (1 + (len(samples) > 1) + len(x) % 2) for x in toy(samples)]),
+        ("not a number for a sample alone", lambda samples: [x * float("nan") for x in toy(samples)]),
+        ("asked twice", lambda samples: [x * (1 + torch.rand(1)) for x in toy(samples)]),
+    ],
+)
+def test_what_tells_nothing_is_refused(said, run):
+    with pytest.raises(CollateError, match=said):
+        asked(run)

@@ -1,33 +1,28 @@
 """Delivery of a stack that nobody knows: each planted fault is found at its kernel, by the check and by the guard."""
 
 import gc
+import sys
 import threading
 import weakref
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import stranger
 import torch
 from stranger import DeltaLayer, Model
-from test_watching import IDS, OFFSETS, PLANTED, Two
 from torch import nn
+from toys import IDS, OFFSETS, Two, planted
 
 from collate_npu import CollateError, ContextParallel, Segments, check_delivery, guard_first_batch
+from collate_npu.consumers.mask_routing import Case, Model as Facts
+from collate_npu.masks import dense
+from collate_npu.parallel import query_rows, split_tensor
 from collate_npu.proof import delivery, watch
+from collate_npu.proof.delivery import check_alone
 
 BATCH = {"input_ids": IDS, "cu_seqlens": OFFSETS}
-
-
-@pytest.mark.parametrize("fault", PLANTED)
-def test_what_is_planted_is_found(fault):
-    faults, layer, _ = PLANTED[fault]
-    with pytest.raises((CollateError, ValueError, RuntimeError, IndexError)) as error:
-        check_delivery(Model(faults), BATCH)
-    if isinstance(error.value, CollateError) and "delivery" in str(error.value):  # else a reference refused its arguments
-        assert f"got {layer}: " in str(error.value)
-    guard_first_batch(model := Model(faults))
-    with pytest.raises((CollateError, ValueError, RuntimeError, IndexError)):
-        model(**BATCH)
 
 
 def test_a_right_run_passes_and_says_what_was_looked_at():
@@ -51,7 +46,7 @@ def test_a_layer_alone_is_called_with_hidden_states():
     found = check_delivery(layer, {"hidden": hidden, "cu_seqlens": OFFSETS}, alone=True)
     assert found.told == "1 recurrent: convolution [0, 6, 11, 16] ✔ · rule [0, 6, 11, 16] ✔ · positions not looked at"
     with pytest.raises(CollateError, match="goes on from another sequence"):
-        check_delivery(DeltaLayer(PLANTED["convolution told nothing"][0][0]), {"hidden": hidden, "cu_seqlens": OFFSETS})
+        check_delivery(DeltaLayer({"seq_idx": planted()}), {"hidden": hidden, "cu_seqlens": OFFSETS})
     with pytest.raises(CollateError, match=r"calls of \[1, 16\] tokens"):
         check_delivery(layer, {"hidden": hidden, "cu_seqlens": OFFSETS}, segments=Segments.from_lengths([[6, 5]]))
 
@@ -80,11 +75,6 @@ def test_layers_of_which_nothing_was_judged_are_named():
     assert "not looked at: last" in str(found)
 
 
-def test_a_model_within_another_has_other_tokens():
-    found = check_delivery(Two(), {"input_ids": IDS, "cu_seqlens": torch.tensor([0, 4, 16])})
-    assert found.unseen == tuple(f"reward.layers.{n}" for n in range(3))
-
-
 def test_a_vision_tower_has_other_tokens_though_as_many():
     class Seeing(nn.Module):
         def __init__(self):
@@ -99,19 +89,11 @@ def test_a_vision_tower_has_other_tokens_though_as_many():
 
 def test_kernels_of_a_rank_are_judged_where_they_have_whole_rows():
     """What one is told of a part may be a step of a ring."""
-    model, rank = Model({0: {"rule": PLANTED["rule shifted"][0][0]["rule"]}}), ContextParallel(2, 0)
+    model, rank = Model({0: {"rule": planted(0, 5, 11, 16)}}), ContextParallel(2, 0)
     with pytest.raises(CollateError, match=r"layers\.0: stranger\.chunk_gated_delta_rule told \[0, 5, 11, 16\]"):
         check_delivery(model, BATCH, segments=Segments.from_lengths([[6, 5, 5]]), context_parallel=rank)
     found = check_delivery(model, BATCH, segments=Segments.from_lengths([[6, 26]]), context_parallel=rank)
     assert str(found).startswith("collate_npu: NOT JUDGED: ")
-
-
-def test_tokens_of_megatron_are_tokens():
-    class Named(Model):
-        def forward(self, tokens, cu_seqlens):
-            return super().forward(tokens, cu_seqlens)
-
-    assert "✔" in check_delivery(Named(), {"tokens": IDS, "cu_seqlens": OFFSETS}).told
 
 
 def test_nothing_is_kept_of_a_model_that_was_checked():
@@ -168,16 +150,6 @@ def test_what_cannot_be_judged_is_not_looked_at(monkeypatch):
     assert check_delivery(Model(), BATCH).unseen == ("layers.0", "layers.1")  # their convolutions alone
 
 
-def test_a_model_without_layers_by_name_is_said_so():
-    class Bare(nn.Module):
-        def forward(self, input_ids, cu_seqlens):
-            x = torch.ones(1, 1, 16, 4)
-            allowed = torch.block_diag(*[torch.ones(n, n).tril() for n in (6, 5, 5)]).bool()
-            return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=allowed)
-
-    assert len(check_delivery(Bare(), BATCH).unseen) == 1
-
-
 def test_kernels_of_another_model_say_nothing_of_this_one():
     with pytest.raises(CollateError, match="no known kernel in Model"):
         check_delivery(Model(), BATCH, forward=lambda **batch: Model()(**batch))
@@ -197,20 +169,37 @@ def test_guards_beside_one_another_leave_nothing():
     assert [*model._forward_hooks, *model._forward_pre_hooks] == []
 
 
-def test_threads_do_not_hear_one_another():
+def test_threads_do_not_hear_one_another(request):
+    """The last one that listens takes the wrappers off while the next one puts them on."""
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)
     found = []
 
     def check():
         model = Model()
         found.extend(check_delivery(model, BATCH).unseen for _ in range(5))
 
-    threads = [threading.Thread(target=check) for _ in range(3)]
+    threads = [threading.Thread(target=check) for _ in range(4)]
     for each in threads:
         each.start()
     for each in threads:
         each.join()
-    assert found == [()] * 15
+    assert found == [()] * 20
     assert not touched()
+
+
+def test_another_batch_in_another_thread_or_in_a_model_within_is_not_this_one():
+    other, model = torch.tensor([0, 4, 16]), Model()
+
+    def beside(**batch):
+        thread = threading.Thread(target=model, args=(IDS, other))
+        thread.start()
+        thread.join()
+        return model(**batch)
+
+    assert check_delivery(model, BATCH, forward=beside).unseen == ()
+    found = check_delivery(Two(), {"input_ids": IDS, "cu_seqlens": other})
+    assert found.unseen == tuple(f"reward.layers.{n}" for n in range(3))
 
 
 class InMegatron(type("MegatronModule", (Model,), {"__module__": "megatron.core.transformer.module"})):
@@ -242,7 +231,7 @@ def test_a_release_is_looked_at_of_the_stack_that_runs_the_model(monkeypatch):
     assert said == ["megatron-core"]
 
 
-@pytest.mark.parametrize("setting", [{"segments": "x"}, {"mine": 1}])
+@pytest.mark.parametrize("setting", [{"segments": "x"}, {"pattern": 1}])
 def test_settings_are_looked_at_before_a_guard_is_set(setting):
     with pytest.raises(CollateError, match=next(iter(setting))):
         guard_first_batch(Model(), **setting)
@@ -262,11 +251,6 @@ def test_compiled_code_is_not_guarded():
             guard_first_batch(compiled)
 
 
-def test_what_is_no_model_is_not_guarded():
-    with pytest.raises(CollateError, match="A model is a module"):
-        guard_first_batch("llama")
-
-
 class OfOthers(torch.nn.Module):
     """As litgpt's GPT: no key of its forward is one of ours."""
 
@@ -278,3 +262,104 @@ def test_a_model_of_other_keys_is_named_and_not_its_type_error():
     batch = {"input_ids": torch.arange(6).view(2, 3), "attention_mask": torch.ones(2, 3)}
     with pytest.raises(CollateError, match=r"'input_ids'.*forward= that calls the model"):
         check_delivery(OfOthers(), batch)
+
+
+# --- ranks that have a part of the queries, and all keys, or a part of both and no mask
+
+
+class OfARank(nn.Module):
+    def __init__(self, mask=None):
+        super().__init__()
+        self.mask, self.attention = mask, SelfAttention()
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.attention(input_ids, self.mask)
+
+
+class SelfAttention(nn.Module):
+    def forward(self, ids, mask):
+        q = torch.ones(len(ids), 1, ids.shape[1], 4)
+        keys = q if mask is None else torch.ones(len(ids), 1, mask.shape[-1], 4)
+        return nn.functional.scaled_dot_product_attention(q, keys, keys, attn_mask=mask, is_causal=mask is None)
+
+
+@pytest.mark.parametrize("cp", [ContextParallel(2, 0), ContextParallel(2, 1), ContextParallel(2, 0, layout="contiguous")])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_kernels_of_a_rank_are_judged_by_its_part(side, cp):
+    segments = Segments.from_lengths([8, 5], side=side)
+    rows, ids = query_rows(8, cp), split_tensor(torch.arange(16).reshape(2, 8), cp)
+    settings = {"segments": segments, "context_parallel": cp}
+    right = OfARank(dense(segments, rows=rows))
+    assert "mask" in str(check_delivery(right, {"input_ids": ids}, **settings))
+    other = query_rows(8, ContextParallel(2, 1 - cp.rank, layout=cp.layout))
+    for wrong in (dense(segments, rows=other), dense(segments, polarity="masked", rows=rows)):
+        with pytest.raises(CollateError, match=r"attention.*row \d"):
+            check_delivery(OfARank(wrong), {"input_ids": ids}, **settings)
+    with nullcontext() if side == "right" else pytest.raises(CollateError, match="goes on from padding"):
+        check_delivery(OfARank(), {"input_ids": ids}, **settings)
+
+
+# --- alone: which sequences are run again, and what a model of Megatron is handed. On real models: test_delivered_models
+
+MegatronModule = type("MegatronModule", (nn.Module,), {"__module__": "megatron.core.transformer.module"})
+
+
+class Places(MegatronModule):
+    """A causal model of Megatron: what it gives for a token depends on it, its place and what its mask lets it see."""
+
+    def __init__(self, kernel):
+        super().__init__()
+        home = {"DotProductAttention": "transformer", "TEDotProductAttention": "extensions"}[kernel]
+        self.core = type(kernel, (nn.Module,), {"__module__": f"megatron.core.{home}"})()
+        self.weight = nn.Parameter(torch.eye(4))
+        self.config = SimpleNamespace(masked_softmax_fusion=False)
+        self.calls = []
+
+    def forward(self, input_ids, position_ids, attention_mask=None, token_type_ids=None):
+        self.calls.append((input_ids.tolist(), position_ids.tolist(), attention_mask))
+        seen = torch.ones(input_ids.shape[1], input_ids.shape[1]).tril() if attention_mask is None else ~attention_mask[:, 0]
+        past = seen.float() @ (input_ids * (1 + position_ids)).float()[..., None]
+        return past * torch.ones(4)
+
+
+def alone_of(kernel, logits=None, below=None, forward=None):
+    model, segments = Places(kernel).eval(), Segments.from_lengths([3, 2, 1])
+    model.base_model = below
+    ids = torch.arange(1, 10).reshape(3, 3)
+    batch = {"input_ids": ids, "labels": ids, "token_type_ids": None, "position_ids": segments.position_ids}
+    case = Case(segments=segments, model=Facts(needs_mask_2d=False))
+    logits = model(ids, segments.position_ids, None) if logits is None else logits
+    return check_alone(model, batch, case, logits, forward), model.calls[1:]
+
+
+@pytest.mark.parametrize(("kernel", "dense"), [("DotProductAttention", True), ("TEDotProductAttention", False)])
+def test_megatron_gets_positions_and_a_mask_where_its_kernels_read_one(kernel, dense):
+    found, calls = alone_of(kernel)
+    assert found.errors == {0: 0.0, 1: 0.0}
+    assert [ids for ids, *_ in calls] == [[[1, 2, 3]], [[1, 2, 3, 1]], [[4, 5]], [[4, 5, 4]]], "alone, and wider"
+    for ids, positions, mask in calls:
+        assert positions == [[*range(len(ids[0]))]]
+        assert (mask is not None) == dense
+        assert mask is None or torch.equal(~mask[0, 0], torch.ones(len(ids[0]), len(ids[0])).tril().bool())
+
+
+def test_wrong_logits_are_told_and_those_of_other_rows_cannot_be_compared():
+    with pytest.raises(CollateError, match=r"sequence 0: .*sequence 1: "):
+        alone_of("TEDotProductAttention", torch.ones(3, 3, 4), below=Places("TEDotProductAttention"))
+    for shape in ((3, 4), (3, 2, 4), (1, 9, 4)):
+        with pytest.raises(CollateError, match="gathers the whole rows"):
+            alone_of("TEDotProductAttention", torch.ones(shape))
+
+
+def test_a_model_that_pools_is_compared_by_its_states_and_not_a_function_in_its_place():
+    below = Places("TEDotProductAttention")
+    assert alone_of("TEDotProductAttention", torch.ones(3, 4), below)[0].errors == {0: 0.0, 1: 0.0}
+    with pytest.raises(CollateError, match="gathers the whole rows"):
+        alone_of("TEDotProductAttention", torch.ones(3, 4), below, forward=below)
+
+
+@pytest.mark.parametrize("mine", ["x", torch.ones(3)])
+def test_a_key_of_which_nobody_knows_what_it_would_be_alone(mine):
+    case = Case(segments=Segments([[1, 1, 2]]), model=Facts(needs_mask_2d=False))
+    with pytest.raises(CollateError, match=r"mine.*What it would be for one sequence is not known"):
+        check_alone(nn.Linear(4, 4), {"input_ids": torch.ones(1, 3), "mine": mine}, case, torch.ones(1, 3, 4), None)

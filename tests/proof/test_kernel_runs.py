@@ -1,21 +1,42 @@
-"""Installed operators called with our arguments: what is right passes, and each planted fault of an operator is found.
+"""Kernel runs: what is right passes, and each planted fault of an operator is found; what each sequence gives alone.
 
-`npu_fusion_attention` needs a card: in its place stands our reference, under its signature, with one fault at a time.
+A function on the CPU stands for each operator that needs a card, with its signature, and computes by its arguments alone;
+without boundaries it is wrong. Our reference stands for `npu_fusion_attention`, with one fault at a time.
 """
+
+from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from collate_npu.kernels.fusion_attention import reference_fusion_attention, triangle
-from collate_npu.proof import kernel_rows, kernel_runs
-from collate_npu.proof.kernel_rows import KERNELS, TRUTHS
-from collate_npu.proof.kernel_runs import of_kernel, runs
+from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
+from collate_npu.masks import dense
+from collate_npu.proof import kernel_runs, measure
+from collate_npu.proof.kernel_runs import (
+    ATTENTION,
+    CONVOLUTION,
+    HEADS,
+    KDA,
+    KERNELS,
+    KEY_HEADS,
+    RULE as RULE_ALONE,
+    SCAN,
+    TRUTHS,
+    D,
+    expected,
+    of_kernel,
+    runs,
+    token_errors,
+)
 from collate_npu.proof.measure import FLOOR, MARGIN, TIMES
 
+BY_NAME = {kernel.name.rpartition(".")[2]: kernel for kernel in KERNELS if not kernel.name.endswith("_v3")}
+TRUTH = {truth.name: truth for truth in TRUTHS}
 FUSION, FUSION_V3 = (next(k for k in KERNELS if k.name == f"torch_npu.npu_fusion_attention{v}") for v in ("", "_v3"))
-SDPA = next(k for k in KERNELS if k.name.endswith("scaled_dot_product_attention"))
-RULE = next(k for k in KERNELS if k.name == "transformers.torch_chunk_gated_delta_rule")
+SDPA, RULE = BY_NAME["scaled_dot_product_attention"], BY_NAME["torch_chunk_gated_delta_rule"]
 
 
 def run_on_cpu(kernel, function, names=(), forms=None, dtype=torch.float32):
@@ -30,7 +51,130 @@ def states(found):
     return {run.state for run in found}
 
 
-# --- what is right
+def states_by_truth(name, function, truths):
+    found = run_on_cpu(BY_NAME[name], function, truths, dtype=BY_NAME[name].dtypes[0])
+    return {run.truth: run.state for run in found}
+
+
+# --- each row: the operator gets what it needs
+
+
+def attend(q, k, v, ends, window):
+    """`[T, heads, D]` of each sequence by itself, in a window of tokens before and after."""
+    outs = []
+    assert min(window) >= -1
+    for a, b in pairwise(ends.tolist()):
+        at = torch.arange(b - a)
+        off = at[None] - at[:, None]
+        keep = (off >= -window[0] if window[0] >= 0 else off == off) & (off <= window[1] if window[1] >= 0 else off == off)
+        parts = (x[a:b].transpose(0, 1) for x in (q, k, v))
+        outs.append(scaled_dot_product_attention(*parts, attn_mask=keep, enable_gqa=True).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def varlen_attn(query, key, value, *, cu_seq_q, cu_seq_k, max_q, max_k, window_size, enable_gqa):
+    assert torch.equal(cu_seq_q, cu_seq_k)
+    assert enable_gqa
+    assert max_q == max_k == int(cu_seq_q.diff().max())
+    return attend(query, key, value, cu_seq_q, window_size)
+
+
+def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size):
+    assert causal == (window_size[1] == 0)
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+    return attend(q, k, v, cu_seqlens_q, window_size)
+
+
+def rule(q, k, v, *, g, beta, cu_seqlens, cu_seqlens_cpu=None):
+    return reference_gated_delta_rule(q, k, v, g, beta, cu_seqlens=cu_seqlens)
+
+
+def fla_convolution(x, *, weight, bias, activation, cu_seqlens, cu_seqlens_cpu):
+    return reference_causal_conv1d(x, weight, bias, activation, cu_seqlens=cu_seqlens), None
+
+
+def causal_conv1d_fn(x, *, weight, bias, seq_idx, activation):
+    return reference_causal_conv1d(x.transpose(1, 2), weight, bias, activation, seq_idx).transpose(1, 2)
+
+
+def npu_causal_conv1d(x, weight, bias, conv_states, *, query_start_loc, activation_mode):
+    assert not activation_mode
+    assert conv_states.shape == (len(query_start_loc) - 1, len(weight) - 1, x.shape[-1])
+    return reference_causal_conv1d(x[None], weight.T, bias, cu_seqlens=query_start_loc)[0]
+
+
+def npu_chunk_gated_delta_rule(query, key, value, *, beta, initial_state, actual_seq_lengths, scale, g):
+    ends = [0, *actual_seq_lengths.cumsum(0).tolist()]
+    x = (each[None] for each in (query, key, value, g, beta))
+    return reference_gated_delta_rule(*x, scale=scale, initial_state=initial_state, cu_seqlens=ends)[0][0], initial_state
+
+
+def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, *, seq_idx):
+    assert chunk_size.bit_count() == 1
+    ends = [0, *(1 + seq_idx[0].diff().nonzero().flatten()).tolist(), x.shape[1]]
+    each = [{"x": x[:, a:b], "dt": dt[:, a:b], "A": A, "B": B[:, a:b], "C": C[:, a:b]} for a, b in pairwise(ends)]
+    return torch.cat([SCAN.alone(part, torch.arange(1), 0, TRUTHS[0].pattern) for part in each], 1)
+
+
+STAND_INS = {
+    "varlen_attn": varlen_attn, "flash_attn_varlen_func": flash_attn_varlen_func, "chunk_gated_delta_rule": rule,
+    "fused_recurrent_gated_delta_rule": rule, "chunk_kda": rule, "causal_conv1d": fla_convolution,
+    "causal_conv1d_fn": causal_conv1d_fn, "npu_causal_conv1d": npu_causal_conv1d,
+    "npu_chunk_gated_delta_rule": npu_chunk_gated_delta_rule, "mamba_chunk_scan_combined": mamba_chunk_scan_combined,
+}  # fmt: skip
+LOST = {
+    "cu_seqlens": lambda x: x[[0, -1]], "cu_seq_q": lambda x: x[[0, -1]], "cu_seqlens_q": lambda x: x[[0, -1]],
+    "seq_idx": torch.zeros_like, "query_start_loc": lambda x: (x[0], x[-1]),
+    "actual_seq_lengths": lambda x: x.sum(0, keepdim=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_each_row_hands_over_what_the_operator_needs(name):
+    truths = ("padded left", "an empty row", "packed rows", "one flat row and its tail", "window, packed", "full attention")
+    found = states_by_truth(name, STAND_INS[name], truths)
+    assert found == dict.fromkeys(truths[: 4 if BY_NAME[name].problem.recurrent else 6], "right")
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_an_operator_that_does_not_look_at_its_boundaries_is_wrong(name):
+    def blind(*args, **kwargs):
+        lost = {key: LOST[key](value) for key, value in kwargs.items() if key in LOST}
+        assert lost
+        lost |= {"cu_seq_k": lost["cu_seq_q"]} if "cu_seq_q" in lost else {}
+        longest = {
+            key: sum(args[0].shape[:1]) for key in ("max_q", "max_k", "max_seqlen_q", "max_seqlen_k") if key in kwargs
+        }
+        state = {"initial_state": kwargs["initial_state"][:1]} if "initial_state" in kwargs else {}
+        args = [*args[:3], args[3][:1]] if "query_start_loc" in lost else args
+        return STAND_INS[name](*args, **kwargs | lost | longest | state)
+
+    found = states_by_truth(name, blind, ("packed rows", "one token"))
+    assert found == {"packed rows": "wrong", "one token": "right"}
+
+
+@pytest.mark.parametrize(
+    ("name", "truths"),
+    [
+        ("flash_attn_varlen_func", ("prefix", "chunks")),
+        ("torch_chunk_gated_delta_rule", ("packed rows", "one flat row and its tail")),
+    ],
+)
+def test_what_an_operator_cannot_be_told_is_refused(name, truths):
+    assert states_by_truth(name, pytest.fail, truths) == dict.fromkeys(truths, "refused")
+
+
+def test_the_operator_itself_is_called_compiled_where_it_is_meant_to_be():
+    flex = BY_NAME["flex_attention"]
+    assert flex.function("cpu") is flex_attention
+    assert flex.function("cuda") is not flex_attention
+    assert SDPA.function("cuda") is scaled_dot_product_attention
+    pytest.importorskip("transformers")
+    assert not hasattr(RULE.function("cpu"), "__wrapped__"), "else it gives way to fla's"
+
+
+# --- what is right, and one fault at a time
 
 
 @pytest.mark.slow
@@ -63,9 +207,6 @@ def test_a_card_that_is_not_there_leaves_a_listing_that_keeps_every_contract():
     assert states(found) == {"would run", "refused", "not here"}
     assert {run.operator for run in found if run.state == "refused"} == {RULE.name}
     assert sum(run.operator == FUSION.name for run in found) > 100
-
-
-# --- one fault at a time
 
 
 def band_ignored(*args, **kwargs):
@@ -135,66 +276,39 @@ def test_a_fault_of_the_operator_is_found(fault):
     assert states(run_on_cpu(FUSION, reference_fusion_attention, FAULTS[fault])) == {"right"}
 
 
-def test_the_words_name_what_is_wrong():
-    (run,) = run_on_cpu(FUSION, backward_wrong, ["padded right"], "BNSD")
-    assert (run.note, run.forward < run.passes < 1e-5 < run.backward) == ("v of real tokens", True)
-    assert run.form == "BNSD, mode 3"
-
-
-def spoilt_at_padding(query, *args, **kwargs):
-    """A gradient that nobody would look at, until it is added to a parameter's."""
-    query.register_hook(lambda grad: grad.index_fill(1, torch.tensor(0), torch.nan))
+def spoils(query, *args, **kwargs):
+    query.register_hook(lambda grad: grad.index_fill(0, torch.tensor(1), torch.nan))
     return reference_fusion_attention(query, *args, **kwargs)
 
 
-def test_a_gradient_at_padding_is_finite():
-    (run,) = run_on_cpu(FUSION, spoilt_at_padding, ["window, padded left"], "BSND")
-    assert run.state == "wrong"
-    assert run.note == "q of real tokens; not finite at padding: gradients of q"  # the longest row begins there
-    (run,) = run_on_cpu(RULE, lambda q, k, v, g, beta: (q * spoilt(k) + v[..., :1] * 0,), ["padded on both sides"])
-    assert "not finite at padding: gradients of k" in run.note
+def refuses(*_, **__):
+    raise RuntimeError("aclnn: 161002\nand a page of it")
 
 
-def test_a_gradient_at_padding_alone_is_enough():
-    def spoils(query, *args, **kwargs):
-        query.register_hook(lambda grad: grad.index_fill(0, torch.tensor(1), torch.nan))
-        return reference_fusion_attention(query, *args, **kwargs)
-
-    (run,) = run_on_cpu(FUSION, spoils, ["an empty row"], "BSND, mode 3")
-    assert (run.state, run.note) == ("wrong", "not finite at padding: gradients of q")
-
-
-def spoilt(x: Tensor) -> Tensor:
-    x.register_hook(lambda grad: grad.index_fill(1, torch.tensor(0), torch.nan))
-    return x
+SAID = {
+    "one input's gradient": (backward_wrong, "padded right", "BNSD, mode 3", "wrong", "v of real tokens"),
+    "at padding alone": (spoils, "an empty row", "BSND, mode 3", "wrong", "not finite at padding: gradients of q"),
+    "no numbers": (lambda q, *_, **__: (q * torch.nan,), "one token", "BSND, mode 3", "wrong", "out, "),
+    "an error": (refuses, "padded left", "TND, mode 3", "raised", "RuntimeError: aclnn: 161002"),
+    "another shape": (lambda q, *_, **__: (q[:, :-1],), "padded right", "BSND, mode 3", "raised", "output: got float32"),
+}
 
 
-def test_numbers_that_are_no_numbers_are_wrong():
-    (run,) = run_on_cpu(SDPA, lambda q, k, v, **_: q * torch.nan, ["one token"], "dense, keep")
-    assert (run.state, run.forward != run.forward, run.backward != run.backward) == ("wrong", True, True)
-
-
-def test_what_an_operator_raises_is_said_and_what_we_refuse_is_not_its_fault():
-    def refuses(*_, **__):
-        raise RuntimeError("aclnn: 161002\nand a page of it")
-
-    found = run_on_cpu(FUSION, refuses, ["padded left", "window, packed"], "TND")
-    assert {(run.state, run.note) for run in found} == {("raised", "RuntimeError: aclnn: 161002")}
-    (run,) = run_on_cpu(RULE, refuses, ["packed rows"])
-    assert (run.state, "keep one sequence a row apart" in run.note) == ("refused", True)
-
-
-def test_an_output_of_another_shape_is_its_fault():
-    found = run_on_cpu(FUSION, lambda query, *_, **__: (query[:, :-1],), ["padded left"], "BSND")
-    assert states(found) == {"raised"}
+@pytest.mark.parametrize("name", SAID)
+def test_the_words_name_what_is_wrong(name):
+    function, truth, form, state, note = SAID[name]
+    (run,) = [each for each in run_on_cpu(FUSION, function, [truth]) if each.form == form]
+    assert (run.state, run.note.startswith(note)) == (state, True)
+    if name == "one input's gradient":
+        assert run.forward < run.passes < 1e-5 < run.backward
 
 
 def test_arguments_of_ours_that_break_the_contract_are_wrong_and_the_operator_is_not_called(monkeypatch):
     def inverted(*args, **kwargs):
         return (given := fusion_attention_kwargs(*args, **kwargs)) | {"atten_mask": ~given["atten_mask"]}
 
-    fusion_attention_kwargs = kernel_rows.fusion_attention_kwargs
-    monkeypatch.setattr(kernel_rows, "fusion_attention_kwargs", inverted)
+    fusion_attention_kwargs = kernel_runs.fusion_attention_kwargs
+    monkeypatch.setattr(kernel_runs, "fusion_attention_kwargs", inverted)
     (run,) = run_on_cpu(FUSION, pytest.fail, ["padded right"], "BSH")
     assert run.state == "wrong"
     assert run.note.startswith("[compressed-contents]")
@@ -205,25 +319,15 @@ def test_on_a_card_float32_is_rounded_to_ten_bits_and_on_a_cpu_not(monkeypatch):
         return reference_fusion_attention(query.half().float(), key.half().float(), value.half().float(), *args, **kwargs)
 
     assert states(run_on_cpu(FUSION, rounded, ["packed rows"])) == {"wrong"}
-    told = [kernel_runs._rounded_to(torch.float32, device) for device in ("cpu", "npu", "cuda:1")]
-    assert told == [torch.float32, torch.float16, torch.float16]
-    assert kernel_runs._rounded_to(torch.bfloat16, "npu") == torch.bfloat16
     monkeypatch.setattr(kernel_runs, "_rounded_to", lambda *_: torch.float16)
     found = run_on_cpu(FUSION, rounded, ["packed rows"])
     assert states(found) == {"right"}
     assert 1e-3 < found[0].passes < 1e-2
 
 
-def test_where_the_noise_is_as_large_as_what_is_wrong_nothing_is_proved(monkeypatch):
-    """A device that pretends: its product of two matrices is zero, and so is everything else."""
-    monkeypatch.setattr(kernel_runs, "product_error", lambda like: 1.0)
-    found = run_on_cpu(SDPA, lambda q, k, v, **_: (q + k.repeat(1, 2, 1, 1) + v.repeat(1, 2, 1, 1)) * 0, ["one token"])
-    assert states(found) == {"cannot tell"}
-
-
 @pytest.mark.parametrize(("share", "state"), [(0.99, "right"), (1.01, "cannot tell")])
 def test_what_is_right_proves_something_where_zeros_would_not_pass_by_a_margin(share, state, monkeypatch):
-    monkeypatch.setattr(kernel_runs, "product_error", lambda like: share / (MARGIN * TIMES * FLOOR))
+    monkeypatch.setattr(measure, "product_error", lambda like: share / (MARGIN * TIMES * FLOOR))
     assert states(run_on_cpu(SDPA, SDPA.function("cpu"), ["one token"])) == {state}
 
 
@@ -241,3 +345,58 @@ def test_what_is_not_installed_or_does_not_run_here_is_listed():
     assert found["torch.varlen_attn"].note == "it takes bfloat16, float16"
     assert found[FUSION.name].note == "it runs on npu"
     assert found["mamba_ssm.mamba_chunk_scan_combined"].state == "not installed"
+
+
+# --- what each sequence gives alone
+
+
+@pytest.mark.parametrize("truth", [t for t in TRUTHS if t.segments.array.size < 200], ids=lambda truth: truth.name)
+def test_attention_alone_is_attention_under_the_dense_mask(truth):
+    x, keep = ATTENTION.draw(truth.segments), dense(truth.segments, pattern=truth.pattern)
+    k, v = (x[name].repeat_interleave(HEADS // KEY_HEADS, 2).transpose(1, 2) for name in "kv")
+    scores = (x["q"].transpose(1, 2) @ k.transpose(2, 3) * D**-0.5).masked_fill(~keep, -torch.inf)
+    out = (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2)
+    right, _ = expected(ATTENTION, truth, torch.float64)
+    assert token_errors(truth.segments, {"out": out}, {"out": right["out"]})["out"] < 1e-12
+
+
+@pytest.mark.parametrize("problem", [ATTENTION, RULE_ALONE, KDA, CONVOLUTION, SCAN], ids=lambda problem: problem.name)
+def test_noise_is_that_of_the_dtype_and_padding_takes_no_part(problem):
+    truth = TRUTH["padded on both sides"]
+    (right, wide), (_, narrow) = (expected(problem, truth, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert 0 < max(wide.values()) < 1e-5
+    assert 1e-3 < max(narrow.values()) < 0.1
+    assert not right["out"][~truth.segments.keep].any()
+    grads = [x for name, x in right.items() if name in ("q", "k", "v", "x", "g")]
+    assert all(x[truth.segments.keep].any() and not x[~truth.segments.keep].any() for x in grads)
+
+
+ONES, OFF = torch.ones(1, 140, 4), torch.zeros(1, 140, 4)
+
+
+def at(place, value):
+    return ONES.index_fill(1, torch.tensor(place), value)
+
+
+@pytest.mark.parametrize(
+    ("mine", "right", "error"),
+    [
+        ({"x": at(65, 0.0)}, {"x": ONES}, {"x": 1.0}),  # one wrong token counts whole
+        ({"x": at(65, torch.nan)}, {"x": ONES}, {"x": torch.nan}),
+        ({"x": at(139, torch.nan)}, {"x": ONES}, {"x": 0.0}),  # padding
+        ({"weight": at([0], 0.0)[0, :4]}, {"weight": ONES[0, :4]}, {"weight": 0.5}),  # tokens share it: one whole
+        ({"q": ONES * 1e-6, "v": ONES}, {"q": OFF, "v": ONES}, {"q": 1e-6, "v": 0.0}),  # the others say what is small
+    ],
+)
+def test_the_error_of_tokens(mine, right, error):
+    found = token_errors(TRUTH["one flat row and its tail"].segments, mine, right)
+    assert found == pytest.approx(error, nan_ok=True)
+
+
+def test_the_scan_is_a_sum_over_what_came_before():
+    x = SCAN.draw(TRUTH["one token"].segments) | {}
+    drawn = {name: (each if name == "A" else each.repeat(1, 3, *[1] * (each.ndim - 2))) for name, each in x.items()}
+    out = SCAN.alone(drawn, torch.arange(3), 0, TRUTH["one token"].pattern)
+    decay = (x["dt"][0, 0] * x["A"]).exp()[:, None]
+    once = x["dt"][0, 0][:, None] * x["x"][0, 0] * (x["B"][0, 0, 0] * x["C"][0, 0, 0]).sum()
+    assert torch.allclose(out[0], torch.stack([once, once * (1 + decay), once * (1 + decay + decay**2)]))

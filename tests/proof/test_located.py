@@ -1,6 +1,7 @@
 """Located: samples are found by their tokens, whatever the side, the order, the packing and the mask; or it is refused."""
 
 import pytest
+import strategies
 import torch
 from hypothesis import given, strategies as st
 
@@ -19,38 +20,54 @@ def batch(*rows, keep=None, **more):
     return made if keep is None else {**made, "attention_mask": torch.tensor(keep)}
 
 
-ROWS = {
-    "right": [[1, 2, 3, 9], [4, 5, 9, 9]],
-    "left": [[9, 1, 2, 3], [9, 9, 4, 5]],
-    "both sides": [[9, 1, 2, 3, 9], [9, 4, 5, 9, 9]],
-    "permuted": [[4, 5, 9], [1, 2, 3]],
-    "one row": [[1, 2, 3, 4, 5]],
-    "one row, padded, the other way round": [[4, 5, 9, 1, 2, 3, 9]],
+def tokens_of(found, made):
+    return [row.flatten().tolist() for row in found.rows(made["input_ids"][..., None])]
+
+
+@given(strategies.segments(rows=4), st.randoms(use_true_random=False))
+def test_samples_are_found_wherever_they_stand(segments, chance):
+    """Sequences without a hole, whose tokens are their own; no mask, and samples in another order."""
+    if segments.hole_rows or not segments.num_sequences:
+        return
+    made = batch(*torch.where(segments.keep, torch.arange(segments.array.size).view(segments.shape) + PAD + 1, PAD).tolist())
+    flat = made["input_ids"].flatten()[segments.indices]
+    samples = [part.tolist() for part in flat.split(list(segments.sequence_lengths))]
+    chance.shuffle(samples)
+    found = locate(made, features(*samples))
+    assert tokens_of(found, made) == samples
+    assert torch.equal(found.segments.keep, segments.keep)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=4), st.booleans())
+def test_what_is_found_is_what_was_laid_out(samples, left):
+    """With few tokens much fits in several places: then it is found by the mask, and never at a wrong one."""
+    width = max(map(len, samples)) + 1
+    padding = [[0] * (width - len(ids)) for ids in samples]
+    rows = [pad + ids if left else ids + pad for pad, ids in zip(padding, samples)]
+    kept = [[1] * len(ids) for ids in samples]
+    made = batch(*rows, keep=[pad + keep if left else keep + pad for pad, keep in zip(padding, kept)])
+    found = locate(made, features(*samples))
+    assert tokens_of(found, made) == samples
+    assert torch.equal(found.segments.keep.long(), made["attention_mask"])
+
+
+READ = {
+    "a mask that drops a real eos is not believed": ([[1, 2, 9], [4, 9, 9]], [[1, 1, 0], [1, 0, 0]], ([1, 2, 9], [4, 9])),
+    "equal samples keep their order": ([[1, 2], [1, 2], [3, 9]], None, ([1, 2], [1, 2], [3])),
+    "a part of a longer one": ([[1, 2, 3], [1, 2, 9]], None, ([1, 2], [1, 2, 3])),
+    "a mask says where one of padding is": ([[1, 2, 9, 9, 9, 9]], [[1, 1, 0, 1, 1, 0]], ([1, 2], [9, 9])),
 }
 
 
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_each_sample_is_given_back_whole(rows):
-    made = batch(*rows)
-    found = locate(made, features([1, 2, 3], [4, 5]))
-    assert [row.flatten().tolist() for row in found.rows(made["input_ids"][..., None])] == [[1, 2, 3], [4, 5]]
-
-
-def test_a_mask_that_drops_a_real_eos_is_not_believed_and_equal_samples_keep_their_order():
-    made = batch([1, 2, 9], [4, 9, 9], keep=[[1, 1, 0], [1, 0, 0]])
-    assert locate(made, features([1, 2, 9], [4, 9])).segments.lengths == ((3,), (2,))
-    assert locate(batch([1, 2], [1, 2], [3, 9]), features([1, 2], [1, 2], [3])).order == (0, 1, 2)
-
-
-@pytest.mark.parametrize("first", [[1, 2, 9, 9], [9, 9, 1, 2]])
-def test_a_sample_of_padding_alone_is_where_the_mask_or_else_the_side_says(first):
-    samples = features([1, 2, 9, 9] if first[0] == 1 else [9, 9, 1, 2], [9, 9])
-    keep = [[1, 1, 1, 1], [0, 1, 1, 0]]
-    assert locate(batch(first, [9] * 4, keep=keep), samples).segments.ids[1].tolist() == [0, 1, 1, 0]
-    with pytest.raises(CollateError, match="ways to read it"):
-        locate(batch(first, [9] * 4), samples)
-    right = features([1, 2, 3, 4], [5, 6], [9, 9])
-    assert locate(batch([1, 2, 3, 4], [5, 6, 9, 9], [9] * 4), right).segments.ids[2].tolist() == [1, 1, 0, 0]
+@pytest.mark.parametrize(("rows", "keep", "samples"), READ.values(), ids=READ)
+def test_each_sample_is_given_back_whole(rows, keep, samples):
+    made = batch(*rows, keep=keep)
+    found = locate(made, features(*samples))
+    assert tokens_of(found, made) == [*samples]
+    if samples[0] == samples[1]:
+        assert found.order == (0, 1, 2)
+    if len(rows) == 1:
+        assert found.segments.ids[0].tolist() == [1, 1, 0, 2, 2, 0]
 
 
 REFUSED = {
@@ -86,22 +103,11 @@ def test_a_sample_without_tokens_or_longer_than_a_row_is_refused(sample):
         locate(batch([1, 2, 3], [4, 5, 9]), features([1, 2, 3], sample))
 
 
-@pytest.mark.parametrize(
-    ("row", "keep", "samples", "ids"),
-    [
-        ([1, 2, 9, 9, 9, 9], [1, 1, 0, 1, 1, 0], ([1, 2], [9, 9]), [1, 1, 0, 2, 2, 0]),
-        ([9, 1, 9], None, ([9], [1]), [1, 2, 0]),
-        ([9, 1, 9], None, ([1], [9]), [0, 1, 2]),
-    ],
-)
-def test_of_several_readings_the_masks_is_meant_or_the_one_in_order(row, keep, samples, ids):
-    found = locate(batch(row, keep=keep and [keep]), features(*samples))
-    assert found.segments.ids[0].tolist() == ids
-    assert found.order == (0, 1)
-
-
-def test_samples_of_one_token_end_in_words_and_not_in_hours():
-    with pytest.raises(CollateError, match=r"tokens that no sample has|ways to read it"):
+@pytest.mark.parametrize("keep", [None, [[1] * 4] * 2])
+def test_a_sample_of_padding_alone_is_refused_where_no_mask_says_its_place(keep):
+    with pytest.raises(CollateError, match="several ways to read it"):
+        locate(batch([1, 2, 9, 9], [9] * 4, keep=keep), features([1, 2, 9, 9], [9, 9]))
+    with pytest.raises(CollateError, match="several ways to read it"):
         locate(batch(*[[PAD] * 40] * 8), features(*[[PAD] * n for n in range(20, 28)]))
 
 
@@ -112,19 +118,6 @@ def test_labels_of_a_batch_are_told_apart_from_those_of_its_samples_and_are_made
     samples[0]["labels"][1] = -100
     assert locate(labelled, samples).label_fault() == ""
     assert locate(made, samples).with_labels()["labels"].tolist() == [[-100, -100, 5], [-100, 2, 3]]
-
-
-@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=4), st.booleans())
-def test_what_is_found_is_what_was_laid_out(samples, left):
-    """With few tokens much fits in several places: then it is found by the mask, and never at a wrong one."""
-    width = max(map(len, samples)) + 1
-    padding = [[0] * (width - len(ids)) for ids in samples]
-    rows = [pad + ids if left else ids + pad for pad, ids in zip(padding, samples)]
-    kept = [[1] * len(ids) for ids in samples]
-    made = batch(*rows, keep=[pad + keep if left else keep + pad for pad, keep in zip(padding, kept)])
-    found = locate(made, features(*samples))
-    assert [row.flatten().tolist() for row in found.rows(made["input_ids"][..., None])] == samples
-    assert torch.equal(found.segments.keep.long(), made["attention_mask"])
 
 
 def test_one_answer_a_row_is_none_for_each_of_several_samples():

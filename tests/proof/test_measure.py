@@ -1,14 +1,36 @@
-"""Measuring: nothing that is not finite, missing or of another shape can pass for small."""
+"""Measuring: nothing that is not finite, missing or of another shape can pass for small. Rounding passes, and a layer that
+ignores its mask does not; or it is said that nothing can be proved."""
 
+import contextlib
 import math
+import sys
 from dataclasses import astuple
-from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+pytest.importorskip("transformers")
+from text import sample_ids
 
 from collate_npu import CollateError
-from collate_npu.proof.measure import Compared, Errors, Numbers, alone, errors, measure, scores_of, uncached
+from collate_npu.consumers import adapter
+from collate_npu.proof.measure import (
+    MARGIN,
+    TIMES,
+    Compared,
+    Errors,
+    Numbers,
+    Yardstick,
+    alone,
+    errors_between,
+    measure,
+    product_error,
+)
+from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model
+from collate_npu.tools.audit.case import Audit
 
 NAN, INF = float("nan"), float("inf")
 
@@ -18,17 +40,14 @@ def numbers(rows=((1.0, 2.0), (3.0, 4.0)), loss=2.0, gradient=(1.0, 1.0), finite
 
 
 def test_each_error_by_hand():
-    assert errors(numbers(), numbers()) == Errors(0.0, 0.0, 0.0, 0.0)
-    found = errors(numbers(((1.0, 2.0), (3.0, 5.0)), loss=3.0, gradient=(1.0, 0.0)), numbers())
+    assert errors_between(numbers(), numbers()) == Errors(0.0, 0.0, 0.0, 0.0)
+    found = errors_between(numbers(((1.0, 2.0), (3.0, 5.0)), loss=3.0, gradient=(1.0, 0.0)), numbers())
     assert astuple(found) == pytest.approx((1.0, 1 / math.sqrt(30), 0.5, 1 / math.sqrt(2)))
     without = Numbers(numbers().logits, 2.0, {}, True)  # a missing gradient is one of zeros
-    assert errors(without, numbers()).gradient == 1.0
-    assert errors(numbers(), without).gradient == INF
-
-
-@pytest.mark.parametrize("rows", [((1.0, 2.0),), ((1.0,), (3.0, 4.0)), ((1.0, 2.0), (3.0, 4.0), (5.0, 6.0))])
-def test_other_rows_are_no_match(rows):
-    assert math.isnan(errors(numbers(rows), numbers()).logits)
+    assert errors_between(without, numbers()).gradient == 1.0
+    assert errors_between(numbers(), without).gradient == INF
+    for rows in (((1.0, 2.0),), ((1.0,), (3.0, 4.0)), ((1.0, 2.0), (3.0, 4.0), (5.0, 6.0))):
+        assert math.isnan(errors_between(numbers(rows), numbers()).logits), "other rows are no match"
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -67,17 +86,8 @@ def test_every_place_of_a_result_is_looked_at(spoil, bad):
     models = (Model(spoil, bad), Model())
     result, right = (measure(each, batch, lambda x: [x[0], x[1, 1:]], gradients=True) for each in models)
     assert (result.finite, right.finite) == (False, True)
-    assert all(map(math.isnan, astuple(errors(result, right))))
-    assert all(map(math.isnan, astuple(errors(right, result))))
-
-
-def test_a_model_that_makes_a_cache_is_run_without_one():
-    class Caching(Model):
-        def forward(self, input_ids, use_cache=True):
-            return super().forward(input_ids)
-
-    assert uncached(Caching(), {"input_ids": 1}) == {"input_ids": 1, "use_cache": False}
-    assert uncached(Model(), {"input_ids": 1}) == {"input_ids": 1}
+    assert all(map(math.isnan, astuple(errors_between(result, right))))
+    assert all(map(math.isnan, astuple(errors_between(right, result))))
 
 
 def test_samples_alone_add_up_and_leave_no_gradient():
@@ -99,8 +109,7 @@ def test_what_was_learned_before_does_not_count_and_dropout_is_left_out():
     first = measure(model, batch, list, gradients=True)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    again = measure(model, batch, list, gradients=True)
-    assert astuple(errors(again, first)) == (0, 0, 0, 0)
+    assert astuple(errors_between(measure(model, batch, list, gradients=True), first)) == (0, 0, 0, 0)
     assert model.dropout.training
 
 
@@ -109,19 +118,163 @@ def test_without_labels_the_loss_is_half_the_squares_and_a_copy_is_looked_at(poo
     model = Model()
     model.forward = lambda input_ids: model.table(input_ids)[:, 0] if pools else model.table(input_ids)
     found = measure(model, {"input_ids": torch.tensor([[1, 2]])}, list, gradients=False)
-    shown = model.table.weight[1:2] if pools else model.table.weight[1:3]
+    shown = model.table.weight.detach()[1:2] if pools else model.table.weight.detach()[1:3]
     assert found.loss == pytest.approx(float(shown.square().sum()) / 2)
     copies = alone(model, [{"input_ids": [1, 2], "labels": [1, 2]}], gradients=False, copies=2)
     assert torch.equal(copies.logits[0], shown)
 
 
-def test_how_far_each_token_is_off():
-    mine, known = (numbers((row, (3.0, 4.0))) for row in ((1.0, 2.0), (1.5, 1.0)))
-    pairs = [(Numbers([x[..., None] for x in each.logits], 0.0, {}, True)) for each in (mine, known)]
-    assert Compared.of([tuple(pairs)]).by_position == ((0.5, 1.0), (0.0, 0.0))
+# --- what passes, by errors
+
+USUAL = [1e-3, 1e-5, 1e-2]
 
 
-def test_what_a_model_gave_has_logits_or_last_states():
-    assert scores_of(SimpleNamespace(last_hidden_state=torch.ones(1))).tolist() == [1]
-    with pytest.raises(CollateError, match="gives logits"):
-        scores_of(SimpleNamespace(loss=torch.ones(())))
+def errors(logits, loss, gradient):
+    return Errors(10 * logits, logits, loss, gradient)
+
+
+NOISE = errors(*USUAL)
+
+
+def test_each_error_can_fail_alone_and_noise_that_is_no_number_passes_nothing():
+    assert Yardstick(NOISE).passes(errors(*USUAL))
+    for place, name in enumerate(("logits", "loss", "gradient")):
+        for bad in (1.01 * TIMES, NAN, INF):
+            values = [value * (bad if n == place else 1) for n, value in enumerate(USUAL)]
+            assert Yardstick(NOISE).astray(errors(*values)) == (name,)
+    assert not Yardstick(errors(NAN, 0.0, 0.0)).passes(errors(0.0, 0.0, 0.0))
+
+
+NEAR, FAR = 0.99 * MARGIN * TIMES, 1.01 * MARGIN * TIMES
+SEEN = Errors(0.08, 0.05, 0.001, 0.09)
+"""In bfloat16 with a tolerance of 0.1, where a layer that ignores its mask moves the logits by 0.08."""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "tolerance", "tells"),
+    [
+        (None, None, False),  # nothing wrong was run
+        (errors(1e-3 * NEAR, 1.0, 1e-2 * NEAR), None, False),
+        (errors(1e-3 * FAR, 0.0, 0.0), None, True),
+        (errors(0.0, 0.0, 1e-2 * FAR), None, True),
+        (errors(NAN, NAN, NAN), None, True),
+        (SEEN, 0.1, False),
+        (SEEN, 0.085, True),
+        (Errors(INF, 0.0, 0.0, 0.0), 0.1, True),
+        (Errors(0.5, 0.0, 0.0, 0.5), 0.5, False),
+    ],
+)
+def test_wrong_must_stand_well_above_noise_or_the_tolerance(wrong, tolerance, tells):
+    assert Yardstick(NOISE, wrong).tells(tolerance) == tells
+
+
+# --- and on models
+
+TOKENIZER = byte_tokenizer()
+GDN = [name for name in ("qwen3_next", "qwen3_5_text") if name in hybrid_model_types()]
+PRODUCTS = {
+    F.linear, F.scaled_dot_product_attention, F.conv1d, torch.matmul, torch.bmm, torch.baddbmm, torch.einsum,
+    Tensor.matmul, Tensor.__matmul__, Tensor.bmm,
+}  # fmt: skip
+
+
+class RoundedProducts(TorchFunctionMode):
+    """A card's matrix units, pretended: products round their float32 inputs to ten bits, as TF32 and HF32 do."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in PRODUCTS:
+            args = [x.half().float() if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in args]
+        return function(*args, **(kwargs or {}))
+
+
+MACHINES = {
+    "float32": (torch.float32, contextlib.nullcontext),
+    "bfloat16": (torch.bfloat16, contextlib.nullcontext),
+    "rounded products": (torch.float32, RoundedProducts),
+}
+
+
+def audited(model, *, seed=0, count=8, **settings):
+    samples = sample_ids(TOKENIZER, count=count, max_length=96, seed=seed)
+    settings = {"batch_size": 4, "gradients": True} | settings
+    return Audit(model, samples, name="", pad_token_id=TOKENIZER.pad_token_id, **settings)
+
+
+def deafen(monkeypatch, model):
+    """Its recurrent layers take the mask and do not apply it, and nobody asks them before."""
+    module = sys.modules[type(model).__module__]
+    monkeypatch.setattr(module, "apply_mask_to_padding_states", lambda hidden_states, attention_mask: hidden_states)
+    monkeypatch.setattr(adapter, "rows_move_reason", lambda *asked, **_: dict.fromkeys(asked[2:], ""))
+
+
+@pytest.mark.models
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", GDN)
+def test_right_passes_and_a_layer_that_ignores_its_mask_fails(name, machine, monkeypatch):
+    dtype, pretend = MACHINES[machine]
+    model = tiny_model(name, vocab_size=len(TOKENIZER), dtype=dtype)
+    with pretend():
+        right = audited(model)
+        assert right.yardstick().tells()
+        assert right.finding("left", "collator").right
+        assert right.finding("right", "collator + adapter").right
+        assert not right.finding("left", "no mask").right
+        deafen(monkeypatch, model)
+        deaf = audited(model)
+        assert deaf.yardstick().tells()
+        assert deaf.finding("left", "collator").right is False
+        assert deaf.finding("right", "collator").right, "right padding hides it: recurrent layers look back alone"
+
+
+@pytest.mark.models
+@pytest.mark.slow
+def test_a_deaf_layer_fails_where_logits_are_small_and_without_gradients(monkeypatch):
+    """At the usual initial scale a wrong mask moves bfloat16 logits by 0.5: an absolute tolerance of 1 passes that."""
+    model = tiny_model("qwen3_next", vocab_size=len(TOKENIZER), dtype=torch.bfloat16, scale=1.0)
+    assert audited(model, gradients=False).finding("left", "collator").right
+    deafen(monkeypatch, model)
+    assert audited(model, gradients=False).finding("left", "collator").right is False
+
+
+@pytest.mark.models
+def test_an_expert_chosen_otherwise_is_not_a_wrong_mask():
+    """With these weights one token in bfloat16 takes another expert in the batch: its logits move by 0.5."""
+    model = tiny_model("qwen3_next", vocab_size=len(TOKENIZER), dtype=torch.bfloat16, seed=3)
+    assert audited(model, seed=3, gradients=False).finding("left", "collator").right
+
+
+@pytest.mark.models
+def test_a_model_that_is_all_noise_proves_nothing():
+    model = tiny_model("qwen3_next", vocab_size=len(TOKENIZER))
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(module, inputs, output):
+        output.logits = output.logits + torch.randn(output.logits.shape, generator=generator)
+
+    model.register_forward_hook(noisy)
+    with pytest.raises(CollateError, match=r"more than float32 can round \(0.0005\), so nothing can be proved"):
+        audited(model, gradients=False).finding("left", "collator")
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_width_that_gives_no_number_passes_nothing(gradients):
+    """Only the batches that measure the noise are so wide: their NaN must not leave the floor as the noise."""
+    model = tiny_model(GDN[-1], vocab_size=len(TOKENIZER))
+
+    def spoil(module, inputs, output):
+        if output.logits.shape[1] > 96:
+            output.logits[-1, -1, -1] = NAN
+
+    model.register_forward_hook(spoil)
+    assert not audited(model, gradients=gradients).finding("left", "collator").right
+
+
+def test_the_error_of_a_product_is_that_of_the_dtype_and_of_the_machine():
+    float32 = torch.zeros(1)
+    assert product_error(float32) < 1e-6
+    assert 1e-3 < product_error(float32.to(torch.bfloat16)) < 4e-3
+    with RoundedProducts():
+        assert 1e-4 < product_error(float32.to(torch.float32)) < 1e-3

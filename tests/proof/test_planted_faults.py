@@ -1,32 +1,39 @@
 """Planted faults, a row each, over five stacks: who claims to see one sees it, and names its layer where it can; and right
-runs, of which nobody says anything. Run as a program it prints what each entrance saw.
+runs, of which nobody says anything.
 
 Entrances: c check_delivery, w watch, n watch says that it was not looked at, a two sequences alone, i
 assert_padding_invariant, f conformance. A capital names the layer. What is not claimed is not judged: a kernel that nobody
 knows is not heard by watch, and so on.
 """
 
+from contextlib import suppress
 from functools import partial
 
 import pytest
+import strategies
 import torch
+import toys
+from hypothesis import given, settings, strategies as st
 from rotation import some
-from stranger import causal_conv1d_fn
+from stranger import Model, causal_conv1d_fn
 from torch import nn
 from torch.nn import functional as F
-from toys import Net, core, flex, heads, joined, own, packed, padded, rule, sdpa, softmax, stack_of, varlen
+from toys import IDS, OFFSETS, Net, core, flex, heads, joined, own, packed, padded, rule, sdpa, softmax, stack_of, varlen
 
-from collate_npu import CollateError, check_delivery
+from collate_npu import CollateError, check_delivery, guard_first_batch
 from collate_npu.proof import watch
-from collate_npu.proof.asked import check_alone
 from collate_npu.proof.conformance import conformance
+from collate_npu.proof.delivery import check_alone
+from collate_npu.proof.forward import case_of
 from collate_npu.proof.invariance import assert_padding_invariant
-from collate_npu.proof.truth import case_of
 
-ROWS = [
-    {"input_ids": ids, "labels": ids}
-    for ids in ([(5 + 7 * n + 3 * t) % 50 + 5 for t in range(S)] for n, S in enumerate((9, 5, 12)))
-]
+
+def rows_of(lengths):
+    each = ([(5 + 7 * n + 3 * t) % 50 + 5 for t in range(S)] for n, S in enumerate(lengths))
+    return [{"input_ids": ids, "labels": ids} for ids in each]
+
+
+ROWS = rows_of((9, 5, 12))
 
 
 def but(**changes):
@@ -340,26 +347,48 @@ def test_who_claims_to_see_a_fault_sees_it(stack, name):
     assert {each: what for each, what in found.items() if what == "missed" or (each.isupper() and what != "named")} == {}
 
 
-LENGTHS = {"ragged": (9, 5, 12), "even": (6, 6), "short": (1, 7, 1, 2), "one": (8,)}
-RIGHT = {
-    f"{ways[0].__name__} {ways[1].__name__}, {side}, {lengths}, {mode}": (ways, side, LENGTHS[lengths], mode)
-    for ways in (
-        (own, own),
-        (sdpa, rule),
-        (sdpa, sdpa),
-        (core, rule),
-        (core, own),
-        (varlen, rule),
-        (varlen, varlen),
-        (rule, own),
-    )
-    for side in ("left", "right", "packed")
-    for lengths in LENGTHS
-    for mode in ("eval", "train")
-    if (varlen in ways or side != "packed")
-    if core not in ways or side != "packed"
-    if varlen not in ways or side == "packed"
+lost = toys.planted
+IN_A_STRANGER = {
+    "rule told nothing": (0, {"rule": lost()}),
+    "rule shifted": (0, {"rule": lost(0, 5, 11, 16)}),
+    "rule of another batch": (1, {"rule": lost(0, 3, 9, 16)}),
+    "rule of one sequence": (1, {"rule": lost(0, 16)}),
+    "rule without the tail": (0, {"rule": lost(0, 6, 11)}),
+    "offsets without the leading 0": (0, {"rule": lost(6, 11, 16)}),
+    "offsets that fall": (0, {"rule": lost(16, 11, 6, 0)}),
+    "offsets of a longer row": (1, {"rule": lost(0, 6, 11, 20)}),
+    "lengths for offsets": (0, {"rule": lost(6, 5, 5)}),
+    "convolution told nothing": (0, {"seq_idx": lost()}),
+    "convolution of other sequences": (1, {"seq_idx": lost([0] * 5 + [1] * 6 + [2] * 5)}),
+    "convolution of one sequence": (1, {"seq_idx": lost([0] * 16)}),
+    "attention of one sequence": (2, {"attention": lost(0, 16)}),
+    "attention of another batch": (2, {"attention": lost(0, 3, 9, 16)}),
+    "attention shifted": (2, {"attention": lost(0, 5, 11, 16)}),
+    "attention that looks ahead": (2, {"causal": False}),
+    "a window nobody has": (2, {"window": (2, 0)}),
 }
+"""Of a stack that nobody knows: the layer, and what it hands to its kernel by the kernel's argument."""
+OF_LAYER = {"rule": "chunk_gated_delta_rule", "seq_idx": "causal_conv1d_fn"}
+
+
+@pytest.mark.parametrize("name", IN_A_STRANGER)
+def test_a_stack_nobody_knows(name):
+    """By watch, by the check and by the guard; a reference that refuses its arguments was told them all the same."""
+    at, fault = IN_A_STRANGER[name]
+    refused, call = (CollateError, ValueError, RuntimeError, IndexError), {"input_ids": IDS, "cu_seqlens": OFFSETS}
+    with watch(say=False) as seen, torch.no_grad(), suppress(*refused):
+        Model({at: fault})(**call)
+    assert {each.layer for each in seen.faults} == {f"layers.{at}"}
+    kernel = OF_LAYER.get(*fault, "flash_attn_varlen_func")
+    assert {each.kernel.rpartition(".")[2] for each in seen.faults} <= {kernel, "scaled_dot_product_attention"}
+    with pytest.raises(refused) as error:
+        check_delivery(Model({at: fault}), call)
+    assert "delivery" not in str(error.value) or f"got layers.{at}: " in str(error.value)
+    guard_first_batch(model := Model({at: fault}))
+    with pytest.raises(refused):
+        model(**call)
+
+
 ALSO = {
     "a window as wide as it needs": ((varlen, varlen), packed, but(window=lambda t: (12, 0))),
     "causal by its window": ((varlen, varlen), packed, but(causal=lambda t: False, window=lambda t: (-1, 0))),
@@ -373,30 +402,31 @@ ALSO = {
 }
 
 
-@pytest.mark.parametrize("name", some([*RIGHT, *ALSO], 5))
-def test_nobody_says_anything_of_a_right_run(name):
-    if name in ALSO:
-        ways, collate, fault = ALSO[name]
-        model, rows = Net(ways, (fault, None)), ROWS
-    else:
-        ways, side, lengths, mode = RIGHT[name]
-        model, collate = Net(ways).train(mode == "train"), packed if side == "packed" else partial(padded, side=side)
-        rows = [
-            {"input_ids": ids, "labels": ids}
-            for ids in ([(5 + 7 * n + 3 * t) % 50 + 5 for t in range(S)] for n, S in enumerate(lengths))
-        ]
-    batch = {key: value for key, value in collate(rows).items() if key != "labels"}
-    known = own not in ways or {*ways} != {own}
-    if known or len(rows) > 1:
-        found = check_delivery(model, batch, alone=True)
-        assert "NOT JUDGED" not in str(found)
+def check_right(model, batch):
+    """Check it, and watch it: nobody says anything."""
+    ways = {each.way for each in model.layers}
+    if ways != {own} or len(batch["input_ids"]) > 1:
+        assert "NOT JUDGED" not in str(check_delivery(model, batch, alone=True))
     with watch(say=False) as seen, torch.no_grad():
         model(**batch)
     assert seen.faults == []
-    assert ("no fault" in seen.summary()) == (ways != (own, own))
+    assert ("no fault" in seen.summary()) == (ways != {own})
 
 
-if __name__ == "__main__":
-    for stack, name in FAULTS:
-        found = {each: verdict(each, stack, name) for each in ("cwai" if "flex" in stack else "cwaif")}
-        print(f"{stack:18}{name:50}{planted(stack, name)[-1]:6}", *(f"{k}:{v}" for k, v in found.items()))
+WAYS = [(own, own), (sdpa, rule), (sdpa, sdpa), (core, rule), (core, own), (rule, own), (varlen, rule), (varlen, varlen)]
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.sampled_from(WAYS), strategies.row_lengths(longest=12).filter(lambda x: max(x) > 1), strategies.sides(), st.booleans()
+)
+def test_nobody_says_anything_of_a_right_run(ways, lengths, side, trains):
+    rows = rows_of(lengths)
+    collate = packed if varlen in ways else partial(padded, side=side)
+    check_right(Net(ways).train(trains), {key: value for key, value in collate(rows).items() if key != "labels"})
+
+
+@pytest.mark.parametrize("name", ALSO)
+def test_nobody_says_anything_of_what_is_right_in_another_way(name):
+    ways, collate, fault = ALSO[name]
+    check_right(Net(ways, (fault, None)), batch_of(collate))

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_watching import IDS, OFFSETS
 from torch import nn
+from toys import IDS, OFFSETS
 
 from collate_npu import CollateError, Segments
-from collate_npu.consumers.adapter import AT_MODEL
+from collate_npu.consumers.adapter import MADE
 from collate_npu.errors import AmbiguousMaskError
 from collate_npu.masks import Pattern, dense
-from collate_npu.proof.truth import case_of
+from collate_npu.proof.forward import case_of
 
 FLAT, LEFT = Segments.from_lengths([[6, 5, 5]]), Segments.from_lengths([3, 8], side="left")
 KEEP, ROWS = torch.ones(1, 16).long(), {"input_ids": IDS.view(2, 8), "attention_mask": LEFT.keep.long()}
@@ -41,7 +41,7 @@ def test_what_a_batch_says(batch, segments, flat):
 
 
 def test_a_batch_that_says_nothing_is_the_one_that_the_adapter_made(monkeypatch):
-    monkeypatch.setitem(AT_MODEL, get_ident(), FLAT)
+    monkeypatch.setitem(MADE.running, get_ident(), FLAT)
     assert case_of(nn.Identity(), {"input_ids": IDS}).segments == FLAT
     assert case_of(nn.Identity(), {"input_ids": IDS, "extra": {"attention_mask_2d": KEEP}}).segments == Segments(KEEP)
     with pytest.raises(AmbiguousMaskError):

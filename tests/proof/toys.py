@@ -5,7 +5,7 @@
 
 import pytest
 import torch
-from stranger import causal_conv1d_fn, chunk_gated_delta_rule, flash_attn_varlen_func
+from stranger import Model, causal_conv1d_fn, chunk_gated_delta_rule, flash_attn_varlen_func
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -14,6 +14,13 @@ from collate_npu import Segments
 from collate_npu.outputs import per_sequence
 
 VOCAB, D, H = 61, 24, 4
+IDS, OFFSETS = torch.arange(16)[None] % 60 + 1, torch.tensor([0, 6, 11, 16])
+"""What the models of `stranger` are called with."""
+
+
+def planted(*given):
+    """What a faulty stack hands over, whatever was right."""
+    return lambda right: torch.tensor(given).int() if given else None
 
 
 class DotProductAttention(nn.Module):
@@ -85,6 +92,18 @@ def rule(part, x, told):
     g = torch.full(k.shape[:3], -0.2)
     k = F.normalize(k, dim=-1) * keep[..., None]
     return chunk_gated_delta_rule(q, k, v, g, g.exp(), cu_seqlens=told.get("offsets", told["cu"]))[0].flatten(2)
+
+
+class Two(nn.Module):
+    """A policy and its reward model, on other rows, inside one module."""
+
+    def __init__(self, faults=()):
+        super().__init__()
+        self.policy, self.reward = Model(), Model(faults)
+
+    def forward(self, input_ids, cu_seqlens):
+        other = self.reward(input_ids=IDS.flip(1), cu_seqlens=OFFSETS)
+        return self.policy(input_ids=input_ids, cu_seqlens=cu_seqlens) + other.mean()
 
 
 class Part(nn.Module):

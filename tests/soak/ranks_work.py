@@ -7,6 +7,7 @@ from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
 
+import oracle
 import torch
 import torch.distributed as dist
 
@@ -71,17 +72,10 @@ def _call(name: str, draw: random.Random, wrong: str) -> str:
     segments = Segments.from_lengths([n - (wrong == "truth") for n in lengths], width=S, side="right")
     ids = torch.tensor([[draw.randint(1, 99) for _ in range(S)] for _ in lengths]).where(segments.keep, 0)
     ids[0, 0] += 100 * (wrong == "tokens")
-    wanted = _share(ids, rank, size, layout)
+    wanted = ids[:, oracle.share(S, size, rank, layout)]
     if name in ("split", "adapter"):
         return _split(name, cp, segments, ids[:, 1:] if wrong == "raise" else ids, wanted)
     return _gathered(name, cp, segments, ids.float(), wanted[:, 1:] if wrong == "raise" else wanted)
-
-
-def _share(ids: torch.Tensor, rank: int, size: int, layout: str) -> torch.Tensor:
-    if layout == "contiguous":
-        return ids.chunk(size, 1)[rank]
-    chunks = ids.chunk(2 * size, 1)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], 1)
 
 
 def _split(name: str, cp: ContextParallel, segments: Segments, ids: torch.Tensor, wanted: torch.Tensor) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from collate_npu import CollateError, Segments
 from collate_npu.masks import dense
-from collate_npu.tools import terminal
+from collate_npu.tools import files, terminal
 from collate_npu.tools.show import picture
 
 TRUTH = Segments.from_lengths([3, 6], side="left")
@@ -39,7 +39,7 @@ def shown(shown=BATCH):
     return picture(shown, tokenizer=Letters())
 
 
-SAID = ["refused: attention_mask", "a&b", "中", "$x$", "\\n", "50% padding", "39% blocked 1 wrong", "+ att"]
+SAID = ["refused: attention_mask", "a&b", "中", "$x$", "\\n", "row 1, 1 wrong", "+ att"]
 """Of a batch that is refused."""
 
 
@@ -67,16 +67,6 @@ def test_letters_of_a_page_keep_their_columns():
     assert re.sub(".", terminal._in_columns, "é中\u0301") == "<bdi>é</bdi><bdi class=wide>中</bdi>\u0301"
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "gbk"])
-def test_a_terminal_without_the_signs_gets_others(encoding):
-    raw = io.BytesIO()
-    console = Console(file=io.TextIOWrapper(raw, encoding=encoding), width=40)
-    terminal.put(console, Text("✔ ⬚ ■ "))
-    console.file.flush()
-    assert raw.getvalue().decode(encoding) == "+ . # \n"
-    assert all(chr(sign).translate(terminal.ASCII).isascii() for sign in terminal.ASCII)
-
-
 def test_what_a_terminal_would_obey_is_escaped_and_keeps_its_colour():
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False, width=40)
     terminal.put(console, Text("\x1b[2J", "red", end=""))
@@ -84,17 +74,25 @@ def test_what_a_terminal_would_obey_is_escaped_and_keeps_its_colour():
 
 
 def test_a_place_that_is_no_page_is_refused_with_what_is_one(tmp_path):
+    """A pipe that nobody reads would wait for ever."""
     (tmp_path / "a.html").mkdir()
-    for name in ("a.gif", "a.svg", "a", "a.HTML5"):
-        with pytest.raises(CollateError, match=r"A page is written as \.html"):
-            shown().save(tmp_path / name)
-    for path in (tmp_path / "no" / "a.html", tmp_path / "a.html"):
-        with pytest.raises(CollateError, match="Name a file in a folder that exists"):
-            shown().save(path)
-
-
-def test_a_pipe_that_nobody_reads_is_refused_before_anything_is_drawn(tmp_path):
     os.mkfifo(tmp_path / "pipe.html")
-    with pytest.raises(CollateError, match="got a pipe"):
-        terminal.check_place(tmp_path / "pipe.html")
-    terminal.check_place(tmp_path / "new.html")
+    (tmp_path / "link.html").symlink_to(tmp_path / "precious.txt")
+    rules = {
+        "A page is written as .html": ("a.gif", "a.svg", "a", "a.HTML5"),
+        "Name a file in a folder that exists": ("no/a.html", "a.html", "pipe.html"),
+        "Name that file itself": ("link.html",),
+    }
+    for rule, names in rules.items():
+        for name in names:
+            with pytest.raises(CollateError) as error:
+                files.check_place(tmp_path / name, ".html")
+            assert rule in str(error.value)
+    with pytest.raises(CollateError, match="Name that file itself"):
+        shown().save(tmp_path / "link.html")
+    assert not (tmp_path / "precious.txt").exists()
+    files.check_place(tmp_path / "new.html", ".html")
+
+
+def test_a_number_has_an_exponent_where_it_is_small_or_large():
+    assert [*map(terminal.number, (0.009, 0.01, 999.9, 1000))] == ["9.0e-03", "0.01", "999.90", "1.0e+03"]

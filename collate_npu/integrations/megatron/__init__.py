@@ -8,43 +8,35 @@ Costs O(B * S), and the dense mask where a kernel reads it. Legend: B batch, S w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from collate_npu import errors
 from collate_npu.arrays import host_tensor
 from collate_npu.consumers import mindspeed
 from collate_npu.consumers.labels_and_positions import kind_of, labels_are_shifted
-from collate_npu.consumers.mask_routing import say_batch
-from collate_npu.consumers.megatron import kernel_of, npu_engine, refuse_unread_padding
+from collate_npu.consumers.megatron import kernel_of, npu_engine
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, recurrent_heads, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.integrations import patching
 from collate_npu.integrations.megatron import mcore_bridge
-from collate_npu.integrations.megatron.experts import (
-    depths,
-    real_tokens_alone,
-    refuse_crossing,
-    refuse_no_target,
-    router_padding_mask,
-)
 from collate_npu.kernels.check import log_call
 from collate_npu.kernels.gated_delta import flat_offsets, gated_delta_kwargs
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import agreed
 from collate_npu.masks.dense_mask import Polarity
-from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, open_empty_rows
+from collate_npu.masks.forms import MAX_MASK_BYTES, none_is_exact
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import shift_labels
-from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, query_rows, ranks_agree
+from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, ranks_agree
 from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.parallel.split import share_out
-from collate_npu.releases import MEGATRON_PACKED
 from collate_npu.segments import Segments, ready
 from collate_npu.validation import check_model
 
@@ -95,58 +87,16 @@ def gpt_batch(
     >>> loss = model(**inputs)  # doctest: +SKIP
     """
     check_model(model)
-    config = config_of(model)
-    cp = context_parallel or megatron_ranks(shared=bool(getattr(config, "sequence_parallel", False)))
+    cp = context_parallel or megatron_ranks(shared=getattr(config_of(model), "sequence_parallel", False))
     with nullcontext() if cp is None else ranks_agree(cp, call="split"):  # one that refuses its batch says so
-        return _inputs_of(batch, model, config, cp, padding_free, polarity, max_mask_bytes)
-
-
-def _inputs_of(
-    batch: Mapping[str, Any],
-    model: Any,
-    config: Any,
-    cp: ContextParallel | None,
-    padding_free: bool,
-    polarity: Polarity | None,
-    max_mask_bytes: int,
-) -> tuple[dict[str, Any], Segments]:
-    _check_keys(batch)
-    sources = Sources.of(batch)
-    segments = ready(agreed(sources, polarity=polarity, pattern=None, padding_free=padding_free))
-    _check_labels(sources, segments)
-    row, offsets, kernel = _row(batch, sources, segments), None, ""
-    if padding_free:
-        row, segments, cp = _flat(row, segments, model, cp)
-        offsets = torch.tensor(flat_row_offsets(segments))
-    else:
-        kernel = _kernel(model, segments)
-    refuse_crossing(segments, config, padding_free=padding_free)
-    inputs = _inputs(row, segments, model)
-    if cp is not None and needs_mask_2d(model):
-        heads = recurrent_heads(config)
-        check_recurrent_split(cp, _SCHEME, segments, padding_free=padding_free, offsets=offsets, heads=heads)
-    if "labels" in row and unwrap(model).training:
-        refuse_no_target(row["labels"], segments, config, cp, offsets)
-    if cp is not None:
-        inputs = share_out(inputs, cp, segments=segments, cu_seqlens=offsets)
-    device = row["input_ids"].device
-    if padding_free:
-        counts, ranks = takes_places(model), cp or ContextParallel(1, 0)
-        params = packed_seq_params(segments, padding_counts=counts, context_parallel=ranks, device=device)
-        inputs["packed_seq_params"] = params
-    if kernel in ("megatron", "mindspeed_dense"):
-        rows = None if cp is None else query_rows(segments.shape[1], cp)
-        blocked = dense(segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes)
-        inputs["attention_mask"] = open_empty_rows(blocked) if kernel == "mindspeed_dense" else blocked
-    if errors.DEBUG:
-        why = "offsets say it" if padding_free else f"its kernels: {kernel}; {none_is_exact(segments).why}"
-        say_batch("gpt_batch of Megatron-core", inputs, segments, why=why, cp=cp)
-    return _with_masks(inputs, model), segments
-
-
-def _masked_by_layers(model: Any) -> bool:
-    """True for a recurrent model of mcore-bridge with `mcore_bridge.install()` in place."""
-    return needs_mask_2d(model) and mcore_bridge.masks_padding(getattr(config_of(model), "mcore_model_type", None))
+        _check_keys(batch)
+        sources = Sources.of(batch)
+        segments = ready(agreed(sources, polarity=polarity, pattern=None, padding_free=padding_free))
+        _check_labels(sources, segments)
+        row = _row(batch, sources, segments)
+        if padding_free:
+            return _flat(row, segments, model, cp)
+        return _padded(row, segments, model, cp, max_mask_bytes), segments
 
 
 def _check_keys(batch: Mapping[str, Any]) -> None:
@@ -162,9 +112,7 @@ def _check_keys(batch: Mapping[str, Any]) -> None:
 
 
 def _check_labels(sources: Sources, segments: Segments) -> None:
-    if not sources.named["labels"]:
-        return
-    if labels_are_shifted(sources.array("input_ids"), sources.array("labels"), segments):
+    if sources.named["labels"] and labels_are_shifted(sources.array("input_ids"), sources.array("labels"), segments):
         rule = "Labels stand with their own token here, and are moved to the one before it; these are moved already."
         remedy = "Pass a copy of input_ids, -100 where nothing is learned; or leave labels out, and give the model yours."
         raise CollateError(explain("labels", "the next token at both ends of each sequence", rule, remedy))
@@ -178,74 +126,63 @@ def _row(batch: Mapping[str, Any], sources: Sources, segments: Segments) -> dict
     return {key: value if isinstance(value, Tensor) else host_tensor(key, value) for key, value in given.items()}
 
 
-def _inputs(row: Mapping[str, Any], segments: Segments, model: Any) -> dict[str, Any]:
-    """The whole rows, before any rank takes its part."""
-    device = row["input_ids"].device
-    inputs: dict[str, Any] = {"input_ids": row["input_ids"], "attention_mask": None}
-    positions = row.get("position_ids")
-    inputs["position_ids"] = segments.position_ids.to(device) if positions is None else positions
-    if "labels" in row:
-        shifted = shift_labels(row["labels"], segments)
-        inputs |= {"labels": shifted.clamp(min=0), "loss_mask": (shifted != -100).float()}
-    if (padding := router_padding_mask(segments, model)) is not None:
-        inputs["padding_mask"] = padding.to(device)
-    if _masked_by_layers(model):
-        inputs[KEEP_KEY] = segments.keep.to(device)
-    return inputs
+def _padded(
+    row: Mapping[str, Any], segments: Segments, model: Any, cp: ContextParallel | None, max_mask_bytes: int
+) -> dict[str, Any]:
+    """Padded rows, and the dense mask where the attention of this model reads one."""
+    kernel, kind = kernel_of(model), getattr(config_of(model), "mcore_model_type", None)
+    mcore_bridge.check_padding(segments, kernel, recurrent=needs_mask_2d(model), model_type=kind)
+    refuse_crossing(segments, config_of(model), padding_free=False)
+    inputs, device = _inputs(row, segments, model, cp, None), row["input_ids"].device
+    blocked = mcore_bridge.attention_mask(segments, kernel, cp, device=device, max_mask_bytes=max_mask_bytes)
+    return {**inputs, "attention_mask": blocked}
 
 
 def _flat(
-    row: dict[str, Any], segments: Segments, model: Any, cp: ContextParallel | None
-) -> tuple[dict[str, Any], Segments, ContextParallel | None]:
-    """A flat row with every sequence padded to what the ranks can share out; as it is where one rank has it all."""
-    _refuse_flat(model)
+    row: Mapping[str, Any], segments: Segments, model: Any, cp: ContextParallel | None
+) -> tuple[dict[str, Any], Segments]:
+    """A flat row with its offsets, every sequence padded to what the ranks can share out."""
     if segments.packed:
         mcore_bridge.refuse_unseparated(model.modules())
-    if cp is None:
-        return row, segments, None
-    offsets, cp = torch.tensor(flat_row_offsets(segments)), cp.for_documents()
-    padded, segments = pad_documents({**row, "cu_seqlens_padded": offsets}, cp, segments=segments)
-    return {key: padded[key] for key in row}, segments, cp
+    offsets = torch.tensor(flat_row_offsets(segments))
+    if cp is not None:
+        cp = cp.for_documents()
+        padded, segments = pad_documents({**row, "cu_seqlens_padded": offsets}, cp, segments=segments)
+        row, offsets = {key: padded[key] for key in row}, torch.tensor(flat_row_offsets(segments))
+    refuse_crossing(segments, config_of(model), padding_free=True)
+    inputs, counts = _inputs(row, segments, model, cp, offsets), takes_places(model)
+    settings: dict[str, Any] = {"padding_counts": counts, "context_parallel": cp or ContextParallel(1, 0)}
+    inputs["packed_seq_params"] = packed_seq_params(segments, device=row["input_ids"].device, **settings)
+    return inputs, segments
 
 
-def _with_masks(inputs: dict[str, Any], model: Any) -> dict[str, Any]:
-    """The inputs with the masks of routers and recurrent layers as arguments that the model's forward takes. GPTModel
-    shares the routers' out on its first stage alone (gpt_model.py:307-320), mcore-bridge's its own alone (1.6.5
-    model/gpt_model.py:307-316)."""
-    stage = unwrap(model)
-    extras = {key: inputs.pop(key) for key in ("padding_mask", KEEP_KEY) if key in inputs}
-    if "padding_mask" in extras:
-        cut_later = getattr(stage, "pre_process", True) and not type(stage).__module__.startswith("mcore_bridge")
-        shared = not cut_later and bool(getattr(config_of(model), "sequence_parallel", False))
-        extras["padding_mask"] = mcore_bridge.router_padding(extras["padding_mask"], shared=shared)
-    return mcore_bridge.pass_through_forward(type(stage), inputs, extras)
-
-
-def _kernel(model: Any, segments: Segments) -> str:
-    """The attention kernel of this model. Raises where it would compute this batch wrong. Megatron's local kernels read a
-    dense mask always: without it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
-    kernel = kernel_of(model)
-    refuse_unread_padding(segments, kernel, recurrent=needs_mask_2d(model) and not _masked_by_layers(model))
+def _inputs(
+    row: Mapping[str, Any], segments: Segments, model: Any, cp: ContextParallel | None, offsets: Tensor | None
+) -> dict[str, Any]:
+    """This rank's part of the rows, with the masks of routers and recurrent layers as arguments that the model's forward
+    takes. GPTModel shares the routers' out on its first stage alone (gpt_model.py:307-320), mcore-bridge's its own alone
+    (1.6.5 model/gpt_model.py:307-316)."""
+    device, config, stage = row["input_ids"].device, config_of(model), unwrap(model)
+    inputs = {"position_ids": segments.position_ids.to(device), **row, "attention_mask": None}
+    if "labels" in row:
+        shifted = shift_labels(row["labels"], segments)
+        inputs |= {"labels": shifted.clamp(min=0), "loss_mask": (shifted != -100).float()}
+    found = {"padding_mask": router_padding_mask(segments, model)}
     if needs_mask_2d(model):
-        mcore_bridge.refuse_unmaskable(segments)
-    return kernel
-
-
-def _refuse_flat(model: Any) -> None:
-    """Raise for layers that take no PackedSeqParams: local attention (core/transformer/dot_product_attention.py:153-156),
-    and Megatron's own GatedDeltaNet up to 0.17 (core/ssm/gated_delta_net.py:295); mcore-bridge's takes them."""
-    from megatron.core.package_info import MAJOR, MINOR
-
-    kinds = {(type(module).__module__.partition(".")[0], type(module).__name__) for module in model.modules()}
-    rule = remedy = ""
-    if "DotProductAttention" in {name for _, name in kinds}:
-        rule = "Megatron's local attention takes no packed_seq_params."
-        remedy = "Leave padding_free out: the same row gets a dense mask. Or run TransformerEngine's kernels."
-    elif ("megatron", "GatedDeltaNet") in kinds and not MEGATRON_PACKED.holds(f"{MAJOR}.{MINOR}"):
-        rule = f"GatedDeltaNet of megatron-core takes packed_seq_params from {MEGATRON_PACKED} on; this is {MAJOR}.{MINOR}."
-        remedy = "Pad right with one sequence a row, or upgrade megatron-core."
-    if rule:
-        raise UnsupportedFormError(explain("padding_free", "True", rule, remedy))
+        if mcore_bridge.masks_padding(getattr(config, "mcore_model_type", None)):
+            found[KEEP_KEY] = segments.keep
+        if cp is not None:
+            flat, heads = offsets is not None, recurrent_heads(config)
+            check_recurrent_split(cp, _SCHEME, segments, padding_free=flat, offsets=offsets, heads=heads)
+    masks = {key: mask.to(device) for key, mask in found.items() if mask is not None}
+    if cp is not None:
+        inputs = share_out(inputs | masks, cp, segments=segments, cu_seqlens=offsets)
+        masks = {key: inputs.pop(key) for key in masks}
+    if "padding_mask" in masks:
+        cut_later = getattr(stage, "pre_process", True) and not type(stage).__module__.startswith("mcore_bridge")
+        shared = not cut_later and bool(getattr(config, "sequence_parallel", False))
+        masks["padding_mask"] = mcore_bridge.router_padding(masks["padding_mask"], shared=shared)
+    return mcore_bridge.pass_through_forward(type(stage), inputs, masks)
 
 
 # --- PackedSeqParams
@@ -287,8 +224,7 @@ def packed_seq_params(
     unseen = "pad_between_seqs" not in names and real[:-1] == offsets[:-1]
     places = padding_counts or mindspeed.is_installed() or npu_engine()
     apart = not (places or unseen or real == offsets)
-    for side in ("q", "kv"):
-        # The very same tensor where they are equal: TransformerEngine's main branch reads "no padding" off the identity.
+    for side in ("q", "kv"):  # the very same tensor says "no padding" to TransformerEngine's main branch
         padded = fields[f"cu_seqlens_{side}_padded"]
         fields[f"cu_seqlens_{side}"] = segments.cu_seqlens.to(device) if apart else padded
     fields["pad_between_seqs"] = apart
@@ -317,7 +253,7 @@ def megatron_ranks(*, shared: bool = False) -> ContextParallel | None:
 
 
 def flat_row_offsets(segments: Segments) -> tuple[int, ...]:
-    """Where the sequences of a flat row stand: `(0, start of the second, ..., S)`, each with the padding behind it.
+    """Return where the sequences of a flat row stand: `(0, start of the second, ..., S)`, each with the padding behind it.
 
     Raises `UnsupportedFormError` where there is not one row, no sequence, or padding before or inside a sequence.
     """
@@ -328,9 +264,94 @@ def flat_row_offsets(segments: Segments) -> tuple[int, ...]:
 
 
 def _check_shared_out(offsets: tuple[int, ...], cp: ContextParallel | None) -> None:
-    multiple = 1 if cp is None else cp.document_multiple
-    bad = [(n, f"{b - a} places") for n, (a, b) in enumerate(pairwise(offsets)) if (b - a) % multiple]
-    if cp is not None and bad:
+    if cp is None:
+        return
+    multiple = cp.document_multiple
+    if bad := [(n, f"{b - a} places") for n, (a, b) in enumerate(pairwise(offsets)) if (b - a) % multiple]:
         rule = f"{cp.size} ranks ({cp.layout}) share each sequence out in parts of equal size: lengths % {multiple} == 0."
         remedy = "Use the row and Segments of pad_documents(batch, cp), or gpt_batch, which does so."
         raise CollateError(explain_rows("segments (rows are sequences)", bad, rule, remedy))
+
+
+# --- mixture of experts. `padding_mask` is True = padding (the docstrings of core/transformer/moe say the opposite of their
+# code). A router leaves it out of its losses and its expert bias (router.py:471-626), and still routes it: three settings
+# let that reach real tokens.
+
+
+def router_padding_mask(segments: Segments, model: Any) -> Tensor | None:
+    """bool `[B, S]`, True = padding, for a model with experts; None for one without. Given without padding too: ranks must
+    count tokens in the same way (moe_utils.py:214-233). Raises `UnsupportedFormError` where padding would change the experts
+    of real tokens; warns, once, where the auxiliary loss is of rows."""
+    config = config_of(model)
+    if not getattr(config, "num_moe_experts", None):
+        return None
+    kinds = getattr(config, "moe_router_load_balancing_type", None) or "none"
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)  # several have coefficients of their own
+    capacity = getattr(config, "moe_expert_capacity_factor", None)
+    moves = [f"moe_expert_capacity_factor={capacity}"] * (capacity is not None)
+    moves += [kind for kind in kinds if kind in ("sinkhorn", "quantile_balancing")]
+    if segments.padding_side != "none" and moves:  # router.py:566-595; 0.19: 764-800
+        rule = f"With {moves[0]} padding takes experts' places from real tokens, or moves the balance they are chosen by."
+        remedy = "Drop that setting, or use padding_free=True with lengths that need no alignment."
+        raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, remedy))
+    if "seq_aux_loss" in kinds and (segments.packed or len(set(segments.lengths)) > 1):
+        _warn_of_rows()
+    if (stops := _stops_at_mask(model)) and segments.padding_side != "none":
+        rule = "Megatron's router with moe_router_enable_expert_bias=True stops at a padding mask (Megatron-LM issue 6111)."
+        raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, f"Call {__name__}.install() once."))
+    return None if stops or "quantile_balancing" in kinds else ~segments.keep
+
+
+def _stops_at_mask(model: Any) -> bool:
+    """True if Megatron's own function counts the expert bias of a router. mcore-bridge brings a mended one."""
+    if not getattr(config_of(model), "moe_router_enable_expert_bias", False) or patching.in_place(real_tokens_alone):
+        return False
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    routers = (type(module) for module in unwrap(model).modules() if isinstance(module, TopKRouter))
+    return any(kind._apply_expert_bias is TopKRouter._apply_expert_bias for kind in routers)
+
+
+def real_tokens_alone(
+    original: Callable[..., Any], self: Any, routing_map: Tensor, padding_mask: Tensor | None = None
+) -> Any:
+    """Stand in place of a router's `_apply_expert_bias`: `routing_map` is bool `[T, E]`, the mask `[T]`, True = padding."""
+    return original(self, routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1))
+
+
+@cache
+def _warn_of_rows() -> None:
+    warnings.warn(
+        "seq_aux_loss of megatron-core divides by the mean length of the rows and takes a packed row for one sequence "
+        "(core/transformer/moe/router.py:317-369): with these lengths the auxiliary loss is not that of the samples alone. "
+        "Logits and the language-model loss are. Remedy: moe_router_load_balancing_type='aux_loss' or 'global_aux_loss'.",
+        stacklevel=5,
+    )
+
+
+# --- multi-token prediction: at depth k Megatron moves ids, positions, labels and loss mask k places to the left itself,
+# along the whole row, or inside the sequences that `cu_seqlens_q` tells (0.16.1 to 0.19.2, core/transformer/
+# multi_token_prediction.py:115-318). For a loss of your own: `shift_labels(labels, segments, steps=1 + k)`.
+
+
+def depths(config: Any) -> int:
+    """How many tokens ahead of the next one the model predicts."""
+    return getattr(config, "mtp_num_layers", None) or 0
+
+
+def refuse_crossing(segments: Segments, config: Any, *, padding_free: bool) -> None:
+    """Raise where a model with multi-token prediction would learn across sequences, or count padding: its routers hear of
+    none in 0.16.1 and 0.17; later ones move the padding mask with a 0, "real", at the end of the row."""
+    if not depths(config):
+        return
+    exact = none_is_exact(segments)
+    if not exact and not padding_free:
+        rule = f"Multi-token prediction moves labels along the whole row, and {exact.why}."
+        remedy = "Pad right with one sequence a row, or use padding_free=True."
+        raise UnsupportedFormError(explain("labels", repr(segments), rule, remedy))
+    counting = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias")
+    told = [getattr(config, name, None) for name in counting if getattr(config, "num_moe_experts", None)]
+    if segments.padding_side != "none" and any(any(x) if isinstance(x, (list, tuple)) else x for x in told):
+        rule = "Routers of the multi-token prediction layers count padding: no padding_mask reaches them."
+        remedy = "Use padding_free=True with lengths that need no alignment, or set moe_aux_loss_coeff=0 (and no z-loss)."
+        raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, remedy))

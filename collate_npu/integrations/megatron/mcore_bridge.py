@@ -22,11 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collate_npu.consumers.mask_routing import HOLES_RECURRENT, PACKED_RECURRENT, Case, Model
+from collate_npu.consumers.mask_routing import Case, Model, consumer_named
+from collate_npu.consumers.megatron import refuse_unread_padding
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.integrations import patching
 from collate_npu.keys import KEEP_KEY
-from collate_npu.parallel import ContextParallel, split_tensor
+from collate_npu.masks.forms import MAX_MASK_BYTES, dense, open_empty_rows
+from collate_npu.parallel import ContextParallel, query_rows, split_tensor
 from collate_npu.releases import CONVOLUTION_SEALED, installed
 from collate_npu.segments import Segments
 
@@ -67,12 +69,30 @@ def masks_padding(mcore_model_type: str | None) -> bool:
     return mcore_model_type in ("qwen3_next", "qwen3_5") and patching.in_place(_layer_forward)
 
 
-def refuse_unmaskable(segments: Segments) -> None:
-    """Raise where no zeroed input helps a recurrent layer: several sequences in a row, or padding inside one."""
-    case = Case(segments=segments, model=Model(needs_mask_2d=True))
-    for refusal in (PACKED_RECURRENT, HOLES_RECURRENT):
-        if why := refusal.when(case):
-            raise UnsupportedFormError(explain(KEEP_KEY, repr(segments), refusal.rule.format(why=why), refusal.remedy))
+def check_padding(segments: Segments, kernel: str, *, recurrent: bool, model_type: str | None) -> None:
+    """Raise where this attention kernel, or the recurrent layers of such a model of mcore-bridge's, would compute these rows
+    wrong. No zeroed input helps those with several sequences in a row, or padding inside one; another model's (`model_type`
+    None) read no padding."""
+    consumer_named("megatron").route(Case(segments=segments, model=Model(needs_mask_2d=recurrent)))
+    refuse_unread_padding(segments, kernel, recurrent=recurrent and not masks_padding(model_type))
+
+
+def attention_mask(
+    segments: Segments,
+    kernel: str,
+    cp: ContextParallel | None,
+    *,
+    device: torch.device,
+    max_mask_bytes: int = MAX_MASK_BYTES,
+) -> Tensor | None:
+    """The dense mask of this rank's queries, True = blocked, for a kernel that reads one; None for the others. Megatron's
+    local kernels read it always: without it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
+    reader = consumer_named(kernel)
+    if reader.forms[-1].form != "masked":
+        return None
+    rows = None if cp is None else query_rows(segments.shape[1], cp)
+    blocked = dense(segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes)
+    return open_empty_rows(blocked) if reader.opens_empty_rows else blocked
 
 
 def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,9 +101,10 @@ def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Ma
     Warns, once for each class, where a multimodal forward takes them and has no `extra_forward_keys` to pass them on by.
     """
     parameters = inspect.signature(inspect.unwrap(model_class.forward)).parameters  # type: ignore[attr-defined]
+    if not extras:
+        return dict(batch)
     if extras.keys() <= parameters.keys() or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        if extras:
-            _warn_if_dropped(model_class)
+        _warn_if_dropped(model_class)
         return {**batch, **extras}
     if "extra_block_kwargs" in parameters:
         return {**batch, "extra_block_kwargs": {**(batch.get("extra_block_kwargs") or {}), **extras}}
@@ -102,9 +123,6 @@ def router_padding(padding: Tensor, cp: ContextParallel | None = None, *, shared
     from megatron.core import parallel_state
 
     size = parallel_state.get_tensor_model_parallel_world_size()
-    if local.shape[1] % size:
-        rule = f"{size} tensor-parallel ranks share the tokens of a row."
-        raise CollateError(explain("width", str(local.shape[1]), rule, f"Pad to a multiple of {size} on each rank."))
     rank: int = parallel_state.get_tensor_model_parallel_rank()
     return local.chunk(size, dim=1)[rank].contiguous()
 
@@ -205,12 +223,10 @@ def _resolve_offsets(
     """The offsets that Gated DeltaNet takes. Raises unless every sequence is a multiple of 2 * cp: it is cut into so many
     parts (core/ssm/mamba_context_parallel.py:362-374)."""
     found = original(padded, actual, total, cp_size=cp_size)
-    given = actual if padded is None else padded
+    given, parts = actual if padded is None else padded, 2 * cp_size if cp_size > 1 else 1
     if given is None:  # the object carries other things than offsets
         return found
-    parts = 2 * cp_size if cp_size > 1 else 1
-    lengths = torch.diff(given if found is None else found)
-    if found is None or not bool(((lengths >= 0) & (lengths % parts == 0)).all()):
+    if found is None or bool(((lengths := torch.diff(found)) < 0).any() or (lengths % parts).any()):
         rule = f"Gated DeltaNet takes offsets that rise from 0 to the {total} tokens of the row"
         rule += f", in steps of {parts} on {cp_size} ranks." if cp_size > 1 else "."
         raise CollateError(explain("packed_seq_params", str(given.tolist())[:80], rule, _REMEDY))

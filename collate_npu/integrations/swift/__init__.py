@@ -12,7 +12,6 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from math import lcm
 from types import CodeType
@@ -26,9 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from collate_npu import errors
 from collate_npu.arrays import host_array, host_tensor
-from collate_npu.collate.padding import round_up
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.megatron import kernel_of_args, refuse_unread_padding
+from collate_npu.consumers.megatron import kernel_of_args
 from collate_npu.consumers.model_traits import is_transformers, needs_mask_2d, recurrent_heads, text_config, unwrap
 from collate_npu.consumers.recurrent import variables_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
@@ -39,8 +37,7 @@ from collate_npu.integrations.patching import once_imported
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.dense_mask import Polarity
-from collate_npu.masks.forms import dense
-from collate_npu.parallel import ContextParallel, check_recurrent_split, gloo_group, query_rows, split_tensor
+from collate_npu.parallel import ContextParallel, check_recurrent_split, gloo_group, split_tensor
 from collate_npu.proof.delivery import guard_first_batch
 from collate_npu.segments import Segments
 
@@ -65,15 +62,13 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
     once_imported("swift.trainers.mixin", _watch_trainers)
     if trainers:
         from swift.megatron.trainers import base, utils
-        from transformers.utils import is_torch_npu_available
 
-        ours = _Trainers(polarity)
         mcore_bridge.install(holder=PACKAGE)
         patching.patch(PACKAGE, base.BaseMegatronTrainer, "get_last_tokens", get_last_tokens)
-        patching.patch(PACKAGE, utils, "prepare_batch", ours.prepare_batch, everywhere="swift")
+        patching.patch(PACKAGE, utils, "prepare_batch", partial(prepare_batch, polarity), everywhere="swift")
         if errors.is_set("COLLATE_NPU_GUARD"):
-            patching.patch(PACKAGE, base.BaseMegatronTrainer, "_prepare_batch", partial(guarded, ours.masks_of))
-        if is_torch_npu_available():
+            patching.patch(PACKAGE, base.BaseMegatronTrainer, "_prepare_batch", partial(guarded, polarity))
+        if is_npu():
             patching.patch(PACKAGE, torch.distributed, "all_gather_object", _gather_by_gloo, everywhere="swift")
 
 
@@ -147,12 +142,11 @@ def _pass_seq_idx(original: Callable[..., Any], self: Any, model: Any, args: Any
 
 
 def _collate(original: Callable[..., Any], self: Any, batch: Any, *, padding_to: int | None = None) -> Any:
-    if not self.use_megatron:
+    if not self.use_megatron or self.padding_free:
         out = original(self, batch, padding_to=padding_to)
-        check_batch(self, out)
+        if not self.use_megatron:
+            check_collated(self, out)
         return out
-    if self.padding_free:
-        return original(self, batch, padding_to=padding_to)
     if padding_to is not None and self.sequence_parallel_size > 1:  # get_padding_to leaves out zigzag's two chunks
         padding_to = lcm(padding_to, 2 * self.sequence_parallel_size)
     with _OnMeta(inspect.unwrap(original).__code__):
@@ -163,30 +157,19 @@ def _collate(original: Callable[..., Any], self: Any, batch: Any, *, padding_to:
     return out
 
 
-@dataclass
-class _Trainers:
-    """The state of one `install` in a process, whose trainers run one after another."""
-
-    polarity: Polarity | None
-    masks: TrainerMasks | None = None
-
-    def masks_of(self, args: Any) -> TrainerMasks:
-        """The masks of a trainer, made once from its arguments."""
-        if self.masks is None or self.masks.args is not args:
-            self.masks = TrainerMasks(args, self.polarity)
-        return self.masks
-
-    def prepare_batch(self, original: Callable[..., Any], args: Any, data: Any, vp_stage: int | None = None) -> Any:
-        """ms-swift's batch for the model, its masks replaced by ours. A flat row keeps ms-swift's own offsets."""
-        if args.padding_free:
-            refuse_layout(args)
-            out = original(args, data, vp_stage)
-            number_sequences(out.get("packed_seq_params"))
-            return out
-        masks = self.masks_of(args)
-        segments = segments_from_swift(args, data, masks.polarity)
-        bare = {key: value for key, value in data.items() if key not in ("attention_mask", KEEP_KEY)}
-        return pooled(args, masks.add(original(args, bare, vp_stage), segments), segments)
+def prepare_batch(
+    polarity: Polarity | None, original: Callable[..., Any], args: Any, data: Any, vp_stage: int | None = None
+) -> Any:
+    """ms-swift's batch for the model, its masks replaced by ours. A flat row keeps ms-swift's own offsets."""
+    if args.padding_free:
+        check_layout(args, ranks_of(args), Segments.from_lengths([[2 * args.context_parallel_size] * 2]))
+        out = original(args, data, vp_stage)
+        number_sequences(out.get("packed_seq_params"))
+        return out
+    segments = segments_from_swift(args, data, polarity)
+    bare = {key: value for key, value in data.items() if key not in ("attention_mask", KEEP_KEY)}
+    out = with_masks(args, original(args, bare, vp_stage), segments)
+    return out if args.task_type == "causal_lm" else PooledBatch(out, segments.keep)
 
 
 def number_sequences(params: Any) -> None:
@@ -202,7 +185,7 @@ _SPLIT_BY_SWIFT = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
 the offsets itself (model/models/qwen.py:1241-1249, 1396)."""
 
 
-def check_batch(template: Any, batch: Mapping[str, Any]) -> None:
+def check_collated(template: Any, batch: Mapping[str, Any]) -> None:
     """Raise `UnsupportedFormError` where the transformers backend would not compute real tokens as alone.
 
     Two settings say nothing to recurrent layers and train on in silence: `padding_free` and `packing` (positions alone,
@@ -234,74 +217,70 @@ def segments_from_swift(args: Any, data: Mapping[str, Any], polarity: Polarity |
     lengths, keep = data.get("seq_lens"), data.get(KEEP_KEY)
     if lengths is None or keep is None:
         return segments_from_batch(data, polarity=polarity)
-    keep = host_tensor(KEEP_KEY, keep) != 0
-    told = Segments.from_lengths(lengths, keep.shape[1])
+    keep, real_B = host_tensor(KEEP_KEY, keep) != 0, torch.as_tensor(lengths)
     parts = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
-    aligned = Segments.from_lengths([round_up(n, parts) for n in told.row_lengths], keep.shape[1])
-    right_B = keep.eq(told.keep).all(dim=1) | keep.eq(aligned.keep).all(dim=1)
+    real, aligned = (torch.arange(keep.shape[1]) < each[:, None] for each in (real_B, -(-real_B // parts) * parts))
+    right_B = keep.eq(real).all(dim=1) | keep.eq(aligned).all(dim=1)
     if wrong := (~right_B).nonzero().flatten().tolist():
-        rows = [(b, f"seq_lens {told.row_lengths[b]} beside {int(keep[b].sum())} real tokens") for b in wrong]
+        rows = [(b, f"seq_lens {int(real_B[b])} beside {int(keep[b].sum())} real tokens") for b in wrong]
         rule = "seq_lens of a padded batch count its real tokens, with the padding on their right."
         raise CollateError(explain_rows(KEEP_KEY, rows, rule, "Remove seq_lens where a collator pads differently."))
-    return segments_from_batch({**data, KEEP_KEY: told.keep}, polarity=polarity)
+    return segments_from_batch({**data, KEEP_KEY: real}, polarity=polarity)
 
 
-class TrainerMasks:
-    """What the batches of one trainer need: its arguments are read once, and a batch is looked at alone."""
+def with_masks(args: Any, batch: Mapping[str, Any], segments: Segments) -> dict[str, Any]:
+    """The prepared batch with its masks. Raises `UnsupportedFormError` where its padding has no right form here.
 
-    def __init__(self, args: Any, polarity: Polarity | None = None) -> None:
-        from transformers.utils import is_torch_npu_available
+    Labels of padding become -100: ms-swift rolls them one place to the left, so that the padding before a row's tokens
+    would be asked for the first of them (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`).
+    """
+    cp, labels = ranks_of(args), batch.get("labels")
+    device = next(value.device for value in batch.values() if isinstance(value, Tensor))
+    config = getattr(args.model_info, "config", None)
+    recurrent = needs_mask_2d(args.model_type if config is None else config)
+    kernel = _kernel_of(args, segments, recurrent=recurrent)
+    check_layout(args, cp, segments)
+    _refuse_lookahead(args, labels, segments)
+    keep = segments.keep.to(device) if cp is None else split_tensor(segments.keep.to(device), cp)
+    blocked = mcore_bridge.attention_mask(segments, kernel, cp, device=device)
+    extras = {KEEP_KEY: keep} if recurrent else {}
+    if blocked is None and args.model_info.is_moe_model:
+        shared = args.sequence_parallel and args.tensor_model_parallel_size > 1
+        extras["padding_mask"] = mcore_bridge.router_padding(~keep, shared=shared)
+    out = {**batch, "attention_mask": blocked}
+    if isinstance(labels, Tensor) and labels.shape == keep.shape:  # else a classifier's, or another pipeline stage's
+        out["labels"] = labels.masked_fill(~keep, -100)
+    from mcore_bridge.model import GPTModel, MultimodalGPTModel
 
-        self.args, self.polarity, self.cp = args, polarity, context_parallel(args)
-        self.kernel, self.npu = kernel_of_args(args), bool(is_torch_npu_available())
-        # What a kernel cannot read is refused below, where layers and mlp_padding_free have their say too.
-        consumer = self.kernel if self.kernel == "mindspeed_dense" else "megatron"
-        self.adapter = BatchAdapter.from_args(args, context_parallel=self.cp, consumer=consumer)
-
-    def add(self, out: Mapping[str, Any], segments: Segments) -> dict[str, Any]:
-        """The prepared batch with its masks. Raises `UnsupportedFormError` where its padding has no right form here."""
-        device = next(value.device for value in out.values() if isinstance(value, Tensor))
-        _refuse_lookahead(self.args, out.get("labels"), segments)
-        out = {**out, **_without_padding_labels(out.get("labels"), segments, self.cp)}
-        masks = self.adapter.masks(segments, device)
-        extras = {KEEP_KEY: masks[KEEP_KEY]} if KEEP_KEY in masks else {}
-        blocked = masks["attention_mask"]
-        if self._wants_dense(segments, recurrent=KEEP_KEY in masks) and blocked is None:
-            rows = None if self.cp is None else query_rows(segments.shape[1], self.cp)
-            blocked = dense(segments, polarity="masked", rows=rows, device=device)
-        if blocked is None and getattr(getattr(self.args, "model_info", None), "is_moe_model", False):
-            shared = self.args.sequence_parallel and self.args.tensor_model_parallel_size > 1
-            extras["padding_mask"] = mcore_bridge.router_padding(~segments.keep.to(device), self.cp, shared=shared)
-        return mcore_bridge.pass_through_forward(_model_class(self.args), {**out, "attention_mask": blocked}, extras)
-
-    def _wants_dense(self, segments: Segments, *, recurrent: bool) -> bool:
-        """True if the kernel or a layer reads a dense mask. Transformer Engine, which all backends but "local" run, computes
-        causal attention whatever mask it is given (core/models/gpt/gpt_layer_specs.py:251)."""
-        args = self.args
-        backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum, in real arguments
-        masked = mcore_bridge.masks_padding(getattr(getattr(args, "megatron_model_meta", None), "model_type", None))
-        refuse_unread_padding(segments, self.kernel, recurrent=recurrent and not masked)
-        if recurrent:
-            mcore_bridge.refuse_unmaskable(segments)
-        mlp = bool(getattr(args, "mlp_padding_free", False))
-        if mlp and self.npu and backend != "local":
-            rule = "mlp_padding_free needs a dense mask, which an NPU's flash kernel cannot be given."
-            raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Set mlp_padding_free=False."))
-        if mlp and args.context_parallel_size > 1 and args.cp_partition_mode != "zigzag":
-            rule = "mcore-bridge cuts the mask of mlp_padding_free zigzag, always (transformer_layer.py:375-377)."
-            remedy = "Set mlp_padding_free=False."
-            raise UnsupportedFormError(explain("cp_partition_mode", args.cp_partition_mode, rule, remedy))
-        return mlp or bool(backend == "local" and self.kernel != "mindspeed")
+    loader = getattr(getattr(args, "megatron_model_meta", None), "loader", None)
+    model_class = getattr(loader, "model_cls", None) or (MultimodalGPTModel if args.is_multimodal else GPTModel)
+    return mcore_bridge.pass_through_forward(model_class, out, extras)
 
 
-def _without_padding_labels(labels: Any, segments: Segments, cp: ContextParallel | None) -> dict[str, Tensor]:
-    """The labels with -100 at padding. ms-swift rolls labels one place to the left, so that the padding before a row's
-    tokens is asked for the first of them (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`). Padding is asked for
-    nothing here."""
-    keep = segments.keep if cp is None else split_tensor(segments.keep, cp)
-    if not isinstance(labels, Tensor) or labels.shape != keep.shape:  # a classifier's, or another pipeline stage's
-        return {}
-    return {"labels": labels.masked_fill(~keep.to(labels.device), -100)}
+def _kernel_of(args: Any, segments: Segments, *, recurrent: bool) -> str:
+    """The consumer that says which mask the attention and `mlp_padding_free` read. Transformer Engine, which all backends
+    but "local" run, computes causal attention whatever mask it is given (core/models/gpt/gpt_layer_specs.py:251)."""
+    kernel = kernel_of_args(args)
+    backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum, in real arguments
+    mlp = bool(getattr(args, "mlp_padding_free", False))
+    kind = getattr(getattr(args, "megatron_model_meta", None), "model_type", None)
+    mcore_bridge.check_padding(segments, kernel, recurrent=recurrent, model_type=kind)
+    if mlp and is_npu() and backend != "local":
+        rule = "mlp_padding_free needs a dense mask, which an NPU's flash kernel cannot be given."
+        raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Set mlp_padding_free=False."))
+    if mlp and args.context_parallel_size > 1 and args.cp_partition_mode != "zigzag":
+        rule = "mcore-bridge cuts the mask of mlp_padding_free zigzag, always (transformer_layer.py:375-377)."
+        remedy = "Set mlp_padding_free=False."
+        raise UnsupportedFormError(explain("cp_partition_mode", args.cp_partition_mode, rule, remedy))
+    reads_dense = mlp or (backend == "local" and kernel != "mindspeed")
+    return "megatron" if reads_dense and kernel != "mindspeed_dense" else kernel
+
+
+def is_npu() -> bool:
+    """True if transformers finds torch_npu and a card."""
+    from transformers.utils import is_torch_npu_available
+
+    return bool(is_torch_npu_available())
 
 
 def _refuse_lookahead(args: Any, labels: Any, segments: Segments) -> None:
@@ -318,7 +297,7 @@ def _refuse_lookahead(args: Any, labels: Any, segments: Segments) -> None:
         raise UnsupportedFormError(explain("labels", f"learned ones there in rows {rows[:8]}", rule, remedy))
 
 
-def context_parallel(args: Any) -> ContextParallel | None:
+def ranks_of(args: Any) -> ContextParallel | None:
     """This rank's place among those that share a row, as ms-swift cuts it; None alone."""
     if args.context_parallel_size == 1:
         return None
@@ -328,22 +307,13 @@ def context_parallel(args: Any) -> ContextParallel | None:
     return ContextParallel(size, rank, layout=args.cp_partition_mode)
 
 
-def refuse_layout(args: Any) -> None:
-    """Raise where recurrent layers would put a flat row in another order than its ranks hold: whatever `cp_partition_mode`
-    says, mcore-bridge's undoes a zigzag of each sequence (modules/gated_delta_net.py:273-294)."""
-    cp, config = context_parallel(args), getattr(getattr(args, "model_info", None), "config", None)
-    if cp is None or config is None or not needs_mask_2d(config):
-        return
-    any_two = Segments.from_lengths([[2 * cp.size] * 2])
-    heads = recurrent_heads(config)
-    check_recurrent_split(cp.for_documents(), "head_exchange_zigzag", any_two, padding_free=True, heads=heads)
-
-
-def _model_class(args: Any) -> Any:
-    from mcore_bridge.model import GPTModel, MultimodalGPTModel
-
-    loader = getattr(getattr(args, "megatron_model_meta", None), "loader", None)
-    return getattr(loader, "model_cls", None) or (MultimodalGPTModel if args.is_multimodal else GPTModel)
+def check_layout(args: Any, cp: ContextParallel | None, segments: Segments) -> None:
+    """Raise where recurrent layers would put a row in another order than its ranks hold: whatever `cp_partition_mode` says,
+    mcore-bridge's undo a zigzag, of each sequence in a flat row (modules/gated_delta_net.py:273-294)."""
+    config, flat = getattr(args.model_info, "config", None), bool(args.padding_free)
+    if cp is not None and config is not None and needs_mask_2d(config):
+        cp, heads = cp.for_documents() if flat else cp, recurrent_heads(config)
+        check_recurrent_split(cp, "head_exchange_zigzag", segments, padding_free=flat, heads=heads)
 
 
 # --- the guard: `COLLATE_NPU_GUARD=1` checks the first batch of each model while it is trained on. The offsets of a flat row
@@ -354,9 +324,7 @@ _GUARDED: WeakSet[Any] = WeakSet()
 _REMEDY = "Set padding_free=False, or a tensor_model_parallel_size that makes padding_to a multiple of 2 * cp."
 
 
-def guarded(
-    masks_of: Callable[[Any], TrainerMasks], original: Any, trainer: Any, data: Any, vp_stage: int | None = None
-) -> Any:
+def guarded(polarity: Polarity | None, original: Any, trainer: Any, data: Any, vp_stage: int | None = None) -> Any:
     """A trainer's prepared batch; the first one of each model is checked in its forward. Replaces `_prepare_batch`."""
     model = trainer.unwrapped_models[vp_stage or 0]
     if model in _GUARDED:
@@ -371,8 +339,7 @@ def guarded(
             print(f"collate_npu: the offsets of the flat row are those of its {segments.num_sequences} samples")
             return prepared
     else:
-        masks = masks_of(args)
-        segments, cp = segments_from_swift(args, given, masks.polarity), masks.cp
+        segments, cp = segments_from_swift(args, given, polarity), ranks_of(args)
     ids = prepared["input_ids"]  # KTO prepares two batches, and runs the second one first
     guard_first_batch(model, segments=segments, only=lambda batch: batch.get("input_ids") is ids, context_parallel=cp)
     return prepared
@@ -408,7 +375,7 @@ class PooledBatch(dict[str, Any]):
 
     def __init__(self, batch: Mapping[str, Any], keep: Tensor) -> None:
         super().__init__(batch)
-        self._keep = keep
+        self._keep = keep.to(next(value.device for value in batch.values() if isinstance(value, Tensor)))
 
     def get(self, key: str, default: Any = None) -> Any:
         return self._keep if key in ("attention_mask", KEEP_KEY) else super().get(key, default)
@@ -418,29 +385,17 @@ def get_last_tokens(
     original: Any, trainer: Any, output_tensor: Tensor, packed_seq_params: Any = None, attention_mask: Any = None
 ) -> Any:
     """Pool by the mask that is given: bool or int `[B, S]` of whole rows, each with a real token."""
-    if packed_seq_params is None:
-        ranks = trainer.args.context_parallel_size
-        attention_mask = _whole_rows(attention_mask, output_tensor, ranks).to(output_tensor.device)
-    return original(trainer, output_tensor, packed_seq_params, attention_mask)
-
-
-def _whole_rows(mask: Any, output: Tensor, ranks: int) -> Tensor:
-    B, S = output.shape[0], output.shape[1] * ranks
-    if not isinstance(mask, Tensor) or mask.shape != (B, S):
-        got = "no mask" if mask is None else shape_of(mask)
+    if packed_seq_params is not None:
+        return original(trainer, output_tensor, packed_seq_params, attention_mask)
+    ranks = trainer.args.context_parallel_size
+    B, S = output_tensor.shape[0], output_tensor.shape[1] * ranks
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != (B, S):
+        got = "no mask" if attention_mask is None else shape_of(attention_mask)
         rule = f"A 2D mask of the whole rows names their last tokens; this output has {B} rows of {S} ({ranks} ranks)."
         remedy = "Pass the attention_mask_2d of the same batch, unsplit; data.get('attention_mask') gives it."
         raise CollateError(explain("get_last_tokens", got, rule, remedy))
-    keep: Tensor = mask != 0
+    keep = attention_mask.to(output_tensor.device) != 0
     if empty := (~keep.any(dim=1)).nonzero().flatten().tolist():
         rows, rule = [(b, "padding alone") for b in empty], "A row without tokens has no last one."
         raise CollateError(explain_rows("get_last_tokens", rows, rule, "Drop those rows."))
-    return keep
-
-
-def pooled(args: Any, batch: dict[str, Any], segments: Segments) -> dict[str, Any]:
-    """The batch as it is for token losses; one that knows its whole rows for every task that pools."""
-    if args.task_type == "causal_lm":
-        return batch
-    device = next(value.device for value in batch.values() if isinstance(value, Tensor))
-    return PooledBatch(batch, segments.keep.to(device))
+    return original(trainer, output_tensor, None, keep)

@@ -12,8 +12,8 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, wraps
-from math import gcd, lcm
+from functools import wraps
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -48,19 +48,10 @@ class Padded:
     segments: Segments
 
 
-def pad_jagged(
-    values: Tensor,
-    cp: ContextParallel | None = None,
-    *,
-    npu: bool | None = None,
-    width: int | None = None,
-    fp8: bool = False,
-    roll: bool = False,
-) -> Padded:
-    """A jagged `[B, j, ...]` as this rank's padded rows. Inverse of `to_jagged`.
+def pad_jagged(values: Tensor, cp: ContextParallel | None = None, *, npu: bool | None = None) -> Padded:
+    """A jagged `[B, j, ...]` as this rank's padded rows, as wide as `tp * 2 * cp` divides. Inverse of `to_jagged`.
 
-    `cp` defaults to Megatron's groups, `npu` to verl's own check. `width` is verl's `forced_max_seqlen`, before alignment.
-    `roll` moves tokens one place to the left (labels). Under context parallelism all ranks call it.
+    `cp` defaults to Megatron's groups, `npu` to verl's own check. Under context parallelism all ranks call it.
 
     >>> ids = torch.nested.nested_tensor([torch.tensor([1, 2, 3]), torch.tensor([4])], layout=torch.jagged)
     >>> padded = pad_jagged(ids, ContextParallel(size=1, rank=0), npu=True)
@@ -69,12 +60,12 @@ def pad_jagged(
     """
     cp = cp or ContextParallel.from_megatron()
     with ranks_agree(cp, call="split") as facts:
-        segments = segments_from_jagged(values, cp, width=width, fp8=fp8)
+        segments = _segments_of(values, cp)
         whole = repad(values.values(), segments)
         facts |= batch_facts({} if whole.is_floating_point() else {"input_ids": whole}, segments)
     keep = split_tensor(segments.keep.to(whole.device), cp)
     return Padded(
-        values=split_tensor(torch.roll(whole, -1, dims=1) if roll else whole, cp),
+        values=split_tensor(whole, cp),
         attention_mask=None if (on_npu() if npu is None else npu) else keep,
         attention_mask_2d=keep,
         position_ids=split_tensor(segments.position_ids.to(whole.device), cp),
@@ -96,20 +87,14 @@ def to_jagged(output: Tensor, segments: Segments, cp: ContextParallel | None = N
     return torch.nested.nested_tensor_from_jagged(unpad(whole, segments), offsets)
 
 
-def segments_from_jagged(values: Tensor, cp: ContextParallel, *, width: int | None = None, fp8: bool = False) -> Segments:
-    """`[B, S]` of a jagged batch, S aligned: `tp * 2 * cp`, with fp8 also a rank's `B * S` tokens in blocks of 128.
-
-    Source: verl models/mcore/util.py:686-707.
-    """
+def _segments_of(values: Tensor, cp: ContextParallel) -> Segments:
     jagged = cast(Any, values)
     if not values.is_nested or values.layout != torch.jagged or jagged.lengths() is not None or values.ndim < 2:
         rule = "verl carries ragged rows as a jagged nested tensor [B, j, ...] without gaps."
         remedy = "Use torch.nested.nested_tensor(rows, layout=torch.jagged)."
         raise CollateError(explain("input_ids", f"{shape_of(values)}, {values.layout}", rule, remedy))
     lengths = jagged.offsets().diff().tolist()
-    blocks = 128 * cp.tensor_parallel * cp.size if fp8 else 1
-    multiple = lcm(cp.multiple, blocks // gcd(len(lengths), blocks))
-    return Segments.from_lengths(lengths, round_up(max(lengths, default=0) if width is None else width, multiple))
+    return Segments.from_lengths(lengths, round_up(max(lengths, default=0), cp.multiple))
 
 
 def on_npu() -> bool:
@@ -122,46 +107,20 @@ def on_npu() -> bool:
 # --- the Megatron engine
 
 
-def preprocess_bshd_engine(
-    input_ids: Tensor,
-    pre_process: bool = True,
-    need_roll: bool = False,
-    use_fp8_padding: bool = False,
-    forced_max_seqlen: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids `[B, L, ...]`, the 2D mask that `postprocess_bshd_engine` takes (on every device), and positions."""
-    padded = pad_jagged(input_ids, npu=False, width=forced_max_seqlen, fp8=use_fp8_padding, roll=need_roll)
-    return padded.values, padded.attention_mask_2d, padded.position_ids
+def keep_2d(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """verl's padding, and its way back, as off an NPU: with this rank's 2D mask, which it makes a square for an NPU.
 
-
-def postprocess_bshd_engine(output: Tensor, attention_mask: Tensor | None, post_process: bool = True) -> Tensor:
-    """A jagged tensor of `[B, L, ...]`, by this rank's 2D mask."""
-    if not post_process:
-        return output
-    if attention_mask is None or attention_mask.ndim != 2:
-        got = "None" if attention_mask is None else shape_of(attention_mask)
-        rule = "This rank's 2D mask says which of its tokens are real."
-        raise CollateError(explain("attention_mask", got, rule, "Pass Padded.attention_mask_2d."))
-    cp = ContextParallel.from_megatron()
-    return to_jagged(output, Segments.from_keep(gather_sequence(attention_mask.bool(), cp)), cp)
-
-
-def build_vlm_attn_mask_bshd(
-    input_ids: Tensor,
-    batch_size: int,
-    pad_token_id: int = 0,
-    forced_max_seqlen: int | None = None,
-    use_fp8_padding: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Whole rows `[B, S]` for a vision model, with fp8 as wide as `preprocess_bshd_engine`'s; the mask is None on NPU."""
-    segments = segments_from_jagged(input_ids, ContextParallel.from_megatron(), width=forced_max_seqlen, fp8=use_fp8_padding)
-    return repad(input_ids.values(), segments, pad_token_id), None if on_npu() else segments.keep.to(input_ids.device)
+    The same code runs, with a flag of its own in the place of the module's, which every other caller reads.
+    """
+    scope = {**original.__globals__, "is_npu_available": False}
+    return FunctionType(original.__code__, scope, argdefs=original.__defaults__)(*args, **kwargs)
 
 
 def engine_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """verl's forward of jagged ids, padded or packed (model_forward.py `gptmodel_forward_model_engine`)."""
     given = _arguments_of(original, args, kwargs)
-    return original(**{**given, "model": _MaskedModel(given)})
+    with _masks_hook(given, given["vision_model"]):
+        return original(**given)
 
 
 def generated_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -176,42 +135,35 @@ def generated_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         given = _arguments_of(inner, args, kwargs)
         if not given["input_ids"].is_nested:  # verl takes integers for places, without an error
             given["attention_mask"] = given["attention_mask"].bool()
-        return inner(**{**given, "model": _MaskedModel({**given, "vision_model": vision})})
+        with _masks_hook(given, vision):
+            return inner(**given)
 
     return forward
 
 
-class _MaskedModel:
-    """The model of one batch, called with the masks that it reads. Megatron's own attention takes True = blocked: verl's
-    [B, S], True = real, blocks what it should not there."""
+def _masks_hook(given: dict[str, Any], vision: bool) -> Any:
+    """A hook, until its `with` ends, that hands the model of one batch the masks that it reads, and routers the
+    `padding_mask` that verl passes for packed rows alone. Megatron's own attention takes True = blocked: verl's [B, S],
+    True = real, blocks what it should not there."""
+    from verl.utils.megatron_utils import unwrap_model
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        self._model, self._vision = given["model"], given["vision_model"]
-        if on_npu():
-            _refuse_window(getattr(self.config, "window_size", None), given)
+    model = unwrap_model(given["model"])
+    if on_npu():
+        _refuse_window(getattr(model.config, "window_size", None), given)
+    unread = on_npu() or any(type(module).__name__ == "DotProductAttention" for module in model.modules())
 
-    def __getattr__(self, name: str) -> Any:
-        from verl.utils.megatron_utils import unwrap_model
-
-        return getattr(unwrap_model(self._model), name)
-
-    def __call__(self, **batch: Any) -> Any:
+    def masks(_: Any, args: Any, batch: dict[str, Any]) -> Any:
         if batch.get("packed_seq_params") is not None:
-            return self._model(**batch)
+            return None
         keep = batch["attention_mask"]
-        if keep is not None and not self._vision and getattr(self.config, "num_moe_experts", None):
-            batch = {**_router_padding(self, ~keep.bool()), **batch}
-        unread = on_npu() or any(type(module).__name__ == "DotProductAttention" for module in self.modules())
-        return self._model(**{**batch, "attention_mask": None if unread else keep})
+        routed = not vision and getattr(model.config, "num_moe_experts", None)
+        if keep is not None and routed and "padding_mask" in inspect.signature(inspect.unwrap(model.forward)).parameters:
+            # megatron-core's text model cuts it on the first pipeline stage alone (0.16.1 gpt_model.py:291-321)
+            shared = model.config.sequence_parallel and not model.pre_process
+            batch = {"padding_mask": router_padding(~keep.bool(), shared=shared), **batch}
+        return args, {**batch, "attention_mask": None if unread else keep}
 
-
-def _router_padding(model: Any, padding: Tensor) -> dict[str, Any]:
-    """The routers' `padding_mask`, if the model takes one. verl passes it for packed rows alone; megatron-core's text model
-    takes it, and cuts it for the ranks that share the tokens on the first pipeline stage alone (0.16.1
-    gpt_model.py:291-321)."""
-    if "padding_mask" not in inspect.signature(inspect.unwrap(model.forward)).parameters:
-        return {}
-    return {"padding_mask": router_padding(padding, shared=model.config.sequence_parallel and not model.pre_process)}
+    return given["model"].register_forward_pre_hook(masks, with_kwargs=True)
 
 
 def _refuse_window(window: Any, given: dict[str, Any]) -> None:
@@ -240,8 +192,8 @@ def install() -> None:
     mindspeed.start()  # verl imports Megatron here, and MindSpeed's adaptor only where its workers begin
     from verl.models.mcore import model_forward, model_forward_fused
 
-    for ours in (preprocess_bshd_engine, postprocess_bshd_engine, build_vlm_attn_mask_bshd):
-        patching.patch(PACKAGE, model_forward, ours.__name__, _without_original(ours), everywhere="verl")
+    for name in ("preprocess_bshd_engine", "postprocess_bshd_engine", "build_vlm_attn_mask_bshd"):
+        patching.patch(PACKAGE, model_forward, name, keep_2d, everywhere="verl")
     patching.patch(PACKAGE, model_forward, "gptmodel_forward_model_engine", engine_forward, everywhere="verl")
     patching.patch(PACKAGE, model_forward, "model_forward_gen", generated_forward, everywhere="verl")
     for name in ("fused_forward_model_gen", "fused_forward_model_engine"):
@@ -251,12 +203,6 @@ def install() -> None:
 def uninstall() -> None:
     """Put verl's own functions back."""
     patching.release(PACKAGE)
-
-
-@cache
-def _without_original(ours: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with an unused first argument: `patching` passes the original there."""
-    return lambda original, *args, **kwargs: ours(*args, **kwargs)
 
 
 # --- the FSDP engine
@@ -274,8 +220,11 @@ def prepare_model_inputs(original: Callable[..., Any], engine: Any, micro_batch:
     if engine.use_ulysses_sp or ("cu_seqlens" in inputs and kernel.startswith("flash")):
         return inputs, kept
     flat = inputs["attention_mask"] is None
+    held = vars(engine).get("_collate_npu", (None,))
+    if held[0] is not engine.module:  # a rebuilt engine has another
+        held = engine._collate_npu = (engine.module, BatchAdapter(engine.module))
     try:
-        return _adapter(engine).mended(Sources(inputs), padding_free=flat)[0], kept
+        return held[1].mended(Sources(inputs), padding_free=flat)[0], kept
     except UnsupportedFormError as refused:
         if not flat:
             raise
@@ -285,15 +234,6 @@ def prepare_model_inputs(original: Callable[..., Any], engine: Any, micro_batch:
 
     tensordict_utils.assign_non_tensor(micro_batch, use_remove_padding=False)  # read again on the way back
     return prepare_model_inputs(original, engine, micro_batch)
-
-
-def _adapter(engine: Any) -> BatchAdapter:
-    """The adapter of the engine's model; a rebuilt engine gets another."""
-    held = vars(engine).get("_collate_npu")
-    if held is None or held[0] is not engine.module:
-        held = engine._collate_npu = (engine.module, BatchAdapter(engine.module))
-    adapter: BatchAdapter = held[1]
-    return adapter
 
 
 def _refuse_shares(engine: Any, kernel: str) -> None:

@@ -27,8 +27,16 @@ from torch import Tensor
 
 from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.kernels.fusion_attention.contract import COMPRESSED, MAX_PREFIX_ROWS, MAX_SEQUENCES, SKIP_EMPTY_ROWS
-from collate_npu.kernels.fusion_attention.operator_call import RANKS, UNLIMITED, prefix_triangle, triangle
+from collate_npu.kernels.fusion_attention.contract import (
+    COMPRESSED,
+    MAX_PREFIX_ROWS,
+    MAX_SEQUENCES,
+    RANKS,
+    SKIP_EMPTY_ROWS,
+    UNLIMITED,
+    prefix_triangle,
+    triangle,
+)
 from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, varlen
 from collate_npu.masks.patterns import Bidirectional, Chunked, Pattern, Prefix, Sliding
 from collate_npu.segments import Segments
@@ -146,7 +154,7 @@ def _compressed_mask(mode: int, device: torch.device | str, max_mask_bytes: int)
 
 
 def _row_prefixes(segments: Segments, prefixes: Sequence[int]) -> list[int]:
-    """For each row, how many keys from its left edge some query sees beyond the diagonal, and no padding after them."""
+    """Return for each row how many keys from its left edge some query sees beyond the diagonal, padding left out."""
     ends = [0] * segments.shape[0]
     for (b, start, end), prefix in zip(segments.spans, prefixes):
         if prefix:

@@ -17,12 +17,15 @@ from torch.nn.functional import pad
 
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.kernels import refuse
-from collate_npu.kernels.fusion_attention.contract import COMPRESSED, SKIP_EMPTY_ROWS, compressed_contents, refusals
-from collate_npu.kernels.fusion_attention.operator_call import (
+from collate_npu.kernels.fusion_attention.contract import (
+    COMPRESSED,
+    SKIP_EMPTY_ROWS,
     UNLIMITED,
     AttentionCall,
     band_leaves_rows_empty,
     blocked_scores,
+    compressed_contents,
+    refusal,
     sizes_of,
 )
 from collate_npu.validation import checked
@@ -72,7 +75,7 @@ def reference_fusion_attention(
 
 
 def _check(call: AttentionCall) -> None:
-    refuse("npu_fusion_attention refuses", refusals(call))
+    refuse("npu_fusion_attention", refusal(call))
     names = [name for name in ("pse", "sink", "dropout_mask") if call.arguments[name] is not None]
     if names or call.arguments["keep_prob"] != 1:
         rule, remedy = "The reference computes no dropout, pse or sink.", "Leave them out of the comparison."

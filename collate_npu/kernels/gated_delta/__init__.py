@@ -1,16 +1,26 @@
-"""Gated DeltaNet kernels: boundary arguments from `Segments`, their contracts as a check, references in plain torch.
+"""Gated DeltaNet kernels: boundary arguments from `Segments`, their contracts, references in plain torch.
 
 Imports only torch and numpy, and touches no device it is not given: no kernel is ever called from here.
 """
 
-from collate_npu.kernels import Breach
-from collate_npu.kernels.gated_delta.arguments import Kernel, gated_delta_kwargs
-from collate_npu.kernels.gated_delta.boundaries import chunk_indices, chunk_offsets, flat_offsets, zero_padding
-from collate_npu.kernels.gated_delta.contract import check_gated_delta_contract, gated_delta_breaches
+from typing import Any
+
+from collate_npu.errors import moved
+from collate_npu.kernels.gated_delta.arguments import (
+    Kernel,
+    chunk_indices,
+    chunk_offsets,
+    flat_offsets,
+    gated_delta_kwargs,
+    zero_padding,
+)
 from collate_npu.kernels.gated_delta.reference import reference_causal_conv1d, reference_gated_delta_rule
 
 __all__ = [
-    "Breach", "Kernel", "check_gated_delta_contract", "chunk_indices", "chunk_offsets", "flat_offsets",
-    "gated_delta_breaches", "gated_delta_kwargs", "reference_causal_conv1d", "reference_gated_delta_rule",
-    "zero_padding",
+    "Kernel", "chunk_indices", "chunk_offsets", "flat_offsets", "gated_delta_kwargs", "reference_causal_conv1d",
+    "reference_gated_delta_rule", "zero_padding",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    return moved(__name__, name)

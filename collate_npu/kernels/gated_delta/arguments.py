@@ -22,7 +22,25 @@ Sources: fla 0.5.2 ops/gated_delta_rule/chunk.py:280-560, modules/conv/triton/op
 causal-conv1d 1.6.1 csrc/causal_conv1d.cpp:175-198; flash-linear-attention-npu 17e24fd torch_custom/fla_npu/_aclnn_ctypes.py;
 its examples/flash_gated_delta_rule.py:481-516; op-plugin docs of npu_chunk_gated_delta_rule; transformers 5.23
 integrations/hub_kernels.py:1033-1050.
-Legend: B rows, S width, T tokens of the flat row, N sequences.
+
+Recurrent kernels have no mask. What no sequence covers stays unwritten memory, whose NaN reach the weights' gradients
+(0 * NaN is NaN; flash-linear-attention #892), so each run of padding either is a sequence of its own, or lies behind the
+sequence before it, whose real tokens come first and cannot see it. `1 1 1 0 2 2 0 0`::
+
+    own       0 3 4 6 8
+    behind    0   4   8     as Megatron's padded offsets, and for kernels whose short last chunks are wrong
+    0 4 6 8   0   4 6 8     a batch's own physical offsets: which padding belongs to a sequence, and how the tail is cut
+
+Chunks start again at every sequence, so there are sum(ceil(length / C)) of them, not ceil(T / C). Lengths 3 and 70 in
+chunks of 64, where builders that count non-empty sequences alone name the wrong one behind an empty one (fla #909)::
+
+    ■■■|■■■■ ... ■■|■■■■■■     chunk_indices (0, 0) (1, 0) (1, 1)     chunk_offsets 0 1 3
+
+Padded rows `[B, S]` need no boundary where nothing is written at padding: a state begins at zero, and decay of nothing is
+nothing. The convolution mixes W - 1 neighbours before the rule, so its *input* must be zero on the left; without biases
+before the rule, zeroing the layer's input does both (measured: guide, gated-delta-net).
+
+Legend: B rows, S width, T tokens of the flat row, N sequences, C tokens a chunk.
 """
 
 from __future__ import annotations
@@ -34,14 +52,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import whole_number
-from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.kernels.gated_delta import boundaries
-from collate_npu.kernels.gated_delta.boundaries import Padding, flat_offsets
+from collate_npu.arrays import Array, whole_number
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.kernels.gated_delta.operators import operator_named
-from collate_npu.segments import Segments, Values
-from collate_npu.validation import checked, here
+from collate_npu.masks.forms import add_tail, fitting_places
+from collate_npu.segments import Segments, Values, as_offsets
+from collate_npu.validation import check_of_batch, checked, here
 
+Padding = Literal["own", "behind"]
+MAX_CHUNKS = 1 << 24
+"""Pairs of a table: some 250 MiB, and 2**30 tokens in chunks of 64."""
+CONV_BLOCK = 64
+"""fla's convolution works in blocks of 64, whatever the chunk of the rule (modules/conv/triton/ops.py:383-386)."""
 Kernel = Literal[
     "transformers", "fla", "fla_conv", "causal_conv1d", "fla_npu", "fla_npu_cumsum", "fla_npu_flash", "fla_npu_conv",
     "fla_npu_recurrent", "torch_npu", "megatron", "fla_cp",
@@ -74,7 +96,7 @@ def gated_delta_kwargs(
     `[1, T, D]` it reads no boundaries. Nothing here is shared with another call.
 
     Raises `UnsupportedFormError` where padding that is kept stands inside a sequence, where the kernel cannot compute
-    the batch, and for a `chunk_size` it does not take. `check_gated_delta_contract` checks a call as a whole.
+    the batch, and for a `chunk_size` it does not take. `kernels.check.check_call` checks a call as a whole.
 
     >>> flat = Segments.from_lengths([[3, 2]], width=8)
     >>> {name: value.tolist() for name, value in gated_delta_kwargs(flat, kernel="fla").items()}
@@ -95,56 +117,179 @@ def gated_delta_kwargs(
     flat = keep_padding is False or max_sequences is not None or not isinstance(padding, str)
     padded = segments.shape[0] > 1 or (not segments.packed and segments.padding_side != "none")
     if kernel == "transformers" and not flat and padded:
-        boundaries.check_one_sided(segments)
+        check_one_sided(segments)
         return {"attention_mask": segments.keep.to(device, torch.int64)}
     if kernel == "megatron" and isinstance(padding, str):
         padding = "behind"
     offsets = flat_offsets(segments, keep_padding=keep_padding, padding=padding, max_sequences=max_sequences)
-    block = boundaries.CONV_BLOCK if kernel == "fla_conv" else chunk_size
-    spelled = _spelled(kernel, offsets, block, tables)
+    spelled = _megatron_fields(offsets) if kernel == "megatron" else _spelled(kernel, offsets, chunk_size, tables)
     on_device = {name: x.to(device) for name, x in spelled.items() if isinstance(x, Tensor) and not name.endswith("_cpu")}
     return spelled | on_device
 
 
-def _spelled(kernel: Kernel, offsets: Sequence[int], chunk: int, tables: bool) -> dict[str, Any]:
-    lengths_N = np.diff(offsets)
-    numbers_T = np.repeat(np.arange(len(lengths_N)), lengths_N)  # neighbours always differ
-    longest, most = int(lengths_N.max()), operator_named(kernel).limits.get("tokens")
-    match kernel:
-        case "transformers":  # both, always: the rule reads the one, the convolution the other, and either alone runs on
-            return {"cu_seq_lens_q": _int32(offsets), "seq_idx": _int32(numbers_T[None])}
-        case "fla" | "fla_conv":
-            table = {"chunk_indices": torch.from_numpy(boundaries.chunk_indices(offsets, chunk))} if tables else {}
-            return {"cu_seqlens": torch.tensor(offsets), "cu_seqlens_cpu": torch.tensor(offsets)} | table
-        case "fla_cp":
-            return {"cu_seqlens": torch.tensor(offsets)}
-        case "causal_conv1d":
-            return {"seq_idx": _int32(numbers_T[None])}
-        case "fla_npu":
-            return {"cu_seqlens": tuple(offsets), "chunk_indices": _flat_table(offsets, chunk)}
-        case "fla_npu_cumsum":
-            return {"cu_seqlens": tuple(offsets), "chunk_indices_out": _flat_table(offsets, boundaries.cumsum_block(chunk))}
-        case "fla_npu_flash":
-            return {"cu_seqlens": torch.tensor(offsets), "cu_seqlens_list": [*offsets]}
-        case "fla_npu_conv":
-            return {"query_start_loc": tuple(offsets)}
-        case "fla_npu_recurrent":
-            if most is not None and longest > most:
-                rule = f"The decoding rule takes 1 to {most} tokens of each sequence, and does not check it."
-                remedy = "Use kernel='fla_npu', the chunked rule, for prompts and for training."
-                raise UnsupportedFormError(explain("segments", f"a sequence of {longest} tokens", rule, remedy))
-            return {"actual_seq_lengths": _int32([0, *lengths_N])}
-        case "torch_npu":
-            return {"actual_seq_lengths": _int32(lengths_N)}
-        case "megatron":
-            names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-            fields: dict[str, Any] = {"qkv_format": "thd", "max_seqlen_q": longest, "max_seqlen_kv": longest}
-            return fields | {name: _int32(offsets) for name in names} | {"total_tokens": offsets[-1]}
+def _spelled(kernel: Kernel, offsets: Sequence[int], chunk_size: int, tables: bool) -> dict[str, Any]:
+    """Spell the boundaries by the operator's row. transformers gets both: its rule and convolution read one each."""
+    row, lengths_N = operator_named(kernel), np.diff(offsets)
+    if row.most_tokens is not None and (longest := int(lengths_N.max())) > row.most_tokens:
+        rule = f"The decoding rule takes 1 to {row.most_tokens} tokens of each sequence, and does not check it."
+        remedy = "Use kernel='fla_npu', the chunked rule, for prompts and for training."
+        raise UnsupportedFormError(explain("segments", f"a sequence of {longest} tokens", rule, remedy))
+    given: Any = {"offsets": offsets, "lengths": lengths_N, "prefix and lengths": [0, *lengths_N]}[row.form]
+    dtype = torch.int64 if "cu_seqlens" in row.offsets else torch.int32
+    spelled: dict[str, Any] = {name: tuple(given) if row.host else torch.tensor(given, dtype=dtype) for name in row.offsets}
+    if row.numbers:  # neighbours always differ
+        spelled[row.numbers] = torch.repeat_interleave(torch.tensor(lengths_N))[None].int()
+    for name in row.copies if kernel != "fla_cp" else ():
+        spelled[name] = [*offsets] if name.endswith("_list") else torch.tensor(offsets)
+    for name in row.tables if tables or row.host else ():
+        table = chunk_indices(offsets, table_block(row.tables[name], chunk_size))
+        spelled[name] = tuple(table.reshape(-1).tolist()) if row.host else torch.from_numpy(table)
+    return spelled
 
 
-def _flat_table(offsets: Sequence[int], block: int) -> tuple[int, ...]:
-    return tuple(boundaries.chunk_indices(offsets, block).reshape(-1).tolist())
+def _megatron_fields(offsets: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of `PackedSeqParams`."""
+    longest = int(np.diff(offsets).max())
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    fields: dict[str, Any] = {"qkv_format": "thd", "max_seqlen_q": longest, "max_seqlen_kv": longest}
+    return fields | {name: torch.tensor(offsets, dtype=torch.int32) for name in names} | {"total_tokens": offsets[-1]}
 
 
-def _int32(numbers: Sequence[int] | np.ndarray[Any, Any]) -> Tensor:
-    return torch.from_numpy(np.array(numbers, np.int32))
+# --- offsets of the flat row
+
+
+@checked
+def flat_offsets(
+    segments: Segments,
+    *,
+    keep_padding: bool | None = None,
+    padding: Padding | Values = "own",
+    max_sequences: int | None = None,
+) -> tuple[int, ...]:
+    """`(0, ..., T)`, strictly rising: where sequences begin in the tensors of a call.
+
+    `keep_padding=True`: the tensors are the rows as they are, one behind the other, `[1, B * S]`. False: those of
+    `unpad`, `[1, T]`. Default: one row is kept as it is, of several the padding is taken out. `padding` says where the
+    padding that is kept belongs (`"behind"`: with the sequence before it, as `pad_documents` and Megatron have it), or is
+    the physical offsets of this very row, `batch["cu_seqlens_padded"]`. `max_sequences=N` makes N sequences, for graphs
+    and compilers, by cutting the padding at the end (`masks.forms.add_tail`); no sequence is ever empty.
+
+    Raises `UnsupportedFormError` without a real token; where padding that is kept stands inside a sequence; for `"behind"`
+    where it stands before the first one; and for offsets that do not fit the row.
+    """
+    how = "'own', 'behind', or the physical offsets of the row"
+    if isinstance(padding, str) and padding not in get_args(Padding):
+        raise CollateError(explain("padding", repr(padding), f"It is {how}.", "Name one of them."))
+    if not segments.num_tokens:
+        rule = "A recurrent kernel takes at least one token."
+        raise UnsupportedFormError(explain("segments", repr(segments), rule, "Drop batches without tokens."))
+    if not isinstance(padding, str):
+        offsets = _given(padding, segments)
+    elif not (segments.shape[0] == 1 if keep_padding is None else keep_padding) or segments.padding_side == "none":
+        offsets = segments.cu_seqlens_host
+    else:
+        offsets = _of_padded_rows(segments, own=padding == "own")
+    return offsets if max_sequences is None else _of_one_length(offsets, segments, padding, max_sequences)
+
+
+def _given(physical: Values, segments: Segments) -> tuple[int, ...]:
+    """The offsets that a batch carries, without the empty sequences that attention alone takes."""
+    offsets = as_offsets("padding", physical)
+    places = fitting_places(offsets, segments)
+    if places is None:
+        rule = "Physical offsets begin at 0, end at the width of one flat row, and each sequence begins at one."
+        remedy = "Pass cu_seqlens_padded of this very batch, or 'own'."
+        raise UnsupportedFormError(explain("padding", str(offsets.tolist())[:80], rule, remedy))
+    return (0, *np.cumsum([place for place in places if place]).tolist())
+
+
+def _of_one_length(
+    offsets: tuple[int, ...], segments: Segments, padding: Padding | Values, max_sequences: int
+) -> tuple[int, ...]:
+    if len(offsets) == whole_number("max_sequences", max_sequences, least=1) + 1:
+        return offsets
+    if not isinstance(padding, str) or padding == "behind":
+        rule = f"They are offsets of {len(offsets) - 1} sequences, and where the padding of the last one ends is not known."
+        remedy = "Pass padding=batch['cu_seqlens_padded'] of PaddingCollator(max_sequences=), or padding='own'."
+        raise UnsupportedFormError(explain("max_sequences", str(max_sequences), rule, remedy))
+    tail = offsets[-1] == segments.array.size and not segments.array[-1, -1]
+    places = np.diff(offsets[:-1] if tail else offsets).tolist()
+    return (0, *np.cumsum(add_tail(places, offsets[-1], max_sequences=max_sequences)).tolist())
+
+
+def _of_padded_rows(segments: Segments, *, own: bool) -> tuple[int, ...]:
+    """Rows one behind the other, each run a sequence: of padding too, or else counted to what stands before it."""
+    ids_BS = segments.array
+    if bad := [(b, "padding inside a sequence") for b in segments.hole_rows]:
+        rule = "The state would run on through the padding, and the convolution reads it."
+        remedy = "Use the tensors of unpad(), with keep_padding=False: there the holes are closed."
+        raise UnsupportedFormError(explain_rows("segments", bad, rule, remedy))
+    begins_BS = np.diff(ids_BS, axis=1, prepend=-1) != 0
+    if not own:
+        if bad := [(int(b), "padding before the first sequence") for b in np.flatnonzero(ids_BS[:, 0] == 0)]:
+            rule = "Padding can lie behind a sequence, never before the first: the state would begin with it."
+            remedy = "unpad() first, or make it a sequence of its own (padding='own')."
+            raise UnsupportedFormError(explain_rows("segments", bad, rule, remedy))
+        begins_BS &= ids_BS != 0
+    return (*np.flatnonzero(begins_BS).tolist(), ids_BS.size)
+
+
+def chunk_indices(offsets: Sequence[int], chunk_size: int) -> Array:
+    """int64 `[chunks, 2]`: `(sequence, chunk within it)`, in the order of the tokens (fla 0.5.2 ops/utils/index.py:156).
+
+    >>> chunk_indices([0, 3, 70], 64)
+    array([[0, 0],
+           [1, 0],
+           [1, 1]])
+    """
+    firsts = chunk_offsets(offsets, chunk_size)
+    if firsts[-1] > MAX_CHUNKS:
+        remedy = "Pass the offsets of one call."
+        raise CollateError(explain("offsets", f"{firsts[-1]} chunks", f"A table has at most {MAX_CHUNKS}.", remedy))
+    sequence = np.repeat(np.arange(len(firsts) - 1), np.diff(firsts))
+    return np.stack([sequence, np.arange(len(sequence)) - firsts[sequence]], axis=1)
+
+
+def chunk_offsets(offsets: Sequence[int], chunk_size: int) -> Array:
+    """int64 `[N + 1]`: the number of the first chunk of each sequence, and of all chunks."""
+    array, size = as_offsets("offsets", offsets), whole_number("chunk_size", chunk_size, least=1)
+    chunks_N = -(-np.diff(array) // size)  # the last one may be short
+    return np.concatenate([[0], np.cumsum(chunks_N)]).astype(np.int64)
+
+
+def table_block(kind: str, chunk_size: int) -> int:
+    """Return the tokens of a table's chunk: of the rule, of fla's convolution, or of `npu_chunk_local_cumsum`.
+
+    The last is 2**17 / chunk_size, rounded up to a power of two: 2048 for 64, 1024 for 128 (flash-linear-attention-npu
+    17e24fd, chunk_local_cumsum_tiling.cpp:275).
+    """
+    cumsum = 1 << (-(-(1 << 17) // chunk_size) - 1).bit_length()
+    return {"rule": chunk_size, "conv": CONV_BLOCK, "cumsum": cumsum}[kind]
+
+
+@checked
+def zero_padding(hidden: Tensor, segments: Segments) -> Tensor:
+    """`[B, S, ...]` with zeros at padding: the input of a Gated DeltaNet layer, or of its convolution. A new tensor.
+
+    Exact for one sequence a row, padded on the left, the right or both, where projections and convolution have no bias
+    (Qwen3-Next, Qwen3.5). Raises for packed rows, which need boundaries, and for padding inside a sequence: `unpad` the
+    batch and take `gated_delta_kwargs` there.
+
+    >>> import torch
+    >>> zero_padding(torch.ones(2, 3, 1), Segments.from_lengths([1, 3], side="left"))[..., 0].tolist()
+    [[0.0, 0.0, 1.0], [1.0, 1.0, 1.0]]
+    """
+    check_of_batch("hidden", hidden, segments.shape, "Pass the padded tensor, tokens second.")
+    check_one_sided(segments)
+    keep_BS = segments.keep.to(hidden.device)
+    return torch.where(keep_BS.view(*keep_BS.shape, *[1] * (hidden.ndim - 2)), hidden, hidden.new_zeros(()))
+
+
+def check_one_sided(segments: Segments) -> None:
+    """Raise where no mask helps a recurrent layer: several sequences in a row, or padding inside one; all rows at once."""
+    bad = [(b, f"{len(row)} sequences") for b, row in enumerate(segments.lengths) if len(row) > 1]
+    bad += [(b, "padding inside a sequence") for b in segments.hole_rows if len(segments.lengths[b]) == 1]
+    if bad:
+        rule = "A mask, or zeros at padding, keep one sequence a row apart from padding beside it, and no more."
+        remedy = "unpad() the batch and use keep_padding=False, or collate with padding_free=True."
+        raise UnsupportedFormError(explain_rows("segments", bad, rule, remedy))

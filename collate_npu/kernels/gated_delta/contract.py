@@ -1,16 +1,18 @@
-"""Check a call of a recurrent kernel against its contract, before the kernel does or does not.
+"""Contract of a recurrent kernel's call: what the kernel would take in silence, and compute something else from.
 
 Most host code looks at few of its boundaries: lengths given for offsets, a tail that nothing covers, a table of another
-chunk size pass, and other sequences are computed, or memory nobody wrote. Costs some passes over one number a token.
-A mask beside or instead of boundaries is exact where `zero_padding` is.
+chunk size pass, and other sequences are computed, or memory nobody wrote. What the host code refuses by itself (`loud` in a
+row of `operators`) is left to it, but for what the boundaries cannot be read without. Left to the operators too: chunk
+sizes, head counts, dtypes, channels, strides. Costs some passes over one number a token. A mask beside or instead of
+boundaries is exact where `zero_padding` is.
 
-Legend: B rows, T tokens, and those of `operator_call` for shapes.
+Legend: B rows, T tokens, and those of `operators` for shapes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from math import inf, prod
@@ -19,323 +21,254 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from collate_npu.arrays import Array, host_tensor
+from collate_npu import releases
+from collate_npu.arrays import Array, host_array, host_tensor, whole_number
 from collate_npu.errors import CollateError, shape_of
-from collate_npu.kernels import Breach, refuse
-from collate_npu.kernels.call_boundaries import CallBoundaries, by_numbers, by_offsets, places_in, row_starts, why_differs
-from collate_npu.kernels.gated_delta.boundaries import CONV_BLOCK, chunk_indices, cumsum_block
-from collate_npu.kernels.gated_delta.operator_call import HOLDERS, Call, Operator, is_whole_tensor
-from collate_npu.kernels.gated_delta.operators import operator_named
+from collate_npu.kernels import Breach
+from collate_npu.kernels.call_boundaries import (
+    CallBoundaries,
+    boundary_reason,
+    by_numbers,
+    by_offsets,
+    places_in,
+    row_starts,
+    shown,
+)
+from collate_npu.kernels.gated_delta.arguments import chunk_indices, table_block
+from collate_npu.kernels.gated_delta.operators import HOLDER, Call, is_whole_tensor, operator_named, tensor_orders
 from collate_npu.masks.derive import derive_segments
 from collate_npu.parallel.layout import ContextParallel
 from collate_npu.parallel.recurrent import check_recurrent_split, same_tokens
-from collate_npu.releases import FLA_COUNTS_EMPTY, FLA_ZIGZAG, SINGLE_ROW_MASKED
 from collate_npu.segments import Segments
-from collate_npu.validation import checked
 
 
-@checked
-def check_gated_delta_contract(
-    kwargs: Mapping[str, Any],
-    *,
-    kernel: str,
-    B: int | None,
-    T: int,
-    chunk_size: int = 64,
-    training: bool = True,
-    segments: Segments | None = None,
-    versions: Mapping[str, str] | None = None,
-    context_parallel: ContextParallel | None = None,
-) -> None:
-    """Raise `UnsupportedFormError`, with rules, remedies and sources, where the kernel would compute something else.
-
-    Of what it refuses by itself, only what the boundaries cannot be read without is checked.
-
-    `kwargs` are the arguments of the real call by the kernel's own names: boundaries, and where given tensors (shapes are
-    read; device meta will do) and flags. `kernel` is one of `gated_delta_kwargs`, or an operator of `operators.OPERATORS`.
-    B and T are the sizes of its tensors, B None where they have no batch dimension, `chunk_size` is the rule's. Under
-    context parallelism T and the boundaries are those of the whole row, and `check_recurrent_split` judges the layout.
-
-    With `segments` the sequences that the kernel reads are compared with the truth at every real token, and `scale` must be
-    given to operators whose own default is 1.0. What stands in the tensors is not looked at. B and T tell whether the
-    tensors are the rows `[B, S]`, the same one behind the other `[1, B * S]`, or those of `unpad`, `[1, T]`. Without
-    `segments` the boundaries are believed, and those of another batch pass.
-
-    `versions` names releases, `{"transformers": "5.19.0", "fla": "0.5.0"}`; `""` is a package that is not there. Default:
-    what is installed, else the newest release that was read. Boundaries that lie on a device cost one sync each.
-    Raises `CollateError` for kernels that are not known and for sizes that are no numbers.
-
-    >>> import torch
-    >>> flat = Segments.from_lengths([[3, 2]])
-    >>> check_gated_delta_contract({"cu_seqlens": torch.tensor([3, 2])}, kernel="fla", B=1, T=5, segments=flat)
-    Traceback (most recent call last):
-        ...
-    collate_npu.errors.UnsupportedFormError: fla:
-    [first] cu_seqlens: got [3, 2]. Offsets begin with 0. They look like lengths. Take it from
-        gated_delta_kwargs(segments, kernel='fla'). (fla 0.5.2 ops/gated_delta_rule/chunk.py:505-560,
-        ops/utils/index.py:156)
-    [falling] cu_seqlens: got [3, 2]. No sequence ends before it begins. Take it from gated_delta_kwargs(segments,
-        kernel='fla'). (fla 0.5.2 ops/gated_delta_rule/chunk.py:505-560, ops/utils/index.py:156)
-    """
-    refuse(kernel, gated_delta_breaches(**locals()))
-
-
-@checked
 def gated_delta_breaches(kwargs: Mapping[str, Any], *, kernel: str, **says: Any) -> tuple[Breach, ...]:
-    """Every rule that the call breaks; arguments as in `check_gated_delta_contract`."""
+    """Return every rule that the call breaks; arguments as in `check.check_call`, B and T among them."""
     call = Call(operator_named(kernel), kwargs, **says)
-    found = list(boundary_breaches(call))
-    if any(breach.rule in UNREADABLE for breach in found):
-        return tuple(found)
-    for each in (tensor_breaches, mask_breaches, _ranks, _backward, *call.operator.own):
-        found += each(call)
+    found = list(_unread(call))
+    for group in (_unreadable, _boundaries, _tables):  # each reads what the one before has judged
+        found += (broken := list(group(call)))
+        if broken:
+            break
+    if not any(breach.rule in UNREADABLE for breach in found):
+        for rules in (_tensors, _mask, _ranks, _backward, *OWN.get(call.operator.name, ())):
+            found += rules(call)
+    found = [breach for breach in found if breach.silent or breach.rule in UNREADABLE]
     if not found and call.segments is not None:
         found += _against_segments(call, call.segments)
     return tuple(found)
 
 
-def _ranks(call: Call) -> Iterator[Breach]:
-    """What is wrong with the way ranks share the row, if they share one; `check_recurrent_split` is the judge."""
-    cp = call.context_parallel
-    scheme = "state_passing" if "cp_context" in call.arguments else call.operator.ranks
-    if cp is None or cp.size == 1 or scheme == "never":
+# --- the boundaries themselves
+
+_BOUNDARY = re.compile(
+    r"seq_?lens?|cu_|seq_idx|mask|chunk_ind|start_loc|seq_length|segment_id|position_id|total_tokens|qkv_format"
+)
+"""Argument names that look like boundaries, tables or masks."""
+
+
+def _unread(call: Call) -> Iterator[Breach]:
+    """Arguments that the operator does not read."""
+    row = call.operator
+    known = {*row.offsets, *row.copies, *row.tables, *row.reads, row.numbers, HOLDER}
+    for name, value in call.arguments.items():
+        if name not in known and _BOUNDARY.search(name) and not name.startswith("max_"):
+            takes = ", ".join(filter(None, (*row.offsets, row.numbers, *sorted(row.reads)))) or "no boundaries"
+            says = f"{row.name} does not read it, and a caller that filters keywords drops it in silence; it takes {takes}."
+            yield call.breach("unread", name, _short(value), says, f"Leave {name} out; {_remedy(call)}")
+
+
+UNREADABLE = frozenset({"container", "count", "falling"})
+
+
+def _unreadable(call: Call) -> Iterator[Breach]:
+    """Rules without which no other can read the boundaries."""
+    where, numbers = call.where, call.operator.numbers
+    rows = [where, "cu_seqlens_q"] if where.endswith("_padded") else [where]
+    found = [(name, call.row(name, host=call.operator.host)[1]) for name in rows if name in call.arguments]
+    copies = [name for name in call.operator.copies if where and name in call.arguments]
+    found += [(name, call.row(name, host=name.endswith("_list"))[1]) for name in copies]
+    if numbers in call.arguments and not is_whole_tensor(call.get(numbers)):
+        found.append((numbers, f"{shape_of(call.get(numbers))}: it takes a tensor of whole numbers with values"))
+    if unread := [each for each in found if each[1]]:
+        for name, got in unread:
+            yield call.breach("container", name, got, "The operator takes no other form of the same numbers.")
+    elif where and len(call.offsets) < 2:
+        says = "There is at least one sequence, behind the leading 0 where there is one."
+        yield call.breach("count", where, f"{len(call.given)} entries", says)
+    elif where and min(call.lengths) < 0:
+        yield call.breach("falling", where, shown(call.given), "No sequence ends before it begins.")
+
+
+def _boundaries(call: Call) -> Iterator[Breach]:
+    if not call.where:
         return
-    got = f"{cp.size} ranks, layout {cp.layout!r}"
-    if scheme == "state_passing" and (asked := _asked(call)) != "contiguous":
-        yield from _zigzag(call, cp, asked)
-        return
-    flat = bool(call.where) or scheme == "state_passing"
-    segments = Segments.from_lengths([[n for n in call.lengths if n] or [call.T]] if flat else [call.T] * call.B)
-    try:
-        check_recurrent_split(cp, scheme, segments, padding_free=flat, offsets=call.offsets or None, conv_width=call.taps)
-    except CollateError as error:
-        remedy = f"parallel.check_recurrent_split(cp, {scheme!r}, segments) says when it is right."
-        yield call.breach("ranks", "context_parallel", got, str(error), remedy)
+    offsets, lengths, where, got = call.offsets, call.lengths, call.where, shown(call.given)
+    if offsets[0] != 0:
+        says = "Offsets begin with 0."
+        if call.operator.form == "prefix and lengths":
+            says = "The first entry counts tokens before the first sequence and is 0; lengths follow it."
+        yield call.breach("first", where, got, says)
+    if offsets[-1] != call.total:
+        says, remedy = "what lies behind them is somebody else's memory.", "Take the offsets from this very batch."
+        if offsets[-1] < call.total:
+            says = "what no sequence covers stays unwritten memory: NaN in gradients."
+            remedy = f"Count the tail as one more sequence: {_remedy(call)}"
+        yield call.breach("last", where, got, f"The call has {call.total} tokens, and {says}", remedy)
+    yield from _empties(call)
+    longest, most = max(lengths), call.operator.most_tokens
+    if most is not None and longest > most:
+        says = f"A sequence has 1 to {most} tokens in a call of the decoding rule."
+        yield call.breach("length", where, f"{longest} tokens", says, "Use the chunked rule.")
 
 
-def _asked(call: Call) -> str:
-    """The layout of fla's context, or of the call that builds it."""
-    return str(getattr(call.get("cp_context"), "layout", None) or call.word("layout", "contiguous"))
+def _empties(call: Call) -> Iterator[Breach]:
+    lengths, kind = call.lengths, call.operator.empties
+    empty = [n for n, length in enumerate(lengths) if length == 0]
+    inner = bool(empty) and empty[0] < len(lengths) - len(empty)
+    old = kind == "fla" and inner and call.before(releases.FLA_COUNTS_EMPTY)
+    if old or (empty and kind == "never"):
+        got = f"{shown(call.given)}: sequence {', '.join(map(str, empty[:8]))} is empty"
+        says = "An empty sequence makes chunk tables name the wrong one, or has no last token."
+        if old:
+            says += f" fla {call.release('fla')} counts the others alone, since {releases.FLA_COUNTS_EMPTY} it does not."
+        yield call.breach("empty", call.where, got, says, f"Drop empty sequences: {_remedy(call)}")
 
 
-def _zigzag(call: Call, cp: ContextParallel, asked: str) -> Iterator[Breach]:
-    """fla's other layout: rank r of W holds the parts r and 2 * W - 1 - r of the whole row, whatever its sequences."""
-    read = asked == "zigzag" and not call.before(FLA_ZIGZAG)  # else fla raises
-    if read and not same_tokens(cp, replace(cp, layout="zigzag", ulysses=1), len([n for n in call.lengths if n])):
-        got = f"layout={asked!r} on ranks that hold layout {cp.layout!r}"
-        says = "The context takes each rank's tokens for those of zigzag over the whole row."
-        remedy = "Split the batch by ContextParallel(layout='zigzag'), or leave layout out and split it contiguously."
-        yield call.breach("ranks", "layout", got, says, remedy, silent=True)
+def _tables(call: Call) -> Iterator[Breach]:
+    """Copies of the offsets, and chunk tables."""
+    row = call.operator
+    for name in (*row.tables, *row.copies):
+        if name not in call.arguments:
+            continue
+        if not call.where:
+            if "cp_context" not in call.arguments:
+                says = "A table or a copy belongs to offsets, and without them nothing keeps sequences apart."
+                yield call.breach("alone", name, _short(call.get(name)), says)
+        elif name in row.tables:
+            yield from _table(call, name, table_block(row.tables[name], call.chunk_size))
+        elif (copy := call.row(name, host=name.endswith("_list"))[0]) != call.given:
+            says = f"It is a copy of {call.where}, {shown(call.given)}; tables follow the one, lengths the other."
+            yield call.breach("copy", name, shown(copy), says)
 
 
-def _backward(call: Call) -> Iterator[Breach]:
-    if call.training and not call.operator.backward:
-        says = "The operator has no backward: it is for decoding and inference."
-        remedy = "Use the chunked rule for training, or check with training=False."
-        yield call.breach("backward", "training", "True", says, remedy)
+def _table(call: Call, name: str, block: int) -> Iterator[Breach]:
+    right, value, host = chunk_indices(call.offsets, block), call.get(name), call.operator.host
+    right = right.reshape(-1) if host else right
+    if not (isinstance(value, (list, tuple)) if host else is_whole_tensor(value)):
+        return  # the operator refuses it
+    if (table := host_array(name, value)).tolist() != right.tolist():
+        says = f"It holds (sequence, chunk) for each piece of {block} tokens in their order: {right[:4].tolist()} ..."
+        remedy = f"Leave it out, or pass chunk_indices(offsets, {block}) of kernels.gated_delta."
+        yield call.breach("table", name, str(table.reshape(-1)[:12].tolist()), says, remedy)
 
 
-def _against_segments(call: Call, segments: Segments) -> Iterator[Breach]:
-    """One breach that names the first token that goes on from a wrong one; read where no other rule is broken."""
-    (B, S), given = segments.shape, list(_call_boundaries(call))
-    if places_in(given[0], segments) is None:
-        says = f"By the segments it is [{B}, {S}], [1, {B * S}], or [1, {segments.num_tokens}] without padding."
-        remedy = "Pass the B and T of the tensors, and the segments of this batch."
-        yield Breach("sizes-differ", "B, T", f"[{call.B}, {call.T}]", says, remedy, "Segments", silent=True)
-    elif found := "; ".join(dict.fromkeys(filter(None, (why_differs(each, segments) for each in given)))):
-        where = ", ".join(filter(None, (call.where, call.operator.numbers))) or "boundaries"
-        remedy = f"Take the boundaries {call.operator.remedy} Or unpad() the batch and its tensors, or pass the "
-        remedy += "segments that this call is for."
-        yield Breach("differs-from-segments", where, found, "The segments say otherwise.", remedy, "Segments", silent=True)
+def _remedy(call: Call) -> str:
+    return f"take the boundaries {call.operator.remedy}"
 
 
-def _call_boundaries(call: Call) -> Iterator[CallBoundaries]:
-    """The boundaries that the rule reads, the convolution, or both, as far as the operator has them."""
-    name, shape, total = call.operator.name, (call.B, call.T), call.B * call.T
-    keep_BT, numbered = kept(call), bool(call.operator.numbers)
-    neutral_T = np.zeros(total, bool) if keep_BT is None else ~keep_BT.reshape(-1)
-    rows_T = row_starts(1, total) if call.operator.folds else row_starts(*shape)
-    by_numbers_T = by_numbers(call.numbers_BT) if call.numbers_BT.size else rows_T
-    mamba = call.operator.package == "mamba"
-    if call.operator.offsets or not numbered or mamba:
-        first_T, left_T = by_offsets(call.offsets, total) if call.where else (by_numbers_T if mamba else rows_T, neutral_T)
-        yield CallBoundaries(name, "rule", shape, first_T, neutral_T | left_T)
-    if numbered and not mamba:
-        yield CallBoundaries(name, "convolution", shape, by_numbers_T, neutral_T)
+def _short(value: Any) -> str:
+    return shape_of(value) if isinstance(value, Tensor) else repr(value)[:60]
 
 
-# --- rules of tensors, by their shapes (device meta will do), and of a padding mask, by its values; legend: operator_call
-
-UNPAD = "unpad() the batch and take the boundaries from gated_delta_kwargs(segments, kernel=..., keep_padding=False)."
-RIGHT = "Pad on the right, where a causal layer needs no mask; or " + UNPAD
-TOKENS_FIRST = "Put the dimensions in that order (transpose, then contiguous)."
-V_FIRST = ("state_v_first", "transpose_state_layout")
-"""The second is the old name of the first (fla 0.5.2 ops/gated_delta_rule/chunk.py:506-514)."""
+# --- tensors, by their shapes (device meta will do)
 
 
-def tensor_breaches(call: Call) -> Iterator[Breach]:
-    """What is wrong with the shapes and dtypes of the tensors of a call."""
+def _tensors(call: Call) -> Iterator[Breach]:
+    """Each dimension has one size throughout the call; B and T are those of the call."""
+    orders = tensor_orders(call.operator, call.arguments)
     sizes: dict[str, int] = {"B": call.B, "T": call.T, "C": call.chunk_size}
-    given = orders(call.operator, call.arguments).items()
-    found = [breach for name, order in given for breach in _shape(call, name, order, sizes)]
-    yield from found or _heads(call, sizes)
-    yield from _states(call)
-    yield from _scale(call)
-
-
-def orders(row: Operator, arguments: Mapping[str, Any]) -> Mapping[str, str]:
-    """The order of dimensions of each tensor, as the call says it: for one of Ascend it follows from the call."""
-    found, x = row.shapes, arguments.get("x")
-    if row.name == "fla_npu.causal_conv1d":
-        found = {"x": "TD" if isinstance(x, Tensor) and x.ndim == 2 else "BTD", "weight": "WD", "bias": "D"}
-    if "initial_state" in found and any(arguments.get(name) is True for name in V_FIRST):
-        return {**found, "initial_state": "SNVK"}
-    return found
-
-
-def rows_and_tokens(row: Operator, arguments: Mapping[str, Any]) -> tuple[int | None, int] | None:
-    """B and T of the first tensor that tells them; B is None where it has no rows."""
-    for name, order in orders(row, arguments).items():
-        x = arguments.get(name)
-        if isinstance(x, Tensor) and "T" in order and x.ndim == len(order):
-            return x.shape[order.index("B")] if "B" in order else None, x.shape[order.index("T")]
-    return None
+    yield from (breach for name, order in orders.items() for breach in _shape(call, name, order, sizes))
+    state, count = call.get("initial_state"), len(call.lengths) if call.where else call.B
+    if isinstance(state, Tensor) and state.ndim and state.shape[0] != count and "cp_context" not in call.arguments:
+        says, remedy = f"There is one state for each of {count} sequences.", "Build one for each sequence, in their order."
+        yield call.breach("states", "initial_state", shape_of(state), says, remedy)
+    if "q" in orders:  # of the rule
+        yield from _scale(call)
 
 
 def _shape(call: Call, name: str, order: str, sizes: dict[str, int]) -> Iterator[Breach]:
-    """Each dimension has one size throughout the call; B and T are those of the call."""
     x = call.get(name)
     if not isinstance(x, Tensor):
         return
     shape, listed = tuple(x.shape), "[" + ", ".join(order) + "]"
     if name == "x" and order == "BTD" and len(shape) > 3:
         shape = (*shape[:2], prod(shape[2:]))  # fla flattens what stands behind the tokens
-    remedy = "Build it with these sizes, in that order." if "S" in order else TOKENS_FIRST
-    if len(shape) != len(order):
-        yield call.breach("shape", name, shape_of(x), f"It is {listed}.", remedy)
-        return
     wrong = [f"{axis} is {sizes[axis]}" for axis, size in zip(order, shape) if sizes.setdefault(axis, size) != size]
-    if wrong:
-        yield call.breach("shape", name, shape_of(x), f"It is {listed}, and {', '.join(wrong)}.", remedy)
-
-
-def _heads(call: Call, sizes: Mapping[str, int]) -> Iterator[Breach]:
-    heads, values = sizes.get("H"), sizes.get("N")
-    if heads and values and values % heads:
-        says, remedy = "Value heads are a whole multiple of key heads.", "Repeat neither; change the model's head counts."
-        yield call.breach("heads", "v", f"{heads} key heads, {values} value heads", says, remedy)
-    for axis, most in call.operator.limits.items():
-        if sizes.get(axis, 0) > most:
-            remedy = "Use another kernel for such heads."
-            yield call.breach("head-size", axis, str(sizes[axis]), f"{axis} is at most {most}.", remedy)
-
-
-def _states(call: Call) -> Iterator[Breach]:
-    """One state a sequence; a row has one where there are no boundaries."""
-    state = call.get("initial_state")
-    if not isinstance(state, Tensor) or "cp_context" in call.arguments:
-        return
-    count = len(call.lengths) if call.where else call.B
-    if state.ndim and state.shape[0] != count:
-        says, remedy = f"There is one state for each of {count} sequences.", "Build one for each sequence, in their order."
-        yield call.breach("states", "initial_state", shape_of(state), says, remedy)
+    if wrong or len(shape) != len(order):
+        remedy = "Build it with these sizes, in that order (transpose, then contiguous)."
+        yield call.breach("shape", name, shape_of(x), f"It is {listed}; {', '.join(wrong) or 'no other rank'}.", remedy)
 
 
 def _scale(call: Call) -> Iterator[Breach]:
-    """Of the rule, which has queries: the decoding rule alone refuses what is not finite (_aclnn_ctypes.py:825)."""
-    scale = call.get("scale")
-    number = isinstance(scale, (int, float, np.integer, np.floating))
-    if scale is not None and "q" in orders(call.operator, call.arguments) and not (number and 0 < scale < inf):
-        says, remedy = "It is a number above 0, and finite.", "Pass scale=K**-0.5, or the model's own."
-        yield call.breach("scale", "scale", repr(scale)[:40], says, remedy, silent=number)
+    scale, remedy = call.get("scale"), "Pass scale=K**-0.5, or the model's own."
+    if isinstance(scale, (int, float, np.integer, np.floating)) and not 0 < scale < inf:
+        yield call.breach("scale", "scale", repr(scale)[:40], "It is a number above 0, and finite.", remedy)
+    if scale is None and call.segments is not None and call.operator.name in _SCALED:
+        yield call.breach("scale", "scale", "nothing", "Left out it is 1.0, where fla's rule has K**-0.5.", remedy)
 
 
-def kept(call: Call) -> Array | None:
-    """bool `[B, T]` where a mask of two dimensions is read by the layer; None where the rows count as they are."""
-    value = call.get(_name(call))
-    read = call.operator.masks in ("multiplied", "unpadded") and not _dropped_by_release(call)
-    if not read or not isinstance(value, Tensor) or tuple(value.shape) != (call.B, call.T):
-        return None
-    return np.equal(_values(value), 1)
+_SCALED = ("fla_npu.recurrent_gated_delta_rule", "torch_npu.npu_chunk_gated_delta_rule")
 
 
-def mask_breaches(call: Call) -> Iterator[Breach]:
-    """What is wrong with the 2D mask of a call, if it has one."""
-    if not (name := _name(call)):
+# --- a padding mask, by its values
+
+_UNPAD = "unpad() the batch and take the boundaries from gated_delta_kwargs(segments, kernel=..., keep_padding=False)."
+_RIGHT = "Pad on the right, where a causal layer needs no mask; or " + _UNPAD
+
+
+def _mask(call: Call) -> Iterator[Breach]:
+    value = call.get("attention_mask")
+    if value is None or call.operator.masks == "none":
         return
-    value = call.get(name)
     if call.operator.masks == "ignored":
-        yield from _ignored(call, name, value)
-    elif form := list(_form(call, name, value)):
-        yield from form
-    elif call.where:
-        yield from _with_boundaries(call, name, _values(value) == 1)
-    else:
-        yield from _alone(call, name, _values(value) == 1)
-
-
-def _name(call: Call) -> str:
-    """The argument that holds a padding mask which the operator knows of, `""` without one."""
-    return next((n for n in ("attention_mask", "mask") if n in call.arguments and n in call.operator.reads), "")
-
-
-def _values(value: Tensor) -> Array:
-    array: Array = host_tensor("the mask", value).float().numpy()
-    return array
-
-
-def _form(call: Call, name: str, value: object) -> Iterator[Breach]:
-    """`[B, T]` of zeros and ones."""
-    if not isinstance(value, Tensor) or value.is_meta:
-        got = "no values" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        yield call.breach("mask-form", name, got, "It is a tensor [B, T], 1 = real.", "Pass segments.keep.long().")
-    elif value.ndim != 2:
-        says = "The layer reads padding from a [B, T] mask alone; of one with another rank it makes none."
-        yield call.breach("mask-rank", name, shape_of(value), says, "Pass segments.keep.long(), [B, T].")
-    elif tuple(value.shape) != (call.B, call.T):
-        says, remedy = f"The call has [{call.B}, {call.T}] tokens.", "Pass the mask of this very batch."
-        yield call.breach("mask-shape", name, shape_of(value), says, remedy)
-    elif not np.isin(_values(value), (0, 1)).all():
-        seen = ", ".join(f"{n:g}" for n in np.unique(_values(value))[:6])
-        says = "It holds 1 for real and 0 for padding; numbered or additive masks are multiplied in, or counted wrong."
+        yield from _ignored(call, value)
+    elif (keep_BT := _kept(call)) is None:
+        says = "The layer reads padding from a [B, T] mask with values alone; of another it makes none."
+        yield call.breach("mask-form", "attention_mask", _short(value), says, "Pass segments.keep.long(), [B, T].")
+    elif not np.isin(values := host_tensor("the mask", value).float().numpy(), (0, 1)).all():
+        got = f"{shape_of(value)} with values {', '.join(f'{n:g}' for n in np.unique(values)[:6])}"
+        says = "It holds 1 for real and 0 for padding; numbered or additive masks are multiplied in."
         remedy = "Pass (ids > 0).long(), and boundaries for packed rows."
-        yield call.breach("mask-values", name, f"{shape_of(value)} with values {seen}", says, remedy, silent=True)
+        yield call.breach("mask-values", "attention_mask", got, says, remedy)
+    elif call.where:
+        yield from _beside_offsets(call, keep_BT.reshape(-1))
+    else:
+        yield from _alone(call, keep_BT)
 
 
-def _alone(call: Call, name: str, keep_BT: Array) -> Iterator[Breach]:
+def _kept(call: Call) -> Array | None:
+    """bool `[B, T]` by a mask of two dimensions that the layer multiplies in; None without one."""
+    value = call.get("attention_mask")
+    if call.operator.masks != "multiplied" or not isinstance(value, Tensor) or value.is_meta:
+        return None
+    return np.equal(host_tensor("the mask", value).float().numpy(), 1) if tuple(value.shape) == (call.B, call.T) else None
+
+
+def _alone(call: Call, keep_BT: Array) -> Iterator[Breach]:
     begins_BT = keep_BT & ~np.pad(keep_BT, ((0, 0), (1, 0)))[:, :-1]
     holes, left = _rows(begins_BT.sum(1) > 1), _rows(~keep_BT[:, 0] & keep_BT.any(1))
-    if call.operator.masks == "unpadded":
-        if (empty := _rows(~keep_BT.any(1))) and call.before(FLA_COUNTS_EMPTY):
-            says = f"A row of padding alone is an empty sequence; fla {call.release('fla')} counts it wrong (#909)."
-            yield call.breach("empty", name, empty, says, f"Drop the row, or take fla {FLA_COUNTS_EMPTY} or later.")
-        return
     if holes:
         says = "Padding inside a sequence is not undone by a mask: the state decays and the convolution reads it."
-        yield call.breach("hole", name, holes, says, UNPAD, silent=True)
-    if left and (call.is_set("bias") or call.is_set("conv_bias")) and call.operator.package != "fla":
+        yield call.breach("hole", "attention_mask", holes, says, _UNPAD)
+    if left and (call.is_set("bias") or call.is_set("conv_bias")):
         says = "With a bias, zeroed padding on the left is no longer zero behind the convolution."
-        yield call.breach("bias", name, left, says, RIGHT, silent=True)
-    elif left and (why := _dropped_by_release(call)):
-        yield call.breach("mask-dropped", name, left, why, RIGHT, silent=True)
+        yield call.breach("bias", "attention_mask", left, says, _RIGHT)
+    elif left and call.B == 1 and call.before(releases.SINGLE_ROW_MASKED):
+        says = f"transformers {call.release('transformers')} reads a mask of more than one row alone."
+        yield call.breach("mask-dropped", "attention_mask", left, f"{says} {releases.SINGLE_ROW_MASKED} reads all.", _RIGHT)
 
 
-def _with_boundaries(call: Call, name: str, keep_BT: Array) -> Iterator[Breach]:
-    """Both at once: padding must lie behind the real tokens of a sequence, or fill sequences of its own."""
-    flat_T, got, remedy = keep_BT.reshape(-1), shape_of(call.get(name)), "Pass one of them."
-    pieces = [flat_T[start:end] for start, end in pairwise(call.offsets)]
-    if call.operator.masks == "unpadded":
-        says = f"Given both, {call.where} wins and the mask is dropped: padding runs through the layer."
-        yield call.breach("mask-and-offsets", name, got, says, remedy, silent=True)
-    elif "mask-and-offsets" in call.operator.checks:
-        yield call.breach("mask-and-offsets", name, got, "Only one of them is taken.", remedy)
-    elif bad := [n for n, piece in enumerate(pieces) if (piece[1:] > piece[:-1]).any()]:
+def _beside_offsets(call: Call, keep_T: Array) -> Iterator[Breach]:
+    """Padding must lie behind the real tokens of a sequence, or fill sequences of its own."""
+    pieces = [keep_T[start:end] for start, end in pairwise(call.offsets)]
+    if bad := [n for n, piece in enumerate(pieces) if (piece[1:] > piece[:-1]).any()]:
         says = f"It is multiplied in as well, and in sequence {bad[0]} padding stands before or between real tokens."
-        remedy = "Make padding a sequence of its own, and leave the mask out: " + UNPAD
-        yield call.breach("mask-and-offsets", name, f"padding in sequences {bad[:8]}", says, remedy, silent=True)
+        remedy = f"Make padding a sequence of its own, and leave the mask out: {_UNPAD}"
+        yield call.breach("mask-and-offsets", "attention_mask", f"padding in sequences {bad[:8]}", says, remedy)
 
 
-def _ignored(call: Call, name: str, value: Any) -> Iterator[Breach]:
+def _ignored(call: Call, value: Any) -> Iterator[Breach]:
     """Nobody reads it: harmless only where every row is padded on the right, or not at all."""
     if call.segments is not None or call.where:
         return
@@ -345,22 +278,13 @@ def _ignored(call: Call, name: str, value: Any) -> Iterator[Breach]:
         truth = Segments.from_ids(value.long()) if two_d else derive_segments(value)
     except CollateError as error:
         says += f" Which padding this one means cannot be told ({str(error).splitlines()[0][:120]})."
-        remedy = "Pass segments=..., which say it; or " + RIGHT
-        yield call.breach("mask-unread", name, shape_of(value), says, remedy, silent=True)
+        yield call.breach(
+            "mask-unread", "attention_mask", _short(value), says, f"Pass segments=..., which say it; or {_RIGHT}"
+        )
         return
     if truth.padding_side not in ("none", "right") or truth.packed:
         got = f"{shape_of(value)}, padding {truth.padding_side}" + (", several sequences a row" if truth.packed else "")
-        yield call.breach("mask-unread", name, got, says, RIGHT, silent=True)
-
-
-def _dropped_by_release(call: Call) -> str:
-    """Why a mask of one row has no effect, `""` where it has."""
-    if call.operator.package == "mindspeed_llm" and call.B == 1:
-        return "MindSpeed-LLM reads a mask of more than one row alone."
-    if call.operator.package == "transformers" and call.B == 1 and call.before(SINGLE_ROW_MASKED):
-        read = f"more than one row alone ({SINGLE_ROW_MASKED} reads all)"
-        return f"transformers {call.release('transformers')} reads a mask of {read}."
-    return ""
+        yield call.breach("mask-unread", "attention_mask", got, says, _RIGHT)
 
 
 def _rows(bad_B: Any) -> str:
@@ -368,159 +292,247 @@ def _rows(bad_B: Any) -> str:
     return f"row {', '.join(map(str, rows[:8]))}" if rows else ""
 
 
-# --- rules of the boundaries themselves: groups build on one another, and the first that is broken ends the reading
-
-_BOUNDARY = re.compile(
-    r"seq_?lens?|cu_|seq_idx|mask|chunk_ind|start_loc|seq_length|segment_id|position_id|total_tokens|qkv_format"
-)
-"""Argument names that look like boundaries, tables or masks."""
-UNREADABLE = frozenset({"container", "count", "falling"})
-"""Rules without which no other can read the boundaries."""
+# --- ranks and the backward pass
 
 
-def boundary_breaches(call: Call) -> Iterator[Breach]:
-    """What is wrong with the boundaries of a call."""
-    yield from _arguments(call)
-    for group in (_containers, _sequences, _tables):
-        found = list(group(call))
-        yield from found
-        if found:
+def _ranks(call: Call) -> Iterator[Breach]:
+    """What is wrong with the way ranks share the row, if they share one; `check_recurrent_split` is the judge."""
+    if "cp_context" in call.arguments and not call.where and call.segments is not None:
+        says = "A context holds local offsets alone, not those of the whole row."
+        remedy = "Pass the global cu_seqlens beside it, or check kernel='fla_cp' with them."
+        yield call.breach("context-unread", "cp_context", _short(call.get("cp_context")), says, remedy)
+    cp = call.context_parallel
+    if cp is None or cp.size == 1:
+        return
+    scheme = "state_passing" if "cp_context" in call.arguments else call.operator.ranks
+    layout = getattr(call.get("cp_context"), "layout", None) or call.get("layout") or "contiguous"
+    if scheme == "state_passing" and layout != "contiguous":
+        yield from _zigzag(call, cp, layout)
+        return
+    flat = bool(call.where) or scheme == "state_passing"
+    segments = Segments.from_lengths([[n for n in call.lengths if n] or [call.T]] if flat else [call.T] * call.B)
+    try:
+        check_recurrent_split(cp, scheme, segments, padding_free=flat, offsets=call.offsets or None, conv_width=call.taps)
+    except CollateError as error:
+        remedy = f"parallel.check_recurrent_split(cp, {scheme!r}, segments) says when it is right."
+        yield call.breach("ranks", "context_parallel", f"{cp.size} ranks, layout {cp.layout!r}", str(error), remedy)
+
+
+def _zigzag(call: Call, cp: ContextParallel, layout: Any) -> Iterator[Breach]:
+    """fla's other layout: rank r of W holds the parts r and 2 * W - 1 - r of the whole row, whatever its sequences."""
+    read = layout == "zigzag" and not call.before(releases.FLA_ZIGZAG)  # else fla raises
+    if read and not same_tokens(cp, replace(cp, layout="zigzag", ulysses=1), len([n for n in call.lengths if n])):
+        got = f"layout={layout!r} on ranks that hold layout {cp.layout!r}"
+        says = "The context takes each rank's tokens for those of zigzag over the whole row."
+        remedy = "Split the batch by ContextParallel(layout='zigzag'), or leave layout out and split it contiguously."
+        yield call.breach("ranks", "layout", got, says, remedy)
+
+
+def _backward(call: Call) -> Iterator[Breach]:
+    if call.training and not call.operator.backward:
+        says = "The operator has no backward: it is for decoding and inference."
+        remedy = "Use the chunked rule for training, or check with training=False."
+        yield call.breach("backward", "training", "True", says, remedy)
+
+
+# --- against the batch
+
+
+def _against_segments(call: Call, segments: Segments) -> Iterator[Breach]:
+    """One breach that names the first token that goes on from a wrong one; read where no other rule is broken."""
+    (B, S), given = segments.shape, list(_call_boundaries(call))
+    if places_in(given[0], segments) is None:
+        says = f"By the segments it is [{B}, {S}], [1, {B * S}], or [1, {segments.num_tokens}] without padding."
+        remedy = "Pass the B and T of the tensors, and the segments of this batch."
+        yield Breach("sizes-differ", "B, T", f"[{call.B}, {call.T}]", says, remedy, "Segments")
+    elif found := "; ".join(dict.fromkeys(filter(None, (boundary_reason(each, segments) for each in given)))):
+        where = ", ".join(filter(None, (call.where, call.operator.numbers))) or "boundaries"
+        remedy = f"Take the boundaries {call.operator.remedy} Or unpad() the batch and its tensors, or pass the "
+        remedy += "segments that this call is for."
+        yield Breach("differs-from-segments", where, found, "The segments say otherwise.", remedy, "Segments")
+
+
+def _call_boundaries(call: Call) -> Iterator[CallBoundaries]:
+    """The boundaries that the rule reads, the convolution, or both, as far as the operator has them."""
+    name, shape, total = call.operator.name, (call.B, call.T), call.B * call.T
+    keep_BT = _kept(call)
+    neutral_T = np.zeros(total, bool) if keep_BT is None else ~keep_BT.reshape(-1)
+    rows_T = row_starts(*shape)
+    by_numbers_T = by_numbers(call.numbers_BT) if call.numbers_BT.size else rows_T
+    numbered, mamba = bool(call.operator.numbers), call.operator.package == "mamba"
+    if call.operator.offsets or not numbered or mamba:
+        first_T, left_T = by_offsets(call.offsets, total) if call.where else (by_numbers_T if mamba else rows_T, neutral_T)
+        yield CallBoundaries(name, "rule", shape, first_T, neutral_T | left_T)
+    if numbered and not mamba:
+        yield CallBoundaries(name, "convolution", shape, by_numbers_T, neutral_T)
+
+
+# --- rules of one operator
+
+_OWN_NUMBERS = "gated_delta_kwargs(segments, kernel='causal_conv1d')."
+
+
+def _convolution(call: Call) -> Iterator[Breach]:
+    """fla's."""
+    if call.training and call.where and call.B > 1:
+        says = "Offsets are of one flat row. The convolution's weight gradient is summed over memory nobody wrote."
+        yield call.breach("rows", "B", f"{call.B} rows with {call.where}", says, "unpad() the batch to [1, T] first.")
+    shortest = min((n for n in call.lengths if n), default=call.T)
+    states = call.training and call.is_set("output_final_state") and call.before(releases.FLA_STATES)
+    if states and shortest < call.taps - 1:
+        says = f"The gradient of a final state is wrong for sequences shorter than {call.taps - 1} (fla #1140, #1141)."
+        remedy = f"Drop the final state in training, or sequences as short, or take fla {releases.FLA_STATES} or later."
+        yield call.breach("short-state", "output_final_state", f"a sequence of {shortest}", says, remedy)
+
+
+def _returning(call: Call) -> Iterator[Breach]:
+    """Only equality within reach counts: a number that comes back joins two sequences across what stands between."""
+    ids_BT, reach = call.numbers_BT, call.taps
+    for back in range(2, min(reach, ids_BT.shape[1])):
+        same_BT = ids_BT[:, back:] == ids_BT[:, :-back]
+        between_BT = np.any([ids_BT[:, i : i - back] != ids_BT[:, back:] for i in range(1, back)], axis=0)
+        if (same_BT & between_BT).any():
+            b, t = (int(i) for i in np.argwhere(same_BT & between_BT)[0])
+            says = f"Tokens of the same number are neighbours for {reach - 1} places, whatever stands between them."
+            remedy = f"Give each sequence of the flat row a number of its own: {_OWN_NUMBERS}"
+            yield call.breach("numbers-return", "seq_idx", str(ids_BT[b, t : t + back + 1].tolist()), says, remedy)
             return
 
 
-def _arguments(call: Call) -> Iterator[Breach]:
-    row = call.operator
-    known = {*row.offsets, *row.copies, *row.tables, *row.reads, row.numbers, *HOLDERS}
-    for name, value in call.arguments.items():
-        if name not in known and _BOUNDARY.search(name) and not name.startswith("max_"):
-            takes = ", ".join(filter(None, (*row.offsets, row.numbers, *sorted(row.reads)))) or "no boundaries"
-            says = f"{row.name} does not read it, and where keywords are filtered nobody says so; it takes {takes}."
-            yield call.breach("unread", name, _short(value), says, f"Leave {name} out; " + _remedy(call))
-    if not call.where:
-        for name in (*row.tables, *row.copies):
-            if name in call.arguments and "cp_context" not in call.arguments:
-                says = "A table or a copy belongs to offsets, and without them nothing keeps sequences apart."
-                yield call.breach("alone", name, _short(call.get(name)), says)
+MAMBA_TOKENS = 61_000
 
 
-def _remedy(call: Call) -> str:
-    return f"take the boundaries {call.operator.remedy}"
+def _mamba(call: Call) -> Iterator[Breach]:
+    """mamba_ssm's scan, which takes `seq_idx` for boundaries."""
+    if "cu_seqlens" in call.arguments and "seq_idx" not in call.arguments:
+        says = "cu_seqlens serves return_varlen_states alone: without seq_idx states run on from sequence to sequence."
+        yield call.breach("offsets-alone", "cu_seqlens", "no seq_idx", says, f"Pass seq_idx: {_OWN_NUMBERS}")
+    if call.B * call.T > MAMBA_TOKENS:
+        says, remedy = f"Its int32 pointers overflow at about {MAMBA_TOKENS} tokens (mamba #1015).", "Use shorter rows."
+        yield call.breach("tokens", "T", str(call.B * call.T), says, remedy)
+    for row in call.numbers_BT:
+        firsts = row[np.insert(row[1:] != row[:-1], 0, True)]
+        if len(np.unique(firsts)) != len(firsts):
+            got, says = str(firsts[:12].tolist()), "Tokens of the same number in a chunk are one sequence."
+            yield call.breach("numbers-return", "seq_idx", got, says, f"Number them anew: {_OWN_NUMBERS}")
+            return
 
 
-def _containers(call: Call) -> Iterator[Breach]:
-    where, numbers = call.where, call.operator.numbers
-    rows = [where, "cu_seqlens_q"] if where.endswith("_padded") else [where]
-    unreadable = [(name, call.row(name, host=call.operator.host)[1]) for name in rows if name in call.arguments]
-    if numbers in call.arguments and not is_whole_tensor(call.get(numbers)):
-        unreadable.append((numbers, f"{shape_of(call.get(numbers))}: it takes a tensor of whole numbers with values"))
-    for name, got in unreadable:
-        if got:
-            yield call.breach("container", name, got, "The operator takes no other form of the same numbers.")
-    if where and not any(got for _, got in unreadable) and len(call.offsets) < 2:
-        says = "There is at least one sequence, behind the leading 0 where there is one."
-        yield call.breach("count", where, f"{len(call.given)} entries", says)
+def _chain(call: Call) -> Iterator[Breach]:
+    """fla_npu's Gated DeltaNet chain, by release."""
+    old = call.before(releases.FLA_NPU_A2)
+    tails = [n for n in call.lengths if n % call.chunk_size]
+    if call.training and old and call.T >= 32768:
+        says = "In release 26.6.0 gradients of rows this long are NaN on A2 (#232)."
+        yield call.breach("release", "T", str(call.T), says, "Use a later release, or shorter rows.")
+    if old and tails:
+        says = "In release 26.6.0 v_new is off by up to 0.7 in short last chunks on A2 (#367, fixed in #368)."
+        yield call.breach("release", call.where, f"lengths {tails[:8]}", says, "Use a later release.")
 
 
-def _sequences(call: Call) -> Iterator[Breach]:
-    if not call.where:
+def _flash(call: Call) -> Iterator[Breach]:
+    """The vendor's whole rule; tables that it is given, by their block, it uses unread."""
+    for name in ("chunk_indices", "chunk_indices_list"):
+        given = call.get(name) if call.offsets[:1] == (0,) else None
+        by_block = given if isinstance(given, Mapping) or given is None else {call.chunk_size: given}
+        for block, table in (by_block or {}).items():
+            right = chunk_indices(call.offsets, whole_number(name, int(block), least=1)) if str(block).isdecimal() else None
+            if right is None or host_array(name, table).reshape(-1).tolist() != right.reshape(-1).tolist():
+                says = "It holds (sequence, chunk) for each piece of so many tokens, by their number as text."
+                remedy = f"Leave {name} out: the function builds its own."
+                yield call.breach("table", f"{name}[{block!r}]", "another table", says, remedy)
+
+
+def _npu_convolution(call: Call) -> Iterator[Breach]:
+    x, mode = call.get("x"), call.arguments.get("activation_mode", 0)
+    rows = tuple(range(0, call.B * call.T + 1, call.T))
+    in_rows = call.B > 1 or (isinstance(x, Tensor) and x.ndim == 3)
+    if call.where and in_rows and len(call.offsets) == len(rows) and call.offsets != rows:
+        says = f"An x [B, T, D] has one sequence a row, {list(rows[:8])}, whatever the boundaries say."
+        remedy = "Pass x [T, D] with boundaries inside a row: x.reshape(-1, D)."
+        yield call.breach("rows", call.where, shown(call.offsets), says, remedy)
+    active = not isinstance(mode, int) or mode != 0
+    outside = ("query_start_loc", "cache_indices", "initial_state_mode", "num_accepted_tokens")
+    unbound = [*(name for name in outside if name in call.arguments), *["activation_mode"] * active]
+    learns = active or any(isinstance(x, Tensor) and x.requires_grad for x in call.arguments.values())
+    if call.training and unbound and learns:
+        says = "The backward is bound only without boundaries, states and activation: here the output has no history."
+        remedy = "Wrap it with npu_causal_conv1d_bwd in an autograd.Function and check both, activation apart; in inference "
+        yield call.breach("history", ", ".join(unbound), "training", says, remedy + "pass training=False.")
+
+
+def _layer(call: Call) -> Iterator[Breach]:
+    """transformers' Gated DeltaNet, by release and installed kernels."""
+    numbered, version = "seq_idx" in call.arguments, call.release("transformers")
+    given = [name for name in (call.where, "seq_idx" * numbered) if name]
+    if given and call.before(releases.BOUNDARIES_READ):
+        says = f"transformers {version} reads no boundaries in its Gated DeltaNet layers; {releases.BOUNDARIES_READ} does."
+        remedy = "Upgrade, or pass padded rows with a 2D mask."
+        yield call.breach("release", ", ".join(given), "given", says, remedy)
         return
-    offsets, where, got = call.offsets, call.where, str(list(call.given[:12]))
-    if offsets[0] != 0:
-        says = "Offsets begin with 0."
-        if call.operator.form == "prefix and lengths":
-            says = "The first entry counts tokens before the first sequence and is 0; lengths follow it."
-        yield call.breach("first", where, got, says + _guess(call))
-    if min(call.lengths) < 0:
-        yield call.breach("falling", where, got, "No sequence ends before it begins.")
+    packed = sum(length > 0 for length in call.lengths) > 1 or len(np.unique(call.numbers_BT)) > 1
+    if packed and len(given) == 1:
+        leaks = "convolution" if call.where else "rule"
+        says = f"The rule reads cu_seq_lens_q and the convolution seq_idx: here the {leaks} runs from sequence to sequence."
+        yield call.breach("pair", given[0], "alone", says, "Pass both: gated_delta_kwargs(segments, kernel='transformers').")
+    for package, name in (("fla", call.where), ("causal_conv1d", "seq_idx" * numbered)):
+        if name and call.release(package) is None and call.before(releases.MISSING_KERNEL_RAISES):
+            says = f"Without {package} a torch function stands in; transformers {version} drops boundaries in silence."
+            remedy = f"Install {package} and name its release in versions, or pass padded rows with a 2D mask."
+            yield call.breach("package", name, f"{package} is not there", says, remedy)
+    yield from _returning(call)
+    if call.segments is None:
+        yield from _positions(call)
+        yield from _agree(call)
+
+
+def _positions(call: Call) -> Iterator[Breach]:
+    """Positions that begin again say that rows are packed, and no recurrent layer reads them."""
+    positions, mask = call.get("position_ids"), call.get("attention_mask")
+    if not call.where and isinstance(positions, Tensor) and positions.ndim == 2 and not positions.is_meta:
+        real = mask.bool().cpu() if isinstance(mask, Tensor) and mask.shape == positions.shape else positions.cpu() > -1
+        if bool(((positions.cpu()[:, 1:] == 0) & real[:, 1:] & real[:, :-1]).any()):
+            says = "They begin again inside a row: it is packed, and recurrent layers read no positions."
+            yield call.breach("positions-alone", "position_ids", shape_of(positions), says)
+
+
+def _agree(call: Call) -> Iterator[Breach]:
+    """Numbers and offsets of one row."""
+    ids_BT = call.numbers_BT
+    if call.where and ids_BT.shape[0] == 1 and call.offsets[-1] == call.T:
+        begins = np.flatnonzero(ids_BT[0, 1:] != ids_BT[0, :-1]) + 1
+        inner = np.unique([n for n in call.offsets if 0 < n < call.T])
+        if not np.array_equal(begins, inner):
+            says = f"Its numbers change at {begins[:8].tolist()}, and {call.where} begins sequences at {inner[:8].tolist()}."
+            yield call.breach("disagree", "seq_idx", f"{len(begins) + 1} runs", says)
+
+
+def _packed_fields(call: Call) -> Iterator[Breach]:
+    """Megatron's `PackedSeqParams`: its padded and actual offsets, its totals."""
+    total = whole_number("total_tokens", call.arguments.get("total_tokens", call.T))
+    if call.where and total != call.T:
+        says = f"The row has {call.T} tokens; sequence numbers are cut off or added without a word."
+        yield call.breach("total", "total_tokens", str(total), says, "Pass the width of the row.")
+    if call.where != "cu_seqlens_q_padded" or "cu_seqlens_q" not in call.arguments:
         return
-    if offsets[-1] != call.total:
-        says, remedy = "what lies behind them is somebody else's memory.", "Take the offsets from this very batch."
-        if offsets[-1] < call.total:
-            says = "what no sequence covers stays unwritten memory: NaN in gradients."
-            remedy = "Count the tail as one more sequence: " + _remedy(call)
-        says = f"The call has {call.total} tokens, and {says}" + _guess(call)
-        yield call.breach("last", where, got, says, remedy)
-    yield from _empties(call)
-    flat = call.B == 1 or call.operator.folds
-    if not flat and (call.total != call.B * call.T or call.word("backend", "triton") != "triton"):
-        says = "Offsets are of one flat row."
-        if "conv" in call.operator.name.lower():
-            says += " The convolution's weight gradient is summed over memory nobody wrote."
-        yield call.breach("rows", "B", f"{call.B} rows with {where}", says, "unpad() the batch to [1, T] first.")
-    yield from _limits(call)
+    actual, _ = call.row("cu_seqlens_q")
+    real = [end - start for start, end in pairwise(actual)]
+    fits = len(real) == len(call.lengths) and all(0 <= r <= n for r, n in zip(real, call.lengths)) and actual[:1] == (0,)
+    if actual != call.given and not fits:
+        says = f"Actual offsets fit into the padded ones, {shown(call.given)}, sequence by sequence."
+        yield call.breach("padded-actual", "cu_seqlens_q", shown(actual), says, "Take both from pad_documents(batch, cp).")
 
 
-def _guess(call: Call) -> str:
-    """What the same numbers would mean in another spelling."""
-    given, form, meant = call.given, call.operator.form, ""
-    if sum(given) == call.total and form != "lengths":
-        meant = "lengths"
-    elif given[-1] == call.total and form.startswith("offsets") == (given[0] != 0):
-        meant = "ends without the leading 0" if given[0] else "offsets"
-    return meant and f" They look like {meant}."
-
-
-def _empties(call: Call) -> Iterator[Breach]:
-    lengths, kind = call.lengths, call.operator.empties
-    empty = [n for n, length in enumerate(lengths) if length == 0]
-    inner = bool(empty) and empty[0] < len(lengths) - len(empty)
-    old = kind == "fla" and inner and call.before(FLA_COUNTS_EMPTY)
-    if old or (empty and kind == "never"):
-        got = f"{list(call.given[:12])}: sequence {', '.join(map(str, empty[:8]))} is empty"
-        says = "An empty sequence makes chunk tables name the wrong one, or has no last token."
-        if old:
-            says += f" fla {call.release('fla')} counts the others alone, since {FLA_COUNTS_EMPTY} it does not (#909)."
-        yield call.breach("empty", call.where, got, says, "Drop empty sequences: " + _remedy(call))
-
-
-def _limits(call: Call) -> Iterator[Breach]:
-    limits, longest = call.operator.limits, max(call.lengths)
-    if longest > limits.get("tokens", longest):
-        says = f"A sequence has 1 to {limits['tokens']} tokens in a call of the decoding rule."
-        yield call.breach("length", call.where, f"{longest} tokens", says, "Use the chunked rule.")
-
-
-def _tables(call: Call) -> Iterator[Breach]:
-    row = call.operator
-    if row.chunk_sizes and call.chunk_size not in row.chunk_sizes:
-        taken = ", ".join(map(str, row.chunk_sizes))
-        yield call.breach("chunk-size", "chunk_size", str(call.chunk_size), f"It takes {taken}.", f"Pass one of {taken}.")
-    elif call.where:
-        for name in row.copies:
-            if name in call.arguments:
-                yield from _copy(call, name)
-        for name, chunk in row.tables.items():
-            if name in call.arguments:
-                block = {"rule": call.chunk_size, "conv": CONV_BLOCK, "cumsum": cumsum_block(call.chunk_size)}[chunk]
-                yield from _table(call, name, block)
-
-
-def _copy(call: Call, name: str) -> Iterator[Breach]:
-    copy, unreadable = call.row(name, host=name.endswith(("_host", "_list")))
-    if unreadable:
-        yield call.breach("container", name, unreadable, "The copy lies on the host.", silent=False)
-    elif copy != call.given:
-        says = f"It is a copy of {call.where}, {list(call.given[:8])}; tables follow the one, lengths the other."
-        yield call.breach("copy", name, str(list(copy[:12])), says)
-
-
-def _table(call: Call, name: str, block: int) -> Iterator[Breach]:
-    right, value = chunk_indices(call.offsets, block), call.get(name)
-    says = f"It holds (sequence, chunk) for each piece of {block} tokens in their order, {len(right)} pairs here"
-    if call.operator.host:
-        flat, unreadable = call.row(name, host=True)
-        if unreadable:
-            yield call.breach("container", name, unreadable, f"{says}, as one flat list.")
-        elif flat != tuple(right.reshape(-1).tolist()):
-            says = f"{says}, {right[:4].reshape(-1).tolist()} ..."
-            yield call.breach("table", name, f"{list(flat[:12])}, {len(flat)} numbers", says)
-    elif not is_whole_tensor(value):
-        yield call.breach("container", name, _short(value), f"{says}, as a tensor [{len(right)}, 2].", silent=False)
-    elif not np.array_equal(table := host_tensor(name, value).numpy(), right):
-        got, says = f"{shape_of(value)} {table[:4].tolist() if table.ndim else table}", f"{says}: {right[:4].tolist()} ..."
-        remedy = f"Leave it out, or pass chunk_indices(offsets, {block}) of kernels.gated_delta."
-        yield call.breach("table", name, got, says, remedy)
-
-
-def _short(value: Any) -> str:
-    return shape_of(value) if isinstance(value, Tensor) else repr(value)[:60]
+OWN: dict[str, tuple[Callable[[Call], Iterator[Breach]], ...]] = {
+    "fla.causal_conv1d": (_convolution,),
+    "causal_conv1d.causal_conv1d_fn": (_returning,),
+    "mamba.mamba_chunk_scan_combined": (_mamba,),
+    "mamba.mamba_split_conv1d_scan_combined": (_mamba,),
+    "fla_npu": (_chain,),
+    "fla_npu.chunk_local_cumsum": (_chain,),
+    "fla_npu.flash_gated_delta_rule": (_chain, _flash),
+    "fla_npu.causal_conv1d": (_npu_convolution,),
+    "transformers.gdn_layer": (_layer,),
+    "megatron_core.GatedDeltaNet": (_packed_fields,),
+}
+"""Rules of one operator alone."""

@@ -1,399 +1,192 @@
-"""Operators: the one table of recurrent kernels and layers that the contract knows, by package, and the rules of one alone.
+"""Operators: the one table of recurrent kernels and layers that the contract knows, and one call as its host code reads it.
 
-Behind them stand the names that `gated_delta_kwargs` and consumers have for some of them.
+Releases read: fla 0.5.2 and 0.6.0, flash-linear-attention-npu 17e24fd (after v26.6.0), causal-conv1d 1.6.1 (0d2252d), mamba
+e9594ce, transformers 4.57 to 5.23, megatron-core 0.16.1 to 0.19, op-plugin 517f2e7 (documentation).
+
+Legend: B rows, T tokens of a row, N sequences; of shapes: H query and key heads, N value heads, K and V head sizes, D
+channels, W taps, C tokens of a chunk, S states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
-from collate_npu import releases
-from collate_npu.arrays import host_array, whole_number
+from collate_npu.arrays import Array, check_places, host_tensor, once, whole_number
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.kernels import Breach
-from collate_npu.kernels.gated_delta.boundaries import chunk_indices
-from collate_npu.kernels.gated_delta.operator_call import FIELDS, Call, Operator, words
+from collate_npu.parallel.layout import ContextParallel
+from collate_npu.parallel.recurrent import RecurrentScheme
+from collate_npu.releases import NEWEST, Since, installed
+from collate_npu.segments import Segments
+from collate_npu.validation import check_fields
 
-MAMBA_TOKENS = 61_000
-_OWN = "gated_delta_kwargs(segments, kernel='causal_conv1d')."
-
-
-def _context(call: Call) -> Iterator[Breach]:
-    """fla on several ranks."""
-    if "cp_context" in call.arguments and not call.where and call.segments is not None:
-        got, says = type(call.get("cp_context")).__name__, "A context holds local offsets alone, not those of the whole row."
-        remedy = "Pass the global cu_seqlens beside it, or check kernel='fla_cp' with them."
-        yield call.breach("context-unread", "cp_context", got, says, remedy, silent=True)
-
-
-def _convolution(call: Call) -> Iterator[Breach]:
-    shortest = min((n for n in call.lengths if n), default=call.T)
-    states = call.training and call.is_set("output_final_state") and call.before(releases.FLA_STATES)
-    if states and shortest < call.taps - 1:
-        says = f"The gradient of a final state is wrong for sequences shorter than {call.taps - 1} (fla #1140, #1141)."
-        remedy = f"Drop the final state in training, or sequences as short, or take fla {releases.FLA_STATES} or later."
-        yield call.breach("short-state", "output_final_state", f"a sequence of {shortest}", says, remedy, silent=True)
+FIELDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "qkv_format", "total_tokens")
+"""What is read of Megatron's `PackedSeqParams`."""
+HOLDER = "packed_seq_params"
+ALIASES = {"query": "q", "key": "k", "value": "v"}
+MAX_TAPS = 4
+"""The widest convolution of causal-conv1d (csrc/causal_conv1d.cpp:183)."""
+_BRANCHES = ("main", "master", "nightly", "dev")
+_SPELLINGS = {"flash_linear_attention": "fla", "fla_core": "fla", "megatron_core": "megatron"}
 
 
-def returning(call: Call) -> Iterator[Breach]:
-    """Only equality within reach counts: a number that comes back joins two sequences across what stands between."""
-    ids_BT, reach = call.numbers_BT, call.taps
-    for back in range(2, min(reach, ids_BT.shape[1])):
-        same_BT = ids_BT[:, back:] == ids_BT[:, :-back]
-        between_BT = np.any([ids_BT[:, i : i - back] != ids_BT[:, back:] for i in range(1, back)], axis=0)
-        if (same_BT & between_BT).any():
-            b, t = (int(i) for i in np.argwhere(same_BT & between_BT)[0])
-            says = f"Tokens of the same number are neighbours for {reach - 1} places, whatever stands between them."
-            remedy = "Give each sequence of the flat row a number of its own: " + _OWN
-            got = str(ids_BT[b, t : t + back + 1].tolist())
-            yield call.breach("numbers-return", "seq_idx", got, says, remedy, silent=True)
-            return
+def words(text: str) -> frozenset[str]:
+    """Return the words of a row's text."""
+    return frozenset(text.split())
 
 
-def _mamba(call: Call) -> Iterator[Breach]:
-    """mamba_ssm's scan, which takes `seq_idx` for boundaries."""
-    if "cu_seqlens" in call.arguments and "seq_idx" not in call.arguments:
-        says = "cu_seqlens serves return_varlen_states alone: without seq_idx states run on from sequence to sequence."
-        yield call.breach("offsets-alone", "cu_seqlens", "no seq_idx", says, "Pass seq_idx: " + _OWN, silent=True)
-    if call.B * call.T > MAMBA_TOKENS:
-        says, remedy = f"Its int32 pointers overflow at about {MAMBA_TOKENS} tokens (mamba #1015).", "Use shorter rows."
-        yield call.breach("tokens", "T", str(call.B * call.T), says, remedy, silent=True)
-    for row in call.numbers_BT:
-        firsts = row[np.insert(row[1:] != row[:-1], 0, True)]
-        if len(np.unique(firsts)) != len(firsts):
-            got, says = str(firsts[:12].tolist()), "Tokens of the same number in a chunk are one sequence."
-            yield call.breach("numbers-return", "seq_idx", got, says, "Number them anew: " + _OWN, silent=True)
-            return
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator. Arguments are named as its call names them."""
+
+    name: str
+    source: str
+    kernel: str = "fla"  # the `kernel` of gated_delta_kwargs that makes its arguments
+    offsets: tuple[str, ...] = ()  # arguments that hold the boundaries; the first that is given counts
+    form: Literal["offsets", "offsets or ends", "lengths", "prefix and lengths"] = "offsets"  # ends: without the 0
+    numbers: str = ""  # the argument that holds a sequence number for each token
+    copies: tuple[str, ...] = ()  # host copies of the offsets
+    # Chunk tables, and what a chunk of each is: "rule" (chunk_size), "conv" (64), "cumsum" (2**17 / chunk_size).
+    tables: Mapping[str, str] = field(default_factory=dict)
+    reads: frozenset[str] = frozenset()  # other arguments of its own whose names look like boundaries or masks
+    host: bool = False  # boundaries are ints on the host (a list or tuple), not tensors
+    chunk_sizes: tuple[int, ...] = ()
+    loud: frozenset[str] = frozenset()  # rules that its own host code checks, and the contract leaves to it
+    empties: Literal["legal", "fla", "never"] = "never"
+    masks: Literal["none", "multiplied", "ignored"] = "none"
+    # The order of dimensions of its tensors; the first that is given tells B and T.
+    shapes: Mapping[str, str] = field(default_factory=dict)
+    most_tokens: int | None = None  # of a sequence
+    backward: bool = True
+    ranks: RecurrentScheme = "head_exchange"
+
+    @property
+    def remedy(self) -> str:
+        """Where right arguments come from: the end of a sentence."""
+        return f"from gated_delta_kwargs(segments, kernel={self.kernel!r})."
+
+    @property
+    def package(self) -> str:
+        return self.name.partition(".")[0]
 
 
 # --- rows
 
 _RULE = {"q": "BTHK", "k": "BTHK", "v": "BTNV", "g": "BTN", "beta": "BTN", "initial_state": "SNKV"}
-_X = {"x": "BTD", "residual": "BTD"}
-FLA = Operator(
+_THD = {"q": "THK", "k": "THK", "v": "TNV", "g": "TN", "beta": "TN"}
+_FLA = Operator(
     "fla.chunk_gated_delta_rule", "fla 0.5.2 ops/gated_delta_rule/chunk.py:505-560, ops/utils/index.py:156",
     offsets=("cu_seqlens",), copies=("cu_seqlens_cpu",), tables={"chunk_indices": "rule"}, chunk_sizes=(16, 32, 64),
-    checks=words("container rows chunk-size heads states backward"), own=(_context,),
-    empties="fla", shapes=_RULE,
-)  # fmt: skip
-_CONV = replace(
-    FLA, name="fla.causal_conv1d",
-    source="fla 0.5.2 modules/conv/triton/ops.py:64, 191, 383-386, cuda/ops.py:202; fla #955",
-    kernel="fla_conv", tables={"chunk_indices": "conv"}, chunk_sizes=(), checks=words("container"),
-    own=(_context, _convolution), shapes=_X | {"weight": "DW", "bias": "D"},
+    loud=words("states"), empties="fla", shapes=_RULE,
 )  # fmt: skip
 _MAMBA = Operator(
     "mamba.mamba_chunk_scan_combined", "mamba e9594ce ops/triton/ssd_combined.py:274, 599-604, 642; mamba #1015",
-    kernel="causal_conv1d", numbers="seq_idx", reads=words("cu_seqlens"), checks=words("container"),
-    own=(_mamba,), shapes={"x": "BTHV", "dt": "BTH"},
+    kernel="causal_conv1d", numbers="seq_idx", reads=words("cu_seqlens"), shapes={"x": "BTHV", "dt": "BTH"},
 )  # fmt: skip
-KERNEL_ROWS: tuple[Operator, ...] = (
-    FLA,
-    replace(
-        FLA, name="fla.chunk_kda", source="fla 0.5.2 ops/kda/chunk.py:365-420", chunk_sizes=(32, 64),
-        checks=FLA.checks | words("shape"), shapes=_RULE | {"g": "BTNK"},
-    ),
-    replace(
-        FLA, name="fla.fused_recurrent_gated_delta_rule",
-        source="fla 0.5.2 ops/gated_delta_rule/fused_recurrent.py:301, 432", kernel="fla_cp",
-        copies=(), tables={}, chunk_sizes=(), backward=False,
-    ),
-    _CONV,
-    replace(
-        FLA, name="fla.build_cp_context", kernel="fla_cp",
-        source="fla 0.6.0 ops/cp/context.py:177-316; 0.5.2 drops what ranks cannot share", tables={},
-        chunk_sizes=(), checks=words("container"), own=(), empties="legal", shapes={},
-        ranks="state_passing",
-    ),
-    replace(
-        FLA, name="fla.GatedDeltaNet",
-        source="fla 0.5.2 layers/gated_deltanet.py:229, layers/utils.py:98-141; fla #838",
-        reads=words("attention_mask"), chunk_sizes=(), checks=words("container rows mask-rank"), masks="unpadded",
-        shapes={"hidden_states": "BTD"},
-    ),
-    replace(
-        _CONV, name="fla.ShortConvolution", source="fla 0.5.2 modules/convolution/short_conv.py:133, 159; fla #955",
-        reads=words("mask"), checks=words("container mask-and-offsets"), own=(_context,), masks="multiplied", shapes=_X,
-    ),
-    Operator(
-        "causal_conv1d.causal_conv1d_fn",
-        "causal-conv1d 1.6.1 csrc/causal_conv1d.cpp:175-198, causal_conv1d_interface.py:28-34",
-        kernel="causal_conv1d", numbers="seq_idx", own=(returning,), shapes={"x": "BDT", "weight": "DW", "bias": "D"},
-        checks=words("container shape"),
-    ),
-    _MAMBA,
-    replace(_MAMBA, name="mamba.mamba_split_conv1d_scan_combined", shapes={"zxbcdt": "BTD"}),
-)  # fmt: skip
-
-
-# --- Ascend's
-
-
-def _chain(call: Call) -> Iterator[Breach]:
-    """The operators of the Gated DeltaNet chain, by release."""
-    old = call.before(releases.FLA_NPU_A2)
-    tails = [n for n in call.lengths if n % call.chunk_size]
-    if call.training and old and call.T >= 32768:
-        says = "In release 26.6.0 gradients of rows this long are NaN on A2 (#232)."
-        yield call.breach("release", "T", str(call.T), says, "Use a later release, or shorter rows.", silent=True)
-    if old and tails:
-        says = "In release 26.6.0 v_new is off by up to 0.7 in short last chunks on A2 (#367, fixed in #368)."
-        yield call.breach("release", call.where, f"lengths {tails[:8]}", says, "Use a later release.", silent=True)
-
-
-def _scale(call: Call) -> Iterator[Breach]:
-    if call.segments is not None and "scale" not in call.arguments:
-        says, remedy = "Left out it is 1.0, where fla's rule has K**-0.5.", "Pass scale=K**-0.5, or the model's own."
-        yield call.breach("scale", "scale", "nothing", says, remedy, silent=True)
-
-
-def _flash(call: Call) -> Iterator[Breach]:
-    """The vendor's whole rule; tables that it is given, by their block, it uses unread."""
-    for name in ("chunk_indices", "chunk_indices_list"):
-        if call.offsets[:1] != (0,):
-            return
-        given = call.get(name)
-        by_block = given if isinstance(given, Mapping) or given is None else {call.chunk_size: given}
-        for block, table in (by_block or {}).items():
-            right = chunk_indices(call.offsets, whole_number(name, int(block), least=1)) if str(block).isdecimal() else None
-            if right is None or host_array(name, table).reshape(-1).tolist() != right.reshape(-1).tolist():
-                says = "It holds (sequence, chunk) for each piece of so many tokens, by their number as text."
-                remedy = f"Leave {name} out: the function builds its own."
-                yield call.breach("table", f"{name}[{block!r}]", "another table", says, remedy, silent=True)
-
-
-def _npu_convolution(call: Call) -> Iterator[Breach]:
-    x, mode = call.get("x"), call.arguments.get("activation_mode", 0)
-    active = not isinstance(mode, int) or mode != 0
-    rows = tuple(range(0, call.B * call.T + 1, call.T))
-    if call.where and call.offsets != rows and (call.B > 1 or (isinstance(x, Tensor) and x.ndim == 3)):
-        says = f"An x [B, T, D] has one sequence a row, {list(rows[:8])} here: others are refused by their count, or unread."
-        remedy = "Pass x [T, D] with boundaries inside a row: x.reshape(-1, D)."
-        got, alike = str(list(call.offsets[:8])), len(call.offsets) == len(rows)
-        yield call.breach("rows", call.where, got, says, remedy, silent=alike)
-    outside = ("query_start_loc", "cache_indices", "initial_state_mode", "num_accepted_tokens")
-    unbound = [*(name for name in outside if name in call.arguments), *["activation_mode"] * active]
-    if call.training and unbound and (call.wants_gradients or active):
-        says = "The backward is bound only without boundaries, states and activation: here the output has no history."
-        remedy = "Wrap it with npu_causal_conv1d_bwd in an autograd.Function and check both, activation apart; in inference "
-        yield call.breach("history", ", ".join(unbound), "training", says, remedy + "pass training=False.", silent=True)
-
-
-# --- rows
-
 _NPU = "flash-linear-attention-npu 17e24fd "
-_THD = {"q": "THK", "k": "THK", "v": "TNV", "g": "TN", "beta": "TN"}
 _FLA_NPU = Operator(
     "fla_npu", _NPU + "recompute_w_u_fwd_tiling_processor.h:299-385, chunk_local_cumsum_tiling.cpp:259-288",
-    kernel="fla_npu", offsets=("cu_seqlens",), tables={"chunk_indices": "rule"},
-    host=True, chunk_sizes=(64, 128), own=(_chain,),
-    checks=words("container rows first falling empty table alone chunk-size states"),
+    kernel="fla_npu", offsets=("cu_seqlens",), tables={"chunk_indices": "rule"}, host=True, chunk_sizes=(64, 128),
+    loud=words("first falling empty table alone states"),
     shapes={
         **dict.fromkeys(("q", "k"), "BHTK"), **dict.fromkeys(("v", "u", "dv", "du", "d_o", "dox"), "BNTV"),
         **dict.fromkeys(("w", "dw", "gk", "gK"), "BNTK"), **dict.fromkeys(("A", "dA"), "BNTC"),
         **dict.fromkeys(("g", "beta"), "BNT"), "initial_state": "SNKV",
     },
 )  # fmt: skip
-NPU_ROWS: tuple[Operator, ...] = (
+_ROWS = (
+    _FLA,
+    replace(
+        _FLA, name="fla.chunk_kda", source="fla 0.5.2 ops/kda/chunk.py:365-420", chunk_sizes=(32, 64),
+        loud=_FLA.loud | words("shape"), shapes=_RULE | {"g": "BTNK"},
+    ),
+    replace(
+        _FLA, name="fla.fused_recurrent_gated_delta_rule", kernel="fla_cp", copies=(), tables={}, chunk_sizes=(),
+        source="fla 0.5.2 ops/gated_delta_rule/fused_recurrent.py:432",
+    ),
+    replace(
+        _FLA, name="fla.causal_conv1d", kernel="fla_conv", tables={"chunk_indices": "conv"}, chunk_sizes=(), loud=words(""),
+        source="fla 0.5.2 modules/conv/triton/ops.py:64, 191, 383-386, cuda/ops.py:202; fla #955",
+        shapes={"x": "BTD", "residual": "BTD", "weight": "DW", "bias": "D"},
+    ),
+    replace(
+        _FLA, name="fla.build_cp_context", kernel="fla_cp", tables={}, chunk_sizes=(), empties="legal", shapes={},
+        source="fla 0.6.0 ops/cp/context.py:177-316; 0.5.2 drops what ranks cannot share", ranks="state_passing",
+    ),
+    Operator(
+        "causal_conv1d.causal_conv1d_fn",
+        "causal-conv1d 1.6.1 csrc/causal_conv1d.cpp:175-198, causal_conv1d_interface.py:28-34",
+        kernel="causal_conv1d", numbers="seq_idx", shapes={"x": "BDT", "weight": "DW", "bias": "D"}, loud=words("shape"),
+    ),
+    _MAMBA,
+    replace(_MAMBA, name="mamba.mamba_split_conv1d_scan_combined", shapes={"zxbcdt": "BTD"}),
     _FLA_NPU,
     replace(
         _FLA_NPU, name="fla_npu.chunk_local_cumsum", kernel="fla_npu_cumsum", tables={"chunk_indices_out": "cumsum"},
-        chunk_sizes=tuple(1 << n for n in range(9)), checks=words("container chunk-size states alone rows"),
-        shapes={"g": "BNT"}, source=_NPU + "chunk_local_cumsum_tiling.cpp:211, 231, 252-279",
+        chunk_sizes=tuple(1 << n for n in range(9)), loud=words("alone"), shapes={"g": "BNT"},
+        source=_NPU + "chunk_local_cumsum_tiling.cpp:211, 231, 252-279",
     ),
     replace(
-        FLA, name="fla_npu.flash_gated_delta_rule", source=_NPU + "examples/flash_gated_delta_rule.py:481-516, 1126-1225",
+        _FLA, name="fla_npu.flash_gated_delta_rule", source=_NPU + "examples/flash_gated_delta_rule.py:481-516, 1126-1225",
         kernel="fla_npu_flash", copies=("cu_seqlens_list",), tables={}, reads=words("chunk_indices chunk_indices_list"),
-        chunk_sizes=(64, 128), checks=words("container rows states shape"), own=(_chain, _flash), empties="never",
+        chunk_sizes=(64, 128), loud=words("states shape"), empties="never",
         shapes={**_FLA_NPU.shapes, "v": "BHTV", "g": "BTH", "beta": "BTH", "initial_state": "SHKV"},
     ),
     Operator(
         "fla_npu.causal_conv1d", _NPU + "causal_conv1d_tiling_validation.h:190-265, op_kernel/causal_conv1d.h:50-60, "
         "ops/ascendc/__init__.py:321-329",
-        kernel="fla_npu_conv", offsets=("query_start_loc",), host=True, own=(_npu_convolution,), empties="legal",
-        checks=words("container first falling last rows"),
+        kernel="fla_npu_conv", offsets=("query_start_loc",), host=True, empties="legal", loud=words("first falling last"),
     ),
     Operator(
-        "fla_npu.recurrent_gated_delta_rule", _NPU + "_aclnn_ctypes.py:654-830; #641",
-        kernel="fla_npu_recurrent", offsets=("actual_seq_lengths",), form="prefix and lengths",
-        checks=words("container count rows shape"), limits={"tokens": 8},
-        backward=False, own=(_scale,), shapes=_THD | {"state": "SNVK"},
+        "fla_npu.recurrent_gated_delta_rule", _NPU + "_aclnn_ctypes.py:654-830; #641", kernel="fla_npu_recurrent",
+        offsets=("actual_seq_lengths",), form="prefix and lengths", loud=words("count shape"), most_tokens=8,
+        backward=False, shapes=_THD | {"state": "SNVK"},
     ),
     Operator(
         "torch_npu.npu_chunk_gated_delta_rule", "op-plugin 517f2e7 documentation of npu_chunk_gated_delta_rule",
-        kernel="torch_npu", offsets=("actual_seq_lengths",), form="lengths",
-        checks=words("container"), own=(_scale,), shapes=_THD | {"initial_state": "SNVK"},
-        limits={"H": 64, "N": 64, "K": 128, "V": 128}, backward=False,
+        kernel="torch_npu", offsets=("actual_seq_lengths",), form="lengths", shapes=_THD | {"initial_state": "SNVK"},
+        backward=False,
+    ),
+    # layers of training stacks, whose forward a user calls
+    Operator(
+        "transformers.gdn_layer", "transformers 5.23 integrations/hub_kernels.py:1033-1050, masking_utils.py:1521-1529",
+        kernel="transformers", offsets=("cu_seq_lens_q",), numbers="seq_idx", empties="fla", masks="multiplied",
+        reads=words("cu_seq_lens_k attention_mask position_ids seq_lens"), shapes={"hidden_states": "BTD"},
+    ),
+    Operator(
+        "megatron_core.GatedDeltaNet",
+        "Megatron-LM d98e8a6 ssm/gated_delta_net/common.py:469-618; 0.16.1 ssm/gated_delta_net.py:297",
+        kernel="megatron", offsets=("cu_seqlens_q_padded", "cu_seqlens_q"), empties="fla", masks="ignored",
+        reads=words("cu_seqlens_kv cu_seqlens_kv_padded attention_mask qkv_format total_tokens"), loud=words("last"),
+        ranks="head_exchange_zigzag",
+    ),
+    Operator(
+        "mindspeed.GatedDeltaNet", "MindSpeed core_r0.16.0 ssm/gated_delta_net.py:592-665, ops/triton/utils.py:73-78",
+        kernel="megatron", offsets=("cu_seqlens_q_padded", "cu_seqlens_q"), form="offsets or ends", masks="ignored",
+        reads=words("cu_seqlens_kv cu_seqlens_kv_padded attention_mask qkv_format total_tokens"), loud=words("last"),
+        ranks="head_exchange_zigzag",
     ),
 )  # fmt: skip
+OPERATORS: dict[str, Operator] = {row.name: row for row in _ROWS}
 """`fla_npu` is what a whole training chain takes, the intersection of its operators."""
-
-
-# --- layers of training stacks: transformers
-
-
-def _layer(call: Call) -> Iterator[Breach]:
-    """By release and installed kernels."""
-    numbered, version = "seq_idx" in call.arguments, call.release("transformers")
-    given = [name for name in (call.where, "seq_idx" * numbered) if name]
-    if given and call.before(releases.BOUNDARIES_READ):
-        says = f"transformers {version} reads no boundaries in its Gated DeltaNet layers; {releases.BOUNDARIES_READ} does."
-        remedy = "Upgrade, or pass padded rows with a 2D mask."
-        yield call.breach("release", ", ".join(given), "given", says, remedy, silent=True)
-        return
-    if call.packed and len(given) == 1:
-        leaks = "convolution" if call.where else "rule"
-        says = f"The rule reads cu_seq_lens_q and the convolution seq_idx: here the {leaks} runs from sequence to sequence."
-        remedy = "Pass both: gated_delta_kwargs(segments, kernel='transformers')."
-        yield call.breach("pair", given[0], "alone", says, remedy, silent=True)
-    for package, name in (("fla", call.where), ("causal_conv1d", "seq_idx" * numbered)):
-        if name and call.release(package) is None and call.before(releases.MISSING_KERNEL_RAISES):
-            says = f"Without {package} a torch function stands in; transformers {version} drops boundaries in silence."
-            remedy = f"Install {package} and name its release in versions, or pass padded rows with a 2D mask."
-            yield call.breach("package", name, f"{package} is not there", says, remedy, silent=True)
-    yield from _positions(call)
-    yield from returning(call)
-    yield from _agree(call)
-
-
-def _positions(call: Call) -> Iterator[Breach]:
-    """Positions that begin again say that rows are packed, and no recurrent layer reads them."""
-    positions, mask = call.get("position_ids"), call.get("attention_mask")
-    if call.segments is not None or call.where or not isinstance(positions, Tensor):
-        return
-    if positions.ndim == 2 and not positions.is_meta:
-        real = mask.bool().cpu() if isinstance(mask, Tensor) and mask.shape == positions.shape else positions.cpu() > -1
-        if bool(((positions.cpu()[:, 1:] == 0) & real[:, 1:] & real[:, :-1]).any()):
-            says = "They begin again inside a row: it is packed, and recurrent layers read no positions."
-            yield call.breach("positions-alone", "position_ids", shape_of(positions), says, silent=True)
-
-
-def _agree(call: Call) -> Iterator[Breach]:
-    """Numbers and offsets of one row; with the Segments at hand each is compared with them."""
-    ids_BT = call.numbers_BT
-    if call.segments is not None or not call.where or ids_BT.shape[0] != 1 or call.offsets[-1] != call.T:
-        return
-    begins = np.flatnonzero(ids_BT[0, 1:] != ids_BT[0, :-1]) + 1
-    inner = np.unique([n for n in call.offsets if 0 < n < call.T])
-    if not np.array_equal(begins, inner):
-        says = f"Its numbers change at {begins[:8].tolist()}, and {call.where} begins sequences at {inner[:8].tolist()}."
-        yield call.breach("disagree", "seq_idx", f"{len(begins) + 1} runs", says, silent=True)
-
-
-# --- Megatron and its kin
-
-
-def _fields(call: Call) -> Iterator[Breach]:
-    """`PackedSeqParams`: its padded and actual offsets, its totals."""
-    total = whole_number("total_tokens", call.arguments.get("total_tokens", call.T))
-    if call.where and total != call.T:
-        says = f"The row has {call.T} tokens; sequence numbers are cut off or added without a word."
-        yield call.breach("total", "total_tokens", str(total), says, "Pass the width of the row.", silent=True)
-    yield from _actual_offsets(call)
-
-
-def _actual_offsets(call: Call) -> Iterator[Breach]:
-    if call.where != "cu_seqlens_q_padded" or "cu_seqlens_q" not in call.arguments:
-        return
-    actual, _ = call.row("cu_seqlens_q")
-    real = [end - start for start, end in pairwise(actual)]
-    fits = len(real) == len(call.lengths) and all(0 <= r <= n for r, n in zip(real, call.lengths)) and actual[:1] == (0,)
-    if actual != call.given and not fits:
-        says = f"Actual offsets fit into the padded ones, {list(call.given[:8])}, sequence by sequence."
-        remedy = "Take both from pad_documents(batch, cp)."
-        yield call.breach("padded-actual", "cu_seqlens_q", str(list(actual[:12])), says, remedy, silent=True)
-
-
-def _mindspeed(call: Call) -> Iterator[Breach]:
-    """MindSpeed's own rule."""
-    if call.where and call.is_set("initial_state") and not call.before(releases.MINDSPEED_TRITON_RULE):
-        got = f"mindspeed {call.release('mindspeed')}"
-        says = "With an initial state the rule falls back to one in torch, which is given no boundaries."
-        yield call.breach("state-fallback", "initial_state", got, says, "Leave it out.", silent=True)
-    yield from _fields(call)
-
-
-def _mindspeed_llm(call: Call) -> Iterator[Breach]:
-    """MindSpeed-LLM's layers: what says where a sequence begins is not used there."""
-    fsdp2 = call.operator.name.endswith("fsdp2")
-    given = call.where or "packed_seq_params" in call.arguments or any(name in call.arguments for name in FIELDS)
-    if given and not (fsdp2 and not call.packed and call.B == 1):
-        says = "The convolution is given no boundary." if fsdp2 else "packed_seq_params is taken and never used."
-        remedy = "Pass rows padded on the right, one sequence a row."
-        yield call.breach("boundaries-unused", call.where or "packed_seq_params", "given", says, remedy, silent=True)
-
-
-def _torchtitan(call: Call) -> Iterator[Breach]:
-    if call.B > 1 and not call.where:
-        says = "Rows are laid one behind the other, [1, B * L], and without boundaries states run from row to row."
-        remedy = "Pass VarlenMetadata with host offsets over the folded row, or one row."
-        yield call.breach("fold", "attention_masks", f"None with {call.B} rows", says, remedy, silent=True)
-
-
-_GDN = Operator(
-    "transformers.gdn_layer", "transformers 5.23 integrations/hub_kernels.py:1033-1050, masking_utils.py:1521-1529",
-    kernel="transformers", offsets=("cu_seq_lens_q",), numbers="seq_idx",
-    reads=words("cu_seq_lens_k attention_mask position_ids seq_lens"),
-    checks=words("container rows unread"), own=(_layer,),
-    empties="fla", masks="multiplied", shapes={"hidden_states": "BTD"},
-)  # fmt: skip
-_MEGATRON = Operator(
-    "megatron_core.GatedDeltaNet",
-    "Megatron-LM d98e8a6 ssm/gated_delta_net/common.py:469-618; 0.16.1 ssm/gated_delta_net.py:297",
-    kernel="megatron", offsets=("cu_seqlens_q_padded", "cu_seqlens_q"),
-    reads=words("cu_seqlens_kv cu_seqlens_kv_padded attention_mask qkv_format total_tokens"),
-    checks=words("container rows last"), own=(_fields,),
-    empties="fla", masks="ignored", ranks="head_exchange_zigzag",
-)  # fmt: skip
-STACKS: tuple[Operator, ...] = (
-    _GDN,
-    _MEGATRON,
-    replace(
-        _MEGATRON, name="mindspeed.GatedDeltaNet", form="offsets or ends", own=(_mindspeed,), empties="never",
-        source="MindSpeed core_r0.16.0 ssm/gated_delta_net.py:592-665, ops/triton/utils.py:73-78; "
-        "core_r0.17.0 ssm/npu_chunk_gated_delta_rule.py:300-355",
-    ),
-    Operator(
-        "mindspeed_llm.qwen3_next", "MindSpeed-LLM c77308a qwen3_next_gated_deltanet_attention.py:51, 341-440",
-        kernel="", offsets=(*_MEGATRON.offsets, "cu_seqlens", "actual_seq_len"), reads=_MEGATRON.reads,
-        own=(_mindspeed_llm,), masks="multiplied",
-    ),
-    Operator(
-        "mindspeed_llm.qwen3_next_fsdp2",
-        "MindSpeed-LLM c77308a fsdp2 modeling_qwen3_next.py:409, 520, 842, 871-876", kernel="", offsets=("actual_seq_len",),
-        form="ends", reads=words("attention_mask"), own=(_mindspeed_llm,), masks="multiplied", ranks="row_zigzag",
-    ),
-    Operator(
-        "torchtitan.qwen3_5_gdn", "torchtitan 0.3.0 models/qwen3_5/model.py:112, 192-236, 398-483",
-        offsets=("cu_seqlens", "cu_seq_q"), copies=("cu_seqlens_cpu", "cu_seq_q_host"),
-        reads=words("attention_masks masks cu_seq_k"), checks=words("alone"), own=(_torchtitan,),
-        empties="fla", folds=True, ranks="never",
-    ),
-)  # fmt: skip
-"""Layers whose forward a user calls."""
-
-# --- names
-
-OPERATORS: dict[str, Operator] = {row.name: row for row in (*KERNEL_ROWS, *NPU_ROWS, *STACKS)}
-KERNELS: dict[str, str] = {
-    "transformers": "transformers.gdn_layer", "causal_conv1d": "causal_conv1d.causal_conv1d_fn",
-    "fla": "fla.chunk_gated_delta_rule", "fla_conv": "fla.causal_conv1d", "fla_cp": "fla.build_cp_context",
-    "fla_npu_cumsum": "fla_npu.chunk_local_cumsum", "fla_npu_flash": "fla_npu.flash_gated_delta_rule",
-    "fla_npu_conv": "fla_npu.causal_conv1d", "fla_npu_recurrent": "fla_npu.recurrent_gated_delta_rule",
-    "torch_npu": "torch_npu.npu_chunk_gated_delta_rule", "torchtitan": "torchtitan.qwen3_5_gdn",
-    "megatron": "megatron_core.GatedDeltaNet", "mindspeed": "mindspeed.GatedDeltaNet",
-    "mindspeed_llm": "mindspeed_llm.qwen3_next", "mindspeed_llm_fsdp2": "mindspeed_llm.qwen3_next_fsdp2",
-}  # fmt: skip
+KERNELS: dict[str, str] = {row.kernel: row.name for row in reversed(_ROWS)} | {
+    "fla_cp": "fla.build_cp_context",
+    "mindspeed": "mindspeed.GatedDeltaNet",
+}
+"""The operator that stands for a kernel of `gated_delta_kwargs`: the first that takes its arguments."""
 
 
 def find_operator(name: str) -> Operator | None:
-    """The row of this kernel, if there is one. Modules between package and name do not count, nor does `npu_` of fla_npu."""
+    """Return the row of this kernel, if there is one. Modules between package and name do not count, nor does `npu_`."""
     package, _, path = name.partition(".")
     package, last = "mamba" if package == "mamba_ssm" else package, path.rpartition(".")[2]
     tried = (name, f"{package}.{last.removeprefix('npu_' if package == 'fla_npu' else '')}", f"{package}.npu_{path}")
@@ -402,9 +195,185 @@ def find_operator(name: str) -> Operator | None:
 
 
 def operator_named(kernel: str) -> Operator:
-    """Raises `CollateError` with close matches for names that are not known."""
+    """Return the row of this kernel. Raises `CollateError` with close matches for names that are not known."""
     if (row := find_operator(str(kernel))) is None:
         near = get_close_matches(str(kernel), [*KERNELS, *OPERATORS], 3, 0.5) or list(KERNELS)
         rule = "Kernels are those of gated_delta_kwargs, and the operators that kernels/gated_delta knows."
         raise CollateError(explain("kernel", repr(kernel), rule, f"Close to it: {', '.join(near)}."))
     return row
+
+
+# --- one call
+
+
+def by_own_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that are given, as rows name them."""
+    return {ALIASES.get(name, str(name)): value for name, value in kwargs.items() if value is not None}
+
+
+@dataclass
+class Call:
+    """Arguments by their names, those of a parameter object among them, and what the caller says of the call.
+
+    Raises `CollateError` for sizes that are no whole numbers, for other types than these, and for nested tensors.
+    """
+
+    operator: Operator
+    arguments: Mapping[str, Any]
+    B: Any  # an int; None where the tensors have no rows, which counts as one
+    T: int
+    chunk_size: int = 64
+    training: bool = True
+    segments: Segments | None = None  # the truth: with it at hand, what is only evidence of it need not be judged
+    versions: Mapping[str, str] | None = None
+    context_parallel: ContextParallel | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        held = self.arguments.get(HOLDER)
+        self.named = _named(self.versions or {})
+        self.arguments = arguments = by_own_names(self.arguments)
+        read = held.get if isinstance(held, Mapping) else partial(getattr, held)
+        arguments |= by_own_names({name: read(name, None) for name in FIELDS if name not in arguments})
+        for name, value in arguments.items():
+            if isinstance(value, Tensor) and value.is_nested:
+                rule, remedy = "Recurrent kernels take dense tensors.", "Pass values() and offsets."
+                raise CollateError(explain(name, "a nested tensor", rule, remedy))
+        if self.operator.chunk_sizes:
+            self.chunk_size = arguments.get("chunk_size", self.chunk_size)
+        self.B = whole_number("B", 1 if self.B is None else self.B, least=1)
+        self.T = whole_number("T", self.T, least=1)
+        check_places("B, T", self.B * self.T, "Pass the sizes of the call's tensors.")
+        self.chunk_size = whole_number("chunk_size", self.chunk_size, least=1)
+
+    def breach(self, rule: str, where: str, got: str, says: str, remedy: str = "") -> Breach:
+        """Return a broken rule, which the operator takes in silence but for a container, and what its row calls loud."""
+        remedy = remedy or f"Take it {self.operator.remedy}"
+        silent = rule != "container" and rule not in self.operator.loud
+        return Breach(rule=rule, where=where, got=got, says=says, remedy=remedy, source=self.operator.source, silent=silent)
+
+    def release(self, package: str) -> str | None:
+        """Return the release that the caller names, else the installed, else the newest that was read; None for none."""
+        return self.named[package] if package in self.named else installed(package) or NEWEST.get(package, "")
+
+    def before(self, since: Since) -> bool:
+        """True if its package is there, and older. A branch name without a number (`main`) is newer than any release."""
+        text = self.release(since.package)
+        return text is not None and not since.holds(text)
+
+    def get(self, name: str) -> Any:
+        return self.arguments.get(name)
+
+    def is_set(self, name: str) -> bool:
+        """True if it is given, and neither None nor False."""
+        return name in self.arguments and self.arguments[name] is not False
+
+    def row(self, name: str, *, host: bool = False) -> tuple[tuple[int, ...], str]:
+        """Return whole numbers in the container that the operator takes, or none and why; a sync if they lie on a device."""
+        value = self.get(name)
+        if host:
+            whole = isinstance(value, (list, tuple)) and all(isinstance(n, (int, np.integer)) for n in value)
+            if whole and not any(isinstance(n, bool) for n in value):
+                return tuple(map(int, value)), ""
+            return (), f"{_kind(value)}: it takes a list or tuple of ints on the host"
+        if not isinstance(value, Tensor) or value.ndim != 1:
+            return (), f"{_kind(value)}: it takes a tensor of one dimension"
+        if value.is_meta:
+            return (), "a tensor on device meta: there are no values to check"
+        dtypes = ("int32",) if "lengths" in self.operator.form else ("int32", "int64")
+        if (dtype := str(value.dtype).removeprefix("torch.")) not in dtypes:
+            return (), f"{dtype}: it takes {' or '.join(dtypes)}"
+        return tuple(host_tensor(name, value).tolist()), ""
+
+    @property
+    def total(self) -> int:
+        """Tokens that the offsets run over; fla_npu's convolution counts batch * seqlen (..._validation.h:131)."""
+        inference = self.operator.name == "fla.causal_conv1d" and not self.training
+        return self.B * self.T if inference or self.operator.name == "fla_npu.causal_conv1d" else self.T
+
+    @property
+    def where(self) -> str:
+        """The argument that holds the boundaries, `""` where none is given."""
+        return next((name for name in self.operator.offsets if name in self.arguments), "")
+
+    @once
+    def given(self) -> tuple[int, ...]:
+        """The boundaries as they are given, `()` where none are or nobody can read them."""
+        return self.row(self.where, host=self.operator.host)[0] if self.where else ()
+
+    @once
+    def offsets(self) -> tuple[int, ...]:
+        """The boundaries as offsets, as the operator reads them, right or wrong."""
+        ends = self.operator.form == "offsets or ends" and self.given[-1:] == (self.total,) and self.given[0] != 0
+        if ends or (self.operator.form == "lengths" and self.given):
+            return (0, *(self.given if ends else accumulate(self.given)))
+        return tuple(accumulate(self.given)) if self.operator.form == "prefix and lengths" else self.given
+
+    @once
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(end - start for start, end in pairwise(self.offsets))
+
+    @once
+    def numbers_BT(self) -> Array:
+        """The sequence number of each token, int64 `[B, T]`; `[0, 0]` where none are given, or in another form."""
+        given = self.get(self.operator.numbers)
+        if not is_whole_tensor(given) or tuple(given.shape) != (self.B, self.T):
+            return np.zeros((0, 0), np.int64)
+        array: Array = host_tensor(self.operator.numbers, given).numpy().astype(np.int64)
+        return array
+
+    @property
+    def taps(self) -> int:
+        """W of the convolution, the widest there is where no weight tells it."""
+        weight = self.get("weight")
+        return int(weight.shape[-1]) if isinstance(weight, Tensor) and weight.ndim == 2 else MAX_TAPS
+
+
+def is_whole_tensor(value: Any) -> bool:
+    """True for whole numbers with values, whatever the shape."""
+    return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_meta
+
+
+def _named(versions: Mapping[str, str]) -> dict[str, str | None]:
+    """`{"fla": ""}` says that fla is not installed; so does `{"fla": "0.5.2"}` of the convolution beside it."""
+    named: dict[str, str | None] = {}
+    for name, version in versions.items():
+        package = str(name).replace("-", "_").lower()
+        package, text = _SPELLINGS.get(package, package), str(version or "").strip()
+        if package not in NEWEST:
+            rule, near = f"The packages are {', '.join(NEWEST)}.", get_close_matches(package, NEWEST, 1, 0)
+            raise CollateError(explain("versions", repr(name)[:60], rule, f"Write {near[0]!r}."))
+        if text and not (re.search(r"\d", text) or text.lower() in _BRANCHES):
+            rule, remedy = "It is a release, a branch or a commit.", f"Pass {dict(NEWEST)}, '' for what is not there."
+            raise CollateError(explain(f"versions[{name!r}]", repr(version)[:60], rule, remedy))
+        named[package] = text or None
+    if named.get("fla") and "transformers" in named:
+        named.setdefault("causal_conv1d", None)
+    return named
+
+
+def _kind(value: Any) -> str:
+    return shape_of(value) if isinstance(value, (Tensor, np.ndarray)) else f"a {type(value).__name__}"
+
+
+def tensor_orders(row: Operator, arguments: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the order of dimensions of each tensor, as the call says it."""
+    x = arguments.get("x")
+    if row.name == "fla_npu.causal_conv1d":
+        return {"x": "TD" if isinstance(x, Tensor) and x.ndim == 2 else "BTD", "weight": "WD", "bias": "D"}
+    if "initial_state" in row.shapes and any(arguments.get(name) is True for name in V_FIRST):
+        return {**row.shapes, "initial_state": "SNVK"}
+    return row.shapes
+
+
+V_FIRST = ("state_v_first", "transpose_state_layout")
+"""The second is the old name of the first (fla 0.5.2 ops/gated_delta_rule/chunk.py:506-514)."""
+
+
+def rows_and_tokens(row: Operator, arguments: Mapping[str, Any]) -> tuple[int | None, int] | None:
+    """Return B and T of the first tensor that tells them; B is None where it has no rows."""
+    for name, order in tensor_orders(row, arguments).items():
+        x = arguments.get(name)
+        if isinstance(x, Tensor) and "T" in order and x.ndim == len(order):
+            return x.shape[order.index("B")] if "B" in order else None, x.shape[order.index("T")]
+    return None

@@ -1,8 +1,8 @@
 """The report of an audit: an exit code, JSON, the verdict in words, and tables for a terminal or one HTML page.
 
-The words are the line that comes first, what it rests on, what to do next, and what did not run and why. A table has a row a
-way of handing over and a column a measure and side; there is one for each attention, which fits 80 columns. Nothing is said
-by colour alone. A page needs nothing else: it opens offline, and can be attached to an issue; with the error at each token.
+The words are the line that comes first, what it rests on, what to do next, and what did not run and why. A line of a table
+is a model, or a case of it. Nothing is said by colour alone. A page needs nothing else: it opens offline, and can be
+attached to an issue; with the error at each token.
 """
 
 from __future__ import annotations
@@ -20,34 +20,16 @@ from rich.text import Text
 from collate_npu.proof.kernel_runs import Run
 from collate_npu.proof.measure import TIMES, Yardstick
 from collate_npu.tools import terminal
-from collate_npu.tools.audit.case import DUMPED, Finding, Whose, size
-from collate_npu.tools.console import INTERRUPTED, WORDS
-from collate_npu.tools.drawing import finite, largest, listed, number, shortened
+from collate_npu.tools.audit.case import WAYS, Finding, Whose, size
 from collate_npu.tools.kernels import tables
 from collate_npu.tools.sheet import block_for
-from collate_npu.tools.terminal import put, recorder, ruled
+from collate_npu.tools.terminal import INTERRUPTED, WORDS, finite, join_names, largest, number, put, ruled, shortened
 
 State = Literal["right", "wrong", "unproved"]
-
-Told = tuple[str, str]
-"""A short label, and what is said under it."""
-KINDS = {"left": "padded batches", "right": "padded batches", "packed": "flat rows"}
-
+SIGNS: dict[State, tuple[str, str]] = {"right": ("✔", "green"), "wrong": ("✘", "bold red"), "unproved": ("?", "yellow")}
+"""Sign and style."""
 _MOST = 4
 """Names in a brief line."""
-_TAILS = {
-    0: ": they give the numbers of each sample alone", 1: "", 2: ", but a wrong mask would not have been seen everywhere",
-    INTERRUPTED: ", as far as it came",
-}  # fmt: skip
-_NEXT = {
-    0: "nothing to do; --verbose shows every case",
-    2: "each line NOT RUN or CANNOT TELL says what to change; then run it again",
-    INTERRUPTED: "run it again for the rest; --model NAME, --batches 1 or --no-gradients take less time",
-}
-_NEXT_WRONG: dict[Whose, str] = {
-    "ours": "do not train with this yet; report it to collate_npu, with this text and what `collate-npu env` prints",
-    "yours": "each line YOURS says what to change; then run it again",
-}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +57,7 @@ class Report:
         """130 before 1 before 2 before 0."""
         if self.interrupted:
             return INTERRUPTED
-        if self.astray("ours", "yours") or self.wrong_calls:
+        if self.wrong("ours", "yours") or self.wrong_calls:
             return 1
         ran = any(f.logits is not None for f in self.measured("ours", "yours"))
         return 0 if ran and not (self.not_run or self.blind) else 2
@@ -85,8 +67,8 @@ class Report:
         found = (f for f in self.findings if f.whose in whose and not f.refused)
         return [f for f in found if f.whose != "elsewhere" or f.logits is not None]
 
-    def astray(self, *whose: Whose) -> list[Finding]:
-        """Those of them that are wrong."""
+    def wrong(self, *whose: Whose) -> list[Finding]:
+        """The measured cases that are wrong."""
         return [f for f in self.measured(*whose) if not f.within(self.tolerance)]
 
     @property
@@ -101,17 +83,17 @@ class Report:
 
     @property
     def blind(self) -> list[str]:
-        """Where a layer that ignores its mask would not have been seen."""
+        """The places where a layer that ignores its mask would not have been seen."""
         return [name for name, yardstick in self.yardsticks.items() if not yardstick.tells(self.tolerance)]
 
     def states(self) -> dict[str, State]:
-        """Of each model, those too that did not run at all."""
+        """The state of each model, of those too that did not run."""
         states: dict[str, State] = {f.model: "right" for f in self.findings}
         states |= {place.rpartition(" (")[0]: "unproved" for place in [*self.not_run, *self.blind]}
-        return states | {f.model: "wrong" for f in self.astray("ours", "yours")}
+        return states | {f.model: "wrong" for f in self.wrong("ours", "yours")}
 
     def as_json(self) -> dict[str, Any]:
-        """For machines. Numbers that are not finite are words ("nan"): JSON has none.
+        """Return the report for machines. Numbers that are not finite are words ("nan").
 
         `passed` (true with exit code 0 alone), `verdict` (a word of `WORDS`), `exit_code`, `interrupted`; `settings` and
         versions, `tolerance` (null: by the yardstick); `findings`, a case each (fields of `Finding`); `worst`, for ours,
@@ -123,8 +105,8 @@ class Report:
         found = {
             "passed": self.exit_code == 0, "verdict": WORDS[self.exit_code], "exit_code": self.exit_code,
             "interrupted": self.interrupted, "settings": dict(self.settings), "tolerance": self.tolerance,
-            "findings": [{key: x for key, x in asdict(f).items() if key != "by_position"} for f in self.findings],
-            "worst": {whose: f and asdict(f) for whose, f in worst.items()},
+            "findings": [{key: x for key, x in _fields(f).items() if key != "by_position"} for f in self.findings],
+            "worst": {whose: f and _fields(f) for whose, f in worst.items()},
             "yardsticks": {place: asdict(yardstick) for place, yardstick in self.yardsticks.items()},
             "cannot_tell": self.blind, "left_out": self.left_out, "not_run": self.not_run, "kernels": self.kernels,
             "operators": [asdict(run) for run in self.operators],
@@ -132,91 +114,98 @@ class Report:
         return {key: finite(value) for key, value in found.items()}
 
 
+def _fields(finding: Finding) -> dict[str, Any]:
+    return {**asdict(finding), "right": finding.right}
+
+
+# --- the verdict in words
+
+Line = tuple[str, str]
+"""A short label, and the text beside it."""
+_TAILS = {
+    0: ": they give the numbers of each sample alone", 1: "", 2: ", but a wrong mask would not have been seen everywhere",
+    INTERRUPTED: ", as far as it came",
+}  # fmt: skip
+_NEXT = {
+    0: "nothing to do; --verbose shows every case",
+    2: "each line NOT RUN or CANNOT TELL says what to change; then run it again",
+    INTERRUPTED: "run it again for the rest; --model NAME, --batches 1 or --no-gradients take less time",
+}
+_NEXT_WRONG: dict[Whose, str] = {
+    "ours": "do not train with this yet; report it to collate_npu, with this text and what `collate-npu env` prints",
+    "yours": "each line YOURS says what to change; then run it again",
+}
+
+
 def headline(report: Report) -> str:
-    """One sentence after the word."""
-    counted = [(name, report.measured(whose), report.astray(whose)) for whose, name in _judged(report)]
-    said = " and ".join(f"{len(of) - len(wrong)} of {len(of)} cases of {name}" for name, of, wrong in counted if of)
+    """One sentence after the verdict's word."""
+    counted = {whose: (len(report.measured(whose)), len(report.wrong(whose))) for whose in _NEXT_WRONG}
+    shares = " and ".join(f"{of - wrong} of {of} cases of {whose}" for whose, (of, wrong) in counted.items() if of)
     tail = ", but not everything named could run" if report.not_run else _TAILS[report.exit_code]
     wrong = f"; {len(report.wrong_calls)} calls of kernels are wrong" if report.wrong_calls else ""
-    return f"{WORDS[report.exit_code]}: {f'{said} are right{tail}' if said else 'nothing of ours was measured'}{wrong}."
+    return f"{WORDS[report.exit_code]}: {f'{shares} are right{tail}' if shares else 'nothing of ours was measured'}{wrong}."
 
 
-def _judged(report: Report) -> tuple[tuple[Whose, str], ...]:
-    """Whose cases count, by name: a collator, or a batch that was dumped."""
-    dumped = all(f.column == DUMPED for f in report.findings if f.whose == "yours")
-    return ("ours", "ours"), ("yours", "YOUR batch" if dumped else "YOUR collator")
-
-
-def facts(report: Report) -> Iterator[Told]:
+def facts(report: Report) -> Iterator[Line]:
     """What the verdict rests on, and what to do next."""
-    for whose, name in _judged(report):
-        if wrong := report.astray(whose):
-            ways, models = listed(f.column for f in wrong), listed((shortened(f.model) for f in wrong), _MOST)
-            yield "wrong", f"{name} ({ways}) on {models}: {_off(wrong)}"
-    others, astray = report.measured("elsewhere"), report.astray("elsewhere")
-    if others:
-        by = f", by up to {number(largest(f.logits for f in astray))} in a logit" if astray else ""
-        yield "elsewhere", f"{len(astray)} of {len(others)} are wrong without an error{by}"
-    settings = report.settings
+    steps = []
+    for whose, step in _NEXT_WRONG.items():
+        if wrong := report.wrong(whose):
+            ways, models = join_names(f.column for f in wrong), join_names((shortened(f.model) for f in wrong), _MOST)
+            yield "wrong", f"{whose} ({ways}) on {models}: {_errors_of(wrong)}"
+            steps.append(step)
+    if others := report.measured("elsewhere"):
+        wrong = report.wrong("elsewhere")
+        by = f", by up to {number(largest(f.logits for f in wrong))} in a logit" if wrong else ""
+        yield "elsewhere", f"{len(wrong)} of {len(others)} are wrong without an error{by}"
     if report.operators:
-        yield "operators", _of_kernels(report)
+        judged = [run for run in report.operators if run.truth and run.state != "refused"]
+        right = sum(run.state == "right" for run in judged)
+        yield "operators", f"{right} of {len(judged)} calls of the operators installed for this device are right"
+    settings = report.settings
     where = f"on {settings['device']} in {settings['dtype']}"
     yield "measured", f"{where}, torch {settings['torch']}, transformers {settings['transformers']}"
     limit = f"{TIMES} times the rounding noise measured on each model"
     yield "passes", f"up to {limit if report.tolerance is None else f'{report.tolerance:g} (--tolerance)'}"
-    steps = [_NEXT_WRONG[whose] for whose, _ in _judged(report) if report.astray(whose)]
     steps += ["collate-npu kernels shows every call of a kernel: train with none that is wrong"] * bool(report.wrong_calls)
     yield "next", _NEXT.get(report.exit_code) or "; ".join(steps)
 
 
-def _of_kernels(report: Report) -> str:
-    """Of the operators: how many calls are right; which are not, and which raised."""
-    judged = [run for run in report.operators if run.truth and run.state != "refused"]
-    if not judged:
-        return "no operator that takes arguments of ours is installed for this device"
-    right = [run for run in judged if run.state == "right"]
-    rest = [f"{run.operator}, {run.truth} ({run.form}) {run.state}: {run.note}" for run in judged if run.state != "right"]
-    said = f"{len(right)} of {len(judged)} calls of {len({run.operator for run in judged})} operators are right"
-    return "; ".join([said, *([listed(rest, _MOST)] if rest else [])])
-
-
-def _off(wrong: Sequence[Finding]) -> str:
-    """By how much: a logit as it is, loss and gradient in parts of themselves."""
+def _errors_of(wrong: Sequence[Finding]) -> str:
+    """By how much they are wrong: a logit as it is, loss and gradient relative to themselves."""
     if not any(f.logits is not None for f in wrong):
         return "it raises"
-    logit, loss, gradient = (largest(getattr(f, measure) for f in wrong) for measure in ("logits", "loss", "gradient"))
-    and_gradient = f", the gradient by {number(gradient)}" if gradient or gradient != gradient else ""
-    return f"a logit is off by up to {number(logit)}, the loss by {number(loss)}{and_gradient}"
+    logit, loss, gradient = (largest(getattr(f, measure) for f in wrong) for measure in MEASURES)
+    by_gradient = f", the gradient by {number(gradient)}" if gradient else ""
+    return f"a logit is off by up to {number(logit)}, the loss by {number(loss)}{by_gradient}"
 
 
-def notes(report: Report, *, verbose: bool) -> Iterator[Told]:
+def notes(report: Report, *, verbose: bool) -> Iterator[Line]:
     """What was refused, raised, left out or not proved, and why: a line a reason, in full where `verbose`."""
+    most = 0 if verbose else _MOST
     for (label, why), found in _grouped(((_label(f), _why(f, verbose)), f) for f in report.findings if f.note):
-        where, ways = listed(KINDS[f.side] for f in found), listed(f.column for f in found)
-        models = listed((shortened(f.model) for f in found), 0 if verbose or label == "NOT RUN" else _MOST)
-        yield label, f"{models}, {where} ({ways}): {why}"
-    for why, places in _grouped((why, place) for place, why in report.not_run.items()):
-        yield "NOT RUN", f"{listed(map(shortened, places))}: {why}"
+        models, (sides, ways) = (shortened(f.model) for f in found), zip(*((f.side, f.column) for f in found))
+        yield label, f"{join_names(models, most)}, {join_names(sides)} ({join_names(ways)}): {why}"
+    for label, reasons in (("NOT RUN", report.not_run), ("left out", report.left_out)):
+        for why, places in _grouped((why, place) for place, why in reasons.items()):
+            yield label, f"{join_names(map(shortened, places))}: {why}"
     for place in report.blind:
         yield "CANNOT TELL", f"{shortened(place)}: {_why_blind(report.yardsticks[place], report.tolerance)}"
-    for why, places in _grouped((why, place) for place, why in report.left_out.items()):
-        yield "left out", f"{listed(map(shortened, places))}: {why}"
     for model, packages in report.kernels.items() if verbose else ():
-        yield "kernels", f"{shortened(model)}: {listed(f'{name} of {package}' for name, package in packages.items())}"
+        yield "kernels", f"{shortened(model)}: {join_names(f'{name} of {package}' for name, package in packages.items())}"
 
 
 def _label(finding: Finding) -> str:
-    if finding.logits is not None:
-        return "not finite" if finding.logits != finding.logits else "YOURS is wrong"
-    return "refused" if finding.refused else "raises"
+    if finding.logits is None:
+        return "refused" if finding.refused else "raises"
+    return "YOURS is wrong" if finding.whose == "yours" else "wrong"
 
 
 def _why(finding: Finding, verbose: bool) -> str:
-    """Its note, without what differs between models, so that one line says it of several."""
-    note = finding.note
-    if not verbose and finding.refused:
-        note = re.sub(r"^[\w\[\]]+: got .*?\. ", "", note).partition(". ")[0]
-    return re.sub(rf"\b{re.escape(finding.model)}(_text)?\b", "...", note)
+    """Its note; of a refusal the rule alone, which is the same for several models."""
+    if verbose or not finding.refused:
+        return finding.note
+    return re.sub(r"^[\w\[\]]+: got .*?\. ", "", finding.note).partition(". ")[0]
 
 
 def _why_blind(yardstick: Yardstick, tolerance: float | None) -> str:
@@ -230,34 +219,26 @@ def _why_blind(yardstick: Yardstick, tolerance: float | None) -> str:
 
 
 def _grouped(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, list[Any]]]:
-    """Values by their keys, both in the order they came in, each once."""
-    groups: dict[Any, dict[Any, None]] = {}
+    """Values by their keys, both in the order they came in."""
+    groups: dict[Any, list[Any]] = {}
     for key, value in pairs:
-        groups.setdefault(key, {})[value] = None
-    return [(key, list(values)) for key, values in groups.items()]
+        groups.setdefault(key, []).append(value)
+    return [*groups.items()]
 
+
+# --- tables
 
 MEASURES = {
     "logits": "largest difference of a logit, at a real token, from the same sample alone",
     "loss": "relative error of the loss",
     "gradient": "relative error of the gradient, over all parameters at once",
 }
-"""Of a table the first, and the gradient, or the loss where no gradient was measured."""
 WHOSE: dict[Whose, tuple[str, str]] = {
     "ours": ("ours", "batches made by collate_npu"),
     "yours": ("YOURS", "batches of your own collator, or your own batch"),
     "elsewhere": ("elsewhere", "batches as other code makes them; wrong there is why this package exists"),
 }
-SIGNS: dict[State, tuple[str, str]] = {"right": ("✔", "green"), "wrong": ("✘", "bold red"), "unproved": ("?", "yellow")}
-"""Sign and style."""
 SUMMED_UP = "right, wrong: cases, of all that ran; worst: the largest difference of a logit; elsewhere: as other code does"
-_BARS = "▁▂▃▄▅▆▇█"
-_READ = (
-    "The largest difference of a logit from the sample alone, at each of its tokens. A bar grows by an eighth with each "
-    "power of ten, from 1e-08 (▁) to 0.1 and more (█); · is no difference, × a number that is not finite."
-)
-_MOST_BARS = 80
-"""Bars in a line."""
 
 
 def print_report(console: Console, report: Report, *, verbose: bool = False) -> None:
@@ -270,20 +251,19 @@ def print_report(console: Console, report: Report, *, verbose: bool = False) -> 
     put(console, terms(notes(report, verbose=verbose)))
     put(console, *tables([run for run in report.operators if verbose or run.state == "wrong"]))
     shown = looked_at(report, every=verbose)
-    for (model, attn, kind), found in shown.items():
-        title = f"\n{shortened(model, console.width - 40)}: {kind}, {shortened(attn, 20)}"
+    for (model, attention), found in _grouped(((f.model, f.attention), f) for f in shown):
+        title = f"\n{shortened(model, console.width - 30)}: {shortened(attention, 20)}"
         put(console, Text(title, "bold"), table(found, report.tolerance))
     if shown:
-        put(console, Text(f"\nWhat the words mean ({SIGNS['wrong'][0]} marks what is wrong)", "bold"))
-        put(console, terms(legend([f for found in shown.values() for f in found])))
+        put(console, Text("\nWhat the words mean", "bold"), terms(legend(shown)))
 
 
-def terms(told: Iterable[tuple[str, str]]) -> Table:
-    """A label, and what is said under it, on each line."""
+def terms(lines: Iterable[Line]) -> Table:
+    """A label, and the text beside it, on each line."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    for label, text in told:
+    for label, text in lines:
         grid.add_row(Text(f"  {label}", "bold yellow" if label[:2].isupper() else "dim"), Text(text))
     return grid
 
@@ -295,87 +275,77 @@ def summary(report: Report) -> Table:
     drawn = ruled("", "model", "attention", "side", numbers=(*rights, "worst", "elsewhere\nwrong"))
     for model, state in report.states().items():
         found = [f for f in report.findings if f.model == model]
-        shares = [_share([f.within(report.tolerance) for f in report.measured(one) if f.model == model]) for one in whose]
-        judged = [f.logits for f in found if f.whose != "elsewhere" and f.logits is not None]
+        right = [[f.within(report.tolerance) for f in report.measured(one) if f.model == model] for one in whose]
         wrong = [not f.within(report.tolerance) for f in report.measured("elsewhere") if f.model == model]
-        attns, sides = listed(f.attention for f in found), listed(f.side for f in found)
-        shares += [number(largest(judged)) if judged else "-", _share(wrong)]
-        drawn.add_row(Text(*SIGNS[state]), Text(shortened(model, 38)), Text(attns), sides, *shares)
+        judged = [f.logits for f in found if f.whose != "elsewhere" and f.logits is not None]
+        numbers = (*map(_share, right), number(largest(judged)) if judged else "-", _share(wrong))
+        about = (join_names(f.attention for f in found), join_names(f.side for f in found))
+        drawn.add_row(Text(*SIGNS[state]), Text(shortened(model, 38)), *map(Text, about), *numbers)
     return drawn
 
 
-def _share(told: Sequence[bool]) -> str:
-    return f"{sum(told)} of {len(told)}" if told else "-"
+def _share(counted: Sequence[bool]) -> str:
+    return f"{sum(counted)} of {len(counted)}" if counted else "-"
 
 
-def looked_at(report: Report, *, every: bool) -> dict[tuple[str, str, str], list[Finding]]:
-    """The cases of the models that need a look, or of every one, by model, attention and kind.
-
-    Of an interrupted report the last model needs one. Where nothing of ours ran, a note says why, and no table.
-    """
+def looked_at(report: Report, *, every: bool) -> list[Finding]:
+    """Return the cases of the models that need a look, or of all. In an interrupted report the last model needs one."""
     last = report.findings[-1].model if report.interrupted and report.findings else None
-    states, out = report.states(), dict[tuple[str, str, str], list[Finding]]()
-    for f in report.findings:
-        if every or states[f.model] != "right" or f.model == last:
-            out.setdefault((f.model, f.attention, KINDS[f.side]), []).append(f)
-    ran = {place: any(f.logits is not None for f in found if f.whose != "elsewhere") for place, found in out.items()}
-    return {place: found for place, found in out.items() if every or ran[place]}
+    states = report.states()
+    return [f for f in report.findings if every or states[f.model] != "right" or f.model == last]
 
 
 def table(found: Sequence[Finding], tolerance: float | None) -> Table:
-    """What one model gives with one attention: a number, marked where it is wrong, or the word that stands in its place."""
-    measures = _measures(found)
-    columns = [(m, side) for m in measures for side in dict.fromkeys(f.side for f in found)]
-    drawn, last = ruled("", "handed over by", numbers=(f"{m}\n{side}" for m, side in columns)), ""
-    at = {(f.whose, f.column, f.side): f for f in found}
-    for whose, column in dict.fromkeys((one, f.column) for one in WHOSE for f in found if f.whose == one):
-        cells = [_cell(at.get((whose, column, side)), m, measures, tolerance) for m, side in columns]
-        drawn.add_row(WHOSE[whose][0] if whose != last else "", Text(shortened(column, 29)), *cells)
-        last = whose
+    """A line a case: its errors, and what of them is wrong, or why there are none."""
+    drawn = ruled("", "handed over by", "side", numbers=MEASURES)
+    drawn.add_column("", overflow="fold")
+    for f in sorted(found, key=lambda f: [*WHOSE].index(f.whose)):
+        cells = (getattr(f, measure) for measure in MEASURES)
+        numbers = ("-" if error is None else number(error) for error in cells)
+        drawn.add_row(WHOSE[f.whose][0], Text(shortened(f.column, 29)), f.side, *numbers, _verdict(f, tolerance))
     return drawn
 
 
-def _measures(found: Sequence[Finding]) -> list[str]:
-    if not any(f.logits is not None for f in found):
-        return ["logits"]
-    return ["logits", "gradient" if any(f.gradient is not None for f in found) else "loss"]
+def _verdict(finding: Finding, tolerance: float | None) -> Text:
+    if finding.logits is None:
+        return Text(_label(finding), "dim")
+    wrong = finding.beyond(tolerance)
+    sign, style = SIGNS["wrong" if wrong else "right"]
+    return Text(f"{sign} {', '.join(wrong)}".rstrip(), style)
 
 
-def _cell(finding: Finding | None, measure: str, measures: Sequence[str], tolerance: float | None) -> Text:
-    if finding is None:
-        return Text()
-    error: float | None = getattr(finding, measure)
-    if error is None:
-        word = "refused" if finding.refused else "raises" if finding.note else "-"
-        return Text(word, "dim")
-    shown = {*finding.astray} & {*measures}  # where the loss alone is wrong and has no column, both are marked
-    wrong = (not shown or measure in shown) if tolerance is None else not error <= tolerance
-    if finding.within(tolerance) or not wrong:
-        return Text(number(error), SIGNS["right"][1])
-    return Text(f"{number(error)} {SIGNS['wrong'][0]}", SIGNS["wrong"][1])
-
-
-def legend(found: Sequence[Finding]) -> Iterator[tuple[str, str]]:
+def legend(found: Sequence[Finding]) -> Iterator[Line]:
     """What each word of these tables means, once."""
-    yield from ((measure, MEASURES[measure]) for measure in _measures(found))
-    for whose, said in WHOSE.items():
+    yield from MEASURES.items()
+    for whose, words in WHOSE.items():
         if of := [f for f in found if f.whose == whose]:
-            yield said
-            yield from ((f"  {title}", meaning) for title, meaning in dict.fromkeys((f.column, f.meaning) for f in of))
+            yield words
+            yield from dict.fromkeys((f"  {f.column}", WAYS[f.side][f.column].meaning) for f in of if whose != "yours")
     if any(f.refused for f in found):
         yield "refused", "collate_npu refuses this, and a line above says why; neither right nor wrong"
 
 
+# --- a page
+
+_BARS = "▁▂▃▄▅▆▇█"
+_MOST_BARS = 80
+"""Bars in a line."""
+_READ = (
+    "The largest difference of a logit from the sample alone, at each of its tokens. A bar grows by an eighth with each "
+    "power of ten, from 1e-08 (▁) to 0.1 and more (█); · is no difference, × a number that is not finite."
+)
+
+
 def page(report: Report) -> str:
     """The whole page."""
-    console = recorder()
+    console = terminal.recorder()
     print_report(console, report, verbose=True)
-    put(console, Text("\nThe error at each token", "bold underline"), Text(_READ), *errors(report))
+    put(console, Text("\nThe error at each token", "bold underline"), Text(_READ), *error_lines(report))
     put(console, Text("\nSettings", "bold"), terms((key, str(value)) for key, value in report.settings.items()))
-    return terminal.page(console, f"collate-npu audit: {headline(report)}")
+    return terminal.html_page(console, f"collate-npu audit: {headline(report)}")
 
 
-def errors(report: Report) -> Iterator[Text]:
+def error_lines(report: Report) -> Iterator[Text]:
     """The worst case of ours, yours and elsewhere: a line a sample, bold the one with the largest error."""
     for whose, (name, _) in WHOSE.items():
         finding = report.worst(whose)
@@ -383,12 +353,11 @@ def errors(report: Report) -> Iterator[Text]:
             continue
         where = f"{shortened(finding.model, 40)}, {finding.attention}, {finding.side}"
         yield Text(f"\n{name}, the worst: {finding.column} on {where}", "bold")
-        largest = [max(row, key=size, default=0.0) for row in finding.by_position]
-        worst = max(range(len(largest)), key=lambda n: size(largest[n]))
+        errors = [max(row, key=size) for row in finding.by_position]
         block = block_for(max(map(len, finding.by_position)), _MOST_BARS)
-        for n, (row, error) in enumerate(zip(finding.by_position, largest)):
+        for n, (row, error) in enumerate(zip(finding.by_position, errors), 1):
             bars = "".join(_bar(max(row[at : at + block], key=size)) for at in range(0, len(row), block))
-            yield Text(f"  sample {n + 1:<3} {bars} {number(error)}", "bold" if n == worst else "")
+            yield Text(f"  sample {n:<3} {bars} {number(error)}", "bold" if error is max(errors, key=size) else "")
 
 
 def _bar(error: float) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from collate_npu import Pattern, Segments
 from collate_npu.kernels.fusion_attention import prefix_triangle, triangle
-from collate_npu.kernels.fusion_attention.operator_call import UNLIMITED
+from collate_npu.kernels.fusion_attention.contract import UNLIMITED
 from collate_npu.masks import dense
 
 Kwargs = dict[str, Any]
@@ -74,7 +74,7 @@ def _masks(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
         turns = TURNS if headed else TURNS | HEADED
         yield from ((f"mask {name}", {"atten_mask": make(mask)}) for name, make in turns.items())
         for at in range(0, mask.numel(), max(1, mask.numel() // 8) + 1):
-            changed = mask.clone()
+            changed = mask.clone(memory_format=torch.contiguous_format)
             changed.view(-1)[at] ^= True
             yield f"mask, score {at} flipped", {"atten_mask": changed}
 

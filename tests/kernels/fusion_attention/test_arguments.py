@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from npu_batches import SCALE, computed, right_calls, wanted
 
 from collate_npu import CollateError, Pattern, Segments
-from collate_npu.kernels.fusion_attention import choose_form, fusion_attention_kwargs, triangle
-from collate_npu.kernels.fusion_attention.operator_call import UNLIMITED
+from collate_npu.kernels.fusion_attention import choose_form, fusion_attention_kwargs, prefix_triangle, triangle
+from collate_npu.kernels.fusion_attention.contract import UNLIMITED
 from collate_npu.masks import dense
 
 
@@ -65,6 +65,8 @@ CHEAPEST = [
     ([3, 2] * 17, "left", Pattern.prefix(2), "BSND", "dense", 1),
     ([3, 2] * 16, "left", Pattern.prefix(2), "BSND", "dense", 5),
     ([3] * 33, "right", "causal", "BSND", "triangle", 3),
+    ([2] * 1024, "right", "causal", "TND", "triangle", 3),
+    ([2] * 32, "right", Pattern.prefix(2), "TND", "prefix", 6),
     ([3] * 33, "right", Pattern.sliding(2), "BSND", "band", 4),
 ]
 
@@ -103,10 +105,13 @@ def test_a_prefix_ends_where_the_last_key_is_that_somebody_sees_early(
     assert kwargs["prefix"] == wanted
 
 
-@pytest.mark.parametrize(("count", "pattern"), [(1024, "causal"), (32, Pattern.prefix(1))])
-def test_as_many_packed_sequences_as_documented_pass(count: int, pattern: Any) -> None:
-    kwargs = fusion_attention_kwargs(Segments.from_lengths([2] * count), layout="TND", pattern=pattern)
-    assert len(kwargs["actual_seq_qlen"]) == count
+def test_the_compressed_masks_are_the_documents() -> None:
+    rows, columns = torch.arange(2048)[:, None], torch.arange(2048)
+    assert torch.equal(triangle(), columns > rows)
+    assert torch.equal(prefix_triangle(), torch.cat([triangle(), (columns >= 1024).expand(1024, 2048)]))
+    for make in (triangle, prefix_triangle):
+        make().logical_not_()
+        assert not make()[0, 0], "each call returns a tensor of its own"
 
 
 def test_the_compressed_mask_costs_the_same_at_any_width() -> None:
@@ -116,15 +121,12 @@ def test_the_compressed_mask_costs_the_same_at_any_width() -> None:
 
 
 def test_v3_takes_its_lists_as_int64_tensors_on_the_host() -> None:
-    lists = fusion_attention_kwargs(
-        Segments.from_lengths([3, 5]), layout="TND", operator="npu_fusion_attention_v3", device="meta"
-    )["actual_seq_kvlen"]
+    settings: Any = {"layout": "TND", "operator": "npu_fusion_attention_v3", "causal_mode": 2, "device": "meta"}
+    kwargs = fusion_attention_kwargs(Segments.from_lengths([3, 5]), **settings)
+    lists = kwargs["actual_seq_kvlen"]
+    assert kwargs["sparse_mode"] == 2
     assert lists.tolist() == [3, 8]
     assert (lists.dtype, lists.device.type) == (torch.int64, "cpu")
-
-
-def test_causal_mode_is_transformers_switch() -> None:
-    assert fusion_attention_kwargs(Segments.from_lengths([3, 5]), causal_mode=2)["sparse_mode"] == 2
 
 
 def test_masks_are_built_where_the_kernel_runs_and_for_each_call() -> None:

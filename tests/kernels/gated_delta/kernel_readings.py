@@ -204,21 +204,6 @@ def _mamba(kwargs: Kwargs, B: int, T: int) -> Offsets | None:
     return offsets
 
 
-def _unpadded(kwargs: Kwargs, x: Row, decay: Row, B: int, T: int) -> Row:
-    """fla's layer: padding by a mask of two dimensions is taken out, and put back as zeros."""
-    keep = kwargs.get("attention_mask")
-    wild_unless("cu_seqlens" not in kwargs or keep is None)
-    if keep is None:
-        return decayed(x, decay, _fla(kwargs, B, T, 64) or range(0, B * T + 1, T))
-    only(kwargs, "attention_mask")
-    refuse_unless(isinstance(keep, Tensor) and tuple(keep.shape) == (B, T) and bool(((keep == 0) | (keep == 1)).all()))
-    out = np.zeros(B * T)
-    for b in range(B):
-        at = b * T + np.flatnonzero(keep[b].numpy())
-        out[at] = decayed(x[at], decay[at], (0, len(at)))
-    return out
-
-
 def _numbers(kwargs: Kwargs, B: int, T: int, *dtypes: torch.dtype) -> np.ndarray[Any, Any]:
     given = kwargs.get("seq_idx", torch.zeros(B, T, dtype=torch.int32))
     refuse_unless(isinstance(given, Tensor) and given.dtype in dtypes)
@@ -251,8 +236,8 @@ def computed(kernel: str, kwargs: Kwargs, x: Row, decay: Row, *, B: int, T: int,
         only(kwargs, "seq_idx")
         ids = _numbers(kwargs, B, T, torch.int32)
         return np.concatenate([convolved(x[b * T : (b + 1) * T], ids[b]) for b in range(B)])
-    if kernel in ("fla.GatedDeltaNet", "transformers"):
-        return (_layer if kernel == "transformers" else _unpadded)(kwargs, x, decay, B, T)
+    if kernel == "transformers":
+        return _layer(kwargs, x, decay, B, T)
     given = {
         "fla": lambda: _fla(kwargs, B, T, chunk),
         "fla_conv": lambda: _fla(kwargs, B, T, 64),

@@ -17,17 +17,13 @@ from torch import Tensor
 
 from collate_npu import ContextParallel, Segments
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.gated_delta import (
-    check_gated_delta_contract,
-    chunk_indices,
-    gated_delta_breaches,
-    gated_delta_kwargs,
-)
+from collate_npu.kernels.check import call_breaches, check_call
+from collate_npu.kernels.gated_delta import chunk_indices, gated_delta_kwargs
 from collate_npu.kernels.gated_delta.arguments import Kernel
 
 Kwargs = dict[str, Any]
 KERNELS = get_args(Kernel)
-STACKS = {"fla.GatedDeltaNet": "transformers", "mamba.mamba_chunk_scan_combined": "causal_conv1d"}
+STACKS = {"mamba.mamba_chunk_scan_combined": "causal_conv1d"}
 """Operators whose arguments `gated_delta_kwargs` makes under the name of a kernel. Other layers stand in `contract_cases`,
 and their real packages are run by the peers."""
 NEWEST = {"transformers": "5.23.0", "fla": "0.5.2", "causal_conv1d": "1.6.1", "megatron": "0.19.0"}
@@ -71,28 +67,23 @@ class Spelled:
         self.batch = drawn(draw, DECODED if kernel == "fla_npu_recurrent" else draw.choice((8, 40, 150)))
         keep, padding, tables = draw.choice((None, None, False, True)), draw.choice(("own", "behind")), draw.random() < 0.5
         B, S = self.batch.shape
-        if operator == "fla.GatedDeltaNet":  # rows with a mask, which may have holes: this layer takes its padding out
-            if self.batch.packed:
-                raise UnsupportedFormError("a mask knows one sequence a row")
-            self.kwargs: Kwargs = {"attention_mask": self.batch.keep.long()}
-        else:
-            more: Any = {"keep_padding": keep, "padding": padding, "tables": tables and operator in KERNELS}
-            self.kwargs = gated_delta_kwargs(self.batch, kernel=kernel, chunk_size=chunk, **more)
-            self.kwargs |= {"scale": 0.5} if "actual_seq_lengths" in self.kwargs else {}
+        more: Any = {"keep_padding": keep, "padding": padding, "tables": tables and operator in KERNELS}
+        self.kwargs: Kwargs = gated_delta_kwargs(self.batch, kernel=kernel, chunk_size=chunk, **more)
+        self.kwargs |= {"scale": 0.5} if "actual_seq_lengths" in self.kwargs else {}
         rows = "attention_mask" in self.kwargs
         whole = rows or keep or (keep is None and B == 1)
         self.places = np.arange(B * S) if whole else np.flatnonzero(self.batch.array)
         self.B, self.T = (B, S) if rows else (1, len(self.places))
         if kernel == "fla_cp" and (self.T % RANKS or self.T < 3 * RANKS):
             raise UnsupportedFormError("the row cannot be shared out")
-        self.says: Kwargs = {"B": self.B, "T": self.T, "chunk_size": self.chunk, "kernel": self.kernel, "versions": NEWEST}
+        self.says: Kwargs = {"B": self.B, "T": self.T, "chunk_size": self.chunk, "versions": NEWEST}
         self.says["training"] = self.kernel not in ("fla_npu_recurrent", "torch_npu")
         if kernel == "fla_cp":
             self.says["context_parallel"] = ContextParallel(RANKS, 0, layout="contiguous")
 
     def broken(self, kwargs: Kwargs) -> set[str]:
         """The rules that the check finds broken, none where it passes the call."""
-        found = gated_delta_breaches(kwargs, segments=self.batch, **self.says)
+        found = call_breaches(self.kernel, kwargs, segments=self.batch, **self.says)
         assert all(breach.remedy and breach.source for breach in found)
         return {breach.rule for breach in found}
 
@@ -233,7 +224,7 @@ def elsewhere(call: Spelled) -> Iterator[Kwargs]:
                 continue
 
 
-STRICTER = {"copy", "numbers-return", "mask-rank", "mask-shape", "mask-values", "mask-and-offsets", "hole", "pair"}
+STRICTER = {"copy", "numbers-return", "mask-form", "mask-values", "mask-and-offsets", "hole", "pair"}
 """Refused although the outcome may be right: two sources of one call that differ, numbers that come back in padding, masks
 in a form that nobody reads as it is meant or that call padding real, and half a pair that divides padding alone."""
 MUTATIONS, EACH, HARMLESS = 1000, 40, 15
@@ -245,8 +236,8 @@ def test_no_wrong_call_passes_and_no_right_one_is_refused(kernel: str) -> None:
     counts: Counter[str] = Counter()
     for draw, call in calls(kernel, 0):
         assert not call.wrong(call.kwargs), "the judge must know a right call"
-        check_gated_delta_contract(call.kwargs, segments=call.batch, **call.says)
-        check_gated_delta_contract(call.kwargs, **call.says)
+        check_call(kernel, call.kwargs, segments=call.batch, **call.says)
+        check_call(kernel, call.kwargs, **call.says)
         found = list(mutations(call, draw))
         for kwargs in draw.sample(found, min(len(found), EACH)):
             wrong, broken = call.wrong(kwargs), call.broken(kwargs)

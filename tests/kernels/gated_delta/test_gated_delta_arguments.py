@@ -63,6 +63,7 @@ def test_containers_dtypes_and_that_nothing_is_shared(kernel):
             assert value.is_contiguous()
             value.fill_(99)  # law 12: refilled, it changes no other
     assert plain(gated_delta_kwargs(SHORT, kernel=kernel)) == plain(second)
+    assert isinstance(first.get("cu_seqlens_list", []), list)
     copies = gated_delta_kwargs(SHORT, kernel=kernel, device="meta").items()
     assert all(x.is_meta != name.endswith("_cpu") for name, x in copies if isinstance(x, torch.Tensor))
     tensors = [value for value in second.values() if isinstance(value, torch.Tensor)]
@@ -100,16 +101,28 @@ def test_transformers_takes_padded_rows_with_a_mask():
         gated_delta_kwargs(bad, kernel="transformers", keep_padding=False)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"padding": "front"}, "'own', 'behind'"),
-        ({"segments": [[1, 1]]}, "Pass a Segments"),
-        ({"device": "nowhere"}, "device of this machine"),
-        ({"chunk_size": 0}, "chunk_size"),
-    ],
-)
-def test_settings_that_mean_nothing_are_named(wrong, message):
+HOLE, LEFT = Segments.from_keep([[1, 0, 1]]), Segments.from_lengths([2], width=4, side="left")
+REFUSED = [
+    ({"padding": "front"}, "'own', 'behind'"),
+    ({"segments": [[1, 1]]}, "Pass a Segments"),
+    ({"device": "nowhere"}, "device of this machine"),
+    ({"chunk_size": 0}, "chunk_size"),
+    ({"kernel": "flash"}, "The kernels are transformers, fla"),
+    ({"chunk_size": 128}, "chunks of 16, 32, 64"),
+    ({"kernel": "fla_npu", "chunk_size": 32}, "chunks of 64, 128"),
+    ({"kernel": "fla_npu_recurrent"}, "a sequence of 70 tokens"),
+    ({"segments": HOLE}, r"row 0: got padding inside a sequence[\s\S]*keep_padding=False"),
+    ({"segments": LEFT, "padding": "behind"}, r"before the first[\s\S]*padding='own'"),
+    ({"segments": Segments.from_lengths([0], width=4)}, "at least one token"),
+    ({"segments": Segments.from_lengths([3, 5]), "padding": [0, 3, 8]}, "one flat row"),
+    *(({"padding": bad}, "cu_seqlens_padded of this very batch") for bad in ([0, 3, 73], [0, 2, 73, 80], [0, 3, 3, 80])),
+    *(({"padding": padding, "max_sequences": n}, "max_sequences") for padding, n in
+      (("own", 0), ("own", 1), ("own", 11), ("behind", 3), ([0, 3, 73, 80], 4))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "message"), REFUSED)
+def test_what_has_no_right_arguments_is_refused_with_the_way_out(wrong, message):
     with pytest.raises(CollateError, match=message):
         gated_delta_kwargs(**{"segments": ROW, "kernel": "fla", **wrong})
 
@@ -118,17 +131,3 @@ def test_settings_that_mean_nothing_are_named(wrong, message):
 def test_tables_of_what_is_no_offsets_are_refused(offsets, size):
     with pytest.raises(CollateError):
         chunk_indices(offsets, size)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "chunk", "message"),
-    [
-        ("flash", 64, "The kernels are transformers, fla"),
-        ("fla", 128, "chunks of 16, 32, 64"),
-        ("fla_npu", 32, "chunks of 64, 128"),
-        ("fla_npu_recurrent", 64, "a sequence of 70 tokens"),
-    ],
-)
-def test_refusals(kernel, chunk, message):
-    with pytest.raises(CollateError, match=message):
-        gated_delta_kwargs(ROW, kernel=kernel, chunk_size=chunk)

@@ -110,15 +110,12 @@ def test_each_channel_of_a_key_decays_by_its_own_gate():
         torch.testing.assert_close(out, of_head)
 
 
-def test_float64_is_computed_in_float64():
+def test_float64_is_computed_in_float64_and_low_precision_comes_back_as_it_came():
+    assert reference_gated_delta_rule(*(x.bfloat16() for x in rule_inputs(1, 5)))[0].dtype == torch.bfloat16
     q, k, v = torch.randn(3, 1, 1, 1, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     zero = torch.zeros(1, 1, 1, dtype=torch.float64)
     out = reference_gated_delta_rule(q, k, v, zero, zero + 1)[0]
     torch.testing.assert_close(out, (q * k).sum(-1, keepdim=True) / 2 * v, atol=1e-15, rtol=0)
-
-
-def test_low_precision_comes_back_as_it_came():
-    assert reference_gated_delta_rule(*(x.bfloat16() for x in rule_inputs(1, 5)))[0].dtype == torch.bfloat16
 
 
 # --- the convolution

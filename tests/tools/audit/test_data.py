@@ -90,31 +90,10 @@ def test_standard_input_and_a_table_without_its_package(tmp_path, monkeypatch):
         read_rows(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize(("most", "rows"), [(2, "one two"), (3, "one two six"), (9, "one two six")])
-def test_of_many_lines_the_first_are_read(tmp_path, monkeypatch, most, rows):
-    monkeypatch.setattr(files, "MOST_ROWS", most)
-    monkeypatch.setattr(files, "MOST_TEXT", 13)
-    (tmp_path / "a.txt").write_text("one\ntwo\nsix\nseven\n", encoding="utf-8")
-    assert read_rows(tmp_path / "a.txt") == rows.split()
-
-
-@pytest.mark.parametrize("many", [False, True], ids=["in many groups", "in one group"])
-def test_a_parquet_of_more_than_is_read_gives_its_first_rows_or_is_refused(tmp_path, monkeypatch, many):
-    """One group can hold any number of values in a few bytes; many small ones are read as far as wanted."""
-    pytest.importorskip("datasets")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(files, "MOST_TEXT", 1000)
-    table = pytest.importorskip("pyarrow").table({"input_ids": [[1, 2, 3, 4, 5]] * 4000})
-    path = tmp_path / "large.parquet"
-    parquet.write_table(table, path, row_group_size=4000 if many else 200)
-    if many:
-        with pytest.raises(CollateError, match="row group 0 holds 20000 values"):
-            read_rows(path)
-    else:
-        assert 0 < len(read_rows(path)) < 4000
-        monkeypatch.setattr(files, "MOST_TEXT", 1 << 30)
-        monkeypatch.setattr(files, "MOST_ROWS", 130)
-        assert len(read_rows(path)) == 130
+def test_of_many_lines_the_first_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST_ROWS", 2)
+    (tmp_path / "a.txt").write_text("one\ntwo\nsix\n", encoding="utf-8")
+    assert read_rows(tmp_path / "a.txt") == TWO
 
 
 class Letters:

@@ -1,6 +1,6 @@
 """The audit sees what it is there to see: a wrong mask, a lost boundary, a refusal, a kernel that is missing, NaN.
 
-That a wrong gradient alone is seen, and what passes: test_noise.
+That a wrong gradient alone is seen, and what passes: test_measure.
 """
 
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ NEWER = pytest.mark.skipif(not MISSING_KERNEL_RAISES.holds(), reason="5.20 is th
 TOKENIZER = byte_tokenizer()
 SAMPLES = sample_ids(TOKENIZER, count=4, max_length=80, seed=5)
 FEATURES = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4, 5], "labels": [4, 5]}]
-OURS = [column for column, way in FLAT.items() if way.ours]
+OURS = [column for column, way in FLAT.items() if way.whose == "ours"]
 
 
 def tiny(name, **settings):
@@ -50,7 +50,7 @@ def test_ours_pass_and_others_fail_on_the_left_alone_and_the_model_stays_as_it_w
     cases = found(model, gradients=True)
     for column, way in PADDED.items():
         left, right = cases["left", column], cases["right", column]
-        if way.ours:
+        if way.whose == "ours":
             assert left.refused or (left.right and left.within(1e-4) and left.gradient < 1e-4), column
         else:
             assert left.logits > 1, column
@@ -175,7 +175,7 @@ def test_a_kernel_that_is_told_nothing_is_wrong_whatever_the_numbers(monkeypatch
     assert "linear_attn: " in yours.note
     assert "told nothing: the token at" in yours.note
     bare_4d = PADDED["4D mask alone"]
-    assert case.finding("left", bare_4d.name).astray == (), "others are not asked what kernels were told"
+    assert case.finding("left", "4D mask alone").astray == (), "others are not asked what kernels were told"
     monkeypatch.setitem(PADDED, "collator", PADDED["collator"]._replace(hand=bare_4d.hand))
     assert case.finding("left", "collator").astray == ("kernels",)
 
@@ -228,4 +228,4 @@ def test_every_way_is_the_same_row(column):
     assert batch["labels"][0, 1:].tolist() == [2, 3, -100, 5]  # no sequence predicts the next one's first token
     assert subject.truth(FEATURES) == Segments.from_lengths([[3, 2]])
     assert len(column) <= 20
-    assert ("position_ids" in batch) == FLAT[column].ours
+    assert ("position_ids" in batch) == (FLAT[column].whose == "ours")

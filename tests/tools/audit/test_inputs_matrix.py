@@ -1,6 +1,6 @@
 """Every kind of data with a good model, every kind of model with good data: an answer, its exit code, never a traceback.
 
-Each form of a file, and what is refused in it, is in test_data.
+Each form of a file, and what is refused in it, is in test_data; folders that are refused by their config, in test_sessions.
 """
 
 import json
@@ -28,18 +28,15 @@ FAMILIES = {"plain decoder": "gpt2", "encoder": "bert", "vision": "qwen3_5", "no
 CONFIGS = {
     "unknown type": {"model_type": "qwen9_far"},
     "code of its own": {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}},
-    "encoder-decoder": {"model_type": "t5", "is_encoder_decoder": True},
 }
 GOOD = ("hybrid", "sharded", *FAMILIES)
-BAD = ("no weights", "truncated weights", "broken config", "no tokenizer", "no pad and no eos", "a file", *CONFIGS)
+BAD = ("no weights", "truncated weights", "no tokenizer", *CONFIGS)
 
 
 def make_model(kind: str, folder: Path) -> list[str]:
     """The arguments that name this kind of model, made in a folder."""
     tokenizer = byte_tokenizer(pad_is_eos=FAMILIES.get(kind) != "bert")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    if kind == "no pad and no eos":
-        tokenizer.eos_token = tokenizer.pad_token = None
     model = tiny_model(FAMILIES.get(kind, "qwen3_next"), vocab_size=len(tokenizer))
     if kind == "no head":
         model = model.model
@@ -55,12 +52,10 @@ def make_model(kind: str, folder: Path) -> list[str]:
         weights.unlink()
     elif kind == "truncated weights":
         weights.write_bytes(weights.read_bytes()[:5000])
-    elif kind == "broken config":
-        config.write_text("{", encoding="utf-8")
     elif kind in CONFIGS:
         config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | CONFIGS[kind]), encoding="utf-8")
         (folder / "modeling_own.py").write_text("from pathlib import Path\nPath('it_ran').touch()\n", encoding="utf-8")
-    return ["--model", str(config if kind == "a file" else folder)]
+    return ["--model", str(folder)]
 
 
 def ended(arguments, given=b""):

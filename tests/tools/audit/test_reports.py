@@ -1,4 +1,4 @@
-"""One table: a report made by hand, as JSON, the terminal and the page say it, beside the text that a person has read.
+"""One table: a report made by hand, as JSON, the terminal and the page print it, beside the text that a person has read.
 
 `PYTHONPATH=tests python tests/tools/audit/test_reports.py` writes reports.txt anew; what then differs is to be read.
 """
@@ -13,78 +13,111 @@ import pytest
 
 pytest.importorskip("rich")
 pytest.importorskip("transformers")
-from found import MINE, NAN, NOISE, UNSEEN, finding, raised, refused, report, wide_report
 from rich.console import Console
 
 from collate_npu.proof.kernel_runs import Run
-from collate_npu.proof.measure import Yardstick
-from collate_npu.tools.audit.report import page, print_report
+from collate_npu.proof.measure import Errors, Yardstick
+from collate_npu.tools.audit.case import Finding
+from collate_npu.tools.audit.report import Report, page, print_report
 
 WRITTEN, BETWEEN = Path(__file__).with_name("reports.txt"), "\n" + "=" * 30 + " "
-YOURS, BATCH = finding(**MINE), finding(False, column="your batch", whose="yours")
-WRONG, ELSEWHERE = finding(False, loss=0.03, gradient=0.06), finding(False, logits=3.0, column="no mask")
-YOURS_WRONG = finding(False, logits=7.0, note="No mask: wrap it.", **MINE)
+NAN = float("nan")
+NOISE = Errors(1e-6, 1e-6, 1e-6, 1e-6)
+SEEN = {"m (sdpa)": Yardstick(NOISE, Errors(4.0, 0.5, 0.1, 0.9))}
+UNSEEN = {"m (sdpa)": Yardstick(NOISE, NOISE)}
+MAPPING = "mask per layer kind"
+CHECKPOINT = "/home/somebody/models/2026-11-20/a-folder-with-a-long-name/checkpoint-12000-of-qwen3-next"
+
+
+def finding(*astray, column="collator", whose="ours", **more):
+    errors = {"logits": 1e-6, "relative": 1e-6, "loss": 0.0, "gradient": 0.0}
+    about = {"model": "m", "attention": "sdpa", "side": "left", "column": column, "whose": whose}
+    return Finding(**{**about, **errors, "astray": astray, **more})
+
+
+def unmeasured(note, **more):
+    return finding(note=note, **dict.fromkeys(("logits", "relative", "loss", "gradient")), **more)
+
+
+def refused(note="no mapping", **more):
+    return unmeasured(note, column=MAPPING, refused=True, **more)
+
+
+def yours(*astray, **more):
+    return finding(*astray, column="my_package.data:make_collator", whose="yours", **more)
+
+
+def others(*astray, column="no mask", **more):
+    return finding(*astray, column=column, whose="elsewhere", **more)
+
+
+def report(*findings, yardsticks=SEEN, **more):
+    settings = {"device": "cpu", "dtype": "float32", "torch": "2", "transformers": "5"}
+    return Report(settings=settings, findings=list(findings), yardsticks=dict(yardsticks), **more)
+
+
+def wide_report():
+    """All kinds of cases, two attentions, a collator of yours that is wrong, and a checkpoint in a deep folder."""
+    found = [
+        each
+        for model in ("m", CHECKPOINT)
+        for about in ({"model": model, "attention": attention} for attention in ("sdpa", "flash_attention_2"))
+        for each in (
+            *(make(side=side, **about) for side in ("left", "right") for make in (finding, yours)),
+            others("logits", logits=4.0, **about), finding(side="packed", **about),
+            others("logits", "loss", "gradient", column="no boundaries", side="packed", **about),
+        )
+    ]  # fmt: skip
+    found += [yours("logits", "labels", logits=4.0, note="No mask.", by_position=((0.0, 4.0),)), refused(model="n")]
+    not_run = {f"{CHECKPOINT}-new (sdpa)": "OSError: no weights"}
+    return report(*found, left_out={"r (sdpa)": "never reads it"}, not_run=not_run)
+
+
+WRONG = finding("loss", "gradient", loss=0.03, gradient=0.06)
+RAISED = unmeasured("RuntimeError: no", column="collator + adapter")
 GONE = {"n (sdpa)": "OSError: gone"}
 RULE, ROWS = "A mapping is known for attention. Keep the 2D.", ((0.0, 1e-6, 2e-6), (0.0, 5e-6))
 CALL = Run(operator="a.kernel", truth="padded left", form="TND, mode 3", state="right", forward=1e-3)
 WRONG_CALL = Run(operator="b.kernel", truth="window", form="TND, mode 4", state="wrong", forward=NAN, note="out of tokens")
-STATES = [finding(), finding(False, model="bad"), finding(model="n")]
 PLACES = dict.fromkeys(("gone (sdpa)", "a (b)/c (eager)", "m (sdpa) my:collate", "n (sdpa) packed"), "OSError")
-TOLD = {"not_run": GONE, "left_out": {"r (sdpa)": "deaf"}, "kernels": {"a": {"f": "fla"}}}
-NAMED = {"model": "<b>&m", "by_position": ((0.0, 4.0),)}
+BESIDE = {"not_run": GONE, "left_out": {"r (sdpa)": "deaf"}, "kernels": {"a": {"f": "fla"}}}
 VERBOSE, WHOLE = {"verbose": True}, {"whole": True}
-WAYS = [finding(False, logits=3.0, column=way) for way in ("no mask", "mask")]
+COLOURED = {"force_terminal": True, "color_system": "standard"}
 SAME = re.compile("^ +measured|^right, wrong: cases|─────")
 """Lines of every report, which some show."""
 CASES = {
-    "right": report(finding()), "right, and refused": (report(finding(), refused()), {**VERBOSE, **WHOLE}),
-    "wrong elsewhere": (report(finding(), ELSEWHERE, finding(logits=NAN, column="4D mask alone"), *WAYS[1:]), VERBOSE),
-    "left out": report(finding(), left_out={"rwkv (sdpa)": "never reads it"}), "yours, right": report(finding(), YOURS),
-    "yours alone": report(YOURS), "wrong": report(finding(), WRONG), "it raises": report(finding(), raised()),
-    "raises alone": report(raised()), "yours is wrong": (report(finding(), YOURS_WRONG), WHOLE),
-    "yours raises": report(finding(), raised(whose="yours")), "ours is wrong, yours is right": report(WRONG, YOURS),
-    "your batch is wrong": report(finding(), BATCH), "both are wrong": report(WRONG, YOURS_WRONG),
-    "wrong in all ways": report(WRONG, not_run=GONE, yardsticks=UNSEEN), "not run": report(finding(), not_run=GONE),
-    "nothing ran": report(not_run=GONE), "blind": report(finding(), yardsticks=UNSEEN),
+    "right, and refused": (report(finding(), refused()), {**VERBOSE, **WHOLE}),
+    "wrong elsewhere": (report(finding(), others("logits", logits=3.0), others(column="4D mask alone")), VERBOSE),
+    "yours alone": report(yours()), "wrong, and yours": report(finding(), WRONG, yours()), "raises alone": report(RAISED),
+    "yours is wrong": report(finding(), yours("labels", logits=7.0, note="No mask: wrap it.")),
+    "both are wrong": report(WRONG, yours("logits", note="Wrap it."), not_run=GONE, yardsticks=UNSEEN),
+    "not run": report(finding(), not_run=GONE), "nothing ran": report(not_run=GONE),
+    "blind": report(finding(), yardsticks=UNSEEN), "nothing": report(),
     "nothing wrong beside it": report(finding(), yardsticks={"m (sdpa)": Yardstick(NOISE)}),
-    "refused alone": report(refused()), "others alone": report(finding(column="no mask")), "nothing": report(),
-    "within a tolerance": report(finding(False), tolerance=1e-4),
+    "refused alone": report(refused()), "others alone": report(others()),
+    "within a tolerance": report(finding("logits"), tolerance=1e-4),
     "at a tolerance": report(finding(logits=0.5, loss=0.5, gradient=0.5), tolerance=0.5),
-    "beyond a tolerance": report(finding(logits=1e-3), tolerance=1e-4),
-    "a gradient beyond a tolerance": report(finding(gradient=1.0), tolerance=1e-4),
-    "labels with a tolerance": report(finding(False, astray=("labels",)), tolerance=9.0),
-    "no number, with a tolerance": report(finding(logits=NAN), tolerance=1e30),
+    "beyond a tolerance": report(finding("logits", logits=1e-3), yours(gradient=1.0), tolerance=1e-4),
+    "labels with a tolerance": report(finding("labels"), finding("kernels", column=MAPPING), tolerance=3.0),
+    "no number, with a tolerance": report(finding(logits=NAN, note="a number is not finite"), tolerance=1e30),
     "a tolerance that tells nothing": report(finding(), tolerance=5.0),
-    "interrupted": report(finding(), finding(False), interrupted=True),
-    "interrupted, the model it was at": report(finding(model="first"), finding(model="second"), interrupted=True),
+    "interrupted": report(finding(model="first"), finding(model="second"), interrupted=True),
     "a call is wrong": (report(finding(), operators=[CALL, CALL, WRONG_CALL]), {}, VERBOSE),
-    "a call is right": report(finding(), operators=[CALL]),
-    "no operator": report(finding(), operators=[Run(operator="a.kernel", state="not installed")]),
-    "operators refused": report(finding(), operators=[Run(operator="a", truth="t", state="refused"), CALL]),
-    "the worst is no number": report(finding(logits=3.0), finding(logits=NAN, note="a number is not finite"), finding()),
-    "the gradient is no number": report(finding(False, loss=0.03, gradient=NAN), finding(False, gradient=0.0)),
-    "a loss alone": (report(finding(False, loss=0.06, gradient=None, astray=("loss",))), WHOLE),
-    "gradient astray": report(finding(False, gradient=0.06, astray=("loss", "gradient"))),
-    "logits astray": report(finding(False, gradient=0.06, astray=("logits",))),
-    "loss astray, without a column": (report(finding(False, gradient=0.06, astray=("loss",))), WHOLE),
-    "states of models": report(*STATES, finding(model="fine"), not_run=PLACES),
-    "all that did not run": (report(refused(), raised(), YOURS_WRONG, yardsticks=UNSEEN, **TOLD), VERBOSE),
-    "a reason of six": (report(*(refused(f"layers: got k_{n}. {RULE}", model=f"m{n}") for n in range(6))), {}, VERBOSE),
-    "a reason of five": report(*(refused(f"m{n}_text got it. {RULE}", model=f"m{n}") for n in range(5))),
-    "small and large": (report(*(finding(logits=x, column=f"{x}") for x in (0.00999, 0.01, 999.9, 1000))), VERBOSE),
-    "summed up": report(finding(), finding(side="packed", logits=2e-6), refused(), *WAYS, finding(column="mask 2")),
+    "a call is right": report(finding(), operators=[CALL, Run(operator="a", truth="t", state="refused")]),
+    "the worst is no number": report(finding("loss", logits=3.0, gradient=None), finding("logits", logits=NAN)),
+    "states of models": report(finding(), finding("loss", model="bad"), finding(model="n"), not_run=PLACES),
+    "all that did not run": (report(refused(), RAISED, yours("logits", note="Wrap it."), **BESIDE), VERBOSE),
+    "a reason of six": (report(*(refused(f"layers: got k. {RULE}", model=f"m{n}") for n in range(6))), {}, VERBOSE),
     "all kinds": (wide_report(), {"width": 80, **WHOLE}, {"width": 66}),
-    "narrow": (report(finding(False), left_out={"m (sdpa)": "x" * 90}), {"width": 44}),
-    "in colour": (report(finding(False, logits=4.0)), {"force_terminal": True, "color_system": "standard"}),
-    "in ASCII": (report(finding(False, logits=4.0)), {"encoding": "ascii"}, {"encoding": "gbk"}),
+    "in colour and in ASCII": (report(WRONG), COLOURED, {"encoding": "ascii"}, {"encoding": "gbk", "width": 44}),
 }  # fmt: skip
 PAGES = {
-    "all kinds": wide_report(), "interrupted": report(interrupted=True),
-    "names that are code": report(finding(False, logits=4.0, **NAMED), not_run={"<u> (sdpa)": "<u>[red]"}),
-    "of each kind": report(finding(by_position=ROWS), finding(logits=1e-7, column="wrapped collator", whose="ours"),
-                           finding(False, logits=4.0, column="no mask", by_position=((4.0, 3.0), (0.1, 0.02)))),
-    "no number": report(finding(False, logits=NAN, by_position=((1e-6, NAN, 1e-6), (1.0, 2.0)))),
-    "a long sample": report(finding(by_position=((*[1e-9] * 148, 1.0, 1e-9),))),
+    "all kinds": wide_report(),
+    "names that are code": report(finding("logits", model="<b>&m"), not_run={"<u> (sdpa)": "<u>[red]"}),
+    "of each kind": report(finding(by_position=ROWS), finding(logits=1e-7, by_position=((4.0,),)),
+                           others("logits", logits=4.0, by_position=((4.0, 3.0), (0.1, 0.02)))),
+    "no number, and a long sample": report(finding(logits=NAN, by_position=((1e-6, NAN, 1e-6), (1.0, 2.0))),
+                                           others(by_position=((*[1e-9] * 148, 1.0, 1e-9),))),
 }  # fmt: skip
 
 
@@ -100,8 +133,8 @@ def printed(made, *, verbose=False, encoding="utf-8", width=120, whole=False, **
     return "\n".join(lines if whole else [line for line in lines[:at] if line and not SAME.search(line)])
 
 
-def said(made, *how):
-    """What a program reads first, what it is of each model, and the text of the terminal, once for each way to print."""
+def written(made, *how):
+    """What a program reads first, the state of each model, and the text of the terminal, once for each way to print."""
     found = json.loads(json.dumps(made.as_json(), allow_nan=False))
     heads = json.dumps({key: found[key] for key in list(found)[:4]} | {"cannot_tell": found["cannot_tell"]})
     return "\n\n".join([heads, str(made.states()), *(f"{one}\n{printed(made, **one)}" for one in how or ({},))])
@@ -112,21 +145,21 @@ def read(made):
     text = re.sub(r'<span style="[^"]*bold[^"]*">(.*?)</span>', r"*\1*", page(made), flags=re.S)
     text = html.unescape(re.sub(r"<style>.*?</style>|<[^>]+>", "", text, flags=re.S))
     lines = [line.rstrip() for line in text.strip().splitlines()]
-    return "\n".join(lines if len(made.findings) > 3 or made.not_run else lines[lines.index("*The error at each token*") :])
+    return "\n".join(lines if made.not_run else lines[lines.index("*The error at each token*") :])
 
 
 def as_json(made):
     return json.dumps(made.as_json(), indent=1, allow_nan=False)
 
 
-MADE = {name: (said, *(case if isinstance(case, tuple) else [case])) for name, case in CASES.items()}
+MADE = {name: (written, *(case if isinstance(case, tuple) else [case])) for name, case in CASES.items()}
 MADE |= {f"page: {name}": (read, made) for name, made in PAGES.items()}
-MADE["JSON"] = (as_json, report(finding(False, logits=NAN, by_position=((0.0, NAN),)), operators=[WRONG_CALL], **TOLD))
+MADE["JSON"] = (as_json, report(finding("loss", logits=NAN, by_position=((0.0, NAN),)), operators=[WRONG_CALL], **BESIDE))
 EXPECTED = dict(part.split("\n", 1) for part in WRITTEN.read_text("utf-8").split(BETWEEN)[1:]) if WRITTEN.exists() else {}
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_what_is_said_is_what_was_read(name, monkeypatch):
+def test_a_report_is_the_text_that_was_read(name, monkeypatch):
     for setting in ("NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS"):
         monkeypatch.delenv(setting, raising=False)
     form, *case = MADE[name]
@@ -136,7 +169,7 @@ def test_what_is_said_is_what_was_read(name, monkeypatch):
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_a_terminal_without_colour_gets_none(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
-    assert not re.search(r"ESC[\d;]*3[1-7]", printed(CASES["wrong"], force_terminal=True))
+    assert not re.search(r"ESC[\d;]*3[1-7]", printed(report(WRONG), force_terminal=True))
 
 
 if __name__ == "__main__":

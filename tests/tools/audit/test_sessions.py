@@ -55,9 +55,9 @@ def dumps():
     yield "bare", {key: value for key, value in right.items() if key != "attention_mask"}
     yield "far", {**right, "input_ids": ids + 50_000}
     yield "too_far", {**right, "input_ids": ids + session.MOST_IDS}
-    for n, odd in enumerate((ids[0], ids[:0], ids.float(), ids.to_sparse(), ids.tolist())):
+    for n, odd in enumerate((ids[0], ids[:0], ids.float(), ids.tolist())):
         yield f"odd{n}", {**right, "input_ids": odd}
-    yield "odd5", {"labels": labels}
+    yield "odd4", {"labels": labels}
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,6 @@ def summed_up(report):
 
 
 LLAMA, BOTH = "--model llama", "beside left, right"
-HUB, SPELT = "Download it: hf download owner/model", "Look at its spelling"
 ROWS = [
     (f"{LLAMA} --collator mine_here.py:right --side right", 0, "right right; beside right", ""),
     (f"{LLAMA} --collator mine_here.py:wrong --side right", 1, "right logits+kernels; beside right", "from the lengths"),
@@ -128,25 +127,19 @@ ROWS = [
     (f"{LLAMA} --batch bare.pt", 2, "", r"Pass attention_mask \[B, S\]"),
     (f"{LLAMA} --batch too_far.pt", 2, "", f"A tiny model is built for ids below {session.MOST_IDS}"),
     ("--model models/llama --batch far.pt", 2, "", "token id 50256"),
-    *((f"{LLAMA} --batch odd{n}.pt", 2, None, r"input_ids \[B, S\], whole numbers|keys") for n in range(6)),
+    *((f"{LLAMA} --batch odd{n}.pt", 2, None, r"input_ids \[B, S\], whole numbers|keys") for n in range(5)),
     *((f"{LLAMA} --tolerance {error}", 2, None, "An error is 0 or more") for error in (-1, "inf")),
     ("--model bert", 0, BOTH, ""), ("--model lama", 2, None, "Did you mean .*llama"),
-    ("--model owner/model", 2, None, HUB),
-    *((f"--model {name}", 2, None, SPELT) for name in ("./owner", "/no/model", "~/model", "owner/folder/model")),
-    ("--model models", 2, None, "Name the one in it: models/bert"),
-    *((f"--model {name}", 2, None, "that save_pretrained wrote") for name in ("reader", "a.txt")),
-    ("--model pair/config.json", 2, None, "Name its folder: pair"),
+    ("--model owner/model", 2, None, "hf download owner/model"), ("--model ./owner", 2, None, "no folder here"),
+    ("--model models", 2, None, "a folder without config.json"), ("--model pair/config.json", 2, None, "a file"),
     ("--model t5", 2, "", "encoder"),
     ("--model pair", 2, None, "t5"), ("--model own", 2, None, "--trust-remote-code"),
     ("--model broken", 2, None, "Its config.json does not load"),
     (f"{LLAMA} --tokenizer endless", 2, None, "neither pad nor eos"),
-    (f"{LLAMA} --tokenizer nowhere", 2, None, "no folder. A tokenizer is named"),
-    (f"{LLAMA} --tokenizer pair", 2, None, "a folder without its files"),
-    (f"{LLAMA} --tokenizer a.txt", 2, None, "a file. A tokenizer is named"),
+    *((f"{LLAMA} --tokenizer {name}", 2, None, "no folder with its files") for name in ("nowhere", "pair", "a.txt")),
     (f"{LLAMA} --tokenizer reader --side right", 0, "beside right", ""),
     (f"{LLAMA} --data ids.jsonl --side right", 0, "beside right", ""),
-    (f"{LLAMA} --attn sdp", 2, None, r"Did you mean sdpa\?"), (f"{LLAMA} --attn mine", 2, None, "Name one of them"),
-    (f"{LLAMA} --attn flash_attention_2", 2, None, r"\(ImportError: .* does not run there"),
+    (f"{LLAMA} --attn sdp", 2, "", "sdp"), (f"{LLAMA} --attn flash_attention_2", 2, "", "ImportError: "),
     ("--model rwkv --attn eager --side left", 2, "beside left", "pad right"),
 ]  # fmt: skip
 
@@ -237,7 +230,7 @@ def test_an_attention_that_a_named_model_has_not_is_not_run_and_of_the_default_o
 def test_on_a_card_its_kernels_are_run_first_and_the_models_go_on(folder, monkeypatch):
     asked, call = [], Run(operator="a.kernel", truth="window", form="TND, mode 4", state="wrong", forward=0.5)
     monkeypatch.setattr(session, "runs", lambda kernels, **how: asked.append(how) or iter([call]))
-    monkeypatch.setattr(session, "check_named", lambda *_, **__: None)
+    monkeypatch.setattr(session, "check_device", lambda *_: None)
     monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: model)  # the card
     ended, report, _ = run(folder, f"{NEXT} --device npu --dtype bfloat16")
     assert asked == [{"device": "npu", "dtype": torch.bfloat16, "few": True}]
@@ -245,17 +238,6 @@ def test_on_a_card_its_kernels_are_run_first_and_the_models_go_on(folder, monkey
     assert summed_up(report) == "beside right"
     run(folder, NEXT)
     assert len(asked) == 1
-
-
-def test_attention_that_fails_when_it_is_called_is_refused_with_the_reason(folder, monkeypatch):
-    def broken(*args, **settings):  # no look on the hub from a test
-        model = tiny_model(*args, **{**settings, "attn_implementation": "sdpa"})
-        model.forward = lambda **kwargs: exec("raise RuntimeError('only Ampere GPUs')")
-        return model
-
-    monkeypatch.setattr(session, "tiny_model", broken)
-    ended, _, err = run(folder, f"{LLAMA} --attn owner/kernel")
-    assert (ended, "(RuntimeError: only Ampere GPUs)" in err) == (2, True)
 
 
 # --- the models themselves
@@ -273,13 +255,13 @@ def test_a_row_is_padded_with_the_id_of_the_tokenizer_else_of_the_model_else_0(f
     """A language model's own end, as most checkpoints do."""
     how = {"tokenizer": None, "device": "cpu", "dtype": torch.float32, "seed": 0, "trust": False, "largest_id": 5}
     for name, shared in (("llama", True), ("bert", False)):
-        _, reader, pad = session.build(name, "sdpa", **how)
+        _, reader, pad = session.load_model(name, "sdpa", **how)
         assert (pad == reader.pad_token_id, pad == reader.eos_token_id) == (True, shared)
     config = folder / "models" / "llama" / "config.json"
     fields = json.loads(config.read_text("utf-8"))
     for of_config, pad in ((3, 3), (None, 0)):
         config.write_text(json.dumps({**fields, "pad_token_id": of_config}), "utf-8")
-        assert session.build(str(config.parent), "sdpa", **how)[1:] == (None, pad)
+        assert session.load_model(str(config.parent), "sdpa", **how)[1:] == (None, pad)
     for own, padded_with in (("<|pad|>", 257), (None, 256)):
         reader.pad_token = own
         reader.save_pretrained(folder / "other")
@@ -297,7 +279,6 @@ def test_a_model_that_runs_another_attention_was_not_audited_with_the_one_named(
         model.config._attn_implementation = runs
         return model
 
-    monkeypatch.setattr(session, "check_attention", lambda *_: None)
     monkeypatch.setattr(session, "tiny_model", built)
     _, report, _ = run(folder, f"{LLAMA} --side right --attn {named}")
     assert (f"runs {runs} in the place of {named}" in str(report["not_run"])) == told

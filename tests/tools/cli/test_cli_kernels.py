@@ -12,7 +12,7 @@ from typed import typed
 
 from collate_npu import CollateError
 from collate_npu.proof import kernel_runs
-from collate_npu.proof.kernel_rows import TRUTHS
+from collate_npu.proof.kernel_runs import TRUTHS, Run
 from collate_npu.tools import kernels
 
 SDPA = ("--operator", "scaled_dot_product_attention")
@@ -45,23 +45,20 @@ def test_without_a_card_what_would_run_is_listed():
     assert "calls would run there" in result.stdout
     assert "TND, mode 4" in result.stdout
     assert "passes" not in result.stdout.partition("\ntruth: ")[0]
-    assert (
-        "torch_npu.npu_fusion_attention (not installed)" in result.stdout
-        or "torch_npu.npu_fusion_attention 2." in result.stdout
-    )
+    assert re.search(r"torch_npu.npu_fusion_attention (\(not installed\)|2\.)", result.stdout)
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--device", "nonsense"], "Name a device of this machine"),
+        *((["--device", device], "Name a device of this machine: cpu") for device in ("nonsense", "cpu:x", "meta", "")),
         (["--operator", "npu_fusion_atention"], "Did you mean npu_fusion_attention"),
         (["--dtype", "int8"], "--dtype: invalid choice"),
     ],
 )
 def test_what_is_named_wrongly_is_refused_in_one_line(args, said):
     result = run(*args)
-    assert result.exit_code == 2
+    assert (result.exit_code, result.stdout) == (2, "")
     assert said in result.output
     assert "Traceback" not in result.output
 
@@ -91,54 +88,75 @@ def test_a_wrong_call_fails_and_json_says_the_same(monkeypatch):
     assert {each["forward"] for each in found["runs"] if each["state"] == "wrong"} == {"nan"}
 
 
-def test_what_is_interpreted_is_measured_on_a_cpu_alone(monkeypatch):
-    also = []
-    monkeypatch.setattr(kernels, "interpreted", lambda: ("fla.chunk_gated_delta_rule",))
-    monkeypatch.setattr(kernels, "runs", lambda *_, also, **__: [also])
-    for device in ("cpu", "cpu:0", "cuda", "cuda:0"):
-        also += kernels.measured([], device, torch.float32, "")
-    assert also == [("fla.chunk_gated_delta_rule",)] * 2 + [()] * 2
-    monkeypatch.setattr(kernels, "runs", lambda held, **how: [(how["device"], [kernel.name for kernel in held])])
-    rows = kernels.kernels_named(["chunk_gated_delta_rule", *SDPA[1:]])
-    (npu, listed), (cpu, run) = kernels.measured(rows, "npu", torch.float32, "no card")
-    assert (npu, listed, cpu, run) == ("npu", [row.name for row in rows], "cpu", ["fla.chunk_gated_delta_rule"])
+# --- runs of another machine
 
 
-def test_training_on_a_card_is_in_bfloat16_and_no_card_is_told_apart_from_no_device():
-    dtypes = [(None, "cpu"), (None, "cpu:0"), (None, "npu:1"), ("float16", "npu")]
-    assert [str(kernels.dtype_of(*each))[6:] for each in dtypes] == ["float32", "float32", "bfloat16", "float16"]
-    assert [bool(kernels.why_no_card(device, torch.float32)) for device in ("cpu", "cuda:99")] == [False, True]
-    with pytest.raises(CollateError):
-        kernels.why_no_card("nonsense", torch.float32)
+@pytest.fixture
+def ran(monkeypatch):
+    """What each call of the runner was asked, where it gives these states; a device that computes or not."""
+
+    def ran(*args, states=("right",), card=""):
+        def check(device, dtype):
+            if card:
+                raise CollateError(card)
+
+        def give(rows, **how):
+            asked.append((how["device"], str(how["dtype"])[6:], how.get("also", ()), [row.name for row in rows]))
+            return [Run(operator="a.b", state=state, note=f"its {state}") for state in states]
+
+        asked = []
+        monkeypatch.setattr(kernels, "check_device", check)
+        monkeypatch.setattr(kernels, "interpreted", lambda: ("fla.chunk_gated_delta_rule",))
+        monkeypatch.setattr(kernels, "runs", give)
+        return run(*args), asked
+
+    return ran
 
 
-def test_what_was_refused_is_dim_and_noted_where_all_is_asked_for():
-    found = [kernel_runs.Run(operator=state, state=state, note=note) for state, note in (("refused", "a"), ("raised", "b"))]
-    found.append(kernel_runs.Run(operator="right", state="right"))
-    for verbose, noted in ((False, ["RAISED"]), (True, ["refused", "RAISED"])):
-        assert [label for label, _ in kernels.notes(found, "", verbose=verbose)] == noted
-    assert [str(kernels._marked(run.state).style) for run in found] == ["dim", "yellow", "green"]
+@pytest.mark.parametrize(
+    ("args", "dtype"),
+    [
+        ("cpu", "float32"),
+        ("cpu:0", "float32"),
+        ("npu:1", "bfloat16"),
+        ("cuda", "bfloat16"),
+        ("npu --dtype float16", "float16"),
+    ],
+)
+def test_training_on_a_card_is_in_bfloat16_and_what_is_interpreted_runs_on_a_cpu_alone(ran, args, dtype):
+    _, ((device, found, also, _),) = ran("--device", *args.split())
+    assert (device, found) == (args.split()[0], dtype)
+    assert also == (("fla.chunk_gated_delta_rule",) if device.startswith("cpu") else ())
 
 
-def test_nothing_measured_is_no_pass_and_wrong_outweighs_what_did_not_run():
-    def a(state):
-        return kernel_runs.Run(operator="a.b", state=state)
-
-    assert [kernels.exit_code([a(state)]) for state in ("right", "wrong", "refused", "raised", "cannot tell")] == [
-        0,
-        1,
-        2,
-        2,
-        2,
-    ]
-    assert kernels.exit_code([a("right"), a("not installed")]) == 0
-    assert [kernels.exit_code([a("right"), a(state)]) for state in ("refused", "raised", "cannot tell")] == [0, 2, 2]
-    assert kernels.exit_code([a("right"), a("not installed")], named=["b"]) == 2
-    assert kernels.exit_code([a("right")], "no card") == 2
-    assert kernels.exit_code([a("wrong")], "no card") == 1
+def test_without_a_card_calls_are_judged_and_not_made(ran):
+    done, ((_, _, also, names),) = ran("--device", "npu", "--operator", "chunk_gated_delta_rule", *SDPA, card="no card")
+    assert (also, names) == ((), ["torch.scaled_dot_product_attention", "fla.chunk_gated_delta_rule"])
+    assert "NOT RUN  no card" in done.stdout
 
 
-@pytest.mark.parametrize("device", ["cuda:x", "nonsense", "cuda:99", "npu", "meta", ""])
-def test_a_device_that_does_not_compute_is_refused(device):
-    with pytest.raises(CollateError, match=r"Name a device of this machine|Run on a real device"):
+@pytest.mark.parametrize(
+    ("states", "args", "card", "code"),
+    [
+        *((state, "", "", code) for state, code in (
+            ("right", 0), ("wrong", 1), ("refused", 2), ("raised", 2), ("cannot tell", 2), ("not installed", 2))),
+        *((f"right, {state}", "", "", code) for state, code in (
+            ("not installed", 0), ("refused", 0), ("raised", 2), ("cannot tell", 2), ("wrong", 1))),
+        ("right", "", "no card", 2), ("wrong", "", "no card", 1),
+    ],
+)  # fmt: skip
+def test_nothing_measured_is_no_pass_and_wrong_outweighs_what_did_not_run(ran, states, args, card, code):
+    done, _ = ran("--device", "npu", *args.split(), states=states.split(", "), card=card)
+    assert done.exit_code == code
+
+
+def test_what_was_refused_is_noted_where_all_is_wanted(ran):
+    for more, noted in ((), {"RAISED", "right"}), (("--verbose",), {"RAISED", "refused", "right"}):
+        text = ran(*more, states=("refused", "raised", "right"))[0].stdout
+        assert {*re.findall(r"(\w+) +a\.b: its", text)} == noted
+
+
+def test_a_device_that_is_advised_is_here():
+    advised = re.search(r"Name a device of this machine: ([\w, ]+)\.", run("--device", "nonsense").output)[1].split(", ")
+    for device in advised:
         kernels.check_device(device, torch.float32)

@@ -37,7 +37,7 @@ def gone(monkeypatch):
         ("guide", "* `errors`: "),
         ("guide errors#polarity", "### `PolarityError`\n"),
         ("guide masked_select", "FlashAttentionScore refuses a mask"),
-        ("show --lengths 3,5 --side left", "\n⬚ ⬚ ■ ■ ■\n■ ■ ■ ■ ■\n"),
+        ("show --lengths 3,5 --side left", "  0 ⬚ ⬚ ■ ■ ■\n  1 ■ ■ ■ ■ ■\n"),
         pytest.param("env", "- torch: ", marks=pytest.mark.slow),
     ],
 )
@@ -70,7 +70,8 @@ def test_show_says_what_describe_and_picture_say(gone, side, recwarn):
     shown = typed("show", "--lengths", "3,5", "--side", side)
     assert (shown.exit_code, recwarn.list) == (0, [])
     batch = PaddingCollator(pad_token_id=0, padding_side=side)(ROWS)
-    assert shown.stdout.startswith(f"{describe(batch)}\n\n{picture(batch)}\n")
+    assert shown.stdout.startswith(f"{describe(batch)}\n\nattention_mask_2d: ")
+    assert all(f" {line}\n" in shown.stdout for line in str(picture(batch)).splitlines()[1:3])
 
 
 def test_show_reads_saved_batches_and_masks(gone, tmp_path):
@@ -78,13 +79,15 @@ def test_show_reads_saved_batches_and_masks(gone, tmp_path):
     torch.save({"input_ids": torch.ones(2, 5), "attention_mask": Segments.from_lengths([3, 5]).keep}, batch)
     torch.save(dense(Segments.from_lengths([3], width=4, side="left")), mask)
     assert typed("show", "--batch", batch, "--row", "1").exit_code == 0
-    assert typed("show", "--mask", mask).stdout.endswith("⬚ ⬚ ⬚ ⬚\n⬚ ■ ⬚ ⬚\n⬚ ■ ■ ⬚\n⬚ ■ ■ ■\n")
+    assert typed("show", "--mask", mask).stdout.startswith(
+        "bool [1, 1, 4, 4], True attends\nrow 0\n   0 ⬚ ⬚ ⬚ ⬚\n   1 ⬚ ■ ⬚ ⬚\n   2 ⬚ ■ ■ ⬚\n"
+    )
 
 
 def test_env_is_words_or_json_and_an_interrupt_is_one(monkeypatch):
-    monkeypatch.setattr("collate_npu.tools.env.written", lambda as_json: f"json: {as_json}")
+    monkeypatch.setattr("collate_npu.tools.env.report", lambda as_json: f"json: {as_json}")
     assert [typed("env", *more).stdout for more in ([], ["--json"])] == ["json: False\n", "json: True\n"]
-    monkeypatch.setattr("collate_npu.tools.env.written", lambda as_json: signal.default_int_handler(2, None))
+    monkeypatch.setattr("collate_npu.tools.env.report", lambda as_json: signal.default_int_handler(2, None))
     done = typed("env")
     assert (done.exit_code, done.stderr) == (130, "collate-npu: INTERRUPTED: nothing was measured.\n")
 
@@ -131,4 +134,6 @@ def test_what_stands_behind_the_command_of_a_watch_is_its_own(capfd):
     for args in ("--steps 1 /bin/echo --stop -- b --help", "--steps=1 -- /bin/echo --stop -- b --help"):
         assert typed("watch", *args.split()).exit_code == 0
         assert capfd.readouterr().out == "--stop -- b --help\n"
-    assert [typed("watch", *args).exit_code for args in ((), ("--",), ("--", "no-such-command"))] == [2, 2, 2]
+    for args in ((), ("--",), ("--", "no-such-command")):
+        done = typed("watch", *args)
+        assert (done.exit_code, "no such command. Write what you would type" in done.stderr) == (2, True)

@@ -17,7 +17,7 @@ ASKED = {"devices": "cpu only", "npu": "torch_npu loads", "cann": "", "settings"
 
 
 def told(packages, **found):
-    here = Environment(**{"system": "", "packages": packages, "runs": {}, **ASKED, **found})
+    here = Environment(**{"system": "", "packages": packages, **ASKED, **found})
     return " ".join(hazards(here))
 
 
@@ -37,7 +37,7 @@ def gdn(value):
 CUDA, CARD = {"devices": "cuda x 1"}, {"devices": "npu x 2 (Ascend910B1)"}
 TRITON, MIND = {**TORCH, "triton": "3.7.0", "fla-core": "0.6.0"}, {"mindspeed": "0.16.0"}
 FLA, ADAPTOR = {"flash-linear-attention-npu": "26.9.1"}, {"megatron_adaptor": "0.1.0"}
-V3, STREAMS = "has no npu_fusion_attention_v3, which begins with 2.7.1.post4", "streams out of step"
+STREAMS = "streams out of step"
 ROWS = [
     ("torch 2.13.0+cpu and torch_npu 2.7.1 are not a pair", ({**TORCH, "torch_npu": "2.7.1"}, {}), (NPU, {})),
     ("are not a pair", ({"torch": "2.7.1", "torch_npu": "2.8.0"}, {}), (pair("2.7.1.post2"), {})),
@@ -46,7 +46,6 @@ ROWS = [
     ("TORCH_DEVICE_BACKEND_AUTOLOAD=0 to work on the CPU", (NPU, {"npu": LIBHCCL}), (NPU, {})),
     ("the causal triangle to the top left", (NPU, mode("2")), (NPU, mode("3"))),
     ("drops sliding windows", ({**NPU, "transformers": "5.23.0"}, {}), ({**TORCH, "transformers": "5.23.0"}, {})),
-    ("needs the latter", ({**NPU, "triton": "3.2.0"}, {}), ({**NPU, "triton": "3.2.0", "triton-ascend": "3.2.1"}, {})),
     ("which fail on a CPU. Uninstall them", (TRITON, {}), (TRITON, CUDA)),
     ("before 5.20 drops seq_idx in silence, later", (FLA_ALONE, {}), ({**FLA_ALONE, "causal-conv1d": "1.6.1"}, {})),
     ("of mcore-bridge 1.6.5 reads attention_mask_2d: call integrations.swift.install()", (BRIDGE, {}), (TORCH, {})),
@@ -67,13 +66,10 @@ ROWS = [
     *(("COMPATIBILITY.md", (pair("2.7.1"), {"cann": "8.5.0 in /opt"}), (pair(npu), {"cann": cann})) for npu, cann in (
         ("2.7.1", "8.3.T12 in /usr/local/Ascend"), ("2.7.1.post3", "9.1.0 in /opt"), ("2.7.1.post9", "9.0.0 in /opt"),
         ("2.12.0rc1", "9.0.0 in /opt"), ("2.12.0", "none: ASCEND_HOME_PATH is not set"),
-        ("2.12.0", "version not told in /opt"))),
+        ("2.12.0", "version not known in /opt"))),
     ("is 8.5.0 in /opt: install torch_npu 2.6.0.post5 or 2.7.1.post2 or 2.8.0.post2 or 2.9.0, or ",
      (pair("2.7.1"), {"cann": "8.5.0 in /opt"}), (pair("2.7.1"), {"cann": "7.0.0 in /opt"})),
     ("made for this CANN, or CANN 8.3.RC1", (pair("2.7.1"), {"cann": "7.0.0 in /opt"}), (pair("2.7.1"), {})),
-    *((V3, (pair(old), {}), (pair(new), {})) for old, new in (
-        ("2.6.0.post5", "2.7.1.post4"), ("2.7.1", "2.10.0"), ("2.7.1.post2", "2.13.0"), ("2.9.0", "2.10.0"))),
-    ("(CANN 9.0.0): call npu_fusion_attention.", (pair("2.9.0"), {}), (pair("2.10.0"), {})),
     *((STREAMS, (pair(old, **FLA), {}), case) for old, case in (
         ("2.7.1", (pair("2.9.0.post3", **FLA), {})), ("2.7.1.post2", (pair("2.13.0", **FLA), {})),
         ("2.6.0", (pair("2.6.0"), {})), ("2.9.0.post1", (pair("2.9.0.post1"), {})))),

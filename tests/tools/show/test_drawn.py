@@ -1,8 +1,9 @@
-"""One table: what is shown, in each size, beside the text that a person has read.
+"""One table: what is shown, in words and in each size, beside the text that a person has read.
 
 `python tests/tools/show/test_drawn.py` writes drawn.txt anew; what then differs is to be read.
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,9 @@ pytest.importorskip("rich")
 from collate_npu import CollateError, ContextParallel, PaddingCollator, Pattern, Segments
 from collate_npu.masks import dense
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.tools.drawing import lines
+from collate_npu.tools.describe import describe
 from collate_npu.tools.sheet import sheet_of
-from collate_npu.tools.show import consumer_panels, picture, rank_panels
+from collate_npu.tools.show import consumer_panels, lines, picture, rank_panels, text_of
 
 DRAWN, BETWEEN = Path(__file__).with_name("drawn.txt"), "\n" + "=" * 30 + " "
 DENSE = SimpleNamespace(layer_types=["full_attention"])
@@ -62,24 +63,27 @@ def read(made, *names, ranks=None, **model):
 TWO, FOUR, PACKED = rows(3, 5), rows(4, 4), rows([2, 1], [3], side="right", width=4)
 KINDS = {"full_attention": dense(TWO), "sliding_attention": square(TWO, pattern=Pattern.sliding(2)), "linear": TWO.keep}
 LABELS = torch.tensor([[3, -100, 6, 0, -100], [-100, 2, -100, 4, 5]])
+MIXED = torch.where(torch.arange(140).view(2, 70) % 7 == 3, -100, 5)
 ODD = torch.tril(torch.full((1, 1, 3, 3), 0.5))
 HEADS = torch.cat([dense(FOUR), torch.zeros(2, 1, 4, 4).bool()], 1)
 NAN = ODD.masked_fill(torch.tensor([[0, 0, 0], [0, 0, 0], [1, 0, 0]]).bool(), float("nan"))
 WINDOW, BLIND = Pattern.sliding(2), square(rows(4), (0, 0, 1, 0))
 SLIDING = SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=2)
 NAMED = {"tokenizer": Letters()}
+NESTED = {"none": None, "sparse": torch.eye(2).to_sparse()}
+NESTED["more"] = NESTED
 CASES = {
     "left": (TWO, 29, 90), "right": (rows(3, 5, side="right"),), "packed": (PACKED, 39, 40),
     "a row full": (rows([1] * 11), 45), "no token in a row": (rows(0, 2),), "folded": (rows([70, 30], 200), 90),
     "forty": (rows(40, side="right"), 85, 84), "forty-one": (rows(41), 200), "four thousand": (rows(4096, 7), 90),
-    "many rows": (rows(*range(1, 20)),), "too large": (rows(70_000), {"limit": 4}),
+    "many rows": (rows(*range(1, 20)),), "too large": (rows(70_000),),
     "side by side": (rows(*[20] * 5), 91, 90), "large squares": (rows(*[64] * 5, side="right"), 75, 74),
     "one square more": (rows(*[20] * 3), 91), "narrow": (rows(8), 21, 20),
     "a fold with padding in words": (rows(15), 39, 40), "a row that fits": (rows(22), 61, 60),
-    "one of two": (TWO, {"row": 1}), "limit of two": (TWO, {"limit": 2}), "limit of one": (rows([3, 2]), {"limit": 1}),
-    "one token in two": (rows([1, 2], side="right", width=5), {"limit": 4}), "labels": (batch(TWO, labels=LABELS),),
+    "one of two": (TWO, {"row": 1}), "one token in two": (rows([30, 59], side="right", width=90),),
+    "labels": (batch(TWO, labels=LABELS),),
     "labels of another shape": (batch(TWO, labels=LABELS[:, 1:]),), "labels, floating": (batch(TWO, labels=LABELS / 2),),
-    "labels, folded": (collated(50, 70),), "tokens": (batch(rows(8, 13)), NAMED, 30, 31, 90),
+    "labels, folded": (batch(rows(50, 70), labels=MIXED),), "tokens": (batch(rows(8, 13)), NAMED, 30, 31, 90),
     "tokens, packed": (batch(rows([3, 2], [1], side="right")), NAMED), "wide tokens": (batch(rows(13)), NAMED, 61, 62),
     "no tokens": ({"attention_mask_2d": TWO.keep.tolist()}, NAMED),
     "no such tokens": ({**batch(TWO), "input_ids": torch.full((2, 5), -1)}, NAMED), "a mask": (dense(TWO),),
@@ -113,6 +117,10 @@ CASES = {
     "no mask": ({"input_ids": torch.ones(2, 3).long()},),
     "values as well": (batch(TWO, attention_mask=dense(TWO, polarity="bias") + torch.arange(5.0)),),
     "its own window": (batch(FOUR, attention_mask=square(FOUR, pattern=WINDOW)),),
+    "True is blocked, three dimensions": (batch(TWO, attention_mask=dense(TWO, polarity="masked")[:, 0]),),
+    "added, beside the row": ({**batch(TWO), "attention_mask": dense(TWO, polarity="bias")},),
+    "packed, with positions": (batch(PACKED, position_ids=PACKED.position_ids),),
+    "no tensors": ({"input_ids": torch.ones(1, 1 << 17).long(), "x": object(), "names": ["a"], "n": NESTED},),
     "megatron": (read(TWO, "megatron", "transformer_engine", "mindspeed", model_type="qwen3_next"),),
     "transformers": (read(rows([4, 1], [5]), "transformers", model=SLIDING, model_type=None),),
     "nothing in the mask's place": (read(rows(2, 3, side="right"), "mindspeed_dense", "transformers"),),
@@ -132,26 +140,30 @@ def short(panel):
     )
 
 
-def drawn(shown, *how):
-    """The text, and lines of so many columns (60) with the colours of their signs."""
-    how, widths = (
-        next((one for one in how if isinstance(one, dict)), {}),
-        [one for one in how if isinstance(one, int)] or [60],
+def described(batch):
+    """In words, without those that are others' to test: of refusals, hazards and routes."""
+    words = re.sub(
+        r"^(hazard|padding|no mask is(?: not)? exact|cheapest exact form): .+", r"\1", describe(batch), flags=re.M
     )
+    return re.sub(r"^Segments\(.+\)", "Segments(...)", words, flags=re.M)
+
+
+def drawn(shown, *how):
+    """The text, and the drawing of so many columns (60) with the colours of its signs."""
+    options = next((one for one in how if isinstance(one, dict)), {})
+    width = next((one for one in how if isinstance(one, int)), 60)
     if isinstance(shown, list):
         sheet, text = replace(sheet_of(TWO), panels=tuple(shown)), ""
     else:
-        sheet, text = sheet_of(shown, **{k: v for k, v in how.items() if k != "limit"}), str(picture(shown, **how))
+        sheet, text = sheet_of(shown, **options), str(picture(shown, **options))
     for panel in sheet.panels:
         text = text.replace(panel.refused or "\0", short(panel).refused)
-    sheet, out, styles = replace(sheet, panels=tuple(map(short, sheet.panels))), [text], set()
-    for width in widths:
-        made = lines(sheet, width)
-        assert max((line.cell_len for line in made), default=0) <= width
-        out.append(f"[{width}]\n" + "\n".join(line.plain.rstrip() for line in made))
-        signs = ((line.plain[span.start : span.end], span.style) for line in made for span in line.spans)
-        styles |= {f"{sign} {style}" for sign, style in signs if sign in "■⬚◧+-o×!12"}
-    return "\n".join([*out, "; ".join(sorted(styles))]).strip()
+    made = lines(replace(sheet, panels=tuple(map(short, sheet.panels))), width)
+    cells = [line for line in made if line and len(line[0][0]) < 6]
+    assert max((sum(len(piece) for piece, _ in line) for line in cells), default=0) <= width + 3  # the gap at the end
+    styles = {f"{sign} {style}" for line in made for sign, style in line if sign in {*"■⬚◧+-o×!12"}}
+    words = [described(shown), ""] if isinstance(shown, dict) else []
+    return "\n".join([*words, text, f"[{width}]", text_of(made), "; ".join(sorted(styles))]).strip()
 
 
 def written():

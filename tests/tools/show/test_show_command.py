@@ -18,6 +18,7 @@ from collate_npu import CollateError, PaddingCollator, Segments
 from collate_npu.masks import dense
 from collate_npu.testing import byte_tokenizer
 from collate_npu.tools.show import picture
+from collate_npu.tools.terminal import ASCII
 
 HYBRID = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
 
@@ -54,21 +55,21 @@ def saved(tmp_path):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ("--lengths 3,5 --side left", ["attention_mask: bool [2, 1, 5, 5]", "  0 ⬚ ⬚ ■ ■ ■  40% padding\n  1 ■ ■ ■ ■ ■  "]),
-        ("--lengths 3+2,6", ["  0 1 1 1 2 2 ⬚  17% padding\n  1 1 1 1 1 1 1 "]),
-        ("--lengths 3,2 --packed", ["  0 1 1 1 2 2   0% padding", "cu_seq_lens_q"]),
+        ("--lengths 3,5 --side left", ["attention_mask: bool [2, 1, 5, 5]", "  0 ⬚ ⬚ ■ ■ ■"]),
+        ("--lengths 3+2,6", ["  0 1 1 1 2 2 ⬚"]),
+        ("--lengths 3,2 --packed", ["  0 1 1 1 2 2", "cu_seq_lens_q"]),
         ("--lengths 3+2,5 --consumer megatron --consumer transformer_engine --model-type qwen3",
          ["megatron: attention_mask 4D, True is blocked", "transformer_engine\nrefused: attention_mask"]),
-        ("--lengths 3,2 --consumer megatron", ["33% padding"]),
+        ("--lengths 3,2 --consumer megatron", ["  0 ■ ■ ■"]),
         ("--lengths 8,6 --cp 2", ["rank 0 of 2: zigzag, holds places 0-1, 6-7", "rank 1 of 2: zigzag, holds places 2-5"]),
-        ("--lengths 3+2,6 --cp 2", ["  0 1 1 1 2 2 ⬚ ⬚ ⬚  38% padding"]),
+        ("--lengths 3+2,6 --cp 2", ["  0 1 1 1 2 2 ⬚ ⬚ ⬚"]),
         ("--lengths 6,8 --cp 4 --layout ulysses_ring --ulysses 2 --consumer megatron", ["rank 3 of 4: ulysses_ring"]),
         ("--lengths 5,8 --cp 2 --packed", ["rank 1 of 2: document_zigzag", "places 2-5, 10-13"]),
         ("--batch {}/wrong.pt",
          ["refused: attention_mask:", "1 wrong", "   5 ■ ■ - ■ ■ ■ ⬚ ⬚", "- is blocked and ought to attend"]),
-        ("--batch {}/batch.pt --tokenizer {}/tokenizer --row 1", ["7 A ", "row 1 "]),
+        ("--batch {}/batch.pt --tokenizer {}/tokenizer --row 1", ["   7 ■ ■ ■ ■ ■ ■ ■ ■ A", "row 1 "]),
         ("--mask {}/mask.npy", ["bool [2, 1, 3, 3], True attends", "found: 2 rows of 3, one sequence each; padding"]),
-        ("--data {}/lines.txt --side left --batch-size 2 --max-length 12", ["[2, 12]", "  1 n "]),
+        ("--data {}/lines.txt --side left --batch-size 2 --max-length 12", ["[2, 12]", "■ ⬚ n"]),
         ("--data {}/lines.jsonl", ["1 row of 13", "o o o"]),
     ],
 )  # fmt: skip
@@ -82,16 +83,18 @@ def test_each_input_and_each_view_fits_the_console(saved, args, said, width):
 
 
 def test_what_is_too_large_to_be_looked_at(monkeypatch):
-    monkeypatch.setattr("collate_npu.tools.show.MOST_PLACES", 32)
+    monkeypatch.setattr("collate_npu.tools.show.MOST_SQUARE", 32)
     assert ["attention_mask: bool [2, 1," in shown("--side=left", "--lengths", n) for n in ("3,4", "3,5")] == [True, False]
 
 
-def test_a_terminal_that_cannot_print_the_signs(recwarn):
+@pytest.mark.parametrize("encoding", ["ascii", "gbk"])
+def test_a_terminal_that_cannot_print_the_signs(recwarn, encoding):
     """And nothing is said of the batches it makes."""
-    done = typed("show", "--lengths", "3,5", "--side", "left", encoding="ascii")
-    assert "  0 . . # # #  40% padding" in done.stdout
+    done = typed("show", "--lengths", "3,5", "--side", "left", encoding=encoding)
+    assert "  0 . . # # #" in done.stdout
     assert "# attends, real   . blocked, padding" in done.stdout
     assert not recwarn.list
+    assert all(chr(sign).translate(ASCII).isascii() for sign in ASCII)
 
 
 def test_one_row_of_a_batch_is_written_too(saved):

@@ -1,4 +1,4 @@
-"""Kernel calls: how each kernel is told of sequences, by the name of the function or module that is called.
+"""Known kernels: their names, and how the arguments of a call name sequences and padding.
 
 One row a name, whoever defines it: stacks copy kernels under their own names, or call fla's, and transformers' plain
 functions take the place of both. What a call was told is read off its arguments; the contract of the operator, where there
@@ -27,17 +27,21 @@ from collate_npu.kernels.call_boundaries import (
     by_numbers,
     by_offsets,
     evaluated,
+    offset_values,
     row_of,
     row_starts,
-    segments_told,
     zeros_of,
 )
-from collate_npu.kernels.fusion_attention.operator_call import AttentionCall, blocked_scores, sizes_of
-from collate_npu.kernels.gated_delta.contract import rows_and_tokens
-from collate_npu.kernels.gated_delta.operator_call import Call, Operator, by_own_names
-from collate_npu.kernels.gated_delta.operators import find_operator, operator_named
+from collate_npu.kernels.fusion_attention.contract import AttentionCall, blocked_scores, sizes_of
+from collate_npu.kernels.gated_delta.operators import (
+    Call,
+    Operator,
+    by_own_names,
+    find_operator,
+    operator_named,
+    rows_and_tokens,
+)
 
-_SCAN, _SPLIT_SCAN = "mamba.mamba_chunk_scan_combined", "mamba.mamba_split_conv1d_scan_combined"
 Reader = Callable[[str, Mapping[str, Any]], Told]
 
 
@@ -136,7 +140,7 @@ def _plain_layer(kind: Kind) -> Reader:
 def _attention(
     kernel: str, shape: tuple[int, int], rows: Callable[[int], Attended], by: str = "", window: int | None = None
 ) -> Told:
-    """Of rows `[B, T]`, each with whom its queries attend."""
+    """Return the boundaries of rows `[B, T]`, each with whom its queries attend."""
     B, T = shape
     if by and T * T > MOST_SCORES:
         raise UnreadError(f"a mask of {T} x {T} is too large to look at")
@@ -147,7 +151,7 @@ def _attention(
 
 
 def _bare(kernel: str, shape: tuple[int, int], causal: bool, window: int | None = None) -> Told:
-    """Of rows without a mask: causal ones read what stands before them, others everything."""
+    """Return the boundaries of rows without a mask: causal ones read what stands before them, others everything."""
     told = _attention(kernel, shape, lambda b: (torch.ones(shape[1], shape[1], dtype=torch.bool),) * 2, window=window)
     return replace(told, allowed=None, causal=True) if causal else told
 
@@ -161,7 +165,7 @@ def _flat(
     window: int | None,
     causal: bool | None = None,
 ) -> Told:
-    """Of a flat row, told by offsets of queries and keys, which are the same tokens."""
+    """Return the boundaries of a flat row by its offsets; queries and keys are the same tokens."""
     first_T, neutral_T = by_offsets(offsets, total)
     if keys and keys != offsets:
         if len(keys) != len(offsets) or keys[-1] != offsets[-1] or neutral_T.any():
@@ -261,8 +265,8 @@ def _varlen(kernel: str, values: Mapping[str, Any]) -> Told:
     q = next(values[name] for name in ("q", "query", "qkv") if name in values)
     if not names:
         raise UnreadError("it has no offsets")
-    keys = segments_told(values, names[0].replace("_q", "_k")) if names[0] != "cu_seqlens" else ()
-    told, size = segments_told(values, names[0]), _window(values)
+    keys = offset_values(values, names[0].replace("_q", "_k")) if names[0] != "cu_seqlens" else ()
+    told, size = offset_values(values, names[0]), _window(values)
     return _flat(kernel, told, keys, q.shape[0], names[0], size, _causal(values))
 
 
@@ -314,11 +318,11 @@ def _core(kernel: str, values: Mapping[str, Any]) -> Told:
 def _packed(kernel: str, read: Mapping[str, Any], name: str, total: int) -> Told:
     """Places by the padded offsets, where there are any; how many of them are tokens, by the others."""
     ranks = getattr(getattr(read["self"], "config", None), "context_parallel_size", 1) or 1
-    total *= ranks if segments_told(read, name)[-1:] == (ranks * total,) else 1  # of the whole row, on each rank
-    keys = segments_told(read, name.replace("_q", "_kv"))
-    told = _flat(kernel, segments_told(read, name), keys, total, name, _window(read))
-    lengths = np.diff(segments_told(read, "cu_seqlens_q"))
-    starts = np.array(segments_told(read, name))[:-1]
+    total *= ranks if offset_values(read, name)[-1:] == (ranks * total,) else 1  # of the whole row, on each rank
+    keys = offset_values(read, name.replace("_q", "_kv"))
+    told = _flat(kernel, offset_values(read, name), keys, total, name, _window(read))
+    lengths = np.diff(offset_values(read, "cu_seqlens_q"))
+    starts = np.array(offset_values(read, name))[:-1]
     if name == "cu_seqlens_q" or not len(lengths):
         return told
     if len(lengths) != len(starts):  # of other sequences
@@ -329,38 +333,52 @@ def _packed(kernel: str, read: Mapping[str, Any], name: str, total: int) -> Told
     return replace(told, neutral_T=told.neutral_T | behind_T)
 
 
-KERNELS: dict[str, tuple[Kind, Reader]] = {
-    **{
-        name: ("rule", _recurrent("rule", "fla"))
-        for name in (
-            *("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"),
-            *("torch_recurrent_gated_delta_rule", "flash_gated_delta_rule", "npu_chunk_gated_delta_rule", "chunk_kda"),
-            *("fused_recurrent_kda", "chunk_gla", "chunk_simple_gla", "chunk_delta_rule", "chunk_lightning_attn"),
-            *("torch_chunk_kda", "chunk_kimi_delta_attention", "fused_chunk_gated_delta_rule"),
-        )
-    },
-    **dict.fromkeys(("mamba_chunk_scan_combined", "mamba2_chunk_scan"), ("rule", _recurrent("rule", _SCAN))),
-    **dict.fromkeys(
-        ("mamba_split_conv1d_scan_combined", "mamba2_split_conv1d_scan_combined"), ("rule", _recurrent("rule", _SPLIT_SCAN))
+def _by_name(*rows: tuple[Kind, Reader, str]) -> dict[str, tuple[Kind, Reader]]:
+    return {name: (kind, read) for kind, read, names in rows for name in names.split()}
+
+
+_RULES = """
+    chunk_gated_delta_rule fused_recurrent_gated_delta_rule torch_chunk_gated_delta_rule torch_recurrent_gated_delta_rule
+    flash_gated_delta_rule npu_chunk_gated_delta_rule fused_chunk_gated_delta_rule chunk_kda fused_recurrent_kda
+    torch_chunk_kda chunk_kimi_delta_attention chunk_gla chunk_simple_gla chunk_delta_rule chunk_lightning_attn
+"""
+KERNELS = _by_name(
+    ("rule", _recurrent("rule", "fla"), _RULES),
+    ("rule", _recurrent("rule", "mamba.mamba_chunk_scan_combined"), "mamba_chunk_scan_combined mamba2_chunk_scan"),
+    (
+        "rule",
+        _recurrent("rule", "mamba.mamba_split_conv1d_scan_combined"),
+        "mamba_split_conv1d_scan_combined mamba2_split_conv1d_scan_combined",
     ),
-    **dict.fromkeys(("selective_scan_fn", "mamba_selective_scan", "mamba_inner_fn"), ("rule", _selective_scan)),
-    "causal_conv1d_fn": ("convolution", _recurrent("convolution", "causal_conv1d")),
-    "causal_conv1d": ("convolution", _recurrent("convolution", "fla_conv")),
-    "conv1d": ("convolution", _plain_convolution),
-    "npu_causal_conv1d": ("convolution", _recurrent("convolution", "fla_npu_conv")),
-    "scaled_dot_product_attention": ("attention", _sdpa),
-    "eager_attention_forward": ("attention", _by_module),
-    "flex_attention": ("attention", _flex),
-    "flex_attention_forward": ("attention", _flex),
-    **dict.fromkeys(("flash_attn_func", "flash_attn_qkvpacked_func"), ("attention", _flash)),
-    **dict.fromkeys(("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "varlen_attn"), ("attention", _varlen)),
-    **dict.fromkeys(("npu_fusion_attention", "npu_fusion_attention_v3"), ("attention", _fusion)),
-}
+    ("rule", _selective_scan, "selective_scan_fn mamba_selective_scan mamba_inner_fn"),
+    ("convolution", _recurrent("convolution", "causal_conv1d"), "causal_conv1d_fn"),
+    ("convolution", _recurrent("convolution", "fla_conv"), "causal_conv1d"),
+    ("convolution", _recurrent("convolution", "fla_npu_conv"), "npu_causal_conv1d"),
+    ("convolution", _plain_convolution, "conv1d"),
+    ("attention", _sdpa, "scaled_dot_product_attention"),
+    ("attention", _by_module, "eager_attention_forward"),
+    ("attention", _flex, "flex_attention flex_attention_forward"),
+    ("attention", _flash, "flash_attn_func flash_attn_qkvpacked_func"),
+    ("attention", _varlen, "flash_attn_varlen_func flash_attn_varlen_qkvpacked_func varlen_attn"),
+    ("attention", _fusion, "npu_fusion_attention npu_fusion_attention_v3"),
+)
 """Functions, by their names."""
-MODULES: dict[str, tuple[Kind, Reader]] = {
-    **dict.fromkeys(("DotProductAttention", "TEDotProductAttention"), ("attention", _core)),
-    "Conv1d": ("convolution", _plain_convolution),
-    "MiniMaxLightningAttention": ("rule", _plain_layer("rule")),
-    **dict.fromkeys(("Inkling2DynamicShortConvolution", "ZayaCCAProjection"), ("convolution", _plain_layer("convolution"))),
-}
+MODULES = _by_name(
+    ("attention", _core, "DotProductAttention TEDotProductAttention"),
+    ("convolution", _plain_convolution, "Conv1d"),
+    ("rule", _plain_layer("rule"), "MiniMaxLightningAttention"),
+    ("convolution", _plain_layer("convolution"), "Inkling2DynamicShortConvolution ZayaCCAProjection"),
+)
 """Modules that are kernels themselves, by the names of their classes."""
+OF_TORCH = ("torch", "torch.nn.functional", "torch.nn.attention.flex_attention", "torch.nn.attention.varlen")
+"""Modules of torch whose functions are wrapped."""
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_FUSION = (
+    *("query", "key", "value", "head_num", "input_layout", "pse", "padding_mask", "atten_mask", "scale", "keep_prob"),
+    *("pre_tockens", "next_tockens", "inner_precise", "prefix", "actual_seq_qlen", "actual_seq_kvlen", "sparse_mode"),
+)
+POSITIONAL: dict[str, tuple[str, ...]] = {
+    "scaled_dot_product_attention": _SDPA, "conv1d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+    "npu_fusion_attention": _FUSION, "npu_fusion_attention_v3": _FUSION,
+}  # fmt: skip
+"""Parameters of functions of C++, which have no signature."""

@@ -9,17 +9,16 @@ import copy
 import io
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import megatron_on_cpu  # noqa: F401  (before swift.megatron)
 import torch
-from cpu_world import Attention
 from mcore_bridge.model.modules import gated_delta_net as native
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron_world import Attention
 from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 from swift.megatron.pipelines.train.sft import MegatronSft
-from swift_launch import MEGATRON
+from test_swift_sft import MEGATRON, save_rows
 
 from collate_npu.integrations import swift
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
@@ -28,7 +27,6 @@ REACHED: list[Any] = []
 """The offsets of each convolution, and its width."""
 _BUILT: dict[str, Any] = {}
 _local = DotProductAttention.forward
-os.environ |= {"GENERATIVE_RERANKER_POSITIVE_TOKEN": "y", "GENERATIVE_RERANKER_NEGATIVE_TOKEN": "n"}  # one byte each
 
 
 def question(i: int) -> list[dict[str, str]]:
@@ -39,49 +37,28 @@ def answered(i: int, text: str) -> list[dict[str, str]]:
     return [*question(i), {"role": "assistant", "content": text}]
 
 
+def pair(i: int) -> dict[str, Any]:
+    return {"messages": answered(i, "good"), "rejected_messages": answered(i, "b" * (i + 1))}
+
+
 KINDS: dict[str, tuple[type, tuple[str, ...], Any]] = {
     "seq_cls": (
         MegatronSft,
         ("--task_type", "seq_cls", "--num_labels", "3", "--problem_type", "single_label_classification"),
         lambda i: {"messages": question(i), "label": i % 3},
     ),
-    "embedding": (
-        MegatronSft,
-        ("--task_type", "embedding", "--loss_type", "infonce"),
-        lambda i: {"messages": question(i), "positive_messages": [question(5 - i)]},
-    ),
-    "reranker": (
-        MegatronSft,
-        ("--task_type", "generative_reranker", "--loss_type", "pointwise_reranker"),
-        lambda i: {
-            "messages": question(i),
-            "positive_messages": [[{"role": "assistant", "content": "yes" * i}]],
-            "negative_messages": [[{"role": "assistant", "content": "n"}]],
-        },
-    ),
-    "rm": (
-        MegatronRLHF,
-        ("--rlhf_type", "rm"),
-        lambda i: {"messages": answered(i, "good"), "rejected_messages": answered(i, "b" * (i + 1))},
-    ),
-    "dpo": (
-        MegatronRLHF,
-        ("--rlhf_type", "dpo"),
-        lambda i: {"messages": answered(i, "good"), "rejected_messages": answered(i, "b" * (i + 1))},
-    ),
+    "rm": (MegatronRLHF, ("--rlhf_type", "rm"), pair),
+    "dpo": (MegatronRLHF, ("--rlhf_type", "dpo"), pair),
     "flat": (
         MegatronSft,
         ("--padding_free", "true", "--megatron_extra_kwargs", '{"deterministic_mode": false, "persist_layer_norm": false}'),
         lambda i: {"messages": answered(i, "ok" * i)},
     ),
-    "kto": (MegatronRLHF, ("--rlhf_type", "kto"), lambda i: {"messages": answered(i, "ok" * i), "label": i % 2 == 0}),
 }
 
 
 def build(kind: str, model: str, folder: str) -> Any:
     """The trainer that `megatron sft` or `megatron rlhf` would train, and its encoded samples."""
-    from swift_launch import save_rows
-
     if kind not in _BUILT:
         pipeline_class, words, row = KINDS[kind]
         rows = save_rows(Path(folder) / f"{kind}.jsonl", [row(i) for i in range(1, 6)])
@@ -92,8 +69,6 @@ def build(kind: str, model: str, folder: str) -> Any:
             samples, _ = pipeline._prepare_dataset()
             pipeline.args.init_iters(samples, None)
             trainer = pipeline.prepare_trainer()
-        if kind == "kto":  # NCCL gathers a scalar, which Gloo does not
-            trainer.dummy_kto_trainer.accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x.reshape(-1))
         _BUILT[kind] = trainer, samples
     return _BUILT[kind]
 
@@ -172,7 +147,7 @@ def measure(model: str, folder: str, kind: str, sizes: list[int], order: list[in
 
 def _measure(kind: str, trainer: Any, samples: Any, sizes: list[int], order: list[int]) -> dict[str, Any]:
     seen: list[Any] = []
-    watched(trainer, "get_logps" if kind in ("dpo", "kto") else "get_last_tokens", seen)
+    watched(trainer, "get_logps" if kind == "dpo" else "get_last_tokens", seen)
     batches = rows_of(kind, samples, sizes)
     steps = [step(trainer, rows) for rows in batches]
     losses, pooled = {}, {}
@@ -205,27 +180,3 @@ def _joined(parts: list[Any], halves: bool) -> Any:
     return torch.cat(
         [torch.cat([part[: len(part) // 2] for part in parts]), torch.cat([part[len(part) // 2 :] for part in parts])]
     )
-
-
-def per_token(model: str, folder: str) -> dict[str, float]:
-    """What GRPO reads of policy and reference (rlhf_mixin.py:95, trainers/utils.py:412): the error against samples alone."""
-    trainer, samples = build("dpo", model, folder)
-    swift.install()
-    try:
-        drawn = [samples[0], samples[1]]
-        padded, rows = _logps(trainer, drawn), [_logps(trainer, [sample]) for sample in drawn]
-    finally:
-        swift.uninstall()
-    errors, size = [], 0.0
-    for i, alone in enumerate(rows):
-        for half, lonely in zip((i, i + 2), alone):  # two chosen, then two rejected
-            real = lonely != 0
-            errors.append(float((padded[half, : len(lonely)] - lonely)[real].abs().max()))
-            size = max(size, float(lonely.abs().max()))
-    return {"error": max(errors), "size": size}
-
-
-def _logps(trainer: Any, rows: list[Any]) -> torch.Tensor:
-    batch = trainer.data_collator(copy.deepcopy(rows))
-    logps, _ = trainer.compute_per_token_logps(trainer.unwrapped_models[0], iter([batch]))
-    return logps * (batch["labels"].roll(-1, dims=-1) != -100)

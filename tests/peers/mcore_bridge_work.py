@@ -1,36 +1,50 @@
-"""What the tests of mcore-bridge have processes do: run real models, write JSON.
+"""What the tests of mcore-bridge have processes do: run real models on a CPU, write JSON.
 
-`python bridge_work.py OUT`, once for each value of USE_MCORE_GDN: padded rows, then flat ones. Each case: which layers
-received what, and how far real tokens are from each sample alone. fla's kernels are the references, which leave unwritten
-what no sequence covers, and Transformer Engine's attention goes by the offsets, as in megatron_world.
-`python bridge_work.py OUT FAMILY ...` in two processes: ms-swift's own batches, each rank alone and both as ranks of a row.
+`python mcore_bridge_work.py OUT`, once for each value of USE_MCORE_GDN: padded rows, then flat ones. Each case: which layers
+received what, and how far real tokens are from each sample alone. With families behind OUT, in two processes: ms-swift's own
+batches, each rank alone and both as ranks of a row.
+
+Models are tiny, random, float32, built as ms-swift builds them; hardware alone is stood in for (`megatron_world`). Local
+attention without a mask is causal, as a flash kernel is.
 """
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import MagicMock, patch
 
-import bridge_world as world  # first: the stand-ins
-import swift_world
+import swift_world  # first: it puts the stand-ins for Transformer Engine in place
 import torch
 import torch.distributed as dist
 import transformers.utils
-from cpu_world import convolution
 from mcore_bridge.model.modules import gated_delta_net
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.common.embeddings import rotary_pos_embedding
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron_world import TEDotProductAttention, _rotary_part
+from megatron.core.tensor_parallel import random
+from megatron_world import (
+    DENSE,
+    UNFUSED,
+    TEDotProductAttention,
+    causal_conv1d,
+    fill,
+    groups,
+    hardware,
+    layers,
+    regroup,
+    rotary_part,
+)
 from swift_world import LOCAL, arguments
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from collate_npu import BatchAdapter, PaddingCollator, Segments, check_delivery
@@ -39,6 +53,118 @@ from collate_npu.integrations.megatron import gpt_batch, mcore_bridge
 from collate_npu.kernels.gated_delta import reference_gated_delta_rule
 from collate_npu.masks import dense
 from collate_npu.parallel import ContextParallel, gather_sequence, pad_documents
+
+NATIVE = os.environ.get("USE_MCORE_GDN", "1") != "0"
+FREQUENCY = 2
+"""Every second layer is attention: GDN, attention, GDN, attention."""
+
+
+def on_cpu() -> None:
+    """Put a CPU where a card would be. For a process of its own: nothing is given back."""
+    from mcore_bridge.model.mm_gpts.utils import HuggingFaceVit
+
+    groups(context_parallel_size=int(os.environ.get("WORLD_SIZE", "1")))
+    hardware(setattr)
+    layers(setattr)
+    stream = MagicMock()
+    torch.cuda.Stream = torch.cuda.current_stream = lambda *args, **kwargs: stream
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    HuggingFaceVit.to = lambda self, *args, **kwargs: self
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def build(model_type: str, *, moe: bool = False, stages: int = 1, cp: int = 1, **changed: Any) -> list[nn.Module]:
+    """The model as ms-swift's `get_mcore_model` builds it, one module for each pipeline stage, all with the same weights."""
+    from mcore_bridge import get_mcore_model
+    from swift.megatron.model.utils import get_mcore_model_config
+
+    hf = swift_world.config(model_type)
+    text = getattr(hf, "text_config", hf)
+    text.full_attention_interval, text.num_hidden_layers = FREQUENCY, 4
+    text.layer_types = ["linear_attention", "full_attention"] * 2
+    local = {"attention_backend": "local", "masked_softmax_fusion": False, "bridge_backend": None}
+    args = swift_world.arguments(model_type, cp=cp, **local)
+    args.torch_dtype = torch.float32
+    args.pipeline_model_parallel_size = stages
+    args.megatron_extra_kwargs = {
+        **UNFUSED,
+        **({"moe_permute_fusion": False, "moe_grouped_gemm": False} if moe else DENSE),
+        "use_cpu_initialization": True,
+        "deterministic_mode": NATIVE,
+        **changed,
+    }
+    made = []
+    for rank in range(stages):
+        with stage_of(rank, stages):
+            made += get_mcore_model(get_mcore_model_config(args, hf))
+    for module in made:
+        fill(module)
+    return made
+
+
+@contextlib.contextmanager
+def stage_of(rank: int, stages: int) -> Iterator[None]:
+    """This process as one stage of a pipeline: Megatron asks its state, and keeps the group in every module."""
+    group, name = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, "_PIPELINE_MODEL_PARALLEL_GROUP"
+    parallel_state.set_pipeline_model_parallel_world_size(stages)
+    parallel_state.set_pipeline_model_parallel_rank(rank)
+    setattr(parallel_state, name, SimpleNamespace(rank=lambda: rank, size=lambda: stages) if stages > 1 else group)
+    try:
+        yield
+    finally:
+        parallel_state.set_pipeline_model_parallel_world_size(None)
+        parallel_state.set_pipeline_model_parallel_rank(None)
+        setattr(parallel_state, name, group)
+
+
+@contextlib.contextmanager
+def recording(stages: list[nn.Module]) -> Iterator[dict[str, dict[int, Any]]]:
+    """What the layers of the last forward received, by layer number.
+
+    `handed`: which of the two masks a layer got, before anything of ours; `runs`: how often it ran, recomputing included;
+    `gdn`: places whose input to a recurrent layer's projection is exactly zero, bool `[B, S]`; `attention`: the dense mask;
+    `router`: the padding mask, bool `[B, S]`.
+    """
+    seen: dict[str, dict[int, Any]] = {key: {} for key in ("handed", "runs", "gdn", "attention", "router")}
+
+    def note_layer(number: int, module: nn.Module, given: Any, named: dict[str, Any]) -> None:
+        seen["handed"][number] = [key for key in ("attention_mask_2d", "padding_mask") if named.get(key) is not None]
+        seen["runs"][number] = seen["runs"].get(number, 0) + 1
+
+    def note(key: str, number: int, read: Any, module: nn.Module, given: tuple[Any, ...]) -> None:
+        seen[key][number] = read(given)
+
+    with contextlib.ExitStack() as hooks:
+        for layer in (layer for stage in stages for layer in getattr(stage, "language_model", stage).decoder.layers):
+            number, inner = layer.layer_number, layer.self_attention
+            hooks.enter_context(layer.register_forward_pre_hook(partial(note_layer, number), with_kwargs=True))
+            reads = [(inner, name, "gdn", partial(zeros, inner)) for name in ("in_proj", "in_proj_qkvz", "in_proj_qkv")]
+            reads.append((inner, "core_attention", "attention", lambda given: given[3]))
+            reads.append((layer.mlp, "router", "router", lambda given: None if given[1] is None else given[1].T))
+            for owner, name, key, read in reads:
+                if getattr(owner, name, None) is not None:
+                    hook = getattr(owner, name).register_forward_pre_hook(partial(note, key, number, read))
+                    hooks.enter_context(hook)
+        yield seen
+
+
+def zeros(layer: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
+    zero = given[0].eq(0).all(-1)
+    return zero.T if type(layer).__name__ == "GatedDeltaNet" else zero  # Megatron's; transformers' is [B, S, H]
+
+
+def run(stages: list[nn.Module], batch: dict[str, Any]) -> Tensor:
+    """The forward of each stage on the same batch, the hidden states handed on: as Megatron's schedules do it."""
+    out = None
+    for stage in stages:
+        if out is not None:
+            stage.set_input_tensor(out)
+        out = stage(**batch)
+    return out
+
+
+# --- padded rows
 
 LENGTHS, WIDTH, PAD = (7, 3, 5), 8, swift_world.PAD
 FAR = 1e9
@@ -63,8 +189,7 @@ def prepared(model_type: str, kernel: str, data: dict[str, Any]) -> dict[str, An
     return batch
 
 
-@dataclass
-class Alone:
+class Alone(NamedTuple):
     """Each sample by itself, without padding and without us: its logits, and the gradients of all of them."""
 
     logits: list[Tensor]
@@ -76,7 +201,7 @@ def alone(stages: list[Any], lengths: tuple[int, ...] = LENGTHS) -> Alone:
     for row in swift_world.samples(*lengths):
         ids = torch.tensor([row["input_ids"]])
         given = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None], "attention_mask": None}
-        logits += world.run(stages, given)
+        logits += run(stages, given)
         loss_of(logits[-1:], learned(ids)).backward()
     return Alone([row.detach() for row in logits], gradients(stages))
 
@@ -88,19 +213,19 @@ def learned(ids: Tensor) -> Tensor:
 def measure(stages: list[Any], batch: dict[str, Any], side: str, by_itself: Alone) -> dict[str, Any]:
     """Logits and gradients against each sample alone, and what each layer received."""
     data, truth = wire(side, batch["input_ids"].shape[1])
-    with world.recording(stages) as seen:
-        logits = world.run(stages, {**batch, "labels": None})
+    with recording(stages) as seen:
+        logits = run(stages, {**batch, "labels": None})
         loss_of(logits, data["labels"]).backward()
     padding = ~truth.keep
     real = [logits[b, keep].detach() for b, keep in enumerate(truth.keep)]
     return {
         "logits": max(furthest(ours, theirs) for ours, theirs in zip(real, by_itself.logits)),
         "gradients": apart(gradients(stages), by_itself.gradients),
-        "gdn": {n: bool(zero.equal(padding)) for n, zero in seen.gdn.items()},
-        "attention": {n: None if mask is None else list(mask.shape) for n, mask in seen.attention.items()},
-        "router": {n: mask is not None and bool(mask.equal(padding)) for n, mask in seen.router.items()},
-        "handed": seen.handed,
-        "runs": seen.runs,
+        "gdn": {n: bool(zero.equal(padding)) for n, zero in seen["gdn"].items()},
+        "attention": {n: None if mask is None else list(mask.shape) for n, mask in seen["attention"].items()},
+        "router": {n: mask is not None and bool(mask.equal(padding)) for n, mask in seen["router"].items()},
+        "handed": seen["handed"],
+        "runs": seen["runs"],
     }
 
 
@@ -153,40 +278,36 @@ def said(act) -> str:
     return ""
 
 
-def invariance(kernel: str, method: str) -> float:
+def invariance() -> float:
     """How far gradients, those of the routers' losses included, move when the same tokens are padded to twice the width."""
     found = []
-    full = {"recompute_granularity": "full", "recompute_num_layers": 1, "recompute_method": method}
-    stages = world.build("qwen3_next", moe=True, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.1, **full)
+    full = {"recompute_granularity": "full", "recompute_num_layers": 1, "recompute_method": "block"}
+    stages = build("qwen3_next", moe=True, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.1, **full)
     for width in (WIDTH, 2 * WIDTH):
         data, _ = wire("right", width)
-        loss_of(world.run(stages, prepared("qwen3_next", kernel, data) | {"labels": None}), data["labels"]).backward()
+        loss_of(run(stages, prepared("qwen3_next", "local", data) | {"labels": None}), data["labels"]).backward()
         found.append(gradients(stages))
     return apart(*found)
 
 
 def padded_rows() -> dict[str, Any]:
-    world.on_cpu()
-    out: dict[str, Any] = {}
-    for name in ("qwen3_next", "qwen3_next moe", "qwen3_5") if world.NATIVE else ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
-        for npu in (True, False) if name == "qwen3_5" else (True,):
-            npu_there(npu)
-            out |= {f"{name}{'' if npu else ', no npu'}, {key}": value for key, value in cases(name).items()}
+    on_cpu()
     npu_there(True)
-    for kernel, method in (("flash", "uniform"), ("local", "block")) if world.NATIVE else ():
-        for who in ("ours", "upstream"):
-            swift.install() if who == "ours" else swift.uninstall()
-            out[f"router losses, {method}, {who}"] = invariance(kernel, method)
-    for who, (name, cp) in product(("upstream", "ours"), (("qwen3_next", 1), ("qwen3_next", 2), ("qwen3_5", 2))):
+    out: dict[str, Any] = {}
+    for name in ("qwen3_next", "qwen3_next moe", "qwen3_5") if NATIVE else ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+        out |= {f"{name}, {key}": value for key, value in cases(name).items()}
+    for who in ("ours", "upstream") if NATIVE else ():
         swift.install() if who == "ours" else swift.uninstall()
-        out[f"{name} on {cp} ranks is built, {who}"] = said(lambda name=name, cp=cp: world.build(name, cp=cp))
-    return out | delivery() | (holes() | lookahead() if world.NATIVE else {})
+        out[f"router losses, {who}"] = invariance()
+    swift.uninstall()
+    out["built without us"] = said(lambda: build("qwen3_next"))
+    return out | delivery()
 
 
 def delivery() -> dict[str, Any]:
     """What `check_delivery` says of a left-padded batch, with what recurrent layers read and without it."""
     swift.install()
-    (model,) = world.build("qwen3_next")
+    (model,) = build("qwen3_next")
     data, truth = wire("left")
     batch = prepared("qwen3_next", "local", data)
     bare = {key: value for key, value in batch.items() if key != "extra_block_kwargs"}
@@ -194,65 +315,6 @@ def delivery() -> dict[str, Any]:
     found["not delivered"] = said(lambda: check_delivery(model, bare, segments=truth))
     swift.uninstall()
     return found
-
-
-def lookahead() -> dict[str, Any]:
-    """Gradients of left padding against right padding with a prediction layer, past our refusal: by hand."""
-    swift.install()
-    stages = world.build("qwen3_next", mtp_num_layers=1)
-    found: dict[str, dict[str, Tensor]] = {}
-    for ignored, side in product((1, 2), ("left", "right")):
-        data, truth = wire(side)
-        data["labels"].masked_fill_(truth.position_ids < ignored, -100).masked_fill_(~truth.keep, -100)
-        labels = torch.roll(data["labels"], -1, dims=-1)
-        batch = {**data, "labels": labels, "extra_block_kwargs": {"attention_mask_2d": truth.keep}}
-        (world.run(stages, batch) * (labels != -100)).sum().backward()
-        found[f"{ignored} {side}"] = gradients(stages)
-    swift.uninstall()
-    name = "multi-token prediction, left,"
-    return {
-        f"{name} learned labels": apart(found["1 left"], found["1 right"]),
-        f"{name} first two ignored": apart(found["2 left"], found["2 right"]),
-    }
-
-
-def holes() -> dict[str, Any]:
-    """What a hole would do, were it not refused; padding on both sides."""
-    swift.install()
-    stages = world.build("qwen3_next")
-    hole, between = row_of([1, 1, 1, 0, 0, 1, 1, 1]), row_of([0, 1, 1, 1, 1, 1, 1, 0])
-    refused = said(lambda: gpt_batch(hole, stages[0])), said(lambda: prepared("qwen3_next", "local", hole))
-    by_hand = {"position_ids": hole["position_ids"], "extra_block_kwargs": {"attention_mask_2d": hole["attention_mask"]}}
-    by_hand |= {"input_ids": hole["input_ids"], "attention_mask": dense(truth_of(hole), polarity="masked")}
-    packed = hole | {"attention_mask": torch.ones(1, 8), "segment_ids": torch.tensor([[1, 1, 1, 2, 2, 2, 2, 2]])}
-    packed["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
-    found = {
-        "packed, refused": said(lambda: gpt_batch(packed, stages[0])),
-        "hole, refused": refused,
-        "hole, not refused": far_from_alone(stages, hole, by_hand),
-        "padding on both sides": far_from_alone(stages, between, prepared("qwen3_next", "local", between)),
-    }
-    swift.uninstall()
-    return found
-
-
-def row_of(keep: list[int]) -> dict[str, Tensor]:
-    """One row with a 2D mask."""
-    row, ids = torch.tensor([keep]), torch.arange(8)[None] + 3
-    positions = (row.cumsum(1) - 1).clamp(min=0)
-    return {"input_ids": ids, "labels": ids.masked_fill(row == 0, -100), "position_ids": positions, "attention_mask": row}
-
-
-def truth_of(row: dict[str, Tensor]) -> Segments:
-    return Segments.from_ids(row["attention_mask"])
-
-
-def far_from_alone(stages: list[Any], row: dict[str, Tensor], batch: dict[str, Any]) -> float:
-    real = row["attention_mask"][0] != 0
-    ids = row["input_ids"][:, real]
-    alone = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None], "attention_mask": None}
-    with torch.no_grad():
-        return furthest(world.run(stages, {**batch, "labels": None})[0, real], world.run(stages, alone)[0])
 
 
 def npu_there(there: bool) -> None:
@@ -264,21 +326,21 @@ def npu_there(there: bool) -> None:
 
 
 def cases(name: str) -> dict[str, Any]:
+    """With `install`; of what the page of stacks shows without it, too."""
     model_type, _, moe = name.partition(" ")
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    out = {}
-    for plan, stages, changed in (("1 stage", 1, {}), ("2 stages, recomputed", 2, full)):
-        swift.install()  # without it USE_MCORE_GDN=0 cannot build Qwen3-Next
-        is_moe = bool(moe) or model_type.endswith("_moe")
-        built = world.build(model_type, moe=is_moe, stages=stages, moe_aux_loss_coeff=0.0, **changed)
+    swift.install()  # without it USE_MCORE_GDN=0 cannot build Qwen3-Next
+    is_moe, out = bool(moe) or model_type.endswith("_moe"), {}
+    for plan, stages, changed in (("1 stage", 1, {}), ("2 stages, recomputed", 2, full))[: 1 + is_moe]:
+        built = build(model_type, moe=is_moe, stages=stages, moe_aux_loss_coeff=0.0, **changed)
         by_itself = alone(built)
         for kernel, side in (("flash", "right"), ("template", "right"), ("local", "right"), ("local", "left")):
-            for who in ("ours", "upstream"):
+            shown = NATIVE and not moe and (kernel, side) in (("template", "right"), ("local", "left"))
+            for who in ("upstream", "ours") if shown else ("ours",):
                 swift.install() if who == "ours" else swift.uninstall()
                 data = swift_world.collate(arguments(model_type), *LENGTHS) if kernel == "template" else wire(side)[0]
                 batch = prepared(model_type, kernel, data)
                 out[f"{plan}, {kernel}, {side}, {who}"] = measure(built, batch, side, by_itself)
-        swift.install()
         for source, side in product(("gpt_batch", "adapter"), ("left", "right")) if stages == 1 else ():
             out[f"{plan}, {source}, {side}, ours"] = from_ours(built, source, side, by_itself)
     swift.uninstall()
@@ -309,9 +371,9 @@ def kernels_on_cpu() -> None:
         from megatron.core.ssm.gated_delta_net import gdn
 
         gdn.chunk_gated_delta_rule = reference_gated_delta_rule
-    native.causal_conv1d, native.chunk_gated_delta_rule = convolution, reference_gated_delta_rule
-    qwen3_5._fla_causal_conv1d = convolution
-    # transformers' wrapper takes fla's rule where fla is: it reads cu_seqlens. Its convolution stays as it is.
+    native.causal_conv1d, native.chunk_gated_delta_rule = causal_conv1d, reference_gated_delta_rule
+    qwen3_5._fla_causal_conv1d = causal_conv1d
+    # transformers' wrapper takes fla's rule where fla is: it reads cu_seqlens. Its causal_conv1d stays as it is.
     theirs.torch_chunk_gated_delta_rule = reference_gated_delta_rule
 
 
@@ -328,7 +390,7 @@ def flat(name: str) -> dict[str, Any]:
 def measure_flat(stages: list[Any], inputs: dict[str, Any], truth: Segments, by_itself: Alone) -> dict[str, Any]:
     """Logits and gradients against each sample alone."""
     given = {key: value for key, value in inputs.items() if key not in ("labels", "loss_mask")}
-    logits = world.run(stages, given)
+    logits = run(stages, given)
     parts = [logits[0, start : start + n] for n, (_, start, _) in zip(truth.sequence_lengths, truth.spans)]
     ids = [inputs["input_ids"][:, start : start + n] for n, (_, start, _) in zip(truth.sequence_lengths, truth.spans)]
     torch.stack([loss_of([part], learned(row)) for part, row in zip(parts, ids)]).sum().backward()
@@ -348,7 +410,6 @@ SPOILT = {
     "real offsets alone, a tail": ([0, 7, 10, 15], None),
     "padded offsets that end early": ([0, 7, 10, 15], [0, 8, 12, 18]),
     "lengths": ([7, 3, 5], None),
-    "real offsets, and a tail of their own": ([0, 7, 10, 15, 20], None),
     "real beside padded": ([0, 7, 10, 15], [0, 8, 12, 20]),
 }
 """Rows 7, 3, 5 by offsets of others; the second reads "a tail", `0 7 10 16`, the others "each padded", `0 8 12 20`."""
@@ -367,39 +428,27 @@ def recurrent_layers_get(stages: list[Any], params: Any) -> Iterator[None]:
             hook.remove()
 
 
-def traps(stages: list[Any]) -> dict[str, Any]:
-    """What offsets of others do upstream, and what is said of them with `install`."""
+def traps(stages: list[Any]) -> dict[str, str]:
+    """What is said of offsets of others."""
     found = {}
     for name, (real, padded) in SPOILT.items():
-        row = "a tail" if name.endswith("a tail") else "each padded"
-        inputs, truth = gpt_batch(flat(row), stages[0], padding_free=True)
-        by_itself, inputs = alone(stages, ROWS[row][0]), {**inputs, "extra_block_kwargs": {}}
+        inputs, _ = gpt_batch(flat("a tail" if name.endswith("a tail") else "each padded"), stages[0], padding_free=True)
+        given = {**only_tokens(inputs), "extra_block_kwargs": {}}
         with recurrent_layers_get(stages, params_of(real, padded, 8)):
-            mcore_bridge.uninstall()
-            upstream = tried(stages, inputs, truth, by_itself)
-            mcore_bridge.install()
-            found[name] = {"upstream": upstream, "ours": tried(stages, inputs, truth, by_itself)}
+            found[name] = said(lambda given=given: run(stages, given))
     return found
-
-
-def tried(stages: list[Any], inputs: dict[str, Any], truth: Segments, by_itself: Alone) -> dict[str, Any]:
-    """What `measure_flat` finds, or what was raised."""
-    found: dict[str, Any] = {}
-    raised = said(lambda: found.update(measure_flat(stages, inputs, truth, by_itself)))
-    gradients(stages)
-    return found | ({"raised": raised} if raised else {})
 
 
 def flat_rows() -> dict[str, Any]:
     kernels_on_cpu()
     mcore_bridge.install()
     out: dict[str, Any] = {}
-    names = ("qwen3_next", "qwen3_next moe", "qwen3_5") if world.NATIVE else ("qwen3_next", "qwen3_5")
+    names = ("qwen3_next", "qwen3_next moe", "qwen3_5") if NATIVE else ("qwen3_next", "qwen3_5")
     for name in names:
         model_type, _, moe = name.partition(" ")
-        stages = world.build(model_type, moe=bool(moe), deterministic_mode=False, moe_aux_loss_coeff=0.0)
-        if model_type == "qwen3_5" and not world.NATIVE:
-            out |= unseparated(stages)
+        stages = build(model_type, moe=bool(moe), deterministic_mode=False, moe_aux_loss_coeff=0.0)
+        if model_type == "qwen3_5" and not NATIVE:
+            out["qwen3_5, side by side"] = unseparated(stages)
             continue
         for row in ROWS:
             inputs, truth = gpt_batch(flat(row), stages[0], padding_free=True)
@@ -427,23 +476,13 @@ def only_tokens(batch: dict[str, Any]) -> dict[str, Any]:
     return {key: batch[key] for key in ("input_ids", "position_ids", "attention_mask", "packed_seq_params")}
 
 
-def unseparated(stages: list[Any]) -> dict[str, Any]:
-    """Qwen3.5 with transformers' layer: what upstream makes of a flat row, and who says so."""
-    found: dict[str, Any] = {}
-    by_itself = alone(stages, ROWS["side by side"][0])
-    found["qwen3_5, gpt_batch"] = said(lambda: gpt_batch(flat("side by side"), stages[0], padding_free=True))
+def unseparated(stages: list[Any]) -> list[str]:
+    """What is said of a flat row of Qwen3.5 with transformers' layer."""
     row, truth = flat("side by side"), Segments.from_lengths([ROWS["side by side"][0]])
     offsets = truth.cu_seqlens.tolist()
-    params = params_of(offsets, offsets, 7)
     inputs = {"input_ids": row["input_ids"], "position_ids": truth.position_ids, "attention_mask": None}
-    inputs["packed_seq_params"] = params
-    found["qwen3_5, install"] = tried(stages, inputs, truth, by_itself)
-    mcore_bridge.uninstall()
-    found["qwen3_5, upstream"] = tried(stages, inputs, truth, by_itself)
-    mcore_bridge.install()
-    one = {"input_ids": inputs["input_ids"][:, :7], "cu_seqlens": torch.tensor([0, 7])}
-    found["qwen3_5, one sequence"] = said(lambda: gpt_batch(one, stages[0], padding_free=True))
-    return found
+    inputs["packed_seq_params"] = params_of(offsets, offsets, 7)
+    return [said(lambda: gpt_batch(row, stages[0], padding_free=True)), said(lambda: run(stages, inputs))]
 
 
 # --- a row on one rank and on two
@@ -454,7 +493,7 @@ def error_on_ranks(family: str, stages: list[Any], flat: bool, by_itself: Alone)
     args = arguments(family, cp=parallel_state.get_context_parallel_world_size(), padding_free=flat)
     batch = swift_world.prepare(args, swift_world.collate(args, *LENGTHS))
     labels, _ = batch.pop("labels"), batch.pop("loss_scale", None)
-    out = world.run(stages, {**batch, "labels": None})
+    out = run(stages, {**batch, "labels": None})
     cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     found, cp = gradients(stages), ContextParallel.from_megatron()
     for grad in found.values() if cp.size > 1 else ():
@@ -470,7 +509,7 @@ def cells_on(family: str, known: Any = None) -> dict[str, Any]:
     """On the groups that stand: each layout, without us and with us."""
     shared, out, no_kernels = known is not None, {}, patch.object(gated_delta_net, "causal_conv1d", None)
     try:
-        stages = world.build(family, cp=dist.get_world_size() if shared else 1, deterministic_mode=False)
+        stages = build(family, cp=dist.get_world_size() if shared else 1, deterministic_mode=False)
     except AssertionError as refusal:
         raised = {"error": None, "refused": f"AssertionError: {refusal}"}
         return {"context parallel": {"alone": [raised], "ours": [raised]}}
@@ -491,14 +530,13 @@ def cells_on(family: str, known: Any = None) -> dict[str, Any]:
 
 
 def on_ranks(families: list[str]) -> dict[str, Any]:
-    world.on_cpu()
+    on_cpu()
     kernels_on_cpu()
     npu_there(True)
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = _rotary_part
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = rotary_part
     found: dict[str, Any] = {}
     for ranks in (1, dist.get_world_size()):
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+        regroup(context_parallel_size=ranks)
         for family in families:
             told = found.setdefault(family, {})
             told |= cells_on(family, told.pop("known", None))

@@ -1,18 +1,21 @@
-"""Kernel calls: what Megatron's attention was told, by its own reading of masks and offsets."""
+"""Known kernels: what the arguments of a call say of sequences, Megatron's by its own reading of masks and offsets."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import strategies
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
 from torch import nn
 
-from collate_npu import Segments
-from collate_npu.kernels.call_boundaries import CallBoundaries as Told, by_offsets, why_differs
-from collate_npu.masks import Pattern, dense
-from collate_npu.proof.forward import Forward, Seen
-from collate_npu.proof.kernel_calls import KERNELS, MODULES, UnreadError
+from collate_npu import CollateError, Segments
+from collate_npu.kernels.call_boundaries import attention_reason, boundary_reason
+from collate_npu.masks import dense
+from collate_npu.masks.patterns import CAUSAL
+from collate_npu.proof import kernel_runs
+from collate_npu.proof.known_kernels import KERNELS, MODULES, UnreadError
 from collate_npu.proof.recorder import arguments_of
 
 KERNEL, (_, READ) = "megatron.DotProductAttention", MODULES["DotProductAttention"]
@@ -29,7 +32,7 @@ def told(module, mask):
 def test_a_mask_is_all_that_the_local_one_reads_and_nothing_to_the_fused_one():
     mask = dense(LEFT, polarity="masked")
     local = told(LOCAL, mask)
-    assert why_differs(local, LEFT) == ""
+    assert boundary_reason(local, LEFT) == ""
     assert not torch.triu(local.allowed(1)[0], 1).any()
     assert torch.triu(told(LOCAL, torch.zeros_like(mask)).allowed(1)[0], 1).any()  # it looks ahead
     assert (told(LOCAL, None).causal, told(FUSED, mask).causal, str(told(FUSED, mask))) == (True, True, "nothing")
@@ -104,47 +107,6 @@ def test_what_functions_of_transformers_swallow_is_not_told(monkeypatch):
     assert arguments_of(takes_all, (1,), {"cu_seqlens": 2}) == {"q": 1}
 
 
-@pytest.mark.parametrize(("rows", "pattern", "judged"), [(2, "causal", True), (1, "causal", False), (2, "", False)])
-def test_positions_of_the_batchs_own_rows_are_judged(rows, pattern, judged):
-    forward = Forward(root=nn.Identity(), number=0, step=0, training=False, truth=LEFT)
-    forward.pattern = Pattern.of(pattern) if pattern else None
-    seen = Seen(layer="", module=None, kernel="", kind="rotary", told=None, positions=np.zeros((rows, 6), int))
-    assert forward.judges(seen) == judged
-    forward.calls = [seen]
-    assert bool(forward.faults()) == judged
-
-
-@pytest.mark.parametrize(("kind", "first", "wrong"), [("rotary", 0, False), ("embedded", 2, False), ("embedded", 0, True)])
-def test_rotary_positions_begin_anywhere_and_those_that_are_embedded_where_the_model_says(kind, first, wrong):
-    forward = Forward(root=nn.Identity(), number=0, step=0, training=False, truth=LEFT, first_position=first)
-    forward.pattern, positions = Pattern.of("causal"), LEFT.position_ids.numpy() + 2
-    forward.calls = [Seen(layer="", module=None, kernel="", kind=kind, told=None, positions=positions)]
-    assert bool(forward.faults()) == wrong
-
-
-MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-
-
-@pytest.mark.parametrize(
-    ("config", "at", "own"),
-    [
-        (MIXED, 0, Pattern.sliding(4)),
-        (MIXED, 1, Pattern.of("causal")),
-        (MIXED, 2, None),  # behind those that are listed
-        (MIXED, None, None),
-        ({"layer_types": ["chunked_attention"], "attention_chunk_size": 4}, 0, Pattern.chunked(4)),
-        ({"sliding_window": 4}, 0, Pattern.sliding(4)),
-        ({"attention_layers": ["global", "local"]}, 0, None),
-        ({}, 0, Pattern.of("causal")),
-    ],
-)
-def test_a_layer_attends_what_the_config_says_of_it(config, at, own):
-    root, layer = nn.Identity(), nn.Identity()
-    root.config, layer.layer_idx = SimpleNamespace(**config), at
-    seen = Seen(layer="", module=layer, kernel="", kind="attention", told=None)
-    assert Forward(root=root, number=0, step=0, training=False)._pattern_of(seen) == own
-
-
 def packed(**offsets):
     params = SimpleNamespace(qkv_format="thd", **{name: torch.tensor(each) for name, each in offsets.items()})
     return READ(KERNEL, {"self": FUSED(), "query": torch.ones(12, 1, 4), "packed_seq_params": params})
@@ -159,28 +121,18 @@ def test_places_by_padded_offsets_and_tokens_by_the_others():
     found = packed(cu_seqlens_q=[0, 3, 7], cu_seqlens_q_padded=[0, 6, 12])
     assert np.flatnonzero(~found.neutral_T).tolist() == [0, 1, 2, 6, 7, 8, 9]
     truth = Segments.from_ids(torch.tensor([[1, 1, 1, 0, 0, 0, 2, 2, 2, 2, 0, 0]]))
-    assert why_differs(found, truth) == ""
+    assert boundary_reason(found, truth) == ""
     less = packed(cu_seqlens_q=[0, 2, 6], cu_seqlens_q_padded=[0, 6, 12])
-    assert "counts for nothing" in why_differs(less, truth)
+    assert "counts for nothing" in boundary_reason(less, truth)
     assert not packed(cu_seqlens_q=[0, 7], cu_seqlens_q_padded=[0, 6, 12]).fits
     assert packed(cu_seqlens_q_padded=[0, 6, 12]).fits
     assert not packed(cu_seqlens_q=[0, 12, 24]).fits
     row, sides = Segments.from_lengths([[6, 6]]), {"cu_seqlens_q": [0, 6, 12]}
-    assert why_differs(packed(**sides, cu_seqlens_kv=[0, 6, 12]), row) == ""
-    assert "goes on from another sequence" in why_differs(packed(**sides, cu_seqlens_kv=[0, 5, 12]), row)
-    assert "does not read the 1 first" in why_differs(packed(**sides, cu_seqlens_kv=[0, 7, 12]), row)
+    assert boundary_reason(packed(**sides, cu_seqlens_kv=[0, 6, 12]), row) == ""
+    assert "goes on from another sequence" in boundary_reason(packed(**sides, cu_seqlens_kv=[0, 5, 12]), row)
+    assert "does not read the 1 first" in boundary_reason(packed(**sides, cu_seqlens_kv=[0, 7, 12]), row)
     with pytest.raises(UnreadError, match="other tokens than its keys"):
         packed(**sides, cu_seqlens_kv=[0, 5, 11])
-
-
-@given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.sampled_from([None, 1, 2, 9]))
-def test_a_flat_row_is_told_right_by_all_its_offsets_whatever_the_window(lengths, window):
-    truth, T = Segments.from_lengths([lengths]), sum(lengths)
-    offsets = np.cumsum([0, *lengths])
-    why = lambda at: why_differs(Told("flash", "attention", (1, T), *by_offsets(at, T), "cu", window), truth)  # noqa: E731
-    assert why(offsets) == ""
-    for n in range(1, len(lengths)):
-        assert f"(0, {offsets[n]}) goes on from another sequence" in why(np.delete(offsets, n))
 
 
 X = torch.ones(2, 6, 1, 4)
@@ -207,13 +159,25 @@ def test_a_call_that_is_not_read_says_why(says):
         KERNELS[name][1](name, values)
 
 
-@pytest.mark.parametrize("segments", [LEFT, Segments([[1, 1, 2, 2, 2, 0]])], ids=["left", "packed"])
-@pytest.mark.parametrize("layout", ["BSND", "TND"])
-def test_the_operator_of_torch_npu_is_told_what_its_arguments_say(layout, segments):
-    from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
+class AskedError(Exception):
+    """Raised in the place of the operator."""
 
-    x = torch.ones(*segments.shape, 1, 4)[segments.keep] if layout == "TND" else torch.ones(*segments.shape, 1, 4)
-    given = {**fusion_attention_kwargs(segments, layout=layout), "query": x, "key": x, "value": x, "head_num": 1}
-    found = KERNELS["npu_fusion_attention"][1]("torch_npu.npu_fusion_attention", given)
-    truth = Segments.from_lengths([segments.sequence_lengths]) if layout == "TND" else segments
-    assert why_differs(found, truth) == ""
+
+@pytest.mark.parametrize("kernel", kernel_runs.KERNELS, ids=lambda kernel: kernel.name)
+@given(segments=strategies.segments())
+def test_what_our_arguments_say_is_read_off_them(kernel, segments):
+    """Of every operator, in each of its forms: no real token goes on from others, or attends others, than its own."""
+    for form in kernel.forms:
+        held = {}
+
+        def ask(_, held=held, **arguments):
+            held.update(arguments)
+            raise AskedError
+
+        with suppress(AskedError, CollateError):
+            kernel.call(ask, kernel_runs.Truth("", segments), kernel.problem.draw(segments), form)
+        if held and "initial_state" not in held:  # else it has no form for these, or is not read
+            told = KERNELS[kernel.name.rpartition(".")[2]][1](kernel.name, held)
+            rows = range(0 if told.allowed is None else told.shape[0])
+            assert [*filter(None, (attention_reason(segments, CAUSAL, b, told.allowed(b)) for b in rows))] == []
+            assert rows or boundary_reason(told, segments) == ""
