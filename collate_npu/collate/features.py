@@ -88,6 +88,8 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
     name = held[0][1]
     named = [row for row, each in held if each == name]
     tokens = [feature[name] for feature in named]
+    if all(rank_of(row) == 2 for row in tokens):  # choices of a sample, [C, L]
+        return [], None
     lengths = _lengths({"input_ids": Rows(tokens)})
     truth: dict[str, list[Any]] = {}
     for key in of_kind(KEYS, "truth"):
