@@ -371,3 +371,5 @@ def test_choices_of_each_sample_go_through_as_transformers_pads_them():
     assert torch.allclose(model(**batch).logits.flatten(), torch.cat(alone).flatten(), atol=1e-5)
     with pytest.raises(CollateError, match="Pass model="):
         wrap_collator(inner)(samples)
+    with pytest.raises(CollateError, match=r"wrap_collator\(DataCollatorForMultipleChoice"):
+        PaddingCollator(pad_token_id=0)(samples)
