@@ -17,11 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from collate_npu.proof.kernel_runs import Run
 from collate_npu.proof.measure import TIMES, Yardstick
 from collate_npu.tools import terminal
 from collate_npu.tools.audit.case import WAYS, Finding, Whose, size
-from collate_npu.tools.kernels import tables
 from collate_npu.tools.sheet import block_for
 from collate_npu.tools.terminal import INTERRUPTED, WORDS, finite, join_names, largest, number, put, ruled, shortened
 
@@ -48,8 +46,6 @@ class Report:
     not_run: dict[str, str] = field(default_factory=dict)
     kernels: dict[str, dict[str, str]] = field(default_factory=dict)
     """By model: the package that each function of its recurrent layers was found in, where flat rows were asked for."""
-    operators: list[Run] = field(default_factory=list)
-    """Calls of the operators that are installed, on a card."""
     interrupted: bool = False
 
     @property
@@ -57,7 +53,7 @@ class Report:
         """130 before 1 before 2 before 0."""
         if self.interrupted:
             return INTERRUPTED
-        if self.wrong("ours", "yours") or self.wrong_calls:
+        if self.wrong("ours", "yours"):
             return 1
         ran = any(f.logits is not None for f in self.measured("ours", "yours"))
         return 0 if ran and not (self.not_run or self.blind) else 2
@@ -69,12 +65,7 @@ class Report:
 
     def wrong(self, *whose: Whose) -> list[Finding]:
         """The measured cases that are wrong."""
-        return [f for f in self.measured(*whose) if not f.within(self.tolerance)]
-
-    @property
-    def wrong_calls(self) -> list[Run]:
-        """Calls of operators that computed something else, whatever model was audited."""
-        return [run for run in self.operators if run.state == "wrong"]
+        return [f for f in self.measured(*whose) if not f.right]
 
     def worst(self, whose: Whose) -> Finding | None:
         """The case whose largest difference of a logit is the largest; NaN is larger than any."""
@@ -98,8 +89,7 @@ class Report:
         `passed` (true with exit code 0 alone), `verdict` (a word of `WORDS`), `exit_code`, `interrupted`; `settings` and
         versions, `tolerance` (null: by the yardstick); `findings`, a case each (fields of `Finding`); `worst`, for ours,
         yours and elsewhere the worst of them with its error at each token (`by_position`: a list a sequence) or null;
-        `yardsticks` by place; `cannot_tell`, places; `left_out` and `not_run`, the reason by place; `kernels` by model;
-        `operators`, a call of a kernel each.
+        `yardsticks` by place; `cannot_tell`, places; `left_out` and `not_run`, the reason by place; `kernels` by model.
         """
         worst = {whose: self.worst(whose) for whose in get_args(Whose)}
         found = {
@@ -109,7 +99,6 @@ class Report:
             "worst": {whose: f and _fields(f) for whose, f in worst.items()},
             "yardsticks": {place: asdict(yardstick) for place, yardstick in self.yardsticks.items()},
             "cannot_tell": self.blind, "left_out": self.left_out, "not_run": self.not_run, "kernels": self.kernels,
-            "operators": [asdict(run) for run in self.operators],
         }  # fmt: skip
         return {key: finite(value) for key, value in found.items()}
 
@@ -142,8 +131,7 @@ def headline(report: Report) -> str:
     counted = {whose: (len(report.measured(whose)), len(report.wrong(whose))) for whose in _NEXT_WRONG}
     shares = " and ".join(f"{of - wrong} of {of} cases of {whose}" for whose, (of, wrong) in counted.items() if of)
     tail = ", but not everything named could run" if report.not_run else _TAILS[report.exit_code]
-    wrong = f"; {len(report.wrong_calls)} calls of kernels are wrong" if report.wrong_calls else ""
-    return f"{WORDS[report.exit_code]}: {f'{shares} are right{tail}' if shares else 'nothing of ours was measured'}{wrong}."
+    return f"{WORDS[report.exit_code]}: {f'{shares} are right{tail}' if shares else 'nothing of ours was measured'}."
 
 
 def facts(report: Report) -> Iterator[Line]:
@@ -158,16 +146,13 @@ def facts(report: Report) -> Iterator[Line]:
         wrong = report.wrong("elsewhere")
         by = f", by up to {number(largest(f.logits for f in wrong))} in a logit" if wrong else ""
         yield "elsewhere", f"{len(wrong)} of {len(others)} are wrong without an error{by}"
-    if report.operators:
-        judged = [run for run in report.operators if run.truth and run.state != "refused"]
-        right = sum(run.state == "right" for run in judged)
-        yield "operators", f"{right} of {len(judged)} calls of the operators installed for this device are right"
     settings = report.settings
     where = f"on {settings['device']} in {settings['dtype']}"
     yield "measured", f"{where}, torch {settings['torch']}, transformers {settings['transformers']}"
+    if settings["device"].partition(":")[0] != "cpu":
+        yield "operators", f"collate-npu kernels --device {settings['device']} compares each of them with float64"
     limit = f"{TIMES} times the rounding noise measured on each model"
     yield "passes", f"up to {limit if report.tolerance is None else f'{report.tolerance:g} (--tolerance)'}"
-    steps += ["collate-npu kernels shows every call of a kernel: train with none that is wrong"] * bool(report.wrong_calls)
     yield "next", _NEXT.get(report.exit_code) or "; ".join(steps)
 
 
@@ -249,11 +234,10 @@ def print_report(console: Console, report: Report, *, verbose: bool = False) -> 
     if report.findings or report.not_run:
         put(console, Text(), summary(report), Text(SUMMED_UP, "dim"), Text())
     put(console, terms(notes(report, verbose=verbose)))
-    put(console, *tables([run for run in report.operators if verbose or run.state == "wrong"]))
     shown = looked_at(report, every=verbose)
     for (model, attention), found in _grouped(((f.model, f.attention), f) for f in shown):
         title = f"\n{shortened(model, console.width - 30)}: {shortened(attention, 20)}"
-        put(console, Text(title, "bold"), table(found, report.tolerance))
+        put(console, Text(title, "bold"), table(found))
     if shown:
         put(console, Text("\nWhat the words mean", "bold"), terms(legend(shown)))
 
@@ -275,8 +259,8 @@ def summary(report: Report) -> Table:
     drawn = ruled("", "model", "attention", "side", numbers=(*rights, "worst", "elsewhere\nwrong"))
     for model, state in report.states().items():
         found = [f for f in report.findings if f.model == model]
-        right = [[f.within(report.tolerance) for f in report.measured(one) if f.model == model] for one in whose]
-        wrong = [not f.within(report.tolerance) for f in report.measured("elsewhere") if f.model == model]
+        right = [[bool(f.right) for f in report.measured(one) if f.model == model] for one in whose]
+        wrong = [not f.right for f in report.measured("elsewhere") if f.model == model]
         judged = [f.logits for f in found if f.whose != "elsewhere" and f.logits is not None]
         numbers = (*map(_share, right), number(largest(judged)) if judged else "-", _share(wrong))
         about = (join_names(f.attention for f in found), join_names(f.side for f in found))
@@ -295,23 +279,22 @@ def looked_at(report: Report, *, every: bool) -> list[Finding]:
     return [f for f in report.findings if every or states[f.model] != "right" or f.model == last]
 
 
-def table(found: Sequence[Finding], tolerance: float | None) -> Table:
+def table(found: Sequence[Finding]) -> Table:
     """A line a case: its errors, and what of them is wrong, or why there are none."""
     drawn = ruled("", "handed over by", "side", numbers=MEASURES)
     drawn.add_column("", overflow="fold")
     for f in sorted(found, key=lambda f: [*WHOSE].index(f.whose)):
         cells = (getattr(f, measure) for measure in MEASURES)
         numbers = ("-" if error is None else number(error) for error in cells)
-        drawn.add_row(WHOSE[f.whose][0], Text(shortened(f.column, 29)), f.side, *numbers, _verdict(f, tolerance))
+        drawn.add_row(WHOSE[f.whose][0], Text(shortened(f.column, 29)), f.side, *numbers, _verdict(f))
     return drawn
 
 
-def _verdict(finding: Finding, tolerance: float | None) -> Text:
+def _verdict(finding: Finding) -> Text:
     if finding.logits is None:
         return Text(_label(finding), "dim")
-    wrong = finding.beyond(tolerance)
-    sign, style = SIGNS["wrong" if wrong else "right"]
-    return Text(f"{sign} {', '.join(wrong)}".rstrip(), style)
+    sign, style = SIGNS["right" if finding.right else "wrong"]
+    return Text(f"{sign} {', '.join(finding.astray)}".rstrip(), style)
 
 
 def legend(found: Sequence[Finding]) -> Iterator[Line]:

@@ -30,7 +30,6 @@ from collate_npu.consumers.model_traits import is_encoder, pattern_of, text_conf
 from collate_npu.consumers.recurrent import kernel_calls, variables_of
 from collate_npu.errors import CollateError, explain, printable
 from collate_npu.proof.invariance import check_one_stack, samples_of
-from collate_npu.proof.kernel_runs import KERNELS, runs
 from collate_npu.proof.measure import Batch, predicts_next
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model
 from collate_npu.tools.audit.case import DUMPED, Audit, Layout
@@ -225,8 +224,7 @@ def audit_all(
     device: str, dtype: str, batch_size: int, batches: int, max_length: int, gradients: bool, tolerance: float | None,
     seed: int, console: Console, collators: Sequence[str] = (), batch: Path | None = None, trust: bool = False,
 ) -> Report:  # fmt: skip
-    """Check what is named, then audit it model by model, on a card its kernels first. Raises `CollateError` where something
-    named cannot be used."""
+    """Check what is named, then audit it model by model. Raises `CollateError` where something named cannot be used."""
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         raise CollateError(explain("--tolerance", str(tolerance), "An error is 0 or more.", "Give such a number, or none."))
     for spec in collators:
@@ -244,13 +242,10 @@ def audit_all(
     how: dict[str, Any] = {"tokenizer": tokenizer, "device": device, "dtype": in_dtype, "trust": trust, "seed": seed}
     session = _Session(
         report, partial(load_model, **how, largest_id=max(map(max, ids), default=0)), sides, collators, dumped,
-        how={"batch_size": batch_size, "gradients": gradients}, all_named=bool(names and attentions),
+        how={"batch_size": batch_size, "gradients": gradients, "tolerance": tolerance}, all_named=bool(names and attentions),
         drawn=partial(samples_of_rows, rows, count=batch_size * batches, max_length=max_length, seed=seed),
     )  # fmt: skip
     try:
-        if device.partition(":")[0] != "cpu":
-            with console.status("kernels"):
-                report.operators += runs(KERNELS, device=device, dtype=in_dtype, few=True)
         for n, (name, attn) in enumerate(chosen, 1):
             session.audit(name, attn, f"[{n}/{len(chosen)}] ", console)
     except KeyboardInterrupt:
@@ -286,7 +281,7 @@ class _Session:
     sides: Sequence[Layout]
     collators: Sequence[str]  # by name
     dumped: Batch | None
-    how: dict[str, Any]  # batch_size and gradients
+    how: dict[str, Any]  # batch_size, gradients and tolerance
     drawn: partial[list[Batch]]  # samples by a tokenizer
     all_named: bool
     """True if models and attention were both named: then what a model does not have did not run."""

@@ -33,7 +33,7 @@ def explained(text):
 
 def test_columns_of_the_audit():
     found = Finding(model="m", attention="sdpa", side="left", column="collator", whose="ours", logits=0.0)
-    assert headings(table([found], None)) - {"handed over by"} == {*MEASURES, "side"} <= names(Finding)
+    assert headings(table([found])) - {"handed over by"} == {*MEASURES, "side"} <= names(Finding)
     assert {*MEASURES, "ours", "  collator"} == {*dict(legend([found]))}
     report = Report(settings={}, findings=[found])
     assert {name.lower() for name, _ in WHOSE.values()} == {*WHOSE} == {*report.as_json()["worst"]}
