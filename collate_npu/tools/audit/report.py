@@ -2,30 +2,41 @@
 
 The words are the line that comes first, what it rests on, what to do next, and what did not run and why. A line of a table
 is a model, or a case of it. Nothing is said by colour alone. A page needs nothing else: it opens offline, and can be
-attached to an issue; with the error at each token.
+attached to an issue.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from collate_npu.proof.measure import TIMES, Yardstick
-from collate_npu.tools import terminal
 from collate_npu.tools.audit.case import WAYS, Finding, Whose, size
-from collate_npu.tools.sheet import block_for
-from collate_npu.tools.terminal import INTERRUPTED, WORDS, finite, join_names, largest, number, put, ruled, shortened
+from collate_npu.tools.terminal import (
+    INTERRUPTED,
+    RIGHT,
+    UNPROVED,
+    WORDS,
+    WRONG,
+    html_page,
+    join_names,
+    largest,
+    number,
+    put,
+    recorder,
+    ruled,
+    shortened,
+    terms,
+    verdict_json,
+    verdict_line,
+)
 
-State = Literal["right", "wrong", "unproved"]
-SIGNS: dict[State, tuple[str, str]] = {"right": ("✔", "green"), "wrong": ("✘", "bold red"), "unproved": ("?", "yellow")}
-"""Sign and style."""
 _MOST = 4
 """Names in a brief line."""
 
@@ -77,11 +88,11 @@ class Report:
         """The places where a layer that ignores its mask would not have been seen."""
         return [name for name, yardstick in self.yardsticks.items() if not yardstick.tells(self.tolerance)]
 
-    def states(self) -> dict[str, State]:
-        """The state of each model, of those too that did not run."""
-        states: dict[str, State] = {f.model: "right" for f in self.findings}
-        states |= {place.rpartition(" (")[0]: "unproved" for place in [*self.not_run, *self.blind]}
-        return states | {f.model: "wrong" for f in self.wrong("ours", "yours")}
+    def signs(self) -> dict[str, tuple[str, str]]:
+        """Return the sign of each model, of those too that did not run, with its style."""
+        signs = {f.model: RIGHT for f in self.findings}
+        signs |= {place.rpartition(" (")[0]: UNPROVED for place in [*self.not_run, *self.blind]}
+        return signs | {f.model: WRONG for f in self.wrong("ours", "yours")}
 
     def as_json(self) -> dict[str, Any]:
         """Return the report for machines. Numbers that are not finite are words ("nan").
@@ -92,15 +103,13 @@ class Report:
         `yardsticks` by place; `cannot_tell`, places; `left_out` and `not_run`, the reason by place; `kernels` by model.
         """
         worst = {whose: self.worst(whose) for whose in get_args(Whose)}
-        found = {
-            "passed": self.exit_code == 0, "verdict": WORDS[self.exit_code], "exit_code": self.exit_code,
-            "interrupted": self.interrupted, "settings": dict(self.settings), "tolerance": self.tolerance,
-            "findings": [{key: x for key, x in _fields(f).items() if key != "by_position"} for f in self.findings],
-            "worst": {whose: f and _fields(f) for whose, f in worst.items()},
-            "yardsticks": {place: asdict(yardstick) for place, yardstick in self.yardsticks.items()},
-            "cannot_tell": self.blind, "left_out": self.left_out, "not_run": self.not_run, "kernels": self.kernels,
-        }  # fmt: skip
-        return {key: finite(value) for key, value in found.items()}
+        return verdict_json(
+            self.exit_code, interrupted=self.interrupted, settings=dict(self.settings), tolerance=self.tolerance,
+            findings=[{key: x for key, x in _fields(f).items() if key != "by_position"} for f in self.findings],
+            worst={whose: f and _fields(f) for whose, f in worst.items()},
+            yardsticks={place: asdict(yardstick) for place, yardstick in self.yardsticks.items()},
+            cannot_tell=self.blind, left_out=self.left_out, not_run=self.not_run, kernels=self.kernels,
+        )  # fmt: skip
 
 
 def _fields(finding: Finding) -> dict[str, Any]:
@@ -228,9 +237,7 @@ SUMMED_UP = "right, wrong: cases, of all that ran; worst: the largest difference
 
 def print_report(console: Console, report: Report, *, verbose: bool = False) -> None:
     """The verdict, what it rests on, a line a model, and the tables of those that need a look (`verbose`: of all)."""
-    state: State = "right" if report.exit_code == 0 else "wrong" if report.exit_code == 1 else "unproved"
-    sign, style = SIGNS[state]
-    put(console, Text(f"{sign} {headline(report)}", f"bold {style}"), terms(facts(report)))
+    put(console, verdict_line(report.exit_code, headline(report)), terms(facts(report)))
     if report.findings or report.not_run:
         put(console, Text(), summary(report), Text(SUMMED_UP, "dim"), Text())
     put(console, terms(notes(report, verbose=verbose)))
@@ -242,29 +249,19 @@ def print_report(console: Console, report: Report, *, verbose: bool = False) -> 
         put(console, Text("\nWhat the words mean", "bold"), terms(legend(shown)))
 
 
-def terms(lines: Iterable[Line]) -> Table:
-    """A label, and the text beside it, on each line."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, text in lines:
-        grid.add_row(Text(f"  {label}", "bold yellow" if label[:2].isupper() else "dim"), Text(text))
-    return grid
-
-
 def summary(report: Report) -> Table:
     """A line a model: how much of ours, and of yours, is right; the worst of both; how much of what others make is wrong."""
     whose: list[Whose] = ["ours", "yours"] if report.measured("yours") else ["ours"]
     rights = (f"{WHOSE[one][0]}\nright" for one in whose)
     drawn = ruled("", "model", "attention", "side", numbers=(*rights, "worst", "elsewhere\nwrong"))
-    for model, state in report.states().items():
+    for model, sign in report.signs().items():
         found = [f for f in report.findings if f.model == model]
         right = [[bool(f.right) for f in report.measured(one) if f.model == model] for one in whose]
         wrong = [not f.right for f in report.measured("elsewhere") if f.model == model]
         judged = [f.logits for f in found if f.whose != "elsewhere" and f.logits is not None]
         numbers = (*map(_share, right), number(largest(judged)) if judged else "-", _share(wrong))
         about = (join_names(f.attention for f in found), join_names(f.side for f in found))
-        drawn.add_row(Text(*SIGNS[state]), Text(shortened(model, 38)), *map(Text, about), *numbers)
+        drawn.add_row(Text(*sign), Text(shortened(model, 38)), *map(Text, about), *numbers)
     return drawn
 
 
@@ -275,8 +272,8 @@ def _share(counted: Sequence[bool]) -> str:
 def looked_at(report: Report, *, every: bool) -> list[Finding]:
     """Return the cases of the models that need a look, or of all. In an interrupted report the last model needs one."""
     last = report.findings[-1].model if report.interrupted and report.findings else None
-    states = report.states()
-    return [f for f in report.findings if every or states[f.model] != "right" or f.model == last]
+    signs = report.signs()
+    return [f for f in report.findings if every or signs[f.model] != RIGHT or f.model == last]
 
 
 def table(found: Sequence[Finding]) -> Table:
@@ -293,7 +290,7 @@ def table(found: Sequence[Finding]) -> Table:
 def _verdict(finding: Finding) -> Text:
     if finding.logits is None:
         return Text(_label(finding), "dim")
-    sign, style = SIGNS["right" if finding.right else "wrong"]
+    sign, style = RIGHT if finding.right else WRONG
     return Text(f"{sign} {', '.join(finding.astray)}".rstrip(), style)
 
 
@@ -308,42 +305,9 @@ def legend(found: Sequence[Finding]) -> Iterator[Line]:
         yield "refused", "collate_npu refuses this, and a line above says why; neither right nor wrong"
 
 
-# --- a page
-
-_BARS = "▁▂▃▄▅▆▇█"
-_MOST_BARS = 80
-"""Bars in a line."""
-_READ = (
-    "The largest difference of a logit from the sample alone, at each of its tokens. A bar grows by an eighth with each "
-    "power of ten, from 1e-08 (▁) to 0.1 and more (█); · is no difference, × a number that is not finite."
-)
-
-
 def page(report: Report) -> str:
-    """The whole page."""
-    console = terminal.recorder()
+    """Return the whole report as a page, with what was asked for."""
+    console = recorder()
     print_report(console, report, verbose=True)
-    put(console, Text("\nThe error at each token", "bold underline"), Text(_READ), *error_lines(report))
     put(console, Text("\nSettings", "bold"), terms((key, str(value)) for key, value in report.settings.items()))
-    return terminal.html_page(console, f"collate-npu audit: {headline(report)}")
-
-
-def error_lines(report: Report) -> Iterator[Text]:
-    """The worst case of ours, yours and elsewhere: a line a sample, bold the one with the largest error."""
-    for whose, (name, _) in WHOSE.items():
-        finding = report.worst(whose)
-        if finding is None or not finding.by_position:
-            continue
-        where = f"{shortened(finding.model, 40)}, {finding.attention}, {finding.side}"
-        yield Text(f"\n{name}, the worst: {finding.column} on {where}", "bold")
-        errors = [max(row, key=size) for row in finding.by_position]
-        block = block_for(max(map(len, finding.by_position)), _MOST_BARS)
-        for n, (row, error) in enumerate(zip(finding.by_position, errors), 1):
-            bars = "".join(_bar(max(row[at : at + block], key=size)) for at in range(0, len(row), block))
-            yield Text(f"  sample {n:<3} {bars} {number(error)}", "bold" if error is max(errors, key=size) else "")
-
-
-def _bar(error: float) -> str:
-    if not math.isfinite(error):
-        return "×"
-    return _BARS[min(max(math.floor(math.log10(error)) + 8, 0), 7)] if error else "·"
+    return html_page(console, f"collate-npu audit: {headline(report)}")

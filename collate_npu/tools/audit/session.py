@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +32,15 @@ from collate_npu.proof.measure import Batch, predicts_next
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model
 from collate_npu.tools.audit.case import DUMPED, Audit, Layout
 from collate_npu.tools.audit.report import Report
-from collate_npu.tools.files import RECIPE, batch_of_file, read_rows, samples_of_rows, shipped_text
+from collate_npu.tools.files import (
+    RECIPE,
+    batch_of_file,
+    has_tokenizer,
+    load_tokenizer,
+    read_rows,
+    samples_of_rows,
+    shipped_text,
+)
 from collate_npu.tools.kernels import check_device
 from collate_npu.tools.terminal import shortened
 from collate_npu.tools.user_code import describe_error, did_you_mean, find_callable, refused, run_user_code
@@ -163,13 +169,8 @@ def check_models(names: Sequence[str], tokenizer: Path | None, *, trust: bool) -
 
 
 def _check_config(name: str, *, trust: bool) -> None:
-    where, remedy = f"--model {name}", "Name the folder of a whole checkpoint, of a model that this transformers has."
-    with refused(where, "", "Its config.json does not load.", remedy):  # validators raise what they like
-        own = json.loads((Path(name) / "config.json").read_text(encoding="utf-8")).get("auto_map")
-        if own and not trust:
-            rule = "The folder brings Python code of its own, which would run here."
-            remedy = "Read that code, then pass --trust-remote-code; or take auto_map out, if transformers has the model."
-            raise CollateError(explain(where, "auto_map in config.json", rule, remedy))
+    remedy = "Name the folder of a whole checkpoint; code that it brings runs with --trust-remote-code alone: read it first."
+    with refused(f"--model {name}", "", "Its config.json does not load.", remedy):  # validators raise what they like
         check_one_stack(transformers.AutoConfig.from_pretrained(str(Path(name)), trust_remote_code=trust))
 
 
@@ -184,29 +185,8 @@ def load_checkpoint(name: str, *, trust: bool, **how: Any) -> Any:
 
 def _tokenizer_of(checkpoint: str, given: Path | None, *, trust: bool) -> Any:
     """The tokenizer that was named, else that of a checkpoint; None where there is none."""
-    where = given or (Path(checkpoint) if _has_tokenizer(Path(checkpoint)) else None)
+    where = given or (Path(checkpoint) if has_tokenizer(Path(checkpoint)) else None)
     return load_tokenizer(where, trust=trust) if where else None
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    names = [path.name for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
-    return any(re.search("token|vocab|spiece|sentencepiece|tekken", name) for name in names)
-
-
-def load_tokenizer(where: Path, *, trust: bool = False) -> Any:
-    """The tokenizer of a folder, with a pad token: its own, or its eos."""
-    if not _has_tokenizer(where):  # else transformers takes the name for one on the hub, or makes one without words
-        rule = "A tokenizer is named by its folder; nothing is downloaded."
-        remedy = f"Write it into one: AutoTokenizer.from_pretrained({str(where)!r}).save_pretrained(FOLDER)."
-        raise CollateError(explain("--tokenizer", f"{where}, no folder with its files", rule, remedy))
-    remedy = "Name, with --tokenizer, the folder of one that has a pad or an eos token."
-    with refused(f"tokenizer {where}", "", "It does not load.", remedy):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(where), trust_remote_code=trust)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token_id is None:
-        raise CollateError(explain(f"tokenizer {where}", "neither pad nor eos", "Batches are padded with one.", remedy))
-    return tokenizer
 
 
 def resolved_kernels(model: Any) -> dict[str, str]:

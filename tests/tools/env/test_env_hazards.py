@@ -34,7 +34,7 @@ def gdn(value):
     return {"settings": {"USE_MCORE_GDN": value}}
 
 
-CUDA, CARD = {"devices": "cuda x 1"}, {"devices": "npu x 2 (Ascend910B1)"}
+CUDA = {"devices": "cuda x 1"}
 TRITON, MIND = {**TORCH, "triton": "3.7.0", "fla-core": "0.6.0"}, {"mindspeed": "0.16.0"}
 FLA, ADAPTOR = {"flash-linear-attention-npu": "26.9.1"}, {"megatron_adaptor": "0.1.0"}
 STREAMS = "streams out of step"
@@ -55,8 +55,6 @@ ROWS = [
     ("`import mindspeed.megatron_adaptor` first", (MIND, {}), (TORCH, {})),
     ("`import megatron_adaptor` first", (ADAPTOR, {}), (MIND, {})),
     ("MindSpeed is installed beside", ({**ADAPTOR, "mindspeed": "1"}, {}), (ADAPTOR, {})),
-    ("until torch.npu.conv.allow_hf32 or", (NPU, CARD), (NPU, {})),
-    ("torch.backends.cudnn.allow_tf32 is set", (TORCH, CUDA), (TORCH, {})),
     *((f"is made for CANN {wanted}, and here is {cann}", (pair(npu), {"cann": cann}), (pair(npu), {"cann": fine}))
       for npu, wanted, cann, fine in (
         ("2.7.1", "8.3.RC1", "8.5.0 in /usr/local/Ascend", "8.3.RC1 in /usr/local/Ascend"),

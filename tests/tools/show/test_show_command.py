@@ -147,19 +147,9 @@ def test_a_notebook_shows_each_token_without_scrolling(side, tmp_path):
     assert max(map(len, text.splitlines())) <= 88
 
 
-def test_what_is_no_mask_is_refused_and_without_rich_a_notebook_shows_the_text(monkeypatch):
+def test_what_is_no_mask_is_refused():
     for shown, said in ((torch.ones(3), "two to four"), (torch.ones(1, 1, 1, 2, 2), "two to four")):
         with pytest.raises(CollateError, match=said):
             picture(shown)
     with pytest.raises(CollateError, match="decode"):
         picture({"input_ids": torch.ones(1, 2).long(), "attention_mask_2d": torch.ones(1, 2)}, tokenizer="gpt2")
-
-    def lost(name):
-        raise ImportError(name)
-
-    monkeypatch.setattr("collate_npu.tools.show.find_spec", lambda name: None)
-    monkeypatch.setattr("collate_npu.tools.show.import_module", lost)
-    drawn = picture(Segments.from_lengths([1, 2]))
-    assert drawn._repr_html_() is None
-    with pytest.raises(CollateError, match="pip install rich"):
-        drawn.html  # noqa: B018
