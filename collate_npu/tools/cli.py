@@ -189,7 +189,11 @@ def audit_command(
     if html:
         html.write_text(page(report), encoding="utf-8")
         print(f"collate-npu: wrote {printable(str(html))}", file=sys.stderr, flush=True)
-    _print(report.as_json() if as_json else lambda: print_report(screen(), report, verbose=verbose))
+    if as_json:
+        _print_json(report.as_json())
+    else:
+        with PIPE_MAY_CLOSE:
+            print_report(screen(), report, verbose=verbose)
     return report.exit_code
 
 
@@ -218,17 +222,20 @@ def kernels_command(
     from collate_npu.tools.terminal import screen
 
     found = measure_operators(operator or [], device, dtype)
-    _print(found.as_json() if as_json else lambda: print_calls(screen(), found, verbose=verbose))
+    if as_json:
+        _print_json(found.as_json())
+    else:
+        with PIPE_MAY_CLOSE:
+            print_calls(screen(), found, verbose=verbose)
     return found.exit_code
 
 
-def _print(found: dict[str, Any] | Callable[[], None]) -> None:
-    """Print one object of JSON, or what draws itself on a terminal."""
-    if isinstance(found, dict):
-        print(json.dumps(found, indent=2, allow_nan=False), flush=True)
-        return
-    with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
-        found()
+def _print_json(found: dict[str, Any]) -> None:
+    print(json.dumps(found, indent=2, allow_nan=False), flush=True)
+
+
+PIPE_MAY_CLOSE = suppress(SystemExit)
+"""How rich ends where nobody reads the pipe any more."""
 
 
 def conformance_command(
@@ -368,15 +375,13 @@ def _draw(sheet: Sheet, words: str, out: Path | None) -> int:
     from collate_npu.tools.show import html_of, print_sheet
     from collate_npu.tools.terminal import put, screen
 
-    def draw() -> None:
-        console = screen()
+    console = screen()
+    if out is not None:
+        out.write_text(html_of(sheet), encoding="utf-8")
+    with PIPE_MAY_CLOSE:
         put(console, *([Text(f"{words}\n")] if words else []))
         print_sheet(console, sheet)
         put(console, *[Text(f"written: {out}")] * (out is not None))
-
-    if out is not None:
-        out.write_text(html_of(sheet), encoding="utf-8")
-    _print(draw)
     return 0
 
 

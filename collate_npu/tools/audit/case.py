@@ -29,7 +29,7 @@ from collate_npu.masks.patterns import Pattern
 from collate_npu.proof import invariance
 from collate_npu.proof.forward import Fault, listed
 from collate_npu.proof.invariance import Collator, Located, Samples
-from collate_npu.proof.measure import Batch, Compared, Errors, Numbers, Yardstick, alone, measure_noise
+from collate_npu.proof.measure import Batch, Compared, Errors, Yardstick, alone, measure_noise
 from collate_npu.proof.recorder import heard
 from collate_npu.segments import Segments
 from collate_npu.tools.user_code import describe_error, first_line
@@ -246,7 +246,8 @@ class Audit:
                 cases = [self._case(located.segments) for located in batches]
                 if whose != "elsewhere":
                     faults = held.enter_context(heard(model, cases))
-                compared = Compared.of((self._numbers(each, side), known) for each, known in zip(batches, self._alone))
+                numbers = (located.numbers(model, self._gradients) for located in batches)
+                compared = Compared.of(zip(numbers, self._alone))
         except Exception as error:  # whatever the model raises is the finding
             refused = isinstance(error, UnsupportedFormError)
             return Finding(**where, note=first_line(error) if refused else describe_error(error), refused=refused)
@@ -270,13 +271,6 @@ class Audit:
     def _case(self, truth: Segments) -> Case:
         pattern = Pattern.of(self._subject.pattern or "causal")
         return Case(segments=truth, model=Model.of(self._subject.model), pattern=pattern)
-
-    def _numbers(self, located: Located, side: Layout) -> Numbers:
-        pools = [len(logits) for logits in self._alone[0].logits] != [len(each["input_ids"]) for each in self._batches[0]]
-        if pools and side == "left" and self._subject.pattern:
-            rule = "The head of an encoder reads the first place of a row, which is padding here."
-            raise UnsupportedFormError(explain("model", "one answer a row", rule, "Pad right."))
-        return located.numbers(self._subject.model, self._gradients)
 
     def _advice(self, compared: Compared, batches: Sequence[Located], whose: Whose) -> str:
         """What is not finite, else what to change in the first of the user's batches that is wrong."""

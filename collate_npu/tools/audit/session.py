@@ -221,9 +221,10 @@ def audit_all(
     report = Report(settings=settings, tolerance=tolerance, left_out=untestable)
     how: dict[str, Any] = {"tokenizer": tokenizer, "device": device, "dtype": in_dtype, "trust": trust, "seed": seed}
     session = _Session(
-        report, partial(load_model, **how, largest_id=max(map(max, ids), default=0)), sides, collators, dumped,
-        how={"batch_size": batch_size, "gradients": gradients, "tolerance": tolerance}, all_named=bool(names and attentions),
-        drawn=partial(samples_of_rows, rows, count=batch_size * batches, max_length=max_length, seed=seed),
+        report=report, sides=sides, collators=collators, dumped=dumped, all_named=bool(names and attentions),
+        build=partial(load_model, **how, largest_id=max(map(max, ids), default=0)),
+        draw=partial(samples_of_rows, rows, count=batch_size * batches, max_length=max_length, seed=seed),
+        settings={"batch_size": batch_size, "gradients": gradients, "tolerance": tolerance},
     )  # fmt: skip
     try:
         for n, (name, attn) in enumerate(chosen, 1):
@@ -252,19 +253,23 @@ _ABSENT = ("does not support an attention implementation", "does not support Fla
 """How it is said that a model does not have an attention implementation."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Session:
     """What every candidate is audited with, and the report it goes to."""
 
     report: Report
-    build: partial[tuple[Any, Any, int]]  # a model, by its name and attention
     sides: Sequence[Layout]
-    collators: Sequence[str]  # by name
+    collators: Sequence[str]
+    """By name."""
     dumped: Batch | None
-    how: dict[str, Any]  # batch_size, gradients and tolerance
-    drawn: partial[list[Batch]]  # samples by a tokenizer
     all_named: bool
     """True if models and attention were both named: then what a model does not have did not run."""
+    build: Callable[[str, str], tuple[Any, Any, int]]
+    """Builds a model by its name and attention, beside its tokenizer and the id of padding."""
+    draw: Callable[[Any], list[Batch]]
+    """Draws samples, for a tokenizer."""
+    settings: dict[str, Any]
+    """Of `Audit`: batch_size, gradients and tolerance."""
 
     def audit(self, name: str, attn: str, count: str, console: Console) -> None:
         """Every case of one: its name turns on a terminal meanwhile, and a line says how long it took."""
@@ -276,9 +281,9 @@ class _Session:
 
     def _audit(self, name: str, place: str, model: Any, tokenizer: Any, pad_token_id: int) -> None:
         padded = [side for side in self.sides if side != "packed"]
-        about = {"name": name, "pad_token_id": pad_token_id, "sides": self.sides, **self.how}
+        about = {"name": name, "pad_token_id": pad_token_id, "sides": self.sides, **self.settings}
         if self.dumped is None:
-            samples = self.drawn(tokenizer)
+            samples = self.draw(tokenizer)
         else:  # beside batches laid out as it is: rows of several samples beside flat rows
             given = samples_of(self.dumped, pattern_of(model), next_token=predicts_next(model))
             samples = list(given.features)
