@@ -16,7 +16,6 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, H
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from math import inf
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, g
 
 from collate_npu.errors import CollateError, explain, printable
 from collate_npu.tools.guide import list_pages, read_page
-from collate_npu.tools.user_code import describe_error, find_callable, run_user_code
+from collate_npu.tools.user_code import as_user_code, describe_error, find_callable
 from collate_npu.tools.watch import watch_processes
 
 if TYPE_CHECKING:
@@ -265,23 +264,13 @@ def conformance_command(
     from collate_npu.tools.terminal import put, screen, verdict_line
 
     stack = find_callable("run", run, "my_stack.py:run", "Name a function of samples.")
-    stack = stack if isinstance(stack, type) else _as_user_code(run, stack)
+    if not isinstance(stack, type):
+        stack = as_user_code(stack, "run", run, "It is called with samples, lists of token ids.", "Mend it there.")
     found = conformance(stack, vocab_size=vocab_size, pad_token_id=pad_id, layouts=layout or None, seed=seed)
     code = 0 if found.passed else 1
     headline, *lines = str(found).splitlines()
     put(screen(), verdict_line(code, headline), *map(Text, lines))
     return code
-
-
-def _as_user_code(spec: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run`, which finds the modules beside it as when it was imported."""
-
-    @wraps(run)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with run_user_code("run", spec, "It is called with samples, lists of token ids.", "Mend it there."):
-            return run(*args, **kwargs)
-
-    return called
 
 
 def watch_command(

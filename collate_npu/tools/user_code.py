@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import wraps
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -134,6 +135,17 @@ def run_user_code(where: str, spec: str, rule: str, remedy: str) -> Iterator[Non
             yield
     finally:
         sys.path[:] = [entry for entry in sys.path if entry not in added]
+
+
+def as_user_code(function: Callable[..., Any], where: str, spec: str, rule: str, remedy: str) -> Callable[..., Any]:
+    """Return the function, whose calls find the modules beside it, and whose errors are refused."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with run_user_code(where, spec, rule, remedy):
+            return function(*args, **kwargs)
+
+    return called
 
 
 def _module(place: str) -> Any:

@@ -43,7 +43,7 @@ from collate_npu.tools.files import (
 )
 from collate_npu.tools.kernels import check_device
 from collate_npu.tools.terminal import shortened
-from collate_npu.tools.user_code import describe_error, did_you_mean, find_callable, refused, run_user_code
+from collate_npu.tools.user_code import as_user_code, describe_error, did_you_mean, find_callable, refused, run_user_code
 
 # --- the user's collators
 
@@ -53,7 +53,6 @@ GIVEN = ("tokenizer", "processing_class", "model", "pad_token_id", "mlm")
 `mlm` is False: tokens masked at random cannot be compared.
 """
 _A_COLLATOR = "Name a function of features, or what makes one: def mine(tokenizer, model): return ..."
-_user_code = partial(run_user_code, "--collator")
 
 
 def named_collator(spec: str) -> Callable[..., Any]:
@@ -70,11 +69,11 @@ def ready_collators(
     by a tokenizer that pads there.
     """
     found = named_collator(spec)
-    with _user_code(spec, "Its arguments say how it is made.", _A_COLLATOR):
+    with run_user_code("--collator", spec, "Its arguments say how it is made.", _A_COLLATOR):
         arguments = list(inspect.signature(found).parameters)
     taken = [name for name in arguments if name in GIVEN]
     if not inspect.isclass(found) and arguments and not taken:
-        return [partial(_called, spec, found)]
+        return [_ready(spec, found)]
     by_side = tokenizer is not None and {"tokenizer", "processing_class"} & {*taken}
     made: list[Callable[..., Any]] = []
     for side in sides if by_side else [None]:
@@ -83,14 +82,13 @@ def ready_collators(
             mine.padding_side = side
         given = dict(zip(GIVEN, (mine, mine, model, pad_token_id, False)))
         rule = f"It is called with {', '.join(taken) or 'nothing'}, by the names of its arguments."
-        with _user_code(spec, rule, _A_COLLATOR):
-            made.append(partial(_called, spec, found(**{name: given[name] for name in taken})))
+        with run_user_code("--collator", spec, rule, _A_COLLATOR):
+            made.append(_ready(spec, found(**{name: given[name] for name in taken})))
     return made
 
 
-def _called(spec: str, collator: Callable[..., Any], features: Any) -> Any:
-    with _user_code(spec, "It is called with features, a list of dicts.", _A_COLLATOR):
-        return collator(features)
+def _ready(spec: str, collator: Callable[..., Any]) -> Callable[..., Any]:
+    return as_user_code(collator, "--collator", spec, "It is called with features, a list of dicts.", _A_COLLATOR)
 
 
 # --- models and tokenizers by name
