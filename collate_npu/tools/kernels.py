@@ -132,7 +132,7 @@ def print_calls(console: Console, calls: Calls, *, verbose: bool) -> None:
 
 
 LEGEND = (
-    "truth: sequences and padding of the call; form: how the operator was told them; forward, backward: error of its output "
+    "truth: sequences and padding of the call; form: how the operator receives them; forward, backward: error of its output "
     "and of its worst gradient, from each sequence alone; passes: the largest of the output that is right"
 )
 
