@@ -13,12 +13,9 @@ is set to: on a card that is its noise. Legend: B rows, S width, T tokens, N que
 
 from __future__ import annotations
 
-import builtins
 import inspect
-import os
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import import_module
@@ -460,22 +457,15 @@ class _Asked:
 
 
 def runs(
-    kernels: Sequence[Kernel],
-    *,
-    device: str,
-    dtype: torch.dtype,
-    dry: bool = False,
-    few: bool = False,
-    also: Sequence[str] = (),
+    kernels: Sequence[Kernel], *, device: str, dtype: torch.dtype, dry: bool = False, few: bool = False
 ) -> Iterator[Run]:
     """Every operator on every truth that it is for, in each of its forms. `dry`: judged, and not called.
 
-    `few` takes the truths that show most. `also` names operators that are interpreted here: slowly, so of those few too.
+    `few` takes the truths that show most.
     """
     kind = device.partition(":")[0]
     for kernel in kernels:
-        slow = kernel.name in also
-        if why := _absence_reason(kernel, kind, dtype, dry=dry, slow=slow):
+        if why := _absence_reason(kernel, kind, dtype, dry=dry):
             yield Run(operator=kernel.name, state="not installed" if why.endswith("not installed") else "not here", note=why)
             continue
         try:
@@ -483,17 +473,14 @@ def runs(
         except Exception as error:  # a package that is half there
             yield Run(operator=kernel.name, state="not here", note=f"it does not load: {_first_line(error)}")
             continue
-        for run in of_kernel(kernel, function, device=device, dtype=dtype, few=few or slow):
-            yield replace(run, version=f"{run.version}, interpreted") if slow else run
+        yield from of_kernel(kernel, function, device=device, dtype=dtype, few=few)
 
 
-def _absence_reason(kernel: Kernel, kind: str, dtype: torch.dtype, *, dry: bool, slow: bool) -> str:
-    if kind not in kernel.devices and not slow:
+def _absence_reason(kernel: Kernel, kind: str, dtype: torch.dtype, *, dry: bool) -> str:
+    if kind not in kernel.devices:
         return f"it runs on {' and '.join(kernel.devices)}"
     if not dry and not kernel.version:
         return f"{kernel.package} is not installed"
-    if slow and dtype != torch.float32:
-        return "Triton's interpreter takes float32: its products of bfloat16 are wrong (triton 3.7.0)"
     names = (str(each).removeprefix("torch.") for each in kernel.dtypes)
     return "" if dtype in kernel.dtypes else f"it takes {', '.join(names)}"
 
@@ -575,44 +562,3 @@ def _judged(run: Run, truth: Truth, found: Inputs, right: Inputs, passes: Mappin
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-
-
-# --- fla's released Triton kernels in Triton's own interpreter: slow, and their real code. What stands in for the card: the
-# autotuner takes a kernel's first configuration, and a loop over a number that was loaded counts in Triton's integers.
-
-
-def interpreted() -> tuple[str, ...]:
-    """The kernels that run on this CPU, for the rest of the process; none where fla or triton is not installed.
-
-    Nor where Triton or fla was imported before: then it compiles, and there is no card. Call it first.
-    """
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        if not (installed("fla") and installed("triton")) or {"triton", "fla"} & sys.modules.keys():
-            return ()
-        os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # fla: Triton is not supported here
-            import_module("triton.runtime.autotuner").Autotuner._bench = lambda *_, **__: (0.0, 0.0, 0.0)
-            for name in ("fla.modules.convolution", "fla.ops.gated_delta_rule", "fla.ops.kda"):
-                import_module(name)
-            count_in_triton()
-    except Exception:  # releases that fit neither each other nor this
-        return ()
-    return tuple(kernel.name for kernel in KERNELS if kernel.package == "fla")
-
-
-def count_in_triton() -> None:
-    """Count in every module of fla that is imported by now."""
-    tensor, read = import_module("triton.language").tensor, import_module("triton.runtime.interpreter")._implicit_cvt
-
-    def counting(*bounds: Any) -> Iterable[Any]:
-        """`range`, whose numbers are Triton's where its bounds are."""
-        if not any(isinstance(bound, tensor) for bound in bounds):
-            return builtins.range(*bounds)
-        whole = (int(bound.handle.data.item()) if isinstance(bound, tensor) else bound for bound in bounds)
-        return map(read, builtins.range(*whole))
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fla."):
-            vars(module)["range"] = counting
