@@ -6,7 +6,6 @@ triton-ascend has). The interpreter takes a second for a few chunks of one head:
 sequence of several chunks beside one that ends inside a chunk. Legend: T tokens, H heads, K head size, D channels, W taps.
 """
 
-import os
 import sys
 from contextlib import suppress
 from itertools import pairwise, product
