@@ -275,9 +275,9 @@ FAULTS = {
     "a mask cut by one": (
         "qwen3_next", handed(ATTENTION, attention_mask=lambda x: torch.cat([x[..., 1:], x[..., :1]], -1)), "CWai", ATTENTION
     ),
-    "states rolled behind a layer": ("qwen3", gives("model.layers.1.mlp", lambda x: x.roll(1, 1)), "Cai", "layers.1.mlp"),
-    "rows swapped behind a layer": ("qwen3", gives("model.layers.1.mlp", lambda x: x.flip(0)), "Cai", "layers.1.mlp"),
-    "states less their mean": ("qwen3", gives("model.norm", lambda x: x - x.mean((0, 1))), "Cai", "model.norm"),
+    "states rolled behind a layer": ("qwen3", gives("model.layers.1.mlp", lambda x: x.roll(1, 1)), "cai", ""),
+    "rows swapped behind a layer": ("qwen3", gives("model.layers.1.mlp", lambda x: x.flip(0)), "cai", ""),
+    "states less their mean": ("qwen3", gives("model.norm", lambda x: x - x.mean((0, 1))), "cai", ""),
     "states times the width": ("qwen3", gives("model.norm", lambda x: x * x.shape[1] / 8), "ai", ""),
     "no mask at all": ("qwen3_next", handed("model", attention_mask=lambda x: None), "CW", RULE),
     "a bare 4D mask": ("qwen3_next", handed("model", attention_mask=in_4d("keep")), "CW", RULE),

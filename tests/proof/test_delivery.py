@@ -27,7 +27,7 @@ BATCH = {"input_ids": IDS, "cu_seqlens": OFFSETS}
 
 def test_a_right_run_passes_and_says_what_was_looked_at():
     model, said = Model(), []
-    found = check_delivery(model, BATCH, alone=True)
+    found = check_delivery(model, BATCH)
     each = "convolution [0, 6, 11, 16], rule [0, 6, 11, 16]"
     assert found.layers == {"layers.0": each, "layers.1": each, "layers.2": "[0, 6, 11, 16]"}
     assert found.unseen == ()
@@ -43,7 +43,7 @@ def test_a_right_run_passes_and_says_what_was_looked_at():
 
 def test_a_layer_alone_is_called_with_hidden_states():
     layer, hidden = DeltaLayer({}), torch.randn(1, 16, 16)
-    found = check_delivery(layer, {"hidden": hidden, "cu_seqlens": OFFSETS}, alone=True)
+    found = check_delivery(layer, {"hidden": hidden, "cu_seqlens": OFFSETS})
     assert found.told == "1 recurrent: convolution [0, 6, 11, 16] ✔ · rule [0, 6, 11, 16] ✔ · positions not looked at"
     with pytest.raises(CollateError, match="goes on from another sequence"):
         check_delivery(DeltaLayer({"seq_idx": planted()}), {"hidden": hidden, "cu_seqlens": OFFSETS})
@@ -358,8 +358,6 @@ def test_a_model_that_pools_is_compared_by_its_states_and_not_a_function_in_its_
         alone_of("TEDotProductAttention", torch.ones(3, 4), below, forward=below)
 
 
-@pytest.mark.parametrize("mine", ["x", torch.ones(3)])
-def test_a_key_of_which_nobody_knows_what_it_would_be_alone(mine):
-    case = Case(segments=Segments([[1, 1, 2]]), model=Facts(needs_mask_2d=False))
-    with pytest.raises(CollateError, match=r"mine.*What it would be for one sequence is not known"):
-        check_alone(nn.Linear(4, 4), {"input_ids": torch.ones(1, 3), "mine": mine}, case, torch.ones(1, 3, 4), None)
+def test_sequences_of_a_stack_that_nobody_knows_are_not_run_alone():
+    with pytest.raises(CollateError, match=r"Model.*Check without alone=True"):
+        check_delivery(Model(), BATCH, alone=True)
