@@ -1,4 +1,4 @@
-"""Delivery: proof, at the first batch, that every kernel was told what the batch says, and that no layer reads more.
+"""Delivery: proof, at the first batch, that every kernel got what the batch says, and that no layer reads more.
 
 What a collator emits need not reach the model: another library may replace the collator, a trainer drop a key, a forward
 ignore it, and nothing says so. So the kernels are recorded, in any module. A layer with code of its own calls none of them:
@@ -26,14 +26,14 @@ from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mask_routing import Case, consumer_named
 from collate_npu.consumers.megatron import kernel_of, start_problem
 from collate_npu.consumers.model_traits import consumer_of, has_two_sides, is_compiled, unwrap
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, renamed, shape_of
 from collate_npu.keys import of_kind
 from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
 from collate_npu.proof.forward import Forward, among, block, case_of, crosses, few, listed
 from collate_npu.proof.measure import OF_THE_LOSS, apart, called, check_noise, like, noise_limit, scores_of, widened
-from collate_npu.proof.recorder import recorded
+from collate_npu.proof.recorder import record_calls
 from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
 from collate_npu.validation import check_model, checked
@@ -60,25 +60,29 @@ class Delivery:
     """What was proved."""
 
     layers: Mapping[str, str]
-    """What the kernels of each layer that was judged were told: `"convolution zeros [1, 3], rule zeros [1, 3]"`."""
-    told: str
-    """The same of all layers, as `watch` says it; "" where none was judged."""
-    unseen: tuple[str, ...]
+    """What the kernels of each layer that was judged got: `"convolution zeros [1, 3], rule zeros [1, 3]"`."""
+    report: str
+    """The same of all layers, as `watch` prints it; "" where none was judged."""
+    unchecked: tuple[str, ...]
     """Layers of which nothing was judged, and what else was not."""
-    asked: bool
-    """Did the model answer that neither padding nor another sequence moves a real token?"""
+    leak_free: bool
+    """True if padding and other sequences were replaced, and no real token moved."""
     alone: Alone | None
-    """How far two sequences are from themselves alone; None where that was not asked."""
+    """How far two sequences are from themselves alone; None without `alone=True`."""
+
+    told = renamed("Delivery", "told", "report")
+    unseen = renamed("Delivery", "unseen", "unchecked")
+    asked = renamed("Delivery", "asked", "leak_free")
 
     def __str__(self) -> str:
-        unseen = f"not looked at: {few(self.unseen)}" * bool(self.unseen)
-        still = "what padding and other sequences hold moves no real token" * self.asked
-        said = "; ".join(filter(None, [self.told, still, unseen, "" if self.alone is None else str(self.alone)]))
+        unchecked = f"not looked at: {few(self.unchecked)}" * bool(self.unchecked)
+        still = "what padding and other sequences hold moves no real token" * self.leak_free
+        parts = "; ".join(filter(None, [self.report, still, unchecked, "" if self.alone is None else str(self.alone)]))
         if not self.layers:
-            asked = "no kernel was heard, and the model was asked"
-            return f"collate_npu: {asked if self.asked else 'NOT JUDGED: no kernel was heard that could be'}: {said}"
-        which = "every layer" if self.asked and not self.unseen else "these layers" if self.unseen else "every layer heard"
-        return f"collate_npu: {which} got what the batch says: {said}"
+            verdict = "no known kernel ran, and no tokens leak" if self.leak_free else "NOT JUDGED: no known kernel could be"
+            return f"collate_npu: {verdict}: {parts}"
+        every = "every layer" if self.leak_free else "every layer with a known kernel"
+        return f"collate_npu: {'these layers' if self.unchecked else every} got what the batch says: {parts}"
 
     __repr__ = __str__  # as the last line of a cell
 
@@ -94,12 +98,12 @@ def check_delivery(
     context_parallel: ContextParallel | None = None,
     forward: Callable[..., Any] | None = None,
 ) -> Delivery:
-    """Run `model(**batch)`, and raise `CollateError` where a kernel was told something else than the batch says, where a
+    """Run `model(**batch)`, and raise `CollateError` where a kernel got something else than the batch says, where a
     real token moves by what padding or another sequence holds, or where nothing could be judged.
 
     `batch` is what the model, any module, is called with. `segments`, of the whole rows, default to what the batch itself
-    says; give them under context parallelism (with `context_parallel`) and where `model(**batch)` is not told which tokens
-    are padding. `pattern` is that of the model's attention. With `alone=True` two of its sequences are run again by
+    says; give them under context parallelism (with `context_parallel`) and where nothing in the batch marks padding.
+    `pattern` is that of the model's attention. With `alone=True` two of its sequences are run again by
     themselves and must give the same logits, or last states. Where ranks compute a forward together (FSDP, ZeRO-3, experts)
     every rank calls it, with its own batch. `forward(**batch) -> logits [B, S, V]` stands for
     `model(**batch)` where that is not how the model is called; it must run the modules of `model`.
@@ -122,16 +126,16 @@ def check_delivery(
     eager: Any = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
     with torch.no_grad(), eager:
         record = _forward_of(inner, batch, case, context_parallel)
-        with recorded(record):
+        with record_calls(record):
             given = _seeded(inner, batch, forward)
         _check_faults(record, case)
-        leak, unasked = ("", "a rank") if context_parallel else find_leak(inner, batch, case, given, forward)
+        leak, untested = ("", "a rank") if context_parallel else find_leak(inner, batch, case, given, forward)
         if leak:
             rule = "Neither padding nor another sequence moves a real token."
             suspects = few(record.layers_without_kernels()) or "its layers"
-            remedy = f"No known kernel was told wrong: look at the code of {suspects}, and at what it does with the mask."
+            remedy = f"Every known kernel is right: look at the code of {suspects}, and at what it does with the mask."
             raise CollateError(explain("delivery", f"real tokens move when {leak}", rule, remedy, more="delivery"))
-        found = _proof(record, case, measured=alone, unasked=unasked)
+        found = _proof(record, case, measured=alone, untested=untested)
         return replace(found, alone=check_alone(inner, batch, case, given, forward)) if alone else found
 
 
@@ -147,7 +151,7 @@ def guard_first_batch(
     context_parallel: ContextParallel | None = None,
     forward: Callable[..., Any] | None = None,
 ) -> Callable[[], None]:
-    """Check the next forward of `model`, whoever calls it: what its kernels are told is judged as soon as it has run.
+    """Check the next forward of `model`, whoever calls it: what its kernels get is judged as soon as it has run.
 
     Costs no forward of its own, so that any stage of a pipeline can be watched; with `alone=True` it costs five, and every
     rank must guard. The other settings are those of `check_delivery`. With the Segments of one batch, `only(arguments)`
@@ -159,8 +163,8 @@ def guard_first_batch(
     >>> model, keep = tiny_model("qwen3_next", vocab_size=257), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     >>> remove = guard_first_batch(model)
     >>> logits = model(input_ids=torch.tensor([[256, 256, 7, 8], [4, 5, 6, 7]]), attention_mask=keep).logits
-    collate_npu: every layer heard got what the batch says: 2 recurrent: convolution zeros [2, 4] ✔ · rule zeros [2,
-        4] ✔ · 1 attention: mask [2, 4] ✔ · positions ✔
+    collate_npu: every layer with a known kernel got what the batch says: 2 recurrent: convolution zeros [2, 4] ✔ ·
+        rule zeros [2, 4] ✔ · 1 attention: mask [2, 4] ✔ · positions ✔
     """
     inner = _known(model)
     refuse_compiled(model)
@@ -182,7 +186,7 @@ def guard_first_batch(
         case = case_of(inner, batch, segments=segments, pattern=pattern)
         record = _forward_of(inner, batch, case, context_parallel)
         behind.close()
-        running.enter_context(recorded(record))
+        running.enter_context(record_calls(record))
         behind.callback(inner.register_forward_hook(partial(judge, record, case), always_call=True).remove)
 
     def judge(record: Forward, case: Case, module: nn.Module, args: Any, output: Any) -> None:
@@ -200,7 +204,7 @@ def guard_first_batch(
 def refuse_compiled(model: nn.Module, *, compiled: bool = False) -> None:
     """Raise where a forward of this model is compiled code, in part at least."""
     if compiled or is_compiled(model):
-        rule = "Compiled code calls no layer and no kernel that can be heard."
+        rule = "Compiled code calls no layer and no kernel that can be recorded."
         remedy = "Run check_delivery(model, batch) before training: it runs the model uncompiled."
         raise UnsupportedFormError(explain("guard", f"a compiled {type(unwrap(model)).__name__}", rule, remedy))
 
@@ -227,40 +231,41 @@ def _check_faults(record: Forward, case: Case) -> None:
     if faults := record.faults().values():
         known = consumer_of(record.root) in ("transformers", "megatron")
         attends = "" if known else f"; pattern= says whom its attention attends ({case.pattern} here)"
-        rule = f"Each layer is told which tokens are real, in the form it reads{attends}."
+        rule = f"Each layer gets which tokens are real, in the form it reads{attends}."
         remedy = "; ".join(dict.fromkeys(fault.remedy for fault in faults))
         raise CollateError(explain("delivery", listed(faults), rule, f"{remedy}.", more="delivery"))
 
 
-def _proof(record: Forward, case: Case, *, measured: bool = False, unasked: str = "nobody asked") -> Delivery:
+def _proof(record: Forward, case: Case, *, measured: bool = False, untested: str = "a guard") -> Delivery:
     """What a forward without faults proves. Raises where nothing was judged, unless the numbers are `measured`, or this is
-    a rank. `unasked`: why the model was not asked whether it leaks."""
-    layers, told = record.layers(), _judged_layers(record)
-    if not (told or measured or not unasked or record.cp):
-        shapes = sorted({str(list(seen.told.shape)) for seen in record.calls if seen.told is not None})
+    a rank. `untested`: why no tokens were replaced, to see whether they leak."""
+    layers, judged = record.layers(), _judged_layers(record)
+    if not (judged or measured or not untested or record.cp):
+        shapes = sorted({str(list(call.boundaries.shape)) for call in record.calls if call.boundaries is not None})
         got = f"calls of {', '.join(shapes)} tokens" if shapes else f"no known kernel in {type(record.root).__name__}"
-        rule = f"Something of the batch's tokens {list(case.segments.shape)} is told to a kernel."
+        rule = f"Something of the batch's tokens {list(case.segments.shape)} reaches a kernel."
         remedy = "Pass the batch of these Segments, and the model that attends; alone=True compares the numbers."
         raise CollateError(explain("delivery", got, rule, remedy, more="delivery"))
-    unseen = [name for name in layers if not among(name, told) and (not crosses(name) or has_two_sides(record.root))]
-    unseen += [f"{seen.layer} ({seen.unread})" for seen in record.calls if seen.unread]
-    unseen += [] if told else ["positions"]
-    unseen += ["layers whose classes have no name of attention or a recurrence"] if unasked and not layers else []
-    said: dict[str, dict[str, None]] = {name: {} for name in sorted(told)}
-    for seen in record.calls:
-        if seen.layer in said and record.judges(seen) and seen.told:
-            said[seen.layer][f"{seen.kind} {seen.told}".removeprefix("attention ")] = None
-    handed = {name: ", ".join(each) for name, each in said.items()}
-    block_told = block(record, {}) if told else ""
-    return Delivery(layers=handed, told=block_told, unseen=tuple(dict.fromkeys(unseen)), asked=not unasked, alone=None)
+    unchecked = [name for name in layers if not among(name, judged) and (not crosses(name) or has_two_sides(record.root))]
+    unchecked += [f"{call.layer} ({call.unread_reason})" for call in record.calls if call.unread_reason]
+    unchecked += [] if judged else ["positions"]
+    unchecked += ["layers whose classes have no name of attention or a recurrence"] if untested and not layers else []
+    got_by: dict[str, dict[str, None]] = {name: {} for name in sorted(judged)}
+    for call in record.calls:
+        if call.layer in got_by and record.judges(call) and call.boundaries:
+            got_by[call.layer][f"{call.kind} {call.boundaries}".removeprefix("attention ")] = None
+    return Delivery(
+        layers={name: ", ".join(each) for name, each in got_by.items()}, report=block(record, {}) if judged else "",
+        unchecked=tuple(dict.fromkeys(unchecked)), leak_free=not untested, alone=None,
+    )  # fmt: skip
 
 
 def _judged_layers(record: Forward) -> set[str]:
     """Layers of which every kernel was judged."""
     unruled = {name.removesuffix(" (its rule)") for name in record.layers_without_kernels()}
-    calls = [seen for seen in record.calls if seen.positions is None]
-    unread = {seen.layer for seen in calls if not record.judges(seen)}
-    return {seen.layer for seen in calls} - unread - unruled
+    calls = [call for call in record.calls if call.positions is None]
+    unread = {call.layer for call in calls if not record.judges(call)}
+    return {call.layer for call in calls} - unread - unruled
 
 
 # --- leaks: what padding and the other sequences embed is replaced, and no real token may move
@@ -269,7 +274,7 @@ def _judged_layers(record: Forward) -> set[str]:
 def find_leak(
     model: nn.Module, batch: Mapping[str, Any], case: Case, given: Any, forward: Callable[..., Any] | None
 ) -> tuple[str, str]:
-    """Return whose tokens move real ones of other sequences, "" for nobody's, and why the model could not be asked.
+    """Return whose tokens move real ones of other sequences, "" for nobody's, and why that could not be tested.
 
     `given` is what it gave for the batch. Three forwards on every rank, whatever its rows hold: ranks may compute together.
     """
@@ -279,11 +284,12 @@ def find_leak(
     turn_T = torch.where(ids > 0, (ids + torch.arange(len(ids))[:, None]) % 2, -1).flatten()  # sequences take turns
     real_T = turn_T >= 0
     first_T, second_T = turn_T == 0, turn_T == 1
-    asked = [("padding", real_T, ~real_T), ("another sequence", first_T, second_T), ("another sequence", second_T, first_T)]
+    replacements = [("padding", real_T, ~real_T)]
+    replacements += [("another sequence", *turns) for turns in ((first_T, second_T), (second_T, first_T))]
     replacing = _Replacing(model, batch, case.segments, forward)
     try:
         base = replacing.by_token(given)
-        moved = [replacing.run(others_T) for _, _, others_T in asked]
+        moved = [replacing.run(others_T) for _, _, others_T in replacements]
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:  # it ran once: what we changed it is
         return "", f"{type(error).__name__}: {str(error)[:80]}"
     if not bool(base[real_T].isfinite().all()):
@@ -291,10 +297,10 @@ def find_leak(
     if not replacing.replaced:
         return "", "no embedding of its tokens was found"
     limit = noise_limit(0.0, like(model))
-    for (whose, mine_T, _), found in zip(asked, moved):
+    for (whose, mine_T, _), found in zip(replacements, moved):
         if not (size := apart([found[mine_T]], [base[mine_T]])) <= limit:
             return f"{whose} is replaced (a relative error of {size:.2g}, where up to {limit:.1g} is rounding)", ""
-    something = any(mine_T.any() and others_T.any() for _, mine_T, others_T in asked)
+    something = any(mine_T.any() and others_T.any() for _, mine_T, others_T in replacements)
     return "", "" if something else "the batch has one sequence and no padding"
 
 
@@ -394,7 +400,7 @@ def check_alone(
         remedy = "Check without alone=True, and the numbers by collate_npu.testing.conformance."
         raise UnsupportedFormError(explain("alone", type(model).__name__, rule, remedy))
     if vision := of_kind(batch, "vision"):
-        rule = "The images of one row cannot be told from those of the others."
+        rule = "The images of one row cannot be separated from those of the others."
         raise UnsupportedFormError(explain("alone", ", ".join(vision), rule, "Check a batch of text, or without alone=."))
     logits, below = scores_of(given), getattr(model, "base_model", None)
     if logits.ndim < 3 and forward is None and isinstance(below, nn.Module):  # a model that pools: its states

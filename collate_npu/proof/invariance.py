@@ -87,9 +87,6 @@ class Located:
         after = [[*feature["input_ids"][1:], IGNORED] for feature in self.features]
         if given != IGNORED and all(x in (IGNORED, y) for pair in zip(told, after) for x, y in zip(*pair)):
             return f"{where}. They are moved by a place, which the model does itself: leave them where their tokens are"
-        after = [[*feature["input_ids"][1:], IGNORED] for feature in self.features]
-        if given != IGNORED and all(x in (IGNORED, y) for pair in zip(told, after) for x, y in zip(*pair)):
-            return f"{where}. They are moved by a place, which the model does itself: leave them where their tokens are"
         lost = sum(given == IGNORED for *_, given, _ in bad)
         return f"{where}; {lost} are ignored, as where labels are made by labels == pad_token_id" if lost else where
 

@@ -38,10 +38,8 @@ from collate_npu.releases import installed
 from collate_npu.segments import Segments
 
 HEADS, KEY_HEADS, D, W, CHUNK = 4, 2, 32, 4, 64
-SHARED = frozenset({"weight", "bias", "A"})
+SHARED = frozenset({"weight", "bias"})
 """Inputs that all tokens have in common; the others are `[B, S, ...]`."""
-KEPT_WIDE = frozenset({"g", "A", "dt"})
-"""Decays: kernels take them in float32, whatever the dtype of the rest."""
 Inputs = dict[str, Tensor]
 
 
@@ -97,12 +95,9 @@ class Problem:
         draw = torch.Generator().manual_seed(0)
         sizes = {name: (() if name in SHARED else segments.shape) + tail for name, tail in self.shapes.items()}
         found = {name: torch.randn(size, generator=draw, dtype=torch.float64) for name, size in sizes.items()}
-        for name in {"g", "A"} & found.keys():
-            found[name] = -found[name].sigmoid()
-        for name in {"beta", "dt"} & found.keys():
-            found[name] = found[name].sigmoid()
         if "beta" in found:
-            found["k"] = normalize(found["k"], dim=-1)
+            rule = {"g": -found["g"].sigmoid(), "beta": found["beta"].sigmoid(), "k": normalize(found["k"], dim=-1)}
+            return found | rule
         return found
 
 
@@ -118,8 +113,8 @@ def expected(problem: Problem, truth: Truth, dtype: torch.dtype) -> tuple[Inputs
 
 
 def in_dtype(drawn: Inputs, dtype: torch.dtype) -> Inputs:
-    """Inputs as the kernel gets them."""
-    return {name: x.to(torch.float32 if name in KEPT_WIDE else dtype) for name, x in drawn.items()}
+    """Inputs as the kernel gets them: decays in float32, whatever the dtype of the rest."""
+    return {name: x.to(torch.float32 if name == "g" else dtype) for name, x in drawn.items()}
 
 
 def _summed(drawn: Inputs) -> Inputs:
@@ -174,16 +169,6 @@ def _attend(x: Inputs, places: Tensor, n: int, pattern: Pattern) -> Tensor:
     return reference_fusion_attention(q, k, v, q.shape[2], "BSND", atten_mask=blocked, scale=D**-0.5)[0]
 
 
-def _scan_alone(x: Inputs, *_: object) -> Tensor:
-    """Mamba's second scan: `h = h exp(dt A) + dt x B`, `y = C h` (Dao and Gu, arXiv 2405.21060)."""
-    h, outs = x["x"].new_zeros(1, *x["x"].shape[2:], D), []
-    for t in range(x["x"].shape[1]):
-        dt, b, c = x["dt"][:, t, :, None, None], x["B"][:, t, :, None], x["C"][:, t, :, None]
-        h = h * (dt * x["A"][:, None, None]).exp() + dt * x["x"][:, t, :, :, None] * b
-        outs.append((h * c).sum(-1))
-    return torch.stack(outs, 1)
-
-
 _HEAD, _VALUE = (KEY_HEADS, D), (HEADS, D)
 ATTENTION = Problem("attention", {"q": _VALUE, "k": _HEAD, "v": _HEAD}, _attend, recurrent=False)
 RULE = Problem(
@@ -197,7 +182,6 @@ CONVOLUTION = Problem(
     {"x": (D,), "weight": (D, W), "bias": (D,)},
     lambda x, *_: reference_causal_conv1d(x["x"], x["weight"], x["bias"], "silu"),
 )
-SCAN = Problem("scan", {"x": _VALUE, "dt": (HEADS,), "A": (HEADS,), "B": (1, D), "C": (1, D)}, _scan_alone)
 
 
 Ask = Callable[..., Any]
@@ -373,12 +357,7 @@ _QKV, _LONG = ("q", "k", "v"), ("query", "key", "value")
 _TORCH_VARLEN, _FLASH = (partial(_by_offsets, of_torch=each) for each in (True, False))
 _FUSION, _FUSION_V3 = (partial(_fusion, operator=f"npu_fusion_attention{version}") for version in ("", "_v3"))
 _FUSED = ((*_LONG, "head_num"), _LAYOUTS, _NPU)
-_FLA, _FLA_CP, _FLA_CONV, _SCAN = (
-    partial(_flat_call, kernel=kernel, **more)
-    for kernel, more in (
-        ("fla", {}), ("fla_cp", {}), ("fla_conv", {"activation": "silu"}), ("causal_conv1d", {"chunk_size": CHUNK})
-    )
-)  # fmt: skip
+_FLA, _FLA_CONV = partial(_flat_call, kernel="fla"), partial(_flat_call, kernel="fla_conv", activation="silu")
 KERNELS = (
     Kernel("torch.scaled_dot_product_attention", "torch.nn.functional", ATTENTION, _of_torch, _LONG,
            ("dense, keep", "dense, bias"), _ANY),
@@ -389,13 +368,9 @@ KERNELS = (
     Kernel("torch_npu.npu_fusion_attention", "torch_npu", ATTENTION, _FUSION, *_FUSED),
     Kernel("torch_npu.npu_fusion_attention_v3", "torch_npu", ATTENTION, _FUSION_V3, *_FUSED),
     Kernel("fla.chunk_gated_delta_rule", "fla.ops.gated_delta_rule", RULE, _FLA, _QKV, devices=_CARDS),
-    Kernel("fla.fused_recurrent_gated_delta_rule", "fla.ops.gated_delta_rule", RULE, _FLA_CP, _QKV,
-           devices=_CARDS, backward=()),
     Kernel("fla.chunk_kda", "fla.ops.kda", KDA, _FLA, _QKV, devices=_CARDS),
     Kernel("fla.causal_conv1d", "fla.modules.convolution", CONVOLUTION, _FLA_CONV, ("x",), devices=_CARDS),
     Kernel("causal_conv1d.causal_conv1d_fn", "causal_conv1d", CONVOLUTION, _convolution, ("x",), ("seq_idx",)),
-    Kernel("mamba_ssm.mamba_chunk_scan_combined", "mamba_ssm.ops.triton.ssd_combined", SCAN, _SCAN,
-           ("x", "dt", "A", "B", "C", "chunk_size"), ("seq_idx",)),
     Kernel("transformers.torch_chunk_gated_delta_rule", "transformers.models.qwen3_next.modeling_qwen3_next", RULE,
            _plain_rule, _LONG, ("2D mask",), _ANY),
     Kernel("fla_npu.npu_causal_conv1d", "fla_npu.ops.ascendc", CONVOLUTION, _npu_convolution,

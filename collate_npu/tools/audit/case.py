@@ -32,7 +32,7 @@ from collate_npu.proof import invariance
 from collate_npu.proof.forward import Fault, listed
 from collate_npu.proof.invariance import Collator, Located, Samples
 from collate_npu.proof.measure import Batch, Compared, Errors, Numbers, Yardstick, alone, measure_noise
-from collate_npu.proof.recorder import heard
+from collate_npu.proof.recorder import record_faults
 from collate_npu.segments import Segments
 from collate_npu.tools.user_code import describe_error, first_line
 from collate_npu.validation import check_model
@@ -280,7 +280,7 @@ class Audit:
                 batches = list(batches)
                 cases = [self._case(located.segments) for located in batches]
                 if whose != "elsewhere":
-                    faults = held.enter_context(heard(model, cases))
+                    faults = held.enter_context(record_faults(model, cases))
                 compared = Compared.of((self._numbers(each, side), known) for each, known in zip(batches, self._alone))
         except Exception as error:  # whatever the model raises is the finding
             refused = isinstance(error, UnsupportedFormError)
