@@ -192,7 +192,7 @@ _ANY, _CARDS, _NPU = ("cpu", "cuda", "npu"), ("cuda", "npu"), ("npu",)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """An operator. `positional`: its arguments that are passed without names; the others go by theirs."""
+    """An operator. `positional`: its arguments that are passed without names."""
 
     name: str
     """As `kernels.check` knows it, where it has a contract."""
@@ -285,12 +285,12 @@ def _by_offsets(ask: Ask, truth: Truth, x: Inputs, form: str, *, of_torch: bool)
     window, flat = _window(truth), varlen(truth.segments)
     q, k, v = (unpad(x[name], truth.segments) for name in "qkv")
     ends, longest = flat.cu_seqlens.to(q.device), flat.max_length
-    told: dict[str, Any] = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": window[1] == 0}
-    told |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": window[1] == 0}
+    given |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
     if of_torch:
-        told = {"query": q, "key": k, "value": v, "cu_seq_q": ends, "cu_seq_k": ends, "max_q": longest, "max_k": longest}
-        told["enable_gqa"] = True
-    return repad(ask(form, **told, window_size=window), truth.segments)
+        given = {"query": q, "key": k, "value": v, "cu_seq_q": ends, "cu_seq_k": ends, "max_q": longest, "max_k": longest}
+        given["enable_gqa"] = True
+    return repad(ask(form, **given, window_size=window), truth.segments)
 
 
 # --- recurrent layers: one flat row
@@ -304,20 +304,20 @@ def _back(out: Tensor, truth: Truth) -> Tensor:
     return out if truth.segments.shape[0] == 1 else repad(out[0], truth.segments)
 
 
-def _told(truth: Truth, kernel: str, x: Inputs) -> dict[str, Any]:
+def _boundaries_for(truth: Truth, kernel: str, x: Inputs) -> dict[str, Any]:
     return gated_delta_kwargs(truth.segments, kernel=cast(Any, kernel), device=next(iter(x.values())).device)
 
 
 def _flat_call(ask: Ask, truth: Truth, x: Inputs, form: str, *, kernel: str, **more: Any) -> Tensor:
     """Return the output of an operator that takes a flat row as it is."""
     flat = {name: each if name in SHARED else _flat(each, truth) for name, each in x.items()}
-    out = ask(form, **flat, **more, **_told(truth, kernel, x))
+    out = ask(form, **flat, **more, **_boundaries_for(truth, kernel, x))
     return _back(out[0] if isinstance(out, tuple) else out, truth)
 
 
 def _plain_rule(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
     """Padded rows, written zero at padding, as transformers' layers do it by the 2D mask."""
-    keep = _told(truth, "transformers", x).get("attention_mask")
+    keep = _boundaries_for(truth, "transformers", x).get("attention_mask")
     if truth.segments.packed:
         rule, remedy = "The plain torch rule reads no boundaries.", "Give each sequence its own row, or install fla."
         raise UnsupportedFormError(explain("segments", repr(truth.segments), rule, remedy))
@@ -329,24 +329,24 @@ def _plain_rule(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
 
 def _npu_rule(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
     """It takes tokens first, and states of every sequence."""
-    told = _told(truth, "torch_npu", x)
+    given = _boundaries_for(truth, "torch_npu", x)
     names = {"q": "query", "k": "key", "v": "value"}
     flat = {names.get(name, name): _flat(each, truth)[0] for name, each in x.items()}
-    states = x["v"].new_zeros(len(told["actual_seq_lengths"]), HEADS, D, D)
-    return _back(ask(form, **flat, initial_state=states, scale=D**-0.5, **told)[0][None], truth)
+    states = x["v"].new_zeros(len(given["actual_seq_lengths"]), HEADS, D, D)
+    return _back(ask(form, **flat, initial_state=states, scale=D**-0.5, **given)[0][None], truth)
 
 
 def _convolution(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
     """Channels last: the channels of one token lie together."""
     flat = _flat(x["x"], truth).contiguous().transpose(1, 2)
-    out = ask(form, **x | {"x": flat}, activation="silu", **_told(truth, "causal_conv1d", x))
+    out = ask(form, **x | {"x": flat}, activation="silu", **_boundaries_for(truth, "causal_conv1d", x))
     return _back(out.transpose(1, 2), truth)
 
 
 def _npu_convolution(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
-    told, flat = _told(truth, "fla_npu_conv", x), _flat(x["x"], truth)[0].contiguous()
-    states = flat.new_zeros(len(told["query_start_loc"]) - 1, W - 1, D)
-    out = ask(form, x=flat, weight=x["weight"].T.contiguous(), bias=x["bias"], conv_states=states, **told, activation_mode=0)
+    given, flat = _boundaries_for(truth, "fla_npu_conv", x), _flat(x["x"], truth)[0].contiguous()
+    states = flat.new_zeros(len(given["query_start_loc"]) - 1, W - 1, D)
+    out = ask(form, x=flat, weight=x["weight"].T.contiguous(), bias=x["bias"], conv_states=states, **given, activation_mode=0)
     return _back(silu(out)[None], truth)
 
 

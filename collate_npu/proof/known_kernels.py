@@ -112,7 +112,7 @@ def _neutral(row: Operator, given: Mapping[str, Any], first_T: np.ndarray) -> np
 
 def _plain_convolution(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
     """A depthwise convolution of torch, which knows no boundary."""
-    x = values["x"] if "x" in values else values["input"]
+    x = values["input"]
     return _boundaries_of(_PLAIN_CONV, kernel, "convolution", {"x": x if x.ndim == 3 else x[None]})
 
 
@@ -351,9 +351,7 @@ KERNELS = _by_name(
     ("attention", _fusion, "npu_fusion_attention npu_fusion_attention_v3"),
 )
 """Functions, by their names."""
-MODULES = _by_name(
-    ("attention", _core, "DotProductAttention TEDotProductAttention"), ("convolution", _plain_convolution, "Conv1d")
-)
+MODULES = _by_name(("attention", _core, "DotProductAttention TEDotProductAttention"))
 """Modules that are kernels themselves, by the names of their classes."""
 OF_TORCH = ("torch", "torch.nn.functional", "torch.nn.attention.flex_attention", "torch.nn.attention.varlen")
 """Modules of torch whose functions are wrapped."""

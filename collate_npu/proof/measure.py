@@ -244,18 +244,14 @@ REMEDY = "Find what it reads beside its tokens (their number, their place in the
 
 @dataclass(frozen=True, slots=True)
 class Yardstick:
-    """What passes, and whether that could be told from what is wrong."""
+    """What passes, and whether what is wrong stands out of it."""
 
     noise: Errors
     wrong: Errors | None = None
     """The smallest error that must not pass; None where nothing wrong could be run."""
 
-    def passes(self, found: Errors) -> bool:
-        """True if each relative error is at most `TIMES` the noise; False for NaN."""
-        return not self.astray(found)
-
     def astray(self, found: Errors) -> tuple[str, ...]:
-        """Which of logits, loss and gradient do not pass."""
+        """Which of logits, loss and gradient are not at most `TIMES` the noise; NaN never is."""
         names = ("logits", "loss", "gradient")
         return tuple(name for name in names if not getattr(found, name) <= TIMES * getattr(self.noise, name))
 

@@ -27,11 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.arrays import Array
-from collate_npu.consumers.mask_routing import Case
 from collate_npu.errors import CollateError
 from collate_npu.kernels.call_boundaries import zeros_of
 from collate_npu.kernels.check import call_breaches, knows, named
-from collate_npu.proof.forward import Fault, Forward, KernelCall, is_layer, plain_name
+from collate_npu.proof.forward import Forward, KernelCall, is_layer, plain_name
 from collate_npu.proof.known_kernels import KERNELS, MODULES, OF_TORCH, POSITIONAL, UnreadError
 
 
@@ -310,11 +309,9 @@ class Recorder:
     def run_module(self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Call a module, `original(module, ...)`; a forward may begin with it."""
         here = self._here
-        if here.stack and (kernel := MODULES.get(type(module).__name__)) and self._is_kernel(module):
+        if here.stack and (kernel := MODULES.get(type(module).__name__)):
             kernel_name = f"{type(module).__module__.partition('.')[0]}.{type(module).__name__}"
             values = {"self": module, **bound(module.forward, args, kwargs)}
-            if type(module).__name__ == "Conv1d":
-                values = {"x": args[0] if args else kwargs["input"]}
             return self._called(kernel_name, kernel, values, lambda: original(module, *args, **kwargs))
         forward, outer = None, here.forward
         with self.guarded():
@@ -360,12 +357,6 @@ class Recorder:
         real = whole if forward.truth is None else whole[forward.truth.indices.to(whole.device)]
         return not any(torch.equal(ids.flatten(), each) for each in (whole, real))
 
-    def _is_kernel(self, module: nn.Module) -> bool:
-        """A convolution is one inside a recurrent layer, one channel at a time."""
-        if not isinstance(module, nn.Conv1d):
-            return True
-        return module.groups == module.in_channels > 1 and is_layer(self._here.stack[-1])
-
     def _position_kind(self, module: nn.Module) -> str:
         """True if it is given positions: rotary ones, or those that are embedded."""
         if re.search("rotary|rope", type(module).__name__.lower()) and not is_layer(module):
@@ -406,9 +397,14 @@ class Recorder:
             values = arguments_of(function, args, kwargs)
         except Exception as error:
             values = f"{type(error).__name__}: {error}"
-        if name == "torch.conv1d" and (here.depth or not is_layer(here.stack[-1]) or not _is_depthwise(values)):
+        if name == "torch.conv1d" and (here.depth or not self._in_layer() or not _is_depthwise(values)):
             return call(*args, **kwargs)
         return self._called(name, KERNELS[name.rpartition(".")[2]], values, lambda: call(*args, **kwargs))
+
+    def _in_layer(self) -> bool:
+        """True if a layer makes this call itself, or by a convolution that it holds."""
+        owners = (module for module in reversed(self._here.stack) if not isinstance(module, nn.Conv1d))
+        return is_layer(next(owners, self._here.stack[-1]))
 
     def _called(self, name: str, row: Any, values: dict[str, Any] | str, call: Callable[[], Any]) -> Any:
         """Call it; of kernels that call one another for the same tokens the innermost counts."""
@@ -462,20 +458,6 @@ def record_calls(forward: Forward) -> Iterator[None]:
     recorder = Recorder(begin, lambda _: "")
     with recorder.on(model):
         yield
-
-
-@contextmanager
-def record_faults(model: nn.Module, cases: Iterable[Case]) -> Iterator[list[Fault]]:
-    """The faults of this model's forwards meanwhile, which are of these batches, one after the other."""
-    faults: list[Fault] = []
-    coming = (Forward.of(model, case) for case in cases)
-
-    def end(forward: Forward) -> str:
-        faults.extend(forward.faults().values())
-        return ""
-
-    with Recorder(lambda module, *_: next(coming, None) if module is model else None, end).on(model):
-        yield faults
 
 
 def _still_empty(empty_T: Array | None, given: Iterable[Any]) -> Array | None:

@@ -16,9 +16,7 @@ from torch.overrides import TorchFunctionMode
 from toys import IDS, OFFSETS, Two, planted
 
 from collate_npu import BatchAdapter, CollateError, Segments
-from collate_npu.consumers.mask_routing import Case, Model as Facts
 from collate_npu.proof import watch, watching
-from collate_npu.proof.recorder import record_faults
 
 ONE_NUMBER, OTHER_NUMBERS = planted([0] * 16), planted([0] * 5 + [1] * 6 + [2] * 5)
 
@@ -419,19 +417,6 @@ def test_scripted_and_compiled_code_means_the_function_itself():
         assert torch.compile(attends, backend="eager", fullgraph=True)(q).shape == q.shape
     torch._dynamo.reset()
     assert torch.compile(attends, backend="eager", fullgraph=True)(q).shape == q.shape
-
-
-def test_each_forward_of_the_model_is_judged_by_the_next_batch():
-    model, wrong = Model(), torch.tensor([0, 5, 11, 16])
-    case = Case(segments=Segments.from_lengths([[6, 5, 5]]), model=Facts(), padding_free=True)
-    with record_faults(model, [case, case]) as faults, torch.no_grad():
-        model.embed(IDS)  # a part of it takes no batch
-        nn.Sequential(model.layers[2])[0](model.embed(IDS), wrong)
-        model(IDS, OFFSETS)
-        assert faults == []
-        model(IDS, wrong)
-        model(IDS, wrong)  # no batch is left for it
-    assert len(faults) == 5
 
 
 def causal_conv1d_fn(x, weight):

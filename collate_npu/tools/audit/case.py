@@ -29,10 +29,10 @@ from collate_npu.integrations.adapt import adapt
 from collate_npu.masks.forms import block_mask, dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.proof import invariance
-from collate_npu.proof.forward import Fault, listed
+from collate_npu.proof.forward import Fault, Forward, listed
 from collate_npu.proof.invariance import Collator, Located, Samples
 from collate_npu.proof.measure import Batch, Compared, Errors, Numbers, Yardstick, alone, measure_noise
-from collate_npu.proof.recorder import record_faults
+from collate_npu.proof.recorder import record_calls
 from collate_npu.segments import Segments
 from collate_npu.tools.user_code import describe_error, first_line
 from collate_npu.validation import check_model
@@ -278,15 +278,15 @@ class Audit:
                 if adapted:
                     held.enter_context(adapt(model))
                 batches = list(batches)
-                cases = [self._case(located.segments) for located in batches]
-                if whose != "elsewhere":
-                    faults = held.enter_context(record_faults(model, cases))
-                compared = Compared.of((self._numbers(each, side), known) for each, known in zip(batches, self._alone))
+                numbers = [self._numbers(each, side, faults) for each in batches]
+                compared = Compared.of(zip(numbers, self._alone))
         except Exception as error:  # whatever the model raises is the finding
             refused = isinstance(error, UnsupportedFormError)
             return Finding(**where, note=first_line(error) if refused else describe_error(error), refused=refused)
         worst, yardstick = compared.worst, Yardstick(self._noise)
         astray = [*yardstick.astray(worst)]
+        if whose == "elsewhere":
+            faults = []
         astray += ["labels"] * any(located.label_fault() for located in batches) + ["kernels"] * bool(faults)
         return Finding(
             **where, logits=worst.largest, relative=worst.logits, loss=worst.loss,
@@ -299,12 +299,17 @@ class Audit:
         pattern = Pattern.of(self._subject.pattern or "causal")
         return Case(segments=truth, model=Model.of(self._subject.model), pattern=pattern)
 
-    def _numbers(self, located: Located, side: Layout) -> Numbers:
+    def _numbers(self, located: Located, side: Layout, faults: list[Fault]) -> Numbers:
+        """What the model makes of a batch; `faults` gets what its kernels got wrong."""
         pools = [len(logits) for logits in self._alone[0].logits] != [len(each["input_ids"]) for each in self._batches[0]]
         if pools and side == "left" and self._subject.pattern:
             rule = "The head of an encoder reads the first place of a row, which is padding here."
             raise UnsupportedFormError(explain("model", "one answer a row", rule, "Pad right."))
-        return located.numbers(self._subject.model, self._gradients)
+        forward = Forward.of(self._subject.model, self._case(located.segments))
+        with record_calls(forward):
+            numbers = located.numbers(self._subject.model, self._gradients)
+        faults += forward.faults().values()
+        return numbers
 
     def _advice(self, compared: Compared, batches: Sequence[Located], whose: Whose) -> str:
         """What is not finite, else what to change in the first of the user's batches that is wrong."""
