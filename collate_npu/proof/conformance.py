@@ -381,4 +381,5 @@ def _judged(
     each = [(d, n, t) for n, x in enumerate(far) for t, d in enumerate(x.tolist())]
     largest, n, t = max(each, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
     right = error <= scale.limit  # what is not a number is not
-    return BatchVerdict(layout, batch, error, largest, n, t + 1, right, "" if right else explained(found, known, scale.bound))
+    means = "" if right else explained(found, known, scale.bound)
+    return BatchVerdict(layout, batch, error, largest, n, t + 1, right, means)
