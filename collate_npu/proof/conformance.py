@@ -312,8 +312,8 @@ def conformance(
     default "left" and "right"). With `pad_token_id` samples hold that id as text, too. Under torchrun give each rank the
     same `seed`. The table shows what passes; what is not a number never does.
 
-    Raises `CollateError` where nothing can be proved: answers of another form, an error in `run`, answers that are others when
-    asked again (dropout), that do not depend on the tokens, or whose noise is as large as what is wrong.
+    Raises `CollateError` where nothing can be proved: answers of another form, an error in `run`, answers that are others
+    when asked again (dropout), that do not depend on the tokens, or whose noise is as large as what is wrong.
 
     >>> import torch
     >>> weights = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))

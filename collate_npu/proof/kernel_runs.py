@@ -304,20 +304,20 @@ def _back(out: Tensor, truth: Truth) -> Tensor:
     return out if truth.segments.shape[0] == 1 else repad(out[0], truth.segments)
 
 
-def _bounds(truth: Truth, kernel: str, x: Inputs) -> dict[str, Any]:
+def _boundaries(truth: Truth, kernel: str, x: Inputs) -> dict[str, Any]:
     return gated_delta_kwargs(truth.segments, kernel=cast(Any, kernel), device=next(iter(x.values())).device)
 
 
 def _flat_call(ask: Ask, truth: Truth, x: Inputs, form: str, *, kernel: str, **more: Any) -> Tensor:
     """Return the output of an operator that takes a flat row as it is."""
     flat = {name: each if name in SHARED else _flat(each, truth) for name, each in x.items()}
-    out = ask(form, **flat, **more, **_bounds(truth, kernel, x))
+    out = ask(form, **flat, **more, **_boundaries(truth, kernel, x))
     return _back(out[0] if isinstance(out, tuple) else out, truth)
 
 
 def _plain_rule(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
     """Padded rows, written zero at padding, as transformers' layers do it by the 2D mask."""
-    keep = _bounds(truth, "transformers", x).get("attention_mask")
+    keep = _boundaries(truth, "transformers", x).get("attention_mask")
     if truth.segments.packed:
         rule, remedy = "The plain torch rule reads no boundaries.", "Give each sequence its own row, or install fla."
         raise UnsupportedFormError(explain("segments", repr(truth.segments), rule, remedy))
@@ -329,7 +329,7 @@ def _plain_rule(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
 
 def _npu_rule(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
     """It takes tokens first, and states of every sequence."""
-    given = _bounds(truth, "torch_npu", x)
+    given = _boundaries(truth, "torch_npu", x)
     names = {"q": "query", "k": "key", "v": "value"}
     flat = {names.get(name, name): _flat(each, truth)[0] for name, each in x.items()}
     states = x["v"].new_zeros(len(given["actual_seq_lengths"]), HEADS, D, D)
@@ -339,14 +339,15 @@ def _npu_rule(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
 def _convolution(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
     """Channels last: the channels of one token lie together."""
     flat = _flat(x["x"], truth).contiguous().transpose(1, 2)
-    out = ask(form, **x | {"x": flat}, activation="silu", **_bounds(truth, "causal_conv1d", x))
+    out = ask(form, **x | {"x": flat}, activation="silu", **_boundaries(truth, "causal_conv1d", x))
     return _back(out.transpose(1, 2), truth)
 
 
 def _npu_convolution(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
-    given, flat = _bounds(truth, "fla_npu_conv", x), _flat(x["x"], truth)[0].contiguous()
+    given, flat = _boundaries(truth, "fla_npu_conv", x), _flat(x["x"], truth)[0].contiguous()
     states = flat.new_zeros(len(given["query_start_loc"]) - 1, W - 1, D)
-    out = ask(form, x=flat, weight=x["weight"].T.contiguous(), bias=x["bias"], conv_states=states, **given, activation_mode=0)
+    weights = {"weight": x["weight"].T.contiguous(), "bias": x["bias"]}
+    out = ask(form, x=flat, **weights, conv_states=states, **given, activation_mode=0)
     return _back(silu(out)[None], truth)
 
 
