@@ -30,18 +30,6 @@ def test_the_block_of_a_forward_says_each_kind_of_kernel_once(capsys):
     assert {fault.layer for fault in seen.faults} == {"layers.0", "layers.1"}
 
 
-def test_right_runs_have_no_fault():
-    model = Model()
-    with watch(say=False, steps=9) as seen:
-        for offsets in ([0, 16], [0, 6, 11, 16], [0, 1, 2, 16], [0, 15, 16]):
-            model(input_ids=IDS, cu_seqlens=torch.tensor(offsets))
-    assert seen.faults == []
-    assert "4 forwards (4 compared with their batch)" in seen.summary()
-    assert all(forward.truth is not None for forward in seen.forwards)
-    assert sum(seen.kernels.values()) == 4 * 5
-    assert "could not be wrapped" not in seen.summary()
-
-
 def windowed(**config):
     model = Model({2: {"window": (2, 0)}})
     model.config = SimpleNamespace(**config)
