@@ -103,9 +103,9 @@ def check_delivery(
 
     `batch` is what the model, any module, is called with. `segments`, of the whole rows, default to what the batch itself
     says; give them under context parallelism (with `context_parallel`) and where nothing in the batch marks padding.
-    `pattern` is that of the model's attention. With `alone=True` two of its sequences are run again by
-    themselves and must give the same logits, or last states. Where ranks compute a forward together (FSDP, ZeRO-3, experts)
-    every rank calls it, with its own batch. `forward(**batch) -> logits [B, S, V]` stands for
+    `pattern` is that of the model's attention. With `alone=True` two sequences of a model of transformers or Megatron are
+    run again by themselves and must give the same logits, or last states. Where ranks compute a forward together (FSDP,
+    ZeRO-3, experts) every rank calls it, with its own batch. `forward(**batch) -> logits [B, S, V]` stands for
     `model(**batch)` where that is not how the model is called; it must run the modules of `model`.
 
     >>> import torch

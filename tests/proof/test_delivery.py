@@ -34,6 +34,9 @@ def test_a_right_run_passes_and_says_what_was_looked_at():
     report = "2 recurrent: convolution [0, 6, 11, 16] ✔ · rule [0, 6, 11, 16] ✔ · 1 attention: [0, 6, 11, 16] ✔"
     assert found.report == f"{report} · positions not looked at"
     assert str(found).startswith("collate_npu: every layer got what the batch says: ")
+    for old, new in (("told", "report"), ("unseen", "unchecked"), ("asked", "leak_free")):
+        with pytest.warns(DeprecationWarning, match=f"Delivery.{old} is {new} now"):
+            assert getattr(found, old) == getattr(found, new)
     guard_first_batch(model, report=said.append)
     model(IDS, OFFSETS)
     assert str(said[0]) == f"collate_npu: every layer with a known kernel got what the batch says: {found.report}"
