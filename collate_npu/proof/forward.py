@@ -96,7 +96,7 @@ def keeps_state(models: Iterable[nn.Module]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelCall:
+class RecordedCall:
     """One call of a kernel."""
 
     layer: str
@@ -157,12 +157,12 @@ class Forward:
     compiled: bool = False
     raised: str = ""
     """The error that ended it."""
-    calls: list[KernelCall] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
     silent: list[str] = field(default_factory=list)
     """Layers in which no known kernel ran."""
     first_position: int = 0
     """What the model embeds for a sequence's first token."""
-    before: Sequence[KernelCall] = field(default=(), repr=False)
+    before: Sequence[RecordedCall] = field(default=(), repr=False)
     """Of a layer that is computed again: the calls of this step's forwards."""
     cp: ContextParallel | None = None
     """The rank that this is, where ranks share the rows of `truth`."""
@@ -204,7 +204,7 @@ class Forward:
         self.calls = [replace(each, boundaries=one, module=None) for each, one in zip(self.calls, kept)]
         self.ids = None
 
-    def _fault_reason(self, call: KernelCall) -> tuple[str, str] | None:
+    def _fault_reason(self, call: RecordedCall) -> tuple[str, str] | None:
         if call.breaches:
             first = call.breaches[0]
             return f"[{first.rule}] {first.where}: {first.got}. {first.says}", f"{first.remedy} ({first.source})"
@@ -259,7 +259,7 @@ class Forward:
             f"{n} (its rule)" for n in unruled if "conv" not in type(layers[n]).__name__.lower()
         ]  # else it is one
 
-    def _recompute_reason(self, call: KernelCall) -> tuple[str, str] | None:
+    def _recompute_reason(self, call: RecordedCall) -> tuple[str, str] | None:
         """Activation checkpointing computes with what the first pass got, or its gradients are of another batch."""
         same = (each for each in self.before if (each.layer, each.kernel) == (call.layer, call.kernel))
         first = [each.boundaries for each in same if each.boundaries is not None]
@@ -267,7 +267,7 @@ class Forward:
             return None
         return f"computed again for the backward pass; the first pass got {first[-1]}", _REMEDIES["again"]
 
-    def judges(self, call: KernelCall) -> bool:
+    def judges(self, call: RecordedCall) -> bool:
         """True if this call is judged against the batch: not one of other tokens, nor of another model's."""
         if self.truth is None or _FOREIGN.search(call.layer.lower()):
             return False
@@ -305,7 +305,7 @@ class Forward:
             return ""
         return f"its window is {given.window or 'the whole past'}, and the config says {size or 'the whole past'}"
 
-    def _pattern_of(self, call: KernelCall) -> Pattern | None:
+    def _pattern_of(self, call: RecordedCall) -> Pattern | None:
         """What this layer attends by the config; None where that is not known: of windows to both sides, where layers
         differ and nothing says how, and where an indexer picks the keys (DeepSeek's sparse attention, Qwen4's)."""
         if call.module is not None and any("indexer" in name for name, _ in call.module.named_children()):

@@ -30,7 +30,7 @@ from collate_npu.arrays import Array
 from collate_npu.errors import CollateError
 from collate_npu.kernels.call_boundaries import zeros_of
 from collate_npu.kernels.check import call_breaches, knows, named
-from collate_npu.proof.forward import Forward, KernelCall, is_layer, plain_name
+from collate_npu.proof.forward import Forward, RecordedCall, is_layer, plain_name
 from collate_npu.proof.known_kernels import KERNELS, MODULES, OF_TORCH, POSITIONAL, UnreadError
 
 
@@ -377,7 +377,7 @@ class Recorder:
             if found.shape[-1] == truth.shape[1] and found.size in (truth.shape[1], truth.array.size):
                 found = np.broadcast_to(found, truth.shape)
             where: dict[str, Any] = {"layer": self._name_of(module), "kernel": type(module).__name__}
-            forward.calls.append(KernelCall(**where, module=module, kind=kind, boundaries=None, positions=found))
+            forward.calls.append(RecordedCall(**where, module=module, kind=kind, boundaries=None, positions=found))
 
     def _name_of(self, module: nn.Module) -> str:
         known = self._names.get(id(module))
@@ -423,12 +423,12 @@ class Recorder:
             if result is not None and not whole:  # None: a fallback that does nothing
                 forward.calls[first:] = [outer]  # what it calls for a part of its tokens says nothing of all
 
-    def _read_call(self, name: str, row: Any, values: dict[str, Any] | str) -> KernelCall:
+    def _read_call(self, name: str, row: Any, values: dict[str, Any] | str) -> RecordedCall:
         kind, read = row
         stack = self._here.stack
         layer = next((module for module in reversed(stack) if is_layer(module)), stack[-1])
         where: dict[str, Any] = {"layer": self._name_of(layer), "module": layer, "empty_T": self._here.empty_T}
-        found = KernelCall(**where, kernel=name, kind=kind, boundaries=None)
+        found = RecordedCall(**where, kernel=name, kind=kind, boundaries=None)
         try:
             if isinstance(values, str):
                 raise UnreadError(values)
