@@ -186,13 +186,3 @@ def moved(module: str, name: str) -> Any:
     warnings.warn(f"{old} is {MOVED[old]} now; the old name goes in {GONE_IN}.", DeprecationWarning, stacklevel=3)
     home, _, new = MOVED[old].rpartition(".")
     return getattr(import_module(home), new)
-
-
-def renamed(owner: str, old: str, new: str) -> property:
-    """A property that gives the field `new` of a class by its old name, with a warning."""
-
-    def value(self: Any) -> Any:
-        warnings.warn(f"{owner}.{old} is {new} now; the old name goes in {GONE_IN}.", DeprecationWarning, stacklevel=2)
-        return getattr(self, new)
-
-    return property(value)

@@ -26,12 +26,12 @@ from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mask_routing import Case, consumer_named
 from collate_npu.consumers.megatron import kernel_of, start_problem
 from collate_npu.consumers.model_traits import consumer_of, has_two_sides, is_compiled, unwrap
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, renamed, shape_of
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import of_kind
 from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
-from collate_npu.proof.forward import Forward, among, block, case_of, crosses, few, listed
+from collate_npu.proof.forward import Forward, among, block, case_of, crosses, few, listed, renamed
 from collate_npu.proof.measure import OF_THE_LOSS, apart, called, check_noise, like, noise_limit, scores_of, widened
 from collate_npu.proof.recorder import record_calls
 from collate_npu.releases import say_outside

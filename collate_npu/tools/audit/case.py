@@ -285,8 +285,7 @@ class Audit:
             return Finding(**where, note=first_line(error) if refused else describe_error(error), refused=refused)
         worst, yardstick = compared.worst, Yardstick(self._noise)
         astray = [*yardstick.astray(worst)]
-        if whose == "elsewhere":
-            faults = []
+        faults = [] if whose == "elsewhere" else faults
         astray += ["labels"] * any(located.label_fault() for located in batches) + ["kernels"] * bool(faults)
         return Finding(
             **where, logits=worst.largest, relative=worst.logits, loss=worst.loss,
@@ -295,19 +294,16 @@ class Audit:
             by_position=compared.by_position,
         )  # fmt: skip
 
-    def _case(self, truth: Segments) -> Case:
-        pattern = Pattern.of(self._subject.pattern or "causal")
-        return Case(segments=truth, model=Model.of(self._subject.model), pattern=pattern)
-
     def _numbers(self, located: Located, side: Layout, faults: list[Fault]) -> Numbers:
         """What the model makes of a batch; `faults` gets what its kernels got wrong."""
         pools = [len(logits) for logits in self._alone[0].logits] != [len(each["input_ids"]) for each in self._batches[0]]
         if pools and side == "left" and self._subject.pattern:
             rule = "The head of an encoder reads the first place of a row, which is padding here."
             raise UnsupportedFormError(explain("model", "one answer a row", rule, "Pad right."))
-        forward = Forward.of(self._subject.model, self._case(located.segments))
+        model, pattern = self._subject.model, Pattern.of(self._subject.pattern or "causal")
+        forward = Forward.of(model, Case(segments=located.segments, model=Model.of(model), pattern=pattern))
         with record_calls(forward):
-            numbers = located.numbers(self._subject.model, self._gradients)
+            numbers = located.numbers(model, self._gradients)
         faults += forward.faults().values()
         return numbers
 
