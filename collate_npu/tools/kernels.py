@@ -14,7 +14,7 @@ from rich.text import Text
 
 from collate_npu import __version__
 from collate_npu.errors import CollateError, explain
-from collate_npu.proof.kernel_runs import KERNELS, Kernel, Run, interpreted, runs
+from collate_npu.proof.kernel_runs import KERNELS, Kernel, Run, runs
 from collate_npu.tools.terminal import WORDS, join_names, number, put, ruled, screen, terms, verdict_json, verdict_line
 from collate_npu.tools.user_code import did_you_mean, refused
 
@@ -95,8 +95,7 @@ class Calls:
 def measure_operators(names: Sequence[str], device: str, dtype: str | None) -> Calls:
     """Call the operators of these names or packages, all where none is named, in `dtype` or as training there does.
 
-    Without a card: what would run there. On a CPU fla's kernels run in Triton's interpreter. Raises `CollateError` for names
-    and devices that are not known.
+    Without a card: what would run there. Raises `CollateError` for names and devices that are not known.
     """
     kernels = _kernels_of(names)
     kind = device.partition(":")[0]
@@ -108,10 +107,9 @@ def measure_operators(names: Sequence[str], device: str, dtype: str | None) -> C
         if kind not in CARDS:
             raise
         no_card = str(error)
-    also = interpreted() if kind == "cpu" else ()
     with screen(stderr=True).status("") as status:
         found = []
-        for run in runs(kernels, device=device, dtype=in_dtype, dry=bool(no_card), also=also):
+        for run in runs(kernels, device=device, dtype=in_dtype, dry=bool(no_card)):
             found.append(run)
             status.update(Text(f"{run.operator}: {run.truth}"))
     return Calls(named=names, device=device, dtype=in_dtype, no_card=no_card, runs=found)

@@ -246,7 +246,7 @@ class LeftOut(VarlenGatedDeltaNet):
         return super().forward(hidden_states)
 
 
-FAULTS = {RuleUntold: "chunk_gated_delta_rule: told nothing", Mailbox: r"told \[0, ", LeftOut: "causal_conv1d: told nothing"}
+FAULTS = {RuleUntold: "chunk_gated_delta_rule: got nothing", Mailbox: r"got \[0, ", LeftOut: "causal_conv1d: got nothing"}
 
 
 def faulty(layer):

@@ -27,10 +27,10 @@ from collate_npu.masks.dense_mask import Polarity
 from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.proof import invariance
-from collate_npu.proof.forward import Fault, listed
+from collate_npu.proof.forward import Fault, Forward, listed
 from collate_npu.proof.invariance import Collator, Located, Samples
-from collate_npu.proof.measure import Batch, Compared, Errors, Yardstick, alone, measure_noise
-from collate_npu.proof.recorder import heard
+from collate_npu.proof.measure import Batch, Compared, Errors, Numbers, Yardstick, alone, measure_noise
+from collate_npu.proof.recorder import record_calls
 from collate_npu.segments import Segments
 from collate_npu.tools.user_code import describe_error, first_line
 from collate_npu.validation import check_model
@@ -243,16 +243,14 @@ class Audit:
                 if adapted:
                     held.enter_context(adapt(model))
                 batches = list(batches)
-                cases = [self._case(located.segments) for located in batches]
-                if whose != "elsewhere":
-                    faults = held.enter_context(heard(model, cases))
-                numbers = (located.numbers(model, self._gradients) for located in batches)
+                numbers = [self._numbers(each, faults) for each in batches]
                 compared = Compared.of(zip(numbers, self._alone))
         except Exception as error:  # whatever the model raises is the finding
             refused = isinstance(error, UnsupportedFormError)
             return Finding(**where, note=first_line(error) if refused else describe_error(error), refused=refused)
         worst = compared.worst
         astray = [*self._astray(worst)]
+        faults = [] if whose == "elsewhere" else faults
         astray += ["labels"] * any(located.label_fault() for located in batches) + ["kernels"] * bool(faults)
         return Finding(
             **where, logits=worst.largest, relative=worst.logits, loss=worst.loss,
@@ -268,9 +266,14 @@ class Audit:
         errors = {"logits": found.largest, "loss": found.loss, "gradient": found.gradient}
         return tuple(name for name, error in errors.items() if not error <= self._tolerance)
 
-    def _case(self, truth: Segments) -> Case:
-        pattern = Pattern.of(self._subject.pattern or "causal")
-        return Case(segments=truth, model=Model.of(self._subject.model), pattern=pattern)
+    def _numbers(self, located: Located, faults: list[Fault]) -> Numbers:
+        """What the model makes of a batch; `faults` gets what its kernels got wrong."""
+        model, pattern = self._subject.model, Pattern.of(self._subject.pattern or "causal")
+        forward = Forward.of(model, Case(segments=located.segments, model=Model.of(model), pattern=pattern))
+        with record_calls(forward):
+            numbers = located.numbers(model, self._gradients)
+        faults += forward.faults().values()
+        return numbers
 
     def _advice(self, compared: Compared, batches: Sequence[Located], whose: Whose) -> str:
         """What is not finite, else what to change in the first of the user's batches that is wrong."""

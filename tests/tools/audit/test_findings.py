@@ -181,7 +181,7 @@ def test_a_kernel_that_is_told_nothing_is_wrong_whatever_the_numbers(monkeypatch
     yours = case.of_collator("bare", bare)
     assert (yours.right, yours.astray) == (False, ("kernels",))
     assert "linear_attn: " in yours.note
-    assert "told nothing: the token at" in yours.note
+    assert "got nothing: the token at" in yours.note
     bare_4d = PADDED["4D mask alone"]
     assert case.finding("left", "4D mask alone").astray == (), "others are not asked what kernels were told"
     monkeypatch.setitem(PADDED, "collator", PADDED["collator"]._replace(hand=bare_4d.hand))
