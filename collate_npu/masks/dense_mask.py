@@ -272,8 +272,8 @@ class Square:
         return self._read(self._raw_BQK[b_N, q_N, k_N])
 
     def differing(self, b: int, low: int, high: int, regions: Sequence[Region], pattern: Pattern) -> Bools:
-        """bool `[high - low]`: the query rows that attend other keys than the pattern gives. bytearray compares twice as fast
-        as numpy."""
+        """bool `[high - low]`: the query rows that attend other keys than the pattern gives. bytearray compares twice as
+        fast as numpy."""
         if high - low not in self._scratch:  # the last block of a mask is smaller
             self._scratch[high - low] = bytearray((high - low) * self.shape[1])
         given = self._scratch[high - low]
