@@ -54,7 +54,8 @@ _LISTED = 8
 
 def find_hazards(sources: Sources, segments: Segments | None) -> dict[str, str]:
     """Kind -> what goes wrong where, and what to do. `segments` is None where the batch is refused: then less is known."""
-    found = dict(_of_mask(sources, segments))
+    full = sources.get("attention_mask")
+    found = _hazards_of_dense(full, sources, segments) if isinstance(full, Tensor) and full.ndim > 2 else {}
     if segments is None:
         return found
     exact = none_is_exact(segments)
@@ -84,50 +85,42 @@ def reads(full: Tensor, segments: Segments | None) -> str:
     return f"{'True' if full.dtype == torch.bool else '1'} = {'attends' if keeps else 'blocked'}"
 
 
-def _of_mask(batch: Sources, segments: Segments | None) -> Iterator[tuple[str, str]]:
-    full = batch.get("attention_mask")
-    if not isinstance(full, Tensor) or full.ndim < 3:
-        return
+def _hazards_of_dense(full: Tensor, sources: Sources, segments: Segments | None) -> dict[str, str]:
+    """Return those of a dense mask as it is carried: alone, of integers, or of floats that a layer adds to its scores."""
+    found, held = dict[str, str](), f"attention_mask is {str(full.dtype)[6:]}"
     harmless = segments is not None and segments.padding_side == "none" and not segments.packed
-    if batch.get(KEEP_KEY) is None and not harmless:
-        yield (
-            "4D alone",
+    if sources.get(KEEP_KEY) is None and not harmless:
+        found["4D alone"] = (
             f"attention_mask is {full.ndim}D and alone. Recurrent layers of a hybrid model (Gated DeltaNet) read a 2D mask "
-            f"and ignore this one, without an error. Carry {KEEP_KEY} beside it.",
+            f"and ignore this one, without an error. Carry {KEEP_KEY} beside it."
         )
-    held = f"attention_mask is {str(full.dtype)[6:]}"
-    if full.is_floating_point():
-        yield from _of_bias(full, held, batch.get("inputs_embeds"))
-    elif full.dtype != torch.bool:
-        means = reads(full, segments)
-        yield (
-            "integer polarity",
-            f"{held} and 4D{f', {means}' if means else ''}. Megatron and npu_fusion_attention read 1 as blocked, "
-            "transformers takes 1 for attended, and sdpa takes no integers. Name the consumer.",
-        )
-
-
-def _of_bias(full: Tensor, held: str, embeds: Any) -> Iterator[tuple[str, str]]:
+    if not full.is_floating_point():
+        if full.dtype != torch.bool:
+            means = reads(full, segments)
+            found["integer polarity"] = (
+                f"{held} and 4D{f', {means}' if means else ''}. Megatron and npu_fusion_attention read 1 as blocked, "
+                "transformers takes 1 for attended, and sdpa takes no integers. Name the consumer."
+            )
+        return found
     if bool(((full == 0) | (full == 1)).all()):
-        yield (
-            "float without a bias",
+        found["float without a bias"] = (
             f"{held} and holds 0 and 1 alone. Layers add it to scores: nothing is blocked. Hand over bool, or 0 and the "
-            "lowest number of the dtype.",
+            "lowest number of the dtype."
         )
+    embeds = sources.get("inputs_embeds")
     computed = embeds.dtype if isinstance(embeds, Tensor) else None
     if full.dtype == torch.float64 or (computed is not None and full.dtype != computed):
         beside = f"the model computes in {str(computed)[6:]}" if computed else "models compute in another dtype"
-        yield (
-            "dtype of a bias",
+        found["dtype of a bias"] = (
             f"{held} and {beside}. sdpa takes a bias in the dtype of the queries alone, and the lowest float32 is -inf in "
-            "float16. Build it in the model's dtype.",
+            "float16. Build it in the model's dtype."
         )
     if bool((full == -torch.inf).all(-1).any()):
-        yield (
-            "empty rows of -inf",
+        found["empty rows of -inf"] = (
             "attention_mask has query rows that are -inf throughout. Their softmax is NaN, which gradients spread. Use the "
-            "lowest finite number, or let those rows attend themselves.",
+            "lowest finite number, or let those rows attend themselves."
         )
+    return found
 
 
 def find_token_hazards(sources: Sources, segments: Segments) -> dict[str, str]:
