@@ -28,6 +28,9 @@ HOLE_AND_END_FILLED, UNFORCED_BETWEEN = "■⬚⬚⬚⬚ ■■⬚⬚⬚ ■■�
         ("■⬚⬚ ■■⬚ ■■■", {"unmasked_rows": True}, "a last row that sees everything"),
         (GAP, {}, "tokens 1 and 3 that do not meet"),
         (GAP, CAUSAL, [1, 1, 0, 2, 2]),
+        (GAP, {"pattern": Pattern.sliding(2)}, "looks back more than 1"),
+        (GAP, {"pattern": Pattern.sliding(3)}, [1, 1, 0, 2, 2]),  # which one sequence would not be
+        ("■■⬚⬚⬚ ■■⬚⬚⬚ ⬚⬚⬚⬚⬚ ⬚⬚⬚■■ ⬚⬚⬚■■", {}, [1, 1, 0, 2, 2]),
         (LONE, {}, "sequences of 2, 1 tokens"),
         (LONE, {"prove": False}, [1, 1, 2]),
         (LONE, {"keep": [[1, 1, 0]]}, [1, 1, 0]),
