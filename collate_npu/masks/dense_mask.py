@@ -239,9 +239,6 @@ class Square:
         self._read = partial(values.attending, polarity=polarity)
         self.shape = batch_size, raw.shape[-1]
         self._scratch: dict[int, bytearray] = {}
-        self.raw_rows = (lambda b, low, high: self._raw_BQK[b, low:high]) if raw.dtype == bool else self.rows
-        """`rows` without a copy, where `attends` stands for "attends"."""
-        self.attends = not (raw.dtype == bool and polarity == "masked")
 
     def rows(self, b: int, low: int, high: int) -> Bools:
         """bool `[high - low, S]`: query rows of one row of the batch."""
@@ -277,8 +274,8 @@ class Square:
         if high - low not in self._scratch:  # the last block of a mask is smaller
             self._scratch[high - low] = bytearray((high - low) * self.shape[1])
         given = self._scratch[high - low]
-        given_QK, found_QK = np.frombuffer(given, bool).reshape(high - low, -1), self.raw_rows(b, low, high)
-        fill_rows(given_QK, low, regions, pattern, self.attends, not self.attends)
+        given_QK, found_QK = np.frombuffer(given, bool).reshape(high - low, -1), self.rows(b, low, high)
+        fill_rows(given_QK, low, regions, pattern, True, False)
         if given == np.ascontiguousarray(found_QK):
             return np.zeros(high - low, bool)
         different_Q: Bools = (found_QK != given_QK).any(axis=1)
