@@ -26,16 +26,14 @@ from collate_npu.masks.dense_mask import REMEDY_CARRY_2D, Bools, Known, Reading,
 from collate_npu.masks.patterns import CAUSAL, Pattern, Prefix, Sliding
 from collate_npu.segments import Segments, of_keep
 
-Rows = list[tuple[int, str]]
-
 
 class UnexplainedError(Exception):
     """No padding and no pattern gives this matrix, under the polarity it was read with; `rows` says where and why.
 
-    `instead` names a pattern that would explain it, where one was given. `rows` are read off the matrix when needed.
+    `instead` names a pattern that would explain it, where one was given.
     """
 
-    def __init__(self, rows: Callable[[], Rows], instead: Pattern | None = None) -> None:
+    def __init__(self, rows: list[tuple[int, str]], instead: Pattern | None = None) -> None:
         super().__init__()
         self.rows, self.instead = rows, instead
 
@@ -78,11 +76,12 @@ def look(square: Square, keep_BS: Bools | None) -> Shown:
     Most masks are those of plain causal attention: rows that it gives are compared a block at a time, the others are read.
     """
     diagonal_BS = square.diagonal()
-    wrong = UnexplainedError(lambda: _disagreements(square, keep_BS))
     # a token that does not attend itself attends another such: one row tells most wrong polarities
     used_BS = square.row(diagonal_BS.argmin(axis=1)) if keep_BS is None else keep_BS
-    if (used_BS & ~diagonal_BS).any():
-        raise wrong
+    bad = {b: int(lost_S.argmax()) for b, lost_S in enumerate(used_BS & ~diagonal_BS) if lost_S.any()}
+    if bad:
+        text = "is attended by another token" if keep_BS is None else "is real in the 2D mask"
+        raise UnexplainedError([(b, f"token {k} {text}, and does not attend itself") for b, k in bad.items()])
     full_BQ = full_rows(square)
     filler_BQ = fillers(full_BQ) if keep_BS is None else np.zeros_like(full_BQ)
     counts_BQ = ~filler_BQ if keep_BS is None else keep_BS
@@ -93,8 +92,13 @@ def look(square: Square, keep_BS: Bools | None) -> Shown:
         for low, high in square.blocks:
             other_Q = square.differing(b, low, high, regions, CAUSAL)
             proved_BQ[b, low:high] = ~other_Q
-            if other_Q.any() and (read_rows(square, b, low, other_Q, extents, counts_BQ) & ~real_BS[b]).any():
-                raise wrong
+            lost_S = read_rows(square, b, low, other_Q, extents, counts_BQ) & ~real_BS[b]
+            if lost_S.any():
+                bad[b] = int(lost_S.argmax())
+                break
+    if bad:
+        text = "is attended by other tokens, and is padding or does not attend itself"
+        raise UnexplainedError([(b, f"token {k} {text}") for b, k in bad.items()])
     return Shown(segments, real_BS, full_BQ, filler_BQ, counts_BQ, proved_BQ, extents)
 
 
@@ -150,6 +154,8 @@ def fillers(full_BQ: Bools) -> Bools:
 def read_rows(square: Square, b: int, low: int, read_Q: Bools, into: Extents, counts_BQ: Bools) -> Bools:
     """Write the extents of these query rows, from `low` on, of one row of the batch to `into`; return the keys `[S]` that
     those of them attend that count."""
+    if not read_Q.any():
+        return np.zeros(square.shape[1], bool)
     q_N = low + np.flatnonzero(read_Q)
     rows_NK = square.rows(b, low, low + len(read_Q))
     rows_NK = rows_NK if read_Q.all() else rows_NK[read_Q]
@@ -162,29 +168,14 @@ def read_rows(square: Square, b: int, low: int, read_Q: Bools, into: Extents, co
     return used_K
 
 
-def all_extents(square: Square, counts_BQ: Bools) -> tuple[Extents, Bools]:
-    """What every query attends, read off the whole matrix; and the keys `[B, S]` that those that count attend."""
-    own_BQ, used_BK = np.tile(np.arange(square.shape[1], dtype=np.int32), (square.shape[0], 1)), np.zeros(square.shape, bool)
-    extents = Extents(own_BQ, own_BQ.copy(), used_BK.copy())
-    for b in range(len(used_BK)):
+def all_extents(square: Square) -> Extents:
+    """Return what every query attends, read off the whole matrix."""
+    own_BQ, all_BQ = np.tile(np.arange(square.shape[1], dtype=np.int32), (square.shape[0], 1)), np.ones(square.shape, bool)
+    extents = Extents(own_BQ, own_BQ.copy(), ~all_BQ)
+    for b in range(len(all_BQ)):
         for low, high in square.blocks:
-            used_BK[b] |= read_rows(square, b, low, np.ones(high - low, bool), extents, counts_BQ)
-    return extents, used_BK
-
-
-def _disagreements(square: Square, keep_BS: Bools | None) -> Rows:
-    """Each row of the batch in which diagonal, used keys and the keep mask do not say the same."""
-    counts_BS = ~fillers(full_rows(square)) if keep_BS is None else keep_BS
-    _, used_BK = all_extents(square, counts_BS)
-    real_BS = square.diagonal() & counts_BS
-    rows: Rows = []
-    for b, at_S in enumerate(used_BK & ~real_BS):
-        if at_S.any():  # the key of a real token is used, by itself
-            k = at_S.argmax()
-            rows.append((b, f"key {k} is attended by other tokens, but token {k} is padding or does not attend itself"))
-        elif keep_BS is not None and (real_BS[b] != keep_BS[b]).any():
-            rows.append((b, f"{real_BS[b].sum()} real tokens where the 2D mask has {keep_BS[b].sum()}"))
-    return rows
+            read_rows(square, b, low, all_BQ[b, low:high], extents, all_BQ)
+    return extents
 
 
 def read_square(square: Square, known: Known) -> Reading:
@@ -193,8 +184,8 @@ def read_square(square: Square, known: Known) -> Reading:
     Raises `UnexplainedError` where nothing gives this matrix, `AmbiguousMaskError` where two different truths do.
     """
     keep_BS = None if known.segments is None else known.segments.array != 0
-    if known.segments is not None and keep_BS is not None and known.parted:
-        pattern = prove(square, known.segments, known.pattern, lambda: (all_extents(square, keep_BS)[0], 0))
+    if known.segments is not None and known.parted:
+        pattern = prove(square, known.segments, known.pattern, lambda: (all_extents(square), 0))
         return Reading(known.segments, pattern)
     shown = look(square, keep_BS)
     segments, proved_BQ = shown.segments, shown.proved
@@ -243,7 +234,7 @@ def prove(
     if pattern is None and found is not None:
         return found
     text = "rows that no pattern gives" if pattern is None else f"rows that are not those of {pattern} attention"
-    raise UnexplainedError(lambda: [(b, text) for b in wrong(first)], found)
+    raise UnexplainedError([(b, text) for b in wrong(first)], found)
 
 
 def _seen(segments: Segments, extents: Extents, reach: int) -> tuple[int, list[int]]:

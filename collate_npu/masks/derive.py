@@ -235,7 +235,7 @@ def heads_differ_error(values: MaskValues) -> AmbiguousMaskError:
 
 
 def _unexplained(values: MaskValues, known: Known, failed: dict[str, UnexplainedError]) -> AmbiguousMaskError:
-    rows = [(row, f"as '{name}': {text}") for name, error in failed.items() for row, text in error.rows()]
+    rows = [(row, f"as '{name}': {text}") for name, error in failed.items() for row, text in error.rows]
     instead = next((error.instead for error in failed.values() if error.instead is not None), None)
     got = values.got
     if instead is not None:

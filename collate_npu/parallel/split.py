@@ -264,8 +264,6 @@ def take_runs(x: Tensor, dim: int, runs: tuple[Run, ...]) -> Tensor:
     """The runs of `x` along `dim` (not negative), in their order, as a tensor of its own; autograd flows."""
     if runs == ((0, x.shape[dim]),):
         return x
-    if len(runs) == 1:
-        return x.narrow(dim, runs[0][0], runs[0][1] - runs[0][0]).clone(memory_format=torch.contiguous_format)
     if len(runs) > _FEW_RUNS:
         return x.index_select(dim, indices(runs).to(x.device))
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in runs or ((0, 0),)], dim)
