@@ -92,7 +92,7 @@ def look(square: Square, keep_BS: Bools | None) -> Shown:
         for low, high in square.blocks:
             other_Q = square.differing(b, low, high, regions, CAUSAL)
             proved_BQ[b, low:high] = ~other_Q
-            lost_S = read_rows(square, b, low, other_Q, extents, counts_BQ) & ~real_BS[b]
+            lost_S = read_query_rows(square, b, low, other_Q, extents, counts_BQ) & ~real_BS[b]
             if lost_S.any():
                 bad[b] = int(lost_S.argmax())
                 break
@@ -151,7 +151,7 @@ def fillers(full_BQ: Bools) -> Bools:
     return filler_BQ
 
 
-def read_rows(square: Square, b: int, low: int, read_Q: Bools, into: Extents, counts_BQ: Bools) -> Bools:
+def read_query_rows(square: Square, b: int, low: int, read_Q: Bools, into: Extents, counts_BQ: Bools) -> Bools:
     """Write the extents of these query rows, from `low` on, of one row of the batch to `into`; return the keys `[S]` that
     those of them attend that count."""
     if not read_Q.any():
@@ -174,7 +174,7 @@ def all_extents(square: Square) -> Extents:
     extents = Extents(own_BQ, own_BQ.copy(), ~all_BQ)
     for b in range(len(all_BQ)):
         for low, high in square.blocks:
-            read_rows(square, b, low, all_BQ[b, low:high], extents, all_BQ)
+            read_query_rows(square, b, low, all_BQ[b, low:high], extents, all_BQ)
     return extents
 
 

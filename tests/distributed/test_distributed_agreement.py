@@ -57,7 +57,7 @@ def test_a_call_that_one_rank_skips_repeats_or_makes_too_early_raises_on_all(poo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("usual", "odd"), OBJECTS)
-def test_so_does_a_call_for_objects(processes, usual, odd):
+def test_a_call_for_objects_that_one_rank_skips_or_makes_too_early_raises_on_all(processes, usual, odd):
     test_a_call_that_one_rank_skips_repeats_or_makes_too_early_raises_on_all(processes, usual, odd)
 
 
