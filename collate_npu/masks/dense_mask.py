@@ -157,17 +157,12 @@ BLOCK = 1 << 19
 """Elements that are read at once: a few arrays of so many bytes stay in a core's cache."""
 
 
-def blocks(array: Array, most: int | None = None) -> Iterator[Array]:
-    """Yield all of `array` in parts of at most `BLOCK` elements, or an eighth; repeated rows (stride 0) come once."""
-    most = min(BLOCK, max(array.size // 8, 1 << 12)) if most is None else most
-    if array.ndim and len(array) and array.strides[0] == 0:
-        array = array[:1]
-    if array.size <= most or not array.ndim:
-        yield from [array] * (array.size > 0)
-        return
-    step = most * len(array) // array.size
-    for low in range(0, len(array), max(step, 1)):
-        yield from [array[low : low + step]] if step else blocks(array[low], most)
+def blocks(array: Array) -> Iterator[Array]:
+    """Yield the values of `array` in flat parts of at most `BLOCK`, or an eighth; what is repeated (stride 0) comes once."""
+    whole = array[tuple(slice(1) if step == 0 else slice(None) for step in array.strides)]
+    if whole.size:
+        most = min(BLOCK, max(whole.size // 8, 1 << 12))
+        yield from np.nditer(whole, ["external_loop", "buffered"], buffersize=most, order="K")
 
 
 _last = attrgetter("last")
