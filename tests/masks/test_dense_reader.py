@@ -36,7 +36,7 @@ HOLE_AND_END_FILLED, UNFORCED_BETWEEN = "■⬚⬚⬚⬚ ■■⬚⬚⬚ ■■�
         (LONE, {"keep": [[1, 1, 0]]}, [1, 1, 0]),
         (LONE, {"keep": [[0, 0, 1]]}, [0, 0, 1]),
         ("■⬚⬚⬚ ■⬚⬚⬚ ■⬚■⬚ ■⬚■■", {"keep": [[1] * 4]}, "token 1 is real in the 2D mask, and does not attend itself"),
-        ("■⬚⬚ ■⬚⬚ ■■■", {}, "token 1 is attended by another token, and does not attend itself"),
+        ("■⬚⬚ ■⬚⬚ ■■■", {}, "token 1 is attended by other tokens, and is padding"),
         ("■⬚⬚ ■■⬚ ■⬚■", {}, "rows that no pattern gives"),
         (HOLE_AND_END_FILLED, {"unmasked_rows": True}, [1, 1, 0, 1, 0]),
         (UNFORCED_BETWEEN, CAUSAL, [1, 1, 0, 0, 2]),
