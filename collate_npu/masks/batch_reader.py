@@ -349,7 +349,7 @@ def _with_dense(
     if not full.ndim or full.shape[-1] != shape[1]:
         raise wrong_shape_error(key, shape_of(full), shape)
     known = _known(truth, pattern)
-    square = full.ndim > 2 and full.shape[-2:] == (shape[1], shape[1]) and len(full) in (1, shape[0])
+    square = full.ndim in (3, 4) and full.shape[-2:] == (shape[1], shape[1]) and len(full) in (1, shape[0])
     if known.segments is not None and square and pattern in (None, CAUSAL) and is_causal(values, known.segments):
         return _Truth(key, known.segments, known.parted)
     reading = _read(values, known, positions_BS, shape[0])
