@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     fates = _hunted(hunts, terminal.write)
     session.config.stash[FATES] = fates
+    session.config.stash[FILES] = {number: {item.path for _, item in reached[number]} for number in hunted}
     alive = sum(fate == "alive" for fate in fates.values())
     missed = len(CHANGES) - len(fates)
     session.testsfailed = alive * (alive > max(ALLOWED * len(fates), FEW)) or missed * (missed > UNSEEN * len(CHANGES))
@@ -83,6 +85,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 FATES = pytest.StashKey[dict[int, str]]()
+FILES = pytest.StashKey[dict[int, set[Path]]]()
+"""The test files that come by each change."""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -93,8 +97,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for title, some in (("no test came by", missed), ("survived", alive)):
         for change in some:
             say(f"{title}: {change.module.replace('.', '/')}.py:{change.line}\t{change}")
+    if COUNT > 100:
+        _say_alone(config.stash.get(FILES, {}), {number for number, fate in fates.items() if fate == "killed"}, say)
     killed = len(fates) - len(alive)
     say(f"mutants: {len(CHANGES)} drawn, {len(missed)} not come by; {killed} of {len(fates)} killed; seed {SEED}")
+
+
+def _say_alone(files: dict[int, set[Path]], killed: set[int], say: Callable[[str], Any]) -> None:
+    """Of each test file of 100 lines the mutants that no other file comes by and that it kills, the fewest a line first."""
+    alone = Counter(next(iter(paths)) for number, paths in files.items() if len(paths) == 1 and number in killed)
+    sizes = {path: path.read_text("utf-8").count("\n") for path in set().union(*files.values())}
+    for path in sorted(sizes, key=lambda path: alone[path] / sizes[path]):
+        if sizes[path] >= 100:
+            say(f"alone: {path.name} kills {alone[path]}, {100 * alone[path] / sizes[path]:.1f} a hundred lines")
 
 
 def _do_not_shrink(items: Iterable[pytest.Item]) -> None:

@@ -218,9 +218,11 @@ def test_what_is_no_file_of_that_kind_has_one_that_is_near(tmp_path):
 
 def test_a_place_that_is_no_page_is_refused_with_what_is_one(tmp_path):
     (tmp_path / "a.html").mkdir()
+    (tmp_path / "link.html").symlink_to(tmp_path / "precious.txt")
     rules = {
         "A page is written as .html": ("a.gif", "a.svg", "a", "a.HTML5"),
         "Name a file in a folder that exists": ("no/a.html", "a.html"),
+        "Name that file itself": ("link.html",),
     }
     for rule, names in rules.items():
         for name in names:
@@ -229,4 +231,7 @@ def test_a_place_that_is_no_page_is_refused_with_what_is_one(tmp_path):
             assert rule in str(error.value)
     with pytest.raises(CollateError, match="Name a file in a folder that exists"):
         picture(TRUTH).save(tmp_path / "a.html")
+    with pytest.raises(CollateError, match="Name that file itself"):
+        picture(TRUTH).save(tmp_path / "link.html")
+    assert not (tmp_path / "precious.txt").exists()
     check_place(tmp_path / "new.html", ".html")
