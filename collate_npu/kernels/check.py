@@ -18,7 +18,7 @@ from collate_npu.errors import CollateError, explain
 from collate_npu.kernels import Breach, refuse
 from collate_npu.kernels.fusion_attention.contract import contract_breaches, sizes_of
 from collate_npu.kernels.gated_delta.contract import gated_delta_breaches
-from collate_npu.kernels.gated_delta.operators import HOLDER, by_own_names, find_operator, operator_named, rows_and_tokens
+from collate_npu.kernels.gated_delta.operators import by_own_names, find_operator, operator_named, rows_and_tokens
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
@@ -60,8 +60,8 @@ def check_call(name: str, arguments: Mapping[str, Any], **says: Any) -> None:
     Traceback (most recent call last):
         ...
     collate_npu.errors.UnsupportedFormError: fla:
-    [first] cu_seqlens: got [3, 5]. Offsets begin with 0. Take it from gated_delta_kwargs(segments, kernel='fla'). (fla
-        0.5.2 ops/gated_delta_rule/chunk.py:505-560, ops/utils/index.py:156)
+    [first] cu_seqlens: got [3, 5]. Offsets begin with 0. Take the boundaries from
+        gated_delta_kwargs(segments, kernel='fla'). (fla 0.5.2 ops/gated_delta_rule/chunk.py:505-560, ops/utils/index.py:156)
     >>> left, call = Segments.from_lengths([3, 5], side="left"), {"input_layout": "BSND", "sparse_mode": 3, "scale": 0.125}
     >>> check_call("npu_fusion_attention", call, N=4, Nkv=2, D=64, segments=left)
     Traceback (most recent call last):
@@ -128,6 +128,5 @@ def log_batch(layer: str, batch: Mapping[str, Any], segments: Segments) -> None:
     read `attention_mask_2d` where the batch has one.
     """
     if errors.DEBUG and (row := find_operator(layer)) is not None:
-        read = {*row.offsets, row.numbers, *row.copies, *row.reads, HOLDER}
         given = batch if batch.get(KEEP_KEY) is None else {**batch, "attention_mask": batch[KEEP_KEY]}
-        log_call(layer, {name: value for name, value in given.items() if name in read}, segments=segments)
+        log_call(layer, {name: given[name] for name in row.names if name in given}, segments=segments)

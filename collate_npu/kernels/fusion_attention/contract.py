@@ -374,9 +374,7 @@ COMPRESSED = {2: TRIANGLE, 3: TRIANGLE, 4: TRIANGLE, 6: PREFIX_TRIANGLE, 7: TRIA
 def refusal(call: AttentionCall) -> Iterator[Breach]:
     """The first thing for which the host code refuses the call, so that it cannot be read further."""
     for where, got, source in _refused(call):
-        yield Breach(
-            "refused", where, got, "The operator refuses it.", "Take it from fusion_attention_kwargs.", source, silent=False
-        )
+        yield Breach("refused", where, got, "The operator refuses it.", "Take it from fusion_attention_kwargs.", source)
         return
 
 

@@ -1,10 +1,9 @@
 """Contract of a recurrent kernel's call: what the kernel would take in silence, and compute something else from.
 
 Most host code looks at few of its boundaries: lengths given for offsets, a tail that nothing covers, a table of another
-chunk size pass, and other sequences are computed, or memory nobody wrote. What the host code refuses by itself (`loud` in a
-row of `operators`) is left to it, but for what the boundaries cannot be read without. Left to the operators too: chunk
-sizes, head counts, dtypes, channels, strides. Costs some passes over one number a token. A mask beside or instead of
-boundaries is exact where `zero_padding` is.
+chunk size pass, and other sequences are computed, or memory nobody wrote. Left to the operators: chunk sizes, head counts,
+dtypes, channels, strides. Costs some passes over one number a token. A mask beside or instead of boundaries is exact where
+`zero_padding` is.
 
 Legend: B rows, T tokens, and those of `operators` for shapes.
 """
@@ -35,7 +34,7 @@ from collate_npu.kernels.call_boundaries import (
     shown,
 )
 from collate_npu.kernels.gated_delta.arguments import chunk_indices, table_block
-from collate_npu.kernels.gated_delta.operators import HOLDER, Call, is_whole_tensor, operator_named, tensor_orders
+from collate_npu.kernels.gated_delta.operators import Call, is_whole_tensor, operator_named, tensor_orders
 from collate_npu.masks.derive import derive_segments
 from collate_npu.parallel.layout import ContextParallel
 from collate_npu.parallel.recurrent import check_recurrent_split, same_tokens
@@ -46,14 +45,11 @@ def gated_delta_breaches(kwargs: Mapping[str, Any], *, kernel: str, **says: Any)
     """Return every rule that the call breaks; arguments as in `check.check_call`, B and T among them."""
     call = Call(operator_named(kernel), kwargs, **says)
     found = list(_unread(call))
-    for group in (_unreadable, _boundaries, _tables):  # each reads what the one before has judged
-        found += (broken := list(group(call)))
-        if broken:
-            break
-    if not any(breach.rule in UNREADABLE for breach in found):
-        for rules in (_tensors, _mask, _ranks, _backward, *OWN.get(call.operator.name, ())):
-            found += rules(call)
-    found = [breach for breach in found if breach.silent or breach.rule in UNREADABLE]
+    if unreadable := list(_unreadable(call)):
+        return (*found, *unreadable)
+    found += list(_boundaries(call)) or _tables(call)
+    for rules in (_tensors, _mask, _ranks, _backward, *OWN.get(call.operator.name, ())):
+        found += rules(call)
     if not found and call.segments is not None:
         found += _against_segments(call, call.segments)
     return tuple(found)
@@ -70,15 +66,11 @@ _BOUNDARY = re.compile(
 def _unread(call: Call) -> Iterator[Breach]:
     """Arguments that the operator does not read."""
     row = call.operator
-    known = {*row.offsets, *row.copies, *row.tables, *row.reads, row.numbers, HOLDER}
     for name, value in call.arguments.items():
-        if name not in known and _BOUNDARY.search(name) and not name.startswith("max_"):
-            takes = ", ".join(filter(None, (*row.offsets, row.numbers, *sorted(row.reads)))) or "no boundaries"
+        if name not in row.names and _BOUNDARY.search(name) and not name.startswith("max_"):
+            takes = ", ".join(row.names)
             says = f"{row.name} does not read it, and a caller that filters keywords drops it in silence; it takes {takes}."
-            yield call.breach("unread", name, _short(value), says, f"Leave {name} out; {_remedy(call)}")
-
-
-UNREADABLE = frozenset({"container", "count", "falling"})
+            yield call.breach("unread", name, shape_of(value), says, f"Leave {name} out. {row.remedy}")
 
 
 def _unreadable(call: Call) -> Iterator[Breach]:
@@ -113,7 +105,7 @@ def _boundaries(call: Call) -> Iterator[Breach]:
         says, remedy = "what lies behind them is somebody else's memory.", "Take the offsets from this very batch."
         if offsets[-1] < call.total:
             says = "what no sequence covers stays unwritten memory: NaN in gradients."
-            remedy = f"Count the tail as one more sequence: {_remedy(call)}"
+            remedy = f"Count the tail as one more sequence. {call.operator.remedy}"
         yield call.breach("last", where, got, f"The call has {call.total} tokens, and {says}", remedy)
     yield from _empties(call)
     longest, most = max(lengths), call.operator.most_tokens
@@ -132,7 +124,7 @@ def _empties(call: Call) -> Iterator[Breach]:
         says = "An empty sequence makes chunk tables name the wrong one, or has no last token."
         if old:
             says += f" fla {call.release('fla')} counts the others alone, since {releases.FLA_COUNTS_EMPTY} it does not."
-        yield call.breach("empty", call.where, got, says, f"Drop empty sequences: {_remedy(call)}")
+        yield call.breach("empty", call.where, got, says, f"Drop empty sequences. {call.operator.remedy}")
 
 
 def _tables(call: Call) -> Iterator[Breach]:
@@ -144,7 +136,7 @@ def _tables(call: Call) -> Iterator[Breach]:
         if not call.where:
             if "cp_context" not in call.arguments:
                 says = "A table or a copy belongs to offsets, and without them nothing keeps sequences apart."
-                yield call.breach("alone", name, _short(call.get(name)), says)
+                yield call.breach("alone", name, shape_of(call.get(name)), says)
         elif name in row.tables:
             yield from _table(call, name, table_block(row.tables[name], call.chunk_size))
         elif (copy := call.row(name, host=name.endswith("_list"))[0]) != call.given:
@@ -163,21 +155,13 @@ def _table(call: Call, name: str, block: int) -> Iterator[Breach]:
         yield call.breach("table", name, str(table.reshape(-1)[:12].tolist()), says, remedy)
 
 
-def _remedy(call: Call) -> str:
-    return f"take the boundaries {call.operator.remedy}"
-
-
-def _short(value: Any) -> str:
-    return shape_of(value) if isinstance(value, Tensor) else repr(value)[:60]
-
-
 # --- tensors, by their shapes (device meta will do)
 
 
 def _tensors(call: Call) -> Iterator[Breach]:
     """Each dimension has one size throughout the call; B and T are those of the call."""
     orders = tensor_orders(call.operator, call.arguments)
-    sizes: dict[str, int] = {"B": call.B, "T": call.T, "C": call.chunk_size}
+    sizes: dict[str, int] = {"B": call.B, "T": call.T}
     yield from (breach for name, order in orders.items() for breach in _shape(call, name, order, sizes))
     state, count = call.get("initial_state"), len(call.lengths) if call.where else call.B
     if isinstance(state, Tensor) and state.ndim and state.shape[0] != count and "cp_context" not in call.arguments:
@@ -225,7 +209,7 @@ def _mask(call: Call) -> Iterator[Breach]:
         yield from _ignored(call, value)
     elif (keep_BT := _kept(call)) is None:
         says = "The layer reads padding from a [B, T] mask with values alone; of another it makes none."
-        yield call.breach("mask-form", "attention_mask", _short(value), says, "Pass segments.keep.long(), [B, T].")
+        yield call.breach("mask-form", "attention_mask", shape_of(value), says, "Pass segments.keep.long(), [B, T].")
     elif not np.isin(values := host_tensor("the mask", value).float().numpy(), (0, 1)).all():
         got = f"{shape_of(value)} with values {', '.join(f'{n:g}' for n in np.unique(values)[:6])}"
         says = "It holds 1 for real and 0 for padding; numbered or additive masks are multiplied in."
@@ -279,7 +263,7 @@ def _ignored(call: Call, value: Any) -> Iterator[Breach]:
     except CollateError as error:
         says += f" Which padding this one means cannot be told ({str(error).splitlines()[0][:120]})."
         yield call.breach(
-            "mask-unread", "attention_mask", _short(value), says, f"Pass segments=..., which say it; or {_RIGHT}"
+            "mask-unread", "attention_mask", shape_of(value), says, f"Pass segments=..., which say it; or {_RIGHT}"
         )
         return
     if truth.padding_side not in ("none", "right") or truth.packed:
@@ -300,7 +284,7 @@ def _ranks(call: Call) -> Iterator[Breach]:
     if "cp_context" in call.arguments and not call.where and call.segments is not None:
         says = "A context holds local offsets alone, not those of the whole row."
         remedy = "Pass the global cu_seqlens beside it, or check kernel='fla_cp' with them."
-        yield call.breach("context-unread", "cp_context", _short(call.get("cp_context")), says, remedy)
+        yield call.breach("context-unread", "cp_context", shape_of(call.get("cp_context")), says, remedy)
     cp = call.context_parallel
     if cp is None or cp.size == 1:
         return
@@ -347,7 +331,7 @@ def _against_segments(call: Call, segments: Segments) -> Iterator[Breach]:
         yield Breach("sizes-differ", "B, T", f"[{call.B}, {call.T}]", says, remedy, "Segments")
     elif found := "; ".join(dict.fromkeys(filter(None, (boundary_reason(each, segments) for each in given)))):
         where = ", ".join(filter(None, (call.where, call.operator.numbers))) or "boundaries"
-        remedy = f"Take the boundaries {call.operator.remedy} Or unpad() the batch and its tensors, or pass the "
+        remedy = f"{call.operator.remedy} Or unpad() the batch and its tensors, or pass the "
         remedy += "segments that this call is for."
         yield Breach("differs-from-segments", where, found, "The segments say otherwise.", remedy, "Segments")
 
@@ -377,12 +361,6 @@ def _convolution(call: Call) -> Iterator[Breach]:
     if call.training and call.where and call.B > 1:
         says = "Offsets are of one flat row. The convolution's weight gradient is summed over memory nobody wrote."
         yield call.breach("rows", "B", f"{call.B} rows with {call.where}", says, "unpad() the batch to [1, T] first.")
-    shortest = min((n for n in call.lengths if n), default=call.T)
-    states = call.training and call.is_set("output_final_state") and call.before(releases.FLA_STATES)
-    if states and shortest < call.taps - 1:
-        says = f"The gradient of a final state is wrong for sequences shorter than {call.taps - 1} (fla #1140, #1141)."
-        remedy = f"Drop the final state in training, or sequences as short, or take fla {releases.FLA_STATES} or later."
-        yield call.breach("short-state", "output_final_state", f"a sequence of {shortest}", says, remedy)
 
 
 def _returning(call: Call) -> Iterator[Breach]:
@@ -416,18 +394,6 @@ def _mamba(call: Call) -> Iterator[Breach]:
             got, says = str(firsts[:12].tolist()), "Tokens of the same number in a chunk are one sequence."
             yield call.breach("numbers-return", "seq_idx", got, says, f"Number them anew: {_OWN_NUMBERS}")
             return
-
-
-def _chain(call: Call) -> Iterator[Breach]:
-    """fla_npu's Gated DeltaNet chain, by release."""
-    old = call.before(releases.FLA_NPU_A2)
-    tails = [n for n in call.lengths if n % call.chunk_size]
-    if call.training and old and call.T >= 32768:
-        says = "In release 26.6.0 gradients of rows this long are NaN on A2 (#232)."
-        yield call.breach("release", "T", str(call.T), says, "Use a later release, or shorter rows.")
-    if old and tails:
-        says = "In release 26.6.0 v_new is off by up to 0.7 in short last chunks on A2 (#367, fixed in #368)."
-        yield call.breach("release", call.where, f"lengths {tails[:8]}", says, "Use a later release.")
 
 
 def _flash(call: Call) -> Iterator[Breach]:
@@ -528,9 +494,7 @@ OWN: dict[str, tuple[Callable[[Call], Iterator[Breach]], ...]] = {
     "causal_conv1d.causal_conv1d_fn": (_returning,),
     "mamba.mamba_chunk_scan_combined": (_mamba,),
     "mamba.mamba_split_conv1d_scan_combined": (_mamba,),
-    "fla_npu": (_chain,),
-    "fla_npu.chunk_local_cumsum": (_chain,),
-    "fla_npu.flash_gated_delta_rule": (_chain, _flash),
+    "fla_npu.flash_gated_delta_rule": (_flash,),
     "fla_npu.causal_conv1d": (_npu_convolution,),
     "transformers.gdn_layer": (_layer,),
     "megatron_core.GatedDeltaNet": (_packed_fields,),
