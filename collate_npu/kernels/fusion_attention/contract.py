@@ -46,7 +46,6 @@ from collate_npu.validation import here, wrong_kind
 
 UNLIMITED = 2**31 - 1
 """The operator's default of `pre_tockens` and `next_tockens`."""
-INTEGERS = ("pre_tockens", "next_tockens", "inner_precise", "sparse_mode")
 TENSORS = ("query", "key", "value")
 LISTS = ("actual_seq_qlen", "actual_seq_kvlen")
 INTEGER_LISTS = ("prefix", *LISTS)
@@ -57,6 +56,8 @@ DEFAULTS: dict[str, Any] = (
     | {"dropout_mask": None, "seed": 0, "offset": 0}
 )
 """`npu_fusion_attention` behind query, key, value and head_num (torch_npu 2.13.0); `_v3` lacks the last three."""
+SKIP_EMPTY_ROWS = 2
+"""The `inner_precise` under which a row without keys gives 0."""
 RANKS = {"BSH": 3, "SBH": 3, "BSND": 4, "BNSD": 4, "TND": 3}
 """Layouts of q, k and v, and how many dimensions they have."""
 
@@ -107,10 +108,10 @@ class AttentionCall:
         self.given = given.keys()
         self.arguments = arguments = DEFAULTS | given
         arguments |= {name: _integers(name, arguments[name]) for name in INTEGER_LISTS}
-        arguments |= {name: whole_number(name, arguments[name], least=-(2**63)) for name in INTEGERS}
-        for name in ("scale", "keep_prob"):
-            if not isinstance(arguments[name], (int, float, np.integer, np.floating)):
-                raise CollateError(explain(name, f"a {type(arguments[name]).__name__}", "It is a number.", "Pass a float."))
+        numbers = ("pre_tockens", "next_tockens", "inner_precise", "sparse_mode")
+        arguments |= {name: whole_number(name, arguments[name], least=-(2**63)) for name in numbers}
+        if not isinstance(scale := arguments["scale"], (int, float, np.integer, np.floating)):
+            raise CollateError(explain("scale", shape_of(scale), "It is a number.", "Pass a float."))
         mask = arguments["atten_mask"]
         if not isinstance(mask, Tensor | None):
             raise wrong_kind("atten_mask", mask, "The operator", Tensor, NoneType)
@@ -151,6 +152,20 @@ class AttentionCall:
         """The sequence with the band of modes 7 (the last with queries) and 8 (the first); -1 where none has queries."""
         filled = [n for n, (q, _) in enumerate(self.lengths) if q]
         return (filled[-1] if self.mode == 7 else filled[0]) if filled else -1
+
+    def zeroes_empty_rows(self, n: int) -> bool:
+        """True if the output of a query of row or sequence n is 0 where every key is blocked, not a mean of V
+        (T:624-682, T:1357; K `flash_attention_score_s1s2_bn2gs1.h`)."""
+        Q, K = self.lengths[n]
+        if self.arguments["inner_precise"] == SKIP_EMPTY_ROWS or K == 0:
+            return True
+        if self.atten_mask is None:
+            return False
+        if self.mode == 3:
+            return Q > K
+        if self.mode in (5, 6):
+            return bool(self.prefix_is_legal and self.prefix and self.prefix[n] == 0 and Q > K)
+        return self.mode in (0, 4) and band_leaves_rows_empty(Q, K, *self.tokens, K - Q if self.mode == 4 else 0)
 
     @once
     def prefix_is_legal(self) -> bool:
@@ -306,8 +321,8 @@ def contract_breaches(
     call = AttentionCall(kwargs, **(sizes | follow))  # type: ignore[arg-type]
     found = list(_other_sizes(sizes, follow)) or list(refusal(call)) or list(_silent(call))
     if segments is not None:
-        found += () if found else _against_segments(call, segments, Pattern.of(pattern), keep_tail)
-        found += _beside_the_mask(call)
+        found = found or list(_against_segments(call, segments, Pattern.of(pattern), keep_tail))
+        found += _scale(call)
     return tuple(found)
 
 
@@ -320,16 +335,11 @@ def _other_sizes(given: Mapping[str, int | None], follow: Mapping[str, int]) -> 
             yield Breach("sizes-differ", name, str(given[name]), says, remedy, "Segments")
 
 
-def _beside_the_mask(call: AttentionCall) -> Iterator[Breach]:
-    """What makes the output of right scores another one."""
-    scale, keep = call.arguments["scale"], call.arguments["keep_prob"]
-    if "scale" not in call.given or not 0 < scale < inf:
-        got, says = str(scale) if "scale" in call.given else "nothing", "Left out it is 1.0, which no model means."
-        yield Breach("scale", "scale", got, says, "Pass scale=D**-0.5, or the model's own.", "PD:36")
-    if 0 < keep < 1:
-        says = "What dropout leaves of a sequence is another at every call."
-        remedy = "Pass keep_prob=1.0; or check the call without it, and know that no output can be compared."
-        yield Breach("dropout", "keep_prob", str(keep), says, remedy, "PD:15")
+def _scale(call: AttentionCall) -> Iterator[Breach]:
+    scale, given = call.arguments["scale"], "scale" in call.given
+    if not given or not 0 < scale < inf:
+        says, remedy = "Left out it is 1.0, which no model means.", "Pass scale=D**-0.5, or the model's own."
+        yield Breach("scale", "scale", str(scale) if given else "nothing", says, remedy, "PD:36")
 
 
 def _against_segments(call: AttentionCall, segments: Segments, pattern: Pattern, keep_tail: bool) -> Iterator[Breach]:
@@ -418,8 +428,6 @@ def _shapes_of_masks(call: AttentionCall) -> list[tuple[int, ...]]:
 
 MAX_SEQUENCES = 1024
 MAX_PREFIX_ROWS = 32
-SKIP_EMPTY_ROWS = 2
-"""The `inner_precise` under which a row without keys gives 0, not a mean of V (K `flash_attention_score_s1s2_bn2gs1.h`)."""
 REQUIRED_TOKENS = {4: ("pre_tockens", "next_tockens"), 8: ("next_tockens",)}
 """Modes whose band comes from the tokens alone. Mode 7 without `next_tockens` is refused by the host code itself."""
 
@@ -439,14 +447,7 @@ def _silent(call: AttentionCall) -> Iterator[Breach]:
             remedy = "Pass the compressed mask fusion_attention.triangle(), or sparse_mode 0 if full attention is meant."
             yield Breach("none-is-full", "atten_mask", got, says, remedy, "T:799, T:4121, PD:176, MS:102")
         return
-    misread = list(_form(call, mask))
-    if missing := [name for name in REQUIRED_TOKENS.get(call.mode, ()) if name not in call.given]:
-        says = f"sparse_mode {call.mode} attends by the tokens alone; left out they are unlimited, the future included."
-        remedy = "Pass both: next_tockens=0 is causal, pre_tockens=window-1 a window."
-        misread.insert(0, Breach("tokens-left-out", ", ".join(missing), "nothing", says, remedy, "T:689, T:3978-3986, D"))
-    yield from misread
-    if not misread:
-        yield from _contents(call, mask)
+    yield from list(_form(call, mask)) or _contents(call, mask)
 
 
 def _limits(call: AttentionCall) -> Iterator[Breach]:
@@ -515,6 +516,10 @@ def _ends(call: AttentionCall, name: str, ends: tuple[int, ...], T: int | None) 
 
 def _form(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:
     got = shape_of(atten_mask)
+    if missing := [name for name in REQUIRED_TOKENS.get(call.mode, ()) if name not in call.given]:
+        says = f"sparse_mode {call.mode} attends by the tokens alone; left out they are unlimited, the future included."
+        remedy = "Pass both: next_tockens=0 is causal, pre_tockens=window-1 a window."
+        yield Breach("tokens-left-out", ", ".join(missing), "nothing", says, remedy, "T:689, T:3978-3986, D")
     if atten_mask.is_meta:
         says, remedy = "A mask on device meta has no contents to check.", "Check the mask that the operator will get."
         yield Breach("no-contents", "atten_mask", got, says, remedy, "rule of this library")
@@ -571,7 +576,7 @@ def _dense_contents(call: AttentionCall) -> Iterator[Breach]:
     blocks = ((n, rows) for n, (Q, K) in enumerate(lengths) for rows in query_blocks(Q, K * call.mask_heads))
     for n, queries in blocks:
         masked = dense_scores(call, n, queries)
-        empty += int(masked.all(-1).sum())
+        empty += 0 if not call.tnd and call.zeroes_empty_rows(n) else int(masked.all(-1).sum())
         attended[n] = attended.get(n, False) | ~masked.all(-2)
         to_itself.setdefault(n, []).append(masked.diagonal(queries.start, -2, -1).clone())  # a view would hold the block
         if not disagrees and (skipped := skipped_scores(call, n, queries)) is not None:
@@ -590,17 +595,10 @@ def _dense_contents(call: AttentionCall) -> Iterator[Breach]:
         got, source = f"keys attended outside {outside}", "PD:178, D, T:705-812"
         yield Breach("sparsity-disagrees", "atten_mask", got, says, remedy, source)
     if empty:
-        yield from _empty_rows(call, f"{empty} rows that are True throughout")
-
-
-def _empty_rows(call: AttentionCall, got: str) -> Iterator[Breach]:
-    if call.tnd:
-        says, remedy = "Under TND no query may have every key blocked.", "Leave padding out of the packed tensor."
-        yield Breach("empty-row", "atten_mask", got, says, remedy, "PD:168, D")
-        return
-    # A band that leaves rows empty makes the host code switch empty-row handling on by itself (T:624-635).
-    noticed = call.mode == 0 and band_leaves_rows_empty(*call.longest, *call.tokens)
-    if call.arguments["inner_precise"] != SKIP_EMPTY_ROWS and not noticed:
-        says = "A row with every key blocked gives a mean of V, unless inner_precise=2 makes it 0."
-        remedy = "Pass inner_precise=2, or pad on the right and block keys alone."
-        yield Breach("empty-row", "atten_mask", got, says, remedy, "PD:43-44, K flash_attention_score_common.h:58")
+        got, says = f"{empty} rows that are True throughout", "A row with every key blocked gives a mean of V."
+        remedy = "Pass inner_precise=2, which makes it 0, or pad on the right and block keys alone."
+        source = "PD:43-44, K flash_attention_score_common.h:58"
+        if call.tnd:
+            says, source = "Under TND no query may have every key blocked.", "PD:168, D"
+            remedy = "Leave padding out of the packed tensor."
+        yield Breach("empty-row", "atten_mask", got, says, remedy, source)

@@ -76,10 +76,8 @@ def _unread(call: Call) -> Iterator[Breach]:
 def _unreadable(call: Call) -> Iterator[Breach]:
     """Rules without which no other can read the boundaries."""
     where, numbers = call.where, call.operator.numbers
-    rows = [where, "cu_seqlens_q"] if where.endswith("_padded") else [where]
-    found = [(name, call.row(name, host=call.operator.host)[1]) for name in rows if name in call.arguments]
-    copies = [name for name in call.operator.copies if where and name in call.arguments]
-    found += [(name, call.row(name, host=name.endswith("_list"))[1]) for name in copies]
+    rows = [where, "cu_seqlens_q" if where.endswith("_padded") else "", *(call.operator.copies if where else ())]
+    found = [(name, call.row(name)[1]) for name in rows if name in call.arguments]
     if numbers in call.arguments and not is_whole_tensor(call.get(numbers)):
         found.append((numbers, f"{shape_of(call.get(numbers))}: it takes a tensor of whole numbers with values"))
     if unread := [each for each in found if each[1]]:
@@ -139,7 +137,7 @@ def _tables(call: Call) -> Iterator[Breach]:
                 yield call.breach("alone", name, shape_of(call.get(name)), says)
         elif name in row.tables:
             yield from _table(call, name, table_block(row.tables[name], call.chunk_size))
-        elif (copy := call.row(name, host=name.endswith("_list"))[0]) != call.given:
+        elif (copy := call.row(name)[0]) != call.given:
             says = f"It is a copy of {call.where}, {shown(call.given)}; tables follow the one, lengths the other."
             yield call.breach("copy", name, shown(copy), says)
 
@@ -337,18 +335,16 @@ def _against_segments(call: Call, segments: Segments) -> Iterator[Breach]:
 
 
 def _call_boundaries(call: Call) -> Iterator[CallBoundaries]:
-    """The boundaries that the rule reads, the convolution, or both, as far as the operator has them."""
-    name, shape, total = call.operator.name, (call.B, call.T), call.B * call.T
-    keep_BT = _kept(call)
+    """The boundaries by offsets, which a rule reads, and by numbers, as far as the operator has them."""
+    row, shape, total = call.operator, (call.B, call.T), call.B * call.T
+    keep_BT, rows_T = _kept(call), row_starts(*shape)
     neutral_T = np.zeros(total, bool) if keep_BT is None else ~keep_BT.reshape(-1)
-    rows_T = row_starts(*shape)
-    by_numbers_T = by_numbers(call.numbers_BT) if call.numbers_BT.size else rows_T
-    numbered, mamba = bool(call.operator.numbers), call.operator.package == "mamba"
-    if call.operator.offsets or not numbered or mamba:
-        first_T, left_T = by_offsets(call.offsets, total) if call.where else (by_numbers_T if mamba else rows_T, neutral_T)
-        yield CallBoundaries(name, "rule", shape, first_T, neutral_T | left_T)
-    if numbered and not mamba:
-        yield CallBoundaries(name, "convolution", shape, by_numbers_T, neutral_T)
+    if row.offsets or not row.numbers:
+        first_T, left_T = by_offsets(call.offsets, total) if call.where else (rows_T, neutral_T)
+        yield CallBoundaries(row.name, "rule", shape, first_T, neutral_T | left_T)
+    if row.numbers:
+        first_T = by_numbers(call.numbers_BT) if call.numbers_BT.size else rows_T
+        yield CallBoundaries(row.name, "convolution", shape, first_T, neutral_T)
 
 
 # --- rules of one operator
@@ -363,18 +359,20 @@ def _convolution(call: Call) -> Iterator[Breach]:
         yield call.breach("rows", "B", f"{call.B} rows with {call.where}", says, "unpad() the batch to [1, T] first.")
 
 
-def _returning(call: Call) -> Iterator[Breach]:
-    """Only equality within reach counts: a number that comes back joins two sequences across what stands between."""
-    ids_BT, reach = call.numbers_BT, call.taps
-    for back in range(2, min(reach, ids_BT.shape[1])):
-        same_BT = ids_BT[:, back:] == ids_BT[:, :-back]
-        between_BT = np.any([ids_BT[:, i : i - back] != ids_BT[:, back:] for i in range(1, back)], axis=0)
-        if (same_BT & between_BT).any():
-            b, t = (int(i) for i in np.argwhere(same_BT & between_BT)[0])
-            says = f"Tokens of the same number are neighbours for {reach - 1} places, whatever stands between them."
-            remedy = f"Give each sequence of the flat row a number of its own: {_OWN_NUMBERS}"
-            yield call.breach("numbers-return", "seq_idx", str(ids_BT[b, t : t + back + 1].tolist()), says, remedy)
-            return
+def _returning(call: Call, reach: float = 0) -> Iterator[Breach]:
+    """Only equality of numbers counts, within the taps of a convolution; a scan reaches further."""
+    reach = reach or call.taps
+    for row in call.numbers_BT.tolist():
+        starts = [0, *(t for t in range(1, len(row)) if row[t] != row[t - 1]), len(row)]
+        ended: dict[int, int] = {}
+        for start, end in pairwise(starts):
+            before = ended.get(row[start])
+            if before is not None and start - before < reach - 1:
+                got, says = str(row[before - 1 : start + 1][:12]), "A number that comes back joins what it is given to."
+                remedy = f"Give each sequence of the flat row a number of its own: {_OWN_NUMBERS}"
+                yield call.breach("numbers-return", "seq_idx", got, says, remedy)
+                return
+            ended[row[start]] = end
 
 
 MAMBA_TOKENS = 61_000
@@ -388,12 +386,7 @@ def _mamba(call: Call) -> Iterator[Breach]:
     if call.B * call.T > MAMBA_TOKENS:
         says, remedy = f"Its int32 pointers overflow at about {MAMBA_TOKENS} tokens (mamba #1015).", "Use shorter rows."
         yield call.breach("tokens", "T", str(call.B * call.T), says, remedy)
-    for row in call.numbers_BT:
-        firsts = row[np.insert(row[1:] != row[:-1], 0, True)]
-        if len(np.unique(firsts)) != len(firsts):
-            got, says = str(firsts[:12].tolist()), "Tokens of the same number in a chunk are one sequence."
-            yield call.breach("numbers-return", "seq_idx", got, says, f"Number them anew: {_OWN_NUMBERS}")
-            return
+    yield from _returning(call, inf)
 
 
 def _flash(call: Call) -> Iterator[Breach]:
@@ -464,13 +457,11 @@ def _positions(call: Call) -> Iterator[Breach]:
 
 def _agree(call: Call) -> Iterator[Breach]:
     """Numbers and offsets of one row."""
-    ids_BT = call.numbers_BT
-    if call.where and ids_BT.shape[0] == 1 and call.offsets[-1] == call.T:
-        begins = np.flatnonzero(ids_BT[0, 1:] != ids_BT[0, :-1]) + 1
-        inner = np.unique([n for n in call.offsets if 0 < n < call.T])
-        if not np.array_equal(begins, inner):
-            says = f"Its numbers change at {begins[:8].tolist()}, and {call.where} begins sequences at {inner[:8].tolist()}."
-            yield call.breach("disagree", "seq_idx", f"{len(begins) + 1} runs", says)
+    by_offset, by_number = (each.first_T for each in _call_boundaries(call))
+    if call.offsets[-1:] == (call.T,) and call.numbers_BT.size and not np.array_equal(by_offset, by_number):
+        changed, begun = (shown(np.unique(first_T).tolist()) for first_T in (by_number, by_offset))
+        says = f"Its numbers change at {changed}, and {call.where} begins sequences at {begun}."
+        yield call.breach("disagree", "seq_idx", shape_of(call.get("seq_idx")), says)
 
 
 def _packed_fields(call: Call) -> Iterator[Breach]:

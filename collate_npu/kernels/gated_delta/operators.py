@@ -258,10 +258,10 @@ class Call:
         """True if it is given, and neither None nor False."""
         return name in self.arguments and self.arguments[name] is not False
 
-    def row(self, name: str, *, host: bool = False) -> tuple[tuple[int, ...], str]:
+    def row(self, name: str) -> tuple[tuple[int, ...], str]:
         """Return whole numbers in the container that the operator takes, or none and why; a sync if they lie on a device."""
         value = self.get(name)
-        if host:
+        if self.operator.host or name.endswith("_list"):
             whole = isinstance(value, (list, tuple)) and all(isinstance(n, (int, np.integer)) for n in value)
             if whole and not any(isinstance(n, bool) for n in value):
                 return tuple(map(int, value)), ""
@@ -289,7 +289,7 @@ class Call:
     @once
     def given(self) -> tuple[int, ...]:
         """The boundaries as they are given, `()` where none are or nobody can read them."""
-        return self.row(self.where, host=self.operator.host)[0] if self.where else ()
+        return self.row(self.where)[0] if self.where else ()
 
     @once
     def offsets(self) -> tuple[int, ...]:

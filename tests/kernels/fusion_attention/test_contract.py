@@ -313,7 +313,7 @@ def test_each_rule_is_broken_by_a_call_through_the_entry(rules_of: Callable[[str
                 assert {breach.rule for breach in call_breaches(f"torch_npu.{NAME}", call)} == direct
                 found |= direct
     for lengths in ([2, 6, 6], [2, 5, 5]):
-        call = tensors("BSND", DIMS) | {"input_layout": "BSND", "keep_prob": 0.5}
+        call = tensors("BSND", DIMS) | {"input_layout": "BSND"}
         breaches = call_breaches("npu_fusion_attention_v3", call, segments=Segments.from_lengths(lengths))
         found |= {breach.rule for breach in breaches}
     assert rules_of("fusion_attention") - found == SIZES
@@ -347,7 +347,6 @@ NO_VALUES: dict[str, list[Any]] = {
     "actual_seq_kvlen": [8, torch.tensor([[2, 8]])],
     "prefix": ["12"],
     "scale": ["0.5", None],
-    "keep_prob": [[0.5]],
     "atten_mask": [[[False]], TRIANGLE.numpy()],
 }
 
