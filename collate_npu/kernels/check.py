@@ -48,8 +48,8 @@ def check_call(name: str, arguments: Mapping[str, Any], **says: Any) -> None:
       Tq and Tkv of packed ones, where no segments tell them; `keep_tail`: the packed tensors are the whole flat row.
     * recurrent kernels: B and T, of the rows `[B, S]`, of those one behind the other `[1, B * S]`, or of what `unpad` makes
       `[1, T]`; B None without a batch dimension; the rule's `chunk_size`; `training`, by default whether gradients are on;
-      `context_parallel`, with T and boundaries of the whole row; `versions`, `{"fla": "0.5.0"}` (`""`: not there), by
-      default the installed ones.
+      `versions`, `{"fla": "0.5.0"}` (`""`: not there), by default the installed ones. Where ranks share a row, T and
+      boundaries are those of the whole row, and `parallel.check_recurrent_split` says who may share it.
 
     Raises `CollateError` for a name that no contract knows, for sizes that nothing tells, and for values of a wrong type.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from itertools import pairwise
 from math import inf, prod
 from typing import Any
@@ -36,8 +35,6 @@ from collate_npu.kernels.call_boundaries import (
 from collate_npu.kernels.gated_delta.arguments import chunk_indices, table_block
 from collate_npu.kernels.gated_delta.operators import Call, is_whole_tensor, operator_named, tensor_orders
 from collate_npu.masks.derive import derive_segments
-from collate_npu.parallel.layout import ContextParallel
-from collate_npu.parallel.recurrent import check_recurrent_split, same_tokens
 from collate_npu.segments import Segments
 
 
@@ -48,7 +45,7 @@ def gated_delta_breaches(kwargs: Mapping[str, Any], *, kernel: str, **says: Any)
     if unreadable := list(_unreadable(call)):
         return (*found, *unreadable)
     found += list(_boundaries(call)) or _tables(call)
-    for rules in (_tensors, _mask, _ranks, _backward, *OWN.get(call.operator.name, ())):
+    for rules in (_tensors, _mask, _context, _backward, *OWN.get(call.operator.name, ())):
         found += rules(call)
     if not found and call.segments is not None:
         found += _against_segments(call, call.segments)
@@ -277,37 +274,12 @@ def _rows(bad_B: Any) -> str:
 # --- ranks and the backward pass
 
 
-def _ranks(call: Call) -> Iterator[Breach]:
-    """What is wrong with the way ranks share the row, if they share one; `check_recurrent_split` is the judge."""
+def _context(call: Call) -> Iterator[Breach]:
+    """fla's `cp_context`, which stands for the boundaries on one rank."""
     if "cp_context" in call.arguments and not call.where and call.segments is not None:
         says = "A context holds local offsets alone, not those of the whole row."
         remedy = "Pass the global cu_seqlens beside it, or check kernel='fla_cp' with them."
         yield call.breach("context-unread", "cp_context", shape_of(call.get("cp_context")), says, remedy)
-    cp = call.context_parallel
-    if cp is None or cp.size == 1:
-        return
-    scheme = "state_passing" if "cp_context" in call.arguments else call.operator.ranks
-    layout = getattr(call.get("cp_context"), "layout", None) or call.get("layout") or "contiguous"
-    if scheme == "state_passing" and layout != "contiguous":
-        yield from _zigzag(call, cp, layout)
-        return
-    flat = bool(call.where) or scheme == "state_passing"
-    segments = Segments.from_lengths([[n for n in call.lengths if n] or [call.T]] if flat else [call.T] * call.B)
-    try:
-        check_recurrent_split(cp, scheme, segments, padding_free=flat, offsets=call.offsets or None, conv_width=call.taps)
-    except CollateError as error:
-        remedy = f"parallel.check_recurrent_split(cp, {scheme!r}, segments) says when it is right."
-        yield call.breach("ranks", "context_parallel", f"{cp.size} ranks, layout {cp.layout!r}", str(error), remedy)
-
-
-def _zigzag(call: Call, cp: ContextParallel, layout: Any) -> Iterator[Breach]:
-    """fla's other layout: rank r of W holds the parts r and 2 * W - 1 - r of the whole row, whatever its sequences."""
-    read = layout == "zigzag" and not call.before(releases.FLA_ZIGZAG)  # else fla raises
-    if read and not same_tokens(cp, replace(cp, layout="zigzag", ulysses=1), len([n for n in call.lengths if n])):
-        got = f"layout={layout!r} on ranks that hold layout {cp.layout!r}"
-        says = "The context takes each rank's tokens for those of zigzag over the whole row."
-        remedy = "Split the batch by ContextParallel(layout='zigzag'), or leave layout out and split it contiguously."
-        yield call.breach("ranks", "layout", got, says, remedy)
 
 
 def _backward(call: Call) -> Iterator[Breach]:

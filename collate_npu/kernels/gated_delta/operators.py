@@ -23,8 +23,6 @@ from torch import Tensor
 from collate_npu.arrays import Array, check_places, host_tensor, once, whole_number
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.kernels import Breach
-from collate_npu.parallel.layout import ContextParallel
-from collate_npu.parallel.recurrent import RecurrentScheme
 from collate_npu.releases import NEWEST, Since, installed
 from collate_npu.segments import Segments
 from collate_npu.validation import check_fields
@@ -60,7 +58,6 @@ class Operator:
     shapes: Mapping[str, str] = field(default_factory=dict)
     most_tokens: int | None = None  # of a sequence
     backward: bool = True
-    ranks: RecurrentScheme = "head_exchange"
 
     @property
     def remedy(self) -> str:
@@ -101,7 +98,7 @@ _MEGATRON = Operator(
     "megatron_core.GatedDeltaNet",
     "Megatron-LM d98e8a6 ssm/gated_delta_net/common.py:469-618; 0.16.1 ssm/gated_delta_net.py:297",
     kernel="megatron", offsets=("cu_seqlens_q_padded", "cu_seqlens_q"), reads=("attention_mask", *FIELDS, HOLDER),
-    empties="fla", masks="ignored", ranks="head_exchange_zigzag",
+    empties="fla", masks="ignored",
 )  # fmt: skip
 _ROWS = (
     _FLA,
@@ -120,7 +117,7 @@ _ROWS = (
     ),
     replace(
         _FLA, name="fla.build_cp_context", kernel="fla_cp", tables={}, chunk_sizes=(), empties="legal", shapes={},
-        source="fla 0.6.0 ops/cp/context.py:177-316; 0.5.2 drops what ranks cannot share", ranks="state_passing",
+        source="fla 0.6.0 ops/cp/context.py:177-316; 0.5.2 drops what ranks cannot share",
     ),
     Operator(
         "causal_conv1d.causal_conv1d_fn",
@@ -218,7 +215,6 @@ class Call:
     training: bool = True
     segments: Segments | None = None  # the truth: with it at hand, what is only evidence of it need not be judged
     versions: Mapping[str, str] | None = None
-    context_parallel: ContextParallel | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -13,14 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from collate_npu import CollateError, ContextParallel, Segments
+from collate_npu import CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.check import call_breaches, check_call, knows
 from collate_npu.kernels.gated_delta import Kernel, gated_delta_kwargs
 from collate_npu.kernels.gated_delta.operators import KERNELS, OPERATORS, operator_named
 from collate_npu.masks import dense
-from collate_npu.parallel.layout import Layout
-from collate_npu.parallel.recurrent import check_recurrent_split
 
 # --- calls whose fate is known: arguments, the rules that they break, and what the caller says of them. Facts are those of
 # gdn-kernel-contract, with the source in the operator's row. `dev` is a tensor, `meta` one whose shape alone counts.
@@ -87,10 +85,6 @@ def qkv(H: int = 4, HV: int = 4, T: int = 73, **more: Any) -> dict[str, Any]:
     return {"q": meta(1, T, H, 128), "k": meta(1, T, H, 128), "v": meta(1, T, HV, 128), **more}
 
 
-def cp(layout: str = "contiguous", size: int = 128) -> dict[str, Any]:
-    return {"T": size, "context_parallel": ContextParallel(2, 0, layout=layout)}  # type: ignore[arg-type]
-
-
 def of(**releases: str) -> dict[str, Any]:
     return {"versions": {"transformers": "5.23.0", "fla": "0.6.0", "causal_conv1d": "1.6.1"} | releases}
 
@@ -103,7 +97,6 @@ TABLE_32, TABLE_64 = (gated_delta_kwargs(PACKED, kernel="fla", chunk_size=n, tab
 PACK = (0, 3, 73, 75, 139)
 ROWS, NEW, MAIN, INFER = {"B": 2, "T": 25}, of(), {"versions": {"megatron": "main"}}, {"training": False}
 ONE, FLAT = {"B": 1, "T": 73}, {"B": None}
-ZIGZAG = {"cp_context": SimpleNamespace(layout="zigzag")}
 
 CALLS: dict[str, list[tuple[Any, ...]]] = {
     "fla.chunk_gated_delta_rule": [
@@ -124,9 +117,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         (cu(0, 3, 74), "sizes-differ", {"T": 74, "segments": PACKED}),
         *((cu(0, 3, 73, scale=scale), rules) for scales, rules in (((5e-324, 1, np.float64(2)), ""),
           ((0.0, -1, math.inf, math.nan, np.float64(-2)), "scale")) for scale in scales),
-        ({"cp_context": 1}, "context-unread", {"segments": PACKED}), ({"cp_context": 1}, "", cp()),
-        (cu(0, 3, 128), "", cp("ulysses")), (CU, "ranks", cp("ulysses", 73)), (cu(0, 3, 128), "ranks", cp("zigzag")),
-        (ZIGZAG | cu(0, 3, 128), "", cp("zigzag")), (ZIGZAG | cu(0, 3, 128), "ranks", cp()),
+        ({"cp_context": 1}, "context-unread", {"segments": PACKED}), ({"cp_context": 1}, ""),
     ],
     "fla.chunk_kda": [(cu(0, 3, 73, initial_state=meta(2, 4, 128, 128, dtype=torch.float32)), "")],
     "fla.fused_recurrent_gated_delta_rule": [(CU, "", INFER), (cu(0, 3, 74), "last", INFER)],
@@ -137,12 +128,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         ({"x": meta(1, 73, 4, 8), "weight": meta(32, 4)}, ""),
     ],
     "fla.build_cp_context": [
-        (cu(0, 3, 73, 128), "", cp()), (cu(0, 1), "ranks", cp(size=1)), (cu(0, 3, 73, 128), "ranks", cp("zigzag")),
-        (cu(0, 3, 64), "last", cp()),
-        (cu(0, 128), "differs-from-segments", cp() | {"segments": Segments.from_lengths([[3, 70, 55]])}),
-        *((cu(0, 3, 73, 128, layout=layout), rules, cp(held) | of(fla="0.6.0")) for layout, held, rules in (
-            ("zigzag", "zigzag", ""), ("zigzag", "contiguous", "ranks"), ("contiguous", "zigzag", "ranks"),
-            ("contiguous", "contiguous", ""), ("zigzag", "document_zigzag", "ranks"))),
+        (CU, ""), (cu(0, 3, 64), "last"), (cu(0, 73), "differs-from-segments", {"segments": PACKED}),
     ],
     "causal_conv1d.causal_conv1d_fn": [
         (numbered(3, 70, x=meta(1, 73, 16).transpose(1, 2)), ""), (numbered(9, 64), "", {"segments": None}),
@@ -239,9 +225,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         (keep("left"), "differs-from-segments", ROWS | {"segments": LEFT}),
         ({"attention_mask": torch.ones(1, 1, 25, 25).tril() == 0}, "",
          {"T": 25, "segments": Segments.from_lengths([20], 25)}),
-        (thd(0, 8, 8, 16), "", cp("document_zigzag", 16)), (thd(0, 8, 16), "ranks", cp(size=16)),
-        (thd(0, 6, 12), "ranks", cp("document_zigzag", 12)), (thd(0, 8, 32), "ranks", cp("zigzag", 32)),
-        (thd(0, 6, 12, padded_to=(0, 8, 16)), "", cp("document_zigzag", 16)), ({}, "ranks", cp("zigzag", 74) | {"B": 2}),
+        (thd(0, 8, 8, 16), "", {"T": 16}),
     ],
     "mindspeed.GatedDeltaNet": [
         (thd(0, 3, 73), ""), (thd(3, 73), ""), (thd(0, 3, 3, 73), "empty"), (thd(3, 80), "first last"),
@@ -292,23 +276,6 @@ def test_the_circle_of_remedies_ends(name: str) -> None:
         assert not broken(name, right, says | {"segments": truth})
     (breach,) = call_breaches(name, {"cu_seqlen": 1}, B=1, **says)
     assert f"kernel={row.kernel!r}" in breach.remedy
-
-
-@pytest.mark.parametrize("layout", get_args(Layout))
-@pytest.mark.parametrize("rows", [[8, 24], [32], [4, 8, 4]])
-def test_one_rule_says_who_may_share_a_row(layout: Any, rows: list[int]) -> None:
-    """`check_recurrent_split` and no other: of packed rows zigzag is of the whole row, which no layer puts right."""
-    place, segments = ContextParallel(2, 0, layout=layout), Segments.from_lengths([rows])
-    for kernel, scheme in (("fla", "head_exchange"), ("fla_cp", "state_passing"), ("megatron", "head_exchange_zigzag")):
-        try:
-            check_recurrent_split(place, scheme, segments, padding_free=True)  # type: ignore[arg-type]
-            rules = set()
-        except CollateError:
-            rules = {"ranks"}
-        says = {"T": sum(rows), "segments": segments, "context_parallel": place}
-        assert broken(kernel, gated_delta_kwargs(segments, kernel=kernel), says) == rules  # type: ignore[arg-type]
-        if kernel == "megatron" and len(rows) > 1:
-            assert bool(rules) == (layout not in ("document_zigzag", "document_ulysses_ring"))
 
 
 # --- the tensors of an operator, as its vendor lists them: written from the hosts of flash-linear-attention-npu 17e24fd and
@@ -368,7 +335,7 @@ def test_a_state_lies_as_the_call_says(flag: str) -> None:
     [
         ("fla_con", {}, r"'fla_con'.*Close to it: (?!.*megatron).*fla_conv"), ("", {}, r"Close to it:\s+\w"),
         *(("fla", {name: value}, name) for name, value in (
-            ("training", "yes"), ("T", 0), ("B", 0), ("T", 2.5), ("chunk_size", "64"), ("context_parallel", 2),
+            ("training", "yes"), ("T", 0), ("B", 0), ("T", 2.5), ("chunk_size", "64"),
             ("versions", "0.5.2"), ("versions", {"fla": "banana"}), ("arguments", [("cu_seqlens", 3)]))),
         ("fla", {"versions": {"flaa": "5.23.0"}}, "packages are .*fla"),
     ],
@@ -400,7 +367,7 @@ def test_the_message_names_tokens_and_releases() -> None:
 def test_arguments_are_only_read() -> None:
     kwargs = gated_delta_kwargs(PACKED, kernel="fla", tables=True)
     before = {name: value.clone() for name, value in kwargs.items()}
-    check_call("fla", kwargs, **ONE, segments=PACKED, context_parallel=ContextParallel(1, 0))
+    check_call("fla", kwargs, **ONE, segments=PACKED)
     assert kwargs.keys() == before.keys()
     assert all(torch.equal(kwargs[name], value) for name, value in before.items())
 
