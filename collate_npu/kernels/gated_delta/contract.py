@@ -133,21 +133,18 @@ def _tables(call: Call) -> Iterator[Breach]:
                 says = "A table or a copy belongs to offsets, and without them nothing keeps sequences apart."
                 yield call.breach("alone", name, shape_of(call.get(name)), says)
         elif name in row.tables:
-            yield from _table(call, name, table_block(row.tables[name], call.chunk_size))
+            yield from _table(call, name, call.get(name), table_block(row.tables[name], call.chunk_size))
         elif (copy := call.row(name)[0]) != call.given:
             says = f"It is a copy of {call.where}, {shown(call.given)}; tables follow the one, lengths the other."
             yield call.breach("copy", name, shown(copy), says)
 
 
-def _table(call: Call, name: str, block: int) -> Iterator[Breach]:
-    right, value, host = chunk_indices(call.offsets, block), call.get(name), call.operator.host
-    right = right.reshape(-1) if host else right
-    if not (isinstance(value, (list, tuple)) if host else is_whole_tensor(value)):
-        return  # the operator refuses it
-    if (table := host_array(name, value)).tolist() != right.tolist():
+def _table(call: Call, name: str, value: Any, block: int) -> Iterator[Breach]:
+    right = chunk_indices(call.offsets, block)
+    if (table := host_array(name, value).reshape(-1)).tolist() != right.reshape(-1).tolist():
         says = f"It holds (sequence, chunk) for each piece of {block} tokens in their order: {right[:4].tolist()} ..."
         remedy = f"Leave it out, or pass chunk_indices(offsets, {block}) of kernels.gated_delta."
-        yield call.breach("table", name, str(table.reshape(-1)[:12].tolist()), says, remedy)
+        yield call.breach("table", name, str(table[:12].tolist()), says, remedy)
 
 
 # --- tensors, by their shapes (device meta will do)
@@ -251,19 +248,17 @@ def _ignored(call: Call, value: Any) -> Iterator[Breach]:
     """Nobody reads it: harmless only where every row is padded on the right, or not at all."""
     if call.segments is not None or call.where:
         return
-    says = "The layer never reads a mask: padding before or inside a sequence runs through its state."
+    got = shape_of(value)
     try:
         two_d = isinstance(value, Tensor) and value.ndim == 2
         truth = Segments.from_ids(value.long()) if two_d else derive_segments(value)
+        if truth.padding_side in ("none", "right") and not truth.packed:
+            return
+        got += f", padding {truth.padding_side}" + ", several sequences a row" * truth.packed
     except CollateError as error:
-        says += f" Which padding this one means cannot be told ({str(error).splitlines()[0][:120]})."
-        yield call.breach(
-            "mask-unread", "attention_mask", shape_of(value), says, f"Pass segments=..., which say it; or {_RIGHT}"
-        )
-        return
-    if truth.padding_side not in ("none", "right") or truth.packed:
-        got = f"{shape_of(value)}, padding {truth.padding_side}" + (", several sequences a row" if truth.packed else "")
-        yield call.breach("mask-unread", "attention_mask", got, says, _RIGHT)
+        got += f", which cannot be read ({str(error).splitlines()[0][:120]})"
+    says = "The layer never reads a mask: padding before or inside a sequence runs through its state."
+    yield call.breach("mask-unread", "attention_mask", got, says, _RIGHT)
 
 
 def _rows(bad_B: Any) -> str:
@@ -362,16 +357,12 @@ def _mamba(call: Call) -> Iterator[Breach]:
 
 
 def _flash(call: Call) -> Iterator[Breach]:
-    """The vendor's whole rule; tables that it is given, by their block, it uses unread."""
+    """The vendor's whole rule uses tables unread: one, or one for each block, by its tokens as text."""
     for name in ("chunk_indices", "chunk_indices_list"):
         given = call.get(name) if call.offsets[:1] == (0,) else None
         by_block = given if isinstance(given, Mapping) or given is None else {call.chunk_size: given}
         for block, table in (by_block or {}).items():
-            right = chunk_indices(call.offsets, whole_number(name, int(block), least=1)) if str(block).isdecimal() else None
-            if right is None or host_array(name, table).reshape(-1).tolist() != right.reshape(-1).tolist():
-                says = "It holds (sequence, chunk) for each piece of so many tokens, by their number as text."
-                remedy = f"Leave {name} out: the function builds its own."
-                yield call.breach("table", f"{name}[{block!r}]", "another table", says, remedy)
+            yield from _table(call, name, table, int(block) if str(block).isdecimal() else 0)
 
 
 def _npu_convolution(call: Call) -> Iterator[Breach]:
@@ -401,11 +392,7 @@ def _layer(call: Call) -> Iterator[Breach]:
         remedy = "Upgrade, or pass padded rows with a 2D mask."
         yield call.breach("release", ", ".join(given), "given", says, remedy)
         return
-    packed = sum(length > 0 for length in call.lengths) > 1 or len(np.unique(call.numbers_BT)) > 1
-    if packed and len(given) == 1:
-        leaks = "convolution" if call.where else "rule"
-        says = f"The rule reads cu_seq_lens_q and the convolution seq_idx: here the {leaks} runs from sequence to sequence."
-        yield call.breach("pair", given[0], "alone", says, "Pass both: gated_delta_kwargs(segments, kernel='transformers').")
+    yield from _pair(call)
     for package, name in (("fla", call.where), ("causal_conv1d", "seq_idx" * numbered)):
         if name and call.release(package) is None and call.before(releases.MISSING_KERNEL_RAISES):
             says = f"Without {package} a torch function stands in; transformers {version} drops boundaries in silence."
@@ -414,7 +401,15 @@ def _layer(call: Call) -> Iterator[Breach]:
     yield from _returning(call)
     if call.segments is None:
         yield from _positions(call)
-        yield from _agree(call)
+
+
+def _pair(call: Call) -> Iterator[Breach]:
+    """The rule reads offsets and the convolution numbers; without its own either runs through the whole row."""
+    by_offset, by_number = (each.first_T for each in _call_boundaries(call))
+    if (not call.where or call.offsets[-1] == call.T) and not np.array_equal(by_offset, by_number):
+        rule, convolution = (shown(np.unique(first_T).tolist()) for first_T in (by_offset, by_number))
+        says = f"By cu_seq_lens_q the rule begins sequences at {rule}, by seq_idx the convolution at {convolution}."
+        yield call.breach("pair", "cu_seq_lens_q, seq_idx", "two readings", says)
 
 
 def _positions(call: Call) -> Iterator[Breach]:
@@ -425,15 +420,6 @@ def _positions(call: Call) -> Iterator[Breach]:
         if bool(((positions.cpu()[:, 1:] == 0) & real[:, 1:] & real[:, :-1]).any()):
             says = "They begin again inside a row: it is packed, and recurrent layers read no positions."
             yield call.breach("positions-alone", "position_ids", shape_of(positions), says)
-
-
-def _agree(call: Call) -> Iterator[Breach]:
-    """Numbers and offsets of one row."""
-    by_offset, by_number = (each.first_T for each in _call_boundaries(call))
-    if call.offsets[-1:] == (call.T,) and call.numbers_BT.size and not np.array_equal(by_offset, by_number):
-        changed, begun = (shown(np.unique(first_T).tolist()) for first_T in (by_number, by_offset))
-        says = f"Its numbers change at {changed}, and {call.where} begins sequences at {begun}."
-        yield call.breach("disagree", "seq_idx", shape_of(call.get("seq_idx")), says)
 
 
 def _packed_fields(call: Call) -> Iterator[Breach]:

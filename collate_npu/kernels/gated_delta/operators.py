@@ -107,10 +107,6 @@ _ROWS = (
         shapes=_RULE | {"g": "BTNK"},
     ),
     replace(
-        _FLA, name="fla.fused_recurrent_gated_delta_rule", kernel="fla_cp", copies=(), tables={}, chunk_sizes=(),
-        source="fla 0.5.2 ops/gated_delta_rule/fused_recurrent.py:432",
-    ),
-    replace(
         _FLA, name="fla.causal_conv1d", kernel="fla_conv", tables={"chunk_indices": "conv"}, chunk_sizes=(),
         source="fla 0.5.2 modules/conv/triton/ops.py:64, 191, 383-386, cuda/ops.py:202; fla #955",
         shapes={"x": "BTD", "residual": "BTD", "weight": "DW", "bias": "D"},
@@ -118,6 +114,10 @@ _ROWS = (
     replace(
         _FLA, name="fla.build_cp_context", kernel="fla_cp", tables={}, chunk_sizes=(), empties="legal", shapes={},
         source="fla 0.6.0 ops/cp/context.py:177-316; 0.5.2 drops what ranks cannot share",
+    ),
+    replace(
+        _FLA, name="fla.fused_recurrent_gated_delta_rule", kernel="fla_cp", copies=(), tables={}, chunk_sizes=(),
+        source="fla 0.5.2 ops/gated_delta_rule/fused_recurrent.py:432",
     ),
     Operator(
         "causal_conv1d.causal_conv1d_fn",
@@ -167,10 +167,7 @@ _ROWS = (
 )  # fmt: skip
 OPERATORS: dict[str, Operator] = {row.name: row for row in _ROWS}
 """`fla_npu` is what a whole training chain takes, the intersection of its operators."""
-KERNELS: dict[str, str] = {row.kernel: row.name for row in reversed(_ROWS)} | {
-    "fla_cp": "fla.build_cp_context",
-    "mindspeed": "mindspeed.GatedDeltaNet",
-}
+KERNELS = {row.kernel: row.name for row in reversed(_ROWS)} | {"mindspeed": "mindspeed.GatedDeltaNet"}
 """The operator that stands for a kernel of `gated_delta_kwargs`: the first that takes its arguments."""
 
 

@@ -195,8 +195,8 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         (BOTH, "package", of(transformers="5.19.0", causal_conv1d="")), (BOTH, "", of(causal_conv1d="")),
         (BOTH, "release", of(transformers="5.9.1")),
         (BOTH | CU, "unread", NEW), ({"attention_mask_2d": keep()["attention_mask"]}, "unread", ROWS),
-        (BOTH | numbered(4, 69), "disagree", NEW),
-        (BOTH | numbered(4, 69), "differs-from-segments", NEW | {"segments": PACKED}),
+        (BOTH | numbered(4, 69), "pair", NEW), (numbered(4, 69) | cu_q(0, 4, 73), "differs-from-segments",
+         NEW | {"segments": PACKED}),
         *(({"position_ids": positions}, rules, NEW) for positions, rules in (
             (torch.arange(73)[None], ""), (torch.arange(73), ""),
             (torch.cat([torch.arange(3), torch.arange(70)])[None], "positions-alone"))),
