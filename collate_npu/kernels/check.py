@@ -45,7 +45,8 @@ def check_call(name: str, arguments: Mapping[str, Any], **says: Any) -> None:
     `says` are sizes that no tensor of the call tells, and what else is known of it:
 
     * attention, without query, key and head_num: N query and Nkv key heads of size D; B rows, Sq and Skv of padded layouts,
-      Tq and Tkv of packed ones, where no segments tell them; `keep_tail`: the packed tensors are the whole flat row.
+      Tq and Tkv of packed ones. With segments these follow, for packed tensors as `unpad` makes them; pass Tq and Tkv where
+      the tail of a flat row is among them.
     * recurrent kernels: B and T, of the rows `[B, S]`, of those one behind the other `[1, B * S]`, or of what `unpad` makes
       `[1, T]`; B None without a batch dimension; the rule's `chunk_size`; `training`, by default whether gradients are on;
       `versions`, `{"fla": "0.5.0"}` (`""`: not there), by default the installed ones. Where ranks share a row, T and
@@ -87,8 +88,6 @@ def call_breaches(
     if name.rpartition(".")[2] in ATTENTION:
         if not {"N", "Nkv", "D"} <= says.keys():
             says |= sizes_of(**{key: arguments.get(key) for key in ("query", "key", "head_num", "input_layout")})
-            tail = segments is not None and says.get("Tq") == segments.array.size != segments.num_tokens
-            says = {"keep_tail": tail} | says
         return contract_breaches(arguments, segments=segments, pattern=pattern, **says)
     found = rows_and_tokens(operator_named(name), by_own_names(arguments))
     if found is None and segments is not None:

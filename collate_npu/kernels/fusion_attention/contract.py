@@ -39,7 +39,7 @@ from collate_npu.arrays import check_places, host_array, once, whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.kernels import Breach
 from collate_npu.kernels.call_boundaries import attention_reason, row_of
-from collate_npu.masks.forms import mask_mod, varlen
+from collate_npu.masks.forms import mask_mod
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
 from collate_npu.validation import here, wrong_kind
@@ -305,17 +305,13 @@ MASK_ARGUMENTS = ("atten_mask", "sparse_mode", "pre_tockens", "next_tockens", *I
 
 
 def contract_breaches(
-    kwargs: Mapping[str, Any],
-    *,
-    segments: Segments | None = None,
-    pattern: str | Pattern = "causal",
-    keep_tail: bool = False,
-    **sizes: int | None,
+    kwargs: Mapping[str, Any], *, segments: Segments | None = None, pattern: str | Pattern = "causal", **sizes: int | None
 ) -> tuple[Breach, ...]:
     """Return every rule that a call breaks; arguments as in `check.check_call`, N, Nkv and D among the sizes."""
     follow: dict[str, int] = {}  # the sizes of query and key that the batch tells
+    keep_tail = segments is not None and sizes.get("Tq") == segments.array.size
     if segments is not None and str(kwargs.get("input_layout")).upper() == "TND":
-        follow = dict.fromkeys(("Tq", "Tkv"), varlen(segments, keep_tail=keep_tail).cu_seqlens_host[-1])
+        follow = dict.fromkeys(("Tq", "Tkv"), segments.array.size if keep_tail else segments.num_tokens)
     elif segments is not None:
         follow = dict(zip(("B", "Sq", "Skv"), (*segments.shape, segments.shape[1])))
     call = AttentionCall(kwargs, **(sizes | follow))  # type: ignore[arg-type]
@@ -328,7 +324,7 @@ def contract_breaches(
 
 def _other_sizes(given: Mapping[str, int | None], follow: Mapping[str, int]) -> Iterator[Breach]:
     """One breach for each size that was given and is another than the one that follows."""
-    remedy = "Leave it out, or pass the segments of this batch (keep_tail=True if the tail is in the tensor)."
+    remedy = "Leave it out, or pass the segments of this batch."
     for name, size in follow.items():
         if given.get(name) is not None and whole_number(name, given[name]) != size:
             says = f"By the segments it is {size}."
@@ -383,9 +379,8 @@ COMPRESSED = {2: TRIANGLE, 3: TRIANGLE, 4: TRIANGLE, 6: PREFIX_TRIANGLE, 7: TRIA
 
 def refusal(call: AttentionCall) -> Iterator[Breach]:
     """The first thing for which the host code refuses the call, so that it cannot be read further."""
-    for where, got, source in _refused(call):
+    for where, got, source in islice(_refused(call), 1):
         yield Breach("refused", where, got, "The operator refuses it.", "Take it from fusion_attention_kwargs.", source)
-        return
 
 
 def _refused(call: AttentionCall) -> Iterator[tuple[str, str, str]]:
@@ -491,9 +486,8 @@ def _lists(call: AttentionCall) -> Iterator[Breach]:
 
 
 def _ends(call: AttentionCall, name: str, ends: tuple[int, ...], T: int | None) -> Iterator[Breach]:
-    if ends[0] == 0 and call.mode in (6, 8):
-        counts = "the prefixes count it" if call.mode == 6 else "mode 8 cuts the first sequence"
-        says = f"A leading 0 is one more, empty sequence, and {counts}."
+    if ends[0] == 0 and call.mode == 8:
+        says = "A leading 0 is one more, empty sequence, and mode 8 cuts the first sequence."
         yield Breach("leading-zero", name, str(ends[:6]), says, "Pass cu_seqlens[1:].", "PD:47-53, T:1176")
     used = [n for i, n in enumerate(ends) if n or not i or any(ends[i:])]
     last = max(used, default=0)
@@ -568,26 +562,24 @@ def compressed_contents(call: AttentionCall, atten_mask: Tensor) -> Iterator[Bre
 
 
 def _dense_contents(call: AttentionCall) -> Iterator[Breach]:
-    empty, disagrees, given = 0, False, call.atten_mask
-    attended: dict[int, Tensor] = {}
-    to_itself: dict[int, list[Tensor]] = {}
-    differ = call.tnd or call.mode == 5 or (given is not None and given.ndim == 4 and given.shape[0] > 1)
-    lengths = call.lengths if differ else call.lengths[:1]  # every distinct part of the mask
-    blocks = ((n, rows) for n, (Q, K) in enumerate(lengths) for rows in query_blocks(Q, K * call.mask_heads))
-    for n, queries in blocks:
-        masked = dense_scores(call, n, queries)
-        empty += 0 if not call.tnd and call.zeroes_empty_rows(n) else int(masked.all(-1).sum())
-        attended[n] = attended.get(n, False) | ~masked.all(-2)
-        to_itself.setdefault(n, []).append(masked.diagonal(queries.start, -2, -1).clone())  # a view would hold the block
-        if not disagrees and (skipped := skipped_scores(call, n, queries)) is not None:
-            disagrees = bool((~masked & skipped).any())
+    empty, odd, disagrees, given = 0, 0, False, call.atten_mask
     # In self-attention a query that cannot see itself is padding, and then nobody sees it.
-    if (call.mode != 0 or min(call.tokens) >= 0) and all(q == kv for q, kv in call.lengths):
-        odd = sum(int((torch.cat(to_itself[n], -1) & attended[n]).sum()) for n in attended)
-        if odd:
-            says = "True = blocked. Here tokens that others attend cannot attend themselves: the mask of a keep convention."
-            remedy = "Invert it (~keep), or use dense(segments, polarity='masked')."
-            yield Breach("polarity", "atten_mask", f"{odd} such tokens", says, remedy, "PD:35, D")
+    square = (call.mode != 0 or min(call.tokens) >= 0) and all(q == kv for q, kv in call.lengths)
+    differ = call.tnd or call.mode == 5 or (given is not None and given.ndim == 4 and given.shape[0] > 1)
+    for n, (Q, K) in enumerate(call.lengths if differ else call.lengths[:1]):  # every distinct part of the mask
+        attended, to_itself = torch.zeros(K, dtype=torch.bool), []
+        for queries in query_blocks(Q, K * call.mask_heads):
+            masked = dense_scores(call, n, queries)
+            empty += 0 if not call.tnd and call.zeroes_empty_rows(n) else int(masked.all(-1).sum())
+            attended = attended | ~masked.all(-2)
+            to_itself.append(masked.diagonal(queries.start, -2, -1).clone())  # a view would hold the block
+            if not disagrees and (skipped := skipped_scores(call, n, queries)) is not None:
+                disagrees = bool((~masked & skipped).any())
+        odd += int((torch.cat(to_itself, -1) & attended).sum()) if square and to_itself else 0
+    if odd:
+        says = "True = blocked. Here tokens that others attend cannot attend themselves: the mask of a keep convention."
+        remedy = "Invert it (~keep), or use dense(segments, polarity='masked')."
+        yield Breach("polarity", "atten_mask", f"{odd} such tokens", says, remedy, "PD:35, D")
     if disagrees:
         says = "Blocks outside the tokens or prefix are skipped, whatever the mask says."
         remedy = "Make the two agree; tokens from the top-left corner, or sparse_mode 1 to compute everything."

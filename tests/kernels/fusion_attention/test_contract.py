@@ -167,7 +167,6 @@ CALLS: list[tuple[Any, ...]] = [
     ("sparsity-disagrees", PADDED, {"atten_mask": zeros(), "next_tockens": WIDTH - 2}),
     ("sparsity-disagrees", PADDED, {"atten_mask": zeros(ROWS, 1, WIDTH, WIDTH), "sparse_mode": 5, "prefix": [1] * ROWS}),
     ("tnd-4d", PACKED, {"atten_mask": causal_mask(2, 1, WIDTH, WIDTH)}),
-    ("leading-zero", LEADING, {"atten_mask": PREFIX, "sparse_mode": 6, "prefix": [0, 1, 1]}),
     ("leading-zero", LEADING, {"atten_mask": TRIANGLE, "sparse_mode": 8, "next_tockens": 0}),
     ("tokens-unknown", PACKED, {}, {"Tq": None, "Tkv": None}),
     ("falling-ends", PACKED, lists(6, 2), {"Tq": 6, "Tkv": 6}),
@@ -243,6 +242,7 @@ CALLS: list[tuple[Any, ...]] = [
     ("", WIDE, {"atten_mask": outside_band(2, 6, -4, 4), "pre_tockens": -4, "next_tockens": 4}),
     *(("", WIDE, BAND | {"sparse_mode": mode, "pre_tockens": 6, "next_tockens": -4}) for mode in (7, 8)),
     *(("", LEADING, MINDSPEED | {"sparse_mode": mode}) for mode in (2, 3)),
+    ("", LEADING, {"atten_mask": PREFIX, "sparse_mode": 6, "prefix": [0, 1, 1]}),  # one for the empty sequence too
     ("", MANY, PREFIXES),
 ]  # fmt: skip
 

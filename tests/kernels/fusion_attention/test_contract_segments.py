@@ -28,7 +28,8 @@ def arguments(batch: Segments, **settings: Any) -> Kwargs:
 
 def refused(batch: Segments, pattern: Pattern, kwargs: Kwargs, keep_tail: bool) -> bool:
     try:
-        check_call(NAME, kwargs, **SIZES, segments=batch, pattern=pattern, keep_tail=keep_tail)
+        sizes = SIZES | (dict.fromkeys(("Tq", "Tkv"), batch.shape[1]) if keep_tail else {})
+        check_call(NAME, kwargs, **sizes, segments=batch, pattern=pattern)
     except CollateError:
         return True
     return False
@@ -150,14 +151,14 @@ def test_sizes_follow_from_the_segments_and_others_are_refused() -> None:
         (padded, "B", 2),
         (padded, "Sq", 8),
         (padded, "Skv", 5),
-        (packed, "Tq", 9),
+        (packed, "Tq", 8),
         (packed, "Tkv", 4),
     ):
         breach = only(batch, kwargs, **{name: size})
         assert (breach.rule, breach.where, breach.got) == ("sizes-differ", name, str(size))
-    assert call_breaches(NAME, packed, **SIZES, segments=batch, keep_tail=True)[0].rule == "unused-tail"
+    assert call_breaches(NAME, packed, **SIZES, segments=batch, Tq=9, Tkv=9)[0].rule == "unused-tail"
     tail = arguments(batch, layout="TND", keep_tail=True)
-    check_call(NAME, tail, **SIZES, segments=batch, keep_tail=True)
+    check_call(NAME, tail, **SIZES, segments=batch, Tq=9, Tkv=9)
     assert call_breaches(NAME, tail, **SIZES, segments=batch)[0].rule == "refused"
 
 
