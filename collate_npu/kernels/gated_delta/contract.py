@@ -45,7 +45,7 @@ def gated_delta_breaches(kwargs: Mapping[str, Any], *, kernel: str, **says: Any)
     if unreadable := list(_unreadable(call)):
         return (*found, *unreadable)
     found += list(_boundaries(call)) or _tables(call)
-    for rules in (_tensors, _mask, _context, _backward, *OWN.get(call.operator.name, ())):
+    for rules in (_tensors, _mask, _backward, *OWN.get(call.operator.name, ())):
         found += rules(call)
     if not found and call.segments is not None:
         found += _against_segments(call, call.segments)
@@ -266,15 +266,7 @@ def _rows(bad_B: Any) -> str:
     return f"row {', '.join(map(str, rows[:8]))}" if rows else ""
 
 
-# --- ranks and the backward pass
-
-
-def _context(call: Call) -> Iterator[Breach]:
-    """fla's `cp_context`, which stands for the boundaries on one rank."""
-    if "cp_context" in call.arguments and not call.where and call.segments is not None:
-        says = "A context holds local offsets alone, not those of the whole row."
-        remedy = "Pass the global cu_seqlens beside it, or check kernel='fla_cp' with them."
-        yield call.breach("context-unread", "cp_context", shape_of(call.get("cp_context")), says, remedy)
+# --- the backward pass
 
 
 def _backward(call: Call) -> Iterator[Breach]:
@@ -296,8 +288,7 @@ def _against_segments(call: Call, segments: Segments) -> Iterator[Breach]:
         yield Breach("sizes-differ", "B, T", f"[{call.B}, {call.T}]", says, remedy, "Segments")
     elif found := "; ".join(dict.fromkeys(filter(None, (boundary_reason(each, segments) for each in given)))):
         where = ", ".join(filter(None, (call.where, call.operator.numbers))) or "boundaries"
-        remedy = f"{call.operator.remedy} Or unpad() the batch and its tensors, or pass the "
-        remedy += "segments that this call is for."
+        remedy = f"{call.operator.remedy} Or unpad() the batch and its tensors, or pass the segments that this call is for."
         yield Breach("differs-from-segments", where, found, "The segments say otherwise.", remedy, "Segments")
 
 
@@ -329,13 +320,14 @@ def _convolution(call: Call) -> Iterator[Breach]:
 def _returning(call: Call, reach: float = 0) -> Iterator[Breach]:
     """Only equality of numbers counts, within the taps of a convolution; a scan reaches further."""
     reach = reach or call.taps
-    for row in call.numbers_BT.tolist():
-        starts = [0, *(t for t in range(1, len(row)) if row[t] != row[t - 1]), len(row)]
+    for row in call.numbers_BT:
+        starts = np.flatnonzero(np.diff(row, prepend=row[:1] - 1)).tolist()
         ended: dict[int, int] = {}
-        for start, end in pairwise(starts):
+        for start, end in pairwise([*starts, len(row)]):
             before = ended.get(row[start])
             if before is not None and start - before < reach - 1:
-                got, says = str(row[before - 1 : start + 1][:12]), "A number that comes back joins what it is given to."
+                got = str(row[before - 1 : start + 1][:12].tolist())
+                says = "Tokens of one number count as one sequence, whatever stands between them."
                 remedy = f"Give each sequence of the flat row a number of its own: {_OWN_NUMBERS}"
                 yield call.breach("numbers-return", "seq_idx", got, says, remedy)
                 return

@@ -117,7 +117,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         (cu(0, 3, 74), "sizes-differ", {"T": 74, "segments": PACKED}),
         *((cu(0, 3, 73, scale=scale), rules) for scales, rules in (((5e-324, 1, np.float64(2)), ""),
           ((0.0, -1, math.inf, math.nan, np.float64(-2)), "scale")) for scale in scales),
-        ({"cp_context": 1}, "context-unread", {"segments": PACKED}), ({"cp_context": 1}, ""),
+        ({"cp_context": 1}, "differs-from-segments", {"segments": PACKED}), ({"cp_context": 1}, ""),
     ],
     "fla.chunk_kda": [(cu(0, 3, 73, initial_state=meta(2, 4, 128, 128, dtype=torch.float32)), "")],
     "fla.fused_recurrent_gated_delta_rule": [(CU, "", INFER), (cu(0, 3, 74), "last", INFER)],
