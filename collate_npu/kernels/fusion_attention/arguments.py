@@ -28,8 +28,6 @@ from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.kernels.fusion_attention.contract import (
     COMPRESSED,
-    MAX_PREFIX_ROWS,
-    MAX_SEQUENCES,
     RANKS,
     SKIP_EMPTY_ROWS,
     UNLIMITED,
@@ -41,6 +39,8 @@ from collate_npu.masks.patterns import Bidirectional, Chunked, Pattern, Prefix, 
 from collate_npu.segments import Segments
 from collate_npu.validation import checked, here
 
+MAX_SEQUENCES, MAX_PREFIX_ROWS = 1024, 32
+"""What the documents allow under TND, and of rows with a prefix (op-plugin docs, npu_fusion_attention:181-182)."""
 InputLayout = Literal["BSH", "SBH", "BSND", "BNSD", "TND"]
 Operator = Literal["npu_fusion_attention", "npu_fusion_attention_v3"]
 CompressedName = Literal["full", "triangle", "band", "prefix", "shared"]

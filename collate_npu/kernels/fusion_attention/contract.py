@@ -421,15 +421,13 @@ def _shapes_of_masks(call: AttentionCall) -> list[tuple[int, ...]]:
     return [right, *(each for each in shapes if len(each) == 4 and each[2:] == right)]
 
 
-MAX_SEQUENCES = 1024
-MAX_PREFIX_ROWS = 32
+MOST_SEQUENCES = 20_000
 REQUIRED_TOKENS = {4: ("pre_tockens", "next_tockens"), 8: ("next_tockens",)}
 """Modes whose band comes from the tokens alone. Mode 7 without `next_tockens` is refused by the host code itself."""
 
 
 def _silent(call: AttentionCall) -> Iterator[Breach]:
     """Every rule whose breach the operator takes without an error, and computes something else."""
-    yield from _limits(call)
     yield from _shapes(call)
     yield from _unused(call)
     if call.tnd:
@@ -443,15 +441,6 @@ def _silent(call: AttentionCall) -> Iterator[Breach]:
             yield Breach("none-is-full", "atten_mask", got, says, remedy, "T:799, T:4121, PD:176, MS:102")
         return
     yield from list(_form(call, mask)) or _contents(call, mask)
-
-
-def _limits(call: AttentionCall) -> Iterator[Breach]:
-    """How many sequences the documents allow; the host code has fixed slots for 20000 (A:449)."""
-    most = MAX_PREFIX_ROWS if call.mode in (5, 6) else MAX_SEQUENCES if call.tnd else inf
-    if len(call.lengths) > most:
-        got = f"{len(call.lengths)} rows or sequences"
-        says = f"In mode {call.mode} the documented limit is {most}; the operator reads on past it."
-        yield Breach("documented-limit", "B", got, says, "Split the batch.", "PD:181-182")
 
 
 def _shapes(call: AttentionCall) -> Iterator[Breach]:
@@ -478,6 +467,9 @@ def _unused(call: AttentionCall) -> Iterator[Breach]:
 
 
 def _lists(call: AttentionCall) -> Iterator[Breach]:
+    if len(call.lengths) > MOST_SEQUENCES:
+        got, says = f"{len(call.lengths)} ends", f"The host code has {MOST_SEQUENCES} slots for them, and writes past."
+        yield Breach("too-many", ", ".join(LISTS), got, says, "Split the batch.", "A:449, T MAX_VAR_LEN_SEQ_LEN")
     for name, ends, T in zip(LISTS, call.ends, (call.Tq, call.Tkv)):
         yield from _ends(call, name, ends or (), T)
     if rows := [pair for pair in call.lengths if pair[0] and not pair[1]]:
