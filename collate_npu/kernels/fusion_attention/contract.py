@@ -35,10 +35,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from collate_npu.arrays import check_places, host_array, once, whole_number
+from collate_npu.arrays import check_places, once, whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.kernels import Breach
-from collate_npu.kernels.call_boundaries import attention_reason, row_of
+from collate_npu.kernels.call_boundaries import attention_reason, offset_values, row_of
 from collate_npu.masks.forms import mask_mod
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
@@ -107,7 +107,7 @@ class AttentionCall:
         given = {name: value for name, value in self.kwargs.items() if name not in (*TENSORS, "head_num")}
         self.given = given.keys()
         self.arguments = arguments = DEFAULTS | given
-        arguments |= {name: _integers(name, arguments[name]) for name in INTEGER_LISTS}
+        arguments |= {name: offset_values(arguments, name) for name in INTEGER_LISTS if arguments[name] is not None}
         numbers = ("pre_tockens", "next_tockens", "inner_precise", "sparse_mode")
         arguments |= {name: whole_number(name, arguments[name], least=-(2**63)) for name in numbers}
         if not isinstance(scale := arguments["scale"], (int, float, np.integer, np.floating)):
@@ -174,16 +174,6 @@ class AttentionCall:
         if self.prefix is None or len(self.prefix) != len(pairs):
             return False
         return all(max(0, kv - q) <= n <= kv for n, (q, kv) in zip(self.prefix, pairs))
-
-
-def _integers(name: str, values: Any) -> tuple[int, ...] | None:
-    if values is None:
-        return None
-    array = host_array(name, values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        rule, remedy = "The operator takes a list of whole numbers on the host.", "Pass a list, or for _v3 an int64 tensor."
-        raise CollateError(explain(name, shape_of(array), rule, remedy))
-    return tuple(array.tolist())
 
 
 def upper_layout(layout: Any) -> Any:

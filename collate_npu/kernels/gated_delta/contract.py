@@ -28,12 +28,13 @@ from collate_npu.kernels.call_boundaries import (
     boundary_reason,
     by_numbers,
     by_offsets,
+    offset_values,
     places_in,
     row_starts,
     shown,
 )
 from collate_npu.kernels.gated_delta.arguments import chunk_indices, table_block
-from collate_npu.kernels.gated_delta.operators import Call, is_whole_tensor, operator_named, tensor_orders
+from collate_npu.kernels.gated_delta.operators import Call, operator_named, tensor_orders
 from collate_npu.masks.derive import derive_segments
 from collate_npu.segments import Segments
 
@@ -72,19 +73,11 @@ def _unread(call: Call) -> Iterator[Breach]:
 
 def _unreadable(call: Call) -> Iterator[Breach]:
     """Rules without which no other can read the boundaries."""
-    where, numbers = call.where, call.operator.numbers
-    rows = [where, "cu_seqlens_q" if where.endswith("_padded") else "", *(call.operator.copies if where else ())]
-    found = [(name, call.row(name)[1]) for name in rows if name in call.arguments]
-    if numbers in call.arguments and not is_whole_tensor(call.get(numbers)):
-        found.append((numbers, f"{shape_of(call.get(numbers))}: it takes a tensor of whole numbers with values"))
-    if unread := [each for each in found if each[1]]:
-        for name, got in unread:
-            yield call.breach("container", name, got, "The operator takes no other form of the same numbers.")
-    elif where and len(call.offsets) < 2:
+    if call.where and len(call.offsets) < 2:
         says = "There is at least one sequence, behind the leading 0 where there is one."
-        yield call.breach("count", where, f"{len(call.given)} entries", says)
-    elif where and min(call.lengths) < 0:
-        yield call.breach("falling", where, shown(call.given), "No sequence ends before it begins.")
+        yield call.breach("count", call.where, f"{len(call.given)} entries", says)
+    elif call.where and min(call.lengths) < 0:
+        yield call.breach("falling", call.where, shown(call.given), "No sequence ends before it begins.")
 
 
 def _boundaries(call: Call) -> Iterator[Breach]:
@@ -134,7 +127,7 @@ def _tables(call: Call) -> Iterator[Breach]:
                 yield call.breach("alone", name, shape_of(call.get(name)), says)
         elif name in row.tables:
             yield from _table(call, name, call.get(name), table_block(row.tables[name], call.chunk_size))
-        elif (copy := call.row(name)[0]) != call.given:
+        elif (copy := offset_values(call.arguments, name)) != call.given:
             says = f"It is a copy of {call.where}, {shown(call.given)}; tables follow the one, lengths the other."
             yield call.breach("copy", name, shown(copy), says)
 
@@ -422,7 +415,7 @@ def _packed_fields(call: Call) -> Iterator[Breach]:
         yield call.breach("total", "total_tokens", str(total), says, "Pass the width of the row.")
     if call.where != "cu_seqlens_q_padded" or "cu_seqlens_q" not in call.arguments:
         return
-    actual, _ = call.row("cu_seqlens_q")
+    actual = offset_values(call.arguments, "cu_seqlens_q")
     real = [end - start for start, end in pairwise(actual)]
     fits = len(real) == len(call.lengths) and all(0 <= r <= n for r, n in zip(real, call.lengths)) and actual[:1] == (0,)
     if actual != call.given and not fits:

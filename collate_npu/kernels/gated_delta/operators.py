@@ -21,8 +21,9 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import Array, check_places, host_tensor, once, whole_number
-from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.errors import CollateError, explain
 from collate_npu.kernels import Breach
+from collate_npu.kernels.call_boundaries import offset_values
 from collate_npu.releases import NEWEST, Since, installed
 from collate_npu.segments import Segments
 from collate_npu.validation import check_fields
@@ -251,23 +252,6 @@ class Call:
         """True if it is given, and neither None nor False."""
         return name in self.arguments and self.arguments[name] is not False
 
-    def row(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Return whole numbers in the container that the operator takes, or none and why; a sync if they lie on a device."""
-        value = self.get(name)
-        if self.operator.host or name.endswith("_list"):
-            whole = isinstance(value, (list, tuple)) and all(isinstance(n, (int, np.integer)) for n in value)
-            if whole and not any(isinstance(n, bool) for n in value):
-                return tuple(map(int, value)), ""
-            return (), f"{shape_of(value)}: it takes a list or tuple of ints on the host"
-        if not isinstance(value, Tensor) or value.ndim != 1:
-            return (), f"{shape_of(value)}: it takes a tensor of one dimension"
-        if value.is_meta:
-            return (), "a tensor on device meta: there are no values to check"
-        dtypes = ("int32",) if "lengths" in self.operator.form else ("int32", "int64")
-        if (dtype := str(value.dtype).removeprefix("torch.")) not in dtypes:
-            return (), f"{dtype}: it takes {' or '.join(dtypes)}"
-        return tuple(host_tensor(name, value).tolist()), ""
-
     @property
     def total(self) -> int:
         """Tokens that the offsets run over; fla_npu's convolution counts batch * seqlen (..._validation.h:131)."""
@@ -281,8 +265,8 @@ class Call:
 
     @once
     def given(self) -> tuple[int, ...]:
-        """The boundaries as they are given, `()` where none are or nobody can read them."""
-        return self.row(self.where)[0] if self.where else ()
+        """The boundaries as they are given, `()` where none are."""
+        return offset_values(self.arguments, self.where)
 
     @once
     def offsets(self) -> tuple[int, ...]:
@@ -298,9 +282,10 @@ class Call:
 
     @once
     def numbers_BT(self) -> Array:
-        """The sequence number of each token, int64 `[B, T]`; `[0, 0]` where none are given, or in another form."""
+        """The sequence number of each token, int64 `[B, T]`; `[0, 0]` where none are given, or in a form that is refused."""
         given = self.get(self.operator.numbers)
-        if not is_whole_tensor(given) or tuple(given.shape) != (self.B, self.T):
+        whole = isinstance(given, Tensor) and not given.is_floating_point() and not given.is_meta
+        if not whole or tuple(given.shape) != (self.B, self.T):
             return np.zeros((0, 0), np.int64)
         array: Array = host_tensor(self.operator.numbers, given).numpy().astype(np.int64)
         return array
@@ -310,11 +295,6 @@ class Call:
         """W of the convolution, the widest there is where no weight tells it."""
         weight = self.get("weight")
         return int(weight.shape[-1]) if isinstance(weight, Tensor) and weight.ndim == 2 else MAX_TAPS
-
-
-def is_whole_tensor(value: Any) -> bool:
-    """True for whole numbers with values, whatever the shape."""
-    return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_meta
 
 
 def _named(versions: Mapping[str, str]) -> dict[str, str | None]:

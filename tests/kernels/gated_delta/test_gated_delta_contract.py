@@ -102,8 +102,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "fla.chunk_gated_delta_rule": [
         (CU, "", {"chunk_size": 16}), (cu(0, 1), "", {"T": 1}), (CU | {"attention_mask": None, "position_ids_un": None}, ""),
         (cu(3, 70), "first last"), (cu(3, 73), "first"), (cu(0, 3, 70), "last"), (cu(0, 3, 80), "last"),
-        (CU, "last", {"T": 80}), (cu(0, 70, 3, 73), "falling"), (cu(0), "count"), (HOST, "container"),
-        ({"cu_seqlens": meta(3, dtype=torch.int64)}, "container"), (cu(0, 3, 73, cu_seqlens_cpu=[0, 3, 73]), "container"),
+        (CU, "last", {"T": 80}), (cu(0, 70, 3, 73), "falling"), (cu(0), "count"),
         (cu(0, 3, 3, 73), "empty", of(fla="0.5.0")), (cu(0, 3, 73, 73), "", of(fla="0.5.0")),
         (cu(0, 3, 3, 73), "", of(fla="0.5.1")), (cu(0, 3, 73, chunk_indices=TABLE_32), "table"),
         (cu(0, 3, 73, chunk_indices=TABLE_64), ""), (cu(0, 3, 73, cu_seqlens_cpu=dev(0, 40, 73)), "copy"),
@@ -179,7 +178,6 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "fla_npu.recurrent_gated_delta_rule": [
         (lengths(4, 4), "first", {"T": 8} | INFER), (lengths(0, 4, 4), "", {"T": 8} | INFER),
         (lengths(0, 8), "last", FLAT | {"T": 4} | INFER), (lengths(0, 9), "length", {"T": 9} | INFER),
-        ({"actual_seq_lengths": dev(0, 4, 4)}, "container", FLAT | {"T": 8} | INFER),
     ],
     "torch_npu.npu_chunk_gated_delta_rule": [
         (lengths(4, 4), "backward", {"T": 8}), (lengths(4, 4), "", {"T": 8} | INFER),
@@ -218,7 +216,6 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         (thd(0, 3, 73) | {"packed_seq_params": SimpleNamespace(**thd(0, 4, 74))}, ""),
         (thd(0, 3, 73, total_tokens=74), "total"), (thd(0, 3, 73, padded_to=(0, 4, 76)), "", {"T": 76}),
         (thd(0, 5, 73, padded_to=(0, 4, 76)), "padded-actual", {"T": 76}),
-        (thd(0, 3, 73, padded_to=(0, 4, 76), cu_seqlens_q=[0, 3, 73]), "container", {"T": 76}),
         (keep("right"), "", ROWS), (keep("left"), "mask-unread", ROWS), (masked(lambda m: "no mask"), "mask-unread", ROWS),
         ({"attention_mask": torch.zeros(2, 1, 25, 25, dtype=torch.bool)}, "mask-unread", ROWS),
         *(({"attention_mask": mask}, "", ROWS) for bias in [dense(RIGHT, polarity="bias")] for mask in (bias, bias[:, 0])),
