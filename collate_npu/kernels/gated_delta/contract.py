@@ -192,26 +192,26 @@ def _mask(call: Call) -> Iterator[Breach]:
         return
     if call.operator.masks == "ignored":
         yield from _ignored(call, value)
-    elif (keep_BT := _kept(call)) is None:
+    elif (values_BT := _mask_values(call)) is None:
         says = "The layer reads padding from a [B, T] mask with values alone; of another it makes none."
         yield call.breach("mask-form", "attention_mask", shape_of(value), says, "Pass segments.keep.long(), [B, T].")
-    elif not np.isin(values := host_tensor("the mask", value).float().numpy(), (0, 1)).all():
-        got = f"{shape_of(value)} with values {', '.join(f'{n:g}' for n in np.unique(values)[:6])}"
+    elif not np.isin(values_BT, (0, 1)).all():
+        got = f"{shape_of(value)} with values {', '.join(f'{n:g}' for n in np.unique(values_BT)[:6])}"
         says = "It holds 1 for real and 0 for padding; numbered or additive masks are multiplied in."
         remedy = "Pass (ids > 0).long(), and boundaries for packed rows."
         yield call.breach("mask-values", "attention_mask", got, says, remedy)
     elif call.where:
-        yield from _beside_offsets(call, keep_BT.reshape(-1))
+        yield from _beside_offsets(call, values_BT.reshape(-1) == 1)
     else:
-        yield from _alone(call, keep_BT)
+        yield from _alone(call, values_BT == 1)
 
 
-def _kept(call: Call) -> Array | None:
-    """bool `[B, T]` by a mask of two dimensions that the layer multiplies in; None without one."""
+def _mask_values(call: Call) -> Array | None:
+    """float `[B, T]`: a mask that the layer multiplies in; None where it makes none of what it is given."""
     value = call.get("attention_mask")
     if call.operator.masks != "multiplied" or not isinstance(value, Tensor) or value.is_meta:
         return None
-    return np.equal(host_tensor("the mask", value).float().numpy(), 1) if tuple(value.shape) == (call.B, call.T) else None
+    return host_tensor("the mask", value).float().numpy() if tuple(value.shape) == (call.B, call.T) else None
 
 
 def _alone(call: Call, keep_BT: Array) -> Iterator[Breach]:
@@ -288,8 +288,8 @@ def _against_segments(call: Call, segments: Segments) -> Iterator[Breach]:
 def _call_boundaries(call: Call) -> Iterator[CallBoundaries]:
     """The boundaries by offsets, which a rule reads, and by numbers, as far as the operator has them."""
     row, shape, total = call.operator, (call.B, call.T), call.B * call.T
-    keep_BT, rows_T = _kept(call), row_starts(*shape)
-    neutral_T = np.zeros(total, bool) if keep_BT is None else ~keep_BT.reshape(-1)
+    values_BT, rows_T = _mask_values(call), row_starts(*shape)
+    neutral_T = np.zeros(total, bool) if values_BT is None else values_BT.reshape(-1) != 1
     if row.offsets or not row.numbers:
         first_T, left_T = by_offsets(call.offsets, total) if call.where else (rows_T, neutral_T)
         yield CallBoundaries(row.name, "rule", shape, first_T, neutral_T | left_T)
