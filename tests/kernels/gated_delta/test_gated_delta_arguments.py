@@ -55,7 +55,10 @@ def test_each_kernels_own_spelling(kernel, segments, expected):
 
 
 def test_tables_are_built_on_request_and_the_convolutions_is_always_in_64():
-    assert gated_delta_kwargs(ROW, kernel="fla_npu_cumsum", chunk_size=1)["chunk_indices_out"] == (0, 0, 1, 0, 2, 0)
+    for chunk, block in ((64, 2048), (128, 1024), (1, 2**17)):
+        for length, table in ((block, (0, 0)), (block + 1, (0, 0, 0, 1))):
+            one = gated_delta_kwargs(Segments.from_lengths([[length]]), kernel="fla_npu_cumsum", chunk_size=chunk)
+            assert one["chunk_indices_out"] == table
     for kernel, chunk in (("fla", 32), ("fla_conv", 64)):
         table = gated_delta_kwargs(ROW, kernel=kernel, chunk_size=32, tables=True)["chunk_indices"]
         assert np.array_equal(table, chunk_indices([0, 3, 73, 80], chunk))
