@@ -74,6 +74,12 @@ class Stack:
             self._held_against(told)
         return alone["verdict"], ours["verdict"]
 
+    def tell_jobs(self, found: dict[str, Any], *, line: str) -> None:
+        """The same of many cells: family -> layout -> who -> its jobs, or a text that says why they were not run."""
+        for family, layouts in found.items():
+            for layout, jobs in layouts.items():
+                self.tell(family, layout, alone=worst_of(jobs["alone"]), ours=worst_of(jobs["ours"]), line=line)
+
     def _write(self, told: dict[str, Any]) -> None:
         releases = {name: version(name).partition("+")[0] for name in sorted({*self.packages, "torch"})}
         cells = [each for each in self._read() if (each["family"], each["layout"]) != (told["family"], told["layout"])]
@@ -108,9 +114,9 @@ def of_job(found: dict[str, Any]) -> dict[str, Any]:
     return verdict(refused=found["refused"]) if found["refused"] else verdict(found["error"])
 
 
-def worst_of(jobs: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The same of several jobs that share one cell."""
-    return worst(map(of_job, jobs))
+def worst_of(jobs: Iterable[dict[str, Any]] | str) -> dict[str, Any]:
+    """The same of several jobs that share one cell, or of a text in their place."""
+    return verdict(not_run=jobs) if isinstance(jobs, str) else worst(map(of_job, jobs))
 
 
 def worst(verdicts: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -468,6 +468,28 @@ def fill(model: nn.Module) -> None:
                 parameter.normal_(0.0, 0.5 if "conv1d" in name else 2.0 * parameter[0].numel() ** -0.5, generator=draw)
 
 
+# --- the cells of a stack, a row on one rank and shared by all
+
+
+def cells_on_ranks(families: Any, layouts: Any, truth: Any, run: Any) -> dict[str, Any]:
+    """Family -> layout -> who -> what each form of the layout gave, on groups of one rank and then of all.
+
+    `layouts(family, ranks)` gives the forms of each layout, `truth(family)` the rows and the gradient of the samples alone,
+    and `run(family, form, ours)` those of all samples together."""
+    torch.compiler.set_stance("force_eager")
+    found: dict[str, Any] = {family: {} for family in families}
+    known: dict[str, Any] = {}
+    for ranks in (1, torch.distributed.get_world_size()):
+        regroup(context_parallel_size=ranks)
+        for family in families:
+            known[family] = known.get(family) or truth(family)
+            for layout, forms in layouts(family, ranks).items():
+                for who in ("alone", "ours"):
+                    jobs = [judged(partial(run, family, form, who == "ours"), known[family]) for form in forms]
+                    found[family].setdefault(layout, {})[who] = jobs
+    return found
+
+
 def judged(run: Callable[[], tuple[list[Tensor], Any]], known: tuple[list[Tensor], Any]) -> dict[str, Any]:
     """How far rows and gradients are from the known ones, or why there are none; as `cells.of_job` reads it."""
     try:
@@ -475,6 +497,23 @@ def judged(run: Callable[[], tuple[list[Tensor], Any]], known: tuple[list[Tensor
         return {"refused": "", "error": max(apart(rows, known[0]), far(gradient, known[1]))}
     except Exception as raised:
         return {"refused": f"{type(raised).__name__}: {raised}", "error": None}
+
+
+def gathered(out: Tensor, lengths: Any, bounds: Tensor | None = None) -> list[Tensor]:
+    """The rows of the samples, from this rank's part of padded rows, or of a flat one with these offsets."""
+    cp = ContextParallel.from_megatron()
+    whole = gather_sequence(out.detach(), cp if bounds is None else cp.for_documents(), cu_seqlens=bounds)
+    starts = [(b, 0) for b in range(len(lengths))] if bounds is None else [(0, start) for start in bounds.tolist()]
+    return [whole[b, start : start + n] for (b, start), n in zip(starts, lengths)]
+
+
+def summed(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of all ranks that share a row."""
+    from megatron.core import parallel_state
+
+    for gradient in gradients.values() if parallel_state.get_context_parallel_world_size() > 1 else ():
+        torch.distributed.all_reduce(gradient)
+    return gradients
 
 
 # --- samples and what comes of them

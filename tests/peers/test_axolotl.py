@@ -7,7 +7,6 @@ model. triton and bitsandbytes, which axolotl imports at its top, are stand-ins.
 
 # ruff: noqa: E402
 import sys
-import traceback
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ from axolotl.integrations.base import BasePlugin, PluginManager
 from axolotl.utils.collators import BatchSamplerDataCollatorForSeq2Seq, V2BatchSamplerDataCollatorForSeq2Seq
 from cells import Stack, of_job
 from datasets import Dataset
-from processes import found_by, run_jobs, saved_model, watched
+from processes import found_by, refusal, run_jobs, saved_model, watched
 from watching import Watch, gradient_error
 
 from collate_npu import wrap_collator
@@ -198,20 +197,19 @@ def config(folder, model, setting, who):
     return str(path)
 
 
+def started():
+    with pytest.raises(SystemExit) as done:  # click ends so
+        main()
+    assert not done.value.code, f"exit {done.value.code}"
+
+
 def run(folder, model, setting, who):
     SEEN.clear()
     PluginManager.get_instance().plugins.clear()
     if setting == "patched":
         cuda_patch()
     sys.argv = ["axolotl", "train", config(folder, model, setting, who), "--launcher", "python"]
-    refused = ""
-    try:
-        main()
-    except SystemExit as done:  # click ends so
-        refused = "" if not done.code else f"exit {done.code}"
-    except Exception as error:
-        refused = f"{type(error).__name__}: {error}"
-        traceback.print_exc()
+    refused = refusal(started)
     return watched(SEEN["watch"], SEEN["rows"], refused, type(SEEN["trainer"].data_collator).__name__)
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cells import Stack, verdict, worst_of
+from cells import Stack, verdict
 from mcore_bridge.model.modules import GatedDeltaNet
 from megatron.core import mpu
 from processes import found_by
@@ -264,22 +264,10 @@ def test_offsets_that_fit_pass_and_so_does_an_object_without_any(guarded):
 
 NEWEST = int(version("megatron-core").split(".")[1]) >= 18
 PLACE = ("ms-swift, newest Megatron", "peers_newest") if NEWEST else ("ms-swift, Megatron", "peers_swift")
-FAMILIES = ("qwen3", "qwen3_next", "qwen3_5")
-
-
-@pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory):
-    return found_by("mcore_bridge_work", tmp_path_factory.mktemp("ranks"), *FAMILIES, ranks=2)[0]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", FAMILIES)
-def test_its_cells_on_one_rank_and_on_two(on_ranks, family):
-    """Right where it runs, without us and with us; the worse of padded and flat rows under context parallelism."""
+def test_its_cells_on_one_rank_and_on_two(tmp_path):
     stack = Stack(PLACE[0], ("ms-swift", "mcore-bridge", "megatron-core"), PLACE[1])
-    for layout, told in on_ranks[family].items():
-        both = {who: worst_of(cases) for who, cases in told.items()}
-        stack.tell(family, layout, **both, line='--external_plugins "$PLUGIN"')
-        hybrid = family != "qwen3"
-        refused = hybrid and (layout == "packed" or (layout == "context parallel" and not NEWEST))
-        assert {one["verdict"] for one in both.values()} == {"refused" if refused else "right"}, (family, layout, told)
+    found = found_by("mcore_bridge_work", tmp_path, "qwen3", "qwen3_next", "qwen3_5", ranks=2)[0]
+    stack.tell_jobs(found, line='--external_plugins "$PLUGIN"')

@@ -13,7 +13,6 @@ own|ours". `ours` is one line of the user's train.py, between its trainer and it
 import json
 import os
 import sys
-import traceback
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from cells import Stack, samples, verdict
-from processes import found_by, saved_model
+from processes import found_by, refusal, saved_model
 from transformers import AutoModelForCausalLM
 from veomni.arguments import parse_args
 from veomni.arguments.arguments_types import OpsImplementationConfig
@@ -291,7 +290,7 @@ def config(folder, model, attention, *, pad_to_length=False, ulysses_size=1, dyn
 
 
 def run(folder, model, attention, setting, who):
-    seen, refused = [], ""
+    seen = []
     sys.argv = ["train.py", config(folder, model, attention, **SETTINGS[setting])]
     trainer = TextTrainer(parse_args(VeOmniArguments))
     if who == "ours":
@@ -301,11 +300,8 @@ def run(folder, model, attention, setting, who):
         seen.append((kwargs["input_ids"][0].tolist(), output.logits.detach().view(-1, output.logits.shape[-1])))
 
     trainer.base.model.register_forward_hook(note, with_kwargs=True)
-    try:
-        trainer.train()
-    except (CollateError, RuntimeError) as error:
-        refused = f"{type(error).__name__}: {error}"
-        traceback.print_exc()
+    refused = refusal(trainer.train)
+    if refused:
         trainer.base.destroy_distributed()
     return {"seen": seen, "refused": refused}
 
@@ -313,7 +309,6 @@ def run(folder, model, attention, setting, who):
 if __name__ == "__main__":
     out, folder, *jobs = sys.argv[1:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     found = {}
     for n, job in enumerate(jobs):
         store = dist.FileStore(f"{os.environ['STORE']}-{n}", size)

@@ -236,7 +236,6 @@ def engine(folder, family, who, words=""):
 
 if __name__ == "__main__":
     os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu", "RAY_USAGE_STATS_ENABLED": "0"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     from verl_cpu import registered
 
     registered()

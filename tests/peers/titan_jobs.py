@@ -301,7 +301,6 @@ if __name__ == "__main__":
     # rank 0 waits for the others at the end: here their exit codes tell
     torchtitan.trainer.time.sleep = lambda seconds: None
     store = dist.FileStore(os.environ["STORE"], size)
-    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost"}
     for name, job in TOGETHER.items():
         if rank == 0:  # just before it is used: a port that is kept for later somebody else takes
             store.set(name, str(free_port()))

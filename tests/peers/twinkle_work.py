@@ -6,7 +6,6 @@ in a worker (`worker` prepares that process). What stands in is hardware: the pl
 streams, TransformerEngine's modules, fla's kernels, MindSpeed; in a process of its own, because nothing is given back.
 """
 
-import json
 import os
 import re
 import sys
@@ -25,16 +24,16 @@ from megatron_world import (
     Attention,
     TEDotProductAttention,
     causal_conv1d,
+    cells_on_ranks,
     far,
     fill,
     hardware,
-    judged,
     layers,
     rotary_part,
     seen,
     watch,
 )
-from processes import process_group
+from processes import process_group, write
 from torch import nn
 
 from collate_npu.kernels.gated_delta import reference_gated_delta_rule
@@ -271,6 +270,7 @@ def in_this_process() -> None:
 
 THREE = LENGTHS[:3]
 CALLER = re.compile(r"\[twinkle driver caller: .*?\] ")
+CONVOLUTION = "mcore_bridge.model.modules.gated_delta_net.causal_conv1d"
 SETTINGS = {"deterministic_mode": False, "use_distributed_optimizer": False}
 
 
@@ -302,19 +302,31 @@ def told(model: Any, batches: list[Any]) -> tuple[list[Any], dict[str, Any]]:
     return rows, total
 
 
-def both(kind: str, known: Any, cp: int, flat: bool) -> dict[str, Any]:
-    """Without us and with us: how far it is from each sample alone, or what was raised."""
+def truth(kind: str) -> Any:
+    with patch(CONVOLUTION, causal_conv1d):
+        return told(built(kind, 1, False), [[sample] for sample in features(*THREE)])
+
+
+def layouts(kind: str, ranks: int) -> dict[str, Any]:
+    """Of each layout its forms: ranks, whether rows are flat, whether there is a kernel for convolutions."""
+    if ranks > 1:
+        return {"context parallel": [(2, False, True), *([(2, True, True)] if kind == "qwen3" else [])]}
+    kernels = {"packed, kernels there": [(1, True, True)]} if kind == "qwen3_next" else {}
+    return {"padded right": [(1, False, True)], "packed": [(1, True, False)], **kernels}
+
+
+def together(kind: str, form: tuple[int, bool, bool], ours: bool) -> Any:
+    """The same of all samples in one batch, without us and with us."""
     from collate_npu.integrations import twinkle
 
-    def run(ours: bool) -> Any:
+    cp, flat, kernels = form
+    with patch(CONVOLUTION, causal_conv1d) if kernels else nullcontext():
         model = built(kind, cp, flat)
         twinkle.install(model) if ours else None
-        rows, gradient = told(model, [features(*THREE)])
-        assert [len(row) for row in rows] == [len(row) for row in known[0]]
-        return rows, gradient
-
-    found = {who: judged(lambda who=who: run(who == "ours"), known) for who in ("alone", "ours")}
-    return {who: {**one, "refused": CALLER.sub("", one["refused"])} for who, one in found.items()}
+        try:
+            return told(model, [features(*THREE)])
+        except Exception as refused:
+            raise type(refused)(CALLER.sub("", str(refused))) from None
 
 
 def on_two_ranks() -> None:
@@ -328,14 +340,7 @@ def on_two_ranks() -> None:
     TESpecProvider.core_attention = lambda self: TEDotProductAttention
     rotary_pos_embedding.get_pos_emb_on_this_cp_rank = rotary_part
     native.chunk_gated_delta_rule = reference_gated_delta_rule
-    for kind in ("qwen3", "qwen3_next"):
-        with patch.object(native, "causal_conv1d", causal_conv1d):
-            known = told(built(kind, 1, False), [[sample] for sample in features(*THREE)])
-        layouts = {"padded right": (1, False), "packed": (1, True), "context parallel": (2, False)}
-        layouts |= {"packed, kernels there": (1, True)} if kind == "qwen3_next" else {"context parallel, flat": (2, True)}
-        for layout, (cp, flat) in layouts.items():
-            with nullcontext() if layout == "packed" else patch.object(native, "causal_conv1d", causal_conv1d):
-                RESULTS[f"{kind} {layout}"] = both(kind, known, cp, flat)
+    RESULTS.update(cells_on_ranks(("qwen3", "qwen3_next"), layouts, truth, together))
 
 
 # --- on Ray
@@ -395,6 +400,4 @@ PARTS = {"models": in_this_process, "ranks": on_two_ranks, "ray": on_ray}
 
 if __name__ == "__main__":
     PARTS[sys.argv[2]]()
-    if os.environ.get("RANK", "0") == "0":
-        with open(sys.argv[1], "w") as file:
-            json.dump(RESULTS, file, indent=1)
+    write(RESULTS)
