@@ -40,6 +40,16 @@ def samples() -> list[list[int]]:
     return rows
 
 
+def scores(logits_TV: Tensor, ids: Sequence[int]) -> Tensor:
+    """Log-probabilities of a sample's tokens but the first, of the logits of its places."""
+    return logits_TV[: len(ids) - 1].log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+
+
+def alone(model: Any) -> Run:
+    """Each sample by itself, on a model of transformers."""
+    return lambda rows: [scores(model(input_ids=torch.tensor([ids])).logits[0], ids) for ids in rows]
+
+
 @dataclass(frozen=True)
 class Stack:
     """One stack: its name, the packages whose releases are told, and the nox session that measures it."""

@@ -55,12 +55,16 @@ def free_port() -> int:
 # --- for work that trains from YAML files: `python WORK.py OUT FOLDER JOB ...`
 
 
-def saved_model(folder: Path, name: str) -> str:
+def saved_model(folder: Path, name: str, *, pad_is_eos: bool = True, **config: Any) -> str:
+    """Where a tiny model and its tokenizer lie, as on a hub; with these fields in its config besides."""
     from collate_npu.testing import byte_tokenizer, tiny_model
 
     if not (folder / name).exists():
-        tokenizer = byte_tokenizer()
-        tiny_model(name, vocab_size=len(tokenizer)).save_pretrained(folder / name)
+        tokenizer = byte_tokenizer(pad_is_eos=pad_is_eos)
+        model = tiny_model(name, vocab_size=len(tokenizer))
+        for key, value in config.items():
+            setattr(model.config, key, value)
+        model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return str(folder / name)
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from cells import Stack, samples, verdict
+from cells import Stack, alone, samples, scores, verdict
 from processes import found_by, refusal, saved_model
 from transformers import AutoModelForCausalLM
 from veomni.arguments import parse_args
@@ -112,22 +112,15 @@ def batch_of(rows, **settings):
     return dict(MainCollator(**settings)([f | {"attention_mask": torch.ones_like(f["labels"])} for f in features]))
 
 
-@torch.no_grad()
-def log_probabilities(logits_TV, rows):
-    """Of each sequence of a flat row, its tokens but the first."""
-    parts = logits_TV[: sum(map(len, rows))].log_softmax(-1).split(list(map(len, rows)))
-    return [part[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0] for part, ids in zip(parts, rows)]
+def parts(logits_TV, rows):
+    """Of each sequence of a flat row."""
+    return [scores(part, ids) for part, ids in zip(logits_TV[: sum(map(len, rows))].split(list(map(len, rows))), rows)]
 
 
 @torch.no_grad()
 def packed(model, rows, **settings):
     batch = batch_of(rows, **settings)
-    return log_probabilities(model(**batch | {"labels": None}, use_cache=False).logits[0], rows)
-
-
-@torch.no_grad()
-def alone(model, rows):
-    return [one for ids in rows for one in log_probabilities(model(input_ids=torch.tensor([ids])).logits[0], [ids])]
+    return parts(model(**batch | {"labels": None}, use_cache=False).logits[0], rows)
 
 
 def with_ours(model, run):
@@ -159,7 +152,7 @@ def test_recurrent_layers_beside_dense_masks_are_refused(saved):
     """VeOmni's mask of ones hides from transformers that its rows are packed (masking_utils.py:876-882)."""
     model, truth = built(saved("qwen3_5_text"), "sdpa")
     rows = samples()
-    off = max(float((x - y).abs().max()) for x, y in zip(packed(model, rows), alone(truth, rows)))
+    off = max(float((x - y).abs().max()) for x, y in zip(packed(model, rows), alone(truth)(rows)))
     assert off > WRONG
     with pytest.raises(CollateError, match="use flash attention for flat rows"):
         with_ours(model, lambda: packed(model, rows))
@@ -185,7 +178,7 @@ def test_cells(saved, family, attention):
     verdicts = STACK.cell(
         family,
         "packed",
-        truth=lambda rows: alone(truth, rows),
+        truth=alone(truth),
         alone=lambda rows: packed(model, rows, pad_to_length=64),
         ours=lambda rows: with_ours(model, lambda: packed(model, rows, pad_to_length=64)),
         line=f"{LINE}, {attention}",
@@ -230,16 +223,16 @@ def errors(trained, saved, job):
     if refused := trained[job][0]["refused"]:
         return verdict(refused=refused), 0
     if job in NEXT:
-        truth = {tuple(ids): log_probabilities(logits, [ids])[0] for ids, logits in rows_of(trained[NEXT[3]], NEXT[3])}
+        truth = {tuple(ids): scores(logits, ids) for ids, logits in rows_of(trained[NEXT[3]], NEXT[3])}
     else:
         model, texts = AutoModelForCausalLM.from_pretrained(saved(job.split()[0])).eval(), map(byte_tokenizer(), TEXTS)
-        rows = {tuple(text["input_ids"]) for text in texts}
-        truth = {row: alone(model, [list(row)])[0] for row in rows}
+        rows = list({tuple(text["input_ids"]) for text in texts})
+        truth = dict(zip(rows, alone(model)(rows)))
     worst, count = 0.0, 0
     for ids, logits in rows_of(trained[job], job):
         for row, wanted in truth.items():
             for at in (at for at in range(len(ids)) if tuple(ids[at : at + len(row)]) == row):
-                worst = max(worst, float((log_probabilities(logits[at:], [list(row)])[0] - wanted).abs().max()))
+                worst = max(worst, float((scores(logits[at:], row) - wanted).abs().max()))
                 count += 1
     return verdict(worst), count
 

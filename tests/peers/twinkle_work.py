@@ -13,6 +13,7 @@ import tempfile
 import traceback
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -33,34 +34,15 @@ from megatron_world import (
     seen,
     watch,
 )
-from processes import process_group, write
+from processes import process_group, saved_model, write
 from torch import nn
 
 from collate_npu.kernels.gated_delta import reference_gated_delta_rule
 
-TEXT = {
-    "architectures": ["Qwen3NextForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None,
-    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-}  # fmt: skip
 
-
-def checkpoint(folder: Any, kind: str = "qwen3_next", **changed: Any) -> str:
-    """A config and a tokenizer, as twinkle downloads them. Without experts, every second layer attention."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3NextConfig
-
-    made = (Qwen3NextConfig if kind == "qwen3_next" else Qwen3Config)(**{**TEXT, **changed})
-    if kind == "qwen3_next":
-        made.num_experts, made.full_attention_interval = 0, 2
-        made.layer_types = ["linear_attention", "full_attention"] * 2
-    else:
-        made.architectures = ["Qwen3ForCausalLM"]
-    made.save_pretrained(folder)
-    words = Tokenizer(WordLevel({str(i): i for i in range(64)}, unk_token="0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="63", eos_token="62").save_pretrained(folder)
-    return str(folder)
+def checkpoint(kind: str = "qwen3_next") -> str:
+    """A model and a tokenizer, as twinkle downloads them."""
+    return saved_model(Path(tempfile.mkdtemp()), kind, full_attention_interval=2)
 
 
 def device(name: str = "cuda") -> None:
@@ -172,7 +154,7 @@ def gradients(model: Any, batches: list[Any]) -> dict[str, Any]:
 
 def megatron(kind: str, npu: bool, **processor: Any) -> Any:
     device()  # to be built; there is no MindSpeed here, which twinkle asks for on an NPU
-    model = megatron_model(checkpoint(tempfile.mkdtemp(), kind))
+    model = megatron_model(checkpoint(kind))
     device("npu" if npu else "cuda")
     watch(model.model[0])
     if npu:
@@ -217,28 +199,13 @@ def in_local_kernels() -> None:
     TESpecProvider.core_attention = lambda self: Attention
 
 
-def hybrid() -> str:
-    """A checkpoint of transformers' own Qwen3-Next."""
-    from transformers import AutoConfig, Qwen3NextForCausalLM
-
-    folder = checkpoint(tempfile.mkdtemp())
-    made = Qwen3NextForCausalLM(AutoConfig.from_pretrained(folder))
-    with torch.no_grad():
-        for p in made.parameters():
-            p.mul_(3.0 if p.ndim > 1 else 1.0)
-        made.get_input_embeddings().weight[0] += 1.0
-    made.save_pretrained(folder)
-    return folder
-
-
 def in_transformers() -> None:
     from twinkle import DeviceMesh
     from twinkle.model import TransformersModel
 
     from collate_npu.integrations import twinkle
 
-    folder = hybrid()
-    model = TransformersModel(model_id=folder, device_mesh=DeviceMesh.from_sizes(dp_size=1), mixed_precision="no")
+    model = TransformersModel(model_id=checkpoint(), device_mesh=DeviceMesh.from_sizes(dp_size=1), mixed_precision="no")
     model.model.gradient_checkpointing_disable()
     model.set_processor("InputProcessor", padding_side="left")
 
@@ -279,7 +246,7 @@ def built(kind: str, cp: int, flat: bool) -> Any:
 
     device()  # there is no MindSpeed here, which twinkle asks for on an NPU
     sizes = {"dp_size": 1, "cp_size": 2} if cp > 1 else {"dp_size": 2}
-    folder = checkpoint(tempfile.mkdtemp(), kind)
+    folder = checkpoint(kind)
     model = megatron_model(folder, device_mesh=DeviceMesh.from_sizes(**sizes), **SETTINGS)
     model.model[0].config.attention_mask_type = "causal"  # what MindSpeed's config has
     device("npu")
@@ -382,7 +349,7 @@ def on_ray() -> None:
     groups = [DeviceGroup(name="model", ranks=1, device_type="CPU")]
     twinkle.initialize(mode="ray", nproc_per_node=1, ncpu_proc_per_node=1, groups=groups)
     mesh = DeviceMesh.from_sizes(dp_size=1, device_type="cpu")
-    model = megatron_model(checkpoint(tempfile.mkdtemp()), remote_group="model", device_mesh=mesh)
+    model = megatron_model(checkpoint(), remote_group="model", device_mesh=mesh)
     in_worker(model, prepare)
     model.set_processor("InputProcessor")
     rows = features(*LENGTHS)
