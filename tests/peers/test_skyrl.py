@@ -44,7 +44,8 @@ def truth(family):
 
 
 def wrapped(family, *, packs=False, ours=False, **settings):
-    wrapper = HFModelWrapper(truth(family), use_flash_attention_2=packs, remove_microbatch_padding=packs, bf16=False, **settings)
+    settings |= {"use_flash_attention_2": packs, "remove_microbatch_padding": packs, "bf16": False}
+    wrapper = HFModelWrapper(truth(family), **settings)
     if ours:
         adapt(wrapper.model)
     return wrapper
