@@ -11,8 +11,8 @@ import re
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
@@ -87,33 +87,16 @@ class _Torch:
         return torch.zeros(*args, **kwargs)
 
 
-def groups(**sizes: int) -> bool:
-    """Megatron's groups; with one process or those that RANK, WORLD_SIZE and STORE name. True if there were none before."""
+def groups(**sizes: int) -> None:
+    """Megatron's groups; with one process or those that RANK, WORLD_SIZE and STORE name."""
     from megatron.core import parallel_state
 
-    if ours := not torch.distributed.is_initialized():
+    if not torch.distributed.is_initialized():
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         store = torch.distributed.FileStore(os.environ["STORE"], size) if size > 1 else torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(**sizes)
-    return ours
-
-
-@contextmanager
-def one_rank() -> Iterator[pytest.MonkeyPatch]:
-    """Groups of one rank, and a CPU in the place of CUDA; both are gone afterwards, where they are made here."""
-    from megatron.core import parallel_state
-
-    ours, patch = groups(), pytest.MonkeyPatch()
-    hardware(partial(patch.setattr, raising=False))
-    try:
-        yield patch
-    finally:
-        patch.undo()
-        if ours:
-            parallel_state.destroy_model_parallel()
-            torch.distributed.destroy_process_group()
 
 
 def regroup(**sizes: int) -> None:

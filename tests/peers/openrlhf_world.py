@@ -1,28 +1,19 @@
 """OpenRLHF on a CPU: stand-ins for flash_attn's padding (plain torch there too) and kernel, for vllm, and for the device."""
 
 import os
-from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from stand_ins import pad_input, put_module, stand_in, unpad_input
+from stand_ins import answer, pad_input, put_module, stand_in, unpad_input, varlen_attention
 
 
 def varlen_forward(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal=True,
     window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
 ):  # fmt: skip
-    """`[T, heads, size]`, sequence by sequence; the last query sees the last key."""
-    outs, k, v = [], *(x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    for (start, end), (first, last) in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist())):
-        shape = (end - start, last - first)
-        near = torch.ones(shape, dtype=torch.bool).tril(shape[1] - shape[0])
-        if window_size_left >= 0:
-            near &= near.triu(shape[1] - shape[0] - window_size_left)
-        parts = (x.transpose(0, 1) for x in (q[start:end], k[first:last], v[first:last]))
-        outs.append(torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=near, scale=softmax_scale))
-    return torch.cat(outs, 1).transpose(0, 1), q.new_zeros(q.shape[1], len(q)), None, None
+    out = varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_size_left)
+    return out, q.new_zeros(q.shape[1], len(q)), None, None
 
 
 def gathered(tensor, group):
@@ -58,9 +49,8 @@ def on_cpu():
 
     made = meshes.init_device_mesh
     meshes.init_device_mesh = lambda device, *args, **kwargs: made("cpu", *args, **kwargs)
-    nothing = lambda *args, **kwargs: None  # noqa: E731
-    cuda = {"set_device": nothing, "empty_cache": nothing, "synchronize": nothing, "current_device": lambda: Cpu("cpu")}
-    vars(torch.cuda).update(cuda, get_device_properties=lambda *_: SimpleNamespace(uuid="cpu"))
+    answer(torch.cuda, **dict.fromkeys(("set_device", "empty_cache", "synchronize")))
+    answer(torch.cuda, current_device=Cpu("cpu"), get_device_properties=SimpleNamespace(uuid="cpu"))
 
 
 def FusedAdam(parameters, adam_w_mode=True, **settings):

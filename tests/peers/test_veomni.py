@@ -13,7 +13,6 @@ own|ours". `ours` is one line of the user's train.py, between its trainer and it
 import json
 import os
 import sys
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -23,6 +22,7 @@ import torch.distributed as dist
 import yaml
 from cells import Stack, alone, samples, scores, verdict
 from processes import found_by, refusal, saved_model
+from stand_ins import answer, varlen_attention
 from transformers import AutoModelForCausalLM
 from veomni.arguments import parse_args
 from veomni.arguments.arguments_types import OpsImplementationConfig
@@ -47,10 +47,8 @@ WRONG = 0.05
 
 sys.modules["flash_attn"] = looked_for = ModuleType("flash_attn")
 looked_for.flash_attn_func = looked_for.flash_attn_varlen_func = lambda *args, **kwargs: args
-CARD = {"get_device_name": "A CPU", "empty_cache": None, "memory_stats": {"num_alloc_retries": 0}}
-CARD |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "max_memory_reserved"), 0)
-for name, answer in CARD.items():
-    setattr(torch.cpu, name, lambda *_, answer=answer: answer)
+answer(torch.cpu, get_device_name="A CPU", empty_cache=None, memory_stats={"num_alloc_retries": 0})
+answer(torch.cpu, **dict.fromkeys(("memory_allocated", "max_memory_allocated", "max_memory_reserved"), 0))
 
 
 def convolution(x, weight, bias, activation, seq_idx, backend, cu_seqlens):
@@ -64,14 +62,8 @@ def delta_rule(*args, cu_seqlens, **kwargs):
 def attention(query, key, value, attention_mask, *, cu_seq_lens_q, softmax_scale, sliding_window=None, **kwargs):
     """Sequence by sequence, as a kernel with offsets goes: `[1, T, heads, size]`."""
     assert attention_mask is None or bool(attention_mask.all())
-    groups, outs = query.shape[2] // key.shape[2], []
-    for start, end in pairwise(cu_seq_lens_q.tolist()):
-        q, k, v = (x[:, start:end].transpose(1, 2) for x in (query, key, value))
-        near = torch.ones(end - start, end - start, dtype=torch.bool).tril().triu(1 - (sliding_window or end))
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=near, scale=softmax_scale)
-        outs.append(out.transpose(1, 2))
-    return torch.cat(outs, 1)
+    window = -1 if sliding_window is None else sliding_window - 1
+    return varlen_attention(query[0], key[0], value[0], cu_seq_lens_q, cu_seq_lens_q, softmax_scale, window)[None]
 
 
 flash._flash_attention_forward = attention

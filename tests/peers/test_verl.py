@@ -21,7 +21,7 @@ from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import verl, verl as engine
 
 NEEDS = ("verl", "megatron")
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("cpu")
 
 ONE = ContextParallel(1, 0)
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
@@ -241,9 +241,9 @@ def test_uninstall_puts_verls_own_back(verl_npu):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(one_rank, tmp_path_factory):
+def checkpoint(cpu, tmp_path_factory):
     """A tiny Qwen3 and a tokenizer: what verl's `HFModelConfig` reads."""
-    one_rank.setattr("verl.workers.engine.megatron.transformer_impl.get_device_id", lambda: "cpu")
+    cpu.setattr("verl.workers.engine.megatron.transformer_impl.get_device_id", lambda: "cpu")
     return saved_model(tmp_path_factory.mktemp("qwen3"), "qwen3")
 
 
