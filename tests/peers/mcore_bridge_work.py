@@ -14,14 +14,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
-from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock, patch
 
 import swift_world  # first: it puts the stand-ins for Transformer Engine in place
 import torch
-import transformers.utils
 from mcore_bridge.model.modules import gated_delta_net
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -45,15 +43,14 @@ from megatron_world import (
     summed,
 )
 from processes import refusal, write
-from swift_world import LOCAL, arguments
+from swift_world import LOCAL, arguments, npu_there
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from collate_npu import BatchAdapter, PaddingCollator, Segments, check_delivery
+from collate_npu import PaddingCollator, Segments, check_delivery
 from collate_npu.integrations import swift
 from collate_npu.integrations.megatron import gpt_batch, mcore_bridge
 from collate_npu.kernels.gated_delta import reference_gated_delta_rule
-from collate_npu.masks import dense
 from collate_npu.parallel import ContextParallel, pad_documents
 
 NATIVE = os.environ.get("USE_MCORE_GDN", "1") != "0"
@@ -173,13 +170,8 @@ LENGTHS, WIDTH, PAD = (7, 3, 5), 8, swift_world.PAD
 
 def wire(side: str, width: int = WIDTH) -> tuple[dict[str, Any], Segments]:
     """A padded batch with a 4D mask (True = blocked), as a collator of a user's own may send it; first labels ignored."""
-    truth = Segments.from_lengths(LENGTHS, width, side)
-    ids = torch.full(truth.shape, PAD)
-    ids[truth.keep] = torch.tensor([token for row in swift_world.samples(*LENGTHS) for token in row["input_ids"]])
-    first = truth.keep & (truth.position_ids == 0)
-    labels = ids.masked_fill(~truth.keep | first, -100)
-    masked = dense(truth, polarity="masked")
-    return {"input_ids": ids, "labels": labels, "position_ids": truth.position_ids, "attention_mask": masked}, truth
+    data, truth = swift_world.as_kind(None, "4d masked", side=side, width=width)
+    return data | {"labels": data["labels"].masked_fill(truth.position_ids == 0, -100)}, truth
 
 
 def prepared(model_type: str, kernel: str, data: dict[str, Any]) -> dict[str, Any]:
@@ -245,18 +237,11 @@ def gradients(stages: list[Any]) -> dict[str, Tensor]:
     return found
 
 
-def from_ours(stages: list[Any], source: str, side: str, by_itself: Alone) -> dict[str, Any]:
-    """Our collator, then `gpt_batch`, or the adapter and `pass_through_forward`."""
-    data, truth = wire(side)
-    rows = [{"input_ids": data["input_ids"][b, keep].tolist()} for b, keep in enumerate(truth.keep)]
+def from_ours(stages: list[Any], side: str, by_itself: Alone) -> dict[str, Any]:
+    """Our collator, then `gpt_batch`."""
+    rows = [{"input_ids": row["input_ids"]} for row in swift_world.samples(*LENGTHS)]
     batch = PaddingCollator(pad_token_id=PAD, padding_side=side, pad_to_multiple_of=WIDTH)(rows)
-    if source == "gpt_batch":
-        inputs, _ = gpt_batch(batch, stages[0])
-        return measure(stages, {key: inputs[key] for key in inputs if key not in ("labels", "loss_mask")}, side, by_itself)
-    routed = BatchAdapter(stages[0])(batch)
-    extras = {"attention_mask_2d": routed.pop("attention_mask_2d")}
-    routed.pop("labels", None)
-    return measure(stages, mcore_bridge.pass_through_forward(type(stages[0]), routed, extras), side, by_itself)
+    return measure(stages, gpt_batch(batch, stages[0])[0], side, by_itself)
 
 
 def invariance() -> float:
@@ -298,14 +283,6 @@ def delivery() -> dict[str, Any]:
     return found
 
 
-def npu_there(there: bool) -> None:
-    for module in [transformers.utils, *sys.modules.values()]:
-        name = getattr(module, "__name__", "")
-        asks = name.startswith(("swift.megatron", "mcore_bridge", "transformers.utils"))
-        if asks and "is_torch_npu_available" in vars(module):
-            module.is_torch_npu_available = lambda *args, **kwargs: there
-
-
 def cases(name: str) -> dict[str, Any]:
     """With `install`; of what the page of stacks shows without it, too."""
     model_type, _, moe = name.partition(" ")
@@ -322,8 +299,8 @@ def cases(name: str) -> dict[str, Any]:
                 data = swift_world.collate(arguments(model_type), *LENGTHS) if kernel == "template" else wire(side)[0]
                 batch = prepared(model_type, kernel, data)
                 out[f"{plan}, {kernel}, {side}, {who}"] = measure(built, batch, side, by_itself)
-        for source, side in product(("gpt_batch", "adapter"), ("left", "right")) if stages == 1 else ():
-            out[f"{plan}, {source}, {side}, ours"] = from_ours(built, source, side, by_itself)
+        for side in ("left", "right") if stages == 1 else ():
+            out[f"{plan}, gpt_batch, {side}, ours"] = from_ours(built, side, by_itself)
     swift.uninstall()
     return out
 

@@ -58,8 +58,7 @@ def test_every_batch_is_as_alone_and_each_layer_gets_what_it_reads(found, layer)
         assert case["gdn"] == {"1": True, "3": True}, name
         reads = "local" in name or "left" in name or "gpt_batch" in name
         assert case["attention"] == {"2": PADDED if reads else None, "4": PADDED if reads else None}, name
-        if "adapter" not in name:
-            assert case["router"] == (dict.fromkeys("1234", True) if "moe" in name else {}), name
+        assert case["router"] == (dict.fromkeys("1234", True) if "moe" in name else {}), name
         stages = 2 if "2 stages" in name else 1
         assert case["runs"] == dict.fromkeys("1234", stages), name
         if stages == 2:
