@@ -12,6 +12,8 @@ from typing import Any
 import collate_npu
 
 HERE = Path(__file__).parent
+_ARGV = [*sys.argv]
+"""As this process was started: work gives its stack other words."""
 QUIET = {
     "RAY_ADDRESS": "local",
     "HF_HUB_OFFLINE": "1",
@@ -110,7 +112,7 @@ def run_jobs(run: Any, prepare: Any = lambda folder: None) -> None:
 def write(found: Any) -> None:
     """The answer of a process that `found_by` started, by the first rank."""
     if os.environ.get("RANK", "0") == "0":
-        Path(sys.argv[1]).write_text(json.dumps(found, indent=1), encoding="utf-8")
+        Path(_ARGV[1]).write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 # --- the launch scripts of the guide, run with a program in the place of the one that they start: the words it is given

@@ -166,7 +166,7 @@ def megatron(kind: str, npu: bool, **processor: Any) -> Any:
 def in_megatron() -> None:
     from twinkle.processor import InputProcessor
 
-    from collate_npu.integrations import twinkle
+    from collate_npu.integrations import patching, twinkle
 
     for npu in (False, True):
         device = "npu" if npu else "other"
@@ -174,6 +174,7 @@ def in_megatron() -> None:
         twinkle.install(model)
         twinkle.install(model)
         RESULTS[f"ours {device}"] = reported(error, model)
+        RESULTS[f"objects go by Gloo {device}"] = patching.in_place(patching.gather_by_gloo)
         rows = features(7, 3, 5)
         RESULTS[f"gradient {device}"] = far(gradients(model, [rows]), gradients(model, [[row] for row in rows]))
         model.set_processor(InputProcessor, padding_side="left")
@@ -219,9 +220,6 @@ def in_transformers() -> None:
 
     twinkle.install(model)
     RESULTS["ours transformers, 2D alone"] = reported(told)
-    packed = features(4, 4)
-    packed[0]["attention_mask"] = [1, 1, 2, 2]
-    RESULTS["ours transformers, packed"] = reported(lambda: model.forward_only(inputs=packed) and "computed")
     twinkle.uninstall(model)
 
 
