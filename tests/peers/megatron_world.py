@@ -517,15 +517,28 @@ def packed_rows(rows: list[dict[str, Any]], lengths: Any) -> dict[str, Tensor]:
     return {"input_ids": whole, "labels": labels, "attention_mask_2d": truth.keep, "segment_ids": truth.ids}
 
 
-def loss_and_gradients(model: Any, runs: list[tuple[dict[str, Any], Segments]]) -> tuple[Tensor, list[Tensor], Any]:
-    """Summed loss, logits of each sample and gradients, over batches `(inputs, truth)`."""
+def outcome(model: Any, *runs: tuple[dict[str, Any], Segments]) -> dict[str, Any]:
+    """What batches `(inputs, truth)` give, of all ranks that share a row together: summed loss, logits of each sample, losses
+    of routers, gradients."""
+    from megatron.core import parallel_state
+
     model.zero_grad()
-    total, logits = torch.zeros(()), []
+    total, aux, logits = torch.zeros(()), torch.zeros(()), []
+    shared = parallel_state.get_context_parallel_world_size() > 1
     for inputs, truth in runs:
-        logits += per_sequence(logits_of(model, inputs), truth)
+        out, params = logits_of(model, inputs).detach(), inputs.get("packed_seq_params")
+        if shared:
+            cp = ContextParallel.from_megatron(layout="zigzag" if params is None else "document_zigzag")
+            out = gather_sequence(out, cp, truth, cu_seqlens=None if params is None else params.cu_seqlens_q_padded)
+        logits += per_sequence(out, truth)
+        aux_losses()
         total = total + (model(**inputs) * inputs["loss_mask"]).sum()
+        aux = aux + torch.tensor([*aux_losses().values()])
     total.backward()
-    return total.detach(), logits, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    for value in (total.detach(), aux, *gradients.values()) if shared else ():
+        torch.distributed.all_reduce(value)
+    return {"loss": total.detach(), "logits": logits, "aux": aux, "gradients": gradients}
 
 
 def logits_of(model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -564,9 +577,11 @@ def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 def gaps(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
-    """How far a run is from another: loss, logits and gradients."""
+    """How far an outcome is from another: loss, logits, gradients, and losses of routers where there are any."""
+    aux = [found["aux"] - alone["aux"]] if "aux" in alone and alone["aux"].numel() else []
     return {
         "loss": float((found["loss"] - alone["loss"]).abs() / (1 + alone["loss"].abs())),
         "logits": apart(found["logits"], alone["logits"]),
         "gradients": far(found["gradients"], alone["gradients"]),
+        **{"aux": float(gap.abs().max()) for gap in aux},
     }
