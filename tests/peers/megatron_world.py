@@ -518,8 +518,8 @@ def packed_rows(rows: list[dict[str, Any]], lengths: Any) -> dict[str, Tensor]:
 
 
 def outcome(model: Any, *runs: tuple[dict[str, Any], Segments]) -> dict[str, Any]:
-    """What batches `(inputs, truth)` give, of all ranks that share a row together: summed loss, logits of each sample, losses
-    of routers, gradients."""
+    """What batches `(inputs, truth)` give on all ranks that share a row: summed loss, logits of each sample, losses of
+    routers, gradients."""
     from megatron.core import parallel_state
 
     model.zero_grad()
@@ -578,10 +578,10 @@ def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 def gaps(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
     """How far an outcome is from another: loss, logits, gradients, and losses of routers where there are any."""
-    aux = [found["aux"] - alone["aux"]] if "aux" in alone and alone["aux"].numel() else []
+    aux = alone.get("aux", torch.zeros(()))
     return {
         "loss": float((found["loss"] - alone["loss"]).abs() / (1 + alone["loss"].abs())),
         "logits": apart(found["logits"], alone["logits"]),
         "gradients": far(found["gradients"], alone["gradients"]),
-        **{"aux": float(gap.abs().max()) for gap in aux},
+        "aux": float((found.get("aux", aux) - aux).abs().sum()),
     }
