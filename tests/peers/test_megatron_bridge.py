@@ -35,7 +35,6 @@ from megatron_world import (
     UNFUSED,
     TEDotProductAttention,
     cells_on_ranks,
-    fill,
     gathered,
     groups,
     hardware,
@@ -161,7 +160,11 @@ def model_of(family: str) -> Any:
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     provider.finalize()
     model = provider.provide(pre_process=True, post_process=True)
-    fill(model)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            lasting = "A_log" in name or "dt_bias" in name
+            weight.uniform_(-1.5, -0.5, generator=draw) if lasting else weight.normal_(0.0, 0.2, generator=draw)
     return model
 
 
