@@ -69,7 +69,7 @@ def test_every_batch_is_as_alone_and_each_layer_gets_what_it_reads(found, layer)
 def test_routers_losses_do_not_count_padding_where_layers_are_recomputed(found):
     """Aux loss and z-loss, gradients included, at twice the padding."""
     assert found["native"]["router losses, ours"] <= EXACT
-    assert found["native"]["router losses, upstream"] > 0.1
+    assert found["native"]["router losses, upstream"] > 100 * EXACT
 
 
 @pytest.mark.parametrize("layer", LAYERS)
