@@ -366,7 +366,7 @@ def on_ray() -> None:
 PARTS = {"models": in_this_process, "ranks": on_two_ranks, "ray": on_ray}
 
 if __name__ == "__main__":
-    for kind in ("qwen3", "qwen3_next"):  # before mcore-bridge changes transformers' rotary positions, and before any group
+    for kind in ("qwen3", "qwen3_next"):  # before a group, and before mcore-bridge changes rotary positions
         checkpoint(kind)
     PARTS[sys.argv[2]]()
     write(RESULTS)
