@@ -416,18 +416,7 @@ def flat_rows() -> dict[str, Any]:
             out[f"{name}, {row}"] = found
         if name == "qwen3_next":
             out["traps"] = traps(stages)
-            out["swift, aligned"] = from_swift(stages)
     return out
-
-
-def from_swift(stages: list[Any]) -> dict[str, Any]:
-    """ms-swift's own template and `prepare_batch`, the row aligned to 16 as for fp8; nothing of ours in between."""
-    args = arguments("qwen3_next", padding_free=True, fp8_format="e4m3")
-    batch = swift_world.prepare(args, swift_world.collate(args, *ROWS["side by side"][0]))
-    params = batch["packed_seq_params"]
-    truth = Segments.from_lengths([ROWS["side by side"][0]], 16)
-    found = measure_flat(stages, only_tokens(batch), truth, alone(stages, ROWS["side by side"][0]))
-    return found | {"offsets": params.cu_seqlens_q.tolist(), "samples": params.num_samples}
 
 
 def only_tokens(batch: dict[str, Any]) -> dict[str, Any]:

@@ -183,9 +183,6 @@ def test_every_sequence_of_a_flat_row_equals_itself_alone_by_offsets_of_where_it
         assert case["offsets"] == case["padded"], name
         ends = {"each padded, and a tail": 24, "each padded": 20, "a tail": 16, "side by side": 15}
         assert case["padded"][-1] == next((end for row, end in ends.items() if name.endswith(row)), 10), name
-    own = flat[layer]["swift, aligned"]  # ms-swift's own, with padding in sequences of a token
-    assert (own["offsets"], own["samples"]) == ([0, 7, 10, 15, 16], 3)
-    assert max(own["logits"], own["gradients"]) <= EXACT
 
 
 FITS, PLACES = (

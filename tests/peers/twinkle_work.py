@@ -208,7 +208,8 @@ def in_transformers() -> None:
 
     from collate_npu.integrations import twinkle
 
-    model = TransformersModel(model_id=checkpoint("qwen3_next"), device_mesh=DeviceMesh.from_sizes(dp_size=1), mixed_precision="no")
+    mesh = DeviceMesh.from_sizes(dp_size=1)
+    model = TransformersModel(model_id=checkpoint("qwen3_next"), device_mesh=mesh, mixed_precision="no")
     model.model.gradient_checkpointing_disable()
     model.set_processor("InputProcessor", padding_side="left")
 
