@@ -62,19 +62,15 @@ class Stack:
     def file(self) -> Path:
         return FOLDER / f"{re.sub('[^a-z0-9]+', '-', self.name.lower())}.json"
 
-    def cell(
-        self, family: str, layout: Layout, *, truth: Run, alone: Run | str, ours: Run | str, line: str
-    ) -> tuple[str, str]:
-        """Measure one cell; the verdicts of both. A text in the place of a run says why it was not run.
+    def cell(self, family: str, layout: Layout, *, truth: Run, alone: Run | str, ours: Run | str, line: str) -> None:
+        """Measure one cell. A text in the place of a run says why it was not run.
 
         `truth([sample])` is the sample by itself; `line` what a user adds. A run that raises has refused.
         """
         wanted = [_numbers(truth([ids])[0]) for ids in samples()]
-        return self.tell(family, layout, alone=_measured(alone, wanted), ours=_measured(ours, wanted), line=line)
+        self.tell(family, layout, alone=_measured(alone, wanted), ours=_measured(ours, wanted), line=line)
 
-    def tell(
-        self, family: str, layout: Layout, *, alone: dict[str, Any], ours: dict[str, Any], line: str
-    ) -> tuple[str, str]:
+    def tell(self, family: str, layout: Layout, *, alone: dict[str, Any], ours: dict[str, Any], line: str) -> None:
         """The same of what a test measured by itself, each made by `verdict`."""
         told = {"family": family, "layout": layout, "line": line, "alone": alone, "ours": ours}
         assert ours["verdict"] != "wrong", told
@@ -82,7 +78,6 @@ class Stack:
             self._write(told)
         else:
             self._held_against(told)
-        return alone["verdict"], ours["verdict"]
 
     def tell_jobs(self, found: dict[str, Any], *, line: str) -> None:
         """The same of many cells: family -> layout -> who -> its jobs, or a text that says why they were not run."""
