@@ -23,7 +23,6 @@ import torch
 from mcore_bridge.model.modules import gated_delta_net
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-from megatron.core.models.common.embeddings import rotary_pos_embedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import random
 from megatron_world import (
@@ -38,8 +37,8 @@ from megatron_world import (
     gathered,
     groups,
     hardware,
+    kernels,
     layers,
-    rotary_part,
     summed,
 )
 from processes import refusal, write
@@ -322,14 +321,9 @@ def kernels_on_cpu() -> None:
     """fla's kernels, where the layers look for them, and attention that takes offsets."""
     TESpecProvider.core_attention = lambda self: TEDotProductAttention
     from mcore_bridge.model.mm_gpts import qwen3_5
-    from mcore_bridge.model.modules import gated_delta_net as native
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as theirs
 
-    with contextlib.suppress(ImportError):  # from 0.18 on Megatron's constructor looks for the rule, too
-        from megatron.core.ssm.gated_delta_net import gdn
-
-        gdn.chunk_gated_delta_rule = reference_gated_delta_rule
-    native.causal_conv1d, native.chunk_gated_delta_rule = causal_conv1d, reference_gated_delta_rule
+    kernels(setattr)
     qwen3_5._fla_causal_conv1d = causal_conv1d
     # transformers' wrapper takes fla's rule where fla is: it reads cu_seqlens. Its causal_conv1d stays as it is.
     theirs.torch_chunk_gated_delta_rule = reference_gated_delta_rule
@@ -439,17 +433,17 @@ def layouts(family: str, ranks: int) -> dict[str, Any]:
     """Of each layout its forms: whether rows are flat, whether there is a kernel for convolutions."""
     if ranks > 1:
         return {"context parallel": [(False, True), (True, True)]}
-    kernels = {} if family == "qwen3" else {"packed, kernels there": [(True, True)]}
-    return {"padded right": [(False, True)], "packed": [(True, False)], **kernels}
+    there = {} if family == "qwen3" else {"packed, kernels there": [(True, True)]}
+    return {"padded right": [(False, True)], "packed": [(True, False)], **there}
 
 
 def together(family: str, form: tuple[bool, bool], ours: bool) -> Any:
     """The template's batch through `prepare_batch` on this rank: rows and gradient of the samples."""
-    flat, kernels = form
+    flat, there = form
     cp = parallel_state.get_context_parallel_world_size()
     swift.install() if ours else None
     try:
-        with nullcontext() if kernels else patch.object(gated_delta_net, "causal_conv1d", None):
+        with nullcontext() if there else patch.object(gated_delta_net, "causal_conv1d", None):
             stages, args = build(family, cp=cp, deterministic_mode=False), arguments(family, cp=cp, padding_free=flat)
             batch = swift_world.prepare(args, swift_world.collate(args, *LENGTHS))
             labels, _ = batch.pop("labels"), batch.pop("loss_scale", None)
@@ -465,7 +459,6 @@ def on_ranks(families: list[str]) -> dict[str, Any]:
     on_cpu()
     kernels_on_cpu()
     npu_there(True)
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = rotary_part
     return cells_on_ranks(families, layouts, lambda family: alone(build(family, deterministic_mode=False)), together)
 
 

@@ -51,6 +51,7 @@ def hardware(put: Put) -> None:
     """CUDA's device, streams and random state, fla's norm, and what Megatron asks of Transformer Engine beside layers."""
     import megatron.core.ssm.gated_delta_net as core_gdn
     from megatron.core.fusions import fused_softmax
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer import attention, transformer_block, utils
@@ -66,6 +67,7 @@ def hardware(put: Put) -> None:
     put(transformer_block, "get_cpu_offload_context", lambda *args, **kwargs: (nullcontext(), None))
     for module in (fused_softmax, utils):
         put(module, "get_default_causal_mask", lambda size: torch.ones(size, size).triu(1).bool())
+    put(rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", rotary_part)  # its index goes by pinned memory
     put(attention, "SplitAlongDim", None)
     put(moe_utils, "te_general_gemm", None)  # 0.16.1 reads the name and sets it with TE alone
     # Alone in its group a rank gets its own tensor back, as it is; this torch refuses to change that in place (mlp.py:247).
@@ -75,6 +77,16 @@ def hardware(put: Put) -> None:
         if name in sys.modules:
             put(sys.modules[name], "HAVE_FLA", True)
             put(sys.modules[name], "l2norm", lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6))
+
+
+def kernels(put: Put) -> None:
+    """The references for fla's kernels, where layers of Megatron (from 0.18 on) and of mcore-bridge look for them."""
+    with suppress(ImportError):
+        import megatron.core.ssm.gated_delta_net.gdn  # noqa: F401
+    for name in ("megatron.core.ssm.gated_delta_net.gdn", "mcore_bridge.model.modules.gated_delta_net"):
+        if name in sys.modules:
+            put(sys.modules[name], "causal_conv1d", causal_conv1d)
+            put(sys.modules[name], "chunk_gated_delta_rule", chunk_gated_delta_rule)
 
 
 class _Torch:
@@ -111,16 +123,10 @@ def on_cpu(patch: pytest.MonkeyPatch) -> None:
     """A CPU in the place of CUDA, process groups, and from megatron-core 0.18 on the references for fla's kernels."""
     if "mcore_bridge" in sys.modules:
         pytest.skip("mcore-bridge, once imported, changes Megatron's classes: run these files in a process of their own")
-    from megatron.core.models.common.embeddings import rotary_pos_embedding
-
     groups()
-    hardware(partial(patch.setattr, raising=False))
-    patch.setattr(rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", rotary_part)  # its index goes by pinned memory
-    with suppress(ImportError):
-        from megatron.core.ssm.gated_delta_net import gdn
-
-        patch.setattr(gdn, "causal_conv1d", causal_conv1d)
-        patch.setattr(gdn, "chunk_gated_delta_rule", chunk_gated_delta_rule)
+    put = partial(patch.setattr, raising=False)
+    hardware(put)
+    kernels(put)
 
 
 def start_ranks(tensor_parallel: int = 1) -> None:

@@ -30,18 +30,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.utils import StragglerDetector
-from megatron_world import (
-    DENSE,
-    UNFUSED,
-    TEDotProductAttention,
-    cells_on_ranks,
-    gathered,
-    groups,
-    hardware,
-    layers,
-    rotary_part,
-    summed,
-)
+from megatron_world import DENSE, UNFUSED, TEDotProductAttention, cells_on_ranks, gathered, groups, hardware, layers, summed
 from processes import found_by, write
 
 from collate_npu import CollateError, Segments
@@ -212,14 +201,12 @@ def layouts(family: str, ranks: int) -> dict[str, Any]:
 
 def main() -> dict[str, Any]:
     import transformer_engine_torch
-    from megatron.core.models.common.embeddings import rotary_pos_embedding
 
     groups()
     hardware(setattr)
     layers(setattr, TEDotProductAttention)
     torch.Tensor.cuda = lambda self, **settings: self
     transformer_engine_torch.thd_get_partitioned_indices = partitioned
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = rotary_part
     return cells_on_ranks(("qwen3", "qwen3_next"), layouts, truth, together)
 
 

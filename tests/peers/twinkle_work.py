@@ -25,20 +25,17 @@ from megatron_world import (
     UNFUSED,
     Attention,
     TEDotProductAttention,
-    causal_conv1d,
     cells_on_ranks,
     far,
     fill,
     hardware,
+    kernels,
     layers,
-    rotary_part,
     seen,
     watch,
 )
 from processes import process_group, saved_model, write
 from torch import nn
-
-from collate_npu.kernels.gated_delta import reference_gated_delta_rule
 
 
 @cache
@@ -271,24 +268,23 @@ def told(model: Any, batches: list[Any]) -> tuple[list[Any], dict[str, Any]]:
 
 
 def truth(kind: str) -> Any:
-    with patch(CONVOLUTION, causal_conv1d):
-        return told(built(kind, 1, False), [[sample] for sample in features(*THREE)])
+    return told(built(kind, 1, False), [[sample] for sample in features(*THREE)])
 
 
 def layouts(kind: str, ranks: int) -> dict[str, Any]:
     """Of each layout its forms: ranks, whether rows are flat, whether there is a kernel for convolutions."""
     if ranks > 1:
         return {"context parallel": [(2, False, True), *([(2, True, True)] if kind == "qwen3" else [])]}
-    kernels = {"packed, kernels there": [(1, True, True)]} if kind == "qwen3_next" else {}
-    return {"padded right": [(1, False, True)], "packed": [(1, True, False)], **kernels}
+    there = {"packed, kernels there": [(1, True, True)]} if kind == "qwen3_next" else {}
+    return {"padded right": [(1, False, True)], "packed": [(1, True, False)], **there}
 
 
 def together(kind: str, form: tuple[int, bool, bool], ours: bool) -> Any:
     """The same of all samples in one batch, without us and with us."""
     from collate_npu.integrations import twinkle
 
-    cp, flat, kernels = form
-    with patch(CONVOLUTION, causal_conv1d) if kernels else nullcontext():
+    cp, flat, there = form
+    with nullcontext() if there else patch(CONVOLUTION, None):
         model = built(kind, cp, flat)
         twinkle.install(model) if ours else None
         try:
@@ -301,13 +297,10 @@ def on_two_ranks() -> None:
     process_group()
     device()
     on_cpu()
-    from mcore_bridge.model.modules import gated_delta_net as native
+    kernels(setattr)
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-    from megatron.core.models.common.embeddings import rotary_pos_embedding
 
     TESpecProvider.core_attention = lambda self: TEDotProductAttention
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = rotary_part
-    native.chunk_gated_delta_rule = reference_gated_delta_rule
     RESULTS.update(cells_on_ranks(("qwen3", "qwen3_next"), layouts, truth, together))
 
 
