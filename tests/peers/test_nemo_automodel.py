@@ -118,7 +118,7 @@ def test_rows_without_a_mask_are_refused():
 
 
 COLLATE = "nemo_automodel.components.datasets.utils."
-SETTINGS = {
+DATA = {
     "right": ("padded", "default_collater"),
     "cp": ("padded", "default_collater"),
     "left": ("left", "default_collater"),
@@ -177,7 +177,7 @@ def collate(features):
 
 
 def config(folder, model, setting, who):
-    kind, collate = SETTINGS[setting]
+    kind, collate = DATA[setting]
     packed = kind in ("thd", "aligned", "neat") or setting == "packs"
     model, _, theirs = model.partition(".")
     SEEN["theirs"] = bool(theirs)
