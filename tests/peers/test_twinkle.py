@@ -1,7 +1,6 @@
 """twinkle-kit 0.5.1: its real InputProcessor with our stages, on rows as its template emits them, without a card."""
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -328,12 +327,8 @@ NONE = {"attention": [None], "recurrent": [None, None]}
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     """Both at once: each takes a while to import its stack."""
-    given = {"variants": [{"RAY_USAGE_STATS_ENABLED": "0"}]}
-    with ThreadPoolExecutor() as pool:
-        work = pool.map(
-            lambda part: found_by("twinkle_work", tmp_path_factory.mktemp(part), part, **given)[0], ("models", "ray")
-        )
-        return dict(zip(("models", "ray"), work))
+    parts = ({"PART": "models"}, {"PART": "ray", "RAY_USAGE_STATS_ENABLED": "0"})
+    return dict(zip(("models", "ray"), found_by("twinkle_work", tmp_path_factory.mktemp("twinkle"), variants=parts)))
 
 
 @pytest.fixture(scope="module")
@@ -377,7 +372,7 @@ def test_a_cell_of_left_padding(told):
 
 @pytest.mark.nightly
 def test_its_cells_on_one_rank_and_on_two(tmp_path):
-    STACK.tell_jobs(found_by("twinkle_work", tmp_path, "ranks", ranks=2)[0], line=LINE)
+    STACK.tell_jobs(found_by("twinkle_work", tmp_path, variants=({"PART": "ranks"},), ranks=2)[0], line=LINE)
 
 
 @MODELS

@@ -1,4 +1,4 @@
-"""Run as a program, `python twinkle_work.py OUT PART`: twinkle's own models, from `set_processor` to `forward_backward`.
+"""Run as a program, `PART=... python twinkle_work.py OUT`: twinkle's own models, from `set_processor` to `forward_backward`.
 
 `models` in this process; `ranks` in two, a row on one rank and shared by both: log-probabilities as `forward_only` gives
 them back, and gradients, against each sample alone; `ray` as twinkle's README starts it: the model and its processor live
@@ -8,7 +8,6 @@ streams, TransformerEngine's modules, fla's kernels, MindSpeed; in a process of 
 
 import os
 import re
-import sys
 import tempfile
 import traceback
 import warnings
@@ -362,5 +361,5 @@ PARTS = {"models": in_this_process, "ranks": on_two_ranks, "ray": on_ray}
 if __name__ == "__main__":
     for kind in ("qwen3", "qwen3_next"):  # before a group, and before mcore-bridge changes rotary positions
         checkpoint(kind)
-    PARTS[sys.argv[2]]()
+    PARTS[os.environ["PART"]]()
     write(RESULTS)
