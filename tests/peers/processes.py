@@ -27,7 +27,8 @@ QUIET = {
 def found_by(work: str, folder: Path, *words: Any, variants: Any = ({},), ranks: int = 0) -> list[Any]:
     """`python WORK.py OUT WORDS ...`, once for each variant of the environment, all at once: the JSON that each wrote.
 
-    With `ranks` a variant is that many processes, each told its place as torchrun tells it, and STORE; the first one writes.
+    With `ranks` a variant is that many processes; the environment of each names its place as torchrun does, and STORE. The
+    first one writes.
     """
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     running, outs = [], [folder / f"{work}-{n}.json" for n in range(len(variants))]

@@ -53,14 +53,14 @@ JOBS = [
     for job in (*(f"{f} {s}" for f in (*FAMILIES, *OWN) for s in SETTINGS.values()), *MORE)
     for who in ("own", "ours")
 ]
-TOLD = {"TORCHELASTIC_RUN_ID": "one", "NEMO_ENABLE_USER_MODULES": "1"}
+ENVIRONMENT = {"TORCHELASTIC_RUN_ID": "one", "NEMO_ENABLE_USER_MODULES": "1"}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What every job gave; one process, one training step each."""
     folder = tmp_path_factory.mktemp("automodel")
-    return found_by("test_nemo_automodel", folder, folder, *JOBS, variants=(TOLD,), ranks=1)[0]
+    return found_by("test_nemo_automodel", folder, folder, *JOBS, variants=(ENVIRONMENT,), ranks=1)[0]
 
 
 @pytest.mark.parametrize("layout", SETTINGS)
@@ -78,7 +78,7 @@ def test_its_cells_of_context_parallel(tmp_path):
     jobs = [f"{family} cp own" for family in FAMILIES] + [f"{family} cp ours" for family in FAMILIES if family in HYBRIDS]
     for family in FAMILIES:
         saved_model(tmp_path, family)
-    found = found_by("test_nemo_automodel", tmp_path, tmp_path, *jobs, variants=(TOLD,), ranks=2)[0]
+    found = found_by("test_nemo_automodel", tmp_path, tmp_path, *jobs, variants=(ENVIRONMENT,), ranks=2)[0]
     for family in FAMILIES:
         own = verdict(refused=found[f"{family} cp own"]["refused"])
         if family in HYBRIDS:
