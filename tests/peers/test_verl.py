@@ -7,7 +7,7 @@ needs CUDA: here it is a megatron-core model.
 
 import pytest
 import torch
-from cells import Stack, verdict, worst
+from cells import Stack, scores, verdict, worst
 from megatron_world import PAD, Attention, far as relative, gpt, received, seen, watch
 from processes import saved_model
 from tensordict import TensorDict
@@ -214,7 +214,7 @@ def batch(values):
 def of_tokens(rows, values):
     """Log probability of each next token, and the entropy, of each row."""
     logs = [torch.log_softmax(row, -1) for row in rows]
-    chosen = [row[:-1].gather(-1, ids[1:, None]).squeeze(-1) for row, ids in zip(logs, values.unbind())]
+    chosen = [scores(row, ids.tolist()) for row, ids in zip(rows, values.unbind())]
     return chosen, [-(row.exp() * row).sum(-1) for row in logs]
 
 
