@@ -436,10 +436,6 @@ def peers_misc(session: nox.Session) -> None:
     pinned = Path(session.create_tmp()).resolve() / "transformers-5.9.0"  # by verl, for everything but Megatron
     put(session, "--no-deps", "--target", str(pinned), "transformers==5.9.0", "tokenizers==0.22.2")
     session.run("pytest", fsdp, env={**PEERS, "PYTHONPATH": str(pinned)})
-    # torchtitan 0.3.0 has no llama4, and 0.2.2 cannot run its chunked layers
-    older = Path(session.create_tmp()).resolve() / "torchtitan-0.2.1"
-    put(session, "--no-deps", "--target", str(older), "torchtitan==0.2.1")
-    session.run("pytest", "tests/peers/test_torchtitan_llama4.py", env={**PEERS, "PYTHONPATH": str(older)})
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or twinkle or verl or torchtitan", env=PEERS)
 
 
