@@ -28,7 +28,7 @@ LINES = {
     "tests": (40019, 33000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
-WORDS = {"guide": (13640, 12000)}
+WORDS = {"guide": (13614, 12000)}
 """Words of the guide's English pages, without tables that the code writes; likewise."""
 GENERATED = ("stacks",)
 """Pages that are tables of what was measured."""
