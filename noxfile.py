@@ -387,7 +387,7 @@ def peers_swift(session: nox.Session) -> None:
     # apart: beside Triton, transformers' own layers take fla's kernels
     fla = Path(session.create_tmp()).resolve() / "fla"
     put(session, "--no-deps", "--target", str(fla), "fla-core==0.6.0", "triton==3.7.0")
-    session.run("pytest", "tests/peers/test_swift_fla.py", env={**PEERS, "PYTHONPATH": str(fla)})
+    session.run("pytest", "tests/peers/test_swift_fla.py", env={**PEERS, "PYTHONPATH": str(fla)}, success_codes=(0, 5))
     # 5.19 drops a boundary in silence where its kernel is missing; later releases raise.
     session.run("pytest", "tests/integration/test_flat_rows.py", "tests/consumers/test_recurrent_kernels.py", env=AGAIN)
     # In a process of their own: mcore-bridge changes Megatron's classes as soon as it is imported.
@@ -435,7 +435,8 @@ def peers_misc(session: nox.Session) -> None:
         session.run("pytest", *sorted(named - {fsdp}), env=PEERS)
     pinned = Path(session.create_tmp()).resolve() / "transformers-5.9.0"  # by verl, for everything but Megatron
     put(session, "--no-deps", "--target", str(pinned), "transformers==5.9.0", "tokenizers==0.22.2")
-    session.run("pytest", fsdp, env={**PEERS, "PYTHONPATH": str(pinned)})
+    # all of it is long: a draw may leave none
+    session.run("pytest", fsdp, env={**PEERS, "PYTHONPATH": str(pinned)}, success_codes=(0, 5))
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or twinkle or verl or torchtitan", env=PEERS)
 
 
