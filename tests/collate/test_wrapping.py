@@ -359,6 +359,7 @@ def test_a_flat_row_in_another_order_is_told_by_its_own_keys(offsets):
     assert one(samples(3, 5))["seq_lens"].tolist() == [8]
 
 
+@pytest.mark.models
 def test_choices_of_each_sample_go_through_as_transformers_pads_them():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 257}

@@ -253,6 +253,7 @@ def test_a_tensor_under_two_names_is_two_on_the_device():
     assert all(x.is_meta and x.shape == ids.shape for x in (out["input_ids"], out["labels"], out["each"]["kind"]))
 
 
+@pytest.mark.models
 def test_labels_of_a_decoder_say_nothing_of_the_padding_before_the_encoders_tokens():
     """They are of other tokens. Those of a language model that all stand on padding show a mask that is turned around."""
     transformers = pytest.importorskip("transformers")

@@ -183,6 +183,7 @@ def test_two_sides_are_an_encoder_and_a_config_that_says_so(inner, said, expecte
     assert not has_two_sides(model)
 
 
+@pytest.mark.models
 def test_positions_are_kept_from_a_forward_that_takes_none():
     """Its own part would take them."""
     transformers = pytest.importorskip("transformers")
