@@ -54,10 +54,10 @@ PLOTS = "matplotlib==3.11.2"
 ENV = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 FAST = {**ENV, "HYPOTHESIS_PROFILE": "fast"}
 QUICK = (*TWO_WORKERS, "-m", "not slow")
-AGAIN = {**FAST, "COLLATE_NPU_SHARE": "0.2"}
-"""Tests that run on the newest releases too: a commit draws a fifth of them, `.ci/run nightly` runs all."""
-PEERS = ENV if "COLLATE_NPU_NIGHTLY" in os.environ else {**FAST, "COLLATE_NPU_SHARE": "0.6"}
-"""Tests of other stacks: a commit draws three fifths of them, and a fifth of those that take long."""
+AGAIN = {**FAST, "COLLATE_NPU_SHARE": "0.15"}
+"""Tests that run on the newest releases too: a commit draws a seventh of them, `.ci/run nightly` runs all."""
+PEERS = ENV if "COLLATE_NPU_NIGHTLY" in os.environ else {**FAST, "COLLATE_NPU_SHARE": "0.4"}
+"""Tests of other stacks: a commit draws two fifths of them, and an eighth of those that take long."""
 SWIFT_NEEDS = (
     "modelscope", "modelscope-hub", "pandas", "pyarrow", "dill", "multiprocess", "xxhash", "python-dateutil", "requests",
     "urllib3", "httpx", "httpcore", "sniffio", "certifi", "pillow", "cryptography", "cffi", "pycparser", "einops",
