@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import timedelta
+from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 from types import MappingProxyType
@@ -280,7 +281,18 @@ def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
     >>> token_runs(8, ContextParallel(2, 0)), token_runs(8, ContextParallel(2, 0, layout="contiguous"))
     (((0, 2), (6, 8)), ((0, 4),))
     """
-    held = query_runs(width, cp, cu_seqlens)
+    if cp.documents or cu_seqlens is not None:
+        return _own(query_runs(width, cp, cu_seqlens), width, cp)
+    return _row_runs(width, cp.size, cp.rank, cp.layout, cp.tensor_parallel, cp.block, cp.ulysses)
+
+
+@lru_cache
+def _row_runs(width: int, size: int, rank: int, layout: Layout, tp: int, block: int, ulysses: int) -> tuple[Run, ...]:
+    cp = ContextParallel(size, rank, layout=layout, tensor_parallel=tp, block=block, ulysses=ulysses)
+    return _own(query_runs(width, cp), width, cp)
+
+
+def _own(held: tuple[Run, ...], width: int, cp: ContextParallel) -> tuple[Run, ...]:
     share = width // cp.size
     return held if cp.ulysses_size == 1 else _cut(held, (cp.rank % cp.ulysses_size) * share, share)
 

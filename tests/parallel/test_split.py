@@ -77,6 +77,17 @@ def test_rows_of_a_dense_mask_are_the_rows_built_alone(case, data):
     assert torch.equal(shard["attention_mask"], dense(segments, polarity="masked", rows=query_rows(S, cp, offsets)))
 
 
+@pytest.mark.parametrize("held", [lambda x: x.tolist(), lambda x: x.numpy()], ids=["lists", "numpy"])
+def test_values_that_are_no_tensors_are_cut_as_if_they_were(held):
+    batch = {key: torch.arange(16).view(2, 8) + n for n, key in enumerate(("input_ids", "labels", "position_ids"))}
+    cp = ContextParallel(2, 1)
+    wanted = split_batch(batch, cp)
+    found = split_batch(
+        {"input_ids": batch["input_ids"], **{key: held(batch[key]) for key in batch if key != "input_ids"}}, cp
+    )
+    assert {key: value.tolist() for key, value in found.items()} == {key: value.tolist() for key, value in wanted.items()}
+
+
 def test_masks_of_other_shapes():
     S = 8
     cp = ContextParallel(2, 0)
