@@ -154,7 +154,6 @@ FLA_CONVOLUTION = Since(
     "fla", "0.5.1", "#871", "gradients of its convolution are wrong where the output's is not contiguous"
 )
 FLA_STATES = Since("fla", "0.5.3", "#1138, #1140", "gradients are wrong where states go in or out")
-FLA_ZIGZAG = Since("fla", "0.6", "build_cp_context(layout='zigzag'): ops/cp/context.py:186-274")
 FLA_ROWS = Since(
     "fla",
     "",

@@ -85,7 +85,10 @@ class WrappedCollator(Emitter):
         check_batch(given, self.inner)
         inner = Sources.of(given)
         batch = Sources({key: value for key, value in inner.items() if value is not None})
-        if self._adapter is not None and has_choices(batch):
+        if has_choices(batch):
+            if self._adapter is None:
+                rule = "Choices [B, C, S] get the form that their model reads."
+                raise CollateError(explain("input_ids", shape_of(batch["input_ids"]), rule, "Pass model=."))
             return shipped(self._adapter.mended(batch, padding_free=False)[0])
         _check_tokens(batch)
         if isinstance(labels := batch.get("labels"), Tensor) and labels.ndim == 2:

@@ -339,9 +339,9 @@ class BatchAdapter:
         if self.consumer.uncached(case):
             case = replace(case, restarts=restart(positions, segments))
             out |= {"use_cache": False} if case.restarts else {}
-        if case.model.pooling.endswith("by_id") and isinstance(out.get("input_ids"), Tensor):  # else padding counts
-            pad_token_id = case.model.text.pad_token_id
-            out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id or 0)
+        pad_token_id = case.model.text.pad_token_id if case.model.pooling.endswith("by_id") else None
+        if pad_token_id is not None and isinstance(out.get("input_ids"), Tensor):  # else padding counts
+            out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id)
         if self.consumer.reads_offsets(case) and any(out.get(key) is None for key in _FLAT_KEYS):
             out |= {key: value for key, value in _offsets(sources, case, device).items() if out.get(key) is None}
         if self.consumer.counts_positions:

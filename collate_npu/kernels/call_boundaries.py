@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, host_tensor, once
+from collate_npu.arrays import Array, host_array, once
+from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.masks.forms import mask_mod
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments, position_array
@@ -337,6 +338,12 @@ def position_reason(positions_T: Array, segments: Segments, first: int | None) -
 
 
 def offset_values(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Offsets of an argument as ints, () where there are none."""
-    given = values.get(name)
-    return () if given is None else tuple(np.asarray(host_tensor(name, given)).astype(np.int64).tolist())
+    """Return the whole numbers of an argument, () where it is not given; a sync if they lie on a device. Raises
+    `CollateError` for anything but one row of them; which container an operator takes it says itself."""
+    if (given := values.get(name)) is None:
+        return ()
+    array = host_array(name, given)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        rule, remedy = "It is one row of whole numbers.", "Pass a tensor or list of them, as the operator takes it."
+        raise CollateError(explain(name, shape_of(given), rule, remedy))
+    return tuple(array.tolist())

@@ -328,15 +328,9 @@ def offsets_of_rows(segments: Segments) -> dict[str, Any]:
     """
     begins_BS = np.diff(segments.array, axis=1, prepend=-1) != 0
     starts = [*np.flatnonzero(begins_BS).tolist(), begins_BS.size]
-    physical, longest = torch.tensor(starts, dtype=torch.int32), int(np.diff(starts).max())
-    offsets = {
-        "cu_seq_lens_q": physical,
-        "cu_seq_lens_k": physical.clone(),
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
-    ids_BS = (begins_BS.reshape(-1).cumsum() - 1).reshape(begins_BS.shape)
-    return offsets | {"seq_idx": torch.from_numpy(ids_BS.astype(np.int32))}
+    flat = offsets_of(of_lengths([np.diff(starts).tolist()], begins_BS.size))
+    named = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    return {key: flat[key] for key in named} | {"seq_idx": flat["seq_idx"].reshape(segments.shape)}
 
 
 # --- places: how much of a flat row each sequence takes up

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -214,11 +215,17 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
         raise CollateError(explain(name, str(physical.tolist())[:80], rule, remedy))
     if not tail and np.array_equal(starts_N[held], np.cumsum(real_N[held]) - real_N[held]):
         return name, of_lengths([real_N[held].tolist()], S)
-    ids_S = np.zeros(S, np.int64)
-    for n, (start, length) in enumerate(zip(starts_N[held].tolist(), real_N[held].tolist()), start=1):
-        ids_S[start : start + length] = n
+    ids_S = _ids_at(starts_N.tolist(), real_N.tolist(), S)
     ids_S[max(S - tail, 0) :] = 0
     return name, of_ids(ids_S[None])
+
+
+def _ids_at(starts: list[int], lengths: list[int], width: int) -> Array:
+    """Return the ids of a row whose sequences begin at these places."""
+    ids_S = np.zeros(width, np.int64)
+    for n, (start, length) in enumerate(zip(starts, lengths), start=1):
+        ids_S[start : start + length] = n
+    return ids_S
 
 
 def _ends_in_padding(sources: Sources, end: int, S: int) -> bool:
@@ -263,11 +270,8 @@ def _placed(rows: list[list[int]], held: list[list[int]], shape: tuple[int, int]
     if bad or len(rows) != len(held):
         rule = f"Each length fits its place, and the places their row of {shape[1]}."
         raise CollateError(explain_rows("seq_lens_padded", bad, rule, "Leave seq_lens_padded out, and carry segment_ids."))
-    ids_BS = np.zeros(shape, np.int64)
-    for ids_S, row, places in zip(ids_BS, rows, held):
-        for n, (start, length) in enumerate(zip(np.cumsum([0, *places]).tolist(), row), start=1):
-            ids_S[start : start + length] = n
-    return of_ids(ids_BS)
+    starts = [[0, *accumulate(places)] for places in held]
+    return of_ids(np.array([_ids_at(*each, shape[1]) for each in zip(starts, rows)]))
 
 
 def check_known_offsets(sources: Sources, segments: Segments) -> None:

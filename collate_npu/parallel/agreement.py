@@ -335,7 +335,7 @@ def digest_offsets(offsets: Tensor | Sequence[int] | None) -> str:
 
 
 def _is_compared(name: str, value: Tensor, key: Key, segments: Segments | None) -> bool:
-    """Return the facts of the masks and per-token keys of a batch; a dense mask is represented by its `segments`."""
+    """True for a value of tokens or boundaries; a dense mask is compared by its `segments`."""
     if key.role == "mask" and value.ndim > 2 and segments is not None:
         return False
     return key.kind in ("tokens", "positions", "truth", "offsets")

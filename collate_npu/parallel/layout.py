@@ -1,6 +1,6 @@
 """Which tokens a rank holds: every layout is a few runs `[start, stop)` of the row, in the order of the shard.
 
-Nothing here touches a tensor of the batch or a process group; the cost is O(runs). Eight tokens on two ranks::
+And the process groups of these ranks. No tensor of a batch is touched; the cost is O(runs). Eight tokens on two ranks::
 
     zigzag        0 1 . . . . 6 7   |  . . 2 3 4 5 . .      chunks r and 2 * size - 1 - r: causal work is level
     contiguous    0 1 2 3 . . . .   |  . . . . 4 5 6 7

@@ -46,7 +46,7 @@ def _ways_of(run: Any, layouts: Sequence[str] | None) -> dict[str, Ask]:
         layouts = ("left", "right") if takes else ()
     if isinstance(layouts, str) or bool(layouts) != takes:
         got = f"{layouts!r} for a run that {'takes' if takes else 'does not take'} layout"
-        rule = "layouts are names, each handed to run(samples, layout=name)."
+        rule = "layouts are names, each passed to run(samples, layout=name)."
         raise CollateError(explain("layouts", got, rule, "Write def run(samples, layout), or leave layouts out."))
     if not takes:
         return {"as it is": partial(_ask, run, "run")}
@@ -93,8 +93,6 @@ MOVED = "moved by one token: each answer stands at its neighbour's place"
 BOUNDARIES = "begins at the second sequence: boundaries are lost"
 PADDING = "wrong with padding, right in the longest: padding is read"
 PAD_ID = "only where a token is the pad id: real tokens are masked"
-TAIL = "only the last {} of each sample: a chunk's tail"
-CHUNK = "begins at multiples of {}: a chunk's tail, or a window"
 
 
 def meaning(found: Sequence[Tensor], known: Sequence[Tensor], bound: float, holding: Sequence[bool] = ()) -> str:
@@ -112,10 +110,10 @@ def meaning(found: Sequence[Tensor], known: Sequence[Tensor], bound: float, hold
         return ORDER
     far = [(x - y).abs() for x, y in zip(found, known)]
     begins = {n: int((x > bound).nonzero()[0]) for n, x in enumerate(far) if bool((x > bound).any())}
-    told = [n for n in begins if len(known[n]) > 1]  # one number alone may be near by chance
-    if told and all(any(m != n and _near(found[n], known[m], bound) for m in range(len(known))) for n in told):
+    longer = [n for n in begins if len(known[n]) > 1]  # one number alone may be near by chance
+    if longer and all(any(m != n and _near(found[n], known[m], bound) for m in range(len(known))) for n in longer):
         return ORDER
-    if told and all(_moved(found[n], known[n], bound) for n in told):
+    if longer and all(_moved(found[n], known[n], bound) for n in longer):
         return MOVED
     return _placed(begins, [len(y) for y in known], holding)
 
@@ -132,12 +130,6 @@ def _placed(begins: dict[int, int], lengths: Sequence[int], holding: Sequence[bo
     """Name the wrong samples, and the token from which each is wrong."""
     if not begins:
         return ""
-    step = next((c for c in (64, 32, 16, 8) if all(t and t % c == 0 for t in begins.values())), 0)
-    if step:
-        return CHUNK.format(step)
-    tail = max(lengths[n] - t for n, t in begins.items())
-    if any(begins.values()) and all(t == max(0, lengths[n] - tail) and not 0 < t < tail for n, t in begins.items()):
-        return TAIL.format(tail)
     if any(holding) and all(holding[n] for n in begins):
         return PAD_ID
     right, longest = {*range(len(lengths))} - {*begins}, {n for n, length in enumerate(lengths) if length == max(lengths)}
@@ -172,7 +164,7 @@ Draw = Callable[[int], Sample]
 def _scale_of(ask: Ask, samples: Sequence[Sample], own: list[Tensor], behind: list[list[Tensor]], draw: Draw) -> Scale:
     """The scale, from samples whose answers alone are `own`, float64 `[L - 1]` each, and with tokens behind them `behind`.
 
-    Raises `CollateError` where a right answer could not be told from a wrong one, or is none.
+    Raises `CollateError` where a right answer and a wrong one look the same, or is none.
     """
     if not all(bool(x.isfinite().all()) for x in own):
         got = "what is not a number for a sample alone"
@@ -318,10 +310,10 @@ def conformance(
     them as the stack does, and returns for each a list, array or tensor [L - 1]: the natural logarithm of what each token
     from the second on was given. If it takes `layout`, it is asked for each of `layouts`, names that it understands (by
     default "left" and "right"). With `pad_token_id` samples hold that id as text, too. Under torchrun give each rank the
-    same `seed`. What passes is told with the table; what is not a number never does.
+    same `seed`. The table shows what passes; what is not a number never does.
 
-    Raises `CollateError` where nothing can be told: answers of another form, an error in `run`, answers that are others when
-    asked again (dropout), that do not depend on the tokens, or whose noise is as large as what is wrong.
+    Raises `CollateError` where nothing can be proved: answers of another form, an error in `run`, answers that are others
+    when asked again (dropout), that do not depend on the tokens, or whose noise is as large as what is wrong.
 
     >>> import torch
     >>> weights = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
@@ -353,9 +345,9 @@ def conformance(
         if layout != first:
             verdicts.append(_judged(layout, "alone", _each_alone(way, probes), own, scale, meaning))
         for name, samples in batches.items():
-            said = partial(meaning, holding=[pad_token_id in ids for ids in samples])
+            explained = partial(meaning, holding=[pad_token_id in ids for ids in samples])
             wanted = [known[tuple(ids)] for ids in samples]
-            verdicts.append(_judged(layout, name, way(name, samples), wanted, scale, said))
+            verdicts.append(_judged(layout, name, way(name, samples), wanted, scale, explained))
     return Conformance(tuple(verdicts), scale, seed)
 
 
@@ -381,12 +373,13 @@ def _batches(draw: Draw, pad_token_id: int | None) -> dict[str, list[Sample]]:
 
 
 def _judged(
-    layout: str, batch: str, found: list[Tensor], known: list[Tensor], scale: Scale, said: Callable[..., str]
+    layout: str, batch: str, found: list[Tensor], known: list[Tensor], scale: Scale, explained: Callable[..., str]
 ) -> BatchVerdict:
-    """What `said` makes of it where it is wrong."""
+    """The verdict on one batch; `explained` gives its meaning where it is wrong."""
     error = difference(found, known)
     far = [(x - y).abs() if len(x) == len(y) else y.new_full((1,), math.inf) for x, y in zip(found, known)]
     each = [(d, n, t) for n, x in enumerate(far) for t, d in enumerate(x.tolist())]
     largest, n, t = max(each, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
     right = error <= scale.limit  # what is not a number is not
-    return BatchVerdict(layout, batch, error, largest, n, t + 1, right, "" if right else said(found, known, scale.bound))
+    means = "" if right else explained(found, known, scale.bound)
+    return BatchVerdict(layout, batch, error, largest, n, t + 1, right, means)

@@ -39,7 +39,7 @@ from collate_npu.proof.measure import (
 from collate_npu.segments import Segments, keep_array
 from collate_npu.validation import check_collator, check_model
 
-# --- where samples stand in a batch, told by their tokens: who made it chose its side, its order and whether rows are
+# --- where samples stand in a batch, found by their tokens: who made it chose its side, its order and whether rows are
 # packed. Its mask is under test, so it only decides between places where the tokens fit equally well. O(B * S) a sample.
 
 REMEDY_SAME_TOKENS = "Switch off what changes tokens (bos, eos, cutting, masking), or give samples as they are collated."
@@ -72,11 +72,11 @@ class Located:
     def label_fault(self) -> str:
         """How the labels of the batch differ from those of its samples, "" where they do not. Nothing predicts a first
         label, which may be ignored; a batch without labels may leave them to others where they are the tokens."""
-        told, own = self._labels(), [feature["labels"] for feature in self.features]
-        if told is None:
+        found, own = self._labels(), [feature["labels"] for feature in self.features]
+        if found is None:
             asked = any(feature["labels"] != feature["input_ids"] for feature in self.features)
             return "The batch has no labels, and those of the samples are not their tokens" if asked else ""
-        pairs = [list(enumerate(zip(given, mine))) for given, mine in zip(told, own)]
+        pairs = [list(enumerate(zip(given, mine))) for given, mine in zip(found, own)]
         bad = [(n, t, *pair) for n, row in enumerate(pairs) for t, pair in row if pair[0] != pair[1]]
         bad = [(n, t, given, mine) for n, t, given, mine in bad if t or given != IGNORED]
         if not bad:
@@ -85,10 +85,7 @@ class Located:
         count = f"{len(bad)} label{'s' * (len(bad) > 1)}"
         where = f"{count} not as the samples have them: sample {n}, token {t} has {given} for {mine}"
         after = [[*feature["input_ids"][1:], IGNORED] for feature in self.features]
-        if given != IGNORED and all(x in (IGNORED, y) for pair in zip(told, after) for x, y in zip(*pair)):
-            return f"{where}. They are moved by a place, which the model does itself: leave them where their tokens are"
-        after = [[*feature["input_ids"][1:], IGNORED] for feature in self.features]
-        if given != IGNORED and all(x in (IGNORED, y) for pair in zip(told, after) for x, y in zip(*pair)):
+        if given != IGNORED and all(x in (IGNORED, y) for pair in zip(found, after) for x, y in zip(*pair)):
             return f"{where}. They are moved by a place, which the model does itself: leave them where their tokens are"
         lost = sum(given == IGNORED for *_, given, _ in bad)
         return f"{where}; {lost} are ignored, as where labels are made by labels == pad_token_id" if lost else where

@@ -16,18 +16,16 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, H
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
-from shutil import get_terminal_size
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from collate_npu.errors import CollateError, explain, printable
 from collate_npu.tools.guide import list_pages, read_page
-from collate_npu.tools.user_code import describe_error, find_callable, run_user_code
+from collate_npu.tools.user_code import as_user_code, describe_error, find_callable
 from collate_npu.tools.watch import watch_processes
 
 if TYPE_CHECKING:
@@ -150,7 +148,7 @@ def audit_command(
     seed: Annotated[int, Option("Which lines are drawn, and the random weights.", most=(1 << 63) - 1)] = 0,
     verbose: Annotated[bool, Option("The table of every model, and every reason.", Verbose)] = False,
     as_json: AsJson = False,
-    html: Annotated[Path | None, Option("Write a page too: tables, and the error at each token.")] = None,
+    html: Annotated[Path | None, Option("Write a page too, with the table of every model.")] = None,
 ) -> int:
     """Does a padded batch give the same numbers as each sample alone? And a flat row?
 
@@ -191,9 +189,9 @@ def audit_command(
         html.write_text(page(report), encoding="utf-8")
         print(f"collate-npu: wrote {printable(str(html))}", file=sys.stderr, flush=True)
     if as_json:
-        print(json.dumps(report.as_json(), indent=2, allow_nan=False), flush=True)
+        _print_json(report.as_json())
     else:
-        with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
+        with PIPE_MAY_CLOSE:
             print_report(screen(), report, verbose=verbose)
     return report.exit_code
 
@@ -219,23 +217,24 @@ def kernels_command(
     `collate-npu kernels` — what runs on a CPU
     """
     load("torch", "rich")
-    from rich.text import Text
-
-    from collate_npu.tools.audit.report import SIGNS, terms
-    from collate_npu.tools.kernels import measure_operators, tables
-    from collate_npu.tools.terminal import put, screen
+    from collate_npu.tools.kernels import measure_operators, print_calls
+    from collate_npu.tools.terminal import screen
 
     found = measure_operators(operator or [], device, dtype)
-    code = found.exit_code
     if as_json:
-        print(json.dumps(found.as_json(), indent=2, allow_nan=False), flush=True)
-        return code
-    sign, style = SIGNS["right" if code == 0 else "wrong" if code == 1 else "unproved"]
-    with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
-        out = screen()
-        put(out, Text(f"{sign} {found.verdict}", f"bold {style}"))
-        put(out, terms(found.notes(verbose=verbose)), *tables(found.runs))
-    return code
+        _print_json(found.as_json())
+    else:
+        with PIPE_MAY_CLOSE:
+            print_calls(screen(), found, verbose=verbose)
+    return found.exit_code
+
+
+def _print_json(found: dict[str, Any]) -> None:
+    print(json.dumps(found, indent=2, allow_nan=False), flush=True)
+
+
+PIPE_MAY_CLOSE = suppress(SystemExit)
+"""How rich ends where nobody reads the pipe any more."""
 
 
 def conformance_command(
@@ -262,26 +261,16 @@ def conformance_command(
     from rich.text import Text
 
     from collate_npu.proof.conformance import conformance
-    from collate_npu.tools.terminal import put, screen
+    from collate_npu.tools.terminal import put, screen, verdict_line
 
     stack = find_callable("run", run, "my_stack.py:run", "Name a function of samples.")
-    stack = stack if isinstance(stack, type) else _as_user_code(run, stack)
+    if not isinstance(stack, type):
+        stack = as_user_code(stack, "run", run, "It is called with samples, lists of token ids.", "Mend it there.")
     found = conformance(stack, vocab_size=vocab_size, pad_token_id=pad_id, layouts=layout or None, seed=seed)
-    sign, style = ("✔", "green") if found.passed else ("✘", "red")
+    code = 0 if found.passed else 1
     headline, *lines = str(found).splitlines()
-    put(screen(), Text(f"{sign} {headline}", f"bold {style}"), *map(Text, lines))
-    return 0 if found.passed else 1
-
-
-def _as_user_code(spec: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run`, which finds the modules beside it as when it was imported."""
-
-    @wraps(run)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with run_user_code("run", spec, "It is called with samples, lists of token ids.", "Mend it there."):
-            return run(*args, **kwargs)
-
-    return called
+    put(screen(), verdict_line(code, headline), *map(Text, lines))
+    return code
 
 
 def watch_command(
@@ -334,7 +323,7 @@ def show_command(
     `collate-npu show --data my.jsonl --tokenizer ./checkpoint --out batch.html`
     `collate-npu show --lengths 6,8 --cp 2 --layout zigzag` — which tokens each rank gets
     """
-    load("torch")
+    load("torch", "rich")
     from collate_npu.parallel import ContextParallel
     from collate_npu.tools import files, show
     from collate_npu.tools.describe import describe
@@ -346,10 +335,9 @@ def show_command(
         rule = "One thing is shown: --lengths, --batch, --data or --mask."
         raise CollateError(explain("input", " and ".join(named) or "none", rule, "Name one of them."))
     if out is not None:
-        load("rich")
         files.check_place(out, ".html")
     if mask is not None:
-        return _print(sheet_of(files.mask_of_file(mask), row=row), "", out)
+        return _draw(sheet_of(files.mask_of_file(mask), row=row), "", out)
     ranks = None if cp is None else ContextParallel(cp, 0, layout=layout, ulysses=ulysses)  # type: ignore[arg-type]
     ranks = ranks.for_documents() if ranks is not None and packed else ranks
     reader = show.reader_of(tokenizer, bytes_too=data is not None)
@@ -366,26 +354,22 @@ def show_command(
     panels += [] if ranks is None else show.rank_panels(shown, ranks)
     sheet = sheet_of(shown, row=row, tokenizer=reader)
     kept = sheet.panels if not panels else tuple(p for p in sheet.panels if not (p.derived and p.squares))
-    return _print(replace(sheet, panels=(*kept, *panels)), str(describe(shown)), out)
+    return _draw(replace(sheet, panels=(*kept, *panels)), str(describe(shown)), out)
 
 
-def _print(sheet: Sheet, words: str, out: Path | None) -> int:
-    """Print the words, then the picture, which is what stays on the screen; without rich in signs alone."""
-    from collate_npu.tools.show import html_of, lines, text_of
-
-    if not find_spec("rich"):
-        print(f"{words}\n\n{text_of(lines(sheet, get_terminal_size().columns))}".lstrip(), flush=True)
-        return 0
+def _draw(sheet: Sheet, words: str, out: Path | None) -> int:
+    """Print the words, then the picture, which is what stays on the screen."""
     from rich.text import Text
 
+    from collate_npu.tools.show import html_of, print_sheet
     from collate_npu.tools.terminal import put, screen
 
     console = screen()
     if out is not None:
         out.write_text(html_of(sheet), encoding="utf-8")
-    with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
+    with PIPE_MAY_CLOSE:
         put(console, *([Text(f"{words}\n")] if words else []))
-        put(console, *(Text.assemble(*line) for line in lines(sheet, console.width)))
+        print_sheet(console, sheet)
         put(console, *[Text(f"written: {out}")] * (out is not None))
     return 0
 

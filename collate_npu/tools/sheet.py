@@ -181,7 +181,7 @@ def _beside(full: Tensor, square: Square, polarity: Polarity, truth: Segments | 
     """Return each row beside what it ought to be."""
     reading = None
     with suppress(CollateError):
-        reading = read_bare_mask(full, Known(), polarity=polarity, batch_size=square.shape[0])
+        reading = read_bare_mask(MaskValues(full, polarity), Known(), batch_size=square.shape[0])
     if reading is not None and truth is None:
         return _squares(square, full, reading.segments)
     pattern = CAUSAL if reading is None or reading.pattern is None else reading.pattern

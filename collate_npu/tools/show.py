@@ -8,13 +8,13 @@ host. No dense mask is built. Legend: B batch, S width, Q query rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from collate_npu.arrays import Side
@@ -26,8 +26,9 @@ from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, token_runs
 from collate_npu.segments import Segments
+from collate_npu.testing import byte_tokenizer
 from collate_npu.tools.describe import Description
-from collate_npu.tools.files import check_place, encoded, read_rows
+from collate_npu.tools.files import check_place, encoded, load_tokenizer, read_rows
 from collate_npu.tools.sheet import (
     SIGNS,
     Attention,
@@ -40,6 +41,7 @@ from collate_npu.tools.sheet import (
     sign_of,
     signs_of,
 )
+from collate_npu.tools.terminal import WIDTH, html_page, put, recorder
 
 NAMED = "italic dim"
 """The style of tokens and their places."""
@@ -55,17 +57,17 @@ class Picture(Description):
 
     @property
     def html(self) -> str:
-        """One self-contained page. Needs rich."""
+        """One self-contained page."""
         return html_of(self.sheet)
 
     def save(self, path: str | Path) -> None:
-        """Write that page. Needs rich."""
+        """Write that page."""
         check_place(Path(path), ".html")
         Path(path).write_text(self.html, encoding="utf-8")
 
-    def _repr_html_(self) -> str | None:
-        """For notebooks; without rich they show the text."""
-        return html_of(self.sheet, NOTEBOOK) if find_spec("rich") else None
+    def _repr_html_(self) -> str:
+        """Return the page that a notebook shows."""
+        return html_of(self.sheet, NOTEBOOK)
 
 
 def picture(shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = None, tokenizer: Any = None) -> Picture:
@@ -199,16 +201,16 @@ def _more(number: int, what: str) -> Iterator[Line]:
         yield [(f"... {number} {what}", "dim")]
 
 
-def html_of(sheet: Sheet, columns: int = 120) -> str:
-    """Return one page that loads nothing. Needs rich."""
-    try:
-        terminal = import_module("collate_npu.tools.terminal")
-    except ImportError:
-        rule = "Pages are drawn by rich, which is not installed."
-        raise CollateError(explain("picture", "no rich", rule, "pip install rich.")) from None
-    console = terminal.recorder(columns)
-    terminal.put(console, *(terminal.Text.assemble(*line) for line in lines(sheet, columns)))
-    return str(terminal.html_page(console, "collate-npu show"))
+def print_sheet(console: Console, sheet: Sheet) -> None:
+    """Print a sheet, drawn for the width of this terminal."""
+    put(console, *(Text.assemble(*line) for line in lines(sheet, console.width)))
+
+
+def html_of(sheet: Sheet, columns: int = WIDTH) -> str:
+    """Return one page that loads nothing."""
+    console = recorder(columns)
+    print_sheet(console, sheet)
+    return html_page(console, "collate-npu show")
 
 
 def consumer_panels(
@@ -297,10 +299,8 @@ def features_of_data(path: Path, tokenizer: Any, rows: int, max_length: int) -> 
 def reader_of(folder: Path | None, *, bytes_too: bool) -> Any:
     """Return what reads the tokens: the tokenizer of a folder, else one of bytes, or None."""
     if folder is not None:
-        from collate_npu.tools.audit.session import load_tokenizer
-
         return load_tokenizer(folder)
-    return import_module("collate_npu.testing").byte_tokenizer() if bytes_too else None
+    return byte_tokenizer() if bytes_too else None
 
 
 def collate_rows(

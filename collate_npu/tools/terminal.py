@@ -21,6 +21,8 @@ from collate_npu.errors import printable
 INTERRUPTED = 130
 WORDS = {0: "PASS", 1: "FAIL", 2: "NOT PROVED", INTERRUPTED: "INTERRUPTED"}
 """The verdict by exit code."""
+RIGHT, WRONG, UNPROVED = ("✔", "green"), ("✘", "bold red"), ("?", "yellow")
+"""Sign and style."""
 WIDTH, NARROWEST = 120, 20
 """Columns of a file, and of a terminal at least."""
 ASCII = str.maketrans({"✔": "+", "✘": "!", "⬚": ".", "■": "#", "◧": "%", "·": "_", "×": "x", "…": "~"})
@@ -97,6 +99,27 @@ def html_page(console: Console, title: str) -> str:
 
 def _in_columns(found: re.Match[str]) -> str:
     return ("", "<bdi>{}</bdi>", "<bdi class=wide>{}</bdi>")[cell_len(found[0])].format(found[0]) or found[0]
+
+
+def verdict_line(code: int, sentence: str) -> Text:
+    """Return the first line of what a command found: its sign, and a sentence that begins with its word."""
+    sign, style = {0: RIGHT, 1: WRONG}.get(code, UNPROVED)
+    return Text(f"{sign} {sentence}", f"bold {style}")
+
+
+def verdict_json(code: int, **found: Any) -> dict[str, Any]:
+    """Return what a command found for machines: `passed` and its word first. Numbers that are not finite are words."""
+    return finite({"passed": code == 0, "verdict": WORDS[code], "exit_code": code, **found})  # type: ignore[no-any-return]
+
+
+def terms(lines: Iterable[tuple[str, str]]) -> Table:
+    """Return a label, and the text beside it, on each line."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in lines:
+        grid.add_row(Text(f"  {label}", "bold yellow" if label[:2].isupper() else "dim"), Text(text))
+    return grid
 
 
 # --- numbers and names in words

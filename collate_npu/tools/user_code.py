@@ -7,12 +7,12 @@ raises is refused with its file and line.
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import wraps
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -78,8 +78,6 @@ def check_file(path: Path, endings: Sequence[str], remedy: str) -> None:
         got = f"no such folder as {folder}"
     elif not path.exists():
         got = "no such file"
-    elif path.is_fifo() and path.absolute().parts[1] not in ("dev", "proc"):  # not the shell's own `<(...)`
-        got = "a pipe, which may never end"
     elif path.is_file() and path.suffix not in endings:
         got = f"a file that ends with {path.suffix!r}"
     else:
@@ -132,20 +130,22 @@ def run_user_code(where: str, spec: str, rule: str, remedy: str) -> Iterator[Non
     folders = [str(Path(place).resolve().parent)] * place.endswith(".py") + [str(Path.cwd())]
     added = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
     sys.path += added
-    end, process = os._exit, os.getpid()
-
-    def raise_here(status: int) -> None:  # a process that it started may end; this one has a verdict to give
-        if os.getpid() != process:
-            end(status)
-        raise SystemExit(f"os._exit({status})")
-
-    os._exit = raise_here  # type: ignore[assignment]
     try:
         with refused(where, spec, rule, remedy, folders=folders):
             yield
     finally:
-        os._exit = end
         sys.path[:] = [entry for entry in sys.path if entry not in added]
+
+
+def as_user_code(function: Callable[..., Any], where: str, spec: str, rule: str, remedy: str) -> Callable[..., Any]:
+    """Return the function, whose calls find the modules beside it, and whose errors are refused."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with run_user_code(where, spec, rule, remedy):
+            return function(*args, **kwargs)
+
+    return called
 
 
 def _module(place: str) -> Any:

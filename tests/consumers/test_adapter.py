@@ -251,3 +251,15 @@ def test_a_tensor_under_two_names_is_two_on_the_device():
     out = move_batch({"input_ids": ids, "labels": ids, "each": {"kind": ids}}, torch.device("meta"))
     assert len({id(x) for x in (out["input_ids"], out["labels"], out["each"]["kind"])}) == 3
     assert all(x.is_meta and x.shape == ids.shape for x in (out["input_ids"], out["labels"], out["each"]["kind"]))
+
+
+@pytest.mark.models
+def test_labels_of_a_decoder_say_nothing_of_the_padding_before_the_encoders_tokens():
+    """They are of other tokens. Those of a language model that all stand on padding show a mask that is turned around."""
+    transformers = pytest.importorskip("transformers")
+    keep, ids = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]), torch.tensor([[0, 0, 3, 4], [5, 6, 7, 8]])
+    batch = {"input_ids": ids, "attention_mask": keep, "labels": torch.tensor([[3, -100, -100, -100], [5, 6, 7, 8]])}
+    found = BatchAdapter(transformers.T5Config(), consumer="transformers")(batch)
+    assert found["labels"].tolist() == batch["labels"].tolist()
+    with pytest.raises(CollateError, match="1 labels, all on padding"):
+        BatchAdapter(transformers.LlamaConfig(), consumer="transformers")(batch)

@@ -57,6 +57,8 @@ SPARSE = {"config": config(attention_type="block_sparse", num_random_blocks=1, b
 ROPE = {"config": config(rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 4})}
 WINDOWS = {"config": config(sliding_window=2, layer_types=["sliding_attention", "full_attention"])}
 WINDOW = {"config": config(sliding_window=2, layer_types=["sliding_attention"])}
+CHUNKS = {"config": config(attention_chunk_size=2, layer_types=["chunked_attention", "full_attention"])}
+AHEAD = {"call": {"is_causal": False}, "follows_is_causal": True, **BOTH_WAYS}
 LEAKS = {"moves": {"left": "it was measured", "packed": "its own masks"}}
 IMAGES, TYPES = ({"looks_ahead": (by,)} for by in ("images", "types"))
 ROUTED = {"config": LEARNS, "model_type": "gpt_oss"}
@@ -102,6 +104,10 @@ TABLE = [
     ("bias", PACKED, EAGER),
     ("keep_2d: the model looks ahead", LEFT, {"attends": "bidirectional", **BOTH_WAYS}),
     ("keep", PACKED, {"attends": "bidirectional", **BOTH_WAYS}),
+    ("keep_2d: the model looks ahead", LEFT, {"attends": "bidirectional", **CHUNKS, **BOTH_WAYS}),
+    *((form, LEFT, {**how, **AHEAD}) for form, how in (
+        ("keep_2d: the model looks ahead", {}), ("refused.*window of 2 of their own", CHUNKS),
+        ("keep_2d: the model looks ahead", {**CHUNKS, **EAGER}))),
     # recurrent layers: holes, packed rows, windows
     ("keep_2d", HOLE, {}), ("refused.*decays", HOLE, RECURRENT), ("masked", HOLE, {"consumer": "megatron"}),
     ("refused.*decays", HOLE, {"consumer": "megatron", **RECURRENT}),

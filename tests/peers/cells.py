@@ -40,6 +40,16 @@ def samples() -> list[list[int]]:
     return rows
 
 
+def scores(logits_TV: Tensor, ids: Sequence[int]) -> Tensor:
+    """Log-probabilities of a sample's tokens but the first, of the logits of its places."""
+    return logits_TV[: len(ids) - 1].log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+
+
+def alone(model: Any) -> Run:
+    """Each sample by itself, on a model of transformers."""
+    return lambda rows: [scores(model(input_ids=torch.tensor([ids])).logits[0], ids) for ids in rows]
+
+
 @dataclass(frozen=True)
 class Stack:
     """One stack: its name, the packages whose releases are told, and the nox session that measures it."""
@@ -52,19 +62,15 @@ class Stack:
     def file(self) -> Path:
         return FOLDER / f"{re.sub('[^a-z0-9]+', '-', self.name.lower())}.json"
 
-    def cell(
-        self, family: str, layout: Layout, *, truth: Run, alone: Run | str, ours: Run | str, line: str
-    ) -> tuple[str, str]:
-        """Measure one cell; the verdicts of both. A text in the place of a run says why it was not run.
+    def cell(self, family: str, layout: Layout, *, truth: Run, alone: Run | str, ours: Run | str, line: str) -> None:
+        """Measure one cell. A text in the place of a run says why it was not run.
 
         `truth([sample])` is the sample by itself; `line` what a user adds. A run that raises has refused.
         """
         wanted = [_numbers(truth([ids])[0]) for ids in samples()]
-        return self.tell(family, layout, alone=_measured(alone, wanted), ours=_measured(ours, wanted), line=line)
+        self.tell(family, layout, alone=_measured(alone, wanted), ours=_measured(ours, wanted), line=line)
 
-    def tell(
-        self, family: str, layout: Layout, *, alone: dict[str, Any], ours: dict[str, Any], line: str
-    ) -> tuple[str, str]:
+    def tell(self, family: str, layout: Layout, *, alone: dict[str, Any], ours: dict[str, Any], line: str) -> None:
         """The same of what a test measured by itself, each made by `verdict`."""
         told = {"family": family, "layout": layout, "line": line, "alone": alone, "ours": ours}
         assert ours["verdict"] != "wrong", told
@@ -72,7 +78,12 @@ class Stack:
             self._write(told)
         else:
             self._held_against(told)
-        return alone["verdict"], ours["verdict"]
+
+    def tell_jobs(self, found: dict[str, Any], *, line: str) -> None:
+        """The same of many cells: family -> layout -> who -> its jobs, or a text that says why they were not run."""
+        for family, layouts in found.items():
+            for layout, jobs in layouts.items():
+                self.tell(family, layout, alone=worst_of(jobs["alone"]), ours=worst_of(jobs["ours"]), line=line)
 
     def _write(self, told: dict[str, Any]) -> None:
         releases = {name: version(name).partition("+")[0] for name in sorted({*self.packages, "torch"})}
@@ -108,9 +119,9 @@ def of_job(found: dict[str, Any]) -> dict[str, Any]:
     return verdict(refused=found["refused"]) if found["refused"] else verdict(found["error"])
 
 
-def worst_of(jobs: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The same of several jobs that share one cell."""
-    return worst(map(of_job, jobs))
+def worst_of(jobs: Iterable[dict[str, Any]] | str) -> dict[str, Any]:
+    """The same of several jobs that share one cell, or of a text in their place."""
+    return verdict(not_run=jobs) if isinstance(jobs, str) else worst(map(of_job, jobs))
 
 
 def worst(verdicts: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def test_places_by_padded_offsets_and_tokens_by_the_others():
 X = torch.ones(2, 6, 1, 4)
 UNREAD = {
     "it goes on from a state": ("chunk_gated_delta_rule", {"q": X, "k": X, "v": X, "initial_state": X}),
-    "no tensor tells its tokens": ("chunk_gated_delta_rule", {"scale": 1.0}),
+    "no tensor has its tokens": ("chunk_gated_delta_rule", {"scale": 1.0}),
     "is not rows of tokens": ("flash_attn_func", {"q": X[0]}),
     "it has no offsets": ("flash_attn_varlen_func", {"q": X[0], "k": X[0]}),
     "other tokens than its keys": (

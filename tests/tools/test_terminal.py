@@ -2,7 +2,6 @@
 
 import html
 import io
-import os
 import re
 
 import pytest
@@ -12,9 +11,9 @@ pytest.importorskip("rich")
 from rich.console import Console
 from rich.text import Text
 
-from collate_npu import CollateError, Segments
+from collate_npu import Segments
 from collate_npu.masks import dense
-from collate_npu.tools import files, terminal
+from collate_npu.tools import terminal
 from collate_npu.tools.show import picture
 
 TRUTH = Segments.from_lengths([3, 6], side="left")
@@ -71,27 +70,6 @@ def test_what_a_terminal_would_obey_is_escaped_and_keeps_its_colour():
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False, width=40)
     terminal.put(console, Text("\x1b[2J", "red", end=""))
     assert console.file.getvalue() == "\x1b[31m\\x1b[2J\x1b[0m"
-
-
-def test_a_place_that_is_no_page_is_refused_with_what_is_one(tmp_path):
-    """A pipe that nobody reads would wait for ever."""
-    (tmp_path / "a.html").mkdir()
-    os.mkfifo(tmp_path / "pipe.html")
-    (tmp_path / "link.html").symlink_to(tmp_path / "precious.txt")
-    rules = {
-        "A page is written as .html": ("a.gif", "a.svg", "a", "a.HTML5"),
-        "Name a file in a folder that exists": ("no/a.html", "a.html", "pipe.html"),
-        "Name that file itself": ("link.html",),
-    }
-    for rule, names in rules.items():
-        for name in names:
-            with pytest.raises(CollateError) as error:
-                files.check_place(tmp_path / name, ".html")
-            assert rule in str(error.value)
-    with pytest.raises(CollateError, match="Name that file itself"):
-        shown().save(tmp_path / "link.html")
-    assert not (tmp_path / "precious.txt").exists()
-    files.check_place(tmp_path / "new.html", ".html")
 
 
 def test_a_number_has_an_exponent_where_it_is_small_or_large():

@@ -1,31 +1,22 @@
-"""Where torch and numpy are all that loads, `--version`, `env`, `guide` and `show` answer in text; the others name what to
-install."""
+"""The command line: how it is typed; and what it says where torch and numpy are all that loads: `--version`, `env` and
+`guide` answer, the others name what to install."""
 
+import json
+import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from typed import typed
 
 import collate_npu
-from collate_npu import PaddingCollator, Segments, describe
-from collate_npu.collate import collators
-from collate_npu.masks import dense
-from collate_npu.tools.show import picture
 
 ROOT = Path(collate_npu.__file__).parents[1]
 ABSENT = ("rich", "transformers", "accelerate", "wrapt", "datasets", "matplotlib")
 GONE = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\nfrom collate_npu.__main__ import main\nmain()"
-ROWS = [{"input_ids": [1] * n, "seq_lengths": [n]} for n in (3, 5)]
-
-
-@pytest.fixture
-def gone(monkeypatch):
-    for name in ABSENT:
-        monkeypatch.setitem(sys.modules, name, None)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +28,6 @@ def gone(monkeypatch):
         ("guide", "* `errors`: "),
         ("guide errors#polarity", "### `PolarityError`\n"),
         ("guide masked_select", "FlashAttentionScore refuses a mask"),
-        ("show --lengths 3,5 --side left", "  0 ⬚ ⬚ ■ ■ ■\n  1 ■ ■ ■ ■ ■\n"),
         pytest.param("env", "- torch: ", marks=pytest.mark.slow),
     ],
 )
@@ -54,34 +44,23 @@ def test_what_needs_neither_runs_without_them(args, words):
         ("kernels", "pip install rich."),
         ("conformance os:getpid", "pip install rich."),
         ("watch -- python", "pip install wrapt."),
-        ("show --lengths 3 --out x.html", "pip install rich."),
-        ("show --lengths x", "collate-npu: --lengths: got x"),
+        ("show --lengths 3", "pip install rich."),
         ("guide ms-swfit", "Did you mean ms-swift"),
     ],
 )
-def test_the_others_say_in_one_line_what_to_install(gone, args, words):
+def test_the_others_say_in_one_line_what_to_install(monkeypatch, args, words):
+    for name in ABSENT:
+        monkeypatch.setitem(sys.modules, name, None)
     done = typed(*args.split())
     assert (done.exit_code, done.stdout, done.stderr.count("\n"), words in done.stderr) == (2, "", 1, True)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_show_says_what_describe_and_picture_say(gone, side, recwarn):
-    collators._warn_of_neutral_form.cache_clear()
-    shown = typed("show", "--lengths", "3,5", "--side", side)
-    assert (shown.exit_code, recwarn.list) == (0, [])
-    batch = PaddingCollator(pad_token_id=0, padding_side=side)(ROWS)
-    assert shown.stdout.startswith(f"{describe(batch)}\n\nattention_mask_2d: ")
-    assert all(f" {line}\n" in shown.stdout for line in str(picture(batch)).splitlines()[1:3])
-
-
-def test_show_reads_saved_batches_and_masks(gone, tmp_path):
-    batch, mask = tmp_path / "batch.pt", tmp_path / "mask.pt"
-    torch.save({"input_ids": torch.ones(2, 5), "attention_mask": Segments.from_lengths([3, 5]).keep}, batch)
-    torch.save(dense(Segments.from_lengths([3], width=4, side="left")), mask)
-    assert typed("show", "--batch", batch, "--row", "1").exit_code == 0
-    assert typed("show", "--mask", mask).stdout.startswith(
-        "bool [1, 1, 4, 4], True attends\nrow 0\n   0 ⬚ ⬚ ⬚ ⬚\n   1 ⬚ ■ ⬚ ⬚\n   2 ⬚ ■ ■ ⬚\n"
-    )
+def test_a_package_that_breaks_is_named_with_its_error(tmp_path, monkeypatch):
+    (tmp_path / "wrapt.py").write_text("raise RuntimeError('gone')", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wrapt", raising=False)
+    done = typed("watch", "--", "python")
+    assert done.stderr == "collate-npu: wrapt does not load: RuntimeError: gone. `collate-npu env` says more.\n"
 
 
 def test_env_is_words_or_json_and_an_interrupt_is_one(monkeypatch):
@@ -105,6 +84,8 @@ def test_env_is_words_or_json_and_an_interrupt_is_one(monkeypatch):
         ("show --row 1.5", "--row: invalid whole_number value: '1.5'"),
         ("watch --steps 1048577 -- a", "--steps: 1048577 is not in the range 1..1048576."),
         ("conformance", "required: run"),
+        ("audit --batch-size 1", "--batch-size: 1 is not in the range 2..inf."),
+        ("audit --side both", "invalid choice: 'both'"),
         ("env \x1b[31m", "unrecognized arguments: \\x1b[31m"),
     ],
 )
@@ -137,3 +118,52 @@ def test_what_stands_behind_the_command_of_a_watch_is_its_own(capfd):
     for args in ((), ("--",), ("--", "no-such-command")):
         done = typed("watch", *args)
         assert (done.exit_code, "no such command. Write what you would type" in done.stderr) == (2, True)
+
+
+# --- a process of its own
+
+
+@pytest.fixture
+def started():
+    """Start an audit as a user runs it, in a group of its own, as a terminal does."""
+    pytest.importorskip("rich")
+    pytest.importorskip("transformers")
+
+    def start(line):
+        command = [sys.executable, "-m", "collate_npu", "audit", "--model", "llama", *line.split()]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        # a shell starts what it sends to the background deaf to Ctrl-C, and children stay so
+        hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        return subprocess.Popen(command, start_new_session=True, preexec_fn=hears, **streams)
+
+    return start
+
+
+QUICK = "--attn sdpa --batch-size 3 --max-length 48"
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.models
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupted_audit_says_what_it_found(started, name):
+    with started(f"{QUICK} --attn eager --batches 8 --json") as process:
+        assert process.stderr.readline().startswith("[1/2]")
+        os.killpg(process.pid, signal.Signals[name])
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, "Traceback" in err) == (130, False), err
+    found = json.loads(out)
+    assert (found["passed"], found["verdict"], found["interrupted"]) == (False, "INTERRUPTED", True)
+    assert found["findings"]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.models
+def test_a_reader_who_leaves_does_not_make_it_fail(started):
+    """`collate-npu audit | head -1` under pipefail: the exit code stays the audit's."""
+    with started(f"{QUICK} --batches 1") as process:
+        process.stdout.close()
+        err = process.stderr.read()
+        process.wait(timeout=120)
+    assert (process.returncode, "Traceback" in err) == (0, False), err
