@@ -13,8 +13,8 @@ import os
 import sys
 import warnings
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, HelpFormatter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -191,7 +191,7 @@ def audit_command(
     if as_json:
         _print_json(report.as_json())
     else:
-        with PIPE_MAY_CLOSE:
+        with pipe_may_close():
             print_report(screen(), report, verbose=verbose)
     return report.exit_code
 
@@ -224,17 +224,23 @@ def kernels_command(
     if as_json:
         _print_json(found.as_json())
     else:
-        with PIPE_MAY_CLOSE:
+        with pipe_may_close():
             print_calls(screen(), found, verbose=verbose)
     return found.exit_code
 
 
 def _print_json(found: dict[str, Any]) -> None:
-    print(json.dumps(found, indent=2, allow_nan=False), flush=True)
+    with pipe_may_close():
+        print(json.dumps(found, indent=2, allow_nan=False), flush=True)
 
 
-PIPE_MAY_CLOSE = suppress(SystemExit)
-"""How rich ends where nobody reads the pipe any more."""
+@contextmanager
+def pipe_may_close() -> Iterator[None]:
+    """Print to a reader who may have left, as `head` does: the exit code stays the command's."""
+    try:
+        yield
+    except (BrokenPipeError, SystemExit):  # the second is what rich raises, from 13.8 on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def conformance_command(
@@ -367,7 +373,7 @@ def _draw(sheet: Sheet, words: str, out: Path | None) -> int:
     console = screen()
     if out is not None:
         out.write_text(html_of(sheet), encoding="utf-8")
-    with PIPE_MAY_CLOSE:
+    with pipe_may_close():
         put(console, *([Text(f"{words}\n")] if words else []))
         print_sheet(console, sheet)
         put(console, *[Text(f"written: {out}")] * (out is not None))
@@ -387,14 +393,14 @@ def guide_command(
     `collate-npu guide zh/index`
     """
     text = read_page(" ".join(name)) if name else list_pages()
-    if find_spec("rich"):
-        from collate_npu.tools.terminal import Page, screen
+    with pipe_may_close():
+        if find_spec("rich"):
+            from collate_npu.tools.terminal import Page, screen
 
-        if screen().is_terminal:
-            screen().print(Page(text))
-            return 0
-    sys.stdout.write(text)
-    sys.stdout.flush()
+            if screen().is_terminal:
+                screen().print(Page(text))
+                return 0
+        print(text, end="", flush=True)
     return 0
 
 
@@ -405,7 +411,8 @@ def env_command(as_json: Annotated[bool, Option("Print the same as JSON.", ("--j
     """
     from collate_npu.tools.env import report
 
-    print(report(as_json=as_json), flush=True)
+    with pipe_may_close():
+        print(report(as_json=as_json), flush=True)
     return 0
 
 

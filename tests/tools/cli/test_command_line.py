@@ -157,6 +157,16 @@ def test_an_interrupted_audit_says_what_it_found(started, name):
     assert found["findings"]
 
 
+@pytest.mark.parametrize("line", ["guide", "guide errors", "env", "show --lengths 3,5", "conformance --help"])
+def test_a_pipe_that_nobody_reads_leaves_the_exit_code(line):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "collate_npu", *line.split()]
+    with open(writing, "wb") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.models
