@@ -80,11 +80,10 @@ def outside(package: str, tested: str = "", here: str | None = None) -> str:
 
 
 def page_of(package: str) -> str:
-    """Return the guide page about a package: its title names it."""
+    """Return the guide page about a package: a heading names it."""
     pages = sorted((Path(__file__).parent / "guide").glob("*.md"))
-    titles = {path.stem: path.read_text("utf-8").partition("\n")[0].lower() for path in pages}
-    named = [name for name, title in titles.items() if re.search(rf"\b{re.escape(package)}\b", title)]
-    return named[0] if named else "index"
+    heading = re.compile(rf"^##? .*\b{re.escape(package)}\b", flags=re.M | re.I)
+    return next((path.stem for path in pages if heading.search(path.read_text("utf-8"))), "index")
 
 
 @cache

@@ -239,9 +239,6 @@ def glossary() -> str:
     return "\n".join(["| file | what it is |", "|---|---|", *rows])
 
 
-COMMANDS = ("audit", "show", "conformance", "kernels", "watch")
-
-
 def between(page: str, **made: str) -> dict[Path, str]:
     """A page of the guide, or README, with what is made between the two comments of each name."""
     path = ROOT / page if page == "README.md" else PACKAGE / "guide" / f"{page}.md"
@@ -263,15 +260,15 @@ def written() -> dict[Path, str]:
         **between("zh/index", need=re.sub("|".join(CHINESE), lambda found: CHINESE[found[0]], needed())),
         code: re.sub(r"ConsumerName = Literal\[\n.*?\]  # fmt: skip\n", literal, code.read_text("utf-8"), flags=re.S),
         **between("contributing", files=glossary()),
-        **between("consumers", consumers=table()),
-        **between("gated-delta-net", families=families(), spellings=drawn(arguments)),
+        **between("kernels", families=families(), spellings=drawn(arguments), options=command("kernels")),
         **between("context-parallel", layouts=drawn(layout), schemes=drawn(recurrent)),
         **between("options", options=options()),
         **between("speed", step=step_table(measured()), speed=speed_table(measured())),
         **between("limits", growth=growth_table(measured("limits")), long=long_table(measured("limits"))),
-        **between("masks-4d", derive=options_of(derive_segments)),
-        **between("masks", given=given()),
-        **{path: text for name in COMMANDS for path, text in between(name, options=command(name)).items()},
+        **between("masks", given=given(), derive=options_of(derive_segments), consumers=table()),
+        **between("checks", watch=command("watch"), conformance=command("conformance")),
+        **between("audit", options=command("audit")),
+        **between("show", options=command("show")),
     }
 
 

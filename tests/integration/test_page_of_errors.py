@@ -179,7 +179,7 @@ WORDS = {
     "No key says which tokens are padding: no mask may mean no padding": "padding-unknown",
     "repatch": "# mindspeed",
     "pad_between_seqs": "# megatron",
-    "cu_seqlens": "# flat-rows",
+    "cu_seqlens": "# packing",
 }
 """What is typed, or pasted from a log -> the row that comes first, or the page."""
 

@@ -64,7 +64,7 @@ def test_on_a_terminal_markdown_is_drawn(monkeypatch):
 
 def test_no_name_of_a_table_is_cut_on_a_narrow_terminal():
     with Console(width=50, record=True, file=io.StringIO()) as console:
-        console.print(Page(guide.read_page("consumers")))
+        console.print(Page(guide.read_page("masks")))
     assert "…" not in console.export_text()
 
 

@@ -38,7 +38,7 @@ chunks of 64, where builders that count non-empty sequences alone name the wrong
 
 Padded rows `[B, S]` need no boundary where nothing is written at padding: a state begins at zero, and decay of nothing is
 nothing. The convolution mixes W - 1 neighbours before the rule, so its *input* must be zero on the left; without biases
-before the rule, zeroing the layer's input does both (measured: guide, gated-delta-net).
+before the rule, zeroing the layer's input does both (measured: guide, kernels).
 
 Legend: B rows, S width, T tokens of the flat row, N sequences, C tokens a chunk.
 """
