@@ -2,11 +2,12 @@
 its sample alone.
 
 Samples are drawn, asked for alone, then in batches on which padding, packing, chunks and order go wrong. What passes follows
-from the noise of the stack's own answers: a sample again, with tokens behind it, beside a copy of itself. A wrong answer: a
-sample with a text before it. Where rounding is that of float32, six times that noise passes, and what is larger beside it is
-no rounding. Elsewhere one token in a thousand is further off by far (an expert is chosen otherwise): six times the least
-noise passes, and a tenth of what is wrong. Which samples are wrong, and from which of their tokens on, says what it means.
-Costs about 110 calls with one sample or two, and 10 with a batch in each layout.
+from the noise of the stack's own answers: a sample again, beside a copy of itself, and with tokens behind it, where other
+tokens behind change nothing: then its width alone made the difference. A wrong answer: a sample with a text before it. Where
+all noise is that of float32, six times that noise passes. Elsewhere one token in a thousand is further off by far (an expert
+is chosen otherwise): six times the least noise passes, and a tenth of what is wrong. Which samples are wrong, and from which
+of their tokens on, says what it means.
+Costs about 130 calls with one sample or two, and 10 with a batch in each layout.
 Legend: N samples, L tokens of a sample; the log-probability at t, of L - 1, is that of token t + 1.
 """
 
@@ -16,7 +17,7 @@ import inspect
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -161,8 +162,26 @@ Draw = Callable[[int], Sample]
 """Another sample of a length."""
 
 
-def _scale_of(ask: Ask, samples: Sequence[Sample], own: list[Tensor], behind: list[list[Tensor]], draw: Draw) -> Scale:
-    """The scale, from samples whose answers alone are `own`, float64 `[L - 1]` each, and with tokens behind them `behind`.
+@dataclass(frozen=True, slots=True)
+class _Behind:
+    """Answers to samples with tokens behind them, float64 `[L - 1]` each, and whether they read these tokens."""
+
+    name: str
+    found: list[Tensor]
+    read: bool
+
+
+def _behind(ask: Ask, samples: Sequence[Sample], n: int, draw: Draw, steady: bool) -> _Behind:
+    """As many other tokens behind are as wide: what differs between the two was read. Where experts are chosen by rounding
+    that shows nothing: steady is a stack that rounds as float32 does beside a copy.
+    """
+    longer = [_each_alone(ask, [ids + draw(n) for ids in samples]) for _ in range(2)]
+    found, others = ([x[: len(ids) - 1] for x, ids in zip(answers, samples)] for answers in longer)
+    return _Behind(f"{n} behind", found, steady and difference(others, found) > _FINE)
+
+
+def _scale_of(ask: Ask, samples: Sequence[Sample], own: list[Tensor], rounded: Sequence[list[Tensor]], draw: Draw) -> Scale:
+    """The scale, from answers to samples alone, float64 `[L - 1]` each, and others to them that differ by rounding.
 
     Raises `CollateError` where a right answer and a wrong one look the same, or is none.
     """
@@ -179,20 +198,19 @@ def _scale_of(ask: Ask, samples: Sequence[Sample], own: list[Tensor], behind: li
     if not lost > _limit(0.0):
         got = "answers that do not depend on the tokens"
         raise CollateError(explain("run", got, "They are equal in any batch, and prove nothing.", "Let it run the model."))
-    copied = [ask("copies", [ids, ids])[0] for ids in samples]  # the first stands behind nothing, whatever is lost
-    equal = [found for found in (*behind, copied) if difference(found, own) < lost / (MARGIN * TIMES)]
+    equal = [found for found in rounded if difference(found, own) < lost / (MARGIN * TIMES)]
     if not equal:
-        got = f"noise of {difference(copied, own):.1e}, where a text before a sample makes {lost:.1e}"
+        got = f"noise of {difference(rounded[0], own):.1e}, where a text before a sample makes {lost:.1e}"
         rule = f"What is wrong must be {MARGIN * TIMES} times the noise, or nothing is proved."
         raise CollateError(explain("run", got, rule, f"{REMEDY}, or with a trained model."))
     return _scale([again, *equal], own, lost)
 
 
 def _scale(equal: Sequence[list[Tensor]], own: list[Tensor], lost: float) -> Scale:
-    """Answers that show no difference tell nothing."""
+    """Answers that show no difference tell nothing; one that is coarser than float32 shows that the stack is."""
     errors = [error for found in equal if (error := difference(found, own)) > 0]
-    fine = [error for error in errors if error <= _FINE]
-    noise = max(fine) if fine else min(errors, default=0.0)
+    fine = bool(errors) and max(errors) <= _FINE
+    noise = max(errors) if fine else min(errors, default=0.0)
     limit = _limit(noise) if fine else max(_limit(noise), lost / _ROUGH)
     whole = torch.cat(own)
     furthest = [float((torch.cat(x) - whole).abs().max()) for x in equal if difference(x, own) <= TIMES * noise]
@@ -337,10 +355,13 @@ def conformance(
     known = {tuple(ids): ask("alone", [ids])[0] for samples in batches.values() for ids in samples}
     probes = batches["ragged"] + batches["chunk edges"][:4]
     own = [known[tuple(ids)] for ids in probes]
-    longer = {f"{n} behind": _each_alone(ask, [ids + draw(n) for ids in probes]) for n in _BEHIND}
-    behind = {name: [x[: len(y)] for x, y in zip(found, own)] for name, found in longer.items()}
-    scale = _scale_of(ask, probes, own, [*behind.values()], draw)
-    verdicts = [_judged(first, name, found, own, scale, lambda *_: _AHEAD) for name, found in behind.items()]
+    copied = [ask("copies", [ids, ids])[0] for ids in probes]  # the first stands behind nothing, whatever is lost
+    behind = [_behind(ask, probes, n, draw, difference(copied, own) <= _FINE) for n in _BEHIND]
+    scale = _scale_of(ask, probes, own, [copied, *(each.found for each in behind if not each.read)], draw)
+    strict = replace(scale, limit=_limit(0.0))
+    verdicts = [
+        _judged(first, each.name, each.found, own, strict if each.read else scale, lambda *_: _AHEAD) for each in behind
+    ]
     for layout, way in ways.items():
         if layout != first:
             verdicts.append(_judged(layout, "alone", _each_alone(way, probes), own, scale, meaning))

@@ -200,7 +200,7 @@ OWN = {
 }
 IN_SDPA = {
     "one head attends padding": but(allowed=of_head(2, causal)),
-    "one head attends ahead": (but(allowed=of_head(1, lambda t: torch.ones_like(t["allowed"]))), "CWi"),  # f: by seeds
+    "one head attends ahead": (but(allowed=of_head(1, lambda t: torch.ones_like(t["allowed"]))), "CWfi"),
     "one head loses keys": (but(allowed=of_head(3, itself)), "CW"),
     "a key is lost": but(allowed=lambda t: t["allowed"] & (torch.arange(t["keep"].shape[1]) != 9) | itself(t)),
     "masks of rows in another order": but(allowed=lambda t: t["allowed"].flip(0)),
