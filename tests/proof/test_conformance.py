@@ -176,7 +176,7 @@ def test_tokens_that_are_seen_before_their_time_are_told():
     found = asked(lambda samples: [x - len(ids) % 2 for x, ids in zip(toy(samples), samples)])
     assert "the model looks ahead" in meanings(found)["1 behind"]
     assert found.verdicts[0].largest == pytest.approx(1)
-    found = asked(lambda samples: [x - 1e-3 * ids[-1] / PAD for x, ids in zip(toy(samples), samples)])  # a little of the last
+    found = asked(lambda samples: [x - 1e-3 * ids[-1] / PAD for x, ids in zip(toy(samples), samples)])  # reads the last
     assert {"1 behind", "33 behind"} <= {*meanings(found)}
 
 
