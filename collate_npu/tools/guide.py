@@ -49,7 +49,7 @@ _ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
 def list_pages() -> str:
     """Return every page with one line, under the headings of index.md, which is the list."""
     pages = read_page("index").partition("\n## ")[2]
-    return re.sub(r"\[[^\]]+\]\((\S+)\.(?:md|ipynb)\)", r"`\1`", f"## {pages}\n`collate-npu guide NAME` shows one.\n")
+    return re.sub(r"\[[^\]]+\]\((\S+)\.(?:md|ipynb|py)\)", r"`\1`", f"## {pages}\n`collate-npu guide NAME` shows one.\n")
 
 
 def read_page(name: str) -> str:
@@ -57,19 +57,27 @@ def read_page(name: str) -> str:
 
     Raises `CollateError` where there is none, with the nearest.
     """
-    pages = sorted((*GUIDE.rglob("*.md"), *GUIDE.glob("*.ipynb")))
+    pages = sorted((*GUIDE.rglob("*.md"), *GUIDE.glob("*.ipynb"), *GUIDE.glob("examples/*.py")))
     names = {path.relative_to(GUIDE).with_suffix("").as_posix(): path for path in pages}
     wanted, hashed, anchor = name.lower().partition("#")
-    wanted = wanted.removesuffix(".md")
+    wanted = wanted.removesuffix(".md").removesuffix(".py")
+    if wanted == "examples":
+        return "".join(f"* `{name}`: {_first_line(path)}\n" for name, path in names.items() if path.suffix == ".py")
     if wanted in names:
         if names[wanted].suffix == ".ipynb":
             return f"{as_markdown(names[wanted])}\nTo run it: {names[wanted]}\n"
         text = names[wanted].read_text(encoding="utf-8")
+        if names[wanted].suffix == ".py":
+            return f"```python\n{text}```\nTo run it: {names[wanted]}\n"
         return _section(wanted, text, anchor) if hashed else text
     if sections := _sections_with(name):
         return sections
     rule = "It is the name of a page, or words that a page has."
     raise CollateError(explain("guide", name, rule, did_you_mean([wanted], names, "`collate-npu guide` lists them.")))
+
+
+def _first_line(script: Path) -> str:
+    return script.read_text(encoding="utf-8").splitlines()[0].strip('"')
 
 
 def _section(name: str, text: str, anchor: str) -> str:

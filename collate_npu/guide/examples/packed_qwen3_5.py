@@ -43,10 +43,7 @@ def packed(rows: list[list[int]], device: torch.device) -> dict[str, torch.Tenso
 
 
 def gradient(model: torch.nn.Module) -> torch.Tensor:
-    """Return the gradient of all parameters as one vector, and clear it."""
-    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
-    model.zero_grad()
-    return found
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
 def main() -> int:
@@ -72,6 +69,7 @@ def main() -> int:
     for ids in sequences:  # the truth: before adapt, one sequence a forward
         (model(**packed([ids], device)).loss * (len(ids) - 1) / targets).backward()
     alone = gradient(model)
+    model.zero_grad()
 
     adapt(model)
     parallel = DistributedDataParallel(model, device_ids=[device.index] if device.index is not None else None)
@@ -84,8 +82,7 @@ def main() -> int:
         loss = parallel(**packed(mine, device)).loss * weight
         loss.backward()
         if step == 0:
-            together = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-            off = float((together - alone).norm() / alone.norm())
+            off = float((gradient(model) - alone).norm() / alone.norm())
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(total := loss.detach() / size)
@@ -96,7 +93,7 @@ def main() -> int:
     dist.barrier()
     dist.destroy_process_group()
     # kernels on a card multiply float32 in TF32; sequences that read each other move the gradient by 0.3 and more
-    return int(not off < (5e-2 if on_card else 1e-4))
+    return int(not off < (2e-2 if on_card else 1e-4))
 
 
 if __name__ == "__main__":
