@@ -18,8 +18,11 @@ COLUMNS = 80
 
 
 def as_markdown(path: Path) -> str:
-    """Return a notebook as Markdown: text as it is, code and what it printed as blocks."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    """Return a notebook as Markdown: text as it is, code and what it printed as blocks. A script is one block."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return f"```python\n{text}```\n"
+    cells = json.loads(text)["cells"]
     return "\n\n".join(part for cell in cells for part in _parts(cell)) + "\n"
 
 
@@ -62,22 +65,17 @@ def read_page(name: str) -> str:
     wanted, hashed, anchor = name.lower().partition("#")
     wanted = wanted.removesuffix(".md").removesuffix(".py")
     if wanted == "examples":
-        return "".join(f"* `{name}`: {_first_line(path)}\n" for name, path in names.items() if path.suffix == ".py")
+        first = {name: path.read_text("utf-8").partition("\n")[0] for name, path in names.items() if path.suffix == ".py"}
+        return "".join(f"* `{name}`: {line[3:]}\n" for name, line in first.items())
+    if wanted in names and names[wanted].suffix != ".md":
+        return f"{as_markdown(names[wanted])}\nTo run it: {names[wanted]}\n"
     if wanted in names:
-        if names[wanted].suffix == ".ipynb":
-            return f"{as_markdown(names[wanted])}\nTo run it: {names[wanted]}\n"
         text = names[wanted].read_text(encoding="utf-8")
-        if names[wanted].suffix == ".py":
-            return f"```python\n{text}```\nTo run it: {names[wanted]}\n"
         return _section(wanted, text, anchor) if hashed else text
     if sections := _sections_with(name):
         return sections
     rule = "It is the name of a page, or words that a page has."
     raise CollateError(explain("guide", name, rule, did_you_mean([wanted], names, "`collate-npu guide` lists them.")))
-
-
-def _first_line(script: Path) -> str:
-    return script.read_text(encoding="utf-8").splitlines()[0].strip('"')
 
 
 def _section(name: str, text: str, anchor: str) -> str:

@@ -57,7 +57,7 @@ def test_examples_are_listed_and_a_script_is_printed_whole():
     scripts = {f"examples/{path.stem}": path for path in guide.GUIDE.glob("examples/*.py")}
     assert re.findall(r"^\* `(.+?)`: \w.+\.$", run("examples").output, flags=re.M) == sorted(scripts)
     for name, path in scripts.items():
-        assert run(name).output == f"```python\n{path.read_text(encoding='utf-8')}```\nTo run it: {path}\n"
+        assert run(name).output == f"```python\n{path.read_text(encoding='utf-8')}```\n\nTo run it: {path}\n"
 
 
 def test_on_a_terminal_markdown_is_drawn(monkeypatch):

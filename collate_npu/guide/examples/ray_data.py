@@ -4,7 +4,7 @@
     python ray_data.py --model ./checkpoint  # your own checkpoint and its tokenizer
 
 Ray's workers tokenise. `iter_torch_batches(collate_fn=collator)` collates in the process that trains: `PaddingCollator`
-takes Ray's columns as they are, and the batch keeps a mask of None, which is no column to Ray.
+takes Ray's columns as they are and emits a 2D mask. `BatchAdapter` gives each layer the mask that it reads.
 
 Prints the loss of each step, and the largest difference of a logit between a batch and its sequences alone:
 
@@ -25,7 +25,7 @@ import ray.data
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from collate_npu import PaddingCollator
+from collate_npu import BatchAdapter, PaddingCollator
 from collate_npu.testing import byte_tokenizer, tiny_model
 
 TEXTS = [
@@ -59,11 +59,13 @@ def main() -> int:
     texts = [{"text": TEXTS[n % len(TEXTS)]} for n in range(2 * args.steps)]
     dataset = ray.data.from_items(texts, override_num_blocks=2).map(tokenized)
     off = 0.0
-    for batch in dataset.iter_torch_batches(batch_size=2, collate_fn=PaddingCollator(tokenizer, model=model)):
-        inputs = {key: value.to(device) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    collator, adapter = PaddingCollator(tokenizer, attention_mask="2d"), BatchAdapter(model)
+    for batch in dataset.iter_torch_batches(batch_size=2, collate_fn=collator):
+        inputs, segments = adapter.with_segments(batch)
+        inputs = {key: value.to(device) for key, value in inputs.items() if isinstance(value, torch.Tensor)}
         with torch.no_grad():  # in float32: rounding of bfloat16 would hide an error
             together = model(**inputs).logits
-            for ids, keep, logits in zip(inputs["input_ids"], inputs["attention_mask_2d"].bool(), together):
+            for ids, keep, logits in zip(inputs["input_ids"], segments.keep.to(device), together):
                 alone = model(input_ids=ids[keep][None]).logits[0]
                 off = max(off, float((logits[keep] - alone).abs().max()))
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
