@@ -111,7 +111,7 @@ TORCH_ALONE = tuple(
         "tools/test_terminal.py", "tools/test_safety.py", "tools/cli/test_console.py", "collate/test_transport.py",
         *(f"distributed/test_distributed_{name}.py" for name in ("agreement", "parallel")),
         "test_benchmarks.py", "test_compiled.py", "test_counted_work.py", "test_house.py", "test_imports.py",
-        "test_laws.py", "test_outputs.py", "test_segments.py",
+        "test_examples.py", "test_laws.py", "test_outputs.py", "test_segments.py",
     )
 )  # fmt: skip
 """What no release of transformers changes; the session on the oldest leaves these out."""
@@ -119,7 +119,7 @@ WITHOUT_TRANSFORMERS = tuple(
     f"--ignore=tests/{name}"
     for name in (
         "npu", "integration", "distributed", "peers", "package", "producers", "tools", "integrations", "test_house.py",
-        "test_readme.py",
+        "test_examples.py", "test_readme.py",
     )
 )  # fmt: skip
 """What the oldest torch can change."""
@@ -501,6 +501,7 @@ def peers_data(session: nox.Session) -> None:
     for tests in (("tensordict",), ("loaders", "megatron_indexed")):
         session.run("pytest", *(f"tests/peers/test_{name}.py" for name in tests), *session.posargs, env=PEERS)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or loader", env=PEERS)
+    session.run("pytest", "tests/test_examples.py::test_it_runs_and_finds_no_difference[ray_data]", env=PEERS)
 
 
 @nox.session

@@ -5,6 +5,7 @@ import importlib.metadata
 import re
 from pathlib import Path
 
+import house
 import pytest
 
 import collate_npu
@@ -23,7 +24,7 @@ from collate_npu.releases import (
 )
 
 PACKAGE = Path(collate_npu.__file__).parent
-FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "releases.py" or path.parent != PACKAGE]
+FILES = [path for path in house.FILES if path.name != "releases.py" or path.parent != PACKAGE]
 VERSION = re.compile(r"v?\d+(\.\d+)+([.-]?(dev|rc|post|a|b)\d*)*(\+\w+)?")
 FACTS = {name: fact for name, fact in vars(releases).items() if isinstance(fact, Since)}
 

@@ -18,8 +18,11 @@ COLUMNS = 80
 
 
 def as_markdown(path: Path) -> str:
-    """Return a notebook as Markdown: text as it is, code and what it printed as blocks."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    """Return a notebook as Markdown: text as it is, code and what it printed as blocks. A script is one block."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return f"```python\n{text}```\n"
+    cells = json.loads(text)["cells"]
     return "\n\n".join(part for cell in cells for part in _parts(cell)) + "\n"
 
 
@@ -49,7 +52,7 @@ _ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
 def list_pages() -> str:
     """Return every page with one line, under the headings of index.md, which is the list."""
     pages = read_page("index").partition("\n## ")[2]
-    return re.sub(r"\[[^\]]+\]\((\S+)\.(?:md|ipynb)\)", r"`\1`", f"## {pages}\n`collate-npu guide NAME` shows one.\n")
+    return re.sub(r"\[[^\]]+\]\((\S+)\.(?:md|ipynb|py)\)", r"`\1`", f"## {pages}\n`collate-npu guide NAME` shows one.\n")
 
 
 def read_page(name: str) -> str:
@@ -57,13 +60,16 @@ def read_page(name: str) -> str:
 
     Raises `CollateError` where there is none, with the nearest.
     """
-    pages = sorted((*GUIDE.rglob("*.md"), *GUIDE.glob("*.ipynb")))
+    pages = sorted((*GUIDE.rglob("*.md"), *GUIDE.glob("*.ipynb"), *GUIDE.glob("examples/*.py")))
     names = {path.relative_to(GUIDE).with_suffix("").as_posix(): path for path in pages}
     wanted, hashed, anchor = name.lower().partition("#")
-    wanted = wanted.removesuffix(".md")
+    wanted = wanted.removesuffix(".md").removesuffix(".py")
+    if wanted == "examples":
+        first = {name: path.read_text("utf-8").partition("\n")[0] for name, path in names.items() if path.suffix == ".py"}
+        return "".join(f"* `{name}`: {line[3:]}\n" for name, line in first.items())
+    if wanted in names and names[wanted].suffix != ".md":
+        return f"{as_markdown(names[wanted])}\nTo run it: {names[wanted]}\n"
     if wanted in names:
-        if names[wanted].suffix == ".ipynb":
-            return f"{as_markdown(names[wanted])}\nTo run it: {names[wanted]}\n"
         text = names[wanted].read_text(encoding="utf-8")
         return _section(wanted, text, anchor) if hashed else text
     if sections := _sections_with(name):

@@ -33,7 +33,7 @@ def test_the_list_has_every_page_with_a_line():
     named = dict(line.removeprefix("* `").split("`: ") for line in done.output.splitlines() if line.startswith("* "))
     pages = {path.relative_to(guide.GUIDE).with_suffix("").as_posix() for path in guide.GUIDE.rglob("*.md")}
     pages |= {path.stem for path in guide.GUIDE.glob("*.ipynb")}
-    assert set(named) == pages - {"index"}
+    assert {name for name in named if not name.startswith("examples/")} == pages - {"index"}
     assert all(len(line) > 10 for line in named.values())
     assert done.output.startswith("## Start\n")
 
@@ -51,6 +51,13 @@ def test_a_notebook_is_a_page_and_says_where_it_lies():
     assert "```python\nimport torch\n\n" in done.output
     assert "```text\nlogits are off by 4\n```" in done.output
     assert Path(done.output.rsplit("To run it: ", 1)[1].strip()).is_file()
+
+
+def test_examples_are_listed_and_a_script_is_printed_whole():
+    scripts = {f"examples/{path.stem}": path for path in guide.GUIDE.glob("examples/*.py")}
+    assert re.findall(r"^\* `(.+?)`: \w.+\.$", run("examples").output, flags=re.M) == sorted(scripts)
+    for name, path in scripts.items():
+        assert run(name).output == f"```python\n{path.read_text(encoding='utf-8')}```\n\nTo run it: {path}\n"
 
 
 def test_on_a_terminal_markdown_is_drawn(monkeypatch):
