@@ -11,7 +11,9 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from functools import cache, wraps
+from inspect import signature
 from itertools import chain
 from numbers import Integral, Real
 from os import PathLike
@@ -37,11 +39,15 @@ def check_model(model: Any, *, config: bool = False, name: str = "model") -> Non
     if isinstance(model, nn.Module):
         return
     loaded, remedy = _not_made(model, "AutoModelForCausalLM"), ""
-    if loaded:
+    if isinstance(model, bool) or model in ("longest", "max_length"):
+        remedy = "The second argument is the model. Pass padding= by its name."
+    elif loaded:
         a_type = config and isinstance(model, str) and model.isidentifier()
         remedy = loaded + " A model type alone goes to BatchAdapter(model_type=)." * a_type
     elif callable(getattr(model, "decode", None)):
         remedy = "That is a tokenizer: pass the model."
+    elif model is ...:
+        remedy = "A collator does not keep its model. Pass model= again."
     elif callable(getattr(model, "get_text_config", None)):
         remedy = "" if config else "That is a config: build the model, AutoModelForCausalLM.from_config(config)."
     elif not config or not hasattr(model, "__dict__"):
@@ -83,8 +89,10 @@ def check_held(name: str, value: float, dtype: torch.dtype) -> None:
 
 def check_collator(collator: Any, name: str = "collator") -> None:
     """Raise `CollateError` for what cannot be called with features; a class makes what can."""
-    if isinstance(collator, type) or not callable(collator):
-        remedy = _not_made(collator, "") if isinstance(collator, type) else "Pass that function."
+    other = isinstance(collator, nn.Module) or callable(getattr(collator, "decode", None))
+    if other or isinstance(collator, type) or not callable(collator):
+        remedy = "Pass a collator first, then the model; or make one: PaddingCollator(tokenizer, model)."
+        remedy = remedy if other else _not_made(collator, "") if isinstance(collator, type) else "Pass that function."
         raise CollateError(explain(name, _kind_of(collator), "A collator is called with features, a list of dicts.", remedy))
 
 
@@ -151,6 +159,32 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
         return function(*args, **kwargs)
 
     return called
+
+
+def options_checked(name: str, elsewhere: Mapping[str, str]) -> Callable[[T], T]:
+    """A class that raises `CollateError` for a call with arguments that it does not take, with what to write instead:
+    `elsewhere` says it of the options of other packages, and of "" where arguments are missing, or too many by place."""
+
+    def decorated(made: Any) -> Any:
+        init, takes = made.__init__, signature(made)
+
+        @wraps(init)
+        def called(self: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                takes.bind(*args, **kwargs)
+            except TypeError as error:
+                key = next((each for each in kwargs if each not in takes.parameters), "")
+                near = get_close_matches(key, takes.parameters, 1, 0.8)
+                remedy = f"Did you mean {near[0]}=?" if near else f"Its options: {', '.join(takes.parameters)}."
+                got = repr(kwargs[key])[:60] if key else f"{len(args)} arguments by place"
+                rule = f"{name} has no such option." if key else f"{str(error).capitalize()}."
+                raise CollateError(explain(key or name, got, rule, elsewhere.get(key, remedy))) from None
+            init(self, *args, **kwargs)
+
+        made.__init__ = called
+        return made
+
+    return decorated
 
 
 def hold_against(function: Callable[..., Any], given: Iterable[tuple[str, Any]]) -> None:
