@@ -28,18 +28,11 @@ from collate_npu.errors import CollateError, explain, shape_of
 
 
 def check_model(model: Any, *, config: bool = False, name: str = "model") -> None:
-    """Raise `CollateError` for what is no module; where `config` is taken too, for what is no config either.
-
-    >>> check_model("Qwen/Qwen3-Next")
-    Traceback (most recent call last):
-        ...
-    collate_npu.errors.CollateError: model: got the name 'Qwen/Qwen3-Next'. A model is a module, which is looked at. Load
-        it: AutoModelForCausalLM.from_pretrained('Qwen/Qwen3-Next').
-    """
+    """Raise `CollateError` for what is no module; where `config` is taken too, for what is no config either."""
     if isinstance(model, nn.Module):
         return
     loaded, remedy = _not_made(model, "AutoModelForCausalLM"), ""
-    if isinstance(model, bool) or model in ("longest", "max_length"):
+    if isinstance(model, (bool, str)) and model in (True, False, "longest", "max_length"):
         remedy = "The second argument is the model. Pass padding= by its name."
     elif loaded:
         a_type = config and isinstance(model, str) and model.isidentifier()
@@ -140,16 +133,7 @@ _SPOKEN = {
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, which raises `CollateError` for an argument of a kind that its annotation does not name.
-
-    >>> @checked
-    ... def drawn(width: int = 3, *, folded: bool = False) -> int:
-    ...     return width
-    >>> drawn(4, folded="no")
-    Traceback (most recent call last):
-        ...
-    collate_npu.errors.CollateError: folded: got a str. drawn takes True or False. Pass True or False.
-    """
+    """`function`, which raises `CollateError` for an argument of a kind that its annotation does not name."""
     names = function.__code__.co_varnames
 
     @wraps(function)
@@ -162,8 +146,8 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def options_checked(name: str, elsewhere: Mapping[str, str]) -> Callable[[T], T]:
-    """A class that raises `CollateError` for a call with arguments that it does not take, with what to write instead:
-    `elsewhere` says it of the options of other packages, and of "" where arguments are missing, or too many by place."""
+    """The class, which raises `CollateError` for arguments that it does not take. The error says what to write instead, from
+    `elsewhere` for options of other packages; "" there is for arguments that are missing, or too many by place."""
 
     def decorated(made: Any) -> Any:
         init, takes = made.__init__, signature(made)

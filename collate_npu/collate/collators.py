@@ -237,8 +237,6 @@ _OWN = {
     "processing_class": "Pass tokenizer=.",
     "processor": "Pass tokenizer=processor.tokenizer.",
     "truncation": "Truncate when tokenising.",
-    "model_type": "Pass model=.",
-    "device": "The Trainer moves the batch; in a loop of your own, BatchAdapter(model, device=).",
 }
 
 
@@ -301,8 +299,7 @@ class PaddingCollator(Emitter):
         check_return_tensors(return_tensors)
         if self.tokenizer is not None:
             check_tokenizer(self.tokenizer)
-        if model is not None:  # before padding, which stands in its place in DataCollatorWithPadding
-            check_model(model, config=True)
+        self._settle(model)
         given = {"pad_token_id": self.pad_token_id, "padding_side": self.padding_side}
         for name, value in given.items():
             object.__setattr__(self, name, getattr(self.tokenizer, name, None) if value is None else value)
@@ -314,7 +311,6 @@ class PaddingCollator(Emitter):
             rule = "Padding needs an id that the embedding has; which one does not matter to the masks."
             remedy = "Set tokenizer.pad_token = tokenizer.eos_token, or pass pad_token_id=."
             raise CollateError(explain("pad_token_id", "None", rule, remedy))
-        self._settle(model)
         beside = {"padding_free=True": self.padding_free, "padding=False": self.padding is False}
         beside |= {"allow_empty=True": self.layout.allow_empty, "an encoder-decoder": self._labels == "decoder"}
         if self.packing and any(beside.values()):
