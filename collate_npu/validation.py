@@ -11,7 +11,9 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from functools import cache, wraps
+from inspect import signature
 from itertools import chain
 from numbers import Integral, Real
 from os import PathLike
@@ -26,22 +28,19 @@ from collate_npu.errors import CollateError, explain, shape_of
 
 
 def check_model(model: Any, *, config: bool = False, name: str = "model") -> None:
-    """Raise `CollateError` for what is no module; where `config` is taken too, for what is no config either.
-
-    >>> check_model("Qwen/Qwen3-Next")
-    Traceback (most recent call last):
-        ...
-    collate_npu.errors.CollateError: model: got the name 'Qwen/Qwen3-Next'. A model is a module, which is looked at. Load
-        it: AutoModelForCausalLM.from_pretrained('Qwen/Qwen3-Next').
-    """
+    """Raise `CollateError` for what is no module; where `config` is taken too, for what is no config either."""
     if isinstance(model, nn.Module):
         return
     loaded, remedy = _not_made(model, "AutoModelForCausalLM"), ""
-    if loaded:
+    if isinstance(model, (bool, str)) and model in (True, False, "longest", "max_length"):
+        remedy = "The second argument is the model. Pass padding= by its name."
+    elif loaded:
         a_type = config and isinstance(model, str) and model.isidentifier()
         remedy = loaded + " A model type alone goes to BatchAdapter(model_type=)." * a_type
     elif callable(getattr(model, "decode", None)):
         remedy = "That is a tokenizer: pass the model."
+    elif model is ...:
+        remedy = "A collator does not keep its model. Pass model= again."
     elif callable(getattr(model, "get_text_config", None)):
         remedy = "" if config else "That is a config: build the model, AutoModelForCausalLM.from_config(config)."
     elif not config or not hasattr(model, "__dict__"):
@@ -83,8 +82,10 @@ def check_held(name: str, value: float, dtype: torch.dtype) -> None:
 
 def check_collator(collator: Any, name: str = "collator") -> None:
     """Raise `CollateError` for what cannot be called with features; a class makes what can."""
-    if isinstance(collator, type) or not callable(collator):
-        remedy = _not_made(collator, "") if isinstance(collator, type) else "Pass that function."
+    other = isinstance(collator, nn.Module) or callable(getattr(collator, "decode", None))
+    if other or isinstance(collator, type) or not callable(collator):
+        remedy = "Pass a collator first, then the model; or make one: PaddingCollator(tokenizer, model)."
+        remedy = remedy if other else _not_made(collator, "") if isinstance(collator, type) else "Pass that function."
         raise CollateError(explain(name, _kind_of(collator), "A collator is called with features, a list of dicts.", remedy))
 
 
@@ -132,16 +133,7 @@ _SPOKEN = {
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, which raises `CollateError` for an argument of a kind that its annotation does not name.
-
-    >>> @checked
-    ... def drawn(width: int = 3, *, folded: bool = False) -> int:
-    ...     return width
-    >>> drawn(4, folded="no")
-    Traceback (most recent call last):
-        ...
-    collate_npu.errors.CollateError: folded: got a str. drawn takes True or False. Pass True or False.
-    """
+    """`function`, which raises `CollateError` for an argument of a kind that its annotation does not name."""
     names = function.__code__.co_varnames
 
     @wraps(function)
@@ -151,6 +143,32 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
         return function(*args, **kwargs)
 
     return called
+
+
+def options_checked(name: str, elsewhere: Mapping[str, str]) -> Callable[[T], T]:
+    """The class, which raises `CollateError` for arguments that it does not take. The error says what to write instead, from
+    `elsewhere` for options of other packages; "" there is for arguments that are missing, or too many by place."""
+
+    def decorated(made: Any) -> Any:
+        init, takes = made.__init__, signature(made)
+
+        @wraps(init)
+        def called(self: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                takes.bind(*args, **kwargs)
+            except TypeError as error:
+                key = next((each for each in kwargs if each not in takes.parameters), "")
+                near = get_close_matches(key, takes.parameters, 1, 0.8)
+                remedy = f"Did you mean {near[0]}=?" if near else f"Its options: {', '.join(takes.parameters)}."
+                got = repr(kwargs[key])[:60] if key else f"{len(args)} arguments by place"
+                rule = f"{name} has no such option." if key else f"{str(error).capitalize()}."
+                raise CollateError(explain(key or name, got, rule, elsewhere.get(key, remedy))) from None
+            init(self, *args, **kwargs)
+
+        made.__init__ = called
+        return made
+
+    return decorated
 
 
 def hold_against(function: Callable[..., Any], given: Iterable[tuple[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from functools import cache, partial
 from math import lcm
 from typing import Any, Literal, get_args
@@ -49,7 +49,7 @@ from collate_npu.masks.sources import Sources, physical_offsets
 from collate_npu.outputs import ignore_first_labels
 from collate_npu.parallel.split import place_documents, with_fills
 from collate_npu.segments import PADS_BEFORE, Segments, of_lengths
-from collate_npu.validation import check_fields, check_model, check_return_tensors, check_tokenizer
+from collate_npu.validation import check_fields, check_model, check_return_tensors, check_tokenizer, options_checked
 
 MaskMode = Literal["auto", "none", "4d", "2d", "omit"]
 
@@ -115,6 +115,7 @@ class Emitter:
         """Make the adapter. Raises for settings that contradict each other."""
         if model is not None:
             check_model(model, config=True)
+            object.__setattr__(self, "model", ...)  # `dataclasses.replace` passes it on
         whole_number("label_pad_token_id", self.label_pad_token_id, least=-(1 << 63))
         check_keys(self.keys)
         named = model_type is not None or consumer_of(model) is not None or self.consumer is not None
@@ -225,6 +226,21 @@ def add_offsets(
     return {**batch, **offsets}
 
 
+ELSEWHERE = {field.name: f"Pass layout=Layout({field.name}=...)." for field in fields(Layout)}
+"""What to write here for options of other collators."""
+_RETURNED = ("return_position_ids", "return_flash_attn_kwargs", "return_seq_idx")
+_MADE = "wrap_collator(DataCollatorForLanguageModeling(tokenizer, mlm=False), model=model) makes labels of the tokens."
+_OWN = {
+    **dict.fromkeys(_RETURNED, "Leave it out: the batch has what its model reads."),
+    **dict.fromkeys(("mlm", "mlm_probability"), f"Labels are those of the samples. {_MADE}"),
+    "": "Pass what comes behind pad_to_multiple_of by its name.",
+    "processing_class": "Pass tokenizer=.",
+    "processor": "Pass tokenizer=processor.tokenizer.",
+    "truncation": "Truncate when tokenising.",
+}
+
+
+@options_checked("PaddingCollator", ELSEWHERE | _OWN)
 @dataclass(frozen=True)
 class PaddingCollator(Emitter):
     """Features to one padded batch, or with `padding_free` to one flat row; pass it as `data_collator=`.
@@ -269,11 +285,11 @@ class PaddingCollator(Emitter):
 
     tokenizer: Any = None
     model: InitVar[Any] = None
-    _: KW_ONLY
     padding: bool | Literal["longest", "max_length"] | Sequence[int] = True
-    packing: bool = False
     max_length: int | None = None
     pad_to_multiple_of: int | None = None
+    _: KW_ONLY
+    packing: bool = False
     pad_token_id: int | None = None
     padding_side: Side | None = None
     return_tensors: InitVar[str | None] = "pt"
@@ -283,6 +299,7 @@ class PaddingCollator(Emitter):
         check_return_tensors(return_tensors)
         if self.tokenizer is not None:
             check_tokenizer(self.tokenizer)
+        self._settle(model)
         given = {"pad_token_id": self.pad_token_id, "padding_side": self.padding_side}
         for name, value in given.items():
             object.__setattr__(self, name, getattr(self.tokenizer, name, None) if value is None else value)
@@ -294,7 +311,6 @@ class PaddingCollator(Emitter):
             rule = "Padding needs an id that the embedding has; which one does not matter to the masks."
             remedy = "Set tokenizer.pad_token = tokenizer.eos_token, or pass pad_token_id=."
             raise CollateError(explain("pad_token_id", "None", rule, remedy))
-        self._settle(model)
         beside = {"padding_free=True": self.padding_free, "padding=False": self.padding is False}
         beside |= {"allow_empty=True": self.layout.allow_empty, "an encoder-decoder": self._labels == "decoder"}
         if self.packing and any(beside.values()):

@@ -105,6 +105,8 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
 
 def _joined(samples: Sequence[Any]) -> Mapping[str, Any]:
     """The samples that a packing sampler hands over for one row (axolotl 0.19.0 utils/collators/batching.py:139-166)."""
+    if len(samples) and isinstance(samples[0], int):  # as DataCollatorForLanguageModeling takes them
+        return {"input_ids": samples}
     ids, own = sample_segment_ids(samples)
     if not ids or len(ids) != len(samples):
         return {}
@@ -277,7 +279,9 @@ def _dicts_of(row: Any) -> str:
     """How such samples become dicts where the dataset is built."""
     if isinstance(row, tuple):
         return 'Name their parts, with webdataset: dataset.map(lambda row: dict(zip(("input_ids", "labels"), row))).'
-    if isinstance(row, list) and row and isinstance(row[0], int):
+    if isinstance(row, str):
+        return "Tokenise first: [tokenizer(text) for text in texts]."
+    if isinstance(row, (list, np.ndarray, Tensor)):
         return 'Name what they hold: [{"input_ids": ids} for ids in samples].'
     return "Pass vars(sample) of each." if is_dataclass(row) else "Check the dataset and the sampler."
 

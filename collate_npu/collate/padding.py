@@ -280,6 +280,7 @@ def stack_values(values: Sequence[Any]) -> Any:
     if not all(isinstance(v, (bool, int, float)) for v in numbers):
         return list(values)
     array = np.asarray(numbers)
+    array = array.astype(np.float32) if array.dtype == np.float64 else array  # a loss of float64 labels has no backward
     return list(values) if array.dtype == object else torch.as_tensor(array)  # an int beyond 64 bits
 
 

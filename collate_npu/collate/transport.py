@@ -50,12 +50,7 @@ class Shipment(dict[Any, Any]):
 
 
 def shipped(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch in a form that leaves a DataLoader's worker fast; outside a worker the batch itself.
-
-    >>> batch = shipped({"input_ids": torch.tensor([[1, 2, 3]])})
-    >>> isinstance(batch, dict), batch["input_ids"].tolist()
-    (True, [[1, 2, 3]])
-    """
+    """Return the batch in a form that leaves a DataLoader's worker fast; outside a worker the batch itself."""
     if get_worker_info() is None:
         return batch
     _watch_trainer(os.getpid())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, Side
-from collate_npu.collate.collators import Emitter, Layout, add_offsets
+from collate_npu.collate.collators import ELSEWHERE, Emitter, Layout, add_offsets
 from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
 from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
@@ -28,11 +28,17 @@ from collate_npu.masks.dense_mask import Polarity, check_polarity
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import unpad
 from collate_npu.segments import Segments
-from collate_npu.validation import check_batch, check_collator, check_fields, check_return_tensors
+from collate_npu.validation import check_batch, check_collator, check_fields, check_return_tensors, options_checked
 
 Features = Sequence[Mapping[str, Any]]
 
 
+_FIRST = "Pass the collator first, then the model: wrap_collator(collator, model)."
+_OF_ROWS = ("tokenizer", "pad_token_id", "padding_side", "padding", "max_length", "pad_to_multiple_of", "packing")
+_INNER = dict.fromkeys(("", "collator", "data_collator", "collate_fn"), _FIRST)
+
+
+@options_checked("wrap_collator", ELSEWHERE | _INNER | dict.fromkeys(_OF_ROWS, "Give it to the inner collator."))
 @dataclass(frozen=True)
 class WrappedCollator(Emitter):
     """Wraps any collator: returns its batch with correct masks, positions and labels. Picklable if `inner` is.
@@ -76,9 +82,11 @@ class WrappedCollator(Emitter):
             remedy = "Leave it out, or collate with PaddingCollator(layout=...)."
             raise CollateError(explain(f"layout.{field.name}", repr(value), rule, remedy))
         self._settle(model, model_type)
+        object.__setattr__(self, "model_type", model_type)
 
     def __call__(self, features: Features, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the inner collator's batch with its masks replaced. Raises `CollateError` where its padding is unknown."""
+        check_return_tensors(kwargs.get("return_tensors"))
         samples = _Samples(*sample_segment_ids(features))  # first: some collators write into the samples
         begun = [_begins(row) for row in features] if self._labels == "decoder" else []
         given = self.inner(features, *args, **kwargs)

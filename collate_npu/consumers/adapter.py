@@ -36,7 +36,7 @@ from collate_npu.parallel.agreement import uncompiled
 from collate_npu.parallel.split import share_out
 from collate_npu.releases import MEGATRON_PARALLEL, MISSING_KERNEL_RAISES
 from collate_npu.segments import Segments, ready
-from collate_npu.validation import check_model, checked, here
+from collate_npu.validation import check_model, checked, here, options_checked
 
 _ALIGNED = 64
 """Bytes at whose multiples tensors begin, as torch's own allocators do for vectors of any type."""
@@ -130,6 +130,7 @@ class MadeBatches:
 MADE = MadeBatches()
 
 
+@options_checked("BatchAdapter", {"": "Pass all but the model by name."})
 class BatchAdapter:
     """Makes any batch right for one model stack: `adapter(batch)` returns a new plain dict.
 
