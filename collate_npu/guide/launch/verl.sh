@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# verl 0.9.1, SFT with the FSDP engine on eight cards: bash verl.sh MODEL DATASET.parquet [more settings of verl]
-# The column `messages` of DATASET holds the conversations.
+# verl 0.9.1, SFT with its FSDP engine: bash verl.sh MODEL DATASET.parquet [more settings of verl]
+# DATASET has a column `messages`. CARDS is 8 unless it is set. Run: one step of a tiny Qwen3-Next on two CPU ranks with
+# transformers 5.9.0, verl's CPU platform and FSDP options for a CPU. No card was available; saving a checkpoint was not run.
 set -euo pipefail
 model=$1 dataset=$2
 shift 2
