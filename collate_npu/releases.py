@@ -80,10 +80,11 @@ def outside(package: str, tested: str = "", here: str | None = None) -> str:
 
 
 def page_of(package: str) -> str:
-    """Return the guide page about a package: a heading names it."""
-    pages = sorted((Path(__file__).parent / "guide").glob("*.md"))
-    heading = re.compile(rf"^##? .*\b{re.escape(package)}\b", flags=re.M | re.I)
-    return next((path.stem for path in pages if heading.search(path.read_text("utf-8"))), "index")
+    """Return the guide page about a package: its title names it, or else a heading on it."""
+    texts = {path.stem: path.read_text("utf-8") for path in sorted((Path(__file__).parent / "guide").glob("*.md"))}
+    named = rf" .*\b{re.escape(package)}\b"
+    found = (page for marks in ("#", "##") for page, text in texts.items() if re.search(f"(?im)^{marks}{named}", text))
+    return next(found, "index")
 
 
 @cache

@@ -90,7 +90,8 @@ def test_outside_are_releases_before_the_oldest_and_after_the_newest_that_ran(mo
         assert bool(outside("trl")) == bool(told)
         assert told in outside("trl")
     assert "(1.0)" in outside("mine", "1.0", "0.9")
-    assert [page_of("axolotl"), page_of("mine")] == ["llamafactory-axolotl", "index"]
+    assert [page_of(name) for name in ("axolotl", "mine")] == ["llamafactory-axolotl", "index"]
+    assert [page_of(name) for name in ("transformers", "trl", "verl")] == ["transformers", "trl", "verl"]
 
 
 def test_every_fact_is_asked_by_somebody():

@@ -43,7 +43,7 @@ def called(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., An
         except TypeError as error:
             if "keyword argument" not in str(error) and "positional argument" not in str(error):
                 raise
-            remedy = "Pass a batch with the keys of its forward, and segments=; or forward= that calls the model."
+            remedy = "Pass forward= that calls the model: forward=lambda **batch: model(batch['input_ids'])."
             raise CollateError(explain("batch", str(error), "It holds what the model takes.", remedy)) from error
 
 
