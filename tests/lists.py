@@ -26,16 +26,17 @@ from collate_npu.tools.cli import parsers
 PACKAGE = Path(collate_npu.__file__).parent
 ROOT = Path(__file__).parents[1]
 
-SEQ2SEQ = "DataCollatorForSeq2Seq"
+SEQ2SEQ, FLATTENING = "DataCollatorForSeq2Seq", "DataCollatorWithFlattening"
+LOCAL = "`--attention_backend local`"
 NEEDED = (
     ("transformers-trainer", "qwen3_next", "padded right", f"transformers Trainer, Qwen3-Next, padded right, {SEQ2SEQ}"),
     ("transformers-trainer", "qwen3_next", "padded left", f"transformers Trainer, Qwen3-Next, padded left, {SEQ2SEQ}"),
     ("transformers-trainer", "qwen3", "padded left", f"transformers Trainer, Qwen3, padded left, {SEQ2SEQ}"),
-    ("transformers-trainer", "qwen3_next", "packed", "transformers Trainer, Qwen3-Next, flat row, DataCollatorWithFlattening"),
+    ("transformers-trainer", "qwen3_next", "packed", f"transformers Trainer, Qwen3-Next, flat row, {FLATTENING}"),
     ("trl-sfttrainer", "qwen3_5_text", "packed", "TRL SFTTrainer, Qwen3.5, flat row, `padding_free=True`"),
     ("ms-swift", "qwen3_next", "packed", "ms-swift `swift sft`, Qwen3-Next, flat row, `--padding_free true`"),
     ("ms-swift-megatron", "qwen3_5", "padded right", "ms-swift `megatron sft`, Qwen3.5, padded right"),
-    ("ms-swift-megatron", "qwen3_5", "padded left", "ms-swift `megatron sft`, Qwen3.5, padded left, `--attention_backend local`"),
+    ("ms-swift-megatron", "qwen3_5", "padded left", f"ms-swift `megatron sft`, Qwen3.5, padded left, {LOCAL}"),
     ("verl-fsdp", "qwen3_next", "packed", "verl FSDP, Qwen3-Next, flat row (the default)"),
 )  # fmt: skip
 """The rows of README: a stack, its cell and the words for it. Each says another thing."""
@@ -94,9 +95,9 @@ def asked(name: str) -> str:
 def needed() -> str:
     """Cells of the stacks whose gradient was measured: its relative error alone and with ours, and the line."""
     lines = ["| you train with | without collate_npu | with it | add this line |", "|---|---|---|---|"]
-    for name, family, layout, words in NEEDED:
+    for name, family, rows, words in NEEDED:
         stack = json.loads((ROOT / "benchmarks" / "stacks" / f"{name}.json").read_text("utf-8"))
-        (cell,) = (each for each in stack["cells"] if (each["family"], each["layout"]) == (family, layout))
+        (cell,) = (each for each in stack["cells"] if (each["family"], each["layout"]) == (family, rows))
         line = "nothing" if cell["alone"]["verdict"] == "right" else f"`{cell['line']}`"
         lines.append(f"| {words} | {learned(cell['alone'])} | {learned(cell['ours'])} | {line} |")
     return "\n".join(lines)
@@ -212,9 +213,9 @@ def growth(rows: list[dict]) -> str:
     rest = max(ratio for name, ratio in by["width time"].items() if name not in square)
     names = ", ".join(f"`{name}`" for name in square)
     return (
-        f"Time and memory grow linearly with rows and with tokens: the largest exponents of {len(by['rows time'])} functions "
-        f"are {most['time']:.2f} and {most['memory']:.2f}. With the width, these grow up to its square: {names}. They read or "
-        f"make a dense mask. The time of all others has an exponent of at most {rest:.2f}."
+        "Time and memory grow linearly with rows and with tokens: "
+        f"the largest exponents of {len(by['rows time'])} functions are {most['time']:.2f} and {most['memory']:.2f}. "
+        f"With the width, these grow up to its square: {names}. They read or make a dense mask. The time of all others has an exponent of at most {rest:.2f}."
     )
 
 
@@ -229,8 +230,12 @@ WAYS = {
     "TRL": "TRL's collator",
     "ms-swift template": "ms-swift's template",
 }
-STEPS = {f"{family} {size}": f"{name}, {size.replace('x', ' × ')}"
-         for family, name in (("qwen3_next", "Qwen3-Next"), ("llama", "Llama")) for size in ("8x1024", "4x4096")}  # fmt: skip
+STEPS = {
+    "qwen3_next 8x1024": "Qwen3-Next, 8 × 1024",
+    "qwen3_next 4x4096": "Qwen3-Next, 4 × 4096",
+    "llama 8x1024": "Llama, 8 × 1024",
+    "llama 4x4096": "Llama, 4 × 4096",
+}
 
 
 def step_table(rows: list[dict]) -> str:
@@ -256,7 +261,7 @@ BATCHES = ("lists 4x512", "lists 32x4096", "numpy 32x4096", "torch 4x512", "torc
 def speed_table(rows: list[dict]) -> str:
     """A line a batch: how many times as fast the collator is as each peer's."""
     lines = ["| features | than transformers | than TRL | than ms-swift |", "|---|---|---|---|"]
-    found = {(row["case"], row["name"]): row["ratio"] for row in rows if (row["group"], row["against"]) == ("collate", "peer")}
+    found = {(row["case"], row["name"]): row["ratio"] for row in rows if row["group"] == "collate"}
     for case in BATCHES:
         cells = (f"{found[case, peer]:.{int(found[case, peer] < 10)}f}" if (case, peer) in found else "–" for peer in PEERS)
         lines.append(f"| {case.replace('x', ' × ')} | {' | '.join(cells)} |")

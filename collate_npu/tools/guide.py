@@ -48,9 +48,11 @@ _ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
 
 
 def list_pages() -> str:
-    """Return every page with one line, under the headings of index.md, which is the list."""
-    pages = read_page("index").partition("\n## ")[2]
-    return re.sub(r"\[[^\]]+\]\(([^)\s]+)\.(?:md|ipynb)(#[^)\s]+)?\)", r"`\1\2`", f"## {pages}\n`collate-npu guide NAME` shows one.\n")
+    """Return every page with one line, under the headings of index.md, which has the list among its text."""
+    lines = re.findall(r"^(?:## .+|\* \[.+\]\(\S+\): .+)$", read_page("index"), flags=re.M)
+    kept = [line for line, after in zip(lines, [*lines[1:], "#"]) if line[0] == "*" or after[0] == "*"]
+    pages = re.sub(r"\[[^\]]+\]\((\S+)\.(?:md|ipynb)\)", r"`\1`", "\n".join(kept))
+    return re.sub(r"\n?(## .+)", r"\n\1\n", pages).strip() + "\n\n`collate-npu guide NAME` shows one.\n"
 
 
 def read_page(name: str) -> str:
