@@ -215,7 +215,8 @@ def growth(rows: list[dict]) -> str:
     return (
         "Time and memory grow linearly with rows and with tokens: "
         f"the largest exponents of {len(by['rows time'])} functions are {most['time']:.2f} and {most['memory']:.2f}. "
-        f"With the width, these grow up to its square: {names}. They read or make a dense mask. The time of all others has an exponent of at most {rest:.2f}."
+        f"With the width, these grow up to its square: {names}. They read or make a dense mask. "
+        f"The time of all others has an exponent of at most {rest:.2f}."
     )
 
 

@@ -52,7 +52,7 @@ def list_pages() -> str:
     lines = re.findall(r"^(?:## .+|\* \[.+\]\(\S+\): .+)$", read_page("index"), flags=re.M)
     kept = [line for line, after in zip(lines, [*lines[1:], "#"]) if line[0] == "*" or after[0] == "*"]
     pages = re.sub(r"\[[^\]]+\]\((\S+)\.(?:md|ipynb)\)", r"`\1`", "\n".join(kept))
-    return re.sub(r"\n?(## .+)", r"\n\1\n", pages).strip() + "\n\n`collate-npu guide NAME` shows one.\n"
+    return re.sub(r"^(## .+)", r"\n\1\n", pages, flags=re.M).strip() + "\n\n`collate-npu guide NAME` shows one.\n"
 
 
 def read_page(name: str) -> str:
