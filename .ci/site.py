@@ -51,7 +51,7 @@ def on_config(config: Any) -> Any:
             menu.append({title[1]: []})
         elif link := re.match(r"\* \[([^\]]+)\]\((\S+)\.(?:md|ipynb)\)", line):
             next(iter(menu[-1].values())).append({link[1]: f"{link[2]}.md"})
-    menu = [each for each in menu if all(each.values())]  # a section of scripts has no page
+    menu = [each for each in menu if all(each.values())]  # a section without pages is text of index.md
     config.nav = [*menu, {"API": [{path[16:-3]: path} for path in api_pages()]}]  # api/collate_npu.NAME.md
     return config
 

@@ -1,4 +1,4 @@
-"""CLI, the command line: `collate-npu audit | conformance | watch | show | env | kernels | guide`.
+"""CLI, the command line: `collate-npu audit | conformance | watch | show | env | kernels | guide | stacks`.
 
 A command is a function; its options are its parameters. Exit codes: 0 done and right; 1 something of this library, or of
 what you gave, is wrong (`audit`, `conformance`); 2 it could not do what was named, and a line says why; 130 interrupted.
@@ -24,7 +24,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from collate_npu.errors import CollateError, explain, printable
-from collate_npu.tools.guide import list_pages, read_page
+from collate_npu.tools.guide import list_pages, read_page, read_stacks
 from collate_npu.tools.user_code import as_user_code, describe_error, find_callable
 from collate_npu.tools.watch import watch_processes
 
@@ -392,7 +392,22 @@ def guide_command(
     `collate-npu guide masked_select` — the words of an error
     `collate-npu guide zh/index`
     """
-    text = read_page(" ".join(name)) if name else list_pages()
+    return _print_page(read_page(" ".join(name)) if name else list_pages())
+
+
+def stacks_command(
+    name: Annotated[list[str] | None, Option("A stack, or a word of its name; or the table.", ("name",))] = None,
+) -> int:
+    """Print which stack is right with which model, as measured: the table, or one stack with its line and its reasons.
+
+    Examples:
+    `collate-npu stacks` — the table
+    `collate-npu stacks verl` — families, releases, the line to add, and why a batch is refused
+    """
+    return _print_page(read_stacks(" ".join(name or [])))
+
+
+def _print_page(text: str) -> int:
     with pipe_may_close():
         if find_spec("rich"):
             from collate_npu.tools.terminal import Page, screen
@@ -416,7 +431,10 @@ def env_command(as_json: Annotated[bool, Option("Print the same as JSON.", ("--j
     return 0
 
 
-COMMANDS = (audit_command, conformance_command, watch_command, show_command, env_command, kernels_command, guide_command)
+COMMANDS = (
+    audit_command, conformance_command, watch_command, show_command, env_command, kernels_command, guide_command,
+    stacks_command,
+)  # fmt: skip
 
 
 def parsers() -> tuple[Parser, dict[str, Parser]]:

@@ -224,7 +224,7 @@ def hazards(here: Environment) -> Iterator[str]:
             yield f"{name} {here.packages[name]}: {fact.before} ({fact.source}; {mended})."
     for package, tested in (("torch", ""), *trainers().values()):
         if text := releases.outside(package, tested, here.packages.get(package, "")):
-            yield f"{text} says what was checked."
+            yield f"{text} says what was checked. No test has run this release: run `collate-npu audit` before you train."
 
 
 def _name(here: Environment, package: str) -> str:

@@ -1,4 +1,5 @@
-"""Guide: the pages that ship with the package, as text; a section of one, or those that have some words."""
+"""Guide: the pages that ship with the package, as text; a section of one, or those that have some words; what was measured
+of one stack."""
 
 from __future__ import annotations
 
@@ -50,9 +51,11 @@ _ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
 
 
 def list_pages() -> str:
-    """Return every page with one line, under the headings of index.md, which is the list."""
-    pages = read_page("index").partition("\n## ")[2]
-    return re.sub(r"\[[^\]]+\]\((\S+)\.(?:md|ipynb|py)\)", r"`\1`", f"## {pages}\n`collate-npu guide NAME` shows one.\n")
+    """Return every page with one line, under the headings of index.md, which has the list among its text."""
+    lines = re.findall(r"^(?:## .+|\* \[.+\]\(\S+\): .+)$", read_page("index"), flags=re.M)
+    kept = [line for line, after in zip(lines, [*lines[1:], "#"]) if line[0] == "*" or after[0] == "*"]
+    pages = re.sub(r"\[[^\]]+\]\((\S+)\.(?:md|ipynb|py)\)", r"`\1`", "\n".join(kept))
+    return re.sub(r"^(## .+)", r"\n\1\n", pages, flags=re.M).strip() + "\n\n`collate-npu guide NAME` shows one.\n"
 
 
 def read_page(name: str) -> str:
@@ -76,6 +79,25 @@ def read_page(name: str) -> str:
         return sections
     rule = "It is the name of a page, or words that a page has."
     raise CollateError(explain("guide", name, rule, did_you_mean([wanted], names, "`collate-npu guide` lists them.")))
+
+
+STACKS = Path(__file__).parent / "data" / "stacks.json"
+
+
+def read_stacks(name: str = "") -> str:
+    """Return the table of stacks, or for one stack its families, releases, line and reasons.
+
+    Raises `CollateError` if no stack has these words, with the nearest.
+    """
+    if not name:
+        return read_page("stacks")
+    texts = json.loads(STACKS.read_text(encoding="utf-8"))
+    legend, wanted = texts.pop(""), _plain(name)
+    found = [text for each, text in texts.items() if _plain(each) == wanted]
+    if found := found or [text for each, text in texts.items() if wanted in _plain(each)]:
+        return "\n\n".join([legend, *found]) + "\n"
+    rule, whole = "It is the name of a stack.", f"They are {', '.join(texts)}."
+    raise CollateError(explain("stacks", name, rule, did_you_mean([name], texts, whole)))
 
 
 def _section(name: str, text: str, anchor: str) -> str:

@@ -62,13 +62,18 @@ class Stack:
     def file(self) -> Path:
         return FOLDER / f"{re.sub('[^a-z0-9]+', '-', self.name.lower())}.json"
 
-    def cell(self, family: str, layout: Layout, *, truth: Run, alone: Run | str, ours: Run | str, line: str) -> None:
+    def cell(
+        self, family: str, layout: Layout, *, truth: Run, alone: Run | str, ours: Run | str, line: str, **learned: float
+    ) -> None:
         """Measure one cell. A text in the place of a run says why it was not run.
 
-        `truth([sample])` is the sample by itself; `line` what a user adds. A run that raises has refused.
+        `truth([sample])` is the sample by itself; `line` what a user adds. A run that raises has refused. `learned` are the
+        errors of the gradient, `alone=` and `ours=` with `_learned` behind, where a caller has them.
         """
-        wanted = [_numbers(truth([ids])[0]) for ids in samples()]
-        self.tell(family, layout, alone=_measured(alone, wanted), ours=_measured(ours, wanted), line=line)
+        wanted, found = [_numbers(truth([ids])[0]) for ids in samples()], {}
+        for who, run in (("alone", alone), ("ours", ours)):
+            found[who] = with_gradient(_measured(run, wanted), learned.get(f"{who}_learned"))
+        self.tell(family, layout, **found, line=line)
 
     def tell(self, family: str, layout: Layout, *, alone: dict[str, Any], ours: dict[str, Any], line: str) -> None:
         """The same of what a test measured by itself, each made by `verdict`."""
@@ -102,16 +107,42 @@ class Stack:
         assert known, f"{self.file.name} has no such cell: run it with COLLATE_NPU_CELLS=1 ({told})"
         one = known[0]
         assert one["line"] == told["line"]
-        assert [one[who]["verdict"] for who in ("alone", "ours")] == [told[who]["verdict"] for who in ("alone", "ours")]
+        assert [words_of(one[who]) for who in ("alone", "ours")] == [words_of(told[who]) for who in ("alone", "ours")]
 
 
-def verdict(error: float | None = None, *, refused: str = "", not_run: str = "") -> dict[str, Any]:
-    """What a cell holds of one run: how far it is off, as nats or relative, or why it gave nothing."""
+def words_of(one: dict[str, Any]) -> tuple[str, str]:
+    """The verdict, and that on the gradient where it was measured."""
+    return one["verdict"], _word(one["gradient"]) if "gradient" in one else ""
+
+
+def verdict(
+    error: float | None = None, *, gradient: float | None = None, refused: str = "", not_run: str = ""
+) -> dict[str, Any]:
+    """What a cell holds of one run: how far it is off, as nats or relative, or why it gave nothing.
+
+    `gradient` is `gradient_error` where a test measures it: the one number that is the same measure in every stack.
+    """
     if error is None:
         why = " ".join((refused or not_run).split())
         return {"verdict": "refused" if refused else "not run", "why": _ERROR.split(why)[-1][:300]}
+    return with_gradient({"verdict": _word(error), "error": float(f"{error:.1e}")}, gradient)
+
+
+def with_gradient(one: dict[str, Any], gradient: float | None) -> dict[str, Any]:
+    if gradient is None:
+        return one
+    return {**one, "gradient": float(f"{gradient:.1e}"), "verdict": max(one["verdict"], _word(gradient))}
+
+
+def _word(error: float) -> str:
     assert error <= _RIGHT or not error < _WRONG, f"neither right nor wrong: {error}"
-    return {"verdict": "right" if error <= _RIGHT else "wrong", "error": float(f"{error:.1e}")}
+    return "right" if error <= _RIGHT else "wrong"
+
+
+def gradient_error(found: Sequence[Tensor], alone: Sequence[Tensor]) -> float:
+    """The relative error of a gradient, in norm over all parameters, against that of each sample alone."""
+    off = torch.stack([(x - y).norm() for x, y in zip(found, alone, strict=True)]).norm()
+    return float(off / torch.stack([each.norm() for each in alone]).norm())
 
 
 def of_job(found: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from unittest.mock import MagicMock, patch
 
 import swift_world  # first: it puts the stand-ins for Transformer Engine in place
 import torch
+from cells import gradient_error
 from mcore_bridge.model.modules import gated_delta_net
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -208,11 +209,12 @@ def measure(stages: list[Any], batch: dict[str, Any], side: str, by_itself: Alon
     with recording(stages) as seen:
         logits = run(stages, {**batch, "labels": None})
         loss_of(logits, data["labels"]).backward()
-    padding = ~truth.keep
+    padding, grads = ~truth.keep, gradients(stages)
     real = [logits[b, keep].detach() for b, keep in enumerate(truth.keep)]
     return {
         "logits": apart(real, by_itself.logits),
-        "gradients": far(gradients(stages), by_itself.gradients),
+        "gradients": far(grads, by_itself.gradients),
+        "gradient": gradient_error([grads[name] for name in by_itself.gradients], [*by_itself.gradients.values()]),
         "gdn": {n: bool(zero.equal(padding)) for n, zero in seen["gdn"].items()},
         "attention": {n: None if mask is None else list(mask.shape) for n, mask in seen["attention"].items()},
         "router": {n: mask is not None and bool(mask.equal(padding)) for n, mask in seen["router"].items()},

@@ -85,7 +85,7 @@ def test_neat_packing_of_attention_alone_is_right_in_one_flat_row(runs):
 def test_its_cells(runs, family, layout, setting):
     stack = Stack("LLaMA-Factory", ("llamafactory", "transformers"), "peers_llamafactory")
     own, ours = (of_job(saw(runs, f"sft {family} {setting} {who}")) for who in ("own", "ours"))
-    stack.tell(family, layout, alone=own, ours=ours, line="wrap_collator(theirs, model=model)")
+    stack.tell(family, layout, alone=own, ours=ours, line="wrap_collator(collator, model=model)")
 
 
 # --- the collators

@@ -89,7 +89,7 @@ def test_its_cells(found, family):
     line = '--external_plugins "$PLUGIN"'
     for layout, name in (("padded right", "1 stage, template, right"), ("padded left", "1 stage, local, left")):
         cases = [found["native"][f"{family}, {name}, {who}"] for who in ("upstream", "ours")]
-        alone, ours = (verdict(max(case["logits"], case["gradients"])) for case in cases)
+        alone, ours = (verdict(max(case["logits"], case["gradients"]), gradient=case["gradient"]) for case in cases)
         stack.tell(family, layout, alone=alone, ours=ours, line=line)
 
 

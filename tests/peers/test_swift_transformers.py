@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cells import Stack, verdict
+from cells import Stack, gradient_error, verdict
 from swift.model.models import qwen
 from swift_world import LENGTHS, VOCABULARY, alone, apart, samples, template, trained
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -65,7 +65,8 @@ def test_its_trainer_on_flat_rows(family, layout):
     for who in ("alone", "ours"):
         try:
             swift.install(trainers=False) if who == "ours" else None
-            found[who] = verdict(apart(trained(model), wanted))
+            given = trained(model)
+            found[who] = verdict(apart(given, wanted), gradient=gradient_error([given[2]], [wanted[2]]))
         except (CollateError, ImportError) as error:
             found[who] = verdict(refused=f"{type(error).__name__}: {error}")
         finally:

@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 import torch
-from cells import PAD, Stack, samples, scores, verdict, worst_of
+from cells import PAD, Stack, gradient_error, samples, scores, verdict, worst_of
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -73,7 +73,8 @@ def told(run, known):
     except Exception as error:
         return verdict(refused=f"{type(error).__name__}: {error}")
     far = torch.stack([(x - y).abs().max() for x, y in zip(found, known[0])]).max()
-    return verdict(float(torch.maximum(far, (learned - known[1]).norm() / known[1].norm())))
+    off = gradient_error([learned], [known[1]])
+    return verdict(float(torch.maximum(far, torch.tensor(off))), gradient=off)
 
 
 def physical_offsets(layout):
@@ -112,8 +113,8 @@ def cells_of(*layouts):
 
 @cells_of("padded right", "padded left", "packed")
 def test_transformers_trainer(family, layout, tmp_path):
-    line = "adapt(model); wrap_collator(theirs, model=model, padding_free=True)"
-    line = line if layout.startswith("packed") else "wrap_collator(theirs, model=model)"
+    line = "adapt(model); wrap_collator(collator, model=model, padding_free=True)"
+    line = line if layout.startswith("packed") else "wrap_collator(collator, model=model)"
     TRAINER.tell(family, layout, **both(trained, family, layout, tmp_path), line=line)
 
 
@@ -124,7 +125,7 @@ def test_transformers_trainer(family, layout, tmp_path):
 def test_transformers_trainer_with_a_row_on_two_ranks(ranks, family):
     """torch's context parallelism in Trainer's own step; see distributed/gloo_trainer for what stands in."""
     run = lambda who: worst_of(ranks(2)("gloo_trainer.cell", family, who == "ours", seconds=120))  # noqa: E731
-    line = "context_parallel_collator(theirs, size=2, model=model)"
+    line = "context_parallel_collator(collator, size=2, model=model)"
     TRAINER.tell(family, "context parallel", alone=run("alone"), ours=run("ours"), line=line)
 
 

@@ -13,7 +13,7 @@ import os
 
 import pytest
 import torch
-from cells import PAD, Stack, alone, samples, scores
+from cells import PAD, Stack, alone, gradient_error, samples, scores
 from processes import found_by, process_group, run_jobs, saved_model
 from rotation import part
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -103,7 +103,9 @@ def test_cells(runs, folder, family, layout):
 
         return run
 
-    STACK.cell(family, layout, truth=truth, alone=told("alone"), ours=told("ours"), line=LINE)
+    found = {who: runs.get(f"{family} {who} {LAYOUTS.get(layout)}", {}) for who in WHO}
+    learned = {f"{who}_learned": one["learned"] for who, one in found.items() if "learned" in one}
+    STACK.cell(family, layout, truth=truth, alone=told("alone"), ours=told("ours"), line=LINE, **learned)
 
 
 # --- a rank
@@ -222,6 +224,7 @@ def engine(folder, family, who, words=""):
         off["gradient"] = max(
             float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-6)) for name in wanted
         )
+        off["learned"] = gradient_error([found[name] for name in wanted], [*wanted.values()])
     told = [None] * size
     rows_out = [] if out is None else [row[:-1].tolist() for row in out["log_probs"].unbind()]
     torch.distributed.all_gather_object(told, (off, rows_out, seen))
