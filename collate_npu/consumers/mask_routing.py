@@ -92,6 +92,7 @@ def describe_cost(form: MaskForm, segments: Segments) -> str:
 
 
 def describe_bytes(size: int) -> str:
+    """The size in words, for a message."""
     return f"{size} bytes" if size < 2**20 else f"{size / 2**20:.1f} MiB"
 
 
