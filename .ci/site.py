@@ -150,6 +150,7 @@ def handed_on(module: str) -> list[str]:
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Links to a notebook lead to its page; the lists of links of a home page are cards."""
     if page.file.src_uri.endswith("index.md"):
+        page.meta["hide"] = ["navigation"] if page.is_homepage else []
         markdown = re.sub(r"(?:^\* \[.*\n)+", r"<div class='grid cards' markdown>\n\n\g<0>\n</div>\n", markdown, flags=re.M)
     return markdown.replace(".ipynb)", ".md)")
 
@@ -166,7 +167,7 @@ def drawn(block: re.Match[str]) -> str:
     if not any(PICTURE.search(line) for line in lines):
         return block[0]
     parts = [mark(y, found) for y, line in enumerate(lines) for found in TOKENS.finditer(line)]
-    width, height = max(map(len, lines)) * 9, len(lines) * 18
+    width, height = max(map(len, lines)) * 9 + 9, len(lines) * 18 + 1
     words = escape(" / ".join(filter(None, (line.translate(SPOKEN).strip() for line in lines))), quote=True)
     size = f"viewBox='0 0 {width} {height}' width='{width}' height='{height}'"
     return f'<div class="picture"><svg role="img" aria-label="{words}" {size}>{"".join(parts)}</svg></div>'
