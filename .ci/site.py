@@ -24,7 +24,7 @@ from collate_npu.tools.guide import as_markdown  # noqa: E402
 JOBS = {
     "Collate a batch": (
         "From samples to a padded batch, or to a packed row.",
-        "PaddingCollator collate.Layout collate.wrapping.WrappedCollator collate.wrap_collator",
+        "PaddingCollator collate.Layout collate.wrap_collator collate.wrapping.WrappedCollator",
     ),
     "Adapt a model or a batch": (
         "Give each layer the mask that it reads.",
@@ -170,7 +170,8 @@ def drawn(block: re.Match[str]) -> str:
     width, height = max(map(len, lines)) * 9 + 9, len(lines) * 18 + 1
     words = escape(" / ".join(filter(None, (line.translate(SPOKEN).strip() for line in lines))), quote=True)
     size = f"viewBox='0 0 {width} {height}' width='{width}' height='{height}'"
-    return f'<div class="picture"><svg role="img" aria-label="{words}" {size}>{"".join(parts)}</svg></div>'
+    kind = "wide" if width > 400 else "small"  # a small one shrinks to fit a phone, a wide one scrolls
+    return f'<div class="picture"><svg role="img" class="{kind}" aria-label="{words}" {size}>{"".join(parts)}</svg></div>'
 
 
 PICTURE = re.compile(r"[■⬚]|(?<!\S)\d(?: \d){3,}(?! ?\S)")
