@@ -89,7 +89,7 @@ class Segments:
     def from_lengths(
         cls, lengths: Sequence[int] | Sequence[Sequence[int]] | Values, width: int | None = None, side: Side = "right"
     ) -> Segments:
-        """Build from token counts: `[3, 5]` is one sequence a row, `[[3, 2], [5]]` several; `width` of None: the longest row.
+        """Build from token counts: `[3, 5]`, one sequence a row, or `[[3, 2], [5]]`, several. `width` defaults to the longest.
 
         >>> Segments.from_lengths([3, 5]).ids.tolist()
         [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]

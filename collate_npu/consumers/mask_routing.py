@@ -56,7 +56,6 @@ class Route:
 
     form: MaskForm
     keeps_mask_2d: bool
-    """Does `attention_mask_2d` stay in the batch?"""
     why: str
     """Why this form."""
 

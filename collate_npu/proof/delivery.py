@@ -100,15 +100,13 @@ def check_delivery(
 ) -> Delivery:
     """Run `model(**batch)` and check that each kernel gets the padding and the boundaries of the batch.
 
-    Raises `CollateError` where a kernel gets others, where padding or another sequence moves a real token, or where
-    nothing could be checked.
-
-    `batch` is what the model, any module, is called with. `segments`, of the whole rows, default to what the batch itself
-    says; give them under context parallelism (with `context_parallel`) and where nothing in the batch marks padding.
-    `pattern` is that of the model's attention. With `alone=True` two sequences of a model of transformers or Megatron are
-    run again by themselves and must give the same logits, or last states. Where ranks compute a forward together (FSDP,
-    ZeRO-3, experts) every rank calls it, with its own batch. `forward(**batch) -> logits [B, S, V]` stands for
-    `model(**batch)` where that is not how the model is called; it must run the modules of `model`.
+    Raises `CollateError` where a kernel gets others, where padding or another sequence moves a real token, or nothing
+    was checked. `batch` is what the model, any module, is called with. `segments`, of the whole rows, default to what
+    the batch itself says; give them under context parallelism (with `context_parallel`) and where nothing in the batch
+    marks padding. `pattern` is that of the model's attention. With `alone=True` two sequences of a model of
+    transformers or Megatron run again alone and must give the same logits, or last states. Where ranks compute a
+    forward together (FSDP, ZeRO-3, experts) every rank calls it, with its own batch. `forward(**batch) -> logits [B, S,
+    V]` stands for `model(**batch)` where the model is called otherwise; it must run the modules of `model`.
 
     >>> import torch
     >>> from collate_npu.testing import tiny_model
@@ -155,10 +153,10 @@ def guard_first_batch(
 ) -> Callable[[], None]:
     """Check the next forward of `model`, whoever calls it, as soon as it has run.
 
-    Costs no forward of its own, so that any stage of a pipeline can be watched; with `alone=True` it costs five, and every
-    rank must guard. The other settings are those of `check_delivery`. With the Segments of one batch, `only(arguments)`
-    says whether a forward is of that batch. `report` is called with the result, and the
-    guard is removed. The returned function removes it earlier.
+    Costs no forward of its own, so that any stage of a pipeline can be watched; with `alone=True` it costs five, and
+    every rank must guard. The other settings are those of `check_delivery`. With the Segments of one batch,
+    `only(arguments)` says whether a forward is of that batch. `report` is called with the result, and the guard is
+    removed. The returned function removes it earlier.
 
     >>> import torch
     >>> from collate_npu.testing import tiny_model
