@@ -89,7 +89,7 @@ class Segments:
     def from_lengths(
         cls, lengths: Sequence[int] | Sequence[Sequence[int]] | Values, width: int | None = None, side: Side = "right"
     ) -> Segments:
-        """Build from token counts: `[3, 5]`, one sequence a row, or `[[3, 2], [5]]`, several. `width` defaults to the longest.
+        """Build from token counts: `[3, 5]` is one sequence a row, `[[3, 2], [5]]` several. `width` defaults to the longest.
 
         >>> Segments.from_lengths([3, 5]).ids.tolist()
         [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
@@ -110,7 +110,7 @@ class Segments:
 
     @classmethod
     def from_keep(cls, keep: Values) -> Segments:
-        """Build from a 2D mask `[B, S]`, bool or 0/1, True = real: one sequence a row, holes allowed. Inverse of `keep`.
+        """Build from a 2D mask `[B, S]`, True or 1 = real: one sequence a row, holes allowed. Inverse of `keep`.
 
         >>> Segments.from_keep([[False, True, True], [True, True, True]])
         Segments(B=2, S=3, lengths=[2, 3], padding='left')
@@ -233,7 +233,7 @@ class Segments:
 
     @property
     def padding_share(self) -> float:
-        """Share of places that are padding, 0 to 1. Places a second times (1 - share) are real tokens a second."""
+        """Share of places that are padding, 0 to 1."""
         return self.num_padding / max(self.shape[0] * self.shape[1], 1)
 
     @property
@@ -298,7 +298,7 @@ class Segments:
 
     @once
     def counts_places(self) -> bool:
-        """True if each row is one sequence that begins at its first place, so that positions are places."""
+        """True if each row is one sequence that begins at its first place, so that position = place."""
         return not self.packed and self.padding_side not in PADS_BEFORE and all(self.lengths)
 
     @once
