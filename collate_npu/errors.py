@@ -19,7 +19,7 @@ _HARMLESS = "\n\t\xa0\u3000\u200d"
 
 
 class CollateError(ValueError):
-    """A batch, a mask or a setting that cannot be read one way only; nothing was guessed.
+    """A batch, a mask or a setting has no meaning, or more than one; nothing is guessed.
 
     >>> from collate_npu import PaddingCollator
     >>> PaddingCollator(pad_token_id=0)([{"input_ids": [1, 2], "labels": [1]}])
@@ -33,7 +33,7 @@ class CollateError(ValueError):
 
 
 class PolarityError(CollateError):
-    """True could mean "attend" or "blocked" and the tensor itself does not tell.
+    """True may mean "attends" or "blocked", and the mask does not show which.
 
     >>> from collate_npu import derive_segments
     >>> derive_segments([[[[True, True, False]]]])
@@ -47,7 +47,7 @@ class PolarityError(CollateError):
 
 
 class AmbiguousMaskError(CollateError):
-    """Two different paddings or packings give exactly this tensor.
+    """Two paddings, or two packings, give exactly this mask.
 
     >>> from collate_npu import BatchAdapter
     >>> BatchAdapter(needs_mask_2d=True, consumer="megatron")({"input_ids": [[1, 2, 0]]})
@@ -61,7 +61,7 @@ class AmbiguousMaskError(CollateError):
 
 
 class UnsupportedFormError(CollateError):
-    """The consumer has no form in which this batch would be computed correctly.
+    """The model, or the kernel, can compute this batch correctly from no mask that it reads.
 
     >>> from collate_npu import BatchAdapter, Segments
     >>> BatchAdapter(needs_mask_2d=True, consumer="verl_npu").route(Segments.from_lengths([3, 5], side="left"))
@@ -80,13 +80,14 @@ LONGEST = 8192
 
 
 def explain(where: str, got: str, rule: str, remedy: str, *, more: str = "") -> str:
-    """One line of four facts, in the order that a reader needs. `more`: the section of the guide's page `errors` that
-    explains it, named on a line below."""
+    """Return a message of four facts: where, what arrived, the rule, the remedy.
+
+    `more` is a section of the guide's page `errors`; the message names it on a line of its own."""
     return f"{short(where)}: got {short(got)}. {short(rule)} {short(remedy)}{_pointer(more)}"
 
 
 def explain_rows(key: str, rows: Iterable[tuple[int, str]], rule: str, remedy: str, *, more: str = "") -> str:
-    """Return what `explain` does, for every bad row of one key at once."""
+    """Return a message as `explain` does, for all bad rows of one key."""
     listed = sorted(rows)
     head = f"{short(key)}: {len(listed)} bad row{'s' if len(listed) != 1 else ''}."
     lines = [head, *(f"  row {row}: got {short(got)}" for row, got in listed), short(rule), short(remedy)]
@@ -94,7 +95,7 @@ def explain_rows(key: str, rows: Iterable[tuple[int, str]], rule: str, remedy: s
 
 
 def short(text: str, most: int = LONGEST) -> str:
-    """What of a text can be shown: printable, and its beginning and its end where it is longer than `most`."""
+    """Return a text that a terminal can show; of one longer than `most` only its beginning and its end."""
     if len(text) > most:
         text = f"{text[: most // 2]} ... {len(text)} characters ... {text[-most // 4 :]}"
     return printable(text)
@@ -105,7 +106,7 @@ def _pointer(section: str) -> str:
 
 
 def shape_of(tensor: object) -> str:
-    """`int64 [2, 8]`: what arrived, in the words of an error message."""
+    """Return the type and shape of a tensor as a message writes them: `int64 [2, 8]`."""
     dtype = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
     try:
         if not hasattr(tensor, "shape"):
@@ -116,14 +117,14 @@ def shape_of(tensor: object) -> str:
 
 
 def printable(text: str) -> str:
-    """What a terminal does not obey: whatever moves its cursor, hides, or turns letters round is written as its escape."""
+    """Return the text with every control character, and every invisible one, written as its escape."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in _HARMLESS else c.encode("unicode_escape").decode() for c in text)
 
 
 def is_set(name: str) -> bool:
-    """Return True if this switch of the environment is on."""
+    """Return True if this environment variable is switched on."""
     return os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
 
 
@@ -135,7 +136,7 @@ _logged: set[tuple[int, Hashable]] = set()
 
 
 def log_once(what: Hashable, text: str, *, level: int = logging.DEBUG) -> None:
-    """Log `text`, unless this process has logged `what` before. A warning is logged whatever the variable is."""
+    """Log `text`, unless this process has logged `what` before. COLLATE_NPU_DEBUG is for the caller to read."""
     if (os.getpid(), what) in _logged:
         return
     _logged.add((os.getpid(), what))
@@ -176,9 +177,9 @@ MOVED = {
 
 
 def moved(module: str, name: str) -> Any:
-    """Return what an old name stands for now, with a warning: the answer of a module's `__getattr__`.
+    """Return the object that an old name stands for, and warn. A module calls it in its `__getattr__`.
 
-    Raises `AttributeError` for a name that it never had.
+    Raises `AttributeError` for a name that the module never had.
     """
     old = f"{module}.{name}"
     if old not in MOVED:

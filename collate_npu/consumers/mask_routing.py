@@ -56,7 +56,6 @@ class Route:
 
     form: MaskForm
     keeps_mask_2d: bool
-    """Does `attention_mask_2d` stay in the batch?"""
     why: str
     """Why this form."""
 
@@ -92,6 +91,7 @@ def describe_cost(form: MaskForm, segments: Segments) -> str:
 
 
 def describe_bytes(size: int) -> str:
+    """The size in words, for a message."""
     return f"{size} bytes" if size < 2**20 else f"{size / 2**20:.1f} MiB"
 
 

@@ -28,13 +28,13 @@ ATTENTION = ("npu_fusion_attention", "npu_fusion_attention_v3")
 
 
 def knows(name: str) -> bool:
-    """True if there is a contract for this operator or layer."""
+    """Return True if there is a contract for this operator or layer."""
     return name.rpartition(".")[2] in ATTENTION or find_operator(name) is not None
 
 
 @checked
 def check_call(name: str, arguments: Mapping[str, Any], **says: Any) -> None:
-    """Raise `UnsupportedFormError`, with rules, remedies and sources, where the kernel would compute something else.
+    """Raise `UnsupportedFormError` if the kernel would compute something else, with rules, remedies and sources.
 
     Of what the kernel refuses by itself, only what the call cannot be read without is checked. `arguments` are those of the
     real call by their names (`named` binds positional ones); of tensors the shapes are read, and device meta will do; a mask
@@ -42,7 +42,7 @@ def check_call(name: str, arguments: Mapping[str, Any], **says: Any) -> None:
     with them at every real token, for attention together with `pattern`; `scale` must then be given, and nothing dropped.
     Without them a legal call is believed: boundaries of another batch pass, and `~keep` for `keep`.
 
-    `says` are sizes that no tensor of the call tells, and what else is known of it:
+    `says` are sizes that no tensor of the call shows, and what else is known of the call:
 
     * attention, without query, key and head_num: N query and Nkv key heads of size D; B rows, Sq and Skv of padded layouts,
       Tq and Tkv of packed ones. With segments these follow, for packed tensors as `unpad` makes them; pass Tq and Tkv where
@@ -121,7 +121,7 @@ def log_call(name: str, arguments: Mapping[str, Any], *, segments: Segments | No
 
 
 def log_batch(layer: str, batch: Mapping[str, Any], segments: Segments) -> None:
-    """`log_call` for a batch that is about to enter a model whose recurrent layers are of this kind: the unsplit row.
+    """Run `log_call` on an unsplit batch before it enters a model whose recurrent layers are of this kind.
 
     `layer` is a consumer of that name, or a layer; of one that no contract knows nothing is logged. The layer is taken to
     read `attention_mask_2d` where the batch has one.

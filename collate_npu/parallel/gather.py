@@ -42,14 +42,14 @@ def gather_sequence(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     loss: Loss = "same",
 ) -> Tensor:
-    """The whole output on every rank, in order, from each rank's shard. Undoes `split_batch` and `split_tensor`.
+    """Return the whole output, in order, on every rank, from all shards. Undoes `split_batch` and `split_tensor`.
 
     `dim` is the sequence, 1 in `[B, S / size, ...]` (0 in Megatron's `[S / size, B, H]`); a jagged output
     `[N, j, ...]` comes back jagged. `segments`, of the whole batch, are checked against the result, which
     `last_token`, `per_sequence` and `to_nested` then take. Layouts `document_*` need the offsets the batch was split
     by: `cu_seqlens=cu_seqlens_of(shard)`.
 
-    What a gradient means depends on what the ranks do with the whole row, and nothing here can see that:
+    Say how the ranks use the whole row, because the gradient depends on it:
 
     * `loss="same"`: every rank computes the same loss from it (pooling, rewards, a replicated head). Each shard gets
       its part of that one gradient, without communication; add parameter gradients up over the group.
@@ -89,9 +89,9 @@ def gather_sequence(
 def join_shards(
     shards: Sequence[Tensor], cp: ContextParallel, *, dim: int = 1, cu_seqlens: Tensor | Sequence[int] | None = None
 ) -> Tensor:
-    """The whole tensor from the shards of ranks 0, 1, ... in one process; `cp` may be any of their places.
+    """Return the whole tensor from the shards of ranks 0, 1, ... in one process; `cp` may be that of any rank.
 
-    `gather_sequence` without communication; gradients flow to every shard. Undoes `split_tensor`.
+    It is `gather_sequence` without communication; gradients flow to every shard. Undoes `split_tensor`.
 
     >>> join_shards([torch.tensor([[0, 1, 6, 7]]), torch.tensor([[2, 3, 4, 5]])], ContextParallel(2, 0)).tolist()
     [[0, 1, 2, 3, 4, 5, 6, 7]]
@@ -106,9 +106,9 @@ def join_shards(
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """One Python object of each rank, on every rank of `group`, through the Gloo group of these ranks (`gloo_group`).
+    """Return a list with one Python object of each rank of `group`, sent through the Gloo group of these ranks.
 
-    Without `group`: all that share out the data, over data and context parallelism.
+    Without `group` the ranks are all that share the data, over data and context parallelism.
 
     >>> gather_objects({"loss": 0.5})  # doctest: +SKIP
     [{'loss': 0.5}, {'loss': 0.7}]

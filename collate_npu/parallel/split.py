@@ -45,7 +45,7 @@ def split_batch(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     keys: Mapping[str, Key] = KEYS,
 ) -> dict[str, Any]:
-    """Return this rank's batch: each key shared by its row of `keys`, in the same order. `gather_sequence` undoes it by key.
+    """Return this rank's part of a batch: each key is split as its row of `keys` says. `gather_sequence` undoes it by key.
 
     A key that KEYS does not list is split where it begins `[B, S]`, replicated where no dimension is S wide, and refused
     otherwise. Labels are split as they are: where the model shifts them itself, put `shift_labels` in the batch first,
@@ -102,7 +102,7 @@ def share_out(
 def split_tensor(
     x: Tensor, cp: ContextParallel, *, dim: int = 1, cu_seqlens: Tensor | Sequence[int] | None = None
 ) -> Tensor:
-    """This rank's part of one tensor along `dim`. `gather_sequence` and `join_shards` undo it.
+    """Return this rank's part of one tensor along `dim`. `gather_sequence` and `join_shards` undo it.
 
     A jagged tensor `[N, j, ...]` is split document by document and stays jagged (layouts `document_*`).
 
@@ -315,7 +315,7 @@ def pad_documents(
     pad_token_id: int = 0,
     keys: Mapping[str, Key] = KEYS,
 ) -> tuple[dict[str, Any], Segments]:
-    """A flat row `[1, S]` with each document padded to `multiple` and to `cp.document_multiple`, the row to `cp.multiple`.
+    """Return a flat row `[1, S]`, each document padded to `multiple` and `cp.document_multiple`, the row to `cp.multiple`.
 
     The last document takes the alignment tail, so no document is invented. Adds `cu_seqlens` (real) and
     `cu_seqlens_padded` (where documents stand); `cu_seq_lens_q/k` and `max_length_q/k` become the padded ones, since

@@ -43,7 +43,7 @@ __all__ = ["Alone", "Delivery", "check_delivery", "guard_first_batch"]
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """Relative errors of the logits of some sequences, in a batch against alone."""
+    """Relative errors of the logits of some sequences: in the batch against each sequence alone."""
 
     errors: Mapping[int, float]
     """By number of the sequence in the batch."""
@@ -57,7 +57,7 @@ class Alone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """What was proved."""
+    """The result of `check_delivery`."""
 
     layers: Mapping[str, str]
     """What the kernels of each layer that was judged got: `"convolution zeros [1, 3], rule zeros [1, 3]"`."""
@@ -98,15 +98,15 @@ def check_delivery(
     context_parallel: ContextParallel | None = None,
     forward: Callable[..., Any] | None = None,
 ) -> Delivery:
-    """Run `model(**batch)`, and raise `CollateError` where a kernel got something else than the batch says, where a
-    real token moves by what padding or another sequence holds, or where nothing could be judged.
+    """Run `model(**batch)` and check that each kernel gets the padding and the boundaries of the batch.
 
-    `batch` is what the model, any module, is called with. `segments`, of the whole rows, default to what the batch itself
-    says; give them under context parallelism (with `context_parallel`) and where nothing in the batch marks padding.
-    `pattern` is that of the model's attention. With `alone=True` two sequences of a model of transformers or Megatron are
-    run again by themselves and must give the same logits, or last states. Where ranks compute a forward together (FSDP,
-    ZeRO-3, experts) every rank calls it, with its own batch. `forward(**batch) -> logits [B, S, V]` stands for
-    `model(**batch)` where that is not how the model is called; it must run the modules of `model`.
+    Raises `CollateError` where a kernel gets others, where padding or another sequence moves a real token, or nothing
+    was checked. `batch` is what the model, any module, is called with. `segments`, of the whole rows, default to what
+    the batch itself says; give them under context parallelism (with `context_parallel`) and where nothing in the batch
+    marks padding. `pattern` is that of the model's attention. With `alone=True` two sequences of a model of
+    transformers or Megatron run again alone and must give the same logits, or last states. Where ranks compute a
+    forward together (FSDP, ZeRO-3, experts) every rank calls it, with its own batch. `forward(**batch) -> logits [B, S,
+    V]` stands for `model(**batch)` where the model is called otherwise; it must run the modules of `model`.
 
     >>> import torch
     >>> from collate_npu.testing import tiny_model
@@ -151,12 +151,12 @@ def guard_first_batch(
     context_parallel: ContextParallel | None = None,
     forward: Callable[..., Any] | None = None,
 ) -> Callable[[], None]:
-    """Check the next forward of `model`, whoever calls it: what its kernels get is judged as soon as it has run.
+    """Check the next forward of `model`, whoever calls it, as soon as it has run.
 
-    Costs no forward of its own, so that any stage of a pipeline can be watched; with `alone=True` it costs five, and every
-    rank must guard. The other settings are those of `check_delivery`. With the Segments of one batch, `only(arguments)`
-    says whether a forward is of that batch. What was proved goes to `report`, and the guard is gone. The function that is
-    returned takes it off earlier.
+    Costs no forward of its own, so that any stage of a pipeline can be watched; with `alone=True` it costs five, and
+    every rank must guard. The other settings are those of `check_delivery`. With the Segments of one batch,
+    `only(arguments)` says whether a forward is of that batch. `report` is called with the result, and the guard is
+    removed. The returned function removes it earlier.
 
     >>> import torch
     >>> from collate_npu.testing import tiny_model

@@ -39,7 +39,7 @@ _MOST_PASSES = 64
 
 
 class Watch:
-    """What was seen in this process. Made by `watch`."""
+    """The kernel calls that `watch` saw in this process, and its faults."""
 
     def __init__(
         self,
@@ -67,19 +67,19 @@ class Watch:
 
     @property
     def failed(self) -> set[str]:
-        """What went wrong in watching itself; the run goes on."""
+        """Errors of the watching itself; the run goes on after them."""
         return self._recorder.failed
 
     # --- on and off
 
     def start(self) -> None:
-        """Wrap everything."""
+        """Wrap the kernels, and begin to watch."""
         self._recorder.install()
         self._optimizers = register_optimizer_step_post_hook(lambda *_: self._end_step())
         MADE.watch(1)
 
     def end(self) -> None:
-        """Take everything off; the process is as it was."""
+        """Unwrap the kernels; the process is as before."""
         if self._recorder.listens:
             self._recorder.take_off()
             self._optimizers.remove()
@@ -180,7 +180,7 @@ class Watch:
         self._write("\n".join(lines), record)
 
     def summary(self) -> str:
-        """Steps, calls, kernels seen, and what was not looked at. Nothing seen is no pass."""
+        """Return the numbers of steps, calls and kernels seen, and what was not checked. Nothing seen is no pass."""
         if not self.kernels and not self.faults:
             models = ", ".join(sorted(self._recorder.models))
             seen = f"no known kernel ran in {models}" if models else "no model with attention or recurrent layers ran"
@@ -207,7 +207,7 @@ class Watch:
             self._write(f"rank {_rank()}: {self.summary()}", {})
 
     def forget(self) -> None:
-        """A forked process begins anew."""
+        """Drop what was seen: a forked process begins anew."""
         self.forwards, self.faults, self.kernels = [], [], Counter()
         self.steps = self._number = self._judged = self._idle = 0
         self._recorder.forget()
@@ -227,10 +227,10 @@ class Watch:
 
 @contextmanager
 def watch(*, steps: int = STEPS, stop: bool = False, out: str | Path | None = None, say: bool = True) -> Iterator[Watch]:
-    """Look at the boundaries that each kernel of this process gets, for so many steps, and judge each forward.
+    """Check, for so many steps, the boundaries that each kernel of this process gets, forward by forward.
 
-    With `stop` the first fault raises `CollateError` behind its forward. `out` gets a line of JSON for each forward, the
-    screen (stderr) a block, unless `say` is off. Afterwards the process is as it was.
+    With `stop` the first fault raises `CollateError` after its forward. Each forward writes a line of JSON to `out`, and a
+    block to the screen (stderr) unless `say` is False. Afterwards nothing is wrapped any more.
 
     >>> import torch
     >>> from collate_npu.testing import tiny_model
