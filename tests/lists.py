@@ -55,8 +55,7 @@ def table() -> str:
     for consumer in consumers().values():
         forms = "; ".join(form.reads for form in consumer.forms)
         forms = forms if consumer.key == "attention_mask" else f"under `{consumer.key}`: {forms}"
-        cells = (f"`{consumer.name}`", forms, kept[consumer.keeps_mask_2d], consumer.source)
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| `{consumer.name}` | {forms} | {kept[consumer.keeps_mask_2d]} | {consumer.source} |")
     found = [(refusal.of, f"`{consumer.name}`") for consumer in consumers().values() for refusal in consumer.refuses]
     by = {of: ", ".join(name for each, name in found if each == of) for of, _ in found}
     return "\n".join([*lines, "", "| what is refused | by |", "|---|---|", *(f"| {of} | {by[of]} |" for of in by)])
@@ -96,7 +95,10 @@ def options() -> str:
     """Every option of the collators, the adapter and the layouts in Markdown, as their docstrings say them."""
     named = {each.__name__: each for each in (PaddingCollator, BatchAdapter, Layout, ContextParallel)}
     named = {"PaddingCollator": PaddingCollator, "wrap_collator": wrap_collator, **named}
-    return "\n\n".join(f"## {name}\n\n{options_of(each, PaddingCollator if each is wrap_collator else None)}" for name, each in named.items())
+    return "\n\n".join(
+        f"## {name}\n\n{options_of(each, PaddingCollator if each is wrap_collator else None)}"
+        for name, each in named.items()
+    )
 
 
 def options_of(named: Callable[..., Any], same: Any = None) -> str:

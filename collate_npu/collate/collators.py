@@ -232,8 +232,7 @@ class PaddingCollator(Emitter):
     Keys with one value a token (`KEYS` lists them) are padded together: `input_ids`, `labels`, `position_ids` and others.
     Vision keys are joined, numbers become `[B]`, anything else becomes a list of B. Lengths, and a sample's own
     `attention_mask`, say which tokens are real; `pad_token_id` does not, because it is often a real eos. Holes stay holes.
-    A mask `1 1 2 2 0`, or `seq_lengths`, marks several sequences in a sample. If you pass neither `model` nor `consumer`,
-    the batch is framework-neutral: run `BatchAdapter` on it before the model.
+    `1 1 2 2 0`, or `seq_lengths`, mark several sequences. Without model and consumer, run `BatchAdapter` on the batch.
 
     * `tokenizer`: gives `pad_token_id` and `padding_side`.
     * `model`: the module that gets the batch; the batch has the form that it reads. The module is not kept.
