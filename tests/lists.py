@@ -93,12 +93,9 @@ def needed() -> str:
 
 def options() -> str:
     """Every option of the collators, the adapter and the layouts in Markdown, as their docstrings say them."""
-    named = {each.__name__: each for each in (PaddingCollator, BatchAdapter, Layout, ContextParallel)}
-    named = {"PaddingCollator": PaddingCollator, "wrap_collator": wrap_collator, **named}
-    return "\n\n".join(
-        f"## {name}\n\n{options_of(each, PaddingCollator if each is wrap_collator else None)}"
-        for name, each in named.items()
-    )
+    named = {each.__name__: each for each in (PaddingCollator, wrap_collator, BatchAdapter, Layout, ContextParallel)}
+    of = {name: options_of(each, PaddingCollator if each is wrap_collator else None) for name, each in named.items()}
+    return "\n\n".join(f"## {name.replace('WrappedC', 'wrap_c')}\n\n{rows}" for name, rows in of.items())
 
 
 def options_of(named: Callable[..., Any], same: Any = None) -> str:
