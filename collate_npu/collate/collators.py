@@ -58,7 +58,7 @@ MaskMode = Literal["auto", "none", "4d", "2d", "omit"]
 class Layout:
     """How rows are laid out, beyond the options of transformers' collators.
 
-    * `sequence_multiple`: flat rows: pads each sequence behind its tokens, and the row, to a multiple; exact for causal layers.
+    * `sequence_multiple`: flat rows: pads each sequence behind its tokens, and the row, to a multiple; exact if causal.
     * `max_sequences`: flat rows: boundaries for this many sequences, and `max_length_q/k` is the width of the row. The rest
       of the row is cut into the missing sequences; a model with attention alone gets its last boundary again.
     * `separator_id`: flat rows: the label of the first token of each sequence.
