@@ -58,24 +58,23 @@ CHINESE = {
 
 
 def table() -> str:
-    """The consumers in Markdown: what each is given, and what is refused."""
-    lines = ["| consumer | what it is given | `attention_mask_2d` | what is refused | source |", "|---|---|---|---|---|"]
+    """The consumers in Markdown: what each is given, and behind it each refusal with the consumers that have it."""
+    lines = ["| consumer | what it is given | `attention_mask_2d` | source |", "|---|---|---|---|"]
     kept = {"recurrent": "kept for recurrent layers", "always": "kept", "never": "taken out"}
     for consumer in consumers().values():
         forms = "; ".join(form.reads for form in consumer.forms)
         forms = forms if consumer.key == "attention_mask" else f"under `{consumer.key}`: {forms}"
-        refused = "; ".join(refusal.of for refusal in consumer.refuses) or "nothing"
-        cells = (f"`{consumer.name}`", forms, kept[consumer.keeps_mask_2d], refused, consumer.source)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(f"| `{consumer.name}` | {forms} | {kept[consumer.keeps_mask_2d]} | {consumer.source} |")
+    found = [(refusal.of, f"`{consumer.name}`") for consumer in consumers().values() for refusal in consumer.refuses]
+    by = {of: ", ".join(name for each, name in found if each == of) for of, _ in found}
+    return "\n".join([*lines, "", "| what is refused | by |", "|---|---|", *(f"| {of} | {by[of]} |" for of in by)])
 
 
 def families() -> str:
     """The hybrid families in Markdown, each asked: which kernels keep the sequences of a packed row apart, or would."""
     by: dict[str, list[str]] = {}
     for name in hybrid_model_types():
-        said = asked(name)
-        by.setdefault(said, []).append(f"`{name}`")
+        by.setdefault(asked(name), []).append(f"`{name}`")
     rows = [f"| {', '.join(names)} | {said} |" for said, names in sorted(by.items(), key=lambda each: "refused" in each[0])]
     return "\n".join(["| family | packed rows |", "|---|---|", *rows])
 
@@ -116,10 +115,9 @@ def learned(verdict: dict) -> str:
 
 def options() -> str:
     """Every option of the collators, the adapter and the layouts in Markdown, as their docstrings say them."""
-    same = {"wrap_collator": PaddingCollator}
-    named = {each.__name__: each for each in (PaddingCollator, BatchAdapter, Layout, ContextParallel)}
-    named = {"PaddingCollator": PaddingCollator, "wrap_collator": wrap_collator, **named}
-    return "\n\n".join(f"## {name}\n\n{options_of(each, same.get(name))}" for name, each in named.items())
+    named = {each.__name__: each for each in (PaddingCollator, wrap_collator, BatchAdapter, Layout, ContextParallel)}
+    of = {name: options_of(each, PaddingCollator if each is wrap_collator else None) for name, each in named.items()}
+    return "\n\n".join(f"## {name.replace('WrappedC', 'wrap_c')}\n\n{rows}" for name, rows in of.items())
 
 
 def options_of(named: Callable[..., Any], same: Any = None) -> str:

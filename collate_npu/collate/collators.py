@@ -58,13 +58,13 @@ MaskMode = Literal["auto", "none", "4d", "2d", "omit"]
 class Layout:
     """How rows are laid out, beyond the options of transformers' collators.
 
-    * `sequence_multiple`: of flat rows: pads each sequence behind its tokens, exact for causal layers, and the row.
-    * `max_sequences`: of flat rows: offsets for so many, and `max_length_q/k` is the width. The rest of the row is cut into
-      the missing sequences; a model of attention alone gets its last offset again.
-    * `separator_id`: of flat rows: the label of the first token of each sequence.
-    * `allow_empty`: rows without a real token, else an error.
-    * `labels_shifted`: the labels stand with the token that predicts them already.
-    * `max_mask_bytes`: what a dense mask may take.
+    * `sequence_multiple`: flat rows: pads each sequence behind its tokens, and the row, to a multiple; exact if causal.
+    * `max_sequences`: flat rows: boundaries for this many sequences, and `max_length_q/k` is the width of the row. The rest
+      of the row is cut into the missing sequences; a model with attention alone gets its last boundary again.
+    * `separator_id`: flat rows: the label of the first token of each sequence.
+    * `allow_empty`: True allows rows without a real token, which otherwise raise an error.
+    * `labels_shifted`: True if each label already stands with the token that predicts it.
+    * `max_mask_bytes`: the most bytes that a 4D mask may take; a larger one raises an error.
 
     With fixed widths too, all batches have the same shapes, as graphs and compilers want. `sequence_multiple=4`,
     `max_sequences=4`, and the collator's `padding=(8, 16)`::
@@ -243,34 +243,34 @@ _OWN = {
 @options_checked("PaddingCollator", ELSEWHERE | _OWN)
 @dataclass(frozen=True)
 class PaddingCollator(Emitter):
-    """Features to one padded batch, or with `padding_free` to one flat row; pass it as `data_collator=`.
+    """Makes one padded batch of samples, or with `padding_free` one flat row; pass it as `data_collator=`.
 
-    Every key that `KEYS` lists with one value a token is padded together: `input_ids`, `labels`, `position_ids` and others.
-    Vision keys are joined, numbers become `[B]`, anything else a list of B. Lengths, and a row's own `attention_mask`, say
-    which tokens are real; `pad_token_id` never does, for it is often a real eos. Holes stay holes. `1 1 2 2 0`, or
-    `seq_lengths`, mark several sequences in a row. Without model and consumer the batch is for an adapter at the trainer.
+    Keys with one value a token (`KEYS` lists them) are padded together: `input_ids`, `labels`, `position_ids` and others.
+    Vision keys are joined, numbers become `[B]`, anything else becomes a list of B. Lengths, and a sample's own
+    `attention_mask`, say which tokens are real; `pad_token_id` does not, because it is often a real eos. Holes stay holes.
+    `1 1 2 2 0`, or `seq_lengths`, mark several sequences. Without model and consumer, run `BatchAdapter` on the batch.
 
-    * `tokenizer`: tells `pad_token_id` and `padding_side`.
-    * `model`: the module that takes the batch, which is then what it reads; it is not kept.
-    * `consumer`: who reads the batch, where no module tells: a name, or a `Consumer`.
-    * `attention_mask`: "auto": None exactly where that is exact, else 4D; "4d", "2d"; "none" raises where None is not
-      exact; "omit": no such key (accelerate's gather and TRL cannot carry None).
-    * `pattern`: what attention sees; None: plain causal, or as the model says.
-    * `padding_free`: all samples in one flat row, with its offsets.
-    * `label_pad_token_id`: the label that a loss ignores.
-    * `keys`: rows for keys of your own, `{**KEYS, "my_weights": TOKENS}`.
-    * `layout`: how rows are laid out, and what transformers' collators have no option for.
-    * `padding`: True to the longest row; "max_length"; widths, `(4096, 8192)`, of which the narrowest that fits is taken;
-      False for rows of one length.
-    * `packing`: several samples a row, by best fit decreasing, in rows of `max_length`, else of the longest sample.
-    * `max_length`: the longest row; a longer one raises, nothing is cut. With `padding="max_length"`, the width.
-    * `pad_to_multiple_of`: of which the width is a multiple.
-    * `pad_token_id`: what padding holds; default: the tokenizer's.
-    * `padding_side`: "left" or "right"; default: the tokenizer's, else right.
-    * `return_tensors`: "pt", as transformers' collators take it.
+    * `tokenizer`: gives `pad_token_id` and `padding_side`.
+    * `model`: the module that gets the batch; the batch has the form that it reads. The module is not kept.
+    * `consumer`: who reads the batch, if you pass no module: a name, or a `Consumer`.
+    * `attention_mask`: "auto": None if None is right, otherwise 4D. "4d" and "2d" always give that form. "none" raises if
+      None is wrong. "omit" leaves the key out (accelerate's gather and TRL cannot carry None).
+    * `pattern`: what attention sees. None: plain causal, or the model's own.
+    * `padding_free`: True puts all samples in one flat row, with its boundaries.
+    * `label_pad_token_id`: the label that the loss ignores.
+    * `keys`: rules for keys of your own: `{**KEYS, "my_weights": TOKENS}`.
+    * `layout`: how rows are laid out: options that transformers' collators do not have.
+    * `padding`: True pads to the longest row; "max_length" to `max_length`; `(4096, 8192)` to the narrowest width that
+      fits. False takes rows of one length only.
+    * `packing`: True puts several samples in a row of `max_length` (or of the longest sample), by best fit decreasing.
+    * `max_length`: the longest row. A longer sample raises an error; nothing is cut. With `padding="max_length"`, the width.
+    * `pad_to_multiple_of`: makes the width a multiple of this.
+    * `pad_token_id`: the token at padding. Default: the tokenizer's.
+    * `padding_side`: "left" or "right". Default: the tokenizer's, or "right".
+    * `return_tensors`: "pt", as in transformers' collators.
 
-    The first label of every sequence is ignored, because alone nothing predicts it. Packed samples stand in a row in the
-    order of the batch, and rows in the order of their first samples; images and what is one value a sample, `[N]`, follow.
+    The first label of every sequence is ignored, because no token predicts it. Packed samples keep the order of the batch
+    in each row, and rows have the order of their first samples; images and values of a sample, `[N]`, follow.
 
     >>> collator = PaddingCollator(pad_token_id=0, padding_side="left")
     >>> batch = collator([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}])

@@ -43,17 +43,17 @@ _INNER = dict.fromkeys(("", "collator", "data_collator", "collate_fn"), _FIRST)
 class WrappedCollator(Emitter):
     """Wraps any collator: returns its batch with correct masks, positions and labels. Picklable if `inner` is.
 
-    The inner batch may carry a 2D mask, a 4D mask, both, or none. Samples tell their lengths, own masks, packing ids and
-    `seq_lengths`. Where the batch holds whole samples, this counts, and the masks of the batch must agree with it. A flat,
-    padding-free row stays one and gets all its offsets.
+    The batch of `inner` may have a 2D mask, a 4D mask, both, or none. Samples have lengths, and may have masks, packing
+    ids and `seq_lengths` of their own. If the batch holds whole samples, the masks of the batch must agree with these. A
+    flat row stays flat and gets all its boundaries.
 
-    * `inner`: the collator that is there already.
-    * `padding_free`: makes one flat row of every batch.
-    * `layout`: what concerns labels and bytes alone: the inner one lays rows out.
-    * `polarity`: what True means in its 4D mask; None: proved from it, or refused.
-    * `model_type`: a name of transformers' registry, where there is no module: a Megatron trainer reads.
+    * `inner`: your collator.
+    * `padding_free`: True makes one flat row of every batch.
+    * `layout`: only `labels_shifted` and `max_mask_bytes`: your collator lays out the rows.
+    * `polarity`: what True means in the 4D mask of your collator. None: the mask must prove it, otherwise it is refused.
+    * `model_type`: a name of transformers' registry, if you pass no module. A Megatron trainer then reads the batch.
 
-    The others are those of `PaddingCollator`; `pattern` is that of the masks that arrive, too.
+    The other options are those of `PaddingCollator`. `pattern` is also the pattern of the masks of `inner`.
 
     >>> keep = torch.tensor([[0, 0, 1], [1, 1, 1]])
     >>> inner_batch = {"input_ids": torch.tensor([[0, 0, 7], [4, 5, 6]]), "attention_mask": keep}

@@ -134,21 +134,22 @@ MADE = MadeBatches()
 class BatchAdapter:
     """Makes any batch right for one model stack: `adapter(batch)` returns a new plain dict.
 
-    * `model`: the module that takes the batch; or its config, and `consumer` says who reads.
-    * `model_type`: a name of transformers' registry; alone, a Megatron trainer such as ms-swift's reads.
-    * `needs_mask_2d`: has the model recurrent layers? Where neither of these tells.
-    * `consumer`: who reads the batch: a name, or a `Consumer`. A module tells it.
-    * `padding_free`: batches are one flat row; then no `attention_mask_2d` goes out.
-    * `pattern`: what its attention sees, and masks that arrive follow; None: plain causal, or an encoder's.
-    * `polarity`: what True means in an `attention_mask` that arrives; None: proved from it, or refused.
-    * `attn_implementation`: "sdpa", "eager", ... where no module tells.
-    * `context_parallel`: this rank's place: the batch is split last, and of a 4D mask only its rows are built.
-    * `keys`: rows for keys of your own, `{**KEYS, "reward": TOKENS}`.
-    * `max_mask_bytes`: what a dense mask may take; a larger one is refused.
-    * `labels_shifted`: do labels stand with the token that predicts them? None: as the model does, else by the tokens.
-    * `device`: where the batch goes, in one copy; positions and a 4D mask are made there. None: it stays where it is.
+    * `model`: the module that gets the batch; or its config, together with `consumer`.
+    * `model_type`: a name of transformers' registry. Alone it stands for a Megatron trainer such as ms-swift's.
+    * `needs_mask_2d`: True if the model has recurrent layers, if you pass neither of these two.
+    * `consumer`: who reads the batch, if you pass no module: a name, or a `Consumer`.
+    * `padding_free`: True if each batch is one flat row; then the batch has no `attention_mask_2d`.
+    * `pattern`: what attention sees, also in the masks that arrive. None: plain causal, or the model's own.
+    * `polarity`: what True means in an `attention_mask` that arrives. None: the mask must prove it, otherwise it is refused.
+    * `attn_implementation`: "sdpa", "eager", ... if you pass no module.
+    * `context_parallel`: this rank's place. The batch is split last; of a 4D mask only this rank's rows are built.
+    * `keys`: rules for keys of your own: `{**KEYS, "reward": TOKENS}`.
+    * `max_mask_bytes`: the most bytes that a 4D mask may take; a larger one raises an error.
+    * `labels_shifted`: True if each label stands with the token that predicts it. None: as the model expects; without one,
+      the tokens tell.
+    * `device`: where the batch goes in one copy; positions and a 4D mask are made there. None: it stays where it is.
 
-    Labels of padding, and the first of each sequence, become -100.
+    The labels of padding, and the first label of each sequence, become -100.
 
     >>> adapter = BatchAdapter(needs_mask_2d=True, consumer="megatron")
     >>> keep = torch.tensor([[False, False, True], [True, True, True]])

@@ -433,7 +433,7 @@ def _packed_rows(case: Case) -> str:
 
 
 PACKED_RECURRENT = Refusal(
-    of="several sequences in a row, on recurrent layers",
+    of="packed rows (several sequences in a padded row), in a hybrid model",
     when=_packed_rows,
     rule="A recurrent layer carries its state from one sequence of a row into the next, no mask stops it, and {why}.",
     remedy="Give each sequence its own row, or use padding_free=True where its recurrent layers read offsets.",
@@ -447,7 +447,7 @@ def _holes(case: Case) -> str:
 
 
 HOLES_RECURRENT = Refusal(
-    of="padding inside a sequence, on recurrent layers",
+    of="padding inside a sequence, in a hybrid model",
     when=_holes,
     rule="The state of a recurrent layer decays over a hole, and its convolution reaches into it; {why}.",
     remedy="Move the padding to one side of the tokens, or drop those tokens from the sample.",

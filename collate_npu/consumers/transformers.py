@@ -299,8 +299,8 @@ TRANSFORMERS = Consumer(
     ),
     refuses=(
         Refusal(
-            of="flat rows on recurrent layers that do not keep their sequences apart: a module is probed on a tiny copy, a "
-            "config whether its layers hand boundaries on; under adapt(model) they are kept apart where that can be done",
+            of="flat rows of several sequences, if the recurrent layers mix them (tried on a tiny copy of the model); "
+            "adapt(model) keeps them apart in most families",
             when=_state_runs_on,
             rule="The state of a recurrent layer may run from one sequence of a flat row into the next: {why}.",
             remedy=f"Give each sequence its own row (padding_free=False), or {_ADAPT}. An unknown model, or a config: pass "
@@ -308,15 +308,15 @@ TRANSFORMERS = Consumer(
             more="packed-recurrent",
         ),
         Refusal(
-            of=f"is_causal=False before {IS_CAUSAL_READ}, and on families whose kernels or masks do not follow it",
+            of=f"is_causal=False: before {IS_CAUSAL_READ}, and on families whose kernels or masks ignore it",
             when=_half_causal,
             rule="A sample alone and one in a batch would be masked otherwise: {why}.",
             remedy="Set model.config.get_text_config().is_causal = False in place of the keyword; where it is refused, use "
             f"attn_implementation='eager' and transformers {IS_CAUSAL_READ} or newer.",
         ),
         Refusal(
-            of="padding that reaches real tokens: holes on recurrent layers, biased projections, layers that ignore masks "
-            "or mix neighbouring places, learned tokens that PEFT puts before a row",
+            of="padding that changes real tokens: holes, or a projection with a bias, in recurrent layers; layers that "
+            "ignore masks or mix neighbouring places; learned tokens that PEFT puts before a row",
             when=_leak,
             rule="Padding there changes the real tokens of this model: {why}.",
             remedy="Where it mixes neighbouring places, batch sequences of one length, one a row. Else pad right, and drop "
@@ -324,8 +324,7 @@ TRANSFORMERS = Consumer(
             "alone loses its mask in recurrent layers: batch two.",
         ),
         Refusal(
-            of="padding on models whose choice of keys depends on the width (indexers with few heads, block-sparse "
-            "attention)",
+            of="padding, if the model chooses keys by the width of its rows (small indexers, block-sparse attention)",
             when=_width,
             rule="Alone a sequence has its own width, and {why}.",
             remedy="Batch sequences of one length, so that nothing is padded; BigBird: build it with "
@@ -333,14 +332,14 @@ TRANSFORMERS = Consumer(
         ),
         replace(PACKED_RECURRENT, remedy=f"Give each sequence its own row, or {_ADAPT}."),
         Refusal(
-            of="rows whose head pools another token: padding there, packed rows, no pad_token_id",
+            of="rows of which the head would pool a wrong token: padding at its place, packed rows, no pad_token_id",
             when=_pooled,
             rule="The head of this model pools by place: {why}.",
             remedy="Pad encoders and BioGPT right, XLNet left, one sequence a row, or build one whose pooler_output nobody "
             "reads with add_pooling_layer=False; of a decoder set model.config.pad_token_id, and pad inputs_embeds left.",
         ),
         Refusal(
-            of="padded or packed rows with start_positions: the loss of a span",
+            of="start_positions beside padded or packed rows (the loss of a span)",
             when=lambda case: (
                 case.model.pooling == "span"
                 and "start_positions" in case.keys
@@ -351,26 +350,26 @@ TRANSFORMERS = Consumer(
             "start_logits and end_logits with -inf where attention_mask is 0.",
         ),
         Refusal(
-            of="sliding windows that are dropped: on flash attention where torch_npu is installed, and in packed rows on "
-            "flex_attention",
+            of="rows longer than a sliding window that would be lost: on flash attention beside torch_npu, and in packed "
+            "rows on flex_attention",
             when=_lost_window,
             rule="The window of some layers would be lost: {why}.",
             remedy="Use attn_implementation='sdpa' or 'eager', or rows no longer than the window.",
         ),
         Refusal(
-            of="float64 on eager attention, padded on the left",
+            of="left padding in float64 on eager attention",
             when=_lowest_is_infinite,
             rule="A query that sees nothing is NaN there, and every token of its row in the next layer: {why}.",
             remedy="Use attn_implementation='sdpa', or pad right, without rows of padding alone.",
         ),
         Refusal(
-            of="dense masks on flash attention, and on flex_attention beside recurrent layers",
+            of="4D masks on flash attention, and on flex_attention in a hybrid model",
             when=_unreadable,
             rule="This attention reads a 2D mask, offsets, or a BlockMask that says nothing to recurrent layers, and {why}.",
             remedy="Use attn_implementation='sdpa' or 'eager', or padding_free=True on flash attention.",
         ),
         Refusal(
-            of="dense masks and packed rows on models that take neither, or whose images see both sides",
+            of="4D masks and packed rows, if the model takes neither or its images see both sides",
             when=lambda case: (
                 _unplaced(case)
                 or _looks_ahead(case)
@@ -381,7 +380,7 @@ TRANSFORMERS = Consumer(
             "of one length.",
         ),
         Refusal(
-            of="sequences beside a longer one on rotary frequencies that follow the longest",
+            of="short sequences beside a longer one, if the rotary frequencies follow the longest",
             when=lambda case: (
                 case.model.rope_limit is not None
                 and model_traits.lengths_clash_reason(case.model.named, case.segments.sequence_lengths)
@@ -390,7 +389,7 @@ TRANSFORMERS = Consumer(
             remedy="Batch sequences on the same side of that length together.",
         ),
         Refusal(
-            of="dense masks beside a router's loss",
+            of="4D masks beside a router's loss",
             when=_routers_loss,
             rule="The router's aux loss indexes a 2D mask, and {why}.",
             remedy="Set output_router_logits=False, or keep plain causal attention, one sequence a row.",

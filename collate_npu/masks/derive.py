@@ -43,23 +43,23 @@ def derive_segments(
     prove: bool = True,
     unmasked_rows: bool = False,
 ) -> Segments:
-    """`Segments` of a mask `[B,S]`, `[B,1,1,S]`, `[B,S,S]`, `[S,S]`, `[1,1,S,S]`, `[B,1,S,S]` or `[B,H,S,S]`.
+    """Return the `Segments` of a mask `[B,S]`, `[B,1,1,S]`, `[B,S,S]`, `[S,S]`, `[1,1,S,S]`, `[B,1,S,S]` or `[B,H,S,S]`.
 
-    Inverse of `dense` for every polarity, pattern and padding side, or an error. dtype bool, 0/1 of any number type, or
-    an additive float (blocked at or below -9984, so ALiBi and position biases pass). Heads block the same keys. A `[B, S]`
-    mask is read as keep, 1 = real, as in every stack that carries one, and each row has a token, unless `polarity` says so;
-    whole numbers above 1 are packing ids (`1 1 2 2 0`).
+    It is the inverse of `dense` for every polarity, pattern and padding side, or raises an error. The dtype is bool, 0/1 of
+    any number type, or an additive float (blocked at or below -9984, so ALiBi and position biases pass). All heads must
+    block the same keys. A `[B, S]` mask is read as keep, 1 = real, and each row must have a real token, unless you pass
+    `polarity`. Whole numbers above 1 are packing ids (`1 1 2 2 0`).
 
-    * `attention_mask`: of these ranks; bool, 0/1, additive, or packing ids.
-    * `polarity`: "keep", "masked" or "bias"; None: both ways are read, and the one that is proved is taken. `[B,1,1,S]` must
-      be declared.
-    * `keep`: `[B, S]`, decides what the mask leaves open: its polarity, and whether tokens that see themselves alone are
-      padding. The mask must agree with it at real tokens.
-    * `batch_size`: tells `[S, S]` from `[B, S]`, and repeats a shared mask.
-    * `pattern`: the attention, where two patterns would explain the mask; `chunked` also says: rows are not packed.
-    * `prove`: False takes the evidence (diagonal == columns) without rebuilding the mask: for custom attention.
-    * `unmasked_rows`: the producer fills fully blocked rows with True (transformers 4.x `_unmask_unattended`). Else assumed
-      only if some row of this batch shows it. All rows of a batch are padded on one side.
+    * `attention_mask`: the mask, in one of these shapes: bool, 0/1, additive, or packing ids.
+    * `polarity`: "keep", "masked" or "bias". None: the mask is read in both ways, and the way that is proved counts. Declare
+      it for `[B,1,1,S]`.
+    * `keep`: `[B, S]`, 1 = real. It decides what the mask leaves open: the polarity, and whether a token that sees only
+      itself is padding. The mask must agree with it at real tokens.
+    * `batch_size`: the number of rows. It tells `[S, S]` from `[B, S]`, and repeats a shared mask.
+    * `pattern`: what attention sees, if two patterns would explain the mask. "chunked" also means that rows are not packed.
+    * `prove`: False skips the proof (rebuilding the mask) and compares its diagonal with its columns: for custom attention.
+    * `unmasked_rows`: True if the producer fills fully blocked rows with True (transformers 4.x `_unmask_unattended`).
+      False: this is assumed only if a row of this batch shows it. All rows of a batch must be padded on one side.
 
     Raises `PolarityError`, `AmbiguousMaskError` (both name the readings), or `CollateError` for values and shapes that
     no mask has. Derive before a context-parallel split: a shard has lost the columns this reads.

@@ -154,17 +154,17 @@ BLOCKS = MappingProxyType({"fp8": 16, "mxfp8": 32, "blockwise": 128})
 class ContextParallel:
     """One rank's place in a group of `size` ranks that share every row of the batch.
 
-    `from_group`, `from_mesh` and `from_megatron` read size and rank off a group.
+    `from_group`, `from_mesh` and `from_megatron` read size and rank from a group.
 
-    * `size`: how many ranks share a row.
-    * `rank`: which of them this is.
-    * `layout`: which tokens are whose: "zigzag", "contiguous", "ulysses_ring" (for flat rows with "document_" before it), or
-      "ulysses".
-    * `tensor_parallel`: ranks that share this rank's tokens again (Megatron's sequence_parallel).
-    * `block`: tokens a rank come in multiples of this: one of `BLOCKS`, or a kernel's own (64 for cuDNN fused attention).
-    * `ulysses`: Ulysses ranks inside each ring, of `ulysses_ring`; rank = ring rank * ulysses + Ulysses rank.
-    * `mask_2d`: "local": a rank's own tokens of `attention_mask_2d`; "global": the row, for a layer that gathers first.
-    * `group`: their process group or DeviceMesh of one dimension; without it rows are split, and nothing is gathered.
+    * `size`: the number of ranks that share a row.
+    * `rank`: the number of this rank among them.
+    * `layout`: which rank holds which tokens: "zigzag", "contiguous", "ulysses_ring" (each with "document_" before it for
+      flat rows), or "ulysses".
+    * `tensor_parallel`: the number of ranks that split this rank's tokens again (Megatron's sequence_parallel).
+    * `block`: each rank holds a multiple of this many tokens: a name in `BLOCKS`, or a number (64 for cuDNN attention).
+    * `ulysses`: the number of Ulysses ranks in each ring of "ulysses_ring"; rank = ring rank * ulysses + Ulysses rank.
+    * `mask_2d`: "local" splits `attention_mask_2d` like the tokens; "global" keeps the row, for a layer that gathers first.
+    * `group`: their process group, or DeviceMesh of one dimension. Without it rows can be split but not gathered.
 
     >>> cp = ContextParallel(size=2, rank=0)
     >>> token_rows(8, cp).tolist(), token_rows(8, cp.with_rank(1)).tolist()
