@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import cache, wraps
+from inspect import CO_VARKEYWORDS
 from itertools import chain
 from numbers import Integral, Real
 from os import PathLike
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.errors import CollateError, did_you_mean, explain, shape_of
 
 
 def check_model(model: Any, *, config: bool = False, name: str = "model") -> None:
@@ -147,10 +148,33 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         if not torch.compiler.is_compiling():
+            check_names(function, kwargs)
             hold_against(function, chain(zip(names, args), kwargs.items()))
         return function(*args, **kwargs)
 
     return called
+
+
+def spelled(made: type[T]) -> type[T]:
+    """Return the class, which answers an argument that it does not have with the nearest that it has."""
+    init = made.__init__
+
+    @wraps(init)
+    def called(self: Any, *args: Any, **kwargs: Any) -> None:
+        check_names(init, kwargs)
+        init(self, *args, **kwargs)
+
+    made.__init__ = called  # type: ignore[method-assign]
+    return made
+
+
+def check_names(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise `TypeError`, as Python does, for arguments that a function does not have; the message names the nearest."""
+    code = function.__code__
+    known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if (unknown := [name for name in given if name not in known]) and not code.co_flags & CO_VARKEYWORDS:
+        near = did_you_mean(unknown, known, f"It has {', '.join(name for name in known if name != 'self')}.")
+        raise TypeError(f"{function.__qualname__.removesuffix('.__init__')} has no argument {', '.join(unknown)}. {near}")
 
 
 def hold_against(function: Callable[..., Any], given: Iterable[tuple[str, Any]]) -> None:

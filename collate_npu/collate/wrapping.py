@@ -28,11 +28,12 @@ from collate_npu.masks.dense_mask import Polarity, check_polarity
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import unpad
 from collate_npu.segments import Segments
-from collate_npu.validation import check_batch, check_collator, check_fields, check_return_tensors
+from collate_npu.validation import check_batch, check_collator, check_fields, check_return_tensors, spelled
 
 Features = Sequence[Mapping[str, Any]]
 
 
+@spelled
 @dataclass(frozen=True)
 class WrappedCollator(Emitter):
     """Wraps any collator: returns its batch with correct masks, positions and labels. Picklable if `inner` is.

@@ -10,8 +10,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from collate_npu.errors import CollateError, explain
-from collate_npu.tools.user_code import did_you_mean
+from collate_npu.errors import CollateError, did_you_mean, explain
 
 COLUMNS = 80
 """Of a page: longer lines of what was printed go on in the next."""

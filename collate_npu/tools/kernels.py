@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from collate_npu import __version__
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, did_you_mean, explain
 from collate_npu.proof.kernel_runs import KERNELS, Kernel, Run, runs
 from collate_npu.tools.terminal import WORDS, join_names, number, put, ruled, screen, terms, verdict_json, verdict_line
-from collate_npu.tools.user_code import did_you_mean, refused
+from collate_npu.tools.user_code import refused
 
 CARDS = ("cuda", "npu")
 

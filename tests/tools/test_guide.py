@@ -91,7 +91,7 @@ def test_the_line_of_a_log_is_known_by_an_error_of_nine_letters_or_more(monkeypa
     ("wrong", "says"),
     [
         ("ms-swfit", "Did you mean ms-swift"),
-        ("zh/asend", "or zh/ascend?"),
+        ("zh/asend", "Did you mean zh/ascend or"),
         ("errors#polaritty", "Did you mean polarity"),
         ("errors#nothing-like-it", "`collate-npu guide errors` shows the whole page."),
         ("../../secrets", "`collate-npu guide` lists them."),

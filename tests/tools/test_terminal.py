@@ -49,7 +49,7 @@ def test_a_page_says_all_and_loads_nothing(tmp_path, monkeypatch):
     text = (tmp_path / "a.html").read_text(encoding="utf-8")
     assert [said for said in SAID if said not in text_of(text)] == []
     assert not re.search(r"url\(|@import|<script|<link|<img|\b(src|href)=", text)
-    assert text.count("#800000")  # red
+    assert text.count("#d93025")  # red
 
 
 def test_what_becomes_a_file_is_not_printed_in_a_notebook(monkeypatch):

@@ -24,6 +24,7 @@ from collate_npu.tools.terminal import (
     UNPROVED,
     WORDS,
     WRONG,
+    html_fragment,
     html_page,
     join_names,
     largest,
@@ -310,4 +311,4 @@ def page(report: Report) -> str:
     console = recorder()
     print_report(console, report, verbose=True)
     put(console, Text("\nSettings", "bold"), terms((key, str(value)) for key, value in report.settings.items()))
-    return html_page(console, f"collate-npu audit: {headline(report)}")
+    return html_page(f"collate-npu audit: {headline(report)}", html_fragment(console))

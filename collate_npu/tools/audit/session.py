@@ -26,7 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from collate_npu import __version__
 from collate_npu.consumers.model_traits import is_encoder, pattern_of, text_config
 from collate_npu.consumers.recurrent import kernel_calls, variables_of
-from collate_npu.errors import CollateError, explain, printable
+from collate_npu.errors import CollateError, did_you_mean, explain, printable
 from collate_npu.proof.invariance import check_one_stack, samples_of
 from collate_npu.proof.measure import Batch, predicts_next
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model
@@ -43,7 +43,7 @@ from collate_npu.tools.files import (
 )
 from collate_npu.tools.kernels import check_device
 from collate_npu.tools.terminal import shortened
-from collate_npu.tools.user_code import as_user_code, describe_error, did_you_mean, find_callable, refused, run_user_code
+from collate_npu.tools.user_code import as_user_code, describe_error, find_callable, refused, run_user_code
 
 # --- the user's collators
 
