@@ -45,10 +45,16 @@ GUIDE = Path(__file__).parents[1] / "guide"
 _ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
 
 
+def pages() -> dict[str, Path]:
+    """Return the file of each page by its name."""
+    found = sorted((*GUIDE.rglob("*.md"), *GUIDE.glob("*.ipynb")))
+    return {path.relative_to(GUIDE).with_suffix("").as_posix(): path for path in found}
+
+
 def list_pages() -> str:
     """Return every page with one line, under the headings of index.md, which is the list."""
-    pages = read_page("index").partition("\n## ")[2]
-    return re.sub(r"\[[^\]]+\]\((\S+)\.(?:md|ipynb)\)", r"`\1`", f"## {pages}\n`collate-npu guide NAME` shows one.\n")
+    lines = read_page("index").partition("\n## ")[2]
+    return re.sub(r"\[[^\]]+\]\((\S+)\.(?:md|ipynb)\)", r"`\1`", f"## {lines}\n`collate-npu guide NAME` shows one.\n")
 
 
 def read_page(name: str) -> str:
@@ -56,8 +62,7 @@ def read_page(name: str) -> str:
 
     Raises `CollateError` where there is none, with the nearest.
     """
-    pages = sorted((*GUIDE.rglob("*.md"), *GUIDE.glob("*.ipynb")))
-    names = {path.relative_to(GUIDE).with_suffix("").as_posix(): path for path in pages}
+    names = pages()
     wanted, hashed, anchor = name.lower().partition("#")
     wanted = wanted.removesuffix(".md")
     if wanted in names:
