@@ -17,8 +17,10 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, H
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import count
 from math import inf
 from pathlib import Path
 from types import NoneType
@@ -272,16 +274,40 @@ def conformance_command(
     from rich.text import Text
 
     from collate_npu.proof.conformance import conformance
-    from collate_npu.tools.terminal import put, screen, verdict_line
+    from collate_npu.tools.terminal import progress, put, screen, verdict_line
 
     stack = find_callable("run", run, "my_stack.py:run", "Name a function of samples.")
     if not isinstance(stack, type):
         stack = as_user_code(stack, "run", run, "It is called with samples, lists of token ids.", "Mend it there.")
-    found = conformance(stack, vocab_size=vocab_size, pad_token_id=pad_id, layouts=layout or None, seed=seed)
+    settings: dict[str, Any] = {"vocab_size": vocab_size, "pad_token_id": pad_id, "layouts": layout or None}
+    calls: list[str] = []
+    if screen(stderr=True).is_terminal and not isinstance(stack, type):  # a stand-in says how many calls there will be
+        conformance(_noted(stack, calls.append, _stand_in), **settings)
+    with progress(len(calls)) as show:
+        done = count(1)
+        shown = _noted(stack, lambda name: show(f"{name}: call {(n := next(done))} of {len(calls)}", n - 1), stack)
+        found = conformance(shown if calls else stack, **settings, seed=seed)
     code = 0 if found.passed else 1
     headline, *lines = str(found).splitlines()
-    put(screen(), verdict_line(code, headline), *map(Text, lines))
+    with pipe_may_close():
+        put(screen(), verdict_line(code, headline), *map(Text, lines))
     return code
+
+
+def _noted(like: Callable[..., Any], note: Callable[[str], object], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run` with the signature of another function; each call is noted first."""
+
+    @wraps(like)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        note(getattr(like, "__name__", "run"))
+        return run(*args, **kwargs)
+
+    return called
+
+
+def _stand_in(samples: list[list[int]], **_: Any) -> list[list[float]]:
+    """Return log-probabilities that follow from the tokens before each."""
+    return [[-(sum(ids[: n + 1]) * 37 % 101) / 25 for n in range(1, len(ids))] for ids in samples]
 
 
 def watch_command(

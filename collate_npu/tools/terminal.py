@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from html import escape
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import Markdown, TableElement
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
@@ -52,6 +54,16 @@ def screen(**how: Any) -> Console:
     """The terminal, of a width in which something can be drawn, whatever COLUMNS says."""
     console = Console(**how)
     return console if console.width >= NARROWEST else Console(**how, width=NARROWEST)
+
+
+@contextmanager
+def progress(total: int, console: Console | None = None) -> Iterator[Callable[[str, float], None]]:
+    """Show what runs and the time left, on stderr if it is a terminal: call it with a text, and with how much is done."""
+    console = console or screen(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task("", total=total)
+        yield lambda text, done: shown.update(task, description=printable(text), completed=done)
 
 
 def put(console: Console, *drawn: Text | Table) -> None:
