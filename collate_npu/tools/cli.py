@@ -282,7 +282,8 @@ def conformance_command(
     settings: dict[str, Any] = {"vocab_size": vocab_size, "pad_token_id": pad_id, "layouts": layout or None}
     calls: list[str] = []
     if screen(stderr=True).is_terminal and not isinstance(stack, type):  # a stand-in says how many calls there will be
-        conformance(_noted(stack, calls.append, _stand_in), **settings)
+        scores = lambda ids: [-(sum(ids[: n + 1]) * 37 % 101) / 25 for n in range(1, len(ids))]  # noqa: E731
+        conformance(_noted(stack, calls.append, lambda samples, **_: [*map(scores, samples)]), **settings)
     with progress(len(calls)) as show:
         done = count(1)
         shown = _noted(stack, lambda name: show(f"{name}: call {(n := next(done))} of {len(calls)}", n - 1), stack)
@@ -303,11 +304,6 @@ def _noted(like: Callable[..., Any], note: Callable[[str], object], run: Callabl
         return run(*args, **kwargs)
 
     return called
-
-
-def _stand_in(samples: list[list[int]], **_: Any) -> list[list[float]]:
-    """Return log-probabilities that follow from the tokens before each."""
-    return [[-(sum(ids[: n + 1]) * 37 % 101) / 25 for n in range(1, len(ids))] for ids in samples]
 
 
 def watch_command(

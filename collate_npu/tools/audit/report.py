@@ -343,18 +343,14 @@ def page(report: Report) -> str:
 def charts(report: Report) -> Iterator[str]:
     """Yield for each model a heading, and a line a case: its sign, way and side, and its errors on a scale."""
     yield CHART if report.findings else ""
+    named = CHARTED if report.tolerance is None else {**CHARTED, "logits": "largest difference of a logit"}
     for (model, attention), found in _grouped(((f.model, f.attention), f) for f in report.findings):
         limits = {measure: _limit(report, found[0], measure) for measure in CHARTED}
         passes = {name: f", passes up to {limit:.1e}" * math.isfinite(limit) for name, limit in limits.items()}
-        heads = (f"<b>{words}{passes[name]}</b>" for name, words in _charted(report).items())
+        heads = (f"<b>{words}{passes[name]}</b>" for name, words in named.items())
         yield f"<h3>{escape(printable(f'{model}: {attention}'))}</h3>"
         yield f'<div class="case"><i>handed over by, side</i><span>largest logit, loss</span>{"".join(heads)}</div>'
         yield from (_case(report, f, limits) for f in sorted(found, key=lambda f: [*WHOSE].index(f.whose)))
-
-
-def _charted(report: Report) -> dict[str, str]:
-    """Return what is judged, and so drawn: with a tolerance the largest difference of a logit."""
-    return CHARTED if report.tolerance is None else {**CHARTED, "logits": "largest difference of a logit"}
 
 
 def _limit(report: Report, finding: Finding, measure: str) -> float:
