@@ -83,7 +83,7 @@ def test_a_word_of_the_list_finds_what_is_said_of_it_and_not_the_list(word):
         ("left padding", "* `errors#causal-kernel`: "),
         ("左填充", "* `zh/errors#"),
         ("lora deepspeed", "# training\n"),
-        ("mask", "* `"),
+        ("mask", "* `masks#"),
     ],
 )
 def test_words_find_one_section_or_a_list_of_them_best_first(words, first):
