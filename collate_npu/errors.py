@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Hashable, Iterable, Sized
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -105,6 +107,29 @@ def _pointer(section: str) -> str:
     return f"\nMore: collate-npu guide errors#{section}" if section else ""
 
 
+def did_you_mean(names: str | list[str], known: Iterable[str], otherwise: str = "") -> str:
+    """Return a question with the known names that are nearest to these, or `otherwise` where none is near."""
+    held = {name.casefold(): name for name in known}
+    typed = [name.casefold() for name in ([names] if isinstance(names, str) else names) if name]
+    near = [held[x] for each in typed for x in get_close_matches(each, held, 2) or [x for x in held if x.startswith(each)]]
+    return f"Did you mean {' or '.join(dict.fromkeys(near))}?" if near else otherwise
+
+
+def not_one_of(where: str, value: object, known: Iterable[object], remedy: str = "Name one of them.") -> CollateError:
+    """Return the refusal of a value that is none of the known names, with the nearest of them."""
+    names = [*map(str, known)]
+    near = did_you_mean(str(value), names, remedy)
+    return CollateError(explain(where, repr(value)[:60], f"It is one of {', '.join(names)}.", near))
+
+
+def notebook_html(shown: object) -> str | None:
+    """Return what a notebook draws of an object of this package; None, so that it shows the text, without rich."""
+    try:
+        return str(import_module("collate_npu.tools.show").fragment(shown))
+    except ModuleNotFoundError:
+        return None
+
+
 def shape_of(tensor: object) -> str:
     """Return the type and shape of a tensor as a message writes them: `int64 [2, 8]`."""
     dtype = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
@@ -183,7 +208,8 @@ def moved(module: str, name: str) -> Any:
     """
     old = f"{module}.{name}"
     if old not in MOVED:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        near = did_you_mean(name, vars(sys.modules[module]).get("__all__", ()))
+        raise AttributeError(f"module {module!r} has no attribute {name!r}. {near}".rstrip(), name=name, obj=None)
     warnings.warn(f"{old} is {MOVED[old]} now; the old name goes in {GONE_IN}.", DeprecationWarning, stacklevel=3)
     home, _, new = MOVED[old].rpartition(".")
     return getattr(import_module(home), new)

@@ -30,7 +30,7 @@ from collate_npu.arrays import (
     once,
     whole_number,
 )
-from collate_npu.errors import CollateError, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, explain, explain_rows, not_one_of, notebook_html, shape_of
 
 Values = Tensor | npt.ArrayLike
 """A tensor, a numpy array or nested lists."""
@@ -68,6 +68,8 @@ class Segments:
     ((0,), (1,), ((0, 0, 4),), 4)
     """
 
+    _repr_html_ = notebook_html
+
     def __init__(self, ids: Values) -> None:
         ids_BS = as_ids(ids)
         bad = np.flatnonzero((ids_BS != _numbered(ids_BS)[0]).any(axis=1))
@@ -103,8 +105,8 @@ class Segments:
         if bad:
             rule = f"A row's lengths fit the width, {width}."
             raise CollateError(explain_rows("lengths", bad, rule, "Pass a larger width, or truncate the rows."))
-        if side not in ("left", "right"):
-            raise CollateError(explain("side", repr(side), "Padding goes to one side.", "Pass 'left' or 'right'."))
+        if side not in get_args(Side):
+            raise not_one_of("side", side, get_args(Side))
         check_places("lengths", len(rows) * width, "Count the tokens again, and look at the width.")
         return ready(of_lengths(rows, width, side))
 

@@ -11,9 +11,8 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from functools import cache, wraps
-from inspect import signature
+from inspect import CO_VARKEYWORDS, signature
 from itertools import chain
 from numbers import Integral, Real
 from os import PathLike
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.errors import CollateError, did_you_mean, explain, shape_of
 
 
 def check_model(model: Any, *, config: bool = False, name: str = "model") -> None:
@@ -139,13 +138,14 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         if not torch.compiler.is_compiling():
+            check_names(function, kwargs)
             hold_against(function, chain(zip(names, args), kwargs.items()))
         return function(*args, **kwargs)
 
     return called
 
 
-def options_checked(name: str, elsewhere: Mapping[str, str]) -> Callable[[T], T]:
+def options_checked(name: str, elsewhere: Mapping[str, str] = {}) -> Callable[[T], T]:
     """The class, which raises `CollateError` for arguments that it does not take. The error says what to write instead, from
     `elsewhere` for options of other packages; "" there is for arguments that are missing, or too many by place."""
 
@@ -158,8 +158,7 @@ def options_checked(name: str, elsewhere: Mapping[str, str]) -> Callable[[T], T]
                 takes.bind(*args, **kwargs)
             except TypeError as error:
                 key = next((each for each in kwargs if each not in takes.parameters), "")
-                near = get_close_matches(key, takes.parameters, 1, 0.8)
-                remedy = f"Did you mean {near[0]}=?" if near else f"Its options: {', '.join(takes.parameters)}."
+                remedy = did_you_mean(key, takes.parameters, f"Its options: {', '.join(takes.parameters)}.")
                 got = repr(kwargs[key])[:60] if key else f"{len(args)} arguments by place"
                 rule = f"{name} has no such option." if key else f"{str(error).capitalize()}."
                 raise CollateError(explain(key or name, got, rule, elsewhere.get(key, remedy))) from None
@@ -169,6 +168,15 @@ def options_checked(name: str, elsewhere: Mapping[str, str]) -> Callable[[T], T]
         return made
 
     return decorated
+
+
+def check_names(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise `TypeError`, as Python does, for arguments that a function does not have; the message names the nearest."""
+    code = function.__code__
+    known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if (unknown := [name for name in given if name not in known]) and not code.co_flags & CO_VARKEYWORDS:
+        near = did_you_mean(unknown, known, f"It has {', '.join(name for name in known if name != 'self')}.")
+        raise TypeError(f"{function.__qualname__.removesuffix('.__init__')} has no argument {', '.join(unknown)}. {near}")
 
 
 def hold_against(function: Callable[..., Any], given: Iterable[tuple[str, Any]]) -> None:

@@ -140,6 +140,28 @@ def test_a_name_that_was_never_there_says_so(module):
         import_module(module).dens  # noqa: B018
 
 
+NEAR = {
+    "PaddingCollator(None, paddingside='left')": "padding_side",
+    "wrap_collator(print, polarty='keep')": "polarity",
+    "ContextParallel(2, 0, layot='zigzag')": "layout",
+    "ContextParallel(2, 0, layout='zig-zag')": "zigzag",
+    "BatchAdapter(needs_mask_2d=True, consumr='megatron')": "consumer",
+    "BatchAdapter(needs_mask_2d=True, consumer='Megatorn')": "megatron",
+    "PaddingCollator(pad_token_id=0, padding_side='LEFT')": "left",
+    "PaddingCollator(pad_token_id=0, attention_mask='2D')": "2d",
+    "derive_segments([[1]], polarity='kep')": "keep",
+    "derive_segments([[1]], patern='causal')": "pattern",
+    "derive_segments([[1]], pattern='casual')": "causal",
+    "collate_npu.Paddingcollater": "PaddingCollator",
+}
+
+
+@pytest.mark.parametrize("typed", NEAR)
+def test_a_misspelt_name_is_answered_with_the_nearest(typed):
+    with pytest.raises((ValueError, TypeError, AttributeError), match=f"Did you mean {NEAR[typed]}"):
+        exec(f"import collate_npu\nfrom collate_npu import *\n{typed}", {})
+
+
 def test_old_names_go_after_this_edition_and_stand_in_the_changelog():
     assert tuple(map(int, collate_npu.__version__.split(".")[:2])) < tuple(map(int, GONE_IN.split(".")))
     text = CHANGES.read_text(encoding="utf-8")

@@ -30,7 +30,7 @@ from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.labels_and_positions import labels_behind_padding_error
 from collate_npu.consumers.mask_routing import Consumer, ConsumerName, log_form
 from collate_npu.consumers.model_traits import LabelRule, consumer_of
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, not_one_of
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import find_token_hazards, log_hazards
 from collate_npu.masks.forms import (
@@ -54,6 +54,7 @@ from collate_npu.validation import check_fields, check_model, check_return_tenso
 MaskMode = Literal["auto", "none", "4d", "2d", "omit"]
 
 
+@options_checked("Layout")
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How rows are laid out, beyond the options of transformers' collators.
@@ -125,8 +126,8 @@ class Emitter:
             raise CollateError(explain("consumer", "None", rule, remedy, more="consumer"))
         mode, rule, remedy = self.attention_mask, "", "Leave it at 'auto'."
         if mode not in get_args(MaskMode):
-            rule, remedy = "attention_mask is 'auto', 'none', '4d', '2d' or 'omit'.", "'auto' suits most trainers."
-        elif named and mode not in ("auto", "omit"):
+            raise not_one_of("attention_mask", mode, get_args(MaskMode), "'auto' suits most trainers.")
+        if named and mode not in ("auto", "omit"):
             rule = "The consumer decides the form of its mask."
         elif self.padding_free and mode in ("4d", "2d"):
             rule, remedy = "A padding-free row has offsets and no mask.", "Leave it at 'auto', or set padding_free=False."
@@ -480,9 +481,8 @@ def _check_padding(collator: PaddingCollator) -> None:
                 rule = "It is for flat rows; padded rows have pad_to_multiple_of."
                 remedy = "Leave it out, or set padding_free=True without packing."
                 raise CollateError(explain(name, repr(value), rule, remedy))
-    if collator.padding_side not in ("left", "right"):
-        rule = "Padding goes to one side."
-        raise CollateError(explain("padding_side", repr(collator.padding_side), rule, "Pass 'left' or 'right'."))
+    if collator.padding_side not in get_args(Side):
+        raise not_one_of("padding_side", collator.padding_side, get_args(Side))
     padding: Any = collator.padding
     if isinstance(padding, (Tensor, np.ndarray)):
         padding = host_array("padding", padding).tolist()

@@ -28,7 +28,7 @@ from collate_npu.consumers.model_traits import (
     text_config,
 )
 from collate_npu.consumers.recurrent import keeps_apart
-from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.errors import CollateError, UnsupportedFormError, did_you_mean, explain
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.forms import Verdict, none_is_exact
 from collate_npu.masks.patterns import CAUSAL, Pattern, PatternName
@@ -420,8 +420,8 @@ def consumer_named(name: str | Consumer) -> Consumer:
     if isinstance(name, Consumer):
         return name
     if not isinstance(name, str) or name not in consumers():
-        rule = f"Known are {', '.join(consumers())}."
-        raise CollateError(explain("consumer", repr(name), rule, "Name one of them.", more="consumer"))
+        rule, remedy = f"It is one of {', '.join(consumers())}.", did_you_mean(str(name), consumers(), "Name one of them.")
+        raise CollateError(explain("consumer", repr(name), rule, remedy, more="consumer"))
     return consumers()[name]
 
 

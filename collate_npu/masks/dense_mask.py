@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, once
-from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
+from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, not_one_of, shape_of
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.segments import Segments
 
@@ -44,7 +44,7 @@ FILLED_BELOW = -6e4
 def check_polarity(polarity: str | None) -> None:
     """Raise for a name that is no polarity."""
     if polarity is not None and polarity not in POLARITIES:
-        raise CollateError(explain("polarity", repr(polarity), "There are three polarities.", REMEDY_DECLARE_POLARITY))
+        raise not_one_of("polarity", polarity, POLARITIES, REMEDY_DECLARE_POLARITY)
 
 
 class MaskValues:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_array, whole_number
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, did_you_mean, explain
 
 PatternName = Literal["causal", "bidirectional"]
 Places = Any
@@ -116,7 +116,8 @@ class Pattern:
             return CAUSAL if pattern == "causal" else Bidirectional()
         rule = "Patterns by name are 'causal' and 'bidirectional'; the others carry a size."
         remedy = "Pass Pattern.sliding(window), Pattern.chunked(size) or Pattern.prefix(lengths)."
-        raise CollateError(explain("pattern", repr(pattern), rule, remedy))
+        near = did_you_mean(str(pattern), ("causal", "bidirectional"), remedy)
+        raise CollateError(explain("pattern", repr(pattern), rule, near))
 
     def __str__(self) -> str:
         numbers = [n for value in vars(self).values() for n in np.atleast_1d(value).tolist()]

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collate_npu.arrays import OF_A_BATCH, check_places, whole_number
-from collate_npu.errors import CollateError, explain, explain_rows
+from collate_npu.errors import CollateError, explain, explain_rows, not_one_of
 from collate_npu.segments import as_offsets
-from collate_npu.validation import checked
+from collate_npu.validation import checked, options_checked
 
 _GLOO: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 """The groups made here, by the world they are of and their ranks."""
@@ -150,6 +150,7 @@ BLOCKS = MappingProxyType({"fp8": 16, "mxfp8": 32, "blockwise": 128})
 """Tokens a quantised matrix product takes together, per rank (ms-swift megatron/utils/utils.py:229-249)."""
 
 
+@options_checked("ContextParallel")
 @dataclass(frozen=True, slots=True)
 class ContextParallel:
     """One rank's place in a group of `size` ranks that share every row of the batch.
@@ -398,8 +399,7 @@ def _check_width(width: int, cp: ContextParallel) -> None:
 
 def _check(cp: ContextParallel) -> None:
     if not isinstance(cp.layout, str) or cp.layout not in get_args(Layout):
-        listed = ", ".join(map(repr, get_args(Layout)))
-        raise CollateError(explain("layout", repr(cp.layout), f"Layouts are {listed}.", "Name one of them."))
+        raise not_one_of("layout", cp.layout, get_args(Layout))
     for name in ("size", "tensor_parallel", "block", "ulysses"):
         whole_number(name, getattr(cp, name), least=1)
     if not 0 <= whole_number("rank", cp.rank, least=-cp.size) < cp.size:

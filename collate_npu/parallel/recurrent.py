@@ -28,7 +28,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, not_one_of
 from collate_npu.masks.forms import check_cuts
 from collate_npu.parallel.layout import ContextParallel, Layout, Run, token_runs
 from collate_npu.segments import Segments, as_offsets
@@ -56,8 +56,7 @@ def recurrent_parallel(cp: ContextParallel, scheme: RecurrentScheme, *, padding_
     'contiguous'
     """
     if scheme not in get_args(RecurrentScheme):
-        listed = ", ".join(map(repr, get_args(RecurrentScheme)))
-        raise CollateError(explain("scheme", repr(scheme), f"Schemes are {listed}.", "Name one of them."))
+        raise not_one_of("scheme", scheme, get_args(RecurrentScheme))
     if cp.size == 1:
         return cp
     takes = _TAKES[scheme][padding_free]

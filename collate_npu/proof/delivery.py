@@ -26,7 +26,7 @@ from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mask_routing import Case, consumer_named
 from collate_npu.consumers.megatron import kernel_of, start_problem
 from collate_npu.consumers.model_traits import consumer_of, has_two_sides, is_compiled, unwrap
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, notebook_html, shape_of
 from collate_npu.keys import of_kind
 from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
@@ -74,17 +74,25 @@ class Delivery:
     unseen = renamed("Delivery", "unseen", "unchecked")
     asked = renamed("Delivery", "asked", "leak_free")
 
-    def __str__(self) -> str:
+    @property
+    def verdict(self) -> str:
+        """What was proved, in one sentence."""
+        if not self.layers:
+            return "no known kernel ran, and no tokens leak" if self.leak_free else "NOT JUDGED: no known kernel could be"
+        every = "every layer" if self.leak_free else "every layer with a known kernel"
+        return f"{'these layers' if self.unchecked else every} got what the batch says"
+
+    def facts(self) -> list[str]:
+        """What was found beside the kernels' arguments: leaks, what was not looked at, and the numbers of `alone`."""
         unchecked = f"not looked at: {few(self.unchecked)}" * bool(self.unchecked)
         still = "what padding and other sequences hold moves no real token" * self.leak_free
-        parts = "; ".join(filter(None, [self.report, still, unchecked, "" if self.alone is None else str(self.alone)]))
-        if not self.layers:
-            verdict = "no known kernel ran, and no tokens leak" if self.leak_free else "NOT JUDGED: no known kernel could be"
-            return f"collate_npu: {verdict}: {parts}"
-        every = "every layer" if self.leak_free else "every layer with a known kernel"
-        return f"collate_npu: {'these layers' if self.unchecked else every} got what the batch says: {parts}"
+        return [*filter(None, [still, unchecked, "" if self.alone is None else str(self.alone)])]
+
+    def __str__(self) -> str:
+        return f"collate_npu: {self.verdict}: {'; '.join([*filter(None, [self.report]), *self.facts()])}"
 
     __repr__ = __str__  # as the last line of a cell
+    _repr_html_ = notebook_html
 
 
 @checked

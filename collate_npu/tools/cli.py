@@ -1,4 +1,4 @@
-"""CLI, the command line: `collate-npu audit | conformance | watch | show | env | kernels | guide | stacks`.
+"""CLI, the command line: `collate-npu audit | conformance | watch | show | env | kernels | guide | stacks | completion`.
 
 A command is a function; its options are its parameters. Exit codes: 0 done and right; 1 something of this library, or of
 what you gave, is wrong (`audit`, `conformance`); 2 it could not do what was named, and a line says why; 130 interrupted.
@@ -10,21 +10,24 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import sys
 import warnings
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, HelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import count
 from math import inf
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_origin
 
-from collate_npu.errors import CollateError, explain, printable
-from collate_npu.tools.guide import list_pages, read_page, read_stacks
+from collate_npu.errors import CollateError, did_you_mean, explain, printable
+from collate_npu.tools.guide import list_pages, pages, read_page, read_stacks
 from collate_npu.tools.user_code import as_user_code, describe_error, find_callable
 from collate_npu.tools.watch import watch_processes
 
@@ -54,7 +57,7 @@ class Parser(ArgumentParser):
     """Read the parameters of a command, `Annotated[type, Option(...)]`. What was typed is shown escaped."""
 
     def add_command(self, command: Callable[..., int]) -> None:
-        """Add an option for each parameter; the parsed arguments hold the command as `called`."""
+        """Add an option for each parameter; the parsed arguments hold the command as `called`, and this `parser`."""
         for name, each in inspect.signature(command, eval_str=True).parameters.items():
             kind, option = get_args(each.annotation)
             how = _read(get_args(kind)[0] if NoneType in get_args(kind) else kind, option, each.default)
@@ -62,10 +65,14 @@ class Parser(ArgumentParser):
             added = self.add_argument(*(option.names or (f"--{name.replace('_', '-')}",)), **how)
             added.help = f"{option.help}{shown}".replace("%", "%%")  # argparse writes the default of a switch by itself
             added.dest, added.default = name, None if each.default is each.empty else each.default
-        self.set_defaults(called=command)
+        self.set_defaults(called=command, parser=self)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, printable(f"Try '{self.prog} --help' for help.\n\nError: {message}\n"))
+        typed = re.search(r"invalid choice: '(.*?)'|unrecognized arguments: (-\S+)", message)
+        known = re.findall(r"[\w.-]+", message.partition("(choose from ")[2]) or self._option_string_actions
+        near = did_you_mean(typed[1] or typed[2], known) if typed else ""
+        words = f"{message.rstrip('.')}. {near}" if near else message
+        self.exit(2, printable(f"Try '{self.prog} --help' for help.\n\nError: {words}\n"))
 
 
 def _read(kind: Any, option: Option, default: Any) -> dict[str, Any]:
@@ -267,16 +274,36 @@ def conformance_command(
     from rich.text import Text
 
     from collate_npu.proof.conformance import conformance
-    from collate_npu.tools.terminal import put, screen, verdict_line
+    from collate_npu.tools.terminal import progress, put, screen, verdict_line
 
     stack = find_callable("run", run, "my_stack.py:run", "Name a function of samples.")
     if not isinstance(stack, type):
         stack = as_user_code(stack, "run", run, "It is called with samples, lists of token ids.", "Mend it there.")
-    found = conformance(stack, vocab_size=vocab_size, pad_token_id=pad_id, layouts=layout or None, seed=seed)
+    settings: dict[str, Any] = {"vocab_size": vocab_size, "pad_token_id": pad_id, "layouts": layout or None}
+    calls: list[str] = []
+    if screen(stderr=True).is_terminal and not isinstance(stack, type):  # a stand-in says how many calls there will be
+        scores = lambda ids: [-(sum(ids[: n + 1]) * 37 % 101) / 25 for n in range(1, len(ids))]  # noqa: E731
+        conformance(_noted(stack, calls.append, lambda samples, **_: [*map(scores, samples)]), **settings)
+    with progress(len(calls)) as show:
+        done = count(1)
+        shown = _noted(stack, lambda name: show(f"{name}: call {(n := next(done))} of {len(calls)}", n - 1), stack)
+        found = conformance(shown if calls else stack, **settings, seed=seed)
     code = 0 if found.passed else 1
     headline, *lines = str(found).splitlines()
-    put(screen(), verdict_line(code, headline), *map(Text, lines))
+    with pipe_may_close():
+        put(screen(), verdict_line(code, headline), *map(Text, lines))
     return code
+
+
+def _noted(like: Callable[..., Any], note: Callable[[str], object], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run` with the signature of another function; each call is noted first."""
+
+    @wraps(like)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        note(getattr(like, "__name__", "run"))
+        return run(*args, **kwargs)
+
+    return called
 
 
 def watch_command(
@@ -431,9 +458,30 @@ def env_command(as_json: Annotated[bool, Option("Print the same as JSON.", ("--j
     return 0
 
 
+def completion_command(
+    shell: Annotated[Literal["bash", "zsh", "fish", "tcsh"], Option("The shell you type in.", ("shell",))],
+) -> int:
+    """Print a script that makes a shell complete commands, options, choices and files.
+
+    Examples:
+    `eval "$(collate-npu completion bash)"` — in ~/.bashrc
+    `collate-npu completion zsh > ~/.zfunc/_collate-npu` — a folder of your fpath
+    `collate-npu completion fish > ~/.config/fish/completions/collate-npu.fish`
+    """
+    load("shtab")
+    shtab, (whole, commands) = import_module("shtab"), parsers()
+    for action in (action for parser in commands.values() for action in parser._actions):
+        if action.type is Path or action.dest in ("model", "collator", "run", "command"):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+        elif action.dest == "name":
+            action.choices = [*pages()]
+    print(shtab.complete(whole, shell), flush=True)
+    return 0
+
+
 COMMANDS = (
     audit_command, conformance_command, watch_command, show_command, env_command, kernels_command, guide_command,
-    stacks_command,
+    stacks_command, completion_command,
 )  # fmt: skip
 
 
@@ -464,7 +512,11 @@ def run_command_line(args: Sequence[str]) -> int:
     if not args:
         whole.print_help()
         return 2
-    options = vars(whole.parse_args(args))
+    found, unknown = whole.parse_known_args(args)
+    options = vars(found)
+    parser = options.pop("parser")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     # the commands hand the neutral form to an adapter or to the reader's eyes, never to a model
     warnings.filterwarnings("ignore", message="collate_npu: this batch has a 4D")
     code = 2

@@ -10,21 +10,25 @@ from torch import Tensor
 
 from collate_npu.arrays import entries, host_tensor
 from collate_npu.consumers.mask_routing import describe_cheapest, describe_shape
-from collate_npu.errors import CollateError, explain, printable, shape_of, short
+from collate_npu.errors import CollateError, explain, notebook_html, printable, shape_of, short
 from collate_npu.keys import of_kind, with_role
 from collate_npu.masks.batch_reader import find_hazards, reads, segments_from_batch
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments
+from collate_npu.tools.sheet import Panel, Sheet, labels_of
 
 
 class Description(str):
-    """Text that a notebook and a prompt show as `print` does."""
+    """Text that a prompt shows as `print` does; a notebook shows its `sheet` below it."""
 
-    __slots__ = ()
+    __slots__ = ("sheet",)
+    sheet: Sheet
 
     def __repr__(self) -> str:
         return str(self)
+
+    _repr_html_ = notebook_html
 
 
 def describe(batch: Mapping[str, Any]) -> Description:
@@ -61,7 +65,10 @@ def describe(batch: Mapping[str, Any]) -> Description:
     else:
         facts = [*_facts(batch, segments)]
     wrong = (f"hazard: {text}" for text in find_hazards(batch, segments).values())
-    return Description(printable("\n".join([*_keys(batch, segments), "", *facts, *wrong])))
+    rows = () if segments is None else (Panel(ids=segments.array, labels=labels_of(batch, segments)),)
+    words = Description(printable("\n".join([*_keys(batch, segments), "", *facts, *wrong])))
+    words.sheet = Sheet(panels=rows)
+    return words
 
 
 def _keys(batch: Mapping[str, Any], segments: Segments | None) -> Iterator[str]:

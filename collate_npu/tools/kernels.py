@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from collate_npu import __version__
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, did_you_mean, explain
 from collate_npu.proof.kernel_runs import KERNELS, Kernel, Run, runs
-from collate_npu.tools.terminal import WORDS, join_names, number, put, ruled, screen, terms, verdict_json, verdict_line
-from collate_npu.tools.user_code import did_you_mean, refused
+from collate_npu.tools.terminal import WORDS, join_names, number, progress, put, ruled, terms, verdict_json, verdict_line
+from collate_npu.tools.user_code import refused
 
 CARDS = ("cuda", "npu")
 
@@ -107,11 +107,11 @@ def measure_operators(names: Sequence[str], device: str, dtype: str | None) -> C
         if kind not in CARDS:
             raise
         no_card = str(error)
-    with screen(stderr=True).status("") as status:
-        found = []
+    found: list[Run] = []
+    with progress(len(kernels)) as show:
         for run in runs(kernels, device=device, dtype=in_dtype, dry=bool(no_card)):
             found.append(run)
-            status.update(Text(f"{run.operator}: {run.truth}"))
+            show(f"{run.operator}: {run.truth}", len({each.operator for each in found}) - 1)
     return Calls(named=names, device=device, dtype=in_dtype, no_card=no_card, runs=found)
 
 

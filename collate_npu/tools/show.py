@@ -8,6 +8,7 @@ host. No dense mask is built. Legend: B batch, S width, Q query rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -25,6 +26,7 @@ from collate_npu.errors import CollateError, explain, printable
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, token_runs
+from collate_npu.proof.delivery import Delivery
 from collate_npu.segments import Segments
 from collate_npu.testing import byte_tokenizer
 from collate_npu.tools.describe import Description
@@ -41,7 +43,7 @@ from collate_npu.tools.sheet import (
     sign_of,
     signs_of,
 )
-from collate_npu.tools.terminal import WIDTH, html_page, put, recorder
+from collate_npu.tools.terminal import html_fragment, html_page, join_names, put, recorder, terms, verdict_line
 
 NAMED = "italic dim"
 """The style of tokens and their places."""
@@ -50,10 +52,9 @@ NOTEBOOK = 88
 
 
 class Picture(Description):
-    """Text to print; in a notebook a page in colours, which `html` holds and `save` writes."""
+    """Text to print; in a notebook a drawing in colours. `html` is a page with it, and `save` writes that page."""
 
-    __slots__ = ("sheet",)
-    sheet: Sheet
+    __slots__ = ()
 
     @property
     def html(self) -> str:
@@ -65,9 +66,23 @@ class Picture(Description):
         check_place(Path(path), ".html")
         Path(path).write_text(self.html, encoding="utf-8")
 
-    def _repr_html_(self) -> str:
-        """Return the page that a notebook shows."""
-        return html_of(self.sheet, NOTEBOOK)
+
+def fragment(shown: Segments | Delivery | Description) -> str:
+    """Return what a notebook shows of an object: HTML of its words, and of the first rows of a batch."""
+    console = recorder(NOTEBOOK)
+    if isinstance(shown, Delivery):
+        code = 0 if shown.layers or shown.leak_free else 2
+        layers = sorted(shown.layers, key=shown.layers.__getitem__)
+        by_form = ((join_names(names, 1), form) for form, names in groupby(layers, shown.layers.__getitem__))
+        put(console, verdict_line(code, shown.verdict), terms(by_form), terms(("", fact) for fact in shown.facts()))
+    elif isinstance(shown, Segments):
+        print_sheet(console, Sheet(panels=(Panel(facts=repr(shown), ids=shown.array),)))
+    else:
+        loud = ("hazard: ", "padding: not known")
+        words = () if isinstance(shown, Picture) else [*shown.splitlines(), ""]
+        put(console, *(Text(line, "bold red" if line.startswith(loud) else "") for line in words))
+        print_sheet(console, shown.sheet)
+    return html_fragment(console)
 
 
 def picture(shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = None, tokenizer: Any = None) -> Picture:
@@ -206,11 +221,11 @@ def print_sheet(console: Console, sheet: Sheet) -> None:
     put(console, *(Text.assemble(*line) for line in lines(sheet, console.width)))
 
 
-def html_of(sheet: Sheet, columns: int = WIDTH) -> str:
+def html_of(sheet: Sheet) -> str:
     """Return one page that loads nothing."""
-    console = recorder(columns)
+    console = recorder()
     print_sheet(console, sheet)
-    return html_page(console, "collate-npu show")
+    return html_page("collate-npu show", html_fragment(console))
 
 
 def consumer_panels(

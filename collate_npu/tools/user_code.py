@@ -11,14 +11,13 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from collate_npu.errors import CollateError, explain, printable
+from collate_npu.errors import CollateError, did_you_mean, explain, printable
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -85,13 +84,6 @@ def check_file(path: Path, endings: Sequence[str], remedy: str) -> None:
     held = [each.name for each in folder.iterdir() if each.suffix in known] if folder.is_dir() else []
     near = did_you_mean([path.name], held, remedy)
     raise CollateError(explain(str(path), got, f"Such files end with {', '.join(known)}.", near))
-
-
-def did_you_mean(names: Sequence[str], known: Iterable[str], otherwise: str) -> str:
-    """Return a question with the known names that are nearest, or `otherwise` where none is near."""
-    held = list(known)
-    near = sorted({match for name in names for match in get_close_matches(name, held, n=2)})
-    return f"Did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def find_callable(where: str, spec: str, example: str, remedy: str) -> Callable[..., Any]:

@@ -141,7 +141,7 @@ SHARD = (
         (torch.where(KEPT, 0.0, -1e9), {"polarity": "keep"}, PolarityError, "It is additive"),
         (KEPT, {"polarity": "bias"}, PolarityError, "A bias is a float tensor"),
         (KEPT.float(), {"polarity": "bias"}, PolarityError, "blocks nothing"),
-        (KEPT, {"polarity": "additive"}, CollateError, "three polarities"),
+        (KEPT, {"polarity": "additive"}, CollateError, "Pass polarity="),
     ],
 )
 def test_refusals(attention_mask, settings, error, told):

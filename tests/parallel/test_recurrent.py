@@ -90,7 +90,7 @@ def test_what_no_layout_serves():
         check_recurrent_split(cp, "state_passing", segments)
     with pytest.raises(UnsupportedFormError, match=r"row_zigzag .* Give each sequence its own row"):
         check_recurrent_split(cp, "row_zigzag", segments, padding_free=True)
-    with pytest.raises(CollateError, match="Schemes are 'state_passing'"):
+    with pytest.raises(CollateError, match="It is one of state_passing"):
         check_recurrent_split(cp, "zigzag", segments)
     with pytest.raises(CollateError, match=r"A flat row is \[1, S\]"):
         check_recurrent_split(cp, "head_exchange", Segments.from_lengths([4, 4]), padding_free=True)

@@ -79,7 +79,24 @@ def test_no_name_of_a_table_is_cut_on_a_narrow_terminal():
 def test_a_word_of_the_list_finds_what_is_said_of_it_and_not_the_list(word):
     found = run(word).output
     assert "# index" not in found
-    assert word.casefold() in found.partition("\n")[2].casefold()
+    places = re.findall(r"^\* `(.*)`: .* \(\d+\)$", found, flags=re.M)
+    assert len(places) > 1
+    assert all(word.casefold() in guide.read_page(place).casefold() for place in places)
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ("left padding", "* `errors#causal-kernel`: "),
+        ("左填充", "* `zh/errors#"),
+        ("lora deepspeed", "# training\n"),
+        ("mask", "* `masks#"),
+    ],
+)
+def test_words_find_one_section_or_a_list_of_them_best_first(words, first):
+    text = run(words).output
+    assert text.startswith(first)
+    assert text.count("\n* ") <= guide.MOST
 
 
 @pytest.mark.parametrize("typed", ["Can only concatenate tensors but got NoneType", "can’t keep packed sequences apart"])
@@ -98,7 +115,8 @@ def test_the_line_of_a_log_is_known_by_an_error_of_nine_letters_or_more(monkeypa
     ("wrong", "says"),
     [
         ("ms-swfit", "Did you mean ms-swift"),
-        ("zh/asend", "or zh/ascend?"),
+        ("deepsped", "Did you mean DeepSpeed"),
+        ("zh/asend", "Did you mean zh/ascend or"),
         ("errors#polaritty", "Did you mean polarity"),
         ("errors#nothing-like-it", "`collate-npu guide errors` shows the whole page."),
         ("../../secrets", "`collate-npu guide` lists them."),

@@ -49,7 +49,7 @@ def test_a_page_says_all_and_loads_nothing(tmp_path, monkeypatch):
     text = (tmp_path / "a.html").read_text(encoding="utf-8")
     assert [said for said in SAID if said not in text_of(text)] == []
     assert not re.search(r"url\(|@import|<script|<link|<img|\b(src|href)=", text)
-    assert text.count("#800000")  # red
+    assert text.count("#d93025")  # red
 
 
 def test_what_becomes_a_file_is_not_printed_in_a_notebook(monkeypatch):
@@ -70,6 +70,15 @@ def test_what_a_terminal_would_obey_is_escaped_and_keeps_its_colour():
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False, width=40)
     terminal.put(console, Text("\x1b[2J", "red", end=""))
     assert console.file.getvalue() == "\x1b[31m\\x1b[2J\x1b[0m"
+
+
+def test_progress_is_drawn_on_a_terminal_and_nowhere_else():
+    for terminal_or_not, drawn in ((True, "what runs \u2501"), (False, "")):
+        console = Console(file=io.StringIO(), force_terminal=terminal_or_not, width=80, color_system=None)
+        with terminal.progress(2, console) as show:
+            show("what runs", 1)
+        assert drawn in console.file.getvalue()
+        assert ("0:00:0" in console.file.getvalue() or "-:--:--" in console.file.getvalue()) is bool(drawn)
 
 
 def test_a_number_has_an_exponent_where_it_is_small_or_large():

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -21,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import Array, check_places, host_tensor, once, whole_number
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, did_you_mean, explain, not_one_of
 from collate_npu.kernels import Breach
 from collate_npu.kernels.call_boundaries import offset_values
 from collate_npu.releases import NEWEST, Since, installed
@@ -184,9 +183,9 @@ def find_operator(name: str) -> Operator | None:
 def operator_named(kernel: str) -> Operator:
     """Return the row of this kernel. Raises `CollateError` with close matches for names that are not known."""
     if (row := find_operator(str(kernel))) is None:
-        near = get_close_matches(str(kernel), [*KERNELS, *OPERATORS], 3, 0.5) or list(KERNELS)
+        remedy = did_you_mean(str(kernel), [*KERNELS, *OPERATORS], f"Name one of {', '.join(KERNELS)}.")
         rule = "Kernels are those of gated_delta_kwargs, and the operators that kernels/gated_delta knows."
-        raise CollateError(explain("kernel", repr(kernel), rule, f"Close to it: {', '.join(near)}."))
+        raise CollateError(explain("kernel", repr(kernel), rule, remedy))
     return row
 
 
@@ -301,8 +300,7 @@ def _named(versions: Mapping[str, str]) -> dict[str, str | None]:
     """Return the release of each package, None for one that is not installed (`""`)."""
     for package, version in versions.items():
         if package not in NEWEST:
-            rule, near = f"The packages are {', '.join(NEWEST)}.", get_close_matches(str(package), NEWEST, 1, 0)
-            raise CollateError(explain("versions", repr(package)[:60], rule, f"Write {near[0]!r}."))
+            raise not_one_of("versions", package, NEWEST)
         if version and not (re.search(r"\d", str(version)) or version in _BRANCHES):
             rule, remedy = "It is a release, a branch or a commit.", f"Pass {dict(NEWEST)}, '' for what is not there."
             raise CollateError(explain(f"versions[{package!r}]", repr(version)[:60], rule, remedy))

@@ -26,7 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from collate_npu import __version__
 from collate_npu.consumers.model_traits import is_encoder, pattern_of, text_config
 from collate_npu.consumers.recurrent import kernel_calls, variables_of
-from collate_npu.errors import CollateError, explain, printable
+from collate_npu.errors import CollateError, did_you_mean, explain, printable
 from collate_npu.proof.invariance import check_one_stack, samples_of
 from collate_npu.proof.measure import Batch, predicts_next
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model
@@ -42,8 +42,8 @@ from collate_npu.tools.files import (
     shipped_text,
 )
 from collate_npu.tools.kernels import check_device
-from collate_npu.tools.terminal import shortened
-from collate_npu.tools.user_code import as_user_code, describe_error, did_you_mean, find_callable, refused, run_user_code
+from collate_npu.tools.terminal import progress, shortened
+from collate_npu.tools.user_code import as_user_code, describe_error, find_callable, refused, run_user_code
 
 # --- the user's collators
 
@@ -225,11 +225,18 @@ def audit_all(
         settings={"batch_size": batch_size, "gradients": gradients, "tolerance": tolerance},
     )  # fmt: skip
     try:
-        for n, (name, attn) in enumerate(chosen, 1):
-            session.audit(name, attn, f"[{n}/{len(chosen)}] ", console)
+        with progress(len(chosen), console) as show:
+            for n, (name, attn) in enumerate(chosen, 1):
+                shown, began = printable(f"[{n}/{len(chosen)}] {shortened(place_of(name, attn), 60)}"), monotonic()
+                session.audit(name, attn, partial(_show_part, show, shown, n - 1))
+                console.print(Text(f"{shown}: {monotonic() - began:.1f} s"), soft_wrap=True)
     except KeyboardInterrupt:
         report.interrupted = True
     return report
+
+
+def _show_part(show: Show, shown: str, before: int, what: str, part: float) -> None:
+    show(f"{shown} {what}", before + part)
 
 
 def _dumped(batch: Path | None, data: Path | None, names: Sequence[str]) -> Batch | None:
@@ -251,6 +258,10 @@ _ABSENT = ("does not support an attention implementation", "does not support Fla
 """How it is said that a model does not have an attention implementation."""
 
 
+Show = Callable[[str, float], None]
+"""Called with what runs, and the part of a model that is done."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Session:
     """What every candidate is audited with, and the report it goes to."""
@@ -269,15 +280,14 @@ class _Session:
     settings: dict[str, Any]
     """Of `Audit`: batch_size, gradients and tolerance."""
 
-    def audit(self, name: str, attn: str, count: str, console: Console) -> None:
-        """Every case of one: its name turns on a terminal meanwhile, and a line says how long it took."""
-        place, began = place_of(name, attn), monotonic()
-        shown = printable(f"{count}{shortened(place, 60)}")
-        with console.status(Text(shown)), self._noted(place):
-            self._audit(name, place, *self.build(name, attn))
-        console.print(Text(f"{shown}: {monotonic() - began:.1f} s"), soft_wrap=True)
+    def audit(self, name: str, attn: str, show: Show) -> None:
+        """Every case of one model; `show` gets what runs, and the part that is done."""
+        place = place_of(name, attn)
+        show("", 0)
+        with self._noted(place):
+            self._audit(name, place, show, *self.build(name, attn))
 
-    def _audit(self, name: str, place: str, model: Any, tokenizer: Any, pad_token_id: int) -> None:
+    def _audit(self, name: str, place: str, show: Show, model: Any, tokenizer: Any, pad_token_id: int) -> None:
         padded = [side for side in self.sides if side != "packed"]
         about = {"name": name, "pad_token_id": pad_token_id, "sides": self.sides, **self.settings}
         if self.dumped is None:
@@ -287,7 +297,8 @@ class _Session:
             samples = list(given.features)
             about |= {"batch_size": len(samples), "sides": ["packed"] if given.segments.packed else padded}
         case = Audit(model, samples, **about)
-        for side in case.sides:
+        for n, side in enumerate(case.sides):
+            show(side, (n + 1) / (len(case.sides) + 1))  # the samples alone have run
             self._side(case, side, place + (" packed" if side == "packed" else ""))
         if self.dumped is not None:
             self.report.findings.append(case.of_given(DUMPED, [given]))
