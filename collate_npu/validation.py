@@ -31,8 +31,7 @@ def check_model(model: Any, *, config: bool = False, name: str = "model") -> Non
     >>> check_model("Qwen/Qwen3-Next")
     Traceback (most recent call last):
         ...
-    collate_npu.errors.CollateError: model: got the name 'Qwen/Qwen3-Next'. A model is a module, which is looked at. Load
-        it: AutoModelForCausalLM.from_pretrained('Qwen/Qwen3-Next').
+    collate_npu.errors.CollateError: model: got the name 'Qwen/Qwen3-Next'. A model is a torch module. Load it: AutoModelForCausalLM.from_pretrained('Qwen/Qwen3-Next').
     """
     if isinstance(model, nn.Module):
         return
@@ -47,7 +46,7 @@ def check_model(model: Any, *, config: bool = False, name: str = "model") -> Non
     elif not config or not hasattr(model, "__dict__"):
         remedy = "Pass the model, or its config." if config else "Pass the model."
     if remedy:
-        rule = "A model is a module, or its config, which is read." if config else "A model is a module, which is looked at."
+        rule = "A model is a torch module or its config." if config else "A model is a torch module."
         raise CollateError(explain(name, _kind_of(model), rule, remedy))
 
 

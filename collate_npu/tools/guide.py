@@ -97,7 +97,7 @@ def _sections_with(words: str) -> str:
     """
     sections = []
     for path in sorted(GUIDE.glob("*.md"), key=lambda path: (path.stem != "errors", path.stem)):
-        if path.stem not in ("changelog", "index"):  # the list names pages, and explains nothing
+        if path.stem not in ("changelog", "contributing", "index"):  # what explains nothing to a user
             parts = re.split(r"^(?=##)", path.read_text(encoding="utf-8"), flags=re.M)
             sections += [(path.stem, part) for part in parts]
     for read in (_plain, _without_numbers):
