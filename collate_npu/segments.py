@@ -159,7 +159,7 @@ class Segments:
         positions_BS = host_array("position_ids", position_ids)
         check_places("position_ids", positions_BS.size, OF_A_BATCH)
         if positions_BS.ndim != 2:
-            raise CollateError(explain("position_ids", shape_of(positions_BS), "Positions are [B, S].", "Reshape them; for one row: x[None]."))
+            raise CollateError(explain("position_ids", shape_of(positions_BS), "Positions are [B, S].", "Reshape them."))
         starts_BS, counts_B = sequence_starts(positions_BS, np.ones(positions_BS.shape, bool))
         bad = [(int(b), str(positions_BS[b].tolist()[:24])) for b in np.flatnonzero(~counts_B)]
         if bad:

@@ -31,7 +31,8 @@ def check_model(model: Any, *, config: bool = False, name: str = "model") -> Non
     >>> check_model("Qwen/Qwen3-Next")
     Traceback (most recent call last):
         ...
-    collate_npu.errors.CollateError: model: got the name 'Qwen/Qwen3-Next'. A model is a torch module. Load it: AutoModelForCausalLM.from_pretrained('Qwen/Qwen3-Next').
+    collate_npu.errors.CollateError: model: got the name 'Qwen/Qwen3-Next'. A model is a torch module. Load
+        it: AutoModelForCausalLM.from_pretrained('Qwen/Qwen3-Next').
     """
     if isinstance(model, nn.Module):
         return

@@ -430,7 +430,7 @@ def _reader(model: Any, model_type: str | None) -> str:
     """Return the consumer that the model's own classes name."""
     read = consumer_of(model) if model is not None or model_type is None else "megatron"
     if read is None:
-        rule = "The model stack that reads the batch is not named." if model is None else "A config, or needs_mask_2d alone, does not name the model stack that reads the batch."
+        rule = "Nobody is named." if model is None else "A config, or needs_mask_2d alone, does not say who reads the batch."
         remedy = "Pass consumer= ('transformers', 'megatron', ...), or the model itself."
         raise CollateError(explain("consumer", "None", rule, remedy, more="consumer"))
     return kernel_of(unwrap(model)) if read == "megatron" and model is not None else read

@@ -132,7 +132,9 @@ def audit_command(
     tokenizer: Annotated[
         Path | None, Option("Folder of a tokenizer. Default: the checkpoint's own, or bytes for tiny models.")
     ] = None,
-    trust_remote_code: Annotated[bool, Option("Run Python code in these folders; without it such folders are refused.")] = False,
+    trust_remote_code: Annotated[
+        bool, Option("Run Python code in these folders; without it such folders are refused.")
+    ] = False,
     side: Annotated[Side | None, Option("left or right. Default: both.")] = None,
     attn: Annotated[
         list[str] | None, Option("Attention, by transformers' name. Repeatable; default: sdpa and eager.")
@@ -249,7 +251,7 @@ def conformance_command(
         list[str] | None, Option("Ask run(samples, layout=NAME). Repeatable; default: left and right where it takes layout.")
     ] = None,
     vocab_size: Annotated[int, Option("Samples are drawn from ids 3 to below this.", least=16, most=1 << 24)] = 256,
-    pad_id: Annotated[int | None, Option("The pad id; some samples hold it as a real token.")] = None,
+    pad_id: Annotated[int | None, Option("The pad id; some samples hold it as text.")] = None,
     seed: Annotated[int | None, Option("Seed of the samples; pass an earlier run's seed to repeat it.")] = None,
 ) -> int:
     """Does a stack give every token in a batch the log-probability that its sample gets alone?
@@ -310,7 +312,7 @@ def show_command(
     packed: Annotated[bool, Option("One flat row, all samples one after another.")] = False,
     batch_size: Annotated[int, Option("Lines of --data in the batch.", least=1)] = 4,
     max_length: Annotated[int, Option("Longest line of --data, in tokens.", least=2, most=1 << 20)] = 96,
-    row: Annotated[int | None, Option("Draw the masks of this row only.")] = None,
+    row: Annotated[int | None, Option("Draw this row only.")] = None,
     consumer: Annotated[list[str] | None, Option("The model stack that reads the batch. Repeatable; default: none.")] = None,
     model_type: Annotated[str, Option("Whose layers decide about attention_mask_2d.")] = "qwen3_next",
     cp: Annotated[int | None, Option("Context parallel size: draw what each rank holds.", least=2, most=1024)] = None,

@@ -140,7 +140,7 @@ def headline(report: Report) -> str:
     counted = {whose: (len(report.measured(whose)), len(report.wrong(whose))) for whose in _NEXT_WRONG}
     shares = " and ".join(f"{of - wrong} of {of} cases of {whose}" for whose, (of, wrong) in counted.items() if of)
     tail = ", but not everything named could run" if report.not_run else _TAILS[report.exit_code]
-    return f"{WORDS[report.exit_code]}: {f'{shares} are right{tail}' if shares else 'no batch of this library was measured'}."
+    return f"{WORDS[report.exit_code]}: {f'{shares} are right{tail}' if shares else 'nothing of ours was measured'}."
 
 
 def facts(report: Report) -> Iterator[Line]:
