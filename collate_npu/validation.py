@@ -45,7 +45,7 @@ def check_model(model: Any, *, config: bool = False, name: str = "model") -> Non
     elif not config or not hasattr(model, "__dict__"):
         remedy = "Pass the model, or its config." if config else "Pass the model."
     if remedy:
-        rule = "A model is a module, or its config, which is read." if config else "A model is a module, which is looked at."
+        rule = "A model is a torch module or its config." if config else "A model is a torch module."
         raise CollateError(explain(name, _kind_of(model), rule, remedy))
 
 

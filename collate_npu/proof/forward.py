@@ -162,7 +162,6 @@ class Forward:
     """Why the batch does not say it."""
     pattern: Pattern | None = None
     again: bool = False
-    """Computed again: by activation checkpointing."""
     empty_T: Array | None = field(default=None, repr=False)
     """bool: tokens of the batch whose embedding is zero."""
     compiled: bool = False
@@ -193,7 +192,9 @@ class Forward:
     def faults(self) -> dict[int, Fault]:
         """Return the faults by the number of the call."""
         wrong = {n: why for n, call in enumerate(self.calls) if (why := self._fault_reason(call)) is not None}
-        found = {n: self.calls[n].fault(what, remedy) for n, (what, remedy) in wrong.items()}
+        right = {call.kind for n, call in enumerate(self.calls) if n not in wrong and self.judges(call)}
+        some = {n for n, (_, remedy) in wrong.items() if self.calls[n].kind in right and _HAND in remedy}
+        found = {n: self.calls[n].fault(what, _SOME if n in some else remedy) for n, (what, remedy) in wrong.items()}
         if _CONTRADICTS.search(self.skip_reason):
             what, _, rest = self.skip_reason.partition(": ")
             where = {"layer": "(the batch)", "kernel": what, "received": "what contradicts itself"}
@@ -266,9 +267,7 @@ class Forward:
         layers = self.layers()
         silent = [name for name in layers if not among(name, ran)]
         unruled = [n for n, each in layers.items() if among(n, ran - more) and not among(n, more)]
-        return silent + [
-            f"{n} (its rule)" for n in unruled if "conv" not in type(layers[n]).__name__.lower()
-        ]  # else it is one
+        return silent + [f"{n} (its rule)" for n in unruled if "conv" not in type(layers[n]).__name__.lower()]
 
     def _recompute_reason(self, call: RecordedCall) -> tuple[str, str] | None:
         """Activation checkpointing computes with what the first pass got, or its gradients are of another batch."""
@@ -337,7 +336,8 @@ class Forward:
         return own if plain.causal else None
 
 
-_HAND = "Hand the model BatchAdapter(model)(batch), or gpt_batch's inputs on Megatron"
+_HAND = "Pass the model BatchAdapter(model)(batch), on Megatron the inputs of gpt_batch"
+_SOME = "Other layers of this kind got what the batch says: look at the code that calls this layer"
 _REMEDIES = {
     "attention": f"{_HAND}; if it has them, look at what the stack passes to this layer",
     "rule": f"{_HAND}; a stack of your own must pass this layer the boundaries (cu_seqlens), or zeros at padding",

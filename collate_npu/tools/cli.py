@@ -111,11 +111,11 @@ def load(*packages: str) -> None:
 
 DATA = (
     ".txt (one sample a line), .jsonl, both also as .gz, .json, .parquet, .csv, or - (standard input). "
-    "Columns: text, content, messages, conversations, or input_ids with labels. Default: a text of ours."
+    "Columns: text, content, messages, conversations, or input_ids with labels. Default: a text that ships with the package."
 )
 COLLATOR = (
-    "Your collator, audited beside ours: module:function or file.py:function, called with features; a class, "
-    "or a function with arguments tokenizer, model or pad_token_id, makes one. Repeatable."
+    "Your collator: module:function or file.py:function, called with features. A class, or a function with "
+    "arguments tokenizer, model or pad_token_id, is called first to make the collator. Repeatable."
 )
 RUN = (
     "module:function or file.py:function. It is called with the samples of one batch, lists of token ids, and returns the "
@@ -124,7 +124,7 @@ RUN = (
 Side = Literal["left", "right"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Verbose = ("--verbose", "-v")
-AsJson = Annotated[bool, Option("One JSON object in the place of the text; passed is first.", ("--json",))]
+AsJson = Annotated[bool, Option("Print one JSON object instead of the text; its first key is passed.", ("--json",))]
 
 
 def audit_command(
@@ -139,7 +139,9 @@ def audit_command(
     tokenizer: Annotated[
         Path | None, Option("Folder of a tokenizer. Default: the checkpoint's own, or bytes for tiny models.")
     ] = None,
-    trust_remote_code: Annotated[bool, Option("Run Python code that these folders bring, else they are refused.")] = False,
+    trust_remote_code: Annotated[
+        bool, Option("Run Python code in these folders; without it such folders are refused.")
+    ] = False,
     side: Annotated[Side | None, Option("left or right. Default: both.")] = None,
     attn: Annotated[
         list[str] | None, Option("Attention, by transformers' name. Repeatable; default: sdpa and eager.")
@@ -212,7 +214,7 @@ def kernels_command(
     verbose: Annotated[bool, Option("Why calls were refused, too.", Verbose)] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Does each operator compute what our arguments say, on this device?
+    """Does each operator on this device compute what the arguments of this library mean?
 
     Operators of attention and of recurrent layers that are installed are called with this library's masks and boundaries,
     forward and backward, and compared with each sequence alone in float64. Exit code 0: all right, and something was
@@ -256,8 +258,8 @@ def conformance_command(
         list[str] | None, Option("Ask run(samples, layout=NAME). Repeatable; default: left and right where it takes layout.")
     ] = None,
     vocab_size: Annotated[int, Option("Samples are drawn from ids 3 to below this.", least=16, most=1 << 24)] = 256,
-    pad_id: Annotated[int | None, Option("The pad id, which samples are to hold as text, too.")] = None,
-    seed: Annotated[int | None, Option("Draw the samples of an earlier run again.")] = None,
+    pad_id: Annotated[int | None, Option("The pad id; some samples hold it as text.")] = None,
+    seed: Annotated[int | None, Option("Seed of the samples; pass an earlier run's seed to repeat it.")] = None,
 ) -> int:
     """Does a stack give every token in a batch the log-probability that its sample gets alone?
 
@@ -308,11 +310,11 @@ def _noted(like: Callable[..., Any], note: Callable[[str], object], run: Callabl
 
 def watch_command(
     command: Annotated[list[str], Option("What to run, unchanged, behind --.", ("command",))],
-    steps: Annotated[int, Option("Steps that are looked at, in each process.", least=1, most=1 << 20)] = 2,
+    steps: Annotated[int, Option("Steps to look at, in each process.", least=1, most=1 << 20)] = 2,
     stop: Annotated[bool, Option("End the run at the first fault.")] = False,
     out: Annotated[Path | None, Option("Append a line of JSON for each forward.")] = None,
 ) -> int:
-    """Run a command, and say what each kernel was told of sequences and padding, in all its processes.
+    """Run a command, and print the boundaries and the padding that each kernel gets, in all its processes.
 
     Any stack is seen, without an integration: flash-attn, fla, causal-conv1d, mamba, TransformerEngine, torch_npu, torch's
     own attention and transformers' plain functions. The first steps are looked at; then everything is taken off.
@@ -337,10 +339,10 @@ def show_command(
     packed: Annotated[bool, Option("One flat row, all samples one after another.")] = False,
     batch_size: Annotated[int, Option("Lines of --data in the batch.", least=1)] = 4,
     max_length: Annotated[int, Option("Longest line of --data, in tokens.", least=2, most=1 << 20)] = 96,
-    row: Annotated[int | None, Option("Squares of this row alone.")] = None,
-    consumer: Annotated[list[str] | None, Option("Who reads the batch. Repeatable; default: nobody yet.")] = None,
+    row: Annotated[int | None, Option("Draw this row only.")] = None,
+    consumer: Annotated[list[str] | None, Option("The model stack that reads the batch. Repeatable; default: none.")] = None,
     model_type: Annotated[str, Option("Whose layers decide about attention_mask_2d.")] = "qwen3_next",
-    cp: Annotated[int | None, Option("What each of so many ranks holds.", least=2, most=1024)] = None,
+    cp: Annotated[int | None, Option("Context parallel size: draw what each rank holds.", least=2, most=1024)] = None,
     layout: Annotated[str, Option("How ranks share a row: zigzag, contiguous, ulysses, ulysses_ring ...")] = "zigzag",
     ulysses: Annotated[int, Option("Ulysses ranks in a ring, with ulysses_ring.", least=1, most=1024)] = 1,
     out: Annotated[Path | None, Option("Write a page too: .html.")] = None,

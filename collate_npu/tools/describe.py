@@ -52,7 +52,7 @@ def describe(batch: Mapping[str, Any]) -> Description:
         cheapest exact form: the 2D mask, 6 bytes; the dense 4D that models make of it takes 18 bytes
     """
     if not isinstance(batch, Mapping):
-        rule = "A batch is a mapping of keys, as a collator returns it."
+        rule = "A batch is a dict of tensors, as a collator returns it."
         remedy = "Describe what the model is called with; collate_npu.tools.show.picture draws a mask alone."
         raise CollateError(explain("batch", f"a {type(batch).__name__}", rule, remedy))
     batch = entries(batch)

@@ -118,7 +118,7 @@ def test_a_bash_that_reads_the_script_completes_commands_options_choices_and_fil
 def test_a_help_says_each_option_with_its_default_and_examples():
     said = {args: " ".join(typed(*args.split()).stdout.split()) for args in ("", "--help", "show --help", "audit --help")}
     assert (said[""], typed().exit_code, typed("--help").exit_code) == (said["--help"], 2, 0)
-    assert "watch Run a command, and say what each kernel was told" in said[""]
+    assert "watch Run a command, and print the boundaries" in said[""]
     assert "Draw a batch: its rows, tokens, labels and masks" in said["show --help"]
     assert "--max-length 2..1048576 Longest line of --data, in tokens. [default: 96]" in said["show --help"]
     assert "--side {left,right} Padding side, of --lengths and --data. [default: right]" in said["show --help"]
