@@ -256,7 +256,7 @@ def faulty(layer):
 
 @pytest.mark.parametrize("layer", FAULTS)
 def test_the_faults_of_their_threads_stop_the_first_step(layer):
-    with pytest.raises(CollateError, match=rf"(?s)decoder.layers.0.*{FAULTS[layer]}.*gpt_batch's inputs on Megatron"):
+    with pytest.raises(CollateError, match=rf"(?s)decoder.layers.0.*{FAULTS[layer]}.*inputs of gpt_batch"):
         trained(faulty(layer))
 
 
