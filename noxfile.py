@@ -229,7 +229,7 @@ def audit(session: nox.Session) -> None:
 
 def install_tests(session: nox.Session, transformers: str = "newest") -> None:
     if transformers == "newest":
-        install(session, *TEST, *AUDIT, TRANSFORMERS, *TRAINERS, PLOTS)
+        install(session, *TEST, *AUDIT, TRANSFORMERS, *TRAINERS, PLOTS, "shtab==1.13.0")
     else:
         install(session, *TEST, *OLDEST)
 

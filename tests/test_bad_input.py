@@ -321,7 +321,7 @@ REFUSED = [
     (lambda: dense(ROWS, polarity="bias", dtype=torch.int64), "A bias is added to scores"),
     (lambda: gated_delta.chunk_indices([0, 1 << 30], 1), "A table has at most"),
     (lambda: check.call_breaches("fla", {}, B=1, T=1, versions={"flaa": "0.5.2"}), "Did you mean fla"),
-    *((partial(describe, x), "A batch is a mapping") for x in (None, "text")),
+    *((partial(describe, x), "A batch is a dict of tensors") for x in (None, "text")),
     (lambda: describe([BATCH]), "batch: got a list"),
     (lambda: describe(IDS), "picture draws a mask alone"),
     (lambda: describe({"input_ids": WIDE}), PLACES),

@@ -324,7 +324,7 @@ class Refusal:
     """A kind of batch without a correct form: `of` describes it for the guide, and `rule` may hold the reason as `{why}`.
 
     >>> PACKED_RECURRENT.of
-    'several sequences in a row, on recurrent layers'
+    'packed rows (several sequences in a padded row), in a hybrid model'
     """
 
     of: str

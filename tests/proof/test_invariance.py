@@ -210,7 +210,7 @@ def test_samples_that_prove_nothing_are_refused(samples, said):
 def test_what_is_no_tolerance_model_or_collator_is_refused(tolerance):
     with pytest.raises(CollateError, match="tolerance"):
         assert_padding_invariant(built("llama"), right, SAMPLES, tolerance=tolerance)
-    with pytest.raises(CollateError, match="A model is a module"):
+    with pytest.raises(CollateError, match="A model is a torch module"):
         assert_padding_invariant("llama", right, SAMPLES)
     with pytest.raises(CollateError, match="A collator is called"):
         assert_padding_invariant(built("llama"), "right", SAMPLES)
