@@ -41,16 +41,16 @@ NEEDED = (
 )  # fmt: skip
 """The rows of README: a stack, its cell and the words for it. Each says another thing."""
 CHINESE = {
-    "you train with": "训练方式",
+    "you train with": "你的训练方式",
     "without collate_npu": "不用 collate_npu",
-    "with it": "使用之后",
+    "with it": "使用 collate_npu",
     "add this line": "加这一行",
-    "nothing": "不需要",
+    "nothing": "不用加",
     "padded right": "右填充",
     "padded left": "左填充",
-    "flat row": "打包成一行",
-    "(the default)": "（默认）",
-    "refused": "报错拒绝",
+    "flat row": "扁平行",
+    " (the default)": "（默认）",
+    "refused": "拒绝",
     "wrong": "错误",
     "right": "正确",
 }
