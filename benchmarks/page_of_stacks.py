@@ -28,7 +28,8 @@ def page() -> str:
     """The whole page: the worst family of each stack."""
     rows = [(each["stack"], each["cells"]) for each in _stacks()]
     head = (HERE / "stacks" / "head.md").read_text("utf-8")
-    return f"{head.strip()}\n\n{table('stack: alone → with collate_npu', rows, numbers=False)}\n"
+    measured = table("stack: alone → with collate_npu", rows, numbers=False)
+    return f"{head.strip()}\n\n<!-- stacks -->\n{measured}\n<!-- /stacks -->\n"
 
 
 def data() -> str:

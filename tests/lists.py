@@ -87,8 +87,8 @@ def asked(name: str) -> str:
     if why := sequences_mix_reason(model, BatchAdapter, mended=True):
         return f"refused: {re.sub(r' [(]by .*[)]', '', why)}"
     kernels = {call.kernel: READS[call.kernel] for call in kernel_calls(model) if call.kernel in MENDS}
-    told = ", ".join(f"`{kernel}` by `{key}`" for kernel, key in sorted(kernels.items()))
-    return f"right under `adapt`; without it where {told} read them"
+    listed = ", ".join(f"`{kernel}` (`{key}`)" for kernel, key in sorted(kernels.items()))
+    return f"right with `adapt`; also without it if the installed kernels read boundaries: {listed}"
 
 
 def needed() -> str:
