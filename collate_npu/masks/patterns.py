@@ -262,7 +262,7 @@ def _check_declared(pattern: Pattern) -> None:
     settles = not pattern.settles or bool((seen_QK[L:] == seen_QK[L - 1]).all())
     narrow = isinstance(pattern, Sliding)  # of one token: reading refuses it
     facts = [
-        (seen_QK.diagonal().all(), "a token that does not attend itself", "A mask shows by it which tokens are real."),
+        (seen_QK.diagonal().all(), "a token that does not attend itself", "A mask shows which tokens are real by this."),
         (not (pattern.causal and np.triu(seen_QK[:L], 1).any()), "causal=True", "A token attends a later one."),
         (pattern.cuts or narrow or seen_QK.diagonal(-1).all(), "cuts=False", "A token does not attend the one before it."),
         (settles, "settles=True", "Queries behind the last token attend other keys than the last token."),

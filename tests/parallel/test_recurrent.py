@@ -145,11 +145,11 @@ def test_the_halo_of_the_convolution_comes_from_one_rank():
         ([0, 5, 5, 7, 8], ""),  # an empty sequence, the tail one of its own
         ([0, 8], "row 1: got tokens 5 to 6"),
         ([0, 3, 5, 8], "row 0: got tokens 0 to 4"),
-        ([0, 4], "all of which they count"),  # a rank's own
-        ([0, 2, 4], "all of which they count"),
+        ([0, 4], "and the last offset is its end"),  # a rank's own
+        ([0, 2, 4], "and the last offset is its end"),
         ([5, 8], "0 first"),  # ends
         ([5, 2], "0 first"),  # lengths
-        ([0, 5, 7], "its tail counted"),
+        ([0, 5, 7], "the tail counted"),
         ([0, 5, 3, 8], "never falling"),
     ],
 )

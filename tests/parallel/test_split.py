@@ -310,7 +310,7 @@ OFFSETS = {"cu_seqlens": torch.tensor([0, 8])}
             (OFFSETS | {"attention_mask": torch.ones(shape)}, None, UnsupportedFormError, "dense mask is not padded")
             for shape in ((1, 1, 8, 8), (1, 8, 8))
         ),
-        (OFFSETS, Segments.from_lengths([4], width=8, side="left"), CollateError, "A sequence begins at an offset"),
+        (OFFSETS, Segments.from_lengths([4], width=8, side="left"), CollateError, "Each sequence begins at an offset"),
         (OFFSETS, Segments.from_lengths([4, 4]), CollateError, "segments: got"),
     ],
 )
