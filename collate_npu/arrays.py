@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -79,14 +79,9 @@ def host_tensor(name: str, value: Any) -> Tensor:
     Sparse tensors become dense and 8-bit floats float32. Raises `CollateError` for what has no numbers to read (meta,
     fake, nested and complex tensors, objects, strings) and for unsigned numbers beyond int64.
     """
-    if (
-        type(value) is Tensor
-        and value.dtype in PLAIN
-        and value.is_cpu
-        and value.layout is torch.strided
-        and not value.is_nested
-    ):
-        return value.detach()
+    plain = type(value) is Tensor and value.dtype in PLAIN and value.is_cpu and value.layout is torch.strided
+    if plain and not value.is_nested:
+        return cast(Tensor, value.detach())
     if not isinstance(value, Tensor):
         return torch.from_numpy(np.ascontiguousarray(host_array(name, value)))
     from torch._subclasses.fake_tensor import FakeTensor
@@ -125,9 +120,8 @@ def host_array(name: str, value: Any) -> Array:
     if not isinstance(value, (list, tuple, np.ndarray, np.generic, int, float)):
         raise CollateError(explain(name, f"a {type(value).__name__}", f"{name} is an array of numbers.", _REMEDY))
     if isinstance(value, np.ma.MaskedArray):
-        raise CollateError(
-            explain(name, "a masked array", "Its mask would be lost.", "Pass x.filled() and a mask of its own.")
-        )
+        remedy = "Pass x.filled() and a mask of its own."
+        raise CollateError(explain(name, "a masked array", "Its mask would be lost.", remedy))
     try:
         if isinstance(value, (list, tuple)) and any(issubclass(kind, Tensor) for kind in set(map(type, value))):
             value = [host_array(name, each) for each in value]
@@ -138,8 +132,8 @@ def host_array(name: str, value: Any) -> Array:
         raise CollateError(explain(name, f"values of type {array.dtype}", f"{name} is an array of numbers.", _REMEDY))
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         if array.size and array.max() > np.iinfo(np.int64).max:
-            rule = "Whole numbers fit int64."
-            raise CollateError(explain(name, f"the value {array.max()}", rule, "It wrapped around below 0: count again."))
+            got, remedy = f"the value {array.max()}", "It wrapped around below 0: count again."
+            raise CollateError(explain(name, got, "Whole numbers fit int64.", remedy))
         array = array.astype(np.int64)
     if not array.dtype.isnative or min(array.strides, default=0) < 0:  # a flipped one: torch takes neither
         array = array.astype(array.dtype.newbyteorder("="), order="C")
@@ -152,7 +146,7 @@ def whole_number(name: str, value: Any, *, least: int = 0) -> int:
         value = int(value)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not least <= value < 1 << 63:
         got = shape_of(value) if isinstance(value, (Tensor, np.ndarray)) else repr(value)
-        rule = f"{name} is a whole number from {least} to 2**63 - 1."
+        rule = f"{name} is a whole number, at least {least}, below 2**63."
         raise CollateError(explain(name, got, rule, f"Pass an int of at least {least}."))
     return int(value)
 

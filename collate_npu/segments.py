@@ -31,6 +31,7 @@ from collate_npu.arrays import (
     whole_number,
 )
 from collate_npu.errors import CollateError, explain, explain_rows, not_one_of, notebook_html, shape_of
+from collate_npu.validation import checked
 
 Values = Tensor | npt.ArrayLike
 """A tensor, a numpy array or nested lists."""
@@ -88,6 +89,7 @@ class Segments:
     # --- built from
 
     @classmethod
+    @checked
     def from_lengths(
         cls, lengths: Sequence[int] | Sequence[Sequence[int]] | Values, width: int | None = None, side: Side = "right"
     ) -> Segments:
@@ -471,8 +473,7 @@ def as_ids(ids: Any) -> Array:
     ids_BS = host_array("segment ids", ids)
     check_places("segment ids", ids_BS.size, OF_A_BATCH)
     if ids_BS.ndim != 2 or ids_BS.dtype.kind not in "iub":
-        rule = "Segment ids are a [B, S] tensor of whole numbers."
-        raise CollateError(explain("segment ids", shape_of(ids_BS), rule, "Pass an int32 tensor."))
+        raise CollateError(explain("segment ids", shape_of(ids_BS), "Ids are whole numbers [B, S].", "Pass int32 [B, S]."))
     if ids_BS.size and ids_BS.min() < 0:
         bad = [(int(b), f"the id {ids_BS[b].min()}") for b in np.flatnonzero((ids_BS < 0).any(axis=1))]
         rule = "0 is padding and sequences count from 1; no id is negative."

@@ -164,7 +164,7 @@ DOOR = [
     (LEFT, {}, "Pass attention_mask [B, S]", {"attention_mask": KEEP["attention_mask_2d"]}),
     (LEFT, {**KEEP, "padding_free": True}, "or pass padding_free=False", KEEP),
     (LEFT, WINDOW, "Pass pattern=Pattern.sliding(2)", {**WINDOW, "pattern": SLIDING}),
-    (LEFT, {**CAUSAL_MASK, **KEEP, "pattern": SLIDING}, "or leave the mask out beside attention_mask_2d", KEEP),
+    (LEFT, {**CAUSAL_MASK, **KEEP, "pattern": SLIDING}, "or pass attention_mask_2d in its place", KEEP),
     (PACKED, EQUAL, "(and segment_ids, if rows are packed)", {**EQUAL, "segment_ids": PACKED.ids}),
     (TAIL, BLOCKS, "Pass pattern='causal'", {**BLOCKS, "pattern": "causal"}),
     (LEFT, HEADS, "pass attention_mask_2d", KEEP),
@@ -254,7 +254,7 @@ EVEN_BATCH = batch_of(EVEN, attention_mask_2d=EVEN.keep)
 FLAT_BATCH = batch_of(FLAT, cu_seq_lens_q=FLAT.cu_seqlens)
 MASKS = [
     (UNEXPLAINED, {}, "pass prove=False", UNEXPLAINED, {"prove": False, **KEPT}, [[1, 1, 2]]),
-    (ITSELF, AS_CAUSAL, "Let the collator emit attention_mask_2d", ITSELF, {"keep": PADDED.keep, **AS_CAUSAL}, [[1, 1, 1, 0, 0]]),
+    (ITSELF, AS_CAUSAL, "Let the collator emit", ITSELF, {"keep": PADDED.keep, **AS_CAUSAL}, [[1, 1, 1, 0, 0]]),
     (FOUR, {}, "Pass [B, 1, S, S], or attention_mask_2d", FOUR[None, None], {"batch_size": 4}, [[1] * 4] * 4),
     (UNMASKED, KEPT, "Pass unmasked_rows=True", UNMASKED, {"unmasked_rows": True, **KEPT}, [[1, 1, 0, 0]]),
     (ENCODER_HOLE, AS_CAUSAL, "Pass polarity='keep'", ENCODER_HOLE, {"pattern": "bidirectional", **KEPT}, [[1, 1, 0, 1]]),
@@ -300,7 +300,7 @@ FOLLOWED = [
     ),
     (
         lambda: collate(UNLISTED),
-        "keys={**KEYS, 'x': TOKENS} (or SAMPLE",
+        "keys={**KEYS, 'x': TOKENS} (from collate_npu.keys), or SAMPLE",
         lambda: [list(collate(UNLISTED, keys={**KEYS, "x": kind})["x"][1]) for kind in (TOKENS, SAMPLE)] == [[2, 0], [2]],
     ),
     (
@@ -333,7 +333,7 @@ FOLLOWED = [
     ),
     (
         lambda: wrapped(second_rows(LEFT), consumer="transformers", model=DENSE),
-        "Pad right; or leave that collator",
+        "Pad right; or do not wrap this collator",
         lambda: (
             "position_ids" not in wrapped(second_rows(RIGHT), consumer="transformers", model=DENSE)
             and torch.equal(watched_forward(LEFT_BATCH)["position_ids"], LEFT.position_ids)
@@ -346,7 +346,7 @@ FOLLOWED = [
     ),
     (
         lambda: wrapped(MINE, padding_free=True),
-        "keys={**KEYS, 'mine': TOKENS} (or SAMPLE, if it is none)",
+        "keys={**KEYS, 'mine': TOKENS} (from collate_npu.keys), or SAMPLE",
         lambda: wrapped(MINE, padding_free=True, keys={**KEYS, "mine": TOKENS})["mine"].shape == (1, 8),
     ),
     # --- consumers
@@ -354,12 +354,12 @@ FOLLOWED = [
     (lambda: flat(HYBRID, "mindspeed_dense"), "(consumer='mindspeed')", lambda: bare(flat(HYBRID, "mindspeed"))),
     (
         lambda: adapted(HOLE, HYBRID),
-        "Move the padding to one side of the tokens, or drop those tokens from the sample",
+        "Move the padding to one side of the row, or remove it from the sample",
         lambda: bare(adapted(Segments([[1, 1, 1, 1]]), HYBRID)) and shape(adapted(LEFT, HYBRID)) == (2, 1, 5, 5),
     ),
     (
         lambda: adapted(HOLE, HYBRID, "transformers"),
-        "padding_free=True does both, where taken",
+        "or use padding_free=True",
         lambda: (
             collate(
                 ids([1, 2, 3, 4], attention_mask=[[1, 0, 0, 1]]), padding_free=True, consumer="transformers", model=HYBRID

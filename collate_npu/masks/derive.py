@@ -230,8 +230,7 @@ def _heads_differ(values: MaskValues) -> bool:
 def heads_differ_error(values: MaskValues) -> AmbiguousMaskError:
     """Return the error for heads that attend different keys."""
     remedy = "Let the model build it, and pass attention_mask_2d (1 = real token) in its place."
-    got = f"{values.got}, different from head to head"
-    return AmbiguousMaskError(explain(values.key, got, "All heads share one mask.", remedy))
+    return AmbiguousMaskError(explain(values.key, f"{values.got}, different from head to head", "Heads share one.", remedy))
 
 
 def _unexplained(values: MaskValues, known: Known, failed: dict[str, UnexplainedError]) -> AmbiguousMaskError:
@@ -240,18 +239,14 @@ def _unexplained(values: MaskValues, known: Known, failed: dict[str, Unexplained
     got = values.got
     if instead is not None:
         rule = f"{got} is not {known.pattern} attention on these tokens; {instead} would explain it."
-        remedy = (
-            f"Pass pattern={spell_pattern(instead)} if the model attends so, or leave the mask out beside attention_mask_2d."
-        )
+        remedy = f"Pass pattern={spell_pattern(instead)} if the model attends so, or pass attention_mask_2d in its place."
     elif known.segments is not None:
         rule = f"{got} and the other keys of the batch name different real tokens, under every pattern."
         remedy = "Remove the wrong one; if attention_mask_2d is in the batch, this mask can be left out."
     else:
         rule = f"{got} is no padding and no pattern (causal, sliding, chunked, prefix, bidirectional)."
-        remedy = (
-            f"{REMEDY_CARRY_2D} If True means the opposite, pass the other polarity=. In derive_segments: if the "
-            "attention is custom, pass prove=False; if padding attends itself, pass keep=."
-        )
+        remedy = f"{REMEDY_CARRY_2D} If True means the opposite, pass the other polarity=. In derive_segments: if the "
+        remedy += "attention is custom, pass prove=False; if padding attends itself, pass keep=."
     return AmbiguousMaskError(explain_rows(values.key, rows, rule, remedy, more="mask-pattern"))
 
 

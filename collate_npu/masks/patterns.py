@@ -20,6 +20,7 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, host_array, whole_number
 from collate_npu.errors import CollateError, did_you_mean, explain
+from collate_npu.validation import checked
 
 PatternName = Literal["causal", "bidirectional"]
 Places = Any
@@ -89,16 +90,19 @@ class Pattern:
         return None
 
     @staticmethod
+    @checked
     def sliding(window: int) -> Pattern:
         """Causal, and only the last `window` tokens, the token itself included (transformers' `sliding_window`)."""
         return Sliding(whole_number("window", window, least=1))
 
     @staticmethod
+    @checked
     def chunked(size: int) -> Pattern:
         """Causal inside chunks of `size` tokens (transformers' `attention_chunk_size`)."""
         return Chunked(whole_number("chunk size", size, least=1))
 
     @staticmethod
+    @checked
     def prefix(lengths: int | Sequence[int] | Tensor) -> Pattern:
         """Causal, but every token also sees the first `lengths` tokens of its sequence: one number, or one for each."""
         values = np.atleast_1d(host_array("prefix", lengths))
