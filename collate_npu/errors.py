@@ -42,7 +42,7 @@ class PolarityError(CollateError):
     Traceback (most recent call last):
         ...
     collate_npu.errors.PolarityError: attention_mask: got bool [1, 1, 1, 3]. True is 'attends' (SDPA) or 'blocked'
-        (TransformerEngine's padding mask); a key mask proves neither. Pass polarity='keep' (True attends), 'masked'
+        (TransformerEngine's padding mask); a key mask shows neither. Pass polarity='keep' (True attends), 'masked'
         (True is blocked) or 'bias' (additive).
     More: collate-npu guide errors#polarity
     """
@@ -111,7 +111,8 @@ def did_you_mean(names: str | list[str], known: Iterable[str], otherwise: str = 
     """Return a question with the known names that are nearest to these, or `otherwise` where none is near."""
     held = {name.casefold(): name for name in known}
     typed = [name.casefold() for name in ([names] if isinstance(names, str) else names) if name]
-    near = [held[x] for each in typed for x in get_close_matches(each, held, 2) or [x for x in held if x.startswith(each)]]
+    parts = {each: [x for x in held if x.startswith(each) or each.endswith(f"_{x}")] for each in typed}
+    near = [held[x] for each in typed for x in get_close_matches(each, held, 2) or parts[each]]
     return f"Did you mean {' or '.join(dict.fromkeys(near))}?" if near else otherwise
 
 

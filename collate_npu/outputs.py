@@ -39,14 +39,14 @@ def repad(y: Tensor, segments: Segments, fill: float = 0) -> Tensor:
     [[-1, -1, 7], [4, 5, 6]]
     """
     if not is_plain(y) or y.shape[:1] != (segments.num_tokens,):
-        rule = f"The batch has {segments.num_tokens} real tokens, one row of y each."
+        rule = f"The batch has {segments.num_tokens} real tokens, and y has one row for each."
         raise CollateError(explain("repad", shape_of(y), rule, "Pass the output of unpad."))
     check_held("fill", fill, y.dtype)
     B, S = segments.shape
     try:
         out = y.new_full((B * S, *y.shape[1:]), fill)
     except (RuntimeError, OverflowError) as error:
-        raise CollateError(explain("fill", repr(fill), f"Padding holds it as {y.dtype}.", "Pass a value of y's.")) from error
+        raise CollateError(explain("fill", repr(fill), f"y is {y.dtype}.", "Pass a value that this dtype holds.")) from error
     return out.index_put((segments.indices.to(y.device),), y).reshape(B, S, *y.shape[1:])
 
 
@@ -64,8 +64,8 @@ def last_token(x: Tensor, segments: Segments) -> Tensor:
     """
     check_of_batch("output", x, segments.shape, _WHOLE)
     if segments.empty_rows:
-        rows = [(b, "padding alone") for b in segments.empty_rows]
-        raise CollateError(explain_rows("last_token", rows, "A row without tokens has no last one.", "Drop those rows."))
+        rows = [(b, "only padding") for b in segments.empty_rows]
+        raise CollateError(explain_rows("last_token", rows, "A row of padding has no last token.", "Drop those rows."))
     return x.flatten(0, 1).index_select(0, segments.last_indices.to(x.device))
 
 
@@ -142,6 +142,6 @@ def _check_labels(labels: Tensor, segments: Segments | None, ignore_index: int) 
     shape = tuple(labels.shape) if is_plain(labels) and labels.ndim == 2 and not bits else None
     if shape is None or (segments is not None and shape != segments.shape):
         rows = "[B, S]" if segments is None else f"{list(segments.shape)} (rows, width)"
-        rule = f"Labels are one a token, and the batch is {rows}."
+        rule = f"There is one label for each token, and the batch is {rows}."
         raise CollateError(explain("labels", shape_of(labels), rule, "Pad them with the tokens (-100), or leave them out."))
     check_held("ignore_index", whole_number("ignore_index", ignore_index, least=-(1 << 63)), labels.dtype)

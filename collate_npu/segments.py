@@ -31,6 +31,7 @@ from collate_npu.arrays import (
     whole_number,
 )
 from collate_npu.errors import CollateError, explain, explain_rows, not_one_of, notebook_html, shape_of
+from collate_npu.validation import checked
 
 Values = Tensor | npt.ArrayLike
 """A tensor, a numpy array or nested lists."""
@@ -88,6 +89,7 @@ class Segments:
     # --- built from
 
     @classmethod
+    @checked
     def from_lengths(
         cls, lengths: Sequence[int] | Sequence[Sequence[int]] | Values, width: int | None = None, side: Side = "right"
     ) -> Segments:
@@ -103,11 +105,11 @@ class Segments:
         width = max(totals, default=0) if width is None else whole_number("width", width)
         bad = [(b, f"lengths {row}") for b, row in enumerate(rows) if totals[b] > width]
         if bad:
-            rule = f"A row's lengths fit the width, {width}."
+            rule = f"The lengths of a row add up to at most the width, {width}."
             raise CollateError(explain_rows("lengths", bad, rule, "Pass a larger width, or truncate the rows."))
         if side not in get_args(Side):
             raise not_one_of("side", side, get_args(Side))
-        check_places("lengths", len(rows) * width, "Count the tokens again, and look at the width.")
+        check_places("lengths", len(rows) * width, "Check the lengths and the width.")
         return ready(of_lengths(rows, width, side))
 
     @classmethod
@@ -165,7 +167,7 @@ class Segments:
         starts_BS, counts_B = sequence_starts(positions_BS, np.ones(positions_BS.shape, bool))
         bad = [(int(b), str(positions_BS[b].tolist()[:24])) for b in np.flatnonzero(~counts_B)]
         if bad:
-            rule = "Positions tell sequences apart where each of them counts 0, 1, 2, ..."
+            rule = "Positions show where sequences begin only if each sequence counts 0, 1, 2, ..."
             remedy = "Use Segments.from_ids, from_lengths or from_cu_seqlens."
             raise CollateError(explain_rows("position_ids", bad, rule, remedy))
         return ready(_built(np.cumsum(starts_BS, axis=1)))
@@ -428,7 +430,7 @@ def length_rows(lengths: Any, name: str = "lengths", *, filler: int = 0) -> list
     if not isinstance(lengths, (list, tuple)):
         lengths = host_array(name, lengths)
         if lengths.ndim not in (1, 2):
-            raise CollateError(explain(name, shape_of(lengths), "They are [B], or a list a row.", "Reshape them."))
+            raise CollateError(explain(name, shape_of(lengths), "Lengths are [B], or a list for each row.", "Reshape them."))
     rows: list[list[int]] = []
     bad: list[tuple[int, str]] = []
     for b, row in enumerate(lengths):
@@ -438,7 +440,7 @@ def length_rows(lengths: Any, name: str = "lengths", *, filler: int = 0) -> list
             bad.append((b, f"lengths {counts.tolist()}"[:80]))
         rows.append(counts.tolist())
     if bad:
-        raise CollateError(explain_rows(name, bad, "Lengths are whole numbers, 0 or more.", "Count the tokens again."))
+        raise CollateError(explain_rows(name, bad, "Lengths are whole numbers, 0 or more.", "Pass token counts."))
     return rows
 
 
@@ -452,14 +454,14 @@ def as_offsets(name: str, given: Any, width: int | None = None, *, whole: bool =
     whole_numbers = offsets.dtype.kind in "iuf" and (np.isfinite(offsets) & (offsets == np.round(offsets))).all()
     rising = whole_numbers and offsets.ndim == 1 and len(offsets) > 0 and (offsets[1:] >= offsets[:-1]).all()
     if rising and width is None:
-        check_places(name, int(offsets[-1]), "Count the tokens again.")
+        check_places(name, int(offsets[-1]), "Check the last offset.")
     most = MOST_PLACES if width is None else width
     if not rising or offsets[0] != 0 or offsets[-1] > most or (whole and offsets[-1] != most):
-        of_row = "" if width is None else f" The row has {width} tokens{', all of which they count' * whole}."
+        of_row = "" if width is None else f" The row has {width} tokens{', and the last offset is its end' * whole}."
         rule = f"Offsets are one row of whole numbers: 0 first, then the end of each sequence, never falling.{of_row}"
-        remedy = "Pass [0, *accumulate(lengths)] of this very row, its tail counted; a batch may hold old ones, or a rank's."
+        remedy = "Pass [0, *accumulate(lengths)] of this row, the tail counted, not old offsets or those of one rank."
         if offsets.ndim == 2:  # NeMo Automodel 0.7.0 datasets/packing.py:148, one row of offsets for each row of tokens
-            remedy = "Leave it out of a batch of several rows, and carry segment_ids."
+            remedy = "In a batch of several rows leave it out, and pass segment_ids."
         elif rising and offsets[0] > 0:
             remedy = "torch_npu's actual_seq_qlen has no leading 0: put one in front."
         raise CollateError(explain(name, str(offsets.tolist())[:80], rule, remedy))
@@ -471,8 +473,7 @@ def as_ids(ids: Any) -> Array:
     ids_BS = host_array("segment ids", ids)
     check_places("segment ids", ids_BS.size, OF_A_BATCH)
     if ids_BS.ndim != 2 or ids_BS.dtype.kind not in "iub":
-        rule = "Segment ids are a [B, S] tensor of whole numbers."
-        raise CollateError(explain("segment ids", shape_of(ids_BS), rule, "Pass an int32 tensor."))
+        raise CollateError(explain("segment ids", shape_of(ids_BS), "Ids are whole numbers [B, S].", "Pass int32 [B, S]."))
     if ids_BS.size and ids_BS.min() < 0:
         bad = [(int(b), f"the id {ids_BS[b].min()}") for b in np.flatnonzero((ids_BS < 0).any(axis=1))]
         rule = "0 is padding and sequences count from 1; no id is negative."
@@ -486,9 +487,9 @@ def renumber(ids_BS: Array) -> Array:
     labels = [ids_S[starts_S].tolist() for ids_S, starts_S in zip(ids_BS, starts_BS)]
     bad = [b for b, row in enumerate(labels) if len(set(row)) < len(row)]
     if bad:
-        rule = "A sequence's tokens stand together; its label does not come back after another sequence."
+        rule = "The tokens of a sequence stand together: an id does not return after another sequence."
         rows = [(b, f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
-        raise CollateError(explain_rows("segment ids", rows, rule, "Give each sequence of a row a label of its own."))
+        raise CollateError(explain_rows("segment ids", rows, rule, "Give each sequence of a row its own id."))
     return numbered_BS
 
 

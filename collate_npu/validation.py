@@ -120,15 +120,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _NUMBERS: dict[Any, tuple[type, ...]] = {bool: (bool, np.bool_), int: (Real,), float: (Real,), str: (str,)}
 """Whether a number is whole, and large enough, is checked where it is used."""
-_SPOKEN = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "a name",
-    Mapping: "a dict",
-    torch.dtype: "a torch dtype",
-    NoneType: "None",
-}
+_SPOKEN: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number", str: "a name"}
+_SPOKEN |= {Mapping: "a dict", torch.dtype: "a torch dtype", NoneType: "None"}
+_EXAMPLES = {"segments": "Segments.from_keep(attention_mask_2d)", "batch": "what your collator returns"}
+_EXAMPLES |= dict.fromkeys(("cp", "context_parallel"), "ContextParallel(size, rank)")
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
@@ -138,7 +133,7 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         if not torch.compiler.is_compiling():
-            check_names(function, kwargs)
+            check_names(function, kwargs, len(args))
             hold_against(function, chain(zip(names, args), kwargs.items()))
         return function(*args, **kwargs)
 
@@ -170,13 +165,21 @@ def options_checked(name: str, elsewhere: Mapping[str, str] = {}) -> Callable[[T
     return decorated
 
 
-def check_names(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise `TypeError`, as Python does, for arguments that a function does not have; the message names the nearest."""
-    code = function.__code__
+def check_names(function: Callable[..., Any], given: Mapping[str, Any], placed: int = 1 << 30) -> None:
+    """Raise `TypeError`, as Python does, for arguments that a function does not have, and for those that are missing beside
+    `placed` ones by place; the message says what to write."""
+    code, where = function.__code__, function.__qualname__.removesuffix(".__init__").replace(".__call__", "(...)")
     known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     if (unknown := [name for name in given if name not in known]) and not code.co_flags & CO_VARKEYWORDS:
-        near = did_you_mean(unknown, known, f"It has {', '.join(name for name in known if name != 'self')}.")
-        raise TypeError(f"{function.__qualname__.removesuffix('.__init__')} has no argument {', '.join(unknown)}. {near}")
+        near = did_you_mean(unknown, known, f"It has {', '.join(name for name in known if name not in ('self', 'cls'))}.")
+        owner = function.__globals__.get(function.__qualname__.partition(".")[0])
+        if isinstance(owner, type) and unknown[0] in signature(owner).parameters:
+            near = f"It is an option of the constructor: {owner.__name__}({unknown[0]}=...)."
+        raise TypeError(f"{where} has no argument {', '.join(unknown)}. {near}")
+    needed = known[: code.co_argcount - len(function.__defaults__ or ())]
+    if missing := [name for name in needed[placed:] if name not in given]:
+        takes = ", ".join(name for name in needed if name not in ("self", "cls"))
+        raise TypeError(f"{where} got no {' and no '.join(missing)}. Call {where}({takes}).")
 
 
 def hold_against(function: Callable[..., Any], given: Iterable[tuple[str, Any]]) -> None:
@@ -185,7 +188,7 @@ def hold_against(function: Callable[..., Any], given: Iterable[tuple[str, Any]])
     for name, value in given:
         kinds = judged.get(name)
         if kinds is not None and type(value) not in kinds and not _is_one(value, kinds):
-            raise wrong_kind(name, value, function.__qualname__.removesuffix(".__init__"), *kinds)
+            raise wrong_kind(name, value, function.__qualname__.removesuffix(".__init__").removesuffix(".__call__"), *kinds)
 
 
 def check_fields(held: Any) -> None:
@@ -252,8 +255,7 @@ def dimension(name: str, x: Tensor, dim: Any) -> int:
     """The dimension of a tensor that is meant, counted from the first."""
     N = x.ndim
     if not (type(dim) is int or isinstance(dim, Integral)) or not -N <= int(dim) < N:
-        rule = f"{name} has {N} dimensions."
-        raise CollateError(explain("dim", repr(dim)[:80], rule, "Name the one that is the sequence."))
+        raise CollateError(explain("dim", repr(dim)[:80], f"{name} has {N} dimensions.", "Pass that of the sequence."))
     return int(dim) % N
 
 
@@ -271,4 +273,5 @@ def wrong_kind(name: str, value: Any, function: str, *kinds: Any) -> CollateErro
     """The refusal of an argument that is none of these kinds."""
     got = f"a tensor {list(value.shape)}" if type(value) is Tensor and not value.is_nested else f"a {type(value).__name__}"
     spoken = " or ".join(_SPOKEN.get(kind, f"a {kind.__name__}") for kind in kinds)
-    return CollateError(explain(name, got, f"{function} takes {spoken}.", f"Pass {spoken}."))
+    example = f": {_EXAMPLES[name]}" if name in _EXAMPLES else ""
+    return CollateError(explain(name, got, f"{function} takes {spoken}.", f"Pass {spoken}{example}."))

@@ -49,7 +49,7 @@ from collate_npu.masks.sources import Sources, physical_offsets
 from collate_npu.outputs import ignore_first_labels
 from collate_npu.parallel.split import place_documents, with_fills
 from collate_npu.segments import PADS_BEFORE, Segments, of_lengths
-from collate_npu.validation import check_fields, check_model, check_return_tensors, check_tokenizer, options_checked
+from collate_npu.validation import check_fields, check_model, check_return_tensors, check_tokenizer, checked, options_checked
 
 MaskMode = Literal["auto", "none", "4d", "2d", "omit"]
 
@@ -121,7 +121,7 @@ class Emitter:
         check_keys(self.keys)
         named = model_type is not None or consumer_of(model) is not None or self.consumer is not None
         if model is not None and not named:
-            rule = "A config or a plain module does not say who reads the batch."
+            rule = "A config or a plain module does not say which stack reads the batch."
             remedy = "Pass consumer= ('transformers', 'megatron', ...)."
             raise CollateError(explain("consumer", "None", rule, remedy, more="consumer"))
         mode, rule, remedy = self.attention_mask, "", "Leave it at 'auto'."
@@ -171,14 +171,14 @@ class Emitter:
         if self.attention_mask == "omit":
             why = mask_needed_reason(segments, self._attends)
             if self._adapter is not None and out.get("attention_mask") is not None and why:
-                rule = f"{self._adapter.consumer.name} learns of padding from this key alone, and {why}."
+                rule = f"{self._adapter.consumer.name} reads padding from this key only, and {why}."
                 raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
             out.pop("attention_mask", None)
         if errors.DEBUG:
             log_hazards(find_token_hazards(Sources.of(batch), segments))
             if self._adapter is None:
                 mode = f"attention_mask={self.attention_mask!r}; {none_is_exact(segments, self._attends).why}"
-                why = "offsets say it" if padding_free else mode
+                why = "the offsets hold the boundaries" if padding_free else mode
                 log_form("no consumer named: the neutral form, for a BatchAdapter", out, segments, why=why)
         return out
 
@@ -201,7 +201,7 @@ def _warn_of_neutral_form() -> None:
     warnings.warn(
         "collate_npu: this batch has a 4D attention_mask with True = blocked, for a BatchAdapter or Megatron-core. A "
         "transformers model reads True as attended. Pass model= (or consumer='transformers') to the collator, or run "
-        "BatchAdapter(model) on the batch; with consumer='megatron' this warning stays away.",
+        "BatchAdapter(model) on the batch; consumer='megatron' turns this warning off.",
         stacklevel=5,
     )
 
@@ -221,20 +221,20 @@ def add_offsets(
     if isinstance(positions, Tensor) and positions.ndim == 3:
         return {**batch, **offsets, "position_ids": positions, "text_position_ids": offsets["position_ids"]}
     if vision := of_kind(batch, "vision"):
-        rule = "Where images stand among the tokens of a flat row cannot be known from its offsets."
+        rule = "The offsets of a flat row do not show where images stand among its tokens."
         remedy = "Give each sample its position_ids [3, L] (the model's get_rope_index), or set padding_free=False."
-        raise UnsupportedFormError(explain("position_ids", f"no axes beside {', '.join(vision)}", rule, remedy))
+        raise UnsupportedFormError(explain("position_ids", f"none, with {', '.join(vision)}", rule, remedy))
     return {**batch, **offsets}
 
 
 ELSEWHERE = {field.name: f"Pass layout=Layout({field.name}=...)." for field in fields(Layout)}
 """What to write here for options of other collators."""
 _RETURNED = ("return_position_ids", "return_flash_attn_kwargs", "return_seq_idx")
-_MADE = "wrap_collator(DataCollatorForLanguageModeling(tokenizer, mlm=False), model=model) makes labels of the tokens."
+_MADE = "wrap_collator(DataCollatorForLanguageModeling(tokenizer, mlm=False), model=model) makes labels from input_ids."
 _OWN = {
-    **dict.fromkeys(_RETURNED, "Leave it out: the batch has what its model reads."),
-    **dict.fromkeys(("mlm", "mlm_probability"), f"Labels are those of the samples. {_MADE}"),
-    "": "Pass what comes behind pad_to_multiple_of by its name.",
+    **dict.fromkeys(_RETURNED, "Leave it out: the collator emits what the model reads."),
+    **dict.fromkeys(("mlm", "mlm_probability"), f"PaddingCollator takes labels from the samples. {_MADE}"),
+    "": "Pass the options after pad_to_multiple_of by name.",
     "processing_class": "Pass tokenizer=.",
     "processor": "Pass tokenizer=processor.tokenizer.",
     "truncation": "Truncate when tokenising.",
@@ -316,13 +316,14 @@ class PaddingCollator(Emitter):
         beside |= {"allow_empty=True": self.layout.allow_empty, "an encoder-decoder": self._labels == "decoder"}
         if self.packing and any(beside.values()):
             got = "True beside " + ", ".join(name for name, value in beside.items() if value)
-            rule = "Packed rows are padded, hold several samples each and none without a token, and no decoder parts them."
+            rule = "A packed row is padded and holds several samples, each with tokens; a decoder cannot keep them apart."
             raise CollateError(explain("packing", got, rule, "Leave packing out."))
         if self.layout.sequence_multiple and not self._attends.causal:
-            rule = f"Padding behind a sequence is in the sequence for kernels, and {self._attends} attention looks ahead."
-            remedy = "Leave it out; pad_to_multiple_of pads the row behind all of them."
+            rule = f"Kernels count padding after a sequence as part of it, and {self._attends} attention looks ahead."
+            remedy = "Leave it out; pad_to_multiple_of pads only the end of the row."
             raise UnsupportedFormError(explain("sequence_multiple", str(self.layout.sequence_multiple), rule, remedy))
 
+    @checked
     def __call__(self, features: Features, return_tensors: str | None = None) -> dict[str, Any]:
         """One batch, a plain dict whose first key is `input_ids`. Raises `CollateError` naming every bad row.
 
@@ -344,7 +345,7 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
     width = _width(collator, lengths)
     moved = "packed rows" if collator.packing else "left padding" if side == "left" and min(lengths) < width else ""
     if moved and {"start_positions", "end_positions"} & {*samples.columns}:
-        rule = "start_positions and end_positions are places of a row, and what stands before its tokens moves them."
+        rule = "start_positions and end_positions count from the start of a row; left padding and packing move tokens."
         raise CollateError(explain("start_positions", moved, rule, "Pass padding_side='right', without packing."))
     shorter = [b for b, length in enumerate(lengths) if length < width]
     if side == "left" and shorter and collator._labels == "decoder" and samples.kinds.get("labels") == "tokens":
@@ -450,7 +451,7 @@ def _width(collator: PaddingCollator, lengths: list[int]) -> int:
         raise CollateError(explain_rows("input_ids", rows, "padding=False takes rows of one length.", "Pass padding=True."))
     width = _aligned(collator, max(lengths))
     if too_long := [(b, f"{n} tokens") for b, n in enumerate(lengths) if n > width]:
-        rule = f"padding={collator.padding!r} makes rows {width} tokens wide at most, and nothing is cut here."
+        rule = f"padding={collator.padding!r} makes rows {width} tokens wide at most, and the collator cuts no tokens."
         raise CollateError(explain_rows("input_ids", too_long, rule, "Raise the widths, or truncate when tokenising."))
     return width
 
@@ -467,7 +468,7 @@ def _aligned(collator: PaddingCollator, longest: int) -> int:
 
 def _refuse_longer(limit: int, lengths: list[int]) -> None:
     too_long = [(b, f"{n} tokens") for b, n in enumerate(lengths) if n > limit]
-    rule = f"max_length is {limit}, and nothing is cut here, where labels and masks would lose their tokens."
+    rule = f"max_length is {limit}, and the collator cuts no tokens."
     raise CollateError(explain_rows("input_ids", too_long, rule, "Truncate when tokenising."))
 
 

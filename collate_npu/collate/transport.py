@@ -132,8 +132,8 @@ def _buffer(size: int, *, shared: bool) -> Any:
 
 
 def _say_full(error: RuntimeError) -> None:
-    remedy = "Give the machine more (docker run --shm-size=8g), or the loader fewer workers or a lower prefetch_factor."
-    text = f"no shared memory for a batch, which goes through the pipe, slower: {error}. {remedy}"
+    remedy = "Enlarge it (docker run --shm-size=8g), or give the loader fewer workers or a lower prefetch_factor."
+    text = f"no shared memory for a batch, which takes a slower way, a pipe: {error}. {remedy}"
     errors.log_once("shm", text, level=logging.WARNING)
 
 

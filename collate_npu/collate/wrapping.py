@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, Side
+from collate_npu.arrays import Array, Side, host_tensor
 from collate_npu.collate.collators import ELSEWHERE, Emitter, Layout, add_offsets
 from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
 from collate_npu.collate.padding import pad_rows
@@ -38,7 +38,7 @@ _OF_ROWS = ("tokenizer", "pad_token_id", "padding_side", "padding", "max_length"
 _INNER = dict.fromkeys(("", "collator", "data_collator", "collate_fn"), _FIRST)
 
 
-@options_checked("wrap_collator", ELSEWHERE | _INNER | dict.fromkeys(_OF_ROWS, "Give it to the inner collator."))
+@options_checked("wrap_collator", ELSEWHERE | _INNER | dict.fromkeys(_OF_ROWS, "Set it in the inner collator."))
 @dataclass(frozen=True)
 class WrappedCollator(Emitter):
     """Wraps any collator: returns its batch with correct masks, positions and labels. Picklable if `inner` is.
@@ -78,7 +78,7 @@ class WrappedCollator(Emitter):
             value = getattr(self.layout, field.name)
             if value == field.default or field.name in ("labels_shifted", "max_mask_bytes"):
                 continue
-            rule = "A wrapped collator takes the rows as the inner one lays them out."
+            rule = "wrap_collator keeps the row layout of the inner collator."
             remedy = "Leave it out, or collate with PaddingCollator(layout=...)."
             raise CollateError(explain(f"layout.{field.name}", repr(value), rule, remedy))
         self._settle(model, model_type)
@@ -92,11 +92,12 @@ class WrappedCollator(Emitter):
         given = self.inner(features, *args, **kwargs)
         check_batch(given, self.inner)
         inner = Sources.of(given)
-        batch = Sources({key: value for key, value in inner.items() if value is not None})
+        numpys = {k: host_tensor(k, x) for k, x in inner.items() if isinstance(x, np.ndarray) and x.dtype.kind in "biuf"}
+        batch = Sources({key: numpys.get(key, value) for key, value in inner.items() if value is not None})
         if has_choices(batch):
             if self._adapter is None:
-                rule = "Choices [B, C, S] get the form that their model reads."
-                raise CollateError(explain("input_ids", shape_of(batch["input_ids"]), rule, "Pass model=."))
+                remedy = "Pass model=, which decides the form of the mask of choices."
+                raise CollateError(explain("input_ids", shape_of(batch["input_ids"]), "Choices are [B, C, S].", remedy))
             return shipped(self._adapter.mended(batch, padding_free=False)[0])
         _check_tokens(batch)
         if isinstance(labels := batch.get("labels"), Tensor) and labels.ndim == 2:
@@ -195,8 +196,8 @@ def _begins(sample: Any) -> bool:
 
 def _check_tokens(batch: Mapping[str, Any]) -> None:
     if not with_role(batch, "tokens", "segment_ids", "keep"):
-        rule = "The rows of this batch are put together behind the collator."
-        remedy = "Leave that collator as it is, and call collate_npu.adapt(model)."
+        rule = "The trainer builds the rows of this batch after the collator."
+        remedy = "Do not wrap this collator; call collate_npu.adapt(model)."
         raise CollateError(explain("input_ids", f"a batch of {', '.join(map(str, batch))}", rule, remedy))
 
 
@@ -205,8 +206,8 @@ def _check_second_rows(batch: Mapping[str, Any], out: Mapping[str, Any]) -> None
     second = [key for key in batch if str(key).lower().endswith("_input_ids")]
     added = [key for key in out if key not in batch and key not in ("attention_mask", KEEP_KEY)]
     if second and added:
-        rule = f"The batch has rows of its own under {second[0]}, which a trainer may run with {', '.join(added)}."
-        remedy = "Pad right; or leave that collator, and call collate_npu.adapt(model)."
+        rule = f"The batch has other rows under {second[0]}, and a trainer may run them with {', '.join(added)}."
+        remedy = "Pad right; or do not wrap this collator, and call collate_npu.adapt(model)."
         raise UnsupportedFormError(explain(second[0], shape_of(batch[second[0]]), rule, remedy))
 
 
@@ -256,8 +257,8 @@ def _flattened(batch: Sources, segments: Segments, keys: Mapping[str, Key]) -> t
     """Every sequence of a padded batch in one flat row, without the padding; what is not one value a token stays."""
     unlisted = [key for key, value in batch.items() if key not in keys and _follows(value, segments)]
     if unlisted:
-        rule = "Which keys have one value a token is listed, not guessed."
-        remedy = f"Pass keys={{**KEYS, {unlisted[0]!r}: TOKENS}} (or SAMPLE, if it is none) from collate_npu.keys."
+        rule = "collate_npu does not guess whether a key has one value for each token."
+        remedy = f"Pass keys={{**KEYS, {unlisted[0]!r}: TOKENS}} (from collate_npu.keys), or SAMPLE in place of TOKENS."
         raise CollateError(explain(unlisted[0], shape_of(batch[unlisted[0]]), rule, remedy))
     kinds = {key: keys.get(key, SAMPLE).kind for key in batch}
     flat = {key: value for key, value in batch.items() if kinds[key] not in ("truth", "offsets", "tokens", "positions")}
@@ -283,7 +284,7 @@ def _refuse_disagreement(segments: Segments, standing: list[Segments]) -> None:
         (b, f"sequences of {list(segments.lengths[b])}, not {list(standing[0].lengths[b])} tokens") for b in wrong or rows
     ]
     rule = "The inner collator's mask disagrees with the samples about which tokens are real."
-    remedy = "Let it build the mask from lengths: a mask of ids != pad_token_id loses every real eos where pad is eos."
+    remedy = "Let it build the mask from lengths: if pad is eos, a mask made by ids != pad_token_id loses every real eos."
     raise CollateError(explain_rows("attention_mask", bad, rule, remedy))
 
 
@@ -292,8 +293,8 @@ def _align(batch: Sources, samples: _Samples) -> Segments:
     found = samples.standing(batch)
     if len(found) == 1:
         return found[0]
-    where = "at both ends alike" if found else "at neither end of their rows"
-    rule = f"No key says which tokens are padding, and the samples' ids stand {where}."
+    where = "fit both ends of their rows" if found else "stand at neither end of their rows"
+    rule = f"No key says which tokens are padding, and the ids of the samples {where}."
     remedy = "Let the inner collator emit attention_mask, or use PaddingCollator."
     got = f"{shape_of(batch.get('input_ids'))} without a mask"
     raise AmbiguousMaskError(explain("input_ids", got, rule, remedy))

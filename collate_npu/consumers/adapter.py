@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from collate_npu import errors
-from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_decoder, labels_for, positions_for, restart
+from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_labels, labels_for, positions_for, restart
 from collate_npu.consumers.mask_routing import Case, Consumer, ConsumerName, Model, Route, consumer_named
 from collate_npu.consumers.megatron import kernel_of
 from collate_npu.consumers.model_traits import LabelRule, consumer_of, known_config, recurrent_heads, unwrap
@@ -130,7 +130,7 @@ class MadeBatches:
 MADE = MadeBatches()
 
 
-@options_checked("BatchAdapter", {"": "Pass all but the model by name."})
+@options_checked("BatchAdapter", {"": "Pass every option but the model by name."})
 class BatchAdapter:
     """Makes any batch right for one model stack: `adapter(batch)` returns a new plain dict.
 
@@ -238,18 +238,20 @@ class BatchAdapter:
             raise _no_model("Whether attention_mask_2d stays depends on the model's layers.")
         size, rule = 1 if self.context_parallel is None else self.context_parallel.size, ""
         if not self.consumer.splits_rows:
-            rule = f"Consumer {self.consumer.name!r} reads whole rows: its ranks do not share a dense mask."
+            rule = f"Consumer {self.consumer.name!r} reads whole rows: its ranks cannot share out a dense mask."
             remedy = "Leave context_parallel out, or use a consumer that needs no mask, with right padding."
         elif self.model.needs_mask_2d and self.consumer.recurrent_scheme is None:
-            rule = f"Recurrent layers need the state of the tokens before theirs, and {self.consumer.not_shared}."
+            rule = f"A rank's recurrent layers need the state of the tokens before its part, and {self.consumer.not_shared}."
             remedy = f"Give each rank rows of its own, or use Megatron's context parallelism ({MEGATRON_PARALLEL} or newer)."
         if rule and size > 1:
             raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
 
+    @checked
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch the model takes. Raises `CollateError` where its padding is unknown, or has no right form here."""
         return self._rendered(batch)[0]
 
+    @checked
     def with_segments(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         """The batch, and the `Segments` of the whole, unsplit rows for pooling and metrics (`last_token`, `unpad`)."""
         out, segments = self._rendered(batch)
@@ -283,8 +285,7 @@ class BatchAdapter:
             of_rows = {k: x for k, x in out.items() if isinstance(x, Tensor) and x.ndim > 1 and len(x) == shape.numel()}
             return out | {key: x.view(*shape, *x.shape[1:]) for key, x in of_rows.items()}, segments
         segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
-        if self.model.labels == "decoder":
-            check_decoder(sources, self.model.model_type)
+        check_labels(sources, segments, self.model.labels, self.model.model_type)
         labels = labels_for(sources, segments, self.label_rule(sources), self.shifted)
         if self.consumer.counts_positions and segments.spans:  # padding before or between tokens: no flat row, but a row
             padding_free = padding_free and not (segments.spans[0][1] or segments.hole_rows)
@@ -328,7 +329,7 @@ class BatchAdapter:
     ) -> dict[str, Any]:
         """Do what `render` does, for a batch and its Segments that need no check."""
         if self.model.model_type == "prophetnet":
-            check_decoder(sources, "prophetnet")
+            check_labels(sources, segments, "decoder", "prophetnet")
         if self.device is not None:
             here(self.device)
         case, batch = self._case(segments, padding_free, sources), sources
@@ -387,7 +388,7 @@ class BatchAdapter:
 
     def _route(self, case: Case) -> Route:
         if self.model.needs_mask_2d is None and not case.padding_free and not case.plain:
-            raise _no_model("Beside recurrent layers such a batch needs another form, or has none.")
+            raise _no_model("The form of this batch depends on whether the model has recurrent layers.")
         return self.consumer.route(case)
 
     def _mask(self, chosen: Route, case: Case, device: torch.device) -> Any:
@@ -398,7 +399,7 @@ class BatchAdapter:
             return segments.keep.to(device, self.consumer.keep_dtype)
         if form == "block_mask":
             if self.context_parallel is not None:
-                rule = "A BlockMask is cut by torchtitan's and torch's own context parallelism."
+                rule = "torchtitan's and torch's own context parallelism split a BlockMask themselves."
                 raise UnsupportedFormError(explain(self.consumer.key, "a split", rule, "Leave context_parallel out here."))
             return self._attends(segments, "block_mask", case.pattern, device)
         if form == "mapping":
@@ -432,7 +433,7 @@ def _reader(model: Any, model_type: str | None) -> str:
     """Return the consumer that the model's own classes name."""
     read = consumer_of(model) if model is not None or model_type is None else "megatron"
     if read is None:
-        rule = "Nobody is named." if model is None else "A config, or needs_mask_2d alone, does not say who reads the batch."
+        rule = "No model is given." if model is None else "A config does not say which stack reads the batch."
         remedy = "Pass consumer= ('transformers', 'megatron', ...), or the model itself."
         raise CollateError(explain("consumer", "None", rule, remedy, more="consumer"))
     return kernel_of(unwrap(model)) if read == "megatron" and model is not None else read

@@ -64,7 +64,7 @@ def log_route(reader: str, key: str, route: Route, segments: Segments, cp: Conte
     """Log each route once a process, with the first batch that took it (COLLATE_NPU_DEBUG=1)."""
     whole = cp is None and route.form in ("masked", "keep", "bias")
     cost = f", {describe_cost(route.form, segments)}" if whole else ""
-    kept = f"stays ({reads_2d})" if route.keeps_mask_2d else "taken out (nobody here reads it)"
+    kept = f"stays ({reads_2d})" if route.keeps_mask_2d else "removed (no layer reads it)"
     lines = (
         reader,
         f"{key}: {SPELLED[route.form]}{cost} ({route.why})",
@@ -189,7 +189,7 @@ class Model:
             if own_module and needs_2d and keeps_apart(model):
                 read |= {"boundaries_unread": "", "keeps_apart": True}
         if not own_module and needs_2d and module:
-            read["boundaries_unread"] = f"{type(model).__name__} is not transformers', and nobody knows what its layers read"
+            read["boundaries_unread"] = f"{type(model).__name__} is no transformers model, and its layers are unknown"
         if module:
             read["virtual_tokens"] = has_virtual_tokens(model)
             read["dtype"] = next((each.dtype for each in model.parameters()), None)
@@ -435,7 +435,7 @@ def _packed_rows(case: Case) -> str:
 PACKED_RECURRENT = Refusal(
     of="packed rows (several sequences in a padded row), in a hybrid model",
     when=_packed_rows,
-    rule="A recurrent layer carries its state from one sequence of a row into the next, no mask stops it, and {why}.",
+    rule="A recurrent layer carries its state from one sequence of a row into the next, and no mask stops it: {why}.",
     remedy="Give each sequence its own row, or use padding_free=True where its recurrent layers read offsets.",
     more="packed-recurrent",
 )
@@ -450,7 +450,7 @@ HOLES_RECURRENT = Refusal(
     of="padding inside a sequence, in a hybrid model",
     when=_holes,
     rule="The state of a recurrent layer decays over a hole, and its convolution reaches into it; {why}.",
-    remedy="Move the padding to one side of the tokens, or drop those tokens from the sample.",
+    remedy="Move the padding to one side of the row, or remove it from the sample.",
 )
 
 

@@ -191,7 +191,7 @@ def kernel_of_settings(settings: Any, *, te: TransformerEngine | None = None) ->
     general = getattr(settings, "attention_mask_type", None) == "general"
     if (getattr(settings, "context_parallel_size", 1) or 1) > 1:
         if general:
-            rule = "Under context parallelism general attention reads blocks of one mask for all rows, which no batch sends."
+            rule = "Under context parallelism, general attention needs one mask for all rows; no batch has one."
             remedy = "Set attention_mask_type=causal, and pad right or use padding_free=True."
             raise UnsupportedFormError(explain("attention_mask_type", "general", rule, remedy))
         return "mindspeed"

@@ -171,7 +171,7 @@ def _leak(case: Case) -> str:
     """Why the padding of this batch changes its tokens on this model."""
     inside = case.segments.padding_side in PADS_BEFORE
     if case.model.virtual_tokens and (inside or case.segments.packed):
-        return "PEFT puts learned tokens before each row and drops positions, which adapt(model) sees, and nobody before it"
+        return "PEFT puts learned tokens before each row and drops positions; only adapt(model) can see this"
     if case.padding_free or case.segments.padding_side == "none":
         return ""
     if not case.segments.hole_rows:
@@ -190,7 +190,7 @@ def _width(case: Case) -> str:
         return f"its attention is sparse beyond {sparse} places, by blocks of the whole width"
     if limit is None or not any(n > limit and n != S for n in case.segments.sequence_lengths):
         return ""
-    return f"which keys its indexer chooses of more than {limit} depends on the width"
+    return f"the keys that its indexer chooses from more than {limit} depend on the width"
 
 
 def _pooled(case: Case) -> str:
@@ -273,7 +273,7 @@ def _reads_offsets(case: Case) -> bool:
     return case.segments.packed and (needed or (case.padding_free and not _masked_flat_row(case)))
 
 
-_ADAPT = "call adapt(model) before a collator is made of it, which keeps packed sequences apart where that can be done"
+_ADAPT = "call adapt(model) before you make the collator: it keeps packed sequences apart in most families"
 _FLEX = "for packed rows and other patterns a BlockMask on flex_attention"
 TRANSFORMERS = Consumer(
     name="transformers",
@@ -310,7 +310,7 @@ TRANSFORMERS = Consumer(
         Refusal(
             of=f"is_causal=False: before {IS_CAUSAL_READ}, and on families whose kernels or masks ignore it",
             when=_half_causal,
-            rule="A sample alone and one in a batch would be masked otherwise: {why}.",
+            rule="A sequence alone and in a batch would get different masks: {why}.",
             remedy="Set model.config.get_text_config().is_causal = False in place of the keyword; where it is refused, use "
             f"attn_implementation='eager' and transformers {IS_CAUSAL_READ} or newer.",
         ),
@@ -319,14 +319,14 @@ TRANSFORMERS = Consumer(
             "ignore masks or mix neighbouring places; learned tokens that PEFT puts before a row",
             when=_leak,
             rule="Padding there changes the real tokens of this model: {why}.",
-            remedy="Where it mixes neighbouring places, batch sequences of one length, one a row. Else pad right, and drop "
-            "the tokens of a hole from the sample; padding_free=True does both, where taken. Before transformers 5.15 a row "
-            "alone loses its mask in recurrent layers: batch two.",
+            remedy="If it mixes neighbouring tokens, batch sequences of one length, one a row. Else pad right, and remove "
+            "padding inside a sequence, or use padding_free=True. Before transformers 5.15 recurrent layers get no mask "
+            "if the batch has one row: batch two rows.",
         ),
         Refusal(
             of="padding, if the model chooses keys by the width of its rows (small indexers, block-sparse attention)",
             when=_width,
-            rule="Alone a sequence has its own width, and {why}.",
+            rule="The result of a sequence depends on the width of its batch: {why}.",
             remedy="Batch sequences of one length, so that nothing is padded; BigBird: build it with "
             "attention_type='original_full'.",
         ),
@@ -334,9 +334,9 @@ TRANSFORMERS = Consumer(
         Refusal(
             of="rows of which the head would pool a wrong token: padding at its place, packed rows, no pad_token_id",
             when=_pooled,
-            rule="The head of this model pools by place: {why}.",
-            remedy="Pad encoders and BioGPT right, XLNet left, one sequence a row, or build one whose pooler_output nobody "
-            "reads with add_pooling_layer=False; of a decoder set model.config.pad_token_id, and pad inputs_embeds left.",
+            rule="The head of this model takes a token by its place in the row: {why}.",
+            remedy="Pad encoders and BioGPT right, XLNet left, one sequence a row. If pooler_output is not used, build the "
+            "model with add_pooling_layer=False. For a decoder set model.config.pad_token_id, pad inputs_embeds left.",
         ),
         Refusal(
             of="start_positions beside padded or packed rows (the loss of a span)",
@@ -359,13 +359,13 @@ TRANSFORMERS = Consumer(
         Refusal(
             of="left padding in float64 on eager attention",
             when=_lowest_is_infinite,
-            rule="A query that sees nothing is NaN there, and every token of its row in the next layer: {why}.",
+            rule="A query that attends nothing gives NaN, and NaN reaches every token of its row in the next layer: {why}.",
             remedy="Use attn_implementation='sdpa', or pad right, without rows of padding alone.",
         ),
         Refusal(
             of="4D masks on flash attention, and on flex_attention in a hybrid model",
             when=_unreadable,
-            rule="This attention reads a 2D mask, offsets, or a BlockMask that says nothing to recurrent layers, and {why}.",
+            rule="This attention reads a 2D mask, offsets, or a BlockMask, which recurrent layers cannot read; {why}.",
             remedy="Use attn_implementation='sdpa' or 'eager', or padding_free=True on flash attention.",
         ),
         Refusal(
@@ -375,7 +375,7 @@ TRANSFORMERS = Consumer(
                 or _looks_ahead(case)
                 or (case.model.moves.get("packed", "") and _needs_dense(case) and case.model.moves["packed"])
             ),
-            rule="This model has no way to learn where a sequence begins: {why}.",
+            rule="No layer of this model reads where a sequence begins: {why}.",
             remedy="Give each sequence its own row, with the model's own pattern; where it mixes neighbouring places, rows "
             "of one length.",
         ),
@@ -385,7 +385,7 @@ TRANSFORMERS = Consumer(
                 case.model.rope_limit is not None
                 and model_traits.lengths_clash_reason(case.model.named, case.segments.sequence_lengths)
             ),
-            rule="Alone each sequence has its own frequencies: {why}.",
+            rule="The rotary frequencies of a sequence depend on the longest one in its batch: {why}.",
             remedy="Batch sequences on the same side of that length together.",
         ),
         Refusal(

@@ -251,9 +251,9 @@ def boundary_reason(call: CallBoundaries, segments: Segments, empty_T: Array | N
     t = int(np.argmax(wrong_T))
     at = f"the token at (row, column) ({places_T[t] // S}, {places_T[t] % S})"
     if lost_T[t]:
-        return f"{at} is real, and counts for nothing"
+        return f"{at} is real, and the kernel treats it as padding"
     if call.rank_T[t] < own_T[t]:
-        return f"{at} does not read the {own_T[t] - call.rank_T[t]} first of its sequence"
+        return f"{at} does not read the first {own_T[t] - call.rank_T[t]} tokens of its sequence"
     read = np.arange(call.first_T[t], t)
     others = read[~call.neutral_T[read] & (ids_T[read] != ids_T[t])]
     whose = "padding" if len(others) and (ids_T[others] == 0).all() else "another sequence"

@@ -93,7 +93,7 @@ def call_breaches(
     if found is None and segments is not None:
         found = segments.shape
     if "T" not in says and found is None:
-        rule, remedy = "The number of tokens is read off a tensor of the call.", "Pass one, or B and T, or segments."
+        rule, remedy = "The number of tokens is read from a tensor of the call.", "Pass one, or B and T, or segments."
         raise CollateError(explain(name, f"{', '.join(arguments)}", rule, remedy))
     sizes_said = dict(zip(("B", "T"), found or ())) | {"training": torch.is_grad_enabled()} | says
     return gated_delta_breaches(arguments, kernel=name, segments=segments, **sizes_said)

@@ -92,19 +92,19 @@ def _hazards_of_dense(full: Tensor, sources: Sources, segments: Segments | None)
     if sources.get(KEEP_KEY) is None and not harmless:
         found["4D alone"] = (
             f"attention_mask is {full.ndim}D and alone. Recurrent layers of a hybrid model (Gated DeltaNet) read a 2D mask "
-            f"and ignore this one, without an error. Carry {KEEP_KEY} beside it."
+            f"and ignore this one, without an error. Emit {KEEP_KEY} too."
         )
     if not full.is_floating_point():
         if full.dtype != torch.bool:
             means = reads(full, segments)
             found["integer polarity"] = (
                 f"{held} and 4D{f', {means}' if means else ''}. Megatron and npu_fusion_attention read 1 as blocked, "
-                "transformers takes 1 for attended, and sdpa takes no integers. Name the consumer."
+                "transformers takes 1 for attended, and sdpa takes no integers. Pass consumer=."
             )
         return found
     if bool(((full == 0) | (full == 1)).all()):
         found["float without a bias"] = (
-            f"{held} and holds 0 and 1 alone. Layers add it to scores: nothing is blocked. Hand over bool, or 0 and the "
+            f"{held} and holds 0 and 1 alone. Layers add it to scores: nothing is blocked. Pass bool, or 0 and the "
             "lowest number of the dtype."
         )
     embeds = sources.get("inputs_embeds")
@@ -141,7 +141,7 @@ def find_token_hazards(sources: Sources, segments: Segments) -> dict[str, str]:
         if shared := int(np.isin(ids_BS[keep_BS], padded).sum()):
             found["pad id of a real token"] = (
                 f"padding holds the id {', '.join(map(str, padded[:_LISTED].tolist()))}, as do {shared} of {keep_BS.sum()} "
-                "real tokens (is pad eos?). A mask made of ids != pad loses them. Carry attention_mask_2d, as the collators "
+                "real tokens (is pad eos?). A mask made by ids != pad loses them. Emit attention_mask_2d, as the collators "
                 "here do."
             )
     return found
@@ -186,7 +186,7 @@ def agreed(
     shape = sources.shape()
     if padding_free and shape[0] != 1:
         rule = "padding_free means one flat row [1, T]; this batch is padded."
-        remedy = "Collate with padding_free=True, or set it to False."
+        remedy = "Collate with padding_free=True, or pass padding_free=False here."
         raise CollateError(explain("input_ids", f"{shape[0]} rows", rule, remedy))
     squares = {key: full for key, full in sources.masks.items() if not _is_keys(full, shape)}
     truth, positions_BS = _parted(sources, _compared(sources, shape, polarity, squares), shape, padding_free)
@@ -343,8 +343,8 @@ def _with_dense(
     if full.ndim == 4 and full.shape[-2] == 1 < shape[1] and pattern is None:
         unknown = {"polarity=": "which of True and False is real", "pattern=": "whether queries attend to both sides"}
         missing = {name: what for (name, what), value in zip(unknown.items(), (polarity or truth, pattern)) if value is None}
-        rule = f"One row of keys for all queries does not say {', and not '.join(missing.values())}."
-        remedy = f"Declare {' and '.join(missing)}. {REMEDY_CARRY_2D}"
+        rule = f"One row of keys for all queries does not say {' or '.join(missing.values())}."
+        remedy = f"Pass {' and '.join(missing)}. {REMEDY_CARRY_2D}"
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="polarity"))
     if not full.ndim or full.shape[-1] != shape[1]:
         raise wrong_shape_error(key, shape_of(full), shape)
@@ -356,7 +356,7 @@ def _with_dense(
     found = reading.pattern if pattern is None else None
     expected = found is None or found is CAUSAL or found in own
     if found is not None and not expected and found.reaches(reading.segments.longest_span):
-        rule = f"It is the mask of {found} attention, and plain causal attention is what this batch would be given."
+        rule = f"It is the mask of {found} attention, and without pattern= the batch would get plain causal attention."
         remedy = f"Pass pattern={spell_pattern(found)} if the model attends so."
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="mask-pattern"))
     return _Truth(key, reading.segments, truth is not None and truth.parted)
@@ -391,8 +391,8 @@ def _one_head(key: str, full: Tensor, polarity: Polarity | None) -> MaskValues:
     if not alike:
         raise heads_differ_error(values)
     if values.valued:
-        remedy = f"Leave it to the model, and pass attention_mask_2d instead. {REMEDY_CARRY_2D}"
-        rule = "It adds values where it attends (ALiBi, a position bias), which no form of a mask here would carry on."
+        remedy = "Let the model build the bias, and pass attention_mask_2d (1 = real token) in its place."
+        rule = "It adds values to scores (ALiBi, a position bias), and every mask built from it would lose them."
         raise AmbiguousMaskError(explain(key, values.got, rule, remedy))
     return values
 
@@ -402,8 +402,8 @@ def _unknown(sources: Sources, padding_free: bool) -> AmbiguousMaskError:
     remedy = "Pass attention_mask [B, S], 1 = real token (ones where nothing is padded), or collate with PaddingCollator."
     if padding_free:
         rule = "Nothing says where one sequence of this flat row ends and the next begins."
-        remedy = "Keep position_ids that restart, cu_seq_lens_q or segment_ids in the batch (return_position_ids=True); of "
-        remedy += "one sequence alone pass attention_mask, ones [1, S]."
+        remedy = "Keep position_ids that restart, cu_seq_lens_q or segment_ids in the batch (return_position_ids=True). "
+        remedy += "If the row is one sequence, pass attention_mask, ones [1, S]."
     got = f"keys {', '.join(map(str, sources))}"
     return AmbiguousMaskError(explain("batch", got, rule, remedy, more="flat-row" if padding_free else "padding-unknown"))
 
@@ -424,7 +424,7 @@ def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:
             bad[int(b)] = f"{run_BS[b].sum()} times the token {ids_BS[b, at][0]} where it {end}s"
     if bad:
         rule = "It shows no padding, and these rows look padded."
-        remedy = "Carry attention_mask_2d, True where a token is real; if there is padding, leave this mask out beside it."
+        remedy = "Pass attention_mask_2d (True = real token): beside this mask if no row is padded, else in its place."
         raise AmbiguousMaskError(explain_rows(truth.name, bad.items(), rule, remedy, more="padding-unknown"))
 
 
@@ -449,8 +449,8 @@ def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segment
     ):
         bad |= _looks_inverted(ids_BS, keep_array(segments))
     if bad:
-        rule = "True or 1 is a real token in a 2D mask; here it looks turned around, or made of ids != pad_token_id."
-        remedy = "Invert it (== 0) or declare polarity='masked'; if it is right, carry segment_ids beside it."
+        rule = "True or 1 is a real token in a 2D mask; here it looks inverted, or made by ids != pad_token_id."
+        remedy = "Invert it (mask == 0) or pass polarity='masked'; if it is right, pass segment_ids too."
         key = KEEP_KEY if KEEP_KEY in sources else MASK_KEY
         raise CollateError(explain_rows(key, bad.items(), rule, remedy, more="inverted-mask"))
 

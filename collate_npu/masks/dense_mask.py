@@ -31,7 +31,7 @@ Polarity = Literal["keep", "masked", "bias"]
 POLARITIES: tuple[Polarity, ...] = get_args(Polarity)
 Bools = npt.NDArray[np.bool_]
 REMEDY_DECLARE_POLARITY = "Pass polarity='keep' (True attends), 'masked' (True is blocked) or 'bias' (additive)."
-REMEDY_CARRY_2D = "Carry attention_mask_2d (with segment_ids, where rows are packed) from the collator beside it."
+REMEDY_CARRY_2D = "Let the collator emit attention_mask_2d too (and segment_ids, if rows are packed)."
 
 BLOCKED_BELOW = -9984.0
 """A bias at or below this blocks: Megatron-core fills -1e4 (transformer/utils.py:54), which is -9984 in bfloat16."""
@@ -141,12 +141,12 @@ class MaskValues:
         elif self.additive and declared in ("keep", "masked"):
             kind, rule, remedy = PolarityError, f"It is additive, not '{declared}'.", "Pass polarity='bias'."
         elif self._float and not self.additive and not binary:
-            rule = f"No value blocks for certain: a bias blocks at {BLOCKED_BELOW:g} or below, other masks hold 0 and 1."
+            rule = f"No value is low enough to block: a bias blocks at {BLOCKED_BELOW:g} or below, other masks hold 0 and 1."
             kind, remedy = AmbiguousMaskError, fill
         elif declared == "bias" and not self._float:
             kind, rule, remedy = PolarityError, "A bias is a float tensor.", "Pass 'keep' or 'masked'."
         elif declared == "bias" and high > 0 and binary:
-            rule = "Declared additive, it blocks nothing and adds 1: it is more likely a 0/1 mask."
+            rule = "As polarity='bias' it blocks nothing and adds 1 to scores: it looks like a 0/1 mask."
             kind, remedy = PolarityError, "Pass polarity='keep' or 'masked'."
         else:
             return

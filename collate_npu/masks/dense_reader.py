@@ -254,11 +254,11 @@ def refuse_inverted(square: Square, segments: Segments) -> None:
     """Raise where the 2D mask may be inverted: padding that attends itself alone would look like many sequences."""
     doubtful = [b for b, row in enumerate(segments.lengths) if len(row) > 1 and max(row) == 1]
     bad = [
-        (b, f"{len(segments.lengths[b])} real tokens that attend themselves alone, beside padding that attends padding")
+        (b, f"{len(segments.lengths[b])} real tokens that attend only themselves, and padding that attends padding")
         for b in doubtful
         if any(_attends_other(square.rows(b, low, high), low, segments.array[b] == 0) for low, high in square.blocks)
     ]
-    rule = "They are sequences of one token, or the 2D mask is turned around (True = padding)."
+    rule = "They are sequences of one token, or the 2D mask is inverted (True = padding)."
     _raise_ambiguous(bad, rule, "Pass attention_mask_2d with True = real; with sequences of one token, segment_ids too.")
 
 
@@ -285,10 +285,10 @@ def refuse_unmasked_rows(shown: Shown, pattern: Pattern, *, declared: bool, unma
         (b, "rows that all see everything" if all_B[b] else "a last row that sees everything")
         for b in np.flatnonzero(bad_B).tolist()
     ]
-    _raise_ambiguous(bad, "Where empty rows are unmasked, these are real tokens throughout, or end in padding.")
+    _raise_ambiguous(bad, "If the producer unmasks empty rows, these tokens are all real, or the last ones are padding.")
     end_B = filler_BS[:, -1] & (not unmasked_rows)
     ends = [(b, "last rows that see everything") for b in np.flatnonzero(end_B).tolist()]
-    rule = "They are padding that was unmasked, or real tokens that attend to both sides (an image)."
+    rule = "The last rows are padding that was unmasked, or real tokens that attend to both sides (an image)."
     _raise_ambiguous(ends, rule, f"Pass unmasked_rows=True if the producer unmasks rows. {REMEDY_CARRY_2D}")
 
 
@@ -312,9 +312,9 @@ def refuse_gaps(shown: Shown, segments: Segments, pattern: Pattern | None) -> No
     reach = pattern.size - 1 if isinstance(pattern, Sliding) else shown.reach
     if pattern is None and (shown.real & (shown.extents.last > np.arange(segments.shape[1]))).any():
         return  # a query attends a key after it
-    apart = {b: f"tokens {j} and {i} that do not meet" for b, j, i in _boundaries(segments) if i - j > reach}
-    rule = f"No token looks back more than {reach}: they are two sequences, or one under a window of {reach + 1}."
-    declare = "" if pattern is not None else "Declare the pattern, e.g. pattern='causal'. "
+    apart = {b: f"tokens {j} and {i} that do not attend each other" for b, j, i in _boundaries(segments) if i - j > reach}
+    rule = f"No token looks back more than {reach}: they are in two sequences, or in one with a window of {reach + 1}."
+    declare = "" if pattern is not None else "Pass pattern=, e.g. pattern='causal'. "
     _raise_ambiguous(sorted(apart.items()), rule, declare + REMEDY_CARRY_2D)
 
 
@@ -336,8 +336,8 @@ def refuse_chunks(shown: Shown, segments: Segments, pattern: Pattern) -> None:
         chunk_N = start_N // size
         if (chunk_N == (stop_N - 1) // size).all() and (np.diff(chunk_N)[meets_N] != 0).all():
             bad = {b: f"sequences that end at token {j}" for b, j, _ in reversed(list(_boundaries(segments)))}
-            rule = f"They are packed sequences, or one sequence a row under chunked attention of {size}."
-            remedy = f"Declare pattern='causal' or pattern=Pattern.chunked({size}). {REMEDY_CARRY_2D}"
+            rule = f"They are packed sequences, or one sequence a row with chunked attention of {size}."
+            remedy = f"Pass pattern='causal' or pattern=Pattern.chunked({size}). {REMEDY_CARRY_2D}"
             _raise_ambiguous(sorted(bad.items()), rule, remedy)
 
 

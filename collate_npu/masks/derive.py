@@ -115,7 +115,7 @@ def check_same_padding(segments: Segments, name: str, other: Segments) -> None:
     if len(wrong):
         rows = [(int(b), f"{other.row_lengths[b]} real tokens, not {segments.row_lengths[b]}") for b in wrong]
         rule = "It disagrees with the other mask of the same batch about which tokens are real."
-        remedy = "Alignment padding is padding in both; remove the wrong one, or rebuild both from the lengths."
+        remedy = "Remove the wrong one, or rebuild both from the lengths; both mark alignment padding as padding."
         raise CollateError(explain_rows(name, rows, rule, remedy, more="sources-disagree"))
 
 
@@ -131,7 +131,7 @@ def read_bare_mask(values: MaskValues, known: Known, *, batch_size: int | None) 
         return _from_two_dims(values, batch_size, known)
     if len(shape) == 4 and shape[1:3] == (1, 1) and shape[3] > 1:
         if values.declared is None:
-            rule = "True is 'attends' (SDPA) or 'blocked' (TransformerEngine's padding mask); a key mask proves neither."
+            rule = "True is 'attends' (SDPA) or 'blocked' (TransformerEngine's padding mask), and a key mask shows neither."
             raise PolarityError(explain(values.key, values.got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
         return _repeat(values, Reading(of_keep(values.read(values.declared)[:, 0, 0]), None), batch_size)
     if len(shape) in (3, 4) and shape[-1] == shape[-2]:
@@ -159,8 +159,8 @@ def _rows_with_tokens(values: MaskValues) -> Segments:
     segments = read_keys(values)
     if segments.empty_rows and values.declared is None:
         rows = [(b, "no real token") for b in segments.empty_rows]
-        rule = "A [B, S] mask is read as keep, 1 = real token; here it may be turned around."
-        remedy = "Pass polarity='keep' where those rows are padding alone, polarity='masked' where 1 is padding."
+        rule = "A [B, S] mask is read as keep, 1 = real token; here it may be inverted."
+        remedy = "Pass polarity='keep' if those rows are only padding, polarity='masked' if 1 means padding."
         raise PolarityError(explain_rows(values.key, rows, rule, remedy, more="inverted-mask"))
     return segments
 
@@ -176,7 +176,7 @@ def read_keys(values: MaskValues) -> Segments:
         return Segments.from_ids(values.raw)
     if values.declared is None and not values.range[1] and values.full.numel():
         got = f"{values.got} of zeros"
-        rule = "It says that all is padding (keep), or that nothing is (masked, additive)."
+        rule = "Read as keep, every token is padding; read as masked or additive, none is."
         raise PolarityError(explain(values.key, got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
     return of_keep(values.read(values.declared or "keep"))
 
@@ -229,9 +229,8 @@ def _heads_differ(values: MaskValues) -> bool:
 
 def heads_differ_error(values: MaskValues) -> AmbiguousMaskError:
     """Return the error for heads that attend different keys."""
-    remedy = f"Leave it to the model, and pass attention_mask_2d instead. {REMEDY_CARRY_2D}"
-    got = f"{values.got}, not the same for every head"
-    return AmbiguousMaskError(explain(values.key, got, "One mask is for all heads.", remedy))
+    remedy = "Let the model build it, and pass attention_mask_2d (1 = real token) in its place."
+    return AmbiguousMaskError(explain(values.key, f"{values.got}, different from head to head", "Heads share one.", remedy))
 
 
 def _unexplained(values: MaskValues, known: Known, failed: dict[str, UnexplainedError]) -> AmbiguousMaskError:
@@ -240,18 +239,14 @@ def _unexplained(values: MaskValues, known: Known, failed: dict[str, Unexplained
     got = values.got
     if instead is not None:
         rule = f"{got} is not {known.pattern} attention on these tokens; {instead} would explain it."
-        remedy = (
-            f"Pass pattern={spell_pattern(instead)} if the model attends so, or leave the mask out beside attention_mask_2d."
-        )
+        remedy = f"Pass pattern={spell_pattern(instead)} if the model attends so, or pass attention_mask_2d in its place."
     elif known.segments is not None:
-        rule = f"{got} and the other sources of the batch describe no same tokens under one pattern."
-        remedy = "Remove the wrong one; a mask that carries no padding of its own can be left out beside attention_mask_2d."
+        rule = f"{got} and the other keys of the batch name different real tokens, under every pattern."
+        remedy = "Remove the wrong one; if attention_mask_2d is in the batch, this mask can be left out."
     else:
         rule = f"{got} is no padding and no pattern (causal, sliding, chunked, prefix, bidirectional)."
-        remedy = (
-            f"{REMEDY_CARRY_2D} If True means the opposite, pass the other polarity=. In derive_segments: if the "
-            "attention is custom, pass prove=False; if padding attends itself, pass keep=."
-        )
+        remedy = f"{REMEDY_CARRY_2D} If True means the opposite, pass the other polarity=. In derive_segments: if the "
+        remedy += "attention is custom, pass prove=False; if padding attends itself, pass keep=."
     return AmbiguousMaskError(explain_rows(values.key, rows, rule, remedy, more="mask-pattern"))
 
 

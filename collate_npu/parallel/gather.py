@@ -64,8 +64,8 @@ def gather_sequence(
         with ranks_agree(cp, call="gather") as facts:  # whatever is wrong on one rank, it says so before the others wait
             dim = dimension("output", output, dim)
             if loss not in ("same", "local"):
-                rule = "Either every rank computes the same loss from the whole row ('same') or one of its own ('local')."
-                raise CollateError(explain("loss", repr(loss), rule, "Name the one that is true here."))
+                rule = "Every rank computes the same loss from the whole row ('same'), or its own loss ('local')."
+                raise CollateError(explain("loss", repr(loss), rule, "Pass the one that your ranks do."))
             if output.is_nested:
                 shard, dim, offsets = cast(Any, output).values(), 0, jagged_cu_seqlens(output, cp) * cp.size
             _check_shape(output, shard.shape, cp, segments, dim)
@@ -100,7 +100,7 @@ def join_shards(
     held = [shard for shard in listed if isinstance(shard, Tensor) and shard.layout is torch.strided and not shard.is_nested]
     if len(held) != cp.size or len(held) != len(shards) or len({shard.shape for shard in held}) != 1:
         got = f"{len(held)} tensors of shapes {sorted({str(list(shard.shape)) for shard in held})}"
-        raise CollateError(explain("shards", got, f"{cp.size} ranks hold one shard each, all alike.", "Pass them all."))
+        raise CollateError(explain("shards", got, f"{cp.size} ranks have one shard each, of one shape.", "Pass all."))
     dim = dimension("shards", shards[0], dim)
     return _in_order(shards, _pieces(shards[0].shape[dim] * cp.size, cp, cu_seqlens), dim)
 

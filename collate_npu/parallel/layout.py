@@ -409,5 +409,5 @@ def _check(cp: ContextParallel) -> None:
         rule = "A rank gets its own tokens of the 2D mask ('local') or the whole row ('global')."
         raise CollateError(explain("mask_2d", repr(cp.mask_2d), rule, "'local' suits layers that see their own tokens."))
     if (cp.ulysses > 1 and not cp.layout.endswith("ulysses_ring")) or cp.size % cp.ulysses:
-        rule = f"It divides the {cp.size} ranks, in the layouts '*ulysses_ring'; layout 'ulysses' needs no number."
+        rule = f"It divides the {cp.size} ranks, and goes with layouts '*ulysses_ring'; layout 'ulysses' needs none."
         raise CollateError(explain("ulysses", f"{cp.ulysses} with {cp.layout!r}", rule, "Change one of the two."))

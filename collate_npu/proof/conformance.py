@@ -64,12 +64,12 @@ def _ask(run: Run, asked: str, name: str, samples: list[Sample]) -> list[Tensor]
         raise CollateError(f"{error} ({where})") from error
     except Exception as error:
         got = f"{type(error).__name__}: {error}"
-        rule = f"It was asked for {len(samples)} samples of {[len(ids) for ids in samples]} tokens."
-        remedy = "Return a list, with one list a sample; a layout it refuses is left out of layouts."
+        rule = f"run got {len(samples)} samples of {[len(ids) for ids in samples]} tokens."
+        remedy = "Return a list, with one list for each sample; leave a layout that run refuses out of layouts."
         raise CollateError(explain(where, got, rule, remedy)) from error
     if rows is None or len(rows) != len(samples):
         got = f"a {type(given).__name__}" if rows is None else f"{len(rows)} answers to {len(samples)} samples"
-        raise CollateError(explain(where, got, RULE, "Return a list, with one list a sample."))
+        raise CollateError(explain(where, got, RULE, "Return a list, with one list for each sample."))
     found = [host_tensor(f"{where}, sample {n}", row).double() for n, row in enumerate(rows)]
     _check_form(where, found, [len(ids) - 1 for ids in samples])
     return found
@@ -186,22 +186,22 @@ def _scale_of(ask: Ask, samples: Sequence[Sample], own: list[Tensor], rounded: S
     Raises `CollateError` where a right answer and a wrong one look the same, or is none.
     """
     if not all(bool(x.isfinite().all()) for x in own):
-        got = "what is not a number for a sample alone"
-        raise CollateError(explain("run", got, "Batches are held against it.", "Mend that first."))
+        got = "NaN or infinity for a sample alone"
+        raise CollateError(explain("run", got, "Batches are compared with samples alone.", "Correct run first."))
     short = [n for n, ids in enumerate(samples) if len(ids) < 48]  # in a long sample the past is far away
     later = _each_alone(ask, [draw(_BEFORE) + samples[n] for n in short])
     lost = difference([x[_BEFORE:] for x in later], [own[n] for n in short])
     again = _each_alone(ask, samples[::-1])[::-1]
     if not difference(again, own) <= lost / (MARGIN * TIMES):
-        got = f"other numbers, asked twice for the same sample alone (relative difference {difference(again, own):.1e})"
-        raise CollateError(explain("run", got, "Equal questions have equal answers.", "Switch dropout off."))
+        got = f"different numbers for the same sample alone, asked twice (relative difference {difference(again, own):.1e})"
+        raise CollateError(explain("run", got, "run is repeatable.", "Switch dropout off."))
     if not lost > _limit(0.0):
         got = "answers that do not depend on the tokens"
-        raise CollateError(explain("run", got, "They are equal in any batch, and prove nothing.", "Let it run the model."))
+        raise CollateError(explain("run", got, "They prove nothing.", "Let it run the model."))
     equal = [found for found in rounded if difference(found, own) < lost / (MARGIN * TIMES)]
     if not equal:
         got = f"noise of {difference(rounded[0], own):.1e}, where a text before a sample makes {lost:.1e}"
-        rule = f"What is wrong must be {MARGIN * TIMES} times the noise, or nothing is proved."
+        rule = f"A wrong answer must differ by {MARGIN * TIMES} times the noise, or nothing is proved."
         raise CollateError(explain("run", got, rule, f"{REMEDY}, or with a trained model."))
     return _scale([again, *equal], own, lost)
 

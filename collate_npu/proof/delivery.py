@@ -78,13 +78,13 @@ class Delivery:
     def verdict(self) -> str:
         """What was proved, in one sentence."""
         if not self.layers:
-            return "no known kernel ran, and no tokens leak" if self.leak_free else "NOT JUDGED: no known kernel could be"
+            return "no known kernel ran, and no tokens leak" if self.leak_free else "NOT JUDGED: no kernel was compared"
         every = "every layer" if self.leak_free else "every layer with a known kernel"
         return f"{'these layers' if self.unchecked else every} got what the batch says"
 
     def facts(self) -> list[str]:
         """What was found beside the kernels' arguments: leaks, what was not looked at, and the numbers of `alone`."""
-        unchecked = f"not looked at: {few(self.unchecked)}" * bool(self.unchecked)
+        unchecked = f"not checked: {few(self.unchecked)}" * bool(self.unchecked)
         still = "what padding and other sequences hold moves no real token" * self.leak_free
         return [*filter(None, [still, unchecked, "" if self.alone is None else str(self.alone)])]
 
@@ -127,7 +127,7 @@ def check_delivery(
     if forward is None and "FullyShardedDataParallel" in type(model).__name__:
         forward = model  # what no part of it holds is whole in its own forward alone
     if forward is None and not (getattr(inner, "pre_process", True) and getattr(inner, "post_process", True)):
-        rule = "A stage of a pipeline runs by its schedule alone."
+        rule = "A stage of a pipeline runs only in its schedule."
         remedy = "Pass forward=, or check the model with pipeline size 1."
         raise UnsupportedFormError(explain("check_delivery", "a pipeline stage", rule, remedy))
     case = case_of(inner, batch, segments=segments, pattern=pattern)
@@ -141,7 +141,7 @@ def check_delivery(
         if leak:
             rule = "Neither padding nor another sequence moves a real token."
             suspects = few(record.layers_without_kernels()) or "its layers"
-            remedy = f"Every known kernel is right: look at the code of {suspects}, and at what it does with the mask."
+            remedy = f"Every known kernel got the right masks: check what the code of {suspects} does with the mask."
             raise CollateError(explain("delivery", f"real tokens move when {leak}", rule, remedy, more="delivery"))
         found = _proof(record, case, measured=alone, untested=untested)
         return replace(found, alone=check_alone(inner, batch, case, given, forward)) if alone else found
@@ -212,7 +212,7 @@ def guard_first_batch(
 def refuse_compiled(model: nn.Module, *, compiled: bool = False) -> None:
     """Raise where a forward of this model is compiled code, in part at least."""
     if compiled or is_compiled(model):
-        rule = "Compiled code calls no layer and no kernel that can be recorded."
+        rule = "The layers and kernels of compiled code cannot be recorded."
         remedy = "Run check_delivery(model, batch) before training: it runs the model uncompiled."
         raise UnsupportedFormError(explain("guard", f"a compiled {type(unwrap(model)).__name__}", rule, remedy))
 
@@ -221,8 +221,8 @@ def _known(model: Any) -> nn.Module:
     inner: nn.Module = unwrap(model)
     check_model(inner)
     if consumer_of(model) == "megatron" and (late := start_problem()):
-        rule = "Ascend's patches are in place before anybody takes Megatron's functions."
-        raise CollateError(explain("start", late, rule, "Mend the order of imports, and start again."))
+        rule = "Ascend's patches must be applied before any module imports Megatron's functions."
+        raise CollateError(explain("start", late, rule, "Correct the order of imports, and start again."))
     return inner
 
 
@@ -238,7 +238,7 @@ def _check_faults(record: Forward, case: Case) -> None:
     """Raise one error that lists every layer, those with the same fault together."""
     if faults := record.faults().values():
         known = consumer_of(record.root) in ("transformers", "megatron")
-        attends = "" if known else f"; pattern= says whom its attention attends ({case.pattern} here)"
+        attends = "" if known else f"; pattern= names the pattern of its attention ({case.pattern} here)"
         rule = f"Each layer gets which tokens are real, in the form it reads{attends}."
         remedy = "; ".join(dict.fromkeys(fault.remedy for fault in faults))
         raise CollateError(explain("delivery", listed(faults), rule, f"{remedy}.", more="delivery"))
@@ -251,8 +251,8 @@ def _proof(record: Forward, case: Case, *, measured: bool = False, untested: str
     if not (judged or measured or not untested or record.cp):
         shapes = sorted({str(list(call.boundaries.shape)) for call in record.calls if call.boundaries is not None})
         got = f"calls of {', '.join(shapes)} tokens" if shapes else f"no known kernel in {type(record.root).__name__}"
-        rule = f"Something of the batch's tokens {list(case.segments.shape)} reaches a kernel."
-        remedy = "Pass the batch of these Segments, and the model that attends; alone=True compares the numbers."
+        rule = f"Some kernel must get the batch's tokens {list(case.segments.shape)}, or nothing is proved."
+        remedy = "Pass the batch of these Segments, and a model with known kernels; alone=True compares logits."
         raise CollateError(explain("delivery", got, rule, remedy, more="delivery"))
     unchecked = [name for name in layers if not among(name, judged) and (not crosses(name) or has_two_sides(record.root))]
     unchecked += [f"{call.layer} ({call.unread_reason})" for call in record.calls if call.unread_reason]
@@ -353,7 +353,7 @@ class _Replacing:
                 return found
             if x.ndim == 2 and len(x) == B and not self.segments.packed:
                 return _in_short(x).repeat_interleave(S, 0)
-        raise CollateError("what it gives is not logits of these tokens")
+        raise CollateError("its output is not logits of these tokens")
 
     def _with_others(self, x: Tensor, others_T: Tensor) -> Tensor:
         self.replaced += 1
@@ -404,12 +404,12 @@ def check_alone(
 ) -> Alone:
     """Raise `CollateError` unless two sequences of the batch have the logits, or last states, that they have alone."""
     if consumer_of(model) is None:
-        rule = "How a sequence is run alone is known of models of transformers and Megatron."
-        remedy = "Check without alone=True, and the numbers by collate_npu.testing.conformance."
+        rule = "alone=True can run only models of transformers and Megatron."
+        remedy = "Leave alone= out, and compare the numbers with collate_npu.testing.conformance."
         raise UnsupportedFormError(explain("alone", type(model).__name__, rule, remedy))
     if vision := of_kind(batch, "vision"):
-        rule = "The images of one row cannot be separated from those of the others."
-        raise UnsupportedFormError(explain("alone", ", ".join(vision), rule, "Check a batch of text, or without alone=."))
+        rule = "The images of a batch cannot be divided by row."
+        raise UnsupportedFormError(explain("alone", ", ".join(vision), rule, "Check a batch of text, or leave alone= out."))
     logits, below = scores_of(given), getattr(model, "base_model", None)
     if logits.ndim < 3 and forward is None and isinstance(below, nn.Module):  # a model that pools: its states
         model, logits = below, scores_of(called(below, batch))

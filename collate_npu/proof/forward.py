@@ -197,8 +197,8 @@ class Forward:
         found = {n: self.calls[n].fault(what, _SOME if n in some else remedy) for n, (what, remedy) in wrong.items()}
         if _CONTRADICTS.search(self.skip_reason):
             what, _, rest = self.skip_reason.partition(": ")
-            where = {"layer": "(the batch)", "kernel": what, "received": "what contradicts itself"}
-            found[-1] = Fault(**where, why=rest, remedy="Mend it where the batch is made")
+            where = {"layer": "(the batch)", "kernel": what, "received": "keys that contradict each other"}
+            found[-1] = Fault(**where, why=rest, remedy="Correct it where the batch is made")
         return found
 
     def counts(self) -> Counter[str]:
@@ -229,12 +229,12 @@ class Forward:
         if call.boundaries is None or _FOREIGN.search(call.layer.lower()):
             return None
         if not call.boundaries.fits:
-            return "they begin at 0, never fall, and end with its tokens", _REMEDIES[call.boundaries.kind]
+            return "offsets must begin at 0, never fall, and end with its tokens", _REMEDIES[call.boundaries.kind]
         own = self._pattern_of(call) if call.boundaries.kind == "attention" else None
         if not self.judges(call) or self.truth is None:
             if not isinstance(own, (Sliding, Chunked)) or call.boundaries.reach <= own.size:
                 return None
-            return f"it reaches over {call.boundaries.reach} tokens, and the config says {own}", _REMEDIES["attention"]
+            return f"it attends {call.boundaries.reach} tokens back, and the config says {own}", _REMEDIES["attention"]
         own = own if self.pattern is not None else None
         given = self._of_whole_rows(call.boundaries)
         if given.allowed is None:
@@ -337,12 +337,12 @@ class Forward:
 
 
 _HAND = "Pass the model BatchAdapter(model)(batch), on Megatron the inputs of gpt_batch"
-_SOME = "Other layers of this kind got what the batch says: look at the code that calls this layer"
+_SOME = "Other layers of this kind got what the batch says: check the code that calls this layer"
 _REMEDIES = {
-    "attention": f"{_HAND}; if it has them, look at what the stack passes to this layer",
+    "attention": f"{_HAND}; if it has them, check what the stack passes to this layer",
     "rule": f"{_HAND}; a stack of your own must pass this layer the boundaries (cu_seqlens), or zeros at padding",
     "positions": f"{_HAND}: its position_ids begin again with each sequence",
-    "again": "Look at what the layer takes from outside its arguments between the passes",
+    "again": "Check what the layer reads outside its arguments, which changed between the passes",
     "convolution": f"{_HAND}; a stack of your own must pass this layer seq_idx or cu_seqlens, or zeros at padding",
 }
 
@@ -387,7 +387,7 @@ def block(forward: Forward, faults: Mapping[int, Fault]) -> str:
     if counted:
         parts.append("positions ✘" if any(n in faults for n in counted) else "positions ✔")
     elif parts:
-        parts.append("positions not looked at")
+        parts.append("positions not checked")
     return " · ".join(parts)
 
 

@@ -44,7 +44,7 @@ def called(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., An
             if "keyword argument" not in str(error) and "positional argument" not in str(error):
                 raise
             remedy = "Pass forward= that calls the model: forward=lambda **batch: model(batch['input_ids'])."
-            raise CollateError(explain("batch", str(error), "It holds what the model takes.", remedy)) from error
+            raise CollateError(explain("batch", str(error), "A batch is a dict of what the model takes.", remedy)) from error
 
 
 class _WithoutDropout(TorchFunctionMode):
@@ -239,7 +239,7 @@ FLOOR = 4
 """The noise is at least so many times what one matrix product loses here: a lucky run shows none."""
 MARGIN = 2
 """What is wrong must be so many times what passes, or the audit proves nothing."""
-REMEDY = "Find what it reads beside its tokens (their number, their place in the batch, chance), or run it in a wider dtype"
+REMEDY = "Find what else the model reads (the width, the row, random numbers), or run it in a wider dtype"
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,7 +197,7 @@ class Watch:
             lines.append(f"could not be watched: {'; '.join(sorted(self.failed)[:4])}")
         if self._recorder.unwrapped:
             lines.append(f"could not be wrapped: {'; '.join(self._recorder.unwrapped[:4])}")
-        lines.append(f"{len(self.faults)} faults" if self.faults else "no fault in what was looked at")
+        lines.append(f"{len(self.faults)} faults" if self.faults else "no fault in what was checked")
         return " · ".join(lines)
 
     def log_summary(self) -> None:

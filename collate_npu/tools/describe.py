@@ -45,9 +45,9 @@ def describe(batch: Mapping[str, Any]) -> Description:
         <BLANKLINE>
         Segments(B=2, S=3, lengths=[3, 1], padding='left'): 2 sequences, 4 real tokens of 6 (67%)
         in words: 2 rows of 3, one sequence each; padding on the left, 2 of 6 places (33%)
-        known by attention_mask: says all of it, alone
-        known by attention_mask_2d: says all of it, alone
-        known by position_ids: agrees; alone it does not say all
+        known by attention_mask: says all of it without other keys
+        known by attention_mask_2d: says all of it without other keys
+        known by position_ids: agrees; without the other keys it is incomplete
         no mask is not exact: padding stands on the left, so real tokens would attend it
         cheapest exact form: the 2D mask, 6 bytes; the dense 4D that models make of it takes 18 bytes
     """
@@ -98,9 +98,9 @@ def _alone(batch: Sources, key: str, segments: Segments) -> str:
     try:
         found = segments_from_batch(batch | alone, padding_free=segments.shape[0] == 1)
     except CollateError:
-        return "agrees; alone it does not say all"
+        return "agrees; without the other keys it is incomplete"
     if found == segments:
-        return "says all of it, alone"
+        return "says all of it without other keys"
     same = bool((found.keep == segments.keep).all())
     return "says what is padding, not where sequences part" if same else "says where sequences part, not what is padding"
 

@@ -106,7 +106,7 @@ _LETTERS = 1024
 TABLES = {".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
 _LINES = (".txt", ".log", ".jsonl", ".ndjson")
 _READ = "Name a file of .txt, .jsonl, .json, .parquet or .csv, or pipe text to --data -."
-_RULE = "Data has a column text, content, messages, conversations or input_ids; a .txt file one sample a line, in UTF-8."
+_RULE = "Data has a column text, content, messages, conversations or input_ids; a .txt file has one sample a line, in UTF-8."
 
 
 def shipped_text() -> list[Row]:
@@ -140,7 +140,7 @@ def _lines(path: Path, *, jsonl: bool) -> Iterator[Row]:
             yield line
             continue
         where = f"{name}, line {n}"
-        with refused(where, "no JSON", "Each line is one JSON object.", "Mend it, or leave it out."):
+        with refused(where, "no JSON", "Each line is one JSON object.", "Correct the line, or leave it out."):
             record = json.loads(line)
         yield _row(where, record)
 

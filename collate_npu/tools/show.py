@@ -242,7 +242,7 @@ def consumer_panels(
     except CollateError as error:
         yield Panel(heading=consumer, refused=str(error), derived=True)
         return
-    kept = "attention_mask_2d stays" if route.keeps_mask_2d else "attention_mask_2d is taken out"
+    kept = "attention_mask_2d stays" if route.keeps_mask_2d else "attention_mask_2d is removed"
     facts = f"{adapter.consumer.key} {SPELLED[route.form]}; {kept} ({route.why})"
     for kind, squares in _by_kind(adapter, segments, route):
         yield Panel(heading=f"{consumer} {kind}".strip(), facts=facts, squares=squares, derived=True)

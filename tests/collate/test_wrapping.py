@@ -315,9 +315,9 @@ def test_labels_of_a_decoder_are_padded_behind(wrapped):
     with torch.no_grad():
         alone = [float(model(**{key: torch.tensor([row[key]]) for key in row}).loss) * len(row["labels"]) for row in samples]
         assert float(model(**collator("right")(samples)).loss) == pytest.approx(sum(alone) / 5, rel=1e-4)
-    with pytest.raises(CollateError, match="no decoder parts them"):
+    with pytest.raises(CollateError, match="a decoder cannot keep them apart"):
         PaddingCollator(pad_token_id=0, model=model, packing=True)
-    with pytest.raises(CollateError, match="attends what stands before them"):
+    with pytest.raises(CollateError, match="attends the padding before them"):
         collator("left")(samples)
     assert collator("left")(samples[:1])["labels"].tolist() == [[8, 9]]
 

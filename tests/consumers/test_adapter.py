@@ -136,7 +136,7 @@ def test_ranks_that_share_recurrent_layers_hold_the_tokens_these_put_in_order(co
             if layout == right:
                 assert BatchAdapter(HYBRID, **settings)(batch)["input_ids"].shape[1] == segments.shape[1] // 2
                 continue
-            with pytest.raises(UnsupportedFormError, match=rf"layout: got '{layout}'\. .* layout '{right}' in order"):
+            with pytest.raises(UnsupportedFormError, match=rf"layout: got '{layout}'\. .* only from the layout '{right}'"):
                 BatchAdapter(HYBRID, **settings)(batch)
 
 

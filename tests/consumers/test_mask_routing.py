@@ -267,7 +267,7 @@ def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said
                 adapter.route(RIGHT_13)
     assert len(said) == 9
     assert sum("context parallelism: none" in text for text in said.values()) == 3
-    for kept in ("stays (recurrent layers read it)", "taken out (nobody here", "stays (this consumer always reads it)"):
+    for kept in ("stays (recurrent layers read it)", "removed (no layer", "stays (this consumer always reads it)"):
         assert sum(kept in text for text in said.values()) == 3
     assert all(("stays (this" in text) == ("consumer verl" in text) for text in said.values())
 

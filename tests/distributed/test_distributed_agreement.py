@@ -103,7 +103,7 @@ def test_worlds_made_again_and_processes_started_again_count_afresh_together(tmp
 
 def test_a_rank_that_never_comes_is_named_after_the_timeout():
     said = Threads()(work.silent, 0.5, seconds=10)[0]
-    assert f"no word of ranks {[*range(1, Threads.size)]}" in said
+    assert f"no message from ranks {[*range(1, Threads.size)]}" in said
     assert "0:00:00.500000" in said
 
 
@@ -114,15 +114,15 @@ def test_who_comes_late_to_a_first_call_that_others_gave_up_is_told():
         (gone, *went_on), (told, *late) = pool(work.gives_up_first, 1, seconds=20)
     finally:
         pool.close()
-    assert "no word of ranks [1]" in gone
-    assert "rank 0 raised context parallel: got no word" in told
+    assert "no message from ranks [1]" in gone
+    assert "rank 0 raised context parallel: got no message" in told
     assert went_on == late == [[1.0]]
 
 
 @pytest.mark.slow
 def test_two_threads_that_gather_on_one_group_mix_nothing(pair):
     for found in pair(work.two_threads, 1, 50, 1, seconds=30):
-        assert all("no word of ranks" in text for text in found), found
+        assert all("no message from ranks" in text for text in found), found
 
 
 @pytest.mark.slow
@@ -133,8 +133,8 @@ def test_two_threads_with_a_group_each_wait_for_nobody(processes):
 @pytest.mark.slow
 def test_a_group_has_its_own_timeout_and_who_comes_late_is_told(processes):
     *waited, late = processes(work.gives_up, 0.5, 3, seconds=20)
-    assert all(f"no word of ranks [{processes.size - 1}]" in text and "in 0:00:00.500000" in text for text in waited), waited
-    assert "rank 0 raised context parallel: got no word" in late
+    assert all(f"from ranks [{processes.size - 1}]" in text and "in 0:00:00.500000" in text for text in waited), waited
+    assert "rank 0 raised context parallel: got no message" in late
     assert processes(work.gives_up, 10, 0.1) == [""] * processes.size
 
 

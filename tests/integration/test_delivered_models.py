@@ -115,7 +115,7 @@ def test_the_layers_of_a_vision_tower_are_not_asked():
     found = check_delivery(model, inputs | images)
     assert found.layers
     assert not any("vision" in name for name in found.layers)
-    with pytest.raises(CollateError, match="images of one row"):
+    with pytest.raises(CollateError, match="images of a batch"):
         check_delivery(model, inputs | images, alone=True)
 
 

@@ -119,7 +119,7 @@ def moved(labels):
 
 
 RELABELLED = {
-    "moved twice": (moved, SAMPLES, "moved by a place"),
+    "moved twice": (moved, SAMPLES, "shifted, and the model"),
     "dropped": (lambda labels: torch.full_like(labels, -100), SAMPLES, "10 labels .* 10 are ignored"),
     "one dropped": (lambda labels: labels.where(labels != EOS, -100), SAMPLES, r"3 labels .* labels == pad_token_id"),
     "first ones alone": (lambda labels: labels, ANSWERS, ""),

@@ -105,9 +105,9 @@ def test_a_sample_without_tokens_or_longer_than_a_row_is_refused(sample):
 
 @pytest.mark.parametrize("keep", [None, [[1] * 4] * 2])
 def test_a_sample_of_padding_alone_is_refused_where_no_mask_says_its_place(keep):
-    with pytest.raises(CollateError, match="several ways to read it"):
+    with pytest.raises(CollateError, match="several places for one sample"):
         locate(batch([1, 2, 9, 9], [9] * 4, keep=keep), features([1, 2, 9, 9], [9, 9]))
-    with pytest.raises(CollateError, match="several ways to read it"):
+    with pytest.raises(CollateError, match="several places for one sample"):
         locate(batch(*[[PAD] * 40] * 8), features(*[[PAD] * n for n in range(20, 28)]))
 
 

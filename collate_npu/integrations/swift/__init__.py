@@ -388,6 +388,6 @@ def get_last_tokens(
         raise CollateError(explain("get_last_tokens", got, rule, remedy))
     keep = attention_mask.to(output_tensor.device) != 0
     if empty := (~keep.any(dim=1)).nonzero().flatten().tolist():
-        rows, rule = [(b, "padding alone") for b in empty], "A row without tokens has no last one."
+        rows, rule = [(b, "padding alone") for b in empty], "A row of padding has no last token."
         raise CollateError(explain_rows("get_last_tokens", rows, rule, "Drop those rows."))
     return original(trainer, output_tensor, None, keep)

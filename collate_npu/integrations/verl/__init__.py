@@ -100,7 +100,7 @@ def _refuse_window(window: Any, given: dict[str, Any]) -> None:
     longest = int((ids.offsets().diff() if ids.is_nested else given["attention_mask"].bool().sum(-1)).max())
     if left is None or left < 0 or longest <= left + 1:
         return
-    rule = f"No attention of MindSpeed's reads a window, and rows of {longest} tokens are longer than {left} + 1."
+    rule = f"MindSpeed's attention reads no window, and rows of {longest} tokens are longer than {left} + 1."
     remedy = f"Keep rows to {left + 1} tokens (data.max_prompt_length, data.max_response_length), or use strategy=fsdp."
     raise UnsupportedFormError(explain("window_size", str(window), rule, remedy))
 
@@ -167,7 +167,7 @@ def _refuse_shares(engine: Any, kernel: str) -> None:
     if needs_mask_2d(engine.module) and not engine.pass_packed_cu_seqlens:
         refuse_model(engine.module)
     if not kernel.startswith("flash"):
-        rule = "verl's Ulysses gathers the row inside flash attention alone; others would see this rank's part of it."
+        rule = "verl's Ulysses gathers the row only inside flash attention; other attention sees one rank's part of it."
         remedy = "Use flash attention, or actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1."
         raise UnsupportedFormError(explain("attn_implementation", kernel, rule, remedy))
 

@@ -118,7 +118,7 @@ def fusion_attention_kwargs(
     [3, 8]
     """
     if not isinstance(operator, str) or operator not in get_args(Operator):
-        rule, remedy = f"The operators are {' and '.join(get_args(Operator))}.", "Name the one you call."
+        rule, remedy = f"The operators are {' and '.join(get_args(Operator))}.", "Pass the one that you call."
         raise CollateError(explain("operator", repr(operator), rule, remedy))
     pattern, device = Pattern.of(pattern), here(device)
     max_mask_bytes = whole_number("max_mask_bytes", max_mask_bytes)
@@ -194,7 +194,7 @@ def _terms(segments: Segments, pattern: Pattern, layout: str, causal_mode: int) 
 
 def _check(segments: Segments, layout: str, causal_mode: int) -> None:
     if not isinstance(layout, str) or layout not in RANKS:
-        rule, remedy = f"The operator's layouts are {', '.join(RANKS)}.", "Name the layout of q, k and v."
+        rule, remedy = f"The operator's layouts are {', '.join(RANKS)}.", "Pass the layout of q, k and v."
         raise CollateError(explain("layout", repr(layout), rule, remedy))
     if not isinstance(causal_mode, int) or causal_mode not in (2, 3):
         rule, remedy = "Causal is mode 2 (top-left) or 3 (bottom-right).", "Leave it at 3."

@@ -324,7 +324,7 @@ def _other_sizes(given: Mapping[str, int | None], follow: Mapping[str, int]) -> 
 def _scale(call: AttentionCall) -> Iterator[Breach]:
     scale, given = call.arguments["scale"], "scale" in call.given
     if not given or not 0 < scale < inf:
-        says, remedy = "Left out it is 1.0, which no model means.", "Pass scale=D**-0.5, or the model's own."
+        says, remedy = "Without it the operator uses 1.0, which no model means.", "Pass scale=D**-0.5, or the model's own."
         yield Breach("scale", "scale", str(scale) if given else "nothing", says, remedy, "PD:36")
 
 
@@ -426,7 +426,7 @@ def _silent(call: AttentionCall) -> Iterator[Breach]:
     if mask is None:
         if call.mode != 0 or pre < Sq - 1 or after < Skv - 1:
             got = f"None with sparse_mode {call.mode}, pre {pre}, next {after}"
-            says = "Without a mask every mode and token is ignored: full attention, the future included."
+            says = "Without a mask the operator ignores modes and tokens: every query attends all keys."
             remedy = "Pass the compressed mask fusion_attention.triangle(), or sparse_mode 0 if full attention is meant."
             yield Breach("none-is-full", "atten_mask", got, says, remedy, "T:799, T:4121, PD:176, MS:102")
         return
@@ -451,14 +451,14 @@ def _shapes(call: AttentionCall) -> Iterator[Breach]:
 def _unused(call: AttentionCall) -> Iterator[Breach]:
     for name in ("padding_mask", "pse", "sink", "dropout_mask", "prefix"):
         if call.arguments[name] is not None and (name != "prefix" or call.mode not in (5, 6)):
-            says = f"{name} would pass unread in sparse_mode {call.mode}: by the operator, or by this check."
+            says = f"The operator or this check does not read {name} in sparse_mode {call.mode}."
             remedy = "Express padding in atten_mask, and a prefix in mode 5 or 6; check a call with the others by hand."
             yield Breach("unread", name, "given", says, remedy, "PD:34, PD:181, D")
 
 
 def _lists(call: AttentionCall) -> Iterator[Breach]:
     if len(call.lengths) > MOST_SEQUENCES:
-        got, says = f"{len(call.lengths)} ends", f"The host code has {MOST_SEQUENCES} slots for them, and writes past."
+        got, says = f"{len(call.lengths)} ends", f"The host code has {MOST_SEQUENCES} slots for them, and overruns."
         yield Breach("too-many", ", ".join(LISTS), got, says, "Split the batch.", "A:449, T MAX_VAR_LEN_SEQ_LEN")
     for name, ends, T in zip(LISTS, call.ends, (call.Tq, call.Tkv)):
         yield from _ends(call, name, ends or (), T)
@@ -493,7 +493,7 @@ def _ends(call: AttentionCall, name: str, ends: tuple[int, ...], T: int | None) 
 def _form(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:
     got = shape_of(atten_mask)
     if missing := [name for name in REQUIRED_TOKENS.get(call.mode, ()) if name not in call.given]:
-        says = f"sparse_mode {call.mode} attends by the tokens alone; left out they are unlimited, the future included."
+        says = f"sparse_mode {call.mode} is limited only by these two; without them every query attends all keys."
         remedy = "Pass both: next_tockens=0 is causal, pre_tockens=window-1 a window."
         yield Breach("tokens-left-out", ", ".join(missing), "nothing", says, remedy, "T:689, T:3978-3986, D")
     if atten_mask.is_meta:
@@ -501,7 +501,7 @@ def _form(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:
         yield Breach("no-contents", "atten_mask", got, says, remedy, "rule of this library")
     if call.mode in COMPRESSED:
         if atten_mask.ndim == 4:
-            says = f"sparse_mode {call.mode} reads it as the compressed mask, by the luck of its size."
+            says = f"sparse_mode {call.mode} reads it as the compressed mask, because its size happens to fit."
             remedy = "Pass the 2-D compressed mask, or sparse_mode 1 with a dense one."
             yield Breach("dense-as-compressed", "atten_mask", got, says, remedy, "T:1527-1568")
         return
@@ -538,7 +538,7 @@ def compressed_contents(call: AttentionCall, atten_mask: Tensor) -> Iterator[Bre
     if torch.equal(blocked, right):
         return
     got = f"{int((blocked != right).sum())} wrong cells"
-    says = f"sparse_mode {call.mode} reads its mask as one that is True above the diagonal; contents are never checked."
+    says = f"sparse_mode {call.mode} expects a mask that is True above the diagonal, and does not check it."
     remedy = f"Use fusion_attention.{'prefix_triangle' if call.mode == 6 else 'triangle'}()."
     yield Breach("compressed-contents", "atten_mask", got, says, remedy, "PD:554-606, D")
 
@@ -559,7 +559,7 @@ def _dense_contents(call: AttentionCall) -> Iterator[Breach]:
                 disagrees = bool((~masked & skipped).any())
         odd += int((torch.cat(to_itself, -1) & attended).sum()) if square and to_itself else 0
     if odd:
-        says = "True = blocked. Here tokens that others attend cannot attend themselves: the mask of a keep convention."
+        says = "True = blocked. Here tokens that others attend cannot attend themselves: this looks like a keep mask."
         remedy = "Invert it (~keep), or use dense(segments, polarity='masked')."
         yield Breach("polarity", "atten_mask", f"{odd} such tokens", says, remedy, "PD:35, D")
     if disagrees:

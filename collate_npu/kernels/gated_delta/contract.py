@@ -67,14 +67,14 @@ def _unread(call: Call) -> Iterator[Breach]:
     for name, value in call.arguments.items():
         if name not in row.names and _BOUNDARY.search(name) and not name.startswith("max_"):
             takes = ", ".join(row.names)
-            says = f"{row.name} does not read it, and a caller that filters keywords drops it in silence; it takes {takes}."
+            says = f"{row.name} does not read it, and a caller that filters keywords drops it silently; it takes {takes}."
             yield call.breach("unread", name, shape_of(value), says, f"Leave {name} out. {row.remedy}")
 
 
 def _unreadable(call: Call) -> Iterator[Breach]:
     """Rules without which no other can read the boundaries."""
     if call.where and len(call.offsets) < 2:
-        says = "There is at least one sequence, behind the leading 0 where there is one."
+        says = "There is at least one sequence (after the leading 0, where the form has one)."
         yield call.breach("count", call.where, f"{len(call.given)} entries", says)
     elif call.where and min(call.lengths) < 0:
         yield call.breach("falling", call.where, shown(call.given), "No sequence ends before it begins.")
@@ -90,9 +90,9 @@ def _boundaries(call: Call) -> Iterator[Breach]:
             says = "The first entry counts tokens before the first sequence and is 0; lengths follow it."
         yield call.breach("first", where, got, says)
     if offsets[-1] != call.total:
-        says, remedy = "what lies behind them is somebody else's memory.", "Take the offsets from this very batch."
+        says, remedy = "the kernel would read memory after them that is not its own.", "Take the offsets from this batch."
         if offsets[-1] < call.total:
-            says = "what no sequence covers stays unwritten memory: NaN in gradients."
+            says = "tokens outside every sequence stay unwritten memory: NaN in gradients."
             remedy = f"Count the tail as one more sequence. {call.operator.remedy}"
         yield call.breach("last", where, got, f"The call has {call.total} tokens, and {says}", remedy)
     yield from _empties(call)
@@ -123,12 +123,12 @@ def _tables(call: Call) -> Iterator[Breach]:
             continue
         if not call.where:
             if "cp_context" not in call.arguments:
-                says = "A table or a copy belongs to offsets, and without them nothing keeps sequences apart."
+                says = "A table or a copy needs offsets beside it; without offsets nothing keeps sequences apart."
                 yield call.breach("alone", name, shape_of(call.get(name)), says)
         elif name in row.tables:
             yield from _table(call, name, call.get(name), table_block(row.tables[name], call.chunk_size))
         elif (copy := offset_values(call.arguments, name)) != call.given:
-            says = f"It is a copy of {call.where}, {shown(call.given)}; tables follow the one, lengths the other."
+            says = f"It is a copy of {call.where}, {shown(call.given)}; the kernel reads both."
             yield call.breach("copy", name, shown(copy), says)
 
 
@@ -174,7 +174,7 @@ def _scale(call: Call) -> Iterator[Breach]:
     if isinstance(scale, (int, float, np.integer, np.floating)) and not 0 < scale < inf:
         yield call.breach("scale", "scale", repr(scale)[:40], "It is a number above 0, and finite.", remedy)
     if scale is None and call.segments is not None and call.operator.name in _SCALED:
-        yield call.breach("scale", "scale", "nothing", "Left out it is 1.0, where fla's rule has K**-0.5.", remedy)
+        yield call.breach("scale", "scale", "nothing", "The default is 1.0, where fla's rule uses K**-0.5.", remedy)
 
 
 _SCALED = ("fla_npu.recurrent_gated_delta_rule", "torch_npu.npu_chunk_gated_delta_rule")
@@ -193,7 +193,7 @@ def _mask(call: Call) -> Iterator[Breach]:
     if call.operator.masks == "ignored":
         yield from _ignored(call, value)
     elif (values_BT := _mask_values(call)) is None:
-        says = "The layer reads padding from a [B, T] mask with values alone; of another it makes none."
+        says = "The layer reads padding only from a [B, T] tensor with values; any other mask it ignores."
         yield call.breach("mask-form", "attention_mask", shape_of(value), says, "Pass segments.keep.long(), [B, T].")
     elif not np.isin(values_BT, (0, 1)).all():
         got = f"{shape_of(value)} with values {', '.join(f'{n:g}' for n in np.unique(values_BT)[:6])}"
@@ -218,13 +218,13 @@ def _alone(call: Call, keep_BT: Array) -> Iterator[Breach]:
     begins_BT = keep_BT & ~np.pad(keep_BT, ((0, 0), (1, 0)))[:, :-1]
     holes, left = _rows(begins_BT.sum(1) > 1), _rows(~keep_BT[:, 0] & keep_BT.any(1))
     if holes:
-        says = "Padding inside a sequence is not undone by a mask: the state decays and the convolution reads it."
+        says = "A mask does not undo padding inside a sequence: the state decays and the convolution reads it."
         yield call.breach("hole", "attention_mask", holes, says, _UNPAD)
     if left and (call.is_set("bias") or call.is_set("conv_bias")):
-        says = "With a bias, zeroed padding on the left is no longer zero behind the convolution."
+        says = "With a bias, padding on the left that was set to zero is not zero after the convolution."
         yield call.breach("bias", "attention_mask", left, says, _RIGHT)
     elif left and call.B == 1 and call.before(releases.SINGLE_ROW_MASKED):
-        says = f"transformers {call.release('transformers')} reads a mask of more than one row alone."
+        says = f"transformers {call.release('transformers')} reads a mask only if it has more than one row."
         yield call.breach("mask-dropped", "attention_mask", left, f"{says} {releases.SINGLE_ROW_MASKED} reads all.", _RIGHT)
 
 
@@ -232,7 +232,7 @@ def _beside_offsets(call: Call, keep_T: Array) -> Iterator[Breach]:
     """Padding must lie behind the real tokens of a sequence, or fill sequences of its own."""
     pieces = [keep_T[start:end] for start, end in pairwise(call.offsets)]
     if bad := [n for n, piece in enumerate(pieces) if (piece[1:] > piece[:-1]).any()]:
-        says = f"It is multiplied in as well, and in sequence {bad[0]} padding stands before or between real tokens."
+        says = f"The layer multiplies it in too, and in sequence {bad[0]} padding stands before or between real tokens."
         remedy = f"Make padding a sequence of its own, and leave the mask out: {_UNPAD}"
         yield call.breach("mask-and-offsets", "attention_mask", f"padding in sequences {bad[:8]}", says, remedy)
 
@@ -320,7 +320,7 @@ def _returning(call: Call, reach: float = 0) -> Iterator[Breach]:
             before = ended.get(row[start])
             if before is not None and start - before < reach - 1:
                 got = str(row[before - 1 : start + 1][:12].tolist())
-                says = "Tokens of one number count as one sequence, whatever stands between them."
+                says = "All tokens with one number count as one sequence, even if others stand between them."
                 remedy = f"Give each sequence of the flat row a number of its own: {_OWN_NUMBERS}"
                 yield call.breach("numbers-return", "seq_idx", got, says, remedy)
                 return
@@ -333,7 +333,7 @@ MAMBA_TOKENS = 61_000
 def _mamba(call: Call) -> Iterator[Breach]:
     """mamba_ssm's scan, which takes `seq_idx` for boundaries."""
     if "cu_seqlens" in call.arguments and "seq_idx" not in call.arguments:
-        says = "cu_seqlens serves return_varlen_states alone: without seq_idx states run on from sequence to sequence."
+        says = "cu_seqlens is read only for return_varlen_states: without seq_idx the state runs from sequence to sequence."
         yield call.breach("offsets-alone", "cu_seqlens", "no seq_idx", says, f"Pass seq_idx: {_OWN_NUMBERS}")
     if call.B * call.T > MAMBA_TOKENS:
         says, remedy = f"Its int32 pointers overflow at about {MAMBA_TOKENS} tokens (mamba #1015).", "Use shorter rows."
@@ -380,7 +380,7 @@ def _layer(call: Call) -> Iterator[Breach]:
     yield from _pair(call)
     for package, name in (("fla", call.where), ("causal_conv1d", "seq_idx" * numbered)):
         if name and call.release(package) is None and call.before(releases.MISSING_KERNEL_RAISES):
-            says = f"Without {package} a torch function stands in; transformers {version} drops boundaries in silence."
+            says = f"Without {package} a torch function stands in; transformers {version} drops boundaries without an error."
             remedy = f"Install {package} and name its release in versions, or pass padded rows with a 2D mask."
             yield call.breach("package", name, f"{package} is not there", says, remedy)
     yield from _returning(call)
@@ -403,7 +403,7 @@ def _positions(call: Call) -> Iterator[Breach]:
     if not call.where and isinstance(positions, Tensor) and positions.ndim == 2 and not positions.is_meta:
         real = mask.bool().cpu() if isinstance(mask, Tensor) and mask.shape == positions.shape else positions.cpu() > -1
         if bool(((positions.cpu()[:, 1:] == 0) & real[:, 1:] & real[:, :-1]).any()):
-            says = "They begin again inside a row: it is packed, and recurrent layers read no positions."
+            says = "They restart inside a row: it is packed, and recurrent layers do not read positions."
             yield call.breach("positions-alone", "position_ids", shape_of(positions), says)
 
 
@@ -411,7 +411,7 @@ def _packed_fields(call: Call) -> Iterator[Breach]:
     """Megatron's `PackedSeqParams`: its padded and actual offsets, its totals."""
     total = whole_number("total_tokens", call.arguments.get("total_tokens", call.T))
     if call.where and total != call.T:
-        says = f"The row has {call.T} tokens; sequence numbers are cut off or added without a word."
+        says = f"The row has {call.T} tokens; sequence numbers are cut off or added without an error."
         yield call.breach("total", "total_tokens", str(total), says, "Pass the width of the row.")
     if call.where != "cu_seqlens_q_padded" or "cu_seqlens_q" not in call.arguments:
         return

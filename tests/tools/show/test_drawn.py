@@ -176,7 +176,7 @@ def test_a_refusal_stands_first_in_its_own_words(name):
 
 @pytest.mark.parametrize("numbers", [[[256, 256, 72], [1, 0, 1]], [[-100, 2]]])
 def test_token_ids_and_labels_are_no_mask(numbers):
-    with pytest.raises(CollateError, match="They are token ids or labels"):
+    with pytest.raises(CollateError, match="These look like token ids or labels"):
         picture(torch.tensor(numbers))
 
 
