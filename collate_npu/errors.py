@@ -177,27 +177,21 @@ def log_once(what: Hashable, text: str, *, level: int = logging.DEBUG) -> None:
 
 GONE_IN = "0.9"
 MOVED = {
-    "collate_npu.AmbiguousMaskError": "collate_npu.errors.AmbiguousMaskError",
-    "collate_npu.PolarityError": "collate_npu.errors.PolarityError",
-    "collate_npu.UnsupportedFormError": "collate_npu.errors.UnsupportedFormError",
-    "collate_npu.Verdict": "collate_npu.masks.Verdict",
-    "collate_npu.block_mask": "collate_npu.masks.block_mask",
-    "collate_npu.dense": "collate_npu.masks.dense",
-    "collate_npu.mask_mod": "collate_npu.masks.mask_mod",
-    "collate_npu.none_is_exact": "collate_npu.masks.none_is_exact",
-    "collate_npu.varlen": "collate_npu.masks.varlen",
-    "collate_npu.per_sequence": "collate_npu.outputs.per_sequence",
-    "collate_npu.to_nested": "collate_npu.outputs.to_nested",
-    "collate_npu.picture": "collate_npu.tools.show.picture",
-    "collate_npu.consumers.consumer.Consumer": "collate_npu.consumers.mask_routing.Consumer",
-    "collate_npu.consumers.consumer.Form": "collate_npu.consumers.mask_routing.Form",
-    "collate_npu.consumers.consumer.Refusal": "collate_npu.consumers.mask_routing.Refusal",
+    f"{old}.{name}": f"{new}.{name}"
+    for old, new, names in (
+        ("collate_npu", "collate_npu.errors", "AmbiguousMaskError PolarityError UnsupportedFormError"),
+        ("collate_npu", "collate_npu.masks", "Verdict block_mask dense mask_mod none_is_exact varlen"),
+        ("collate_npu", "collate_npu.outputs", "per_sequence to_nested"),
+        ("collate_npu", "collate_npu.tools.show", "picture"),
+        ("collate_npu.consumers.consumer", "collate_npu.consumers.mask_routing", "Consumer Form Refusal"),
+        ("collate_npu.integrations.delivery", "collate_npu.proof.delivery", "Delivery"),
+        ("collate_npu.integrations.delivery", "collate_npu", "check_delivery guard_first_batch"),
+    )
+    for name in names.split()
+} | {
     "collate_npu.kernels.fusion_attention.check_contract": "collate_npu.kernels.check.check_call",
     "collate_npu.kernels.gated_delta.check_gated_delta_contract": "collate_npu.kernels.check.check_call",
     "collate_npu.integrations.trl.adapt_forward": "collate_npu.adapt",
-    "collate_npu.integrations.delivery.Delivery": "collate_npu.proof.delivery.Delivery",
-    "collate_npu.integrations.delivery.check_delivery": "collate_npu.check_delivery",
-    "collate_npu.integrations.delivery.guard_first_batch": "collate_npu.guard_first_batch",
 }
 """Old name -> new name."""
 

@@ -144,15 +144,12 @@ class CallBoundaries:
         if not self.by:
             return "nothing"
         if self.by in _OF_ROWS:
-            return f"{self.by} {self._lengths()}"
+            lengths_B = (~self.neutral_T).reshape(self.shape).sum(axis=1)  # tokens that count, of each row
+            return f"{self.by} {shown(lengths_B.tolist())}"
         if not self.fits:
             return f"{self.by} that are no offsets of its {len(self.first_T)} tokens"
         end = int(np.flatnonzero(~self.neutral_T)[-1]) + 1
         return shown([*np.flatnonzero(self.begins_T).tolist(), end])
-
-    def _lengths(self) -> str:
-        """Tokens that count, of each row."""
-        return shown((~self.neutral_T).reshape(self.shape).sum(axis=1).tolist())
 
 
 def shown(numbers: Sequence[int]) -> str:

@@ -114,17 +114,14 @@ def meaning(found: Sequence[Tensor], known: Sequence[Tensor], bound: float, hold
     longer = [n for n in begins if len(known[n]) > 1]  # one number alone may be near by chance
     if longer and all(any(m != n and _near(found[n], known[m], bound) for m in range(len(known))) for n in longer):
         return ORDER
-    if longer and all(_moved(found[n], known[n], bound) for n in longer):
+    pairs = [(found[n], known[n]) for n in longer]
+    if pairs and all(_near(x[1:], y[:-1], bound) or _near(x[:-1], y[1:], bound) for x, y in pairs):
         return MOVED
     return _placed(begins, [len(y) for y in known], holding)
 
 
 def _near(x: Tensor, y: Tensor, bound: float) -> bool:
     return x.shape == y.shape and bool(((x - y).abs() <= bound).all())
-
-
-def _moved(x: Tensor, y: Tensor, bound: float) -> bool:
-    return _near(x[1:], y[:-1], bound) or _near(x[:-1], y[1:], bound)
 
 
 def _placed(begins: dict[int, int], lengths: Sequence[int], holding: Sequence[bool]) -> str:

@@ -105,14 +105,9 @@ def find_callable(where: str, spec: str, example: str, remedy: str) -> Callable[
                 near = did_you_mean([part], dir(found), "Look at its spelling.")
                 raise CollateError(explain(where, f"{spec}: no {part} in {place}", rule, near))
             found = getattr(found, part)
-        return check_callable(where, spec, found, rule, remedy)
-
-
-def check_callable(where: str, spec: str, found: Any, rule: str, remedy: str) -> Callable[..., Any]:
-    """Return what was found. Raises `CollateError` where it is no function."""
-    if not callable(found):
-        raise CollateError(explain(where, f"{spec}: a {type(found).__name__}", rule, remedy))
-    return found  # type: ignore[no-any-return]
+        if not callable(found):
+            raise CollateError(explain(where, f"{spec}: a {type(found).__name__}", rule, remedy))
+        return found  # type: ignore[no-any-return]
 
 
 @contextmanager

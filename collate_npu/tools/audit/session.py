@@ -161,15 +161,11 @@ def check_models(names: Sequence[str], tokenizer: Path | None, *, trust: bool) -
         raise CollateError(explain("--model", f"{', '.join(unknown)}, {kind}", rule, remedy))
     if tokenizer:
         load_tokenizer(tokenizer, trust=trust)
-    for name in filter(is_checkpoint, names):
-        _check_config(name, trust=trust)
-        _tokenizer_of(name, tokenizer, trust=trust)
-
-
-def _check_config(name: str, *, trust: bool) -> None:
     remedy = "Name the folder of a whole checkpoint; code that it brings runs with --trust-remote-code alone: read it first."
-    with refused(f"--model {name}", "", "Its config.json does not load.", remedy):  # validators raise what they like
-        check_one_stack(transformers.AutoConfig.from_pretrained(str(Path(name)), trust_remote_code=trust))
+    for name in filter(is_checkpoint, names):
+        with refused(f"--model {name}", "", "Its config.json does not load.", remedy):  # validators raise what they like
+            check_one_stack(transformers.AutoConfig.from_pretrained(str(Path(name)), trust_remote_code=trust))
+        _tokenizer_of(name, tokenizer, trust=trust)
 
 
 def load_checkpoint(name: str, *, trust: bool, **how: Any) -> Any:
