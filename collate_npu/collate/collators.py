@@ -364,7 +364,8 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
         batch["position_ids"] = segments.position_ids
     if samples.kinds.get("labels") != "tokens" or batch["labels"].ndim != 2 or not collator._predicts_next:
         return batch, segments
-    # Nothing predicts the first token of a sequence; in column 0 the shift drops its label.
+    # Nothing predicts the first token of a sequence. The shift drops that of column 0, but a Trainer of transformers
+    # before 5.16 counts it, and divides the loss by the count (4.57.1 trainer.py:5620).
     if ids is not None:  # what a sample's own mask calls padding has its label still
         batch["labels"] = ignore_first_labels(batch["labels"], segments, ignore_index=collator.label_pad_token_id)
     elif segments.packed or segments.padding_side in PADS_BEFORE:
@@ -372,6 +373,8 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
         for b, start, _ in segments.spans:
             if start:
                 labels_BS[b, start] = collator.label_pad_token_id
+    if collator._adapter is not None:
+        batch["labels"].numpy()[:, 0] = collator.label_pad_token_id
     return batch, segments
 
 

@@ -125,8 +125,12 @@ class WrappedCollator(Emitter):
         if batch.named["tokens"] == ("tokens",):  # Megatron's stand with the token before, torchtune's do not: by the tokens
             shifted = shifted or None
         ignored = self.label_pad_token_id
-        labels = labels_for(batch, segments, self._labels, shifted, ignored=ignored)
-        return batch | labels if labels else batch
+        out = labels_for(batch, segments, self._labels, shifted, ignored=ignored)
+        labels = out.get("labels", batch.get("labels"))
+        first = self._adapter is not None and self._predicts_next and shifted is False  # of a row, which a Trainer counts
+        if first and isinstance(labels, Tensor) and _follows(labels, segments):
+            out["labels"] = torch.cat([torch.full_like(labels[:, :1], ignored), labels[:, 1:]], dim=1)
+        return batch | out if out else batch
 
     def _masked(self, batch: Sources, samples: _Samples) -> Segments:
         """Read the batch, with the lengths of the samples as one more source where they stand whole in the batch."""
