@@ -254,8 +254,8 @@ class PaddingCollator(Emitter):
     * `tokenizer`: gives `pad_token_id` and `padding_side`.
     * `model`: the module that gets the batch; the batch has the form that it reads. The module is not kept.
     * `consumer`: who reads the batch, if you pass no module: a name, or a `Consumer`.
-    * `attention_mask`: "auto": None if None is right, otherwise 4D. "4d" and "2d" always give that form. "none" raises if
-      None is wrong. "omit" leaves the key out (accelerate's gather and TRL cannot carry None).
+    * `attention_mask`: "auto": what the model reads; without a model, None if None is right, otherwise 4D. "4d" and "2d"
+      always give that form. "none" raises if None is wrong. "omit" leaves the key out (accelerate's gather needs that).
     * `pattern`: what attention sees. None: plain causal, or the model's own.
     * `padding_free`: True puts all samples in one flat row, with its boundaries.
     * `label_pad_token_id`: the label that the loss ignores.
