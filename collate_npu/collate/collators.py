@@ -49,7 +49,7 @@ from collate_npu.masks.sources import Sources, physical_offsets
 from collate_npu.outputs import ignore_first_labels
 from collate_npu.parallel.split import place_documents, with_fills
 from collate_npu.segments import PADS_BEFORE, Segments, of_lengths
-from collate_npu.validation import check_fields, check_model, check_return_tensors, check_tokenizer, checked, options_checked
+from collate_npu.validation import check_fields, check_model, check_return_tensors, check_tokenizer, options_checked
 
 MaskMode = Literal["auto", "none", "4d", "2d", "omit"]
 
@@ -323,7 +323,6 @@ class PaddingCollator(Emitter):
             remedy = "Leave it out; pad_to_multiple_of pads only the end of the row."
             raise UnsupportedFormError(explain("sequence_multiple", str(self.layout.sequence_multiple), rule, remedy))
 
-    @checked
     def __call__(self, features: Features, return_tensors: str | None = None) -> dict[str, Any]:
         """One batch, a plain dict whose first key is `input_ids`. Raises `CollateError` naming every bad row.
 

@@ -268,7 +268,7 @@ def _of_samples(samples: Any) -> dict[str, list[Any]]:
     listed = type(samples) is list or (isinstance(samples, Sequence) and not isinstance(samples, (str, bytes)))
     if not listed or not samples:
         got = "no samples" if isinstance(samples, Sequence) and not samples else f"a {type(samples).__name__}"
-        remedy = _LOAD if isinstance(samples, (str, PathLike)) else "Check the dataset and the sampler."
+        remedy = _LOAD if isinstance(samples, (str, PathLike)) else "Pass a list of samples: check dataset and sampler."
         raise CollateError(explain("features", got, _RULE, remedy))
     if set(map(type, samples)) != {dict}:
         if bad := [(b, f"a {type(row).__name__}") for b, row in enumerate(samples) if not isinstance(row, Mapping)]:

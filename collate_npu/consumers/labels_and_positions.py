@@ -56,12 +56,12 @@ def labels_for(
 
 
 def check_labels(sources: Sources, segments: Segments | None, rule: LabelRule | None, model_type: str) -> None:
-    """Raise where labels `[B, S]` of a language model have another shape than its tokens; and where those of an
-    encoder-decoder are padded left: it makes its decoder's tokens of them, so that the start token stands before the
-    padding, and padding is attended (5.23 models/t5/modeling_t5.py `_shift_right`)."""
-    labels = sources.get("labels")
-    by_token = rule == "next" and isinstance(labels, Tensor) and labels.ndim == 2
-    if by_token and labels is not None and segments is not None and tuple(labels.shape) != segments.shape:
+    """Raise for ids that are floats, for labels `[B, S]` of a language model of another shape than its tokens, and for those
+    of an encoder-decoder that are padded left: its decoder attends the padding (5.23 modeling_t5.py `_shift_right`)."""
+    ids, labels = sources.get("input_ids"), sources.get("labels")
+    if isinstance(ids, Tensor) and ids.is_floating_point():
+        raise CollateError(explain("input_ids", shape_of(ids), "Token ids are whole numbers.", "Pass input_ids.long()."))
+    if rule == "next" and segments and isinstance(labels, Tensor) and labels.ndim == 2 and labels.shape != segments.shape:
         text = f"A language model reads one label for each token, and the tokens are {list(segments.shape)}."
         raise CollateError(explain("labels", shape_of(labels), text, "Pad labels with -100 to the width of input_ids."))
     if rule != "decoder" or labels is None or sources.get("decoder_input_ids") is not None:

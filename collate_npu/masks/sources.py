@@ -151,11 +151,9 @@ class Sources(dict[str, Any]):
     def _rows_and_width(self, name: str) -> tuple[int, int]:
         value = self[name]
         shape = tuple(value.shape) if isinstance(value, Tensor) and not value.is_nested else self.array(name).shape
-        floats = name == "input_ids" and isinstance(value, Tensor) and value.is_floating_point()
-        if len(shape) < 2 or floats:
-            rule = "Tokens of a batch are whole numbers [B, S]."
-            remedy = "Pass input_ids.long(); vectors go under inputs_embeds." if floats else "Add the row: x[None]."
-            raise CollateError(explain(name, f"floats {list(shape)}" if floats else f"shape {list(shape)}", rule, remedy))
+        if len(shape) < 2:
+            rule = "Tokens of a batch are [B, S]."
+            raise CollateError(explain(name, f"shape {list(shape)}", rule, "Add the row: x[None]."))
         return shape[0], shape[1]
 
 

@@ -349,7 +349,7 @@ def show_command(
 ) -> int:
     """Draw a batch: its rows, tokens, labels and masks, what each consumer and each rank gets of it, and why.
 
-    A mask that is refused is drawn all the same, with the places that speak against it. What is wide is folded by blocks.
+    A refused mask is drawn too, with the places that speak against it; the exit code is then 1. Wide masks are folded.
 
     Examples:
     `collate-npu show --lengths 3,5 --side left`
@@ -406,7 +406,7 @@ def _draw(sheet: Sheet, words: str, out: Path | None) -> int:
         put(console, *([Text(f"{words}\n")] if words else []))
         print_sheet(console, sheet)
         put(console, *[Text(f"written: {out}")] * (out is not None))
-    return 0
+    return int("padding: not known" in words)
 
 
 def guide_command(

@@ -78,7 +78,7 @@ def test_rows_pass_exactly_where_the_scheme_puts_their_tokens_in_order(row, serv
     if in_order(scheme, cp, offsets):
         check_recurrent_split(cp, scheme, segments, padding_free=flat)
         return
-    with pytest.raises(UnsupportedFormError, match=f"layout: got '{cp.layout}'.* put tokens of layout"):
+    with pytest.raises(UnsupportedFormError, match=f"layout: got '{cp.layout}'.* put tokens in order only from the layout"):
         check_recurrent_split(cp, scheme, segments, padding_free=flat)
     check_recurrent_split(right, scheme, segments, padding_free=flat)  # the remedy
     split_batch({"input_ids": torch.zeros(segments.shape)}, right, segments=segments)

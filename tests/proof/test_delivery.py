@@ -32,7 +32,7 @@ def test_a_right_run_passes_and_says_what_was_looked_at():
     assert found.layers == {"layers.0": each, "layers.1": each, "layers.2": "[0, 6, 11, 16]"}
     assert found.unchecked == ()
     report = "2 recurrent: convolution [0, 6, 11, 16] ✔ · rule [0, 6, 11, 16] ✔ · 1 attention: [0, 6, 11, 16] ✔"
-    assert found.report == f"{report} · positions not looked at"
+    assert found.report == f"{report} · positions not checked"
     assert str(found).startswith("collate_npu: every layer got what the batch says: ")
     for old, new in (("told", "report"), ("unseen", "unchecked"), ("asked", "leak_free")):
         with pytest.warns(DeprecationWarning, match=f"Delivery.{old} is {new} now"):
@@ -47,7 +47,7 @@ def test_a_right_run_passes_and_says_what_was_looked_at():
 def test_a_layer_alone_is_called_with_hidden_states():
     layer, hidden = DeltaLayer({}), torch.randn(1, 16, 16)
     found = check_delivery(layer, {"hidden": hidden, "cu_seqlens": OFFSETS})
-    assert found.report == "1 recurrent: convolution [0, 6, 11, 16] ✔ · rule [0, 6, 11, 16] ✔ · positions not looked at"
+    assert found.report == "1 recurrent: convolution [0, 6, 11, 16] ✔ · rule [0, 6, 11, 16] ✔ · positions not checked"
     with pytest.raises(CollateError, match="goes on from another sequence"):
         check_delivery(DeltaLayer({"seq_idx": planted()}), {"hidden": hidden, "cu_seqlens": OFFSETS})
     with pytest.raises(CollateError, match=r"calls of \[1, 16\] tokens"):
@@ -124,7 +124,7 @@ def test_what_cannot_be_judged_is_not_looked_at(monkeypatch):
     model.layers.append(KeyAttention())
     found = check_delivery(model, BATCH)
     assert str(found).startswith("collate_npu: these layers got what the batch says: ")
-    assert "not looked at: layers.3, (model) (" in str(found)
+    assert "not checked: layers.3, (model) (" in str(found)
     name, *unread = found.unchecked
     assert (name, [each.partition(" (")[0] for each in unread]) == ("layers.3", ["(model)", "layers.3"])
     assert all("keys" in each for each in unread)
@@ -341,5 +341,5 @@ def test_a_model_that_pools_is_compared_by_its_states_and_not_a_function_in_its_
 
 
 def test_sequences_of_a_stack_that_nobody_knows_are_not_run_alone():
-    with pytest.raises(CollateError, match=r"Model.*Check without alone=True"):
+    with pytest.raises(CollateError, match=r"Model.*Leave alone= out"):
         check_delivery(Model(), BATCH, alone=True)

@@ -123,8 +123,8 @@ RELABELLED = {
     "dropped": (lambda labels: torch.full_like(labels, -100), SAMPLES, "10 labels .* 10 are ignored"),
     "one dropped": (lambda labels: labels.where(labels != EOS, -100), SAMPLES, r"3 labels .* labels == pad_token_id"),
     "first ones alone": (lambda labels: labels, ANSWERS, ""),
-    "prompts taught": (lambda labels: labels, TAUGHT, "3 labels .* token 1 has 2 for -100"),
-    "another token": (lambda labels: labels.where(labels != 4, 5), SAMPLES, "1 label .* sample 0, token 3 has 5 for 4"),
+    "prompts taught": (lambda labels: labels, TAUGHT, "3 labels .* token 1 has 2 in place of -100"),
+    "another token": (lambda labels: labels.where(labels != 4, 5), SAMPLES, "1 label .* sample 0, token 3 has 5 in place"),
 }
 
 

@@ -130,7 +130,7 @@ def test_places_by_padded_offsets_and_tokens_by_the_others():
     row, sides = Segments.from_lengths([[6, 6]]), {"cu_seqlens_q": [0, 6, 12]}
     assert boundary_reason(packed(**sides, cu_seqlens_kv=[0, 6, 12]), row) == ""
     assert "goes on from another sequence" in boundary_reason(packed(**sides, cu_seqlens_kv=[0, 5, 12]), row)
-    assert "does not read the 1 first" in boundary_reason(packed(**sides, cu_seqlens_kv=[0, 7, 12]), row)
+    assert "does not read the first 1" in boundary_reason(packed(**sides, cu_seqlens_kv=[0, 7, 12]), row)
     with pytest.raises(UnreadError, match="other tokens than its keys"):
         packed(**sides, cu_seqlens_kv=[0, 5, 11])
 

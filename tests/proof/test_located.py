@@ -114,7 +114,7 @@ def test_a_sample_of_padding_alone_is_refused_where_no_mask_says_its_place(keep)
 def test_labels_of_a_batch_are_told_apart_from_those_of_its_samples_and_are_made_where_it_has_none():
     made, samples = batch([9, 4, 5], [1, 2, 3]), features([1, 2, 3], [4, 5])
     labelled = made | {"labels": torch.tensor([[-100, 4, 5], [-100, -100, 3]])}
-    assert "1 label not as the samples have them" in locate(labelled, samples).label_fault()
+    assert "1 label differ from the samples" in locate(labelled, samples).label_fault()
     samples[0]["labels"][1] = -100
     assert locate(labelled, samples).label_fault() == ""
     assert locate(made, samples).with_labels()["labels"].tolist() == [[-100, -100, 5], [-100, 2, 3]]

@@ -26,7 +26,7 @@ def test_the_block_of_a_forward_says_each_kind_of_kernel_once(capsys):
     with watch() as seen:
         Model({n: {"rule": lambda right: None} for n in (0, 1)})(input_ids=IDS, cu_seqlens=OFFSETS)
     told, right = capsys.readouterr().err.splitlines()[0].partition(" · ")[2], "[0, 6, 11, 16]"
-    assert told == f"2 recurrent: convolution {right} ✔ · rule nothing ✘ · 1 attention: {right} ✔ · positions not looked at"
+    assert told == f"2 recurrent: convolution {right} ✔ · rule nothing ✘ · 1 attention: {right} ✔ · positions not checked"
     assert {fault.layer for fault in seen.faults} == {"layers.0", "layers.1"}
 
 

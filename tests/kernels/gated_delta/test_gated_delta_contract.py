@@ -355,7 +355,7 @@ def test_the_message_names_tokens_and_releases() -> None:
         (BOTH, "transformers", {"transformers": "5.9.1"}, "transformers 5.9.1"),
         (cu(0, 3, 3, 73), "fla", {"fla": "0.4.2"}, "fla 0.4.2"),
         ({"seq_idx": ids(2, 1, 70) % 2}, "causal_conv1d", {}, "[0, 1, 0]"),
-        (CU | {"cu_seqlens": dev(0, 3, 70)}, "fla", {}, "unwritten"), (cu(0, 3, 80), "fla", {}, "somebody else"),
+        (CU | {"cu_seqlens": dev(0, 3, 70)}, "fla", {}, "unwritten"), (cu(0, 3, 80), "fla", {}, "memory after them"),
     ):  # fmt: skip
         (breach,) = call_breaches(kernel, kwargs, **ONE, versions=versions)
         assert text in f"{breach.got} {breach.says}"
