@@ -42,7 +42,7 @@ class PolarityError(CollateError):
     Traceback (most recent call last):
         ...
     collate_npu.errors.PolarityError: attention_mask: got bool [1, 1, 1, 3]. True is 'attends' (SDPA) or 'blocked'
-        (TransformerEngine's padding mask); a key mask shows neither. Pass polarity='keep' (True attends), 'masked'
+        (TransformerEngine's padding mask), and a key mask shows neither. Pass polarity='keep' (True attends), 'masked'
         (True is blocked) or 'bias' (additive).
     More: collate-npu guide errors#polarity
     """

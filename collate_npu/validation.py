@@ -129,11 +129,13 @@ _EXAMPLES |= dict.fromkeys(("cp", "context_parallel"), "ContextParallel(size, ra
 def checked(function: Callable[P, T]) -> Callable[P, T]:
     """`function`, which raises `CollateError` for an argument of a kind that its annotation does not name."""
     names = function.__code__.co_varnames
+    needed, known = _parameters(function)
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         if not torch.compiler.is_compiling():
-            check_names(function, kwargs, len(args))
+            if not known.keys() >= kwargs.keys() or not all(name in kwargs for name in needed[len(args) :]):
+                check_names(function, kwargs, len(args))
             hold_against(function, chain(zip(names, args), kwargs.items()))
         return function(*args, **kwargs)
 
@@ -165,18 +167,24 @@ def options_checked(name: str, elsewhere: Mapping[str, str] = {}) -> Callable[[T
     return decorated
 
 
-def check_names(function: Callable[..., Any], given: Mapping[str, Any], placed: int = 1 << 30) -> None:
+def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, None]]:
+    """Return the names that must be given, those by place, and all names, in their order."""
+    code = function.__code__
+    known = dict.fromkeys(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    return tuple(known)[: code.co_argcount - len(function.__defaults__ or ())], known
+
+
+def check_names(function: Callable[..., Any], given: Mapping[str, Any], placed: int) -> None:
     """Raise `TypeError`, as Python does, for arguments that a function does not have, and for those that are missing beside
     `placed` ones by place; the message says what to write."""
-    code, where = function.__code__, function.__qualname__.removesuffix(".__init__").replace(".__call__", "(...)")
-    known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    code, where = function.__code__, function.__qualname__.removesuffix(".__init__")
+    needed, known = _parameters(function)
     if (unknown := [name for name in given if name not in known]) and not code.co_flags & CO_VARKEYWORDS:
         near = did_you_mean(unknown, known, f"It has {', '.join(name for name in known if name not in ('self', 'cls'))}.")
         owner = function.__globals__.get(function.__qualname__.partition(".")[0])
         if isinstance(owner, type) and unknown[0] in signature(owner).parameters:
             near = f"It is an option of the constructor: {owner.__name__}({unknown[0]}=...)."
         raise TypeError(f"{where} has no argument {', '.join(unknown)}. {near}")
-    needed = known[: code.co_argcount - len(function.__defaults__ or ())]
     if missing := [name for name in needed[placed:] if name not in given]:
         takes = ", ".join(name for name in needed if name not in ("self", "cls"))
         raise TypeError(f"{where} got no {' and no '.join(missing)}. Call {where}({takes}).")

@@ -246,12 +246,10 @@ class BatchAdapter:
         if rule and size > 1:
             raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
 
-    @checked
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch the model takes. Raises `CollateError` where its padding is unknown, or has no right form here."""
         return self._rendered(batch)[0]
 
-    @checked
     def with_segments(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         """The batch, and the `Segments` of the whole, unsplit rows for pooling and metrics (`last_token`, `unpad`)."""
         out, segments = self._rendered(batch)
@@ -285,8 +283,9 @@ class BatchAdapter:
             of_rows = {k: x for k, x in out.items() if isinstance(x, Tensor) and x.ndim > 1 and len(x) == shape.numel()}
             return out | {key: x.view(*shape, *x.shape[1:]) for key, x in of_rows.items()}, segments
         segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
+        rule = self.label_rule(sources)
         check_labels(sources, segments, self.model.labels, self.model.model_type)
-        labels = labels_for(sources, segments, self.label_rule(sources), self.shifted)
+        labels = labels_for(sources, segments, rule, self.shifted)
         if self.consumer.counts_positions and segments.spans:  # padding before or between tokens: no flat row, but a row
             padding_free = padding_free and not (segments.spans[0][1] or segments.hole_rows)
         return self.routed(sources | labels if labels else sources, segments, padding_free), segments

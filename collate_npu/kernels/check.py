@@ -68,8 +68,8 @@ def check_call(name: str, arguments: Mapping[str, Any], **says: Any) -> None:
     Traceback (most recent call last):
         ...
     collate_npu.errors.UnsupportedFormError: npu_fusion_attention:
-    [none-is-full] atten_mask: got None with sparse_mode 3, pre 2147483647, next 2147483647. Without a mask every mode
-        and token is ignored: full attention, the future included. Pass the compressed mask fusion_attention.triangle(), or
+    [none-is-full] atten_mask: got None with sparse_mode 3, pre 2147483647, next 2147483647. Without a mask the operator
+        ignores modes and tokens: every query attends all keys. Pass the compressed mask fusion_attention.triangle(), or
         sparse_mode 0 if full attention is meant. (T:799, T:4121, PD:176, MS:102)
     """
     refuse(name, call_breaches(name, arguments, **says))

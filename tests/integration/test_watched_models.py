@@ -74,7 +74,7 @@ def test_a_window_that_a_dense_mask_loses(family, attention):
     with watch(say=False) as seen:  # a batch that does not tell: rows that look padded
         model(input_ids=torch.ones(1, 12).long(), attention_mask=bias)
         model(input_ids=torch.tensor([[1, 1, *range(10)]]), attention_mask=bias)
-    assert "it reaches over 12 tokens, and the config says sliding(8)" in {each.why for each in seen.faults}
+    assert "it attends 12 tokens back, and the config says sliding(8)" in {each.why for each in seen.faults}
 
 
 @pytest.mark.parametrize("attention", ["eager", pytest.param("flex_attention", marks=pytest.mark.slow)])  # it compiles
