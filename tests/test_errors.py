@@ -56,7 +56,7 @@ def test_a_route_is_said_once_with_its_reasons():
     assert "no consumer named: the neutral form, for a BatchAdapter" in neutral
     (route,) = (text for text in others if "consumer transformers, model not named" in text)
     assert "attention_mask: the 2D mask, True or 1 = real (every layer of a transformers model reads the 2D mask)" in route
-    assert "attention_mask_2d: taken out (nobody here reads it)" in route
+    assert "attention_mask_2d: removed (no layer reads it)" in route
     routes = [text for text in others if "consumer megatron" in text]
     for route, side in zip(routes, ("left", "right"), strict=True):
         assert "MainProcess" in route
