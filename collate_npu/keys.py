@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, explain, not_one_of
 
 Kind = Literal["tokens", "positions", "vision", "sample", "truth", "offsets"]
 Fill = float | Literal["pad", "pad_type", "ignored", "next", "last"]
@@ -61,8 +61,7 @@ class Key:
         for name, known in (("kind", get_args(Kind)), ("share", get_args(Share)), ("role", (*get_args(Role), None))):
             held = getattr(self, name)
             if not isinstance(held, str | None) or held not in known:
-                rule = f"{name} is one of {', '.join(map(str, known))}."
-                raise CollateError(explain(f"Key.{name}", repr(held)[:60], rule, "Name one of them."))
+                raise not_one_of(f"Key.{name}", held, known)
 
 
 TOKENS = Key(kind="tokens", why="one value a token")

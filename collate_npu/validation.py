@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import cache, wraps
+from inspect import CO_VARKEYWORDS, signature
 from itertools import chain
 from numbers import Integral, Real
 from os import PathLike
@@ -22,32 +23,29 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.errors import CollateError, did_you_mean, explain, shape_of
 
 
 def check_model(model: Any, *, config: bool = False, name: str = "model") -> None:
-    """Raise `CollateError` for what is no module; where `config` is taken too, for what is no config either.
-
-    >>> check_model("Qwen/Qwen3-Next")
-    Traceback (most recent call last):
-        ...
-    collate_npu.errors.CollateError: model: got the name 'Qwen/Qwen3-Next'. A model is a module, which is looked at. Load
-        it: AutoModelForCausalLM.from_pretrained('Qwen/Qwen3-Next').
-    """
+    """Raise `CollateError` for what is no module; where `config` is taken too, for what is no config either."""
     if isinstance(model, nn.Module):
         return
     loaded, remedy = _not_made(model, "AutoModelForCausalLM"), ""
-    if loaded:
+    if isinstance(model, (bool, str)) and model in (True, False, "longest", "max_length"):
+        remedy = "The second argument is the model. Pass padding= by its name."
+    elif loaded:
         a_type = config and isinstance(model, str) and model.isidentifier()
         remedy = loaded + " A model type alone goes to BatchAdapter(model_type=)." * a_type
     elif callable(getattr(model, "decode", None)):
         remedy = "That is a tokenizer: pass the model."
+    elif model is ...:
+        remedy = "A collator does not keep its model. Pass model= again."
     elif callable(getattr(model, "get_text_config", None)):
         remedy = "" if config else "That is a config: build the model, AutoModelForCausalLM.from_config(config)."
     elif not config or not hasattr(model, "__dict__"):
         remedy = "Pass the model, or its config." if config else "Pass the model."
     if remedy:
-        rule = "A model is a module, or its config, which is read." if config else "A model is a module, which is looked at."
+        rule = "A model is a torch module or its config." if config else "A model is a torch module."
         raise CollateError(explain(name, _kind_of(model), rule, remedy))
 
 
@@ -83,8 +81,10 @@ def check_held(name: str, value: float, dtype: torch.dtype) -> None:
 
 def check_collator(collator: Any, name: str = "collator") -> None:
     """Raise `CollateError` for what cannot be called with features; a class makes what can."""
-    if isinstance(collator, type) or not callable(collator):
-        remedy = _not_made(collator, "") if isinstance(collator, type) else "Pass that function."
+    other = isinstance(collator, nn.Module) or callable(getattr(collator, "decode", None))
+    if other or isinstance(collator, type) or not callable(collator):
+        remedy = "Pass a collator first, then the model; or make one: PaddingCollator(tokenizer, model)."
+        remedy = remedy if other else _not_made(collator, "") if isinstance(collator, type) else "Pass that function."
         raise CollateError(explain(name, _kind_of(collator), "A collator is called with features, a list of dicts.", remedy))
 
 
@@ -120,37 +120,74 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _NUMBERS: dict[Any, tuple[type, ...]] = {bool: (bool, np.bool_), int: (Real,), float: (Real,), str: (str,)}
 """Whether a number is whole, and large enough, is checked where it is used."""
-_SPOKEN = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "a name",
-    Mapping: "a dict",
-    torch.dtype: "a torch dtype",
-    NoneType: "None",
-}
+_SPOKEN: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number", str: "a name"}
+_SPOKEN |= {Mapping: "a dict", torch.dtype: "a torch dtype", NoneType: "None"}
+_EXAMPLES = {"segments": "Segments.from_keep(attention_mask_2d)", "batch": "what your collator returns"}
+_EXAMPLES |= dict.fromkeys(("cp", "context_parallel"), "ContextParallel(size, rank)")
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, which raises `CollateError` for an argument of a kind that its annotation does not name.
-
-    >>> @checked
-    ... def drawn(width: int = 3, *, folded: bool = False) -> int:
-    ...     return width
-    >>> drawn(4, folded="no")
-    Traceback (most recent call last):
-        ...
-    collate_npu.errors.CollateError: folded: got a str. drawn takes True or False. Pass True or False.
-    """
+    """`function`, which raises `CollateError` for an argument of a kind that its annotation does not name."""
     names = function.__code__.co_varnames
+    needed, known = _parameters(function)
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         if not torch.compiler.is_compiling():
+            if not known.keys() >= kwargs.keys() or not all(name in kwargs for name in needed[len(args) :]):
+                check_names(function, kwargs, len(args))
             hold_against(function, chain(zip(names, args), kwargs.items()))
         return function(*args, **kwargs)
 
     return called
+
+
+def options_checked(name: str, elsewhere: Mapping[str, str] = {}) -> Callable[[T], T]:
+    """The class, which raises `CollateError` for arguments that it does not take. The error says what to write instead, from
+    `elsewhere` for options of other packages; "" there is for arguments that are missing, or too many by place."""
+
+    def decorated(made: Any) -> Any:
+        init, takes = made.__init__, signature(made)
+
+        @wraps(init)
+        def called(self: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                takes.bind(*args, **kwargs)
+            except TypeError as error:
+                key = next((each for each in kwargs if each not in takes.parameters), "")
+                remedy = did_you_mean(key, takes.parameters, f"Its options: {', '.join(takes.parameters)}.")
+                got = repr(kwargs[key])[:60] if key else f"{len(args)} arguments by place"
+                rule = f"{name} has no such option." if key else f"{str(error).capitalize()}."
+                raise CollateError(explain(key or name, got, rule, elsewhere.get(key, remedy))) from None
+            init(self, *args, **kwargs)
+
+        made.__init__ = called
+        return made
+
+    return decorated
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, None]]:
+    """Return the names that must be given, those by place, and all names, in their order."""
+    code = function.__code__
+    known = dict.fromkeys(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    return tuple(known)[: code.co_argcount - len(function.__defaults__ or ())], known
+
+
+def check_names(function: Callable[..., Any], given: Mapping[str, Any], placed: int) -> None:
+    """Raise `TypeError`, as Python does, for arguments that a function does not have, and for those that are missing beside
+    `placed` ones by place; the message says what to write."""
+    code, where = function.__code__, function.__qualname__.removesuffix(".__init__")
+    needed, known = _parameters(function)
+    if (unknown := [name for name in given if name not in known]) and not code.co_flags & CO_VARKEYWORDS:
+        near = did_you_mean(unknown, known, f"It has {', '.join(name for name in known if name not in ('self', 'cls'))}.")
+        owner = function.__globals__.get(function.__qualname__.partition(".")[0])
+        if isinstance(owner, type) and unknown[0] in signature(owner).parameters:
+            near = f"It is an option of the constructor: {owner.__name__}({unknown[0]}=...)."
+        raise TypeError(f"{where} has no argument {', '.join(unknown)}. {near}")
+    if missing := [name for name in needed[placed:] if name not in given]:
+        takes = ", ".join(name for name in needed if name not in ("self", "cls"))
+        raise TypeError(f"{where} got no {' and no '.join(missing)}. Call {where}({takes}).")
 
 
 def hold_against(function: Callable[..., Any], given: Iterable[tuple[str, Any]]) -> None:
@@ -159,7 +196,7 @@ def hold_against(function: Callable[..., Any], given: Iterable[tuple[str, Any]])
     for name, value in given:
         kinds = judged.get(name)
         if kinds is not None and type(value) not in kinds and not _is_one(value, kinds):
-            raise wrong_kind(name, value, function.__qualname__.removesuffix(".__init__"), *kinds)
+            raise wrong_kind(name, value, function.__qualname__.removesuffix(".__init__").removesuffix(".__call__"), *kinds)
 
 
 def check_fields(held: Any) -> None:
@@ -226,8 +263,7 @@ def dimension(name: str, x: Tensor, dim: Any) -> int:
     """The dimension of a tensor that is meant, counted from the first."""
     N = x.ndim
     if not (type(dim) is int or isinstance(dim, Integral)) or not -N <= int(dim) < N:
-        rule = f"{name} has {N} dimensions."
-        raise CollateError(explain("dim", repr(dim)[:80], rule, "Name the one that is the sequence."))
+        raise CollateError(explain("dim", repr(dim)[:80], f"{name} has {N} dimensions.", "Pass that of the sequence."))
     return int(dim) % N
 
 
@@ -245,4 +281,5 @@ def wrong_kind(name: str, value: Any, function: str, *kinds: Any) -> CollateErro
     """The refusal of an argument that is none of these kinds."""
     got = f"a tensor {list(value.shape)}" if type(value) is Tensor and not value.is_nested else f"a {type(value).__name__}"
     spoken = " or ".join(_SPOKEN.get(kind, f"a {kind.__name__}") for kind in kinds)
-    return CollateError(explain(name, got, f"{function} takes {spoken}.", f"Pass {spoken}."))
+    example = f": {_EXAMPLES[name]}" if name in _EXAMPLES else ""
+    return CollateError(explain(name, got, f"{function} takes {spoken}.", f"Pass {spoken}{example}."))

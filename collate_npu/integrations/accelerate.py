@@ -43,7 +43,7 @@ class DispatchCollator:
             batch[SEGMENT_KEY] = batch[KEEP_KEY].int()
         if problems := dispatch_problems(batch):
             listed = "; ".join(f"{key} is {what}" for key, what in problems.items())
-            rule = "Accelerate carries tensors whose first dimension is the batch."
+            rule = "Accelerate can only gather tensors whose first dimension is the batch."
             remedy = "Leave these keys out of the samples, or set dispatch_batches=False."
             raise CollateError(explain("batch", listed, rule, remedy, more="none-dispatch"))
         return shipped({key: value.contiguous() for key, value in batch.items()})

@@ -66,6 +66,6 @@ def _check_collator(expected: Any, loader: Any) -> None:
     while found is not expected and (inner := getattr(found, "data_collator", None)) is not None:
         found = inner  # transformers wraps it to remove columns (trainer_utils.py, RemoveColumnsCollator)
     if found is not expected:
-        rule = "The dataloader collates with another function than the one you passed."
+        rule = "The dataloader collates with a function that you did not pass."
         remedy = "Find who replaced it, and set it again: trainer.data_collator = collator."
         raise CollateError(explain("data_collator", type(found).__name__, rule, remedy))

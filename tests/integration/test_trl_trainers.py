@@ -122,7 +122,7 @@ def test_preference_trainers(kind, name, tmp_path):
             adapt(trainer.model)
         with Watch(trainer.model) as seen:
             if (kind, case) == ("kto", "left wrapped"):  # its second rows would get the positions of the first
-                with pytest.raises(UnsupportedFormError, match=r"KL_input_ids.* or leave that collator"):
+                with pytest.raises(UnsupportedFormError, match=r"KL_input_ids.* or do not wrap this collator"):
                     trainer.train()
                 continue
             trainer.train()
@@ -256,7 +256,7 @@ def orpo(model, tmp_path, collator=None):
 def test_orpo_joins_rows_behind_its_collator(tmp_path):
     model = build("qwen3_next")
     inner = DPODataCollatorWithPadding(pad_token_id=PAD)
-    with pytest.raises(CollateError, match=r"put together behind the collator.*adapt\(model\)"):
+    with pytest.raises(CollateError, match=r"builds the rows of this batch after the collator.*adapt\(model\)"):
         orpo(model, tmp_path, wrap_collator(inner, model=model)).train()
     trainer = orpo(model, tmp_path)
     adapt(trainer.model)

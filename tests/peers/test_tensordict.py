@@ -104,7 +104,7 @@ ENTRIES = {
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("form", UNPADDED)
 def test_elsewhere_rows_that_are_not_padded_are_refused_and_the_remedy_works(form, entry):
-    with pytest.raises(CollateError, match="PaddingCollator takes such a batch as it is"):
+    with pytest.raises(CollateError, match="PaddingCollator, which takes them"):
         ENTRIES[entry](UNPADDED[form](RAGGED))
     batch = PaddingCollator(pad_token_id=PAD, model=model())(UNPADDED[form](RAGGED))
     assert check_delivery(model(), batch).layers
