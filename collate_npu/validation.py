@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import cache, wraps
-from inspect import CO_VARKEYWORDS, signature
+from inspect import Signature, signature
 from itertools import chain
 from numbers import Integral, Real
 from os import PathLike
@@ -127,15 +127,17 @@ _EXAMPLES |= dict.fromkeys(("cp", "context_parallel"), "ContextParallel(size, ra
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, which raises `CollateError` for an argument of a kind that its annotation does not name."""
-    names = function.__code__.co_varnames
-    needed, known = _parameters(function)
+    """`function`, which raises `CollateError` for arguments that it does not have, and for one of a kind that its annotation
+    does not name."""
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    needed, known = names[: code.co_argcount - len(function.__defaults__ or ())], frozenset(names)
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         if not torch.compiler.is_compiling():
-            if not known.keys() >= kwargs.keys() or not all(name in kwargs for name in needed[len(args) :]):
-                check_names(function, kwargs, len(args))
+            if not known >= kwargs.keys() or not all(name in kwargs for name in needed[len(args) :]):
+                _check_call(function.__qualname__, signature(function), args, kwargs)
             hold_against(function, chain(zip(names, args), kwargs.items()))
         return function(*args, **kwargs)
 
@@ -143,7 +145,7 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def options_checked(name: str, elsewhere: Mapping[str, str] = {}) -> Callable[[T], T]:
-    """The class, which raises `CollateError` for arguments that it does not take. The error says what to write instead, from
+    """The class, which raises `CollateError` for arguments that it does not have. The error says what to write instead, from
     `elsewhere` for options of other packages; "" there is for arguments that are missing, or too many by place."""
 
     def decorated(made: Any) -> Any:
@@ -151,14 +153,7 @@ def options_checked(name: str, elsewhere: Mapping[str, str] = {}) -> Callable[[T
 
         @wraps(init)
         def called(self: Any, *args: Any, **kwargs: Any) -> None:
-            try:
-                takes.bind(*args, **kwargs)
-            except TypeError as error:
-                key = next((each for each in kwargs if each not in takes.parameters), "")
-                remedy = did_you_mean(key, takes.parameters, f"Its options: {', '.join(takes.parameters)}.")
-                got = repr(kwargs[key])[:60] if key else f"{len(args)} arguments by place"
-                rule = f"{name} has no such option." if key else f"{str(error).capitalize()}."
-                raise CollateError(explain(key or name, got, rule, elsewhere.get(key, remedy))) from None
+            _check_call(name, takes, args, kwargs, elsewhere)
             init(self, *args, **kwargs)
 
         made.__init__ = called
@@ -167,27 +162,19 @@ def options_checked(name: str, elsewhere: Mapping[str, str] = {}) -> Callable[[T
     return decorated
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, None]]:
-    """Return the names that must be given, those by place, and all names, in their order."""
-    code = function.__code__
-    known = dict.fromkeys(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-    return tuple(known)[: code.co_argcount - len(function.__defaults__ or ())], known
-
-
-def check_names(function: Callable[..., Any], given: Mapping[str, Any], placed: int) -> None:
-    """Raise `TypeError`, as Python does, for arguments that a function does not have, and for those that are missing beside
-    `placed` ones by place; the message says what to write."""
-    code, where = function.__code__, function.__qualname__.removesuffix(".__init__")
-    needed, known = _parameters(function)
-    if (unknown := [name for name in given if name not in known]) and not code.co_flags & CO_VARKEYWORDS:
-        near = did_you_mean(unknown, known, f"It has {', '.join(name for name in known if name not in ('self', 'cls'))}.")
-        owner = function.__globals__.get(function.__qualname__.partition(".")[0])
-        if isinstance(owner, type) and unknown[0] in signature(owner).parameters:
-            near = f"It is an option of the constructor: {owner.__name__}({unknown[0]}=...)."
-        raise TypeError(f"{where} has no argument {', '.join(unknown)}. {near}")
-    if missing := [name for name in needed[placed:] if name not in given]:
-        takes = ", ".join(name for name in needed if name not in ("self", "cls"))
-        raise TypeError(f"{where} got no {' and no '.join(missing)}. Call {where}({takes}).")
+def _check_call(
+    name: str, takes: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], elsewhere: Mapping[str, str] = {}
+) -> None:
+    """Raise `CollateError` for arguments that are missing, too many, or of no such name; the error says what to write."""
+    try:
+        takes.bind(*args, **kwargs)
+    except TypeError as error:
+        known = [each for each in takes.parameters if each not in ("self", "cls")]
+        key = next((each for each in kwargs if each not in known), "")
+        got = repr(kwargs[key])[:60] if key else f"{len(args)} arguments by place"
+        rule = f"{name} has no such argument." if key else f"{str(error).capitalize()}."
+        remedy = elsewhere.get(key, did_you_mean(key, known, f"It takes {', '.join(known)}."))
+        raise CollateError(explain(key or name, got, rule, remedy)) from None
 
 
 def hold_against(function: Callable[..., Any], given: Iterable[tuple[str, Any]]) -> None:
@@ -196,7 +183,7 @@ def hold_against(function: Callable[..., Any], given: Iterable[tuple[str, Any]])
     for name, value in given:
         kinds = judged.get(name)
         if kinds is not None and type(value) not in kinds and not _is_one(value, kinds):
-            raise wrong_kind(name, value, function.__qualname__.removesuffix(".__init__").removesuffix(".__call__"), *kinds)
+            raise wrong_kind(name, value, function.__qualname__.removesuffix(".__init__"), *kinds)
 
 
 def check_fields(held: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import collate_npu
 from collate_npu import errors
-from collate_npu.errors import GONE_IN, MOVED
+from collate_npu.errors import GONE_IN, MOVED, CollateError
 
 
 def process(code, on=True, tmp_path=None, *arguments):
@@ -158,7 +158,7 @@ NEAR = {
 
 @pytest.mark.parametrize("typed", NEAR)
 def test_a_misspelt_name_is_answered_with_the_nearest(typed):
-    with pytest.raises((ValueError, TypeError, AttributeError), match=f"Did you mean {NEAR[typed]}"):
+    with pytest.raises((CollateError, AttributeError), match=f"Did you mean {NEAR[typed]}"):
         exec(f"import collate_npu\nfrom collate_npu import *\n{typed}", {})
 
 

@@ -7,7 +7,6 @@ tokens behind change nothing: then its width alone made the difference. A wrong 
 all noise is that of float32, six times that noise passes. Elsewhere one token in a thousand is further off by far (an expert
 is chosen otherwise): six times the least noise passes, and a tenth of what is wrong. Which samples are wrong, and from which
 of their tokens on, says what it means.
-Costs about 130 calls with one sample or two, and 10 with a batch in each layout.
 Legend: N samples, L tokens of a sample; the log-probability at t, of L - 1, is that of token t + 1.
 """
 
@@ -240,6 +239,8 @@ LENGTHS: dict[str, tuple[int, ...]] = {
     "one long": (4, 200, 3, 5),
 }
 """What is drawn. The longest sample never stands first: lost boundaries spare the first, padding the longest."""
+CALLS, CALLS_OF_LAYOUT = 98, 18
+"""How often a stack is called, mostly with one sample, and once more for each layout."""
 _BEHIND = (1, 33)
 """Tokens that are put behind a sample: no answer before them may notice, though it is another width and another chunk."""
 _AHEAD = "tokens behind move what is before them: a padded end is read, or the model looks ahead"

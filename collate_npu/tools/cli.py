@@ -275,37 +275,27 @@ def conformance_command(
     load("torch", "rich")
     from rich.text import Text
 
-    from collate_npu.proof.conformance import conformance
+    from collate_npu.proof.conformance import CALLS, CALLS_OF_LAYOUT, conformance
     from collate_npu.tools.terminal import progress, put, screen, verdict_line
 
     stack = find_callable("run", run, "my_stack.py:run", "Name a function of samples.")
     if not isinstance(stack, type):
         stack = as_user_code(stack, "run", run, "It is called with samples, lists of token ids.", "Mend it there.")
     settings: dict[str, Any] = {"vocab_size": vocab_size, "pad_token_id": pad_id, "layouts": layout or None}
-    calls: list[str] = []
-    if screen(stderr=True).is_terminal and not isinstance(stack, type):  # a stand-in says how many calls there will be
-        scores = lambda ids: [-(sum(ids[: n + 1]) * 37 % 101) / 25 for n in range(1, len(ids))]  # noqa: E731
-        conformance(_noted(stack, calls.append, lambda samples, **_: [*map(scores, samples)]), **settings)
-    with progress(len(calls)) as show:
-        done = count(1)
-        shown = _noted(stack, lambda name: show(f"{name}: call {(n := next(done))} of {len(calls)}", n - 1), stack)
-        found = conformance(shown if calls else stack, **settings, seed=seed)
+    with progress(CALLS + (len(layout or ()) or 2) * CALLS_OF_LAYOUT) as show:
+        done = count()
+
+        @wraps(stack)
+        def shown(*args: Any, **kwargs: Any) -> Any:
+            show(f"{getattr(stack, '__name__', 'run')}: call {(n := next(done)) + 1}", n)
+            return stack(*args, **kwargs)
+
+        found = conformance(stack if isinstance(stack, type) else shown, **settings, seed=seed)
     code = 0 if found.passed else 1
     headline, *lines = str(found).splitlines()
     with pipe_may_close():
         put(screen(), verdict_line(code, headline), *map(Text, lines))
     return code
-
-
-def _noted(like: Callable[..., Any], note: Callable[[str], object], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run` with the signature of another function; each call is noted first."""
-
-    @wraps(like)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        note(getattr(like, "__name__", "run"))
-        return run(*args, **kwargs)
-
-    return called
 
 
 def watch_command(

@@ -101,7 +101,7 @@ SAID = {
     "a separator": (lambda t, m: PaddingCollator(t, m, separator_id=0), r"layout=Layout\(separator_id=...\)"),
     "processing_class": (lambda t, m: PaddingCollator(processing_class=t), "Pass tokenizer="),
     "a slip": (lambda t, m: PaddingCollator(t, m, pad_multiple=8), "Did you mean pad_to_multiple_of"),
-    "no such thing": (lambda t, m: PaddingCollator(t, m, color=8), "Its options: tokenizer, model, padding, max_length"),
+    "no such thing": (lambda t, m: PaddingCollator(t, m, color=8), "It takes tokenizer, model, padding, max_length"),
     "numpy": (lambda t, m: PaddingCollator(t, m)(BARE, return_tensors="np"), "Pass 'pt'"),
     "numpy, wrapped": (lambda t, m: wrap_collator(SEQ2SEQ(t), m)(ROWS, return_tensors="np"), "Pass 'pt'"),
     "texts": (lambda t, m: PaddingCollator(t, m)(["a", "b"]), "Tokenise first"),
