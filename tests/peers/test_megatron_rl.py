@@ -203,7 +203,7 @@ def test_a_right_run_is_told_in_one_line_and_runs_as_it_did(kind, capsys, proces
     assert said.err == ""
     assert said.out.count("\n") == 1
     assert said.out.startswith("collate_npu: 1 steps, 3 forwards (3 compared with their batch), kernels: ")
-    assert said.out.endswith("no fault in what was looked at\n")
+    assert said.out.endswith("no fault in what was checked\n")
     assert torch.nn.Module._call_impl is plain
     assert process.watch.forwards == []
 
