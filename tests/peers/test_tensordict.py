@@ -81,7 +81,7 @@ def test_a_key_that_one_row_of_a_stack_lacks_is_named_and_not_dropped(rows):
     ]
     stack = lazy_stack([TensorDict(row, []) for row in held])
     for call in (PaddingCollator(pad_token_id=PAD), BatchAdapter(consumer="megatron", needs_mask_2d=True)):
-        with pytest.raises(CollateError, match=r"labels stands in every sample|unequal rows"):
+        with pytest.raises(CollateError, match=r"Either every sample has labels|unequal rows"):
             call(stack)
 
 
