@@ -154,7 +154,7 @@ def test_a_routers_loss_that_the_call_asks_for_counts_no_padding(kind, tmp_path)
 def test_a_collator_for_rows_says_what_preference_data_needs(tmp_path):
     model = build("qwen3_next")
     trainer, _ = dpo(model, tmp_path, PaddingCollator(TOKENIZER, model=model))
-    with pytest.raises(CollateError, match=r"samples of prompt_ids, chosen_ids, rejected_ids.* Wrap the collator"):
+    with pytest.raises(CollateError, match=r"samples with prompt_ids, chosen_ids, rejected_ids.* Wrap the collator"):
         trainer.train()
 
 
