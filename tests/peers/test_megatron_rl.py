@@ -270,6 +270,6 @@ def test_a_model_in_which_nothing_could_be_seen_is_no_pass(capsys):
 
 def test_runs_of_a_row_are_refused_where_layers_keep_a_state(monkeypatch):
     args = SimpleNamespace(allgather_cp=True, context_parallel_size=2)
-    with pytest.raises(UnsupportedFormError, match=r"GatedDeltaNet expects the chunks of a zigzag.*Leave --allgather-cp out"):
+    with pytest.raises(UnsupportedFormError, match=r"expects the chunks of a zigzag.*Leave --allgather-cp out"):
         before_log_prob(args, [plugged()], "")
     before_log_prob(args, [gpt("aa", flash=TEDotProductAttention)], "")
