@@ -65,6 +65,7 @@ class Parser(ArgumentParser):
             added = self.add_argument(*(option.names or (f"--{name.replace('_', '-')}",)), **how)
             added.help = f"{option.help}{shown}".replace("%", "%%")  # argparse writes the default of a switch by itself
             added.dest, added.default = name, None if each.default is each.empty else each.default
+            added.required = each.default is each.empty
         self.set_defaults(called=command, parser=self)
 
     def error(self, message: str) -> NoReturn:
@@ -399,6 +400,42 @@ def _draw(sheet: Sheet, words: str, out: Path | None) -> int:
     return int("padding: not known" in words)
 
 
+def plan_command(
+    max_tokens: Annotated[int, Option("The most tokens in a batch: rows x width, or real tokens with --pack.", least=1)],
+    lengths: Annotated[Path | None, Option("The tokens of each sample: .txt (one a line), .json or .npy.")] = None,
+    data: Annotated[Path | None, Option("As in audit: .txt, .jsonl, .parquet, .csv or -.")] = None,
+    tokenizer: Annotated[Path | None, Option("Folder of a tokenizer, for the text of --data.")] = None,
+    ranks: Annotated[int, Option("Data-parallel ranks.", least=1, most=1 << 20)] = 1,
+    pack: Annotated[bool, Option("Batches are packed: flat rows, or rows of --width.")] = False,
+    width: Annotated[int | None, Option("The width of every row, if it is constant.", least=1)] = None,
+    as_json: Annotated[bool, Option("Print the same as JSON.", ("--json",))] = False,
+) -> int:
+    """What does an epoch cost if batches are planned, beside batches as they come and sorted ones?
+
+    Padding is a share of all tokens. Level is the largest batch of a step beside the mean of its ranks, in the worst step.
+    Cost is the time of an epoch, if a step lasts as long as the tokens of its largest batch.
+
+    Examples:
+    `collate-npu plan --lengths lengths.txt --max-tokens 16384 --ranks 8`
+    `collate-npu plan --data my.jsonl --tokenizer ./checkpoint --max-tokens 16384 --ranks 8 --pack`
+    """
+    load("torch", "rich")
+    from collate_npu.collate import BalancedBatchSampler
+    from collate_npu.tools import plan
+    from collate_npu.tools.terminal import put, screen, verdict_line
+
+    counted = plan.read_lengths(lengths, data, tokenizer)
+    sampler = BalancedBatchSampler(counted, max_tokens=max_tokens, num_replicas=ranks, pack=pack, width=width)
+    found = plan.compare_plans(sampler)
+    if as_json:
+        _print_json(found)
+        return 0
+    with pipe_may_close():
+        said = f"{len(counted):,} samples on {ranks} ranks, batches of up to {max_tokens:,} tokens"
+        put(screen(), verdict_line(0, said), plan.plan_table(found))
+    return 0
+
+
 def guide_command(
     name: Annotated[list[str] | None, Option("A page, page#section, words of an error; or the list.", ("name",))] = None,
 ) -> int:
@@ -472,8 +509,8 @@ def completion_command(
 
 
 COMMANDS = (
-    audit_command, conformance_command, watch_command, show_command, env_command, kernels_command, guide_command,
-    stacks_command, completion_command,
+    audit_command, conformance_command, watch_command, plan_command, show_command, env_command, kernels_command,
+    guide_command, stacks_command, completion_command,
 )  # fmt: skip
 
 

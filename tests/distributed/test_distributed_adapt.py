@@ -31,3 +31,12 @@ def test_ranks_that_compute_together_run_as_many_forwards(wrapper, alone, pair):
     assert "moves no real token" in padded
     assert many == as_many
     assert ("alone" in one) == ("alone" in padded) == alone
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_the_gradient_of_a_planned_step_is_that_of_its_samples(wrapper, pack, pools):
+    """On four ranks with several micro-batches each; the mean of means, which a count for each micro-batch gives, is off."""
+    for gaps in pools(4)("adapt_work.planned_error", wrapper, pack):
+        assert gaps["planned"] < 1e-5
+        assert gaps["each alike"] > 1e-2
