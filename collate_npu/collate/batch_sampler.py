@@ -57,7 +57,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     >>> options = {"max_tokens": 9, "num_replicas": 2, "pack": True, "shuffle": False}
     >>> [list(BalancedBatchSampler([5, 2, 2, 4, 1, 4], rank=rank, **options)) for rank in (0, 1)]
-    [[[0, 1, 2]], [[3, 4, 5]]]
+    [[[0, 1, 2]], [[3, 5, 4]]]
     """
 
     @checked

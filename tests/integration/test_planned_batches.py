@@ -8,6 +8,7 @@ pytest.importorskip("accelerate")
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from collate_npu import CollateError, PaddingCollator  # noqa: E402
+from collate_npu.collate import BalancedBatchSampler  # noqa: E402
 from collate_npu.integrations.transformers import plan_batches  # noqa: E402
 from collate_npu.testing import tiny_model  # noqa: E402
 
@@ -65,6 +66,19 @@ def test_the_loss_of_a_step_is_that_of_its_samples(tmp_path):
         losses = [float(model(input_ids=row, labels=row).loss) * (row.numel() - 1) for row in rows]
     alone = sum(losses) / sum(len(row) - 1 for row in ROWS)
     assert trainer.state.log_history[0]["loss"] == pytest.approx(alone, abs=2e-4)  # the Trainer rounds what it logs
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_accelerate_shares_the_batches_of_all_ranks_out_as_planned(even):
+    from accelerate.data_loader import BatchSamplerShard
+
+    how = {"max_tokens": 120, "num_replicas": 3}
+    whole = BalancedBatchSampler(map(len, ROWS), rank=None, **how)
+    for rank in range(3):
+        shard = BatchSamplerShard(whole, 3, rank, even_batches=even)
+        own = BalancedBatchSampler(map(len, ROWS), rank=rank, **how)
+        assert list(shard) == list(own)
+        assert len(shard) == len(own)
 
 
 class Own(Trainer):
