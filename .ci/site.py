@@ -26,6 +26,10 @@ JOBS = {
         "From samples to a padded batch, or to a packed row.",
         "PaddingCollator collate.Layout collate.wrap_collator collate.wrapping.WrappedCollator",
     ),
+    "Plan batches": (
+        "Which samples stand together, and what each batch weighs in a step.",
+        "collate.BalancedBatchSampler collate.lengths_of collate.loss_weights",
+    ),
     "Adapt a model or a batch": (
         "Give each layer the mask that it reads.",
         "adapt integrations.adapt.Adapted BatchAdapter needs_mask_2d",
