@@ -212,7 +212,8 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
             for name, parameter in made.named_parameters():
                 if name.endswith("bias") and "norm" not in name.lower() and not parameter.any():
                     nn.init.normal_(parameter, std=0.5)  # what a projection makes of masked padding
-            made(**run_alone(made, torch.arange(3)[None]))
+            made.is_probe = True  # a run that is watched does not count it
+        made(**run_alone(made, torch.arange(3)[None]))
     return made
 
 

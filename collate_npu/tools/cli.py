@@ -125,7 +125,7 @@ RUN = (
 Side = Literal["left", "right"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Verbose = ("--verbose", "-v")
-AsJson = Annotated[bool, Option("Print one JSON object instead of the text; its first key is passed.", ("--json",))]
+AsJson = Annotated[bool, Option('Print one JSON object instead of the text; its first key is "passed".', ("--json",))]
 
 
 def audit_command(

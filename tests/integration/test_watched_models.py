@@ -46,6 +46,14 @@ def test_a_function_of_transformers_that_takes_boundaries_and_never_reads_them()
     assert seen.forwards[0].faults() == {}
 
 
+def test_copies_that_are_probed_are_no_forwards_of_the_run():
+    with watch(say=False) as seen:
+        model = tiny_model("qwen3_next", vocab_size=64)
+        model.config.rms_norm_eps = 1.25e-6  # no other test has probed it
+        model(**BatchAdapter(model)(LEFT))
+    assert len(seen.forwards) == 1
+
+
 def replaced(model, layers, change):
     """A stack that hands other keywords to layers."""
     for name, layer in model.named_modules():
