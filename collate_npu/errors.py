@@ -131,6 +131,12 @@ def notebook_html(shown: object) -> str | None:
         return None
 
 
+def a_type(value: object) -> str:
+    """Return the type of a value with its article: `an int`."""
+    name = value.__name__ if isinstance(value, type) else type(value).__name__
+    return f"a{'n' * (name[0] in 'AEIOaeio')} {name}"
+
+
 def shape_of(tensor: object) -> str:
     """Return the type and shape of a tensor as a message writes them: `int64 [2, 8]`."""
     dtype = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")

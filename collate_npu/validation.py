@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from collate_npu.errors import CollateError, did_you_mean, explain, shape_of
+from collate_npu.errors import CollateError, a_type, did_you_mean, explain, shape_of
 
 
 def check_model(model: Any, *, config: bool = False, name: str = "model") -> None:
@@ -34,8 +34,8 @@ def check_model(model: Any, *, config: bool = False, name: str = "model") -> Non
     if isinstance(model, (bool, str)) and model in (True, False, "longest", "max_length"):
         remedy = "The second argument is the model. Pass padding= by its name."
     elif loaded:
-        a_type = config and isinstance(model, str) and model.isidentifier()
-        remedy = loaded + " A model type alone goes to BatchAdapter(model_type=)." * a_type
+        named = config and isinstance(model, str) and model.isidentifier()
+        remedy = loaded + " A model type alone goes to BatchAdapter(model_type=)." * named
     elif callable(getattr(model, "decode", None)):
         remedy = "That is a tokenizer: pass the model."
     elif model is ...:
@@ -113,7 +113,7 @@ def _not_made(given: Any, loader: str) -> str:
 def _kind_of(given: Any) -> str:
     if isinstance(given, (str, PathLike)):
         return f"the name {str(given)[:80]!r}"
-    return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+    return f"the class {given.__name__}" if isinstance(given, type) else a_type(given)
 
 
 P = ParamSpec("P")
@@ -279,7 +279,7 @@ def here(device: Any, *, now: bool = True) -> Any:
 
 def wrong_kind(name: str, value: Any, function: str, *kinds: Any) -> CollateError:
     """The refusal of an argument that is none of these kinds."""
-    got = f"a tensor {list(value.shape)}" if type(value) is Tensor and not value.is_nested else f"a {type(value).__name__}"
-    spoken = " or ".join(_SPOKEN.get(kind, f"a {kind.__name__}") for kind in kinds)
+    got = f"a tensor {list(value.shape)}" if type(value) is Tensor and not value.is_nested else a_type(value)
+    spoken = " or ".join(_SPOKEN.get(kind) or a_type(kind) for kind in kinds)
     example = f": {_EXAMPLES[name]}" if name in _EXAMPLES else ""
     return CollateError(explain(name, got, f"{function} takes {spoken}.", f"Pass {spoken}{example}."))

@@ -53,7 +53,7 @@ _SHRINK: tuple[tuple[str, Any], ...] = (
         r"((text|router|out)_)?hidden_size|n_embd|lru_width|ple_embed_dim|embedding_dim|.*intermediate_size|d_model|d_inner",
         64,
     ),
-    (r"d_ff|n_inner|.*ffn_dim|dim_ff|hidden_dim|emb_dim|ffn_hidden_size|embedding_size|true_hidden_size", 64),
+    (r"d_ff|n_inner|.*ffn_dim|dim_ff|hidden_dim|emb_dim|embed_dim|ffn_hidden_size|embedding_size|true_hidden_size", 64),
     (r"(pronunciation|shape|entity)_vocab_size|vocab_size_.+|hidden_size_per_layer_input", 64),
     (r"(encoder|decoder)_layers|num_(decoder_)?layers|n_layers|attn_layer_period|layer_group_size", 2),
     (r"(en|de)coder_attention_heads|n_heads|expert_capacity|index_block_size", 4),
@@ -98,6 +98,11 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "glm5_next_text": {"index_topk": 1024, "index_kpool": 4},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32}
     | {"indexer_budget": 8, "indexer_compress_ratio": 4},
+    # Their rotary frequencies are split by axis, for heads of the real width.
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text"),
+        {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+    ),
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from collate_npu.errors import CollateError, explain
@@ -58,7 +59,8 @@ class DeliveryCallback(TrainerCallback):  # type: ignore[misc]
         if self._collator is not None:
             _check_collator(self._collator, kwargs["train_dataloader"])
         refuse_compiled(kwargs["model"], compiled=getattr(args, "torch_compile", False))
-        guard_first_batch(kwargs["model"], alone=self._alone)
+        # a forward without gradients is no training: GRPO generates first, and generation makes positions of its own
+        guard_first_batch(kwargs["model"], alone=self._alone, only=lambda batch: torch.is_grad_enabled())
 
 
 def _check_collator(expected: Any, loader: Any) -> None:
