@@ -133,7 +133,7 @@ def notebook_html(shown: object) -> str | None:
 
 def a_type(value: object) -> str:
     """Return the type of a value with its article: `an int`."""
-    name = value.__name__ if isinstance(value, type) else type(value).__name__
+    name = (value if isinstance(value, type) else type(value)).__name__
     return f"a{'n' * (name[0] in 'AEIOaeio')} {name}"
 
 
@@ -150,8 +150,6 @@ def shape_of(tensor: object) -> str:
 
 def printable(text: str) -> str:
     """Return the text with every control character, and every invisible one, written as its escape."""
-    if text.isprintable():
-        return text
     return "".join(c if c.isprintable() or c in _HARMLESS else c.encode("unicode_escape").decode() for c in text)
 
 

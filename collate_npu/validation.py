@@ -83,7 +83,7 @@ def check_collator(collator: Any, name: str = "collator") -> None:
     """Raise `CollateError` for what cannot be called with features; a class makes what can."""
     other = isinstance(collator, nn.Module) or callable(getattr(collator, "decode", None))
     if other or isinstance(collator, type) or not callable(collator):
-        remedy = "Pass a collator first, then the model; or make one: PaddingCollator(tokenizer, model)."
+        remedy = f"Pass a collator{', then the model' * (name == 'inner')}; or make one: PaddingCollator(tokenizer, model)."
         remedy = remedy if other else _not_made(collator, "") if isinstance(collator, type) else "Pass that function."
         raise CollateError(explain(name, _kind_of(collator), "A collator is called with features, a list of dicts.", remedy))
 
@@ -92,9 +92,8 @@ def check_batch(batch: Any, collator: Any) -> None:
     """Raise `CollateError` for what is no batch, with the place of the function that returned it."""
     if hasattr(batch, "items"):
         return
-    code = getattr(getattr(collator, "func", collator), "__code__", None) or getattr(
-        type(collator).__call__, "__code__", None
-    )
+    code = getattr(getattr(collator, "func", collator), "__code__", None)
+    code = code or getattr(type(collator).__call__, "__code__", None)
     place = f"{code.co_filename}, line {code.co_firstlineno}" if code else type(collator).__name__
     rule = "A collator returns a batch, a dict of tensors."
     raise CollateError(explain(place, f"{_kind_of(batch)} from {type(collator).__name__}", rule, "Return the batch there."))
@@ -104,16 +103,13 @@ def _not_made(given: Any, loader: str) -> str:
     """How to make one of a name or a class; "" where it is neither."""
     if isinstance(given, (str, PathLike)):
         return f"Load it: {loader}.from_pretrained({str(given)[:80]!r})."
-    if isinstance(given, type):
-        made = "from_pretrained(...)" if hasattr(given, "from_pretrained") else "(...)"
-        return f"Make one of it: {given.__name__}{'.' * (made[0] != '(')}{made}."
-    return ""
+    made = ".from_pretrained(...)" if hasattr(given, "from_pretrained") else "(...)"
+    return f"Make one of it: {given.__name__}{made}." if isinstance(given, type) else ""
 
 
 def _kind_of(given: Any) -> str:
-    if isinstance(given, (str, PathLike)):
-        return f"the name {str(given)[:80]!r}"
-    return f"the class {given.__name__}" if isinstance(given, type) else a_type(given)
+    other = f"the name {str(given)[:80]!r}" if isinstance(given, (str, PathLike)) else a_type(given)
+    return f"the class {given.__name__}" if isinstance(given, type) else other
 
 
 P = ParamSpec("P")
@@ -239,9 +235,8 @@ def _kind(hint: Any) -> Any:
 def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:
     if isinstance(value, (bool, np.bool_)):
         return bool in kinds
-    if isinstance(value, Tensor) and value.ndim == 0 and not {int, float}.isdisjoint(kinds):
-        return True
-    if Callable in kinds and callable(value):
+    number = isinstance(value, Tensor) and value.ndim == 0 and not {int, float}.isdisjoint(kinds)
+    if number or (Callable in kinds and callable(value)):
         return True
     return any(hasattr(value, "items") if kind is Mapping else isinstance(value, _NUMBERS.get(kind, kind)) for kind in kinds)
 

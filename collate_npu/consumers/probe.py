@@ -98,12 +98,9 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "glm5_next_text": {"index_topk": 1024, "index_kpool": 4},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32}
     | {"indexer_budget": 8, "indexer_compress_ratio": 4},
-    # Their rotary frequencies are split by axis, for heads of the real width.
-    **dict.fromkeys(
-        ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text"),
-        {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
-    ),
 }
+_AXES = {"rope_type": "default", "mrope_section": [2, 3, 3]}  # the default splits the frequencies of wide heads
+_FAMILY |= {f"{name}_text": {"rope_scaling": _AXES} for name in ("qwen2_vl", "qwen2_5_vl", "glm4v")}
 
 
 def shrunk(default: PretrainedConfig) -> dict[str, Any]:
@@ -266,9 +263,7 @@ def rows_move_reason(
     `adapter` is `BatchAdapter`, of `attention` (None: the module's own); `mended`: its functions are mended (recurrent.py).
     """
     whole = unwrap(model)
-    if isinstance(whole, nn.Module) and any(
-        map(reads_boundaries_itself, whole.modules())
-    ):  # they raise without offsets, alone too
+    if isinstance(whole, nn.Module) and any(map(reads_boundaries_itself, whole.modules())):  # alone they raise without, too
         return dict.fromkeys(forms, "its layers hand their kernels the offsets themselves" if mended else "")
     seen = (_device(whole), _code(whole), _limit(_device(whole))) if isinstance(whole, nn.Module) else ()
     key = (mended, forms, attention, repr(config_of(whole).to_dict()), *seen)

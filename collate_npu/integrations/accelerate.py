@@ -44,7 +44,7 @@ class DispatchCollator:
         if problems := dispatch_problems(batch):
             listed = "; ".join(f"{key} is {what}" for key, what in problems.items())
             rule = "Accelerate can only gather tensors whose first dimension is the batch."
-            remedy = "Leave these keys out of the samples, or set dispatch_batches=False."
+            remedy = "Leave these keys out (padding_free=False), or set dispatch_batches=False."
             raise CollateError(explain("batch", listed, rule, remedy, more="none-dispatch"))
         return shipped({key: value.contiguous() for key, value in batch.items()})
 

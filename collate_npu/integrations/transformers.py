@@ -33,8 +33,7 @@ def declare_columns(trainer: Any, *names: str) -> None:
     True
     """
     trainer._set_signature_columns_if_needed()
-    kept = trainer._signature_columns
-    trainer._signature_columns = [*kept, *(name for name in (*COLUMNS, *names) if name not in kept)]
+    trainer._signature_columns = list(dict.fromkeys([*trainer._signature_columns, *COLUMNS, *names]))
 
 
 class DeliveryCallback(TrainerCallback):  # type: ignore[misc]
@@ -55,11 +54,10 @@ class DeliveryCallback(TrainerCallback):  # type: ignore[misc]
         self._alone = alone
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raises `CollateError` for another collator, and guards the first forward."""
+        """Raises `CollateError` for another collator, and guards the first forward that trains: GRPO generates before it."""
         if self._collator is not None:
             _check_collator(self._collator, kwargs["train_dataloader"])
         refuse_compiled(kwargs["model"], compiled=getattr(args, "torch_compile", False))
-        # a forward without gradients is no training: GRPO generates first, and generation makes positions of its own
         guard_first_batch(kwargs["model"], alone=self._alone, only=lambda batch: torch.is_grad_enabled())
 
 
