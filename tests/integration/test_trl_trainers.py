@@ -250,8 +250,7 @@ def test_grpo_pads_prompts_left(name, own, ours, tmp_path):
 
 
 def test_the_callback_judges_what_grpo_trains_not_what_it_generates(tmp_path):
-    """Generation comes first, and makes right positions of its own."""
-    trainer, _ = grpo(build("gpt2"), tmp_path)
+    trainer = grpo(build("gpt2"), tmp_path)[0]
     trainer.add_callback(DeliveryCallback())
     with pytest.raises(CollateError, match="positions"):
         trainer.train()
