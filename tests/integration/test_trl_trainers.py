@@ -247,13 +247,10 @@ def test_grpo_pads_prompts_left(name, own, ours, tmp_path):
         error, compared = seen.error(scored)
         assert compared >= 4
         assert error < RIGHT if right else error > WRONG
-
-
-def test_the_callback_judges_what_grpo_trains_not_what_it_generates(tmp_path):
-    trainer = grpo(build("gpt2"), tmp_path)[0]
-    trainer.add_callback(DeliveryCallback())
-    with pytest.raises(CollateError, match="positions"):
-        trainer.train()
+        if not right:  # the callback judges what is trained, not the generation before it, which is right
+            trainer.add_callback(DeliveryCallback())
+            with pytest.raises(CollateError, match=r"positions|padding"):
+                trainer.train()
 
 
 def orpo(model, tmp_path, collator=None):
