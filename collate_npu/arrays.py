@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.errors import CollateError, a_type, explain, shape_of
 
 if TYPE_CHECKING:
     from functools import cached_property
@@ -95,7 +95,7 @@ def host_tensor(name: str, value: Any) -> Tensor:
     answers = next(base for base in type(value).__mro__ if "__torch_function__" in vars(base))
     if answers not in (Tensor, torch.nn.Parameter):  # it answers torch's functions by itself, before Tensor does
         rule = "Its class defines what it means, and it may hold no numbers (as torch's CausalBias)."
-        raise CollateError(explain(name, f"a {type(value).__name__}", rule, _REMEDY))
+        raise CollateError(explain(name, a_type(value), rule, _REMEDY))
     if value.is_complex() or value.is_quantized or value.device.type == "meta" or isinstance(value, FakeTensor):
         what = "complex" if value.is_complex() else "without values"
         raise CollateError(explain(name, f"{type(value).__name__}, {what}", "Its values are read on the CPU.", _REMEDY))
@@ -118,7 +118,7 @@ def host_array(name: str, value: Any) -> Array:
         held = host_tensor(name, value)
         return (held.float() if held.dtype == torch.bfloat16 else held).numpy()
     if not isinstance(value, (list, tuple, np.ndarray, np.generic, int, float)):
-        raise CollateError(explain(name, f"a {type(value).__name__}", f"{name} is an array of numbers.", _REMEDY))
+        raise CollateError(explain(name, a_type(value), f"{name} is an array of numbers.", _REMEDY))
     if isinstance(value, np.ma.MaskedArray):
         remedy = "Pass x.filled() and a mask of its own."
         raise CollateError(explain(name, "a masked array", "Its mask would be lost.", remedy))

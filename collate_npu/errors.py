@@ -131,6 +131,12 @@ def notebook_html(shown: object) -> str | None:
         return None
 
 
+def a_type(value: object) -> str:
+    """Return the type of a value with its article: `an int`."""
+    name = (value if isinstance(value, type) else type(value)).__name__
+    return f"a{'n' * (name[0] in 'AEIOaeio')} {name}"
+
+
 def shape_of(tensor: object) -> str:
     """Return the type and shape of a tensor as a message writes them: `int64 [2, 8]`."""
     dtype = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
@@ -144,8 +150,6 @@ def shape_of(tensor: object) -> str:
 
 def printable(text: str) -> str:
     """Return the text with every control character, and every invisible one, written as its escape."""
-    if text.isprintable():
-        return text
     return "".join(c if c.isprintable() or c in _HARMLESS else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from collate_npu.errors import CollateError, explain, not_one_of
+from collate_npu.errors import CollateError, a_type, explain, not_one_of
 
 Kind = Literal["tokens", "positions", "vision", "sample", "truth", "offsets"]
 Fill = float | Literal["pad", "pad_type", "ignored", "next", "last"]
@@ -160,7 +160,7 @@ def check_keys(keys: Mapping[str, Key]) -> Mapping[str, Key]:
     for name, key in () if keys is KEYS else keys.items():
         if not isinstance(key, Key):
             rule, remedy = "It holds a Key for each name.", "Pass {**KEYS, name: TOKENS}, or SAMPLE, or a Key."
-            raise CollateError(explain(f"keys[{name!r}]", f"a {type(key).__name__}", rule, remedy))
+            raise CollateError(explain(f"keys[{name!r}]", a_type(key), rule, remedy))
     return keys
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from collate_npu.errors import CollateError, did_you_mean, explain, shape_of
+from collate_npu.errors import CollateError, a_type, did_you_mean, explain, shape_of
 
 
 def check_model(model: Any, *, config: bool = False, name: str = "model") -> None:
@@ -34,8 +34,8 @@ def check_model(model: Any, *, config: bool = False, name: str = "model") -> Non
     if isinstance(model, (bool, str)) and model in (True, False, "longest", "max_length"):
         remedy = "The second argument is the model. Pass padding= by its name."
     elif loaded:
-        a_type = config and isinstance(model, str) and model.isidentifier()
-        remedy = loaded + " A model type alone goes to BatchAdapter(model_type=)." * a_type
+        named = config and isinstance(model, str) and model.isidentifier()
+        remedy = loaded + " A model type alone goes to BatchAdapter(model_type=)." * named
     elif callable(getattr(model, "decode", None)):
         remedy = "That is a tokenizer: pass the model."
     elif model is ...:
@@ -83,7 +83,7 @@ def check_collator(collator: Any, name: str = "collator") -> None:
     """Raise `CollateError` for what cannot be called with features; a class makes what can."""
     other = isinstance(collator, nn.Module) or callable(getattr(collator, "decode", None))
     if other or isinstance(collator, type) or not callable(collator):
-        remedy = "Pass a collator first, then the model; or make one: PaddingCollator(tokenizer, model)."
+        remedy = f"Pass a collator{', then the model' * (name == 'inner')}; or make one: PaddingCollator(tokenizer, model)."
         remedy = remedy if other else _not_made(collator, "") if isinstance(collator, type) else "Pass that function."
         raise CollateError(explain(name, _kind_of(collator), "A collator is called with features, a list of dicts.", remedy))
 
@@ -92,9 +92,8 @@ def check_batch(batch: Any, collator: Any) -> None:
     """Raise `CollateError` for what is no batch, with the place of the function that returned it."""
     if hasattr(batch, "items"):
         return
-    code = getattr(getattr(collator, "func", collator), "__code__", None) or getattr(
-        type(collator).__call__, "__code__", None
-    )
+    code = getattr(getattr(collator, "func", collator), "__code__", None)
+    code = code or getattr(type(collator).__call__, "__code__", None)
     place = f"{code.co_filename}, line {code.co_firstlineno}" if code else type(collator).__name__
     rule = "A collator returns a batch, a dict of tensors."
     raise CollateError(explain(place, f"{_kind_of(batch)} from {type(collator).__name__}", rule, "Return the batch there."))
@@ -104,16 +103,13 @@ def _not_made(given: Any, loader: str) -> str:
     """How to make one of a name or a class; "" where it is neither."""
     if isinstance(given, (str, PathLike)):
         return f"Load it: {loader}.from_pretrained({str(given)[:80]!r})."
-    if isinstance(given, type):
-        made = "from_pretrained(...)" if hasattr(given, "from_pretrained") else "(...)"
-        return f"Make one of it: {given.__name__}{'.' * (made[0] != '(')}{made}."
-    return ""
+    made = ".from_pretrained(...)" if hasattr(given, "from_pretrained") else "(...)"
+    return f"Make one of it: {given.__name__}{made}." if isinstance(given, type) else ""
 
 
 def _kind_of(given: Any) -> str:
-    if isinstance(given, (str, PathLike)):
-        return f"the name {str(given)[:80]!r}"
-    return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+    other = f"the name {str(given)[:80]!r}" if isinstance(given, (str, PathLike)) else a_type(given)
+    return f"the class {given.__name__}" if isinstance(given, type) else other
 
 
 P = ParamSpec("P")
@@ -226,9 +222,8 @@ def _kind(hint: Any) -> Any:
 def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:
     if isinstance(value, (bool, np.bool_)):
         return bool in kinds
-    if isinstance(value, Tensor) and value.ndim == 0 and not {int, float}.isdisjoint(kinds):
-        return True
-    if Callable in kinds and callable(value):
+    number = isinstance(value, Tensor) and value.ndim == 0 and not {int, float}.isdisjoint(kinds)
+    if number or (Callable in kinds and callable(value)):
         return True
     return any(hasattr(value, "items") if kind is Mapping else isinstance(value, _NUMBERS.get(kind, kind)) for kind in kinds)
 
@@ -266,7 +261,7 @@ def here(device: Any, *, now: bool = True) -> Any:
 
 def wrong_kind(name: str, value: Any, function: str, *kinds: Any) -> CollateError:
     """The refusal of an argument that is none of these kinds."""
-    got = f"a tensor {list(value.shape)}" if type(value) is Tensor and not value.is_nested else f"a {type(value).__name__}"
-    spoken = " or ".join(_SPOKEN.get(kind, f"a {kind.__name__}") for kind in kinds)
+    got = f"a tensor {list(value.shape)}" if type(value) is Tensor and not value.is_nested else a_type(value)
+    spoken = " or ".join(_SPOKEN.get(kind) or a_type(kind) for kind in kinds)
     example = f": {_EXAMPLES[name]}" if name in _EXAMPLES else ""
     return CollateError(explain(name, got, f"{function} takes {spoken}.", f"Pass {spoken}{example}."))

@@ -305,7 +305,7 @@ FOLLOWED = [
     ),
     (
         lambda: collate([IMAGES], padding_free=True),
-        "its position_ids [3, L] (the model's get_rope_index), or set padding_free=False",
+        "Set padding_free=False. With a get_rope_index, the model can make position_ids [3, L] of each sample",
         lambda: (
             "position_ids" not in collate([IMAGES]) and collate([AXES], padding_free=True)["position_ids"].shape == (3, 1, 2)
         ),

@@ -228,7 +228,7 @@ def test_a_right_call_passes_and_a_flag_is_true_or_false(function):
     function(**CALLS[function])
     for name, one in inspect.signature(function).parameters.items():
         for said in ("no", 0, torch.tensor(False)) if one.annotation == "bool" else ():
-            with pytest.raises(CollateError, match=f"{name}: got a .* takes True or False"):
+            with pytest.raises(CollateError, match=f"{name}: got an? .* takes True or False"):
                 function(**{**CALLS[function], name: said})
 
 
@@ -386,7 +386,7 @@ PROVED = {
         f"delivery {name}": (lambda name=name: check_delivery(model(), BATCH, **{name: SETTINGS[name]}), f"{name}: got a")
         for name in ("segments", "context_parallel", "forward")
     },
-    "a guard that reports to a number": (lambda: guard_first_batch(model(), report=3), "report: got a int"),
+    "a guard that reports to a number": (lambda: guard_first_batch(model(), report=3), "report: got an int"),
     "no collator": (lambda: proved(None), "a NoneType"),
     "samples of text": (lambda: proved(samples="ab"), "samples: got a str"),
     "an id too large": (lambda: proved(samples=[[1, 99], [3]]), "token id 99. This model has ids 0 to 15"),

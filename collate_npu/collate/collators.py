@@ -222,7 +222,7 @@ def add_offsets(
         return {**batch, **offsets, "position_ids": positions, "text_position_ids": offsets["position_ids"]}
     if vision := of_kind(batch, "vision"):
         rule = "The offsets of a flat row do not show where images stand among its tokens."
-        remedy = "Give each sample its position_ids [3, L] (the model's get_rope_index), or set padding_free=False."
+        remedy = "Set padding_free=False. With a get_rope_index, the model can make position_ids [3, L] of each sample."
         raise UnsupportedFormError(explain("position_ids", f"none, with {', '.join(vision)}", rule, remedy))
     return {**batch, **offsets}
 

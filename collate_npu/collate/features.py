@@ -21,7 +21,7 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, entries, host_array
 from collate_npu.collate.padding import ON_HOST, Rows, check_lengths, is_ragged, on_host, pad_rows, rank_of, whole_rows
-from collate_npu.errors import CollateError, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, a_type, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
 from collate_npu.masks.sources import split_by_positions
 from collate_npu.segments import Segments, renumber
@@ -174,7 +174,7 @@ def _kind(key: str, column: Rows, lengths: list[int], keys: Mapping[str, Key]) -
     if known.kind not in ("tokens", "positions"):
         return "vision" if known.kind == "vision" else "sample"
     if known.or_sample and not column.ragged:
-        if bad := [(b, f"a {type(row).__name__}") for b, row in enumerate(column) if not _is_numeric(row)]:
+        if bad := [(b, a_type(row)) for b, row in enumerate(column) if not _is_numeric(row)]:
             remedy = "Give each class a number where the sample is built."
             rule = f"{key} of a sample is a number, or one for each token."
             raise CollateError(explain_rows(key, bad, rule, remedy))
@@ -267,11 +267,11 @@ def columns_of(features: Features, keys: Mapping[str, Key] = KEYS) -> dict[str, 
 def _of_samples(samples: Any) -> dict[str, list[Any]]:
     listed = type(samples) is list or (isinstance(samples, Sequence) and not isinstance(samples, (str, bytes)))
     if not listed or not samples:
-        got = "no samples" if isinstance(samples, Sequence) and not samples else f"a {type(samples).__name__}"
+        got = "no samples" if isinstance(samples, Sequence) and not samples else a_type(samples)
         remedy = _LOAD if isinstance(samples, (str, PathLike)) else "Pass a list of samples: check dataset and sampler."
         raise CollateError(explain("features", got, _RULE, remedy))
     if set(map(type, samples)) != {dict}:
-        if bad := [(b, f"a {type(row).__name__}") for b, row in enumerate(samples) if not isinstance(row, Mapping)]:
+        if bad := [(b, a_type(row)) for b, row in enumerate(samples) if not isinstance(row, Mapping)]:
             raise CollateError(explain_rows("features", bad, _RULE, _dicts_of(samples[bad[0][0]])))
         samples = list(map(entries, samples))
     first = samples[0].keys()
@@ -305,7 +305,7 @@ def _of_rows(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
 def _as_list(name: str, column: Any) -> list[Any]:
     if not is_ragged(column) and not getattr(column, "batch_size", ()):  # a TensorDict inside one has rows too
         remedy = "Pass a list of samples: one sample is a list of one."
-        raise CollateError(explain(name, f"a {type(column).__name__}", "A column has one entry for each sample.", remedy))
+        raise CollateError(explain(name, a_type(column), "A column has one entry for each sample.", remedy))
     return list(column.unbind(0) if hasattr(column, "unbind") else column)
 
 
@@ -315,7 +315,7 @@ def _of_arrow(table: Any, keys: Mapping[str, Key]) -> dict[str, list[Any]]:
     except CollateError:
         raise
     except Exception as error:  # whatever a producer raises, and pyarrow of what it produced
-        got = f"a {type(table).__name__} that cannot be read ({type(error).__name__}: {error})"
+        got = f"{a_type(table)} that cannot be read ({type(error).__name__}: {error})"
         remedy = "Pass a list of samples, a dict of columns, or a pyarrow.Table."
         raise CollateError(explain("features", got, _RULE, remedy)) from error
 

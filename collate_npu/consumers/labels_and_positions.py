@@ -193,7 +193,7 @@ def _axes(case: Case, own: Tensor | None, sources: Sources) -> Tensor:
     """`[4, B, S]`: the text row, which starts again with each sequence, and three axes (modeling_qwen2_5_vl.py:795-817)."""
     if own is None and sources.named["vision"]:
         rule = "A flat or packed row does not show where images stand among its tokens."
-        remedy = "Give each sample its position_ids [3, L] (the model's get_rope_index), or pad one sequence a row."
+        remedy = "Pad one sequence a row. With a get_rope_index, the model can make position_ids [3, L] of each sample."
         raise UnsupportedFormError(explain(KEY, "none, with images in the batch", rule, remedy))
     text = case.segments.position_ids
     axes = text if own is None else own

@@ -53,7 +53,7 @@ _SHRINK: tuple[tuple[str, Any], ...] = (
         r"((text|router|out)_)?hidden_size|n_embd|lru_width|ple_embed_dim|embedding_dim|.*intermediate_size|d_model|d_inner",
         64,
     ),
-    (r"d_ff|n_inner|.*ffn_dim|dim_ff|hidden_dim|emb_dim|ffn_hidden_size|embedding_size|true_hidden_size", 64),
+    (r"d_ff|n_inner|.*ffn_dim|dim_ff|hidden_dim|emb_dim|embed_dim|ffn_hidden_size|embedding_size|true_hidden_size", 64),
     (r"(pronunciation|shape|entity)_vocab_size|vocab_size_.+|hidden_size_per_layer_input", 64),
     (r"(encoder|decoder)_layers|num_(decoder_)?layers|n_layers|attn_layer_period|layer_group_size", 2),
     (r"(en|de)coder_attention_heads|n_heads|expert_capacity|index_block_size", 4),
@@ -99,6 +99,8 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32}
     | {"indexer_budget": 8, "indexer_compress_ratio": 4},
 }
+_AXES = {"rope_type": "default", "mrope_section": [2, 3, 3]}  # the default splits the frequencies of wide heads
+_FAMILY |= {f"{name}_text": {"rope_scaling": _AXES} for name in ("qwen2_vl", "qwen2_5_vl", "glm4v")}
 
 
 def shrunk(default: PretrainedConfig) -> dict[str, Any]:
@@ -262,9 +264,7 @@ def rows_move_reason(
     `adapter` is `BatchAdapter`, of `attention` (None: the module's own); `mended`: its functions are mended (recurrent.py).
     """
     whole = unwrap(model)
-    if isinstance(whole, nn.Module) and any(
-        map(reads_boundaries_itself, whole.modules())
-    ):  # they raise without offsets, alone too
+    if isinstance(whole, nn.Module) and any(map(reads_boundaries_itself, whole.modules())):  # alone they raise without, too
         return dict.fromkeys(forms, "its layers hand their kernels the offsets themselves" if mended else "")
     seen = (_device(whole), _code(whole), _limit(_device(whole))) if isinstance(whole, nn.Module) else ()
     key = (mended, forms, attention, repr(config_of(whole).to_dict()), *seen)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
@@ -34,8 +35,7 @@ def declare_columns(trainer: Any, *names: str) -> None:
     True
     """
     trainer._set_signature_columns_if_needed()
-    kept = trainer._signature_columns
-    trainer._signature_columns = [*kept, *(name for name in (*COLUMNS, *names) if name not in kept)]
+    trainer._signature_columns = list(dict.fromkeys([*trainer._signature_columns, *COLUMNS, *names]))
 
 
 class DeliveryCallback(TrainerCallback):  # type: ignore[misc]
@@ -56,11 +56,11 @@ class DeliveryCallback(TrainerCallback):  # type: ignore[misc]
         self._alone = alone
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raises `CollateError` for another collator, and guards the first forward."""
+        """Raises `CollateError` for another collator, and guards the first forward that trains: GRPO generates before it."""
         if self._collator is not None:
             _check_collator(self._collator, kwargs["train_dataloader"])
         refuse_compiled(kwargs["model"], compiled=getattr(args, "torch_compile", False))
-        guard_first_batch(kwargs["model"], alone=self._alone)
+        guard_first_batch(kwargs["model"], alone=self._alone, only=lambda batch: torch.is_grad_enabled())
 
 
 def _check_collator(expected: Any, loader: Any) -> None:

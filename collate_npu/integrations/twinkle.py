@@ -24,7 +24,7 @@ from collate_npu.consumers.mask_routing import consumer_named
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.mindspeed import kernel_of_settings
 from collate_npu.consumers.model_traits import config_of, unwrap
-from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.errors import CollateError, UnsupportedFormError, a_type, explain
 from collate_npu.integrations import patching
 from collate_npu.integrations.megatron.mcore_bridge import pass_through_forward, router_padding
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, TOKENS, Key
@@ -197,7 +197,7 @@ def chunks_of(model: Any) -> list[Any]:
     """Every module a batch goes through, without DDP, Float16Module and PEFT around it; or a config, alone; or nothing."""
     if hasattr(model, "_actors"):
         rule = "The modules of a model on Ray live in its workers, and its processors too."
-        raise CollateError(explain("model", f"the handle of a {type(model).__name__}", rule, "Call install(model)."))
+        raise CollateError(explain("model", f"the handle of {a_type(model)}", rule, "Call install(model)."))
     holder = hasattr(model, "optimizer_group") or (hasattr(model, "model") and not hasattr(model, "forward"))
     held = model.model if holder else model
     held = list(held) if isinstance(held, (list, tuple)) or type(held).__name__ == "ModuleList" else [held]

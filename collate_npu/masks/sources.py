@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import Array, entries, host_array, host_tensor, once, whole_number
-from collate_npu.errors import CollateError, explain, explain_rows
+from collate_npu.errors import CollateError, a_type, explain, explain_rows
 from collate_npu.keys import KEYS, Role
 from collate_npu.masks.forms import MAX_MASK_BYTES, check_bytes, check_cuts, fitting_places
 from collate_npu.segments import (
@@ -56,7 +56,7 @@ class Sources(dict[str, Any]):
     def __init__(self, batch: Mapping[str, Any]) -> None:
         if not hasattr(batch, "items"):
             rule, remedy = "A batch is a dict of tensors.", "Pass the dict that your collator returns."
-            raise CollateError(explain("batch", f"a {type(batch).__name__}", rule, remedy))
+            raise CollateError(explain("batch", a_type(batch), rule, remedy))
         super().__init__(batch if type(batch) is dict else entries(batch))
         self.named: defaultdict[Named, tuple[str, ...]] = defaultdict(tuple)
         """The keys of each role that hold something, in the order of the table."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import host_tensor, whole_number
-from collate_npu.errors import CollateError, explain, explain_rows, printable, shape_of
+from collate_npu.errors import CollateError, a_type, explain, explain_rows, printable, shape_of
 from collate_npu.proof.measure import MARGIN, REMEDY, TIMES, apart, noise_limit
 from collate_npu.validation import checked
 
@@ -67,7 +67,7 @@ def _ask(run: Run, asked: str, name: str, samples: list[Sample]) -> list[Tensor]
         remedy = "Return a list, with one list for each sample; leave a layout that run refuses out of layouts."
         raise CollateError(explain(where, got, rule, remedy)) from error
     if rows is None or len(rows) != len(samples):
-        got = f"a {type(given).__name__}" if rows is None else f"{len(rows)} answers to {len(samples)} samples"
+        got = a_type(given) if rows is None else f"{len(rows)} answers to {len(samples)} samples"
         raise CollateError(explain(where, got, RULE, "Return a list, with one list for each sample."))
     found = [host_tensor(f"{where}, sample {n}", row).double() for n, row in enumerate(rows)]
     _check_form(where, found, [len(ids) - 1 for ids in samples])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, host_array
 from collate_npu.consumers.model_traits import needs_mask_2d, text_config
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.errors import CollateError, UnsupportedFormError, a_type, explain, explain_rows
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.patterns import Pattern
 from collate_npu.outputs import per_sequence
@@ -279,7 +279,7 @@ def features_of(samples: Samples) -> list[Batch]:
     """Features with `input_ids` and `labels` (by default the same). Raises `CollateError` for what is no token ids."""
     if isinstance(samples, (str, Mapping)) or not isinstance(samples, Iterable):
         rule = "Samples are lists of token ids, or mappings of input_ids and labels."
-        raise CollateError(explain("samples", f"a {type(samples).__name__}", rule, "Pass a list of them."))
+        raise CollateError(explain("samples", a_type(samples), rule, "Pass a list of them."))
     features, bad = [], []
     for n, sample in enumerate(samples):
         given = sample if isinstance(sample, Mapping) else {"input_ids": sample}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from collate_npu.arrays import entries, host_tensor
 from collate_npu.consumers.mask_routing import describe_cheapest, describe_shape
-from collate_npu.errors import CollateError, explain, notebook_html, printable, shape_of, short
+from collate_npu.errors import CollateError, a_type, explain, notebook_html, printable, shape_of, short
 from collate_npu.keys import of_kind, with_role
 from collate_npu.masks.batch_reader import find_hazards, reads, segments_from_batch
 from collate_npu.masks.forms import none_is_exact
@@ -54,7 +54,7 @@ def describe(batch: Mapping[str, Any]) -> Description:
     if not isinstance(batch, Mapping):
         rule = "A batch is a dict of tensors, as a collator returns it."
         remedy = "Describe what the model is called with; collate_npu.tools.show.picture draws a mask alone."
-        raise CollateError(explain("batch", f"a {type(batch).__name__}", rule, remedy))
+        raise CollateError(explain("batch", a_type(batch), rule, remedy))
     batch = entries(batch)
     sparse = [key for key, x in batch.items() if isinstance(x, Tensor) and not x.is_nested and x.layout != torch.strided]
     batch, segments = Sources({**batch, **{key: host_tensor(str(key), batch[key]) for key in sparse}}), None

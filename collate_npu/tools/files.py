@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, a_type, explain
 from collate_npu.masks.derive import MASK_KEY
 from collate_npu.proof.measure import Batch
 from collate_npu.tools.user_code import check_file, describe_error, refused
@@ -164,7 +164,7 @@ def _table(path: Path, reader: str) -> Iterator[Row]:
 def _row(where: str, record: Any) -> Row:
     """What a record holds: its tokens, else its conversation, else its text."""
     if not isinstance(record, dict):
-        raise CollateError(explain(where, f"a {type(record).__name__}", _RULE, 'Write objects: {"text": "..."}.'))
+        raise CollateError(explain(where, a_type(record), _RULE, 'Write objects: {"text": "..."}.'))
     held = {key: record[key] for key in COLUMNS if record.get(key) is not None}
     for key, value in held.items():
         if key == "input_ids" and (tokens := _tokens(value, record.get("labels"))):

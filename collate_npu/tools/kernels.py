@@ -24,11 +24,11 @@ CARDS = ("cuda", "npu")
 def check_device(device: str, dtype: torch.dtype) -> None:
     """Refuse a device that does not compute; a pretended one (CANN stand-ins) returns zeros: every case would pass."""
     here = ["cpu", *(card for card in CARDS if hasattr(torch, card) and getattr(torch, card).is_available())]
-    with refused(
-        "--device", device, f"{dtype} does not compute there.", f"Name a device of this machine: {', '.join(here)}."
-    ):
-        if device.startswith("npu"):
+    rule, remedy = f"{dtype} does not compute there.", f"Name a device of this machine: {', '.join(here)}."
+    if device.startswith("npu"):
+        with refused("--device", device, "An NPU needs torch_npu.", "Install it: collate-npu guide install."):
             import torch_npu  # noqa: F401
+    with refused("--device", device, rule, remedy):
         two = (torch.ones(3, device=device, dtype=dtype) + 1).float().cpu()
     if not torch.equal(two, torch.full((3,), 2.0)):
         rule = "One and one is not two there: it is a stand-in, and an audit on it would prove nothing."

@@ -17,7 +17,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from collate_npu.errors import CollateError, did_you_mean, explain, printable
+from collate_npu.errors import CollateError, a_type, did_you_mean, explain, printable
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -106,7 +106,7 @@ def find_callable(where: str, spec: str, example: str, remedy: str) -> Callable[
                 raise CollateError(explain(where, f"{spec}: no {part} in {place}", rule, near))
             found = getattr(found, part)
         if not callable(found):
-            raise CollateError(explain(where, f"{spec}: a {type(found).__name__}", rule, remedy))
+            raise CollateError(explain(where, f"{spec}: {a_type(found)}", rule, remedy))
         return found  # type: ignore[no-any-return]
 
 

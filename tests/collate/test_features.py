@@ -210,9 +210,9 @@ def mine(*rows):
         (lambda: table({"input_ids": []}), "no samples"),
         ([], "no samples"),
         ("text", "a str"),
-        (3, "a int"),
+        (3, "an int"),
         ((sample for sample in ({"input_ids": [1]},)), "a generator"),
-        ([{"input_ids": [1]}, 3], "row 1: got a int"),
+        ([{"input_ids": [1]}, 3], "row 1: got an int"),
     ],
 )
 def test_refusals_name_key_and_rows(features, told):

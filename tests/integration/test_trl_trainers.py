@@ -19,6 +19,7 @@ from watching import Watch
 
 from collate_npu import CollateError, PaddingCollator, adapt, wrap_collator
 from collate_npu.errors import UnsupportedFormError
+from collate_npu.integrations.transformers import DeliveryCallback
 from collate_npu.testing import byte_tokenizer, reference_kernels, tiny_model
 
 pytestmark = pytest.mark.slow
@@ -246,6 +247,10 @@ def test_grpo_pads_prompts_left(name, own, ours, tmp_path):
         error, compared = seen.error(scored)
         assert compared >= 4
         assert error < RIGHT if right else error > WRONG
+        if not right:  # the callback judges what is trained, not the generation before it, which is right
+            trainer.add_callback(DeliveryCallback())
+            with pytest.raises(CollateError, match=r"positions|padding"):
+                trainer.train()
 
 
 def orpo(model, tmp_path, collator=None):

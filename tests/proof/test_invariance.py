@@ -198,7 +198,7 @@ def test_a_tolerance_takes_the_place_of_the_noise_and_what_is_not_finite_fails()
         ([[1, 2], [-1]], "token id -1"),
         ("text", "got a str"),
         ({"input_ids": [1, 2]}, "got a dict"),
-        (3, "got a int"),
+        (3, "got an int"),
     ],
 )
 def test_samples_that_prove_nothing_are_refused(samples, said):

@@ -58,7 +58,7 @@ def test_each_kind_of_collator_is_made_ready(place):
 
 HERE = "my_module_here"
 REFUSED = [
-    ("collate", "For example transformers:DataCollatorForSeq2Seq"), (f"{HERE}:number", "a int.*Name a function of features"),
+    ("collate", "For example transformers:DataCollatorForSeq2Seq"), (f"{HERE}:number", "an int.*Name a function of feat"),
     (f"{HERE}:nothing", "'int' object is not callable"), (f"{HERE}:Strange", "called with nothing"),
     ("calls_it:f", r"^bad_module_here.py, line 1: RuntimeError: broken"),
 ]  # fmt: skip

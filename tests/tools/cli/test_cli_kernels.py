@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ def test_without_a_card_what_would_run_is_listed():
     result = run("--device", "npu", "--operator", "npu_fusion_attention", "--operator", "chunk_gated_delta_rule")
     assert result.exit_code == 2
     assert result.stdout.startswith("? NOT PROVED: nothing was measured on the card; ")
+    assert find_spec("torch_npu") or "Install it: collate-npu guide install." in " ".join(result.stdout.split())
     assert "calls would run there" in result.stdout
     assert "TND, mode 4" in result.stdout
     assert "passes" not in result.stdout.partition("\ntruth: ")[0]
