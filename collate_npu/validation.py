@@ -83,7 +83,8 @@ def check_collator(collator: Any, name: str = "collator") -> None:
     """Raise `CollateError` for what cannot be called with features; a class makes what can."""
     other = isinstance(collator, nn.Module) or callable(getattr(collator, "decode", None))
     if other or isinstance(collator, type) or not callable(collator):
-        remedy = f"Pass a collator{' first, then the model' * (name == 'inner')}; or make one: PaddingCollator(tokenizer, model)."
+        then = " first, then the model" * (name == "inner")
+        remedy = f"Pass a collator{then}; or make one: PaddingCollator(tokenizer, model)."
         remedy = remedy if other else _not_made(collator, "") if isinstance(collator, type) else "Pass that function."
         raise CollateError(explain(name, _kind_of(collator), "A collator is called with features, a list of dicts.", remedy))
 
