@@ -308,23 +308,34 @@ def _cut_step(widths: Array, first: int, R: int) -> list[int]:
 
 
 def _packed(sampler: BalancedBatchSampler, lengths: Array, alone: int, rng: np.random.Generator) -> Plan:
-    """Spread the samples over K batches; over more of them, until each is within its budget."""
+    """Spread the samples over K batches; over more of them, until each is within its budget. K follows from the lengths, so
+    each epoch has as many; its order is another one where that fits, too."""
     room, rows = sampler.room, sampler.max_tokens // sampler.room
-    order = np.argsort(lengths * (-rng.uniform(1, _NOISE, len(lengths)) if sampler.shuffle else -1), kind="stable")
-    sizes = lengths[order]
-    K = -(-int(sizes.sum()) // (rows * room))
-    while True:
-        K = _whole_steps(sampler, K, alone, len(order))
-        if (row_of := _spread(sizes, K * rows, room)) is not None:
-            dealt = np.empty(K * rows, np.int64)  # fuller and emptier rows to each batch alike
-            dealt[np.argsort(-np.bincount(row_of, sizes, K * rows), kind="stable")] = np.arange(K * rows) % max(1, K)
-            batch_of = dealt[row_of]
-            by_batch = np.argsort(batch_of, kind="stable")
-            ends = np.bincount(batch_of, minlength=K).cumsum()
-            parts = np.split(sizes[by_batch], ends[:-1]) if rows > 1 else ()
-            if all(len(best_fit(part.tolist(), room)) <= rows for part in parts):  # as the collator packs them
-                return order[by_batch], ends, np.bincount(batch_of, sizes, K).astype(np.int64)
-        K += 1 + K // 200
+    order = np.argsort(-lengths, kind="stable")
+    K = _whole_steps(sampler, -(-int(lengths.sum()) // (rows * room)), alone, len(order))
+    while (batch_of := _filled(lengths[order], K, rows, room)) is None:
+        K = _whole_steps(sampler, K + 1 + K // 200, alone, len(order))
+    if sampler.shuffle:
+        drawn = np.argsort(lengths * -rng.uniform(1, _NOISE, len(lengths)), kind="stable")
+        other = _filled(lengths[drawn], K, rows, room)
+        order, batch_of = (order, batch_of) if other is None else (drawn, other)
+    by_batch = np.argsort(batch_of, kind="stable")
+    costs = np.bincount(batch_of, lengths[order], K).astype(np.int64)
+    return order[by_batch], np.bincount(batch_of, minlength=K).cumsum(), costs
+
+
+def _filled(sizes: Array, K: int, rows: int, room: int) -> Array | None:
+    """Return the batch of each sample, None if one would be over its budget: of more rows than `rows`, as the collator packs
+    them."""
+    row_of = _spread(sizes, K * rows, room)
+    if row_of is None or rows == 1:
+        return row_of
+    dealt = np.empty(K * rows, np.int64)  # fuller and emptier rows to each batch alike
+    dealt[np.argsort(-np.bincount(row_of, sizes, K * rows), kind="stable")] = np.arange(K * rows) % max(1, K)
+    batch_of: Array = dealt[row_of]
+    ends = np.bincount(batch_of, minlength=K).cumsum()
+    parts = np.split(sizes[np.argsort(batch_of, kind="stable")], ends[:-1])
+    return batch_of if all(len(best_fit(part.tolist(), room)) <= rows for part in parts) else None
 
 
 def _spread(sizes: Array, rows: int, room: int) -> Array | None:

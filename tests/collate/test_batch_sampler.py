@@ -75,16 +75,17 @@ def test_batches_of_a_step_are_level_and_full(kind, pack, R, worst, mean):
     assert costs.mean() > 0.85 * 2 * most
 
 
-def test_epochs_differ_and_repeat_with_as_many_batches():
-    lengths = np.random.default_rng(2).integers(1, 90, 300)
-    for pack in (False, True):
-        sampler = BalancedBatchSampler(lengths, max_tokens=200, num_replicas=3, rank=1, pack=pack)
+@pytest.mark.parametrize(("pack", "width"), [(False, None), (True, None), (True, 100)])
+def test_epochs_differ_and_repeat_with_as_many_batches(pack, width):
+    for seed in range(17, 20):  # whose packs fit now and then
+        lengths = np.random.default_rng(seed).integers(1, 90, 300)
+        sampler = BalancedBatchSampler(lengths, max_tokens=200, num_replicas=3, rank=1, pack=pack, width=width)
         epochs = []
-        for epoch in (0, 1, 0):
+        for epoch in (*range(6), 0):
             sampler.set_epoch(epoch)
             epochs.append(list(sampler))
-        assert epochs[0] == epochs[2] != epochs[1]
-        assert len(epochs[0]) == len(epochs[1]) == len(sampler)
+        assert epochs[0] == epochs[-1] != epochs[1]
+        assert {len(epoch) for epoch in epochs} == {len(sampler)}
 
 
 def test_a_state_gives_the_rest_of_the_epoch():
