@@ -25,7 +25,7 @@ from torch.utils.data import Sampler
 
 from collate_npu.arrays import Array, host_array, whole_number
 from collate_npu.collate.padding import best_fit
-from collate_npu.errors import CollateError, explain, explain_rows, not_one_of, shape_of
+from collate_npu.errors import CollateError, a_type, explain, explain_rows, not_one_of, shape_of
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.parallel.layout import is_gloo
 from collate_npu.validation import checked, options_checked
@@ -128,6 +128,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         plan = zlib.crc32(repr(options).encode(), zlib.crc32(self.lengths.tobytes()))
         return {"epoch": self.epoch, "yielded": self._yielded, "num_replicas": self.num_replicas, "plan": plan}
 
+    @checked
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on in the middle of an epoch. Raises `CollateError` for a state of other ranks, lengths or options."""
         own = self.state_dict()
@@ -150,6 +151,16 @@ def lengths_of(dataset: Any, of: str | Callable[[Any], int] = "input_ids") -> Ar
     >>> lengths_of([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]).tolist()
     [3, 1]
     """
+    try:
+        return _lengths_of(dataset, of)
+    except Exception as error:  # whatever a dataset raises
+        got = f"{a_type(dataset)} ({type(error).__name__}: {error})"
+        rule = "A dataset has a length, an index and this column."
+        remedy = "Name a column of tokens or of lengths, of='input_ids', or pass a function of a sample."
+        raise CollateError(explain("dataset", got, rule, remedy)) from error
+
+
+def _lengths_of(dataset: Any, of: str | Callable[[Any], int]) -> Array:
     if isinstance(of, str) and hasattr(dataset, "select_columns") and not hasattr(dataset, "column"):
         dataset = dataset.select_columns([of]).with_format("arrow")
         return np.concatenate([_of_column(table[of]) for table in dataset.iter(100_000)])
@@ -183,6 +194,9 @@ def loss_weights(
     >>> loss_weights([{"labels": row} for row in labels])
     [0.75, 0.25]
     """
+    if isinstance(batches, Mapping) or not all(hasattr(batch, "items") for batch in batches):
+        rule = "They are the micro-batches of a step."
+        raise CollateError(explain("batches", a_type(batches), rule, "Pass a list of dicts."))
     key = "shift_labels" if batches and "shift_labels" in batches[0] else "labels"
     if per == "sequence":
         counts = [len(segments_from_batch(batch).spans) for batch in batches]
@@ -202,8 +216,10 @@ def loss_weights(
 
 def _checked_lengths(lengths: Any, most: int) -> Array:
     """Return lengths as an array `[N]`. Raises `CollateError` for each that is no whole number from 1 to `most`, 0: any."""
-    values = lengths if isinstance(lengths, (torch.Tensor, np.ndarray)) else list(lengths)
     rule, remedy = "A length is the number of tokens of a sample, at least 1.", "Pass lengths_of(dataset)."
+    if not hasattr(lengths, "__iter__") or getattr(lengths, "ndim", 1) == 0:
+        raise CollateError(explain("lengths", a_type(lengths), rule, remedy))
+    values = lengths if isinstance(lengths, (torch.Tensor, np.ndarray)) else list(lengths)
     try:
         found = host_array("lengths", values)
         whole = found.ndim == 1 and found.dtype.kind in "iu" and not (isinstance(values, list) and bool in map(type, values))

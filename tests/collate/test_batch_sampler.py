@@ -104,6 +104,8 @@ def test_a_state_gives_the_rest_of_the_epoch():
     for options in ({"num_replicas": 4}, {"pack": True}, {"seed": 1}, {"max_tokens": 301}):
         with pytest.raises(CollateError, match="Resume with those it was saved with, or begin another epoch"):
             make(**options).load_state_dict(state)
+    with pytest.raises(CollateError, match="takes a dict"):
+        make().load_state_dict(5)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchdata") is None, reason="needs torchdata")
@@ -136,6 +138,8 @@ BAD = {
     "bools": ([True, 3], "row 0: got True"),
     "floats": (np.array([3.0, 2.0]), "row 0: got 3.0"),
     "a matrix": (np.ones((2, 2), int), "2 bad rows"),
+    "a number": (5, "got an int"),
+    "a tensor of none": (torch.tensor(5), "got a Tensor"),
     "empty": ([], "A plan is of one or more samples"),
     "many": ([0] * 50, "50 in all. A length is"),
 }
@@ -171,6 +175,12 @@ def test_lengths_are_counted_from_whatever_holds_samples():
     assert lengths_of(held.select([2, 0])).tolist() == [2, 3]
 
 
+def test_what_holds_no_lengths_is_refused():
+    for dataset, of in (([{"ids": [1]}], "input_ids"), (5, "input_ids"), (iter([]), "input_ids"), ([3, 4], len)):
+        with pytest.raises(CollateError, match="Name a column of tokens or of lengths"):
+            lengths_of(dataset, of)
+
+
 def test_a_planned_step_is_its_samples_one_by_one():
     """The loss of a batch is a mean over its tokens; a count for each micro-batch in place of the step is off."""
     generator = torch.Generator().manual_seed(0)
@@ -196,6 +206,11 @@ def test_a_planned_step_is_its_samples_one_by_one():
         assert (each - alone).norm() > 1e-2 * alone.norm()
     assert loss_weights(batches, per="sequence") == [len(batch["seq_lens"]) / len(data) for batch in batches]
     assert loss_weights([{"shift_labels": [[3, -100]]}, {"shift_labels": [[1, 2]]}]) == [1 / 3, 2 / 3]
-    for bad, says in (([{"input_ids": [[1]]}], "Add labels"), ([{"labels": [[1, -100]]}], "Leave this step out")):
+    for bad, says in (
+        ([{"input_ids": [[1]]}], "Add labels"),
+        ([{"labels": [[1, -100]]}], "Leave this step out"),
+        (batches[0], "Pass a list of dicts"),
+        ([[1]], "Pass a list of dicts"),
+    ):
         with pytest.raises(CollateError, match=says):
             loss_weights(bad)
