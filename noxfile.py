@@ -501,7 +501,6 @@ def peers_data(session: nox.Session) -> None:
     for tests in (("tensordict",), ("loaders", "megatron_indexed")):
         session.run("pytest", *(f"tests/peers/test_{name}.py" for name in tests), *session.posargs, env=PEERS)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or loader", env=PEERS)
-    session.run("pytest", "tests/collate/test_batch_sampler.py", "-k", "torchdata or whatever", env=PEERS)
     session.run("pytest", "tests/test_examples.py::test_it_runs_and_finds_no_difference[ray_data]", env=PEERS)
 
 

@@ -1,7 +1,5 @@
 """Batch sampler: every sample once, no batch over its budget, as many batches on each rank, and batches of a step level."""
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
@@ -106,24 +104,6 @@ def test_a_state_gives_the_rest_of_the_epoch():
             make(**options).load_state_dict(state)
     with pytest.raises(CollateError, match="takes a dict"):
         make().load_state_dict(5)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torchdata") is None, reason="needs torchdata")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_torchdata_resumes_where_its_user_is(workers):
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    lengths = [*range(1, 60)]
-    make = lambda: StatefulDataLoader(  # noqa: E731
-        lengths, batch_sampler=BalancedBatchSampler(lengths, max_tokens=100), collate_fn=list, num_workers=workers
-    )
-    loader, again = make(), make()
-    batches = iter(loader)
-    for _ in range(3):
-        next(batches)
-    state = loader.state_dict()
-    again.load_state_dict(state)
-    assert list(again) == list(batches)
 
 
 BAD = {

@@ -33,6 +33,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from benchmarks import peers
 from collate_npu import BatchAdapter, CollateError, PaddingCollator
+from collate_npu.collate import BalancedBatchSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STREAMING = peers.streaming()
@@ -74,6 +75,20 @@ def goes_on(made, taken, ordered=True, state=("state_dict", "load_state_dict")):
 
 
 # --- torch's own and torchdata
+
+
+@WORKERS
+def test_a_plan_resumes_where_its_user_is(workers):
+    make = lambda: StatefulDataLoader(  # noqa: E731
+        SAMPLES, batch_sampler=BalancedBatchSampler(LENGTHS, max_tokens=10), collate_fn=OURS, num_workers=workers
+    )
+    loader, again = make(), make()
+    batches = iter(loader)
+    begun = [next(batches) for _ in range(2)]
+    again.load_state_dict(loader.state_dict())
+    rest = list(batches)
+    assert [batch["number"].tolist() for batch in again] == [batch["number"].tolist() for batch in rest]
+    whole([*begun, *rest], ordered=False)
 
 
 @pytest.mark.parametrize("form", [None, "torch", "numpy", "arrow"])
