@@ -187,7 +187,7 @@ def loss_weights(
     step, whatever stands together: `(model(**batch).loss * weight).backward()` for each, then one optimizer step.
 
     * `batches`: this rank's micro-batches of one step, with `labels`.
-    * `per`: what the loss of a batch is the mean of: labelled tokens, or sequences.
+    * `per`: what the loss of a batch is the mean of: tokens that a causal model predicts (it shifts labels), or sequences.
     * `group`: the ranks whose gradients DDP or FSDP averages; None: all. They add their counts up, once.
 
     >>> labels = torch.tensor([[[-100, 1, 2, 3]], [[-100, 1, -100, -100]]])
@@ -200,6 +200,9 @@ def loss_weights(
     key = "shift_labels" if batches and "shift_labels" in batches[0] else "labels"
     if per == "sequence":
         counts = [len(segments_from_batch(batch).spans) for batch in batches]
+    elif wrong := [batch[key] for batch in batches if key in batch and host_array(key, batch[key]).ndim != 2]:
+        remedy = "Pass per='sequence' for one label a sample."
+        raise CollateError(explain(key, shape_of(wrong[0]), "Labels of tokens are [B, S].", remedy))
     elif all(key in batch for batch in batches):  # nothing predicts the first token of a row
         counts = [int((host_array(key, batch[key])[..., int(key == "labels") :] != -100).sum()) for batch in batches]
     else:

@@ -92,7 +92,9 @@ def plan_batches(trainer: Any, *, max_tokens: int, lengths: Any = None, **option
     args, collator, data = trainer.args, trainer.data_collator, trainer.train_dataset
     _check_plannable(trainer)
     options = {"seed": args.seed if args.data_seed is None else args.data_seed, "num_replicas": args.world_size} | options
-    packs = bool(getattr(collator, "padding_free", False) or getattr(collator, "packing", False))
+    rows = bool(getattr(collator, "packing", False))  # of one width
+    packs = rows or bool(getattr(collator, "padding_free", False))
+    options = ({"width": collator.max_length} if rows else {}) | options
     lengths = lengths_of(data) if lengths is None else lengths
     sampler = BalancedBatchSampler(lengths, max_tokens=max_tokens, rank=None, pack=packs, **options)
     if len(sampler.lengths) != len(data):

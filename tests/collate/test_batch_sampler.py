@@ -189,6 +189,7 @@ def test_a_planned_step_is_its_samples_one_by_one():
     for bad, says in (
         ([{"input_ids": [[1]]}], "Add labels"),
         ([{"labels": [[1, -100]]}], "Leave this step out"),
+        ([{"labels": torch.tensor([1, 0, 1])}], "Pass per='sequence'"),
         (batches[0], "Pass a list of dicts"),
         ([[1]], "Pass a list of dicts"),
     ):
