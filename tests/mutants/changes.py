@@ -184,7 +184,8 @@ def changes_of(path: Path) -> list[Change]:
 
 
 def all_changes() -> list[Change]:
-    return [change for path in sorted((ROOT / PACKAGE).rglob("*.py")) for change in changes_of(path)]
+    paths = sorted({*(ROOT / PACKAGE).rglob("*.py")} - {*(ROOT / PACKAGE).glob("guide/**/*.py")})
+    return [change for path in paths for change in changes_of(path)]
 
 
 def drawn(count: int, seed: int, among: list[Change]) -> list[Change]:

@@ -33,6 +33,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from benchmarks import peers
 from collate_npu import BatchAdapter, CollateError, PaddingCollator
+from collate_npu.collate import BalancedBatchSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STREAMING = peers.streaming()
@@ -74,6 +75,20 @@ def goes_on(made, taken, ordered=True, state=("state_dict", "load_state_dict")):
 
 
 # --- torch's own and torchdata
+
+
+@WORKERS
+def test_a_plan_resumes_where_its_user_is(workers):
+    make = lambda: StatefulDataLoader(  # noqa: E731
+        SAMPLES, batch_sampler=BalancedBatchSampler(LENGTHS, max_tokens=10), collate_fn=OURS, num_workers=workers
+    )
+    loader, again = make(), make()
+    batches = iter(loader)
+    begun = [next(batches) for _ in range(2)]
+    again.load_state_dict(loader.state_dict())
+    rest = list(batches)
+    assert [batch["number"].tolist() for batch in again] == [batch["number"].tolist() for batch in rest]
+    whole([*begun, *rest], ordered=False)
 
 
 @pytest.mark.parametrize("form", [None, "torch", "numpy", "arrow"])
@@ -176,7 +191,7 @@ def test_a_sample_that_is_a_dataclass_is_refused_with_the_line_that_works():
     from megatron.energon import TextSample
 
     sample = TextSample(__key__="a", __restore_key__=(), __subflavors__={}, text="x")
-    with pytest.raises(CollateError, match=r"Pass vars\(sample\) of each"):
+    with pytest.raises(CollateError, match=r"Pass dicts"):
         OURS([sample])
 
 
@@ -256,6 +271,6 @@ def test_a_batch_of_a_transfer_queue_collates_as_it_is(ray):
         transfer_queue.kv_batch_put(keys=keys, partition_id="train", fields=fields)
         batch = transfer_queue.kv_batch_get(keys=keys, partition_id="train")
         assert rows_back(OURS(batch)) == [[n, SAMPLES[n]["input_ids"][:longest]] for n in places]
-        with pytest.raises(CollateError, match="PaddingCollator takes such a batch as it is"):
+        with pytest.raises(CollateError, match="PaddingCollator, which takes them"):
             BatchAdapter(consumer="transformers", needs_mask_2d=True)(batch)
     transfer_queue.close()

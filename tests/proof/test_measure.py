@@ -137,12 +137,12 @@ NOISE = errors(*USUAL)
 
 
 def test_each_error_can_fail_alone_and_noise_that_is_no_number_passes_nothing():
-    assert Yardstick(NOISE).passes(errors(*USUAL))
+    assert not Yardstick(NOISE).astray(errors(*USUAL))
     for place, name in enumerate(("logits", "loss", "gradient")):
         for bad in (1.01 * TIMES, NAN, INF):
             values = [value * (bad if n == place else 1) for n, value in enumerate(USUAL)]
             assert Yardstick(NOISE).astray(errors(*values)) == (name,)
-    assert not Yardstick(errors(NAN, 0.0, 0.0)).passes(errors(0.0, 0.0, 0.0))
+    assert Yardstick(errors(NAN, 0.0, 0.0)).astray(errors(0.0, 0.0, 0.0)) == ("logits",)
 
 
 NEAR, FAR = 0.99 * MARGIN * TIMES, 1.01 * MARGIN * TIMES

@@ -1,18 +1,34 @@
-"""One table: a file, and the rows that it gives, or why it is refused, with its place and in a line; and samples of rows."""
+"""Files that a user names: rows (one table: a file, and what it gives or why it is refused, with its place and in a line),
+samples of them, saved batches and masks, which run nothing, and a page that is to be written."""
 
 import gzip
 import io
 import json
 import logging
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
-from collate_npu import CollateError
+pytest.importorskip("rich")
+from collate_npu import CollateError, Segments
+from collate_npu.masks import dense
 from collate_npu.tools import files
-from collate_npu.tools.files import read_rows, samples_of_rows, shipped_text
+from collate_npu.tools.files import (
+    LOADERS,
+    batch_of_file,
+    check_place,
+    mask_of_file,
+    read_rows,
+    samples_of_rows,
+    shipped_text,
+)
+from collate_npu.tools.show import picture
+from collate_npu.tools.user_code import check_file
 
 RECORDS, TWO = [{"text": "one"}, {"text": "two"}], ["one", "two"]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
@@ -120,3 +136,102 @@ def test_samples_are_cut_to_drawn_lengths_and_closed():
     assert samples_of_rows(tokens, None, count=3, max_length=4) == tokens
     with pytest.raises(CollateError, match="got 3 lines with tokens"):
         samples_of_rows(tokens, None, count=4, max_length=4)
+
+
+# --- saved batches and masks
+
+TRUTH = Segments.from_lengths([3, 5], side="left")
+BATCH = {"input_ids": TRUTH.ids, "attention_mask_2d": TRUTH.keep, "attention_mask": dense(TRUTH)}
+
+
+def saved(tmp_path, ending, held):
+    path, tensors = tmp_path / f"held{ending}", held if isinstance(held, dict) else {"mask": held}
+    if ending in (".pt", ".pth"):
+        torch.save(held, path)
+    elif ending == ".safetensors":
+        pytest.importorskip("safetensors.torch").save_file(tensors, path)
+    elif ending == ".npz":
+        np.savez(path, **{key: value.numpy() for key, value in tensors.items()})
+    else:
+        np.save(path, held.numpy())
+    return path
+
+
+@pytest.mark.parametrize("ending", LOADERS)
+def test_a_saved_mask_is_the_mask_and_a_saved_batch_is_the_batch(tmp_path, ending):
+    assert torch.equal(mask_of_file(saved(tmp_path, ending, dense(TRUTH))), dense(TRUTH))
+    if ending != ".npy":
+        path = saved(tmp_path, ending, BATCH)
+        held = batch_of_file(path)
+        assert held.keys() == BATCH.keys()
+        assert all(torch.equal(held[key], value) for key, value in BATCH.items())
+        assert torch.equal(mask_of_file(path), BATCH["attention_mask"])
+
+
+class Anything:
+    """What a file must not build."""
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "said"),
+    [
+        ("x.pkl", lambda path: path.write_bytes(b""), "Such files end with"),
+        ("x.pt", lambda path: path.write_bytes(b"no"), r"torch\.save\("),
+        ("x.pt", lambda path: torch.save({"a": Anything()}, path), "without running anything"),
+        ("x.pt", lambda path: torch.save([1], path), "a dict of tensors"),
+        ("x.npz", lambda path: path.write_bytes(b"no"), r"torch\.save\("),
+        ("x.npz", lambda path: np.savez(path, a=np.array([{}], dtype=object)), "allow_pickle=False"),
+        ("x.pt", lambda path: None, "no such file"),
+    ],
+)
+def test_other_files_are_refused_in_one_line(tmp_path, name, write, said):
+    write(tmp_path / name)
+    with pytest.raises(CollateError, match=said) as error:
+        batch_of_file(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+def test_several_tensors_and_none_of_them_the_mask(tmp_path):
+    with pytest.raises(CollateError, match="A mask is one tensor"):
+        mask_of_file(saved(tmp_path, ".pt", {"a": torch.ones(1), "b": torch.ones(1)}))
+
+
+# --- places
+
+
+def test_what_is_no_file_of_that_kind_has_one_that_is_near(tmp_path):
+    for name in ("rows.jsonl", "rowse.jsonl", "rowsy.jsonl", "rows.py"):
+        (tmp_path / name).write_text("", encoding="utf-8")
+    for name, words in {
+        "": "got a folder. Such files end with .jsonl. Name one.",
+        "rowz.jsonl": "got no such file. Such files end with .jsonl. Did you mean rows.jsonl or rowsy.jsonl?",
+        "there/rows.jsonl": f"got no such folder as {tmp_path / 'there'}. Such files end with .jsonl. Name one.",
+        "rows.py": "got a file that ends with '.py'. Such files end with .jsonl. Name one.",
+    }.items():
+        with pytest.raises(CollateError) as error:
+            check_file(tmp_path / name, [".jsonl"], "Name one.")
+        assert words in str(error.value)
+    check_file(tmp_path / "rows.jsonl", [".jsonl"], "")
+    with subprocess.Popen(["cat", tmp_path / "rows.jsonl"], stdout=subprocess.PIPE) as shell:
+        check_file(Path(f"/proc/self/fd/{shell.stdout.fileno()}"), [".jsonl"], "")  # the shell's `<(...)`
+
+
+def test_a_place_that_is_no_page_is_refused_with_what_is_one(tmp_path):
+    (tmp_path / "a.html").mkdir()
+    (tmp_path / "link.html").symlink_to(tmp_path / "precious.txt")
+    rules = {
+        "A page is written as .html": ("a.gif", "a.svg", "a", "a.HTML5"),
+        "Name a file in a folder that exists": ("no/a.html", "a.html"),
+        "Name that file itself": ("link.html",),
+    }
+    for rule, names in rules.items():
+        for name in names:
+            with pytest.raises(CollateError) as error:
+                check_place(tmp_path / name, ".html")
+            assert rule in str(error.value)
+    with pytest.raises(CollateError, match="Name a file in a folder that exists"):
+        picture(TRUTH).save(tmp_path / "a.html")
+    with pytest.raises(CollateError, match="Name that file itself"):
+        picture(TRUTH).save(tmp_path / "link.html")
+    assert not (tmp_path / "precious.txt").exists()
+    check_place(tmp_path / "new.html", ".html")
