@@ -105,7 +105,11 @@ def plan_batches(trainer: Any, *, max_tokens: int, lengths: Any = None, **option
         made = Trainer.get_train_dataloader(trainer)  # with the trainer's columns, collator and workers
         trainer.accelerator._dataloaders.remove(made)
         kept = {name: getattr(made, name) for name in _OF_LOADER}
-        return trainer.accelerator.prepare(DataLoader(made.dataset, batch_sampler=sampler, **kept))
+        trainer.accelerator.even_batches, even = False, trainer.accelerator.even_batches  # they are; before 1.15 it asks
+        try:
+            return trainer.accelerator.prepare(DataLoader(made.dataset, batch_sampler=sampler, **kept))
+        finally:
+            trainer.accelerator.even_batches = even
 
     trainer.get_train_dataloader = get_train_dataloader
     trainer.add_callback(_SetEpoch(sampler))

@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -368,6 +368,61 @@ def conformance(
             wanted = [known[tuple(ids)] for ids in samples]
             verdicts.append(_judged(layout, name, way(name, samples), wanted, scale, explained))
     return Conformance(tuple(verdicts), scale, seed)
+
+
+@checked
+def check_step(
+    step: Callable[[list[Sample]], Any],
+    *,
+    per: Literal["token", "sequence"] = "token",
+    vocab_size: int = 256,
+    seed: int | None = None,
+) -> float:
+    """Compare a training step over several samples with these samples alone, and return the relative difference.
+
+    `step(samples)` is called with lists of token ids. It shares them out over micro-batches and ranks as your training does,
+    and returns the gradient of the step, before it is clipped, or its loss. `per` is what that loss is the mean of: all
+    tokens that are predicted, or all sequences.
+
+    Raises `AssertionError` for another mean, as where each micro-batch divides by its own tokens, and `CollateError` where
+    nothing can be proved.
+
+    >>> def tokens(ids):  # the loss of each token is its id
+    ...     return torch.tensor(ids[1:]).double()
+    >>> check_step(lambda samples: torch.cat([tokens(ids) for ids in samples]).mean()) < 1e-9
+    True
+    >>> check_step(lambda samples: sum(tokens(ids).mean() for ids in samples) / len(samples), seed=0)
+    Traceback (most recent call last):
+    AssertionError: a step of several samples is wrong by 2.2e-02 (seed=0): it is the mean of the micro-batches, not of ...
+    """
+    seed = random.SystemRandom().randrange(1 << 32) if seed is None else whole_number("seed", seed)
+    draw = _drawer(seed, vocab_size, None)
+    samples = [draw(length) for length in LENGTHS["ragged"]]
+    alone = [_stepped(step, [ids]) for ids in samples]
+    copies, found = _stepped(step, samples[:1] * len(samples)), _stepped(step, samples)
+    weights = [len(ids) - 1 if per == "token" else 1 for ids in samples]
+    known = sum(each * weight for each, weight in zip(alone, weights)) / sum(weights)
+    mean = sum(alone) / len(alone)  # of micro-batches of one sample
+    noise, lost, error = (apart([x], [y]) for x, y in ((copies, alone[0]), (alone[0], known), (found, known)))
+    limit = _limit(noise)
+    if not lost > MARGIN * limit:
+        got = f"samples that differ by {lost:.1e}, where rounding makes {noise:.1e}"
+        raise CollateError(explain("step", got, "A wrong mean must differ by more.", "Switch dropout off; use float32."))
+    if not error <= limit:
+        why = "it is the mean of the micro-batches, not of their tokens" if apart([found], [mean]) <= limit else "it is another mean"
+        remedy = "Multiply each micro-batch's loss by its loss_weights, or pass the tokens of the whole step."
+        raise AssertionError(f"a step of several samples is wrong by {error:.1e} (seed={seed}): {why}. {limit:.1e} passes. {remedy}")
+    return error
+
+
+def _stepped(step: Callable[[list[Sample]], Any], samples: list[Sample]) -> Tensor:
+    try:
+        return host_tensor("step", step([list(ids) for ids in samples])).double().flatten()
+    except CollateError:
+        raise
+    except Exception as error:
+        got, rule = f"{type(error).__name__}: {error}", f"step got samples of {[len(ids) for ids in samples]} tokens."
+        raise CollateError(explain("step", got, rule, "Return a gradient or a loss: a tensor or a number.")) from error
 
 
 def _drawer(seed: int, vocab_size: int, pad_token_id: int | None) -> Draw:

