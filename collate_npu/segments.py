@@ -30,7 +30,7 @@ from collate_npu.arrays import (
     once,
     whole_number,
 )
-from collate_npu.errors import CollateError, explain, explain_rows, not_one_of, notebook_html, shape_of
+from collate_npu.errors import CollateError, explain, explain_rows, notebook_html, shape_of
 from collate_npu.validation import checked
 
 Values = Tensor | npt.ArrayLike
@@ -107,8 +107,6 @@ class Segments:
         if bad:
             rule = f"The lengths of a row add up to at most the width, {width}."
             raise CollateError(explain_rows("lengths", bad, rule, "Pass a larger width, or truncate the rows."))
-        if side not in get_args(Side):
-            raise not_one_of("side", side, get_args(Side))
         check_places("lengths", len(rows) * width, "Check the lengths and the width.")
         return ready(of_lengths(rows, width, side))
 

@@ -1,8 +1,8 @@
 """Validation: what a public function receives is compared with its own annotations, so that a wrong type is refused in words
 and not met somewhere inside.
 
-Checked are tensors, dtypes, whole numbers, flags, names and classes of this package; a function checks by itself what it
-reads in many forms (`Any`, sequences). Costs 1 us a call.
+Checked are tensors, dtypes, whole numbers, flags, the names of a `Literal` and classes of this package; a function checks by
+itself what it reads in many forms (`Any`, sequences). Costs 1 us a call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from collate_npu.errors import CollateError, a_type, did_you_mean, explain, shape_of
+from collate_npu.errors import CollateError, a_type, did_you_mean, explain, not_one_of, shape_of
 
 
 def check_model(model: Any, *, config: bool = False, name: str = "model") -> None:
@@ -120,6 +120,12 @@ _NUMBERS: dict[Any, tuple[type, ...]] = {bool: (bool, np.bool_), int: (Real,), f
 _SPOKEN: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number", str: "a name"}
 _SPOKEN |= {Mapping: "a dict", torch.dtype: "a torch dtype", NoneType: "None"}
 _EXAMPLES = {"segments": "Segments.from_keep(attention_mask_2d)", "batch": "what your collator returns"}
+_REMEDIES = {
+    "attention_mask": "'auto' suits most trainers.",
+    "loss": "Pass 'same' if every rank computes the same loss from the whole row.",
+    "mask_2d": "'local' suits layers that see their own tokens.",
+    "polarity": "Pass polarity='keep' (True attends), 'masked' (True is blocked) or 'bias' (additive).",
+}
 _EXAMPLES |= dict.fromkeys(("cp", "context_parallel"), "ContextParallel(size, rank)")
 
 
@@ -176,11 +182,14 @@ def _check_call(
 
 def hold_against(function: Callable[..., Any], given: Iterable[tuple[str, Any]]) -> None:
     """Raise for what `function` would be given by name and does not take."""
-    judged = _kinds(function)
+    judged, named = _kinds(function), _names(function)
     for name, value in given:
         kinds = judged.get(name)
         if kinds is not None and type(value) not in kinds and not _is_one(value, kinds):
             raise wrong_kind(name, value, function.__qualname__.removesuffix(".__init__"), *kinds)
+        if name in named and value not in named[name]:
+            known = [each for each in named[name] if each is not None]
+            raise not_one_of(name, value, known, _REMEDIES.get(name, "Name one of them."))
 
 
 def check_fields(held: Any) -> None:
@@ -191,13 +200,23 @@ def check_fields(held: Any) -> None:
 @cache
 def _kinds(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
     """Return by parameter the kinds that are judged; none where it takes a form that is not."""
-    found = {}
-    for name, hint in _hints(function).items():
-        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        kinds = tuple(dict.fromkeys(map(_kind, parts)))
-        if name != "return" and None not in kinds:
-            found[name] = kinds
-    return found
+    found = {name: tuple(dict.fromkeys(map(_kind, _parts(hint)))) for name, hint in _hints(function).items()}
+    return {name: kinds for name, kinds in found.items() if name != "return" and None not in kinds}
+
+
+@cache
+def _names(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
+    """Return by parameter all that it takes, where its annotation says so."""
+    found = {name: [*map(_all_of, _parts(hint))] for name, hint in _hints(function).items() if name in _kinds(function)}
+    return {name: tuple(chain(*each)) for name, each in found.items() if () not in each}
+
+
+def _all_of(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) is Literal else (None,) * (hint is NoneType)
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:

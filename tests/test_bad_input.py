@@ -6,6 +6,8 @@ refused, and of what is read nothing that comes out is NaN. Then single calls, w
 
 import inspect
 from functools import cache, partial
+from types import NoneType, UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ from collate_npu import (
     split_batch,
     wrap_collator,
 )
-from collate_npu.collate import Layout
+from collate_npu.collate import BalancedBatchSampler, Layout, lengths_of, loss_weights
 from collate_npu.kernels import check, fusion_attention, gated_delta
 from collate_npu.keys import KEYS, TOKENS, Key
 from collate_npu.masks import block_mask, dense, mask_mod, none_is_exact, segments_from_batch, varlen
@@ -113,6 +115,9 @@ CALLS = {
     Pattern.sliding: {"window": 2},
     Pattern.chunked: {"size": 2},
     Pattern.prefix: {"lengths": 2},
+    BalancedBatchSampler: {"lengths": [1, 2], "max_tokens": 3, "pack": True, "shuffle": False, "drop_last": False},
+    lengths_of: {"dataset": [{"input_ids": [1]}]},
+    loss_weights: {"batches": [{"labels": [[1, 2]]}]},
 }  # fmt: skip
 KERNELS = [
     function for function in CALLS if "gated_delta" in function.__module__ or "fusion_attention" in function.__module__
@@ -224,8 +229,16 @@ def test_a_result_or_a_refusal_in_words(name):
 
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__qualname__)
-def test_a_right_call_passes_and_a_flag_is_true_or_false(function):
+def test_a_right_call_passes_and_a_flag_is_true_or_false_and_a_name_one_of_its_names(function):
     function(**CALLS[function])
+    own = {"ConsumerName": str, "Consumer": dict}  # of another module than a dataclass's own
+    hints = get_type_hints(inspect.unwrap(function.__init__ if isinstance(function, type) else function), localns=own)
+    for name, hint in hints.items():
+        parts = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+        if all(get_origin(part) is Literal for part in parts if part is not NoneType) and parts[0] is not NoneType:
+            wrong = 7 if isinstance(get_args(parts[0])[0], int) else "nobody"
+            with pytest.raises(CollateError, match=f"{name}: got .*{wrong}.* It is one of"):
+                function(**{**CALLS[function], name: wrong})
     for name, one in inspect.signature(function).parameters.items():
         for said in ("no", 0, torch.tensor(False)) if one.annotation == "bool" else ():
             with pytest.raises(CollateError, match=f"{name}: got an? .* takes True or False"):

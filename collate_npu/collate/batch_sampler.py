@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from importlib import import_module
 from importlib.util import find_spec
 from numbers import Integral
@@ -25,7 +25,7 @@ from torch.utils.data import Sampler
 
 from collate_npu.arrays import Array, host_array, whole_number
 from collate_npu.collate.padding import best_fit
-from collate_npu.errors import CollateError, a_type, explain, explain_rows, not_one_of, shape_of
+from collate_npu.errors import CollateError, a_type, explain, explain_rows, shape_of
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.parallel.layout import is_gloo
 from collate_npu.validation import checked, options_checked
@@ -87,8 +87,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if self.max_tokens < self.room:
             rule = f"A batch holds up to {max_tokens} tokens."
             raise CollateError(explain("width", str(width), rule, "Raise max_tokens."))
-        if longer not in ("error", "alone"):
-            raise not_one_of("longer", longer, ("error", "alone"))
         self.pack, self.shuffle, self.drop_last, self.longer = pack, shuffle, drop_last, longer
         self.seed, self.epoch = whole_number("seed", seed), 0
         self.lengths = _checked_lengths(lengths, self.room if longer == "error" else 0)
@@ -181,20 +179,21 @@ def _of_column(column: Any) -> Array:
 
 @checked
 def loss_weights(
-    batches: Sequence[Mapping[str, Any]], *, per: Literal["token", "sequence"] = "token", group: Any = None
+    batches: Sequence[Mapping[str, Any]], *, per: Literal["token", "label", "sequence"] = "token", group: Any = None
 ) -> list[float]:
     """Return what to multiply the mean loss of each batch of a step by, so that the gradient is that of all samples of the
     step, whatever stands together: `(model(**batch).loss * weight).backward()` for each, then one optimizer step.
 
     * `batches`: this rank's micro-batches of one step, with `labels`.
-    * `per`: what the loss of a batch is the mean of: tokens that a causal model predicts (it shifts labels), or sequences.
+    * `per`: what the loss of a batch is the mean of: tokens that a causal model predicts (it shifts labels), labels (T5,
+      token classification), or sequences.
     * `group`: the ranks whose gradients DDP or FSDP averages; None: all. They add their counts up, once.
 
     >>> labels = torch.tensor([[[-100, 1, 2, 3]], [[-100, 1, -100, -100]]])
     >>> loss_weights([{"labels": row} for row in labels])
     [0.75, 0.25]
     """
-    if isinstance(batches, Mapping) or not all(hasattr(batch, "items") for batch in batches):
+    if not isinstance(batches, Sequence) or not all(hasattr(batch, "items") for batch in batches):
         rule = "They are the micro-batches of a step."
         raise CollateError(explain("batches", a_type(batches), rule, "Pass a list of dicts."))
     key = "shift_labels" if batches and "shift_labels" in batches[0] else "labels"
@@ -204,7 +203,8 @@ def loss_weights(
         remedy = "Pass per='sequence' for one label a sample."
         raise CollateError(explain(key, shape_of(wrong[0]), "Labels of tokens are [B, S].", remedy))
     elif all(key in batch for batch in batches):  # nothing predicts the first token of a row
-        counts = [int((host_array(key, batch[key])[..., int(key == "labels") :] != -100).sum()) for batch in batches]
+        first = int(per == "token" and key == "labels")
+        counts = [int((host_array(key, batch[key])[..., first:] != -100).sum()) for batch in batches]
     else:
         raise CollateError(explain("batches", f"no {key}", "A step is weighed by its labels.", "Add labels to each batch."))
     total, ranks = torch.tensor(sum(counts)), 1
@@ -220,8 +220,9 @@ def loss_weights(
 def _checked_lengths(lengths: Any, most: int) -> Array:
     """Return lengths as an array `[N]`. Raises `CollateError` for each that is no whole number from 1 to `most`, 0: any."""
     rule, remedy = "A length is the number of tokens of a sample, at least 1.", "Pass lengths_of(dataset)."
-    if not hasattr(lengths, "__iter__") or getattr(lengths, "ndim", 1) == 0:
-        raise CollateError(explain("lengths", a_type(lengths), rule, remedy))
+    if not hasattr(lengths, "__iter__") or getattr(lengths, "ndim", 1) != 1 or isinstance(lengths, (Set, Mapping)):
+        got = shape_of(lengths) if hasattr(lengths, "ndim") else a_type(lengths)
+        raise CollateError(explain("lengths", got, rule, remedy))
     values = lengths if isinstance(lengths, (torch.Tensor, np.ndarray)) else list(lengths)
     try:
         found = host_array("lengths", values)

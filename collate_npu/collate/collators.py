@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from functools import cache, partial
 from math import lcm
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.labels_and_positions import labels_behind_padding_error
 from collate_npu.consumers.mask_routing import Consumer, ConsumerName, log_form
 from collate_npu.consumers.model_traits import LabelRule, consumer_of
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, not_one_of
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import find_token_hazards, log_hazards
 from collate_npu.masks.forms import (
@@ -125,8 +125,6 @@ class Emitter:
             remedy = "Pass consumer= ('transformers', 'megatron', ...)."
             raise CollateError(explain("consumer", "None", rule, remedy, more="consumer"))
         mode, rule, remedy = self.attention_mask, "", "Leave it at 'auto'."
-        if mode not in get_args(MaskMode):
-            raise not_one_of("attention_mask", mode, get_args(MaskMode), "'auto' suits most trainers.")
         if named and mode not in ("auto", "omit"):
             rule = "The consumer decides the form of its mask."
         elif self.padding_free and mode in ("4d", "2d"):
@@ -484,8 +482,6 @@ def _check_padding(collator: PaddingCollator) -> None:
                 rule = "It is for flat rows; padded rows have pad_to_multiple_of."
                 remedy = "Leave it out, or set padding_free=True without packing."
                 raise CollateError(explain(name, repr(value), rule, remedy))
-    if collator.padding_side not in get_args(Side):
-        raise not_one_of("padding_side", collator.padding_side, get_args(Side))
     padding: Any = collator.padding
     if isinstance(padding, (Tensor, np.ndarray)):
         padding = host_array("padding", padding).tolist()

@@ -24,7 +24,7 @@ from collate_npu.consumers.labels_and_positions import labels_behind_padding_err
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, segments_from_batch
-from collate_npu.masks.dense_mask import Polarity, check_polarity
+from collate_npu.masks.dense_mask import Polarity
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import unpad
 from collate_npu.segments import Segments
@@ -73,7 +73,6 @@ class WrappedCollator(Emitter):
         check_return_tensors(return_tensors)
         check_collator(self.inner, "inner")
         check_fields(self)
-        check_polarity(self.polarity)
         for field in fields(Layout):
             value = getattr(self.layout, field.name)
             if value == field.default or field.name in ("labels_shifted", "max_mask_bytes"):

@@ -63,9 +63,6 @@ def gather_sequence(
     with turn_of(cp):
         with ranks_agree(cp, call="gather") as facts:  # whatever is wrong on one rank, it says so before the others wait
             dim = dimension("output", output, dim)
-            if loss not in ("same", "local"):
-                rule = "Every rank computes the same loss from the whole row ('same'), or its own loss ('local')."
-                raise CollateError(explain("loss", repr(loss), rule, "Pass the one that your ranks do."))
             if output.is_nested:
                 shard, dim, offsets = cast(Any, output).values(), 0, jagged_cu_seqlens(output, cp) * cp.size
             _check_shape(output, shard.shape, cp, segments, dim)

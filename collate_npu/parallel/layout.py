@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 from types import MappingProxyType
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collate_npu.arrays import OF_A_BATCH, check_places, whole_number
-from collate_npu.errors import CollateError, explain, explain_rows, not_one_of
+from collate_npu.errors import CollateError, explain, explain_rows
 from collate_npu.segments import as_offsets
-from collate_npu.validation import checked, options_checked
+from collate_npu.validation import check_fields, checked, options_checked
 
 _GLOO: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 """The groups made here, by the world they are of and their ranks."""
@@ -398,16 +398,12 @@ def _check_width(width: int, cp: ContextParallel) -> None:
 
 
 def _check(cp: ContextParallel) -> None:
-    if not isinstance(cp.layout, str) or cp.layout not in get_args(Layout):
-        raise not_one_of("layout", cp.layout, get_args(Layout))
+    check_fields(cp)
     for name in ("size", "tensor_parallel", "block", "ulysses"):
         whole_number(name, getattr(cp, name), least=1)
     if not 0 <= whole_number("rank", cp.rank, least=-cp.size) < cp.size:
         rule = f"Ranks of a group of {cp.size} count from 0 to {cp.size - 1}."
         raise CollateError(explain("rank", str(cp.rank), rule, "Pass the rank inside the group, not the global rank."))
-    if not isinstance(cp.mask_2d, str) or cp.mask_2d not in get_args(Scope):
-        rule = "A rank gets its own tokens of the 2D mask ('local') or the whole row ('global')."
-        raise CollateError(explain("mask_2d", repr(cp.mask_2d), rule, "'local' suits layers that see their own tokens."))
     if (cp.ulysses > 1 and not cp.layout.endswith("ulysses_ring")) or cp.size % cp.ulysses:
         rule = f"It divides the {cp.size} ranks, and goes with layouts '*ulysses_ring'; layout 'ulysses' needs none."
         raise CollateError(explain("ulysses", f"{cp.ulysses} with {cp.layout!r}", rule, "Change one of the two."))

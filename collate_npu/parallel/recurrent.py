@@ -24,11 +24,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, not_one_of
+from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.masks.forms import check_cuts
 from collate_npu.parallel.layout import ContextParallel, Layout, Run, token_runs
 from collate_npu.segments import Segments, as_offsets
@@ -55,8 +55,6 @@ def recurrent_parallel(cp: ContextParallel, scheme: RecurrentScheme, *, padding_
     >>> recurrent_parallel(ContextParallel(2, 0), "head_exchange").layout
     'contiguous'
     """
-    if scheme not in get_args(RecurrentScheme):
-        raise not_one_of("scheme", scheme, get_args(RecurrentScheme))
     if cp.size == 1:
         return cp
     takes = _TAKES[scheme][padding_free]

@@ -117,9 +117,10 @@ BAD = {
     "ragged": ([3, [1, 2]], r"row 1: got \[1, 2\]"),
     "bools": ([True, 3], "row 0: got True"),
     "floats": (np.array([3.0, 2.0]), "row 0: got 3.0"),
-    "a matrix": (np.ones((2, 2), int), "2 bad rows"),
+    "a matrix": (np.ones((2, 2), int), "got .*2, 2"),
     "a number": (5, "got an int"),
-    "a tensor of none": (torch.tensor(5), "got a Tensor"),
+    "lengths by name": ({1: 5, 2: 3}, "got a dict"),
+    "a tensor of none": (torch.tensor(5), "got int64"),
     "empty": ([], "A plan is of one or more samples"),
     "many": ([0] * 50, "50 in all. A length is"),
 }
@@ -186,6 +187,8 @@ def test_a_planned_step_is_its_samples_one_by_one():
         assert (each - alone).norm() > 1e-2 * alone.norm()
     assert loss_weights(batches, per="sequence") == [len(batch["seq_lens"]) / len(data) for batch in batches]
     assert loss_weights([{"shift_labels": [[3, -100]]}, {"shift_labels": [[1, 2]]}]) == [1 / 3, 2 / 3]
+    labels = [{"labels": [[3, 4]]}, {"labels": [[1, -100]]}]
+    assert (loss_weights(labels, per="label"), loss_weights(labels[:1])) == ([2 / 3, 1 / 3], [1.0])
     for bad, says in (
         ([{"input_ids": [[1]]}], "Add labels"),
         ([{"labels": [[1, -100]]}], "Leave this step out"),

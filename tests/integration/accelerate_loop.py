@@ -75,6 +75,7 @@ def planned() -> dict:
     model = tiny_model("qwen3_next", vocab_size=len(tokenizer))
     collator = PaddingCollator(tokenizer, model=model)
     samples = samples_of_rows(shipped_text(), tokenizer, count=20, max_length=48)
+    data = [{**row, "labels": row["input_ids"]} for row in samples]
 
     def collate(rows: list) -> dict:
         seen.append([row["input_ids"] for row in rows])
@@ -82,7 +83,7 @@ def planned() -> dict:
 
     how = {"learning_rate": 0.0, "logging_steps": 1, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
     args = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", **how)
-    trainer = Trainer(model, args, data_collator=collate, train_dataset=[{**row, "labels": row["input_ids"]} for row in samples])
+    trainer = Trainer(model, args, data_collator=collate, train_dataset=data)
     plan_batches(trainer, max_tokens=120)
     trainer.train()
     torch.distributed.all_gather_object(ranks := [None, None], seen)

@@ -11,7 +11,7 @@ from collate_npu import CollateError, PaddingCollator  # noqa: E402
 from collate_npu.collate import BalancedBatchSampler  # noqa: E402
 from collate_npu.integrations.transformers import plan_batches  # noqa: E402
 from collate_npu.releases import installed, numbers  # noqa: E402
-from collate_npu.testing import tiny_model  # noqa: E402
+from collate_npu.testing import check_step, tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.models
 DRAWN = torch.Generator().manual_seed(5)
@@ -30,10 +30,10 @@ class Seen:
         return self.collator(features)
 
 
-def trainer_of(model, collator, tmp_path, data=DATA, **settings):
+def trainer_of(model, collator, tmp_path, data=DATA, made=Trainer, **settings):
     given = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "learning_rate": 0.0, "logging_steps": 1}
     args = TrainingArguments(tmp_path, **{**given, **settings})
-    return Trainer(model, args, data_collator=collator, train_dataset=data)
+    return made(model, args, data_collator=collator, train_dataset=data)
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -67,6 +67,39 @@ def test_the_loss_of_a_step_is_that_of_its_samples(tmp_path):
         losses = [float(model(input_ids=row, labels=row).loss) * (row.numel() - 1) for row in rows]
     alone = sum(losses) / sum(len(row) - 1 for row in ROWS)
     assert trainer.state.log_history[0]["loss"] == pytest.approx(alone, abs=2e-4)  # the Trainer rounds what it logs
+
+
+class CountsEachBatch(Trainer):
+    """Divides by the tokens of a micro-batch, and the gradient by their number."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs) / self.args.gradient_accumulation_steps
+
+
+class Gradient(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.found = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+
+
+@pytest.mark.parametrize("made", [Trainer, CountsEachBatch])
+def test_a_count_for_each_micro_batch_is_found(made, tmp_path):
+    model = tiny_model("qwen3_next", vocab_size=257)
+    collator = PaddingCollator(pad_token_id=256, model=model, padding_side="left")
+    how = {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_grad_norm": 0.0}
+
+    def step(samples):
+        model.zero_grad()
+        data = [{"input_ids": ids, "labels": ids} for ids in samples]
+        trainer = trainer_of(model, collator, tmp_path, data, made=made, save_strategy="no", **how)
+        trainer.add_callback(kept := Gradient())
+        trainer.train()
+        return kept.found
+
+    if made is Trainer:
+        assert check_step(step) < 1e-5
+    else:
+        with pytest.raises(AssertionError, match="a step of several samples is wrong"):
+            check_step(step)
 
 
 @pytest.mark.parametrize("even", [True, False])

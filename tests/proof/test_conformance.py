@@ -11,12 +11,13 @@ import torch
 
 pytest.importorskip("transformers")
 from collate_npu import CollateError, PaddingCollator, Segments
+from collate_npu.collate import loss_weights
 from collate_npu.consumers import probe
 from collate_npu.outputs import per_sequence
 from collate_npu.proof.conformance import BOUNDARIES, LENGTHS, MOVED, NAN, ORDER, PAD_ID, PADDING
 from collate_npu.proof.measure import noise_limit
 from collate_npu.releases import KERNELS_TOLD
-from collate_npu.testing import conformance, reference_kernels, tiny_model
+from collate_npu.testing import check_step, conformance, reference_kernels, tiny_model
 
 pytestmark = pytest.mark.models
 
@@ -292,3 +293,60 @@ def test_six_times_the_noise_passes_and_a_lucky_run_has_some(places):
 def test_what_tells_nothing_is_refused(said, run):
     with pytest.raises(CollateError, match=said):
         asked(run)
+
+
+# --- a training step
+
+
+def loop(weigh, rows=2, drop=()):
+    """A loop's gradient, in micro-batches of so many rows; `drop` names keys that are lost on their way."""
+    model = built("qwen3_next")
+    collator = PaddingCollator(pad_token_id=PAD, model=model, padding_side="left")
+
+    def step(samples):
+        parts = [samples[at : at + rows] for at in range(0, len(samples), rows)]
+        batches = [collator([{"input_ids": ids, "labels": ids} for ids in part]) for part in parts]
+        model.zero_grad()
+        for batch, weight in zip(batches, weigh(batches)):
+            (model(**{key: x for key, x in batch.items() if key not in drop}).loss * weight).backward()
+        return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+
+    return step
+
+
+def alike(batches):
+    return [1 / len(batches)] * len(batches)
+
+
+def test_a_step_that_is_that_of_its_samples_passes():
+    assert check_step(loop(loss_weights)) < 1e-5
+    assert check_step(loop(alike, rows=1), per="sequence") < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (loop(alike, rows=1), "it is the mean of its micro-batches, not of their tokens"),
+        (loop(alike), "it is no mean of them alone"),
+        (loop(loss_weights, drop=["attention_mask"]), "it is no mean"),
+        (lambda samples: float("nan") if len(samples) == 5 and samples[0] != samples[1] else sum(samples[0]), "nan"),
+    ],
+)
+def test_a_step_with_other_weights_or_masks_is_wrong(step, said):
+    with pytest.raises(AssertionError, match=said):
+        check_step(step)
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (lambda samples: 1.0, "A wrong mean must differ"),
+        (lambda samples: torch.randn(3) * len(samples), "A wrong mean must differ.*dropout"),
+        (lambda samples: None, "step: got a NoneType"),
+        (lambda samples: 1 / 0, "ZeroDivisionError.*samples of .9. tokens"),
+        (lambda samples: torch.rand(len(samples)), "1 numbers for one sample, 5 for five.*no gradient"),
+    ],
+)
+def test_a_step_that_tells_nothing_is_refused(step, said):
+    with pytest.raises(CollateError, match=said):
+        check_step(step)

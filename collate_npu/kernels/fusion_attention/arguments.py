@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -117,9 +117,6 @@ def fusion_attention_kwargs(
     >>> fusion_attention_kwargs(Segments.from_lengths([3, 5]), layout="TND")["actual_seq_qlen"]
     [3, 8]
     """
-    if not isinstance(operator, str) or operator not in get_args(Operator):
-        rule, remedy = f"The operators are {' and '.join(get_args(Operator))}.", "Pass the one that you call."
-        raise CollateError(explain("operator", repr(operator), rule, remedy))
     pattern, device = Pattern.of(pattern), here(device)
     max_mask_bytes = whole_number("max_mask_bytes", max_mask_bytes)
     terms = _terms(segments, pattern, layout, causal_mode)

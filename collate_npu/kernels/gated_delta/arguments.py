@@ -107,9 +107,6 @@ def gated_delta_kwargs(
     [[0, 0, 1], [1, 1, 1]]
     """
     device, chunk_size = here(device), whole_number("chunk_size", chunk_size, least=1)
-    if not isinstance(kernel, str) or kernel not in get_args(Kernel):
-        rule, remedy = f"The kernels are {', '.join(get_args(Kernel))}.", "Pass the one that you call."
-        raise CollateError(explain("kernel", repr(kernel), rule, remedy))
     taken = operator_named(kernel).chunk_sizes
     if taken and chunk_size not in taken:
         rule = f"{kernel} takes chunks of {', '.join(map(str, taken))} tokens."

@@ -120,7 +120,7 @@ REFUSED = [
     ({"segments": [[1, 1]]}, "Pass a Segments"),
     ({"device": "nowhere"}, "device of this machine"),
     ({"chunk_size": 0}, "chunk_size"),
-    ({"kernel": "flash"}, "The kernels are transformers, fla"),
+    ({"kernel": "flash"}, "It is one of transformers, fla"),
     ({"chunk_size": 128}, "chunks of 16, 32, 64"),
     ({"kernel": "fla_npu", "chunk_size": 32}, "chunks of 64, 128"),
     ({"kernel": "fla_npu_recurrent"}, "a sequence of 70 tokens"),
