@@ -29,7 +29,7 @@ from collate_npu import (
     split_batch,
     wrap_collator,
 )
-from collate_npu.collate import BalancedBatchSampler, Layout, lengths_of, loss_weights
+from collate_npu.collate import BalancedBatchSampler, Layout, collators, lengths_of, loss_weights
 from collate_npu.kernels import check, fusion_attention, gated_delta
 from collate_npu.keys import KEYS, TOKENS, Key
 from collate_npu.masks import block_mask, dense, mask_mod, none_is_exact, segments_from_batch, varlen
@@ -231,8 +231,8 @@ def test_a_result_or_a_refusal_in_words(name):
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__qualname__)
 def test_a_right_call_passes_and_a_flag_is_true_or_false_and_a_name_one_of_its_names(function):
     function(**CALLS[function])
-    own = {"ConsumerName": str, "Consumer": dict}  # of another module than a dataclass's own
-    hints = get_type_hints(inspect.unwrap(function.__init__ if isinstance(function, type) else function), localns=own)
+    made = inspect.unwrap(function.__init__ if isinstance(function, type) else function)
+    hints = get_type_hints(made, localns=vars(collators))  # which a dataclass of another module names, too
     for name, hint in hints.items():
         parts = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
         if all(get_origin(part) is Literal for part in parts if part is not NoneType) and parts[0] is not NoneType:
