@@ -1,8 +1,9 @@
 """Planned steps: real tokens a second of an epoch whose batches are padded as they come, sorted, planned, or planned packs.
 
-`python -m benchmarks.planned_steps [--samples 256] [--rows 8] [--longest 1024]` trains tiny models on one process, then on
-two ranks that average their gradients after each step, so that the slower one is waited for. All ways train on the same
-samples, of lengths as instruction data has them, and may hold as many tokens in a batch. Ratios are to the first way.
+`python -m benchmarks.planned_steps [--samples 256] [--rows 8] [--longest 1024] [--write]` trains tiny models on one process,
+then on two ranks that average their gradients after each step, so that the slower one is waited for. All ways train on the
+same samples, of lengths as instruction data has them, and may hold as many tokens in a batch. Ratios are to the first way;
+`--write` keeps them in planned.json.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from transformers import DataCollatorForSeq2Seq
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from benchmarks.plans import keep
 from collate_npu import PaddingCollator, adapt
 from collate_npu.collate import BalancedBatchSampler, loss_weights
 from collate_npu.testing import byte_tokenizer, tiny_model
@@ -87,6 +89,7 @@ def epochs(family: str, given: Any, rank: int = 0, ranks: int = 1) -> Iterator[t
 
 
 def print_table(given: Any, rank: int = 0, ranks: int = 1) -> None:
+    rows = []
     for family in FAMILIES:
         found = list(epochs(family, given, rank, ranks))
         losses = torch.tensor([loss for *_, loss in found])
@@ -95,7 +98,11 @@ def print_table(given: Any, rank: int = 0, ranks: int = 1) -> None:
         assert (losses / losses[0] - 1).abs().max() < 1e-3, losses
         for way, seconds, _ in found if rank == 0 else ():
             tokens = sum(lengths_drawn(given.samples, given.longest)) / seconds
-            print(f"{family:12}{ranks:3} ranks  {way:24}{tokens:10.0f} tokens/s{found[0][1] / seconds:7.2f}", flush=True)
+            ratio = found[0][1] / seconds
+            print(f"{family:12}{ranks:3} ranks  {way:24}{tokens:10.0f} tokens/s{ratio:7.2f}", flush=True)
+            rows.append({"family": family, "ranks": ranks, "way": way, "ratio": round(ratio, 3)})
+    if given.write and rank == 0:
+        keep(f"steps, {ranks}", rows)
 
 
 def on_rank(rank: int, ranks: int, given: Any) -> None:
@@ -110,6 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, value in (("samples", 256), ("rows", 8), ("longest", 1024)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     print_table(given)

@@ -253,6 +253,26 @@ def step_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def planned_table(held: dict[str, list[dict]]) -> str:
+    """Two tables: a way to batch and what it gains; the samples and ranks of a plan, and how it comes out."""
+    columns = [(family, ranks) for family in ("qwen3_next", "llama") for ranks in (1, 2)]
+    found = {(row["family"], row["ranks"], row["way"]): row["ratio"] for n in (1, 2) for row in held[f"steps, {n}"]}
+    names = [f"{ {'qwen3_next': 'Qwen3-Next', 'llama': 'Llama'}[family] }, {n} rank{'s' * (n > 1)}" for family, n in columns]
+    lines = [f"| tokens a second | {' | '.join(names)} |", "|" + "---|" * (1 + len(names))]
+    for way in ("sorted", "planned", "planned, packed rows", "planned, one flat row"):
+        lines.append(f"| {way} | {' | '.join(f'{found[(*column, way)]:.2f}' for column in columns)} |")
+    plans = {(row["lengths"], row["samples"], row["ranks"], row["way"]): row for row in held["plans"]}
+    lines += ["", "| samples, ranks | seconds | padding | level | of packed rows | length-grouped: padding | level |"]
+    lines += ["|" + "---|" * 7]
+    for power, ranks in ((4, 8), (5, 8), (5, 64), (6, 64), (6, 256), (7, 256)):
+        padded, packed, grouped = (
+            plans["instruction", 10**power, ranks, way] for way in ("planned", "packed", "length-grouped")
+        )
+        mine = f"{padded['seconds']:.1f} | {padded['padding']:.1%} | {padded['level']:.3f} | {packed['level']:.3f}"
+        lines.append(f"| 10^{power}, {ranks} | {mine} | {grouped['padding']:.1%} | {grouped['level']:.3f} |")
+    return "\n".join(lines)
+
+
 PEERS = ("transformers Seq2Seq", "TRL", "ms-swift template")
 BATCHES = ("lists 4x512", "lists 32x4096", "numpy 32x4096", "torch 4x512", "torch 32x4096", "lists 32x4096, left")
 

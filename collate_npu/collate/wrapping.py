@@ -126,7 +126,7 @@ class WrappedCollator(Emitter):
         ignored = self.label_pad_token_id
         out = labels_for(batch, segments, self._labels, shifted, ignored=ignored)
         labels = out.get("labels", batch.get("labels"))
-        first = self._adapter is not None and self._predicts_next and shifted is False  # of a row, which a Trainer counts
+        first = self._ignores_first and shifted is False  # of a row, which a Trainer counts
         if first and isinstance(labels, Tensor) and _follows(labels, segments):
             out["labels"] = torch.cat([torch.full_like(labels[:, :1], ignored), labels[:, 1:]], dim=1)
         return batch | out if out else batch
