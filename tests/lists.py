@@ -253,8 +253,9 @@ def step_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def planned_table(held: dict[str, list[dict]]) -> str:
+def planned_table() -> str:
     """Two tables: a way to batch and what it gains; the samples and ranks of a plan, and how it comes out."""
+    held = json.loads((ROOT / "benchmarks" / "planned.json").read_text("utf-8"))
     columns = [(family, ranks) for family in ("qwen3_next", "llama") for ranks in (1, 2)]
     found = {(row["family"], row["ranks"], row["way"]): row["ratio"] for n in (1, 2) for row in held[f"steps, {n}"]}
     names = [f"{ {'qwen3_next': 'Qwen3-Next', 'llama': 'Llama'}[family] }, {n} rank{'s' * (n > 1)}" for family, n in columns]
@@ -319,6 +320,7 @@ def written() -> dict[Path, str]:
         **between("context-parallel", layouts=drawn(layout), schemes=drawn(recurrent)),
         **between("options", options=options()),
         **between("speed", step=step_table(measured()), speed=speed_table(measured())),
+        **between("planned-batches", planned=planned_table()),
         **between("limits", growth=growth(measured("limits"))),
         **between("masks", given=given(), derive=options_of(derive_segments), consumers=table()),
         **between("checks", watch=command("watch"), conformance=command("conformance")),

@@ -5,7 +5,8 @@ loader that resumes goes on where it stood. megatron-energon 7.4.1, mosaicml-str
 
 import json
 import os
-from itertools import islice
+import sys
+from itertools import groupby, islice
 
 import pytest
 
@@ -13,6 +14,7 @@ NEEDS = ("torchdata", "webdataset", "streaming", "megatron", "datasets", "tensor
 
 # ruff: noqa: E402
 import numpy as np
+import ray.train as ray_train
 import torch
 import webdataset
 from datasets import Dataset
@@ -233,7 +235,7 @@ def ray(tmp_path_factory):
     import ray
 
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-    ray.init(num_cpus=2, object_store_memory=80 << 20, **quiet)
+    ray.init(num_cpus=4, object_store_memory=80 << 20, **quiet)
     yield ray
     ray.shutdown()
 
@@ -254,6 +256,57 @@ def test_ray_data_gives_every_sample_back(ray):
     assert sorted(adapted) == [ids for _, ids in TRUTH]
     with pytest.raises(Exception, match="corresponding to key 'attention_mask' is of type <class 'NoneType'>"):
         dataset.map_batches(PaddingCollator(**settings), batch_size=4).take_all()
+
+
+def train_planned(config):
+    """A worker of Ray Train: its batches of the plan, each a step; then every step again, sample by sample."""
+    from collate_npu.collate import loss_weights
+    from collate_npu.testing import tiny_model
+
+    def gradient(model):
+        return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+
+    model, seen = ray_train.torch.prepare_model(tiny_model("qwen3_next", vocab_size=400)), []
+    rank = ray_train.get_context().get_world_rank()
+    for _, rows in groupby(config["shards"][rank].iter_rows(), key=lambda row: row["batch"]):
+        batch = OURS([{"input_ids": row["input_ids"], "labels": row["input_ids"], "number": row["number"]} for row in rows])
+        seen.append(sorted(batch.pop("number").tolist()))
+        batch["attention_mask"] = batch.pop("attention_mask_2d").long()
+        (model(**batch).loss * loss_weights([batch])[0]).backward()
+    alone, plan = tiny_model("qwen3_next", vocab_size=400), config["plan"]
+    for step in ([*one, *other] for one, other in zip(plan[::2], plan[1::2])):
+        count = sum(LENGTHS[n] - 1 for n in step)
+        for n in step if count else ():
+            if LENGTHS[n] > 1:
+                row = torch.tensor([SAMPLES[n]["input_ids"]])
+                (alone(input_ids=row, labels=row).loss * (LENGTHS[n] - 1) / count).backward()
+    gap = (gradient(model) - gradient(alone)).norm() / gradient(alone).norm()
+    with open(os.path.join(config["out"], f"{rank}.json"), "w") as file:
+        json.dump([seen, float(gap)], file)
+
+
+@pytest.mark.long("ray")
+def test_two_workers_of_ray_train_get_the_batches_of_a_plan(ray, tmp_path):
+    """Each step's gradient is that of its samples. Rows stay in Ray, and only their lengths are planned."""
+    import ray.data
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    plan = [*BalancedBatchSampler(LENGTHS, max_tokens=14, num_replicas=2, rank=None)]
+    batch_of = {n: k for k, batch in enumerate(plan) for n in batch}
+    planned = ray.data.from_items(SAMPLES, override_num_blocks=2).map(lambda row: row | {"batch": batch_of[row["number"]]})
+    shards = [planned.filter(lambda row, rank=rank: row["batch"] % 2 == rank).sort("batch") for rank in (0, 1)]
+    TorchTrainer(
+        train_planned,
+        train_loop_config={"shards": shards, "plan": plan, "out": str(tmp_path)},
+        torch_config=TorchConfig("gloo"),
+        scaling_config=ray_train.ScalingConfig(num_workers=2),
+        run_config=ray_train.RunConfig(storage_path=str(tmp_path / "ray")),
+    ).fit()
+    for rank in (0, 1):
+        seen, gap = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert seen == [sorted(batch) for batch in plan[rank::2]]
+        assert gap < 1e-5
 
 
 @pytest.mark.long("ray")
