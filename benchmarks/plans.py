@@ -66,7 +66,7 @@ def grouped(lengths: Array, most: int, ranks: int) -> Array:
     order = np.random.default_rng(0).permutation(lengths)
     together = size * ranks * 50
     order = np.concatenate([-np.sort(-order[at : at + together]) for at in range(0, len(order), together)])
-    rows = order[: len(order) // size * size].reshape(-1, size)
+    rows = np.concatenate([order, order[: -len(order) % size]]).reshape(-1, size)  # as DistributedSampler fills up
     costs: Array = rows.max(axis=1) * size
     return costs
 

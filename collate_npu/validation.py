@@ -120,7 +120,7 @@ _NUMBERS: dict[Any, tuple[type, ...]] = {bool: (bool, np.bool_), int: (Real,), f
 _SPOKEN: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number", str: "a name"}
 _SPOKEN |= {Mapping: "a dict", torch.dtype: "a torch dtype", NoneType: "None"}
 _EXAMPLES = {"segments": "Segments.from_keep(attention_mask_2d)", "batch": "what your collator returns"}
-_REMEDIES = {
+REMEDIES = {
     "attention_mask": "'auto' suits most trainers.",
     "loss": "Pass 'same' if every rank computes the same loss from the whole row.",
     "mask_2d": "'local' suits layers that see their own tokens.",
@@ -189,7 +189,7 @@ def hold_against(function: Callable[..., Any], given: Iterable[tuple[str, Any]])
             raise wrong_kind(name, value, function.__qualname__.removesuffix(".__init__"), *kinds)
         if name in named and value not in named[name]:
             known = [each for each in named[name] if each is not None]
-            raise not_one_of(name, value, known, _REMEDIES.get(name, "Name one of them."))
+            raise not_one_of(name, value, known, REMEDIES.get(name, "Name one of them."))
 
 
 def check_fields(held: Any) -> None:
@@ -207,12 +207,9 @@ def _kinds(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
 @cache
 def _names(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
     """Return by parameter all that it takes, where its annotation says so."""
-    found = {name: [*map(_all_of, _parts(hint))] for name, hint in _hints(function).items() if name in _kinds(function)}
+    held = {name: _parts(hint) for name, hint in _hints(function).items() if name in _kinds(function)}
+    found = {name: [get_args(x) if get_origin(x) is Literal else (None,) * (x is NoneType) for x in held[name]] for name in held}
     return {name: tuple(chain(*each)) for name, each in found.items() if () not in each}
-
-
-def _all_of(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) is Literal else (None,) * (hint is NoneType)
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:

@@ -15,17 +15,17 @@ from house import FILES, PACKAGE, ROOT, module_of, ours, purpose_of, room_of, tr
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1865, 1250),
-    "masks": (2640, 2400),
+    "ground": (1862, 1250),
+    "masks": (2633, 2400),
     "parallel": (1579, 1450),
     "kernels": (2791, 1900),
-    "consumers": (3189, 1950),
+    "consumers": (3188, 1950),
     "collate": (2148, 1500),
-    "proof": (3791, 1900),
+    "proof": (3785, 1900),
     "integrations": (2958, 3000),
     "testing": (288, 450),
     "tools": (3922, 1900),
-    "tests": (41137, 33000),
+    "tests": (40965, 33000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
 WORDS, PAGES = 15000, 35

@@ -27,7 +27,7 @@ from collate_npu.consumers.recurrent import boundaries_unread_reason
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
-from collate_npu.masks.dense_mask import Polarity, check_polarity
+from collate_npu.masks.dense_mask import Polarity
 from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, offsets_of, offsets_of_rows, open_empty_rows, write_dense
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.sources import Sources, physical_offsets
@@ -178,7 +178,6 @@ class BatchAdapter:
         labels_shifted: bool | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        check_polarity(polarity)
         if model is not None:
             check_model(model, config=True)
         self.consumer = consumer_named(consumer or _reader(model, model_type))

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, once
-from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, not_one_of, shape_of
+from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.segments import Segments
+from collate_npu.validation import REMEDIES
 
 Polarity = Literal["keep", "masked", "bias"]
-POLARITIES: tuple[Polarity, ...] = get_args(Polarity)
 Bools = npt.NDArray[np.bool_]
-REMEDY_DECLARE_POLARITY = "Pass polarity='keep' (True attends), 'masked' (True is blocked) or 'bias' (additive)."
+REMEDY_DECLARE_POLARITY = REMEDIES["polarity"]
 REMEDY_CARRY_2D = "Let the collator emit attention_mask_2d too (and segment_ids, if rows are packed)."
 
 BLOCKED_BELOW = -9984.0
@@ -39,12 +39,6 @@ DECLARED_BELOW = -5000.0
 """A declared bias may add a position bias to that fill: half of the fill is the border."""
 FILLED_BELOW = -6e4
 """No bias of a position reaches so far (ALiBi's slopes are below 1): finite values beyond it are a fill."""
-
-
-def check_polarity(polarity: str | None) -> None:
-    """Raise for a name that is no polarity."""
-    if polarity is not None and polarity not in POLARITIES:
-        raise not_one_of("polarity", polarity, POLARITIES, REMEDY_DECLARE_POLARITY)
 
 
 class MaskValues:
@@ -56,7 +50,6 @@ class MaskValues:
     """
 
     def __init__(self, full: Tensor, declared: Polarity | None, key: str = "attention_mask") -> None:
-        check_polarity(declared)
         self.full, self.key = full, key
         self._float = full.is_floating_point()
         below = DECLARED_BELOW if declared == "bias" else BLOCKED_BELOW

@@ -420,13 +420,7 @@ def check_step(
 
 
 def _stepped(step: Callable[[list[Sample]], Any], samples: list[Sample]) -> Tensor:
-    try:
-        return host_tensor("step", step([list(ids) for ids in samples])).double().flatten()
-    except CollateError:
-        raise
-    except Exception as error:
-        got, rule = f"{type(error).__name__}: {error}", f"step got samples of {[len(ids) for ids in samples]} tokens."
-        raise CollateError(explain("step", got, rule, "Return a gradient or a loss: a tensor or a number.")) from error
+    return host_tensor("step", step([list(ids) for ids in samples])).double().flatten()
 
 
 def _drawer(seed: int, vocab_size: int, pad_token_id: int | None) -> Draw:

@@ -90,13 +90,10 @@ def planned() -> dict:
     return {"ranks": ranks, "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row]}
 
 
-def report(case: str) -> dict:
-    return planned() if case == "planned" else loop(*case.split()) if len(case.split()) == 3 else shapes(*case.split())
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    reports = [report(case) for case in sys.argv[1:]]
+    jobs = {1: planned, 2: shapes, 3: loop}
+    reports = [jobs[len(case.split())](*case.split()[case == "planned" :]) for case in sys.argv[1:]]
     if int(os.environ["RANK"]) == 0:
         print("REPORT " + json.dumps(reports), flush=True)
     torch.distributed.barrier()

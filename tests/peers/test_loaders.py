@@ -275,11 +275,9 @@ def train_planned(config):
         (model(**batch).loss * loss_weights([batch])[0]).backward()
     alone, plan = tiny_model("qwen3_next", vocab_size=400), config["plan"]
     for step in ([*one, *other] for one, other in zip(plan[::2], plan[1::2])):
-        count = sum(LENGTHS[n] - 1 for n in step)
-        for n in step if count else ():
-            if LENGTHS[n] > 1:
-                row = torch.tensor([SAMPLES[n]["input_ids"]])
-                (alone(input_ids=row, labels=row).loss * (LENGTHS[n] - 1) / count).backward()
+        for n in (n for n in step if LENGTHS[n] > 1):
+            row, weight = torch.tensor([SAMPLES[n]["input_ids"]]), (LENGTHS[n] - 1) / sum(LENGTHS[n] - 1 for n in step)
+            (alone(input_ids=row, labels=row).loss * weight).backward()
     gap = (gradient(model) - gradient(alone)).norm() / gradient(alone).norm()
     with open(os.path.join(config["out"], f"{rank}.json"), "w") as file:
         json.dump([seen, float(gap)], file)
