@@ -207,9 +207,12 @@ def _kinds(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
 @cache
 def _names(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
     """Return by parameter all that it takes, where its annotation says so."""
-    held = {name: _parts(hint) for name, hint in _hints(function).items() if name in _kinds(function)}
-    found = {name: [get_args(x) if get_origin(x) is Literal else (None,) * (x is NoneType) for x in held[name]] for name in held}
-    return {name: tuple(chain(*each)) for name, each in found.items() if () not in each}
+    found = {}
+    for name, hint in _hints(function).items():
+        names = [get_args(part) if get_origin(part) is Literal else (None,) * (part is NoneType) for part in _parts(hint)]
+        if name in _kinds(function) and () not in names:
+            found[name] = tuple(chain(*names))
+    return found
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:

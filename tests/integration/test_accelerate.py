@@ -82,8 +82,7 @@ def test_a_planned_trainer_gives_both_processes_like_batches_and_weighs_them_by_
     ranks, losses = reports["planned"]["ranks"], reports["planned"]["losses"]
     ids = sample_ids(byte_tokenizer(), count=20, max_length=48)
     alone = dict(zip(map(tuple, ids), losses_alone("qwen3_next", ids)))
-    assert len(ranks[0]) == len(ranks[1])
-    per_epoch = len(ranks[0]) // 2
+    (per_epoch,) = {len(rank) // 2 for rank in ranks}
     for first in (0, per_epoch):
         epoch = [rank[first : first + per_epoch] for rank in ranks]
         assert sorted(row for batches in epoch for batch in batches for row in batch) == sorted(ids)
