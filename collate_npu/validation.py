@@ -122,7 +122,6 @@ _SPOKEN |= {Mapping: "a dict", torch.dtype: "a torch dtype", NoneType: "None"}
 _EXAMPLES = {"segments": "Segments.from_keep(attention_mask_2d)", "batch": "what your collator returns"}
 REMEDIES = {
     "attention_mask": "'auto' suits most trainers.",
-    "loss": "Pass 'same' if every rank computes the same loss from the whole row.",
     "mask_2d": "'local' suits layers that see their own tokens.",
     "polarity": "Pass polarity='keep' (True attends), 'masked' (True is blocked) or 'bias' (additive).",
 }
@@ -210,7 +209,7 @@ def _names(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
     found = {}
     for name, hint in _hints(function).items():
         names = [get_args(part) if get_origin(part) is Literal else (None,) * (part is NoneType) for part in _parts(hint)]
-        if name in _kinds(function) and () not in names:
+        if name in _kinds(function) and () not in names and name != "loss":  # of a gather: ranks that wait are told
             found[name] = tuple(chain(*names))
     return found
 

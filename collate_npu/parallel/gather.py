@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.errors import CollateError, explain, not_one_of, shape_of
 from collate_npu.masks.forms import check_cuts
 from collate_npu.outputs import to_nested
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, turn_of, uncompiled
@@ -63,6 +63,8 @@ def gather_sequence(
     with turn_of(cp):
         with ranks_agree(cp, call="gather") as facts:  # whatever is wrong on one rank, it says so before the others wait
             dim = dimension("output", output, dim)
+            if loss not in get_args(Loss):
+                raise not_one_of("loss", loss, get_args(Loss), "Pass 'same' if every rank computes the same loss from it.")
             if output.is_nested:
                 shard, dim, offsets = cast(Any, output).values(), 0, jagged_cu_seqlens(output, cp) * cp.size
             _check_shape(output, shard.shape, cp, segments, dim)

@@ -71,9 +71,7 @@ def test_the_loss_of_a_step_is_that_of_its_samples(tmp_path):
     assert trainer.state.log_history[0]["loss"] == pytest.approx(alone, abs=2e-4)  # the Trainer rounds what it logs
 
 
-class CountsEachBatch(Trainer):
-    """Divides by the tokens of a micro-batch, and the gradient by their number."""
-
+class CountsEachBatch(Trainer):  # divides by the tokens of a micro-batch, and the gradient by their number
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return super().compute_loss(model, inputs) / self.args.gradient_accumulation_steps
 
