@@ -291,11 +291,17 @@ def _padded(sampler: BalancedBatchSampler, lengths: Array, alone: int, _: object
     widths = widths[order]
     K = _whole_steps(sampler, len(_cut(widths, R, most)), alone, len(order))
     low = max(1, most - 2 * R * most // max(1, K))  # the last step may take from the others what it lacks
-    budget = low + bisect_left(range(low, most), True, key=lambda budget: len(_cut(widths, R, budget, K)) <= K)
-    ends = _cut(widths, R, budget, K)[: max(0, K - R)]
-    ends_K: Array = np.array(ends + _cut_step(widths, ends[-1] if ends else 0, min(R, K)), np.int64)
+    ends = _cut(widths, R, _least(widths, R, K, low, most), K)[: max(0, K - R)]
+    rest = widths[ends[-1] if ends else 0 :]
+    ends += [len(order) - len(rest) + end for end in _cut(rest, 1, _least(rest, 1, min(R, K), 1, most), min(R, K))]
+    ends_K: Array = np.array(ends, np.int64)
     begins = np.concatenate([[0], ends_K[:-1]])[:K]
     return order, ends_K, widths[begins] * (ends_K - begins)
+
+
+def _least(widths: Array, R: int, K: int, low: int, most: int) -> int:
+    """Return the least budget of which there are K batches at the most."""
+    return low + bisect_left(range(low, most), True, key=lambda budget: len(_cut(widths, R, budget, K)) <= K)
 
 
 def _cut(widths: Array, R: int, budget: int, K: int = 0) -> list[int]:
@@ -310,21 +316,6 @@ def _cut(widths: Array, R: int, budget: int, K: int = 0) -> list[int]:
                 at = min(at + max(1, held // places[at]), max(at + 1, len(widths) - K + len(ends) + 1))
                 ends.append(at)
     return ends
-
-
-def _cut_step(widths: Array, first: int, R: int) -> list[int]:
-    """Return where the R batches of the last step end: the first have the least budget that holds all, the rest 1 less."""
-
-    def cut(budget: int, full: int = R) -> list[int]:
-        ends: list[int] = []
-        at = first
-        while at < len(widths):
-            at = min(len(widths), at + max(1, (budget - (len(ends) >= full)) // int(widths[at])))
-            ends.append(at)
-        return ends
-
-    budget = 1 + bisect_left(range(1, 1 << 62), True, key=lambda budget: len(cut(budget)) <= R)
-    return cut(budget, bisect_left(range(R), True, key=lambda full: len(cut(budget, full)) <= R))
 
 
 def _packed(sampler: BalancedBatchSampler, lengths: Array, alone: int, rng: np.random.Generator) -> Plan:
