@@ -254,21 +254,21 @@ def _plan(sampler: BalancedBatchSampler, rng: np.random.Generator) -> Plan:
     """Return the plan: batches of like cost in each step, then steps, and the ranks of a step, in random order."""
     lengths, R = sampler.lengths, sampler.num_replicas
     drawn = rng.permutation(len(lengths)) if sampler.shuffle else np.arange(len(lengths))
-    fits = lengths[drawn] <= sampler.room
-    drawn, alone = drawn[fits], drawn[~fits]
-    order, ends, costs = (_packed if sampler.pack else _padded)(sampler, lengths[drawn], len(alone), rng)
-    order, costs = np.concatenate([drawn[order], alone]), np.concatenate([costs, lengths[alone]])
-    ends = np.concatenate([ends, len(drawn) + 1 + np.arange(len(alone))])
+    drawn = drawn[np.argsort(-lengths[drawn], kind="stable")]
+    alone = int((lengths > sampler.room).sum())
+    batch_of, costs = (_packed if sampler.pack else _padded)(sampler, lengths[drawn[alone:]], alone, rng)
+    batch_of, costs = np.append(len(costs) + np.arange(alone), batch_of), np.append(costs, lengths[drawn[:alone]])
     by_cost = np.argsort(-costs, kind="stable")
     if gone := len(costs) % R:  # drop_last
         by_cost = np.delete(by_cost, rng.choice(len(costs), gone, replace=False))
     steps = by_cost.reshape(-1, R)
     if sampler.shuffle:
         steps = rng.permuted(rng.permutation(steps), axis=1)
-    batches = steps.ravel()
-    sizes = np.diff(ends, prepend=0)[batches]
-    shifts = np.repeat(ends[batches] - np.cumsum(sizes), sizes)  # from a place of the plan to its place in `order`
-    return order[np.arange(len(shifts)) + shifts], np.cumsum(sizes), costs[batches]
+    place = np.zeros(len(costs), np.int64)  # 0: left out
+    place[steps.ravel()] = 1 + np.arange(steps.size)
+    placed = place[batch_of]
+    ends = np.bincount(placed, minlength=steps.size + 1).cumsum()
+    return drawn[np.argsort(placed, kind="stable")][ends[0] :], ends[1:] - ends[0], costs[steps.ravel()]
 
 
 def _whole_steps(sampler: BalancedBatchSampler, K: int, alone: int, N: int) -> int:
@@ -283,20 +283,17 @@ def _whole_steps(sampler: BalancedBatchSampler, K: int, alone: int, N: int) -> i
     return K
 
 
-def _padded(sampler: BalancedBatchSampler, lengths: Array, alone: int, _: object) -> Plan:
+def _padded(sampler: BalancedBatchSampler, lengths: Array, alone: int, _: object) -> tuple[Array, Array]:
     """Cut the samples, longest first, into batches whose rows x width is near the budget."""
     R, most = sampler.num_replicas, sampler.max_tokens
     widths = lengths if sampler.width is None else np.full_like(lengths, sampler.width)
-    order = np.argsort(-widths, kind="stable")
-    widths = widths[order]
-    K = _whole_steps(sampler, len(_cut(widths, R, most)), alone, len(order))
+    K = _whole_steps(sampler, len(_cut(widths, R, most)), alone, len(widths))
     low = max(1, most - 2 * R * most // max(1, K))  # the last step may take from the others what it lacks
     ends = _cut(widths, R, _least(widths, R, K, low, most), K)[: max(0, K - R)]
-    rest = widths[ends[-1] if ends else 0 :]
-    ends += [len(order) - len(rest) + end for end in _cut(rest, 1, _least(rest, 1, min(R, K), 1, most), min(R, K))]
-    ends_K: Array = np.array(ends, np.int64)
-    begins = np.concatenate([[0], ends_K[:-1]])[:K]
-    return order, ends_K, widths[begins] * (ends_K - begins)
+    rest, last = widths[ends[-1] if ends else 0 :], min(R, K)
+    ends += [len(widths) - len(rest) + end for end in _cut(rest, 1, _least(rest, 1, last, 1, most), last)]
+    sizes: Array = np.diff(np.array(ends, np.int64), prepend=0)
+    return np.repeat(np.arange(K), sizes), sizes * widths[np.cumsum(sizes) - sizes]
 
 
 def _least(widths: Array, R: int, K: int, low: int, most: int) -> int:
@@ -318,21 +315,18 @@ def _cut(widths: Array, R: int, budget: int, K: int = 0) -> list[int]:
     return ends
 
 
-def _packed(sampler: BalancedBatchSampler, lengths: Array, alone: int, rng: np.random.Generator) -> Plan:
+def _packed(sampler: BalancedBatchSampler, lengths: Array, alone: int, rng: np.random.Generator) -> tuple[Array, Array]:
     """Spread the samples over K batches; over more of them, until each is within its budget. K follows from the lengths, so
     each epoch has as many; its order is another one where that fits, too."""
     room, rows = sampler.room, sampler.max_tokens // sampler.room
-    order = np.argsort(-lengths, kind="stable")
-    K = _whole_steps(sampler, -(-int(lengths.sum()) // (rows * room)), alone, len(order))
-    while (batch_of := _filled(lengths[order], K, rows, room)) is None:
-        K = _whole_steps(sampler, K + 1 + K // 200, alone, len(order))
+    K = _whole_steps(sampler, -(-int(lengths.sum()) // (rows * room)), alone, len(lengths))
+    while (batch_of := _filled(lengths, K, rows, room)) is None:
+        K = _whole_steps(sampler, K + 1 + K // 200, alone, len(lengths))
     if sampler.shuffle:
-        drawn = np.argsort(lengths * -rng.uniform(1, _NOISE, len(lengths)), kind="stable")
-        other = _filled(lengths[drawn], K, rows, room)
-        order, batch_of = (order, batch_of) if other is None else (drawn, other)
-    by_batch = np.argsort(batch_of, kind="stable")
-    costs = np.bincount(batch_of, lengths[order], K).astype(np.int64)
-    return order[by_batch], np.bincount(batch_of, minlength=K).cumsum(), costs
+        other = np.argsort(lengths * -rng.uniform(1, _NOISE, len(lengths)), kind="stable")
+        if (filled := _filled(lengths[other], K, rows, room)) is not None:
+            batch_of[other] = filled
+    return batch_of, np.bincount(batch_of, lengths, K).astype(np.int64)
 
 
 def _filled(sizes: Array, K: int, rows: int, room: int) -> Array | None:
