@@ -87,7 +87,7 @@ def planned_table() -> str:
         padded, packed, grouped = (
             plans["instruction", 10**power, ranks, way] for way in ("planned", "packed", "length-grouped")
         )
-        mine = f"{padded['seconds']:.1f} | {padded['padding']:.1%} | {padded['level']:.3f} | {packed['level']:.3f}"
+        mine = f"{padded['seconds']:.2f} | {padded['padding']:.1%} | {padded['level']:.3f} | {packed['level']:.3f}"
         lines.append(f"| 10^{power}, {ranks} | {mine} | {grouped['padding']:.1%} | {grouped['level']:.3f} |")
     return "\n".join(lines)
 

@@ -120,12 +120,13 @@ _NUMBERS: dict[Any, tuple[type, ...]] = {bool: (bool, np.bool_), int: (Real,), f
 _SPOKEN: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number", str: "a name"}
 _SPOKEN |= {Mapping: "a dict", torch.dtype: "a torch dtype", NoneType: "None"}
 _EXAMPLES = {"segments": "Segments.from_keep(attention_mask_2d)", "batch": "what your collator returns"}
+_EXAMPLES |= dict.fromkeys(("cp", "context_parallel"), "ContextParallel(size, rank)")
 REMEDIES = {
     "attention_mask": "'auto' suits most trainers.",
     "mask_2d": "'local' suits layers that see their own tokens.",
     "polarity": "Pass polarity='keep' (True attends), 'masked' (True is blocked) or 'bias' (additive).",
 }
-_EXAMPLES |= dict.fromkeys(("cp", "context_parallel"), "ContextParallel(size, rank)")
+"""What to pass in place of a name that an option does not have."""
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:

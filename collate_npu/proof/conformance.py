@@ -409,12 +409,14 @@ def check_step(
     noise = apart([copies / copies.norm()], [alone[0] / alone[0].norm()])  # of the direction: a factor is no noise
     limit = _limit(noise)
     if not lost > MARGIN * limit:
-        got = f"samples that differ by {lost:.1e}, where rounding makes {noise:.1e}"
-        raise CollateError(explain("step", got, "A wrong mean must differ by more.", "Switch dropout off; use float32."))
+        got = f"samples that differ by {lost:.1e}, where copies of one sample differ from it by {noise:.1e}"
+        remedy = "Switch dropout off, use float32, and see that packed sequences do not see each other."
+        raise CollateError(explain("step", got, "A wrong mean must differ by more.", remedy))
     if not error <= limit:
         alike = apart([found], [mean]) <= limit
         why = "it is the mean of its micro-batches, not of their tokens" if alike else "it is no mean of them alone"
         remedy = "Multiply the loss of each micro-batch by its loss_weights, or divide by the tokens of the whole step."
+        remedy += " If you do, check_delivery names the layer that reads padding or another sequence." * (not alike)
         raise AssertionError(f"a step of several samples is wrong by {error:.1e} (seed={seed}): {why}. {remedy}")
     return error
 
