@@ -20,7 +20,7 @@ LINES = {
     "parallel": (1581, 1450),
     "kernels": (2791, 1900),
     "consumers": (3188, 1950),
-    "collate": (2134, 1500),
+    "collate": (2133, 1500),
     "proof": (3787, 1900),
     "integrations": (2958, 3000),
     "testing": (288, 450),

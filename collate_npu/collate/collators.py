@@ -111,6 +111,8 @@ class Emitter:
     """What the model does with labels."""
     _predicts_next: bool = field(init=False, repr=False, compare=False)
     """True if labels are those of the next token and not shifted yet."""
+    _ignores_first: bool = field(init=False, repr=False, compare=False)
+    """True if nothing predicts the first token of a row: no virtual token of PEFT."""
 
     def _settle(self, model: Any, model_type: str | None = None) -> None:
         """Make the adapter. Raises for settings that contradict each other."""
@@ -140,11 +142,8 @@ class Emitter:
         heads = None if adapter is None else adapter.label_rule({})
         object.__setattr__(self, "_labels", heads or ("places" if in_place else "next"))
         object.__setattr__(self, "_predicts_next", not self.layout.labels_shifted and self._labels == "next")
-
-    @property
-    def _ignores_first(self) -> bool:
-        """True if nothing predicts the first token of a row: no virtual token of PEFT."""
-        return self._adapter is not None and self._predicts_next and not self._adapter.model.virtual_tokens
+        alone = self._adapter is not None and not self._adapter.model.virtual_tokens
+        object.__setattr__(self, "_ignores_first", alone and self._predicts_next)
 
     def _adds_positions(self, left: bool) -> bool:
         """True if the model could count positions of some batch wrong: padding on the left, or with an id that it counts.
