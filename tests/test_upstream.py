@@ -73,15 +73,15 @@ def test_a_later_python_is_passed_over_where_nothing_is_installed_along():
     assert taken(old="7", alone=False) == ({"old": "7"}, ["old 8 asks for Python>=99"])
 
 
-def test_the_page_has_a_line_an_environment():
+def test_a_stack_has_a_line_about_newer_releases():
     one = {"date": "2026-11-22", "newer": {}, "waiting": []}
     red = {"tests/peers/test_a.py::test_b": "Error: a|b", "tests/peers/test_a.py::test_c": "Error: a|b"}
     ran = {**one, "newer": {"a": ["1", "2"]}, "passed": 5, "skipped": 1, "failed": red}
-    quiet = {**one, "waiting": ["c 9 asks for torch==3"]}
-    *_, first, second, _, same = page_of_stacks.newer({"peers_a": ran, "npu": quiet, "peers_b": one}).splitlines()
-    assert first == "| peers_a | a 1 → 2 | 2026-11-22: 5 of 7 pass, 1 skipped | 2 × Error: a\\|b (test_a.py::test_b) |"
-    assert second == "| npu | not taken: c 9 asks for torch==3 | 2026-11-22: not run | – |"
-    assert same == "Nothing is newer for peers_b."
+    first, second, third = map(page_of_stacks.newer, (ran, {**one, "waiting": ["c 9 asks for torch==3"]}, one))
+    said = "With them 5 of 7 tests pass, 1 skipped. What fails: 2 × Error: a|b (test_a.py::test_b)."
+    assert first == f"Newer releases on 2026-11-22: a 1 → 2. {said}"
+    assert second == "Newer releases on 2026-11-22: not taken: c 9 asks for torch==3. They were not run."
+    assert third == "Newer releases on 2026-11-22: none."
 
 
 def test_a_red_test_is_red_whatever_stands_in_the_environment(tmp_path):

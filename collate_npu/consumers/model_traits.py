@@ -85,7 +85,7 @@ def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
     unknown = sorted(kinds - known.keys())
     masks = {key: _MASKS.get(key, "attention") for kind in sorted(kinds - {*unknown}) for key in known[kind]}
     if unknown or "attention" not in masks.values():
-        rule = "A mapping is known for full_attention beside linear_attention or conv."
+        rule = "collate_npu knows mask mappings only for full_attention with linear_attention or conv."
         raise UnsupportedFormError(explain("layer_types", ", ".join(unknown or sorted(kinds)) or "none", rule, _BY_2D))
     return masks
 
@@ -104,7 +104,7 @@ _TAKES_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """Kinds of layer that one family alone has, and the keys of a mapping that they take; transformers 5.23."""
 
-_BY_2D = "Keep plain causal attention and one sequence a row, which need the 2D mask alone."
+_BY_2D = "Keep plain causal attention and one sequence a row, which need only the 2D mask."
 
 # A kind of layer that carries state from token to token, so that padding on its left reaches real tokens.
 RECURRENT_KIND = re.compile(r"linear|conv|hybrid|mamba|ssm|recurrent|delta|lightning|kda|rwkv|lstm")
@@ -131,7 +131,7 @@ def needs_mask_2d(model: Any) -> bool:
 
             return family_needs_mask_2d(CONFIG_MAPPING[model]())
         except (ImportError, KeyError) as error:
-            why = "does not load here" if isinstance(error, ImportError) else "has no such one"
+            why = "does not load here" if isinstance(error, ImportError) else "has no such name"
             rule = f"A name is looked up in the config registry of transformers, which {why}."
             remedy = f"Pass the model, or its config: AutoConfig.from_pretrained({model!r})."
             raise CollateError(explain("model_type", repr(model), rule, remedy)) from None
@@ -489,7 +489,7 @@ HOLE_IN_A_STATE = "the state of a recurrent layer decays over a hole, and its co
 def holes_cut_reason(config: Any, longest: int) -> str:
     """Why padding between tokens cuts a window short; "" where no row, of `longest` places with its holes, fills one."""
     sizes = [size for size in windows(text_config(config)) if size < longest]
-    return f"its window of {sizes[0]} counts places, those of a hole included" if sizes else ""
+    return f"its window of {sizes[0]} tokens also counts the padding inside a sequence" if sizes else ""
 
 
 def width_dependence(model: Any) -> int | None:

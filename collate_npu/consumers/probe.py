@@ -53,7 +53,7 @@ _SHRINK: tuple[tuple[str, Any], ...] = (
         r"((text|router|out)_)?hidden_size|n_embd|lru_width|ple_embed_dim|embedding_dim|.*intermediate_size|d_model|d_inner",
         64,
     ),
-    (r"d_ff|n_inner|.*ffn_dim|dim_ff|hidden_dim|emb_dim|ffn_hidden_size|embedding_size|true_hidden_size", 64),
+    (r"d_ff|n_inner|.*ffn_dim|dim_ff|hidden_dim|emb_dim|embed_dim|ffn_hidden_size|embedding_size|true_hidden_size", 64),
     (r"(pronunciation|shape|entity)_vocab_size|vocab_size_.+|hidden_size_per_layer_input", 64),
     (r"(encoder|decoder)_layers|num_(decoder_)?layers|n_layers|attn_layer_period|layer_group_size", 2),
     (r"(en|de)coder_attention_heads|n_heads|expert_capacity|index_block_size", 4),
@@ -99,6 +99,8 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32}
     | {"indexer_budget": 8, "indexer_compress_ratio": 4},
 }
+_AXES = {"rope_type": "default", "mrope_section": [2, 3, 3]}  # the default splits the frequencies of wide heads
+_FAMILY |= {f"{name}_text": {"rope_scaling": _AXES} for name in ("qwen2_vl", "qwen2_5_vl", "glm4v")}
 
 
 def shrunk(default: PretrainedConfig) -> dict[str, Any]:
@@ -212,7 +214,8 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
             for name, parameter in made.named_parameters():
                 if name.endswith("bias") and "norm" not in name.lower() and not parameter.any():
                     nn.init.normal_(parameter, std=0.5)  # what a projection makes of masked padding
-            made(**run_alone(made, torch.arange(3)[None]))
+            made.is_probe = True  # a run that is watched does not count it
+        made(**run_alone(made, torch.arange(3)[None]))
     return made
 
 
@@ -261,9 +264,7 @@ def rows_move_reason(
     `adapter` is `BatchAdapter`, of `attention` (None: the module's own); `mended`: its functions are mended (recurrent.py).
     """
     whole = unwrap(model)
-    if isinstance(whole, nn.Module) and any(
-        map(reads_boundaries_itself, whole.modules())
-    ):  # they raise without offsets, alone too
+    if isinstance(whole, nn.Module) and any(map(reads_boundaries_itself, whole.modules())):  # alone they raise without, too
         return dict.fromkeys(forms, "its layers hand their kernels the offsets themselves" if mended else "")
     seen = (_device(whole), _code(whole), _limit(_device(whole))) if isinstance(whole, nn.Module) else ()
     key = (mended, forms, attention, repr(config_of(whole).to_dict()), *seen)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_array, whole_number
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, did_you_mean, explain
+from collate_npu.validation import checked
 
 PatternName = Literal["causal", "bidirectional"]
 Places = Any
@@ -89,16 +90,19 @@ class Pattern:
         return None
 
     @staticmethod
+    @checked
     def sliding(window: int) -> Pattern:
         """Causal, and only the last `window` tokens, the token itself included (transformers' `sliding_window`)."""
         return Sliding(whole_number("window", window, least=1))
 
     @staticmethod
+    @checked
     def chunked(size: int) -> Pattern:
         """Causal inside chunks of `size` tokens (transformers' `attention_chunk_size`)."""
         return Chunked(whole_number("chunk size", size, least=1))
 
     @staticmethod
+    @checked
     def prefix(lengths: int | Sequence[int] | Tensor) -> Pattern:
         """Causal, but every token also sees the first `lengths` tokens of its sequence: one number, or one for each."""
         values = np.atleast_1d(host_array("prefix", lengths))
@@ -116,7 +120,8 @@ class Pattern:
             return CAUSAL if pattern == "causal" else Bidirectional()
         rule = "Patterns by name are 'causal' and 'bidirectional'; the others carry a size."
         remedy = "Pass Pattern.sliding(window), Pattern.chunked(size) or Pattern.prefix(lengths)."
-        raise CollateError(explain("pattern", repr(pattern), rule, remedy))
+        near = did_you_mean(str(pattern), ("causal", "bidirectional"), remedy)
+        raise CollateError(explain("pattern", repr(pattern), rule, near))
 
     def __str__(self) -> str:
         numbers = [n for value in vars(self).values() for n in np.atleast_1d(value).tolist()]
@@ -261,7 +266,7 @@ def _check_declared(pattern: Pattern) -> None:
     settles = not pattern.settles or bool((seen_QK[L:] == seen_QK[L - 1]).all())
     narrow = isinstance(pattern, Sliding)  # of one token: reading refuses it
     facts = [
-        (seen_QK.diagonal().all(), "a token that does not attend itself", "A mask shows by it which tokens are real."),
+        (seen_QK.diagonal().all(), "a token that does not attend itself", "A mask shows which tokens are real by this."),
         (not (pattern.causal and np.triu(seen_QK[:L], 1).any()), "causal=True", "A token attends a later one."),
         (pattern.cuts or narrow or seen_QK.diagonal(-1).all(), "cuts=False", "A token does not attend the one before it."),
         (settles, "settles=True", "Queries behind the last token attend other keys than the last token."),

@@ -10,16 +10,14 @@ Legend: B rows, S width, V what a model gives for a token.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed as dist, nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
@@ -39,56 +37,14 @@ def called(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., An
     An encoder-decoder makes its decoder's tokens of the labels."""
     left_out = OF_THE_LOSS - {"labels"} if has_two_sides(model) else OF_THE_LOSS
     given = {key: value for key, value in batch.items() if key not in left_out}
-    if (step := _STEP.get()) is not None:
-        step.append(_anybody(True))
     with without_dropout(model):
         try:
-            out = (forward or model)(**given)
+            return (forward or model)(**given)
         except TypeError as error:
             if "keyword argument" not in str(error) and "positional argument" not in str(error):
                 raise
-            remedy = "Pass a batch with the keys of its forward, and segments=; or forward= that calls the model."
-            raise CollateError(explain("batch", str(error), "It holds what the model takes.", remedy)) from error
-    if step:
-        step.clear()
-    return out
-
-
-_STEP: ContextVar[list[bool] | None] = ContextVar("step", default=None)
-"""Of a model that ranks compute together: holds something while a forward runs."""
-
-
-@contextmanager
-def in_step(model: nn.Module, along: Callable[[], Any]) -> Iterator[None]:
-    """Ranks that compute each forward together run as many in here: who is done runs `along` until all are."""
-    if not _computed_together(model):
-        yield
-        return
-    running: list[bool] = []
-    held = _STEP.set(running)
-    try:
-        yield
-    finally:
-        _STEP.reset(held)
-        while not running and _anybody(False):
-            along()
-
-
-def _computed_together(model: nn.Module) -> bool:
-    """True if its parameters, or its experts, are shared out over ranks (FSDP, ZeRO-3)."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return False
-    state = sys.modules.get("megatron.core.parallel_state")
-    if state is not None and state.model_parallel_is_initialized() and state.get_expert_model_parallel_world_size() > 1:
-        return True
-    wrapped = any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules())
-    return wrapped or any(hasattr(each, "device_mesh") or hasattr(each, "ds_id") for each in model.parameters())
-
-
-def _anybody(goes_on: bool) -> bool:
-    told = [False] * dist.get_world_size()
-    dist.all_gather_object(told, goes_on)
-    return any(told)
+            remedy = "Pass forward= that calls the model: forward=lambda **batch: model(batch['input_ids'])."
+            raise CollateError(explain("batch", str(error), "A batch is a dict of what the model takes.", remedy)) from error
 
 
 class _WithoutDropout(TorchFunctionMode):
@@ -283,23 +239,19 @@ FLOOR = 4
 """The noise is at least so many times what one matrix product loses here: a lucky run shows none."""
 MARGIN = 2
 """What is wrong must be so many times what passes, or the audit proves nothing."""
-REMEDY = "Find what it reads beside its tokens (their number, their place in the batch, chance), or run it in a wider dtype"
+REMEDY = "Find what else the model reads (the width, the row, random numbers), or run it in a wider dtype"
 
 
 @dataclass(frozen=True, slots=True)
 class Yardstick:
-    """What passes, and whether that could be told from what is wrong."""
+    """What passes, and whether what is wrong stands out of it."""
 
     noise: Errors
     wrong: Errors | None = None
     """The smallest error that must not pass; None where nothing wrong could be run."""
 
-    def passes(self, found: Errors) -> bool:
-        """True if each relative error is at most `TIMES` the noise; False for NaN."""
-        return not self.astray(found)
-
     def astray(self, found: Errors) -> tuple[str, ...]:
-        """Which of logits, loss and gradient do not pass."""
+        """Which of logits, loss and gradient are not at most `TIMES` the noise; NaN never is."""
         names = ("logits", "loss", "gradient")
         return tuple(name for name in names if not getattr(found, name) <= TIMES * getattr(self.noise, name))
 

@@ -486,7 +486,7 @@ REASONS = {
     "falcon follows is_causal in part": "its layers do not hand the keyword on, and mask by hand; their code does not tell",
     "follow its text config alone": "right on eager alone, by a keyword that does nothing there",
     "stand at neither end of their rows": "a wrapped collator finds samples in a flat row by their ids",
-    "makes its tokens of the labels": "generate reads none, and a trainer computes their loss beside it",
+    "makes its tokens from the labels": "generate reads none, and a trainer computes their loss beside it",
     "^nllb-moe: .*padding moves a sequence": "whether padding takes an expert's place depends on the router's choices",
 }
 """Refusals of runs that are right without us: what they say, and why they stay."""

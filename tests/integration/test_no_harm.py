@@ -65,6 +65,7 @@ KNOWN = {
     "prefix tuning": {"side": "left", "wrapper": "prefix"},
     "prompt tuning": {"side": "left", "wrapper": "prompt"},
     "prompt tuning of completions": {"side": "left", "wrapper": "prompt", "prompt": 1},
+    "p-tuning, whose last virtual token predicts the first": {"wrapper": "p-tuning"},
     "attention weights": {"option": "attentions", "attn": "eager"},
     "a static cache": {"family": "gemma3_text", "option": "static", "side": "left"},
     "a hybrid's": {**HYBRID, "option": "static", "side": "left"},
