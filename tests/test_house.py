@@ -17,7 +17,7 @@ TESTS = ROOT / "tests"
 LINES = {
     "ground": (1865, 1250),
     "masks": (2633, 2400),
-    "parallel": (1581, 1450),
+    "parallel": (1582, 1450),
     "kernels": (2791, 1900),
     "consumers": (3188, 1950),
     "collate": (2133, 1500),

@@ -303,8 +303,9 @@ def digest(value: Any) -> str:
         return "not read"
 
 
-_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""What two ranks may differ by, of the length of the vector of all values; 1e-2 in half precision."""
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+"""What two ranks may differ by, of the length of the vector of all values: five standard deviations, where each value of
+bfloat16 differs by its last bit."""
 
 
 def weighed(value: Tensor) -> str:
@@ -316,7 +317,7 @@ def weighed(value: Tensor) -> str:
     x_NH = x_NH.float() if x_NH.element_size() < 4 else x_NH
     weights_N, weights_H = (torch.arange(1, n + 1, dtype=torch.float64).mul_(2.3999632).cos_() for n in x_NH.shape)
     sums_N = (x_NH @ weights_H.to(x_NH)).cpu().double()
-    tolerance = _ROUNDING.get(value.dtype, 1e-2) * float(torch.linalg.vector_norm(x_NH))
+    tolerance = _ROUNDING.get(value.dtype, 2e-2) * float(torch.linalg.vector_norm(x_NH))
     return f"{float(sums_N @ weights_N):.9g} within {tolerance:.3g}"
 
 
