@@ -304,6 +304,13 @@ def soak(session: nox.Session) -> None:
     session.run("python", "-m", "soak", *session.posargs, env={**ENV, "PYTHONPATH": "tests"})
 
 
+@nox.session(venv_backend="none")
+def card(session: nox.Session) -> None:
+    """A card's first hour, in the Python on the PATH: `nox -s card` on a CUDA or Ascend machine installs nothing, and writes
+    what it found, dated, into build/card (`-- --device cpu --quick` is a dry run)."""
+    session.run("python", "-m", "benchmarks.card", *session.posargs, external=True)
+
+
 @nox.session
 def package(session: nox.Session) -> None:
     """The wheel and the source archive: what is in them, and what a user gets by the README's line of installation."""

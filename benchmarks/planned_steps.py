@@ -1,9 +1,9 @@
 """Planned steps: real tokens a second of an epoch whose batches are padded as they come, sorted, planned, or planned packs.
 
-`python -m benchmarks.planned_steps [--samples 256] [--rows 8] [--longest 1024] [--write]` trains tiny models on one process,
-then on two ranks that average their gradients after each step, so that the slower one is waited for. All ways train on the
-same samples, of lengths as instruction data has them, and may hold as many tokens in a batch. Ratios are to the first way;
-`--write` keeps them in planned.json.
+`python -m benchmarks.planned_steps [--samples 256] [--rows 8] [--longest 1024] [--device cpu] [--write]` trains tiny models
+on one process, then, on a CPU, on two ranks that average their gradients after each step, so that the slower one is waited
+for. All ways train on the same samples, of lengths as instruction data has them, and may hold as many tokens in a batch.
+Ratios are to the first way; `--write` keeps them in planned.json.
 """
 
 from __future__ import annotations
@@ -71,13 +71,14 @@ def epochs(family: str, given: Any, rank: int = 0, ranks: int = 1) -> Iterator[t
         for ids in [torch.randint(0, 256, (length,), generator=draw).tolist()]
     ]
     for way in WAYS:
-        model = tiny_model(family, vocab_size=VOCABULARY).train()
+        model = tiny_model(family, vocab_size=VOCABULARY).to(given.device).train()
         loader, took, loss = loader_of(way, model, data, given, rank, ranks), [], 0.0
         for _ in range(3):
             began, loss = time.perf_counter(), 0.0
             for batch in loader:
                 count = int((batch["labels"][:, 1:] != -100).sum())
-                found = model(**batch).loss
+                moved = {key: value.to(given.device) if torch.is_tensor(value) else value for key, value in batch.items()}
+                found = model(**moved).loss
                 (found * loss_weights([batch])[0]).backward()
                 for parameter in model.parameters() if ranks > 1 else ():
                     if parameter.grad is not None:
@@ -117,11 +118,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, value in (("samples", 256), ("rows", 8), ("longest", 1024)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     print_table(given)
-    mp.spawn(on_rank, (2, given), nprocs=2)
+    if given.device == "cpu":
+        mp.spawn(on_rank, (2, given), nprocs=2)
 
 
 if __name__ == "__main__":

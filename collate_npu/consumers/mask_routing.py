@@ -19,14 +19,7 @@ import torch
 from collate_npu import errors
 from collate_npu.arrays import once
 from collate_npu.consumers import model_traits
-from collate_npu.consumers.model_traits import (
-    config_of,
-    consumer_of,
-    has_virtual_tokens,
-    needs_mask_2d,
-    pattern_of,
-    text_config,
-)
+from collate_npu.consumers.model_traits import config_of, consumer_of, needs_mask_2d, pattern_of, text_config, virtual_tokens
 from collate_npu.consumers.recurrent import keeps_apart
 from collate_npu.errors import CollateError, UnsupportedFormError, did_you_mean, explain
 from collate_npu.keys import KEEP_KEY
@@ -144,8 +137,9 @@ class Model:
     pooling: model_traits.Pooling = ""
     labels: model_traits.LabelRule | None = None
     looks_ahead: tuple[str, ...] = ()
-    """Inputs by which its own masks let tokens see later ones: "images", "types" (`token_type_ids`)."""
+    """Inputs by which its own masks let tokens see later ones: "images", "types" (`token_type_ids`); or "labels"."""
     virtual_tokens: bool = False
+    prefix: int = 0
     boundaries_unread: str | None = None
     """Why its recurrent layers cannot read where a sequence of a flat row begins; "" where they can; None before the adapter
     knows, or without a module: a config does not know which kernels this process resolved."""
@@ -182,7 +176,7 @@ class Model:
                 "config_is_causal": text if IS_CAUSAL_READ.holds() else None,
                 "pooling": model_traits.pooling(model),
                 "labels": model_traits.label_rule(model),
-                "looks_ahead": tuple(by for by in ("images", "types") if model_traits.looks_ahead(model, by)),
+                "looks_ahead": tuple(by for by in ("images", "types", "labels") if model_traits.looks_ahead(model, by)),
             }
             if read["half_ahead"] and attention == "eager":  # which reads masks alone
                 read |= {"half_ahead": False, "pattern": "causal"}
@@ -191,7 +185,7 @@ class Model:
         if not own_module and needs_2d and module:
             read["boundaries_unread"] = f"{type(model).__name__} is no transformers model, and its layers are unknown"
         if module:
-            read["virtual_tokens"] = has_virtual_tokens(model)
+            read |= virtual_tokens(model)
             read["dtype"] = next((each.dtype for each in model.parameters()), None)
         return cls(
             config=config,

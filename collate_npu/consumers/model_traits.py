@@ -60,12 +60,14 @@ def unwrap(model: Any) -> Any:
     return model if inner is model else unwrap(inner)
 
 
-def has_virtual_tokens(model: Any) -> bool:
-    """True if a PEFT wrapper puts learned tokens before rows. Prefix tuning keeps positions (peft 0.20 peft_model.py)."""
+def virtual_tokens(model: Any) -> dict[str, Any]:
+    """Does a PEFT wrapper put learned tokens before rows, and how many does it put into the cache, where positions stay
+    (prefix tuning, peft 0.20 peft_model.py)?"""
     wrappers = [each for each in model.modules() if callable(getattr(each, "get_base_model", None))]
     held = [configs for each in wrappers if isinstance(configs := getattr(each, "peft_config", None), Mapping)]
     tuned = [config for configs in held for config in configs.values() if getattr(config, "is_prompt_learning", False)]
-    return any("PREFIX" not in str(config.peft_type) for config in tuned)
+    prefix = [config for config in tuned if "PREFIX" in str(config.peft_type)]
+    return {"virtual_tokens": len(tuned) > len(prefix), "prefix": sum(config.num_virtual_tokens for config in prefix)}
 
 
 def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
@@ -353,12 +355,15 @@ def half_ahead(model: Any) -> bool:
 
 
 def looks_ahead(model: Any, by: str) -> bool:
-    """True if masks that the model makes let tokens see later ones, by its images or by `token_type_ids`.
+    """True if masks that the model makes let tokens see later ones, by its images or by `token_type_ids`, or if its loss,
+    beside `labels`, reads the 2D mask.
 
-    A dense mask goes in place of these (5.23 modeling_gemma3.py, _paligemma.py:258, _molmo2.py:875, _hrm_text.py:462).
+    A dense mask goes in place of these (5.23 modeling_gemma3.py, _paligemma.py:258, _molmo2.py:875, _hrm_text.py:462,
+    _mra.py:1203).
     """
     marks = ("or_mask_function", "token_type_ids_mask_function", "block_sequence_ids", "token_type_ids[:, None, None, :]")
-    return _code_holds(_classes(unwrap(model)), *(marks if by == "images" else ("torch.where(token_type_ids ==", marks[-1])))
+    marks_of = {"images": marks, "types": ("torch.where(token_type_ids ==", marks[-1]), "labels": ("mask.view(-1) == 1",)}
+    return _code_holds(_classes(unwrap(model)), *marks_of[by])
 
 
 def pooling(model: Any) -> Pooling:

@@ -164,7 +164,7 @@ def make_honest(model: PreTrainedModel, scale: float) -> None:
 _OTHERS = {"architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "quantization_config", "model_type"}
 _WIDE = dict.fromkeys(("sliding_window", "attention_window_size", "local_attention", "window_size"), 512)
 # windows and sparse blocks, which no row of a probe fills, and the router's loss, which some lack: the config tells
-_WIDE |= {"attention_chunk_size": 512, "block_size": 512, "output_router_logits": False}
+_WIDE |= {"attention_chunk_size": 512, "block_size": 512, "max_position_embeddings": 512, "output_router_logits": False}
 
 
 def copy_of(model: Any, *, vocab_size: int = 64) -> Any:
@@ -296,6 +296,7 @@ def _asked(whole: Any, adapter: Any, forms: Sequence[str], attention: str | None
     model = Model.of(copy, attn_implementation=None if attention == own else attention)
     rows = ROWS[bool(model.needs_mask_2d)]
     adapter.model = replace(model, keeps_apart=mended, boundaries_unread="", moves=dict.fromkeys(rows, ""))
+    adapter.at_model = True  # some rows that a collator is refused, `adapt` makes right
     draw, device = torch.Generator().manual_seed(0), _device(copy)
     sequences = [torch.randint(3, 60, (length,), generator=draw).to(device) for length in rows["flat"].sequence_lengths]
     with torch.no_grad(), torch.autocast(device.type, enabled=False), ExitStack() as stack:

@@ -129,7 +129,8 @@ def _by_positions(case: Case) -> bool:
     if not on_it or not segments.packed or segments.shape[0] > 1 or segments.padding_side != "none":
         return False
     routed = model.model_type in SPLITS_BY_POSITIONS and case.pattern == CAUSAL and case.learns_routing
-    ahead = model.model_type == "gemma3_text" and case.pattern.name == "bidirectional" and model.windows
+    both = case.pattern.name == "bidirectional" == model.attends(case.call)
+    ahead = both and model.model_type == "gemma3_text" and model.windows
     return bool(routed or ahead) and POSITIONS_SPLIT.holds()
 
 
@@ -172,6 +173,9 @@ def _leak(case: Case) -> str:
     inside = case.segments.padding_side in PADS_BEFORE
     if case.model.virtual_tokens and (inside or case.segments.packed):
         return "PEFT puts learned tokens before each row and drops positions; only adapt(model) can see this"
+    seen = case.model.prefix + case.segments.shape[1]
+    if inside and case.model.prefix and any(size < seen for size in case.model.windows):
+        return "a window counts the padding between PEFT's prefix and the tokens"
     if case.padding_free or case.segments.padding_side == "none":
         return ""
     if not case.segments.hole_rows:
@@ -259,12 +263,15 @@ def _unplaced(case: Case) -> str:
 
 
 def _looks_ahead(case: Case) -> str:
-    """Why a dense mask must not replace the model's own: tokens of an image, or of a prefix, see each other."""
+    """Why a dense mask must not replace the model's own: tokens of an image, or of a prefix, see each other, or its loss
+    reads that."""
     if not case.model.looks_ahead or not _needs_dense(case):
         return ""
     given = {"images": of_kind(case.keys, "vision"), "types": "token_type_ids" in case.keys}
+    if "labels" in case.model.looks_ahead and "labels" in case.keys:
+        return "its loss reads the 2D mask, too"
     own = "an image's tokens see each other by a mask of its own, which a dense one would replace"
-    return own if any(given[by] for by in case.model.looks_ahead) else ""
+    return own if any(given.get(by) for by in case.model.looks_ahead) else ""
 
 
 def _reads_offsets(case: Case) -> bool:

@@ -224,6 +224,9 @@ def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
     positions_BS = (keep_BK.cumsum(1) - 1).clamp(min=0)[:, -S:]
     segments = of_keep(keep_BK[:, -S:].numpy())
     if S > 1:
+        behind = of_keep(keep_BK.numpy()).hole_rows  # padding stands between the prefix and the tokens of these
+        if adapter.model.prefix != (prefix := keep_BK.shape[1] - S if behind else 0):
+            adapter.model = replace(adapter.model, prefix=prefix)
         adapter.route(segments, padding_free=False)
     mended: dict[str, Any] = labels_for(batch, segments, adapter.label_rule(batch), adapter.shifted)
     given = any(batch.get(name) is not None for name in ("position_ids", "cache_position"))
@@ -324,7 +327,7 @@ def _hook_places(model: nn.Module, settings: dict[str, Any]) -> list[nn.Module]:
     if _takes_positions(backbone) and not _takes_positions(whole):
         return [backbone]
     encoder = [cast(Any, whole).get_encoder()] if has_two_sides(whole) else []  # `generate` calls it by itself
-    return [*tuned[:1], *dict.fromkeys((whole, backbone, *encoder))]
+    return [*tuned[:1], *filter(is_transformers, dict.fromkeys((whole, backbone, *encoder)))]  # FSMT's is a bare module
 
 
 def _transformers_model(model: nn.Module, named: bool) -> nn.Module:

@@ -229,7 +229,8 @@ def _on_device(value: Any, device: Any) -> Any:
 #
 # 1e-6 in float32, 1e-2 in bfloat16, and anything between on a card whose matrix units round their inputs. So it is measured,
 # from the same samples with other tokens appended and no mask, which no causal model may notice (an encoder, and a model
-# that pools: each sample beside copies of itself); and the wrong, from left padding whose mask does not reach the layers.
+# that pools: each sample beside copies of itself), and alone, with rounding of each layer as other kernels have it; and the
+# wrong, from left padding whose mask does not reach the layers.
 # One logit is no measure: one expert chosen otherwise moves it by a tenth of what a wrong mask does. The relative error over
 # all tokens stays within 4 times the noise (20 families, bfloat16, three seeds each); a wrong mask is 15 to 230 times it.
 
@@ -237,6 +238,8 @@ TIMES = 6
 """What passes is up to so many times the noise."""
 FLOOR = 4
 """The noise is at least so many times what one matrix product loses here: a lucky run shows none."""
+ROUNDED = 3
+"""How much further than the noise a result is where each layer rounds otherwise: twice that passes."""
 MARGIN = 2
 """What is wrong must be so many times what passes, or the audit proves nothing."""
 REMEDY = "Find what else the model reads (the width, the row, random numbers), or run it in a wider dtype"
@@ -268,20 +271,44 @@ class Yardstick:
 def measure_noise(
     model: Any, batches: Sequence[Sequence[Batch]], references: Sequence[Numbers], *, gradients: bool
 ) -> Errors:
-    """The errors of right results: the samples again in two other batches, other tokens appended, no mask; of an encoder or
-    a headless model each beside copies of itself."""
-    again: list[Callable[[Sequence[Batch]], Numbers]]
-    if predicts_next(model):  # the width of the batch, and one more chunk of 32 in a recurrent layer
-        again = [partial(_widened, model, extra=extra, gradients=gradients) for extra in (0, 33)]
+    """The errors of right results: the samples again in another batch, other tokens appended, no mask (of an encoder or a
+    headless model each beside copies of itself); and a third of what they are off by where each layer rounds otherwise."""
+    if predicts_next(model):  # wider, and one more chunk of 32 in a recurrent layer
+        other: Callable[[Sequence[Batch]], Numbers] = partial(_widened, model, extra=33, gradients=gradients)
     else:
-        again = [partial(alone, model, gradients=gradients, copies=copies) for copies in (2, 4)]
-    noise = Compared.of((way(batch), known) for way in again for batch, known in zip(batches, references)).worst
+        other = partial(alone, model, gradients=gradients, copies=4)
+    noise = Compared.of((other(batch), known) for batch, known in zip(batches, references)).worst
     check_noise(model, noise.logits)
+    for seed in range(2):
+        with rounded(model, seed):
+            off = Compared.of((alone(model, batch, gradients=gradients), known) for batch, known in zip(batches, references))
+        noise = Errors(*(max(x, y / ROUNDED) for x, y in zip(astuple(noise), astuple(off.worst))))
     least = FLOOR * product_error(like(model))
     logits = max(noise.logits, least)  # the first: NaN is not replaced
     # the loss is one number, so its noise can be zero by luck; it averages that of hundreds of tokens, in float32
     loss = max(noise.loss, logits / 16, 4 * torch.finfo(torch.float32).eps)
     return Errors(noise.largest, logits, loss, max(noise.gradient, least) if gradients else 0.0)
+
+
+@contextmanager
+def rounded(model: nn.Module, seed: int) -> Iterator[None]:
+    """What each innermost module gives is off by the error of one matrix product. In half precision right kernels are so far
+    apart, while one kernel gives the same numbers in every batch."""
+    size, draw = product_error(like(model)), torch.Generator().manual_seed(seed)
+
+    def off(module: nn.Module, given: Any, out: Any) -> Any:
+        return out * (1 + size * torch.randn(out.shape, generator=draw)).to(out) if _is_plain(out) else out
+
+    hooks = [module.register_forward_hook(off) for module in model.modules() if next(module.children(), None) is None]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_plain(x: Any) -> bool:
+    return type(x) is Tensor and x.is_floating_point()
 
 
 def noise_limit(noise: float, x: Tensor) -> float:

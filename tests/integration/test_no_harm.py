@@ -78,6 +78,12 @@ KNOWN = {
     "T5, its labels left": {**SEQ2SEQ, "family": "t5", "labels_side": "left"},
     "MT5": {**SEQ2SEQ, "family": "mt5", "labels_side": "left", "side": "left"},
     "ProphetNet": {**SEQ2SEQ, "family": "prophetnet"},
+    "prefix tuning beside windows": {"family": "cwm", "attn": "eager", "side": "left", "wrapper": "prefix"},
+    "a collator alone is told of it": {"family": "gemma3", "head": "base", "option": "is_causal", "side": "packed"},
+    "a pooler, and neighbours are mixed": {**ENCODER, "family": "mobilebert", "head": "base", "side": "left"},
+    "a loss that reads the mask": {**ENCODER, "family": "mra", "head": "TokenClassification", "side": "packed"},
+    "a decoder whose copy is short": {"family": "prophetnet", "option": "keep", "side": "left"},
+    "a bare encoder": {**SEQ2SEQ, "family": "fsmt", "side": "left", "option": "generate"},
     "BART generates, its source left": {**SEQ2SEQ, "family": "bart", "side": "left", "option": "generate"},
 }
 
