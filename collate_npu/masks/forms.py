@@ -226,6 +226,7 @@ def mask_mod(
     pattern = Pattern.of(pattern)
     pattern.check(segments.num_sequences)
     device = here(device)
+    sees = pattern.on(device)
     start_BS, number_BS = np.zeros(segments.shape, np.int64), np.zeros(segments.shape, np.int64)
     for b, regions in enumerate(regions_of(segments)):
         for n, start, _, first, last, _ in regions:
@@ -234,7 +235,7 @@ def mask_mod(
 
     def attends(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         same = keep[b, k] & (number[b, k] == number[b, q])
-        attended: Tensor = same & pattern.attends(q - origin[b, q], k - origin[b, q], number[b, q])
+        attended: Tensor = same & sees(q - origin[b, q], k - origin[b, q], number[b, q])
         return attended
 
     return attends

@@ -9,7 +9,7 @@ sequence in the batch; Q, K query and key rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
@@ -66,6 +66,10 @@ class Pattern:
     def attends(self, q: Places, k: Places, n: Places) -> Places:
         """True where query q of sequence n attends key k of the same sequence; tensors or arrays that broadcast."""
         raise NotImplementedError
+
+    def on(self, device: torch.device | str) -> Callable[[Tensor, Tensor, Tensor], Any]:
+        """`attends` for tensors of this device, which makes no tensor itself: that compiles on no card."""
+        return self.attends
 
     def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
         """Write rows q0, q0 + 1, ... of sequence n, both counted from its first token, against all its keys."""
@@ -232,8 +236,13 @@ class Prefix(Pattern):
     causal: ClassVar[bool] = False
 
     def attends(self, q: Places, k: Places, n: Places) -> Places:
-        lengths = torch.tensor(self.lengths, device=n.device) if isinstance(n, Tensor) else np.asarray(self.lengths)
-        return (k <= q) | (k < lengths[n % len(self.lengths)])
+        if isinstance(n, Tensor):
+            return self.on(n.device)(q, k, n)
+        return (k <= q) | (k < np.asarray(self.lengths)[n % len(self.lengths)])
+
+    def on(self, device: torch.device | str) -> Callable[[Tensor, Tensor, Tensor], Any]:
+        lengths = torch.tensor(self.lengths, device=device)
+        return lambda q, k, n: (k <= q) | (k < lengths[n % len(lengths)])
 
     def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
         CAUSAL.fill(block_QK, q0, n, allowed, forbidden)

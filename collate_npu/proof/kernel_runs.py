@@ -261,6 +261,8 @@ def _of_torch(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
     held: dict[str, Any] = {"pattern": truth.pattern, "device": q.device}
     if form == "BlockMask":
         mask: dict[str, Any] = {"block_mask": block_mask(truth.segments, **held)}
+        if q.is_cuda:  # for 65 to 127 queries its kernel of decoding has no size (2.11)
+            mask["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     else:
         held["dtype"] = q.dtype if form == "dense, bias" else None
         mask = {"attn_mask": dense(truth.segments, polarity=cast(Any, form.removeprefix("dense, ")), **held)}
@@ -288,8 +290,8 @@ def _by_offsets(ask: Ask, truth: Truth, x: Inputs, form: str, *, of_torch: bool)
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": window[1] == 0}
     given |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
     if of_torch:
+        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))  # 2.11 has no enable_gqa
         given = {"query": q, "key": k, "value": v, "cu_seq_q": ends, "cu_seq_k": ends, "max_q": longest, "max_k": longest}
-        given["enable_gqa"] = True
     return repad(ask(form, **given, window_size=window), truth.segments)
 
 

@@ -71,9 +71,9 @@ def attend(q, k, v, ends, window):
     return torch.cat(outs)
 
 
-def varlen_attn(query, key, value, *, cu_seq_q, cu_seq_k, max_q, max_k, window_size, enable_gqa):
+def varlen_attn(query, key, value, *, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
     assert torch.equal(cu_seq_q, cu_seq_k)
-    assert enable_gqa
+    assert query.shape == key.shape
     assert max_q == max_k == int(cu_seq_q.diff().max())
     return attend(query, key, value, cu_seq_q, window_size)
 
