@@ -264,6 +264,8 @@ def rows_move_reason(
     `adapter` is `BatchAdapter`, of `attention` (None: the module's own); `mended`: its functions are mended (recurrent.py).
     """
     whole = unwrap(model)
+    if type(whole).__name__.endswith("ForMultipleChoice"):  # its head takes several rows for one
+        whole = whole.base_model
     if isinstance(whole, nn.Module) and any(map(reads_boundaries_itself, whole.modules())):  # alone they raise without, too
         return dict.fromkeys(forms, "its layers hand their kernels the offsets themselves" if mended else "")
     seen = (_device(whole), _code(whole), _limit(_device(whole))) if isinstance(whole, nn.Module) else ()
@@ -302,7 +304,7 @@ def _asked(whole: Any, adapter: Any, forms: Sequence[str], attention: str | None
     with torch.no_grad(), torch.autocast(device.type, enabled=False), ExitStack() as stack:
         states = [_hidden(copy, input_ids=tokens[None]) for tokens in sequences]
         if any(each is None for each in states):
-            return dict.fromkeys(forms, "it pools places")
+            return {form: "it pools places" if rows[form].packed else "" for form in forms}
         alone = torch.cat([each[0] for each in states])
         if mended:
             stack.callback(mend(copy).remove)
@@ -341,7 +343,7 @@ def _hidden(copy: Any, **batch: Any) -> Any:
     if (encoded := getattr(out, "encoder_last_hidden_state", None)) is not None:  # of whole blocks (Pegasus-X)
         return encoded[:, :S].float()
     states = (getattr(out, "hidden_states", None) or [None])[-1]
-    shown = [each.float() for each in (states, out[0]) if getattr(each, "shape", ())[:2] == (B, S)]
+    shown = [each.float().reshape(B, S, -1) for each in (states, out[0]) if getattr(each, "shape", ())[:2] == (B, S)]
     return torch.cat(shown, -1) if shown else None
 
 

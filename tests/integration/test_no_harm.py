@@ -83,6 +83,9 @@ KNOWN = {
     "a pooler, and neighbours are mixed": {**ENCODER, "family": "mobilebert", "head": "base", "side": "left"},
     "a loss that reads the mask": {**ENCODER, "family": "mra", "head": "TokenClassification", "side": "packed"},
     "a decoder whose copy is short": {"family": "prophetnet", "option": "keep", "side": "left"},
+    "a head of spans": {**ENCODER, "family": "yoso", "head": "QuestionAnswering"},
+    "choices, and neighbours are mixed": {**ENCODER, "family": "mobilebert", "head": "MultipleChoice"},
+    "one that pools places": {**ENCODER, "family": "funnel", "head": "SequenceClassification", "lengths": (9, 7, 12)},
     "a bare encoder": {**SEQ2SEQ, "family": "fsmt", "side": "left", "option": "generate"},
     "BART generates, its source left": {**SEQ2SEQ, "family": "bart", "side": "left", "option": "generate"},
 }
