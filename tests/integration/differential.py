@@ -369,12 +369,13 @@ def aux_of(model, outs) -> torch.Tensor | None:
     return config.router_aux_loss_coef * aux
 
 
-def numbers(model, answers, loss) -> list[torch.Tensor]:
+def numbers(case, model, answers, loss) -> list[torch.Tensor]:
     model.zero_grad(set_to_none=True)
     if loss.requires_grad:
         loss.backward()
     grads = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in model.parameters()]
-    return [torch.cat([x.detach().flatten() for x in answers] or [torch.zeros(1)]), loss.detach(), torch.cat(grads)]
+    told = loss.detach() if has_loss(case) else torch.zeros(())  # a sum of answers may cancel
+    return [torch.cat([x.detach().flatten() for x in answers] or [torch.zeros(1)]), told, torch.cat(grads)]
 
 
 def alone(case: Case, model, rows) -> list[torch.Tensor]:
@@ -394,12 +395,12 @@ def alone(case: Case, model, rows) -> list[torch.Tensor]:
         total = total + aux
     elif has_loss(case) and any(out.get("aux_loss") is not None for out in outs):
         raise NotImplementedError("no function of its router's loss")
-    return numbers(model, answers, total)
+    return numbers(case, model, answers, total)
 
 
 def whole(case: Case, model, batch, rows, side) -> list[torch.Tensor]:
     out, answers = run(case, model, batch, [len(row["input_ids"]) for row in rows], side)
-    return numbers(model, answers, out.loss if has_loss(case) else read(answers, 0))
+    return numbers(case, model, answers, out.loss if has_loss(case) else read(answers, 0))
 
 
 def generated(case: Case, model, batch) -> list[torch.Tensor]:
