@@ -297,8 +297,7 @@ def _asked(whole: Any, adapter: Any, forms: Sequence[str], attention: str | None
     own = getattr(text_config(config_of(whole)), "_attn_implementation", None) or "sdpa"
     model = Model.of(copy, attn_implementation=None if attention == own else attention)
     rows = ROWS[bool(model.needs_mask_2d)]
-    model = replace(model, keeps_apart=mended, boundaries_unread="", pooling="")  # what a head pools is not looked at here
-    adapter.model = replace(model, moves=dict.fromkeys(rows, ""))
+    adapter.model = replace(model, keeps_apart=mended, boundaries_unread="", pooling="", moves=dict.fromkeys(rows, ""))
     draw, device = torch.Generator().manual_seed(0), _device(copy)
     sequences = [torch.randint(3, 60, (length,), generator=draw).to(device) for length in rows["flat"].sequence_lengths]
     with torch.no_grad(), torch.autocast(device.type, enabled=False), ExitStack() as stack:

@@ -263,8 +263,7 @@ def _unplaced(case: Case) -> str:
 
 
 def _looks_ahead(case: Case) -> str:
-    """Why a dense mask must not replace the model's own: tokens of an image, or of a prefix, see each other, or its loss
-    reads that."""
+    """Why a dense mask must not replace the model's own: tokens of an image see each other by it, or its loss reads it."""
     if not case.model.looks_ahead or not _needs_dense(case):
         return ""
     given = {"images": of_kind(case.keys, "vision"), "types": "token_type_ids" in case.keys}

@@ -218,6 +218,10 @@ def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
     """The rest of rows whose first tokens are cached, a learned prefix perhaps: positions count the tokens before, and the
     first label of a sequence behind padding is ignored. None where nothing changes. Raises where padding reaches tokens."""
     S, keep = batch.shape()[1], batch.get("attention_mask")
+    each: Any = next(iter(keep.values()), None) if isinstance(keep, Mapping) else keep  # of a static cache, by kind of layer
+    if S > 1 and getattr(each, "ndim", 0) == 4 and adapter.model.moves.get("left"):
+        seen_BS = each[:, 0, -1, :S] if each.dtype == torch.bool else each[:, 0, -1, :S] == 0
+        adapter.route(of_keep(seen_BS.cpu().numpy()), padding_free=False)
     if not isinstance(keep, torch.Tensor) or keep.ndim != 2 or keep.shape[1] <= S:
         return None
     keep_BK = torch.from_numpy(batch.array("attention_mask") != 0)

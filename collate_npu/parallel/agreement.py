@@ -304,8 +304,7 @@ def digest(value: Any) -> str:
 
 
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-"""What two ranks may differ by, of the length of the vector of all values: five standard deviations, where each value of
-bfloat16 differs by its last bit."""
+"""What two ranks may differ by, of the length of the vector of all values: in bfloat16 five deviations of a last bit."""
 
 
 def weighed(value: Tensor) -> str:

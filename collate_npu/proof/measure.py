@@ -297,7 +297,9 @@ def rounded(model: nn.Module, seed: int) -> Iterator[None]:
     size, draw = product_error(like(model)), torch.Generator().manual_seed(seed)
 
     def off(module: nn.Module, given: Any, out: Any) -> Any:
-        return out * (1 + size * torch.randn(out.shape, generator=draw)).to(out) if _is_plain(out) else out
+        if type(out) is not Tensor or not out.is_floating_point():
+            return out
+        return out * (1 + size * torch.randn(out.shape, generator=draw)).to(out)
 
     hooks = [module.register_forward_hook(off) for module in model.modules() if next(module.children(), None) is None]
     try:
@@ -305,10 +307,6 @@ def rounded(model: nn.Module, seed: int) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _is_plain(x: Any) -> bool:
-    return type(x) is Tensor and x.is_floating_point()
 
 
 def noise_limit(noise: float, x: Tensor) -> float:

@@ -125,6 +125,7 @@ def makes_sense(case: Case) -> bool:
         or (case.kind.startswith("encoder") and case.option not in ("none", "attentions", "states", "generate", "embeds"))
         or (case.kind == "encoder-decoder" and case.option == "embeds")
         or (case.option == "config.ahead" and case.family not in AHEAD)
+        or (case.option == "chunks" and case.family == "moshi")  # a prompt in chunks gives it other logits, alone too
         or (case.head == "MultipleChoice" and case.option == "embeds")
         or (case.kind == "vision" and case.option not in ("none", "states", "use_cache"))
         or (case.kind == "vision" and (tuned or case.wrapper in ("compiled", *TUNERS) or case.side == "packed"))
@@ -485,6 +486,7 @@ def judged(case: Case, doors: tuple[str, ...] = ("plain", *DOORS)) -> dict[str, 
 REASONS = {
     "takes the first place of a row": "a collator does not know whether pooler_output is read; adapt mends it",
     "falcon follows is_causal in part": "its layers do not hand the keyword on, and mask by hand; their code does not tell",
+    "follow use_bidirectional_attention, and": "right where it is compiled: then no mask of a sample alone is left out",
     "follow its text config alone": "right on eager alone, by a keyword that does nothing there",
     "stand at neither end of their rows": "a wrapped collator finds samples in a flat row by their ids",
     "makes its tokens from the labels": "generate reads none, and a trainer computes their loss beside it",

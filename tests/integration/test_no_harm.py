@@ -86,6 +86,7 @@ KNOWN = {
     "a head of spans": {**ENCODER, "family": "yoso", "head": "QuestionAnswering"},
     "choices, and neighbours are mixed": {**ENCODER, "family": "mobilebert", "head": "MultipleChoice"},
     "one that pools places": {**ENCODER, "family": "funnel", "head": "SequenceClassification", "lengths": (9, 7, 12)},
+    "a static cache, of a model that counts places": {"family": "trocr", "option": "static", "side": "left"},
     "a bare encoder": {**SEQ2SEQ, "family": "fsmt", "side": "left", "option": "generate"},
     "BART generates, its source left": {**SEQ2SEQ, "family": "bart", "side": "left", "option": "generate"},
 }
