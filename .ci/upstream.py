@@ -142,8 +142,8 @@ def write(session: str, one: dict[str, Any]) -> None:
     told = page_of_stacks.NEWER
     found = json.loads(told.read_text("utf-8")) | {session: one}
     told.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", "utf-8")
-    page_of_stacks.PAGE.write_text(page_of_stacks.page(), "utf-8")
-    print(page_of_stacks.newer({session: one}).splitlines()[-1], flush=True)
+    page_of_stacks.write()
+    print(f"{session}: {page_of_stacks.newer(one)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Packed hybrids: each family's packed rows under `adapt`, against each sequence alone, and untouched beside it.
 
-`python -m benchmarks.packed_hybrids [--each] [FAMILY ...]` prints a line each, and one a case where that is asked for: the
-largest difference of a logit and, as a part of its size, of the gradient, over attention (sdpa, eager), form (one flat row,
-rows padded right, rows padded left) and mode (evaluated, trained, checkpointed). "Untouched" is the smallest difference that
-the same rows have without us, given the mask and positions that attention needs; what the probe costs stands last.
+`python -m benchmarks.packed_hybrids [--each] [--device cuda] [FAMILY ...]` prints a line each, and with `--each` one a case:
+the largest difference of a logit and, as a part of its size, of the gradient, over attention (sdpa, eager), form (one flat
+row, rows padded right, rows padded left) and mode (evaluated, trained, checkpointed). "Untouched" is the smallest
+difference that the same rows have without us, given the mask and positions that attention needs; what the probe costs
+stands last.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 import warnings
@@ -36,46 +38,61 @@ RIGHT = 1e-4
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser("packed_hybrids", description=__doc__)
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--each", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    given = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     wrong = 0
     print(f"{'family':18}{'cases':>6}{'logits':>10}{'gradient':>10}{'untouched':>11}{'probe':>8}  the way")
-    families = [name for name in sys.argv[1:] if name != "--each"] or hybrid_model_types()
+    families = given.families or hybrid_model_types()
     for family in families:
-        cells = {(attention, *at): each for attention in ("sdpa", "eager") for at, each in _measured(family, attention)}
+        cells = {
+            (attention, *at): each
+            for attention in ("sdpa", "eager")
+            for at, each in _measured(family, attention, given.device)
+        }
         found = list(cells.values())
         errors = [each for each in found if not isinstance(each, str)]
         if errors:
             worst = [max(column) for column in zip(*(each[:2] for each in errors))]
             wrong += not max(worst) < RIGHT
-            control, (cost, way) = min(each[2] for each in errors), _asked(family)
+            control, (cost, way) = min(each[2] for each in errors), _asked(family, given.device)
             line = f"{len(errors):6}{worst[0]:10.1e}{worst[1]:10.1e}{control:11.2g}{cost * 1e3:5.0f} ms  {way}"
         else:
             line = f"     -         -         -          -       -  {found[0] if found else 'is not built'}"
-        for at, each in cells.items() if "--each" in sys.argv else ():
+        for at, each in cells.items() if given.each else ():
             told = each if isinstance(each, str) else "{:10.1e}{:10.1e}{:11.2g}".format(*each)
             print(f"  {', '.join(at):22}{told}")
         print(f"{family:18}{line}{'' if not errors or max(worst) < RIGHT else '  WRONG'}", flush=True)
     sys.exit(bool(wrong))
 
 
-def _measured(family: str, attention: str) -> Iterator[tuple[tuple[str, ...], tuple[float, float, float] | str]]:
+def _measured(
+    family: str, attention: str, device: str
+) -> Iterator[tuple[tuple[str, ...], tuple[float, float, float] | str]]:
     """Of each form and mode: errors of logits and gradient, and of the logits untouched; or why it is refused."""
     try:
-        model: Any = tiny_model(family, vocab_size=VOCABULARY, attn_implementation=attention)
+        model: Any = tiny_model(family, vocab_size=VOCABULARY, attn_implementation=attention).to(device)
         draw = torch.Generator().manual_seed(0)
-        tokens = [torch.randint(0, VOCABULARY - 1, (length,), generator=draw) for length in LENGTHS]
-        truth = _run(model, [{"input_ids": each[None]} for each in tokens], [torch.arange(len(each)) for each in tokens])
+        tokens = [torch.randint(0, VOCABULARY - 1, (length,), generator=draw).to(device) for length in LENGTHS]
+        truth = _run(
+            model,
+            [{"input_ids": each[None]} for each in tokens],
+            [torch.arange(len(each), device=device) for each in tokens],
+        )
     except Exception as error:
         yield (), f"does not run alone: {str(error)[:60]}"
         return
     for mode, (form, segments) in product(MODES, FORMS.items()):
         model.train(mode != "evaluated")
         model.gradient_checkpointing_enable() if mode == "checkpointed" else model.gradient_checkpointing_disable()
-        ids = torch.full(segments.shape, VOCABULARY - 1)
-        ids[segments.keep] = torch.cat(tokens)
-        batch = {"input_ids": ids, "segment_ids": segments.ids}
-        places = list(torch.split(segments.indices, list(LENGTHS)))
+        ids = torch.full(segments.shape, VOCABULARY - 1, device=device)
+        ids[segments.keep.to(device)] = torch.cat(tokens)
+        batch = {"input_ids": ids, "segment_ids": segments.ids.to(device)}
+        places = list(torch.split(segments.indices.to(device), list(LENGTHS)))
         try:
             with adapt(model):
                 logits, gradient = _run(model, [batch], [torch.cat(places)], LENGTHS)
@@ -109,7 +126,7 @@ def _untouched(model: Any, batch: dict[str, Tensor], segments: Segments, truth: 
     told = adapter.render({"input_ids": batch["input_ids"]}, segments, padding_free=segments.shape[0] == 1)
     bare = {key: value for key, value in told.items() if key not in ("seq_idx", "cu_seq_lens_q", "cu_seqlens")}
     with torch.no_grad():
-        return float((model(**bare).logits.flatten(0, 1)[segments.indices] - truth).abs().max())
+        return float((model(**bare).logits.flatten(0, 1)[segments.indices.to(truth.device)] - truth).abs().max())
 
 
 def _as_kept_apart(known: Any) -> Any:
@@ -118,9 +135,9 @@ def _as_kept_apart(known: Any) -> Any:
     return replace(known, keeps_apart=True, boundaries_unread="")
 
 
-def _asked(family: str) -> tuple[float, str]:
+def _asked(family: str, device: str) -> tuple[float, str]:
     """What asking costs, anew, and which way each function is told."""
-    model = tiny_model(family, vocab_size=VOCABULARY + 1)
+    model: Any = tiny_model(family, vocab_size=VOCABULARY + 1).to(device)
     began = time.perf_counter()
     sequences_mix_reason(model, BatchAdapter, mended=True)
     cost = time.perf_counter() - began

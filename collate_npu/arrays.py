@@ -7,14 +7,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.errors import CollateError, a_type, explain, shape_of
 
 if TYPE_CHECKING:
     from functools import cached_property
@@ -48,7 +48,7 @@ _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 PLAIN = frozenset((*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _NUMPYS = PLAIN - {torch.bfloat16}
 _REMEDY = "Pass a dense tensor, a numpy array or nested lists of numbers."
-_UNPADDED = "Rows of their own lengths are padded first.", "PaddingCollator takes such a batch as it is, a TensorDict too."
+_UNPADDED = "Rows of unequal length must be padded first.", "Collate them with PaddingCollator, which takes them."
 
 
 def entries(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,14 +79,9 @@ def host_tensor(name: str, value: Any) -> Tensor:
     Sparse tensors become dense and 8-bit floats float32. Raises `CollateError` for what has no numbers to read (meta,
     fake, nested and complex tensors, objects, strings) and for unsigned numbers beyond int64.
     """
-    if (
-        type(value) is Tensor
-        and value.dtype in PLAIN
-        and value.is_cpu
-        and value.layout is torch.strided
-        and not value.is_nested
-    ):
-        return value.detach()
+    plain = type(value) is Tensor and value.dtype in PLAIN and value.is_cpu and value.layout is torch.strided
+    if plain and not value.is_nested:
+        return cast(Tensor, value.detach())
     if not isinstance(value, Tensor):
         return torch.from_numpy(np.ascontiguousarray(host_array(name, value)))
     from torch._subclasses.fake_tensor import FakeTensor
@@ -99,11 +94,11 @@ def host_tensor(name: str, value: Any) -> Tensor:
         raise CollateError(explain(name, f"a nested {type(value).__name__}", *_UNPADDED))
     answers = next(base for base in type(value).__mro__ if "__torch_function__" in vars(base))
     if answers not in (Tensor, torch.nn.Parameter):  # it answers torch's functions by itself, before Tensor does
-        rule = "It is a tensor by name only: what it means is in its class (torch's CausalBias holds no numbers)."
-        raise CollateError(explain(name, f"a {type(value).__name__}", rule, _REMEDY))
+        rule = "Its class defines what it means, and it may hold no numbers (as torch's CausalBias)."
+        raise CollateError(explain(name, a_type(value), rule, _REMEDY))
     if value.is_complex() or value.is_quantized or value.device.type == "meta" or isinstance(value, FakeTensor):
         what = "complex" if value.is_complex() else "without values"
-        raise CollateError(explain(name, f"{type(value).__name__}, {what}", "Its values are read on the host.", _REMEDY))
+        raise CollateError(explain(name, f"{type(value).__name__}, {what}", "Its values are read on the CPU.", _REMEDY))
     if value.layout != torch.strided:
         check_places(name, value.numel(), _REMEDY)
         value = value.to_dense()
@@ -123,23 +118,22 @@ def host_array(name: str, value: Any) -> Array:
         held = host_tensor(name, value)
         return (held.float() if held.dtype == torch.bfloat16 else held).numpy()
     if not isinstance(value, (list, tuple, np.ndarray, np.generic, int, float)):
-        raise CollateError(explain(name, f"a {type(value).__name__}", "It holds numbers.", _REMEDY))
+        raise CollateError(explain(name, a_type(value), f"{name} is an array of numbers.", _REMEDY))
     if isinstance(value, np.ma.MaskedArray):
-        raise CollateError(
-            explain(name, "a masked array", "Its mask would be lost.", "Pass x.filled() and a mask of its own.")
-        )
+        remedy = "Pass x.filled() and a mask of its own."
+        raise CollateError(explain(name, "a masked array", "Its mask would be lost.", remedy))
     try:
         if isinstance(value, (list, tuple)) and any(issubclass(kind, Tensor) for kind in set(map(type, value))):
             value = [host_array(name, each) for each in value]
         array = np.asarray(value)
     except ValueError:
-        raise CollateError(explain(name, "nested lists of unequal length", "Its rows are equally long.", _REMEDY)) from None
+        raise CollateError(explain(name, "nested lists of unequal length", "All rows have one length.", _REMEDY)) from None
     if array.dtype.kind not in "biuf":
-        raise CollateError(explain(name, f"values of type {array.dtype}", "It holds numbers.", _REMEDY))
+        raise CollateError(explain(name, f"values of type {array.dtype}", f"{name} is an array of numbers.", _REMEDY))
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         if array.size and array.max() > np.iinfo(np.int64).max:
-            rule = "Whole numbers are at most 64 bits with a sign."
-            raise CollateError(explain(name, f"the value {array.max()}", rule, "Count again: it wrapped around."))
+            got, remedy = f"the value {array.max()}", "It wrapped around below 0: count again."
+            raise CollateError(explain(name, got, "Whole numbers fit int64.", remedy))
         array = array.astype(np.int64)
     if not array.dtype.isnative or min(array.strides, default=0) < 0:  # a flipped one: torch takes neither
         array = array.astype(array.dtype.newbyteorder("="), order="C")
@@ -152,12 +146,12 @@ def whole_number(name: str, value: Any, *, least: int = 0) -> int:
         value = int(value)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not least <= value < 1 << 63:
         got = shape_of(value) if isinstance(value, (Tensor, np.ndarray)) else repr(value)
-        rule = f"It is a whole number, at least {least}, of 64 bits at most."
-        raise CollateError(explain(name, got, rule, f"Pass {name} as an int."))
+        rule = f"{name} is a whole number, at least {least}, below 2**63."
+        raise CollateError(explain(name, got, rule, f"Pass an int of at least {least}."))
     return int(value)
 
 
-OF_A_BATCH = "Pass the rows of one batch; a tensor that is expanded holds as many as its shape says."
+OF_A_BATCH = "Pass the rows of one batch; an expanded tensor counts by its shape."
 
 
 def check_places(name: str, places: int, remedy: str) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Hashable, Iterable, Sized
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +21,7 @@ _HARMLESS = "\n\t\xa0\u3000\u200d"
 
 
 class CollateError(ValueError):
-    """A batch, a mask or a setting that cannot be read one way only; nothing was guessed.
+    """A batch, a mask or a setting has no meaning, or more than one; nothing is guessed.
 
     >>> from collate_npu import PaddingCollator
     >>> PaddingCollator(pad_token_id=0)([{"input_ids": [1, 2], "labels": [1]}])
@@ -33,21 +35,21 @@ class CollateError(ValueError):
 
 
 class PolarityError(CollateError):
-    """True could mean "attend" or "blocked" and the tensor itself does not tell.
+    """True may mean "attends" or "blocked", and the mask does not show which.
 
     >>> from collate_npu import derive_segments
     >>> derive_segments([[[[True, True, False]]]])
     Traceback (most recent call last):
         ...
     collate_npu.errors.PolarityError: attention_mask: got bool [1, 1, 1, 3]. True is 'attends' (SDPA) or 'blocked'
-        (TransformerEngine's padding mask); a key mask proves neither. Pass polarity='keep' (True attends), 'masked'
+        (TransformerEngine's padding mask), and a key mask shows neither. Pass polarity='keep' (True attends), 'masked'
         (True is blocked) or 'bias' (additive).
     More: collate-npu guide errors#polarity
     """
 
 
 class AmbiguousMaskError(CollateError):
-    """Two different paddings or packings give exactly this tensor.
+    """Two paddings, or two packings, give exactly this mask.
 
     >>> from collate_npu import BatchAdapter
     >>> BatchAdapter(needs_mask_2d=True, consumer="megatron")({"input_ids": [[1, 2, 0]]})
@@ -61,7 +63,7 @@ class AmbiguousMaskError(CollateError):
 
 
 class UnsupportedFormError(CollateError):
-    """The consumer has no form in which this batch would be computed correctly.
+    """The model, or the kernel, can compute this batch correctly from no mask that it reads.
 
     >>> from collate_npu import BatchAdapter, Segments
     >>> BatchAdapter(needs_mask_2d=True, consumer="verl_npu").route(Segments.from_lengths([3, 5], side="left"))
@@ -80,13 +82,14 @@ LONGEST = 8192
 
 
 def explain(where: str, got: str, rule: str, remedy: str, *, more: str = "") -> str:
-    """One line of four facts, in the order that a reader needs. `more`: the section of the guide's page `errors` that
-    explains it, named on a line below."""
+    """Return a message of four facts: where, what arrived, the rule, the remedy.
+
+    `more` is a section of the guide's page `errors`; the message names it on a line of its own."""
     return f"{short(where)}: got {short(got)}. {short(rule)} {short(remedy)}{_pointer(more)}"
 
 
 def explain_rows(key: str, rows: Iterable[tuple[int, str]], rule: str, remedy: str, *, more: str = "") -> str:
-    """Return what `explain` does, for every bad row of one key at once."""
+    """Return a message as `explain` does, for all bad rows of one key."""
     listed = sorted(rows)
     head = f"{short(key)}: {len(listed)} bad row{'s' if len(listed) != 1 else ''}."
     lines = [head, *(f"  row {row}: got {short(got)}" for row, got in listed), short(rule), short(remedy)]
@@ -94,7 +97,7 @@ def explain_rows(key: str, rows: Iterable[tuple[int, str]], rule: str, remedy: s
 
 
 def short(text: str, most: int = LONGEST) -> str:
-    """What of a text can be shown: printable, and its beginning and its end where it is longer than `most`."""
+    """Return a text that a terminal can show; of one longer than `most` only its beginning and its end."""
     if len(text) > most:
         text = f"{text[: most // 2]} ... {len(text)} characters ... {text[-most // 4 :]}"
     return printable(text)
@@ -104,8 +107,38 @@ def _pointer(section: str) -> str:
     return f"\nMore: collate-npu guide errors#{section}" if section else ""
 
 
+def did_you_mean(names: str | list[str], known: Iterable[str], otherwise: str = "") -> str:
+    """Return a question with the known names that are nearest to these, or `otherwise` where none is near."""
+    held = {name.casefold(): name for name in known}
+    typed = [name.casefold() for name in ([names] if isinstance(names, str) else names) if name]
+    parts = {each: [x for x in held if x.startswith(each) or each.endswith(f"_{x}")] for each in typed}
+    near = [held[x] for each in typed for x in get_close_matches(each, held, 2) or parts[each]]
+    return f"Did you mean {' or '.join(dict.fromkeys(near))}?" if near else otherwise
+
+
+def not_one_of(where: str, value: object, known: Iterable[object], remedy: str = "Name one of them.") -> CollateError:
+    """Return the refusal of a value that is none of the known names, with the nearest of them."""
+    names = [*map(str, known)]
+    near = did_you_mean(str(value), names, remedy)
+    return CollateError(explain(where, repr(value)[:60], f"It is one of {', '.join(names)}.", near))
+
+
+def notebook_html(shown: object) -> str | None:
+    """Return what a notebook draws of an object of this package; None, so that it shows the text, without rich."""
+    try:
+        return str(import_module("collate_npu.tools.show").fragment(shown))
+    except ModuleNotFoundError:
+        return None
+
+
+def a_type(value: object) -> str:
+    """Return the type of a value with its article: `an int`."""
+    name = (value if isinstance(value, type) else type(value)).__name__
+    return f"a{'n' * (name[0] in 'AEIOaeio')} {name}"
+
+
 def shape_of(tensor: object) -> str:
-    """`int64 [2, 8]`: what arrived, in the words of an error message."""
+    """Return the type and shape of a tensor as a message writes them: `int64 [2, 8]`."""
     dtype = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
     try:
         if not hasattr(tensor, "shape"):
@@ -116,14 +149,12 @@ def shape_of(tensor: object) -> str:
 
 
 def printable(text: str) -> str:
-    """What a terminal does not obey: whatever moves its cursor, hides, or turns letters round is written as its escape."""
-    if text.isprintable():
-        return text
+    """Return the text with every control character, and every invisible one, written as its escape."""
     return "".join(c if c.isprintable() or c in _HARMLESS else c.encode("unicode_escape").decode() for c in text)
 
 
 def is_set(name: str) -> bool:
-    """Return True if this switch of the environment is on."""
+    """Return True if this environment variable is switched on."""
     return os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
 
 
@@ -135,7 +166,7 @@ _logged: set[tuple[int, Hashable]] = set()
 
 
 def log_once(what: Hashable, text: str, *, level: int = logging.DEBUG) -> None:
-    """Log `text`, unless this process has logged `what` before. A warning is logged whatever the variable is."""
+    """Log `text`, unless this process has logged `what` before. COLLATE_NPU_DEBUG is for the caller to read."""
     if (os.getpid(), what) in _logged:
         return
     _logged.add((os.getpid(), what))
@@ -150,39 +181,34 @@ def log_once(what: Hashable, text: str, *, level: int = logging.DEBUG) -> None:
 
 GONE_IN = "0.9"
 MOVED = {
-    "collate_npu.AmbiguousMaskError": "collate_npu.errors.AmbiguousMaskError",
-    "collate_npu.PolarityError": "collate_npu.errors.PolarityError",
-    "collate_npu.UnsupportedFormError": "collate_npu.errors.UnsupportedFormError",
-    "collate_npu.Verdict": "collate_npu.masks.Verdict",
-    "collate_npu.block_mask": "collate_npu.masks.block_mask",
-    "collate_npu.dense": "collate_npu.masks.dense",
-    "collate_npu.mask_mod": "collate_npu.masks.mask_mod",
-    "collate_npu.none_is_exact": "collate_npu.masks.none_is_exact",
-    "collate_npu.varlen": "collate_npu.masks.varlen",
-    "collate_npu.per_sequence": "collate_npu.outputs.per_sequence",
-    "collate_npu.to_nested": "collate_npu.outputs.to_nested",
-    "collate_npu.picture": "collate_npu.tools.show.picture",
-    "collate_npu.consumers.consumer.Consumer": "collate_npu.consumers.mask_routing.Consumer",
-    "collate_npu.consumers.consumer.Form": "collate_npu.consumers.mask_routing.Form",
-    "collate_npu.consumers.consumer.Refusal": "collate_npu.consumers.mask_routing.Refusal",
+    f"{old}.{name}": f"{new}.{name}"
+    for old, new, names in (
+        ("collate_npu", "collate_npu.errors", "AmbiguousMaskError PolarityError UnsupportedFormError"),
+        ("collate_npu", "collate_npu.masks", "Verdict block_mask dense mask_mod none_is_exact varlen"),
+        ("collate_npu", "collate_npu.outputs", "per_sequence to_nested"),
+        ("collate_npu", "collate_npu.tools.show", "picture"),
+        ("collate_npu.consumers.consumer", "collate_npu.consumers.mask_routing", "Consumer Form Refusal"),
+        ("collate_npu.integrations.delivery", "collate_npu.proof.delivery", "Delivery"),
+        ("collate_npu.integrations.delivery", "collate_npu", "check_delivery guard_first_batch"),
+    )
+    for name in names.split()
+} | {
     "collate_npu.kernels.fusion_attention.check_contract": "collate_npu.kernels.check.check_call",
     "collate_npu.kernels.gated_delta.check_gated_delta_contract": "collate_npu.kernels.check.check_call",
     "collate_npu.integrations.trl.adapt_forward": "collate_npu.adapt",
-    "collate_npu.integrations.delivery.Delivery": "collate_npu.proof.delivery.Delivery",
-    "collate_npu.integrations.delivery.check_delivery": "collate_npu.check_delivery",
-    "collate_npu.integrations.delivery.guard_first_batch": "collate_npu.guard_first_batch",
 }
 """Old name -> new name."""
 
 
 def moved(module: str, name: str) -> Any:
-    """Return what an old name stands for now, with a warning: the answer of a module's `__getattr__`.
+    """Return the object that an old name stands for, and warn. A module calls it in its `__getattr__`.
 
-    Raises `AttributeError` for a name that it never had.
+    Raises `AttributeError` for a name that the module never had.
     """
     old = f"{module}.{name}"
     if old not in MOVED:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        near = did_you_mean(name, vars(sys.modules[module]).get("__all__", ()))
+        raise AttributeError(f"module {module!r} has no attribute {name!r}. {near}".rstrip(), name=name, obj=None)
     warnings.warn(f"{old} is {MOVED[old]} now; the old name goes in {GONE_IN}.", DeprecationWarning, stacklevel=3)
     home, _, new = MOVED[old].rpartition(".")
     return getattr(import_module(home), new)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, a_type, explain, not_one_of
 
 Kind = Literal["tokens", "positions", "vision", "sample", "truth", "offsets"]
 Fill = float | Literal["pad", "pad_type", "ignored", "next", "last"]
@@ -61,8 +61,7 @@ class Key:
         for name, known in (("kind", get_args(Kind)), ("share", get_args(Share)), ("role", (*get_args(Role), None))):
             held = getattr(self, name)
             if not isinstance(held, str | None) or held not in known:
-                rule = f"{name} is one of {', '.join(map(str, known))}."
-                raise CollateError(explain(f"Key.{name}", repr(held)[:60], rule, "Name one of them."))
+                raise not_one_of(f"Key.{name}", held, known)
 
 
 TOKENS = Key(kind="tokens", why="one value a token")
@@ -161,7 +160,7 @@ def check_keys(keys: Mapping[str, Key]) -> Mapping[str, Key]:
     for name, key in () if keys is KEYS else keys.items():
         if not isinstance(key, Key):
             rule, remedy = "It holds a Key for each name.", "Pass {**KEYS, name: TOKENS}, or SAMPLE, or a Key."
-            raise CollateError(explain(f"keys[{name!r}]", f"a {type(key).__name__}", rule, remedy))
+            raise CollateError(explain(f"keys[{name!r}]", a_type(key), rule, remedy))
     return keys
 
 

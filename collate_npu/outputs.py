@@ -1,7 +1,7 @@
-"""The way back: from a padded output to real tokens, sequences and last tokens, by the same Segments that padded it; and
-labels, which a sequence's neighbours must not reach.
+"""Outputs: real tokens, sequences and last tokens of a padded output, by the Segments of its batch; and labels that no
+neighbour of a sequence reaches.
 
-Everything is an index_select or an index_put, so gradients flow, on the device of `x`; the index is built on the host
+Each function is an index_select or an index_put on the device of `x`, so gradients flow. The index is built on the host
 and costs one small copy. Legend: B batch, S width, T tokens without padding, N sequences.
 """
 
@@ -21,7 +21,7 @@ _WHOLE = "Pass the whole output: under context parallelism, gather_sequence firs
 
 @checked
 def unpad(x: Tensor, segments: Segments) -> Tensor:
-    """`[B, S, ...]` to `[T, ...]`: real tokens only, row after row. Inverse of `repad`.
+    """Return the real tokens of `[B, S, ...]` as `[T, ...]`, row after row. Inverse of `repad`.
 
     >>> segments = Segments.from_lengths([1, 3], side="left")
     >>> unpad(torch.tensor([[0, 0, 7], [4, 5, 6]]), segments).tolist()
@@ -33,28 +33,28 @@ def unpad(x: Tensor, segments: Segments) -> Tensor:
 
 @checked
 def repad(y: Tensor, segments: Segments, fill: float = 0) -> Tensor:
-    """`[T, ...]` to `[B, S, ...]`, `fill` at padding. Inverse of `unpad`; values at padding do not come back.
+    """Return `[T, ...]` as `[B, S, ...]`, with `fill` at padding. Inverse of `unpad`, but for the values at padding.
 
     >>> repad(torch.tensor([7, 4, 5, 6]), Segments.from_lengths([1, 3], side="left"), fill=-1).tolist()
     [[-1, -1, 7], [4, 5, 6]]
     """
     if not is_plain(y) or y.shape[:1] != (segments.num_tokens,):
-        rule = f"The batch has {segments.num_tokens} real tokens, one row of y each."
+        rule = f"The batch has {segments.num_tokens} real tokens, and y has one row for each."
         raise CollateError(explain("repad", shape_of(y), rule, "Pass the output of unpad."))
     check_held("fill", fill, y.dtype)
     B, S = segments.shape
     try:
         out = y.new_full((B * S, *y.shape[1:]), fill)
     except (RuntimeError, OverflowError) as error:
-        raise CollateError(explain("fill", repr(fill), f"Padding holds it as {y.dtype}.", "Pass a value of y's.")) from error
+        raise CollateError(explain("fill", repr(fill), f"y is {y.dtype}.", "Pass a value that this dtype holds.")) from error
     return out.index_put((segments.indices.to(y.device),), y).reshape(B, S, *y.shape[1:])
 
 
 @checked
 def last_token(x: Tensor, segments: Segments) -> Tensor:
-    """`[B, S, ...]` to `[N, ...]`: the last real token of each sequence, whichever side is padded.
+    """Return the last real token of each sequence, `[N, ...]` from `[B, S, ...]`, whichever side is padded.
 
-    Never looks at token ids, so pad == eos inside a row is no trap. Raises for rows with no token: there is no last one.
+    It does not read token ids, so it is right where pad == eos. Raises `CollateError` for a row without a real token.
 
     >>> left, right = Segments.from_lengths([1, 3], side="left"), Segments.from_lengths([1, 3])
     >>> last_token(torch.tensor([[0, 0, 7], [4, 5, 6]]), left).tolist()
@@ -64,14 +64,14 @@ def last_token(x: Tensor, segments: Segments) -> Tensor:
     """
     check_of_batch("output", x, segments.shape, _WHOLE)
     if segments.empty_rows:
-        rows = [(b, "padding alone") for b in segments.empty_rows]
-        raise CollateError(explain_rows("last_token", rows, "A row without tokens has no last one.", "Drop those rows."))
+        rows = [(b, "only padding") for b in segments.empty_rows]
+        raise CollateError(explain_rows("last_token", rows, "A row of padding has no last token.", "Drop those rows."))
     return x.flatten(0, 1).index_select(0, segments.last_indices.to(x.device))
 
 
 @checked
 def per_sequence(x: Tensor, segments: Segments) -> list[Tensor]:
-    """`[B, S, ...]` to N tensors `[length, ...]`, in the order the samples went in.
+    """Return a list of N tensors `[length, ...]` from `[B, S, ...]`: one a sequence, in the order of the samples.
 
     >>> packed = Segments.from_lengths([[2, 1], [1]], width=4)
     >>> [x.tolist() for x in per_sequence(torch.tensor([[1, 2, 3, 0], [4, 0, 0, 0]]), packed)]
@@ -82,9 +82,9 @@ def per_sequence(x: Tensor, segments: Segments) -> list[Tensor]:
 
 @checked
 def to_nested(x: Tensor, segments: Segments) -> Tensor:
-    """`[B, S, ...]` to a jagged nested tensor `[N, j, ...]` (verl's and torch's form of ragged rows).
+    """Return `[B, S, ...]` as a jagged nested tensor `[N, j, ...]`, the form of torch and verl for rows of several lengths.
 
-    One entry a sequence: a row without tokens has none.
+    There is one entry a sequence, and none for a row without real tokens.
 
     >>> nested = to_nested(torch.tensor([[0, 0, 7], [4, 5, 6]]), Segments.from_lengths([1, 3], side="left"))
     >>> [row.tolist() for row in nested.unbind()]
@@ -98,11 +98,11 @@ def to_nested(x: Tensor, segments: Segments) -> Tensor:
 
 @checked
 def shift_labels(labels: Tensor, segments: Segments | None = None, *, steps: int = 1, ignore_index: int = -100) -> Tensor:
-    """Labels moved to the left, as the loss reads them: `[B, S]`, `ignore_index` where nothing follows.
+    """Return the labels `[B, S]` moved one place to the left, as the loss reads them; `ignore_index` where no token follows.
 
-    With `segments` a sequence's last token predicts nothing; without, it predicts the first token of its packed neighbour.
-    transformers' losses take the result as `shift_labels` (loss/loss_utils.py, ForCausalLMLoss). `steps=1 + k` are the
-    targets of multi-token prediction at depth k: a sequence's last `1 + k` tokens then have none.
+    With `segments` the last token of a sequence has no label. Without, it has the first token of the next sequence in the
+    row. Losses of transformers take the result as `shift_labels` (loss/loss_utils.py, ForCausalLMLoss). `steps=1 + k` gives
+    the labels of multi-token prediction at depth k; the last `1 + k` tokens of a sequence then have none.
 
     >>> packed = Segments.from_lengths([[2, 3]])
     >>> shift_labels(torch.tensor([[1, 2, 3, 4, 5]]), packed).tolist()
@@ -121,10 +121,10 @@ def shift_labels(labels: Tensor, segments: Segments | None = None, *, steps: int
 
 @checked
 def ignore_first_labels(labels: Tensor, segments: Segments, *, ignore_index: int = -100) -> Tensor:
-    """Ignore the labels of padding, and the first of every sequence: alone, no token precedes it, so nothing predicts it.
+    """Return the labels with `ignore_index` at padding and at the first token of every sequence, which no token predicts.
 
-    A token behind a hole counts as first. For labels `[B, S]` that are not shifted yet: the shift drops column 0, whose
-    labels stay.
+    A token behind a hole counts as a first one. Pass labels `[B, S]` that are not shifted yet. The labels of column 0
+    stay: the shift drops them.
 
     >>> left = Segments.from_lengths([3, 4], side="left")
     >>> ignore_first_labels(torch.tensor([[9, 1, 2, 3], [4, 5, 6, 7]]), left).tolist()
@@ -142,6 +142,6 @@ def _check_labels(labels: Tensor, segments: Segments | None, ignore_index: int) 
     shape = tuple(labels.shape) if is_plain(labels) and labels.ndim == 2 and not bits else None
     if shape is None or (segments is not None and shape != segments.shape):
         rows = "[B, S]" if segments is None else f"{list(segments.shape)} (rows, width)"
-        rule = f"Labels are one a token, and the batch is {rows}."
+        rule = f"There is one label for each token, and the batch is {rows}."
         raise CollateError(explain("labels", shape_of(labels), rule, "Pad them with the tokens (-100), or leave them out."))
     check_held("ignore_index", whole_number("ignore_index", ignore_index, least=-(1 << 63)), labels.dtype)

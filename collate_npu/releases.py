@@ -80,11 +80,11 @@ def outside(package: str, tested: str = "", here: str | None = None) -> str:
 
 
 def page_of(package: str) -> str:
-    """Return the guide page about a package: its title names it."""
-    pages = sorted((Path(__file__).parent / "guide").glob("*.md"))
-    titles = {path.stem: path.read_text("utf-8").partition("\n")[0].lower() for path in pages}
-    named = [name for name, title in titles.items() if re.search(rf"\b{re.escape(package)}\b", title)]
-    return named[0] if named else "index"
+    """Return the guide page about a package: its title names it, or else a heading on it."""
+    texts = {path.stem: path.read_text("utf-8") for path in sorted((Path(__file__).parent / "guide").glob("*.md"))}
+    named = rf" .*\b{re.escape(package)}\b"
+    found = (page for marks in ("#", "##") for page, text in texts.items() if re.search(f"(?im)^{marks}{named}", text))
+    return next(found, "index")
 
 
 @cache
@@ -154,7 +154,6 @@ FLA_CONVOLUTION = Since(
     "fla", "0.5.1", "#871", "gradients of its convolution are wrong where the output's is not contiguous"
 )
 FLA_STATES = Since("fla", "0.5.3", "#1138, #1140", "gradients are wrong where states go in or out")
-FLA_ZIGZAG = Since("fla", "0.6", "build_cp_context(layout='zigzag'): ops/cp/context.py:186-274")
 FLA_ROWS = Since(
     "fla",
     "",

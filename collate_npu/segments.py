@@ -30,7 +30,8 @@ from collate_npu.arrays import (
     once,
     whole_number,
 )
-from collate_npu.errors import CollateError, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, explain, explain_rows, notebook_html, shape_of
+from collate_npu.validation import checked
 
 Values = Tensor | npt.ArrayLike
 """A tensor, a numpy array or nested lists."""
@@ -39,7 +40,7 @@ PADS_BEFORE: tuple[PaddingSide, ...] = ("left", "mixed")
 
 
 class Segments:
-    """`ids`, int32 `[B, S]`: 0 is padding, n >= 1 is the n-th sequence of the row. Never changes once built.
+    """Which sequence each token belongs to: `ids`, int32 `[B, S]`, 0 for padding, n for the n-th sequence of the row.
 
     Two sequences of 3 and 5 tokens, one row each, then both in one row of ten::
 
@@ -47,8 +48,8 @@ class Segments:
         ■ ■ ■ ⬚ ⬚     ⬚ ⬚ ■ ■ ■     1 1 1 2 2 2 2 2 0 0
         ■ ■ ■ ■ ■     ■ ■ ■ ■ ■
 
-    A sequence may have holes (`1 1 0 1`), and padding may stand between sequences (`1 1 0 2 2`). Raises `CollateError`
-    where ids are not whole numbers from 1 upwards in the order of the sequences; `from_ids` renumbers any labels.
+    A sequence may have holes (`1 1 0 1`), and padding may stand between sequences (`1 1 0 2 2`). An object never changes
+    once built. Raises `CollateError` unless ids count 1, 2, ... in the order of the sequences; `from_ids` renumbers others.
 
     >>> segments = Segments([[0, 1, 1, 1, 2, 2], [0, 0, 1, 1, 1, 1]])
     >>> segments
@@ -68,6 +69,8 @@ class Segments:
     ((0,), (1,), ((0, 0, 4),), 4)
     """
 
+    _repr_html_ = notebook_html
+
     def __init__(self, ids: Values) -> None:
         ids_BS = as_ids(ids)
         bad = np.flatnonzero((ids_BS != _numbered(ids_BS)[0]).any(axis=1))
@@ -86,10 +89,11 @@ class Segments:
     # --- built from
 
     @classmethod
+    @checked
     def from_lengths(
         cls, lengths: Sequence[int] | Sequence[Sequence[int]] | Values, width: int | None = None, side: Side = "right"
     ) -> Segments:
-        """Build them from token counts: `[3, 5]` has a sequence a row, `[[3, 2], [5]]` several. `width`: else the longest.
+        """Build from token counts: `[3, 5]` is one sequence a row, `[[3, 2], [5]]` several. `width` defaults to the longest.
 
         >>> Segments.from_lengths([3, 5]).ids.tolist()
         [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
@@ -101,16 +105,14 @@ class Segments:
         width = max(totals, default=0) if width is None else whole_number("width", width)
         bad = [(b, f"lengths {row}") for b, row in enumerate(rows) if totals[b] > width]
         if bad:
-            rule = f"A row's lengths fit the width, {width}."
+            rule = f"The lengths of a row add up to at most the width, {width}."
             raise CollateError(explain_rows("lengths", bad, rule, "Pass a larger width, or truncate the rows."))
-        if side not in ("left", "right"):
-            raise CollateError(explain("side", repr(side), "Padding goes to one side.", "Pass 'left' or 'right'."))
-        check_places("lengths", len(rows) * width, "Count the tokens again, and look at the width.")
+        check_places("lengths", len(rows) * width, "Check the lengths and the width.")
         return ready(of_lengths(rows, width, side))
 
     @classmethod
     def from_keep(cls, keep: Values) -> Segments:
-        """Build them from `[B, S]` bool or 0/1, True = real token: one sequence a row, holes allowed. Inverse of `keep`.
+        """Build from a 2D mask `[B, S]`, True or 1 = real: one sequence a row, holes allowed. Inverse of `keep`.
 
         >>> Segments.from_keep([[False, True, True], [True, True, True]])
         Segments(B=2, S=3, lengths=[2, 3], padding='left')
@@ -126,10 +128,10 @@ class Segments:
 
     @classmethod
     def from_ids(cls, ids: Values) -> Segments:
-        """Build them from `[B, S]` ints, 0 = padding: any labels, renumbered 1, 2, ... in order of appearance in each row.
+        """Build from numbers `[B, S]`, 0 = padding: each row's are renumbered 1, 2, ... in the order in which they appear.
 
-        Packing masks (`1 1 2 2 0`, LLaMA-Factory's neat_packing; JAX segment_ids) are this form. A label that comes
-        back after another sequence began is an error, not a new sequence.
+        Packing masks have this form (`1 1 2 2 0`: LLaMA-Factory's neat_packing, segment_ids of JAX). A number that comes
+        back after another sequence began is an error.
 
         >>> Segments.from_ids([[7, 7, 4, 0]]).ids.tolist()
         [[1, 1, 2, 0]]
@@ -138,7 +140,7 @@ class Segments:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Values, width: int | None = None) -> Segments:
-        """One flat row `[1, width]` from cumulative offsets `0, 3, 8, ...` (leading 0 present); the tail is padding.
+        """Build one flat row `[1, width]` from boundaries `0, 3, 8, ...`, which begin with 0; the rest is padding.
 
         >>> Segments.from_cu_seqlens([0, 3, 5], width=6).ids.tolist()
         [[1, 1, 1, 2, 2, 0]]
@@ -148,10 +150,10 @@ class Segments:
 
     @classmethod
     def from_position_ids(cls, position_ids: Values) -> Segments:
-        """Build them from `[B, S]` positions without padding: a sequence begins at every 0.
+        """Build from positions `[B, S]` without padding: a sequence begins at every 0.
 
-        That is how padding-free batches carry their boundaries (TRL, transformers' DataCollatorWithFlattening). Raises
-        where positions do not count 0, 1, 2, ... in every sequence: custom positions say nothing of boundaries.
+        Flat rows of TRL and of transformers' DataCollatorWithFlattening carry their boundaries so. Raises `CollateError`
+        where positions do not count 0, 1, 2, ... in every sequence: such positions do not show boundaries.
 
         >>> Segments.from_position_ids([[0, 1, 2, 0, 1]]).lengths
         ((3, 2),)
@@ -163,7 +165,7 @@ class Segments:
         starts_BS, counts_B = sequence_starts(positions_BS, np.ones(positions_BS.shape, bool))
         bad = [(int(b), str(positions_BS[b].tolist()[:24])) for b in np.flatnonzero(~counts_B)]
         if bad:
-            rule = "Positions tell sequences apart where each of them counts 0, 1, 2, ..."
+            rule = "Positions show where sequences begin only if each sequence counts 0, 1, 2, ..."
             remedy = "Use Segments.from_ids, from_lengths or from_cu_seqlens."
             raise CollateError(explain_rows("position_ids", bad, rule, remedy))
         return ready(_built(np.cumsum(starts_BS, axis=1)))
@@ -182,17 +184,17 @@ class Segments:
 
     @once
     def lengths(self) -> tuple[tuple[int, ...], ...]:
-        """Real tokens of each sequence, row by row; `()` for a row of padding alone. Host numbers, no device sync."""
+        """Number of real tokens of each sequence, row by row; `()` for a row of padding alone. Costs no device sync."""
         return tuple(tuple(np.bincount(ids_S)[1:].tolist()) for ids_S in self.array)
 
     @once
     def sequence_lengths(self) -> tuple[int, ...]:
-        """Real tokens of each of the N sequences."""
+        """Number of real tokens of each of the N sequences."""
         return tuple(chain.from_iterable(self.lengths))
 
     @property
     def empty_rows(self) -> tuple[int, ...]:
-        """Rows of padding alone."""
+        """Indices of the rows that hold padding alone."""
         return tuple(b for b, row in enumerate(self.lengths) if not row)
 
     @property
@@ -202,53 +204,53 @@ class Segments:
 
     @once
     def shape(self) -> tuple[int, int]:
-        """`(B, S)`."""
+        """`(B, S)`: rows and width."""
         B, S = self.array.shape
         return B, S
 
     @property
     def keep(self) -> Tensor:
-        """bool `[B, S]`, True = real token: the wire's `attention_mask_2d`. Inverse of `from_keep` for unpacked rows."""
+        """bool `[B, S]`, True = real token: `attention_mask_2d` of a batch. Inverse of `from_keep` for unpacked rows."""
         return torch.from_numpy(self._keep_BS.copy())
 
     @once
     def row_lengths(self) -> tuple[int, ...]:
-        """Real tokens of each row."""
+        """Number of real tokens of each row."""
         return tuple(map(sum, self.lengths))
 
     @property
     def num_sequences(self) -> int:
-        """N, over all rows."""
+        """N, the number of sequences in all rows."""
         return len(self.sequence_lengths)
 
     @property
     def num_tokens(self) -> int:
-        """T, real tokens of the batch."""
+        """T, the number of real tokens in the batch."""
         return sum(self.sequence_lengths)
 
     @property
     def num_padding(self) -> int:
-        """Places of the batch that are padding, alignment and tail included."""
+        """Number of places that are padding, alignment and tail included."""
         return self.shape[0] * self.shape[1] - self.num_tokens
 
     @property
     def padding_share(self) -> float:
-        """The share of all places that is padding, 0 to 1. Throughput in places times (1 - share) is in real tokens."""
+        """Share of places that are padding, 0 to 1."""
         return self.num_padding / max(self.shape[0] * self.shape[1], 1)
 
     @property
     def max_length(self) -> int:
-        """The longest sequence, 0 for a batch of padding."""
+        """Number of real tokens of the longest sequence; 0 for a batch of padding."""
         return max(map(max, filter(None, self.lengths)), default=0)
 
     @once
     def cu_seqlens_host(self) -> tuple[int, ...]:
-        """`(0, end of sequence 1, ...)` over the T real tokens, N + 1 numbers, on the host."""
+        """Boundaries over the T real tokens, N + 1 numbers on the host: `(0, end of sequence 1, ...)`."""
         return (0, *accumulate(self.sequence_lengths))
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """int32 `[N + 1]`, the same offsets as a tensor. Inverse of `from_cu_seqlens` for one flat row."""
+        """int32 `[N + 1]`, the boundaries `cu_seqlens_host` as a tensor. Inverse of `from_cu_seqlens` for one flat row."""
         return torch.tensor(self.cu_seqlens_host, dtype=torch.int32)
 
     @property
@@ -286,34 +288,34 @@ class Segments:
         """int64 `[B, S]`: real tokens count from 0 in their own sequence, so left padding starts at 0.
 
         Padding before the first token is 0; padding after a token keeps counting (3 tokens in a row of 5: `0 1 2 3 4`),
-        because a reset there would read as one more sequence to whoever infers packing from positions
+        because a library that finds sequences by positions would take a reset there for one more sequence
         (transformers 5.23 masking_utils.py:876-882).
         """
         return torch.from_numpy(position_array(self))
 
     @once
     def padding_side(self) -> PaddingSide:
-        """Where padding stands, over all rows: `"mixed"` means both sides, holes, or gaps between sequences."""
+        """Side of the padding, over all rows; `"mixed"`: both sides, holes, or gaps between sequences."""
         return side_of(self.array != 0)
 
     @once
     def counts_places(self) -> bool:
-        """True if each row is one sequence from its first place on: positions are then places."""
+        """True if each row is one sequence that begins at its first place, so that position = place."""
         return not self.packed and self.padding_side not in PADS_BEFORE and all(self.lengths)
 
     @once
     def packed(self) -> bool:
-        """True where some row holds more than one sequence."""
+        """True if some row holds several sequences."""
         return max(map(len, self.lengths), default=0) > 1
 
     @once
     def longest_span(self) -> int:
-        """Places from the first to the last token of the widest sequence, holes counted."""
+        """Number of places from the first to the last token of the widest sequence, holes included."""
         return max([end - start for _, start, end in self.spans], default=0)
 
     @once
     def hole_rows(self) -> tuple[int, ...]:
-        """Rows in which padding stands inside a sequence."""
+        """Indices of the rows with padding inside a sequence."""
         wide = {b for (b, start, end), n in zip(self.spans, self.sequence_lengths) if end - start > n}
         return tuple(sorted(wide))
 
@@ -426,7 +428,7 @@ def length_rows(lengths: Any, name: str = "lengths", *, filler: int = 0) -> list
     if not isinstance(lengths, (list, tuple)):
         lengths = host_array(name, lengths)
         if lengths.ndim not in (1, 2):
-            raise CollateError(explain(name, shape_of(lengths), "They are [B], or a list a row.", "Reshape them."))
+            raise CollateError(explain(name, shape_of(lengths), "Lengths are [B], or a list for each row.", "Reshape them."))
     rows: list[list[int]] = []
     bad: list[tuple[int, str]] = []
     for b, row in enumerate(lengths):
@@ -436,7 +438,7 @@ def length_rows(lengths: Any, name: str = "lengths", *, filler: int = 0) -> list
             bad.append((b, f"lengths {counts.tolist()}"[:80]))
         rows.append(counts.tolist())
     if bad:
-        raise CollateError(explain_rows(name, bad, "Lengths are whole numbers, 0 or more.", "Count the tokens again."))
+        raise CollateError(explain_rows(name, bad, "Lengths are whole numbers, 0 or more.", "Pass token counts."))
     return rows
 
 
@@ -450,14 +452,14 @@ def as_offsets(name: str, given: Any, width: int | None = None, *, whole: bool =
     whole_numbers = offsets.dtype.kind in "iuf" and (np.isfinite(offsets) & (offsets == np.round(offsets))).all()
     rising = whole_numbers and offsets.ndim == 1 and len(offsets) > 0 and (offsets[1:] >= offsets[:-1]).all()
     if rising and width is None:
-        check_places(name, int(offsets[-1]), "Count the tokens again.")
+        check_places(name, int(offsets[-1]), "Check the last offset.")
     most = MOST_PLACES if width is None else width
     if not rising or offsets[0] != 0 or offsets[-1] > most or (whole and offsets[-1] != most):
-        of_row = "" if width is None else f" The row has {width} tokens{', all of which they count' * whole}."
+        of_row = "" if width is None else f" The row has {width} tokens{', and the last offset is its end' * whole}."
         rule = f"Offsets are one row of whole numbers: 0 first, then the end of each sequence, never falling.{of_row}"
-        remedy = "Pass [0, *accumulate(lengths)] of this very row, its tail counted; a batch may hold old ones, or a rank's."
+        remedy = "Pass [0, *accumulate(lengths)] of this row, the tail counted, not old offsets or those of one rank."
         if offsets.ndim == 2:  # NeMo Automodel 0.7.0 datasets/packing.py:148, one row of offsets for each row of tokens
-            remedy = "Leave it out of a batch of several rows, and carry segment_ids."
+            remedy = "In a batch of several rows leave it out, and pass segment_ids."
         elif rising and offsets[0] > 0:
             remedy = "torch_npu's actual_seq_qlen has no leading 0: put one in front."
         raise CollateError(explain(name, str(offsets.tolist())[:80], rule, remedy))
@@ -469,8 +471,7 @@ def as_ids(ids: Any) -> Array:
     ids_BS = host_array("segment ids", ids)
     check_places("segment ids", ids_BS.size, OF_A_BATCH)
     if ids_BS.ndim != 2 or ids_BS.dtype.kind not in "iub":
-        rule = "Segment ids are a [B, S] tensor of whole numbers."
-        raise CollateError(explain("segment ids", shape_of(ids_BS), rule, "Pass an int32 tensor."))
+        raise CollateError(explain("segment ids", shape_of(ids_BS), "Ids are whole numbers [B, S].", "Pass int32 [B, S]."))
     if ids_BS.size and ids_BS.min() < 0:
         bad = [(int(b), f"the id {ids_BS[b].min()}") for b in np.flatnonzero((ids_BS < 0).any(axis=1))]
         rule = "0 is padding and sequences count from 1; no id is negative."
@@ -484,9 +485,9 @@ def renumber(ids_BS: Array) -> Array:
     labels = [ids_S[starts_S].tolist() for ids_S, starts_S in zip(ids_BS, starts_BS)]
     bad = [b for b, row in enumerate(labels) if len(set(row)) < len(row)]
     if bad:
-        rule = "A sequence's tokens stand together; its label does not come back after another sequence."
+        rule = "The tokens of a sequence stand together: an id does not return after another sequence."
         rows = [(b, f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
-        raise CollateError(explain_rows("segment ids", rows, rule, "Give each sequence of a row a label of its own."))
+        raise CollateError(explain_rows("segment ids", rows, rule, "Give each sequence of a row its own id."))
     return numbered_BS
 
 

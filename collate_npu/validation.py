@@ -1,8 +1,8 @@
 """Validation: what a public function receives is compared with its own annotations, so that a wrong type is refused in words
 and not met somewhere inside.
 
-Checked are tensors, dtypes, whole numbers, flags, names and classes of this package; a function checks by itself what it
-reads in many forms (`Any`, sequences). Costs 1 us a call.
+Checked are tensors, dtypes, whole numbers, flags, the names of a `Literal` and classes of this package; a function checks by
+itself what it reads in many forms (`Any`, sequences). Costs 1 us a call.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import cache, wraps
+from inspect import Signature, signature
 from itertools import chain
 from numbers import Integral, Real
 from os import PathLike
@@ -22,32 +23,29 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.errors import CollateError, a_type, did_you_mean, explain, not_one_of, shape_of
 
 
 def check_model(model: Any, *, config: bool = False, name: str = "model") -> None:
-    """Raise `CollateError` for what is no module; where `config` is taken too, for what is no config either.
-
-    >>> check_model("Qwen/Qwen3-Next")
-    Traceback (most recent call last):
-        ...
-    collate_npu.errors.CollateError: model: got the name 'Qwen/Qwen3-Next'. A model is a module, which is looked at. Load
-        it: AutoModelForCausalLM.from_pretrained('Qwen/Qwen3-Next').
-    """
+    """Raise `CollateError` for what is no module; where `config` is taken too, for what is no config either."""
     if isinstance(model, nn.Module):
         return
     loaded, remedy = _not_made(model, "AutoModelForCausalLM"), ""
-    if loaded:
-        a_type = config and isinstance(model, str) and model.isidentifier()
-        remedy = loaded + " A model type alone goes to BatchAdapter(model_type=)." * a_type
+    if isinstance(model, (bool, str)) and model in (True, False, "longest", "max_length"):
+        remedy = "The second argument is the model. Pass padding= by its name."
+    elif loaded:
+        named = config and isinstance(model, str) and model.isidentifier()
+        remedy = loaded + " A model type alone goes to BatchAdapter(model_type=)." * named
     elif callable(getattr(model, "decode", None)):
         remedy = "That is a tokenizer: pass the model."
+    elif model is ...:
+        remedy = "A collator does not keep its model. Pass model= again."
     elif callable(getattr(model, "get_text_config", None)):
         remedy = "" if config else "That is a config: build the model, AutoModelForCausalLM.from_config(config)."
     elif not config or not hasattr(model, "__dict__"):
         remedy = "Pass the model, or its config." if config else "Pass the model."
     if remedy:
-        rule = "A model is a module, or its config, which is read." if config else "A model is a module, which is looked at."
+        rule = "A model is a torch module or its config." if config else "A model is a torch module."
         raise CollateError(explain(name, _kind_of(model), rule, remedy))
 
 
@@ -83,8 +81,11 @@ def check_held(name: str, value: float, dtype: torch.dtype) -> None:
 
 def check_collator(collator: Any, name: str = "collator") -> None:
     """Raise `CollateError` for what cannot be called with features; a class makes what can."""
-    if isinstance(collator, type) or not callable(collator):
-        remedy = _not_made(collator, "") if isinstance(collator, type) else "Pass that function."
+    other = isinstance(collator, nn.Module) or callable(getattr(collator, "decode", None))
+    if other or isinstance(collator, type) or not callable(collator):
+        then = " first, then the model" * (name == "inner")
+        remedy = f"Pass a collator{then}; or make one: PaddingCollator(tokenizer, model)."
+        remedy = remedy if other else _not_made(collator, "") if isinstance(collator, type) else "Pass that function."
         raise CollateError(explain(name, _kind_of(collator), "A collator is called with features, a list of dicts.", remedy))
 
 
@@ -92,9 +93,8 @@ def check_batch(batch: Any, collator: Any) -> None:
     """Raise `CollateError` for what is no batch, with the place of the function that returned it."""
     if hasattr(batch, "items"):
         return
-    code = getattr(getattr(collator, "func", collator), "__code__", None) or getattr(
-        type(collator).__call__, "__code__", None
-    )
+    code = getattr(getattr(collator, "func", collator), "__code__", None)
+    code = code or getattr(type(collator).__call__, "__code__", None)
     place = f"{code.co_filename}, line {code.co_firstlineno}" if code else type(collator).__name__
     rule = "A collator returns a batch, a dict of tensors."
     raise CollateError(explain(place, f"{_kind_of(batch)} from {type(collator).__name__}", rule, "Return the batch there."))
@@ -104,62 +104,92 @@ def _not_made(given: Any, loader: str) -> str:
     """How to make one of a name or a class; "" where it is neither."""
     if isinstance(given, (str, PathLike)):
         return f"Load it: {loader}.from_pretrained({str(given)[:80]!r})."
-    if isinstance(given, type):
-        made = "from_pretrained(...)" if hasattr(given, "from_pretrained") else "(...)"
-        return f"Make one of it: {given.__name__}{'.' * (made[0] != '(')}{made}."
-    return ""
+    made = ".from_pretrained(...)" if hasattr(given, "from_pretrained") else "(...)"
+    return f"Make one of it: {given.__name__}{made}." if isinstance(given, type) else ""
 
 
 def _kind_of(given: Any) -> str:
-    if isinstance(given, (str, PathLike)):
-        return f"the name {str(given)[:80]!r}"
-    return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+    other = f"the name {str(given)[:80]!r}" if isinstance(given, (str, PathLike)) else a_type(given)
+    return f"the class {given.__name__}" if isinstance(given, type) else other
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _NUMBERS: dict[Any, tuple[type, ...]] = {bool: (bool, np.bool_), int: (Real,), float: (Real,), str: (str,)}
 """Whether a number is whole, and large enough, is checked where it is used."""
-_SPOKEN = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "a name",
-    Mapping: "a dict",
-    torch.dtype: "a torch dtype",
-    NoneType: "None",
+_SPOKEN: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number", str: "a name"}
+_SPOKEN |= {Mapping: "a dict", torch.dtype: "a torch dtype", NoneType: "None"}
+_EXAMPLES = {"segments": "Segments.from_keep(attention_mask_2d)", "batch": "what your collator returns"}
+_EXAMPLES |= dict.fromkeys(("cp", "context_parallel"), "ContextParallel(size, rank)")
+REMEDIES = {
+    "attention_mask": "'auto' suits most trainers.",
+    "mask_2d": "'local' suits layers that see their own tokens.",
+    "polarity": "Pass polarity='keep' (True attends), 'masked' (True is blocked) or 'bias' (additive).",
 }
+"""What to pass in place of a name that an option does not have."""
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, which raises `CollateError` for an argument of a kind that its annotation does not name.
-
-    >>> @checked
-    ... def drawn(width: int = 3, *, folded: bool = False) -> int:
-    ...     return width
-    >>> drawn(4, folded="no")
-    Traceback (most recent call last):
-        ...
-    collate_npu.errors.CollateError: folded: got a str. drawn takes True or False. Pass True or False.
-    """
-    names = function.__code__.co_varnames
+    """`function`, which raises `CollateError` for arguments that it does not have, and for one of a kind that its annotation
+    does not name."""
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    needed, known = names[: code.co_argcount - len(function.__defaults__ or ())], frozenset(names)
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         if not torch.compiler.is_compiling():
+            if not known >= kwargs.keys() or not all(name in kwargs for name in needed[len(args) :]):
+                _check_call(function.__qualname__, signature(function), args, kwargs)
             hold_against(function, chain(zip(names, args), kwargs.items()))
         return function(*args, **kwargs)
 
     return called
 
 
+def options_checked(name: str, elsewhere: Mapping[str, str] = {}) -> Callable[[T], T]:
+    """The class, which raises `CollateError` for arguments that it does not have. The error says what to write instead, from
+    `elsewhere` for options of other packages; "" there is for arguments that are missing, or too many by place."""
+
+    def decorated(made: Any) -> Any:
+        init, takes = made.__init__, signature(made)
+
+        @wraps(init)
+        def called(self: Any, *args: Any, **kwargs: Any) -> None:
+            _check_call(name, takes, args, kwargs, elsewhere)
+            init(self, *args, **kwargs)
+
+        made.__init__ = called
+        return made
+
+    return decorated
+
+
+def _check_call(
+    name: str, takes: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], elsewhere: Mapping[str, str] = {}
+) -> None:
+    """Raise `CollateError` for arguments that are missing, too many, or of no such name; the error says what to write."""
+    try:
+        takes.bind(*args, **kwargs)
+    except TypeError as error:
+        known = [each for each in takes.parameters if each not in ("self", "cls")]
+        key = next((each for each in kwargs if each not in known), "")
+        got = repr(kwargs[key])[:60] if key else f"{len(args)} arguments by place"
+        rule = f"{name} has no such argument." if key else f"{str(error).capitalize()}."
+        remedy = elsewhere.get(key, did_you_mean(key, known, f"It takes {', '.join(known)}."))
+        raise CollateError(explain(key or name, got, rule, remedy)) from None
+
+
 def hold_against(function: Callable[..., Any], given: Iterable[tuple[str, Any]]) -> None:
     """Raise for what `function` would be given by name and does not take."""
-    judged = _kinds(function)
+    judged, named = _kinds(function), _names(function)
     for name, value in given:
         kinds = judged.get(name)
         if kinds is not None and type(value) not in kinds and not _is_one(value, kinds):
             raise wrong_kind(name, value, function.__qualname__.removesuffix(".__init__"), *kinds)
+        if name in named and value not in named[name]:
+            known = [each for each in named[name] if each is not None]
+            raise not_one_of(name, value, known, REMEDIES.get(name, "Name one of them."))
 
 
 def check_fields(held: Any) -> None:
@@ -170,13 +200,23 @@ def check_fields(held: Any) -> None:
 @cache
 def _kinds(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
     """Return by parameter the kinds that are judged; none where it takes a form that is not."""
+    found = {name: tuple(dict.fromkeys(map(_kind, _parts(hint)))) for name, hint in _hints(function).items()}
+    return {name: kinds for name, kinds in found.items() if name != "return" and None not in kinds}
+
+
+@cache
+def _names(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
+    """Return by parameter all that it takes, where its annotation says so."""
     found = {}
     for name, hint in _hints(function).items():
-        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        kinds = tuple(dict.fromkeys(map(_kind, parts)))
-        if name != "return" and None not in kinds:
-            found[name] = kinds
+        names = [get_args(part) if get_origin(part) is Literal else (None,) * (part is NoneType) for part in _parts(hint)]
+        if name in _kinds(function) and () not in names and name != "loss":  # of a gather: ranks that wait are told
+            found[name] = tuple(chain(*names))
     return found
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -202,9 +242,8 @@ def _kind(hint: Any) -> Any:
 def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:
     if isinstance(value, (bool, np.bool_)):
         return bool in kinds
-    if isinstance(value, Tensor) and value.ndim == 0 and not {int, float}.isdisjoint(kinds):
-        return True
-    if Callable in kinds and callable(value):
+    number = isinstance(value, Tensor) and value.ndim == 0 and not {int, float}.isdisjoint(kinds)
+    if number or (Callable in kinds and callable(value)):
         return True
     return any(hasattr(value, "items") if kind is Mapping else isinstance(value, _NUMBERS.get(kind, kind)) for kind in kinds)
 
@@ -226,8 +265,7 @@ def dimension(name: str, x: Tensor, dim: Any) -> int:
     """The dimension of a tensor that is meant, counted from the first."""
     N = x.ndim
     if not (type(dim) is int or isinstance(dim, Integral)) or not -N <= int(dim) < N:
-        rule = f"{name} has {N} dimensions."
-        raise CollateError(explain("dim", repr(dim)[:80], rule, "Name the one that is the sequence."))
+        raise CollateError(explain("dim", repr(dim)[:80], f"{name} has {N} dimensions.", "Pass that of the sequence."))
     return int(dim) % N
 
 
@@ -243,6 +281,7 @@ def here(device: Any, *, now: bool = True) -> Any:
 
 def wrong_kind(name: str, value: Any, function: str, *kinds: Any) -> CollateError:
     """The refusal of an argument that is none of these kinds."""
-    got = f"a tensor {list(value.shape)}" if type(value) is Tensor and not value.is_nested else f"a {type(value).__name__}"
-    spoken = " or ".join(_SPOKEN.get(kind, f"a {kind.__name__}") for kind in kinds)
-    return CollateError(explain(name, got, f"{function} takes {spoken}.", f"Pass {spoken}."))
+    got = f"a tensor {list(value.shape)}" if type(value) is Tensor and not value.is_nested else a_type(value)
+    spoken = " or ".join(_SPOKEN.get(kind) or a_type(kind) for kind in kinds)
+    example = f": {_EXAMPLES[name]}" if name in _EXAMPLES else ""
+    return CollateError(explain(name, got, f"{function} takes {spoken}.", f"Pass {spoken}{example}."))

@@ -82,6 +82,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slow")
     if not any("::" in arg for arg in config.args):  # one that is named runs
         nights = {item for item in items if of_the_night(item)}
+        short = [item for item in items if not item.get_closest_marker("long")]
+        nights -= {short[int(SEED) % len(short)]} if short and len(nights) == len(items) else set()  # a draw leaves one
         config.hook.pytest_deselected(items=list(nights))
         items[:] = [item for item in items if item not in nights]
     marked = [item for item in items if item.get_closest_marker("models")]

@@ -8,7 +8,7 @@ import collate_npu
 
 PACKAGE = Path(collate_npu.__file__).parent
 ROOT = PACKAGE.parent
-FILES = sorted(PACKAGE.rglob("*.py"))
+FILES = sorted({*PACKAGE.rglob("*.py")} - {*PACKAGE.glob("guide/**/*.py")})  # examples are pages, no modules
 
 
 def module_of(path: Path) -> str:

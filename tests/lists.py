@@ -6,7 +6,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable
-from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,46 +26,59 @@ from collate_npu.tools.cli import parsers
 
 PACKAGE = Path(collate_npu.__file__).parent
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT))
 
-from benchmarks import page_of_stacks  # noqa: E402
+from benchmarks import figures  # noqa: E402
 
+SEQ2SEQ, FLATTENING = "DataCollatorForSeq2Seq", "DataCollatorWithFlattening"
+LOCAL = "`--attention_backend local`"
 NEEDED = (
-    ("transformers-trainer", "qwen3_next"),
-    ("transformers-trainer", "qwen3"),
-    ("ms-swift-megatron", "qwen3_5"),
-    ("verl-fsdp", "qwen3_next"),
-    ("openrlhf", "qwen3_next"),
-)
-"""What README shows of the page of stacks: each says another thing."""
+    ("transformers-trainer", "qwen3_next", "padded right", f"transformers Trainer, Qwen3-Next, padded right, {SEQ2SEQ}"),
+    ("transformers-trainer", "qwen3_next", "padded left", f"transformers Trainer, Qwen3-Next, padded left, {SEQ2SEQ}"),
+    ("transformers-trainer", "qwen3", "padded left", f"transformers Trainer, Qwen3, padded left, {SEQ2SEQ}"),
+    ("transformers-trainer", "qwen3_next", "packed", f"transformers Trainer, Qwen3-Next, flat row, {FLATTENING}"),
+    ("trl-sfttrainer", "qwen3_5_text", "packed", "TRL SFTTrainer, Qwen3.5, flat row, `padding_free=True`"),
+    ("ms-swift", "qwen3_next", "packed", "ms-swift `swift sft`, Qwen3-Next, flat row, `--padding_free true`"),
+    ("ms-swift-megatron", "qwen3_5", "padded right", "ms-swift `megatron sft`, Qwen3.5, padded right"),
+    ("ms-swift-megatron", "qwen3_5", "padded left", f"ms-swift `megatron sft`, Qwen3.5, padded left, {LOCAL}"),
+    ("verl-fsdp", "qwen3_next", "packed", "verl FSDP, Qwen3-Next, flat row (the default)"),
+)  # fmt: skip
+"""The rows of README: a stack, its cell and the words for it. Each says another thing."""
 CHINESE = {
-    "you train with": "训练方式",
+    "you train with": "你的训练方式",
+    "without collate_npu": "不用 collate_npu",
+    "with it": "使用 collate_npu",
+    "add this line": "加这一行",
+    "nothing": "不用加",
     "padded right": "右填充",
     "padded left": "左填充",
-    "packed": "打包",
-    "refused": "报错拒绝",
+    "flat row": "扁平行",
+    " (the default)": "（默认）",
+    "refused": "拒绝",
+    "wrong": "错误",
+    "right": "正确",
 }
+"""In this order: the later ones are parts of the earlier ones."""
 
 
 def table() -> str:
-    """The consumers in Markdown: what each is given, and what is refused."""
-    lines = ["| consumer | what it is given | `attention_mask_2d` | what is refused | source |", "|---|---|---|---|---|"]
+    """The consumers in Markdown: what each is given, and behind it each refusal with the consumers that have it."""
+    lines = ["| consumer | what it is given | `attention_mask_2d` | source |", "|---|---|---|---|"]
     kept = {"recurrent": "kept for recurrent layers", "always": "kept", "never": "taken out"}
     for consumer in consumers().values():
         forms = "; ".join(form.reads for form in consumer.forms)
         forms = forms if consumer.key == "attention_mask" else f"under `{consumer.key}`: {forms}"
-        refused = "; ".join(refusal.of for refusal in consumer.refuses) or "nothing"
-        cells = (f"`{consumer.name}`", forms, kept[consumer.keeps_mask_2d], refused, consumer.source)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(f"| `{consumer.name}` | {forms} | {kept[consumer.keeps_mask_2d]} | {consumer.source} |")
+    found = [(refusal.of, f"`{consumer.name}`") for consumer in consumers().values() for refusal in consumer.refuses]
+    by = {of: ", ".join(name for each, name in found if each == of) for of, _ in found}
+    return "\n".join([*lines, "", "| what is refused | by |", "|---|---|", *(f"| {of} | {by[of]} |" for of in by)])
 
 
 def families() -> str:
     """The hybrid families in Markdown, each asked: which kernels keep the sequences of a packed row apart, or would."""
     by: dict[str, list[str]] = {}
     for name in hybrid_model_types():
-        said = asked(name)
-        by.setdefault(said, []).append(f"`{name}`")
+        by.setdefault(asked(name), []).append(f"`{name}`")
     rows = [f"| {', '.join(names)} | {said} |" for said, names in sorted(by.items(), key=lambda each: "refused" in each[0])]
     return "\n".join(["| family | packed rows |", "|---|---|", *rows])
 
@@ -79,25 +91,37 @@ def asked(name: str) -> str:
     if why := sequences_mix_reason(model, BatchAdapter, mended=True):
         return f"refused: {re.sub(r' [(]by .*[)]', '', why)}"
     kernels = {call.kernel: READS[call.kernel] for call in kernel_calls(model) if call.kernel in MENDS}
-    told = ", ".join(f"`{kernel}` by `{key}`" for kernel, key in sorted(kernels.items()))
-    return f"right under `adapt`; without it where {told} read them"
+    listed = ", ".join(f"`{kernel}` (`{key}`)" for kernel, key in sorted(kernels.items()))
+    return f"right with `adapt`; also without it if the installed kernels read boundaries: {listed}"
 
 
 def needed() -> str:
-    """Some lines of the page of stacks, without what needs a GPU or two ranks."""
-    rows = []
-    for name, family in NEEDED:
+    """Cells of the stacks whose gradient was measured: its relative error alone and with ours, and the line."""
+    lines = ["| you train with | without collate_npu | with it | add this line |", "|---|---|---|---|"]
+    for name, family, rows, words in NEEDED:
         stack = json.loads((ROOT / "benchmarks" / "stacks" / f"{name}.json").read_text("utf-8"))
-        rows.append((f"{stack['stack']}, {family}", [cell for cell in stack["cells"] if cell["family"] == family]))
-    return page_of_stacks.table("you train with", rows, page_of_stacks.LAYOUTS[:3])
+        (cell,) = (each for each in stack["cells"] if (each["family"], each["layout"]) == (family, rows))
+        line = "nothing" if cell["alone"]["verdict"] == "right" else f"`{cell['line']}`"
+        lines.append(f"| {words} | {learned(cell['alone'])} | {learned(cell['ours'])} | {line} |")
+    return "\n".join(lines)
+
+
+def in_chinese(text: str) -> str:
+    return re.sub("|".join(map(re.escape, CHINESE)), lambda found: CHINESE[found[0]], text)
+
+
+def learned(verdict: dict) -> str:
+    """A verdict on the gradient in words."""
+    if verdict["verdict"] != "wrong":
+        return verdict["verdict"] if verdict["verdict"] == "refused" or verdict["gradient"] < 1e-4 else "not measured"
+    return f"**wrong: {verdict['gradient']:.2g}**"
 
 
 def options() -> str:
     """Every option of the collators, the adapter and the layouts in Markdown, as their docstrings say them."""
-    same = {"wrap_collator": PaddingCollator}
-    named = {each.__name__: each for each in (PaddingCollator, BatchAdapter, Layout, ContextParallel)}
-    named = {"PaddingCollator": PaddingCollator, "wrap_collator": wrap_collator, **named}
-    return "\n\n".join(f"## {name}\n\n{options_of(each, same.get(name))}" for name, each in named.items())
+    named = {each.__name__: each for each in (PaddingCollator, wrap_collator, BatchAdapter, Layout, ContextParallel)}
+    of = {name: options_of(each, PaddingCollator if each is wrap_collator else None) for name, each in named.items()}
+    return "\n\n".join(f"## {name.replace('WrappedC', 'wrap_c')}\n\n{rows}" for name, rows in of.items())
 
 
 def options_of(named: Callable[..., Any], same: Any = None) -> str:
@@ -174,72 +198,11 @@ def reads(consumer: str, batch: dict, model_type: str) -> str:
     return f"{found.dtype} {list(found.shape)}"[6:] if isinstance(found, Tensor) else type(found).__name__
 
 
-SPEED = ("collate", "dense", "derive", "parallel", "neutral")
-TOLD = re.compile(r"4x512$|32x4096(, left|, flat row)?$|64x32768|4x4096|cp 8|8x4096, ")
-"""Cases of the page; the others are in the file alone."""
-
-
-def measured(name: str = "results") -> list[dict]:
-    """The rows of the bench's last whole run, or of its last one of `limits`: growth and long."""
-    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text("utf-8"))["rows"]
-
-
-def growth_table(rows: list[dict]) -> str:
-    """A line a function: the exponents of its time, and the most memory on any axis, by what goes in and out."""
-    lines = ["| what | time by rows | by width | by tokens | memory by rows | by width | by tokens | times in and out |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    of_growth = [(row["case"].split(": "), row) for row in rows if row["group"] == "growth"]
-    for what, found in groupby(of_growth, key=lambda each: each[0][0]):
-        same = {(axis, row["theirs"] is None): row for (_, axis), row in found}
-        cells = [same.get((axis, memory)) for memory in (False, True) for axis in ("rows", "width", "tokens")]
-        most = max(row["facts"][0]["times"] for row in same.values())
-        shown = ("" if row is None else f"{row['ratio']:.2f}" for row in cells)
-        lines.append(f"| `{what.replace(',', '`,', 1)}{'`' * (',' not in what)} | {' | '.join(shown)} | {most:.1f} |")
-    return "\n".join(lines)
-
-
-def long_table(rows: list[dict]) -> str:
-    """A line a thing that was measured behind all batches."""
-    found = [row for row in rows if row["group"] == "long"]
-    lines = [f"| behind {found[0]['case']} | found | at most |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {row['name']} | {row['ratio']:.4g} | {row['target']:g} |" for row in found)])
-
-
-def speed_table(rows: list[dict]) -> str:
-    """A line a case: ours, and how many times faster it is than the fastest and the slowest peer."""
-    lines = ["| what | case | ours, ms | peers | times faster |", "|---|---|---|---|---|"]
-    peers = [row for row in rows if row["against"] == "peer" and row["group"] in SPEED and TOLD.search(row["case"])]
-    for (group, case), found in groupby(peers, key=lambda row: (row["group"], row["case"])):
-        same = list(found)
-        ratios = [row["ratio"] for row in same]
-        times = f"{min(ratios):.1f} to {max(ratios):.1f}" if len(ratios) > 1 else f"{ratios[0]:.1f}"
-        lines.append(f"| {group} | {case} | {same[0]['ours'] * 1e3:.3g} | {len(ratios)} | {times} |")
-    return "\n".join(lines)
-
-
-def step_table(rows: list[dict]) -> str:
-    """A line a way to train on the same rows."""
-    lines = ["| a step of | way | tokens a second | times as long | padding | sent, MB | memory, MB |", "|" + "---|" * 7]
-    of_steps = [row for row in rows if row["group"] == "step"]
-    for case, found in groupby(of_steps, key=lambda row: row["case"]):
-        same, name = list(found), case.removesuffix(", cpu")
-        ways = [("ours, `adapt(model)`", same[0]["ours"], 1.0, same[0]["facts"][0], same[0]["made"][0])]
-        ways += [(row["name"], row["theirs"], row["ratio"], row["facts"][1], row["made"][1]) for row in same]
-        for way, seconds, ratio, facts, made in ways:
-            speed, memory = facts["tokens"] / seconds, facts["peak"] / 1e6
-            padding = f"{facts['padding']:.0%}" if "padding" in facts else "–"
-            lines.append(f"| {name} | {way} | {speed:,.0f} | {ratio:.2f} | {padding} | {made / 1e6:.2f} | {memory:.0f} |")
-    return "\n".join(lines)
-
-
 def glossary() -> str:
     """Each file of the package, and its first sentence."""
     files = {path.relative_to(PACKAGE).with_suffix(""): purpose_of(path) for path in FILES if path.name != "__init__.py"}
     rows = [f"| `{name}` | {purpose.replace('|', chr(92) + '|')} |" for name, purpose in files.items()]
     return "\n".join(["| file | what it is |", "|---|---|", *rows])
-
-
-COMMANDS = ("audit", "show", "conformance", "kernels", "watch")
 
 
 def between(page: str, **made: str) -> dict[Path, str]:
@@ -260,18 +223,19 @@ def written() -> dict[Path, str]:
     literal = "ConsumerName = Literal[\n" + textwrap.indent(names, "    ") + "\n]  # fmt: skip\n"
     return {
         **between("README.md", need=needed()),
-        **between("zh/index", need=re.sub("|".join(CHINESE), lambda found: CHINESE[found[0]], needed())),
+        **between("zh/index", need=in_chinese(needed())),
         code: re.sub(r"ConsumerName = Literal\[\n.*?\]  # fmt: skip\n", literal, code.read_text("utf-8"), flags=re.S),
         **between("contributing", files=glossary()),
-        **between("consumers", consumers=table()),
-        **between("gated-delta-net", families=families(), spellings=drawn(arguments)),
+        **between("kernels", families=families(), spellings=drawn(arguments), options=command("kernels")),
         **between("context-parallel", layouts=drawn(layout), schemes=drawn(recurrent)),
         **between("options", options=options()),
-        **between("speed", step=step_table(measured()), speed=speed_table(measured())),
-        **between("limits", growth=growth_table(measured("limits")), long=long_table(measured("limits"))),
-        **between("masks-4d", derive=options_of(derive_segments)),
-        **between("masks", given=given()),
-        **{path: text for name in COMMANDS for path, text in between(name, options=command(name)).items()},
+        **between("speed", step=figures.step_table(), speed=figures.speed_table()),
+        **between("planned-batches", planned=figures.planned_table()),
+        **between("limits", growth=figures.growth()),
+        **between("masks", given=given(), derive=options_of(derive_segments), consumers=table()),
+        **between("checks", watch=command("watch"), conformance=command("conformance")),
+        **between("audit", options=command("audit")),
+        **between("show", options=command("show")),
     }
 
 

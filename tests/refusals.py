@@ -162,17 +162,17 @@ RESTARTING = {"segment_ids": FLAT.ids, "position_ids": torch.tensor([[0, 1, 0, 1
 
 DOOR = [
     (LEFT, {}, "Pass attention_mask [B, S]", {"attention_mask": KEEP["attention_mask_2d"]}),
-    (LEFT, {**KEEP, "padding_free": True}, "or set it to False", KEEP),
+    (LEFT, {**KEEP, "padding_free": True}, "or pass padding_free=False", KEEP),
     (LEFT, WINDOW, "Pass pattern=Pattern.sliding(2)", {**WINDOW, "pattern": SLIDING}),
-    (LEFT, {**CAUSAL_MASK, **KEEP, "pattern": SLIDING}, "or leave the mask out beside attention_mask_2d", KEEP),
-    (PACKED, EQUAL, "(with segment_ids, where rows are packed)", {**EQUAL, "segment_ids": PACKED.ids}),
-    (TAIL, BLOCKS, "Declare pattern='causal'", {**BLOCKS, "pattern": "causal"}),
-    (LEFT, HEADS, "pass attention_mask_2d instead", KEEP),
-    (LEFT, ONE_ROW, "Declare polarity= and pattern=.", {**ONE_ROW, "pattern": "causal", "polarity": "keep"}),
+    (LEFT, {**CAUSAL_MASK, **KEEP, "pattern": SLIDING}, "or pass attention_mask_2d in its place", KEEP),
+    (PACKED, EQUAL, "(and segment_ids, if rows are packed)", {**EQUAL, "segment_ids": PACKED.ids}),
+    (TAIL, BLOCKS, "Pass pattern='causal'", {**BLOCKS, "pattern": "causal"}),
+    (LEFT, HEADS, "pass attention_mask_2d", KEEP),
+    (LEFT, ONE_ROW, "Pass polarity= and pattern=.", {**ONE_ROW, "pattern": "causal", "polarity": "keep"}),
     (Segments.from_lengths([5, 5]), ZEROS, "Pass polarity=", {**ZEROS, "polarity": "bias"}),
-    (LEFT, TURNED, "Invert it (== 0)", {"attention_mask": TURNED["attention_mask"] == 0}),
-    (LEFT, TURNED, "or declare polarity='masked'", {**TURNED, "polarity": "masked"}),
-    (EMPTY, {"attention_mask_2d": EMPTY.keep}, "carry segment_ids beside it", {"segment_ids": EMPTY.ids}),
+    (LEFT, TURNED, "Invert it (mask == 0)", {"attention_mask": TURNED["attention_mask"] == 0}),
+    (LEFT, TURNED, "or pass polarity='masked'", {**TURNED, "polarity": "masked"}),
+    (EMPTY, {"attention_mask_2d": EMPTY.keep}, "pass segment_ids too", {"segment_ids": EMPTY.ids}),
     (LEFT, {"attention_mask_2d": torch.ones(2, 6)}, "Build them together", KEEP),
     (FLAT, RESTARTING, "Let every sequence count from 0", {**RESTARTING, "position_ids": FLAT.position_ids}),
     (FLAT, {"cu_seqlens": FLAT.cu_seqlens, "seq_lens": [4, 4]}, "Keep one set", {"cu_seqlens": FLAT.cu_seqlens}),
@@ -254,7 +254,7 @@ EVEN_BATCH = batch_of(EVEN, attention_mask_2d=EVEN.keep)
 FLAT_BATCH = batch_of(FLAT, cu_seq_lens_q=FLAT.cu_seqlens)
 MASKS = [
     (UNEXPLAINED, {}, "pass prove=False", UNEXPLAINED, {"prove": False, **KEPT}, [[1, 1, 2]]),
-    (ITSELF, AS_CAUSAL, "Carry attention_mask_2d", ITSELF, {"keep": PADDED.keep, **AS_CAUSAL}, [[1, 1, 1, 0, 0]]),
+    (ITSELF, AS_CAUSAL, "Let the collator emit", ITSELF, {"keep": PADDED.keep, **AS_CAUSAL}, [[1, 1, 1, 0, 0]]),
     (FOUR, {}, "Pass [B, 1, S, S], or attention_mask_2d", FOUR[None, None], {"batch_size": 4}, [[1] * 4] * 4),
     (UNMASKED, KEPT, "Pass unmasked_rows=True", UNMASKED, {"unmasked_rows": True, **KEPT}, [[1, 1, 0, 0]]),
     (ENCODER_HOLE, AS_CAUSAL, "Pass polarity='keep'", ENCODER_HOLE, {"pattern": "bidirectional", **KEPT}, [[1, 1, 0, 1]]),
@@ -300,12 +300,12 @@ FOLLOWED = [
     ),
     (
         lambda: collate(UNLISTED),
-        "keys={**KEYS, 'x': TOKENS} (or SAMPLE",
+        "keys={**KEYS, 'x': TOKENS} (from collate_npu.keys), or SAMPLE",
         lambda: [list(collate(UNLISTED, keys={**KEYS, "x": kind})["x"][1]) for kind in (TOKENS, SAMPLE)] == [[2, 0], [2]],
     ),
     (
         lambda: collate([IMAGES], padding_free=True),
-        "its position_ids [3, L] (the model's get_rope_index), or set padding_free=False",
+        "Set padding_free=False. With a get_rope_index, the model can make position_ids [3, L] of each sample",
         lambda: (
             "position_ids" not in collate([IMAGES]) and collate([AXES], padding_free=True)["position_ids"].shape == (3, 1, 2)
         ),
@@ -333,7 +333,7 @@ FOLLOWED = [
     ),
     (
         lambda: wrapped(second_rows(LEFT), consumer="transformers", model=DENSE),
-        "Pad right; or leave that collator",
+        "Pad right; or do not wrap this collator",
         lambda: (
             "position_ids" not in wrapped(second_rows(RIGHT), consumer="transformers", model=DENSE)
             and torch.equal(watched_forward(LEFT_BATCH)["position_ids"], LEFT.position_ids)
@@ -346,7 +346,7 @@ FOLLOWED = [
     ),
     (
         lambda: wrapped(MINE, padding_free=True),
-        "keys={**KEYS, 'mine': TOKENS} (or SAMPLE, if it is none)",
+        "keys={**KEYS, 'mine': TOKENS} (from collate_npu.keys), or SAMPLE",
         lambda: wrapped(MINE, padding_free=True, keys={**KEYS, "mine": TOKENS})["mine"].shape == (1, 8),
     ),
     # --- consumers
@@ -354,12 +354,12 @@ FOLLOWED = [
     (lambda: flat(HYBRID, "mindspeed_dense"), "(consumer='mindspeed')", lambda: bare(flat(HYBRID, "mindspeed"))),
     (
         lambda: adapted(HOLE, HYBRID),
-        "Move the padding to one side of the tokens, or drop those tokens from the sample",
+        "Move the padding to one side of the row, or remove it from the sample",
         lambda: bare(adapted(Segments([[1, 1, 1, 1]]), HYBRID)) and shape(adapted(LEFT, HYBRID)) == (2, 1, 5, 5),
     ),
     (
         lambda: adapted(HOLE, HYBRID, "transformers"),
-        "padding_free=True does both, where taken",
+        "or use padding_free=True",
         lambda: (
             collate(
                 ids([1, 2, 3, 4], attention_mask=[[1, 0, 0, 1]]), padding_free=True, consumer="transformers", model=HYBRID
@@ -391,12 +391,12 @@ FOLLOWED = [
     # --- forms, ways back, parallel, kernels
     (
         lambda: dense(RIGHT, rows=SOME_ROWS),
-        "Pass rows.nonzero()[:, 0]",
+        "pass rows.nonzero()[:, 0]",
         lambda: torch.equal(dense(RIGHT, rows=SOME_ROWS.nonzero()[:, 0]), dense(RIGHT)[:, :, [0, 2]]),
     ),
     (
         lambda: varlen(LEFT, keep_tail=True),
-        "unpad() first, and leave the tail out",
+        "Pass keep_tail=False (tensors of unpad)",
         lambda: len(unpad(torch.ones(2, 5), LEFT)) == varlen(LEFT).cu_seqlens_host[-1],
     ),
     (

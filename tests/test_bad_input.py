@@ -6,6 +6,8 @@ refused, and of what is read nothing that comes out is NaN. Then single calls, w
 
 import inspect
 from functools import cache, partial
+from types import NoneType, UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ from collate_npu import (
     split_batch,
     wrap_collator,
 )
-from collate_npu.collate import Layout
+from collate_npu.collate import BalancedBatchSampler, Layout, collators, lengths_of, loss_weights
 from collate_npu.kernels import check, fusion_attention, gated_delta
 from collate_npu.keys import KEYS, TOKENS, Key
 from collate_npu.masks import block_mask, dense, mask_mod, none_is_exact, segments_from_batch, varlen
@@ -113,6 +115,9 @@ CALLS = {
     Pattern.sliding: {"window": 2},
     Pattern.chunked: {"size": 2},
     Pattern.prefix: {"lengths": 2},
+    BalancedBatchSampler: {"lengths": [1, 2], "max_tokens": 3, "pack": True, "shuffle": False, "drop_last": False},
+    lengths_of: {"dataset": [{"input_ids": [1]}]},
+    loss_weights: {"batches": [{"labels": [[1, 2]]}]},
 }  # fmt: skip
 KERNELS = [
     function for function in CALLS if "gated_delta" in function.__module__ or "fusion_attention" in function.__module__
@@ -224,11 +229,19 @@ def test_a_result_or_a_refusal_in_words(name):
 
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__qualname__)
-def test_a_right_call_passes_and_a_flag_is_true_or_false(function):
+def test_a_right_call_passes_and_a_flag_is_true_or_false_and_a_name_one_of_its_names(function):
     function(**CALLS[function])
+    made = inspect.unwrap(function.__init__ if isinstance(function, type) else function)
+    hints = get_type_hints(made, localns=vars(collators))  # which a dataclass of another module names, too
+    for name, hint in hints.items():
+        parts = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+        if all(get_origin(part) is Literal for part in parts if part is not NoneType) and parts[0] is not NoneType:
+            wrong = 7 if isinstance(get_args(parts[0])[0], int) else "nobody"
+            with pytest.raises(CollateError, match=f"{name}: got .*{wrong}.* It is one of"):
+                function(**{**CALLS[function], name: wrong})
     for name, one in inspect.signature(function).parameters.items():
         for said in ("no", 0, torch.tensor(False)) if one.annotation == "bool" else ():
-            with pytest.raises(CollateError, match=f"{name}: got a .* takes True or False"):
+            with pytest.raises(CollateError, match=f"{name}: got an? .* takes True or False"):
                 function(**{**CALLS[function], name: said})
 
 
@@ -305,23 +318,23 @@ REFUSED = [
     (lambda: collate([{"input_ids": series(1, 2)}]), "is a list, array or tensor"),
     (lambda: collate({"input_ids": META, "seq_lengths": [2]}), "without values"),
     (lambda: collate([{"tokens": [1, 2]}]), "Rename the column to input_ids"),
-    (lambda: collate([{"input_ids": [1] * 3, "attention_mask": [1, 2, 1]}], padding_free=True), "back"),
+    (lambda: collate([{"input_ids": [1] * 3, "attention_mask": [1, 2, 1]}], padding_free=True), "return"),
     (lambda: one(seq_lengths=[1 << 62] * 4 + [2]), "sum to its number of input_ids"),
     (lambda: one(labels={"class": 3}), "row 0: got a dict"),
     (lambda: one(pixel_values="x"), "pixel_values: got a str"),
     (lambda: one(pixel_values=[[1], [1, 2]]), "unequal length"),
     *((partial(collate, [{"input_ids": [1, 2]}], **widths), PLACES) for widths in HUGE_WIDTHS),
-    (lambda: collate([{"input_ids": [1]}, {"input_ids": [1, 2]}], pad_token_id=1 << 70), "64 bits"),
+    (lambda: collate([{"input_ids": [1]}, {"input_ids": [1, 2]}], pad_token_id=1 << 70), "2**63"),
     (lambda: Segments.from_lengths([HUGE]), PLACES),
-    (lambda: Segments.from_ids(np.array([[1, 1 << 63]], np.uint64)), "it wrapped around"),
+    (lambda: Segments.from_ids(np.array([[1, 1 << 63]], np.uint64)), "It wrapped around"),
     (lambda: Segments.from_lengths([1], width=HUGE), PLACES),
     (lambda: Segments.from_cu_seqlens([0, HUGE]), PLACES),
     (lambda: Key(kind="tokenz"), "Key.kind: got 'tokenz'"),
-    (lambda: dense(ROWS, dtype=torch.float8_e5m2), "floats of 16 bits or more"),
+    (lambda: dense(ROWS, dtype=torch.float8_e5m2), "float of 16 bits or more"),
     (lambda: dense(ROWS, polarity="bias", dtype=torch.int64), "A bias is added to scores"),
     (lambda: gated_delta.chunk_indices([0, 1 << 30], 1), "A table has at most"),
-    (lambda: check.call_breaches("fla", {}, B=1, T=1, versions={"flaa": "0.5.2"}), "Write 'fla'"),
-    *((partial(describe, x), "A batch is a mapping") for x in (None, "text")),
+    (lambda: check.call_breaches("fla", {}, B=1, T=1, versions={"flaa": "0.5.2"}), "Did you mean fla"),
+    *((partial(describe, x), "A batch is a dict") for x in (None, "text")),
     (lambda: describe([BATCH]), "batch: got a list"),
     (lambda: describe(IDS), "picture draws a mask alone"),
     (lambda: describe({"input_ids": WIDE}), PLACES),
@@ -386,7 +399,7 @@ PROVED = {
         f"delivery {name}": (lambda name=name: check_delivery(model(), BATCH, **{name: SETTINGS[name]}), f"{name}: got a")
         for name in ("segments", "context_parallel", "forward")
     },
-    "a guard that reports to a number": (lambda: guard_first_batch(model(), report=3), "report: got a int"),
+    "a guard that reports to a number": (lambda: guard_first_batch(model(), report=3), "report: got an int"),
     "no collator": (lambda: proved(None), "a NoneType"),
     "samples of text": (lambda: proved(samples="ab"), "samples: got a str"),
     "an id too large": (lambda: proved(samples=[[1, 99], [3]]), "token id 99. This model has ids 0 to 15"),

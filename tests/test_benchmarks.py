@@ -115,6 +115,7 @@ def test_every_public_function_that_takes_a_batch_is_measured():
 
 def test_the_page_of_stacks_is_what_was_measured():
     assert page_of_stacks.PAGE.read_text("utf-8") == page_of_stacks.page(), "python -m benchmarks.page_of_stacks"
+    assert page_of_stacks.DATA.read_text("utf-8") == page_of_stacks.data(), "python -m benchmarks.page_of_stacks"
 
 
 def cell(layout, alone, ours):
@@ -125,4 +126,6 @@ def cell(layout, alone, ours):
 def test_a_line_of_it_shows_the_worst_of_its_cells():
     cells = [cell("padded left", "right", "right"), cell("padded left", "wrong", "refused")]
     cells.append(cell("packed", "not run", "right"))
-    assert page_of_stacks.table("x", [("a", cells)]).splitlines()[2] == "| a | – | ✘ 3.5 → refused | – → ✔ | – | – |"
+    for numbers, wrong in ((True, "wrong: 3.5"), (False, "wrong")):
+        line = page_of_stacks.table("x", [("a", cells)], numbers=numbers).splitlines()[2]
+        assert line == f"| a | not run | {wrong} → refused | not run → right | not run | not run |"

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from house import FILES
 
 import collate_npu
 from collate_npu.releases import KERNELS_TOLD
@@ -26,7 +27,7 @@ INSIDE = {"testing.kernels", "testing.kernels.causal_conv1d_fn"}
 
 def nodes():
     """Dotted name -> module, class, function or method of the package; not what stands inside a function."""
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in FILES:
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         yield from inside(module, ast.parse(path.read_text(encoding="utf-8")))

@@ -12,7 +12,7 @@ import pytest
 
 import collate_npu
 from collate_npu import errors
-from collate_npu.errors import GONE_IN, MOVED
+from collate_npu.errors import GONE_IN, MOVED, CollateError
 
 
 def process(code, on=True, tmp_path=None, *arguments):
@@ -56,7 +56,7 @@ def test_a_route_is_said_once_with_its_reasons():
     assert "no consumer named: the neutral form, for a BatchAdapter" in neutral
     (route,) = (text for text in others if "consumer transformers, model not named" in text)
     assert "attention_mask: the 2D mask, True or 1 = real (every layer of a transformers model reads the 2D mask)" in route
-    assert "attention_mask_2d: taken out (nobody here reads it)" in route
+    assert "attention_mask_2d: removed (no layer reads it)" in route
     routes = [text for text in others if "consumer megatron" in text]
     for route, side in zip(routes, ("left", "right"), strict=True):
         assert "MainProcess" in route
@@ -138,6 +138,28 @@ def test_an_old_name_gives_the_thing_and_says_where_it_is(old, new):
 def test_a_name_that_was_never_there_says_so(module):
     with pytest.raises(AttributeError, match=re.escape(f"module '{module}' has no attribute 'dens'")):
         import_module(module).dens  # noqa: B018
+
+
+NEAR = {
+    "PaddingCollator(None, paddingside='left')": "padding_side",
+    "wrap_collator(print, polarty='keep')": "polarity",
+    "ContextParallel(2, 0, layot='zigzag')": "layout",
+    "ContextParallel(2, 0, layout='zig-zag')": "zigzag",
+    "BatchAdapter(needs_mask_2d=True, consumr='megatron')": "consumer",
+    "BatchAdapter(needs_mask_2d=True, consumer='Megatorn')": "megatron",
+    "PaddingCollator(pad_token_id=0, padding_side='LEFT')": "left",
+    "PaddingCollator(pad_token_id=0, attention_mask='2D')": "2d",
+    "derive_segments([[1]], polarity='kep')": "keep",
+    "derive_segments([[1]], patern='causal')": "pattern",
+    "derive_segments([[1]], pattern='casual')": "causal",
+    "collate_npu.Paddingcollater": "PaddingCollator",
+}
+
+
+@pytest.mark.parametrize("typed", NEAR)
+def test_a_misspelt_name_is_answered_with_the_nearest(typed):
+    with pytest.raises((CollateError, AttributeError), match=f"Did you mean {NEAR[typed]}"):
+        exec(f"import collate_npu\nfrom collate_npu import *\n{typed}", {})
 
 
 def test_old_names_go_after_this_edition_and_stand_in_the_changelog():

@@ -258,5 +258,5 @@ def test_offsets_that_end_early_take_no_token(ends, more, real):
     if real:
         assert segments_from_batch(held).lengths == ((6,),)
         return
-    with pytest.raises(CollateError, match="nothing else says that those behind the last offset are padding"):
+    with pytest.raises(CollateError, match="no other key says that the tokens after the last offset are padding"):
         segments_from_batch(held)

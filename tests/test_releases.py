@@ -5,6 +5,7 @@ import importlib.metadata
 import re
 from pathlib import Path
 
+import house
 import pytest
 
 import collate_npu
@@ -23,7 +24,7 @@ from collate_npu.releases import (
 )
 
 PACKAGE = Path(collate_npu.__file__).parent
-FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "releases.py" or path.parent != PACKAGE]
+FILES = [path for path in house.FILES if path.name != "releases.py" or path.parent != PACKAGE]
 VERSION = re.compile(r"v?\d+(\.\d+)+([.-]?(dev|rc|post|a|b)\d*)*(\+\w+)?")
 FACTS = {name: fact for name, fact in vars(releases).items() if isinstance(fact, Since)}
 
@@ -89,7 +90,8 @@ def test_outside_are_releases_before_the_oldest_and_after_the_newest_that_ran(mo
         assert bool(outside("trl")) == bool(told)
         assert told in outside("trl")
     assert "(1.0)" in outside("mine", "1.0", "0.9")
-    assert [page_of("axolotl"), page_of("mine")] == ["llamafactory-axolotl", "index"]
+    assert [page_of(name) for name in ("axolotl", "mine")] == ["llamafactory-axolotl", "index"]
+    assert [page_of(name) for name in ("transformers", "trl", "verl")] == ["transformers", "trl", "verl"]
 
 
 def test_every_fact_is_asked_by_somebody():

@@ -83,7 +83,7 @@ def test_from_ids_numbers_any_labels_and_none_comes_back(rows):
     numbered = [oracle.numbered(row) for row in rows]
     for dtype in (torch.int64, torch.int32, torch.uint8):
         if None in numbered:
-            with pytest.raises(CollateError, match="does not come back"):
+            with pytest.raises(CollateError, match="does not return"):
                 Segments.from_ids(torch.tensor(rows, dtype=dtype))
         else:
             assert Segments.from_ids(torch.tensor(rows, dtype=dtype)).ids.tolist() == numbered

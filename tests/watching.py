@@ -54,18 +54,3 @@ class Watch:
 
 def _hidden(output):
     return getattr(output, "last_hidden_state", output)
-
-
-def gradient_error(model, batch, sequences):
-    """How far the gradient of the summed loss of a batch is from the sequences' own, relative to its size."""
-    apart = [{"input_ids": torch.tensor([ids]), "labels": torch.tensor([ids])} for ids in sequences]
-    own = sum(_gradient(model, one) for one in apart)
-    return float((_gradient(model, batch) - own).norm() / own.norm())
-
-
-def _gradient(model, batch):
-    model.zero_grad()
-    labels = batch["labels"][:, 1:].flatten()
-    logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits[:, :-1].flatten(0, 1)
-    torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])

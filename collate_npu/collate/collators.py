@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from functools import cache, partial
 from math import lcm
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -49,22 +49,23 @@ from collate_npu.masks.sources import Sources, physical_offsets
 from collate_npu.outputs import ignore_first_labels
 from collate_npu.parallel.split import place_documents, with_fills
 from collate_npu.segments import PADS_BEFORE, Segments, of_lengths
-from collate_npu.validation import check_fields, check_model, check_return_tensors, check_tokenizer
+from collate_npu.validation import check_fields, check_model, check_return_tensors, check_tokenizer, options_checked
 
 MaskMode = Literal["auto", "none", "4d", "2d", "omit"]
 
 
+@options_checked("Layout")
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How rows are laid out, beyond the options of transformers' collators.
 
-    * `sequence_multiple`: of flat rows: pads each sequence behind its tokens, exact for causal layers, and the row.
-    * `max_sequences`: of flat rows: offsets for so many, and `max_length_q/k` is the width. The rest of the row is cut into
-      the missing sequences; a model of attention alone gets its last offset again.
-    * `separator_id`: of flat rows: the label of the first token of each sequence.
-    * `allow_empty`: rows without a real token, else an error.
-    * `labels_shifted`: the labels stand with the token that predicts them already.
-    * `max_mask_bytes`: what a dense mask may take.
+    * `sequence_multiple`: flat rows: pads each sequence behind its tokens, and the row, to a multiple; exact if causal.
+    * `max_sequences`: flat rows: boundaries for this many sequences, and `max_length_q/k` is the width of the row. The rest
+      of the row is cut into the missing sequences; a model with attention alone gets its last boundary again.
+    * `separator_id`: flat rows: the label of the first token of each sequence.
+    * `allow_empty`: True allows rows without a real token, which otherwise raise an error.
+    * `labels_shifted`: True if each label already stands with the token that predicts it.
+    * `max_mask_bytes`: the most bytes that a 4D mask may take; a larger one raises an error.
 
     With fixed widths too, all batches have the same shapes, as graphs and compilers want. `sequence_multiple=4`,
     `max_sequences=4`, and the collator's `padding=(8, 16)`::
@@ -110,22 +111,23 @@ class Emitter:
     """What the model does with labels."""
     _predicts_next: bool = field(init=False, repr=False, compare=False)
     """True if labels are those of the next token and not shifted yet."""
+    _ignores_first: bool = field(init=False, repr=False, compare=False)
+    """True if nothing predicts the first token of a row: no virtual token of PEFT."""
 
     def _settle(self, model: Any, model_type: str | None = None) -> None:
         """Make the adapter. Raises for settings that contradict each other."""
         if model is not None:
             check_model(model, config=True)
+            object.__setattr__(self, "model", ...)  # `dataclasses.replace` passes it on
         whole_number("label_pad_token_id", self.label_pad_token_id, least=-(1 << 63))
         check_keys(self.keys)
         named = model_type is not None or consumer_of(model) is not None or self.consumer is not None
         if model is not None and not named:
-            rule = "A config or a plain module does not say who reads the batch."
+            rule = "A config or a plain module does not say which stack reads the batch."
             remedy = "Pass consumer= ('transformers', 'megatron', ...)."
             raise CollateError(explain("consumer", "None", rule, remedy, more="consumer"))
         mode, rule, remedy = self.attention_mask, "", "Leave it at 'auto'."
-        if mode not in get_args(MaskMode):
-            rule, remedy = "attention_mask is 'auto', 'none', '4d', '2d' or 'omit'.", "'auto' suits most trainers."
-        elif named and mode not in ("auto", "omit"):
+        if named and mode not in ("auto", "omit"):
             rule = "The consumer decides the form of its mask."
         elif self.padding_free and mode in ("4d", "2d"):
             rule, remedy = "A padding-free row has offsets and no mask.", "Leave it at 'auto', or set padding_free=False."
@@ -140,6 +142,8 @@ class Emitter:
         heads = None if adapter is None else adapter.label_rule({})
         object.__setattr__(self, "_labels", heads or ("places" if in_place else "next"))
         object.__setattr__(self, "_predicts_next", not self.layout.labels_shifted and self._labels == "next")
+        alone = self._adapter is not None and not self._adapter.model.virtual_tokens
+        object.__setattr__(self, "_ignores_first", alone and self._predicts_next)
 
     def _adds_positions(self, left: bool) -> bool:
         """True if the model could count positions of some batch wrong: padding on the left, or with an id that it counts.
@@ -169,14 +173,14 @@ class Emitter:
         if self.attention_mask == "omit":
             why = mask_needed_reason(segments, self._attends)
             if self._adapter is not None and out.get("attention_mask") is not None and why:
-                rule = f"{self._adapter.consumer.name} learns of padding from this key alone, and {why}."
+                rule = f"{self._adapter.consumer.name} reads padding from this key only, and {why}."
                 raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
             out.pop("attention_mask", None)
         if errors.DEBUG:
             log_hazards(find_token_hazards(Sources.of(batch), segments))
             if self._adapter is None:
                 mode = f"attention_mask={self.attention_mask!r}; {none_is_exact(segments, self._attends).why}"
-                why = "offsets say it" if padding_free else mode
+                why = "the offsets hold the boundaries" if padding_free else mode
                 log_form("no consumer named: the neutral form, for a BatchAdapter", out, segments, why=why)
         return out
 
@@ -199,7 +203,7 @@ def _warn_of_neutral_form() -> None:
     warnings.warn(
         "collate_npu: this batch has a 4D attention_mask with True = blocked, for a BatchAdapter or Megatron-core. A "
         "transformers model reads True as attended. Pass model= (or consumer='transformers') to the collator, or run "
-        "BatchAdapter(model) on the batch; with consumer='megatron' this warning stays away.",
+        "BatchAdapter(model) on the batch; consumer='megatron' turns this warning off.",
         stacklevel=5,
     )
 
@@ -219,42 +223,57 @@ def add_offsets(
     if isinstance(positions, Tensor) and positions.ndim == 3:
         return {**batch, **offsets, "position_ids": positions, "text_position_ids": offsets["position_ids"]}
     if vision := of_kind(batch, "vision"):
-        rule = "Where images stand among the tokens of a flat row cannot be known from its offsets."
-        remedy = "Give each sample its position_ids [3, L] (the model's get_rope_index), or set padding_free=False."
-        raise UnsupportedFormError(explain("position_ids", f"no axes beside {', '.join(vision)}", rule, remedy))
+        rule = "The offsets of a flat row do not show where images stand among its tokens."
+        remedy = "Set padding_free=False. With a get_rope_index, the model can make position_ids [3, L] of each sample."
+        raise UnsupportedFormError(explain("position_ids", f"none, with {', '.join(vision)}", rule, remedy))
     return {**batch, **offsets}
 
 
+ELSEWHERE = {field.name: f"Pass layout=Layout({field.name}=...)." for field in fields(Layout)}
+"""What to write here for options of other collators."""
+_RETURNED = ("return_position_ids", "return_flash_attn_kwargs", "return_seq_idx")
+_MADE = "wrap_collator(DataCollatorForLanguageModeling(tokenizer, mlm=False), model=model) makes labels from input_ids."
+_OWN = {
+    **dict.fromkeys(_RETURNED, "Leave it out: the collator emits what the model reads."),
+    **dict.fromkeys(("mlm", "mlm_probability"), f"PaddingCollator takes labels from the samples. {_MADE}"),
+    "": "Pass the options after pad_to_multiple_of by name.",
+    "processing_class": "Pass tokenizer=.",
+    "processor": "Pass tokenizer=processor.tokenizer.",
+    "truncation": "Truncate when tokenising.",
+}
+
+
+@options_checked("PaddingCollator", ELSEWHERE | _OWN)
 @dataclass(frozen=True)
 class PaddingCollator(Emitter):
-    """Features to one padded batch, or with `padding_free` to one flat row; pass it as `data_collator=`.
+    """Makes one padded batch of samples, or with `padding_free` one flat row; pass it as `data_collator=`.
 
-    Every key that `KEYS` lists with one value a token is padded together: `input_ids`, `labels`, `position_ids` and others.
-    Vision keys are joined, numbers become `[B]`, anything else a list of B. Lengths, and a row's own `attention_mask`, say
-    which tokens are real; `pad_token_id` never does, for it is often a real eos. Holes stay holes. `1 1 2 2 0`, or
-    `seq_lengths`, mark several sequences in a row. Without model and consumer the batch is for an adapter at the trainer.
+    Keys with one value a token (`KEYS` lists them) are padded together: `input_ids`, `labels`, `position_ids` and others.
+    Vision keys are joined, numbers become `[B]`, anything else becomes a list of B. Lengths, and a sample's own
+    `attention_mask`, say which tokens are real; `pad_token_id` does not, because it is often a real eos. Holes stay holes.
+    `1 1 2 2 0`, or `seq_lengths`, mark several sequences. Without model and consumer, run `BatchAdapter` on the batch.
 
-    * `tokenizer`: tells `pad_token_id` and `padding_side`.
-    * `model`: the module that takes the batch, which is then what it reads; it is not kept.
-    * `consumer`: who reads the batch, where no module tells: a name, or a `Consumer`.
-    * `attention_mask`: "auto": None exactly where that is exact, else 4D; "4d", "2d"; "none" raises where None is not
-      exact; "omit": no such key (accelerate's gather and TRL cannot carry None).
-    * `pattern`: what attention sees; None: plain causal, or as the model says.
-    * `padding_free`: all samples in one flat row, with its offsets.
-    * `label_pad_token_id`: the label that a loss ignores.
-    * `keys`: rows for keys of your own, `{**KEYS, "my_weights": TOKENS}`.
-    * `layout`: how rows are laid out, and what transformers' collators have no option for.
-    * `padding`: True to the longest row; "max_length"; widths, `(4096, 8192)`, of which the narrowest that fits is taken;
-      False for rows of one length.
-    * `packing`: several samples a row, by best fit decreasing, in rows of `max_length`, else of the longest sample.
-    * `max_length`: the longest row; a longer one raises, nothing is cut. With `padding="max_length"`, the width.
-    * `pad_to_multiple_of`: of which the width is a multiple.
-    * `pad_token_id`: what padding holds; default: the tokenizer's.
-    * `padding_side`: "left" or "right"; default: the tokenizer's, else right.
-    * `return_tensors`: "pt", as transformers' collators take it.
+    * `tokenizer`: gives `pad_token_id` and `padding_side`.
+    * `model`: the module that gets the batch; the batch has the form that it reads. The module is not kept.
+    * `consumer`: who reads the batch, if you pass no module: a name, or a `Consumer`.
+    * `attention_mask`: "auto": what the model reads; without a model, None if None is right, otherwise 4D. "4d" and "2d"
+      always give that form. "none" raises if None is wrong. "omit" leaves the key out (accelerate's gather needs that).
+    * `pattern`: what attention sees. None: plain causal, or the model's own.
+    * `padding_free`: True puts all samples in one flat row, with its boundaries.
+    * `label_pad_token_id`: the label that the loss ignores.
+    * `keys`: rules for keys of your own: `{**KEYS, "my_weights": TOKENS}`.
+    * `layout`: how rows are laid out: options that transformers' collators do not have.
+    * `padding`: True pads to the longest row; "max_length" to `max_length`; `(4096, 8192)` to the narrowest width that
+      fits. False takes rows of one length only.
+    * `packing`: True puts several samples in a row of `max_length` (or of the longest sample), by best fit decreasing.
+    * `max_length`: the longest row. A longer sample raises an error; nothing is cut. With `padding="max_length"`, the width.
+    * `pad_to_multiple_of`: makes the width a multiple of this.
+    * `pad_token_id`: the token at padding. Default: the tokenizer's.
+    * `padding_side`: "left" or "right". Default: the tokenizer's, or "right".
+    * `return_tensors`: "pt", as in transformers' collators.
 
-    The first label of every sequence is ignored, because alone nothing predicts it. Packed samples stand in a row in the
-    order of the batch, and rows in the order of their first samples; images and what is one value a sample, `[N]`, follow.
+    The first label of every sequence is ignored, because no token predicts it. Packed samples keep the order of the batch
+    in each row, and rows have the order of their first samples; images and values of a sample, `[N]`, follow.
 
     >>> collator = PaddingCollator(pad_token_id=0, padding_side="left")
     >>> batch = collator([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}])
@@ -269,11 +288,11 @@ class PaddingCollator(Emitter):
 
     tokenizer: Any = None
     model: InitVar[Any] = None
-    _: KW_ONLY
     padding: bool | Literal["longest", "max_length"] | Sequence[int] = True
-    packing: bool = False
     max_length: int | None = None
     pad_to_multiple_of: int | None = None
+    _: KW_ONLY
+    packing: bool = False
     pad_token_id: int | None = None
     padding_side: Side | None = None
     return_tensors: InitVar[str | None] = "pt"
@@ -283,6 +302,7 @@ class PaddingCollator(Emitter):
         check_return_tensors(return_tensors)
         if self.tokenizer is not None:
             check_tokenizer(self.tokenizer)
+        self._settle(model)
         given = {"pad_token_id": self.pad_token_id, "padding_side": self.padding_side}
         for name, value in given.items():
             object.__setattr__(self, name, getattr(self.tokenizer, name, None) if value is None else value)
@@ -294,16 +314,15 @@ class PaddingCollator(Emitter):
             rule = "Padding needs an id that the embedding has; which one does not matter to the masks."
             remedy = "Set tokenizer.pad_token = tokenizer.eos_token, or pass pad_token_id=."
             raise CollateError(explain("pad_token_id", "None", rule, remedy))
-        self._settle(model)
         beside = {"padding_free=True": self.padding_free, "padding=False": self.padding is False}
         beside |= {"allow_empty=True": self.layout.allow_empty, "an encoder-decoder": self._labels == "decoder"}
         if self.packing and any(beside.values()):
             got = "True beside " + ", ".join(name for name, value in beside.items() if value)
-            rule = "Packed rows are padded, hold several samples each and none without a token, and no decoder parts them."
+            rule = "A packed row is padded and holds several samples, each with tokens; a decoder cannot keep them apart."
             raise CollateError(explain("packing", got, rule, "Leave packing out."))
         if self.layout.sequence_multiple and not self._attends.causal:
-            rule = f"Padding behind a sequence is in the sequence for kernels, and {self._attends} attention looks ahead."
-            remedy = "Leave it out; pad_to_multiple_of pads the row behind all of them."
+            rule = f"Kernels count padding after a sequence as part of it, and {self._attends} attention looks ahead."
+            remedy = "Leave it out; pad_to_multiple_of pads only the end of the row."
             raise UnsupportedFormError(explain("sequence_multiple", str(self.layout.sequence_multiple), rule, remedy))
 
     def __call__(self, features: Features, return_tensors: str | None = None) -> dict[str, Any]:
@@ -327,7 +346,7 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
     width = _width(collator, lengths)
     moved = "packed rows" if collator.packing else "left padding" if side == "left" and min(lengths) < width else ""
     if moved and {"start_positions", "end_positions"} & {*samples.columns}:
-        rule = "start_positions and end_positions are places of a row, and what stands before its tokens moves them."
+        rule = "start_positions and end_positions count from the start of a row; left padding and packing move tokens."
         raise CollateError(explain("start_positions", moved, rule, "Pass padding_side='right', without packing."))
     shorter = [b for b, length in enumerate(lengths) if length < width]
     if side == "left" and shorter and collator._labels == "decoder" and samples.kinds.get("labels") == "tokens":
@@ -346,7 +365,8 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
         batch["position_ids"] = segments.position_ids
     if samples.kinds.get("labels") != "tokens" or batch["labels"].ndim != 2 or not collator._predicts_next:
         return batch, segments
-    # Nothing predicts the first token of a sequence; in column 0 the shift drops its label.
+    # Nothing predicts the first token of a sequence. The shift drops that of column 0, but a Trainer of transformers
+    # before 5.16 counts it, and divides the loss by the count (4.57.1 trainer.py:5620).
     if ids is not None:  # what a sample's own mask calls padding has its label still
         batch["labels"] = ignore_first_labels(batch["labels"], segments, ignore_index=collator.label_pad_token_id)
     elif segments.packed or segments.padding_side in PADS_BEFORE:
@@ -354,6 +374,8 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
         for b, start, _ in segments.spans:
             if start:
                 labels_BS[b, start] = collator.label_pad_token_id
+    if collator._ignores_first:
+        batch["labels"].numpy()[:, 0] = collator.label_pad_token_id
     return batch, segments
 
 
@@ -433,7 +455,7 @@ def _width(collator: PaddingCollator, lengths: list[int]) -> int:
         raise CollateError(explain_rows("input_ids", rows, "padding=False takes rows of one length.", "Pass padding=True."))
     width = _aligned(collator, max(lengths))
     if too_long := [(b, f"{n} tokens") for b, n in enumerate(lengths) if n > width]:
-        rule = f"padding={collator.padding!r} makes rows {width} tokens wide at most, and nothing is cut here."
+        rule = f"padding={collator.padding!r} makes rows {width} tokens wide at most, and the collator cuts no tokens."
         raise CollateError(explain_rows("input_ids", too_long, rule, "Raise the widths, or truncate when tokenising."))
     return width
 
@@ -450,7 +472,7 @@ def _aligned(collator: PaddingCollator, longest: int) -> int:
 
 def _refuse_longer(limit: int, lengths: list[int]) -> None:
     too_long = [(b, f"{n} tokens") for b, n in enumerate(lengths) if n > limit]
-    rule = f"max_length is {limit}, and nothing is cut here, where labels and masks would lose their tokens."
+    rule = f"max_length is {limit}, and the collator cuts no tokens."
     raise CollateError(explain_rows("input_ids", too_long, rule, "Truncate when tokenising."))
 
 
@@ -464,9 +486,6 @@ def _check_padding(collator: PaddingCollator) -> None:
                 rule = "It is for flat rows; padded rows have pad_to_multiple_of."
                 remedy = "Leave it out, or set padding_free=True without packing."
                 raise CollateError(explain(name, repr(value), rule, remedy))
-    if collator.padding_side not in ("left", "right"):
-        rule = "Padding goes to one side."
-        raise CollateError(explain("padding_side", repr(collator.padding_side), rule, "Pass 'left' or 'right'."))
     padding: Any = collator.padding
     if isinstance(padding, (Tensor, np.ndarray)):
         padding = host_array("padding", padding).tolist()

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import accumulate, pairwise
 from operator import methodcaller
+from os import PathLike
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, entries, host_array
 from collate_npu.collate.padding import ON_HOST, Rows, check_lengths, is_ragged, on_host, pad_rows, rank_of, whole_rows
-from collate_npu.errors import CollateError, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, a_type, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
 from collate_npu.masks.sources import split_by_positions
 from collate_npu.segments import Segments, renumber
@@ -32,10 +33,11 @@ ColumnKind = Literal["tokens", "axes", "vision", "targets", "sample"]
 _KEYS = methodcaller("keys")
 _NONE = type(None)
 _RULE = "A batch is built from a list of one or more dicts of features, a dict of columns, or an Arrow table."
-_FLAT = "Flat tokens are one row of values a key, and seq_lengths, the tokens of each sample."
+_LOAD = "Load the file, and tokenise it: datasets.load_dataset('json', data_files=path)."
+_FLAT = "Flat tokens are one list of values for each key, and seq_lengths: the token count of each sample."
 _OF_TOKENS = (
-    "Rename the column to input_ids; rows of one length, as Megatron's, keep their names, and labels that stand with the "
-    "token before, under wrap_collator(torch.utils.data.default_collate)."
+    "Rename the column to input_ids. For Megatron's rows, of one length and with labels already shifted, use "
+    "wrap_collator(torch.utils.data.default_collate)."
 )
 _BOOLS = np.dtype(bool)
 _BOOL = "values that are true or false"
@@ -88,6 +90,8 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
     name = held[0][1]
     named = [row for row, each in held if each == name]
     tokens = [feature[name] for feature in named]
+    if all(rank_of(row) == 2 and len(row) > 1 for row in tokens):  # choices of a sample, [C, L]
+        return [], None
     lengths = _lengths({"input_ids": Rows(tokens)})
     truth: dict[str, list[Any]] = {}
     for key in of_kind(KEYS, "truth"):
@@ -103,6 +107,8 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
 
 def _joined(samples: Sequence[Any]) -> Mapping[str, Any]:
     """The samples that a packing sampler hands over for one row (axolotl 0.19.0 utils/collators/batching.py:139-166)."""
+    if len(samples) and isinstance(samples[0], int):  # as DataCollatorForLanguageModeling takes them
+        return {"input_ids": samples}
     ids, own = sample_segment_ids(samples)
     if not ids or len(ids) != len(samples):
         return {}
@@ -118,23 +124,25 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, Rows]:
         if len(missing) == len(column):
             if name == "input_ids":
                 # Preference data (TRL's `chosen_ids`, `rejected_ids`) becomes rows in a collator of its own.
-                rule = "A row of a batch is the input_ids of a sample, and no sample has any."
+                rule = "Each sample needs input_ids, and no sample has any."
                 if "tokens" in held:
-                    raise CollateError(explain("input_ids", "samples of tokens", rule, _OF_TOKENS))
+                    raise CollateError(explain("input_ids", "samples with tokens", rule, _OF_TOKENS))
                 remedy = "Wrap the collator that makes rows of these columns: wrap_collator(inner, model=model)."
                 if any(isinstance(rows[0], str) for rows in held.values()):
                     remedy = "Tokenise first: [tokenizer(text) for text in texts]."
+                if "messages" in held:
+                    remedy = "Apply the chat template first: tokenizer.apply_chat_template(messages, return_dict=True)."
                 inside = [key for key, rows in held.items() if "input_ids" in getattr(rows[0], "keys", tuple)()]
                 if inside:
-                    remedy = f"Pass what stands under {inside[0]} alone: sample[{inside[0]!r}]."
-                got = f"samples of {', '.join(map(str, held)) or 'nothing'}"
+                    remedy = f"Pass sample[{inside[0]!r}] as the sample."
+                got = f"samples with {', '.join(map(str, held)) or 'no keys'}"
                 raise CollateError(explain("input_ids", got, rule, remedy))
             continue
         if key in columns:
             rows = [(b, f"{name} too") for b in range(len(column))]
             raise CollateError(explain_rows("labels", rows, "A sample has one kind of label.", "Keep labels or label."))
         if missing and keys.get(name, SAMPLE).kind != "vision":
-            rule = f"{name} stands in every sample or in none."
+            rule = f"Either every sample has {name}, or none has."
             remedy = "Fill it in, or drop it, where the sample is built."
             raise CollateError(explain_rows(name, [(b, "nothing") for b in missing], rule, remedy))
         columns[key] = column
@@ -147,10 +155,13 @@ def _lengths(columns: dict[str, Rows]) -> list[int]:
     rows = columns["input_ids"]
     if bad := [] if rows.lists or rows.flat else [(b, shape_of(row)) for b, row in enumerate(rows) if rank_of(row) != 1]:
         rule = "input_ids of one sample is a list, array or tensor [L] of token ids."
-        raise CollateError(explain_rows("input_ids", bad, rule, "Drop the batch dimension; pass ids, not text."))
+        remedy = "Drop the batch dimension; pass ids, not text."
+        if any(rank_of(row) == 2 and len(row) > 1 for row in rows):
+            remedy = "Choices of a sample: wrap_collator(DataCollatorForMultipleChoice(tokenizer), model=model)."
+        raise CollateError(explain_rows("input_ids", bad, rule, remedy))
     bools = bool in rows.firsts if rows.lists else not rows.flat or _BOOLS in rows.flat
     if bad := [(b, _BOOL) for b, row in enumerate(rows) if np.asarray(row[:1]).dtype == bool] if bools else []:
-        rule = "input_ids are whole numbers; a mask of them goes under attention_mask."
+        rule = "input_ids are whole numbers; a mask of the sample goes under attention_mask."
         raise CollateError(explain_rows("input_ids", bad, rule, "Pass the ids."))
     return rows.lengths
 
@@ -163,7 +174,7 @@ def _kind(key: str, column: Rows, lengths: list[int], keys: Mapping[str, Key]) -
     if known.kind not in ("tokens", "positions"):
         return "vision" if known.kind == "vision" else "sample"
     if known.or_sample and not column.ragged:
-        if bad := [(b, f"a {type(row).__name__}") for b, row in enumerate(column) if not _is_numeric(row)]:
+        if bad := [(b, a_type(row)) for b, row in enumerate(column) if not _is_numeric(row)]:
             remedy = "Give each class a number where the sample is built."
             rule = f"{key} of a sample is a number, or one for each token."
             raise CollateError(explain_rows(key, bad, rule, remedy))
@@ -171,8 +182,8 @@ def _kind(key: str, column: Rows, lengths: list[int], keys: Mapping[str, Key]) -
     if known.role == "labels" and _is_targets(column, lengths):
         if len({len(row) for row in column}) > 1:
             bad = [(b, f"{len(row)} numbers") for b, row in enumerate(column)]
-            rule = "Targets of a sample are as many in each."
-            raise CollateError(explain_rows(key, bad, rule, "Give one number for each class."))
+            remedy = "Give one number for each class."
+            raise CollateError(explain_rows(key, bad, "All samples have the same number of targets.", remedy))
         return "targets"
     if known.kind == "positions" and all(rank_of(row) == 2 for row in column):
         _check_axes(key, column, lengths)
@@ -193,8 +204,8 @@ def _check_axes(key: str, column: list[Any], lengths: list[int]) -> None:
     bad = [(b, text) for b, text in enumerate(texts) if shapes[b][-1] != lengths[b]]
     if bad or len({shape[0] for shape in shapes}) > 1:
         bad = bad or list(enumerate(texts))
-        rule = "Positions of several axes are [axes, L], the same axes in every sample."
-        raise CollateError(explain_rows(key, bad, rule, "Build them with the tokens, before collation."))
+        rule = "Positions of several axes are [axes, L], with as many axes in every sample."
+        raise CollateError(explain_rows(key, bad, rule, "Build positions and tokens together, before collation."))
 
 
 def _is_targets(column: Rows, lengths: list[int]) -> bool:
@@ -221,8 +232,8 @@ def _refuse_unlisted_tokens(key: str, column: list[Any], lengths: list[int]) -> 
     follows = ragged and len(set(lengths)) > 1 and all(len(row) == n for row, n in zip(column, lengths))
     if follows and _is_numeric(max(column, key=len)):
         rows = [(b, f"{len(row)} values, as many as input_ids") for b, row in enumerate(column)]
-        rule = "Which keys have one value a token is listed, not guessed."
-        remedy = f"Pass keys={{**KEYS, {key!r}: TOKENS}} (or SAMPLE, if it is none) from collate_npu.keys."
+        rule = "collate_npu does not guess whether a key has one value for each token."
+        remedy = f"Pass keys={{**KEYS, {key!r}: TOKENS}} (from collate_npu.keys), or SAMPLE in place of TOKENS."
         raise CollateError(explain_rows(key, rows, rule, remedy))
 
 
@@ -256,10 +267,11 @@ def columns_of(features: Features, keys: Mapping[str, Key] = KEYS) -> dict[str, 
 def _of_samples(samples: Any) -> dict[str, list[Any]]:
     listed = type(samples) is list or (isinstance(samples, Sequence) and not isinstance(samples, (str, bytes)))
     if not listed or not samples:
-        got = "no samples" if isinstance(samples, Sequence) and not samples else f"a {type(samples).__name__}"
-        raise CollateError(explain("features", got, _RULE, "Check the dataset and the sampler."))
+        got = "no samples" if isinstance(samples, Sequence) and not samples else a_type(samples)
+        remedy = _LOAD if isinstance(samples, (str, PathLike)) else "Pass a list of samples: check dataset and sampler."
+        raise CollateError(explain("features", got, _RULE, remedy))
     if set(map(type, samples)) != {dict}:
-        if bad := [(b, f"a {type(row).__name__}") for b, row in enumerate(samples) if not isinstance(row, Mapping)]:
+        if bad := [(b, a_type(row)) for b, row in enumerate(samples) if not isinstance(row, Mapping)]:
             raise CollateError(explain_rows("features", bad, _RULE, _dicts_of(samples[bad[0][0]])))
         samples = list(map(entries, samples))
     first = samples[0].keys()
@@ -271,10 +283,12 @@ def _of_samples(samples: Any) -> dict[str, list[Any]]:
 def _dicts_of(row: Any) -> str:
     """How such samples become dicts where the dataset is built."""
     if isinstance(row, tuple):
-        return 'Name their parts, with webdataset: dataset.map(lambda row: dict(zip(("input_ids", "labels"), row))).'
-    if isinstance(row, list) and row and isinstance(row[0], int):
-        return 'Name what they hold: [{"input_ids": ids} for ids in samples].'
-    return "Pass vars(sample) of each." if is_dataclass(row) else "Check the dataset and the sampler."
+        return 'Make dicts of the tuples, with webdataset: dataset.map(lambda row: dict(zip(("input_ids", "labels"), row))).'
+    if isinstance(row, str):
+        return "Tokenise first: [tokenizer(text) for text in texts]."
+    if isinstance(row, (list, np.ndarray, Tensor)):
+        return 'Make dicts of them: [{"input_ids": ids} for ids in samples].'
+    return "Pass dicts: [vars(sample) for sample in samples]." if is_dataclass(row) else "Check the dataset and the sampler."
 
 
 def _of_rows(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -291,7 +305,7 @@ def _of_rows(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
 def _as_list(name: str, column: Any) -> list[Any]:
     if not is_ragged(column) and not getattr(column, "batch_size", ()):  # a TensorDict inside one has rows too
         remedy = "Pass a list of samples: one sample is a list of one."
-        raise CollateError(explain(name, f"a {type(column).__name__}", "A column has one entry for each sample.", remedy))
+        raise CollateError(explain(name, a_type(column), "A column has one entry for each sample.", remedy))
     return list(column.unbind(0) if hasattr(column, "unbind") else column)
 
 
@@ -301,7 +315,7 @@ def _of_arrow(table: Any, keys: Mapping[str, Key]) -> dict[str, list[Any]]:
     except CollateError:
         raise
     except Exception as error:  # whatever a producer raises, and pyarrow of what it produced
-        got = f"a {type(table).__name__} that cannot be read ({type(error).__name__}: {error})"
+        got = f"{a_type(table)} that cannot be read ({type(error).__name__}: {error})"
         remedy = "Pass a list of samples, a dict of columns, or a pyarrow.Table."
         raise CollateError(explain("features", got, _RULE, remedy)) from error
 
@@ -312,8 +326,8 @@ def _of_table(table: Any, keys: Mapping[str, Key]) -> dict[str, list[Any]]:
     whole = table if isinstance(table, pyarrow.Table) else pyarrow.table(table)
     names = whole.column_names
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        rule = "A column has a name of its own."
-        raise CollateError(explain("features", f"{', '.join(twice)} more than once", rule, "Drop or rename one of them."))
+        got, remedy = f"{', '.join(twice)} more than once", "Drop or rename one of them."
+        raise CollateError(explain("features", got, "Every column has a different name.", remedy))
     rows = {name: keys.get(name, SAMPLE).kind in _BY_TOKEN for name in names}
     return {name: _arrow_rows(column) if rows[name] else column.to_pylist() for name, column in zip(names, whole.columns)}
 
@@ -352,7 +366,7 @@ def _one_row(tokens: Any) -> bool:
 def _of_flat(columns: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, list[Any]]:
     parts = columns.get("seq_lengths")
     if parts is None:
-        remedy = "Add seq_lengths [B]; a single sample is a list of one: [sample]."
+        remedy = "Add seq_lengths [B], or pass one sample as a list: [sample]."
         raise CollateError(explain("input_ids", shape_of(columns["input_ids"]), _FLAT, remedy))
     nested = isinstance(parts, (list, tuple)) and any(map(is_ragged, parts))
     lengths = [int(host_array("seq_lengths", part).sum()) for part in parts] if nested else _whole(parts)
@@ -368,15 +382,14 @@ def _of_flat(columns: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, l
 def _whole(lengths: Any) -> list[int]:
     counts = host_array("seq_lengths", lengths)
     if counts.ndim != 1 or (counts.size and (counts.dtype.kind not in "iu" or counts.min() < 0)):
-        remedy = "Count the tokens of each sample."
-        raise CollateError(explain("seq_lengths", f"{counts.tolist()}"[:80], _FLAT, remedy))
+        raise CollateError(explain("seq_lengths", f"{counts.tolist()}"[:80], _FLAT, "Pass one count for each sample."))
     return list(counts.tolist())
 
 
 def _cut(name: str, values: Any, lengths: list[int]) -> list[Any]:
     if not is_ragged(values) or len(values) != sum(lengths):
         got = shape_of(values) if isinstance(values, (np.ndarray, Tensor)) else f"{len(values)} values"
-        remedy = f"The lengths sum to {sum(lengths)}: cut both together."
+        remedy = f"seq_lengths add up to {sum(lengths)}: cut values and lengths together."
         raise CollateError(explain(name, got, _FLAT, remedy))
     return [values[low:high] for low, high in pairwise(accumulate(lengths, initial=0))]
 
@@ -438,8 +451,8 @@ def _check_agreement(sources: Mapping[str, list[Array]]) -> None:
     """Masks must call the same tokens real; packing ids and lengths must part the sample at the same places."""
     masks = [name for name in sources if name != "seq_lengths"]
     parting = [n for n, rows in sources.items() if n == "seq_lengths" or any(ids.max(initial=0) > 1 for ids in rows)]
-    real = (masks, lambda a, b: (a > 0) != (b > 0), "another mask", "Both masks of a sample call the same tokens real.")
-    parts = (parting, _other_parts, "other sequences", "Packing ids and seq_lengths part a sample at the same places.")
+    real = (masks, lambda a, b: (a > 0) != (b > 0), "another mask", "Both masks of a sample mark the same tokens as real.")
+    parts = (parting, _other_parts, "other sequences", "Packing ids and seq_lengths divide a sample at the same tokens.")
     for names, differ, got, rule in (real, parts):
         for name in names[1:]:
             pairs = enumerate(zip(sources[names[0]], sources[name]))

@@ -155,9 +155,9 @@ def lay_rows(key: str, rows: Sequence[Row], *, slots: Slots, fill: Filler = 0, w
     """
     rows, total = rows if isinstance(rows, Rows) else Rows(rows), slots.shape[0] * slots.shape[1]
     if total > MOST_PLACES:
-        check_places(key, total, "Look at max_length, pad_to_multiple_of and the widths, or put fewer samples in a batch.")
+        check_places(key, total, "Lower max_length, pad_to_multiple_of or the widths, or put fewer samples in a batch.")
     if fill != "last" and (not isinstance(fill, (int, float, np.number)) or abs(fill) >= 1 << 63):
-        rule = "What padding holds is a number of at most 64 bits."
+        rule = "A padding value is a number of at most 64 bits."
         raise CollateError(explain(key, f"padding with {fill!r}", rule, "Set pad_token_id and label_pad_token_id to ints."))
     packs = whole and rows.lists
     at_once = packs or (rows.flat and {dtype.kind for dtype in rows.flat} <= _KINDS[whole] and all(rows.lengths))
@@ -199,7 +199,7 @@ def check_lengths(key: str, rows: Sequence[Row], lengths: Sequence[int]) -> None
     rule = f"{key} has one value for each token of its row."
     remedy = "Cut or build both together, before collation."
     if key.endswith("routed_experts") and all(found[b] == lengths[b] - 1 for b, _ in bad):
-        remedy = "A rollout routes all but its last token: repeat the last value once where the sample is built."
+        remedy = "A rollout has no routes for its last token: repeat the last value once where the sample is built."
     raise CollateError(explain_rows(key, bad, rule, remedy))
 
 
@@ -280,6 +280,7 @@ def stack_values(values: Sequence[Any]) -> Any:
     if not all(isinstance(v, (bool, int, float)) for v in numbers):
         return list(values)
     array = np.asarray(numbers)
+    array = array.astype(np.float32) if array.dtype == np.float64 else array  # a loss of float64 labels has no backward
     return list(values) if array.dtype == object else torch.as_tensor(array)  # an int beyond 64 bits
 
 

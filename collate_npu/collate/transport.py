@@ -50,12 +50,7 @@ class Shipment(dict[Any, Any]):
 
 
 def shipped(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch in a form that leaves a DataLoader's worker fast; outside a worker the batch itself.
-
-    >>> batch = shipped({"input_ids": torch.tensor([[1, 2, 3]])})
-    >>> isinstance(batch, dict), batch["input_ids"].tolist()
-    (True, [[1, 2, 3]])
-    """
+    """Return the batch in a form that leaves a DataLoader's worker fast; outside a worker the batch itself."""
     if get_worker_info() is None:
         return batch
     _watch_trainer(os.getpid())
@@ -137,8 +132,8 @@ def _buffer(size: int, *, shared: bool) -> Any:
 
 
 def _say_full(error: RuntimeError) -> None:
-    remedy = "Give the machine more (docker run --shm-size=8g), or the loader fewer workers or a lower prefetch_factor."
-    text = f"no shared memory for a batch, which goes through the pipe, slower: {error}. {remedy}"
+    remedy = "Enlarge it (docker run --shm-size=8g), or give the loader fewer workers or a lower prefetch_factor."
+    text = f"no shared memory for a batch, which takes a slower way, a pipe: {error}. {remedy}"
     errors.log_once("shm", text, level=logging.WARNING)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, Side
-from collate_npu.collate.collators import Emitter, Layout, add_offsets
+from collate_npu.arrays import Array, Side, host_tensor
+from collate_npu.collate.collators import ELSEWHERE, Emitter, Layout, add_offsets
 from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
 from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
@@ -24,30 +24,36 @@ from collate_npu.consumers.labels_and_positions import labels_behind_padding_err
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, segments_from_batch
-from collate_npu.masks.dense_mask import Polarity, check_polarity
+from collate_npu.masks.dense_mask import Polarity
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import unpad
 from collate_npu.segments import Segments
-from collate_npu.validation import check_batch, check_collator, check_fields, check_return_tensors
+from collate_npu.validation import check_batch, check_collator, check_fields, check_return_tensors, options_checked
 
 Features = Sequence[Mapping[str, Any]]
 
 
+_FIRST = "Pass the collator first, then the model: wrap_collator(collator, model)."
+_OF_ROWS = ("tokenizer", "pad_token_id", "padding_side", "padding", "max_length", "pad_to_multiple_of", "packing")
+_INNER = dict.fromkeys(("", "collator", "data_collator", "collate_fn"), _FIRST)
+
+
+@options_checked("wrap_collator", ELSEWHERE | _INNER | dict.fromkeys(_OF_ROWS, "Set it in the inner collator."))
 @dataclass(frozen=True)
 class WrappedCollator(Emitter):
     """Wraps any collator: returns its batch with correct masks, positions and labels. Picklable if `inner` is.
 
-    The inner batch may carry a 2D mask, a 4D mask, both, or none. Samples tell their lengths, own masks, packing ids and
-    `seq_lengths`. Where the batch holds whole samples, this counts, and the masks of the batch must agree with it. A flat,
-    padding-free row stays one and gets all its offsets.
+    The batch of `inner` may have a 2D mask, a 4D mask, both, or none. Samples have lengths, and may have masks, packing
+    ids and `seq_lengths` of their own. If the batch holds whole samples, the masks of the batch must agree with these. A
+    flat row stays flat and gets all its boundaries.
 
-    * `inner`: the collator that is there already.
-    * `padding_free`: makes one flat row of every batch.
-    * `layout`: what concerns labels and bytes alone: the inner one lays rows out.
-    * `polarity`: what True means in its 4D mask; None: proved from it, or refused.
-    * `model_type`: a name of transformers' registry, where there is no module: a Megatron trainer reads.
+    * `inner`: your collator.
+    * `padding_free`: True makes one flat row of every batch.
+    * `layout`: only `labels_shifted` and `max_mask_bytes`: your collator lays out the rows.
+    * `polarity`: what True means in the 4D mask of your collator. None: the mask must prove it, otherwise it is refused.
+    * `model_type`: a name of transformers' registry, if you pass no module. A Megatron trainer then reads the batch.
 
-    The others are those of `PaddingCollator`; `pattern` is that of the masks that arrive, too.
+    The other options are those of `PaddingCollator`. `pattern` is also the pattern of the masks of `inner`.
 
     >>> keep = torch.tensor([[0, 0, 1], [1, 1, 1]])
     >>> inner_batch = {"input_ids": torch.tensor([[0, 0, 7], [4, 5, 6]]), "attention_mask": keep}
@@ -67,25 +73,30 @@ class WrappedCollator(Emitter):
         check_return_tensors(return_tensors)
         check_collator(self.inner, "inner")
         check_fields(self)
-        check_polarity(self.polarity)
         for field in fields(Layout):
             value = getattr(self.layout, field.name)
             if value == field.default or field.name in ("labels_shifted", "max_mask_bytes"):
                 continue
-            rule = "A wrapped collator takes the rows as the inner one lays them out."
+            rule = "wrap_collator keeps the row layout of the inner collator."
             remedy = "Leave it out, or collate with PaddingCollator(layout=...)."
             raise CollateError(explain(f"layout.{field.name}", repr(value), rule, remedy))
         self._settle(model, model_type)
+        object.__setattr__(self, "model_type", model_type)
 
     def __call__(self, features: Features, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the inner collator's batch with its masks replaced. Raises `CollateError` where its padding is unknown."""
+        check_return_tensors(kwargs.get("return_tensors"))
         samples = _Samples(*sample_segment_ids(features))  # first: some collators write into the samples
         begun = [_begins(row) for row in features] if self._labels == "decoder" else []
         given = self.inner(features, *args, **kwargs)
         check_batch(given, self.inner)
         inner = Sources.of(given)
-        batch = Sources({key: value for key, value in inner.items() if value is not None})
-        if self._adapter is not None and has_choices(batch):
+        numpys = {k: host_tensor(k, x) for k, x in inner.items() if isinstance(x, np.ndarray) and x.dtype.kind in "biuf"}
+        batch = Sources({key: numpys.get(key, value) for key, value in inner.items() if value is not None})
+        if has_choices(batch):
+            if self._adapter is None:
+                remedy = "Pass model=, which decides the form of the mask of choices."
+                raise CollateError(explain("input_ids", shape_of(batch["input_ids"]), "Choices are [B, C, S].", remedy))
             return shipped(self._adapter.mended(batch, padding_free=False)[0])
         _check_tokens(batch)
         if isinstance(labels := batch.get("labels"), Tensor) and labels.ndim == 2:
@@ -113,8 +124,12 @@ class WrappedCollator(Emitter):
         if batch.named["tokens"] == ("tokens",):  # Megatron's stand with the token before, torchtune's do not: by the tokens
             shifted = shifted or None
         ignored = self.label_pad_token_id
-        labels = labels_for(batch, segments, self._labels, shifted, ignored=ignored)
-        return batch | labels if labels else batch
+        out = labels_for(batch, segments, self._labels, shifted, ignored=ignored)
+        labels = out.get("labels", batch.get("labels"))
+        first = self._ignores_first and shifted is False  # of a row, which a Trainer counts
+        if first and isinstance(labels, Tensor) and _follows(labels, segments):
+            out["labels"] = torch.cat([torch.full_like(labels[:, :1], ignored), labels[:, 1:]], dim=1)
+        return batch | out if out else batch
 
     def _masked(self, batch: Sources, samples: _Samples) -> Segments:
         """Read the batch, with the lengths of the samples as one more source where they stand whole in the batch."""
@@ -184,8 +199,8 @@ def _begins(sample: Any) -> bool:
 
 def _check_tokens(batch: Mapping[str, Any]) -> None:
     if not with_role(batch, "tokens", "segment_ids", "keep"):
-        rule = "The rows of this batch are put together behind the collator."
-        remedy = "Leave that collator as it is, and call collate_npu.adapt(model)."
+        rule = "The trainer builds the rows of this batch after the collator."
+        remedy = "Do not wrap this collator; call collate_npu.adapt(model)."
         raise CollateError(explain("input_ids", f"a batch of {', '.join(map(str, batch))}", rule, remedy))
 
 
@@ -194,8 +209,8 @@ def _check_second_rows(batch: Mapping[str, Any], out: Mapping[str, Any]) -> None
     second = [key for key in batch if str(key).lower().endswith("_input_ids")]
     added = [key for key in out if key not in batch and key not in ("attention_mask", KEEP_KEY)]
     if second and added:
-        rule = f"The batch has rows of its own under {second[0]}, which a trainer may run with {', '.join(added)}."
-        remedy = "Pad right; or leave that collator, and call collate_npu.adapt(model)."
+        rule = f"The batch has other rows under {second[0]}, and a trainer may run them with {', '.join(added)}."
+        remedy = "Pad right; or do not wrap this collator, and call collate_npu.adapt(model)."
         raise UnsupportedFormError(explain(second[0], shape_of(batch[second[0]]), rule, remedy))
 
 
@@ -245,8 +260,8 @@ def _flattened(batch: Sources, segments: Segments, keys: Mapping[str, Key]) -> t
     """Every sequence of a padded batch in one flat row, without the padding; what is not one value a token stays."""
     unlisted = [key for key, value in batch.items() if key not in keys and _follows(value, segments)]
     if unlisted:
-        rule = "Which keys have one value a token is listed, not guessed."
-        remedy = f"Pass keys={{**KEYS, {unlisted[0]!r}: TOKENS}} (or SAMPLE, if it is none) from collate_npu.keys."
+        rule = "collate_npu does not guess whether a key has one value for each token."
+        remedy = f"Pass keys={{**KEYS, {unlisted[0]!r}: TOKENS}} (from collate_npu.keys), or SAMPLE in place of TOKENS."
         raise CollateError(explain(unlisted[0], shape_of(batch[unlisted[0]]), rule, remedy))
     kinds = {key: keys.get(key, SAMPLE).kind for key in batch}
     flat = {key: value for key, value in batch.items() if kinds[key] not in ("truth", "offsets", "tokens", "positions")}
@@ -272,7 +287,7 @@ def _refuse_disagreement(segments: Segments, standing: list[Segments]) -> None:
         (b, f"sequences of {list(segments.lengths[b])}, not {list(standing[0].lengths[b])} tokens") for b in wrong or rows
     ]
     rule = "The inner collator's mask disagrees with the samples about which tokens are real."
-    remedy = "Let it build the mask from lengths: a mask of ids != pad_token_id loses every real eos where pad is eos."
+    remedy = "Let it build the mask from lengths: if pad is eos, a mask made by ids != pad_token_id loses every real eos."
     raise CollateError(explain_rows("attention_mask", bad, rule, remedy))
 
 
@@ -281,8 +296,8 @@ def _align(batch: Sources, samples: _Samples) -> Segments:
     found = samples.standing(batch)
     if len(found) == 1:
         return found[0]
-    where = "at both ends alike" if found else "at neither end of their rows"
-    rule = f"No key says which tokens are padding, and the samples' ids stand {where}."
+    where = "fit both ends of their rows" if found else "stand at neither end of their rows"
+    rule = f"No key says which tokens are padding, and the ids of the samples {where}."
     remedy = "Let the inner collator emit attention_mask, or use PaddingCollator."
     got = f"{shape_of(batch.get('input_ids'))} without a mask"
     raise AmbiguousMaskError(explain("input_ids", got, rule, remedy))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from collate_npu import errors
-from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_decoder, labels_for, positions_for, restart
+from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_labels, labels_for, positions_for, restart
 from collate_npu.consumers.mask_routing import Case, Consumer, ConsumerName, Model, Route, consumer_named
 from collate_npu.consumers.megatron import kernel_of
 from collate_npu.consumers.model_traits import LabelRule, consumer_of, known_config, recurrent_heads, unwrap
@@ -27,7 +27,7 @@ from collate_npu.consumers.recurrent import boundaries_unread_reason
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
-from collate_npu.masks.dense_mask import Polarity, check_polarity
+from collate_npu.masks.dense_mask import Polarity
 from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, offsets_of, offsets_of_rows, open_empty_rows, write_dense
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.sources import Sources, physical_offsets
@@ -36,7 +36,7 @@ from collate_npu.parallel.agreement import uncompiled
 from collate_npu.parallel.split import share_out
 from collate_npu.releases import MEGATRON_PARALLEL, MISSING_KERNEL_RAISES
 from collate_npu.segments import Segments, ready
-from collate_npu.validation import check_model, checked, here
+from collate_npu.validation import check_model, checked, here, options_checked
 
 _ALIGNED = 64
 """Bytes at whose multiples tensors begin, as torch's own allocators do for vectors of any type."""
@@ -130,24 +130,26 @@ class MadeBatches:
 MADE = MadeBatches()
 
 
+@options_checked("BatchAdapter", {"": "Pass every option but the model by name."})
 class BatchAdapter:
     """Makes any batch right for one model stack: `adapter(batch)` returns a new plain dict.
 
-    * `model`: the module that takes the batch; or its config, and `consumer` says who reads.
-    * `model_type`: a name of transformers' registry; alone, a Megatron trainer such as ms-swift's reads.
-    * `needs_mask_2d`: has the model recurrent layers? Where neither of these tells.
-    * `consumer`: who reads the batch: a name, or a `Consumer`. A module tells it.
-    * `padding_free`: batches are one flat row; then no `attention_mask_2d` goes out.
-    * `pattern`: what its attention sees, and masks that arrive follow; None: plain causal, or an encoder's.
-    * `polarity`: what True means in an `attention_mask` that arrives; None: proved from it, or refused.
-    * `attn_implementation`: "sdpa", "eager", ... where no module tells.
-    * `context_parallel`: this rank's place: the batch is split last, and of a 4D mask only its rows are built.
-    * `keys`: rows for keys of your own, `{**KEYS, "reward": TOKENS}`.
-    * `max_mask_bytes`: what a dense mask may take; a larger one is refused.
-    * `labels_shifted`: do labels stand with the token that predicts them? None: as the model does, else by the tokens.
-    * `device`: where the batch goes, in one copy; positions and a 4D mask are made there. None: it stays where it is.
+    * `model`: the module that gets the batch; or its config, together with `consumer`.
+    * `model_type`: a name of transformers' registry. Alone it stands for a Megatron trainer such as ms-swift's.
+    * `needs_mask_2d`: True if the model has recurrent layers, if you pass neither of these two.
+    * `consumer`: who reads the batch, if you pass no module: a name, or a `Consumer`.
+    * `padding_free`: True if each batch is one flat row; then the batch has no `attention_mask_2d`.
+    * `pattern`: what attention sees, also in the masks that arrive. None: plain causal, or the model's own.
+    * `polarity`: what True means in an `attention_mask` that arrives. None: the mask must prove it, otherwise it is refused.
+    * `attn_implementation`: "sdpa", "eager", ... if you pass no module.
+    * `context_parallel`: this rank's place. The batch is split last; of a 4D mask only this rank's rows are built.
+    * `keys`: rules for keys of your own: `{**KEYS, "reward": TOKENS}`.
+    * `max_mask_bytes`: the most bytes that a 4D mask may take; a larger one raises an error.
+    * `labels_shifted`: True if each label stands with the token that predicts it. None: as the model expects; without one,
+      the tokens tell.
+    * `device`: where the batch goes in one copy; positions and a 4D mask are made there. None: it stays where it is.
 
-    Labels of padding, and the first of each sequence, become -100.
+    The labels of padding, and the first label of each sequence, become -100.
 
     >>> adapter = BatchAdapter(needs_mask_2d=True, consumer="megatron")
     >>> keep = torch.tensor([[False, False, True], [True, True, True]])
@@ -176,7 +178,6 @@ class BatchAdapter:
         labels_shifted: bool | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        check_polarity(polarity)
         if model is not None:
             check_model(model, config=True)
         self.consumer = consumer_named(consumer or _reader(model, model_type))
@@ -236,10 +237,10 @@ class BatchAdapter:
             raise _no_model("Whether attention_mask_2d stays depends on the model's layers.")
         size, rule = 1 if self.context_parallel is None else self.context_parallel.size, ""
         if not self.consumer.splits_rows:
-            rule = f"Consumer {self.consumer.name!r} reads whole rows: its ranks do not share a dense mask."
+            rule = f"Consumer {self.consumer.name!r} reads whole rows: its ranks cannot share out a dense mask."
             remedy = "Leave context_parallel out, or use a consumer that needs no mask, with right padding."
         elif self.model.needs_mask_2d and self.consumer.recurrent_scheme is None:
-            rule = f"Recurrent layers need the state of the tokens before theirs, and {self.consumer.not_shared}."
+            rule = f"A rank's recurrent layers need the state of the tokens before its part, and {self.consumer.not_shared}."
             remedy = f"Give each rank rows of its own, or use Megatron's context parallelism ({MEGATRON_PARALLEL} or newer)."
         if rule and size > 1:
             raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
@@ -281,9 +282,9 @@ class BatchAdapter:
             of_rows = {k: x for k, x in out.items() if isinstance(x, Tensor) and x.ndim > 1 and len(x) == shape.numel()}
             return out | {key: x.view(*shape, *x.shape[1:]) for key, x in of_rows.items()}, segments
         segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
-        if self.model.labels == "decoder":
-            check_decoder(sources, self.model.model_type)
-        labels = labels_for(sources, segments, self.label_rule(sources), self.shifted)
+        rule = self.label_rule(sources)
+        check_labels(sources, segments, self.model.labels, self.model.model_type)
+        labels = labels_for(sources, segments, rule, self.shifted)
         if self.consumer.counts_positions and segments.spans:  # padding before or between tokens: no flat row, but a row
             padding_free = padding_free and not (segments.spans[0][1] or segments.hole_rows)
         return self.routed(sources | labels if labels else sources, segments, padding_free), segments
@@ -326,7 +327,7 @@ class BatchAdapter:
     ) -> dict[str, Any]:
         """Do what `render` does, for a batch and its Segments that need no check."""
         if self.model.model_type == "prophetnet":
-            check_decoder(sources, "prophetnet")
+            check_labels(sources, segments, "decoder", "prophetnet")
         if self.device is not None:
             here(self.device)
         case, batch = self._case(segments, padding_free, sources), sources
@@ -339,9 +340,9 @@ class BatchAdapter:
         if self.consumer.uncached(case):
             case = replace(case, restarts=restart(positions, segments))
             out |= {"use_cache": False} if case.restarts else {}
-        if case.model.pooling.endswith("by_id") and isinstance(out.get("input_ids"), Tensor):  # else padding counts
-            pad_token_id = case.model.text.pad_token_id
-            out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id or 0)
+        pad_token_id = case.model.text.pad_token_id if case.model.pooling.endswith("by_id") else None
+        if pad_token_id is not None and isinstance(out.get("input_ids"), Tensor):  # else padding counts
+            out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id)
         if self.consumer.reads_offsets(case) and any(out.get(key) is None for key in _FLAT_KEYS):
             out |= {key: value for key, value in _offsets(sources, case, device).items() if out.get(key) is None}
         if self.consumer.counts_positions:
@@ -385,7 +386,7 @@ class BatchAdapter:
 
     def _route(self, case: Case) -> Route:
         if self.model.needs_mask_2d is None and not case.padding_free and not case.plain:
-            raise _no_model("Beside recurrent layers such a batch needs another form, or has none.")
+            raise _no_model("The form of this batch depends on whether the model has recurrent layers.")
         return self.consumer.route(case)
 
     def _mask(self, chosen: Route, case: Case, device: torch.device) -> Any:
@@ -396,7 +397,7 @@ class BatchAdapter:
             return segments.keep.to(device, self.consumer.keep_dtype)
         if form == "block_mask":
             if self.context_parallel is not None:
-                rule = "A BlockMask is cut by torchtitan's and torch's own context parallelism."
+                rule = "torchtitan's and torch's own context parallelism split a BlockMask themselves."
                 raise UnsupportedFormError(explain(self.consumer.key, "a split", rule, "Leave context_parallel out here."))
             return self._attends(segments, "block_mask", case.pattern, device)
         if form == "mapping":
@@ -430,7 +431,7 @@ def _reader(model: Any, model_type: str | None) -> str:
     """Return the consumer that the model's own classes name."""
     read = consumer_of(model) if model is not None or model_type is None else "megatron"
     if read is None:
-        rule = "Nobody is named." if model is None else "A config, or needs_mask_2d alone, does not say who reads the batch."
+        rule = "No model is given." if model is None else "A config does not say which stack reads the batch."
         remedy = "Pass consumer= ('transformers', 'megatron', ...), or the model itself."
         raise CollateError(explain("consumer", "None", rule, remedy, more="consumer"))
     return kernel_of(unwrap(model)) if read == "megatron" and model is not None else read

@@ -23,7 +23,7 @@ from torch import Tensor
 from collate_npu.arrays import Array
 from collate_npu.consumers.mask_routing import Case, Consumer
 from collate_npu.consumers.model_traits import LabelRule
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.masks.sources import Sources, check_counts
 from collate_npu.outputs import repad, unpad
 from collate_npu.segments import PADS_BEFORE, Segments
@@ -55,22 +55,28 @@ def labels_for(
     return out
 
 
-def check_decoder(sources: Sources, model_type: str) -> None:
-    """Raise where the labels of an encoder-decoder are padded left: it makes its decoder's tokens of them, so that the start
-    token stands before the padding, and padding is attended (5.23 models/t5/modeling_t5.py `_shift_right`)."""
-    if sources.get("labels") is None or sources.get("decoder_input_ids") is not None:
+def check_labels(sources: Sources, segments: Segments | None, rule: LabelRule | None, model_type: str) -> None:
+    """Raise for ids that are floats, for labels `[B, S]` of a language model of another shape than its tokens, and for those
+    of an encoder-decoder that are padded left: its decoder attends the padding (5.23 modeling_t5.py `_shift_right`)."""
+    ids, labels = sources.get("input_ids"), sources.get("labels")
+    if isinstance(ids, Tensor) and ids.is_floating_point():
+        raise CollateError(explain("input_ids", shape_of(ids), "Token ids are whole numbers.", "Pass input_ids.long()."))
+    if rule == "next" and segments and isinstance(labels, Tensor) and labels.ndim == 2 and labels.shape != segments.shape:
+        text = f"A language model reads one label for each token, and the tokens are {list(segments.shape)}."
+        raise CollateError(explain("labels", shape_of(labels), text, "Pad labels with -100 to the width of input_ids."))
+    if rule != "decoder" or labels is None or sources.get("decoder_input_ids") is not None:
         return
     read_BT = sources.array("labels") >= 0
     if bad := [b for b, row in enumerate(read_BT) if row.any() and not row.flat[0]]:
         raise labels_behind_padding_error(bad)
     if model_type == "prophetnet" and (bad := [b for b, row in enumerate(read_BT) if not row[-1:].all()]):
-        rule = "Its decoder reads the width of a row (5.23 modeling_prophetnet.py `get_main_relative_pos_embeddings`)."
-        raise CollateError(explain_rows("labels", [(b, "padding") for b in bad], rule, "Batch labels of one length."))
+        text = "Its decoder reads the width of a row (5.23 modeling_prophetnet.py `get_main_relative_pos_embeddings`)."
+        raise CollateError(explain_rows("labels", [(b, "padding") for b in bad], text, "Batch labels of one length."))
 
 
 def labels_behind_padding_error(rows: Sequence[int]) -> CollateError:
     """Return the error for labels of a decoder that stand behind padding."""
-    rule = "A decoder makes its tokens of the labels, and attends what stands before them; no mask says that it is padding."
+    rule = "A decoder makes its tokens from the labels, and attends the padding before them: no mask blocks it."
     remedy = "Pad right: tokenizer.padding_side = 'right'; or pass decoder_input_ids beside the labels."
     return CollateError(explain_rows("labels", [(b, "padding before its labels") for b in rows], rule, remedy))
 
@@ -125,8 +131,9 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torc
         given = None
     elif given is not None and not isinstance(given, Tensor):
         given = torch.from_numpy(sources.array(KEY))
+    axes = not case.padding_free and sources.named["vision"]  # the model derives them from the 2D mask
     if not consumer.counts_positions:
-        return given if given is not None or _has_axes(case, sources) else positions_on(case.segments, device)
+        return given if given is not None or axes else positions_on(case.segments, device)
     derived = kind != "own"
     if not derived and rule != "none" and given is not None and tuple(given.shape) == case.segments.shape:
         check_counts(sources.array(KEY), case.segments)
@@ -134,7 +141,7 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torc
         return _axes(case, None if derived else given, sources)
     if not derived:
         return given
-    if rule == "none" or (rule == "axes" and _has_axes(case, sources)):
+    if rule == "none" or (rule == "axes" and axes):
         return None
     if rule == "padding_idx" and sources.get("input_ids") is not None:  # padding may hold an id that this model counts
         padding = torch.from_numpy(sources.array("input_ids"))[~case.segments.keep]
@@ -182,17 +189,12 @@ def restart(positions: Tensor | None, segments: Segments) -> bool:
     return torch.equal(numbers_BS, segments.ids.long())
 
 
-def _has_axes(case: Case, sources: Sources) -> bool:
-    """Images or clips in padded rows: the model derives several axes from the 2D mask, and one row would replace them."""
-    return not case.padding_free and bool(sources.named["vision"])
-
-
 def _axes(case: Case, own: Tensor | None, sources: Sources) -> Tensor:
     """`[4, B, S]`: the text row, which starts again with each sequence, and three axes (modeling_qwen2_5_vl.py:795-817)."""
     if own is None and sources.named["vision"]:
-        rule = "Where images stand among tokens cannot be known from a flat or packed row."
-        remedy = "Give each sample its position_ids [3, L] (the model's get_rope_index), or pad one sequence a row."
-        raise UnsupportedFormError(explain(KEY, "none beside images", rule, remedy))
+        rule = "A flat or packed row does not show where images stand among its tokens."
+        remedy = "Pad one sequence a row. With a get_rope_index, the model can make position_ids [3, L] of each sample."
+        raise UnsupportedFormError(explain(KEY, "none, with images in the batch", rule, remedy))
     text = case.segments.position_ids
     axes = text if own is None else own
     axes = axes if axes.ndim == 3 else axes.repeat(3, 1, 1)

@@ -19,16 +19,9 @@ import torch
 from collate_npu import errors
 from collate_npu.arrays import once
 from collate_npu.consumers import model_traits
-from collate_npu.consumers.model_traits import (
-    config_of,
-    consumer_of,
-    has_virtual_tokens,
-    needs_mask_2d,
-    pattern_of,
-    text_config,
-)
+from collate_npu.consumers.model_traits import config_of, consumer_of, needs_mask_2d, pattern_of, text_config, virtual_tokens
 from collate_npu.consumers.recurrent import keeps_apart
-from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.errors import CollateError, UnsupportedFormError, did_you_mean, explain
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.forms import Verdict, none_is_exact
 from collate_npu.masks.patterns import CAUSAL, Pattern, PatternName
@@ -56,7 +49,6 @@ class Route:
 
     form: MaskForm
     keeps_mask_2d: bool
-    """Does `attention_mask_2d` stay in the batch?"""
     why: str
     """Why this form."""
 
@@ -65,7 +57,7 @@ def log_route(reader: str, key: str, route: Route, segments: Segments, cp: Conte
     """Log each route once a process, with the first batch that took it (COLLATE_NPU_DEBUG=1)."""
     whole = cp is None and route.form in ("masked", "keep", "bias")
     cost = f", {describe_cost(route.form, segments)}" if whole else ""
-    kept = f"stays ({reads_2d})" if route.keeps_mask_2d else "taken out (nobody here reads it)"
+    kept = f"stays ({reads_2d})" if route.keeps_mask_2d else "removed (no layer reads it)"
     lines = (
         reader,
         f"{key}: {SPELLED[route.form]}{cost} ({route.why})",
@@ -92,6 +84,7 @@ def describe_cost(form: MaskForm, segments: Segments) -> str:
 
 
 def describe_bytes(size: int) -> str:
+    """The size in words, for a message."""
     return f"{size} bytes" if size < 2**20 else f"{size / 2**20:.1f} MiB"
 
 
@@ -144,8 +137,9 @@ class Model:
     pooling: model_traits.Pooling = ""
     labels: model_traits.LabelRule | None = None
     looks_ahead: tuple[str, ...] = ()
-    """Inputs by which its own masks let tokens see later ones: "images", "types" (`token_type_ids`)."""
+    """Inputs by which its own masks let tokens see later ones: "images", "types" (`token_type_ids`); or "labels"."""
     virtual_tokens: bool = False
+    prefix: int = 0
     boundaries_unread: str | None = None
     """Why its recurrent layers cannot read where a sequence of a flat row begins; "" where they can; None before the adapter
     knows, or without a module: a config does not know which kernels this process resolved."""
@@ -182,16 +176,16 @@ class Model:
                 "config_is_causal": text if IS_CAUSAL_READ.holds() else None,
                 "pooling": model_traits.pooling(model),
                 "labels": model_traits.label_rule(model),
-                "looks_ahead": tuple(by for by in ("images", "types") if model_traits.looks_ahead(model, by)),
+                "looks_ahead": tuple(by for by in ("images", "types", "labels") if model_traits.looks_ahead(model, by)),
             }
             if read["half_ahead"] and attention == "eager":  # which reads masks alone
                 read |= {"half_ahead": False, "pattern": "causal"}
             if own_module and needs_2d and keeps_apart(model):
                 read |= {"boundaries_unread": "", "keeps_apart": True}
         if not own_module and needs_2d and module:
-            read["boundaries_unread"] = f"{type(model).__name__} is not transformers', and nobody knows what its layers read"
+            read["boundaries_unread"] = f"{type(model).__name__} is no transformers model, and its layers are unknown"
         if module:
-            read["virtual_tokens"] = has_virtual_tokens(model)
+            read |= virtual_tokens(model)
             read["dtype"] = next((each.dtype for each in model.parameters()), None)
         return cls(
             config=config,
@@ -324,7 +318,7 @@ class Refusal:
     """A kind of batch without a correct form: `of` describes it for the guide, and `rule` may hold the reason as `{why}`.
 
     >>> PACKED_RECURRENT.of
-    'several sequences in a row, on recurrent layers'
+    'packed rows (several sequences in a padded row), in a hybrid model'
     """
 
     of: str
@@ -420,8 +414,8 @@ def consumer_named(name: str | Consumer) -> Consumer:
     if isinstance(name, Consumer):
         return name
     if not isinstance(name, str) or name not in consumers():
-        rule = f"Known are {', '.join(consumers())}."
-        raise CollateError(explain("consumer", repr(name), rule, "Name one of them.", more="consumer"))
+        rule, remedy = f"It is one of {', '.join(consumers())}.", did_you_mean(str(name), consumers(), "Name one of them.")
+        raise CollateError(explain("consumer", repr(name), rule, remedy, more="consumer"))
     return consumers()[name]
 
 
@@ -433,9 +427,9 @@ def _packed_rows(case: Case) -> str:
 
 
 PACKED_RECURRENT = Refusal(
-    of="several sequences in a row, on recurrent layers",
+    of="packed rows (several sequences in a padded row), in a hybrid model",
     when=_packed_rows,
-    rule="A recurrent layer carries its state from one sequence of a row into the next, no mask stops it, and {why}.",
+    rule="A recurrent layer carries its state from one sequence of a row into the next, and no mask stops it: {why}.",
     remedy="Give each sequence its own row, or use padding_free=True where its recurrent layers read offsets.",
     more="packed-recurrent",
 )
@@ -447,10 +441,10 @@ def _holes(case: Case) -> str:
 
 
 HOLES_RECURRENT = Refusal(
-    of="padding inside a sequence, on recurrent layers",
+    of="padding inside a sequence, in a hybrid model",
     when=_holes,
     rule="The state of a recurrent layer decays over a hole, and its convolution reaches into it; {why}.",
-    remedy="Move the padding to one side of the tokens, or drop those tokens from the sample.",
+    remedy="Move the padding to one side of the row, or remove it from the sample.",
 )
 
 

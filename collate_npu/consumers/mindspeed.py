@@ -52,14 +52,14 @@ def _dropped_window(case: Case) -> str:
 
 
 WINDOW = Refusal(
-    of="windows shorter than a sequence",
+    of="sequences longer than a sliding window",
     when=_dropped_window,
     rule="MindSpeed's attention drops Megatron's window_size in silence, and {why}.",
     remedy="Use rows no longer than the window.",
 )
 
 NOT_EXACT = Refusal(
-    of="every batch where None is not exact",
+    of="every batch for which None is wrong, such as left padding or packed rows",
     when=not_exact,
     rule="MindSpeed's flash kernel runs a compressed causal triangle, and here {why}.",
     remedy="Pad right with one sequence a row, or use padding_free=True. MindSpeed 0.14 to 0.16 with one rank a row reads a "
@@ -100,7 +100,7 @@ MINDSPEED_DENSE = Consumer(
 
 
 _FLAT = Refusal(
-    of="flat rows of several sequences, on recurrent layers",
+    of="flat rows of several sequences, in a hybrid model",
     when=lambda case: case.padding_free and case.recurrent and case.segments.packed,
     rule="MindSpeed-LLM's Gated DeltaNet convolves from one sequence of a flat row into the next: it passes seq_idx=None.",
     remedy="Give each sequence its own row, padded right (padding_free=False; no reset_attention_mask).",
@@ -191,7 +191,7 @@ def kernel_of_settings(settings: Any, *, te: TransformerEngine | None = None) ->
     general = getattr(settings, "attention_mask_type", None) == "general"
     if (getattr(settings, "context_parallel_size", 1) or 1) > 1:
         if general:
-            rule = "Under context parallelism general attention reads blocks of one mask for all rows, which no batch sends."
+            rule = "Under context parallelism, general attention needs one mask for all rows; no batch has one."
             remedy = "Set attention_mask_type=causal, and pad right or use padding_free=True."
             raise UnsupportedFormError(explain("attention_mask_type", "general", rule, remedy))
         return "mindspeed"

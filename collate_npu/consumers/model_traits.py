@@ -60,12 +60,14 @@ def unwrap(model: Any) -> Any:
     return model if inner is model else unwrap(inner)
 
 
-def has_virtual_tokens(model: Any) -> bool:
-    """True if a PEFT wrapper puts learned tokens before rows. Prefix tuning keeps positions (peft 0.20 peft_model.py)."""
+def virtual_tokens(model: Any) -> dict[str, Any]:
+    """Does a PEFT wrapper put learned tokens before rows, and how many does it put into the cache, where positions stay
+    (prefix tuning, peft 0.20 peft_model.py)?"""
     wrappers = [each for each in model.modules() if callable(getattr(each, "get_base_model", None))]
     held = [configs for each in wrappers if isinstance(configs := getattr(each, "peft_config", None), Mapping)]
     tuned = [config for configs in held for config in configs.values() if getattr(config, "is_prompt_learning", False)]
-    return any("PREFIX" not in str(config.peft_type) for config in tuned)
+    prefix = [config for config in tuned if "PREFIX" in str(config.peft_type)]
+    return {"virtual_tokens": len(tuned) > len(prefix), "prefix": sum(config.num_virtual_tokens for config in prefix)}
 
 
 def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
@@ -85,7 +87,7 @@ def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
     unknown = sorted(kinds - known.keys())
     masks = {key: _MASKS.get(key, "attention") for kind in sorted(kinds - {*unknown}) for key in known[kind]}
     if unknown or "attention" not in masks.values():
-        rule = "A mapping is known for full_attention beside linear_attention or conv."
+        rule = "collate_npu knows mask mappings only for full_attention with linear_attention or conv."
         raise UnsupportedFormError(explain("layer_types", ", ".join(unknown or sorted(kinds)) or "none", rule, _BY_2D))
     return masks
 
@@ -104,7 +106,7 @@ _TAKES_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """Kinds of layer that one family alone has, and the keys of a mapping that they take; transformers 5.23."""
 
-_BY_2D = "Keep plain causal attention and one sequence a row, which need the 2D mask alone."
+_BY_2D = "Keep plain causal attention and one sequence a row, which need only the 2D mask."
 
 # A kind of layer that carries state from token to token, so that padding on its left reaches real tokens.
 RECURRENT_KIND = re.compile(r"linear|conv|hybrid|mamba|ssm|recurrent|delta|lightning|kda|rwkv|lstm")
@@ -131,7 +133,7 @@ def needs_mask_2d(model: Any) -> bool:
 
             return family_needs_mask_2d(CONFIG_MAPPING[model]())
         except (ImportError, KeyError) as error:
-            why = "does not load here" if isinstance(error, ImportError) else "has no such one"
+            why = "does not load here" if isinstance(error, ImportError) else "has no such name"
             rule = f"A name is looked up in the config registry of transformers, which {why}."
             remedy = f"Pass the model, or its config: AutoConfig.from_pretrained({model!r})."
             raise CollateError(explain("model_type", repr(model), rule, remedy)) from None
@@ -353,12 +355,15 @@ def half_ahead(model: Any) -> bool:
 
 
 def looks_ahead(model: Any, by: str) -> bool:
-    """True if masks that the model makes let tokens see later ones, by its images or by `token_type_ids`.
+    """True if masks that the model makes let tokens see later ones, by its images or by `token_type_ids`, or if its loss,
+    beside `labels`, reads the 2D mask.
 
-    A dense mask goes in place of these (5.23 modeling_gemma3.py, _paligemma.py:258, _molmo2.py:875, _hrm_text.py:462).
+    A dense mask goes in place of these (5.23 modeling_gemma3.py, _paligemma.py:258, _molmo2.py:875, _hrm_text.py:462,
+    _mra.py:1203).
     """
     marks = ("or_mask_function", "token_type_ids_mask_function", "block_sequence_ids", "token_type_ids[:, None, None, :]")
-    return _code_holds(_classes(unwrap(model)), *(marks if by == "images" else ("torch.where(token_type_ids ==", marks[-1])))
+    marks_of = {"images": marks, "types": ("torch.where(token_type_ids ==", marks[-1]), "labels": ("mask.view(-1) == 1",)}
+    return _code_holds(_classes(unwrap(model)), *marks_of[by])
 
 
 def pooling(model: Any) -> Pooling:
@@ -489,7 +494,7 @@ HOLE_IN_A_STATE = "the state of a recurrent layer decays over a hole, and its co
 def holes_cut_reason(config: Any, longest: int) -> str:
     """Why padding between tokens cuts a window short; "" where no row, of `longest` places with its holes, fills one."""
     sizes = [size for size in windows(text_config(config)) if size < longest]
-    return f"its window of {sizes[0]} counts places, those of a hole included" if sizes else ""
+    return f"its window of {sizes[0]} tokens also counts the padding inside a sequence" if sizes else ""
 
 
 def width_dependence(model: Any) -> int | None:

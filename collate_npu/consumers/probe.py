@@ -53,7 +53,7 @@ _SHRINK: tuple[tuple[str, Any], ...] = (
         r"((text|router|out)_)?hidden_size|n_embd|lru_width|ple_embed_dim|embedding_dim|.*intermediate_size|d_model|d_inner",
         64,
     ),
-    (r"d_ff|n_inner|.*ffn_dim|dim_ff|hidden_dim|emb_dim|ffn_hidden_size|embedding_size|true_hidden_size", 64),
+    (r"d_ff|n_inner|.*ffn_dim|dim_ff|hidden_dim|emb_dim|embed_dim|ffn_hidden_size|embedding_size|true_hidden_size", 64),
     (r"(pronunciation|shape|entity)_vocab_size|vocab_size_.+|hidden_size_per_layer_input", 64),
     (r"(encoder|decoder)_layers|num_(decoder_)?layers|n_layers|attn_layer_period|layer_group_size", 2),
     (r"(en|de)coder_attention_heads|n_heads|expert_capacity|index_block_size", 4),
@@ -99,6 +99,8 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32}
     | {"indexer_budget": 8, "indexer_compress_ratio": 4},
 }
+_AXES = {"rope_type": "default", "mrope_section": [2, 3, 3]}  # the default splits the frequencies of wide heads
+_FAMILY |= {f"{name}_text": {"rope_scaling": _AXES} for name in ("qwen2_vl", "qwen2_5_vl", "glm4v")}
 
 
 def shrunk(default: PretrainedConfig) -> dict[str, Any]:
@@ -162,7 +164,7 @@ def make_honest(model: PreTrainedModel, scale: float) -> None:
 _OTHERS = {"architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "quantization_config", "model_type"}
 _WIDE = dict.fromkeys(("sliding_window", "attention_window_size", "local_attention", "window_size"), 512)
 # windows and sparse blocks, which no row of a probe fills, and the router's loss, which some lack: the config tells
-_WIDE |= {"attention_chunk_size": 512, "block_size": 512, "output_router_logits": False}
+_WIDE |= {"attention_chunk_size": 512, "block_size": 512, "max_position_embeddings": 512, "output_router_logits": False}
 
 
 def copy_of(model: Any, *, vocab_size: int = 64) -> Any:
@@ -212,7 +214,8 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
             for name, parameter in made.named_parameters():
                 if name.endswith("bias") and "norm" not in name.lower() and not parameter.any():
                     nn.init.normal_(parameter, std=0.5)  # what a projection makes of masked padding
-            made(**run_alone(made, torch.arange(3)[None]))
+            made.is_probe = True  # a run that is watched does not count it
+        made(**run_alone(made, torch.arange(3)[None]))
     return made
 
 
@@ -261,9 +264,9 @@ def rows_move_reason(
     `adapter` is `BatchAdapter`, of `attention` (None: the module's own); `mended`: its functions are mended (recurrent.py).
     """
     whole = unwrap(model)
-    if isinstance(whole, nn.Module) and any(
-        map(reads_boundaries_itself, whole.modules())
-    ):  # they raise without offsets, alone too
+    if type(whole).__name__.endswith("ForMultipleChoice"):  # its head takes several rows for one
+        whole = whole.base_model
+    if isinstance(whole, nn.Module) and any(map(reads_boundaries_itself, whole.modules())):  # alone they raise without, too
         return dict.fromkeys(forms, "its layers hand their kernels the offsets themselves" if mended else "")
     seen = (_device(whole), _code(whole), _limit(_device(whole))) if isinstance(whole, nn.Module) else ()
     key = (mended, forms, attention, repr(config_of(whole).to_dict()), *seen)
@@ -294,13 +297,13 @@ def _asked(whole: Any, adapter: Any, forms: Sequence[str], attention: str | None
     own = getattr(text_config(config_of(whole)), "_attn_implementation", None) or "sdpa"
     model = Model.of(copy, attn_implementation=None if attention == own else attention)
     rows = ROWS[bool(model.needs_mask_2d)]
-    adapter.model = replace(model, keeps_apart=mended, boundaries_unread="", moves=dict.fromkeys(rows, ""))
+    adapter.model = replace(model, keeps_apart=mended, boundaries_unread="", pooling="", moves=dict.fromkeys(rows, ""))
     draw, device = torch.Generator().manual_seed(0), _device(copy)
     sequences = [torch.randint(3, 60, (length,), generator=draw).to(device) for length in rows["flat"].sequence_lengths]
     with torch.no_grad(), torch.autocast(device.type, enabled=False), ExitStack() as stack:
         states = [_hidden(copy, input_ids=tokens[None]) for tokens in sequences]
         if any(each is None for each in states):
-            return dict.fromkeys(forms, "it pools places")
+            return {form: "it pools places" if rows[form].packed else "" for form in forms}
         alone = torch.cat([each[0] for each in states])
         if mended:
             stack.callback(mend(copy).remove)
@@ -339,7 +342,7 @@ def _hidden(copy: Any, **batch: Any) -> Any:
     if (encoded := getattr(out, "encoder_last_hidden_state", None)) is not None:  # of whole blocks (Pegasus-X)
         return encoded[:, :S].float()
     states = (getattr(out, "hidden_states", None) or [None])[-1]
-    shown = [each.float() for each in (states, out[0]) if getattr(each, "shape", ())[:2] == (B, S)]
+    shown = [each.float().reshape(B, S, -1) for each in (states, out[0]) if getattr(each, "shape", ())[:2] == (B, S)]
     return torch.cat(shown, -1) if shown else None
 
 

@@ -13,7 +13,7 @@ TORCHTITAN = Consumer(
     refuses=(
         PACKED_RECURRENT,
         Refusal(
-            of="padding before a token, on recurrent layers",
+            of="padding before a real token, in a hybrid model",
             when=lambda case: not case.padding_free and case.recurrent and case.segments.padding_side in PADS_BEFORE,
             rule="torchtitan's recurrent layers read cu_seqlens, and padding before a token reaches their state.",
             remedy="Pad right, or pack the rows: integrations.torchtitan.get_attention_masks makes their offsets.",

@@ -129,7 +129,8 @@ def _by_positions(case: Case) -> bool:
     if not on_it or not segments.packed or segments.shape[0] > 1 or segments.padding_side != "none":
         return False
     routed = model.model_type in SPLITS_BY_POSITIONS and case.pattern == CAUSAL and case.learns_routing
-    ahead = model.model_type == "gemma3_text" and case.pattern.name == "bidirectional" and model.windows
+    both = case.pattern.name == "bidirectional" == model.attends(case.call)
+    ahead = both and model.model_type == "gemma3_text" and model.windows
     return bool(routed or ahead) and POSITIONS_SPLIT.holds()
 
 
@@ -171,7 +172,10 @@ def _leak(case: Case) -> str:
     """Why the padding of this batch changes its tokens on this model."""
     inside = case.segments.padding_side in PADS_BEFORE
     if case.model.virtual_tokens and (inside or case.segments.packed):
-        return "PEFT puts learned tokens before each row and drops positions, which adapt(model) sees, and nobody before it"
+        return "PEFT puts learned tokens before each row and drops positions; only adapt(model) can see this"
+    seen = case.model.prefix + case.segments.shape[1]
+    if inside and case.model.prefix and any(size < seen for size in case.model.windows):
+        return "a window counts the padding between PEFT's prefix and the tokens"
     if case.padding_free or case.segments.padding_side == "none":
         return ""
     if not case.segments.hole_rows:
@@ -190,7 +194,7 @@ def _width(case: Case) -> str:
         return f"its attention is sparse beyond {sparse} places, by blocks of the whole width"
     if limit is None or not any(n > limit and n != S for n in case.segments.sequence_lengths):
         return ""
-    return f"which keys its indexer chooses of more than {limit} depends on the width"
+    return f"the keys that its indexer chooses from more than {limit} depend on the width"
 
 
 def _pooled(case: Case) -> str:
@@ -259,12 +263,14 @@ def _unplaced(case: Case) -> str:
 
 
 def _looks_ahead(case: Case) -> str:
-    """Why a dense mask must not replace the model's own: tokens of an image, or of a prefix, see each other."""
+    """Why a dense mask must not replace the model's own: tokens of an image see each other by it, or its loss reads it."""
     if not case.model.looks_ahead or not _needs_dense(case):
         return ""
     given = {"images": of_kind(case.keys, "vision"), "types": "token_type_ids" in case.keys}
+    if "labels" in case.model.looks_ahead and "labels" in case.keys:
+        return "its loss reads the 2D mask, too"
     own = "an image's tokens see each other by a mask of its own, which a dense one would replace"
-    return own if any(given[by] for by in case.model.looks_ahead) else ""
+    return own if any(given.get(by) for by in case.model.looks_ahead) else ""
 
 
 def _reads_offsets(case: Case) -> bool:
@@ -273,7 +279,7 @@ def _reads_offsets(case: Case) -> bool:
     return case.segments.packed and (needed or (case.padding_free and not _masked_flat_row(case)))
 
 
-_ADAPT = "call adapt(model) before a collator is made of it, which keeps packed sequences apart where that can be done"
+_ADAPT = "call adapt(model) before you make the collator: it keeps packed sequences apart in most families"
 _FLEX = "for packed rows and other patterns a BlockMask on flex_attention"
 TRANSFORMERS = Consumer(
     name="transformers",
@@ -299,8 +305,8 @@ TRANSFORMERS = Consumer(
     ),
     refuses=(
         Refusal(
-            of="flat rows on recurrent layers that do not keep their sequences apart: a module is probed on a tiny copy, a "
-            "config whether its layers hand boundaries on; under adapt(model) they are kept apart where that can be done",
+            of="flat rows of several sequences, if the recurrent layers mix them (tried on a tiny copy of the model); "
+            "adapt(model) keeps them apart in most families",
             when=_state_runs_on,
             rule="The state of a recurrent layer may run from one sequence of a flat row into the next: {why}.",
             remedy=f"Give each sequence its own row (padding_free=False), or {_ADAPT}. An unknown model, or a config: pass "
@@ -308,39 +314,38 @@ TRANSFORMERS = Consumer(
             more="packed-recurrent",
         ),
         Refusal(
-            of=f"is_causal=False before {IS_CAUSAL_READ}, and on families whose kernels or masks do not follow it",
+            of=f"is_causal=False: before {IS_CAUSAL_READ}, and on families whose kernels or masks ignore it",
             when=_half_causal,
-            rule="A sample alone and one in a batch would be masked otherwise: {why}.",
+            rule="A sequence alone and in a batch would get different masks: {why}.",
             remedy="Set model.config.get_text_config().is_causal = False in place of the keyword; where it is refused, use "
             f"attn_implementation='eager' and transformers {IS_CAUSAL_READ} or newer.",
         ),
         Refusal(
-            of="padding that reaches real tokens: holes on recurrent layers, biased projections, layers that ignore masks "
-            "or mix neighbouring places, learned tokens that PEFT puts before a row",
+            of="padding that changes real tokens: holes, or a projection with a bias, in recurrent layers; layers that "
+            "ignore masks or mix neighbouring places; learned tokens that PEFT puts before a row",
             when=_leak,
             rule="Padding there changes the real tokens of this model: {why}.",
-            remedy="Where it mixes neighbouring places, batch sequences of one length, one a row. Else pad right, and drop "
-            "the tokens of a hole from the sample; padding_free=True does both, where taken. Before transformers 5.15 a row "
-            "alone loses its mask in recurrent layers: batch two.",
+            remedy="If it mixes neighbouring tokens, batch sequences of one length, one a row. Else pad right, and remove "
+            "padding inside a sequence, or use padding_free=True. Before transformers 5.15 recurrent layers get no mask "
+            "if the batch has one row: batch two rows.",
         ),
         Refusal(
-            of="padding on models whose choice of keys depends on the width (indexers with few heads, block-sparse "
-            "attention)",
+            of="padding, if the model chooses keys by the width of its rows (small indexers, block-sparse attention)",
             when=_width,
-            rule="Alone a sequence has its own width, and {why}.",
+            rule="The result of a sequence depends on the width of its batch: {why}.",
             remedy="Batch sequences of one length, so that nothing is padded; BigBird: build it with "
             "attention_type='original_full'.",
         ),
         replace(PACKED_RECURRENT, remedy=f"Give each sequence its own row, or {_ADAPT}."),
         Refusal(
-            of="rows whose head pools another token: padding there, packed rows, no pad_token_id",
+            of="rows of which the head would pool a wrong token: padding at its place, packed rows, no pad_token_id",
             when=_pooled,
-            rule="The head of this model pools by place: {why}.",
-            remedy="Pad encoders and BioGPT right, XLNet left, one sequence a row, or build one whose pooler_output nobody "
-            "reads with add_pooling_layer=False; of a decoder set model.config.pad_token_id, and pad inputs_embeds left.",
+            rule="The head of this model takes a token by its place in the row: {why}.",
+            remedy="Pad encoders and BioGPT right, XLNet left, one sequence a row. If pooler_output is not used, build the "
+            "model with add_pooling_layer=False. For a decoder set model.config.pad_token_id, pad inputs_embeds left.",
         ),
         Refusal(
-            of="padded or packed rows with start_positions: the loss of a span",
+            of="start_positions beside padded or packed rows (the loss of a span)",
             when=lambda case: (
                 case.model.pooling == "span"
                 and "start_positions" in case.keys
@@ -351,46 +356,46 @@ TRANSFORMERS = Consumer(
             "start_logits and end_logits with -inf where attention_mask is 0.",
         ),
         Refusal(
-            of="sliding windows that are dropped: on flash attention where torch_npu is installed, and in packed rows on "
-            "flex_attention",
+            of="rows longer than a sliding window that would be lost: on flash attention beside torch_npu, and in packed "
+            "rows on flex_attention",
             when=_lost_window,
             rule="The window of some layers would be lost: {why}.",
             remedy="Use attn_implementation='sdpa' or 'eager', or rows no longer than the window.",
         ),
         Refusal(
-            of="float64 on eager attention, padded on the left",
+            of="left padding in float64 on eager attention",
             when=_lowest_is_infinite,
-            rule="A query that sees nothing is NaN there, and every token of its row in the next layer: {why}.",
+            rule="A query that attends nothing gives NaN, and NaN reaches every token of its row in the next layer: {why}.",
             remedy="Use attn_implementation='sdpa', or pad right, without rows of padding alone.",
         ),
         Refusal(
-            of="dense masks on flash attention, and on flex_attention beside recurrent layers",
+            of="4D masks on flash attention, and on flex_attention in a hybrid model",
             when=_unreadable,
-            rule="This attention reads a 2D mask, offsets, or a BlockMask that says nothing to recurrent layers, and {why}.",
+            rule="This attention reads a 2D mask, offsets, or a BlockMask, which recurrent layers cannot read; {why}.",
             remedy="Use attn_implementation='sdpa' or 'eager', or padding_free=True on flash attention.",
         ),
         Refusal(
-            of="dense masks and packed rows on models that take neither, or whose images see both sides",
+            of="4D masks and packed rows, if the model takes neither or its images see both sides",
             when=lambda case: (
                 _unplaced(case)
                 or _looks_ahead(case)
                 or (case.model.moves.get("packed", "") and _needs_dense(case) and case.model.moves["packed"])
             ),
-            rule="This model has no way to learn where a sequence begins: {why}.",
+            rule="No layer of this model reads where a sequence begins: {why}.",
             remedy="Give each sequence its own row, with the model's own pattern; where it mixes neighbouring places, rows "
             "of one length.",
         ),
         Refusal(
-            of="sequences beside a longer one on rotary frequencies that follow the longest",
+            of="short sequences beside a longer one, if the rotary frequencies follow the longest",
             when=lambda case: (
                 case.model.rope_limit is not None
                 and model_traits.lengths_clash_reason(case.model.named, case.segments.sequence_lengths)
             ),
-            rule="Alone each sequence has its own frequencies: {why}.",
+            rule="The rotary frequencies of a sequence depend on the longest one in its batch: {why}.",
             remedy="Batch sequences on the same side of that length together.",
         ),
         Refusal(
-            of="dense masks beside a router's loss",
+            of="4D masks beside a router's loss",
             when=_routers_loss,
             rule="The router's aux loss indexes a 2D mask, and {why}.",
             remedy="Set output_router_logits=False, or keep plain causal attention, one sequence a row.",

@@ -15,7 +15,7 @@ VERL = Consumer(
         PACKED_RECURRENT,
         HOLES_RECURRENT,
         Refusal(
-            of="several sequences in a row, and patterns other than causal",
+            of="packed rows, and attention that is not plain causal",
             when=lambda case: not case.padding_free and not case.plain,
             rule="verl's padded engine reads a [B, S] mask and causal attention.",
             remedy="Use its padding-free (thd) engine: padding_free=True.",

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from collate_npu.collate.transport import shipped
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, a_type, explain
 from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
 
 PACKAGE, TESTED = "accelerate", "1.15.0"
@@ -43,8 +43,8 @@ class DispatchCollator:
             batch[SEGMENT_KEY] = batch[KEEP_KEY].int()
         if problems := dispatch_problems(batch):
             listed = "; ".join(f"{key} is {what}" for key, what in problems.items())
-            rule = "Accelerate carries tensors whose first dimension is the batch."
-            remedy = "Leave these keys out of the samples, or set dispatch_batches=False."
+            rule = "Accelerate can only gather tensors whose first dimension is the batch."
+            remedy = "Leave these keys out (padding_free=False), or set dispatch_batches=False."
             raise CollateError(explain("batch", listed, rule, remedy, more="none-dispatch"))
         return shipped({key: value.contiguous() for key, value in batch.items()})
 
@@ -54,7 +54,7 @@ def dispatch_problems(batch: Mapping[str, Any]) -> dict[str, str]:
     size, found = next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim), 0), {}
     for key, value in batch.items():
         if not isinstance(value, Tensor):
-            found[key] = f"a {type(value).__name__}"
+            found[key] = a_type(value)
         elif not value.ndim or len(value) != size:
             found[key] = f"of shape {list(value.shape)} in a batch of {size}"
     return found

@@ -21,7 +21,7 @@ from torch import nn
 
 from collate_npu.arrays import host_array
 from collate_npu.consumers.adapter import MADE, BatchAdapter, has_choices
-from collate_npu.consumers.labels_and_positions import check_decoder, labels_for
+from collate_npu.consumers.labels_and_positions import check_labels, labels_for
 from collate_npu.consumers.model_traits import (
     consumer_of,
     has_two_sides,
@@ -120,7 +120,7 @@ class _Hooks:
         if self.keeps_apart and self.mended is None:
             self.mended = mend(module)
         if self._has_lora() and not self.lora:
-            rule = "Its wrapper, made after adapt, calls the model's forward by itself, and no hook of the model runs."
+            rule = "Its wrapper, made after adapt, calls the model's forward directly, and the model's hooks do not run."
             raise UnsupportedFormError(explain("model", "PEFT", rule, "Call adapt on what get_peft_model returned."))
         through = _eager(type(self)._through) if "torch._dynamo" in sys.modules else type(self)._through
         return cast("Kept | None", through(self, module, args, kwargs))
@@ -149,7 +149,7 @@ class _Hooks:
         mended = None
         if batch.get("encoder_outputs") is not None or not batch.named["tokens"]:
             if self.adapter.model.labels == "decoder":  # sound, or what an encoder made of the prompt
-                check_decoder(batch, self.adapter.model.model_type)
+                check_labels(batch, None, "decoder", self.adapter.model.model_type)
         elif _decodes(batch):
             mended = _continued(self._current(module), batch)
         elif (ranks := sharing_ranks()) > 1:
@@ -218,12 +218,19 @@ def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
     """The rest of rows whose first tokens are cached, a learned prefix perhaps: positions count the tokens before, and the
     first label of a sequence behind padding is ignored. None where nothing changes. Raises where padding reaches tokens."""
     S, keep = batch.shape()[1], batch.get("attention_mask")
+    each: Any = next(iter(keep.values()), None) if isinstance(keep, Mapping) else keep  # of a static cache, by kind of layer
+    if S > 1 and getattr(each, "ndim", 0) == 4 and adapter.model.moves.get("left"):
+        seen_BS = each[:, 0, -1, :S] if each.dtype == torch.bool else each[:, 0, -1, :S] == 0
+        adapter.route(of_keep(seen_BS.cpu().numpy()), padding_free=False)
     if not isinstance(keep, torch.Tensor) or keep.ndim != 2 or keep.shape[1] <= S:
         return None
     keep_BK = torch.from_numpy(batch.array("attention_mask") != 0)
     positions_BS = (keep_BK.cumsum(1) - 1).clamp(min=0)[:, -S:]
     segments = of_keep(keep_BK[:, -S:].numpy())
     if S > 1:
+        behind = of_keep(keep_BK.numpy()).hole_rows  # padding stands between the prefix and the tokens of these
+        if adapter.model.prefix != (prefix := keep_BK.shape[1] - S if behind else 0):
+            adapter.model = replace(adapter.model, prefix=prefix)
         adapter.route(segments, padding_free=False)
     mended: dict[str, Any] = labels_for(batch, segments, adapter.label_rule(batch), adapter.shifted)
     given = any(batch.get(name) is not None for name in ("position_ids", "cache_position"))
@@ -253,7 +260,7 @@ def _check_last(batch: Sources, segments: Segments) -> None:
         )
 
 
-_BEFORE = "Pass data_collator=wrap_collator(your collator, model=model), which changes them before anybody looks."
+_BEFORE = "Pass data_collator=wrap_collator(your collator, model=model), which changes them before the trainer counts them."
 
 
 def _check_count(adapter: BatchAdapter, batch: Sources, mended: Mapping[str, Any]) -> None:
@@ -265,8 +272,8 @@ def _check_count(adapter: BatchAdapter, batch: Sources, mended: Mapping[str, Any
             first = int(moved and key == "labels")  # the loss drops a row's first
             lost += int((batch[key][:, first:] >= 0).sum() - (mended[key][:, first:] >= 0).sum())
     if lost:
-        rule = f"A trainer counted {lost} labels that no sample alone learns from: of padding, or the first of a sequence."
-        raise UnsupportedFormError(explain("labels", "num_items_in_batch beside them", rule, _BEFORE))
+        rule = f"A trainer counted {lost} labels that no sequence alone has: of padding, or the first of a sequence."
+        raise UnsupportedFormError(explain("labels", "num_items_in_batch with them", rule, _BEFORE))
 
 
 def _check_behind_prompt(batch: Sources, mended: Mapping[str, Any], segments: Segments) -> None:
@@ -277,7 +284,7 @@ def _check_behind_prompt(batch: Sources, mended: Mapping[str, Any], segments: Se
     lost_BS = batch.array("labels") != host_array("labels", mended["labels"])
     bad = [(b, "a learned token behind padding") for b in segments.hole_rows if (lost_BS[b] & (segments.array[b] > 0)).any()]
     if bad:
-        rule = "A token behind padding inside a row is predicted from padding, and alone from the token before."
+        rule = "In the batch this token is predicted from padding; alone, from the token before it."
         raise UnsupportedFormError(
             explain_rows("labels", bad, rule, "Pad right, or ignore the first label of each sample (-100).")
         )
@@ -324,7 +331,7 @@ def _hook_places(model: nn.Module, settings: dict[str, Any]) -> list[nn.Module]:
     if _takes_positions(backbone) and not _takes_positions(whole):
         return [backbone]
     encoder = [cast(Any, whole).get_encoder()] if has_two_sides(whole) else []  # `generate` calls it by itself
-    return [*tuned[:1], *dict.fromkeys((whole, backbone, *encoder))]
+    return [*tuned[:1], *filter(is_transformers, dict.fromkeys((whole, backbone, *encoder)))]  # FSMT's is a bare module
 
 
 def _transformers_model(model: nn.Module, named: bool) -> nn.Module:
@@ -338,8 +345,8 @@ def _transformers_model(model: nn.Module, named: bool) -> nn.Module:
     if named and not found:
         return cast(nn.Module, unwrap(model))
     held = f"a {stack} model" if stack else f"{len(found)} transformers models in it"
-    rule = "adapt stands in the forward of one transformers model, or around it."
-    remedy = "Pass each transformers model alone. Megatron: gpt_batch of integrations.megatron. Other stacks: `collate-npu "
+    rule = "adapt takes one transformers model, or a wrapper of one."
+    remedy = "Call adapt on each of them. Megatron: gpt_batch of integrations.megatron. Other stacks: `collate-npu "
     remedy += "guide`. A model of your own that takes what transformers' take: pass consumer='transformers'."
     raise UnsupportedFormError(explain("model", f"{type(model).__name__}, {held}", rule, remedy))
 

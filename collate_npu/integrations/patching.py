@@ -17,7 +17,10 @@ from inspect import getattr_static
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
+
 from collate_npu.integrations import trainers
+from collate_npu.parallel import gloo_group
 from collate_npu.releases import say_outside
 
 _ABSENT = globals().get("_ABSENT", object())  # loaded again, it is still the one that the table holds
@@ -165,3 +168,15 @@ class _ImportHook(MetaPathFinder):
 
             spec.loader.exec_module = with_ours  # type: ignore[method-assign]
         return spec
+
+
+# --- what trainers gather on an NPU
+
+
+def gather_by_gloo(original: Callable[..., Any], values: Any, value: Any, group: Any = None) -> Any:
+    """Gather Python objects through Gloo: in place of `torch.distributed.all_gather_object`, which takes device memory over
+    HCCL. ms-swift gathers the names of its metrics at every step (4.6.0 trainers/trainer.py:108), twinkle its metrics (0.5.1
+    utils/framework.py:60)."""
+    ranks = dist.group.WORLD if group is None else group
+    here = dist.get_rank(ranks) >= 0
+    return original(values, value, group=gloo_group(ranks) if here else ranks)

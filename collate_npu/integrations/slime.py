@@ -68,9 +68,9 @@ def _check_start(args: Any, model: Iterable[Any]) -> None:
     (slime_plugins/models/hf_attention.py:128-143; megatron-core 0.19.2 core/ssm/gated_delta_net/common.py:564-600).
     """
     if late := start_problem():
-        rule = "Ascend's patches are in place before anybody takes Megatron's functions."
-        raise CollateError(explain("start", late, rule, "Mend the order of imports, and start again."))
+        rule = "Ascend's patches must be applied before any module imports Megatron's functions."
+        raise CollateError(explain("start", late, rule, "Correct the order of imports, and start again."))
     runs = getattr(args, "allgather_cp", False) and (getattr(args, "context_parallel_size", 1) or 1) > 1
     if runs and (kept := keeps_state(model)):
-        rule = f"Each rank gets a run of the row, and {kept} takes chunks of a zigzag: it would compute them out of order."
+        rule = f"Each rank gets one part of the row, but {kept} expects the chunks of a zigzag: their order would be wrong."
         raise UnsupportedFormError(explain("allgather_cp", "True", rule, "Leave --allgather-cp out."))

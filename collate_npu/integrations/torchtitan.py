@@ -45,9 +45,7 @@ def get_attention_masks(
     """`attention_masks` for a torchtitan model's forward: a BlockMask, VarlenMetadata, or a mapping by kind of layer.
 
     `layers_of(model)` reads them off a model. Where masks have names of their own: gpt_oss `{"basic_mask": "causal",
-    "sliding_window_mask": Pattern.sliding(128)}`; Muse Glimmer `{"global": "causal", "swa_128": Pattern.sliding(128)}`;
-    llama4 (torchtitan 0.2.1) `{"nope": "causal", "rope": Pattern.chunked(8192)}`, chunks counted from each sequence's
-    start, where torchtitan's own masks count them from the row's.
+    "sliding_window_mask": Pattern.sliding(128)}`; Muse Glimmer `{"global": "causal", "swa_128": Pattern.sliding(128)}`.
 
     `block_size` is that of its FlexAttention.Config. `compiled=False` is for a few small masks: it builds `[B, 1, S, S]` on
     the way.
@@ -117,13 +115,9 @@ def _one(segments: Segments, kind: Kind, device: torch.device | str, block_size:
     if kind is None or kind == "varlen":
         return None if kind is None else varlen_metadata(segments, device=device)
     if compiled:
-        try:
-            from torchtitan.models.common import attention as home
-        except ImportError:  # before 0.3.0: 0.2.1 is the last to run llama4
-            from torchtitan.models import attention as home
+        from torchtitan.models.common.attention import create_attention_mask as create
     else:
-        from torch.nn.attention import flex_attention as home
-    create = home.create_attention_mask if compiled else home.create_block_mask
+        from torch.nn.attention.flex_attention import create_block_mask as create
     B, S = segments.shape
     return create(_attends(segments, kind, device), B, None, S, S, device=str(device), BLOCK_SIZE=block_size)
 

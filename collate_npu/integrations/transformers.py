@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import TrainerCallback
+import torch
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback
 
+from collate_npu.collate.batch_sampler import BalancedBatchSampler, lengths_of
 from collate_npu.errors import CollateError, explain
 from collate_npu.keys import KEYS, of_kind
 from collate_npu.proof.delivery import guard_first_batch, refuse_compiled
@@ -32,8 +35,7 @@ def declare_columns(trainer: Any, *names: str) -> None:
     True
     """
     trainer._set_signature_columns_if_needed()
-    kept = trainer._signature_columns
-    trainer._signature_columns = [*kept, *(name for name in (*COLUMNS, *names) if name not in kept)]
+    trainer._signature_columns = list(dict.fromkeys([*trainer._signature_columns, *COLUMNS, *names]))
 
 
 class DeliveryCallback(TrainerCallback):  # type: ignore[misc]
@@ -54,11 +56,11 @@ class DeliveryCallback(TrainerCallback):  # type: ignore[misc]
         self._alone = alone
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raises `CollateError` for another collator, and guards the first forward."""
+        """Raises `CollateError` for another collator, and guards the first forward that trains: GRPO generates before it."""
         if self._collator is not None:
             _check_collator(self._collator, kwargs["train_dataloader"])
         refuse_compiled(kwargs["model"], compiled=getattr(args, "torch_compile", False))
-        guard_first_batch(kwargs["model"], alone=self._alone)
+        guard_first_batch(kwargs["model"], alone=self._alone, only=lambda batch: torch.is_grad_enabled())
 
 
 def _check_collator(expected: Any, loader: Any) -> None:
@@ -66,6 +68,80 @@ def _check_collator(expected: Any, loader: Any) -> None:
     while found is not expected and (inner := getattr(found, "data_collator", None)) is not None:
         found = inner  # transformers wraps it to remove columns (trainer_utils.py, RemoveColumnsCollator)
     if found is not expected:
-        rule = "The dataloader collates with another function than the one you passed."
+        rule = "The dataloader collates with a function that you did not pass."
         remedy = "Find who replaced it, and set it again: trainer.data_collator = collator."
         raise CollateError(explain("data_collator", type(found).__name__, rule, remedy))
+
+
+def plan_batches(trainer: Any, *, max_tokens: int, lengths: Any = None, **options: Any) -> BalancedBatchSampler:
+    """Let a Trainer, or TRL's SFTTrainer, train on planned batches, and return their sampler. Call it before `train()`; it
+    takes the place of `trainer.get_train_dataloader`, and of the arguments for batch size and sampling.
+
+    `lengths` are those of the train dataset; None counts `input_ids`. `options` are those of `BalancedBatchSampler`; ranks,
+    seed and `pack` are taken from the trainer and its collator.
+
+    >>> from transformers import Trainer, TrainingArguments
+    >>> from collate_npu import PaddingCollator
+    >>> from collate_npu.testing import tiny_model
+    >>> model, data = tiny_model("qwen3_next", vocab_size=257), [{"input_ids": [n] * n} for n in (1, 2, 3, 4)]
+    >>> collator, args = PaddingCollator(pad_token_id=0, model=model), TrainingArguments("out", use_cpu=True)
+    >>> trainer = Trainer(model, args, data_collator=collator, train_dataset=data)
+    >>> len(plan_batches(trainer, max_tokens=6, shuffle=False))
+    3
+    """
+    args, collator, data = trainer.args, trainer.data_collator, trainer.train_dataset
+    _check_plannable(trainer)
+    options = {"seed": args.seed if args.data_seed is None else args.data_seed, "num_replicas": args.world_size} | options
+    rows = bool(getattr(collator, "packing", False))  # of one width
+    packs = rows or bool(getattr(collator, "padding_free", False))
+    options = ({"width": collator.max_length} if rows else {}) | options
+    lengths = lengths_of(data) if lengths is None else lengths
+    sampler = BalancedBatchSampler(lengths, max_tokens=max_tokens, rank=None, pack=packs, **options)
+    if len(sampler.lengths) != len(data):
+        got, remedy = f"{len(sampler.lengths)} for {len(data)} samples", "Pass lengths_of(trainer.train_dataset)."
+        raise CollateError(explain("lengths", got, "Each sample has a length.", remedy))
+
+    def get_train_dataloader() -> Any:
+        made = Trainer.get_train_dataloader(trainer)  # with the trainer's columns, collator and workers
+        trainer.accelerator._dataloaders.remove(made)
+        kept = {name: getattr(made, name) for name in _OF_LOADER}
+        trainer.accelerator.even_batches, even = False, trainer.accelerator.even_batches  # they are; before 1.15 it asks
+        try:
+            return trainer.accelerator.prepare(DataLoader(made.dataset, batch_sampler=sampler, **kept))
+        finally:
+            trainer.accelerator.even_batches = even
+
+    trainer.get_train_dataloader = get_train_dataloader
+    trainer.add_callback(_SetEpoch(sampler))
+    return sampler
+
+
+_OF_LOADER = ("collate_fn", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "worker_init_fn")
+
+
+class _SetEpoch(TrainerCallback):  # type: ignore[misc]
+    """Reaches a sampler that Accelerate wraps, or whose first batches it skips (1.15 data_loader.py)."""
+
+    def __init__(self, sampler: BalancedBatchSampler) -> None:
+        self._sampler = sampler
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._sampler.set_epoch(int(state.epoch or 0))
+
+
+def _check_plannable(trainer: Any) -> None:
+    args, shared = trainer.args, trainer.accelerator.dataloader_config
+    own, sizes = type(trainer).get_train_dataloader, getattr(trainer.accelerator, "parallelism_config", None)
+    for name, wrong, remedy in (
+        ("a loader of its own", own is not Trainer.get_train_dataloader, "Leave plan_batches out."),
+        ("ranks that share rows", bool(sizes and sizes.non_data_parallel_size > 1), "Leave plan_batches out."),
+        ("one process that cuts batches", shared.dispatch_batches or shared.split_batches, "Leave both options False."),
+        (
+            "average_tokens_across_devices=False",
+            args.world_size > 1 and not args.average_tokens_across_devices,
+            "Set it to True.",
+        ),
+    ):
+        if wrong:
+            rule = "Each process loads the batches of its rank, and divides by the tokens of all ranks."
+            raise CollateError(explain(type(trainer).__name__, name, rule, remedy))

@@ -1,4 +1,4 @@
-"""twinkle-kit 0.5.1: InputProcessors whose stages keep padding and the 2D mask, and a safe gather of objects.
+"""twinkle-kit 0.5.1: InputProcessors whose stages keep padding and the 2D mask.
 
 Five stages of twinkle's InputProcessor lose padding (processor/base.py): it builds its 4D mask from lengths alone
 (:488-499), pads to tp or to 2 * cp but never to both (:296-299), passes on no key outside its list (:659-677), drops the 4D
@@ -24,13 +24,12 @@ from collate_npu.consumers.mask_routing import consumer_named
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.mindspeed import kernel_of_settings
 from collate_npu.consumers.model_traits import config_of, unwrap
-from collate_npu.errors import CollateError, UnsupportedFormError, explain
+from collate_npu.errors import CollateError, UnsupportedFormError, a_type, explain
 from collate_npu.integrations import patching
 from collate_npu.integrations.megatron.mcore_bridge import pass_through_forward, router_padding
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, TOKENS, Key
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.parallel import ContextParallel, data_group, gather_objects, pad_documents, split_batch
-from collate_npu.parallel.layout import is_gloo
+from collate_npu.parallel import ContextParallel, pad_documents, split_batch
 from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
 
@@ -198,7 +197,7 @@ def chunks_of(model: Any) -> list[Any]:
     """Every module a batch goes through, without DDP, Float16Module and PEFT around it; or a config, alone; or nothing."""
     if hasattr(model, "_actors"):
         rule = "The modules of a model on Ray live in its workers, and its processors too."
-        raise CollateError(explain("model", f"the handle of a {type(model).__name__}", rule, "Call install(model)."))
+        raise CollateError(explain("model", f"the handle of {a_type(model)}", rule, "Call install(model)."))
     holder = hasattr(model, "optimizer_group") or (hasattr(model, "model") and not hasattr(model, "forward"))
     held = model.model if holder else model
     held = list(held) if isinstance(held, (list, tuple)) or type(held).__name__ == "ModuleList" else [held]
@@ -227,8 +226,8 @@ _MODELS: WeakKeyDictionary[Any, bool | None] = WeakKeyDictionary()
 def install(target: Any, model: Any = None, *, needs_mask_2d: bool | None = None) -> None:
     """Let the batches of `target`, a model of twinkle's, carry the masks its layers read. Does nothing the second time.
 
-    It reaches every processor of every adapter; where the model lives on Ray, in each worker. On NPUs twinkle's gather of
-    objects becomes `gather_object`. A batch is refused where the kernels of some pipeline chunk cannot read its padding, or
+    It reaches every processor of every adapter; where the model lives on Ray, in each worker. On NPUs Python objects are
+    gathered through Gloo. A batch is refused where the kernels of some pipeline chunk cannot read its padding, or
     a forward does not take its masks (`attention_mask_2d`, on MoE models `padding_mask`).
 
     `target` may also be one `InputProcessor` of your own. Then `model` tells who reads its batches: twinkle's model, a
@@ -264,8 +263,8 @@ def uninstall(target: Any) -> None:
 
 
 def _install_here(model: Any, needs_mask_2d: bool | None) -> None:
+    from twinkle import Platform
     from twinkle.processor import InputProcessor
-    from twinkle.utils.framework import Framework
 
     if any(type(chunk).__module__.startswith("mcore_bridge") for chunk in chunks_of(model)):
         from collate_npu.integrations.megatron import mcore_bridge
@@ -275,7 +274,8 @@ def _install_here(model: Any, needs_mask_2d: bool | None) -> None:
         _replace(processor, model, needs_mask_2d)
     _MODELS[model] = needs_mask_2d
     patching.patch(PACKAGE, InputProcessor, "__call__", _first_batch)
-    patching.patch(PACKAGE, Framework, "gather_object", _gather)
+    if Platform.device_prefix() == "npu":
+        patching.patch(PACKAGE, torch.distributed, "all_gather_object", patching.gather_by_gloo, everywhere="twinkle")
 
 
 def _first_batch(original: Callable[..., Any], processor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -308,22 +308,3 @@ def _replace(processor: Any, model: Any, needs_mask_2d: bool | None) -> None:
         rule = f"The stages of {PACKAGE} {TESTED} are replaced by name."
         raise CollateError(explain("process_pipeline", f"no {sorted(missing)}", rule, f"Install {PACKAGE}=={TESTED}."))
     processor.process_pipeline = [ours.get(stage.__name__, stage) for stage in pipeline]
-
-
-def _gather(original: Callable[..., Any], object: Any, device_mesh: Any, process_group: Any = None) -> list[Any]:
-    from twinkle import Platform
-
-    gather = gather_object if Platform.device_prefix() == "npu" else original
-    return list(gather(object, device_mesh, process_group))
-
-
-def gather_object(value: Any, device_mesh: Any = None, process_group: Any = None) -> list[Any]:
-    """twinkle's `torch_util.gather_object` (utils/framework.py:41-71), through Gloo alone: no object meets HCCL. Between the
-    ranks of Megatron's data and context parallelism, as twinkle does on an NPU, else those of `process_group`."""
-    import torch.distributed as dist
-
-    values = [value]
-    if dist.is_available() and dist.is_initialized():
-        group, shared = process_group or dist.group.WORLD, data_group()
-        values = gather_objects(value, group if is_gloo(group) or shared is dist.group.WORLD else shared)
-    return [one for part in values if part is not None for one in (part if isinstance(part, (list, tuple)) else [part])]

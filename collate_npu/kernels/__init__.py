@@ -10,7 +10,7 @@ from collate_npu.errors import UnsupportedFormError, explain
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """One rule that a call breaks. `silent`: the kernel takes the call and computes something else."""
+    """One rule that a call breaks: the kernel would compute something else, or nothing can be read of the call."""
 
     rule: str
     where: str
@@ -18,7 +18,6 @@ class Breach:
     says: str
     remedy: str
     source: str
-    silent: bool = True
 
     def __str__(self) -> str:
         return f"[{self.rule}] {explain(self.where, self.got, self.says, self.remedy)} ({self.source})"

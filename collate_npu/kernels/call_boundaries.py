@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, host_tensor, once
+from collate_npu.arrays import Array, host_array, once
+from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.masks.forms import mask_mod
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments, position_array
@@ -143,15 +144,12 @@ class CallBoundaries:
         if not self.by:
             return "nothing"
         if self.by in _OF_ROWS:
-            return f"{self.by} {self._lengths()}"
+            lengths_B = (~self.neutral_T).reshape(self.shape).sum(axis=1)  # tokens that count, of each row
+            return f"{self.by} {shown(lengths_B.tolist())}"
         if not self.fits:
             return f"{self.by} that are no offsets of its {len(self.first_T)} tokens"
         end = int(np.flatnonzero(~self.neutral_T)[-1]) + 1
         return shown([*np.flatnonzero(self.begins_T).tolist(), end])
-
-    def _lengths(self) -> str:
-        """Tokens that count, of each row."""
-        return shown((~self.neutral_T).reshape(self.shape).sum(axis=1).tolist())
 
 
 def shown(numbers: Sequence[int]) -> str:
@@ -250,9 +248,9 @@ def boundary_reason(call: CallBoundaries, segments: Segments, empty_T: Array | N
     t = int(np.argmax(wrong_T))
     at = f"the token at (row, column) ({places_T[t] // S}, {places_T[t] % S})"
     if lost_T[t]:
-        return f"{at} is real, and counts for nothing"
+        return f"{at} is real, and the kernel treats it as padding"
     if call.rank_T[t] < own_T[t]:
-        return f"{at} does not read the {own_T[t] - call.rank_T[t]} first of its sequence"
+        return f"{at} does not read the first {own_T[t] - call.rank_T[t]} tokens of its sequence"
     read = np.arange(call.first_T[t], t)
     others = read[~call.neutral_T[read] & (ids_T[read] != ids_T[t])]
     whose = "padding" if len(others) and (ids_T[others] == 0).all() else "another sequence"
@@ -337,6 +335,12 @@ def position_reason(positions_T: Array, segments: Segments, first: int | None) -
 
 
 def offset_values(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Offsets of an argument as ints, () where there are none."""
-    given = values.get(name)
-    return () if given is None else tuple(np.asarray(host_tensor(name, given)).astype(np.int64).tolist())
+    """Return the whole numbers of an argument, () where it is not given; a sync if they lie on a device. Raises
+    `CollateError` for anything but one row of them; which container an operator takes it says itself."""
+    if (given := values.get(name)) is None:
+        return ()
+    array = host_array(name, given)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        rule, remedy = "It is one row of whole numbers.", "Pass a tensor or list of them, as the operator takes it."
+        raise CollateError(explain(name, shape_of(given), rule, remedy))
+    return tuple(array.tolist())

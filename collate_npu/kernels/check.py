@@ -18,7 +18,7 @@ from collate_npu.errors import CollateError, explain
 from collate_npu.kernels import Breach, refuse
 from collate_npu.kernels.fusion_attention.contract import contract_breaches, sizes_of
 from collate_npu.kernels.gated_delta.contract import gated_delta_breaches
-from collate_npu.kernels.gated_delta.operators import HOLDER, by_own_names, find_operator, operator_named, rows_and_tokens
+from collate_npu.kernels.gated_delta.operators import by_own_names, find_operator, operator_named, rows_and_tokens
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
@@ -28,13 +28,13 @@ ATTENTION = ("npu_fusion_attention", "npu_fusion_attention_v3")
 
 
 def knows(name: str) -> bool:
-    """True if there is a contract for this operator or layer."""
+    """Return True if there is a contract for this operator or layer."""
     return name.rpartition(".")[2] in ATTENTION or find_operator(name) is not None
 
 
 @checked
 def check_call(name: str, arguments: Mapping[str, Any], **says: Any) -> None:
-    """Raise `UnsupportedFormError`, with rules, remedies and sources, where the kernel would compute something else.
+    """Raise `UnsupportedFormError` if the kernel would compute something else, with rules, remedies and sources.
 
     Of what the kernel refuses by itself, only what the call cannot be read without is checked. `arguments` are those of the
     real call by their names (`named` binds positional ones); of tensors the shapes are read, and device meta will do; a mask
@@ -42,14 +42,15 @@ def check_call(name: str, arguments: Mapping[str, Any], **says: Any) -> None:
     with them at every real token, for attention together with `pattern`; `scale` must then be given, and nothing dropped.
     Without them a legal call is believed: boundaries of another batch pass, and `~keep` for `keep`.
 
-    `says` are sizes that no tensor of the call tells, and what else is known of it:
+    `says` are sizes that no tensor of the call shows, and what else is known of the call:
 
     * attention, without query, key and head_num: N query and Nkv key heads of size D; B rows, Sq and Skv of padded layouts,
-      Tq and Tkv of packed ones, where no segments tell them; `keep_tail`: the packed tensors are the whole flat row.
+      Tq and Tkv of packed ones. With segments these follow, for packed tensors as `unpad` makes them; pass Tq and Tkv where
+      the tail of a flat row is among them.
     * recurrent kernels: B and T, of the rows `[B, S]`, of those one behind the other `[1, B * S]`, or of what `unpad` makes
       `[1, T]`; B None without a batch dimension; the rule's `chunk_size`; `training`, by default whether gradients are on;
-      `context_parallel`, with T and boundaries of the whole row; `versions`, `{"fla": "0.5.0"}` (`""`: not there), by
-      default the installed ones.
+      `versions`, `{"fla": "0.5.0"}` (`""`: not there), by default the installed ones. Where ranks share a row, T and
+      boundaries are those of the whole row, and `parallel.check_recurrent_split` says who may share it.
 
     Raises `CollateError` for a name that no contract knows, for sizes that nothing tells, and for values of a wrong type.
 
@@ -60,15 +61,15 @@ def check_call(name: str, arguments: Mapping[str, Any], **says: Any) -> None:
     Traceback (most recent call last):
         ...
     collate_npu.errors.UnsupportedFormError: fla:
-    [first] cu_seqlens: got [3, 5]. Offsets begin with 0. Take it from gated_delta_kwargs(segments, kernel='fla'). (fla
-        0.5.2 ops/gated_delta_rule/chunk.py:505-560, ops/utils/index.py:156)
+    [first] cu_seqlens: got [3, 5]. Offsets begin with 0. Take the boundaries from
+        gated_delta_kwargs(segments, kernel='fla'). (fla 0.5.2 ops/gated_delta_rule/chunk.py:505-560, ops/utils/index.py:156)
     >>> left, call = Segments.from_lengths([3, 5], side="left"), {"input_layout": "BSND", "sparse_mode": 3, "scale": 0.125}
     >>> check_call("npu_fusion_attention", call, N=4, Nkv=2, D=64, segments=left)
     Traceback (most recent call last):
         ...
     collate_npu.errors.UnsupportedFormError: npu_fusion_attention:
-    [none-is-full] atten_mask: got None with sparse_mode 3, pre 2147483647, next 2147483647. Without a mask every mode
-        and token is ignored: full attention, the future included. Pass the compressed mask fusion_attention.triangle(), or
+    [none-is-full] atten_mask: got None with sparse_mode 3, pre 2147483647, next 2147483647. Without a mask the operator
+        ignores modes and tokens: every query attends all keys. Pass the compressed mask fusion_attention.triangle(), or
         sparse_mode 0 if full attention is meant. (T:799, T:4121, PD:176, MS:102)
     """
     refuse(name, call_breaches(name, arguments, **says))
@@ -87,14 +88,12 @@ def call_breaches(
     if name.rpartition(".")[2] in ATTENTION:
         if not {"N", "Nkv", "D"} <= says.keys():
             says |= sizes_of(**{key: arguments.get(key) for key in ("query", "key", "head_num", "input_layout")})
-            tail = segments is not None and says.get("Tq") == segments.array.size != segments.num_tokens
-            says = {"keep_tail": tail} | says
         return contract_breaches(arguments, segments=segments, pattern=pattern, **says)
     found = rows_and_tokens(operator_named(name), by_own_names(arguments))
     if found is None and segments is not None:
         found = segments.shape
     if "T" not in says and found is None:
-        rule, remedy = "The number of tokens is read off a tensor of the call.", "Pass one, or B and T, or segments."
+        rule, remedy = "The number of tokens is read from a tensor of the call.", "Pass one, or B and T, or segments."
         raise CollateError(explain(name, f"{', '.join(arguments)}", rule, remedy))
     sizes_said = dict(zip(("B", "T"), found or ())) | {"training": torch.is_grad_enabled()} | says
     return gated_delta_breaches(arguments, kernel=name, segments=segments, **sizes_said)
@@ -122,12 +121,11 @@ def log_call(name: str, arguments: Mapping[str, Any], *, segments: Segments | No
 
 
 def log_batch(layer: str, batch: Mapping[str, Any], segments: Segments) -> None:
-    """`log_call` for a batch that is about to enter a model whose recurrent layers are of this kind: the unsplit row.
+    """Run `log_call` on an unsplit batch before it enters a model whose recurrent layers are of this kind.
 
     `layer` is a consumer of that name, or a layer; of one that no contract knows nothing is logged. The layer is taken to
     read `attention_mask_2d` where the batch has one.
     """
     if errors.DEBUG and (row := find_operator(layer)) is not None:
-        read = {*row.offsets, row.numbers, *row.copies, *row.reads, HOLDER}
         given = batch if batch.get(KEEP_KEY) is None else {**batch, "attention_mask": batch[KEEP_KEY]}
-        log_call(layer, {name: value for name, value in given.items() if name in read}, segments=segments)
+        log_call(layer, {name: given[name] for name in row.names if name in given}, segments=segments)

@@ -21,7 +21,7 @@ from collate_npu import errors
 from collate_npu.arrays import Array
 from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY
-from collate_npu.masks.dense_mask import BLOCKED_BELOW, REMEDY_CARRY_2D, Known, MaskValues, Polarity, Reading
+from collate_npu.masks.dense_mask import BLOCKED_BELOW, REMEDY_CARRY_2D, Known, MaskValues, Polarity, Reading, is_causal
 from collate_npu.masks.derive import (
     MASK_KEY,
     check_same_padding,
@@ -54,7 +54,8 @@ _LISTED = 8
 
 def find_hazards(sources: Sources, segments: Segments | None) -> dict[str, str]:
     """Kind -> what goes wrong where, and what to do. `segments` is None where the batch is refused: then less is known."""
-    found = dict(_of_mask(sources, segments))
+    full = sources.get("attention_mask")
+    found = _hazards_of_dense(full, sources, segments) if isinstance(full, Tensor) and full.ndim > 2 else {}
     if segments is None:
         return found
     exact = none_is_exact(segments)
@@ -84,50 +85,42 @@ def reads(full: Tensor, segments: Segments | None) -> str:
     return f"{'True' if full.dtype == torch.bool else '1'} = {'attends' if keeps else 'blocked'}"
 
 
-def _of_mask(batch: Sources, segments: Segments | None) -> Iterator[tuple[str, str]]:
-    full = batch.get("attention_mask")
-    if not isinstance(full, Tensor) or full.ndim < 3:
-        return
+def _hazards_of_dense(full: Tensor, sources: Sources, segments: Segments | None) -> dict[str, str]:
+    """Return those of a dense mask as it is carried: alone, of integers, or of floats that a layer adds to its scores."""
+    found, held = dict[str, str](), f"attention_mask is {str(full.dtype)[6:]}"
     harmless = segments is not None and segments.padding_side == "none" and not segments.packed
-    if batch.get(KEEP_KEY) is None and not harmless:
-        yield (
-            "4D alone",
+    if sources.get(KEEP_KEY) is None and not harmless:
+        found["4D alone"] = (
             f"attention_mask is {full.ndim}D and alone. Recurrent layers of a hybrid model (Gated DeltaNet) read a 2D mask "
-            f"and ignore this one, without an error. Carry {KEEP_KEY} beside it.",
+            f"and ignore this one, without an error. Emit {KEEP_KEY} too."
         )
-    held = f"attention_mask is {str(full.dtype)[6:]}"
-    if full.is_floating_point():
-        yield from _of_bias(full, held, batch.get("inputs_embeds"))
-    elif full.dtype != torch.bool:
-        means = reads(full, segments)
-        yield (
-            "integer polarity",
-            f"{held} and 4D{f', {means}' if means else ''}. Megatron and npu_fusion_attention read 1 as blocked, "
-            "transformers takes 1 for attended, and sdpa takes no integers. Name the consumer.",
-        )
-
-
-def _of_bias(full: Tensor, held: str, embeds: Any) -> Iterator[tuple[str, str]]:
+    if not full.is_floating_point():
+        if full.dtype != torch.bool:
+            means = reads(full, segments)
+            found["integer polarity"] = (
+                f"{held} and 4D{f', {means}' if means else ''}. Megatron and npu_fusion_attention read 1 as blocked, "
+                "transformers takes 1 for attended, and sdpa takes no integers. Pass consumer=."
+            )
+        return found
     if bool(((full == 0) | (full == 1)).all()):
-        yield (
-            "float without a bias",
-            f"{held} and holds 0 and 1 alone. Layers add it to scores: nothing is blocked. Hand over bool, or 0 and the "
-            "lowest number of the dtype.",
+        found["float without a bias"] = (
+            f"{held} and holds 0 and 1 alone. Layers add it to scores: nothing is blocked. Pass bool, or 0 and the "
+            "lowest number of the dtype."
         )
+    embeds = sources.get("inputs_embeds")
     computed = embeds.dtype if isinstance(embeds, Tensor) else None
     if full.dtype == torch.float64 or (computed is not None and full.dtype != computed):
         beside = f"the model computes in {str(computed)[6:]}" if computed else "models compute in another dtype"
-        yield (
-            "dtype of a bias",
+        found["dtype of a bias"] = (
             f"{held} and {beside}. sdpa takes a bias in the dtype of the queries alone, and the lowest float32 is -inf in "
-            "float16. Build it in the model's dtype.",
+            "float16. Build it in the model's dtype."
         )
     if bool((full == -torch.inf).all(-1).any()):
-        yield (
-            "empty rows of -inf",
+        found["empty rows of -inf"] = (
             "attention_mask has query rows that are -inf throughout. Their softmax is NaN, which gradients spread. Use the "
-            "lowest finite number, or let those rows attend themselves.",
+            "lowest finite number, or let those rows attend themselves."
         )
+    return found
 
 
 def find_token_hazards(sources: Sources, segments: Segments) -> dict[str, str]:
@@ -148,7 +141,7 @@ def find_token_hazards(sources: Sources, segments: Segments) -> dict[str, str]:
         if shared := int(np.isin(ids_BS[keep_BS], padded).sum()):
             found["pad id of a real token"] = (
                 f"padding holds the id {', '.join(map(str, padded[:_LISTED].tolist()))}, as do {shared} of {keep_BS.sum()} "
-                "real tokens (is pad eos?). A mask made of ids != pad loses them. Carry attention_mask_2d, as the collators "
+                "real tokens (is pad eos?). A mask made by ids != pad loses them. Emit attention_mask_2d, as the collators "
                 "here do."
             )
     return found
@@ -193,14 +186,14 @@ def agreed(
     shape = sources.shape()
     if padding_free and shape[0] != 1:
         rule = "padding_free means one flat row [1, T]; this batch is padded."
-        remedy = "Collate with padding_free=True, or set it to False."
+        remedy = "Collate with padding_free=True, or pass padding_free=False here."
         raise CollateError(explain("input_ids", f"{shape[0]} rows", rule, remedy))
     squares = {key: full for key, full in sources.masks.items() if not _is_keys(full, shape)}
     truth, positions_BS = _parted(sources, _compared(sources, shape, polarity, squares), shape, padding_free)
     by_keys = truth is not None
     parting_BS = None if by_keys or positions_BS is None else unless_in_doubt(sources, positions_BS)
     for key, full in squares.items():
-        truth = _with_dense(key, full, truth, parting_BS, shape, (polarity, declared, own))
+        truth = _with_dense(_one_head(key, full, polarity), truth, parting_BS, shape, (polarity, declared, own))
     if truth is None:
         raise _unknown(sources, padding_free)
     if positions_BS is not None:
@@ -337,63 +330,71 @@ def _cut(sources: Sources, truth: _Truth | None, positions_BS: Array) -> _Truth 
 
 
 def _of_keys(key: str, full: Tensor, polarity: Polarity | None) -> _Truth:
-    segments = read_keys(key, full, polarity)
+    segments = read_keys(MaskValues(full, polarity, key))
     return _Truth(key, segments, segments.packed)
 
 
 def _with_dense(
-    key: str, full: Tensor, truth: _Truth | None, positions_BS: Array | None, shape: tuple[int, int], declared: _Declared
+    values: MaskValues, truth: _Truth | None, positions_BS: Array | None, shape: tuple[int, int], declared: _Declared
 ) -> _Truth:
     """Return the Segments that a dense mask shows beside what is known. Raises where the mask is not of the pattern."""
     polarity, pattern, own = declared
-    full = _one_head(key, full, polarity)
+    key, full = values.key, values.full
     if full.ndim == 4 and full.shape[-2] == 1 < shape[1] and pattern is None:
         unknown = {"polarity=": "which of True and False is real", "pattern=": "whether queries attend to both sides"}
         missing = {name: what for (name, what), value in zip(unknown.items(), (polarity or truth, pattern)) if value is None}
-        rule = f"One row of keys for all queries does not say {', and not '.join(missing.values())}."
-        remedy = f"Declare {' and '.join(missing)}. {REMEDY_CARRY_2D}"
+        rule = f"One row of keys for all queries does not say {' or '.join(missing.values())}."
+        remedy = f"Pass {' and '.join(missing)}. {REMEDY_CARRY_2D}"
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="polarity"))
     if not full.ndim or full.shape[-1] != shape[1]:
         raise wrong_shape_error(key, shape_of(full), shape)
-    reading = _read(full, truth, positions_BS, shape[0], declared)
+    known = _known(truth, pattern)
+    square = full.ndim in (3, 4) and full.shape[-2:] == (shape[1], shape[1]) and len(full) in (1, shape[0])
+    if known.segments is not None and square and pattern in (None, CAUSAL) and is_causal(values, known.segments):
+        return _Truth(key, known.segments, known.parted)
+    reading = _read(values, known, positions_BS, shape[0])
     found = reading.pattern if pattern is None else None
-    known = found is None or found is CAUSAL or found in own
-    if found is not None and not known and found.reaches(reading.segments.longest_span):
-        rule = f"It is the mask of {found} attention, and plain causal attention is what this batch would be given."
+    expected = found is None or found is CAUSAL or found in own
+    if found is not None and not expected and found.reaches(reading.segments.longest_span):
+        rule = f"It is the mask of {found} attention, and without pattern= the batch would get plain causal attention."
         remedy = f"Pass pattern={spell_pattern(found)} if the model attends so."
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="mask-pattern"))
     return _Truth(key, reading.segments, truth is not None and truth.parted)
 
 
-def _read(full: Tensor, truth: _Truth | None, positions_BS: Array | None, B: int, declared: _Declared) -> Reading:
-    """Read the mask with what is known beside it; positions decide only where the mask alone is ambiguous."""
-    polarity, pattern, _ = declared
+def _known(truth: _Truth | None, pattern: Pattern | None) -> Known:
+    """Return what is known beside a dense mask. Sequences of a row that only another mask showed are not known."""
     if truth is None:
-        try:
-            return read_bare_mask(full, Known(pattern=pattern), polarity=polarity, batch_size=B)
-        except (AmbiguousMaskError, PolarityError):
-            split = None if positions_BS is None else split_by_positions(positions_BS, None, padding_free=False)
-            if split is None or not split[1]:
-                raise
-            known = Known(pattern=pattern, segments=split[0])
-    else:
-        read = truth.segments.packed and not truth.parted  # what another mask showed, and none of the other keys says
-        one_a_row = of_keep(keep_array(truth.segments)) if read else truth.segments
-        known = Known(pattern=pattern, segments=one_a_row, parted=truth.parted)
-    return read_mask(full, known, polarity=polarity)
+        return Known(pattern=pattern)
+    read = truth.segments.packed and not truth.parted
+    segments = of_keep(keep_array(truth.segments)) if read else truth.segments
+    return Known(segments=segments, parted=truth.parted, pattern=pattern)
 
 
-def _one_head(key: str, full: Tensor, polarity: Polarity | None) -> Tensor:
+def _read(values: MaskValues, known: Known, positions_BS: Array | None, B: int) -> Reading:
+    """Read the mask with what is known beside it; positions decide only where the mask alone is ambiguous."""
+    if known.segments is not None:
+        return read_mask(values, known)
+    try:
+        return read_bare_mask(values, known, batch_size=B)
+    except (AmbiguousMaskError, PolarityError):
+        split = None if positions_BS is None else split_by_positions(positions_BS, None, padding_free=False)
+        if split is None or not split[1]:
+            raise
+        return read_mask(values, Known(pattern=known.pattern, segments=split[0]))
+
+
+def _one_head(key: str, full: Tensor, polarity: Polarity | None) -> MaskValues:
     """Return one head of equal heads. Raises where heads differ, or where the mask adds values at places that attend."""
-    if full.ndim == 4 and full.shape[1] > 1:
-        if not bool((full == full[:, :1]).all()):
-            raise heads_differ_error(key, full)
-        full = full[:, :1]
-    if full.is_floating_point() and MaskValues(full, polarity, key).valued:
-        remedy = f"Leave it to the model, and pass attention_mask_2d instead. {REMEDY_CARRY_2D}"
-        rule = "It adds values where it attends (ALiBi, a position bias), which no form of a mask here would carry on."
-        raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy))
-    return full
+    alike = full.ndim != 4 or full.shape[1] < 2 or bool((full == full[:, :1]).all())
+    values = MaskValues(full[:, :1] if full.ndim == 4 and alike else full, polarity, key)
+    if not alike:
+        raise heads_differ_error(values)
+    if values.valued:
+        remedy = "Let the model build the bias, and pass attention_mask_2d (1 = real token) in its place."
+        rule = "It adds values to scores (ALiBi, a position bias), and every mask built from it would lose them."
+        raise AmbiguousMaskError(explain(key, values.got, rule, remedy))
+    return values
 
 
 def _unknown(sources: Sources, padding_free: bool) -> AmbiguousMaskError:
@@ -401,8 +402,8 @@ def _unknown(sources: Sources, padding_free: bool) -> AmbiguousMaskError:
     remedy = "Pass attention_mask [B, S], 1 = real token (ones where nothing is padded), or collate with PaddingCollator."
     if padding_free:
         rule = "Nothing says where one sequence of this flat row ends and the next begins."
-        remedy = "Keep position_ids that restart, cu_seq_lens_q or segment_ids in the batch (return_position_ids=True); of "
-        remedy += "one sequence alone pass attention_mask, ones [1, S]."
+        remedy = "Keep position_ids that restart, cu_seq_lens_q or segment_ids in the batch (return_position_ids=True). "
+        remedy += "If the row is one sequence, pass attention_mask, ones [1, S]."
     got = f"keys {', '.join(map(str, sources))}"
     return AmbiguousMaskError(explain("batch", got, rule, remedy, more="flat-row" if padding_free else "padding-unknown"))
 
@@ -423,7 +424,7 @@ def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:
             bad[int(b)] = f"{run_BS[b].sum()} times the token {ids_BS[b, at][0]} where it {end}s"
     if bad:
         rule = "It shows no padding, and these rows look padded."
-        remedy = "Carry attention_mask_2d, True where a token is real; if there is padding, leave this mask out beside it."
+        remedy = "Pass attention_mask_2d (True = real token): beside this mask if no row is padded, else in its place."
         raise AmbiguousMaskError(explain_rows(truth.name, bad.items(), rule, remedy, more="padding-unknown"))
 
 
@@ -448,8 +449,8 @@ def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segment
     ):
         bad |= _looks_inverted(ids_BS, keep_array(segments))
     if bad:
-        rule = "True or 1 is a real token in a 2D mask; here it looks turned around, or made of ids != pad_token_id."
-        remedy = "Invert it (== 0) or declare polarity='masked'; if it is right, carry segment_ids beside it."
+        rule = "True or 1 is a real token in a 2D mask; here it looks inverted, or made by ids != pad_token_id."
+        remedy = "Invert it (mask == 0) or pass polarity='masked'; if it is right, pass segment_ids too."
         key = KEEP_KEY if KEEP_KEY in sources else MASK_KEY
         raise CollateError(explain_rows(key, bad.items(), rule, remedy, more="inverted-mask"))
 

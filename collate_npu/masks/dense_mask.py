@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +24,14 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, once
 from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
-from collate_npu.masks.patterns import Pattern
-from collate_npu.segments import Segments, keep_array
+from collate_npu.masks.patterns import CAUSAL, Pattern
+from collate_npu.segments import Segments
+from collate_npu.validation import REMEDIES
 
 Polarity = Literal["keep", "masked", "bias"]
-POLARITIES: tuple[Polarity, ...] = get_args(Polarity)
 Bools = npt.NDArray[np.bool_]
-REMEDY_DECLARE_POLARITY = "Pass polarity='keep' (True attends), 'masked' (True is blocked) or 'bias' (additive)."
-REMEDY_CARRY_2D = "Carry attention_mask_2d (with segment_ids, where rows are packed) from the collator beside it."
+REMEDY_DECLARE_POLARITY = REMEDIES["polarity"]
+REMEDY_CARRY_2D = "Let the collator emit attention_mask_2d too (and segment_ids, if rows are packed)."
 
 BLOCKED_BELOW = -9984.0
 """A bias at or below this blocks: Megatron-core fills -1e4 (transformer/utils.py:54), which is -9984 in bfloat16."""
@@ -39,12 +39,6 @@ DECLARED_BELOW = -5000.0
 """A declared bias may add a position bias to that fill: half of the fill is the border."""
 FILLED_BELOW = -6e4
 """No bias of a position reaches so far (ALiBi's slopes are below 1): finite values beyond it are a fill."""
-
-
-def check_polarity(polarity: str | None) -> None:
-    """Raise for a name that is no polarity."""
-    if polarity is not None and polarity not in POLARITIES:
-        raise CollateError(explain("polarity", repr(polarity), "There are three polarities.", REMEDY_DECLARE_POLARITY))
 
 
 class MaskValues:
@@ -56,7 +50,6 @@ class MaskValues:
     """
 
     def __init__(self, full: Tensor, declared: Polarity | None, key: str = "attention_mask") -> None:
-        check_polarity(declared)
         self.full, self.key = full, key
         self._float = full.is_floating_point()
         below = DECLARED_BELOW if declared == "bias" else BLOCKED_BELOW
@@ -141,12 +134,12 @@ class MaskValues:
         elif self.additive and declared in ("keep", "masked"):
             kind, rule, remedy = PolarityError, f"It is additive, not '{declared}'.", "Pass polarity='bias'."
         elif self._float and not self.additive and not binary:
-            rule = f"No value blocks for certain: a bias blocks at {BLOCKED_BELOW:g} or below, other masks hold 0 and 1."
+            rule = f"No value is low enough to block: a bias blocks at {BLOCKED_BELOW:g} or below, other masks hold 0 and 1."
             kind, remedy = AmbiguousMaskError, fill
         elif declared == "bias" and not self._float:
             kind, rule, remedy = PolarityError, "A bias is a float tensor.", "Pass 'keep' or 'masked'."
         elif declared == "bias" and high > 0 and binary:
-            rule = "Declared additive, it blocks nothing and adds 1: it is more likely a 0/1 mask."
+            rule = "As polarity='bias' it blocks nothing and adds 1 to scores: it looks like a 0/1 mask."
             kind, remedy = PolarityError, "Pass polarity='keep' or 'masked'."
         else:
             return
@@ -157,17 +150,12 @@ BLOCK = 1 << 19
 """Elements that are read at once: a few arrays of so many bytes stay in a core's cache."""
 
 
-def blocks(array: Array, most: int | None = None) -> Iterator[Array]:
-    """Yield all of `array` in parts of at most `BLOCK` elements, or an eighth; repeated rows (stride 0) come once."""
-    most = min(BLOCK, max(array.size // 8, 1 << 12)) if most is None else most
-    if array.ndim and len(array) and array.strides[0] == 0:
-        array = array[:1]
-    if array.size <= most or not array.ndim:
-        yield from [array] * (array.size > 0)
-        return
-    step = most * len(array) // array.size
-    for low in range(0, len(array), max(step, 1)):
-        yield from [array[low : low + step]] if step else blocks(array[low], most)
+def blocks(array: Array) -> Iterator[Array]:
+    """Yield the values of `array` in flat parts of at most `BLOCK`, or an eighth; what is repeated (stride 0) comes once."""
+    whole = array[tuple(slice(1) if step == 0 else slice(None) for step in array.strides)]
+    if whole.size:
+        most = min(BLOCK, max(whole.size // 8, 1 << 12))
+        yield from np.nditer(whole, ["external_loop", "buffered"], buffersize=most, order="K")
 
 
 _last = attrgetter("last")
@@ -238,10 +226,7 @@ class Square:
         self._raw_BQK = np.broadcast_to(raw, (batch_size, *raw.shape[-2:]))
         self._read = partial(values.attending, polarity=polarity)
         self.shape = batch_size, raw.shape[-1]
-        self._scratch: dict[int, tuple[bytearray, Bools]] = {}
-        self.raw_rows = (lambda b, low, high: self._raw_BQK[b, low:high]) if raw.dtype == bool else self.rows
-        """`rows` without a copy, where `attends` stands for "attends"."""
-        self.attends = not (raw.dtype == bool and polarity == "masked")
+        self._scratch: dict[int, bytearray] = {}
 
     def rows(self, b: int, low: int, high: int) -> Bools:
         """bool `[high - low, S]`: query rows of one row of the batch."""
@@ -267,30 +252,25 @@ class Square:
         """`[B, S]`: the keys that one query of each row of the batch attends."""
         return self.at(np.arange(len(q_B)), q_B, slice(None))
 
-    def at(self, b_N: Array, q_N: Array, k_N: Array | slice) -> Bools:
+    def at(self, b_N: Array | int, q_N: Array | int, k_N: Array | int | slice) -> Bools:
         """`[N]`: single places, or `[N, S]`: single rows."""
         return self._read(self._raw_BQK[b_N, q_N, k_N])
 
-    def given(self, low: int, high: int, regions: Sequence[Region], pattern: Pattern) -> Bools:
-        """The query rows that a pattern gives, as `raw_rows` holds them; the next call writes over them."""
+    def differing(self, b: int, low: int, high: int, regions: Sequence[Region], pattern: Pattern) -> Bools:
+        """bool `[high - low]`: the query rows that attend other keys than the pattern gives. bytearray compares twice as
+        fast as numpy."""
         if high - low not in self._scratch:  # the last block of a mask is smaller
-            raw = bytearray((high - low) * self.shape[1])
-            self._scratch[high - low] = raw, np.frombuffer(raw, bool).reshape(-1, self.shape[1])
-        rows_QK = self._scratch[high - low][1]
-        fill_rows(rows_QK, low, regions, pattern, self.attends, not self.attends)
-        return rows_QK
-
-    def equals_given(self, found_QK: Bools) -> bool:
-        """True if it equals what `given` returned last, byte by byte. bytearray compares twice as fast as numpy."""
-        return self._scratch[len(found_QK)][0] == np.ascontiguousarray(found_QK)
-
-    def differs(self, b: int, low: int, high: int, regions: Sequence[Region], pattern: Pattern, counts_Q: Bools) -> bool:
-        """True if a query row that counts attends other keys than the pattern gives."""
-        given_QK, found_QK = self.given(low, high, regions, pattern), self.raw_rows(b, low, high)
-        return not self.equals_given(found_QK) and bool(((found_QK != given_QK).any(axis=1) & counts_Q[low:high]).any())
+            self._scratch[high - low] = bytearray((high - low) * self.shape[1])
+        given = self._scratch[high - low]
+        given_QK, found_QK = np.frombuffer(given, bool).reshape(high - low, -1), self.rows(b, low, high)
+        fill_rows(given_QK, low, regions, pattern, True, False)
+        if given == np.ascontiguousarray(found_QK):
+            return np.zeros(high - low, bool)
+        different_Q: Bools = (found_QK != given_QK).any(axis=1)
+        return different_Q
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
     """What is known beside the matrix: its sequences, or its padding alone (`parted=False`: one sequence a row)."""
 
@@ -302,11 +282,6 @@ class Known:
     """The producer fills fully blocked rows with True."""
     prove: bool = True
 
-    @once
-    def keep(self) -> Bools | None:
-        """bool `[B, S]`, True = real token; None where nothing is known."""
-        return None if self.segments is None else keep_array(self.segments)
-
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -316,6 +291,22 @@ class Reading:
     pattern: Pattern | None
 
 
+def polarities_of(values: MaskValues, segments: Segments | None) -> tuple[Polarity, ...]:
+    """Return the polarities to try. A real token attends itself under every pattern: one that is known decides."""
+    if values.declared:
+        return (values.declared,)
+    if segments is None or not segments.spans:
+        return "keep", "masked"
+    b, q, _ = segments.spans[0]
+    return ("keep",) if Square(values, "keep", segments.shape[0]).at(b, q, q) else ("masked",)
+
+
+def is_causal(values: MaskValues, segments: Segments) -> bool:
+    """True if plain causal attention on these sequences gives every row of a real token: then no other sequences do."""
+    squares = (Square(values, polarity, segments.shape[0]) for polarity in polarities_of(values, segments))
+    return any(next(wrong_rows(square, segments, CAUSAL), None) is None for square in squares)
+
+
 def wrong_rows(square: Square, segments: Segments, pattern: Pattern, proved_BQ: Bools | None = None) -> Iterator[int]:
     """Yield the rows of the batch in which a real query attends other keys than this pattern; `proved` ones are skipped."""
     counts_BQ = segments.array != 0
@@ -323,6 +314,7 @@ def wrong_rows(square: Square, segments: Segments, pattern: Pattern, proved_BQ: 
         counts_BQ &= ~proved_BQ
     for b, regions in enumerate(regions_of(segments) if counts_BQ.any() else ()):
         for low, high in square.blocks:
-            if counts_BQ[b, low:high].any() and square.differs(b, low, high, regions, pattern, counts_BQ[b]):
+            counts_Q = counts_BQ[b, low:high]
+            if counts_Q.any() and (square.differing(b, low, high, regions, pattern) & counts_Q).any():
                 yield b
                 break

@@ -2,7 +2,7 @@
 
 A token is real if it attends itself and if its key is used; both must agree. A query row that attends everything while
 others do not is a filler (an empty row that its producer "unmasked") and is no evidence. Most masks are those of plain
-causal attention: that is guessed from a few reads of each row and compared block by block; a mask that differs is read.
+causal attention: that is compared block by block, and rows that differ are read.
 
 The reading is proved: rows that the pattern gives are compared with those of the mask, a block at a time; the first block
 with a wrong row ends it. Where another reading gives the same matrix, the mask is refused and both are named. What is known
@@ -14,86 +14,54 @@ O(B * S). Legend: B batch, S width, N sequences, Q/K query and key rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from collate_npu.arrays import Array, once
+from collate_npu.arrays import Array
 from collate_npu.errors import AmbiguousMaskError, explain_rows
 from collate_npu.masks.dense_mask import REMEDY_CARRY_2D, Bools, Known, Reading, Square, regions_of, wrong_rows
 from collate_npu.masks.patterns import CAUSAL, Pattern, Prefix, Sliding
 from collate_npu.segments import Segments, of_keep
 
-Rows = list[tuple[int, str]]
-
 
 class UnexplainedError(Exception):
     """No padding and no pattern gives this matrix, under the polarity it was read with; `rows` says where and why.
 
-    `instead` names a pattern that would explain it, where one was given. `rows` are read off the matrix when needed.
+    `instead` names a pattern that would explain it, where one was given.
     """
 
-    def __init__(self, rows: Callable[[], Rows], instead: Pattern | None = None) -> None:
+    def __init__(self, rows: list[tuple[int, str]], instead: Pattern | None = None) -> None:
         super().__init__()
         self.rows, self.instead = rows, instead
 
 
 @dataclass(slots=True)
 class Extents:
-    """What each query row `[B, S]` attends: its first and last key (its own place where it attends none), whether any, and
-    whether every key."""
+    """What each query row `[B, S]` attends: its first and last key, or its own place where it attends none; whether any."""
 
     first: Array
     last: Array
     some: Bools
-    full: Bools
 
 
+@dataclass(frozen=True, slots=True)
 class Shown:
-    """What the matrix shows, `[B, S]`: guessed to be plain causal attention, where padding attends as the token before it
-    does, or nothing, or everything; `look` corrects what is not so."""
+    """What the matrix shows, `[B, S]`."""
 
-    def __init__(self, square: Square, diagonal_BS: Bools, keep_BS: Bools | None) -> None:
-        B, S = square.shape
-        self.full = square.column(0) & square.column(S - 1)
-        """Rows that attend everything."""
-        self.full[:, -1] = square.row(np.full(B, S - 1)).all(axis=1)
-        self._keep_BS = keep_BS
-        self.real = diagonal_BS & self.counts
-        self.segments, self._begins_BS = sequences(square, self.real)
-        self.proved = np.zeros((B, S), bool)
-        """Rows known to be those of plain causal attention on `segments`, where they are real."""
-        self._filled_BQ = self.full.copy()
-        whole_B = self.real.all(axis=1) & ~self._begins_BS[:, 1:].any(axis=1)
-        self._filled_BQ[whole_B, -1] = False  # the last row of a causal sequence without padding is an ordinary one
-        self._empty_BQ = after_token(self.real) & ~self._filled_BQ
-        if self._empty_BQ.any():  # all such rows of a row are taken to be as the first of them
-            self._empty_BQ &= ~square.row(self._empty_BQ.argmax(axis=1)).any(axis=1, keepdims=True)
-        self._odd_B = (self._filled_BQ | self._empty_BQ).any(axis=1)
-        self._square, self._regions = square, regions_of(self.segments)
-
-    @property
-    def filler(self) -> Bools:
-        """Rows that their producer unmasked; none where a keep mask says which rows count."""
-        return fillers(self.full) if self._keep_BS is None else np.zeros_like(self.full)
-
-    @property
-    def counts(self) -> Bools:
-        """Rows that count as evidence."""
-        return ~self.filler if self._keep_BS is None else self._keep_BS
-
-    @once
-    def extents(self) -> Extents:
-        """What each query attends: as guessed, until what was found otherwise is written over it; `full` is among them."""
-        own_S = np.arange(self.real.shape[1], dtype=np.int32)
-        start_BQ = np.maximum.accumulate(np.where(self._begins_BS, own_S, 0), axis=1)
-        last_BQ = np.maximum.accumulate(np.where(self.real, own_S, -1), axis=1)
-        any_BQ = (last_BQ >= 0) & ~self._empty_BQ | self.full
-        first_BQ = np.where(self.full, 0, np.where(any_BQ, start_BQ, own_S))
-        last_BQ = np.where(self.full, len(own_S) - 1, np.where(any_BQ, last_BQ, own_S))
-        return Extents(first_BQ, last_BQ, any_BQ, self.full)
+    segments: Segments
+    real: Bools
+    full: Bools
+    """Rows that attend everything."""
+    filler: Bools
+    """Rows that their producer unmasked; none where a keep mask says which rows count."""
+    counts: Bools
+    """Rows that count as evidence."""
+    proved: Bools
+    """Rows that plain causal attention on `segments` gives."""
+    extents: Extents
 
     @property
     def reach(self) -> int:
@@ -101,51 +69,57 @@ class Shown:
         back_BQ = np.arange(self.real.shape[1]) - self.extents.first
         return int(back_BQ.max(initial=0, where=self.counts))
 
-    def odd_blocks(self, b: int) -> Iterator[tuple[int, int]]:
-        """The blocks of query rows that are not exactly as guessed."""
-        attends = self._square.attends
-        for low, high in self._square.blocks:
-            given_QK, filled_Q = self._square.given(low, high, self._regions[b], CAUSAL), self._filled_BQ[b, low:high]
-            if self._odd_B[b]:
-                given_QK[filled_Q] = attends
-                given_QK[self._empty_BQ[b, low:high]] = not attends
-            if self._square.equals_given(self._square.raw_rows(b, low, high)):
-                self.proved[b, low:high] = ~filled_Q
-            else:
-                yield low, high
-
 
 def look(square: Square, keep_BS: Bools | None) -> Shown:
-    """Return what the matrix shows. Raises `UnexplainedError` where a row that counts attends a key that is not real."""
-    diagonal_BS, used_BK = square.diagonal(), np.zeros(square.shape, bool)
-    may_BK = diagonal_BS if keep_BS is None else keep_BS
-    wrong = UnexplainedError(lambda: _disagreements(square, keep_BS))
-    if keep_BS is None:  # a token that does not attend itself attends another such: one row tells most wrong polarities
-        inverted_BS = square.row(diagonal_BS.argmin(axis=1)) & ~diagonal_BS
-    else:
-        inverted_BS = keep_BS & ~diagonal_BS
-    if inverted_BS.any():
-        raise wrong
-    shown = Shown(square, diagonal_BS, keep_BS)
+    """Return what the matrix shows. Raises `UnexplainedError` where a row that counts attends a key that is not real.
 
-    def read(b: int, blocks: Iterable[tuple[int, int]]) -> None:
-        for low, high in blocks:
-            used_BK[b] |= read_query_rows(square, b, low, high, shown.extents, keep_BS)
-            if (used_BK[b] & ~may_BK[b]).any():
-                raise wrong
+    Most masks are those of plain causal attention: rows that it gives are compared a block at a time, the others are read.
+    """
+    diagonal_BS = square.diagonal()
+    # a token that does not attend itself attends another such: one row tells most wrong polarities
+    used_BS = square.row(diagonal_BS.argmin(axis=1)) if keep_BS is None else keep_BS
+    bad = {b: int(lost_S.argmax()) for b, lost_S in enumerate(used_BS & ~diagonal_BS) if lost_S.any()}
+    if bad:
+        text = "is attended by another token" if keep_BS is None else "is real in the 2D mask"
+        raise UnexplainedError([(b, f"token {k} {text}, and does not attend itself") for b, k in bad.items()])
+    full_BQ = full_rows(square)
+    filler_BQ = fillers(full_BQ) if keep_BS is None else np.zeros_like(full_BQ)
+    counts_BQ = ~filler_BQ if keep_BS is None else keep_BS
+    real_BS = diagonal_BS & counts_BQ
+    segments, begins_BS = sequences(square, real_BS)
+    extents, proved_BQ = _causal_extents(real_BS, begins_BS), np.ones_like(real_BS)
+    for b, regions in enumerate(regions_of(segments)):
+        for low, high in square.blocks:
+            other_Q = square.differing(b, low, high, regions, CAUSAL)
+            proved_BQ[b, low:high] = ~other_Q
+            lost_S = read_query_rows(square, b, low, other_Q, extents, counts_BQ) & ~real_BS[b]
+            if lost_S.any():
+                bad[b] = int(lost_S.argmax())
+                break
+    if bad:
+        text = "is attended by other tokens, and is padding or does not attend itself"
+        raise UnexplainedError([(b, f"token {k} {text}") for b, k in bad.items()])
+    return Shown(segments, real_BS, full_BQ, filler_BQ, counts_BQ, proved_BQ, extents)
 
-    for b in range(len(used_BK)):
-        read(b, shown.odd_blocks(b))
-    guessed_BS = shown.real
-    shown.real = diagonal_BS & shown.counts
-    if len(misread := np.flatnonzero((shown.real != guessed_BS).any(axis=1))):
-        for b in misread.tolist():
-            read(b, square.blocks)
-        shown.proved[misread] = False
-        shown.segments, _ = sequences(square, shown.real)
-    if ((used_BK | (shown.full & shown.counts).any(axis=1, keepdims=True)) & ~shown.real).any():
-        raise wrong
-    return shown
+
+def full_rows(square: Square) -> Bools:
+    """Return bool `[B, S]`: the query rows that attend every key."""
+    full_BQ = square.column(0) & square.column(square.shape[1] - 1)
+    for b, full_Q in enumerate(full_BQ):
+        for low, high in square.blocks:
+            at_N = np.flatnonzero(full_Q[low:high])
+            if len(at_N):
+                full_Q[low + at_N] = square.rows(b, low, high)[at_N].all(axis=1)
+    return full_BQ
+
+
+def _causal_extents(real_BS: Bools, begins_BS: Bools) -> Extents:
+    """What queries attend under plain causal attention; padding attends as the token before it."""
+    own_S = np.arange(real_BS.shape[1], dtype=np.int32)
+    first_BQ = np.maximum.accumulate(np.where(begins_BS, own_S, 0), axis=1)
+    last_BQ = np.maximum.accumulate(np.where(real_BS, own_S, -1), axis=1)
+    any_BQ = last_BQ >= 0
+    return Extents(np.where(any_BQ, first_BQ, own_S), np.where(any_BQ, last_BQ, own_S), any_BQ)
 
 
 def sequences(square: Square, real_BS: Bools) -> tuple[Segments, Bools]:
@@ -177,46 +151,31 @@ def fillers(full_BQ: Bools) -> Bools:
     return filler_BQ
 
 
-def read_query_rows(square: Square, b: int, low: int, high: int, into: Extents, counts_BS: Bools | None = None) -> Bools:
-    """Write the extents of these query rows of one row of the batch to `into`; return the keys `[S]` that they attend. Only
-    rows that count are returned: `counts_BS`, or without it those that do not attend everything."""
-    rows_QK = square.rows(b, low, high)
-    at, own_Q = (b, slice(low, high)), np.arange(low, high)
-    first_Q, last_Q = rows_QK.argmax(axis=1), rows_QK.shape[1] - 1 - rows_QK[:, ::-1].argmax(axis=1)
-    any_Q = rows_QK[own_Q - low, first_Q]
-    full_Q = (first_Q == 0) & (last_Q == square.shape[1] - 1)
-    full_Q[full_Q] = rows_QK[full_Q].all(axis=1)
-    into.some[at], into.full[at] = any_Q, full_Q
-    into.first[at], into.last[at] = np.where(any_Q, first_Q, own_Q), np.where(any_Q, last_Q, own_Q)
-    counts_Q = ~full_Q if counts_BS is None else counts_BS[at]
-    used_K: Bools = np.logical_or.reduce(rows_QK if counts_Q.all() else rows_QK[counts_Q], axis=0)
+def read_query_rows(square: Square, b: int, low: int, read_Q: Bools, into: Extents, counts_BQ: Bools) -> Bools:
+    """Write the extents of these query rows, from `low` on, of one row of the batch to `into`; return the keys `[S]` that
+    those of them attend that count."""
+    if not read_Q.any():
+        return np.zeros(square.shape[1], bool)
+    q_N = low + np.flatnonzero(read_Q)
+    rows_NK = square.rows(b, low, low + len(read_Q))
+    rows_NK = rows_NK if read_Q.all() else rows_NK[read_Q]
+    first_N, last_N = rows_NK.argmax(axis=1), rows_NK.shape[1] - 1 - rows_NK[:, ::-1].argmax(axis=1)
+    any_N = rows_NK[np.arange(len(q_N)), first_N]
+    into.some[b, q_N] = any_N
+    into.first[b, q_N], into.last[b, q_N] = np.where(any_N, first_N, q_N), np.where(any_N, last_N, q_N)
+    counts_N = counts_BQ[b, q_N]
+    used_K: Bools = np.logical_or.reduce(rows_NK if counts_N.all() else rows_NK[counts_N], axis=0)
     return used_K
 
 
-def all_extents(square: Square, counts_BS: Bools | None = None) -> tuple[Extents, Bools]:
-    """What every query attends, read off the whole matrix; and the keys `[B, S]` that those that count attend."""
-    own_BQ, used_BK = np.tile(np.arange(square.shape[1], dtype=np.int32), (square.shape[0], 1)), np.zeros(square.shape, bool)
-    extents = Extents(own_BQ, own_BQ.copy(), used_BK.copy(), used_BK.copy())
-    for b in range(len(used_BK)):
+def all_extents(square: Square) -> Extents:
+    """Return what every query attends, read off the whole matrix."""
+    own_BQ, all_BQ = np.tile(np.arange(square.shape[1], dtype=np.int32), (square.shape[0], 1)), np.ones(square.shape, bool)
+    extents = Extents(own_BQ, own_BQ.copy(), ~all_BQ)
+    for b in range(len(all_BQ)):
         for low, high in square.blocks:
-            used_BK[b] |= read_query_rows(square, b, low, high, extents, counts_BS)
-    return extents, used_BK
-
-
-def _disagreements(square: Square, keep_BS: Bools | None) -> Rows:
-    """Each row of the batch in which diagonal, used keys and the keep mask do not say the same."""
-    extents, used_BK = all_extents(square, keep_BS)
-    counts_BS = ~fillers(extents.full) if keep_BS is None else keep_BS
-    used_BK |= (extents.full & counts_BS).any(axis=1, keepdims=True)
-    real_BS = square.diagonal() & counts_BS
-    rows: Rows = []
-    for b, at_S in enumerate(used_BK & ~real_BS):
-        if at_S.any():  # the key of a real token is used, by itself
-            k = at_S.argmax()
-            rows.append((b, f"key {k} is attended by other tokens, but token {k} is padding or does not attend itself"))
-        elif keep_BS is not None and (real_BS[b] != keep_BS[b]).any():
-            rows.append((b, f"{real_BS[b].sum()} real tokens where the 2D mask has {keep_BS[b].sum()}"))
-    return rows
+            read_query_rows(square, b, low, all_BQ[b, low:high], extents, all_BQ)
+    return extents
 
 
 def read_square(square: Square, known: Known) -> Reading:
@@ -224,10 +183,10 @@ def read_square(square: Square, known: Known) -> Reading:
 
     Raises `UnexplainedError` where nothing gives this matrix, `AmbiguousMaskError` where two different truths do.
     """
+    keep_BS = None if known.segments is None else known.segments.array != 0
     if known.segments is not None and known.parted:
-        pattern = prove(square, known.segments, known.pattern, lambda: (all_extents(square)[0], 0))
+        pattern = prove(square, known.segments, known.pattern, lambda: (all_extents(square), 0))
         return Reading(known.segments, pattern)
-    keep_BS = known.keep
     shown = look(square, keep_BS)
     segments, proved_BQ = shown.segments, shown.proved
     if known.pattern is not None and known.pattern.cuts and segments.packed:
@@ -275,7 +234,7 @@ def prove(
     if pattern is None and found is not None:
         return found
     text = "rows that no pattern gives" if pattern is None else f"rows that are not those of {pattern} attention"
-    raise UnexplainedError(lambda: [(b, text) for b in wrong(first)], found)
+    raise UnexplainedError([(b, text) for b in wrong(first)], found)
 
 
 def _seen(segments: Segments, extents: Extents, reach: int) -> tuple[int, list[int]]:
@@ -295,11 +254,11 @@ def refuse_inverted(square: Square, segments: Segments) -> None:
     """Raise where the 2D mask may be inverted: padding that attends itself alone would look like many sequences."""
     doubtful = [b for b, row in enumerate(segments.lengths) if len(row) > 1 and max(row) == 1]
     bad = [
-        (b, f"{len(segments.lengths[b])} real tokens that attend themselves alone, beside padding that attends padding")
+        (b, f"{len(segments.lengths[b])} real tokens that attend only themselves, and padding that attends padding")
         for b in doubtful
         if any(_attends_other(square.rows(b, low, high), low, segments.array[b] == 0) for low, high in square.blocks)
     ]
-    rule = "They are sequences of one token, or the 2D mask is turned around (True = padding)."
+    rule = "They are sequences of one token, or the 2D mask is inverted (True = padding)."
     _raise_ambiguous(bad, rule, "Pass attention_mask_2d with True = real; with sequences of one token, segment_ids too.")
 
 
@@ -326,10 +285,10 @@ def refuse_unmasked_rows(shown: Shown, pattern: Pattern, *, declared: bool, unma
         (b, "rows that all see everything" if all_B[b] else "a last row that sees everything")
         for b in np.flatnonzero(bad_B).tolist()
     ]
-    _raise_ambiguous(bad, "Where empty rows are unmasked, these are real tokens throughout, or end in padding.")
+    _raise_ambiguous(bad, "If the producer unmasks empty rows, these tokens are all real, or the last ones are padding.")
     end_B = filler_BS[:, -1] & (not unmasked_rows)
     ends = [(b, "last rows that see everything") for b in np.flatnonzero(end_B).tolist()]
-    rule = "They are padding that was unmasked, or real tokens that attend to both sides (an image)."
+    rule = "The last rows are padding that was unmasked, or real tokens that attend to both sides (an image)."
     _raise_ambiguous(ends, rule, f"Pass unmasked_rows=True if the producer unmasks rows. {REMEDY_CARRY_2D}")
 
 
@@ -353,9 +312,9 @@ def refuse_gaps(shown: Shown, segments: Segments, pattern: Pattern | None) -> No
     reach = pattern.size - 1 if isinstance(pattern, Sliding) else shown.reach
     if pattern is None and (shown.real & (shown.extents.last > np.arange(segments.shape[1]))).any():
         return  # a query attends a key after it
-    apart = {b: f"tokens {j} and {i} that do not meet" for b, j, i in _boundaries(segments) if i - j > reach}
-    rule = f"No token looks back more than {reach}: they are two sequences, or one under a window of {reach + 1}."
-    declare = "" if pattern is not None else "Declare the pattern, e.g. pattern='causal'. "
+    apart = {b: f"tokens {j} and {i} that do not attend each other" for b, j, i in _boundaries(segments) if i - j > reach}
+    rule = f"No token looks back more than {reach}: they are in two sequences, or in one with a window of {reach + 1}."
+    declare = "" if pattern is not None else "Pass pattern=, e.g. pattern='causal'. "
     _raise_ambiguous(sorted(apart.items()), rule, declare + REMEDY_CARRY_2D)
 
 
@@ -377,8 +336,8 @@ def refuse_chunks(shown: Shown, segments: Segments, pattern: Pattern) -> None:
         chunk_N = start_N // size
         if (chunk_N == (stop_N - 1) // size).all() and (np.diff(chunk_N)[meets_N] != 0).all():
             bad = {b: f"sequences that end at token {j}" for b, j, _ in reversed(list(_boundaries(segments)))}
-            rule = f"They are packed sequences, or one sequence a row under chunked attention of {size}."
-            remedy = f"Declare pattern='causal' or pattern=Pattern.chunked({size}). {REMEDY_CARRY_2D}"
+            rule = f"They are packed sequences, or one sequence a row with chunked attention of {size}."
+            remedy = f"Pass pattern='causal' or pattern=Pattern.chunked({size}). {REMEDY_CARRY_2D}"
             _raise_ambiguous(sorted(bad.items()), rule, remedy)
 
 

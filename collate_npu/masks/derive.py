@@ -9,18 +9,9 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-from torch import Tensor
 
 from collate_npu.arrays import host_tensor, whole_number
-from collate_npu.errors import (
-    AmbiguousMaskError,
-    CollateError,
-    PolarityError,
-    UnsupportedFormError,
-    explain,
-    explain_rows,
-    shape_of,
-)
+from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, UnsupportedFormError, explain, explain_rows
 from collate_npu.masks.dense_mask import (
     REMEDY_CARRY_2D,
     REMEDY_DECLARE_POLARITY,
@@ -30,10 +21,10 @@ from collate_npu.masks.dense_mask import (
     Polarity,
     Reading,
     Square,
-    wrong_rows,
+    polarities_of,
 )
 from collate_npu.masks.dense_reader import UnexplainedError, read_square
-from collate_npu.masks.patterns import CAUSAL, Pattern, Prefix
+from collate_npu.masks.patterns import Pattern, Prefix
 from collate_npu.masks.sources import wrong_shape_error
 from collate_npu.segments import Segments, Values, of_keep, ready
 from collate_npu.validation import checked
@@ -52,23 +43,23 @@ def derive_segments(
     prove: bool = True,
     unmasked_rows: bool = False,
 ) -> Segments:
-    """`Segments` of a mask `[B,S]`, `[B,1,1,S]`, `[B,S,S]`, `[S,S]`, `[1,1,S,S]`, `[B,1,S,S]` or `[B,H,S,S]`.
+    """Return the `Segments` of a mask `[B,S]`, `[B,1,1,S]`, `[B,S,S]`, `[S,S]`, `[1,1,S,S]`, `[B,1,S,S]` or `[B,H,S,S]`.
 
-    Inverse of `dense` for every polarity, pattern and padding side, or an error. dtype bool, 0/1 of any number type, or
-    an additive float (blocked at or below -9984, so ALiBi and position biases pass). Heads block the same keys. A `[B, S]`
-    mask is read as keep, 1 = real, as in every stack that carries one, and each row has a token, unless `polarity` says so;
-    whole numbers above 1 are packing ids (`1 1 2 2 0`).
+    It is the inverse of `dense` for every polarity, pattern and padding side, or raises an error. The dtype is bool, 0/1 of
+    any number type, or an additive float (blocked at or below -9984, so ALiBi and position biases pass). All heads must
+    block the same keys. A `[B, S]` mask is read as keep, 1 = real, and each row must have a real token, unless you pass
+    `polarity`. Whole numbers above 1 are packing ids (`1 1 2 2 0`).
 
-    * `attention_mask`: of these ranks; bool, 0/1, additive, or packing ids.
-    * `polarity`: "keep", "masked" or "bias"; None: both ways are read, and the one that is proved is taken. `[B,1,1,S]` must
-      be declared.
-    * `keep`: `[B, S]`, decides what the mask leaves open: its polarity, and whether tokens that see themselves alone are
-      padding. The mask must agree with it at real tokens.
-    * `batch_size`: tells `[S, S]` from `[B, S]`, and repeats a shared mask.
-    * `pattern`: the attention, where two patterns would explain the mask; `chunked` also says: rows are not packed.
-    * `prove`: False takes the evidence (diagonal == columns) without rebuilding the mask: for custom attention.
-    * `unmasked_rows`: the producer fills fully blocked rows with True (transformers 4.x `_unmask_unattended`). Else assumed
-      only if some row of this batch shows it. All rows of a batch are padded on one side.
+    * `attention_mask`: the mask, in one of these shapes: bool, 0/1, additive, or packing ids.
+    * `polarity`: "keep", "masked" or "bias". None: the mask is read in both ways, and the way that is proved counts. Declare
+      it for `[B,1,1,S]`.
+    * `keep`: `[B, S]`, 1 = real. It decides what the mask leaves open: the polarity, and whether a token that sees only
+      itself is padding. The mask must agree with it at real tokens.
+    * `batch_size`: the number of rows. It tells `[S, S]` from `[B, S]`, and repeats a shared mask.
+    * `pattern`: what attention sees, if two patterns would explain the mask. "chunked" also means that rows are not packed.
+    * `prove`: False skips the proof (rebuilding the mask) and compares its diagonal with its columns: for custom attention.
+    * `unmasked_rows`: True if the producer fills fully blocked rows with True (transformers 4.x `_unmask_unattended`).
+      False: this is assumed only if a row of this batch shows it. All rows of a batch must be padded on one side.
 
     Raises `PolarityError`, `AmbiguousMaskError` (both name the readings), or `CollateError` for values and shapes that
     no mask has. Derive before a context-parallel split: a shard has lost the columns this reads.
@@ -81,61 +72,41 @@ def derive_segments(
     >>> derive_segments([[1, 1, 2, 2, 0]]).lengths
     ((2, 2),)
     """
-    full = host_tensor(MASK_KEY, attention_mask)
+    values = MaskValues(host_tensor(MASK_KEY, attention_mask), polarity)
     how = None if pattern is None else Pattern.of(pattern)
     if batch_size is not None:
         whole_number("batch_size", batch_size, least=1)
     if keep is None:
         known = Known(pattern=how, unmasked_rows=unmasked_rows, prove=prove)
-        return ready(read_bare_mask(full, known, polarity=polarity, batch_size=batch_size).segments)
-    truth = read_keys("keep", host_tensor("keep", keep), "keep")
+        return ready(read_bare_mask(values, known, batch_size=batch_size).segments)
+    truth = read_keys(MaskValues(host_tensor("keep", keep), "keep", "keep"))
     known = Known(segments=of_keep(truth.array != 0), parted=False, pattern=how, prove=prove)
-    return ready(read_mask(full, known, polarity=polarity).segments)
+    return ready(read_mask(values, known).segments)
 
 
-def read_mask(full: Tensor, known: Known, *, polarity: Polarity | None) -> Reading:
+def read_mask(values: MaskValues, known: Known) -> Reading:
     """Read a mask of any rank beside a keep mask or the Segments of its batch; both must agree on what is real."""
-    keep_BS = known.keep
-    assert keep_BS is not None
-    values, (B, S) = MaskValues(full, polarity), keep_BS.shape
-    if full.ndim not in (2, 3, 4) or full.shape[-1] != S or full.shape[0] not in (1, B, S):
-        raise wrong_shape_error(MASK_KEY, values.got, (B, S))
+    truth, full = known.segments, values.full
+    assert truth is not None
+    B, S = truth.shape
+    rows = (B, S) if full.ndim == 2 else (1, B)
+    if full.ndim not in (2, 3, 4) or full.shape[-1] != S or full.shape[0] not in rows:
+        raise wrong_shape_error(values.key, values.got, (B, S))
     if tuple(full.shape[:-1]) in ((B,), (B, 1, 1)) and not (full.ndim == 4 and S == 1):
-        found = _key_mask(values, keep_BS)
-        check_same_padding(of_keep(keep_BS), MASK_KEY, found)
-        return Reading(known.segments if known.segments is not None and known.parted else found, None)
+        found = _key_mask(values, truth.array != 0)
+        check_same_padding(truth, values.key, found)
+        return Reading(truth if known.parted else found, None)
     if full.shape[-2] != full.shape[-1]:
         raise _no_shape(values)
-    return _square(values, known, B)
+    return _square(values, known, B) if full.numel() else Reading(truth, None)
 
 
 def _key_mask(values: MaskValues, keep_BS: Bools) -> Segments:
     """Return the Segments of a key mask: of its two polarities, the one that agrees with the keep mask."""
     if values.packing_ids:
         return Segments.from_ids(values.raw)
-    readings = [values.read(polarity).reshape(keep_BS.shape) for polarity in _polarities(values)]
+    readings = [values.read(polarity).reshape(keep_BS.shape) for polarity in polarities_of(values, None)]
     return of_keep(next((x for x in readings if np.array_equal(x, keep_BS)), readings[0]))
-
-
-def _polarities(values: MaskValues, known: Known | None = None) -> tuple[Polarity, ...]:
-    """Return the polarities to try. A real token attends itself under every pattern: one that is known decides."""
-    if values.declared:
-        return (values.declared,)
-    keep_BS = None if known is None else known.keep
-    if keep_BS is None or not keep_BS.any():
-        return "keep", "masked"
-    b, q = divmod(int(keep_BS.argmax()), keep_BS.shape[1])
-    raw = values.raw[:, 0] if values.raw.ndim == 4 else values.raw
-    raw = raw.reshape(-1, *raw.shape[-2:])
-    return ("keep",) if values.attending(raw[b % len(raw), q, q : q + 1], "keep")[0] else ("masked",)
-
-
-def read_keys(key: str, held: Tensor, polarity: Polarity | None) -> Segments:
-    """`Segments` of a mask known to be `[B, S]` by its place in a batch: keep, as declared, or packing ids `1 1 2 2 0`."""
-    values = MaskValues(held, polarity, key)
-    if values.full.ndim != 2:
-        raise _no_shape(values)
-    return _from_keys(values)
 
 
 def check_same_padding(segments: Segments, name: str, other: Segments) -> None:
@@ -144,15 +115,15 @@ def check_same_padding(segments: Segments, name: str, other: Segments) -> None:
     if len(wrong):
         rows = [(int(b), f"{other.row_lengths[b]} real tokens, not {segments.row_lengths[b]}") for b in wrong]
         rule = "It disagrees with the other mask of the same batch about which tokens are real."
-        remedy = "Alignment padding is padding in both; remove the wrong one, or rebuild both from the lengths."
+        remedy = "Remove the wrong one, or rebuild both from the lengths; both mark alignment padding as padding."
         raise CollateError(explain_rows(name, rows, rule, remedy, more="sources-disagree"))
 
 
-def read_bare_mask(full: Tensor, known: Known, *, polarity: Polarity | None, batch_size: int | None) -> Reading:
+def read_bare_mask(values: MaskValues, known: Known, *, batch_size: int | None) -> Reading:
     """Read a mask of any rank by itself, for a batch of `batch_size` rows where that is known."""
-    values, shape = MaskValues(full, polarity), full.shape
+    shape = values.full.shape
     _refuse_compressed(values)
-    if not full.numel() and len(shape) in (2, 3, 4):
+    if not values.full.numel() and len(shape) in (2, 3, 4):
         if shape[-1] and batch_size not in (None, shape[0]):
             raise _of_other_rows(values, batch_size)
         return Reading(Segments(np.zeros((batch_size or shape[0], shape[-1]), np.int32)), None)
@@ -160,8 +131,8 @@ def read_bare_mask(full: Tensor, known: Known, *, polarity: Polarity | None, bat
         return _from_two_dims(values, batch_size, known)
     if len(shape) == 4 and shape[1:3] == (1, 1) and shape[3] > 1:
         if values.declared is None:
-            rule = "True is 'attends' (SDPA) or 'blocked' (TransformerEngine's padding mask); a key mask proves neither."
-            raise PolarityError(explain(MASK_KEY, values.got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
+            rule = "True is 'attends' (SDPA) or 'blocked' (TransformerEngine's padding mask), and a key mask shows neither."
+            raise PolarityError(explain(values.key, values.got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
         return _repeat(values, Reading(of_keep(values.read(values.declared)[:, 0, 0]), None), batch_size)
     if len(shape) in (3, 4) and shape[-1] == shape[-2]:
         return _repeat(values, _square(values, known, shape[0]), batch_size)
@@ -180,22 +151,24 @@ def _from_two_dims(values: MaskValues, batch_size: int | None, known: Known) -> 
     if not _readings(values, known, 1)[0]:
         return Reading(_rows_with_tokens(values), None)
     rule = f"It is a keep mask of {S} rows [B, S], or one square mask [S, S] that all rows share."
-    raise AmbiguousMaskError(explain(MASK_KEY, values.got, rule, "Pass [B, 1, S, S], or attention_mask_2d."))
+    raise AmbiguousMaskError(explain(values.key, values.got, rule, "Pass [B, 1, S, S], or attention_mask_2d."))
 
 
 def _rows_with_tokens(values: MaskValues) -> Segments:
-    """`_from_keys` of a mask that stands alone: a row without a token may be one turned around, unless it was declared."""
-    segments = _from_keys(values)
+    """`read_keys` of a mask that stands alone: a row without a token may be one turned around, unless it was declared."""
+    segments = read_keys(values)
     if segments.empty_rows and values.declared is None:
         rows = [(b, "no real token") for b in segments.empty_rows]
-        rule = "A [B, S] mask is read as keep, 1 = real token; here it may be turned around."
-        remedy = "Pass polarity='keep' where those rows are padding alone, polarity='masked' where 1 is padding."
+        rule = "A [B, S] mask is read as keep, 1 = real token; here it may be inverted."
+        remedy = "Pass polarity='keep' if those rows are only padding, polarity='masked' if 1 means padding."
         raise PolarityError(explain_rows(values.key, rows, rule, remedy, more="inverted-mask"))
     return segments
 
 
-def _from_keys(values: MaskValues) -> Segments:
-    """`[B, S]`: keep unless declared otherwise, or packing ids."""
+def read_keys(values: MaskValues) -> Segments:
+    """`Segments` of a mask known to be `[B, S]` by its place in a batch: keep, as declared, or packing ids `1 1 2 2 0`."""
+    if values.full.ndim != 2:
+        raise _no_shape(values)
     if values.packing_ids:
         if values.declared not in (None, "keep"):
             rule = "Numbers above 1 are packing ids, 0 = padding."
@@ -203,7 +176,7 @@ def _from_keys(values: MaskValues) -> Segments:
         return Segments.from_ids(values.raw)
     if values.declared is None and not values.range[1] and values.full.numel():
         got = f"{values.got} of zeros"
-        rule = "It says that all is padding (keep), or that nothing is (masked, additive)."
+        rule = "Read as keep, every token is padding; read as masked or additive, none is."
         raise PolarityError(explain(values.key, got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
     return of_keep(values.read(values.declared or "keep"))
 
@@ -214,9 +187,9 @@ def _readings(
     """Return, for each possible polarity, the reading of a square mask or why it is ambiguous; and why a polarity fails."""
     found: dict[str, Reading | AmbiguousMaskError] = {}
     failed: dict[str, UnexplainedError] = {}
-    for polarity in _polarities(values, known):
+    for polarity in polarities_of(values, known.segments):
         try:
-            found[polarity] = _read_square(Square(values, polarity, batch_size), known)
+            found[polarity] = read_square(Square(values, polarity, batch_size), known)
         except AmbiguousMaskError as error:
             found[polarity] = error.with_traceback(None)  # whose frames would hold the whole matrix
         except UnexplainedError as error:
@@ -226,18 +199,10 @@ def _readings(
     return found, failed
 
 
-def _read_square(square: Square, known: Known) -> Reading:
-    """Return the known Segments where plain causal attention on them gives these rows: then no others do."""
-    truth = known.segments if known.prove and known.pattern in (None, CAUSAL) else None
-    if truth is not None and next(wrong_rows(square, truth, CAUSAL), None) is None:
-        return Reading(truth, CAUSAL)
-    return read_square(square, known)
-
-
 def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
     """`[B, S, S]` or `[B, H, S, S]`, all heads alike, read by the declared or the proved polarity."""
     if values.full.ndim == 4 and values.full.shape[1] > 1 and _heads_differ(values):
-        raise heads_differ_error(MASK_KEY, values.full)
+        raise heads_differ_error(values)
     found, failed = _readings(values, known, batch_size)
     if not found:
         raise _unexplained(values, known, failed)
@@ -248,7 +213,7 @@ def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
         readings = {name: repr(x.segments) if isinstance(x, Reading) else "ambiguous too" for name, x in found.items()}
         text = "; ".join(f"as '{name}' it is {found_as}" for name, found_as in (readings | others).items())
         rule = f"Both readings are possible: {text}."
-        raise PolarityError(explain(MASK_KEY, values.got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
+        raise PolarityError(explain(values.key, values.got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
     if isinstance(result, AmbiguousMaskError):
         raise result
     return result
@@ -262,32 +227,27 @@ def _heads_differ(values: MaskValues) -> bool:
     return any(bool((read(head_QK) != read(heads[0])).any()) for heads in values.raw for head_QK in heads[1:])
 
 
-def heads_differ_error(key: str, full: Tensor) -> AmbiguousMaskError:
+def heads_differ_error(values: MaskValues) -> AmbiguousMaskError:
     """Return the error for heads that attend different keys."""
-    remedy = f"Leave it to the model, and pass attention_mask_2d instead. {REMEDY_CARRY_2D}"
-    got = f"{shape_of(full)}, not the same for every head"
-    return AmbiguousMaskError(explain(key, got, "One mask is for all heads.", remedy))
+    remedy = "Let the model build it, and pass attention_mask_2d (1 = real token) in its place."
+    return AmbiguousMaskError(explain(values.key, f"{values.got}, different from head to head", "Heads share one.", remedy))
 
 
 def _unexplained(values: MaskValues, known: Known, failed: dict[str, UnexplainedError]) -> AmbiguousMaskError:
-    rows = [(row, f"as '{name}': {text}") for name, error in failed.items() for row, text in error.rows()]
+    rows = [(row, f"as '{name}': {text}") for name, error in failed.items() for row, text in error.rows]
     instead = next((error.instead for error in failed.values() if error.instead is not None), None)
     got = values.got
     if instead is not None:
         rule = f"{got} is not {known.pattern} attention on these tokens; {instead} would explain it."
-        remedy = (
-            f"Pass pattern={spell_pattern(instead)} if the model attends so, or leave the mask out beside attention_mask_2d."
-        )
+        remedy = f"Pass pattern={spell_pattern(instead)} if the model attends so, or pass attention_mask_2d in its place."
     elif known.segments is not None:
-        rule = f"{got} and the other sources of the batch describe no same tokens under one pattern."
-        remedy = "Remove the wrong one; a mask that carries no padding of its own can be left out beside attention_mask_2d."
+        rule = f"{got} and the other keys of the batch name different real tokens, under every pattern."
+        remedy = "Remove the wrong one; if attention_mask_2d is in the batch, this mask can be left out."
     else:
         rule = f"{got} is no padding and no pattern (causal, sliding, chunked, prefix, bidirectional)."
-        remedy = (
-            f"{REMEDY_CARRY_2D} If True means the opposite, pass the other polarity=. In derive_segments: if the "
-            "attention is custom, pass prove=False; if padding attends itself, pass keep=."
-        )
-    return AmbiguousMaskError(explain_rows(MASK_KEY, rows, rule, remedy, more="mask-pattern"))
+        remedy = f"{REMEDY_CARRY_2D} If True means the opposite, pass the other polarity=. In derive_segments: if the "
+        remedy += "attention is custom, pass prove=False; if padding attends itself, pass keep=."
+    return AmbiguousMaskError(explain_rows(values.key, rows, rule, remedy, more="mask-pattern"))
 
 
 def spell_pattern(pattern: Pattern) -> str:
@@ -308,7 +268,7 @@ def _repeat(values: MaskValues, reading: Reading, batch_size: int | None) -> Rea
 
 def _of_other_rows(values: MaskValues, batch_size: int | None) -> CollateError:
     rule = f"The batch has {batch_size} rows."
-    return CollateError(explain(MASK_KEY, values.got, rule, "Pass the mask of this batch, before any split."))
+    return CollateError(explain(values.key, values.got, rule, "Pass the mask of this batch, before any split."))
 
 
 def _refuse_compressed(values: MaskValues) -> None:
@@ -318,7 +278,7 @@ def _refuse_compressed(values: MaskValues) -> None:
     below_QK = (values.full.reshape(-1, 2048)[:2048] != 0).numpy() == np.tri(2048, dtype=bool)
     if below_QK.all() or not below_QK.any():
         rule = "It is torch_npu's compressed causal triangle, which holds no padding, or 2048 tokens without padding."
-        raise AmbiguousMaskError(explain(MASK_KEY, values.got, rule, REMEDY_CARRY_2D))
+        raise AmbiguousMaskError(explain(values.key, values.got, rule, REMEDY_CARRY_2D))
 
 
 def _no_shape(values: MaskValues) -> CollateError:

@@ -166,7 +166,7 @@ def open_empty_rows(masked: Tensor) -> Tensor:
 
 def _values(polarity: Polarity, dtype: torch.dtype | None) -> tuple[torch.dtype, float, float]:
     if dtype is not None and dtype not in PLAIN:
-        rule, remedy = "A mask is of bools, whole numbers, or floats of 16 bits or more.", "Pass one, and convert the mask."
+        rule, remedy = "A mask's dtype is bool, a whole number, or a float of 16 bits or more.", "Convert it afterwards."
         raise CollateError(explain("dtype", str(dtype), rule, remedy))
     if polarity == "bias":
         dtype = dtype or torch.float32
@@ -176,7 +176,7 @@ def _values(polarity: Polarity, dtype: torch.dtype | None) -> tuple[torch.dtype,
     if polarity in ("keep", "masked"):
         return dtype or torch.bool, float(polarity == "keep"), float(polarity == "masked")
     rule = "A dense form is 'keep' (True attends), 'masked' (True is blocked) or 'bias' (additive)."
-    raise CollateError(explain("polarity", repr(polarity), rule, "Name the one your kernel takes."))
+    raise CollateError(explain("polarity", repr(polarity), rule, "Pass the one that your kernel takes."))
 
 
 @cache
@@ -191,7 +191,7 @@ def _query_runs(rows: slice | Sequence[int] | Tensor, S: int) -> list[tuple[int,
     picked = np.arange(S)[rows] if isinstance(rows, slice) else host_array("rows", rows)
     if (picked.dtype.kind not in "iu" and picked.size) or picked.ndim != 1:
         rule = "Query rows are a slice, or whole numbers [Q]."
-        raise CollateError(explain("rows", shape_of(picked), rule, "Pass rows.nonzero()[:, 0] of a bool."))
+        raise CollateError(explain("rows", shape_of(picked), rule, "Of a bool mask, pass rows.nonzero()[:, 0]."))
     if picked.size and (picked.min() < 0 or picked.max() >= S):
         raise CollateError(explain("rows", f"{picked.min()}..{picked.max()}", f"Query rows lie in 0..{S - 1}.", "Clip."))
     cuts = [0, *(np.flatnonzero(np.diff(picked.astype(np.int64)) != 1) + 1).tolist(), len(picked)]
@@ -203,7 +203,7 @@ def check_bytes(what: str, shape: tuple[int, ...], itemsize: int, limit: int) ->
     size = math.prod(shape) * itemsize
     if size > limit:
         rule = f"The limit max_mask_bytes is {limit / 2**30:.2f} GiB."
-        remedy = "Pad right, where causal attention needs no mask, or pack (offsets); else shorter rows, or raise the limit."
+        remedy = "Pad right, where causal attention needs no mask, or pack (offsets); use shorter rows, or raise the limit."
         got = f"{size / 2**30:.2f} GiB ({list(shape)})"
         raise UnsupportedFormError(explain(what, got, rule, remedy, more="mask-memory"))
 
@@ -226,6 +226,7 @@ def mask_mod(
     pattern = Pattern.of(pattern)
     pattern.check(segments.num_sequences)
     device = here(device)
+    sees = pattern.on(device)
     start_BS, number_BS = np.zeros(segments.shape, np.int64), np.zeros(segments.shape, np.int64)
     for b, regions in enumerate(regions_of(segments)):
         for n, start, _, first, last, _ in regions:
@@ -234,7 +235,7 @@ def mask_mod(
 
     def attends(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         same = keep[b, k] & (number[b, k] == number[b, q])
-        attended: Tensor = same & pattern.attends(q - origin[b, q], k - origin[b, q], number[b, q])
+        attended: Tensor = same & sees(q - origin[b, q], k - origin[b, q], number[b, q])
         return attended
 
     return attends
@@ -287,7 +288,7 @@ def varlen(segments: Segments, *, keep_tail: bool = False) -> Segments:
         return Segments.from_lengths([segments.sequence_lengths])
     if segments.shape[0] != 1 or segments.padding_side in PADS_BEFORE:
         rule = "A tail can be kept only in one flat row whose padding stands at its end."
-        raise UnsupportedFormError(explain("varlen", repr(segments), rule, "unpad() first, and leave the tail out."))
+        raise UnsupportedFormError(explain("varlen", repr(segments), rule, "Pass keep_tail=False (tensors of unpad)."))
     return Segments.from_lengths([own_places(segments)])
 
 
@@ -328,15 +329,9 @@ def offsets_of_rows(segments: Segments) -> dict[str, Any]:
     """
     begins_BS = np.diff(segments.array, axis=1, prepend=-1) != 0
     starts = [*np.flatnonzero(begins_BS).tolist(), begins_BS.size]
-    physical, longest = torch.tensor(starts, dtype=torch.int32), int(np.diff(starts).max())
-    offsets = {
-        "cu_seq_lens_q": physical,
-        "cu_seq_lens_k": physical.clone(),
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
-    ids_BS = (begins_BS.reshape(-1).cumsum() - 1).reshape(begins_BS.shape)
-    return offsets | {"seq_idx": torch.from_numpy(ids_BS.astype(np.int32))}
+    flat = offsets_of(of_lengths([np.diff(starts).tolist()], begins_BS.size))
+    named = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    return {key: flat[key] for key in named} | {"seq_idx": flat["seq_idx"].reshape(segments.shape)}
 
 
 # --- places: how much of a flat row each sequence takes up
@@ -350,8 +345,8 @@ def own_places(segments: Segments) -> list[int]:
     """
     B, S = segments.shape
     if B != 1 or segments.hole_rows or (segments.spans and segments.spans[0][1]):
-        rule = "In one flat row padding stands behind a sequence, or at the end."
-        remedy = "unpad() first, and leave the tail out."
+        rule = "Physical offsets describe one flat row [1, S] whose padding follows a sequence or ends the row."
+        remedy = "Call unpad() first, and use the offsets of the row without padding."
         raise UnsupportedFormError(explain("offsets", repr(segments), rule, remedy))
     if segments.padding_side not in PADS_BEFORE:
         tail = S - segments.num_tokens
@@ -379,7 +374,7 @@ def check_cuts(name: str, offsets: Array, segments: Segments) -> None:
     bad_N = np.flatnonzero((offsets[after_N - 1] != starts_N) | (ends[after_N] < ends_N))
     if len(bad_N):
         bad = [(n, f"tokens {starts_N[n]} to {ends_N[n] - 1}") for n in bad_N.tolist()]
-        rule = f"A sequence begins at an offset, and none stands inside it; they are {offsets[:16].tolist()}."
+        rule = f"Each sequence begins at an offset, and no offset is inside it; the offsets are {offsets[:16].tolist()}."
         remedy = "Pass the offsets of these sequences, or leave offsets out."
         raise CollateError(explain_rows(f"{name} (rows are sequences)", bad, rule, remedy, more="sources-disagree"))
 

@@ -9,7 +9,7 @@ sequence in the batch; Q, K query and key rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_array, whole_number
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, did_you_mean, explain
+from collate_npu.validation import checked
 
 PatternName = Literal["causal", "bidirectional"]
 Places = Any
@@ -66,6 +67,10 @@ class Pattern:
         """True where query q of sequence n attends key k of the same sequence; tensors or arrays that broadcast."""
         raise NotImplementedError
 
+    def on(self, device: torch.device | str) -> Callable[[Tensor, Tensor, Tensor], Any]:
+        """`attends` for tensors of this device, which makes no tensor itself: that compiles on no card."""
+        return self.attends
+
     def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
         """Write rows q0, q0 + 1, ... of sequence n, both counted from its first token, against all its keys."""
         Q, K = block_QK.shape
@@ -89,16 +94,19 @@ class Pattern:
         return None
 
     @staticmethod
+    @checked
     def sliding(window: int) -> Pattern:
         """Causal, and only the last `window` tokens, the token itself included (transformers' `sliding_window`)."""
         return Sliding(whole_number("window", window, least=1))
 
     @staticmethod
+    @checked
     def chunked(size: int) -> Pattern:
         """Causal inside chunks of `size` tokens (transformers' `attention_chunk_size`)."""
         return Chunked(whole_number("chunk size", size, least=1))
 
     @staticmethod
+    @checked
     def prefix(lengths: int | Sequence[int] | Tensor) -> Pattern:
         """Causal, but every token also sees the first `lengths` tokens of its sequence: one number, or one for each."""
         values = np.atleast_1d(host_array("prefix", lengths))
@@ -116,7 +124,8 @@ class Pattern:
             return CAUSAL if pattern == "causal" else Bidirectional()
         rule = "Patterns by name are 'causal' and 'bidirectional'; the others carry a size."
         remedy = "Pass Pattern.sliding(window), Pattern.chunked(size) or Pattern.prefix(lengths)."
-        raise CollateError(explain("pattern", repr(pattern), rule, remedy))
+        near = did_you_mean(str(pattern), ("causal", "bidirectional"), remedy)
+        raise CollateError(explain("pattern", repr(pattern), rule, near))
 
     def __str__(self) -> str:
         numbers = [n for value in vars(self).values() for n in np.atleast_1d(value).tolist()]
@@ -227,8 +236,13 @@ class Prefix(Pattern):
     causal: ClassVar[bool] = False
 
     def attends(self, q: Places, k: Places, n: Places) -> Places:
-        lengths = torch.tensor(self.lengths, device=n.device) if isinstance(n, Tensor) else np.asarray(self.lengths)
-        return (k <= q) | (k < lengths[n % len(self.lengths)])
+        if isinstance(n, Tensor):
+            return self.on(n.device)(q, k, n)
+        return (k <= q) | (k < np.asarray(self.lengths)[n % len(self.lengths)])
+
+    def on(self, device: torch.device | str) -> Callable[[Tensor, Tensor, Tensor], Any]:
+        lengths = torch.tensor(self.lengths, device=device)
+        return lambda q, k, n: (k <= q) | (k < lengths[n % len(lengths)])
 
     def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any) -> None:
         CAUSAL.fill(block_QK, q0, n, allowed, forbidden)
@@ -261,7 +275,7 @@ def _check_declared(pattern: Pattern) -> None:
     settles = not pattern.settles or bool((seen_QK[L:] == seen_QK[L - 1]).all())
     narrow = isinstance(pattern, Sliding)  # of one token: reading refuses it
     facts = [
-        (seen_QK.diagonal().all(), "a token that does not attend itself", "A mask shows by it which tokens are real."),
+        (seen_QK.diagonal().all(), "a token that does not attend itself", "A mask shows which tokens are real by this."),
         (not (pattern.causal and np.triu(seen_QK[:L], 1).any()), "causal=True", "A token attends a later one."),
         (pattern.cuts or narrow or seen_QK.diagonal(-1).all(), "cuts=False", "A token does not attend the one before it."),
         (settles, "settles=True", "Queries behind the last token attend other keys than the last token."),

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import Array, entries, host_array, host_tensor, once, whole_number
-from collate_npu.errors import CollateError, explain, explain_rows
+from collate_npu.errors import CollateError, a_type, explain, explain_rows
 from collate_npu.keys import KEYS, Role
 from collate_npu.masks.forms import MAX_MASK_BYTES, check_bytes, check_cuts, fitting_places
 from collate_npu.segments import (
@@ -55,7 +56,7 @@ class Sources(dict[str, Any]):
     def __init__(self, batch: Mapping[str, Any]) -> None:
         if not hasattr(batch, "items"):
             rule, remedy = "A batch is a dict of tensors.", "Pass the dict that your collator returns."
-            raise CollateError(explain("batch", f"a {type(batch).__name__}", rule, remedy))
+            raise CollateError(explain("batch", a_type(batch), rule, remedy))
         super().__init__(batch if type(batch) is dict else entries(batch))
         self.named: defaultdict[Named, tuple[str, ...]] = defaultdict(tuple)
         """The keys of each role that hold something, in the order of the table."""
@@ -179,7 +180,7 @@ def _evaluated(name: str, block_mask: Any) -> Tensor:
     return evaluated
 
 
-_REMEDY = "Keep one set of them, of this very batch: a collator or a split may have left old ones behind."
+_REMEDY = "Keep one set of offsets, that of this batch: a collator or a split may have left old ones in it."
 
 
 def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str, Segments] | None:
@@ -206,19 +207,25 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
     tail = _tail(sources)
     if sources.named["tail"] and tail and S - tail not in physical:
         rule = f"The tail begins where a sequence ends: {name} is {physical.tolist()[-8:]}, and the row has {S} tokens."
-        remedy = "Leave it out where rows that had tails were joined or split, and carry segment_ids."
+        remedy = "If rows with tails were joined or split, leave it out and pass segment_ids."
         raise CollateError(explain(sources.named["tail"][0], str(tail), rule, remedy))
     if physical[-1] < S and not _ends_in_padding(sources, int(physical[-1]), S):
-        rule = f"The row has {S} tokens, and nothing else says that those behind the last offset are padding."
-        remedy = "Count the tail too, or carry attention_mask_2d or segment_ids beside them."
+        rule = f"The row has {S} tokens, and no other key says that the tokens after the last offset are padding."
+        remedy = "Let the last offset count the tail, or add attention_mask_2d or segment_ids."
         raise CollateError(explain(name, str(physical.tolist())[:80], rule, remedy))
     if not tail and np.array_equal(starts_N[held], np.cumsum(real_N[held]) - real_N[held]):
         return name, of_lengths([real_N[held].tolist()], S)
-    ids_S = np.zeros(S, np.int64)
-    for n, (start, length) in enumerate(zip(starts_N[held].tolist(), real_N[held].tolist()), start=1):
-        ids_S[start : start + length] = n
+    ids_S = _ids_at(starts_N.tolist(), real_N.tolist(), S)
     ids_S[max(S - tail, 0) :] = 0
     return name, of_ids(ids_S[None])
+
+
+def _ids_at(starts: list[int], lengths: list[int], width: int) -> Array:
+    """Return the ids of a row whose sequences begin at these places."""
+    ids_S = np.zeros(width, np.int64)
+    for n, (start, length) in enumerate(zip(starts, lengths), start=1):
+        ids_S[start : start + length] = n
+    return ids_S
 
 
 def _ends_in_padding(sources: Sources, end: int, S: int) -> bool:
@@ -256,18 +263,15 @@ def says_padding(sources: Sources) -> bool:
 def _placed(rows: list[list[int]], held: list[list[int]], shape: tuple[int, int]) -> Segments:
     """Each sequence at the start of its place, padding behind it."""
     bad = [
-        (b, f"{row} in places of {places}")
+        (b, f"lengths {row}, padded lengths {places}")
         for b, (row, places) in enumerate(zip(rows, held))
         if len(row) != len(places) or any(n > most for n, most in zip(row, places)) or sum(places) > shape[1]
     ]
     if bad or len(rows) != len(held):
-        rule = f"Each length fits its place, and the places their row of {shape[1]}."
-        raise CollateError(explain_rows("seq_lens_padded", bad, rule, "Leave seq_lens_padded out, and carry segment_ids."))
-    ids_BS = np.zeros(shape, np.int64)
-    for ids_S, row, places in zip(ids_BS, rows, held):
-        for n, (start, length) in enumerate(zip(np.cumsum([0, *places]).tolist(), row), start=1):
-            ids_S[start : start + length] = n
-    return of_ids(ids_BS)
+        rule = f"No length exceeds its padded length, and padded lengths add up to at most {shape[1]}, the row."
+        raise CollateError(explain_rows("seq_lens_padded", bad, rule, "Leave seq_lens_padded out, and pass segment_ids."))
+    starts = [[0, *accumulate(places)] for places in held]
+    return of_ids(np.array([_ids_at(*each, shape[1]) for each in zip(starts, rows)]))
 
 
 def check_known_offsets(sources: Sources, segments: Segments) -> None:
@@ -297,7 +301,7 @@ def check_offsets(sources: Sources, segments: Segments, source: str) -> None:
         numbers_BS, keep_BS = sources.array(key), segments.array != 0
         same = numbers_BS.shape == segments.shape
         if not same or (run_starts(numbers_BS, keep_BS, 0) != run_starts(segments.array, keep_BS, 0)).any():
-            rule = "It numbers other sequences than the other keys of the batch."
+            rule = "Its numbers change at other tokens than the sequences of the other keys."
             raise CollateError(explain(key, str(numbers_BS.tolist())[:80], rule, _REMEDY))
 
 
@@ -436,8 +440,8 @@ def check_positions(positions_BS: Array, segments: Segments) -> None:
     wrong_B = tells_B & (starts_BS.sum(axis=1) > 1) & (starts_BS != true_BS).any(axis=1)
     bad = [(int(b), f"sequences that begin at {np.flatnonzero(starts_BS[b]).tolist()[:8]}") for b in np.flatnonzero(wrong_B)]
     if bad:
-        rule = "Positions restart at other places than the sequences that the other sources of the batch tell."
-        remedy = "Let every sequence count from 0, carry segment_ids, or drop position_ids."
+        rule = "Positions restart at other tokens than those where the other keys of the batch begin a sequence."
+        remedy = "Let every sequence count from 0, pass segment_ids, or drop position_ids."
         raise CollateError(explain_rows("position_ids", bad, rule, remedy))
 
 
@@ -449,8 +453,8 @@ def check_counts(positions_BS: Array, segments: Segments) -> None:
     steps, rows = np.diff(tokens_T.astype(np.float64))[inside], rows_T[1:][inside]
     stand = set(rows.tolist()) - set(rows[steps != 0].tolist())
     if bad := sorted({*rows[~(steps >= 0)].tolist(), *stand}):
-        rule = "Inside a sequence positions rise; these fall, or are one number for all of its tokens."
-        remedy = "Leave position_ids out: they follow from the mask. Or let each sequence count from 0."
+        rule = "Positions rise inside a sequence; these fall, or are the same for all of its tokens."
+        remedy = "Leave position_ids out (the mask gives them), or let each sequence count from 0."
         shown = [(int(b), str(positions_BS[b].tolist()[:24])) for b in bad]
         raise CollateError(explain_rows("position_ids", shown, rule, remedy))
 

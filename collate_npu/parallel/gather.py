@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.errors import CollateError, explain, not_one_of, shape_of
 from collate_npu.masks.forms import check_cuts
 from collate_npu.outputs import to_nested
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, turn_of, uncompiled
@@ -42,14 +42,14 @@ def gather_sequence(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     loss: Loss = "same",
 ) -> Tensor:
-    """The whole output on every rank, in order, from each rank's shard. Undoes `split_batch` and `split_tensor`.
+    """Return the whole output, in order, on every rank, from all shards. Undoes `split_batch` and `split_tensor`.
 
     `dim` is the sequence, 1 in `[B, S / size, ...]` (0 in Megatron's `[S / size, B, H]`); a jagged output
     `[N, j, ...]` comes back jagged. `segments`, of the whole batch, are checked against the result, which
     `last_token`, `per_sequence` and `to_nested` then take. Layouts `document_*` need the offsets the batch was split
     by: `cu_seqlens=cu_seqlens_of(shard)`.
 
-    What a gradient means depends on what the ranks do with the whole row, and nothing here can see that:
+    Say how the ranks use the whole row, because the gradient depends on it:
 
     * `loss="same"`: every rank computes the same loss from it (pooling, rewards, a replicated head). Each shard gets
       its part of that one gradient, without communication; add parameter gradients up over the group.
@@ -63,9 +63,8 @@ def gather_sequence(
     with turn_of(cp):
         with ranks_agree(cp, call="gather") as facts:  # whatever is wrong on one rank, it says so before the others wait
             dim = dimension("output", output, dim)
-            if loss not in ("same", "local"):
-                rule = "Either every rank computes the same loss from the whole row ('same') or one of its own ('local')."
-                raise CollateError(explain("loss", repr(loss), rule, "Name the one that is true here."))
+            if loss not in get_args(Loss):
+                raise not_one_of("loss", loss, get_args(Loss), "Pass 'same' if every rank computes the same loss from it.")
             if output.is_nested:
                 shard, dim, offsets = cast(Any, output).values(), 0, jagged_cu_seqlens(output, cp) * cp.size
             _check_shape(output, shard.shape, cp, segments, dim)
@@ -89,9 +88,9 @@ def gather_sequence(
 def join_shards(
     shards: Sequence[Tensor], cp: ContextParallel, *, dim: int = 1, cu_seqlens: Tensor | Sequence[int] | None = None
 ) -> Tensor:
-    """The whole tensor from the shards of ranks 0, 1, ... in one process; `cp` may be any of their places.
+    """Return the whole tensor from the shards of ranks 0, 1, ... in one process; `cp` may be that of any rank.
 
-    `gather_sequence` without communication; gradients flow to every shard. Undoes `split_tensor`.
+    It is `gather_sequence` without communication; gradients flow to every shard. Undoes `split_tensor`.
 
     >>> join_shards([torch.tensor([[0, 1, 6, 7]]), torch.tensor([[2, 3, 4, 5]])], ContextParallel(2, 0)).tolist()
     [[0, 1, 2, 3, 4, 5, 6, 7]]
@@ -100,15 +99,15 @@ def join_shards(
     held = [shard for shard in listed if isinstance(shard, Tensor) and shard.layout is torch.strided and not shard.is_nested]
     if len(held) != cp.size or len(held) != len(shards) or len({shard.shape for shard in held}) != 1:
         got = f"{len(held)} tensors of shapes {sorted({str(list(shard.shape)) for shard in held})}"
-        raise CollateError(explain("shards", got, f"{cp.size} ranks hold one shard each, all alike.", "Pass them all."))
+        raise CollateError(explain("shards", got, f"{cp.size} ranks have one shard each, of one shape.", "Pass all."))
     dim = dimension("shards", shards[0], dim)
     return _in_order(shards, _pieces(shards[0].shape[dim] * cp.size, cp, cu_seqlens), dim)
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """One Python object of each rank, on every rank of `group`, through the Gloo group of these ranks (`gloo_group`).
+    """Return a list with one Python object of each rank of `group`, sent through the Gloo group of these ranks.
 
-    Without `group`: all that share out the data, over data and context parallelism.
+    Without `group` the ranks are all that share the data, over data and context parallelism.
 
     >>> gather_objects({"loss": 0.5})  # doctest: +SKIP
     [{'loss': 0.5}, {'loss': 0.7}]

@@ -1,6 +1,6 @@
 """Which tokens a rank holds: every layout is a few runs `[start, stop)` of the row, in the order of the shard.
 
-Nothing here touches a tensor of the batch or a process group; the cost is O(runs). Eight tokens on two ranks::
+And the process groups of these ranks. No tensor of a batch is touched; the cost is O(runs). Eight tokens on two ranks::
 
     zigzag        0 1 . . . . 6 7   |  . . 2 3 4 5 . .      chunks r and 2 * size - 1 - r: causal work is level
     contiguous    0 1 2 3 . . . .   |  . . . . 4 5 6 7
@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 from types import MappingProxyType
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -31,7 +31,7 @@ from torch import Tensor
 from collate_npu.arrays import OF_A_BATCH, check_places, whole_number
 from collate_npu.errors import CollateError, explain, explain_rows
 from collate_npu.segments import as_offsets
-from collate_npu.validation import checked
+from collate_npu.validation import check_fields, checked, options_checked
 
 _GLOO: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 """The groups made here, by the world they are of and their ranks."""
@@ -150,21 +150,22 @@ BLOCKS = MappingProxyType({"fp8": 16, "mxfp8": 32, "blockwise": 128})
 """Tokens a quantised matrix product takes together, per rank (ms-swift megatron/utils/utils.py:229-249)."""
 
 
+@options_checked("ContextParallel")
 @dataclass(frozen=True, slots=True)
 class ContextParallel:
     """One rank's place in a group of `size` ranks that share every row of the batch.
 
-    `from_group`, `from_mesh` and `from_megatron` read size and rank off a group.
+    `from_group`, `from_mesh` and `from_megatron` read size and rank from a group.
 
-    * `size`: how many ranks share a row.
-    * `rank`: which of them this is.
-    * `layout`: which tokens are whose: "zigzag", "contiguous", "ulysses_ring" (for flat rows with "document_" before it), or
-      "ulysses".
-    * `tensor_parallel`: ranks that share this rank's tokens again (Megatron's sequence_parallel).
-    * `block`: tokens a rank come in multiples of this: one of `BLOCKS`, or a kernel's own (64 for cuDNN fused attention).
-    * `ulysses`: Ulysses ranks inside each ring, of `ulysses_ring`; rank = ring rank * ulysses + Ulysses rank.
-    * `mask_2d`: "local": a rank's own tokens of `attention_mask_2d`; "global": the row, for a layer that gathers first.
-    * `group`: their process group or DeviceMesh of one dimension; without it rows are split, and nothing is gathered.
+    * `size`: the number of ranks that share a row.
+    * `rank`: the number of this rank among them.
+    * `layout`: which rank holds which tokens: "zigzag", "contiguous", "ulysses_ring" (each with "document_" before it for
+      flat rows), or "ulysses".
+    * `tensor_parallel`: the number of ranks that split this rank's tokens again (Megatron's sequence_parallel).
+    * `block`: each rank holds a multiple of this many tokens: a name in `BLOCKS`, or a number (64 for cuDNN attention).
+    * `ulysses`: the number of Ulysses ranks in each ring of "ulysses_ring"; rank = ring rank * ulysses + Ulysses rank.
+    * `mask_2d`: "local" splits `attention_mask_2d` like the tokens; "global" keeps the row, for a layer that gathers first.
+    * `group`: their process group, or DeviceMesh of one dimension. Without it rows can be split but not gathered.
 
     >>> cp = ContextParallel(size=2, rank=0)
     >>> token_rows(8, cp).tolist(), token_rows(8, cp.with_rank(1)).tolist()
@@ -397,17 +398,12 @@ def _check_width(width: int, cp: ContextParallel) -> None:
 
 
 def _check(cp: ContextParallel) -> None:
-    if not isinstance(cp.layout, str) or cp.layout not in get_args(Layout):
-        listed = ", ".join(map(repr, get_args(Layout)))
-        raise CollateError(explain("layout", repr(cp.layout), f"Layouts are {listed}.", "Name one of them."))
+    check_fields(cp)
     for name in ("size", "tensor_parallel", "block", "ulysses"):
         whole_number(name, getattr(cp, name), least=1)
     if not 0 <= whole_number("rank", cp.rank, least=-cp.size) < cp.size:
         rule = f"Ranks of a group of {cp.size} count from 0 to {cp.size - 1}."
         raise CollateError(explain("rank", str(cp.rank), rule, "Pass the rank inside the group, not the global rank."))
-    if not isinstance(cp.mask_2d, str) or cp.mask_2d not in get_args(Scope):
-        rule = "A rank gets its own tokens of the 2D mask ('local') or the whole row ('global')."
-        raise CollateError(explain("mask_2d", repr(cp.mask_2d), rule, "'local' suits layers that see their own tokens."))
     if (cp.ulysses > 1 and not cp.layout.endswith("ulysses_ring")) or cp.size % cp.ulysses:
-        rule = f"It divides the {cp.size} ranks, in the layouts '*ulysses_ring'; layout 'ulysses' needs no number."
+        rule = f"It divides the {cp.size} ranks, and goes with layouts '*ulysses_ring'; layout 'ulysses' needs none."
         raise CollateError(explain("ulysses", f"{cp.ulysses} with {cp.layout!r}", rule, "Change one of the two."))

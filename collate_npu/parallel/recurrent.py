@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 
@@ -55,9 +55,6 @@ def recurrent_parallel(cp: ContextParallel, scheme: RecurrentScheme, *, padding_
     >>> recurrent_parallel(ContextParallel(2, 0), "head_exchange").layout
     'contiguous'
     """
-    if scheme not in get_args(RecurrentScheme):
-        listed = ", ".join(map(repr, get_args(RecurrentScheme)))
-        raise CollateError(explain("scheme", repr(scheme), f"Schemes are {listed}.", "Name one of them."))
     if cp.size == 1:
         return cp
     takes = _TAKES[scheme][padding_free]
@@ -65,7 +62,7 @@ def recurrent_parallel(cp: ContextParallel, scheme: RecurrentScheme, *, padding_
         got, remedy = "padded rows", "Use padding_free=True: one flat row."
         if padding_free:
             got, remedy = "a flat row", "Give each sequence its own row (padding_free=False)."
-        rule = f"Recurrent layers that share a row by {scheme} have no order of the tokens that is right for that."
+        rule = f"Recurrent layers with {scheme} cannot share it out: no order of its tokens is right."
         raise UnsupportedFormError(explain("context_parallel", got, rule, remedy))
     return cp if cp.layout in takes else replace(cp, layout=takes[0], ulysses=1)
 
@@ -93,8 +90,8 @@ def check_recurrent_split(
     >>> check_recurrent_split(ContextParallel(2, 0, layout="contiguous"), "head_exchange_zigzag", segments)
     Traceback (most recent call last):
         ...
-    collate_npu.errors.UnsupportedFormError: layout: got 'contiguous'. Recurrent layers that share a row by
-        head_exchange_zigzag put tokens of layout 'zigzag' in order, no others. Use ContextParallel(layout='zigzag');
+    collate_npu.errors.UnsupportedFormError: layout: got 'contiguous'. Recurrent layers with
+        head_exchange_zigzag put tokens in order only from the layout 'zigzag'. Use ContextParallel(layout='zigzag');
         ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo='megatron_cp_algo'.
     """
     if cp.size == 1:
@@ -102,19 +99,19 @@ def check_recurrent_split(
     right, width = recurrent_parallel(cp, scheme, padding_free=padding_free), segments.shape[1]
     bounds = _checked_offsets(offsets, segments) if padding_free else (0, width)
     if not same_tokens(cp, right, len(set(bounds)) - 1):
-        rule = f"Recurrent layers that share a row by {scheme} put tokens of layout {right.layout!r} in order, no others."
+        rule = f"Recurrent layers with {scheme} put tokens in order only from the layout {right.layout!r}."
         stacks = "; ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo='megatron_cp_algo'"
         remedy = f"Use ContextParallel(layout={right.layout!r}){stacks if scheme == 'head_exchange_zigzag' else ''}."
         raise UnsupportedFormError(explain("layout", repr(cp.layout), rule, remedy))
     token_runs(width, right, bounds)
     ranks = cp.size * (cp.tensor_parallel if scheme == "head_exchange_zigzag" else 1)
     if scheme != "state_passing" and any(n % ranks for n in heads):
-        rule = f"{ranks} ranks share out the key heads and the value heads of a recurrent layer."
+        rule = f"A recurrent layer's key heads and value heads are shared out over {ranks} ranks."
         remedy = "Use a context parallel size that divides both numbers."
         raise CollateError(explain("heads", f"{list(heads)}", rule, remedy))
     # The convolution's halo comes from the previous rank alone (fla bc3b101 modules/conv/cp/ops.py:56-66).
     if scheme == "state_passing" and width // cp.size < conv_width - 1:
-        rule = f"A convolution {conv_width} wide looks back {conv_width - 1} tokens, and reads the previous rank alone."
+        rule = f"A convolution {conv_width} wide looks back {conv_width - 1} tokens, and reads only the previous rank."
         remedy = f"Pad the row to at least {cp.size * (conv_width - 1)} tokens."
         raise CollateError(explain("width", f"{width} tokens on {cp.size} ranks", rule, remedy))
 

@@ -45,7 +45,7 @@ def split_batch(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     keys: Mapping[str, Key] = KEYS,
 ) -> dict[str, Any]:
-    """Return this rank's batch: each key shared by its row of `keys`, in the same order. `gather_sequence` undoes it by key.
+    """Return this rank's part of a batch: each key is split as its row of `keys` says. `gather_sequence` undoes it by key.
 
     A key that KEYS does not list is split where it begins `[B, S]`, replicated where no dimension is S wide, and refused
     otherwise. Labels are split as they are: where the model shifts them itself, put `shift_labels` in the batch first,
@@ -102,7 +102,7 @@ def share_out(
 def split_tensor(
     x: Tensor, cp: ContextParallel, *, dim: int = 1, cu_seqlens: Tensor | Sequence[int] | None = None
 ) -> Tensor:
-    """This rank's part of one tensor along `dim`. `gather_sequence` and `join_shards` undo it.
+    """Return this rank's part of one tensor along `dim`. `gather_sequence` and `join_shards` undo it.
 
     A jagged tensor `[N, j, ...]` is split document by document and stays jagged (layouts `document_*`).
 
@@ -131,12 +131,12 @@ def _shape(batch: Sources, segments: Segments | None) -> tuple[int, int]:
                 continue
             B, S = size[-2:] if KEYS[key].kind == "positions" else size[:2]
         if segments is not None and segments.shape != (B, S):
-            rule = f"The segments speak of {list(segments.shape)} (rows, width)."
+            rule = f"The segments are those of a batch {list(segments.shape)} (rows, width)."
             raise CollateError(explain(key, shape_of(value), rule, "Pass the unsplit batch and its own Segments."))
         return B, S
     if segments is not None:
         return segments.shape
-    rule = "The width is read off input_ids, positions, labels or a mask of tokens."
+    rule = "The width is read from input_ids, positions, labels or a mask of tokens."
     raise CollateError(explain("batch", f"the keys {sorted(batch)}", rule, "Pass segments= with the batch."))
 
 
@@ -155,7 +155,7 @@ def _offsets(
         real = held[-1] < offsets[-1] and len(held) == len(offsets) and (np.diff(held) <= np.diff(offsets)).all()
         if not real and not np.array_equal(held, offsets):
             rule = f"{name} of the batch is {held[:16].tolist()}."
-            remedy = "Pass the offsets by which documents stand in this row, or none: the batch has them."
+            remedy = "Pass the offsets of the documents of this row, or leave cu_seqlens out: the batch has them."
             raise CollateError(explain("cu_seqlens", str(offsets.tolist())[:80], rule, remedy, more="sources-disagree"))
     return offsets.tolist()  # type: ignore[no-any-return]
 
@@ -251,7 +251,7 @@ class _Shard:
             return TOKENS
         if self.shape[1] not in value.shape:
             return SAMPLE
-        rule = f"A key that KEYS does not list is per token if it begins {list(self.shape)}: the width stands elsewhere."
+        rule = f"A key that KEYS does not list is per token if its shape begins {list(self.shape)}."
         remedy = f"Say what it is: keys={{**KEYS, {key!r}: Key(kind='tokens', dim=...)}}, or SAMPLE."
         raise CollateError(explain(key, shape_of(value), rule, remedy))
 
@@ -259,7 +259,7 @@ class _Shard:
 def _refuse_sparse(name: str, x: Tensor) -> None:
     if x.layout is not torch.strided:
         got = str(x.layout).removeprefix("torch.")
-        raise CollateError(explain(name, got, "Tokens are taken out of dense tensors.", "Pass x.to_dense()."))
+        raise CollateError(explain(name, got, "A split takes tokens from dense tensors.", "Pass x.to_dense()."))
 
 
 def take_runs(x: Tensor, dim: int, runs: tuple[Run, ...]) -> Tensor:
@@ -315,7 +315,7 @@ def pad_documents(
     pad_token_id: int = 0,
     keys: Mapping[str, Key] = KEYS,
 ) -> tuple[dict[str, Any], Segments]:
-    """A flat row `[1, S]` with each document padded to `multiple` and to `cp.document_multiple`, the row to `cp.multiple`.
+    """Return a flat row `[1, S]`, each document padded to `multiple` and `cp.document_multiple`, the row to `cp.multiple`.
 
     The last document takes the alignment tail, so no document is invented. Adds `cu_seqlens` (real) and
     `cu_seqlens_padded` (where documents stand); `cu_seq_lens_q/k` and `max_length_q/k` become the padded ones, since
@@ -341,13 +341,13 @@ def pad_documents(
     else:
         check_known(sources, segments)
     if segments.shape[0] != 1 or segments.hole_rows:
-        rule = "Documents stand in one flat row, the padding of each at its end."
-        raise CollateError(explain("segments", repr(segments), rule, "unpad() the row first."))
+        rule = "pad_documents needs one flat row [1, S], the padding of each document at its end."
+        raise CollateError(explain("segments", repr(segments), rule, "Call unpad() first."))
     lengths_N = np.array(segments.sequence_lengths, np.int64)
     starts_N = np.array([start for _, start, _ in segments.spans], np.int64)
     each, whole = (1, 1) if cp is None else (cp.document_multiple, cp.multiple)
     each = lcm(whole_number("multiple", multiple, least=1), each)
-    check_places("multiple", each * len(lengths_N), "Each document is padded to it: a chunk is 64.")
+    check_places("multiple", each * len(lengths_N), "Pass a smaller multiple (a chunk is 64).")
     places_N = np.array(aligned(lengths_N.tolist(), each), np.int64)
     places_N[-1:] += -places_N.sum() % lcm(each, whole)
     plan = _Plan.of(segments.shape[1], lengths_N, starts_N, places_N)
@@ -371,11 +371,11 @@ def _check_kinds(sources: Sources) -> None:
     for key, full in sources.masks.items():
         if full.ndim > 2:
             remedy = "Leave it out and build dense(segments) from what pad_documents returns."
-            raise UnsupportedFormError(explain(key, shape_of(full), "A dense mask is not padded by document.", remedy))
+            raise UnsupportedFormError(explain(key, shape_of(full), "pad_documents cannot pad a dense mask.", remedy))
     for key in of_kind(sources, "offsets"):
         if KEYS[key].role is None and sources[key] is not None:
             remedy = "Leave it out, and build it from what pad_documents returns."
-            raise CollateError(explain(key, shape_of(sources[key]), "It holds offsets of the row as it was.", remedy))
+            raise CollateError(explain(key, shape_of(sources[key]), "It holds offsets of the row before padding.", remedy))
 
 
 def with_fills(keys: Mapping[str, Key], fills: Mapping[Any, float]) -> dict[str, Key]:

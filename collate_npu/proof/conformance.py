@@ -2,11 +2,11 @@
 its sample alone.
 
 Samples are drawn, asked for alone, then in batches on which padding, packing, chunks and order go wrong. What passes follows
-from the noise of the stack's own answers: a sample again, with tokens behind it, beside a copy of itself. A wrong answer: a
-sample with a text before it. Where rounding is that of float32, six times that noise passes, and what is larger beside it is
-no rounding. Elsewhere one token in a thousand is further off by far (an expert is chosen otherwise): six times the least
-noise passes, and a tenth of what is wrong. Which samples are wrong, and from which of their tokens on, says what it means.
-Costs about 110 calls with one sample or two, and 10 with a batch in each layout.
+from the noise of the stack's own answers: a sample again, beside a copy of itself, and with tokens behind it, where other
+tokens behind change nothing: then its width alone made the difference. A wrong answer: a sample with a text before it. Where
+all noise is that of float32, six times that noise passes. Elsewhere one token in a thousand is further off by far (an expert
+is chosen otherwise): six times the least noise passes, and a tenth of what is wrong. Which samples are wrong, and from which
+of their tokens on, says what it means.
 Legend: N samples, L tokens of a sample; the log-probability at t, of L - 1, is that of token t + 1.
 """
 
@@ -16,15 +16,15 @@ import inspect
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from collate_npu.arrays import host_tensor, whole_number
-from collate_npu.errors import CollateError, explain, explain_rows, printable, shape_of
+from collate_npu.errors import CollateError, a_type, explain, explain_rows, printable, shape_of
 from collate_npu.proof.measure import MARGIN, REMEDY, TIMES, apart, noise_limit
 from collate_npu.validation import checked
 
@@ -46,7 +46,7 @@ def _ways_of(run: Any, layouts: Sequence[str] | None) -> dict[str, Ask]:
         layouts = ("left", "right") if takes else ()
     if isinstance(layouts, str) or bool(layouts) != takes:
         got = f"{layouts!r} for a run that {'takes' if takes else 'does not take'} layout"
-        rule = "layouts are names, each handed to run(samples, layout=name)."
+        rule = "layouts are names, each passed to run(samples, layout=name)."
         raise CollateError(explain("layouts", got, rule, "Write def run(samples, layout), or leave layouts out."))
     if not takes:
         return {"as it is": partial(_ask, run, "run")}
@@ -63,12 +63,12 @@ def _ask(run: Run, asked: str, name: str, samples: list[Sample]) -> list[Tensor]
         raise CollateError(f"{error} ({where})") from error
     except Exception as error:
         got = f"{type(error).__name__}: {error}"
-        rule = f"It was asked for {len(samples)} samples of {[len(ids) for ids in samples]} tokens."
-        remedy = "Return a list, with one list a sample; a layout it refuses is left out of layouts."
+        rule = f"run got {len(samples)} samples of {[len(ids) for ids in samples]} tokens."
+        remedy = "Return a list, with one list for each sample; leave a layout that run refuses out of layouts."
         raise CollateError(explain(where, got, rule, remedy)) from error
     if rows is None or len(rows) != len(samples):
-        got = f"a {type(given).__name__}" if rows is None else f"{len(rows)} answers to {len(samples)} samples"
-        raise CollateError(explain(where, got, RULE, "Return a list, with one list a sample."))
+        got = a_type(given) if rows is None else f"{len(rows)} answers to {len(samples)} samples"
+        raise CollateError(explain(where, got, RULE, "Return a list, with one list for each sample."))
     found = [host_tensor(f"{where}, sample {n}", row).double() for n, row in enumerate(rows)]
     _check_form(where, found, [len(ids) - 1 for ids in samples])
     return found
@@ -93,8 +93,6 @@ MOVED = "moved by one token: each answer stands at its neighbour's place"
 BOUNDARIES = "begins at the second sequence: boundaries are lost"
 PADDING = "wrong with padding, right in the longest: padding is read"
 PAD_ID = "only where a token is the pad id: real tokens are masked"
-TAIL = "only the last {} of each sample: a chunk's tail"
-CHUNK = "begins at multiples of {}: a chunk's tail, or a window"
 
 
 def meaning(found: Sequence[Tensor], known: Sequence[Tensor], bound: float, holding: Sequence[bool] = ()) -> str:
@@ -112,10 +110,11 @@ def meaning(found: Sequence[Tensor], known: Sequence[Tensor], bound: float, hold
         return ORDER
     far = [(x - y).abs() for x, y in zip(found, known)]
     begins = {n: int((x > bound).nonzero()[0]) for n, x in enumerate(far) if bool((x > bound).any())}
-    told = [n for n in begins if len(known[n]) > 1]  # one number alone may be near by chance
-    if told and all(any(m != n and _near(found[n], known[m], bound) for m in range(len(known))) for n in told):
+    longer = [n for n in begins if len(known[n]) > 1]  # one number alone may be near by chance
+    if longer and all(any(m != n and _near(found[n], known[m], bound) for m in range(len(known))) for n in longer):
         return ORDER
-    if told and all(_moved(found[n], known[n], bound) for n in told):
+    pairs = [(found[n], known[n]) for n in longer]
+    if pairs and all(_near(x[1:], y[:-1], bound) or _near(x[:-1], y[1:], bound) for x, y in pairs):
         return MOVED
     return _placed(begins, [len(y) for y in known], holding)
 
@@ -124,20 +123,10 @@ def _near(x: Tensor, y: Tensor, bound: float) -> bool:
     return x.shape == y.shape and bool(((x - y).abs() <= bound).all())
 
 
-def _moved(x: Tensor, y: Tensor, bound: float) -> bool:
-    return _near(x[1:], y[:-1], bound) or _near(x[:-1], y[1:], bound)
-
-
 def _placed(begins: dict[int, int], lengths: Sequence[int], holding: Sequence[bool]) -> str:
     """Name the wrong samples, and the token from which each is wrong."""
     if not begins:
         return ""
-    step = next((c for c in (64, 32, 16, 8) if all(t and t % c == 0 for t in begins.values())), 0)
-    if step:
-        return CHUNK.format(step)
-    tail = max(lengths[n] - t for n, t in begins.items())
-    if any(begins.values()) and all(t == max(0, lengths[n] - tail) and not 0 < t < tail for n, t in begins.items()):
-        return TAIL.format(tail)
     if any(holding) and all(holding[n] for n in begins):
         return PAD_ID
     right, longest = {*range(len(lengths))} - {*begins}, {n for n, length in enumerate(lengths) if length == max(lengths)}
@@ -169,38 +158,55 @@ Draw = Callable[[int], Sample]
 """Another sample of a length."""
 
 
-def _scale_of(ask: Ask, samples: Sequence[Sample], own: list[Tensor], behind: list[list[Tensor]], draw: Draw) -> Scale:
-    """The scale, from samples whose answers alone are `own`, float64 `[L - 1]` each, and with tokens behind them `behind`.
+@dataclass(frozen=True, slots=True)
+class _Behind:
+    """Answers to samples with tokens behind them, float64 `[L - 1]` each, and whether they read these tokens."""
 
-    Raises `CollateError` where a right answer could not be told from a wrong one, or is none.
+    name: str
+    found: list[Tensor]
+    read: bool
+
+
+def _behind(ask: Ask, samples: Sequence[Sample], n: int, draw: Draw, steady: bool) -> _Behind:
+    """As many other tokens behind are as wide: what differs between the two was read. Where experts are chosen by rounding
+    that shows nothing: steady is a stack that rounds as float32 does beside a copy.
+    """
+    longer = [_each_alone(ask, [ids + draw(n) for ids in samples]) for _ in range(2)]
+    found, others = ([x[: len(ids) - 1] for x, ids in zip(answers, samples)] for answers in longer)
+    return _Behind(f"{n} behind", found, steady and difference(others, found) > _FINE)
+
+
+def _scale_of(ask: Ask, samples: Sequence[Sample], own: list[Tensor], rounded: Sequence[list[Tensor]], draw: Draw) -> Scale:
+    """The scale, from answers to samples alone, float64 `[L - 1]` each, and others to them that differ by rounding.
+
+    Raises `CollateError` where a right answer and a wrong one look the same, or is none.
     """
     if not all(bool(x.isfinite().all()) for x in own):
-        got = "what is not a number for a sample alone"
-        raise CollateError(explain("run", got, "Batches are held against it.", "Mend that first."))
+        got = "NaN or infinity for a sample alone"
+        raise CollateError(explain("run", got, "Batches are compared with samples alone.", "Correct run first."))
     short = [n for n, ids in enumerate(samples) if len(ids) < 48]  # in a long sample the past is far away
     later = _each_alone(ask, [draw(_BEFORE) + samples[n] for n in short])
     lost = difference([x[_BEFORE:] for x in later], [own[n] for n in short])
     again = _each_alone(ask, samples[::-1])[::-1]
     if not difference(again, own) <= lost / (MARGIN * TIMES):
-        got = f"other numbers, asked twice for the same sample alone (relative difference {difference(again, own):.1e})"
-        raise CollateError(explain("run", got, "Equal questions have equal answers.", "Switch dropout off."))
+        got = f"different numbers for the same sample alone, asked twice (relative difference {difference(again, own):.1e})"
+        raise CollateError(explain("run", got, "run is repeatable.", "Switch dropout off."))
     if not lost > _limit(0.0):
         got = "answers that do not depend on the tokens"
-        raise CollateError(explain("run", got, "They are equal in any batch, and prove nothing.", "Let it run the model."))
-    copied = [ask("copies", [ids, ids])[0] for ids in samples]  # the first stands behind nothing, whatever is lost
-    equal = [found for found in (*behind, copied) if difference(found, own) < lost / (MARGIN * TIMES)]
+        raise CollateError(explain("run", got, "They prove nothing.", "Let it run the model."))
+    equal = [found for found in rounded if difference(found, own) < lost / (MARGIN * TIMES)]
     if not equal:
-        got = f"noise of {difference(copied, own):.1e}, where a text before a sample makes {lost:.1e}"
-        rule = f"What is wrong must be {MARGIN * TIMES} times the noise, or nothing is proved."
+        got = f"noise of {difference(rounded[0], own):.1e}, where a text before a sample makes {lost:.1e}"
+        rule = f"A wrong answer must differ by {MARGIN * TIMES} times the noise, or nothing is proved."
         raise CollateError(explain("run", got, rule, f"{REMEDY}, or with a trained model."))
     return _scale([again, *equal], own, lost)
 
 
 def _scale(equal: Sequence[list[Tensor]], own: list[Tensor], lost: float) -> Scale:
-    """Answers that show no difference tell nothing."""
+    """Answers that show no difference tell nothing; one that is coarser than float32 shows that the stack is."""
     errors = [error for found in equal if (error := difference(found, own)) > 0]
-    fine = [error for error in errors if error <= _FINE]
-    noise = max(fine) if fine else min(errors, default=0.0)
+    fine = bool(errors) and max(errors) <= _FINE
+    noise = max(errors) if fine else min(errors, default=0.0)
     limit = _limit(noise) if fine else max(_limit(noise), lost / _ROUGH)
     whole = torch.cat(own)
     furthest = [float((torch.cat(x) - whole).abs().max()) for x in equal if difference(x, own) <= TIMES * noise]
@@ -233,6 +239,8 @@ LENGTHS: dict[str, tuple[int, ...]] = {
     "one long": (4, 200, 3, 5),
 }
 """What is drawn. The longest sample never stands first: lost boundaries spare the first, padding the longest."""
+CALLS, CALLS_OF_LAYOUT = 98, 18
+"""How often a stack is called, mostly with one sample, and once more for each layout."""
 _BEHIND = (1, 33)
 """Tokens that are put behind a sample: no answer before them may notice, though it is another width and another chunk."""
 _AHEAD = "tokens behind move what is before them: a padded end is read, or the model looks ahead"
@@ -318,10 +326,10 @@ def conformance(
     them as the stack does, and returns for each a list, array or tensor [L - 1]: the natural logarithm of what each token
     from the second on was given. If it takes `layout`, it is asked for each of `layouts`, names that it understands (by
     default "left" and "right"). With `pad_token_id` samples hold that id as text, too. Under torchrun give each rank the
-    same `seed`. What passes is told with the table; what is not a number never does.
+    same `seed`. The table shows what passes; what is not a number never does.
 
-    Raises `CollateError` where nothing can be told: answers of another form, an error in `run`, answers that are others when
-    asked again (dropout), that do not depend on the tokens, or whose noise is as large as what is wrong.
+    Raises `CollateError` where nothing can be proved: answers of another form, an error in `run`, answers that are others
+    when asked again (dropout), that do not depend on the tokens, or whose noise is as large as what is wrong.
 
     >>> import torch
     >>> weights = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
@@ -345,18 +353,76 @@ def conformance(
     known = {tuple(ids): ask("alone", [ids])[0] for samples in batches.values() for ids in samples}
     probes = batches["ragged"] + batches["chunk edges"][:4]
     own = [known[tuple(ids)] for ids in probes]
-    longer = {f"{n} behind": _each_alone(ask, [ids + draw(n) for ids in probes]) for n in _BEHIND}
-    behind = {name: [x[: len(y)] for x, y in zip(found, own)] for name, found in longer.items()}
-    scale = _scale_of(ask, probes, own, [*behind.values()], draw)
-    verdicts = [_judged(first, name, found, own, scale, lambda *_: _AHEAD) for name, found in behind.items()]
+    copied = [ask("copies", [ids, ids])[0] for ids in probes]  # the first stands behind nothing, whatever is lost
+    behind = [_behind(ask, probes, n, draw, difference(copied, own) <= _FINE) for n in _BEHIND]
+    scale = _scale_of(ask, probes, own, [copied, *(each.found for each in behind if not each.read)], draw)
+    strict = replace(scale, limit=_limit(0.0))
+    verdicts = [
+        _judged(first, each.name, each.found, own, strict if each.read else scale, lambda *_: _AHEAD) for each in behind
+    ]
     for layout, way in ways.items():
         if layout != first:
             verdicts.append(_judged(layout, "alone", _each_alone(way, probes), own, scale, meaning))
         for name, samples in batches.items():
-            said = partial(meaning, holding=[pad_token_id in ids for ids in samples])
+            explained = partial(meaning, holding=[pad_token_id in ids for ids in samples])
             wanted = [known[tuple(ids)] for ids in samples]
-            verdicts.append(_judged(layout, name, way(name, samples), wanted, scale, said))
+            verdicts.append(_judged(layout, name, way(name, samples), wanted, scale, explained))
     return Conformance(tuple(verdicts), scale, seed)
+
+
+@checked
+def check_step(
+    step: Callable[[list[Sample]], Any],
+    *,
+    per: Literal["token", "sequence"] = "token",
+    vocab_size: int = 256,
+    seed: int | None = None,
+) -> float:
+    """Compare a training step over several samples with these samples alone, and return the relative difference.
+
+    `step(samples)` is called with lists of token ids. It shares them out over micro-batches and ranks as your training does,
+    and returns the gradient of the step, before it is clipped, or its loss. `per` is what that loss is the mean of: all
+    tokens that are predicted, or all sequences.
+
+    Raises `AssertionError` for another mean, as where each micro-batch divides by its own tokens, and `CollateError` where
+    nothing can be proved.
+
+    >>> def tokens(ids):  # the loss of each token is its id
+    ...     return torch.tensor(ids[1:]).double()
+    >>> check_step(lambda samples: torch.cat([tokens(ids) for ids in samples]).mean()) < 1e-9
+    True
+    >>> check_step(lambda samples: sum(tokens(ids).mean() for ids in samples) / len(samples), seed=0)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    AssertionError: a step of several samples is wrong by 3.6e-02 (seed=0): it is the mean of its micro-batches...
+    """
+    seed = random.SystemRandom().randrange(1 << 32) if seed is None else whole_number("seed", seed)
+    draw = _drawer(seed, vocab_size, None)
+    samples = [draw(length) for length in LENGTHS["ragged"]]
+    alone = [_stepped(step, [ids]) for ids in samples]
+    copies, found = _stepped(step, samples[:1] * len(samples)), _stepped(step, samples)
+    if len({x.shape for x in (*alone, copies, found)}) > 1:
+        got = f"{len(alone[0])} numbers for one sample, {len(found)} for five"
+        raise CollateError(explain("step", got, "They are as many each time.", "Return zeros for what has no gradient."))
+    weights = torch.tensor([len(ids) - 1.0 if per == "token" else 1.0 for ids in samples]).double()
+    known, mean = weights @ torch.stack(alone) / weights.sum(), torch.stack(alone).mean(0)  # of micro-batches of one sample
+    lost, error = (apart([x], [known]) for x in (alone[0], found))
+    noise = apart([copies / copies.norm()], [alone[0] / alone[0].norm()])  # of the direction: a factor is no noise
+    limit = _limit(noise)
+    if not lost > MARGIN * limit:
+        got = f"samples that differ by {lost:.1e}, where copies of one sample differ from it by {noise:.1e}"
+        remedy = "Switch dropout off, use float32, and see that packed sequences do not see each other."
+        raise CollateError(explain("step", got, "A wrong mean must differ by more.", remedy))
+    if not error <= limit:
+        alike = apart([found], [mean]) <= limit
+        why = "it is the mean of its micro-batches, not of their tokens" if alike else "it is no mean of them alone"
+        remedy = "Multiply the loss of each micro-batch by its loss_weights, or divide by the tokens of the whole step."
+        remedy += " If you do, check_delivery names the layer that reads padding or another sequence." * (not alike)
+        raise AssertionError(f"a step of several samples is wrong by {error:.1e} (seed={seed}): {why}. {remedy}")
+    return error
+
+
+def _stepped(step: Callable[[list[Sample]], Any], samples: list[Sample]) -> Tensor:
+    return host_tensor("step", step([list(ids) for ids in samples])).double().flatten()
 
 
 def _drawer(seed: int, vocab_size: int, pad_token_id: int | None) -> Draw:
@@ -381,12 +447,13 @@ def _batches(draw: Draw, pad_token_id: int | None) -> dict[str, list[Sample]]:
 
 
 def _judged(
-    layout: str, batch: str, found: list[Tensor], known: list[Tensor], scale: Scale, said: Callable[..., str]
+    layout: str, batch: str, found: list[Tensor], known: list[Tensor], scale: Scale, explained: Callable[..., str]
 ) -> BatchVerdict:
-    """What `said` makes of it where it is wrong."""
+    """The verdict on one batch; `explained` gives its meaning where it is wrong."""
     error = difference(found, known)
     far = [(x - y).abs() if len(x) == len(y) else y.new_full((1,), math.inf) for x, y in zip(found, known)]
     each = [(d, n, t) for n, x in enumerate(far) for t, d in enumerate(x.tolist())]
     largest, n, t = max(each, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
     right = error <= scale.limit  # what is not a number is not
-    return BatchVerdict(layout, batch, error, largest, n, t + 1, right, "" if right else said(found, known, scale.bound))
+    means = "" if right else explained(found, known, scale.bound)
+    return BatchVerdict(layout, batch, error, largest, n, t + 1, right, means)

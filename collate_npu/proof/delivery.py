@@ -1,21 +1,21 @@
-"""Delivery: proof, at the first batch, that every kernel was told what the batch says, and that no layer reads more.
+"""Delivery: proof, at the first batch, that every kernel got what the batch says, and that no layer reads more.
 
 What a collator emits need not reach the model: another library may replace the collator, a trainer drop a key, a forward
 ignore it, and nothing says so. So the kernels are recorded, in any module. A layer with code of its own calls none of them:
 what padding and the other sequences embed is replaced, and no real token may move, whatever is between. With `alone=True`
 the two sequences with most before them in their row are run by themselves, and in another width with tokens after them.
 
-A check costs three forward passes without gradients, in the mode the model is in, without dropout, and `alone` four or six
-with one row; the guard looks at the trainer's own. Legend: B rows, S width, T = B * S tokens, L tokens of one sequence.
+A check costs four forward passes without gradients, in the mode the model is in, without dropout, and `alone` four or six
+with one row, as many on every rank; the guard looks at the trainer's own.
+Legend: B rows, S width, T = B * S tokens, L tokens of one sequence.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,14 +26,14 @@ from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mask_routing import Case, consumer_named
 from collate_npu.consumers.megatron import kernel_of, start_problem
 from collate_npu.consumers.model_traits import consumer_of, has_two_sides, is_compiled, unwrap
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
-from collate_npu.keys import KEYS, of_kind
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, notebook_html, shape_of
+from collate_npu.keys import of_kind
 from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
-from collate_npu.proof.forward import Forward, among, block, case_of, crosses, few, listed, plain_name
-from collate_npu.proof.measure import OF_THE_LOSS, apart, called, check_noise, in_step, like, noise_limit, scores_of, widened
-from collate_npu.proof.recorder import recorded
+from collate_npu.proof.forward import Forward, among, block, case_of, crosses, few, listed, renamed
+from collate_npu.proof.measure import OF_THE_LOSS, apart, called, check_noise, like, noise_limit, scores_of, widened
+from collate_npu.proof.recorder import record_calls
 from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
 from collate_npu.validation import check_model, checked
@@ -43,7 +43,7 @@ __all__ = ["Alone", "Delivery", "check_delivery", "guard_first_batch"]
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """Relative errors of the logits of some sequences, in a batch against alone."""
+    """Relative errors of the logits of some sequences: in the batch against each sequence alone."""
 
     errors: Mapping[int, float]
     """By number of the sequence in the batch."""
@@ -57,30 +57,42 @@ class Alone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """What was proved."""
+    """The result of `check_delivery`."""
 
     layers: Mapping[str, str]
-    """What the kernels of each layer that was judged were told: `"convolution zeros [1, 3], rule zeros [1, 3]"`."""
-    told: str
-    """The same of all layers, as `watch` says it; "" where none was judged."""
-    unseen: tuple[str, ...]
+    """What the kernels of each layer that was judged got: `"convolution zeros [1, 3], rule zeros [1, 3]"`."""
+    report: str
+    """The same of all layers, as `watch` prints it; "" where none was judged."""
+    unchecked: tuple[str, ...]
     """Layers of which nothing was judged, and what else was not."""
-    asked: bool
-    """Did the model answer that neither padding nor another sequence moves a real token?"""
+    leak_free: bool
+    """True if padding and other sequences were replaced, and no real token moved."""
     alone: Alone | None
-    """How far two sequences are from themselves alone; None where that was not asked."""
+    """How far two sequences are from themselves alone; None without `alone=True`."""
+
+    told = renamed("Delivery", "told", "report")
+    unseen = renamed("Delivery", "unseen", "unchecked")
+    asked = renamed("Delivery", "asked", "leak_free")
+
+    @property
+    def verdict(self) -> str:
+        """What was proved, in one sentence."""
+        if not self.layers:
+            return "no known kernel ran, and no tokens leak" if self.leak_free else "NOT JUDGED: no kernel was compared"
+        every = "every layer" if self.leak_free else "every layer with a known kernel"
+        return f"{'these layers' if self.unchecked else every} got what the batch says"
+
+    def facts(self) -> list[str]:
+        """What was found beside the kernels' arguments: leaks, what was not looked at, and the numbers of `alone`."""
+        unchecked = f"not checked: {few(self.unchecked)}" * bool(self.unchecked)
+        still = "what padding and other sequences hold moves no real token" * self.leak_free
+        return [*filter(None, [still, unchecked, "" if self.alone is None else str(self.alone)])]
 
     def __str__(self) -> str:
-        unseen = f"not looked at: {few(self.unseen)}" * bool(self.unseen)
-        still = "what padding and other sequences hold moves no real token" * self.asked
-        said = "; ".join(filter(None, [self.told, still, unseen, "" if self.alone is None else str(self.alone)]))
-        if not self.layers:
-            asked = "no kernel was heard, and the model was asked"
-            return f"collate_npu: {asked if self.asked else 'NOT JUDGED: no kernel was heard that could be'}: {said}"
-        which = "every layer" if self.asked and not self.unseen else "these layers" if self.unseen else "every layer heard"
-        return f"collate_npu: {which} got what the batch says: {said}"
+        return f"collate_npu: {self.verdict}: {'; '.join([*filter(None, [self.report]), *self.facts()])}"
 
     __repr__ = __str__  # as the last line of a cell
+    _repr_html_ = notebook_html
 
 
 @checked
@@ -94,15 +106,15 @@ def check_delivery(
     context_parallel: ContextParallel | None = None,
     forward: Callable[..., Any] | None = None,
 ) -> Delivery:
-    """Run `model(**batch)`, and raise `CollateError` where a kernel was told something else than the batch says, where a
-    real token moves by what padding or another sequence holds, or where nothing could be judged.
+    """Run `model(**batch)` and check that each kernel gets the padding and the boundaries of the batch.
 
-    `batch` is what the model, any module, is called with. `segments`, of the whole rows, default to what the batch itself
-    says; give them under context parallelism (with `context_parallel`) and where `model(**batch)` is not told which tokens
-    are padding. `pattern` is that of the model's attention. With `alone=True` two of its sequences are run again by
-    themselves and must give the same logits, or last states. Where ranks compute a forward together (FSDP, ZeRO-3, experts)
-    every rank calls it, with its own batch. `forward(**batch) -> logits [B, S, V]` stands for
-    `model(**batch)` where that is not how the model is called; it must run the modules of `model`.
+    Raises `CollateError` where a kernel gets others, where padding or another sequence moves a real token, or nothing
+    was checked. `batch` is what the model, any module, is called with. `segments`, of the whole rows, default to what
+    the batch itself says; give them under context parallelism (with `context_parallel`) and where nothing in the batch
+    marks padding. `pattern` is that of the model's attention. With `alone=True` two sequences of a model of
+    transformers or Megatron run again alone and must give the same logits, or last states. Where ranks compute a
+    forward together (FSDP, ZeRO-3, experts) every rank calls it, with its own batch. `forward(**batch) -> logits [B, S,
+    V]` stands for `model(**batch)` where the model is called otherwise; it must run the modules of `model`.
 
     >>> import torch
     >>> from collate_npu.testing import tiny_model
@@ -115,18 +127,23 @@ def check_delivery(
     if forward is None and "FullyShardedDataParallel" in type(model).__name__:
         forward = model  # what no part of it holds is whole in its own forward alone
     if forward is None and not (getattr(inner, "pre_process", True) and getattr(inner, "post_process", True)):
-        rule = "A stage of a pipeline runs by its schedule alone."
+        rule = "A stage of a pipeline runs only in its schedule."
         remedy = "Pass forward=, or check the model with pipeline size 1."
         raise UnsupportedFormError(explain("check_delivery", "a pipeline stage", rule, remedy))
     case = case_of(inner, batch, segments=segments, pattern=pattern)
     eager: Any = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
-    with torch.no_grad(), eager, in_step(model, lambda: called(inner, batch, forward)):
+    with torch.no_grad(), eager:
         record = _forward_of(inner, batch, case, context_parallel)
-        with recorded(record):
-            given = called(inner, batch, forward)
+        with record_calls(record):
+            given = _seeded(inner, batch, forward)
         _check_faults(record, case)
-        unasked = "a rank" if context_parallel else check_leaks(inner, batch, case, forward)
-        found = _proof(record, case, measured=alone, unasked=unasked)
+        leak, untested = ("", "a rank") if context_parallel else find_leak(inner, batch, case, given, forward)
+        if leak:
+            rule = "Neither padding nor another sequence moves a real token."
+            suspects = few(record.layers_without_kernels()) or "its layers"
+            remedy = f"Every known kernel got the right masks: check what the code of {suspects} does with the mask."
+            raise CollateError(explain("delivery", f"real tokens move when {leak}", rule, remedy, more="delivery"))
+        found = _proof(record, case, measured=alone, untested=untested)
         return replace(found, alone=check_alone(inner, batch, case, given, forward)) if alone else found
 
 
@@ -142,20 +159,20 @@ def guard_first_batch(
     context_parallel: ContextParallel | None = None,
     forward: Callable[..., Any] | None = None,
 ) -> Callable[[], None]:
-    """Check the next forward of `model`, whoever calls it: what its kernels are told is judged as soon as it has run.
+    """Check the next forward of `model`, whoever calls it, as soon as it has run.
 
-    Costs no forward of its own, so that any stage of a pipeline can be watched; with `alone=True` it costs five, and every
-    rank must guard. The other settings are those of `check_delivery`. With the Segments of one batch, `only(arguments)`
-    says whether a forward is of that batch. What was proved goes to `report`, and the guard is gone. The function that is
-    returned takes it off earlier.
+    Costs no forward of its own, so that any stage of a pipeline can be watched; with `alone=True` it costs five, and
+    every rank must guard. The other settings are those of `check_delivery`. With the Segments of one batch,
+    `only(arguments)` says whether a forward is of that batch. `report` is called with the result, and the guard is
+    removed. The returned function removes it earlier.
 
     >>> import torch
     >>> from collate_npu.testing import tiny_model
     >>> model, keep = tiny_model("qwen3_next", vocab_size=257), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     >>> remove = guard_first_batch(model)
     >>> logits = model(input_ids=torch.tensor([[256, 256, 7, 8], [4, 5, 6, 7]]), attention_mask=keep).logits
-    collate_npu: every layer heard got what the batch says: 2 recurrent: convolution zeros [2, 4] ✔ · rule zeros [2,
-        4] ✔ · 1 attention: mask [2, 4] ✔ · positions ✔
+    collate_npu: every layer with a known kernel got what the batch says: 2 recurrent: convolution zeros [2, 4] ✔ ·
+        rule zeros [2, 4] ✔ · 1 attention: mask [2, 4] ✔ · positions ✔
     """
     inner = _known(model)
     refuse_compiled(model)
@@ -177,7 +194,7 @@ def guard_first_batch(
         case = case_of(inner, batch, segments=segments, pattern=pattern)
         record = _forward_of(inner, batch, case, context_parallel)
         behind.close()
-        running.enter_context(recorded(record))
+        running.enter_context(record_calls(record))
         behind.callback(inner.register_forward_hook(partial(judge, record, case), always_call=True).remove)
 
     def judge(record: Forward, case: Case, module: nn.Module, args: Any, output: Any) -> None:
@@ -195,7 +212,7 @@ def guard_first_batch(
 def refuse_compiled(model: nn.Module, *, compiled: bool = False) -> None:
     """Raise where a forward of this model is compiled code, in part at least."""
     if compiled or is_compiled(model):
-        rule = "Compiled code calls no layer and no kernel that can be heard."
+        rule = "The layers and kernels of compiled code cannot be recorded."
         remedy = "Run check_delivery(model, batch) before training: it runs the model uncompiled."
         raise UnsupportedFormError(explain("guard", f"a compiled {type(unwrap(model)).__name__}", rule, remedy))
 
@@ -204,8 +221,8 @@ def _known(model: Any) -> nn.Module:
     inner: nn.Module = unwrap(model)
     check_model(inner)
     if consumer_of(model) == "megatron" and (late := start_problem()):
-        rule = "Ascend's patches are in place before anybody takes Megatron's functions."
-        raise CollateError(explain("start", late, rule, "Mend the order of imports, and start again."))
+        rule = "Ascend's patches must be applied before any module imports Megatron's functions."
+        raise CollateError(explain("start", late, rule, "Correct the order of imports, and start again."))
     return inner
 
 
@@ -221,149 +238,133 @@ def _check_faults(record: Forward, case: Case) -> None:
     """Raise one error that lists every layer, those with the same fault together."""
     if faults := record.faults().values():
         known = consumer_of(record.root) in ("transformers", "megatron")
-        attends = "" if known else f"; pattern= says whom its attention attends ({case.pattern} here)"
-        rule = f"Each layer is told which tokens are real, in the form it reads{attends}."
+        attends = "" if known else f"; pattern= names the pattern of its attention ({case.pattern} here)"
+        rule = f"Each layer gets which tokens are real, in the form it reads{attends}."
         remedy = "; ".join(dict.fromkeys(fault.remedy for fault in faults))
         raise CollateError(explain("delivery", listed(faults), rule, f"{remedy}.", more="delivery"))
 
 
-def _proof(record: Forward, case: Case, *, measured: bool = False, unasked: str = "nobody asked") -> Delivery:
+def _proof(record: Forward, case: Case, *, measured: bool = False, untested: str = "a guard") -> Delivery:
     """What a forward without faults proves. Raises where nothing was judged, unless the numbers are `measured`, or this is
-    a rank. `unasked`: why the model was not asked whether it leaks."""
-    layers, told = record.layers(), _judged_layers(record)
-    if not (told or measured or not unasked or record.cp):
-        shapes = sorted({str(list(seen.told.shape)) for seen in record.calls if seen.told is not None})
+    a rank. `untested`: why no tokens were replaced, to see whether they leak."""
+    layers, judged = record.layers(), _judged_layers(record)
+    if not (judged or measured or not untested or record.cp):
+        shapes = sorted({str(list(call.boundaries.shape)) for call in record.calls if call.boundaries is not None})
         got = f"calls of {', '.join(shapes)} tokens" if shapes else f"no known kernel in {type(record.root).__name__}"
-        rule = f"Something of the batch's tokens {list(case.segments.shape)} is told to a kernel."
-        remedy = "Pass the batch of these Segments, and the model that attends; alone=True compares the numbers."
+        rule = f"Some kernel must get the batch's tokens {list(case.segments.shape)}, or nothing is proved."
+        remedy = "Pass the batch of these Segments, and a model with known kernels; alone=True compares logits."
         raise CollateError(explain("delivery", got, rule, remedy, more="delivery"))
-    unseen = [name for name in layers if not among(name, told) and (not crosses(name) or has_two_sides(record.root))]
-    unseen += [f"{seen.layer} ({seen.unread})" for seen in record.calls if seen.unread]
-    unseen += [] if told else ["positions"]
-    unseen += ["layers whose classes have no name of attention or a recurrence"] if unasked and not layers else []
-    said: dict[str, dict[str, None]] = {name: {} for name in sorted(told)}
-    for seen in record.calls:
-        if seen.layer in said and record.judges(seen) and seen.told:
-            said[seen.layer][f"{seen.kind} {seen.told}".removeprefix("attention ")] = None
-    handed = {name: ", ".join(each) for name, each in said.items()}
-    block_told = block(record, {}) if told else ""
-    return Delivery(layers=handed, told=block_told, unseen=tuple(dict.fromkeys(unseen)), asked=not unasked, alone=None)
+    unchecked = [name for name in layers if not among(name, judged) and (not crosses(name) or has_two_sides(record.root))]
+    unchecked += [f"{call.layer} ({call.unread_reason})" for call in record.calls if call.unread_reason]
+    unchecked += [] if judged else ["positions"]
+    unchecked += ["layers whose classes have no name of attention or a recurrence"] if untested and not layers else []
+    got_by: dict[str, dict[str, None]] = {name: {} for name in sorted(judged)}
+    for call in record.calls:
+        if call.layer in got_by and record.judges(call) and call.boundaries:
+            got_by[call.layer][f"{call.kind} {call.boundaries}".removeprefix("attention ")] = None
+    return Delivery(
+        layers={name: ", ".join(each) for name, each in got_by.items()}, report=block(record, {}) if judged else "",
+        unchecked=tuple(dict.fromkeys(unchecked)), leak_free=not untested, alone=None,
+    )  # fmt: skip
 
 
 def _judged_layers(record: Forward) -> set[str]:
     """Layers of which every kernel was judged."""
     unruled = {name.removesuffix(" (its rule)") for name in record.layers_without_kernels()}
-    calls = [seen for seen in record.calls if seen.positions is None]
-    unread = {seen.layer for seen in calls if not record.judges(seen)}
-    return {seen.layer for seen in calls} - unread - unruled
+    calls = [call for call in record.calls if call.positions is None]
+    unread = {call.layer for call in calls if not record.judges(call)}
+    return {call.layer for call in calls} - unread - unruled
 
 
 # --- leaks: what padding and the other sequences embed is replaced, and no real token may move
 
 
-_Sketches = dict[tuple[str, int], tuple[nn.Module, Tensor, Tensor]]
-"""By the name of a part and the number of its call: the part, what it was called with and what it gave, in short."""
+def find_leak(
+    model: nn.Module, batch: Mapping[str, Any], case: Case, given: Any, forward: Callable[..., Any] | None
+) -> tuple[str, str]:
+    """Return whose tokens move real ones of other sequences, "" for nobody's, and why that could not be tested.
 
-
-def check_leaks(model: nn.Module, batch: Mapping[str, Any], case: Case, forward: Callable[..., Any] | None) -> str:
-    """Raise `CollateError` with the layer at which a real token moves by what is not of its sequence. Returns why the model
-    could not be asked, "" where it was."""
+    `given` is what it gave for the batch. Three forwards on every rank, whatever its rows hold: ranks may compute together.
+    """
     if has_two_sides(model):
-        return "an encoder-decoder has two sequences"
+        return "", "an encoder-decoder has two sequences"
+    ids = case.segments.ids
+    turn_T = torch.where(ids > 0, (ids + torch.arange(len(ids))[:, None]) % 2, -1).flatten()  # sequences take turns
+    real_T = turn_T >= 0
+    first_T, second_T = turn_T == 0, turn_T == 1
+    replacements = [("padding", real_T, ~real_T)]
+    replacements += [("another sequence", *turns) for turns in ((first_T, second_T), (second_T, first_T))]
+    replacing = _Replacing(model, batch, case.segments, forward)
     try:
-        leak, unasked = _Leaks(model, batch, case, forward).find()
+        base = replacing.by_token(given)
+        moved = [replacing.run(others_T) for _, _, others_T in replacements]
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:  # it ran once: what we changed it is
-        return f"{type(error).__name__}: {str(error)[:80]}"
-    if leak:
-        rule = "Neither padding nor another sequence moves a real token."
-        remedy = "No known kernel of it was told wrong: look at its own code, and at what it does with the mask."
-        raise CollateError(explain("delivery", leak, rule, remedy, more="delivery"))
-    return unasked
+        return "", f"{type(error).__name__}: {str(error)[:80]}"
+    if not bool(base[real_T].isfinite().all()):
+        return "", "its numbers are not finite"
+    if not replacing.replaced:
+        return "", "no embedding of its tokens was found"
+    limit = noise_limit(0.0, like(model))
+    for (whose, mine_T, _), found in zip(replacements, moved):
+        if not (size := apart([found[mine_T]], [base[mine_T]])) <= limit:
+            return f"{whose} is replaced (a relative error of {size:.2g}, where up to {limit:.1g} is rounding)", ""
+    something = any(mine_T.any() and others_T.any() for _, mine_T, others_T in replacements)
+    return "", "" if something else "the batch has one sequence and no padding"
 
 
 @dataclass
-class _Leaks:
+class _Replacing:
+    """Forwards of a batch in which some of its tokens embed something else."""
+
     model: nn.Module
     batch: Mapping[str, Any]
-    case: Case
+    segments: Segments
     forward: Callable[..., Any] | None
-    changed: int = 0
-    """Embeddings that were replaced in this pass."""
-    calls: Counter[str] = field(default_factory=Counter)
-    sketches: _Sketches = field(default_factory=dict)
+    replaced: int = 0
+    """Embeddings that were replaced."""
 
-    def find(self) -> tuple[str, str]:
-        """Return the leak, and why there was nothing to look for."""
-        base, asked, ids = self._pass(), False, self.case.segments.ids
-        turn_T = torch.where(ids > 0, (ids + torch.arange(len(ids))[:, None]) % 2, -1).flatten()  # sequences take turns
-        if not bool(base[turn_T >= 0].isfinite().all()):
-            return "", "its numbers are not finite"
-        limit = noise_limit(0.0, like(self.model))
-        for mine_T in (turn_T == 0, turn_T == 1):
-            if not mine_T.any() or mine_T.all():
-                continue
-            asked, moved = True, self._pass(~mine_T)
-            if not self.changed:
-                return "", "no embedding of its tokens was found"
-            if not (error := apart([moved[mine_T]], [base[mine_T]])) <= limit:
-                size = f"a relative error of {error:.2g}, where up to {limit:.1g} is rounding"
-                return f"{self._blamed(mine_T, turn_T < 0, limit)}: real tokens move when that is replaced ({size})", ""
-        return "", "" if asked else "the batch has one sequence and no padding"
+    def run(self, others_T: Tensor) -> Tensor:
+        """`[T, 4]`: what the model gives for each token, in short, with these replaced."""
+        batch, hook = dict(self.batch), self._hook(others_T)
+        for key, x in self.batch.items():  # states in the place of tokens
+            if getattr(x, "ndim", 0) == 3 and x.shape[:2] == self.segments.shape and x.is_floating_point():
+                batch[key] = self._with_others(x, others_T)
+        with ExitStack() as held:
+            for module in self.model.modules():
+                if module is not self.model:
+                    held.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+            return self.by_token(_seeded(self.model, batch, self.forward))
 
-    def _pass(self, others_T: Tensor | None = None, *, sketched: bool = False) -> Tensor:
-        """`[T, 4]`: what it gives for each token, in short, with those others replaced."""
-        self.changed, self.sketches, self.calls = 0, {}, Counter()
-        kind, batch = like(self.model).device.type, dict(self.batch)
-        with ExitStack() as held, torch.no_grad():
-            held.enter_context(torch.random.fork_rng(device_type=kind) if kind != "cpu" else torch.random.fork_rng([]))
-            torch.manual_seed(0)
-            for name, module in self.model.named_modules():
-                if others_T is not None and module is not self.model:
-                    held.callback(module.register_forward_hook(self._replacing(others_T), with_kwargs=True).remove)
-                if sketched:
-                    held.callback(module.register_forward_hook(self._sketching(plain_name(name)), with_kwargs=True).remove)
-            for key, x in self.batch.items():  # states in the place of tokens
-                states = getattr(x, "ndim", 0) == 3 and x.shape[:2] == self.case.segments.shape and x.is_floating_point()
-                if states and others_T is not None:
-                    batch[key] = self._with_others(x, others_T)
-            return self._given(called(self.model, batch, self.forward))
-
-    def _given(self, given: Any) -> Tensor:
+    def by_token(self, given: Any) -> Tensor:
+        """`[T, 4]`: what the model gave for each token, in short, zero where it gave none."""
+        (B, S), n = self.segments.shape, self.segments.num_tokens
         parts = [getattr(given, name, None) for name in ("logits", "last_hidden_state")] + [given]
         parts += [*given.values()] if isinstance(given, Mapping) else [*given] if isinstance(given, (tuple, list)) else []
-        for part in parts:
-            if (found := self._by_token(part)) is not None:
+        for x in parts:
+            if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
+                continue
+            if x.ndim > 2 and x.shape[:2] in ((B, S), (S, B)):
+                return _in_short((x if x.shape[:2] == (B, S) else x.transpose(0, 1)).flatten(0, 1))
+            flat = x[0] if x.ndim > 2 and len(x) == 1 else x
+            if flat.ndim > 1 and len(flat) in (B * S, n):
+                places = slice(None) if len(flat) == B * S else self.segments.indices
+                found = torch.zeros(B * S, 4)
+                found[places] = _in_short(flat)
                 return found
-            (B, S), packed = self.case.segments.shape, self.case.segments.packed
-            if isinstance(part, Tensor) and part.ndim == 2 and len(part) == B and not packed:
-                return _in_short(part).repeat_interleave(S, 0)
-        raise CollateError("what it gives is not logits of these tokens")
-
-    def _by_token(self, x: Any) -> Tensor | None:
-        """States of tokens in short, zero where there are none; None for what is no states of these tokens."""
-        (B, S), n = self.case.segments.shape, self.case.segments.num_tokens
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
-            return None
-        if x.ndim > 2 and x.shape[:2] in ((B, S), (S, B)):
-            return _in_short((x if x.shape[:2] == (B, S) else x.transpose(0, 1)).flatten(0, 1))
-        flat = x[0] if x.ndim > 2 and len(x) == 1 else x
-        if flat.ndim < 2 or len(flat) not in (B * S, n):
-            return None
-        places = slice(None) if len(flat) == B * S else self.case.segments.indices
-        whole = torch.zeros(B * S, 4)
-        whole[places] = _in_short(flat)
-        return whole
+            if x.ndim == 2 and len(x) == B and not self.segments.packed:
+                return _in_short(x).repeat_interleave(S, 0)
+        raise CollateError("its output is not logits of these tokens")
 
     def _with_others(self, x: Tensor, others_T: Tensor) -> Tensor:
-        self.changed += 1
+        self.replaced += 1
         drawn = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
         drawn *= x.float().square().mean().sqrt().to(x)
         return torch.where(others_T.reshape(*x.shape[:-1], 1).to(x.device), drawn, x)
 
-    def _replacing(self, others_T: Tensor) -> Callable[..., Any]:
+    def _hook(self, others_T: Tensor) -> Callable[..., Any]:
         """What a part gives that is called with the tokens of the batch, all or those that are real: an embedding."""
         ids = next((x for key in ("input_ids", "tokens") if isinstance(x := self.batch.get(key), Tensor)), torch.zeros(0))
-        at = self.case.segments.indices
+        at = self.segments.indices
 
         def look(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
             whole = any(isinstance(each, (nn.ModuleList, nn.Sequential)) for each in module.modules())
@@ -378,33 +379,13 @@ class _Leaks:
 
         return look
 
-    # --- which layer it was
 
-    def _sketching(self, name: str) -> Callable[..., None]:
-        def look(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            given = next((x for each in (*args, *kwargs.values()) if (x := self._by_token(each)) is not None), None)
-            gave = self._by_token(out[0] if isinstance(out, (tuple, list)) and out else out)
-            if given is not None and gave is not None:
-                self.calls[name] += 1
-                self.sketches[name, self.calls[name]] = module, given, gave
-
-        return look
-
-    def _first_apart(self, before: _Sketches, mine_T: Tensor, limit: float) -> tuple[str, nn.Module | None]:
-        """The innermost part that gives these tokens something else, called with the same."""
-        for key, (module, was_given, gave) in before.items():
-            _, given, gives = self.sketches.get(key, (module, was_given, gave))  # else it stands still
-            if apart([given[mine_T]], [was_given[mine_T]]) <= limit < apart([gives[mine_T]], [gave[mine_T]]):
-                return key[0], module
-        return "(model)", None
-
-    def _blamed(self, mine_T: Tensor, padding_T: Tensor, limit: float) -> str:
-        base, before = self._pass(sketched=True), self.sketches
-        by_padding = bool(padding_T.any()) and not apart([self._pass(padding_T)[mine_T]], [base[mine_T]]) <= limit
-        self._pass(padding_T if by_padding else ~mine_T, sketched=True)
-        name, module = self._first_apart(before, mine_T, limit)
-        named = name if module is None else f"{name} ({type(module).__name__})"
-        return f"{named}: it reads {'padding' if by_padding else 'another sequence'}"
+def _seeded(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None) -> Any:
+    """What the model gives for a batch; what it draws is the same each time."""
+    kind = like(model).device.type
+    with torch.random.fork_rng(device_type=kind) if kind != "cpu" else torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        return called(model, batch, forward)
 
 
 def _in_short(states: Tensor) -> Tensor:
@@ -422,9 +403,13 @@ def check_alone(
     model: nn.Module, batch: Mapping[str, Any], case: Case, given: Any, forward: Callable[..., Any] | None
 ) -> Alone:
     """Raise `CollateError` unless two sequences of the batch have the logits, or last states, that they have alone."""
+    if consumer_of(model) is None:
+        rule = "alone=True can run only models of transformers and Megatron."
+        remedy = "Leave alone= out, and compare the numbers with collate_npu.testing.conformance."
+        raise UnsupportedFormError(explain("alone", type(model).__name__, rule, remedy))
     if vision := of_kind(batch, "vision"):
-        rule = "The images of one row cannot be told from those of the others."
-        raise UnsupportedFormError(explain("alone", ", ".join(vision), rule, "Check a batch of text, or without alone=."))
+        rule = "The images of a batch cannot be divided by row."
+        raise UnsupportedFormError(explain("alone", ", ".join(vision), rule, "Check a batch of text, or leave alone= out."))
     logits, below = scores_of(given), getattr(model, "base_model", None)
     if logits.ndim < 3 and forward is None and isinstance(below, nn.Module):  # a model that pools: its states
         model, logits = below, scores_of(called(below, batch))
@@ -432,7 +417,7 @@ def check_alone(
         rule = f"The batch is {list(case.segments.shape)} (rows, width), and each of its tokens has logits."
         raise CollateError(explain("logits", shape_of(logits), rule, "Pass forward= that gathers the whole rows."))
     errors, noise = {}, 0.0
-    for n, places_L in _most_at_risk(case.segments).items():
+    for n, places_L in _most_at_risk(case.segments):
         L = len(places_L)
         width = max(case.segments.shape[1], L + 1) if case.pattern.causal else L
         once, again = (_sequence(model, batch, places_L[widened(L, each)], case.pattern) for each in (L, width))
@@ -449,11 +434,12 @@ def check_alone(
     return found
 
 
-def _most_at_risk(segments: Segments) -> dict[int, Tensor]:
-    """The two sequences with most before them in their row, as places in the flat batch `[B * S]`."""
+def _most_at_risk(segments: Segments) -> list[tuple[int, Tensor]]:
+    """The two sequences with most before them in their row, as places in the flat batch `[B * S]`: one twice, where there
+    is but one, for ranks that compute together run as many forwards."""
     S, places = segments.shape[1], torch.split(segments.indices, list(segments.sequence_lengths))
     first = sorted(range(len(places)), key=lambda n: (int(places[n][0]) % S, len(places[n])), reverse=True)
-    return {n: places[n] for n in sorted(first[:2])}
+    return [(n, places[n]) for n in sorted((first * 2)[:2])]
 
 
 def _sequence(model: nn.Module, batch: Mapping[str, Any], places_L: Tensor, pattern: Pattern) -> dict[str, Any]:
@@ -464,8 +450,6 @@ def _sequence(model: nn.Module, batch: Mapping[str, Any], places_L: Tensor, patt
         if isinstance(value := batch[key], Tensor) and key not in OF_THE_LOSS
     }
     segments = Segments.from_lengths([len(places_L)])
-    if consumer_of(model) is None:
-        return _as_it_was(batch, places_L, segments)
     if consumer_of(model) != "megatron":
         return BatchAdapter(model, pattern=pattern).render(tokens, segments, padding_free=False)
     device = tokens["input_ids"].device
@@ -473,23 +457,3 @@ def _sequence(model: nn.Module, batch: Mapping[str, Any], places_L: Tensor, patt
     reads_dense = any(form.form == "masked" for form in consumer_named(kernel_of(unwrap(model))).forms)
     mask = dense(segments, polarity="masked", device=device) if reads_dense else None
     return {**tokens, "position_ids": segments.position_ids.to(device), "attention_mask": mask}
-
-
-def _as_it_was(batch: Mapping[str, Any], places_L: Tensor, segments: Segments) -> dict[str, Any]:
-    """For a stack that nobody knows: what its batch says, said of one sequence."""
-    L, one = len(places_L), dict[str, Any]()
-    said = {"positions": segments.position_ids, "mask": segments.keep, "keep": segments.keep, "longest": L}
-    said |= dict.fromkeys(("offsets", "padded_offsets"), torch.tensor([0, L]))
-    for name, value in batch.items():
-        key = KEYS.get(name)
-        role = "" if key is None else "positions" if key.kind == "positions" else key.role
-        if value is None or name in OF_THE_LOSS or (isinstance(value, Tensor) and role == "mask" and value.ndim != 2):
-            continue
-        if role in said:
-            one[name] = torch.as_tensor(said[role]).to(value) if isinstance(value, Tensor) else said[role]
-        elif isinstance(value, Tensor) and value.ndim > 1 and (key is None or key.kind == "tokens"):
-            one[name] = value.flatten(0, 1)[places_L.to(value.device)][None]
-        else:
-            rule, remedy = "What it would be for one sequence is not known.", "Check without alone=."
-            raise UnsupportedFormError(explain(name, shape_of(value), rule, remedy))
-    return one

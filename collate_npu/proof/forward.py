@@ -8,6 +8,7 @@ real tokens attend, never by what padding does.
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,10 +31,10 @@ from collate_npu.consumers.model_traits import (
     pattern_of,
     text_config,
 )
-from collate_npu.errors import AmbiguousMaskError, CollateError
+from collate_npu.errors import GONE_IN, AmbiguousMaskError, CollateError
 from collate_npu.kernels import Breach
 from collate_npu.kernels.call_boundaries import (
-    CallBoundaries as Told,
+    CallBoundaries,
     attention_reason,
     boundary_reason,
     places_in,
@@ -96,7 +97,7 @@ def keeps_state(models: Iterable[nn.Module]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class RecordedCall:
     """One call of a kernel."""
 
     layer: str
@@ -104,8 +105,8 @@ class Seen:
     module: nn.Module | None = field(repr=False)
     kernel: str
     kind: str
-    told: Told | None
-    unread: str = ""
+    boundaries: CallBoundaries | None
+    unread_reason: str = ""
     """Why it could not be read."""
     breaches: tuple[Breach, ...] = ()
     empty_T: Array | None = field(default=None, repr=False)
@@ -115,8 +116,18 @@ class Seen:
 
     def fault(self, why: str, remedy: str) -> Fault:
         """Return what is wrong with it."""
-        told = "positions" if self.positions is not None else str(self.told or "what could not be read")
-        return Fault(layer=self.layer, kernel=self.kernel, told=told, why=why, remedy=remedy)
+        received = "positions" if self.positions is not None else str(self.boundaries or "what could not be read")
+        return Fault(layer=self.layer, kernel=self.kernel, received=received, why=why, remedy=remedy)
+
+
+def renamed(owner: str, old: str, new: str) -> property:
+    """A property that gives the field `new` of a class by its old name, with a warning."""
+
+    def value(self: Any) -> Any:
+        warnings.warn(f"{owner}.{old} is {new} now; the old name goes in {GONE_IN}.", DeprecationWarning, stacklevel=2)
+        return getattr(self, new)
+
+    return property(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +136,15 @@ class Fault:
 
     layer: str
     kernel: str
-    told: str
+    received: str
+    """The boundaries or positions that the kernel got, in short."""
     why: str
     remedy: str
 
+    told = renamed("Fault", "told", "received")
+
     def __str__(self) -> str:
-        return f"{self.layer}, {self.kernel}: told {self.told}: {self.why.rstrip('.')}. {self.remedy}"
+        return f"{self.layer}, {self.kernel}: got {self.received}: {self.why.rstrip('.')}. {self.remedy}"
 
 
 @dataclass
@@ -144,22 +158,21 @@ class Forward:
     ids: Tensor | None = field(default=None, repr=False)
     truth: Segments | None = None
     """What the batch says, where it says it."""
-    unsaid: str = ""
+    skip_reason: str = ""
     """Why the batch does not say it."""
     pattern: Pattern | None = None
     again: bool = False
-    """Computed again: by activation checkpointing."""
     empty_T: Array | None = field(default=None, repr=False)
     """bool: tokens of the batch whose embedding is zero."""
     compiled: bool = False
     raised: str = ""
     """The error that ended it."""
-    calls: list[Seen] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
     silent: list[str] = field(default_factory=list)
     """Layers in which no known kernel ran."""
     first_position: int = 0
     """What the model embeds for a sequence's first token."""
-    before: Sequence[Seen] = field(default=(), repr=False)
+    before: Sequence[RecordedCall] = field(default=(), repr=False)
     """Of a layer that is computed again: the calls of this step's forwards."""
     cp: ContextParallel | None = None
     """The rank that this is, where ranks share the rows of `truth`."""
@@ -178,17 +191,19 @@ class Forward:
 
     def faults(self) -> dict[int, Fault]:
         """Return the faults by the number of the call."""
-        wrong = {n: why for n, seen in enumerate(self.calls) if (why := self._fault_reason(seen)) is not None}
-        found = {n: self.calls[n].fault(what, remedy) for n, (what, remedy) in wrong.items()}
-        if _CONTRADICTS.search(self.unsaid):
-            what, _, rest = self.unsaid.partition(": ")
-            where = {"layer": "(the batch)", "kernel": what, "told": "what contradicts itself"}
-            found[-1] = Fault(**where, why=rest, remedy="Mend it where the batch is made")
+        wrong = {n: why for n, call in enumerate(self.calls) if (why := self._fault_reason(call)) is not None}
+        right = {call.kind for n, call in enumerate(self.calls) if n not in wrong and self.judges(call)}
+        some = {n for n, (_, remedy) in wrong.items() if self.calls[n].kind in right and _HAND in remedy}
+        found = {n: self.calls[n].fault(what, _SOME if n in some else remedy) for n, (what, remedy) in wrong.items()}
+        if _CONTRADICTS.search(self.skip_reason):
+            what, _, rest = self.skip_reason.partition(": ")
+            where = {"layer": "(the batch)", "kernel": what, "received": "keys that contradict each other"}
+            found[-1] = Fault(**where, why=rest, remedy="Correct it where the batch is made")
         return found
 
     def counts(self) -> Counter[str]:
         """Calls by kernel."""
-        return Counter(seen.kernel for seen in self.calls if seen.positions is None)
+        return Counter(call.kernel for call in self.calls if call.positions is None)
 
     @property
     def judged(self) -> bool:
@@ -197,45 +212,45 @@ class Forward:
 
     def release(self) -> None:
         """Drop the tensors and modules that a call was given."""
-        told = [each.told and replace(each.told, allowed=None) for each in self.calls]
-        self.calls = [replace(each, told=one, module=None) for each, one in zip(self.calls, told)]
+        kept = [each.boundaries and replace(each.boundaries, allowed=None) for each in self.calls]
+        self.calls = [replace(each, boundaries=one, module=None) for each, one in zip(self.calls, kept)]
         self.ids = None
 
-    def _fault_reason(self, seen: Seen) -> tuple[str, str] | None:
-        if seen.breaches:
-            first = seen.breaches[0]
+    def _fault_reason(self, call: RecordedCall) -> tuple[str, str] | None:
+        if call.breaches:
+            first = call.breaches[0]
             return f"[{first.rule}] {first.where}: {first.got}. {first.says}", f"{first.remedy} ({first.source})"
-        if seen.positions is not None and self.truth is not None and self.judges(seen):
-            embedded = None if seen.kind == "rotary" else self.first_position
-            why = position_reason(seen.positions.reshape(-1), self.truth, embedded)
+        if call.positions is not None and self.truth is not None and self.judges(call):
+            embedded = None if call.kind == "rotary" else self.first_position
+            why = position_reason(call.positions.reshape(-1), self.truth, embedded)
             return (why, _REMEDIES["positions"]) if why else None
         if self.again:
-            return self._recompute_reason(seen)
-        if seen.told is None or _FOREIGN.search(seen.layer.lower()):
+            return self._recompute_reason(call)
+        if call.boundaries is None or _FOREIGN.search(call.layer.lower()):
             return None
-        if not seen.told.fits:
-            return "they begin at 0, never fall, and end with its tokens", _REMEDIES[seen.told.kind]
-        own = self._pattern_of(seen) if seen.told.kind == "attention" else None
-        if not self.judges(seen) or self.truth is None:
-            if not isinstance(own, (Sliding, Chunked)) or seen.told.reach <= own.size:
+        if not call.boundaries.fits:
+            return "offsets must begin at 0, never fall, and end with its tokens", _REMEDIES[call.boundaries.kind]
+        own = self._pattern_of(call) if call.boundaries.kind == "attention" else None
+        if not self.judges(call) or self.truth is None:
+            if not isinstance(own, (Sliding, Chunked)) or call.boundaries.reach <= own.size:
                 return None
-            return f"it reaches over {seen.told.reach} tokens, and the config says {own}", _REMEDIES["attention"]
+            return f"it attends {call.boundaries.reach} tokens back, and the config says {own}", _REMEDIES["attention"]
         own = own if self.pattern is not None else None
-        told = self._of_whole_rows(seen.told)
-        if told.allowed is None:
-            why = boundary_reason(told, self.truth, seen.empty_T) or self._window_reason(told, own)
+        given = self._of_whole_rows(call.boundaries)
+        if given.allowed is None:
+            why = boundary_reason(given, self.truth, call.empty_T) or self._window_reason(given, own)
         else:
-            why = self._mask_reason(told, own)
-        return (f"{why}; the batch says {describe_segments(self.truth)}", _REMEDIES[told.kind]) if why else None
+            why = self._mask_reason(given, own)
+        return (f"{why}; the batch says {describe_segments(self.truth)}", _REMEDIES[given.kind]) if why else None
 
-    def _of_whole_rows(self, told: Told) -> Told:
-        """A rank's part of rows that is told nothing is told nothing of the whole rows."""
-        if self.cp is None or self.truth is None or told.by or not told.causal:
-            return told
-        (B, S), part = self.truth.shape, told.shape
+    def _of_whole_rows(self, given: CallBoundaries) -> CallBoundaries:
+        """A rank's part of rows without boundaries has none of the whole rows either."""
+        if self.cp is None or self.truth is None or given.by or not given.causal:
+            return given
+        (B, S), part = self.truth.shape, given.shape
         if part != (B, len(query_rows(S, self.cp))):
-            return told
-        return replace(told, shape=(B, S), first_T=row_starts(B, S), neutral_T=np.zeros(B * S, bool))
+            return given
+        return replace(given, shape=(B, S), first_T=row_starts(B, S), neutral_T=np.zeros(B * S, bool))
 
     def layers(self) -> dict[str, nn.Module]:
         """The innermost layers of the model that look at other tokens, by name: by their classes, and blocks beside them."""
@@ -247,67 +262,65 @@ class Forward:
 
     def layers_without_kernels(self) -> list[str]:
         """Return the layers in which no known kernel ran, or a convolution and no rule behind it."""
-        ran = {seen.layer for seen in self.calls if seen.positions is None}
-        more = {seen.layer for seen in self.calls if seen.positions is None and seen.kind != "convolution"}
+        ran = {call.layer for call in self.calls if call.positions is None}
+        more = {call.layer for call in self.calls if call.positions is None and call.kind != "convolution"}
         layers = self.layers()
         silent = [name for name in layers if not among(name, ran)]
         unruled = [n for n, each in layers.items() if among(n, ran - more) and not among(n, more)]
-        return silent + [
-            f"{n} (its rule)" for n in unruled if "conv" not in type(layers[n]).__name__.lower()
-        ]  # else it is one
+        return silent + [f"{n} (its rule)" for n in unruled if "conv" not in type(layers[n]).__name__.lower()]
 
-    def _recompute_reason(self, seen: Seen) -> tuple[str, str] | None:
-        """Activation checkpointing computes with what the first pass was told, or its gradients are of another batch."""
-        mine = seen.told
-        told = [each.told for each in self.before if each.layer == seen.layer and each.kernel == seen.kernel and each.told]
-        if mine is None or not told or any(map(mine.same, told)):
+    def _recompute_reason(self, call: RecordedCall) -> tuple[str, str] | None:
+        """Activation checkpointing computes with what the first pass got, or its gradients are of another batch."""
+        same = (each for each in self.before if (each.layer, each.kernel) == (call.layer, call.kernel))
+        first = [each.boundaries for each in same if each.boundaries is not None]
+        if call.boundaries is None or not first or any(map(call.boundaries.same, first)):
             return None
-        return f"computed again for the backward pass; the first pass was told {told[-1]}", _REMEDIES["again"]
+        return f"computed again for the backward pass; the first pass got {first[-1]}", _REMEDIES["again"]
 
-    def judges(self, seen: Seen) -> bool:
+    def judges(self, call: RecordedCall) -> bool:
         """True if this call is judged against the batch: not one of other tokens, nor of another model's."""
-        if self.truth is None or _FOREIGN.search(seen.layer.lower()):
+        if self.truth is None or _FOREIGN.search(call.layer.lower()):
             return False
-        if seen.positions is not None:
-            return seen.positions.shape == self.truth.shape and self.pattern is not None
-        if seen.told is None:
+        if call.positions is not None:
+            return call.positions.shape == self.truth.shape and self.pattern is not None
+        if call.boundaries is None:
             return False
-        if "decoder" in seen.layer and has_two_sides(self.root):
+        if "decoder" in call.layer and has_two_sides(self.root):
             return False
-        if seen.told.keys:
+        if call.boundaries.keys:
             Q = 0 if self.cp is None else len(query_rows(self.truth.shape[1], self.cp))
-            return seen.told.shape == (self.truth.shape[0], Q) and seen.told.keys == self.truth.shape[1]
-        return places_in(self._of_whole_rows(seen.told), self.truth) is not None
+            return call.boundaries.shape == (self.truth.shape[0], Q) and call.boundaries.keys == self.truth.shape[1]
+        return places_in(self._of_whole_rows(call.boundaries), self.truth) is not None
 
-    def _mask_reason(self, told: Told, own: Pattern | None) -> str:
+    def _mask_reason(self, given: CallBoundaries, own: Pattern | None) -> str:
         assert self.truth is not None
-        assert told.allowed is not None
-        if told.shape != self.truth.shape and not told.keys:
-            return boundary_reason(told, self.truth)
-        places_Q = query_rows(self.truth.shape[1], self.cp) if told.keys and self.cp is not None else None
-        rows = (attention_reason(self.truth, own, b, told.allowed(b), places_Q) for b in range(told.shape[0]))
+        assert given.allowed is not None
+        if given.shape != self.truth.shape and not given.keys:
+            return boundary_reason(given, self.truth)
+        places_Q = query_rows(self.truth.shape[1], self.cp) if given.keys and self.cp is not None else None
+        rows = (attention_reason(self.truth, own, b, given.allowed(b), places_Q) for b in range(given.shape[0]))
         return next(filter(None, rows), "")
 
-    def _window_reason(self, told: Told, own: Pattern | None) -> str:
+    def _window_reason(self, given: CallBoundaries, own: Pattern | None) -> str:
         assert self.truth is not None
-        if told.kind != "attention" or own is None or not own.causal:
+        if given.kind != "attention" or own is None or not own.causal:
             return ""
-        if told.causal is False and self.truth.max_length > 1:
+        if given.causal is False and self.truth.max_length > 1:
             return "it looks ahead, and the model is causal"
         span = self.truth.longest_span
-        if isinstance(own, Chunked):  # no kernel is told of chunks without a mask
+        if isinstance(own, Chunked):  # without a mask no kernel knows of chunks
             return f"it attends the whole past, and the config says {own}" if span > own.size else ""
         size = own.size if isinstance(own, Sliding) else None
-        if size == told.window or span <= min(size or 1 << 60, told.window or 1 << 60):
+        if size == given.window or span <= min(size or 1 << 60, given.window or 1 << 60):
             return ""
-        return f"its window is {told.window or 'the whole past'}, and the config says {size or 'the whole past'}"
+        return f"its window is {given.window or 'the whole past'}, and the config says {size or 'the whole past'}"
 
-    def _pattern_of(self, seen: Seen) -> Pattern | None:
+    def _pattern_of(self, call: RecordedCall) -> Pattern | None:
         """What this layer attends by the config; None where that is not known: of windows to both sides, where layers
         differ and nothing says how, and where an indexer picks the keys (DeepSeek's sparse attention, Qwen4's)."""
-        if seen.module is not None and any("indexer" in name for name, _ in seen.module.named_children()):
+        if call.module is not None and any("indexer" in name for name, _ in call.module.named_children()):
             return None
-        config, at = text_config(config_of(self.root)), getattr(seen.module, "layer_idx", None)
+        config, at = text_config(config_of(self.root)), getattr(call.module, "layer_idx", None)
         plain = self.pattern or Pattern.of(pattern_of(self.root) or "causal")
         try:
             known: Mapping[str, int | None] = attention_windows(config)
@@ -323,18 +336,19 @@ class Forward:
         return own if plain.causal else None
 
 
-_HAND = "Hand the model BatchAdapter(model)(batch), or gpt_batch's inputs on Megatron"
+_HAND = "Pass the model BatchAdapter(model)(batch), on Megatron the inputs of gpt_batch"
+_SOME = "Other layers of this kind got what the batch says: check the code that calls this layer"
 _REMEDIES = {
-    "attention": f"{_HAND}; if it has them, look at what the stack passes to this layer",
+    "attention": f"{_HAND}; if it has them, check what the stack passes to this layer",
     "rule": f"{_HAND}; a stack of your own must pass this layer the boundaries (cu_seqlens), or zeros at padding",
     "positions": f"{_HAND}: its position_ids begin again with each sequence",
-    "again": "Look at what the layer takes from outside its arguments between the passes",
+    "again": "Check what the layer reads outside its arguments, which changed between the passes",
     "convolution": f"{_HAND}; a stack of your own must pass this layer seq_idx or cu_seqlens, or zeros at padding",
 }
 
 
 def describe_segments(segments: Segments) -> str:
-    """What a batch says, as short as what a kernel was told."""
+    """What a batch says, as short as what a kernel got."""
     if segments.packed or segments.shape[0] == 1:
         starts = segments.indices[[*segments.cu_seqlens_host[:-1]]].tolist()
         return shown([*starts, int(segments.indices[-1]) + 1])
@@ -355,25 +369,25 @@ def block(forward: Forward, faults: Mapping[int, Fault]) -> str:
     """`27 recurrent: rule [0, 6, 11] ✔ · convolution nothing ✘ · 9 attention: [0, 6, 11] ✔`, without a mark where
     there was nothing to judge it by."""
     groups: dict[str, dict[tuple[str, str, str], set[str]]] = {"recurrent": {}, "attention": {}}
-    for n, seen in enumerate(forward.calls):
-        if seen.positions is None:
-            text = f"not read ({seen.unread})" if seen.told is None else str(seen.told)
-            mark = " ✘" if n in faults else " ✔" if forward.judges(seen) else ""
-            group = groups["attention" if seen.kind == "attention" else "recurrent"]
-            group.setdefault((seen.kind, text, mark), set()).add(seen.layer)
+    for n, call in enumerate(forward.calls):
+        if call.positions is None:
+            text = f"not read ({call.unread_reason})" if call.boundaries is None else str(call.boundaries)
+            mark = " ✘" if n in faults else " ✔" if forward.judges(call) else ""
+            group = groups["attention" if call.kind == "attention" else "recurrent"]
+            group.setdefault((call.kind, text, mark), set()).add(call.layer)
     parts = []
     for group_name, group in groups.items():
         layers = set().union(*group.values())
-        told = []
+        texts = []
         for (kind, text, mark), names in sorted(group.items(), key=lambda item: item[0][0]):
             some = f" in {len(names)} of {len(layers)}" * (len(names) < len(layers))
-            told.append(f"{kind} {text}".removeprefix("attention ") + some + mark)
-        parts += [f"{len(layers)} {group_name}: {' · '.join(told)}"] * bool(layers)
-    counted = [n for n, seen in enumerate(forward.calls) if seen.positions is not None and forward.judges(seen)]
+            texts.append(f"{kind} {text}".removeprefix("attention ") + some + mark)
+        parts += [f"{len(layers)} {group_name}: {' · '.join(texts)}"] * bool(layers)
+    counted = [n for n, call in enumerate(forward.calls) if call.positions is not None and forward.judges(call)]
     if counted:
         parts.append("positions ✘" if any(n in faults for n in counted) else "positions ✔")
     elif parts:
-        parts.append("positions not looked at")
+        parts.append("positions not checked")
     return " · ".join(parts)
 
 
@@ -381,7 +395,7 @@ def listed(faults: Iterable[Fault]) -> str:
     """Each layer with what is wrong there, those with the same faults together."""
     kernels: dict[tuple[str, str], list[str]] = {}
     for fault in faults:
-        kernels.setdefault((fault.layer, f"told {fault.told}: {fault.why}"), []).append(fault.kernel)
+        kernels.setdefault((fault.layer, f"got {fault.received}: {fault.why}"), []).append(fault.kernel)
     whys: dict[str, list[str]] = {}
     for (layer, what), names in kernels.items():
         whys.setdefault(layer, []).append(f"{' and '.join(dict.fromkeys(names))} {what}")
@@ -459,8 +473,8 @@ def _held(batch: Mapping[str, Any]) -> dict[str, Any]:
     for value in batch.values():
         if not isinstance(value, (Tensor, str, list, tuple)):
             fields = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-            told = with_role(fields, "offsets", "padded_offsets", "keep", "segment_ids")
-            held |= {key: fields[key] for key in told if fields[key] is not None}
+            keys = with_role(fields, "offsets", "padded_offsets", "keep", "segment_ids")
+            held |= {key: fields[key] for key in keys if fields[key] is not None}
     return held
 
 

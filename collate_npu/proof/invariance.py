@@ -18,7 +18,7 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, host_array
 from collate_npu.consumers.model_traits import needs_mask_2d, text_config
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.errors import CollateError, UnsupportedFormError, a_type, explain, explain_rows
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.patterns import Pattern
 from collate_npu.outputs import per_sequence
@@ -39,10 +39,10 @@ from collate_npu.proof.measure import (
 from collate_npu.segments import Segments, keep_array
 from collate_npu.validation import check_collator, check_model
 
-# --- where samples stand in a batch, told by their tokens: who made it chose its side, its order and whether rows are
+# --- where samples stand in a batch, found by their tokens: who made it chose its side, its order and whether rows are
 # packed. Its mask is under test, so it only decides between places where the tokens fit equally well. O(B * S) a sample.
 
-REMEDY_SAME_TOKENS = "Switch off what changes tokens (bos, eos, cutting, masking), or give samples as they are collated."
+REMEDY_SAME_TOKENS = "Switch off what changes tokens (bos, eos, truncation, masking), or pass samples as they are collated."
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +72,21 @@ class Located:
     def label_fault(self) -> str:
         """How the labels of the batch differ from those of its samples, "" where they do not. Nothing predicts a first
         label, which may be ignored; a batch without labels may leave them to others where they are the tokens."""
-        told, own = self._labels(), [feature["labels"] for feature in self.features]
-        if told is None:
+        found, own = self._labels(), [feature["labels"] for feature in self.features]
+        if found is None:
             asked = any(feature["labels"] != feature["input_ids"] for feature in self.features)
             return "The batch has no labels, and those of the samples are not their tokens" if asked else ""
-        pairs = [list(enumerate(zip(given, mine))) for given, mine in zip(told, own)]
+        pairs = [list(enumerate(zip(given, mine))) for given, mine in zip(found, own)]
         bad = [(n, t, *pair) for n, row in enumerate(pairs) for t, pair in row if pair[0] != pair[1]]
         bad = [(n, t, given, mine) for n, t, given, mine in bad if t or given != IGNORED]
         if not bad:
             return ""
         n, t, given, mine = bad[0]
         count = f"{len(bad)} label{'s' * (len(bad) > 1)}"
-        where = f"{count} not as the samples have them: sample {n}, token {t} has {given} for {mine}"
+        where = f"{count} differ from the samples: sample {n}, token {t} has {given} in place of {mine}"
         after = [[*feature["input_ids"][1:], IGNORED] for feature in self.features]
-        if given != IGNORED and all(x in (IGNORED, y) for pair in zip(told, after) for x, y in zip(*pair)):
-            return f"{where}. They are moved by a place, which the model does itself: leave them where their tokens are"
-        after = [[*feature["input_ids"][1:], IGNORED] for feature in self.features]
-        if given != IGNORED and all(x in (IGNORED, y) for pair in zip(told, after) for x, y in zip(*pair)):
-            return f"{where}. They are moved by a place, which the model does itself: leave them where their tokens are"
+        if given != IGNORED and all(x in (IGNORED, y) for pair in zip(found, after) for x, y in zip(*pair)):
+            return f"{where}. They are shifted, and the model shifts them itself: leave labels at their own tokens"
         lost = sum(given == IGNORED for *_, given, _ in bad)
         return f"{where}; {lost} are ignored, as where labels are made by labels == pad_token_id" if lost else where
 
@@ -154,18 +151,18 @@ def _starts(ids_BS: Array, samples: Sequence[Array], keep_BS: Array | None) -> l
             free[starts[n] : starts[n] + len(samples[n])] = False
         if len(kept or fits) > 1:
             unsure.add(n)
-    whole = "tokens that are not in the batch, in one piece"
+    whole = "tokens that the batch does not hold in one piece"
     if lost := [(n, f"{len(ids)} {whole}") for n, ids in enumerate(samples) if starts[n] < 0]:
         rule = "Each sample is compared with its own tokens in the batch."
         raise CollateError(explain_rows("samples", lost, rule, REMEDY_SAME_TOKENS))
     left = ids_BS.reshape(-1)[free]
     if left.size and (left != left[0]).any():
-        rule = "Beside the samples a batch holds padding of one value; anything else would change what they give."
+        rule = "Besides the samples a batch may hold only padding of one value; other tokens would change the result."
         raise CollateError(explain("batch", "tokens that no sample has", rule, REMEDY_SAME_TOKENS))
     if left.size and any((samples[n] == left[0]).all() for n in unsure):
-        rule = "A sample of padding alone stands in several places, and no mask tells which is meant."
-        remedy = "Give samples whose tokens differ from the padding."
-        raise CollateError(explain("batch", "several ways to read it", rule, remedy))
+        rule = "A sample of only padding fits several places, and no mask shows which."
+        remedy = "Pass samples whose tokens differ from the padding."
+        raise CollateError(explain("batch", "several places for one sample", rule, remedy))
     return starts
 
 
@@ -202,7 +199,7 @@ def _tokens(batch: Mapping[str, Any]) -> Array:
     ids_BS: Array = np.zeros(0) if given is None else host_array("input_ids", given)
     if ids_BS.ndim != 2 or ids_BS.dtype.kind not in "iu":
         got = type(batch).__name__ if given is None else f"input_ids {ids_BS.dtype} {list(ids_BS.shape)}"
-        rule = "The samples are found by their tokens: integers [B, S] in a mapping."
+        rule = "The samples are found by their tokens: the batch is a dict with whole numbers [B, S]."
         raise CollateError(explain("batch", got, rule, "Let the collator return input_ids."))
     return ids_BS
 
@@ -274,7 +271,7 @@ def _own_loss_fault(model: Any, located: Located, features: Sequence[Batch], lim
     total, by_tokens = sum(x for x, _ in each), sum(x * n for x, n in each) / sum(n for _, n in each)
     if any(abs(whole - right) <= limit * abs(right) for right in (by_tokens, total, total / len(each))):
         return ""
-    counted = "it counts other tokens than those with a label"
+    counted = "it divides by another number than the tokens with a label"
     return f"The model's own loss is {whole:.4g} for the batch, and {by_tokens:.4g} for its samples alone: {counted}."
 
 
@@ -282,7 +279,7 @@ def features_of(samples: Samples) -> list[Batch]:
     """Features with `input_ids` and `labels` (by default the same). Raises `CollateError` for what is no token ids."""
     if isinstance(samples, (str, Mapping)) or not isinstance(samples, Iterable):
         rule = "Samples are lists of token ids, or mappings of input_ids and labels."
-        raise CollateError(explain("samples", f"a {type(samples).__name__}", rule, "Pass a list of them."))
+        raise CollateError(explain("samples", a_type(samples), rule, "Pass a list of them."))
     features, bad = [], []
     for n, sample in enumerate(samples):
         given = sample if isinstance(sample, Mapping) else {"input_ids": sample}
@@ -308,8 +305,8 @@ def check_one_stack(model: Any) -> None:
     """Refuse an encoder-decoder: its batch is two sequences, and one side's padding is not the other's."""
     config = getattr(model, "config", model)
     if getattr(config, "is_encoder_decoder", False) or getattr(text_config(config), "is_encoder_decoder", False):
-        rule = "An encoder-decoder reads two sequences with masks of their own, and no sample is alone in it."
-        remedy = "Name its encoder (model.get_encoder()), or a model of one stack."
+        rule = "An encoder-decoder reads two sequences with separate masks, and cannot run one sample alone."
+        remedy = "Pass its encoder (model.get_encoder()), or a model with one stack."
         raise UnsupportedFormError(explain("model", str(getattr(config, "model_type", "")), rule, remedy))
 
 
@@ -325,7 +322,7 @@ def check_vocabulary(model: Any, batches: Sequence[Sequence[Batch]]) -> None:
     rows = model.get_input_embeddings().weight.shape[0]
     used = [token for batch in batches for feature in batch for token in feature["input_ids"]]
     if astray := [token for token in (max(used), min(used)) if not 0 <= token < rows]:
-        remedy = "Name the model that the tokens were made for, and its tokenizer."
+        remedy = "Pass the model that the tokens were made for, and its tokenizer."
         raise CollateError(explain("samples", f"token id {astray[0]}", f"This model has ids 0 to {rows - 1}.", remedy))
 
 

@@ -13,12 +13,9 @@ is set to: on a card that is its noise. Legend: B rows, S width, T tokens, N que
 
 from __future__ import annotations
 
-import builtins
 import inspect
-import os
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import import_module
@@ -41,10 +38,8 @@ from collate_npu.releases import installed
 from collate_npu.segments import Segments
 
 HEADS, KEY_HEADS, D, W, CHUNK = 4, 2, 32, 4, 64
-SHARED = frozenset({"weight", "bias", "A"})
+SHARED = frozenset({"weight", "bias"})
 """Inputs that all tokens have in common; the others are `[B, S, ...]`."""
-KEPT_WIDE = frozenset({"g", "A", "dt"})
-"""Decays: kernels take them in float32, whatever the dtype of the rest."""
 Inputs = dict[str, Tensor]
 
 
@@ -100,12 +95,9 @@ class Problem:
         draw = torch.Generator().manual_seed(0)
         sizes = {name: (() if name in SHARED else segments.shape) + tail for name, tail in self.shapes.items()}
         found = {name: torch.randn(size, generator=draw, dtype=torch.float64) for name, size in sizes.items()}
-        for name in {"g", "A"} & found.keys():
-            found[name] = -found[name].sigmoid()
-        for name in {"beta", "dt"} & found.keys():
-            found[name] = found[name].sigmoid()
         if "beta" in found:
-            found["k"] = normalize(found["k"], dim=-1)
+            rule = {"g": -found["g"].sigmoid(), "beta": found["beta"].sigmoid(), "k": normalize(found["k"], dim=-1)}
+            return found | rule
         return found
 
 
@@ -121,8 +113,8 @@ def expected(problem: Problem, truth: Truth, dtype: torch.dtype) -> tuple[Inputs
 
 
 def in_dtype(drawn: Inputs, dtype: torch.dtype) -> Inputs:
-    """Inputs as the kernel gets them."""
-    return {name: x.to(torch.float32 if name in KEPT_WIDE else dtype) for name, x in drawn.items()}
+    """Inputs as the kernel gets them: decays in float32, whatever the dtype of the rest."""
+    return {name: x.to(torch.float32 if name == "g" else dtype) for name, x in drawn.items()}
 
 
 def _summed(drawn: Inputs) -> Inputs:
@@ -177,16 +169,6 @@ def _attend(x: Inputs, places: Tensor, n: int, pattern: Pattern) -> Tensor:
     return reference_fusion_attention(q, k, v, q.shape[2], "BSND", atten_mask=blocked, scale=D**-0.5)[0]
 
 
-def _scan_alone(x: Inputs, *_: object) -> Tensor:
-    """Mamba's second scan: `h = h exp(dt A) + dt x B`, `y = C h` (Dao and Gu, arXiv 2405.21060)."""
-    h, outs = x["x"].new_zeros(1, *x["x"].shape[2:], D), []
-    for t in range(x["x"].shape[1]):
-        dt, b, c = x["dt"][:, t, :, None, None], x["B"][:, t, :, None], x["C"][:, t, :, None]
-        h = h * (dt * x["A"][:, None, None]).exp() + dt * x["x"][:, t, :, :, None] * b
-        outs.append((h * c).sum(-1))
-    return torch.stack(outs, 1)
-
-
 _HEAD, _VALUE = (KEY_HEADS, D), (HEADS, D)
 ATTENTION = Problem("attention", {"q": _VALUE, "k": _HEAD, "v": _HEAD}, _attend, recurrent=False)
 RULE = Problem(
@@ -200,7 +182,6 @@ CONVOLUTION = Problem(
     {"x": (D,), "weight": (D, W), "bias": (D,)},
     lambda x, *_: reference_causal_conv1d(x["x"], x["weight"], x["bias"], "silu"),
 )
-SCAN = Problem("scan", {"x": _VALUE, "dt": (HEADS,), "A": (HEADS,), "B": (1, D), "C": (1, D)}, _scan_alone)
 
 
 Ask = Callable[..., Any]
@@ -211,7 +192,7 @@ _ANY, _CARDS, _NPU = ("cpu", "cuda", "npu"), ("cuda", "npu"), ("npu",)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """An operator. `positional`: its arguments that are passed without names; the others go by theirs."""
+    """An operator. `positional`: its arguments that are passed without names."""
 
     name: str
     """As `kernels.check` knows it, where it has a contract."""
@@ -280,6 +261,8 @@ def _of_torch(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
     held: dict[str, Any] = {"pattern": truth.pattern, "device": q.device}
     if form == "BlockMask":
         mask: dict[str, Any] = {"block_mask": block_mask(truth.segments, **held)}
+        if q.is_cuda:  # for 65 to 127 queries its kernel of decoding has no size (2.11)
+            mask["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     else:
         held["dtype"] = q.dtype if form == "dense, bias" else None
         mask = {"attn_mask": dense(truth.segments, polarity=cast(Any, form.removeprefix("dense, ")), **held)}
@@ -304,12 +287,12 @@ def _by_offsets(ask: Ask, truth: Truth, x: Inputs, form: str, *, of_torch: bool)
     window, flat = _window(truth), varlen(truth.segments)
     q, k, v = (unpad(x[name], truth.segments) for name in "qkv")
     ends, longest = flat.cu_seqlens.to(q.device), flat.max_length
-    told: dict[str, Any] = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": window[1] == 0}
-    told |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": window[1] == 0}
+    given |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
     if of_torch:
-        told = {"query": q, "key": k, "value": v, "cu_seq_q": ends, "cu_seq_k": ends, "max_q": longest, "max_k": longest}
-        told["enable_gqa"] = True
-    return repad(ask(form, **told, window_size=window), truth.segments)
+        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))  # 2.11 has no enable_gqa
+        given = {"query": q, "key": k, "value": v, "cu_seq_q": ends, "cu_seq_k": ends, "max_q": longest, "max_k": longest}
+    return repad(ask(form, **given, window_size=window), truth.segments)
 
 
 # --- recurrent layers: one flat row
@@ -323,20 +306,20 @@ def _back(out: Tensor, truth: Truth) -> Tensor:
     return out if truth.segments.shape[0] == 1 else repad(out[0], truth.segments)
 
 
-def _told(truth: Truth, kernel: str, x: Inputs) -> dict[str, Any]:
+def _boundaries(truth: Truth, kernel: str, x: Inputs) -> dict[str, Any]:
     return gated_delta_kwargs(truth.segments, kernel=cast(Any, kernel), device=next(iter(x.values())).device)
 
 
 def _flat_call(ask: Ask, truth: Truth, x: Inputs, form: str, *, kernel: str, **more: Any) -> Tensor:
     """Return the output of an operator that takes a flat row as it is."""
     flat = {name: each if name in SHARED else _flat(each, truth) for name, each in x.items()}
-    out = ask(form, **flat, **more, **_told(truth, kernel, x))
+    out = ask(form, **flat, **more, **_boundaries(truth, kernel, x))
     return _back(out[0] if isinstance(out, tuple) else out, truth)
 
 
 def _plain_rule(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
     """Padded rows, written zero at padding, as transformers' layers do it by the 2D mask."""
-    keep = _told(truth, "transformers", x).get("attention_mask")
+    keep = _boundaries(truth, "transformers", x).get("attention_mask")
     if truth.segments.packed:
         rule, remedy = "The plain torch rule reads no boundaries.", "Give each sequence its own row, or install fla."
         raise UnsupportedFormError(explain("segments", repr(truth.segments), rule, remedy))
@@ -348,24 +331,25 @@ def _plain_rule(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
 
 def _npu_rule(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
     """It takes tokens first, and states of every sequence."""
-    told = _told(truth, "torch_npu", x)
+    given = _boundaries(truth, "torch_npu", x)
     names = {"q": "query", "k": "key", "v": "value"}
     flat = {names.get(name, name): _flat(each, truth)[0] for name, each in x.items()}
-    states = x["v"].new_zeros(len(told["actual_seq_lengths"]), HEADS, D, D)
-    return _back(ask(form, **flat, initial_state=states, scale=D**-0.5, **told)[0][None], truth)
+    states = x["v"].new_zeros(len(given["actual_seq_lengths"]), HEADS, D, D)
+    return _back(ask(form, **flat, initial_state=states, scale=D**-0.5, **given)[0][None], truth)
 
 
 def _convolution(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
     """Channels last: the channels of one token lie together."""
     flat = _flat(x["x"], truth).contiguous().transpose(1, 2)
-    out = ask(form, **x | {"x": flat}, activation="silu", **_told(truth, "causal_conv1d", x))
+    out = ask(form, **x | {"x": flat}, activation="silu", **_boundaries(truth, "causal_conv1d", x))
     return _back(out.transpose(1, 2), truth)
 
 
 def _npu_convolution(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
-    told, flat = _told(truth, "fla_npu_conv", x), _flat(x["x"], truth)[0].contiguous()
-    states = flat.new_zeros(len(told["query_start_loc"]) - 1, W - 1, D)
-    out = ask(form, x=flat, weight=x["weight"].T.contiguous(), bias=x["bias"], conv_states=states, **told, activation_mode=0)
+    given, flat = _boundaries(truth, "fla_npu_conv", x), _flat(x["x"], truth)[0].contiguous()
+    states = flat.new_zeros(len(given["query_start_loc"]) - 1, W - 1, D)
+    weights = {"weight": x["weight"].T.contiguous(), "bias": x["bias"]}
+    out = ask(form, x=flat, **weights, conv_states=states, **given, activation_mode=0)
     return _back(silu(out)[None], truth)
 
 
@@ -376,12 +360,7 @@ _QKV, _LONG = ("q", "k", "v"), ("query", "key", "value")
 _TORCH_VARLEN, _FLASH = (partial(_by_offsets, of_torch=each) for each in (True, False))
 _FUSION, _FUSION_V3 = (partial(_fusion, operator=f"npu_fusion_attention{version}") for version in ("", "_v3"))
 _FUSED = ((*_LONG, "head_num"), _LAYOUTS, _NPU)
-_FLA, _FLA_CP, _FLA_CONV, _SCAN = (
-    partial(_flat_call, kernel=kernel, **more)
-    for kernel, more in (
-        ("fla", {}), ("fla_cp", {}), ("fla_conv", {"activation": "silu"}), ("causal_conv1d", {"chunk_size": CHUNK})
-    )
-)  # fmt: skip
+_FLA, _FLA_CONV = partial(_flat_call, kernel="fla"), partial(_flat_call, kernel="fla_conv", activation="silu")
 KERNELS = (
     Kernel("torch.scaled_dot_product_attention", "torch.nn.functional", ATTENTION, _of_torch, _LONG,
            ("dense, keep", "dense, bias"), _ANY),
@@ -392,13 +371,9 @@ KERNELS = (
     Kernel("torch_npu.npu_fusion_attention", "torch_npu", ATTENTION, _FUSION, *_FUSED),
     Kernel("torch_npu.npu_fusion_attention_v3", "torch_npu", ATTENTION, _FUSION_V3, *_FUSED),
     Kernel("fla.chunk_gated_delta_rule", "fla.ops.gated_delta_rule", RULE, _FLA, _QKV, devices=_CARDS),
-    Kernel("fla.fused_recurrent_gated_delta_rule", "fla.ops.gated_delta_rule", RULE, _FLA_CP, _QKV,
-           devices=_CARDS, backward=()),
     Kernel("fla.chunk_kda", "fla.ops.kda", KDA, _FLA, _QKV, devices=_CARDS),
     Kernel("fla.causal_conv1d", "fla.modules.convolution", CONVOLUTION, _FLA_CONV, ("x",), devices=_CARDS),
     Kernel("causal_conv1d.causal_conv1d_fn", "causal_conv1d", CONVOLUTION, _convolution, ("x",), ("seq_idx",)),
-    Kernel("mamba_ssm.mamba_chunk_scan_combined", "mamba_ssm.ops.triton.ssd_combined", SCAN, _SCAN,
-           ("x", "dt", "A", "B", "C", "chunk_size"), ("seq_idx",)),
     Kernel("transformers.torch_chunk_gated_delta_rule", "transformers.models.qwen3_next.modeling_qwen3_next", RULE,
            _plain_rule, _LONG, ("2D mask",), _ANY),
     Kernel("fla_npu.npu_causal_conv1d", "fla_npu.ops.ascendc", CONVOLUTION, _npu_convolution,
@@ -460,22 +435,15 @@ class _Asked:
 
 
 def runs(
-    kernels: Sequence[Kernel],
-    *,
-    device: str,
-    dtype: torch.dtype,
-    dry: bool = False,
-    few: bool = False,
-    also: Sequence[str] = (),
+    kernels: Sequence[Kernel], *, device: str, dtype: torch.dtype, dry: bool = False, few: bool = False
 ) -> Iterator[Run]:
     """Every operator on every truth that it is for, in each of its forms. `dry`: judged, and not called.
 
-    `few` takes the truths that show most. `also` names operators that are interpreted here: slowly, so of those few too.
+    `few` takes the truths that show most.
     """
     kind = device.partition(":")[0]
     for kernel in kernels:
-        slow = kernel.name in also
-        if why := _absence_reason(kernel, kind, dtype, dry=dry, slow=slow):
+        if why := _absence_reason(kernel, kind, dtype, dry=dry):
             yield Run(operator=kernel.name, state="not installed" if why.endswith("not installed") else "not here", note=why)
             continue
         try:
@@ -483,17 +451,14 @@ def runs(
         except Exception as error:  # a package that is half there
             yield Run(operator=kernel.name, state="not here", note=f"it does not load: {_first_line(error)}")
             continue
-        for run in of_kernel(kernel, function, device=device, dtype=dtype, few=few or slow):
-            yield replace(run, version=f"{run.version}, interpreted") if slow else run
+        yield from of_kernel(kernel, function, device=device, dtype=dtype, few=few)
 
 
-def _absence_reason(kernel: Kernel, kind: str, dtype: torch.dtype, *, dry: bool, slow: bool) -> str:
-    if kind not in kernel.devices and not slow:
+def _absence_reason(kernel: Kernel, kind: str, dtype: torch.dtype, *, dry: bool) -> str:
+    if kind not in kernel.devices:
         return f"it runs on {' and '.join(kernel.devices)}"
     if not dry and not kernel.version:
         return f"{kernel.package} is not installed"
-    if slow and dtype != torch.float32:
-        return "Triton's interpreter takes float32: its products of bfloat16 are wrong (triton 3.7.0)"
     names = (str(each).removeprefix("torch.") for each in kernel.dtypes)
     return "" if dtype in kernel.dtypes else f"it takes {', '.join(names)}"
 
@@ -575,44 +540,3 @@ def _judged(run: Run, truth: Truth, found: Inputs, right: Inputs, passes: Mappin
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-
-
-# --- fla's released Triton kernels in Triton's own interpreter: slow, and their real code. What stands in for the card: the
-# autotuner takes a kernel's first configuration, and a loop over a number that was loaded counts in Triton's integers.
-
-
-def interpreted() -> tuple[str, ...]:
-    """The kernels that run on this CPU, for the rest of the process; none where fla or triton is not installed.
-
-    Nor where Triton or fla was imported before: then it compiles, and there is no card. Call it first.
-    """
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        if not (installed("fla") and installed("triton")) or {"triton", "fla"} & sys.modules.keys():
-            return ()
-        os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # fla: Triton is not supported here
-            import_module("triton.runtime.autotuner").Autotuner._bench = lambda *_, **__: (0.0, 0.0, 0.0)
-            for name in ("fla.modules.convolution", "fla.ops.gated_delta_rule", "fla.ops.kda"):
-                import_module(name)
-            count_in_triton()
-    except Exception:  # releases that fit neither each other nor this
-        return ()
-    return tuple(kernel.name for kernel in KERNELS if kernel.package == "fla")
-
-
-def count_in_triton() -> None:
-    """Count in every module of fla that is imported by now."""
-    tensor, read = import_module("triton.language").tensor, import_module("triton.runtime.interpreter")._implicit_cvt
-
-    def counting(*bounds: Any) -> Iterable[Any]:
-        """`range`, whose numbers are Triton's where its bounds are."""
-        if not any(isinstance(bound, tensor) for bound in bounds):
-            return builtins.range(*bounds)
-        whole = (int(bound.handle.data.item()) if isinstance(bound, tensor) else bound for bound in bounds)
-        return map(read, builtins.range(*whole))
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fla."):
-            vars(module)["range"] = counting

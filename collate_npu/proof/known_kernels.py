@@ -1,8 +1,8 @@
 """Known kernels: their names, and how the arguments of a call name sequences and padding.
 
 One row a name, whoever defines it: stacks copy kernels under their own names, or call fla's, and transformers' plain
-functions take the place of both. What a call was told is read off its arguments; the contract of the operator, where there
-is one (`kernels.check`), is judged beside it. Legend: B rows, T tokens, H heads, D sizes, Q queries, K keys.
+functions take the place of both. The boundaries of a call are read off its arguments; the contract of the operator, where
+there is one (`kernels.check`), is judged beside it. Legend: B rows, T tokens, H heads, D sizes, Q queries, K keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collate_npu.kernels.call_boundaries import (
     BLOCKED,
     MOST_SCORES,
     Attended,
-    CallBoundaries as Told,
+    CallBoundaries,
     Kind,
     by_mask,
     by_numbers,
@@ -42,7 +42,7 @@ from collate_npu.kernels.gated_delta.operators import (
     rows_and_tokens,
 )
 
-Reader = Callable[[str, Mapping[str, Any]], Told]
+Reader = Callable[[str, Mapping[str, Any]], CallBoundaries]
 
 
 class UnreadError(Exception):
@@ -59,13 +59,13 @@ _PLAIN_CONV = replace(operator_named("causal_conv1d"), name="torch.nn.Conv1d", n
 def _recurrent(kind: Kind, like: str) -> Reader:
     """`like`: the operator whose orders of dimensions hold where a kernel has no row of its own."""
 
-    def read(kernel: str, values: Mapping[str, Any]) -> Told:
-        return _told_of(find_operator(kernel) or operator_named(like), kernel, kind, values)
+    def read(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
+        return _boundaries_of(find_operator(kernel) or operator_named(like), kernel, kind, values)
 
     return read
 
 
-def _told_of(row: Operator, kernel: str, kind: Kind, values: Mapping[str, Any]) -> Told:
+def _boundaries_of(row: Operator, kernel: str, kind: Kind, values: Mapping[str, Any]) -> CallBoundaries:
     given = by_own_names(values)
     if "x" in row.shapes and "hidden_states" in given:  # transformers' name for it
         given["x"] = given.pop("hidden_states")
@@ -73,7 +73,7 @@ def _told_of(row: Operator, kernel: str, kind: Kind, values: Mapping[str, Any]) 
         raise UnreadError("it goes on from a state")
     sizes = rows_and_tokens(row, given)
     if sizes is None:
-        raise UnreadError("no tensor tells its tokens")
+        raise UnreadError("no tensor has its tokens")
     call = Call(row, given, *sizes)
     B, T = call.B, call.T
     first_T, by, left_T = row_starts(B, T), "", np.zeros(B * T, bool)
@@ -84,7 +84,7 @@ def _told_of(row: Operator, kernel: str, kind: Kind, values: Mapping[str, Any]) 
     elif (emptied_BT := _emptied(given)) is not None and bool(emptied_BT.any()):
         first_T, by = by_numbers(emptied_BT.cumsum(1).cpu().numpy()), "the decay"
     neutral_T = _neutral(row, given, first_T) | left_T
-    return Told(kernel, kind, (B, T), first_T, neutral_T, by or "zeros" * bool(neutral_T.any()))
+    return CallBoundaries(kernel, kind, (B, T), first_T, neutral_T, by or "zeros" * bool(neutral_T.any()))
 
 
 def _emptied(given: Mapping[str, Any]) -> Tensor | None:
@@ -110,28 +110,16 @@ def _neutral(row: Operator, given: Mapping[str, Any], first_T: np.ndarray) -> np
     return neutral_T
 
 
-def _plain_convolution(kernel: str, values: Mapping[str, Any]) -> Told:
+def _plain_convolution(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
     """A depthwise convolution of torch, which knows no boundary."""
-    x = values["x"] if "x" in values else values["input"]
-    return _told_of(_PLAIN_CONV, kernel, "convolution", {"x": x if x.ndim == 3 else x[None]})
+    x = values["input"]
+    return _boundaries_of(_PLAIN_CONV, kernel, "convolution", {"x": x if x.ndim == 3 else x[None]})
 
 
-def _selective_scan(kernel: str, values: Mapping[str, Any]) -> Told:
+def _selective_scan(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
     """Mamba's first scan, of `[B, D, T]`; `mamba_inner_fn` is that and its convolution in one, of `xz` `[B, 2 D, T]`."""
     x = next(values[name] for name in ("u", "hidden_states", "xz") if name in values)
-    return _told_of(_PLAIN_CONV, kernel, "rule", {"x": x})
-
-
-def _plain_layer(kind: Kind) -> Reader:
-    """A whole layer of plain torch, which knows no boundary; a 2D mask zeroes what its tokens write."""
-
-    def read(kernel: str, values: Mapping[str, Any]) -> Told:
-        B, T = values["hidden_states"].shape[:2]
-        keep = next((values[key] for key in ("attention_mask", "conv_mask") if values.get(key) is not None), None)
-        neutral_T = np.zeros(B * T, bool) if keep is None else ~keep.bool().cpu().numpy().reshape(B * T)
-        return Told(kernel, kind, (B, T), row_starts(B, T), neutral_T, "mask" * bool(neutral_T.any()))
-
-    return read
+    return _boundaries_of(_PLAIN_CONV, kernel, "rule", {"x": x})
 
 
 # --- attention
@@ -139,21 +127,21 @@ def _plain_layer(kind: Kind) -> Reader:
 
 def _attention(
     kernel: str, shape: tuple[int, int], rows: Callable[[int], Attended], by: str = "", window: int | None = None
-) -> Told:
+) -> CallBoundaries:
     """Return the boundaries of rows `[B, T]`, each with whom its queries attend."""
     B, T = shape
     if by and T * T > MOST_SCORES:
         raise UnreadError(f"a mask of {T} x {T} is too large to look at")
     if by:
         first_T, neutral_T, digest = by_mask(rows, B, T)
-        return Told(kernel, "attention", shape, first_T, neutral_T, by, window, digest=digest, allowed=rows)
-    return Told(kernel, "attention", shape, row_starts(B, T), np.zeros(B * T, bool), by, window, allowed=rows)
+        return CallBoundaries(kernel, "attention", shape, first_T, neutral_T, by, window, digest=digest, allowed=rows)
+    return CallBoundaries(kernel, "attention", shape, row_starts(B, T), np.zeros(B * T, bool), by, window, allowed=rows)
 
 
-def _bare(kernel: str, shape: tuple[int, int], causal: bool, window: int | None = None) -> Told:
+def _bare(kernel: str, shape: tuple[int, int], causal: bool, window: int | None = None) -> CallBoundaries:
     """Return the boundaries of rows without a mask: causal ones read what stands before them, others everything."""
-    told = _attention(kernel, shape, lambda b: (torch.ones(shape[1], shape[1], dtype=torch.bool),) * 2, window=window)
-    return replace(told, allowed=None, causal=True) if causal else told
+    both = _attention(kernel, shape, lambda b: (torch.ones(shape[1], shape[1], dtype=torch.bool),) * 2, window=window)
+    return replace(both, allowed=None, causal=True) if causal else both
 
 
 def _flat(
@@ -164,14 +152,14 @@ def _flat(
     by: str,
     window: int | None,
     causal: bool | None = None,
-) -> Told:
+) -> CallBoundaries:
     """Return the boundaries of a flat row by its offsets; queries and keys are the same tokens."""
     first_T, neutral_T = by_offsets(offsets, total)
     if keys and keys != offsets:
         if len(keys) != len(offsets) or keys[-1] != offsets[-1] or neutral_T.any():
             raise UnreadError("its queries are other tokens than its keys")
         first_T = np.repeat(keys[:-1], np.diff(offsets))  # each sequence reads the keys of its number
-    return Told(kernel, "attention", (1, total), first_T, neutral_T, by, window, causal)
+    return CallBoundaries(kernel, "attention", (1, total), first_T, neutral_T, by, window, causal)
 
 
 def _same_tokens(q: Tensor, k: Tensor, at: int) -> None:
@@ -179,7 +167,7 @@ def _same_tokens(q: Tensor, k: Tensor, at: int) -> None:
         raise UnreadError("its queries are other tokens than its keys")
 
 
-def _masked(kernel: str, values: Mapping[str, Any], mask: Tensor | None, causal: bool) -> Told:
+def _masked(kernel: str, values: Mapping[str, Any], mask: Tensor | None, causal: bool) -> CallBoundaries:
     """q `[B, H, T, D]` beside a mask of any rank, True = attends, or additive."""
     q, k = values["query"], values["key"]
     B, T, K = (q.shape[0] if q.ndim > 2 else 1), q.shape[-2], k.shape[-2]
@@ -200,11 +188,11 @@ def _masked(kernel: str, values: Mapping[str, Any], mask: Tensor | None, causal:
     return _attention(kernel, (B, T), rows, "mask")
 
 
-def _sdpa(kernel: str, values: Mapping[str, Any]) -> Told:
+def _sdpa(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
     return _masked(kernel, values, values.get("attn_mask"), bool(values.get("is_causal")))
 
 
-def _by_module(kernel: str, values: Mapping[str, Any]) -> Told:
+def _by_module(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
     """transformers' functions `(module, query, key, value, attention_mask, ...)` that add the mask to the scores: one of
     True and False is no barrier there."""
     bias = values.get("attention_mask")
@@ -213,7 +201,7 @@ def _by_module(kernel: str, values: Mapping[str, Any]) -> Told:
     return _masked(kernel, values, bias, causal=False)
 
 
-def _flex(kernel: str, values: Mapping[str, Any]) -> Told:
+def _flex(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
     """A BlockMask, a dense mask, and a score_mod that gives minus infinity to what it blocks: all three may be there."""
     q, k, score = values["query"], values["key"], values.get("score_mod")
     mask = values.get("block_mask", values.get("attention_mask"))
@@ -222,16 +210,16 @@ def _flex(kernel: str, values: Mapping[str, Any]) -> Told:
     _same_tokens(q, k, -2)
     nothing, zero = torch.zeros((), device=q.device), torch.zeros((), dtype=torch.int64, device=q.device)
 
-    def tells(b: Tensor, h: Tensor, *at: Tensor) -> Tensor:
-        said = mask.mask_mod(b, h, *at) if hasattr(mask, "mask_mod") else nothing == 0
+    def attends(b: Tensor, h: Tensor, *at: Tensor) -> Tensor:
+        kept = mask.mask_mod(b, h, *at) if hasattr(mask, "mask_mod") else nothing == 0
         if isinstance(mask, Tensor):
-            kept = mask if mask.dtype == torch.bool else mask > BLOCKED
-            where = (b if len(kept) > 1 else zero, h if kept.shape[1] > 1 else zero, *at)
-            said = kept[where]
-        return said if score is None else said & (score(nothing, b, h, *at) > BLOCKED)
+            keep = mask if mask.dtype == torch.bool else mask > BLOCKED
+            where = (b if len(keep) > 1 else zero, h if keep.shape[1] > 1 else zero, *at)
+            kept = keep[where]
+        return kept if score is None else kept & (score(nothing, b, h, *at) > BLOCKED)
 
     def rows(b: int) -> Attended:
-        return evaluated(tells, b, q.shape[1], (q.shape[-2], k.shape[-2]), q.device)
+        return evaluated(attends, b, q.shape[1], (q.shape[-2], k.shape[-2]), q.device)
 
     return _attention(kernel, (q.shape[0], q.shape[-2]), rows, "score_mod" if mask is None else "block_mask")
 
@@ -249,7 +237,7 @@ def _causal(values: Mapping[str, Any]) -> bool:
     return bool(values.get("causal")) or (isinstance(size, (tuple, list)) and len(size) > 1 and size[1] == 0)
 
 
-def _flash(kernel: str, values: Mapping[str, Any]) -> Told:
+def _flash(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
     """q `[B, T, H, D]`, or all three in one tensor `[B, T, 3, H, D]`."""
     q = values["q"] if "q" in values else values.get("qkv", values.get("kv"))
     if not isinstance(q, Tensor) or q.ndim < 4:
@@ -259,18 +247,18 @@ def _flash(kernel: str, values: Mapping[str, Any]) -> Told:
     return _bare(kernel, (q.shape[0], q.shape[1]), _causal(values), _window(values))
 
 
-def _varlen(kernel: str, values: Mapping[str, Any]) -> Told:
+def _varlen(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
     """q `[T, H, D]` beside offsets: flash-attn's, and torch's `varlen_attn`."""
     names = [name for name in ("cu_seqlens_q", "cu_seq_q", "cu_seqlens") if values.get(name) is not None]
     q = next(values[name] for name in ("q", "query", "qkv") if name in values)
     if not names:
         raise UnreadError("it has no offsets")
     keys = offset_values(values, names[0].replace("_q", "_k")) if names[0] != "cu_seqlens" else ()
-    told, size = offset_values(values, names[0]), _window(values)
-    return _flat(kernel, told, keys, q.shape[0], names[0], size, _causal(values))
+    offsets, size = offset_values(values, names[0]), _window(values)
+    return _flat(kernel, offsets, keys, q.shape[0], names[0], size, _causal(values))
 
 
-def _fusion(kernel: str, values: Mapping[str, Any]) -> Told:
+def _fusion(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
     """torch_npu's operator: lists of ends under TND, else its masks and modes as its host code reads them."""
     sizes = sizes_of(**{key: values.get(key) for key in ("query", "key", "head_num", "input_layout")})
     call = AttentionCall(values, **sizes)
@@ -288,7 +276,7 @@ def _fusion(kernel: str, values: Mapping[str, Any]) -> Told:
     return _attention(kernel, (B, Q), rows, "atten_mask" if call.atten_mask is not None else "")
 
 
-def _core(kernel: str, values: Mapping[str, Any]) -> Told:
+def _core(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
     """Megatron's `DotProductAttention` and TransformerEngine's, whose masks say True where they block
     (megatron-core core/transformer/dot_product_attention.py, te_dot_product_attention; TE 2 dot_product_attention.py)."""
     module, packed = values["self"], values.get("packed_seq_params")
@@ -315,22 +303,22 @@ def _core(kernel: str, values: Mapping[str, Any]) -> Told:
     return _masked(kernel, {"query": rows, "key": rows}, ~mask.bool(), causal=False)
 
 
-def _packed(kernel: str, read: Mapping[str, Any], name: str, total: int) -> Told:
+def _packed(kernel: str, read: Mapping[str, Any], name: str, total: int) -> CallBoundaries:
     """Places by the padded offsets, where there are any; how many of them are tokens, by the others."""
     ranks = getattr(getattr(read["self"], "config", None), "context_parallel_size", 1) or 1
     total *= ranks if offset_values(read, name)[-1:] == (ranks * total,) else 1  # of the whole row, on each rank
     keys = offset_values(read, name.replace("_q", "_kv"))
-    told = _flat(kernel, offset_values(read, name), keys, total, name, _window(read))
+    found = _flat(kernel, offset_values(read, name), keys, total, name, _window(read))
     lengths = np.diff(offset_values(read, "cu_seqlens_q"))
     starts = np.array(offset_values(read, name))[:-1]
     if name == "cu_seqlens_q" or not len(lengths):
-        return told
+        return found
     if len(lengths) != len(starts):  # of other sequences
-        return replace(told, neutral_T=np.ones(total, bool))
-    rank_T = np.arange(total) - told.first_T
+        return replace(found, neutral_T=np.ones(total, bool))
+    rank_T = np.arange(total) - found.first_T
     given_T = dict(zip(starts.tolist(), lengths.tolist()))
-    behind_T = rank_T >= np.array([given_T.get(first, total) for first in told.first_T.tolist()])
-    return replace(told, neutral_T=told.neutral_T | behind_T)
+    behind_T = rank_T >= np.array([given_T.get(first, total) for first in found.first_T.tolist()])
+    return replace(found, neutral_T=found.neutral_T | behind_T)
 
 
 def _by_name(*rows: tuple[Kind, Reader, str]) -> dict[str, tuple[Kind, Reader]]:
@@ -363,12 +351,7 @@ KERNELS = _by_name(
     ("attention", _fusion, "npu_fusion_attention npu_fusion_attention_v3"),
 )
 """Functions, by their names."""
-MODULES = _by_name(
-    ("attention", _core, "DotProductAttention TEDotProductAttention"),
-    ("convolution", _plain_convolution, "Conv1d"),
-    ("rule", _plain_layer("rule"), "MiniMaxLightningAttention"),
-    ("convolution", _plain_layer("convolution"), "Inkling2DynamicShortConvolution ZayaCCAProjection"),
-)
+MODULES = _by_name(("attention", _core, "DotProductAttention TEDotProductAttention"))
 """Modules that are kernels themselves, by the names of their classes."""
 OF_TORCH = ("torch", "torch.nn.functional", "torch.nn.attention.flex_attention", "torch.nn.attention.varlen")
 """Modules of torch whose functions are wrapped."""

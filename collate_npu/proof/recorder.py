@@ -1,11 +1,11 @@
 """Recorder: it keeps the kernel calls of a process, each in its layer and its forward, while the process runs as it is.
 
 Layers call layers, and kernels call kernels: the innermost layer names a call, and of kernels that call one another for the
-same tokens the innermost counts. Nothing here ends a run: what could not be read is said beside what was.
+same tokens the innermost counts. Nothing here ends a run: what could not be read is reported beside what was.
 
 Functions are wrapped by their names (`KERNELS`) wherever they stand: in modules, in classes, on layers; what is imported
 while a forward runs, from the next one on. A wrapper is a plain function, which torch.compile traces through as if it were
-not there. `nn.Module` says in which layer a call is made.
+not there. `nn.Module` gives the layer a call is made.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.arrays import Array
-from collate_npu.consumers.mask_routing import Case
 from collate_npu.errors import CollateError
 from collate_npu.kernels.call_boundaries import zeros_of
 from collate_npu.kernels.check import call_breaches, knows, named
-from collate_npu.proof.forward import Fault, Forward, Seen, is_layer, plain_name
+from collate_npu.proof.forward import Forward, RecordedCall, is_layer, plain_name
 from collate_npu.proof.known_kernels import KERNELS, MODULES, OF_TORCH, POSITIONAL, UnreadError
 
 
 class _Wraps:
-    """What is wrapped in this process, once for all who listen; when the last one leaves, everything is put back, and what
+    """What is wrapped in this process, once for all recorders; when the last one leaves, everything is put back, and what
     somebody keeps of a wrapper goes on as the function itself."""
 
     def __init__(self) -> None:
@@ -162,7 +161,7 @@ class _Wraps:
         return called
 
     def _put(self, holder: Any, name: str, new: Any) -> None:
-        """Put something in its place until nobody listens."""
+        """Put something in its place until nobody records."""
         self._held.append((holder, name, _of(holder, name), new))
         _set(holder, name, new)
 
@@ -216,7 +215,7 @@ class _Thread(threading.local):
 
 
 class Recorder:
-    """Hears every kernel while it is on."""
+    """Records every kernel while it is on."""
 
     def __init__(self, begin: Begin, end: End) -> None:
         self.failed: set[str] = set()
@@ -224,7 +223,7 @@ class Recorder:
         self.models: set[str] = set()
         """Classes of the models that ran."""
         self.unwrapped: list[str] = []
-        """Functions that could not be wrapped, and why; known once nobody listens."""
+        """Functions that could not be wrapped, and why; known once nobody records."""
         self._begin, self._end, self._here = begin, end, _Thread()
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._roots: dict[int, tuple[weakref.ref[nn.Module] | None, bool]] = {}
@@ -249,8 +248,8 @@ class Recorder:
         held, looks = self._roots.get(id(root), (None, False))
         if held is not None and held() is root:
             return looks
-        tells = any(map(is_layer, root.modules())) or any(isinstance(each, nn.Embedding) for each in root.children())
-        held, looks = weakref.ref(root), tells or any(isinstance(each, nn.ModuleList) for each in root.modules())
+        reads = any(map(is_layer, root.modules())) or any(isinstance(each, nn.Embedding) for each in root.children())
+        held, looks = weakref.ref(root), reads or any(isinstance(each, nn.ModuleList) for each in root.modules())
         self._roots[id(root)] = held, looks
         if looks:
             self.keep(root)
@@ -272,14 +271,14 @@ class Recorder:
         return self in _LISTENING
 
     def install(self) -> None:
-        """Listen to every kernel and module of this process."""
+        """Record every kernel and module of this process."""
         with WRAPS.lock:
             _LISTENING.append(self)
             if len(_LISTENING) == 1:
                 WRAPS.install()
 
     def take_off(self) -> None:
-        """Listen no longer."""
+        """Record no longer."""
         with WRAPS.lock:
             if self.listens:
                 _LISTENING.remove(self)
@@ -289,7 +288,7 @@ class Recorder:
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """Listen meanwhile, to this model too if it has no layer by its name."""
+        """Record meanwhile, this model too if it has no layer by its name."""
         self.install()
         self.keep(model)
         try:
@@ -310,17 +309,17 @@ class Recorder:
     def run_module(self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Call a module, `original(module, ...)`; a forward may begin with it."""
         here = self._here
-        if here.stack and (kernel := MODULES.get(type(module).__name__)) and self._is_kernel(module):
+        if here.stack and (kernel := MODULES.get(type(module).__name__)):
             kernel_name = f"{type(module).__module__.partition('.')[0]}.{type(module).__name__}"
             values = {"self": module, **bound(module.forward, args, kwargs)}
-            if type(module).__name__ == "Conv1d":
-                values = {"x": args[0] if args else kwargs["input"]}
             return self._called(kernel_name, kernel, values, lambda: original(module, *args, **kwargs))
         forward, outer = None, here.forward
         with self.guarded():
             if not here.stack:
                 WRAPS.sweep()
-            if not here.stack or self._has_other_rows(kwargs):
+            if hasattr(module, "is_probe"):  # a tiny copy that this library runs: no forward of the user's
+                pass
+            elif not here.stack or self._has_other_rows(kwargs):
                 forward = self._begin(module, args, kwargs)
                 here.forward = forward or outer
             elif outer is not None and (kind := self._position_kind(module)):
@@ -360,12 +359,6 @@ class Recorder:
         real = whole if forward.truth is None else whole[forward.truth.indices.to(whole.device)]
         return not any(torch.equal(ids.flatten(), each) for each in (whole, real))
 
-    def _is_kernel(self, module: nn.Module) -> bool:
-        """A convolution is one inside a recurrent layer, one channel at a time."""
-        if not isinstance(module, nn.Conv1d):
-            return True
-        return module.groups == module.in_channels > 1 and is_layer(self._here.stack[-1])
-
     def _position_kind(self, module: nn.Module) -> str:
         """True if it is given positions: rotary ones, or those that are embedded."""
         if re.search("rotary|rope", type(module).__name__.lower()) and not is_layer(module):
@@ -386,7 +379,7 @@ class Recorder:
             if found.shape[-1] == truth.shape[1] and found.size in (truth.shape[1], truth.array.size):
                 found = np.broadcast_to(found, truth.shape)
             where: dict[str, Any] = {"layer": self._name_of(module), "kernel": type(module).__name__}
-            forward.calls.append(Seen(**where, module=module, kind=kind, told=None, positions=found))
+            forward.calls.append(RecordedCall(**where, module=module, kind=kind, boundaries=None, positions=found))
 
     def _name_of(self, module: nn.Module) -> str:
         known = self._names.get(id(module))
@@ -397,7 +390,7 @@ class Recorder:
     def run_kernel(
         self, name: str, function: Callable[..., Any], call: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call a kernel, `call(...)`, the function as others hear it."""
+        """Call a kernel, `call(...)`, the function as other recorders wrap it."""
         here = self._here
         if not here.stack or here.forward is None:
             return call(*args, **kwargs)
@@ -406,50 +399,55 @@ class Recorder:
             values = arguments_of(function, args, kwargs)
         except Exception as error:
             values = f"{type(error).__name__}: {error}"
-        if name == "torch.conv1d" and (here.depth or not is_layer(here.stack[-1]) or not _is_depthwise(values)):
+        if name == "torch.conv1d" and (here.depth or not self._in_layer() or not _is_depthwise(values)):
             return call(*args, **kwargs)
         return self._called(name, KERNELS[name.rpartition(".")[2]], values, lambda: call(*args, **kwargs))
+
+    def _in_layer(self) -> bool:
+        """True if a layer makes this call itself, or by a convolution that it holds."""
+        owners = (module for module in reversed(self._here.stack) if not isinstance(module, nn.Conv1d))
+        return is_layer(next(owners, self._here.stack[-1]))
 
     def _called(self, name: str, row: Any, values: dict[str, Any] | str, call: Callable[[], Any]) -> Any:
         """Call it; of kernels that call one another for the same tokens the innermost counts."""
         if (forward := self._here.forward) is None:
             return call()
-        seen, first = self._seen(name, row, values), len(forward.calls)
-        result: Any = seen
+        outer, first = self._read_call(name, row, values), len(forward.calls)
+        result: Any = outer
         self._here.depth += 1
         try:
             result = call()
             return result
         finally:
             self._here.depth -= 1
-            inner = [each.told for each in forward.calls[first:] if each.told is not None]
-            whole = any(seen.told is None or len(told.first_T) == len(seen.told.first_T) for told in inner)
+            sizes = [len(each.boundaries.first_T) for each in forward.calls[first:] if each.boundaries is not None]
+            whole = any(outer.boundaries is None or size == len(outer.boundaries.first_T) for size in sizes)
             if result is not None and not whole:  # None: a fallback that does nothing
-                forward.calls[first:] = [seen]  # what it calls for a part of its tokens says nothing of all
+                forward.calls[first:] = [outer]  # what it calls for a part of its tokens says nothing of all
 
-    def _seen(self, name: str, row: Any, values: dict[str, Any] | str) -> Seen:
+    def _read_call(self, name: str, row: Any, values: dict[str, Any] | str) -> RecordedCall:
         kind, read = row
         stack = self._here.stack
         layer = next((module for module in reversed(stack) if is_layer(module)), stack[-1])
-        empty_T = self._here.empty_T
-        seen = Seen(layer=self._name_of(layer), module=layer, kernel=name, kind=kind, told=None, empty_T=empty_T)
+        where: dict[str, Any] = {"layer": self._name_of(layer), "module": layer, "empty_T": self._here.empty_T}
+        found = RecordedCall(**where, kernel=name, kind=kind, boundaries=None)
         try:
             if isinstance(values, str):
                 raise UnreadError(values)
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise UnreadError("a graph is being captured")
             with torch.no_grad():
-                told = read(name, values)
-            found = call_breaches(name, values) if knows(name) else ()
-            return replace(seen, told=told, breaches=tuple(found))
+                boundaries = read(name, values)
+            breaches = call_breaches(name, values) if knows(name) else ()
+            return replace(found, boundaries=boundaries, breaches=tuple(breaches))
         except UnreadError as error:
-            return replace(seen, unread=str(error))
+            return replace(found, unread_reason=str(error))
         except Exception as error:  # the run goes on, whatever its arguments are
-            return replace(seen, unread=f"{type(error).__name__}: {str(error)[:80]}")
+            return replace(found, unread_reason=f"{type(error).__name__}: {str(error)[:80]}")
 
 
 @contextmanager
-def recorded(forward: Forward) -> Iterator[None]:
+def record_calls(forward: Forward) -> Iterator[None]:
     """Keep in it every kernel call of its model, or of a part of it, that this thread makes meanwhile."""
     model, thread = forward.root, threading.get_ident()
 
@@ -462,20 +460,6 @@ def recorded(forward: Forward) -> Iterator[None]:
     recorder = Recorder(begin, lambda _: "")
     with recorder.on(model):
         yield
-
-
-@contextmanager
-def heard(model: nn.Module, cases: Iterable[Case]) -> Iterator[list[Fault]]:
-    """The faults of this model's forwards meanwhile, which are of these batches, one after the other."""
-    faults: list[Fault] = []
-    coming = (Forward.of(model, case) for case in cases)
-
-    def end(forward: Forward) -> str:
-        faults.extend(forward.faults().values())
-        return ""
-
-    with Recorder(lambda module, *_: next(coming, None) if module is model else None, end).on(model):
-        yield faults
 
 
 def _still_empty(empty_T: Array | None, given: Iterable[Any]) -> Array | None:

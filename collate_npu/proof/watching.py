@@ -1,4 +1,4 @@
-"""Watch: what each kernel of a process was told, in any stack, while it runs as it is.
+"""Watch: the boundaries that each kernel of a process gets, in any stack, while it runs as it is.
 
     with watch() as seen:
         trainer.train()
@@ -35,11 +35,11 @@ from collate_npu.proof.recorder import Recorder, bound
 
 STEPS = 2
 _MOST_PASSES = 64
-"""Forwards a step, and those behind the watched ones until all is taken off where no optimizer tells its steps."""
+"""Forwards a step, and those behind the watched ones until all is taken off where no optimizer ends a step."""
 
 
 class Watch:
-    """What was seen in this process. Made by `watch`."""
+    """The kernel calls that `watch` saw in this process, and its faults."""
 
     def __init__(
         self,
@@ -60,26 +60,26 @@ class Watch:
         """Layers in which no known kernel ran."""
         self._most, self._stop, self._out, self._screen, self._keeps = steps, stop, [*out], screen, keeps
         self._number = self._judged = self._idle = 0
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._passes: Counter[tuple[int, bool]] = Counter()
         """Forwards of a root, with gradients and without."""
         self._recorder = Recorder(self._begin_forward, self._end_forward)
 
     @property
     def failed(self) -> set[str]:
-        """What went wrong in watching itself; the run goes on."""
+        """Errors of the watching itself; the run goes on after them."""
         return self._recorder.failed
 
     # --- on and off
 
     def start(self) -> None:
-        """Wrap everything."""
+        """Wrap the kernels, and begin to watch."""
         self._recorder.install()
         self._optimizers = register_optimizer_step_post_hook(lambda *_: self._end_step())
         MADE.watch(1)
 
     def end(self) -> None:
-        """Take everything off; the process is as it was."""
+        """Unwrap the kernels; the process is as before."""
         if self._recorder.listens:
             self._recorder.take_off()
             self._optimizers.remove()
@@ -99,14 +99,14 @@ class Watch:
         self._passes[id(root), training] += not again
         if self._passes[id(root), training] > (_MOST_PASSES if training else 1) * self._most:
             if training or not any(trained for _, trained in self._passes):
-                self._idle += 1  # nobody steps: it is not trained, or by an optimizer that tells nobody
+                self._idle += 1  # nobody steps: it is not trained, or by an optimizer without hooks
             if self._idle > _MOST_PASSES:
                 self.end()
             return None
         forward = Forward(root=root, number=self._number, step=self.steps, training=training, again=again)
         if again:
             same = [each for each in self.forwards if each.root is root and each.step == self.steps and not each.again]
-            forward.before = [seen for each in same for seen in each.calls]
+            forward.before = [call for each in same for call in each.calls]
         self._number += not again
         if not again:
             self._read_batch(forward, root, args, kwargs)
@@ -125,9 +125,9 @@ class Watch:
                     raise UnreadError("one token a row: decoding is not judged")
             forward.judge_by(case_of(inner, given), whole=not of_kind(given, "vision"))
         except (CollateError, UnreadError) as error:
-            forward.unsaid = str(error)
+            forward.skip_reason = str(error)
         except Exception as error:  # whatever stands in a stranger's arguments
-            forward.unsaid = f"{type(error).__name__}: {str(error)[:80]}"
+            forward.skip_reason = f"{type(error).__name__}: {str(error)[:80]}"
 
     # --- forwards and steps
 
@@ -163,9 +163,9 @@ class Watch:
         how = " · computed again" if forward.again else "" if forward.training else " · without gradients"
         how += f" · it raised {forward.raised}" * bool(forward.raised)
         lines = [f"{where}{how} · {block(forward, faults) or 'no known kernel ran'}"]
-        if forward.unsaid and -1 not in faults and forward.unsaid not in self._told:
-            self._told.add(forward.unsaid)
-            lines.append(f"  not judged by its batch: {forward.unsaid}")
+        if forward.skip_reason and -1 not in faults and forward.skip_reason not in self._logged:
+            self._logged.add(forward.skip_reason)
+            lines.append(f"  not judged by its batch: {forward.skip_reason}")
         for text in dict.fromkeys(map(str, faults.values())):
             lines.append(f"  ✘ {text}")
         if forward.compiled:
@@ -174,19 +174,19 @@ class Watch:
             "rank": _rank(), "pid": os.getpid(), "step": forward.step, "forward": forward.number, "again": forward.again,
             "training": forward.training, "model": type(forward.root).__name__, "said": lines[0],
             "kernels": dict(forward.counts()), "silent": forward.silent,
-            "judged": forward.judged, "unsaid": forward.unsaid,
-            "faults": [asdict(each) for each in faults.values()],
+            "judged": forward.judged, "unsaid": forward.skip_reason,
+            "faults": [asdict(each) | {"told": each.received} for each in faults.values()],
         }  # fmt: skip
         self._write("\n".join(lines), record)
 
     def summary(self) -> str:
-        """Steps, calls, kernels seen, and what was not looked at. Nothing seen is no pass."""
+        """Return the numbers of steps, calls and kernels seen, and what was not checked. Nothing seen is no pass."""
         if not self.kernels and not self.faults:
             models = ", ".join(sorted(self._recorder.models))
             seen = f"no known kernel ran in {models}" if models else "no model with attention or recurrent layers ran"
             return f"NOTHING WAS SEEN: {seen}. This is not a pass."
         if not (self._judged or self.faults):
-            why = next(iter(self._told), "no kernel had the tokens of its batch").splitlines()[0]
+            why = next(iter(self._logged), "no kernel had the tokens of its batch").splitlines()[0]
             return f"NOT JUDGED: {self._number} forwards, and none was compared with its batch: {why} This is not a pass."
         calls = ", ".join(f"{name} {n}" for name, n in self.kernels.most_common())
         silent = sorted(self.silent)
@@ -197,17 +197,17 @@ class Watch:
             lines.append(f"could not be watched: {'; '.join(sorted(self.failed)[:4])}")
         if self._recorder.unwrapped:
             lines.append(f"could not be wrapped: {'; '.join(self._recorder.unwrapped[:4])}")
-        lines.append(f"{len(self.faults)} faults" if self.faults else "no fault in what was looked at")
+        lines.append(f"{len(self.faults)} faults" if self.faults else "no fault in what was checked")
         return " · ".join(lines)
 
     def log_summary(self) -> None:
-        """Say it at the end of a process in which a model ran."""
+        """Log the summary at the end of a process in which a model ran."""
         self.end()
         if self._number or self.failed:
             self._write(f"rank {_rank()}: {self.summary()}", {})
 
     def forget(self) -> None:
-        """A forked process begins anew."""
+        """Drop what was seen: a forked process begins anew."""
         self.forwards, self.faults, self.kernels = [], [], Counter()
         self.steps = self._number = self._judged = self._idle = 0
         self._recorder.forget()
@@ -227,10 +227,10 @@ class Watch:
 
 @contextmanager
 def watch(*, steps: int = STEPS, stop: bool = False, out: str | Path | None = None, say: bool = True) -> Iterator[Watch]:
-    """Look at what each kernel of this process is told, for so many steps, and judge each forward.
+    """Check, for so many steps, the boundaries that each kernel of this process gets, forward by forward.
 
-    With `stop` the first fault raises `CollateError` behind its forward. `out` gets a line of JSON for each forward, the
-    screen (stderr) a block, unless `say` is off. Afterwards the process is as it was.
+    With `stop` the first fault raises `CollateError` after its forward. Each forward writes a line of JSON to `out`, and a
+    block to the screen (stderr) unless `say` is False. Afterwards nothing is wrapped any more.
 
     >>> import torch
     >>> from collate_npu.testing import tiny_model
@@ -250,10 +250,10 @@ def watch(*, steps: int = STEPS, stop: bool = False, out: str | Path | None = No
 
 
 def arm(_torch: Any) -> None:
-    """Watch this process to its end, as `collate-npu watch` says in the environment; torch was just imported."""
-    told = json.loads(os.environ["COLLATE_NPU_WATCH"])
-    out = [Path(path) for path in (told["seen"], told["out"]) if path]
-    seen = Watch(steps=told["steps"], out=out, screen=sys.stderr, keeps=False)
+    """Watch this process to its end, as `collate-npu watch` sets it in the environment; torch was just imported."""
+    settings = json.loads(os.environ["COLLATE_NPU_WATCH"])
+    out = [Path(path) for path in (settings["seen"], settings["out"]) if path]
+    seen = Watch(steps=settings["steps"], out=out, screen=sys.stderr, keeps=False)
     seen.start()
     os.register_at_fork(after_in_child=seen.forget)
     atexit.register(seen.log_summary)

@@ -17,7 +17,7 @@ import torch
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.model_traits import family_needs_mask_2d, text_config
 from collate_npu.consumers.probe import build, make_honest, quiet, rows_move_reason, shrunk
-from collate_npu.proof.conformance import conformance as conformance
+from collate_npu.proof.conformance import check_step as check_step, conformance as conformance
 from collate_npu.proof.invariance import assert_padding_invariant as assert_padding_invariant
 from collate_npu.testing.kernels import reference_kernels as reference_kernels
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def hybrid_model_types() -> list[str]:
-    """Model types of the installed transformers whose language model needs a 2D padding mask, sorted.
+    """Return the model types of the installed transformers whose language model needs a 2D mask, sorted.
 
     A family is listed once, under the name of its text config (`qwen3_5_text`, not `qwen3_5`). A multimodal name is
     listed only where transformers has no causal language model of the text alone. `left_out` says which cannot be tested.
@@ -59,10 +59,10 @@ def _default_config(model_type: str) -> PretrainedConfig:
 
 
 def tiny_config(model_type: str, *, vocab_size: int) -> PretrainedConfig:
-    """The config of a tiny model of this type: width 64, two to four layers, each kind of layer of the family.
+    """Return the config of a tiny model of this type: width 64, two to four layers, each kind of layer of the family.
 
-    The last id of the vocabulary is bos, eos and pad, the hard case: padding cannot be known from its id.
-    Raises what the config's own validation raises.
+    The last id of the vocabulary is bos, eos and pad, so that padding cannot be known from its id.
+    Raises the error of the config's own validation.
 
     >>> config = tiny_config("qwen3_next", vocab_size=257)
     >>> config.hidden_size, config.pad_token_id, sorted(set(config.layer_types))
@@ -88,11 +88,11 @@ def tiny_model(
     scale: float = 5.0,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """A random model of this type on the CPU, in eval mode, on which padding that leaks into a layer shows.
+    """Return a random model of this type on the CPU, in eval mode, whose logits show padding that leaks into a layer.
 
     Linear, embedding and expert weights are `scale` times their initial size (logits of 2 to 5). The embedding has no
     `padding_idx`: a random model's pad row would be zero, which hides every leak, and frozen, which hides its gradient.
-    The global random state is left as it was. Raises what transformers raises for this type.
+    The global random state stays as it is. Raises the error of transformers for this type.
 
     >>> model = tiny_model("qwen3_next", vocab_size=257)
     >>> model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape
@@ -107,7 +107,7 @@ def tiny_model(
 
 
 def byte_tokenizer(*, pad_is_eos: bool = True, padding_side: str = "right") -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer built in memory: one id for each byte, then eos (256), then pad (257, or eos itself).
+    """Return a byte-level tokenizer, built in memory: an id for each byte, then eos (256), then pad (257, or eos itself).
 
     `len(tokenizer)` is the vocabulary size that fits `tiny_model`.
 
@@ -133,7 +133,7 @@ def byte_tokenizer(*, pad_is_eos: bool = True, padding_side: str = "right") -> P
 
 @cache
 def left_out(attn_implementation: str = "sdpa") -> Mapping[str, str]:
-    """Model types on which padding invariance cannot be tested in the installed transformers, each with the reason.
+    """Return the model types whose padding cannot be tested in the installed transformers, each with the reason.
 
     Measured, not listed: either the tiny model does not build or run, and the reason is its error, or a left-padded
     batch, which is right by transformers' own contract, moves its tokens.

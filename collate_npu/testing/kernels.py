@@ -24,9 +24,6 @@ from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_g
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.validation import check_model
 
-OF_A_CARD = ("channels", "strides", "head-size", "backward")
-"""Limits of a real kernel that a reference does not have, and a tiny model need not keep."""
-
 
 @contextmanager
 def reference_kernels(model: Any, *, without: tuple[str, ...] = ()) -> Iterator[None]:
@@ -34,9 +31,9 @@ def reference_kernels(model: Any, *, without: tuple[str, ...] = ()) -> Iterator[
 
     They stand behind transformers' own dispatch, where an installed package would: `causal_conv1d_fn` reads `seq_idx`,
     `chunk_gated_delta_rule` and `chunk_kda` `cu_seqlens`, mamba2's scan `seq_idx`, and what a kernel does not take is
-    dropped. Every call is judged by its kernel's contract (`kernels.check`), but for the shapes of tiny models. `without`
-    names packages ("fla", "causal_conv1d", "mamba_ssm") that are to be missing. Make collators and adapters inside: they
-    ask the model for its kernels once. Slow, and meant for tests.
+    dropped. Every call is judged by its kernel's contract (`kernels.check`). `without` names packages ("fla",
+    "causal_conv1d", "mamba_ssm") that are to be missing. Make collators and adapters inside: they ask the model for its
+    kernels once. Slow, and meant for tests.
 
     Raises `UnsupportedFormError` for a model whose layers call no such function (before transformers 5.19 none does).
 
@@ -88,7 +85,7 @@ def _checked_kernel(call: KernelCall) -> Callable[..., Any]:
 
     @wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
-        refuse(name, (breach for breach in call_breaches(name, named(kernel, args, kwargs)) if breach.rule not in OF_A_CARD))
+        refuse(name, call_breaches(name, named(kernel, args, kwargs)))
         return kernel(*args, **kwargs)
 
     return run

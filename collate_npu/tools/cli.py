@@ -1,4 +1,4 @@
-"""CLI, the command line: `collate-npu audit | conformance | watch | show | env | kernels | guide`.
+"""CLI, the command line: `collate-npu audit | conformance | watch | show | env | kernels | guide | stacks | completion`.
 
 A command is a function; its options are its parameters. Exit codes: 0 done and right; 1 something of this library, or of
 what you gave, is wrong (`audit`, `conformance`); 2 it could not do what was named, and a line says why; 130 interrupted.
@@ -10,24 +10,25 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import sys
 import warnings
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, HelpFormatter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import count
 from math import inf
 from pathlib import Path
-from shutil import get_terminal_size
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_origin
 
-from collate_npu.errors import CollateError, explain, printable
-from collate_npu.tools.guide import list_pages, read_page
-from collate_npu.tools.user_code import describe_error, find_callable, run_user_code
+from collate_npu.errors import CollateError, did_you_mean, explain, printable
+from collate_npu.tools.guide import list_pages, pages, read_page, read_stacks
+from collate_npu.tools.user_code import as_user_code, describe_error, find_callable
 from collate_npu.tools.watch import watch_processes
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Parser(ArgumentParser):
     """Read the parameters of a command, `Annotated[type, Option(...)]`. What was typed is shown escaped."""
 
     def add_command(self, command: Callable[..., int]) -> None:
-        """Add an option for each parameter; the parsed arguments hold the command as `called`."""
+        """Add an option for each parameter; the parsed arguments hold the command as `called`, and this `parser`."""
         for name, each in inspect.signature(command, eval_str=True).parameters.items():
             kind, option = get_args(each.annotation)
             how = _read(get_args(kind)[0] if NoneType in get_args(kind) else kind, option, each.default)
@@ -64,10 +65,15 @@ class Parser(ArgumentParser):
             added = self.add_argument(*(option.names or (f"--{name.replace('_', '-')}",)), **how)
             added.help = f"{option.help}{shown}".replace("%", "%%")  # argparse writes the default of a switch by itself
             added.dest, added.default = name, None if each.default is each.empty else each.default
-        self.set_defaults(called=command)
+            added.required = each.default is each.empty
+        self.set_defaults(called=command, parser=self)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, printable(f"Try '{self.prog} --help' for help.\n\nError: {message}\n"))
+        typed = re.search(r"invalid choice: '(.*?)'|unrecognized arguments: (-\S+)", message)
+        known = re.findall(r"[\w.-]+", message.partition("(choose from ")[2]) or self._option_string_actions
+        near = did_you_mean(typed[1] or typed[2], known) if typed else ""
+        words = f"{message.rstrip('.')}. {near}" if near else message
+        self.exit(2, printable(f"Try '{self.prog} --help' for help.\n\nError: {words}\n"))
 
 
 def _read(kind: Any, option: Option, default: Any) -> dict[str, Any]:
@@ -106,11 +112,11 @@ def load(*packages: str) -> None:
 
 DATA = (
     ".txt (one sample a line), .jsonl, both also as .gz, .json, .parquet, .csv, or - (standard input). "
-    "Columns: text, content, messages, conversations, or input_ids with labels. Default: a text of ours."
+    "Columns: text, content, messages, conversations, or input_ids with labels. Default: a text that ships with the package."
 )
 COLLATOR = (
-    "Your collator, audited beside ours: module:function or file.py:function, called with features; a class, "
-    "or a function with arguments tokenizer, model or pad_token_id, makes one. Repeatable."
+    "Your collator: module:function or file.py:function, called with features. A class, or a function with "
+    "arguments tokenizer, model or pad_token_id, is called first to make the collator. Repeatable."
 )
 RUN = (
     "module:function or file.py:function. It is called with the samples of one batch, lists of token ids, and returns the "
@@ -119,7 +125,7 @@ RUN = (
 Side = Literal["left", "right"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Verbose = ("--verbose", "-v")
-AsJson = Annotated[bool, Option("One JSON object in the place of the text; passed is first.", ("--json",))]
+AsJson = Annotated[bool, Option('Print one JSON object instead of the text; its first key is "passed".', ("--json",))]
 
 
 def audit_command(
@@ -134,7 +140,9 @@ def audit_command(
     tokenizer: Annotated[
         Path | None, Option("Folder of a tokenizer. Default: the checkpoint's own, or bytes for tiny models.")
     ] = None,
-    trust_remote_code: Annotated[bool, Option("Run Python code that these folders bring, else they are refused.")] = False,
+    trust_remote_code: Annotated[
+        bool, Option("Run Python code in these folders; without it such folders are refused.")
+    ] = False,
     side: Annotated[Side | None, Option("left or right. Default: both.")] = None,
     attn: Annotated[
         list[str] | None, Option("Attention, by transformers' name. Repeatable; default: sdpa and eager.")
@@ -150,7 +158,7 @@ def audit_command(
     seed: Annotated[int, Option("Which lines are drawn, and the random weights.", most=(1 << 63) - 1)] = 0,
     verbose: Annotated[bool, Option("The table of every model, and every reason.", Verbose)] = False,
     as_json: AsJson = False,
-    html: Annotated[Path | None, Option("Write a page too: tables, and the error at each token.")] = None,
+    html: Annotated[Path | None, Option("Write a page too, with the table of every model.")] = None,
 ) -> int:
     """Does a padded batch give the same numbers as each sample alone? And a flat row?
 
@@ -191,9 +199,9 @@ def audit_command(
         html.write_text(page(report), encoding="utf-8")
         print(f"collate-npu: wrote {printable(str(html))}", file=sys.stderr, flush=True)
     if as_json:
-        print(json.dumps(report.as_json(), indent=2, allow_nan=False), flush=True)
+        _print_json(report.as_json())
     else:
-        with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
+        with pipe_may_close():
             print_report(screen(), report, verbose=verbose)
     return report.exit_code
 
@@ -207,7 +215,7 @@ def kernels_command(
     verbose: Annotated[bool, Option("Why calls were refused, too.", Verbose)] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Does each operator compute what our arguments say, on this device?
+    """Does each operator on this device compute what the arguments of this library mean?
 
     Operators of attention and of recurrent layers that are installed are called with this library's masks and boundaries,
     forward and backward, and compared with each sequence alone in float64. Exit code 0: all right, and something was
@@ -219,23 +227,30 @@ def kernels_command(
     `collate-npu kernels` — what runs on a CPU
     """
     load("torch", "rich")
-    from rich.text import Text
-
-    from collate_npu.tools.audit.report import SIGNS, terms
-    from collate_npu.tools.kernels import measure_operators, tables
-    from collate_npu.tools.terminal import put, screen
+    from collate_npu.tools.kernels import measure_operators, print_calls
+    from collate_npu.tools.terminal import screen
 
     found = measure_operators(operator or [], device, dtype)
-    code = found.exit_code
     if as_json:
-        print(json.dumps(found.as_json(), indent=2, allow_nan=False), flush=True)
-        return code
-    sign, style = SIGNS["right" if code == 0 else "wrong" if code == 1 else "unproved"]
-    with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
-        out = screen()
-        put(out, Text(f"{sign} {found.verdict}", f"bold {style}"))
-        put(out, terms(found.notes(verbose=verbose)), *tables(found.runs))
-    return code
+        _print_json(found.as_json())
+    else:
+        with pipe_may_close():
+            print_calls(screen(), found, verbose=verbose)
+    return found.exit_code
+
+
+def _print_json(found: dict[str, Any]) -> None:
+    with pipe_may_close():
+        print(json.dumps(found, indent=2, allow_nan=False), flush=True)
+
+
+@contextmanager
+def pipe_may_close() -> Iterator[None]:
+    """Print to a reader who may have left, as `head` does: the exit code stays the command's."""
+    try:
+        yield
+    except (BrokenPipeError, SystemExit):  # the second is what rich raises, from 13.8 on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def conformance_command(
@@ -244,8 +259,8 @@ def conformance_command(
         list[str] | None, Option("Ask run(samples, layout=NAME). Repeatable; default: left and right where it takes layout.")
     ] = None,
     vocab_size: Annotated[int, Option("Samples are drawn from ids 3 to below this.", least=16, most=1 << 24)] = 256,
-    pad_id: Annotated[int | None, Option("The pad id, which samples are to hold as text, too.")] = None,
-    seed: Annotated[int | None, Option("Draw the samples of an earlier run again.")] = None,
+    pad_id: Annotated[int | None, Option("The pad id; some samples hold it as text.")] = None,
+    seed: Annotated[int | None, Option("Seed of the samples; pass an earlier run's seed to repeat it.")] = None,
 ) -> int:
     """Does a stack give every token in a batch the log-probability that its sample gets alone?
 
@@ -261,36 +276,36 @@ def conformance_command(
     load("torch", "rich")
     from rich.text import Text
 
-    from collate_npu.proof.conformance import conformance
-    from collate_npu.tools.terminal import put, screen
+    from collate_npu.proof.conformance import CALLS, CALLS_OF_LAYOUT, conformance
+    from collate_npu.tools.terminal import progress, put, screen, verdict_line
 
     stack = find_callable("run", run, "my_stack.py:run", "Name a function of samples.")
-    stack = stack if isinstance(stack, type) else _as_user_code(run, stack)
-    found = conformance(stack, vocab_size=vocab_size, pad_token_id=pad_id, layouts=layout or None, seed=seed)
-    sign, style = ("✔", "green") if found.passed else ("✘", "red")
+    if not isinstance(stack, type):
+        stack = as_user_code(stack, "run", run, "It is called with samples, lists of token ids.", "Mend it there.")
+    settings: dict[str, Any] = {"vocab_size": vocab_size, "pad_token_id": pad_id, "layouts": layout or None}
+    with progress(CALLS + (len(layout or ()) or 2) * CALLS_OF_LAYOUT) as show:
+        done = count()
+
+        @wraps(stack)
+        def shown(*args: Any, **kwargs: Any) -> Any:
+            show(f"{getattr(stack, '__name__', 'run')}: call {(n := next(done)) + 1}", n)
+            return stack(*args, **kwargs)
+
+        found = conformance(stack if isinstance(stack, type) else shown, **settings, seed=seed)
+    code = 0 if found.passed else 1
     headline, *lines = str(found).splitlines()
-    put(screen(), Text(f"{sign} {headline}", f"bold {style}"), *map(Text, lines))
-    return 0 if found.passed else 1
-
-
-def _as_user_code(spec: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run`, which finds the modules beside it as when it was imported."""
-
-    @wraps(run)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with run_user_code("run", spec, "It is called with samples, lists of token ids.", "Mend it there."):
-            return run(*args, **kwargs)
-
-    return called
+    with pipe_may_close():
+        put(screen(), verdict_line(code, headline), *map(Text, lines))
+    return code
 
 
 def watch_command(
     command: Annotated[list[str], Option("What to run, unchanged, behind --.", ("command",))],
-    steps: Annotated[int, Option("Steps that are looked at, in each process.", least=1, most=1 << 20)] = 2,
+    steps: Annotated[int, Option("Steps to look at, in each process.", least=1, most=1 << 20)] = 2,
     stop: Annotated[bool, Option("End the run at the first fault.")] = False,
     out: Annotated[Path | None, Option("Append a line of JSON for each forward.")] = None,
 ) -> int:
-    """Run a command, and say what each kernel was told of sequences and padding, in all its processes.
+    """Run a command, and print the boundaries and the padding that each kernel gets, in all its processes.
 
     Any stack is seen, without an integration: flash-attn, fla, causal-conv1d, mamba, TransformerEngine, torch_npu, torch's
     own attention and transformers' plain functions. The first steps are looked at; then everything is taken off.
@@ -315,17 +330,17 @@ def show_command(
     packed: Annotated[bool, Option("One flat row, all samples one after another.")] = False,
     batch_size: Annotated[int, Option("Lines of --data in the batch.", least=1)] = 4,
     max_length: Annotated[int, Option("Longest line of --data, in tokens.", least=2, most=1 << 20)] = 96,
-    row: Annotated[int | None, Option("Squares of this row alone.")] = None,
-    consumer: Annotated[list[str] | None, Option("Who reads the batch. Repeatable; default: nobody yet.")] = None,
+    row: Annotated[int | None, Option("Draw this row only.")] = None,
+    consumer: Annotated[list[str] | None, Option("The model stack that reads the batch. Repeatable; default: none.")] = None,
     model_type: Annotated[str, Option("Whose layers decide about attention_mask_2d.")] = "qwen3_next",
-    cp: Annotated[int | None, Option("What each of so many ranks holds.", least=2, most=1024)] = None,
+    cp: Annotated[int | None, Option("Context parallel size: draw what each rank holds.", least=2, most=1024)] = None,
     layout: Annotated[str, Option("How ranks share a row: zigzag, contiguous, ulysses, ulysses_ring ...")] = "zigzag",
     ulysses: Annotated[int, Option("Ulysses ranks in a ring, with ulysses_ring.", least=1, most=1024)] = 1,
     out: Annotated[Path | None, Option("Write a page too: .html.")] = None,
 ) -> int:
     """Draw a batch: its rows, tokens, labels and masks, what each consumer and each rank gets of it, and why.
 
-    A mask that is refused is drawn all the same, with the places that speak against it. What is wide is folded by blocks.
+    A refused mask is drawn too, with the places that speak against it; the exit code is then 1. Wide masks are folded.
 
     Examples:
     `collate-npu show --lengths 3,5 --side left`
@@ -334,7 +349,7 @@ def show_command(
     `collate-npu show --data my.jsonl --tokenizer ./checkpoint --out batch.html`
     `collate-npu show --lengths 6,8 --cp 2 --layout zigzag` — which tokens each rank gets
     """
-    load("torch")
+    load("torch", "rich")
     from collate_npu.parallel import ContextParallel
     from collate_npu.tools import files, show
     from collate_npu.tools.describe import describe
@@ -346,10 +361,9 @@ def show_command(
         rule = "One thing is shown: --lengths, --batch, --data or --mask."
         raise CollateError(explain("input", " and ".join(named) or "none", rule, "Name one of them."))
     if out is not None:
-        load("rich")
         files.check_place(out, ".html")
     if mask is not None:
-        return _print(sheet_of(files.mask_of_file(mask), row=row), "", out)
+        return _draw(sheet_of(files.mask_of_file(mask), row=row), "", out)
     ranks = None if cp is None else ContextParallel(cp, 0, layout=layout, ulysses=ulysses)  # type: ignore[arg-type]
     ranks = ranks.for_documents() if ranks is not None and packed else ranks
     reader = show.reader_of(tokenizer, bytes_too=data is not None)
@@ -366,27 +380,59 @@ def show_command(
     panels += [] if ranks is None else show.rank_panels(shown, ranks)
     sheet = sheet_of(shown, row=row, tokenizer=reader)
     kept = sheet.panels if not panels else tuple(p for p in sheet.panels if not (p.derived and p.squares))
-    return _print(replace(sheet, panels=(*kept, *panels)), str(describe(shown)), out)
+    return _draw(replace(sheet, panels=(*kept, *panels)), str(describe(shown)), out)
 
 
-def _print(sheet: Sheet, words: str, out: Path | None) -> int:
-    """Print the words, then the picture, which is what stays on the screen; without rich in signs alone."""
-    from collate_npu.tools.show import html_of, lines, text_of
-
-    if not find_spec("rich"):
-        print(f"{words}\n\n{text_of(lines(sheet, get_terminal_size().columns))}".lstrip(), flush=True)
-        return 0
+def _draw(sheet: Sheet, words: str, out: Path | None) -> int:
+    """Print the words, then the picture, which is what stays on the screen."""
     from rich.text import Text
 
+    from collate_npu.tools.show import html_of, print_sheet
     from collate_npu.tools.terminal import put, screen
 
     console = screen()
     if out is not None:
         out.write_text(html_of(sheet), encoding="utf-8")
-    with suppress(SystemExit):  # how rich ends where nobody reads the pipe any more
+    with pipe_may_close():
         put(console, *([Text(f"{words}\n")] if words else []))
-        put(console, *(Text.assemble(*line) for line in lines(sheet, console.width)))
+        print_sheet(console, sheet)
         put(console, *[Text(f"written: {out}")] * (out is not None))
+    return int("padding: not known" in words)
+
+
+def plan_command(
+    max_tokens: Annotated[int, Option("The most tokens in a batch: rows x width, or real tokens with --pack.", least=1)],
+    lengths: Annotated[Path | None, Option("The tokens of each sample: .txt (one a line), .json or .npy.")] = None,
+    data: Annotated[Path | None, Option("As in audit: .txt, .jsonl, .parquet, .csv or -.")] = None,
+    tokenizer: Annotated[Path | None, Option("Folder of a tokenizer, for the text of --data.")] = None,
+    ranks: Annotated[int, Option("Data-parallel ranks.", least=1, most=1 << 20)] = 1,
+    pack: Annotated[bool, Option("Batches are packed: flat rows, or rows of --width.")] = False,
+    width: Annotated[int | None, Option("The width of every row, if it is constant.", least=1)] = None,
+    as_json: Annotated[bool, Option("Print the same as JSON.", ("--json",))] = False,
+) -> int:
+    """What does an epoch cost if batches are planned, beside batches as they come and sorted ones?
+
+    Padding is a share of all tokens. Level is the largest batch of a step beside the mean of its ranks, in the worst step.
+    Cost is the time of an epoch, if a step lasts as long as the tokens of its largest batch.
+
+    Examples:
+    `collate-npu plan --lengths lengths.txt --max-tokens 16384 --ranks 8`
+    `collate-npu plan --data my.jsonl --tokenizer ./checkpoint --max-tokens 16384 --ranks 8 --pack`
+    """
+    load("torch", "rich")
+    from collate_npu.collate import BalancedBatchSampler
+    from collate_npu.tools import plan
+    from collate_npu.tools.terminal import put, screen, verdict_line
+
+    counted = plan.read_lengths(lengths, data, tokenizer)
+    sampler = BalancedBatchSampler(counted, max_tokens=max_tokens, num_replicas=ranks, pack=pack, width=width)
+    found = plan.compare_plans(sampler)
+    if as_json:
+        _print_json(found)
+        return 0
+    with pipe_may_close():
+        said = f"{len(counted):,} samples on {ranks} ranks, batches of up to {max_tokens:,} tokens"
+        put(screen(), verdict_line(0, said), plan.plan_table(found))
     return 0
 
 
@@ -402,15 +448,30 @@ def guide_command(
     `collate-npu guide masked_select` — the words of an error
     `collate-npu guide zh/index`
     """
-    text = read_page(" ".join(name)) if name else list_pages()
-    if find_spec("rich"):
-        from collate_npu.tools.terminal import Page, screen
+    return _print_page(read_page(" ".join(name)) if name else list_pages())
 
-        if screen().is_terminal:
-            screen().print(Page(text))
-            return 0
-    sys.stdout.write(text)
-    sys.stdout.flush()
+
+def stacks_command(
+    name: Annotated[list[str] | None, Option("A stack, or a word of its name; or the table.", ("name",))] = None,
+) -> int:
+    """Print which stack is right with which model, as measured: the table, or one stack with its line and its reasons.
+
+    Examples:
+    `collate-npu stacks` — the table
+    `collate-npu stacks verl` — families, releases, the line to add, and why a batch is refused
+    """
+    return _print_page(read_stacks(" ".join(name or [])))
+
+
+def _print_page(text: str) -> int:
+    with pipe_may_close():
+        if find_spec("rich"):
+            from collate_npu.tools.terminal import Page, screen
+
+            if screen().is_terminal:
+                screen().print(Page(text))
+                return 0
+        print(text, end="", flush=True)
     return 0
 
 
@@ -421,11 +482,36 @@ def env_command(as_json: Annotated[bool, Option("Print the same as JSON.", ("--j
     """
     from collate_npu.tools.env import report
 
-    print(report(as_json=as_json), flush=True)
+    with pipe_may_close():
+        print(report(as_json=as_json), flush=True)
     return 0
 
 
-COMMANDS = (audit_command, conformance_command, watch_command, show_command, env_command, kernels_command, guide_command)
+def completion_command(
+    shell: Annotated[Literal["bash", "zsh", "fish", "tcsh"], Option("The shell you type in.", ("shell",))],
+) -> int:
+    """Print a script that makes a shell complete commands, options, choices and files.
+
+    Examples:
+    `eval "$(collate-npu completion bash)"` — in ~/.bashrc
+    `collate-npu completion zsh > ~/.zfunc/_collate-npu` — a folder of your fpath
+    `collate-npu completion fish > ~/.config/fish/completions/collate-npu.fish`
+    """
+    load("shtab")
+    shtab, (whole, commands) = import_module("shtab"), parsers()
+    for action in (action for parser in commands.values() for action in parser._actions):
+        if action.type is Path or action.dest in ("model", "collator", "run", "command"):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+        elif action.dest == "name":
+            action.choices = [*pages()]
+    print(shtab.complete(whole, shell), flush=True)
+    return 0
+
+
+COMMANDS = (
+    audit_command, conformance_command, watch_command, plan_command, show_command, env_command, kernels_command,
+    guide_command, stacks_command, completion_command,
+)  # fmt: skip
 
 
 def parsers() -> tuple[Parser, dict[str, Parser]]:
@@ -455,7 +541,11 @@ def run_command_line(args: Sequence[str]) -> int:
     if not args:
         whole.print_help()
         return 2
-    options = vars(whole.parse_args(args))
+    found, unknown = whole.parse_known_args(args)
+    options = vars(found)
+    parser = options.pop("parser")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     # the commands hand the neutral form to an adapter or to the reader's eyes, never to a model
     warnings.filterwarnings("ignore", message="collate_npu: this batch has a 4D")
     code = 2

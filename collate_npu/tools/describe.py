@@ -10,21 +10,25 @@ from torch import Tensor
 
 from collate_npu.arrays import entries, host_tensor
 from collate_npu.consumers.mask_routing import describe_cheapest, describe_shape
-from collate_npu.errors import CollateError, explain, printable, shape_of, short
+from collate_npu.errors import CollateError, a_type, explain, notebook_html, printable, shape_of, short
 from collate_npu.keys import of_kind, with_role
 from collate_npu.masks.batch_reader import find_hazards, reads, segments_from_batch
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments
+from collate_npu.tools.sheet import Panel, Sheet, labels_of
 
 
 class Description(str):
-    """Text that a notebook and a prompt show as `print` does."""
+    """Text that a prompt shows as `print` does; a notebook shows its `sheet` below it."""
 
-    __slots__ = ()
+    __slots__ = ("sheet",)
+    sheet: Sheet
 
     def __repr__(self) -> str:
         return str(self)
+
+    _repr_html_ = notebook_html
 
 
 def describe(batch: Mapping[str, Any]) -> Description:
@@ -41,16 +45,16 @@ def describe(batch: Mapping[str, Any]) -> Description:
         <BLANKLINE>
         Segments(B=2, S=3, lengths=[3, 1], padding='left'): 2 sequences, 4 real tokens of 6 (67%)
         in words: 2 rows of 3, one sequence each; padding on the left, 2 of 6 places (33%)
-        known by attention_mask: says all of it, alone
-        known by attention_mask_2d: says all of it, alone
-        known by position_ids: agrees; alone it does not say all
+        known by attention_mask: says all of it without other keys
+        known by attention_mask_2d: says all of it without other keys
+        known by position_ids: agrees; without the other keys it is incomplete
         no mask is not exact: padding stands on the left, so real tokens would attend it
         cheapest exact form: the 2D mask, 6 bytes; the dense 4D that models make of it takes 18 bytes
     """
     if not isinstance(batch, Mapping):
-        rule = "A batch is a mapping of keys, as a collator returns it."
+        rule = "A batch is a dict of tensors, as a collator returns it."
         remedy = "Describe what the model is called with; collate_npu.tools.show.picture draws a mask alone."
-        raise CollateError(explain("batch", f"a {type(batch).__name__}", rule, remedy))
+        raise CollateError(explain("batch", a_type(batch), rule, remedy))
     batch = entries(batch)
     sparse = [key for key, x in batch.items() if isinstance(x, Tensor) and not x.is_nested and x.layout != torch.strided]
     batch, segments = Sources({**batch, **{key: host_tensor(str(key), batch[key]) for key in sparse}}), None
@@ -61,7 +65,10 @@ def describe(batch: Mapping[str, Any]) -> Description:
     else:
         facts = [*_facts(batch, segments)]
     wrong = (f"hazard: {text}" for text in find_hazards(batch, segments).values())
-    return Description(printable("\n".join([*_keys(batch, segments), "", *facts, *wrong])))
+    rows = () if segments is None else (Panel(ids=segments.array, labels=labels_of(batch, segments)),)
+    words = Description(printable("\n".join([*_keys(batch, segments), "", *facts, *wrong])))
+    words.sheet = Sheet(panels=rows)
+    return words
 
 
 def _keys(batch: Mapping[str, Any], segments: Segments | None) -> Iterator[str]:
@@ -91,9 +98,9 @@ def _alone(batch: Sources, key: str, segments: Segments) -> str:
     try:
         found = segments_from_batch(batch | alone, padding_free=segments.shape[0] == 1)
     except CollateError:
-        return "agrees; alone it does not say all"
+        return "agrees; without the other keys it is incomplete"
     if found == segments:
-        return "says all of it, alone"
+        return "says all of it without other keys"
     same = bool((found.keep == segments.keep).all())
     return "says what is padding, not where sequences part" if same else "says where sequences part, not what is padding"
 

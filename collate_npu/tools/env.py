@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -30,41 +29,35 @@ from collate_npu.tools.user_code import describe_error
 
 SECONDS = 120
 """How long a process may take."""
-_PACKAGE = str(Path(__file__).resolve().parents[1] / "__init__.py")
+_FOLDER = str(Path(__file__).resolve().parents[2])
+"""Around this package, which is found there if nowhere before."""
 _CODE = """import sys
-sys.path[:] = filter(None, sys.path)
-from importlib.util import module_from_spec, spec_from_file_location
-spec = spec_from_file_location("collate_npu", sys.argv[2])
-sys.modules["collate_npu"] = module_from_spec(spec)
-spec.loader.exec_module(sys.modules["collate_npu"])
+sys.path = [*filter(None, sys.path), sys.argv[2]]
 from collate_npu.tools.env import answer
 answer(sys.argv[1])"""
-"""This package by its file: the folder around it, which may be the working directory, is no place to find others."""
 
 
 def ask(question: str, *, seconds: float = SECONDS) -> dict[str, str]:
     """Return the answer to one of `ANSWERS`, or `{"fails": why}`."""
-    command = [sys.executable, "-c", _CODE, question, _PACKAGE]
+    command = [sys.executable, "-c", _CODE, question, _FOLDER]
     try:
         done = subprocess.run(command, capture_output=True, timeout=seconds, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
         return {"fails": f"no answer within {seconds:.0f} s"}
-    with suppress(ValueError):  # nothing, or half an answer
-        return dict(json.loads(done.stdout))
+    if done.returncode == 0:
+        return dict(json.loads(done.stdout.splitlines()[-1]))
     how = f"by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else f"with exit code {done.returncode}"
     last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
     return {"fails": " ".join([f"ended {how}", *(f"({line.strip()[:300]})" for line in last)])}
 
 
 def answer(question: str) -> None:
-    """Write an answer as a line of JSON to stdout, and end the process; what libraries print goes to stderr."""
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
-        os.dup2(2, 1)
-        try:
-            found = ANSWERS[question]()
-        except (Exception, SystemExit) as error:  # some libraries end the process they are imported in
-            found = {"fails": _reason(error)}
-        json.dump(found, out)
+    """Write an answer as the last line of stdout, in JSON, and end the process."""
+    try:
+        found = ANSWERS[question]()
+    except (Exception, SystemExit) as error:  # some libraries end the process they are imported in
+        found = {"fails": _reason(error)}
+    print(f"\n{json.dumps(found)}", flush=True)
     os._exit(0)  # a library that crashes while Python ends has no say in what was found
 
 
@@ -231,7 +224,7 @@ def hazards(here: Environment) -> Iterator[str]:
             yield f"{name} {here.packages[name]}: {fact.before} ({fact.source}; {mended})."
     for package, tested in (("torch", ""), *trainers().values()):
         if text := releases.outside(package, tested, here.packages.get(package, "")):
-            yield f"{text} says what was checked."
+            yield f"{text} says what was checked. No test has run this release: run `collate-npu audit` before you train."
 
 
 def _name(here: Environment, package: str) -> str:
@@ -298,8 +291,4 @@ HAZARDS = (
     # ms-swift pull request 10087; zongzhilou/backend 1f35db2 src/backend/__init__.py
     Hazard("megatron_adaptor mindspeed", "MindSpeed is installed beside MegatronAdaptor, which loads it where it can. Here "
            "masks are chosen for MindSpeed's attention: uninstall the one that you do not use."),
-    # torch_npu 2.13 (npu/npu_config.py:158-212) and torch 2.13: products of matrices are not rounded until set
-    Hazard("torch", "Convolutions round float32 to ten bits, until torch.npu.conv.allow_hf32 or, on a GPU, "
-           "torch.backends.cudnn.allow_tf32 is set to False: right results differ by 1e-3. The audit measures that noise.",
-           lambda here: re.search("(npu|cuda) x", here.devices)),
 )  # fmt: skip

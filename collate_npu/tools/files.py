@@ -1,4 +1,4 @@
-"""Files that a user names: a saved batch or mask, and rows of text, conversations or tokens.
+"""Files that a user names: a saved batch or mask, rows of text, conversations or tokens, and a tokenizer's folder.
 
 A batch or a mask is read without running anything that the file holds. Rows are checked, and named by their place; the first
 `MOST_ROWS` are read. Lines (.txt, .jsonl, standard input, each of them as .gz) need nothing else. .json, .parquet and .csv
@@ -12,6 +12,7 @@ import io
 import json
 import logging
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.errors import CollateError, explain
+from collate_npu.errors import CollateError, a_type, explain
 from collate_npu.masks.derive import MASK_KEY
 from collate_npu.proof.measure import Batch
 from collate_npu.tools.user_code import check_file, describe_error, refused
@@ -36,15 +37,15 @@ RECIPE = (
 
 
 def check_place(path: Path, ending: str = "") -> None:
-    """Refuse a file that could not be written, before anything is read or measured for it; a link, behind which another
-    file would be; and a name that ends otherwise."""
+    """Refuse a file that could not be written, before anything is measured for it; a link, behind which another file would
+    be; and a name that ends otherwise."""
     if not path.name.endswith(ending):
         rule, remedy = f"A page is written as {ending}.", f"End the name with {ending}."
         raise CollateError(explain(str(path), repr(path.suffix), rule, remedy))
     if path.is_symlink():
         raise CollateError(explain(str(path), f"a link to {path.readlink()}", "It is one file.", "Name that file itself."))
-    if path.is_dir() or path.is_fifo() or not path.absolute().parent.is_dir():
-        got = "a folder" if path.is_dir() else "a pipe" if path.is_fifo() else "no folder of that name"
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        got = "a folder" if path.is_dir() else "no folder of that name"
         raise CollateError(explain(str(path), got, "It is one file.", "Name a file in a folder that exists."))
 
 
@@ -105,7 +106,7 @@ _LETTERS = 1024
 TABLES = {".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
 _LINES = (".txt", ".log", ".jsonl", ".ndjson")
 _READ = "Name a file of .txt, .jsonl, .json, .parquet or .csv, or pipe text to --data -."
-_RULE = "Data has a column text, content, messages, conversations or input_ids; a .txt file one sample a line, in UTF-8."
+_RULE = "Data has a column text, content, messages, conversations or input_ids; a .txt file has one sample a line, in UTF-8."
 
 
 def shipped_text() -> list[Row]:
@@ -139,7 +140,7 @@ def _lines(path: Path, *, jsonl: bool) -> Iterator[Row]:
             yield line
             continue
         where = f"{name}, line {n}"
-        with refused(where, "no JSON", "Each line is one JSON object.", "Mend it, or leave it out."):
+        with refused(where, "no JSON", "Each line is one JSON object.", "Correct the line, or leave it out."):
             record = json.loads(line)
         yield _row(where, record)
 
@@ -163,7 +164,7 @@ def _table(path: Path, reader: str) -> Iterator[Row]:
 def _row(where: str, record: Any) -> Row:
     """What a record holds: its tokens, else its conversation, else its text."""
     if not isinstance(record, dict):
-        raise CollateError(explain(where, f"a {type(record).__name__}", _RULE, 'Write objects: {"text": "..."}.'))
+        raise CollateError(explain(where, a_type(record), _RULE, 'Write objects: {"text": "..."}.'))
     held = {key: record[key] for key in COLUMNS if record.get(key) is not None}
     for key, value in held.items():
         if key == "input_ids" and (tokens := _tokens(value, record.get("labels"))):
@@ -194,6 +195,30 @@ def _messages(value: Any) -> list[dict[str, str]] | None:
     if not all(isinstance(role, str) and isinstance(text, str) for role, text in pairs):
         return None
     return [{"role": _SPEAKERS.get(role, role), "content": text} for role, text in pairs]
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return True if a folder has a file of a tokenizer."""
+    names = [path.name for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
+    return any(re.search("token|vocab|spiece|sentencepiece|tekken", name) for name in names)
+
+
+def load_tokenizer(where: Path, *, trust: bool = False) -> Any:
+    """The tokenizer of a folder, with a pad token: its own, or its eos."""
+    if not has_tokenizer(where):  # else transformers takes the name for one on the hub, or makes one without words
+        rule = "A tokenizer is named by its folder; nothing is downloaded."
+        remedy = f"Write it into one: AutoTokenizer.from_pretrained({str(where)!r}).save_pretrained(FOLDER)."
+        raise CollateError(explain("--tokenizer", f"{where}, no folder with its files", rule, remedy))
+    remedy = "Name, with --tokenizer, the folder of one that has a pad or an eos token."
+    with refused(f"tokenizer {where}", "", "It does not load.", remedy):
+        import transformers
+
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(where), trust_remote_code=trust)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        raise CollateError(explain(f"tokenizer {where}", "neither pad nor eos", "Batches are padded with one.", remedy))
+    return tokenizer
 
 
 def samples_of_rows(rows: Sequence[Row], tokenizer: Any, *, count: int, max_length: int, seed: int = 0) -> list[Batch]:

@@ -8,14 +8,15 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from collate_npu import __version__
-from collate_npu.errors import CollateError, explain
-from collate_npu.proof.kernel_runs import KERNELS, Kernel, Run, interpreted, runs
-from collate_npu.tools.terminal import WORDS, finite, join_names, number, ruled, screen
-from collate_npu.tools.user_code import did_you_mean, refused
+from collate_npu.errors import CollateError, did_you_mean, explain
+from collate_npu.proof.kernel_runs import KERNELS, Kernel, Run, runs
+from collate_npu.tools.terminal import WORDS, join_names, number, progress, put, ruled, terms, verdict_json, verdict_line
+from collate_npu.tools.user_code import refused
 
 CARDS = ("cuda", "npu")
 
@@ -23,11 +24,11 @@ CARDS = ("cuda", "npu")
 def check_device(device: str, dtype: torch.dtype) -> None:
     """Refuse a device that does not compute; a pretended one (CANN stand-ins) returns zeros: every case would pass."""
     here = ["cpu", *(card for card in CARDS if hasattr(torch, card) and getattr(torch, card).is_available())]
-    with refused(
-        "--device", device, f"{dtype} does not compute there.", f"Name a device of this machine: {', '.join(here)}."
-    ):
-        if device.startswith("npu"):
+    rule, remedy = f"{dtype} does not compute there.", f"Name a device of this machine: {', '.join(here)}."
+    if device.startswith("npu"):
+        with refused("--device", device, "An NPU needs torch_npu.", "Install it: collate-npu guide install."):
             import torch_npu  # noqa: F401
+    with refused("--device", device, rule, remedy):
         two = (torch.ones(3, device=device, dtype=dtype) + 1).float().cpu()
     if not torch.equal(two, torch.full((3,), 2.0)):
         rule = "One and one is not two there: it is a stand-in, and an audit on it would prove nothing."
@@ -72,11 +73,10 @@ class Calls:
         return f"{WORDS[self.exit_code]}: {found}."
 
     def as_json(self) -> dict[str, Any]:
-        """The calls for machines: `passed` first, as the audit's. Numbers that are not finite are words."""
+        """The calls for machines."""
         settings = {"device": self.device, "dtype": str(self.dtype).removeprefix("torch."), "collate_npu": __version__}
-        code = self.exit_code
-        verdict = {"passed": code == 0, "verdict": WORDS[code], "exit_code": code, "settings": settings}
-        return {**verdict, "not_run": self.no_card, "runs": [finite(asdict(run)) for run in self.runs]}
+        runs = [asdict(run) for run in self.runs]
+        return verdict_json(self.exit_code, settings=settings, not_run=self.no_card, runs=runs)
 
     def notes(self, *, verbose: bool) -> Iterator[tuple[str, str]]:
         """Yield what is wrong, raised or missing, and why; each reason once. What was refused where `verbose`."""
@@ -95,8 +95,7 @@ class Calls:
 def measure_operators(names: Sequence[str], device: str, dtype: str | None) -> Calls:
     """Call the operators of these names or packages, all where none is named, in `dtype` or as training there does.
 
-    Without a card: what would run there. On a CPU fla's kernels run in Triton's interpreter. Raises `CollateError` for names
-    and devices that are not known.
+    Without a card: what would run there. Raises `CollateError` for names and devices that are not known.
     """
     kernels = _kernels_of(names)
     kind = device.partition(":")[0]
@@ -108,12 +107,11 @@ def measure_operators(names: Sequence[str], device: str, dtype: str | None) -> C
         if kind not in CARDS:
             raise
         no_card = str(error)
-    also = interpreted() if kind == "cpu" else ()
-    with screen(stderr=True).status("") as status:
-        found = []
-        for run in runs(kernels, device=device, dtype=in_dtype, dry=bool(no_card), also=also):
+    found: list[Run] = []
+    with progress(len(kernels)) as show:
+        for run in runs(kernels, device=device, dtype=in_dtype, dry=bool(no_card)):
             found.append(run)
-            status.update(Text(f"{run.operator}: {run.truth}"))
+            show(f"{run.operator}: {run.truth}", len({each.operator for each in found}) - 1)
     return Calls(named=names, device=device, dtype=in_dtype, no_card=no_card, runs=found)
 
 
@@ -126,8 +124,13 @@ def _kernels_of(names: Sequence[str]) -> list[Kernel]:
     return [k for k in KERNELS if not names or any(k in found for found in by.values())]
 
 
+def print_calls(console: Console, calls: Calls, *, verbose: bool) -> None:
+    """Print the verdict, what is wrong or missing, and a table for each operator."""
+    put(console, verdict_line(calls.exit_code, calls.verdict), terms(calls.notes(verbose=verbose)), *tables(calls.runs))
+
+
 LEGEND = (
-    "truth: sequences and padding of the call; form: how the operator was told them; forward, backward: error of its output "
+    "truth: sequences and padding of the call; form: how the operator receives them; forward, backward: error of its output "
     "and of its worst gradient, from each sequence alone; passes: the largest of the output that is right"
 )
 

@@ -181,7 +181,7 @@ def _beside(full: Tensor, square: Square, polarity: Polarity, truth: Segments | 
     """Return each row beside what it ought to be."""
     reading = None
     with suppress(CollateError):
-        reading = read_bare_mask(full, Known(), polarity=polarity, batch_size=square.shape[0])
+        reading = read_bare_mask(MaskValues(full, polarity), Known(), batch_size=square.shape[0])
     if reading is not None and truth is None:
         return _squares(square, full, reading.segments)
     pattern = CAUSAL if reading is None or reading.pattern is None else reading.pattern
@@ -363,7 +363,7 @@ def _alone(x: Tensor) -> Iterator[Panel]:
     if not 2 <= x.ndim <= 4:
         raise CollateError(explain("mask", shape_of(x), "Masks have two to four dimensions.", "Pass one of them."))
     if _are_numbers(x):
-        rule = "They are token ids or labels: no row has as many sequences as it has tokens, and one more."
+        rule = "These look like token ids or labels: a row cannot hold more sequences than tokens."
         raise CollateError(explain("mask", f"{shape_of(x)}, {x.max()} in it", rule, "Pass the whole batch: picture(batch)."))
     try:
         segments = derive_segments(x)

@@ -8,13 +8,14 @@ host. No dense mask is built. Legend: B batch, S width, Q query rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
-from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from collate_npu.arrays import Side
@@ -25,9 +26,11 @@ from collate_npu.errors import CollateError, explain, printable
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, token_runs
+from collate_npu.proof.delivery import Delivery
 from collate_npu.segments import Segments
+from collate_npu.testing import byte_tokenizer
 from collate_npu.tools.describe import Description
-from collate_npu.tools.files import check_place, encoded, read_rows
+from collate_npu.tools.files import check_place, encoded, load_tokenizer, read_rows
 from collate_npu.tools.sheet import (
     SIGNS,
     Attention,
@@ -40,6 +43,7 @@ from collate_npu.tools.sheet import (
     sign_of,
     signs_of,
 )
+from collate_npu.tools.terminal import html_fragment, html_page, join_names, put, recorder, terms, verdict_line
 
 NAMED = "italic dim"
 """The style of tokens and their places."""
@@ -48,24 +52,37 @@ NOTEBOOK = 88
 
 
 class Picture(Description):
-    """Text to print; in a notebook a page in colours, which `html` holds and `save` writes."""
+    """Text to print; in a notebook a drawing in colours. `html` is a page with it, and `save` writes that page."""
 
-    __slots__ = ("sheet",)
-    sheet: Sheet
+    __slots__ = ()
 
     @property
     def html(self) -> str:
-        """One self-contained page. Needs rich."""
+        """One self-contained page."""
         return html_of(self.sheet)
 
     def save(self, path: str | Path) -> None:
-        """Write that page. Needs rich."""
+        """Write that page."""
         check_place(Path(path), ".html")
         Path(path).write_text(self.html, encoding="utf-8")
 
-    def _repr_html_(self) -> str | None:
-        """For notebooks; without rich they show the text."""
-        return html_of(self.sheet, NOTEBOOK) if find_spec("rich") else None
+
+def fragment(shown: Segments | Delivery | Description) -> str:
+    """Return what a notebook shows of an object: HTML of its words, and of the first rows of a batch."""
+    console = recorder(NOTEBOOK)
+    if isinstance(shown, Delivery):
+        code = 0 if shown.layers or shown.leak_free else 2
+        layers = sorted(shown.layers, key=shown.layers.__getitem__)
+        by_form = ((join_names(names, 1), form) for form, names in groupby(layers, shown.layers.__getitem__))
+        put(console, verdict_line(code, shown.verdict), terms(by_form), terms(("", fact) for fact in shown.facts()))
+    elif isinstance(shown, Segments):
+        print_sheet(console, Sheet(panels=(Panel(facts=repr(shown), ids=shown.array),)))
+    else:
+        loud = ("hazard: ", "padding: not known")
+        words = () if isinstance(shown, Picture) else [*shown.splitlines(), ""]
+        put(console, *(Text(line, "bold red" if line.startswith(loud) else "") for line in words))
+        print_sheet(console, shown.sheet)
+    return html_fragment(console)
 
 
 def picture(shown: Mapping[str, Any] | Segments | Tensor, *, row: int | None = None, tokenizer: Any = None) -> Picture:
@@ -199,16 +216,16 @@ def _more(number: int, what: str) -> Iterator[Line]:
         yield [(f"... {number} {what}", "dim")]
 
 
-def html_of(sheet: Sheet, columns: int = 120) -> str:
-    """Return one page that loads nothing. Needs rich."""
-    try:
-        terminal = import_module("collate_npu.tools.terminal")
-    except ImportError:
-        rule = "Pages are drawn by rich, which is not installed."
-        raise CollateError(explain("picture", "no rich", rule, "pip install rich.")) from None
-    console = terminal.recorder(columns)
-    terminal.put(console, *(terminal.Text.assemble(*line) for line in lines(sheet, columns)))
-    return str(terminal.html_page(console, "collate-npu show"))
+def print_sheet(console: Console, sheet: Sheet) -> None:
+    """Print a sheet, drawn for the width of this terminal."""
+    put(console, *(Text.assemble(*line) for line in lines(sheet, console.width)))
+
+
+def html_of(sheet: Sheet) -> str:
+    """Return one page that loads nothing."""
+    console = recorder()
+    print_sheet(console, sheet)
+    return html_page("collate-npu show", html_fragment(console))
 
 
 def consumer_panels(
@@ -225,7 +242,7 @@ def consumer_panels(
     except CollateError as error:
         yield Panel(heading=consumer, refused=str(error), derived=True)
         return
-    kept = "attention_mask_2d stays" if route.keeps_mask_2d else "attention_mask_2d is taken out"
+    kept = "attention_mask_2d stays" if route.keeps_mask_2d else "attention_mask_2d is removed"
     facts = f"{adapter.consumer.key} {SPELLED[route.form]}; {kept} ({route.why})"
     for kind, squares in _by_kind(adapter, segments, route):
         yield Panel(heading=f"{consumer} {kind}".strip(), facts=facts, squares=squares, derived=True)
@@ -297,10 +314,8 @@ def features_of_data(path: Path, tokenizer: Any, rows: int, max_length: int) -> 
 def reader_of(folder: Path | None, *, bytes_too: bool) -> Any:
     """Return what reads the tokens: the tokenizer of a folder, else one of bytes, or None."""
     if folder is not None:
-        from collate_npu.tools.audit.session import load_tokenizer
-
         return load_tokenizer(folder)
-    return import_module("collate_npu.testing").byte_tokenizer() if bytes_too else None
+    return byte_tokenizer() if bytes_too else None
 
 
 def collate_rows(

@@ -5,35 +5,48 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from html import escape
 from typing import Any
 
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import Markdown, TableElement
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.terminal_theme import DEFAULT_TERMINAL_THEME as THEME
+from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from collate_npu.errors import printable
 
+
+def _rgb(colours: Iterable[str]) -> list[tuple[int, int, int]]:
+    return [(n >> 16, n >> 8 & 255, n & 255) for n in (int(each[1:], 16) for each in colours)]
+
+
 INTERRUPTED = 130
 WORDS = {0: "PASS", 1: "FAIL", 2: "NOT PROVED", INTERRUPTED: "INTERRUPTED"}
 """The verdict by exit code."""
+RIGHT, WRONG, UNPROVED = ("✔", "green"), ("✘", "bold red"), ("?", "yellow")
+"""Sign and style."""
 WIDTH, NARROWEST = 120, 20
 """Columns of a file, and of a terminal at least."""
 ASCII = str.maketrans({"✔": "+", "✘": "!", "⬚": ".", "■": "#", "◧": "%", "·": "_", "×": "x", "…": "~"})
 """What each sign is where a terminal's encoding has not all of them."""
-PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>TITLE</title>
-<style>
-.collate-npu {{overflow-x: auto; padding: 1rem; color: {foreground}; background: {background}}}
+HUES = ("#767676", "#d93025", "#1b873a", "#976c00", "#3573dc", "#b14abd", "#0b8391", "#767676")
+"""Red, green, yellow, blue, magenta and cyan that are read on white and on black: a notebook or a browser is either."""
+THEME = TerminalTheme((236, 236, 236), (0, 0, 0), _rgb(HUES), _rgb((*HUES[:6], "#7b68d9", HUES[7])))
+FRAGMENT = """<div class="collate-npu"><style>
+.collate-npu {{overflow-x: auto}}
 .collate-npu pre {{font: 14px/1.3 Menlo, "DejaVu Sans Mono", Consolas, monospace; margin: 0}}
 .collate-npu bdi {{display: inline-block; width: 1ch}}
 .collate-npu bdi.wide {{width: 2ch}}
-</style></head>
-<body><div class="collate-npu"><pre>{code}</pre></div></body></html>
+</style><pre>{code}</pre></div>"""
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark"><title>{}</title></head><body>{}</body></html>
 """
 
 
@@ -41,6 +54,16 @@ def screen(**how: Any) -> Console:
     """The terminal, of a width in which something can be drawn, whatever COLUMNS says."""
     console = Console(**how)
     return console if console.width >= NARROWEST else Console(**how, width=NARROWEST)
+
+
+@contextmanager
+def progress(total: int, console: Console | None = None) -> Iterator[Callable[[str, float], None]]:
+    """Show what runs and the time left, on stderr if it is a terminal: call it with a text, and with how much is done."""
+    console = console or screen(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task("", total=total)
+        yield lambda text, done: shown.update(task, description=printable(text), completed=done)
 
 
 def put(console: Console, *drawn: Text | Table) -> None:
@@ -89,14 +112,40 @@ def recorder(columns: int = WIDTH) -> Console:
     return Console(file=io.StringIO(), record=True, width=columns, force_jupyter=False)  # else a notebook shows each line
 
 
-def html_page(console: Console, title: str) -> str:
-    """Return what was recorded as an HTML page on which letters of whatever font keep their columns."""
-    written = console.export_html(theme=THEME, code_format=PAGE.replace("TITLE", title), inline_styles=True)
+def html_fragment(console: Console) -> str:
+    """Return what was recorded as a part of an HTML page, in which letters of whatever font keep their columns."""
+    written = console.export_html(theme=THEME, code_format=FRAGMENT, inline_styles=True)
     return re.sub(r"[^\x00-\x7f]", _in_columns, written)
+
+
+def html_page(title: str, *parts: str) -> str:
+    """Return a page that loads nothing."""
+    return PAGE.format(escape(title), "\n".join(parts))
 
 
 def _in_columns(found: re.Match[str]) -> str:
     return ("", "<bdi>{}</bdi>", "<bdi class=wide>{}</bdi>")[cell_len(found[0])].format(found[0]) or found[0]
+
+
+def verdict_line(code: int, sentence: str) -> Text:
+    """Return the first line of what a command found: its sign, and a sentence that begins with its word."""
+    sign, style = {0: RIGHT, 1: WRONG}.get(code, UNPROVED)
+    return Text(f"{sign} {sentence}", f"bold {style}")
+
+
+def verdict_json(code: int, **found: Any) -> dict[str, Any]:
+    """Return what a command found for machines: `passed` and its word first. Numbers that are not finite are words."""
+    return finite({"passed": code == 0, "verdict": WORDS[code], "exit_code": code, **found})  # type: ignore[no-any-return]
+
+
+def terms(lines: Iterable[tuple[str, str]]) -> Table:
+    """Return a label, and the text beside it, on each line."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in lines:
+        grid.add_row(Text(f"  {label}", "bold yellow" if label[:2].isupper() else "dim"), Text(text))
+    return grid
 
 
 # --- numbers and names in words

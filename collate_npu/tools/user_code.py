@@ -7,18 +7,17 @@ raises is refused with its file and line.
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
+from functools import wraps
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from collate_npu.errors import CollateError, explain, printable
+from collate_npu.errors import CollateError, a_type, did_you_mean, explain, printable
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -78,8 +77,6 @@ def check_file(path: Path, endings: Sequence[str], remedy: str) -> None:
         got = f"no such folder as {folder}"
     elif not path.exists():
         got = "no such file"
-    elif path.is_fifo() and path.absolute().parts[1] not in ("dev", "proc"):  # not the shell's own `<(...)`
-        got = "a pipe, which may never end"
     elif path.is_file() and path.suffix not in endings:
         got = f"a file that ends with {path.suffix!r}"
     else:
@@ -87,13 +84,6 @@ def check_file(path: Path, endings: Sequence[str], remedy: str) -> None:
     held = [each.name for each in folder.iterdir() if each.suffix in known] if folder.is_dir() else []
     near = did_you_mean([path.name], held, remedy)
     raise CollateError(explain(str(path), got, f"Such files end with {', '.join(known)}.", near))
-
-
-def did_you_mean(names: Sequence[str], known: Iterable[str], otherwise: str) -> str:
-    """Return a question with the known names that are nearest, or `otherwise` where none is near."""
-    held = list(known)
-    near = sorted({match for name in names for match in get_close_matches(name, held, n=2)})
-    return f"Did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def find_callable(where: str, spec: str, example: str, remedy: str) -> Callable[..., Any]:
@@ -115,14 +105,9 @@ def find_callable(where: str, spec: str, example: str, remedy: str) -> Callable[
                 near = did_you_mean([part], dir(found), "Look at its spelling.")
                 raise CollateError(explain(where, f"{spec}: no {part} in {place}", rule, near))
             found = getattr(found, part)
-        return check_callable(where, spec, found, rule, remedy)
-
-
-def check_callable(where: str, spec: str, found: Any, rule: str, remedy: str) -> Callable[..., Any]:
-    """Return what was found. Raises `CollateError` where it is no function."""
-    if not callable(found):
-        raise CollateError(explain(where, f"{spec}: a {type(found).__name__}", rule, remedy))
-    return found  # type: ignore[no-any-return]
+        if not callable(found):
+            raise CollateError(explain(where, f"{spec}: {a_type(found)}", rule, remedy))
+        return found  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -132,20 +117,22 @@ def run_user_code(where: str, spec: str, rule: str, remedy: str) -> Iterator[Non
     folders = [str(Path(place).resolve().parent)] * place.endswith(".py") + [str(Path.cwd())]
     added = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
     sys.path += added
-    end, process = os._exit, os.getpid()
-
-    def raise_here(status: int) -> None:  # a process that it started may end; this one has a verdict to give
-        if os.getpid() != process:
-            end(status)
-        raise SystemExit(f"os._exit({status})")
-
-    os._exit = raise_here  # type: ignore[assignment]
     try:
         with refused(where, spec, rule, remedy, folders=folders):
             yield
     finally:
-        os._exit = end
         sys.path[:] = [entry for entry in sys.path if entry not in added]
+
+
+def as_user_code(function: Callable[..., Any], where: str, spec: str, rule: str, remedy: str) -> Callable[..., Any]:
+    """Return the function, whose calls find the modules beside it, and whose errors are refused."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with run_user_code(where, spec, rule, remedy):
+            return function(*args, **kwargs)
+
+    return called
 
 
 def _module(place: str) -> Any:

@@ -159,7 +159,7 @@ def test_answers_of_extraction_are_places_that_padding_before_them_would_move():
     assert PaddingCollator(tokenizer())(rows)["end_positions"].tolist() == [1, 1]
     left = PaddingCollator(tokenizer(padding_side="left"))
     assert left(rows[:1])["end_positions"].tolist() == [1]
-    with pytest.raises(CollateError, match="what stands before its tokens moves them"):
+    with pytest.raises(CollateError, match="left padding and packing move tokens"):
         left(rows)
 
 
@@ -210,7 +210,7 @@ def test_padding_free_with_a_consumer():
 @pytest.mark.parametrize(("consumer", "model"), [("transformers", HYBRID), ("megatron", DENSE)])
 def test_omit_does_not_drop_a_mask_that_is_needed(consumer, model):
     collator = PaddingCollator(tokenizer(padding_side="left"), consumer=consumer, model=model, attention_mask="omit")
-    with pytest.raises(CollateError, match="learns of padding from this key alone"):
+    with pytest.raises(CollateError, match="reads padding from this key only"):
         collator(THREE_AND_FIVE)
     PaddingCollator(tokenizer(), consumer="torchtitan", model=DENSE, attention_mask="omit")(THREE_AND_FIVE)
 

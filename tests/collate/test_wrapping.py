@@ -14,6 +14,7 @@ from collate_npu.collate import Layout
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
 from collate_npu.masks import dense, none_is_exact
 from collate_npu.masks.batch_reader import segments_from_batch
+from collate_npu.testing import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
 
@@ -314,9 +315,9 @@ def test_labels_of_a_decoder_are_padded_behind(wrapped):
     with torch.no_grad():
         alone = [float(model(**{key: torch.tensor([row[key]]) for key in row}).loss) * len(row["labels"]) for row in samples]
         assert float(model(**collator("right")(samples)).loss) == pytest.approx(sum(alone) / 5, rel=1e-4)
-    with pytest.raises(CollateError, match="no decoder parts them"):
+    with pytest.raises(CollateError, match="a decoder cannot keep them apart"):
         PaddingCollator(pad_token_id=0, model=model, packing=True)
-    with pytest.raises(CollateError, match="attends what stands before them"):
+    with pytest.raises(CollateError, match="attends the padding before them"):
         collator("left")(samples)
     assert collator("left")(samples[:1])["labels"].tolist() == [[8, 9]]
 
@@ -356,3 +357,28 @@ def test_a_flat_row_in_another_order_is_told_by_its_own_keys(offsets):
             wrap_collator(turned)(samples(3, 5))
     one = wrap_collator(lambda features: flat(features[::-1]) | {"position_ids": torch.arange(8)[None]})
     assert one(samples(3, 5))["seq_lens"].tolist() == [8]
+
+
+@pytest.mark.models
+def test_choices_of_each_sample_go_through_as_transformers_pads_them():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 257}
+    model = transformers.BertForMultipleChoice(transformers.BertConfig(**sizes, initializer_range=0.5)).eval()
+    samples = [{"input_ids": [[5, 6], [5, 7, 8]], "label": 0}, {"input_ids": [[9, 6, 5], [4]], "label": 1}]
+    inner = transformers.DataCollatorForMultipleChoice(byte_tokenizer())
+    batch = wrap_collator(inner, model=model)([dict(sample) for sample in samples])  # transformers 4 takes their labels out
+    assert batch["labels"].tolist() == [0, 1]
+    alone = [model(input_ids=torch.tensor([[row]])).logits for sample in samples for row in sample["input_ids"]]
+    assert torch.allclose(model(**batch).logits.flatten(), torch.cat(alone).flatten(), atol=1e-5)
+    with pytest.raises(CollateError, match="Pass model="):
+        wrap_collator(inner)([dict(sample) for sample in samples])
+    with pytest.raises(CollateError, match=r"wrap_collator\(DataCollatorForMultipleChoice"):
+        PaddingCollator(pad_token_id=0)(samples)
+
+
+def test_samples_with_a_batch_dimension_are_no_choices():
+    """What they hold could not be held against the mask, in which every real eos is lost."""
+    rows = [{"input_ids": [[5, 6, EOS]]}, {"input_ids": [[7, EOS]]}]
+    ids = torch.tensor([[5, 6, EOS], [7, EOS, EOS]])
+    with pytest.raises(CollateError, match="Drop the batch dimension"):
+        wrap_collator(lambda samples: {"input_ids": ids, "attention_mask": (ids != EOS).long()})(rows)

@@ -116,7 +116,7 @@ def test_of_a_mask_beside_documents_that_are_shared_out_each_rank_has_its_tokens
 @pytest.mark.parametrize("consumer", [name for name, c in consumers().items() if c.splits_rows and not c.recurrent_scheme])
 def test_recurrent_layers_whose_stack_does_not_share_them_out_cannot_be_split(consumer):
     for cp in (ContextParallel(2, 0), ContextParallel(2, 0, layout="ulysses")):
-        with pytest.raises(UnsupportedFormError, match=r"need the state of the tokens before theirs, and .*0\.18"):
+        with pytest.raises(UnsupportedFormError, match=r"need the state of the tokens before its part, and .*0\.18"):
             BatchAdapter(HYBRID, consumer=consumer, context_parallel=cp)
         BatchAdapter(DENSE, consumer=consumer, context_parallel=cp)
     BatchAdapter(HYBRID, consumer=consumer, context_parallel=ContextParallel(1, 0))
@@ -136,7 +136,7 @@ def test_ranks_that_share_recurrent_layers_hold_the_tokens_these_put_in_order(co
             if layout == right:
                 assert BatchAdapter(HYBRID, **settings)(batch)["input_ids"].shape[1] == segments.shape[1] // 2
                 continue
-            with pytest.raises(UnsupportedFormError, match=rf"layout: got '{layout}'\. .* layout '{right}' in order"):
+            with pytest.raises(UnsupportedFormError, match=rf"layout: got '{layout}'\. .* only from the layout '{right}'"):
                 BatchAdapter(HYBRID, **settings)(batch)
 
 
@@ -251,3 +251,15 @@ def test_a_tensor_under_two_names_is_two_on_the_device():
     out = move_batch({"input_ids": ids, "labels": ids, "each": {"kind": ids}}, torch.device("meta"))
     assert len({id(x) for x in (out["input_ids"], out["labels"], out["each"]["kind"])}) == 3
     assert all(x.is_meta and x.shape == ids.shape for x in (out["input_ids"], out["labels"], out["each"]["kind"]))
+
+
+@pytest.mark.models
+def test_labels_of_a_decoder_say_nothing_of_the_padding_before_the_encoders_tokens():
+    """They are of other tokens. Those of a language model that all stand on padding show a mask that is turned around."""
+    transformers = pytest.importorskip("transformers")
+    keep, ids = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]), torch.tensor([[0, 0, 3, 4], [5, 6, 7, 8]])
+    batch = {"input_ids": ids, "attention_mask": keep, "labels": torch.tensor([[3, -100, -100, -100], [5, 6, 7, 8]])}
+    found = BatchAdapter(transformers.T5Config(), consumer="transformers")(batch)
+    assert found["labels"].tolist() == batch["labels"].tolist()
+    with pytest.raises(CollateError, match="1 labels, all on padding"):
+        BatchAdapter(transformers.LlamaConfig(), consumer="transformers")(batch)

@@ -143,7 +143,7 @@ def test_a_model_of_several_axes_makes_them_where_it_can():
     assert torch.equal(
         given(BY_AXES, ONE_ROW, {"position_ids": flat}), torch.stack([ONE_ROW.position_ids, flat, flat, flat])
     )
-    with pytest.raises(UnsupportedFormError, match="Where images stand"):
+    with pytest.raises(UnsupportedFormError, match="where images stand"):
         given(BY_AXES, ONE_ROW, IMAGE)
 
 

@@ -57,6 +57,8 @@ SPARSE = {"config": config(attention_type="block_sparse", num_random_blocks=1, b
 ROPE = {"config": config(rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 4})}
 WINDOWS = {"config": config(sliding_window=2, layer_types=["sliding_attention", "full_attention"])}
 WINDOW = {"config": config(sliding_window=2, layer_types=["sliding_attention"])}
+CHUNKS = {"config": config(attention_chunk_size=2, layer_types=["chunked_attention", "full_attention"])}
+AHEAD = {"call": {"is_causal": False}, "follows_is_causal": True, **BOTH_WAYS}
 LEAKS = {"moves": {"left": "it was measured", "packed": "its own masks"}}
 IMAGES, TYPES = ({"looks_ahead": (by,)} for by in ("images", "types"))
 ROUTED = {"config": LEARNS, "model_type": "gpt_oss"}
@@ -102,6 +104,10 @@ TABLE = [
     ("bias", PACKED, EAGER),
     ("keep_2d: the model looks ahead", LEFT, {"attends": "bidirectional", **BOTH_WAYS}),
     ("keep", PACKED, {"attends": "bidirectional", **BOTH_WAYS}),
+    ("keep_2d: the model looks ahead", LEFT, {"attends": "bidirectional", **CHUNKS, **BOTH_WAYS}),
+    *((form, LEFT, {**how, **AHEAD}) for form, how in (
+        ("keep_2d: the model looks ahead", {}), ("refused.*window of 2 of their own", CHUNKS),
+        ("keep_2d: the model looks ahead", {**CHUNKS, **EAGER}))),
     # recurrent layers: holes, packed rows, windows
     ("keep_2d", HOLE, {}), ("refused.*decays", HOLE, RECURRENT), ("masked", HOLE, {"consumer": "megatron"}),
     ("refused.*decays", HOLE, {"consumer": "megatron", **RECURRENT}),
@@ -261,7 +267,7 @@ def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said
                 adapter.route(RIGHT_13)
     assert len(said) == 9
     assert sum("context parallelism: none" in text for text in said.values()) == 3
-    for kept in ("stays (recurrent layers read it)", "taken out (nobody here", "stays (this consumer always reads it)"):
+    for kept in ("stays (recurrent layers read it)", "removed (no layer", "stays (this consumer always reads it)"):
         assert sum(kept in text for text in said.values()) == 3
     assert all(("stays (this" in text) == ("consumer verl" in text) for text in said.values())
 

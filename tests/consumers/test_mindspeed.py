@@ -227,7 +227,8 @@ def test_packages_tell_whose_attention_it_is(install, packages, flash, engine):
     assert not npu_engine()
     install(*packages)
     assert npu_engine() is consumer_named("transformer_engine_npu").here() is engine
-    assert kernel_of_args(SimpleNamespace(attention_backend="flash")) == flash
+    for either in ({"attention_backend": "flash", "masked_softmax_fusion": False}, {"attention_backend": "local"}):
+        assert kernel_of_args(SimpleNamespace(**either)) == flash
     local = SimpleNamespace(attention_backend="local", masked_softmax_fusion=False, use_flash_attn=True)
     assert kernel_of_args(local) == ("megatron" if "mindspeed" not in packages else "mindspeed")
     for layer, kernel in (("DotProductAttention", "megatron"), ("TEDotProductAttention", flash)):

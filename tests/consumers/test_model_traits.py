@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from collate_npu import BatchAdapter
 from collate_npu.consumers.model_traits import (
     attention_windows,
     config_of,
@@ -180,3 +181,19 @@ def test_two_sides_are_an_encoder_and_a_config_that_says_so(inner, said, expecte
     assert has_two_sides(model) == expected
     del model.config.is_encoder_decoder
     assert not has_two_sides(model)
+
+
+@pytest.mark.models
+def test_positions_are_kept_from_a_forward_that_takes_none():
+    """Its own part would take them."""
+    transformers = pytest.importorskip("transformers")
+
+    class Scorer(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, attention_mask=None):
+            return self.model(input_ids=input_ids, attention_mask=attention_mask)
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 32}
+    batch = {"input_ids": torch.tensor([[0, 3, 4], [5, 6, 7]]), "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
+    handed = {cls: BatchAdapter(cls(transformers.LlamaConfig(**sizes)))(batch) for cls in (Scorer, transformers.LlamaModel)}
+    assert "position_ids" not in handed[Scorer]
+    assert "position_ids" in handed[transformers.LlamaModel]

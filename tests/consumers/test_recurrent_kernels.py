@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from collate_npu import adapt
 from collate_npu.consumers.recurrent import boundaries_unread_reason, kernel_calls
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import reference_kernels, tiny_model
@@ -41,6 +42,15 @@ def test_each_missing_kernel_is_named_with_its_package():
     )
     with reference_kernels(model):
         assert boundaries_unread_reason(model) == ""
+
+
+@NEWER
+def test_an_adapted_model_says_how_each_kernel_keeps_sequences_apart():
+    by_hand = "{} is plain torch, without the package {}: arithmetic".format
+    found = [by_hand("causal_conv1d_fn", "causal_conv1d"), by_hand("mamba_chunk_scan_combined", "mamba_ssm")]
+    for name, said in (("falcon_h1", "; ".join(found)), ("qwen3", "")):
+        with adapt(tiny_model(name, vocab_size=99)) as adapted:
+            assert adapted.packed == said
 
 
 class Wrapped(torch.nn.Module):

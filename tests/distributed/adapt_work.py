@@ -1,12 +1,16 @@
 """What ranks do for test_distributed_adapt: a model wrapped for them, and the gradient of all samples by themselves."""
 
+import copy
+
 import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
-from collate_npu import CollateError, adapt, check_delivery
+from collate_npu import CollateError, PaddingCollator, adapt, check_delivery
+from collate_npu.collate import BalancedBatchSampler, loss_weights
 from collate_npu.testing import tiny_model
 
 VOCAB, PAD = 61, 7
@@ -78,3 +82,26 @@ def delivered(wrapper, alone):
     said = str(check_delivery(model, {key: batch[key] for key in ("input_ids", "attention_mask")}, alone=alone))
     dist.barrier()
     return said, len(counted)
+
+
+def planned_error(wrapper, pack):
+    """How far the gradient of one planned step of several micro-batches is from that of all samples, one by one."""
+    rank, size, truth = dist.get_rank(), dist.get_world_size(), tiny_model("qwen3", vocab_size=VOCAB)
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, VOCAB, (n,), generator=draw) for n in (*[2] * 30, *[5] * 5, 31, 30)]
+    for row in rows:
+        (truth(input_ids=row[None], labels=row[None]).loss * (len(row) - 1) / sum(len(row) - 1 for row in rows)).backward()
+    model = tiny_model("qwen3", vocab_size=VOCAB)
+    collator = PaddingCollator(pad_token_id=PAD, model=model, padding_free=pack)
+    sampler = BalancedBatchSampler(map(len, rows), max_tokens=32, num_replicas=size, rank=rank, pack=pack)
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    batches = list(DataLoader(data, batch_sampler=sampler, collate_fn=collator))
+    gaps = {}
+    for name, weights in (("planned", loss_weights(batches)), ("each alike", [1 / len(batches)] * len(batches))):
+        wrapped = WRAPPERS[wrapper](copy.deepcopy(model))
+        for batch, weight in zip(batches, weights):
+            (wrapped(**batch).loss * weight).backward()
+        pairs = [(a.grad, b.grad) for a, b in zip(wrapped.parameters(), truth.parameters()) if b.grad is not None]
+        found = [(a.full_tensor() if hasattr(a, "full_tensor") else a, b) for a, b in pairs]
+        gaps[name] = float(sum((a - b).norm() ** 2 for a, b in found) / sum(b.norm() ** 2 for _, b in found)) ** 0.5
+    return gaps

@@ -188,6 +188,9 @@ def kinds_of_truth() -> dict[str, str]:
         "loss mask": {"loss_mask": keep.float()},
         "a list": {"labels": [list(range(S))] * (1 + last) + [[0] * S] * (1 - last)},
         "a number": {"max_length_q": S - last},
+        "positions": {"position_ids": ids + last},
+        "offsets": {"cu_seqlens": torch.tensor([0, S - last, 2 * S])},
+        "a key of my own": {"mine": keep.long()},
         "vectors": {
             "inputs_embeds": torch.arange(2.0 * S).view(2, S, 1).flip(0) if last else torch.arange(2.0 * S).view(2, S, 1)
         },

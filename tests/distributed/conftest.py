@@ -1,7 +1,7 @@
 from functools import cache
 
 import pytest
-from gloo_pool import Pool
+from gloo_pool import Pool, Threads
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +19,18 @@ def pools():
         pool.close()
 
 
+SLOW = [pytest.mark.slow, pytest.mark.xdist_group("gloo")]
+
+
 @pytest.fixture(scope="session", params=[2, 4], ids=lambda size: f"{size} ranks")
-def pool(request, pools):
+def processes(request, pools):
     return pools(request.param)
+
+
+@pytest.fixture(scope="session", params=["threads", *(pytest.param(n, marks=SLOW, id=f"{n} ranks") for n in (2, 4))])
+def pool(request):
+    """Threads in the quick run, real processes too in the long one."""
+    return Threads() if request.param == "threads" else request.getfixturevalue("pools")(request.param)
 
 
 @pytest.fixture(scope="session")

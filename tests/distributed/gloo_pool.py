@@ -1,4 +1,5 @@
-"""Real processes for tests: a pool of ranks on Gloo that run one function together, each call under a deadline.
+"""Ranks for tests: a pool of processes on Gloo, or threads of this one, that run one function together, each call under a
+deadline.
 
 The test process draws the cases and stays outside the group, so that hypothesis can shrink a failure; a rank that
 fails sends its traceback, and ranks that wait for it are ended instead of waited for.
@@ -7,6 +8,7 @@ fails sends its traceback, and ranks that wait for it are ended instead of waite
 import importlib
 import multiprocessing
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -70,6 +72,51 @@ class Pool:
             (results if ok else failures).append(answer if ok else f"rank {rank}:\n{answer}")
         if silent:
             self.close()
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return results
+
+
+class Threads:
+    """As `Pool`, in milliseconds: torch's own stand-in for a process group, whose ranks are threads. It
+    carries no Python objects."""
+
+    size = 4
+
+    def __call__(self, function: Callable[..., Any], *args: Any, seconds: float = CALL) -> list[Any]:
+        import pytest
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import _set_thread_isolation_mode
+        from torch.testing._internal.distributed import multi_threaded_pg as torchs
+
+        from collate_npu.parallel import agreement
+
+        store, results, failures = dist.HashStore(), [None] * self.size, list[str]()
+
+        def run(rank: int) -> None:
+            try:
+                dist.init_process_group("threaded", store=store, rank=rank, world_size=self.size)
+                results[rank] = function(*args)
+                dist.destroy_process_group()
+            except BaseException as error:
+                failures.append(f"rank {rank}:\n{traceback.format_exc()}")
+                torchs.ProcessLocalGroup.exception_handle(error)
+
+        ranks = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.size)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(agreement, "main_thread", threading.current_thread)
+            _set_thread_isolation_mode(True)
+            torchs._install_threaded_pg()
+            try:
+                for rank in ranks:
+                    rank.start()
+                deadline = monotonic() + seconds
+                for rank in ranks:
+                    rank.join(max(deadline - monotonic(), 0))
+                failures += [f"rank {n}: no answer in {seconds} s" for n, rank in enumerate(ranks) if rank.is_alive()]
+            finally:
+                torchs._uninstall_threaded_pg()
+                _set_thread_isolation_mode(False)
         if failures:
             raise AssertionError("\n".join(failures))
         return results

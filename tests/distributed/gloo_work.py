@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from collate_npu import CollateError, Segments
+from collate_npu import Segments
 from collate_npu.masks import dense
 from collate_npu.outputs import shift_labels
 from collate_npu.parallel import (
@@ -160,23 +160,6 @@ def meaning_of_loss() -> tuple[float, ...]:
 
 
 # --- groups ---------------------------------------------------------------------------------------------------------------
-
-
-def wrong_groups() -> list[str]:
-    size, rank = dist.get_world_size(), dist.get_rank()
-    said = []
-    for make in (
-        lambda: ContextParallel(size + 1, rank, group=dist.group.WORLD),
-        lambda: ContextParallel(size, (rank + 1) % size, group=dist.group.WORLD),
-        lambda: ContextParallel(size, size, group=dist.group.WORLD),
-        lambda: gather_sequence(torch.zeros(1, 2), ContextParallel(size, rank)),
-        lambda: gather_sequence(torch.zeros(1, 2), place(), Segments.from_lengths([7])),
-        lambda: gather_sequence(torch.zeros(1, 3), place()),
-    ):
-        with pytest.raises(CollateError) as error:
-            make()
-        said.append(str(error.value))
-    return said
 
 
 def meshes() -> None:

@@ -2,9 +2,9 @@
 
 import agreement_work as work
 import pytest
-from gloo_pool import Pool
+from gloo_pool import Pool, Threads
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gloo")]
+pytestmark = pytest.mark.xdist_group("gloo")
 
 BY = ("adapter", "split", "gather")
 ODD = {
@@ -38,29 +38,34 @@ def test_ranks_that_agree_go_on_also_after_a_refusal(pool, by):
     assert pool(work.step, "", by) == [""] * pool.size
 
 
-@pytest.mark.parametrize(
-    ("usual", "odd"),
-    [
-        (["split", "gather"], ["split"]),
-        (["split", "gather"], ["gather"]),
-        (["split", "gather"], ["gather", "split"]),
-        (["split", "gather"], ["split", "split", "gather"]),
-        (["adapter", "gather", "gather"], ["adapter", "gather"]),
-        (["split", "objects"], ["split"]),
-        (["objects", "split"], ["split", "objects"]),
-    ],
-)
+TURNS = [
+    (["split", "gather"], ["split"]),
+    (["split", "gather"], ["gather"]),
+    (["split", "gather"], ["gather", "split"]),
+    (["split", "gather"], ["split", "split", "gather"]),
+    (["adapter", "gather", "gather"], ["adapter", "gather"]),
+]
+OBJECTS = [(["split", "objects"], ["split"]), (["objects", "split"], ["split", "objects"])]
+
+
+@pytest.mark.parametrize(("usual", "odd"), TURNS)
 def test_a_call_that_one_rank_skips_repeats_or_makes_too_early_raises_on_all(pool, usual, odd):
     said = pool(work.turns, usual, odd, seconds=20)
     assert all("call " in text and f"on ranks [{pool.size - 1}]" in text for text in said), said
     assert pool(work.turns, usual, usual, seconds=20) == [""] * pool.size
 
 
-def test_truth_is_compared_whatever_holds_it(pair):
-    said = pair(work.kinds_of_truth, seconds=20)
+@pytest.mark.slow
+@pytest.mark.parametrize(("usual", "odd"), OBJECTS)
+def test_a_call_for_objects_that_one_rank_skips_or_makes_too_early_raises_on_all(processes, usual, odd):
+    test_a_call_that_one_rank_skips_repeats_or_makes_too_early_raises_on_all(processes, usual, odd)
+
+
+def test_truth_is_compared_whatever_holds_it(pool):
+    said = pool(work.kinds_of_truth, seconds=20)
     assert all(one.pop("same numbers") == "" for one in said)
     for one in said:
-        assert [name for name, text in one.items() if "on ranks [0]" not in text] == []
+        assert [name for name, text in one.items() if f"on ranks [{pool.size - 1}]" not in text] == []
 
 
 @pytest.mark.parametrize(("how", "words"), [("shapes", "output float32 [1, 4] on ranks"), ("raises", "mine")])
@@ -77,10 +82,12 @@ def test_gradients_that_one_rank_asks_for_in_another_order(pool):
 # --- healthy ranks --------------------------------------------------------------------------------------------------------
 
 
-def test_a_thread_may_split_ahead_of_the_one_that_gathers(pool):
-    assert pool(work.ahead, 12, seconds=40) == [[float(n) for n in range(12)]] * pool.size
+@pytest.mark.slow
+def test_a_thread_may_split_ahead_of_the_one_that_gathers(processes):
+    assert processes(work.ahead, 12, seconds=40) == [[float(n) for n in range(12)]] * processes.size
 
 
+@pytest.mark.slow
 def test_worlds_made_again_and_processes_started_again_count_afresh_together(tmp_path):
     pool = Pool(2)
     try:
@@ -95,40 +102,40 @@ def test_worlds_made_again_and_processes_started_again_count_afresh_together(tmp
 
 
 def test_a_rank_that_never_comes_is_named_after_the_timeout():
-    pool = Pool(2)
-    try:
-        said = pool(work.silent, 0.5, seconds=10)[0]
-        assert "no word of ranks [1]" in said
-        assert "0:00:00.500000" in said
-    finally:
-        pool.close()
+    said = Threads()(work.silent, 0.5, seconds=10)[0]
+    assert f"no message from ranks {[*range(1, Threads.size)]}" in said
+    assert "0:00:00.500000" in said
 
 
+@pytest.mark.slow
 def test_who_comes_late_to_a_first_call_that_others_gave_up_is_told():
     pool = Pool(2)
     try:
         (gone, *went_on), (told, *late) = pool(work.gives_up_first, 1, seconds=20)
     finally:
         pool.close()
-    assert "no word of ranks [1]" in gone
-    assert "rank 0 raised context parallel: got no word" in told
+    assert "no message from ranks [1]" in gone
+    assert "rank 0 raised context parallel: got no message" in told
     assert went_on == late == [[1.0]]
 
 
+@pytest.mark.slow
 def test_two_threads_that_gather_on_one_group_mix_nothing(pair):
     for found in pair(work.two_threads, 1, 50, 1, seconds=30):
-        assert all("no word of ranks" in text for text in found), found
+        assert all("no message from ranks" in text for text in found), found
 
 
-def test_two_threads_with_a_group_each_wait_for_nobody(pool):
-    assert pool(work.two_threads, 5, 20, 2, seconds=30) == [[]] * pool.size
+@pytest.mark.slow
+def test_two_threads_with_a_group_each_wait_for_nobody(processes):
+    assert processes(work.two_threads, 5, 20, 2, seconds=30) == [[]] * processes.size
 
 
-def test_a_group_has_its_own_timeout_and_who_comes_late_is_told(pool):
-    *waited, late = pool(work.gives_up, 0.5, 3, seconds=20)
-    assert all(f"no word of ranks [{pool.size - 1}]" in text and "in 0:00:00.500000" in text for text in waited), waited
-    assert "rank 0 raised context parallel: got no word" in late
-    assert pool(work.gives_up, 10, 0.1) == [""] * pool.size
+@pytest.mark.slow
+def test_a_group_has_its_own_timeout_and_who_comes_late_is_told(processes):
+    *waited, late = processes(work.gives_up, 0.5, 3, seconds=20)
+    assert all(f"from ranks [{processes.size - 1}]" in text and "in 0:00:00.500000" in text for text in waited), waited
+    assert "rank 0 raised context parallel: got no message" in late
+    assert processes(work.gives_up, 10, 0.1) == [""] * processes.size
 
 
 def test_a_misspelt_loss_is_told_to_those_who_wait(pool):

@@ -1,8 +1,9 @@
-"""Plain Accelerate loops, run by torchrun in two processes: prints the lengths and the losses of all ranks."""
+"""Plain Accelerate loops and a planned Trainer, run by torchrun in two processes: prints what all ranks had."""
 
 import json
 import os
 import sys
+import tempfile
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -64,9 +65,35 @@ def shapes(mode: str, padding: str) -> dict:
         return {"error": str(error)}
 
 
+def planned() -> dict:
+    """Two epochs of a Trainer, two batches of each rank in a step: the samples of its ranks, and the losses it logs."""
+    from transformers import Trainer, TrainingArguments
+
+    from collate_npu.integrations.transformers import plan_batches
+
+    tokenizer, seen = byte_tokenizer(padding_side="left"), []
+    model = tiny_model("qwen3_next", vocab_size=len(tokenizer))
+    collator = PaddingCollator(tokenizer, model=model)
+    samples = samples_of_rows(shipped_text(), tokenizer, count=20, max_length=48)
+    data = [{**row, "labels": row["input_ids"]} for row in samples]
+
+    def collate(rows: list) -> dict:
+        seen.append([row["input_ids"] for row in rows])
+        return collator(rows)
+
+    how = {"learning_rate": 0.0, "logging_steps": 1, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
+    args = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", **how)
+    trainer = Trainer(model, args, data_collator=collate, train_dataset=data)
+    plan_batches(trainer, max_tokens=120)
+    trainer.train()
+    torch.distributed.all_gather_object(ranks := [None, None], seen)
+    return {"ranks": ranks, "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row]}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    reports = [loop(*case.split()) if len(case.split()) == 3 else shapes(*case.split()) for case in sys.argv[1:]]
+    jobs = {1: planned, 2: shapes, 3: loop}
+    reports = [jobs[len(case.split())](*case.split()[case == "planned" :]) for case in sys.argv[1:]]
     if int(os.environ["RANK"]) == 0:
         print("REPORT " + json.dumps(reports), flush=True)
     torch.distributed.barrier()

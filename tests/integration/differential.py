@@ -125,6 +125,7 @@ def makes_sense(case: Case) -> bool:
         or (case.kind.startswith("encoder") and case.option not in ("none", "attentions", "states", "generate", "embeds"))
         or (case.kind == "encoder-decoder" and case.option == "embeds")
         or (case.option == "config.ahead" and case.family not in AHEAD)
+        or (case.option == "chunks" and case.family == "moshi")  # a prompt in chunks gives it other logits, alone too
         or (case.head == "MultipleChoice" and case.option == "embeds")
         or (case.kind == "vision" and case.option not in ("none", "states", "use_cache"))
         or (case.kind == "vision" and (tuned or case.wrapper in ("compiled", *TUNERS) or case.side == "packed"))
@@ -369,12 +370,13 @@ def aux_of(model, outs) -> torch.Tensor | None:
     return config.router_aux_loss_coef * aux
 
 
-def numbers(model, answers, loss) -> list[torch.Tensor]:
+def numbers(case, model, answers, loss) -> list[torch.Tensor]:
     model.zero_grad(set_to_none=True)
     if loss.requires_grad:
         loss.backward()
     grads = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in model.parameters()]
-    return [torch.cat([x.detach().flatten() for x in answers] or [torch.zeros(1)]), loss.detach(), torch.cat(grads)]
+    told = loss.detach() if has_loss(case) else torch.zeros(())  # a sum of answers may cancel
+    return [torch.cat([x.detach().flatten() for x in answers] or [torch.zeros(1)]), told, torch.cat(grads)]
 
 
 def alone(case: Case, model, rows) -> list[torch.Tensor]:
@@ -394,12 +396,12 @@ def alone(case: Case, model, rows) -> list[torch.Tensor]:
         total = total + aux
     elif has_loss(case) and any(out.get("aux_loss") is not None for out in outs):
         raise NotImplementedError("no function of its router's loss")
-    return numbers(model, answers, total)
+    return numbers(case, model, answers, total)
 
 
 def whole(case: Case, model, batch, rows, side) -> list[torch.Tensor]:
     out, answers = run(case, model, batch, [len(row["input_ids"]) for row in rows], side)
-    return numbers(model, answers, out.loss if has_loss(case) else read(answers, 0))
+    return numbers(case, model, answers, out.loss if has_loss(case) else read(answers, 0))
 
 
 def generated(case: Case, model, batch) -> list[torch.Tensor]:
@@ -484,9 +486,10 @@ def judged(case: Case, doors: tuple[str, ...] = ("plain", *DOORS)) -> dict[str, 
 REASONS = {
     "takes the first place of a row": "a collator does not know whether pooler_output is read; adapt mends it",
     "falcon follows is_causal in part": "its layers do not hand the keyword on, and mask by hand; their code does not tell",
+    "follow use_bidirectional_attention, and": "right where it is compiled: then no mask of a sample alone is left out",
     "follow its text config alone": "right on eager alone, by a keyword that does nothing there",
     "stand at neither end of their rows": "a wrapped collator finds samples in a flat row by their ids",
-    "makes its tokens of the labels": "generate reads none, and a trainer computes their loss beside it",
+    "makes its tokens from the labels": "generate reads none, and a trainer computes their loss beside it",
     "^nllb-moe: .*padding moves a sequence": "whether padding takes an expert's place depends on the router's choices",
 }
 """Refusals of runs that are right without us: what they say, and why they stay."""

@@ -33,6 +33,7 @@ ONE_WIDTH = {
     "split_drop_last longest": {"shapes": [[3, 6]]},
 }
 """By what two processes need one width, and the remedies that are named."""
+ALL = [*CASES, *ONE_WIDTH, "split longest", "planned"]
 MODELS = ("gpt2", "llama", "opt", "roberta", NAMES[0])
 model_of = cache(partial(tiny_model, vocab_size=257))
 FEATURES = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8], "labels": [8]}]
@@ -45,9 +46,7 @@ def reports():
     path = os.pathsep.join([str(LOOP.parents[2]), str(LOOP.parents[1]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(
-        [*torchrun, *CASES, *ONE_WIDTH, "split longest"], env=env, start_new_session=True, **pipes
-    ) as process:
+    with subprocess.Popen([*torchrun, *ALL], env=env, start_new_session=True, **pipes) as process:
         try:
             out, err = process.communicate(timeout=180)
         except subprocess.TimeoutExpired:
@@ -55,7 +54,7 @@ def reports():
             raise
     assert process.returncode == 0, err[-3000:]
     (line,) = [line for line in out.splitlines() if line.startswith("REPORT ")]
-    return dict(zip([*CASES, *ONE_WIDTH, "split longest"], json.loads(line.removeprefix("REPORT "))))
+    return dict(zip(ALL, json.loads(line.removeprefix("REPORT "))))
 
 
 @torch.no_grad()
@@ -76,6 +75,22 @@ def test_two_processes_share_the_batches_and_lose_no_mask(reports, case):
     assert report["world"] == 2
     assert sorted(report["lengths"]) == sorted(map(len, ids))
     assert report["losses"] == pytest.approx([sum(alone[:4]), sum(alone[4:])], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_planned_trainer_gives_both_processes_like_batches_and_weighs_them_by_their_tokens(reports):
+    ranks, losses = reports["planned"]["ranks"], reports["planned"]["losses"]
+    ids = sample_ids(byte_tokenizer(), count=20, max_length=48)
+    alone = dict(zip(map(tuple, ids), losses_alone("qwen3_next", ids)))
+    (per_epoch,) = {len(rank) // 2 for rank in ranks}
+    for first in (0, per_epoch):
+        epoch = [rank[first : first + per_epoch] for rank in ranks]
+        assert sorted(row for batches in epoch for batch in batches for row in batch) == sorted(ids)
+        for at in range(0, per_epoch, 2):
+            step = [tuple(row) for batches in epoch for batch in batches[at : at + 2] for row in batch]
+            mean = sum(alone[row] for row in step) / sum(len(row) - 1 for row in step)
+            assert losses.pop(0) == pytest.approx(mean, abs=2e-4)  # the Trainer rounds what it logs
+    assert losses == []
 
 
 @pytest.mark.slow

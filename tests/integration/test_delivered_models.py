@@ -70,7 +70,7 @@ def test_right_batches_pass_and_their_rows_are_those_alone(name, attn, side):
     model = model_of(name, attn)
     adapter = BatchAdapter(model)
     found = check_delivery(model, adapter(wire(side)), alone=True)
-    assert found.layers or found.asked
+    assert found.layers or found.leak_free
     assert set(found.alone.errors) == ({0, 2} if side == "left" else {0, 1})  # those with most padding, else the longest
     assert all(error <= found.alone.limit < 1e-3 for error in found.alone.errors.values())
 
@@ -92,7 +92,7 @@ def test_a_mapping_is_right_only_where_both_parts_are():
     right = {"full_attention": dense(truth), "linear_attention": truth.keep}
     check_delivery(model, bare(batch, right), alone=True)
     losses = {
-        "full_attention": r"layers\.\d\.self_attn: .* told nothing: .* goes on from padding",
+        "full_attention": r"layers\.\d\.self_attn: .* got nothing: .* goes on from padding",
         "linear_attention": r"layers\.\d\.linear_attn",
     }
     for kind, why in losses.items():
@@ -115,7 +115,7 @@ def test_the_layers_of_a_vision_tower_are_not_asked():
     found = check_delivery(model, inputs | images)
     assert found.layers
     assert not any("vision" in name for name in found.layers)
-    with pytest.raises(CollateError, match="images of one row"):
+    with pytest.raises(CollateError, match="images of a batch"):
         check_delivery(model, inputs | images, alone=True)
 
 
@@ -137,7 +137,7 @@ def test_a_layer_that_ignores_its_mask_is_told(monkeypatch):
 @pytest.mark.parametrize("lengths", [[3, 5], [[3, 5]]])
 def test_segments_of_another_batch_prove_nothing(lengths):
     batch = {"input_ids": torch.tensor([[257, 257, 7], [4, 5, 6]]), "attention_mask": torch.tensor([[0, 0, 1], [1, 1, 1]])}
-    refused(r"calls of \[2, 3\] tokens.*\[[12], [58]\] is told", model_of("qwen3"), batch, Segments.from_lengths(lengths))
+    refused(r"calls of \[2, 3\] tokens.*tokens \[[12], [58]\]", model_of("qwen3"), batch, Segments.from_lengths(lengths))
 
 
 def test_chunks_that_the_mask_forgets_are_told():
@@ -167,7 +167,7 @@ def test_models_without_logits_of_tokens(kind):
     batch = wire("left")
     found = check_delivery(model, BatchAdapter(model)(batch), alone=True)
     assert found.layers
-    assert not found.unseen
+    assert not found.unchecked
     refused(r"layers\.0\.linear_attn", model, bare(batch, dense(truth_of(batch))), truth_of(batch))
 
 
@@ -181,7 +181,7 @@ def test_a_token_whose_embedding_is_zero_may_count_for_nothing():
     truth = Segments.from_keep(batch["attention_mask"] > 0)
     refused("goes on from padding", model, bare(batch, None), truth)
     made_of_ids = batch["attention_mask"] * (ids != 9)  # as where the end of a text is the pad token
-    refused(r"layers\.2\.linear_attn.*is real, and counts for nothing", model, bare(batch, made_of_ids), truth)
+    refused(r"layers\.2\.linear_attn.*is real, and the kernel treats it as padding", model, bare(batch, made_of_ids), truth)
 
 
 def test_layers_of_other_names_are_asked_what_they_were_handed():
@@ -210,8 +210,8 @@ def test_numbers_prove_where_no_kernel_is_known():
     model = tiny_model("rwkv", vocab_size=len(TOKENIZER), attn_implementation="eager")
     batch = BatchAdapter(model)(wire("right"))
     found = check_delivery(model, batch, alone=True)
-    assert "no kernel was heard, and the model was asked: what padding" in str(found)
-    assert found.unseen
+    assert "no known kernel ran, and no tokens leak: what padding" in str(found)
+    assert found.unchecked
     assert max(found.alone.errors.values()) <= found.alone.limit
 
 
@@ -231,7 +231,7 @@ def test_an_encoder_beside_its_decoder(width):
     model, batch = transformers.T5ForConditionalGeneration(config).eval(), wire("right")
     keep = batch["attention_mask_2d"]
     right, wrong = (bare(batch, mask, labels=torch.ones(3, width).long()) for mask in (keep.long(), None))
-    assert any(name.endswith("EncDecAttention") for name in check_delivery(model, right).unseen)
+    assert any(name.endswith("EncDecAttention") for name in check_delivery(model, right).unchecked)
     refused(r"encoder\.block\.0\.layer\.0.*attends padding", model, wrong, Segments.from_keep(keep))
 
 
@@ -311,7 +311,7 @@ def test_another_collator_is_refused_as_what_is_none_and_one_around_it_is_not():
     wrapped = SimpleNamespace(data_collator=SimpleNamespace(data_collator=OURS))
     for found in (OURS, wrapped):
         begins(DeliveryCallback(OURS), SimpleNamespace(collate_fn=found))
-    with pytest.raises(CollateError, match="another function"):
+    with pytest.raises(CollateError, match="a function that you did not pass"):
         begins(DeliveryCallback(OURS), SimpleNamespace(collate_fn=list))
 
 

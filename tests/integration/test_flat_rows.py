@@ -275,9 +275,9 @@ def test_delivery_tells_that_a_kernel_is_missing_or_told_of_other_sequences():
         batch = without(ours(model)(features), "labels")
         assert len(check_delivery(model, batch).layers) == 3
         truth, other = Segments.from_lengths([list(ROWS["short"])]), ours(model)(samples(ROWS["turned"]))
-        with pytest.raises(CollateError, match=r"linear_attn: .*told \[0, 5, 13, 19\]"):
+        with pytest.raises(CollateError, match=r"linear_attn: .*got \[0, 5, 13, 19\]"):
             check_delivery(model, batch | {"cu_seq_lens_q": other["cu_seq_lens_q"]}, segments=truth)
-    said = pytest.raises(ValueError, match="without" if LOUD else "conv1d_fn told nothing: .* another sequence")
+    said = pytest.raises(ValueError, match="without" if LOUD else "conv1d_fn got nothing: .* another sequence")
     with reference_kernels(model, without=("causal_conv1d",)), as_it_is(), said:
         check_delivery(model, batch)
 

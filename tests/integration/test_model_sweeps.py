@@ -248,6 +248,8 @@ OLD = numbers(installed("transformers")) < (5, 0)
 @pytest.mark.parametrize("where", ["left", "holes"])
 @pytest.mark.parametrize(("name", "turned"), rotating(SWITCHED, 12, slow=60))
 def test_padding_leaks_where_it_is_said_to(name, turned, where):
+    if OLD and name == "xlstm":
+        pytest.skip("its chunks do not run on 4.57: the kernel calls a tensor")
     try:
         model = hybrid(name, turned)
     except ValueError as error:  # no sdpa

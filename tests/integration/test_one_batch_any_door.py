@@ -98,7 +98,7 @@ def test_one_sample_in_a_flat_row_of_a_hybrid_needs_no_kernels(multiple):
     model, rows, _, wanted = parts(case)
     collate = PaddingCollator(pad_token_id=PAD, padding_free=True, pad_to_multiple_of=multiple, model=model)
     loss = model(**collate(rows), use_cache=False).loss
-    _, *found = numbers(model, [], loss)
+    _, *found = numbers(case, model, [], loss)
     assert verdict([wanted[0], *found], wanted) == "right"
     with pytest.raises(CollateError, match="Give each sequence its own row"):
         collate([*rows, *rows])

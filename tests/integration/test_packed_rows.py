@@ -148,7 +148,7 @@ def test_collators_of_an_adapted_model_let_packed_rows_through_and_others_name_t
     before = dict(held)
     collated = lambda: PaddingCollator(pad_token_id=PAD, model=model, padding_free=True)(features)  # noqa: E731
     for make in (collated, lambda: BatchAdapter(model)(batch)):
-        with pytest.raises(UnsupportedFormError, match=r"or call adapt\(model\) before a collator is made"):
+        with pytest.raises(UnsupportedFormError, match=r"call adapt\(model\) before you make the collator"):
             make()
         with adapt(model) as adapted:
             made = make()

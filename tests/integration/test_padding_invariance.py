@@ -26,9 +26,9 @@ def test_every_hybrid_family_both_sides_with_gradients(name, attn):
         pytest.skip(why)
     model = tiny_model(name, vocab_size=len(TOKENIZER), attn_implementation=attn)
     samples = sample_ids(TOKENIZER, count=4, max_length=40, seed=1)
-    findings = list(audit(model, samples, pad_token_id=PAD))
+    findings = list(audit(model, samples, pad_token_id=PAD, tolerance=TOLERANCE))
     ours = [finding for finding in findings if finding.whose == "ours"]
-    assert all(finding.within(TOLERANCE) for finding in ours), ours
+    assert all(finding.right or finding.refused for finding in ours), ours
     assert sum(finding.logits is not None for finding in ours) >= 6  # those of the collator, left and right
     others = [f for f in findings if f.whose != "ours" and f.side == "left"]
     assert all(finding.logits is None or finding.logits > 0.1 for finding in others), "this batch hides mistakes"

@@ -336,7 +336,7 @@ def test_another_attention_or_dtype_set_later_is_looked_at():
         model.set_attn_implementation("eager")
         assert_alone(model, packed(), wanted)
         model.double()
-        with pytest.raises(UnsupportedFormError, match="is NaN there"):
+        with pytest.raises(UnsupportedFormError, match="gives NaN"):
             model(**padded())
         model.float()
         model(**padded())
@@ -355,7 +355,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused_where_no_batch_of_transformers_comes_by(name):
-    with pytest.raises(UnsupportedFormError, match="adapt stands in the forward of one transformers model"):
+    with pytest.raises(UnsupportedFormError, match="adapt takes one transformers model"):
         adapt(REFUSED[name]())
 
 

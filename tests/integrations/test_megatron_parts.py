@@ -59,7 +59,7 @@ keep = Segments.from_lengths([4, 2]).keep
 def test_a_batch_that_says_nothing_or_two_things_is_refused(read, masks, said):
     with pytest.raises(CollateError, match=said):
         read({"input_ids": torch.arange(8).view(2, 4), **masks})
-    with pytest.raises(CollateError, match="A model is a module"):
+    with pytest.raises(CollateError, match="A model is a torch module"):
         torchtitan.layers_of("llama3")
 
 

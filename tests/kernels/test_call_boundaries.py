@@ -98,8 +98,8 @@ def test_tokens_of_a_call_are_those_of_the_batch_whole_flat_or_without_padding(s
         ([1, 0, 2, 2], [0, 0, 0, 0], None, "(0, 2) goes on from another sequence"),
         ([1, 0, 2, 2], [0, 0, 0, 0], [0, 1, 0, 0], "(0, 2) goes on from another sequence"),
         ([1, 0, 1, 0], [0, 1, 1, 1], None, "(0, 2) goes on from padding"),  # as many tokens, but others
-        ([1, 1, 1, 0], [0, 0, 2, 2], None, "(0, 2) does not read the 2 first of its sequence"),
-        ([1, 1, 1, 0], [0, 0, 0, 0], [0, 1, 0, 1], "(0, 1) is real, and counts for nothing"),
+        ([1, 1, 1, 0], [0, 0, 2, 2], None, "(0, 2) does not read the first 2 tokens of its sequence"),
+        ([1, 1, 1, 0], [0, 0, 0, 0], [0, 1, 0, 1], "(0, 1) is real, and the kernel treats it as padding"),
     ],
 )
 def test_what_is_wrong_with_the_first_wrong_token(ids, first, neutral, said):

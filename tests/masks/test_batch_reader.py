@@ -67,7 +67,7 @@ COUNTED = {"position_ids": torch.arange(8)[None]}  # padding of a mask that was 
     [
         # keys of another width, offsets of several rows
         ((2, 4), {"inputs_embeds": torch.ones(2, 5, 3)}, {}, "input_ids [2, 4], inputs_embeds [2, 5]"),
-        ((2, 4), {"cu_seqlens": torch.tensor([[0, 2, 4], [0, 3, 4]])}, {}, "carry segment_ids"),
+        ((2, 4), {"cu_seqlens": torch.tensor([[0, 2, 4], [0, 3, 4]])}, {}, "pass segment_ids"),
         # positions beside a 2D mask, and of several axes
         ((2, 5), {**KEEP, "position_ids": torch.arange(5).expand(2, 5)}, {}, LEFT),
         ((2, 5), {"attention_mask_2d": ones(2, 5), "position_ids": torch.zeros(3, 2, 5)}, {}, WHOLE),
@@ -80,7 +80,7 @@ COUNTED = {"position_ids": torch.arange(8)[None]}  # padding of a mask that was 
         ((1, 5), {"attention_mask_2d": ones(1, 5), "position_ids": AXES}, {}, PARTED),
         ((1, 5), {"attention_mask_2d": ones(1, 5), "position_ids": AXES[1:]}, {}, Segments.from_lengths([5])),
         ((1, 5), {"attention_mask_2d": ones(1, 5), "position_ids": AXES[1:], "text_position_ids": AXES[0]}, {}, PARTED),
-        ((1, 7), {**ELSEWHERE, **TWO}, {}, "restart at other places"),
+        ((1, 7), {**ELSEWHERE, **TWO}, {}, "restart at other tokens"),
         ((1, 7), {**ELSEWHERE, "attention_mask": dense(Segments.from_lengths([7])), **SEVEN}, {}, ""),
         # flat rows
         ((1, 8), {"cu_seq_lens_q": torch.tensor([0, 3, 5, 8]), "seq_lens": torch.tensor([3, 2])}, {}, TAIL),
@@ -125,10 +125,10 @@ COUNTED = {"position_ids": torch.arange(8)[None]}  # padding of a mask that was 
         ((2, 5), {"attention_mask_2d": LEFT_BIAS}, {}, "It is additive"),
         ((2, 5), {"attention_mask_2d": LEFT.keep[:, None]}, {}, "attention_mask_2d: got bool [2, 1, 5]"),
         # masks by head, with values, by kind of layer, by a predicate
-        ((2, 5), {"attention_mask": HEADS}, {}, "not the same for every head"),
-        ((2, 5), {"attention_mask": HEADS, **KEEP}, {}, "not the same for every head"),
-        ((2, 5), {"attention_mask": ALIBI}, {}, "adds values where it attends"),
-        ((2, 5), {"attention_mask": ALIBI, **KEEP}, {}, "adds values where it attends"),
+        ((2, 5), {"attention_mask": HEADS}, {}, "different from head to head"),
+        ((2, 5), {"attention_mask": HEADS, **KEEP}, {}, "different from head to head"),
+        ((2, 5), {"attention_mask": ALIBI}, {}, "adds values to scores"),
+        ((2, 5), {"attention_mask": ALIBI, **KEEP}, {}, "adds values to scores"),
         ((2, 5), {"attention_mask": dense(LEFT).expand(2, 3, 5, 5)}, {}, LEFT),
         ((2, 5), {"attention_mask": dense(LEFT)[:, 0]}, {}, LEFT),
         ((2, 5), {"attention_mask": LEFT_ROWS.expand(2, 3, 1, 5)}, {"polarity": "keep", "pattern": "causal"}, LEFT),
@@ -159,7 +159,7 @@ COUNTED = {"position_ids": torch.arange(8)[None]}  # padding of a mask that was 
             "mask of bidirectional",
         ),
         # masks turned around, which segment_ids may say is right
-        ((2, 5), {"attention_mask_2d": ALONE.keep, **SHIFTED}, {}, "carry segment_ids"),
+        ((2, 5), {"attention_mask_2d": ALONE.keep, **SHIFTED}, {}, "pass segment_ids"),
         ((2, 5), {"attention_mask_2d": ALONE.keep, "segment_ids": ALONE.ids, **SHIFTED}, {}, ALONE),
     ],
 )

@@ -26,19 +26,22 @@ HOLE_AND_END_FILLED, UNFORCED_BETWEEN = "■⬚⬚⬚⬚ ■■⬚⬚⬚ ■■�
         ("■⬚⬚⬚ ■■⬚⬚ ■■■■ ■■■■", {"unmasked_rows": True}, [1, 1, 0, 0]),
         ("■⬚⬚⬚ ■■⬚⬚ ■■■■ ■■■■", {}, "last rows that see everything"),  # or an image, which attends to both sides
         ("■⬚⬚ ■■⬚ ■■■", {"unmasked_rows": True}, "a last row that sees everything"),
-        (GAP, {}, "tokens 1 and 3 that do not meet"),
+        (GAP, {}, "tokens 1 and 3 that do not attend each other"),
         (GAP, CAUSAL, [1, 1, 0, 2, 2]),
+        (GAP, {"pattern": Pattern.sliding(2)}, "looks back more than 1"),
+        (GAP, {"pattern": Pattern.sliding(3)}, [1, 1, 0, 2, 2]),  # which one sequence would not be
+        ("■■⬚⬚⬚ ■■⬚⬚⬚ ⬚⬚⬚⬚⬚ ⬚⬚⬚■■ ⬚⬚⬚■■", {}, [1, 1, 0, 2, 2]),
         (LONE, {}, "sequences of 2, 1 tokens"),
         (LONE, {"prove": False}, [1, 1, 2]),
         (LONE, {"keep": [[1, 1, 0]]}, [1, 1, 0]),
         (LONE, {"keep": [[0, 0, 1]]}, [0, 0, 1]),
-        ("■⬚⬚⬚ ■⬚⬚⬚ ■⬚■⬚ ■⬚■■", {"keep": [[1] * 4]}, "3 real tokens"),
-        ("■⬚⬚ ■⬚⬚ ■■■", {}, "token 1 is padding or does not attend itself"),
+        ("■⬚⬚⬚ ■⬚⬚⬚ ■⬚■⬚ ■⬚■■", {"keep": [[1] * 4]}, "token 1 is real in the 2D mask, and does not attend itself"),
+        ("■⬚⬚ ■⬚⬚ ■■■", {}, "token 1 is attended by other tokens, and is padding"),
         ("■⬚⬚ ■■⬚ ■⬚■", {}, "rows that no pattern gives"),
         (HOLE_AND_END_FILLED, {"unmasked_rows": True}, [1, 1, 0, 1, 0]),
         (UNFORCED_BETWEEN, CAUSAL, [1, 1, 0, 0, 2]),
         (FULL, {"pattern": Pattern.prefix(3)}, [1, 1, 1]),
-        ("■⬚⬚⬚ ■■⬚⬚ ⬚⬚■⬚ ⬚⬚⬚■", {"keep": [[0, 0, 1, 1]], **CAUSAL}, "turned around"),
+        ("■⬚⬚⬚ ■■⬚⬚ ⬚⬚■⬚ ⬚⬚⬚■", {"keep": [[0, 0, 1, 1]], **CAUSAL}, "inverted"),
     ],
 )
 def test_what_a_picture_means_or_may_mean(picture, settings, found):
@@ -74,11 +77,11 @@ def test_packed_sequences_that_chunks_would_make_too(ids, size):
 
 
 def test_a_2d_mask_turned_around_is_not_a_row_of_single_tokens():
-    """Padding with a forced diagonal: turned around, it looks like sequences of one token beside padding."""
+    """Padding with a forced diagonal: inverted, it looks like sequences of one token beside padding."""
     segments = Segments.from_lengths([3], 6, "left")
     matrix = dense(segments) | torch.eye(6, dtype=torch.bool)
     assert derive_segments(matrix, keep=segments.keep) == segments
-    with pytest.raises(AmbiguousMaskError, match="turned around"):
+    with pytest.raises(AmbiguousMaskError, match="inverted"):
         derive_segments(matrix, keep=~segments.keep)
     ones = Segments.from_lengths([[1] * 6], 8)  # nor is padding that attends itself alone
     assert derive_segments(torch.eye(8, dtype=torch.bool)[None], keep=ones.keep, **CAUSAL) == ones

@@ -36,7 +36,7 @@ HEADS = {
 @pytest.mark.parametrize("heads", HEADS)
 def test_heads_that_differ_have_no_truth_of_all(heads):
     for full in (HEADS[heads], ~HEADS[heads].flip(1), additive(HEADS[heads], -torch.inf)):
-        with pytest.raises(AmbiguousMaskError, match="not the same for every head"):
+        with pytest.raises(AmbiguousMaskError, match="different from head to head"):
             derive_segments(full)
     valued = additive(dense(LEFT).expand(-1, 2, -1, -1), -torch.inf) + torch.tensor([0.0, -1.0])[:, None, None]  # ALiBi
     assert derive_segments(valued) == LEFT
@@ -105,7 +105,7 @@ SHARD = (
         (torch.zeros(2, 1, 4, 4), {}, PolarityError, "Both readings are possible"),
         (torch.ones(1, 1, 1, 1), {"polarity": "keep", "unmasked_rows": True}, AmbiguousMaskError, "all see everything"),
         (torch.zeros(2, 4), {}, PolarityError, "float32 [2, 4] of zeros"),
-        (torch.ones(2, 1, 1, 4), {}, PolarityError, "a key mask proves neither"),
+        (torch.ones(2, 1, 1, 4), {}, PolarityError, "a key mask shows neither"),
         (dense(RIGHT), {"polarity": "masked"}, AmbiguousMaskError, "row 0: got as 'masked'"),
         (torch.tensor([[1, 2, 0]]), {"polarity": "masked"}, PolarityError, "packing ids"),
         (torch.ones(2, 1, 3, 6), {}, AmbiguousMaskError, SHARD),
@@ -136,12 +136,12 @@ SHARD = (
         (torch.where(KEPT, 0.0, torch.nan), {}, CollateError, "NaN"),
         (torch.where(KEPT, torch.inf, -torch.inf), {}, CollateError, "+inf"),
         (torch.where(KEPT, 0, -10000), {}, CollateError, "An additive mask is a float tensor"),
-        *((torch.where(KEPT, 0.0, n), {}, AmbiguousMaskError, "No value blocks for certain") for n in (-100.0, -6000.0)),
+        *((torch.where(KEPT, 0.0, n), {}, AmbiguousMaskError, "No value is low enough to block") for n in (-100.0, -6000.0)),
         (torch.where(KEPT, 2, 0), {}, CollateError, "packing ids"),
         (torch.where(KEPT, 0.0, -1e9), {"polarity": "keep"}, PolarityError, "It is additive"),
         (KEPT, {"polarity": "bias"}, PolarityError, "A bias is a float tensor"),
         (KEPT.float(), {"polarity": "bias"}, PolarityError, "blocks nothing"),
-        (KEPT, {"polarity": "additive"}, CollateError, "three polarities"),
+        (KEPT, {"polarity": "additive"}, CollateError, "Pass polarity="),
     ],
 )
 def test_refusals(attention_mask, settings, error, told):

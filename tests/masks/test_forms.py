@@ -6,6 +6,7 @@ import strategies
 import torch
 from hypothesis import assume, given, settings, strategies as st
 from live_bytes import peak_bytes
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from collate_npu import CollateError, Pattern, Segments
 from collate_npu.errors import UnsupportedFormError
@@ -81,6 +82,13 @@ def test_block_mask_keeps_what_dense_keeps(attention):
     blocks = -(-S // 4)
     kept = torch.nn.functional.pad(keep, (0, 4 * blocks - S, 0, 4 * blocks - S)).view(B, 1, blocks, 4, blocks, 4)
     assert torch.equal(block.to_dense().bool(), kept.any(dim=(3, 5)))
+
+
+@pytest.mark.parametrize("pattern", ["causal", Pattern.sliding(2), Pattern.chunked(2), Pattern.prefix([1, 2])])
+def test_no_predicate_makes_a_tensor(pattern):
+    """Inductor lowers none of a constant: flex_attention with a prefix raised on a card."""
+    traced = make_fx(mask_mod(Segments.from_lengths([3, 5]), pattern))(*torch.arange(4)[:, None])
+    assert not [node for node in traced.graph.nodes if "lift_fresh" in str(node.target)]
 
 
 @pytest.mark.parametrize("form", [dense, mask_mod])

@@ -146,10 +146,6 @@ class Changer(ast.NodeTransformer):
         named = getattr(node.func, "id", getattr(node.func, "attr", ""))
         return node if named in WORDS else self.generic_visit(node)
 
-    def visit_match_case(self, node: ast.match_case) -> ast.AST:
-        node.body = [self.visit(each) for each in node.body]
-        return node
-
     def visit(self, node: ast.AST) -> ast.AST:
         if _is_told(node):
             return node
@@ -184,7 +180,8 @@ def changes_of(path: Path) -> list[Change]:
 
 
 def all_changes() -> list[Change]:
-    return [change for path in sorted((ROOT / PACKAGE).rglob("*.py")) for change in changes_of(path)]
+    paths = sorted({*(ROOT / PACKAGE).rglob("*.py")} - {*(ROOT / PACKAGE).glob("guide/**/*.py")})
+    return [change for path in paths for change in changes_of(path)]
 
 
 def drawn(count: int, seed: int, among: list[Change]) -> list[Change]:

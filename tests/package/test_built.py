@@ -23,6 +23,8 @@ pytestmark = pytest.mark.skipif(WHEELS is None, reason="nothing is built: nox -s
 BIN = Path(os.environ.get("AS_USER", "."))
 """The commands of that environment."""
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+FOR_DEVELOPERS = ("guide/contributing.md", "guide/extending.md")
+"""Pages that the wheel leaves out."""
 TERMINAL = {"COLUMNS": "100", "TERM": "dumb", "TRANSFORMERS_VERBOSITY": "error", "ACCELERATE_USE_CPU": "true"}
 
 USER = """
@@ -52,7 +54,7 @@ def archive(kind):
 def test_the_wheel_holds_the_package_and_nothing_else():
     names = set(zipfile.ZipFile(archive(".whl")).namelist())
     source = {str(path.relative_to(ROOT)) for path in (ROOT / "collate_npu").rglob("*") if path.is_file()}
-    source = {name for name in source if "__pycache__" not in name}
+    source = {name for name in source if "__pycache__" not in name and not name.endswith(FOR_DEVELOPERS)}
     assert {"collate_npu/py.typed", "collate_npu/tools/data/text.txt", "collate_npu/guide/trl.md"} <= source
     assert {name for name in names if ".dist-info/" not in name} == source
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -1,4 +1,4 @@
-"""Agreement without a group: nothing is asked. Between processes: tests/distributed/test_distributed_agreement.py."""
+"""Agreement without a group: nothing is asked. Between ranks: tests/distributed/test_distributed_agreement.py."""
 
 import pytest
 import torch
@@ -37,21 +37,6 @@ def test_a_fake_group_has_nobody_to_ask():
         assert gather_sequence(torch.zeros(1, 4), cp, Segments.from_lengths([8])).shape == (1, 8)
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "other"),
-    [
-        ("input_ids", [[1, 2, 3]], [[1, 3, 2]]),
-        ("labels", [[-100, 2, 3]], [[1, 2, 3]]),
-        ("position_ids", [[0, 1, 2]], [[0, 1, 0]]),
-        ("cu_seqlens", [0, 1, 3], [0, 2, 3]),
-        ("a key of my own", [[1, 0, 0]], [[0, 1, 0]]),
-    ],
-)
-def test_whole_numbers_of_tokens_are_compared(key, value, other):
-    facts = [told(batch_facts({key: torch.tensor(each)}, None)) for each in (value, value, other)]
-    assert facts[0] == facts[1] != facts[2]
 
 
 DRAWN = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(3))

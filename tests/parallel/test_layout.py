@@ -126,7 +126,7 @@ def test_documents_that_do_not_divide_are_all_named():
         ({"size": 0, "rank": 0}, "a whole number, at least 1"),
         ({"size": 2, "rank": 0, "tensor_parallel": 0}, "a whole number, at least 1"),
         ({"size": 2, "rank": 0, "block": 0}, "a whole number, at least 1"),
-        ({"size": 2, "rank": 0, "layout": "ring"}, "Layouts are 'zigzag'"),
+        ({"size": 2, "rank": 0, "layout": "ring"}, "It is one of zigzag"),
         ({"size": 2, "rank": 0, "mask_2d": "split"}, "'local'"),
         ({"size": 4, "rank": 0, "layout": "ulysses_ring", "ulysses": 3}, "divides the 4 ranks"),
         ({"size": 4, "rank": 0, "layout": "zigzag", "ulysses": 2}, "'\\*ulysses_ring'"),

@@ -78,7 +78,7 @@ def test_rows_pass_exactly_where_the_scheme_puts_their_tokens_in_order(row, serv
     if in_order(scheme, cp, offsets):
         check_recurrent_split(cp, scheme, segments, padding_free=flat)
         return
-    with pytest.raises(UnsupportedFormError, match=f"layout: got '{cp.layout}'.* put tokens of layout"):
+    with pytest.raises(UnsupportedFormError, match=f"layout: got '{cp.layout}'.* put tokens in order only from the layout"):
         check_recurrent_split(cp, scheme, segments, padding_free=flat)
     check_recurrent_split(right, scheme, segments, padding_free=flat)  # the remedy
     split_batch({"input_ids": torch.zeros(segments.shape)}, right, segments=segments)
@@ -90,7 +90,7 @@ def test_what_no_layout_serves():
         check_recurrent_split(cp, "state_passing", segments)
     with pytest.raises(UnsupportedFormError, match=r"row_zigzag .* Give each sequence its own row"):
         check_recurrent_split(cp, "row_zigzag", segments, padding_free=True)
-    with pytest.raises(CollateError, match="Schemes are 'state_passing'"):
+    with pytest.raises(CollateError, match="It is one of state_passing"):
         check_recurrent_split(cp, "zigzag", segments)
     with pytest.raises(CollateError, match=r"A flat row is \[1, S\]"):
         check_recurrent_split(cp, "head_exchange", Segments.from_lengths([4, 4]), padding_free=True)
@@ -122,7 +122,7 @@ def test_ranks_share_out_both_kinds_of_heads(scheme, layout, tp):
     cp, segments = ContextParallel(2, 0, layout=layout, tensor_parallel=tp), Segments.from_lengths([8, 8])
     check_recurrent_split(cp, scheme, segments, heads=(2 * tp, 4 * tp))
     for heads in ((2 * tp, 2 * tp + 1), (tp, 4 * tp)):
-        with pytest.raises(CollateError, match=f"heads: got .* {2 * tp} ranks share out the key heads"):
+        with pytest.raises(CollateError, match=f"heads: got .* shared out over {2 * tp}"):
             check_recurrent_split(cp, scheme, segments, heads=heads)
     flat = Segments.from_lengths([[16]])
     slices = ContextParallel(2, 0, layout="contiguous")
@@ -131,7 +131,7 @@ def test_ranks_share_out_both_kinds_of_heads(scheme, layout, tp):
 
 def test_the_halo_of_the_convolution_comes_from_one_rank():
     cp = ContextParallel(4, 0, layout="contiguous")
-    with pytest.raises(CollateError, match=r"reads the previous rank alone\. .* at least 12 tokens"):
+    with pytest.raises(CollateError, match=r"reads only the previous rank\. .* at least 12 tokens"):
         check_recurrent_split(cp, "state_passing", Segments.from_lengths([[5, 3]]), padding_free=True)
     check_recurrent_split(cp, "state_passing", Segments.from_lengths([[5, 3]], width=12), padding_free=True)
     check_recurrent_split(cp, "state_passing", Segments.from_lengths([[5, 3]]), padding_free=True, conv_width=3)
@@ -145,11 +145,11 @@ def test_the_halo_of_the_convolution_comes_from_one_rank():
         ([0, 5, 5, 7, 8], ""),  # an empty sequence, the tail one of its own
         ([0, 8], "row 1: got tokens 5 to 6"),
         ([0, 3, 5, 8], "row 0: got tokens 0 to 4"),
-        ([0, 4], "all of which they count"),  # a rank's own
-        ([0, 2, 4], "all of which they count"),
+        ([0, 4], "and the last offset is its end"),  # a rank's own
+        ([0, 2, 4], "and the last offset is its end"),
         ([5, 8], "0 first"),  # ends
         ([5, 2], "0 first"),  # lengths
-        ([0, 5, 7], "its tail counted"),
+        ([0, 5, 7], "the tail counted"),
         ([0, 5, 3, 8], "never falling"),
     ],
 )

@@ -136,14 +136,14 @@ IDS, SQUARE = torch.zeros(2, 8), torch.zeros(8, 8)
         ({"attention_mask": object()}, None, UnsupportedFormError, "create_cp_block_mask"),
         ({"input_ids": SQUARE, "attention_mask": SQUARE}, None, AmbiguousMaskError, "as many rows as tokens"),
         *(
-            ({"x": torch.zeros(shape)}, None, CollateError, "the width stands elsewhere")
+            ({"x": torch.zeros(shape)}, None, CollateError, "is per token if its shape begins")
             for shape in ((8, 2), (3, 2, 8), (8,))
         ),
         ({"labels": torch.zeros(4)}, None, CollateError, "labels"),
         *(({"position_ids": torch.arange(n)}, None, CollateError, "position_ids") for n in (7, 8)),
         ({"loss_scale": IDS.to_sparse()}, None, CollateError, "loss_scale: got sparse_coo"),
         ({}, Segments.from_lengths([4, 4]), CollateError, r"segments: got \[2, 4\]"),
-        ({"input_ids": None, "x": IDS}, None, CollateError, "The width is read off"),
+        ({"input_ids": None, "x": IDS}, None, CollateError, "The width is read from"),
     ],
 )
 def test_what_does_not_fit_is_refused(batch, segments, error, words):
@@ -307,10 +307,10 @@ OFFSETS = {"cu_seqlens": torch.tensor([0, 8])}
     [
         ({}, None, CollateError, "Nothing says where one sequence"),
         *(
-            (OFFSETS | {"attention_mask": torch.ones(shape)}, None, UnsupportedFormError, "dense mask is not padded")
+            (OFFSETS | {"attention_mask": torch.ones(shape)}, None, UnsupportedFormError, "cannot pad a dense mask")
             for shape in ((1, 1, 8, 8), (1, 8, 8))
         ),
-        (OFFSETS, Segments.from_lengths([4], width=8, side="left"), CollateError, "A sequence begins at an offset"),
+        (OFFSETS, Segments.from_lengths([4], width=8, side="left"), CollateError, "Each sequence begins at an offset"),
         (OFFSETS, Segments.from_lengths([4, 4]), CollateError, "segments: got"),
     ],
 )

@@ -40,6 +40,16 @@ def samples() -> list[list[int]]:
     return rows
 
 
+def scores(logits_TV: Tensor, ids: Sequence[int]) -> Tensor:
+    """Log-probabilities of a sample's tokens but the first, of the logits of its places."""
+    return logits_TV[: len(ids) - 1].log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+
+
+def alone(model: Any) -> Run:
+    """Each sample by itself, on a model of transformers."""
+    return lambda rows: [scores(model(input_ids=torch.tensor([ids])).logits[0], ids) for ids in rows]
+
+
 @dataclass(frozen=True)
 class Stack:
     """One stack: its name, the packages whose releases are told, and the nox session that measures it."""
@@ -53,18 +63,19 @@ class Stack:
         return FOLDER / f"{re.sub('[^a-z0-9]+', '-', self.name.lower())}.json"
 
     def cell(
-        self, family: str, layout: Layout, *, truth: Run, alone: Run | str, ours: Run | str, line: str
-    ) -> tuple[str, str]:
-        """Measure one cell; the verdicts of both. A text in the place of a run says why it was not run.
+        self, family: str, layout: Layout, *, truth: Run, alone: Run | str, ours: Run | str, line: str, **learned: float
+    ) -> None:
+        """Measure one cell. A text in the place of a run says why it was not run.
 
-        `truth([sample])` is the sample by itself; `line` what a user adds. A run that raises has refused.
+        `truth([sample])` is the sample by itself; `line` what a user adds. A run that raises has refused. `learned` are the
+        errors of the gradient, `alone=` and `ours=` with `_learned` behind, where a caller has them.
         """
-        wanted = [_numbers(truth([ids])[0]) for ids in samples()]
-        return self.tell(family, layout, alone=_measured(alone, wanted), ours=_measured(ours, wanted), line=line)
+        wanted, found = [_numbers(truth([ids])[0]) for ids in samples()], {}
+        for who, run in (("alone", alone), ("ours", ours)):
+            found[who] = with_gradient(_measured(run, wanted), learned.get(f"{who}_learned"))
+        self.tell(family, layout, **found, line=line)
 
-    def tell(
-        self, family: str, layout: Layout, *, alone: dict[str, Any], ours: dict[str, Any], line: str
-    ) -> tuple[str, str]:
+    def tell(self, family: str, layout: Layout, *, alone: dict[str, Any], ours: dict[str, Any], line: str) -> None:
         """The same of what a test measured by itself, each made by `verdict`."""
         told = {"family": family, "layout": layout, "line": line, "alone": alone, "ours": ours}
         assert ours["verdict"] != "wrong", told
@@ -72,7 +83,12 @@ class Stack:
             self._write(told)
         else:
             self._held_against(told)
-        return alone["verdict"], ours["verdict"]
+
+    def tell_jobs(self, found: dict[str, Any], *, line: str) -> None:
+        """The same of many cells: family -> layout -> who -> its jobs, or a text that says why they were not run."""
+        for family, layouts in found.items():
+            for layout, jobs in layouts.items():
+                self.tell(family, layout, alone=worst_of(jobs["alone"]), ours=worst_of(jobs["ours"]), line=line)
 
     def _write(self, told: dict[str, Any]) -> None:
         releases = {name: version(name).partition("+")[0] for name in sorted({*self.packages, "torch"})}
@@ -91,16 +107,42 @@ class Stack:
         assert known, f"{self.file.name} has no such cell: run it with COLLATE_NPU_CELLS=1 ({told})"
         one = known[0]
         assert one["line"] == told["line"]
-        assert [one[who]["verdict"] for who in ("alone", "ours")] == [told[who]["verdict"] for who in ("alone", "ours")]
+        assert [words_of(one[who]) for who in ("alone", "ours")] == [words_of(told[who]) for who in ("alone", "ours")]
 
 
-def verdict(error: float | None = None, *, refused: str = "", not_run: str = "") -> dict[str, Any]:
-    """What a cell holds of one run: how far it is off, as nats or relative, or why it gave nothing."""
+def words_of(one: dict[str, Any]) -> tuple[str, str]:
+    """The verdict, and that on the gradient where it was measured."""
+    return one["verdict"], _word(one["gradient"]) if "gradient" in one else ""
+
+
+def verdict(
+    error: float | None = None, *, gradient: float | None = None, refused: str = "", not_run: str = ""
+) -> dict[str, Any]:
+    """What a cell holds of one run: how far it is off, as nats or relative, or why it gave nothing.
+
+    `gradient` is `gradient_error` where a test measures it: the one number that is the same measure in every stack.
+    """
     if error is None:
         why = " ".join((refused or not_run).split())
         return {"verdict": "refused" if refused else "not run", "why": _ERROR.split(why)[-1][:300]}
+    return with_gradient({"verdict": _word(error), "error": float(f"{error:.1e}")}, gradient)
+
+
+def with_gradient(one: dict[str, Any], gradient: float | None) -> dict[str, Any]:
+    if gradient is None:
+        return one
+    return {**one, "gradient": float(f"{gradient:.1e}"), "verdict": max(one["verdict"], _word(gradient))}
+
+
+def _word(error: float) -> str:
     assert error <= _RIGHT or not error < _WRONG, f"neither right nor wrong: {error}"
-    return {"verdict": "right" if error <= _RIGHT else "wrong", "error": float(f"{error:.1e}")}
+    return "right" if error <= _RIGHT else "wrong"
+
+
+def gradient_error(found: Sequence[Tensor], alone: Sequence[Tensor]) -> float:
+    """The relative error of a gradient, in norm over all parameters, against that of each sample alone."""
+    off = torch.stack([(x - y).norm() for x, y in zip(found, alone, strict=True)]).norm()
+    return float(off / torch.stack([each.norm() for each in alone]).norm())
 
 
 def of_job(found: dict[str, Any]) -> dict[str, Any]:
@@ -108,9 +150,9 @@ def of_job(found: dict[str, Any]) -> dict[str, Any]:
     return verdict(refused=found["refused"]) if found["refused"] else verdict(found["error"])
 
 
-def worst_of(jobs: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The same of several jobs that share one cell."""
-    return worst(map(of_job, jobs))
+def worst_of(jobs: Iterable[dict[str, Any]] | str) -> dict[str, Any]:
+    """The same of several jobs that share one cell, or of a text in their place."""
+    return verdict(not_run=jobs) if isinstance(jobs, str) else worst(map(of_job, jobs))
 
 
 def worst(verdicts: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -60,14 +60,6 @@ def cpu():
 # --- verl
 
 
-@pytest.fixture(scope="module")
-def one_rank():
-    from megatron_world import one_rank
-
-    with one_rank() as patch:
-        yield patch
-
-
 @pytest.fixture
 def verl_npu(monkeypatch):
     """What verl decides once, at import, by looking for torch_npu."""

@@ -9,50 +9,49 @@ attention without a mask is causal, as a flash kernel is.
 """
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
-from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock, patch
 
 import swift_world  # first: it puts the stand-ins for Transformer Engine in place
 import torch
-import torch.distributed as dist
-import transformers.utils
+from cells import gradient_error
 from mcore_bridge.model.modules import gated_delta_net
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-from megatron.core.models.common.embeddings import rotary_pos_embedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import random
 from megatron_world import (
     DENSE,
     UNFUSED,
     TEDotProductAttention,
+    apart,
     causal_conv1d,
+    cells_on_ranks,
+    far,
     fill,
+    gathered,
     groups,
     hardware,
+    kernels,
     layers,
-    regroup,
-    rotary_part,
+    summed,
 )
-from swift_world import LOCAL, arguments
+from processes import refusal, write
+from swift_world import LOCAL, arguments, npu_there
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from collate_npu import BatchAdapter, PaddingCollator, Segments, check_delivery
+from collate_npu import PaddingCollator, Segments, check_delivery
 from collate_npu.integrations import swift
 from collate_npu.integrations.megatron import gpt_batch, mcore_bridge
 from collate_npu.kernels.gated_delta import reference_gated_delta_rule
-from collate_npu.masks import dense
-from collate_npu.parallel import ContextParallel, gather_sequence, pad_documents
+from collate_npu.parallel import ContextParallel, pad_documents
 
 NATIVE = os.environ.get("USE_MCORE_GDN", "1") != "0"
 FREQUENCY = 2
@@ -167,18 +166,12 @@ def run(stages: list[nn.Module], batch: dict[str, Any]) -> Tensor:
 # --- padded rows
 
 LENGTHS, WIDTH, PAD = (7, 3, 5), 8, swift_world.PAD
-FAR = 1e9
 
 
 def wire(side: str, width: int = WIDTH) -> tuple[dict[str, Any], Segments]:
     """A padded batch with a 4D mask (True = blocked), as a collator of a user's own may send it; first labels ignored."""
-    truth = Segments.from_lengths(LENGTHS, width, side)
-    ids = torch.full(truth.shape, PAD)
-    ids[truth.keep] = torch.tensor([token for row in swift_world.samples(*LENGTHS) for token in row["input_ids"]])
-    first = truth.keep & (truth.position_ids == 0)
-    labels = ids.masked_fill(~truth.keep | first, -100)
-    masked = dense(truth, polarity="masked")
-    return {"input_ids": ids, "labels": labels, "position_ids": truth.position_ids, "attention_mask": masked}, truth
+    data, truth = swift_world.as_kind(None, "4d masked", side=side, width=width)
+    return data | {"labels": data["labels"].masked_fill(truth.position_ids == 0, -100)}, truth
 
 
 def prepared(model_type: str, kernel: str, data: dict[str, Any]) -> dict[str, Any]:
@@ -216,21 +209,18 @@ def measure(stages: list[Any], batch: dict[str, Any], side: str, by_itself: Alon
     with recording(stages) as seen:
         logits = run(stages, {**batch, "labels": None})
         loss_of(logits, data["labels"]).backward()
-    padding = ~truth.keep
+    padding, grads = ~truth.keep, gradients(stages)
     real = [logits[b, keep].detach() for b, keep in enumerate(truth.keep)]
     return {
-        "logits": max(furthest(ours, theirs) for ours, theirs in zip(real, by_itself.logits)),
-        "gradients": apart(gradients(stages), by_itself.gradients),
+        "logits": apart(real, by_itself.logits),
+        "gradients": far(grads, by_itself.gradients),
+        "gradient": gradient_error([grads[name] for name in by_itself.gradients], [*by_itself.gradients.values()]),
         "gdn": {n: bool(zero.equal(padding)) for n, zero in seen["gdn"].items()},
         "attention": {n: None if mask is None else list(mask.shape) for n, mask in seen["attention"].items()},
         "router": {n: mask is not None and bool(mask.equal(padding)) for n, mask in seen["router"].items()},
         "handed": seen["handed"],
         "runs": seen["runs"],
     }
-
-
-def furthest(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).abs().max()) if bool(ours.isfinite().all()) else FAR
 
 
 def loss_of(logits: Any, labels: Tensor) -> Tensor:
@@ -248,34 +238,11 @@ def gradients(stages: list[Any]) -> dict[str, Tensor]:
     return found
 
 
-def apart(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-    """Largest difference of a gradient, relative to the largest of that parameter; infinite where one is not finite."""
-    if ours.keys() != theirs.keys() or not all(bool(grad.isfinite().all()) for grad in ours.values()):
-        return FAR
-    return max(float((ours[key] - theirs[key]).abs().max() / (theirs[key].abs().max() + 1e-6)) for key in theirs)
-
-
-def from_ours(stages: list[Any], source: str, side: str, by_itself: Alone) -> dict[str, Any]:
-    """Our collator, then `gpt_batch`, or the adapter and `pass_through_forward`."""
-    data, truth = wire(side)
-    rows = [{"input_ids": data["input_ids"][b, keep].tolist()} for b, keep in enumerate(truth.keep)]
+def from_ours(stages: list[Any], side: str, by_itself: Alone) -> dict[str, Any]:
+    """Our collator, then `gpt_batch`."""
+    rows = [{"input_ids": row["input_ids"]} for row in swift_world.samples(*LENGTHS)]
     batch = PaddingCollator(pad_token_id=PAD, padding_side=side, pad_to_multiple_of=WIDTH)(rows)
-    if source == "gpt_batch":
-        inputs, _ = gpt_batch(batch, stages[0])
-        return measure(stages, {key: inputs[key] for key in inputs if key not in ("labels", "loss_mask")}, side, by_itself)
-    routed = BatchAdapter(stages[0])(batch)
-    extras = {"attention_mask_2d": routed.pop("attention_mask_2d")}
-    routed.pop("labels", None)
-    return measure(stages, mcore_bridge.pass_through_forward(type(stages[0]), routed, extras), side, by_itself)
-
-
-def said(act) -> str:
-    """What an act that fails says; nothing where it goes through."""
-    try:
-        act()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return measure(stages, gpt_batch(batch, stages[0])[0], side, by_itself)
 
 
 def invariance() -> float:
@@ -287,7 +254,7 @@ def invariance() -> float:
         data, _ = wire("right", width)
         loss_of(run(stages, prepared("qwen3_next", "local", data) | {"labels": None}), data["labels"]).backward()
         found.append(gradients(stages))
-    return apart(*found)
+    return far(*found)
 
 
 def padded_rows() -> dict[str, Any]:
@@ -300,7 +267,7 @@ def padded_rows() -> dict[str, Any]:
         swift.install() if who == "ours" else swift.uninstall()
         out[f"router losses, {who}"] = invariance()
     swift.uninstall()
-    out["built without us"] = said(lambda: build("qwen3_next"))
+    out["built without us"] = refusal(lambda: build("qwen3_next"))
     return out | delivery()
 
 
@@ -311,18 +278,10 @@ def delivery() -> dict[str, Any]:
     data, truth = wire("left")
     batch = prepared("qwen3_next", "local", data)
     bare = {key: value for key, value in batch.items() if key != "extra_block_kwargs"}
-    found = {"delivered": said(lambda: check_delivery(model, batch, segments=truth))}
-    found["not delivered"] = said(lambda: check_delivery(model, bare, segments=truth))
+    found = {"delivered": refusal(lambda: check_delivery(model, batch, segments=truth))}
+    found["not delivered"] = refusal(lambda: check_delivery(model, bare, segments=truth))
     swift.uninstall()
     return found
-
-
-def npu_there(there: bool) -> None:
-    for module in [transformers.utils, *sys.modules.values()]:
-        name = getattr(module, "__name__", "")
-        asks = name.startswith(("swift.megatron", "mcore_bridge", "transformers.utils"))
-        if asks and "is_torch_npu_available" in vars(module):
-            module.is_torch_npu_available = lambda *args, **kwargs: there
 
 
 def cases(name: str) -> dict[str, Any]:
@@ -341,8 +300,8 @@ def cases(name: str) -> dict[str, Any]:
                 data = swift_world.collate(arguments(model_type), *LENGTHS) if kernel == "template" else wire(side)[0]
                 batch = prepared(model_type, kernel, data)
                 out[f"{plan}, {kernel}, {side}, {who}"] = measure(built, batch, side, by_itself)
-        for source, side in product(("gpt_batch", "adapter"), ("left", "right")) if stages == 1 else ():
-            out[f"{plan}, {source}, {side}, ours"] = from_ours(built, source, side, by_itself)
+        for side in ("left", "right") if stages == 1 else ():
+            out[f"{plan}, gpt_batch, {side}, ours"] = from_ours(built, side, by_itself)
     swift.uninstall()
     return out
 
@@ -364,14 +323,9 @@ def kernels_on_cpu() -> None:
     """fla's kernels, where the layers look for them, and attention that takes offsets."""
     TESpecProvider.core_attention = lambda self: TEDotProductAttention
     from mcore_bridge.model.mm_gpts import qwen3_5
-    from mcore_bridge.model.modules import gated_delta_net as native
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as theirs
 
-    with contextlib.suppress(ImportError):  # from 0.18 on Megatron's constructor looks for the rule, too
-        from megatron.core.ssm.gated_delta_net import gdn
-
-        gdn.chunk_gated_delta_rule = reference_gated_delta_rule
-    native.causal_conv1d, native.chunk_gated_delta_rule = causal_conv1d, reference_gated_delta_rule
+    kernels(setattr)
     qwen3_5._fla_causal_conv1d = causal_conv1d
     # transformers' wrapper takes fla's rule where fla is: it reads cu_seqlens. Its causal_conv1d stays as it is.
     theirs.torch_chunk_gated_delta_rule = reference_gated_delta_rule
@@ -394,8 +348,8 @@ def measure_flat(stages: list[Any], inputs: dict[str, Any], truth: Segments, by_
     parts = [logits[0, start : start + n] for n, (_, start, _) in zip(truth.sequence_lengths, truth.spans)]
     ids = [inputs["input_ids"][:, start : start + n] for n, (_, start, _) in zip(truth.sequence_lengths, truth.spans)]
     torch.stack([loss_of([part], learned(row)) for part, row in zip(parts, ids)]).sum().backward()
-    found = {"logits": max(furthest(part.detach(), one) for part, one in zip(parts, by_itself.logits))}
-    return found | {"gradients": apart(gradients(stages), by_itself.gradients)}
+    found = {"logits": apart([part.detach() for part in parts], by_itself.logits)}
+    return found | {"gradients": far(gradients(stages), by_itself.gradients)}
 
 
 def params_of(real: list[int], padded: list[int] | None, longest: int) -> Any:
@@ -435,7 +389,7 @@ def traps(stages: list[Any]) -> dict[str, str]:
         inputs, _ = gpt_batch(flat("a tail" if name.endswith("a tail") else "each padded"), stages[0], padding_free=True)
         given = {**only_tokens(inputs), "extra_block_kwargs": {}}
         with recurrent_layers_get(stages, params_of(real, padded, 8)):
-            found[name] = said(lambda given=given: run(stages, given))
+            found[name] = refusal(lambda given=given: run(stages, given))
     return found
 
 
@@ -458,18 +412,7 @@ def flat_rows() -> dict[str, Any]:
             out[f"{name}, {row}"] = found
         if name == "qwen3_next":
             out["traps"] = traps(stages)
-            out["swift, aligned"] = from_swift(stages)
     return out
-
-
-def from_swift(stages: list[Any]) -> dict[str, Any]:
-    """ms-swift's own template and `prepare_batch`, the row aligned to 16 as for fp8; nothing of ours in between."""
-    args = arguments("qwen3_next", padding_free=True, fp8_format="e4m3")
-    batch = swift_world.prepare(args, swift_world.collate(args, *ROWS["side by side"][0]))
-    params = batch["packed_seq_params"]
-    truth = Segments.from_lengths([ROWS["side by side"][0]], 16)
-    found = measure_flat(stages, only_tokens(batch), truth, alone(stages, ROWS["side by side"][0]))
-    return found | {"offsets": params.cu_seqlens_q.tolist(), "samples": params.num_samples}
 
 
 def only_tokens(batch: dict[str, Any]) -> dict[str, Any]:
@@ -482,65 +425,43 @@ def unseparated(stages: list[Any]) -> list[str]:
     offsets = truth.cu_seqlens.tolist()
     inputs = {"input_ids": row["input_ids"], "position_ids": truth.position_ids, "attention_mask": None}
     inputs["packed_seq_params"] = params_of(offsets, offsets, 7)
-    return [said(lambda: gpt_batch(row, stages[0], padding_free=True)), said(lambda: run(stages, inputs))]
+    return [refusal(lambda: gpt_batch(row, stages[0], padding_free=True)), refusal(lambda: run(stages, inputs))]
 
 
 # --- a row on one rank and on two
 
 
-def error_on_ranks(family: str, stages: list[Any], flat: bool, by_itself: Alone) -> float:
-    """The template's batch through `prepare_batch` on this rank, against each sample alone."""
-    args = arguments(family, cp=parallel_state.get_context_parallel_world_size(), padding_free=flat)
-    batch = swift_world.prepare(args, swift_world.collate(args, *LENGTHS))
-    labels, _ = batch.pop("labels"), batch.pop("loss_scale", None)
-    out = run(stages, {**batch, "labels": None})
-    cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    found, cp = gradients(stages), ContextParallel.from_megatron()
-    for grad in found.values() if cp.size > 1 else ():
-        dist.all_reduce(grad)
-    bounds = batch["packed_seq_params"].cu_seqlens_q if flat else None
-    whole = gather_sequence(out.detach(), cp.for_documents() if flat else cp, cu_seqlens=bounds)
-    places = [(0, start) for start in bounds.tolist()] if flat else [(b, 0) for b in range(len(LENGTHS))]
-    rows = [whole[b, start : start + n] for (b, start), n in zip(places, LENGTHS)]
-    return max(*map(furthest, rows, by_itself.logits), apart(found, by_itself.gradients))
+def layouts(family: str, ranks: int) -> dict[str, Any]:
+    """Of each layout its forms: whether rows are flat, whether there is a kernel for convolutions."""
+    if ranks > 1:
+        return {"context parallel": [(False, True), (True, True)]}
+    there = {} if family == "qwen3" else {"packed, kernels there": [(True, True)]}
+    return {"padded right": [(False, True)], "packed": [(True, False)], **there}
 
 
-def cells_on(family: str, known: Any = None) -> dict[str, Any]:
-    """On the groups that stand: each layout, without us and with us."""
-    shared, out, no_kernels = known is not None, {}, patch.object(gated_delta_net, "causal_conv1d", None)
+def together(family: str, form: tuple[bool, bool], ours: bool) -> Any:
+    """The template's batch through `prepare_batch` on this rank: rows and gradient of the samples."""
+    flat, there = form
+    cp = parallel_state.get_context_parallel_world_size()
+    swift.install() if ours else None
     try:
-        stages = build(family, cp=dist.get_world_size() if shared else 1, deterministic_mode=False)
-    except AssertionError as refusal:
-        raised = {"error": None, "refused": f"AssertionError: {refusal}"}
-        return {"context parallel": {"alone": [raised], "ours": [raised]}}
-    known = known or alone(stages)
-    layouts = {"context parallel": (False, True)} if shared else {"padded right": (False,), "packed": (True,)}
-    layouts |= {} if shared or family == "qwen3" else {"packed, kernels there": (True,)}
-    for (layout, forms), who in product(layouts.items(), ("alone", "ours")):
-        swift.install() if who == "ours" else swift.uninstall()
-        for flat in forms:
-            case: dict[str, Any] = {"error": None}
-            with no_kernels if layout == "packed" else nullcontext():
-                case["refused"] = said(
-                    lambda flat=flat, case=case: case.update(error=error_on_ranks(family, stages, flat, known))
-                )
-            out.setdefault(layout, {}).setdefault(who, []).append(case)
-    swift.uninstall()
-    return out | ({} if shared else {"known": known})
+        with nullcontext() if there else patch.object(gated_delta_net, "causal_conv1d", None):
+            stages, args = build(family, cp=cp, deterministic_mode=False), arguments(family, cp=cp, padding_free=flat)
+            batch = swift_world.prepare(args, swift_world.collate(args, *LENGTHS))
+            labels, _ = batch.pop("labels"), batch.pop("loss_scale", None)
+            out = run(stages, {**batch, "labels": None})
+            cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    finally:
+        swift.uninstall()
+    bounds = batch["packed_seq_params"].cu_seqlens_q if flat else None
+    return gathered(out, LENGTHS, bounds), summed(gradients(stages))
 
 
 def on_ranks(families: list[str]) -> dict[str, Any]:
     on_cpu()
     kernels_on_cpu()
     npu_there(True)
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = rotary_part
-    found: dict[str, Any] = {}
-    for ranks in (1, dist.get_world_size()):
-        regroup(context_parallel_size=ranks)
-        for family in families:
-            told = found.setdefault(family, {})
-            told |= cells_on(family, told.pop("known", None))
-    return found
+    return cells_on_ranks(families, layouts, lambda family: alone(build(family, deterministic_mode=False)), together)
 
 
 def main(families: list[str]) -> dict[str, Any]:
@@ -552,6 +473,4 @@ def main(families: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    found = main(sys.argv[2:])
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    write(main(sys.argv[2:]))

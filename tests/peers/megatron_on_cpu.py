@@ -12,8 +12,8 @@ import torch
 from megatron.core import optimizer, utils
 from megatron.core.optimizer import clip_grads
 from megatron_world import hardware, layers
+from stand_ins import OnCpu, answer
 from torch.optim import SGD, AdamW
-from torch.overrides import TorchFunctionMode
 
 
 def put_optimizers() -> None:
@@ -34,32 +34,12 @@ class Stream:
         return lambda *args, **kwargs: Stream()
 
 
-class OnCpu(TorchFunctionMode):
-    """`device="cuda"` is the CPU, in every call of torch."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return func(*("cpu" if isinstance(arg, str) and arg.startswith("cuda") else arg for arg in args), **kwargs)
-
-
 def cuda_is_the_cpu() -> None:
-    nothing = lambda *args, **kwargs: None  # noqa: E731
-    zero = lambda *args, **kwargs: 0  # noqa: E731
-    same = lambda self, *args, **kwargs: self  # noqa: E731
-    names = {
-        "Stream": Stream,
-        "Event": Stream,
-        "current_stream": Stream,
-        "get_rng_state": torch.get_rng_state,
-        "stream": lambda *args: contextlib.nullcontext(),
-        **dict.fromkeys(("synchronize", "empty_cache"), nothing),
-        **dict.fromkeys(("max_memory_reserved", "memory_allocated", "memory_reserved"), zero),
-    }
-    for name, value in names.items():
-        setattr(torch.cuda, name, value)
-    torch.Tensor.cuda = torch.nn.Module.cuda = same  # type: ignore[method-assign,assignment]
+    answer(torch.cuda, current_stream=Stream(), stream=contextlib.nullcontext())
+    answer(torch.cuda, synchronize=None, empty_cache=None, max_memory_reserved=0, memory_allocated=0, memory_reserved=0)
+    torch.cuda.Stream = torch.cuda.Event = Stream  # type: ignore[misc,assignment]
+    torch.cuda.get_rng_state = torch.get_rng_state
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
     OnCpu().__enter__()
 
 

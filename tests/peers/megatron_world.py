@@ -11,8 +11,8 @@ import re
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
@@ -51,6 +51,7 @@ def hardware(put: Put) -> None:
     """CUDA's device, streams and random state, fla's norm, and what Megatron asks of Transformer Engine beside layers."""
     import megatron.core.ssm.gated_delta_net as core_gdn
     from megatron.core.fusions import fused_softmax
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer import attention, transformer_block, utils
@@ -66,6 +67,7 @@ def hardware(put: Put) -> None:
     put(transformer_block, "get_cpu_offload_context", lambda *args, **kwargs: (nullcontext(), None))
     for module in (fused_softmax, utils):
         put(module, "get_default_causal_mask", lambda size: torch.ones(size, size).triu(1).bool())
+    put(rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", rotary_part)  # its index goes by pinned memory
     put(attention, "SplitAlongDim", None)
     put(moe_utils, "te_general_gemm", None)  # 0.16.1 reads the name and sets it with TE alone
     # Alone in its group a rank gets its own tensor back, as it is; this torch refuses to change that in place (mlp.py:247).
@@ -75,6 +77,16 @@ def hardware(put: Put) -> None:
         if name in sys.modules:
             put(sys.modules[name], "HAVE_FLA", True)
             put(sys.modules[name], "l2norm", lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6))
+
+
+def kernels(put: Put) -> None:
+    """The references for fla's kernels, where layers of Megatron (from 0.18 on) and of mcore-bridge look for them."""
+    with suppress(ImportError):
+        import megatron.core.ssm.gated_delta_net.gdn  # noqa: F401
+    for name in ("megatron.core.ssm.gated_delta_net.gdn", "mcore_bridge.model.modules.gated_delta_net"):
+        if name in sys.modules:
+            put(sys.modules[name], "causal_conv1d", causal_conv1d)
+            put(sys.modules[name], "chunk_gated_delta_rule", chunk_gated_delta_rule)
 
 
 class _Torch:
@@ -87,33 +99,16 @@ class _Torch:
         return torch.zeros(*args, **kwargs)
 
 
-def groups(**sizes: int) -> bool:
-    """Megatron's groups; with one process or those that RANK, WORLD_SIZE and STORE name. True if there were none before."""
+def groups(**sizes: int) -> None:
+    """Megatron's groups; with one process or those that RANK, WORLD_SIZE and STORE name."""
     from megatron.core import parallel_state
 
-    if ours := not torch.distributed.is_initialized():
+    if not torch.distributed.is_initialized():
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         store = torch.distributed.FileStore(os.environ["STORE"], size) if size > 1 else torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(**sizes)
-    return ours
-
-
-@contextmanager
-def one_rank() -> Iterator[pytest.MonkeyPatch]:
-    """Groups of one rank, and a CPU in the place of CUDA; both are gone afterwards, where they are made here."""
-    from megatron.core import parallel_state
-
-    ours, patch = groups(), pytest.MonkeyPatch()
-    hardware(partial(patch.setattr, raising=False))
-    try:
-        yield patch
-    finally:
-        patch.undo()
-        if ours:
-            parallel_state.destroy_model_parallel()
-            torch.distributed.destroy_process_group()
 
 
 def regroup(**sizes: int) -> None:
@@ -128,16 +123,10 @@ def on_cpu(patch: pytest.MonkeyPatch) -> None:
     """A CPU in the place of CUDA, process groups, and from megatron-core 0.18 on the references for fla's kernels."""
     if "mcore_bridge" in sys.modules:
         pytest.skip("mcore-bridge, once imported, changes Megatron's classes: run these files in a process of their own")
-    from megatron.core.models.common.embeddings import rotary_pos_embedding
-
     groups()
-    hardware(partial(patch.setattr, raising=False))
-    patch.setattr(rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", rotary_part)  # its index goes by pinned memory
-    with suppress(ImportError):
-        from megatron.core.ssm.gated_delta_net import gdn
-
-        patch.setattr(gdn, "causal_conv1d", causal_conv1d)
-        patch.setattr(gdn, "chunk_gated_delta_rule", chunk_gated_delta_rule)
+    put = partial(patch.setattr, raising=False)
+    hardware(put)
+    kernels(put)
 
 
 def start_ranks(tensor_parallel: int = 1) -> None:
@@ -468,6 +457,28 @@ def fill(model: nn.Module) -> None:
                 parameter.normal_(0.0, 0.5 if "conv1d" in name else 2.0 * parameter[0].numel() ** -0.5, generator=draw)
 
 
+# --- the cells of a stack, a row on one rank and shared by all
+
+
+def cells_on_ranks(families: Any, layouts: Any, truth: Any, run: Any) -> dict[str, Any]:
+    """Family -> layout -> who -> what each form of the layout gave, on groups of one rank and then of all.
+
+    `layouts(family, ranks)` gives the forms of each layout, `truth(family)` the rows and the gradient of the samples alone,
+    and `run(family, form, ours)` those of all samples together."""
+    torch.compiler.set_stance("force_eager")
+    found: dict[str, Any] = {family: {} for family in families}
+    known: dict[str, Any] = {}
+    for ranks in (1, torch.distributed.get_world_size()):
+        regroup(context_parallel_size=ranks)
+        for family in families:
+            known[family] = known.get(family) or truth(family)
+            for layout, forms in layouts(family, ranks).items():
+                for who in ("alone", "ours"):
+                    jobs = [judged(partial(run, family, form, who == "ours"), known[family]) for form in forms]
+                    found[family].setdefault(layout, {})[who] = jobs
+    return found
+
+
 def judged(run: Callable[[], tuple[list[Tensor], Any]], known: tuple[list[Tensor], Any]) -> dict[str, Any]:
     """How far rows and gradients are from the known ones, or why there are none; as `cells.of_job` reads it."""
     try:
@@ -475,6 +486,23 @@ def judged(run: Callable[[], tuple[list[Tensor], Any]], known: tuple[list[Tensor
         return {"refused": "", "error": max(apart(rows, known[0]), far(gradient, known[1]))}
     except Exception as raised:
         return {"refused": f"{type(raised).__name__}: {raised}", "error": None}
+
+
+def gathered(out: Tensor, lengths: Any, bounds: Tensor | None = None) -> list[Tensor]:
+    """The rows of the samples, from this rank's part of padded rows, or of a flat one with these offsets."""
+    cp = ContextParallel.from_megatron()
+    whole = gather_sequence(out.detach(), cp if bounds is None else cp.for_documents(), cu_seqlens=bounds)
+    starts = [(b, 0) for b in range(len(lengths))] if bounds is None else [(0, start) for start in bounds.tolist()]
+    return [whole[b, start : start + n] for (b, start), n in zip(starts, lengths)]
+
+
+def summed(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of all ranks that share a row."""
+    from megatron.core import parallel_state
+
+    for gradient in gradients.values() if parallel_state.get_context_parallel_world_size() > 1 else ():
+        torch.distributed.all_reduce(gradient)
+    return gradients
 
 
 # --- samples and what comes of them
@@ -495,15 +523,28 @@ def packed_rows(rows: list[dict[str, Any]], lengths: Any) -> dict[str, Tensor]:
     return {"input_ids": whole, "labels": labels, "attention_mask_2d": truth.keep, "segment_ids": truth.ids}
 
 
-def loss_and_gradients(model: Any, runs: list[tuple[dict[str, Any], Segments]]) -> tuple[Tensor, list[Tensor], Any]:
-    """Summed loss, logits of each sample and gradients, over batches `(inputs, truth)`."""
+def outcome(model: Any, *runs: tuple[dict[str, Any], Segments]) -> dict[str, Any]:
+    """What batches `(inputs, truth)` give on all ranks that share a row: summed loss, logits of each sample, losses of
+    routers, gradients."""
+    from megatron.core import parallel_state
+
     model.zero_grad()
-    total, logits = torch.zeros(()), []
+    total, aux, logits = torch.zeros(()), torch.zeros(()), []
+    shared = parallel_state.get_context_parallel_world_size() > 1
     for inputs, truth in runs:
-        logits += per_sequence(logits_of(model, inputs), truth)
+        out, params = logits_of(model, inputs).detach(), inputs.get("packed_seq_params")
+        if shared:
+            cp = ContextParallel.from_megatron(layout="zigzag" if params is None else "document_zigzag")
+            out = gather_sequence(out, cp, truth, cu_seqlens=None if params is None else params.cu_seqlens_q_padded)
+        logits += per_sequence(out, truth)
+        aux_losses()
         total = total + (model(**inputs) * inputs["loss_mask"]).sum()
+        aux = aux + torch.tensor([*aux_losses().values()])
     total.backward()
-    return total.detach(), logits, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    for value in (total.detach(), aux, *gradients.values()) if shared else ():
+        torch.distributed.all_reduce(value)
+    return {"loss": total.detach(), "logits": logits, "aux": aux, "gradients": gradients}
 
 
 def logits_of(model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -542,9 +583,11 @@ def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 def gaps(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
-    """How far a run is from another: loss, logits and gradients."""
+    """How far an outcome is from another: loss, logits, gradients, and losses of routers where there are any."""
+    aux = alone.get("aux", torch.zeros(()))
     return {
         "loss": float((found["loss"] - alone["loss"]).abs() / (1 + alone["loss"].abs())),
         "logits": apart(found["logits"], alone["logits"]),
         "gradients": far(found["gradients"], alone["gradients"]),
+        "aux": float((found.get("aux", aux) - aux).abs().sum()),
     }

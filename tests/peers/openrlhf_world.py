@@ -1,24 +1,39 @@
-"""OpenRLHF on a CPU: stand-ins for flash_attn's padding (plain torch there too), for vllm, and for the card's device."""
+"""OpenRLHF on a CPU: stand-ins for flash_attn's padding (plain torch there too) and kernel, for vllm, and for the device."""
 
 import os
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
-from stand_ins import pad_input, stand_in, unpad_input
+import torch.distributed as dist
+from stand_ins import answer, pad_input, put_module, stand_in, unpad_input, varlen_attention
+
+
+def varlen_forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal=True,
+    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+):  # fmt: skip
+    out = varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_size_left)
+    return out, q.new_zeros(q.shape[1], len(q)), None, None
+
+
+def gathered(tensor, group):
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts)
 
 
 def flash_attention():
-    """Its modules that OpenRLHF imports (models/ring_attn_utils.py:3-4)."""
+    """Its modules that OpenRLHF (models/ring_attn_utils.py:3-4) and ring_flash_attn import."""
     import transformers  # noqa: F401  has looked for the true one
     from einops import rearrange
 
-    functions = {"index_first_axis": lambda x, indices: x[indices], "unpad_input": unpad_input, "pad_input": pad_input}
-    held = {"bert_padding": {**functions, "rearrange": rearrange}, "utils": {}, "utils.distributed": {"all_gather": None}}
-    for name, values in {"": {}, **held}.items():
-        module = sys.modules[f"flash_attn.{name}".rstrip(".")] = ModuleType(f"flash_attn.{name}".rstrip("."))
-        module.__path__ = []
-        vars(module).update(values)
+    padding = {"index_first_axis": lambda x, indices: x[indices], "unpad_input": unpad_input, "pad_input": pad_input}
+    kernels = dict.fromkeys(("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_backward"))
+    put_module("flash_attn")
+    put_module("flash_attn.bert_padding", **padding, rearrange=rearrange)
+    put_module("flash_attn.utils")
+    put_module("flash_attn.utils.distributed", all_gather=gathered)
+    put_module("flash_attn.flash_attn_interface", **kernels, _flash_attn_varlen_forward=varlen_forward)
 
 
 class Cpu(str):
@@ -34,9 +49,8 @@ def on_cpu():
 
     made = meshes.init_device_mesh
     meshes.init_device_mesh = lambda device, *args, **kwargs: made("cpu", *args, **kwargs)
-    nothing = lambda *args, **kwargs: None  # noqa: E731
-    cuda = {"set_device": nothing, "empty_cache": nothing, "synchronize": nothing, "current_device": lambda: Cpu("cpu")}
-    vars(torch.cuda).update(cuda, get_device_properties=lambda *_: SimpleNamespace(uuid="cpu"))
+    answer(torch.cuda, **dict.fromkeys(("set_device", "empty_cache", "synchronize")))
+    answer(torch.cuda, current_device=Cpu("cpu"), get_device_properties=SimpleNamespace(uuid="cpu"))
 
 
 def FusedAdam(parameters, adam_w_mode=True, **settings):

@@ -5,34 +5,42 @@ import os
 import socket
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import collate_npu
 
 HERE = Path(__file__).parent
+_ARGV = [*sys.argv]
+"""As this process was started: work gives its stack other words."""
 QUIET = {
     "RAY_ADDRESS": "local",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
 
 
-def found_by(work: str, folder: Path, *words: Any, variants: Any = ({},), ranks: int = 1) -> list[Any]:
+def found_by(work: str, folder: Path, *words: Any, variants: Any = ({},), ranks: int = 0) -> list[Any]:
     """`python WORK.py OUT WORDS ...`, once for each variant of the environment, all at once: the JSON that each wrote.
 
-    With several `ranks` a variant is that many processes, told RANK, WORLD_SIZE and STORE; the first one writes.
+    With `ranks` a variant is that many processes; the environment of each names its place as torchrun does, and STORE. The
+    first one writes.
     """
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     running, outs = [], [folder / f"{work}-{n}.json" for n in range(len(variants))]
     for out, variant in zip(outs, variants):
         env = {**os.environ, **QUIET, "PYTHONPATH": path, **variant}
-        command = [sys.executable, str(HERE / f"{work}.py"), str(out), *map(str, words)]
-        for rank in range(ranks):
+        if ranks:
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "STORE": f"{out}.store"}
+            env |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+        for rank in range(max(ranks, 1)):
+            place = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) if ranks else {}
+            command = [sys.executable, str(HERE / f"{work}.py"), str(out), *map(str, words)]
             log = out.with_suffix(f".{rank}.log").open("w+")
-            place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "STORE": f"{out}.store"} if ranks > 1 else {}
             running.append((subprocess.Popen(command, env=env | place, cwd=folder, stdout=log, stderr=log), log))
     for process, log in running:
         code = process.wait(timeout=600)
@@ -50,17 +58,31 @@ def free_port() -> int:
 # --- for work that trains from YAML files: `python WORK.py OUT FOLDER JOB ...`
 
 
-def saved_model(folder: Path, name: str) -> str:
+def saved_model(folder: Path, name: str, *, pad_is_eos: bool = True, **config: Any) -> str:
+    """Where a tiny model and its tokenizer lie, as on a hub; with these fields in its config besides."""
     from collate_npu.testing import byte_tokenizer, tiny_model
 
     if not (folder / name).exists():
-        tokenizer = byte_tokenizer()
-        tiny_model(name, vocab_size=len(tokenizer)).save_pretrained(folder / name)
+        tokenizer = byte_tokenizer(pad_is_eos=pad_is_eos)
+        model = tiny_model(name, vocab_size=len(tokenizer))
+        for key, value in config.items():
+            setattr(model.config, key, value)
+        model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return str(folder / name)
 
 
-def watched(watch: Any, rows: Any, refused: str, collator: str) -> dict[str, Any]:
+def refusal(act: Any) -> str:
+    """The error that an act ends with, as text; "" where it goes through."""
+    try:
+        act()
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def watched(watch: Any, rows: Any, refused: str, collator: str = "") -> dict[str, Any]:
     """What a job gave: each sequence against itself alone, and the masks that layers received (`watching.Watch`)."""
     watch.__exit__()
     watch.base.eval()
@@ -80,13 +102,18 @@ def process_group() -> tuple[int, int]:
 
 def run_jobs(run: Any, prepare: Any = lambda folder: None) -> None:
     """The work of each job, written by the first rank."""
-    out, folder, *jobs = sys.argv[1:]
+    _, folder, *jobs = sys.argv[1:]
     prepare(Path(folder))
     found: dict[str, Any] = {}
     for job in jobs:
         found[job] = run(Path(folder), *job.split())
+    write(found)
+
+
+def write(found: Any) -> None:
+    """The answer of a process that `found_by` started, by the first rank."""
     if os.environ.get("RANK", "0") == "0":
-        Path(out).write_text(json.dumps(found, indent=1), encoding="utf-8")
+        Path(_ARGV[1]).write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 # --- the launch scripts of the guide, run with a program in the place of the one that they start: the words it is given

@@ -10,11 +10,13 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
+from itertools import pairwise
 from typing import Any
 
 import torch._dynamo
 import torch._inductor.runtime.triton_compat
 import torch.utils._triton
+from torch.overrides import TorchFunctionMode
 
 VERSIONS: dict[str, str] = {}
 """What stands in, and the version it says."""
@@ -79,7 +81,7 @@ def triton() -> None:
         stand_in(triton="3.6.0")
 
 
-def put_module(name: str, make: Any = None, **held: Any) -> types.ModuleType:
+def module(name: str, make: Any = None, **held: Any) -> types.ModuleType:
     """A module of this name that holds these; `make()` gives every other name that is looked for."""
 
     def missing(attribute: str) -> Any:
@@ -87,13 +89,56 @@ def put_module(name: str, make: Any = None, **held: Any) -> types.ModuleType:
             raise AttributeError(attribute)
         return make()
 
-    module = sys.modules[name] = types.ModuleType(name)
-    module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []
-    vars(module).update(held | ({"__getattr__": missing} if make else {}))
-    return module
+    made = types.ModuleType(name)
+    made.__spec__, made.__path__ = importlib.machinery.ModuleSpec(name, None), []
+    vars(made).update(held | ({"__getattr__": missing} if make else {}))
+    return made
 
 
-# --- flash_attn 2.8 bert_padding.py, in torch
+def put_module(name: str, make: Any = None, **held: Any) -> None:
+    """Put such a module where imports find it."""
+    sys.modules[name] = module(name, make, **held)
+
+
+# --- CUDA's devices, which are the CPU
+
+
+class OnCpu(TorchFunctionMode):
+    """A device of CUDA is the CPU, in every call of torch; where a call takes a device, its number is one too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        numbered = getattr(func, "__name__", "") in ("to", "_parse_to")
+        kwargs = {key: _on_cpu(value, key == "device") for key, value in (kwargs or {}).items()}
+        return func(*(_on_cpu(arg, numbered) for arg in args), **kwargs)
+
+
+def _on_cpu(value: Any, numbered: bool) -> Any:
+    named = isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+    return "cpu" if named or (numbered and type(value) is int) else value
+
+
+def answer(module: Any, **values: Any) -> None:
+    """Let functions of a module that ask for a card's state return these."""
+    for name, value in values.items():
+        setattr(module, name, lambda *_, value=value, **__: value)
+
+
+# --- flash_attn 2.8 in torch: its kernel, and bert_padding.py
+
+
+def varlen_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets_q: Any, offsets_k: Any, scale: Any = None, window: Any = -1
+) -> torch.Tensor:
+    """`[T, heads, size]`, causal, sequence by sequence; the last query sees the last key."""
+    outs, k, v = [], *(x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    for (start, end), (first, last) in zip(pairwise(offsets_q.tolist()), pairwise(offsets_k.tolist())):
+        behind = last - first - (end - start)
+        near = torch.ones(end - start, last - first, dtype=torch.bool).tril(behind)
+        if window is not None and window >= 0:
+            near = near.triu(behind - window)
+        parts = (x.transpose(0, 1) for x in (q[start:end], k[first:last], v[first:last]))
+        outs.append(torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=near, scale=scale))
+    return torch.cat(outs, 1).transpose(0, 1)
 
 
 def unpad_input(hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> Any:

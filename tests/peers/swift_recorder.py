@@ -8,44 +8,29 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 PAD = 257
-STEPS: list[dict[str, Any]] = []
-
-
-def told(value: Any) -> Any:
-    """A tensor in words: dtype, shape, and what a 2D one holds."""
-    if not isinstance(value, torch.Tensor):
-        return None if value is None else type(value).__name__
-    rows = value.int().tolist() if value.ndim == 2 and value.numel() < 4000 else None
-    return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "rows": rows}
 
 
 @contextmanager
-def hooked(model: torch.nn.Module, endings: tuple[str, ...], key: str) -> Iterator[dict[str, Any]]:
-    """What each module whose name ends so received under this keyword, in its first call."""
+def hooked(model: torch.nn.Module, ending: str, key: str) -> Iterator[dict[str, Any]]:
+    """What each module whose name ends so received under this keyword, in its first call: rows of numbers, or None."""
     seen: dict[str, Any] = {}
+
+    def note(name: str, module: torch.nn.Module, args: Any, given: Any) -> None:
+        mask = given.get(key)
+        seen.setdefault(f"{name}: {type(module).__name__}", None if mask is None else mask.int().tolist())
+
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            if name.endswith(endings):
-                note = lambda module, args, given, name=name: (  # noqa: E731
-                    seen.setdefault(f"{name}: {type(module).__name__}", told(given.get(key))) and None
-                )
-                hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
+            if name.endswith(ending):
+                hooks.enter_context(module.register_forward_pre_hook(partial(note, name), with_kwargs=True))
         yield seen
-
-
-def record(step: dict[str, Any]) -> None:
-    STEPS.append(step)
-    Path(os.environ["SWIFT_RECORD"], f"rank{os.environ.get('RANK', 0)}.json").write_text(json.dumps({"steps": STEPS}))
-
-
-def far(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float("inf") if a.shape != b.shape or not a.isfinite().all() else float((a - b).abs().max())
 
 
 def watch_megatron() -> None:
@@ -56,11 +41,12 @@ def watch_megatron() -> None:
     def watched(self: Any, data_iterator: Any, model: Any) -> Any:
         data, inner = next(data_iterator), self.unwrapped_models[0]
         raw = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in data.items()}
-        layers, routers = hooked(inner, ("self_attention",), "attention_mask"), hooked(inner, ("mlp",), "padding_mask")
-        with layers as masks, routers as padding:
+        with hooked(inner, "self_attention", "attention_mask") as masks, hooked(inner, "mlp", "padding_mask") as padding:
             out = forward_step(self, iter([data]), model)
-        found = {"sent": {key: told(value) for key, value in raw.items()}, "layers": masks, "routers": padding}
-        record({**found, "trainer": type(self).__qualname__, **megatron_alone(self, inner, raw)})
+        found = {"trainer": type(self).__qualname__, "layers": masks, "routers": padding, "sent": sorted(raw)}
+        found |= {"keep": [str(raw["attention_mask_2d"].dtype), raw["attention_mask_2d"].int().tolist()]}
+        found |= megatron_alone(self, inner, raw)
+        Path(os.environ["SWIFT_RECORD"], f"rank{os.environ.get('RANK', 0)}.json").write_text(json.dumps(found))
         return out
 
     MegatronTrainer.forward_step = watched
@@ -68,11 +54,12 @@ def watch_megatron() -> None:
 
 @torch.no_grad()
 def megatron_alone(trainer: Any, model: Any, raw: dict[str, Any]) -> dict[str, Any]:
+    """How long each row is, and how far its logits are from those of its sample alone."""
     ids, keep = raw["input_ids"], raw["input_ids"] != PAD
-    alone = [logits(trainer, model, batch_of(ids[b, keep[b]][None]))[0] for b in range(len(ids))]
     padded = logits(trainer, model, {key: value for key, value in raw.items() if key != "channel"})
-    error = max(far(padded[b, keep[b]], alone[b]) for b in range(len(ids)))
-    return {"lengths": keep.sum(1).tolist(), "error": error}
+    gaps = [padded[b, real] - logits(trainer, model, batch_of(ids[b, real][None]))[0] for b, real in enumerate(keep)]
+    assert all(gap.isfinite().all() for gap in gaps)
+    return {"lengths": keep.sum(1).tolist(), "error": max(float(gap.abs().max()) for gap in gaps)}
 
 
 def batch_of(ids: torch.Tensor) -> dict[str, Any]:

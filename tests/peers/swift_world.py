@@ -100,6 +100,16 @@ def collate(args: Any, *lengths: int, task: str = "causal_lm") -> dict[str, Any]
     return made.data_collator(rows, padding_to=get_padding_to(args))
 
 
+def npu_there(there: bool, put: Any = setattr) -> None:
+    """Wherever ms-swift, mcore-bridge or transformers ask for an NPU, but not what moves tensors to torch.npu."""
+    import transformers.utils
+
+    stacks = [module for name, module in sys.modules.items() if name.startswith(("swift.megatron", "mcore_bridge"))]
+    for module in [transformers.utils, *stacks]:
+        if "is_torch_npu_available" in vars(module):
+            put(module, "is_torch_npu_available", lambda *args, **kwargs: there)
+
+
 class World:
     """An NPU and context-parallel ranks that the peers believe in; set through pytest's monkeypatch."""
 
@@ -107,13 +117,7 @@ class World:
         self._set = monkeypatch.setattr
 
     def npu(self, there: bool = True) -> None:
-        import transformers.utils
-
-        self._set(transformers.utils, "is_torch_npu_available", lambda *args, **kwargs: there)
-        for name, module in list(sys.modules.items()):
-            ours = name.startswith(("swift.megatron", "mcore_bridge"))  # not what moves tensors to torch.npu
-            if ours and "is_torch_npu_available" in vars(module):
-                self._set(module, "is_torch_npu_available", lambda *args, **kwargs: there)
+        npu_there(there, self._set)
 
     def rank(self, rank: int, size: int) -> None:
         from megatron.core import mpu
@@ -169,14 +173,14 @@ def prepare(args: Any, data: dict[str, Any]) -> dict[str, Any]:
     return trainer_utils.prepare_batch(args, dict(data))
 
 
-def as_kind(args, kind, lengths=LENGTHS, side="right"):
+def as_kind(args, kind, lengths=LENGTHS, side="right", width=None):
     """A batch as some collator sends it, and the truth of it."""
     if kind == "template":
         data = collate(args, *lengths)
         return data, Segments.from_lengths(lengths, data["input_ids"].shape[1])
-    width = -(-max(lengths) // 4) * 4
-    truth = Segments.from_lengths(lengths, width, side)
-    ids = torch.where(truth.keep, torch.arange(truth.ids.numel()).view(truth.shape) % 200 + 3, PAD)
+    truth = Segments.from_lengths(lengths, width or -(-max(lengths) // 4) * 4, side)
+    tokens = torch.tensor([token for row in samples(*lengths) for token in row["input_ids"]])
+    ids = torch.full(truth.shape, PAD).masked_scatter(truth.keep, tokens)
     data = {"input_ids": ids, "labels": torch.where(truth.keep, ids, -100), "position_ids": truth.position_ids.clone()}
     polarity = {"4d keep": "keep", "4d additive": "bias"}.get(kind, "masked")
     if "4d" in kind:

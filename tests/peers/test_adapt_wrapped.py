@@ -1,21 +1,29 @@
-"""`adapt` beside PEFT, before and behind it, and under DeepSpeed's ZeRO-3 on two ranks."""
+"""`adapt` beside PEFT, before and behind it, and under DeepSpeed's ZeRO-3 on two ranks.
 
+`python test_adapt_wrapped.py OUT FAMILY LAYOUT` is one of them.
+"""
+
+# ruff: noqa: E402
+import sys
+
+import openrlhf_world
+
+openrlhf_world.deepspeed_on_cpu()
+import deepspeed
 import peft
 import pytest
 import torch
-from processes import found_by, free_port
+import torch.distributed as dist
+from adapt_work import ROWS, VOCAB, batch_of
+from deepspeed.utils import safe_get_full_grad
+from processes import found_by, write
 
 from collate_npu import CollateError, adapt
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.testing import tiny_model
 
 NEEDS = ("peft", "deepspeed")
-ROWS = [torch.randint(3, 60, (n,), generator=torch.Generator().manual_seed(n)) for n in (7, 12, 4)]
-
-
-def padded():
-    ids = torch.stack([torch.cat([torch.full((12 - len(row),), 7), row]) for row in ROWS])
-    return {"input_ids": ids, "attention_mask": torch.stack([torch.arange(12) >= 12 - len(row) for row in ROWS]).long()}
+PADDED = {key: value for key, value in batch_of(ROWS, "padded left").items() if key != "labels"}
 
 
 def lora(model):
@@ -27,7 +35,7 @@ def lora(model):
 @torch.no_grad()
 def worst(model, prompt=0):
     """The largest difference of a logit to the sample alone, behind the tokens of a prompt that PEFT puts before it."""
-    found, gaps = model(**padded()).logits, []
+    found, gaps = model(**PADDED).logits, []
     for row, ids in zip(found, ROWS):
         own = model(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None]).logits[0, prompt:]
         gaps.append(float((row[-len(ids) :] - own).abs().max()))
@@ -36,7 +44,7 @@ def worst(model, prompt=0):
 
 def adapted(model):
     try:
-        model(input_ids=padded()["input_ids"])
+        model(input_ids=PADDED["input_ids"])
     except CollateError:
         return True
     return False
@@ -44,24 +52,24 @@ def adapted(model):
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt2"])
 def test_lora_and_what_is_merged_of_it(family):
-    model = lora(tiny_model(family, vocab_size=61))
+    model = lora(tiny_model(family, vocab_size=VOCAB))
     own = worst(model)
     assert own > 0.1 if family == "gpt2" else own < 1e-4  # absolute positions count padding
     handle = adapt(model)
     assert worst(model) < 1e-4
     assert adapted(model)
-    prompt = {**padded(), "max_new_tokens": 3, "do_sample": False}
+    prompt = {**PADDED, "max_new_tokens": 3, "do_sample": False}
     with_ours = model.generate(**prompt)
     merged = model.merge_and_unload()
     assert worst(merged) < 1e-4
     assert adapted(merged)
     handle.remove()
-    assert torch.equal(lora(tiny_model(family, vocab_size=61)).generate(**prompt), with_ours)
+    assert torch.equal(lora(tiny_model(family, vocab_size=VOCAB)).generate(**prompt), with_ours)
 
 
 def test_behind_adapt_lora_is_refused_until_it_is_merged():
     """LoRA's wrapper calls `model.forward`, and no hook of the model runs: in silence, were the backbone not asked."""
-    model = tiny_model("qwen3_next", vocab_size=61)
+    model = tiny_model("qwen3_next", vocab_size=VOCAB)
     adapt(model)
     wrapped = lora(model)
     with pytest.raises(UnsupportedFormError, match="Call adapt on what get_peft_model returned"):
@@ -71,7 +79,7 @@ def test_behind_adapt_lora_is_refused_until_it_is_merged():
 
 def test_virtual_tokens_stand_before_the_padding():
     settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = peft.get_peft_model(tiny_model("qwen3", vocab_size=61), settings).eval()
+    model = peft.get_peft_model(tiny_model("qwen3", vocab_size=VOCAB), settings).eval()
     assert worst(model, prompt=3) > 0.1  # PEFT's own
     with adapt(model):
         assert worst(model, prompt=3) < 1e-4
@@ -80,8 +88,39 @@ def test_virtual_tokens_stand_before_the_padding():
 @pytest.mark.parametrize("layout", ["padded left", "packed"])
 def test_zero_3_on_two_ranks(layout, tmp_path):
     family = "qwen3_next" if layout == "padded left" else "qwen3"
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
-    (found,) = found_by("zero_work", tmp_path, family, layout, variants=(place,), ranks=2)
+    (found,) = found_by("test_adapt_wrapped", tmp_path, family, layout, ranks=2)
     assert found["partitioned"] > 0
-    assert found["before"] < 1e-4
-    assert found["behind"] < 1e-4
+    assert max(found["before"], found["behind"]) < 1e-4
+
+
+# --- a rank of two
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.0}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}  # fmt: skip
+
+
+def gradient_error(family, layout, first):
+    """How far a step's gradient is from that of the samples alone; and how many parameters are not whole on this rank."""
+    truth, model, parts = tiny_model(family, vocab_size=VOCAB), tiny_model(family, vocab_size=VOCAB), [ROWS[:2], ROWS[2:]]
+    for part in parts:
+        for row in part:
+            weight = (len(row) - 1) / (sum(map(len, part)) - len(part)) / len(parts)
+            (truth(input_ids=row[None], labels=row[None]).loss * weight).backward()
+    if first == "before":
+        adapt(model)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=CONFIG)
+    if first == "behind":
+        adapt(engine)
+    engine.backward(engine(**batch_of(parts[dist.get_rank()], layout)).loss)
+    pairs = [(safe_get_full_grad(p), q.grad) for p, q in zip(model.parameters(), truth.parameters()) if q.grad is not None]
+    gap, size = sum(float((p - q).norm() ** 2) for p, q in pairs), sum(float(q.norm() ** 2) for _, q in pairs)
+    return (gap / size) ** 0.5, sum(p.numel() == 0 for p in model.parameters())
+
+
+if __name__ == "__main__":
+    deepspeed.init_distributed("gloo")
+    errors = {first: gradient_error(*sys.argv[2:], first) for first in ("before", "behind")}
+    write({first: error for first, (error, _) in errors.items()} | {"partitioned": errors["before"][1]})
+    dist.barrier()

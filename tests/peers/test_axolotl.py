@@ -1,4 +1,4 @@
-"""axolotl 0.19.0: `axolotl train` with our plugin in its YAML, and its collators wrapped.
+"""axolotl 0.19.0: `axolotl train` with our plugin in its YAML.
 
 `python test_axolotl.py OUT.json FOLDER JOB...` trains; a job is "model setting ours|own". `ours` is one more line of the
 YAML: our plugin. A plugin of the tests hands over the data (axolotl's own preprocessing forks processes) and watches the
@@ -7,7 +7,6 @@ model. triton and bitsandbytes, which axolotl imports at its top, are stand-ins.
 
 # ruff: noqa: E402
 import sys
-import traceback
 
 import pytest
 import torch
@@ -42,16 +41,13 @@ import yaml
 from axolotl.cli.main import main
 from axolotl.common.datasets import TrainDatasetMeta
 from axolotl.integrations.base import BasePlugin, PluginManager
-from axolotl.utils.collators import BatchSamplerDataCollatorForSeq2Seq, V2BatchSamplerDataCollatorForSeq2Seq
 from cells import Stack, of_job
 from datasets import Dataset
-from processes import found_by, run_jobs, saved_model, watched
-from watching import Watch, gradient_error
+from processes import found_by, refusal, run_jobs, saved_model, watched
+from watching import Watch
 
-from collate_npu import wrap_collator
-from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
-from collate_npu.testing import byte_tokenizer, tiny_model
+from collate_npu.testing import byte_tokenizer
 
 RIGHT = 1e-5
 JOBS = [f"{family} plain {who}" for family in ("qwen3", "qwen3_next") for who in ("own", "ours")]
@@ -95,51 +91,6 @@ def test_its_cells(runs, family, layout, setting):
     stack = Stack("axolotl", ("axolotl", "transformers"), "peers_axolotl")
     own, ours = (of_job(saw(runs, f"{family} {setting} {who}")) for who in ("own", "ours"))
     stack.tell(family, layout, alone=own, ours=ours, line="plugins: [collate_npu.integrations.axolotl.CollatePlugin]")
-
-
-# --- the collators
-
-PACKERS = [BatchSamplerDataCollatorForSeq2Seq, V2BatchSamplerDataCollatorForSeq2Seq]
-SEQUENCES = [[5, 9, 2, 77, 3], [40, 41, 42], [7, 1, 8, 3, 200, 31, 64, 12, 6]]
-IDS = [SEQUENCES[:2], SEQUENCES[2:]]
-
-
-def samples(masked=True):
-    """Rows of samples, as axolotl's multipack sampler hands them over; its collators write into them."""
-    for row in IDS:
-        yield [
-            {"input_ids": list(ids), "labels": list(ids), "position_ids": list(range(len(ids)))}
-            | ({"attention_mask": [1] * len(ids)} if masked else {})
-            for ids in row
-        ]
-
-
-@torch.no_grad()
-def worst(model, batch, rows, side="right"):
-    logits, gaps = model(**batch).logits, []
-    for b, row in enumerate(rows):
-        at = 0 if side == "right" else logits.shape[1] - sum(map(len, row))
-        for ids in row:
-            gaps.append(logits[b, at : at + len(ids)] - model(input_ids=torch.tensor([ids])).logits[0])
-            at += len(ids)
-    return max(float(gap.abs().max()) for gap in gaps)
-
-
-@pytest.mark.parametrize(("packer", "masked", "side"), [(PACKERS[0], True, "left"), (PACKERS[1], False, "right")])
-def test_packed_rows(packer, masked, side):
-    tokenizer = byte_tokenizer(padding_side=side)
-    model = tiny_model("qwen3", vocab_size=len(tokenizer))
-    inner = packer(tokenizer, pad_to_multiple_of=8)
-    batch = wrap_collator(inner, model=model)(list(samples(masked)))
-    assert worst(model, batch, IDS, side) < 1e-4
-    assert gradient_error(model, batch, SEQUENCES) < 1e-5
-    flat = wrap_collator(inner, model=model, padding_free=True)(list(samples(masked)))
-    assert flat["input_ids"].shape == (1, 17)
-    assert worst(model, flat, [SEQUENCES]) < 1e-4
-    assert gradient_error(model, flat, SEQUENCES) < 1e-5
-    hybrid = tiny_model("qwen3_next", vocab_size=len(tokenizer))
-    with pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):
-        wrap_collator(inner, model=hybrid)(list(samples(masked)))
 
 
 # --- a run of `axolotl train`
@@ -198,20 +149,19 @@ def config(folder, model, setting, who):
     return str(path)
 
 
+def started():
+    with pytest.raises(SystemExit) as done:  # click ends so
+        main()
+    assert not done.value.code, f"exit {done.value.code}"
+
+
 def run(folder, model, setting, who):
     SEEN.clear()
     PluginManager.get_instance().plugins.clear()
     if setting == "patched":
         cuda_patch()
     sys.argv = ["axolotl", "train", config(folder, model, setting, who), "--launcher", "python"]
-    refused = ""
-    try:
-        main()
-    except SystemExit as done:  # click ends so
-        refused = "" if not done.code else f"exit {done.code}"
-    except Exception as error:
-        refused = f"{type(error).__name__}: {error}"
-        traceback.print_exc()
+    refused = refusal(started)
     return watched(SEEN["watch"], SEEN["rows"], refused, type(SEEN["trainer"].data_collator).__name__)
 
 

@@ -6,9 +6,6 @@ triton-ascend has). The interpreter takes a second for a few chunks of one head:
 sequence of several chunks beside one that ends inside a chunk. Legend: T tokens, H heads, K head size, D channels, W taps.
 """
 
-import json
-import os
-import subprocess
 import sys
 from contextlib import suppress
 from itertools import pairwise, product
@@ -39,7 +36,8 @@ from collate_npu.kernels.gated_delta import (
     reference_gated_delta_rule,
 )
 from collate_npu.keys import TOKENS
-from collate_npu.releases import FLA_ZIGZAG, installed, numbers
+from collate_npu.proof.kernel_runs import KERNELS, of_kernel
+from collate_npu.releases import installed, numbers
 from collate_npu.testing import tiny_model
 
 K, V, D, W = 16, 16, 8, 4
@@ -259,32 +257,17 @@ def test_an_adapted_model_packs_with_them(monkeypatch):
     assert LAUNCHED >= FOR_ASCEND if ASCEND else not LAUNCHED
 
 
-# --- `collate-npu kernels` beside fla: on a CPU its kernels run in the interpreter, in a process of their own
-
-
-def command(*args):
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    words = [sys.executable, "-m", "collate_npu", "kernels", "--json", *args]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=500)
-    return done.returncode, json.loads(done.stdout)["runs"], done.stderr
+# --- the runs of `collate-npu kernels`, with fla's kernels in the place of a card's
 
 
 @pytest.mark.parametrize(
     "operator", ["fla.causal_conv1d", pytest.param("fla.chunk_gated_delta_rule", marks=pytest.mark.nightly)]
 )
-def test_the_command_finds_flas_own_kernels_right_on_our_arguments(operator):
-    code, runs, said = command("--operator", operator)
-    assert code == 0, said
-    assert {(run["operator"], run["state"]) for run in runs} == {(operator, "right")}
-    assert {run["version"] for run in runs} == {f"{installed('fla')}, interpreted"}
-    assert all(run["forward"] is not None and run["backward"] is not None for run in runs)
-
-
-@pytest.mark.nightly
-def test_the_interpreters_bfloat16_is_not_taken_for_the_kernels():
-    code, runs, said = command("--dtype", "bfloat16", "--operator", "fla.chunk_gated_delta_rule")
-    assert (code, [run["state"] for run in runs]) == (2, ["not here"]), said
-    assert "takes float32" in runs[0]["note"]
+def test_flas_own_kernels_are_right_on_our_arguments(operator):
+    (kernel,) = (each for each in KERNELS if each.name == operator)
+    runs = [*of_kernel(kernel, kernel.function("cpu"), device="cpu", dtype=torch.float32, few=True)]
+    assert {run.state for run in runs} == {"right"}, runs
+    assert all(run.forward is not None and run.backward is not None for run in runs)
 
 
 # --- fla's context parallelism on two Gloo ranks, with our split, our offsets and our way back; one process is the truth
@@ -297,7 +280,7 @@ SHARED = {
     "one": Segments.from_lengths([48]),
 }
 """A sequence lies over the ranks' border in each."""
-ZIGZAG = FLA_ZIGZAG.holds(installed("fla"))
+ZIGZAG = numbers(installed("fla")) >= (0, 6)
 
 
 def drawn(T):

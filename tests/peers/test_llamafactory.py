@@ -8,7 +8,6 @@ for this torch, and no sound in these tests.
 # ruff: noqa: E402
 import json
 import sys
-import traceback
 from functools import partial
 from importlib.metadata import version
 from itertools import product
@@ -25,7 +24,7 @@ put_module("torchaudio", __version__="2.13.0")
 
 from cells import Stack, of_job
 from llamafactory.data import collator as theirs
-from processes import found_by, run_jobs, saved_model, watched
+from processes import found_by, refusal, run_jobs, saved_model, watched
 from rotation import part
 from transformers import Trainer
 from watching import Watch
@@ -86,7 +85,7 @@ def test_neat_packing_of_attention_alone_is_right_in_one_flat_row(runs):
 def test_its_cells(runs, family, layout, setting):
     stack = Stack("LLaMA-Factory", ("llamafactory", "transformers"), "peers_llamafactory")
     own, ours = (of_job(saw(runs, f"sft {family} {setting} {who}")) for who in ("own", "ours"))
-    stack.tell(family, layout, alone=own, ours=ours, line="wrap_collator(theirs, model=model)")
+    stack.tell(family, layout, alone=own, ours=ours, line="wrap_collator(collator, model=model)")
 
 
 # --- the collators
@@ -176,14 +175,8 @@ def run(folder, stage, model, setting, who):
     wrap = None if who == "own" else partial(wrap_collator, padding_free=setting == "flat")
     Trainer.__init__ = lambda self, *args, **kwargs: with_ours(build, seen, wrap, self, *args, **kwargs)
     sys.argv = ["train.py", config(folder, stage, model, setting)]
-    try:
-        run_exp()
-        refused = ""
-    except Exception as error:
-        refused = f"{type(error).__name__}: {error}"
-        traceback.print_exc()
-    finally:
-        Trainer.__init__ = build
+    refused = refusal(run_exp)
+    Trainer.__init__ = build
     return watched(seen["watch"], sequences(seen["rows"]), refused, seen["collator"])
 
 

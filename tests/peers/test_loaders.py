@@ -5,7 +5,8 @@ loader that resumes goes on where it stood. megatron-energon 7.4.1, mosaicml-str
 
 import json
 import os
-from itertools import islice
+import sys
+from itertools import groupby, islice
 
 import pytest
 
@@ -13,6 +14,7 @@ NEEDS = ("torchdata", "webdataset", "streaming", "megatron", "datasets", "tensor
 
 # ruff: noqa: E402
 import numpy as np
+import ray.train as ray_train
 import torch
 import webdataset
 from datasets import Dataset
@@ -33,6 +35,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from benchmarks import peers
 from collate_npu import BatchAdapter, CollateError, PaddingCollator
+from collate_npu.collate import BalancedBatchSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STREAMING = peers.streaming()
@@ -74,6 +77,20 @@ def goes_on(made, taken, ordered=True, state=("state_dict", "load_state_dict")):
 
 
 # --- torch's own and torchdata
+
+
+@WORKERS
+def test_a_plan_resumes_where_its_user_is(workers):
+    make = lambda: StatefulDataLoader(  # noqa: E731
+        SAMPLES, batch_sampler=BalancedBatchSampler(LENGTHS, max_tokens=10), collate_fn=OURS, num_workers=workers
+    )
+    loader, again = make(), make()
+    batches = iter(loader)
+    begun = [next(batches) for _ in range(2)]
+    again.load_state_dict(loader.state_dict())
+    rest = list(batches)
+    assert [batch["number"].tolist() for batch in again] == [batch["number"].tolist() for batch in rest]
+    whole([*begun, *rest], ordered=False)
 
 
 @pytest.mark.parametrize("form", [None, "torch", "numpy", "arrow"])
@@ -176,7 +193,7 @@ def test_a_sample_that_is_a_dataclass_is_refused_with_the_line_that_works():
     from megatron.energon import TextSample
 
     sample = TextSample(__key__="a", __restore_key__=(), __subflavors__={}, text="x")
-    with pytest.raises(CollateError, match=r"Pass vars\(sample\) of each"):
+    with pytest.raises(CollateError, match=r"Pass dicts"):
         OURS([sample])
 
 
@@ -218,7 +235,7 @@ def ray(tmp_path_factory):
     import ray
 
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-    ray.init(num_cpus=2, object_store_memory=80 << 20, **quiet)
+    ray.init(num_cpus=4, object_store_memory=80 << 20, **quiet)
     yield ray
     ray.shutdown()
 
@@ -241,6 +258,54 @@ def test_ray_data_gives_every_sample_back(ray):
         dataset.map_batches(PaddingCollator(**settings), batch_size=4).take_all()
 
 
+def train_planned(config):
+    """A worker of Ray Train: its batches of the plan, each a step; then every step again, sample by sample."""
+    from collate_npu.collate import loss_weights
+    from collate_npu.testing import tiny_model
+
+    def gradient(model):
+        return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+
+    model, seen = ray_train.torch.prepare_model(tiny_model("qwen3_next", vocab_size=400)), []
+    rank = ray_train.get_context().get_world_rank()
+    for _, rows in groupby(config["shards"][rank].iter_rows(), key=lambda row: row["batch"]):
+        batch = OURS([{"input_ids": row["input_ids"], "labels": row["input_ids"], "number": row["number"]} for row in rows])
+        seen.append(sorted(batch.pop("number").tolist()))
+        batch["attention_mask"] = batch.pop("attention_mask_2d").long()
+        (model(**batch).loss * loss_weights([batch])[0]).backward()
+    alone, plan = tiny_model("qwen3_next", vocab_size=400), config["plan"]
+    for step in ([*one, *other] for one, other in zip(plan[::2], plan[1::2])):
+        for n in (n for n in step if LENGTHS[n] > 1):
+            row, weight = torch.tensor([SAMPLES[n]["input_ids"]]), (LENGTHS[n] - 1) / sum(LENGTHS[n] - 1 for n in step)
+            (alone(input_ids=row, labels=row).loss * weight).backward()
+    gap = (gradient(model) - gradient(alone)).norm() / gradient(alone).norm()
+    with open(os.path.join(config["out"], f"{rank}.json"), "w") as file:
+        json.dump([seen, float(gap)], file)
+
+
+@pytest.mark.long("ray")
+def test_two_workers_of_ray_train_get_the_batches_of_a_plan(ray, tmp_path):
+    """Each step's gradient is that of its samples. Rows stay in Ray, and only their lengths are planned."""
+    import ray.data
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    plan = [*BalancedBatchSampler(LENGTHS, max_tokens=14, num_replicas=2, rank=None)]
+    batch_of = {n: k for k, batch in enumerate(plan) for n in batch}
+    planned = ray.data.from_items(SAMPLES, override_num_blocks=2).map(lambda row: row | {"batch": batch_of[row["number"]]})
+    shards = [planned.filter(lambda row, rank=rank: row["batch"] % 2 == rank).sort("batch") for rank in (0, 1)]
+    TorchTrainer(
+        train_planned,
+        train_loop_config={"shards": shards, "plan": plan, "out": str(tmp_path)},
+        torch_config=TorchConfig("gloo"),
+        scaling_config=ray_train.ScalingConfig(num_workers=2),
+        run_config=ray_train.RunConfig(storage_path=str(tmp_path / "ray")),
+    ).fit()
+    for rank in (0, 1):
+        seen, gap = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert (seen, gap < 1e-5) == ([sorted(batch) for batch in plan[rank::2]], True)
+
+
 @pytest.mark.long("ray")
 def test_a_batch_of_a_transfer_queue_collates_as_it_is(ray):
     import transfer_queue
@@ -256,6 +321,6 @@ def test_a_batch_of_a_transfer_queue_collates_as_it_is(ray):
         transfer_queue.kv_batch_put(keys=keys, partition_id="train", fields=fields)
         batch = transfer_queue.kv_batch_get(keys=keys, partition_id="train")
         assert rows_back(OURS(batch)) == [[n, SAMPLES[n]["input_ids"][:longest]] for n in places]
-        with pytest.raises(CollateError, match="PaddingCollator takes such a batch as it is"):
+        with pytest.raises(CollateError, match="PaddingCollator, which takes them"):
             BatchAdapter(consumer="transformers", needs_mask_2d=True)(batch)
     transfer_queue.close()

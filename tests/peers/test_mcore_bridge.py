@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cells import Stack, verdict, worst_of
+from cells import Stack, verdict
 from mcore_bridge.model.modules import GatedDeltaNet
 from megatron.core import mpu
 from processes import found_by
@@ -58,8 +58,7 @@ def test_every_batch_is_as_alone_and_each_layer_gets_what_it_reads(found, layer)
         assert case["gdn"] == {"1": True, "3": True}, name
         reads = "local" in name or "left" in name or "gpt_batch" in name
         assert case["attention"] == {"2": PADDED if reads else None, "4": PADDED if reads else None}, name
-        if "adapter" not in name:
-            assert case["router"] == (dict.fromkeys("1234", True) if "moe" in name else {}), name
+        assert case["router"] == (dict.fromkeys("1234", True) if "moe" in name else {}), name
         stages = 2 if "2 stages" in name else 1
         assert case["runs"] == dict.fromkeys("1234", stages), name
         if stages == 2:
@@ -70,7 +69,7 @@ def test_every_batch_is_as_alone_and_each_layer_gets_what_it_reads(found, layer)
 def test_routers_losses_do_not_count_padding_where_layers_are_recomputed(found):
     """Aux loss and z-loss, gradients included, at twice the padding."""
     assert found["native"]["router losses, ours"] <= EXACT
-    assert found["native"]["router losses, upstream"] > 0.1
+    assert found["native"]["router losses, upstream"] > 100 * EXACT
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -90,7 +89,7 @@ def test_its_cells(found, family):
     line = '--external_plugins "$PLUGIN"'
     for layout, name in (("padded right", "1 stage, template, right"), ("padded left", "1 stage, local, left")):
         cases = [found["native"][f"{family}, {name}, {who}"] for who in ("upstream", "ours")]
-        alone, ours = (verdict(max(case["logits"], case["gradients"])) for case in cases)
+        alone, ours = (verdict(max(case["logits"], case["gradients"]), gradient=case["gradient"]) for case in cases)
         stack.tell(family, layout, alone=alone, ours=ours, line=line)
 
 
@@ -184,9 +183,6 @@ def test_every_sequence_of_a_flat_row_equals_itself_alone_by_offsets_of_where_it
         assert case["offsets"] == case["padded"], name
         ends = {"each padded, and a tail": 24, "each padded": 20, "a tail": 16, "side by side": 15}
         assert case["padded"][-1] == next((end for row, end in ends.items() if name.endswith(row)), 10), name
-    own = flat[layer]["swift, aligned"]  # ms-swift's own, with padding in sequences of a token
-    assert (own["offsets"], own["samples"]) == ([0, 7, 10, 15, 16], 3)
-    assert max(own["logits"], own["gradients"]) <= EXACT
 
 
 FITS, PLACES = (
@@ -264,22 +260,10 @@ def test_offsets_that_fit_pass_and_so_does_an_object_without_any(guarded):
 
 NEWEST = int(version("megatron-core").split(".")[1]) >= 18
 PLACE = ("ms-swift, newest Megatron", "peers_newest") if NEWEST else ("ms-swift, Megatron", "peers_swift")
-FAMILIES = ("qwen3", "qwen3_next", "qwen3_5")
-
-
-@pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory):
-    return found_by("mcore_bridge_work", tmp_path_factory.mktemp("ranks"), *FAMILIES, ranks=2)[0]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", FAMILIES)
-def test_its_cells_on_one_rank_and_on_two(on_ranks, family):
-    """Right where it runs, without us and with us; the worse of padded and flat rows under context parallelism."""
+def test_its_cells_on_one_rank_and_on_two(tmp_path):
     stack = Stack(PLACE[0], ("ms-swift", "mcore-bridge", "megatron-core"), PLACE[1])
-    for layout, told in on_ranks[family].items():
-        both = {who: worst_of(cases) for who, cases in told.items()}
-        stack.tell(family, layout, **both, line='--external_plugins "$PLUGIN"')
-        hybrid = family != "qwen3"
-        refused = hybrid and (layout == "packed" or (layout == "context parallel" and not NEWEST))
-        assert {one["verdict"] for one in both.values()} == {"refused" if refused else "right"}, (family, layout, told)
+    found = found_by("mcore_bridge_work", tmp_path, "qwen3", "qwen3_next", "qwen3_5", ranks=2)[0]
+    stack.tell_jobs(found, line='--external_plugins "$PLUGIN"')

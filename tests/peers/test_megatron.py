@@ -15,18 +15,16 @@ from megatron_world import (
     build,
     far,
     gaps,
-    logits_of,
-    loss_and_gradients,
+    outcome,
     packed_rows,
     samples,
 )
 from torch import Tensor
 
-from collate_npu import CollateError, PaddingCollator, check_delivery, gather_sequence
+from collate_npu import CollateError, PaddingCollator, check_delivery
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations.megatron import gpt_batch
 from collate_npu.masks import dense
-from collate_npu.outputs import per_sequence
 from collate_npu.parallel import ContextParallel, split_batch
 
 NEEDS = ("megatron",)
@@ -72,11 +70,9 @@ def test_any_batch_equals_its_samples_alone_in_logits_loss_and_gradients(model, 
     """Law 15 at this door; the model's positions are learned, one by one."""
     collator = PaddingCollator(pad_token_id=PAD)
     rows = samples(*lengths)
-    loss, logits, gradients = loss_and_gradients(model, [gpt_batch(laid(rows, side), model)])
-    alone = loss_and_gradients(model, [gpt_batch(collator([row]), model) for row in rows])
-    assert max(float((x - y).abs().max()) for x, y in zip(logits, alone[1], strict=True)) <= 1e-5
-    assert abs(loss - alone[0]) <= 1e-5 * (1 + abs(alone[0]))
-    assert far(gradients, alone[2]) <= 1e-5
+    found = outcome(model, gpt_batch(laid(rows, side), model))
+    alone = outcome(model, *(gpt_batch(collator([row]), model) for row in rows))
+    assert max(gaps(found, alone).values()) <= 1e-5
 
 
 def test_labels_that_are_shifted_already_are_refused(model):
@@ -193,31 +189,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], bool]] = {
 
 
 def on_ranks(case: str) -> dict[str, Any]:
-    """Loss, logits of each sample, losses of routers and gradients, summed over the ranks."""
+    """The outcome of a case, and the shapes that this rank's model is given."""
     batch, settings, padding_free = CASES[case]
     model = build(**settings)
     inputs, truth = gpt_batch(batch(), model, padding_free=padding_free)
-    aux_losses()
-    logits = logits_of(model, inputs)
-    aux_losses()
-    loss = (model(**inputs) * inputs["loss_mask"]).sum()
-    loss.backward()
-    told = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    aux = torch.tensor(list(aux_losses().values()))
-    params = inputs.get("packed_seq_params")
-    if dist.get_world_size() > 1:
-        bounds = None if params is None else params.cu_seqlens_q_padded
-        cp = ContextParallel.from_megatron(layout="document_zigzag" if padding_free else "zigzag")
-        logits = gather_sequence(logits.detach(), cp, truth, cu_seqlens=bounds)
-        for value in (loss.detach(), aux, *told.values()):
-            dist.all_reduce(value)
-    return {
-        "loss": loss.detach(),
-        "logits": [x.detach() for x in per_sequence(logits, truth)],
-        "gradients": told,
-        "aux": aux,
-        "shapes": {key: list(x.shape) for key, x in inputs.items() if isinstance(x, Tensor)},
-    }
+    shapes = {key: list(x.shape) for key, x in inputs.items() if isinstance(x, Tensor)}
+    return {**outcome(model, (inputs, truth)), "shapes": shapes}
 
 
 def check_split(side: str) -> None:
@@ -273,16 +250,11 @@ def tensor_ranks(ranks):
     return ranks(2)
 
 
-def compared(found, alone):
-    aux = float((found["aux"] - alone["aux"]).abs().max()) if len(alone["aux"]) else 0.0
-    return {**gaps(found, alone), "aux": aux}
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_equal_one_process_in_loss_logits_and_gradients(pool, case):
     alone = on_ranks(case)
     for found in pool("test_megatron.on_ranks", case, seconds=IMPORTS):
-        apart = compared(found, alone)
+        apart = gaps(found, alone)
         assert max(apart.values()) <= 1e-5, apart
         B, S = alone["shapes"]["input_ids"]
         assert found["shapes"]["input_ids"][0] == B

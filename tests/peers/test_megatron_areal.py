@@ -11,7 +11,7 @@ import types
 
 import pytest
 import torch
-from megatron_world import PAD, TEDotProductAttention, apart, build, loss_and_gradients, samples
+from megatron_world import PAD, TEDotProductAttention, apart, build, outcome, samples
 
 from collate_npu import PaddingCollator, Segments
 from collate_npu.integrations.megatron import gpt_batch, packed_seq_params
@@ -59,7 +59,7 @@ def micro_batch(areal, batch):
 
 def alone(model):
     one = PaddingCollator(pad_token_id=PAD)
-    return loss_and_gradients(model, [gpt_batch(one([row]), model) for row in ROWS])[1]
+    return outcome(model, *(gpt_batch(one([row]), model) for row in ROWS))["logits"]
 
 
 def test_the_offsets_are_those_that_areal_makes(areal):

@@ -1,21 +1,98 @@
-"""Megatron-Bridge 0.3.1: what its datasets collate, and what its `get_packed_seq_params` gives a Megatron model.
+"""Megatron-Bridge 0.3.1: what its datasets collate, what its `get_packed_seq_params` gives a Megatron model, and its
+providers' models through its `forward_step`, a row on one rank and shared by two.
 
-TransformerEngine and modelopt are stand-ins; the datasets are built by their own constructors, of files. Its models, by its
-providers, take `forward_step` in `megatron_bridge_work`.
+`python test_megatron_bridge.py OUT` is one of two ranks: the loss of each token and the gradient, against each sample in a
+batch of its own. TransformerEngine, its split of a packed row, and modelopt are stand-ins; the datasets are built by their
+own constructors, of files.
 """
 
-import megatron_bridge_work as work  # first: the stand-ins
+# ruff: noqa: E402
+import json
+import sys
+from pathlib import Path
+from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
+import te_stub
 import torch
-from cells import Stack, verdict, worst_of
+from stand_ins import stand_in
+
+stand_in(modelopt=te_stub.VERSION)
+from cells import Stack
+from megatron.bridge.data.datasets.sft import GPTSFTDataset, GPTSFTPackedDataset
+from megatron.bridge.models.qwen.qwen_provider import Qwen3ModelProvider, Qwen3NextModelProvider
 from megatron.bridge.training import gpt_step
 from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_params
-from processes import found_by
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.timers import Timers
+from megatron.core.utils import StragglerDetector
+from megatron_world import DENSE, UNFUSED, TEDotProductAttention, cells_on_ranks, gathered, groups, hardware, layers, summed
+from processes import found_by, write
 
-from collate_npu import CollateError
+from collate_npu import CollateError, Segments
+from collate_npu.integrations.megatron import gpt_batch
 from collate_npu.masks.batch_reader import segments_from_batch
+from collate_npu.parallel import ContextParallel, token_rows
 
 NEEDS = ("megatron", "nemo_automodel", "omegaconf")  # the environment that has Megatron-Bridge
+OWN = "its own step shares the row and its labels out"
+
+EOS = 2
+SAMPLES = [[5, 9, 12, 77, 3], [40, 41, 42], [7, 11, 8, 3, 20, 31, 64, 12, 6]]
+SMALL = {
+    "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 64,
+    "kv_channels": 8, "vocab_size": 128, "seq_length": 64, "params_dtype": torch.float32, "bf16": False,
+    "use_cpu_initialization": True, **UNFUSED,
+}  # fmt: skip
+HYBRID = {
+    "linear_attention_freq": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4, "deterministic_mode": True, **DENSE,
+    "moe_shared_expert_gate": False,
+}  # fmt: skip
+
+
+STATE = SimpleNamespace(
+    timers=Timers(0, "minmax"),
+    straggler_timer=StragglerDetector(),
+    cfg=SimpleNamespace(
+        dataset=SimpleNamespace(skip_getting_attention_mask_from_dataset=True),  # the default of its configs
+        rerun_state_machine=SimpleNamespace(check_for_nan_in_loss=False, check_for_spiky_loss=False),
+    ),
+)
+
+
+class Tokenizer:
+    eos_id = EOS
+
+    def tokenize(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+def padded(rows: list[list[int]], multiple: int) -> dict[str, Any]:
+    """The first process indexes the file for both."""
+    path = Path(sys.argv[1]).with_name(f"rows{rows[0][0]}-{len(rows)}.jsonl")
+    lines = [{"input": str(row[0]), "output": " ".join(map(str, row[1:]))} for row in rows]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {"prompt_template": "{input} {output}", "label_key": "output", "truncation_field": "input"}
+    settings |= {"pad_seq_length_to_mult": multiple, "max_seq_length": 64, "answer_only_loss": False}
+    data = GPTSFTDataset(str(path), Tokenizer(), **settings)
+    return data.collate_fn([data[n] for n in range(len(rows))])
+
+
+def packed(rows: list[list[int]], multiple: int, pad_to: int = 4) -> dict[str, Any]:
+    """As its packing script writes them: each sequence padded to `multiple`, and one token more that labels take."""
+    held = [row + [EOS] * (1 + -len(row) % multiple) for row in rows]
+    starts = [sum(map(len, held[:n])) for n in range(len(held))]
+    learned = [float(n < len(row)) for row, one in zip(rows, held) for n in range(len(one))]
+    path = Path(mkdtemp(), "packed.npy")
+    np.save(path, [{"input_ids": [token for row in held for token in row], "seq_start_id": starts, "loss_mask": learned}])
+    settings = {"pad_seq_to_mult": multiple, "pad_seq_length_to_mult": pad_to, "prompt_template": "{text} {answer}"}
+    data = GPTSFTPackedDataset(str(path), Tokenizer(), max_seq_length=64, **settings)
+    return data.collate_fn([data[0]])
 
 
 def through_get_batch(batch, monkeypatch):
@@ -28,11 +105,11 @@ def through_get_batch(batch, monkeypatch):
 @pytest.mark.parametrize(("multiple", "pad_to"), [(1, 16), (1, 24), (4, 16), (4, 32)])
 def test_packed_rows(monkeypatch, multiple, pad_to):
     """The dataset's row, and the object its models get."""
-    batch = work.packed(work.SAMPLES, multiple, pad_to)
+    batch = packed(SAMPLES, multiple, pad_to)
     assert batch["cu_seqlens"].shape[0] == 1
     assert batch["cu_seqlens"][0, -1] == -1
     read = through_get_batch(batch, monkeypatch)
-    wanted = (tuple(map(len, work.SAMPLES)),)
+    wanted = (tuple(map(len, SAMPLES)),)
     assert segments_from_batch(read, padding_free=True).lengths == wanted
     offsets = {key: value for key, value in read.items() if "seqlens" in key or key == "max_seqlen"}
     params = get_packed_seq_params(offsets)
@@ -41,7 +118,7 @@ def test_packed_rows(monkeypatch, multiple, pad_to):
 
 
 def test_the_dataset_hands_over_a_mask_of_one_number():
-    batch = work.packed(work.SAMPLES, 1, 16)
+    batch = packed(SAMPLES, 1, 16)
     assert batch["attention_mask"].tolist() == [1]
     with pytest.raises(CollateError, match="attention_mask"):
         segments_from_batch(batch, padding_free=True)
@@ -49,14 +126,89 @@ def test_the_dataset_hands_over_a_mask_of_one_number():
 
 @pytest.mark.nightly
 def test_its_cells(tmp_path):
-    """Its own step shares a row between two ranks, and cuts its labels with it: nothing of ours stands there."""
+    found = found_by("test_megatron_bridge", tmp_path, ranks=2)[0]
+    for cells in found.values():
+        cells["context parallel"]["ours"] = OWN
     stack = Stack("Megatron-Bridge", ("megatron-bridge", "megatron-core"), "peers_nemo")
-    for name, told in found_by("megatron_bridge_work", tmp_path, ranks=2)[0].items():
-        family, _, layout = name.partition(" ")
-        alone = worst_of(told["alone"])
-        ours = (
-            worst_of(told["ours"]) if "ours" in told else verdict(not_run="its own step shares the row and its labels out")
-        )
-        stack.tell(family, layout, alone=alone, ours=ours, line="gpt_batch(read, model) in a step of your own")
-        refused = family == "qwen3_next" and layout != "padded right"  # by Megatron 0.16.1
-        assert alone["verdict"] == ("refused" if refused else "right"), told
+    stack.tell_jobs(found, line="gpt_batch(read, model) in a step of your own")
+
+
+# --- a rank of two
+
+
+def partitioned(offsets: Any, total: int, size: int, rank: int) -> Any:
+    """Transformer Engine's `thd_get_partitioned_indices`: of each sequence chunks r and 2 * size - 1 - r.
+
+    Its binary search (common/fused_attn/context_parallel.cu) never compares the last offset, here the -1 that fills."""
+    return token_rows(total, ContextParallel(size, rank).for_documents(), offsets[offsets >= 0])
+
+
+def model_of(family: str) -> Any:
+    kind, more = (Qwen3NextModelProvider, HYBRID) if family == "qwen3_next" else (Qwen3ModelProvider, {})
+    provider = kind(**{**SMALL, **more, "context_parallel_size": parallel_state.get_context_parallel_world_size()})
+    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    provider.finalize()
+    model = provider.provide(pre_process=True, post_process=True)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            lasting = "A_log" in name or "dt_bias" in name
+            weight.uniform_(-1.5, -0.5, generator=draw) if lasting else weight.normal_(0.0, 0.2, generator=draw)
+    return model
+
+
+def step(model: Any, batch: dict[str, Any], *, ours: bool = False) -> tuple[Any, Any]:
+    """The loss of each token of this rank and the gradient: by its `forward_step`, or with our inputs and its own labels."""
+    model.zero_grad()
+    if ours:
+        keys = ("cu_seqlens", "cu_seqlens_argmin", "position_ids")
+        read = {"input_ids": batch["tokens"], **{key: batch[key] for key in keys if "cu_seqlens" in batch}}
+        if "cu_seqlens" not in batch:
+            read["attention_mask"] = Segments.from_lengths(
+                [n - 1 for n in batch["token_count"]], batch["tokens"].shape[1]
+            ).keep
+        inputs, _ = gpt_batch(read, model, padding_free="cu_seqlens" in batch)
+        out = model(**inputs, labels=batch["labels"])
+        (out * batch["loss_mask"]).sum().backward()
+    else:
+        out, loss_of = gpt_step.forward_step(STATE, iter([batch]), model)
+        loss_of(out)[0].backward()
+    return out.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def truth(family: str) -> Any:
+    rows, total, model = [], {}, model_of(family)
+    for row in SAMPLES:
+        out, gradient = step(model, padded([row], 1))
+        rows.append(out[0, : len(row)])
+        total = {name: total.get(name, 0) + grad for name, grad in gradient.items()}
+    return rows, total
+
+
+def together(family: str, make: Any, ours: bool) -> Any:
+    """The same of all samples in one batch."""
+    ranks = parallel_state.get_context_parallel_world_size()
+    assert not ours or ranks == 1, OWN
+    batch = make(SAMPLES, 2 * ranks if ranks > 1 else 1)
+    out, gradient = step(model_of(family), batch, ours=ours)
+    bounds = batch["cu_seqlens"][0, : int(batch["cu_seqlens_argmin"][0])] if "cu_seqlens" in batch else None
+    return gathered(out, list(map(len, SAMPLES)), bounds), summed(gradient)
+
+
+def layouts(family: str, ranks: int) -> dict[str, Any]:
+    return {"padded right": [padded], "packed": [packed]} if ranks == 1 else {"context parallel": [padded, packed]}
+
+
+def main() -> dict[str, Any]:
+    import transformer_engine_torch
+
+    groups()
+    hardware(setattr)
+    layers(setattr, TEDotProductAttention)
+    torch.Tensor.cuda = lambda self, **settings: self
+    transformer_engine_torch.thd_get_partitioned_indices = partitioned
+    return cells_on_ranks(("qwen3", "qwen3_next"), layouts, truth, together)
+
+
+if __name__ == "__main__":
+    write(main())

@@ -14,16 +14,14 @@ if int(version("megatron-core").split(".")[1]) < 19:
                 allow_module_level=True)  # fmt: skip
 
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net.common import _build_thd_cp_a2a_perm, _GDNBase
-from megatron_world import PAD, gaps, hybrid, loss_and_gradients, samples
+from megatron_world import PAD, gaps, hybrid, outcome, samples
 
-from collate_npu import CollateError, PaddingCollator, Segments, gather_sequence
+from collate_npu import CollateError, PaddingCollator, Segments
 from collate_npu.integrations.megatron import gpt_batch, packed_seq_params
 from collate_npu.integrations.swift import number_sequences
-from collate_npu.outputs import per_sequence
 from collate_npu.parallel import ContextParallel, pad_documents, token_rows
 
 NEEDS = ("megatron",)
@@ -138,29 +136,11 @@ def flat(case: str) -> dict[str, Any]:
     return collate(samples(*lengths))
 
 
-def alone(case: str, model: Any) -> dict[str, Any]:
-    """Each sample by itself, in a batch of one row, on one rank."""
-    one, rank = PaddingCollator(pad_token_id=PAD), ContextParallel(1, 0)
-    runs = [gpt_batch(one([row]), model, context_parallel=rank) for row in samples(*CASES[case][0])]
-    loss, logits, gradients = loss_and_gradients(model, runs)
-    return {"loss": loss, "logits": [x.detach() for x in logits], "gradients": gradients}
-
-
 def run(case: str) -> dict[str, Any]:
-    """The flat row through `gpt_batch` on this rank; logits gathered, loss and gradients summed over the ranks."""
+    """The outcome of a flat row, and its width."""
     model = hybrid()
     inputs, truth = gpt_batch(flat(case), model, padding_free=True)
-    params = inputs["packed_seq_params"]
-    loss = (model(**inputs) * inputs["loss_mask"]).sum()
-    loss.backward()
-    loss, gradients = loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    logits = model(**{**inputs, "labels": None}).detach()
-    if dist.get_world_size() > 1:
-        cp = ContextParallel.from_megatron().for_documents()
-        logits = gather_sequence(logits, cp, truth, cu_seqlens=params.cu_seqlens_q_padded)
-        for value in (loss, *gradients.values()):
-            dist.all_reduce(value)
-    return {"loss": loss, "logits": per_sequence(logits, truth), "gradients": gradients, "width": truth.shape[1]}
+    return {**outcome(model, (inputs, truth)), "width": truth.shape[1]}
 
 
 @pytest.fixture(scope="module")
@@ -169,14 +149,12 @@ def pool(cpu, ranks):
     return ranks(2)
 
 
-@pytest.fixture(scope="module")
-def by_itself(cpu):
-    return {case: alone(case, hybrid()) for case in CASES}
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_and_on_two_ranks_with_each_sequence_padded_to_what_they_share_out(pool, by_itself, case):
+def test_a_flat_row_on_two_ranks_equals_samples_alone(pool, case):
+    """Each sequence is padded to what the ranks share out."""
+    model, one = hybrid(), PaddingCollator(pad_token_id=PAD)
+    alone = outcome(model, *(gpt_batch(one([row]), model) for row in samples(*CASES[case][0])))
     for found in pool("test_megatron_gated_delta.run", case, seconds=IMPORTS):
         assert found["width"] % 4 == 0
-        apart = gaps(found, by_itself[case])
+        apart = gaps(found, alone)
         assert max(apart.values()) <= EXACT, apart

@@ -1,21 +1,33 @@
-"""OpenRLHF 0.11.2: its `Actor`, reward and critic models on its own batches, and `train_sft`."""
+"""OpenRLHF 0.11.2 on a CPU: its `Actor`, reward and critic models on its own batches, ranks that share rows, `train_sft`.
 
+`python test_openrlhf.py OUT FOLDER JOB...` runs `openrlhf.cli.train_sft` as its launcher does; a job is "model ours|own",
+and `ours` goes through `collate_npu.integrations.openrlhf`. With another rank beside it, it is one of two that share rows by
+`--ds.ring_attn_size 2`: the true ring_flash_attn 0.1.8, below which flash_attn's kernel stands in.
+"""
+
+# ruff: noqa: E402
+import json
+import os
+import runpy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import openrlhf_world
 import pytest
 import torch
 
 openrlhf_world.start()
+from cells import PAD, Stack, of_job, samples
+from openrlhf.models import Actor, actor, get_llm_for_sequence_regression, ring_attn_utils
+from openrlhf.utils import get_strategy
+from openrlhf.utils.utils import zero_pad_sequences
+from processes import found_by, process_group, refusal, run_jobs, saved_model, watched
+from watching import Watch
 
-from cells import PAD, Stack, of_job  # noqa: E402
-from openrlhf.models import Actor, get_llm_for_sequence_regression  # noqa: E402
-from openrlhf.utils.utils import zero_pad_sequences  # noqa: E402
-from processes import found_by  # noqa: E402
-
-from collate_npu import CollateError, adapt  # noqa: E402
-from collate_npu.integrations import openrlhf as ours  # noqa: E402
-from collate_npu.testing import tiny_model  # noqa: E402
+from collate_npu import CollateError, adapt
+from collate_npu.integrations import openrlhf as ours
+from collate_npu.testing import byte_tokenizer
 
 NEEDS = ("openrlhf", "deepspeed", "peft", "ray")
 STACK = Stack("OpenRLHF", ("openrlhf", "transformers", "deepspeed"), "peers_openrlhf")
@@ -27,13 +39,7 @@ FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3", "gemma3_text")
 def saved(tmp_path_factory):
     """Folders of tiny models, as `--model.model_name_or_path` names one."""
     folder = tmp_path_factory.mktemp("models")
-
-    def path(family):
-        if not (folder / family).exists():
-            tiny_model(family, vocab_size=128).save_pretrained(folder / family)
-        return str(folder / family)
-
-    return path
+    return lambda family: saved_model(folder, family)
 
 
 @pytest.fixture(autouse=True)
@@ -75,15 +81,14 @@ def shared(tmp_path_factory, saved):
     """What two ranks of ring attention gave."""
     folder = Path(saved(FAMILIES[0])).parent
     jobs = [f"{family} {who}" for family in FAMILIES if saved(family) for who in ("own", "ours")]
-    return found_by("openrlhf_ring_work", tmp_path_factory.mktemp("ring"), folder, *jobs, ranks=2)[0]
+    return found_by("test_openrlhf", tmp_path_factory.mktemp("ring"), folder, *jobs, ranks=2)[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cells_of_ring_attention(family, shared):
     """The true ring_flash_attn, which makes other windows than the model's (gemma3_text)."""
     own, mine = (of_job(shared[f"{family} {who}"]) for who in ("own", "ours"))
-    found = STACK.tell(family, "context parallel", alone=own, ours=mine, line=f"{LINE}, --ds.ring_attn_size 2")
-    assert found == (("right", "right") if family == "qwen3" else ("wrong", "refused"))
+    STACK.tell(family, "context parallel", alone=own, ours=mine, line=f"{LINE}, --ds.ring_attn_size 2")
 
 
 @pytest.mark.parametrize("layout", ["padded right", "padded left", "packed"])
@@ -93,9 +98,7 @@ def test_cells(family, layout, saved):
     side, packing = "left" if layout == "padded left" else "right", {"packing_samples": layout == "packed"}
     own, with_ours = (scored(built(saved(family), armed, **packing), side) for armed in (False, True))
     truth = scored(built(saved(family), False), "right")
-    alone, mine = STACK.cell(family, layout, truth=truth, alone=own, ours=with_ours, line=LINE)
-    hybrid_packed = layout == "packed" and family in FAMILIES[:2]
-    assert (alone, mine) == (("wrong", "refused") if hybrid_packed else ("right", "right"))
+    STACK.cell(family, layout, truth=truth, alone=own, ours=with_ours, line=LINE)
 
 
 @pytest.mark.parametrize("kind", ["reward", "critic"])
@@ -137,17 +140,13 @@ def test_an_actor_is_adapted_by_what_is_in_it(saved):
     assert not actor.model._forward_pre_hooks
 
 
-RIGHT = 0.1
-"""Of hidden states in bfloat16, which its command line asks for."""
-
-
 def test_train_sft_under_zero_3_is_armed(tmp_path):
-    (found,) = found_by("openrlhf_work", tmp_path, tmp_path, "qwen3_next ours")
+    """Hidden states are in bfloat16, which its command line asks for."""
+    (found,) = found_by("test_openrlhf", tmp_path, tmp_path, "qwen3_next ours", ranks=1)
     job = found["qwen3_next ours"]
     assert (job["refused"], job["compared"]) == ("", 4)
-    assert job["error"] < RIGHT
+    assert job["error"] < 0.1
     assert job["masks"]["linear_attn"] == ["int64 [4, 45]"]  # as `BatchAdapter` gives it; OpenRLHF's own is a bool
-    assert job["hooked"]
 
 
 def test_rays_own_loader_finds_the_hook(saved):
@@ -156,3 +155,73 @@ def test_rays_own_loader_finds_the_hook(saved):
 
     assert load_and_execute_setup_hook("collate_npu.integrations.openrlhf.arm") is None
     assert Actor(saved("qwen3"), attn_implementation="sdpa").model._forward_pre_hooks
+
+
+# --- one of two ranks that share rows
+
+
+@torch.no_grad()
+def share(folder, family, who):
+    path = saved_model(folder, family)
+    truth = Actor(path, attn_implementation="sdpa").float().eval()
+    actor = built(path, who == "ours", packing_samples=True)
+    actor.model.config._attn_implementation = "flash_attention_2"
+    ids, keep = batch_of(samples(), "right")
+    given = {"return_logprobs": True, "ring_attn_group": ring_attn_utils.RING_ATTN_GROUP}
+    found = []
+    if refused := refusal(lambda: found.extend(actor(ids, attention_mask=keep, **given))):
+        return {"refused": refused}
+    wanted = [scored(truth, "right")([row])[0] for row in samples()]
+    return {"refused": "", "error": max(float((x[: len(y)] - y).abs().max()) for x, y in zip(found, wanted))}
+
+
+def start_ring():
+    process_group()
+    ds = SimpleNamespace(zero_stage=3, param_dtype="bf16", ring_attn_size=2)
+    train = SimpleNamespace(seed=0, micro_batch_size=4, batch_size=4)
+    get_strategy(SimpleNamespace(ds=ds, train=train, local_rank=-1)).setup_distributed()
+
+
+# --- a process of `train_sft`
+
+TEXTS = ["1 a short one", "2 and another that is a little longer than it", "3 three", "4 four four"]
+NAME = "openrlhf.cli.train_sft"
+
+
+def settings(folder, model):
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps({"input": text}) + "\n" for text in TEXTS), encoding="utf-8")
+    named = {
+        "model.model_name_or_path": saved_model(folder, model), "data.dataset": data, "data.max_len": 64,
+        "train.batch_size": 4, "train.micro_batch_size": 4, "train.max_epochs": 1, "ds.zero_stage": 3,
+        "ds.attn_implementation": "sdpa", "adam.lr": 0, "ckpt.output_dir": folder / "out", "ckpt.path": folder / "ckpt",
+    }  # fmt: skip
+    words = [word for name, value in named.items() for word in (f"--{name}", str(value))]
+    return [*words, "--model.pretrain_mode_enable", "--ckpt.disable_ds"]
+
+
+def train(folder, model, who):
+    """One training step; the model is watched from the moment when OpenRLHF has built it."""
+    build, seen = actor.Actor.__init__, []
+
+    def watched_build(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        seen.append(Watch(self.model).__enter__())
+
+    actor.Actor.__init__ = watched_build
+    sys.argv = ["python", "--local_rank=0", *settings(folder, model)]
+    if who == "ours":
+        sys.argv.insert(2, NAME)
+        refused = refusal(ours.main)
+    else:
+        refused = refusal(lambda: runpy.run_module(NAME, run_name="__main__", alter_sys=True))
+    rows = {tuple(byte_tokenizer()(text)["input_ids"]) for text in TEXTS}
+    return watched(seen[0], rows, refused) if seen else {"refused": refused}
+
+
+if __name__ == "__main__":
+    if os.environ["WORLD_SIZE"] == "2":
+        start_ring()
+        run_jobs(share)
+    else:
+        run_jobs(train)

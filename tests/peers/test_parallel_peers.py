@@ -17,7 +17,6 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 
 from collate_npu import Segments, split_batch
-from collate_npu.masks import dense
 from collate_npu.parallel import BLOCKS, ContextParallel, gather_sequence, split_tensor
 from collate_npu.testing import tiny_config
 
@@ -25,7 +24,6 @@ NEEDS = ("megatron", "mcore_bridge", "swift")
 
 
 few = settings(max_examples=10, deadline=None)
-lengths = st.lists(st.integers(1, 20), min_size=1, max_size=4)
 sizes = st.sampled_from([2, 4])
 IMPORTS = 120  # seconds: the first call imports the peers in each rank
 
@@ -39,18 +37,6 @@ def places(size, **settings):
             patch.setattr(mpu, "get_context_parallel_world_size", lambda: size)
             patch.setattr(mpu, "get_context_parallel_rank", lambda rank=rank: rank)
             yield ContextParallel(size, rank, **settings)
-
-
-def batch_of(segments):
-    ids = torch.arange(segments.ids.numel()).view(segments.shape)
-    return {
-        "tokens": ids,
-        "labels": ids + 1000,
-        "loss_mask": segments.keep.float(),
-        "position_ids": segments.position_ids.contiguous(),
-        "attention_mask": dense(segments, polarity="masked"),
-        "attention_mask_2d": segments.keep,
-    }
 
 
 # --- the split
@@ -70,28 +56,6 @@ def test_mcore_bridge_split(layout, size, lengths, dim):
         x = torch.arange(float(torch.Size(shape).numel())).view(shape)
         theirs = split_cp_inputs(x, offsets if cp.documents else None, dim, cp_partition_mode=mode)
         assert torch.equal(split_tensor(x, cp, dim=dim, cu_seqlens=offsets), theirs)
-
-
-@pytest.mark.parametrize("mode", ["zigzag", "contiguous"])
-@given(size=sizes, lengths=lengths)
-@few
-def test_ms_swift_batches_and_the_2d_mask_it_forgets(mode, size, lengths):
-    """`get_batch_on_this_cp_rank` of ms-swift as it runs on an NPU, where it cuts the dense mask too."""
-    from swift.megatron.utils import megatron_lm_utils
-
-    args = SimpleNamespace(is_multimodal=False, task_type="causal_lm", cp_partition_mode=mode)
-    for cp in places(size, layout=mode):
-        segments = Segments.from_lengths(lengths, width=-(-max(lengths) // (2 * size)) * 2 * size)
-        batch = batch_of(segments)
-        batch = {"input_ids": batch.pop("tokens"), "loss_scale": batch.pop("loss_mask"), **batch}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(megatron_lm_utils, "is_torch_npu_available", lambda: True)
-            theirs = megatron_lm_utils.get_batch_on_this_cp_rank(args, dict(batch))
-        ours = split_batch(batch, cp)
-        for key in ("input_ids", "labels", "loss_scale", "position_ids", "attention_mask"):
-            assert torch.equal(ours[key], theirs[key]), key
-        assert ours["attention_mask_2d"].shape[1] * size == segments.shape[1]
-        assert theirs["attention_mask_2d"].shape[1] == segments.shape[1]  # left whole beside split tokens
 
 
 @pytest.mark.parametrize("recipe", [None, "fp8", "mxfp8", "blockwise"])

@@ -25,8 +25,8 @@ typing.TypedDict = typing_extensions.TypedDict  # pydantic asks for it before Py
 put_module("flash_attn")
 put_module("flash_attn.bert_padding", pad_input=pad_input, unpad_input=unpad_input)
 
-from cells import PAD, VOCAB, Stack, of_job, samples
-from processes import found_by, process_group, run_jobs
+from cells import PAD, VOCAB, Stack, alone, of_job, samples
+from processes import found_by, process_group, refusal, run_jobs
 from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
 
 from collate_npu import adapt
@@ -39,9 +39,13 @@ LINE = "adapt(wrapper.model)"
 RIGHT, WRONG = 1e-5, 0.05
 
 
+def truth(family):
+    return copy.deepcopy(tiny_model(family, vocab_size=VOCAB)).train()
+
+
 def wrapped(family, *, packs=False, ours=False, **settings):
-    model = copy.deepcopy(tiny_model(family, vocab_size=VOCAB)).train()
-    wrapper = HFModelWrapper(model, use_flash_attention_2=packs, remove_microbatch_padding=packs, bf16=False, **settings)
+    settings |= {"use_flash_attention_2": packs, "remove_microbatch_padding": packs, "bf16": False}
+    wrapper = HFModelWrapper(truth(family), **settings)
     if ours:
         adapt(wrapper.model)
     return wrapper
@@ -67,16 +71,11 @@ def answers(wrapper, rows, side):
     return [row[at : at + len(one) - 1] for row, at, one in zip(told, starts, rows)]
 
 
-def alone(family, rows):
-    model = copy.deepcopy(tiny_model(family, vocab_size=VOCAB)).train()
-    ids = [torch.tensor([row]) for row in rows]
-    return model, [model(input_ids=one).logits[0, :-1].log_softmax(-1).gather(1, one[0, 1:, None])[:, 0] for one in ids]
-
-
 def off(wrapper, family, side):
     """The worst log-probability and the worst gradient, relative, against each sequence by itself."""
     rows = samples()
-    found, (model, wanted) = answers(wrapper, rows, side), alone(family, rows)
+    found, model = answers(wrapper, rows, side), truth(family)
+    wanted = alone(model)(rows)
     torch.cat(found).mean().neg().backward()
     torch.cat(wanted).mean().neg().backward()
     worst = max(float((x - y).detach().abs().max()) for x, y in zip(found, wanted))
@@ -112,8 +111,7 @@ def shared(tmp_path_factory):
 def test_cells_of_shared_rows(family, shared):
     """SkyRL's exchange stands in flash attention alone (distributed/ulysses/monkey_patch.py:53-124)."""
     own, ours = (of_job(shared[f"{family} {FLASH} {who}"]) for who in ("own", "ours"))
-    found = STACK.tell(family, "context parallel", alone=own, ours=ours, line=f"{LINE}, sequence_parallel_size 2")
-    assert found == (("right", "right") if family == "qwen3" else ("wrong", "refused"))
+    STACK.tell(family, "context parallel", alone=own, ours=ours, line=f"{LINE}, sequence_parallel_size 2")
 
 
 @pytest.mark.parametrize("job", SHARED[-2:])
@@ -125,16 +123,11 @@ def test_shared_rows_with_padding_are_right_on_flash_attention_alone(job, shared
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", ["padded right", "padded left", "packed"])
 def test_cells(family, layout):
-    def truth(rows):
-        return [row.detach() for row in alone(family, rows)[1]]
-
     def run(ours):
         side = "right" if layout == "padded right" else "left"
-        return lambda rows: [
-            row.detach() for row in answers(wrapped(family, packs=layout == "packed", ours=ours), rows, side)
-        ]
+        return lambda rows: answers(wrapped(family, packs=layout == "packed", ours=ours), rows, side)
 
-    STACK.cell(family, layout, truth=truth, alone=run(False), ours=run(True), line=LINE)
+    STACK.cell(family, layout, truth=alone(truth(family)), alone=run(False), ours=run(True), line=LINE)
 
 
 # --- a rank of two
@@ -157,17 +150,16 @@ def run(folder, family, attention, layout, who):
 
     monkey_patch._flash_attention_forward = flash_attention
     set_ulysses_sequence_parallel_group(None)
-    wanted = alone(family, samples())[1]
+    wanted = alone(truth(family))(samples())
     wrapper = wrapped(family, packs=layout == "packed", sequence_parallel_size=2)
     wrapper.model.config._attn_implementation = attention
     set_ulysses_sequence_parallel_group(torch.distributed.group.WORLD)
     apply_monkey_patch(wrapper.model, ulysses_sp_size=2)
     if who == "ours":
         adapt(wrapper.model)
-    try:
-        found = answers(wrapper, samples(), "left")
-    except Exception as error:
-        return {"refused": f"{type(error).__name__}: {error}"}
+    found = []
+    if refused := refusal(lambda: found.extend(answers(wrapper, samples(), "left"))):
+        return {"refused": refused}
     return {"refused": "", "error": max(float((x - y).detach().abs().max()) for x, y in zip(found, wanted))}
 
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from collate_npu import CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.integrations import swift
+from collate_npu.integrations import patching, swift
 from collate_npu.integrations.swift import flat_segments
 from collate_npu.masks import dense
 from collate_npu.parallel import ContextParallel, query_rows, split_tensor
@@ -57,7 +57,7 @@ def test_python_objects_go_by_gloo_on_an_npu(world, monkeypatch, there):
     world.npu(there)
     monkeypatch.setattr(torch.distributed, "all_gather_object", lambda values, value, group=None: seen.append(group))
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
-    monkeypatch.setattr(swift, "gloo_group", lambda group: f"gloo of {group}")
+    monkeypatch.setattr(patching, "gloo_group", lambda group: f"gloo of {group}")
     swift.install()
     torch.distributed.all_gather_object([None], "loss", group="dp and cp")
     swift.uninstall()

@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 import torch
-from cells import PAD, Stack, samples, verdict, worst_of
+from cells import PAD, Stack, gradient_error, samples, scores, verdict, worst_of
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -49,12 +49,7 @@ def step(trainer, places):
     loss, out = trainer.compute_loss(model, dict(batch), return_outputs=True)
     loss.backward()
     rows = [out["logits"][row, span] for row, span in places]
-    return [scored(logits, ids) for logits, ids in zip(rows, samples())], gradient(model)
-
-
-def scored(logits, ids):
-    logs = torch.log_softmax(logits.detach().double(), -1)[:-1]
-    return logs.gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+    return [scores(logits.detach(), ids) for logits, ids in zip(rows, samples())], gradient(model)
 
 
 def gradient(model):
@@ -64,21 +59,22 @@ def gradient(model):
 def truth(family):
     """The same of each sample alone."""
     model = build(family).train()
-    count, scores = sum(len(ids) - 1 for ids in samples()), []
+    count, found = sum(len(ids) - 1 for ids in samples()), []
     for ids in samples():
         logits = model(input_ids=torch.tensor([ids])).logits[0]
-        scores.append(scored(logits, ids))
+        found.append(scores(logits.detach(), ids))
         (torch.nn.functional.cross_entropy(logits[:-1].float(), torch.tensor(ids[1:]), reduction="sum") / count).backward()
-    return scores, gradient(model)
+    return found, gradient(model)
 
 
 def told(run, known):
     try:
-        scores, learned = run()
+        found, learned = run()
     except Exception as error:
         return verdict(refused=f"{type(error).__name__}: {error}")
-    far = torch.stack([(x - y).abs().max() for x, y in zip(scores, known[0])]).max()
-    return verdict(float(torch.maximum(far, (learned - known[1]).norm() / known[1].norm())))
+    far = torch.stack([(x - y).abs().max() for x, y in zip(found, known[0])]).max()
+    off = gradient_error([learned], [known[1]])
+    return verdict(float(torch.maximum(far, torch.tensor(off))), gradient=off)
 
 
 def physical_offsets(layout):
@@ -117,8 +113,8 @@ def cells_of(*layouts):
 
 @cells_of("padded right", "padded left", "packed")
 def test_transformers_trainer(family, layout, tmp_path):
-    line = "adapt(model); wrap_collator(theirs, model=model, padding_free=True)"
-    line = line if layout.startswith("packed") else "wrap_collator(theirs, model=model)"
+    line = "adapt(model); wrap_collator(collator, model=model, padding_free=True)"
+    line = line if layout.startswith("packed") else "wrap_collator(collator, model=model)"
     TRAINER.tell(family, layout, **both(trained, family, layout, tmp_path), line=line)
 
 
@@ -129,7 +125,7 @@ def test_transformers_trainer(family, layout, tmp_path):
 def test_transformers_trainer_with_a_row_on_two_ranks(ranks, family):
     """torch's context parallelism in Trainer's own step; see distributed/gloo_trainer for what stands in."""
     run = lambda who: worst_of(ranks(2)("gloo_trainer.cell", family, who == "ours", seconds=120))  # noqa: E731
-    line = "context_parallel_collator(theirs, size=2, model=model)"
+    line = "context_parallel_collator(collator, size=2, model=model)"
     TRAINER.tell(family, "context parallel", alone=run("alone"), ours=run("ours"), line=line)
 
 

@@ -1,19 +1,17 @@
 """twinkle-kit 0.5.1: its real InputProcessor with our stages, on rows as its template emits them, without a card."""
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import twinkle as kit
-from cells import Stack, verdict, worst_of
+from cells import Stack, verdict
 from hypothesis import HealthCheck, given, settings, strategies as st
-from megatron.core import parallel_state
 from processes import CARDS, JOBS, check_sizes, found_by, words_of
 from torch import nn
-from twinkle import DeviceMesh, Platform, dataloader, dataset, model as models, torch_util
+from twinkle import DeviceMesh, Platform, dataloader, dataset, model as models
 from twinkle.cli import CLI
 from twinkle.processor import base
 
@@ -186,41 +184,6 @@ def test_install_twice_and_uninstall():
         twinkle.install(made, needs_mask_2d=True)
 
 
-# --- objects
-
-
-def _not_the_world(group):
-    import torch.distributed as dist
-
-    assert group is not dist.group.WORLD
-    return group
-
-
-def on_two_ranks():
-    import torch.distributed as dist
-
-    parallel_state.destroy_model_parallel()  # test_verl may have been here
-    rank = dist.get_rank()
-    told = [{"rank": rank}] if rank else None
-    gathered = twinkle.gather_object(told)
-    assert gathered == torch_util.gather_object(told, grid())
-    with pytest.MonkeyPatch.context() as patch:  # the default group is HCCL, as far as we can see
-        patch.setattr("collate_npu.parallel.layout.is_gloo", lambda group: group is not dist.group.WORLD)
-        patch.setattr(twinkle, "is_gloo", lambda group: group is not dist.group.WORLD)
-        carry = dist.all_gather_object
-        patch.setattr(dist, "all_gather_object", lambda *told, group: carry(*told, group=_not_the_world(group)))
-        assert twinkle.gather_object(told) == gathered, "a Gloo group of the same ranks"
-        parallel_state.initialize_model_parallel(context_parallel_size=2)
-        assert twinkle.gather_object(told, grid(cp=2)) == gathered, "Megatron's Gloo group of both ranks"
-    return gathered
-
-
-@pytest.mark.long("twinkle's objects")
-def test_objects_travel_by_gloo_or_not_at_all(ranks):
-    assert twinkle.gather_object(["a"]) == ["a"]
-    assert ranks(2)("test_twinkle.on_two_ranks", seconds=300) == [[{"rank": 1}]] * 2
-
-
 # --- what reaches the model
 
 
@@ -291,16 +254,6 @@ def test_padding_that_no_kernel_reads_is_refused_in_whichever_chunk_of_a_pipelin
     assert read["attention_mask"].shape == (2, 1, 5, 5)
 
 
-@pytest.mark.usefixtures("npu")
-def test_npu_drops_the_mask_only_where_that_is_exact():
-    causal = {"attention_mask_type": "causal"}
-    out = processor()(features([5, 3]), **causal)[0]
-    assert out["attention_mask"] is None
-    assert out["attention_mask_2d"].tolist() == [[True] * 5, [True] * 3 + [False] * 2]
-    with pytest.raises(UnsupportedFormError, match="Pad right"):
-        processor(padding_side="left")(features([5, 3]), **causal)
-
-
 def test_several_sequences_in_a_row_of_a_transformers_model_need_padding_free_and_then_count_anew():
     row = feature(4, mask=[1, 1, 2, 2])
     with pytest.raises(UnsupportedFormError, match="padding_free=True"):
@@ -368,18 +321,14 @@ def test_twinkle_knows_every_word_and_call(job, tmp_path, monkeypatch):
 
 MODELS = pytest.mark.long("twinkle's models")
 NEAR = 2e-5
-NONE = {"attention": [None, None], "recurrent": [None, None]}
+NONE = {"attention": [None], "recurrent": [None, None]}
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     """Both at once: each takes a while to import its stack."""
-    given = {"variants": [{"RAY_USAGE_STATS_ENABLED": "0"}]}
-    with ThreadPoolExecutor() as pool:
-        work = pool.map(
-            lambda part: found_by("twinkle_work", tmp_path_factory.mktemp(part), part, **given)[0], ("models", "ray")
-        )
-        return dict(zip(("models", "ray"), work))
+    parts = ({"PART": "models"}, {"PART": "ray", "RAY_USAGE_STATS_ENABLED": "0"})
+    return dict(zip(("models", "ray"), found_by("twinkle_work", tmp_path_factory.mktemp("twinkle"), variants=parts)))
 
 
 @pytest.fixture(scope="module")
@@ -398,6 +347,7 @@ def test_a_hybrid_megatron_model_computes_each_sample_alone(told, device):
     assert answer["error"] <= NEAR
     assert received(answer) == NONE
     assert told[f"gradient {device}"] <= NEAR
+    assert told[f"objects go by Gloo {device}"] == (device == "npu")
 
 
 @MODELS
@@ -422,14 +372,7 @@ def test_a_cell_of_left_padding(told):
 
 @pytest.mark.nightly
 def test_its_cells_on_one_rank_and_on_two(tmp_path):
-    """Right where it runs; the worse of padded and flat rows under context parallelism."""
-    found, cells = found_by("twinkle_work", tmp_path, "ranks", ranks=2)[0], {}
-    for name, told in found.items():
-        cells.setdefault(name.removesuffix(", flat"), []).append(told)
-    for name, jobs in cells.items():
-        family, _, layout = name.partition(" ")
-        both = {who: worst_of(told[who] for told in jobs) for who in ("alone", "ours")}
-        assert STACK.tell(family, layout, **both, line=LINE) in [("right", "right"), ("refused", "refused")], name
+    STACK.tell_jobs(found_by("twinkle_work", tmp_path, variants=({"PART": "ranks"},), ranks=2)[0], line=LINE)
 
 
 @MODELS
@@ -440,7 +383,6 @@ def test_left_padding_is_computed_where_local_kernels_read_a_dense_mask(told):
 @MODELS
 def test_a_transformers_model_reads_the_2d_mask_that_twinkle_drops(told):
     assert told["ours transformers, 2D alone"]["error"] <= NEAR
-    assert "padding_free=True" in told["ours transformers, packed"]["said"]
 
 
 @MODELS

@@ -1,4 +1,4 @@
-"""verl 0.9.1 with Megatron: its padding, forwards and engine on real megatron-core models (CPU), without ours and with.
+"""verl 0.9.1 with Megatron: its forwards and engine on real megatron-core models (CPU), without ours and with.
 
 Forwards are taken from verl's registry as its engine takes them: every row equals its logits alone, and the layers say which
 mask they received. The engine is made by its constructor; its `initialize` builds the model with Megatron-Bridge, which
@@ -7,78 +7,21 @@ needs CUDA: here it is a megatron-core model.
 
 import pytest
 import torch
-from cells import Stack, verdict, worst
-from hypothesis import given, settings, strategies as st
-from megatron.core import parallel_state as mpu
+from cells import Stack, scores, verdict, worst
 from megatron_world import PAD, Attention, far as relative, gpt, received, seen, watch
 from processes import saved_model
 from tensordict import TensorDict
 from verl.models.mcore import model_forward, registry, util
 from verl_models import LENGTHS, Vision, alone, config, error, jagged, left_padded
 
-from collate_npu import CollateError, ContextParallel
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.integrations import verl, verl as engine
+from collate_npu.integrations import verl as engine
 
 NEEDS = ("verl", "megatron")
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("cpu")
 
-ONE = ContextParallel(1, 0)
-SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 WIDTH, SQUARE = (len(LENGTHS), 7), (len(LENGTHS), 1, 7, 7)
 NEAR = 2e-5
-
-
-def numbered(lengths, *trailing, dtype=torch.int64):
-    """Rows whose values are all different and none of them the padding."""
-    rows, at = [], 1
-    for length in lengths:
-        size = length * torch.Size(trailing).numel()
-        rows.append(torch.arange(at, at + size, dtype=dtype).view(length, *trailing))
-        at += size
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
-def same(one, other):
-    return len(one.unbind()) == len(other.unbind()) and all(map(torch.equal, one.unbind(), other.unbind()))
-
-
-def grid(patch, tp, cp, rank):
-    """verl's preprocess asks Megatron for sizes alone, so any grid can be played in one process."""
-    patch.setattr(mpu, "get_tensor_model_parallel_world_size", lambda: tp)
-    patch.setattr(mpu, "get_context_parallel_world_size", lambda: cp)
-    patch.setattr(mpu, "get_context_parallel_rank", lambda: rank)
-
-
-# --- padding and the way back: the same as verl, where verl is right
-
-
-@settings(deadline=None, max_examples=25)
-@given(SIZES, st.sampled_from([(), (3,)]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]))
-def test_padding_and_split_are_verls_and_the_way_back_is_the_inverse(lengths, trailing, cp, tp):
-    values = numbered(lengths, *trailing)
-    padded = verl.pad_jagged(values, ContextParallel(1, 0, tensor_parallel=tp), npu=True)
-    assert same(verl.to_jagged(padded.values, padded.segments, ONE), values)
-    assert padded.attention_mask is None
-    for rank in range(cp):
-        with pytest.MonkeyPatch.context() as patch:
-            grid(patch, tp, cp, rank)
-            theirs = util.preprocess_bshd_engine(values)
-        ours = verl.pad_jagged(values, ContextParallel(cp, rank, tensor_parallel=tp), npu=False)
-        mine = (ours.values, ours.attention_mask_2d, ours.position_ids)
-        assert all(map(torch.equal, mine, theirs))
-        assert ours.attention_mask is ours.attention_mask_2d
-
-
-def test_rows_of_no_tokens_stay_rows():
-    values = torch.nested.nested_tensor_from_jagged(torch.arange(1, 5), torch.tensor([0, 3, 3, 4]))
-    padded = verl.pad_jagged(values, npu=True)
-    assert same(verl.to_jagged(padded.values, padded.segments), values)
-
-
-def test_padded_ids_are_refused_with_the_remedy():
-    with pytest.raises(CollateError, match=r"jagged nested tensor .* layout=torch\.jagged"):
-        verl.pad_jagged(torch.ones(2, 3, dtype=torch.int64), ONE)
 
 
 # --- forwards. Padded rows: None on an NPU, the 2D mask elsewhere, and the way back
@@ -241,9 +184,9 @@ def test_uninstall_puts_verls_own_back(verl_npu):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(one_rank, tmp_path_factory):
+def checkpoint(cpu, tmp_path_factory):
     """A tiny Qwen3 and a tokenizer: what verl's `HFModelConfig` reads."""
-    one_rank.setattr("verl.workers.engine.megatron.transformer_impl.get_device_id", lambda: "cpu")
+    cpu.setattr("verl.workers.engine.megatron.transformer_impl.get_device_id", lambda: "cpu")
     return saved_model(tmp_path_factory.mktemp("qwen3"), "qwen3")
 
 
@@ -271,7 +214,7 @@ def batch(values):
 def of_tokens(rows, values):
     """Log probability of each next token, and the entropy, of each row."""
     logs = [torch.log_softmax(row, -1) for row in rows]
-    chosen = [row[:-1].gather(-1, ids[1:, None]).squeeze(-1) for row, ids in zip(logs, values.unbind())]
+    chosen = [scores(row, ids.tolist()) for row, ids in zip(rows, values.unbind())]
     return chosen, [-(row.exp() * row).sum(-1) for row in logs]
 
 

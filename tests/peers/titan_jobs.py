@@ -27,6 +27,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from processes import free_port
 from rotation import part
+from stand_ins import answer
 from titan_kernels import LAYERS, TEXT_ALONE, alone, config_of
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
@@ -36,16 +37,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.data import IterableDataset, default_collate
 
 torch._utils._get_available_device_type = lambda: "cpu"
-_DEVICE = {
-    "get_device_name": lambda *_: "CPU",
-    "get_device_properties": lambda *_: SimpleNamespace(total_memory=1 << 30, name="CPU"),
-    "reset_peak_memory_stats": lambda *_: None,
-    "empty_cache": lambda: None,
-    "memory_stats": lambda *_: {},
-    "current_device": lambda: 0,
-}
-for _name, _function in _DEVICE.items():
-    setattr(torch.cpu, _name, _function)
+answer(torch.cpu, get_device_name="CPU", get_device_properties=SimpleNamespace(total_memory=1 << 30, name="CPU"))
+answer(torch.cpu, reset_peak_memory_stats=None, empty_cache=None, memory_stats={}, current_device=0)
 
 from torchtitan.models.common import attention
 
@@ -301,7 +294,6 @@ if __name__ == "__main__":
     # rank 0 waits for the others at the end: here their exit codes tell
     torchtitan.trainer.time.sleep = lambda seconds: None
     store = dist.FileStore(os.environ["STORE"], size)
-    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost"}
     for name, job in TOGETHER.items():
         if rank == 0:  # just before it is used: a port that is kept for later somebody else takes
             store.set(name, str(free_port()))

@@ -7,7 +7,6 @@ that masks and offsets arrive and keep documents apart, not what a card computes
 """
 
 import importlib
-import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from stand_ins import module
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.nn.functional import cross_entropy
@@ -106,25 +106,16 @@ def convolution(*, x: Tensor, backend: str, cu_seqlens_cpu: Tensor, **settings: 
 
 def fla_modules() -> dict[str, ModuleType]:
     function = {name: type(name, (torch.autograd.Function,), {}) for name in ("Conv", "Chunk", "Recurrent")}
+    rules = {"chunk_gated_delta_rule": delta_rule, "fused_recurrent_gated_delta_rule": None}
     contents: dict[str, dict[str, Any]] = {
-        "fla": {},
-        "fla.modules": {},
-        "fla.modules.conv": {},
         "fla.modules.conv.causal_conv1d": {"causal_conv1d": convolution},
-        "fla.modules.conv.triton": {},
         "fla.modules.conv.triton.ops": {"CausalConv1dFunction": function["Conv"]},
-        "fla.ops": {},
-        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": delta_rule, "fused_recurrent_gated_delta_rule": None},
+        "fla.ops.gated_delta_rule": rules,
         "fla.ops.gated_delta_rule.chunk": {"ChunkGatedDeltaRuleFunction": function["Chunk"]},
         "fla.ops.gated_delta_rule.fused_recurrent": {"FusedRecurrentFunction": function["Recurrent"]},
     }
-    made = {}
-    for name, held in contents.items():
-        made[name] = ModuleType(name)
-        made[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
-        made[name].__path__ = []
-        vars(made[name]).update(held)
-    return made
+    packages = ("fla", "fla.modules", "fla.modules.conv", "fla.modules.conv.triton", "fla.ops")
+    return {name: module(name, **contents.get(name, {})) for name in (*packages, *contents)}
 
 
 # --- models

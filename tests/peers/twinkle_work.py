@@ -1,4 +1,4 @@
-"""Run as a program, `python twinkle_work.py OUT PART`: twinkle's own models, from `set_processor` to `forward_backward`.
+"""Run as a program, `PART=... python twinkle_work.py OUT`: twinkle's own models, from `set_processor` to `forward_backward`.
 
 `models` in this process; `ranks` in two, a row on one rank and shared by both: log-probabilities as `forward_only` gives
 them back, and gradients, against each sample alone; `ray` as twinkle's README starts it: the model and its processor live
@@ -6,14 +6,14 @@ in a worker (`worker` prepares that process). What stands in is hardware: the pl
 streams, TransformerEngine's modules, fla's kernels, MindSpeed; in a process of its own, because nothing is given back.
 """
 
-import json
 import os
 import re
-import sys
 import tempfile
 import traceback
 import warnings
 from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -24,44 +24,23 @@ from megatron_world import (
     UNFUSED,
     Attention,
     TEDotProductAttention,
-    causal_conv1d,
+    cells_on_ranks,
     far,
     fill,
     hardware,
-    judged,
+    kernels,
     layers,
-    rotary_part,
     seen,
     watch,
 )
-from processes import process_group
+from processes import process_group, saved_model, write
 from torch import nn
 
-from collate_npu.kernels.gated_delta import reference_gated_delta_rule
 
-TEXT = {
-    "architectures": ["Qwen3NextForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None,
-    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-}  # fmt: skip
-
-
-def checkpoint(folder: Any, kind: str = "qwen3_next", **changed: Any) -> str:
-    """A config and a tokenizer, as twinkle downloads them. Without experts, every second layer attention."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3NextConfig
-
-    made = (Qwen3NextConfig if kind == "qwen3_next" else Qwen3Config)(**{**TEXT, **changed})
-    if kind == "qwen3_next":
-        made.num_experts, made.full_attention_interval = 0, 2
-        made.layer_types = ["linear_attention", "full_attention"] * 2
-    else:
-        made.architectures = ["Qwen3ForCausalLM"]
-    made.save_pretrained(folder)
-    words = Tokenizer(WordLevel({str(i): i for i in range(64)}, unk_token="0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="63", eos_token="62").save_pretrained(folder)
-    return str(folder)
+@cache
+def checkpoint(kind: str) -> str:
+    """A model and a tokenizer, as twinkle downloads them."""
+    return saved_model(Path(tempfile.mkdtemp()), kind, full_attention_interval=2)
 
 
 def device(name: str = "cuda") -> None:
@@ -173,7 +152,7 @@ def gradients(model: Any, batches: list[Any]) -> dict[str, Any]:
 
 def megatron(kind: str, npu: bool, **processor: Any) -> Any:
     device()  # to be built; there is no MindSpeed here, which twinkle asks for on an NPU
-    model = megatron_model(checkpoint(tempfile.mkdtemp(), kind))
+    model = megatron_model(checkpoint(kind))
     device("npu" if npu else "cuda")
     watch(model.model[0])
     if npu:
@@ -185,7 +164,7 @@ def megatron(kind: str, npu: bool, **processor: Any) -> Any:
 def in_megatron() -> None:
     from twinkle.processor import InputProcessor
 
-    from collate_npu.integrations import twinkle
+    from collate_npu.integrations import patching, twinkle
 
     for npu in (False, True):
         device = "npu" if npu else "other"
@@ -193,6 +172,7 @@ def in_megatron() -> None:
         twinkle.install(model)
         twinkle.install(model)
         RESULTS[f"ours {device}"] = reported(error, model)
+        RESULTS[f"objects go by Gloo {device}"] = patching.in_place(patching.gather_by_gloo)
         rows = features(7, 3, 5)
         RESULTS[f"gradient {device}"] = far(gradients(model, [rows]), gradients(model, [[row] for row in rows]))
         model.set_processor(InputProcessor, padding_side="left")
@@ -218,28 +198,14 @@ def in_local_kernels() -> None:
     TESpecProvider.core_attention = lambda self: Attention
 
 
-def hybrid() -> str:
-    """A checkpoint of transformers' own Qwen3-Next."""
-    from transformers import AutoConfig, Qwen3NextForCausalLM
-
-    folder = checkpoint(tempfile.mkdtemp())
-    made = Qwen3NextForCausalLM(AutoConfig.from_pretrained(folder))
-    with torch.no_grad():
-        for p in made.parameters():
-            p.mul_(3.0 if p.ndim > 1 else 1.0)
-        made.get_input_embeddings().weight[0] += 1.0
-    made.save_pretrained(folder)
-    return folder
-
-
 def in_transformers() -> None:
     from twinkle import DeviceMesh
     from twinkle.model import TransformersModel
 
     from collate_npu.integrations import twinkle
 
-    folder = hybrid()
-    model = TransformersModel(model_id=folder, device_mesh=DeviceMesh.from_sizes(dp_size=1), mixed_precision="no")
+    mesh = DeviceMesh.from_sizes(dp_size=1)
+    model = TransformersModel(model_id=checkpoint("qwen3_next"), device_mesh=mesh, mixed_precision="no")
     model.model.gradient_checkpointing_disable()
     model.set_processor("InputProcessor", padding_side="left")
 
@@ -253,9 +219,6 @@ def in_transformers() -> None:
 
     twinkle.install(model)
     RESULTS["ours transformers, 2D alone"] = reported(told)
-    packed = features(4, 4)
-    packed[0]["attention_mask"] = [1, 1, 2, 2]
-    RESULTS["ours transformers, packed"] = reported(lambda: model.forward_only(inputs=packed) and "computed")
     twinkle.uninstall(model)
 
 
@@ -271,6 +234,7 @@ def in_this_process() -> None:
 
 THREE = LENGTHS[:3]
 CALLER = re.compile(r"\[twinkle driver caller: .*?\] ")
+CONVOLUTION = "mcore_bridge.model.modules.gated_delta_net.causal_conv1d"
 SETTINGS = {"deterministic_mode": False, "use_distributed_optimizer": False}
 
 
@@ -279,7 +243,7 @@ def built(kind: str, cp: int, flat: bool) -> Any:
 
     device()  # there is no MindSpeed here, which twinkle asks for on an NPU
     sizes = {"dp_size": 1, "cp_size": 2} if cp > 1 else {"dp_size": 2}
-    folder = checkpoint(tempfile.mkdtemp(), kind)
+    folder = checkpoint(kind)
     model = megatron_model(folder, device_mesh=DeviceMesh.from_sizes(**sizes), **SETTINGS)
     model.model[0].config.attention_mask_type = "causal"  # what MindSpeed's config has
     device("npu")
@@ -302,40 +266,41 @@ def told(model: Any, batches: list[Any]) -> tuple[list[Any], dict[str, Any]]:
     return rows, total
 
 
-def both(kind: str, known: Any, cp: int, flat: bool) -> dict[str, Any]:
-    """Without us and with us: how far it is from each sample alone, or what was raised."""
+def truth(kind: str) -> Any:
+    return told(built(kind, 1, False), [[sample] for sample in features(*THREE)])
+
+
+def layouts(kind: str, ranks: int) -> dict[str, Any]:
+    """Of each layout its forms: ranks, whether rows are flat, whether there is a kernel for convolutions."""
+    if ranks > 1:
+        return {"context parallel": [(2, False, True), *([(2, True, True)] if kind == "qwen3" else [])]}
+    there = {"packed, kernels there": [(1, True, True)]} if kind == "qwen3_next" else {}
+    return {"padded right": [(1, False, True)], "packed": [(1, True, False)], **there}
+
+
+def together(kind: str, form: tuple[int, bool, bool], ours: bool) -> Any:
+    """The same of all samples in one batch, without us and with us."""
     from collate_npu.integrations import twinkle
 
-    def run(ours: bool) -> Any:
+    cp, flat, there = form
+    with nullcontext() if there else patch(CONVOLUTION, None):
         model = built(kind, cp, flat)
         twinkle.install(model) if ours else None
-        rows, gradient = told(model, [features(*THREE)])
-        assert [len(row) for row in rows] == [len(row) for row in known[0]]
-        return rows, gradient
-
-    found = {who: judged(lambda who=who: run(who == "ours"), known) for who in ("alone", "ours")}
-    return {who: {**one, "refused": CALLER.sub("", one["refused"])} for who, one in found.items()}
+        try:
+            return told(model, [features(*THREE)])
+        except Exception as refused:
+            raise type(refused)(CALLER.sub("", str(refused))) from None
 
 
 def on_two_ranks() -> None:
     process_group()
     device()
     on_cpu()
-    from mcore_bridge.model.modules import gated_delta_net as native
+    kernels(setattr)
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-    from megatron.core.models.common.embeddings import rotary_pos_embedding
 
     TESpecProvider.core_attention = lambda self: TEDotProductAttention
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = rotary_part
-    native.chunk_gated_delta_rule = reference_gated_delta_rule
-    for kind in ("qwen3", "qwen3_next"):
-        with patch.object(native, "causal_conv1d", causal_conv1d):
-            known = told(built(kind, 1, False), [[sample] for sample in features(*THREE)])
-        layouts = {"padded right": (1, False), "packed": (1, True), "context parallel": (2, False)}
-        layouts |= {"packed, kernels there": (1, True)} if kind == "qwen3_next" else {"context parallel, flat": (2, True)}
-        for layout, (cp, flat) in layouts.items():
-            with nullcontext() if layout == "packed" else patch.object(native, "causal_conv1d", causal_conv1d):
-                RESULTS[f"{kind} {layout}"] = both(kind, known, cp, flat)
+    RESULTS.update(cells_on_ranks(("qwen3", "qwen3_next"), layouts, truth, together))
 
 
 # --- on Ray
@@ -377,7 +342,7 @@ def on_ray() -> None:
     groups = [DeviceGroup(name="model", ranks=1, device_type="CPU")]
     twinkle.initialize(mode="ray", nproc_per_node=1, ncpu_proc_per_node=1, groups=groups)
     mesh = DeviceMesh.from_sizes(dp_size=1, device_type="cpu")
-    model = megatron_model(checkpoint(tempfile.mkdtemp()), remote_group="model", device_mesh=mesh)
+    model = megatron_model(checkpoint("qwen3_next"), remote_group="model", device_mesh=mesh)
     in_worker(model, prepare)
     model.set_processor("InputProcessor")
     rows = features(*LENGTHS)
@@ -394,7 +359,7 @@ def on_ray() -> None:
 PARTS = {"models": in_this_process, "ranks": on_two_ranks, "ray": on_ray}
 
 if __name__ == "__main__":
-    PARTS[sys.argv[2]]()
-    if os.environ.get("RANK", "0") == "0":
-        with open(sys.argv[1], "w") as file:
-            json.dump(RESULTS, file, indent=1)
+    for kind in ("qwen3", "qwen3_next"):  # before a group, and before mcore-bridge changes rotary positions
+        checkpoint(kind)
+    PARTS[os.environ["PART"]]()
+    write(RESULTS)

@@ -27,52 +27,31 @@ BATCH = {"input_ids": IDS, "cu_seqlens": OFFSETS}
 
 def test_a_right_run_passes_and_says_what_was_looked_at():
     model, said = Model(), []
-    found = check_delivery(model, BATCH, alone=True)
+    found = check_delivery(model, BATCH)
     each = "convolution [0, 6, 11, 16], rule [0, 6, 11, 16]"
     assert found.layers == {"layers.0": each, "layers.1": each, "layers.2": "[0, 6, 11, 16]"}
-    assert found.unseen == ()
-    told = "2 recurrent: convolution [0, 6, 11, 16] ✔ · rule [0, 6, 11, 16] ✔ · 1 attention: [0, 6, 11, 16] ✔"
-    assert found.told == f"{told} · positions not looked at"
+    assert found.unchecked == ()
+    report = "2 recurrent: convolution [0, 6, 11, 16] ✔ · rule [0, 6, 11, 16] ✔ · 1 attention: [0, 6, 11, 16] ✔"
+    assert found.report == f"{report} · positions not checked"
     assert str(found).startswith("collate_npu: every layer got what the batch says: ")
+    for old, new in (("told", "report"), ("unseen", "unchecked"), ("asked", "leak_free")):
+        with pytest.warns(DeprecationWarning, match=f"Delivery.{old} is {new} now"):
+            assert getattr(found, old) == getattr(found, new)
     guard_first_batch(model, report=said.append)
     model(IDS, OFFSETS)
-    assert str(said[0]) == f"collate_npu: every layer heard got what the batch says: {found.told}"
+    assert str(said[0]) == f"collate_npu: every layer with a known kernel got what the batch says: {found.report}"
     model(IDS, OFFSETS)
     assert len(said) == 1
 
 
 def test_a_layer_alone_is_called_with_hidden_states():
     layer, hidden = DeltaLayer({}), torch.randn(1, 16, 16)
-    found = check_delivery(layer, {"hidden": hidden, "cu_seqlens": OFFSETS}, alone=True)
-    assert found.told == "1 recurrent: convolution [0, 6, 11, 16] ✔ · rule [0, 6, 11, 16] ✔ · positions not looked at"
+    found = check_delivery(layer, {"hidden": hidden, "cu_seqlens": OFFSETS})
+    assert found.report == "1 recurrent: convolution [0, 6, 11, 16] ✔ · rule [0, 6, 11, 16] ✔ · positions not checked"
     with pytest.raises(CollateError, match="goes on from another sequence"):
         check_delivery(DeltaLayer({"seq_idx": planted()}), {"hidden": hidden, "cu_seqlens": OFFSETS})
     with pytest.raises(CollateError, match=r"calls of \[1, 16\] tokens"):
         check_delivery(layer, {"hidden": hidden, "cu_seqlens": OFFSETS}, segments=Segments.from_lengths([[6, 5]]))
-
-
-def test_layers_of_which_nothing_was_judged_are_named():
-    class StateLayer(torch.nn.Module):
-        """Its kernel has a name that nobody knows."""
-
-        def forward(self, hidden):
-            return torch.cat([part.cumsum(1) for part in hidden.split([6, 5, 5], 1)], 1)
-
-    class MambaLayer(StateLayer):
-        pass
-
-    class Mixed(Model):
-        def __init__(self):
-            super().__init__()
-            self.last = MambaLayer()
-
-        def forward(self, input_ids, cu_seqlens):
-            return self.last(super().forward(input_ids, cu_seqlens))
-
-    found = check_delivery(Mixed(), BATCH)
-    assert found.unseen == ("last",)
-    assert "these layers got what the batch says" in str(found)
-    assert "not looked at: last" in str(found)
 
 
 def test_a_vision_tower_has_other_tokens_though_as_many():
@@ -84,13 +63,13 @@ def test_a_vision_tower_has_other_tokens_though_as_many():
         def forward(self, input_ids, cu_seqlens):
             return self.vision(IDS.flip(1), torch.tensor([0, 16])) + self.language(input_ids, cu_seqlens)
 
-    assert check_delivery(Seeing(), BATCH).unseen == tuple(f"vision.layers.{n}" for n in range(3))
+    assert check_delivery(Seeing(), BATCH).unchecked == tuple(f"vision.layers.{n}" for n in range(3))
 
 
 def test_kernels_of_a_rank_are_judged_where_they_have_whole_rows():
     """What one is told of a part may be a step of a ring."""
     model, rank = Model({0: {"rule": planted(0, 5, 11, 16)}}), ContextParallel(2, 0)
-    with pytest.raises(CollateError, match=r"layers\.0: stranger\.chunk_gated_delta_rule told \[0, 5, 11, 16\]"):
+    with pytest.raises(CollateError, match=r"layers\.0: stranger\.chunk_gated_delta_rule got \[0, 5, 11, 16\]"):
         check_delivery(model, BATCH, segments=Segments.from_lengths([[6, 5, 5]]), context_parallel=rank)
     found = check_delivery(model, BATCH, segments=Segments.from_lengths([[6, 26]]), context_parallel=rank)
     assert str(found).startswith("collate_npu: NOT JUDGED: ")
@@ -125,7 +104,7 @@ def test_a_kernel_of_the_model_itself_says_nothing_of_its_layers():
             return self.embed(input_ids)  # no layer runs
 
     found = check_delivery(Sided(), BATCH)
-    assert found.unseen == ("layers.0", "layers.1", "layers.2")
+    assert found.unchecked == ("layers.0", "layers.1", "layers.2")
 
 
 def test_what_cannot_be_judged_is_not_looked_at(monkeypatch):
@@ -143,11 +122,14 @@ def test_what_cannot_be_judged_is_not_looked_at(monkeypatch):
 
     model = Sided()
     model.layers.append(KeyAttention())
-    name, *unread = check_delivery(model, BATCH).unseen
+    found = check_delivery(model, BATCH)
+    assert str(found).startswith("collate_npu: these layers got what the batch says: ")
+    assert "not checked: layers.3, (model) (" in str(found)
+    name, *unread = found.unchecked
     assert (name, [each.partition(" (")[0] for each in unread]) == ("layers.3", ["(model)", "layers.3"])
     assert all("keys" in each for each in unread)
     monkeypatch.setattr(stranger, "chunk_gated_delta_rule", lambda q, k, v, *_, **__: v)
-    assert check_delivery(Model(), BATCH).unseen == ("layers.0", "layers.1")  # their convolutions alone
+    assert check_delivery(Model(), BATCH).unchecked == ("layers.0", "layers.1")  # their convolutions alone
 
 
 def test_kernels_of_another_model_say_nothing_of_this_one():
@@ -177,7 +159,7 @@ def test_threads_do_not_hear_one_another(request):
 
     def check():
         model = Model()
-        found.extend(check_delivery(model, BATCH).unseen for _ in range(5))
+        found.extend(check_delivery(model, BATCH).unchecked for _ in range(5))
 
     threads = [threading.Thread(target=check) for _ in range(4)]
     for each in threads:
@@ -197,9 +179,9 @@ def test_another_batch_in_another_thread_or_in_a_model_within_is_not_this_one():
         thread.join()
         return model(**batch)
 
-    assert check_delivery(model, BATCH, forward=beside).unseen == ()
+    assert check_delivery(model, BATCH, forward=beside).unchecked == ()
     found = check_delivery(Two(), {"input_ids": IDS, "cu_seqlens": other})
-    assert found.unseen == tuple(f"reward.layers.{n}" for n in range(3))
+    assert found.unchecked == tuple(f"reward.layers.{n}" for n in range(3))
 
 
 class InMegatron(type("MegatronModule", (Model,), {"__module__": "megatron.core.transformer.module"})):
@@ -212,13 +194,13 @@ def test_a_stage_of_a_pipeline_runs_by_a_function_alone(end):
     setattr(stage, end, False)
     with pytest.raises(CollateError, match="pipeline"):
         check_delivery(stage, BATCH)
-    assert check_delivery(stage, BATCH, forward=lambda **batch: stage(**batch)).unseen == ()
+    assert check_delivery(stage, BATCH, forward=lambda **batch: stage(**batch)).unchecked == ()
 
 
 def test_ascends_patches_that_come_late_are_a_matter_of_megatron(monkeypatch):
-    assert check_delivery(InMegatron(), BATCH).told
+    assert check_delivery(InMegatron(), BATCH).report
     monkeypatch.setattr(delivery, "start_problem", lambda: "late")
-    assert check_delivery(Model(), BATCH).told
+    assert check_delivery(Model(), BATCH).report
     with pytest.raises(CollateError, match="late"):
         check_delivery(InMegatron(), BATCH)
 
@@ -240,7 +222,7 @@ def test_settings_are_looked_at_before_a_guard_is_set(setting):
 def test_compiled_code_is_checked_uncompiled():
     model = Model()
     model.layers[0].compile(backend="eager")
-    assert check_delivery(model, BATCH).told == check_delivery(Model(), BATCH).told
+    assert check_delivery(model, BATCH).report == check_delivery(Model(), BATCH).report
 
 
 def test_compiled_code_is_not_guarded():
@@ -358,8 +340,6 @@ def test_a_model_that_pools_is_compared_by_its_states_and_not_a_function_in_its_
         alone_of("TEDotProductAttention", torch.ones(3, 4), below, forward=below)
 
 
-@pytest.mark.parametrize("mine", ["x", torch.ones(3)])
-def test_a_key_of_which_nobody_knows_what_it_would_be_alone(mine):
-    case = Case(segments=Segments([[1, 1, 2]]), model=Facts(needs_mask_2d=False))
-    with pytest.raises(CollateError, match=r"mine.*What it would be for one sequence is not known"):
-        check_alone(nn.Linear(4, 4), {"input_ids": torch.ones(1, 3), "mine": mine}, case, torch.ones(1, 3, 4), None)
+def test_sequences_of_a_stack_that_nobody_knows_are_not_run_alone():
+    with pytest.raises(CollateError, match=r"Model.*Leave alone= out"):
+        check_delivery(Model(), BATCH, alone=True)

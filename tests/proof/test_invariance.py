@@ -119,12 +119,12 @@ def moved(labels):
 
 
 RELABELLED = {
-    "moved twice": (moved, SAMPLES, "moved by a place"),
+    "moved twice": (moved, SAMPLES, "shifted, and the model"),
     "dropped": (lambda labels: torch.full_like(labels, -100), SAMPLES, "10 labels .* 10 are ignored"),
     "one dropped": (lambda labels: labels.where(labels != EOS, -100), SAMPLES, r"3 labels .* labels == pad_token_id"),
     "first ones alone": (lambda labels: labels, ANSWERS, ""),
-    "prompts taught": (lambda labels: labels, TAUGHT, "3 labels .* token 1 has 2 for -100"),
-    "another token": (lambda labels: labels.where(labels != 4, 5), SAMPLES, "1 label .* sample 0, token 3 has 5 for 4"),
+    "prompts taught": (lambda labels: labels, TAUGHT, "3 labels .* token 1 has 2 in place of -100"),
+    "another token": (lambda labels: labels.where(labels != 4, 5), SAMPLES, "1 label .* sample 0, token 3 has 5 in place"),
 }
 
 
@@ -198,7 +198,7 @@ def test_a_tolerance_takes_the_place_of_the_noise_and_what_is_not_finite_fails()
         ([[1, 2], [-1]], "token id -1"),
         ("text", "got a str"),
         ({"input_ids": [1, 2]}, "got a dict"),
-        (3, "got a int"),
+        (3, "got an int"),
     ],
 )
 def test_samples_that_prove_nothing_are_refused(samples, said):
@@ -210,7 +210,7 @@ def test_samples_that_prove_nothing_are_refused(samples, said):
 def test_what_is_no_tolerance_model_or_collator_is_refused(tolerance):
     with pytest.raises(CollateError, match="tolerance"):
         assert_padding_invariant(built("llama"), right, SAMPLES, tolerance=tolerance)
-    with pytest.raises(CollateError, match="A model is a module"):
+    with pytest.raises(CollateError, match="A model is a torch module"):
         assert_padding_invariant("llama", right, SAMPLES)
     with pytest.raises(CollateError, match="A collator is called"):
         assert_padding_invariant(built("llama"), "right", SAMPLES)

@@ -123,14 +123,14 @@ def test_places_by_padded_offsets_and_tokens_by_the_others():
     truth = Segments.from_ids(torch.tensor([[1, 1, 1, 0, 0, 0, 2, 2, 2, 2, 0, 0]]))
     assert boundary_reason(found, truth) == ""
     less = packed(cu_seqlens_q=[0, 2, 6], cu_seqlens_q_padded=[0, 6, 12])
-    assert "counts for nothing" in boundary_reason(less, truth)
+    assert "the kernel treats it as padding" in boundary_reason(less, truth)
     assert not packed(cu_seqlens_q=[0, 7], cu_seqlens_q_padded=[0, 6, 12]).fits
     assert packed(cu_seqlens_q_padded=[0, 6, 12]).fits
     assert not packed(cu_seqlens_q=[0, 12, 24]).fits
     row, sides = Segments.from_lengths([[6, 6]]), {"cu_seqlens_q": [0, 6, 12]}
     assert boundary_reason(packed(**sides, cu_seqlens_kv=[0, 6, 12]), row) == ""
     assert "goes on from another sequence" in boundary_reason(packed(**sides, cu_seqlens_kv=[0, 5, 12]), row)
-    assert "does not read the 1 first" in boundary_reason(packed(**sides, cu_seqlens_kv=[0, 7, 12]), row)
+    assert "does not read the first 1" in boundary_reason(packed(**sides, cu_seqlens_kv=[0, 7, 12]), row)
     with pytest.raises(UnreadError, match="other tokens than its keys"):
         packed(**sides, cu_seqlens_kv=[0, 5, 11])
 
@@ -138,7 +138,7 @@ def test_places_by_padded_offsets_and_tokens_by_the_others():
 X = torch.ones(2, 6, 1, 4)
 UNREAD = {
     "it goes on from a state": ("chunk_gated_delta_rule", {"q": X, "k": X, "v": X, "initial_state": X}),
-    "no tensor tells its tokens": ("chunk_gated_delta_rule", {"scale": 1.0}),
+    "no tensor has its tokens": ("chunk_gated_delta_rule", {"scale": 1.0}),
     "is not rows of tokens": ("flash_attn_func", {"q": X[0]}),
     "it has no offsets": ("flash_attn_varlen_func", {"q": X[0], "k": X[0]}),
     "other tokens than its keys": (

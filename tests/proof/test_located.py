@@ -105,16 +105,16 @@ def test_a_sample_without_tokens_or_longer_than_a_row_is_refused(sample):
 
 @pytest.mark.parametrize("keep", [None, [[1] * 4] * 2])
 def test_a_sample_of_padding_alone_is_refused_where_no_mask_says_its_place(keep):
-    with pytest.raises(CollateError, match="several ways to read it"):
+    with pytest.raises(CollateError, match="several places for one sample"):
         locate(batch([1, 2, 9, 9], [9] * 4, keep=keep), features([1, 2, 9, 9], [9, 9]))
-    with pytest.raises(CollateError, match="several ways to read it"):
+    with pytest.raises(CollateError, match="several places for one sample"):
         locate(batch(*[[PAD] * 40] * 8), features(*[[PAD] * n for n in range(20, 28)]))
 
 
 def test_labels_of_a_batch_are_told_apart_from_those_of_its_samples_and_are_made_where_it_has_none():
     made, samples = batch([9, 4, 5], [1, 2, 3]), features([1, 2, 3], [4, 5])
     labelled = made | {"labels": torch.tensor([[-100, 4, 5], [-100, -100, 3]])}
-    assert "1 label not as the samples have them" in locate(labelled, samples).label_fault()
+    assert "1 label differ from the samples" in locate(labelled, samples).label_fault()
     samples[0]["labels"][1] = -100
     assert locate(labelled, samples).label_fault() == ""
     assert locate(made, samples).with_labels()["labels"].tolist() == [[-100, -100, 5], [-100, 2, 3]]

@@ -33,7 +33,7 @@ def test_the_list_has_every_page_with_a_line():
     named = dict(line.removeprefix("* `").split("`: ") for line in done.output.splitlines() if line.startswith("* "))
     pages = {path.relative_to(guide.GUIDE).with_suffix("").as_posix() for path in guide.GUIDE.rglob("*.md")}
     pages |= {path.stem for path in guide.GUIDE.glob("*.ipynb")}
-    assert set(named) == pages - {"index"}
+    assert {name for name in named if not name.startswith("examples/")} == pages - {"index"}
     assert all(len(line) > 10 for line in named.values())
     assert done.output.startswith("## Start\n")
 
@@ -53,6 +53,13 @@ def test_a_notebook_is_a_page_and_says_where_it_lies():
     assert Path(done.output.rsplit("To run it: ", 1)[1].strip()).is_file()
 
 
+def test_examples_are_listed_and_a_script_is_printed_whole():
+    scripts = {f"examples/{path.stem}": path for path in guide.GUIDE.glob("examples/*.py")}
+    assert re.findall(r"^\* `(.+?)`: \w.+\.$", run("examples").output, flags=re.M) == sorted(scripts)
+    for name, path in scripts.items():
+        assert run(name).output == f"```python\n{path.read_text(encoding='utf-8')}```\n\nTo run it: {path}\n"
+
+
 def test_on_a_terminal_markdown_is_drawn(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     drawn = run("masks")
@@ -64,7 +71,7 @@ def test_on_a_terminal_markdown_is_drawn(monkeypatch):
 
 def test_no_name_of_a_table_is_cut_on_a_narrow_terminal():
     with Console(width=50, record=True, file=io.StringIO()) as console:
-        console.print(Page(guide.read_page("consumers")))
+        console.print(Page(guide.read_page("masks")))
     assert "…" not in console.export_text()
 
 
@@ -72,7 +79,24 @@ def test_no_name_of_a_table_is_cut_on_a_narrow_terminal():
 def test_a_word_of_the_list_finds_what_is_said_of_it_and_not_the_list(word):
     found = run(word).output
     assert "# index" not in found
-    assert word.casefold() in found.partition("\n")[2].casefold()
+    places = re.findall(r"^\* `(.*)`: .* \(\d+\)$", found, flags=re.M)
+    assert len(places) > 1
+    assert all(word.casefold() in guide.read_page(place).casefold() for place in places)
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ("left padding", "* `errors#causal-kernel`: "),
+        ("左填充", "* `zh/errors#"),
+        ("lora deepspeed", "# training\n"),
+        ("mask", "* `masks#"),
+    ],
+)
+def test_words_find_one_section_or_a_list_of_them_best_first(words, first):
+    text = run(words).output
+    assert text.startswith(first)
+    assert text.count("\n* ") <= guide.MOST
 
 
 @pytest.mark.parametrize("typed", ["Can only concatenate tensors but got NoneType", "can’t keep packed sequences apart"])
@@ -91,7 +115,8 @@ def test_the_line_of_a_log_is_known_by_an_error_of_nine_letters_or_more(monkeypa
     ("wrong", "says"),
     [
         ("ms-swfit", "Did you mean ms-swift"),
-        ("zh/asend", "or zh/ascend?"),
+        ("deepsped", "Did you mean DeepSpeed"),
+        ("zh/asend", "Did you mean zh/ascend or"),
         ("errors#polaritty", "Did you mean polarity"),
         ("errors#nothing-like-it", "`collate-npu guide errors` shows the whole page."),
         ("../../secrets", "`collate-npu guide` lists them."),

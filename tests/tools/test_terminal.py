@@ -2,7 +2,6 @@
 
 import html
 import io
-import os
 import re
 
 import pytest
@@ -12,9 +11,9 @@ pytest.importorskip("rich")
 from rich.console import Console
 from rich.text import Text
 
-from collate_npu import CollateError, Segments
+from collate_npu import Segments
 from collate_npu.masks import dense
-from collate_npu.tools import files, terminal
+from collate_npu.tools import terminal
 from collate_npu.tools.show import picture
 
 TRUTH = Segments.from_lengths([3, 6], side="left")
@@ -50,7 +49,7 @@ def test_a_page_says_all_and_loads_nothing(tmp_path, monkeypatch):
     text = (tmp_path / "a.html").read_text(encoding="utf-8")
     assert [said for said in SAID if said not in text_of(text)] == []
     assert not re.search(r"url\(|@import|<script|<link|<img|\b(src|href)=", text)
-    assert text.count("#800000")  # red
+    assert text.count("#d93025")  # red
 
 
 def test_what_becomes_a_file_is_not_printed_in_a_notebook(monkeypatch):
@@ -73,25 +72,13 @@ def test_what_a_terminal_would_obey_is_escaped_and_keeps_its_colour():
     assert console.file.getvalue() == "\x1b[31m\\x1b[2J\x1b[0m"
 
 
-def test_a_place_that_is_no_page_is_refused_with_what_is_one(tmp_path):
-    """A pipe that nobody reads would wait for ever."""
-    (tmp_path / "a.html").mkdir()
-    os.mkfifo(tmp_path / "pipe.html")
-    (tmp_path / "link.html").symlink_to(tmp_path / "precious.txt")
-    rules = {
-        "A page is written as .html": ("a.gif", "a.svg", "a", "a.HTML5"),
-        "Name a file in a folder that exists": ("no/a.html", "a.html", "pipe.html"),
-        "Name that file itself": ("link.html",),
-    }
-    for rule, names in rules.items():
-        for name in names:
-            with pytest.raises(CollateError) as error:
-                files.check_place(tmp_path / name, ".html")
-            assert rule in str(error.value)
-    with pytest.raises(CollateError, match="Name that file itself"):
-        shown().save(tmp_path / "link.html")
-    assert not (tmp_path / "precious.txt").exists()
-    files.check_place(tmp_path / "new.html", ".html")
+def test_progress_is_drawn_on_a_terminal_and_nowhere_else():
+    for terminal_or_not, drawn in ((True, "what runs \u2501"), (False, "")):
+        console = Console(file=io.StringIO(), force_terminal=terminal_or_not, width=80, color_system=None)
+        with terminal.progress(2, console) as show:
+            show("what runs", 1)
+        assert drawn in console.file.getvalue()
+        assert ("0:00:0" in console.file.getvalue() or "-:--:--" in console.file.getvalue()) is bool(drawn)
 
 
 def test_a_number_has_an_exponent_where_it_is_small_or_large():

@@ -1,39 +1,14 @@
-"""Refusals of the tools: a file that is not there has a neighbour, and an advice can be followed here."""
+"""Refusals of the tools: an advice can be followed here."""
 
 import ast
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
-import pytest
 from house import PACKAGE, tree_of
 
-from collate_npu import CollateError
 from collate_npu.tools.cli import parsers
-from collate_npu.tools.user_code import check_file
 
 TOOLS = sorted((PACKAGE / "tools").rglob("*.py"))
-
-
-def test_what_is_no_file_of_that_kind_has_one_that_is_near(tmp_path):
-    for name in ("rows.jsonl", "rowse.jsonl", "rowsy.jsonl", "rows.py"):
-        (tmp_path / name).write_text("", encoding="utf-8")
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    for name, words in {
-        "": "got a folder. Such files end with .jsonl. Name one.",
-        "rowz.jsonl": "got no such file. Such files end with .jsonl. Did you mean rows.jsonl or rowsy.jsonl?",
-        "there/rows.jsonl": f"got no such folder as {tmp_path / 'there'}. Such files end with .jsonl. Name one.",
-        "rows.py": "got a file that ends with '.py'. Such files end with .jsonl. Name one.",
-        "pipe.jsonl": "got a pipe, which may never end. Such files end with .jsonl.",
-    }.items():
-        with pytest.raises(CollateError) as error:
-            check_file(tmp_path / name, [".jsonl"], "Name one.")
-        assert words in str(error.value)
-    check_file(tmp_path / "rows.jsonl", [".jsonl"], "")
-    with subprocess.Popen(["cat", tmp_path / "rows.jsonl"], stdout=subprocess.PIPE) as shell:
-        check_file(Path(f"/proc/self/fd/{shell.stdout.fileno()}"), [".jsonl"], "")  # the shell's own `<(...)`
 
 
 def texts(path):
@@ -71,9 +46,9 @@ def test_what_an_advice_needs_the_extra_installs():
             elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "import_module":
                 found |= {arg.value.partition(".")[0] for arg in node.args if isinstance(arg, ast.Constant)}
     project = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
-    lists = re.findall(r"^(?:dependencies|audit) = \[(.*?)\]", project, flags=re.M | re.S)
+    lists = re.findall(r"^(?:dependencies|audit|completion) = \[(.*?)\]", project, flags=re.M | re.S)
     extra = {name for text in lists for name in re.findall(r'"([\w-]+)', text)}
-    assert len(lists) == 2
+    assert len(lists) == 3
     foreign = found - {*sys.stdlib_module_names, "collate_npu"}
     assert foreign - extra - {*BEHIND_A_CHECK} - {name for name, by in BROUGHT.items() if by in extra} == set()
     source = "".join(path.read_text(encoding="utf-8") for path in TOOLS)

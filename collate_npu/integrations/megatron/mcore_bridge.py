@@ -211,8 +211,8 @@ def refuse_unseparated(modules: Iterable[Any]) -> None:
         return
     for module in modules:
         if type(module).__name__ == "Qwen3_5MoeGatedDeltaNet" and type(module).__module__.startswith("mcore_bridge"):
-            rule = f"With transformers {installed('transformers')} the convolution of {type(module).__name__} is not told "
-            rule += "where sequences end, and runs across them."
+            rule = f"With transformers {installed('transformers')} the convolution of {type(module).__name__} does not get "
+            rule += "the ends of sequences, and runs across them."
             remedy = "Unset it: Megatron's own layer takes flat rows. Or set padding_free=False."
             raise UnsupportedFormError(explain("USE_MCORE_GDN", "0 and a flat row", rule, remedy))
 

@@ -37,7 +37,7 @@ from collate_npu.integrations.patching import once_imported
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.dense_mask import Polarity
-from collate_npu.parallel import ContextParallel, check_recurrent_split, gloo_group, split_tensor
+from collate_npu.parallel import ContextParallel, check_recurrent_split, split_tensor
 from collate_npu.proof.delivery import guard_first_batch
 from collate_npu.segments import Segments
 
@@ -69,20 +69,12 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
         if errors.is_set("COLLATE_NPU_GUARD"):
             patching.patch(PACKAGE, base.BaseMegatronTrainer, "_prepare_batch", partial(guarded, polarity))
         if is_npu():
-            patching.patch(PACKAGE, torch.distributed, "all_gather_object", _gather_by_gloo, everywhere="swift")
+            patching.patch(PACKAGE, torch.distributed, "all_gather_object", patching.gather_by_gloo, everywhere="swift")
 
 
 def uninstall() -> None:
     """Give back what `install` took, and leave every other patch in place: your own `mcore_bridge.install()` too."""
     patching.release(PACKAGE)
-
-
-def _gather_by_gloo(original: Callable[..., Any], values: Any, value: Any, group: Any = None) -> Any:
-    """Gather objects through Gloo, not HCCL: ms-swift gathers the names of its metrics at every step
-    (trainers/trainer.py:108)."""
-    ranks = torch.distributed.group.WORLD if group is None else group
-    here = torch.distributed.get_rank(ranks) >= 0
-    return original(values, value, group=gloo_group(ranks) if here else ranks)
 
 
 class _OnMeta(TorchFunctionMode):
@@ -396,6 +388,6 @@ def get_last_tokens(
         raise CollateError(explain("get_last_tokens", got, rule, remedy))
     keep = attention_mask.to(output_tensor.device) != 0
     if empty := (~keep.any(dim=1)).nonzero().flatten().tolist():
-        rows, rule = [(b, "padding alone") for b in empty], "A row without tokens has no last one."
+        rows, rule = [(b, "padding alone") for b in empty], "A row of padding has no last token."
         raise CollateError(explain_rows("get_last_tokens", rows, rule, "Drop those rows."))
     return original(trainer, output_tensor, None, keep)

@@ -1,9 +1,7 @@
-"""verl 0.9.1: jagged rows to padded ones and back, and the masks that its Megatron and FSDP engines hand to their models.
+"""verl 0.9.1: the masks that its Megatron and FSDP engines hand to their models.
 
-`pad_jagged` and `to_jagged` are each other's inverse; the Megatron engine has the same under verl's own names. Unlike
-verl's (models/mcore/util.py) they keep the 2D mask on every device, and build no `[B, 1, S, S]` for an NPU: None is exact
-for jagged rows and causal attention. `install` and `install_fsdp` patch the two engines. Costs one pass over the tokens.
-Legend: B rows, S width, L = S / cp of a row on one rank.
+On Megatron verl's own padding of jagged rows runs, with its 2D mask on every device, and no `[B, 1, S, S]` for an NPU: None
+is exact for jagged rows and causal attention. `install` and `install_fsdp` patch the two engines. Legend: B rows, S width.
 """
 
 from __future__ import annotations
@@ -11,90 +9,19 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from collate_npu.collate.padding import round_up
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
+from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.integrations import mindspeed, patching
 from collate_npu.integrations.context_parallel import refuse_model
 from collate_npu.integrations.megatron.mcore_bridge import router_padding
 from collate_npu.masks.sources import Sources
-from collate_npu.outputs import repad, unpad
-from collate_npu.parallel import ContextParallel, gather_sequence, ranks_agree, split_tensor
-from collate_npu.parallel.agreement import batch_facts
-from collate_npu.segments import Segments
 
 PACKAGE, TESTED = "verl", "0.9.1"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Padded:
-    """What one rank's model takes of a jagged batch: values `[B, L, ...]`, a 2D mask bool `[B, L]`, True = real, int64
-    positions `[B, L]`; and the Segments of the whole batch `[B, S]` for the way back."""
-
-    values: Tensor
-    attention_mask: Tensor | None
-    """None on an NPU, where MindSpeed's causal attention is refused any mask; elsewhere the 2D mask."""
-    attention_mask_2d: Tensor
-    position_ids: Tensor
-    segments: Segments
-
-
-def pad_jagged(values: Tensor, cp: ContextParallel | None = None, *, npu: bool | None = None) -> Padded:
-    """A jagged `[B, j, ...]` as this rank's padded rows, as wide as `tp * 2 * cp` divides. Inverse of `to_jagged`.
-
-    `cp` defaults to Megatron's groups, `npu` to verl's own check. Under context parallelism all ranks call it.
-
-    >>> ids = torch.nested.nested_tensor([torch.tensor([1, 2, 3]), torch.tensor([4])], layout=torch.jagged)
-    >>> padded = pad_jagged(ids, ContextParallel(size=1, rank=0), npu=True)
-    >>> padded.values.tolist(), padded.attention_mask, padded.attention_mask_2d[1].tolist()
-    ([[1, 2, 3], [4, 0, 0]], None, [True, False, False])
-    """
-    cp = cp or ContextParallel.from_megatron()
-    with ranks_agree(cp, call="split") as facts:
-        segments = _segments_of(values, cp)
-        whole = repad(values.values(), segments)
-        facts |= batch_facts({} if whole.is_floating_point() else {"input_ids": whole}, segments)
-    keep = split_tensor(segments.keep.to(whole.device), cp)
-    return Padded(
-        values=split_tensor(whole, cp),
-        attention_mask=None if (on_npu() if npu is None else npu) else keep,
-        attention_mask_2d=keep,
-        position_ids=split_tensor(segments.position_ids.to(whole.device), cp),
-        segments=segments,
-    )
-
-
-def to_jagged(output: Tensor, segments: Segments, cp: ContextParallel | None = None) -> Tensor:
-    """This rank's output `[B, L, ...]` as a jagged `[B, j, ...]` of the whole rows. Inverse of `pad_jagged`.
-
-    Every rank gets all rows; gradients reach this rank's own part, as with verl's (`loss="same"` of `gather_sequence`).
-
-    >>> rows = to_jagged(torch.tensor([[1, 2, 3], [4, 0, 0]]), Segments.from_lengths([3, 1]), ContextParallel(1, 0))
-    >>> [row.tolist() for row in rows.unbind()]
-    [[1, 2, 3], [4]]
-    """
-    whole = gather_sequence(output, cp or ContextParallel.from_megatron(), segments)
-    offsets = torch.tensor((0, *segments.row_lengths)).cumsum(0).to(whole.device)
-    return torch.nested.nested_tensor_from_jagged(unpad(whole, segments), offsets)
-
-
-def _segments_of(values: Tensor, cp: ContextParallel) -> Segments:
-    jagged = cast(Any, values)
-    if not values.is_nested or values.layout != torch.jagged or jagged.lengths() is not None or values.ndim < 2:
-        rule = "verl carries ragged rows as a jagged nested tensor [B, j, ...] without gaps."
-        remedy = "Use torch.nested.nested_tensor(rows, layout=torch.jagged)."
-        raise CollateError(explain("input_ids", f"{shape_of(values)}, {values.layout}", rule, remedy))
-    lengths = jagged.offsets().diff().tolist()
-    return Segments.from_lengths(lengths, round_up(max(lengths, default=0), cp.multiple))
 
 
 def on_npu() -> bool:
@@ -173,7 +100,7 @@ def _refuse_window(window: Any, given: dict[str, Any]) -> None:
     longest = int((ids.offsets().diff() if ids.is_nested else given["attention_mask"].bool().sum(-1)).max())
     if left is None or left < 0 or longest <= left + 1:
         return
-    rule = f"No attention of MindSpeed's reads a window, and rows of {longest} tokens are longer than {left} + 1."
+    rule = f"MindSpeed's attention reads no window, and rows of {longest} tokens are longer than {left} + 1."
     remedy = f"Keep rows to {left + 1} tokens (data.max_prompt_length, data.max_response_length), or use strategy=fsdp."
     raise UnsupportedFormError(explain("window_size", str(window), rule, remedy))
 
@@ -240,7 +167,7 @@ def _refuse_shares(engine: Any, kernel: str) -> None:
     if needs_mask_2d(engine.module) and not engine.pass_packed_cu_seqlens:
         refuse_model(engine.module)
     if not kernel.startswith("flash"):
-        rule = "verl's Ulysses gathers the row inside flash attention alone; others would see this rank's part of it."
+        rule = "verl's Ulysses gathers the row only inside flash attention; other attention sees one rank's part of it."
         remedy = "Use flash attention, or actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1."
         raise UnsupportedFormError(explain("attn_implementation", kernel, rule, remedy))
 

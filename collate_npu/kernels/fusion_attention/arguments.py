@@ -19,29 +19,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.kernels.fusion_attention.contract import (
     COMPRESSED,
-    MAX_PREFIX_ROWS,
-    MAX_SEQUENCES,
     RANKS,
     SKIP_EMPTY_ROWS,
     UNLIMITED,
     prefix_triangle,
     triangle,
 )
-from collate_npu.masks.forms import MAX_MASK_BYTES, dense, none_is_exact, varlen
+from collate_npu.masks.forms import MAX_MASK_BYTES, check_bytes, dense, none_is_exact, varlen
 from collate_npu.masks.patterns import Bidirectional, Chunked, Pattern, Prefix, Sliding
 from collate_npu.segments import Segments
 from collate_npu.validation import checked, here
 
+MAX_SEQUENCES, MAX_PREFIX_ROWS = 1024, 32
+"""What the documents allow under TND, and of rows with a prefix (op-plugin docs, npu_fusion_attention:181-182)."""
 InputLayout = Literal["BSH", "SBH", "BSND", "BNSD", "TND"]
 Operator = Literal["npu_fusion_attention", "npu_fusion_attention_v3"]
 CompressedName = Literal["full", "triangle", "band", "prefix", "shared"]
@@ -118,9 +117,6 @@ def fusion_attention_kwargs(
     >>> fusion_attention_kwargs(Segments.from_lengths([3, 5]), layout="TND")["actual_seq_qlen"]
     [3, 8]
     """
-    if not isinstance(operator, str) or operator not in get_args(Operator):
-        rule, remedy = f"The operators are {' and '.join(get_args(Operator))}.", "Name the one you call."
-        raise CollateError(explain("operator", repr(operator), rule, remedy))
     pattern, device = Pattern.of(pattern), here(device)
     max_mask_bytes = whole_number("max_mask_bytes", max_mask_bytes)
     terms = _terms(segments, pattern, layout, causal_mode)
@@ -133,7 +129,8 @@ def fusion_attention_kwargs(
         if bool(masked_B1SS.all(-1).any()):
             kwargs["inner_precise"] = SKIP_EMPTY_ROWS
     elif form.sparse_mode in COMPRESSED:
-        kwargs["atten_mask"] = _compressed_mask(form.sparse_mode, device, max_mask_bytes)
+        check_bytes("the compressed mask", COMPRESSED[form.sparse_mode], 1, max_mask_bytes)
+        kwargs["atten_mask"] = prefix_triangle(device) if form.sparse_mode == 6 else triangle(device)
     if form.sparse_mode:
         kwargs["sparse_mode"] = form.sparse_mode
     if form.sparse_mode in (0, 4) and "atten_mask" in kwargs:
@@ -143,14 +140,6 @@ def fusion_attention_kwargs(
     elif form.sparse_mode in (5, 6):
         kwargs["prefix"] = _row_prefixes(segments, terms.prefixes)
     return kwargs
-
-
-def _compressed_mask(mode: int, device: torch.device | str, max_mask_bytes: int) -> Tensor:
-    Q, K = COMPRESSED[mode]
-    if max_mask_bytes < Q * K:
-        rule = f"The compressed mask [{Q}, {K}] takes {Q * K} bytes, the limit max_mask_bytes is {max_mask_bytes}."
-        raise UnsupportedFormError(explain("max_mask_bytes", str(max_mask_bytes), rule, "Raise it."))
-    return prefix_triangle(device) if mode == 6 else triangle(device)
 
 
 def _row_prefixes(segments: Segments, prefixes: Sequence[int]) -> list[int]:
@@ -202,7 +191,7 @@ def _terms(segments: Segments, pattern: Pattern, layout: str, causal_mode: int) 
 
 def _check(segments: Segments, layout: str, causal_mode: int) -> None:
     if not isinstance(layout, str) or layout not in RANKS:
-        rule, remedy = f"The operator's layouts are {', '.join(RANKS)}.", "Name the layout of q, k and v."
+        rule, remedy = f"The operator's layouts are {', '.join(RANKS)}.", "Pass the layout of q, k and v."
         raise CollateError(explain("layout", repr(layout), rule, remedy))
     if not isinstance(causal_mode, int) or causal_mode not in (2, 3):
         rule, remedy = "Causal is mode 2 (top-left) or 3 (bottom-right).", "Leave it at 3."

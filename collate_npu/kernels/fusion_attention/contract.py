@@ -35,18 +35,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from collate_npu.arrays import check_places, host_array, once, whole_number
+from collate_npu.arrays import check_places, once, whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.kernels import Breach
-from collate_npu.kernels.call_boundaries import attention_reason, row_of
-from collate_npu.masks.forms import mask_mod, varlen
+from collate_npu.kernels.call_boundaries import attention_reason, offset_values, row_of
+from collate_npu.masks.forms import mask_mod
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
 from collate_npu.validation import here, wrong_kind
 
 UNLIMITED = 2**31 - 1
 """The operator's default of `pre_tockens` and `next_tockens`."""
-INTEGERS = ("pre_tockens", "next_tockens", "inner_precise", "sparse_mode")
 TENSORS = ("query", "key", "value")
 LISTS = ("actual_seq_qlen", "actual_seq_kvlen")
 INTEGER_LISTS = ("prefix", *LISTS)
@@ -57,6 +56,8 @@ DEFAULTS: dict[str, Any] = (
     | {"dropout_mask": None, "seed": 0, "offset": 0}
 )
 """`npu_fusion_attention` behind query, key, value and head_num (torch_npu 2.13.0); `_v3` lacks the last three."""
+SKIP_EMPTY_ROWS = 2
+"""The `inner_precise` under which a row without keys gives 0."""
 RANKS = {"BSH": 3, "SBH": 3, "BSND": 4, "BNSD": 4, "TND": 3}
 """Layouts of q, k and v, and how many dimensions they have."""
 
@@ -106,11 +107,11 @@ class AttentionCall:
         given = {name: value for name, value in self.kwargs.items() if name not in (*TENSORS, "head_num")}
         self.given = given.keys()
         self.arguments = arguments = DEFAULTS | given
-        arguments |= {name: _integers(name, arguments[name]) for name in INTEGER_LISTS}
-        arguments |= {name: whole_number(name, arguments[name], least=-(2**63)) for name in INTEGERS}
-        for name in ("scale", "keep_prob"):
-            if not isinstance(arguments[name], (int, float, np.integer, np.floating)):
-                raise CollateError(explain(name, f"a {type(arguments[name]).__name__}", "It is a number.", "Pass a float."))
+        arguments |= {name: offset_values(arguments, name) for name in INTEGER_LISTS if arguments[name] is not None}
+        numbers = ("pre_tockens", "next_tockens", "inner_precise", "sparse_mode")
+        arguments |= {name: whole_number(name, arguments[name], least=-(2**63)) for name in numbers}
+        if not isinstance(scale := arguments["scale"], (int, float, np.integer, np.floating)):
+            raise CollateError(explain("scale", shape_of(scale), "It is a number.", "Pass a float."))
         mask = arguments["atten_mask"]
         if not isinstance(mask, Tensor | None):
             raise wrong_kind("atten_mask", mask, "The operator", Tensor, NoneType)
@@ -152,6 +153,20 @@ class AttentionCall:
         filled = [n for n, (q, _) in enumerate(self.lengths) if q]
         return (filled[-1] if self.mode == 7 else filled[0]) if filled else -1
 
+    def zeroes_empty_rows(self, n: int) -> bool:
+        """True if the output of a query of row or sequence n is 0 where every key is blocked, not a mean of V
+        (T:624-682, T:1357; K `flash_attention_score_s1s2_bn2gs1.h`)."""
+        Q, K = self.lengths[n]
+        if self.arguments["inner_precise"] == SKIP_EMPTY_ROWS or K == 0:
+            return True
+        if self.atten_mask is None:
+            return False
+        if self.mode == 3:
+            return Q > K
+        if self.mode in (5, 6):
+            return bool(self.prefix_is_legal and self.prefix and self.prefix[n] == 0 and Q > K)
+        return self.mode in (0, 4) and band_leaves_rows_empty(Q, K, *self.tokens, K - Q if self.mode == 4 else 0)
+
     @once
     def prefix_is_legal(self) -> bool:
         """One entry for each sequence, in `[max(0, Skv - Sq), Skv]` (T:1325-1352, TND T:4045-4082)."""
@@ -159,16 +174,6 @@ class AttentionCall:
         if self.prefix is None or len(self.prefix) != len(pairs):
             return False
         return all(max(0, kv - q) <= n <= kv for n, (q, kv) in zip(self.prefix, pairs))
-
-
-def _integers(name: str, values: Any) -> tuple[int, ...] | None:
-    if values is None:
-        return None
-    array = host_array(name, values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        rule, remedy = "The operator takes a list of whole numbers on the host.", "Pass a list, or for _v3 an int64 tensor."
-        raise CollateError(explain(name, shape_of(array), rule, remedy))
-    return tuple(array.tolist())
 
 
 def upper_layout(layout: Any) -> Any:
@@ -290,46 +295,37 @@ MASK_ARGUMENTS = ("atten_mask", "sparse_mode", "pre_tockens", "next_tockens", *I
 
 
 def contract_breaches(
-    kwargs: Mapping[str, Any],
-    *,
-    segments: Segments | None = None,
-    pattern: str | Pattern = "causal",
-    keep_tail: bool = False,
-    **sizes: int | None,
+    kwargs: Mapping[str, Any], *, segments: Segments | None = None, pattern: str | Pattern = "causal", **sizes: int | None
 ) -> tuple[Breach, ...]:
     """Return every rule that a call breaks; arguments as in `check.check_call`, N, Nkv and D among the sizes."""
     follow: dict[str, int] = {}  # the sizes of query and key that the batch tells
+    keep_tail = segments is not None and sizes.get("Tq") == segments.array.size
     if segments is not None and str(kwargs.get("input_layout")).upper() == "TND":
-        follow = dict.fromkeys(("Tq", "Tkv"), varlen(segments, keep_tail=keep_tail).cu_seqlens_host[-1])
+        follow = dict.fromkeys(("Tq", "Tkv"), segments.array.size if keep_tail else segments.num_tokens)
     elif segments is not None:
         follow = dict(zip(("B", "Sq", "Skv"), (*segments.shape, segments.shape[1])))
     call = AttentionCall(kwargs, **(sizes | follow))  # type: ignore[arg-type]
     found = list(_other_sizes(sizes, follow)) or list(refusal(call)) or list(_silent(call))
     if segments is not None:
-        found += () if found else _against_segments(call, segments, Pattern.of(pattern), keep_tail)
-        found += _beside_the_mask(call)
+        found = found or list(_against_segments(call, segments, Pattern.of(pattern), keep_tail))
+        found += _scale(call)
     return tuple(found)
 
 
 def _other_sizes(given: Mapping[str, int | None], follow: Mapping[str, int]) -> Iterator[Breach]:
     """One breach for each size that was given and is another than the one that follows."""
-    remedy = "Leave it out, or pass the segments of this batch (keep_tail=True if the tail is in the tensor)."
+    remedy = "Leave it out, or pass the segments of this batch."
     for name, size in follow.items():
         if given.get(name) is not None and whole_number(name, given[name]) != size:
             says = f"By the segments it is {size}."
             yield Breach("sizes-differ", name, str(given[name]), says, remedy, "Segments")
 
 
-def _beside_the_mask(call: AttentionCall) -> Iterator[Breach]:
-    """What makes the output of right scores another one."""
-    scale, keep = call.arguments["scale"], call.arguments["keep_prob"]
-    if "scale" not in call.given or not 0 < scale < inf:
-        got, says = str(scale) if "scale" in call.given else "nothing", "Left out it is 1.0, which no model means."
-        yield Breach("scale", "scale", got, says, "Pass scale=D**-0.5, or the model's own.", "PD:36")
-    if 0 < keep < 1:
-        says = "What dropout leaves of a sequence is another at every call."
-        remedy = "Pass keep_prob=1.0; or check the call without it, and know that no output can be compared."
-        yield Breach("dropout", "keep_prob", str(keep), says, remedy, "PD:15")
+def _scale(call: AttentionCall) -> Iterator[Breach]:
+    scale, given = call.arguments["scale"], "scale" in call.given
+    if not given or not 0 < scale < inf:
+        says, remedy = "Without it the operator uses 1.0, which no model means.", "Pass scale=D**-0.5, or the model's own."
+        yield Breach("scale", "scale", str(scale) if given else "nothing", says, remedy, "PD:36")
 
 
 def _against_segments(call: AttentionCall, segments: Segments, pattern: Pattern, keep_tail: bool) -> Iterator[Breach]:
@@ -373,11 +369,8 @@ COMPRESSED = {2: TRIANGLE, 3: TRIANGLE, 4: TRIANGLE, 6: PREFIX_TRIANGLE, 7: TRIA
 
 def refusal(call: AttentionCall) -> Iterator[Breach]:
     """The first thing for which the host code refuses the call, so that it cannot be read further."""
-    for where, got, source in _refused(call):
-        yield Breach(
-            "refused", where, got, "The operator refuses it.", "Take it from fusion_attention_kwargs.", source, silent=False
-        )
-        return
+    for where, got, source in islice(_refused(call), 1):
+        yield Breach("refused", where, got, "The operator refuses it.", "Take it from fusion_attention_kwargs.", source)
 
 
 def _refused(call: AttentionCall) -> Iterator[tuple[str, str, str]]:
@@ -418,17 +411,13 @@ def _shapes_of_masks(call: AttentionCall) -> list[tuple[int, ...]]:
     return [right, *(each for each in shapes if len(each) == 4 and each[2:] == right)]
 
 
-MAX_SEQUENCES = 1024
-MAX_PREFIX_ROWS = 32
-SKIP_EMPTY_ROWS = 2
-"""The `inner_precise` under which a row without keys gives 0, not a mean of V (K `flash_attention_score_s1s2_bn2gs1.h`)."""
+MOST_SEQUENCES = 20_000
 REQUIRED_TOKENS = {4: ("pre_tockens", "next_tockens"), 8: ("next_tockens",)}
 """Modes whose band comes from the tokens alone. Mode 7 without `next_tockens` is refused by the host code itself."""
 
 
 def _silent(call: AttentionCall) -> Iterator[Breach]:
     """Every rule whose breach the operator takes without an error, and computes something else."""
-    yield from _limits(call)
     yield from _shapes(call)
     yield from _unused(call)
     if call.tnd:
@@ -437,27 +426,11 @@ def _silent(call: AttentionCall) -> Iterator[Breach]:
     if mask is None:
         if call.mode != 0 or pre < Sq - 1 or after < Skv - 1:
             got = f"None with sparse_mode {call.mode}, pre {pre}, next {after}"
-            says = "Without a mask every mode and token is ignored: full attention, the future included."
+            says = "Without a mask the operator ignores modes and tokens: every query attends all keys."
             remedy = "Pass the compressed mask fusion_attention.triangle(), or sparse_mode 0 if full attention is meant."
             yield Breach("none-is-full", "atten_mask", got, says, remedy, "T:799, T:4121, PD:176, MS:102")
         return
-    misread = list(_form(call, mask))
-    if missing := [name for name in REQUIRED_TOKENS.get(call.mode, ()) if name not in call.given]:
-        says = f"sparse_mode {call.mode} attends by the tokens alone; left out they are unlimited, the future included."
-        remedy = "Pass both: next_tockens=0 is causal, pre_tockens=window-1 a window."
-        misread.insert(0, Breach("tokens-left-out", ", ".join(missing), "nothing", says, remedy, "T:689, T:3978-3986, D"))
-    yield from misread
-    if not misread:
-        yield from _contents(call, mask)
-
-
-def _limits(call: AttentionCall) -> Iterator[Breach]:
-    """How many sequences the documents allow; the host code has fixed slots for 20000 (A:449)."""
-    most = MAX_PREFIX_ROWS if call.mode in (5, 6) else MAX_SEQUENCES if call.tnd else inf
-    if len(call.lengths) > most:
-        got = f"{len(call.lengths)} rows or sequences"
-        says = f"In mode {call.mode} the documented limit is {most}; the operator reads on past it."
-        yield Breach("documented-limit", "B", got, says, "Split the batch.", "PD:181-182")
+    yield from list(_form(call, mask)) or _contents(call, mask)
 
 
 def _shapes(call: AttentionCall) -> Iterator[Breach]:
@@ -478,12 +451,15 @@ def _shapes(call: AttentionCall) -> Iterator[Breach]:
 def _unused(call: AttentionCall) -> Iterator[Breach]:
     for name in ("padding_mask", "pse", "sink", "dropout_mask", "prefix"):
         if call.arguments[name] is not None and (name != "prefix" or call.mode not in (5, 6)):
-            says = f"{name} would pass unread in sparse_mode {call.mode}: by the operator, or by this check."
+            says = f"The operator or this check does not read {name} in sparse_mode {call.mode}."
             remedy = "Express padding in atten_mask, and a prefix in mode 5 or 6; check a call with the others by hand."
             yield Breach("unread", name, "given", says, remedy, "PD:34, PD:181, D")
 
 
 def _lists(call: AttentionCall) -> Iterator[Breach]:
+    if len(call.lengths) > MOST_SEQUENCES:
+        got, says = f"{len(call.lengths)} ends", f"The host code has {MOST_SEQUENCES} slots for them, and overruns."
+        yield Breach("too-many", ", ".join(LISTS), got, says, "Split the batch.", "A:449, T MAX_VAR_LEN_SEQ_LEN")
     for name, ends, T in zip(LISTS, call.ends, (call.Tq, call.Tkv)):
         yield from _ends(call, name, ends or (), T)
     if rows := [pair for pair in call.lengths if pair[0] and not pair[1]]:
@@ -492,9 +468,8 @@ def _lists(call: AttentionCall) -> Iterator[Breach]:
 
 
 def _ends(call: AttentionCall, name: str, ends: tuple[int, ...], T: int | None) -> Iterator[Breach]:
-    if ends[0] == 0 and call.mode in (6, 8):
-        counts = "the prefixes count it" if call.mode == 6 else "mode 8 cuts the first sequence"
-        says = f"A leading 0 is one more, empty sequence, and {counts}."
+    if ends[0] == 0 and call.mode == 8:
+        says = "A leading 0 is one more, empty sequence, and mode 8 cuts the first sequence."
         yield Breach("leading-zero", name, str(ends[:6]), says, "Pass cu_seqlens[1:].", "PD:47-53, T:1176")
     used = [n for i, n in enumerate(ends) if n or not i or any(ends[i:])]
     last = max(used, default=0)
@@ -517,12 +492,16 @@ def _ends(call: AttentionCall, name: str, ends: tuple[int, ...], T: int | None) 
 
 def _form(call: AttentionCall, atten_mask: Tensor) -> Iterator[Breach]:
     got = shape_of(atten_mask)
+    if missing := [name for name in REQUIRED_TOKENS.get(call.mode, ()) if name not in call.given]:
+        says = f"sparse_mode {call.mode} is limited only by these two; without them every query attends all keys."
+        remedy = "Pass both: next_tockens=0 is causal, pre_tockens=window-1 a window."
+        yield Breach("tokens-left-out", ", ".join(missing), "nothing", says, remedy, "T:689, T:3978-3986, D")
     if atten_mask.is_meta:
         says, remedy = "A mask on device meta has no contents to check.", "Check the mask that the operator will get."
         yield Breach("no-contents", "atten_mask", got, says, remedy, "rule of this library")
     if call.mode in COMPRESSED:
         if atten_mask.ndim == 4:
-            says = f"sparse_mode {call.mode} reads it as the compressed mask, by the luck of its size."
+            says = f"sparse_mode {call.mode} reads it as the compressed mask, because its size happens to fit."
             remedy = "Pass the 2-D compressed mask, or sparse_mode 1 with a dense one."
             yield Breach("dense-as-compressed", "atten_mask", got, says, remedy, "T:1527-1568")
         return
@@ -559,32 +538,30 @@ def compressed_contents(call: AttentionCall, atten_mask: Tensor) -> Iterator[Bre
     if torch.equal(blocked, right):
         return
     got = f"{int((blocked != right).sum())} wrong cells"
-    says = f"sparse_mode {call.mode} reads its mask as one that is True above the diagonal; contents are never checked."
+    says = f"sparse_mode {call.mode} expects a mask that is True above the diagonal, and does not check it."
     remedy = f"Use fusion_attention.{'prefix_triangle' if call.mode == 6 else 'triangle'}()."
     yield Breach("compressed-contents", "atten_mask", got, says, remedy, "PD:554-606, D")
 
 
 def _dense_contents(call: AttentionCall) -> Iterator[Breach]:
-    empty, disagrees, given = 0, False, call.atten_mask
-    attended: dict[int, Tensor] = {}
-    to_itself: dict[int, list[Tensor]] = {}
-    differ = call.tnd or call.mode == 5 or (given is not None and given.ndim == 4 and given.shape[0] > 1)
-    lengths = call.lengths if differ else call.lengths[:1]  # every distinct part of the mask
-    blocks = ((n, rows) for n, (Q, K) in enumerate(lengths) for rows in query_blocks(Q, K * call.mask_heads))
-    for n, queries in blocks:
-        masked = dense_scores(call, n, queries)
-        empty += int(masked.all(-1).sum())
-        attended[n] = attended.get(n, False) | ~masked.all(-2)
-        to_itself.setdefault(n, []).append(masked.diagonal(queries.start, -2, -1).clone())  # a view would hold the block
-        if not disagrees and (skipped := skipped_scores(call, n, queries)) is not None:
-            disagrees = bool((~masked & skipped).any())
+    empty, odd, disagrees, given = 0, 0, False, call.atten_mask
     # In self-attention a query that cannot see itself is padding, and then nobody sees it.
-    if (call.mode != 0 or min(call.tokens) >= 0) and all(q == kv for q, kv in call.lengths):
-        odd = sum(int((torch.cat(to_itself[n], -1) & attended[n]).sum()) for n in attended)
-        if odd:
-            says = "True = blocked. Here tokens that others attend cannot attend themselves: the mask of a keep convention."
-            remedy = "Invert it (~keep), or use dense(segments, polarity='masked')."
-            yield Breach("polarity", "atten_mask", f"{odd} such tokens", says, remedy, "PD:35, D")
+    square = (call.mode != 0 or min(call.tokens) >= 0) and all(q == kv for q, kv in call.lengths)
+    differ = call.tnd or call.mode == 5 or (given is not None and given.ndim == 4 and given.shape[0] > 1)
+    for n, (Q, K) in enumerate(call.lengths if differ else call.lengths[:1]):  # every distinct part of the mask
+        attended, to_itself = torch.zeros(K, dtype=torch.bool), []
+        for queries in query_blocks(Q, K * call.mask_heads):
+            masked = dense_scores(call, n, queries)
+            empty += 0 if not call.tnd and call.zeroes_empty_rows(n) else int(masked.all(-1).sum())
+            attended = attended | ~masked.all(-2)
+            to_itself.append(masked.diagonal(queries.start, -2, -1).clone())  # a view would hold the block
+            if not disagrees and (skipped := skipped_scores(call, n, queries)) is not None:
+                disagrees = bool((~masked & skipped).any())
+        odd += int((torch.cat(to_itself, -1) & attended).sum()) if square and to_itself else 0
+    if odd:
+        says = "True = blocked. Here tokens that others attend cannot attend themselves: this looks like a keep mask."
+        remedy = "Invert it (~keep), or use dense(segments, polarity='masked')."
+        yield Breach("polarity", "atten_mask", f"{odd} such tokens", says, remedy, "PD:35, D")
     if disagrees:
         says = "Blocks outside the tokens or prefix are skipped, whatever the mask says."
         remedy = "Make the two agree; tokens from the top-left corner, or sparse_mode 1 to compute everything."
@@ -592,17 +569,10 @@ def _dense_contents(call: AttentionCall) -> Iterator[Breach]:
         got, source = f"keys attended outside {outside}", "PD:178, D, T:705-812"
         yield Breach("sparsity-disagrees", "atten_mask", got, says, remedy, source)
     if empty:
-        yield from _empty_rows(call, f"{empty} rows that are True throughout")
-
-
-def _empty_rows(call: AttentionCall, got: str) -> Iterator[Breach]:
-    if call.tnd:
-        says, remedy = "Under TND no query may have every key blocked.", "Leave padding out of the packed tensor."
-        yield Breach("empty-row", "atten_mask", got, says, remedy, "PD:168, D")
-        return
-    # A band that leaves rows empty makes the host code switch empty-row handling on by itself (T:624-635).
-    noticed = call.mode == 0 and band_leaves_rows_empty(*call.longest, *call.tokens)
-    if call.arguments["inner_precise"] != SKIP_EMPTY_ROWS and not noticed:
-        says = "A row with every key blocked gives a mean of V, unless inner_precise=2 makes it 0."
-        remedy = "Pass inner_precise=2, or pad on the right and block keys alone."
-        yield Breach("empty-row", "atten_mask", got, says, remedy, "PD:43-44, K flash_attention_score_common.h:58")
+        got, says = f"{empty} rows that are True throughout", "A row with every key blocked gives a mean of V."
+        remedy = "Pass inner_precise=2, which makes it 0, or pad on the right and block keys alone."
+        source = "PD:43-44, K flash_attention_score_common.h:58"
+        if call.tnd:
+            says, source = "Under TND no query may have every key blocked.", "PD:168, D"
+            remedy = "Leave padding out of the packed tensor."
+        yield Breach("empty-row", "atten_mask", got, says, remedy, source)

@@ -19,10 +19,8 @@ from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.kernels import refuse
 from collate_npu.kernels.fusion_attention.contract import (
     COMPRESSED,
-    SKIP_EMPTY_ROWS,
     UNLIMITED,
     AttentionCall,
-    band_leaves_rows_empty,
     blocked_scores,
     compressed_contents,
     refusal,
@@ -85,20 +83,6 @@ def _check(call: AttentionCall) -> None:
         refuse(takes, compressed_contents(call, call.atten_mask))
 
 
-def _zeroes_empty_rows(call: AttentionCall, n: int) -> bool:
-    Q, K = call.lengths[n]
-    if call.arguments["inner_precise"] == SKIP_EMPTY_ROWS or K == 0:
-        return True
-    if call.atten_mask is None:
-        return False
-    if call.mode == 3:
-        return Q > K
-    if call.mode in (5, 6):
-        return bool(call.prefix_is_legal and call.prefix and call.prefix[n] == 0 and Q > K)
-    shifts = {0: 0, 4: K - Q}
-    return call.mode in shifts and band_leaves_rows_empty(Q, K, *call.tokens, shifts[call.mode])
-
-
 def _attend(call: AttentionCall, n: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """`[1, N, Q, D]` in, attention and the softmax's max and sum out; masked scores are the lowest finite number."""
     q, k, v = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
@@ -108,7 +92,7 @@ def _attend(call: AttentionCall, n: int, q: Tensor, k: Tensor, v: Tensor, scale:
     top = scores.detach().amax(-1) if k.shape[2] else scores.new_zeros(scores.shape[:-1])
     total = (scores.detach() - top[..., None]).exp().sum(-1)
     out = scores.softmax(-1) @ v
-    return out.masked_fill(masked.all(-1, keepdim=True), 0) if _zeroes_empty_rows(call, n) else out, top, total
+    return out.masked_fill(masked.all(-1, keepdim=True), 0) if call.zeroes_empty_rows(n) else out, top, total
 
 
 _TO_BNSD = {"BSH": (0, 2, 1, 3), "SBH": (1, 2, 0, 3), "BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3)}

@@ -38,7 +38,7 @@ chunks of 64, where builders that count non-empty sequences alone name the wrong
 
 Padded rows `[B, S]` need no boundary where nothing is written at padding: a state begins at zero, and decay of nothing is
 nothing. The convolution mixes W - 1 neighbours before the rule, so its *input* must be zero on the left; without biases
-before the rule, zeroing the layer's input does both (measured: guide, gated-delta-net).
+before the rule, zeroing the layer's input does both (measured: guide, kernels).
 
 Legend: B rows, S width, T tokens of the flat row, N sequences, C tokens a chunk.
 """
@@ -107,9 +107,6 @@ def gated_delta_kwargs(
     [[0, 0, 1], [1, 1, 1]]
     """
     device, chunk_size = here(device), whole_number("chunk_size", chunk_size, least=1)
-    if not isinstance(kernel, str) or kernel not in get_args(Kernel):
-        rule, remedy = f"The kernels are {', '.join(get_args(Kernel))}.", "Name the one you call."
-        raise CollateError(explain("kernel", repr(kernel), rule, remedy))
     taken = operator_named(kernel).chunk_sizes
     if taken and chunk_size not in taken:
         rule = f"{kernel} takes chunks of {', '.join(map(str, taken))} tokens."
@@ -221,13 +218,13 @@ def _of_padded_rows(segments: Segments, *, own: bool) -> tuple[int, ...]:
     """Rows one behind the other, each run a sequence: of padding too, or else counted to what stands before it."""
     ids_BS = segments.array
     if bad := [(b, "padding inside a sequence") for b in segments.hole_rows]:
-        rule = "The state would run on through the padding, and the convolution reads it."
-        remedy = "Use the tensors of unpad(), with keep_padding=False: there the holes are closed."
+        rule = "The state would run through the padding, and the convolution would read it."
+        remedy = "Use the tensors of unpad(), which have no holes, with keep_padding=False."
         raise UnsupportedFormError(explain_rows("segments", bad, rule, remedy))
     begins_BS = np.diff(ids_BS, axis=1, prepend=-1) != 0
     if not own:
         if bad := [(int(b), "padding before the first sequence") for b in np.flatnonzero(ids_BS[:, 0] == 0)]:
-            rule = "Padding can lie behind a sequence, never before the first: the state would begin with it."
+            rule = "Padding may follow a sequence but not precede the first: the state would begin with it."
             remedy = "unpad() first, or make it a sequence of its own (padding='own')."
             raise UnsupportedFormError(explain_rows("segments", bad, rule, remedy))
         begins_BS &= ids_BS != 0
@@ -290,6 +287,6 @@ def check_one_sided(segments: Segments) -> None:
     bad = [(b, f"{len(row)} sequences") for b, row in enumerate(segments.lengths) if len(row) > 1]
     bad += [(b, "padding inside a sequence") for b in segments.hole_rows if len(segments.lengths[b]) == 1]
     if bad:
-        rule = "A mask, or zeros at padding, keep one sequence a row apart from padding beside it, and no more."
+        rule = "A mask, or zeros at padding, only keep one sequence a row apart from the padding beside it."
         remedy = "unpad() the batch and use keep_padding=False, or collate with padding_free=True."
         raise UnsupportedFormError(explain_rows("segments", bad, rule, remedy))

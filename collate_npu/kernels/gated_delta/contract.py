@@ -1,10 +1,9 @@
 """Contract of a recurrent kernel's call: what the kernel would take in silence, and compute something else from.
 
 Most host code looks at few of its boundaries: lengths given for offsets, a tail that nothing covers, a table of another
-chunk size pass, and other sequences are computed, or memory nobody wrote. What the host code refuses by itself (`loud` in a
-row of `operators`) is left to it, but for what the boundaries cannot be read without. Left to the operators too: chunk
-sizes, head counts, dtypes, channels, strides. Costs some passes over one number a token. A mask beside or instead of
-boundaries is exact where `zero_padding` is.
+chunk size pass, and other sequences are computed, or memory nobody wrote. Left to the operators: chunk sizes, head counts,
+dtypes, channels, strides. Costs some passes over one number a token. A mask beside or instead of boundaries is exact where
+`zero_padding` is.
 
 Legend: B rows, T tokens, and those of `operators` for shapes.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from itertools import pairwise
 from math import inf, prod
 from typing import Any
@@ -30,15 +28,14 @@ from collate_npu.kernels.call_boundaries import (
     boundary_reason,
     by_numbers,
     by_offsets,
+    offset_values,
     places_in,
     row_starts,
     shown,
 )
 from collate_npu.kernels.gated_delta.arguments import chunk_indices, table_block
-from collate_npu.kernels.gated_delta.operators import HOLDER, Call, is_whole_tensor, operator_named, tensor_orders
+from collate_npu.kernels.gated_delta.operators import Call, operator_named, tensor_orders
 from collate_npu.masks.derive import derive_segments
-from collate_npu.parallel.layout import ContextParallel
-from collate_npu.parallel.recurrent import check_recurrent_split, same_tokens
 from collate_npu.segments import Segments
 
 
@@ -46,14 +43,11 @@ def gated_delta_breaches(kwargs: Mapping[str, Any], *, kernel: str, **says: Any)
     """Return every rule that the call breaks; arguments as in `check.check_call`, B and T among them."""
     call = Call(operator_named(kernel), kwargs, **says)
     found = list(_unread(call))
-    for group in (_unreadable, _boundaries, _tables):  # each reads what the one before has judged
-        found += (broken := list(group(call)))
-        if broken:
-            break
-    if not any(breach.rule in UNREADABLE for breach in found):
-        for rules in (_tensors, _mask, _ranks, _backward, *OWN.get(call.operator.name, ())):
-            found += rules(call)
-    found = [breach for breach in found if breach.silent or breach.rule in UNREADABLE]
+    if unreadable := list(_unreadable(call)):
+        return (*found, *unreadable)
+    found += list(_boundaries(call)) or _tables(call)
+    for rules in (_tensors, _mask, _backward, *OWN.get(call.operator.name, ())):
+        found += rules(call)
     if not found and call.segments is not None:
         found += _against_segments(call, call.segments)
     return tuple(found)
@@ -70,34 +64,20 @@ _BOUNDARY = re.compile(
 def _unread(call: Call) -> Iterator[Breach]:
     """Arguments that the operator does not read."""
     row = call.operator
-    known = {*row.offsets, *row.copies, *row.tables, *row.reads, row.numbers, HOLDER}
     for name, value in call.arguments.items():
-        if name not in known and _BOUNDARY.search(name) and not name.startswith("max_"):
-            takes = ", ".join(filter(None, (*row.offsets, row.numbers, *sorted(row.reads)))) or "no boundaries"
-            says = f"{row.name} does not read it, and a caller that filters keywords drops it in silence; it takes {takes}."
-            yield call.breach("unread", name, _short(value), says, f"Leave {name} out; {_remedy(call)}")
-
-
-UNREADABLE = frozenset({"container", "count", "falling"})
+        if name not in row.names and _BOUNDARY.search(name) and not name.startswith("max_"):
+            takes = ", ".join(row.names)
+            says = f"{row.name} does not read it, and a caller that filters keywords drops it silently; it takes {takes}."
+            yield call.breach("unread", name, shape_of(value), says, f"Leave {name} out. {row.remedy}")
 
 
 def _unreadable(call: Call) -> Iterator[Breach]:
     """Rules without which no other can read the boundaries."""
-    where, numbers = call.where, call.operator.numbers
-    rows = [where, "cu_seqlens_q"] if where.endswith("_padded") else [where]
-    found = [(name, call.row(name, host=call.operator.host)[1]) for name in rows if name in call.arguments]
-    copies = [name for name in call.operator.copies if where and name in call.arguments]
-    found += [(name, call.row(name, host=name.endswith("_list"))[1]) for name in copies]
-    if numbers in call.arguments and not is_whole_tensor(call.get(numbers)):
-        found.append((numbers, f"{shape_of(call.get(numbers))}: it takes a tensor of whole numbers with values"))
-    if unread := [each for each in found if each[1]]:
-        for name, got in unread:
-            yield call.breach("container", name, got, "The operator takes no other form of the same numbers.")
-    elif where and len(call.offsets) < 2:
-        says = "There is at least one sequence, behind the leading 0 where there is one."
-        yield call.breach("count", where, f"{len(call.given)} entries", says)
-    elif where and min(call.lengths) < 0:
-        yield call.breach("falling", where, shown(call.given), "No sequence ends before it begins.")
+    if call.where and len(call.offsets) < 2:
+        says = "There is at least one sequence (after the leading 0, where the form has one)."
+        yield call.breach("count", call.where, f"{len(call.given)} entries", says)
+    elif call.where and min(call.lengths) < 0:
+        yield call.breach("falling", call.where, shown(call.given), "No sequence ends before it begins.")
 
 
 def _boundaries(call: Call) -> Iterator[Breach]:
@@ -110,10 +90,10 @@ def _boundaries(call: Call) -> Iterator[Breach]:
             says = "The first entry counts tokens before the first sequence and is 0; lengths follow it."
         yield call.breach("first", where, got, says)
     if offsets[-1] != call.total:
-        says, remedy = "what lies behind them is somebody else's memory.", "Take the offsets from this very batch."
+        says, remedy = "the kernel would read memory after them that is not its own.", "Take the offsets from this batch."
         if offsets[-1] < call.total:
-            says = "what no sequence covers stays unwritten memory: NaN in gradients."
-            remedy = f"Count the tail as one more sequence: {_remedy(call)}"
+            says = "tokens outside every sequence stay unwritten memory: NaN in gradients."
+            remedy = f"Count the tail as one more sequence. {call.operator.remedy}"
         yield call.breach("last", where, got, f"The call has {call.total} tokens, and {says}", remedy)
     yield from _empties(call)
     longest, most = max(lengths), call.operator.most_tokens
@@ -132,7 +112,7 @@ def _empties(call: Call) -> Iterator[Breach]:
         says = "An empty sequence makes chunk tables name the wrong one, or has no last token."
         if old:
             says += f" fla {call.release('fla')} counts the others alone, since {releases.FLA_COUNTS_EMPTY} it does not."
-        yield call.breach("empty", call.where, got, says, f"Drop empty sequences: {_remedy(call)}")
+        yield call.breach("empty", call.where, got, says, f"Drop empty sequences. {call.operator.remedy}")
 
 
 def _tables(call: Call) -> Iterator[Breach]:
@@ -143,32 +123,21 @@ def _tables(call: Call) -> Iterator[Breach]:
             continue
         if not call.where:
             if "cp_context" not in call.arguments:
-                says = "A table or a copy belongs to offsets, and without them nothing keeps sequences apart."
-                yield call.breach("alone", name, _short(call.get(name)), says)
+                says = "A table or a copy needs offsets beside it; without offsets nothing keeps sequences apart."
+                yield call.breach("alone", name, shape_of(call.get(name)), says)
         elif name in row.tables:
-            yield from _table(call, name, table_block(row.tables[name], call.chunk_size))
-        elif (copy := call.row(name, host=name.endswith("_list"))[0]) != call.given:
-            says = f"It is a copy of {call.where}, {shown(call.given)}; tables follow the one, lengths the other."
+            yield from _table(call, name, call.get(name), table_block(row.tables[name], call.chunk_size))
+        elif (copy := offset_values(call.arguments, name)) != call.given:
+            says = f"It is a copy of {call.where}, {shown(call.given)}; the kernel reads both."
             yield call.breach("copy", name, shown(copy), says)
 
 
-def _table(call: Call, name: str, block: int) -> Iterator[Breach]:
-    right, value, host = chunk_indices(call.offsets, block), call.get(name), call.operator.host
-    right = right.reshape(-1) if host else right
-    if not (isinstance(value, (list, tuple)) if host else is_whole_tensor(value)):
-        return  # the operator refuses it
-    if (table := host_array(name, value)).tolist() != right.tolist():
+def _table(call: Call, name: str, value: Any, block: int) -> Iterator[Breach]:
+    right = chunk_indices(call.offsets, block)
+    if (table := host_array(name, value).reshape(-1)).tolist() != right.reshape(-1).tolist():
         says = f"It holds (sequence, chunk) for each piece of {block} tokens in their order: {right[:4].tolist()} ..."
         remedy = f"Leave it out, or pass chunk_indices(offsets, {block}) of kernels.gated_delta."
-        yield call.breach("table", name, str(table.reshape(-1)[:12].tolist()), says, remedy)
-
-
-def _remedy(call: Call) -> str:
-    return f"take the boundaries {call.operator.remedy}"
-
-
-def _short(value: Any) -> str:
-    return shape_of(value) if isinstance(value, Tensor) else repr(value)[:60]
+        yield call.breach("table", name, str(table[:12].tolist()), says, remedy)
 
 
 # --- tensors, by their shapes (device meta will do)
@@ -177,7 +146,7 @@ def _short(value: Any) -> str:
 def _tensors(call: Call) -> Iterator[Breach]:
     """Each dimension has one size throughout the call; B and T are those of the call."""
     orders = tensor_orders(call.operator, call.arguments)
-    sizes: dict[str, int] = {"B": call.B, "T": call.T, "C": call.chunk_size}
+    sizes: dict[str, int] = {"B": call.B, "T": call.T}
     yield from (breach for name, order in orders.items() for breach in _shape(call, name, order, sizes))
     state, count = call.get("initial_state"), len(call.lengths) if call.where else call.B
     if isinstance(state, Tensor) and state.ndim and state.shape[0] != count and "cp_context" not in call.arguments:
@@ -205,7 +174,7 @@ def _scale(call: Call) -> Iterator[Breach]:
     if isinstance(scale, (int, float, np.integer, np.floating)) and not 0 < scale < inf:
         yield call.breach("scale", "scale", repr(scale)[:40], "It is a number above 0, and finite.", remedy)
     if scale is None and call.segments is not None and call.operator.name in _SCALED:
-        yield call.breach("scale", "scale", "nothing", "Left out it is 1.0, where fla's rule has K**-0.5.", remedy)
+        yield call.breach("scale", "scale", "nothing", "The default is 1.0, where fla's rule uses K**-0.5.", remedy)
 
 
 _SCALED = ("fla_npu.recurrent_gated_delta_rule", "torch_npu.npu_chunk_gated_delta_rule")
@@ -223,39 +192,39 @@ def _mask(call: Call) -> Iterator[Breach]:
         return
     if call.operator.masks == "ignored":
         yield from _ignored(call, value)
-    elif (keep_BT := _kept(call)) is None:
-        says = "The layer reads padding from a [B, T] mask with values alone; of another it makes none."
-        yield call.breach("mask-form", "attention_mask", _short(value), says, "Pass segments.keep.long(), [B, T].")
-    elif not np.isin(values := host_tensor("the mask", value).float().numpy(), (0, 1)).all():
-        got = f"{shape_of(value)} with values {', '.join(f'{n:g}' for n in np.unique(values)[:6])}"
+    elif (values_BT := _mask_values(call)) is None:
+        says = "The layer reads padding only from a [B, T] tensor with values; any other mask it ignores."
+        yield call.breach("mask-form", "attention_mask", shape_of(value), says, "Pass segments.keep.long(), [B, T].")
+    elif not np.isin(values_BT, (0, 1)).all():
+        got = f"{shape_of(value)} with values {', '.join(f'{n:g}' for n in np.unique(values_BT)[:6])}"
         says = "It holds 1 for real and 0 for padding; numbered or additive masks are multiplied in."
         remedy = "Pass (ids > 0).long(), and boundaries for packed rows."
         yield call.breach("mask-values", "attention_mask", got, says, remedy)
     elif call.where:
-        yield from _beside_offsets(call, keep_BT.reshape(-1))
+        yield from _beside_offsets(call, values_BT.reshape(-1) == 1)
     else:
-        yield from _alone(call, keep_BT)
+        yield from _alone(call, values_BT == 1)
 
 
-def _kept(call: Call) -> Array | None:
-    """bool `[B, T]` by a mask of two dimensions that the layer multiplies in; None without one."""
+def _mask_values(call: Call) -> Array | None:
+    """float `[B, T]`: a mask that the layer multiplies in; None where it makes none of what it is given."""
     value = call.get("attention_mask")
     if call.operator.masks != "multiplied" or not isinstance(value, Tensor) or value.is_meta:
         return None
-    return np.equal(host_tensor("the mask", value).float().numpy(), 1) if tuple(value.shape) == (call.B, call.T) else None
+    return host_tensor("the mask", value).float().numpy() if tuple(value.shape) == (call.B, call.T) else None
 
 
 def _alone(call: Call, keep_BT: Array) -> Iterator[Breach]:
     begins_BT = keep_BT & ~np.pad(keep_BT, ((0, 0), (1, 0)))[:, :-1]
     holes, left = _rows(begins_BT.sum(1) > 1), _rows(~keep_BT[:, 0] & keep_BT.any(1))
     if holes:
-        says = "Padding inside a sequence is not undone by a mask: the state decays and the convolution reads it."
+        says = "A mask does not undo padding inside a sequence: the state decays and the convolution reads it."
         yield call.breach("hole", "attention_mask", holes, says, _UNPAD)
     if left and (call.is_set("bias") or call.is_set("conv_bias")):
-        says = "With a bias, zeroed padding on the left is no longer zero behind the convolution."
+        says = "With a bias, padding on the left that was set to zero is not zero after the convolution."
         yield call.breach("bias", "attention_mask", left, says, _RIGHT)
     elif left and call.B == 1 and call.before(releases.SINGLE_ROW_MASKED):
-        says = f"transformers {call.release('transformers')} reads a mask of more than one row alone."
+        says = f"transformers {call.release('transformers')} reads a mask only if it has more than one row."
         yield call.breach("mask-dropped", "attention_mask", left, f"{says} {releases.SINGLE_ROW_MASKED} reads all.", _RIGHT)
 
 
@@ -263,7 +232,7 @@ def _beside_offsets(call: Call, keep_T: Array) -> Iterator[Breach]:
     """Padding must lie behind the real tokens of a sequence, or fill sequences of its own."""
     pieces = [keep_T[start:end] for start, end in pairwise(call.offsets)]
     if bad := [n for n, piece in enumerate(pieces) if (piece[1:] > piece[:-1]).any()]:
-        says = f"It is multiplied in as well, and in sequence {bad[0]} padding stands before or between real tokens."
+        says = f"The layer multiplies it in too, and in sequence {bad[0]} padding stands before or between real tokens."
         remedy = f"Make padding a sequence of its own, and leave the mask out: {_UNPAD}"
         yield call.breach("mask-and-offsets", "attention_mask", f"padding in sequences {bad[:8]}", says, remedy)
 
@@ -272,19 +241,17 @@ def _ignored(call: Call, value: Any) -> Iterator[Breach]:
     """Nobody reads it: harmless only where every row is padded on the right, or not at all."""
     if call.segments is not None or call.where:
         return
-    says = "The layer never reads a mask: padding before or inside a sequence runs through its state."
+    got = shape_of(value)
     try:
         two_d = isinstance(value, Tensor) and value.ndim == 2
         truth = Segments.from_ids(value.long()) if two_d else derive_segments(value)
+        if truth.padding_side in ("none", "right") and not truth.packed:
+            return
+        got += f", padding {truth.padding_side}" + ", several sequences a row" * truth.packed
     except CollateError as error:
-        says += f" Which padding this one means cannot be told ({str(error).splitlines()[0][:120]})."
-        yield call.breach(
-            "mask-unread", "attention_mask", _short(value), says, f"Pass segments=..., which say it; or {_RIGHT}"
-        )
-        return
-    if truth.padding_side not in ("none", "right") or truth.packed:
-        got = f"{shape_of(value)}, padding {truth.padding_side}" + (", several sequences a row" if truth.packed else "")
-        yield call.breach("mask-unread", "attention_mask", got, says, _RIGHT)
+        got += f", which cannot be read ({str(error).splitlines()[0][:120]})"
+    says = "The layer never reads a mask: padding before or inside a sequence runs through its state."
+    yield call.breach("mask-unread", "attention_mask", got, says, _RIGHT)
 
 
 def _rows(bad_B: Any) -> str:
@@ -292,40 +259,7 @@ def _rows(bad_B: Any) -> str:
     return f"row {', '.join(map(str, rows[:8]))}" if rows else ""
 
 
-# --- ranks and the backward pass
-
-
-def _ranks(call: Call) -> Iterator[Breach]:
-    """What is wrong with the way ranks share the row, if they share one; `check_recurrent_split` is the judge."""
-    if "cp_context" in call.arguments and not call.where and call.segments is not None:
-        says = "A context holds local offsets alone, not those of the whole row."
-        remedy = "Pass the global cu_seqlens beside it, or check kernel='fla_cp' with them."
-        yield call.breach("context-unread", "cp_context", _short(call.get("cp_context")), says, remedy)
-    cp = call.context_parallel
-    if cp is None or cp.size == 1:
-        return
-    scheme = "state_passing" if "cp_context" in call.arguments else call.operator.ranks
-    layout = getattr(call.get("cp_context"), "layout", None) or call.get("layout") or "contiguous"
-    if scheme == "state_passing" and layout != "contiguous":
-        yield from _zigzag(call, cp, layout)
-        return
-    flat = bool(call.where) or scheme == "state_passing"
-    segments = Segments.from_lengths([[n for n in call.lengths if n] or [call.T]] if flat else [call.T] * call.B)
-    try:
-        check_recurrent_split(cp, scheme, segments, padding_free=flat, offsets=call.offsets or None, conv_width=call.taps)
-    except CollateError as error:
-        remedy = f"parallel.check_recurrent_split(cp, {scheme!r}, segments) says when it is right."
-        yield call.breach("ranks", "context_parallel", f"{cp.size} ranks, layout {cp.layout!r}", str(error), remedy)
-
-
-def _zigzag(call: Call, cp: ContextParallel, layout: Any) -> Iterator[Breach]:
-    """fla's other layout: rank r of W holds the parts r and 2 * W - 1 - r of the whole row, whatever its sequences."""
-    read = layout == "zigzag" and not call.before(releases.FLA_ZIGZAG)  # else fla raises
-    if read and not same_tokens(cp, replace(cp, layout="zigzag", ulysses=1), len([n for n in call.lengths if n])):
-        got = f"layout={layout!r} on ranks that hold layout {cp.layout!r}"
-        says = "The context takes each rank's tokens for those of zigzag over the whole row."
-        remedy = "Split the batch by ContextParallel(layout='zigzag'), or leave layout out and split it contiguously."
-        yield call.breach("ranks", "layout", got, says, remedy)
+# --- the backward pass
 
 
 def _backward(call: Call) -> Iterator[Breach]:
@@ -347,24 +281,21 @@ def _against_segments(call: Call, segments: Segments) -> Iterator[Breach]:
         yield Breach("sizes-differ", "B, T", f"[{call.B}, {call.T}]", says, remedy, "Segments")
     elif found := "; ".join(dict.fromkeys(filter(None, (boundary_reason(each, segments) for each in given)))):
         where = ", ".join(filter(None, (call.where, call.operator.numbers))) or "boundaries"
-        remedy = f"Take the boundaries {call.operator.remedy} Or unpad() the batch and its tensors, or pass the "
-        remedy += "segments that this call is for."
+        remedy = f"{call.operator.remedy} Or unpad() the batch and its tensors, or pass the segments that this call is for."
         yield Breach("differs-from-segments", where, found, "The segments say otherwise.", remedy, "Segments")
 
 
 def _call_boundaries(call: Call) -> Iterator[CallBoundaries]:
-    """The boundaries that the rule reads, the convolution, or both, as far as the operator has them."""
-    name, shape, total = call.operator.name, (call.B, call.T), call.B * call.T
-    keep_BT = _kept(call)
-    neutral_T = np.zeros(total, bool) if keep_BT is None else ~keep_BT.reshape(-1)
-    rows_T = row_starts(*shape)
-    by_numbers_T = by_numbers(call.numbers_BT) if call.numbers_BT.size else rows_T
-    numbered, mamba = bool(call.operator.numbers), call.operator.package == "mamba"
-    if call.operator.offsets or not numbered or mamba:
-        first_T, left_T = by_offsets(call.offsets, total) if call.where else (by_numbers_T if mamba else rows_T, neutral_T)
-        yield CallBoundaries(name, "rule", shape, first_T, neutral_T | left_T)
-    if numbered and not mamba:
-        yield CallBoundaries(name, "convolution", shape, by_numbers_T, neutral_T)
+    """The boundaries by offsets, which a rule reads, and by numbers, as far as the operator has them."""
+    row, shape, total = call.operator, (call.B, call.T), call.B * call.T
+    values_BT, rows_T = _mask_values(call), row_starts(*shape)
+    neutral_T = np.zeros(total, bool) if values_BT is None else values_BT.reshape(-1) != 1
+    if row.offsets or not row.numbers:
+        first_T, left_T = by_offsets(call.offsets, total) if call.where else (rows_T, neutral_T)
+        yield CallBoundaries(row.name, "rule", shape, first_T, neutral_T | left_T)
+    if row.numbers:
+        first_T = by_numbers(call.numbers_BT) if call.numbers_BT.size else rows_T
+        yield CallBoundaries(row.name, "convolution", shape, first_T, neutral_T)
 
 
 # --- rules of one operator
@@ -377,26 +308,23 @@ def _convolution(call: Call) -> Iterator[Breach]:
     if call.training and call.where and call.B > 1:
         says = "Offsets are of one flat row. The convolution's weight gradient is summed over memory nobody wrote."
         yield call.breach("rows", "B", f"{call.B} rows with {call.where}", says, "unpad() the batch to [1, T] first.")
-    shortest = min((n for n in call.lengths if n), default=call.T)
-    states = call.training and call.is_set("output_final_state") and call.before(releases.FLA_STATES)
-    if states and shortest < call.taps - 1:
-        says = f"The gradient of a final state is wrong for sequences shorter than {call.taps - 1} (fla #1140, #1141)."
-        remedy = f"Drop the final state in training, or sequences as short, or take fla {releases.FLA_STATES} or later."
-        yield call.breach("short-state", "output_final_state", f"a sequence of {shortest}", says, remedy)
 
 
-def _returning(call: Call) -> Iterator[Breach]:
-    """Only equality within reach counts: a number that comes back joins two sequences across what stands between."""
-    ids_BT, reach = call.numbers_BT, call.taps
-    for back in range(2, min(reach, ids_BT.shape[1])):
-        same_BT = ids_BT[:, back:] == ids_BT[:, :-back]
-        between_BT = np.any([ids_BT[:, i : i - back] != ids_BT[:, back:] for i in range(1, back)], axis=0)
-        if (same_BT & between_BT).any():
-            b, t = (int(i) for i in np.argwhere(same_BT & between_BT)[0])
-            says = f"Tokens of the same number are neighbours for {reach - 1} places, whatever stands between them."
-            remedy = f"Give each sequence of the flat row a number of its own: {_OWN_NUMBERS}"
-            yield call.breach("numbers-return", "seq_idx", str(ids_BT[b, t : t + back + 1].tolist()), says, remedy)
-            return
+def _returning(call: Call, reach: float = 0) -> Iterator[Breach]:
+    """Only equality of numbers counts, within the taps of a convolution; a scan reaches further."""
+    reach = reach or call.taps
+    for row in call.numbers_BT:
+        starts = np.flatnonzero(np.diff(row, prepend=row[:1] - 1)).tolist()
+        ended: dict[int, int] = {}
+        for start, end in pairwise([*starts, len(row)]):
+            before = ended.get(row[start])
+            if before is not None and start - before < reach - 1:
+                got = str(row[before - 1 : start + 1][:12].tolist())
+                says = "All tokens with one number count as one sequence, even if others stand between them."
+                remedy = f"Give each sequence of the flat row a number of its own: {_OWN_NUMBERS}"
+                yield call.breach("numbers-return", "seq_idx", got, says, remedy)
+                return
+            ended[row[start]] = end
 
 
 MAMBA_TOKENS = 61_000
@@ -405,42 +333,21 @@ MAMBA_TOKENS = 61_000
 def _mamba(call: Call) -> Iterator[Breach]:
     """mamba_ssm's scan, which takes `seq_idx` for boundaries."""
     if "cu_seqlens" in call.arguments and "seq_idx" not in call.arguments:
-        says = "cu_seqlens serves return_varlen_states alone: without seq_idx states run on from sequence to sequence."
+        says = "cu_seqlens is read only for return_varlen_states: without seq_idx the state runs from sequence to sequence."
         yield call.breach("offsets-alone", "cu_seqlens", "no seq_idx", says, f"Pass seq_idx: {_OWN_NUMBERS}")
     if call.B * call.T > MAMBA_TOKENS:
         says, remedy = f"Its int32 pointers overflow at about {MAMBA_TOKENS} tokens (mamba #1015).", "Use shorter rows."
         yield call.breach("tokens", "T", str(call.B * call.T), says, remedy)
-    for row in call.numbers_BT:
-        firsts = row[np.insert(row[1:] != row[:-1], 0, True)]
-        if len(np.unique(firsts)) != len(firsts):
-            got, says = str(firsts[:12].tolist()), "Tokens of the same number in a chunk are one sequence."
-            yield call.breach("numbers-return", "seq_idx", got, says, f"Number them anew: {_OWN_NUMBERS}")
-            return
-
-
-def _chain(call: Call) -> Iterator[Breach]:
-    """fla_npu's Gated DeltaNet chain, by release."""
-    old = call.before(releases.FLA_NPU_A2)
-    tails = [n for n in call.lengths if n % call.chunk_size]
-    if call.training and old and call.T >= 32768:
-        says = "In release 26.6.0 gradients of rows this long are NaN on A2 (#232)."
-        yield call.breach("release", "T", str(call.T), says, "Use a later release, or shorter rows.")
-    if old and tails:
-        says = "In release 26.6.0 v_new is off by up to 0.7 in short last chunks on A2 (#367, fixed in #368)."
-        yield call.breach("release", call.where, f"lengths {tails[:8]}", says, "Use a later release.")
+    yield from _returning(call, inf)
 
 
 def _flash(call: Call) -> Iterator[Breach]:
-    """The vendor's whole rule; tables that it is given, by their block, it uses unread."""
+    """The vendor's whole rule uses tables unread: one, or one for each block, by its tokens as text."""
     for name in ("chunk_indices", "chunk_indices_list"):
         given = call.get(name) if call.offsets[:1] == (0,) else None
         by_block = given if isinstance(given, Mapping) or given is None else {call.chunk_size: given}
         for block, table in (by_block or {}).items():
-            right = chunk_indices(call.offsets, whole_number(name, int(block), least=1)) if str(block).isdecimal() else None
-            if right is None or host_array(name, table).reshape(-1).tolist() != right.reshape(-1).tolist():
-                says = "It holds (sequence, chunk) for each piece of so many tokens, by their number as text."
-                remedy = f"Leave {name} out: the function builds its own."
-                yield call.breach("table", f"{name}[{block!r}]", "another table", says, remedy)
+            yield from _table(call, name, table, int(block) if str(block).isdecimal() else 0)
 
 
 def _npu_convolution(call: Call) -> Iterator[Breach]:
@@ -470,20 +377,24 @@ def _layer(call: Call) -> Iterator[Breach]:
         remedy = "Upgrade, or pass padded rows with a 2D mask."
         yield call.breach("release", ", ".join(given), "given", says, remedy)
         return
-    packed = sum(length > 0 for length in call.lengths) > 1 or len(np.unique(call.numbers_BT)) > 1
-    if packed and len(given) == 1:
-        leaks = "convolution" if call.where else "rule"
-        says = f"The rule reads cu_seq_lens_q and the convolution seq_idx: here the {leaks} runs from sequence to sequence."
-        yield call.breach("pair", given[0], "alone", says, "Pass both: gated_delta_kwargs(segments, kernel='transformers').")
+    yield from _pair(call)
     for package, name in (("fla", call.where), ("causal_conv1d", "seq_idx" * numbered)):
         if name and call.release(package) is None and call.before(releases.MISSING_KERNEL_RAISES):
-            says = f"Without {package} a torch function stands in; transformers {version} drops boundaries in silence."
+            says = f"Without {package} a torch function stands in; transformers {version} drops boundaries without an error."
             remedy = f"Install {package} and name its release in versions, or pass padded rows with a 2D mask."
             yield call.breach("package", name, f"{package} is not there", says, remedy)
     yield from _returning(call)
     if call.segments is None:
         yield from _positions(call)
-        yield from _agree(call)
+
+
+def _pair(call: Call) -> Iterator[Breach]:
+    """The rule reads offsets and the convolution numbers; without its own either runs through the whole row."""
+    by_offset, by_number = (each.first_T for each in _call_boundaries(call))
+    if (not call.where or call.offsets[-1] == call.T) and not np.array_equal(by_offset, by_number):
+        rule, convolution = (shown(np.unique(first_T).tolist()) for first_T in (by_offset, by_number))
+        says = f"By cu_seq_lens_q the rule begins sequences at {rule}, by seq_idx the convolution at {convolution}."
+        yield call.breach("pair", "cu_seq_lens_q, seq_idx", "two readings", says)
 
 
 def _positions(call: Call) -> Iterator[Breach]:
@@ -492,30 +403,19 @@ def _positions(call: Call) -> Iterator[Breach]:
     if not call.where and isinstance(positions, Tensor) and positions.ndim == 2 and not positions.is_meta:
         real = mask.bool().cpu() if isinstance(mask, Tensor) and mask.shape == positions.shape else positions.cpu() > -1
         if bool(((positions.cpu()[:, 1:] == 0) & real[:, 1:] & real[:, :-1]).any()):
-            says = "They begin again inside a row: it is packed, and recurrent layers read no positions."
+            says = "They restart inside a row: it is packed, and recurrent layers do not read positions."
             yield call.breach("positions-alone", "position_ids", shape_of(positions), says)
-
-
-def _agree(call: Call) -> Iterator[Breach]:
-    """Numbers and offsets of one row."""
-    ids_BT = call.numbers_BT
-    if call.where and ids_BT.shape[0] == 1 and call.offsets[-1] == call.T:
-        begins = np.flatnonzero(ids_BT[0, 1:] != ids_BT[0, :-1]) + 1
-        inner = np.unique([n for n in call.offsets if 0 < n < call.T])
-        if not np.array_equal(begins, inner):
-            says = f"Its numbers change at {begins[:8].tolist()}, and {call.where} begins sequences at {inner[:8].tolist()}."
-            yield call.breach("disagree", "seq_idx", f"{len(begins) + 1} runs", says)
 
 
 def _packed_fields(call: Call) -> Iterator[Breach]:
     """Megatron's `PackedSeqParams`: its padded and actual offsets, its totals."""
     total = whole_number("total_tokens", call.arguments.get("total_tokens", call.T))
     if call.where and total != call.T:
-        says = f"The row has {call.T} tokens; sequence numbers are cut off or added without a word."
+        says = f"The row has {call.T} tokens; sequence numbers are cut off or added without an error."
         yield call.breach("total", "total_tokens", str(total), says, "Pass the width of the row.")
     if call.where != "cu_seqlens_q_padded" or "cu_seqlens_q" not in call.arguments:
         return
-    actual, _ = call.row("cu_seqlens_q")
+    actual = offset_values(call.arguments, "cu_seqlens_q")
     real = [end - start for start, end in pairwise(actual)]
     fits = len(real) == len(call.lengths) and all(0 <= r <= n for r, n in zip(real, call.lengths)) and actual[:1] == (0,)
     if actual != call.given and not fits:
@@ -528,9 +428,7 @@ OWN: dict[str, tuple[Callable[[Call], Iterator[Breach]], ...]] = {
     "causal_conv1d.causal_conv1d_fn": (_returning,),
     "mamba.mamba_chunk_scan_combined": (_mamba,),
     "mamba.mamba_split_conv1d_scan_combined": (_mamba,),
-    "fla_npu": (_chain,),
-    "fla_npu.chunk_local_cumsum": (_chain,),
-    "fla_npu.flash_gated_delta_rule": (_chain, _flash),
+    "fla_npu.flash_gated_delta_rule": (_flash,),
     "fla_npu.causal_conv1d": (_npu_convolution,),
     "transformers.gdn_layer": (_layer,),
     "megatron_core.GatedDeltaNet": (_packed_fields,),

@@ -4,7 +4,7 @@ Releases read: fla 0.5.2 and 0.6.0, flash-linear-attention-npu 17e24fd (after v2
 e9594ce, transformers 4.57 to 5.23, megatron-core 0.16.1 to 0.19, op-plugin 517f2e7 (documentation).
 
 Legend: B rows, T tokens of a row, N sequences; of shapes: H query and key heads, N value heads, K and V head sizes, D
-channels, W taps, C tokens of a chunk, S states.
+channels, W taps, S states.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -21,10 +20,9 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import Array, check_places, host_tensor, once, whole_number
-from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.errors import CollateError, did_you_mean, explain, not_one_of
 from collate_npu.kernels import Breach
-from collate_npu.parallel.layout import ContextParallel
-from collate_npu.parallel.recurrent import RecurrentScheme
+from collate_npu.kernels.call_boundaries import offset_values
 from collate_npu.releases import NEWEST, Since, installed
 from collate_npu.segments import Segments
 from collate_npu.validation import check_fields
@@ -36,12 +34,6 @@ ALIASES = {"query": "q", "key": "k", "value": "v"}
 MAX_TAPS = 4
 """The widest convolution of causal-conv1d (csrc/causal_conv1d.cpp:183)."""
 _BRANCHES = ("main", "master", "nightly", "dev")
-_SPELLINGS = {"flash_linear_attention": "fla", "fla_core": "fla", "megatron_core": "megatron"}
-
-
-def words(text: str) -> frozenset[str]:
-    """Return the words of a row's text."""
-    return frozenset(text.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +49,26 @@ class Operator:
     copies: tuple[str, ...] = ()  # host copies of the offsets
     # Chunk tables, and what a chunk of each is: "rule" (chunk_size), "conv" (64), "cumsum" (2**17 / chunk_size).
     tables: Mapping[str, str] = field(default_factory=dict)
-    reads: frozenset[str] = frozenset()  # other arguments of its own whose names look like boundaries or masks
+    reads: tuple[str, ...] = ()  # other arguments of its own whose names look like boundaries or masks
     host: bool = False  # boundaries are ints on the host (a list or tuple), not tensors
     chunk_sizes: tuple[int, ...] = ()
-    loud: frozenset[str] = frozenset()  # rules that its own host code checks, and the contract leaves to it
     empties: Literal["legal", "fla", "never"] = "never"
     masks: Literal["none", "multiplied", "ignored"] = "none"
     # The order of dimensions of its tensors; the first that is given tells B and T.
     shapes: Mapping[str, str] = field(default_factory=dict)
     most_tokens: int | None = None  # of a sequence
     backward: bool = True
-    ranks: RecurrentScheme = "head_exchange"
 
     @property
     def remedy(self) -> str:
-        """Where right arguments come from: the end of a sentence."""
-        return f"from gated_delta_kwargs(segments, kernel={self.kernel!r})."
+        """Where right arguments come from."""
+        return f"Take the boundaries from gated_delta_kwargs(segments, kernel={self.kernel!r})."
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of its arguments that hold boundaries, tables or masks."""
+        named = (*self.offsets, self.numbers, *self.copies, *self.tables, *self.reads)
+        return tuple(dict.fromkeys(filter(None, named)))
 
     @property
     def package(self) -> str:
@@ -86,70 +82,71 @@ _THD = {"q": "THK", "k": "THK", "v": "TNV", "g": "TN", "beta": "TN"}
 _FLA = Operator(
     "fla.chunk_gated_delta_rule", "fla 0.5.2 ops/gated_delta_rule/chunk.py:505-560, ops/utils/index.py:156",
     offsets=("cu_seqlens",), copies=("cu_seqlens_cpu",), tables={"chunk_indices": "rule"}, chunk_sizes=(16, 32, 64),
-    loud=words("states"), empties="fla", shapes=_RULE,
+    empties="fla", shapes=_RULE,
 )  # fmt: skip
 _MAMBA = Operator(
     "mamba.mamba_chunk_scan_combined", "mamba e9594ce ops/triton/ssd_combined.py:274, 599-604, 642; mamba #1015",
-    kernel="causal_conv1d", numbers="seq_idx", reads=words("cu_seqlens"), shapes={"x": "BTHV", "dt": "BTH"},
+    kernel="causal_conv1d", numbers="seq_idx", reads=("cu_seqlens",), shapes={"x": "BTHV", "dt": "BTH"},
 )  # fmt: skip
 _NPU = "flash-linear-attention-npu 17e24fd "
 _FLA_NPU = Operator(
     "fla_npu", _NPU + "recompute_w_u_fwd_tiling_processor.h:299-385, chunk_local_cumsum_tiling.cpp:259-288",
     kernel="fla_npu", offsets=("cu_seqlens",), tables={"chunk_indices": "rule"}, host=True, chunk_sizes=(64, 128),
-    loud=words("first falling empty table alone states"),
-    shapes={
-        **dict.fromkeys(("q", "k"), "BHTK"), **dict.fromkeys(("v", "u", "dv", "du", "d_o", "dox"), "BNTV"),
-        **dict.fromkeys(("w", "dw", "gk", "gK"), "BNTK"), **dict.fromkeys(("A", "dA"), "BNTC"),
-        **dict.fromkeys(("g", "beta"), "BNT"), "initial_state": "SNKV",
-    },
+    shapes={"q": "BHTK", "k": "BHTK", "v": "BNTV", "g": "BNT", "beta": "BNT", "initial_state": "SNKV"},
+)  # fmt: skip
+_MEGATRON = Operator(
+    "megatron_core.GatedDeltaNet",
+    "Megatron-LM d98e8a6 ssm/gated_delta_net/common.py:469-618; 0.16.1 ssm/gated_delta_net.py:297",
+    kernel="megatron", offsets=("cu_seqlens_q_padded", "cu_seqlens_q"), reads=("attention_mask", *FIELDS, HOLDER),
+    empties="fla", masks="ignored",
 )  # fmt: skip
 _ROWS = (
     _FLA,
     replace(
         _FLA, name="fla.chunk_kda", source="fla 0.5.2 ops/kda/chunk.py:365-420", chunk_sizes=(32, 64),
-        loud=_FLA.loud | words("shape"), shapes=_RULE | {"g": "BTNK"},
+        shapes=_RULE | {"g": "BTNK"},
     ),
     replace(
-        _FLA, name="fla.fused_recurrent_gated_delta_rule", kernel="fla_cp", copies=(), tables={}, chunk_sizes=(),
-        source="fla 0.5.2 ops/gated_delta_rule/fused_recurrent.py:432",
-    ),
-    replace(
-        _FLA, name="fla.causal_conv1d", kernel="fla_conv", tables={"chunk_indices": "conv"}, chunk_sizes=(), loud=words(""),
+        _FLA, name="fla.causal_conv1d", kernel="fla_conv", tables={"chunk_indices": "conv"}, chunk_sizes=(),
         source="fla 0.5.2 modules/conv/triton/ops.py:64, 191, 383-386, cuda/ops.py:202; fla #955",
         shapes={"x": "BTD", "residual": "BTD", "weight": "DW", "bias": "D"},
     ),
     replace(
         _FLA, name="fla.build_cp_context", kernel="fla_cp", tables={}, chunk_sizes=(), empties="legal", shapes={},
-        source="fla 0.6.0 ops/cp/context.py:177-316; 0.5.2 drops what ranks cannot share", ranks="state_passing",
+        source="fla 0.6.0 ops/cp/context.py:177-316; 0.5.2 drops what ranks cannot share",
+    ),
+    replace(
+        _FLA, name="fla.fused_recurrent_gated_delta_rule", kernel="fla_cp", copies=(), tables={}, chunk_sizes=(),
+        source="fla 0.5.2 ops/gated_delta_rule/fused_recurrent.py:432",
     ),
     Operator(
         "causal_conv1d.causal_conv1d_fn",
         "causal-conv1d 1.6.1 csrc/causal_conv1d.cpp:175-198, causal_conv1d_interface.py:28-34",
-        kernel="causal_conv1d", numbers="seq_idx", shapes={"x": "BDT", "weight": "DW", "bias": "D"}, loud=words("shape"),
+        kernel="causal_conv1d", numbers="seq_idx", shapes={"x": "BDT", "weight": "DW", "bias": "D"},
     ),
     _MAMBA,
     replace(_MAMBA, name="mamba.mamba_split_conv1d_scan_combined", shapes={"zxbcdt": "BTD"}),
     _FLA_NPU,
     replace(
         _FLA_NPU, name="fla_npu.chunk_local_cumsum", kernel="fla_npu_cumsum", tables={"chunk_indices_out": "cumsum"},
-        chunk_sizes=tuple(1 << n for n in range(9)), loud=words("alone"), shapes={"g": "BNT"},
+        chunk_sizes=tuple(1 << n for n in range(9)), shapes={"g": "BNT"},
         source=_NPU + "chunk_local_cumsum_tiling.cpp:211, 231, 252-279",
     ),
     replace(
         _FLA, name="fla_npu.flash_gated_delta_rule", source=_NPU + "examples/flash_gated_delta_rule.py:481-516, 1126-1225",
-        kernel="fla_npu_flash", copies=("cu_seqlens_list",), tables={}, reads=words("chunk_indices chunk_indices_list"),
-        chunk_sizes=(64, 128), loud=words("states shape"), empties="never",
-        shapes={**_FLA_NPU.shapes, "v": "BHTV", "g": "BTH", "beta": "BTH", "initial_state": "SHKV"},
+        kernel="fla_npu_flash", copies=("cu_seqlens_list",), tables={}, reads=("chunk_indices", "chunk_indices_list"),
+        chunk_sizes=(64, 128), empties="never",
+        shapes={"q": "BHTK", "k": "BHTK", "v": "BHTV", "g": "BTH", "beta": "BTH", "initial_state": "SHKV"},
     ),
     Operator(
         "fla_npu.causal_conv1d", _NPU + "causal_conv1d_tiling_validation.h:190-265, op_kernel/causal_conv1d.h:50-60, "
         "ops/ascendc/__init__.py:321-329",
-        kernel="fla_npu_conv", offsets=("query_start_loc",), host=True, empties="legal", loud=words("first falling last"),
+        kernel="fla_npu_conv", offsets=("query_start_loc",), host=True, empties="legal",
     ),
     Operator(
         "fla_npu.recurrent_gated_delta_rule", _NPU + "_aclnn_ctypes.py:654-830; #641", kernel="fla_npu_recurrent",
-        offsets=("actual_seq_lengths",), form="prefix and lengths", loud=words("count shape"), most_tokens=8,
-        backward=False, shapes=_THD | {"state": "SNVK"},
+        offsets=("actual_seq_lengths",), form="prefix and lengths", most_tokens=8, backward=False,
+        shapes=_THD | {"state": "SNVK"},
     ),
     Operator(
         "torch_npu.npu_chunk_gated_delta_rule", "op-plugin 517f2e7 documentation of npu_chunk_gated_delta_rule",
@@ -160,28 +157,17 @@ _ROWS = (
     Operator(
         "transformers.gdn_layer", "transformers 5.23 integrations/hub_kernels.py:1033-1050, masking_utils.py:1521-1529",
         kernel="transformers", offsets=("cu_seq_lens_q",), numbers="seq_idx", empties="fla", masks="multiplied",
-        reads=words("cu_seq_lens_k attention_mask position_ids seq_lens"), shapes={"hidden_states": "BTD"},
+        reads=("cu_seq_lens_k", "attention_mask", "position_ids", "seq_lens"), shapes={"hidden_states": "BTD"},
     ),
-    Operator(
-        "megatron_core.GatedDeltaNet",
-        "Megatron-LM d98e8a6 ssm/gated_delta_net/common.py:469-618; 0.16.1 ssm/gated_delta_net.py:297",
-        kernel="megatron", offsets=("cu_seqlens_q_padded", "cu_seqlens_q"), empties="fla", masks="ignored",
-        reads=words("cu_seqlens_kv cu_seqlens_kv_padded attention_mask qkv_format total_tokens"), loud=words("last"),
-        ranks="head_exchange_zigzag",
-    ),
-    Operator(
-        "mindspeed.GatedDeltaNet", "MindSpeed core_r0.16.0 ssm/gated_delta_net.py:592-665, ops/triton/utils.py:73-78",
-        kernel="megatron", offsets=("cu_seqlens_q_padded", "cu_seqlens_q"), form="offsets or ends", masks="ignored",
-        reads=words("cu_seqlens_kv cu_seqlens_kv_padded attention_mask qkv_format total_tokens"), loud=words("last"),
-        ranks="head_exchange_zigzag",
+    _MEGATRON,
+    replace(
+        _MEGATRON, name="mindspeed.GatedDeltaNet", form="offsets or ends", empties="never",
+        source="MindSpeed core_r0.16.0 ssm/gated_delta_net.py:592-665, ops/triton/utils.py:73-78",
     ),
 )  # fmt: skip
 OPERATORS: dict[str, Operator] = {row.name: row for row in _ROWS}
 """`fla_npu` is what a whole training chain takes, the intersection of its operators."""
-KERNELS: dict[str, str] = {row.kernel: row.name for row in reversed(_ROWS)} | {
-    "fla_cp": "fla.build_cp_context",
-    "mindspeed": "mindspeed.GatedDeltaNet",
-}
+KERNELS = {row.kernel: row.name for row in reversed(_ROWS)} | {"mindspeed": "mindspeed.GatedDeltaNet"}
 """The operator that stands for a kernel of `gated_delta_kwargs`: the first that takes its arguments."""
 
 
@@ -197,9 +183,9 @@ def find_operator(name: str) -> Operator | None:
 def operator_named(kernel: str) -> Operator:
     """Return the row of this kernel. Raises `CollateError` with close matches for names that are not known."""
     if (row := find_operator(str(kernel))) is None:
-        near = get_close_matches(str(kernel), [*KERNELS, *OPERATORS], 3, 0.5) or list(KERNELS)
+        remedy = did_you_mean(str(kernel), [*KERNELS, *OPERATORS], f"Name one of {', '.join(KERNELS)}.")
         rule = "Kernels are those of gated_delta_kwargs, and the operators that kernels/gated_delta knows."
-        raise CollateError(explain("kernel", repr(kernel), rule, f"Close to it: {', '.join(near)}."))
+        raise CollateError(explain("kernel", repr(kernel), rule, remedy))
     return row
 
 
@@ -226,7 +212,6 @@ class Call:
     training: bool = True
     segments: Segments | None = None  # the truth: with it at hand, what is only evidence of it need not be judged
     versions: Mapping[str, str] | None = None
-    context_parallel: ContextParallel | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -247,10 +232,8 @@ class Call:
         self.chunk_size = whole_number("chunk_size", self.chunk_size, least=1)
 
     def breach(self, rule: str, where: str, got: str, says: str, remedy: str = "") -> Breach:
-        """Return a broken rule, which the operator takes in silence but for a container, and what its row calls loud."""
-        remedy = remedy or f"Take it {self.operator.remedy}"
-        silent = rule != "container" and rule not in self.operator.loud
-        return Breach(rule=rule, where=where, got=got, says=says, remedy=remedy, source=self.operator.source, silent=silent)
+        """Return a broken rule, with the source of the operator."""
+        return Breach(rule, where, got, says, remedy or self.operator.remedy, self.operator.source)
 
     def release(self, package: str) -> str | None:
         """Return the release that the caller names, else the installed, else the newest that was read; None for none."""
@@ -268,23 +251,6 @@ class Call:
         """True if it is given, and neither None nor False."""
         return name in self.arguments and self.arguments[name] is not False
 
-    def row(self, name: str, *, host: bool = False) -> tuple[tuple[int, ...], str]:
-        """Return whole numbers in the container that the operator takes, or none and why; a sync if they lie on a device."""
-        value = self.get(name)
-        if host:
-            whole = isinstance(value, (list, tuple)) and all(isinstance(n, (int, np.integer)) for n in value)
-            if whole and not any(isinstance(n, bool) for n in value):
-                return tuple(map(int, value)), ""
-            return (), f"{_kind(value)}: it takes a list or tuple of ints on the host"
-        if not isinstance(value, Tensor) or value.ndim != 1:
-            return (), f"{_kind(value)}: it takes a tensor of one dimension"
-        if value.is_meta:
-            return (), "a tensor on device meta: there are no values to check"
-        dtypes = ("int32",) if "lengths" in self.operator.form else ("int32", "int64")
-        if (dtype := str(value.dtype).removeprefix("torch.")) not in dtypes:
-            return (), f"{dtype}: it takes {' or '.join(dtypes)}"
-        return tuple(host_tensor(name, value).tolist()), ""
-
     @property
     def total(self) -> int:
         """Tokens that the offsets run over; fla_npu's convolution counts batch * seqlen (..._validation.h:131)."""
@@ -298,8 +264,8 @@ class Call:
 
     @once
     def given(self) -> tuple[int, ...]:
-        """The boundaries as they are given, `()` where none are or nobody can read them."""
-        return self.row(self.where, host=self.operator.host)[0] if self.where else ()
+        """The boundaries as they are given, `()` where none are."""
+        return offset_values(self.arguments, self.where)
 
     @once
     def offsets(self) -> tuple[int, ...]:
@@ -315,9 +281,10 @@ class Call:
 
     @once
     def numbers_BT(self) -> Array:
-        """The sequence number of each token, int64 `[B, T]`; `[0, 0]` where none are given, or in another form."""
+        """The sequence number of each token, int64 `[B, T]`; `[0, 0]` where none are given, or in a form that is refused."""
         given = self.get(self.operator.numbers)
-        if not is_whole_tensor(given) or tuple(given.shape) != (self.B, self.T):
+        whole = isinstance(given, Tensor) and not given.is_floating_point() and not given.is_meta
+        if not whole or tuple(given.shape) != (self.B, self.T):
             return np.zeros((0, 0), np.int64)
         array: Array = host_tensor(self.operator.numbers, given).numpy().astype(np.int64)
         return array
@@ -329,31 +296,15 @@ class Call:
         return int(weight.shape[-1]) if isinstance(weight, Tensor) and weight.ndim == 2 else MAX_TAPS
 
 
-def is_whole_tensor(value: Any) -> bool:
-    """True for whole numbers with values, whatever the shape."""
-    return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_meta
-
-
 def _named(versions: Mapping[str, str]) -> dict[str, str | None]:
-    """`{"fla": ""}` says that fla is not installed; so does `{"fla": "0.5.2"}` of the convolution beside it."""
-    named: dict[str, str | None] = {}
-    for name, version in versions.items():
-        package = str(name).replace("-", "_").lower()
-        package, text = _SPELLINGS.get(package, package), str(version or "").strip()
+    """Return the release of each package, None for one that is not installed (`""`)."""
+    for package, version in versions.items():
         if package not in NEWEST:
-            rule, near = f"The packages are {', '.join(NEWEST)}.", get_close_matches(package, NEWEST, 1, 0)
-            raise CollateError(explain("versions", repr(name)[:60], rule, f"Write {near[0]!r}."))
-        if text and not (re.search(r"\d", text) or text.lower() in _BRANCHES):
+            raise not_one_of("versions", package, NEWEST)
+        if version and not (re.search(r"\d", str(version)) or version in _BRANCHES):
             rule, remedy = "It is a release, a branch or a commit.", f"Pass {dict(NEWEST)}, '' for what is not there."
-            raise CollateError(explain(f"versions[{name!r}]", repr(version)[:60], rule, remedy))
-        named[package] = text or None
-    if named.get("fla") and "transformers" in named:
-        named.setdefault("causal_conv1d", None)
-    return named
-
-
-def _kind(value: Any) -> str:
-    return shape_of(value) if isinstance(value, (Tensor, np.ndarray)) else f"a {type(value).__name__}"
+            raise CollateError(explain(f"versions[{package!r}]", repr(version)[:60], rule, remedy))
+    return {package: str(version) if version else None for package, version in versions.items()}
 
 
 def tensor_orders(row: Operator, arguments: Mapping[str, Any]) -> Mapping[str, str]:

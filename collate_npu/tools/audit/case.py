@@ -1,12 +1,9 @@
 """Cases of the audit: a batch or a flat row, handed over in one way, beside each sample alone, on this model and device.
 
 Every sample is run alone, without padding and without a mask; then batches of the same samples are run as this library
-hands them over, and without the mask or the boundaries that they need. How they are run and compared, and what passes, is
-`proof`. A tiny model costs about a second a case on one CPU core; a checkpoint costs one forward and backward pass a case
-and batch, and as many a sample.
-
-Dense masks are for eager and sdpa. Flash kernels and attention of other names read the 2D mask: a dense one would make
-them read past their tensors, which on a card ends the process. flex_attention reads a BlockMask.
+hands them over, and in one way in which the mask or the boundaries are lost. How they are run and compared, and what
+passes, is `proof`. A tiny model costs about a second a case on one CPU core; a checkpoint costs one forward and backward
+pass a case and batch, and as many a sample.
 """
 
 from __future__ import annotations
@@ -23,16 +20,17 @@ from collate_npu.collate.collators import PaddingCollator
 from collate_npu.collate.wrapping import wrap_collator
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mask_routing import Case, Model
-from collate_npu.consumers.model_traits import layer_masks, needs_mask_2d, pattern_of
+from collate_npu.consumers.model_traits import needs_mask_2d, pattern_of, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.integrations.adapt import adapt
-from collate_npu.masks.forms import block_mask, dense
+from collate_npu.masks.dense_mask import Polarity
+from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.proof import invariance
-from collate_npu.proof.forward import Fault, listed
+from collate_npu.proof.forward import Fault, Forward, listed
 from collate_npu.proof.invariance import Collator, Located, Samples
 from collate_npu.proof.measure import Batch, Compared, Errors, Numbers, Yardstick, alone, measure_noise
-from collate_npu.proof.recorder import heard
+from collate_npu.proof.recorder import record_calls
 from collate_npu.segments import Segments
 from collate_npu.tools.user_code import describe_error, first_line
 from collate_npu.validation import check_model
@@ -62,11 +60,6 @@ class Subject:
         return getattr(self.model.config, "_attn_implementation", None) or "sdpa"
 
     @property
-    def reads_dense(self) -> bool:
-        """True if its attention reads a dense mask."""
-        return self.attention in ("eager", "sdpa")
-
-    @property
     def pattern(self) -> str | None:
         """The pattern of an encoder, which looks both ways; None for a causal model."""
         return "bidirectional" if pattern_of(self.model) == "bidirectional" else None
@@ -83,14 +76,16 @@ class Subject:
             return Segments.from_lengths([lengths])
         return Segments.from_lengths(lengths, side=self.side)
 
-    def full_mask(self, features: list[Batch]) -> Any:
-        """A correct mask of attention layers, in the form that they read: 4D, a BlockMask or 2D."""
-        truth, pattern = self.truth(features), self.pattern or "causal"
-        if self.attention == "flex_attention":
-            return block_mask(truth, pattern=pattern)
-        if not self.reads_dense:
-            return truth.keep
-        return dense(truth, polarity="bias" if self.attention == "eager" else "keep", pattern=pattern)
+    @property
+    def lost(self) -> str:
+        """The way of other code by which a mask or a boundary is lost here, and no error says so.
+
+        Only eager and sdpa read a dense mask: a flash kernel would read past its tensors, which on a card ends the process.
+        """
+        if self.side == "packed":
+            return "no boundaries"
+        reads_dense = self.attention in ("eager", "sdpa") and hasattr(text_config(self.model.config), "num_attention_heads")
+        return "4D mask alone" if reads_dense and needs_mask_2d(self.model) else "no mask"
 
 
 # --- ways of handing over
@@ -102,8 +97,6 @@ class Way(NamedTuple):
     meaning: str
     hand: Callable[[Subject, list[Batch]], Batch]
     whose: Whose = "ours"
-    dense: bool = False
-    """True if it hands over a dense mask, whatever the attention reads."""
 
 
 def _by_collator(subject: Subject, features: list[Batch]) -> Batch:
@@ -122,20 +115,12 @@ def _by_wrapping(subject: Subject, features: list[Batch]) -> Batch:
     return wrap_collator(collator, consumer="transformers", model=subject.model, pattern=subject.pattern)(features)
 
 
-def _by_mapping(subject: Subject, features: list[Batch]) -> Batch:
-    full, keep = subject.full_mask(features), subject.truth(features).keep
-    kinds = layer_masks(subject.model.config)
-    masks = {key: full if kind == "attention" else keep for key, kind in kinds.items()}
-    return {**_without_mask(subject, features), "attention_mask": masks}
-
-
 def _bare_4d(subject: Subject, features: list[Batch]) -> Batch:
-    return {**_without_mask(subject, features), "attention_mask": subject.full_mask(features)}
-
-
-def _without_mask(subject: Subject, features: list[Batch]) -> Batch:
+    """A correct dense mask, as attention layers read it, and no 2D mask."""
     batch = subject.collator(attention_mask="omit")(features)
-    return {key: value for key, value in batch.items() if key != "attention_mask_2d"}
+    polarity: Polarity = "bias" if subject.attention == "eager" else "keep"
+    full = dense(subject.truth(features), polarity=polarity, pattern=subject.pattern or "causal")
+    return {**{key: value for key, value in batch.items() if key != "attention_mask_2d"}, "attention_mask": full}
 
 
 def _tokens_alone(subject: Subject, features: list[Batch]) -> Batch:
@@ -158,8 +143,7 @@ _BOTH = {
 }
 PADDED: dict[str, Way] = {
     **_BOTH,
-    "mask per layer kind": Way("a dict: 4D for attention layers, 2D for recurrent ones", _by_mapping),
-    "4D mask alone": Way("a correct 4D mask, and no 2D for the recurrent layers", _bare_4d, "elsewhere", dense=True),
+    "4D mask alone": Way("a correct 4D mask, and no 2D for the recurrent layers", _bare_4d, "elsewhere"),
     "no mask": Way("the tokens alone", _tokens_alone, "elsewhere"),
 }
 FLAT: dict[str, Way] = {**_BOTH, "no boundaries": Way("the tokens alone", _tokens_alone, "elsewhere")}
@@ -189,8 +173,8 @@ class Finding:
     loss: float | None = None
     gradient: float | None = None
     astray: tuple[str, ...] = ()
-    """What is not right: by the yardstick `logits`, `loss`, `gradient`; `labels` that are not those of the samples; and
-    `kernels` whose arguments contradict the batch."""
+    """What is not right: `logits`, `loss`, `gradient` by the yardstick, or by a given tolerance; `labels` that are not those
+    of the samples; and `kernels` whose arguments contradict the batch."""
     note: str = ""
     refused: bool = False
     by_position: tuple[tuple[float, ...], ...] = ()
@@ -201,52 +185,33 @@ class Finding:
         """True if nothing is `astray`; None where nothing was measured."""
         return None if self.logits is None else not self.astray
 
-    def beyond(self, tolerance: float | None) -> tuple[str, ...]:
-        """What is `astray`, with the errors of a tolerance in the place of the yardstick's."""
-        if tolerance is None:
-            return self.astray
-        errors = {"logits": self.logits, "loss": self.loss, "gradient": self.gradient}
-        larger = [name for name, error in errors.items() if error is not None and not error <= tolerance]
-        return (*larger, *(name for name in self.astray if name not in errors))
-
-    def within(self, tolerance: float | None) -> bool:
-        """True if nothing is beyond the yardstick, or a tolerance, or if it was refused."""
-        return self.refused if self.logits is None else not self.beyond(tolerance)
-
 
 class Audit:
     """A model, its samples alone, and the yardstick for both; cases are measured when asked for, once each."""
 
     def __init__(
         self, model: PreTrainedModel, samples: Samples, *, name: str, pad_token_id: int, batch_size: int, gradients: bool,
-        sides: Sequence[Layout] = ("left", "right"),
+        sides: Sequence[Layout] = ("left", "right"), tolerance: float | None = None,
     ) -> None:  # fmt: skip
         check_model(model)
         invariance.check_one_stack(model)
         self._batches = _batches_of(samples, batch_size, sides)
         invariance.check_vocabulary(model, self._batches)
-        self.name, self.sides, self._gradients = name, sides, gradients
+        self.name, self.sides, self._gradients, self._tolerance = name, sides, gradients, tolerance
         self._subject = Subject(model=model, side="right", pad_token_id=pad_token_id)
         self._alone = [alone(model, batch, gradients) for batch in self._batches]
         self._found: dict[tuple[Layout, str], Finding] = {}
 
     def columns(self, side: Layout) -> list[str]:
-        """The ways of handing over that can be tried on this side and attention."""
-        return [name for name, way in WAYS[side].items() if self._subject.reads_dense or not way.dense]
+        """The ways of this library, and the one that is wrong here."""
+        lost = replace(self._subject, side=side).lost
+        return [name for name, way in WAYS[side].items() if way.whose == "ours" or name == lost]
 
     def yardstick(self, side: Layout = "left") -> Yardstick:
-        """What passes here, and the smallest error of what is wrong.
-
-        Padded: no mask on the left (of an encoder on the right) and, if layers need the 2D, a bare 4D. Packed: a row
-        without its boundaries.
-        """
-        columns = ["no boundaries"]
+        """What passes here, and the error of what is wrong: on the side on which padding stands before what reads it."""
         if side != "packed":
-            bare_4d = self._subject.reads_dense and needs_mask_2d(self._subject.model)
-            columns = ["no mask", *["4D mask alone"] * bare_4d]
             side = "right" if self._subject.pattern else "left"
-        wrong = [errors for column in columns if (errors := _errors_of(self.finding(side, column)))]
-        return Yardstick(self._noise, min(wrong, key=lambda found: size(found.logits), default=None))
+        return Yardstick(self._noise, _errors_of(self.finding(side, replace(self._subject, side=side).lost)))
 
     def finding(self, side: Layout, column: str) -> Finding:
         """One way of handing over: measured, refused or raised."""
@@ -278,15 +243,14 @@ class Audit:
                 if adapted:
                     held.enter_context(adapt(model))
                 batches = list(batches)
-                cases = [self._case(located.segments) for located in batches]
-                if whose != "elsewhere":
-                    faults = held.enter_context(heard(model, cases))
-                compared = Compared.of((self._numbers(each, side), known) for each, known in zip(batches, self._alone))
+                numbers = [self._numbers(each, faults) for each in batches]
+                compared = Compared.of(zip(numbers, self._alone))
         except Exception as error:  # whatever the model raises is the finding
             refused = isinstance(error, UnsupportedFormError)
             return Finding(**where, note=first_line(error) if refused else describe_error(error), refused=refused)
-        worst, yardstick = compared.worst, Yardstick(self._noise)
-        astray = [*yardstick.astray(worst)]
+        worst = compared.worst
+        astray = [*self._astray(worst)]
+        faults = [] if whose == "elsewhere" else faults
         astray += ["labels"] * any(located.label_fault() for located in batches) + ["kernels"] * bool(faults)
         return Finding(
             **where, logits=worst.largest, relative=worst.logits, loss=worst.loss,
@@ -295,16 +259,21 @@ class Audit:
             by_position=compared.by_position,
         )  # fmt: skip
 
-    def _case(self, truth: Segments) -> Case:
-        pattern = Pattern.of(self._subject.pattern or "causal")
-        return Case(segments=truth, model=Model.of(self._subject.model), pattern=pattern)
+    def _astray(self, found: Errors) -> tuple[str, ...]:
+        """Which of logits, loss and gradient do not pass."""
+        if self._tolerance is None:
+            return Yardstick(self._noise).astray(found)
+        errors = {"logits": found.largest, "loss": found.loss, "gradient": found.gradient}
+        return tuple(name for name, error in errors.items() if not error <= self._tolerance)
 
-    def _numbers(self, located: Located, side: Layout) -> Numbers:
-        pools = [len(logits) for logits in self._alone[0].logits] != [len(each["input_ids"]) for each in self._batches[0]]
-        if pools and side == "left" and self._subject.pattern:
-            rule = "The head of an encoder reads the first place of a row, which is padding here."
-            raise UnsupportedFormError(explain("model", "one answer a row", rule, "Pad right."))
-        return located.numbers(self._subject.model, self._gradients)
+    def _numbers(self, located: Located, faults: list[Fault]) -> Numbers:
+        """What the model makes of a batch; `faults` gets what its kernels got wrong."""
+        model, pattern = self._subject.model, Pattern.of(self._subject.pattern or "causal")
+        forward = Forward.of(model, Case(segments=located.segments, model=Model.of(model), pattern=pattern))
+        with record_calls(forward):
+            numbers = located.numbers(model, self._gradients)
+        faults += forward.faults().values()
+        return numbers
 
     def _advice(self, compared: Compared, batches: Sequence[Located], whose: Whose) -> str:
         """What is not finite, else what to change in the first of the user's batches that is wrong."""
@@ -312,7 +281,7 @@ class Audit:
         if not all(map(math.isfinite, (worst.logits, worst.loss, worst.gradient))):
             return "a number in the batch, or of a sample alone, is not finite"
         for located, errors in zip(batches, compared.each):
-            astray = Yardstick(self._noise).astray(errors)
+            astray = self._astray(errors)
             if whose == "yours" and (astray or located.label_fault()):
                 return invariance.advice(located, self._subject.model, astray)
         return ""
@@ -356,11 +325,13 @@ def audit(
     batch_size: int = 4,
     columns: Sequence[str] | None = None,
     gradients: bool = True,
+    tolerance: float | None = None,
 ) -> Iterator[Finding]:
     """Findings for each side and column, as they are measured.
 
     `samples` are token ids, or dicts of `input_ids` and `labels`; the model stays as it is. `columns`: the ways of
-    handing over, by default all that the side and the attention implementation have.
+    handing over, by default all that the side and the attention implementation have. What passes is six times the noise
+    that is measured, or with `tolerance` an absolute difference of a logit and a relative one of loss and gradient.
 
     >>> from collate_npu.tools.audit import audit
     >>> from collate_npu.testing import tiny_model
@@ -369,7 +340,7 @@ def audit(
     >>> [(finding.column, finding.right) for finding in found if finding.column in ("collator", "no mask")]
     [('collator', True), ('no mask', False)]
     """
-    settings: dict[str, Any] = {"batch_size": batch_size, "gradients": gradients, "sides": sides}
+    settings: dict[str, Any] = {"batch_size": batch_size, "gradients": gradients, "sides": sides, "tolerance": tolerance}
     case = Audit(model, samples, name=name, pad_token_id=pad_token_id, **settings)
     for side in sides:
         for column in case.columns(side) if columns is None else columns:

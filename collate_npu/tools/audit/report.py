@@ -2,7 +2,7 @@
 
 The words are the line that comes first, what it rests on, what to do next, and what did not run and why. A line of a table
 is a model, or a case of it. Nothing is said by colour alone. A page needs nothing else: it opens offline, and can be
-attached to an issue; with the error at each token.
+attached to an issue.
 """
 
 from __future__ import annotations
@@ -11,23 +11,37 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from html import escape
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from collate_npu.proof.kernel_runs import Run
+from collate_npu.errors import printable
 from collate_npu.proof.measure import TIMES, Yardstick
-from collate_npu.tools import terminal
 from collate_npu.tools.audit.case import WAYS, Finding, Whose, size
-from collate_npu.tools.kernels import tables
-from collate_npu.tools.sheet import block_for
-from collate_npu.tools.terminal import INTERRUPTED, WORDS, finite, join_names, largest, number, put, ruled, shortened
+from collate_npu.tools.terminal import (
+    HUES,
+    INTERRUPTED,
+    RIGHT,
+    UNPROVED,
+    WORDS,
+    WRONG,
+    html_fragment,
+    html_page,
+    join_names,
+    largest,
+    number,
+    put,
+    recorder,
+    ruled,
+    shortened,
+    terms,
+    verdict_json,
+    verdict_line,
+)
 
-State = Literal["right", "wrong", "unproved"]
-SIGNS: dict[State, tuple[str, str]] = {"right": ("✔", "green"), "wrong": ("✘", "bold red"), "unproved": ("?", "yellow")}
-"""Sign and style."""
 _MOST = 4
 """Names in a brief line."""
 
@@ -48,8 +62,6 @@ class Report:
     not_run: dict[str, str] = field(default_factory=dict)
     kernels: dict[str, dict[str, str]] = field(default_factory=dict)
     """By model: the package that each function of its recurrent layers was found in, where flat rows were asked for."""
-    operators: list[Run] = field(default_factory=list)
-    """Calls of the operators that are installed, on a card."""
     interrupted: bool = False
 
     @property
@@ -57,7 +69,7 @@ class Report:
         """130 before 1 before 2 before 0."""
         if self.interrupted:
             return INTERRUPTED
-        if self.wrong("ours", "yours") or self.wrong_calls:
+        if self.wrong("ours", "yours"):
             return 1
         ran = any(f.logits is not None for f in self.measured("ours", "yours"))
         return 0 if ran and not (self.not_run or self.blind) else 2
@@ -69,12 +81,7 @@ class Report:
 
     def wrong(self, *whose: Whose) -> list[Finding]:
         """The measured cases that are wrong."""
-        return [f for f in self.measured(*whose) if not f.within(self.tolerance)]
-
-    @property
-    def wrong_calls(self) -> list[Run]:
-        """Calls of operators that computed something else, whatever model was audited."""
-        return [run for run in self.operators if run.state == "wrong"]
+        return [f for f in self.measured(*whose) if not f.right]
 
     def worst(self, whose: Whose) -> Finding | None:
         """The case whose largest difference of a logit is the largest; NaN is larger than any."""
@@ -86,11 +93,11 @@ class Report:
         """The places where a layer that ignores its mask would not have been seen."""
         return [name for name, yardstick in self.yardsticks.items() if not yardstick.tells(self.tolerance)]
 
-    def states(self) -> dict[str, State]:
-        """The state of each model, of those too that did not run."""
-        states: dict[str, State] = {f.model: "right" for f in self.findings}
-        states |= {place.rpartition(" (")[0]: "unproved" for place in [*self.not_run, *self.blind]}
-        return states | {f.model: "wrong" for f in self.wrong("ours", "yours")}
+    def signs(self) -> dict[str, tuple[str, str]]:
+        """Return the sign of each model, of those too that did not run, with its style."""
+        signs = {f.model: RIGHT for f in self.findings}
+        signs |= {place.rpartition(" (")[0]: UNPROVED for place in [*self.not_run, *self.blind]}
+        return signs | {f.model: WRONG for f in self.wrong("ours", "yours")}
 
     def as_json(self) -> dict[str, Any]:
         """Return the report for machines. Numbers that are not finite are words ("nan").
@@ -98,20 +105,16 @@ class Report:
         `passed` (true with exit code 0 alone), `verdict` (a word of `WORDS`), `exit_code`, `interrupted`; `settings` and
         versions, `tolerance` (null: by the yardstick); `findings`, a case each (fields of `Finding`); `worst`, for ours,
         yours and elsewhere the worst of them with its error at each token (`by_position`: a list a sequence) or null;
-        `yardsticks` by place; `cannot_tell`, places; `left_out` and `not_run`, the reason by place; `kernels` by model;
-        `operators`, a call of a kernel each.
+        `yardsticks` by place; `cannot_tell`, places; `left_out` and `not_run`, the reason by place; `kernels` by model.
         """
         worst = {whose: self.worst(whose) for whose in get_args(Whose)}
-        found = {
-            "passed": self.exit_code == 0, "verdict": WORDS[self.exit_code], "exit_code": self.exit_code,
-            "interrupted": self.interrupted, "settings": dict(self.settings), "tolerance": self.tolerance,
-            "findings": [{key: x for key, x in _fields(f).items() if key != "by_position"} for f in self.findings],
-            "worst": {whose: f and _fields(f) for whose, f in worst.items()},
-            "yardsticks": {place: asdict(yardstick) for place, yardstick in self.yardsticks.items()},
-            "cannot_tell": self.blind, "left_out": self.left_out, "not_run": self.not_run, "kernels": self.kernels,
-            "operators": [asdict(run) for run in self.operators],
-        }  # fmt: skip
-        return {key: finite(value) for key, value in found.items()}
+        return verdict_json(
+            self.exit_code, interrupted=self.interrupted, settings=dict(self.settings), tolerance=self.tolerance,
+            findings=[{key: x for key, x in _fields(f).items() if key != "by_position"} for f in self.findings],
+            worst={whose: f and _fields(f) for whose, f in worst.items()},
+            yardsticks={place: asdict(yardstick) for place, yardstick in self.yardsticks.items()},
+            cannot_tell=self.blind, left_out=self.left_out, not_run=self.not_run, kernels=self.kernels,
+        )  # fmt: skip
 
 
 def _fields(finding: Finding) -> dict[str, Any]:
@@ -142,8 +145,7 @@ def headline(report: Report) -> str:
     counted = {whose: (len(report.measured(whose)), len(report.wrong(whose))) for whose in _NEXT_WRONG}
     shares = " and ".join(f"{of - wrong} of {of} cases of {whose}" for whose, (of, wrong) in counted.items() if of)
     tail = ", but not everything named could run" if report.not_run else _TAILS[report.exit_code]
-    wrong = f"; {len(report.wrong_calls)} calls of kernels are wrong" if report.wrong_calls else ""
-    return f"{WORDS[report.exit_code]}: {f'{shares} are right{tail}' if shares else 'nothing of ours was measured'}{wrong}."
+    return f"{WORDS[report.exit_code]}: {f'{shares} are right{tail}' if shares else 'nothing of ours was measured'}."
 
 
 def facts(report: Report) -> Iterator[Line]:
@@ -158,16 +160,13 @@ def facts(report: Report) -> Iterator[Line]:
         wrong = report.wrong("elsewhere")
         by = f", by up to {number(largest(f.logits for f in wrong))} in a logit" if wrong else ""
         yield "elsewhere", f"{len(wrong)} of {len(others)} are wrong without an error{by}"
-    if report.operators:
-        judged = [run for run in report.operators if run.truth and run.state != "refused"]
-        right = sum(run.state == "right" for run in judged)
-        yield "operators", f"{right} of {len(judged)} calls of the operators installed for this device are right"
     settings = report.settings
     where = f"on {settings['device']} in {settings['dtype']}"
     yield "measured", f"{where}, torch {settings['torch']}, transformers {settings['transformers']}"
+    if settings["device"].partition(":")[0] != "cpu":
+        yield "operators", f"collate-npu kernels --device {settings['device']} compares each of them with float64"
     limit = f"{TIMES} times the rounding noise measured on each model"
     yield "passes", f"up to {limit if report.tolerance is None else f'{report.tolerance:g} (--tolerance)'}"
-    steps += ["collate-npu kernels shows every call of a kernel: train with none that is wrong"] * bool(report.wrong_calls)
     yield "next", _NEXT.get(report.exit_code) or "; ".join(steps)
 
 
@@ -241,31 +240,23 @@ WHOSE: dict[Whose, tuple[str, str]] = {
 SUMMED_UP = "right, wrong: cases, of all that ran; worst: the largest difference of a logit; elsewhere: as other code does"
 
 
-def print_report(console: Console, report: Report, *, verbose: bool = False) -> None:
-    """The verdict, what it rests on, a line a model, and the tables of those that need a look (`verbose`: of all)."""
-    state: State = "right" if report.exit_code == 0 else "wrong" if report.exit_code == 1 else "unproved"
-    sign, style = SIGNS[state]
-    put(console, Text(f"{sign} {headline(report)}", f"bold {style}"), terms(facts(report)))
+def print_verdict(console: Console, report: Report, *, verbose: bool) -> None:
+    """Print the verdict, what it rests on, a line a model, and the reasons."""
+    put(console, verdict_line(report.exit_code, headline(report)), terms(facts(report)))
     if report.findings or report.not_run:
         put(console, Text(), summary(report), Text(SUMMED_UP, "dim"), Text())
     put(console, terms(notes(report, verbose=verbose)))
-    put(console, *tables([run for run in report.operators if verbose or run.state == "wrong"]))
+
+
+def print_report(console: Console, report: Report, *, verbose: bool = False) -> None:
+    """The verdict, and the tables of the models that need a look (`verbose`: of all)."""
+    print_verdict(console, report, verbose=verbose)
     shown = looked_at(report, every=verbose)
     for (model, attention), found in _grouped(((f.model, f.attention), f) for f in shown):
         title = f"\n{shortened(model, console.width - 30)}: {shortened(attention, 20)}"
-        put(console, Text(title, "bold"), table(found, report.tolerance))
+        put(console, Text(title, "bold"), table(found))
     if shown:
         put(console, Text("\nWhat the words mean", "bold"), terms(legend(shown)))
-
-
-def terms(lines: Iterable[Line]) -> Table:
-    """A label, and the text beside it, on each line."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, text in lines:
-        grid.add_row(Text(f"  {label}", "bold yellow" if label[:2].isupper() else "dim"), Text(text))
-    return grid
 
 
 def summary(report: Report) -> Table:
@@ -273,14 +264,14 @@ def summary(report: Report) -> Table:
     whose: list[Whose] = ["ours", "yours"] if report.measured("yours") else ["ours"]
     rights = (f"{WHOSE[one][0]}\nright" for one in whose)
     drawn = ruled("", "model", "attention", "side", numbers=(*rights, "worst", "elsewhere\nwrong"))
-    for model, state in report.states().items():
+    for model, sign in report.signs().items():
         found = [f for f in report.findings if f.model == model]
-        right = [[f.within(report.tolerance) for f in report.measured(one) if f.model == model] for one in whose]
-        wrong = [not f.within(report.tolerance) for f in report.measured("elsewhere") if f.model == model]
+        right = [[bool(f.right) for f in report.measured(one) if f.model == model] for one in whose]
+        wrong = [not f.right for f in report.measured("elsewhere") if f.model == model]
         judged = [f.logits for f in found if f.whose != "elsewhere" and f.logits is not None]
         numbers = (*map(_share, right), number(largest(judged)) if judged else "-", _share(wrong))
         about = (join_names(f.attention for f in found), join_names(f.side for f in found))
-        drawn.add_row(Text(*SIGNS[state]), Text(shortened(model, 38)), *map(Text, about), *numbers)
+        drawn.add_row(Text(*sign), Text(shortened(model, 38)), *map(Text, about), *numbers)
     return drawn
 
 
@@ -291,27 +282,26 @@ def _share(counted: Sequence[bool]) -> str:
 def looked_at(report: Report, *, every: bool) -> list[Finding]:
     """Return the cases of the models that need a look, or of all. In an interrupted report the last model needs one."""
     last = report.findings[-1].model if report.interrupted and report.findings else None
-    states = report.states()
-    return [f for f in report.findings if every or states[f.model] != "right" or f.model == last]
+    signs = report.signs()
+    return [f for f in report.findings if every or signs[f.model] != RIGHT or f.model == last]
 
 
-def table(found: Sequence[Finding], tolerance: float | None) -> Table:
+def table(found: Sequence[Finding]) -> Table:
     """A line a case: its errors, and what of them is wrong, or why there are none."""
     drawn = ruled("", "handed over by", "side", numbers=MEASURES)
     drawn.add_column("", overflow="fold")
     for f in sorted(found, key=lambda f: [*WHOSE].index(f.whose)):
         cells = (getattr(f, measure) for measure in MEASURES)
         numbers = ("-" if error is None else number(error) for error in cells)
-        drawn.add_row(WHOSE[f.whose][0], Text(shortened(f.column, 29)), f.side, *numbers, _verdict(f, tolerance))
+        drawn.add_row(WHOSE[f.whose][0], Text(shortened(f.column, 29)), f.side, *numbers, _verdict(f))
     return drawn
 
 
-def _verdict(finding: Finding, tolerance: float | None) -> Text:
+def _verdict(finding: Finding) -> Text:
     if finding.logits is None:
         return Text(_label(finding), "dim")
-    wrong = finding.beyond(tolerance)
-    sign, style = SIGNS["wrong" if wrong else "right"]
-    return Text(f"{sign} {', '.join(wrong)}".rstrip(), style)
+    sign, style = RIGHT if finding.right else WRONG
+    return Text(f"{sign} {', '.join(finding.astray)}".rstrip(), style)
 
 
 def legend(found: Sequence[Finding]) -> Iterator[Line]:
@@ -325,42 +315,68 @@ def legend(found: Sequence[Finding]) -> Iterator[Line]:
         yield "refused", "collate_npu refuses this, and a line above says why; neither right nor wrong"
 
 
-# --- a page
+# --- the page, on which charts stand in the place of tables
 
-_BARS = "▁▂▃▄▅▆▇█"
-_MOST_BARS = 80
-"""Bars in a line."""
-_READ = (
-    "The largest difference of a logit from the sample alone, at each of its tokens. A bar grows by an eighth with each "
-    "power of ten, from 1e-08 (▁) to 0.1 and more (█); · is no difference, × a number that is not finite."
-)
+CHART = f"""<style>
+body {{font: 14px/1.5 system-ui, sans-serif}} .collate-npu {{margin: 1em 0}}
+.case {{display: flex; flex-wrap: wrap; gap: 0 1em; font-size: 13px; break-inside: avoid}}
+.case span {{flex: 0 0 10em}}
+.case b {{flex: 0 0 172px; font-weight: normal}}
+.case i {{flex: 0 0 19em; font-style: normal; overflow-wrap: anywhere}}
+.case svg {{width: 172px; height: 18px; fill: currentColor; stroke: none; font-size: 12px}}
+.case path {{stroke: #767676}} .case .pass {{stroke: currentColor; stroke-width: 2}}
+.right {{fill: {HUES[2]}; color: {HUES[2]}}} .wrong {{fill: {HUES[1]}; color: {HUES[1]}; font-weight: bold}}
+</style><p>The scale goes from 1e-9 to 100, in steps of ten. What stands left of the line passes. ✔ ● right, ✘ wrong.</p>"""
+CHARTED = {"logits": "relative error of the logits", "gradient": "relative error of the gradient"}
 
 
 def page(report: Report) -> str:
-    """The whole page."""
-    console = terminal.recorder()
-    print_report(console, report, verbose=True)
-    put(console, Text("\nThe error at each token", "bold underline"), Text(_READ), *error_lines(report))
-    put(console, Text("\nSettings", "bold"), terms((key, str(value)) for key, value in report.settings.items()))
-    return terminal.html_page(console, f"collate-npu audit: {headline(report)}")
+    """Return the whole report as a page, with what was asked for."""
+    words, meaning = recorder(), recorder()
+    print_verdict(words, report, verbose=True)
+    put(meaning, Text("\nWhat the words mean", "bold"), terms(legend(report.findings)))
+    put(meaning, Text("\nSettings", "bold"), terms((key, str(value)) for key, value in report.settings.items()))
+    parts = [html_fragment(words), *charts(report), html_fragment(meaning)]
+    return html_page(f"collate-npu audit: {headline(report)}", *parts)
 
 
-def error_lines(report: Report) -> Iterator[Text]:
-    """The worst case of ours, yours and elsewhere: a line a sample, bold the one with the largest error."""
-    for whose, (name, _) in WHOSE.items():
-        finding = report.worst(whose)
-        if finding is None or not finding.by_position:
-            continue
-        where = f"{shortened(finding.model, 40)}, {finding.attention}, {finding.side}"
-        yield Text(f"\n{name}, the worst: {finding.column} on {where}", "bold")
-        errors = [max(row, key=size) for row in finding.by_position]
-        block = block_for(max(map(len, finding.by_position)), _MOST_BARS)
-        for n, (row, error) in enumerate(zip(finding.by_position, errors), 1):
-            bars = "".join(_bar(max(row[at : at + block], key=size)) for at in range(0, len(row), block))
-            yield Text(f"  sample {n:<3} {bars} {number(error)}", "bold" if error is max(errors, key=size) else "")
+def charts(report: Report) -> Iterator[str]:
+    """Yield for each model a heading, and a line a case: its sign, way and side, and its errors on a scale."""
+    yield CHART if report.findings else ""
+    named = CHARTED if report.tolerance is None else {**CHARTED, "logits": "largest difference of a logit"}
+    for (model, attention), found in _grouped(((f.model, f.attention), f) for f in report.findings):
+        limits = {measure: _limit(report, found[0], measure) for measure in CHARTED}
+        passes = {name: f", passes up to {limit:.1e}" * math.isfinite(limit) for name, limit in limits.items()}
+        heads = (f"<b>{words}{passes[name]}</b>" for name, words in named.items())
+        yield f"<h3>{escape(printable(f'{model}: {attention}'))}</h3>"
+        yield f'<div class="case"><i>handed over by, side</i><span>largest logit, loss</span>{"".join(heads)}</div>'
+        yield from (_case(report, f, limits) for f in sorted(found, key=lambda f: [*WHOSE].index(f.whose)))
 
 
-def _bar(error: float) -> str:
-    if not math.isfinite(error):
-        return "×"
-    return _BARS[min(max(math.floor(math.log10(error)) + 8, 0), 7)] if error else "·"
+def _limit(report: Report, finding: Finding, measure: str) -> float:
+    """Return the largest error that passes; what nobody measured is not a number."""
+    places = (place for place in report.yardsticks if place.startswith(f"{finding.model} ({finding.attention})"))
+    noise = next((report.yardsticks[place].noise for place in places), None)
+    return report.tolerance if report.tolerance is not None else TIMES * getattr(noise, measure, math.nan)
+
+
+def _case(report: Report, f: Finding, limits: Mapping[str, float]) -> str:
+    sign, style = ("", "") if f.right is None else (RIGHT[0], "right") if f.right else (WRONG[0], "wrong")
+    label = f"{sign} {WHOSE[f.whose][0]}: {shortened(f.column, 29)}, {f.side}"
+    words = _label(f) if f.logits is None else ", ".join(number(each) for each in (f.logits, f.loss) if each is not None)
+    errors = {"logits": f.relative if report.tolerance is None else f.logits, "gradient": f.gradient}
+    drawn = (_scale(x, limits[name], name in f.astray) for name, x in errors.items() if x is not None)
+    return f'<div class="case"><i class="{style}">{escape(printable(label))}</i><span>{words}</span>{"".join(drawn)}</div>'
+
+
+def _scale(error: float, limit: float, wrong: bool) -> str:
+    """Return an error at its place on the scale, what passes as a line, and the number."""
+    sign, style = ("✘", "wrong") if wrong else ("●", "right")
+    line = f'<path class="pass" d="M{_place(limit):.0f} 0V18"/>' if math.isfinite(limit) else ""
+    mark = f'<text class="{style}" x="{_place(error) - 4:.0f}" y="13">{sign}</text>'
+    return f'<svg viewBox="0 0 172 18"><path d="M4 9H114"/>{line}{mark}<text x="122" y="13">{number(error)}</text></svg>'
+
+
+def _place(error: float) -> float:
+    """Return where an error stands, 10 a power of ten; what is not a number stands at the far end."""
+    return 4 + 10 * (min(max(math.log10(error or 1e-9) + 9, 0), 11) if math.isfinite(error) else 11)

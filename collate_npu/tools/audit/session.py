@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,17 +26,24 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from collate_npu import __version__
 from collate_npu.consumers.model_traits import is_encoder, pattern_of, text_config
 from collate_npu.consumers.recurrent import kernel_calls, variables_of
-from collate_npu.errors import CollateError, explain, printable
+from collate_npu.errors import CollateError, did_you_mean, explain, printable
 from collate_npu.proof.invariance import check_one_stack, samples_of
-from collate_npu.proof.kernel_runs import KERNELS, runs
 from collate_npu.proof.measure import Batch, predicts_next
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model
 from collate_npu.tools.audit.case import DUMPED, Audit, Layout
 from collate_npu.tools.audit.report import Report
-from collate_npu.tools.files import RECIPE, batch_of_file, read_rows, samples_of_rows, shipped_text
+from collate_npu.tools.files import (
+    RECIPE,
+    batch_of_file,
+    has_tokenizer,
+    load_tokenizer,
+    read_rows,
+    samples_of_rows,
+    shipped_text,
+)
 from collate_npu.tools.kernels import check_device
-from collate_npu.tools.terminal import shortened
-from collate_npu.tools.user_code import describe_error, did_you_mean, find_callable, refused, run_user_code
+from collate_npu.tools.terminal import progress, shortened
+from collate_npu.tools.user_code import as_user_code, describe_error, find_callable, refused, run_user_code
 
 # --- the user's collators
 
@@ -48,7 +53,6 @@ GIVEN = ("tokenizer", "processing_class", "model", "pad_token_id", "mlm")
 `mlm` is False: tokens masked at random cannot be compared.
 """
 _A_COLLATOR = "Name a function of features, or what makes one: def mine(tokenizer, model): return ..."
-_user_code = partial(run_user_code, "--collator")
 
 
 def named_collator(spec: str) -> Callable[..., Any]:
@@ -65,11 +69,11 @@ def ready_collators(
     by a tokenizer that pads there.
     """
     found = named_collator(spec)
-    with _user_code(spec, "Its arguments say how it is made.", _A_COLLATOR):
+    with run_user_code("--collator", spec, "Its arguments say how it is made.", _A_COLLATOR):
         arguments = list(inspect.signature(found).parameters)
     taken = [name for name in arguments if name in GIVEN]
     if not inspect.isclass(found) and arguments and not taken:
-        return [partial(_called, spec, found)]
+        return [_ready(spec, found)]
     by_side = tokenizer is not None and {"tokenizer", "processing_class"} & {*taken}
     made: list[Callable[..., Any]] = []
     for side in sides if by_side else [None]:
@@ -78,14 +82,13 @@ def ready_collators(
             mine.padding_side = side
         given = dict(zip(GIVEN, (mine, mine, model, pad_token_id, False)))
         rule = f"It is called with {', '.join(taken) or 'nothing'}, by the names of its arguments."
-        with _user_code(spec, rule, _A_COLLATOR):
-            made.append(partial(_called, spec, found(**{name: given[name] for name in taken})))
+        with run_user_code("--collator", spec, rule, _A_COLLATOR):
+            made.append(_ready(spec, found(**{name: given[name] for name in taken})))
     return made
 
 
-def _called(spec: str, collator: Callable[..., Any], features: Any) -> Any:
-    with _user_code(spec, "It is called with features, a list of dicts.", _A_COLLATOR):
-        return collator(features)
+def _ready(spec: str, collator: Callable[..., Any]) -> Callable[..., Any]:
+    return as_user_code(collator, "--collator", spec, "It is called with features, a list of dicts.", _A_COLLATOR)
 
 
 # --- models and tokenizers by name
@@ -158,20 +161,11 @@ def check_models(names: Sequence[str], tokenizer: Path | None, *, trust: bool) -
         raise CollateError(explain("--model", f"{', '.join(unknown)}, {kind}", rule, remedy))
     if tokenizer:
         load_tokenizer(tokenizer, trust=trust)
+    remedy = "Name the folder of a whole checkpoint; code that it brings runs with --trust-remote-code alone: read it first."
     for name in filter(is_checkpoint, names):
-        _check_config(name, trust=trust)
+        with refused(f"--model {name}", "", "Its config.json does not load.", remedy):  # validators raise what they like
+            check_one_stack(transformers.AutoConfig.from_pretrained(str(Path(name)), trust_remote_code=trust))
         _tokenizer_of(name, tokenizer, trust=trust)
-
-
-def _check_config(name: str, *, trust: bool) -> None:
-    where, remedy = f"--model {name}", "Name the folder of a whole checkpoint, of a model that this transformers has."
-    with refused(where, "", "Its config.json does not load.", remedy):  # validators raise what they like
-        own = json.loads((Path(name) / "config.json").read_text(encoding="utf-8")).get("auto_map")
-        if own and not trust:
-            rule = "The folder brings Python code of its own, which would run here."
-            remedy = "Read that code, then pass --trust-remote-code; or take auto_map out, if transformers has the model."
-            raise CollateError(explain(where, "auto_map in config.json", rule, remedy))
-        check_one_stack(transformers.AutoConfig.from_pretrained(str(Path(name)), trust_remote_code=trust))
 
 
 def load_checkpoint(name: str, *, trust: bool, **how: Any) -> Any:
@@ -185,29 +179,8 @@ def load_checkpoint(name: str, *, trust: bool, **how: Any) -> Any:
 
 def _tokenizer_of(checkpoint: str, given: Path | None, *, trust: bool) -> Any:
     """The tokenizer that was named, else that of a checkpoint; None where there is none."""
-    where = given or (Path(checkpoint) if _has_tokenizer(Path(checkpoint)) else None)
+    where = given or (Path(checkpoint) if has_tokenizer(Path(checkpoint)) else None)
     return load_tokenizer(where, trust=trust) if where else None
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    names = [path.name for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
-    return any(re.search("token|vocab|spiece|sentencepiece|tekken", name) for name in names)
-
-
-def load_tokenizer(where: Path, *, trust: bool = False) -> Any:
-    """The tokenizer of a folder, with a pad token: its own, or its eos."""
-    if not _has_tokenizer(where):  # else transformers takes the name for one on the hub, or makes one without words
-        rule = "A tokenizer is named by its folder; nothing is downloaded."
-        remedy = f"Write it into one: AutoTokenizer.from_pretrained({str(where)!r}).save_pretrained(FOLDER)."
-        raise CollateError(explain("--tokenizer", f"{where}, no folder with its files", rule, remedy))
-    remedy = "Name, with --tokenizer, the folder of one that has a pad or an eos token."
-    with refused(f"tokenizer {where}", "", "It does not load.", remedy):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(where), trust_remote_code=trust)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token_id is None:
-        raise CollateError(explain(f"tokenizer {where}", "neither pad nor eos", "Batches are padded with one.", remedy))
-    return tokenizer
 
 
 def resolved_kernels(model: Any) -> dict[str, str]:
@@ -225,8 +198,7 @@ def audit_all(
     device: str, dtype: str, batch_size: int, batches: int, max_length: int, gradients: bool, tolerance: float | None,
     seed: int, console: Console, collators: Sequence[str] = (), batch: Path | None = None, trust: bool = False,
 ) -> Report:  # fmt: skip
-    """Check what is named, then audit it model by model, on a card its kernels first. Raises `CollateError` where something
-    named cannot be used."""
+    """Check what is named, then audit it model by model. Raises `CollateError` where something named cannot be used."""
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         raise CollateError(explain("--tolerance", str(tolerance), "An error is 0 or more.", "Give such a number, or none."))
     for spec in collators:
@@ -243,19 +215,24 @@ def audit_all(
     report = Report(settings=settings, tolerance=tolerance, left_out=untestable)
     how: dict[str, Any] = {"tokenizer": tokenizer, "device": device, "dtype": in_dtype, "trust": trust, "seed": seed}
     session = _Session(
-        report, partial(load_model, **how, largest_id=max(map(max, ids), default=0)), sides, collators, dumped,
-        how={"batch_size": batch_size, "gradients": gradients}, all_named=bool(names and attentions),
-        drawn=partial(samples_of_rows, rows, count=batch_size * batches, max_length=max_length, seed=seed),
+        report=report, sides=sides, collators=collators, dumped=dumped, all_named=bool(names and attentions),
+        build=partial(load_model, **how, largest_id=max(map(max, ids), default=0)),
+        draw=partial(samples_of_rows, rows, count=batch_size * batches, max_length=max_length, seed=seed),
+        settings={"batch_size": batch_size, "gradients": gradients, "tolerance": tolerance},
     )  # fmt: skip
     try:
-        if device.partition(":")[0] != "cpu":
-            with console.status("kernels"):
-                report.operators += runs(KERNELS, device=device, dtype=in_dtype, few=True)
-        for n, (name, attn) in enumerate(chosen, 1):
-            session.audit(name, attn, f"[{n}/{len(chosen)}] ", console)
+        with progress(len(chosen), console) as show:
+            for n, (name, attn) in enumerate(chosen, 1):
+                shown, began = printable(f"[{n}/{len(chosen)}] {shortened(place_of(name, attn), 60)}"), monotonic()
+                session.audit(name, attn, partial(_show_part, show, shown, n - 1))
+                console.print(Text(f"{shown}: {monotonic() - began:.1f} s"), soft_wrap=True)
     except KeyboardInterrupt:
         report.interrupted = True
     return report
+
+
+def _show_part(show: Show, shown: str, before: int, what: str, part: float) -> None:
+    show(f"{shown} {what}", before + part)
 
 
 def _dumped(batch: Path | None, data: Path | None, names: Sequence[str]) -> Batch | None:
@@ -277,39 +254,47 @@ _ABSENT = ("does not support an attention implementation", "does not support Fla
 """How it is said that a model does not have an attention implementation."""
 
 
-@dataclass(frozen=True)
+Show = Callable[[str, float], None]
+"""Called with what runs, and the part of a model that is done."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Session:
     """What every candidate is audited with, and the report it goes to."""
 
     report: Report
-    build: partial[tuple[Any, Any, int]]  # a model, by its name and attention
     sides: Sequence[Layout]
-    collators: Sequence[str]  # by name
+    collators: Sequence[str]
+    """By name."""
     dumped: Batch | None
-    how: dict[str, Any]  # batch_size and gradients
-    drawn: partial[list[Batch]]  # samples by a tokenizer
     all_named: bool
     """True if models and attention were both named: then what a model does not have did not run."""
+    build: Callable[[str, str], tuple[Any, Any, int]]
+    """Builds a model by its name and attention, beside its tokenizer and the id of padding."""
+    draw: Callable[[Any], list[Batch]]
+    """Draws samples, for a tokenizer."""
+    settings: dict[str, Any]
+    """Of `Audit`: batch_size, gradients and tolerance."""
 
-    def audit(self, name: str, attn: str, count: str, console: Console) -> None:
-        """Every case of one: its name turns on a terminal meanwhile, and a line says how long it took."""
-        place, began = place_of(name, attn), monotonic()
-        shown = printable(f"{count}{shortened(place, 60)}")
-        with console.status(Text(shown)), self._noted(place):
-            self._audit(name, place, *self.build(name, attn))
-        console.print(Text(f"{shown}: {monotonic() - began:.1f} s"), soft_wrap=True)
+    def audit(self, name: str, attn: str, show: Show) -> None:
+        """Every case of one model; `show` gets what runs, and the part that is done."""
+        place = place_of(name, attn)
+        show("", 0)
+        with self._noted(place):
+            self._audit(name, place, show, *self.build(name, attn))
 
-    def _audit(self, name: str, place: str, model: Any, tokenizer: Any, pad_token_id: int) -> None:
+    def _audit(self, name: str, place: str, show: Show, model: Any, tokenizer: Any, pad_token_id: int) -> None:
         padded = [side for side in self.sides if side != "packed"]
-        about = {"name": name, "pad_token_id": pad_token_id, "sides": self.sides, **self.how}
+        about = {"name": name, "pad_token_id": pad_token_id, "sides": self.sides, **self.settings}
         if self.dumped is None:
-            samples = self.drawn(tokenizer)
+            samples = self.draw(tokenizer)
         else:  # beside batches laid out as it is: rows of several samples beside flat rows
             given = samples_of(self.dumped, pattern_of(model), next_token=predicts_next(model))
             samples = list(given.features)
             about |= {"batch_size": len(samples), "sides": ["packed"] if given.segments.packed else padded}
         case = Audit(model, samples, **about)
-        for side in case.sides:
+        for n, side in enumerate(case.sides):
+            show(side, (n + 1) / (len(case.sides) + 1))  # the samples alone have run
             self._side(case, side, place + (" packed" if side == "packed" else ""))
         if self.dumped is not None:
             self.report.findings.append(case.of_given(DUMPED, [given]))

@@ -37,7 +37,6 @@ def _plain(kwargs: Kwargs, batch: Segments) -> Iterator[tuple[str, Kwargs]]:
         "inner_precise": (0, 1, 2),
         "padding_mask": (~batch.keep,),
         "pse": (torch.zeros(1),),
-        "keep_prob": (0.1, 0.5),
         "scale": (0.0, -1.0, float("nan")),
         "input_layout": (None, *(PADDED if kwargs["input_layout"] in PADDED else ())),
     }

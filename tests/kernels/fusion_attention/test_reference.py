@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from npu_batches import HEAD_DIM, HEADS, PADDED, from_layout, in_layout, qkv, torch_attention
 from torch import Tensor
 from vendor_oracle import missing, oracle
@@ -78,15 +77,6 @@ def calls(Q: int, K: int) -> list[tuple[dict[str, Any], Tensor]]:
 def test_each_mode_is_torchs_attention_over_its_mask(layout: str, Q: int, K: int) -> None:
     for kwargs, keep in calls(Q, K):
         agree(qkv(2, Q, K), layout, keep, **kwargs)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 9), st.integers(0, 9), st.sampled_from(PADDED))
-def test_a_band_counts_from_the_corner_of_its_mode(Q: int, K: int, pre: int, after: int, layout: str) -> None:
-    tensors, tokens = qkv(1, Q, K), {"pre_tockens": pre, "next_tockens": after}
-    agree(tensors, layout, attends(0, Q, K, pre, after), atten_mask=torch.zeros(Q, K, dtype=torch.bool), **tokens)
-    if pre + Q - K >= 0 and after + K - Q >= 0:
-        agree(tensors, layout, attends(4, Q, K, pre, after), atten_mask=triangle(), sparse_mode=4, **tokens)
 
 
 @pytest.mark.parametrize("mode", range(7))
@@ -208,19 +198,6 @@ def test_its_arguments_are_the_operators() -> None:
     assert list(defaults)[:5] == ["query", "key", "value", "head_num", "input_layout"]
     assert defaults.keys() - DEFAULTS.keys() == {"query", "key", "value", "head_num"}
     assert all(defaults[name] == value for name, value in DEFAULTS.items() if name != "input_layout")
-
-
-@pytest.mark.parametrize("layout", [*PADDED, "TND"])
-@pytest.mark.parametrize("D", [1, 768])
-def test_head_sizes_are_read_off_each_layout(layout: str, D: int) -> None:
-    """Sq, Skv, heads, key heads and D all differ, so that no one of them can stand for another."""
-    alone = [torch.randn(1, length, heads, D, dtype=torch.float64) for length, heads in ((3, 4), (5, 2), (5, 2))]
-    lists = {"actual_seq_qlen": [3], "actual_seq_kvlen": [5]} if layout == "TND" else {}
-    given = [x[0] if layout == "TND" else in_layout(x, layout) for x in alone]
-    mask = torch.ones(3, 5, dtype=torch.bool).triu(2)
-    out = reference_fusion_attention(*given, 4, layout, scale=D**-0.5, atten_mask=mask, sparse_mode=1, **lists)[0]
-    wanted = torch_attention(*alone, ~mask)
-    torch.testing.assert_close(out, wanted[0] if layout == "TND" else in_layout(wanted, layout), atol=1e-9, rtol=0)
 
 
 def test_a_head_smaller_than_one_element_is_refused_not_divided_by() -> None:

@@ -37,7 +37,6 @@ def answers(spec, *features, tokenizer=TOKENIZER, model=None):
 def here(tmp_path, monkeypatch):
     (tmp_path / "my_module_here.py").write_text(SOURCE, encoding="utf-8")
     (tmp_path / "bad_module_here.py").write_text("raise RuntimeError('broken')", encoding="utf-8")
-    (tmp_path / "bad_syntax.py").write_text("x = 1\ndef f(:\n", encoding="utf-8")
     (tmp_path / "calls_it.py").write_text("import bad_module_here", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
@@ -59,20 +58,19 @@ def test_each_kind_of_collator_is_made_ready(place):
 
 HERE = "my_module_here"
 REFUSED = [
-    ("collate", "module:function"), (f"{HERE}:", "module:function"), (f"{HERE}:colate", "Did you mean collate?"),
-    (f"{HERE}:number", "a int"), ("no_module_here:collate", "No module named"), ("no_file_here.py:collate", "no such file"),
-    ("bad_module_here:collate", "RuntimeError: broken"), (f"{HERE}:nothing", "'int' object is not callable"),
-    (f"{HERE}:Strange", "called with nothing"), ("bad_syntax.py:f", r"^bad_syntax.py, line 2: SyntaxError"),
+    ("collate", "For example transformers:DataCollatorForSeq2Seq"), (f"{HERE}:number", "an int.*Name a function of feat"),
+    (f"{HERE}:nothing", "'int' object is not callable"), (f"{HERE}:Strange", "called with nothing"),
     ("calls_it:f", r"^bad_module_here.py, line 1: RuntimeError: broken"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("spec", "refusal"), REFUSED)
 def test_what_is_no_collator_is_refused_in_a_line(spec, refusal):
+    """What is no function of a file or module: test_cli_conformance."""
     with pytest.raises(CollateError, match=refusal) as error:
         answers(spec)
     assert "\n" not in str(error.value)
-    assert "--collator: got " in str(error.value) or "no such file" in str(error.value)
+    assert "--collator: got " in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +86,7 @@ def test_the_classes_people_use(spec):
     assert batch["input_ids"].numel() in (5, 6)
 
 
-ENDS = {
-    "BaseException('no')": "BaseException: no", "SystemExit(0)": "SystemExit: 0",
-    "__import__('os')._exit(0)": "SystemExit: os._exit(0)",
-}  # fmt: skip
+ENDS = {"BaseException('no')": "BaseException: no", "SystemExit(0)": "SystemExit: 0"}
 PLACES = {
     "import": "{}",
     "attribute": "def __getattr__(name):\n    {}",

@@ -7,6 +7,7 @@ import html
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,16 @@ pytest.importorskip("rich")
 pytest.importorskip("transformers")
 from rich.console import Console
 
-from collate_npu.proof.kernel_runs import Run
 from collate_npu.proof.measure import Errors, Yardstick
 from collate_npu.tools.audit.case import Finding
 from collate_npu.tools.audit.report import Report, page, print_report
 
 WRITTEN, BETWEEN = Path(__file__).with_name("reports.txt"), "\n" + "=" * 30 + " "
 NAN = float("nan")
+SETTINGS = {"device": "cpu", "dtype": "float32", "torch": "2", "transformers": "5"}
 NOISE = Errors(1e-6, 1e-6, 1e-6, 1e-6)
 SEEN = {"m (sdpa)": Yardstick(NOISE, Errors(4.0, 0.5, 0.1, 0.9))}
 UNSEEN = {"m (sdpa)": Yardstick(NOISE, NOISE)}
-MAPPING = "mask per layer kind"
 CHECKPOINT = "/home/somebody/models/2026-11-20/a-folder-with-a-long-name/checkpoint-12000-of-qwen3-next"
 
 
@@ -40,7 +40,7 @@ def unmeasured(note, **more):
 
 
 def refused(note="no mapping", **more):
-    return unmeasured(note, column=MAPPING, refused=True, **more)
+    return unmeasured(note, column="wrapped collator", refused=True, **more)
 
 
 def yours(*astray, **more):
@@ -52,8 +52,7 @@ def others(*astray, column="no mask", **more):
 
 
 def report(*findings, yardsticks=SEEN, **more):
-    settings = {"device": "cpu", "dtype": "float32", "torch": "2", "transformers": "5"}
-    return Report(settings=settings, findings=list(findings), yardsticks=dict(yardsticks), **more)
+    return Report(settings=SETTINGS, findings=list(findings), yardsticks=dict(yardsticks), **more)
 
 
 def wide_report():
@@ -76,9 +75,7 @@ def wide_report():
 WRONG = finding("loss", "gradient", loss=0.03, gradient=0.06)
 RAISED = unmeasured("RuntimeError: no", column="collator + adapter")
 GONE = {"n (sdpa)": "OSError: gone"}
-RULE, ROWS = "A mapping is known for attention. Keep the 2D.", ((0.0, 1e-6, 2e-6), (0.0, 5e-6))
-CALL = Run(operator="a.kernel", truth="padded left", form="TND, mode 3", state="right", forward=1e-3)
-WRONG_CALL = Run(operator="b.kernel", truth="window", form="TND, mode 4", state="wrong", forward=NAN, note="out of tokens")
+RULE = "A mapping is known for attention. Keep the 2D."
 PLACES = dict.fromkeys(("gone (sdpa)", "a (b)/c (eager)", "m (sdpa) my:collate", "n (sdpa) packed"), "OSError")
 BESIDE = {"not_run": GONE, "left_out": {"r (sdpa)": "deaf"}, "kernels": {"a": {"f": "fla"}}}
 VERBOSE, WHOLE = {"verbose": True}, {"whole": True}
@@ -87,37 +84,23 @@ SAME = re.compile("^ +measured|^right, wrong: cases|─────")
 """Lines of every report, which some show."""
 CASES = {
     "right, and refused": (report(finding(), refused()), {**VERBOSE, **WHOLE}),
-    "wrong elsewhere": (report(finding(), others("logits", logits=3.0), others(column="4D mask alone")), VERBOSE),
     "yours alone": report(yours()), "wrong, and yours": report(finding(), WRONG, yours()), "raises alone": report(RAISED),
     "yours is wrong": report(finding(), yours("labels", logits=7.0, note="No mask: wrap it.")),
     "both are wrong": report(WRONG, yours("logits", note="Wrap it."), not_run=GONE, yardsticks=UNSEEN),
     "not run": report(finding(), not_run=GONE), "nothing ran": report(not_run=GONE),
-    "blind": report(finding(), yardsticks=UNSEEN), "nothing": report(),
+    "blind": report(finding(), yardsticks=UNSEEN),
     "nothing wrong beside it": report(finding(), yardsticks={"m (sdpa)": Yardstick(NOISE)}),
     "refused alone": report(refused()), "others alone": report(others()),
-    "within a tolerance": report(finding("logits"), tolerance=1e-4),
-    "at a tolerance": report(finding(logits=0.5, loss=0.5, gradient=0.5), tolerance=0.5),
-    "beyond a tolerance": report(finding("logits", logits=1e-3), yours(gradient=1.0), tolerance=1e-4),
-    "labels with a tolerance": report(finding("labels"), finding("kernels", column=MAPPING), tolerance=3.0),
-    "no number, with a tolerance": report(finding(logits=NAN, note="a number is not finite"), tolerance=1e30),
+    "labels and kernels": report(finding("labels"), finding("kernels", column="wrapped collator"), tolerance=3.0),
     "a tolerance that tells nothing": report(finding(), tolerance=5.0),
     "interrupted": report(finding(model="first"), finding(model="second"), interrupted=True),
-    "a call is wrong": (report(finding(), operators=[CALL, CALL, WRONG_CALL]), {}, VERBOSE),
-    "a call is right": report(finding(), operators=[CALL, Run(operator="a", truth="t", state="refused")]),
+    "on a card": replace(report(finding()), settings={**SETTINGS, "device": "npu:1"}),
     "the worst is no number": report(finding("loss", logits=3.0, gradient=None), finding("logits", logits=NAN)),
     "states of models": report(finding(), finding("loss", model="bad"), finding(model="n"), not_run=PLACES),
     "all that did not run": (report(refused(), RAISED, yours("logits", note="Wrap it."), **BESIDE), VERBOSE),
     "a reason of six": (report(*(refused(f"layers: got k. {RULE}", model=f"m{n}") for n in range(6))), {}, VERBOSE),
     "all kinds": (wide_report(), {"width": 80, **WHOLE}, {"width": 66}),
     "in colour and in ASCII": (report(WRONG), COLOURED, {"encoding": "ascii"}, {"encoding": "gbk", "width": 44}),
-}  # fmt: skip
-PAGES = {
-    "all kinds": wide_report(),
-    "names that are code": report(finding("logits", model="<b>&m"), not_run={"<u> (sdpa)": "<u>[red]"}),
-    "of each kind": report(finding(by_position=ROWS), finding(logits=1e-7, by_position=((4.0,),)),
-                           others("logits", logits=4.0, by_position=((4.0, 3.0), (0.1, 0.02)))),
-    "no number, and a long sample": report(finding(logits=NAN, by_position=((1e-6, NAN, 1e-6), (1.0, 2.0))),
-                                           others(by_position=((*[1e-9] * 148, 1.0, 1e-9),))),
 }  # fmt: skip
 
 
@@ -134,18 +117,17 @@ def printed(made, *, verbose=False, encoding="utf-8", width=120, whole=False, **
 
 
 def written(made, *how):
-    """What a program reads first, the state of each model, and the text of the terminal, once for each way to print."""
+    """What a program reads first, and the text of the terminal, once for each way to print."""
     found = json.loads(json.dumps(made.as_json(), allow_nan=False))
     heads = json.dumps({key: found[key] for key in list(found)[:4]} | {"cannot_tell": found["cannot_tell"]})
-    return "\n\n".join([heads, str(made.states()), *(f"{one}\n{printed(made, **one)}" for one in how or ({},))])
+    return "\n\n".join([heads, *(f"{one}\n{printed(made, **one)}" for one in how or ({},))])
 
 
 def read(made):
     """The page as text, what is bold in stars, without its style."""
     text = re.sub(r'<span style="[^"]*bold[^"]*">(.*?)</span>', r"*\1*", page(made), flags=re.S)
     text = html.unescape(re.sub(r"<style>.*?</style>|<[^>]+>", "", text, flags=re.S))
-    lines = [line.rstrip() for line in text.strip().splitlines()]
-    return "\n".join(lines if made.not_run else lines[lines.index("*The error at each token*") :])
+    return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
 def as_json(made):
@@ -153,8 +135,8 @@ def as_json(made):
 
 
 MADE = {name: (written, *(case if isinstance(case, tuple) else [case])) for name, case in CASES.items()}
-MADE |= {f"page: {name}": (read, made) for name, made in PAGES.items()}
-MADE["JSON"] = (as_json, report(finding("loss", logits=NAN, by_position=((0.0, NAN),)), operators=[WRONG_CALL], **BESIDE))
+MADE["page"] = (read, report(finding("logits", model="<b>&m"), not_run={"<u> (sdpa)": "<u>[red]"}))
+MADE["JSON"] = (as_json, report(finding("loss", logits=NAN, by_position=((0.0, NAN),)), **BESIDE))
 EXPECTED = dict(part.split("\n", 1) for part in WRITTEN.read_text("utf-8").split(BETWEEN)[1:]) if WRITTEN.exists() else {}
 
 
@@ -164,6 +146,17 @@ def test_a_report_is_the_text_that_was_read(name, monkeypatch):
         monkeypatch.delenv(setting, raising=False)
     form, *case = MADE[name]
     assert form(*case).strip() == EXPECTED[name].strip()
+
+
+def test_a_chart_shows_by_place_sign_and_colour_what_passes():
+    cases = (finding(), finding("gradient", gradient=0.06), finding("logits", relative=NAN))
+    drawn = page(report(*cases, yardsticks={"m (sdpa)": Yardstick(NOISE)}))
+    found = re.findall(r'd="M(\d+) 0V18"/><text class="(\w+)" x="(\d+)" y="13">(.)</text>', drawn)
+    passed, failed = (True, "right", "●"), (False, "wrong", "✘")
+    shown = [(int(x) + 4 <= int(line), style, sign) for line, style, x, sign in found]
+    assert shown == [passed] * 3 + [failed] * 2 + [passed]
+    assert "passes up to" in drawn
+    assert "<script" not in drawn
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])

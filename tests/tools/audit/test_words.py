@@ -10,10 +10,8 @@ pytest.importorskip("rich")
 pytest.importorskip("transformers")
 from collate_npu.proof.conformance import BatchVerdict, Conformance, Scale
 from collate_npu.proof.kernel_runs import Run
-from collate_npu.tools import env
 from collate_npu.tools.audit.case import Finding
 from collate_npu.tools.audit.report import MEASURES, SUMMED_UP, WHOSE, Report, legend, summary, table
-from collate_npu.tools.env import Environment
 from collate_npu.tools.kernels import LEGEND, tables
 
 
@@ -33,7 +31,7 @@ def explained(text):
 
 def test_columns_of_the_audit():
     found = Finding(model="m", attention="sdpa", side="left", column="collator", whose="ours", logits=0.0)
-    assert headings(table([found], None)) - {"handed over by"} == {*MEASURES, "side"} <= names(Finding)
+    assert headings(table([found])) - {"handed over by"} == {*MEASURES, "side"} <= names(Finding)
     assert {*MEASURES, "ours", "  collator"} == {*dict(legend([found]))}
     report = Report(settings={}, findings=[found])
     assert {name.lower() for name, _ in WHOSE.values()} == {*WHOSE} == {*report.as_json()["worst"]}
@@ -53,13 +51,3 @@ def test_columns_of_the_conformance():
     found = Conformance((BatchVerdict("left", "two", 0.0, 0.0, 0, 0, True, ""),), Scale(0.0, 1.0, 2.0, 3.0), 0)
     _, drawn, meanings = str(found).split("\n\n")
     assert {*re.split("  +", drawn.splitlines()[0])} - {"layout", "batch", "what it means"} == explained(meanings)
-
-
-def test_labels_of_the_environment(monkeypatch):
-    """Each package and each setting has a line of its own."""
-    here = Environment(
-        system="s", packages={"torch": "1"}, settings={}, cann="c", devices="d", npu="n", hazards=("h",),
-    )  # fmt: skip
-    monkeypatch.setattr(env, "environment", lambda: here)
-    labels = {re.match(r"- (\w+):", line)[1] for line in env.report().splitlines()}
-    assert {label if label in names(Environment) else f"{label}s" for label in labels - {"torch"}} <= names(Environment)

@@ -76,7 +76,7 @@ def test_a_right_run_ends_as_it_would(train):
 STOPS = {
     "right": (0, "no fault in 2 of 2"),
     "fault": (1, "forwards with a fault (model.layers.0.linear_attn"),
-    "inverted": (1, "✘ (the batch), attention_mask: told what contradicts itself"),
+    "inverted": (1, "✘ (the batch), attention_mask: got keys that contradict each other"),
     "unsaid": (2, "NOT JUDGED: 2 forwards, none compared with its batch: batch: got keys input_ids, labels"),
 }
 

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -128,12 +127,11 @@ TORCHES = {
     "raise RuntimeError('Failed to load torch_npu.') from ImportError('libhccl.so: gone')": (
         "RuntimeError: Failed to load torch_npu. (ImportError: libhccl.so: gone)"
     ),
-    "import os; os.abort()": "ended by SIGABRT",
+    "import os; print('{}', flush=True); os.abort()": "ended by SIGABRT",
     "import sys; print('driver not found', file=sys.stderr); sys.exit(3)": "SystemExit: 3",
     "import os, sys; print('no card', file=sys.stderr, flush=True); os._exit(7)": "ended with exit code 7 (no card)",
     "print('{\"a\": \"lie\"}', flush=True); raise OSError('lib.so: gone')": "OSError: lib.so: gone",
 }
-RAISES = next(iter(TORCHES))
 
 
 class Site:
@@ -174,19 +172,6 @@ def test_a_torch_that_does_not_load_is_an_answer(site, code, said):
     assert env.ask("torch")["fails"].startswith(said)
 
 
-def test_a_torch_whose_library_is_gone_is_a_finding(site):
-    """The installed torch itself, but for its largest library."""
-    real = Path(find_spec("torch").origin).parent
-    (site.folder / "torch" / "lib").mkdir(parents=True)
-    for path in [*real.iterdir(), *(real / "lib").iterdir()]:
-        link = site.folder / "torch" / path.relative_to(real)
-        if link.name != "lib" and not link.name.startswith("libtorch_cpu"):
-            link.symlink_to(path)
-    found = site.env()
-    assert "torch does not load: ImportError: libtorch_cpu" in found["devices"]
-    assert found["packages"]["torch"]
-
-
 def test_torch_npu_that_crashes_torch_is_told_apart(site):
     site.add("torch_npu", "import os; os.abort()")
     no_card = "cuda = __import__('types').SimpleNamespace(is_available=lambda: False)"
@@ -209,16 +194,6 @@ def test_env_runs_where_neither_torch_nor_rich_loads(site):
     site.add("torch", "raise ImportError('gone')")  # quick
     site.add("rich", "raise RuntimeError(1)", metadata=False)
     assert "- devices: not known: torch does not load" in site.run("env").stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("args", [["audit"], ["show", "--lengths", "3,5"]])
-def test_other_commands_end_with_one_line(site, args):
-    site.add("torch", RAISES)
-    done = site.run(*args)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "torch does not load: RuntimeError" in done.stderr
-    assert "collate-npu env" in done.stderr
 
 
 def test_cards_are_told_and_one_that_cannot_be_asked_is_a_finding(monkeypatch):

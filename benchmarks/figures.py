@@ -1,0 +1,107 @@
+"""Figures of the guide's pages, as the benches measured them: sentences and tables for `python tests/lists.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def measured(name: str = "results") -> list[dict[str, Any]]:
+    """The rows of the bench's last whole run, or of its last one of `limits`: growth and long."""
+    return json.loads((HERE / f"{name}.json").read_text("utf-8"))["rows"]
+
+
+def growth() -> str:
+    """Return how time and memory grow, in a sentence: the largest exponents, and what grows as the square of the width."""
+    rows = measured("limits")
+    by: dict[str, dict[str, float]] = {}
+    for row in (row for row in rows if row["group"] == "growth"):
+        what, axis = row["case"].split(": ")
+        of = by.setdefault(f"{axis} {'memory' if row['theirs'] is None else 'time'}", {})
+        of[what.partition(",")[0]] = max(row["ratio"], of.get(what.partition(",")[0], row["ratio"]))
+    most = {kind: max(max(by[f"{axis} {kind}"].values()) for axis in ("rows", "tokens")) for kind in ("time", "memory")}
+    square = sorted(name for name, ratio in by["width memory"].items() if ratio > 1.3)
+    rest = max(ratio for name, ratio in by["width time"].items() if name not in square)
+    names = ", ".join(f"`{name}`" for name in square)
+    return (
+        "Time and memory grow linearly with rows and with tokens: "
+        f"the largest exponents of {len(by['rows time'])} functions are {most['time']:.2f} and {most['memory']:.2f}. "
+        f"With the width, these grow up to its square: {names}. They read or make a dense mask. "
+        f"The time of all others has an exponent of at most {rest:.2f}."
+    )
+
+
+WAYS = {
+    "ours, `adapt(model)`": "padded rows, `adapt(model)`",
+    "ours, adapted, rows sorted by length": "the same, rows sorted by length",
+    "ours, adapted, packed rows": "packed rows, `adapt(model)`",
+    "ours, adapted, one flat row": "one flat row, `adapt(model)`",
+    "ours, one flat row": "one flat row",
+    "ours, the 2D mask": "padded rows, without `adapt`",
+    "a dense 4D mask, by arithmetic": "padded rows, a dense 4D mask",
+    "TRL": "TRL's collator",
+    "ms-swift template": "ms-swift's template",
+}
+STEPS = {
+    "qwen3_next 8x1024": "Qwen3-Next, 8 × 1024",
+    "qwen3_next 4x4096": "Qwen3-Next, 4 × 4096",
+    "llama 8x1024": "Llama, 8 × 1024",
+    "llama 4x4096": "Llama, 4 × 4096",
+}
+
+
+def step_table() -> str:
+    """Return a line for each way to train on the same rows: tokens a second, beside transformers' own collator."""
+    rows = measured()
+    speeds: dict[str, dict[str, float]] = {way: {} for way in WAYS}
+    for case in STEPS:
+        same = [row for row in rows if (row["group"], row["case"]) == ("step", f"{case}, cpu")]
+        found = {row["name"]: row["facts"][1]["tokens"] / row["theirs"] for row in same}
+        found["ours, `adapt(model)`"] = same[0]["facts"][0]["tokens"] / same[0]["ours"]
+        for way in WAYS.keys() & found.keys():
+            speeds[way][case] = found[way] / found["transformers Seq2Seq"]
+    lines = [f"| way | {' | '.join(STEPS.values())} |", "|" + "---|" * (1 + len(STEPS))]
+    for way, words in WAYS.items():
+        cells = (f"{speeds[way][case]:.2f}" if case in speeds[way] else "–" for case in STEPS)
+        lines.append(f"| {words} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def planned_table() -> str:
+    """Two tables: a way to batch and what it gains; the samples and ranks of a plan, and how it comes out."""
+    held = json.loads((HERE / "planned.json").read_text("utf-8"))
+    columns = [(family, ranks) for family in ("qwen3_next", "llama") for ranks in (1, 2)]
+    found = {(row["family"], row["ranks"], row["way"]): row["ratio"] for n in (1, 2) for row in held[f"steps, {n}"]}
+    spoken = {"qwen3_next": "Qwen3-Next", "llama": "Llama"}
+    names = [f"{spoken[family]}, {n} rank{'s' * (n > 1)}" for family, n in columns]
+    lines = [f"| tokens a second | {' | '.join(names)} |", "|" + "---|" * (1 + len(names))]
+    for way in ("sorted", "planned", "planned, packed rows", "planned, one flat row"):
+        lines.append(f"| {way} | {' | '.join(f'{found[(*column, way)]:.2f}' for column in columns)} |")
+    plans = {(row["lengths"], row["samples"], row["ranks"], row["way"]): row for row in held["plans"]}
+    lines += ["", "| samples, ranks | seconds | padding | level | of packed rows | length-grouped: padding | level |"]
+    lines += ["|" + "---|" * 7]
+    for power, ranks in ((4, 8), (5, 8), (5, 64), (6, 64), (6, 256), (7, 256)):
+        padded, packed, grouped = (
+            plans["instruction", 10**power, ranks, way] for way in ("planned", "packed", "length-grouped")
+        )
+        mine = f"{padded['seconds']:.2f} | {padded['padding']:.1%} | {padded['level']:.3f} | {packed['level']:.3f}"
+        lines.append(f"| 10^{power}, {ranks} | {mine} | {grouped['padding']:.1%} | {grouped['level']:.3f} |")
+    return "\n".join(lines)
+
+
+PEERS = ("transformers Seq2Seq", "TRL", "ms-swift template")
+BATCHES = ("lists 4x512", "lists 32x4096", "numpy 32x4096", "torch 4x512", "torch 32x4096", "lists 32x4096, left")
+
+
+def speed_table() -> str:
+    """Return a line for each batch: how many times as fast the collator is as each peer's."""
+    rows = measured()
+    lines = ["| features | than transformers | than TRL | than ms-swift |", "|---|---|---|---|"]
+    found = {(row["case"], row["name"]): row["ratio"] for row in rows if row["group"] == "collate"}
+    for case in BATCHES:
+        cells = (f"{found[case, peer]:.{int(found[case, peer] < 10)}f}" if (case, peer) in found else "–" for peer in PEERS)
+        lines.append(f"| {case.replace('x', ' × ')} | {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -1,0 +1,359 @@
+"""Batch sampler: which samples stand together, so that no batch is over its budget, every rank gets the same number of
+batches, and the batches of a step are of like cost on all ranks.
+
+One plan covers all ranks. It follows from the lengths, the options, the seed and the epoch, so no rank asks another. Padded
+batches are cut from the sorted samples. Packed ones are filled longest sample first, each into the batch that holds least
+(Graham's LPT rule).
+
+Legend: N samples, R ranks, K batches of all ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from importlib import import_module
+from importlib.util import find_spec
+from numbers import Integral
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from collate_npu.arrays import Array, host_array, whole_number
+from collate_npu.collate.padding import best_fit
+from collate_npu.errors import CollateError, a_type, explain, explain_rows, shape_of
+from collate_npu.masks.batch_reader import segments_from_batch
+from collate_npu.parallel.layout import is_gloo
+from collate_npu.validation import checked, options_checked
+
+Plan = tuple[Array, Array, Array]
+"""Samples, batch after batch; where each batch ends; its cost, the tokens that a model computes."""
+_SAID, _NOISE = 20, 1.1
+"""How many bad lengths a message lists; by how much the order of like lengths changes between epochs, so that other samples
+meet in a pack."""
+
+
+@options_checked("BalancedBatchSampler")
+class BalancedBatchSampler(Sampler[list[int]]):
+    """Yields the samples of each batch of this rank: pass it as `batch_sampler=` to a `DataLoader`.
+
+    * `lengths`: the tokens of each sample, `[N]`; `lengths_of(dataset)` counts them.
+    * `max_tokens`: the most tokens in a batch: rows x width if rows are padded, real tokens if they are packed.
+    * `num_replicas`, `rank`: of the data-parallel group, as in torch's `DistributedSampler`. `rank=None` yields the batches
+      of all ranks, step by step, for a loader that shares them out itself (Accelerate).
+    * `pack`: True if the collator packs: `padding_free=True`, or with `width` `packing=True, max_length=width`.
+    * `width`: the width of every row, if it is constant. A batch then has up to `max_tokens // width` rows.
+    * `shuffle`: False keeps one plan for all epochs.
+    * `seed`: the same on all ranks.
+    * `drop_last`: True leaves out the batches that do not fill a step, drawn at random. False makes smaller batches.
+    * `longer`: "alone" gives a sample that is longer than the budget a batch of its own. "error" raises.
+
+    Every sample comes once in an epoch. Each rank, and each epoch, has the same number of batches. Call `set_epoch(epoch)`
+    before each epoch.
+
+    >>> options = {"max_tokens": 9, "num_replicas": 2, "pack": True, "shuffle": False}
+    >>> [list(BalancedBatchSampler([5, 2, 2, 4, 1, 4], rank=rank, **options)) for rank in (0, 1)]
+    [[[0, 1, 2]], [[3, 5, 4]]]
+    """
+
+    @checked
+    def __init__(
+        self,
+        lengths: Any,
+        *,
+        max_tokens: int,
+        num_replicas: int = 1,
+        rank: int | None = 0,
+        pack: bool = False,
+        width: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        longer: Literal["error", "alone"] = "error",
+    ) -> None:
+        self.max_tokens = whole_number("max_tokens", max_tokens, least=1)
+        self.num_replicas = R = whole_number("num_replicas", num_replicas, least=1)
+        self.rank = None if rank is None else whole_number("rank", rank)
+        self.width = None if width is None else whole_number("width", width, least=1)
+        self.room = self.width or self.max_tokens
+        """The most tokens of a sample."""
+        if (self.rank or 0) >= R:
+            remedy = "Pass rank and num_replicas of the data-parallel group."
+            raise CollateError(explain("rank", str(rank), f"{R} ranks are numbered from 0 to {R - 1}.", remedy))
+        if self.max_tokens < self.room:
+            rule = f"A batch holds up to {max_tokens} tokens."
+            raise CollateError(explain("width", str(width), rule, "Raise max_tokens."))
+        self.pack, self.shuffle, self.drop_last, self.longer = pack, shuffle, drop_last, longer
+        self.seed, self.epoch = whole_number("seed", seed), 0
+        self.lengths = _checked_lengths(lengths, self.room if longer == "error" else 0)
+        self._planned: tuple[int, Plan] | None = None
+        self._begin = self._yielded = 0
+
+    @property
+    def plan(self) -> Plan:
+        """The batches of this epoch, of all ranks: those of one step stand together, rank by rank."""
+        key = self.epoch if self.shuffle else 0
+        if self._planned is None or self._planned[0] != key:
+            self._planned = (key, _plan(self, np.random.default_rng((self.seed, key))))
+        return self._planned[1]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Plan another epoch, from its first batch on."""
+        if whole_number("epoch", epoch) != self.epoch:
+            self.epoch, self._begin, self._yielded = epoch, 0, 0
+
+    def __len__(self) -> int:
+        ends = (self._planned[1] if self._planned else self.plan)[1]  # as many in every epoch
+        return len(ends) if self.rank is None else len(ends) // self.num_replicas
+
+    def __iter__(self) -> Iterator[list[int]]:
+        (order, ends, _), first = self.plan, self._begin
+        self._begin, self._yielded = 0, first
+        for n in range(first, len(self)):
+            self._yielded = n + 1
+            k = n if self.rank is None else n * self.num_replicas + self.rank
+            yield order[ends[k - 1] if k else 0 : ends[k]].tolist()
+        self._yielded = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where this epoch stands, in batches that were yielded: a DataLoader with workers is ahead of its user,
+        torchdata's `StatefulDataLoader` is not."""
+        options = (self.max_tokens, self.pack, self.width, self.shuffle, self.seed, self.drop_last, self.longer)
+        plan = zlib.crc32(repr(options).encode(), zlib.crc32(self.lengths.tobytes()))
+        return {"epoch": self.epoch, "yielded": self._yielded, "num_replicas": self.num_replicas, "plan": plan}
+
+    @checked
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on in the middle of an epoch. Raises `CollateError` for a state of other ranks, lengths or options."""
+        own = self.state_dict()
+        if wrong := [name for name in own if name in ("num_replicas", "plan") and state.get(name) != own[name]]:
+            got, has = (", ".join(f"{name} {held.get(name)}" for name in wrong) for held in (state, own))
+            rule = f"The rest of an epoch follows from lengths, options and ranks; this sampler has {has}."
+            remedy = "Resume with those it was saved with, or begin another epoch with set_epoch."
+            raise CollateError(explain("state", got, rule, remedy))
+        self.epoch = whole_number("epoch", state.get("epoch"))
+        self._begin = self._yielded = whole_number("yielded", state.get("yielded"))
+
+
+@checked
+def lengths_of(dataset: Any, of: str | Callable[[Any], int] = "input_ids") -> Array:
+    """Return the tokens of each sample, `[N]`, for `BalancedBatchSampler`.
+
+    `dataset` is a `datasets.Dataset` or an Arrow table, of which only the offsets are read, or what has a length and an
+    index. `of` is a column of tokens or of lengths, or a function of a sample. A bar shows what takes longer than a second.
+
+    >>> lengths_of([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]).tolist()
+    [3, 1]
+    """
+    try:
+        return _lengths_of(dataset, of)
+    except Exception as error:  # whatever a dataset raises
+        got = f"{a_type(dataset)} ({type(error).__name__}: {error})"
+        rule = "A dataset has a length, an index and this column."
+        remedy = "Name a column of tokens or of lengths, of='input_ids', or pass a function of a sample."
+        raise CollateError(explain("dataset", got, rule, remedy)) from error
+
+
+def _lengths_of(dataset: Any, of: str | Callable[[Any], int]) -> Array:
+    if isinstance(of, str) and hasattr(dataset, "select_columns") and not hasattr(dataset, "column"):
+        dataset = dataset.select_columns([of]).with_format("arrow")
+        return np.concatenate([_of_column(table[of]) for table in dataset.iter(100_000)])
+    if isinstance(of, str) and hasattr(dataset, "column"):
+        return _of_column(dataset.column(of))
+    places: Any = range(len(dataset))
+    if find_spec("tqdm"):
+        places = import_module("tqdm.auto").tqdm(places, "lengths", delay=1)
+    return np.array([len(dataset[n][of]) if isinstance(of, str) else of(dataset[n]) for n in places])
+
+
+def _of_column(column: Any) -> Array:
+    import pyarrow.compute
+
+    numbers = pyarrow.types.is_integer(column.type)
+    return np.asarray(column if numbers else pyarrow.compute.list_value_length(column))
+
+
+@checked
+def loss_weights(
+    batches: Sequence[Mapping[str, Any]], *, per: Literal["token", "label", "sequence"] = "token", group: Any = None
+) -> list[float]:
+    """Return what to multiply the mean loss of each batch of a step by, so that the gradient is that of all samples of the
+    step, whatever stands together: `(model(**batch).loss * weight).backward()` for each, then one optimizer step.
+
+    * `batches`: this rank's micro-batches of one step, with `labels`.
+    * `per`: what the loss of a batch is the mean of: tokens that a causal model predicts (it shifts labels), labels (T5,
+      token classification), or sequences.
+    * `group`: the ranks whose gradients DDP or FSDP averages; None: all. They add their counts up, once.
+
+    >>> labels = torch.tensor([[[-100, 1, 2, 3]], [[-100, 1, -100, -100]]])
+    >>> loss_weights([{"labels": row} for row in labels])
+    [0.75, 0.25]
+    """
+    if not isinstance(batches, Sequence) or not all(hasattr(batch, "items") for batch in batches):
+        rule = "They are the micro-batches of a step."
+        raise CollateError(explain("batches", a_type(batches), rule, "Pass a list of dicts."))
+    key = "shift_labels" if batches and "shift_labels" in batches[0] else "labels"
+    if per == "sequence":
+        counts = [len(segments_from_batch(batch).spans) for batch in batches]
+    elif wrong := [batch[key] for batch in batches if key in batch and host_array(key, batch[key]).ndim != 2]:
+        remedy = "Pass per='sequence' for one label a sample."
+        raise CollateError(explain(key, shape_of(wrong[0]), "Labels of tokens are [B, S].", remedy))
+    elif all(key in batch for batch in batches):  # nothing predicts the first token of a row
+        first = int(per == "token" and key == "labels")
+        counts = [int((host_array(key, batch[key])[..., first:] != -100).sum()) for batch in batches]
+    else:
+        raise CollateError(explain("batches", f"no {key}", "A step is weighed by its labels.", "Add labels to each batch."))
+    total, ranks = torch.tensor(sum(counts)), 1
+    if dist.is_available() and dist.is_initialized():
+        total = total.to("cpu" if is_gloo(group) else torch.accelerator.current_accelerator())
+        dist.all_reduce(total, group=group)
+        ranks = dist.get_world_size(group)
+    if not total:
+        raise CollateError(explain("labels", "none", "A step has a label to learn, on some rank.", "Leave this step out."))
+    return [ranks * count / int(total) for count in counts]
+
+
+def _checked_lengths(lengths: Any, most: int) -> Array:
+    """Return lengths as an array `[N]`. Raises `CollateError` for each that is no whole number from 1 to `most`, 0: any."""
+    rule, remedy = "A length is the number of tokens of a sample, at least 1.", "Pass lengths_of(dataset)."
+    if not hasattr(lengths, "__iter__") or getattr(lengths, "ndim", 1) != 1 or isinstance(lengths, (Set, Mapping)):
+        got = shape_of(lengths) if hasattr(lengths, "ndim") else a_type(lengths)
+        raise CollateError(explain("lengths", got, rule, remedy))
+    values = lengths if isinstance(lengths, (torch.Tensor, np.ndarray)) else list(lengths)
+    try:
+        found = host_array("lengths", values)
+        whole = found.ndim == 1 and found.dtype.kind in "iu" and not (isinstance(values, list) and bool in map(type, values))
+    except CollateError:
+        whole = False
+    bad = [] if whole else [n for n, x in enumerate(values) if not _is_whole(x)]
+    if not bad and len(values):
+        bad = np.flatnonzero(found < 1).tolist()
+        if not bad and most:
+            bad = np.flatnonzero(found > most).tolist()
+            rule, remedy = f"A row holds up to {most} tokens.", "Truncate it, raise the budget, or pass longer='alone'."
+    if bad:
+        rows = [(n, str(values[n])[:60]) for n in bad[:_SAID]]
+        raise CollateError(explain_rows("lengths", rows, f"{len(bad)} in all. " * (len(bad) > _SAID) + rule, remedy))
+    if not len(values):
+        raise CollateError(explain("lengths", shape_of(values), "A plan is of one or more samples.", "Check the dataset."))
+    return found.astype(np.int32 if found.max() < 1 << 31 else np.int64)
+
+
+def _is_whole(length: Any) -> bool:
+    return isinstance(length, Integral) and not isinstance(length, bool) and int(length) < 1 << 63
+
+
+# --- the plan of one epoch
+
+
+def _plan(sampler: BalancedBatchSampler, rng: np.random.Generator) -> Plan:
+    """Return the plan: batches of like cost in each step, then steps, and the ranks of a step, in random order."""
+    lengths, R = sampler.lengths, sampler.num_replicas
+    drawn = rng.permutation(len(lengths)) if sampler.shuffle else np.arange(len(lengths))
+    drawn = drawn[np.argsort(-lengths[drawn], kind="stable")]
+    alone = int((lengths > sampler.room).sum())
+    batch_of, costs = (_packed if sampler.pack else _padded)(sampler, lengths[drawn[alone:]], alone, rng)
+    batch_of, costs = np.append(len(costs) + np.arange(alone), batch_of), np.append(costs, lengths[drawn[:alone]])
+    by_cost = np.argsort(-costs, kind="stable")
+    if gone := len(costs) % R:  # drop_last
+        by_cost = np.delete(by_cost, rng.choice(len(costs), gone, replace=False))
+    steps = by_cost.reshape(-1, R)
+    if sampler.shuffle:
+        steps = rng.permuted(rng.permutation(steps), axis=1)
+    place = np.zeros(len(costs), np.int64)  # 0: left out
+    place[steps.ravel()] = 1 + np.arange(steps.size)
+    placed = place[batch_of]
+    ends = np.bincount(placed, minlength=steps.size + 1).cumsum()
+    return drawn[np.argsort(placed, kind="stable")][ends[0] :], ends[1:] - ends[0], costs[steps.ravel()]
+
+
+def _whole_steps(sampler: BalancedBatchSampler, K: int, alone: int, N: int) -> int:
+    """Return the number of batches, K or more, that fills steps together with those of one sample. Raises `CollateError`
+    where N samples are too few for it."""
+    R = sampler.num_replicas
+    K += 0 if sampler.drop_last and K + alone >= R else -(K + alone) % R
+    if N < K:
+        rule = f"Each of {R} ranks gets the same number of batches, and no batch is empty."
+        remedy = "Pass drop_last=True, a larger max_tokens, or fewer ranks."
+        raise CollateError(explain("lengths", f"{N + alone} samples for {K + alone} batches", rule, remedy))
+    return K
+
+
+def _padded(sampler: BalancedBatchSampler, lengths: Array, alone: int, _: object) -> tuple[Array, Array]:
+    """Cut the samples, longest first, into batches whose rows x width is near the budget."""
+    R, most = sampler.num_replicas, sampler.max_tokens
+    widths = lengths if sampler.width is None else np.full_like(lengths, sampler.width)
+    K = _whole_steps(sampler, len(_cut(widths, R, most)), alone, len(widths))
+    low = max(1, most - 2 * R * most // max(1, K))  # the last step may take from the others what it lacks
+    ends = _cut(widths, R, _least(widths, R, K, low, most), K)[: max(0, K - R)]
+    rest, last = widths[ends[-1] if ends else 0 :], min(R, K)
+    ends += [len(widths) - len(rest) + end for end in _cut(rest, 1, _least(rest, 1, last, 1, most), last)]
+    sizes: Array = np.diff(np.array(ends, np.int64), prepend=0)
+    return np.repeat(np.arange(K), sizes), sizes * widths[np.cumsum(sizes) - sizes]
+
+
+def _least(widths: Array, R: int, K: int, low: int, most: int) -> int:
+    """Return the least budget of which there are K batches at the most."""
+    return low + bisect_left(range(low, most), True, key=lambda budget: len(_cut(widths, R, budget, K)) <= K)
+
+
+def _cut(widths: Array, R: int, budget: int, K: int = 0) -> list[int]:
+    """Return where batches end; of K batches, none is empty. Each batch of a step holds what the first one can: where
+    samples are long, one row less is another cost."""
+    ends: list[int] = []
+    at, places = 0, memoryview(widths)  # type: ignore[arg-type]
+    while at < len(widths):
+        held = budget // places[at] * places[at] or budget
+        for _ in range(R):
+            if at < len(widths):
+                at = min(at + max(1, held // places[at]), max(at + 1, len(widths) - K + len(ends) + 1))
+                ends.append(at)
+    return ends
+
+
+def _packed(sampler: BalancedBatchSampler, lengths: Array, alone: int, rng: np.random.Generator) -> tuple[Array, Array]:
+    """Spread the samples over K batches; over more of them, until each is within its budget. K follows from the lengths, so
+    each epoch has as many; its order is another one where that fits, too."""
+    room, rows = sampler.room, sampler.max_tokens // sampler.room
+    K = _whole_steps(sampler, -(-int(lengths.sum()) // (rows * room)), alone, len(lengths))
+    while (batch_of := _filled(lengths, K, rows, room)) is None:
+        K = _whole_steps(sampler, K + 1 + K // 200, alone, len(lengths))
+    if sampler.shuffle:
+        other = np.argsort(lengths * -rng.uniform(1, _NOISE, len(lengths)), kind="stable")
+        if (filled := _filled(lengths[other], K, rows, room)) is not None:
+            batch_of[other] = filled
+    return batch_of, np.bincount(batch_of, lengths, K).astype(np.int64)
+
+
+def _filled(sizes: Array, K: int, rows: int, room: int) -> Array | None:
+    """Return the batch of each sample, None if one would be over its budget: of more rows than `rows`, as the collator packs
+    them."""
+    row_of = _spread(sizes, K * rows, room)
+    if row_of is None or rows == 1:
+        return row_of
+    dealt = np.empty(K * rows, np.int64)  # fuller and emptier rows to each batch alike
+    dealt[np.argsort(-np.bincount(row_of, sizes, K * rows), kind="stable")] = np.arange(K * rows) % max(1, K)
+    batch_of: Array = dealt[row_of]
+    ends = np.bincount(batch_of, minlength=K).cumsum()
+    parts = np.split(sizes[np.argsort(batch_of, kind="stable")], ends[:-1])
+    return batch_of if all(len(best_fit(part.tolist(), room)) <= rows for part in parts) else None
+
+
+def _spread(sizes: Array, rows: int, room: int) -> Array | None:
+    """Return the row of each sample, None if a row would be over its room. In each round, the rows that hold least, by less
+    than the next sample, get one sample each: what one sample at a time to the emptiest row gives, in a few rounds."""
+    row_of, loads, at = np.empty(len(sizes), np.int32), np.zeros(rows, np.int64), 0
+    while at < len(sizes):
+        emptiest = np.argsort(loads, kind="stable")
+        held = loads[emptiest]
+        some = emptiest[: min(len(sizes) - at, int(np.searchsorted(held, held[0] + sizes[at])))]
+        row_of[at : at + len(some)] = some
+        loads[some] += sizes[at : at + len(some)]
+        at += len(some)
+        if loads[some].max() > room:
+            return None
+    return row_of

@@ -1,0 +1,200 @@
+"""Batch sampler: every sample once, no batch over its budget, as many batches on each rank, and batches of a step level."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch.utils.data import DataLoader
+
+from collate_npu import CollateError, PaddingCollator
+from collate_npu.collate import BalancedBatchSampler, lengths_of, loss_weights
+
+OPTIONS = {
+    "num_replicas": st.integers(1, 5),
+    "max_tokens": st.integers(1, 120),
+    "pack": st.booleans(),
+    "width": st.none() | st.integers(1, 50),
+    "drop_last": st.booleans(),
+    "longer": st.sampled_from(["error", "alone"]),
+    "shuffle": st.booleans(),
+    "seed": st.integers(0, 9),
+}
+
+
+def tokens(lengths, pack, width):
+    """What a batch of these samples makes a model compute, by our own collator."""
+    features = [{"input_ids": [1] * length} for length in lengths]
+    if pack and width is None:
+        return PaddingCollator(padding_free=True)(features)["input_ids"].numel()
+    how = {"packing": pack, "max_length": width, "padding": "max_length"} if width else {}
+    return PaddingCollator(pad_token_id=0, attention_mask="2d", **how)(features)["input_ids"].numel()
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.fixed_dictionaries(OPTIONS), st.integers(0, 2))
+def test_every_plan_keeps_its_promises(lengths, options, epoch):
+    R, longest = options["num_replicas"], options["width"] or options["max_tokens"]
+    try:
+        ranks = [BalancedBatchSampler(lengths, rank=rank, **options) for rank in range(R)]
+        whole = BalancedBatchSampler(lengths, rank=None, **options)
+        for sampler in (*ranks, whole):
+            sampler.set_epoch(epoch)
+        found = [list(sampler) for sampler in ranks]
+    except CollateError:
+        too_long = options["longer"] == "error" and max(lengths) > longest
+        assert too_long or (options["width"] or 0) > options["max_tokens"] or len(lengths) % R or len(lengths) < R
+        return
+    assert {len(batches) for batches in found} == {len(sampler) for sampler in ranks}
+    assert list(whole) == [batch for step in zip(*found) for batch in step]
+    drawn = [n for batches in found for batch in batches for n in batch]
+    assert len(set(drawn)) == len(drawn)
+    assert options["drop_last"] or sorted(drawn) == list(range(len(lengths)))
+    for batch in (batch for batches in found for batch in batches):
+        sizes = [lengths[n] for n in batch]
+        if max(sizes) > longest:
+            assert len(sizes) == 1
+        else:
+            assert 0 < tokens(sizes, options["pack"], options["width"]) <= options["max_tokens"]
+
+
+KINDS = {"instruction": (5.6, 0.9, 16, 4096), "rollouts": (7.6, 1.1, 64, 32768)}
+
+
+@pytest.mark.parametrize(("R", "worst", "mean"), [(8, 1.05, 1.01), (64, 1.1, 1.03)])
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_a_step_are_level_and_full(kind, pack, R, worst, mean):
+    mu, sigma, least, most = KINDS[kind]
+    lengths = np.clip(np.random.default_rng(1).lognormal(mu, sigma, 30_000), least, most).astype(int)
+    _, _, costs = BalancedBatchSampler(lengths, max_tokens=2 * most, num_replicas=R, pack=pack).plan
+    level = costs.reshape(-1, R).max(axis=1) / costs.reshape(-1, R).mean(axis=1)
+    assert level.max() < (1.01 if pack else worst)
+    assert level.mean() < mean
+    assert 1 - lengths.sum() / costs.sum() < 0.01
+    assert costs.mean() > 0.85 * 2 * most
+
+
+@pytest.mark.parametrize(("pack", "width"), [(False, None), (True, None), (True, 100)])
+def test_epochs_differ_and_repeat_with_as_many_batches(pack, width):
+    for seed in range(17, 20):  # whose packs fit now and then
+        lengths = np.random.default_rng(seed).integers(1, 90, 300)
+        sampler = BalancedBatchSampler(lengths, max_tokens=200, num_replicas=3, rank=1, pack=pack, width=width)
+        epochs = []
+        for epoch in (*range(6), 0):
+            sampler.set_epoch(epoch)
+            epochs.append(list(sampler))
+        assert epochs[0] == epochs[-1] != epochs[1]
+        assert {len(epoch) for epoch in epochs} == {len(sampler)}
+
+
+def test_a_state_gives_the_rest_of_the_epoch():
+    lengths = np.random.default_rng(3).integers(1, 90, 200)
+    make = lambda **other: BalancedBatchSampler(lengths, **{"max_tokens": 300, "num_replicas": 2, "rank": 1} | other)  # noqa: E731
+    sampler = make()
+    sampler.set_epoch(4)
+    batches, whole = iter(sampler), []
+    for _ in range(5):
+        whole.append(next(batches))
+    state, rest = sampler.state_dict(), list(batches)
+    other = make()
+    other.load_state_dict(state)
+    assert list(other) == rest
+    assert list(other) == whole + rest  # the next time it is whole again
+    for options in ({"num_replicas": 4}, {"pack": True}, {"seed": 1}, {"max_tokens": 301}):
+        with pytest.raises(CollateError, match="Resume with those it was saved with, or begin another epoch"):
+            make(**options).load_state_dict(state)
+    with pytest.raises(CollateError, match="takes a dict"):
+        make().load_state_dict(5)
+
+
+BAD = {
+    "zero": ([3, 0], "row 1: got 0"),
+    "negative": ([-1, 3], "row 0: got -1"),
+    "half": ([3, 2.5], "row 1: got 2.5"),
+    "nan": ([3, float("nan")], "row 1: got nan"),
+    "huge": ([3, 2**62], "row 1: got 4611686018427387904\nA row holds up to 8 tokens"),
+    "beyond": ([3, 2**70], "row 1: got 1180591620717411303424"),
+    "none": ([3, None], "row 1: got None"),
+    "ragged": ([3, [1, 2]], r"row 1: got \[1, 2\]"),
+    "bools": ([True, 3], "row 0: got True"),
+    "floats": (np.array([3.0, 2.0]), "row 0: got 3.0"),
+    "a matrix": (np.ones((2, 2), int), "got .*2, 2"),
+    "a number": (5, "got an int"),
+    "lengths by name": ({1: 5, 2: 3}, "got a dict"),
+    "a tensor of none": (torch.tensor(5), "got int64"),
+    "empty": ([], "A plan is of one or more samples"),
+    "many": ([0] * 50, "50 in all. A length is"),
+}
+
+
+@pytest.mark.parametrize(("lengths", "says"), BAD.values(), ids=BAD)
+def test_bad_lengths_are_refused_with_their_place(lengths, says):
+    with pytest.raises(CollateError, match=says):
+        BalancedBatchSampler(lengths, max_tokens=8)
+
+
+def test_bad_options_are_refused():
+    for options, says in (
+        ({"rank": 2, "num_replicas": 2}, "numbered from 0 to 1"),
+        ({"width": 9}, "A batch holds up to 8 tokens"),
+        ({"max_tokens": 0}, "at least 1"),
+        ({"longer": "cut"}, "longer"),
+        ({"num_replicas": 4}, "3 samples for 4 batches"),
+        ({"batch_size": 2}, "BalancedBatchSampler has no such argument"),
+    ):
+        with pytest.raises(CollateError, match=says):
+            len(BalancedBatchSampler([3, 4, 8], **{"max_tokens": 8} | options))
+
+
+def test_lengths_are_counted_from_whatever_holds_samples():
+    rows = [{"input_ids": [1] * n, "tokens": n} for n in (3, 1, 2)]
+    assert lengths_of(rows).tolist() == [3, 1, 2]
+    assert lengths_of(rows, lambda row: 2 * row["tokens"]).tolist() == [6, 2, 4]
+    datasets = pytest.importorskip("datasets")
+    held = datasets.Dataset.from_list(rows)
+    for dataset in (held, held.data.table, held.with_format("torch")):
+        assert lengths_of(dataset).tolist() == lengths_of(dataset, "tokens").tolist() == [3, 1, 2]
+    assert lengths_of(held.select([2, 0])).tolist() == [2, 3]
+
+
+def test_what_holds_no_lengths_is_refused():
+    for dataset, of in (([{"ids": [1]}], "input_ids"), (5, "input_ids"), (iter([]), "input_ids"), ([3, 4], len)):
+        with pytest.raises(CollateError, match="Name a column of tokens or of lengths"):
+            lengths_of(dataset, of)
+
+
+def test_a_planned_step_is_its_samples_one_by_one():
+    """The loss of a batch is a mean over its tokens; a count for each micro-batch in place of the step is off."""
+    generator = torch.Generator().manual_seed(0)
+    data = [{"input_ids": torch.randint(1, 20, (n,), generator=generator)} for n in (2, 9, 3, 3, 8, 5, 4, 2, 6, 7)]
+    data = [row | {"labels": row["input_ids"]} for row in data]
+    weight = torch.randn(21, 21, generator=generator).requires_grad_()
+
+    def loss_of(batch):
+        logits, labels = weight[batch["input_ids"]][:, :-1], batch["labels"][:, 1:]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def gradient(pairs):
+        return torch.autograd.grad(sum(loss_of(batch) * scale for batch, scale in pairs), weight)[0]
+
+    collate, count = PaddingCollator(pad_token_id=20), sum(len(row["input_ids"]) - 1 for row in data)
+    alone = gradient((collate([row]), (len(row["input_ids"]) - 1) / count) for row in data)
+    for pack, collator in ((False, collate), (True, PaddingCollator(padding_free=True))):
+        sampler = BalancedBatchSampler(lengths_of(data), max_tokens=14, pack=pack)
+        batches = list(DataLoader(data, batch_sampler=sampler, collate_fn=collator))
+        found = gradient(zip(batches, loss_weights(batches)))
+        assert (found - alone).norm() < 1e-5 * alone.norm()
+        each = gradient((batch, 1 / len(batches)) for batch in batches)
+        assert (each - alone).norm() > 1e-2 * alone.norm()
+    assert loss_weights(batches, per="sequence") == [len(batch["seq_lens"]) / len(data) for batch in batches]
+    assert loss_weights([{"shift_labels": [[3, -100]]}, {"shift_labels": [[1, 2]]}]) == [1 / 3, 2 / 3]
+    labels = [{"labels": [[3, 4]]}, {"labels": [[1, -100]]}]
+    assert (loss_weights(labels, per="label"), loss_weights(labels[:1])) == ([2 / 3, 1 / 3], [1.0])
+    for bad, says in (
+        ([{"input_ids": [[1]]}], "Add labels"),
+        ([{"labels": [[1, -100]]}], "Leave this step out"),
+        ([{"labels": torch.tensor([1, 0, 1])}], "Pass per='sequence'"),
+        (batches[0], "Pass a list of dicts"),
+        ([[1]], "Pass a list of dicts"),
+    ):
+        with pytest.raises(CollateError, match=says):
+            loss_weights(bad)

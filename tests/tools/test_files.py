@@ -1,0 +1,237 @@
+"""Files that a user names: rows (one table: a file, and what it gives or why it is refused, with its place and in a line),
+samples of them, saved batches and masks, which run nothing, and a page that is to be written."""
+
+import gzip
+import io
+import json
+import logging
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("rich")
+from collate_npu import CollateError, Segments
+from collate_npu.masks import dense
+from collate_npu.tools import files
+from collate_npu.tools.files import (
+    LOADERS,
+    batch_of_file,
+    check_place,
+    mask_of_file,
+    read_rows,
+    samples_of_rows,
+    shipped_text,
+)
+from collate_npu.tools.show import picture
+from collate_npu.tools.user_code import check_file
+
+RECORDS, TWO = [{"text": "one"}, {"text": "two"}], ["one", "two"]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
+SAID = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+SHARED = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
+NONE = "line 1: got no text field"
+LARGE = (1 << 31) - 1
+FILES = [
+    ("a.txt", b"one\n\ntwo\n", TWO), ("a.log", b"one\ntwo", TWO), ("a.txt.gz", gzip.compress(b"one\ntwo\n", mtime=0), TWO),
+    ("b.jsonl", b'{"text": "one"}\n{"content": "two"}\n', TWO), ("b.ndjson", LINES, TWO),
+    ("b.jsonl.gz", gzip.compress(LINES, mtime=0), TWO),
+    ("bom.jsonl", '\ufeff{"text": "one"}\n\n{"text": "two"}\n'.encode(), TWO),
+    ("c.jsonl", b'{"question": "one"}\n', r"line 1: got no text field \(columns question"),
+    ("c.jsonl", b'{"text": "one"}\n\n{"text": 3}\n', r"line 3: got no text field \(text: 3"),
+    ("c.jsonl", b'{"text": "one"}\n["two"]\n', "line 2: got a list"),
+    ("c.jsonl", b'{"text": "one"}\n{"text": "tw\n', "line 2: got no JSON"),
+    ("c.txt", "caf\u00e9".encode("latin-1"), "got UnicodeDecodeError: .* in UTF-8"),
+    ("c.txt.gz", b"no archive", "c.txt.gz: got BadGzipFile: Not a gzipped file"), ("c.txt", b"\n\n", "got no rows"),
+    ("c.txt", None, "no such file"), ("c.json", None, "no such file"), ("", None, "got a folder"),
+    ("folder.json", None, "got a folder"), ("c.parquet", b"PAR1\x15\x04\x15\xf0\xffPAR1", "convert it to .jsonl"),
+    ("c.json", b'[{"text": "on', "It cannot be read as a table"),
+    ("c.csv", b"question,answer\none,two\n", r"row 0: got no text field \(columns question, answer"),
+    ("a.json", json.dumps(RECORDS).encode(), TWO), ("a.json.gz", gzip.compress(LINES, mtime=0), TWO), ("b.json", LINES, TWO),
+    ("a.csv", b"text\none\ntwo\n", TWO), ("a.parquet", RECORDS, TWO),
+    ("a.csv.gz", gzip.compress(b"text\none\ntwo\n", mtime=0), TWO),
+]  # fmt: skip
+HELD = [
+    ({"messages": SAID}, SAID), ({"conversations": SHARED}, SAID), ({"text": "flattened", "messages": SAID}, SAID),
+    ({"input_ids": [1, 2], "text": "one"}, {"input_ids": [1, 2], "labels": [1, 2]}),
+    *(({"input_ids": ids, "labels": labels}, {"input_ids": ids, "labels": labels}) for ids, labels in (
+        ([1, 2], [-100, 2]), ([LARGE, -LARGE], [1, -LARGE]))),
+    *(({"input_ids": ids, "labels": labels}, NONE) for ids, labels in (
+        ([LARGE + 1], None), ([1, 2], [1, -LARGE - 1]), ([1, 2], [1]), ([], None), ([True], None), ("12", None),
+        ([1, 2.5], None))),
+    *(({"messages": value}, NONE) for value in ("said", 5, ["said"], [*SAID, 5], {"role": "user"}, [{"role": "user"}])),
+]  # fmt: skip
+FILES += [("held.jsonl", json.dumps(record).encode(), row if row == NONE else [row]) for record, row in HELD]
+
+
+@pytest.mark.parametrize(("name", "content", "rows"), FILES)
+def test_a_file_gives_its_rows_or_says_where_it_is_bad(tmp_path, monkeypatch, capfd, name, content, rows):
+    """Lines need no package; a table leaves no cache, asks nobody and logs nothing."""
+    path = tmp_path / name
+    if table := re.search(r"\.(json|csv|parquet)(\.gz)?$", name):
+        datasets = pytest.importorskip("datasets")
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        monkeypatch.setattr("socket.socket.connect", lambda *args: pytest.fail("a connection"))
+        logging.getLogger("datasets").setLevel(logging.WARNING)
+    else:
+        monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    (tmp_path / "folder.json").mkdir()
+    if isinstance(content, list):
+        datasets.Dataset.from_list(content).to_parquet(str(path))
+        capfd.readouterr()
+    elif content is not None:
+        path.write_bytes(content)
+    if isinstance(rows, list):
+        assert read_rows(path) == rows
+        assert not (table and logging.getLogger("datasets").isEnabledFor(logging.CRITICAL))
+        assert not (tmp_path / "cache").exists()
+    else:
+        with pytest.raises(CollateError, match=rows) as error:
+            read_rows(path)
+        assert (str(error.value).startswith(str(path)), "\n" in str(error.value)) == (True, False)
+        assert not capfd.readouterr().err
+
+
+def test_standard_input_and_a_table_without_its_package(tmp_path, monkeypatch):
+    for content in (b"one\ntwo\n", LINES, b'{"text": "one"}'):
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content)))
+        assert read_rows(Path("-")) == TWO[: 1 + content.count(b"\n")]
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    (tmp_path / "a.json").write_text(json.dumps(RECORDS), encoding="utf-8")
+    with pytest.raises(CollateError, match="pip install datasets"):
+        read_rows(tmp_path / "a.json")
+
+
+def test_of_many_lines_the_first_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST_ROWS", 2)
+    (tmp_path / "a.txt").write_text("one\ntwo\nsix\n", encoding="utf-8")
+    assert read_rows(tmp_path / "a.txt") == TWO
+
+
+class Letters:
+    eos_token_id = 0
+
+    def __call__(self, text, *, add_special_tokens, truncation, max_length):
+        ids = [0] * add_special_tokens + [*text.encode()]
+        return {"input_ids": ids[:max_length] if truncation else ids}
+
+
+def test_samples_are_cut_to_drawn_lengths_and_closed():
+    """The text of ours is ragged and has no line twice."""
+    lines = shipped_text()
+    sizes = sorted(len(line.encode()) for line in lines)
+    assert (len(lines), len(set(lines)), sizes[0] < 10, sizes[-1] > 200) == (300, 300, True, True)
+    drawn = samples_of_rows(["abcdefghijklmnopqrstuvwxyz" * 2] * 300, Letters(), count=200, max_length=17, seed=1)
+    lengths = [len(each["input_ids"]) for each in drawn]
+    assert (min(lengths), max(lengths)) == (3, 17)
+    assert all(each["input_ids"][-1] == 0 and 0 not in each["input_ids"][:-1] for each in drawn)
+    assert all(each["labels"] == each["input_ids"] for each in drawn)
+    for most in (1, 2):
+        assert {len(each["input_ids"]) for each in samples_of_rows(lines, Letters(), count=9, max_length=most)} == {2}
+    tokens = [{"input_ids": [1, 2], "labels": [-100, 2]}] * 3
+    assert samples_of_rows(tokens, None, count=3, max_length=4) == tokens
+    with pytest.raises(CollateError, match="got 3 lines with tokens"):
+        samples_of_rows(tokens, None, count=4, max_length=4)
+
+
+# --- saved batches and masks
+
+TRUTH = Segments.from_lengths([3, 5], side="left")
+BATCH = {"input_ids": TRUTH.ids, "attention_mask_2d": TRUTH.keep, "attention_mask": dense(TRUTH)}
+
+
+def saved(tmp_path, ending, held):
+    path, tensors = tmp_path / f"held{ending}", held if isinstance(held, dict) else {"mask": held}
+    if ending in (".pt", ".pth"):
+        torch.save(held, path)
+    elif ending == ".safetensors":
+        pytest.importorskip("safetensors.torch").save_file(tensors, path)
+    elif ending == ".npz":
+        np.savez(path, **{key: value.numpy() for key, value in tensors.items()})
+    else:
+        np.save(path, held.numpy())
+    return path
+
+
+@pytest.mark.parametrize("ending", LOADERS)
+def test_a_saved_mask_is_the_mask_and_a_saved_batch_is_the_batch(tmp_path, ending):
+    assert torch.equal(mask_of_file(saved(tmp_path, ending, dense(TRUTH))), dense(TRUTH))
+    if ending != ".npy":
+        path = saved(tmp_path, ending, BATCH)
+        held = batch_of_file(path)
+        assert held.keys() == BATCH.keys()
+        assert all(torch.equal(held[key], value) for key, value in BATCH.items())
+        assert torch.equal(mask_of_file(path), BATCH["attention_mask"])
+
+
+class Anything:
+    """What a file must not build."""
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "said"),
+    [
+        ("x.pkl", lambda path: path.write_bytes(b""), "Such files end with"),
+        ("x.pt", lambda path: path.write_bytes(b"no"), r"torch\.save\("),
+        ("x.pt", lambda path: torch.save({"a": Anything()}, path), "without running anything"),
+        ("x.pt", lambda path: torch.save([1], path), "a dict of tensors"),
+        ("x.npz", lambda path: path.write_bytes(b"no"), r"torch\.save\("),
+        ("x.npz", lambda path: np.savez(path, a=np.array([{}], dtype=object)), "allow_pickle=False"),
+        ("x.pt", lambda path: None, "no such file"),
+    ],
+)
+def test_other_files_are_refused_in_one_line(tmp_path, name, write, said):
+    write(tmp_path / name)
+    with pytest.raises(CollateError, match=said) as error:
+        batch_of_file(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+def test_several_tensors_and_none_of_them_the_mask(tmp_path):
+    with pytest.raises(CollateError, match="A mask is one tensor"):
+        mask_of_file(saved(tmp_path, ".pt", {"a": torch.ones(1), "b": torch.ones(1)}))
+
+
+# --- places
+
+
+def test_what_is_no_file_of_that_kind_has_one_that_is_near(tmp_path):
+    for name in ("rows.jsonl", "rowse.jsonl", "rowsy.jsonl", "rows.py"):
+        (tmp_path / name).write_text("", encoding="utf-8")
+    for name, words in {
+        "": "got a folder. Such files end with .jsonl. Name one.",
+        "rowz.jsonl": "got no such file. Such files end with .jsonl. Did you mean rows.jsonl or rowsy.jsonl?",
+        "there/rows.jsonl": f"got no such folder as {tmp_path / 'there'}. Such files end with .jsonl. Name one.",
+        "rows.py": "got a file that ends with '.py'. Such files end with .jsonl. Name one.",
+    }.items():
+        with pytest.raises(CollateError) as error:
+            check_file(tmp_path / name, [".jsonl"], "Name one.")
+        assert words in str(error.value)
+    check_file(tmp_path / "rows.jsonl", [".jsonl"], "")
+    with subprocess.Popen(["cat", tmp_path / "rows.jsonl"], stdout=subprocess.PIPE) as shell:
+        check_file(Path(f"/proc/self/fd/{shell.stdout.fileno()}"), [".jsonl"], "")  # the shell's `<(...)`
+
+
+def test_a_place_that_is_no_page_is_refused_with_what_is_one(tmp_path):
+    (tmp_path / "a.html").mkdir()
+    (tmp_path / "link.html").symlink_to(tmp_path / "precious.txt")
+    rules = {
+        "A page is written as .html": ("a.gif", "a.svg", "a", "a.HTML5"),
+        "Name a file in a folder that exists": ("no/a.html", "a.html"),
+        "Name that file itself": ("link.html",),
+    }
+    for rule, names in rules.items():
+        for name in names:
+            with pytest.raises(CollateError) as error:
+                check_place(tmp_path / name, ".html")
+            assert rule in str(error.value)
+    with pytest.raises(CollateError, match="Name a file in a folder that exists"):
+        picture(TRUTH).save(tmp_path / "a.html")
+    with pytest.raises(CollateError, match="Name that file itself"):
+        picture(TRUTH).save(tmp_path / "link.html")
+    assert not (tmp_path / "precious.txt").exists()
+    check_place(tmp_path / "new.html", ".html")
