@@ -54,6 +54,8 @@ PLOTS = "matplotlib==3.11.2"
 ENV = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 FAST = {**ENV, "HYPOTHESIS_PROFILE": "fast"}
 QUICK = (*TWO_WORKERS, "-m", "not slow")
+SOME = {"COLLATE_NPU_MODELS": "0.3"}
+"""The test command draws so many of the tests that run models, others with each seed."""
 AGAIN = {**FAST, "COLLATE_NPU_SHARE": "0.15"}
 """Tests that run on the newest releases too: a commit draws a seventh of them, `.ci/run nightly` runs all."""
 PEERS = ENV if "COLLATE_NPU_NIGHTLY" in os.environ else {**FAST, "COLLATE_NPU_SHARE": "0.4"}
@@ -238,7 +240,7 @@ def install_tests(session: nox.Session, transformers: str = "newest") -> None:
 def tests(session: nox.Session) -> None:
     """The test command: all but the slow ones, on the newest transformers; families and examples turn with the seed."""
     install_tests(session)
-    session.run("pytest", *QUICK, *session.posargs, env=FAST)
+    session.run("pytest", *QUICK, *session.posargs, env=SOME | FAST)
 
 
 @nox.session

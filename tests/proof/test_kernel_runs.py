@@ -32,6 +32,8 @@ from collate_npu.proof.kernel_runs import (
 )
 from collate_npu.proof.measure import FLOOR, MARGIN, TIMES
 
+pytestmark = pytest.mark.long
+
 BY_NAME = {kernel.name.rpartition(".")[2]: kernel for kernel in KERNELS if not kernel.name.endswith("_v3")}
 TRUTH = {truth.name: truth for truth in TRUTHS}
 FUSION, FUSION_V3 = (next(k for k in KERNELS if k.name == f"torch_npu.npu_fusion_attention{v}") for v in ("", "_v3"))

@@ -25,6 +25,8 @@ from collate_npu.proof import watch
 from collate_npu.proof.conformance import conformance
 from collate_npu.proof.invariance import assert_padding_invariant
 
+pytestmark = pytest.mark.long
+
 
 def rows_of(lengths):
     each = ([(5 + 7 * n + 3 * t) % 50 + 5 for t in range(S)] for n, S in enumerate(lengths))
