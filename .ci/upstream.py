@@ -20,7 +20,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
-os.environ["COLLATE_NPU_UNLOCKED"] = "1"  # what the noxfile says, not what its locks hold
 
 import newer  # noqa: E402
 from packaging.utils import canonicalize_name  # noqa: E402
@@ -90,19 +89,23 @@ def pins_of(sessions: Iterable[str]) -> dict[str, dict[str, newer.Pin]]:
 
 def run(session: str, pins: dict[str, newer.Pin], new: dict[str, newer.Release]) -> dict[str, Any]:
     """Its tests beside the new releases: how many passed, and what the red ones said."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    log, told = FOLDER / f"{session}.log", FOLDER / f"{session}.jsonl"
+    flags = ("--envdir", str(FOLDER), "--reuse-venv", "never", "-s", session, "--", *ARGUMENTS.get(session, ()))
+    return recorded(FOLDER / session, *flags, **settings(pins, new))
+
+
+def recorded(place: Path, *flags: str, **env: str) -> dict[str, Any]:
+    """What the runs of pytest in a call of nox found, and what else reports (`COLLATE_NPU_REPORT`); its log is beside it."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    log, told = Path(f"{place}.log"), Path(f"{place}.jsonl")
     told.write_text("")
-    command = [sys.executable, "-m", "nox", "--envdir", str(FOLDER), "--reuse-venv", "never", "-s", session, "--"]
-    command += ARGUMENTS.get(session, ())
     with log.open("w", encoding="utf-8") as out:
-        env = {**os.environ, **settings(pins, new), "COLLATE_NPU_REPORT": str(told)}
-        code = subprocess.run(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT).returncode
+        env = {**os.environ, **env, "COLLATE_NPU_REPORT": str(told)}
+        code = subprocess.run([sys.executable, "-m", "nox", *flags], cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
     runs = [json.loads(line) for line in told.read_text("utf-8").splitlines()]
-    if code:  # before pytest, or beside it
+    if code.returncode:  # before pytest, or beside it
         lines = [line for line in log.read_text("utf-8").splitlines() if line and not line.startswith("nox >")]
         last = [*lines, *(line for line in lines if "rror" in line)][-1:]
-        runs.append({"failed": {f"nox -s {session}": " ".join(last)}})
+        runs.append({"failed": {" ".join(("nox", *flags[flags.index("-s") :])): " ".join(last)}})
     return summed(runs)
 
 
@@ -115,16 +118,18 @@ def settings(pins: dict[str, newer.Pin], new: dict[str, newer.Release]) -> dict[
 
 
 def summed(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """One session runs pytest several times."""
+    """One session runs pytest several times, and what counts other things than tests."""
     whole: dict[str, Any] = {"passed": 0, "skipped": 0, "failed": {}}
     for each in runs:
-        whole |= {name: whole[name] + each.get(name, 0) for name in ("passed", "skipped")}
-        for test, said in each["failed"].items():
+        counts = {name: value for name, value in each.items() if name != "failed"}
+        whole |= {name: whole.get(name, 0) + value for name, value in counts.items()}
+        for test, said in each.get("failed", {}).items():
             whole["failed"][test] = PATHS.sub("", said)[:300]
     return whole
 
 
 def main() -> None:
+    os.environ["COLLATE_NPU_UNLOCKED"] = "1"  # what the noxfile says, not what its locks hold
     flags = {word for word in sys.argv[1:] if word.startswith("--")}
     for session, pins in pins_of([word for word in sys.argv[1:] if word not in flags] or SESSIONS).items():
         new = newer.plan(pins)

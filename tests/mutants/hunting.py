@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 from mutants.changes import Change, Switch, all_changes, drawn, installed
+from reported import report
 
 COUNT = int(os.environ.get("COLLATE_NPU_MUTANTS", "40"))
 SEED = int(os.environ.setdefault("COLLATE_NPU_SEED", str(time.time_ns() // 1000 % 1_000_000)))
@@ -100,6 +101,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if COUNT > 100:
         _say_alone(config.stash.get(FILES, {}), {number for number, fate in fates.items() if fate == "killed"}, say)
     killed = len(fates) - len(alive)
+    report({"mutants drawn": len(CHANGES), "not come by": len(missed), "killed": killed}, {})
     say(f"mutants: {len(CHANGES)} drawn, {len(missed)} not come by; {killed} of {len(fates)} killed; seed {SEED}")
 
 
