@@ -59,8 +59,8 @@ SOME = {"COLLATE_NPU_MODELS": "0.3"}
 """The test command draws so many of the tests that run models, others with each seed."""
 AGAIN = {**FAST, "COLLATE_NPU_SHARE": "0.15"}
 """Tests that run on the newest releases too: a commit draws a seventh of them, `.ci/run nightly` runs all."""
-PEERS = ENV if "COLLATE_NPU_NIGHTLY" in os.environ else {**FAST, "COLLATE_NPU_SHARE": "0.4"}
-"""Tests of other stacks: a commit draws two fifths of them, and an eighth of those that take long."""
+PEERS = ENV if "COLLATE_NPU_NIGHTLY" in os.environ else {**FAST, "COLLATE_NPU_SHARE": "0.25"}
+"""Tests of other stacks: a commit draws a fourth of them, and a twelfth of those that take long."""
 SWIFT_NEEDS = (
     "modelscope", "modelscope-hub", "pandas", "pyarrow", "dill", "multiprocess", "xxhash", "python-dateutil", "requests",
     "urllib3", "httpx", "httpcore", "sniffio", "certifi", "pillow", "cryptography", "cffi", "pycparser", "einops",

@@ -1,7 +1,7 @@
 """The night: each session of nox with nothing left out, and what it found, dated, in benchmarks/nightly.json.
 
 `.ci/run nightly`; some of it: `.venv-ci/bin/python .ci/nightly.py peers_fla "soak -- ranks"`. It ends with 1 where something
-was red, which a line for each says. COLLATE_NPU_SEED repeats a night.
+was red, which a line for each says. COLLATE_NPU_SEED repeats a night; one that was cut off goes on where it was.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -23,8 +24,10 @@ import upstream
 
 NIGHTS = upstream.ROOT / "benchmarks" / "nightly.json"
 PEERS = [name for name in upstream.SESSIONS if name.startswith("peers_")]
-SESSIONS = ("tests_all(newest)", *PEERS, "tests_all(oldest)", "fuzz", "audit", "npu", "oldest_torch", "package", "docs")
-SESSIONS += ("lint", "types", "mutants", "mutants -- 400", "card -- --device cpu --quick")
+MODELS, HARM = "tests/integration", "tests/integration/test_no_harm.py"
+PARTS = (HARM, f"{MODELS} --ignore={HARM}", f"tests --ignore={MODELS}")
+SESSIONS = (*(f"tests_all(newest) -- {part}" for part in PARTS), *PEERS, "tests_all(oldest)", "fuzz", "audit", "npu")
+SESSIONS += ("oldest_torch", "package", "docs", "lint", "types", "mutants", "mutants -- 400", "card -- --device cpu --quick")
 ALONE = ("soak -- ranks --minutes 10", "soak -- loaders --runs 20", "soak -- batches")
 """What has a clock of its own gets the whole machine."""
 KEPT = 20
@@ -33,25 +36,38 @@ _WRITES = Lock()
 
 
 def main() -> int:
-    asked = sys.argv[1:]
-    seed = os.environ["COLLATE_NPU_SEED"]
-    rest = random.Random(seed).sample(upstream.SESSIONS, 4)  # a report, of others each night: red there is red upstream
-    night = {"date": now(), "commit": commit(), "seed": int(seed), "whole": not asked, "python": platform.python_version()}
-    night |= {"torch": upstream.noxfile.TORCH, "cores": os.cpu_count(), "minutes": 0.0, "sessions": {}}
-    start = time.monotonic()
+    night = begun(int(os.environ["COLLATE_NPU_SEED"]), sys.argv[1:])
+    rest = [each for each in sys.argv[1:] or (*SESSIONS, *ALONE) if each not in night["sessions"]]
+    rooms: dict[str, list[str]] = {}  # one after the other in one environment
+    for each in rest:
+        rooms.setdefault("alone" if each in ALONE else each.partition(" -- ")[0], []).append(each)
+    last = rooms.pop("alone", [])
     with ThreadPoolExecutor(2) as lanes:
-        list(lanes.map(lambda each: run(each, night, start), [each for each in asked or SESSIONS if each not in ALONE]))
-    for each in [each for each in asked or ALONE if each in ALONE]:
-        run(each, night, start)
-    if not asked:
-        subprocess.run([sys.executable, ".ci/upstream.py", *rest], cwd=upstream.ROOT, check=False)
-        night["upstream"] = rest
-    write(night, start)
+        list(lanes.map(lambda some: [run(each, night) for each in some], rooms.values()))
+    for each in last:
+        run(each, night)
+    if not sys.argv[1:]:  # a report, of others each night: what is red there is red upstream
+        night["upstream"] = random.Random(night["seed"]).sample(upstream.SESSIONS, 2)
+        subprocess.run([sys.executable, ".ci/upstream.py", *night["upstream"]], cwd=upstream.ROOT, check=False)
+        night["ended"] = now()
+    write(night)
     red = {name: one["failed"] for name, one in night["sessions"].items() if one["failed"]}
     for name, failed in red.items():
         print(*(f"{name}: {test}: {said}" for test, said in failed.items()), sep="\n")
-    print(f"{len(night['sessions'])} sessions in {night['minutes']} minutes, {len(red)} red, seed {seed}")
+    print(f"{len(night['sessions'])} sessions, {len(red)} red, seed {night['seed']}")
     return bool(red)
+
+
+def begun(seed: int, some: Sequence[str]) -> dict[str, Any]:
+    """A new night, or the one of this seed and commit that was cut off, which goes on."""
+    own = {"commit": commit(), "seed": seed, "some": list(some)}
+    ours = next((each for each in nights() if own.items() <= each.items() and not each["ended"]), None)
+    machine = {"python": platform.python_version(), "torch": upstream.noxfile.TORCH, "cores": os.cpu_count()}
+    return ours or {"began": now(), "ended": "", **own, **machine, "sessions": {}}
+
+
+def nights() -> list[dict[str, Any]]:
+    return list(json.loads(NIGHTS.read_text("utf-8"))) if NIGHTS.exists() else []
 
 
 def now() -> str:
@@ -59,33 +75,26 @@ def now() -> str:
 
 
 def commit() -> str:
-    told = ("git", "describe", "--always", "--dirty", "--exclude", "*")
-    return subprocess.run(told, cwd=upstream.ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    git = partial(subprocess.run, cwd=upstream.ROOT, capture_output=True, text=True, check=True)
+    changed = git(("git", "status", "--porcelain", "--", ":!benchmarks")).stdout
+    return git(("git", "rev-parse", "--short=7", "HEAD")).stdout.strip() + " and changes" * bool(changed)
 
 
-def run(session: str, night: dict[str, Any], start: float) -> None:
+def run(session: str, night: dict[str, Any]) -> None:
     """Its sums into the night, and the night so far into the file."""
-    begun = time.monotonic()
-    env = {"COLLATE_NPU_NIGHTLY": "1"}
+    start, env = time.monotonic(), {"COLLATE_NPU_NIGHTLY": "1"}
     if session.startswith("card"):  # it takes the Python on the PATH
         env["PATH"] = os.pathsep.join((str(upstream.ROOT / ".nox" / "tests_all-newest" / "bin"), os.environ["PATH"]))
-    found = upstream.recorded(upstream.ROOT / "build" / "nightly" / session, "-s", *session.split(), **env)
+    found = upstream.recorded(upstream.ROOT / "build" / "nightly" / session.replace("/", "_"), "-s", *session.split(), **env)
     with _WRITES:
-        night["sessions"][session] = {"seconds": round(time.monotonic() - begun), **found}
-        write(night, start)
-    print(f"{session}: {told(night['sessions'][session])}", flush=True)
+        night["sessions"][session] = {"seconds": round(time.monotonic() - start), **found}
+        write(night)
+    counts = [f"{value:,} {name}" for name, value in found.items() if name != "failed" and value]
+    print(f"{session}:", *counts, f"{len(found['failed'])} failed, {time.monotonic() - start:.0f} s", flush=True)
 
 
-def told(one: dict[str, Any]) -> str:
-    counts = [f"{value:,} {name}" for name, value in one.items() if name not in ("failed", "seconds") and value]
-    return ", ".join([*counts, f"{len(one['failed'])} failed, {one['seconds']} s"])
-
-
-def write(night: dict[str, Any], start: float) -> None:
-    """Into what is there; a night that goes on takes its own place again."""
-    night["minutes"] = round((time.monotonic() - start) / 60, 1)
-    nights: Sequence[dict[str, Any]] = json.loads(NIGHTS.read_text("utf-8")) if NIGHTS.exists() else []
-    others = [each for each in nights if (each["date"], each["seed"]) != (night["date"], night["seed"])]
+def write(night: dict[str, Any]) -> None:
+    others = [each for each in nights() if (each["began"], each["seed"]) != (night["began"], night["seed"])]
     NIGHTS.write_text(json.dumps([night, *others][:KEPT], indent=1) + "\n", "utf-8")
 
 
