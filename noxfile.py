@@ -264,7 +264,7 @@ def tests_all(session: nox.Session, transformers: str) -> None:
 def fuzz(session: nox.Session) -> None:
     """Fresh inputs from bytes, `-- --minutes 20` of them, steered by coverage where atheris has a wheel.
 
-    Nightly also twenty-five times the examples, and every producer's batches through every entry.
+    Nightly also eight times the examples, and every producer's batches through every entry.
     """
     install_tests(session)
     session.install(ATHERIS)

@@ -49,7 +49,7 @@ def main() -> int:
     if not sys.argv[1:]:  # a report, of others each night: what is red there is red upstream
         night["upstream"] = random.Random(night["seed"]).sample(upstream.SESSIONS, 2)
         subprocess.run([sys.executable, ".ci/upstream.py", *night["upstream"]], cwd=upstream.ROOT, check=False)
-        night["ended"] = now()
+    night["ended"] = now()
     write(night)
     red = {name: one["failed"] for name, one in night["sessions"].items() if one["failed"]}
     for name, failed in red.items():

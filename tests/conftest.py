@@ -26,7 +26,7 @@ os.environ.pop("COLLATE_NPU_REPORT", "")
 common = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fast", max_examples=25, **common)
 settings.register_profile("full", max_examples=60, **common)
-settings.register_profile("fuzz", max_examples=2500, **common)
+settings.register_profile("fuzz", max_examples=500, **common)
 settings.load_profile(PROFILE)
 torch.set_num_threads(1)
 
