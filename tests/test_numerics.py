@@ -99,7 +99,7 @@ def test_every_route_is_as_near_as_each_sample_alone(family, dtype, route):
         found = learned(model, [rows[n] for n in order], logits)
     for at, name in ((0, "logits"), (1, "gradient")):
         exact_at, own_at = (([each[0][n] for n in order] if at == 0 else each[1]) for each in alone)
-        assert far(found[at], exact_at) <= 2 * far(own_at, exact_at) + 5e-6, name
+        assert far(found[at], exact_at) <= 2 * far(own_at, exact_at) + 2e-5, name
 
 
 @pytest.mark.models
