@@ -14,10 +14,11 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import host_array, host_tensor
+from collate_npu.arrays import Array, host_array, host_tensor
 from collate_npu.errors import CollateError, explain
 from collate_npu.keys import KEYS
 from collate_npu.masks.batch_reader import segments_from_batch
@@ -63,32 +64,32 @@ def write_copy(path: Path, to: Path) -> tuple[dict[str, Any], dict[str, list[str
 def _stays(batch: Mapping[str, Any], name: str) -> bool:
     """True for the columns of `LAYOUT`, and for flags, one a token or a row. What else nobody knows is private."""
     kind = KEYS[name].kind if name in KEYS else "unknown"
-    if name in LAYOUT or name in IDS or kind == "vision":
-        return name in LAYOUT
+    if batch[name] is None or name in LAYOUT:
+        return True
     with suppress(CollateError):
         x = host_tensor(name, batch[name])
         one_each = x.ndim == 2 if kind == "tokens" else tuple(x.shape) == Sources(batch).shape()[: x.ndim]
-        return one_each and bool(((x == 0) | (x == 1)).all())
-    return batch[name] is None
+        return name not in IDS and kind != "vision" and one_each and bool(((x == 0) | (x == 1)).all())
+    return False
 
 
-def _ids(batch: Mapping[str, Any], name: str) -> list[Tensor]:
-    """Return the tensors of a column of whole numbers, one a token; none of labels `[B]`, the classes of samples."""
-    found: list[Tensor] = []
+def _ids(batch: Mapping[str, Any], name: str) -> list[Array]:
+    """Return the arrays of a column of whole numbers, one a token; none of labels `[B]`, the classes of samples."""
+    found: list[Array] = []
     with suppress(CollateError):
         if name in IDS and name in batch:
-            _each(batch[name], lambda x: found.append(host_tensor(name, x)) or x)  # type: ignore[func-returns-value]
-            if KEYS[name].or_sample and host_tensor(name, batch[name]).ndim < 2:
+            _each(batch[name], lambda x: found.append(host_array(name, x)) or x)  # type: ignore[func-returns-value]
+            if KEYS[name].or_sample and host_array(name, batch[name]).ndim < 2:
                 return []
-    return [] if any(x.is_floating_point() or x.dtype is torch.bool for x in found) else found
+    return found if all(x.dtype.kind in "iu" for x in found) else []
 
 
 def _new_ids(batch: Mapping[str, Any]) -> dict[int, int]:
     """Return another id for each that does not stay, at random: none is larger than the largest, or than its dtype holds."""
-    held, stay = [x for name in IDS for x in _ids(batch, name) if x.numel()], _padding(batch)
-    seen = {n for x in held for n in _values(x)[0] if n >= 0}
+    held, stay = [x for name in IDS for x in _ids(batch, name) if x.size], _padding(batch)
+    seen = {n for x in held for n in np.unique(x).tolist() if n >= 0}
     new, low = dict[int, int](), 0
-    for high in sorted({min(torch.iinfo(x.dtype).max, max(seen, default=0)) for x in held}):
+    for high in sorted({min(np.iinfo(x.dtype).max, max(seen, default=0)) for x in held}):
         within = [n for n in seen - stay if low <= n <= high]
         drawn = SystemRandom().sample(range(low, high + 1), min(len(within) + len(stay), high + 1 - low))
         new |= zip(within, (n for n in drawn if n not in stay))
@@ -99,22 +100,17 @@ def _new_ids(batch: Mapping[str, Any]) -> dict[int, int]:
 def _padding(batch: Mapping[str, Any]) -> set[int]:
     """Return the id of padding, if padding is known and holds one: several may be text behind a wrong mask."""
     with suppress(CollateError):
-        padding = ~segments_from_batch(batch).keep
+        padding = ~segments_from_batch(batch).keep.numpy()
         for x in (*_ids(batch, "input_ids"), *_ids(batch, "tokens")):
-            if x.shape == padding.shape and len(found := _values(x[padding])[0]) == 1:
-                return {*found}
+            if x.shape == padding.shape and len(found := np.unique(x[padding])) == 1:
+                return {*found.tolist()}
     return set()
 
 
-def _values(x: Tensor) -> tuple[list[Any], Tensor]:
-    """Return the different values of a tensor, and which of them stands at each place."""
-    values, places = torch.unique(x, return_inverse=True)
-    return values.tolist(), places
-
-
 def _rename(x: Tensor, new: Mapping[int, int]) -> Tensor:
-    values, places = _values(host_tensor("ids", x))
-    return torch.tensor([new.get(n, n) for n in values], dtype=torch.int64)[places].to(x.dtype)
+    values, places = np.unique(host_array("ids", x), return_inverse=True)
+    drawn = np.array([new.get(n, n) for n in values.tolist()], np.int64)
+    return torch.from_numpy(drawn[places.reshape(x.shape)]).to(x.dtype)
 
 
 def _draw(x: Tensor) -> Tensor:
@@ -124,7 +120,7 @@ def _draw(x: Tensor) -> Tensor:
         drawn = torch.rand(held.shape, generator=drawing).to(held.dtype)
     else:
         held = held.long()
-        most = min(int(held.clamp(min=0).max()), MOST) if held.numel() else 0
+        most = int(held.clamp(0, MOST).max()) if held.numel() else 0
         drawn = torch.randint(most + 1, held.shape, generator=drawing)
     return torch.where(held.isfinite() & (held != -100), drawn, held).to(x.dtype)
 
@@ -136,10 +132,8 @@ def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return torch.nested.nested_tensor([*map(change, value.unbind())], layout=value.layout) if nested else change(value)
     if isinstance(value, Mapping):
         return {key: _each(item, change) for key, item in value.items()}
-    if isinstance(value, (str, bytes)):
-        return ("x" if isinstance(value, str) else b"x") * len(value)
-    if value is None:
-        return None
+    if isinstance(value, (str, bytes)) or value is None:
+        return value and ("x" if isinstance(value, str) else b"x") * len(value)
     if isinstance(value, (list, tuple)) and any(not isinstance(item, (int, float)) for item in value):
         made = [_each(item, change) for item in value]
     else:

@@ -95,7 +95,7 @@ SECRETS = {
 LAID_OUT = {
     "attention_mask": {"full": KEEP}, "seq_lengths": [[2, 1], [2]], "max_seqlen": 3, "second_per_grid_ts": [0.1],
     "image_grid_thw": torch.tensor([[1, 4, 4]]), "position_ids": IDS, "response_mask": KEEP[:, 1:],
-    "mine": KEEP.bool(), "none": None,
+    "mine": KEEP.bool(), "shift_labels": None,
 }  # fmt: skip
 
 
