@@ -27,9 +27,8 @@ from collate_npu.tools.files import batch_of_file, check_place
 
 KEPT, RENAMED, DRAWN, LEFT_OUT = "kept", "other ids", "drawn anew", "left out"
 IDS = {name for name, key in KEYS.items() if key.kind == "tokens" and key.whole and key.fill in ("pad", "ignored")}
-FLAGS = {"token_type_ids", "mm_token_type_ids", "visual_pos_masks", "pixel_attention_mask"}
-LAYOUT = FLAGS.union(name for name, key in KEYS.items() if key.kind not in ("tokens", "vision"))
-LAYOUT |= {name for name, key in KEYS.items() if key.kind == "vision" and key.unit < 2}
+LAYOUT = {name for name, key in KEYS.items() if key.kind != "tokens" and key.unit < 2}
+LAYOUT |= {"token_type_ids", "mm_token_type_ids", "visual_pos_masks", "pixel_attention_mask"}
 """Columns that stay, by their names."""
 MOST = 127
 """Of whole numbers that are drawn anew: it fits every dtype."""
