@@ -125,6 +125,7 @@ def test_each_column_is_kept_changed_or_left_out():
         stays = [n for n in now if n in was and n not in (None, -100, 0, 1, 2, float("inf"))]
         assert name in LAID_OUT or stays == []
     assert (copy["labels"][1], copy["log_probs"].isinf().sum()) == (-100, 2)
+    assert scrub({"input_ids": IDS, "pixel_values": KEEP})[1][DRAWN] == ["pixel_values"]  # a picture in black and white
 
 
 @pytest.mark.parametrize("kind", [torch.jagged, list, tuple, torch.uint8])
