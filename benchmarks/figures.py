@@ -26,11 +26,13 @@ def growth() -> str:
     square = sorted(name for name, ratio in by["width memory"].items() if ratio > 1.3)
     rest = max(ratio for name, ratio in by["width time"].items() if name not in square)
     names = ", ".join(f"`{name}`" for name in square)
+    held = next(row for row in rows if row["name"].startswith("resident memory"))
     return (
         "Time and memory grow linearly with rows and with tokens: "
         f"the largest exponents of {len(by['rows time'])} functions are {most['time']:.2f} and {most['memory']:.2f}. "
         f"With the width, these grow up to its square: {names}. They read or make a dense mask. "
-        f"The time of all others has an exponent of at most {rest:.2f}."
+        f"The time of all others has an exponent of at most {rest:.2f}. "
+        f"After {held['case']}, resident memory was {held['ratio']:.1f} MiB larger."
     )
 
 
