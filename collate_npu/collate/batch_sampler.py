@@ -287,7 +287,10 @@ def _padded(sampler: BalancedBatchSampler, lengths: Array, alone: int, _: object
     """Cut the samples, longest first, into batches whose rows x width is near the budget."""
     R, most = sampler.num_replicas, sampler.max_tokens
     widths = lengths if sampler.width is None else np.full_like(lengths, sampler.width)
-    K = _whole_steps(sampler, len(_cut(widths, R, most)), alone, len(widths))
+    K = len(_cut(widths, R, most))
+    if not sampler.drop_last and K + -(K + alone) % R > len(widths):  # few samples: the batches of a step are of unlike cost
+        R, K = 1, len(_cut(widths, 1, most))
+    K = _whole_steps(sampler, K, alone, len(widths))
     low = max(1, most - 2 * R * most // max(1, K))  # the last step may take from the others what it lacks
     ends = _cut(widths, R, _least(widths, R, K, low, most), K)[: max(0, K - R)]
     rest, last = widths[ends[-1] if ends else 0 :], min(R, K)
