@@ -84,8 +84,8 @@ PATTERNS = {
 
 
 def sees(row, q, pattern="causal", size=0):
-    """For each key, True if query q attends it. Padding is seen by nobody. A query of padding looks as the sequence before it
-    does, or else as the first one."""
+    """For each key, True if query q attends it. Padding is seen by nobody. A query of padding looks as the sequence before
+    it does, or else as the first one."""
     n = next((m for m in reversed(row[: q + 1]) if m), None) or next(m for m in row if m)
     first, looks = row.index(n), PATTERNS[pattern]
     return [m == n and looks(q - first, k - first, size) for k, m in enumerate(row)]

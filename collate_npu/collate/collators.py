@@ -90,6 +90,14 @@ class Layout:
     def __post_init__(self) -> None:
         check_fields(self)
         whole_number("separator_id", self.separator_id, least=-(1 << 63))
+        _hold_numbers(self, "sequence_multiple", "max_sequences")
+
+
+def _hold_numbers(held: Any, *names: str) -> None:
+    """Make ints of these fields, where they are not None."""
+    for name in names:
+        if (value := getattr(held, name)) is not None:
+            object.__setattr__(held, name, whole_number(name, value, least=int(name != "pad_token_id")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -477,15 +485,12 @@ def _refuse_longer(limit: int, lengths: list[int]) -> None:
 
 
 def _check_padding(collator: PaddingCollator) -> None:
-    own = {name: getattr(collator.layout, name) for name in ("sequence_multiple", "max_sequences")}
-    named = {name: getattr(collator, name) for name in ("pad_token_id", "max_length", "pad_to_multiple_of")}
-    for name, value in {**named, **own}.items():
-        if value is not None:
-            whole_number(name, value, least=int(name != "pad_token_id"))
-            if name in own and not collator.padding_free:
-                rule = "It is for flat rows; padded rows have pad_to_multiple_of."
-                remedy = "Leave it out, or set padding_free=True without packing."
-                raise CollateError(explain(name, repr(value), rule, remedy))
+    _hold_numbers(collator, "pad_token_id", "max_length", "pad_to_multiple_of")
+    for name in ("sequence_multiple", "max_sequences"):
+        if (value := getattr(collator.layout, name)) is not None and not collator.padding_free:
+            rule = "It is for flat rows; padded rows have pad_to_multiple_of."
+            remedy = "Leave it out, or set padding_free=True without packing."
+            raise CollateError(explain(name, repr(value), rule, remedy))
     padding: Any = collator.padding
     if isinstance(padding, (Tensor, np.ndarray)):
         padding = host_array("padding", padding).tolist()

@@ -3,7 +3,6 @@
 Legend: B rows, S width.
 """
 
-
 import numpy as np
 import oracle
 import torch

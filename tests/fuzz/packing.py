@@ -3,6 +3,7 @@
 Legend: B rows, S width, N sequences, L tokens of one sample.
 """
 
+from itertools import pairwise
 from math import lcm
 
 import oracle
@@ -71,7 +72,7 @@ def pack_flat(drawn: Drawn) -> None:
 def is_laid_out(batch, tokens, own, held, width, each, most) -> None:
     counts, tail = oracle.lengths(own), width - sum(held)
     ends = lists(batch["cu_seq_lens_q"])
-    places = [stop - start for start, stop in zip(ends, ends[1:])]
+    places = [stop - start for start, stop in pairwise(ends)]
     if each or most:
         assert lists(batch["cu_seqlens_padded"]) == ends
         assert lists(batch["cu_seqlens"]) == oracle.offsets(counts + [0] * (len(places) - len(counts)))

@@ -77,7 +77,7 @@ def goes_on(drawn: Drawn, lengths, options, epoch, whole) -> None:
     other.load_state_dict(state)
     assert list(other) == list(running) == whole[rank::R][done:]
     assert list(other) == whole[rank::R]
-    unlike = drawn.pick(({"seed": 5}, {"max_tokens": 41}, {"pack": not options["pack"]}, {"shuffle": not options["shuffle"]}))
+    unlike = drawn.pick(({"seed": 5}, {"max_tokens": 41}, *({name: not options[name]} for name in ("pack", "shuffle"))))
     refused(lambda: make_one(**unlike).load_state_dict(state), True, f"it was saved without {unlike}")
 
 
@@ -88,7 +88,8 @@ def weights(drawn: Drawn) -> None:
     for _ in range(1 + drawn.below(3)):
         rows = make.rows_of(drawn, width=6)
         labels = [[3 if n and drawn.chance() else oracle.IGNORED for n in row] for row in rows]
-        batch = {key: drawn.pick((torch.tensor, np.array, list))(labels), "attention_mask_2d": torch.tensor(oracle.keep(rows))}
+        batch = {key: drawn.pick((torch.tensor, np.array, list))(labels)}
+        batch |= {"attention_mask_2d": torch.tensor(oracle.keep(rows))}
         step.append(batch | ({"segment_ids": torch.tensor(rows)} if max(map(max, rows)) > 1 else {}))
         first = int(per == "token" and key == "labels")
         predicted = [label for row in labels for label in row[first:] if label != oracle.IGNORED]
@@ -99,5 +100,3 @@ def weights(drawn: Drawn) -> None:
     found = refused(lambda: loss_weights(step, per=per), lacks or not sum(counts), "a step has a label to learn")
     assert bits(step) == before
     assert (lacks or not sum(counts)) if found is None else found == [count / sum(counts) for count in counts]
-
-

@@ -16,6 +16,7 @@ from fuzz.drawn import Drawn
 from fuzz.kernels import kernels
 from fuzz.packing import pack
 from fuzz.planning import plan
+from fuzz.validating import validate
 
 from collate_npu import ContextParallel, Segments, last_token, repad, split_batch, unpad
 from collate_npu.outputs import ignore_first_labels, per_sequence, shift_labels, to_nested
@@ -143,4 +144,4 @@ def outputs(drawn: Drawn) -> None:
     assert apart([x], [*made[:1], *made[-3:]])
 
 
-TARGETS = {each.__name__: each for each in (collate, derive, adapt, split, gather, outputs, kernels, plan, pack)}
+TARGETS = {each.__name__: each for each in (collate, derive, adapt, split, gather, outputs, kernels, plan, pack, validate)}
