@@ -144,4 +144,12 @@ def outputs(drawn: Drawn) -> None:
     assert apart([x], [*made[:1], *made[-3:]])
 
 
-TARGETS = {each.__name__: each for each in (collate, derive, adapt, split, gather, outputs, kernels, plan, pack, validate)}
+def probe(drawn: Drawn) -> None:
+    from fuzz.probing import probe as asked  # it imports transformers
+
+    asked(drawn)
+
+
+TARGETS = {
+    each.__name__: each for each in (collate, derive, adapt, split, gather, outputs, kernels, plan, pack, validate, probe)
+}

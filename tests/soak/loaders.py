@@ -8,6 +8,7 @@ import random
 import resource
 import signal
 from collections import Counter
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
@@ -106,7 +107,9 @@ class Soak:
             ok = error is None and found == right
         else:
             ok = type(error) is ENDS[fault] and found == right[: len(found)] and len(found) <= place
-            said = {"bad": f"row {list(order[place]).index(at)}: got", "raises": f"no sample {at}", "killed": "worker"}[fault]
+            said = {"bad": f"row {list(order[place]).index(at)}: got", "raises": f"no sample {at}", "killed": "worker"}[
+                fault
+            ]
             ok = ok and said in str(error)
         if not ok:
             self.problems.append(f"{what}: {error!r:.500}, {len(found)} of {len(right)} batches, sample {at} in {place}")
@@ -123,7 +126,9 @@ def arrived(loader: DataLoader) -> tuple[list[Any], Exception | None]:
         for batch in loader:
             found.append(bits(batch))
     except Exception as error:
-        return found, error.with_traceback(None)
+        error = error.with_traceback(None)
+        gc.collect()  # what its frames held would end in a forked worker, with noise
+        return found, error
     return found, None
 
 
@@ -131,5 +136,5 @@ def left() -> dict[str, int]:
     """How much this process holds open, has in shared memory, and has running."""
     gc.collect()
     own = [name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name]
-    children = [pid for task in os.listdir("/proc/self/task") for pid in open(f"/proc/self/task/{task}/children").read().split()]  # noqa: SIM115
+    children = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
     return {"descriptors": len(os.listdir("/proc/self/fd")), "shared memory": len(own), "processes": len(children)}
