@@ -1,7 +1,7 @@
 """Bad input: every public entry, and what may stand in the place of each of its arguments.
 
 One law: a result, or a `CollateError` of four facts, and nothing else. Where arrays are read, what holds no numbers is
-refused, and of what is read nothing that comes out is NaN. Then single calls, with the words of their refusals.
+refused. Then single calls, with the words of their refusals. What holds numbers: fuzz/validating.py.
 """
 
 import inspect
@@ -12,14 +12,13 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 import numpy as np
 import pytest
 import torch
-from entries import ADAPTER, ARRAYS, BATCH, CALLS, ENTRIES, FEATURES, IDS, ROWS
+from entries import ADAPTER, ARRAYS, BATCH, CALLS, ENTRIES, IDS, ROWS
 from torch.nn.attention.bias import causal_lower_right
 
 from collate_npu import (
     CollateError,
     ContextParallel,
     PaddingCollator,
-    Pattern,
     Segments,
     check_delivery,
     derive_segments,
@@ -47,35 +46,12 @@ NO_NUMBERS = (
     torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     *([] if torch.__version__.startswith("2.6.") else [causal_lower_right(3, 3)]),  # where it answers nothing, not its shape
 )  # fmt: skip
-ODD = (
-    None, True, 3, -1, 0, 2.5, float("nan"), float("inf"), 1 << 70, 1 << 60, -(1 << 63), [], [[]], {}, (), [1, 2], range(3),
-    [[1, 2, 3, 4]], [[1, 0, 1, 0], [0, 0, 0, 0]], [[2, 1, 2, 0], [1, 1, 1, 1]], [[1, 2], [3]], {"input_ids": [1]},
-    np.zeros((0, 4)), np.float32(2), np.int8(-3), np.array(3), np.arange(8).reshape(2, 4)[:, ::-1], np.array([1, 2], ">i4"),
-    np.full((2, 4), 2**64 - 1, np.uint64), np.array([(1, 2)], [("a", int), ("b", int)]), np.ma.masked_array([1, 2], [0, 1]),
-    np.array([[True], [False]]), torch.tensor(2), torch.tensor(torch.nan), torch.full((2, 4), 0.5), torch.empty(0),
-    *(torch.full(shape, value) for shape in ((2, 4), (2, 1, 4, 4)) for value in (torch.nan, torch.inf, -torch.inf)),
-    *(torch.ones(shape) for shape in ((5, 4), (2, 1, 4, 4), (2, 1, 3, 4), (2, 4, 4, 4, 4))), torch.ones(2, 4).to_sparse(),
-    ROWS.keep & False, -torch.ones(2, 4).char(), torch.ones(4, 2).T, torch.ones(2, 4, requires_grad=True),
-    torch.arange(9)[::2], torch.Size((2, 4)), memoryview(b"ab"), [torch.tensor(1), torch.ones(2)], IDS.to(torch.float8_e5m2),
-    [FEATURES], "front", torch.int64, Segments.from_lengths([7]), Pattern.sliding(2),
-)  # fmt: skip
-
-
-def leaves(made):
-    """Floats that came out."""
-    if isinstance(made, dict):
-        made = list(made.values())
-    if isinstance(made, (list, tuple)):
-        return [each for part in made for each in leaves(part)]
-    plain = isinstance(made, torch.Tensor) and made.is_floating_point() and made.layout is torch.strided
-    return [made.detach().float()] if plain and not (made.is_nested or made.is_meta) else []
 
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_a_result_or_a_refusal_in_words(name):
     wrong = []
-    for value in (*NO_NUMBERS, *ODD):
-        never = any(value is each for each in NO_NUMBERS) and name in ARRAYS
+    for value in NO_NUMBERS:
         try:
             made = ENTRIES[name](value)
         except CollateError as error:
@@ -84,9 +60,8 @@ def test_a_result_or_a_refusal_in_words(name):
         except Exception as error:
             wrong.append(f"{value!r:.100}: {type(error).__name__}: {error}"[:250])
         else:
-            nan = name in ARRAYS and any(x.isnan().any() for x in leaves(made))
             long = isinstance(made, str) and len(made) > MOST
-            wrong += [f"{value!r:.100} is taken: {made!r:.100}"] if never or nan or long else []
+            wrong += [f"{value!r:.100} is taken: {made!r:.100}"] if name in ARRAYS or long else []
     assert wrong == []
 
 

@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import numpy as np
 import torch
-from entries import ADAPTER, BATCH, CALLS, CP, ENTRIES, FEATURES, ROWS
-from fuzz.compared import bits
+from entries import ADAPTER, ARRAYS, BATCH, CALLS, CP, ENTRIES, FEATURES, ROWS
+from fuzz.compared import bits, leaves
 from fuzz.drawn import Drawn
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Pattern, Segments
@@ -25,7 +25,10 @@ TORCH = (*(name for name in DTYPES if name != "uint64"), "bfloat16", "float8_e5m
 OBJECTS = (
     None, ..., NotImplemented, object(), type, len, range(3), b"ab", bytearray(b"ab"), memoryview(b"ab"), slice(1, 2),
     torch.int64, torch.device("cpu"), np.int64, Exception("x"), ROWS, Pattern.sliding(2), Layout(), KEYS, CP, ADAPTER, BATCH,
-    FEATURES, Segments.from_lengths([7]), torch.nn.Linear(2, 2), lambda *given, **named: given, iter((1, 2)),
+    FEATURES, [FEATURES], Segments.from_lengths([7]), torch.nn.Linear(2, 2), lambda *given, **named: given, iter((1, 2)),
+    [[1, 0, 1, 0], [0, 0, 0, 0]], [[2, 1, 2, 0], [1, 1, 1, 1]], [[1, 2], [3]], {"input_ids": [1]}, ROWS.keep & False,
+    torch.Size((2, 4)), torch.arange(9)[::2], np.array([(1, 2)], [("a", int), ("b", int)]), np.array([[True], [False]]),
+    np.full((2, 4), 2**64 - 1, np.uint64), torch.full((2, 4), torch.nan), torch.full((2, 1, 4, 4), torch.nan),
 )  # fmt: skip
 USES = {
     PaddingCollator: lambda made: made(FEATURES),
@@ -79,7 +82,10 @@ def anything(drawn: Drawn, deep: int = 2):
 
 def validate(drawn: Drawn) -> None:
     if drawn.chance():
-        in_words(lambda: ENTRIES[drawn.pick(SINGLE)](anything(drawn)))
+        name = drawn.pick(SINGLE)
+        made = in_words(lambda: ENTRIES[name](anything(drawn)))
+        floats = [x for x in leaves(made) if x.dtype.kind == "f" and name in ARRAYS]
+        assert not any(np.isnan(x).any() for x in floats), f"{name}: NaN is read"
         return
     function = drawn.pick(FUNCTIONS)
     right = CALLS[function]
