@@ -23,18 +23,8 @@ import upstream
 
 NIGHTS = upstream.ROOT / "benchmarks" / "nightly.json"
 PEERS = [name for name in upstream.SESSIONS if name.startswith("peers_")]
-SESSIONS = (
-    "tests_all(newest)",
-    *PEERS,
-    "tests_all(oldest)",
-    "fuzz -- --minutes 60",
-    "audit",
-    "npu",
-    "oldest_torch",
-    "package",
-    "docs",
-)
-SESSIONS += ("lint", "types", "mutants", "mutants -- 400", "card -- --device cpu --quick")
+SESSIONS = ("tests_all(newest)", *PEERS, "tests_all(oldest)", "fuzz -- --minutes 60", "audit", "npu", "oldest_torch")
+SESSIONS += ("package", "docs", "lint", "types", "mutants", "mutants -- 400", "card -- --device cpu --quick")
 ALONE = ("soak -- ranks --minutes 10", "soak -- loaders --epochs 1000", "soak -- batches")
 """What has a clock of its own gets the whole machine."""
 KEPT = 20

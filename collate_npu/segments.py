@@ -429,8 +429,7 @@ def length_rows(lengths: Any, name: str = "lengths", *, filler: int = 0) -> list
         lengths = host_array(name, lengths)
         if lengths.ndim not in (1, 2):
             raise CollateError(explain(name, shape_of(lengths), "Lengths are [B], or a list for each row.", "Reshape them."))
-    rows: list[list[int]] = []
-    bad: list[tuple[int, str]] = []
+    rows, bad = list[list[int]](), list[tuple[int, str]]()
     for b, row in enumerate(lengths):
         counts = np.atleast_1d(host_array(name, row))
         counts = counts[counts != filler] if filler and counts.ndim == 1 else counts

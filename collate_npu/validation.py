@@ -115,8 +115,8 @@ def _kind_of(given: Any) -> str:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_REAL = (int, float, np.integer, np.floating)
-_NUMBERS: dict[Any, tuple[type, ...]] = {bool: (bool, np.bool_), int: _REAL, float: _REAL, str: (str,)}
+_NUMBERS: dict[Any, tuple[type, ...]] = {bool: (bool, np.bool_), str: (str,)}
+_NUMBERS |= dict.fromkeys((int, float), (int, float, np.integer, np.floating))
 """Whether a number is whole, and large enough, is checked where it is used."""
 _SPOKEN: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number", str: "a name"}
 _SPOKEN |= {Mapping: "a dict", torch.dtype: "a torch dtype", NoneType: "None"}

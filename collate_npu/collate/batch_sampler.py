@@ -33,8 +33,7 @@ from collate_npu.validation import checked, options_checked
 Plan = tuple[Array, Array, Array]
 """Samples, batch after batch; where each batch ends; its cost, the tokens that a model computes."""
 _SAID, _NOISE = 20, 1.1
-"""How many bad lengths a message lists; by how much the order of like lengths changes between epochs, so that other samples
-meet in a pack."""
+"""How many bad lengths a message lists; by how much the order of like lengths changes between epochs."""
 
 
 @options_checked("BalancedBatchSampler")
@@ -229,7 +228,8 @@ def _checked_lengths(lengths: Any, most: int) -> Array:
         whole = found.ndim == 1 and found.dtype.kind in "iu" and not (isinstance(values, list) and bool in map(type, values))
     except CollateError:
         whole = False
-    bad = [] if whole else [n for n, x in enumerate(values) if not _is_whole(x)]
+    other = [] if whole else [n for n, x in enumerate(values) if isinstance(x, bool) or not isinstance(x, Integral)]
+    bad = other or ([] if whole else [n for n, x in enumerate(values) if int(x) >> 63])
     if not bad and len(values):
         bad = np.flatnonzero(found < 1).tolist()
         if not bad and most:
@@ -241,10 +241,6 @@ def _checked_lengths(lengths: Any, most: int) -> Array:
     if not len(values):
         raise CollateError(explain("lengths", shape_of(values), "A plan is of one or more samples.", "Check the dataset."))
     return found.astype(np.int32 if found.max() < 1 << 31 else np.int64)
-
-
-def _is_whole(length: Any) -> bool:
-    return isinstance(length, Integral) and not isinstance(length, bool) and int(length) < 1 << 63
 
 
 # --- the plan of one epoch

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from collate_npu import errors
-from collate_npu.arrays import Side, host_array, whole_number
+from collate_npu.arrays import Side, check_places, host_array, whole_number
 from collate_npu.collate.features import Features, Samples, read_features
 from collate_npu.collate.padding import Rows, Slots, best_fit, concatenate_values, lay_rows, stack_values
 from collate_npu.collate.transport import shipped
@@ -90,14 +90,6 @@ class Layout:
     def __post_init__(self) -> None:
         check_fields(self)
         whole_number("separator_id", self.separator_id, least=-(1 << 63))
-        _hold_numbers(self, "sequence_multiple", "max_sequences")
-
-
-def _hold_numbers(held: Any, *names: str) -> None:
-    """Make ints of these fields, where they are not None."""
-    for name in names:
-        if (value := getattr(held, name)) is not None:
-            object.__setattr__(held, name, whole_number(name, value, least=int(name != "pad_token_id")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -447,6 +439,7 @@ def _places(collator: PaddingCollator, lengths: list[int]) -> tuple[list[int] | 
         raise CollateError(explain("input_ids", got, rule, f"{remedy}, or put fewer samples in a batch."))
     if collator.layout.sequence_multiple is None and count is None:
         return None, width
+    check_places("sequence_multiple", width, "Pass a smaller multiple (a chunk is 64).")
     causal = collator._attends.causal
     return add_tail(held, width, max_sequences=count, multiple=multiple, repeats=repeats, behind=causal), width
 
@@ -485,12 +478,16 @@ def _refuse_longer(limit: int, lengths: list[int]) -> None:
 
 
 def _check_padding(collator: PaddingCollator) -> None:
-    _hold_numbers(collator, "pad_token_id", "max_length", "pad_to_multiple_of")
-    for name in ("sequence_multiple", "max_sequences"):
-        if (value := getattr(collator.layout, name)) is not None and not collator.padding_free:
-            rule = "It is for flat rows; padded rows have pad_to_multiple_of."
-            remedy = "Leave it out, or set padding_free=True without packing."
-            raise CollateError(explain(name, repr(value), rule, remedy))
+    own = {name: getattr(collator.layout, name) for name in ("sequence_multiple", "max_sequences")}
+    named = {name: getattr(collator, name) for name in ("pad_token_id", "max_length", "pad_to_multiple_of")}
+    for name, value in {**named, **own}.items():
+        if value is not None:
+            held = whole_number(name, value, least=int(name != "pad_token_id"))  # numpy's may have no sign
+            object.__setattr__(collator.layout if name in own else collator, name, held)
+            if name in own and not collator.padding_free:
+                rule = "It is for flat rows; padded rows have pad_to_multiple_of."
+                remedy = "Leave it out, or set padding_free=True without packing."
+                raise CollateError(explain(name, repr(value), rule, remedy))
     padding: Any = collator.padding
     if isinstance(padding, (Tensor, np.ndarray)):
         padding = host_array("padding", padding).tolist()

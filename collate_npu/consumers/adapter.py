@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from collate_npu import errors
-from collate_npu.arrays import host_tensor
 from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_labels, labels_for, positions_for, restart
 from collate_npu.consumers.mask_routing import Case, Consumer, ConsumerName, Model, Route, consumer_named
 from collate_npu.consumers.megatron import kernel_of
@@ -277,13 +276,11 @@ class BatchAdapter:
         `[B, C, S]` are read as B * C rows and returned as choices."""
         if has_choices(sources):
             shape = sources["input_ids"].shape
-            choices = [key for key, value in sources.items() if _is_of_choices(value) and value.shape == shape]
-            held = {key: x if isinstance(x := sources[key], Tensor) else host_tensor(key, x) for key in choices}
-            rows = {key: x.flatten(0, 1) for key, x in held.items()}
-            out, segments = self.mended(Sources({**sources, **rows}), padding_free=False)
-            shape = shape[:2]
-            of_rows = {k: x for k, x in out.items() if isinstance(x, Tensor) and x.ndim > 1 and len(x) == shape.numel()}
-            return out | {key: x.view(*shape, *x.shape[1:]) for key, x in of_rows.items()}, segments
+            same = [key for key, x in sources.items() if isinstance(x, Tensor) and not x.is_nested and x.shape == shape]
+            rows = {key: value.flatten(0, 1) if key in same else value for key, value in sources.items()}
+            out, segments = self.mended(Sources(rows), padding_free=False)
+            of_rows = {k: x for k, x in out.items() if isinstance(x, Tensor) and x.ndim > 1 and len(x) == shape[:2].numel()}
+            return out | {key: x.view(*shape[:2], *x.shape[1:]) for key, x in of_rows.items()}, segments
         segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
         rule = self.label_rule(sources)
         check_labels(sources, segments, self.model.labels, self.model.model_type)
@@ -427,11 +424,7 @@ class BatchAdapter:
 
 def has_choices(sources: Sources) -> bool:
     """True if the batch holds choices for each sample, `[B, C, S]` (`ForMultipleChoice`)."""
-    return _is_of_choices(sources.get("input_ids"))
-
-
-def _is_of_choices(value: Any) -> bool:
-    return getattr(value, "ndim", 2) == 3 and not getattr(value, "is_nested", False)
+    return isinstance(ids := sources.get("input_ids"), Tensor) and not ids.is_nested and ids.ndim == 3
 
 
 def _reader(model: Any, model_type: str | None) -> str:
