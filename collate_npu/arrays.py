@@ -120,8 +120,7 @@ def host_array(name: str, value: Any) -> Array:
     if not isinstance(value, (list, tuple, np.ndarray, np.generic, int, float)):
         raise CollateError(explain(name, a_type(value), f"{name} is an array of numbers.", _REMEDY))
     if isinstance(value, np.ma.MaskedArray):
-        remedy = "Pass x.filled() and a mask of its own."
-        raise CollateError(explain(name, "a masked array", "Its mask would be lost.", remedy))
+        raise CollateError(explain(name, "a masked array", "Its mask would be lost.", "Pass x.filled() and its own mask."))
     try:
         if isinstance(value, (list, tuple)) and any(issubclass(kind, Tensor) for kind in set(map(type, value))):
             value = [host_array(name, each) for each in value]

@@ -228,8 +228,8 @@ def _checked_lengths(lengths: Any, most: int) -> Array:
         whole = found.ndim == 1 and found.dtype.kind in "iu" and not (isinstance(values, list) and bool in map(type, values))
     except CollateError:
         whole = False
-    other = [] if whole else [n for n, x in enumerate(values) if isinstance(x, bool) or not isinstance(x, Integral)]
-    bad = other or ([] if whole else [n for n, x in enumerate(values) if int(x) >> 63])
+    looked = () if whole else enumerate(values)
+    bad = [n for n, x in looked if isinstance(x, bool) or not isinstance(x, Integral) or int(x) >> 63]
     if not bad and len(values):
         bad = np.flatnonzero(found < 1).tolist()
         if not bad and most:
@@ -270,10 +270,9 @@ def _plan(sampler: BalancedBatchSampler, rng: np.random.Generator) -> Plan:
 def _whole_steps(sampler: BalancedBatchSampler, K: int, alone: int, N: int) -> int:
     """Return the number of batches, K or more, that fills steps together with those of one sample. Raises `CollateError`
     where N samples are too few for it."""
-    R = sampler.num_replicas
-    K += 0 if sampler.drop_last and K + alone >= R else -(K + alone) % R
+    K += 0 if sampler.drop_last and K + alone >= sampler.num_replicas else -(K + alone) % sampler.num_replicas
     if N < K:
-        rule = f"Each of {R} ranks gets the same number of batches, and no batch is empty."
+        rule = f"Each of {sampler.num_replicas} ranks gets the same number of batches, and no batch is empty."
         remedy = "Pass drop_last=True, a larger max_tokens, or fewer ranks."
         raise CollateError(explain("lengths", f"{N + alone} samples for {K + alone} batches", rule, remedy))
     return K

@@ -35,7 +35,7 @@ class Hunt:
         from fuzz.targets import TARGETS
 
         self.targets = {name: TARGETS[name] for name in names or TARGETS}
-        self.names = [name for name in self.targets for _ in range(1 if name == "probe" else 20)]  # which takes long
+        self.names = [name for name in self.targets for _ in range(3 if name == "probe" else 20)]  # which takes long
         if "probe" in self.targets:  # what it imports is steered by, too
             import fuzz.probing  # noqa: F401
         self.end, self.counts, self.seen = time.monotonic() + 60 * minutes, Counter[str](), set()
