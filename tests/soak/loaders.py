@@ -49,7 +49,7 @@ class Rows(Dataset):
             raise KeyError(f"no sample {n}")
         if fault == "slow":
             sleep(0.1)
-        ids = [1000 * n + place for place in range(1, self.lengths[n] + 1)]
+        ids = [n**8 + place for place in range(1, self.lengths[n] + 1)]
         return {"input_ids": ids, "labels": [*ids, 1] if fault == "bad" else ids, "weight": n / 2}
 
 
