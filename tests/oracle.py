@@ -86,9 +86,9 @@ PATTERNS = {
 def sees(row, q, pattern="causal", size=0):
     """For each key, True if query q attends it. Padding is seen by nobody. A query of padding looks as the sequence before
     it does, or else as the first one."""
-    n = next((m for m in reversed(row[: q + 1]) if m), None) or next(m for m in row if m)
+    n = next((m for m in [*reversed(row[: q + 1]), *row] if m), 0)
     first, looks = row.index(n), PATTERNS[pattern]
-    return [m == n and looks(q - first, k - first, size) for k, m in enumerate(row)]
+    return [m == n > 0 and looks(q - first, k - first, size) for k, m in enumerate(row)]
 
 
 def attends(row, q, k, pattern="causal", size=0):

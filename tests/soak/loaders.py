@@ -2,7 +2,6 @@
 the end no descriptor, no shared memory and no process is left. `python -m soak loaders --epochs 1000`."""
 
 import gc
-import logging
 import os
 import random
 import resource
@@ -61,7 +60,6 @@ def no_room(_: int) -> None:
 class Soak:
     def __init__(self, seed: int) -> None:
         self.draw, self.counts, self.problems = random.Random(seed), Counter[str](), list[str]()
-        logging.getLogger("collate_npu").setLevel(logging.ERROR)  # it says that there is no room
 
     def run(self, epochs: int) -> None:
         self.epoch()  # torch starts what it keeps
