@@ -136,10 +136,24 @@ def _own_truth(draw: st.DrawFn, kind: str, L: int) -> dict[str, Any]:
     return {"seq_lengths": [n for n in (cut, L - cut) if n]}
 
 
+def own_ids(sample: dict[str, Any]) -> list[int]:
+    """Segment ids `[L]` that a sample from `features` tells of itself, by its mask or lengths, never by its tokens."""
+    L = len(sample["input_ids"])
+    if "seq_lengths" in sample:
+        return [n for n, length in enumerate(sample["seq_lengths"], start=1) for _ in range(length)]
+    return list(sample.get("attention_mask", [1] * L))
+
+
 def marked(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same samples, numbered from 1 under `sample`, and with a number for each token under `place`."""
     numbered = enumerate(samples, start=1)
     return [row | {"sample": b, "place": [100 * b + i for i in range(len(row["input_ids"]))]} for b, row in numbered]
+
+
+def standing(samples: list[dict[str, Any]], place_BS: torch.Tensor) -> Segments:
+    """The Segments of marked samples, by where their tokens stand in a batch."""
+    ids = {100 * b + i: 100 * b * (n > 0) + n for b, row in enumerate(samples, start=1) for i, n in enumerate(own_ids(row))}
+    return Segments.from_ids([[ids.get(place, 0) for place in row] for row in place_BS.tolist()])
 
 
 def laid_out(settings: dict[str, Any]) -> dict[str, Any]:
