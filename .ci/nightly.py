@@ -26,9 +26,9 @@ NIGHTS = upstream.ROOT / "benchmarks" / "nightly.json"
 PEERS = [name for name in upstream.SESSIONS if name.startswith("peers_")]
 MODELS, HARM = "tests/integration", "tests/integration/test_no_harm.py"
 PARTS = (HARM, f"{MODELS} --ignore={HARM}", f"tests --ignore={MODELS}")
-SESSIONS = (*(f"tests_all(newest) -- {part}" for part in PARTS), *PEERS, "tests_all(oldest)", "fuzz", "audit", "npu")
-SESSIONS += ("oldest_torch", "package", "docs", "lint", "types", "mutants", "mutants -- 400", "card -- --device cpu --quick")
-ALONE = ("soak -- ranks --minutes 10", "soak -- loaders --runs 20", "soak -- batches")
+SESSIONS = (*(f"tests_all(newest) -- {part}" for part in PARTS), *PEERS, "tests_all(oldest)", "fuzz -- --minutes 60")
+SESSIONS += ("audit", "npu", "oldest_torch", "package", "docs", "lint", "types", "mutants", "mutants -- 400", "card -- --device cpu --quick")
+ALONE = ("soak -- ranks --minutes 10", "soak -- loaders --epochs 1000", "soak -- batches")
 """What has a clock of its own gets the whole machine."""
 KEPT = 20
 """Nights in the file."""
