@@ -27,7 +27,8 @@ PEERS = [name for name in upstream.SESSIONS if name.startswith("peers_")]
 MODELS, HARM = "tests/integration", "tests/integration/test_no_harm.py"
 PARTS = (HARM, f"{MODELS} --ignore={HARM}", f"tests --ignore={MODELS}")
 SESSIONS = (*(f"tests_all(newest) -- {part}" for part in PARTS), *PEERS, "tests_all(oldest)", "fuzz -- --minutes 60")
-SESSIONS += ("audit", "npu", "oldest_torch", "package", "docs", "lint", "types", "mutants", "mutants -- 400", "card -- --device cpu --quick")
+SESSIONS += ("audit", "npu", "oldest_torch", "package", "docs", "lint", "types", "mutants", "mutants -- 400")
+SESSIONS += ("card -- --device cpu --quick",)
 ALONE = ("soak -- ranks --minutes 10", "soak -- loaders --epochs 1000", "soak -- batches")
 """What has a clock of its own gets the whole machine."""
 KEPT = 20
