@@ -130,8 +130,6 @@ BESIDE_TORCH_NPU = tuple(
     f"tests/{name}" for name in ("test_imports.py", "collate", "consumers", "masks/test_forms.py", "tools/env")
 )
 """What a torch_npu that does not load can change: imports, the routes by device, kernels of torch, the machine's report."""
-ROOMS = ("masks", "collate", "consumers", "parallel", "kernels", "proof", "tools")
-"""Those with tests of their own."""
 TRAINERS = ("accelerate==1.15.0", "trl==1.16.0", "peft==0.20.0", DATA)
 
 
@@ -278,15 +276,19 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Small changes to the code, which tests must notice: 25 of one room, or so many of all: `nox -s mutants -- 400`."""
+    """Small changes to the code, which tests must notice: those of the ledger, each by the one test that kills it.
+
+    `nox -s mutants -- 400` draws so many of all and says the share killed, and `-- 400 --write` adds to the ledger what it
+    finds, then leaves in it what a second seed confirms.
+    """
     install_tests(session)
-    env = {**FAST, "PYTHONPATH": "tests", "COLLATE_NPU_MUTANTS": "25"}
+    env = {**FAST, "PYTHONPATH": "tests", "COLLATE_NPU_NIGHTLY": "1"}
+    env |= {"COLLATE_NPU_MUTANTS_WRITE": "1"} if "--write" in session.posargs else {}
+    hunt = ("pytest", "-q", "-p", "mutants.hunting", "tests")
     if session.posargs:
-        where, env["COLLATE_NPU_MUTANTS"] = ["tests"], session.posargs[0]
-    else:
-        room = ROOMS[int(os.environ.get("COLLATE_NPU_SEED", "0")) % len(ROOMS)]
-        where, env["COLLATE_NPU_MUTANTS_OF"] = [f"tests/{room}", "tests/test_laws.py"], f"collate_npu.{room}"
-    session.run("pytest", "-q", "-p", "mutants.hunting", "-m", "not slow", *where, env=env)
+        session.run(*hunt, "-m", "not slow", env={**env, "COLLATE_NPU_MUTANTS": session.posargs[0]})
+    if session.posargs[1:] or not session.posargs:
+        session.run(*hunt, env={**env, "COLLATE_NPU_SEED": "1"})  # one answer, whatever a commit draws elsewhere
 
 
 @nox.session
