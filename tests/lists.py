@@ -10,10 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from house import FILES, purpose_of
+from house import FILES, PACKAGE, ROOT, purpose_of
 from torch import Tensor
 
-import collate_npu
 from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, derive_segments, wrap_collator
 from collate_npu.collate import Layout
 from collate_npu.consumers.mask_routing import consumers
@@ -24,8 +23,6 @@ from collate_npu.parallel import layout, recurrent
 from collate_npu.testing import hybrid_model_types, tiny_model
 from collate_npu.tools.cli import parsers
 
-PACKAGE = Path(collate_npu.__file__).parent
-ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
 
 from benchmarks import figures  # noqa: E402
@@ -205,37 +202,27 @@ def glossary() -> str:
     return "\n".join(["| file | what it is |", "|---|---|", *rows])
 
 
-def between(page: str, **made: str) -> dict[Path, str]:
-    """A page of the guide, or README, with what is made between the two comments of each name."""
-    path = ROOT / page if page == "README.md" else PACKAGE / "guide" / f"{page}.md"
-    text = path.read_text("utf-8")
-    for name, lines in made.items():
-        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        before, after = text.partition(start)[0], text.partition(end)[2]
-        text = f"{before}{start}\n{lines}\n{end}{after}"
-    return {path: text}
-
-
 def written() -> dict[Path, str]:
     """Each file that holds a list, as it should be."""
     code = PACKAGE / "consumers" / "mask_routing.py"
     names = textwrap.fill(", ".join(f'"{name}"' for name in sorted(consumers())) + ",", 121)
     literal = "ConsumerName = Literal[\n" + textwrap.indent(names, "    ") + "\n]  # fmt: skip\n"
     return {
-        **between("README.md", need=needed()),
-        **between("zh/index", need=in_chinese(needed())),
+        **figures.between("README.md", need=needed()),
+        **figures.between("zh/index", need=in_chinese(needed())),
         code: re.sub(r"ConsumerName = Literal\[\n.*?\]  # fmt: skip\n", literal, code.read_text("utf-8"), flags=re.S),
-        **between("contributing", files=glossary()),
-        **between("kernels", families=families(), spellings=drawn(arguments), options=command("kernels")),
-        **between("context-parallel", layouts=drawn(layout), schemes=drawn(recurrent)),
-        **between("options", options=options()),
-        **between("speed", step=figures.step_table(), speed=figures.speed_table()),
-        **between("planned-batches", planned=figures.planned_table()),
-        **between("limits", growth=figures.growth()),
-        **between("masks", given=given(), derive=options_of(derive_segments), consumers=table()),
-        **between("checks", watch=command("watch"), conformance=command("conformance")),
-        **between("audit", options=command("audit")),
-        **between("show", options=command("show")),
+        **figures.between("contributing", files=glossary()),
+        **figures.between("kernels", families=families(), spellings=drawn(arguments), options=command("kernels")),
+        **figures.between("context-parallel", layouts=drawn(layout), schemes=drawn(recurrent)),
+        **figures.between("options", options=options()),
+        **figures.between("speed", step=figures.step_table(), speed=figures.speed_table()),
+        **figures.between("planned-batches", planned=figures.planned_table()),
+        **figures.between("limits", growth=figures.growth()),
+        **figures.between("install", elsewhere=figures.elsewhere_table()),
+        **figures.between("masks", given=given(), derive=options_of(derive_segments), consumers=table()),
+        **figures.between("checks", watch=command("watch"), conformance=command("conformance")),
+        **figures.between("audit", options=command("audit")),
+        **figures.between("show", options=command("show")),
     }
 
 
