@@ -25,7 +25,7 @@ from collate_npu.tools.cli import parsers
 
 sys.path.append(str(ROOT))
 
-from benchmarks import figures  # noqa: E402
+from benchmarks import figures
 
 SEQ2SEQ, FLATTENING = "DataCollatorForSeq2Seq", "DataCollatorWithFlattening"
 LOCAL = "`--attention_backend local`"
