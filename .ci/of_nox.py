@@ -20,6 +20,8 @@ import noxfile  # noqa: E402
 noxfile.fits = lambda lock: False  # `installs` tells what the noxfile says, not what its locks hold
 PATHS = re.compile(r"/\S*/site-packages/|(?<![\w./])/(?:[\w.+-]+/)+")
 """Where this machine keeps files is nobody's matter."""
+AROUND = re.compile(r"^nox > Session \S+ failed: |^ *cause: | [(]took [^)]*[)][.]?$")
+"""What nox and uv say around a reason."""
 
 
 class Recorder:
@@ -60,8 +62,8 @@ def run(session: str, folder: Path, args: Iterable[str] = (), **env: str) -> dic
     runs = [json.loads(line) for line in told.read_text("utf-8").splitlines()]
     if code:  # before pytest, or beside it
         lines = [line for line in log.read_text("utf-8").splitlines() if line and not line.startswith("nox > Command")]
-        last = [*lines, *(line for line in lines if "rror" in line or "not found" in line)][-1:]
-        runs.append({"failed": {f"nox -s {session}": " ".join(last)}})
+        last = [*lines, *(line for line in lines if re.search("rror|not found|cause: ", line))][-1:]
+        runs.append({"failed": {f"nox -s {session}": AROUND.sub("", " ".join(last))}})
     return summed(runs)
 
 
