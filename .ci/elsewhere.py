@@ -2,7 +2,7 @@
 
 Each row of the noxfile's table runs in a new environment of its own, in .nox/elsewhere. benchmarks/elsewhere.json keeps what
 was found there and what the tests said, and the guide's page of installation shows it. COLLATE_NPU_SHARE=0.3 draws three
-tenths of the tests. Red tests are what it is there to find: they do not make it fail.
+tenths of the tests, and with COLLATE_NPU_SEED the same ones. Red tests are what it is there to find: they do not make it fail.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from datetime import date
+from random import randrange
 from typing import Any
 
 from of_nox import ROOT, run
@@ -43,8 +44,9 @@ def commit() -> str:
 def ran(name: str) -> dict[str, Any]:
     """A row, as the file keeps it."""
     share = os.environ.get("COLLATE_NPU_SHARE", "1")
-    one = {"date": str(date.today()), "commit": commit(), "share": float(share)}
-    told = run(f"row({name})", ROOT / ".nox" / "elsewhere")
+    seed = os.environ.get("COLLATE_NPU_SEED", str(randrange(10**6)))
+    one = {"date": str(date.today()), "commit": commit(), "share": float(share), "seed": int(seed)}
+    told = run(f"row({name})", ROOT / ".nox" / "elsewhere", COLLATE_NPU_SEED=seed)
     found = asked(name) | told.pop("found", {})
     if not told["passed"]:
         return one | found | {"reason": " ".join(told["failed"].values())}
