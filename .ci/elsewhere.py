@@ -2,7 +2,7 @@
 
 Each row of the noxfile's table runs in a new environment of its own, in .nox/elsewhere. benchmarks/elsewhere.json keeps what
 was found there and what the tests said, and the guide's page of installation shows it. COLLATE_NPU_SHARE=0.3 draws three
-tenths of the tests, and with COLLATE_NPU_SEED the same ones. Red tests are what it is there to find: they do not make it fail.
+tenths of the tests, with COLLATE_NPU_SEED the same ones. Red tests are what it is there to find: they do not make it fail.
 """
 
 from __future__ import annotations
