@@ -123,10 +123,8 @@ def options() -> str:
 
 def options_of(named: Callable[..., Any], same: Any = None) -> str:
     said = {**bullets(same or named), **bullets(named)}
-    rows = [
-        f"| `{name}` | {default_of(name, each)} | {said[name]} |"
-        for name, each in inspect.signature(named).parameters.items()
-    ]
+    taken = inspect.signature(named).parameters.items()
+    rows = [f"| `{name}` | {default_of(name, each)} | {said[name]} |" for name, each in taken]
     return "\n".join(["| option | default | what it does |", "|---|---|---|", *rows])
 
 
@@ -190,9 +188,8 @@ def reads(consumer: str, batch: dict, model_type: str) -> str:
     except CollateError:
         return "refused"
     found = batch.get("attention_mask", batch.get("attention_masks"))
-    if found is None:
-        return "None"
-    return f"{found.dtype} {list(found.shape)}"[6:] if isinstance(found, Tensor) else type(found).__name__
+    kind = type(found).__name__.removesuffix("Type")  # of None
+    return f"{found.dtype} {list(found.shape)}"[6:] if isinstance(found, Tensor) else kind
 
 
 def glossary() -> str:
