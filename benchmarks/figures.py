@@ -139,5 +139,5 @@ def _tests(row: dict[str, Any]) -> str:
     if why := row.get("reason"):
         return f"not run: {why}".replace("|", r"\|")
     failed = len(row["failed"])
-    drawn = f", of a {row['share']:.0%} draw" if row["share"] < 1 else ""
+    drawn = f", of a random {row['share']:.0%}" if row["share"] < 1 else ""
     return f"{row['passed']:,} pass, {f'**{failed} fail**' if failed else '0 fail'}, {row['skipped']:,} skipped{drawn}"
