@@ -141,7 +141,7 @@ ROWS = {
     "python-3.10": ("3.10", TORCH, PINNED),
     "transformers-4": ("3.11", TORCH, ("transformers==4.57.1", "accelerate==1.10.0", "numpy==1.26.4")),
     "transformers-5.0": ("3.11", TORCH, ("transformers==5.0.0", "accelerate==1.10.0", "numpy>=2")),
-    "torch-2.10": ("3.12", "torch==2.10.0", ("transformers==5.10.4", *TRAINERS[:1], DATA, "numpy==1.26.4")),
+    "torch-2.10": ("3.12", "torch==2.10.0", ("transformers==5.10.4", *TRAINERS[:1], DATA, "numpy>=2")),
     "python-3.12": ("3.12", TORCH, PINNED),
     "python-3.13": ("3.13", TORCH, PINNED),
     "newest": ("3.13", "torch==2.15.0", ("transformers==5.24.0", *TRAINERS, PLOTS, "numpy>=2")),
