@@ -2,7 +2,8 @@
 `nox -l` lists the rest. `COLLATE_NPU_SEED=123 nox -s tests` draws what that run drew.
 
 `npu` and the sessions `peers_*` run the released packages of other stacks, each set in an environment of its own;
-`oldest_torch` the oldest torch, on any Python: `nox -s oldest_torch -P 3.10`.
+`oldest_torch` the oldest torch, on any Python: `nox -s oldest_torch -P 3.10`. `elsewhere` tells what runs on other Pythons
+and beside other releases.
 
 torch is pinned in every install: an unpinned one may pull several gigabytes of CUDA packages onto a CPU machine. The pin
 alone is the CPU build only where the package index serves one. Elsewhere two variables say which torch:
@@ -133,9 +134,23 @@ BESIDE_TORCH_NPU = tuple(
 TRAINERS = ("accelerate==1.15.0", "trl==1.16.0", "peft==0.20.0", DATA)
 
 
+LAST = {"3.10": {"transformers": "5.20.2", "trl": "1.14.2", "matplotlib": "3.10.9", "hypothesis": "6.168.5"}}
+"""The last releases that run on a Python, of what is pinned later."""
+PINNED = (*TEST, *AUDIT, TRANSFORMERS, *TRAINERS, PLOTS, "shtab==1.13.0")
+ROWS = {
+    "oldest": ("3.10", OLDEST_TORCH, ("numpy==1.26.4",)),
+    "python-3.10": ("3.10", TORCH, PINNED),
+    "transformers-4": ("3.11", TORCH, ("transformers==4.57.1", "accelerate==1.10.0", "numpy==1.26.4")),
+    "transformers-5.0": ("3.11", TORCH, ("transformers==5.0.0", "accelerate==1.10.0", "numpy>=2")),
+    "torch-2.10": ("3.12", "torch==2.10.0", ("transformers==5.10.4", *TRAINERS[:1], DATA, "numpy>=2")),
+    "python-3.12": ("3.12", TORCH, PINNED),
+    "python-3.13": ("3.13", TORCH, PINNED),
+    "newest": ("3.13", "torch==2.15.0", ("transformers==5.24.0", *TRAINERS, PLOTS, "numpy>=2")),
+    "python-3.14": ("3.14", TORCH, PINNED),
+}
+"""Of `elsewhere`, by name: a Python, a torch, and what stands beside it; each release once, not their product."""
 LOCKS = Path(".ci/locks")
-LOCKED = (sys.version_info[:2], sys.platform, platform.machine()) == ((3, 11), "linux", "x86_64")
-"""Is this a machine whose files the locks name? COLLATE_NPU_UNLOCKED=1 takes what the index has today."""
+"""COLLATE_NPU_UNLOCKED=1 takes what the index has today."""
 SAME = dict.fromkeys(("tests_all-newest", "fuzz", "mutants", "soak"), "tests")
 BY_THEMSELVES = {"--target", "--python-version", "--ignore-requires-python"}
 """What is installed so stands in no lock."""
@@ -156,25 +171,44 @@ if "COLLATE_NPU_REPORT" in os.environ:
     nox.Session.run = partialmethod(run_on, before=nox.Session.run)
 
 
-def lock_of(name: str) -> Path:
-    name = name.replace("(", "-").rstrip(")")
-    return LOCKS / f"{SAME.get(name, name)}.txt"
+def python_of(session: nox.Session) -> str:
+    """Its Python, as 3.12."""
+    named = re.search(r"3\.\d+", session.python or platform.python_version())
+    return named[0] if named else ""
+
+
+def lock_of(name: str, python: str = "3.11") -> Path:
+    """That of a session of this name; the other Pythons have the lock of `tests` alone."""
+    name = re.sub(r"-3\.\d+", "", name).replace("(", "-").rstrip(")")
+    return LOCKS / f"{SAME.get(name, name)}{'' if python == '3.11' else f'-{python}'}.txt"
+
+
+def fits(lock: Path) -> bool:
+    """Does it name the files for this machine? The first line tells, where they are not those of x86-64 alone."""
+    if "COLLATE_NPU_UNLOCKED" in os.environ or sys.platform != "linux" or not lock.exists():
+        return False
+    return platform.machine() in ("x86_64", *lock.read_text("utf-8").partition("\n")[0].split())
 
 
 def put(session: nox.Session, *packages: str) -> None:
     """What a session installs: where its lock holds, every file by its hash, at once; else what is said here."""
-    lock = lock_of(session.name)
-    free = session.python or "COLLATE_NPU_UNLOCKED" in os.environ or BY_THEMSELVES & set(packages)
+    lock = lock_of(session.name, python_of(session))
     if "COLLATE_NPU_NEWEST" in os.environ:
         put_newest(session, *packages)
-    elif free or not (LOCKED and lock.exists()):
-        session.install(*packages)
+    elif BY_THEMSELVES & set(packages) or not fits(lock):
+        session.install(*(last(one, python_of(session)) for one in packages))
     elif session.name not in _PUT:
         _PUT.add(session.name)
         session.install("--no-deps", "--require-hashes", "-r", str(lock))
         if lock.read_text().startswith("# beside torch"):  # a build for CUDA brings its libraries, which no lock has
             session.install(*(("--no-deps", OLDEST_TORCH) if session.name == "oldest_torch" else (TORCH,)))
             session.install("--no-deps", "-e", ".")
+
+
+def last(package: str, python: str) -> str:
+    """Its last release that runs on this Python."""
+    name = package.partition("==")[0]
+    return f"{name}=={LAST[python][name]}" if name in LAST.get(python, ()) else package
 
 
 def put_newest(session: nox.Session, *packages: str) -> None:
@@ -204,8 +238,9 @@ def install(session: nox.Session, *packages: str) -> None:
 
 @nox.session
 def lock(session: nox.Session) -> None:
-    """What the environments hold that were built with COLLATE_NPU_UNLOCKED=1, each file with its hash, into .ci/locks."""
-    session.install("pip", "packaging")
+    """What the environments hold that were built with COLLATE_NPU_UNLOCKED=1, each file with its hash, into .ci/locks;
+    `nox -s lock -- --elsewhere` resolves `tests` for the other Pythons, on x86-64 and aarch64."""
+    session.install("pip", "packaging", "nox", "uv")
     session.run("python", ".ci/lock.py", *session.posargs)
 
 
@@ -235,7 +270,7 @@ def audit(session: nox.Session) -> None:
 
 def install_tests(session: nox.Session, transformers: str = "newest") -> None:
     if transformers == "newest":
-        install(session, *TEST, *AUDIT, TRANSFORMERS, *TRAINERS, PLOTS, "shtab==1.13.0")
+        install(session, *PINNED)
     else:
         install(session, *TEST, *OLDEST)
 
@@ -345,19 +380,14 @@ def package(session: nox.Session) -> None:
     session.run("cyclonedx-py", "environment", *of_user, silent=True)
     alone = ("-p", "no:cacheprovider", "--noconftest", "-o", "pythonpath=tests", "tests/package")
     session.run("pytest", "-s", *alone, *session.posargs, env={**ENV, "WHEELS": str(out), "AS_USER": str(user / "bin")})
-    shutil.unpack_archive(next(path for path in built if path.name.endswith(".tar.gz")), out / "source")
+    archive = next(path for path in built if path.name.endswith(".tar.gz"))
+    session.run_install(*install, "--no-deps", "--force-reinstall", str(archive), external=True, silent=True)
+    shutil.unpack_archive(archive, out / "source")
     (source,) = (out / "source").iterdir()
     of_pytest = next(Path(session.virtualenv.location).glob("lib/python*/site-packages"))
-    with session.chdir(source):  # with what the user has, and pytest
-        quick = (
-            "tests/test_laws.py",
-            "tests/test_segments.py",
-            "tests/test_house.py",
-            "tests/test_imports.py",
-            "tests/collate",
-        )
-        env = {**FAST, "PYTHONPATH": os.pathsep.join((str(source), str(of_pytest)))}
-        session.run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *quick, env=env, external=True)
+    with session.chdir(source):  # its tests, with what the user has, and pytest
+        env = {**FAST, "COLLATE_NPU_SHARE": "0.1", "PYTHONPATH": os.pathsep.join((str(source), str(of_pytest)))}
+        session.run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *QUICK, env=env, external=True)
 
 
 @nox.session
@@ -372,6 +402,37 @@ def oldest_torch(session: nox.Session) -> None:
     session.run("python", "tests/cuda_stand_ins.py")
     some = () if "COLLATE_NPU_NIGHTLY" in os.environ else ("-m", "not slow")
     session.run("pytest", *TWO_WORKERS, *some, *WITHOUT_TRANSFORMERS, *session.posargs, env=AGAIN)
+
+
+BESIDE_TORCH = ("accelerate", "trl", "peft")
+"""What asks for torch, and so for the libraries of CUDA."""
+
+
+@nox.session
+@nox.parametrize("python,torch,beside", list(ROWS.values()), ids=list(ROWS))
+def row(session: nox.Session, torch: str, beside: tuple[str, ...]) -> None:
+    """One row of `elsewhere`: the quick tests; without transformers, those that need none."""
+    lock = lock_of("tests", python_of(session))
+    if beside is PINNED and fits(lock):
+        session.install("--no-deps", "--require-hashes", "-r", str(lock))
+        alone: list[str] = []
+    else:
+        beside = tuple(last(one, python_of(session)) for one in (*beside, *TEST, *AUDIT))
+        alone = [one for one in beside if one.startswith(BESIDE_TORCH)]
+        needs = TORCH_NEEDS if torch == OLDEST_TORCH else (*(one.partition("==")[0] for one in TORCH_NEEDS), "psutil")
+        session.install(*needs, *(one for one in beside if one not in alone))
+    session.install("--no-deps", torch, "-e", ".", *alone)
+    session.run("python", "tests/cuda_stand_ins.py", silent=True)
+    session.run("python", ".ci/found.py")
+    left = () if any(one.startswith("transformers") for one in beside) else WITHOUT_TRANSFORMERS
+    session.run("pytest", *QUICK, *left, *session.posargs, env=FAST, success_codes=(0, 1))
+
+
+@nox.session(venv_backend="none")
+def elsewhere(session: nox.Session) -> None:
+    """What runs on other Pythons and beside other releases, into benchmarks/elsewhere.json and the guide's page of
+    installation: `nox -s elsewhere`, or of some rows `nox -s elsewhere -- python-3.12 newest`."""
+    session.run(sys.executable, ".ci/elsewhere.py", *session.posargs, external=True)
 
 
 @nox.session

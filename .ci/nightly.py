@@ -21,8 +21,9 @@ from threading import Lock
 from typing import Any
 
 import upstream
+from of_nox import ROOT, recorded
 
-NIGHTS = upstream.ROOT / "benchmarks" / "nightly.json"
+NIGHTS = ROOT / "benchmarks" / "nightly.json"
 PEERS = [name for name in upstream.SESSIONS if name.startswith("peers_")]
 MODELS, HARM = "tests/integration", "tests/integration/test_no_harm.py"
 PARTS = (HARM, f"{MODELS} --ignore={HARM}", f"tests --ignore={MODELS}")
@@ -49,7 +50,7 @@ def main() -> int:
         run(each, night)
     if not sys.argv[1:]:  # a report, of others each night: what is red there is red upstream
         night["upstream"] = random.Random(night["seed"]).sample(upstream.SESSIONS, 2)
-        subprocess.run([sys.executable, ".ci/upstream.py", *night["upstream"]], cwd=upstream.ROOT, check=False)
+        subprocess.run([sys.executable, ".ci/upstream.py", *night["upstream"]], cwd=ROOT, check=False)
     night["ended"] = now()
     write(night)
     red = {name: one["failed"] for name, one in night["sessions"].items() if one["failed"]}
@@ -76,7 +77,7 @@ def now() -> str:
 
 
 def commit() -> str:
-    git = partial(subprocess.run, cwd=upstream.ROOT, capture_output=True, text=True, check=True)
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=True)
     changed = git(("git", "status", "--porcelain", "--", ":!benchmarks")).stdout
     return git(("git", "rev-parse", "--short=7", "HEAD")).stdout.strip() + " and changes" * bool(changed)
 
@@ -85,8 +86,8 @@ def run(session: str, night: dict[str, Any]) -> None:
     """Its sums into the night, and the night so far into the file."""
     start, env = time.monotonic(), {"COLLATE_NPU_NIGHTLY": "1"}
     if session.startswith("card"):  # it takes the Python on the PATH
-        env["PATH"] = os.pathsep.join((str(upstream.ROOT / ".nox" / "tests_all-newest" / "bin"), os.environ["PATH"]))
-    found = upstream.recorded(upstream.ROOT / "build" / "nightly" / session.replace("/", "_"), "-s", *session.split(), **env)
+        env["PATH"] = os.pathsep.join((str(ROOT / ".nox" / "tests_all-newest" / "bin"), os.environ["PATH"]))
+    found = recorded(ROOT / "build" / "nightly" / session.replace("/", "_"), "-s", *session.split(), **env)
     with _WRITES:
         night["sessions"][session] = {"seconds": round(time.monotonic() - start), **found}
         write(night)

@@ -1,5 +1,6 @@
-"""`nox -s upstream`: how the page of stacks tells what newer releases change, and what a commit and a night run."""
+"""`nox -s upstream` and `nox -s elsewhere`: how the guide tells what they found, and what a commit and a night run."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ import rotation
 from house import ROOT
 
 sys.path.append(str(ROOT))
-from benchmarks import page_of_stacks
+from benchmarks import figures, page_of_stacks
 
 
 def test_a_stack_has_a_line_about_newer_releases():
@@ -22,6 +23,17 @@ def test_a_stack_has_a_line_about_newer_releases():
     assert first == f"Newer releases on 2026-11-22: a 1 → 2. {said}"
     assert second == "Newer releases on 2026-11-22: not taken: c 9 asks for torch==3. They were not run."
     assert third == "Newer releases on 2026-11-22: none."
+
+
+def test_a_row_says_what_ran_elsewhere_or_why_nothing_did():
+    one = {"date": "2026-11-26", "commit": "abc1234", "share": 0.3, "python": "3.14.1", "torch": "2.13.0+cpu"}
+    ran = {**one, "platform": "Linux x86_64, glibc 2.36", "passed": 1200, "skipped": 5, "failed": {"test_a.py::test_b": "c"}}
+    *_, first, second = figures.elsewhere_table({"a": ran, "b": {**one, "reason": "no Python|3.14"}}).splitlines()
+    had = "| 3.14.1 | 2.13.0 | none | none |"
+    assert first == f"{had} 1,200 pass, **1 fail**, 5 skipped, of a random 30% | 2026-11-26, Linux x86_64, commit abc1234 |"
+    assert second == f"{had} not run: no Python\\|3.14 | 2026-11-26, commit abc1234 |"
+    rows = json.loads((ROOT / "benchmarks" / "elsewhere.json").read_text("utf-8")).values()
+    assert all({*one} <= {*row} and ("reason" in row) != ({*ran} <= {*row}) for row in rows)
 
 
 def test_a_red_test_is_red_whatever_stands_in_the_environment(tmp_path):

@@ -124,7 +124,7 @@ def _by_positions(case: Case) -> bool:
     """True if positions alone separate the sequences of a flat row: where a router's loss or windows that look ahead take no
     mask."""
     segments, model = case.segments, case.model
-    whole = case.context_parallel is None and case.call.get("past_key_values") is None
+    whole = case.context_parallel is None and all(case.call.get(name) is None for name in ("past_key_values", "cache"))
     on_it = model.attn_implementation in ("sdpa", "eager") and whole and case.restarts
     if not on_it or not segments.packed or segments.shape[0] > 1 or segments.padding_side != "none":
         return False
