@@ -215,12 +215,6 @@ def test_a_release_is_looked_at_of_the_stack_that_runs_the_model(monkeypatch):
     assert said == ["megatron-core"]
 
 
-@pytest.mark.parametrize("setting", [{"segments": "x"}, {"pattern": 1}])
-def test_settings_are_looked_at_before_a_guard_is_set(setting):
-    with pytest.raises(CollateError, match=next(iter(setting))):
-        guard_first_batch(Model(), **setting)
-
-
 def test_compiled_code_is_checked_uncompiled():
     model = Model()
     model.layers[0].compile(backend="eager")

@@ -1,7 +1,6 @@
-"""Laws of what is drawn: a square is the dense mask, the one wrong place is the one marked, a consumer's is what the adapter
-gives it, and no text moves the cursor."""
+"""Laws of what is drawn: a square is the dense mask, a consumer's is what the adapter gives it, and no text moves the
+cursor. What is wrong in a mask, each polarity and each rank: test_drawn."""
 
-import re
 import tracemalloc
 from dataclasses import replace
 
@@ -10,17 +9,15 @@ import pytest
 
 pytest.importorskip("rich")
 import torch
-from hypothesis import assume, example, given, strategies as st
-from strategies import attentions, free, packed, segments, sided
+from hypothesis import example, given, strategies as st
+from strategies import attentions, free, packed, sided
 from torch.nn.attention.flex_attention import create_mask
 
-from collate_npu import BatchAdapter, CollateError, ContextParallel, Pattern, Segments
+from collate_npu import BatchAdapter, CollateError, Pattern, Segments
 from collate_npu.consumers.mask_routing import consumers
 from collate_npu.masks import dense
-from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.parallel import query_rows
-from collate_npu.tools.sheet import SIGNS, Cell, attention_of, escaped, one_owner, sheet_of, squares_of_mask
-from collate_npu.tools.show import consumer_panels, lines, rank_panels
+from collate_npu.tools.sheet import SIGNS, Cell, attention_of, escaped, one_owner, sheet_of
+from collate_npu.tools.show import consumer_panels, lines
 
 BLOCKS = st.integers(1, 9)
 
@@ -75,32 +72,6 @@ def test_spaces_and_lines_are_seen():
     assert [escaped(text) for text in (" the", "a b ", "\n", "\t", "  ")] == ["·the", "a b·", "\\n", "\\t", "··"]
 
 
-@given(segments(), st.sampled_from(["keep", "masked", "bias"]))
-def test_every_polarity_is_drawn_as_the_truth(truth, polarity):
-    assume(truth.num_tokens)
-    squares, _ = squares_of_mask(dense(truth, polarity=polarity), truth.shape[0], truth)
-    assert [square.fold(1)[0].tolist() for square in squares] == dense(truth)[:, 0].long().tolist()
-
-
-@given(sided(rows=3, shortest=4, longest=9), st.sampled_from(["keep", "masked"]), st.data())
-def test_one_place_turned_around_is_the_one_place_marked(truth, polarity, data):
-    """Beside a 2D mask, which says what is real."""
-    b, start, end = data.draw(st.sampled_from(truth.spans))
-    q, k = data.draw(st.integers(start, end - 1)), data.draw(st.integers(0, truth.shape[1] - 1))
-    full = dense(truth, polarity=polarity)
-    full[b, 0, q, k] = ~full[b, 0, q, k]
-    try:
-        segments_from_batch({**batch_of(truth), "attention_mask": full})
-        assume(False)  # of no consequence, in a row of few tokens
-    except CollateError as error:
-        assume(not re.search(r"(sliding|prefix)\(|bidirectional", str(error)))  # it is the mask of another pattern
-    drawn, _ = squares_of_mask(full, truth.shape[0], truth)
-    assert drawn[0].b == b  # the row that is wrong stands first
-    marked = [np.argwhere(square.fold(1)[0] >= Cell.TOO_MUCH).tolist() for square in drawn]
-    assert marked == [[[q, k]], *[[]] * (truth.shape[0] - 1)]
-    assert drawn[0].fold(1)[0][q, k] == (Cell.TOO_LITTLE if dense(truth)[b, 0, q, k] else Cell.TOO_MUCH)
-
-
 def attended(form, facts, segments):
     """bool `[B, S, S]`: what attends whom, by what the adapter really emits."""
     B, S = segments.shape
@@ -136,14 +107,3 @@ def test_each_consumer_is_drawn_as_the_adapter_serves_it(name, truth, model_type
         shown = torch.stack([torch.from_numpy(square.rows(0, truth.shape[1])) for square in panel.squares])
         assert torch.equal(shown, attended(masks[kind], panel.facts, truth))
         assert ("stays" in panel.facts) == ("attention_mask_2d" in given_to)
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_ranks_hold_every_place_once_and_their_own_queries(layout):
-    cp, truth = ContextParallel(4, 0, layout=layout), Segments.from_lengths([5, 16], width=16, side="left")
-    panels = list(rank_panels(batch_of(truth), cp))
-    assert sorted(place for panel in panels for place in panel.squares[0].queries) == list(range(16))
-    assert all(panel.derived for panel in (*panels, *rank_panels(batch_of(Segments.from_lengths([5])), cp)))
-    for rank, panel in enumerate(panels):
-        expected = dense(truth, rows=query_rows(16, cp.with_rank(rank)))
-        assert [square.fold(1)[0].tolist() for square in panel.squares] == expected[:, 0].long().tolist()
