@@ -8,7 +8,6 @@ import sys
 from graphlib import TopologicalSorter
 from importlib import import_module
 
-import pytest
 from house import FILES, KNOWN, PACKAGE, module_of, names_of, ours, room_of, tree_of
 
 import collate_npu
@@ -156,10 +155,3 @@ def test_public_names_are_the_things_themselves():
         assert namespace[name] is thing
         assert getattr(collate_npu, name) is thing
         assert name in dir(collate_npu)
-
-
-def test_a_name_that_is_not_there_says_so():
-    with pytest.raises(AttributeError, match="has no attribute 'Paddingcollator'"):
-        collate_npu.Paddingcollator  # noqa: B018
-    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
-        exec("from collate_npu import nothing")

@@ -80,12 +80,3 @@ def test_meta_takes_any_mask_and_refuses_only_names_and_types() -> None:
         torch.ops.npu.npu_fusion_attention(q, k, v, HEADS, "BSND", pre_tokens=1)
     with pytest.raises((RuntimeError, TypeError)):
         torch.ops.npu.npu_fusion_attention_v3(q, k, v, HEADS, "BSND", actual_seq_qlen=[3, 8])
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-def test_masks_are_placed_on_the_device_and_are_there_what_they_are_here(batch: Segments) -> None:
-    """Placement and copies alone: arithmetic on the pretended device returns nothing of meaning."""
-    there = fusion_attention_kwargs(batch, device="npu:1")["atten_mask"]
-    assert there.device == torch.device("npu:1")
-    assert torch.equal(there.cpu(), fusion_attention_kwargs(batch)["atten_mask"])
-    check_call("npu_fusion_attention", fusion_attention_kwargs(batch, device="npu:1"), **DIMS)

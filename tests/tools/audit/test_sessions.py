@@ -36,7 +36,6 @@ def wrong(features):
     return {"input_ids": ids, "attention_mask": (ids != 256).long()}
 def cuts(features): return {"input_ids": torch.tensor([feature["input_ids"][:2] for feature in features])}
 def raises(features): raise KeyError("images")
-def ends(features): raise SystemExit(0)
 """
 
 
@@ -116,10 +115,8 @@ ROWS = [
     (f"{LLAMA} --collator mine_here.py:right --side right", 0, "right right; beside right", ""),
     (f"{LLAMA} --collator mine_here.py:wrong --side right", 1, "right logits+kernels; beside right", "from the lengths"),
     (f"{LLAMA} --collator mine_here.py:right", 1, f"left loss; right right; {BOTH}", ""),
-    (f"{LLAMA} --collator mine_here.py:right --side left", 1, "left loss; beside left", ""),
     (f"{LLAMA} --collator mine_here.py:cuts --side right", 2, "beside right", "Switch off what changes tokens"),
     (f"{LLAMA} --collator mine_here.py:raises --side right", 2, "beside right", "py, line 10: KeyError: 'images'"),
-    (f"{LLAMA} --collator mine_here.py:ends --side right", 2, "beside right", "py, line 11: SystemExit: 0"),
     (f"{LLAMA} --collator no_such_module:collate", 2, None, "No module named"),
     (f"{LLAMA} --collator transformers:DataCollatorForLanguageModeling --side right", 1, "right loss+labels; beside right",
      "3 are ignored, as where labels are made by labels == pad_token_id"),

@@ -1,5 +1,5 @@
-"""Laws of what is drawn: a square is the dense mask, a consumer's is what the adapter gives it, and no text moves the
-cursor. What is wrong in a mask, each polarity and each rank: test_drawn."""
+"""Laws of what is drawn: a square is the dense mask, no square is built whole, and no text moves the cursor. What is wrong
+in a mask, each polarity, consumer and rank: test_drawn."""
 
 import tracemalloc
 from dataclasses import replace
@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 
 pytest.importorskip("rich")
-import torch
-from hypothesis import example, given, strategies as st
-from strategies import attentions, free, packed, sided
-from torch.nn.attention.flex_attention import create_mask
+from hypothesis import given, strategies as st
+from strategies import attentions, free
 
-from collate_npu import BatchAdapter, CollateError, Pattern, Segments
-from collate_npu.consumers.mask_routing import consumers
+from collate_npu import Pattern, Segments
 from collate_npu.masks import dense
 from collate_npu.tools.sheet import SIGNS, Cell, attention_of, escaped, one_owner, sheet_of
-from collate_npu.tools.show import consumer_panels, lines
+from collate_npu.tools.show import lines
 
 BLOCKS = st.integers(1, 9)
 
@@ -70,40 +67,3 @@ def test_a_token_moves_no_cursor(text):
 
 def test_spaces_and_lines_are_seen():
     assert [escaped(text) for text in (" the", "a b ", "\n", "\t", "  ")] == ["·the", "a b·", "\\n", "\\t", "··"]
-
-
-def attended(form, facts, segments):
-    """bool `[B, S, S]`: what attends whom, by what the adapter really emits."""
-    B, S = segments.shape
-    if form is None:
-        return torch.ones(S, S).tril().bool().expand(B, S, S)
-    if hasattr(form, "mask_mod"):
-        return create_mask(form.mask_mod, B, 1, S, S, device="cpu")[:, 0]
-    if form.ndim == 2:
-        return dense(segments)[:, 0]
-    if form.is_floating_point():
-        return (form == 0)[:, 0]
-    return ~form[:, 0] if "True is blocked" in facts else form[:, 0]
-
-
-@given(st.sampled_from(sorted(consumers())), sided(rows=3) | packed(rows=2), st.sampled_from(["qwen3", "qwen3_next"]))
-@example("megatron", Segments.from_lengths([2, 3], side="left"), "qwen3")
-@example("mindspeed_dense", Segments.from_lengths([2, 3], side="left"), "qwen3")
-def test_each_consumer_is_drawn_as_the_adapter_serves_it(name, truth, model_type):
-    panels = list(consumer_panels(batch_of(truth), name, model_type=model_type))
-    assert all(panel.derived for panel in panels)
-    adapter = BatchAdapter(model_type=model_type, consumer=name)
-    if panels[0].refused:
-        with pytest.raises(CollateError) as error:
-            adapter(batch_of(truth))
-        assert [panel.refused for panel in panels] == [str(error.value)]
-        return
-    given_to = adapter(batch_of(truth))
-    mask = given_to[adapter.consumer.key]
-    masks = mask if isinstance(mask, dict) else {"": mask}
-    drawn = {panel.heading.removeprefix(name).strip(): panel for panel in panels}
-    assert drawn.keys() == {kind for kind, form in masks.items() if not (kind and form is not None and form.ndim == 2)}
-    for kind, panel in drawn.items():
-        shown = torch.stack([torch.from_numpy(square.rows(0, truth.shape[1])) for square in panel.squares])
-        assert torch.equal(shown, attended(masks[kind], panel.facts, truth))
-        assert ("stays" in panel.facts) == ("attention_mask_2d" in given_to)
