@@ -316,14 +316,6 @@ EXTRAS = {
 }
 
 
-def truth_of(features, side):
-    """The Segments of features by themselves, padded on one side."""
-    rows = [strategies.own_ids(feature) for feature in features]
-    width = max(map(len, rows))
-    pad = [(0, width - len(row)) if side == "right" else (width - len(row), 0) for row in rows]
-    return Segments.from_ids(np.stack([np.pad(row, at) for row, at in zip(rows, pad)]))
-
-
 @given(
     strategies.features(),
     strategies.sides(),
@@ -396,27 +388,6 @@ def test_law_9_a_transformers_model_gets_one_set_of_offsets(features, settings):
             assert out["cu_seq_lens_q"].diff().max() <= min(out["max_length_q"], out["max_length_k"])
             if settings["sequence_multiple"]:
                 assert torch.equal(out["cu_seq_lens_q"], batch["cu_seqlens_padded"])
-
-
-@given(strategies.features(), strategies.sides(), st.sampled_from(MODES))
-def test_law_9_a_wrapped_collator_knows_what_its_samples_tell(features, side, mode):
-    """Packing ids, seq_lengths and holes of the samples, behind a collator that makes no mask, or one of the lengths."""
-
-    def theirs(features):
-        known = PaddingCollator(pad_token_id=7, padding_side=side)(features)
-        return {"input_ids": known["input_ids"]}
-
-    def masked(features):
-        return {**theirs(features), "attention_mask": truth_of(features, side).keep.long()}
-
-    expected = truth_of(features, side)
-    for inner in (theirs, masked):
-        try:
-            batch = wrap_collator(inner, attention_mask=mode)(features)
-        except AmbiguousMaskError:
-            assert inner is theirs  # ids alone may stand at both ends alike
-            continue
-        assert segments_from_batch(batch) == expected
 
 
 # --- law 10: nothing shares memory
