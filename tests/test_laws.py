@@ -28,10 +28,8 @@ from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFor
 from collate_npu.keys import KEYS, TOKENS
 from collate_npu.masks import dense, none_is_exact, varlen
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.releases import MISSING_KERNEL_RAISES
 
 pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
-CONFIG_TELLS = MISSING_KERNEL_RAISES.holds()
 
 # --- law 2: what dense builds, derive_segments reads; or two truths give that tensor
 #
@@ -127,18 +125,6 @@ def test_law_2_every_honest_matrix_is_read_right_or_has_two_truths(B, S):
     assert S < 3 or refused <= sum(len(expected) == 1 for expected in truths.values()) / 3  # always to refuse is no reading
 
 
-@pytest.mark.parametrize(("B", "S"), SIZES)
-@pytest.mark.parametrize("polarity", ["keep", "masked"])
-def test_law_2_an_undeclared_polarity_is_the_true_one_or_refused(B, S, polarity):
-    wrong = []
-    for data, expected in worlds(B, S)[0].items():
-        matrix = matrix_of(data, B, S)
-        found = read(matrix if polarity == "keep" else ~matrix)
-        if found is not None and {found} != expected:
-            wrong.append((expected, found))
-    assert wrong == []
-
-
 def pads_one_side(ids):
     return Segments.from_ids(np.array(ids)).padding_side != "mixed"
 
@@ -232,33 +218,6 @@ def test_law_5_one_answer_for_each_model_consumer_and_batch(attention, consumer,
     if chosen.form == "none":
         assert out["attention_mask"] is None
         assert none_is_exact(segments, pattern)
-
-
-@given(strategies.packed(rows=1, extra=0), st.sampled_from(sorted(consumers())), st.booleans(), st.booleans())
-def test_law_5_alignment_of_a_flat_row_changes_no_route(segments, consumer, needs_2d, static):
-    """On kernels that read offsets a flat row carries no mask, nor with padding behind each sequence and at its end.
-    MindSpeed's dense masks, and recurrent layers of MindSpeed-LLM and -MM go with no flat row: refused."""
-    layers = ["linear_attention", "full_attention"] if needs_2d else ["full_attention"]
-    model = SimpleNamespace(layer_types=layers, model_type="qwen3_next", _attn_implementation="flash_attention_2")
-    features = [{"input_ids": list(range(n))} for n in segments.sequence_lengths]
-    shape = {"padding": (96,), "max_sequences": 12} if static else {}
-    said = []
-    for fixed in ({}, {"sequence_multiple": 4, **shape}):
-        neutral = PaddingCollator(pad_token_id=7, padding_free=True, **laid_out(fixed))(features)
-        neutral |= {} if fixed else {"attention_mask_2d": segments.keep}
-        adapter = BatchAdapter(model, consumer=consumer, padding_free=True)
-        try:
-            out = adapter(neutral)
-        except UnsupportedFormError:
-            said.append("refused")
-            continue
-        said.append((out[consumers()[consumer].key], "attention_mask_2d" in out))
-        if "cu_seq_lens_q" in out:
-            assert torch.equal(out["cu_seq_lens_q"], neutral["cu_seq_lens_q"])
-    runs_on = consumer.startswith(("mindspeed_llm", "mindspeed_mm")) and needs_2d and segments.packed
-    untold = consumer == "transformers" and needs_2d and segments.packed and not CONFIG_TELLS
-    refused = consumer == "mindspeed_dense" or runs_on or untold
-    assert said == ["refused" if refused else (None, False)] * 2
 
 
 # --- law 8: nothing of S * S exists unless it was asked for

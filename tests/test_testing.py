@@ -147,8 +147,5 @@ def test_references_refuse_what_their_kernels_do_not_compute():
         rule(x, x, x, g=each, beta=each, cu_seqlens=torch.tensor([0, 2, 5]))
         with pytest.raises(CollateError, match=r"\[last\]"):
             rule(x, x, x, g=each, beta=each, cu_seqlens=torch.tensor([0, 2, 4]))
-    x, weight = torch.arange(10.0).view(1, 2, 5), torch.tensor([[1.0, 10.0], [2.0, 20.0]])
-    out = testing.kernels.causal_conv1d_fn(x, weight, seq_idx=torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32))
-    assert out.tolist() == [[[0, 10, 20, 32, 43], [100, 130, 140, 174, 196]]]
     with pytest.raises(CollateError, match="Llama"), testing.reference_kernels(testing.tiny_model("llama", vocab_size=9)):
         pass
