@@ -56,7 +56,7 @@ PLOTS = "matplotlib==3.11.2"
 ENV = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 FAST = {**ENV, "HYPOTHESIS_PROFILE": "fast"}
 QUICK = (*TWO_WORKERS, "-m", "not slow")
-SOME = {"COLLATE_NPU_MODELS": "0.3"}
+SOME = {"COLLATE_NPU_MODELS": "0.2"}
 """The test command draws so many of the tests that run models, others with each seed."""
 AGAIN = {**FAST, "COLLATE_NPU_SHARE": "0.15"}
 """Tests that run on the newest releases too: a commit draws a seventh of them, `.ci/run nightly` runs all."""

@@ -32,6 +32,7 @@ SESSIONS += ("audit", "npu", "oldest_torch", "package", "docs", "lint", "types",
 SESSIONS += ("card -- --device cpu --quick",)
 ALONE = ("soak -- ranks --minutes 10", "soak -- loaders --epochs 1000", "soak -- batches")
 """What has a clock of its own gets the whole machine."""
+REPORTS = {"upstream": upstream.SESSIONS, "elsewhere": tuple(upstream.noxfile.ROWS)}
 KEPT = 20
 """Nights in the file."""
 _WRITES = Lock()
@@ -48,9 +49,9 @@ def main() -> int:
         list(lanes.map(lambda some: [run(each, night) for each in some], rooms.values()))
     for each in last:
         run(each, night)
-    if not sys.argv[1:]:  # a report, of others each night: what is red there is red upstream
-        night["upstream"] = random.Random(night["seed"]).sample(upstream.SESSIONS, 2)
-        subprocess.run([sys.executable, ".ci/upstream.py", *night["upstream"]], cwd=ROOT, check=False)
+    for name, every in {} if sys.argv[1:] else REPORTS.items():  # of others each night, into files of their own
+        night[name] = random.Random(night["seed"]).sample(every, 2)
+        subprocess.run([sys.executable, f".ci/{name}.py", *night[name]], cwd=ROOT, check=False)
     night["ended"] = now()
     write(night)
     red = {name: one["failed"] for name, one in night["sessions"].items() if one["failed"]}

@@ -355,6 +355,7 @@ def show_command(
     """
     load("torch", "rich")
     from collate_npu.parallel import ContextParallel
+    from collate_npu.testing import byte_tokenizer
     from collate_npu.tools import files, show
     from collate_npu.tools.describe import describe
     from collate_npu.tools.scrub import write_copy
@@ -367,7 +368,7 @@ def show_command(
         return _draw(sheet_of(files.mask_of_file(mask), row=row), "", out, {})
     ranks = None if cp is None else ContextParallel(cp, 0, layout=layout, ulysses=ulysses)  # type: ignore[arg-type]
     ranks = ranks.for_documents() if ranks is not None and packed else ranks
-    reader = show.reader_of(tokenizer, bytes_too=data is not None)
+    reader = files.load_tokenizer(tokenizer) if tokenizer else byte_tokenizer() if data else None
     columns: dict[str, list[str]] = {}
     if batch is not None:
         shown, columns = write_copy(batch, scrub) if scrub else (files.batch_of_file(batch), columns)

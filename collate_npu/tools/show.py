@@ -29,9 +29,8 @@ from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, token_runs
 from collate_npu.proof.delivery import Delivery
 from collate_npu.segments import Segments
-from collate_npu.testing import byte_tokenizer
 from collate_npu.tools.describe import Description
-from collate_npu.tools.files import check_place, encoded, load_tokenizer, read_rows
+from collate_npu.tools.files import check_place, encoded, read_rows
 from collate_npu.tools.sheet import (
     SIGNS,
     Attention,
@@ -329,13 +328,6 @@ def features_of_data(path: Path, tokenizer: Any, rows: int, max_length: int) -> 
     if not any(feature["input_ids"] for feature in features):
         raise CollateError(explain("--data", "no line with tokens", "A batch has rows.", "Name a file with text."))
     return [{"labels": list(feature["input_ids"]), **feature} for feature in features if feature["input_ids"]]
-
-
-def reader_of(folder: Path | None, *, bytes_too: bool) -> Any:
-    """Return what reads the tokens: the tokenizer of a folder, else one of bytes, or None."""
-    if folder is not None:
-        return load_tokenizer(folder)
-    return byte_tokenizer() if bytes_too else None
 
 
 def collate_rows(
