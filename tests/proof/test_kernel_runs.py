@@ -299,11 +299,6 @@ def test_what_is_right_proves_something_where_zeros_would_not_pass_by_a_margin(s
     assert states(run_on_cpu(SDPA, SDPA.function("cpu"), ["one token"])) == {state}
 
 
-def test_few_are_the_truths_that_show_most():
-    found = runs([SDPA], device="cpu", dtype=torch.float32, dry=True, few=True)
-    assert {run.truth for run in found} == {truth.name for truth in TRUTHS if truth.few}
-
-
 def test_what_is_not_installed_or_does_not_run_here_is_listed():
     absent = [k for k in KERNELS if k.package in ("flash_attn", "torch_npu") or k.name == "torch.varlen_attn"]
     found = {run.operator: run for run in runs(absent, device="cuda", dtype=torch.float32)}

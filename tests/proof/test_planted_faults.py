@@ -177,19 +177,15 @@ OWN = {
     "a mask behind the softmax": instead(weighted),
     "a mask that is too weak": instead(weakly),
     "padding that is asked": instead(lambda p, x, t: own(p, x, {"allowed": causal(t)}) * t["keep"][..., None]),
-    "a sum over the row": out(lambda x: x + 0.1 * x.cumsum(1)),
     "a sum over all rows": out(lambda x: x + 0.1 * x.flatten(0, 1).cumsum(0).reshape(x.shape)),
     "the mean of the row": into(lambda x: x - x.mean(1, keepdim=True)),
-    "an instance norm": into(lambda x: (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 0.1)),
     "a Fourier transform": instead(lambda p, x, t: torch.fft.fft(x, dim=1).real),
     "a first token for all": into(lambda x: x + x[:, :1]),
     "a last token for all": (into(lambda x: x + x[:, -1:]), "if"),
     "states rolled by one": out(lambda x: x.roll(1, 1)),
-    "states rolled back by one": (out(lambda x: x.roll(-1, 1)), "ci"),
     "rows swapped": out(lambda x: x.flip(0)),
     "a mask lost in training": training(but(allowed=causal)),
     "a GRU": instead(rnn(nn.GRU)),
-    "a GRU to both sides": instead(rnn(nn.GRU, bidirectional=True)),
     "a loop over tokens": instead(scan),
     "experts choose tokens": instead(chosen_by_experts),
     "a convolution without a gap": instead(lambda p, x, t: F.pad(x, (0, 0, 3, 0)).unfold(1, 4, 1) @ p.weight[0]),
@@ -249,7 +245,6 @@ IN_VARLEN = {
     "ahead by a window": but(causal=lambda t: False, window=lambda t: (-1, 1)),
     "a softmax over the row": (instead(lambda p, x, t: own(p, x, {"allowed": causal(t)})), "ncif"),
     "answers rolled by one": (out(lambda x: x.roll(1, 1)), LEAKS),
-    "answers turned around": (out(lambda x: x.flip(1)), LEAKS),
     "a GRU over the row": (instead(rnn(nn.GRU)), "ncif"),
 }
 IN_PACKED_RULE = {
@@ -260,13 +255,11 @@ IN_PACKED_RULE = {
     "a shift behind the convolution": (but(behind=lambda t: lambda x: x + x.roll(1, 1)), LEAKS),
     "a sum behind the convolution": (but(behind=lambda t: lambda x: x.cumsum(1)), LEAKS),
     "a scan of its own behind the convolution": (instead(convolved), "ncif"),
-    "numbers lost in training": training(but(numbers=lambda t: torch.zeros_like(t["ids"]))),
 }
 BEHIND = {
     "logits rolled by one": lambda x, told: x.roll(1, 1),
     "logits of rows in another order": lambda x, told: x.flip(0),
     "logits times the width": (lambda x, told: x * x.shape[1] / 8, "if"),
-    "logits times the rows": (lambda x, told: x * len(x), "if"),
     "logits less their mean": lambda x, told: x - x.mean((0, 1)),
 }
 STACKS = {
