@@ -17,13 +17,13 @@ LINES = {
     "masks": (2643, 2400),
     "parallel": (1581, 1450),
     "kernels": (2791, 1900),
-    "consumers": (3195, 1950),
+    "consumers": (3196, 1950),
     "collate": (2133, 1500),
-    "proof": (3814, 1900),
+    "proof": (3804, 1900),
     "integrations": (2965, 3000),
-    "testing": (288, 450),
-    "tools": (4013, 1900),
-    "tests": (41140, 33000),
+    "testing": (291, 450),
+    "tools": (3994, 1900),
+    "tests": (40792, 33000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
 WORDS, PAGES = 15000, 35
