@@ -2,7 +2,8 @@
 `nox -l` lists the rest. `COLLATE_NPU_SEED=123 nox -s tests` draws what that run drew.
 
 `npu` and the sessions `peers_*` run the released packages of other stacks, each set in an environment of its own;
-`oldest_torch` the oldest torch, on any Python: `nox -s oldest_torch -P 3.10`.
+`oldest_torch` the oldest torch, on any Python: `nox -s oldest_torch -P 3.10`. `elsewhere` tells what runs on other Pythons
+and beside other releases.
 
 torch is pinned in every install: an unpinned one may pull several gigabytes of CUDA packages onto a CPU machine. The pin
 alone is the CPU build only where the package index serves one. Elsewhere two variables say which torch:
@@ -23,6 +24,7 @@ import platform
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
 
@@ -54,10 +56,12 @@ PLOTS = "matplotlib==3.11.2"
 ENV = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 FAST = {**ENV, "HYPOTHESIS_PROFILE": "fast"}
 QUICK = (*TWO_WORKERS, "-m", "not slow")
+SOME = {"COLLATE_NPU_MODELS": "0.2"}
+"""The test command draws so many of the tests that run models, others with each seed."""
 AGAIN = {**FAST, "COLLATE_NPU_SHARE": "0.15"}
 """Tests that run on the newest releases too: a commit draws a seventh of them, `.ci/run nightly` runs all."""
-PEERS = ENV if "COLLATE_NPU_NIGHTLY" in os.environ else {**FAST, "COLLATE_NPU_SHARE": "0.4"}
-"""Tests of other stacks: a commit draws two fifths of them, and an eighth of those that take long."""
+PEERS = ENV if "COLLATE_NPU_NIGHTLY" in os.environ else {**FAST, "COLLATE_NPU_SHARE": "0.25"}
+"""Tests of other stacks: a commit draws a fourth of them, and a twelfth of those that take long."""
 SWIFT_NEEDS = (
     "modelscope", "modelscope-hub", "pandas", "pyarrow", "dill", "multiprocess", "xxhash", "python-dateutil", "requests",
     "urllib3", "httpx", "httpcore", "sniffio", "certifi", "pillow", "cryptography", "cffi", "pycparser", "einops",
@@ -127,14 +131,26 @@ BESIDE_TORCH_NPU = tuple(
     f"tests/{name}" for name in ("test_imports.py", "collate", "consumers", "masks/test_forms.py", "tools/env")
 )
 """What a torch_npu that does not load can change: imports, the routes by device, kernels of torch, the machine's report."""
-ROOMS = ("masks", "collate", "consumers", "parallel", "kernels", "proof", "tools")
-"""Those with tests of their own."""
 TRAINERS = ("accelerate==1.15.0", "trl==1.16.0", "peft==0.20.0", DATA)
 
 
+LAST = {"3.10": {"transformers": "5.20.2", "trl": "1.14.2", "matplotlib": "3.10.9", "hypothesis": "6.168.5"}}
+"""The last releases that run on a Python, of what is pinned later."""
+PINNED = (*TEST, *AUDIT, TRANSFORMERS, *TRAINERS, PLOTS, "shtab==1.13.0")
+ROWS = {
+    "oldest": ("3.10", OLDEST_TORCH, ("numpy==1.26.4",)),
+    "python-3.10": ("3.10", TORCH, PINNED),
+    "transformers-4": ("3.11", TORCH, ("transformers==4.57.1", "accelerate==1.10.0", "numpy==1.26.4")),
+    "transformers-5.0": ("3.11", TORCH, ("transformers==5.0.0", "accelerate==1.10.0", "numpy>=2")),
+    "torch-2.10": ("3.12", "torch==2.10.0", ("transformers==5.10.4", *TRAINERS[:1], DATA, "numpy>=2")),
+    "python-3.12": ("3.12", TORCH, PINNED),
+    "python-3.13": ("3.13", TORCH, PINNED),
+    "newest": ("3.13", "torch==2.15.0", ("transformers==5.24.0", *TRAINERS, PLOTS, "numpy>=2")),
+    "python-3.14": ("3.14", TORCH, PINNED),
+}
+"""Of `elsewhere`, by name: a Python, a torch, and what stands beside it; each release once, not their product."""
 LOCKS = Path(".ci/locks")
-LOCKED = (sys.version_info[:2], sys.platform, platform.machine()) == ((3, 11), "linux", "x86_64")
-"""Is this a machine whose files the locks name? COLLATE_NPU_UNLOCKED=1 takes what the index has today."""
+"""COLLATE_NPU_UNLOCKED=1 takes what the index has today."""
 SAME = dict.fromkeys(("tests_all-newest", "fuzz", "mutants", "soak"), "tests")
 BY_THEMSELVES = {"--target", "--python-version", "--ignore-requires-python"}
 """What is installed so stands in no lock."""
@@ -146,29 +162,53 @@ NEWEST, LATER = (
 """`nox -s upstream` gives the releases to take in the place of those pinned, and which of them ask for a later Python."""
 
 
-if "COLLATE_NPU_NEWEST" in os.environ:  # a report: a session goes on behind a red test, an interrupted run and an empty one
-    nox.Session.run = partialmethod(nox.Session.run, success_codes=(0, 1, 2, 5))
+def run_on(self: nox.Session, *args: str, before: Callable[..., object], **settings: object) -> object:
+    """In a report a session goes on behind a red test, an interrupted run and an empty one: the report lists them."""
+    return before(self, *args, **({"success_codes": (0, 1, 2, 5)} if args[0] == "pytest" else {}) | settings)
 
 
-def lock_of(name: str) -> Path:
-    name = name.replace("(", "-").rstrip(")")
-    return LOCKS / f"{SAME.get(name, name)}.txt"
+if "COLLATE_NPU_REPORT" in os.environ:
+    nox.Session.run = partialmethod(run_on, before=nox.Session.run)
+
+
+def python_of(session: nox.Session) -> str:
+    """Its Python, as 3.12."""
+    named = re.search(r"3\.\d+", session.python or platform.python_version())
+    return named[0] if named else ""
+
+
+def lock_of(name: str, python: str = "3.11") -> Path:
+    """That of a session of this name; the other Pythons have the lock of `tests` alone."""
+    name = re.sub(r"-3\.\d+", "", name).replace("(", "-").rstrip(")")
+    return LOCKS / f"{SAME.get(name, name)}{'' if python == '3.11' else f'-{python}'}.txt"
+
+
+def fits(lock: Path) -> bool:
+    """Does it name the files for this machine? The first line tells, where they are not those of x86-64 alone."""
+    if "COLLATE_NPU_UNLOCKED" in os.environ or sys.platform != "linux" or not lock.exists():
+        return False
+    return platform.machine() in ("x86_64", *lock.read_text("utf-8").partition("\n")[0].split())
 
 
 def put(session: nox.Session, *packages: str) -> None:
     """What a session installs: where its lock holds, every file by its hash, at once; else what is said here."""
-    lock = lock_of(session.name)
-    free = session.python or "COLLATE_NPU_UNLOCKED" in os.environ or BY_THEMSELVES & set(packages)
+    lock = lock_of(session.name, python_of(session))
     if "COLLATE_NPU_NEWEST" in os.environ:
         put_newest(session, *packages)
-    elif free or not (LOCKED and lock.exists()):
-        session.install(*packages)
+    elif BY_THEMSELVES & set(packages) or not fits(lock):
+        session.install(*(last(one, python_of(session)) for one in packages))
     elif session.name not in _PUT:
         _PUT.add(session.name)
         session.install("--no-deps", "--require-hashes", "-r", str(lock))
         if lock.read_text().startswith("# beside torch"):  # a build for CUDA brings its libraries, which no lock has
             session.install(*(("--no-deps", OLDEST_TORCH) if session.name == "oldest_torch" else (TORCH,)))
             session.install("--no-deps", "-e", ".")
+
+
+def last(package: str, python: str) -> str:
+    """Its last release that runs on this Python."""
+    name = package.partition("==")[0]
+    return f"{name}=={LAST[python][name]}" if name in LAST.get(python, ()) else package
 
 
 def put_newest(session: nox.Session, *packages: str) -> None:
@@ -198,8 +238,9 @@ def install(session: nox.Session, *packages: str) -> None:
 
 @nox.session
 def lock(session: nox.Session) -> None:
-    """What the environments hold that were built with COLLATE_NPU_UNLOCKED=1, each file with its hash, into .ci/locks."""
-    session.install("pip", "packaging")
+    """What the environments hold that were built with COLLATE_NPU_UNLOCKED=1, each file with its hash, into .ci/locks;
+    `nox -s lock -- --elsewhere` resolves `tests` for the other Pythons, on x86-64 and aarch64."""
+    session.install("pip", "packaging", "nox", "uv")
     session.run("python", ".ci/lock.py", *session.posargs)
 
 
@@ -229,7 +270,7 @@ def audit(session: nox.Session) -> None:
 
 def install_tests(session: nox.Session, transformers: str = "newest") -> None:
     if transformers == "newest":
-        install(session, *TEST, *AUDIT, TRANSFORMERS, *TRAINERS, PLOTS, "shtab==1.13.0")
+        install(session, *PINNED)
     else:
         install(session, *TEST, *OLDEST)
 
@@ -238,7 +279,7 @@ def install_tests(session: nox.Session, transformers: str = "newest") -> None:
 def tests(session: nox.Session) -> None:
     """The test command: all but the slow ones, on the newest transformers; families and examples turn with the seed."""
     install_tests(session)
-    session.run("pytest", *QUICK, *session.posargs, env=FAST)
+    session.run("pytest", *QUICK, *session.posargs, env=SOME | FAST)
 
 
 @nox.session
@@ -256,7 +297,7 @@ def tests_all(session: nox.Session, transformers: str) -> None:
 def fuzz(session: nox.Session) -> None:
     """Fresh inputs from bytes, `-- --minutes 20` of them, steered by coverage where atheris has a wheel.
 
-    Nightly also twenty-five times the examples, and every producer's batches through every entry.
+    Nightly also eight times the examples, and every producer's batches through every entry.
     """
     install_tests(session)
     session.install(ATHERIS)
@@ -270,15 +311,19 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Small changes to the code, which tests must notice: 25 of one room, or so many of all: `nox -s mutants -- 400`."""
+    """Small changes to the code, which tests must notice: those of the ledger, each by the one test that kills it.
+
+    `nox -s mutants -- 400` draws so many of all and says the share killed, and `-- 400 --write` adds to the ledger what it
+    finds, then leaves in it what a second seed confirms.
+    """
     install_tests(session)
-    env = {**FAST, "PYTHONPATH": "tests", "COLLATE_NPU_MUTANTS": "25"}
+    env = {**FAST, "PYTHONPATH": "tests", "COLLATE_NPU_NIGHTLY": "1"}
+    env |= {"COLLATE_NPU_MUTANTS_WRITE": "1"} if "--write" in session.posargs else {}
+    hunt = ("pytest", "-q", "-p", "mutants.hunting", "tests")
     if session.posargs:
-        where, env["COLLATE_NPU_MUTANTS"] = ["tests"], session.posargs[0]
-    else:
-        room = ROOMS[int(os.environ.get("COLLATE_NPU_SEED", "0")) % len(ROOMS)]
-        where, env["COLLATE_NPU_MUTANTS_OF"] = [f"tests/{room}", "tests/test_laws.py"], f"collate_npu.{room}"
-    session.run("pytest", "-q", "-p", "mutants.hunting", "-m", "not slow", *where, env=env)
+        session.run(*hunt, "-m", "not slow", env={**env, "COLLATE_NPU_MUTANTS": session.posargs[0]})
+    if session.posargs[1:] or not session.posargs:
+        session.run(*hunt, env={**env, "COLLATE_NPU_SEED": "1"})  # one answer, whatever a commit draws elsewhere
 
 
 @nox.session
@@ -335,19 +380,14 @@ def package(session: nox.Session) -> None:
     session.run("cyclonedx-py", "environment", *of_user, silent=True)
     alone = ("-p", "no:cacheprovider", "--noconftest", "-o", "pythonpath=tests", "tests/package")
     session.run("pytest", "-s", *alone, *session.posargs, env={**ENV, "WHEELS": str(out), "AS_USER": str(user / "bin")})
-    shutil.unpack_archive(next(path for path in built if path.name.endswith(".tar.gz")), out / "source")
+    archive = next(path for path in built if path.name.endswith(".tar.gz"))
+    session.run_install(*install, "--no-deps", "--force-reinstall", str(archive), external=True, silent=True)
+    shutil.unpack_archive(archive, out / "source")
     (source,) = (out / "source").iterdir()
     of_pytest = next(Path(session.virtualenv.location).glob("lib/python*/site-packages"))
-    with session.chdir(source):  # with what the user has, and pytest
-        quick = (
-            "tests/test_laws.py",
-            "tests/test_segments.py",
-            "tests/test_house.py",
-            "tests/test_imports.py",
-            "tests/collate",
-        )
-        env = {**FAST, "PYTHONPATH": os.pathsep.join((str(source), str(of_pytest)))}
-        session.run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *quick, env=env, external=True)
+    with session.chdir(source):  # its tests, with what the user has, and pytest
+        env = {**FAST, "COLLATE_NPU_SHARE": "0.1", "PYTHONPATH": os.pathsep.join((str(source), str(of_pytest)))}
+        session.run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *QUICK, env=env, external=True)
 
 
 @nox.session
@@ -362,6 +402,37 @@ def oldest_torch(session: nox.Session) -> None:
     session.run("python", "tests/cuda_stand_ins.py")
     some = () if "COLLATE_NPU_NIGHTLY" in os.environ else ("-m", "not slow")
     session.run("pytest", *TWO_WORKERS, *some, *WITHOUT_TRANSFORMERS, *session.posargs, env=AGAIN)
+
+
+BESIDE_TORCH = ("accelerate", "trl", "peft")
+"""What asks for torch, and so for the libraries of CUDA."""
+
+
+@nox.session
+@nox.parametrize("python,torch,beside", list(ROWS.values()), ids=list(ROWS))
+def row(session: nox.Session, torch: str, beside: tuple[str, ...]) -> None:
+    """One row of `elsewhere`: the quick tests; without transformers, those that need none."""
+    lock = lock_of("tests", python_of(session))
+    if beside is PINNED and fits(lock):
+        session.install("--no-deps", "--require-hashes", "-r", str(lock))
+        alone: list[str] = []
+    else:
+        beside = tuple(last(one, python_of(session)) for one in (*beside, *TEST, *AUDIT))
+        alone = [one for one in beside if one.startswith(BESIDE_TORCH)]
+        needs = TORCH_NEEDS if torch == OLDEST_TORCH else (*(one.partition("==")[0] for one in TORCH_NEEDS), "psutil")
+        session.install(*needs, *(one for one in beside if one not in alone))
+    session.install("--no-deps", torch, "-e", ".", *alone)
+    session.run("python", "tests/cuda_stand_ins.py", silent=True)
+    session.run("python", ".ci/found.py")
+    left = () if any(one.startswith("transformers") for one in beside) else WITHOUT_TRANSFORMERS
+    session.run("pytest", *QUICK, *left, *session.posargs, env=FAST, success_codes=(0, 1))
+
+
+@nox.session(venv_backend="none")
+def elsewhere(session: nox.Session) -> None:
+    """What runs on other Pythons and beside other releases, into benchmarks/elsewhere.json and the guide's page of
+    installation: `nox -s elsewhere`, or of some rows `nox -s elsewhere -- python-3.12 newest`."""
+    session.run(sys.executable, ".ci/elsewhere.py", *session.posargs, external=True)
 
 
 @nox.session

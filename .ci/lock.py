@@ -3,18 +3,27 @@ hash of the one file that this machine took of it (Python 3.11, Linux, x86-64). 
 
 torch stays out, for which build of it there is depends on the index, and so does what asks for a later Python: the noxfile
 pins both.
+
+`nox -s lock -- --elsewhere` resolves `tests` for other Pythons, and builds nothing: .ci/locks/tests-3.12.txt has the hashes
+of all wheels that fit this Python on Linux, x86-64 or aarch64.
 """
 
 import json
 import platform
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
+import tomllib
+from of_nox import ROOT, installs
 from packaging.specifiers import SpecifierSet
 
-ROOT = Path(__file__).parents[1]
 PYTHON = platform.python_version()
+PYTHONS = ("3.10", "3.12", "3.13", "3.14")
+MACHINES = ("x86_64", "aarch64")
+OF_CUDA = ("torch", "triton", "nvidia-", "cuda-")
+"""torch, and what its build for CUDA brings."""
 
 
 def pip(*args: str) -> str:
@@ -36,9 +45,42 @@ def files_of(pins: list[str]) -> list[str]:
     return sorted(f"{data['name'].lower()}=={data['version']} --hash=sha256:{digest}" for data, digest in found)
 
 
+def of_python(session: str, python: str) -> list[str]:
+    """The lock of a session on another Python: one release of each package for all machines."""
+    wanted = {one for call in installs(session, python) for one in call if one[:1] not in "-."}
+    hashes: dict[str, set[str]] = defaultdict(set)
+    for machine in MACHINES:
+        for each in resolved([*wanted, *hashes], python, machine):
+            if not each["name"].startswith(OF_CUDA):
+                found = {wheel["hashes"]["sha256"] for wheel in each["wheels"]}
+                hashes[f"{each['name']}=={each['version']}"] |= found
+    lines = [" ".join([pin, *(f"--hash=sha256:{one}" for one in sorted(found))]) for pin, found in sorted(hashes.items())]
+    return [f"# beside torch: {' '.join(MACHINES)}", *lines]
+
+
+def resolved(wanted: list[str], python: str, machine: str) -> list[dict]:
+    """The packages, each with the wheels that fit."""
+    on = ("--python-version", python, "--python-platform", f"{machine}-manylinux_2_28", "--only-binary", ":all:")
+    command = ["uv", "pip", "compile", "--quiet", "--format", "pylock.toml", *on, "-"]
+    done = subprocess.run(command, input="\n".join(wanted), capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"Python {python} on {machine}: {done.stderr}")
+    return tomllib.loads(done.stdout)["packages"]
+
+
+def elsewhere(locks: Path) -> None:
+    for python in PYTHONS:
+        lines = of_python("tests", python)
+        (locks / f"tests-{python}.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        print(f"tests, Python {python}: {len(lines)} lines")
+
+
 def main() -> None:
     locks = ROOT / ".ci" / "locks"
     locks.mkdir(exist_ok=True)
+    if sys.argv[1:] == ["--elsewhere"]:
+        elsewhere(locks)
+        return
     for name in sys.argv[1:] or sorted(path.parent.name for path in (ROOT / ".nox").glob("*/pyvenv.cfg")):
         pins = held(ROOT / ".nox" / name)
         beside = [pin for pin in pins if pin.startswith("torch==")]

@@ -8,58 +8,30 @@ runs the others too, `--look` none. Red tests are what it is there to find: they
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))
-os.environ["COLLATE_NPU_UNLOCKED"] = "1"  # what the noxfile says, not what its locks hold
+import newer
+from of_nox import ROOT, installs, run as run_session
+from packaging.utils import canonicalize_name
 
-import newer  # noqa: E402
-from packaging.utils import canonicalize_name  # noqa: E402
-
-import noxfile  # noqa: E402
-from benchmarks import page_of_stacks  # noqa: E402
+import noxfile
+from benchmarks import page_of_stacks
 
 FOLDER = ROOT / ".nox" / "upstream"
 SESSIONS = ("tests_all(newest)", "npu", *(name for name in dir(noxfile) if name.startswith("peers_")))
 ARGUMENTS = {"tests_all(newest)": noxfile.TORCH_ALONE}
 STAY = {"peers_veomni": ("transformers",)}
 """What a stack asks for elsewhere than in the metadata of its wheel."""
-PATHS = re.compile(r"/\S*/site-packages/|(?<![\w./])/(?:[\w.+-]+/)+")
-"""Where this machine keeps files is nobody's matter."""
-
-
-class Recorder:
-    """A session of nox that notes what it would install."""
-
-    python, posargs, venv_backend = None, (), "uv"
-
-    def __init__(self, name: str) -> None:
-        self.name, self.calls = name, []
-
-    def install(self, *packages: str) -> None:
-        self.calls.append(packages)
-
-    def run(self, *_: Any, **__: Any) -> None: ...
-
-    def create_tmp(self) -> str:
-        return mkdtemp()
 
 
 def named(session: str) -> dict[str, tuple[str, bool]]:
     """What it says of each package, by name, and does it install that alone? What gets a folder of its own is left out."""
-    name, _, rest = session.rstrip(")").partition("(")
-    recorder = Recorder(session)
-    getattr(noxfile, name).func(recorder, *filter(None, [rest]))
-    calls = [call for call in recorder.calls if "--target" not in call]
+    calls = installs(session)
     return {
         re.split("[=<>]", one)[0]: (one, "--no-deps" in call) for call in calls for one in call if re.match("[A-Za-z]", one)
     }
@@ -90,20 +62,7 @@ def pins_of(sessions: Iterable[str]) -> dict[str, dict[str, newer.Pin]]:
 
 def run(session: str, pins: dict[str, newer.Pin], new: dict[str, newer.Release]) -> dict[str, Any]:
     """Its tests beside the new releases: how many passed, and what the red ones said."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    log, told = FOLDER / f"{session}.log", FOLDER / f"{session}.jsonl"
-    told.write_text("")
-    command = [sys.executable, "-m", "nox", "--envdir", str(FOLDER), "--reuse-venv", "never", "-s", session, "--"]
-    command += ARGUMENTS.get(session, ())
-    with log.open("w", encoding="utf-8") as out:
-        env = {**os.environ, **settings(pins, new), "COLLATE_NPU_REPORT": str(told)}
-        code = subprocess.run(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT).returncode
-    runs = [json.loads(line) for line in told.read_text("utf-8").splitlines()]
-    if code:  # before pytest, or beside it
-        lines = [line for line in log.read_text("utf-8").splitlines() if line and not line.startswith("nox >")]
-        last = [*lines, *(line for line in lines if "rror" in line)][-1:]
-        runs.append({"failed": {f"nox -s {session}": " ".join(last)}})
-    return summed(runs)
+    return run_session(session, FOLDER, ARGUMENTS.get(session, ()), **settings(pins, new))
 
 
 def settings(pins: dict[str, newer.Pin], new: dict[str, newer.Release]) -> dict[str, str]:
@@ -112,16 +71,6 @@ def settings(pins: dict[str, newer.Pin], new: dict[str, newer.Release]) -> dict[
     one_dies = {"PYTEST_ADDOPTS": "-n 1"}  # then the tests after it still run
     found = {"NEWEST": " ".join(taken.values()), "LATER_PYTHON": " ".join(later), "NIGHTLY": "1"}
     return one_dies | {f"COLLATE_NPU_{name}": value for name, value in found.items()}
-
-
-def summed(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """One session runs pytest several times."""
-    whole: dict[str, Any] = {"passed": 0, "skipped": 0, "failed": {}}
-    for each in runs:
-        whole |= {name: whole[name] + each.get(name, 0) for name in ("passed", "skipped")}
-        for test, said in each["failed"].items():
-            whole["failed"][test] = PATHS.sub("", said)[:300]
-    return whole
 
 
 def main() -> None:

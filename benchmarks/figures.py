@@ -7,6 +7,18 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+ROOT = HERE.parent
+
+
+def between(page: str, **made: str) -> dict[Path, str]:
+    """A page of the guide, or README, with what is made between the two comments of each name."""
+    path = ROOT / page if page == "README.md" else ROOT / "collate_npu" / "guide" / f"{page}.md"
+    text = path.read_text("utf-8")
+    for name, lines in made.items():
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, after = text.partition(start)[0], text.partition(end)[2]
+        text = f"{before}{start}\n{lines}\n{end}{after}"
+    return {path: text}
 
 
 def measured(name: str = "results") -> list[dict[str, Any]]:
@@ -26,11 +38,13 @@ def growth() -> str:
     square = sorted(name for name, ratio in by["width memory"].items() if ratio > 1.3)
     rest = max(ratio for name, ratio in by["width time"].items() if name not in square)
     names = ", ".join(f"`{name}`" for name in square)
+    held = next(row for row in rows if row["name"].startswith("resident memory"))
     return (
         "Time and memory grow linearly with rows and with tokens: "
         f"the largest exponents of {len(by['rows time'])} functions are {most['time']:.2f} and {most['memory']:.2f}. "
         f"With the width, these grow up to its square: {names}. They read or make a dense mask. "
-        f"The time of all others has an exponent of at most {rest:.2f}."
+        f"The time of all others has an exponent of at most {rest:.2f}. "
+        f"After {held['case']}, resident memory was {held['ratio']:.1f} MiB larger."
     )
 
 
@@ -105,3 +119,27 @@ def speed_table() -> str:
         cells = (f"{found[case, peer]:.{int(found[case, peer] < 10)}f}" if (case, peer) in found else "–" for peer in PEERS)
         lines.append(f"| {case.replace('x', ' × ')} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+COLUMNS = ("python", "torch", "transformers", "numpy")
+"""What a row of `nox -s elsewhere` says was there; "" where it was not installed."""
+
+
+def elsewhere_table(rows: dict[str, dict[str, Any]] | None = None) -> str:
+    """Return a line for each row of `nox -s elsewhere`: what was there, what the quick tests said, and when."""
+    rows = json.loads((HERE / "elsewhere.json").read_text("utf-8")) if rows is None else rows
+    lines = ["| Python | torch | transformers | numpy | tests | run on |", "|---|---|---|---|---|---|"]
+    for row in rows.values():
+        cells = (row.get(name, "").partition("+")[0] or "none" for name in COLUMNS)
+        when = (row["date"], row.get("platform", "").partition(",")[0], f"commit {row['commit']}")
+        lines.append(f"| {' | '.join(cells)} | {_tests(row)} | {', '.join(filter(None, when))} |")
+    return "\n".join(lines)
+
+
+def _tests(row: dict[str, Any]) -> str:
+    """How many passed, in words, or why none ran."""
+    if why := row.get("reason"):
+        return f"not run: {why}".replace("|", r"\|")
+    failed = len(row["failed"])
+    drawn = f", of a random {row['share']:.0%}" if row["share"] < 1 else ""
+    return f"{row['passed']:,} pass, {f'**{failed} fail**' if failed else '0 fail'}, {row['skipped']:,} skipped{drawn}"

@@ -7,7 +7,6 @@ its 25 examples, whatever it asks for itself.
 """
 
 import gc
-import json
 import os
 import time
 from importlib.util import find_spec
@@ -15,18 +14,19 @@ from importlib.util import find_spec
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from reported import REPORT, report
 
 from collate_npu import releases
 
 os.environ.setdefault("COLLATE_NPU_SEED", str(time.time_ns() // 1000 % 1_000_000))  # xdist's workers inherit it
 SEED = os.environ["COLLATE_NPU_SEED"]
 PROFILE = os.environ.setdefault("HYPOTHESIS_PROFILE", "full")
-REPORT = os.environ.pop("COLLATE_NPU_REPORT", "")  # not for xdist's workers, nor for a run in a test
+os.environ.pop("COLLATE_NPU_REPORT", "")
 # Slow generation is judged by the whole run, not by one loaded machine; the seed finds an example again, no database.
 common = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fast", max_examples=25, **common)
 settings.register_profile("full", max_examples=60, **common)
-settings.register_profile("fuzz", max_examples=2500, **common)
+settings.register_profile("fuzz", max_examples=500, **common)
 settings.load_profile(PROFILE)
 torch.set_num_threads(1)
 
@@ -46,13 +46,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Where REPORT names a file: what this run found is a line there. Whether red is a failure, `nox -s upstream` says."""
+    """What this run found. Whether red is a failure, who asks for it says."""
     if REPORT:
         seen = session.config.pluginmanager.get_plugin("terminalreporter").stats
-        found = {name: len(seen.get(name, ())) for name in ("passed", "skipped")}
         red = {one.nodeid: said(one.longreprtext) for one in (*seen.get("failed", ()), *seen.get("error", ()))}
-        with open(REPORT, "a", encoding="utf-8") as out:
-            out.write(json.dumps({**found, "failed": red}) + "\n")
+        report({name: len(seen.get(name, ())) for name in ("passed", "skipped")}, red)
 
 
 def said(trace: str) -> str:

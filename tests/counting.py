@@ -38,6 +38,7 @@ class _Operations(TorchDispatchMode):
 
 def operations(work: Callable[[], object]) -> list[str]:
     """Torch's operations by name, each of which costs a microsecond before it begins, and most a pass over their bytes."""
+    work()  # warm
     with _Operations() as mode:
         work()
     return mode.found

@@ -83,5 +83,4 @@ def _output(*command: str) -> str:
 if __name__ == "__main__":
     spec = find_spec("torch")
     assert spec is not None, "torch is not installed"
-    assert spec.origin is not None
     print(*(library.name for library in build(Path(spec.origin).parent / "lib")))

@@ -1,8 +1,11 @@
 """The files of the package, their rooms and what they import: read, not run."""
 
 import ast
+import subprocess
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 import collate_npu
 
@@ -43,6 +46,15 @@ def ours(path: Path) -> list[str]:
     """The modules of the package that a file imports, at its top or in any function."""
     names = [name for node in ast.walk(tree_of(path)) for name in names_of(node) if name.split(".")[0] == "collate_npu"]
     return sorted({name.removeprefix("collate_npu").removeprefix(".") for name in names})
+
+
+def before(path: str) -> str:
+    """A file as the commit before this one has it; skips a test where none is here."""
+    asked = ["git", "-C", str(ROOT), "show", f"HEAD^:{path}"]
+    found = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip("no commit before this one is here, or it has no such file")
+    return found.stdout
 
 
 def purpose_of(path: Path) -> str:

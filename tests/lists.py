@@ -6,29 +6,30 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from house import FILES, purpose_of
+from house import FILES, PACKAGE, ROOT, purpose_of
 from torch import Tensor
 
-import collate_npu
 from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, derive_segments, wrap_collator
 from collate_npu.collate import Layout
 from collate_npu.consumers.mask_routing import consumers
 from collate_npu.consumers.probe import sequences_mix_reason
 from collate_npu.consumers.recurrent import MENDS, READS, kernel_calls
+from collate_npu.errors import GONE_IN, MOVED
 from collate_npu.kernels.gated_delta import arguments
+from collate_npu.keys import KEYS
 from collate_npu.parallel import layout, recurrent
 from collate_npu.testing import hybrid_model_types, tiny_model
 from collate_npu.tools.cli import parsers
 
-PACKAGE = Path(collate_npu.__file__).parent
-ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
 
-from benchmarks import figures  # noqa: E402
+from benchmarks import figures
 
 SEQ2SEQ, FLATTENING = "DataCollatorForSeq2Seq", "DataCollatorWithFlattening"
 LOCAL = "`--attention_backend local`"
@@ -126,10 +127,8 @@ def options() -> str:
 
 def options_of(named: Callable[..., Any], same: Any = None) -> str:
     said = {**bullets(same or named), **bullets(named)}
-    rows = [
-        f"| `{name}` | {default_of(name, each)} | {said[name]} |"
-        for name, each in inspect.signature(named).parameters.items()
-    ]
+    taken = inspect.signature(named).parameters.items()
+    rows = [f"| `{name}` | {default_of(name, each)} | {said[name]} |" for name, each in taken]
     return "\n".join(["| option | default | what it does |", "|---|---|---|", *rows])
 
 
@@ -167,6 +166,21 @@ def default_of(name: str, each: inspect.Parameter) -> str:
     return "required" if each.default is each.empty else f"`{SHOWN.get((name, shown), shown)}`"
 
 
+def public() -> str:
+    """Each name that stays, with its arguments; keys; commands with their options; and old names, until which edition."""
+    names = [f"{old}, until {GONE_IN}" for old in MOVED] + [f"batch[{name}]" for name in KEYS]
+    for room in ("", ".collate", ".masks", ".parallel", ".proof"):
+        module = import_module(f"collate_npu{room}")
+        for name in module.__all__:
+            names.append(f"collate_npu{room}.{name}")
+            with suppress(TypeError, ValueError):  # no function, and no class that Python shows the arguments of
+                given = [*inspect.signature(getattr(module, name)).parameters]
+                names += [f"{names[-1]}({each}=)" for each in given if "args" not in each]  # those of an alias
+    for name, parser in parsers()[1].items():
+        names += [f"collate-npu {name} {each}".strip() for each in ("", *parser._option_string_actions)]
+    return "\n".join(sorted({*names})) + "\n"
+
+
 def given() -> str:
     """What becomes of `attention_mask` in Markdown: three batches, for each consumer of a hybrid model and another."""
     rows = [[1, 2, 3], [4, 5, 6, 7, 8]]
@@ -193,9 +207,8 @@ def reads(consumer: str, batch: dict, model_type: str) -> str:
     except CollateError:
         return "refused"
     found = batch.get("attention_mask", batch.get("attention_masks"))
-    if found is None:
-        return "None"
-    return f"{found.dtype} {list(found.shape)}"[6:] if isinstance(found, Tensor) else type(found).__name__
+    kind = type(found).__name__.removesuffix("Type")  # of None
+    return f"{found.dtype} {list(found.shape)}"[6:] if isinstance(found, Tensor) else kind
 
 
 def glossary() -> str:
@@ -205,37 +218,28 @@ def glossary() -> str:
     return "\n".join(["| file | what it is |", "|---|---|", *rows])
 
 
-def between(page: str, **made: str) -> dict[Path, str]:
-    """A page of the guide, or README, with what is made between the two comments of each name."""
-    path = ROOT / page if page == "README.md" else PACKAGE / "guide" / f"{page}.md"
-    text = path.read_text("utf-8")
-    for name, lines in made.items():
-        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        before, after = text.partition(start)[0], text.partition(end)[2]
-        text = f"{before}{start}\n{lines}\n{end}{after}"
-    return {path: text}
-
-
 def written() -> dict[Path, str]:
     """Each file that holds a list, as it should be."""
     code = PACKAGE / "consumers" / "mask_routing.py"
     names = textwrap.fill(", ".join(f'"{name}"' for name in sorted(consumers())) + ",", 121)
     literal = "ConsumerName = Literal[\n" + textwrap.indent(names, "    ") + "\n]  # fmt: skip\n"
     return {
-        **between("README.md", need=needed()),
-        **between("zh/index", need=in_chinese(needed())),
+        **figures.between("README.md", need=needed()),
+        **figures.between("zh/index", need=in_chinese(needed())),
+        ROOT / "tests" / "data" / "public_names.txt": public(),
         code: re.sub(r"ConsumerName = Literal\[\n.*?\]  # fmt: skip\n", literal, code.read_text("utf-8"), flags=re.S),
-        **between("contributing", files=glossary()),
-        **between("kernels", families=families(), spellings=drawn(arguments), options=command("kernels")),
-        **between("context-parallel", layouts=drawn(layout), schemes=drawn(recurrent)),
-        **between("options", options=options()),
-        **between("speed", step=figures.step_table(), speed=figures.speed_table()),
-        **between("planned-batches", planned=figures.planned_table()),
-        **between("limits", growth=figures.growth()),
-        **between("masks", given=given(), derive=options_of(derive_segments), consumers=table()),
-        **between("checks", watch=command("watch"), conformance=command("conformance")),
-        **between("audit", options=command("audit")),
-        **between("show", options=command("show")),
+        **figures.between("contributing", files=glossary()),
+        **figures.between("kernels", families=families(), spellings=drawn(arguments), options=command("kernels")),
+        **figures.between("context-parallel", layouts=drawn(layout), schemes=drawn(recurrent)),
+        **figures.between("options", options=options()),
+        **figures.between("speed", step=figures.step_table(), speed=figures.speed_table()),
+        **figures.between("planned-batches", planned=figures.planned_table()),
+        **figures.between("promises", growth=figures.growth()),
+        **figures.between("install", elsewhere=figures.elsewhere_table()),
+        **figures.between("masks", given=given(), derive=options_of(derive_segments), consumers=table()),
+        **figures.between("checks", watch=command("watch"), conformance=command("conformance")),
+        **figures.between("audit", options=command("audit")),
+        **figures.between("show", options=command("show")),
     }
 
 

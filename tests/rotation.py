@@ -15,6 +15,8 @@ NIGHTLY = bool({"COLLATE_NPU_NIGHTLY", "COLLATE_NPU_CELLS"} & os.environ.keys())
 """All is run: at night, and where the cells of the page of stacks are recorded."""
 SHARE = float(os.environ.get("COLLATE_NPU_SHARE", "1"))
 """What part of all tests a session runs that runs others' tests once more, on older releases."""
+MODELS = float(os.environ.get("COLLATE_NPU_MODELS", "1"))
+"""What part of those that run models, where others are all run."""
 
 
 def some(cases: Sequence[Any], take: int) -> list[Any]:
@@ -33,8 +35,8 @@ def examples(few: int) -> settings:
 
 
 def of_the_night(item: pytest.Item) -> bool:
-    """Is it left to the night: what is marked `nightly` but for a thirtieth, two thirds of what is `long`, and what is more
-    than the session's share; others with each seed.
+    """Is it left to the night: what is marked `nightly` but for a thirtieth, two thirds of what is `long`, what is more than
+    the session's share, and of `models` than theirs; others with each seed.
 
     Tests with one word in `long("word")` share a fixture that takes long: they run together.
     """
@@ -43,6 +45,7 @@ def of_the_night(item: pytest.Item) -> bool:
     long = item.get_closest_marker("long")
     word = long.args[0] if long and long.args else item.nodeid
     drawn = SHARE / 30 if item.get_closest_marker("nightly") else SHARE / 3 if long else SHARE
+    drawn *= MODELS if item.get_closest_marker("models") and not long else 1
     return random.Random(f"{SEED} {word}").random() > drawn
 
 

@@ -17,6 +17,8 @@ from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.outputs import per_sequence
 from collate_npu.releases import MISSING_KERNEL_RAISES, installed
 
+pytestmark = pytest.mark.long
+
 WAYS = {
     "unpad": unpad,
     "repad": lambda x, segments: repad(unpad(x, segments), segments),

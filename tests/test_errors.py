@@ -8,6 +8,7 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 
+import house
 import pytest
 
 import collate_npu
@@ -160,6 +161,36 @@ NEAR = {
 def test_a_misspelt_name_is_answered_with_the_nearest(typed):
     with pytest.raises((CollateError, AttributeError), match=f"Did you mean {NEAR[typed]}"):
         exec(f"import collate_npu\nfrom collate_npu import *\n{typed}", {})
+
+
+def lost_names(had, has, version):
+    """Public names that went without one edition of warning: lines that are lost, of names that are no old names."""
+    numbers = [int(n) for n in version.split(".")[:2]]
+    old = {name: until for name, _, until in (line.partition(", until ") for line in has) if until}
+    for line in had - has:
+        name, _, until = line.partition(", until ")
+        gone = until and [int(n) for n in until.split(".")] <= numbers
+        if not gone and name.partition("(")[0] not in old:
+            yield line
+
+
+def test_a_public_name_warns_for_an_edition_before_it_goes():
+    """`tests/lists.py` writes the list of them."""
+    path = "tests/data/public_names.txt"
+    now = {*(house.ROOT / path).read_text("utf-8").splitlines()}
+    assert [*lost_names({*house.before(path).splitlines()}, now, collate_npu.__version__)] == []
+
+
+WENT = [
+    ("a.b|a.b(x=)", "", "0.8.0", "a.b|a.b(x=)"), ("a.b|a.b(x=)", "a.b", "0.8.0", "a.b(x=)"), ("a --b", "", "1.0", "a --b"),
+    ("a.b|a.b(x=)", "a.b, until 0.9", "0.8.0", ""), ("a.b, until 0.9", "", "0.8.3", "a.b, until 0.9"),
+    ("a.b, until 0.9", "", "0.9.0", ""), ("a.b, until 0.9", "", "0.10.0", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("had", "has", "version", "lost"), WENT)
+def test_what_goes_without_a_warning_is_found(had, has, version, lost):
+    assert "|".join(sorted(lost_names({*had.split("|")}, {*has.split("|")}, version))) == lost
 
 
 def test_old_names_go_after_this_edition_and_stand_in_the_changelog():

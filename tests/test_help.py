@@ -36,8 +36,3 @@ def test_every_option_of_a_signature_stands_in_the_table_and_no_other(name, page
     text = text.partition(start)[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (?:`.*`|required) \| .+ \|$", text, flags=re.M)
     assert rows == [*inspect.signature(named(name)).parameters]
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_docstring_lists_no_option_that_is_gone(name):
-    assert lists.bullets(named(name)).keys() <= inspect.signature(named(name)).parameters.keys()

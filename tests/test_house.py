@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-import pytest
-from house import FILES, PACKAGE, ROOT, module_of, ours, purpose_of, room_of, tree_of
+from house import FILES, PACKAGE, ROOT, before, module_of, ours, purpose_of, room_of, tree_of
 
 TESTS = ROOT / "tests"
 
@@ -19,13 +17,13 @@ LINES = {
     "masks": (2643, 2400),
     "parallel": (1581, 1450),
     "kernels": (2791, 1900),
-    "consumers": (3195, 1950),
+    "consumers": (3196, 1950),
     "collate": (2133, 1500),
-    "proof": (3814, 1900),
+    "proof": (3804, 1900),
     "integrations": (2965, 3000),
-    "testing": (288, 450),
-    "tools": (3922, 1900),
-    "tests": (40923, 33000),
+    "testing": (291, 450),
+    "tools": (3994, 1900),
+    "tests": (40794, 33000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
 WORDS, PAGES = 15000, 35
@@ -49,16 +47,11 @@ def test_each_room_keeps_its_budget():
 
 def test_budgets_only_fall():
     """Beside the commit before; lines that move to another room leave the sum as it is."""
-    asked = ["git", "-C", str(ROOT), "show", "HEAD^:tests/test_house.py"]
-    found = subprocess.run(asked, capture_output=True, text=True, check=False)
-    if found.returncode:
-        pytest.skip("no commit before this one is here")
-    rooms = next(
-        node for node in ast.parse(found.stdout).body if isinstance(node, ast.Assign) and node.targets[0].id == "LINES"
-    )
-    before = {room: most for room, (most, _) in ast.literal_eval(rooms.value).items()}
-    assert sum(most for most, _ in LINES.values()) <= sum(before.values())
-    assert LINES["tests"][0] <= before["tests"]
+    body = ast.parse(before("tests/test_house.py")).body
+    rooms = next(node for node in body if isinstance(node, ast.Assign) and node.targets[0].id == "LINES")
+    had = {room: most for room, (most, _) in ast.literal_eval(rooms.value).items()}
+    assert sum(most for most, _ in LINES.values()) <= sum(had.values())
+    assert LINES["tests"][0] <= had["tests"]
 
 
 def test_the_guide_keeps_its_budget():

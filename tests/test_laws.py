@@ -1,15 +1,14 @@
 """The laws of the library: what holds for every batch, whatever its padding, packing, mask, dtype, worker or shard.
 
-Law 1 (a batch tells the truth of its features) is a target of `fuzz`, law 4 (padding invariance) is shown on real models in
-the integration tests, law 7 (imports) in test_imports, law 11 (two sources that differ raise) in masks/test_batch_reader,
+Law 1 (a batch tells the truth of its features) and law 3 (the way back undoes the way out) are targets of `fuzz`, law 4
+(padding invariance) is shown on real models in the integration tests, law 6 (collators travel to workers) in
+collate/test_transport, law 7 (imports) in test_imports, law 11 (two sources that differ raise) in masks/test_batch_reader,
 law 12 (every remedy works) in test_refusals.
 Legend: B rows, S width, H heads.
 """
 
 import itertools
-import pickle
 from collections import defaultdict
-from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -23,27 +22,14 @@ from live_bytes import peak_bytes
 from strategies import laid_out
 from torch import Tensor
 
-from collate_npu import (
-    BatchAdapter,
-    CollateError,
-    ContextParallel,
-    PaddingCollator,
-    Pattern,
-    Segments,
-    derive_segments,
-    split_batch,
-    wrap_collator,
-)
-from collate_npu.collate import Layout
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, Pattern, Segments, derive_segments, wrap_collator
 from collate_npu.consumers.mask_routing import Case, Model, consumer_named, consumers
 from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError
 from collate_npu.keys import KEYS, TOKENS
 from collate_npu.masks import dense, none_is_exact, varlen
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.releases import MISSING_KERNEL_RAISES
 
 pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
-CONFIG_TELLS = MISSING_KERNEL_RAISES.holds()
 
 # --- law 2: what dense builds, derive_segments reads; or two truths give that tensor
 #
@@ -139,18 +125,6 @@ def test_law_2_every_honest_matrix_is_read_right_or_has_two_truths(B, S):
     assert S < 3 or refused <= sum(len(expected) == 1 for expected in truths.values()) / 3  # always to refuse is no reading
 
 
-@pytest.mark.parametrize(("B", "S"), SIZES)
-@pytest.mark.parametrize("polarity", ["keep", "masked"])
-def test_law_2_an_undeclared_polarity_is_the_true_one_or_refused(B, S, polarity):
-    wrong = []
-    for data, expected in worlds(B, S)[0].items():
-        matrix = matrix_of(data, B, S)
-        found = read(matrix if polarity == "keep" else ~matrix)
-        if found is not None and {found} != expected:
-            wrong.append((expected, found))
-    assert wrong == []
-
-
 def pads_one_side(ids):
     return Segments.from_ids(np.array(ids)).padding_side != "mixed"
 
@@ -186,15 +160,6 @@ def forms(draw):
     return polarity, written
 
 
-@given(strategies.sided(rows=1, shortest=2), forms(), st.sampled_from(["SS", "11SS"]), st.integers(1, 12))
-def test_law_2_a_shared_matrix_serves_all_rows(segments, form, shape, B):
-    S = segments.shape[1]
-    assume(S > 2 and S != B)
-    matrix = form[1](dense(segments)).reshape(-1, S, S)[0]
-    matrix = matrix if shape == "SS" else matrix[None, None]
-    assert derive_segments(matrix, batch_size=B) == Segments.from_ids(segments.ids.expand(B, -1))
-
-
 @given(strategies.attentions(strategies.segments(width=12)), forms(), st.booleans(), st.booleans())
 def test_law_2_a_truth_beside_the_matrix_is_confirmed(attention, form, both, filled):
     """With attention_mask_2d nothing is ambiguous but where packed sequences end, and whether it is turned around."""
@@ -220,54 +185,6 @@ def test_law_2_a_truth_that_differs_is_never_confirmed(segments, form, data):
     assume(other[b, s] or users_Q.any())
     with pytest.raises(CollateError):
         derive_segments(form[1](dense(segments)), polarity=form[0], keep=other)
-
-
-# --- law 3: the way back undoes the way out
-
-
-LAYOUTS = ["zigzag", "contiguous", "ulysses"]
-
-
-def a_batch(segments):
-    B, S = segments.shape
-    return {
-        "input_ids": torch.arange(B * S).view(B, S),
-        "labels": torch.arange(B * S).view(B, S) + 1,
-        "position_ids": segments.position_ids,
-        "attention_mask_2d": segments.keep,
-        "attention_mask": dense(segments, polarity="masked"),
-    }
-
-
-def widened(segments, cp):
-    """The same rows with alignment padding: what a collator with pad_to_multiple_of gives."""
-    extra = -segments.shape[1] % cp.multiple
-    return Segments(torch.nn.functional.pad(segments.ids, (0, extra)))
-
-
-@given(strategies.sided(), st.sampled_from([2, 4]), st.sampled_from(LAYOUTS))
-def test_law_3_deriving_before_the_split_commutes_with_it(segments, size, layout):
-    """The adapter, given a 4D mask alone, hands each rank its tokens of the true 2D mask and its rows of the 4D one."""
-    cp = ContextParallel(size, 0, layout=layout)
-    scheme = "head_exchange_zigzag" if layout == "zigzag" else "head_exchange"
-    reader = replace(consumer_named("megatron"), recurrent_scheme=scheme)  # its own takes zigzag alone
-    segments = widened(segments, cp)
-    batch = a_batch(segments)
-    whole = {key: value for key, value in batch.items() if key != "attention_mask_2d"}
-    for rank in range(size):
-        adapter = BatchAdapter(needs_mask_2d=True, consumer=reader, polarity="masked", context_parallel=cp.with_rank(rank))
-        try:
-            out, truth = adapter.with_segments(whole)
-        except AmbiguousMaskError:
-            assert 1 in segments.row_lengths  # a lone token may be padding that attends itself
-            continue
-        expected = split_batch(batch, cp.with_rank(rank))
-        assert truth == segments
-        assert torch.equal(out["attention_mask_2d"], expected["attention_mask_2d"])
-        if out["attention_mask"] is None:
-            assert none_is_exact(segments)
-        else:
-            assert torch.equal(out["attention_mask"], expected["attention_mask"])
 
 
 # --- law 5: routing is total, and the 2D mask stays exactly where the route says so
@@ -303,34 +220,7 @@ def test_law_5_one_answer_for_each_model_consumer_and_batch(attention, consumer,
         assert none_is_exact(segments, pattern)
 
 
-@given(strategies.packed(rows=1, extra=0), st.sampled_from(sorted(consumers())), st.booleans(), st.booleans())
-def test_law_5_alignment_of_a_flat_row_changes_no_route(segments, consumer, needs_2d, static):
-    """On kernels that read offsets a flat row carries no mask, nor with padding behind each sequence and at its end.
-    MindSpeed's dense masks, and recurrent layers of MindSpeed-LLM and -MM go with no flat row: refused."""
-    layers = ["linear_attention", "full_attention"] if needs_2d else ["full_attention"]
-    model = SimpleNamespace(layer_types=layers, model_type="qwen3_next", _attn_implementation="flash_attention_2")
-    features = [{"input_ids": list(range(n))} for n in segments.sequence_lengths]
-    shape = {"padding": (96,), "max_sequences": 12} if static else {}
-    said = []
-    for fixed in ({}, {"sequence_multiple": 4, **shape}):
-        neutral = PaddingCollator(pad_token_id=7, padding_free=True, **laid_out(fixed))(features)
-        neutral |= {} if fixed else {"attention_mask_2d": segments.keep}
-        adapter = BatchAdapter(model, consumer=consumer, padding_free=True)
-        try:
-            out = adapter(neutral)
-        except UnsupportedFormError:
-            said.append("refused")
-            continue
-        said.append((out[consumers()[consumer].key], "attention_mask_2d" in out))
-        if "cu_seq_lens_q" in out:
-            assert torch.equal(out["cu_seq_lens_q"], neutral["cu_seq_lens_q"])
-    runs_on = consumer.startswith(("mindspeed_llm", "mindspeed_mm")) and needs_2d and segments.packed
-    untold = consumer == "transformers" and needs_2d and segments.packed and not CONFIG_TELLS
-    refused = consumer == "mindspeed_dense" or runs_on or untold
-    assert said == ["refused" if refused else (None, False)] * 2
-
-
-# --- law 6: collators travel to workers and give the same there
+# --- law 8: nothing of S * S exists unless it was asked for
 
 
 def naive_collator(features):
@@ -342,45 +232,14 @@ def naive_collator(features):
 
 
 WIDTH = 2048  # S * S bytes, 4 MiB, are 128 times the largest [B, S] tensor
-SQUARE = {
-    "left": PaddingCollator(SimpleNamespace(pad_token_id=0, padding_side="left")),
-    "4d": PaddingCollator(pad_token_id=0, attention_mask="4d", pad_to_multiple_of=4),
-    "wrapped, 4d": wrap_collator(naive_collator, attention_mask="4d"),
-}
 CHEAP = {
-    "auto": PaddingCollator(pad_token_id=0),
-    "2d": PaddingCollator(pad_token_id=0, attention_mask="2d", padding_side="left"),
     "omit": PaddingCollator(pad_token_id=0, attention_mask="omit", padding_side="left"),
-    "flat": PaddingCollator(padding_free=True),
-    "flat, of one shape": PaddingCollator(
-        pad_token_id=0, padding_free=True, padding=(64, 2 * WIDTH), layout=Layout(sequence_multiple=64, max_sequences=8)
-    ),
-    "megatron": PaddingCollator(pad_token_id=0, consumer="megatron", model=SimpleNamespace(layer_types=["conv"])),
-    "transformers": PaddingCollator(pad_token_id=0, consumer="transformers", padding_side="left"),
     "verl": PaddingCollator(
         pad_token_id=0, consumer="verl", padding_side="left", model=SimpleNamespace(layer_types=["conv"])
     ),
     "wrapped": wrap_collator(naive_collator),
 }
-COLLATORS = SQUARE | CHEAP
-
-
-def equal_batches(one, other):
-    assert list(one) == list(other)
-    for key, value in one.items():
-        same = torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
-        assert same, key
-
-
-@given(strategies.features(truth=["none"]))
-def test_law_6_a_pickled_collator_gives_the_same_batch(features):
-    for collator in COLLATORS.values():
-        equal_batches(pickle.loads(pickle.dumps(collator))(features), collator(features))
-
-
-# --- law 8: nothing of S * S exists unless it was asked for
-
-
+"""Beside those of test_counted_work, whose every byte goes out."""
 LONG = [{"input_ids": list(range(n)), "labels": list(range(n))} for n in (WIDTH, WIDTH // 2)]
 
 
@@ -414,14 +273,6 @@ EXTRAS = {
     "vectors as long as a row of three": lambda L: {"vector": [0.5, 1.0, 1.5]},
     "targets of three classes": lambda L: {"labels": [0.0, 1.0, 0.0]},
 }
-
-
-def truth_of(features, side):
-    """The Segments of features by themselves, padded on one side."""
-    rows = [strategies.own_ids(feature) for feature in features]
-    width = max(map(len, rows))
-    pad = [(0, width - len(row)) if side == "right" else (width - len(row), 0) for row in rows]
-    return Segments.from_ids(np.stack([np.pad(row, at) for row, at in zip(rows, pad)]))
 
 
 @given(
@@ -465,21 +316,16 @@ FLAT_SHAPES = st.fixed_dictionaries(
 
 
 @given(strategies.features(), FLAT_SHAPES)
-def test_law_9_the_door_gives_back_a_flat_row(features, settings):
-    batch = PaddingCollator(pad_token_id=7, padding_free=True, **laid_out(settings))(features)
-    width = batch["input_ids"].shape[1]
-    expected = flat_truth(features, width, settings["sequence_multiple"] or 1)
-    assert segments_from_batch(batch) == segments_from_batch(batch, padding_free=True) == expected
-    assert settings["padding"] == "longest" or width >= 96
-
-
-@given(strategies.features(), FLAT_SHAPES)
-def test_law_9_a_flat_row_goes_through_a_wrapped_collator_and_an_adapter(features, settings):
-    """Both give it back, with the offsets that came: alignment and offsets of one length survive."""
+def test_law_9_the_door_a_wrapped_collator_and_an_adapter_give_back_a_flat_row(features, settings):
+    """With the offsets that came: alignment and offsets of one length survive."""
     inner = PaddingCollator(pad_token_id=7, padding_free=True, **laid_out(settings))
     batch, wrapped = inner(features), wrap_collator(inner)(features)
+    width = batch["input_ids"].shape[1]
+    assert settings["padding"] == "longest" or width >= 96
     adapted, segments = BatchAdapter(DENSE, consumer="megatron", padding_free=True).with_segments(batch)
-    assert segments_from_batch(wrapped) == segments_from_batch(adapted) == segments == segments_from_batch(batch)
+    assert segments == flat_truth(features, width, settings["sequence_multiple"] or 1)
+    for made in (batch, wrapped, adapted):
+        assert segments_from_batch(made) == segments_from_batch(made, padding_free=True) == segments
     for key, value in batch.items():
         for other in (wrapped, adapted):
             same = torch.equal(other[key], value) if isinstance(value, Tensor) else other[key] == value
@@ -501,27 +347,6 @@ def test_law_9_a_transformers_model_gets_one_set_of_offsets(features, settings):
             assert out["cu_seq_lens_q"].diff().max() <= min(out["max_length_q"], out["max_length_k"])
             if settings["sequence_multiple"]:
                 assert torch.equal(out["cu_seq_lens_q"], batch["cu_seqlens_padded"])
-
-
-@given(strategies.features(), strategies.sides(), st.sampled_from(MODES))
-def test_law_9_a_wrapped_collator_knows_what_its_samples_tell(features, side, mode):
-    """Packing ids, seq_lengths and holes of the samples, behind a collator that makes no mask, or one of the lengths."""
-
-    def theirs(features):
-        known = PaddingCollator(pad_token_id=7, padding_side=side)(features)
-        return {"input_ids": known["input_ids"]}
-
-    def masked(features):
-        return {**theirs(features), "attention_mask": truth_of(features, side).keep.long()}
-
-    expected = truth_of(features, side)
-    for inner in (theirs, masked):
-        try:
-            batch = wrap_collator(inner, attention_mask=mode)(features)
-        except AmbiguousMaskError:
-            assert inner is theirs  # ids alone may stand at both ends alike
-            continue
-        assert segments_from_batch(batch) == expected
 
 
 # --- law 10: nothing shares memory

@@ -1,19 +1,26 @@
 """Numbers in every floating dtype: whatever stands at padding and however a mask is filled, real tokens are finite, and near
 what they are alone. float16 ends at 65,504: nothing is counted or added up in it."""
 
+from copy import deepcopy
+from importlib.util import find_spec
+from itertools import product
+
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention, softmax
+from rotation import SEED, rotating
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention, softmax
 
-from collate_npu import BatchAdapter, PaddingCollator, Segments, last_token, repad, unpad
+from collate_npu import BatchAdapter, PaddingCollator, Segments, adapt, last_token, repad, unpad
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.fusion_attention import fusion_attention_kwargs, reference_fusion_attention
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule, zero_padding
 from collate_npu.masks import dense
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.outputs import per_sequence, to_nested
 from collate_npu.parallel import ContextParallel, gather_sequence, join_shards, split_tensor
 from collate_npu.proof.measure import IGNORED, apart
 from collate_npu.releases import KERNELS_TOLD
+from collate_npu.testing import hybrid_model_types, left_out
 
 NEAR = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """|x - alone| / |alone|."""
@@ -39,8 +46,11 @@ def model_of(family, dtype, attention):
     if family == "qwen3_next" and not KERNELS_TOLD.holds():
         pytest.skip("4.57 has no gradient of its layers on a CPU")
     model = tiny_model(family, vocab_size=64, dtype=dtype, attn_implementation=attention)
-    if dtype == torch.float64 and family == "qwen3_next":
+    if dtype == torch.float64 and any("experts" in name for name, _ in model.named_parameters()):
         model.set_experts_implementation("eager")  # torch's grouped product takes no float64
+    for module in model.modules():
+        if hasattr(module, "top_k"):  # all experts, so that rounding turns no choice
+            module.top_k = getattr(module, "num_experts", module.top_k)
     return model
 
 
@@ -48,6 +58,51 @@ def gradients(model, loss):
     model.zero_grad()
     loss.backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def learned(model, rows, logits):
+    """The logits of each sequence, and the gradient of the loss of all."""
+    losses = [cross_entropy(x[:-1].float(), torch.tensor(row[1:]), reduction="sum") for x, row in zip(logits, rows)]
+    return [x.detach() for x in logits], gradients(model, sum(losses))
+
+
+ROUTES = {
+    "padded left": {"padding_side": "left"},
+    "padded right": {"padding_side": "right"},
+    "one flat row": {"padding_free": True},
+    "packed rows": {"packing": True, "max_length": 40},
+}
+HYBRIDS = [name for name in hybrid_model_types() if name not in left_out()] if find_spec("transformers") else []
+LOW = (torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.mark.models
+@pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="layers hand no boundary on")
+@pytest.mark.parametrize(("family", "dtype", "route"), rotating(product(HYBRIDS, LOW, ROUTES), 5, slow=40), ids=str)
+def test_every_route_is_as_near_as_each_sample_alone(family, dtype, route):
+    """Its own rounding is how far the samples alone are from the model in float32. In float64 layers still compute parts in
+    float32."""
+    draw = torch.Generator().manual_seed(SEED)
+    rows = [torch.randint(1, 60, (length,), generator=draw).tolist() for length in (12, 25, 5, 18)]
+    model = model_of(family, dtype, "sdpa")
+    exact = model if dtype == torch.float64 else deepcopy(model).float()
+    alone = [learned(m, rows, [m(input_ids=torch.tensor([row])).logits[0] for row in rows]) for m in (exact, model)]
+    batch = PaddingCollator(pad_token_id=0, **ROUTES[route])([{"input_ids": row} for row in rows])
+    segments = segments_from_batch(dict(batch))
+    order = [rows.index(ids.tolist()) for ids in per_sequence(batch.pop("input_ids"), segments)]
+    ids = repad(torch.cat([torch.tensor(rows[n]) for n in order]), segments)
+    with adapt(model):
+        try:
+            logits = per_sequence(model(input_ids=ids, **batch).logits, segments)
+        except UnsupportedFormError:  # as in float32
+            same = deepcopy(exact).float()
+            with adapt(same), pytest.raises(UnsupportedFormError):
+                same(input_ids=ids, **batch)
+            return
+        found = learned(model, [rows[n] for n in order], logits)
+    for at, name in ((0, "logits"), (1, "gradient")):
+        exact_at, own_at = (([each[0][n] for n in order] if at == 0 else each[1]) for each in alone)
+        assert far(found[at], exact_at) <= 2 * far(own_at, exact_at) + 2e-5, name
 
 
 @pytest.mark.models

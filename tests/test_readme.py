@@ -173,9 +173,13 @@ def test_lists_are_what_the_code_says_of_itself():
 
 @pytest.mark.parametrize("page", TEXT, ids=lambda page: page.name)
 def test_every_name_of_ours_in_the_text_is_real(page):
-    """`integrations.swift.install()`, `keys.py` and the like: modules, their names, and files."""
+    """`integrations.swift.install()`, `keys.py` and the like: modules, their names, files, and what blocks import."""
     text = re.sub(r"\]\([^)]*\)", "", TEXT[page])
     names = set(re.findall(r"\b(?:collate_npu\.)?((?:integrations|kernels|consumers|masks|collate)\.[\w.]+\w)", text))
+    for code in re.findall(r"^```python\n(.*?)^```$", text, flags=re.M | re.S):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("collate_npu."):
+                names |= {f"{node.module.partition('.')[2]}.{name.name}" for name in node.names}
     for name in names:
         assert is_ours(name.split(".")), name
     files = set(re.findall(r"`((?:collate_npu|tests|benchmarks)/[\w./-]+)`", text))
@@ -233,13 +237,3 @@ def headings(text: str) -> set[str]:
     titles = re.findall(r"^#+ (.+)$", text, flags=re.M)
     slugs = {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
     return slugs | set(re.findall(r'<a id="([\w-]+)">', text))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_blocks_of_a_page_import_what_is_there(page):
-    """They need the stacks themselves, whose peer tests run the same calls; here, their syntax and our names."""
-    for code in re.findall(r"^```python\n(.*?)^```$", TEXT[page], flags=re.M | re.S):
-        for node in ast.walk(ast.parse(code)):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("collate_npu."):
-                home = str(node.module).split(".")[1:]
-                assert all(is_ours([*home, name.name]) for name in node.names), code

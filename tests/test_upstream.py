@@ -1,5 +1,6 @@
-"""`nox -s upstream`: how the page of stacks tells what newer releases change, and what a commit and a night run."""
+"""`nox -s upstream` and `nox -s elsewhere`: how the guide tells what they found, and what a commit and a night run."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ import rotation
 from house import ROOT
 
 sys.path.append(str(ROOT))
-from benchmarks import page_of_stacks
+from benchmarks import figures, page_of_stacks
 
 
 def test_a_stack_has_a_line_about_newer_releases():
@@ -24,9 +25,20 @@ def test_a_stack_has_a_line_about_newer_releases():
     assert third == "Newer releases on 2026-11-22: none."
 
 
+def test_a_row_says_what_ran_elsewhere_or_why_nothing_did():
+    one = {"date": "2026-11-26", "commit": "abc1234", "share": 0.3, "python": "3.14.1", "torch": "2.13.0+cpu"}
+    ran = {**one, "platform": "Linux x86_64, glibc 2.36", "passed": 1200, "skipped": 5, "failed": {"test_a.py::test_b": "c"}}
+    *_, first, second = figures.elsewhere_table({"a": ran, "b": {**one, "reason": "no Python|3.14"}}).splitlines()
+    had = "| 3.14.1 | 2.13.0 | none | none |"
+    assert first == f"{had} 1,200 pass, **1 fail**, 5 skipped, of a random 30% | 2026-11-26, Linux x86_64, commit abc1234 |"
+    assert second == f"{had} not run: no Python\\|3.14 | 2026-11-26, commit abc1234 |"
+    rows = json.loads((ROOT / "benchmarks" / "elsewhere.json").read_text("utf-8")).values()
+    assert all({*one} <= {*row} and ("reason" in row) != ({*ran} <= {*row}) for row in rows)
+
+
 def test_a_red_test_is_red_whatever_stands_in_the_environment(tmp_path):
-    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
-    shutil.copy(ROOT / "tests" / "rotation.py", tmp_path)
+    for name in ("conftest", "rotation", "reported"):
+        shutil.copy(ROOT / "tests" / f"{name}.py", tmp_path)
     (tmp_path / "test_red.py").write_text("def test_red():\n    assert not 1\n", encoding="utf-8")
     env = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path))), "COLLATE_NPU_NIGHTLY": "1"}
     env |= {"COLLATE_NPU_REPORT": str(tmp_path / "told")}

@@ -124,7 +124,7 @@ def _by_positions(case: Case) -> bool:
     """True if positions alone separate the sequences of a flat row: where a router's loss or windows that look ahead take no
     mask."""
     segments, model = case.segments, case.model
-    whole = case.context_parallel is None and case.call.get("past_key_values") is None
+    whole = case.context_parallel is None and all(case.call.get(name) is None for name in ("past_key_values", "cache"))
     on_it = model.attn_implementation in ("sdpa", "eager") and whole and case.restarts
     if not on_it or not segments.packed or segments.shape[0] > 1 or segments.padding_side != "none":
         return False
@@ -243,7 +243,8 @@ def _lowest_is_infinite(case: Case) -> str:
     """Of a 2D mask transformers makes a bias in the model's dtype, and eager attention takes its softmax in float32 (5.23
     models/llama/modeling_llama.py, eager_attention_forward), in which the lowest float64 is -inf."""
     segments, model = case.segments, case.model
-    if model.dtype != torch.float64 or model.attn_implementation != "eager" or segments.packed:
+    eager = model.attn_implementation == "eager" and hasattr(model.text, "num_attention_heads")
+    if model.dtype != torch.float64 or not eager or segments.packed:
         return ""
     sees_all = segments.padding_side not in PADS_BEFORE and not segments.empty_rows
     return "" if sees_all else "float64, and padding before a row's first token, or a row of padding alone"

@@ -203,7 +203,7 @@ def _first_real_token(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ..
 
 
 def _cached(batch: Sources) -> bool:
-    return any(batch.get(name) is not None for name in ("past_key_values", "cache_params", "state"))
+    return any(batch.get(name) is not None for name in ("past_key_values", "cache", "cache_params", "state"))  # 5.24: cache
 
 
 def _decodes(batch: Sources) -> bool:

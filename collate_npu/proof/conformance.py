@@ -158,22 +158,15 @@ Draw = Callable[[int], Sample]
 """Another sample of a length."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Behind:
-    """Answers to samples with tokens behind them, float64 `[L - 1]` each, and whether they read these tokens."""
+def _behind(ask: Ask, samples: Sequence[Sample], n: int, draw: Draw, steady: bool) -> tuple[list[Tensor], bool]:
+    """Answers to samples with n tokens behind them, float64 `[L - 1]` each, and whether they read these tokens.
 
-    name: str
-    found: list[Tensor]
-    read: bool
-
-
-def _behind(ask: Ask, samples: Sequence[Sample], n: int, draw: Draw, steady: bool) -> _Behind:
-    """As many other tokens behind are as wide: what differs between the two was read. Where experts are chosen by rounding
+    As many other tokens behind are as wide: what differs between the two was read. Where experts are chosen by rounding
     that shows nothing: steady is a stack that rounds as float32 does beside a copy.
     """
     longer = [_each_alone(ask, [ids + draw(n) for ids in samples]) for _ in range(2)]
     found, others = ([x[: len(ids) - 1] for x, ids in zip(answers, samples)] for answers in longer)
-    return _Behind(f"{n} behind", found, steady and difference(others, found) > _FINE)
+    return found, steady and difference(others, found) > _FINE
 
 
 def _scale_of(ask: Ask, samples: Sequence[Sample], own: list[Tensor], rounded: Sequence[list[Tensor]], draw: Draw) -> Scale:
@@ -354,11 +347,12 @@ def conformance(
     probes = batches["ragged"] + batches["chunk edges"][:4]
     own = [known[tuple(ids)] for ids in probes]
     copied = [ask("copies", [ids, ids])[0] for ids in probes]  # the first stands behind nothing, whatever is lost
-    behind = [_behind(ask, probes, n, draw, difference(copied, own) <= _FINE) for n in _BEHIND]
-    scale = _scale_of(ask, probes, own, [copied, *(each.found for each in behind if not each.read)], draw)
+    behind = {n: _behind(ask, probes, n, draw, difference(copied, own) <= _FINE) for n in _BEHIND}
+    scale = _scale_of(ask, probes, own, [copied, *(found for found, read in behind.values() if not read)], draw)
     strict = replace(scale, limit=_limit(0.0))
     verdicts = [
-        _judged(first, each.name, each.found, own, strict if each.read else scale, lambda *_: _AHEAD) for each in behind
+        _judged(first, f"{n} behind", found, own, strict if read else scale, lambda *_: _AHEAD)
+        for n, (found, read) in behind.items()
     ]
     for layout, way in ways.items():
         if layout != first:

@@ -434,13 +434,8 @@ class _Asked:
         return self.function(*first, **arguments)
 
 
-def runs(
-    kernels: Sequence[Kernel], *, device: str, dtype: torch.dtype, dry: bool = False, few: bool = False
-) -> Iterator[Run]:
-    """Every operator on every truth that it is for, in each of its forms. `dry`: judged, and not called.
-
-    `few` takes the truths that show most.
-    """
+def runs(kernels: Sequence[Kernel], *, device: str, dtype: torch.dtype, dry: bool = False) -> Iterator[Run]:
+    """Every operator on every truth that it is for, in each of its forms. `dry`: judged, and not called."""
     kind = device.partition(":")[0]
     for kernel in kernels:
         if why := _absence_reason(kernel, kind, dtype, dry=dry):
@@ -451,7 +446,7 @@ def runs(
         except Exception as error:  # a package that is half there
             yield Run(operator=kernel.name, state="not here", note=f"it does not load: {_first_line(error)}")
             continue
-        yield from of_kernel(kernel, function, device=device, dtype=dtype, few=few)
+        yield from of_kernel(kernel, function, device=device, dtype=dtype)
 
 
 def _absence_reason(kernel: Kernel, kind: str, dtype: torch.dtype, *, dry: bool) -> str:
@@ -466,7 +461,7 @@ def _absence_reason(kernel: Kernel, kind: str, dtype: torch.dtype, *, dry: bool)
 def of_kernel(
     kernel: Kernel, function: Callable[..., Any] | None, *, device: str, dtype: torch.dtype, few: bool = False
 ) -> Iterator[Run]:
-    """One operator; without a function its calls are judged alone."""
+    """One operator, with `few` on the truths that show most; without a function its calls are judged alone."""
     for truth in TRUTHS:
         causal = truth.pattern.name == "causal"
         if (few and not truth.few) or (kernel.problem.recurrent and not causal):

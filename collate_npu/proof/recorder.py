@@ -33,6 +33,8 @@ from collate_npu.kernels.check import call_breaches, knows, named
 from collate_npu.proof.forward import Forward, RecordedCall, is_layer, plain_name
 from collate_npu.proof.known_kernels import KERNELS, MODULES, OF_TORCH, POSITIONAL, UnreadError
 
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, staticmethod)
+
 
 class _Wraps:
     """What is wrapped in this process, once for all recorders; when the last one leaves, everything is put back, and what
@@ -76,8 +78,8 @@ class _Wraps:
                 if not isinstance(held, dict) or (name.startswith("torch.") and name not in OF_TORCH):
                     continue  # what else torch calls stays what it is
                 self._wrap_in(held)
-                for value in list(held.values()):
-                    if isinstance(registry := vars(type(value)).get("_global_mapping"), dict):
+                for kind in {*map(type, list(held.values()))}:
+                    if isinstance(registry := vars(kind).get("_global_mapping"), dict):
                         self._wrap_in(registry)
             self._swept = modules  # at last: another thread does not count on what is half done
 
@@ -113,7 +115,7 @@ class _Wraps:
 
     def _wrap_in(self, holder: Any) -> None:
         for name, held in list((holder if isinstance(holder, dict) else vars(holder)).items()):
-            if not self._is_kernel(held):
+            if type(held) not in _FUNCTIONS or not self._is_kernel(held):
                 continue
             try:
                 fixed = isinstance(held, staticmethod)
@@ -124,8 +126,7 @@ class _Wraps:
     def _is_kernel(self, value: Any) -> bool:
         """True for a function under a name that is known that is no wrapper."""
         value = value.__func__ if type(value) is staticmethod else value  # isinstance would wake what loads itself late
-        known = type(value) in (FunctionType, BuiltinFunctionType) and value.__name__ in KERNELS
-        return known and id(value) not in self._wrappers
+        return type(value) in _FUNCTIONS and value.__name__ in KERNELS and id(value) not in self._wrappers
 
     def _wrap_kept(self, function: Any, depth: int = 3) -> None:
         """Kernels that a function around them keeps for itself, as transformers' own do."""

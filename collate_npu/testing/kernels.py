@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from itertools import pairwise
 from typing import Any
 
@@ -80,9 +80,11 @@ def _resolve(call: KernelCall, *, plain: bool) -> None:
 def _checked_kernel(call: KernelCall) -> Callable[..., Any]:
     """The reference, which refuses a call that breaks its kernel's contract."""
     name, kernel = f"{call.package}.{call.kernel}", _reference(call)
-    if not knows(name):
-        return kernel
+    return _refusing(name, kernel) if knows(name) else kernel
 
+
+@cache  # one function for one kernel: a probe asks again where a layer calls another
+def _refusing(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
         refuse(name, call_breaches(name, named(kernel, args, kwargs)))
@@ -107,6 +109,7 @@ def causal_conv1d_fn(
     return reference_causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation, seq_idx=seq_idx).transpose(1, 2)
 
 
+@cache
 def _sequence_by_sequence(plain: Callable[..., Any], key: str) -> Callable[..., Any]:
     """The model's own torch function on each sequence by itself; the boundaries come under `key`, as for the kernel."""
 

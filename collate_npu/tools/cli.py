@@ -16,7 +16,7 @@ import warnings
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, HelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_origin
 
-from collate_npu.errors import CollateError, did_you_mean, explain, printable
+from collate_npu.errors import CollateError, did_you_mean, printable
 from collate_npu.tools.guide import list_pages, pages, read_page, read_stacks
 from collate_npu.tools.user_code import as_user_code, describe_error, find_callable
 from collate_npu.tools.watch import watch_processes
@@ -337,6 +337,9 @@ def show_command(
     layout: Annotated[str, Option("How ranks share a row: zigzag, contiguous, ulysses, ulysses_ring ...")] = "zigzag",
     ulysses: Annotated[int, Option("Ulysses ranks in a ring, with ulysses_ring.", least=1, most=1024)] = 1,
     out: Annotated[Path | None, Option("Write a page too: .html.")] = None,
+    scrub: Annotated[
+        Path | None, Option("Write a copy of --batch without its tokens and values, a new .pt, and draw that copy.")
+    ] = None,
 ) -> int:
     """Draw a batch: its rows, tokens, labels and masks, what each consumer and each rank gets of it, and why.
 
@@ -346,45 +349,40 @@ def show_command(
     `collate-npu show --lengths 3,5 --side left`
     `collate-npu show --lengths 3+2,5 --consumer megatron --consumer transformers --model-type qwen3`
     `collate-npu show --batch batch.pt --tokenizer ./checkpoint` — the batch of a run that went wrong
+    `collate-npu show --batch batch.pt --scrub clean.pt` — a copy to send, without its tokens
     `collate-npu show --data my.jsonl --tokenizer ./checkpoint --out batch.html`
     `collate-npu show --lengths 6,8 --cp 2 --layout zigzag` — which tokens each rank gets
     """
     load("torch", "rich")
     from collate_npu.parallel import ContextParallel
+    from collate_npu.testing import byte_tokenizer
     from collate_npu.tools import files, show
     from collate_npu.tools.describe import describe
+    from collate_npu.tools.scrub import write_copy
     from collate_npu.tools.sheet import sheet_of
 
-    inputs = {"--lengths": lengths, "--batch": batch, "--data": data, "--mask": mask}
-    named = [name for name, value in inputs.items() if value is not None]
-    if len(named) != 1:
-        rule = "One thing is shown: --lengths, --batch, --data or --mask."
-        raise CollateError(explain("input", " and ".join(named) or "none", rule, "Name one of them."))
+    show.check_inputs({"--lengths": lengths, "--batch": batch, "--data": data, "--mask": mask}, scrub)
     if out is not None:
         files.check_place(out, ".html")
     if mask is not None:
-        return _draw(sheet_of(files.mask_of_file(mask), row=row), "", out)
+        return _draw(sheet_of(files.mask_of_file(mask), row=row), "", out, {})
     ranks = None if cp is None else ContextParallel(cp, 0, layout=layout, ulysses=ulysses)  # type: ignore[arg-type]
     ranks = ranks.for_documents() if ranks is not None and packed else ranks
-    reader = show.reader_of(tokenizer, bytes_too=data is not None)
+    reader = files.load_tokenizer(tokenizer) if tokenizer else byte_tokenizer() if data else None
+    columns: dict[str, list[str]] = {}
     if batch is not None:
-        shown = files.batch_of_file(batch)
+        shown, columns = write_copy(batch, scrub) if scrub else (files.batch_of_file(batch), columns)
     else:
-        if data is not None:
-            features = show.features_of_data(data, reader, batch_size, max_length)
-        else:
-            features = show.features_of_lengths(str(lengths))
+        rows = [] if data is None else show.features_of_data(data, reader, batch_size, max_length)
+        features = rows if data is not None else show.features_of_lengths(str(lengths))
         shown = show.collate_rows(features, side=side, packed=packed, ranks=ranks, tokenizer=reader)
     model: dict[str, Any] = {"model_type": model_type, "padding_free": packed, "context_parallel": ranks}
-    panels = [panel for name in consumer or [] for panel in show.consumer_panels(shown, name, **model)]
-    panels += [] if ranks is None else show.rank_panels(shown, ranks)
-    sheet = sheet_of(shown, row=row, tokenizer=reader)
-    kept = sheet.panels if not panels else tuple(p for p in sheet.panels if not (p.derived and p.squares))
-    return _draw(replace(sheet, panels=(*kept, *panels)), str(describe(shown)), out)
+    sheet = show.views_of(shown, consumer or [], row=row, tokenizer=reader, **model)
+    return _draw(sheet, str(describe(shown)), out, columns)
 
 
-def _draw(sheet: Sheet, words: str, out: Path | None) -> int:
-    """Print the words, then the picture, which is what stays on the screen."""
+def _draw(sheet: Sheet, words: str, out: Path | None, columns: dict[str, list[str]]) -> int:
+    """Print the words, then the picture, which is what stays on the screen, and what was written."""
     from rich.text import Text
 
     from collate_npu.tools.show import html_of, print_sheet
@@ -393,10 +391,11 @@ def _draw(sheet: Sheet, words: str, out: Path | None) -> int:
     console = screen()
     if out is not None:
         out.write_text(html_of(sheet), encoding="utf-8")
+        columns.setdefault("written", []).append(str(out))
     with pipe_may_close():
         put(console, *([Text(f"{words}\n")] if words else []))
         print_sheet(console, sheet)
-        put(console, *[Text(f"written: {out}")] * (out is not None))
+        put(console, *(Text(f"{label}: {', '.join(names)}") for label, names in columns.items() if names))
     return int("padding: not known" in words)
 
 

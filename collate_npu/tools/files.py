@@ -40,7 +40,7 @@ def check_place(path: Path, ending: str = "") -> None:
     """Refuse a file that could not be written, before anything is measured for it; a link, behind which another file would
     be; and a name that ends otherwise."""
     if not path.name.endswith(ending):
-        rule, remedy = f"A page is written as {ending}.", f"End the name with {ending}."
+        rule, remedy = f"This file is written as {ending}.", f"End the name with {ending}."
         raise CollateError(explain(str(path), repr(path.suffix), rule, remedy))
     if path.is_symlink():
         raise CollateError(explain(str(path), f"a link to {path.readlink()}", "It is one file.", "Name that file itself."))

@@ -133,7 +133,7 @@ def _sections_with(words: str) -> str:
     first: words in the title, then how often. Numbers may be others than the page's.
     """
     parts = [*_parts_of_pages("zh/" if max(words, default="") >= "\u4e00" else "")]
-    for read in (_plain, _without_numbers):
+    for read in (_plain, lambda text: re.sub(r"\d+", "0", _plain(text))):
         wanted = read(words)
         held = [part for part in parts if wanted and wanted in read(part[1])]
         if named := [(page, text) for page, text in parts if page == "errors" and _is_error(wanted, text, read)]:
@@ -176,7 +176,3 @@ def _plain(text: str) -> str:
     """Return the text in small letters, as typed from memory: no quotes of code, no `<class ...>` around a name."""
     text = re.sub(r"<class '([\w.]+)'>", r"\1", text.replace("`", "").replace("’", "'"))
     return " ".join(text.casefold().split())
-
-
-def _without_numbers(text: str) -> str:
-    return re.sub(r"\d+", "0", _plain(text))

@@ -362,7 +362,8 @@ def _alone(x: Tensor) -> Iterator[Panel]:
     """A mask without its batch: as a padding mask where it is one, else as it stands, with what speaks against it."""
     if not 2 <= x.ndim <= 4:
         raise CollateError(explain("mask", shape_of(x), "Masks have two to four dimensions.", "Pass one of them."))
-    if _are_numbers(x):
+    whole = x.ndim == 2 and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
+    if whole and bool((x > x.shape[1]).any() or (x < 0).any()):
         rule = "These look like token ids or labels: a row cannot hold more sequences than tokens."
         raise CollateError(explain("mask", f"{shape_of(x)}, {x.max()} in it", rule, "Pass the whole batch: picture(batch)."))
     try:
@@ -374,12 +375,6 @@ def _alone(x: Tensor) -> Iterator[Panel]:
     if x.ndim > 2:
         yield _mask("", x, segments.shape[0], segments)
     yield Panel(facts=f"found: {describe_shape(segments)}", ids=segments.array, derived=x.ndim > 2)
-
-
-def _are_numbers(x: Tensor) -> bool:
-    """True for token ids, or labels."""
-    whole = x.ndim == 2 and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
-    return whole and bool(x.numel()) and bool((x > x.shape[1]).any() or (x < 0).any())
 
 
 def _attends(segments: Segments) -> Panel:

@@ -8,6 +8,7 @@ host. No dense mask is built. Legend: B batch, S width, Q query rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
@@ -28,9 +29,8 @@ from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, query_rows, token_runs
 from collate_npu.proof.delivery import Delivery
 from collate_npu.segments import Segments
-from collate_npu.testing import byte_tokenizer
 from collate_npu.tools.describe import Description
-from collate_npu.tools.files import check_place, encoded, load_tokenizer, read_rows
+from collate_npu.tools.files import check_place, encoded, read_rows
 from collate_npu.tools.sheet import (
     SIGNS,
     Attention,
@@ -283,12 +283,31 @@ def _rank(segments: Segments, cp: ContextParallel, offsets: Any) -> Panel:
     return Panel(heading=f"rank {cp.rank} of {cp.size}", facts=facts, squares=squares, derived=True)
 
 
+def views_of(batch: Mapping[str, Any], consumers: Iterable[str], *, row: int | None, tokenizer: Any, **model: Any) -> Sheet:
+    """Return the sheet of a batch; what each consumer and each rank gets stands in the place of what is derived."""
+    panels = [panel for name in consumers for panel in consumer_panels(batch, name, **model)]
+    panels += [] if model["context_parallel"] is None else rank_panels(batch, model["context_parallel"])
+    sheet = sheet_of(batch, row=row, tokenizer=tokenizer)
+    own = sheet.panels if not panels else tuple(panel for panel in sheet.panels if not (panel.derived and panel.squares))
+    return replace(sheet, panels=(*own, *panels))
+
+
 # --- inputs
 
 MOST_SQUARE = 1 << 28
 """Places of a dense mask beyond which none is built to be looked at: the 2D mask says the same."""
 MOST_TOKENS = 1 << 22
 """Places of `--lengths`."""
+
+
+def check_inputs(inputs: Mapping[str, Any], scrub: Path | None) -> None:
+    """Raise `CollateError` unless one thing is named, and a saved batch where a copy of it is to be written."""
+    named = [name for name, value in inputs.items() if value is not None]
+    if len(named) != 1:
+        rule = "One thing is shown: --lengths, --batch, --data or --mask."
+        raise CollateError(explain("input", " and ".join(named) or "none", rule, "Name one of them."))
+    if scrub is not None and named != ["--batch"]:
+        raise CollateError(explain("--scrub", named[0], "It copies a saved batch.", "Name the batch with --batch."))
 
 
 def features_of_lengths(lengths: str) -> list[dict[str, Any]]:
@@ -309,13 +328,6 @@ def features_of_data(path: Path, tokenizer: Any, rows: int, max_length: int) -> 
     if not any(feature["input_ids"] for feature in features):
         raise CollateError(explain("--data", "no line with tokens", "A batch has rows.", "Name a file with text."))
     return [{"labels": list(feature["input_ids"]), **feature} for feature in features if feature["input_ids"]]
-
-
-def reader_of(folder: Path | None, *, bytes_too: bool) -> Any:
-    """Return what reads the tokens: the tokenizer of a folder, else one of bytes, or None."""
-    if folder is not None:
-        return load_tokenizer(folder)
-    return byte_tokenizer() if bytes_too else None
 
 
 def collate_rows(

@@ -67,7 +67,7 @@ TABLE = [
     # None only where nobody reads the 2D mask
     *(("none", RIGHT, {**AT_MODEL, "call": call}) for call in ({}, {"input_ids": 1}, {"output_attentions": False})),
     *(("keep_2d", RIGHT, {**AT_MODEL, "call": {key: 1}}) for key in (
-        "past_key_values", "state", "pixel_values", "output_router_logits")),
+        "past_key_values", "cache", "state", "pixel_values", "output_router_logits")),
     ("none", RIGHT, {**AT_MODEL, "call": {"is_causal": True}}),
     ("keep_2d", RIGHT, {**AT_MODEL, "call": {"is_causal": False}}),
     ("keep_2d", RIGHT, {}), ("keep_2d", LEFT, AT_MODEL), ("keep_2d", RIGHT, {**AT_MODEL, **EAGER}),
@@ -76,7 +76,7 @@ TABLE = [
     # positions alone tell sequences beside a router's loss, where all else allows it
     ("none", FLAT, TRAINED), *(("refused.*router", FLAT, {**TRAINED, **more}) for more in (
         {"restarts": False}, SLIDING, {"context_parallel": ContextParallel(1, 0)}, {"call": {"past_key_values": 1}},
-        {"version": "5.5.0"})),
+        {"call": {"cache": 1}}, {"version": "5.5.0"})),
     ("none", ONE, TRAINED), ("refused.*router", Segments([[1, 2, 0]]), TRAINED), ("none", FLAT, {**TRAINED, **EAGER}),
     ("refused.*router", FLAT, {**TRAINED, **FLEX}), ("refused.*router", FLAT, {**TRAINED, "model_type": "gpt_oss"}),
     ("keep", FLAT, {**TRAINED, "config": None}), ("keep", PACKED, {**ROUTED, "model_type": "mine"}),

@@ -15,6 +15,8 @@ from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
+from reported import report
+
 try:
     import atheris
 except ImportError:
@@ -34,6 +36,7 @@ class Hunt:
 
         self.targets = {name: TARGETS[name] for name in names or TARGETS}
         self.end, self.counts, self.seen = time.monotonic() + 60 * minutes, Counter[str](), set()
+        self.failed: dict[str, str] = {}
 
     def once(self, data: bytes) -> None:
         from fuzz.drawn import Drawn
@@ -46,6 +49,7 @@ class Hunt:
             self.told(name, data[1:], error)
         if time.monotonic() > self.end:
             print(f"{sum(self.counts.values())} executions: {dict(self.counts)}, {len(self.seen)} failed", flush=True)
+            report({f"executions of {each}": n for each, n in self.counts.items()}, self.failed)
             os._exit(bool(self.seen))  # libFuzzer does not come back
 
     def told(self, name: str, data: bytes, error: Exception) -> None:
@@ -53,6 +57,7 @@ class Hunt:
         if (place := (name, type(error), last.filename, last.lineno)) in self.seen:
             return
         self.seen.add(place)
+        self.failed[f"{name} {data.hex()}"] = f"{type(error).__name__}: {error}"
         print(f"{name} {data.hex()}", *traceback.format_exception(error), sep="\n", flush=True)
         with FOUND.open("a") as file:
             file.write(f"{name} {data.hex()}  # {type(error).__name__}: {' '.join(str(error).split())[:90]}\n")

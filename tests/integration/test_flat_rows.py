@@ -42,6 +42,8 @@ from collate_npu.keys import KEYS, TOKENS
 from collate_npu.releases import KERNELS_TOLD, MISSING_KERNEL_RAISES, POSITIONS_SPLIT
 from collate_npu.testing import kernels, reference_kernels, tiny_config
 
+pytestmark = pytest.mark.long
+
 NEWER = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 kernels are resolved in other ways")
 LOUD = MISSING_KERNEL_RAISES.holds()
 """Does transformers itself raise where a kernel that is told is missing?"""

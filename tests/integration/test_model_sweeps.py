@@ -28,6 +28,8 @@ from collate_npu.consumers.model_traits import (
 )
 from collate_npu.releases import installed, numbers
 
+pytestmark = pytest.mark.long
+
 TOLERANCE, POWER, MOVED = 1e-4, 0.1, 1e-2
 BYTES = 257
 """Ids of hybrid models; those of dense families are fewer."""

@@ -18,7 +18,7 @@ from collate_npu.errors import UnsupportedFormError
 from collate_npu.testing import left_out
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
-EACH = 12 if NIGHTLY else 1
+EACH = 2 if NIGHTLY else 1
 """Cases drawn of each kind, option and wrapper."""
 
 

@@ -41,7 +41,8 @@ from collate_npu.releases import KERNELS_TOLD
 from collate_npu.segments import of_lengths
 from collate_npu.testing import tiny_model
 
-pytestmark = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 layers hand no boundary on")
+TOLD = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 layers hand no boundary on")
+pytestmark = [TOLD, pytest.mark.long]
 ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": BY_OFFSETS}
 
 

@@ -15,6 +15,8 @@ from text import sample_ids
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model
 from collate_npu.tools.audit.case import audit
 
+pytestmark = pytest.mark.long
+
 TOKENIZER = byte_tokenizer()
 PAD = TOKENIZER.pad_token_id
 TOLERANCE = 1e-4

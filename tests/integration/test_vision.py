@@ -17,6 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, needs_mask_2d
 from collate_npu.consumers.probe import make_honest
 
+pytestmark = pytest.mark.long
+
 TOLERANCE, POWER = 1e-4, 0.1
 TINY = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 family = pytest.mark.parametrize("name", [name for name in MODELS if name in CONFIG_MAPPING])

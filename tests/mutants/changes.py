@@ -8,8 +8,7 @@ Words of messages and annotations are left out.
 import ast
 import builtins
 import sys
-from collections.abc import Iterator
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
@@ -46,6 +45,10 @@ class Change:
     becomes: str
     at_import: bool = False
 
+    @property
+    def place(self) -> str:
+        return f"{self.module.replace('.', '/')}.py:{self.line}"
+
     def __str__(self) -> str:
         inside = "" if self.statement.startswith(self.was) else f"   in: {self.statement}"
         return f"{self.module}.{self.where}: {self.was} -> {self.becomes}{inside}"
@@ -53,7 +56,7 @@ class Change:
 
 def other(node: ast.AST) -> ast.AST | None:
     """What such a node becomes, if anything."""
-    made = deepcopy(node)
+    made = copy(node)
     if any(_is_text(child) for child in ast.iter_child_nodes(node)):
         return None
     if isinstance(made, ast.Compare) and len(made.ops) == 1 and type(made.ops[0]) in OTHER:
@@ -75,7 +78,7 @@ def other(node: ast.AST) -> ast.AST | None:
 
 def shorter(node: ast.AST) -> ast.AST | None:
     """A table without its last row; None for what is none, or has but one."""
-    made = deepcopy(node)
+    made = copy(node)
     if not isinstance(getattr(made, "ctx", ast.Load()), ast.Load):
         return None  # names, not values
     if isinstance(made, ast.Dict) and len(made.keys) > 1:
@@ -85,6 +88,13 @@ def shorter(node: ast.AST) -> ast.AST | None:
     else:
         return None
     return made
+
+
+def _first_line(node: ast.stmt) -> str:
+    alone = copy(node)
+    for inside in {"body", "orelse", "handlers", "finalbody", "cases"} & {*node._fields}:
+        setattr(alone, inside, [])
+    return ast.unparse(alone).partition("\n")[0][:100]
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -150,7 +160,7 @@ class Changer(ast.NodeTransformer):
         if _is_told(node):
             return node
         if isinstance(node, ast.stmt):
-            self.statement = ast.unparse(node).partition("\n")[0][:100]
+            self.statement = _first_line(node)
         changed = other(node) if self.inside or isinstance(node, ast.expr) else None
         less = changed is None and not self.inside
         changed = shorter(node) if less else changed
@@ -173,15 +183,20 @@ def _switched(node: ast.AST, changed: ast.AST, number: int) -> ast.AST:
     return ast.copy_location(ast.IfExp(asked, changed, node), node)
 
 
+def _module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
 def changes_of(path: Path) -> list[Change]:
-    changer = Changer(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+    changer = Changer(_module_of(path))
     changer.visit(ast.parse(path.read_text("utf-8")))
     return changer.found
 
 
-def all_changes() -> list[Change]:
+def all_changes(name: str = "") -> list[Change]:
+    """Those of the package, or of the modules in which one of this name can stand."""
     paths = sorted({*(ROOT / PACKAGE).rglob("*.py")} - {*(ROOT / PACKAGE).glob("guide/**/*.py")})
-    return [change for path in paths for change in changes_of(path)]
+    return [change for path in paths if name.startswith(_module_of(path)) or not name for change in changes_of(path)]
 
 
 def drawn(count: int, seed: int, among: list[Change]) -> list[Change]:
@@ -234,8 +249,3 @@ def installed(changes: list[Change]) -> Switch:
         Finder.numbers.setdefault(change.module, {})[change.n] = number
     sys.meta_path.insert(0, Finder)
     return switch
-
-
-def lines_of(changes: list[Change]) -> Iterator[str]:
-    for change in changes:
-        yield f"{change.module.replace('.', '/')}.py:{change.line}: {change}"

@@ -1,4 +1,4 @@
-"""The real operator's schema, its meta kernel, and where our arguments are placed.
+"""The real operator's schema and its meta kernel.
 
 That meta and FakeTensor take a call says its argument names and types are right; about masks it says nothing, for they
 take a mask of any shape. That is what `check_call` is for.
@@ -12,13 +12,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from collate_npu import Pattern, Segments
-from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.check import check_call
 from collate_npu.kernels.fusion_attention import fusion_attention_kwargs, reference_fusion_attention
 from collate_npu.kernels.fusion_attention.contract import DEFAULTS
 
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 16
-DIMS = {"B": 2, "N": HEADS, "Nkv": KEY_HEADS, "Sq": 5, "Skv": 5, "D": HEAD_DIM}
 OPERATORS = ("npu_fusion_attention", "npu_fusion_attention_v3")
 LAYOUTS = ("BSND", "BNSD", "BSH", "SBH", "TND")
 PATTERNS = ("causal", "bidirectional", Pattern.sliding(2), Pattern.chunked(2), Pattern.prefix([1, 2]))
@@ -67,25 +64,3 @@ def test_meta_and_fake_tensors_take_every_argument_set(name: Any, layout: Any) -
         with FakeTensorMode() as mode:
             faked = {key: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for key, x in placed.items()}
             assert shapes(operator(*tensors(layout, batch, device), HEADS, **faked)) == shapes(ours)
-
-
-def test_meta_takes_any_mask_and_refuses_only_names_and_types() -> None:
-    """The control: without `check_call` nothing says a word about these masks."""
-    q, k, v = tensors("BSND", BATCHES[0], "meta")
-    for wrong in (torch.zeros(2, 5, device="meta"), torch.zeros(3, 5, 7, device="meta")):
-        torch.ops.npu.npu_fusion_attention(q, k, v, HEADS, "BSND", atten_mask=wrong)
-        with pytest.raises(UnsupportedFormError):
-            check_call("npu_fusion_attention", {"input_layout": "BSND", "atten_mask": wrong}, **DIMS)
-    with pytest.raises((RuntimeError, TypeError)):
-        torch.ops.npu.npu_fusion_attention(q, k, v, HEADS, "BSND", pre_tokens=1)
-    with pytest.raises((RuntimeError, TypeError)):
-        torch.ops.npu.npu_fusion_attention_v3(q, k, v, HEADS, "BSND", actual_seq_qlen=[3, 8])
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-def test_masks_are_placed_on_the_device_and_are_there_what_they_are_here(batch: Segments) -> None:
-    """Placement and copies alone: arithmetic on the pretended device returns nothing of meaning."""
-    there = fusion_attention_kwargs(batch, device="npu:1")["atten_mask"]
-    assert there.device == torch.device("npu:1")
-    assert torch.equal(there.cpu(), fusion_attention_kwargs(batch)["atten_mask"])
-    check_call("npu_fusion_attention", fusion_attention_kwargs(batch, device="npu:1"), **DIMS)

@@ -16,46 +16,6 @@ from collate_npu.masks import dense, varlen
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, pad_documents, query_rows, split_batch, token_rows
 
-
-def full_batch(B: int, S: int, offsets: list[int]) -> dict:
-    """Every kind of key there is, per-token values all different."""
-    tokens = torch.arange(B * S).view(B, S)
-    return {
-        "input_ids": tokens,
-        "labels": tokens + 1000,
-        "shift_labels": tokens + 2000,
-        "loss_scale": tokens.float() / 7,
-        "position_ids": torch.arange(S).expand(B, S),
-        "attention_mask_2d": tokens % 3 > 0,
-        "attention_mask": None,
-        "inputs_embeds": torch.stack([tokens, -tokens], -1).bfloat16(),
-        "routed_experts": tokens[..., None, None].expand(B, S, 2, 3).to(torch.uint8),
-        "my_reward_per_token": tokens.double(),
-        "pixel_values": torch.rand(S, 6),
-        "image_grid_thw": torch.tensor([[1, 2, 2]]),
-        "cu_seq_lens_q": torch.tensor(offsets, dtype=torch.int32),
-        "max_length_q": 5,
-        "texts": ["a"] * B,
-        "temperature": torch.tensor(0.7),
-        "sample_weight": torch.rand(B) if B != S else None,
-    }
-
-
-PER_TOKEN = {*["input_ids", "labels", "shift_labels", "loss_scale", "position_ids", "attention_mask_2d", "inputs_embeds"]}
-PER_TOKEN |= {"routed_experts", "my_reward_per_token"}
-
-
-@given(places(), st.integers(1, 2))
-def test_each_rank_gets_its_own_tokens(case, B):
-    cp, S, offsets = case
-    batch = full_batch(1 if cp.documents else B, S, offsets if cp.documents else [0, S])
-    rows = token_rows(S, cp, offsets)
-    shard = split_batch(batch, cp)
-    assert list(shard) == list(batch)
-    for key, whole in batch.items():
-        assert torch.equal(shard[key], whole.index_select(1, rows)) if key in PER_TOKEN else shard[key] is whole, key
-
-
 # --- dense masks ----------------------------------------------------------------------------------------------------------
 
 

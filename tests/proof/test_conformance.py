@@ -121,12 +121,6 @@ def test_masks_that_recurrent_layers_do_not_get_are_padding_that_is_read():
         found.check()
 
 
-def test_boundaries_that_attention_loses():
-    named = meanings(asked(stack(built("llama"), drop=["attention_mask", "position_ids"]), ["packed"], seed=1))
-    assert named["chunk edges"] == BOUNDARIES
-    assert named["two"] == named["many short"] == named["copies"] == BOUNDARIES
-
-
 def turned(found, samples):
     return [*found[1:], found[0]]
 

@@ -1,7 +1,6 @@
 """`assert_padding_invariant` passes right collators, says what to change of wrong ones, and refuses to compare in words."""
 
 from functools import cache
-from math import inf, nan
 
 import pytest
 import torch
@@ -194,26 +193,12 @@ def test_a_tolerance_takes_the_place_of_the_noise_and_what_is_not_finite_fails()
         ([[1, 2], [3, 4]], "prove nothing"),
         ([[1, 2], []], "row 1: got no input_ids"),
         ([[1, 2], ["a"]], "row 1"),
-        ([[1, 2], [258]], "token id 258"),
-        ([[1, 2], [-1]], "token id -1"),
-        ("text", "got a str"),
         ({"input_ids": [1, 2]}, "got a dict"),
-        (3, "got an int"),
     ],
 )
 def test_samples_that_prove_nothing_are_refused(samples, said):
     with pytest.raises(CollateError, match=said):
         assert_padding_invariant(built("llama"), padded, samples)
-
-
-@pytest.mark.parametrize("tolerance", [-1, inf, nan, "1"])
-def test_what_is_no_tolerance_model_or_collator_is_refused(tolerance):
-    with pytest.raises(CollateError, match="tolerance"):
-        assert_padding_invariant(built("llama"), right, SAMPLES, tolerance=tolerance)
-    with pytest.raises(CollateError, match="A model is a torch module"):
-        assert_padding_invariant("llama", right, SAMPLES)
-    with pytest.raises(CollateError, match="A collator is called"):
-        assert_padding_invariant(built("llama"), "right", SAMPLES)
 
 
 def test_an_encoder_is_not_told_of_first_labels():

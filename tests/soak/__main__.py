@@ -7,6 +7,8 @@ import time
 from argparse import ArgumentParser
 from pathlib import Path
 
+from reported import report
+
 TRANSPORT = str(Path(__file__).parents[1] / "collate" / "test_transport.py")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
 
@@ -19,6 +21,7 @@ def ranks(minutes: float, seed: int) -> None:
     soak.run(minutes)
     for name in sorted(soak.counts):
         print(f"{soak.counts[name]:>9,}  {name}")
+    report(soak.counts, dict.fromkeys(soak.problems, "not as it should be"))
     print(*soak.problems, f"{len(soak.problems)} problems, seed {seed}", sep="\n")
     raise SystemExit(bool(soak.problems))
 

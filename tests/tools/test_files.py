@@ -220,7 +220,7 @@ def test_a_place_that_is_no_page_is_refused_with_what_is_one(tmp_path):
     (tmp_path / "a.html").mkdir()
     (tmp_path / "link.html").symlink_to(tmp_path / "precious.txt")
     rules = {
-        "A page is written as .html": ("a.gif", "a.svg", "a", "a.HTML5"),
+        "This file is written as .html": ("a.gif", "a.svg", "a", "a.HTML5"),
         "Name a file in a folder that exists": ("no/a.html", "a.html"),
         "Name that file itself": ("link.html",),
     }

@@ -111,7 +111,11 @@ def _by_adapter(subject: Subject, features: list[Batch]) -> Batch:
 
 
 def _by_wrapping(subject: Subject, features: list[Batch]) -> Batch:
-    collator = partial(_flattened if subject.side == "packed" else _bare_4d, subject)
+    collator: Callable[[list[Batch]], Batch] = partial(_bare_4d, subject)
+    if subject.side == "packed":
+        from transformers import DataCollatorWithFlattening
+
+        collator = DataCollatorWithFlattening()
     return wrap_collator(collator, consumer="transformers", model=subject.model, pattern=subject.pattern)(features)
 
 
@@ -127,13 +131,6 @@ def _tokens_alone(subject: Subject, features: list[Batch]) -> Batch:
     """Without position_ids too, in which transformers finds where sequences begin."""
     batch = subject.collator(attention_mask="omit")(features)
     return {key: batch[key] for key in ("input_ids", "labels")}
-
-
-def _flattened(subject: Subject, features: list[Batch]) -> Batch:
-    from transformers import DataCollatorWithFlattening
-
-    batch: Batch = DataCollatorWithFlattening()(features)
-    return batch
 
 
 _BOTH = {

@@ -7,22 +7,18 @@ attached to an issue.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from html import escape
 from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from collate_npu.errors import printable
 from collate_npu.proof.measure import TIMES, Yardstick
 from collate_npu.tools.audit.case import WAYS, Finding, Whose, size
 from collate_npu.tools.terminal import (
-    HUES,
     INTERRUPTED,
     RIGHT,
     UNPROVED,
@@ -240,17 +236,13 @@ WHOSE: dict[Whose, tuple[str, str]] = {
 SUMMED_UP = "right, wrong: cases, of all that ran; worst: the largest difference of a logit; elsewhere: as other code does"
 
 
-def print_verdict(console: Console, report: Report, *, verbose: bool) -> None:
-    """Print the verdict, what it rests on, a line a model, and the reasons."""
+def print_report(console: Console, report: Report, *, verbose: bool = False) -> None:
+    """Print the verdict, what it rests on, a line a model, the reasons, and the tables of the models that need a look
+    (`verbose`: of all)."""
     put(console, verdict_line(report.exit_code, headline(report)), terms(facts(report)))
     if report.findings or report.not_run:
         put(console, Text(), summary(report), Text(SUMMED_UP, "dim"), Text())
     put(console, terms(notes(report, verbose=verbose)))
-
-
-def print_report(console: Console, report: Report, *, verbose: bool = False) -> None:
-    """The verdict, and the tables of the models that need a look (`verbose`: of all)."""
-    print_verdict(console, report, verbose=verbose)
     shown = looked_at(report, every=verbose)
     for (model, attention), found in _grouped(((f.model, f.attention), f) for f in shown):
         title = f"\n{shortened(model, console.width - 30)}: {shortened(attention, 20)}"
@@ -315,68 +307,9 @@ def legend(found: Sequence[Finding]) -> Iterator[Line]:
         yield "refused", "collate_npu refuses this, and a line above says why; neither right nor wrong"
 
 
-# --- the page, on which charts stand in the place of tables
-
-CHART = f"""<style>
-body {{font: 14px/1.5 system-ui, sans-serif}} .collate-npu {{margin: 1em 0}}
-.case {{display: flex; flex-wrap: wrap; gap: 0 1em; font-size: 13px; break-inside: avoid}}
-.case span {{flex: 0 0 10em}}
-.case b {{flex: 0 0 172px; font-weight: normal}}
-.case i {{flex: 0 0 19em; font-style: normal; overflow-wrap: anywhere}}
-.case svg {{width: 172px; height: 18px; fill: currentColor; stroke: none; font-size: 12px}}
-.case path {{stroke: #767676}} .case .pass {{stroke: currentColor; stroke-width: 2}}
-.right {{fill: {HUES[2]}; color: {HUES[2]}}} .wrong {{fill: {HUES[1]}; color: {HUES[1]}; font-weight: bold}}
-</style><p>The scale goes from 1e-9 to 100, in steps of ten. What stands left of the line passes. ✔ ● right, ✘ wrong.</p>"""
-CHARTED = {"logits": "relative error of the logits", "gradient": "relative error of the gradient"}
-
-
 def page(report: Report) -> str:
     """Return the whole report as a page, with what was asked for."""
-    words, meaning = recorder(), recorder()
-    print_verdict(words, report, verbose=True)
-    put(meaning, Text("\nWhat the words mean", "bold"), terms(legend(report.findings)))
-    put(meaning, Text("\nSettings", "bold"), terms((key, str(value)) for key, value in report.settings.items()))
-    parts = [html_fragment(words), *charts(report), html_fragment(meaning)]
-    return html_page(f"collate-npu audit: {headline(report)}", *parts)
-
-
-def charts(report: Report) -> Iterator[str]:
-    """Yield for each model a heading, and a line a case: its sign, way and side, and its errors on a scale."""
-    yield CHART if report.findings else ""
-    named = CHARTED if report.tolerance is None else {**CHARTED, "logits": "largest difference of a logit"}
-    for (model, attention), found in _grouped(((f.model, f.attention), f) for f in report.findings):
-        limits = {measure: _limit(report, found[0], measure) for measure in CHARTED}
-        passes = {name: f", passes up to {limit:.1e}" * math.isfinite(limit) for name, limit in limits.items()}
-        heads = (f"<b>{words}{passes[name]}</b>" for name, words in named.items())
-        yield f"<h3>{escape(printable(f'{model}: {attention}'))}</h3>"
-        yield f'<div class="case"><i>handed over by, side</i><span>largest logit, loss</span>{"".join(heads)}</div>'
-        yield from (_case(report, f, limits) for f in sorted(found, key=lambda f: [*WHOSE].index(f.whose)))
-
-
-def _limit(report: Report, finding: Finding, measure: str) -> float:
-    """Return the largest error that passes; what nobody measured is not a number."""
-    places = (place for place in report.yardsticks if place.startswith(f"{finding.model} ({finding.attention})"))
-    noise = next((report.yardsticks[place].noise for place in places), None)
-    return report.tolerance if report.tolerance is not None else TIMES * getattr(noise, measure, math.nan)
-
-
-def _case(report: Report, f: Finding, limits: Mapping[str, float]) -> str:
-    sign, style = ("", "") if f.right is None else (RIGHT[0], "right") if f.right else (WRONG[0], "wrong")
-    label = f"{sign} {WHOSE[f.whose][0]}: {shortened(f.column, 29)}, {f.side}"
-    words = _label(f) if f.logits is None else ", ".join(number(each) for each in (f.logits, f.loss) if each is not None)
-    errors = {"logits": f.relative if report.tolerance is None else f.logits, "gradient": f.gradient}
-    drawn = (_scale(x, limits[name], name in f.astray) for name, x in errors.items() if x is not None)
-    return f'<div class="case"><i class="{style}">{escape(printable(label))}</i><span>{words}</span>{"".join(drawn)}</div>'
-
-
-def _scale(error: float, limit: float, wrong: bool) -> str:
-    """Return an error at its place on the scale, what passes as a line, and the number."""
-    sign, style = ("✘", "wrong") if wrong else ("●", "right")
-    line = f'<path class="pass" d="M{_place(limit):.0f} 0V18"/>' if math.isfinite(limit) else ""
-    mark = f'<text class="{style}" x="{_place(error) - 4:.0f}" y="13">{sign}</text>'
-    return f'<svg viewBox="0 0 172 18"><path d="M4 9H114"/>{line}{mark}<text x="122" y="13">{number(error)}</text></svg>'
-
-
-def _place(error: float) -> float:
-    """Return where an error stands, 10 a power of ten; what is not a number stands at the far end."""
-    return 4 + 10 * (min(max(math.log10(error or 1e-9) + 9, 0), 11) if math.isfinite(error) else 11)
+    console = recorder()
+    print_report(console, report, verbose=True)
+    put(console, Text("\nSettings", "bold"), terms((key, str(value)) for key, value in report.settings.items()))
+    return html_page(f"collate-npu audit: {headline(report)}", html_fragment(console))

@@ -18,6 +18,8 @@ from collate_npu.kernels.check import call_breaches, check_call
 from collate_npu.kernels.fusion_attention import contract, fusion_attention_kwargs, triangle
 from collate_npu.masks import dense
 
+pytestmark = pytest.mark.long
+
 NAME, SIZES = "npu_fusion_attention", {"N": HEADS, "Nkv": KEY_HEADS, "D": HEAD_DIM}
 
 

@@ -21,6 +21,8 @@ from collate_npu.kernels.check import call_breaches, check_call
 from collate_npu.kernels.gated_delta import chunk_indices, gated_delta_kwargs
 from collate_npu.kernels.gated_delta.arguments import Kernel
 
+pytestmark = pytest.mark.long
+
 Kwargs = dict[str, Any]
 KERNELS = get_args(Kernel)
 STACKS = {"mamba.mamba_chunk_scan_combined": "causal_conv1d"}

@@ -5,7 +5,6 @@ That a wrong gradient alone is seen, and what passes: test_measure.
 
 from contextlib import nullcontext
 from functools import wraps
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,19 +71,14 @@ def test_a_refusal_is_neither_wrong_nor_an_error_and_what_a_model_raises_is_no_p
     assert (case.note, case.refused, case.right) == ("RuntimeError: no masks today", False, None)
 
 
-@pytest.mark.parametrize("place", ["a padded place", "a sample alone", "a gradient", "a loss"])
-def test_a_number_that_is_not_finite_fails_with_any_tolerance(place):
+@pytest.mark.parametrize("alone", [False, True], ids=["a padded place", "a sample alone"])
+def test_a_number_that_is_not_finite_fails_with_any_tolerance(alone):
     """Every place of a result is looked at: test_measure."""
     model = tiny("qwen3_next")
     shortest = min(range(len(SAMPLES)), key=lambda row: len(SAMPLES[row]))
 
     def spoil(module, inputs, output):
-        alone = output.logits.shape[0] == 1
-        if place == "a gradient" and not alone:
-            output.logits.register_hook(lambda gradient: gradient * float("inf"))
-        elif place == "a loss" and not alone:
-            output.logits[shortest, -2] = float("inf")
-        elif place.startswith("a ") and alone == (place == "a sample alone"):
+        if alone == (len(output.logits) == 1):
             output.logits[0 if alone else shortest, 0, -1] = float("nan")
 
     model.register_forward_hook(spoil)
@@ -138,12 +132,6 @@ def test_flat_rows_are_right_where_each_layer_is_told_boundaries(monkeypatch, na
     assert yardstick.tells()
 
 
-def pair():
-    model = torch.nn.Linear(1, 1)
-    model.config = SimpleNamespace(is_encoder_decoder=True)
-    return model
-
-
 EQUAL = [[1, 2], [3, 4]]
 
 
@@ -153,8 +141,6 @@ EQUAL = [[1, 2], [3, 4]]
         (LLAMA, SAMPLES[:1], ["packed"], r"a row of one sequence.*Give a --batch-size of 2 or more"),
         (LLAMA, SAMPLES[:3], ["packed"], "a row of one sequence"),
         (LLAMA, EQUAL, ["packed", "left"], "prove nothing"),
-        ("Qwen/Qwen3", EQUAL, ["left"], "from_pretrained"),
-        (pair(), EQUAL, ["left"], "encoder"),
     ],
 )
 def test_what_would_prove_nothing_is_refused(model, samples, sides, said):

@@ -148,17 +148,6 @@ def test_a_report_is_the_text_that_was_read(name, monkeypatch):
     assert form(*case).strip() == EXPECTED[name].strip()
 
 
-def test_a_chart_shows_by_place_sign_and_colour_what_passes():
-    cases = (finding(), finding("gradient", gradient=0.06), finding("logits", relative=NAN))
-    drawn = page(report(*cases, yardsticks={"m (sdpa)": Yardstick(NOISE)}))
-    found = re.findall(r'd="M(\d+) 0V18"/><text class="(\w+)" x="(\d+)" y="13">(.)</text>', drawn)
-    passed, failed = (True, "right", "●"), (False, "wrong", "✘")
-    shown = [(int(x) + 4 <= int(line), style, sign) for line, style, x, sign in found]
-    assert shown == [passed] * 3 + [failed] * 2 + [passed]
-    assert "passes up to" in drawn
-    assert "<script" not in drawn
-
-
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_a_terminal_without_colour_gets_none(monkeypatch, name, value):
     monkeypatch.setenv(name, value)

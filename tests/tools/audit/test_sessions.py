@@ -3,7 +3,6 @@ of model, with an answer and never a traceback. Each form of a file: test_data."
 
 import json
 import re
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -37,7 +36,6 @@ def wrong(features):
     return {"input_ids": ids, "attention_mask": (ids != 256).long()}
 def cuts(features): return {"input_ids": torch.tensor([feature["input_ids"][:2] for feature in features])}
 def raises(features): raise KeyError("images")
-def ends(features): raise SystemExit(0)
 """
 
 
@@ -117,10 +115,8 @@ ROWS = [
     (f"{LLAMA} --collator mine_here.py:right --side right", 0, "right right; beside right", ""),
     (f"{LLAMA} --collator mine_here.py:wrong --side right", 1, "right logits+kernels; beside right", "from the lengths"),
     (f"{LLAMA} --collator mine_here.py:right", 1, f"left loss; right right; {BOTH}", ""),
-    (f"{LLAMA} --collator mine_here.py:right --side left", 1, "left loss; beside left", ""),
     (f"{LLAMA} --collator mine_here.py:cuts --side right", 2, "beside right", "Switch off what changes tokens"),
     (f"{LLAMA} --collator mine_here.py:raises --side right", 2, "beside right", "py, line 10: KeyError: 'images'"),
-    (f"{LLAMA} --collator mine_here.py:ends --side right", 2, "beside right", "py, line 11: SystemExit: 0"),
     (f"{LLAMA} --collator no_such_module:collate", 2, None, "No module named"),
     (f"{LLAMA} --collator transformers:DataCollatorForLanguageModeling --side right", 1, "right loss+labels; beside right",
      "3 are ignored, as where labels are made by labels == pad_token_id"),
@@ -165,10 +161,6 @@ def test_a_command_line_ends_with_its_code_and_says_why(folder, line, code, foun
     assert re.search(said, err + json.dumps(report, ensure_ascii=False))
 
 
-def test_lines_of_standard_input(folder):
-    assert run(folder, f"{LLAMA} --data - --side right", given=b"some words\na\na longer line of words\n")[0] == 0
-
-
 def test_the_verdict_comes_first_and_names_what_did_not_run():
     done = typed("audit", *f"--model qwen3_next {QUICK} --attn sdpa --attn flash_attention_2".split(), COLUMNS="180")
     assert done.exit_code == 2
@@ -188,17 +180,9 @@ def test_transformers_is_quiet_unless_its_variable_is_set(monkeypatch):
         assert called == quiet
 
 
-def test_bfloat16_passes_and_fails_without_a_tolerance(folder, monkeypatch):
-    left = "--model qwen3_next --dtype bfloat16 --side left"
-    assert run(folder, left)[0] == 0
-    module = sys.modules[type(tiny_model("qwen3_next", vocab_size=8)).__module__]
-    monkeypatch.setattr(module, "apply_mask_to_padding_states", lambda hidden_states, attention_mask: hidden_states)
-    assert run(folder, left)[0] == 1
-
-
 FAMILIES = {"plain decoder": "gpt2", "encoder": "bert", "vision": "qwen3_5", "no head": "llama", "classifier": "bert"}
 GOOD = ("hybrid", "sharded", *FAMILIES)
-BAD = ("no weights", "truncated weights", "no tokenizer", "unknown type", "code of its own")
+BAD = ("no weights", "truncated weights", "no tokenizer", "unknown type")
 
 
 @pytest.mark.slow
@@ -221,15 +205,12 @@ def test_each_kind_of_checkpoint(tmp_path, kind):
         weights.write_bytes(weights.read_bytes()[:5000])
     elif kind == "unknown type":
         config.write_text('{"model_type": "qwen9_far"}', encoding="utf-8")
-    elif kind == "code of its own":
-        own_code(tmp_path / "model")
     assert run(tmp_path, "--model model")[0] == (0 if kind in GOOD else 2)
-    assert not (tmp_path / "it_ran").exists()
 
 
 def own_code(folder):
     """A checkpoint of a class that no transformers has, with the Python that makes it."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir()
     fields = {"model_type": "own_type", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
     (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     (folder / "own.py").write_text("from pathlib import Path\nPath('it_ran').touch()\n", encoding="utf-8")

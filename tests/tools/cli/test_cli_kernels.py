@@ -129,12 +129,6 @@ def test_training_on_a_card_is_in_bfloat16(ran, args, dtype):
     assert (device, found) == (args.split()[0], dtype)
 
 
-def test_without_a_card_calls_are_judged_and_not_made(ran):
-    done, ((*_, names),) = ran("--device", "npu", "--operator", "chunk_gated_delta_rule", *SDPA, card="no card")
-    assert names == ["torch.scaled_dot_product_attention", "fla.chunk_gated_delta_rule"]
-    assert "NOT RUN  no card" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("states", "code"),
     [

@@ -44,12 +44,14 @@ def test_three_ways_side_by_side(name, tmp_path):
 def test_what_is_not_planned_says_why(tmp_path):
     path = written(tmp_path, "a.txt")
     (tmp_path / "b.txt").write_text("3\nfour\n")
+    np.save(tmp_path / "d.npy", np.array([{}]))
     for args, says in (
         (("--max-tokens", 2048), "got neither"),
         (("--max-tokens", 2048, "--lengths", path, "--data", path), "got both"),
         (("--max-tokens", 100, "--lengths", path), "A row holds up to 100 tokens"),
         (("--max-tokens", 100, "--lengths", tmp_path / "b.txt"), "invalid literal"),
         (("--max-tokens", 100, "--lengths", tmp_path / "c.txt"), "got no such file"),
+        (("--max-tokens", 100, "--lengths", tmp_path / "d.npy"), "allow_pickle=False"),
         (("--lengths", path), "--max-tokens"),
     ):
         done = typed("plan", *args)

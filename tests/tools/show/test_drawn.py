@@ -111,6 +111,8 @@ CASES = {
     "megatron": (read(TWO, "megatron", "transformer_engine", "mindspeed", model_type="qwen3_next"),),
     "transformers": (read(rows([4, 1], [5]), "transformers", model=SLIDING, model_type=None),),
     "nothing in the mask's place": (read(rows(2, 3, side="right"), "mindspeed_dense", "transformers"),),
+    "no mask, and padding is attended": (read(rows(2, 3, side="right"), "megatron"),),
+    "rows that see nothing see themselves": (read(rows(2, 3), "mindspeed_dense"),),
     "a flat row, read": (read(collated(3, 2, padding_free=True), "megatron", padding_free=True),),
     "two ranks": (read(rows(8, 5), ranks=ContextParallel(2, 0)),),
     "too short for the ranks": (read(rows(5), ranks=ContextParallel(2, 0)),),

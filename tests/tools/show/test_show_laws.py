@@ -1,7 +1,6 @@
-"""Laws of what is drawn: a square is the dense mask, the one wrong place is the one marked, a consumer's is what the adapter
-gives it, and no text moves the cursor."""
+"""Laws of what is drawn: a square is the dense mask, no square is built whole, and no text moves the cursor. What is wrong
+in a mask, each polarity, consumer and rank: test_drawn."""
 
-import re
 import tracemalloc
 from dataclasses import replace
 
@@ -9,18 +8,13 @@ import numpy as np
 import pytest
 
 pytest.importorskip("rich")
-import torch
-from hypothesis import assume, example, given, strategies as st
-from strategies import attentions, free, packed, segments, sided
-from torch.nn.attention.flex_attention import create_mask
+from hypothesis import given, strategies as st
+from strategies import attentions, free
 
-from collate_npu import BatchAdapter, CollateError, ContextParallel, Pattern, Segments
-from collate_npu.consumers.mask_routing import consumers
+from collate_npu import Pattern, Segments
 from collate_npu.masks import dense
-from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.parallel import query_rows
-from collate_npu.tools.sheet import SIGNS, Cell, attention_of, escaped, one_owner, sheet_of, squares_of_mask
-from collate_npu.tools.show import consumer_panels, lines, rank_panels
+from collate_npu.tools.sheet import SIGNS, Cell, attention_of, escaped, one_owner, sheet_of
+from collate_npu.tools.show import lines
 
 BLOCKS = st.integers(1, 9)
 
@@ -73,77 +67,3 @@ def test_a_token_moves_no_cursor(text):
 
 def test_spaces_and_lines_are_seen():
     assert [escaped(text) for text in (" the", "a b ", "\n", "\t", "  ")] == ["·the", "a b·", "\\n", "\\t", "··"]
-
-
-@given(segments(), st.sampled_from(["keep", "masked", "bias"]))
-def test_every_polarity_is_drawn_as_the_truth(truth, polarity):
-    assume(truth.num_tokens)
-    squares, _ = squares_of_mask(dense(truth, polarity=polarity), truth.shape[0], truth)
-    assert [square.fold(1)[0].tolist() for square in squares] == dense(truth)[:, 0].long().tolist()
-
-
-@given(sided(rows=3, shortest=4, longest=9), st.sampled_from(["keep", "masked"]), st.data())
-def test_one_place_turned_around_is_the_one_place_marked(truth, polarity, data):
-    """Beside a 2D mask, which says what is real."""
-    b, start, end = data.draw(st.sampled_from(truth.spans))
-    q, k = data.draw(st.integers(start, end - 1)), data.draw(st.integers(0, truth.shape[1] - 1))
-    full = dense(truth, polarity=polarity)
-    full[b, 0, q, k] = ~full[b, 0, q, k]
-    try:
-        segments_from_batch({**batch_of(truth), "attention_mask": full})
-        assume(False)  # of no consequence, in a row of few tokens
-    except CollateError as error:
-        assume(not re.search(r"(sliding|prefix)\(|bidirectional", str(error)))  # it is the mask of another pattern
-    drawn, _ = squares_of_mask(full, truth.shape[0], truth)
-    assert drawn[0].b == b  # the row that is wrong stands first
-    marked = [np.argwhere(square.fold(1)[0] >= Cell.TOO_MUCH).tolist() for square in drawn]
-    assert marked == [[[q, k]], *[[]] * (truth.shape[0] - 1)]
-    assert drawn[0].fold(1)[0][q, k] == (Cell.TOO_LITTLE if dense(truth)[b, 0, q, k] else Cell.TOO_MUCH)
-
-
-def attended(form, facts, segments):
-    """bool `[B, S, S]`: what attends whom, by what the adapter really emits."""
-    B, S = segments.shape
-    if form is None:
-        return torch.ones(S, S).tril().bool().expand(B, S, S)
-    if hasattr(form, "mask_mod"):
-        return create_mask(form.mask_mod, B, 1, S, S, device="cpu")[:, 0]
-    if form.ndim == 2:
-        return dense(segments)[:, 0]
-    if form.is_floating_point():
-        return (form == 0)[:, 0]
-    return ~form[:, 0] if "True is blocked" in facts else form[:, 0]
-
-
-@given(st.sampled_from(sorted(consumers())), sided(rows=3) | packed(rows=2), st.sampled_from(["qwen3", "qwen3_next"]))
-@example("megatron", Segments.from_lengths([2, 3], side="left"), "qwen3")
-@example("mindspeed_dense", Segments.from_lengths([2, 3], side="left"), "qwen3")
-def test_each_consumer_is_drawn_as_the_adapter_serves_it(name, truth, model_type):
-    panels = list(consumer_panels(batch_of(truth), name, model_type=model_type))
-    assert all(panel.derived for panel in panels)
-    adapter = BatchAdapter(model_type=model_type, consumer=name)
-    if panels[0].refused:
-        with pytest.raises(CollateError) as error:
-            adapter(batch_of(truth))
-        assert [panel.refused for panel in panels] == [str(error.value)]
-        return
-    given_to = adapter(batch_of(truth))
-    mask = given_to[adapter.consumer.key]
-    masks = mask if isinstance(mask, dict) else {"": mask}
-    drawn = {panel.heading.removeprefix(name).strip(): panel for panel in panels}
-    assert drawn.keys() == {kind for kind, form in masks.items() if not (kind and form is not None and form.ndim == 2)}
-    for kind, panel in drawn.items():
-        shown = torch.stack([torch.from_numpy(square.rows(0, truth.shape[1])) for square in panel.squares])
-        assert torch.equal(shown, attended(masks[kind], panel.facts, truth))
-        assert ("stays" in panel.facts) == ("attention_mask_2d" in given_to)
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_ranks_hold_every_place_once_and_their_own_queries(layout):
-    cp, truth = ContextParallel(4, 0, layout=layout), Segments.from_lengths([5, 16], width=16, side="left")
-    panels = list(rank_panels(batch_of(truth), cp))
-    assert sorted(place for panel in panels for place in panel.squares[0].queries) == list(range(16))
-    assert all(panel.derived for panel in (*panels, *rank_panels(batch_of(Segments.from_lengths([5])), cp)))
-    for rank, panel in enumerate(panels):
-        expected = dense(truth, rows=query_rows(16, cp.with_rank(rank)))
-        assert [square.fold(1)[0].tolist() for square in panel.squares] == expected[:, 0].long().tolist()
