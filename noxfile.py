@@ -344,7 +344,7 @@ def advisories(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Long runs: `nox -s soak -- ranks --minutes 10`, `nox -s soak -- loaders --runs 20`."""
+    """Long runs: `nox -s soak -- ranks --minutes 10`, `-- loaders --epochs 1000`, `-- batches`."""
     install_tests(session)
     session.run("python", "-m", "soak", *session.posargs, env={**ENV, "PYTHONPATH": "tests"})
 

@@ -14,7 +14,7 @@ from dataclasses import fields
 from functools import cache, wraps
 from inspect import Signature, signature
 from itertools import chain
-from numbers import Integral, Real
+from numbers import Integral
 from os import PathLike
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -115,7 +115,8 @@ def _kind_of(given: Any) -> str:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_NUMBERS: dict[Any, tuple[type, ...]] = {bool: (bool, np.bool_), int: (Real,), float: (Real,), str: (str,)}
+_NUMBERS: dict[Any, tuple[type, ...]] = {bool: (bool, np.bool_), str: (str,)}
+_NUMBERS |= dict.fromkeys((int, float), (int, float, np.integer, np.floating))
 """Whether a number is whole, and large enough, is checked where it is used."""
 _SPOKEN: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number", str: "a name"}
 _SPOKEN |= {Mapping: "a dict", torch.dtype: "a torch dtype", NoneType: "None"}

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from collate_npu import errors
-from collate_npu.arrays import Side, host_array, whole_number
+from collate_npu.arrays import Side, check_places, host_array, whole_number
 from collate_npu.collate.features import Features, Samples, read_features
 from collate_npu.collate.padding import Rows, Slots, best_fit, concatenate_values, lay_rows, stack_values
 from collate_npu.collate.transport import shipped
@@ -439,6 +439,7 @@ def _places(collator: PaddingCollator, lengths: list[int]) -> tuple[list[int] | 
         raise CollateError(explain("input_ids", got, rule, f"{remedy}, or put fewer samples in a batch."))
     if collator.layout.sequence_multiple is None and count is None:
         return None, width
+    check_places("sequence_multiple", width, "Pass a smaller multiple (a chunk is 64).")
     causal = collator._attends.causal
     return add_tail(held, width, max_sequences=count, multiple=multiple, repeats=repeats, behind=causal), width
 
@@ -481,7 +482,8 @@ def _check_padding(collator: PaddingCollator) -> None:
     named = {name: getattr(collator, name) for name in ("pad_token_id", "max_length", "pad_to_multiple_of")}
     for name, value in {**named, **own}.items():
         if value is not None:
-            whole_number(name, value, least=int(name != "pad_token_id"))
+            held = whole_number(name, value, least=int(name != "pad_token_id"))  # numpy's may have no sign
+            object.__setattr__(collator.layout if name in own else collator, name, held)
             if name in own and not collator.padding_free:
                 rule = "It is for flat rows; padded rows have pad_to_multiple_of."
                 remedy = "Leave it out, or set padding_free=True without packing."

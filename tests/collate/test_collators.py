@@ -39,43 +39,6 @@ def packing(features, side="right", keys={**KEYS, "place": TOKENS}, **settings):
 # --- laws
 
 
-@given(strategies.features(truth=["none", "packed", "seq_lengths"]), strategies.sides(), st.sampled_from([None, False, 15]))
-def test_labels_are_learned_exactly_where_the_sample_alone_learns_them(features, side, most):
-    """The first token of a sequence is predicted by nothing, wherever it stands; all other labels stay."""
-    batch = packing(strategies.marked(features), side, packing=most is not False, max_length=most or None)
-    segments = strategies.standing(features, batch["place"])
-    shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    for b, start, stop in segments.spans:
-        assert start == 0 or batch["labels"][b, start] == -100
-        ids = segments.ids[b]
-        inside = (ids[:-1] == ids[1:]) & (ids[1:] > 0)
-        assert torch.equal(shifted[b, :-1][inside], batch["input_ids"][b, 1:][inside])
-        assert stop > start
-
-
-@given(strategies.features(), strategies.sides(), st.sampled_from([False, None, 8, 15]), st.sampled_from([1, 4]))
-def test_every_key_stands_beside_its_token(features, side, most, multiple):
-    """Packed: in the order of the batch, in so few rows that no two of them fit into one."""
-    features = strategies.marked(features)
-    batch = packing(features, side, packing=most is not False, max_length=most or None, pad_to_multiple_of=multiple)
-    longest = max(len(feature["input_ids"]) for feature in features)
-    width = -(-(most or longest) // multiple) * multiple
-    rows = [list(dict.fromkeys(place // 100 for place in row if place)) for row in batch["place"].tolist()]
-    order = [b for row in rows for b in row]
-    assert sorted(order) == [*range(1, len(features) + 1)]
-    assert rows == sorted(map(sorted, rows))
-    held = sorted(sum(len(features[b - 1]["place"]) for b in row) for row in rows)
-    assert len(rows) == len(features) if most is False else held[-1] <= (most or width) < sum(held[:2]) or len(rows) == 1
-    for key, fill in (("place", 0), ("input_ids", PAD), ("loss_scale", 0)):
-        values = [[x for b in row for x in np.array(features[b - 1][key]).tolist()] for row in rows]
-        gaps = [[fill] * (width - len(row)) for row in values]
-        assert batch[key].tolist() == [row + gap if side == "right" else gap + row for row, gap in zip(values, gaps)]
-    segments = strategies.standing(features, batch["place"])
-    assert torch.equal(batch["position_ids"], segments.position_ids)
-    assert batch["sample"].tolist() == order
-    assert next(iter(batch)) == "input_ids"
-
-
 def test_what_is_one_value_a_sample_follows_the_packed_rows():
     rows = enumerate([[1] * n for n in (3, 6, 2, 5)])
     features = [{"input_ids": ids, "labels": [b / 2, 1], "name": f"{b}", "advantages": b / 2} for b, ids in rows]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from rule_inputs import BORDERS, D, Layer, alone, apart
-from strategies import segment_ids
 
 from collate_npu import CollateError, Segments, unpad
 from collate_npu.errors import UnsupportedFormError
@@ -155,29 +154,6 @@ def test_the_pictures(segments, kept, own, behind):
     assert flat_offsets(segments) == (own if len(segments.array) == 1 else kept)
     assert flat_offsets(segments, keep_padding=True) == own
     assert flat_offsets(segments, keep_padding=True, padding="behind") == behind
-
-
-@given(segment_ids(), st.sampled_from((None, True, False)), st.sampled_from(("own", "behind")))
-def test_every_token_is_in_one_sequence_and_no_sequence_holds_two(ids, keep_padding, padding):
-    """The oracle walks the places: within one run of offsets all real tokens are of one sequence, and begin it."""
-    segments = Segments.from_ids(ids)
-    try:
-        offsets = flat_offsets(segments, keep_padding=keep_padding, padding=padding)
-    except UnsupportedFormError:
-        kept = segments.shape[0] == 1 if keep_padding is None else keep_padding
-        leading = padding == "behind" and (segments.array[:, 0] == 0).any()
-        assert not segments.num_tokens or (kept and (segments.hole_rows or leading))
-        return
-    kept = offsets[-1] == segments.array.size
-    labels = np.where(segments.array > 0, segments.array + 100 * np.arange(len(segments.array))[:, None], 0).reshape(-1)
-    labels = labels if kept else labels[labels > 0]
-    assert offsets[0] == 0
-    assert offsets[-1] == len(labels)
-    assert all(a < b for a, b in pairwise(offsets))
-    held = [labels[a:b] for a, b in pairwise(offsets)]
-    assert all(len({*run[run > 0].tolist()}) <= 1 and (run > 0).tolist() == sorted(run > 0, reverse=True) for run in held)
-    assert len({label for run in held for label in {*run[run > 0].tolist()}}) == segments.num_sequences
-    assert sum(bool((run > 0).any()) for run in held) == segments.num_sequences
 
 
 def test_a_batchs_own_offsets_are_taken_as_they_are():
