@@ -36,7 +36,7 @@ from collate_npu.parallel.agreement import uncompiled
 from collate_npu.parallel.split import share_out
 from collate_npu.releases import MEGATRON_PARALLEL, MISSING_KERNEL_RAISES
 from collate_npu.segments import Segments, ready
-from collate_npu.validation import check_model, checked, here, options_checked
+from collate_npu.validation import check_model, checked, here, is_plain, options_checked
 
 _ALIGNED = 64
 """Bytes at whose multiples tensors begin, as torch's own allocators do for vectors of any type."""
@@ -276,7 +276,7 @@ class BatchAdapter:
         `[B, C, S]` are read as B * C rows and returned as choices."""
         if has_choices(sources):
             shape = sources["input_ids"].shape
-            same = [key for key, x in sources.items() if isinstance(x, Tensor) and not x.is_nested and x.shape == shape]
+            same = [key for key, x in sources.items() if isinstance(x, Tensor) and is_plain(x) and x.shape == shape]
             rows = {key: value.flatten(0, 1) if key in same else value for key, value in sources.items()}
             out, segments = self.mended(Sources(rows), padding_free=False)
             of_rows = {k: x for k, x in out.items() if isinstance(x, Tensor) and x.ndim > 1 and len(x) == shape[:2].numel()}
@@ -424,7 +424,7 @@ class BatchAdapter:
 
 def has_choices(sources: Sources) -> bool:
     """True if the batch holds choices for each sample, `[B, C, S]` (`ForMultipleChoice`)."""
-    return isinstance(ids := sources.get("input_ids"), Tensor) and not ids.is_nested and ids.ndim == 3
+    return isinstance(ids := sources.get("input_ids"), Tensor) and is_plain(ids) and ids.ndim == 3
 
 
 def _reader(model: Any, model_type: str | None) -> str:
