@@ -194,8 +194,12 @@ def hold_against(function: Callable[..., Any], given: Iterable[tuple[str, Any]])
 
 
 def check_fields(held: Any) -> None:
-    """Check the fields of a dataclass as `hold_against` does, when it is made."""
-    hold_against(held.__class__, ((name, getattr(held, name, None)) for name in _kinds(held.__class__) if name[0] != "_"))
+    """Check the fields of a dataclass as `hold_against` does, when it is made. Its numbers become Python's."""
+    values = {name: getattr(held, name, None) for name in _kinds(held.__class__) if name[0] != "_"}
+    hold_against(held.__class__, values.items())
+    for name, value in values.items():
+        if isinstance(value, np.generic) or (isinstance(value, Tensor) and not value.ndim):
+            object.__setattr__(held, name, value.item())
 
 
 @cache
@@ -243,8 +247,9 @@ def _kind(hint: Any) -> Any:
 def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:
     if isinstance(value, (bool, np.bool_)):
         return bool in kinds
-    number = isinstance(value, Tensor) and value.ndim == 0 and not {int, float}.isdisjoint(kinds)
-    if number or (Callable in kinds and callable(value)):
+    if isinstance(value, Tensor) and value.ndim == 0 and is_plain(value) and not value.is_meta:
+        return float in kinds or (int in kinds and not value.is_floating_point()) or Tensor in kinds
+    if Callable in kinds and callable(value):
         return True
     return any(hasattr(value, "items") if kind is Mapping else isinstance(value, _NUMBERS.get(kind, kind)) for kind in kinds)
 

@@ -222,14 +222,16 @@ def _checked_lengths(lengths: Any, most: int) -> Array:
     if not hasattr(lengths, "__iter__") or getattr(lengths, "ndim", 1) != 1 or isinstance(lengths, (Set, Mapping)):
         got = shape_of(lengths) if hasattr(lengths, "ndim") else a_type(lengths)
         raise CollateError(explain("lengths", got, rule, remedy))
-    values = lengths if isinstance(lengths, (torch.Tensor, np.ndarray)) else list(lengths)
+    values, refused = lengths if isinstance(lengths, (torch.Tensor, np.ndarray)) else list(lengths), None
     try:
         found = host_array("lengths", values)
         whole = found.ndim == 1 and found.dtype.kind in "iu" and not (isinstance(values, list) and bool in map(type, values))
-    except CollateError:
-        whole = False
+    except CollateError as error:
+        whole, refused = False, error
     looked = () if whole else enumerate(values)
     bad = [n for n, x in looked if isinstance(x, bool) or not isinstance(x, Integral) or int(x) >> 63]
+    if not bad and refused:  # its elements are whole numbers
+        raise refused
     if not bad and len(values):
         bad = np.flatnonzero(found < 1).tolist()
         if not bad and most:

@@ -396,7 +396,7 @@ def _laid_out(collator: PaddingCollator, samples: Samples, columns: Mapping[str,
         elif kind == "vision":
             batch[key] = concatenate_values(key, column, unit=collator.keys[key].unit, order=slots.order)
         elif kind == "targets":
-            batch[key] = torch.as_tensor(np.stack([np.asarray(column[b], np.float32) for b in slots.order]))
+            batch[key] = torch.as_tensor(np.stack([host_array(key, column[b]) for b in slots.order])).float()
         else:
             batch[key] = stack_values([column[b] for b in slots.order])
     return batch
@@ -482,8 +482,7 @@ def _check_padding(collator: PaddingCollator) -> None:
     named = {name: getattr(collator, name) for name in ("pad_token_id", "max_length", "pad_to_multiple_of")}
     for name, value in {**named, **own}.items():
         if value is not None:
-            held = whole_number(name, value, least=int(name != "pad_token_id"))  # numpy's may have no sign
-            object.__setattr__(collator.layout if name in own else collator, name, held)
+            whole_number(name, value, least=int(name != "pad_token_id"))
             if name in own and not collator.padding_free:
                 rule = "It is for flat rows; padded rows have pad_to_multiple_of."
                 remedy = "Leave it out, or set padding_free=True without packing."

@@ -446,11 +446,12 @@ class _Plan:
     def moved(self, key: str, value: Any, rule: Key | None) -> Any:
         """One key of the batch in the new row; keys without a token dimension come back as they are."""
         held = as_tensor(key, value, rule, (1, self.width))
-        rule = rule or (TOKENS if isinstance(held, Tensor) and tuple(held.shape[:2]) == (1, self.width) else None)
+        sized = isinstance(held, Tensor) and not held.is_nested
+        rule = rule or (TOKENS if sized and tuple(held.shape[:2]) == (1, self.width) else None)
         if not isinstance(held, Tensor) or rule is None or rule.share == "replicate":
             return value
         targets = rule.role == "labels" and held.is_floating_point()
-        if rule.or_sample and (targets or held.ndim == 1 or held.shape[1] == 1 != self.width):
+        if rule.or_sample and sized and (targets or held.ndim == 1 or held.shape[1] == 1 != self.width):
             return value  # of whole samples: classes [B], or float targets
         dim = min(1 if rule.share == "rows" else rule.dim, held.ndim - 1) % max(held.ndim, 1)
         if not is_plain(held) or not held.ndim or held.shape[dim] != self.width:
