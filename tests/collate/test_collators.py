@@ -159,16 +159,6 @@ def test_on_the_left_a_consumer_has_positions_without_padding_too(side, places):
     assert found is places or found.tolist() == places
 
 
-def test_padding_free_with_a_consumer():
-    flash = SimpleNamespace(layer_types=["full_attention"], _attn_implementation="flash_attention_2")
-    batch = PaddingCollator(padding_free=True, consumer="transformers", model=flash)(THREE_AND_FIVE)
-    assert batch["attention_mask"] is None
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
-    assert "seq_lens" not in batch
-    omitted = PaddingCollator(padding_free=True, consumer="transformers", model=flash, attention_mask="omit")(THREE_AND_FIVE)
-    assert "attention_mask" not in omitted
-
-
 @pytest.mark.parametrize(("consumer", "model"), [("transformers", HYBRID), ("megatron", DENSE)])
 def test_omit_does_not_drop_a_mask_that_is_needed(consumer, model):
     collator = PaddingCollator(tokenizer(padding_side="left"), consumer=consumer, model=model, attention_mask="omit")
