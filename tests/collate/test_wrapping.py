@@ -66,19 +66,6 @@ def test_ids_that_were_changed_are_not_aligned():
         wrap_collator(truncating)(samples(3, 5))
 
 
-# --- flat rows
-
-
-def test_a_flat_row_gets_all_its_offsets():
-    batch = wrap_collator(flat)(samples(3, 5))
-    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 8]
-    assert (batch["max_length_q"], batch["max_length_k"]) == (5, 5)
-    assert batch["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]]
-    assert batch["attention_mask"] is None
-    assert "attention_mask_2d" not in batch
-    assert batch["labels"].tolist() == flat(samples(3, 5))["labels"].tolist()
-
-
 # --- packed rows
 
 ROWS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]

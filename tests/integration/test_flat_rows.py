@@ -1,6 +1,6 @@
 """A flat row on real models: each sequence gives the logits and gradients it gives alone, or the row is refused.
 
-Recurrent layers call reference kernels, where an installed package would stand; attention reads a dense mask, or offsets.
+Recurrent layers call reference kernels, where an installed package would stand; attention reads a dense mask.
 """
 
 import copy
@@ -14,7 +14,6 @@ from strategies import laid_out
 
 pytest.importorskip("transformers")
 from flat_rows import (
-    BY_OFFSETS,
     EXACT,
     FORGOTTEN,
     GATED_DELTA,
@@ -33,7 +32,7 @@ from flat_rows import (
 )
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DataCollatorWithFlattening
 
-from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, adapt, check_delivery
+from collate_npu import BatchAdapter, CollateError, Segments, adapt, check_delivery
 from collate_npu.consumers.recurrent import as_it_is
 from collate_npu.consumers.transformers import SPLITS_BY_POSITIONS
 from collate_npu.errors import UnsupportedFormError
@@ -59,8 +58,6 @@ SHAPES = {
     "one shape": {"sequence_multiple": C, "padding": (256,), "max_sequences": 8},
     "one shape, not aligned": {"padding": (256,), "max_sequences": 8},
 }
-OF_FOUR = {**SHAPES, "one shape, none left": {"sequence_multiple": C, "padding": (32,), "max_sequences": 4}}
-"""Shapes of a row of four sequences."""
 
 
 def theirs(model):
@@ -89,27 +86,6 @@ def test_every_sequence_of_a_flat_row_is_as_alone(name, attn):
                 if name in ATTENTION:  # the control: without it they run into each other
                     unmasked = {**batch, "attention_mask": None, "use_cache": True}
                     assert errors(model, unmasked, truth, at)[0] > 0.1
-
-
-def flash(model):
-    """Its config, as that of a model whose attention reads offsets."""
-    config = copy.deepcopy(model.config)
-    config._attn_implementation = "flash_attention_2"
-    return {"model": config, "consumer": "transformers"}
-
-
-@pytest.mark.parametrize("shape", OF_FOUR)
-def test_attention_by_offsets_is_as_alone_in_every_shape(shape):
-    model, settings = built("llama", BY_OFFSETS), {"pad_token_id": PAD, "padding_free": True, **laid_out(OF_FOUR[shape])}
-    truth = alone(model, SAMPLES)
-    batch = PaddingCollator(**flash(model), **settings)(SAMPLES)
-    at = places(batch, SAMPLES)
-    assert batch["attention_mask"] is None
-    assert max(errors(model, batch, truth, at)) < RIGHT
-    unparted = {**batch, "cu_seq_lens_q": batch["cu_seq_lens_q"][[0, -1]]}
-    assert errors(model, unparted, truth, at)[0] > 0.1  # the control
-    adapted, known = BatchAdapter(**flash(model), padding_free=True).with_segments(PaddingCollator(**settings)(SAMPLES))
-    assert max(errors(model, adapted, truth, known.indices)) < RIGHT
 
 
 COUNTING = {
