@@ -171,6 +171,14 @@ def test_arguments_reach_the_inner_collator():
     assert wrap_collator(inner)(samples(3, 5), "pt", scale=3)["scale"] == 3
 
 
+@pytest.mark.parametrize("more", [{"attention_mask": "2d"}, {"consumer": "transformers", "model": HYBRID}])
+def test_a_key_mask_is_read_in_the_polarity_that_is_named(more):
+    keep = torch.tensor([[True, True, False], [True, True, True]])
+    batch = {"input_ids": keep.long(), "attention_mask": ~keep[:, None, None]}
+    out = wrap_collator(lambda _: batch, polarity="masked", pattern="causal", **more)([{}, {}])
+    assert torch.equal(out["attention_mask"].bool(), keep)
+
+
 # --- flat rows with padding behind each sample
 
 ALIGNED = {

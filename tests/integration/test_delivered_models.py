@@ -119,13 +119,6 @@ def test_the_layers_of_a_vision_tower_are_not_asked():
         check_delivery(model, inputs | images, alone=True)
 
 
-def test_a_packed_row_that_attends_across_is_told():
-    model, flat = model_of("qwen3"), Segments.from_lengths([[5, 7]])
-    batch = {"input_ids": torch.arange(3, 15)[None], "segment_ids": flat.ids, "position_ids": flat.position_ids}
-    check_delivery(model, batch | {"attention_mask": dense(flat)}, alone=True)
-    refused("goes on from another sequence", model, batch | {"attention_mask": None})
-
-
 def test_a_layer_that_ignores_its_mask_is_told(monkeypatch):
     model = model_of("qwen3_next")
     batch = BatchAdapter(model)(wire())
