@@ -247,7 +247,7 @@ def _kind(hint: Any) -> Any:
 def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:
     if isinstance(value, (bool, np.bool_)):
         return bool in kinds
-    if isinstance(value, Tensor) and value.ndim == 0 and is_plain(value) and not value.is_meta:
+    if isinstance(value, Tensor) and value.ndim == 0 and is_plain(value) and not (value.is_meta or value.is_complex()):
         return float in kinds or (int in kinds and not value.is_floating_point()) or Tensor in kinds
     if Callable in kinds and callable(value):
         return True

@@ -451,7 +451,7 @@ class _Plan:
         if not isinstance(held, Tensor) or rule is None or rule.share == "replicate":
             return value
         targets = rule.role == "labels" and held.is_floating_point()
-        if rule.or_sample and sized and (targets or held.ndim == 1 or held.shape[1] == 1 != self.width):
+        if rule.or_sample and sized and (targets or held.ndim == 1 or held.shape[1:2] == (1,) != (self.width,)):
             return value  # of whole samples: classes [B], or float targets
         dim = min(1 if rule.share == "rows" else rule.dim, held.ndim - 1) % max(held.ndim, 1)
         if not is_plain(held) or not held.ndim or held.shape[dim] != self.width:
