@@ -92,18 +92,6 @@ def test_what_has_no_right_arguments_is_refused_with_the_way_out(wrong, message)
 FLAT = Segments.from_ids([[1, 1, 1, 0, 2, 2, 0, 0]])
 
 
-@pytest.mark.parametrize(
-    ("segments", "kept", "own", "behind"),
-    [(FLAT, (0, 3, 5), (0, 3, 4, 6, 8), (0, 4, 8)), (Segments.from_lengths([3, 5]), (0, 3, 8), (0, 3, 5, 10), (0, 5, 10))],
-)
-def test_the_pictures(segments, kept, own, behind):
-    """Of several rows the padding is taken out unless it is kept."""
-    assert flat_offsets(segments, keep_padding=False) == kept
-    assert flat_offsets(segments) == (own if len(segments.array) == 1 else kept)
-    assert flat_offsets(segments, keep_padding=True) == own
-    assert flat_offsets(segments, keep_padding=True, padding="behind") == behind
-
-
 def test_a_batchs_own_offsets_are_taken_as_they_are():
     assert flat_offsets(FLAT, padding=[0, 4, 6, 8]) == (0, 4, 6, 8)
     assert flat_offsets(FLAT, padding=torch.tensor([0, 4, 6, 8, 8])) == (0, 4, 6, 8)  # an empty one is left out
