@@ -12,6 +12,12 @@ FLAT, LEFT = Segments.from_lengths([[3, 4]], width=9), Segments.from_lengths([2,
 BOTH = gated_delta_kwargs(FLAT, kernel="transformers")
 
 
+@torch.no_grad()
+def test_a_call_without_gradients_is_one_of_inference() -> None:
+    lengths = {"actual_seq_lengths": torch.tensor([3, 4, 2], dtype=torch.int32), "scale": 0.5}
+    check_call("torch_npu.npu_chunk_gated_delta_rule", {"q": torch.zeros(9, 2, 4), **lengths})
+
+
 def test_without_a_contract_or_sizes_it_says_so() -> None:
     assert not knows("mamba_ssm.selective_scan_fn")
     with pytest.raises(CollateError, match="Did you mean"):
