@@ -424,7 +424,7 @@ class BatchAdapter:
 
 def has_choices(sources: Sources) -> bool:
     """True if the batch holds choices for each sample, `[B, C, S]` (`ForMultipleChoice`)."""
-    return isinstance(ids := sources.get("input_ids"), Tensor) and is_plain(ids) and ids.ndim == 3
+    return isinstance(ids := sources.get("input_ids"), Tensor) and ids.ndim == 3 and is_plain(ids)
 
 
 def _reader(model: Any, model_type: str | None) -> str:
