@@ -58,8 +58,8 @@ FAST = {**ENV, "HYPOTHESIS_PROFILE": "fast"}
 QUICK = (*TWO_WORKERS, "-m", "not slow")
 SOME = {"COLLATE_NPU_MODELS": "0.18"}
 """The test command draws so many of the tests that run models, others with each seed."""
-AGAIN = {**FAST, "COLLATE_NPU_SHARE": "0.15"}
-"""Tests that run on the newest releases too: a commit draws a seventh of them, `.ci/run nightly` runs all."""
+AGAIN = {**FAST, "COLLATE_NPU_SHARE": "0.1"}
+"""Tests that run on the newest releases too: a commit draws a tenth of them, `.ci/run nightly` runs all."""
 PEERS = ENV if "COLLATE_NPU_NIGHTLY" in os.environ else {**FAST, "COLLATE_NPU_SHARE": "0.16"}
 """Tests of other stacks: a commit draws a sixth of them, and a twenty-fourth of those that take long."""
 SWIFT_NEEDS = (
