@@ -30,7 +30,7 @@ PARTS = (HARM, f"{MODELS} --ignore={HARM}", f"tests --ignore={MODELS}")
 SESSIONS = (*(f"tests_all(newest) -- {part}" for part in PARTS), *PEERS, "tests_all(oldest)", "fuzz -- --minutes 60")
 SESSIONS += ("audit", "npu", "oldest_torch", "package", "docs", "lint", "types", "mutants", "mutants -- 400")
 SESSIONS += ("card -- --device cpu --quick",)
-ALONE = ("soak -- ranks --minutes 10", "soak -- loaders --runs 20")
+ALONE = ("soak -- ranks --minutes 10", "soak -- loaders --epochs 1000", "soak -- batches")
 """What has a clock of its own gets the whole machine."""
 REPORTS = {"upstream": upstream.SESSIONS, "elsewhere": tuple(upstream.noxfile.ROWS)}
 KEPT = 20

@@ -120,14 +120,14 @@ def host_array(name: str, value: Any) -> Array:
     if not isinstance(value, (list, tuple, np.ndarray, np.generic, int, float)):
         raise CollateError(explain(name, a_type(value), f"{name} is an array of numbers.", _REMEDY))
     if isinstance(value, np.ma.MaskedArray):
-        remedy = "Pass x.filled() and a mask of its own."
-        raise CollateError(explain(name, "a masked array", "Its mask would be lost.", remedy))
+        raise CollateError(explain(name, "a masked array", "Its mask would be lost.", "Pass x.filled() and its own mask."))
     try:
         if isinstance(value, (list, tuple)) and any(issubclass(kind, Tensor) for kind in set(map(type, value))):
             value = [host_array(name, each) for each in value]
         array = np.asarray(value)
-    except ValueError:
-        raise CollateError(explain(name, "nested lists of unequal length", "All rows have one length.", _REMEDY)) from None
+    except (ValueError, TypeError, RuntimeError) as error:  # the last two are of tensors inside lists of lists
+        got = "nested lists of unequal length" if isinstance(error, ValueError) else f"lists ({str(error)[:120]})"
+        raise CollateError(explain(name, got, "All rows have one length and hold numbers.", _REMEDY)) from None
     if array.dtype.kind not in "biuf":
         raise CollateError(explain(name, f"values of type {array.dtype}", f"{name} is an array of numbers.", _REMEDY))
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
@@ -143,7 +143,7 @@ def host_array(name: str, value: Any) -> Array:
 def whole_number(name: str, value: Any, *, least: int = 0) -> int:
     """`value` as an int of 64 bits. Raises `CollateError` for anything else: a float, a bool, a list, a larger number."""
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_floating_point():
-        value = int(value)
+        value = host_array(name, value).item()
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not least <= value < 1 << 63:
         got = shape_of(value) if isinstance(value, (Tensor, np.ndarray)) else repr(value)
         rule = f"{name} is a whole number, at least {least}, below 2**63."

@@ -98,7 +98,7 @@ def explain_rows(key: str, rows: Iterable[tuple[int, str]], rule: str, remedy: s
 
 def short(text: str, most: int = LONGEST) -> str:
     """Return a text that a terminal can show; of one longer than `most` only its beginning and its end."""
-    if len(text) > most:
+    if len(text := str(text)) > most:
         text = f"{text[: most // 2]} ... {len(text)} characters ... {text[-most // 4 :]}"
     return printable(text)
 

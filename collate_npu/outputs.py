@@ -90,9 +90,11 @@ def to_nested(x: Tensor, segments: Segments) -> Tensor:
     >>> [row.tolist() for row in nested.unbind()]
     [[7], [4, 5, 6]]
     """
-    nested: Tensor = torch.nested.nested_tensor_from_jagged(
-        unpad(x, segments), segments.cu_seqlens.to(x.device, torch.int64)
-    )
+    if x.is_complex():
+        rule = "torch has no nested tensor of complex numbers."
+        raise CollateError(explain("output", shape_of(x), rule, "Pass torch.view_as_real(x)."))
+    offsets = segments.cu_seqlens.to(x.device, torch.int64)
+    nested: Tensor = torch.nested.nested_tensor_from_jagged(unpad(x, segments), offsets)
     return nested
 
 

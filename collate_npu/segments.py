@@ -429,12 +429,11 @@ def length_rows(lengths: Any, name: str = "lengths", *, filler: int = 0) -> list
         lengths = host_array(name, lengths)
         if lengths.ndim not in (1, 2):
             raise CollateError(explain(name, shape_of(lengths), "Lengths are [B], or a list for each row.", "Reshape them."))
-    rows: list[list[int]] = []
-    bad: list[tuple[int, str]] = []
+    rows, bad = list[list[int]](), list[tuple[int, str]]()
     for b, row in enumerate(lengths):
-        counts = np.atleast_1d(host_array(name, row)) if np.ndim(row) == 0 or len(row) else np.zeros(0, np.int64)
+        counts = np.atleast_1d(host_array(name, row))
         counts = counts[counts != filler] if filler and counts.ndim == 1 else counts
-        if counts.dtype.kind not in "iu" or counts.ndim != 1 or (counts < 0).any():
+        if counts.ndim != 1 or (counts.size and (counts.dtype.kind not in "iu" or (counts < 0).any())):
             bad.append((b, f"lengths {counts.tolist()}"[:80]))
         rows.append(counts.tolist())
     if bad:

@@ -14,7 +14,7 @@ from dataclasses import fields
 from functools import cache, wraps
 from inspect import Signature, signature
 from itertools import chain
-from numbers import Integral, Real
+from numbers import Integral
 from os import PathLike
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -115,7 +115,8 @@ def _kind_of(given: Any) -> str:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_NUMBERS: dict[Any, tuple[type, ...]] = {bool: (bool, np.bool_), int: (Real,), float: (Real,), str: (str,)}
+_NUMBERS: dict[Any, tuple[type, ...]] = {bool: (bool, np.bool_), str: (str,)}
+_NUMBERS |= dict.fromkeys((int, float), (int, float, np.integer, np.floating))
 """Whether a number is whole, and large enough, is checked where it is used."""
 _SPOKEN: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number", str: "a name"}
 _SPOKEN |= {Mapping: "a dict", torch.dtype: "a torch dtype", NoneType: "None"}
@@ -193,8 +194,12 @@ def hold_against(function: Callable[..., Any], given: Iterable[tuple[str, Any]])
 
 
 def check_fields(held: Any) -> None:
-    """Check the fields of a dataclass as `hold_against` does, when it is made."""
-    hold_against(held.__class__, ((name, getattr(held, name, None)) for name in _kinds(held.__class__) if name[0] != "_"))
+    """Check the fields of a dataclass as `hold_against` does, when it is made. Its numbers become Python's."""
+    values = {name: getattr(held, name, None) for name in _kinds(held.__class__) if name[0] != "_"}
+    hold_against(held.__class__, values.items())
+    for name, value in values.items():
+        if isinstance(value, np.generic) or (isinstance(value, Tensor) and not value.ndim):
+            object.__setattr__(held, name, value.item())
 
 
 @cache
@@ -242,8 +247,9 @@ def _kind(hint: Any) -> Any:
 def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:
     if isinstance(value, (bool, np.bool_)):
         return bool in kinds
-    number = isinstance(value, Tensor) and value.ndim == 0 and not {int, float}.isdisjoint(kinds)
-    if number or (Callable in kinds and callable(value)):
+    if isinstance(value, Tensor) and value.ndim == 0 and is_plain(value) and not (value.is_meta or value.is_complex()):
+        return float in kinds or (int in kinds and not value.is_floating_point()) or Tensor in kinds
+    if Callable in kinds and callable(value):
         return True
     return any(hasattr(value, "items") if kind is Mapping else isinstance(value, _NUMBERS.get(kind, kind)) for kind in kinds)
 

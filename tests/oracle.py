@@ -73,31 +73,37 @@ def flat(rows, values, width, fill):
 # --- who attends whom
 
 
+PATTERNS = {
+    "causal": lambda q, k, size: k <= q,
+    "sliding": lambda q, k, size: k <= q < k + size,
+    "chunked": lambda q, k, size: k <= q and q // size == k // size,
+    "bidirectional": lambda q, k, size: True,
+    "prefix": lambda q, k, size: k <= q or k < size,
+}
+"""Does the query at place q of its sequence look at the key at place k of it?"""
+
+
+def sees(row, q, pattern="causal", size=0):
+    """For each key, True if query q attends it. Padding is seen by nobody. A query of padding looks as the sequence before
+    it does, or else as the first one."""
+    n = next((m for m in [*reversed(row[: q + 1]), *row] if m), 0)
+    first, looks = row.index(n), PATTERNS[pattern]
+    return [m == n > 0 and looks(q - first, k - first, size) for k, m in enumerate(row)]
+
+
 def attends(row, q, k, pattern="causal", size=0):
-    """Padding is seen by nobody. A query of padding looks as the sequence before it does, or else as the first one."""
-    if not row[k]:
-        return False
-    n = next((m for m in reversed(row[: q + 1]) if m), next(m for m in row if m))
-    q, k = q - row.index(n), k - row.index(n)  # places are counted from the sequence's first token
-    seen = {
-        "causal": k <= q,
-        "sliding": k <= q < k + size,
-        "chunked": k <= q and size and q // size == k // size,
-        "bidirectional": True,
-        "prefix": k <= q or k < size,
-    }
-    return bool(row[k + row.index(n)] == n and seen[pattern])
+    return sees(row, q, pattern, size)[k]
 
 
 def dense(rows, pattern="causal", size=0):
     """`[B, 1, S, S]`, True attends."""
-    return [[[[attends(row, q, k, pattern, size) for k in range(len(row))] for q in range(len(row))]] for row in rows]
+    return [[[sees(row, q, pattern, size) for q in range(len(row))]] for row in rows]
 
 
 def none_is_exact(rows, pattern="causal", size=0):
     """Does every real token see what a plain causal kernel shows it?"""
     real = [(row, q) for row in rows for q, n in enumerate(row) if n]
-    return all(attends(row, q, k, pattern, size) == (k <= q) for row, q in real for k in range(len(row)))
+    return all(sees(row, q, pattern, size) == [k <= q for k in range(len(row))] for row, q in real)
 
 
 # --- ranks that share a row
@@ -155,3 +161,47 @@ def runs(row):
 def chunks(counts, size):
     """`(sequence, chunk within it)`."""
     return [[n, chunk] for n, count in enumerate(counts) for chunk in range((count + size - 1) // size)]
+
+
+# --- rows and batches that samples are put into
+
+
+def best_fit(counts, room):
+    """Samples of each row of `room` tokens: longest first, each into the row with the least room that holds it. Samples of a
+    row stand as in the batch, and rows by their first sample."""
+    rows = []
+    for b in sorted(range(len(counts)), key=lambda b: -counts[b]):
+        left = [room - sum(counts[other] for other in row) for row in rows]
+        fits = [n for n, free in enumerate(left) if free >= counts[b]]
+        if fits:
+            rows[min(fits, key=left.__getitem__)].append(b)
+        else:
+            rows.append([b])
+    return sorted(map(sorted, rows))
+
+
+def computed(counts, options):
+    """Tokens that a model computes of a batch: rows x width if they are padded, real tokens if they are packed."""
+    width = options["width"]
+    if options["pack"]:
+        return sum(counts) if width is None else width * len(best_fit(counts, width))
+    return len(counts) * (width or max(counts))
+
+
+def fewest(counts, options):
+    """The fewest batches within the budget: the longest samples together, for padded rows; no fewer, for packed ones."""
+    room, most = options["width"] or options["max_tokens"], options["max_tokens"]
+    alone, counts = [n for n in counts if n > room], sorted(n for n in counts if n <= room)
+    if options["pack"]:
+        held = most // room * room
+        return len(alone) + (sum(counts) + held - 1) // held
+    made = len(alone)
+    while counts:
+        made, counts = made + 1, counts[: -(most // (options["width"] or counts[-1]))]
+    return made
+
+
+def fills_steps(counts, ranks, options):
+    """Are there so many samples that batches, none empty, fill steps? Of packed rows only where it is sure."""
+    batches = len(counts) if options["pack"] else fewest(counts, options)
+    return -(-batches // ranks) * ranks <= len(counts)

@@ -35,7 +35,7 @@ def examples(few: int) -> settings:
 
 
 def of_the_night(item: pytest.Item) -> bool:
-    """Is it left to the night: what is marked `nightly` but for a thirtieth, two thirds of what is `long`, what is more than
+    """Is it left to the night: what is marked `nightly` but for a thirtieth, most of what is `long`, what is more than
     the session's share, and of `models` than theirs; others with each seed.
 
     Tests with one word in `long("word")` share a fixture that takes long: they run together.
@@ -44,7 +44,7 @@ def of_the_night(item: pytest.Item) -> bool:
         return False
     long = item.get_closest_marker("long")
     word = long.args[0] if long and long.args else item.nodeid
-    drawn = SHARE / 30 if item.get_closest_marker("nightly") else SHARE / 3 if long else SHARE
+    drawn = SHARE / 30 if item.get_closest_marker("nightly") else SHARE / 4 if long else SHARE
     drawn *= MODELS if item.get_closest_marker("models") and not long else 1
     return random.Random(f"{SEED} {word}").random() > drawn
 

@@ -12,6 +12,7 @@ from hypothesis import example, given, strategies as st
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, Segments, gather_sequence, split_batch
 from collate_npu.kernels.gated_delta import (
+    chunk_indices,
     chunk_offsets,
     flat_offsets,
     gated_delta_kwargs,
@@ -97,8 +98,12 @@ ENDS_EARLY = {
     ),
     "the convolution": (starts, nonempty),
     "chunk_offsets": (
-        lambda given: chunk_offsets(given, 4).tolist()[-1],
-        lambda o: sum(-(-(b - a) // 4) for a, b in pairwise(o)),
+        lambda given: chunk_offsets(given, 4).tolist(),
+        lambda o: [0, *accumulate(-(-(b - a) // 4) for a, b in pairwise(o))],
+    ),
+    "chunk_indices": (
+        lambda given: chunk_indices(given, 4).tolist(),
+        lambda o: [[n, c] for n, (a, b) in enumerate(pairwise(o)) for c in range(-(-(b - a) // 4))],
     ),
     "cu_seqlens_of": (lambda given: cu_seqlens_of(batch("cu_seqlens", given)).tolist(), list),
 }

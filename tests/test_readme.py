@@ -21,8 +21,6 @@ from collate_npu.releases import KERNELS_TOLD, NEWEST, installed
 from collate_npu.tools.cli import parsers
 from collate_npu.tools.show import picture
 
-pytestmark = pytest.mark.models
-
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "collate_npu" / "guide"
 README = ROOT / "README.md"
@@ -61,6 +59,7 @@ data = [dict(tokenizer(text), labels=tokenizer(text)["input_ids"]) for text in (
 """
 
 
+@pytest.mark.models
 @pytest.mark.slow
 @pytest.mark.parametrize("left_out", "+-")
 def test_the_diff_is_of_a_script_that_runs_before_and_after(left_out, tmp_path):
@@ -75,6 +74,7 @@ def test_the_diff_is_of_a_script_that_runs_before_and_after(left_out, tmp_path):
 OLDER = not KERNELS_TOLD.holds()
 
 
+@pytest.mark.models
 @pytest.mark.parametrize("code", rotating(RUN, 3, slow=10), ids=range(1, len(RUN) + 1))
 def test_python_blocks_run_and_print_what_is_shown(code, tmp_path):
     output, before = RUN[code]
@@ -105,6 +105,7 @@ def torchrun(script, env):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.models
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "output"), sorted({(code, output) for code, output, _ in shown("console", *TEXT) if output})

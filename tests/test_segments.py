@@ -72,32 +72,6 @@ def test_rows_known_by_their_lengths_read_as_those_known_by_their_ids(rows, room
     assert by_lengths == by_ids == pickle.loads(pickle.dumps(by_lengths))
 
 
-@given(strategies.sided() | strategies.free(packed=False))
-def test_from_keep_is_the_inverse_of_keep(segments):
-    for keep in (segments.keep, segments.keep.long(), segments.keep.tolist(), segments.keep.to(torch.uint8).numpy()):
-        assert Segments.from_keep(keep) == segments
-
-
-@given(st.lists(st.lists(st.sampled_from([0, 0, 3, 9, 120]), min_size=4, max_size=4), min_size=1, max_size=3))
-def test_from_ids_numbers_any_labels_and_none_comes_back(rows):
-    numbered = [oracle.numbered(row) for row in rows]
-    for dtype in (torch.int64, torch.int32, torch.uint8):
-        if None in numbered:
-            with pytest.raises(CollateError, match="does not return"):
-                Segments.from_ids(torch.tensor(rows, dtype=dtype))
-        else:
-            assert Segments.from_ids(torch.tensor(rows, dtype=dtype)).ids.tolist() == numbered
-
-
-@given(strategies.packed_lengths(rows=1), st.integers(0, 3))
-def test_offsets_and_positions_of_a_row_have_their_inverses(lengths, extra):
-    segments = Segments.from_lengths(lengths, sum(lengths[0]) + extra)
-    for offsets in (segments.cu_seqlens, segments.cu_seqlens_host, list(segments.cu_seqlens_host)):
-        assert Segments.from_cu_seqlens(offsets, segments.shape[1]) == segments
-    whole = Segments.from_lengths(lengths)
-    assert Segments.from_position_ids(whole.position_ids) == whole
-
-
 # --- examples
 
 

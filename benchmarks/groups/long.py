@@ -138,6 +138,7 @@ class Long:
 
     count: int
     group: str = "long"
+    seed: int = 0
     absent: list[Absent] = field(default_factory=list)
     found: dict[str, tuple[float, float]] = field(default_factory=dict)
     """What was measured, and its target."""
@@ -150,7 +151,7 @@ class Long:
         model = tiny_model("qwen3_next", vocab_size=257)
         for rows, width in product(range(1, 7), range(4, 161, 4)):  # torch keeps 60 KiB of each shape it has computed
             model(input_ids=torch.ones(rows, width, dtype=torch.int64))
-        batches = Batches(model)
+        batches = Batches(model, self.seed)
         for _ in range(max(self.count // 10, 2 * PROVED)):
             batches.step()
         start, before, objects = resident(), held(), len(gc.get_objects())

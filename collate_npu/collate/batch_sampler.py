@@ -33,8 +33,7 @@ from collate_npu.validation import checked, options_checked
 Plan = tuple[Array, Array, Array]
 """Samples, batch after batch; where each batch ends; its cost, the tokens that a model computes."""
 _SAID, _NOISE = 20, 1.1
-"""How many bad lengths a message lists; by how much the order of like lengths changes between epochs, so that other samples
-meet in a pack."""
+"""How many bad lengths a message lists; by how much the order of like lengths changes between epochs."""
 
 
 @options_checked("BalancedBatchSampler")
@@ -223,13 +222,16 @@ def _checked_lengths(lengths: Any, most: int) -> Array:
     if not hasattr(lengths, "__iter__") or getattr(lengths, "ndim", 1) != 1 or isinstance(lengths, (Set, Mapping)):
         got = shape_of(lengths) if hasattr(lengths, "ndim") else a_type(lengths)
         raise CollateError(explain("lengths", got, rule, remedy))
-    values = lengths if isinstance(lengths, (torch.Tensor, np.ndarray)) else list(lengths)
+    values, refused = lengths if isinstance(lengths, (torch.Tensor, np.ndarray)) else list(lengths), None
     try:
         found = host_array("lengths", values)
         whole = found.ndim == 1 and found.dtype.kind in "iu" and not (isinstance(values, list) and bool in map(type, values))
-    except CollateError:
-        whole = False
-    bad = [] if whole else [n for n, x in enumerate(values) if not _is_whole(x)]
+    except CollateError as error:
+        whole, refused = False, error
+    looked = () if whole else enumerate(values)
+    bad = [n for n, x in looked if isinstance(x, bool) or not isinstance(x, Integral) or int(x) >> 63]
+    if not bad and refused:  # its elements are whole numbers
+        raise refused
     if not bad and len(values):
         bad = np.flatnonzero(found < 1).tolist()
         if not bad and most:
@@ -241,10 +243,6 @@ def _checked_lengths(lengths: Any, most: int) -> Array:
     if not len(values):
         raise CollateError(explain("lengths", shape_of(values), "A plan is of one or more samples.", "Check the dataset."))
     return found.astype(np.int32 if found.max() < 1 << 31 else np.int64)
-
-
-def _is_whole(length: Any) -> bool:
-    return isinstance(length, Integral) and not isinstance(length, bool) and int(length) < 1 << 63
 
 
 # --- the plan of one epoch
@@ -274,10 +272,9 @@ def _plan(sampler: BalancedBatchSampler, rng: np.random.Generator) -> Plan:
 def _whole_steps(sampler: BalancedBatchSampler, K: int, alone: int, N: int) -> int:
     """Return the number of batches, K or more, that fills steps together with those of one sample. Raises `CollateError`
     where N samples are too few for it."""
-    R = sampler.num_replicas
-    K += 0 if sampler.drop_last and K + alone >= R else -(K + alone) % R
+    K += 0 if sampler.drop_last and K + alone >= sampler.num_replicas else -(K + alone) % sampler.num_replicas
     if N < K:
-        rule = f"Each of {R} ranks gets the same number of batches, and no batch is empty."
+        rule = f"Each of {sampler.num_replicas} ranks gets the same number of batches, and no batch is empty."
         remedy = "Pass drop_last=True, a larger max_tokens, or fewer ranks."
         raise CollateError(explain("lengths", f"{N + alone} samples for {K + alone} batches", rule, remedy))
     return K
@@ -287,7 +284,10 @@ def _padded(sampler: BalancedBatchSampler, lengths: Array, alone: int, _: object
     """Cut the samples, longest first, into batches whose rows x width is near the budget."""
     R, most = sampler.num_replicas, sampler.max_tokens
     widths = lengths if sampler.width is None else np.full_like(lengths, sampler.width)
-    K = _whole_steps(sampler, len(_cut(widths, R, most)), alone, len(widths))
+    K = len(_cut(widths, R, most))
+    if not sampler.drop_last and K + -(K + alone) % R > len(widths):  # few samples: the batches of a step are of unlike cost
+        R, K = 1, len(_cut(widths, 1, most))
+    K = _whole_steps(sampler, K, alone, len(widths))
     low = max(1, most - 2 * R * most // max(1, K))  # the last step may take from the others what it lacks
     ends = _cut(widths, R, _least(widths, R, K, low, most), K)[: max(0, K - R)]
     rest, last = widths[ends[-1] if ends else 0 :], min(R, K)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from collate_npu import errors
-from collate_npu.arrays import Side, host_array, whole_number
+from collate_npu.arrays import Side, check_places, host_array, whole_number
 from collate_npu.collate.features import Features, Samples, read_features
 from collate_npu.collate.padding import Rows, Slots, best_fit, concatenate_values, lay_rows, stack_values
 from collate_npu.collate.transport import shipped
@@ -396,7 +396,7 @@ def _laid_out(collator: PaddingCollator, samples: Samples, columns: Mapping[str,
         elif kind == "vision":
             batch[key] = concatenate_values(key, column, unit=collator.keys[key].unit, order=slots.order)
         elif kind == "targets":
-            batch[key] = torch.as_tensor(np.stack([np.asarray(column[b], np.float32) for b in slots.order]))
+            batch[key] = torch.as_tensor(np.stack([host_array(key, column[b]) for b in slots.order])).float()
         else:
             batch[key] = stack_values([column[b] for b in slots.order])
     return batch
@@ -439,6 +439,7 @@ def _places(collator: PaddingCollator, lengths: list[int]) -> tuple[list[int] | 
         raise CollateError(explain("input_ids", got, rule, f"{remedy}, or put fewer samples in a batch."))
     if collator.layout.sequence_multiple is None and count is None:
         return None, width
+    check_places("sequence_multiple", width, "Pass a smaller multiple (a chunk is 64).")
     causal = collator._attends.causal
     return add_tail(held, width, max_sequences=count, multiple=multiple, repeats=repeats, behind=causal), width
 

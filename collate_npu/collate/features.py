@@ -440,7 +440,7 @@ def _all_real(column: list[Any], lengths: list[int]) -> bool:
             try:
                 if not row.count(1) == len(row) == length:
                     return False
-            except (RuntimeError, ValueError):  # an array in the list is not one number
+            except (RuntimeError, TypeError, ValueError):  # an array in the list is not one number
                 return False
         elif not (isinstance(row, (np.ndarray, Tensor)) and row.shape == (length,) and bool((row == 1).all())):
             return False

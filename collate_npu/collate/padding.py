@@ -281,7 +281,7 @@ def stack_values(values: Sequence[Any]) -> Any:
         return list(values)
     array = np.asarray(numbers)
     array = array.astype(np.float32) if array.dtype == np.float64 else array  # a loss of float64 labels has no backward
-    return list(values) if array.dtype == object else torch.as_tensor(array)  # an int beyond 64 bits
+    return list(values) if array.dtype.kind in "Ou" else torch.as_tensor(array)  # an int beyond 64 bits
 
 
 def concatenate_values(key: str, values: Sequence[Any], *, unit: int = 0, order: Sequence[int] | None = None) -> Tensor:

@@ -36,7 +36,7 @@ from collate_npu.parallel.agreement import uncompiled
 from collate_npu.parallel.split import share_out
 from collate_npu.releases import MEGATRON_PARALLEL, MISSING_KERNEL_RAISES
 from collate_npu.segments import Segments, ready
-from collate_npu.validation import check_model, checked, here, options_checked
+from collate_npu.validation import check_model, checked, here, is_plain, options_checked
 
 _ALIGNED = 64
 """Bytes at whose multiples tensors begin, as torch's own allocators do for vectors of any type."""
@@ -275,12 +275,12 @@ class BatchAdapter:
         """Return any batch in the model's form, with the labels that a loss should see, and its Segments. Choices
         `[B, C, S]` are read as B * C rows and returned as choices."""
         if has_choices(sources):
-            choices = [key for key, value in sources.items() if getattr(value, "shape", ()) == sources["input_ids"].shape]
-            rows = {key: value.flatten(0, 1) if key in choices else value for key, value in sources.items()}
+            shape = sources["input_ids"].shape
+            same = [key for key, x in sources.items() if isinstance(x, Tensor) and is_plain(x) and x.shape == shape]
+            rows = {key: value.flatten(0, 1) if key in same else value for key, value in sources.items()}
             out, segments = self.mended(Sources(rows), padding_free=False)
-            shape = sources["input_ids"].shape[:2]
-            of_rows = {k: x for k, x in out.items() if isinstance(x, Tensor) and x.ndim > 1 and len(x) == shape.numel()}
-            return out | {key: x.view(*shape, *x.shape[1:]) for key, x in of_rows.items()}, segments
+            of_rows = {k: x for k, x in out.items() if isinstance(x, Tensor) and x.ndim > 1 and len(x) == shape[:2].numel()}
+            return out | {key: x.view(*shape[:2], *x.shape[1:]) for key, x in of_rows.items()}, segments
         segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
         rule = self.label_rule(sources)
         check_labels(sources, segments, self.model.labels, self.model.model_type)
@@ -424,7 +424,7 @@ class BatchAdapter:
 
 def has_choices(sources: Sources) -> bool:
     """True if the batch holds choices for each sample, `[B, C, S]` (`ForMultipleChoice`)."""
-    return getattr(sources.get("input_ids"), "ndim", 2) == 3
+    return isinstance(ids := sources.get("input_ids"), Tensor) and ids.ndim == 3 and is_plain(ids)
 
 
 def _reader(model: Any, model_type: str | None) -> str:

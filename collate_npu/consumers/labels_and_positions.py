@@ -27,6 +27,7 @@ from collate_npu.errors import CollateError, UnsupportedFormError, explain, expl
 from collate_npu.masks.sources import Sources, check_counts
 from collate_npu.outputs import repad, unpad
 from collate_npu.segments import PADS_BEFORE, Segments
+from collate_npu.validation import check_of_batch
 
 IGNORED = -100
 KEY = "position_ids"
@@ -47,11 +48,10 @@ def labels_for(
         if isinstance(labels := sources.get(key), Tensor) and not labels.is_floating_point():
             wrong_BS = _wrong(sources, key, segments, rule, given)
             if wrong_BS.any():
-                wrong = torch.from_numpy(wrong_BS).to(labels.device)
-                out[key] = labels.masked_fill(wrong, ignored)
-                weights = sources.get("loss_mask")
-                if isinstance(weights, Tensor) and weights.shape == labels.shape:  # Megatron's loss reads it, not labels
-                    out["loss_mask"] = weights.masked_fill(wrong.to(weights.device), 0)
+                for name, fill in ((key, ignored), ("loss_mask", 0)):  # Megatron's loss reads the second, not labels
+                    if isinstance(x := sources.get(name), Tensor) and x.shape == labels.shape:
+                        check_of_batch(name, x, segments.shape, f"Pass {name}.to_dense().long().")
+                        out[name] = x.masked_fill(torch.from_numpy(wrong_BS).to(x.device), fill)
     return out
 
 

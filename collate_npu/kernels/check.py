@@ -94,7 +94,7 @@ def call_breaches(
         found = segments.shape
     if "T" not in says and found is None:
         rule, remedy = "The number of tokens is read from a tensor of the call.", "Pass one, or B and T, or segments."
-        raise CollateError(explain(name, f"{', '.join(arguments)}", rule, remedy))
+        raise CollateError(explain(name, f"{', '.join(map(str, arguments))}", rule, remedy))
     sizes_said = dict(zip(("B", "T"), found or ())) | {"training": torch.is_grad_enabled()} | says
     return gated_delta_breaches(arguments, kernel=name, segments=segments, **sizes_said)
 

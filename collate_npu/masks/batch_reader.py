@@ -346,7 +346,7 @@ def _with_dense(
         rule = f"One row of keys for all queries does not say {' or '.join(missing.values())}."
         remedy = f"Pass {' and '.join(missing)}. {REMEDY_CARRY_2D}"
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="polarity"))
-    if not full.ndim or full.shape[-1] != shape[1]:
+    if not full.ndim or full.shape[-1] != shape[1] or (full.ndim == 4 and not full.shape[1]):
         raise wrong_shape_error(key, shape_of(full), shape)
     known = _known(truth, pattern)
     square = full.ndim in (3, 4) and full.shape[-2:] == (shape[1], shape[1]) and len(full) in (1, shape[0])

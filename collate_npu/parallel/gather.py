@@ -97,9 +97,10 @@ def join_shards(
     """
     listed = shards if isinstance(shards, (list, tuple)) else []
     held = [shard for shard in listed if isinstance(shard, Tensor) and shard.layout is torch.strided and not shard.is_nested]
-    if len(held) != cp.size or len(held) != len(shards) or len({shard.shape for shard in held}) != 1:
-        got = f"{len(held)} tensors of shapes {sorted({str(list(shard.shape)) for shard in held})}"
-        raise CollateError(explain("shards", got, f"{cp.size} ranks have one shard each, of one shape.", "Pass all."))
+    kinds = {shape_of(shard) for shard in held}
+    if len(held) != cp.size or len(held) != len(shards) or len(kinds) != 1:
+        rule = f"{cp.size} ranks have one shard each, of one shape and dtype."
+        raise CollateError(explain("shards", f"{len(held)} tensors: {sorted(kinds)}", rule, "Pass all."))
     dim = dimension("shards", shards[0], dim)
     return _in_order(shards, _pieces(shards[0].shape[dim] * cp.size, cp, cu_seqlens), dim)
 

@@ -27,7 +27,7 @@ from collate_npu.masks.sources import Sources, physical_and_real_offsets, wrong_
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, uncompiled
 from collate_npu.parallel.layout import ContextParallel, Run, indices, query_runs, token_runs
 from collate_npu.segments import Segments, as_offsets
-from collate_npu.validation import check_held, checked, dimension
+from collate_npu.validation import check_held, checked, dimension, is_plain
 
 _RECURRENT_KINDS = ("linear_attention", "conv")
 _FEW_RUNS = 16
@@ -446,14 +446,15 @@ class _Plan:
     def moved(self, key: str, value: Any, rule: Key | None) -> Any:
         """One key of the batch in the new row; keys without a token dimension come back as they are."""
         held = as_tensor(key, value, rule, (1, self.width))
-        rule = rule or (TOKENS if isinstance(held, Tensor) and tuple(held.shape[:2]) == (1, self.width) else None)
+        sized = isinstance(held, Tensor) and not held.is_nested
+        rule = rule or (TOKENS if sized and tuple(held.shape[:2]) == (1, self.width) else None)
         if not isinstance(held, Tensor) or rule is None or rule.share == "replicate":
             return value
         targets = rule.role == "labels" and held.is_floating_point()
-        if rule.or_sample and (targets or held.ndim == 1 or held.shape[1] == 1 != self.width):
+        if rule.or_sample and sized and (targets or held.ndim == 1 or held.shape[1:2] == (1,) != (self.width,)):
             return value  # of whole samples: classes [B], or float targets
         dim = min(1 if rule.share == "rows" else rule.dim, held.ndim - 1) % max(held.ndim, 1)
-        if held.layout is not torch.strided or not held.ndim or held.shape[dim] != self.width:
+        if not is_plain(held) or not held.ndim or held.shape[dim] != self.width:
             raise wrong_shape_error(key, shape_of(held), (1, self.width))
         held = held if self.width else held.new_zeros([1 if d == dim else n for d, n in enumerate(held.shape)])
         taken = held.index_select(dim, self.source.to(held.device))
@@ -463,4 +464,4 @@ class _Plan:
         if isinstance(rule.fill, str):
             return taken
         check_held(key, rule.fill, held.dtype)
-        return taken.masked_fill(steps > 0, rule.fill)
+        return taken.where(steps == 0, held.new_full((), rule.fill))

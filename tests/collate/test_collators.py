@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 import strategies
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
 from strategies import laid_out
 
-from collate_npu import CollateError, PaddingCollator, unpad, wrap_collator
+from collate_npu import CollateError, PaddingCollator, wrap_collator
 from collate_npu.collate import Layout
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.keys import KEYS, TOKENS
 from collate_npu.masks import dense, none_is_exact
-from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.releases import KERNELS_TOLD, installed
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
@@ -37,43 +36,6 @@ def packing(features, side="right", keys={**KEYS, "place": TOKENS}, **settings):
 
 
 # --- laws
-
-
-@given(strategies.features(truth=["none", "packed", "seq_lengths"]), strategies.sides(), st.sampled_from([None, False, 15]))
-def test_labels_are_learned_exactly_where_the_sample_alone_learns_them(features, side, most):
-    """The first token of a sequence is predicted by nothing, wherever it stands; all other labels stay."""
-    batch = packing(strategies.marked(features), side, packing=most is not False, max_length=most or None)
-    segments = strategies.standing(features, batch["place"])
-    shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    for b, start, stop in segments.spans:
-        assert start == 0 or batch["labels"][b, start] == -100
-        ids = segments.ids[b]
-        inside = (ids[:-1] == ids[1:]) & (ids[1:] > 0)
-        assert torch.equal(shifted[b, :-1][inside], batch["input_ids"][b, 1:][inside])
-        assert stop > start
-
-
-@given(strategies.features(), strategies.sides(), st.sampled_from([False, None, 8, 15]), st.sampled_from([1, 4]))
-def test_every_key_stands_beside_its_token(features, side, most, multiple):
-    """Packed: in the order of the batch, in so few rows that no two of them fit into one."""
-    features = strategies.marked(features)
-    batch = packing(features, side, packing=most is not False, max_length=most or None, pad_to_multiple_of=multiple)
-    longest = max(len(feature["input_ids"]) for feature in features)
-    width = -(-(most or longest) // multiple) * multiple
-    rows = [list(dict.fromkeys(place // 100 for place in row if place)) for row in batch["place"].tolist()]
-    order = [b for row in rows for b in row]
-    assert sorted(order) == [*range(1, len(features) + 1)]
-    assert rows == sorted(map(sorted, rows))
-    held = sorted(sum(len(features[b - 1]["place"]) for b in row) for row in rows)
-    assert len(rows) == len(features) if most is False else held[-1] <= (most or width) < sum(held[:2]) or len(rows) == 1
-    for key, fill in (("place", 0), ("input_ids", PAD), ("loss_scale", 0)):
-        values = [[x for b in row for x in np.array(features[b - 1][key]).tolist()] for row in rows]
-        gaps = [[fill] * (width - len(row)) for row in values]
-        assert batch[key].tolist() == [row + gap if side == "right" else gap + row for row, gap in zip(values, gaps)]
-    segments = strategies.standing(features, batch["place"])
-    assert torch.equal(batch["position_ids"], segments.position_ids)
-    assert batch["sample"].tolist() == order
-    assert next(iter(batch)) == "input_ids"
 
 
 def test_what_is_one_value_a_sample_follows_the_packed_rows():
@@ -197,16 +159,6 @@ def test_on_the_left_a_consumer_has_positions_without_padding_too(side, places):
     assert found is places or found.tolist() == places
 
 
-def test_padding_free_with_a_consumer():
-    flash = SimpleNamespace(layer_types=["full_attention"], _attn_implementation="flash_attention_2")
-    batch = PaddingCollator(padding_free=True, consumer="transformers", model=flash)(THREE_AND_FIVE)
-    assert batch["attention_mask"] is None
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
-    assert "seq_lens" not in batch
-    omitted = PaddingCollator(padding_free=True, consumer="transformers", model=flash, attention_mask="omit")(THREE_AND_FIVE)
-    assert "attention_mask" not in omitted
-
-
 @pytest.mark.parametrize(("consumer", "model"), [("transformers", HYBRID), ("megatron", DENSE)])
 def test_omit_does_not_drop_a_mask_that_is_needed(consumer, model):
     collator = PaddingCollator(tokenizer(padding_side="left"), consumer=consumer, model=model, attention_mask="omit")
@@ -264,37 +216,6 @@ def test_where_all_sequences_are_used_the_last_takes_the_tail():
     assert flat(padding=(8,), max_sequences=3, pattern="bidirectional")["cu_seqlens_padded"].tolist() == [0, 3, 5, 8]
     with pytest.raises(CollateError, match="5 tokens in all, and a tail of 2"):
         flat(padding=(6,), max_sequences=4)
-
-
-@given(
-    strategies.features(),
-    st.sampled_from([None, 1, 3, 4]),
-    st.sampled_from([None, 4]),
-    st.sampled_from([True, (64, 96, 160), "max_length"]),
-    st.sampled_from([None, 16]),
-    st.sampled_from([{}, {"consumer": "megatron", "model": DENSE}]),
-)
-def test_whatever_the_shape_every_token_is_there_once_beside_its_label(features, each, row, padding, count, consumer):
-    settings = {"sequence_multiple": each, "pad_to_multiple_of": row, "padding": padding, "max_sequences": count}
-    settings["max_length"] = 160 if padding == "max_length" else None
-    batch, plain = flat(features, **settings, **consumer), flat(features)
-    segments = segments_from_batch(batch)
-    assert segments.sequence_lengths == segments_from_batch(plain).sequence_lengths
-    for key in ("input_ids", "labels", "loss_scale"):
-        assert torch.equal(unpad(batch[key], segments), plain[key][0]), key
-    assert torch.equal(unpad(batch["position_ids"], segments), plain["position_ids"][0])
-    assert (batch["labels"][~segments.keep] == -100).all()
-    assert (batch["input_ids"][~segments.keep] == PAD).all()
-    width = batch["input_ids"].shape[1]
-    assert width % (each or 1) == width % (row or 1) == 0
-    ends = batch["cu_seq_lens_q"]
-    assert ends[-1] == width
-    if each:
-        assert (ends % each == 0).all()
-    if count:
-        assert ends.shape == (count + 1,)
-        assert consumer or (ends.diff() > 0).all()
-        assert batch["max_length_q"] == width
 
 
 @pytest.mark.parametrize("labels", [[1, 0], [[0.5, 1.0, 0.0, 1.0, 0.0], [0.0] * 5]])

@@ -113,6 +113,7 @@ def test_formatted_datasets_through_a_dataloader(name, whole, workers):
     loaded = list(DataLoader(dataset, collate_fn=collate, num_workers=workers, **split))
     for n, batch in enumerate(loaded):
         same(collate(samples[2 * n : 2 * n + 2]), batch)
+        assert not any(isinstance(value, torch.Tensor) and value.is_shared() for value in batch.values()), "sent by torch"
     assert len(loaded) == 3
 
 

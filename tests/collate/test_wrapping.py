@@ -12,7 +12,6 @@ from hypothesis import assume, given
 from collate_npu import CollateError, PaddingCollator, Segments, wrap_collator
 from collate_npu.collate import Layout
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
-from collate_npu.masks import dense, none_is_exact
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.testing import byte_tokenizer
 
@@ -23,29 +22,17 @@ HYBRID = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
 
 
 class Inner:
-    """A collator as people write them: pads with EOS, and adds what `keys` names."""
+    """A collator as people write them: pads with EOS, and says nothing of it."""
 
-    def __init__(self, *keys, side="right", multiple=1):
-        self.keys, self.side, self.multiple = keys, side, multiple
+    def __init__(self, side="right"):
+        self.side = side
 
     def __call__(self, features):
         rows = [[int(token) for token in feature["input_ids"]] for feature in features]
-        width = -(-max(map(len, rows)) // self.multiple) * self.multiple
-        segments = Segments.from_lengths([len(row) for row in rows], width, self.side)
-        ids = torch.full((len(rows), width), EOS)
+        segments = Segments.from_lengths([len(row) for row in rows], side=self.side)
+        ids = torch.full(segments.shape, EOS)
         ids[segments.keep] = torch.tensor([token for row in rows for token in row])
-        batch = {"input_ids": ids, "labels": ids.clone()}
-        made = {
-            "2d": ("attention_mask", segments.keep.long()),
-            "4d masked": ("attention_mask", dense(segments, polarity="masked")),
-            "4d keep": ("attention_mask", dense(segments)),
-            "4d additive": ("attention_mask", dense(segments, polarity="bias")),
-            "4d bf16": ("attention_mask", dense(segments, polarity="bias", dtype=torch.bfloat16)),
-            "None": ("attention_mask", None),
-            "keep": ("attention_mask_2d", segments.keep),
-            "positions": ("position_ids", segments.position_ids.clone()),
-        }
-        return batch | dict(made[key] for key in self.keys)
+        return {"input_ids": ids, "labels": ids.clone()}
 
 
 def flat(features):
@@ -60,30 +47,6 @@ def flat(features):
 
 def samples(*lengths):
     return [{"input_ids": [b * 10 + n + 1 for n in range(length)]} for b, length in enumerate(lengths)]
-
-
-ALONE = ("2d", "4d masked", "4d keep", "4d additive", "4d bf16", "keep", "None")
-KINDS = [(), *((key,) for key in ALONE), *(("keep", key) for key in ("None", "4d masked", "4d keep", "2d"))]
-KINDS += [("2d", "positions")]
-
-
-@pytest.mark.parametrize("keys", KINDS, ids=" + ".join)
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("multiple", [1, 8])
-def test_inner_collators_of_every_kind(keys, side, multiple):
-    features = samples(3, 5)
-    inner = Inner(*keys, side=side, multiple=multiple)
-    batch = wrap_collator(inner)(features)
-    segments = Segments.from_lengths([3, 5], 5 if multiple == 1 else 8, side)
-    assert torch.equal(batch["attention_mask_2d"], segments.keep)
-    assert torch.equal(batch["input_ids"], inner(features)["input_ids"])
-    if none_is_exact(segments):
-        assert batch["attention_mask"] is None
-    else:
-        assert torch.equal(batch["attention_mask"], dense(segments, polarity="masked"))
-    starts = [start for _, start, _ in segments.spans if start]
-    assert all(batch["labels"][b, start] == -100 for b, start, _ in segments.spans if start)
-    assert (batch["labels"] == -100).sum() == len(starts) + (~segments.keep).sum()
 
 
 @given(strategies.features(truth=["none"]), strategies.sides())
@@ -101,19 +64,6 @@ def test_ids_that_were_changed_are_not_aligned():
 
     with pytest.raises(AmbiguousMaskError, match="at neither end of their rows"):
         wrap_collator(truncating)(samples(3, 5))
-
-
-# --- flat rows
-
-
-def test_a_flat_row_gets_all_its_offsets():
-    batch = wrap_collator(flat)(samples(3, 5))
-    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 8]
-    assert (batch["max_length_q"], batch["max_length_k"]) == (5, 5)
-    assert batch["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]]
-    assert batch["attention_mask"] is None
-    assert "attention_mask_2d" not in batch
-    assert batch["labels"].tolist() == flat(samples(3, 5))["labels"].tolist()
 
 
 # --- packed rows
@@ -216,9 +166,17 @@ def test_samples_are_read_before_the_inner_collator_writes_into_them():
 def test_arguments_reach_the_inner_collator():
     def inner(features, return_tensors=None, *, scale=1):
         assert return_tensors == "pt"
-        return Inner("2d")(features) | {"scale": scale}
+        return Inner()(features) | {"scale": scale}
 
     assert wrap_collator(inner)(samples(3, 5), "pt", scale=3)["scale"] == 3
+
+
+@pytest.mark.parametrize("more", [{"attention_mask": "2d"}, {"consumer": "transformers", "model": HYBRID}])
+def test_a_key_mask_is_read_in_the_polarity_that_is_named(more):
+    keep = torch.tensor([[True, True, False], [True, True, True]])
+    batch = {"input_ids": keep.long(), "attention_mask": ~keep[:, None, None]}
+    out = wrap_collator(lambda _: batch, polarity="masked", pattern="causal", **more)([{}, {}])
+    assert torch.equal(out["attention_mask"].bool(), keep)
 
 
 # --- flat rows with padding behind each sample

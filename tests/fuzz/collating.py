@@ -3,13 +3,12 @@
 Legend: L tokens of one sample.
 """
 
-from copy import deepcopy
 from functools import cache
 
 import oracle
 import torch
 from fuzz import drawn as make
-from fuzz.compared import adapter_of, apart, is_mask, lists, refused, same
+from fuzz.compared import adapter_of, apart, bits, is_mask, lists, refused
 from fuzz.drawn import PAD, Drawn
 
 from collate_npu import PaddingCollator
@@ -33,10 +32,10 @@ def told_of(drawn: Drawn, L: int, kind: str):
     return ("attention_mask" if kind == "ones" else ""), [1] * L, [1] * L
 
 
-def samples_of(drawn: Drawn):
+def samples_of(drawn: Drawn, most: int = 3):
     """Features, their tokens, and their segment ids."""
     features, tokens, own, kind = [], [], [], drawn.pick(KINDS)
-    for _ in range(1 + drawn.below(3)):
+    for _ in range(1 + drawn.below(most)):
         L = 1 + drawn.below(6)
         key, value, row = told_of(drawn, L, drawn.pick(KINDS) if drawn.below(8) == 7 else kind)
         tokens.append(drawn.many(L, 10))
@@ -48,16 +47,20 @@ def samples_of(drawn: Drawn):
     return features, tokens, own
 
 
+def contradict(features, own) -> bool:
+    """A sample contradicts itself, has no token, or has other keys than the rest."""
+    return len({frozenset(each) for each in features}) > 1 or any(row is None or not any(row) for row in own)
+
+
 def collate(drawn: Drawn) -> None:
     features, tokens, own = samples_of(drawn)
     side, multiple, flat = drawn.pick(make.SIDES), drawn.pick((None, 4)), drawn.below(3) == 2
     settings = {"padding_free": True} if flat else {"attention_mask": drawn.pick(("auto", "2d", "4d")), "padding_side": side}
-    unlike = len({frozenset(feature) for feature in features}) > 1
-    bad = unlike or any(row is None or not any(row) for row in own)
-    before = deepcopy(features)
+    bad = contradict(features, own)
+    before = bits(features)
     collator = collator_of(pad_token_id=PAD, pad_to_multiple_of=multiple, **settings)
     batch = refused(lambda: collator(features), bad, "a sample contradicts itself or has no token")
-    assert same(features, before)
+    assert bits(features) == before
     if batch is None:
         assert bad, "refused"
         return

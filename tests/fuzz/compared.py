@@ -6,9 +6,9 @@ import numpy as np
 import oracle
 import torch
 
-from collate_npu import BatchAdapter, CollateError
+from collate_npu import BatchAdapter, CollateError, ContextParallel
 
-adapter_of = cache(BatchAdapter)
+adapter_of, rank_of, others = cache(BatchAdapter), cache(ContextParallel), cache(ContextParallel.with_rank)
 
 
 def refused(call, must: bool, why: str):
@@ -47,15 +47,15 @@ def leaves(value):
     return [value] if isinstance(value, np.ndarray) else []
 
 
-def same(one, other) -> bool:
-    """Equal, of one type and dtype."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, (torch.Tensor, np.ndarray)):
-        return one.dtype == other.dtype and np.array_equal(*(leaves(x)[0] for x in (one, other)))
-    return type(one) is type(other) and one == other
+def bits(value):
+    """What it is, to the bit, with its types: of equal values one text, and a copy of what may be written to."""
+    if isinstance(value, dict):
+        return {key: bits(each) for key, each in value.items()}
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return str(value.dtype), tuple(value.shape), leaves(value)[0].tobytes()
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (dict, list, tuple, torch.Tensor, np.ndarray)):
+        return type(value), [bits(each) for each in value]
+    return repr(value)
 
 
 def apart(given, made) -> bool:

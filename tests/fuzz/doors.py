@@ -3,16 +3,14 @@
 Legend: B rows, S width.
 """
 
-from copy import deepcopy
-
 import numpy as np
 import oracle
 import torch
 from fuzz import drawn as make
-from fuzz.compared import adapter_of, apart, is_mask, lists, refused, same
+from fuzz.compared import adapter_of, apart, bits, is_mask, lists, rank_of, refused
 from fuzz.drawn import Drawn
 
-from collate_npu import ContextParallel, derive_segments
+from collate_npu import derive_segments
 
 
 def plain(rows) -> bool:
@@ -32,11 +30,11 @@ def derive(drawn: Drawn) -> None:
     given = make.four_dims(drawn, keep_B1SS, polarity)
     declared, known, said = drawn.chance(), drawn.chance(), name != "causal" or drawn.chance()
     truth = torch.tensor(rows)
-    before = deepcopy([given, truth])
+    before = bits([given, truth])
     settings = {"polarity": polarity} if declared else {}
     settings |= ({"pattern": pattern} if said else {}) | ({"keep": truth != 0} if known else {})
     found = refused(lambda: derive_segments(given, **settings), False, "")
-    assert same([given, truth], before)
+    assert bits([given, truth]) == before
     if found is None:
         assert not (plain(rows) and name == "causal" and (declared or known)), "a plain causal mask is refused"
     else:
@@ -56,9 +54,9 @@ def derive_keys(drawn: Drawn, rows) -> None:
         given = (~kept if polarity == "masked" else kept).to(dtype)
     deep = not packed and polarity is not None and S > 1 and drawn.chance()
     given = given[:, None, None] if deep else given
-    before = deepcopy(given)
+    before = bits(given)
     found = refused(lambda: derive_segments(given, polarity=polarity), False, "")
-    assert same(given, before)
+    assert bits(given) == before
     square = B == S and not deep  # is it [B, S] or [S, S]?
     assert (square and not packed) if found is None else lists(found.ids) == rows
 
@@ -99,11 +97,11 @@ def adapt_rows(drawn: Drawn) -> None:
     batch, certain, polarity = batch_of(drawn, rows)
     packed, mixed = max(map(max, rows)) > 1, oracle.side(rows) == "mixed"
     holes = any(places[-1] - places[0] >= len(places) for _, places in oracle.sequences(rows))
-    before = deepcopy(batch)
+    before = bits(batch)
     adapter = adapter_of(consumer=consumer, needs_mask_2d=recurrent, polarity=polarity, labels_shifted=False)
     must = recurrent and (packed or holes)
     made = refused(lambda: adapter.with_segments(batch), must, "recurrent layers read neither holes nor packed rows")
-    assert same(batch, before)
+    assert bits(batch) == before
     if made is None:
         assert must or not certain or (consumer == "transformers" and mixed), "refused, although nothing is in doubt"
         return
@@ -132,11 +130,11 @@ def flat_batch(drawn: Drawn):
 
 def adapt_flat(drawn: Drawn) -> None:
     batch, row, said = flat_batch(drawn)
-    consumer, recurrent, before = drawn.pick(("megatron", "transformers")), drawn.chance(), deepcopy(batch)
+    consumer, recurrent, before = drawn.pick(("megatron", "transformers")), drawn.chance(), bits(batch)
     adapter = adapter_of(consumer=consumer, needs_mask_2d=recurrent, padding_free=True, labels_shifted=False)
     must = not said or (recurrent and consumer == "transformers" and len({*row} - {0}) > 1)
     made = refused(lambda: adapter.with_segments(batch), must, "the model is unknown, or where a sequence begins")
-    assert same(batch, before)
+    assert bits(batch) == before
     if made is None:
         assert must, "refused"
         return
@@ -162,9 +160,7 @@ def adapt_for_a_rank(drawn: Drawn) -> None:
     size, ids, S = 2 + drawn.below(2), make.tokens_of(drawn, rows), len(rows[0])
     rank, layout = drawn.below(size), drawn.pick(("zigzag", "contiguous"))
     batch = {"input_ids": torch.tensor(ids), "attention_mask_2d": torch.tensor(oracle.keep(rows))}
-    adapter = adapter_of(
-        consumer="megatron", needs_mask_2d=False, context_parallel=ContextParallel(size, rank, layout=layout)
-    )
+    adapter = adapter_of(consumer="megatron", needs_mask_2d=False, context_parallel=rank_of(size, rank, layout=layout))
     must = S % (size * (1 + (layout == "zigzag"))) > 0
     out = refused(lambda: adapter(batch), must, "the width does not divide")
     if out is None:
@@ -173,9 +169,9 @@ def adapt_for_a_rank(drawn: Drawn) -> None:
     held = oracle.share(S, size, rank, layout)
     assert lists(out["input_ids"]) == [[row[s] for s in held] for row in ids]
     assert lists(out["position_ids"]) == [[oracle.positions(row)[s] for s in held] for row in rows]
-    masked, whole = out["attention_mask"], oracle.dense(rows)
+    masked = out["attention_mask"]
     assert (masked is None) == oracle.none_is_exact(rows)
-    assert masked is None or lists(~masked) == [[[keys[q] for q in held]] for (keys,) in whole]
+    assert masked is None or lists(~masked) == [[[oracle.sees(row, q) for q in held]] for row in rows]
 
 
 def is_megatrons(out, rows, recurrent) -> None:

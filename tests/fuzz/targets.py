@@ -4,17 +4,19 @@ A target raises where the package is wrong. Inputs are not written to, and what 
 Legend: B rows, S width.
 """
 
-from copy import deepcopy
 from math import lcm
 
 import oracle
 import torch
 from fuzz import drawn as make
 from fuzz.collating import collate
-from fuzz.compared import apart, lists, refused, same
+from fuzz.compared import apart, bits, lists, others, rank_of, refused
 from fuzz.doors import adapt, derive
 from fuzz.drawn import Drawn
 from fuzz.kernels import kernels
+from fuzz.packing import pack
+from fuzz.planning import plan
+from fuzz.validating import validate
 
 from collate_npu import ContextParallel, Segments, last_token, repad, split_batch, unpad
 from collate_npu.outputs import ignore_first_labels, per_sequence, shift_labels, to_nested
@@ -28,7 +30,7 @@ def place_of(drawn: Drawn, layouts=LAYOUTS):
     size, layout = 1 + drawn.below(4), drawn.pick(layouts)
     ulysses = drawn.pick([n for n in (1, 2, 3, 4) if size % n == 0]) if layout.endswith("ulysses_ring") else 1
     place = {"layout": layout, "ulysses": ulysses, "mask_2d": drawn.pick(("local", "global"))}
-    return ContextParallel(size, drawn.below(size), **place)
+    return rank_of(size, drawn.below(size), **place)
 
 
 def units_of(cp: ContextParallel) -> tuple[int, int]:
@@ -56,23 +58,24 @@ def split(drawn: Drawn) -> None:
     rows, cp = make.rows_of(drawn, ("right", "left", "none", "mixed"), width=16), place_of(drawn)
     unit = units_of(cp)[1]
     S = len(rows[0]) + -len(rows[0]) % unit * (drawn.below(4) > 0)
-    rows, square = [oracle.padded(row, S, 0, "right") for row in rows], drawn.chance()
+    rows = [oracle.padded(row, S, 0, "right") for row in rows]
+    whole = oracle.dense(rows) if drawn.chance() else None
     B, ids, kept = len(rows), make.tokens_of(drawn, rows), oracle.keep(rows)
     batch = {
         "input_ids": torch.tensor(ids),
         "labels": make.held(drawn, ids),
         "attention_mask_2d": torch.tensor(kept),
-        "attention_mask": torch.tensor(oracle.dense(rows) if square else kept),
+        "attention_mask": torch.tensor(whole or kept),
         "position_ids": torch.tensor([ids] * 3),
         "loss_scale": torch.tensor(ids, dtype=torch.float32),
         "advantages": torch.arange(B),
         "pixel_values": torch.ones(2, 3),
         "name": "x",
     }
-    before = deepcopy(batch)
+    before = bits(batch)
     wrong = S % unit > 0
     out = refused(lambda: split_batch(batch, cp), wrong, "the width does not divide")
-    assert same(batch, before)
+    assert bits(batch) == before
     if out is None:
         assert wrong, "refused"
         return
@@ -80,7 +83,7 @@ def split(drawn: Drawn) -> None:
     ours = [[row[s] for s in held] for row in ids]
     flat = kept if cp.mask_2d == "global" else [[row[s] for s in held] for row in kept]
     own = kept if cp.layout == "ulysses" or cp.ulysses > 1 else flat
-    dense = [[[keys[q] for q in queries]] for (keys,) in oracle.dense(rows)] if square else own
+    dense = [[[keys[q] for q in queries]] for (keys,) in whole] if whole else own
     right = {"input_ids": ours, "labels": ours, "loss_scale": ours, "attention_mask_2d": flat, "attention_mask": dense}
     right |= {"position_ids": [ours] * 3, "advantages": list(range(B)), "pixel_values": [[1.0] * 3] * 2, "name": "x"}
     assert {key: lists(value) for key, value in out.items()} == right
@@ -99,14 +102,14 @@ def gather(drawn: Drawn) -> None:
     values = [[drawn.below(2) for _ in range(B)] for _ in range(sum(parts))]
     x, dim = torch.tensor(values).reshape(-1, B).to(dtype), drawn.below(3) - 1
     x = x if dim == 0 else x.T[:, :, None].expand(-1, -1, 2)[..., 0] if dim == 1 else x.T
-    before = deepcopy(x)
+    before, along = bits(x), lists(x.movedim(dim, 0))
     held = [held_by(rank, bounds, cp) for rank in range(cp.size)]
-    shards = [split_tensor(x, cp.with_rank(rank), dim=dim, **offsets) for rank in range(cp.size)]
+    shards = [split_tensor(x, others(cp, rank), dim=dim, **offsets) for rank in range(cp.size)]
     for shard, places in zip(shards, held):
-        assert lists(shard.movedim(dim, 0)) == [lists(before.movedim(dim, 0)[place]) for place in places]
+        assert lists(shard.movedim(dim, 0)) == [along[place] for place in places]
     whole = join_shards(shards, cp, dim=dim, **offsets)
-    assert same(x, before)
-    assert same(whole, before)
+    assert bits(x) == before
+    assert bits(whole) == before
     assert lists(whole.movedim(dim, 0)) == oracle.gathered([lists(s.movedim(dim, 0)) for s in shards], held)
     assert cp.size == 1 or apart([x], shards)
 
@@ -141,4 +144,12 @@ def outputs(drawn: Drawn) -> None:
     assert apart([x], [*made[:1], *made[-3:]])
 
 
-TARGETS = {each.__name__: each for each in (collate, derive, adapt, split, gather, outputs, kernels)}
+def probe(drawn: Drawn) -> None:
+    from fuzz.probing import probe as asked  # it imports transformers
+
+    asked(drawn)
+
+
+TARGETS = {
+    each.__name__: each for each in (collate, derive, adapt, split, gather, outputs, kernels, plan, pack, validate, probe)
+}

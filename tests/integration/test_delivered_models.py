@@ -119,13 +119,6 @@ def test_the_layers_of_a_vision_tower_are_not_asked():
         check_delivery(model, inputs | images, alone=True)
 
 
-def test_a_packed_row_that_attends_across_is_told():
-    model, flat = model_of("qwen3"), Segments.from_lengths([[5, 7]])
-    batch = {"input_ids": torch.arange(3, 15)[None], "segment_ids": flat.ids, "position_ids": flat.position_ids}
-    check_delivery(model, batch | {"attention_mask": dense(flat)}, alone=True)
-    refused("goes on from another sequence", model, batch | {"attention_mask": None})
-
-
 def test_a_layer_that_ignores_its_mask_is_told(monkeypatch):
     model = model_of("qwen3_next")
     batch = BatchAdapter(model)(wire())
@@ -233,18 +226,6 @@ def test_an_encoder_beside_its_decoder(width):
     right, wrong = (bare(batch, mask, labels=torch.ones(3, width).long()) for mask in (keep.long(), None))
     assert any(name.endswith("EncDecAttention") for name in check_delivery(model, right).unchecked)
     refused(r"encoder\.block\.0\.layer\.0.*attends padding", model, wrong, Segments.from_keep(keep))
-
-
-def test_a_guard_outlives_a_forward_that_raises():
-    model, batch, said = model_of("qwen3_next"), BatchAdapter(model_of("qwen3_next"))(wire()), []
-    guard_first_batch(model, report=said.append)
-    with pytest.raises((TypeError, AttributeError)):
-        model(**batch | {"labels": 5.0})
-    assert not said
-    model(**batch)
-    assert len(said) == 1
-    model(**batch)
-    assert len(said) == 1
 
 
 def test_the_guard_looks_once_and_at_positional_arguments_too():

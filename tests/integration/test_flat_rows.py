@@ -1,21 +1,19 @@
 """A flat row on real models: each sequence gives the logits and gradients it gives alone, or the row is refused.
 
-Recurrent layers call reference kernels, where an installed package would stand; attention reads a dense mask, or offsets.
+Recurrent layers call reference kernels, where an installed package would stand; attention reads a dense mask.
 """
 
 import copy
 from contextlib import nullcontext
-from functools import wraps
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
 from rotation import rotating
-from strategies import laid_out, marked
+from strategies import laid_out
 
 pytest.importorskip("transformers")
 from flat_rows import (
-    BY_OFFSETS,
     EXACT,
     FORGOTTEN,
     GATED_DELTA,
@@ -34,13 +32,12 @@ from flat_rows import (
 )
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DataCollatorWithFlattening
 
-from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, adapt, check_delivery
+from collate_npu import BatchAdapter, CollateError, Segments, adapt, check_delivery
 from collate_npu.consumers.recurrent import as_it_is
 from collate_npu.consumers.transformers import SPLITS_BY_POSITIONS
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.keys import KEYS, TOKENS
 from collate_npu.releases import KERNELS_TOLD, MISSING_KERNEL_RAISES, POSITIONS_SPLIT
-from collate_npu.testing import kernels, reference_kernels, tiny_config
+from collate_npu.testing import reference_kernels, tiny_config
 
 pytestmark = pytest.mark.long
 
@@ -49,7 +46,6 @@ LOUD = MISSING_KERNEL_RAISES.holds()
 """Does transformers itself raise where a kernel that is told is missing?"""
 C = 4
 SAMPLES = samples((6, 1, 5, 8))
-FILLS = {"input_ids": PAD, "labels": -100, "position_ids": 0}
 ATTENTION, IMPLEMENTED = ["llama", "qwen3", "mistral", "gemma3_text"], ["sdpa", "eager"]
 TWO_KEYS = [name for name in EXACT if name in GATED_DELTA + KDA]
 """Gated DeltaNet and KDA: the convolution reads `seq_idx`, the rule offsets."""
@@ -62,8 +58,6 @@ SHAPES = {
     "one shape": {"sequence_multiple": C, "padding": (256,), "max_sequences": 8},
     "one shape, not aligned": {"padding": (256,), "max_sequences": 8},
 }
-OF_FOUR = {**SHAPES, "one shape, none left": {"sequence_multiple": C, "padding": (32,), "max_sequences": 4}}
-"""Shapes of a row of four sequences."""
 
 
 def theirs(model):
@@ -92,27 +86,6 @@ def test_every_sequence_of_a_flat_row_is_as_alone(name, attn):
                 if name in ATTENTION:  # the control: without it they run into each other
                     unmasked = {**batch, "attention_mask": None, "use_cache": True}
                     assert errors(model, unmasked, truth, at)[0] > 0.1
-
-
-def flash(model):
-    """Its config, as that of a model whose attention reads offsets."""
-    config = copy.deepcopy(model.config)
-    config._attn_implementation = "flash_attention_2"
-    return {"model": config, "consumer": "transformers"}
-
-
-@pytest.mark.parametrize("shape", OF_FOUR)
-def test_attention_by_offsets_is_as_alone_in_every_shape(shape):
-    model, settings = built("llama", BY_OFFSETS), {"pad_token_id": PAD, "padding_free": True, **laid_out(OF_FOUR[shape])}
-    truth = alone(model, SAMPLES)
-    batch = PaddingCollator(**flash(model), **settings)(SAMPLES)
-    at = places(batch, SAMPLES)
-    assert batch["attention_mask"] is None
-    assert max(errors(model, batch, truth, at)) < RIGHT
-    unparted = {**batch, "cu_seq_lens_q": batch["cu_seq_lens_q"][[0, -1]]}
-    assert errors(model, unparted, truth, at)[0] > 0.1  # the control
-    adapted, known = BatchAdapter(**flash(model), padding_free=True).with_segments(PaddingCollator(**settings)(SAMPLES))
-    assert max(errors(model, adapted, truth, known.indices)) < RIGHT
 
 
 COUNTING = {
@@ -144,29 +117,6 @@ def test_an_indexer_picks_among_the_keys_of_its_sequence(name):
     config.index_topk, config.index_n_heads = 4, 8
     model = AutoModelForCausalLM.from_config(config).eval()
     assert max(errors(model, ours(model)(SAMPLES), alone(model, SAMPLES))) < RIGHT
-
-
-@NEWER
-def test_alignment_is_a_way_around_kernels_that_are_wrong_in_short_chunks(monkeypatch):
-    """Wrong where a sequence ends in a short chunk, as some are (flash-linear-attention-npu issues 367, 544, 733)."""
-    right = kernels.reference_gated_delta_rule
-
-    @wraps(right)
-    def faulty(*args, cu_seqlens=None, **settings):
-        out, state = right(*args, cu_seqlens=cu_seqlens, **settings)
-        short = torch.zeros(1, out.shape[1], 1, 1)
-        for a, b in pairwise([0, out.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()):
-            short[:, b - (b - a) % C : b] = 1
-        return out * (1 + short), state
-
-    model = built("qwen3_next")
-    truth = alone(model, SAMPLES)
-    monkeypatch.setattr(kernels, "reference_gated_delta_rule", faulty)
-    with reference_kernels(model):
-        for settings in OF_FOUR.values():
-            batch = ours(model, **laid_out(settings))(SAMPLES)
-            error = errors(model, batch, truth, places(batch, SAMPLES))[0]
-            assert (error < RIGHT) if "sequence_multiple" in settings else (error > 1e-2), settings
 
 
 def test_a_window_that_the_model_leaves_out_of_its_masks_is_left_out_of_ours():
@@ -216,43 +166,6 @@ def ends(row):
 
 
 # --- recurrent layers
-
-
-@NEWER
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
-def test_every_sample_of_packed_rows_is_as_alone(name, side):
-    model, features = built(name), marked(samples(ROWS["shorter than the taps"]))
-    truth, lengths = alone(model, features), [len(row["place"]) - 1 for row in features]
-    ids = [torch.tensor([row["input_ids"]]) for row in features]
-    learned = sum(model(own, labels=own).loss * n for own, n in zip(ids, lengths) if n) / sum(lengths)
-    handle = adapt(model)
-    settings = {"packing": True, "max_length": 8, "padding_side": side, "keys": {**KEYS, "place": TOKENS}}
-    batch = PaddingCollator(pad_token_id=PAD, model=model, **settings)(features)
-    place_T = batch.pop("place").flatten()
-    at = [int((place_T == place).nonzero()) for row in features for place in row["place"]]
-    assert batch["input_ids"].shape == (2, 8)
-    assert max(errors(model, without(batch, "sample"), truth, torch.tensor(at))) < RIGHT
-    assert torch.isclose(model(**without(batch, "sample")).loss, learned, atol=RIGHT)
-    handle.remove()
-
-
-@NEWER
-def test_adapt_reads_one_row_with_offsets_as_flat_beside_a_mask_of_ones():
-    """As VeOmni writes it, with a tail (veomni/data/data_collator.py, d977449)."""
-    model, features = built("qwen3_next"), samples(ROWS["short"])
-    flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(features)
-    width = flat["input_ids"].shape[1]
-    row = {key: torch.nn.functional.pad(flat[key], (0, 3), value=fill) for key, fill in FILLS.items()}
-    ends = torch.cat([flat["cu_seq_lens_q"], torch.tensor([width + 3], dtype=torch.int32)])
-    row |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "tail_padding_length": torch.tensor(3)}
-    row["attention_mask"] = torch.ones_like(row["input_ids"])
-    with reference_kernels(model):
-        truth = alone(model, features)
-        assert max(errors(model, row, truth)) > WRONG
-        handle = adapt(model)
-        assert max(errors(model, row, truth)) < RIGHT
-        handle.remove()
 
 
 @NEWER

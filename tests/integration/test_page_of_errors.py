@@ -37,8 +37,6 @@ from collate_npu.releases import KERNELS_TOLD, MISSING_KERNEL_RAISES  # noqa: E4
 from collate_npu.testing import byte_tokenizer, tiny_model  # noqa: E402
 from collate_npu.tools.show import picture  # noqa: E402
 
-pytestmark = pytest.mark.models
-
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "collate_npu" / "guide"
 TEXT = (GUIDE / "errors.md").read_text(encoding="utf-8")

@@ -117,7 +117,7 @@ def test_accelerate_shares_the_batches_of_all_ranks_out_as_planned(even):
 def test_packed_rows_are_planned_by_their_width(tmp_path):
     model = tiny_model("qwen3", vocab_size=257)
     collator = PaddingCollator(pad_token_id=256, model=model, packing=True, max_length=50)
-    trainer = trainer_of(model, collator, tmp_path)
+    trainer = trainer_of(model, collator, tmp_path, made=CountsEachBatch)  # a stack's own class, as TRL's
     plan_batches(trainer, max_tokens=120)
     assert max(batch["input_ids"].numel() for batch in trainer.get_train_dataloader()) <= 120
 

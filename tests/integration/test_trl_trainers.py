@@ -19,7 +19,7 @@ from watching import Watch
 
 from collate_npu import CollateError, PaddingCollator, adapt, wrap_collator
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.integrations.transformers import DeliveryCallback, plan_batches
+from collate_npu.integrations.transformers import DeliveryCallback
 from collate_npu.testing import byte_tokenizer, reference_kernels, tiny_model
 
 pytestmark = pytest.mark.slow
@@ -152,13 +152,6 @@ def test_a_routers_loss_that_the_call_asks_for_counts_no_padding(kind, tmp_path)
     assert told[0] == pytest.approx(told[1], rel=1e-5)
 
 
-def test_a_collator_for_rows_says_what_preference_data_needs(tmp_path):
-    model = build("qwen3_next")
-    trainer, _ = dpo(model, tmp_path, PaddingCollator(TOKENIZER, model=model))
-    with pytest.raises(CollateError, match=r"samples with prompt_ids, chosen_ids, rejected_ids.* Wrap the collator"):
-        trainer.train()
-
-
 # --- supervised
 
 
@@ -200,30 +193,6 @@ def test_flat_rows_of_sft(kind, name, more, tmp_path):
     assert trainer.state.log_history[0]["num_tokens"] == sum(len(ids) + 1 for ids in sequences)  # TRL adds an eos
     if name == "qwen3_next":
         assert seen.masks["linear_attn"] == {"None + cu_seq_lens_q + seq_idx"}
-
-
-def test_planned_batches_of_sft(tmp_path):
-    model = build("qwen3_next")
-    collator = PaddingCollator(byte_tokenizer(padding_side="left"), model=model)
-    trainer, sequences = sft(model, tmp_path, collator, gradient_accumulation_steps=9)
-    sampler = plan_batches(trainer, max_tokens=46)
-    with Watch(trainer.model) as seen:
-        trainer.train()
-    error, compared = seen.error([[*ids, TOKENIZER.eos_token_id] for ids in sequences])
-    assert (len(sampler) > 1, compared) == (True, len(TEXTS))
-    assert error < RIGHT
-
-
-def test_a_trainer_with_a_loader_of_its_own_is_not_planned(tmp_path):
-    with pytest.raises(CollateError, match=r"GRPOTrainer.*a loader of its own.*Leave plan_batches out"):
-        plan_batches(grpo(build("qwen3"), tmp_path)[0], max_tokens=70)
-
-
-def test_a_flat_row_that_would_be_wrong_is_refused(tmp_path):
-    trainer, _ = sft(build("jamba"), tmp_path, **FLAT["packing"])
-    adapt(trainer.model)
-    with pytest.raises(UnsupportedFormError, match="another sequence of its row moves a sequence"):
-        trainer.train()
 
 
 # --- trainers that take no collator

@@ -224,31 +224,6 @@ def test_compiled(in_place, order):
 # --- how it is called
 
 
-def test_the_backbone_by_itself():
-    """TRL 1.16 distillation_trainer.py:1523, OpenRLHF's value heads."""
-    model = model_of("gpt2")
-    own = model.base_model(input_ids=ROWS[0][None]).last_hidden_state[0]
-    rows = {key: value for key, value in padded().items() if key != "labels"}
-    gaps = []
-    for context in (nullcontext, lambda: adapt(model)):
-        with context():
-            gaps.append(float((model.base_model(**rows).last_hidden_state[0, -7:] - own).abs().max()))
-    assert gaps[0] > 0.1
-    assert gaps[1] < 1e-4
-
-
-def test_names_places_and_embeddings():
-    model, rows = model_of(), padded()
-    wanted = model(**{**rows, "labels": None}).logits
-    with adapt(model), torch.no_grad():
-        assert torch.allclose(model(rows["input_ids"], rows["attention_mask"], use_cache=False).logits, wanted, atol=1e-4)
-        embeds = model.get_input_embeddings()(rows["input_ids"])
-        got = model(inputs_embeds=embeds, attention_mask=rows["attention_mask"], output_hidden_states=True)
-        assert torch.allclose(got.logits, wanted, atol=1e-4)
-        with pytest.raises((TypeError, CollateError)):
-            model(*[rows["input_ids"]] * 40)
-
-
 @pytest.mark.parametrize("way", ["greedy", "beams", "a cache made before"])
 def test_generation_is_as_without_it(way):
     model, prompt = model_of(), {key: value for key, value in padded().items() if key != "labels"}

@@ -31,16 +31,8 @@ def test_offsets(offsets, first, neutral):
     assert [x.tolist() for x in call_boundaries.by_offsets(offsets, 5)] == [first, neutral]
 
 
-@pytest.mark.parametrize(
-    ("first", "window", "reach"),
-    [([0, 0, 2, 2, 2], None, 3), ([0, 0, 2, 2, 2], 2, 2), ([0, 0, 2, 2, 2], 4, 3), ([0, 1], None, 1)],
-)
-def test_the_reach_is_that_of_the_token_furthest_from_its_first(first, window, reach):
-    assert call(first, window=window).reach == reach
-
-
-def test_numbers_begin_anew_with_each_row():
-    assert call_boundaries.by_numbers(np.array([[1, 1, 2], [2, 2, 2]])).tolist() == [0, 0, 2, 3, 3, 3]
+def test_tokens_that_read_themselves_alone_reach_one():
+    assert call([0, 1]).reach == 1
 
 
 @pytest.mark.parametrize("order", ["BTD", "TBD", "BDT", "BT", "TB"])
@@ -69,22 +61,6 @@ def test_a_mask_says_whom_tokens_read_and_who_is_read(allowed, first, neutral):
     first_T, neutral_T, _ = call_boundaries.by_mask(lambda b: (rows[b], rows[b]), 2, 3)
     assert first_T.tolist() == [0, 0, 0, *(3 + x for x in first)]
     assert neutral_T.tolist() == [0, 0, 0, *neutral]
-
-
-@pytest.mark.parametrize(
-    ("shape", "places"),
-    [
-        ((2, 3), [0, 1, 2, 3, 4, 5]),
-        ((1, 6), [0, 1, 2, 3, 4, 5]),
-        ((1, 4), [1, 2, 3, 4]),
-        *((shape, None) for shape in ((3, 2), (6, 1), (2, 2), (4, 1), (1, 5))),
-    ],
-)
-def test_tokens_of_a_call_are_those_of_the_batch_whole_flat_or_without_padding(shape, places):
-    found = call_boundaries.places_in(
-        call(range(shape[0] * shape[1]), shape=shape), Segments.from_ids([[0, 1, 1], [1, 1, 0]])
-    )
-    assert places is None if found is None else found.tolist() == places
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,11 @@ def test_without_cann_the_package_works_and_only_torch_npu_does_not(without_cann
     assert ".so: cannot open shared object file" in said, "is CANN installed after all?"
 
 
+def test_without_cann_torch_itself_names_the_switch(without_cann: Callable[..., str]) -> None:
+    code = "try:\n    import torch\nexcept RuntimeError as error:\n    print(error)"
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in without_cann(code, TORCH_DEVICE_BACKEND_AUTOLOAD="1")
+
+
 def test_cann_without_a_card_is_no_device(without_cann: Callable[..., str], stand_ins: list[Path]) -> None:
     code = "import torch, collate_npu.kernels.fusion_attention; print(torch.npu.is_available(), torch.npu.device_count())"
     said = without_cann(code, LD_LIBRARY_PATH=str(stand_ins[0].parent), TORCH_DEVICE_BACKEND_AUTOLOAD="1")

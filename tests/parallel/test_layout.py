@@ -14,7 +14,7 @@ from hypothesis import example, given, strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from collate_npu import CollateError
-from collate_npu.parallel import BLOCKS, ContextParallel, gather_objects, gloo_group, query_rows, token_rows, token_runs
+from collate_npu.parallel import ContextParallel, gather_objects, gloo_group, token_rows, token_runs
 from collate_npu.parallel.layout import Layout, is_gloo
 
 LAYOUTS = get_args(Layout)
@@ -55,35 +55,7 @@ def test_rows_are_those_of_the_definition_in_few_runs(case):
     assert cp.documents or len(runs) <= 2
 
 
-@given(places())
-def test_query_rows_hold_the_tokens_of_every_ulysses_rank_of_the_ring(case):
-    cp, S, offsets = case
-    inner = cp.ulysses_size
-    ring = [cp.with_rank(cp.rank // inner * inner + n) for n in range(inner)]
-    together = torch.cat([token_rows(S, place, offsets) for place in ring])
-    assert query_rows(S, cp, offsets).tolist() == together.tolist()
-
-
 # --- multiples ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "multiple"),
-    [
-        ({"size": 1}, 1),
-        ({"size": 4}, 8),
-        ({"size": 4, "tensor_parallel": 2}, 16),
-        ({"size": 2, "tensor_parallel": 4}, 16),  # lcm(4, 2 * 2) = 4 would leave a rank 2 tokens for 4 tp ranks
-        ({"size": 4, "layout": "ulysses", "tensor_parallel": 2}, 8),
-        ({"size": 4, "layout": "ulysses_ring", "ulysses": 2}, 4),
-        ({"size": 6, "layout": "ulysses_ring", "ulysses": 3}, 12),
-        ({"size": 2, "block": BLOCKS["fp8"]}, 32),
-        ({"size": 2, "tensor_parallel": 2, "block": BLOCKS["blockwise"]}, 512),
-        ({"size": 2, "layout": "contiguous", "block": BLOCKS["blockwise"]}, 256),
-    ],
-)
-def test_multiples(settings, multiple):
-    assert ContextParallel(rank=0, **settings).multiple == multiple
 
 
 @given(places(), st.sampled_from([1, 16, 32, 128]))

@@ -7,45 +7,15 @@ import math
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from test_layout import places
 
 from collate_npu import CollateError, Segments, unpad
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
 from collate_npu.keys import KEYS, SAMPLE, Key
 from collate_npu.masks import dense, varlen
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.parallel import ContextParallel, cu_seqlens_of, pad_documents, query_rows, split_batch, token_rows
+from collate_npu.parallel import ContextParallel, cu_seqlens_of, pad_documents, split_batch, token_rows
 
 # --- dense masks ----------------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def ragged(draw, cp, S):
-    side = draw(st.sampled_from(["left", "right"]))
-    B = 1 if cp.documents else draw(st.integers(1, 3))
-    return Segments.from_lengths([draw(st.integers(0, S)) for _ in range(B)], width=S, side=side)
-
-
-@given(places(), st.data())
-def test_rows_of_a_dense_mask_are_the_rows_built_alone(case, data):
-    cp, S, offsets = case
-    if S < 2:
-        return
-    segments = data.draw(ragged(cp, S))
-    batch = {"input_ids": torch.zeros(segments.shape), "attention_mask": dense(segments, polarity="masked")}
-    shard = split_batch(batch, cp, cu_seqlens=offsets if cp.documents else None)
-    assert torch.equal(shard["attention_mask"], dense(segments, polarity="masked", rows=query_rows(S, cp, offsets)))
-
-
-@pytest.mark.parametrize("held", [lambda x: x.tolist(), lambda x: x.numpy()], ids=["lists", "numpy"])
-def test_values_that_are_no_tensors_are_cut_as_if_they_were(held):
-    batch = {key: torch.arange(16).view(2, 8) + n for n, key in enumerate(("input_ids", "labels", "position_ids"))}
-    cp = ContextParallel(2, 1)
-    wanted = split_batch(batch, cp)
-    found = split_batch(
-        {"input_ids": batch["input_ids"], **{key: held(batch[key]) for key in batch if key != "input_ids"}}, cp
-    )
-    assert {key: value.tolist() for key, value in found.items()} == {key: value.tolist() for key, value in wanted.items()}
 
 
 def test_masks_of_other_shapes():
@@ -140,15 +110,6 @@ def test_a_packed_row_is_not_cut_across_documents():
         assert split_batch(batch, whole)["input_ids"].shape == (1, 16 // whole.size)
 
 
-def test_a_packed_row_under_a_dense_mask_is_cut_anywhere():
-    """Without offsets in the batch no kernel reads documents: the mask keeps them apart, wherever the row is cut."""
-    segments = Segments.from_lengths([[1, 3]])
-    batch = {"input_ids": torch.arange(4)[None], "attention_mask": dense(segments, polarity="masked")}
-    shard = split_batch(batch, ContextParallel(2, 1), segments=segments)
-    assert shard["input_ids"].tolist() == [[1, 2]]
-    assert torch.equal(shard["attention_mask"], batch["attention_mask"][:, :, 1:3])
-
-
 def test_documents_come_in_one_flat_row():
     cp = ContextParallel(2, 0, layout="document_zigzag")
     with pytest.raises(UnsupportedFormError, match="one flat row"):
@@ -230,17 +191,6 @@ def test_nothing_real_moves_padding_is_inert_and_lengths_travel(cp, lengths, mul
     assert segments.shape[1] % whole == 0
     least = sum(-(-n // each) * each for n in lengths)
     assert least <= segments.shape[1] < least + math.lcm(each, whole)  # no more than it takes
-
-
-@pytest.mark.parametrize(
-    ("ids", "offsets", "real"),
-    [([1, 2, 3, 0, 0, 4, 5, 6], [0, 3, 5, 8], [[1, 1, 1, 0, 0, 2, 2, 2]]), ([1, 2, 3, 4, 5, 6], [0, 0, 3, 3, 6, 6], None)],
-)
-def test_documents_without_a_token_are_left_out(ids, offsets, real):
-    batch = {"input_ids": torch.tensor([ids]), "cu_seqlens": torch.tensor(offsets)}
-    out, _ = pad_documents(batch, multiple=4, segments=real and Segments.from_ids(real))
-    assert out["input_ids"].tolist() == [[1, 2, 3, 0, 4, 5, 6, 0]]
-    assert [out[key].tolist() for key in ("cu_seqlens", "cu_seqlens_padded")] == [[0, 3, 6], [0, 4, 8]]
 
 
 def test_mrope_positions_and_a_2d_mask():

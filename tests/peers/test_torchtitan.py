@@ -177,7 +177,7 @@ def test_logits_are_those_of_the_trainers_own_masks_and_of_each_sample_alone(fam
     assert gap(ours[keep], alone(model, tokens, segments, layers)) <= EXACT
 
 
-@pytest.mark.parametrize("family", ["qwen3"], scope="module")
+@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
 @pytest.mark.parametrize(("where", "pattern"), part([*product(ROWS, PATTERNS)], 2))
 def test_the_compiled_flex_attention_computes_each_document_alone(family, model, where, pattern):
     segments = ROWS[where]
@@ -189,7 +189,7 @@ def test_the_compiled_flex_attention_computes_each_document_alone(family, model,
         assert gap(found[segments.keep], alone(model, tokens, segments, pattern)) <= EXACT
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"], scope="module")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"], indirect=True)
 def test_layers_are_read_off_the_model(family, model):
     if family == "qwen3":
         assert torchtitan.layers_of(model) == "causal"
@@ -231,7 +231,7 @@ def masks_of(model, segments):
     return torchtitan.get_attention_masks(segments, torchtitan.layers_of(model), compiled=False)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5"], scope="module")
+@pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
 def test_offsets_that_are_not_of_these_tokens_and_holes_are_refused(family, model, hooked):
     """Cut by a schedule; as torchtitan makes them of positions whose padding is not 0 (transformers' left padding has 1)."""
     given = {"attention_masks": masks_of(model, TWO), "positions": torchtitan.positions(TWO)}
@@ -251,7 +251,7 @@ def test_offsets_that_are_not_of_these_tokens_and_holes_are_refused(family, mode
         model(tokens_of(HOLE), segment_ids=HOLE.ids, **TEXT_ALONE)
 
 
-@pytest.mark.parametrize("family", ["qwen3"], scope="module")
+@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
 def test_masks_of_other_tokens_are_refused(family, model, hooked):
     """A whole row's mask with a rank's tokens, a whole batch's with some of its rows, segments of another width."""
     tokens, whole, half = tokens_of(HOLE), masks_of(model, HOLE), WIDTH // 2

@@ -41,7 +41,6 @@ from batches import (
     sliding,
     together,
 )  # fmt: skip
-from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask
 
 from collate_npu import Pattern
@@ -206,23 +205,6 @@ def builders() -> Any:
     return modeling_attn_mask_utils
 
 
-def decoder(draw: Draw, *, sdpa: bool = False, **more: Any) -> Tensor:
-    """`_prepare_4d_causal_attention_mask`, or its form for SDPA, which may be None."""
-    function = getattr(builders(), "_prepare_4d_causal_attention_mask" + "_for_sdpa" * sdpa)
-    return function(keep_2d(draw), draw.shape, torch.zeros(*draw.shape, 1), 0, **more)
-
-
-def old(draw: Draw, **settings: Any) -> Case:
-    return case(draw, decoder(draw, **settings), told={"polarity": "bias"})
-
-
-def old_window(draw: Draw) -> Case:
-    """The converter's window counts without the token itself: one more than `create_sliding_window_causal_mask` sees."""
-    size = draw.number(1, draw.shape[1] + 1)
-    mask = decoder(draw, sliding_window=size)
-    return case(draw, mask, told={**said(draw, "sliding", size + 1), "polarity": "bias"})
-
-
 def triangle(draw: Draw) -> Case:
     """`to_causal_4d`: no padding at all."""
     B, S = draw.shape
@@ -234,8 +216,9 @@ def unmasked(draw: Draw) -> Case | None:
     """Rows that attend nothing are made to attend everything; of a single place that is not to be told from a token."""
     if draw.shape[1] == 1:
         return None
-    low, convert = torch.finfo(torch.float32).min, builders().AttentionMaskConverter._unmask_unattended
-    return case(draw, convert(decoder(draw), min_dtype=low), told={"polarity": "bias"})
+    convert = builders().AttentionMaskConverter._unmask_unattended
+    mask = builders()._prepare_4d_causal_attention_mask(keep_2d(draw), draw.shape, torch.zeros(*draw.shape, 1), 0)
+    return case(draw, convert(mask, min_dtype=LOW), told={"polarity": "bias"})
 
 
 def old_encoder(draw: Draw, *, sdpa: bool = False) -> Case:
@@ -502,9 +485,6 @@ PRODUCERS = [
     hf("Gemma3 image blocks", image_blocks, needs=NEW),
     *(hf(f"{model} alibi", alibi, model=model) for model in ("bloom", "falcon", "mpt")),
     hf("eager_mask", direct, name="eager_mask"),
-    hf("_prepare_4d_causal", old),
-    hf("_prepare_4d_causal for sdpa", old, sdpa=True),
-    hf("_prepare_4d_causal, sliding", old_window),
     hf("to_causal_4d", triangle, styles=SIDED),
     hf("_unmask_unattended", unmasked),
     hf("_prepare_4d (encoder)", old_encoder),

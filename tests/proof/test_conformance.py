@@ -215,38 +215,45 @@ def test_settings_that_cannot_be_are_refused(settings, said):
         conformance(toy, **settings)
 
 
-FORMS = (
-    lambda found: [x.tolist() for x in found],
-    lambda found: tuple(tuple(x.tolist()) for x in found),
-    lambda found: [x.clone().requires_grad_() for x in found],
-    lambda found: [np.array(x) for x in found],
-    iter,
-)
+def answering(form):
+    """The toy, whose answers have another form."""
+    return lambda samples: form(toy(samples))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_of_answers_are_read(form):
-    assert asked(lambda samples: form(toy(samples))).passed
+def test_forms_of_answers_are_read():
+    for form in (
+        lambda found: [x.tolist() for x in found],
+        lambda found: tuple(tuple(x.tolist()) for x in found),
+        lambda found: [x.clone().requires_grad_() for x in found],
+        lambda found: [np.array(x) for x in found],
+        iter,
+    ):
+        assert asked(answering(form)).passed
 
 
 @pytest.mark.parametrize(
-    ("form", "said"),
+    ("run", "said"),
     [
-        (lambda found: None, "run, batch 'alone': got a NoneType.*Return a list"),
-        (lambda found: {"logprobs": found}, "got a dict"),
-        (lambda found: "text", "got a str"),
-        (lambda found: torch.tensor(1.0), "got TypeError: iteration over a 0-d tensor"),
-        (lambda found: found * 2, "got 2 answers to 1 samples"),
-        (lambda found: [torch.cat([x[:1], x]) for x in found], r"float64 \[9\], not \[8\].*the first token"),
-        (lambda found: [[None, *x.tolist()] for x in found], "sample 0: got values of type"),
-        (lambda found: [x[:, None].expand(-1, 9) for x in found], r"float64 \[8, 9\], not \[8\]"),
-        (lambda found: [x.index_fill(0, torch.tensor(0), 0.6) for x in found], "values up to 0.6.*at most 0"),
-        (lambda found: [x.exp() for x in found], "row 0: got values up to .*at most 0"),
+        (answering(lambda found: None), "run, batch 'alone': got a NoneType.*Return a list"),
+        (answering(lambda found: {"logprobs": found}), "got a dict"),
+        (answering(lambda found: "text"), "got a str"),
+        (answering(lambda found: torch.tensor(1.0)), "got TypeError: iteration over a 0-d tensor"),
+        (answering(lambda found: found * 2), "got 2 answers to 1 samples"),
+        (answering(lambda found: [torch.cat([x[:1], x]) for x in found]), r"float64 \[9\], not \[8\].*the first token"),
+        (answering(lambda found: [[None, *x.tolist()] for x in found]), "sample 0: got values of type"),
+        (answering(lambda found: [x[:, None].expand(-1, 9) for x in found]), r"float64 \[8, 9\], not \[8\]"),
+        (answering(lambda found: [x.index_fill(0, torch.tensor(0), 0.6) for x in found]), "values up to 0.6.*at most 0"),
+        (answering(lambda found: [x.exp() for x in found]), "row 0: got values up to .*at most 0"),
+        # what tells nothing
+        (lambda samples: [-torch.ones(len(ids) - 1).double() for ids in samples], "do not depend on the tokens"),
+        (lambda samples: [x * (1 + (len(samples) > 1) + len(x) % 2) for x in toy(samples)], "noise of .*nothing is proved"),
+        (lambda samples: [x * float("nan") for x in toy(samples)], "NaN or infinity for a sample alone"),
+        (lambda samples: [x * (1 + torch.rand(1)) for x in toy(samples)], "asked twice"),
     ],
 )
-def test_what_is_no_log_probabilities_is_refused(form, said):
+def test_answers_that_are_no_log_probabilities_or_tell_nothing_are_refused(run, said):
     with pytest.raises(CollateError, match=f"(?s){said}"):
-        asked(lambda samples: form(toy(samples)))
+        asked(run)
 
 
 def test_an_error_in_run_names_the_layout_and_the_samples():
@@ -273,20 +280,6 @@ def test_six_times_the_noise_passes_and_a_lucky_run_has_some(places):
     assert scale.noise == pytest.approx(places, rel=0.1, abs=1e-7)
     limit = noise_limit(places, torch.zeros(()))
     assert scale.limit == pytest.approx(limit if 0 < places < 1e-3 else max(limit, scale.lost / 10), rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("said", "run"),
-    [
-        ("do not depend on the tokens", lambda samples: [-torch.ones(len(ids) - 1).double() for ids in samples]),
-        ("noise of .*nothing is proved", lambda samples: [x * (1 + (len(samples) > 1) + len(x) % 2) for x in toy(samples)]),
-        ("NaN or infinity for a sample alone", lambda samples: [x * float("nan") for x in toy(samples)]),
-        ("asked twice", lambda samples: [x * (1 + torch.rand(1)) for x in toy(samples)]),
-    ],
-)
-def test_what_tells_nothing_is_refused(said, run):
-    with pytest.raises(CollateError, match=said):
-        asked(run)
 
 
 # --- a training step
@@ -318,28 +311,22 @@ def test_a_step_that_is_that_of_its_samples_passes():
 
 
 @pytest.mark.parametrize(
-    ("step", "said"),
+    ("step", "error", "said"),
     [
-        (loop(alike, rows=1), "it is the mean of its micro-batches, not of their tokens"),
-        (loop(alike), "it is no mean of them alone"),
-        (loop(loss_weights, drop=["attention_mask"]), "it is no mean.*check_delivery names the layer"),
-        (lambda samples: float("nan") if len(samples) == 5 and samples[0] != samples[1] else sum(samples[0]), "nan"),
+        (loop(alike, rows=1), AssertionError, "it is the mean of its micro-batches, not of their tokens"),
+        (loop(alike), AssertionError, "it is no mean of them alone"),
+        (loop(loss_weights, drop=["attention_mask"]), AssertionError, "it is no mean.*check_delivery names the layer"),
+        (
+            lambda samples: float("nan") if len(samples) == 5 and samples[0] != samples[1] else sum(samples[0]),
+            AssertionError,
+            "nan",
+        ),
+        (lambda samples: 1.0, CollateError, "A wrong mean must differ"),
+        (lambda samples: torch.randn(3) * len(samples), CollateError, "A wrong mean must differ.*dropout"),
+        (lambda samples: None, CollateError, "step: got a NoneType"),
+        (lambda samples: torch.rand(len(samples)), CollateError, "1 numbers for one sample, 5 for five.*no gradient"),
     ],
 )
-def test_a_step_with_other_weights_or_masks_is_wrong(step, said):
-    with pytest.raises(AssertionError, match=said):
-        check_step(step)
-
-
-@pytest.mark.parametrize(
-    ("step", "said"),
-    [
-        (lambda samples: 1.0, "A wrong mean must differ"),
-        (lambda samples: torch.randn(3) * len(samples), "A wrong mean must differ.*dropout"),
-        (lambda samples: None, "step: got a NoneType"),
-        (lambda samples: torch.rand(len(samples)), "1 numbers for one sample, 5 for five.*no gradient"),
-    ],
-)
-def test_a_step_that_tells_nothing_is_refused(step, said):
-    with pytest.raises(CollateError, match=said):
+def test_a_step_with_other_weights_or_masks_is_wrong_and_one_that_tells_nothing_is_refused(step, error, said):
+    with pytest.raises(error, match=said):
         check_step(step)

@@ -1,7 +1,6 @@
-"""Long runs, with seeds that are printed: `nox -s soak -- ranks --minutes 10`, `nox -s soak -- loaders --runs 20`."""
+"""Long runs, with seeds that are printed: `nox -s soak -- ranks --minutes 10`, `nox -s soak -- loaders --epochs 1000`,
+`nox -s soak -- batches --count 200000`."""
 
-import os
-import subprocess
 import sys
 import time
 from argparse import ArgumentParser
@@ -9,35 +8,54 @@ from pathlib import Path
 
 from reported import report
 
-TRANSPORT = str(Path(__file__).parents[1] / "collate" / "test_transport.py")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
 
 
-def ranks(minutes: float, seed: int) -> None:
+def ranks(minutes: float, seed: int) -> bool:
     """Random calls of four ranks, with faults whose true outcome is known."""
     from ranks import Soak
 
     soak = Soak(seed)
     soak.run(minutes)
-    for name in sorted(soak.counts):
-        print(f"{soak.counts[name]:>9,}  {name}")
-    report(soak.counts, dict.fromkeys(soak.problems, "not as it should be"))
-    print(*soak.problems, f"{len(soak.problems)} problems, seed {seed}", sep="\n")
-    raise SystemExit(bool(soak.problems))
+    return told(soak.counts, soak.problems, seed)
 
 
-def loaders(runs: int, seed: int) -> None:
-    """The tests of what workers send, again and again, with other seeds; it ends with the first that fails."""
-    for again in range(seed, seed + runs):
-        env = {**os.environ, "COLLATE_NPU_SEED": str(again), "COLLATE_NPU_NIGHTLY": "1"}
-        subprocess.run([sys.executable, "-m", "pytest", "-q", TRANSPORT], env=env, check=True)
+def loaders(epochs: int, seed: int) -> bool:
+    """Epochs of loaders with workers, with such faults."""
+    from loaders import Soak
+
+    soak = Soak(seed)
+    soak.run(epochs)
+    return told(soak.counts, soak.problems, seed)
+
+
+def batches(count: int, seed: int) -> bool:
+    """Random batches through the rooms of the library, and what the process holds more of after them."""
+    from benchmarks.groups.long import Long
+
+    case = Long(count, seed=seed)
+    case.ready()
+    over = [f"{name}: {found:.1f}, not {most}" for name, (found, most) in case.found.items() if found > most]
+    over += [f"{each.name}: {each.why}" for each in case.absent]
+    return told({"batches": count} | {name: round(found) for name, (found, _) in case.found.items()}, over, seed)
+
+
+def told(counts: dict[str, int], problems: list[str], seed: int) -> bool:
+    for name in sorted(counts):
+        print(f"{counts[name]:>9,}  {name}")
+    report(counts, dict.fromkeys(problems, f"not as it should be, seed {seed}"))
+    print(*problems, f"{len(problems)} problems, seed {seed}", sep="\n")
+    return bool(problems)
 
 
 if __name__ == "__main__":
     parser = ArgumentParser("soak")
-    parser.add_argument("what", choices=("ranks", "loaders"))
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("what", choices=("ranks", "loaders", "batches"))
+    parser.add_argument("--minutes", type=float, default=10.0, help="of ranks")
+    parser.add_argument("--epochs", type=int, default=1000, help="of loaders")
+    parser.add_argument("--count", type=int, default=200_000, help="of batches")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     asked = parser.parse_args()
-    ranks(asked.minutes, asked.seed) if asked.what == "ranks" else loaders(asked.runs, asked.seed)
+    if asked.what == "ranks":
+        raise SystemExit(ranks(asked.minutes, asked.seed))
+    raise SystemExit(loaders(asked.epochs, asked.seed) if asked.what == "loaders" else batches(asked.count, asked.seed))

@@ -40,8 +40,8 @@ class Soak:
         at, odd, seed = self.draw.randrange(CALLS - 1), self.draw.randrange(SIZE), self.draw.randrange(1 << 30)
         faults = work.FAULTS[calls[at]] if self.draw.random() < 0.5 else work.HARMLESS
         fault = self.draw.choice(faults)
-        if calls[at : at + 2] == ["objects"] * 2 and fault == "swap":  # nothing tells one from the other
-            fault = ""
+        alike = {*calls[at : at + 2]} <= {"objects", "plan"}  # nothing tells one from the other
+        fault = "" if fault == "swap" and alike else fault
         said = self.said(seed, calls, fault, odd, at)
         self.judge(said, f"seed {seed}, {calls}, {fault or 'healthy'} at call {at} of rank {odd}", fault, odd)
         if fault == "kill":

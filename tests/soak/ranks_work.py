@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from collate_npu import BatchAdapter, CollateError, Segments
+from collate_npu.collate import BalancedBatchSampler, loss_weights
 from collate_npu.parallel import ContextParallel, gather_objects, gather_sequence, split_batch
 
-CALLS = ("split", "adapter", "gather", "same", "local", "objects")
+CALLS = ("split", "adapter", "gather", "same", "local", "objects", "plan", "weights")
 ANYWHERE = ("skip", "swap", "late", "stop", "kill")
-BY_CALL = {"objects": ANYWHERE, **dict.fromkeys(("gather", "same", "local"), (*ANYWHERE, "layout", "truth", "raise"))}
+BY_CALL = {"objects": ANYWHERE, "plan": (*ANYWHERE, "other plan"), "weights": ("late", "stop", "kill")}
+BY_CALL |= {**dict.fromkeys(("gather", "same", "local"), (*ANYWHERE, "layout", "truth", "raise"))}
 FAULTS = {**BY_CALL, **dict.fromkeys(("split", "adapter"), (*ANYWHERE, "layout", "truth", "raise", "tokens"))}
 """What can be wrong with a call so that the others can know."""
 HARMLESS = ("", "slow")
@@ -45,7 +47,9 @@ def round_of(seed: int, calls: list[str], fault: str, odd: int, at: int, seconds
             _ill(wrong, seconds)
             if problem := _call(name, random.Random(f"{seed} {n}"), wrong):
                 return f"WRONG in silence: {name}: {problem}", n, monotonic() - start
-        except CollateError as error:
+        except (CollateError, RuntimeError) as error:
+            if name != "weights" and not isinstance(error, CollateError):
+                raise
             return f"refused: {error}", n, monotonic() - start
     return "", len(calls), 0.0
 
@@ -64,6 +68,8 @@ def _call(name: str, draw: random.Random, wrong: str) -> str:
     rank, size = dist.get_rank(), dist.get_world_size()
     if name == "objects":
         return "" if gather_objects((rank, draw.random()))[rank][0] == rank else "another's object"
+    if name in ("plan", "weights"):
+        return (_planned if name == "plan" else _weighed)(draw, wrong)
     layout = draw.choice(("contiguous", "zigzag"))
     other = {"contiguous": "zigzag", "zigzag": "contiguous"}[layout]
     cp = ContextParallel.from_group(dist.group.WORLD, layout=other if wrong == "layout" else layout)
@@ -76,6 +82,43 @@ def _call(name: str, draw: random.Random, wrong: str) -> str:
     if name in ("split", "adapter"):
         return _split(name, cp, segments, ids[:, 1:] if wrong == "raise" else ids, wanted)
     return _gathered(name, cp, segments, ids.float(), wanted[:, 1:] if wrong == "raise" else wanted)
+
+
+def _planned(draw: random.Random, wrong: str) -> str:
+    """No rank asks another for the plan; what a checkpoint keeps of it tells whether they have one. With another seed or
+    other lengths a rank does not take it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lengths = [draw.randint(1, 20) for _ in range(draw.randint(4 * size, 40))]
+    options = {"max_tokens": draw.randint(20, 60), "pack": draw.random() < 0.5, "seed": draw.randint(0, 9)}
+    if wrong == "other plan":
+        options |= draw.choice(({"seed": 10}, {"max_tokens": 61}, {"pack": not options["pack"]}))
+    sampler = BalancedBatchSampler(lengths, num_replicas=size, rank=rank, drop_last=True, **options)
+    sampler.set_epoch(draw.randint(0, 3))
+    told = gather_objects((sampler.state_dict(), list(sampler)))
+    for state, _ in told:
+        sampler.load_state_dict(state)
+    samples = [n for _, batches in told for batch in batches for n in batch]
+    if len({len(batches) for _, batches in told}) > 1 or len({*samples}) < len(samples):
+        return "a sample twice, or fewer steps on a rank"
+    over = [batch for _, batches in told for batch in batches if _cost(batch, lengths, options) > options["max_tokens"]]
+    return f"over the budget: {over}" if over else ""
+
+
+def _cost(batch: list[int], lengths: list[int], options: dict[str, Any]) -> int:
+    sizes = [lengths[n] for n in batch]
+    return sum(sizes) if options["pack"] else len(sizes) * max(sizes)
+
+
+def _weighed(draw: random.Random, _: str) -> str:
+    """Each batch by its share of the labels of all ranks, times the ranks, whose gradients are averaged."""
+    size = dist.get_world_size()
+    labels = [[draw.choice((-100, 3)) for _ in range(draw.randint(2, 9))] for _ in range(2 * size)]
+    labels[0][-1] = 3
+    counts = [len([label for label in row[1:] if label != -100]) for row in labels]
+    own = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    found = loss_weights([{"labels": [row]} for row in labels[own]])
+    wanted = [size * count / sum(counts) for count in counts[own]]
+    return "" if found == wanted else f"weights {found}, not {wanted}"
 
 
 def _split(name: str, cp: ContextParallel, segments: Segments, ids: torch.Tensor, wanted: torch.Tensor) -> str:

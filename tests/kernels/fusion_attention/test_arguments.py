@@ -86,23 +86,17 @@ def test_the_cheapest_exact_form_is_chosen(lengths: Any, side: Any, pattern: Any
 
 
 @pytest.mark.parametrize(
-    ("lengths", "side", "prefix", "layout", "wanted"),
+    ("batch", "prefix", "settings", "wanted"),
     [
-        ([3, 5], "right", [0, 2], "BSND", [0, 2]),
-        ([3, 5], "left", [1, 9], "BSND", [3, 5]),
-        ([[2, 3], [5]], "right", [1, 2, 0], "BSND", [4, 0]),
-        ([[2, 3]], "right", [1, 0], "BSND", [1]),
-        ([3, 5], "left", [0, 2], "TND", [0, 2]),
-        ([[3, 2]], "right", [9, 1], "TND", [3, 1, 0]),  # and the tail
+        (Segments.from_lengths([3, 5], side="left"), [1, 9], {}, [3, 5]),
+        (Segments.from_lengths([[2, 3], [5]]), [1, 2, 0], {}, [4, 0]),
+        (Segments.from_lengths([[3, 2]], 6), [9, 1], {"layout": "TND", "keep_tail": True}, [3, 1, 0]),  # and the tail
     ],
 )
 def test_a_prefix_ends_where_the_last_key_is_that_somebody_sees_early(
-    lengths: Any, side: Any, prefix: list[int], layout: Any, wanted: list[int]
+    batch: Segments, prefix: list[int], settings: Any, wanted: list[int]
 ) -> None:
-    flat = layout == "TND" and len(lengths) == 1
-    batch = Segments.from_lengths(lengths, width=6 if flat else 5, side=side)
-    kwargs = fusion_attention_kwargs(batch, pattern=Pattern.prefix(prefix), layout=layout, keep_tail=flat)
-    assert kwargs["prefix"] == wanted
+    assert fusion_attention_kwargs(batch, pattern=Pattern.prefix(prefix), **settings)["prefix"] == wanted
 
 
 def test_the_compressed_masks_are_the_documents() -> None:
@@ -112,12 +106,6 @@ def test_the_compressed_masks_are_the_documents() -> None:
     for make in (triangle, prefix_triangle):
         make().logical_not_()
         assert not make()[0, 0], "each call returns a tensor of its own"
-
-
-def test_the_compressed_mask_costs_the_same_at_any_width() -> None:
-    kwargs = fusion_attention_kwargs(Segments.from_lengths([3, 60000]))
-    assert torch.equal(kwargs["atten_mask"], triangle())
-    assert kwargs == {"input_layout": "BSND", "atten_mask": kwargs["atten_mask"], "sparse_mode": 3}
 
 
 def test_v3_takes_its_lists_as_int64_tensors_on_the_host() -> None:

@@ -11,8 +11,6 @@ from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_g
 
 H, HV, K, V, W = 1, 2, 4, 3, 4
 D = 2 * H * K + HV * V
-BORDERS = (1, 2, 3, W - 1, W, 63, 64, 65, 70, 128)
-"""Lengths at which chunks, the convolution's reach and single tokens change something."""
 
 
 def rule_inputs(B: int, T: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:

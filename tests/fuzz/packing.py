@@ -1,0 +1,116 @@
+"""Packing against the oracle: several samples in a padded row, or in one flat row of constant shapes.
+
+Legend: B rows, S width, N sequences, L tokens of one sample.
+"""
+
+from itertools import pairwise
+from math import lcm
+
+import oracle
+from fuzz import drawn as make
+from fuzz.collating import collator_of, contradict, is_padded, samples_of
+from fuzz.compared import adapter_of, apart, bits, lists, refused
+from fuzz.drawn import PAD, Drawn
+
+from collate_npu import Segments
+from collate_npu.collate import Layout
+
+
+def pack(drawn: Drawn) -> None:
+    drawn.pick((pack_rows, pack_rows, pack_flat, pack_lengths))(drawn)
+
+
+def width_of(least, multiple, widths) -> int | None:
+    """The narrowest of these widths, each a multiple, that holds so many tokens; None if none does."""
+    return next((w for w in sorted(-(-n // multiple) * multiple for n in widths or [least]) if w >= least), None)
+
+
+def pack_rows(drawn: Drawn) -> None:
+    features, tokens, own = samples_of(drawn, 6)
+    features = [feature | {"number": n} for n, feature in enumerate(features)]
+    side, multiple, counts = drawn.pick(make.SIDES), drawn.pick((None, 4)), list(map(len, tokens))
+    most, widths = drawn.pick((None, 4 + drawn.below(9))), drawn.pick((None, None, (6, 10)))
+    width = width_of(max(counts) if widths else most or max(counts), multiple or 1, widths)
+    bad = contradict(features, own) or width is None or max(counts) > (most or width)
+    settings = {"attention_mask": drawn.pick(("auto", "2d", "4d")), "padding_side": side, "padding": widths or True}
+    collator = collator_of(pad_token_id=PAD, packing=True, max_length=most, pad_to_multiple_of=multiple, **settings)
+    before = bits(features)
+    batch = refused(lambda: collator(features), bad, "a sample is longer than its row, or contradicts itself")
+    assert bits(features) == before
+    if batch is None:
+        assert bad, "refused"
+        return
+    assert apart(features, batch)
+    rows = oracle.best_fit(counts, min(width, most or width))
+    assert lists(batch.pop("number")) == [n for row in rows for n in row]
+    ids = [oracle.numbered([x and 9 * n + x for n in row for x in own[n]]) for row in rows]
+    ids = [oracle.padded(row, width, 0, side) for row in ids]
+    is_padded(batch, [[x for n in row for x in tokens[n]] for row in rows], ids, side, settings["attention_mask"])
+    assert lists(adapter_of(needs_mask_2d=False, consumer="megatron").with_segments(batch)[1].ids) == ids
+
+
+def pack_flat(drawn: Drawn) -> None:
+    """Each sequence stands at a multiple; the rest of the row is cut into the sequences that are missing."""
+    features, tokens, own = samples_of(drawn)
+    each, most, multiple = drawn.pick((None, 2, 4)), drawn.pick((None, 2 + drawn.below(5))), drawn.pick((None, 6))
+    widths, bad = drawn.pick((None, (8, 16, 40))), contradict(features, own)
+    counts = [1] if bad else oracle.lengths(own)
+    held, missing = [-(-n // (each or 1)) * (each or 1) for n in counts], max(0, (most or 0) - len(counts))
+    width = width_of(sum(held) + missing * (each or 1), lcm(each or 1, multiple or 1), widths)
+    bad = bad or width is None or (most is not None and len(counts) > most)
+    layout = Layout(sequence_multiple=each, max_sequences=most)
+    collator = collator_of(
+        pad_token_id=PAD, padding_free=True, pad_to_multiple_of=multiple, padding=widths or True, layout=layout
+    )
+    batch = refused(lambda: collator(features), bad, "the row is too narrow, or has too many sequences")
+    if batch is None:
+        assert bad, "refused"
+        return
+    is_laid_out(batch, tokens, own, held, width, each, most)
+
+
+def is_laid_out(batch, tokens, own, held, width, each, most) -> None:
+    counts, tail = oracle.lengths(own), width - sum(held)
+    ends = lists(batch["cu_seq_lens_q"])
+    places = [stop - start for start, stop in pairwise(ends)]
+    if each or most:
+        assert lists(batch["cu_seqlens_padded"]) == ends
+        assert lists(batch["cu_seqlens"]) == oracle.offsets(counts + [0] * (len(places) - len(counts)))
+    assert ends[0] == 0
+    assert ends[-1] == width
+    if most == len(counts):  # none is missing: the rest stands behind the last
+        assert places == [*held[:-1], held[-1] + tail]
+    else:
+        rest = places[len(counts) :]
+        assert places[: len(counts)] == held
+        assert len(rest) == (most - len(counts) if most else tail > 0)
+        assert all(n >= (each or 1) and n % (each or 1) == 0 for n in rest)
+    assert batch["max_length_q"] == batch["max_length_k"] == (width if most else max(places))
+    parts = oracle.per_sequence([oracle.padded(xs, 9, 0, "right") for xs in tokens], own)
+    parts += [[]] * (len(places) - len(parts))
+    laid = lambda rows, fill: [[x for row, n in zip(rows, places) for x in oracle.padded(row, n, fill, "right")]]  # noqa: E731
+    assert lists(batch["input_ids"]) == laid(parts, PAD)
+    assert lists(batch["labels"]) == laid([[oracle.IGNORED, *(x + 20 for x in xs[1:])] if xs else [] for xs in parts], -100)
+    assert lists(batch["loss_scale"]) == laid([[x / 2 for x in xs] for xs in parts], 0)
+    assert lists(batch["position_ids"]) == [[s for n in places for s in range(n)]]
+    assert lists(batch["seq_idx"]) == [[n for n, place in enumerate(places) for _ in range(place)]]
+    assert batch["attention_mask"] is None
+
+
+def pack_lengths(drawn: Drawn) -> None:
+    """The Segments of packed rows, by the lengths of their sequences."""
+    counts = [[drawn.below(4) for _ in range(1 + drawn.below(4))] for _ in range(1 + drawn.below(3))]
+    side, most = drawn.pick(make.SIDES), max(map(sum, counts))
+    width = most + drawn.below(4) - drawn.below(2)
+    segments = refused(lambda: Segments.from_lengths(counts, width, side), width < most, "a row is longer than the width")
+    if segments is None:
+        assert width < most, "refused"
+        return
+    named = [oracle.numbered([n for n, count in enumerate(row, 1) for _ in range(count)]) for row in counts]
+    rows = [oracle.padded(row, width, 0, side) for row in named]
+    assert lists(segments.ids) == rows
+    assert lists(segments.position_ids) == list(map(oracle.positions, rows))
+    assert list(segments.sequence_lengths) == oracle.lengths(rows)
+    assert lists(segments.cu_seqlens) == oracle.offsets(oracle.lengths(rows))
+    assert segments.packed == (max((n for row in rows for n in row), default=0) > 1)
+    assert segments.padding_side == oracle.side(rows)
