@@ -14,12 +14,13 @@ FOUND = [line.split() for line in Path(__file__).with_name("found.txt").read_tex
 
 @pytest.mark.parametrize("line", FOUND, ids=lambda line: " ".join(line[:2])[:40])
 def test_what_once_failed_passes(line):
-    data = "" if line[1:2] == ["#"] else line[1]
-    TARGETS[line[0]](Drawn(bytes.fromhex(data)))
+    TARGETS[line[0]](Drawn(bytes.fromhex("" if line[1:2] == ["#"] else line[1])))
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_fresh_inputs(name):
+    if name == "probe":
+        pytest.importorskip("transformers")
     chosen = random.Random(f"{SEED} {name}")
     for _ in range((300 if PROFILE == "fast" else 2000) // (30 if name == "probe" else 1)):
         data = chosen.randbytes(chosen.randrange(1, 160))
