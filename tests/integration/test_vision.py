@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, needs_mask_2d
 from collate_npu.consumers.probe import make_honest
+from collate_npu.releases import installed
 
 pytestmark = pytest.mark.long
 
@@ -81,6 +82,7 @@ def test_a_flat_row_of_the_collator_or_a_refusal(name, kind):
         assert difference(model, BatchAdapter(model, padding_free=True)(wire), features) <= TOLERANCE
 
 
+@pytest.mark.skipif(installed("transformers").startswith("5.0."), reason="it runs in training with token_type_ids alone")
 @torch.no_grad()
 def test_images_that_see_both_sides_are_not_packed():
     """Our dense mask took the place of the one by which tokens of an image see each other: off by 1.8, in silence."""

@@ -72,9 +72,9 @@ def made(draw: Draw, name: str, implementation: str, *, two_d: bool = True, **mo
     settings = {key: more.pop(key) for key in ("sliding_window", "attention_chunk_size") if key in more}
     embeds = torch.zeros(*draw.shape, 1)
     function = getattr(masking_utils, name)
-    given = {"config": config(implementation, **settings), "past_key_values": None, **more}
+    given = {"config": config(implementation, **settings), "past_key_values": None, "cache": None, **more}
     given |= {"attention_mask": keep_2d(draw) if two_d else None}
-    # transformers 4.57 calls the embeddings `input_embeds` and asks for the places of the cache.
+    # transformers 4.57 calls the embeddings `input_embeds` and asks for the places of the cache; 5.24 renames the cache.
     given |= {"inputs_embeds": embeds, "input_embeds": embeds, "cache_position": torch.arange(draw.shape[1])}
     names = signature(function).parameters
     with torch._dynamo.config.patch(disable=True):  # flex_attention's mask is compiled otherwise, for seconds
