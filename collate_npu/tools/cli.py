@@ -377,8 +377,8 @@ def show_command(
     if batch is not None:
         shown, columns = write_copy(batch, scrub) if scrub else (files.batch_of_file(batch), columns)
     else:
-        rows = show.features_of_data(data, reader, batch_size, max_length) if data else show.features_of_lengths(str(lengths))
-        shown = show.collate_rows(rows, side=side, packed=packed, ranks=ranks, tokenizer=reader)
+        raw = show.features_of_data(data, reader, batch_size, max_length) if data else show.features_of_lengths(str(lengths))
+        shown = show.collate_rows(raw, side=side, packed=packed, ranks=ranks, tokenizer=reader)
     model: dict[str, Any] = {"model_type": model_type, "padding_free": packed, "context_parallel": ranks}
     sheet = show.views_of(shown, consumer or [], row=row, tokenizer=reader, **model)
     return _draw(sheet, str(describe(shown)), out, columns)
