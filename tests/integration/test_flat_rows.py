@@ -129,7 +129,7 @@ def test_a_window_that_the_model_leaves_out_of_its_masks_is_left_out_of_ours():
 @pytest.mark.parametrize("name", rotating([*sorted(SPLITS_BY_POSITIONS), "granitemoehybrid"]))
 def test_beside_a_routers_loss_positions_tell_the_sequences_or_the_row_is_refused(name, attn):
     """Of 127 tokens windows show; a cache that was asked for would turn the positions off."""
-    if name not in CONFIG_MAPPING or (name in EXACT and not KERNELS_TOLD.holds()):
+    if name not in CONFIG_MAPPING or ((name in EXACT or "granite" in name) and not KERNELS_TOLD.holds()):
         pytest.skip("not in this release")
     try:
         model = copy.deepcopy(built(name, attn))

@@ -45,7 +45,7 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask, crea
 
 from collate_npu import Pattern
 
-HF, NEW, TRL = ("transformers",), ("transformers>=5",), ("trl>=1",)
+HF, NEW, TRL, OLD = ("transformers",), ("transformers>=5",), ("trl>=1",), ("transformers.modeling_attn_mask_utils",)
 WHOLE = ("packed",)
 """Positions alone cannot say where padding is, so transformers finds packed rows only where nothing is padded."""
 POLARITY = {"sdpa": "keep", "eager": "bias"}
@@ -485,10 +485,10 @@ PRODUCERS = [
     hf("Gemma3 image blocks", image_blocks, needs=NEW),
     *(hf(f"{model} alibi", alibi, model=model) for model in ("bloom", "falcon", "mpt")),
     hf("eager_mask", direct, name="eager_mask"),
-    hf("to_causal_4d", triangle, styles=SIDED),
-    hf("_unmask_unattended", unmasked),
-    hf("_prepare_4d (encoder)", old_encoder),
-    hf("_prepare_4d (encoder) for sdpa", old_encoder, sdpa=True),
+    hf("to_causal_4d", triangle, needs=OLD, styles=SIDED),
+    hf("_unmask_unattended", unmasked, needs=OLD),
+    hf("_prepare_4d (encoder)", old_encoder, needs=OLD),
+    hf("_prepare_4d (encoder) for sdpa", old_encoder, needs=OLD, sdpa=True),
     collator("DataCollatorWithPadding", labels=False),
     collator("DataCollatorWithPadding", "max_length", labels=False, padding="max_length", max_length=66),
     collator("DataCollatorForSeq2Seq", pad_to_multiple_of=4),
