@@ -26,9 +26,10 @@ NIGHTS = ROOT / "benchmarks" / "nightly.json"
 PEERS = [name for name in upstream.SESSIONS if name.startswith("peers_")]
 MODELS, HARM = "tests/integration", "tests/integration/test_no_harm.py"
 PARTS = (HARM, f"{MODELS} --ignore={HARM}", f"tests --ignore={MODELS}")
-SESSIONS = (*(f"tests_all(newest) -- {part}" for part in PARTS), *PEERS, "tests_all(oldest)", "fuzz -- --minutes 60")
+SESSIONS = ("fuzz -- --minutes 60", *(f"tests_all(newest) -- {part}" for part in PARTS), *PEERS, "tests_all(oldest)")
 SESSIONS += ("audit", "npu", "oldest_torch", "package", "docs", "lint", "types", "mutants", "mutants -- 400")
 SESSIONS += ("card -- --device cpu --quick",)
+"""The longest first: the other lane does the rest."""
 ALONE = ("soak -- ranks --minutes 10", "soak -- loaders --epochs 1000", "soak -- batches")
 """What has a clock of its own gets the whole machine."""
 REPORTS = {"upstream": upstream.SESSIONS, "elsewhere": tuple(upstream.noxfile.ROWS)}
