@@ -22,9 +22,9 @@ from collate_npu.testing import tiny_config  # noqa: E402
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
 VOCAB = 61
 ROWS = [[5, 7, 9], [11, 13, 17, 19, 23, 29], [31, 37]]
-OTHERS = sorted({*NAMES} - {"perceiver", *(("doge",) if transformers.__version__ < "5" else ())})
+OTHERS = sorted({*NAMES} - {"perceiver", *(("doge", "funnel") if transformers.__version__ < "5" else ())})
 """A full row of perceiver differs beside a padded one, whatever its mask. So does one of Doge on 4.57: without a mask its
-queries see what comes behind them, and padded rows have 5.23's answers."""
+queries see what comes behind them, and padded rows have 5.23's answers; Funnel takes no row of two tokens there."""
 FEW = ("bert", "roberta", "llama", "gpt2", "qwen3_next", "modernbert", "eurobert", "biogpt")
 
 

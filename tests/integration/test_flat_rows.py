@@ -140,7 +140,7 @@ def test_beside_a_routers_loss_positions_tell_the_sequences_or_the_row_is_refuse
         truth = alone(model, row)
         model.config.output_router_logits = True
         if name == "granitemoehybrid" or not POSITIONS_SPLIT.holds():
-            with pytest.raises(UnsupportedFormError, match="Set output_router_logits=False"):
+            with pytest.raises(UnsupportedFormError, match=r"Set output_router_logits=False|no tiny copy of it runs"):
                 ours(model)(row)
             return
         batch, flat = ours(model)(row), DataCollatorWithFlattening()(row)
