@@ -40,7 +40,7 @@ def test_a_red_test_is_red_whatever_stands_in_the_environment(tmp_path):
     for name in ("conftest", "rotation", "reported"):
         shutil.copy(ROOT / "tests" / f"{name}.py", tmp_path)
     (tmp_path / "test_red.py").write_text("def test_red():\n    assert not 1\n", encoding="utf-8")
-    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path))), "COLLATE_NPU_NIGHTLY": "1"}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path), *sys.path)), "COLLATE_NPU_NIGHTLY": "1"}
     env |= {"COLLATE_NPU_REPORT": str(tmp_path / "told")}
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", str(tmp_path)], env=env, cwd=tmp_path, capture_output=True)
     assert done.returncode == 1
