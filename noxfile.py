@@ -411,7 +411,7 @@ BESIDE_TORCH = ("accelerate", "trl", "peft")
 @nox.session
 @nox.parametrize("python,torch,beside", list(ROWS.values()), ids=list(ROWS))
 def row(session: nox.Session, torch: str, beside: tuple[str, ...]) -> None:
-    """One row of `elsewhere`: the quick tests; without transformers, those that need none."""
+    """One row of `elsewhere`: the test command; without transformers, what of it needs none."""
     lock = lock_of("tests", python_of(session))
     if beside is PINNED and fits(lock):
         session.install("--no-deps", "--require-hashes", "-r", str(lock))
@@ -425,7 +425,7 @@ def row(session: nox.Session, torch: str, beside: tuple[str, ...]) -> None:
     session.run("python", "tests/cuda_stand_ins.py", silent=True)
     session.run("python", ".ci/found.py")
     left = () if any(one.startswith("transformers") for one in beside) else WITHOUT_TRANSFORMERS
-    session.run("pytest", *QUICK, *left, *session.posargs, env=FAST, success_codes=(0, 1))
+    session.run("pytest", *QUICK, *left, *session.posargs, env=SOME | FAST, success_codes=(0, 1))
 
 
 @nox.session(venv_backend="none")

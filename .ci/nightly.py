@@ -1,7 +1,7 @@
 """The night: each session of nox with nothing left out, and what it found, dated, in benchmarks/nightly.json.
 
-`.ci/run nightly`; some of it: `.venv-ci/bin/python .ci/nightly.py peers_fla "soak -- ranks"`. It ends with 1 where something
-was red, which a line for each says. COLLATE_NPU_SEED repeats a night; one that was cut off goes on where it was.
+`.ci/run nightly`; some of it: `.ci/run nightly peers_fla "soak -- ranks"`. It ends with 1 where something was red, which a
+line for each says. COLLATE_NPU_SEED repeats a night; one that was cut off goes on where it was, if only results changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
-from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -27,9 +26,10 @@ NIGHTS = ROOT / "benchmarks" / "nightly.json"
 PEERS = [name for name in upstream.SESSIONS if name.startswith("peers_")]
 MODELS, HARM = "tests/integration", "tests/integration/test_no_harm.py"
 PARTS = (HARM, f"{MODELS} --ignore={HARM}", f"tests --ignore={MODELS}")
-SESSIONS = (*(f"tests_all(newest) -- {part}" for part in PARTS), *PEERS, "tests_all(oldest)", "fuzz -- --minutes 60")
+SESSIONS = ("fuzz -- --minutes 60", *(f"tests_all(newest) -- {part}" for part in PARTS), *PEERS, "tests_all(oldest)")
 SESSIONS += ("audit", "npu", "oldest_torch", "package", "docs", "lint", "types", "mutants", "mutants -- 400")
 SESSIONS += ("card -- --device cpu --quick",)
+"""The longest first: the other lane does the rest."""
 ALONE = ("soak -- ranks --minutes 10", "soak -- loaders --epochs 1000", "soak -- batches")
 """What has a clock of its own gets the whole machine."""
 REPORTS = {"upstream": upstream.SESSIONS, "elsewhere": tuple(upstream.noxfile.ROWS)}
@@ -62,11 +62,12 @@ def main() -> int:
 
 
 def begun(seed: int, some: Sequence[str]) -> dict[str, Any]:
-    """A new night, or the one of this seed and commit that was cut off, which goes on."""
-    own = {"commit": commit(), "seed": seed, "some": list(some)}
+    """A new night, or the one of this seed and these sources that was cut off, which goes on."""
+    own = {"source": os.environ["COLLATE_NPU_SOURCE"] + changed(), "seed": seed, "some": list(some)}
     ours = next((each for each in nights() if own.items() <= each.items() and not each["ended"]), None)
     machine = {"python": platform.python_version(), "torch": upstream.noxfile.TORCH, "cores": os.cpu_count()}
-    return ours or {"began": now(), "ended": "", **own, **machine, "sessions": {}}
+    new = {"began": now(), "ended": "", "commit": git("rev-parse", "--short=7", "HEAD"), **own, **machine}
+    return ours or {**new, "sessions": {}}
 
 
 def nights() -> list[dict[str, Any]]:
@@ -77,10 +78,12 @@ def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def commit() -> str:
-    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=True)
-    changed = git(("git", "status", "--porcelain", "--", ":!benchmarks")).stdout
-    return git(("git", "rev-parse", "--short=7", "HEAD")).stdout.strip() + " and changes" * bool(changed)
+def changed() -> str:
+    return " and changes" * bool(git("status", "--porcelain", "--", ":!benchmarks/*.json"))
+
+
+def git(*asked: str) -> str:
+    return subprocess.run(("git", *asked), cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def run(session: str, night: dict[str, Any]) -> None:

@@ -37,8 +37,8 @@ NEWEST: Mapping[str, str] = {
 """The newest release whose source was read."""
 
 RUN: Mapping[str, tuple[str, str]] = {
-    "torch": ("2.6.0", "2.13.0"),
-    "transformers": ("4.57.1", "5.23.0"),
+    "torch": ("2.6.0", "2.15.0"),
+    "transformers": ("4.57.1", "5.24.0"),
     "megatron-core": ("0.16.1", "0.19.2"),
     "trl": ("0.24.0", "1.16.0"),
     "accelerate": ("1.11.0", "1.15.0"),

@@ -19,11 +19,11 @@ LINES = {
     "kernels": (2791, 1900),
     "consumers": (3196, 1950),
     "collate": (2134, 1500),
-    "proof": (3804, 1900),
+    "proof": (3803, 1900),
     "integrations": (2965, 3000),
     "testing": (291, 450),
-    "tools": (3994, 1900),
-    "tests": (40546, 33000),
+    "tools": (3997, 1900),
+    "tests": (40544, 33000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
 WORDS, PAGES = 15000, 35

@@ -52,14 +52,14 @@ class _Untouched(Tensor):
 def evaluated(tells: Callable[..., Tensor], b: int, heads: int, shape: tuple[int, int], device: Any) -> Attended:
     """Return whom row b attends by a mask_mod or a score_mod of flex attention, `tells(b, h, q, k)`;
     it is evaluated for each head where heads differ."""
-    from torch.nn.attention import flex_attention
+    from torch._dynamo import _trace_wrapped_higher_order_op as indexing
 
     zero = torch.zeros((), dtype=torch.int64, device=device)
     places_Q, places_K = (torch.arange(size, device=device) for size in shape)
 
     def of_head(h: Tensor) -> Tensor:
         row = torch.vmap(torch.vmap(lambda q, k: tells(zero + b, h, q, k), (None, 0)), (0, None))
-        with getattr(flex_attention, "TransformGetItemToIndex", nullcontext)():  # so that torch 2.6 indexes by tensors
+        with getattr(indexing, "TransformGetItemToIndex", nullcontext)():  # so that torch before 2.13 indexes by tensors
             return row(places_Q, places_K).expand(shape)
 
     try:

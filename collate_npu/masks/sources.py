@@ -159,7 +159,7 @@ class Sources(dict[str, Any]):
 
 def wrong_shape_error(name: str, got: str, shape: tuple[int, int]) -> CollateError:
     """Return the error for a value with other rows or another width than the tokens."""
-    rule = f"The tokens of the batch are {list(shape)} (rows, width), in tensors that torch can index."
+    rule = f"The tokens of the batch are {list(shape)} (rows, width)."
     return CollateError(explain(name, got, rule, "Build them together, and split them together."))
 
 

@@ -100,7 +100,7 @@ def join_shards(
     kinds = {shape_of(shard) for shard in held}
     if len(held) != cp.size or len(held) != len(shards) or len(kinds) != 1:
         rule = f"{cp.size} ranks have one shard each, of one shape and dtype."
-        raise CollateError(explain("shards", f"{len(held)} tensors: {sorted(kinds)}", rule, "Pass all."))
+        raise CollateError(explain("shards", f"{len(held)} tensors: {sorted(kinds)}", rule, "Pass all, in one dtype."))
     dim = dimension("shards", shards[0], dim)
     return _in_order(shards, _pieces(shards[0].shape[dim] * cp.size, cp, cu_seqlens), dim)
 

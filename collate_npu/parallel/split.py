@@ -408,8 +408,7 @@ def as_tensor(key: str, value: Any, rule: Key | None, shape: tuple[int, int]) ->
 
 def jagged(values: Tensor, offsets: Tensor) -> Tensor:
     """A jagged tensor `[N, j, ...]` of documents that stand side by side in `values`."""
-    nested: Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
-    return nested
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
 def jagged_cu_seqlens(x: Tensor, cp: ContextParallel) -> Tensor:
@@ -418,8 +417,7 @@ def jagged_cu_seqlens(x: Tensor, cp: ContextParallel) -> Tensor:
         rule = f"A jagged tensor is shared out document by document; the layout is {cp.layout}."
         remedy = "Use document_zigzag or document_contiguous, or split the padded or flat tensor."
         raise UnsupportedFormError(explain("jagged tensor", shape_of(x.values()), rule, remedy))
-    offsets: Tensor = cast(Any, x).offsets()
-    return offsets
+    return cast(Tensor, cast(Any, x).offsets())
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,7 +452,9 @@ class _Plan:
         if rule.or_sample and sized and (targets or held.ndim == 1 or held.shape[1:2] == (1,) != (self.width,)):
             return value  # of whole samples: classes [B], or float targets
         dim = min(1 if rule.share == "rows" else rule.dim, held.ndim - 1) % max(held.ndim, 1)
-        if not is_plain(held) or not held.ndim or held.shape[dim] != self.width:
+        if not is_plain(held) or (rule.fill == "next" and held.is_floating_point() and held.element_size() == 1):
+            raise CollateError(explain(key, shape_of(held), "torch cannot index it.", "Pass it dense, in int64 or float32."))
+        if not held.ndim or held.shape[dim] != self.width:
             raise wrong_shape_error(key, shape_of(held), (1, self.width))
         held = held if self.width else held.new_zeros([1 if d == dim else n for d, n in enumerate(held.shape)])
         taken = held.index_select(dim, self.source.to(held.device))

@@ -394,8 +394,8 @@ def check_step(
     samples = [draw(length) for length in LENGTHS["ragged"]]
     alone = [_stepped(step, [ids]) for ids in samples]
     copies, found = _stepped(step, samples[:1] * len(samples)), _stepped(step, samples)
-    if len({x.shape for x in (*alone, copies, found)}) > 1:
-        got = f"{len(alone[0])} numbers for one sample, {len(found)} for five"
+    if len(sizes := {len(x) for x in (*alone, copies, found)}) > 1:
+        got = f"{sorted(sizes)} numbers, by the samples"
         raise CollateError(explain("step", got, "They are as many each time.", "Return zeros for what has no gradient."))
     weights = torch.tensor([len(ids) - 1.0 if per == "token" else 1.0 for ids in samples]).double()
     known, mean = weights @ torch.stack(alone) / weights.sum(), torch.stack(alone).mean(0)  # of micro-batches of one sample

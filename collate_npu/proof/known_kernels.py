@@ -213,9 +213,8 @@ def _flex(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
     def attends(b: Tensor, h: Tensor, *at: Tensor) -> Tensor:
         kept = mask.mask_mod(b, h, *at) if hasattr(mask, "mask_mod") else nothing == 0
         if isinstance(mask, Tensor):
-            keep = mask if mask.dtype == torch.bool else mask > BLOCKED
-            where = (b if len(keep) > 1 else zero, h if keep.shape[1] > 1 else zero, *at)
-            kept = keep[where]
+            where = (b if len(mask) > 1 else zero, h if mask.shape[1] > 1 else zero, *at)
+            kept = (mask if mask.dtype == torch.bool else mask > BLOCKED)[where]
         return kept if score is None else kept & (score(nothing, b, h, *at) > BLOCKED)
 
     def rows(b: int) -> Attended:

@@ -68,6 +68,10 @@ class Parser(ArgumentParser):
             added.required = each.default is each.empty
         self.set_defaults(called=command, parser=self)
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        with pipe_may_close():  # before Python 3.11 argparse minds
+            super()._print_message(message, file)
+
     def error(self, message: str) -> NoReturn:
         typed = re.search(r"invalid choice: '(.*?)'|unrecognized arguments: (-\S+)", message)
         known = re.findall(r"[\w.-]+", message.partition("(choose from ")[2]) or self._option_string_actions
@@ -373,9 +377,8 @@ def show_command(
     if batch is not None:
         shown, columns = write_copy(batch, scrub) if scrub else (files.batch_of_file(batch), columns)
     else:
-        rows = [] if data is None else show.features_of_data(data, reader, batch_size, max_length)
-        features = rows if data is not None else show.features_of_lengths(str(lengths))
-        shown = show.collate_rows(features, side=side, packed=packed, ranks=ranks, tokenizer=reader)
+        raw = show.features_of_data(data, reader, batch_size, max_length) if data else show.features_of_lengths(str(lengths))
+        shown = show.collate_rows(raw, side=side, packed=packed, ranks=ranks, tokenizer=reader)
     model: dict[str, Any] = {"model_type": model_type, "padding_free": packed, "context_parallel": ranks}
     sheet = show.views_of(shown, consumer or [], row=row, tokenizer=reader, **model)
     return _draw(sheet, str(describe(shown)), out, columns)

@@ -84,7 +84,6 @@ def probe(drawn: Drawn) -> None:
     kinds = [drawn.pick((*LEAKS,)) for _ in range(1 + drawn.below(3))]
     model = Toy(ToyConfig(kinds=kinds, hidden_size=8 + drawn.below(57)))
     forms = tuple(form for form in FORMS if drawn.below(4)) or FORMS
-    found = rows_move_reason(model, BatchAdapter, *forms)
-    moved = {form for form, why in found.items() if why}
+    moved = {form for form, why in rows_move_reason(model, BatchAdapter, *forms).items() if why}
     wanted = set().union(*(LEAKS[kind] for kind in kinds)) & {*forms}
-    assert moved == wanted, (kinds, found)
+    assert moved == wanted, (kinds, moved)

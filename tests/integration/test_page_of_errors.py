@@ -33,7 +33,7 @@ from collate_npu.consumers.recurrent import as_it_is  # noqa: E402
 from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError  # noqa: E402
 from collate_npu.masks import dense  # noqa: E402
 from collate_npu.parallel import ContextParallel  # noqa: E402
-from collate_npu.releases import KERNELS_TOLD, MISSING_KERNEL_RAISES  # noqa: E402
+from collate_npu.releases import KERNELS_TOLD, MASK_MAPPING, MISSING_KERNEL_RAISES  # noqa: E402
 from collate_npu.testing import byte_tokenizer, tiny_model  # noqa: E402
 from collate_npu.tools.show import picture  # noqa: E402
 
@@ -249,7 +249,7 @@ def test_row_delivery(kind, handed, words):
     says("delivery", CollateError, lambda: check_delivery(model, batch))
     assert words in refused("delivery", CollateError, model=model, batch=batch)
     assert worst(model, **mended("delivery", model=model, batch=batch)["batch"]) < RIGHT
-    if kind == "qwen3_next" and transformers.__version__ >= "5":  # older ones take no mapping of masks
+    if kind == "qwen3_next" and MASK_MAPPING.holds():
         batch = {"input_ids": IDS, "attention_mask": dict.fromkeys(("full_attention", "linear_attention"), dense(LEFT))}
         says("delivery", RuntimeError, lambda: model(**batch))
         assert worst(model, **mended("delivery", model=model, batch=batch)["batch"]) < RIGHT
@@ -297,7 +297,7 @@ def test_row_labels(hybrid, tokenizer):
     alone = float(hybrid(input_ids=short, labels=short).loss)
     wide = IDS[1:].roll(3, 1)  # padded right, beside a longer sample
     batch = {"input_ids": wide, "labels": wide.clone(), "attention_mask": LEFT.keep[1:].roll(3, 1)}
-    assert abs(float(hybrid(**batch).loss) - alone) > 0.05
+    assert abs(float(hybrid(**batch).loss) - alone) > 0.01
     assert "-100" not in seen("labels", batch=batch)
     fixed = mended("labels", model=hybrid, tokenizer=tokenizer, samples=SAMPLES)
     padded = fixed["collator"](fixed["samples"])

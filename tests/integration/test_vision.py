@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 from tiny_vision import MODELS, PAD, alone, axes, sample, taken, vision_model
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, __version__
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, needs_mask_2d
@@ -81,6 +81,7 @@ def test_a_flat_row_of_the_collator_or_a_refusal(name, kind):
         assert difference(model, BatchAdapter(model, padding_free=True)(wire), features) <= TOLERANCE
 
 
+@pytest.mark.skipif(__version__.startswith("5.0."), reason="it runs in training with token_type_ids alone")
 @torch.no_grad()
 def test_images_that_see_both_sides_are_not_packed():
     """Our dense mask took the place of the one by which tokens of an image see each other: off by 1.8, in silence."""

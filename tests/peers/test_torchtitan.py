@@ -162,7 +162,7 @@ def alone(model, tokens, segments, layers):
 
 
 def gap(found, expected):
-    return float((found - expected).abs().max())
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 @pytest.mark.parametrize("where", ROWS)

@@ -45,7 +45,7 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask, crea
 
 from collate_npu import Pattern
 
-HF, NEW, TRL = ("transformers",), ("transformers>=5",), ("trl>=1",)
+HF, NEW, TRL, OLD = ("transformers",), ("transformers>=5",), ("trl>=1",), ("transformers.modeling_attn_mask_utils",)
 WHOLE = ("packed",)
 """Positions alone cannot say where padding is, so transformers finds packed rows only where nothing is padded."""
 POLARITY = {"sdpa": "keep", "eager": "bias"}
@@ -72,9 +72,9 @@ def made(draw: Draw, name: str, implementation: str, *, two_d: bool = True, **mo
     settings = {key: more.pop(key) for key in ("sliding_window", "attention_chunk_size") if key in more}
     embeds = torch.zeros(*draw.shape, 1)
     function = getattr(masking_utils, name)
-    given = {"config": config(implementation, **settings), "past_key_values": None, **more}
+    given = {"config": config(implementation, **settings), "past_key_values": None, "cache": None, **more}
     given |= {"attention_mask": keep_2d(draw) if two_d else None}
-    # transformers 4.57 calls the embeddings `input_embeds` and asks for the places of the cache.
+    # transformers 4.57 calls the embeddings `input_embeds` and asks for the places of the cache; 5.24 renames the cache.
     given |= {"inputs_embeds": embeds, "input_embeds": embeds, "cache_position": torch.arange(draw.shape[1])}
     names = signature(function).parameters
     with torch._dynamo.config.patch(disable=True):  # flex_attention's mask is compiled otherwise, for seconds
@@ -485,10 +485,10 @@ PRODUCERS = [
     hf("Gemma3 image blocks", image_blocks, needs=NEW),
     *(hf(f"{model} alibi", alibi, model=model) for model in ("bloom", "falcon", "mpt")),
     hf("eager_mask", direct, name="eager_mask"),
-    hf("to_causal_4d", triangle, styles=SIDED),
-    hf("_unmask_unattended", unmasked),
-    hf("_prepare_4d (encoder)", old_encoder),
-    hf("_prepare_4d (encoder) for sdpa", old_encoder, sdpa=True),
+    hf("to_causal_4d", triangle, needs=OLD, styles=SIDED),
+    hf("_unmask_unattended", unmasked, needs=OLD),
+    hf("_prepare_4d (encoder)", old_encoder, needs=OLD),
+    hf("_prepare_4d (encoder) for sdpa", old_encoder, needs=OLD, sdpa=True),
     collator("DataCollatorWithPadding", labels=False),
     collator("DataCollatorWithPadding", "max_length", labels=False, padding="max_length", max_length=66),
     collator("DataCollatorForSeq2Seq", pad_to_multiple_of=4),

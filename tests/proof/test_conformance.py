@@ -324,7 +324,7 @@ def test_a_step_that_is_that_of_its_samples_passes():
         (lambda samples: 1.0, CollateError, "A wrong mean must differ"),
         (lambda samples: torch.randn(3) * len(samples), CollateError, "A wrong mean must differ.*dropout"),
         (lambda samples: None, CollateError, "step: got a NoneType"),
-        (lambda samples: torch.rand(len(samples)), CollateError, "1 numbers for one sample, 5 for five.*no gradient"),
+        (lambda samples: torch.rand(len(samples)), CollateError, r"\[1, 5\] numbers, by the samples.*no gradient"),
     ],
 )
 def test_a_step_with_other_weights_or_masks_is_wrong_and_one_that_tells_nothing_is_refused(step, error, said):
