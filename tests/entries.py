@@ -38,9 +38,9 @@ FLAT_BATCH = {"input_ids": torch.ones(1, 5, dtype=torch.int64), "cu_seq_lens_q":
 FEATURES = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4, 5], "labels": [4, 5]}]
 ADAPTER = BatchAdapter(needs_mask_2d=True, consumer="megatron")
 READERS = (ADAPTER, BatchAdapter(needs_mask_2d=False, consumer="transformers"))
-COLLATORS = tuple(
-    PaddingCollator(keys={**KEYS, "weights": TOKENS}, **how)
-    for how in ({"pad_token_id": 7, "padding_side": "left"}, {"padding_free": True})
+COLLATORS = (
+    PaddingCollator(pad_token_id=7, padding_side="left"),  # to which weights are some key
+    PaddingCollator(keys={**KEYS, "weights": TOKENS}, padding_free=True),
 )
 FLAT_MASK = fusion_attention.fusion_attention_kwargs(FLAT) | {"scale": 0.5}
 OFFSETS = {"offsets": [0, 3, 5], "chunk_size": 64}

@@ -132,7 +132,7 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, Rows]:
                     remedy = "Tokenise first: [tokenizer(text) for text in texts]."
                 if "messages" in held:
                     remedy = "Apply the chat template first: tokenizer.apply_chat_template(messages, return_dict=True)."
-                inside = [key for key, rows in held.items() if "input_ids" in getattr(rows[0], "keys", tuple)()]
+                inside = [key for key, rows in held.items() if isinstance(rows[0], Mapping) and "input_ids" in rows[0]]
                 if inside:
                     remedy = f"Pass sample[{inside[0]!r}] as the sample."
                 got = f"samples with {', '.join(map(str, held)) or 'no keys'}"

@@ -44,8 +44,8 @@ def round_up(value: int, multiple: int | None) -> int:
 
 
 def is_ragged(value: Any) -> bool:
-    """True if this may be one value a token: a list, a tuple, an array or a tensor with a first dimension."""
-    return isinstance(value, (list, tuple)) or (isinstance(value, (np.ndarray, Tensor)) and value.ndim > 0)
+    """True if this may be one value a token: a list, a tuple, an array or a tensor with a first dimension, not nested."""
+    return isinstance(value, (list, tuple)) or (rank_of(value) > 0 and not getattr(value, "is_nested", False))
 
 
 def rank_of(row: Any) -> int:
