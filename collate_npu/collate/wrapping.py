@@ -233,7 +233,7 @@ def _flat_segments(batch: Sources, samples: _Samples) -> Segments:
         return segments_from_batch(batch, padding_free=True)
     ids_S = batch.array("input_ids")[0]
     for key in with_role(batch, "offsets"):
-        if (placed := _at_offsets(ids_S, batch.array(key), samples)) is not None:
+        if (placed := _at_offsets(ids_S, batch.offsets[key], samples)) is not None:
             return placed
     joined = joined_segment_ids(samples.segment_ids) if samples.token_ids else np.zeros(0, np.int32)
     for tokens, ids in ((samples.token_ids, joined), (samples.real(), joined[joined > 0])):

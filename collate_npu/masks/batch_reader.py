@@ -219,9 +219,9 @@ def check_known(sources: Sources, segments: Segments) -> None:
         check_known_offsets(sources, segments)
         check_offsets(sources, segments, "segments")
         check_longest(sources, segments)
-        for positions_BS in map(sources.array, sources.named["positions"]):
-            if positions_BS.shape == segments.shape and not positions_match(segments, positions_BS):
-                check_positions(positions_BS, segments)
+        positions_BS = sources.text_positions(segments.shape)
+        if positions_BS is not None and not positions_match(segments, positions_BS):
+            check_positions(positions_BS, segments)
     except CollateError:
         with suppress(CollateError):  # a tail that numbers count as a sequence
             if agreed(sources, polarity=None, pattern=None, padding_free=False) == segments:
