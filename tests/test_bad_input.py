@@ -12,7 +12,7 @@ from typing import Literal, Optional, Union, get_args, get_origin, get_type_hint
 import numpy as np
 import pytest
 import torch
-from entries import ADAPTER, ARRAYS, BATCH, CALLS, ENTRIES, IDS, ROWS
+from entries import ADAPTER, ARRAYS, BATCH, BESIDE, CALLS, ENTRIES, IDS, ROWS
 from torch.nn.attention.bias import causal_lower_right
 
 from collate_npu import (
@@ -48,12 +48,12 @@ NO_NUMBERS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", ENTRIES | BESIDE)
 def test_a_result_or_a_refusal_in_words(name):
     wrong = []
     for value in NO_NUMBERS:
         try:
-            made = ENTRIES[name](value)
+            made = (ENTRIES | BESIDE)[name](value)
         except CollateError as error:
             few = len(str(error)) <= 30 or "got" not in str(error) + "bad row"
             wrong += [f"{value!r:.100}: {error!s:.100}"] if few or len(str(error)) > MOST else []

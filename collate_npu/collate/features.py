@@ -303,7 +303,7 @@ def _of_rows(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def _as_list(name: str, column: Any) -> list[Any]:
-    if not is_ragged(column) and not getattr(column, "batch_size", ()):  # a TensorDict inside one has rows too
+    if not rank_of(column) and not getattr(column, "batch_size", ()):  # a TensorDict inside one has rows too
         remedy = "Pass a list of samples: one sample is a list of one."
         raise CollateError(explain(name, a_type(column), "A column has one entry for each sample.", remedy))
     return list(column.unbind(0) if hasattr(column, "unbind") else column)
