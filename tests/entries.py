@@ -1,7 +1,6 @@
 """Every public entry, what a right call of it gets, and what may stand in the place of each of its arguments."""
 
 import inspect
-from functools import partial
 
 import torch
 

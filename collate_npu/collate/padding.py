@@ -223,7 +223,7 @@ def _arrays(key: str, rows: Sequence[Row], whole: bool) -> Sequence[Array]:
             arrays.append(row if isinstance(row, np.ndarray) else _array(key, row, whole))
         except (ValueError, TypeError, RuntimeError, struct.error):
             arrays.append(np.zeros(0, np.int64))
-            bad.append((b, _first_bad(row) if whole and not is_ragged(row[0]) else "nested lists of unequal length, or of no numbers"))
+            bad.append((b, _first_bad(row) if whole and not is_ragged(row[0]) else "lists of unequal length, or no numbers"))
     if not {row.dtype.kind for row in arrays} <= _KINDS[whole]:
         started = "{} starting {}"
         kinds = [started.format(shape_of(row), row.reshape(-1)[:3].tolist()) for row in arrays]

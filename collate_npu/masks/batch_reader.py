@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ def find_hazards(sources: Sources, segments: Segments | None) -> dict[str, str]:
     return found | find_token_hazards(sources, segments)
 
 
-def is_dense(value: Any) -> bool:
+def is_dense(value: Any) -> TypeGuard[Tensor]:
     """True for a mask of three or four dimensions whose numbers can be read."""
     return isinstance(value, Tensor) and is_plain(value) and value.dtype in PLAIN and not value.is_meta and value.ndim > 2
 

@@ -167,7 +167,7 @@ def mine(*rows):
         (mine([1, 2], [[1], [2]]), "row 1: got values of shape [1]"),
         (mine(np.zeros((2, 3)), np.zeros((2, 4))), "row 1: got values of shape [4]"),
         (mine([1], ["a", "b"]), "row 1: got <U1 [2] starting ['a', 'b']"),
-        (mine([[1], [1, 2]], [1]), "row 0: got nested lists of unequal length"),
+        (mine([[1], [1, 2]], [1]), "row 0: got lists of unequal length"),
         (tokens(2, 2, pixel_values=[torch.ones(2, 3), torch.ones(2, 4)]), "row 1: got float32 [2, 4]"),
         *(
             ([{"input_ids": [1], "attention_mask": made([0])}], "row 0: got no tokens")

@@ -150,6 +150,5 @@ def probe(drawn: Drawn) -> None:
     asked(drawn)
 
 
-TARGETS = {
-    each.__name__: each for each in (collate, derive, adapt, split, gather, outputs, kernels, plan, pack, validate, beside, probe)
-}
+ALL = (collate, derive, adapt, split, gather, outputs, kernels, plan, pack, validate, beside, probe)
+TARGETS = {each.__name__: each for each in ALL}
