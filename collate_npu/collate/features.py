@@ -360,7 +360,7 @@ def _one_row(tokens: Any) -> bool:
     """One row of numbers, and not one row a sample."""
     if isinstance(tokens, (np.ndarray, Tensor)):
         return tokens.ndim == 1 and tokens.dtype != object
-    return isinstance(tokens, (list, tuple)) and bool(tokens) and not is_ragged(tokens[0])
+    return isinstance(tokens, (list, tuple)) and bool(tokens) and not rank_of(tokens[0])
 
 
 def _of_flat(columns: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, list[Any]]:
@@ -368,7 +368,7 @@ def _of_flat(columns: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, l
     if parts is None:
         remedy = "Add seq_lengths [B], or pass one sample as a list: [sample]."
         raise CollateError(explain("input_ids", shape_of(columns["input_ids"]), _FLAT, remedy))
-    nested = isinstance(parts, (list, tuple)) and any(map(is_ragged, parts))
+    nested = isinstance(parts, (list, tuple)) and any(map(rank_of, parts))
     lengths = [int(host_array("seq_lengths", part).sum()) for part in parts] if nested else _whole(parts)
     out = {"seq_lengths": list(parts)} if nested else {}
     for name, column in columns.items():

@@ -52,7 +52,7 @@ def rank_of(row: Any) -> int:
     """Dimensions of what may be one value a token, 0 of what is not; a list of lists has two."""
     if not isinstance(row, (list, tuple)):
         return row.ndim if isinstance(row, (np.ndarray, Tensor)) else 0
-    return 1 + int(bool(row) and is_ragged(row[0]))
+    return 1 + int(bool(row) and rank_of(row[0]) > 0)
 
 
 class Rows(list[Any]):
@@ -80,7 +80,7 @@ class Rows(list[Any]):
             self.flat = flat if len(flat) == len(seen) else _NO_TYPES
         elif types <= _LISTS:
             self.firsts = {type(row[0]) for row in self if row}
-            self.lists = self.firsts <= _INTS or not any(row and is_ragged(row[0]) for row in self)
+            self.lists = self.firsts <= _INTS or not any(row and rank_of(row[0]) for row in self)
         self.ragged = bool(self.flat) or types <= _LISTS or all(map(is_ragged, self))
         self.lengths = list(map(len, self)) if self.ragged else []
 
@@ -223,7 +223,7 @@ def _arrays(key: str, rows: Sequence[Row], whole: bool) -> Sequence[Array]:
             arrays.append(row if isinstance(row, np.ndarray) else _array(key, row, whole))
         except (ValueError, TypeError, RuntimeError, struct.error):
             arrays.append(np.zeros(0, np.int64))
-            bad.append((b, _first_bad(row) if whole and not is_ragged(row[0]) else "lists of unequal length, or no numbers"))
+            bad.append((b, _first_bad(row) if whole and not rank_of(row[0]) else "lists of unequal length, or no numbers"))
     if not {row.dtype.kind for row in arrays} <= _KINDS[whole]:
         started = "{} starting {}"
         kinds = [started.format(shape_of(row), row.reshape(-1)[:3].tolist()) for row in arrays]
@@ -237,7 +237,7 @@ def _arrays(key: str, rows: Sequence[Row], whole: bool) -> Sequence[Array]:
 def _array(key: str, row: Sequence[Any] | Tensor, whole: bool) -> Array:
     if isinstance(row, Tensor):
         return host_array(key, row)
-    if not whole or (len(row) and is_ragged(row[0])):
+    if not whole or (len(row) and rank_of(row[0])):
         return np.asarray(row)
     packed = np.empty(len(row), np.int64)
     _pack(packed.data, 0, row)
