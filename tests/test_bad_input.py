@@ -124,8 +124,7 @@ def one(**keys):
     return collate([{"input_ids": [1, 2], **keys}])
 
 
-ARROW = type("Produced", (), {"__arrow_c_stream__": lambda self, requested_schema=None: 3})
-"""What says that it speaks Arrow's C interface."""
+ARROW = type("Produced", (), {"__arrow_c_stream__": lambda self, requested_schema=None: 3})  # no Arrow
 
 
 def series(*rows):

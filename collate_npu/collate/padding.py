@@ -32,6 +32,7 @@ ON_HOST = frozenset((list, tuple, np.ndarray))
 _ARRAYS, _INTS = {np.ndarray}, {int}
 _NO_TYPES: set[Any] = set()
 _HELD = (Tensor, np.ndarray)
+_NO_WHOLE = (struct.error, TypeError, RuntimeError)  # the last two of a tensor among the numbers
 _KINDS = {True: set("ib"), False: set("ibf")}
 """Kinds of dtype that need no second look, for whole numbers and for others."""
 STRUCT_LIMIT = 1 << 14
@@ -177,7 +178,7 @@ def lay_rows(key: str, rows: Sequence[Row], *, slots: Slots, fill: Filler = 0, w
                 _pack(out.data, start, row)
             elif end > start:
                 out[start:end] = row
-    except struct.error:
+    except _NO_WHOLE:
         bad = [(b, text) for b, row in enumerate(rows) if (text := _first_bad(row))]
         rule = f"{key} holds whole numbers of at most 64 bits."
         raise CollateError(explain_rows(key, bad, rule, "Convert them where the sample is built.")) from None
@@ -221,7 +222,7 @@ def _arrays(key: str, rows: Sequence[Row], whole: bool) -> Sequence[Array]:
     for b, row in enumerate(rows):
         try:
             arrays.append(row if isinstance(row, np.ndarray) else _array(key, row, whole))
-        except (ValueError, TypeError, RuntimeError, struct.error):
+        except (ValueError, *_NO_WHOLE):
             arrays.append(np.zeros(0, np.int64))
             bad.append((b, _first_bad(row) if whole and not rank_of(row[0]) else "lists of unequal length, or no numbers"))
     if not {row.dtype.kind for row in arrays} <= _KINDS[whole]:
@@ -269,8 +270,8 @@ def _first_bad(row: Any) -> str:
     for at, value in enumerate(row):
         try:
             struct.pack("q", value)
-        except struct.error:
-            return f"{value!r} at token {at}"
+        except _NO_WHOLE:
+            return f"{repr(value)[:80]} at token {at}"
     return ""
 
 
