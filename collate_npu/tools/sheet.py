@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, dims, host_array, host_tensor, whole_number
+from collate_npu.arrays import Array, dims, host_tensor, whole_number
 from collate_npu.consumers.mask_routing import describe_shape
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.keys import KEEP_KEY, with_role
@@ -297,7 +297,7 @@ def labels_of(batch: Mapping[str, Any], segments: Segments) -> Array | None:
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or dims(labels) != segments.shape or labels.is_floating_point():
         return None
-    counted_BS, real_BS = host_array("labels", labels) >= 0, segments.array > 0
+    counted_BS, real_BS = Sources.of(batch).array("labels") >= 0, segments.array > 0
     kinds, codes = [counted_BS & ~real_BS, counted_BS, real_BS], [Cell.ON_PADDING, Cell.COUNTED, Cell.IGNORED]
     return np.select(kinds, codes, default=0).astype(np.int8)
 
