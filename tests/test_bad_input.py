@@ -133,13 +133,8 @@ def series(*rows):
 
 WIDE = torch.sparse_coo_tensor(torch.zeros(2, 1, dtype=torch.int64), torch.ones(1), (1 << 20, 1 << 20))
 META, HUGE, PLACES = torch.ones(2, dtype=torch.int64, device="meta"), 1 << 60, "2147483647"
-HUGE_WIDTHS = (
-    {"padding": "max_length", "max_length": HUGE},
-    {"pad_to_multiple_of": HUGE},
-    {"padding_free": True, "pad_to_multiple_of": HUGE},
-    {"padding": (HUGE,)},
-    {"padding_free": True, "layout": Layout(max_sequences=HUGE)},
-)
+HUGE_WIDTHS = [{"padding": "max_length", "max_length": HUGE}, {"pad_to_multiple_of": HUGE}, {"padding": (HUGE,)}]
+HUGE_WIDTHS += [{"padding_free": True, **x} for x in ({"pad_to_multiple_of": HUGE}, {"layout": Layout(max_sequences=HUGE)})]
 REFUSED = [
     (lambda: collate(ARROW()), "cannot be read ("),
     (lambda: collate(series([1, 2])), "Pass a list of samples"),

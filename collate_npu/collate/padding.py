@@ -295,7 +295,7 @@ def concatenate_values(key: str, values: Sequence[Any], *, unit: int = 0, order:
     ordered = [tensors[b] for b in (order or range(len(values))) if b in tensors]
     try:
         return torch.cat([tensor[None] if tensor.ndim == unit else tensor for tensor in ordered])
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # the second of a nested tensor, in torch 2.6
         rows = [(b, shape_of(tensor)) for b, tensor in tensors.items()]
         rule = f"Vision values of a batch are joined on their first dimension ({str(error).splitlines()[0]})."
         raise CollateError(explain_rows(key, rows, rule, "Give all samples the same trailing shape.")) from None
