@@ -108,7 +108,7 @@ KERNELS = [
 
 
 HELD = (*KEYS, "weights", "mine")
-PLACES = {
+PLACES = {  # where a key of HELD stands
     "of each sample": lambda held: [collator([{**feature, **held} for feature in FEATURES]) for collator in COLLATORS],
     "of a sample": lambda held: COLLATORS[0]([FEATURES[0], {**FEATURES[1], **held}]),
     "of a batch": lambda held: [adapter({**BATCH, **held}) for adapter in READERS],
@@ -121,7 +121,6 @@ PLACES = {
     "described": lambda held: describe({**BATCH, **held}),
     "of a flat batch, described": lambda held: describe({**FLAT_BATCH, **held}),
 }
-"""Where a key of HELD stands."""
 BESIDE = {f"{key} {place}": lambda x, key=key, call=call: call({key: x}) for place, call in PLACES.items() for key in HELD}
 ENTRIES = {
     "ids described": lambda x: describe({"input_ids": x}),

@@ -25,6 +25,7 @@ from collate_npu import (
     describe,
     guard_first_batch,
     outputs,
+    wrap_collator,
 )
 from collate_npu.collate import Layout, collators
 from collate_npu.kernels import check, fusion_attention, gated_delta
@@ -159,6 +160,8 @@ REFUSED = [
     (lambda: check.call_breaches("fla", {}, B=1, T=1, versions={"flaa": "0.5.2"}), "Did you mean fla"),
     *((partial(describe, x), "A batch is a dict") for x in (None, "text")),
     (lambda: describe([BATCH]), "batch: got a list"),
+    (lambda: ADAPTER({**BATCH, "labels": IDS.byte()}), "labels: got -100. It stands at padding in a tensor of uint8"),
+    (lambda: wrap_collator(lambda features: {**BATCH, "labels": IDS.bool()})([]), "x.long()"),
     (lambda: describe(IDS), "picture draws a mask alone"),
     (lambda: describe({"input_ids": WIDE}), PLACES),
     (lambda: picture(BATCH, row=9), "The rows are 0 to 1"),

@@ -27,7 +27,7 @@ from collate_npu.errors import CollateError, UnsupportedFormError, explain, expl
 from collate_npu.masks.sources import Sources, check_counts
 from collate_npu.outputs import repad, unpad
 from collate_npu.segments import PADS_BEFORE, Segments
-from collate_npu.validation import check_of_batch
+from collate_npu.validation import check_held, check_of_batch
 
 IGNORED = -100
 KEY = "position_ids"
@@ -51,8 +51,8 @@ def labels_for(
                 for name, fill in ((key, ignored), ("loss_mask", 0)):  # Megatron's loss reads the second, not labels
                     if isinstance(x := sources.get(name), Tensor) and dims(x) == wrong_BS.shape:
                         check_of_batch(name, x, segments.shape, f"Pass {name}.to_dense().long().")
-                        filled = torch.tensor(fill, dtype=x.dtype, device=x.device)  # torch fills no float8 in place
-                        out[name] = torch.where(torch.from_numpy(wrong_BS).to(x.device), filled, x)
+                        check_held(name, fill, x.dtype)
+                        out[name] = torch.where(torch.from_numpy(wrong_BS).to(x.device), x.new_tensor(fill), x)
     return out
 
 
