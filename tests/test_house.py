@@ -18,7 +18,7 @@ LINES = {
     "parallel": (1583, 1450),
     "kernels": (2791, 1900),
     "consumers": (3197, 1950),
-    "collate": (2138, 1500),
+    "collate": (2137, 1500),
     "proof": (3803, 1900),
     "integrations": (2965, 3000),
     "testing": (291, 450),

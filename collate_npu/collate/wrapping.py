@@ -28,7 +28,7 @@ from collate_npu.masks.dense_mask import Polarity
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import unpad
 from collate_npu.segments import Segments
-from collate_npu.validation import check_batch, check_collator, check_fields, check_held, check_return_tensors, options_checked
+from collate_npu.validation import check_batch, check_collator, check_fields, check_return_tensors, options_checked
 
 Features = Sequence[Mapping[str, Any]]
 
@@ -128,7 +128,6 @@ class WrappedCollator(Emitter):
         labels = out.get("labels", batch.get("labels"))
         first = self._ignores_first and shifted is False  # of a row, which a Trainer counts
         if first and isinstance(labels, Tensor) and _follows(labels, segments):
-            check_held("labels", ignored, labels.dtype)
             out["labels"] = torch.cat([torch.full_like(labels[:, :1], ignored), labels[:, 1:]], dim=1)
         return batch | out if out else batch
 
