@@ -140,6 +140,12 @@ def host_array(name: str, value: Any) -> Array:
     return array
 
 
+def dims(value: Any) -> tuple[int, ...]:
+    """The shape of an array or a tensor; () of what has none, as a nested tensor."""
+    nested = isinstance(value, Tensor) and value.is_nested
+    return tuple(value.shape) if isinstance(value, (Tensor, np.ndarray)) and not nested else ()
+
+
 def whole_number(name: str, value: Any, *, least: int = 0) -> int:
     """`value` as an int of 64 bits. Raises `CollateError` for anything else: a float, a bool, a list, a larger number."""
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_floating_point():

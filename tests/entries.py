@@ -1,7 +1,6 @@
 """Every public entry, what a right call of it gets, and what may stand in the place of each of its arguments."""
 
 import inspect
-from functools import partial
 
 import torch
 
@@ -38,9 +37,9 @@ FLAT_BATCH = {"input_ids": torch.ones(1, 5, dtype=torch.int64), "cu_seq_lens_q":
 FEATURES = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4, 5], "labels": [4, 5]}]
 ADAPTER = BatchAdapter(needs_mask_2d=True, consumer="megatron")
 READERS = (ADAPTER, BatchAdapter(needs_mask_2d=False, consumer="transformers"))
-COLLATORS = tuple(
-    PaddingCollator(keys={**KEYS, "weights": TOKENS}, **how)
-    for how in ({"pad_token_id": 7, "padding_side": "left"}, {"padding_free": True})
+COLLATORS = (
+    PaddingCollator(pad_token_id=7, padding_side="left"),  # to which weights are some key
+    PaddingCollator(keys={**KEYS, "weights": TOKENS}, padding_free=True),
 )
 FLAT_MASK = fusion_attention.fusion_attention_kwargs(FLAT) | {"scale": 0.5}
 OFFSETS = {"offsets": [0, 3, 5], "chunk_size": 64}
@@ -108,24 +107,22 @@ KERNELS = [
 """Of these every argument, those with a default too."""
 
 
-def sample(key, x):
-    return [collator([{**feature, key: x} for feature in FEATURES]) for collator in COLLATORS]
-
-
-def batch(key, x):
-    return [adapter({**BATCH, key: x}) for adapter in READERS]
-
-
-SAMPLE = ("input_ids", "attention_mask", "seq_lengths", "labels", "position_ids", "weights")
-BESIDE = ("attention_mask", "attention_mask_2d", "segment_ids", "cu_seq_lens_q", "labels", "position_ids", "loss_mask")
+HELD = (*KEYS, "weights", "mine")
+PLACES = {  # where a key of HELD stands
+    "of each sample": lambda held: [collator([{**feature, **held} for feature in FEATURES]) for collator in COLLATORS],
+    "of a sample": lambda held: COLLATORS[0]([FEATURES[0], {**FEATURES[1], **held}]),
+    "of a batch": lambda held: [adapter({**BATCH, **held}) for adapter in READERS],
+    "of a flat batch": lambda held: [adapter({**FLAT_BATCH, **held}) for adapter in READERS],
+    "beside Segments": lambda held: [adapter.render({**BATCH, **held}, ROWS) for adapter in READERS],
+    "of an inner batch": lambda held: wrap_collator(lambda features: {**BATCH, **held})(FEATURES),
+    "of an inner batch, flattened": lambda held: wrap_collator(lambda f: {**BATCH, **held}, padding_free=True)(FEATURES),
+    "of a flat inner batch": lambda held: wrap_collator(lambda features: {**FLAT_BATCH, **held})(FEATURES),
+    "split": lambda held: split_batch({**BATCH, **held}, CP),
+    "described": lambda held: describe({**BATCH, **held}),
+    "of a flat batch, described": lambda held: describe({**FLAT_BATCH, **held}),
+}
+BESIDE = {f"{key} {place}": lambda x, key=key, call=call: call({key: x}) for place, call in PLACES.items() for key in HELD}
 ENTRIES = {
-    **{f"sample {key}": partial(sample, key) for key in SAMPLE},
-    **{f"batch {key}": partial(batch, key) for key in (*BESIDE, "input_ids", "max_length_q", "seq_lens")},
-    **{
-        f"split {key}": lambda x, key=key: split_batch({**BATCH, key: x}, CP)
-        for key in ("mine", "attention_mask", "labels", "cu_seqlens")
-    },
-    "a key described": lambda x: describe({**BATCH, "note": x}),
     "ids described": lambda x: describe({"input_ids": x}),
     "features": COLLATORS[0],
     "a sample": lambda x: COLLATORS[0]([FEATURES[0], x]),
@@ -149,9 +146,10 @@ ENTRIES = {
         for name in (inspect.signature(function).parameters if function in KERNELS else right)
     },
 }
-ARRAYS = {*(f"sample {key}" for key in SAMPLE[:3]), *(f"batch {key}" for key in BESIDE[:4])}
-ARRAYS |= {"features", "a sample", "an inner batch", "an inner mask", "a shard", "physical offsets"}
+ARRAYS = {"features", "a sample", "an inner batch", "an inner mask", "a shard", "physical offsets"}
 ARRAYS |= {"derive_segments attention_mask", "derive_segments keep", "BatchAdapter.__call__ batch", "split_batch batch"}
 ARRAYS |= {f"Segments.from_{way}" for way in ("keep keep", "ids ids", "cu_seqlens cu_seqlens", "position_ids position_ids")}
 ARRAYS |= {"Segments ids"}
+ARRAYS |= {f"{key} of each sample" for key in ("input_ids", "attention_mask", "seq_lengths")}
+ARRAYS |= {f"{key} of a batch" for key in ("attention_mask", "attention_mask_2d", "segment_ids", "cu_seq_lens_q")}
 """Where arrays are read."""

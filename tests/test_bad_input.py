@@ -12,7 +12,7 @@ from typing import Literal, Optional, Union, get_args, get_origin, get_type_hint
 import numpy as np
 import pytest
 import torch
-from entries import ADAPTER, ARRAYS, BATCH, CALLS, ENTRIES, IDS, ROWS
+from entries import ADAPTER, ARRAYS, BATCH, BESIDE, CALLS, ENTRIES, IDS, ROWS
 from torch.nn.attention.bias import causal_lower_right
 
 from collate_npu import (
@@ -25,6 +25,7 @@ from collate_npu import (
     describe,
     guard_first_batch,
     outputs,
+    wrap_collator,
 )
 from collate_npu.collate import Layout, collators
 from collate_npu.kernels import check, fusion_attention, gated_delta
@@ -48,12 +49,12 @@ NO_NUMBERS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", ENTRIES | BESIDE)
 def test_a_result_or_a_refusal_in_words(name):
     wrong = []
     for value in NO_NUMBERS:
         try:
-            made = ENTRIES[name](value)
+            made = (ENTRIES | BESIDE)[name](value)
         except CollateError as error:
             few = len(str(error)) <= 30 or "got" not in str(error) + "bad row"
             wrong += [f"{value!r:.100}: {error!s:.100}"] if few or len(str(error)) > MOST else []
@@ -124,16 +125,7 @@ def one(**keys):
     return collate([{"input_ids": [1, 2], **keys}])
 
 
-class Produced:
-    """Something that says it speaks Arrow's C interface."""
-
-    def __init__(self, made):
-        self.made = made
-
-    def __arrow_c_stream__(self, requested_schema=None):
-        if isinstance(self.made, Exception):
-            raise self.made
-        return self.made
+ARROW = type("Produced", (), {"__arrow_c_stream__": lambda self, requested_schema=None: 3})  # no Arrow
 
 
 def series(*rows):
@@ -142,15 +134,10 @@ def series(*rows):
 
 WIDE = torch.sparse_coo_tensor(torch.zeros(2, 1, dtype=torch.int64), torch.ones(1), (1 << 20, 1 << 20))
 META, HUGE, PLACES = torch.ones(2, dtype=torch.int64, device="meta"), 1 << 60, "2147483647"
-HUGE_WIDTHS = (
-    {"padding": "max_length", "max_length": HUGE},
-    {"pad_to_multiple_of": HUGE},
-    {"padding_free": True, "pad_to_multiple_of": HUGE},
-    {"padding": (HUGE,)},
-    {"padding_free": True, "layout": Layout(max_sequences=HUGE)},
-)
+HUGE_WIDTHS = [{"padding": "max_length", "max_length": HUGE}, {"pad_to_multiple_of": HUGE}, {"padding": (HUGE,)}]
+HUGE_WIDTHS += [{"padding_free": True, **x} for x in ({"pad_to_multiple_of": HUGE}, {"layout": Layout(max_sequences=HUGE)})]
 REFUSED = [
-    (lambda: collate(Produced(3)), "cannot be read ("),
+    (lambda: collate(ARROW()), "cannot be read ("),
     (lambda: collate(series([1, 2])), "Pass a list of samples"),
     (lambda: collate([{"input_ids": series(1, 2)}]), "is a list, array or tensor"),
     (lambda: collate({"input_ids": META, "seq_lengths": [2]}), "without values"),
@@ -173,6 +160,8 @@ REFUSED = [
     (lambda: check.call_breaches("fla", {}, B=1, T=1, versions={"flaa": "0.5.2"}), "Did you mean fla"),
     *((partial(describe, x), "A batch is a dict") for x in (None, "text")),
     (lambda: describe([BATCH]), "batch: got a list"),
+    (lambda: ADAPTER({**BATCH, "labels": IDS.byte()}), "labels: got -100. It stands at padding in a tensor of uint8"),
+    (lambda: wrap_collator(lambda features: {**BATCH, "labels": IDS.bool()})([]), "x.long()"),
     (lambda: describe(IDS), "picture draws a mask alone"),
     (lambda: describe({"input_ids": WIDE}), PLACES),
     (lambda: picture(BATCH, row=9), "The rows are 0 to 1"),

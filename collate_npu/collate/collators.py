@@ -45,7 +45,7 @@ from collate_npu.masks.forms import (
     write_dense,
 )
 from collate_npu.masks.patterns import Pattern
-from collate_npu.masks.sources import Sources, physical_offsets
+from collate_npu.masks.sources import Sources, check_longest, physical_offsets
 from collate_npu.outputs import ignore_first_labels
 from collate_npu.parallel.split import place_documents, with_fills
 from collate_npu.segments import PADS_BEFORE, Segments, of_lengths
@@ -217,8 +217,10 @@ def add_offsets(
     Raises where images stand in the row and no positions say where.
     """
     if places is None and with_role(batch, "padded_offsets"):
-        places = physical_offsets(Sources.of(batch), segments) or own_places(segments)
-        longest = max((int(batch[key]) for key in with_role(batch, "longest") if batch[key] is not None), default=None)
+        sources = Sources.of(batch)
+        places = physical_offsets(sources, segments) or own_places(segments)
+        check_longest(sources, segments)
+        longest = max((sources.array(key).item() for key in sources.named["longest"]), default=None)
     offsets, positions = offsets_of(segments, places, longest=longest), batch.get("position_ids")
     if isinstance(positions, Tensor) and positions.ndim == 3:
         return {**batch, **offsets, "position_ids": positions, "text_position_ids": offsets["position_ids"]}

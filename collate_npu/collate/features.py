@@ -132,7 +132,7 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, Rows]:
                     remedy = "Tokenise first: [tokenizer(text) for text in texts]."
                 if "messages" in held:
                     remedy = "Apply the chat template first: tokenizer.apply_chat_template(messages, return_dict=True)."
-                inside = [key for key, rows in held.items() if "input_ids" in getattr(rows[0], "keys", tuple)()]
+                inside = [key for key, rows in held.items() if isinstance(rows[0], Mapping) and "input_ids" in rows[0]]
                 if inside:
                     remedy = f"Pass sample[{inside[0]!r}] as the sample."
                 got = f"samples with {', '.join(map(str, held)) or 'no keys'}"
@@ -303,7 +303,7 @@ def _of_rows(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def _as_list(name: str, column: Any) -> list[Any]:
-    if not is_ragged(column) and not getattr(column, "batch_size", ()):  # a TensorDict inside one has rows too
+    if not rank_of(column) and not getattr(column, "batch_size", ()):  # a TensorDict inside one has rows too
         remedy = "Pass a list of samples: one sample is a list of one."
         raise CollateError(explain(name, a_type(column), "A column has one entry for each sample.", remedy))
     return list(column.unbind(0) if hasattr(column, "unbind") else column)
@@ -360,7 +360,7 @@ def _one_row(tokens: Any) -> bool:
     """One row of numbers, and not one row a sample."""
     if isinstance(tokens, (np.ndarray, Tensor)):
         return tokens.ndim == 1 and tokens.dtype != object
-    return isinstance(tokens, (list, tuple)) and bool(tokens) and not is_ragged(tokens[0])
+    return isinstance(tokens, (list, tuple)) and bool(tokens) and not rank_of(tokens[0])
 
 
 def _of_flat(columns: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, list[Any]]:
@@ -368,7 +368,7 @@ def _of_flat(columns: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, l
     if parts is None:
         remedy = "Add seq_lengths [B], or pass one sample as a list: [sample]."
         raise CollateError(explain("input_ids", shape_of(columns["input_ids"]), _FLAT, remedy))
-    nested = isinstance(parts, (list, tuple)) and any(map(is_ragged, parts))
+    nested = isinstance(parts, (list, tuple)) and any(map(rank_of, parts))
     lengths = [int(host_array("seq_lengths", part).sum()) for part in parts] if nested else _whole(parts)
     out = {"seq_lengths": list(parts)} if nested else {}
     for name, column in columns.items():

@@ -32,6 +32,7 @@ ON_HOST = frozenset((list, tuple, np.ndarray))
 _ARRAYS, _INTS = {np.ndarray}, {int}
 _NO_TYPES: set[Any] = set()
 _HELD = (Tensor, np.ndarray)
+_NO_WHOLE = (struct.error, TypeError, RuntimeError)  # the last two of a tensor among the numbers
 _KINDS = {True: set("ib"), False: set("ibf")}
 """Kinds of dtype that need no second look, for whole numbers and for others."""
 STRUCT_LIMIT = 1 << 14
@@ -44,15 +45,15 @@ def round_up(value: int, multiple: int | None) -> int:
 
 
 def is_ragged(value: Any) -> bool:
-    """True if this may be one value a token: a list, a tuple, an array or a tensor with a first dimension."""
-    return isinstance(value, (list, tuple)) or (isinstance(value, (np.ndarray, Tensor)) and value.ndim > 0)
+    """True if this may be one value a token: a list, a tuple, an array or a tensor with a first dimension, not nested."""
+    return isinstance(value, (list, tuple)) or (rank_of(value) > 0 and not getattr(value, "is_nested", False))
 
 
 def rank_of(row: Any) -> int:
     """Dimensions of what may be one value a token, 0 of what is not; a list of lists has two."""
     if not isinstance(row, (list, tuple)):
         return row.ndim if isinstance(row, (np.ndarray, Tensor)) else 0
-    return 1 + int(bool(row) and is_ragged(row[0]))
+    return 1 + int(bool(row) and rank_of(row[0]) > 0)
 
 
 class Rows(list[Any]):
@@ -80,7 +81,7 @@ class Rows(list[Any]):
             self.flat = flat if len(flat) == len(seen) else _NO_TYPES
         elif types <= _LISTS:
             self.firsts = {type(row[0]) for row in self if row}
-            self.lists = self.firsts <= _INTS or not any(row and is_ragged(row[0]) for row in self)
+            self.lists = self.firsts <= _INTS or not any(row and rank_of(row[0]) for row in self)
         self.ragged = bool(self.flat) or types <= _LISTS or all(map(is_ragged, self))
         self.lengths = list(map(len, self)) if self.ragged else []
 
@@ -177,7 +178,7 @@ def lay_rows(key: str, rows: Sequence[Row], *, slots: Slots, fill: Filler = 0, w
                 _pack(out.data, start, row)
             elif end > start:
                 out[start:end] = row
-    except struct.error:
+    except _NO_WHOLE:
         bad = [(b, text) for b, row in enumerate(rows) if (text := _first_bad(row))]
         rule = f"{key} holds whole numbers of at most 64 bits."
         raise CollateError(explain_rows(key, bad, rule, "Convert them where the sample is built.")) from None
@@ -221,9 +222,9 @@ def _arrays(key: str, rows: Sequence[Row], whole: bool) -> Sequence[Array]:
     for b, row in enumerate(rows):
         try:
             arrays.append(row if isinstance(row, np.ndarray) else _array(key, row, whole))
-        except (ValueError, struct.error):
+        except (ValueError, *_NO_WHOLE):
             arrays.append(np.zeros(0, np.int64))
-            bad.append((b, _first_bad(row) if whole and not is_ragged(row[0]) else "nested lists of unequal length"))
+            bad.append((b, _first_bad(row) if whole and not rank_of(row[0]) else "lists of unequal length, or no numbers"))
     if not {row.dtype.kind for row in arrays} <= _KINDS[whole]:
         started = "{} starting {}"
         kinds = [started.format(shape_of(row), row.reshape(-1)[:3].tolist()) for row in arrays]
@@ -237,7 +238,7 @@ def _arrays(key: str, rows: Sequence[Row], whole: bool) -> Sequence[Array]:
 def _array(key: str, row: Sequence[Any] | Tensor, whole: bool) -> Array:
     if isinstance(row, Tensor):
         return host_array(key, row)
-    if not whole or (len(row) and is_ragged(row[0])):
+    if not whole or (len(row) and rank_of(row[0])):
         return np.asarray(row)
     packed = np.empty(len(row), np.int64)
     _pack(packed.data, 0, row)
@@ -269,8 +270,8 @@ def _first_bad(row: Any) -> str:
     for at, value in enumerate(row):
         try:
             struct.pack("q", value)
-        except struct.error:
-            return f"{value!r} at token {at}"
+        except _NO_WHOLE:
+            return f"{repr(value)[:80]} at token {at}"
     return ""
 
 
@@ -294,7 +295,7 @@ def concatenate_values(key: str, values: Sequence[Any], *, unit: int = 0, order:
     ordered = [tensors[b] for b in (order or range(len(values))) if b in tensors]
     try:
         return torch.cat([tensor[None] if tensor.ndim == unit else tensor for tensor in ordered])
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # the second of a nested tensor, in torch 2.6
         rows = [(b, shape_of(tensor)) for b, tensor in tensors.items()]
         rule = f"Vision values of a batch are joined on their first dimension ({str(error).splitlines()[0]})."
         raise CollateError(explain_rows(key, rows, rule, "Give all samples the same trailing shape.")) from None

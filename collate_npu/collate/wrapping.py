@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, Side, host_tensor
+from collate_npu.arrays import Array, Side, dims, host_tensor
 from collate_npu.collate.collators import ELSEWHERE, Emitter, Layout, add_offsets
 from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
 from collate_npu.collate.padding import pad_rows
@@ -99,8 +99,8 @@ class WrappedCollator(Emitter):
                 raise CollateError(explain("input_ids", shape_of(batch["input_ids"]), "Choices are [B, C, S].", remedy))
             return shipped(self._adapter.mended(batch, padding_free=False)[0])
         _check_tokens(batch)
-        if isinstance(labels := batch.get("labels"), Tensor) and labels.ndim == 2:
-            ignored = (labels[:, 0] == self.label_pad_token_id).tolist()
+        if begun and isinstance(labels := batch.get("labels"), Tensor) and labels.ndim == 2:
+            ignored = (batch.array("labels")[:, :1] == self.label_pad_token_id).any(1).tolist()
             if moved := [b for b, (real, gone) in enumerate(zip(begun, ignored)) if real and gone]:
                 raise labels_behind_padding_error(moved)
         masked = any(key in batch for key in of_kind(KEYS, "truth")) or bool(batch.named["padded_lengths"])
@@ -233,7 +233,7 @@ def _flat_segments(batch: Sources, samples: _Samples) -> Segments:
         return segments_from_batch(batch, padding_free=True)
     ids_S = batch.array("input_ids")[0]
     for key in with_role(batch, "offsets"):
-        if (placed := _at_offsets(ids_S, batch.array(key), samples)) is not None:
+        if (placed := _at_offsets(ids_S, batch.offsets[key], samples)) is not None:
             return placed
     joined = joined_segment_ids(samples.segment_ids) if samples.token_ids else np.zeros(0, np.int32)
     for tokens, ids in ((samples.token_ids, joined), (samples.real(), joined[joined > 0])):
@@ -276,7 +276,7 @@ def _flattened(batch: Sources, segments: Segments, keys: Mapping[str, Key]) -> t
 
 
 def _follows(value: Any, segments: Segments) -> bool:
-    return tuple(getattr(value, "shape", ())[:2]) == segments.shape
+    return dims(value)[:2] == segments.shape
 
 
 def _refuse_disagreement(segments: Segments, standing: list[Segments]) -> None:

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array
+from collate_npu.arrays import Array, dims
 from collate_npu.consumers.mask_routing import Case, Consumer
 from collate_npu.consumers.model_traits import LabelRule
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.masks.sources import Sources, check_counts
 from collate_npu.outputs import repad, unpad
 from collate_npu.segments import PADS_BEFORE, Segments
-from collate_npu.validation import check_of_batch
+from collate_npu.validation import check_held, check_of_batch
 
 IGNORED = -100
 KEY = "position_ids"
@@ -49,9 +49,10 @@ def labels_for(
             wrong_BS = _wrong(sources, key, segments, rule, given)
             if wrong_BS.any():
                 for name, fill in ((key, ignored), ("loss_mask", 0)):  # Megatron's loss reads the second, not labels
-                    if isinstance(x := sources.get(name), Tensor) and x.shape == labels.shape:
+                    if isinstance(x := sources.get(name), Tensor) and dims(x) == wrong_BS.shape:
                         check_of_batch(name, x, segments.shape, f"Pass {name}.to_dense().long().")
-                        out[name] = x.masked_fill(torch.from_numpy(wrong_BS).to(x.device), fill)
+                        check_held(name, fill, x.dtype)
+                        out[name] = torch.where(torch.from_numpy(wrong_BS).to(x.device), x.new_tensor(fill), x)
     return out
 
 
@@ -66,7 +67,7 @@ def check_labels(sources: Sources, segments: Segments | None, rule: LabelRule | 
         raise CollateError(explain("labels", shape_of(labels), text, "Pad labels with -100 to the width of input_ids."))
     if rule != "decoder" or labels is None or sources.get("decoder_input_ids") is not None:
         return
-    read_BT = sources.array("labels") >= 0
+    read_BT = np.atleast_2d(sources.array("labels").T).T >= 0  # one of a sample is a row of one
     if bad := [b for b, row in enumerate(read_BT) if row.any() and not row.flat[0]]:
         raise labels_behind_padding_error(bad)
     if model_type == "prophetnet" and (bad := [b for b, row in enumerate(read_BT) if not row[-1:].all()]):

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from collate_npu import errors
-from collate_npu.arrays import Array
+from collate_npu.arrays import PLAIN, Array, dims
 from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.dense_mask import BLOCKED_BELOW, REMEDY_CARRY_2D, Known, MaskValues, Polarity, Reading, is_causal
@@ -47,7 +47,7 @@ from collate_npu.masks.sources import (
     wrong_shape_error,
 )
 from collate_npu.segments import Segments, as_ids, keep_array, of_ids, of_keep, positions_match, ready
-from collate_npu.validation import checked
+from collate_npu.validation import checked, is_plain
 
 _LISTED = 8
 
@@ -55,7 +55,7 @@ _LISTED = 8
 def find_hazards(sources: Sources, segments: Segments | None) -> dict[str, str]:
     """Kind -> what goes wrong where, and what to do. `segments` is None where the batch is refused: then less is known."""
     full = sources.get("attention_mask")
-    found = _hazards_of_dense(full, sources, segments) if isinstance(full, Tensor) and full.ndim > 2 else {}
+    found = _hazards_of_dense(full, sources, segments) if is_dense(full) else {}
     if segments is None:
         return found
     exact = none_is_exact(segments)
@@ -64,6 +64,11 @@ def find_hazards(sources: Sources, segments: Segments | None) -> dict[str, str]:
         remedy = "Let a BatchAdapter build one for the model that reads the batch."
         found["no mask"] = f"there is no attention_mask, and {exact.why}. {remedy}"
     return found | find_token_hazards(sources, segments)
+
+
+def is_dense(value: Any) -> TypeGuard[Tensor]:
+    """True for a mask of three or four dimensions whose numbers can be read."""
+    return isinstance(value, Tensor) and is_plain(value) and value.dtype in PLAIN and not value.is_meta and value.ndim > 2
 
 
 def log_hazards(found: Mapping[str, str]) -> None:
@@ -128,7 +133,7 @@ def find_token_hazards(sources: Sources, segments: Segments) -> dict[str, str]:
     if segments.padding_side == "none":
         return {}
     keep_BS, found = keep_array(segments), dict[str, str]()
-    each = {key for key in ("labels", "input_ids") if tuple(getattr(sources.get(key), "shape", ())) == segments.shape}
+    each = {key for key in ("labels", "input_ids") if dims(sources.get(key)) == segments.shape}
     if "labels" in each and (labels_BS := sources.array("labels")).dtype.kind != "f":
         lost_BS = (labels_BS >= 0) & ~keep_BS
         rows = np.flatnonzero(lost_BS.any(axis=1)).tolist()[:_LISTED]
@@ -219,9 +224,9 @@ def check_known(sources: Sources, segments: Segments) -> None:
         check_known_offsets(sources, segments)
         check_offsets(sources, segments, "segments")
         check_longest(sources, segments)
-        for positions_BS in map(sources.array, sources.named["positions"]):
-            if positions_BS.shape == segments.shape and not positions_match(segments, positions_BS):
-                check_positions(positions_BS, segments)
+        positions_BS = sources.text_positions(segments.shape)
+        if positions_BS is not None and not positions_match(segments, positions_BS):
+            check_positions(positions_BS, segments)
     except CollateError:
         with suppress(CollateError):  # a tail that numbers count as a sequence
             if agreed(sources, polarity=None, pattern=None, padding_free=False) == segments:

@@ -248,11 +248,11 @@ def _tail(sources: Sources) -> int:
     """Places that the offsets of a flat row number as its last sequence: xtuner's and VeOmni's own number, and the zeros of
     NeMo Automodel's document map (0.7.0 datasets/packed_seq.py:79)."""
     if sources.named["tail"]:
-        return whole_number(name := sources.named["tail"][0], sources.array(name).item())
+        return whole_number(name := sources.named["tail"][0], sources.array(name).squeeze()[()])
     if sources.get("_packed_seq_ids") is None:
         return 0
-    real_S = np.flatnonzero(sources.array("_packed_seq_ids")[0])
-    return int(sources.array("_packed_seq_ids").shape[1] - real_S[-1] - 1) if len(real_S) else 0
+    ids_S = sources.array("_packed_seq_ids").ravel()
+    return int(len(ids_S) - np.flatnonzero(ids_S)[-1] - 1) if ids_S.any() else 0
 
 
 def says_padding(sources: Sources) -> bool:

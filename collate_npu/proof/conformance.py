@@ -393,17 +393,17 @@ def check_step(
     draw = _drawer(seed, vocab_size, None)
     samples = [draw(length) for length in LENGTHS["ragged"]]
     alone = [_stepped(step, [ids]) for ids in samples]
-    copies, found = _stepped(step, samples[:1] * len(samples)), _stepped(step, samples)
-    if len(sizes := {len(x) for x in (*alone, copies, found)}) > 1:
+    copies, found = [_stepped(step, [ids] * len(samples)) for ids in samples], _stepped(step, samples)
+    if len(sizes := {len(x) for x in (*alone, *copies, found)}) > 1:
         got = f"{sorted(sizes)} numbers, by the samples"
         raise CollateError(explain("step", got, "They are as many each time.", "Return zeros for what has no gradient."))
     weights = torch.tensor([len(ids) - 1.0 if per == "token" else 1.0 for ids in samples]).double()
     known, mean = weights @ torch.stack(alone) / weights.sum(), torch.stack(alone).mean(0)  # of micro-batches of one sample
     lost, error = (apart([x], [known]) for x in (alone[0], found))
-    noise = apart([copies / copies.norm()], [alone[0] / alone[0].norm()])  # of the direction: a factor is no noise
+    noise = apart(*([x / x.norm() for x in each] for each in (copies, alone)))  # of directions: a factor is no noise
     limit = _limit(noise)
     if not lost > MARGIN * limit:
-        got = f"samples that differ by {lost:.1e}, where copies of one sample differ from it by {noise:.1e}"
+        got = f"samples that differ by {lost:.1e}, where copies of a sample differ from it by {noise:.1e}"
         remedy = "Switch dropout off, use float32, and see that packed sequences do not see each other."
         raise CollateError(explain("step", got, "A wrong mean must differ by more.", remedy))
     if not error <= limit:

@@ -12,7 +12,7 @@ from collate_npu.arrays import entries, host_tensor
 from collate_npu.consumers.mask_routing import describe_cheapest, describe_shape
 from collate_npu.errors import CollateError, a_type, explain, notebook_html, printable, shape_of, short
 from collate_npu.keys import of_kind, with_role
-from collate_npu.masks.batch_reader import find_hazards, reads, segments_from_batch
+from collate_npu.masks.batch_reader import find_hazards, is_dense, reads, segments_from_batch
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments
@@ -73,8 +73,7 @@ def describe(batch: Mapping[str, Any]) -> Description:
 
 def _keys(batch: Mapping[str, Any], segments: Segments | None) -> Iterator[str]:
     for key, value in batch.items():
-        dense = isinstance(value, Tensor) and value.ndim > 2 and key == "attention_mask"
-        means = reads(value, segments) if dense else ""
+        means = reads(value, segments) if key == "attention_mask" and is_dense(value) else ""
         yield f"{short(str(key), 200)}: {_value(value)}{f', {means}' if means else ''}"
 
 

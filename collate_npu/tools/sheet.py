@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, host_tensor, whole_number
+from collate_npu.arrays import Array, dims, host_tensor, whole_number
 from collate_npu.consumers.mask_routing import describe_shape
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.keys import KEEP_KEY, with_role
@@ -295,9 +295,9 @@ def _tokens(batch: Mapping[str, Any], tokenizer: Any) -> Tokens | None:
 def labels_of(batch: Mapping[str, Any], segments: Segments) -> Array | None:
     """int8 `[B, S]`, as `Panel.labels`; None where the batch has no labels of tokens."""
     labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or tuple(labels.shape) != segments.shape or labels.is_floating_point():
+    if not isinstance(labels, Tensor) or dims(labels) != segments.shape or labels.is_floating_point():
         return None
-    counted_BS, real_BS = labels.cpu().numpy() >= 0, segments.array > 0
+    counted_BS, real_BS = Sources.of(batch).array("labels") >= 0, segments.array > 0
     kinds, codes = [counted_BS & ~real_BS, counted_BS, real_BS], [Cell.ON_PADDING, Cell.COUNTED, Cell.IGNORED]
     return np.select(kinds, codes, default=0).astype(np.int8)
 

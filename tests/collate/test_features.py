@@ -143,10 +143,7 @@ def mine(*rows):
         (tokens(2, attention_mask=[[float("nan"), 1.0]]), "row 0: got values [1.0, nan]"),
         (tokens(2, attention_mask=[[np.ones(2), np.ones(2)]]), "row 0: got 2 dimensions"),
         (tokens(2, 2, seq_lengths=[[1, 2], [3]]), "row 0: got [1, 2], which sum to 3\n  row 1: got [3], which sum to 3"),
-        (
-            tokens(2, 2, attention_mask=[[1, 1], [1, 1]], attention_mask_2d=[[1, 1], [1, 0]]),
-            "attention_mask_2d: 1 bad row.\n  row 1: got another mask than attention_mask",
-        ),
+        (tokens(2, 2, attention_mask=[[1, 1], [1, 1]], attention_mask_2d=[[1, 1], [1, 0]]), "row 1: got another mask than"),
         (tokens(2, seq_lengths=[[-1, 3]]), "seq_lengths: 1 bad row"),
         (tokens(2, seq_lengths=[[0.5, 1.5]]), "seq_lengths: 1 bad row"),
         (tokens(4, seq_lengths=[[2, 2]], attention_mask=[[1, 2, 2, 2]]), "row 0: got other sequences than attention_mask"),
@@ -167,12 +164,9 @@ def mine(*rows):
         (mine([1, 2], [[1], [2]]), "row 1: got values of shape [1]"),
         (mine(np.zeros((2, 3)), np.zeros((2, 4))), "row 1: got values of shape [4]"),
         (mine([1], ["a", "b"]), "row 1: got <U1 [2] starting ['a', 'b']"),
-        (mine([[1], [1, 2]], [1]), "row 0: got nested lists of unequal length"),
+        (mine([[1], [1, 2]], [1]), "row 0: got lists of unequal length"),
         (tokens(2, 2, pixel_values=[torch.ones(2, 3), torch.ones(2, 4)]), "row 1: got float32 [2, 4]"),
-        *(
-            ([{"input_ids": [1], "attention_mask": made([0])}], "row 0: got no tokens")
-            for made in (list, np.array, torch.tensor)
-        ),
+        *(([{"input_ids": [1], "attention_mask": x}], "row 0: got no tokens") for x in ([0], np.zeros(1), torch.zeros(1))),
         *(
             ([{"input_ids": row} for row in (*before, np.array([True]))], f"row {len(before)}: got values that are true")
             for before in ([], [[1, 2]], [np.array([1, 2])])
@@ -181,20 +175,14 @@ def mine(*rows):
         (Gone(), "a Gone that cannot be read"),
         (lambda: table([[[1]], [[2]]], ["input_ids", "input_ids"]), "features: got input_ids more than once"),
         ({"input_ids": [1, 2, 3]}, "input_ids: "),
-        ({"input_ids": np.array([1, 2, 3])}, "input_ids: "),
         ({"input_ids": [1, 2, 3], "seq_lengths": [1, 1]}, "add up to 2"),
         ({"input_ids": [1, 2, 3], "labels": [1, 2], "seq_lengths": [1, 2]}, "labels"),
-        ({"input_ids": [1, 2, 3], "seq_lengths": [1.5, 1.5]}, "seq_lengths"),
-        ({"input_ids": [1, 2, 3], "seq_lengths": [-1, 4]}, "seq_lengths"),
-        ({"input_ids": [1, 2], "id": ["a"], "seq_lengths": [1, 1]}, "Every column has one entry"),
         ({"input_ids": [[1], [2]], "labels": [[1]]}, "Every column has one entry"),
         ({"input_ids": [[1], [2]], "label": 3}, "label"),
         ({"input_ids": []}, "no samples"),
         ({}, "no samples"),
         (lambda: table({"input_ids": []}), "no samples"),
-        ([], "no samples"),
         ("text", "a str"),
-        (3, "an int"),
         ((sample for sample in ({"input_ids": [1]},)), "a generator"),
         ([{"input_ids": [1]}, 3], "row 1: got an int"),
     ],

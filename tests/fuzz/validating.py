@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import torch
-from entries import ADAPTER, ARRAYS, BATCH, CALLS, CP, ENTRIES, FEATURES, ROWS
+from entries import ADAPTER, ARRAYS, BATCH, CALLS, CP, ENTRIES, FEATURES, HELD, PLACES, ROWS
 from fuzz.compared import bits, leaves
 from fuzz.drawn import Drawn
 
@@ -84,7 +84,7 @@ def validate(drawn: Drawn) -> None:
     if drawn.chance():
         name = drawn.pick(SINGLE)
         made = in_words(lambda: ENTRIES[name](anything(drawn)))
-        read = name in ARRAYS and not name.endswith("batch")  # a batch has keys that are not
+        read = name in ARRAYS and not name.endswith(("batch", "features"))  # which have keys that are not
         assert not any(np.isnan(x).any() for x in leaves(made) if read and x.dtype.kind == "f"), f"{name}: NaN is read"
         return
     function = drawn.pick(FUNCTIONS)
@@ -94,6 +94,12 @@ def validate(drawn: Drawn) -> None:
         return
     changed = {drawn.pick([*right]): anything(drawn) for _ in range(1 + drawn.below(3))} if right else {}
     in_words(lambda: used(function, {**right, **changed}))
+
+
+def beside(drawn: Drawn) -> None:
+    """Whatever a key of a batch or a sample holds, wherever it is read."""
+    call, keys = drawn.pick([*PLACES.values()]), drawn.many(1 + drawn.below(2), len(HELD))
+    in_words(lambda: call({HELD[key]: anything(drawn) for key in keys}))
 
 
 SINGLE, FUNCTIONS = tuple(ENTRIES), tuple(CALLS)
