@@ -274,7 +274,7 @@ class BatchAdapter:
     def mended(self, sources: Sources, *, padding_free: bool) -> tuple[dict[str, Any], Segments]:
         """Return any batch in the model's form, with the labels that a loss should see, and its Segments. Choices
         `[B, C, S]` are read as B * C rows and returned as choices."""
-        if has_choices(sources):
+        if has_choices(sources := sources.as_tensors()):
             shape = sources["input_ids"].shape
             same = [key for key, x in sources.items() if isinstance(x, Tensor) and is_plain(x) and x.shape == shape]
             rows = {key: value.flatten(0, 1) if key in same else value for key, value in sources.items()}
@@ -318,7 +318,7 @@ class BatchAdapter:
         >>> adapter.render({"input_ids": ids}, Segments.from_lengths([1, 3], side="left"))["attention_mask"].tolist()
         [[False, False, True], [True, True, True]]
         """
-        sources = Sources.of(batch)
+        sources = Sources.of(batch).as_tensors()
         check_known(sources, segments)
         return self.routed(sources, segments, padding_free)
 

@@ -71,12 +71,7 @@ def split_batch(
 
 @uncompiled
 def share_out(
-    batch: Mapping[str, Any],
-    cp: ContextParallel,
-    *,
-    segments: Segments | None = None,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
-    keys: Mapping[str, Key] = KEYS,
+    batch: Mapping[str, Any], cp: ContextParallel, *, segments: Segments | None, cu_seqlens: Any = None, keys: Any = KEYS
 ) -> dict[str, Any]:
     """`split_batch` of a batch that is known to be that of its Segments."""
     with ranks_agree(cp, call="split") as facts:
