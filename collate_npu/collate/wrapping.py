@@ -90,7 +90,7 @@ class WrappedCollator(Emitter):
         begun = [_begins(row) for row in features] if self._labels == "decoder" else []
         given = self.inner(features, *args, **kwargs)
         check_batch(given, self.inner)
-        batch = Sources({key: x for key, x in Sources.of(given).items() if x is not None}).as_tensors()
+        batch = Sources.of_tensors({key: x for key, x in Sources.of(given).items() if x is not None})
         if has_choices(batch):
             if self._adapter is None:
                 remedy = "Pass model=, which decides the form of the mask of choices."

@@ -78,16 +78,17 @@ class Sources(dict[str, Any]):
         made._held, made.counted = self._held, self.counted
         return made
 
-    def as_tensors(self) -> Sources:
-        """The same batch, arrays of numbers as tensors of their own, and lists of numbers where a key has one a token."""
-        made: dict[str, Tensor] = {}
-        for key, x in self.items():
+    @classmethod
+    def of_tensors(cls, batch: Mapping[str, Any]) -> Sources:
+        """`of`, with arrays of numbers as tensors of their own, and lists of numbers where a key has one a token."""
+        held, made = batch if isinstance(batch, cls) else cls(batch), dict[str, Tensor]()
+        for key, x in held.items():
             if isinstance(x, np.ndarray) and x.dtype.kind in "biuf":
                 made[key] = host_tensor(key, x).clone()
             elif isinstance(x, (list, tuple, np.ndarray)) and key in KEYS and KEYS[key].kind in ("tokens", "positions"):
                 with suppress(CollateError):  # a list may hold the boxes of an image
                     made[key] = host_tensor(key, x.tolist() if isinstance(x, np.ndarray) else x)
-        return self | made if made else self
+        return held | made if made else held
 
     def array(self, name: str, convert: Callable[[str, Any], Any] | None = None) -> Any:
         """Return a value as a numpy array, or as `convert` makes it, once."""
