@@ -14,11 +14,11 @@ TESTS = ROOT / "tests"
 
 LINES = {
     "ground": (1878, 1250),
-    "masks": (2660, 2400),
+    "masks": (2661, 2400),
     "parallel": (1578, 1450),
     "kernels": (2791, 1900),
     "consumers": (3195, 1950),
-    "collate": (2130, 1500),
+    "collate": (2129, 1500),
     "proof": (3803, 1900),
     "integrations": (2965, 3000),
     "testing": (291, 450),
