@@ -120,6 +120,7 @@ PLACES = {  # where a key of HELD stands
     "split": lambda held: split_batch({**BATCH, **held}, CP),
     "described": lambda held: describe({**BATCH, **held}),
     "of a flat batch, described": lambda held: describe({**FLAT_BATCH, **held}),
+    "of a flat batch, padded": lambda held: pad_documents({**FLAT_BATCH, **held}, multiple=4)[0],
 }
 BESIDE = {f"{key} {place}": lambda x, key=key, call=call: call({key: x}) for place, call in PLACES.items() for key in HELD}
 ENTRIES = {

@@ -5,20 +5,24 @@ refused. Then single calls, with the words of their refusals. What holds numbers
 """
 
 import inspect
+from contextlib import suppress
 from functools import cache, partial
+from itertools import product
 from types import NoneType, UnionType
 from typing import Literal, Optional, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
 import torch
-from entries import ADAPTER, ARRAYS, BATCH, BESIDE, CALLS, ENTRIES, IDS, ROWS
+from entries import ADAPTER, ARRAYS, BATCH, BESIDE, CALLS, ENTRIES, HELD, IDS, PLACES, ROWS
+from rotation import some
 from torch.nn.attention.bias import causal_lower_right
 
 from collate_npu import (
     CollateError,
     ContextParallel,
     PaddingCollator,
+    Pattern,
     Segments,
     check_delivery,
     derive_segments,
@@ -27,6 +31,7 @@ from collate_npu import (
     outputs,
     wrap_collator,
 )
+from collate_npu.arrays import host_array
 from collate_npu.collate import Layout, collators
 from collate_npu.kernels import check, fusion_attention, gated_delta
 from collate_npu.keys import Key
@@ -56,7 +61,7 @@ def test_a_result_or_a_refusal_in_words(name):
         try:
             made = (ENTRIES | BESIDE)[name](value)
         except CollateError as error:
-            few = len(str(error)) <= 30 or "got" not in str(error) + "bad row"
+            few = len(str(error)) <= 30 or "got" not in str(error)
             wrong += [f"{value!r:.100}: {error!s:.100}"] if few or len(str(error)) > MOST else []
         except Exception as error:
             wrong.append(f"{value!r:.100}: {type(error).__name__}: {error}"[:250])
@@ -114,6 +119,35 @@ def test_whatever_holds_numbers_is_read(holder):
         assert ADAPTER.with_segments({"input_ids": IDS, key: held})[1] == expected
 
 
+RIGHT = [ROWS.keep.long(), IDS + 1, *(torch.tensor([row]) for row in ([1, 1, 0, 1, 1], [0, 2, 5], [0, 1, 0, 1, 2], [4, 5]))]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_key_gives_the_same_numbers_whatever_holds_them_or_is_refused(place):
+    wrong = []
+    for key, right in product(HELD, RIGHT[2:] if "flat " in place or "sample" in place else RIGHT[:2]):
+        made = {}
+        for name in ("as it is", *some([*HOLDERS], 4)):
+            held = HOLDERS.get(name, torch.clone)(right)
+            targets = "labels" in key and getattr(held, "is_floating_point", bool)()
+            with suppress(CollateError):
+                made[name] = numbers(PLACES[place]({key: held[0] if "sample" in place else held})) if not targets else None
+            if not made:
+                break
+        wrong += [(key, right, name) for name, found in made.items() if found not in (None, made["as it is"])]
+    assert wrong == []
+
+
+def numbers(made):
+    """The same for equal numbers, whatever holds them."""
+    if isinstance(made, dict):
+        return {key: numbers(x) for key, x in made.items()}
+    try:
+        return np.asarray(host_array("", made), float).tolist()
+    except CollateError:
+        return [numbers(x) for x in made] if isinstance(made, list) else None
+
+
 # --- single calls
 
 
@@ -133,7 +167,7 @@ def series(*rows):
 
 
 WIDE = torch.sparse_coo_tensor(torch.zeros(2, 1, dtype=torch.int64), torch.ones(1), (1 << 20, 1 << 20))
-META, HUGE, PLACES = torch.ones(2, dtype=torch.int64, device="meta"), 1 << 60, "2147483647"
+META, HUGE, TOO_WIDE = torch.ones(2, dtype=torch.int64, device="meta"), 1 << 60, "2147483647"
 HUGE_WIDTHS = [{"padding": "max_length", "max_length": HUGE}, {"pad_to_multiple_of": HUGE}, {"padding": (HUGE,)}]
 HUGE_WIDTHS += [{"padding_free": True, **x} for x in ({"pad_to_multiple_of": HUGE}, {"layout": Layout(max_sequences=HUGE)})]
 REFUSED = [
@@ -147,12 +181,39 @@ REFUSED = [
     (lambda: one(labels={"class": 3}), "row 0: got a dict"),
     (lambda: one(pixel_values="x"), "pixel_values: got a str"),
     (lambda: one(pixel_values=[[1], [1, 2]]), "unequal length"),
-    *((partial(collate, [{"input_ids": [1, 2]}], **widths), PLACES) for widths in HUGE_WIDTHS),
+    *((partial(collate, [{"input_ids": [1, 2]}], **widths), TOO_WIDE) for widths in HUGE_WIDTHS),
     (lambda: collate([{"input_ids": [1]}, {"input_ids": [1, 2]}], pad_token_id=1 << 70), "2**63"),
-    (lambda: Segments.from_lengths([HUGE]), PLACES),
+    (lambda: Segments(torch.tensor([[1, 3]])), "row 0: got ids [1, 3]"),
+    (lambda: Segments(torch.tensor([[1, 1], [2, 1]])), "row 1: got ids [2, 1]"),
+    (lambda: Segments(torch.tensor([[1, 2, 0, 1], [1, 2, 0, 2]])), "1 bad row.\n  row 0: got ids [1, 2, 0, 1]"),
+    (lambda: Segments(torch.tensor([[1.0, 1.0]])), "segment ids: got float32 [1, 2]"),
+    (lambda: Segments(torch.tensor([1, 1])), "segment ids: got int64 [2]"),
+    (lambda: Segments.from_ids([[1, 2, 1], [1, 1, 1], [5, 0, 3]][:2]), "row 0: got ids [1, 2, 1]"),
+    (lambda: Segments.from_ids([[0, 0, -1], [0, 1, 1]]), "1 bad row.\n  row 0: got the id -1"),
+    (lambda: Segments.from_lengths([3, -1]), "row 1: got lengths [-1]"),
+    (lambda: Segments.from_lengths([3, 9, [4, 4]], width=7), "row 1: got lengths [9]\n  row 2: got lengths [4, 4]"),
+    (lambda: Segments.from_keep([[1, 2]]), "Segments.from_ids"),
+    (lambda: Segments.from_keep([[0.5, 1.0]]), "keep: got float64 [1, 2] with values 0.5, 1.0"),
+    (lambda: Segments.from_keep([1, 0]), "keep: got int64 [2]"),
+    (lambda: Segments.from_cu_seqlens([3, 8]), "no leading 0"),
+    (lambda: Segments.from_cu_seqlens([0, 5, 3]), "[0, 5, 3]"),
+    (lambda: Segments.from_cu_seqlens([]), "cu_seqlens: got []"),
+    (lambda: Segments.from_cu_seqlens([0, 2.5]), "[0.0, 2.5]"),
+    (lambda: Segments.from_cu_seqlens([[-1]]), "cu_seqlens: got [-1]"),
+    (lambda: Segments.from_cu_seqlens([[0, 3], [0, 2]]), "[[0, 3], [0, 2]]"),
+    (lambda: Segments.from_lengths(np.ones((1, 2, 2), int)), "lengths: got int64 [1, 2, 2]"),
+    (lambda: Segments.from_cu_seqlens([0, 9], width=8), "row 0: got lengths [9]"),
+    (lambda: Segments.from_position_ids([0, 1, 2]), "position_ids: got int64 [3]"),
+    (lambda: Pattern.of("sliding"), "Pattern.sliding(window)"),
+    (lambda: Pattern.of("Causal"), "'Causal'"),
+    (lambda: Pattern.sliding(0), "window: got 0"),
+    (lambda: Pattern.chunked(-1), "chunk size: got -1"),
+    (lambda: Pattern.prefix(-1), "prefix: got [-1]"),
+    (lambda: Pattern.prefix([]), "prefix: got []"),
+    (lambda: Segments.from_lengths([HUGE]), TOO_WIDE),
     (lambda: Segments.from_ids(np.array([[1, 1 << 63]], np.uint64)), "It wrapped around"),
-    (lambda: Segments.from_lengths([1], width=HUGE), PLACES),
-    (lambda: Segments.from_cu_seqlens([0, HUGE]), PLACES),
+    (lambda: Segments.from_lengths([1], width=HUGE), TOO_WIDE),
+    (lambda: Segments.from_cu_seqlens([0, HUGE]), TOO_WIDE),
     (lambda: Key(kind="tokenz"), "Key.kind: got 'tokenz'"),
     (lambda: dense(ROWS, dtype=torch.float8_e5m2), "float of 16 bits or more"),
     (lambda: dense(ROWS, polarity="bias", dtype=torch.int64), "A bias is added to scores"),
@@ -163,7 +224,7 @@ REFUSED = [
     (lambda: ADAPTER({**BATCH, "labels": IDS.byte()}), "labels: got -100. It stands at padding in a tensor of uint8"),
     (lambda: wrap_collator(lambda features: {**BATCH, "labels": IDS.bool()})([]), "x.long()"),
     (lambda: describe(IDS), "picture draws a mask alone"),
-    (lambda: describe({"input_ids": WIDE}), PLACES),
+    (lambda: describe({"input_ids": WIDE}), TOO_WIDE),
     (lambda: picture(BATCH, row=9), "The rows are 0 to 1"),
     (lambda: picture(ROWS, row=-1), "row: got -1"),
     (lambda: PaddingCollator(padding_free=True, pad_to_multiple_of=8), "pad_token_id: got None"),

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from in_float64 import in_float64
 from rotation import SEED, rotating
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, softmax
 
@@ -80,13 +81,12 @@ LOW = (torch.bfloat16, torch.float16, torch.float64)
 @pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="layers hand no boundary on")
 @pytest.mark.parametrize(("family", "dtype", "route"), rotating(product(HYBRIDS, LOW, ROUTES), 5, slow=40), ids=str)
 def test_every_route_is_as_near_as_each_sample_alone(family, dtype, route):
-    """Its own rounding is how far the samples alone are from the model in float32. In float64 layers still compute parts in
-    float32."""
+    """Its own rounding is how far the samples alone are from float64."""
     draw = torch.Generator().manual_seed(SEED)
     rows = [torch.randint(1, 60, (length,), generator=draw).tolist() for length in (12, 25, 5, 18)]
     model = model_of(family, dtype, "sdpa")
-    exact = model if dtype == torch.float64 else deepcopy(model).float()
-    alone = [learned(m, rows, [m(input_ids=torch.tensor([row])).logits[0] for row in rows]) for m in (exact, model)]
+    one_by_one = lambda model: learned(model, rows, [model(input_ids=torch.tensor([row])).logits[0] for row in rows])  # noqa: E731
+    exact, alone = in_float64(model, one_by_one), one_by_one(model)
     batch = PaddingCollator(pad_token_id=0, **ROUTES[route])([{"input_ids": row} for row in rows])
     segments = segments_from_batch(dict(batch))
     order = [rows.index(ids.tolist()) for ids in per_sequence(batch.pop("input_ids"), segments)]
@@ -95,13 +95,13 @@ def test_every_route_is_as_near_as_each_sample_alone(family, dtype, route):
         try:
             logits = per_sequence(model(input_ids=ids, **batch).logits, segments)
         except UnsupportedFormError:  # as in float32
-            same = deepcopy(exact).float()
+            same = deepcopy(model).float()
             with adapt(same), pytest.raises(UnsupportedFormError):
                 same(input_ids=ids, **batch)
             return
         found = learned(model, [rows[n] for n in order], logits)
     for at, name in ((0, "logits"), (1, "gradient")):
-        exact_at, own_at = (([each[0][n] for n in order] if at == 0 else each[1]) for each in alone)
+        exact_at, own_at = (([each[0][n] for n in order] if at == 0 else each[1]) for each in (exact, alone))
         assert far(found[at], exact_at) <= 2 * far(own_at, exact_at) + 2e-5, name
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fuzz.validating import in_words
 from hypothesis import example, given, strategies as st
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, Segments, gather_sequence, split_batch
@@ -184,13 +185,8 @@ def test_the_right_tokens_or_words(name, offsets, form):
     if legal(name, offsets, form) and not any(n % 2 for n in offsets):
         assert call(given_as) == wanted(offsets)
         return
-    found = refusal = None
-    try:
-        found = call(given_as)
-    except CollateError as error:
-        refusal = str(error)
-    if refusal is not None:
-        assert ": got " in refusal or "bad row" in refusal
+    found = in_words(lambda: call(given_as))
+    if found is None:
         return
     held = np.asarray(given_as)
     read = held.reshape(-1).astype(int).tolist()
@@ -235,15 +231,6 @@ def test_two_that_differ_are_refused(name, one, other):
     if apart:
         with pytest.raises(CollateError):
             BESIDE[name](segments, other)
-
-
-@given(PARTED, st.sampled_from(["lists", "arrays"]))
-def test_lists_and_arrays_are_moved_as_tensors_are(lengths, kind):
-    tensors = batch("cu_seqlens", Segments.from_lengths([lengths]).cu_seqlens, mine=IDS * 2, names=["a"], max_length_q=S)
-    other = {k: (v.tolist() if kind == "lists" else v.numpy()) if torch.is_tensor(v) else v for k, v in tensors.items()}
-    for made in (lambda keys: pad_documents(keys, multiple=6)[0], lambda keys: split_batch(keys, CP)):
-        ours, theirs = made(other), made(tensors)
-        assert all(np.array_equal(ours[key], theirs[key]) for key in tensors)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, entries, host_array
+from collate_npu.arrays import Array, dims, entries, host_array
 from collate_npu.collate.padding import ON_HOST, Rows, check_lengths, is_ragged, on_host, pad_rows, rank_of, whole_rows
 from collate_npu.errors import CollateError, a_type, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
@@ -436,13 +436,12 @@ def _own_ids(columns: Mapping[str, list[Any]], lengths: list[int]) -> list[Array
 def _all_real(column: list[Any], lengths: list[int]) -> bool:
     """Ones throughout, as tokenizers emit them, say what the lengths say."""
     for row, length in zip(column, lengths):
-        if isinstance(row, (list, tuple)):
-            try:
-                if not row.count(1) == len(row) == length:
-                    return False
-            except (RuntimeError, TypeError, ValueError):  # an array in the list is not one number
-                return False
-        elif not (isinstance(row, (np.ndarray, Tensor)) and row.shape == (length,) and bool((row == 1).all())):
+        listed = isinstance(row, (list, tuple))
+        try:
+            ones = row.count(1) == len(row) == length if listed else dims(row) == (length,) and bool((row == 1).all())
+        except (RuntimeError, TypeError, ValueError):  # an array in a list is no number, nor is a record
+            return False
+        if not ones:
             return False
     return True
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, Side, dims, host_tensor
+from collate_npu.arrays import PLAIN, Array, Side, dims, host_tensor
 from collate_npu.collate.collators import ELSEWHERE, Emitter, Layout, add_offsets
 from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
 from collate_npu.collate.padding import pad_rows
@@ -90,9 +90,7 @@ class WrappedCollator(Emitter):
         begun = [_begins(row) for row in features] if self._labels == "decoder" else []
         given = self.inner(features, *args, **kwargs)
         check_batch(given, self.inner)
-        inner = Sources.of(given)
-        numpys = {k: host_tensor(k, x) for k, x in inner.items() if isinstance(x, np.ndarray) and x.dtype.kind in "biuf"}
-        batch = Sources({key: numpys.get(key, value) for key, value in inner.items() if value is not None})
+        batch = Sources.of_tensors({key: x for key, x in Sources.of(given).items() if x is not None})
         if has_choices(batch):
             if self._adapter is None:
                 remedy = "Pass model=, which decides the form of the mask of choices."
@@ -127,7 +125,7 @@ class WrappedCollator(Emitter):
         out = labels_for(batch, segments, self._labels, shifted, ignored=ignored)
         labels = out.get("labels", batch.get("labels"))
         first = self._ignores_first and shifted is False  # of a row, which a Trainer counts
-        if first and isinstance(labels, Tensor) and _follows(labels, segments):
+        if first and isinstance(labels, Tensor) and dims(labels)[:2] == segments.shape:
             out["labels"] = torch.cat([torch.full_like(labels[:, :1], ignored), labels[:, 1:]], dim=1)
         return batch | out if out else batch
 
@@ -215,11 +213,10 @@ def _check_second_rows(batch: Mapping[str, Any], out: Mapping[str, Any]) -> None
 
 
 def _is_flat(batch: Mapping[str, Any], samples: _Samples) -> bool:
-    ids = batch.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.is_nested or ids.ndim != 2 or ids.shape[0] != 1:
+    if len(shape := dims(batch.get("input_ids"))) != 2 or shape[0] != 1:
         return False
     rows = samples.real()
-    whole = len(rows) == 1 and len(rows[0]) == ids.shape[1] and "position_ids" in batch
+    whole = len(rows) == 1 and len(rows[0]) == shape[1] and "position_ids" in batch
     return bool(with_role(batch, "offsets", "padded_offsets")) or len(rows) > 1 or whole
 
 
@@ -258,7 +255,7 @@ def _at_offsets(ids_S: Array, offsets: Array, samples: _Samples) -> Segments | N
 
 def _flattened(batch: Sources, segments: Segments, keys: Mapping[str, Key]) -> tuple[dict[str, Any], Segments]:
     """Every sequence of a padded batch in one flat row, without the padding; what is not one value a token stays."""
-    unlisted = [key for key, value in batch.items() if key not in keys and _follows(value, segments)]
+    unlisted = [key for key, value in batch.items() if key not in keys and dims(value)[:2] == segments.shape]
     if unlisted:
         rule = "collate_npu does not guess whether a key has one value for each token."
         remedy = f"Pass keys={{**KEYS, {unlisted[0]!r}: TOKENS}} (from collate_npu.keys), or SAMPLE in place of TOKENS."
@@ -266,17 +263,13 @@ def _flattened(batch: Sources, segments: Segments, keys: Mapping[str, Key]) -> t
     kinds = {key: keys.get(key, SAMPLE).kind for key in batch}
     flat = {key: value for key, value in batch.items() if kinds[key] not in ("truth", "offsets", "tokens", "positions")}
     for key in of_kind(batch, "tokens", "positions", keys=keys):
-        value = batch[key] if isinstance(batch[key], Tensor) else torch.from_numpy(batch.array(key))
+        value = batch[key] if getattr(batch[key], "dtype", None) in PLAIN else batch.array(key, host_tensor)
         if kinds[key] == "positions" and value.ndim == 3:
             flat[key] = torch.stack([unpad(each, segments) for each in value])[:, None]
         else:  # labels of a whole sample stay
-            flat[key] = unpad(value, segments)[None] if _follows(value, segments) else value
+            flat[key] = unpad(value, segments)[None] if dims(value)[:2] == segments.shape else value
     lying = Segments.from_lengths([list(segments.sequence_lengths)])
     return add_offsets(flat, lying), lying
-
-
-def _follows(value: Any, segments: Segments) -> bool:
-    return dims(value)[:2] == segments.shape
 
 
 def _refuse_disagreement(segments: Segments, standing: list[Segments]) -> None:

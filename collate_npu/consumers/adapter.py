@@ -258,7 +258,7 @@ class BatchAdapter:
         if self.context_parallel is not None:
             out, segments = self._shared_out(batch, self.context_parallel)
         else:
-            out, segments = self.mended(Sources.of(batch), padding_free=self.padding_free)
+            out, segments = self.mended(Sources.of_tensors(batch), padding_free=self.padding_free)
         MADE.keep(out, segments)
         if errors.DEBUG and self.context_parallel is None and self.padding_free and self.model.needs_mask_2d:
             from collate_npu.kernels.check import log_batch  # the contracts, which nobody else here reads
@@ -269,7 +269,7 @@ class BatchAdapter:
     @uncompiled
     def _shared_out(self, batch: Mapping[str, Any], cp: ContextParallel) -> tuple[dict[str, Any], Segments]:
         with ranks_agree(cp, call="split"):
-            return self.mended(Sources.of(batch), padding_free=self.padding_free)
+            return self.mended(Sources.of_tensors(batch), padding_free=self.padding_free)
 
     def mended(self, sources: Sources, *, padding_free: bool) -> tuple[dict[str, Any], Segments]:
         """Return any batch in the model's form, with the labels that a loss should see, and its Segments. Choices
@@ -318,7 +318,7 @@ class BatchAdapter:
         >>> adapter.render({"input_ids": ids}, Segments.from_lengths([1, 3], side="left"))["attention_mask"].tolist()
         [[False, False, True], [True, True, True]]
         """
-        sources = Sources.of(batch)
+        sources = Sources.of_tensors(batch)
         check_known(sources, segments)
         return self.routed(sources, segments, padding_free)
 

@@ -124,14 +124,12 @@ def labels_are_shifted(tokens_BS: Array, labels_BS: Array, segments: Segments) -
 
 def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torch.device | None = None) -> Tensor | None:
     """`position_ids` of this batch for this consumer, made on this device where it can; None where they are left out."""
-    given, rule = sources.get(KEY), case.model.positions
+    rule, first = case.model.positions, case.model.first_position
+    given: Tensor | None = sources.get(KEY)
     counted = sources.counted and sources.get(TEXT_KEY) is None and getattr(given, "ndim", 2) == 2
-    first = case.model.first_position
     kind = "derived" if given is None or counted else kind_of(torch.from_numpy(sources.array(KEY)), case.segments, first)
     if kind == "places":
         given = None
-    elif given is not None and not isinstance(given, Tensor):
-        given = torch.from_numpy(sources.array(KEY))
     axes = not case.padding_free and sources.named["vision"]  # the model derives them from the 2D mask
     if not consumer.counts_positions:
         return given if given is not None or axes else positions_on(case.segments, device)

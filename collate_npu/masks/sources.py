@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -76,6 +77,18 @@ class Sources(dict[str, Any]):
         made = Sources({**self, **changed})
         made._held, made.counted = self._held, self.counted
         return made
+
+    @classmethod
+    def of_tensors(cls, batch: Mapping[str, Any]) -> Sources:
+        """`of`, with arrays of numbers as tensors of their own, and lists of numbers where a key has one a token."""
+        held, made = batch if isinstance(batch, cls) else cls(batch), dict[str, Tensor]()
+        for key, x in held.items():
+            if isinstance(x, np.ndarray) and x.dtype.kind in "biuf":
+                made[key] = host_tensor(key, x).clone()
+            elif isinstance(x, (list, tuple, np.ndarray)) and key in KEYS and KEYS[key].kind in ("tokens", "positions"):
+                with suppress(CollateError):  # a list may hold the boxes of an image
+                    made[key] = host_tensor(key, x.tolist() if isinstance(x, np.ndarray) else x)
+        return held | made if made else held
 
     def array(self, name: str, convert: Callable[[str, Any], Any] | None = None) -> Any:
         """Return a value as a numpy array, or as `convert` makes it, once."""

@@ -71,12 +71,7 @@ def split_batch(
 
 @uncompiled
 def share_out(
-    batch: Mapping[str, Any],
-    cp: ContextParallel,
-    *,
-    segments: Segments | None = None,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
-    keys: Mapping[str, Key] = KEYS,
+    batch: Mapping[str, Any], cp: ContextParallel, *, segments: Segments | None, cu_seqlens: Any = None, keys: Any = KEYS
 ) -> dict[str, Any]:
     """`split_batch` of a batch that is known to be that of its Segments."""
     with ranks_agree(cp, call="split") as facts:
@@ -452,7 +447,7 @@ class _Plan:
         if rule.or_sample and sized and (targets or held.ndim == 1 or held.shape[1:2] == (1,) != (self.width,)):
             return value  # of whole samples: classes [B], or float targets
         dim = min(1 if rule.share == "rows" else rule.dim, held.ndim - 1) % max(held.ndim, 1)
-        if not is_plain(held) or (rule.fill == "next" and held.is_floating_point() and held.element_size() == 1):
+        if not is_plain(held) or (held.is_floating_point() and held.element_size() == 1):
             raise CollateError(explain(key, shape_of(held), "torch cannot index it.", "Pass it dense, in int64 or float32."))
         if not held.ndim or held.shape[dim] != self.width:
             raise wrong_shape_error(key, shape_of(held), (1, self.width))

@@ -11,13 +11,22 @@ from collate_npu import BatchAdapter, CollateError, ContextParallel
 adapter_of, rank_of, others = cache(BatchAdapter), cache(ContextParallel), cache(ContextParallel.with_rank)
 
 
-def refused(call, must: bool, why: str):
-    """What came out, None for a refusal. `must`: it has to be refused."""
+def refused(call, must: bool, why: str, given=None):
+    """What came out, None for a refusal. `must`: it has to be refused. What was `given` is as it was."""
+    before = bits(given)
     try:
         out = call()
     except CollateError:
-        return None
-    assert not must, f"taken, although {why}: {out}"
+        out = None
+    assert bits(given) == before
+    assert out is None or not must, f"taken, although {why}: {out}"
+    return out
+
+
+def taken(call, bad: bool, why: str, given=None):
+    """What came out, None for what is bad. That is refused, and nothing else is."""
+    out = refused(call, bad, why, given)
+    assert out is not None or bad, "refused"
     return out
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 import torch
 from fuzz import drawn as make
-from fuzz.compared import adapter_of, apart, bits, is_mask, lists, rank_of, refused
+from fuzz.compared import adapter_of, apart, is_mask, lists, rank_of, refused, taken
 from fuzz.drawn import Drawn
 
 from collate_npu import derive_segments
@@ -30,11 +30,9 @@ def derive(drawn: Drawn) -> None:
     given = make.four_dims(drawn, keep_B1SS, polarity)
     declared, known, said = drawn.chance(), drawn.chance(), name != "causal" or drawn.chance()
     truth = torch.tensor(rows)
-    before = bits([given, truth])
     settings = {"polarity": polarity} if declared else {}
     settings |= ({"pattern": pattern} if said else {}) | ({"keep": truth != 0} if known else {})
-    found = refused(lambda: derive_segments(given, **settings), False, "")
-    assert bits([given, truth]) == before
+    found = refused(lambda: derive_segments(given, **settings), False, "", [given, truth])
     if found is None:
         assert not (plain(rows) and name == "causal" and (declared or known)), "a plain causal mask is refused"
     else:
@@ -54,9 +52,7 @@ def derive_keys(drawn: Drawn, rows) -> None:
         given = (~kept if polarity == "masked" else kept).to(dtype)
     deep = not packed and polarity is not None and S > 1 and drawn.chance()
     given = given[:, None, None] if deep else given
-    before = bits(given)
-    found = refused(lambda: derive_segments(given, polarity=polarity), False, "")
-    assert bits(given) == before
+    found = refused(lambda: derive_segments(given, polarity=polarity), False, "", given)
     square = B == S and not deep  # is it [B, S] or [S, S]?
     assert (square and not packed) if found is None else lists(found.ids) == rows
 
@@ -97,11 +93,9 @@ def adapt_rows(drawn: Drawn) -> None:
     batch, certain, polarity = batch_of(drawn, rows)
     packed, mixed = max(map(max, rows)) > 1, oracle.side(rows) == "mixed"
     holes = any(places[-1] - places[0] >= len(places) for _, places in oracle.sequences(rows))
-    before = bits(batch)
     adapter = adapter_of(consumer=consumer, needs_mask_2d=recurrent, polarity=polarity, labels_shifted=False)
     must = recurrent and (packed or holes)
-    made = refused(lambda: adapter.with_segments(batch), must, "recurrent layers read neither holes nor packed rows")
-    assert bits(batch) == before
+    made = refused(lambda: adapter.with_segments(batch), must, "recurrent layers read no holes and no packed rows", batch)
     if made is None:
         assert must or not certain or (consumer == "transformers" and mixed), "refused, although nothing is in doubt"
         return
@@ -130,13 +124,11 @@ def flat_batch(drawn: Drawn):
 
 def adapt_flat(drawn: Drawn) -> None:
     batch, row, said = flat_batch(drawn)
-    consumer, recurrent, before = drawn.pick(("megatron", "transformers")), drawn.chance(), bits(batch)
+    consumer, recurrent = drawn.pick(("megatron", "transformers")), drawn.chance()
     adapter = adapter_of(consumer=consumer, needs_mask_2d=recurrent, padding_free=True, labels_shifted=False)
     must = not said or (recurrent and consumer == "transformers" and len({*row} - {0}) > 1)
-    made = refused(lambda: adapter.with_segments(batch), must, "the model is unknown, or where a sequence begins")
-    assert bits(batch) == before
+    made = taken(lambda: adapter.with_segments(batch), must, "the model is unknown, or where a sequence begins", batch)
     if made is None:
-        assert must, "refused"
         return
     out, found = made
     assert lists(found.ids) == [row]
@@ -162,9 +154,8 @@ def adapt_for_a_rank(drawn: Drawn) -> None:
     batch = {"input_ids": torch.tensor(ids), "attention_mask_2d": torch.tensor(oracle.keep(rows))}
     adapter = adapter_of(consumer="megatron", needs_mask_2d=False, context_parallel=rank_of(size, rank, layout=layout))
     must = S % (size * (1 + (layout == "zigzag"))) > 0
-    out = refused(lambda: adapter(batch), must, "the width does not divide")
+    out = taken(lambda: adapter(batch), must, "the width does not divide")
     if out is None:
-        assert must, "refused"
         return
     held = oracle.share(S, size, rank, layout)
     assert lists(out["input_ids"]) == [[row[s] for s in held] for row in ids]

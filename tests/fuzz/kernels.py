@@ -6,10 +6,10 @@ Legend: B rows, S width, T tokens of the flat row.
 import oracle
 import torch
 from fuzz import drawn as make
-from fuzz.compared import apart
+from fuzz.compared import apart, refused, taken
 from fuzz.drawn import Drawn
 
-from collate_npu import CollateError, Segments
+from collate_npu import Segments
 from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 
@@ -51,12 +51,11 @@ def recurrent(drawn: Drawn) -> None:
     counts = (None if packed or has_holes(rows) else []) if padded else taken_up(rows, kernel)
     must = counts is None or (kernel == "fla_npu_recurrent" and max(counts) > MOST_DECODED)
     segments = Segments(rows)
-    try:
-        told = gated_delta_kwargs(segments, kernel=kernel, chunk_size=chunk, tables=True)
-    except CollateError:
-        assert must, "refused"
+    told = taken(
+        lambda: gated_delta_kwargs(segments, kernel=kernel, chunk_size=chunk, tables=True), must, "no argument says it"
+    )
+    if told is None:
         return
-    assert not must, f"taken: {told}"
     plain = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in told.items()}
     assert plain == ({"attention_mask": oracle.keep(rows)} if padded else spelled(kernel, counts, chunk))
     assert apart([segments.array], told)
@@ -97,11 +96,9 @@ def attention(drawn: Drawn) -> None:
     """What the operator would compute with these arguments is what every real token should see."""
     rows, (name, size, pattern), tnd = make.rows_of(drawn, width=8), make.pattern_of(drawn), drawn.chance()
     layout = "TND" if tnd else "BSND"
-    try:
-        told = fusion_attention_kwargs(Segments(rows), pattern=pattern, layout=layout)
-    except CollateError:
-        if not (tnd and name == "sliding" and has_holes(rows)):
-            raise
+    told = refused(lambda: fusion_attention_kwargs(Segments(rows), pattern=pattern, layout=layout), False, "")
+    if told is None:
+        assert (tnd, name, has_holes(rows)) == (True, "sliding", True), "refused"
         return
     mode, given = told.get("sparse_mode", 0), told.get("atten_mask")
     before = told.get("pre_tockens", 1 << 31)

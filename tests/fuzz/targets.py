@@ -10,7 +10,7 @@ import oracle
 import torch
 from fuzz import drawn as make
 from fuzz.collating import collate
-from fuzz.compared import apart, bits, lists, others, rank_of, refused
+from fuzz.compared import apart, bits, lists, others, rank_of, refused, taken
 from fuzz.doors import adapt, derive
 from fuzz.drawn import Drawn
 from fuzz.kernels import kernels
@@ -72,12 +72,8 @@ def split(drawn: Drawn) -> None:
         "pixel_values": torch.ones(2, 3),
         "name": "x",
     }
-    before = bits(batch)
-    wrong = S % unit > 0
-    out = refused(lambda: split_batch(batch, cp), wrong, "the width does not divide")
-    assert bits(batch) == before
+    out = taken(lambda: split_batch(batch, cp), S % unit > 0, "the width does not divide", batch)
     if out is None:
-        assert wrong, "refused"
         return
     held, queries = held_by(cp.rank, [0, S], cp), queries_of(cp, S)
     ours = [[row[s] for s in held] for row in ids]
@@ -108,8 +104,7 @@ def gather(drawn: Drawn) -> None:
     for shard, places in zip(shards, held):
         assert lists(shard.movedim(dim, 0)) == [along[place] for place in places]
     whole = join_shards(shards, cp, dim=dim, **offsets)
-    assert bits(x) == before
-    assert bits(whole) == before
+    assert bits(x) == bits(whole) == before
     assert lists(whole.movedim(dim, 0)) == oracle.gathered([lists(s.movedim(dim, 0)) for s in shards], held)
     assert cp.size == 1 or apart([x], shards)
 

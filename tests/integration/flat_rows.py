@@ -69,7 +69,7 @@ def outcome(model, batches):
     found, start = [], 0
     for batch, at in batches:
         logits = model(**{"use_cache": False} | without(batch, "labels")).logits.flatten(0, 1)[at]
-        drawn = torch.randn(logits.shape[1], generator=torch.Generator().manual_seed(1)) / logits.shape[1] ** 0.5
+        drawn = torch.randn(logits.shape[1], generator=torch.Generator().manual_seed(1)).to(logits) / logits.shape[1] ** 0.5
         torch.sin(logits @ drawn + torch.arange(start, start + len(at))).sum().backward()  # each place weighs otherwise
         found.append(logits.detach())
         start += len(at)
@@ -82,8 +82,12 @@ def alone(model, features):
 
 
 def errors(model, batch, truth, at=None):
+    return apart(outcome(model, [(batch, torch.arange(len(truth[0])) if at is None else at)]), truth)
+
+
+def apart(found, truth):
     """The largest difference of a logit; and of a gradient, as a part of the largest gradient."""
-    logits, gradients = outcome(model, [(batch, torch.arange(len(truth[0])) if at is None else at)])
+    logits, gradients = found
     assert gradients.keys() == truth[1].keys()
     largest = max(float(each.abs().max()) for each in truth[1].values())
     wrong = [(gradients[name] - own).abs().max().nan_to_num(torch.inf) / largest for name, own in truth[1].items()]

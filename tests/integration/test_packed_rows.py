@@ -8,7 +8,8 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
+from in_float64 import in_float64
 from rotation import examples, rotating
 from strategies import packed_lengths, sides
 
@@ -24,6 +25,7 @@ from flat_rows import (
     RIGHT,
     WRONG,
     alone,
+    apart,
     built,
     errors,
     outcome,
@@ -61,15 +63,15 @@ def under(model, batch, truth, at, **settings):
 
 
 def assert_alone(model, lengths, side="right", more=0, **settings):
-    """Within the law; where rounding moves this model by more, within three times what padding alone moves it."""
+    """Within the law; where rounding moves this model by more, no further from float64 than three times each alone."""
     batch, features, at = packed(lengths, side, more)
     truth = alone(model, features)
-    found = under(model, batch, truth, at, **settings)
-    if max(found) >= RIGHT:
-        rows, _, places = packed([[length] for row in lengths for length in row])
-        keep = (rows["segment_ids"] > 0).long()
-        noise = errors(model, {"input_ids": rows["input_ids"], "attention_mask": keep}, truth, places)
-        assert all(mine < max(RIGHT, 3 * theirs) for mine, theirs in zip(found, noise)), (found, noise)
+    with adapt(model, **settings):
+        found = outcome(model, [(batch, at)])
+    if max(apart(found, truth)) >= RIGHT:
+        exact = in_float64(model, lambda wide: alone(wide, features))
+        mine, theirs = apart(found, exact), apart(truth, exact)
+        assert all(far < max(RIGHT, 3 * own) for far, own in zip(mine, theirs)), (mine, theirs)
 
 
 ROWS = packed_lengths(rows=2, sequences=6, longest=70)
@@ -84,6 +86,7 @@ def test_packed_is_each_sequence_alone(name, attn):
 
     @examples(8)
     @given(ROWS, sides(), st.integers(0, 3))
+    @example([[65, 65]], "left", 0)  # of which bailing_hybrid computes the gradient better than alone
     def law(lengths, side, more):
         assert_alone(model, lengths, side, more, **settings)
 

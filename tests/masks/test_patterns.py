@@ -56,23 +56,6 @@ def test_a_pattern_reaches_further_where_it_is_not_plain_causal(data):
     assert pattern.reaches(longest) == more or (pattern.reaches(longest) and isinstance(pattern, (Bidirectional, Prefix)))
 
 
-@pytest.mark.parametrize(
-    ("build", "told"),
-    [
-        (lambda: Pattern.of("sliding"), "Pattern.sliding(window)"),
-        (lambda: Pattern.of("Causal"), "'Causal'"),
-        (lambda: Pattern.sliding(0), "window: got 0"),
-        (lambda: Pattern.chunked(-1), "chunk size: got -1"),
-        (lambda: Pattern.prefix(-1), "prefix: got [-1]"),
-        (lambda: Pattern.prefix([]), "prefix: got []"),
-    ],
-)
-def test_patterns_without_a_meaning_are_refused(build, told):
-    with pytest.raises(CollateError) as raised:
-        build()
-    assert told in str(raised.value)
-
-
 def declaring(attends, **facts):
     """A pattern of one definition that declares these facts."""
     return dataclass(frozen=True)(type("Ours", (Pattern,), {"name": "ours", "attends": attends, **facts}))
