@@ -44,6 +44,7 @@ from collate_npu.masks.sources import (
     segments_from_offsets,
     split_by_positions,
     unless_in_doubt,
+    without_padding,
     wrong_shape_error,
 )
 from collate_npu.segments import Segments, as_ids, keep_array, of_ids, of_keep, positions_match, ready
@@ -275,7 +276,9 @@ def _compared(
         tails = flat is not None and (flat[0] == "input_lengths" or bool(sources.named["tail"]))
         if not (tails and polarity in (None, "keep") and not says_padding(sources)):  # ones beside tails say nothing
             found += _of_rows(rows, polarity, keep_BS, beside=bool(found))
-    found += [] if flat is None else [_Truth(*flat, True)]
+    if flat is not None:
+        name, segments = flat
+        found.append(_Truth(name, without_padding(sources, segments, found[0].segments) if found else segments, True))
     for name, segments, _ in found:
         if segments.shape != shape:
             raise wrong_shape_error(name, str(list(segments.shape)), shape)

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
 from collate_npu.consumers.model_traits import has_two_sides, is_transformers, pattern_of
-from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.errors import AmbiguousMaskError, CollateError, explain, shape_of
 from collate_npu.keys import LOSS_KEYS
 
 IGNORED = -100
@@ -187,7 +187,11 @@ def alone(model: Any, features: Sequence[Batch], gradients: bool, *, copies: int
         ids, labels = (torch.tensor([feature[key]]) for key in ("input_ids", "labels"))
         others = torch.full((copies - 1, ids.shape[1]), IGNORED)
         batch = uncached(model, {"input_ids": ids.repeat(copies, 1), "labels": torch.cat([labels, others])})
-        part = measure(model, batch, lambda scores: [scores[0] if scores.ndim > 2 else scores[:1]], gradients)
+        first = lambda scores: [scores[0] if scores.ndim > 2 else scores[:1]]  # noqa: E731
+        try:
+            part = measure(model, batch, first, gradients)
+        except AmbiguousMaskError:  # an adapted model, to which a row must say that it is one sequence
+            part = measure(model, {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}, first, gradients)
         logits += part.logits
         loss += part.loss
         finite = finite and part.finite

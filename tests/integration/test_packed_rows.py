@@ -74,6 +74,7 @@ def assert_alone(model, lengths, side="right", more=0, **settings):
         assert all(far < max(RIGHT, 3 * own) for far, own in zip(mine, theirs)), (mine, theirs)
 
 
+LENGTHS = [[5, 13, 40], [1, 70]]
 ROWS = packed_lengths(rows=2, sequences=6, longest=70)
 
 
@@ -93,13 +94,25 @@ def test_packed_is_each_sequence_alone(name, attn):
     law()
 
 
+@pytest.mark.parametrize("labels", [True, False])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("name", "attn"), rotating(product(EXACT, ("sdpa", "eager")), 2, slow=12))
+def test_rows_of_our_collator_go_through_an_adapted_model(name, attn, side, labels):
+    model = built(name, attn)
+    for lengths in ([[5, 13, 40]], [[1, 70]], [[40, 30], [60]]):
+        _, features, at = packed(lengths, side, width := 6)
+        truth = alone(model, features)
+        packing = {"packing": True, "padding": "max_length", "max_length": width + max(map(sum, lengths))}
+        with adapt(model):
+            collator = PaddingCollator(pad_token_id=PAD, model=model, padding_side=side, **packing)
+            batch = collator([each if labels else {"input_ids": each["input_ids"]} for each in features])
+            assert max(errors(model, batch, truth, at)) < RIGHT
+
+
 @pytest.mark.parametrize("length", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4)), 3, 9])
 @pytest.mark.parametrize("name", rotating([name for name in EXACT if name in GATED_DELTA + KDA]))
 def test_many_sequences_in_a_chunk_cost_no_digits(name, length):
     assert_alone(built(name), [[length] * (128 // length)])
-
-
-LENGTHS = [[5, 13, 40], [1, 70]]
 
 
 @pytest.mark.parametrize(
