@@ -139,7 +139,7 @@ def measure(model: Any, batch: Mapping[str, Any], rows: Callable[[Tensor], list[
     labels: Any = inputs.get("labels")
     model.zero_grad(set_to_none=True)
     with torch.set_grad_enabled(gradients):
-        scores = scores_of(called(model, inputs))
+        scores = scores_of(_told(partial(called, model), inputs))
         real = rows(scores)
         if labels is None or not predicts_next(model) or scores.ndim < 3:
             loss = torch.stack([x.float().square().sum() for x in real]).sum() / 2
@@ -154,13 +154,21 @@ def measure(model: Any, batch: Mapping[str, Any], rows: Callable[[Tensor], list[
     return Numbers([x.detach().float() for x in real], float(loss.detach()), found, finite)
 
 
+def _told(call: Callable[[Batch], Any], inputs: Batch) -> Any:
+    """What a model gives. An adapted one asks whether rows without a mask have padding: they have none."""
+    try:
+        return call(inputs)
+    except AmbiguousMaskError:
+        return call({**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])})
+
+
 @torch.no_grad()
 def own_loss(model: Any, batch: Mapping[str, Any]) -> float | None:
     """The loss that a model itself gives for a batch with labels; None where it gives none, or adds one of its routers,
     which is of a batch."""
     inputs = {key: _on_device(value, model.device) for key, value in uncached(model, batch).items()}
     with without_dropout(model):
-        given = model(**inputs)
+        given = _told(lambda batch: model(**batch), inputs)
     found, of_routers = getattr(given, "loss", None), getattr(given, "aux_loss", None) is not None
     return float(found) if isinstance(found, Tensor) and found.numel() == 1 and not of_routers else None
 
@@ -187,11 +195,7 @@ def alone(model: Any, features: Sequence[Batch], gradients: bool, *, copies: int
         ids, labels = (torch.tensor([feature[key]]) for key in ("input_ids", "labels"))
         others = torch.full((copies - 1, ids.shape[1]), IGNORED)
         batch = uncached(model, {"input_ids": ids.repeat(copies, 1), "labels": torch.cat([labels, others])})
-        first = lambda scores: [scores[0] if scores.ndim > 2 else scores[:1]]  # noqa: E731
-        try:
-            part = measure(model, batch, first, gradients)
-        except AmbiguousMaskError:  # an adapted model, to which a row must say that it is one sequence
-            part = measure(model, {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}, first, gradients)
+        part = measure(model, batch, lambda scores: [scores[0] if scores.ndim > 2 else scores[:1]], gradients)
         logits += part.logits
         loss += part.loss
         finite = finite and part.finite
