@@ -115,13 +115,16 @@ def recorder(columns: int = WIDTH) -> Console:
 def html_fragment(console: Console) -> str:
     """Return what was recorded as a part of an HTML page, in which letters of whatever font keep their columns."""
     written = console.export_html(theme=THEME, code_format=FRAGMENT, inline_styles=True)
-    by_width = ("", "<bdi>{}</bdi>", "<bdi class=wide>{}</bdi>")
-    return re.sub(r"[^\x00-\x7f]", lambda found: by_width[cell_len(found[0])].format(found[0]) or found[0], written)
+    return re.sub(r"[^\x00-\x7f]", _in_columns, written)
 
 
 def html_page(title: str, *parts: str) -> str:
     """Return a page that loads nothing."""
     return PAGE.format(escape(title), "\n".join(parts))
+
+
+def _in_columns(found: re.Match[str]) -> str:
+    return ("", "<bdi>{}</bdi>", "<bdi class=wide>{}</bdi>")[cell_len(found[0])].format(found[0]) or found[0]
 
 
 def verdict_line(code: int, sentence: str) -> Text:
