@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from collate_npu.errors import AmbiguousMaskError, CollateError, explain, shape_
 from collate_npu.keys import LOSS_KEYS
 
 IGNORED = -100
+T = TypeVar("T")
 Batch = dict[str, Any]
 Gradients = dict[str, Tensor]
 """By the name of the parameter."""
@@ -139,7 +140,7 @@ def measure(model: Any, batch: Mapping[str, Any], rows: Callable[[Tensor], list[
     labels: Any = inputs.get("labels")
     model.zero_grad(set_to_none=True)
     with torch.set_grad_enabled(gradients):
-        scores = scores_of(_told(partial(called, model), inputs))
+        scores = scores_of(called(model, inputs))
         real = rows(scores)
         if labels is None or not predicts_next(model) or scores.ndim < 3:
             loss = torch.stack([x.float().square().sum() for x in real]).sum() / 2
@@ -154,12 +155,12 @@ def measure(model: Any, batch: Mapping[str, Any], rows: Callable[[Tensor], list[
     return Numbers([x.detach().float() for x in real], float(loss.detach()), found, finite)
 
 
-def _told(call: Callable[[Batch], Any], inputs: Batch) -> Any:
-    """What a model gives. An adapted one asks whether rows without a mask have padding: they have none."""
+def unpadded(measured: Callable[[Batch], T], batch: Batch) -> T:
+    """What is measured of rows without padding or a mask. An adapted model asks, and is told that they have none."""
     try:
-        return call(inputs)
+        return measured(batch)
     except AmbiguousMaskError:
-        return call({**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])})
+        return measured({**batch, "attention_mask": torch.ones_like(batch["input_ids"])})
 
 
 @torch.no_grad()
@@ -168,7 +169,7 @@ def own_loss(model: Any, batch: Mapping[str, Any]) -> float | None:
     which is of a batch."""
     inputs = {key: _on_device(value, model.device) for key, value in uncached(model, batch).items()}
     with without_dropout(model):
-        given = _told(lambda batch: model(**batch), inputs)
+        given = model(**inputs)
     found, of_routers = getattr(given, "loss", None), getattr(given, "aux_loss", None) is not None
     return float(found) if isinstance(found, Tensor) and found.numel() == 1 and not of_routers else None
 
@@ -195,7 +196,7 @@ def alone(model: Any, features: Sequence[Batch], gradients: bool, *, copies: int
         ids, labels = (torch.tensor([feature[key]]) for key in ("input_ids", "labels"))
         others = torch.full((copies - 1, ids.shape[1]), IGNORED)
         batch = uncached(model, {"input_ids": ids.repeat(copies, 1), "labels": torch.cat([labels, others])})
-        part = measure(model, batch, lambda scores: [scores[0] if scores.ndim > 2 else scores[:1]], gradients)
+        part = unpadded(partial(measure, model, rows=lambda x: [x[0] if x.ndim > 2 else x[:1]], gradients=gradients), batch)
         logits += part.logits
         loss += part.loss
         finite = finite and part.finite
@@ -359,4 +360,5 @@ def _widened(model: Any, features: Sequence[Batch], *, extra: int, gradients: bo
     ids = torch.stack([torch.tensor(feature["input_ids"])[widened(n, width)] for feature, n in zip(features, lengths)])
     unread = [IGNORED] * width
     labels = torch.tensor([(feature["labels"] + unread)[:width] for feature in features])
-    return measure(model, {"input_ids": ids, "labels": labels}, lambda x: [row[:n] for row, n in zip(x, lengths)], gradients)
+    work = partial(measure, model, rows=lambda x: [row[:n] for row, n in zip(x, lengths)], gradients=gradients)
+    return unpadded(work, {"input_ids": ids, "labels": labels})
