@@ -505,10 +505,14 @@ def _measured(asked: _Asked, device: str, dtype: torch.dtype) -> tuple[Inputs, I
     found = {"out": out}
     if backward:
         found |= {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()}
-    tensor_cores = dtype == torch.float32 and not device.startswith("cpu")
-    coarse = torch.float16 if tensor_cores else dtype  # the ten bits of TF32 and HF32
+    coarse = _rounded_to(dtype, device)
     (_, noise), like = expected(problem, truth, coarse), torch.zeros(1, dtype=coarse, device=device)
     return found, right, {name: noise_limit(noise[name], like) for name in found}
+
+
+def _rounded_to(dtype: torch.dtype, device: str) -> torch.dtype:
+    """What a kernel's products round their inputs to: float16 has the ten bits of TF32 and HF32."""
+    return torch.float16 if dtype == torch.float32 and not device.startswith("cpu") else dtype
 
 
 def _judged(run: Run, truth: Truth, found: Inputs, right: Inputs, passes: Mapping[str, float]) -> Run:
