@@ -24,7 +24,8 @@ ANSWERS = {
 def build(folder: Path) -> list[Path]:
     """Compile a stand-in for each missing library into `folder`, where torch's own libraries are and look first."""
     own = sorted(folder.glob("*.so*"))
-    needed = {name for library in own for name in _needed(library) if CUDA.match(name)}
+    asked = (re.findall(r"\(NEEDED\).*\[(.+)\]", _output("readelf", "-d", str(library))) for library in own)
+    needed = {name for names in asked for name in names if CUDA.match(name)}
     missing = sorted(needed - {library.name for library in own})
     asked, defined = _symbols(own)
     homes = {version: home for library in own for home, version in _versions(library) if home in missing}
@@ -43,10 +44,6 @@ def _versions(library: Path) -> list[tuple[str, str]]:
         home = name if kind == "File" else home
         found += [(home, name)] if kind == "Name" else []
     return found
-
-
-def _needed(library: Path) -> list[str]:
-    return re.findall(r"\(NEEDED\).*\[(.+)\]", _output("readelf", "-d", str(library)))
 
 
 def _symbols(libraries: Iterable[Path]) -> tuple[dict[str, str], set[str]]:

@@ -185,8 +185,7 @@ def test_the_right_tokens_or_words(name, offsets, form):
     if legal(name, offsets, form) and not any(n % 2 for n in offsets):
         assert call(given_as) == wanted(offsets)
         return
-    found = in_words(lambda: call(given_as))
-    if found is None:
+    if (found := in_words(lambda: call(given_as))) is None:
         return
     held = np.asarray(given_as)
     read = held.reshape(-1).astype(int).tolist()

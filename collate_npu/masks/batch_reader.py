@@ -44,6 +44,7 @@ from collate_npu.masks.sources import (
     segments_from_offsets,
     split_by_positions,
     unless_in_doubt,
+    without_padding,
     wrong_shape_error,
 )
 from collate_npu.segments import Segments, as_ids, keep_array, of_ids, of_keep, positions_match, ready
@@ -275,10 +276,11 @@ def _compared(
         tails = flat is not None and (flat[0] == "input_lengths" or bool(sources.named["tail"]))
         if not (tails and polarity in (None, "keep") and not says_padding(sources)):  # ones beside tails say nothing
             found += _of_rows(rows, polarity, keep_BS, beside=bool(found))
-    found += [] if flat is None else [_Truth(*flat, True)]
     for name, segments, _ in found:
         if segments.shape != shape:
             raise wrong_shape_error(name, str(list(segments.shape)), shape)
+    if flat is not None:
+        found.append(_Truth(flat[0], without_padding(sources, flat[1], found[0].segments) if found else flat[1], True))
     if len(found) > 1:
         for each in found[1:]:
             check_same_padding(found[0].segments, each.name, each.segments)

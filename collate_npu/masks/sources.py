@@ -394,6 +394,16 @@ def split_by_positions(positions_BS: Array, known: Segments | None, *, padding_f
     return parted, bool(tells_B.all()) and (restarts or known is None)
 
 
+def without_padding(sources: Sources, segments: Segments, known: Segments) -> Segments:
+    """A flat row whose offsets number padding as sequences of its own (`offsets_of_rows`), without those that a mask calls
+    padding and nobody learns."""
+    (ids_S, *others), real_S = segments.array, known.array[0] != 0
+    padding_S, unread_S = ~np.isin(ids_S, ids_S[real_S]), _unread(sources, len(ids_S))
+    learned = unread_S is not None and not unread_S[padding_S].all()
+    as_it_is = others or learned or padding_S.all() or not padding_S.any()
+    return segments if as_it_is else Segments.from_ids([np.where(padding_S, 0, ids_S)])
+
+
 def drop_tail(sources: Sources, segments: Segments, positions_BS: Array) -> Segments:
     """A flat row without what positions, offsets and lengths number as sequences, and no sequence is: its tail.
 

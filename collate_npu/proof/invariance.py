@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from collate_npu.proof.measure import (
     own_loss,
     predicts_next,
     uncached,
+    unpadded,
 )
 from collate_npu.segments import Segments, keep_array
 from collate_npu.validation import check_collator, check_model
@@ -265,7 +267,7 @@ def _own_loss_fault(model: Any, located: Located, features: Sequence[Batch], lim
         return ""
     ones = [{key: torch.tensor([feature[key]]) for key in ("input_ids", "labels")} for feature in features]
     counts = [int((one["labels"][:, 1:] != IGNORED).sum()) for one in ones]
-    each = [(loss, n) for one, n in zip(ones, counts) if n and (loss := own_loss(model, one)) is not None]
+    each = [(loss, n) for one, n in zip(ones, counts) if n and (loss := unpadded(partial(own_loss, model), one)) is not None]
     if len(each) < 2 or (whole := own_loss(model, located.with_labels())) is None:
         return ""
     total, by_tokens = sum(x for x, _ in each), sum(x * n for x, n in each) / sum(n for _, n in each)

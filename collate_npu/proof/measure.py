@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,11 @@ from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
 from collate_npu.consumers.model_traits import has_two_sides, is_transformers, pattern_of
-from collate_npu.errors import CollateError, explain, shape_of
+from collate_npu.errors import AmbiguousMaskError, CollateError, explain, shape_of
 from collate_npu.keys import LOSS_KEYS
 
 IGNORED = -100
+T = TypeVar("T")
 Batch = dict[str, Any]
 Gradients = dict[str, Tensor]
 """By the name of the parameter."""
@@ -154,6 +155,14 @@ def measure(model: Any, batch: Mapping[str, Any], rows: Callable[[Tensor], list[
     return Numbers([x.detach().float() for x in real], float(loss.detach()), found, finite)
 
 
+def unpadded(measured: Callable[[Batch], T], batch: Batch) -> T:
+    """What is measured of rows without padding or a mask. An adapted model asks, and is told that they have none."""
+    try:
+        return measured(batch)
+    except AmbiguousMaskError:
+        return measured({**batch, "attention_mask": torch.ones_like(batch["input_ids"])})
+
+
 @torch.no_grad()
 def own_loss(model: Any, batch: Mapping[str, Any]) -> float | None:
     """The loss that a model itself gives for a batch with labels; None where it gives none, or adds one of its routers,
@@ -187,7 +196,7 @@ def alone(model: Any, features: Sequence[Batch], gradients: bool, *, copies: int
         ids, labels = (torch.tensor([feature[key]]) for key in ("input_ids", "labels"))
         others = torch.full((copies - 1, ids.shape[1]), IGNORED)
         batch = uncached(model, {"input_ids": ids.repeat(copies, 1), "labels": torch.cat([labels, others])})
-        part = measure(model, batch, lambda scores: [scores[0] if scores.ndim > 2 else scores[:1]], gradients)
+        part = unpadded(partial(measure, model, rows=lambda x: [x[0] if x.ndim > 2 else x[:1]], gradients=gradients), batch)
         logits += part.logits
         loss += part.loss
         finite = finite and part.finite
@@ -351,4 +360,5 @@ def _widened(model: Any, features: Sequence[Batch], *, extra: int, gradients: bo
     ids = torch.stack([torch.tensor(feature["input_ids"])[widened(n, width)] for feature, n in zip(features, lengths)])
     unread = [IGNORED] * width
     labels = torch.tensor([(feature["labels"] + unread)[:width] for feature in features])
-    return measure(model, {"input_ids": ids, "labels": labels}, lambda x: [row[:n] for row, n in zip(x, lengths)], gradients)
+    work = partial(measure, model, rows=lambda x: [row[:n] for row, n in zip(x, lengths)], gradients=gradients)
+    return unpadded(work, {"input_ids": ids, "labels": labels})

@@ -41,7 +41,7 @@ from collate_npu.kernels import packed_rows
 from collate_npu.proof import watch
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.segments import of_lengths
-from collate_npu.testing import tiny_model
+from collate_npu.testing import assert_padding_invariant, tiny_model
 
 TOLD = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 layers hand no boundary on")
 pytestmark = [TOLD, pytest.mark.long]
@@ -74,6 +74,7 @@ def assert_alone(model, lengths, side="right", more=0, **settings):
         assert all(far < max(RIGHT, 3 * own) for far, own in zip(mine, theirs)), (mine, theirs)
 
 
+LENGTHS = [[5, 13, 40], [1, 70]]
 ROWS = packed_lengths(rows=2, sequences=6, longest=70)
 
 
@@ -93,13 +94,20 @@ def test_packed_is_each_sequence_alone(name, attn):
     law()
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("name", "attn"), rotating(product(EXACT, ("sdpa", "eager")), 2, slow=12))
+def test_padded_rows_of_our_collator_are_proved_on_an_adapted_model(name, attn, side):
+    model, settings = built(name, attn), {"packing": True, "padding": "max_length", "max_length": 76, "padding_side": side}
+    with adapt(model):
+        for lengths in ([5, 13, 40], [1, 70], [40, 30, 60]):
+            collator = PaddingCollator(pad_token_id=PAD, model=model, **settings)
+            assert_padding_invariant(model, collator, [each["input_ids"] for each in samples(lengths)])
+
+
 @pytest.mark.parametrize("length", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4)), 3, 9])
 @pytest.mark.parametrize("name", rotating([name for name in EXACT if name in GATED_DELTA + KDA]))
 def test_many_sequences_in_a_chunk_cost_no_digits(name, length):
     assert_alone(built(name), [[length] * (128 // length)])
-
-
-LENGTHS = [[5, 13, 40], [1, 70]]
 
 
 @pytest.mark.parametrize(
@@ -204,16 +212,11 @@ def test_the_probe_needs_no_parameter():
 # --- what is broken on purpose
 
 
-def deaf(seq_idx):
-    return torch.zeros(seq_idx.shape, dtype=torch.bool)
-
-
-def all_taps(x, n, value=None):
-    return pad(torch.ones_like(x), n) if x.dtype == torch.bool else pad(x, n)
-
-
 pad = packed_rows.pad
-BREAKS = {"starts_of": deaf, "pad": all_taps}
+BREAKS = {
+    "starts_of": lambda seq_idx: torch.zeros(seq_idx.shape, dtype=torch.bool),
+    "pad": lambda x, n, value=None: pad(torch.ones_like(x) if x.dtype == torch.bool else x, n),
+}
 
 
 @pytest.mark.parametrize("broken", BREAKS)

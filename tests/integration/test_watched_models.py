@@ -62,10 +62,6 @@ def replaced(model, layers, change):
     return model
 
 
-def without_mask(kwargs):
-    return kwargs | {"attention_mask": None}
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 def test_a_window_that_a_dense_mask_loses(family, attention):
@@ -94,7 +90,7 @@ def test_other_attention_of_transformers(attention):
     assert seen.faults == []
     assert len(seen.forwards[0].calls) == 4
     with watch(say=False) as seen:
-        replaced(model, "1.self_attn", without_mask)(**LEFT)
+        replaced(model, "1.self_attn", lambda kwargs: kwargs | {"attention_mask": None})(**LEFT)
     assert {each.layer for each in seen.faults} == {"model.layers.1.self_attn"}
 
 

@@ -58,6 +58,7 @@ PARTED, TWO = Segments([[1, 1, 1, 2, 2]]), {"segment_ids": torch.tensor([[1, 1, 
 SEVEN = {"attention_mask_2d": ones(1, 7)}
 SHIFTED = {"labels": torch.tensor([[-100] * 3 + [0, -100], [0] * 5])}  # the first 0 predicts the token of a row of one
 ALONE = Segments.from_lengths([1, 5], side="left")
+NUMBERED = torch.tensor([0, 3, 5, 8])  # padding too
 ELSEWHERE = restarting([0, 1, 0, 1, 2, 0, 1])
 COUNTED = {"position_ids": torch.arange(8)[None]}  # padding of a mask that was lost counts on too
 
@@ -85,6 +86,8 @@ COUNTED = {"position_ids": torch.arange(8)[None]}  # padding of a mask that was 
         # flat rows
         ((1, 8), {"cu_seq_lens_q": torch.tensor([0, 3, 5, 8]), "seq_lens": torch.tensor([3, 2])}, {}, TAIL),
         ((1, 8), {"cu_seq_lens_q": torch.tensor([0, 3, 5])}, {}, TAIL),
+        ((1, 8), {"cu_seq_lens_q": NUMBERED, "attention_mask_2d": TAIL.keep}, {}, TAIL),
+        ((1, 8), {"cu_seq_lens_q": NUMBERED, "attention_mask_2d": TAIL.keep, "labels": ones(1, 8)}, {}, "8 real"),
         ((1, 8), {}, {"padding_free": True}, "Nothing says where one sequence"),
         ((1, 8), {}, {}, "a mask that was lost"),
         ((2, 5), restarting([0, 1, 2, 0, 1], [0, 1, 0, 1, 2]), {}, "a mask that was lost"),

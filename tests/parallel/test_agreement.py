@@ -57,11 +57,8 @@ FLOATS = {
 def test_floats_of_tokens_are_compared_but_for_rounding(name):
     key, value, other = FLOATS[name]
     noise = torch.finfo(value.dtype).eps * value.abs() * torch.randn(value.shape).to(value)
-    told_by = [told(batch_facts({key: each}, None)) for each in (value, value + noise, other(value))]
+    facts = (batch_facts({key: each}, None) for each in (value, value + noise, other(value)))
+    told_by = [{name: x if isinstance(x, str) else x() for name, x in each.items()} for each in facts]
     agreement._check(dict(enumerate(told_by[:2])))
     with pytest.raises(RanksApartError, match=f"a sum of {key}"):
         agreement._check({0: told_by[0], 1: told_by[1], 2: told_by[2]})
-
-
-def told(facts):
-    return {name: value if isinstance(value, str) else value() for name, value in facts.items()}

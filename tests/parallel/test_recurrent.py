@@ -27,10 +27,6 @@ ALL_SLICES = ("state_passing", "head_exchange")
 UNSERVED = (("state_passing", False), ("row_zigzag", True))
 
 
-def offsets_of(lengths):
-    return [0, *np.cumsum(lengths).tolist()]
-
-
 def gathered(cp, offsets):
     """The tokens of all ranks, one rank behind the other: what an exchange of heads puts together."""
     return torch.cat([token_rows(offsets[-1], cp.with_rank(rank), offsets) for rank in range(cp.size)])
@@ -72,7 +68,7 @@ SERVED = [(scheme, flat) for scheme in SCHEMES for flat in (True, False) if (sch
 def test_rows_pass_exactly_where_the_scheme_puts_their_tokens_in_order(row, served):
     (cp, lengths), (scheme, flat) = row, served
     segments = Segments.from_lengths([lengths] if flat else lengths)
-    offsets = offsets_of(lengths) if flat else [0, segments.shape[1]]
+    offsets = [0, *np.cumsum(lengths).tolist()] if flat else [0, segments.shape[1]]
     right = recurrent_parallel(cp, scheme, padding_free=flat)
     assert in_order(scheme, right, offsets)
     if in_order(scheme, cp, offsets):

@@ -125,14 +125,6 @@ def turned(found, samples):
     return [*found[1:], found[0]]
 
 
-def moved(found, samples):
-    return [torch.cat([x[-1:], x[:-1]]) for x in found]
-
-
-def no_number(found, samples):
-    return [*found[:-1], found[-1] * float("nan")]
-
-
 def one_row(found, samples):
     return list(torch.cat([toy([list(chain(*samples))])[0], torch.zeros(1)]).split([len(ids) for ids in samples]))
 
@@ -141,8 +133,8 @@ def one_row(found, samples):
     ("change", "said"),
     [
         (turned, ORDER),
-        (moved, MOVED),
-        (no_number, NAN),
+        (lambda found, samples: [torch.cat([x[-1:], x[:-1]]) for x in found], MOVED),
+        (lambda found, samples: [*found[:-1], found[-1] * float("nan")], NAN),
         (lambda found, samples: [x[: len(ids) - 1] for x, ids in zip(one_row(found, samples), samples)], BOUNDARIES),
         (lambda found, samples: [x - 9.0 * (PAD in ids) for x, ids in zip(found, samples)], PAD_ID),
     ],
