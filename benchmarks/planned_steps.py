@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported behind init_process_group (transformers does), it holds the group beyond its end
 import torch.multiprocessing as mp
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from transformers import DataCollatorForSeq2Seq

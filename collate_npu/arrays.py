@@ -135,8 +135,8 @@ def host_array(name: str, value: Any) -> Array:
             got, remedy = f"the value {array.max()}", "It wrapped around below 0: count again."
             raise CollateError(explain(name, got, "Whole numbers fit int64.", remedy))
         array = array.astype(np.int64)
-    if not array.dtype.isnative or min(array.strides, default=0) < 0:  # a flipped one: torch takes neither
-        array = array.astype(array.dtype.newbyteorder("="), order="C")
+    if not array.dtype.isnative or array.dtype.itemsize > 8 or min(array.strides, default=0) < 0:  # torch takes none
+        array = array.astype(np.float64 if array.dtype.itemsize > 8 else array.dtype.newbyteorder("="), order="C")
     return array
 
 

@@ -104,8 +104,7 @@ HOLDERS = {
     "requires grad": lambda x: x.float().requires_grad_(),
     "not contiguous": lambda x: x.t().contiguous().t(),
     "expanded": lambda x: x[:, :, None].expand(*x.shape, 2)[..., 0],
-    "uint64": lambda x: x.numpy().astype(np.uint64),
-    "bytes in another order": lambda x: x.numpy().astype(">i4"),
+    **{name: lambda x, name=name: x.numpy().astype(name) for name in ("uint64", "longdouble", ">i4")},
     "places in another order": lambda x: x.numpy()[:, ::-1].copy()[:, ::-1],
     **{name: lambda x, name=name: x.to(getattr(torch, name)) for name in ("uint8", "uint16", "float8_e4m3fn", "bfloat16")},
 }
@@ -252,6 +251,7 @@ def test_what_stands_close_to_it_is_read():
     assert collate(rows)["segment_ids"].tolist() == [[1, 1, 2], [1, 2, 0]]
     assert collate({"input_ids": torch.nested.nested_tensor([IDS[0], IDS[1, :2]])})["input_ids"].shape == (2, 4)
     assert one(lengths=1 << 70)["lengths"] == [1 << 70]
+    assert ADAPTER({**BATCH, "mine": (hashes := np.full(2, 2**64 - 1, np.uint64))})["mine"] is hashes
     assert PaddingCollator(pad_token_id=np.int64(0), max_length=torch.tensor(4))([{"input_ids": (1, 2)}])
     assert Segments.from_lengths(np.array([2, 3])) == Segments.from_lengths(torch.tensor([2, 3]))
     assert Segments.from_lengths([np.array([1, 2]), [3]]).lengths == ((1, 2), (3,))

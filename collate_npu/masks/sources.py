@@ -83,11 +83,11 @@ class Sources(dict[str, Any]):
         """`of`, with arrays of numbers as tensors of their own, and lists of numbers where a key has one a token."""
         held, made = batch if isinstance(batch, cls) else cls(batch), dict[str, Tensor]()
         for key, x in held.items():
-            if isinstance(x, np.ndarray) and x.dtype.kind in "biuf":
-                made[key] = host_tensor(key, x).clone()
-            elif isinstance(x, (list, tuple, np.ndarray)) and key in KEYS and KEYS[key].kind in ("tokens", "positions"):
-                with suppress(CollateError):  # a list may hold the boxes of an image
-                    made[key] = host_tensor(key, x.tolist() if isinstance(x, np.ndarray) else x)
+            known = key in KEYS and KEYS[key].kind in ("tokens", "positions")
+            numbers = isinstance(x, np.ndarray) and x.dtype.kind in "biuf"
+            if numbers or (known and isinstance(x, (list, tuple, np.ndarray))):
+                with suppress(*() if known and numbers else (CollateError,)):  # boxes of an image, hashes of samples
+                    made[key] = host_tensor(key, x.tolist() if isinstance(x, np.ndarray) and not numbers else x).clone()
         return held | made if made else held
 
     def array(self, name: str, convert: Callable[[str, Any], Any] | None = None) -> Any:

@@ -26,7 +26,7 @@ from collate_npu.errors import AmbiguousMaskError, CollateError, explain, shape_
 from collate_npu.keys import LOSS_KEYS
 
 IGNORED = -100
-T = TypeVar("T")
+Measured = TypeVar("Measured")
 Batch = dict[str, Any]
 Gradients = dict[str, Tensor]
 """By the name of the parameter."""
@@ -155,7 +155,7 @@ def measure(model: Any, batch: Mapping[str, Any], rows: Callable[[Tensor], list[
     return Numbers([x.detach().float() for x in real], float(loss.detach()), found, finite)
 
 
-def unpadded(measured: Callable[[Batch], T], batch: Batch) -> T:
+def unpadded(measured: Callable[[Batch], Measured], batch: Batch) -> Measured:
     """What is measured of rows without padding or a mask. An adapted model asks, and is told that they have none."""
     try:
         return measured(batch)
