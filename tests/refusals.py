@@ -189,7 +189,7 @@ FIVE, FIVES, MORE = (Segments.from_lengths(lengths) for lengths in ([5], [5, 5],
 ROUTES = [
     (LEFT, MOVED, "pad right", RIGHT, MOVED, "keep_2d"),
     (MORE, INDEXER, "Batch sequences of one length", FIVES, INDEXER, "keep_2d"),
-    (PACKED, FLASH, "Use attn_implementation='sdpa' or 'eager', or padding_free=True", PACKED, EAGER, "bias"),
+    (PACKED, FLASH, "Use attn_implementation='sdpa' or 'eager'", PACKED, EAGER, "bias"),
     (PACKED, FLASH, "or padding_free=True", FLAT, {**FLASH, "padding_free": True}, "none"),
     (LEFT, {**FLEX, **QUIET}, "Use attn_implementation='sdpa' or 'eager'", LEFT, QUIET, "mapping"),
     (PACKED, {**FLEX, **window(1)}, "or rows no longer than the window", PACKED, {**FLEX, **window(2)}, "block_mask"),

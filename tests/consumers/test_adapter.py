@@ -187,6 +187,16 @@ def test_offsets_that_are_made_of_others_are_the_physical_ones():
     assert out["cu_seq_lens_q"].tolist() == out["cu_seq_lens_k"].tolist() == [0, 4, 8]
 
 
+def test_nothing_looks_ahead_to_padding_that_offsets_count():
+    apart, places = Segments([[1, 1, 1, 0, 2, 2, 2, 2]]), torch.tensor([0, 4, 8])
+    both = {"cu_seqlens": apart.cu_seqlens, "cu_seqlens_padded": places}
+    ahead = BatchAdapter(needs_mask_2d=False, consumer="megatron", padding_free=True, pattern="bidirectional")
+    assert ahead(batch_of(apart, **both))["attention_mask"] is None
+    for wrong in ({"cu_seqlens": places, "seq_lens": [3, 4]}, {"cu_seqlens": places, "attention_mask_2d": apart.keep}):
+        with pytest.raises(UnsupportedFormError, match="this attention looks ahead"):
+            ahead(batch_of(apart, **wrong))
+
+
 def test_offsets_that_kernels_know_otherwise_go_no_further():
     one, told = Segments.from_lengths([[8]]), {"cu_seq_lens_q", "seq_idx"}
     for segments, unread, left in ((FLAT, "scan", told), (one, "scan", set()), (one, "", told)):

@@ -35,6 +35,7 @@ from tiny_vision import MODELS, vision_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, adapt, check_delivery
+from collate_npu.collate import Layout
 from collate_npu.consumers.probe import sequences_mix_reason
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels import packed_rows
@@ -45,7 +46,8 @@ from collate_npu.testing import assert_padding_invariant, tiny_model
 
 TOLD = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 layers hand no boundary on")
 pytestmark = [TOLD, pytest.mark.long]
-ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": BY_OFFSETS}
+IMPLEMENTED = "sdpa", "eager"
+ATTENTION = {**dict(zip(IMPLEMENTED, IMPLEMENTED)), "flash": BY_OFFSETS}
 
 
 def packed(lengths, side="right", more=0):
@@ -94,10 +96,20 @@ def test_packed_is_each_sequence_alone(name, attn):
     law()
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("name", "attn"), rotating(product(EXACT, ("sdpa", "eager")), 2, slow=12))
-def test_padded_rows_of_our_collator_are_proved_on_an_adapted_model(name, attn, side):
-    model, settings = built(name, attn), {"packing": True, "padding": "max_length", "max_length": 76, "padding_side": side}
+PACKED, FLAT = {"packing": True, "padding": "max_length", "max_length": 76}, {"padding_free": True}
+PADDED = {
+    **{side: {**PACKED, "padding_side": side} for side in ("left", "right")},
+    "a multiple": {**FLAT, "pad_to_multiple_of": 16},
+    "aligned": {**FLAT, "layout": Layout(sequence_multiple=4)},
+    "a count": {**FLAT, "layout": Layout(max_sequences=4)},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "attn", "how"), rotating(product([*EXACT, "gpt2", "mistral"], IMPLEMENTED, PADDED), 4, slow=60)
+)
+def test_padded_rows_of_our_collator_are_proved_on_an_adapted_model(name, attn, how):
+    model, settings = built(name, attn), PADDED[how]
     with adapt(model):
         for lengths in ([5, 13, 40], [1, 70], [40, 30, 60]):
             collator = PaddingCollator(pad_token_id=PAD, model=model, **settings)
