@@ -94,20 +94,15 @@ ENCODERS = [name for name in ("bert", "eurobert", "modernbert") if name in CONFI
 
 
 @pytest.mark.parametrize(("name", "attn"), rotating(product(ENCODERS, IMPLEMENTED), 2))
-def test_what_looks_ahead_sees_no_padding_of_a_flat_row(name, attn):
-    model = built(name, attn)
-
-    @examples(8)
-    @given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 16))
-    @example([9], 7)
-    def law(lengths, more):
-        features, width = samples(lengths), sum(lengths) + more
-        flat, at = ours(model, padding=(width,))(features), torch.arange(sum(lengths))
-        told = {"input_ids": flat["input_ids"], "segment_ids": of_lengths([lengths], width).ids}
-        for batch in (flat, BatchAdapter(model, padding_free=True)(told)):
-            assert max(errors(model, batch, alone(model, features), at)) < RIGHT
-
-    law()
+@examples(8)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 16))
+@example([9], 7)
+def test_what_looks_ahead_sees_no_padding_of_a_flat_row(name, attn, lengths, more):
+    model, features, width = built(name, attn), samples(lengths), sum(lengths) + more
+    flat, at = ours(model, padding=(width,))(features), torch.arange(sum(lengths))
+    told = {"input_ids": flat["input_ids"], "segment_ids": of_lengths([lengths], width).ids}
+    for batch in (flat, BatchAdapter(model, padding_free=True)(told)):
+        assert max(errors(model, batch, alone(model, features), at)) < RIGHT
 
 
 COUNTING = {
