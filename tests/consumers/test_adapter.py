@@ -186,9 +186,8 @@ def test_offsets_that_are_made_of_others_are_the_physical_ones_and_nothing_looks
     both = batch_of(apart, cu_seqlens=apart.cu_seqlens, cu_seqlens_padded=places)
     out = BatchAdapter(flash, consumer="transformers", padding_free=True)(both)
     assert out["cu_seq_lens_q"].tolist() == out["cu_seq_lens_k"].tolist() == [0, 4, 8]
-    ahead, encoder = (
-        BatchAdapter(flash, consumer=name, padding_free=True, pattern="bidirectional") for name in ("megatron", "transformers")
-    )
+    settings = {"padding_free": True, "pattern": "bidirectional"}
+    ahead, encoder = (BatchAdapter(flash, consumer=name, **settings) for name in ("megatron", "transformers"))
     encoder.model = replace(encoder.model, pattern="bidirectional")
     assert ahead(both)["attention_mask"] is None  # its kernels read both
     told = [batch_of(apart, cu_seqlens=places, **more) for more in ({"seq_lens": [3, 2]}, {"attention_mask_2d": apart.keep})]
