@@ -190,7 +190,7 @@ ROUTES = [
     (LEFT, MOVED, "pad right", RIGHT, MOVED, "keep_2d"),
     (MORE, INDEXER, "Batch sequences of one length", FIVES, INDEXER, "keep_2d"),
     (PACKED, FLASH, "Use attn_implementation='sdpa' or 'eager'", PACKED, EAGER, "bias"),
-    (PACKED, FLASH, "or padding_free=True", FLAT, {**FLASH, "padding_free": True}, "none"),
+    (PACKED, FLASH, "padding_free=True on flash", FLAT, {**FLASH, "padding_free": True}, "none"),
     (LEFT, {**FLEX, **QUIET}, "Use attn_implementation='sdpa' or 'eager'", LEFT, QUIET, "mapping"),
     (PACKED, {**FLEX, **window(1)}, "or rows no longer than the window", PACKED, {**FLEX, **window(2)}, "block_mask"),
     (LEFT, MOE, "Set output_router_logits=False", LEFT, QUIET, "mapping"),
