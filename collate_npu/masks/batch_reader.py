@@ -293,8 +293,11 @@ def _compared(
 def _on_diagonal(squares: Mapping[str, Tensor], segments: Segments) -> Array:
     """bool `[S]`: tokens of a flat row that attend themselves in each dense mask, as the first of them does."""
     S, first = segments.shape[1], next((start for _, start, _ in segments.spans), 0)
-    held = [full.diagonal(0, -2, -1).reshape(-1, S)[:1] for full in squares.values() if full.shape[-2:] == (S, S)]
-    real_S: Array = torch.cat([torch.ones(1, S, dtype=torch.bool), *(x == x[:, first, None] for x in held)]).all(0).numpy()
+    real_S = np.ones(S, bool)
+    for full in squares.values():
+        if full.shape[-2:] == (S, S) and full.numel():
+            own_S = full[(0,) * (full.ndim - 2)].diagonal()
+            real_S &= (own_S == own_S[first]).numpy()
     return real_S
 
 
