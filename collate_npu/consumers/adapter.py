@@ -30,7 +30,7 @@ from collate_npu.masks.batch_reader import agreed, check_known
 from collate_npu.masks.dense_mask import Polarity
 from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, offsets_of, offsets_of_rows, open_empty_rows, write_dense
 from collate_npu.masks.patterns import CAUSAL, Pattern
-from collate_npu.masks.sources import Sources, physical_offsets
+from collate_npu.masks.sources import Sources, check_ahead, physical_offsets
 from collate_npu.parallel import ContextParallel, check_recurrent_split, cu_seqlens_of, query_rows, ranks_agree
 from collate_npu.parallel.agreement import uncompiled
 from collate_npu.parallel.split import share_out
@@ -351,6 +351,8 @@ class BatchAdapter:
         if out.get("cu_seq_lens_q") is not None:
             out |= {name: out["cu_seq_lens_q"].clone() for name in self.consumer.offsets_also(case)}
         chosen = self._route(case)
+        if chosen.form == "none" and case.padding_free and not case.pattern.causal:
+            check_ahead(sources, segments, reads_both=not self.consumer.counts_positions)
         out.pop("attention_mask", None)
         mask = out[self.consumer.key] = self._mask(chosen, case, device)
         if chosen.keeps_mask_2d:

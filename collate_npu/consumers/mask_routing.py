@@ -386,7 +386,7 @@ class Consumer:
                 rule = refusal.rule.format(why=why)
                 raise UnsupportedFormError(explain(self.key, repr(case.segments), rule, refusal.remedy, more=refusal.more))
         if case.padding_free and not self.masks_flat_row(case):
-            why = "padding free: offsets carry the boundaries, and there is no padding"
+            why = "padding free: offsets carry the boundaries"
             chosen = Route(form="none", keeps_mask_2d=False, why=why)
         else:
             form, reason = next((form, why) for form in self.forms if (why := form.when(case)))

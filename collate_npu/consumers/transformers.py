@@ -72,6 +72,11 @@ def _by_2d(case: Case) -> str:
         faster = errors.DEBUG and _by_kernel(replace(case, at_model=True))
         more = "; None is exact too, and faster: adapt(model), or attention_mask='omit'" if faster else ""
         return f"every layer of a transformers model reads the 2D mask{more}"
+    return _of_its_own(case)
+
+
+def _of_its_own(case: Case) -> str:
+    """Why the model attends by this pattern, of a 2D mask or of none."""
     if case.model.attends(case.call) == "bidirectional" == case.pattern.name and _looks_ahead_by_2d(case):
         return "the model looks ahead, and reads the 2D mask"
     own = case.pattern in {Pattern.sliding(size) for size in case.model.windows}
@@ -102,9 +107,10 @@ def _half_causal(case: Case) -> str:
 
 def _needs_dense(case: Case) -> str:
     """Why a 2D mask does not say everything. On a flat row offsets say it to flash kernels."""
-    if _by_2d(case) or _rows_by_offsets(case) or (case.padding_free and not _masked_flat_row(case)):
+    another = case.padding_free and _another_pattern(case)
+    if _by_2d(case) or _rows_by_offsets(case) or (case.padding_free and not (another or _masked_flat_row(case))):
         return ""
-    return "the row holds several sequences" if case.segments.packed else f"attention is {case.pattern}"
+    return "the row holds several sequences" if case.segments.packed and not another else f"attention is {case.pattern}"
 
 
 def _rows_by_offsets(case: Case) -> str:
@@ -117,7 +123,18 @@ def _masked_flat_row(case: Case) -> bool:
     """Positions that restart do not keep sequences apart: they are looked at only where no cache is made, and in many
     families never (masking_utils.py:876-882)."""
     by_offsets = "flash" in case.model.attn_implementation  # hub kernels too
-    return case.padding_free and case.segments.packed and not by_offsets and not _by_positions(case)
+    told = _told_apart(case) or _another_pattern(case)
+    return case.padding_free and told and not by_offsets and not _by_positions(case)
+
+
+def _told_apart(case: Case) -> bool:
+    """True if something tells the tokens of a row apart: it has several sequences, or padding that they look ahead to."""
+    return case.segments.packed or (not case.pattern.causal and case.segments.padding_side != "none")
+
+
+def _another_pattern(case: Case) -> bool:
+    """True if a mask alone makes this pattern: no layer does, and offsets do not tell it."""
+    return case.pattern.reaches(case.segments.longest_span) and not _of_its_own(case)
 
 
 def _by_positions(case: Case) -> bool:
@@ -277,7 +294,7 @@ def _looks_ahead(case: Case) -> str:
 def _reads_offsets(case: Case) -> bool:
     """A scan reads `cu_seq_lens_q`, a convolution `seq_idx`: either alone keeps half of the state apart."""
     needed = case.recurrent if case.padding_free else case.recurrent and case.model.keeps_apart
-    return case.segments.packed and (needed or (case.padding_free and not _masked_flat_row(case)))
+    return (needed and case.segments.packed) or (case.padding_free and _told_apart(case) and not _masked_flat_row(case))
 
 
 _ADAPT = "call adapt(model) before you make the collator: it keeps packed sequences apart in most families"
@@ -373,7 +390,8 @@ TRANSFORMERS = Consumer(
             of="4D masks on flash attention, and on flex_attention in a hybrid model",
             when=_unreadable,
             rule="This attention reads a 2D mask, offsets, or a BlockMask, which recurrent layers cannot read; {why}.",
-            remedy="Use attn_implementation='sdpa' or 'eager', or padding_free=True on flash attention.",
+            remedy="Use attn_implementation='sdpa' or 'eager'; or, with the model's own pattern, padding_free=True on flash "
+            "attention.",
         ),
         Refusal(
             of="4D masks and packed rows, if the model takes neither or its images see both sides",

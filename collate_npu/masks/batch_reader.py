@@ -280,12 +280,25 @@ def _compared(
         if segments.shape != shape:
             raise wrong_shape_error(name, str(list(segments.shape)), shape)
     if flat is not None:
-        found.append(_Truth(flat[0], without_padding(sources, flat[1], found[0].segments) if found else flat[1], True))
+        name, segments = flat
+        real_S = found[0].segments.array[0] != 0 if found else _on_diagonal(squares, segments)
+        found.append(_Truth(name, without_padding(sources, segments, real_S), True))
     if len(found) > 1:
         for each in found[1:]:
             check_same_padding(found[0].segments, each.name, each.segments)
         _check_same_boundaries([each for each in found if each.parted])
     return next((each for each in found if each.parted), found[0] if found else None)
+
+
+def _on_diagonal(squares: Mapping[str, Tensor], segments: Segments) -> Array:
+    """bool `[S]`: tokens of a flat row that attend themselves in each dense mask, as the first of them does."""
+    S, first = segments.shape[1], next((start for _, start, _ in segments.spans), 0)
+    real_S = np.ones(S, bool)
+    for full in squares.values():
+        if full.shape[-2:] == (S, S) and full.numel():
+            own_S = full[(0,) * (full.ndim - 2)].diagonal()
+            real_S &= (own_S == own_S[first]).numpy()
+    return real_S
 
 
 def _of_rows(

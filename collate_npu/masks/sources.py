@@ -20,9 +20,9 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import Array, entries, host_array, host_tensor, once, whole_number
-from collate_npu.errors import CollateError, a_type, explain, explain_rows
+from collate_npu.errors import CollateError, UnsupportedFormError, a_type, explain, explain_rows
 from collate_npu.keys import KEYS, Role
-from collate_npu.masks.forms import MAX_MASK_BYTES, check_bytes, check_cuts, fitting_places
+from collate_npu.masks.forms import MAX_MASK_BYTES, check_bytes, check_cuts, fitting_places, own_places
 from collate_npu.segments import (
     Segments,
     as_offsets,
@@ -347,6 +347,18 @@ def physical_offsets(sources: Sources, segments: Segments) -> list[int] | None:
     return next((places for places in fitting if places is not None), None)
 
 
+def check_ahead(sources: Sources, segments: Segments, *, reads_both: bool) -> None:
+    """Raise where offsets count padding as part of a sequence, for attention that looks ahead; `reads_both`: kernels that
+    find real offsets beside the physical ones leave it out."""
+    if reads_both and sources.offsets and physical_and_real_offsets(sources.offsets)[2] is not None:
+        return
+    places = physical_offsets(sources, segments) or own_places(segments)
+    if any(place > length for place, length in zip(places, segments.sequence_lengths)):
+        rule = "Kernels count padding after a sequence as part of it, and this attention looks ahead."
+        remedy = "Pad only the end of the row, and begin a sequence there in the offsets."
+        raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))
+
+
 def physical_and_real_offsets(offsets: Mapping[str, Array]) -> tuple[str, Array, Array | None]:
     """`(key, physical, real or None)`; every offset must be one of the two."""
     unpadded = {key for key in offsets if key.endswith("unpadded")}  # Megatron-Bridge: the others are padded then
@@ -394,13 +406,14 @@ def split_by_positions(positions_BS: Array, known: Segments | None, *, padding_f
     return parted, bool(tells_B.all()) and (restarts or known is None)
 
 
-def without_padding(sources: Sources, segments: Segments, known: Segments) -> Segments:
-    """A flat row whose offsets number padding as sequences of its own (`offsets_of_rows`), without those that a mask calls
-    padding and nobody learns."""
-    (ids_S, *others), real_S = segments.array, known.array[0] != 0
-    padding_S, unread_S = ~np.isin(ids_S, ids_S[real_S]), _unread(sources, len(ids_S))
+def without_padding(sources: Sources, segments: Segments, real_S: Array) -> Segments:
+    """A flat row whose offsets count padding (`offsets_of_rows`), as sequences of its own or at the end of one, without what
+    a mask calls padding and nobody learns."""
+    ids_S, *others = segments.array
+    padding_S, unread_S = ~real_S & (ids_S != 0), _unread(sources, len(ids_S))
     learned = unread_S is not None and not unread_S[padding_S].all()
-    as_it_is = others or learned or padding_S.all() or not padding_S.any()
+    before = (padding_S[:-1] & real_S[1:] & (ids_S[1:] == ids_S[:-1])).any()
+    as_it_is = others or learned or before or not padding_S.any() or not (ids_S != 0)[real_S].any()
     return segments if as_it_is else Segments.from_ids([np.where(padding_S, 0, ids_S)])
 
 

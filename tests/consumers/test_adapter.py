@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -179,12 +180,22 @@ def test_a_flat_row_gets_every_offset_that_did_not_arrive(told):
     assert kimi["cu_seqlens"] is not kimi["cu_seq_lens_q"]
 
 
-def test_offsets_that_are_made_of_others_are_the_physical_ones():
-    apart = Segments([[1, 1, 1, 0, 2, 2, 0, 0]])
+def test_offsets_that_are_made_of_others_are_the_physical_ones_and_nothing_looks_ahead_to_their_padding():
+    apart, places = Segments([[1, 1, 1, 0, 2, 2, 0, 0]]), torch.tensor([0, 4, 8], dtype=torch.int32)
     flash = SimpleNamespace(layer_types=["full_attention"], _attn_implementation="flash_attention_2", model_type="llama")
-    told = {"cu_seqlens": apart.cu_seqlens, "cu_seqlens_padded": torch.tensor([0, 4, 8], dtype=torch.int32)}
-    out = BatchAdapter(flash, consumer="transformers", padding_free=True)(batch_of(apart, **told))
+    both = batch_of(apart, cu_seqlens=apart.cu_seqlens, cu_seqlens_padded=places)
+    out = BatchAdapter(flash, consumer="transformers", padding_free=True)(both)
     assert out["cu_seq_lens_q"].tolist() == out["cu_seq_lens_k"].tolist() == [0, 4, 8]
+    settings = {"padding_free": True, "pattern": "bidirectional"}
+    ahead, encoder = (BatchAdapter(flash, consumer=name, **settings) for name in ("megatron", "transformers"))
+    encoder.model = replace(encoder.model, pattern="bidirectional")
+    tail = Segments.from_lengths([3], 8)
+    assert encoder(batch_of(tail, segment_ids=tail.ids))["cu_seq_lens_q"].tolist() == [0, 3, 8]
+    assert ahead(both)["attention_mask"] is None  # its kernels read both
+    told = [batch_of(apart, cu_seqlens=places, **more) for more in ({"seq_lens": [3, 2]}, {"attention_mask_2d": apart.keep})]
+    for adapter, batch in ((encoder, both), *((ahead, each) for each in told)):
+        with pytest.raises(UnsupportedFormError, match="this attention looks ahead"):
+            adapter(batch)
 
 
 def test_offsets_that_kernels_know_otherwise_go_no_further():

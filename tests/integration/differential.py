@@ -125,7 +125,6 @@ def makes_sense(case: Case) -> bool:
         or (case.kind.startswith("encoder") and case.option not in ("none", "attentions", "states", "generate", "embeds"))
         or (case.kind == "encoder-decoder" and case.option == "embeds")
         or (case.option == "config.ahead" and case.family not in AHEAD)
-        or (case.option == "chunks" and case.family == "moshi")  # a prompt in chunks gives it other logits, alone too
         or (case.head == "MultipleChoice" and case.option == "embeds")
         or (case.kind == "vision" and case.option not in ("none", "states", "use_cache"))
         or (case.kind == "vision" and (tuned or case.wrapper in ("compiled", *TUNERS) or case.side == "packed"))
@@ -456,7 +455,11 @@ def judged(case: Case, doors: tuple[str, ...] = ("plain", *DOORS)) -> dict[str, 
         try:
             model = wrapped(case)
             if case.option in GENERATE:
-                each = [generated(case, model, batch_of(case, [row], "left")) for row in rows]
+                own = [batch_of(case, [row], "left") for row in rows]
+                each = [generated(case, model, one) for one in own]
+                whole_prompt = (generated(replace(case, option="generate"), model, one) for one in own)
+                if case.option == "chunks" and "wrong" in map(verdict, each, whole_prompt):
+                    raise SkippedError("a prompt in chunks gives other logits, alone too")
                 wanted = [torch.cat([one[0] for one in each]), *each[0][1:]]
             else:
                 wanted = alone(case, model, rows)

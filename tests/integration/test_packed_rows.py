@@ -35,6 +35,7 @@ from tiny_vision import MODELS, vision_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, adapt, check_delivery
+from collate_npu.collate import Layout
 from collate_npu.consumers.probe import sequences_mix_reason
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels import packed_rows
@@ -94,12 +95,16 @@ def test_packed_is_each_sequence_alone(name, attn):
     law()
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("name", "attn"), rotating(product(EXACT, ("sdpa", "eager")), 2, slow=12))
-def test_padded_rows_of_our_collator_are_proved_on_an_adapted_model(name, attn, side):
-    model, settings = built(name, attn), {"packing": True, "padding": "max_length", "max_length": 76, "padding_side": side}
+PADDED = [{"packing": True, "padding": "max_length", "max_length": 76, "padding_side": side} for side in ("left", "right")]
+PADDED += [{"padding_free": True, "pad_to_multiple_of": 16}]
+PADDED += [{"padding_free": True, "layout": Layout(**one)} for one in ({"sequence_multiple": 4}, {"max_sequences": 4})]
+
+
+@pytest.mark.parametrize(("name", "attn"), rotating(product([*EXACT, "gpt2", "mistral"], ("sdpa", "eager")), 2, slow=12))
+def test_padded_rows_of_our_collator_are_proved_on_an_adapted_model(name, attn):
+    model = built(name, attn)
     with adapt(model):
-        for lengths in ([5, 13, 40], [1, 70], [40, 30, 60]):
+        for settings, lengths in product(PADDED, ([5, 13, 40], [1, 70], [40, 30, 60])):
             collator = PaddingCollator(pad_token_id=PAD, model=model, **settings)
             assert_padding_invariant(model, collator, [each["input_ids"] for each in samples(lengths)])
 

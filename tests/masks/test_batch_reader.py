@@ -377,7 +377,7 @@ def test_sequences_stand_where_the_physical_offsets_say_and_are_as_long_as_the_r
         {"cu_seqlens": [0, 5, 3]},
         {"cu_seqlens": [0, 3, 8], "seq_idx": [[0, 0, 1, 1, 1, 1, 1, 1]]},
         {"cu_seqlens": [0, 3, 8], "seq_idx": [[0, 0, 0, 1]]},
-        {"cu_seqlens": [0, 3, 8], "attention_mask_2d": [[1, 1, 0, 1, 1, 1, 1, 1]]},
+        {"cu_seqlens": [0, 3, 8], "attention_mask_2d": [[1, 1, 1, 0, 1, 1, 1, 1]]},  # padding where a sequence begins
         {"cu_seqlens": [0, 3, 8], "segment_ids": [[1, 1, 1, 1, 2, 2, 2, 2]]},
         {"cu_seq_lens_q": [0, 3, 6], "attention_mask": [[1] * 8]},
         {"attention_mask_2d": [[1, 1, 1, 1, 1, 1, 0, 0]], "seq_lens": [5]},

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+import toys
 
 pytest.importorskip("transformers")
 import transformers
@@ -30,15 +31,8 @@ def model(request):
 
 def padded(features, *, side="left", mask=True, labels=True):
     """By hand, and right on the right: an int 2D mask by the lengths, no label at padding or first."""
-    width = max(len(feature["input_ids"]) for feature in features)
-    ids, keep, given = (torch.full((len(features), width), fill) for fill in (EOS, 0, -100))
-    for row, feature in enumerate(features):
-        n = len(feature["input_ids"])
-        at = width - n if side == "left" else 0
-        ids[row, at : at + n], keep[row, at : at + n] = torch.tensor(feature["input_ids"]), 1
-        given[row, at + 1 : at + n] = torch.tensor(feature["labels"][1:])
-    masks = {"attention_mask": keep} if mask else {}
-    return {"input_ids": ids, **masks, **({"labels": given} if labels else {})}
+    held = {"input_ids": True, "attention_mask": mask, "labels": labels}
+    return {key: value for key, value in toys.padded(features, side, EOS).items() if held[key]}
 
 
 def right(features):
@@ -62,6 +56,12 @@ def first_labels(features):
 def all_labels(features):
     batch = right(features)
     return {**batch, "labels": batch["input_ids"]}
+
+
+def moved_wrong(features):
+    """Labels that the collator moved itself, which the model takes in the place of its own."""
+    batch = right(features)
+    return batch | {"shift_labels": batch["labels"].where(batch["labels"] != EOS, -100)}
 
 
 def both_ways(model):
@@ -88,25 +88,6 @@ def test_no_mask_is_wrong_and_the_remedy_works(model):
         assert_padding_invariant(model, blind, SAMPLES, gradients=False)
     assert "wrap_collator(your collator, consumer='transformers', model=model)" in str(error.value)
     assert_padding_invariant(model, wrap_collator(blind, consumer="transformers", **both_ways(model)), SAMPLES)
-
-
-@pytest.mark.parametrize(
-    ("collator", "said"), [(first_labels, r"First labels .* \(2\)"), (all_labels, r"Labels stand at padding \(5\)")]
-)
-def test_labels_that_train_on_padding_are_told(collator, said):
-    with pytest.raises(AssertionError, match=said):
-        assert_padding_invariant(built("llama"), collator, SAMPLES)
-
-
-def test_a_loss_of_other_labels_than_the_batchs_is_told():
-    """Labels that the collator moved itself, which the model takes in the place of its own."""
-
-    def moved_wrong(features):
-        batch = right(features)
-        return batch | {"shift_labels": batch["labels"].where(batch["labels"] != EOS, -100)}
-
-    with pytest.raises(AssertionError, match="The model's own loss is"):
-        assert_padding_invariant(built("llama"), moved_wrong, SAMPLES, gradients=False)
 
 
 ANSWERS = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in SAMPLES]
@@ -144,9 +125,18 @@ def test_labels_are_those_of_the_samples(kind):
             assert_padding_invariant(model, collate, samples, gradients=False)
 
 
-def test_labels_that_the_batch_lacks_are_those_of_the_tokens():
-    with pytest.raises(AssertionError, match="has no labels"):
-        assert_padding_invariant(built("llama"), lambda rows: padded(rows, side="right", labels=False), TAUGHT)
+@pytest.mark.parametrize(
+    ("collator", "samples", "said"),
+    [
+        (first_labels, SAMPLES, r"First labels .* \(2\)"),
+        (all_labels, SAMPLES, r"Labels stand at padding \(5\)"),
+        (moved_wrong, SAMPLES, "The model's own loss is"),
+        (lambda rows: padded(rows, side="right", labels=False), TAUGHT, "has no labels"),  # they are those of the tokens
+    ],
+)
+def test_labels_that_train_on_others_or_are_not_there_are_told(collator, samples, said):
+    with pytest.raises(AssertionError, match=said):
+        assert_padding_invariant(built("llama"), collator, samples)
 
 
 @pytest.mark.slow

@@ -14,18 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from collate_npu.kernels.fusion_attention import reference_fusion_attention, triangle
 from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 from collate_npu.proof import kernel_runs, measure
-from collate_npu.proof.kernel_runs import (
-    ATTENTION,
-    CONVOLUTION,
-    KDA,
-    KERNELS,
-    RULE as RULE_ALONE,
-    TRUTHS,
-    expected,
-    of_kernel,
-    runs,
-    token_errors,
-)
+from collate_npu.proof.kernel_runs import KERNELS, TRUTHS, expected, of_kernel, runs, token_errors
 from collate_npu.proof.measure import FLOOR, MARGIN, TIMES
 
 pytestmark = pytest.mark.long
@@ -133,9 +122,7 @@ def test_an_operator_that_does_not_look_at_its_boundaries_is_wrong(name):
         lost = {key: LOST[key](value) for key, value in kwargs.items() if key in LOST}
         assert lost
         lost |= {"cu_seq_k": lost["cu_seq_q"]} if "cu_seq_q" in lost else {}
-        longest = {
-            key: sum(args[0].shape[:1]) for key in ("max_q", "max_k", "max_seqlen_q", "max_seqlen_k") if key in kwargs
-        }
+        longest = {key: len(args[0]) for key in ("max_q", "max_k", "max_seqlen_q", "max_seqlen_k") if key in kwargs}
         state = {"initial_state": kwargs["initial_state"][:1]} if "initial_state" in kwargs else {}
         args = [*args[:3], args[3][:1]] if "query_start_loc" in lost else args
         return STAND_INS[name](*args, **kwargs | lost | longest | state)
@@ -310,7 +297,9 @@ def test_what_is_not_installed_or_does_not_run_here_is_listed():
 # --- what each sequence gives alone
 
 
-@pytest.mark.parametrize("problem", [ATTENTION, RULE_ALONE, KDA, CONVOLUTION], ids=lambda problem: problem.name)
+@pytest.mark.parametrize(
+    "problem", {kernel.problem.name: kernel.problem for kernel in KERNELS}.values(), ids=lambda x: x.name
+)
 def test_noise_is_that_of_the_dtype_and_padding_takes_no_part(problem):
     truth = TRUTH["padded on both sides"]
     (right, wide), (_, narrow) = (expected(problem, truth, dtype) for dtype in (torch.float32, torch.bfloat16))

@@ -74,12 +74,9 @@ def test_a_bias_blocks_at_a_number_beside_a_score_mod_too():
     x, mask = torch.ones(1, 1, 2, 4), torch.tensor([[0.0, -9984.0], [-9983.0, 0.0]])
     told = KERNELS["scaled_dot_product_attention"][1]("torch.sdpa", {"query": x, "key": x, "attn_mask": mask})
     assert told.allowed(0)[0].tolist() == [[True, False], [True, True]]
-    flex, blocks = (
-        {"query": x, "key": x, "attention_mask": mask[None, None]},
-        lambda score, b, h, q, k: score - 1e6 * (q == k),
-    )
+    flex = {"query": x, "key": x, "attention_mask": mask[None, None]}
     assert KERNELS["flex_attention"][1]("flex", flex).allowed(0)[0].tolist() == told.allowed(0)[0].tolist()
-    both = KERNELS["flex_attention"][1]("flex", {**flex, "score_mod": blocks})
+    both = KERNELS["flex_attention"][1]("flex", {**flex, "score_mod": lambda score, b, h, q, k: score - 1e6 * (q == k)})
     assert both.allowed(0)[0].tolist() == [[False, False], [True, False]]
     assert KERNELS["flex_attention"][1]("flex", {"query": x, "key": x}).allowed(0)[0].all()
 

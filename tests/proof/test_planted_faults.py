@@ -148,16 +148,7 @@ def weakly(part, x, told):
     return joined(((q @ k.transpose(-1, -2)).masked_fill(~causal(told), -1e9) - 2.0 * ~told["allowed"]).softmax(-1) @ v)
 
 
-class Batches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(24)
-
-    def forward(self, x):
-        return self.norm(x.transpose(1, 2)).transpose(1, 2)
-
-
-BATCH_NORM = Batches()
+BATCH_NORM = nn.BatchNorm1d(24)
 
 
 def shifted(cu):
@@ -189,7 +180,7 @@ OWN = {
     "a loop over tokens": instead(scan),
     "experts choose tokens": instead(chosen_by_experts),
     "a convolution without a gap": instead(lambda p, x, t: F.pad(x, (0, 0, 3, 0)).unfold(1, 4, 1) @ p.weight[0]),
-    "a batch norm that trains": into(lambda x: BATCH_NORM(x)),
+    "a batch norm that trains": into(lambda x: BATCH_NORM(x.mT).mT),
     "a difference to the token before": into(lambda x: x - F.pad(x, (0, 0, 1, 0))[:, :-1]),
 }
 IN_SDPA = {

@@ -8,6 +8,7 @@ from importlib import import_module
 from types import FunctionType, ModuleType, SimpleNamespace
 
 import pytest
+import stranger
 import torch
 import torch.utils.checkpoint
 from stranger import Model
@@ -48,13 +49,6 @@ class Sided(nn.Module):
 
     def forward(self, input_ids, cu_seqlens):
         return self.inner[self.side](input_ids, torch.tensor([0, 16]))
-
-
-SLIDING, EACH, PAIRS = (
-    {"layer_types": ["sliding_attention"] * 2, "sliding_window": 3},
-    torch.arange(17),
-    torch.arange(0, 17, 2),
-)
 
 
 class MaskedAttention(nn.Module):
@@ -122,7 +116,8 @@ class Sharing(nn.Module):
 
 ROWS = IDS[:, :12].reshape(3, 4), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]])
 WHOLE_ROW = SimpleNamespace(qkv_format="thd", cu_seqlens_q=2 * OFFSETS, cu_seqlens_kv=2 * OFFSETS)
-BATCH = IDS, OFFSETS
+BATCH, OTHER, PAIR = (IDS, OFFSETS), (IDS, torch.tensor([0, 4, 16])), (IDS[:, :6].reshape(2, 3), KEEP)
+TWO_IN_ONE = torch.block_diag(torch.ones(3, 3).tril(), torch.ones(2, 2).tril()).bool()[None]
 KNOWN = {
     "a layer behind those listed": (windowed(layer_types=["sliding_attention"] * 2, sliding_window=3), BATCH, 0),
     "layers that differ": (windowed(layer_types=["sliding_attention", "full_attention"], sliding_window=3), BATCH, 0),
@@ -136,24 +131,16 @@ KNOWN = {
     "the decoder beside an encoder": (Sided("decoder", True), BATCH, 0),
     "a decoder alone": (Sided("decoder", False), BATCH, 5),
     "the encoder": (Sided("encoder", True), BATCH, 5),
-    "a mask of padded rows": (MaskedAttention(PAST), (IDS[:, :6].reshape(2, 3), KEEP), 0),
-    "a mask that looks ahead": (MaskedAttention(AHEAD), (IDS[:, :6].reshape(2, 3), KEEP), 1),
-    "a mask of one row without padding": (
-        MaskedAttention(torch.block_diag(torch.ones(3, 3).tril(), torch.ones(2, 2).tril()).bool()[None]),
-        (IDS[:, :6].reshape(2, 3), KEEP),
-        0,
-    ),
+    "a mask of padded rows": (MaskedAttention(PAST), PAIR, 0),
+    "a mask that looks ahead": (MaskedAttention(AHEAD), PAIR, 1),
+    "a mask of one row without padding": (MaskedAttention(TWO_IN_ONE), PAIR, 0),
     "offsets that fall need no batch": (Unsaid({0: {"rule": planted(16, 11, 6, 0)}}), (BATCH,), 1),
     "offsets of a longer row need no batch": (Unsaid({0: {"rule": planted(0, 6, 11, 20)}}), (BATCH,), 1),
     "holes are no tokens": (Unpadding(0, 3), (IDS[:, :4], torch.tensor([[1, 1, 0, 1]])), 0),
     "rows without their padding": (Unpadding(0, 3, 7, 9), ROWS, 0),
     "rows without their padding, of other lengths": (Unpadding(0, 4, 8, 9), ROWS, 5),
     "rows without their padding, in one": (Unpadding(0, 9), ROWS, 5),
-    "a model within another has its own batch": (
-        Two({0: {"rule": planted(0, 5, 11, 16)}}),
-        (IDS, torch.tensor([0, 4, 16])),
-        1,
-    ),
+    "a model within another has its own batch": (Two({0: {"rule": planted(0, 5, 11, 16)}}), OTHER, 1),
     **{f"offsets of the whole row, {n} ranks": (Sharing(n), (IDS, WHOLE_ROW), int(n != 2)) for n in (None, 1, 2, 4)},
 }
 
@@ -282,8 +269,6 @@ def test_an_error_of_the_model_is_its_own(capsys):
 
 @pytest.mark.parametrize("kept", ["named", "once", "twice", "itself", "by a layer", "by a class"])
 def test_a_kernel_that_a_function_around_it_keeps(kept, monkeypatch):
-    import stranger
-
     model, right = Model(), stranger.chunk_gated_delta_rule
 
     def lossy(*args, cu_seqlens=None):
@@ -312,21 +297,17 @@ def test_a_kernel_that_a_function_around_it_keeps(kept, monkeypatch):
         assert seen.faults[0].told == "nothing"
 
 
-def test_what_a_run_put_in_place_of_a_kernel_stays():
-    import stranger
-
+def test_what_a_run_put_in_place_of_a_kernel_stays(monkeypatch):
     right = stranger.chunk_gated_delta_rule
 
     def mine(*args, **kwargs):
         return right(*args, **kwargs)
 
-    try:
-        with watch(say=False):
-            Model()(IDS, OFFSETS)
-            stranger.chunk_gated_delta_rule = mine
-        assert stranger.chunk_gated_delta_rule is mine
-    finally:
-        stranger.chunk_gated_delta_rule = right
+    monkeypatch.setattr(stranger, "chunk_gated_delta_rule", right)  # which comes back behind the test
+    with watch(say=False):
+        Model()(IDS, OFFSETS)
+        stranger.chunk_gated_delta_rule = mine
+    assert stranger.chunk_gated_delta_rule is mine
 
 
 class PlainAttention(nn.Module):

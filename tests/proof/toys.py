@@ -158,14 +158,13 @@ class Net(nn.Module):
         return self.head(self.after(x, told))
 
 
-def padded(features, side="left"):
+def padded(features, side="left", pad=3):
     width = max(len(each["input_ids"]) for each in features)
     batch = {}
-    for name, fill in (("input_ids", 3), ("attention_mask", 0), ("labels", -100)):
-        rows = [
-            (each.get(name, [1] * len(each["input_ids"])), [fill] * (width - len(each["input_ids"]))) for each in features
-        ]
-        batch[name] = torch.tensor([more + row if side == "left" else row + more for row, more in rows])
+    for name, fill in (("input_ids", pad), ("attention_mask", 0), ("labels", -100)):
+        rows = [each.get(name, [1] * len(each["input_ids"])) for each in features]
+        pads = [[fill] * (width - len(row)) for row in rows]
+        batch[name] = torch.tensor([more + row if side == "left" else row + more for row, more in zip(rows, pads)])
     batch["labels"][batch["attention_mask"].cumsum(1) < 2] = -100  # nothing predicts a first token
     return batch
 

@@ -18,15 +18,7 @@ pytest.importorskip("rich")
 from collate_npu import CollateError, Segments
 from collate_npu.masks import dense
 from collate_npu.tools import files
-from collate_npu.tools.files import (
-    LOADERS,
-    batch_of_file,
-    check_place,
-    mask_of_file,
-    read_rows,
-    samples_of_rows,
-    shipped_text,
-)
+from collate_npu.tools.files import batch_of_file, check_place, mask_of_file, read_rows, samples_of_rows, shipped_text
 from collate_npu.tools.show import picture
 from collate_npu.tools.user_code import check_file
 
@@ -157,7 +149,7 @@ def saved(tmp_path, ending, held):
     return path
 
 
-@pytest.mark.parametrize("ending", LOADERS)
+@pytest.mark.parametrize("ending", files.LOADERS)
 def test_a_saved_mask_is_the_mask_and_a_saved_batch_is_the_batch(tmp_path, ending):
     assert torch.equal(mask_of_file(saved(tmp_path, ending, dense(TRUTH))), dense(TRUTH))
     if ending != ".npy":

@@ -200,12 +200,10 @@ def test_each_cell_prints_what_it_holds(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_is_short_and_every_output_is_stored(path):
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert len(cells) <= 10
-    assert (
-        max(len(line) for cell in cells for line in "".join(cell["source"]).splitlines() if cell["cell_type"] == "code")
-        <= 80
-    )
-    assert all(guide.printed(cell) for cell in cells if cell["cell_type"] == "code")
+    assert max(len(line) for cell in code for line in "".join(cell["source"]).splitlines()) <= 80
+    assert all(map(guide.printed, code))
     assert not any(each.get("name") == "stderr" for cell in cells for each in cell.get("outputs", ()))
 
 

@@ -30,14 +30,6 @@ class Letters:
         return "".join({0: "<pad>", 5: "a&b", 6: "中", 7: "$x$", 8: "\n"}[i] for i in ids)
 
 
-def text_of(written):
-    return " ".join(html.unescape(re.sub(r"<style>.*?</style>|<[^>]+>", "", written, flags=re.S)).split())
-
-
-def shown(shown=BATCH):
-    return picture(shown, tokenizer=Letters())
-
-
 SAID = ["refused: attention_mask", "a&b", "中", "$x$", "\\n", "row 1, 1 wrong", "+ att"]
 """Of a batch that is refused."""
 
@@ -45,9 +37,10 @@ SAID = ["refused: attention_mask", "a&b", "中", "$x$", "\\n", "row 1, 1 wrong",
 def test_a_page_says_all_and_loads_nothing(tmp_path, monkeypatch):
     for name, value in (("COLUMNS", "20"), ("NO_COLOR", "1")):  # of the terminal, which it is not for
         monkeypatch.setenv(name, value)
-    shown().save(tmp_path / "a.html")
+    picture(BATCH, tokenizer=Letters()).save(tmp_path / "a.html")
     text = (tmp_path / "a.html").read_text(encoding="utf-8")
-    assert [said for said in SAID if said not in text_of(text)] == []
+    told = " ".join(html.unescape(re.sub(r"<style>.*?</style>|<[^>]+>", "", text, flags=re.S)).split())
+    assert [said for said in SAID if said not in told] == []
     assert not re.search(r"url\(|@import|<script|<link|<img|\b(src|href)=", text)
     assert text.count("#d93025")  # red
 
@@ -60,7 +53,7 @@ def test_what_becomes_a_file_is_not_printed_in_a_notebook(monkeypatch):
 
 
 def test_letters_of_a_page_keep_their_columns():
-    page = shown().html
+    page = picture(BATCH, tokenizer=Letters()).html
     assert {"<bdi>■</bdi>", "<bdi>⬚</bdi>", "<bdi class=wide>中</bdi>"} <= set(re.findall(r"<bdi[^>]*>.</bdi>", page))
     assert not re.search(r"[^\x00-\x7f]", re.sub(r"<bdi( class=wide)?>.</bdi>", "", page))
     assert re.sub(".", terminal._in_columns, "é中\u0301") == "<bdi>é</bdi><bdi class=wide>中</bdi>\u0301"

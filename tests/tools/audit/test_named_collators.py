@@ -44,13 +44,8 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize("place", ["my_module_here", "my_module_here.py", "./my_module_here.py"])
 def test_each_kind_of_collator_is_made_ready(place):
     """One for each side where it asks for a tokenizer that is there."""
-    given = {
-        "collate": [[]],
-        "made": [("left", "M"), ("right", "M")],
-        "bare": [[]],
-        "Padder": [7],
-        "held.inner.collate": [[]],
-    }
+    given = {"made": [("left", "M"), ("right", "M")], "Padder": [7]}
+    given |= {name: [[]] for name in ("collate", "bare", "held.inner.collate")}
     assert {name: answers(f"{place}:{name}", model="M") for name in given} == given
     assert answers(f"{place}:plain", tokenizer=None) == [None]
 

@@ -46,11 +46,9 @@ def dumps():
     labels[:, :2] = -100
     layers = SimpleNamespace(layer_types=["full_attention"])
     megatron = PaddingCollator(pad_token_id=EOS, padding_side="left", consumer="megatron", model=layers)
-    yield from {
-        "right": right,
-        "flat": dict(DataCollatorWithFlattening()(FEATURES)),
-        "megatron": dict(megatron(FEATURES)),
-    }.items()
+    yield "right", right
+    yield "flat", dict(DataCollatorWithFlattening()(FEATURES))
+    yield "megatron", dict(megatron(FEATURES))
     yield "few", {**right, "labels": labels}
     yield "at_padding", {**right, "labels": torch.where(right["attention_mask"] == 1, labels, 5)}
     yield "moved", {**right, "labels": torch.nn.functional.pad(right["labels"][:, 1:], (0, 1), value=-100)}

@@ -33,13 +33,9 @@ sys.exit(3 if "three" in sys.argv else 0)
 
 
 def watched(*command, options=(), **env):
-    return subprocess.run(
-        [sys.executable, "-m", "collate_npu", "watch", *options, "--", *command],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-    )
+    line = [sys.executable, "-m", "collate_npu", "watch", *options, "--", *command]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run(line, capture_output=True, text=True, timeout=300, env=env)
 
 
 @pytest.fixture
@@ -51,10 +47,8 @@ def train(tmp_path):
 @pytest.mark.long
 def test_both_processes_of_a_torchrun(train, tmp_path):
     out = tmp_path / "seen.jsonl"
-    run = watched(
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", train, "fault"),
-        options=["--out", str(out)],
-    )
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    run = watched(*torchrun, train, "fault", options=["--out", str(out)])
     assert run.returncode == 0, run.stderr
     for rank in (0, 1):
         assert f"step 1 rank {rank} · 2 recurrent: convolution nothing in 1 of 2 ✘" in run.stderr
