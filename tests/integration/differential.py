@@ -87,6 +87,8 @@ class Case:
     seed: int = field(compare=False)
     stranger: str = ""
     """"places": positions by place beside the mask; with it, or with "ids", packed rows have packing ids for a mask."""
+    tail: int | None = None
+    """A collator pads a packed row to a multiple of this."""
 
 
 def drawn(seed: int, **fixed) -> Case:
@@ -430,7 +432,7 @@ def through(door: str, case: Case, model, batch, rows, side):
         return act(BatchAdapter(model, padding_free=side == "packed")(batch | call))
     if door == "wrapped":
         return act(wrap_collator(lambda _: batch | call, model=model)(rows))
-    flat = {"padding_free": True, "pad_to_multiple_of": (None, 8)[case.seed % 2]}
+    flat = {"padding_free": True, "pad_to_multiple_of": case.tail}
     where = flat if side == "packed" else {"padding_side": side}
     where |= {"pattern": "bidirectional"} if call and side == "packed" else {}
     pad = tiny_vision.PAD if case.kind == "vision" else PAD
