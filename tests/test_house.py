@@ -17,7 +17,7 @@ LINES = {
     "masks": (2699, 2400),
     "parallel": (1578, 1450),
     "kernels": (2791, 1900),
-    "consumers": (3213, 1950),
+    "consumers": (3214, 1950),
     "collate": (2129, 1500),
     "proof": (3815, 1900),
     "integrations": (2965, 3000),
