@@ -41,7 +41,6 @@ COLLATORS = (
     PaddingCollator(pad_token_id=7, padding_side="left"),  # to which weights are some key
     PaddingCollator(keys={**KEYS, "weights": TOKENS}, padding_free=True),
 )
-FLAT_MASK = fusion_attention.fusion_attention_kwargs(FLAT) | {"scale": 0.5}
 OFFSETS = {"offsets": [0, 3, 5], "chunk_size": 64}
 CALLS = {
     fusion_attention.choose_form: {"segments": FLAT},

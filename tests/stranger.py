@@ -34,11 +34,8 @@ class DeltaLayer(nn.Module):
 
     def __init__(self, faults):
         super().__init__()
-        self.inner, self.weight, self.faults = (
-            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
-            nn.Parameter(torch.randn(3 * WIDTH, 4)),
-            faults,
-        )
+        self.inner, self.faults = nn.Linear(WIDTH, 3 * WIDTH, bias=False), faults
+        self.weight = nn.Parameter(torch.randn(3 * WIDTH, 4))
 
     def forward(self, hidden, cu_seqlens):
         hidden = self.faults.get("hidden", lambda x: x)(hidden)
@@ -61,12 +58,8 @@ class VarlenAttention(nn.Module):
         offsets = self.faults.get("attention", lambda x: x)(cu_seqlens)
         q, k, v = (part[0, :, None] for part in self.inner(hidden).chunk(3, dim=-1))
         size, window = int(offsets.diff().max()), self.faults.get("window", (-1, -1))
-        return (
-            hidden
-            + flash_attn_varlen_func(q, k, v, offsets, offsets, size, size, self.faults.get("causal", True), window)[
-                None, :, 0
-            ]
-        )
+        out = flash_attn_varlen_func(q, k, v, offsets, offsets, size, size, self.faults.get("causal", True), window)
+        return hidden + out[None, :, 0]
 
 
 class Model(nn.Module):

@@ -128,7 +128,7 @@ def test_a_key_gives_the_same_numbers_whatever_holds_them_or_is_refused(place):
         made = {}
         for name in ("as it is", *some([*HOLDERS], 4)):
             held = HOLDERS.get(name, torch.clone)(right)
-            targets = "labels" in key and getattr(held, "is_floating_point", bool)()
+            targets = "labels" in key and "float" in str(getattr(held, "dtype", ""))
             with suppress(CollateError):
                 made[name] = numbers(PLACES[place]({key: held[0] if "sample" in place else held})) if not targets else None
             if not made:

@@ -10,16 +10,13 @@ import re
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-from house import FILES
+from house import FILES, PACKAGE, ROOT, tree_of
 
 import collate_npu
 from collate_npu.releases import KERNELS_TOLD
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "collate_npu"
 TEXTS = [page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sorted((PACKAGE / "guide").glob("*.md")))]
 
 INSIDE = {"testing.kernels", "testing.kernels.causal_conv1d_fn"}
@@ -30,7 +27,7 @@ def nodes():
     for path in FILES:
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        yield from inside(module, ast.parse(path.read_text(encoding="utf-8")))
+        yield from inside(module, tree_of(path))
 
 
 def inside(name, node):

@@ -6,20 +6,19 @@ import subprocess
 import sys
 import warnings
 from importlib import import_module
-from pathlib import Path
+from pkgutil import resolve_name
 
 import house
 import pytest
 
 import collate_npu
-from collate_npu import errors
 from collate_npu.errors import GONE_IN, MOVED, CollateError
 
 
 def process(code, on=True, tmp_path=None, *arguments):
     """What a process says on both streams; a file where its workers must import it again."""
     env = {name: value for name, value in os.environ.items() if name != "COLLATE_NPU_DEBUG"}
-    env |= {"PYTHONPATH": str(Path(errors.__file__).parents[1]), "COLLATE_NPU_DEBUG": "1" if on else "0"}
+    env |= {"PYTHONPATH": str(house.ROOT), "COLLATE_NPU_DEBUG": "1" if on else "0"}
     command = ["-c", code]
     if tmp_path is not None:
         file = tmp_path / "load.py"
@@ -34,13 +33,9 @@ def said(code, *settings):
     return process(code, *settings)[1].split("collate_npu [")[1:]
 
 
-COLLATE = """
-from collate_npu import BatchAdapter, PaddingCollator, wrap_collator
+ROUTES = """
+from collate_npu import BatchAdapter, PaddingCollator
 rows = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9]}]
-"""
-ROUTES = (
-    COLLATE
-    + """
 for side in ("left", "right"):
     collate = PaddingCollator(pad_token_id=0, padding_side=side, attention_mask="2d")
     adapter = BatchAdapter(needs_mask_2d=True, consumer="megatron")
@@ -48,7 +43,10 @@ for side in ("left", "right"):
         adapter(collate(rows))
 BatchAdapter(needs_mask_2d=True, consumer="transformers")(PaddingCollator(pad_token_id=0, padding_side="left")(rows))
 """
-)
+FORMS = {
+    "left": "attention_mask: 4D, True is blocked, 32 bytes (padding stands on the left",
+    "right": "attention_mask: None (causal attention, padding on the right only",
+}
 
 
 @pytest.mark.slow
@@ -59,15 +57,12 @@ def test_a_route_is_said_once_with_its_reasons():
     assert "attention_mask: the 2D mask, True or 1 = real (every layer of a transformers model reads the 2D mask)" in route
     assert "attention_mask_2d: removed (no layer reads it)" in route
     routes = [text for text in others if "consumer megatron" in text]
-    for route, side in zip(routes, ("left", "right"), strict=True):
+    for route, (side, form) in zip(routes, FORMS.items(), strict=True):
         assert "MainProcess" in route
         assert "consumer megatron, model not named\n" in route
         assert "attention_mask_2d: stays (recurrent layers read it)" in route
         assert f"2 rows of 4, one sequence each; padding on the {side}, 3 of 8 places (38%)" in route
-        exact = "attention_mask: None (causal attention, padding on the right only"
-        assert (
-            exact if side == "right" else "attention_mask: 4D, True is blocked, 32 bytes (padding stands on the left"
-        ) in route
+        assert form in route
         assert "context parallelism: none" in route
     assert said(ROUTES, False) == [], "without the variable"
 
@@ -116,14 +111,6 @@ def test_each_worker_says_a_route_once(tmp_path, start):
     assert len(who) == len(set(who)) == 3  # the process that started them, and two workers
 
 
-CHANGES = Path(collate_npu.__file__).parent / "guide" / "changelog.md"
-
-
-def thing(dotted):
-    module, _, name = dotted.rpartition(".")
-    return getattr(import_module(module), name)
-
-
 @pytest.mark.parametrize(("old", "new"), MOVED.items())
 def test_an_old_name_gives_the_thing_and_says_where_it_is(old, new):
     module, _, name = old.rpartition(".")
@@ -132,7 +119,7 @@ def test_an_old_name_gives_the_thing_and_says_where_it_is(old, new):
     assert {each.filename for each in said} == {"<string>"}  # the line that names it, none of ours
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert found[name] is thing(new)
+        assert found[name] is resolve_name(new)
 
 
 @pytest.mark.parametrize("module", sorted({old.rpartition(".")[0] for old in MOVED}))
@@ -195,6 +182,6 @@ def test_what_goes_without_a_warning_is_found(had, has, version, lost):
 
 def test_old_names_go_after_this_edition_and_stand_in_the_changelog():
     assert tuple(map(int, collate_npu.__version__.split(".")[:2])) < tuple(map(int, GONE_IN.split(".")))
-    text = CHANGES.read_text(encoding="utf-8")
+    text = (house.PACKAGE / "guide" / "changelog.md").read_text(encoding="utf-8")
     told = [{old.rpartition(".")[2], old.rpartition(".")[0].partition(".")[2] or old} for old in MOVED]
     assert [names for names in told if not any(name in text for name in names)] == []

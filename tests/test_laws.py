@@ -282,12 +282,8 @@ EXTRAS = {
 )
 def test_law_9_the_door_gives_back_what_the_collator_knew(features, side, mode, multiple, extra, packing):
     features = [{**feature, **EXTRAS[extra](len(feature["input_ids"]))} for feature in strategies.marked(features)]
-    settings = {
-        "attention_mask": mode,
-        "pad_to_multiple_of": multiple,
-        "packing": packing,
-        "max_length": 9 if packing else None,
-    }
+    settings = {"attention_mask": mode, "pad_to_multiple_of": multiple}
+    settings |= {"packing": True, "max_length": 9} if packing else {}
     batch = PaddingCollator(pad_token_id=7, padding_side=side, keys={**KEYS, "place": TOKENS}, **settings)(features)
     assert segments_from_batch(batch) == strategies.standing(features, batch["place"])
 
@@ -349,11 +345,6 @@ def test_law_9_a_transformers_model_gets_one_set_of_offsets(features, settings):
 # --- law 10: nothing shares memory
 
 
-def scribble(x):
-    """Write to every element; raises where the tensor is expanded onto itself."""
-    x.logical_not_() if x.dtype == torch.bool else x.add_(7)
-
-
 @given(strategies.segments())
 def test_law_10_segments_never_change(segments):
     before = segments.ids
@@ -361,14 +352,10 @@ def test_law_10_segments_never_change(segments):
     built = Segments(given_ids)
     given_ids[:] = 9
     assert built == segments
+    names = ("ids", "keep", "indices", "last_indices", "position_ids", "cu_seqlens")
     for _ in range(2):
-        parts = {
-            name: getattr(segments, name)
-            for name in ("ids", "keep", "indices", "last_indices", "position_ids", "cu_seqlens")
-        }
-        parts |= {"varlen": varlen(segments).cu_seqlens, "dense": dense(segments)}
-        for value in parts.values():
-            scribble(value)
+        for x in (*(getattr(segments, name) for name in names), varlen(segments).cu_seqlens, dense(segments)):
+            x.logical_not_() if x.dtype == torch.bool else x.add_(7)  # raises where it is expanded onto itself
         assert torch.equal(segments.ids, before)
         assert torch.equal(segments.keep, before != 0)
 

@@ -198,14 +198,16 @@ def test_the_right_tokens_or_words(name, offsets, form):
 
 # --- a batch beside what its caller says of it
 
+
+def numbered(lengths):
+    return {"input_ids": IDS, "segment_ids": Segments.from_lengths([lengths]).ids}
+
+
+BARE = {"input_ids": IDS}
 BESIDE = {
     "segments and a key, split": lambda a, b: split_batch(batch("cu_seqlens", [0, *accumulate(b)]), CP, segments=a),
-    "segments and offsets, split": lambda a, b: split_batch(
-        {"input_ids": IDS}, CP, segments=a, cu_seqlens=[0, *accumulate(b)]
-    ),
-    "segments and ids, split": lambda a, b: split_batch(
-        {"input_ids": IDS, "segment_ids": Segments.from_lengths([b]).ids}, SLICES, segments=a
-    ),
+    "segments and offsets, split": lambda a, b: split_batch(BARE, CP, segments=a, cu_seqlens=[0, *accumulate(b)]),
+    "segments and ids, split": lambda a, b: split_batch(numbered(b), SLICES, segments=a),
     "offsets and a key, split": lambda a, b: split_batch(
         batch("cu_seqlens", [0, *accumulate(b)]), CP, cu_seqlens=a.cu_seqlens.tolist()
     ),
@@ -213,9 +215,7 @@ BESIDE = {
     "segments and offsets, gathered": lambda a, b: gather_sequence(IDS, ALONE, a, cu_seqlens=[0, *accumulate(b)]),
     "segments and a key, padded": lambda a, b: pad_documents(batch("cu_seqlens", [0, *accumulate(b)]), segments=a),
     "ids and a key, padded": lambda a, b: pad_documents(batch("cu_seqlens", [0, *accumulate(b)], segment_ids=a.ids)),
-    "segments and ids, rendered": lambda a, b: ADAPTER.render(
-        {"input_ids": IDS, "segment_ids": Segments.from_lengths([b]).ids}, a
-    ),
+    "segments and ids, rendered": lambda a, b: ADAPTER.render(numbered(b), a),
     "lengths and a key, the door": lambda a, b: segments_from_batch(batch("cu_seqlens", a.cu_seqlens, seq_lens=b)),
     "a number of the longest": lambda a, b: segments_from_batch(batch("cu_seqlens", a.cu_seqlens, max_length_q=max(b))),
 }

@@ -10,16 +10,9 @@ from collate_npu.outputs import ignore_first_labels, per_sequence, shift_labels,
 from collate_npu.parallel import pad_documents
 
 
-def output_of(segments, *trailing):
-    """Every place has a value of its own."""
-    B, S = segments.shape
-    shape = (B, S, *trailing)
-    return torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
-
-
 @given(strategies.segments())
 def test_gradients_reach_real_tokens_alone(segments):
-    x = output_of(segments, 2).requires_grad_()
+    x = torch.ones(*segments.shape, 2, dtype=torch.float64, requires_grad=True)
     repad(unpad(x, segments), segments).sum().backward()
     assert torch.equal(x.grad, segments.keep[:, :, None].expand_as(x).to(x.dtype))
 

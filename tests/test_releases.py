@@ -3,12 +3,10 @@
 import ast
 import importlib.metadata
 import re
-from pathlib import Path
 
 import house
 import pytest
 
-import collate_npu
 from collate_npu import releases
 from collate_npu.releases import (
     CANN_OF_TORCH_NPU,
@@ -23,8 +21,7 @@ from collate_npu.releases import (
     page_of,
 )
 
-PACKAGE = Path(collate_npu.__file__).parent
-FILES = [path for path in house.FILES if path.name != "releases.py" or path.parent != PACKAGE]
+FILES = [path for path in house.FILES if house.module_of(path) != "releases"]
 VERSION = re.compile(r"v?\d+(\.\d+)+([.-]?(dev|rc|post|a|b)\d*)*(\+\w+)?")
 FACTS = {name: fact for name, fact in vars(releases).items() if isinstance(fact, Since)}
 
@@ -134,22 +131,19 @@ def is_version(node):
     """A string that is a version, or an order between anything and a tuple of whole numbers: `... < (5, 15)`."""
     if isinstance(node, ast.Compare):
         order = any(isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) for op in node.ops)
-        return order and any(is_numbers(side) for side in (node.left, *node.comparators))
+        tuples = (side.elts for side in (node.left, *node.comparators) if isinstance(side, ast.Tuple))
+        return order and any(all(isinstance(part, ast.Constant) for part in parts) for parts in tuples)
     return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(VERSION.fullmatch(node.value))
-
-
-def is_numbers(node):
-    return isinstance(node, ast.Tuple) and all(isinstance(part, ast.Constant) for part in node.elts)
 
 
 def test_a_release_number_stands_in_the_table_alone():
     """Prose (docstrings, sources, messages) may name releases; what is compared may not."""
     found = []
     for path in FILES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = house.tree_of(path)
         allowed = {*docstrings(tree), *declared(tree)}
         numbered = (node for node in ast.walk(tree) if node not in allowed and is_version(node))
-        found += [f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}" for node in numbered]
+        found += [f"{house.module_of(path)}:{node.lineno}: {ast.unparse(node)}" for node in numbered]
     assert found == []
 
 

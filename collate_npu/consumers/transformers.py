@@ -123,13 +123,8 @@ def _masked_flat_row(case: Case) -> bool:
     """Positions that restart do not keep sequences apart: they are looked at only where no cache is made, and in many
     families never (masking_utils.py:876-882)."""
     by_offsets = "flash" in case.model.attn_implementation  # hub kernels too
-    told = _told_apart(case) or _another_pattern(case)
+    told = case.segments.packed or _another_pattern(case)
     return case.padding_free and told and not by_offsets and not _by_positions(case)
-
-
-def _told_apart(case: Case) -> bool:
-    """True if something tells the tokens of a row apart: it has several sequences, or padding that they look ahead to."""
-    return case.segments.packed or (not case.pattern.causal and case.segments.padding_side != "none")
 
 
 def _another_pattern(case: Case) -> bool:
@@ -294,7 +289,7 @@ def _looks_ahead(case: Case) -> str:
 def _reads_offsets(case: Case) -> bool:
     """A scan reads `cu_seq_lens_q`, a convolution `seq_idx`: either alone keeps half of the state apart."""
     needed = case.recurrent if case.padding_free else case.recurrent and case.model.keeps_apart
-    return (needed and case.segments.packed) or (case.padding_free and _told_apart(case) and not _masked_flat_row(case))
+    return case.segments.packed and (needed or (case.padding_free and not _masked_flat_row(case)))
 
 
 _ADAPT = "call adapt(model) before you make the collator: it keeps packed sequences apart in most families"

@@ -31,10 +31,6 @@ def tokenizer(**fields):
     return SimpleNamespace(**{"pad_token_id": PAD, "padding_side": "right", **fields})
 
 
-def packing(features, side="right", keys={**KEYS, "place": TOKENS}, **settings):  # noqa: B006
-    return PaddingCollator(tokenizer(padding_side=side), **{"packing": True, "keys": keys, **settings})(features)
-
-
 # --- laws
 
 
@@ -43,7 +39,7 @@ def test_what_is_one_value_a_sample_follows_the_packed_rows():
     features = [{"input_ids": ids, "labels": [b / 2, 1], "name": f"{b}", "advantages": b / 2} for b, ids in rows]
     for b, row in enumerate(features):
         row |= {"pixel_values": torch.full((1 + b % 2, 1), b), "position_ids": np.full((3, len(row["input_ids"])), b)}
-    batch = packing(features, max_length=8, attention_mask="2d")
+    batch = PaddingCollator(tokenizer(), packing=True, max_length=8, attention_mask="2d")(features)
     assert batch["position_ids"][2].tolist() == [[0, 0, 0, 3, 3, 3, 3, 3], [1, 1, 1, 1, 1, 1, 2, 2]]
     assert batch["pixel_values"][:, 0].tolist() == [0, 3, 3, 1, 1, 2]
     assert batch["name"] == ["0", "3", "1", "2"]
@@ -136,10 +132,8 @@ def test_arguments_go_before_the_tokenizer():
 
 def test_model_and_return_tensors_are_taken_as_transformers_takes_them():
     for make in (PaddingCollator, lambda given, *more, **settings: wrap_collator(PaddingCollator(given), *more, **settings)):
-        by_place, by_name = (
-            make(tokenizer(), HYBRID, consumer="megatron"),
-            make(tokenizer(), model=HYBRID, consumer="megatron"),
-        )
+        by_place = make(tokenizer(), HYBRID, consumer="megatron")
+        by_name = make(tokenizer(), model=HYBRID, consumer="megatron")
         assert "attention_mask_2d" in by_place(THREE_AND_FIVE, "pt")
         assert by_place(THREE_AND_FIVE).keys() == by_name(THREE_AND_FIVE).keys()
         for name in ("np", "tf", 3):

@@ -81,13 +81,12 @@ def silent(seconds: float) -> str:
     """The first rank comes alone. What it says, in words of the timeout."""
     if dist.get_rank():
         return ""
-    cp = ContextParallel.from_group(dist.group.WORLD)
-    try:
-        with ranks_agree(cp, timeout=timedelta(seconds=seconds)) as facts:
-            facts["width"] = "8"
-    except CollateError as error:
-        return str(error)
-    return "went on alone"
+    return refusal(agreed, ContextParallel.from_group(dist.group.WORLD), timeout=timedelta(seconds=seconds))
+
+
+def agreed(cp: ContextParallel, **settings: Any) -> None:
+    with ranks_agree(cp, **settings) as facts:
+        facts["width"] = "8"
 
 
 def turns(usual: list[str], odd: list[str]) -> str:
@@ -155,14 +154,9 @@ def gives_up(seconds: float, late: float) -> str:
     """The last rank comes late to a group that waits so many seconds. What it says."""
     group = dist.new_group(timeout=timedelta(seconds=seconds))
     cp = ContextParallel.from_group(group)
-    with ranks_agree(cp, timeout=timedelta(seconds=20)):
-        pass
+    agreed(cp, timeout=timedelta(seconds=20))
     sleep(late if is_last() else 0)
-    try:
-        with ranks_agree(cp):
-            return ""
-    except CollateError as error:
-        return str(error)
+    return refusal(agreed, cp)
 
 
 def misspelt() -> str:

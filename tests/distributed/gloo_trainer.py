@@ -13,10 +13,6 @@ from collate_npu.integrations.context_parallel import context_parallel_collator
 from collate_npu.testing import tiny_model
 
 
-def build(family: str) -> Any:
-    return tiny_model(family, vocab_size=40)
-
-
 def features(lengths: list[int]) -> list[dict[str, list[int]]]:
     rows = [[(7 * n + 3 * i) % 39 for i in range(length)] for n, length in enumerate(lengths, start=1)]
     return [{"input_ids": row, "labels": row} for row in rows]
@@ -47,28 +43,23 @@ def accelerator_on(mesh: Any) -> Any:
     return stand_in
 
 
-def setup(family: str) -> tuple[Any, Any, Any]:
+def setup(family: str) -> tuple[Any, Any]:
     import ring_on_cpu
     from accelerate.big_modeling import _attach_context_parallel_hooks
     from torch.distributed.device_mesh import init_device_mesh
 
     ring_on_cpu.install()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = build(family)
+    model = tiny_model(family, vocab_size=40)
     _attach_context_parallel_hooks(model)
-    return mesh, accelerator_on(mesh), model
-
-
-def alone(batch: dict[str, torch.Tensor], family: str) -> tuple[float, dict[str, torch.Tensor]]:
-    model = build(family)
-    loss = model(**batch).loss
-    loss.backward()
-    return float(loss), {name: p.grad for name, p in model.named_parameters()}
+    return accelerator_on(mesh), model
 
 
 def shared(model: Any, whole: dict[str, torch.Tensor], context: Any, inputs: Any, family: str) -> dict[str, Any]:
     """The loss and gradients of all ranks together, against the model alone; the context shares the inputs."""
-    (right, grads), count = alone(whole, family), int((whole["labels"][:, 1:] != -100).sum())
+    alone, count = tiny_model(family, vocab_size=40), int((whole["labels"][:, 1:] != -100).sum())
+    right = alone(**whole).loss
+    right.backward()
     with context:
         loss = model(**inputs, num_items_in_batch=count).loss
         loss.backward()
@@ -76,8 +67,8 @@ def shared(model: Any, whole: dict[str, torch.Tensor], context: Any, inputs: Any
     worst = 0.0
     for name, parameter in model.named_parameters():
         dist.all_reduce(parameter.grad)
-        worst = max(worst, float((parameter.grad - grads[name]).abs().max()))
-    return {"loss": float(total), "right": right, "grads": worst}
+        worst = max(worst, float((parameter.grad - alone.get_parameter(name).grad).abs().max()))
+    return {"loss": float(total), "right": float(right), "grads": worst}
 
 
 def trainer_step(
@@ -86,7 +77,7 @@ def trainer_step(
     """`Trainer._prepare_context_parallel_inputs` on our collator's batch, or an ordinary one's, in its own context."""
     from transformers import Trainer, TrainingArguments
 
-    _, accelerator, model = setup(family)
+    accelerator, model = setup(family)
     collator = functools.partial(padded, width=width, side=side)
     given = context_parallel_collator(collator, size=dist.get_world_size(), model=model) if ours else collator
     args = TrainingArguments(tempfile.mkdtemp(), report_to=[], use_cpu=True)

@@ -87,6 +87,8 @@ class Case:
     seed: int = field(compare=False)
     stranger: str = ""
     """"places": positions by place beside the mask; with it, or with "ids", packed rows have packing ids for a mask."""
+    tail: int | None = None
+    """A collator pads a packed row to a multiple of this."""
 
 
 def drawn(seed: int, **fixed) -> Case:
@@ -101,7 +103,7 @@ def drawn(seed: int, **fixed) -> Case:
             "attn": draw.choice(("sdpa", "sdpa", "eager")),
             "option": draw.choice(OPTIONS),
             "wrapper": draw.choice(WRAPPERS),
-            "lengths": tuple(draw.sample(range(2, 17), draw.randint(2, 4))),
+            "lengths": tuple(draw.sample(range(2, 17), draw.randint(1, 4))),
             "prompt": draw.choice((0, 0, 1)),
             "labels_side": draw.choice(("right", "right", "left")),
         }
@@ -330,7 +332,7 @@ def pieces(case, answer, lengths, side):
     if case.head == "Seq2SeqLM":  # its answers are the decoder's
         return []
     if side == "packed":
-        return list(answer[0].split(list(lengths)))
+        return list(answer[0, : sum(lengths)].split(list(lengths)))  # a tail may follow
     extra = answer.shape[1] - max(lengths)  # tokens that a tuner put before
     width = answer.shape[1]
     return [row[width - n :] if side == "left" else row[extra : extra + n] for row, n in zip(answer, lengths)]
@@ -427,10 +429,11 @@ def through(door: str, case: Case, model, batch, rows, side):
             return act(batch)
     call = {"is_causal": False} if case.option == "is_causal" else {}  # of a call a batch must be told
     if door == "adapter":
-        return act(BatchAdapter(model)(batch | call))
+        return act(BatchAdapter(model, padding_free=side == "packed")(batch | call))
     if door == "wrapped":
         return act(wrap_collator(lambda _: batch | call, model=model)(rows))
-    where = {"padding_free": True} if side == "packed" else {"padding_side": side}
+    flat = {"padding_free": True, "pad_to_multiple_of": case.tail}
+    where = flat if side == "packed" else {"padding_side": side}
     where |= {"pattern": "bidirectional"} if call and side == "packed" else {}
     pad = tiny_vision.PAD if case.kind == "vision" else PAD
     return act(PaddingCollator(pad_token_id=pad, model=model, **where)(rows))

@@ -44,10 +44,13 @@ def test_what_is_right_without_us_is_right_with_us(fixed):
 ALWAYS = {"side": "right", "attn": "sdpa", "option": "none", "wrapper": "none", "lengths": (9, 4, 13), "prompt": 0}
 ALWAYS |= {"head": "CausalLM", "labels_side": "right", "seed": 5, "kind": "decoder", "family": "llama"}
 ENCODER, SEQ2SEQ = {"kind": "encoder", "family": "bert"}, {"kind": "encoder-decoder", "head": "Seq2SeqLM"}
+TAIL = {"side": "packed", "head": "base", "lengths": (9,), "tail": 16}
 HYBRID = {"kind": "hybrid", "family": "qwen3_next"}
 KNOWN = {
     "an embedding model by its config": {"option": "config.is_causal", "head": "base"},
     "one by the call": {"option": "is_causal", "head": "base"},
+    "an encoder's flat row of one sample": {**ENCODER, **TAIL},
+    "that of an encoder beside a decoder": {**ENCODER, **TAIL, "family": "bart"},
     "one that is packed": {"option": "config.is_causal", "side": "packed"},
     "one that is packed, by the call": {"option": "is_causal", "side": "packed", "attn": "eager"},
     "a hybrid one": {**HYBRID, "option": "is_causal", "head": "base"},

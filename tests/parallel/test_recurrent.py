@@ -99,9 +99,8 @@ def test_a_sequence_that_divides_by_the_ranks_but_not_by_twice_them_is_refused(l
     cp, segments = ContextParallel(2, 0, layout="document_zigzag"), Segments.from_lengths([lengths])
     with pytest.raises(CollateError, match="multiple of 4"):
         check_recurrent_split(cp, "head_exchange_zigzag", segments, padding_free=True)
-    batch, padded = pad_documents(  # the remedy
-        {"input_ids": torch.ones(segments.shape), "cu_seqlens": segments.cu_seqlens}, cp
-    )
+    held = {"input_ids": torch.ones(segments.shape), "cu_seqlens": segments.cu_seqlens}
+    batch, padded = pad_documents(held, cp)  # the remedy
     offsets = gated_delta_kwargs(padded, kernel="megatron")["cu_seqlens_q_padded"]
     check_recurrent_split(cp, "head_exchange_zigzag", padded, padding_free=True, offsets=offsets)
     assert torch.equal(offsets, batch["cu_seqlens_padded"])  # it is split by what the kernel is given

@@ -142,7 +142,10 @@ def check_positions(out: dict[str, Any], case: Case) -> None:
 
 def check_flat(out: dict[str, Any], case: Case) -> None:
     """A flat row: every set of boundaries in it is the truth's; at least one set is there."""
-    if (mask := out.get("attention_mask")) is not None:  # transformers separates sequences by nothing else on sdpa
+    mask = out.get("attention_mask")
+    if mask is not None and mask.ndim == 2:
+        same("attention_mask", mask.bool(), case.keep)
+    elif mask is not None:  # transformers separates sequences by nothing else on sdpa
         check_attention((mask[:, 0] == 0 if mask.is_floating_point() else mask[:, 0]).numpy().astype(bool), case)
     ends = np.concatenate([[0], np.bincount(case.ids[0])[1:].cumsum()]).tolist()
     seen = {key: out[key] for key in OFFSETS if isinstance(out.get(key), Tensor)}
