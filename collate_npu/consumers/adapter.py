@@ -378,10 +378,10 @@ class BatchAdapter:
 
     def _case(self, segments: Segments, padding_free: bool | None, call: Mapping[str, Any] = MappingProxyType({})) -> Case:
         pattern, flat = self._seen(call) or CAUSAL, self.padding_free if padding_free is None else padding_free
-        recurrent = self.model.needs_mask_2d
-        if flat and self.consumer.counts_positions and segments.num_padding and not (segments.packed or recurrent):
-            unknown = self.model.attends(call) is None and self.model.dtype is not None  # a module whose layers say nothing
-            flat = pattern.causal and not unknown  # for a model that may look ahead it is a padded row
+        if flat and self.consumer.counts_positions and not (self.model.needs_mask_2d or segments.packed):
+            may = self.model.dtype is not None or getattr(self.model.config, "is_encoder_decoder", False)
+            causal = pattern.causal and not (may and self.model.attends(call) is None)
+            flat = causal or not segments.num_padding  # to a model that may look ahead, one with padding is a padded row
         several = segments.packed or segments.padding_side != "none"
         if several and not self.model.moves and self.model.model_type and self.consumer.counts_positions:
             self._probe(known_config(self.model.named))

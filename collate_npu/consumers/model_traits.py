@@ -261,7 +261,7 @@ def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
     """
     module = unwrap(model)
     if not is_transformers(module):
-        return None
+        return "bidirectional" if is_encoder(module) else None  # by its config
     flags = {part.is_causal for part in module.modules() if isinstance(getattr(part, "is_causal", None), bool)}
     if not flags:
         return "bidirectional" if is_encoder(config_of(model)) else None

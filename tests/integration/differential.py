@@ -432,8 +432,7 @@ def through(door: str, case: Case, model, batch, rows, side):
         return act(BatchAdapter(model, padding_free=side == "packed")(batch | call))
     if door == "wrapped":
         return act(wrap_collator(lambda _: batch | call, model=model)(rows))
-    flat = {"padding_free": True, "pad_to_multiple_of": case.tail}
-    where = flat if side == "packed" else {"padding_side": side}
+    where = {"padding_free": True, "pad_to_multiple_of": case.tail} if side == "packed" else {"padding_side": side}
     where |= {"pattern": "bidirectional"} if call and side == "packed" else {}
     pad = tiny_vision.PAD if case.kind == "vision" else PAD
     return act(PaddingCollator(pad_token_id=pad, model=model, **where)(rows))

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, UnsupportedFormError, testing
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, Pattern, Segments, UnsupportedFormError, testing
 from collate_npu.consumers import probe
 from collate_npu.consumers.model_traits import (
     first_position,
@@ -134,6 +134,8 @@ def test_a_module_and_its_config_tell_the_same_rule(name, causal, rule):
     model = model_of(name, causal=causal)
     assert position_rule(model) == position_rule(model.config) == rule
     assert reads_dense_mask(model) == reads_dense_mask(model.config)
+    patterns = {BatchAdapter(each, consumer="transformers").pattern for each in (model, model.config)}
+    assert patterns == {Pattern.of("causal" if causal else "bidirectional")}
     assert first_position(model) == first_position(model.config) == (PAD + 1 if rule == "padding_idx" else 0)
 
 
