@@ -149,15 +149,15 @@ def test_a_switch_of_a_config_and_the_name_of_a_family_tell_what_a_model_attends
     assert {BatchAdapter(**each, consumer="transformers").pattern for each in told} == {Pattern.of("bidirectional")}
 
 
-@pytest.mark.parametrize("pattern", ["causal", "bidirectional"])
+@pytest.mark.parametrize("pattern", ["causal", "bidirectional", None])
 @pytest.mark.parametrize(("name", "causal", "rule"), rotating([*CASES, *BY_ITSELF], 10, slow=len(CASES)))
-def test_tokens_see_later_ones_as_the_declared_pattern_says(name, causal, rule, pattern):
+def test_tokens_see_later_ones_as_the_declared_pattern_says_and_no_padding(name, causal, rule, pattern):
     model, marks = model_of(name, causal=causal), torch.tensor([[1, 1, 1, 1, 0, 0]])
-    ends = [torch.tensor([[5, 12, 19, end, PAD, PAD]]) for end in (26, 40)]
+    ends = torch.tensor([[5, 12, 19, 26, PAD, PAD], [5, 12, 19, *((40, PAD) if pattern else (26, 40)), PAD]])  # padding: None
     for told, flat in product((model, model.config), (False, True)):
         adapter = BatchAdapter(told, consumer="transformers", pattern=pattern, padding_free=flat)
         try:
-            one, other = (logits_of(model, **adapter({"input_ids": ids, "segment_ids": marks})) for ids in ends)
+            one, other = (logits_of(model, **adapter({"input_ids": ids, "segment_ids": marks})) for ids in ends[:, None])
         except UnsupportedFormError:
             assert rule is None or name in ("opt", "bloom", "esm")  # which take no dense mask
         else:
