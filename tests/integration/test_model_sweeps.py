@@ -153,7 +153,7 @@ def test_a_switch_of_a_config_and_the_name_of_a_family_tell_what_a_model_attends
 @pytest.mark.parametrize(("name", "causal", "rule"), rotating([*CASES, *BY_ITSELF], 10, slow=len(CASES)))
 def test_tokens_see_later_ones_as_the_declared_pattern_says_and_no_padding(name, causal, rule, pattern):
     model, marks = model_of(name, causal=causal), torch.tensor([[1, 1, 1, 1, 0, 0]])
-    ends = torch.tensor([[5, 12, 19, 26, PAD, PAD], [5, 12, 19, *((40, PAD) if pattern else (26, 40)), PAD]])  # padding: None
+    ends = torch.tensor([[5, 12, 19, 26, PAD, PAD], [5, 12, 19, *((40, PAD) if pattern else (26, 40)), PAD]])
     for told, flat in product((model, model.config), (False, True)):
         adapter = BatchAdapter(told, consumer="transformers", pattern=pattern, padding_free=flat)
         try:
