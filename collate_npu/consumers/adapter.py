@@ -220,8 +220,8 @@ class BatchAdapter:
         if self.model.needs_mask_2d and self.model.boundaries_unread is None:
             if module:
                 unread = moves["flat"] and (boundaries_unread_reason(model) or moves["flat"])
-            elif not MISSING_KERNEL_RAISES.holds():
-                unread = f"before {MISSING_KERNEL_RAISES} transformers trains on without a kernel, whatever its config says"
+            elif not (since := MISSING_KERNEL_RAISES).holds():
+                unread = f"before {since} transformers trains on where a kernel is missing, whatever its config says"
             elif known:  # where no kernel reads them transformers raises
                 unread = sequences_mix_reason(model, BatchAdapter, attention=attention, mended=True)
             self.model = replace(self.model, boundaries_unread=unread)
