@@ -22,7 +22,7 @@ from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_labe
 from collate_npu.consumers.mask_routing import Case, Consumer, ConsumerName, Model, Route, consumer_named
 from collate_npu.consumers.megatron import kernel_of
 from collate_npu.consumers.model_traits import LabelRule, consumer_of, known_config, recurrent_heads, unwrap
-from collate_npu.consumers.probe import rows_move_reason, sequences_mix_reason
+from collate_npu.consumers.probe import copy_of, declared_reason, rows_move_reason, sequences_mix_reason
 from collate_npu.consumers.recurrent import boundaries_unread_reason
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
@@ -189,51 +189,46 @@ class BatchAdapter:
         moves = self.consumer.counts_positions  # a transformers model moves labels itself
         self.shifted = False if labels_shifted is None and moves else labels_shifted
         self.device = None if device is None else here(device, now=False)
-        self.model = Model.of(model, model_type=model_type, needs_2d=needs_mask_2d, attn_implementation=attn_implementation)
-        if isinstance(model, torch.nn.Module) and self.consumer.counts_positions and consumer_of(model) == "transformers":
-            self._probe(model)
         self.declared = None if pattern is None else Pattern.of(pattern)
         """The pattern that the caller declared; None: the model's own at each call."""
+        self.model = Model.of(model, model_type=model_type, needs_2d=needs_mask_2d, attn_implementation=attn_implementation)
+        if self.consumer.counts_positions and self.model.model_type:
+            self._probe(model if consumer_of(model) == "transformers" else known_config(self.model.named))
         self.pattern = self._seen({}) or CAUSAL
         """The pattern of a call that declares none."""
         self.at_model = False
         """As `Case.at_model`; `adapt` sets it."""
         self._check()
 
-    @property
-    def _unprobed(self) -> bool:
-        """True if a transformers model must still be probed: what its recurrent layers read."""
-        return self.consumer.counts_positions and bool(self.model.needs_mask_2d) and self.model.boundaries_unread is None
-
     def _probe(self, model: Any) -> None:
-        """Probe what moves its tokens: padding, and other sequences of a row."""
+        """Probe what moves its tokens: padding, other sequences of a row, and later ones that a declared pattern hides."""
         moves, attention = dict.fromkeys((*_DENSE, "flat"), ""), self.model.attn_implementation
-        module = isinstance(model, torch.nn.Module)
-        if module or hasattr(type(model), "get_text_config"):  # else there is nothing to probe
+        module, unread = isinstance(model, torch.nn.Module), "no installed transformers has a model of this config"
+        if known := module or hasattr(type(model), "get_text_config"):  # else there is nothing to probe
             try:
                 forms = _RECURRENT if self.model.needs_mask_2d else _DENSE
                 moves = rows_move_reason(model, BatchAdapter, *forms, attention=attention)
+                if not module:  # its switches tell what a model of it attends
+                    self.model = replace(self.model, pattern=Model.of(copy_of(model), attn_implementation=attention).pattern)
+                declared = getattr(self.declared, "name", "")
+                if declared in ("causal", "bidirectional") and declared != self.model.attends({}):
+                    by_it = BatchAdapter(consumer="transformers", needs_mask_2d=False, pattern=declared)
+                    moves["declared"] = declared_reason(model, by_it, attention)
             except Exception as error:  # ImportError, of a card's libraries say: nobody runs a model here
                 why = f"no tiny copy of it runs that could be probed ({type(error).__name__})"
                 moves["packed"] = moves["flat"] = "" if isinstance(error, ImportError) else why
-        self.model = replace(self.model, moves=moves)
-        if module and self._unprobed:
-            unread = moves["flat"] and (boundaries_unread_reason(model) or moves["flat"])
+        if self.model.needs_mask_2d and self.model.boundaries_unread is None:
+            if module:
+                unread = moves["flat"] and (boundaries_unread_reason(model) or moves["flat"])
+            elif not (since := MISSING_KERNEL_RAISES).holds():
+                unread = f"before {since} transformers trains on where a kernel is missing, whatever its config says"
+            elif known:  # where no kernel reads them transformers raises
+                unread = sequences_mix_reason(model, BatchAdapter, attention=attention, mended=True)
             self.model = replace(self.model, boundaries_unread=unread)
-
-    def _probe_config(self) -> None:
-        """Find out if the layers of a config hand boundaries on: where no kernel reads them transformers raises."""
-        unread = f"before {MISSING_KERNEL_RAISES} transformers trains on where a kernel is missing, whatever its config says"
-        if MISSING_KERNEL_RAISES.holds():
-            config, attention = known_config(self.model.named), self.model.attn_implementation
-            unread = "no installed transformers has a model of this config"
-            if hasattr(type(config), "get_text_config"):
-                unread = sequences_mix_reason(config, BatchAdapter, attention=attention, mended=True)
-        self.model = replace(self.model, boundaries_unread=unread)
+        self.model = replace(self.model, moves=moves)
 
     def _check(self) -> None:
-        by_2d = self.consumer.keeps_mask_2d == "recurrent"
-        if self.model.needs_mask_2d is None and by_2d and not self.padding_free:
+        if self.model.needs_mask_2d is None and self.consumer.keeps_mask_2d == "recurrent" and not self.padding_free:
             raise _no_model("Whether attention_mask_2d stays depends on the model's layers.")
         size, rule = 1 if self.context_parallel is None else self.context_parallel.size, ""
         if not self.consumer.splits_rows:
@@ -301,10 +296,9 @@ class BatchAdapter:
 
     def _seen(self, call: Mapping[str, Any]) -> Pattern | None:
         """Return the declared pattern, or that of a model that looks ahead in this call; None leaves it open."""
-        model = self.model
-        if self.declared is not None or (model.pattern is model.config_is_causal is None and "is_causal" not in call):
+        if self.declared is not None:
             return self.declared
-        return _BOTH_SIDES if model.attends(call) == "bidirectional" else None
+        return _BOTH_SIDES if self.model.attends(call) == "bidirectional" else None
 
     def label_rule(self, call: Mapping[str, Any]) -> LabelRule:
         """Return what the head does with labels: by its class, else by whether attention looks ahead in this call."""
@@ -350,7 +344,7 @@ class BatchAdapter:
             _drop_unread(out, alone=case.padding_free and not segments.packed and unread)
         if out.get("cu_seq_lens_q") is not None:
             out |= {name: out["cu_seq_lens_q"].clone() for name in self.consumer.offsets_also(case)}
-        chosen = self._route(case)
+        chosen = self.consumer.route(case)
         if chosen.form == "none" and case.padding_free and not case.pattern.causal:
             check_ahead(sources, segments, reads_both=not self.consumer.counts_positions)
         out.pop("attention_mask", None)
@@ -374,26 +368,18 @@ class BatchAdapter:
         >>> BatchAdapter(needs_mask_2d=True, consumer="megatron").route(Segments.from_lengths([1, 3], side="left"))
         Route(form='masked', keeps_mask_2d=True, why='padding stands on the left, so real tokens would attend it')
         """
-        return self._route(self._case(segments, padding_free))
+        return self.consumer.route(self._case(segments, padding_free))
 
     def _case(self, segments: Segments, padding_free: bool | None, call: Mapping[str, Any] = MappingProxyType({})) -> Case:
         pattern, flat = self._seen(call) or CAUSAL, self.padding_free if padding_free is None else padding_free
         if flat and self.consumer.counts_positions and not (self.model.needs_mask_2d or segments.packed):
-            may = self.model.dtype is not None or getattr(self.model.config, "is_encoder_decoder", False)
-            causal = pattern.causal and not (may and self.model.attends(call) is None)
+            causal = pattern.causal and not (self.model.moves and self.model.attends(call) is None)
             flat = causal or not segments.num_padding  # to a model that may look ahead, one with padding is a padded row
-        several = segments.packed or segments.padding_side != "none"
-        if several and not self.model.moves and self.model.model_type and self.consumer.counts_positions:
-            self._probe(known_config(self.model.named))
-        if flat and segments.packed and self._unprobed and self.model.model_type:
-            self._probe_config()
         known: dict[str, Any] = {"model": self.model, "pattern": pattern, "context_parallel": self.context_parallel}
-        return Case(segments=segments, padding_free=flat, call=call, at_model=self.at_model, **known)
-
-    def _route(self, case: Case) -> Route:
-        if self.model.needs_mask_2d is None and not case.padding_free and not case.plain:
+        case = Case(segments=segments, padding_free=flat, call=call, at_model=self.at_model, **known)
+        if self.model.needs_mask_2d is None and not flat and not case.plain:
             raise _no_model("The form of this batch depends on whether the model has recurrent layers.")
-        return self.consumer.route(case)
+        return case
 
     def _mask(self, chosen: Route, case: Case, device: torch.device) -> Any:
         segments, form = case.segments, chosen.form
@@ -407,9 +393,8 @@ class BatchAdapter:
                 raise UnsupportedFormError(explain(self.consumer.key, "a split", rule, "Leave context_parallel out here."))
             return self._attends(segments, "block_mask", case.pattern, device)
         if form == "mapping":
-            form = "keep"
-            if self.model.attn_implementation in ("flex_attention", "eager"):
-                form = "bias" if self.model.attn_implementation == "eager" else "block_mask"
+            reader = self.model.attn_implementation
+            form = "bias" if reader == "eager" else "block_mask" if reader == "flex_attention" else "keep"
         keep = None if case.padding_free else segments.keep.to(device)
         masks = {
             kind: keep if pattern is None else self._attends(segments, form, pattern, device)

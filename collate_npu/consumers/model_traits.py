@@ -254,14 +254,11 @@ def _sizes(config: Any, *names: str) -> set[int]:
 
 
 def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
-    """What the attention layers of a transformers module say they are; None where they say nothing, or not the same.
-
-    Read from their `is_causal`. Of 214 causal and masked families of 5.23, 168 say it and none says it wrongly. Where no
-    layer says it (BERT in 4.57), masked language models that are not set to decode look at both sides.
-    """
-    module = unwrap(model)
-    if not is_transformers(module):
-        return "bidirectional" if is_encoder(module) else None  # by its config
+    """What the attention layers of a transformers module say they are (`is_causal`); None where they say nothing, or not the
+    same, and of a config. Of 214 causal and masked families of 5.23, 168 say it, and BigBird-Pegasus alone says it wrongly.
+    Where no layer says it (BERT in 4.57), masked language models that are not set to decode look at both sides."""
+    if not is_transformers(module := unwrap(model)):
+        return None
     flags = {part.is_causal for part in module.modules() if isinstance(getattr(part, "is_causal", None), bool)}
     if not flags:
         return "bidirectional" if is_encoder(config_of(model)) else None

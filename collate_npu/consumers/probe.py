@@ -140,9 +140,8 @@ def build(config: PretrainedConfig, attn_implementation: str | None) -> PreTrain
     heads = ("MaskedLM",) if is_encoder(config) else heads
     autos = [getattr(transformers, f"AutoModelFor{head}") for head in heads]
     auto = next((auto for auto in autos if type(config) in auto._model_mapping), transformers.AutoModel)
-    if not hasattr(text_config(config), "num_attention_heads"):  # no attention at all: there is nothing to implement
-        return auto.from_config(config)
-    return auto.from_config(config, **({"attn_implementation": attn_implementation} if attn_implementation else {}))
+    given = attn_implementation and hasattr(text_config(config), "num_attention_heads")  # else nothing to implement
+    return auto.from_config(config, **({"attn_implementation": attn_implementation} if given else {}))
 
 
 def make_honest(model: PreTrainedModel, scale: float) -> None:
@@ -292,12 +291,32 @@ def _text_of(error: Exception) -> str:
     return text.split(". ")[1] if isinstance(error, CollateError) and ". " in text else f"{type(error).__name__}: {text}"
 
 
-def _asked(whole: Any, adapter: Any, forms: Sequence[str], attention: str | None, mended: bool) -> dict[str, str]:
+def declared_reason(model: Any, adapter: Any, attention: str | None) -> str:
+    """Return why no mask gives the layers the pattern that this adapter declares; "" where they follow it."""
+    copy, ahead = _copy_for(adapter, unwrap(model), attention), not adapter.declared.causal
+    ends = [torch.tensor([[*range(3, 14), end]], device=_device(copy)) for end in (20, 40)]
+    try:
+        batches = [adapter.routed(Sources({"input_ids": ids}), of_lengths([[12]], 12), False, ids.device) for ids in ends]
+        with torch.no_grad(), torch.autocast(_device(copy).type, enabled=False), as_it_is():
+            one, other = (_hidden(copy, **batch) for batch in batches)
+    except Exception as error:
+        return "" if isinstance(error, CollateError) else _text_of(error)  # the first is refused behind the probe, too
+    moved = ahead if one is None else (one - other)[:, :-1].abs().max() > _limit(one.device) * one.abs().max()
+    return "" if moved == ahead else f"{'a' if moved else 'no'} later token moves an earlier one"
+
+
+def _copy_for(adapter: Any, whole: Any, attention: str | None, **known: Any) -> Any:
+    """Return a copy of the model, and let the adapter make rows for it."""
     copy = copy_of(whole).to(_device(whole) if isinstance(whole, nn.Module) else "cpu")
     own = getattr(text_config(config_of(whole)), "_attn_implementation", None) or "sdpa"
     model = Model.of(copy, attn_implementation=None if attention == own else attention)
-    rows = ROWS[bool(model.needs_mask_2d)]
-    adapter.model = replace(model, keeps_apart=mended, boundaries_unread="", pooling="", moves=dict.fromkeys(rows, ""))
+    adapter.model = replace(model, boundaries_unread="", pooling="", moves=dict.fromkeys(ROWS[True], ""), **known)
+    return copy
+
+
+def _asked(whole: Any, adapter: Any, forms: Sequence[str], attention: str | None, mended: bool) -> dict[str, str]:
+    copy = _copy_for(adapter, whole, attention, keeps_apart=mended)
+    rows = ROWS[bool(adapter.model.needs_mask_2d)]
     draw, device = torch.Generator().manual_seed(0), _device(copy)
     sequences = [torch.randint(3, 60, (length,), generator=draw).to(device) for length in rows["flat"].sequence_lengths]
     with torch.no_grad(), torch.autocast(device.type, enabled=False), ExitStack() as stack:

@@ -24,8 +24,7 @@ from collate_npu.segments import PADS_BEFORE
 
 
 def _state_runs_on(case: Case) -> str:
-    """Why a recurrent layer computes a flat row wrong although the batch has offsets: its code does not pass them on, or no
-    kernel reads them, so that its state runs from one sequence into the next."""
+    """Why the state of a recurrent layer runs from one sequence of a flat row into the next: its code reads no offsets."""
     if not (case.padding_free and case.recurrent and case.segments.packed) or case.model.keeps_apart:
         return ""
     return (case.model.boundaries_unread or "") if case.model.model_type else "the model is unknown"
@@ -68,7 +67,7 @@ def _by_2d(case: Case) -> str:
     """Plain attention, and what the model makes of a 2D mask itself: its own window, an encoder's view of both sides."""
     if case.padding_free or case.segments.packed:
         return ""
-    if case.plain:
+    if case.plain and case.model.attends(case.call) != "bidirectional":  # that is declared causal
         faster = errors.DEBUG and _by_kernel(replace(case, at_model=True))
         more = "; None is exact too, and faster: adapt(model), or attention_mask='omit'" if faster else ""
         return f"every layer of a transformers model reads the 2D mask{more}"
@@ -77,8 +76,9 @@ def _by_2d(case: Case) -> str:
 
 def _of_its_own(case: Case) -> str:
     """Why the model attends by this pattern, of a 2D mask or of none."""
-    if case.model.attends(case.call) == "bidirectional" == case.pattern.name and _looks_ahead_by_2d(case):
-        return "the model looks ahead, and reads the 2D mask"
+    if case.model.attends(case.call) == "bidirectional":
+        ahead = case.pattern.name == "bidirectional" and _looks_ahead_by_2d(case)
+        return "the model looks ahead, and reads the 2D mask" if ahead else ""
     own = case.pattern in {Pattern.sliding(size) for size in case.model.windows}
     return "the model makes its own window of the 2D mask" if own and len(_kinds(case)) == 1 else ""
 
@@ -129,12 +129,12 @@ def _masked_flat_row(case: Case) -> bool:
 
 def _another_pattern(case: Case) -> bool:
     """True if a mask alone makes this pattern: no layer does, and offsets do not tell it."""
-    return case.pattern.reaches(case.segments.longest_span) and not _of_its_own(case)
+    reaches = case.pattern.reaches(case.segments.longest_span) or case.model.attends(case.call) == "bidirectional"
+    return reaches and not _of_its_own(case)
 
 
 def _by_positions(case: Case) -> bool:
-    """True if positions alone separate the sequences of a flat row: where a router's loss or windows that look ahead take no
-    mask."""
+    """True if positions alone separate the sequences of a flat row: a router's loss or windows that look ahead want None."""
     segments, model = case.segments, case.model
     whole = case.context_parallel is None and all(case.call.get(name) is None for name in ("past_key_values", "cache"))
     on_it = model.attn_implementation in ("sdpa", "eager") and whole and case.restarts
@@ -236,12 +236,12 @@ def _lost_window(case: Case) -> str:
     implementation, sizes = case.model.attn_implementation, case.model.windows
     if not sizes or sizes[0] >= case.segments.longest_span:
         return ""
-    if "flash" in implementation and find_spec("torch_npu") is not None:
-        where = "its NPU flash attention drops windows in silence (npu_flash_attention.py:54-104)"
-        return f"{where}, and some layers look back {sizes[0]} places"
-    blocks = implementation == "flex_attention" and _needs_dense(case)
     where = "a BlockMask goes to every layer as it is (masking_utils.py:833)"
-    return f"{where}, and some layers look back {sizes[0]} places" if blocks else ""
+    lost = implementation == "flex_attention" and bool(_needs_dense(case))
+    if "flash" in implementation:
+        where = "its NPU flash attention drops windows in silence (npu_flash_attention.py:54-104)"
+        lost = find_spec("torch_npu") is not None
+    return f"{where}, and some layers look back {sizes[0]} places" if lost else ""
 
 
 def _unreadable(case: Case) -> str:
@@ -265,14 +265,6 @@ def _lowest_is_infinite(case: Case) -> str:
 def _routers_loss(case: Case) -> str:
     indexes = case.recurrent or case.model.model_type in (*SPLITS_BY_POSITIONS, "gpt_oss")
     return _needs_dense(case) if indexes and case.learns_routing else ""
-
-
-def _unplaced(case: Case) -> str:
-    """Why a model cannot run packed rows: it does not learn where a sequence begins, or mixes tokens in other ways than
-    attention. A model that counts places counts the sequence before as it counts padding."""
-    if not case.segments.packed or case.recurrent or case.model.config is None:
-        return ""
-    return case.model.moves.get("left", "")
 
 
 def _looks_ahead(case: Case) -> str:
@@ -349,6 +341,12 @@ TRANSFORMERS = Consumer(
             remedy="Batch sequences of one length, so that nothing is padded; BigBird: build it with "
             "attention_type='original_full'.",
         ),
+        Refusal(
+            of="a declared pattern that the layers do not follow",
+            when=lambda case: case.model.moves.get("declared", ""),
+            rule="No mask gives the layers of this model the declared pattern: tried on a tiny copy, {why}.",
+            remedy="Leave pattern= out: the model attends by a pattern of its own.",
+        ),
         replace(PACKED_RECURRENT, remedy=f"Give each sequence its own row, or {_ADAPT}."),
         Refusal(
             of="rows of which the head would pool a wrong token: padding at its place, packed rows, no pad_token_id",
@@ -391,7 +389,8 @@ TRANSFORMERS = Consumer(
         Refusal(
             of="4D masks and packed rows, if the model takes neither or its images see both sides",
             when=lambda case: (
-                _unplaced(case)
+                # what padding before a row moves, a sequence before moves, too
+                (case.segments.packed and not case.recurrent and case.model.config and case.model.moves.get("left", ""))
                 or _looks_ahead(case)
                 or (case.model.moves.get("packed", "") and _needs_dense(case) and case.model.moves["packed"])
             ),

@@ -69,7 +69,7 @@ TABLE = [
     *(("keep_2d", RIGHT, {**AT_MODEL, "call": {key: 1}}) for key in (
         "past_key_values", "cache", "state", "pixel_values", "output_router_logits")),
     ("none", RIGHT, {**AT_MODEL, "call": {"is_causal": True}}),
-    ("keep_2d", RIGHT, {**AT_MODEL, "call": {"is_causal": False}}),
+    ("keep", RIGHT, {**AT_MODEL, "call": {"is_causal": False}}),
     ("keep_2d", RIGHT, {}), ("keep_2d", LEFT, AT_MODEL), ("keep_2d", RIGHT, {**AT_MODEL, **EAGER}),
     ("none", RIGHT, {**AT_MODEL, **FLEX}), ("keep_2d", RIGHT, {**AT_MODEL, "looks_ahead": ("types",)}),
     ("keep_2d", RIGHT, {**AT_MODEL, "config": LEARNS}), ("keep_2d", RIGHT, {**AT_MODEL, "attends": None}),

@@ -15,7 +15,6 @@ from collate_npu.consumers.model_traits import (
     consumer_of,
     has_two_sides,
     is_encoder,
-    pattern_of,
     unwrap,
     windows,
 )  # fmt: skip
@@ -137,20 +136,6 @@ def test_layers_of_one_kind_with_two_windows_have_no_mapping():
     assert windows(given) == (4, 8)
     with pytest.raises(UnsupportedFormError, match="sliding_attention with windows"):
         attention_windows(given)
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [([True, True], "causal"), ([False], "bidirectional"), ([True, False], None), ([], None), ([None, True], "causal")],
-)
-def test_a_pattern_is_told_only_where_every_layer_says_the_same(flags, said):
-    model = HF()
-    for number, flag in enumerate(flags):
-        layer = nn.Module()
-        layer.is_causal = flag
-        model.add_module(f"layer{number}", layer)
-    assert pattern_of(model) == said
-    assert pattern_of(Wrapper(model)) == said
 
 
 @pytest.mark.parametrize(

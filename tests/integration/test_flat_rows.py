@@ -90,7 +90,7 @@ def test_every_sequence_of_a_flat_row_is_as_alone(name, attn):
                     assert errors(model, unmasked, truth, at)[0] > 0.1
 
 
-ENCODERS = [name for name in ("bert", "eurobert", "modernbert") if name in CONFIG_MAPPING]
+ENCODERS = ("bert", "eurobert", "modernbert") if KERNELS_TOLD.holds() else ()  # 4.57's take no dense mask, nor offsets
 
 
 @pytest.mark.parametrize(("name", "attn"), rotating(product(ENCODERS, IMPLEMENTED), 2))

@@ -7,6 +7,7 @@ its tiny copy and its sizes say.
 
 import inspect
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -78,12 +79,12 @@ def place(rows, where, *, hole=3):
 
 
 @torch.no_grad()
-def logits_of(model, ids, **given):
+def logits_of(model, input_ids, **given):
     """`use_cache` off where the model knows it: with a cache, 5.23 does not look for packed positions."""
     cached = given.pop("use_cache", False)
     if "use_cache" in inspect.signature(model.forward).parameters:
         given["use_cache"] = cached
-    return model(input_ids=ids, **given).logits
+    return model(input_ids=input_ids, **given).logits
 
 
 def apart(model, rows, pieces):
@@ -111,18 +112,21 @@ MASKED = {
 }
 CASES = [(name, True, rule) for name, rule in CAUSAL.items()] + [(name, False, rule) for name, rule in MASKED.items()]
 CASES = [case for case in CASES if case[0] in CONFIG_MAPPING]
+BY_ITSELF = [("gpt_neo", True, None), ("xlnet", True, None)]  # code hides later tokens, or shows them, whatever the mask
 family = pytest.mark.parametrize(("name", "causal", "rule"), rotating(CASES, 10, slow=len(CASES)))
 model_of = cache(text_model)
 
 
-def reads_dense_mask(model):
-    """Does it say so, asked with packed rows?"""
-    adapter = BatchAdapter(model, consumer="transformers")
+PACKED = Segments.from_lengths([[2, 3]])
+
+
+def said(model, rows=PACKED):
+    """Why rows like these are refused."""
     try:
-        adapter.route(Segments.from_lengths([[2, 3]]))
-    except UnsupportedFormError:
-        return False
-    return True
+        BatchAdapter(model, consumer="transformers").route(rows)
+    except UnsupportedFormError as error:
+        return str(error)
+    return ""
 
 
 def zero_based(keep):
@@ -133,10 +137,31 @@ def zero_based(keep):
 def test_a_module_and_its_config_tell_the_same_rule(name, causal, rule):
     model = model_of(name, causal=causal)
     assert position_rule(model) == position_rule(model.config) == rule
-    assert reads_dense_mask(model) == reads_dense_mask(model.config)
+    assert said(model) == said(model.config)
     patterns = {BatchAdapter(each, consumer="transformers").pattern for each in (model, model.config)}
     assert patterns == {Pattern.of("causal" if causal else "bidirectional")}
     assert first_position(model) == first_position(model.config) == (PAD + 1 if rule == "padding_idx" else 0)
+
+
+def test_a_switch_of_a_config_and_the_name_of_a_family_tell_what_a_model_attends():
+    switched = text_model("gemma3_text", use_bidirectional_attention=True)
+    told = ({"model": switched}, {"model": switched.config}, {"model_type": "bert"})
+    assert {BatchAdapter(**each, consumer="transformers").pattern for each in told} == {Pattern.of("bidirectional")}
+
+
+@pytest.mark.parametrize("pattern", ["causal", "bidirectional", None])
+@pytest.mark.parametrize(("name", "causal", "rule"), rotating([*CASES, *BY_ITSELF], 10, slow=len(CASES)))
+def test_tokens_see_later_ones_as_the_declared_pattern_says_and_no_padding(name, causal, rule, pattern):
+    model, marks = model_of(name, causal=causal), torch.tensor([[1, 1, 1, 1, 0, 0]])
+    ends = torch.tensor([[5, 12, 19, 26, PAD, PAD], [5, 12, 19, *((40, PAD) if pattern else (26, 40)), PAD]])
+    for told, flat in product((model, model.config), (False, True)):
+        adapter = BatchAdapter(told, consumer="transformers", pattern=pattern, padding_free=flat)
+        try:
+            one, other = (logits_of(model, **adapter({"input_ids": ids, "segment_ids": marks})) for ids in ends[:, None])
+        except UnsupportedFormError:
+            assert rule is None or said(model) or name in ("opt", "bloom", "esm", "biogpt")  # no dense mask
+        else:
+            assert ((one - other)[:, :3].abs().max() > MOVED) == (pattern == "bidirectional")
 
 
 def flat_error(model, rows, ids, **given):
@@ -146,9 +171,8 @@ def flat_error(model, rows, ids, **given):
 # --- by the collator
 
 
-def collated(model, rows, causal, **settings):
-    pattern = None if causal else "bidirectional"
-    collate = PaddingCollator(pad_token_id=PAD, pattern=pattern, model=model, **settings)
+def collated(model, rows, **settings):
+    collate = PaddingCollator(pad_token_id=PAD, model=model, **settings)
     return collate([{"input_ids": row.tolist()} for row in rows])
 
 
@@ -158,7 +182,7 @@ def test_padded_rows_of_the_collator(name, causal, rule, side):
     model = model_of(name, causal=causal)
     for lengths in ((5, 12, 1), (1,), (7,)):
         rows = samples(*lengths)
-        batch = collated(model, rows, causal, padding_side=side)
+        batch = collated(model, rows, padding_side=side)
         ids, keep = place(rows, side)
         assert torch.equal(batch.pop("input_ids"), ids)
         assert worst(model, rows, ids, keep, **batch) < TOLERANCE
@@ -170,9 +194,9 @@ def test_padded_rows_of_the_collator(name, causal, rule, side):
 def test_a_token_with_the_id_that_is_not_counted_stands_where_it_stood_alone(settings):
     """RoBERTa's family leaves it at `padding_idx`, and counts on behind it."""
     model, rows = model_of("roberta", causal=False), [torch.tensor([9, PAD, 7, 8]), torch.tensor([5, 6])]
-    if "padding_free" in settings and not reads_dense_mask(model):
+    if "padding_free" in settings and said(model):
         pytest.skip("4.57's builds its own masks: a flat row is refused, as the next test says")
-    positions = collated(model, rows, False, **settings)["position_ids"].flatten().tolist()
+    positions = collated(model, rows, **settings)["position_ids"].flatten().tolist()
     padding = [PAD] * (len(positions) - 6)
     assert positions == [PAD + 1, PAD, PAD + 2, PAD + 3, *padding, PAD + 1, PAD + 2]
 
@@ -182,11 +206,11 @@ def test_a_flat_row_of_the_collator_keeps_its_sequences_apart_or_is_refused(name
     """Each kind of layer has its mask: windows are counted inside the sequence. Positions alone say it to nobody whose cache
     is made (masking_utils.py:876), and never to an encoder."""
     model, rows = model_of(name, causal=causal), samples(9, 12, 1)
-    if not reads_dense_mask(model):
+    if said(model):
         with pytest.raises(CollateError):
-            collated(model, rows, causal, padding_free=True)
+            collated(model, rows, padding_free=True)
         return
-    batch = collated(model, rows, causal, padding_free=True)
+    batch = collated(model, rows, padding_free=True)
     ids = batch.pop("input_ids")
     for cached in (False, True) if causal else (False,):
         assert flat_error(model, rows, ids, **{**batch, "use_cache": cached}) < TOLERANCE
@@ -211,15 +235,6 @@ def hybrid(model_type, turned=""):
             if name.endswith("bias") and "dt" not in name and not parameter.any():
                 parameter.normal_(std=0.5)
     return model
-
-
-def said(model, keep):
-    """Why rows like these are refused."""
-    try:
-        BatchAdapter(model, consumer="transformers").route(Segments.from_keep(keep))
-    except UnsupportedFormError as error:
-        return str(error)
-    return ""
 
 
 def displaced(model, where):
@@ -251,9 +266,9 @@ def test_padding_leaks_where_it_is_said_to(name, turned, where):
         error, keep = displaced(model, where)
     except NOT_THERE as error:
         pytest.skip(str(error))
-    why = said(model, keep)
+    why = said(model, Segments.from_keep(keep))
     assert (error > MOVED) if why else (error < TOLERANCE), (error, why)
-    assert why == said(model.config, keep)
+    assert why == said(model.config, Segments.from_keep(keep))
 
 
 @pytest.mark.parametrize("where", ["left", "right", "holes"])
@@ -263,7 +278,7 @@ def test_dense_families_leak_where_it_is_said_to(name, where):
     rows = samples(12, 15)
     ids, keep = place(rows, where)
     given = {} if name in ("mpnet", "funnel") else {"position_ids": zero_based(keep)}
-    why, error = said(model, keep), worst(model, rows, ids, keep, **given)
+    why, error = said(model, Segments.from_keep(keep)), worst(model, rows, ids, keep, **given)
     assert (error > MOVED) if why else (error < TOLERANCE), (error, why)
 
 
@@ -271,8 +286,8 @@ def test_a_window_that_no_row_fills_is_not_cut_short_by_a_hole():
     model, rows = text_model("mistral"), samples(4, 5)
     ids, keep = place(rows, "holes", hole=1)
     assert worst(model, rows, ids, keep, position_ids=zero_based(keep)) < TOLERANCE
-    assert said(model, keep) == ""
-    assert "window" in said(model, place(samples(9, 5), "holes", hole=1)[1])
+    assert said(model, Segments.from_keep(keep)) == ""
+    assert "window" in said(model, Segments.from_keep(place(samples(9, 5), "holes", hole=1)[1]))
 
 
 INDEXED = [name for name in ("glm5_next", "deepseek_v32", "axk2") if name in CONFIG_MAPPING]
