@@ -54,7 +54,7 @@ def convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *, seq_idx: Tensor, **_: Any
 ) -> Tensor:
     """Depthwise and causal: x `[B, D, S]`, weight `[D, W]`, bias `[D]` or None."""
-    W, S = weight.shape[-1], x.shape[-1]
+    W, S, weight = weight.shape[-1], x.shape[-1], weight.to(torch.promote_types(x.dtype, torch.float32))  # as torch adds up
     out = x * weight[:, W - 1, None]
     for k in range(1, min(W, S)):
         same_BS = pad(seq_idx[:, k:] == seq_idx[:, :-k], (k, 0))
