@@ -271,10 +271,12 @@ class BatchAdapter:
         `[B, C, S]` are read as B * C rows and returned as choices."""
         if has_choices(sources):
             shape = sources["input_ids"].shape
+            count = shape[:2].numel()
             same = [key for key, x in sources.items() if isinstance(x, Tensor) and is_plain(x) and x.shape == shape]
             rows = {key: value.flatten(0, 1) if key in same else value for key, value in sources.items()}
             out, segments = self.mended(Sources(rows), padding_free=False)
-            of_rows = {k: x for k, x in out.items() if isinstance(x, Tensor) and x.ndim > 1 and len(x) == shape[:2].numel()}
+            made = [key for key in out if key in (*same, self.consumer.key, KEEP_KEY, KEY) or key not in sources]
+            of_rows = {k: x for k in made if isinstance(x := out[k], Tensor) and x.ndim > 1 and len(x) == count}
             return out | {key: x.view(*shape[:2], *x.shape[1:]) for key, x in of_rows.items()}, segments
         segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
         rule = self.label_rule(sources)
@@ -296,9 +298,7 @@ class BatchAdapter:
 
     def _seen(self, call: Mapping[str, Any]) -> Pattern | None:
         """Return the declared pattern, or that of a model that looks ahead in this call; None leaves it open."""
-        if self.declared is not None:
-            return self.declared
-        return _BOTH_SIDES if self.model.attends(call) == "bidirectional" else None
+        return self.declared or (_BOTH_SIDES if self.model.attends(call) == "bidirectional" else None)
 
     def label_rule(self, call: Mapping[str, Any]) -> LabelRule:
         """Return what the head does with labels: by its class, else by whether attention looks ahead in this call."""

@@ -10,7 +10,7 @@ import strategies
 import torch
 from hypothesis import assume, given
 
-from collate_npu import CollateError, PaddingCollator, Segments, wrap_collator
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, wrap_collator
 from collate_npu.collate import Layout
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
 from collate_npu.masks.batch_reader import segments_from_batch
@@ -324,6 +324,7 @@ def test_choices_of_each_sample_go_through_as_transformers_pads_them():
     assert batch["labels"].tolist() == [0, 1]
     alone = [model(input_ids=torch.tensor([[row]])).logits for sample in samples for row in sample["input_ids"]]
     assert torch.allclose(model(**batch).logits.flatten(), torch.cat(alone).flatten(), atol=1e-5)
+    assert BatchAdapter(model)({**batch, "mine": torch.ones(4, 7).to_sparse()})["mine"].shape == (4, 7)  # no choices
     with pytest.raises(CollateError, match="Pass model="):
         wrap_collator(inner)([dict(sample) for sample in samples])
     with pytest.raises(CollateError, match=r"wrap_collator\(DataCollatorForMultipleChoice"):

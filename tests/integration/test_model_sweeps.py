@@ -245,8 +245,7 @@ def displaced(model, where):
         rows = [rows[0], *samples(ids.shape[1])]
         ids, keep = torch.cat([ids, rows[1][None]]), torch.cat([keep, torch.ones_like(keep)])
     ids = ids.where(keep > 0, BYTES - 1)
-    takes = "position_ids" in inspect.signature(model.forward).parameters
-    given = {"position_ids": zero_based(keep)} if takes else {}
+    given = {"position_ids": zero_based(keep)} if "position_ids" in inspect.signature(model.forward).parameters else {}
     return worst(model, rows, ids, keep, **given), keep
 
 
