@@ -103,7 +103,7 @@ def test_every_route_is_as_near_as_each_sample_alone(family, dtype, route):
         for at, name in enumerate(near):
             exact_at, own_at = (([each[0][n] for n in order] if at == 0 else each[1]) for each in (exact, alone))
             near[name] += far(found[at], exact_at) <= (2 + at) * far(own_at, exact_at) + 2e-5
-    assert min(near.values()) >= 2, near
+    assert min(near.values()) >= (3 if dtype == torch.float64 else 2), near
 
 
 @pytest.mark.models
