@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 from hypothesis import example, given, strategies as st
-from in_float64 import in_float64
+from in_float64 import in_float64, neighbour
 from rotation import examples, rotating
 from strategies import packed_lengths, sides
 
@@ -64,15 +64,17 @@ def under(model, batch, truth, at, **settings):
 
 
 def assert_alone(model, lengths, side="right", more=0, **settings):
-    """Within the law; where rounding moves this model by more, no further from float64 than three times each alone."""
+    """Within the law; where rounding moves this model by more, no further from float64 than three times each alone is, by
+    its weights or by their neighbours in float32: one rounding may be small by chance."""
     batch, features, at = packed(lengths, side, more)
     truth = alone(model, features)
     with adapt(model, **settings):
         found = outcome(model, [(batch, at)])
     if max(apart(found, truth)) >= RIGHT:
         exact = in_float64(model, lambda wide: alone(wide, features))
-        mine, theirs = apart(found, exact), apart(truth, exact)
-        assert all(far < max(RIGHT, 3 * own) for far, own in zip(mine, theirs)), (mine, theirs)
+        rounded = [truth, *(alone(neighbour(model, seed), features) for seed in range(8))]
+        mine, own = apart(found, exact), map(max, *(apart(each, exact) for each in rounded))
+        assert all(far < max(RIGHT, 3 * most) for far, most in zip(mine, own)), mine
 
 
 LENGTHS = [[5, 13, 40], [1, 70]]
@@ -89,6 +91,7 @@ def test_packed_is_each_sequence_alone(name, attn):
     @examples(8)
     @given(ROWS, sides(), st.integers(0, 3))
     @example([[65, 65]], "left", 0)  # of which bailing_hybrid computes the gradient better than alone
+    @example([[2, 1, 2]], "left", 0)  # of which qwen3_next alone is right by chance
     def law(lengths, side, more):
         assert_alone(model, lengths, side, more, **settings)
 
