@@ -21,7 +21,6 @@ def in_float64(model, work):
 def neighbour(model, seed):
     """A copy with each weight the next number above or below it: what one rounding may do."""
     near, draw = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in near.parameters():
-            weight.copy_(torch.nextafter(weight, torch.randn(weight.shape, generator=draw) * torch.inf))
+    for weight in near.parameters():
+        weight.data = torch.nextafter(weight.data, torch.randn(weight.shape, generator=draw) * torch.inf)
     return near
