@@ -26,7 +26,7 @@ NIGHTS = ROOT / "benchmarks" / "nightly.json"
 PEERS = [name for name in upstream.SESSIONS if name.startswith("peers_")]
 MODELS, HARM = "tests/integration", "tests/integration/test_no_harm.py"
 PARTS = (HARM, f"{MODELS} --ignore={HARM}", f"tests --ignore={MODELS}")
-SESSIONS = ("fuzz -- --minutes 60", *(f"tests_all(newest) -- {part}" for part in PARTS), *PEERS, "tests_all(oldest)")
+SESSIONS = ("fuzz -- --minutes 20", *(f"tests_all(newest) -- {part}" for part in PARTS), *PEERS, "tests_all(oldest)")
 SESSIONS += ("audit", "npu", "oldest_torch", "package", "docs", "lint", "types", "mutants", "mutants -- 400")
 SESSIONS += ("card -- --device cpu --quick",)
 """The longest first: the other lane does the rest."""

@@ -16,3 +16,11 @@ def in_float64(model, work):
     wide.config._experts_implementation = "eager"  # torch multiplies groups in float32 at most
     with _Wide():
         return work(wide)
+
+
+def neighbour(model, seed):
+    """A copy with each weight the next number above or below it: what one rounding may do."""
+    near, draw = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    for weight in near.parameters():
+        weight.data = torch.nextafter(weight.data, torch.randn(weight.shape, generator=draw) * torch.inf)
+    return near

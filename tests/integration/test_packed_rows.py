@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 from hypothesis import example, given, strategies as st
-from in_float64 import in_float64
+from in_float64 import in_float64, neighbour
 from rotation import examples, rotating
 from strategies import packed_lengths, sides
 
@@ -58,21 +58,16 @@ def packed(lengths, side="right", more=0):
     return {"input_ids": ids, "segment_ids": segments.ids}, features, segments.indices
 
 
-def under(model, batch, truth, at, **settings):
-    with adapt(model, **settings):
-        return errors(model, batch, truth, at)
-
-
 def assert_alone(model, lengths, side="right", more=0, **settings):
-    """Within the law; where rounding moves this model by more, no further from float64 than three times each alone."""
+    """Within the law; or three times as far from float64 as each alone by the worst of nine roundings: one may be small."""
     batch, features, at = packed(lengths, side, more)
     truth = alone(model, features)
     with adapt(model, **settings):
         found = outcome(model, [(batch, at)])
     if max(apart(found, truth)) >= RIGHT:
         exact = in_float64(model, lambda wide: alone(wide, features))
-        mine, theirs = apart(found, exact), apart(truth, exact)
-        assert all(far < max(RIGHT, 3 * own) for far, own in zip(mine, theirs)), (mine, theirs)
+        own = [apart(alone(each, features), exact) for each in (model, *(neighbour(model, seed) for seed in range(8)))]
+        assert all(far < max(RIGHT, 3 * most) for far, most in zip(apart(found, exact), map(max, *own))), own
 
 
 LENGTHS = [[5, 13, 40], [1, 70]]
@@ -89,6 +84,7 @@ def test_packed_is_each_sequence_alone(name, attn):
     @examples(8)
     @given(ROWS, sides(), st.integers(0, 3))
     @example([[65, 65]], "left", 0)  # of which bailing_hybrid computes the gradient better than alone
+    @example([[2, 1, 2]], "left", 0)  # of which qwen3_next alone is right by chance
     def law(lengths, side, more):
         assert_alone(model, lengths, side, more, **settings)
 
@@ -123,8 +119,7 @@ def test_autocast_loses_no_more_than_it_does_alone(name, dtype):
     model, (batch, features, at) = built(name), packed(LENGTHS)
     exact = alone(model, features)
     with torch.autocast("cpu", dtype):
-        by_itself = [{"input_ids": torch.tensor([each["input_ids"]])} for each in features]
-        lost = outcome(model, [(each, torch.arange(each["input_ids"].shape[1])) for each in by_itself])
+        lost = alone(model, features)
         with adapt(model):
             found = outcome(model, [(batch, at)])
     sizes = [float((each[0].float() - exact[0]).square().mean().sqrt()) for each in (lost, found)]
@@ -145,8 +140,7 @@ def compiled(model):
 
 @pytest.mark.parametrize("wrap", [lora, pytest.param(compiled, marks=[pytest.mark.long, pytest.mark.slow])])
 def test_wrapped(wrap):
-    model, (batch, features, at) = wrap(copy.deepcopy(built("qwen3_next"))), packed(LENGTHS, "left", 2)
-    assert max(under(model, batch, alone(model, features), at)) < RIGHT
+    assert_alone(wrap(copy.deepcopy(built("qwen3_next"))), LENGTHS, "left", 2)
 
 
 @pytest.mark.parametrize("name", [name for name in ("qwen3_5",) if name in CONFIG_MAPPING and name in MODELS])
@@ -154,7 +148,9 @@ def test_a_vision_model_packs_text(name):
     model, (batch, features, at) = vision_model(name), packed(LENGTHS, "left")
     batch["input_ids"] %= 100
     features = [{"input_ids": [token % 100 for token in each["input_ids"]]} for each in features]
-    assert max(under(model, batch, alone(model, features), at)) < RIGHT
+    truth = alone(model, features)
+    with adapt(model):
+        assert max(errors(model, batch, truth, at)) < RIGHT
 
 
 def test_collators_of_an_adapted_model_let_packed_rows_through_and_others_name_the_line():

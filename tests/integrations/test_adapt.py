@@ -26,10 +26,9 @@ ROWS = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)
 
 def padded(side="left"):
     """Labels copy the ids, those of padding too."""
-    pads = [torch.full((12 - len(row),), PAD) for row in ROWS]
-    pairs = [(pad, row) if side == "left" else (row, pad) for pad, row in zip(pads, ROWS)]
-    ids = torch.stack([torch.cat(pair) for pair in pairs])
-    keep = torch.stack([torch.cat([torch.full_like(x, x is row) for x in pair]) for pair, row in zip(pairs, ROWS)])
+    missing = [(12 - len(row), 0) if side == "left" else (0, 12 - len(row)) for row in ROWS]
+    ids = torch.stack([nn.functional.pad(row, ends, value=PAD) for row, ends in zip(ROWS, missing)])
+    keep = torch.stack([nn.functional.pad(torch.ones_like(row), ends) for row, ends in zip(ROWS, missing)])
     return {"input_ids": ids, "attention_mask": keep, "labels": ids.clone()}
 
 
