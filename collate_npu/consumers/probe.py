@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from collate_npu.consumers.mask_routing import Model
 from collate_npu.consumers.model_traits import config_of, is_encoder, text_config, unwrap
-from collate_npu.consumers.recurrent import as_it_is, kernel_calls, mend, on_host, reads_boundaries_itself, variables_of
+from collate_npu.consumers.recurrent import as_it_is, cpu_kernels, kernel_calls, mend, reads_boundaries_itself, variables_of
 from collate_npu.errors import CollateError
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments, of_keep, of_lengths
@@ -214,9 +214,8 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
                 if name.endswith("bias") and "norm" not in name.lower() and not parameter.any():
                     nn.init.normal_(parameter, std=0.5)  # what a projection makes of masked padding
             made.is_probe = True  # a run that is watched does not count it
-        device = _device(model) if isinstance(model, nn.Module) else torch.device("cpu")
-        with on_host(made.to(device), device):
-            made(**run_alone(made, torch.arange(3, device=device)[None]))
+        with cpu_kernels(made.to(_device(model))):
+            made(**run_alone(made, torch.arange(3, device=_device(made))[None]))
     return made
 
 
@@ -299,7 +298,7 @@ def declared_reason(model: Any, adapter: Any, attention: str | None) -> str:
     ends = [torch.tensor([[*range(3, 14), end]], device=_device(copy)) for end in (20, 40)]
     try:
         batches = [adapter.routed(Sources({"input_ids": ids}), of_lengths([[12]], 12), False, ids.device) for ids in ends]
-        with torch.no_grad(), torch.autocast(ends[0].device.type, enabled=False), as_it_is(), on_host(copy, ends[0].device):
+        with torch.no_grad(), torch.autocast(ends[0].device.type, enabled=False), as_it_is(), cpu_kernels(copy):
             one, other = (_hidden(copy, **batch) for batch in batches)
     except Exception as error:
         return "" if isinstance(error, CollateError) else _text_of(error)  # the first is refused behind the probe, too
@@ -322,7 +321,7 @@ def _asked(whole: Any, adapter: Any, forms: Sequence[str], attention: str | None
     draw, device = torch.Generator().manual_seed(0), _device(copy)
     sequences = [torch.randint(3, 60, (length,), generator=draw).to(device) for length in rows["flat"].sequence_lengths]
     with torch.no_grad(), torch.autocast(device.type, enabled=False), ExitStack() as stack:
-        stack.enter_context(on_host(copy, device))
+        stack.enter_context(cpu_kernels(copy))
         states = [_hidden(copy, input_ids=tokens[None]) for tokens in sequences]
         if any(each is None for each in states):
             return {form: "it pools places" if rows[form].packed else "" for form in forms}
@@ -369,7 +368,8 @@ def _hidden(copy: Any, **batch: Any) -> Any:
 
 
 def _device(model: Any) -> torch.device:
-    return next((each.device for each in model.parameters() if each.device.type != "meta"), torch.device("cpu"))
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    return next((each.device for each in parameters if each.device.type != "meta"), torch.device("cpu"))
 
 
 def _code(whole: Any) -> tuple[Any, ...]:

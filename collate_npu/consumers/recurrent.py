@@ -157,9 +157,9 @@ def resolved(calls: Iterable[KernelCall], to: Callable[[KernelCall], Callable[..
 
 
 @contextmanager
-def on_host(model: Any, device: torch.device) -> Iterator[None]:
+def cpu_kernels(model: Any) -> Iterator[None]:
     """On a CPU, torch functions stand meanwhile for kernels of a card, and read boundaries where those do."""
-    calls = {id(call.function): call for call in kernel_calls(model) if device.type == "cpu" and _of_card(call)}
+    calls = {id(call.function): call for call in kernel_calls(model) if next(model.parameters()).is_cpu and _of_card(call)}
     with _HOST, resolved(calls.values(), _by_torch):
         yield
 

@@ -104,11 +104,16 @@ def test_a_flat_row_is_as_alone_and_needs_both_boundaries(model, alone):
 
 ON_HOST = """
 import sys, torch
+from importlib.machinery import ModuleSpec
+package = sys.modules["causal_conv1d"] = type(sys)("causal_conv1d")
+package.__spec__ = ModuleSpec("causal_conv1d", None)
+exec("def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None): raise RuntimeError", vars(package))
 from collate_npu import BatchAdapter, adapt
 from collate_npu.testing import left_out, tiny_model
 for name in sys.argv[1:]:
-    adapt(model := tiny_model(name, vocab_size=64))
-    print(name, BatchAdapter(model).model.boundaries_unread or name in left_out())
+    model = tiny_model(name, vocab_size=64)
+    unread = lambda: BatchAdapter(model).model.boundaries_unread
+    print(name, name in left_out(), [unread(), adapt(model) and unread()])
 model(input_ids=torch.tensor([[1]]), attention_mask=torch.ones(1, 1))
 """
 
@@ -116,5 +121,5 @@ model(input_ids=torch.tensor([[1]]), attention_mask=torch.ones(1, 1))
 def test_a_model_on_the_cpu_is_probed_where_its_kernels_run_on_a_card_alone():
     env = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "FLA_KERNELS")}
     ran = subprocess.run([sys.executable, "-c", ON_HOST, *RULES], env=env, capture_output=True, text=True, check=False)
-    assert ran.stdout.splitlines() == [f"{name} False" for name in RULES], ran.stderr
-    assert "There should only be one" in ran.stderr  # of Triton's drivers
+    assert ran.stdout.splitlines() == [f"{name} False ['', '']" for name in RULES], ran.stderr
+    assert ran.returncode  # alone none of them runs here
