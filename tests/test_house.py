@@ -23,7 +23,7 @@ LINES = {
     "integrations": (2965, 3000),
     "testing": (237, 450),
     "tools": (3996, 1900),
-    "tests": (40359, 33000),
+    "tests": (40358, 33000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
 WORDS, PAGES = 15000, 35
