@@ -71,13 +71,14 @@ def no_models() -> str:
     return ""
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest reads -m
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # marks before pytest reads -m, and draws of what -m and -k leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
     from rotation import of_the_night  # which reads the seed from above
 
     for item in items:
         if item.get_closest_marker("nightly"):  # a commit that draws it runs it among the slow ones
             item.add_marker("slow")
+    yield
     if not any("::" in arg for arg in config.args):  # one that is named runs
         nights = {item for item in items if of_the_night(item)}
         short = [item for item in items if not item.get_closest_marker("long")]

@@ -117,7 +117,7 @@ MODELS = {
     **({"recurrent": SimpleNamespace(layer_types=["linear_attention"], **FLASH)} if ASKED else {}),
     "dense mask": SimpleNamespace(layer_types=["full_attention"], model_type="llama"),
 }
-READERS = {"neutral": {}} | {name: {"consumer": "transformers", "model": model} for name, model in MODELS.items()}
+READERS = {"neutral": {}} | {n: {"consumer": "transformers", "model": m, "pattern": "causal"} for n, m in MODELS.items()}
 batches = st.lists(st.integers(1, 16), min_size=1, max_size=COUNT)
 
 

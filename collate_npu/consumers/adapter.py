@@ -373,7 +373,7 @@ class BatchAdapter:
     def _case(self, segments: Segments, padding_free: bool | None, call: Mapping[str, Any] = MappingProxyType({})) -> Case:
         pattern, flat = self._seen(call) or CAUSAL, self.padding_free if padding_free is None else padding_free
         if flat and self.consumer.counts_positions and not (self.model.needs_mask_2d or segments.packed):
-            causal = pattern.causal and not (self.model.moves and self.model.attends(call) is None)
+            causal = pattern.causal and not (self.model.moves and self._seen(call) is None)
             flat = causal or not segments.num_padding  # to a model that may look ahead, one with padding is a padded row
         known: dict[str, Any] = {"model": self.model, "pattern": pattern, "context_parallel": self.context_parallel}
         case = Case(segments=segments, padding_free=flat, call=call, at_model=self.at_model, **known)

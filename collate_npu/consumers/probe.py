@@ -1,9 +1,9 @@
 """Probe: what a model does with padded and packed rows is tried on a tiny copy of it, not looked up.
 
-The copy has the class and settings of the model, stands on its device and calls the functions that this process resolved. It
-gets rows as the adapter hands them over; every sequence must come out as it does alone. That takes 50 to 200 milliseconds
-once for the code of the layers, and is the same on every rank. No parameter of the model is read: they may be sharded, on
-meta, or elsewhere.
+The copy has the class and settings of the model, stands on its device and calls the functions that this process resolved; on
+a CPU, where kernels of a card do not run, torch functions that read the same boundaries. It gets rows as the adapter makes
+them; every sequence must come out as it does alone. That takes 50 to 200 milliseconds once for the code of the layers, where
+no kernel is compiled, and is the same on every rank. No parameter of the model is read: they may be sharded, or elsewhere.
 A random model would hide a wrong mask. Here weights are scaled up until a wrong mask moves the logits, layers remember about
 ten tokens, and the row of the pad token is neither zero nor frozen, so that padding which enters a layer shows.
 """
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from collate_npu.consumers.mask_routing import Model
 from collate_npu.consumers.model_traits import config_of, is_encoder, text_config, unwrap
-from collate_npu.consumers.recurrent import as_it_is, kernel_calls, mend, reads_boundaries_itself, variables_of
+from collate_npu.consumers.recurrent import as_it_is, cpu_kernels, kernel_calls, mend, reads_boundaries_itself, variables_of
 from collate_npu.errors import CollateError
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments, of_keep, of_lengths
@@ -167,7 +167,7 @@ _WIDE |= {"attention_chunk_size": 512, "block_size": 512, "max_position_embeddin
 
 
 def copy_of(model: Any, *, vocab_size: int = 64) -> Any:
-    """A tiny honest copy of this transformers module, or of a model of this config, on the CPU and in eval mode, that runs.
+    """A tiny honest copy of this transformers module, or of a model of this config, on its device, that runs there.
 
     With its settings and tiny sizes; where these do not go together, with tiny defaults and what its config switches on or
     off. Raises what transformers raises where neither runs.
@@ -214,7 +214,8 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
                 if name.endswith("bias") and "norm" not in name.lower() and not parameter.any():
                     nn.init.normal_(parameter, std=0.5)  # what a projection makes of masked padding
             made.is_probe = True  # a run that is watched does not count it
-        made(**run_alone(made, torch.arange(3)[None]))
+        with cpu_kernels(made.to(_device(model))):
+            made(**run_alone(made, torch.arange(3, device=_device(made))[None]))
     return made
 
 
@@ -297,7 +298,7 @@ def declared_reason(model: Any, adapter: Any, attention: str | None) -> str:
     ends = [torch.tensor([[*range(3, 14), end]], device=_device(copy)) for end in (20, 40)]
     try:
         batches = [adapter.routed(Sources({"input_ids": ids}), of_lengths([[12]], 12), False, ids.device) for ids in ends]
-        with torch.no_grad(), torch.autocast(_device(copy).type, enabled=False), as_it_is():
+        with torch.no_grad(), torch.autocast(ends[0].device.type, enabled=False), as_it_is(), cpu_kernels(copy):
             one, other = (_hidden(copy, **batch) for batch in batches)
     except Exception as error:
         return "" if isinstance(error, CollateError) else _text_of(error)  # the first is refused behind the probe, too
@@ -307,7 +308,7 @@ def declared_reason(model: Any, adapter: Any, attention: str | None) -> str:
 
 def _copy_for(adapter: Any, whole: Any, attention: str | None, **known: Any) -> Any:
     """Return a copy of the model, and let the adapter make rows for it."""
-    copy = copy_of(whole).to(_device(whole) if isinstance(whole, nn.Module) else "cpu")
+    copy = copy_of(whole)
     own = getattr(text_config(config_of(whole)), "_attn_implementation", None) or "sdpa"
     model = Model.of(copy, attn_implementation=None if attention == own else attention)
     adapter.model = replace(model, boundaries_unread="", pooling="", moves=dict.fromkeys(ROWS[True], ""), **known)
@@ -320,6 +321,7 @@ def _asked(whole: Any, adapter: Any, forms: Sequence[str], attention: str | None
     draw, device = torch.Generator().manual_seed(0), _device(copy)
     sequences = [torch.randint(3, 60, (length,), generator=draw).to(device) for length in rows["flat"].sequence_lengths]
     with torch.no_grad(), torch.autocast(device.type, enabled=False), ExitStack() as stack:
+        stack.enter_context(cpu_kernels(copy))
         states = [_hidden(copy, input_ids=tokens[None]) for tokens in sequences]
         if any(each is None for each in states):
             return {form: "it pools places" if rows[form].packed else "" for form in forms}
@@ -366,7 +368,8 @@ def _hidden(copy: Any, **batch: Any) -> Any:
 
 
 def _device(model: Any) -> torch.device:
-    return next((each.device for each in model.parameters() if each.device.type != "meta"), torch.device("cpu"))
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    return next((each.device for each in parameters if each.device.type != "meta"), torch.device("cpu"))
 
 
 def _code(whole: Any) -> tuple[Any, ...]:

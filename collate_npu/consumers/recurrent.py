@@ -13,10 +13,11 @@ import inspect
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
-from threading import get_ident
+from functools import cache, wraps
+from itertools import pairwise
+from threading import RLock, get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -131,6 +132,81 @@ def variables_of(function: Any) -> dict[str, Any]:
     if not inspect.isfunction(function):
         return {}
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())}
+
+
+# --- other functions in their place
+
+
+@contextmanager
+def resolved(calls: Iterable[KernelCall], to: Callable[[KernelCall], Callable[..., Any]]) -> Iterator[None]:
+    """Let transformers' wrappers call what `to` names meanwhile (5.23 integrations/hub_kernels.py:1008-1024)."""
+    before: list[tuple[Any, Any]] = []
+    try:
+        for call, function in [(call, to(call)) for call in calls]:
+            wrapper: Any = call.function
+            held = {"implementation": function, "is_new_implementation": function is not inspect.unwrap(wrapper)}
+            held["applicable_params"] = tuple(inspect.signature(function).parameters)
+            for name, cell in zip(wrapper.__code__.co_freevars, wrapper.__closure__):
+                if name in held:
+                    before.append((cell, cell.cell_contents))
+                    cell.cell_contents = held[name]
+        yield
+    finally:
+        for cell, contents in before:
+            cell.cell_contents = contents
+
+
+@contextmanager
+def cpu_kernels(model: Any) -> Iterator[None]:
+    """On a CPU, torch functions stand meanwhile for kernels of a card, and read boundaries where those do."""
+    calls = {id(call.function): call for call in kernel_calls(model) if next(model.parameters()).is_cpu and _of_card(call)}
+    with _HOST, resolved(calls.values(), _by_torch):
+        yield
+
+
+_HOST = RLock()
+"""Others wait: they would find what stands in, and leave it there."""
+
+
+def _of_card(call: KernelCall) -> bool:
+    package = (getattr(variables_of(call.function)["implementation"], "__module__", None) or "").partition(".")[0]
+    return package in ("fla", "causal_conv1d", "mamba_ssm") and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def _by_torch(call: KernelCall) -> Callable[..., Any]:
+    plain, at = inspect.unwrap(call.function), 2 if call.kernel == "causal_conv1d_fn" else 1
+    return plain if _why_unread(call) or call.kernel not in READS else by_sequence(plain, READS[call.kernel], at)
+
+
+@cache  # one function for one kernel: a probe asks again where a layer calls another
+def by_sequence(plain: Callable[..., Any], key: str, at: int = 1) -> Callable[..., Any]:
+    """The model's own torch function on each sequence by itself; the boundaries come under `key`, as for the kernel, and
+    tokens stand in dimension `at`."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given, T = kwargs.pop(key, None), args[0].shape[at]
+        if given is None:
+            return plain(*args, **kwargs)
+        offsets = given.tolist() if key == "cu_seqlens" else [0, *(1 + given[0].diff().nonzero().flatten()).tolist(), T]
+        parts = [
+            plain(*(_cut(x, T, at, a, b) for x in args), **{name: _cut(x, T, at, a, b) for name, x in kwargs.items()})
+            for a, b in pairwise(offsets)
+        ]
+        if parts[0] is None or isinstance(parts[0], Tensor):
+            return parts[0] if parts[0] is None else torch.cat(parts, at)
+        outs, states = zip(*parts)
+        return torch.cat(outs, at), None if states[0] is None else torch.cat(states)
+
+    own = inspect.signature(plain)
+    taken = {**own.parameters, key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None)}
+    taken.pop("kwargs", None)
+    run.__signature__ = own.replace(parameters=list(taken.values()))  # type: ignore[attr-defined]
+    return run
+
+
+def _cut(x: Any, T: int, at: int, a: int, b: int) -> Any:
+    """The tokens a to b of whatever is `[1, T, ...]` or `[1, D, T]`."""
+    return x.narrow(at, a, b - a) if isinstance(x, Tensor) and x.ndim > 2 and x.shape[at] == T else x
 
 
 # --- mending

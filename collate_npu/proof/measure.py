@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -310,12 +310,11 @@ def rounded(model: nn.Module, seed: int) -> Iterator[None]:
             return out
         return out * (1 + size * torch.randn(out.shape, generator=draw)).to(out)
 
-    hooks = [module.register_forward_hook(off) for module in model.modules() if next(module.children(), None) is None]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if next(module.children(), None) is None:
+                hooks.enter_context(module.register_forward_hook(off))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def noise_limit(noise: float, x: Tensor) -> float:

@@ -9,14 +9,12 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
-from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from collate_npu.consumers.model_traits import unwrap
-from collate_npu.consumers.recurrent import READS, KernelCall, kernel_calls
+from collate_npu.consumers.recurrent import READS, KernelCall, by_sequence, kernel_calls, resolved
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.kernels import refuse
 from collate_npu.kernels.check import call_breaches, knows, named
@@ -51,30 +49,8 @@ def reference_kernels(model: Any, *, without: tuple[str, ...] = ()) -> Iterator[
         rule = f"transformers {KERNELS_TOLD} and later call the kernels of recurrent layers through a wrapper of their own."
         remedy = "Take a model with such layers, or upgrade transformers."
         raise UnsupportedFormError(explain("model", type(unwrap(model)).__name__, rule, remedy))
-    before = [(cell, cell.cell_contents) for call in calls for cell in _cells(call).values()]
-    try:
-        for call in calls:
-            _resolve(call, plain=call.package in without)
+    with resolved(calls, lambda call: inspect.unwrap(call.function) if call.package in without else _checked_kernel(call)):
         yield
-    finally:
-        for cell, contents in before:
-            cell.cell_contents = contents
-
-
-def _cells(call: KernelCall) -> dict[str, Any]:
-    """The variables that transformers' wrapper resolved when the modeling file was imported."""
-    names = ("implementation", "is_new_implementation", "applicable_params")
-    held: Any = call.function
-    return {name: cell for name, cell in zip(held.__code__.co_freevars, held.__closure__) if name in names}
-
-
-def _resolve(call: KernelCall, *, plain: bool) -> None:
-    """Set the kernel that transformers' wrapper calls (5.23 integrations/hub_kernels.py:1008-1024)."""
-    kernel = inspect.unwrap(call.function) if plain else _checked_kernel(call)
-    taken = tuple(inspect.signature(kernel).parameters)
-    held = {"implementation": kernel, "is_new_implementation": not plain, "applicable_params": taken}
-    for name, cell in _cells(call).items():
-        cell.cell_contents = held[name]
 
 
 def _checked_kernel(call: KernelCall) -> Callable[..., Any]:
@@ -99,7 +75,7 @@ def _reference(call: KernelCall) -> Callable[..., Any]:
     if call.kernel in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
         return reference_gated_delta_rule
     plain, key = inspect.unwrap(call.function), READS.get(call.kernel)
-    return plain if key is None else _sequence_by_sequence(plain, key)
+    return plain if key is None else by_sequence(plain, key)
 
 
 def causal_conv1d_fn(
@@ -107,33 +83,3 @@ def causal_conv1d_fn(
 ) -> Tensor:
     """causal-conv1d 1.6.1 causal_conv1d_interface.py:10, `x` and the output `[B, D, T]`, `seq_idx` int32 `[B, T]`."""
     return reference_causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation, seq_idx=seq_idx).transpose(1, 2)
-
-
-@cache
-def _sequence_by_sequence(plain: Callable[..., Any], key: str) -> Callable[..., Any]:
-    """The model's own torch function on each sequence by itself; the boundaries come under `key`, as for the kernel."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        given, T = kwargs.pop(key, None), args[0].shape[1]
-        if given is None:
-            return plain(*args, **kwargs)
-        offsets = given.tolist() if key == "cu_seqlens" else [0, *(1 + given[0].diff().nonzero().flatten()).tolist(), T]
-        parts = [
-            plain(*(_cut(x, T, a, b) for x in args), **{name: _cut(x, T, a, b) for name, x in kwargs.items()})
-            for a, b in pairwise(offsets)
-        ]
-        if parts[0] is None or isinstance(parts[0], Tensor):
-            return parts[0] if parts[0] is None else torch.cat(parts, 1)
-        outs, states = zip(*parts)
-        return torch.cat(outs, 1), None if states[0] is None else torch.cat(states)
-
-    own = inspect.signature(plain)
-    taken = {**own.parameters, key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None)}
-    taken.pop("kwargs", None)
-    run.__signature__ = own.replace(parameters=list(taken.values()))  # type: ignore[attr-defined]
-    return run
-
-
-def _cut(x: Any, T: int, a: int, b: int) -> Any:
-    """The tokens a to b of whatever is `[1, T, ...]`."""
-    return x[:, a:b] if isinstance(x, Tensor) and x.ndim > 2 and x.shape[1] == T else x

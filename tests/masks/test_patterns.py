@@ -62,6 +62,7 @@ def declaring(attends, **facts):
 
 
 CAUSALLY, EVERY_SECOND = (lambda self, q, k, n: k <= q), (lambda self, q, k, n: (k <= q) & ((q - k) % 2 == 0))
+LAST_SEES_ALL = lambda self, q, k, n: (k <= q) & (q // 24 == k // 24)  # noqa: E731 - of the tokens that are looked at
 
 
 @pytest.mark.parametrize(
@@ -71,11 +72,7 @@ CAUSALLY, EVERY_SECOND = (lambda self, q, k, n: k <= q), (lambda self, q, k, n: 
         (lambda self, q, k, n: k <= q + 1, {}, "got causal=True. A token attends a later one"),
         (EVERY_SECOND, {}, "got cuts=False. A token does not attend the one before it"),
         (EVERY_SECOND, {"cuts": True, "settles": True}, "got settles=True. Queries behind the last token"),
-        (
-            lambda self, q, k, n: (k <= q) & (q // 24 == k // 24),  # of the tokens looked at, the last sees all
-            {"cuts": True, "settles": True},
-            "got settles=True. Queries behind the last token",
-        ),
+        (LAST_SEES_ALL, {"cuts": True, "settles": True}, "got settles=True. Queries behind the last token"),
     ],
 )
 def test_what_a_pattern_declares_is_compared_with_its_definition(attends, facts, rule):

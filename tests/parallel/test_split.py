@@ -65,10 +65,7 @@ IDS, SQUARE = torch.zeros(2, 8), torch.zeros(8, 8)
         ({"attention_mask": torch.ones(2, 1, 4, 8)}, None, CollateError, "8 query rows and 8 keys"),  # another's rows
         ({"attention_mask": object()}, None, UnsupportedFormError, "create_cp_block_mask"),
         ({"input_ids": SQUARE, "attention_mask": SQUARE}, None, AmbiguousMaskError, "as many rows as tokens"),
-        *(
-            ({"x": torch.zeros(shape)}, None, CollateError, "is per token if its shape begins")
-            for shape in ((8, 2), (3, 2, 8), (8,))
-        ),
+        *(({"x": torch.zeros(n)}, None, CollateError, "per token if its shape begins") for n in ((8, 2), (3, 2, 8), (8,))),
         ({"labels": torch.zeros(4)}, None, CollateError, "labels"),
         *(({"position_ids": torch.arange(n)}, None, CollateError, "position_ids") for n in (7, 8)),
         ({"loss_scale": IDS.to_sparse()}, None, CollateError, "loss_scale: got sparse_coo"),

@@ -374,12 +374,10 @@ def recurrent_layers_get(stages: list[Any], params: Any) -> Iterator[None]:
     """Another `packed_seq_params` for them alone: the attention keeps the right one."""
     spoil = lambda module, args, kwargs: (args, {**kwargs, "packed_seq_params": params})  # noqa: E731
     layers = [part for stage in stages for part in stage.modules() if type(part).__name__.endswith("GatedDeltaNet")]
-    hooks = [layer.register_forward_pre_hook(spoil, with_kwargs=True) for layer in layers]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(spoil, with_kwargs=True))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def traps(stages: list[Any]) -> dict[str, str]:

@@ -5,6 +5,8 @@ for the package. Alone a sequence is run by transformers' own torch functions, w
 """
 
 import inspect
+import os
+import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -20,18 +22,12 @@ import fla_interpreted
 
 from collate_npu import PaddingCollator
 from collate_npu.consumers import probe
-from collate_npu.kernels.gated_delta import reference_causal_conv1d
 from collate_npu.testing import tiny_model
+from collate_npu.testing.kernels import causal_conv1d_fn
 
 PAD = 256
 IDS = [[5, 9, 2, 77, 3, 8], [40, 41, 42, 43, 44, 41, 200, 31, 64]]
 SAMPLES = [{"input_ids": ids, "labels": ids} for ids in IDS]
-
-
-def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, activation=None):
-    """causal-conv1d 1.6.1 causal_conv1d_interface.py: `[B, D, T]`."""
-    return reference_causal_conv1d(x.mT, weight, bias, activation, seq_idx=seq_idx).mT
-
 
 RULES = {
     "qwen3_next": ("torch_chunk_gated_delta_rule", "cu_seq_lens_q"),
@@ -80,7 +76,7 @@ def called_by(wrapped):
 def alone(model):
     module = sys.modules[type(model).__module__]
     with pytest.MonkeyPatch.context() as patch:
-        for name, package in ((RULES[model.config.model_type][0], "fla"), ("causal_conv1d_fn", __name__)):
+        for name, package in ((RULES[model.config.model_type][0], "fla"), ("causal_conv1d_fn", "collate_npu")):
             wrapped = getattr(module, name)
             assert package in called_by(wrapped), "transformers does not dispatch to it"
             patch.setattr(module, name, inspect.unwrap(wrapped))
@@ -104,3 +100,24 @@ def test_a_flat_row_is_as_alone_and_needs_both_boundaries(model, alone):
         with torch.no_grad():
             wrong = model(**{**batch, key: None}).logits[0]
         assert (wrong - alone[0]).abs().max() > 0.5, key
+
+
+ON_HOST = """
+import sys, torch
+package = sys.modules["causal_conv1d"] = type(sys)("causal_conv1d")
+exec("def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None): raise RuntimeError", vars(package))
+from collate_npu import BatchAdapter, adapt
+from collate_npu.testing import left_out, tiny_model
+for name in sys.argv[1:]:
+    model = tiny_model(name, vocab_size=64)
+    unread = lambda: BatchAdapter(model).model.boundaries_unread
+    print(name, name in left_out(), [unread(), adapt(model) and unread()])
+model(input_ids=torch.tensor([[1]]), attention_mask=torch.ones(1, 1))
+"""
+
+
+def test_a_model_on_the_cpu_is_probed_where_its_kernels_run_on_a_card_alone():
+    env = os.environ | {"TRITON_INTERPRET": "0", "FLA_KERNELS": ""}
+    ran = subprocess.run([sys.executable, "-c", ON_HOST, *RULES], env=env, capture_output=True, text=True, check=False)
+    said = [f"{name} False ['', '']" for name in RULES]
+    assert (ran.stdout.splitlines(), ran.returncode) == (said, 1), ran.stderr  # alone none of them runs here

@@ -6,6 +6,7 @@ masks and offsets arrive and keep documents apart, not what a card computes.
 """
 
 import pickle
+from contextlib import ExitStack
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -216,15 +217,12 @@ HOLE = Segments.from_ids([*IDS, [1] * 9 + [0] * 4 + [1] * 9 + [0] * 10])
 
 @pytest.fixture
 def hooked(dense_kernel):
-    handles: list[Any] = []
-
     def hook(part, *given):
-        handles.append(torchtitan.masks_in_forward(part, *given, compiled=False))
+        handles.callback(torchtitan.masks_in_forward(part, *given, compiled=False).remove)
         return part
 
-    yield hook
-    for handle in handles:
-        handle.remove()
+    with ExitStack() as handles:
+        yield hook
 
 
 def masks_of(model, segments):

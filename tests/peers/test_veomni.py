@@ -116,11 +116,8 @@ def packed(model, rows, **settings):
 
 
 def with_ours(model, run):
-    handle = adapt(model)
-    try:
+    with adapt(model):
         return run()
-    finally:
-        handle.remove()
 
 
 @pytest.mark.parametrize(("family", "attention"), [("qwen3", "sdpa"), ("qwen3_5_text", FLASH)])

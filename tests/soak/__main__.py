@@ -4,6 +4,7 @@
 import sys
 import time
 from argparse import ArgumentParser
+from importlib import import_module
 from pathlib import Path
 
 from reported import report
@@ -11,21 +12,10 @@ from reported import report
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
 
 
-def ranks(minutes: float, seed: int) -> bool:
-    """Random calls of four ranks, with faults whose true outcome is known."""
-    from ranks import Soak
-
-    soak = Soak(seed)
-    soak.run(minutes)
-    return told(soak.counts, soak.problems, seed)
-
-
-def loaders(epochs: int, seed: int) -> bool:
-    """Epochs of loaders with workers, with such faults."""
-    from loaders import Soak
-
-    soak = Soak(seed)
-    soak.run(epochs)
+def with_faults(what: str, amount: float, seed: int) -> bool:
+    """Random calls of four ranks, or epochs of loaders with workers, with faults whose true outcome is known."""
+    soak = import_module(what).Soak(seed)
+    soak.run(amount)
     return told(soak.counts, soak.problems, seed)
 
 
@@ -56,6 +46,6 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int, default=200_000, help="of batches")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     asked = parser.parse_args()
-    if asked.what == "ranks":
-        raise SystemExit(ranks(asked.minutes, asked.seed))
-    raise SystemExit(loaders(asked.epochs, asked.seed) if asked.what == "loaders" else batches(asked.count, asked.seed))
+    if asked.what == "batches":
+        raise SystemExit(batches(asked.count, asked.seed))
+    raise SystemExit(with_faults(asked.what, asked.minutes if asked.what == "ranks" else asked.epochs, asked.seed))
