@@ -160,11 +160,11 @@ def resolved(calls: Iterable[KernelCall], to: Callable[[KernelCall], Callable[..
 def cpu_kernels(model: Any) -> Iterator[None]:
     """On a CPU, torch functions stand meanwhile for kernels of a card, and read boundaries where those do."""
     calls = {id(call.function): call for call in kernel_calls(model) if next(model.parameters()).is_cpu and _of_card(call)}
-    with _HOST, resolved(calls.values(), _by_torch):
+    with _ONE_AT_A_TIME, resolved(calls.values(), _by_torch):
         yield
 
 
-_HOST = RLock()
+_ONE_AT_A_TIME = RLock()
 """Others wait: they would find what stands in, and leave it there."""
 
 
