@@ -19,17 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import (
-    MOST_PLACES,
-    OF_A_BATCH,
-    Array,
-    PaddingSide,
-    Side,
-    check_places,
-    host_array,
-    once,
-    whole_number,
-)
+from collate_npu.arrays import OF_A_BATCH, Array, PaddingSide, Side, check_places, host_array, once, whole_number
 from collate_npu.errors import CollateError, explain, explain_rows, notebook_html, shape_of
 from collate_npu.validation import checked
 
@@ -448,17 +438,21 @@ def as_offsets(name: str, given: Any, width: int | None = None, *, whole: bool =
     offsets = host_array(name, given)
     if offsets.ndim == 2 and len(offsets) == 1:
         offsets = offsets[0][: np.flatnonzero(offsets[0] != -1)[-1] + 1] if (offsets != -1).any() else offsets[0]
+    half = offsets.dtype.kind == "f" and getattr(given, "itemsize", 8) < 4
     whole_numbers = offsets.dtype.kind in "iuf" and (np.isfinite(offsets) & (offsets == np.round(offsets))).all()
     rising = whole_numbers and offsets.ndim == 1 and len(offsets) > 0 and (offsets[1:] >= offsets[:-1]).all()
-    if rising and width is None:
-        check_places(name, int(offsets[-1]), "Check the last offset.")
-    most = MOST_PLACES if width is None else width
-    if not rising or offsets[0] != 0 or offsets[-1] > most or (whole and offsets[-1] != most):
+    last = int(offsets[-1]) if rising else 0
+    most = last if width is None else width
+    if width is None:
+        check_places(name, last, "Check the last offset.")
+    if half or not rising or offsets[0] != 0 or last > most or (whole and last != most):
         of_row = "" if width is None else f" The row has {width} tokens{', and the last offset is its end' * whole}."
         rule = f"Offsets are one row of whole numbers: 0 first, then the end of each sequence, never falling.{of_row}"
         remedy = "Pass [0, *accumulate(lengths)] of this row, the tail counted, not old offsets or those of one rank."
         if offsets.ndim == 2:  # NeMo Automodel 0.7.0 datasets/packing.py:148, one row of offsets for each row of tokens
             remedy = "In a batch of several rows leave it out, and pass segment_ids."
+        elif half:
+            remedy = "Keep them int32: a float of two bytes rounds numbers above 256."
         elif rising and offsets[0] > 0:
             remedy = "torch_npu's actual_seq_qlen has no leading 0: put one in front."
         raise CollateError(explain(name, str(offsets.tolist())[:80], rule, remedy))

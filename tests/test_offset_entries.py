@@ -160,11 +160,14 @@ FORMS = {
     "a row": lambda offsets: torch.tensor([offsets]),
     "two rows": lambda offsets: np.array([offsets, offsets]),
     "masked": lambda offsets: np.ma.masked_array(offsets, [False] * len(offsets)),
+    "bfloat16": lambda offsets: torch.tensor(offsets, dtype=torch.bfloat16),  # 351 would be 352 in it
+    "float16": lambda offsets: np.array(offsets, np.float16),
 }
+REFUSED = ("two rows", "masked", "bfloat16", "float16")
 
 
 def legal(name, offsets, form):
-    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in offsets) and form not in ("two rows", "masked")
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in offsets) and form not in REFUSED
     rising = whole and offsets[:1] == [0] and offsets == sorted(offsets)
     if not rising or offsets[-1] > S or (offsets[-1] < S and name not in ENDS_EARLY):
         return False
@@ -176,6 +179,8 @@ def legal(name, offsets, form):
 @given(RIGHT | ODD, st.sampled_from(sorted(FORMS)))
 @example([0, float("inf")], "list")
 @example([False, True], "tensor")
+@example([0, S], "bfloat16")
+@example([0, S], "float16")
 def test_the_right_tokens_or_words(name, offsets, form):
     call, wanted = ENTRIES[name]
     try:
@@ -191,7 +196,7 @@ def test_the_right_tokens_or_words(name, offsets, form):
     read = held.reshape(-1).astype(int).tolist()
     assert held.dtype != bool
     assert (held.reshape(-1) == read).all()
-    assert form not in ("two rows", "masked")
+    assert form not in REFUSED
     assert legal(name, read, form) or (name in ENDS_EARLY and read[0] == 0 and read == sorted(read))
     assert name in ENDS_EARLY or found == wanted(read)
 

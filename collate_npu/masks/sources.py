@@ -114,7 +114,7 @@ class Sources(dict[str, Any]):
                 if KEYS[name].role in _OFFSETS and value is not None:
                     found[f"{held}.{name}"] = as_offsets(f"{held}.{name}", value)
         for role in _OFFSETS:
-            found |= {name: as_offsets(name, self.array(name)) for name in self.named[role]}
+            found |= {name: self.array(name, as_offsets) for name in self.named[role]}
         return found
 
     @once
