@@ -396,9 +396,7 @@ def position_array(segments: Segments) -> Array:
     (B, S), spans, lengths = segments.shape, segments.spans, segments.sequence_lengths
     place_S = _places(S)
     if segments.counts_places:
-        positions_BS = np.empty((B, S), np.int64)
-        positions_BS[:] = place_S
-        return positions_BS
+        return np.tile(place_S, (B, 1))
     positions_BS = np.zeros((B, S), np.int64)
     for n, (b, start, end), (next_b, next_start, _) in zip(lengths, spans, (*spans[1:], (B, 0, 0))):
         stop = next_start if next_b == b else S
@@ -438,7 +436,8 @@ def as_offsets(name: str, given: Any, width: int | None = None, *, whole: bool =
     offsets = host_array(name, given)
     if offsets.ndim == 2 and len(offsets) == 1:
         offsets = offsets[0][: np.flatnonzero(offsets[0] != -1)[-1] + 1] if (offsets != -1).any() else offsets[0]
-    half = offsets.dtype.kind == "f" and getattr(given, "itemsize", 8) < 4
+    numbers = given if isinstance(given, (list, tuple)) else (given,)
+    half = offsets.dtype.kind == "f" and any(getattr(one, "itemsize", 8) < 4 for one in numbers)
     whole_numbers = offsets.dtype.kind in "iuf" and (np.isfinite(offsets) & (offsets == np.round(offsets))).all()
     rising = whole_numbers and offsets.ndim == 1 and len(offsets) > 0 and (offsets[1:] >= offsets[:-1]).all()
     last = int(offsets[-1]) if rising else 0
@@ -452,7 +451,8 @@ def as_offsets(name: str, given: Any, width: int | None = None, *, whole: bool =
         if offsets.ndim == 2:  # NeMo Automodel 0.7.0 datasets/packing.py:148, one row of offsets for each row of tokens
             remedy = "In a batch of several rows leave it out, and pass segment_ids."
         elif half:
-            remedy = "Keep them int32: a float of two bytes rounds numbers above 256."
+            rule = "Offsets are exact, and a float of one or two bytes rounds numbers."
+            remedy = "Keep them int32 from the start: a cast back keeps what was rounded."
         elif rising and offsets[0] > 0:
             remedy = "torch_npu's actual_seq_qlen has no leading 0: put one in front."
         raise CollateError(explain(name, str(offsets.tolist())[:80], rule, remedy))

@@ -161,7 +161,7 @@ FORMS = {
     "two rows": lambda offsets: np.array([offsets, offsets]),
     "masked": lambda offsets: np.ma.masked_array(offsets, [False] * len(offsets)),
     "bfloat16": lambda offsets: torch.tensor(offsets, dtype=torch.bfloat16),  # 351 would be 352 in it
-    "float16": lambda offsets: np.array(offsets, np.float16),
+    "float16": lambda offsets: [*np.array(offsets, np.float16)],
 }
 REFUSED = ("two rows", "masked", "bfloat16", "float16")
 

@@ -1,5 +1,5 @@
 """Epochs of real loaders with workers, and in some a fault whose true outcome is known. The epoch after it is right, and at
-the end no descriptor, no shared memory and no process is left. `python -m soak loaders --epochs 1000`."""
+the end no process, no shared memory and no more descriptors than of torch are left: `python -m soak loaders`."""
 
 import gc
 import os
