@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collate_npu.segments import Segments as Segments
     from collate_npu.tools.describe import describe as describe
 
-__version__ = "0.7.0"
+__version__ = "0.8.0"
 
 _HOMES = {
     "collate.collators": "PaddingCollator",
@@ -55,9 +55,7 @@ __all__ = sorted(_HOME)
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        from collate_npu.errors import moved
-
-        return moved(__name__, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value

@@ -1,20 +1,11 @@
-"""Messages: the errors a user can meet, what COLLATE_NPU_DEBUG=1 logs, and old names that warn.
-
-An error says: key and row, what arrived, the rule, the remedy. With COLLATE_NPU_DEBUG=1 each kind of batch is logged once a
-process, with what was decided and why, by the logger `collate_npu`; without a handler of your own it writes to stderr. The
-variable is read at import. Unset, a batch pays for looking at one name.
-"""
+"""Errors that a user can meet. Each says: key and row, what arrived, the rule, the remedy."""
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
-import warnings
-from collections.abc import Hashable, Iterable, Sized
+from collections.abc import Iterable, Sized
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
 
 _HARMLESS = "\n\t\xa0\u3000\u200d"
 """Line, tab, the spaces of other scripts, and what joins the parts of an emoji."""
@@ -156,59 +147,3 @@ def printable(text: str) -> str:
 def is_set(name: str) -> bool:
     """Return True if this environment variable is switched on."""
     return os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
-
-
-DEBUG = is_set("COLLATE_NPU_DEBUG")
-
-_LOGGER = logging.getLogger("collate_npu")
-_logged: set[tuple[int, Hashable]] = set()
-"""By process: a forked worker logs again what it does itself."""
-
-
-def log_once(what: Hashable, text: str, *, level: int = logging.DEBUG) -> None:
-    """Log `text`, unless this process has logged `what` before. COLLATE_NPU_DEBUG is for the caller to read."""
-    if (os.getpid(), what) in _logged:
-        return
-    _logged.add((os.getpid(), what))
-    if not _LOGGER.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(name)s [%(processName)s %(process)d] %(message)s"))
-        _LOGGER.addHandler(handler)
-        _LOGGER.propagate = False  # else an application's own handlers write it a second time
-    _LOGGER.setLevel(logging.DEBUG)
-    _LOGGER.log(level, printable(text))
-
-
-GONE_IN = "0.9"
-MOVED = {
-    f"{old}.{name}": f"{new}.{name}"
-    for old, new, names in (
-        ("collate_npu", "collate_npu.errors", "AmbiguousMaskError PolarityError UnsupportedFormError"),
-        ("collate_npu", "collate_npu.masks", "Verdict block_mask dense mask_mod none_is_exact varlen"),
-        ("collate_npu", "collate_npu.outputs", "per_sequence to_nested"),
-        ("collate_npu", "collate_npu.tools.show", "picture"),
-        ("collate_npu.consumers.consumer", "collate_npu.consumers.mask_routing", "Consumer Form Refusal"),
-        ("collate_npu.integrations.delivery", "collate_npu.proof.delivery", "Delivery"),
-        ("collate_npu.integrations.delivery", "collate_npu", "check_delivery guard_first_batch"),
-    )
-    for name in names.split()
-} | {
-    "collate_npu.kernels.fusion_attention.check_contract": "collate_npu.kernels.check.check_call",
-    "collate_npu.kernels.gated_delta.check_gated_delta_contract": "collate_npu.kernels.check.check_call",
-    "collate_npu.integrations.trl.adapt_forward": "collate_npu.adapt",
-}
-"""Old name -> new name."""
-
-
-def moved(module: str, name: str) -> Any:
-    """Return the object that an old name stands for, and warn. A module calls it in its `__getattr__`.
-
-    Raises `AttributeError` for a name that the module never had.
-    """
-    old = f"{module}.{name}"
-    if old not in MOVED:
-        near = did_you_mean(name, vars(sys.modules[module]).get("__all__", ()))
-        raise AttributeError(f"module {module!r} has no attribute {name!r}. {near}".rstrip(), name=name, obj=None)
-    warnings.warn(f"{old} is {MOVED[old]} now; the old name goes in {GONE_IN}.", DeprecationWarning, stacklevel=3)
-    home, _, new = MOVED[old].rpartition(".")
-    return getattr(import_module(home), new)

@@ -6,8 +6,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable
-from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,9 +18,7 @@ from collate_npu.collate import Layout
 from collate_npu.consumers.mask_routing import consumers
 from collate_npu.consumers.probe import sequences_mix_reason
 from collate_npu.consumers.recurrent import MENDS, READS, kernel_calls
-from collate_npu.errors import GONE_IN, MOVED
 from collate_npu.kernels.gated_delta import arguments
-from collate_npu.keys import KEYS
 from collate_npu.parallel import layout, recurrent
 from collate_npu.testing import hybrid_model_types, tiny_model
 from collate_npu.tools.cli import parsers
@@ -166,21 +162,6 @@ def default_of(name: str, each: inspect.Parameter) -> str:
     return "required" if each.default is each.empty else f"`{SHOWN.get((name, shown), shown)}`"
 
 
-def public() -> str:
-    """Each name that stays, with its arguments; keys; commands with their options; and old names, until which edition."""
-    names = [f"{old}, until {GONE_IN}" for old in MOVED] + [f"batch[{name}]" for name in KEYS]
-    for room in ("", ".collate", ".masks", ".parallel", ".proof"):
-        module = import_module(f"collate_npu{room}")
-        for name in module.__all__:
-            names.append(f"collate_npu{room}.{name}")
-            with suppress(TypeError, ValueError):  # no function, and no class that Python shows the arguments of
-                given = [*inspect.signature(getattr(module, name)).parameters]
-                names += [f"{names[-1]}({each}=)" for each in given if "args" not in each]  # those of an alias
-    for name, parser in parsers()[1].items():
-        names += [f"collate-npu {name} {each}".strip() for each in ("", *parser._option_string_actions)]
-    return "\n".join(sorted({*names})) + "\n"
-
-
 def given() -> str:
     """What becomes of `attention_mask` in Markdown: three batches, for each consumer of a hybrid model and another."""
     rows = [[1, 2, 3], [4, 5, 6, 7, 8]]
@@ -226,7 +207,6 @@ def written() -> dict[Path, str]:
     return {
         **figures.between("README.md", need=needed()),
         **figures.between("zh/index", need=in_chinese(needed())),
-        ROOT / "tests" / "data" / "public_names.txt": public(),
         code: re.sub(r"ConsumerName = Literal\[\n.*?\]  # fmt: skip\n", literal, code.read_text("utf-8"), flags=re.S),
         **figures.between("contributing", files=glossary()),
         **figures.between("kernels", families=families(), spellings=drawn(arguments), options=command("kernels")),

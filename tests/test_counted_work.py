@@ -111,4 +111,4 @@ def test_no_cache_of_the_package_grows_without_a_bound():
     gc.freeze()
     assert long.grown(before) == {}
     assert max(most for _, most in before.values() if most) <= ENTRIES
-    assert {name.split(".")[1] for name in before} >= {"segments", "errors"}
+    assert "segments" in {name.split(".")[1] for name in before}

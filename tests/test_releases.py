@@ -123,7 +123,7 @@ def docstrings(tree):
 def declared(tree):
     """`PACKAGE, TESTED = "trl", "1.16.0"` of a trainer's one file, and the editions of the package itself."""
     for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("(PACKAGE, TESTED)", "__version__", "GONE_IN"):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("(PACKAGE, TESTED)", "__version__"):
             yield from ast.walk(node.value)
 
 

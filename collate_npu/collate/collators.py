@@ -21,25 +21,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from collate_npu import errors
 from collate_npu.arrays import Side, check_places, host_array, whole_number
 from collate_npu.collate.features import Features, Samples, read_features
 from collate_npu.collate.padding import Rows, Slots, best_fit, concatenate_values, lay_rows, stack_values
 from collate_npu.collate.transport import shipped
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.labels_and_positions import labels_behind_padding_error
-from collate_npu.consumers.mask_routing import Consumer, ConsumerName, log_form
+from collate_npu.consumers.mask_routing import Consumer, ConsumerName
 from collate_npu.consumers.model_traits import LabelRule, consumer_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
-from collate_npu.masks.batch_reader import find_token_hazards, log_hazards
 from collate_npu.masks.forms import (
     MAX_MASK_BYTES,
     add_tail,
     aligned,
     least_room,
     mask_needed_reason,
-    none_is_exact,
     offsets_of,
     own_places,
     write_dense,
@@ -176,12 +173,6 @@ class Emitter:
                 rule = f"{self._adapter.consumer.name} reads padding from this key only, and {why}."
                 raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
             out.pop("attention_mask", None)
-        if errors.DEBUG:
-            log_hazards(find_token_hazards(Sources.of(batch), segments))
-            if self._adapter is None:
-                mode = f"attention_mask={self.attention_mask!r}; {none_is_exact(segments, self._attends).why}"
-                why = "the offsets hold the boundaries" if padding_free else mode
-                log_form("no consumer named: the neutral form, for a BatchAdapter", out, segments, why=why)
         return out
 
     def _mask(self, segments: Segments) -> Tensor | None:

@@ -11,8 +11,8 @@ says so. A worker whose trainer was killed ends: nobody reads its messages.
 
 from __future__ import annotations
 
-import logging
 import os
+import warnings
 from functools import cache
 from multiprocessing import current_process, parent_process
 from multiprocessing.queues import Queue
@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.utils import _pytree
 from torch.utils.data import get_worker_info
 
-from collate_npu import errors
 from collate_npu.arrays import Array
 
 # Measured with two workers on two cores. A longer message takes the pipe longer than shared memory takes; a longer tensor
@@ -134,7 +133,7 @@ def _buffer(size: int, *, shared: bool) -> Any:
 def _say_full(error: RuntimeError) -> None:
     remedy = "Enlarge it (docker run --shm-size=8g), or give the loader fewer workers or a lower prefetch_factor."
     text = f"no shared memory for a batch, which takes a slower way, a pipe: {error}. {remedy}"
-    errors.log_once("shm", text, level=logging.WARNING)
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _unpack(batch: dict[Any, Any], places: list[Place], buffer: Any) -> dict[Any, Any]:

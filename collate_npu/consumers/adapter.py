@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from collate_npu import errors
 from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_labels, labels_for, positions_for, restart
 from collate_npu.consumers.mask_routing import Case, Consumer, ConsumerName, Model, Route, consumer_named
 from collate_npu.consumers.megatron import kernel_of
@@ -255,10 +254,6 @@ class BatchAdapter:
         else:
             out, segments = self.mended(Sources.of_tensors(batch), padding_free=self.padding_free)
         MADE.keep(out, segments)
-        if errors.DEBUG and self.context_parallel is None and self.padding_free and self.model.needs_mask_2d:
-            from collate_npu.kernels.check import log_batch  # the contracts, which nobody else here reads
-
-            log_batch(self.consumer.name, out, segments)
         return out, segments
 
     @uncompiled

@@ -16,13 +16,11 @@ from typing import Any, Literal
 
 import torch
 
-from collate_npu import errors
 from collate_npu.arrays import once
 from collate_npu.consumers import model_traits
 from collate_npu.consumers.model_traits import config_of, consumer_of, needs_mask_2d, pattern_of, text_config, virtual_tokens
 from collate_npu.consumers.recurrent import keeps_apart
 from collate_npu.errors import CollateError, UnsupportedFormError, did_you_mean, explain
-from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.forms import Verdict, none_is_exact
 from collate_npu.masks.patterns import CAUSAL, Pattern, PatternName
 from collate_npu.parallel import ContextParallel
@@ -51,29 +49,6 @@ class Route:
     keeps_mask_2d: bool
     why: str
     """Why this form."""
-
-
-def log_route(reader: str, key: str, route: Route, segments: Segments, cp: ContextParallel | None, reads_2d: str) -> None:
-    """Log each route once a process, with the first batch that took it (COLLATE_NPU_DEBUG=1)."""
-    whole = cp is None and route.form in ("masked", "keep", "bias")
-    cost = f", {describe_cost(route.form, segments)}" if whole else ""
-    kept = f"stays ({reads_2d})" if route.keeps_mask_2d else "removed (no layer reads it)"
-    lines = (
-        reader,
-        f"{key}: {SPELLED[route.form]}{cost} ({route.why})",
-        f"attention_mask_2d: {kept}",
-        f"the first such batch: {describe_shape(segments)}",
-        f"context parallelism: {cp or 'none'}",
-    )
-    errors.log_once((reader, route.form, kept, segments.padding_side, segments.packed, cp), "\n  ".join(lines))
-
-
-def log_form(reader: str, out: Mapping[str, Any], segments: Segments, *, why: str) -> None:
-    """Log a finished batch of a collator that has no consumer, as `log_route` does."""
-    mask = out.get("attention_mask")
-    form: MaskForm = "none" if mask is None else "keep_2d" if mask.ndim == 2 else "masked"
-    route = Route(form=form, keeps_mask_2d=KEEP_KEY in out, why=why)
-    log_route(reader, "attention_mask", route, segments, None, "whoever reads this batch needs it")
 
 
 def describe_cost(form: MaskForm, segments: Segments) -> str:
@@ -392,10 +367,6 @@ class Consumer:
             form, reason = next((form, why) for form in self.forms if (why := form.when(case)))
             kept = case.recurrent if self.keeps_mask_2d == "recurrent" else self.keeps_mask_2d == "always"
             chosen = Route(form=form.form, keeps_mask_2d=kept, why=reason if isinstance(reason, str) else form.reads)
-        if errors.DEBUG:
-            reads_2d = "this consumer always reads it" if self.keeps_mask_2d == "always" else "recurrent layers read it"
-            reader = f"consumer {self.name}, {case.model.description}"
-            log_route(reader, self.key, chosen, case.segments, case.context_parallel, reads_2d)
         return chosen
 
 

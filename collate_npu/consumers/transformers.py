@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from collate_npu import errors
 from collate_npu.consumers import model_traits
 from collate_npu.consumers.mask_routing import PACKED_RECURRENT, Case, Consumer, Form, Refusal
 from collate_npu.consumers.model_traits import attention_windows, layer_masks, text_config
@@ -68,9 +67,7 @@ def _by_2d(case: Case) -> str:
     if case.padding_free or case.segments.packed:
         return ""
     if case.plain and case.model.attends(case.call) != "bidirectional":  # that is declared causal
-        faster = errors.DEBUG and _by_kernel(replace(case, at_model=True))
-        more = "; None is exact too, and faster: adapt(model), or attention_mask='omit'" if faster else ""
-        return f"every layer of a transformers model reads the 2D mask{more}"
+        return "every layer of a transformers model reads the 2D mask"
     return _of_its_own(case)
 
 

@@ -7,9 +7,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-from collate_npu.consumers import retire_module
-
-retire_module(f"{__name__}.delivery")
 _SAID = re.compile(r'^PACKAGE, TESTED = "(.+)", "(.+)"$', flags=re.M)
 
 

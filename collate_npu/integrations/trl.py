@@ -7,12 +7,4 @@ and SFT refuses a collator with `packing` or `padding_free` (sft_trainer.py:917)
 
 from __future__ import annotations
 
-from typing import Any
-
-from collate_npu.errors import moved
-
 PACKAGE, TESTED = "trl", "1.16.0"
-
-
-def __getattr__(name: str) -> Any:
-    return moved(__name__, name)

@@ -2,7 +2,7 @@
 
 An operator is named as its package names it (`fla.chunk_gated_delta_rule`, `torch_npu.npu_fusion_attention`), is a `kernel`
 of `gated_delta_kwargs`, or a layer of a stack (`transformers.gdn_layer`). The reference kernels of `testing` check every
-call; integrations and the adapter check theirs with COLLATE_NPU_DEBUG=1.
+call.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 
-from collate_npu import errors
 from collate_npu.errors import CollateError, explain
 from collate_npu.kernels import Breach, refuse
 from collate_npu.kernels.fusion_attention.contract import contract_breaches, sizes_of
 from collate_npu.kernels.gated_delta.contract import gated_delta_breaches
 from collate_npu.kernels.gated_delta.operators import by_own_names, find_operator, operator_named, rows_and_tokens
-from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.patterns import Pattern
 from collate_npu.segments import Segments
 from collate_npu.validation import checked
@@ -106,26 +104,3 @@ def named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     rest = (name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD)
     others: dict[str, Any] = bound.pop(next(rest, ""), {})
     return bound | others
-
-
-def log_call(name: str, arguments: Mapping[str, Any], *, segments: Segments | None = None, **says: Any) -> None:
-    """Log each rule that such a call breaks, once a process (COLLATE_NPU_DEBUG=1). Never raises."""
-    if errors.DEBUG and knows(name):
-        try:
-            found = call_breaches(name, arguments, segments=segments, **says)
-        except CollateError as error:
-            errors.log_once(("call", name), f"call of {name}, not judged: {error}")
-            return
-        for breach in found:
-            errors.log_once(("call", name, breach.rule), f"call of {name}: {breach}")
-
-
-def log_batch(layer: str, batch: Mapping[str, Any], segments: Segments) -> None:
-    """Run `log_call` on an unsplit batch before it enters a model whose recurrent layers are of this kind.
-
-    `layer` is a consumer of that name, or a layer; of one that no contract knows nothing is logged. The layer is taken to
-    read `attention_mask_2d` where the batch has one.
-    """
-    if errors.DEBUG and (row := find_operator(layer)) is not None:
-        given = batch if batch.get(KEEP_KEY) is None else {**batch, "attention_mask": batch[KEEP_KEY]}
-        log_call(layer, {name: given[name] for name in row.names if name in given}, segments=segments)

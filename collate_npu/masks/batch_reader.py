@@ -2,7 +2,7 @@
 
 It reads `segment_ids`, `attention_mask_2d`, `attention_mask` of any rank, offsets, sequence numbers, lengths and positions,
 and raises where two of them differ. Hazards are what is legal in a batch and gives wrong numbers in some stack without an
-error: `describe` lists them, and COLLATE_NPU_DEBUG=1 logs each once; nothing is decided by them.
+error: `describe` lists them; nothing is decided by them.
 Costs O(B * S), and for a dense mask a few passes over its bytes.
 Legend: B batch, S width, N sequences of a flat row, Q/K query and key rows.
 """
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu import errors
 from collate_npu.arrays import PLAIN, Array, dims
 from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY
@@ -70,12 +69,6 @@ def find_hazards(sources: Sources, segments: Segments | None) -> dict[str, str]:
 def is_dense(value: Any) -> TypeGuard[Tensor]:
     """True for a mask of three or four dimensions whose numbers can be read."""
     return isinstance(value, Tensor) and is_plain(value) and value.dtype in PLAIN and not value.is_meta and value.ndim > 2
-
-
-def log_hazards(found: Mapping[str, str]) -> None:
-    """Log each kind once a process, with the first batch that shows it (COLLATE_NPU_DEBUG=1)."""
-    for kind, text in found.items():
-        errors.log_once(("hazard", kind), f"hazard in a batch as it arrives: {text}")
 
 
 def reads(full: Tensor, segments: Segments | None) -> str:
@@ -212,8 +205,6 @@ def agreed(
         _refuse_doubtful_ends(sources, truth)
     if not sources.named["segment_ids"]:
         _refuse_inverted(sources, shape, truth.segments, empty=by_keys and bool(squares))
-    if errors.DEBUG:
-        log_hazards(find_hazards(sources, truth.segments))
     return truth.segments
 
 

@@ -31,7 +31,7 @@ from collate_npu.keys import of_kind
 from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
-from collate_npu.proof.forward import Forward, among, block, case_of, crosses, few, listed, renamed
+from collate_npu.proof.forward import Forward, among, block, case_of, crosses, few, listed
 from collate_npu.proof.measure import OF_THE_LOSS, apart, called, check_noise, like, noise_limit, scores_of, widened
 from collate_npu.proof.recorder import record_calls
 from collate_npu.releases import say_outside
@@ -69,10 +69,6 @@ class Delivery:
     """True if padding and other sequences were replaced, and no real token moved."""
     alone: Alone | None
     """How far two sequences are from themselves alone; None without `alone=True`."""
-
-    told = renamed("Delivery", "told", "report")
-    unseen = renamed("Delivery", "unseen", "unchecked")
-    asked = renamed("Delivery", "asked", "leak_free")
 
     @property
     def verdict(self) -> str:

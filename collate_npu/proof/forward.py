@@ -8,7 +8,6 @@ real tokens attend, never by what padding does.
 from __future__ import annotations
 
 import re
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,7 @@ from collate_npu.consumers.model_traits import (
     pattern_of,
     text_config,
 )
-from collate_npu.errors import GONE_IN, AmbiguousMaskError, CollateError
+from collate_npu.errors import AmbiguousMaskError, CollateError
 from collate_npu.kernels import Breach
 from collate_npu.kernels.call_boundaries import (
     CallBoundaries,
@@ -120,16 +119,6 @@ class RecordedCall:
         return Fault(layer=self.layer, kernel=self.kernel, received=received, why=why, remedy=remedy)
 
 
-def renamed(owner: str, old: str, new: str) -> property:
-    """A property that gives the field `new` of a class by its old name, with a warning."""
-
-    def value(self: Any) -> Any:
-        warnings.warn(f"{owner}.{old} is {new} now; the old name goes in {GONE_IN}.", DeprecationWarning, stacklevel=2)
-        return getattr(self, new)
-
-    return property(value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """What is wrong with a call, and what to do."""
@@ -140,8 +129,6 @@ class Fault:
     """The boundaries or positions that the kernel got, in short."""
     why: str
     remedy: str
-
-    told = renamed("Fault", "told", "received")
 
     def __str__(self) -> str:
         return f"{self.layer}, {self.kernel}: got {self.received}: {self.why.rstrip('.')}. {self.remedy}"

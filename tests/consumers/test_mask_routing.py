@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from collate_npu import BatchAdapter, ContextParallel, Pattern, Segments, errors, needs_mask_2d, releases
+from collate_npu import ContextParallel, Pattern, Segments, needs_mask_2d, releases
 from collate_npu.consumers import transformers as transformers_room
 from collate_npu.consumers.mask_routing import Case, Model, consumers
 from collate_npu.consumers.model_traits import layer_masks
@@ -248,33 +248,6 @@ def test_older_transformers_take_no_mapping(monkeypatch, fields, since, before, 
     monkeypatch.setitem(releases._FOUND, "transformers", before)
     with pytest.raises(UnsupportedFormError, match=said):
         layer_masks(config(**fields))
-
-
-# --- a route in words, once for each kind of batch
-
-
-@pytest.fixture
-def said(monkeypatch):
-    found: dict[object, str] = {}
-    monkeypatch.setattr(errors, "DEBUG", True)
-    monkeypatch.setattr(errors, "log_once", lambda what, text: found.setdefault(what, text))
-    return found
-
-
-RIGHT_13 = Segments.from_lengths([1, 3])
-
-
-def test_routes_that_differ_are_said_apart_with_what_becomes_of_the_2d_mask(said):
-    for cp in (None, ContextParallel(2, 0), ContextParallel(2, 1)):
-        for consumer, recurrent in (("megatron", True), ("megatron", False), ("verl", False)):
-            adapter = BatchAdapter(needs_mask_2d=recurrent, consumer=consumer, context_parallel=cp)
-            for _ in range(2):
-                adapter.route(RIGHT_13)
-    assert len(said) == 9
-    assert sum("context parallelism: none" in text for text in said.values()) == 3
-    for kept in ("stays (recurrent layers read it)", "removed (no layer", "stays (this consumer always reads it)"):
-        assert sum(kept in text for text in said.values()) == 3
-    assert all(("stays (this" in text) == ("consumer verl" in text) for text in said.values())
 
 
 @pytest.mark.models

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from collate_npu import BatchAdapter, CollateError, PaddingCollator, Pattern, Segments, UnsupportedFormError, testing
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, Pattern, Segments, testing
 from collate_npu.consumers import probe
 from collate_npu.consumers.model_traits import (
     first_position,
@@ -27,6 +27,7 @@ from collate_npu.consumers.model_traits import (
     text_config,
     width_dependence,
 )
+from collate_npu.errors import UnsupportedFormError
 from collate_npu.releases import KERNELS_TOLD, installed, numbers
 
 pytestmark = pytest.mark.long

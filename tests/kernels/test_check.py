@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from collate_npu import CollateError, Segments, errors
+from collate_npu import CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.check import check_call, knows, log_batch, log_call
+from collate_npu.kernels.check import check_call, knows
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 
 FLAT, LEFT = Segments.from_lengths([[3, 4]], width=9), Segments.from_lengths([2, 4], side="left")
@@ -28,31 +28,3 @@ def test_without_a_contract_or_sizes_it_says_so() -> None:
         check_call("npu_fusion_attention", {"input_layout": "BSND"}, N=2, segments=FLAT)
     with pytest.raises(UnsupportedFormError, match="3 dimensions"):
         check_call("npu_fusion_attention", {"query": 3, "head_num": 2, "input_layout": "BSND"})
-
-
-# --- said, not raised
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    texts: list[str] = []
-    monkeypatch.setattr(errors, "DEBUG", True)
-    monkeypatch.setattr(errors, "log_once", lambda what, text: texts.append(text))
-    return texts
-
-
-def test_debug_says_what_a_batch_breaks(said: list[str], newest_transformers: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    log_batch("transformers", {"input_ids": 1, "loss_mask": 2, **BOTH}, FLAT)
-    log_batch("transformers", {"attention_mask": torch.ones(2, 1, 4, 4), "attention_mask_2d": LEFT.keep}, LEFT)
-    log_batch("a consumer of nobody", {}, FLAT)
-    log_call("a.kernel_of_nobody", {})
-    assert said == []
-    log_batch("transformers", {"cu_seq_lens_q": BOTH["cu_seq_lens_q"]}, FLAT)
-    log_batch("megatron", {"attention_mask": None}, LEFT)
-    assert ["[pair]" in said[0], "[differs-from-segments]" in said[1]] == [True, True]
-    log_call("fla.chunk_gated_delta_rule", {})
-    assert "not judged" in said[-1]
-    monkeypatch.setattr(errors, "DEBUG", False)
-    count = len(said)
-    log_batch("transformers", {"cu_seq_lens_q": BOTH["cu_seq_lens_q"]}, FLAT)
-    assert len(said) == count, "without debug nothing is looked at"

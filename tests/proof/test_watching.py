@@ -293,8 +293,6 @@ def test_a_kernel_that_a_function_around_it_keeps(kept, monkeypatch):
         model(IDS, OFFSETS)
     assert {each.kernel for each in seen.faults} == {"stranger.chunk_gated_delta_rule"}
     assert {each.received for each in seen.faults} == {"nothing"}
-    with pytest.warns(DeprecationWarning, match=r"Fault\.told is received now"):
-        assert seen.faults[0].told == "nothing"
 
 
 def test_what_a_run_put_in_place_of_a_kernel_stays(monkeypatch):

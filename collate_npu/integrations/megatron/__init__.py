@@ -26,7 +26,6 @@ from collate_npu.consumers.model_traits import config_of, needs_mask_2d, recurre
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.integrations import patching
 from collate_npu.integrations.megatron import mcore_bridge
-from collate_npu.kernels.check import log_call
 from collate_npu.kernels.gated_delta import flat_offsets, gated_delta_kwargs
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import agreed
@@ -228,8 +227,6 @@ def packed_seq_params(
         padded = fields[f"cu_seqlens_{side}_padded"]
         fields[f"cu_seqlens_{side}"] = segments.cu_seqlens.to(device) if apart else padded
     fields["pad_between_seqs"] = apart
-    newest = {"megatron": "main"}  # attention reads them too: which layers a release has is not judged here
-    log_call("megatron_core.GatedDeltaNet", fields, B=1, T=offsets[-1], segments=segments, versions=newest)
     return PackedSeqParams(**{name: value for name, value in fields.items() if name in names})
 
 

@@ -3,9 +3,6 @@
 Imports only torch and numpy, and touches no device: the operator itself is never called from here.
 """
 
-from typing import Any
-
-from collate_npu.errors import moved
 from collate_npu.kernels.fusion_attention.arguments import NpuForm, choose_form, fusion_attention_kwargs
 from collate_npu.kernels.fusion_attention.contract import prefix_triangle, triangle
 from collate_npu.kernels.fusion_attention.reference import reference_fusion_attention
@@ -13,7 +10,3 @@ from collate_npu.kernels.fusion_attention.reference import reference_fusion_atte
 __all__ = [
     "NpuForm", "choose_form", "fusion_attention_kwargs", "prefix_triangle", "reference_fusion_attention", "triangle",
 ]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    return moved(__name__, name)

@@ -3,9 +3,6 @@
 Imports only torch and numpy, and touches no device it is not given: no kernel is ever called from here.
 """
 
-from typing import Any
-
-from collate_npu.errors import moved
 from collate_npu.kernels.gated_delta.arguments import (
     Kernel,
     chunk_indices,
@@ -20,7 +17,3 @@ __all__ = [
     "Kernel", "chunk_indices", "chunk_offsets", "flat_offsets", "gated_delta_kwargs", "reference_causal_conv1d",
     "reference_gated_delta_rule", "zero_padding",
 ]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    return moved(__name__, name)
