@@ -51,8 +51,8 @@ JOBS = {
         "parallel.gather_objects parallel.data_group parallel.gloo_group",
     ),
     "Kernel arguments": (
-        "What the operators of an Ascend card and recurrent kernels are called with, and a check of a call.",
-        "kernels.fusion_attention kernels.gated_delta kernels.check",
+        "What the operators of an Ascend card and recurrent kernels are called with.",
+        "kernels.fusion_attention kernels.gated_delta",
     ),
     "Check a run": (
         "Compare what each layer received with what the batch says.",

@@ -73,7 +73,7 @@ def steps(device: str, quick: bool) -> Iterator[tuple[Step, Judge]]:
     sizes = ("--samples", "16", "--rows", "4", "--longest", "64") if quick else ("--samples", "128", "--rows", "8")
     yield Step("planned", "What do planned batches save?", ("-m", "benchmarks.planned_steps", *on, *sizes)), of_lines
     asks = "Does each operator compute what its arguments mean?"
-    yield Step("kernels", asks, (*COMMAND, "kernels", *on, "--json")), of_kernels
+    yield Step("operators", asks, ("-m", "benchmarks.operators", *on, "--json")), of_operators
     if not quick:
         flex = (*audit, "--attn", "flex_attention", "--model", "qwen3")
         yield Step("audit flex", "And under FlexAttention?", flex), of_audit
@@ -86,7 +86,7 @@ def of_env(step: Step) -> str:
     return "; ".join([step.found["devices"], *map(str, step.found["hazards"])])
 
 
-def of_kernels(step: Step) -> str:
+def of_operators(step: Step) -> str:
     runs = step.found["runs"]
     states = sorted({run["state"] for run in runs})
     counted = ", ".join(f"{sum(run['state'] == state for run in runs)} {state}" for state in states)

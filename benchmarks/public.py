@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import collate_npu as top
-from collate_npu import Segments, masks, outputs, parallel
-from collate_npu.kernels import fusion_attention as fusion, gated_delta
-from collate_npu.kernels.check import check_call
+from collate_npu import Segments, kernels, masks, outputs, parallel
 from collate_npu.proof import watch
 
 WRAPPED = top.wrap_collator(top.PaddingCollator(pad_token_id=0, attention_mask="2d"))
@@ -78,8 +76,6 @@ FORMS: dict[str, Callable[[Segments], Any]] = {
     "told": lambda s: {"input_ids": _ids(s), "attention_mask": s.keep.long()},
     "flat": lambda s: {"input_ids": _ids(s), "cu_seq_lens_q": s.cu_seqlens},
     "dense": lambda s: masks.dense(s, polarity="masked"),
-    "attention": lambda s: {**fusion.fusion_attention_kwargs(s), "scale": 1.0},
-    "delta": lambda s: {**gated_delta.gated_delta_kwargs(s, kernel="fla", keep_padding=True), "scale": 1.0},
     "shards": lambda s: list(torch.ones(*s.shape, 4).chunk(2, 1)),
     "model": lambda _: Model(),
     "text": lambda s: "é" * s.num_tokens,
@@ -112,14 +108,6 @@ def _adapted(model: nn.Module, batch: dict[str, Tensor]) -> None:
     handle = top.adapt(model, consumer="verl", needs_mask_2d=True)
     _through(model, batch)
     handle.remove()
-
-
-def _of_row(kwargs: dict[str, Any], segments: Segments) -> None:
-    check_call("fla", kwargs, B=1, T=segments.array.size, segments=segments)
-
-
-def _of_attention(kwargs: dict[str, Any], segments: Segments) -> None:
-    check_call("npu_fusion_attention", kwargs, N=1, Nkv=1, D=16, segments=segments)
 
 
 def _refused(text: str) -> str:
@@ -198,22 +186,11 @@ CALLS = {
     "check_recurrent_split": Call(
         lambda s: parallel.check_recurrent_split(CP, "head_exchange_zigzag", s), "segments", "rows width"
     ),
-    "choose_form": Call(fusion.choose_form, "segments"),
-    "fusion_attention_kwargs": Call(fusion.fusion_attention_kwargs, "segments", "rows width"),
-    "reference_fusion_attention": Call(
-        lambda q: fusion.reference_fusion_attention(q, q, q, 1, "BSND", scale=0.25), "query", **FEW
-    ),
-    "gated_delta_kwargs": Call(partial(gated_delta.gated_delta_kwargs, kernel="fla"), "segments"),
-    "flat_offsets": Call(gated_delta.flat_offsets, "segments"),
-    "chunk_indices": Call(partial(gated_delta.chunk_indices, chunk_size=64), "offsets"),
-    "chunk_offsets": Call(partial(gated_delta.chunk_offsets, chunk_size=64), "offsets"),
-    "check_call, attention": Call(_of_attention, "attention segments", **FEW),
-    "check_call, recurrent": Call(_of_row, "delta segments"),
-    "zero_padding": Call(gated_delta.zero_padding, "hidden segments", "rows width"),
-    "reference_causal_conv1d": Call(lambda x: gated_delta.reference_causal_conv1d(x, x[0, :4].T), "hidden", "width"),
-    "reference_gated_delta_rule": Call(
-        lambda q: gated_delta.reference_gated_delta_rule(q, q, q, q[..., 0] - 1, q[..., 0]), "query", "width", most=1_600
-    ),
+    "choose_form": Call(kernels.choose_form, "segments"),
+    "fusion_attention_kwargs": Call(kernels.fusion_attention_kwargs, "segments", "rows width"),
+    "gated_delta_kwargs": Call(partial(kernels.gated_delta_kwargs, kernel="fla"), "segments"),
+    "flat_offsets": Call(kernels.flat_offsets, "segments"),
+    "zero_padding": Call(kernels.zero_padding, "hidden segments", "rows width"),
 }
 FREE = {
     "CollateError", "ContextParallel", "Pattern", "Verdict", "needs_mask_2d", "BLOCKS", "RecurrentScheme", "data_group",

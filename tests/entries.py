@@ -17,7 +17,7 @@ from collate_npu import (
     wrap_collator,
 )
 from collate_npu.collate import BalancedBatchSampler, Layout, lengths_of, loss_weights
-from collate_npu.kernels import check, fusion_attention, gated_delta
+from collate_npu.kernels import fusion_attention, gated_delta
 from collate_npu.keys import KEYS, TOKENS
 from collate_npu.masks import block_mask, dense, mask_mod, none_is_exact, segments_from_batch, varlen
 from collate_npu.parallel import (
@@ -41,7 +41,6 @@ COLLATORS = (
     PaddingCollator(pad_token_id=7, padding_side="left"),  # to which weights are some key
     PaddingCollator(keys={**KEYS, "weights": TOKENS}, padding_free=True),
 )
-OFFSETS = {"offsets": [0, 3, 5], "chunk_size": 64}
 CALLS = {
     fusion_attention.choose_form: {"segments": FLAT},
     fusion_attention.fusion_attention_kwargs: {"segments": ROWS},
@@ -49,10 +48,7 @@ CALLS = {
     fusion_attention.prefix_triangle: {},
     gated_delta.gated_delta_kwargs: {"segments": ONE_ROW, "kernel": "fla"},
     gated_delta.flat_offsets: {"segments": FLAT},
-    gated_delta.chunk_indices: OFFSETS,
-    gated_delta.chunk_offsets: OFFSETS,
     gated_delta.zero_padding: {"hidden": torch.ones(2, 4, 3), "segments": ROWS},
-    check.check_call: {"name": "fla.chunk_gated_delta_rule", "arguments": {"q": torch.ones(1, 5, 2, 4)}},
     outputs.unpad: {"x": IDS, "segments": ROWS},
     outputs.repad: {"y": torch.ones(6), "segments": ROWS, "fill": 0},
     outputs.last_token: {"x": IDS, "segments": ROWS},

@@ -18,7 +18,7 @@ from collate_npu.collate import Layout
 from collate_npu.consumers.mask_routing import consumers
 from collate_npu.consumers.probe import sequences_mix_reason
 from collate_npu.consumers.recurrent import MENDS, READS, kernel_calls
-from collate_npu.kernels.gated_delta import arguments
+from collate_npu.kernels import gated_delta
 from collate_npu.parallel import layout, recurrent
 from collate_npu.testing import hybrid_model_types, tiny_model
 from collate_npu.tools.cli import parsers
@@ -209,7 +209,7 @@ def written() -> dict[Path, str]:
         **figures.between("zh/index", need=in_chinese(needed())),
         code: re.sub(r"ConsumerName = Literal\[\n.*?\]  # fmt: skip\n", literal, code.read_text("utf-8"), flags=re.S),
         **figures.between("contributing", files=glossary()),
-        **figures.between("kernels", families=families(), spellings=drawn(arguments), options=command("kernels")),
+        **figures.between("kernels", families=families(), spellings=drawn(gated_delta)),
         **figures.between("context-parallel", layouts=drawn(layout), schemes=drawn(recurrent)),
         **figures.between("options", options=options()),
         **figures.between("speed", step=figures.step_table(), speed=figures.speed_table()),

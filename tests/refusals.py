@@ -437,16 +437,6 @@ FOLLOWED = [
         "Pass cu_seqlens_padded of this very batch, or 'own'",
         lambda: offsets(APART, padding=torch.tensor([0, 4, 10, 12])) == [0, 4, 10, 12],
     ),
-    (
-        lambda: gated_delta_kwargs(APART, kernel="fla", padding="behind", max_sequences=4),
-        "Pass padding=batch['cu_seqlens_padded'] of PaddingCollator(max_sequences=)",
-        lambda: offsets(APART, padding=[0, 4, 9, 10, 12], max_sequences=4) == [0, 4, 9, 10, 12],
-    ),
-    (
-        lambda: gated_delta_kwargs(FLAT, kernel="fla", max_sequences=4),
-        "Raise the width to 10",
-        lambda: offsets(Segments.from_lengths([[3, 5]], 10), max_sequences=4) == [0, 3, 8, 9, 10],
-    ),
 ]
 
 

@@ -3,9 +3,8 @@ kernels of the usual names, here plain torch references that read boundaries.
 """
 
 import torch
+from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from torch import nn
-
-from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 
 WIDTH = 16
 

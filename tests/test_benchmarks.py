@@ -13,8 +13,7 @@ import collate_npu
 from benchmarks import agreement, measure, page_of_stacks, peers, public, report
 from benchmarks.groups import collate, derive, growth, step
 from benchmarks.timing import Case, Contestant, Pace
-from collate_npu import masks, outputs, parallel, proof
-from collate_npu.kernels import fusion_attention, gated_delta
+from collate_npu import kernels, masks, outputs, parallel, proof
 
 TINY = ((2, 8),)
 ONCE = Pace(rounds=3, least=3, budget=0, turn=0)
@@ -101,8 +100,7 @@ def test_ways_of_a_step_have_one_loss_and_say_what_they_take(capsys):
 
 
 def test_every_public_function_that_takes_a_batch_is_measured():
-    rooms = (collate_npu, masks, parallel, fusion_attention, gated_delta, proof)
-    names = {"check_call", *(name for room in rooms for name in room.__all__)}
+    names = {name for room in (collate_npu, masks, parallel, kernels, proof) for name in room.__all__}
     here = {name: getattr(each, "__module__", "") for name, each in vars(outputs).items() if name[0] != "_"}
     names |= {name for name, module in here.items() if module == outputs.__name__}
     measured = {what.partition(",")[0].partition(".")[0] for what in public.CALLS}

@@ -147,12 +147,11 @@ def test_batches_of_any_lengths_have_one_shape(reader, shape, lengths, others):
 @given(lengths=batches, others=batches)
 @settings(max_examples=30)
 def test_kernel_arguments_have_one_shape(kernel, lengths, others):
-    """With tables where sequences are aligned to the chunk; without, offsets alone. None of them is empty or too many."""
-    for shape, tables in ((ALIGNED, kernel == "fla"), (STATIC, False)):
-        keys = {"kernel": kernel, "chunk_size": 16 if kernel == "fla" else 64, "tables": tables}
+    """None of the sequences is empty or too many."""
+    for shape in (ALIGNED, STATIC):
         told = []
         for batch in (collated(lengths, shape), collated(others, shape)):
-            given_ = gated_delta_kwargs(segments_from_batch(batch), padding=batch["cu_seqlens_padded"], **keys)
+            given_ = gated_delta_kwargs(segments_from_batch(batch), kernel=kernel, padding=batch["cu_seqlens_padded"])
             told.append([(k, len(v) if isinstance(v, tuple) else (v.shape, v.dtype)) for k, v in given_.items()])
             assert "cu_seqlens" not in given_ or (given_["cu_seqlens"].diff() > 0).all()
         assert told[0] == told[1]

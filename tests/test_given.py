@@ -35,7 +35,6 @@ DOORS = {
     "needs_mask_2d": collate_npu.needs_mask_2d,
     "gpt_batch": lambda x: gpt_batch(BATCH, x),
     "masks_in_forward": masks_in_forward,
-    "reference_kernels": lambda x: testing.reference_kernels(x).__enter__(),
 }
 NO_MODELS = {
     "a name": ("Qwen/Qwen3-Next", "from_pretrained('Qwen/Qwen3-Next')"),

@@ -131,7 +131,7 @@ ELSEWHERE = {
     "mindspeed": """
         consumers.mask_routing consumers.megatron consumers.verl
         integrations.megatron integrations.swift integrations.twinkle
-        integrations.verl integrations.verl.plugin kernels.gated_delta.operators
+        integrations.verl integrations.verl.plugin
         parallel.recurrent releases tools.env""",
     "swift": """
         consumers.megatron integrations.megatron.mcore_bridge parallel.recurrent

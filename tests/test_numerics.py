@@ -7,14 +7,16 @@ from itertools import product
 
 import pytest
 import torch
+from attention_oracle import reference_fusion_attention
 from in_float64 import in_float64
+from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from rotation import SEED, rotating
 from torch.nn.functional import conv1d, cross_entropy, pad, scaled_dot_product_attention, softmax
 
 from collate_npu import BatchAdapter, PaddingCollator, Segments, adapt, last_token, repad, unpad
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.fusion_attention import fusion_attention_kwargs, reference_fusion_attention
-from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule, zero_padding
+from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
+from collate_npu.kernels.gated_delta import zero_padding
 from collate_npu.kernels.packed_rows import convolution
 from collate_npu.masks import dense
 from collate_npu.masks.batch_reader import segments_from_batch

@@ -10,16 +10,10 @@ import pytest
 import torch
 from fuzz.validating import in_words
 from hypothesis import example, given, strategies as st
+from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, Segments, gather_sequence, split_batch
-from collate_npu.kernels.gated_delta import (
-    chunk_indices,
-    chunk_offsets,
-    flat_offsets,
-    gated_delta_kwargs,
-    reference_causal_conv1d,
-    reference_gated_delta_rule,
-)
+from collate_npu.kernels.gated_delta import flat_offsets, gated_delta_kwargs
 from collate_npu.keys import KEYS
 from collate_npu.masks import segments_from_batch
 from collate_npu.outputs import per_sequence
@@ -98,14 +92,6 @@ ENDS_EARLY = {
         lambda offsets: len(offsets) - 1,
     ),
     "the convolution": (starts, nonempty),
-    "chunk_offsets": (
-        lambda given: chunk_offsets(given, 4).tolist(),
-        lambda o: [0, *accumulate(-(-(b - a) // 4) for a, b in pairwise(o))],
-    ),
-    "chunk_indices": (
-        lambda given: chunk_indices(given, 4).tolist(),
-        lambda o: [[n, c] for n, (a, b) in enumerate(pairwise(o)) for c in range(-(-(b - a) // 4))],
-    ),
     "cu_seqlens_of": (lambda given: cu_seqlens_of(batch("cu_seqlens", given)).tolist(), list),
 }
 """Offsets need not reach the end of the row: what is behind them is padding, or they are of no row at all."""

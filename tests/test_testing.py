@@ -10,10 +10,8 @@ from hypothesis import given, strategies as st
 
 transformers = pytest.importorskip("transformers")
 
-from collate_npu import CollateError, testing  # noqa: E402
+from collate_npu import testing  # noqa: E402
 from collate_npu.consumers.model_traits import family_needs_mask_2d, needs_mask_2d  # noqa: E402
-from collate_npu.consumers.recurrent import kernel_calls  # noqa: E402
-from collate_npu.releases import KERNELS_TOLD  # noqa: E402
 
 pytestmark = pytest.mark.models
 
@@ -136,16 +134,3 @@ def test_special_tokens_follow_the_bytes_and_it_pads_on_the_side_asked_for(side,
         assert batch["attention_mask"][1] == kept
         limit = text(testing.tiny_config("qwen3_next", vocab_size=VOCAB)).max_position_embeddings
         assert tokenizer.model_max_length == limit
-
-
-@pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 kernels are resolved in other ways")
-def test_references_refuse_what_their_kernels_do_not_compute():
-    model = testing.tiny_model("qwen3_next", vocab_size=9)
-    rule = next(call.function for call in kernel_calls(model) if call.kernel == "chunk_gated_delta_rule")
-    x, each = torch.ones(1, 5, 2, 8), torch.zeros(1, 5, 2)
-    with testing.reference_kernels(model):
-        rule(x, x, x, g=each, beta=each, cu_seqlens=torch.tensor([0, 2, 5]))
-        with pytest.raises(CollateError, match=r"\[last\]"):
-            rule(x, x, x, g=each, beta=each, cu_seqlens=torch.tensor([0, 2, 4]))
-    with pytest.raises(CollateError, match="Llama"), testing.reference_kernels(testing.tiny_model("llama", vocab_size=9)):
-        pass

@@ -1,29 +1,9 @@
-"""Kernels: arguments from `Segments`, checked before a card sees them, and a CPU reference of each."""
+"""Kernels: the arguments of attention and of recurrent kernels from `Segments`."""
 
-from __future__ import annotations
+from collate_npu.kernels.fusion_attention import NpuForm, choose_form, fusion_attention_kwargs, prefix_triangle, triangle
+from collate_npu.kernels.gated_delta import Kernel, flat_offsets, gated_delta_kwargs, zero_padding
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
-from collate_npu.errors import UnsupportedFormError, explain
-
-
-@dataclass(frozen=True, slots=True)
-class Breach:
-    """One rule that a call breaks: the kernel would compute something else, or nothing can be read of the call."""
-
-    rule: str
-    where: str
-    got: str
-    says: str
-    remedy: str
-    source: str
-
-    def __str__(self) -> str:
-        return f"[{self.rule}] {explain(self.where, self.got, self.says, self.remedy)} ({self.source})"
-
-
-def refuse(kernel: str, found: Iterable[Breach]) -> None:
-    """Raise `UnsupportedFormError` with every breach, if there is one."""
-    if listed := "\n".join(map(str, found)):
-        raise UnsupportedFormError(f"{kernel}:\n{listed}")
+__all__ = [
+    "Kernel", "NpuForm", "choose_form", "flat_offsets", "fusion_attention_kwargs", "gated_delta_kwargs", "prefix_triangle",
+    "triangle", "zero_padding",
+]  # fmt: skip

@@ -1,8 +1,8 @@
 """Forward: the kernel calls of one forward of a model, judged together.
 
-Three questions, and a call is wrong by any of them: against the batch, where the batch says which tokens are real; against
-the contract of its operator; and by its window, against the config of the model. Attention of padding is judged by whom
-real tokens attend, never by what padding does.
+Three questions, and a call is wrong by any of them: against the batch, where the batch says which tokens are real; by its
+mask, where its operator refuses it; and by its window, against the config of the model. Attention of padding is judged by
+whom real tokens attend, never by what padding does.
 """
 
 from __future__ import annotations
@@ -31,8 +31,12 @@ from collate_npu.consumers.model_traits import (
     text_config,
 )
 from collate_npu.errors import AmbiguousMaskError, CollateError
-from collate_npu.kernels import Breach
-from collate_npu.kernels.call_boundaries import (
+from collate_npu.keys import KEYS, of_kind, with_role
+from collate_npu.masks.batch_reader import agreed
+from collate_npu.masks.patterns import Chunked, Pattern, Sliding
+from collate_npu.masks.sources import Sources
+from collate_npu.parallel import ContextParallel, query_rows
+from collate_npu.proof.boundaries import (
     CallBoundaries,
     attention_reason,
     boundary_reason,
@@ -41,11 +45,6 @@ from collate_npu.kernels.call_boundaries import (
     row_starts,
     shown,
 )
-from collate_npu.keys import KEYS, of_kind, with_role
-from collate_npu.masks.batch_reader import agreed
-from collate_npu.masks.patterns import Chunked, Pattern, Sliding
-from collate_npu.masks.sources import Sources
-from collate_npu.parallel import ContextParallel, query_rows
 from collate_npu.proof.known_kernels import MODULES
 from collate_npu.segments import Segments, ready
 
@@ -107,7 +106,8 @@ class RecordedCall:
     boundaries: CallBoundaries | None
     unread_reason: str = ""
     """Why it could not be read."""
-    breaches: tuple[Breach, ...] = ()
+    remedy: str = ""
+    """What to do where the operator refuses it, or reads what nobody can mean: that is a fault, whatever the batch."""
     empty_T: Array | None = field(default=None, repr=False)
     """bool: tokens of the batch whose embedding is zero, and zero still where this layer begins."""
     positions: Array | None = field(default=None, repr=False)
@@ -204,9 +204,8 @@ class Forward:
         self.ids = None
 
     def _fault_reason(self, call: RecordedCall) -> tuple[str, str] | None:
-        if call.breaches:
-            first = call.breaches[0]
-            return f"[{first.rule}] {first.where}: {first.got}. {first.says}", f"{first.remedy} ({first.source})"
+        if call.remedy:
+            return call.unread_reason, call.remedy
         if call.positions is not None and self.truth is not None and self.judges(call):
             embedded = None if call.kind == "rotary" else self.first_position
             why = position_reason(call.positions.reshape(-1), self.truth, embedded)

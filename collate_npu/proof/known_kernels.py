@@ -1,14 +1,16 @@
 """Known kernels: their names, and how the arguments of a call name sequences and padding.
 
 One row a name, whoever defines it: stacks copy kernels under their own names, or call fla's, and transformers' plain
-functions take the place of both. The boundaries of a call are read off its arguments; the contract of the operator, where
-there is one (`kernels.check`), is judged beside it. Legend: B rows, T tokens, H heads, D sizes, Q queries, K keys.
+functions take the place of both. The boundaries of a call are read off its arguments. A call of `npu_fusion_attention` that
+its operator refuses, or reads otherwise than anybody can mean, is a `MisusedError` (op-plugin 517f2e7d
+torch_npu-npu_fusion_attention.md; ops-transformer c29bc106 flash_attention_score_tiling_general.cpp:799, 1501-1571).
+Legend: B rows, T tokens, H heads, D sizes, Q queries, K keys, N value heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,8 @@ from torch import Tensor
 
 from collate_npu.errors import shape_of
 from collate_npu.kernels import packed_rows
-from collate_npu.kernels.call_boundaries import (
+from collate_npu.kernels.fusion_attention import LAYOUTS, UNLIMITED, prefix_triangle, triangle
+from collate_npu.proof.boundaries import (
     BLOCKED,
     MOST_SCORES,
     Attended,
@@ -32,15 +35,6 @@ from collate_npu.kernels.call_boundaries import (
     row_starts,
     zeros_of,
 )
-from collate_npu.kernels.fusion_attention.contract import AttentionCall, blocked_scores, sizes_of
-from collate_npu.kernels.gated_delta.operators import (
-    Call,
-    Operator,
-    by_own_names,
-    find_operator,
-    operator_named,
-    rows_and_tokens,
-)
 
 Reader = Callable[[str, Mapping[str, Any]], CallBoundaries]
 
@@ -49,42 +43,82 @@ class UnreadError(Exception):
     """Why a call says nothing of sequences: other queries than keys, a state that it begins with, a mask too large."""
 
 
+class MisusedError(Exception):
+    """Why an operator refuses a call, or computes what nobody asks for, whatever the batch; and a remedy."""
+
+    def __init__(self, why: str, remedy: str) -> None:
+        super().__init__(why)
+        self.remedy = remedy
+
+
 # --- recurrent layers
 
-_WRITES = ("k", "x", "zxbcdt", "hidden_states", "u")
+_ALIASES = {"query": "q", "key": "k", "value": "v", "hidden_states": "x"}
+_WRITES = ("k", "x", "zxbcdt", "u")
 """What a token writes into a state or a window: the key of a rule, the input of a convolution or a scan."""
-_PLAIN_CONV = replace(operator_named("causal_conv1d"), name="torch.nn.Conv1d", numbers="")
 
 
-def _recurrent(kind: Kind, like: str) -> Reader:
-    """`like`: the operator whose orders of dimensions hold where a kernel has no row of its own."""
+@dataclass(frozen=True)
+class _Signature:
+    """How recurrent kernels name tensors and boundaries."""
 
-    def read(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
-        return _boundaries_of(find_operator(kernel) or operator_named(like), kernel, kind, values)
+    shapes: Mapping[str, str]
+    """The order of dimensions of each tensor; the first that is given tells B and T."""
+    offsets: str = ""
+    """The argument that holds offsets."""
+    numbers: str = ""
+    """The argument that holds a number for each token."""
+    lengths: bool = False
+    """True if lengths stand in the place of offsets."""
 
-    return read
+
+_RULE = _Signature({"q": "BTHD", "k": "BTHD", "v": "BTND"}, "cu_seqlens")
+_FLASH_RULE = _Signature({"q": "BHTD", "k": "BHTD", "v": "BHTD"}, "cu_seqlens")
+_NPU_RULE = _Signature({"q": "THD", "k": "THD", "v": "TND"}, "actual_seq_lengths", lengths=True)
+_CONV = _Signature({"x": "BDT"}, numbers="seq_idx")
+_FLA_CONV = _Signature({"x": "BTD"}, "cu_seqlens")
+_NPU_CONV = _Signature({"x": "BTD"}, "query_start_loc")
+_PLAIN_CONV = _Signature({"x": "BDT"})
+_SCAN = _Signature({"x": "BTHD", "dt": "BTH"}, numbers="seq_idx")
+_SPLIT_SCAN = _Signature({"zxbcdt": "BTD"}, numbers="seq_idx")
 
 
-def _boundaries_of(row: Operator, kernel: str, kind: Kind, values: Mapping[str, Any]) -> CallBoundaries:
-    given = by_own_names(values)
-    if "x" in row.shapes and "hidden_states" in given:  # transformers' name for it
-        given["x"] = given.pop("hidden_states")
-    if given.get("initial_state") is not None or given.get("initial_states") is not None:
+def _recurrent(kind: Kind, signature: _Signature) -> Reader:
+    return lambda kernel, values: _boundaries_of(signature, kernel, kind, values)
+
+
+def _boundaries_of(row: _Signature, kernel: str, kind: Kind, values: Mapping[str, Any]) -> CallBoundaries:
+    given = {_ALIASES.get(name, name): value for name, value in values.items() if value is not None}
+    if "initial_state" in given or "initial_states" in given:
         raise UnreadError("it goes on from a state")
-    sizes = rows_and_tokens(row, given)
-    if sizes is None:
-        raise UnreadError("no tensor has its tokens")
-    call = Call(row, given, *sizes)
-    B, T = call.B, call.T
+    x = given.get("x")
+    if row is _NPU_CONV and isinstance(x, Tensor) and x.ndim == 2:
+        row = replace(row, shapes={"x": "TD"})
+    B, T = _rows_and_tokens(row, given)
     first_T, by, left_T = row_starts(B, T), "", np.zeros(B * T, bool)
-    if call.where and len(call.offsets) > 1:
-        (first_T, left_T), by = by_offsets(call.offsets, B * T), call.where
-    elif call.numbers_BT.size:
-        first_T, by = by_numbers(call.numbers_BT), row.numbers
+    numbers_BT = given.get(row.numbers)
+    if len(offsets := _offsets_of(row, given)) > 1:
+        (first_T, left_T), by = by_offsets(offsets, B * T), row.offsets
+    elif isinstance(numbers_BT, Tensor) and tuple(numbers_BT.shape) == (B, T) and not numbers_BT.is_floating_point():
+        first_T, by = by_numbers(numbers_BT.cpu().numpy()), row.numbers
     elif (emptied_BT := _emptied(given)) is not None and bool(emptied_BT.any()):
         first_T, by = by_numbers(emptied_BT.cumsum(1).cpu().numpy()), "the decay"
     neutral_T = _neutral(row, given, first_T) | left_T
     return CallBoundaries(kernel, kind, (B, T), first_T, neutral_T, by or "zeros" * bool(neutral_T.any()))
+
+
+def _rows_and_tokens(row: _Signature, given: Mapping[str, Any]) -> tuple[int, int]:
+    for name, order in row.shapes.items():
+        x = given.get(name)
+        if isinstance(x, Tensor) and x.ndim == len(order):
+            return x.shape[order.index("B")] if "B" in order else 1, x.shape[order.index("T")]
+    raise UnreadError("no tensor has its tokens")
+
+
+def _offsets_of(row: _Signature, given: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the boundaries of a call as offsets, right or wrong; () where none are given."""
+    numbers = offset_values(given, row.offsets)
+    return (0, *np.cumsum(numbers).tolist()) if row.lengths and numbers else numbers
 
 
 def _emptied(given: Mapping[str, Any]) -> Tensor | None:
@@ -97,7 +131,7 @@ def _emptied(given: Mapping[str, Any]) -> Tensor | None:
     return None
 
 
-def _neutral(row: Operator, given: Mapping[str, Any], first_T: np.ndarray) -> np.ndarray:
+def _neutral(row: _Signature, given: Mapping[str, Any], first_T: np.ndarray) -> np.ndarray:
     """Zeros in what is written; of a rule also values of zero where no state is there yet, for nothing is erased."""
     name = next((name for name in _WRITES if isinstance(given.get(name), Tensor) and name in row.shapes), "")
     if not name or given[name].is_meta:
@@ -258,21 +292,85 @@ def _varlen(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
 
 
 def _fusion(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
-    """torch_npu's operator: lists of ends under TND, else its masks and modes as its host code reads them."""
-    sizes = sizes_of(**{key: values.get(key) for key in ("query", "key", "head_num", "input_layout")})
-    call = AttentionCall(values, **sizes)
-    if call.tnd:
-        ends, keys = ((0, *(given or ())) for given in call.ends)
-        return _flat(kernel, ends, keys, sizes["Tq"], "actual_seq_qlen", None)
-    B, Q = sizes["B"], sizes["Sq"]
-    if sizes["Skv"] != Q:
-        raise UnreadError("its queries are other tokens than its keys")
+    """torch_npu's operator: ends of sequences under TND, else masks and modes as its host code reads them. Queries and keys
+    are the same tokens, so that a mode counts from either corner alike."""
+    q, k, layout = values["query"], values["key"], str(values.get("input_layout")).upper()
+    if layout not in LAYOUTS or q.ndim != (4 if "N" in layout and "B" in layout else 3):
+        raise UnreadError(f"{shape_of(q)} is no {layout}")
+    mask, mode = values.get("atten_mask"), int(values.get("sparse_mode") or 0)
+    mask = None if mask is None or mask.ndim == 0 else mask  # the host code counts rank 0 as none
+    pre, after = (values.get(name, UNLIMITED) for name in ("pre_tockens", "next_tockens"))
+    window = pre + 1 if mask is not None and mode in (0, 4) and pre < UNLIMITED else None
+    if layout == "TND":
+        ends, keys = ((0, *offset_values(values, name)) for name in ("actual_seq_qlen", "actual_seq_kvlen"))
+        longest = (int(np.diff(ends).max(initial=0)), int(np.diff(keys).max(initial=0)))
+        shapes = _dense_shapes(len(ends) - 1, values["head_num"], *longest)
+        _check_mask(mask, mode, (pre, after), [*shapes, (ends[-1], keys[-1])])
+        causal = None if mode in (0, 1, 6, 7, 8) and mask is not None else mask is not None and (mode != 4 or after <= 0)
+        return _flat(kernel, ends, keys, q.shape[0], "actual_seq_qlen", window, causal)
+    batch, rows = {"SBH": (1, 0), "BNSD": (0, 2)}.get(layout, (0, 1))
+    B, Q = q.shape[batch], q.shape[rows]
+    _same_tokens(q, k, rows)
+    _check_mask(mask, mode, (pre, after), _dense_shapes(B, values["head_num"], Q, Q))
+    prefix = offset_values(values, "prefix")
+    if mode == 6 and not _is_legal(prefix, B, Q):
+        raise MisusedError(f"prefix {list(prefix)} is not one number up to {Q} for each row", _OURS)
 
-    def rows(b: int) -> Attended:
-        any_QK, all_QK = row_of(~blocked_scores(call, b, slice(0, Q)), b)
-        return any_QK.expand(Q, Q), all_QK.expand(Q, Q)
+    def attended(b: int) -> Attended:
+        return row_of(~_blocked(mask, mode, (pre, after), prefix if _is_legal(prefix, B, Q) else (), b, Q), b)
 
-    return _attention(kernel, (B, Q), rows, "atten_mask" if call.atten_mask is not None else "")
+    return _attention(kernel, (B, Q), attended, "" if mask is None else "atten_mask")
+
+
+_OURS = "Take the mask arguments from kernels.fusion_attention_kwargs"
+_COMPRESSED = {2: triangle, 3: triangle, 4: triangle, 6: prefix_triangle, 7: triangle, 8: triangle}
+"""The mask that each compressed sparse mode takes: its contents are used unchecked."""
+
+
+def _is_legal(prefix: tuple[int, ...], B: int, Q: int) -> bool:
+    return len(prefix) == B and all(0 <= n <= Q for n in prefix)
+
+
+def _dense_shapes(B: int, heads: int, Q: int, K: int) -> list[tuple[int, ...]]:
+    return [(Q, K), (1, 1, Q, K), (B, 1, Q, K), (B, heads, Q, K)]
+
+
+def _check_mask(mask: Tensor | None, mode: int, tokens: tuple[int, int], taken: list[tuple[int, ...]]) -> None:
+    """Raise `MisusedError` for a mask that the operator refuses, and for one that nobody can mean. `taken`: the shapes of
+    dense masks, queries and keys first."""
+    if mask is None:
+        if mode or tokens[0] < taken[0][0] - 1 or tokens[1] < taken[0][1] - 1:
+            raise MisusedError(f"atten_mask=None is full attention in every sparse mode, here {mode}", _OURS)
+        return
+    if mask.dtype not in (torch.bool, torch.uint8):
+        raise MisusedError(f"atten_mask is {mask.dtype}: the operator takes bool and uint8, True or 1 is blocked", _OURS)
+    if mode in _COMPRESSED:
+        right = _COMPRESSED[mode](mask.device)
+        taken = [tuple(right.shape)]
+    if tuple(mask.shape) not in taken:
+        shapes = " or ".join(str(list(each)) for each in dict.fromkeys(taken))
+        raise MisusedError(f"atten_mask is {list(mask.shape)}: in sparse_mode {mode} the operator takes {shapes}", _OURS)
+    if mode in _COMPRESSED and not torch.equal(mask.bool(), right):
+        raise MisusedError(f"atten_mask is not the compressed triangle that sparse_mode {mode} takes", _OURS)
+
+
+def _blocked(mask: Tensor | None, mode: int, tokens: tuple[int, int], prefix: tuple[int, ...], b: int, Q: int) -> Tensor:
+    """Return bool `[Q, Q]` or `[H, Q, Q]`: the scores of row b that the mask blocks or the sparse mode leaves out."""
+    if mask is None:
+        return torch.zeros(Q, Q, dtype=torch.bool)
+    at_K, at_Q1 = torch.arange(Q), torch.arange(Q)[:, None]
+    ahead = at_K > at_Q1
+    outside = (at_K > at_Q1 + tokens[1]) | (at_K < at_Q1 - tokens[0])
+    if mode in (2, 3):
+        return ahead
+    if mode == 4:
+        return outside
+    if mode == 6:
+        return ahead & (at_K >= prefix[b])
+    dense = (mask if mask.ndim == 2 else mask[b if len(mask) > 1 else 0]).cpu().bool()
+    if mode == 0:
+        return dense | outside
+    return dense | (ahead & (at_K >= prefix[b])) if mode == 5 and prefix else dense
 
 
 def _core(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
@@ -326,21 +424,19 @@ def _by_name(*rows: tuple[Kind, Reader, str]) -> dict[str, tuple[Kind, Reader]]:
 
 _RULES = """
     chunk_gated_delta_rule fused_recurrent_gated_delta_rule torch_chunk_gated_delta_rule torch_recurrent_gated_delta_rule
-    flash_gated_delta_rule npu_chunk_gated_delta_rule fused_chunk_gated_delta_rule chunk_kda fused_recurrent_kda
+    fused_chunk_gated_delta_rule chunk_kda fused_recurrent_kda
     torch_chunk_kda chunk_kimi_delta_attention chunk_gla chunk_simple_gla chunk_delta_rule chunk_lightning_attn
 """
 KERNELS = _by_name(
-    ("rule", _recurrent("rule", "fla"), _RULES),
-    ("rule", _recurrent("rule", "mamba.mamba_chunk_scan_combined"), "mamba_chunk_scan_combined mamba2_chunk_scan"),
-    (
-        "rule",
-        _recurrent("rule", "mamba.mamba_split_conv1d_scan_combined"),
-        "mamba_split_conv1d_scan_combined mamba2_split_conv1d_scan_combined",
-    ),
+    ("rule", _recurrent("rule", _RULE), _RULES),
+    ("rule", _recurrent("rule", _FLASH_RULE), "flash_gated_delta_rule"),
+    ("rule", _recurrent("rule", _NPU_RULE), "npu_chunk_gated_delta_rule"),
+    ("rule", _recurrent("rule", _SCAN), "mamba_chunk_scan_combined mamba2_chunk_scan"),
+    ("rule", _recurrent("rule", _SPLIT_SCAN), "mamba_split_conv1d_scan_combined mamba2_split_conv1d_scan_combined"),
     ("rule", _selective_scan, "selective_scan_fn mamba_selective_scan mamba_inner_fn"),
-    ("convolution", _recurrent("convolution", "causal_conv1d"), "causal_conv1d_fn"),
-    ("convolution", _recurrent("convolution", "fla_conv"), "causal_conv1d"),
-    ("convolution", _recurrent("convolution", "fla_npu_conv"), "npu_causal_conv1d"),
+    ("convolution", _recurrent("convolution", _CONV), "causal_conv1d_fn"),
+    ("convolution", _recurrent("convolution", _FLA_CONV), "causal_conv1d"),
+    ("convolution", _recurrent("convolution", _NPU_CONV), "npu_causal_conv1d"),
     ("convolution", _plain_convolution, "conv1d"),
     ("attention", _sdpa, "scaled_dot_product_attention"),
     ("attention", _by_module, "eager_attention_forward"),

@@ -28,10 +28,9 @@ from torch import Tensor, nn
 
 from collate_npu.arrays import Array
 from collate_npu.errors import CollateError
-from collate_npu.kernels.call_boundaries import zeros_of
-from collate_npu.kernels.check import call_breaches, knows, named
+from collate_npu.proof.boundaries import zeros_of
 from collate_npu.proof.forward import Forward, RecordedCall, is_layer, plain_name
-from collate_npu.proof.known_kernels import KERNELS, MODULES, OF_TORCH, POSITIONAL, UnreadError
+from collate_npu.proof.known_kernels import KERNELS, MODULES, OF_TORCH, POSITIONAL, MisusedError, UnreadError
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, staticmethod)
 
@@ -190,10 +189,13 @@ def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     swallow boundaries there (5.23 modeling_lfm3.py:319): wrappers alone hand them on."""
     if (names := POSITIONAL.get(function.__name__)) is not None:
         return {**dict(zip(names, args)), **kwargs}
-    found = named(function, args, kwargs)
+    signature = inspect.signature(function)
+    found = dict(signature.bind(*args, **kwargs).arguments)
+    rest = (name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD)
+    found |= found.pop(next(rest, ""), {})
     own = inspect.isfunction(function) and (function.__module__ or "").startswith("transformers.")
     if own and not hasattr(function, "__wrapped__"):
-        found = {name: each for name, each in found.items() if name in inspect.signature(function).parameters}
+        found = {name: each for name, each in found.items() if name in signature.parameters}
     return found
 
 
@@ -438,9 +440,9 @@ class Recorder:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise UnreadError("a graph is being captured")
             with torch.no_grad():
-                boundaries = read(name, values)
-            breaches = call_breaches(name, values) if knows(name) else ()
-            return replace(found, boundaries=boundaries, breaches=tuple(breaches))
+                return replace(found, boundaries=read(name, values))
+        except MisusedError as error:
+            return replace(found, unread_reason=str(error), remedy=error.remedy)
         except UnreadError as error:
             return replace(found, unread_reason=str(error))
         except Exception as error:  # the run goes on, whatever its arguments are

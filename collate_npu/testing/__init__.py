@@ -19,7 +19,6 @@ from collate_npu.consumers.model_traits import family_needs_mask_2d, text_config
 from collate_npu.consumers.probe import build, make_honest, quiet, rows_move_reason, shrunk
 from collate_npu.proof.conformance import check_step as check_step, conformance as conformance
 from collate_npu.proof.invariance import assert_padding_invariant as assert_padding_invariant
-from collate_npu.testing.kernels import reference_kernels as reference_kernels
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""CLI, the command line: `collate-npu audit | conformance | watch | show | env | kernels | guide | stacks | completion`.
+"""CLI, the command line: `collate-npu audit | conformance | watch | show | env | guide | stacks | completion`.
 
 A command is a function; its options are its parameters. Exit codes: 0 done and right; 1 something of this library, or of
 what you gave, is wrong (`audit`, `conformance`); 2 it could not do what was named, and a line says why; 130 interrupted.
@@ -208,39 +208,6 @@ def audit_command(
         with pipe_may_close():
             print_report(screen(), report, verbose=verbose)
     return report.exit_code
-
-
-def kernels_command(
-    device: Annotated[str, Option("cpu, cuda, npu, or one of several: npu:1.")] = "cpu",
-    operator: Annotated[
-        list[str] | None, Option("An operator, or a package, for example fla. Repeatable; default: all.")
-    ] = None,
-    dtype: Annotated[Dtype | None, Option("Default: float32 on a CPU, else bfloat16.")] = None,
-    verbose: Annotated[bool, Option("Why calls were refused, too.", Verbose)] = False,
-    as_json: AsJson = False,
-) -> int:
-    """Does each operator on this device compute what the arguments of this library mean?
-
-    Operators of attention and of recurrent layers that are installed are called with this library's masks and boundaries,
-    forward and backward, and compared with each sequence alone in float64. Exit code 0: all right, and something was
-    measured. 1: something is wrong. 2: something named could not be run; without the card, what would run is listed.
-
-    Examples:
-    `collate-npu kernels --device npu` — every operator that is installed, before you train on a card
-    `collate-npu kernels --device npu --operator npu_fusion_attention` — one, in all its forms and layouts
-    `collate-npu kernels` — what runs on a CPU
-    """
-    load("torch", "rich")
-    from collate_npu.tools.kernels import measure_operators, print_calls
-    from collate_npu.tools.terminal import screen
-
-    found = measure_operators(operator or [], device, dtype)
-    if as_json:
-        _print_json(found.as_json())
-    else:
-        with pipe_may_close():
-            print_calls(screen(), found, verbose=verbose)
-    return found.exit_code
 
 
 def _print_json(found: dict[str, Any]) -> None:
@@ -511,7 +478,7 @@ def completion_command(
 
 
 COMMANDS = (
-    audit_command, conformance_command, watch_command, plan_command, show_command, env_command, kernels_command,
+    audit_command, conformance_command, watch_command, plan_command, show_command, env_command,
     guide_command, stacks_command, completion_command,
 )  # fmt: skip
 

@@ -1,13 +1,14 @@
 """MindSpeed, and TransformerEngineNPU beside it: each release is handed what its attention can compute, or nothing.
 
-`Layer` is what one attention layer of a release hands to `npu_fusion_attention`, from its source; every call is checked
-by the operator's contract and computed by its CPU reference. The releases' own source gave the same calls when it was run.
+`Layer` is what one attention layer of a release hands to `npu_fusion_attention`, from its source; every call is computed by
+the operator's oracle. The releases' own source gave the same calls when it was run.
 """
 
 from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
+from attention_oracle import reference_fusion_attention
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -16,8 +17,7 @@ from collate_npu.consumers import mindspeed
 from collate_npu.consumers.mask_routing import Case, Model, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args, npu_engine
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.check import call_breaches
-from collate_npu.kernels.fusion_attention import reference_fusion_attention, triangle
+from collate_npu.kernels.fusion_attention import triangle
 from collate_npu.masks import dense
 
 # Whose attention stands in TransformerEngine's place: "local" in 2.3.0 (transformer_engine_basic.py:23-25), "own" in 26.0.0,
@@ -58,13 +58,6 @@ def settings_of(kind="causal", flash=True, impl="transformer_engine", cp=1, widt
     )
 
 
-def rules(layer, masked, segments, flat=False):
-    kwargs = {"scale": D**-0.5, **layer.kwargs(masked, segments, flat=flat)}
-    return [
-        breach.rule for breach in call_breaches("npu_fusion_attention", kwargs, N=HEADS, Nkv=HEADS, D=D, segments=segments)
-    ]
-
-
 def off(layer, masked, segments, flat=False):
     """The largest error of a real token, by the operator's reference. Raises where the card refuses the call."""
     B, S = segments.shape
@@ -100,7 +93,6 @@ def test_every_batch_is_right_or_refused(te, kind, flash, impl):
         if impl == "local" and not flash:
             assert masked is not None, "MindSpeed would make one of seq_length, whatever the width"
         elif te != "separate" or impl == "local":
-            assert rules(layer, masked, segments) == []
             assert off(layer, masked, segments) < 1e-5
         else:
             assert masked is None, "its kernels are TransformerEngine's"

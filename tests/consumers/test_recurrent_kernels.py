@@ -8,10 +8,12 @@ import torch
 
 pytest.importorskip("transformers")
 
+from recurrent_oracle import reference_kernels
+
 from collate_npu import adapt
 from collate_npu.consumers.recurrent import boundaries_unread_reason, kernel_calls
 from collate_npu.releases import KERNELS_TOLD
-from collate_npu.testing import reference_kernels, tiny_model
+from collate_npu.testing import tiny_model
 
 pytestmark = pytest.mark.models
 NEWER = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 kernels are resolved in other ways")

@@ -45,33 +45,30 @@ def recurrent(drawn: Drawn) -> None:
     rows, kernel = make.rows_of(drawn), drawn.pick(KERNELS)
     if drawn.below(4) == 3:  # long ones have several chunks
         rows = [[n for n in row for _ in range(20)] for row in rows]
-    chunk = drawn.pick((64, 16, 32)) if kernel == "fla" else 64
     packed = max(map(max, rows)) > 1
     padded = kernel == "transformers" and (len(rows) > 1 or (not packed and oracle.side(rows) != "none"))
     counts = (None if packed or has_holes(rows) else []) if padded else taken_up(rows, kernel)
     must = counts is None or (kernel == "fla_npu_recurrent" and max(counts) > MOST_DECODED)
     segments = Segments(rows)
-    told = taken(
-        lambda: gated_delta_kwargs(segments, kernel=kernel, chunk_size=chunk, tables=True), must, "no argument says it"
-    )
+    told = taken(lambda: gated_delta_kwargs(segments, kernel=kernel), must, "no argument says it")
     if told is None:
         return
     plain = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in told.items()}
-    assert plain == ({"attention_mask": oracle.keep(rows)} if padded else spelled(kernel, counts, chunk))
+    assert plain == ({"attention_mask": oracle.keep(rows)} if padded else spelled(kernel, counts))
     assert apart([segments.array], told)
 
 
-def spelled(kernel, counts, chunk):
+def spelled(kernel, counts):
     """The arguments of each kernel as its own documentation has them."""
     ends = oracle.offsets(counts)
     numbers = [[n for n, count in enumerate(counts) for _ in range(count)]]
     table = [x for pair in oracle.chunks(counts, 64) for x in pair]
-    fla = {"cu_seqlens": ends, "cu_seqlens_cpu": ends, "chunk_indices": oracle.chunks(counts, chunk)}
+    fla = {"cu_seqlens": ends, "cu_seqlens_cpu": ends}
     four = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     return {
         "transformers": {"cu_seq_lens_q": ends, "seq_idx": numbers},
         "fla": fla,
-        "fla_conv": fla | {"chunk_indices": oracle.chunks(counts, 64)},
+        "fla_conv": fla,
         "fla_cp": {"cu_seqlens": ends},
         "causal_conv1d": {"seq_idx": numbers},
         "fla_npu": {"cu_seqlens": tuple(ends), "chunk_indices": tuple(table)},

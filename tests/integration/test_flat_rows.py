@@ -31,6 +31,7 @@ from flat_rows import (
     samples,
     without,
 )
+from recurrent_oracle import reference_kernels
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DataCollatorWithFlattening
 
 from collate_npu import BatchAdapter, CollateError, Segments, adapt, check_delivery
@@ -39,7 +40,7 @@ from collate_npu.consumers.transformers import SPLITS_BY_POSITIONS
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.releases import KERNELS_TOLD, MISSING_KERNEL_RAISES, POSITIONS_SPLIT
 from collate_npu.segments import of_lengths
-from collate_npu.testing import reference_kernels, tiny_config
+from collate_npu.testing import tiny_config
 
 pytestmark = pytest.mark.long
 

@@ -12,6 +12,7 @@ pytest.importorskip("trl")
 pytest.importorskip("datasets")
 import trl
 from datasets import Dataset
+from recurrent_oracle import reference_kernels
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.experimental.utils import DPODataCollatorWithPadding
 from trl.trainer import dpo_trainer, kto_trainer, reward_trainer
@@ -20,7 +21,7 @@ from watching import Watch
 from collate_npu import CollateError, PaddingCollator, adapt, wrap_collator
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations.transformers import DeliveryCallback
-from collate_npu.testing import byte_tokenizer, reference_kernels, tiny_model
+from collate_npu.testing import byte_tokenizer, tiny_model
 
 pytestmark = pytest.mark.slow
 

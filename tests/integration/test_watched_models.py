@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 import transformers
+from recurrent_oracle import reference_kernels
 from rotation import rotating, some
 from torch import nn
 from transformers import DataCollatorWithFlattening
@@ -21,7 +22,6 @@ from collate_npu.proof.forward import case_of
 from collate_npu.proof.invariance import assert_padding_invariant
 from collate_npu.releases import KERNELS_TOLD, numbers
 from collate_npu.testing import hybrid_model_types, tiny_model
-from collate_npu.testing.kernels import reference_kernels
 
 pytestmark = pytest.mark.models
 TOLD = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="older ones hand lfm2 the causal mask, as watch says there")

@@ -13,11 +13,13 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
+from recurrent_oracle import reference_kernels  # noqa: E402
+
 from collate_npu import BatchAdapter, CollateError, adapt  # noqa: E402
 from collate_npu.consumers.adapter import MADE  # noqa: E402
 from collate_npu.errors import UnsupportedFormError  # noqa: E402
 from collate_npu.releases import KERNELS_TOLD  # noqa: E402
-from collate_npu.testing import reference_kernels, tiny_model  # noqa: E402
+from collate_npu.testing import tiny_model  # noqa: E402
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
 VOCAB, PAD = 61, 7

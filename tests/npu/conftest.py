@@ -12,8 +12,7 @@ from typing import Any
 import cann_stub
 import pytest
 import torch
-
-from collate_npu.kernels.fusion_attention import reference_fusion_attention
+from attention_oracle import reference_fusion_attention
 
 REQUIRED = "COLLATE_NPU_REQUIRE_WHEEL"
 """Set by the nox session: there a missing wheel is a failure, not a reason to skip."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from attention_oracle import DEFAULTS
 
 from collate_npu import PaddingCollator, Segments
-from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
-from collate_npu.kernels.fusion_attention.contract import DEFAULTS
+from collate_npu.kernels import fusion_attention_kwargs
 from collate_npu.outputs import per_sequence
 from collate_npu.testing import tiny_model
 
@@ -74,7 +74,7 @@ def test_a_padded_batch_gives_what_sdpa_and_each_sample_alone_give(
         assert float((logits - theirs).abs().max()) <= TOLERANCE
         assert float((logits - reference).abs().max()) <= TOLERANCE
         assert float(reference.abs().max()) > 0.5, "logits this small hide a wrong mask"
-    check(calls, fusion_attention_kwargs(segments, layout="TND", causal_mode=3))
+    check(calls, fusion_attention_kwargs(segments, layout="TND"))
     scale = flash.config.head_dim**-0.5
     assert all(call["scale"] == pytest.approx(scale) for call in calls)
 
@@ -87,4 +87,4 @@ def test_a_batch_without_padding_takes_the_compressed_triangle(model_type: str, 
     with torch.no_grad():
         difference = flash(**batch, use_cache=False).logits - sdpa(**batch, use_cache=False).logits
     assert float(difference.abs().max()) <= TOLERANCE
-    check(calls, fusion_attention_kwargs(Segments.from_lengths([2, 2, 2]), layout="BSND", causal_mode=3))
+    check(calls, fusion_attention_kwargs(Segments.from_lengths([2, 2, 2]), layout="BSND"))

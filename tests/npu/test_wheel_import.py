@@ -9,10 +9,9 @@ import pytest
 RUNS_WITHOUT = """
 import collate_npu, collate_npu.kernels.fusion_attention, sys
 from collate_npu import Segments
-from collate_npu.kernels.check import check_call
 from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
 kwargs = fusion_attention_kwargs(Segments.from_lengths([3, 5]))
-check_call("npu_fusion_attention", kwargs, B=2, N=4, Nkv=4, Sq=5, Skv=5, D=8)
+assert kwargs["sparse_mode"] == 3
 assert not [name for name in sys.modules if name.startswith("torch_npu")]
 try:
     import torch_npu

@@ -1,7 +1,7 @@
 """The real operator's schema and its meta kernel.
 
 That meta and FakeTensor take a call says its argument names and types are right; about masks it says nothing, for they
-take a mask of any shape. That is what `check_call` is for.
+take a mask of any shape.
 """
 
 import itertools
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from attention_oracle import DEFAULTS, reference_fusion_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from collate_npu import Pattern, Segments
-from collate_npu.kernels.fusion_attention import fusion_attention_kwargs, reference_fusion_attention
-from collate_npu.kernels.fusion_attention.contract import DEFAULTS
+from collate_npu.kernels import fusion_attention_kwargs
 
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 16
 OPERATORS = ("npu_fusion_attention", "npu_fusion_attention_v3")
@@ -54,13 +54,13 @@ def test_our_argument_names_and_defaults_are_the_wheels(name: str) -> None:
 def test_meta_and_fake_tensors_take_every_argument_set(name: Any, layout: Any) -> None:
     operator = getattr(torch.ops.npu, name)
     for pattern, batch in itertools.product(PATTERNS, BATCHES):
-        kwargs = fusion_attention_kwargs(batch, pattern=pattern, layout=layout, operator=name)
+        kwargs = fusion_attention_kwargs(batch, pattern=pattern, layout=layout)
         ours = reference_fusion_attention(*tensors(layout, batch, "cpu"), HEADS, **kwargs)
-        on_meta = fusion_attention_kwargs(batch, pattern=pattern, layout=layout, operator=name, device="meta")
+        on_meta = fusion_attention_kwargs(batch, pattern=pattern, layout=layout, device="meta")
         assert shapes(operator(*tensors(layout, batch, "meta"), HEADS, **on_meta)) == shapes(ours)
         # FakeTensorMode takes one device a call, and _v3 wants its lists on the host.
         device = "cpu" if name == OPERATORS[1] and layout == "TND" else "npu"
-        placed = fusion_attention_kwargs(batch, pattern=pattern, layout=layout, operator=name, device=device)
+        placed = fusion_attention_kwargs(batch, pattern=pattern, layout=layout, device=device)
         with FakeTensorMode() as mode:
             faked = {key: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for key, x in placed.items()}
             assert shapes(operator(*tensors(layout, batch, device), HEADS, **faked)) == shapes(ours)

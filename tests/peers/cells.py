@@ -24,7 +24,7 @@ from collate_npu.releases import numbers
 Layout = Literal["padded right", "padded left", "packed", "packed, kernels there", "context parallel"]
 Run = Callable[[list[list[int]]], Sequence[Any]]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
-"""Packed rows twice: as a CPU and an NPU run them, and beside kernels that take boundaries (`testing.reference_kernels`)."""
+"""Packed rows twice: as a CPU and an NPU run them, and beside kernels that take boundaries (`recurrent_oracle`)."""
 VOCAB, PAD = 120, 7
 """Ids are drawn from 3 up; PAD is text in a sample, too, and its embedding must not be zero."""
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "stacks"

@@ -16,6 +16,7 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "distributed"), str(HERE.parent / "integration")]
+sys.path.append(str(HERE.parents[1]))  # the benches
 _NEEDS = re.compile(r"^NEEDS = \((.*)\)", flags=re.M)
 
 

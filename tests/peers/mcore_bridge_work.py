@@ -43,6 +43,7 @@ from megatron_world import (
     summed,
 )
 from processes import refusal, write
+from recurrent_oracle import reference_gated_delta_rule
 from swift_world import LOCAL, arguments, npu_there
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -50,7 +51,6 @@ from torch.nn.functional import cross_entropy
 from collate_npu import PaddingCollator, Segments, check_delivery
 from collate_npu.integrations import swift
 from collate_npu.integrations.megatron import gpt_batch, mcore_bridge
-from collate_npu.kernels.gated_delta import reference_gated_delta_rule
 from collate_npu.parallel import ContextParallel, pad_documents
 
 NATIVE = os.environ.get("USE_MCORE_GDN", "1") != "0"

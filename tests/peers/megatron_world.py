@@ -22,11 +22,11 @@ from typing import Any
 import pytest
 import stand_ins
 import torch
+from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from collate_npu import Segments
-from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 from collate_npu.outputs import per_sequence
 from collate_npu.parallel import ContextParallel, gather_sequence, token_rows
 

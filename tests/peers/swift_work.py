@@ -16,12 +16,12 @@ import torch
 from mcore_bridge.model.modules import gated_delta_net as native
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron_world import Attention
+from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 from swift.megatron.pipelines.train.sft import MegatronSft
 from test_swift_sft import MEGATRON, save_rows
 
 from collate_npu.integrations import swift
-from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 
 REACHED: list[Any] = []
 """The offsets of each convolution, and its width."""

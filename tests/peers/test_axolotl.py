@@ -44,9 +44,9 @@ from axolotl.integrations.base import BasePlugin, PluginManager
 from cells import Stack, of_job
 from datasets import Dataset
 from processes import found_by, refusal, run_jobs, saved_model, watched
+from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from watching import Watch
 
-from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 from collate_npu.testing import byte_tokenizer
 
 RIGHT = 1e-5

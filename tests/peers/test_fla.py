@@ -8,7 +8,7 @@ sequence of several chunks beside one that ends inside a chunk. Legend: T tokens
 
 import sys
 from contextlib import suppress
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 import torch
@@ -25,18 +25,13 @@ from fla.ops.kda import chunk_kda
 from fla.ops.kda.naive import naive_recurrent_kda
 from fla.ops.utils import index
 from fla_interpreted import ASCEND, LAUNCHED
+from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 
+from benchmarks.operators import KERNELS, TRUTHS, of_kernel
 from collate_npu import CollateError, ContextParallel, PaddingCollator, Segments, adapt, gather_sequence, split_batch
 from collate_npu.consumers import probe
-from collate_npu.kernels.gated_delta import (
-    chunk_indices,
-    chunk_offsets,
-    gated_delta_kwargs,
-    reference_causal_conv1d,
-    reference_gated_delta_rule,
-)
+from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.keys import TOKENS
-from collate_npu.proof.kernel_runs import KERNELS, of_kernel
 from collate_npu.releases import installed, numbers
 from collate_npu.testing import tiny_model
 
@@ -47,9 +42,8 @@ PACKINGS = {
     "padding between": Segments.from_ids([[0, 0, 1, 1, 1, 0, 2, 2, 2, 2, 3, 0]]),
     "rows padded left": Segments.from_lengths([[5], [17, 1], [33]], side="left"),
 }
-CALLS = [*product(PACKINGS, (16, 32, 64), (False, True))]
-CALLS = [*dict.fromkeys([("flat", 64, False), ("rows padded left", 16, True), *part(CALLS, 2)])]
-"""A packing, the chunk's size, and whether tables are passed: two, and two more with each seed."""
+CALLS = ["flat", *part([name for name in PACKINGS if name != "flat"], 1)]
+"""A packing, and one more with each seed."""
 
 
 def rule_inputs(T, B=1, H=1, HV=1):
@@ -95,32 +89,31 @@ def test_the_reference_is_flas_naive_rule(naive, T):
     assert (state - final).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("chunk", [16, 32, 64, 128])
-def test_tables_are_flas_own(chunk):
-    for offsets in ([0, 3, 73], [0, 64, 65, 130, 132, 140], [0, 3, 3, 73]):
-        held = torch.tensor(offsets)
-        assert index.prepare_chunk_indices(held, chunk).tolist() == chunk_indices(offsets, chunk).tolist()
-        assert index.prepare_chunk_offsets(held, chunk).tolist() == chunk_offsets(offsets, chunk).tolist()
+def test_the_table_of_fla_npu_is_flas_own():
+    for lengths in ([3, 70], [64, 1, 65, 2, 8]):
+        kwargs = gated_delta_kwargs(Segments.from_lengths([lengths]), kernel="fla_npu")
+        held = torch.tensor(kwargs["cu_seqlens"])
+        assert index.prepare_chunk_indices(held, 64).flatten().tolist() == [*kwargs["chunk_indices"]]
 
 
 # --- our arguments
 
 
-@pytest.mark.parametrize(("packing", "chunk", "tables"), CALLS)
-def test_the_rule_on_our_arguments_computes_each_sequence_as_alone(packing, chunk, tables):
-    kwargs = gated_delta_kwargs(PACKINGS[packing], kernel="fla", chunk_size=chunk, tables=tables)
+@pytest.mark.parametrize("packing", CALLS)
+def test_the_rule_on_our_arguments_computes_each_sequence_as_alone(packing):
+    kwargs = gated_delta_kwargs(PACKINGS[packing], kernel="fla")
     ends = kwargs["cu_seqlens"].tolist()
     inputs = rule_inputs(ends[-1])
-    theirs, _ = chunk_gated_delta_rule(*inputs, **kwargs, chunk_size=chunk)
+    theirs, _ = chunk_gated_delta_rule(*inputs, **kwargs)
     parts = [[x[:, a:b] for x in inputs] for a, b in pairwise(ends)]
     alone = torch.cat([reference_gated_delta_rule(*part)[0] for part in parts], 1)
     assert apart(alone, theirs, inputs) < 1e-5
     assert apart(reference_gated_delta_rule(*inputs)[0], theirs, inputs) > 1e-2
 
 
-@pytest.mark.parametrize(("packing", "chunk", "tables"), CALLS)
-def test_the_convolution_on_our_arguments_computes_each_sequence_as_alone(packing, chunk, tables):
-    kwargs = gated_delta_kwargs(PACKINGS[packing], kernel="fla_conv", chunk_size=chunk, tables=tables)
+@pytest.mark.parametrize("packing", CALLS)
+def test_the_convolution_on_our_arguments_computes_each_sequence_as_alone(packing):
+    kwargs = gated_delta_kwargs(PACKINGS[packing], kernel="fla_conv")
     ends = kwargs["cu_seqlens"].tolist()
     inputs = conv_inputs(ends[-1])
     alone = [reference_causal_conv1d(inputs[0][:, a:b], *inputs[1:], "silu") for a, b in pairwise(ends)]
@@ -199,7 +192,7 @@ def test_the_convolution_takes_another_blocks_table_without_a_word():
     """It works in blocks of 64: a table in 128 leaves every other block out, one in 32 names blocks that are not there."""
     inputs, offsets = conv_inputs(133), torch.tensor([0, 3, 133])
     right = reference_causal_conv1d(*inputs, "silu", cu_seqlens=offsets)
-    tables = [torch.tensor(chunk_indices([0, 3, 133], block)) for block in (32, 64, 128)]
+    tables = [index.prepare_chunk_indices(offsets.clone(), block) for block in (32, 64, 128)]
     errors = [apart(right, convolve(*inputs, cu_seqlens=offsets, chunk_indices=table), inputs) for table in tables]
     assert max(errors[:2]) < 1e-4
     assert errors[2] > 1e-2
@@ -257,7 +250,7 @@ def test_an_adapted_model_packs_with_them(monkeypatch):
     assert LAUNCHED >= FOR_ASCEND if ASCEND else not LAUNCHED
 
 
-# --- the runs of `collate-npu kernels`, with fla's kernels in the place of a card's
+# --- the runs of `nox -s card`, with fla's kernels in the place of a card's
 
 
 @pytest.mark.parametrize(
@@ -265,7 +258,8 @@ def test_an_adapted_model_packs_with_them(monkeypatch):
 )
 def test_flas_own_kernels_are_right_on_our_arguments(operator):
     (kernel,) = (each for each in KERNELS if each.name == operator)
-    runs = [*of_kernel(kernel, kernel.function("cpu"), device="cpu", dtype=torch.float32, few=True)]
+    truths = [each for each in TRUTHS if each.name in ("padded left", "packed rows", "one flat row and its tail")]
+    runs = [*of_kernel(kernel, kernel.function("cpu"), device="cpu", dtype=torch.float32, truths=truths)]
     assert {run.state for run in runs} == {"right"}, runs
     assert all(run.forward is not None and run.backward is not None for run in runs)
 

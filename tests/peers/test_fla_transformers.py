@@ -19,11 +19,11 @@ pytest.importorskip("fla_interpreted", reason="fla and triton are what is tested
 pytest.importorskip("transformers", reason="its models are what is tested")
 
 import fla_interpreted
+from recurrent_oracle import causal_conv1d_fn
 
 from collate_npu import PaddingCollator
 from collate_npu.consumers import probe
 from collate_npu.testing import tiny_model
-from collate_npu.testing.kernels import causal_conv1d_fn
 
 PAD = 256
 IDS = [[5, 9, 2, 77, 3, 8], [40, 41, 42, 43, 44, 41, 200, 31, 64]]

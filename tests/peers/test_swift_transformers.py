@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cells import Stack, gradient_error, verdict
+from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from swift.model.models import qwen
 from swift_world import LENGTHS, VOCABULARY, alone, apart, samples, template, trained
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -12,7 +13,6 @@ from collate_npu import BatchAdapter, CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import swift
 from collate_npu.integrations.swift import check_collated
-from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 from collate_npu.testing import tiny_model
 
 NEEDS = ("swift", "mcore_bridge", "megatron")

@@ -13,11 +13,12 @@ import pytest
 import torch
 from cells import PAD, Stack, gradient_error, samples, scores, verdict, worst_of
 from datasets import Dataset
+from recurrent_oracle import reference_kernels
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from collate_npu import adapt, wrap_collator
-from collate_npu.testing import byte_tokenizer, reference_kernels, tiny_model
+from collate_npu.testing import byte_tokenizer, tiny_model
 
 NEEDS = ("trl", "transformers")
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]

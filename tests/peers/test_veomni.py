@@ -22,6 +22,7 @@ import torch.distributed as dist
 import yaml
 from cells import Stack, alone, samples, scores, verdict
 from processes import found_by, refusal, saved_model
+from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from stand_ins import answer, varlen_attention
 from transformers import AutoModelForCausalLM
 from veomni.arguments import parse_args
@@ -34,7 +35,6 @@ from veomni.trainer.text_trainer import TextTrainer, VeOmniArguments
 
 from collate_npu import CollateError, adapt
 from collate_npu.consumers import transformers
-from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 from collate_npu.testing import byte_tokenizer
 
 NEEDS = ("veomni",)

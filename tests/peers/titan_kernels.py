@@ -18,13 +18,13 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from stand_ins import module
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.nn.functional import cross_entropy
 
 from collate_npu import Pattern
-from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 
 if importlib.util.find_spec("triton") is None:
     # Expert-parallel copies on CUDA, in triton: imported with every model, used by none that runs here.

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+from recurrent_oracle import reference_kernels
+
 from collate_npu import CollateError, PaddingCollator, Segments
 from collate_npu.collate import loss_weights
 from collate_npu.consumers import probe
@@ -17,7 +19,7 @@ from collate_npu.outputs import per_sequence
 from collate_npu.proof.conformance import BOUNDARIES, LENGTHS, MOVED, NAN, ORDER, PAD_ID, PADDING
 from collate_npu.proof.measure import noise_limit
 from collate_npu.releases import KERNELS_TOLD
-from collate_npu.testing import check_step, conformance, reference_kernels, tiny_model
+from collate_npu.testing import check_step, conformance, tiny_model
 
 pytestmark = pytest.mark.models
 

@@ -1,6 +1,9 @@
 """Known kernels: what the arguments of a call say of sequences, Megatron's by its own reading of masks and offsets."""
 
+import csv
+import json
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,12 +13,14 @@ import torch
 from hypothesis import given
 from torch import nn
 
+from benchmarks.operators import KERNELS as OPERATORS, Truth
 from collate_npu import CollateError, Segments
-from collate_npu.kernels.call_boundaries import attention_reason, boundary_reason
+from collate_npu.kernels import prefix_triangle, triangle
 from collate_npu.masks import dense
 from collate_npu.masks.patterns import CAUSAL
-from collate_npu.proof import kernel_runs
-from collate_npu.proof.known_kernels import KERNELS, MODULES, UnreadError
+from collate_npu.proof import known_kernels
+from collate_npu.proof.boundaries import attention_reason, boundary_reason
+from collate_npu.proof.known_kernels import KERNELS, MODULES, MisusedError, UnreadError
 from collate_npu.proof.recorder import arguments_of
 
 KERNEL, (_, READ) = "megatron.DotProductAttention", MODULES["DotProductAttention"]
@@ -156,11 +161,50 @@ def test_a_call_that_is_not_read_says_why(says):
         KERNELS[name][1](name, values)
 
 
+# --- the vendor's own verdicts, and cases derived from the tiling code, with the line of each rule
+
+with (Path(__file__).parents[1] / "data" / "npu-mask-cases.csv").open(encoding="utf-8", newline="") as facts:
+    CASES = [case for case in csv.DictReader(facts) if case["Sq"] == case["Skv"] or case["atten_mask_shape"] == "None"]
+STRICTER = (*(f"SpecCore_Case_0{n}" for n in (13, 25, 27)), "becomes full attention", "full attention per sequence")
+"""Taken by the operator, but meant by nobody: None in a sparse mode, a dense mask in a compressed one. How sources end."""
+OF_MASKS = ("mask", "4-D mask", "2-D mask", "compressed mask")
+"""How rules of masks begin; those of tokens are left to the card."""
+
+
+def fusion_call(case):
+    """The arguments of a case; the mask has the contents that its mode asks for."""
+    B, N, S, D, mode = (int(case[name]) for name in ("B", "N1", "Sq", "D", "sparse_mode"))
+    lists = ("prefix", "actual_seq_qlen", "actual_seq_kvlen")
+    kwargs = {name: json.loads(case[name]) if case[name] else None for name in lists}
+    T = (kwargs["actual_seq_qlen"] or [0])[-1]
+    shapes = {"BSND": (B, S, N, D), "BNSD": (B, N, S, D), "BSH": (B, S, N * D), "SBH": (S, B, N * D), "TND": (T, N, D)}
+    q = torch.empty(shapes[case["layout"]], device="meta")
+    kwargs |= {"query": q, "key": q, "head_num": N, "input_layout": case["layout"], "sparse_mode": mode}
+    if case["atten_mask_shape"] != "None":
+        shape = tuple(json.loads(case["atten_mask_shape"]))
+        made = {(2048, 2048): triangle, (3072, 2048): prefix_triangle}.get(shape) if mode > 1 else None
+        kwargs["atten_mask"] = (torch.zeros(shape) if made is None else made()).to(getattr(torch, case["dtype"]))
+    return kwargs | {"pre_tockens": int(case["pre"]), "next_tockens": int(case["next"])}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["source"].split("/")[-1][-40:])
+def test_the_vendors_verdict_on_masks_holds(case, monkeypatch):
+    monkeypatch.setattr(known_kernels, "by_mask", lambda rows, B, T: (np.zeros(B * T, int), np.zeros(B * T, bool), 0))
+    misused = False
+    with suppress(UnreadError):
+        try:
+            KERNELS["npu_fusion_attention"][1]("torch_npu.npu_fusion_attention", fusion_call(case))
+        except MisusedError as error:
+            misused = bool(error.remedy)
+    wanted = case["source"].endswith(STRICTER) if case["verdict"] == "ACCEPT" else case["rule"].startswith(OF_MASKS)
+    assert misused == wanted
+
+
 class AskedError(Exception):
     """Raised in the place of the operator."""
 
 
-@pytest.mark.parametrize("kernel", kernel_runs.KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", OPERATORS, ids=lambda kernel: kernel.name)
 @given(segments=strategies.segments())
 def test_what_our_arguments_say_is_read_off_them(kernel, segments):
     """Of every operator, in each of its forms: no real token goes on from others, or attends others, than its own."""
@@ -172,7 +216,7 @@ def test_what_our_arguments_say_is_read_off_them(kernel, segments):
             raise AskedError
 
         with suppress(AskedError, CollateError):
-            kernel.call(ask, kernel_runs.Truth("", segments), kernel.problem.draw(segments), form)
+            kernel.call(ask, Truth("", segments), kernel.problem.draw(segments), form)
         if held and "initial_state" not in held:  # else it has no form for these, or is not read
             told = KERNELS[kernel.name.rpartition(".")[2]][1](kernel.name, held)
             rows = range(0 if told.allowed is None else told.shape[0])

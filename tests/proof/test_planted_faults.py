@@ -1,4 +1,4 @@
-"""Planted faults, a row each, over five stacks: who claims to see one sees it, and names its layer where it can; and right
+"""Planted faults, a row each, over six stacks: who claims to see one sees it, and names its layer where it can; and right
 runs, of which nobody says anything.
 
 Entrances: c check_delivery, w watch, n watch says that it was not looked at, i assert_padding_invariant, f conformance. A
@@ -13,14 +13,32 @@ import pytest
 import strategies
 import torch
 import toys
-from hypothesis import given, settings, strategies as st
+from hypothesis import given as drawn, settings, strategies as st
 from rotation import some
 from stranger import Model, causal_conv1d_fn
 from torch import nn
 from torch.nn import functional as F
-from toys import IDS, OFFSETS, Net, core, flex, heads, joined, own, packed, padded, rule, sdpa, softmax, stack_of, varlen
+from toys import (
+    IDS,
+    OFFSETS,
+    Net,
+    core,
+    flex,
+    fusion,
+    heads,
+    joined,
+    own,
+    packed,
+    padded,
+    rule,
+    sdpa,
+    softmax,
+    stack_of,
+    varlen,
+)
 
 from collate_npu import CollateError, check_delivery, guard_first_batch
+from collate_npu.kernels.fusion_attention import triangle
 from collate_npu.proof import watch
 from collate_npu.proof.conformance import conformance
 from collate_npu.proof.invariance import assert_padding_invariant
@@ -247,6 +265,55 @@ IN_PACKED_RULE = {
     "a sum behind the convolution": (but(behind=lambda t: lambda x: x.cumsum(1)), LEAKS),
     "a scan of its own behind the convolution": (instead(convolved), "ncif"),
 }
+
+
+def given(**arguments):
+    """The operator is called with these, made from what is told."""
+    return but(given=lambda told: {name: change(told) for name, change in arguments.items()})
+
+
+def always(value):
+    return lambda told: value
+
+
+IN_FUSION = {
+    "a mask [B, S]": given(atten_mask=lambda t: ~t["keep"]),
+    "a mask [B, 1, 1, S]": given(atten_mask=lambda t: ~t["keep"][:, None, None]),
+    "a mask of key heads": given(atten_mask=lambda t: ~t["allowed"].expand(-1, 2, -1, -1)),
+    "a mask of floats": given(atten_mask=lambda t: (~t["allowed"]).float()),
+    "a mask of int64": given(atten_mask=lambda t: (~t["allowed"]).long()),
+    "a dense mask in a compressed mode": given(sparse_mode=always(3)),
+    "a triangle as large as the row": given(atten_mask=lambda t: ~causal(t)[0, 0], sparse_mode=always(2)),
+    "None": given(atten_mask=always(None)),
+    **{f"None in mode {n}": given(atten_mask=always(None), sparse_mode=always(n)) for n in range(9) if n != 1},
+    "None and a band": given(atten_mask=always(None), sparse_mode=always(0), next_tockens=always(0)),
+    "what attends for what blocks": given(atten_mask=lambda t: t["allowed"]),
+    "what attends, by heads": given(atten_mask=lambda t: t["allowed"].expand(-1, 4, -1, -1)),
+    "a mask of ones and zeros turned around": given(atten_mask=lambda t: t["allowed"].to(torch.uint8)),
+    **{
+        f"a triangle that hides padding, mode {n}": given(atten_mask=lambda t: triangle(), sparse_mode=always(n))
+        for n in (2, 3)
+    },
+    "a band that hides padding": given(
+        atten_mask=lambda t: triangle(), sparse_mode=always(4), pre_tockens=always(2048), next_tockens=always(0)
+    ),
+    "a triangle turned around": given(atten_mask=lambda t: ~triangle(), sparse_mode=always(3)),
+    "a triangle of nothing": given(atten_mask=lambda t: triangle() & False, sparse_mode=always(2)),
+    "a band that cuts the past": (given(sparse_mode=always(0), pre_tockens=always(2), next_tockens=always(0)), "CW"),
+    "the mask of the row beside it": given(atten_mask=lambda t: ~t["allowed"].roll(1, 0)),
+    "one row's mask for all": given(atten_mask=lambda t: ~t["allowed"][-1:]),
+}
+IN_PACKED_FUSION = {
+    "one sequence": but(ends=lambda t: t["cu"][-1:]),
+    "ends one late": but(ends=lambda t: shifted(t["cu"])[1:]),
+    "lengths for ends": but(ends=lambda t: t["cu"].diff()),
+    "None": given(atten_mask=always(None), sparse_mode=always(0)),
+    "None in mode 3": given(atten_mask=always(None)),
+    "a triangle turned around": given(atten_mask=lambda t: ~triangle()),
+    "a mask of floats": given(atten_mask=lambda t: triangle().float()),
+    "a window nobody has": (given(sparse_mode=always(4), pre_tockens=always(1), next_tockens=always(0)), "CWi"),
+    "ahead by a band": (given(sparse_mode=always(4), pre_tockens=always(2048), next_tockens=always(1)), "CWi"),
+}
 BEHIND = {
     "logits rolled by one": lambda x, told: x.roll(1, 1),
     "logits of rows in another order": lambda x, told: x.flip(0),
@@ -262,6 +329,8 @@ STACKS = {
     "packed flex": ((flex, flex), packed, 0, "CWi", IN_PACKED_FLEX),
     "varlen": ((varlen, rule), packed, 0, TOLD, IN_VARLEN),
     "fla": ((varlen, rule), packed, 1, TOLD, IN_PACKED_RULE),
+    "fusion": ((fusion, rule), padded, 0, TOLD, IN_FUSION),
+    "packed fusion": ((fusion, rule), packed, 0, TOLD, IN_PACKED_FUSION),
     "behind all layers": ((sdpa, rule), padded, 2, "cif", BEHIND),
 }
 FAULTS = [(stack, name) for stack, (*_, faults) in STACKS.items() for name in faults]
@@ -359,6 +428,14 @@ ALSO = {
     "causal by its window": ((varlen, varlen), packed, but(causal=lambda t: False, window=lambda t: (-1, 0))),
     "scores by distance": ((flex, own), padded, but(score=lambda t: lambda score, b, h, q, k: score - 0.1 * (q - k))),
     "scores by head": ((flex, own), padded, but(score=lambda t: lambda score, b, h, q, k: score * (1 + h))),
+    "a mask of ones and zeros": ((fusion, own), padded, given(atten_mask=lambda t: (~t["allowed"]).to(torch.uint8))),
+    "a band as wide as the row": ((fusion, own), padded, given(sparse_mode=always(0), pre_tockens=always(12))),
+    "a band of packed rows": (
+        (fusion, fusion),
+        packed,
+        given(sparse_mode=always(4), pre_tockens=always(99), next_tockens=always(0)),
+    ),
+    "a mode that counts from the other corner": ((fusion, fusion), packed, given(sparse_mode=always(2))),
     "a packed flex": ((flex, flex), packed, None),
     "a GRU of even rows": ((own, own), lambda rows: padded([rows[1]] * 2), instead(rnn(nn.GRU))),
     "an expert for each token": ((own, own), padded, into(lambda x: torch.where(x[..., :1] > 0, x, -x))),
@@ -378,11 +455,21 @@ def check_right(model, batch):
     assert ("no fault" in seen.summary()) == (ways != {own})
 
 
-WAYS = [(own, own), (sdpa, rule), (sdpa, sdpa), (core, rule), (core, own), (rule, own), (varlen, rule), (varlen, varlen)]
+WAYS = [
+    (own, own),
+    (sdpa, rule),
+    (fusion, rule),
+    (sdpa, sdpa),
+    (core, rule),
+    (core, own),
+    (rule, own),
+    (varlen, rule),
+    (varlen, varlen),
+]
 
 
 @settings(max_examples=8, deadline=None)
-@given(
+@drawn(
     st.sampled_from(WAYS), strategies.row_lengths(longest=12).filter(lambda x: max(x) > 1), strategies.sides(), st.booleans()
 )
 def test_nobody_says_anything_of_a_right_run(ways, lengths, side, trains):

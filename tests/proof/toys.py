@@ -5,12 +5,15 @@
 
 import pytest
 import torch
+from attention_oracle import reference_fusion_attention
 from stranger import Model, causal_conv1d_fn, chunk_gated_delta_rule, flash_attn_varlen_func
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from collate_npu import Segments
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.kernels.fusion_attention import triangle
 from collate_npu.outputs import per_sequence
 
 VOCAB, D, H = 61, 24, 4
@@ -72,6 +75,29 @@ def core(part, x, told):
     return (
         part.core(q, k, v, told.get("blocked", ~told["allowed"]), attn_mask_type=told.get("kind")).transpose(0, 1).flatten(2)
     )
+
+
+def npu_fusion_attention(query, key, value, head_num, input_layout, **given):
+    """Ascend's operator by its oracle; a call that a card refuses attends the whole past, as on a stand-in for a card."""
+    try:
+        return reference_fusion_attention(query, key, value, head_num, input_layout, **given)
+    except UnsupportedFormError:
+        q, k, v = (x[None] if input_layout == "TND" else x for x in (query, key, value))
+        past = torch.ones(q.shape[1], q.shape[1]).tril().bool()
+        out = softmax(*(x.transpose(1, 2) for x in (q, k, v)), past).transpose(1, 2)
+        return (out[0] if input_layout == "TND" else out,)
+
+
+def fusion(part, x, told):
+    """Padded rows by a dense mask, a flat row by its ends and the compressed triangle."""
+    given = {"atten_mask": ~told["allowed"], "sparse_mode": 1}
+    layout, cu = "BSND", told["cu"]
+    if cu is not None:
+        given, layout = {"atten_mask": triangle(), "sparse_mode": 3}, "TND"
+        given |= {name: told.get("ends", cu[1:]).tolist() for name in ("actual_seq_qlen", "actual_seq_kvlen")}
+    q, k, v = part.qkv(x).unflatten(-1, (3, H, D // H)).unbind(-3)
+    rows = (each[0] if layout == "TND" else each for each in (q, k, v))
+    return npu_fusion_attention(*rows, H, layout, scale=0.4, **given | told.get("given", {}))[0].flatten(-2).reshape(x.shape)
 
 
 def varlen(part, x, told):

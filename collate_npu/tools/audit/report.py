@@ -159,8 +159,6 @@ def facts(report: Report) -> Iterator[Line]:
     settings = report.settings
     where = f"on {settings['device']} in {settings['dtype']}"
     yield "measured", f"{where}, torch {settings['torch']}, transformers {settings['transformers']}"
-    if settings["device"].partition(":")[0] != "cpu":
-        yield "operators", f"collate-npu kernels --device {settings['device']} compares each of them with float64"
     limit = f"{TIMES} times the rounding noise measured on each model"
     yield "passes", f"up to {limit if report.tolerance is None else f'{report.tolerance:g} (--tolerance)'}"
     yield "next", _NEXT.get(report.exit_code) or "; ".join(steps)

@@ -41,9 +41,23 @@ from collate_npu.tools.files import (
     samples_of_rows,
     shipped_text,
 )
-from collate_npu.tools.kernels import check_device
 from collate_npu.tools.terminal import progress, shortened
 from collate_npu.tools.user_code import as_user_code, describe_error, find_callable, refused, run_user_code
+
+
+def check_device(device: str, dtype: torch.dtype) -> None:
+    """Refuse a device that does not compute; a pretended one (CANN stand-ins) returns zeros: every case would pass."""
+    here = ["cpu", *(card for card in ("cuda", "npu") if hasattr(torch, card) and getattr(torch, card).is_available())]
+    rule, remedy = f"{dtype} does not compute there.", f"Name a device of this machine: {', '.join(here)}."
+    if device.startswith("npu"):
+        with refused("--device", device, "An NPU needs torch_npu.", "Install it: collate-npu guide install."):
+            import torch_npu  # noqa: F401
+    with refused("--device", device, rule, remedy):
+        two = (torch.ones(3, device=device, dtype=dtype) + 1).float().cpu()
+    if not torch.equal(two, torch.full((3,), 2.0)):
+        rule = "One and one is not two there: it is a stand-in, and an audit on it would prove nothing."
+        raise CollateError(explain("--device", device, rule, "Run on a real device."))
+
 
 # --- the user's collators
 

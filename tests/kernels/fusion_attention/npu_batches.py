@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from attention_oracle import reference_fusion_attention
 from hypothesis import reject, strategies as st
 from strategies import attentions, segments
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from collate_npu import Pattern, Segments, unpad
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.fusion_attention import fusion_attention_kwargs, reference_fusion_attention
+from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
 from collate_npu.masks import dense
 
 PADDED = ("BSND", "BNSD", "BSH", "SBH")
@@ -23,16 +24,12 @@ COMPRESSED = {"causal", "bidirectional", "sliding", "chunked", "prefix"}
 
 
 @st.composite
-def right_calls(draw: st.DrawFn) -> tuple[Segments, Pattern, dict[str, Any], bool]:
-    """A batch and a pattern, the arguments for them in some layout, and whether the tail of a flat row is kept."""
+def right_calls(draw: st.DrawFn) -> tuple[Segments, Pattern, dict[str, Any]]:
+    """A batch and a pattern, and the arguments for them in some layout."""
     batch, pattern = draw(attentions(segments().filter(lambda batch: batch.num_tokens > 0)))
-    layout = draw(st.sampled_from([*PADDED, "TND"]))
-    operator = draw(st.sampled_from(["npu_fusion_attention", "npu_fusion_attention_v3"]))
-    flat = layout == "TND" and batch.shape[0] == 1 and batch.padding_side in ("none", "right")
-    keep_tail = flat and draw(st.booleans())
-    settings: Any = {"layout": layout, "operator": operator, "keep_tail": keep_tail}
+    layout: Any = draw(st.sampled_from([*PADDED, "TND"]))
     try:
-        return batch, pattern, SCALE | fusion_attention_kwargs(batch, pattern=pattern, **settings), keep_tail
+        return batch, pattern, SCALE | fusion_attention_kwargs(batch, pattern=pattern, layout=layout)
     except UnsupportedFormError:
         assert layout == "TND"
         holes = any(end - start != n for (_, start, end), n in zip(batch.spans, batch.sequence_lengths))
@@ -74,17 +71,12 @@ def tensors_of(batch: Segments) -> list[Tensor]:
     return qkv(*batch.shape, batch.shape[1])
 
 
-def computed(batch: Segments, kwargs: dict[str, Any], keep_tail: bool = False) -> Tensor:
-    """`[T, heads, D]`: what the reference gives for `tensors_of(batch)` at the real tokens."""
+def computed(batch: Segments, kwargs: dict[str, Any]) -> Tensor:
+    """`[T, heads, D]`: what the oracle gives for `tensors_of(batch)` at the real tokens."""
     layout, tensors = kwargs["input_layout"], tensors_of(batch)
-    if layout != "TND":
-        given = [in_layout(x, layout) for x in tensors]
-    else:
-        given = [x[0] if keep_tail else unpad(x, batch) for x in tensors]
+    given = [unpad(x, batch) if layout == "TND" else in_layout(x, layout) for x in tensors]
     out = reference_fusion_attention(*given, HEADS, **kwargs)[0]
-    if layout != "TND":
-        return unpad(from_layout(out, layout), batch)
-    return out[batch.keep[0]] if keep_tail else out
+    return out if layout == "TND" else unpad(from_layout(out, layout), batch)
 
 
 def wanted(batch: Segments, pattern: str | Pattern) -> Tensor:

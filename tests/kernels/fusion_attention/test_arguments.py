@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from npu_batches import SCALE, computed, right_calls, wanted
 
 from collate_npu import CollateError, Pattern, Segments
-from collate_npu.kernels.fusion_attention import choose_form, fusion_attention_kwargs, prefix_triangle, triangle
-from collate_npu.kernels.fusion_attention.contract import UNLIMITED
+from collate_npu.kernels.fusion_attention import UNLIMITED, choose_form, fusion_attention_kwargs, prefix_triangle, triangle
 from collate_npu.masks import dense
 
 
@@ -32,12 +31,11 @@ def test_a_pattern_nobody_told_the_operator_of_is_a_dense_mask() -> None:
 @settings(max_examples=400, deadline=None)
 @given(right_calls())
 def test_every_form_computes_the_dense_attention_at_every_real_token(call: Any) -> None:
-    batch, pattern, kwargs, keep_tail = call
-    torch.testing.assert_close(computed(batch, kwargs, keep_tail), wanted(batch, pattern), atol=1e-9, rtol=0)
+    batch, pattern, kwargs = call
+    torch.testing.assert_close(computed(batch, kwargs), wanted(batch, pattern), atol=1e-9, rtol=0)
     is_dense = choose_form(batch, pattern=pattern, layout=kwargs["input_layout"]).name == "dense"
     empty = is_dense and bool((~dense(batch, pattern=pattern)).all(-1).any())
     assert kwargs.get("inner_precise", 0) == (2 if empty else 0), "2 exactly where a row is blocked throughout"
-    assert not keep_tail or int(kwargs["actual_seq_qlen"][-1]) == batch.shape[1]
 
 
 CHEAPEST = [
@@ -90,7 +88,7 @@ def test_the_cheapest_exact_form_is_chosen(lengths: Any, side: Any, pattern: Any
     [
         (Segments.from_lengths([3, 5], side="left"), [1, 9], {}, [3, 5]),
         (Segments.from_lengths([[2, 3], [5]]), [1, 2, 0], {}, [4, 0]),
-        (Segments.from_lengths([[3, 2]], 6), [9, 1], {"layout": "TND", "keep_tail": True}, [3, 1, 0]),  # and the tail
+        (Segments.from_lengths([[3, 2]], 6), [9, 1], {"layout": "TND"}, [3, 1]),
     ],
 )
 def test_a_prefix_ends_where_the_last_key_is_that_somebody_sees_early(
@@ -108,15 +106,6 @@ def test_the_compressed_masks_are_the_documents() -> None:
         assert not make()[0, 0], "each call returns a tensor of its own"
 
 
-def test_v3_takes_its_lists_as_int64_tensors_on_the_host() -> None:
-    settings: Any = {"layout": "TND", "operator": "npu_fusion_attention_v3", "causal_mode": 2, "device": "meta"}
-    kwargs = fusion_attention_kwargs(Segments.from_lengths([3, 5]), **settings)
-    lists = kwargs["actual_seq_kvlen"]
-    assert kwargs["sparse_mode"] == 2
-    assert lists.tolist() == [3, 8]
-    assert (lists.dtype, lists.device.type) == (torch.int64, "cpu")
-
-
 def test_masks_are_built_where_the_kernel_runs_and_for_each_call() -> None:
     for batch in (Segments.from_lengths([3, 5]), Segments.from_lengths([3, 5], side="left")):
         assert fusion_attention_kwargs(batch, device="meta")["atten_mask"].device.type == "meta"
@@ -129,14 +118,10 @@ def test_masks_are_built_where_the_kernel_runs_and_for_each_call() -> None:
     [
         (Segments.from_lengths([0, 0], width=3), {}, "at least one token"),
         (Segments.from_lengths([3]), {"layout": "BHSD"}, "BSH, SBH, BSND, BNSD, TND"),
-        (Segments.from_lengths([3]), {"causal_mode": 1}, "causal_mode"),
-        (Segments.from_lengths([3]), {"operator": "npu_fusion_attention_v2"}, "npu_fusion_attention_v3"),
         (Segments.from_lengths([3]), {"layout": "TND", "pattern": Dilated()}, "no compressed form"),
-        (Segments.from_lengths([3]), {"max_mask_bytes": 2048**2 - 1}, "max_mask_bytes"),
         (Segments.from_lengths([1] * 1025), {"layout": "TND"}, "at most 1024 sequences"),
         (Segments.from_lengths([2] * 33), {"layout": "TND", "pattern": Pattern.prefix(1)}, "at most 32 sequences"),
         (Segments.from_keep([[1, 1, 0, 1]]), {"layout": "TND", "pattern": Pattern.sliding(2)}, "holes.* such as BSND"),
-        (Segments.from_lengths([3, 5], side="left"), {"max_mask_bytes": 10}, "max_mask_bytes"),
     ],
 )
 def test_what_has_no_exact_form_is_refused_with_the_remedy(batch: Segments, arguments: Any, words: str) -> None:

@@ -1,6 +1,6 @@
-"""What a kernel computes from the arguments of a call, read as that kernel reads them: the judge of the contract's check.
+"""What a kernel computes from the arguments of a call, read as that kernel reads them.
 
-Written from the kernels' sources, without a line of the check. One scalar channel: a convolution of W taps, then a decaying
+Written from the kernels' sources. One scalar channel: a convolution of W taps, then a decaying
 sum, in float64. `RefusedError` where the kernel raises; NaN where nothing is written.
 """
 
@@ -56,7 +56,7 @@ def convolved(x: Row, ids: Row) -> Row:
     return out
 
 
-def alone(batch: Segments, places: Row, rule: bool, conv: bool) -> Row:
+def sequences_alone(batch: Segments, places: Row, rule: bool, conv: bool) -> Row:
     """`[tokens]`: the right output at the places of the call's tensor, NaN at padding."""
     x, decay = values(batch.array.size)
     out = np.full(batch.array.size, np.nan)
@@ -190,20 +190,6 @@ def _cp(kwargs: Kwargs, B: int, T: int) -> Offsets:
     return offsets
 
 
-def _mamba(kwargs: Kwargs, B: int, T: int) -> Offsets | None:
-    """Runs of one number; a number that comes back is the same sequence again."""
-    only(kwargs, "seq_idx", "cu_seqlens")
-    if "seq_idx" not in kwargs:
-        wild_unless(not kwargs)
-        return None
-    offsets = [0]
-    for b, row in enumerate(_numbers(kwargs, B, T, torch.int32, torch.int64).tolist()):
-        begins = [t for t in range(T) if t == 0 or row[t] != row[t - 1]]
-        wild_unless(len({row[t] for t in begins}) == len(begins))
-        offsets += [b * T + end for end in (*begins[1:], T)]
-    return offsets
-
-
 def _numbers(kwargs: Kwargs, B: int, T: int, *dtypes: torch.dtype) -> np.ndarray[Any, Any]:
     given = kwargs.get("seq_idx", torch.zeros(B, T, dtype=torch.int32))
     refuse_unless(isinstance(given, Tensor) and given.dtype in dtypes)
@@ -229,7 +215,7 @@ def _layer(kwargs: Kwargs, x: Row, decay: Row, B: int, T: int) -> Row:
     return decayed(np.concatenate([convolved(x[b * T : (b + 1) * T], ids[b]) for b in range(B)]), decay, offsets)
 
 
-def computed(kernel: str, kwargs: Kwargs, x: Row, decay: Row, *, B: int, T: int, chunk: int) -> Row:
+def computed(kernel: str, kwargs: Kwargs, x: Row, decay: Row, *, B: int, T: int) -> Row:
     """`[tokens]`: what the kernel gives for the input of these tokens. Raises `RefusedError`, or `WildError`."""
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     if kernel == "causal_conv1d":
@@ -239,17 +225,16 @@ def computed(kernel: str, kwargs: Kwargs, x: Row, decay: Row, *, B: int, T: int,
     if kernel == "transformers":
         return _layer(kwargs, x, decay, B, T)
     given = {
-        "fla": lambda: _fla(kwargs, B, T, chunk),
+        "fla": lambda: _fla(kwargs, B, T, 64),
         "fla_conv": lambda: _fla(kwargs, B, T, 64),
         "fla_cp": lambda: _cp(kwargs, B, T),
-        "fla_npu": lambda: _npu(kwargs, B, T, "chunk_indices", chunk),
-        "fla_npu_cumsum": lambda: _npu(kwargs, B, T, "chunk_indices_out", {64: 2048, 128: 1024}[chunk]),
+        "fla_npu": lambda: _npu(kwargs, B, T, "chunk_indices", 64),
+        "fla_npu_cumsum": lambda: _npu(kwargs, B, T, "chunk_indices_out", 2048),
         "fla_npu_flash": lambda: _flash(kwargs, B, T),
         "fla_npu_conv": lambda: _npu_conv(kwargs, B, T),
         "fla_npu_recurrent": lambda: _lengths(kwargs, B, prefix=True, longest=8),
         "torch_npu": lambda: _lengths(kwargs, B, prefix=False, longest=10**9),
         "megatron": lambda: _megatron(kwargs, B, T),
-        "mamba.mamba_chunk_scan_combined": lambda: _mamba(kwargs, B, T),
     }[kernel]()
     offsets = range(0, B * T + 1, T) if given is None else given
     if not kernel.endswith("conv"):

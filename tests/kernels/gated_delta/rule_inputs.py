@@ -4,10 +4,10 @@ Legend: B rows, T tokens, H heads, K head size, D channels, W taps.
 """
 
 import torch
+from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from torch import Tensor
 
 from collate_npu import Segments, unpad
-from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 
 H, HV, K, V, W = 1, 2, 4, 3, 4
 D = 2 * H * K + HV * V

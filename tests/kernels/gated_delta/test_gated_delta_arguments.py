@@ -1,16 +1,19 @@
-"""Arguments of each kernel: from them the reference computes each sequence as alone; the offsets of a flat row, and padded
-rows whose padding is zeroed. Their spelling is a target of `fuzz`."""
+"""Arguments of each kernel: from them it computes each sequence as alone; the offsets of a flat row, and padded rows whose
+padding is zeroed. Their spelling is a target of `fuzz`."""
 
 from typing import get_args
 
 import numpy as np
 import pytest
+import strategies
 import torch
+from hypothesis import assume, given, reject, strategies as st
+from kernel_readings import RANKS, computed, sequences_alone, values
 from rule_inputs import D, Layer, alone, apart
 
 from collate_npu import CollateError, Segments, unpad
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.gated_delta import Kernel, chunk_indices, flat_offsets, gated_delta_kwargs, zero_padding
+from collate_npu.kernels.gated_delta import Kernel, flat_offsets, gated_delta_kwargs, zero_padding
 
 ROW = Segments.from_lengths([[3, 70]], width=80)
 SHORT = Segments.from_lengths([[3, 4]], width=8)
@@ -20,15 +23,25 @@ def plain(kwargs):
     return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
 
 
-def test_tables_are_built_on_request_and_the_convolutions_is_always_in_64():
-    for chunk, block in ((64, 2048), (128, 1024), (1, 2**17)):
-        for length, table in ((block, (0, 0)), (block + 1, (0, 0, 0, 1))):
-            one = gated_delta_kwargs(Segments.from_lengths([[length]]), kernel="fla_npu_cumsum", chunk_size=chunk)
-            assert one["chunk_indices_out"] == table
-    for kernel, chunk in (("fla", 32), ("fla_conv", 64)):
-        table = gated_delta_kwargs(ROW, kernel=kernel, chunk_size=32, tables=True)["chunk_indices"]
-        assert np.array_equal(table, chunk_indices([0, 3, 73, 80], chunk))
-        assert "chunk_indices" not in gated_delta_kwargs(ROW, kernel=kernel)
+@pytest.mark.parametrize("kernel", get_args(Kernel))
+@given(strategies.segments(), st.sampled_from([None, False, True]), st.sampled_from(["own", "behind"]))
+def test_what_the_kernel_computes_from_them_is_each_sequence_alone(kernel, batch, keep, padding):
+    """As that kernel reads them, by its own source; where it has no form for a batch, that is refused."""
+    try:
+        kwargs = gated_delta_kwargs(batch, kernel=kernel, keep_padding=keep, padding=padding)
+    except UnsupportedFormError:
+        reject()
+    rows, (B, S) = "attention_mask" in kwargs, batch.shape
+    whole = rows or keep or (keep is None and B == 1)
+    places = np.arange(B * S) if whole else np.flatnonzero(batch.array)
+    assume(kernel != "fla_cp" or (len(places) % RANKS == 0 and len(places) >= 3 * RANKS))
+    x, decay = (each[places] for each in values(B * S))
+    conv = kernel.endswith(("conv", "conv1d"))
+    right = sequences_alone(batch, places, rule=not conv, conv=conv or kernel == "transformers")
+    shape = {"B": B, "T": S} if rows else {"B": 1, "T": len(places)}
+    out = computed(kernel, kwargs | ({"scale": 1.0} if "actual_seq_lengths" in kwargs else {}), x, decay, **shape)
+    assert not np.isnan(out).any()
+    np.testing.assert_allclose(out[~np.isnan(right)], right[~np.isnan(right)], atol=1e-9, rtol=0)
 
 
 DTYPES = dict.fromkeys(("fla", "fla_conv", "fla_cp", "fla_npu_flash"), torch.int64)
@@ -66,18 +79,13 @@ REFUSED = [
     ({"padding": "front"}, "'own', 'behind'"),
     ({"segments": [[1, 1]]}, "Pass a Segments"),
     ({"device": "nowhere"}, "device of this machine"),
-    ({"chunk_size": 0}, "chunk_size"),
     ({"kernel": "flash"}, "It is one of transformers, fla"),
-    ({"chunk_size": 128}, "chunks of 16, 32, 64"),
-    ({"kernel": "fla_npu", "chunk_size": 32}, "chunks of 64, 128"),
     ({"kernel": "fla_npu_recurrent"}, "a sequence of 70 tokens"),
     ({"segments": HOLE}, r"row 0: got padding inside a sequence[\s\S]*keep_padding=False"),
     ({"segments": LEFT, "padding": "behind"}, r"before the first[\s\S]*padding='own'"),
     ({"segments": Segments.from_lengths([0], width=4)}, "at least one token"),
     ({"segments": Segments.from_lengths([3, 5]), "padding": [0, 3, 8]}, "one flat row"),
     *(({"padding": bad}, "cu_seqlens_padded of this very batch") for bad in ([0, 3, 73], [0, 2, 73, 80], [0, 3, 3, 80])),
-    *(({"padding": padding, "max_sequences": n}, "max_sequences") for padding, n in
-      (("own", 0), ("own", 1), ("own", 11), ("behind", 3), ([0, 3, 73, 80], 4))),
 ]  # fmt: skip
 
 
@@ -95,8 +103,6 @@ FLAT = Segments.from_ids([[1, 1, 1, 0, 2, 2, 0, 0]])
 def test_a_batchs_own_offsets_are_taken_as_they_are():
     assert flat_offsets(FLAT, padding=[0, 4, 6, 8]) == (0, 4, 6, 8)
     assert flat_offsets(FLAT, padding=torch.tensor([0, 4, 6, 8, 8])) == (0, 4, 6, 8)  # an empty one is left out
-    assert flat_offsets(FLAT, max_sequences=5) == (0, 3, 4, 6, 7, 8)
-    assert flat_offsets(FLAT, padding="behind", max_sequences=2) == (0, 4, 8)
 
 
 # --- padded rows without a mask

@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from rule_inputs import HV, K, V, rule_inputs
 from torch.nn.functional import conv1d, silu
 
 from collate_npu import CollateError
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.gated_delta import reference_causal_conv1d, reference_gated_delta_rule
 
 OFFSETS = [0, 3, 73, 73, 74, 138, 203]
 

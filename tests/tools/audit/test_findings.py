@@ -10,12 +10,14 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+import recurrent_oracle
+from recurrent_oracle import reference_kernels
 from text import sample_ids
 
 from collate_npu import CollateError, PaddingCollator, Segments
 from collate_npu.masks import dense
 from collate_npu.releases import MISSING_KERNEL_RAISES
-from collate_npu.testing import byte_tokenizer, kernels, reference_kernels, tiny_config, tiny_model
+from collate_npu.testing import byte_tokenizer, tiny_config, tiny_model
 from collate_npu.tools.audit.case import FLAT, PADDED, Audit, Subject, audit
 
 pytestmark = pytest.mark.models
@@ -112,9 +114,9 @@ def test_an_encoder_is_measured_on_both_sides_and_one_that_pools_on_the_right_al
 def test_flat_rows_are_right_where_each_layer_is_told_boundaries(monkeypatch, name, deaf):
     """By kernels, or without any. One that drops its offsets in silence is refused, and a family that never asks for any."""
     if deaf not in ("", "plain"):
-        kernel = getattr(kernels, deaf)
+        kernel = getattr(recurrent_oracle, deaf)
         hears = wraps(kernel)(lambda *args, seq_idx=None, cu_seqlens=None, **kwargs: kernel(*args, **kwargs))
-        monkeypatch.setattr(kernels, deaf, hears)
+        monkeypatch.setattr(recurrent_oracle, deaf, hears)
     model = tiny(name, **({"attn_implementation": "eager"} if name == "llama" else {}))
     how = {"pad_token_id": TOKENIZER.pad_token_id, "batch_size": 4, "gradients": True, "sides": ["packed"]}
     with reference_kernels(model) if name == "qwen3_next" and deaf != "plain" else nullcontext():

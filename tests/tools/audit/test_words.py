@@ -9,10 +9,8 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("transformers")
 from collate_npu.proof.conformance import BatchVerdict, Conformance, Scale
-from collate_npu.proof.kernel_runs import Run
 from collate_npu.tools.audit.case import Finding
 from collate_npu.tools.audit.report import MEASURES, SUMMED_UP, WHOSE, Report, legend, summary, table
-from collate_npu.tools.kernels import LEGEND, tables
 
 
 def headings(drawn):
@@ -37,14 +35,6 @@ def test_columns_of_the_audit():
     assert {name.lower() for name, _ in WHOSE.values()} == {*WHOSE} == {*report.as_json()["worst"]}
     rest = headings(summary(report)) - {"model", "attention", "side", "ours"}
     assert rest <= explained(SUMMED_UP)
-
-
-def test_columns_of_the_kernels():
-    run = Run(operator="o", state="right", truth="packed", form="TND", forward=1e-7, backward=1e-7, passes=1e-6)
-    _, drawn, meanings = tables([run])
-    assert headings(drawn) <= names(Run) & explained(LEGEND)
-    assert str(meanings).strip() == LEGEND
-    assert [*tables([Run(operator="o", state="not here")])] == []
 
 
 def test_columns_of_the_conformance():

@@ -42,7 +42,6 @@ def test_what_needs_neither_runs_without_them(args, words):
     ("args", "words"),
     [
         ("audit", "collate-npu: transformers does not load: "),
-        ("kernels", "pip install rich."),
         ("conformance os:getpid", "pip install rich."),
         ("watch -- python", "pip install wrapt."),
         ("show --lengths 3", "pip install rich."),

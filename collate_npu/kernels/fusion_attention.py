@@ -1,9 +1,9 @@
-"""The arguments of Ascend's fused attention from `Segments`: the cheapest form that computes exactly what they say.
+"""Fusion attention: the arguments of Ascend's `npu_fusion_attention` from `Segments`, in the cheapest form that is exact.
 
 | form       | `atten_mask`           | sparse_mode | when                                                          |
 |------------|------------------------|-------------|---------------------------------------------------------------|
 | `full`     | None                   | 0           | bidirectional, nothing to block                               |
-| `triangle` | the 2048 triangle      | 2 or 3      | causal, padding on the right alone or TND                     |
+| `triangle` | the 2048 triangle      | 3           | causal, padding on the right alone or TND                     |
 | `band`     | the 2048 triangle      | 4           | sliding window, likewise                                      |
 | `prefix`   | the 3072 triangle      | 6           | prefix, likewise                                              |
 | `shared`   | `[1, 1, S, S]`         | 0           | chunked, likewise (under TND chunks are sequences: triangle)  |
@@ -11,6 +11,7 @@
 
 The first four cost at most 6 MiB whatever S is, and skip the blocks nobody attends. Dense masks block keys alone, so a
 padded query sees the real keys before it; where one sees none, `inner_precise=2` makes its output 0.
+No device is touched: the operator itself is never called from here.
 
 Legend: B batch, S width, T tokens without padding, N sequences.
 """
@@ -23,26 +24,22 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from collate_npu.arrays import whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.kernels.fusion_attention.contract import (
-    COMPRESSED,
-    RANKS,
-    SKIP_EMPTY_ROWS,
-    UNLIMITED,
-    prefix_triangle,
-    triangle,
-)
-from collate_npu.masks.forms import MAX_MASK_BYTES, check_bytes, dense, none_is_exact, varlen
+from collate_npu.masks.forms import dense, none_is_exact
 from collate_npu.masks.patterns import Bidirectional, Chunked, Pattern, Prefix, Sliding
 from collate_npu.segments import Segments
 from collate_npu.validation import checked, here
 
+UNLIMITED = 2**31 - 1
+"""The operator's default of `pre_tockens` and `next_tockens`."""
+SKIP_EMPTY_ROWS = 2
+"""The `inner_precise` under which a query without keys gives 0; else it gives a mean of V."""
+LAYOUTS = ("BSH", "SBH", "BSND", "BNSD", "TND")
 MAX_SEQUENCES, MAX_PREFIX_ROWS = 1024, 32
 """What the documents allow under TND, and of rows with a prefix (op-plugin docs, npu_fusion_attention:181-182)."""
 InputLayout = Literal["BSH", "SBH", "BSND", "BNSD", "TND"]
-Operator = Literal["npu_fusion_attention", "npu_fusion_attention_v3"]
 CompressedName = Literal["full", "triangle", "band", "prefix", "shared"]
 
 
@@ -56,15 +53,13 @@ class NpuForm:
 
 
 @checked
-def choose_form(
-    segments: Segments, *, pattern: str | Pattern = "causal", layout: InputLayout = "BSND", causal_mode: Literal[2, 3] = 3
-) -> NpuForm:
-    """Which form `fusion_attention_kwargs` takes, and why; nothing is built. Raises where the operator has none.
+def choose_form(segments: Segments, *, pattern: str | Pattern = "causal", layout: InputLayout = "BSND") -> NpuForm:
+    """Return the form that `fusion_attention_kwargs` takes, and why; nothing is built. Raises where the operator has none.
 
     >>> choose_form(Segments.from_lengths([3, 5])).name, choose_form(Segments.from_lengths([3, 5], side="left")).name
     ('triangle', 'dense')
     """
-    return _choose(segments, _terms(segments, Pattern.of(pattern), layout, causal_mode), layout)
+    return _choose(segments, _terms(segments, Pattern.of(pattern), layout), layout)
 
 
 def _choose(segments: Segments, terms: _Terms, layout: str) -> NpuForm:
@@ -90,26 +85,18 @@ def fusion_attention_kwargs(
     *,
     pattern: str | Pattern = "causal",
     layout: InputLayout = "BSND",
-    operator: Operator = "npu_fusion_attention",
-    causal_mode: Literal[2, 3] = 3,
-    keep_tail: bool = False,
     device: torch.device | str = "cpu",
-    max_mask_bytes: int = MAX_MASK_BYTES,
 ) -> dict[str, Any]:
-    """The mask arguments of `torch_npu.npu_fusion_attention` for self-attention over this batch, as a plain dict.
+    """Return the mask arguments of `torch_npu.npu_fusion_attention` for self-attention over this batch.
 
     Call `npu_fusion_attention(q, k, v, head_num, scale=D**-0.5, **kwargs)`: the operator's own default scale is 1.0. Only
     arguments that differ from its defaults are in the dict, `input_layout` always; `choose_form` says why this form.
-
-    `layout="TND"` is for packed tensors `[T, heads, D]`, as `unpad` lays them out; `keep_tail` keeps the padding at the
-    end of one flat row as one more sequence. `causal_mode` 2 or 3 is transformers' `NPU_FA2_SPARSE_MODE`; here Sq = Skv
-    and both are the same attention. `_v3` (op-plugin 26.0 on: torch_npu 2.7.1.post4) takes its length lists as CPU tensors.
-    Masks are built on `device`.
+    `layout="TND"` is for packed tensors `[T, heads, D]`, as `unpad` returns them. Masks are built on `device`.
 
     Raises `UnsupportedFormError` where no form is exact: no tokens, under TND more sequences than the operator documents
-    or a sliding window over a sequence with holes; and where the mask, compressed or not, takes over `max_mask_bytes`.
-    Sources: op-plugin torch_npu-npu_fusion_attention.md and torch_npu-npu_fusion_attention_v3.md; forms in
-    ops-transformer flash_attention_score_tiling_general.cpp:639-812.
+    or a sliding window over a sequence with holes; and where a dense mask is too large.
+    Sources: op-plugin torch_npu-npu_fusion_attention.md; forms in ops-transformer
+    flash_attention_score_tiling_general.cpp:639-812.
 
     >>> kwargs = fusion_attention_kwargs(Segments.from_lengths([3, 5], side="left"))
     >>> kwargs["input_layout"], kwargs["atten_mask"].dtype, list(kwargs["atten_mask"].shape)
@@ -118,25 +105,23 @@ def fusion_attention_kwargs(
     [3, 8]
     """
     pattern, device = Pattern.of(pattern), here(device)
-    max_mask_bytes = whole_number("max_mask_bytes", max_mask_bytes)
-    terms = _terms(segments, pattern, layout, causal_mode)
+    terms = _terms(segments, pattern, layout)
     form = _choose(segments, terms, layout)
     kwargs: dict[str, Any] = {"input_layout": layout}
     if form.name in ("shared", "dense"):
         rows = Segments.from_lengths([segments.shape[1]]) if form.name == "shared" else segments
-        masked_B1SS = dense(rows, polarity="masked", pattern=pattern, max_mask_bytes=max_mask_bytes)
+        masked_B1SS = dense(rows, polarity="masked", pattern=pattern)
         kwargs["atten_mask"] = masked_B1SS.to(device)
         if bool(masked_B1SS.all(-1).any()):
             kwargs["inner_precise"] = SKIP_EMPTY_ROWS
-    elif form.sparse_mode in COMPRESSED:
-        check_bytes("the compressed mask", COMPRESSED[form.sparse_mode], 1, max_mask_bytes)
-        kwargs["atten_mask"] = prefix_triangle(device) if form.sparse_mode == 6 else triangle(device)
+    elif form.name != "full":
+        kwargs["atten_mask"] = prefix_triangle(device) if form.name == "prefix" else triangle(device)
     if form.sparse_mode:
         kwargs["sparse_mode"] = form.sparse_mode
     if form.sparse_mode in (0, 4) and "atten_mask" in kwargs:
         kwargs |= {"pre_tockens": terms.before, "next_tockens": 0}
     if layout == "TND":
-        kwargs |= _packed_arguments(segments, terms, operator, keep_tail)
+        kwargs |= _packed_arguments(segments, terms)
     elif form.sparse_mode in (5, 6):
         kwargs["prefix"] = _row_prefixes(segments, terms.prefixes)
     return kwargs
@@ -149,6 +134,37 @@ def _row_prefixes(segments: Segments, prefixes: Sequence[int]) -> list[int]:
         if prefix:
             ends[b] = max(ends[b], min(start + prefix, end))
     return ends
+
+
+# --- the compressed masks: the 2048 triangle, and its form with a prefix block, in small::
+#
+#     ⬚ ■ ■ ■      ⬚ ■ ■ ■      the first 2048 rows are the triangle again
+#     ⬚ ⬚ ■ ■      ⬚ ⬚ ■ ■
+#     ⬚ ⬚ ⬚ ■      ⬚ ⬚ ⬚ ■
+#     ⬚ ⬚ ⬚ ⬚      ⬚ ⬚ ⬚ ⬚
+#                  ⬚ ⬚ ■ ■      1024 more: the left half open, the right half closed
+#                  ⬚ ⬚ ■ ■
+
+
+def triangle(device: torch.device | str = "cpu") -> Tensor:
+    """Return bool `[2048, 2048]`, True above the diagonal: the compressed mask of sparse modes 2, 3, 4, 7 and 8.
+
+    Source: op-plugin torch_npu-npu_fusion_attention.md, "sparse_mode" 2 (compressed lower triangle, True = blocked).
+
+    >>> triangle().shape, triangle()[:3, :3].int().tolist()
+    (torch.Size([2048, 2048]), [[0, 1, 1], [0, 0, 1], [0, 0, 0]])
+    """
+    at_S = torch.arange(2048, device=here(device))
+    return at_S > at_S[:, None]
+
+
+def prefix_triangle(device: torch.device | str = "cpu") -> Tensor:
+    """Return bool `[3072, 2048]`: the triangle over 1024 rows whose right half is True, for sparse mode 6.
+
+    Source: op-plugin torch_npu-npu_fusion_attention.md, "sparse_mode" 6.
+    """
+    right_half = (torch.arange(2048, device=here(device)) >= 1024).expand(1024, 2048)
+    return torch.cat([triangle(device), right_half])
 
 
 # --- a pattern in the operator's terms: the one place of this room that asks what kind of pattern it is
@@ -167,11 +183,11 @@ class _Terms:
     chunk: int = 0  # under TND every `chunk` places of a sequence are a sequence of their own
 
 
-def _terms(segments: Segments, pattern: Pattern, layout: str, causal_mode: int) -> _Terms:
+def _terms(segments: Segments, pattern: Pattern, layout: str) -> _Terms:
     """The terms of the simplest pattern that is the same attention over this batch; a dense mask for one unknown here."""
-    _check(segments, layout, causal_mode)
+    _check(segments, layout)
     if not pattern.reaches(segments.longest_span):
-        return _Terms(what="causal", compressed="triangle", compressed_mode=causal_mode, dense_mode=0)
+        return _Terms(what="causal", compressed="triangle", compressed_mode=3, dense_mode=0)
     if isinstance(pattern, Bidirectional):
         return _Terms(what="full attention", compressed="full")
     if isinstance(pattern, Prefix):
@@ -182,26 +198,23 @@ def _terms(segments: Segments, pattern: Pattern, layout: str, causal_mode: int) 
         return _Terms(what=what, compressed="band", compressed_mode=4, dense_mode=0, before=before)
     if isinstance(pattern, Chunked) and layout == "TND":
         what = f"chunks of {pattern.size} are sequences of their own"
-        return _Terms(what=what, compressed="triangle", compressed_mode=causal_mode, chunk=pattern.size)
+        return _Terms(what=what, compressed="triangle", compressed_mode=3, chunk=pattern.size)
     if isinstance(pattern, Chunked):
         what, before = f"chunks of {pattern.size} in one matrix for all rows", pattern.size - 1
         return _Terms(what=what, compressed="shared", dense_mode=0, before=before)
     return _Terms(what=str(pattern), compressed=None)
 
 
-def _check(segments: Segments, layout: str, causal_mode: int) -> None:
-    if not isinstance(layout, str) or layout not in RANKS:
-        rule, remedy = f"The operator's layouts are {', '.join(RANKS)}.", "Pass the layout of q, k and v."
+def _check(segments: Segments, layout: str) -> None:
+    if layout not in LAYOUTS:
+        rule, remedy = f"The operator's layouts are {', '.join(LAYOUTS)}.", "Pass the layout of q, k and v."
         raise CollateError(explain("layout", repr(layout), rule, remedy))
-    if not isinstance(causal_mode, int) or causal_mode not in (2, 3):
-        rule, remedy = "Causal is mode 2 (top-left) or 3 (bottom-right).", "Leave it at 3."
-        raise CollateError(explain("causal_mode", repr(causal_mode), rule, remedy))
     if not segments.num_tokens:
         rule, remedy = "The operator takes at least one token.", "Drop batches without tokens."
         raise UnsupportedFormError(explain("segments", repr(segments), rule, remedy))
 
 
-def _packed_arguments(segments: Segments, terms: _Terms, operator: Operator, keep_tail: bool) -> dict[str, Any]:
+def _packed_arguments(segments: Segments, terms: _Terms) -> dict[str, Any]:
     columns = segments.indices.numpy() % segments.shape[1]
     # For each sequence, how far in the row each of its tokens stands from its first one; holes leave gaps.
     offsets = [tokens - tokens[0] for tokens in np.split(columns, segments.cu_seqlens_host[1:-1])]
@@ -211,16 +224,15 @@ def _packed_arguments(segments: Segments, terms: _Terms, operator: Operator, kee
     lengths = list(segments.sequence_lengths)
     if terms.chunk:
         lengths = [int(n) for places in offsets for n in np.bincount(places // terms.chunk) if n]
-    tail = varlen(segments, keep_tail=keep_tail).cu_seqlens_host[segments.num_sequences + 1 :]
-    ends = [*np.cumsum(lengths).tolist(), *tail]
     limits = {"sequences": MAX_SEQUENCES} | ({"sequences with a prefix": MAX_PREFIX_ROWS} if terms.prefixes else {})
     for what, limit in limits.items():
-        if len(ends) > limit:
+        if len(lengths) > limit:
             rule = f"The operator documents at most {limit} {what} under TND (op-plugin docs, npu_fusion_attention:181-182)."
-            raise UnsupportedFormError(explain("layout TND", f"{len(ends)} {what}", rule, "Split the batch, or use BSND."))
-    lists = torch.tensor(ends) if operator == "npu_fusion_attention_v3" else ends
-    arguments: dict[str, Any] = {"actual_seq_qlen": lists, "actual_seq_kvlen": lists}
+            raise UnsupportedFormError(
+                explain("layout TND", f"{len(lengths)} {what}", rule, "Split the batch, or use BSND.")
+            )
+    ends = np.cumsum(lengths).tolist()
+    arguments: dict[str, Any] = {"actual_seq_qlen": ends, "actual_seq_kvlen": [*ends]}
     if terms.prefixes:
-        seen = [int((places < prefix).sum()) for places, prefix in zip(offsets, terms.prefixes)]
-        arguments["prefix"] = seen + [0] * len(tail)
+        arguments["prefix"] = [int((places < prefix).sum()) for places, prefix in zip(offsets, terms.prefixes)]
     return arguments

@@ -1,24 +1,30 @@
-"""Kernel runs: the operators that are installed, called with our arguments on a device, against each sequence alone.
+"""Operators: those that are installed, called with this library's arguments on a device, against each sequence alone.
+
+    python -m benchmarks.operators [--device npu] [--json]
 
 Every token of a batch has inputs, padding too, so that what leaks from there shows. Each sequence is taken out of its row
-and run by a reference of this package, in float64: no boundary, no padding, no mask of the batch takes part. A row's `call`
+and run by an oracle of the tests, in float64: no boundary, no padding, no mask of the batch takes part. A row's `call`
 takes inputs `[B, S, ...]`, puts them in the operator's layout, asks for the mask arguments or boundaries that this library
 gives, and brings the output back to `[B, S, ...]`: gradients come back the same way.
 
-Each call is judged by its contract first (`kernels.check`), then made, forward and backward; outputs and gradients of real
-tokens are compared, gradients at padding must be finite. What passes is measured (`measure.noise_limit`): the noise is what
-rounding the inputs to the dtype moves. A kernel's matrix units may round float32 to ten bits (TF32, HF32), whatever torch
-is set to: on a card that is its noise. Legend: B rows, S width, T tokens, N query heads, H key heads, D head size.
+Outputs and gradients of real tokens are compared, gradients at padding must be finite. What passes is measured
+(`measure.noise_limit`): the noise is what rounding the inputs to the dtype moves. A kernel's matrix units may round float32
+to ten bits (TF32, HF32), whatever torch is set to: on a card that is its noise. Exit code 1: an operator is wrong.
+Legend: B rows, S width, T tokens, N query heads, H key heads, D head size.
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import json
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -27,15 +33,18 @@ from torch import Tensor
 from torch.nn.functional import normalize, silu
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
-from collate_npu.kernels.check import call_breaches, knows
-from collate_npu.kernels.fusion_attention import fusion_attention_kwargs, reference_fusion_attention
-from collate_npu.kernels.gated_delta import gated_delta_kwargs, reference_causal_conv1d, reference_gated_delta_rule
+from collate_npu.kernels import fusion_attention_kwargs, gated_delta_kwargs
 from collate_npu.masks.forms import block_mask, dense, varlen
 from collate_npu.masks.patterns import CAUSAL, Bidirectional, Pattern, Sliding
 from collate_npu.outputs import repad, unpad
 from collate_npu.proof.measure import MARGIN, noise_limit
 from collate_npu.releases import installed
 from collate_npu.segments import Segments
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from attention_oracle import reference_fusion_attention
+from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 
 HEADS, KEY_HEADS, D, W, CHUNK = 4, 2, 32, 4, 64
 SHARED = frozenset({"weight", "bias"})
@@ -45,32 +54,31 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Truth:
-    """A batch. `few`: it is among the few that the audit runs. Tokens of an empty row are padding."""
+    """A batch. Tokens of an empty row are padding."""
 
     name: str
     segments: Segments
     pattern: Pattern = CAUSAL
-    few: bool = False
 
 
 _of = Segments.from_lengths
 TRUTHS = (
     Truth("padded right", _of([5, 70, 33])),
-    Truth("padded left", _of([5, 70, 33], side="left"), few=True),
+    Truth("padded left", _of([5, 70, 33], side="left")),
     Truth("padded on both sides", Segments.from_ids([[0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]])),
     Truth("no padding", _of([40, 40])),
     Truth("a hole", Segments.from_ids([[1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 1, 0]])),
-    Truth("packed rows", _of([[3, 70, 1], [64, 10]], width=80), few=True),
-    Truth("one flat row and its tail", _of([[64, 1, 65, 2]], width=140), few=True),
+    Truth("packed rows", _of([[3, 70, 1], [64, 10]], width=80)),
+    Truth("one flat row and its tail", _of([[64, 1, 65, 2]], width=140)),
     Truth("an empty row", _of([5, 0, 9])),
     Truth("an empty row, padded left", _of([5, 0, 9], side="left")),
     Truth("one token", _of([[1]])),
     Truth("chunk edges", _of([63, 64, 65])),
     Truth("chunk edges, packed", _of([[127, 128, 129]])),
-    Truth("window", _of([40, 70]), Pattern.sliding(7), few=True),
+    Truth("window", _of([40, 70]), Pattern.sliding(7)),
     Truth("window, packed", _of([[40, 70, 3]]), Pattern.sliding(7)),
     Truth("window, padded left", _of([40, 70], side="left"), Pattern.sliding(7)),
-    Truth("prefix", _of([30, 50]), Pattern.prefix([3, 20]), few=True),
+    Truth("prefix", _of([30, 50]), Pattern.prefix([3, 20])),
     Truth("prefix, packed", _of([[30, 50]]), Pattern.prefix([3, 20])),
     Truth("prefix, padded left", _of([30, 50], side="left"), Pattern.prefix([3, 20])),
     Truth("chunks", _of([30, 50]), Pattern.chunked(16)),
@@ -185,7 +193,7 @@ CONVOLUTION = Problem(
 
 
 Ask = Callable[..., Any]
-"""`ask(form, **arguments)` judges the call, makes it, and gives what the operator gives."""
+"""`ask(form, **arguments)` makes the call, and returns what the operator gives."""
 HALF = (torch.bfloat16, torch.float16)
 _ANY, _CARDS, _NPU = ("cpu", "cuda", "npu"), ("cuda", "npu"), ("npu",)
 
@@ -195,7 +203,7 @@ class Kernel:
     """An operator. `positional`: its arguments that are passed without names."""
 
     name: str
-    """As `kernels.check` knows it, where it has a contract."""
+    """Its package and name."""
     module: str
     problem: Problem
     call: Callable[[Ask, Truth, Inputs, str], Tensor]
@@ -226,29 +234,22 @@ class Kernel:
 # --- attention
 
 
-def _fusion(ask: Ask, truth: Truth, x: Inputs, form: str, operator: str) -> Tensor:
-    layout, _, mode = form.partition(", causal by mode ")
-    kwargs = fusion_attention_kwargs(
-        truth.segments, pattern=truth.pattern, layout=cast(Any, layout), operator=cast(Any, operator),
-        causal_mode=cast(Any, int(mode or 3)), keep_tail=_has_tail(truth), device=x["q"].device,
-    )  # fmt: skip
+def _fusion(ask: Ask, truth: Truth, x: Inputs, layout: str) -> Tensor:
+    segments = truth.segments
+    kwargs = fusion_attention_kwargs(segments, pattern=truth.pattern, layout=cast(Any, layout), device=x["q"].device)
     laid = {name: _laid(x[short], truth, layout) for name, short in (("query", "q"), ("key", "k"), ("value", "v"))}
     shown = f"{layout}, mode {kwargs.get('sparse_mode', 0)}" + ", empty rows" * ("inner_precise" in kwargs)
     out = ask(shown, **laid, head_num=HEADS, scale=D**-0.5, **kwargs)[0]
     if layout == "TND":
-        return out[None] if _has_tail(truth) else repad(out, truth.segments)
+        return repad(out, segments)
     out = out.transpose(0, 1) if layout == "SBH" else out
     out = out.transpose(1, 2) if layout == "BNSD" else out
     return cast(Tensor, out.unflatten(2, (HEADS, D)) if out.ndim == 3 else out)
 
 
-def _has_tail(truth: Truth) -> bool:
-    return truth.segments.shape[0] == 1 and truth.segments.padding_side == "right"
-
-
 def _laid(x: Tensor, truth: Truth, layout: str) -> Tensor:
     if layout == "TND":
-        return x[0] if _has_tail(truth) else unpad(x, truth.segments)
+        return unpad(x, truth.segments)
     if layout == "BNSD":
         return x.transpose(1, 2).contiguous()
     x = x if layout == "BSND" else x.flatten(2)
@@ -355,11 +356,9 @@ def _npu_convolution(ask: Ask, truth: Truth, x: Inputs, form: str) -> Tensor:
 
 # --- rows
 
-_LAYOUTS = ("BSND", "BNSD", "BSH", "SBH", "TND", "BSND, causal by mode 2", "TND, causal by mode 2")
+_LAYOUTS = ("BSND", "BNSD", "BSH", "SBH", "TND")
 _QKV, _LONG = ("q", "k", "v"), ("query", "key", "value")
 _TORCH_VARLEN, _FLASH = (partial(_by_offsets, of_torch=each) for each in (True, False))
-_FUSION, _FUSION_V3 = (partial(_fusion, operator=f"npu_fusion_attention{version}") for version in ("", "_v3"))
-_FUSED = ((*_LONG, "head_num"), _LAYOUTS, _NPU)
 _FLA, _FLA_CONV = partial(_flat_call, kernel="fla"), partial(_flat_call, kernel="fla_conv", activation="silu")
 KERNELS = (
     Kernel("torch.scaled_dot_product_attention", "torch.nn.functional", ATTENTION, _of_torch, _LONG,
@@ -368,8 +367,7 @@ KERNELS = (
            ("cpu", "cuda"), backward=("cuda",)),
     Kernel("torch.varlen_attn", "torch.nn.attention.varlen", ATTENTION, _TORCH_VARLEN, _LONG, dtypes=HALF),
     Kernel("flash_attn.flash_attn_varlen_func", "flash_attn", ATTENTION, _FLASH, _QKV, dtypes=HALF),
-    Kernel("torch_npu.npu_fusion_attention", "torch_npu", ATTENTION, _FUSION, *_FUSED),
-    Kernel("torch_npu.npu_fusion_attention_v3", "torch_npu", ATTENTION, _FUSION_V3, *_FUSED),
+    Kernel("torch_npu.npu_fusion_attention", "torch_npu", ATTENTION, _fusion, (*_LONG, "head_num"), _LAYOUTS, _NPU),
     Kernel("fla.chunk_gated_delta_rule", "fla.ops.gated_delta_rule", RULE, _FLA, _QKV, devices=_CARDS),
     Kernel("fla.chunk_kda", "fla.ops.kda", KDA, _FLA, _QKV, devices=_CARDS),
     Kernel("fla.causal_conv1d", "fla.modules.convolution", CONVOLUTION, _FLA_CONV, ("x",), devices=_CARDS),
@@ -385,7 +383,7 @@ KERNELS = (
 
 # --- runs
 
-State = Literal["right", "wrong", "refused", "raised", "cannot tell", "would run", "not installed", "not here"]
+State = Literal["right", "wrong", "refused", "raised", "cannot tell", "not installed", "not here"]
 """`refused` by this library, which has no form for it; `raised` by the operator; `not here`: not on this device."""
 
 
@@ -406,68 +404,53 @@ class Run:
     note: str = ""
 
 
-class _NotCalledError(Exception):
-    """Nothing is called: its arguments are judged alone, or are wrong."""
-
-
 @dataclass(slots=True)
 class _Asked:
     """What a row calls in the place of its operator."""
 
     kernel: Kernel
     truth: Truth
-    function: Callable[..., Any] | None
+    function: Callable[..., Any]
     form: str
-    broken: str = ""
     called: bool = False
 
     def __call__(self, form: str, **arguments: Any) -> Any:
-        self.form = form
-        if knows(self.kernel.name):
-            about = {} if self.kernel.problem.recurrent else {"pattern": self.truth.pattern}
-            found = call_breaches(self.kernel.name, arguments, segments=self.truth.segments, **about)
-            self.broken = "; ".join(map(str, found))
-        if self.function is None or self.broken:
-            raise _NotCalledError
-        self.called = True
+        self.form, self.called = form, True
         first = [arguments.pop(name) for name in self.kernel.positional]
         return self.function(*first, **arguments)
 
 
-def runs(kernels: Sequence[Kernel], *, device: str, dtype: torch.dtype, dry: bool = False) -> Iterator[Run]:
-    """Every operator on every truth that it is for, in each of its forms. `dry`: judged, and not called."""
+def runs(kernels: Sequence[Kernel], *, device: str, dtype: torch.dtype) -> Iterator[Run]:
+    """Every operator on every truth that it is for, in each of its forms."""
     kind = device.partition(":")[0]
     for kernel in kernels:
-        if why := _absence_reason(kernel, kind, dtype, dry=dry):
+        if why := _absence_reason(kernel, kind, dtype):
             yield Run(operator=kernel.name, state="not installed" if why.endswith("not installed") else "not here", note=why)
             continue
         try:
-            function = None if dry else kernel.function(kind)
+            function = kernel.function(kind)
         except Exception as error:  # a package that is half there
             yield Run(operator=kernel.name, state="not here", note=f"it does not load: {_first_line(error)}")
             continue
         yield from of_kernel(kernel, function, device=device, dtype=dtype)
 
 
-def _absence_reason(kernel: Kernel, kind: str, dtype: torch.dtype, *, dry: bool) -> str:
+def _absence_reason(kernel: Kernel, kind: str, dtype: torch.dtype) -> str:
     if kind not in kernel.devices:
         return f"it runs on {' and '.join(kernel.devices)}"
-    if not dry and not kernel.version:
+    if not kernel.version:
         return f"{kernel.package} is not installed"
     names = (str(each).removeprefix("torch.") for each in kernel.dtypes)
     return "" if dtype in kernel.dtypes else f"it takes {', '.join(names)}"
 
 
 def of_kernel(
-    kernel: Kernel, function: Callable[..., Any] | None, *, device: str, dtype: torch.dtype, few: bool = False
+    kernel: Kernel, function: Callable[..., Any], *, device: str, dtype: torch.dtype, truths: Sequence[Truth] = TRUTHS
 ) -> Iterator[Run]:
-    """One operator, with `few` on the truths that show most; without a function its calls are judged alone."""
-    for truth in TRUTHS:
-        causal = truth.pattern.name == "causal"
-        if (few and not truth.few) or (kernel.problem.recurrent and not causal):
-            continue
-        for form in kernel.forms:
-            if causal or "causal" not in form:
+    """One operator, or a function in its place, on these truths."""
+    for truth in truths:
+        if truth.pattern.name == "causal" or not kernel.problem.recurrent:
+            for form in kernel.forms:
                 yield _run(_Asked(kernel, truth, function, form), device, dtype)
 
 
@@ -480,8 +463,6 @@ def _run(asked: _Asked, device: str, dtype: torch.dtype) -> Run:
         run = _judged(run, asked.truth, *found)
     except CollateError as error:
         run = replace(run, state="raised" if asked.called else "refused", note=str(error))  # an output of another shape
-    except _NotCalledError:
-        run = replace(run, state="wrong" if asked.broken else "would run", note=asked.broken)
     except Exception as error:  # operators raise what they like
         run = replace(run, state="raised", note=_first_line(error))
     return replace(run, form=asked.form)
@@ -490,9 +471,9 @@ def _run(asked: _Asked, device: str, dtype: torch.dtype) -> Run:
 def _measured(asked: _Asked, device: str, dtype: torch.dtype) -> tuple[Inputs, Inputs, dict[str, float]]:
     """Return what the operator gives, what is right, and the largest error of each that passes."""
     problem, truth = asked.kernel.problem, asked.truth
-    where, backward = "cpu" if asked.function is None else device, device.partition(":")[0] in asked.kernel.backward
+    backward = device.partition(":")[0] in asked.kernel.backward
     drawn = in_dtype(problem.draw(truth.segments), dtype)
-    inputs = {name: x.to(where).requires_grad_(backward) for name, x in drawn.items()}
+    inputs = {name: x.to(device).requires_grad_(backward) for name, x in drawn.items()}
     with torch.set_grad_enabled(backward), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         out = asked.kernel.call(asked, truth, inputs, asked.form)
@@ -535,3 +516,27 @@ def _judged(run: Run, truth: Truth, found: Inputs, right: Inputs, passes: Mappin
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("operators", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, npu, or one of several: npu:1")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args()
+    if given.device.startswith("npu"):
+        import torch_npu  # noqa: F401
+    dtype = torch.float32 if given.device == "cpu" else torch.bfloat16
+    found = list(runs(KERNELS, device=given.device, dtype=dtype))
+    if given.json:
+        print(json.dumps({"runs": [asdict(run) for run in found]}, indent=1))
+    else:
+        print(
+            *(f"{run.state:12} {run.operator}, {run.truth} ({run.form}) {' '.join(run.note.split())}" for run in found),
+            sep="\n",
+        )
+    states = {run.state for run in found}
+    sys.exit(1 if "wrong" in states else 0 if "right" in states else 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,20 +1,20 @@
-"""Call boundaries: where sequences begin, and what is nobody's, by offsets, numbers, zeros, masks; what of it is wrong."""
+"""Boundaries of a call: where sequences begin, what is nobody's, by offsets, numbers, zeros, masks; what of it is wrong."""
 
 import numpy as np
 import pytest
 import torch
 
 from collate_npu import Segments
-from collate_npu.kernels import call_boundaries
 from collate_npu.masks import dense
 from collate_npu.masks.patterns import CAUSAL
+from collate_npu.proof import boundaries
 
 NOBODYS = ([0, 1, 2, 3, 4], [1, 1, 1, 1, 1])
 
 
 def call(first, neutral=None, shape=None, **settings):
     neutral_T = np.zeros(len(first), bool) if neutral is None else np.array(neutral, bool)
-    return call_boundaries.CallBoundaries("kernel", "rule", shape or (1, len(first)), np.array(first), neutral_T, **settings)
+    return boundaries.CallBoundaries("kernel", "rule", shape or (1, len(first)), np.array(first), neutral_T, **settings)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def call(first, neutral=None, shape=None, **settings):
     ],
 )
 def test_offsets(offsets, first, neutral):
-    assert [x.tolist() for x in call_boundaries.by_offsets(offsets, 5)] == [first, neutral]
+    assert [x.tolist() for x in boundaries.by_offsets(offsets, 5)] == [first, neutral]
 
 
 def test_tokens_that_read_themselves_alone_reach_one():
@@ -41,7 +41,7 @@ def test_zeros_stand_row_after_row(order):
     x_BTD = torch.where(zero_BT, 0, 7)[..., None].repeat(1, 1, len(order) - 1)
     x_BTD[0, 1, 1:] = 0  # one channel alone is not
     x = x_BTD.permute([{"B": 0, "T": 1, "D": 2}[axis] for axis in order]) if "D" in order else x_BTD[..., 0]
-    assert call_boundaries.zeros_of(x.T if order == "TB" else x, order).tolist() == zero_BT.flatten().tolist()
+    assert boundaries.zeros_of(x.T if order == "TB" else x, order).tolist() == zero_BT.flatten().tolist()
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_zeros_stand_row_after_row(order):
 def test_a_mask_says_whom_tokens_read_and_who_is_read(allowed, first, neutral):
     whole = torch.ones(3, 3).tril().bool()
     rows = [whole, torch.tensor([[int(x) for x in row] for row in allowed]).bool()]
-    first_T, neutral_T, _ = call_boundaries.by_mask(lambda b: (rows[b], rows[b]), 2, 3)
+    first_T, neutral_T, _ = boundaries.by_mask(lambda b: (rows[b], rows[b]), 2, 3)
     assert first_T.tolist() == [0, 0, 0, *(3 + x for x in first)]
     assert neutral_T.tolist() == [0, 0, 0, *neutral]
 
@@ -79,7 +79,7 @@ def test_a_mask_says_whom_tokens_read_and_who_is_read(allowed, first, neutral):
     ],
 )
 def test_what_is_wrong_with_the_first_wrong_token(ids, first, neutral, said):
-    why = call_boundaries.boundary_reason(call(first, neutral), Segments.from_ids([ids]))
+    why = boundaries.boundary_reason(call(first, neutral), Segments.from_ids([ids]))
     assert why.endswith(said) if said else why == ""
 
 
@@ -96,9 +96,9 @@ def test_what_is_wrong_with_the_first_wrong_token(ids, first, neutral, said):
     ],
 )
 def test_positions_count_from_the_first_of_their_sequence(positions, first, wrong):
-    why = call_boundaries.position_reason(np.array(positions), Segments.from_ids([[0, 1, 1, 2, 2, 2]]), first)
+    why = boundaries.position_reason(np.array(positions), Segments.from_ids([[0, 1, 1, 2, 2, 2]]), first)
     assert f"(0, {wrong}) has position {positions[wrong]}" in why if wrong else why == ""
-    assert call_boundaries.position_reason(np.array(positions), Segments.from_ids([[0] * 6]), first) == ""
+    assert boundaries.position_reason(np.array(positions), Segments.from_ids([[0] * 6]), first) == ""
 
 
 RIGHT, TWO = Segments.from_lengths([8, 5]), Segments.from_lengths([[3, 5], [5]])
@@ -123,6 +123,6 @@ PAST, EACH = torch.ones(8, 8).tril().bool(), torch.eye(8).bool()
 def test_a_row_that_is_wrong_says_which_query_and_key(segments, b, any_head, every_head, said):
     attended = any_head, any_head if every_head is None else every_head
     said = said and f"row {b} {said}"
-    assert call_boundaries.attention_reason(segments, CAUSAL, b, attended) == said
-    ours = call_boundaries.attention_reason(segments, None, b, attended)
+    assert boundaries.attention_reason(segments, CAUSAL, b, attended) == said
+    ours = boundaries.attention_reason(segments, None, b, attended)
     assert ours == ("" if "all of" in said or "more than" in said else said), "without a pattern only whose tokens they are"

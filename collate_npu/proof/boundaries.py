@@ -1,10 +1,9 @@
-"""Call boundaries: where sequences begin and what is padding, by the arguments of one kernel call, in one form for every
-kernel.
+"""Boundaries of a kernel call: where sequences begin and what is padding, by its arguments, in one form for every kernel.
 
 A call gives offsets, a number a token, a mask, or nothing; padding of a recurrent layer shows as zeros in what it writes.
-One form holds all of it: for each token of the call where the tokens begin that its kernel reads before it
-(`first_T`), and which tokens count for nothing (`neutral_T`). What follows from it is `rank_T`, how many tokens a token
-goes on from: in `0 0 A A B` with zeros at padding and a boundary before B::
+One form holds all of it: for each token of the call the first token that its kernel can read (`first_T`), and which tokens
+count for nothing (`neutral_T`). What follows from it is `rank_T`, how many tokens a token goes on from: in `0 0 A A B` with
+zeros at padding and a boundary before B::
 
     first   0 0 0 0 4     neutral   1 1 0 0 0     rank   0 0 0 1 0
 
@@ -88,7 +87,7 @@ class CallBoundaries:
     shape: tuple[int, int]
     """B and T; B is 1 for a flat row."""
     first_T: Array
-    """int64: where the tokens begin that this one's kernel reads, itself if none stand before it."""
+    """int64: for each token, the first token that its kernel can read."""
     neutral_T: Array
     """bool: tokens that add nothing: zeros, keys that a mask blocks for everybody, what offsets do not cover."""
     by: str = ""
@@ -336,7 +335,7 @@ def position_reason(positions_T: Array, segments: Segments, first: int | None) -
 
 def offset_values(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """Return the whole numbers of an argument, () where it is not given; a sync if they lie on a device. Raises
-    `CollateError` for anything but one row of them; which container an operator takes it says itself."""
+    `CollateError` for anything but one row of them."""
     if (given := values.get(name)) is None:
         return ()
     array = host_array(name, given)
