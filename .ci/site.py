@@ -68,7 +68,7 @@ JOBS = {
     ),
     "Trainers: RL": ("verl, OpenRLHF and slime.", "integrations.verl integrations.openrlhf integrations.slime"),
     "Errors": ("What is raised, and what a message holds.", "errors"),
-    "For tests": ("Tiny models and reference kernels, to test a collator or a stack of your own.", "testing"),
+    "For tests": ("Tiny models, to test a collator or a stack of your own.", "testing"),
     "Extend": ("Keys of a batch, and readers of a mask, that the package does not know.", "keys consumers.mask_routing"),
 }
 """Title of a page: what it is for, and its names in the order a reader needs them; the name of a module shows all of it."""

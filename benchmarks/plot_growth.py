@@ -15,7 +15,6 @@ SHOWN = {
     "Segments": "#128a63",
     "dense": "#b04a9a",
     "derive_segments": "#6a4bbc",
-    "reference_fusion_attention": "#4cb2e0",
 }
 """Functions with a colour; the others are grey."""
 AXES = ("rows", "width", "tokens")
