@@ -136,7 +136,7 @@ TRAINERS = ("accelerate==1.15.0", "trl==1.16.0", "peft==0.20.0", DATA)
 
 LAST = {"3.10": {"transformers": "5.20.2", "trl": "1.14.2", "matplotlib": "3.10.9", "hypothesis": "6.168.5"}}
 """The last releases that run on a Python, of what is pinned later."""
-PINNED = (*TEST, *AUDIT, TRANSFORMERS, *TRAINERS, PLOTS, "shtab==1.13.0")
+PINNED = (*TEST, *AUDIT, TRANSFORMERS, *TRAINERS, PLOTS)
 ROWS = {
     "oldest": ("3.10", OLDEST_TORCH, ("numpy==1.26.4",)),
     "python-3.10": ("3.10", TORCH, PINNED),

@@ -1,4 +1,5 @@
-"""`python -m benchmarks.page_of_stacks`: the guide's page of stacks and the data of `collate-npu stacks`, as measured.
+"""`python -m benchmarks.page_of_stacks`: what was measured of each stack, into the guide: the page of stacks, and the
+section "Measured" of each stack's own page.
 
 `COLLATE_NPU_CELLS=1 nox -s SESSION` writes `benchmarks/stacks/STACK.json` (tests/peers/cells.py), `nox -s upstream` the
 lines about newer releases; only the text before the page's table, `head.md`, is written by hand.
@@ -11,63 +12,88 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import between
+
 HERE = Path(__file__).parent
-PACKAGE = HERE.parent / "collate_npu"
-PAGE, DATA = PACKAGE / "guide" / "stacks.md", PACKAGE / "tools" / "data" / "stacks.json"
+STACKS = HERE.parent / "collate_npu" / "guide" / "stacks.md"
 NEWER = HERE / "upstream.json"
+PAGES = {
+    "llamafactory-axolotl": ("axolotl", "llama-factory"),
+    "ms-swift": ("ms-swift", "ms-swift-megatron", "ms-swift-newest-megatron", "twinkle-megatron"),
+    "nemo": ("megatron-bridge", "nemo-automodel"),
+    "rl-stacks": ("openrlhf", "skyrl"),
+    "torchtitan": ("torchtitan",),
+    "transformers": ("transformers-trainer",),
+    "trl": ("trl-sfttrainer",),
+    "veomni-xtuner": ("veomni",),
+    "verl": ("verl-fsdp", "verl-megatron", "verl-newest-megatron"),
+}
+"""The page of each stack, by the name of its file."""
 LAYOUTS = ("padded right", "padded left", "packed", "packed, kernels there", "context parallel")
 TITLES = {"packed, kernels there": "packed, with fla's kernels"}
 WORST = ("wrong", "refused", "not run", "right")
 LEGEND = (
     "Before the arrow: the stack alone. After the arrow: with the line. A number is the largest error, of a log-probability "
-    "or of the gradient (relative). Models are tiny and random, in float32 on a CPU; no Ascend card was available."
+    "or of the gradient (relative). Models are tiny and random, in float32 on a CPU. [What the words mean](stacks.md)."
 )
 
 
-def page() -> str:
-    """The whole page: the worst family of each stack."""
-    rows = [(each["stack"], each["cells"]) for each in _stacks()]
+def written() -> dict[Path, str]:
+    """Return each page of the guide that says what was measured, as it should be."""
+    pages = {STACKS: _page_of_all()}
+    for name in PAGES:
+        pages |= between(name, measured=_section(name))
+    return pages
+
+
+def write() -> None:
+    for path, text in written().items():
+        path.write_text(text, "utf-8")
+
+
+def _page_of_all() -> str:
+    """Return the whole page of stacks: the worst family of each."""
+    stacks = ((page, _stack(name)) for page, names in PAGES.items() for name in names)
+    rows = [(f"[{each['stack']}]({page}.md#measured)", each["cells"]) for page, each in stacks]
+    rows.sort(key=lambda row: row[0].casefold())
     head = (HERE / "stacks" / "head.md").read_text("utf-8")
     measured = table("stack: alone → with collate_npu", rows, numbers=False)
     return f"{head.strip()}\n\n<!-- stacks -->\n{measured}\n<!-- /stacks -->\n"
 
 
-def data() -> str:
-    """A text for each stack, which `collate-npu stacks NAME` prints, and what its cells mean under ""."""
-    ahead = json.loads(NEWER.read_text("utf-8"))
-    texts = {"": LEGEND} | {each["stack"]: _section(each, ahead) for each in _stacks()}
-    return json.dumps(texts, ensure_ascii=False, indent=0) + "\n"
+def _section(page: str) -> str:
+    """Return what was measured of the stacks of a page, and what newer releases of them change."""
+    stacks, ahead = [*map(_stack, PAGES[page])], json.loads(NEWER.read_text("utf-8"))
+    sessions = dict.fromkeys(stack["command"].rpartition(" ")[2] for stack in stacks)
+    later = [f"`nox -s {session}`: {newer(ahead[session])}" for session in sessions if session in ahead]
+    return "\n\n".join(["## Measured", LEGEND, *map(_measured, stacks), *later])
 
 
-def write() -> None:
-    PAGE.write_text(page(), "utf-8")
-    DATA.write_text(data(), "utf-8")
+def _stack(name: str) -> dict[str, Any]:
+    return dict(json.loads((HERE / "stacks" / f"{name}.json").read_text("utf-8")))
 
 
-def _stacks() -> list[dict[str, Any]]:
-    return [json.loads(path.read_text("utf-8")) for path in sorted((HERE / "stacks").glob("*.json"))]
-
-
-def _section(stack: dict[str, Any], ahead: dict[str, Any]) -> str:
+def _measured(stack: dict[str, Any]) -> str:
     cells, releases = stack["cells"], ", ".join(f"{name} {release}" for name, release in stack["releases"].items())
     families = dict.fromkeys(cell["family"] for cell in cells)
     lines = ", or ".join(f"`{line}`" for line in dict.fromkeys(cell["line"] for cell in cells))
     rows = table("family", [(name, [cell for cell in cells if cell["family"] == name]) for name in families])
-    session = stack["command"].rpartition(" ")[2]
-    said = [f"The line: {lines}.", f"Measured by `{stack['command']}` with {releases}."]
-    said += [newer(ahead[session])] if session in ahead else []
-    return "\n\n".join([f"## {stack['stack']}", *said, rows, *_reasons(cells)])
+    said = f"The line: {lines}. Measured by `{stack['command']}` with {releases}."
+    return "\n\n".join([f"### {stack['stack']}", said, rows, *_reasons(cells)])
 
 
 def _reasons(cells: Iterable[dict[str, Any]]) -> list[str]:
-    """Why something was refused or not run, each reason once."""
-    found: dict[str, list[str]] = {}
+    """Return why something was refused or not run: each reason once, with its layouts and families."""
+    found: dict[str, dict[str, list[str]]] = {}
     for cell in cells:
-        for who in ("alone", "ours"):
-            if why := cell[who].get("why"):
-                where = f"{cell['family']} {cell['layout']}{'' if who == 'alone' else ', with the line'}"
-                found.setdefault(_short(why), []).append(where)
-    return ["\n".join(f"* {', '.join(dict.fromkeys(places))}: {why}" for why, places in found.items())] if found else []
+        alone, ours = (cell[who].get("why") for who in ("alone", "ours"))
+        for why, where in ((alone, cell["layout"]), (ours, cell["layout"] + ", with the line" * (ours != alone))):
+            families = found.setdefault(_short(why), {}).setdefault(where, []) if why else []
+            families += [cell["family"]] * (cell["family"] not in families)
+    reasons = (
+        (why, "; ".join(f"{where} ({', '.join(of)})" for where, of in places.items())) for why, places in found.items()
+    )
+    return ["\n".join(f"* {places}: {why}" for why, places in reasons)] if found else []
 
 
 def _short(why: str) -> str:
@@ -110,14 +136,9 @@ def newer(one: dict[str, Any]) -> str:
     said = f"Newer releases on {one['date']}: {', '.join(ahead)}."
     if "passed" not in one:
         return f"{said} They were not run."
-    red: dict[str, list[str]] = {}
-    for test, why in one["failed"].items():
-        red.setdefault(_short(why), []).append(test.rpartition("/")[2])
-    changed = "; ".join(f"{len(tests)} × {why} ({tests[0]})" for why, tests in red.items())
     passed = f"{one['passed']} of {one['passed'] + len(one['failed'])} tests pass, {one['skipped']} skipped"
-    return f"{said} With them {passed}.{f' What fails: {changed}.' if changed else ''}"
+    return f"{said} With them {passed}."
 
 
 if __name__ == "__main__":
     write()
-    print(f"{PAGE.name}: {len(page().splitlines())} lines, {DATA.name}: {len(data())} characters")

@@ -133,9 +133,7 @@ ELSEWHERE = {
         integrations.megatron integrations.swift integrations.twinkle
         integrations.verl integrations.verl.plugin
         parallel.recurrent releases tools.env""",
-    "swift": """
-        consumers.megatron integrations.megatron.mcore_bridge parallel.recurrent
-        tools.env""",
+    "swift": "consumers.megatron integrations.megatron.mcore_bridge parallel.recurrent",
     "verl": "consumers.mask_routing",
     "torchtitan": "consumers.adapter consumers.mask_routing consumers.model_traits",
     "llamafactory": "tools.env",

@@ -1,4 +1,4 @@
-"""CLI, the command line: `collate-npu audit | conformance | watch | show | env | guide | stacks | completion`.
+"""CLI, the command line: `collate-npu audit | conformance | watch | show | env | guide`.
 
 A command is a function; its options are its parameters. Exit codes: 0 done and right; 1 something of this library, or of
 what you gave, is wrong (`audit`, `conformance`); 2 it could not do what was named, and a line says why; 130 interrupted.
@@ -27,7 +27,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from collate_npu.errors import CollateError, did_you_mean, printable
-from collate_npu.tools.guide import list_pages, pages, read_page, read_stacks
+from collate_npu.tools.guide import read_page
 from collate_npu.tools.user_code import as_user_code, describe_error, find_callable
 from collate_npu.tools.watch import watch_processes
 
@@ -308,9 +308,6 @@ def show_command(
     layout: Annotated[str, Option("How ranks share a row: zigzag, contiguous, ulysses, ulysses_ring ...")] = "zigzag",
     ulysses: Annotated[int, Option("Ulysses ranks in a ring, with ulysses_ring.", least=1, most=1024)] = 1,
     out: Annotated[Path | None, Option("Write a page too: .html.")] = None,
-    scrub: Annotated[
-        Path | None, Option("Write a copy of --batch without its tokens and values, a new .pt, and draw that copy.")
-    ] = None,
 ) -> int:
     """Draw a batch: its rows, tokens, labels and masks, what each consumer and each rank gets of it, and why.
 
@@ -320,7 +317,6 @@ def show_command(
     `collate-npu show --lengths 3,5 --side left`
     `collate-npu show --lengths 3+2,5 --consumer megatron --consumer transformers --model-type qwen3`
     `collate-npu show --batch batch.pt --tokenizer ./checkpoint` — the batch of a run that went wrong
-    `collate-npu show --batch batch.pt --scrub clean.pt` — a copy to send, without its tokens
     `collate-npu show --data my.jsonl --tokenizer ./checkpoint --out batch.html`
     `collate-npu show --lengths 6,8 --cp 2 --layout zigzag` — which tokens each rank gets
     """
@@ -329,29 +325,27 @@ def show_command(
     from collate_npu.testing import byte_tokenizer
     from collate_npu.tools import files, show
     from collate_npu.tools.describe import describe
-    from collate_npu.tools.scrub import write_copy
     from collate_npu.tools.sheet import sheet_of
 
-    show.check_inputs({"--lengths": lengths, "--batch": batch, "--data": data, "--mask": mask}, scrub)
+    show.check_inputs({"--lengths": lengths, "--batch": batch, "--data": data, "--mask": mask})
     if out is not None:
         files.check_place(out, ".html")
     if mask is not None:
-        return _draw(sheet_of(files.mask_of_file(mask), row=row), "", out, {})
+        return _draw(sheet_of(files.mask_of_file(mask), row=row), "", out)
     ranks = None if cp is None else ContextParallel(cp, 0, layout=layout, ulysses=ulysses)  # type: ignore[arg-type]
     ranks = ranks.for_documents() if ranks is not None and packed else ranks
     reader = files.load_tokenizer(tokenizer) if tokenizer else byte_tokenizer() if data else None
-    columns: dict[str, list[str]] = {}
     if batch is not None:
-        shown, columns = write_copy(batch, scrub) if scrub else (files.batch_of_file(batch), columns)
+        shown = files.batch_of_file(batch)
     else:
         raw = show.features_of_data(data, reader, batch_size, max_length) if data else show.features_of_lengths(str(lengths))
         shown = show.collate_rows(raw, side=side, packed=packed, ranks=ranks, tokenizer=reader)
     model: dict[str, Any] = {"model_type": model_type, "padding_free": packed, "context_parallel": ranks}
     sheet = show.views_of(shown, consumer or [], row=row, tokenizer=reader, **model)
-    return _draw(sheet, str(describe(shown)), out, columns)
+    return _draw(sheet, str(describe(shown)), out)
 
 
-def _draw(sheet: Sheet, words: str, out: Path | None, columns: dict[str, list[str]]) -> int:
+def _draw(sheet: Sheet, words: str, out: Path | None) -> int:
     """Print the words, then the picture, which is what stays on the screen, and what was written."""
     from rich.text import Text
 
@@ -361,75 +355,29 @@ def _draw(sheet: Sheet, words: str, out: Path | None, columns: dict[str, list[st
     console = screen()
     if out is not None:
         out.write_text(html_of(sheet), encoding="utf-8")
-        columns.setdefault("written", []).append(str(out))
     with pipe_may_close():
         put(console, *([Text(f"{words}\n")] if words else []))
         print_sheet(console, sheet)
-        put(console, *(Text(f"{label}: {', '.join(names)}") for label, names in columns.items() if names))
+        put(console, *([] if out is None else [Text(f"written: {out}")]))
     return int("padding: not known" in words)
 
 
-def plan_command(
-    max_tokens: Annotated[int, Option("The most tokens in a batch: rows x width, or real tokens with --pack.", least=1)],
-    lengths: Annotated[Path | None, Option("The tokens of each sample: .txt (one a line), .json or .npy.")] = None,
-    data: Annotated[Path | None, Option("As in audit: .txt, .jsonl, .parquet, .csv or -.")] = None,
-    tokenizer: Annotated[Path | None, Option("Folder of a tokenizer, for the text of --data.")] = None,
-    ranks: Annotated[int, Option("Data-parallel ranks.", least=1, most=1 << 20)] = 1,
-    pack: Annotated[bool, Option("Batches are packed: flat rows, or rows of --width.")] = False,
-    width: Annotated[int | None, Option("The width of every row, if it is constant.", least=1)] = None,
-    as_json: Annotated[bool, Option("Print the same as JSON.", ("--json",))] = False,
-) -> int:
-    """What does an epoch cost if batches are planned, beside batches as they come and sorted ones?
-
-    Padding is a share of all tokens. Level is the largest batch of a step beside the mean of its ranks, in the worst step.
-    Cost is the time of an epoch, if a step lasts as long as the tokens of its largest batch.
-
-    Examples:
-    `collate-npu plan --lengths lengths.txt --max-tokens 16384 --ranks 8`
-    `collate-npu plan --data my.jsonl --tokenizer ./checkpoint --max-tokens 16384 --ranks 8 --pack`
-    """
-    load("torch", "rich")
-    from collate_npu.collate import BalancedBatchSampler
-    from collate_npu.tools import plan
-    from collate_npu.tools.terminal import put, screen, verdict_line
-
-    counted = plan.read_lengths(lengths, data, tokenizer)
-    sampler = BalancedBatchSampler(counted, max_tokens=max_tokens, num_replicas=ranks, pack=pack, width=width)
-    found = plan.compare_plans(sampler)
-    if as_json:
-        _print_json(found)
-        return 0
-    with pipe_may_close():
-        said = f"{len(counted):,} samples on {ranks} ranks, batches of up to {max_tokens:,} tokens"
-        put(screen(), verdict_line(0, said), plan.plan_table(found))
-    return 0
-
-
 def guide_command(
-    name: Annotated[list[str] | None, Option("A page, page#section, words of an error; or the list.", ("name",))] = None,
+    name: Annotated[
+        list[str] | None, Option("A page, page#section, words, or an error; default: the first page.", ("name",))
+    ] = None,
 ) -> int:
     """Read the guide: what to do for each trainer, which mask a stack reads, what a message means.
 
     Examples:
-    `collate-npu guide` — the list
+    `collate-npu guide` — the first page, which names the others
     `collate-npu guide ms-swift`
+    `collate-npu guide verl#measured` — which model is right on this stack, as measured
     `collate-npu guide errors#polarity`
     `collate-npu guide masked_select` — the words of an error
     `collate-npu guide zh/index`
     """
-    return _print_page(read_page(" ".join(name)) if name else list_pages())
-
-
-def stacks_command(
-    name: Annotated[list[str] | None, Option("A stack, or a word of its name; or the table.", ("name",))] = None,
-) -> int:
-    """Print which stack is right with which model, as measured: the table, or one stack with its line and its reasons.
-
-    Examples:
-    `collate-npu stacks` — the table
-    `collate-npu stacks verl` — families, releases, the line to add, and why a batch is refused
-    """
-    return _print_page(read_stacks(" ".join(name or [])))
+    return _print_page(read_page(" ".join(name or ["index"])))
 
 
 def _print_page(text: str) -> int:
@@ -456,30 +404,9 @@ def env_command(as_json: Annotated[bool, Option("Print the same as JSON.", ("--j
     return 0
 
 
-def completion_command(
-    shell: Annotated[Literal["bash", "zsh", "fish", "tcsh"], Option("The shell you type in.", ("shell",))],
-) -> int:
-    """Print a script that makes a shell complete commands, options, choices and files.
-
-    Examples:
-    `eval "$(collate-npu completion bash)"` — in ~/.bashrc
-    `collate-npu completion zsh > ~/.zfunc/_collate-npu` — a folder of your fpath
-    `collate-npu completion fish > ~/.config/fish/completions/collate-npu.fish`
-    """
-    load("shtab")
-    shtab, (whole, commands) = import_module("shtab"), parsers()
-    for action in (action for parser in commands.values() for action in parser._actions):
-        if action.type is Path or action.dest in ("model", "collator", "run", "command"):
-            action.complete = shtab.FILE  # type: ignore[attr-defined]
-        elif action.dest == "name":
-            action.choices = [*pages()]
-    print(shtab.complete(whole, shell), flush=True)
-    return 0
-
-
 COMMANDS = (
-    audit_command, conformance_command, watch_command, plan_command, show_command, env_command,
-    guide_command, stacks_command, completion_command,
+    audit_command, conformance_command, watch_command, show_command, env_command,
+    guide_command,
 )  # fmt: skip
 
 

@@ -300,14 +300,12 @@ MOST_TOKENS = 1 << 22
 """Places of `--lengths`."""
 
 
-def check_inputs(inputs: Mapping[str, Any], scrub: Path | None) -> None:
-    """Raise `CollateError` unless one thing is named, and a saved batch where a copy of it is to be written."""
+def check_inputs(inputs: Mapping[str, Any]) -> None:
+    """Raise `CollateError` unless one thing is named."""
     named = [name for name, value in inputs.items() if value is not None]
     if len(named) != 1:
         rule = "One thing is shown: --lengths, --batch, --data or --mask."
         raise CollateError(explain("input", " and ".join(named) or "none", rule, "Name one of them."))
-    if scrub is not None and named != ["--batch"]:
-        raise CollateError(explain("--scrub", named[0], "It copies a saved batch.", "Name the batch with --batch."))
 
 
 def features_of_lengths(lengths: str) -> list[dict[str, Any]]:

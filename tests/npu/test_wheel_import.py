@@ -39,7 +39,7 @@ def test_cann_without_a_card_is_no_device(without_cann: Callable[..., str], stan
 @pytest.mark.parametrize("autoload", ["0", "1"])
 def test_without_cann_the_environment_report_explains_the_state(without_cann: Callable[..., str], autoload: str) -> None:
     """Also where torch loads torch_npu by itself, and `import torch` fails."""
-    code = "from collate_npu.tools.env import environment as e; found = e(); print(found.npu, '|', *found.hazards)"
+    code = "from collate_npu.tools.env import environment as e; found = e(); print(found['npu'], '|', *found['hazards'])"
     said = without_cann(code, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
     assert "torch_npu does not load" in said
     assert ".so: cannot open shared object file" in said

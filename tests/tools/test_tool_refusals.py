@@ -46,9 +46,9 @@ def test_what_an_advice_needs_the_extra_installs():
             elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "import_module":
                 found |= {arg.value.partition(".")[0] for arg in node.args if isinstance(arg, ast.Constant)}
     project = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
-    lists = re.findall(r"^(?:dependencies|audit|completion) = \[(.*?)\]", project, flags=re.M | re.S)
+    lists = re.findall(r"^(?:dependencies|audit) = \[(.*?)\]", project, flags=re.M | re.S)
     extra = {name for text in lists for name in re.findall(r'"([\w-]+)', text)}
-    assert len(lists) == 3
+    assert len(lists) == 2
     foreign = found - {*sys.stdlib_module_names, "collate_npu"}
     assert foreign - extra - {*BEHIND_A_CHECK} - {name for name, by in BROUGHT.items() if by in extra} == set()
     source = "".join(path.read_text(encoding="utf-8") for path in TOOLS)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from shutil import which
 
 import pytest
 from typed import typed
@@ -16,7 +15,7 @@ from typed import typed
 import collate_npu
 
 ROOT = Path(collate_npu.__file__).parents[1]
-ABSENT = ("rich", "transformers", "accelerate", "wrapt", "datasets", "matplotlib", "shtab")
+ABSENT = ("rich", "transformers", "accelerate", "wrapt", "datasets", "matplotlib")
 GONE = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\nfrom collate_npu.__main__ import main\nmain()"
 
 
@@ -26,7 +25,7 @@ GONE = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\nfrom collate_n
         ("--version", f"collate-npu {collate_npu.__version__}\n"),
         ("--help", "Print the version and end."),
         ("audit --help", "--tolerance FLOAT"),
-        ("guide", "* `errors`: "),
+        ("guide", "[errors](errors.md)"),
         ("guide errors#polarity", "### `PolarityError`\n"),
         ("guide masked_select", "FlashAttentionScore refuses a mask"),
         pytest.param("env", "- torch: ", marks=pytest.mark.slow),
@@ -46,7 +45,6 @@ def test_what_needs_neither_runs_without_them(args, words):
         ("watch -- python", "pip install wrapt."),
         ("show --lengths 3", "pip install rich."),
         ("guide ms-swfit", "Did you mean ms-swift"),
-        ("completion bash", "pip install shtab."),
     ],
 )
 def test_the_others_say_in_one_line_what_to_install(monkeypatch, args, words):
@@ -97,21 +95,6 @@ def test_what_is_typed_wrongly_is_said_on_stderr_and_ends_with_2(args, words):
     done = typed(*args.split())
     assert (done.exit_code, done.stdout, words in done.stderr, "\x1b" in done.stderr) == (2, "", True, False)
     assert done.stderr.startswith("Try 'collate-npu ")
-
-
-COMPLETED = {"sh": "show", "show --si": "--side", "show --side l": "left", "show --batch READ": "README.md"}
-
-
-@pytest.mark.skipif(not which("bash"), reason="no bash")
-def test_a_bash_that_reads_the_script_completes_commands_options_choices_and_files(tmp_path):
-    pytest.importorskip("shtab")
-    (tmp_path / "c.sh").write_text(typed("completion", "bash").stdout, encoding="utf-8")
-    code = 'source c.sh; read -r _ _ _ _ f _ < <(complete -p collate-npu); COMP_WORDS=($0 "$@"); COMP_CWORD=$#'
-    code += '; cd "$ROOT"; $f collate-npu "${@: -1}" "${@: -2:1}"; echo "${COMPREPLY[@]}"'
-    for words, found in COMPLETED.items():
-        command = ["bash", "-c", code, "collate-npu", *words.split()]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "ROOT": str(ROOT)})
-        assert done.stdout == f"{found}\n", done.stderr
 
 
 def test_a_help_says_each_option_with_its_default_and_examples():
