@@ -95,17 +95,17 @@ def of_operators(step: Step) -> str:
 
 
 def of_audit(step: Step) -> str:
-    ours = [each for each in step.found["findings"] if each["whose"] == "ours"]
+    ours = [each for each in step.found["findings"] if each["by"] == "ours"]
     worst = max((each["logits"] for each in ours if each["logits"] is not None), default=0.0)
     left = "; ".join(f"{name}: {why.splitlines()[0][:90]}" for name, why in step.found["not_run"].items())
-    right = sum(each["right"] for each in ours)
+    right = sum(bool(each["right"]) for each in ours)
     return f"{step.found['verdict']}: {right} of {len(ours)} right, logits up to {worst:.1e}" + (left and f"; {left}")
 
 
 def of_planted(step: Step) -> str:
     if not step.found["findings"]:
         return of_audit(step)
-    passed = {each["column"]: each["right"] for each in step.found["findings"] if each["whose"] == "yours"}
+    passed = {each["by"]: each["right"] for each in step.found["findings"] if each["by"] != "ours"}
     missed = [name for name in FAULTS if passed.get(name, True)]
     blamed = [name for name in RIGHT if not passed.get(name)]
     words = [f"{len(FAULTS) - len(missed)} of {len(FAULTS)} found"]

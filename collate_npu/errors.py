@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sized
 from difflib import get_close_matches
-from importlib import import_module
 
 _HARMLESS = "\n\t\xa0\u3000\u200d"
 """Line, tab, the spaces of other scripts, and what joins the parts of an emoji."""
@@ -112,14 +111,6 @@ def not_one_of(where: str, value: object, known: Iterable[object], remedy: str =
     names = [*map(str, known)]
     near = did_you_mean(str(value), names, remedy)
     return CollateError(explain(where, repr(value)[:60], f"It is one of {', '.join(names)}.", near))
-
-
-def notebook_html(shown: object) -> str | None:
-    """Return what a notebook draws of an object of this package; None, so that it shows the text, without rich."""
-    try:
-        return str(import_module("collate_npu.tools.show").fragment(shown))
-    except ModuleNotFoundError:
-        return None
 
 
 def a_type(value: object) -> str:

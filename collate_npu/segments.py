@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import OF_A_BATCH, Array, PaddingSide, Side, check_places, host_array, once, whole_number
-from collate_npu.errors import CollateError, explain, explain_rows, notebook_html, shape_of
+from collate_npu.errors import CollateError, explain, explain_rows, shape_of
 from collate_npu.validation import checked
 
 Values = Tensor | npt.ArrayLike
@@ -58,8 +58,6 @@ class Segments:
     >>> hole.hole_rows, hole.empty_rows, hole.spans, hole.longest_span
     ((0,), (1,), ((0, 0, 4),), 4)
     """
-
-    _repr_html_ = notebook_html
 
     def __init__(self, ids: Values) -> None:
         ids_BS = as_ids(ids)

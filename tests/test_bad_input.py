@@ -36,7 +36,6 @@ from collate_npu.collate import Layout, collators
 from collate_npu.kernels import fusion_attention, gated_delta
 from collate_npu.keys import Key
 from collate_npu.masks import dense
-from collate_npu.tools.show import picture
 
 pytestmark = pytest.mark.filterwarnings("ignore:collate_npu")
 
@@ -217,8 +216,6 @@ REFUSED = [
     (lambda: wrap_collator(lambda features: {**BATCH, "labels": IDS.bool()})([]), "x.long()"),
     (lambda: describe(IDS), "picture draws a mask alone"),
     (lambda: describe({"input_ids": WIDE}), TOO_WIDE),
-    (lambda: picture(BATCH, row=9), "The rows are 0 to 1"),
-    (lambda: picture(ROWS, row=-1), "row: got -1"),
     (lambda: PaddingCollator(padding_free=True, pad_to_multiple_of=8), "pad_token_id: got None"),
     *((partial(PaddingCollator, pad_token_id=0, **settings), "")
       for settings in ({"padding": ()}, {"padding": (0, 8)}, {"padding": (8, "16")}, {"padding": "max_length"},

@@ -26,7 +26,7 @@ from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mask_routing import Case, consumer_named
 from collate_npu.consumers.megatron import kernel_of, start_problem
 from collate_npu.consumers.model_traits import consumer_of, has_two_sides, is_compiled, unwrap
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, notebook_html, shape_of
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import of_kind
 from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
@@ -88,7 +88,6 @@ class Delivery:
         return f"collate_npu: {self.verdict}: {'; '.join([*filter(None, [self.report]), *self.facts()])}"
 
     __repr__ = __str__  # as the last line of a cell
-    _repr_html_ = notebook_html
 
 
 @checked

@@ -28,6 +28,7 @@ from collate_npu.proof.measure import (
     TIMES,
     Batch,
     Compared,
+    Errors,
     Numbers,
     Yardstick,
     alone,
@@ -232,32 +233,67 @@ def assert_padding_invariant(
     >>> collator = PaddingCollator(byte_tokenizer(padding_side="left"), model=model)
     >>> assert_padding_invariant(model, collator, samples)
     """
-    check_model(model)
     check_collator(collator)
-    if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 <= tolerance < math.inf):
-        raise CollateError(explain("tolerance", repr(tolerance), "An error is 0 or more.", "Give such a number, or none."))
     features = features_of(samples)
-    check_one_stack(model)
     check_unequal(features)
-    check_vocabulary(model, [features])
-    located = collated(collator, features)
-    reference, mine = alone(model, features, gradients), located.numbers(model, gradients)
-    noise = measure_noise(model, [features], [reference], gradients=gradients)
-    compared, astray = Compared.of([(mine, reference)]), Yardstick(noise).astray
-    found = compared.worst
-    right, limit = not astray(found), f"{TIMES * noise.logits:.1e} is rounding"
-    if tolerance is not None:
-        right = all(error <= tolerance for error in (found.largest, found.loss, found.gradient))
-        limit = f"the tolerance is {tolerance:g}"
-    if not right or located.label_fault():
+    reference = Reference(model, [features], gradients=gradients, tolerance=tolerance)
+    if fault := reference.compare([collated(collator, features)]).fault:
+        raise AssertionError(fault)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Batches beside their samples alone."""
+
+    errors: Errors
+    """The worst of all batches."""
+    fault: str
+    """What is wrong with the first batch that is wrong, and what to change; "" where all are right."""
+
+
+class Reference:
+    """Batches of samples, each sample alone on one model, and what passes beside them.
+
+    Costs a forward and a backward pass for each sample, and as much again for the noise. Raises `CollateError` for a model
+    or samples of which nothing can be compared.
+    """
+
+    def __init__(
+        self, model: Any, batches: Sequence[Sequence[Batch]], *, gradients: bool = True, tolerance: float | None = None
+    ) -> None:
+        check_model(model)
+        check_tolerance(tolerance)
+        check_one_stack(model)
+        check_vocabulary(model, batches)
+        self.batches = batches
+        self._model, self._gradients, self._tolerance = model, gradients, tolerance
+        self._alone = [alone(model, features, gradients) for features in batches]
+        self._noise = measure_noise(model, batches, self._alone, gradients=gradients)
+
+    def compare(self, located: Sequence[Located]) -> Comparison:
+        """Compare a batch of each batch of samples with them."""
+        compared = Compared.of((each.numbers(self._model, self._gradients), own) for each, own in zip(located, self._alone))
+        faults = (self._fault(*one) for one in zip(located, self.batches, compared.each, compared.furthest))
+        return Comparison(errors=compared.worst, fault=next(filter(None, faults), ""))
+
+    def tells(self, lost: Sequence[Located]) -> bool:
+        """True if these batches, whose mask is lost, are seen to be wrong; else a wrong mask would not show."""
+        compared = Compared.of((each.numbers(self._model, self._gradients), own) for each, own in zip(lost, self._alone))
+        return Yardstick(self._noise, compared.worst).tells(self._tolerance)
+
+    def _fault(self, located: Located, features: Sequence[Batch], found: Errors, furthest: Sequence[Sequence[float]]) -> str:
+        astray = Yardstick(self._noise).astray(found)
+        right, limit = not astray, f"{TIMES * self._noise.logits:.1e} is rounding"
+        if self._tolerance is not None:
+            right = all(error <= self._tolerance for error in (found.largest, found.loss, found.gradient))
+            limit = f"the tolerance is {self._tolerance:g}"
+        if right and not located.label_fault():
+            most = max(TIMES * self._noise.loss, self._tolerance or 0.0)
+            return _own_loss_fault(self._model, located, features, most)
         errors = f"Relative errors: {found.logits:.1e} of all logits, {found.loss:.1e} of the loss"
-        errors = (
-            f"{errors}, {found.gradient:.1e} of the gradient" if math.isfinite(found.logits) else "A number is not finite"
-        )
-        lines = [_worst(compared, located), f"{errors} ({limit}).", advice(located, model, astray(found))]
-        raise AssertionError("\n".join(lines))
-    if lost := _own_loss_fault(model, located, features, max(TIMES * noise.loss, tolerance or 0.0)):
-        raise AssertionError(lost)
+        errors += f", {found.gradient:.1e} of the gradient"
+        errors = errors if math.isfinite(found.logits) else "A number is not finite"
+        return "\n".join([_worst(furthest, located), f"{errors} ({limit}).", advice(located, self._model, astray)])
 
 
 def _own_loss_fault(model: Any, located: Located, features: Sequence[Batch], limit: float) -> str:
@@ -303,6 +339,12 @@ def _whole(values: Any) -> list[int] | None:
     return list(values) if whole else None
 
 
+def check_tolerance(tolerance: float | None) -> None:
+    """Refuse what is no error."""
+    if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 <= tolerance < math.inf):
+        raise CollateError(explain("tolerance", repr(tolerance), "An error is 0 or more.", "Give such a number, or none."))
+
+
 def check_one_stack(model: Any) -> None:
     """Refuse an encoder-decoder: its batch is two sequences, and one side's padding is not the other's."""
     config = getattr(model, "config", model)
@@ -343,13 +385,13 @@ def collated(collator: Collator, features: Sequence[Batch]) -> Located:
     return locate(batch, features)
 
 
-def _worst(compared: Compared, located: Located) -> str:
+def _worst(furthest: Sequence[Sequence[float]], located: Located) -> str:
     """The sample and token whose logits are furthest from those alone."""
-    each = [(x, n, token) for n, row in enumerate(compared.by_position) for token, x in enumerate(row)]
-    furthest, n, token = max(each, key=lambda found: found[0] if math.isfinite(found[0]) else math.inf)
+    each = [(x, n, token) for n, row in enumerate(furthest) for token, x in enumerate(row)]
+    most, n, token = max(each, key=lambda found: found[0] if math.isfinite(found[0]) else math.inf)
     row, start, _ = located.segments.spans[located.order.index(n)]
-    where = f"sample {n} (row {row}, from place {start}), token {token} of {len(compared.by_position[n])}"
-    return f"{where}: a logit is {furthest:.2g} from that of the sample alone."
+    where = f"sample {n} (row {row}, from place {start}), token {token} of {len(furthest[n])}"
+    return f"{where}: a logit is {most:.2g} from that of the sample alone."
 
 
 def advice(located: Located, model: Any, astray: Sequence[str]) -> str:

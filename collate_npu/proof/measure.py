@@ -112,18 +112,18 @@ class Compared:
     """Batches against their samples alone."""
 
     each: tuple[Errors, ...]
-    by_position: tuple[tuple[float, ...], ...]
-    """The largest difference of a logit at each token of each sample; nothing where a sample has another shape."""
+    furthest: tuple[tuple[tuple[float, ...], ...], ...]
+    """By batch: the largest difference of a logit at each token of each sample; nothing where a sample has another shape."""
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[Numbers, Numbers]]) -> Compared:
         """Compare what a model gave with what it should have given."""
         each: list[Errors] = []
-        furthest: list[tuple[float, ...]] = []
+        furthest: list[tuple[tuple[float, ...], ...]] = []
         for mine, reference in pairs:
             each.append(errors_between(mine, reference))
             same = [(x, y) for x, y in zip(mine.logits, reference.logits) if x.shape == y.shape]
-            furthest += [tuple((x - y).abs().flatten(0, -2).amax(-1).tolist()) for x, y in same]
+            furthest.append(tuple(tuple((x - y).abs().flatten(0, -2).amax(-1).tolist()) for x, y in same))
         return cls(tuple(each), tuple(furthest))
 
     @property

@@ -24,15 +24,12 @@ from itertools import count
 from math import inf
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
-from collate_npu.errors import CollateError, did_you_mean, printable
+from collate_npu.errors import CollateError, did_you_mean, explain, printable
 from collate_npu.tools.guide import read_page
 from collate_npu.tools.user_code import as_user_code, describe_error, find_callable
 from collate_npu.tools.watch import watch_processes
-
-if TYPE_CHECKING:
-    from collate_npu.tools.sheet import Sheet
 
 # --- options
 
@@ -184,10 +181,9 @@ def audit_command(
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()  # of loading weights: the audit's own says where it is
-    from collate_npu.tools.audit.report import page, print_report
-    from collate_npu.tools.audit.session import audit_all
+    from collate_npu.tools.audit import audit_all, page
     from collate_npu.tools.files import check_place
-    from collate_npu.tools.terminal import screen
+    from collate_npu.tools.terminal import put, screen
 
     if html:
         check_place(html)
@@ -206,7 +202,7 @@ def audit_command(
         _print_json(report.as_json())
     else:
         with pipe_may_close():
-            print_report(screen(), report, verbose=verbose)
+            put(screen(), *report.drawn(verbose=verbose))
     return report.exit_code
 
 
@@ -294,72 +290,50 @@ def watch_command(
 def show_command(
     lengths: Annotated[str | None, Option("Tokens of each row, 3,5; several sequences in a row, 3+2,5.")] = None,
     batch: Annotated[Path | None, Option("A saved batch: .pt with a dict of tensors, .safetensors or .npz.")] = None,
-    data: Annotated[Path | None, Option("As in audit: .txt, .jsonl, .parquet, .csv or -; its first batch.")] = None,
     mask: Annotated[Path | None, Option("A saved mask alone: .pt, .npy, .npz or .safetensors.")] = None,
-    tokenizer: Annotated[Path | None, Option("Folder of a tokenizer, to name the tokens; bytes for --data.")] = None,
-    side: Annotated[Side, Option("Padding side, of --lengths and --data.")] = "right",
-    packed: Annotated[bool, Option("One flat row, all samples one after another.")] = False,
-    batch_size: Annotated[int, Option("Lines of --data in the batch.", least=1)] = 4,
-    max_length: Annotated[int, Option("Longest line of --data, in tokens.", least=2, most=1 << 20)] = 96,
-    row: Annotated[int | None, Option("Draw this row only.")] = None,
+    side: Annotated[Side, Option("Padding side of --lengths.")] = "right",
+    packed: Annotated[bool, Option("One padding-free row, all sequences one after another.")] = False,
     consumer: Annotated[list[str] | None, Option("The model stack that reads the batch. Repeatable; default: none.")] = None,
     model_type: Annotated[str, Option("Whose layers decide about attention_mask_2d.")] = "qwen3_next",
     cp: Annotated[int | None, Option("Context parallel size: draw what each rank holds.", least=2, most=1024)] = None,
-    layout: Annotated[str, Option("How ranks share a row: zigzag, contiguous, ulysses, ulysses_ring ...")] = "zigzag",
-    ulysses: Annotated[int, Option("Ulysses ranks in a ring, with ulysses_ring.", least=1, most=1024)] = 1,
+    layout: Annotated[str, Option("How ranks share a row: zigzag, contiguous ...")] = "zigzag",
     out: Annotated[Path | None, Option("Write a page too: .html.")] = None,
 ) -> int:
-    """Draw a batch: its rows, tokens, labels and masks, what each consumer and each rank gets of it, and why.
+    """Draw a batch: its rows and masks, what each consumer and each rank gets of it, and why.
 
-    A refused mask is drawn too, with the places that speak against it; the exit code is then 1. Wide masks are folded.
+    A refused mask is drawn too; the exit code is then 1. Wide masks are folded.
 
     Examples:
     `collate-npu show --lengths 3,5 --side left`
     `collate-npu show --lengths 3+2,5 --consumer megatron --consumer transformers --model-type qwen3`
-    `collate-npu show --batch batch.pt --tokenizer ./checkpoint` — the batch of a run that went wrong
-    `collate-npu show --data my.jsonl --tokenizer ./checkpoint --out batch.html`
+    `collate-npu show --batch batch.pt` — the batch of a run that went wrong
     `collate-npu show --lengths 6,8 --cp 2 --layout zigzag` — which tokens each rank gets
     """
     load("torch", "rich")
     from collate_npu.parallel import ContextParallel
-    from collate_npu.testing import byte_tokenizer
     from collate_npu.tools import files, show
     from collate_npu.tools.describe import describe
-    from collate_npu.tools.sheet import sheet_of
+    from collate_npu.tools.terminal import html_of, picture_text, put, screen
 
-    show.check_inputs({"--lengths": lengths, "--batch": batch, "--data": data, "--mask": mask})
+    named = [name for name, value in {"--lengths": lengths, "--batch": batch, "--mask": mask}.items() if value is not None]
+    if len(named) != 1:
+        rule = "One thing is shown: --lengths, --batch or --mask."
+        raise CollateError(explain("input", " and ".join(named) or "none", rule, "Name one of them."))
     if out is not None:
         files.check_place(out, ".html")
     if mask is not None:
-        return _draw(sheet_of(files.mask_of_file(mask), row=row), "", out)
-    ranks = None if cp is None else ContextParallel(cp, 0, layout=layout, ulysses=ulysses)  # type: ignore[arg-type]
-    ranks = ranks.for_documents() if ranks is not None and packed else ranks
-    reader = files.load_tokenizer(tokenizer) if tokenizer else byte_tokenizer() if data else None
-    if batch is not None:
-        shown = files.batch_of_file(batch)
+        words = str(show.picture(files.mask_of_file(mask)))
     else:
-        raw = show.features_of_data(data, reader, batch_size, max_length) if data else show.features_of_lengths(str(lengths))
-        shown = show.collate_rows(raw, side=side, packed=packed, ranks=ranks, tokenizer=reader)
-    model: dict[str, Any] = {"model_type": model_type, "padding_free": packed, "context_parallel": ranks}
-    sheet = show.views_of(shown, consumer or [], row=row, tokenizer=reader, **model)
-    return _draw(sheet, str(describe(shown)), out)
-
-
-def _draw(sheet: Sheet, words: str, out: Path | None) -> int:
-    """Print the words, then the picture, which is what stays on the screen, and what was written."""
-    from rich.text import Text
-
-    from collate_npu.tools.show import html_of, print_sheet
-    from collate_npu.tools.terminal import put, screen
-
-    console = screen()
+        shown = files.batch_of_file(batch) if batch else show.batch_of_lengths(str(lengths), side=side, packed=packed)
+        ranks = None if cp is None else ContextParallel(cp, 0, layout=layout)  # type: ignore[arg-type]
+        ranks = ranks.for_documents() if ranks is not None and packed else ranks
+        views = show.views_of(shown, consumer or [], ranks, model_type=model_type, padding_free=packed)
+        words = f"{describe(shown)}\n\n{views}"
     if out is not None:
-        out.write_text(html_of(sheet), encoding="utf-8")
+        out.write_text(html_of("collate-npu show", picture_text(words)), encoding="utf-8")
     with pipe_may_close():
-        put(console, *([Text(f"{words}\n")] if words else []))
-        print_sheet(console, sheet)
-        put(console, *([] if out is None else [Text(f"written: {out}")]))
-    return int("padding: not known" in words)
+        put(screen(), picture_text(words))
+    return int("padding: not known" in words or "\nrefused: " in f"\n{words}")
 
 
 def guide_command(

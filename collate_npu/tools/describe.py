@@ -10,28 +10,24 @@ from torch import Tensor
 
 from collate_npu.arrays import entries, host_tensor
 from collate_npu.consumers.mask_routing import describe_cheapest, describe_shape
-from collate_npu.errors import CollateError, a_type, explain, notebook_html, printable, shape_of, short
+from collate_npu.errors import CollateError, a_type, explain, printable, shape_of, short
 from collate_npu.keys import of_kind, with_role
 from collate_npu.masks.batch_reader import find_hazards, is_dense, reads, segments_from_batch
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments
-from collate_npu.tools.sheet import Panel, Sheet, labels_of
 
 
-class Description(str):
-    """Text that a prompt shows as `print` does; a notebook shows its `sheet` below it."""
+class Words(str):
+    """Text that a prompt and a notebook show as `print` does."""
 
-    __slots__ = ("sheet",)
-    sheet: Sheet
+    __slots__ = ()
 
     def __repr__(self) -> str:
         return str(self)
 
-    _repr_html_ = notebook_html
 
-
-def describe(batch: Mapping[str, Any]) -> Description:
+def describe(batch: Mapping[str, Any]) -> Words:
     """Return a batch in words: each key with dtype and shape, what is real and how that is known, whether None would be
     exact, and hazards: what is legal and goes wrong in silence somewhere.
 
@@ -65,10 +61,7 @@ def describe(batch: Mapping[str, Any]) -> Description:
     else:
         facts = [*_facts(batch, segments)]
     wrong = (f"hazard: {text}" for text in find_hazards(batch, segments).values())
-    rows = () if segments is None else (Panel(ids=segments.array, labels=labels_of(batch, segments)),)
-    words = Description(printable("\n".join([*_keys(batch, segments), "", *facts, *wrong])))
-    words.sheet = Sheet(panels=rows)
-    return words
+    return Words(printable("\n".join([*_keys(batch, segments), "", *facts, *wrong])))
 
 
 def _keys(batch: Mapping[str, Any], segments: Segments | None) -> Iterator[str]:
@@ -104,12 +97,12 @@ def _alone(batch: Sources, key: str, segments: Segments) -> str:
     return "says what is padding, not where sequences part" if same else "says where sequences part, not what is padding"
 
 
-def _value(value: Any, depth: int = 0) -> str:
+def _value(value: Any) -> str:
     if isinstance(value, Tensor):
         size = value.untyped_storage().nbytes() if value.layout == torch.strided and not value.is_nested else 0
         return f"{shape_of(value)}, {size / 2**20:.1f} MiB" if size >= 2**20 else shape_of(value)
-    if isinstance(value, Mapping) and depth < 4:
-        return "{" + ", ".join(f"{key}: {_value(item, depth + 1)}" for key, item in value.items()) + "}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_value(item)}" for key, item in value.items()) + "}"
     if value is None or isinstance(value, (int, float, str)):
         return short(repr(value), 200)
     counted = isinstance(value, Sized) and getattr(value, "shape", None) != ()  # an array without a dimension has no length

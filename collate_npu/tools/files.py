@@ -1,4 +1,4 @@
-"""Files that a user names: a saved batch or mask, rows of text, conversations or tokens, and a tokenizer's folder.
+"""Files that a user names: a saved batch or mask, and rows of text, conversations or tokens.
 
 A batch or a mask is read without running anything that the file holds. Rows are checked, and named by their place; the first
 `MOST_ROWS` are read. Lines (.txt, .jsonl, standard input, each of them as .gz) need nothing else. .json, .parquet and .csv
@@ -12,7 +12,6 @@ import io
 import json
 import logging
 import random
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -195,30 +194,6 @@ def _messages(value: Any) -> list[dict[str, str]] | None:
     if not all(isinstance(role, str) and isinstance(text, str) for role, text in pairs):
         return None
     return [{"role": _SPEAKERS.get(role, role), "content": text} for role, text in pairs]
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Return True if a folder has a file of a tokenizer."""
-    names = [path.name for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
-    return any(re.search("token|vocab|spiece|sentencepiece|tekken", name) for name in names)
-
-
-def load_tokenizer(where: Path, *, trust: bool = False) -> Any:
-    """The tokenizer of a folder, with a pad token: its own, or its eos."""
-    if not has_tokenizer(where):  # else transformers takes the name for one on the hub, or makes one without words
-        rule = "A tokenizer is named by its folder; nothing is downloaded."
-        remedy = f"Write it into one: AutoTokenizer.from_pretrained({str(where)!r}).save_pretrained(FOLDER)."
-        raise CollateError(explain("--tokenizer", f"{where}, no folder with its files", rule, remedy))
-    remedy = "Name, with --tokenizer, the folder of one that has a pad or an eos token."
-    with refused(f"tokenizer {where}", "", "It does not load.", remedy):
-        import transformers
-
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(where), trust_remote_code=trust)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token_id is None:
-        raise CollateError(explain(f"tokenizer {where}", "neither pad nor eos", "Batches are padded with one.", remedy))
-    return tokenizer
 
 
 def samples_of_rows(rows: Sequence[Row], tokenizer: Any, *, count: int, max_length: int, seed: int = 0) -> list[Batch]:

@@ -4,49 +4,31 @@ from __future__ import annotations
 
 import io
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from html import escape
 from typing import Any
 
 from rich import box
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import Markdown, TableElement
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from collate_npu.errors import printable
-
-
-def _rgb(colours: Iterable[str]) -> list[tuple[int, int, int]]:
-    return [(n >> 16, n >> 8 & 255, n & 255) for n in (int(each[1:], 16) for each in colours)]
-
 
 INTERRUPTED = 130
 WORDS = {0: "PASS", 1: "FAIL", 2: "NOT PROVED", INTERRUPTED: "INTERRUPTED"}
 """The verdict by exit code."""
 RIGHT, WRONG, UNPROVED = ("✔", "green"), ("✘", "bold red"), ("?", "yellow")
 """Sign and style."""
-WIDTH, NARROWEST = 120, 20
-"""Columns of a file, and of a terminal at least."""
-ASCII = str.maketrans({"✔": "+", "✘": "!", "⬚": ".", "■": "#", "◧": "%", "·": "_", "×": "x", "…": "~"})
+NARROWEST = 20
+"""Columns of a terminal at least."""
+ASCII = str.maketrans({"✔": "+", "✘": "!", "⬚": ".", "■": "#", "◧": "%", "…": "~"})
 """What each sign is where a terminal's encoding has not all of them."""
-HUES = ("#767676", "#d93025", "#1b873a", "#976c00", "#3573dc", "#b14abd", "#0b8391", "#767676")
-"""Red, green, yellow, blue, magenta and cyan that are read on white and on black: a notebook or a browser is either."""
-THEME = TerminalTheme((236, 236, 236), (0, 0, 0), _rgb(HUES), _rgb((*HUES[:6], "#7b68d9", HUES[7])))
-FRAGMENT = """<div class="collate-npu"><style>
-.collate-npu {{overflow-x: auto}}
-.collate-npu pre {{font: 14px/1.3 Menlo, "DejaVu Sans Mono", Consolas, monospace; margin: 0}}
-.collate-npu bdi {{display: inline-block; width: 1ch}}
-.collate-npu bdi.wide {{width: 2ch}}
-</style><pre>{code}</pre></div>"""
 PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<meta name="color-scheme" content="light dark"><title>{}</title></head><body>{}</body></html>
+<html lang="en"><head><meta charset="utf-8"><title>{}</title></head><body><pre>{{code}}</pre></body></html>
 """
 
 
@@ -60,7 +42,7 @@ def screen(**how: Any) -> Console:
 def progress(total: int, console: Console | None = None) -> Iterator[Callable[[str, float], None]]:
     """Show what runs and the time left, on stderr if it is a terminal: call it with a text, and with how much is done."""
     console = console or screen(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(20), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
         task = shown.add_task("", total=total)
         yield lambda text, done: shown.update(task, description=printable(text), completed=done)
@@ -79,6 +61,22 @@ def put(console: Console, *drawn: Text | Table) -> None:
             console.print(one)
         else:
             console.print(Text.assemble(*((printable(text), style) for text, style in parts)), end="")
+
+
+def html_of(title: str, *drawn: Text | Table) -> str:
+    """Return a page that loads nothing, with what `put` prints."""
+    console = Console(file=io.StringIO(), record=True, width=120, force_jupyter=False)  # else a notebook shows each line
+    put(console, *drawn)
+    page = PAGE.format(escape(title).replace("{", "{{").replace("}", "}}"))
+    return console.export_html(code_format=page, inline_styles=True)
+
+
+def picture_text(words: str) -> Text:
+    """Return the text of a picture; what is refused or dangerous stands out."""
+    text = Text(words)
+    text.highlight_regex(r"⬚", "dim")
+    text.highlight_regex(r"(?m)^(.*refused: |hazard: |padding: not known).*$", "bold red")
+    return text
 
 
 def ruled(*titles: str, numbers: Iterable[str] = ()) -> Table:
@@ -107,24 +105,14 @@ class Page(Markdown):
     elements = Markdown.elements | {"table_open": _Folded}
 
 
-def recorder(columns: int = WIDTH) -> Console:
-    """A console that prints nowhere: what is put on it becomes a file."""
-    return Console(file=io.StringIO(), record=True, width=columns, force_jupyter=False)  # else a notebook shows each line
-
-
-def html_fragment(console: Console) -> str:
-    """Return what was recorded as a part of an HTML page, in which letters of whatever font keep their columns."""
-    written = console.export_html(theme=THEME, code_format=FRAGMENT, inline_styles=True)
-    return re.sub(r"[^\x00-\x7f]", _in_columns, written)
-
-
-def html_page(title: str, *parts: str) -> str:
-    """Return a page that loads nothing."""
-    return PAGE.format(escape(title), "\n".join(parts))
-
-
-def _in_columns(found: re.Match[str]) -> str:
-    return ("", "<bdi>{}</bdi>", "<bdi class=wide>{}</bdi>")[cell_len(found[0])].format(found[0]) or found[0]
+def terms(lines: Iterable[tuple[str, str]]) -> Table:
+    """Return a label, and the text beside it, on each line."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in lines:
+        grid.add_row(Text(f"  {label}", "bold yellow" if label[:2].isupper() else "dim"), Text(text))
+    return grid
 
 
 def verdict_line(code: int, sentence: str) -> Text:
@@ -136,25 +124,6 @@ def verdict_line(code: int, sentence: str) -> Text:
 def verdict_json(code: int, **found: Any) -> dict[str, Any]:
     """Return what a command found for machines: `passed` and its word first. Numbers that are not finite are words."""
     return finite({"passed": code == 0, "verdict": WORDS[code], "exit_code": code, **found})  # type: ignore[no-any-return]
-
-
-def terms(lines: Iterable[tuple[str, str]]) -> Table:
-    """Return a label, and the text beside it, on each line."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, text in lines:
-        grid.add_row(Text(f"  {label}", "bold yellow" if label[:2].isupper() else "dim"), Text(text))
-    return grid
-
-
-# --- numbers and names in words
-
-
-def largest(values: Iterable[float | None]) -> float:
-    """NaN if one is: Python's max drops one that is not first."""
-    found = [value for value in values if value is not None]
-    return next((value for value in found if value != value), max(found, default=0.0))
 
 
 def finite(value: Any) -> Any:
@@ -169,14 +138,6 @@ def finite(value: Any) -> Any:
 def number(error: float) -> str:
     """`6.2e-06`, `4.04`, `nan`."""
     return f"{error:.1e}" if error < 0.01 or error >= 1000 else f"{error:.2f}"
-
-
-def shortened(text: str, most: int = 48) -> str:
-    """Return at most so many letters: a long path loses its middle."""
-    if len(text) <= most:
-        return text
-    tail = (most - 3) * 2 // 3
-    return f"{text[: most - 3 - tail]}...{text[-tail:]}"
 
 
 def join_names(names: Iterable[str], most: int = 0) -> str:

@@ -13,8 +13,9 @@ from typed import typed
 
 from benchmarks.operators import KERNELS, TRUTHS, of_kernel
 from collate_npu import BatchAdapter, PaddingCollator
+from collate_npu.proof.invariance import Reference
 from collate_npu.testing import tiny_model
-from collate_npu.tools.audit.case import audit
+from collate_npu.tools.audit import Subject
 
 pytestmark = pytest.mark.usefixtures("torch_npu")
 EPOCHS = 10 if "COLLATE_NPU_NIGHTLY" in os.environ else 1
@@ -40,6 +41,9 @@ def test_the_audit_refuses_a_device_that_does_not_compute() -> None:
     assert NO_CARD in " ".join(result.output.split())
 
 
+ABOUT = {"model": "", "attention": "sdpa"}
+
+
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text"])
 def test_everything_the_audit_hands_the_model_is_where_the_model_is(
     model_type: str, monkeypatch: pytest.MonkeyPatch
@@ -54,7 +58,10 @@ def test_everything_the_audit_hands_the_model_is_where_the_model_is(
 
     monkeypatch.setattr(model, "forward", forward)
     monkeypatch.setattr("collate_npu.proof.measure.check_noise", lambda *_: None)  # what the stand-in computes is no number
-    list(audit(model, [[1, 2, 3], [4, 5, 6, 7, 8]], pad_token_id=60, gradients=False))
+    samples = [{"input_ids": ids, "labels": ids} for ids in ([1, 2, 3], [4, 5, 6, 7, 8])]
+    case = Subject(reference=Reference(model, [samples], gradients=False), model=model, pad_token_id=60, about=ABOUT)
+    for side in ("left", "right"):
+        case.ours(side)
     seen = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
     assert any("attention_mask" in call for call in given)
     assert {tensor.device for tensor in seen} == {torch.device("npu:0")}

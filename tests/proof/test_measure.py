@@ -17,6 +17,7 @@ from text import sample_ids
 
 from collate_npu import CollateError
 from collate_npu.consumers import adapter
+from collate_npu.proof.invariance import Reference
 from collate_npu.proof.measure import (
     MARGIN,
     TIMES,
@@ -30,7 +31,7 @@ from collate_npu.proof.measure import (
     product_error,
 )
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model
-from collate_npu.tools.audit.case import Audit
+from collate_npu.tools.audit import Subject
 
 NAN, INF = float("nan"), float("inf")
 
@@ -194,10 +195,11 @@ MACHINES = {
 }
 
 
-def audited(model, *, seed=0, count=8, **settings):
-    samples = sample_ids(TOKENIZER, count=count, max_length=96, seed=seed)
-    settings = {"batch_size": 4, "gradients": True} | settings
-    return Audit(model, samples, name="", pad_token_id=TOKENIZER.pad_token_id, **settings)
+def audited(model, *, seed=0, count=8, gradients=True):
+    samples = [{"input_ids": ids, "labels": ids} for ids in sample_ids(TOKENIZER, count=count, max_length=96, seed=seed)]
+    reference = Reference(model, [samples[:4], samples[4:]], gradients=gradients)
+    about = {"model": "", "attention": "sdpa"}
+    return Subject(reference=reference, model=model, pad_token_id=TOKENIZER.pad_token_id, about=about)
 
 
 def deafen(monkeypatch, model):
@@ -217,15 +219,14 @@ def test_right_passes_and_a_layer_that_ignores_its_mask_fails(name, machine, mon
     model = tiny_model(name, vocab_size=len(TOKENIZER), dtype=dtype)
     with pretend():
         right = audited(model, seed=1)  # on 4.57, rounding chooses one token of seed 0 another expert
-        assert right.yardstick().tells()
-        assert right.finding("left", "collator").right
-        assert right.finding("right", "collator + adapter").right
-        assert not right.finding("left", "no mask").right
+        assert right.tells()
+        assert right.ours("left").right
+        assert right.ours("right").right
         deafen(monkeypatch, model)
         deaf = audited(model, seed=1)
-        assert deaf.yardstick().tells()
-        assert deaf.finding("left", "collator").right is False
-        assert deaf.finding("right", "collator").right, "right padding hides it: recurrent layers look back alone"
+        assert deaf.tells()
+        assert deaf.ours("left").right is False
+        assert deaf.ours("right").right, "right padding hides it: recurrent layers look back alone"
 
 
 @pytest.mark.models
@@ -233,16 +234,16 @@ def test_right_passes_and_a_layer_that_ignores_its_mask_fails(name, machine, mon
 def test_a_deaf_layer_fails_where_logits_are_small_and_without_gradients(monkeypatch):
     """At the usual initial scale a wrong mask moves bfloat16 logits by 0.5: an absolute tolerance of 1 passes that."""
     model = tiny_model("qwen3_next", vocab_size=len(TOKENIZER), dtype=torch.bfloat16, scale=1.0)
-    assert audited(model, gradients=False).finding("left", "collator").right
+    assert audited(model, gradients=False).ours("left").right
     deafen(monkeypatch, model)
-    assert audited(model, gradients=False).finding("left", "collator").right is False
+    assert audited(model, gradients=False).ours("left").right is False
 
 
 @pytest.mark.models
 def test_an_expert_chosen_otherwise_is_not_a_wrong_mask():
     """With these weights one token in bfloat16 takes another expert in the batch: its logits move by 0.5."""
     model = tiny_model("qwen3_next", vocab_size=len(TOKENIZER), dtype=torch.bfloat16, seed=3)
-    assert audited(model, seed=3, gradients=False).finding("left", "collator").right
+    assert audited(model, seed=3, gradients=False).ours("left").right
 
 
 @pytest.mark.models
@@ -255,7 +256,7 @@ def test_a_model_that_is_all_noise_proves_nothing():
 
     model.register_forward_hook(noisy)
     with pytest.raises(CollateError, match=r"more than float32 can round \(0.0005\), so nothing can be proved"):
-        audited(model, gradients=False).finding("left", "collator")
+        audited(model, gradients=False).ours("left")
 
 
 @pytest.mark.models
@@ -269,7 +270,7 @@ def test_a_width_that_gives_no_number_passes_nothing(gradients):
             output.logits[-1, -1, -1] = NAN
 
     model.register_forward_hook(spoil)
-    assert not audited(model, gradients=gradients).finding("left", "collator").right
+    assert not audited(model, gradients=gradients).ours("left").right
 
 
 def test_the_error_of_a_product_is_that_of_the_dtype_and_of_the_machine():

@@ -1,15 +1,11 @@
-"""A batch in words. What they are of each batch of a table: tests/tools/show/test_drawn.py."""
-
-import re
-import sys
+"""A batch in words."""
 
 import pytest
 import torch
 
-from collate_npu import CollateError, PaddingCollator, Pattern, Segments, check_delivery
+from collate_npu import CollateError, PaddingCollator, Pattern, Segments
 from collate_npu.masks import dense
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.testing import tiny_model
 from collate_npu.tools.describe import describe
 
 FEATURES = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
@@ -20,22 +16,6 @@ def test_a_notebook_and_a_prompt_show_lines():
     assert repr(text) == str(text) != str.__repr__(text)
     assert type(str(text)) is str
     assert len(repr(text).splitlines()) > 5
-
-
-@pytest.mark.models
-def test_what_a_notebook_shows_is_small_escaped_and_plain_text_without_rich(monkeypatch):
-    wide = Segments.from_lengths([*range(1, 65)], width=32768, side="left")
-    model = tiny_model("qwen3_next", vocab_size=257)
-    batch = {"input_ids": torch.tensor([[256, 7], [4, 5]]), "attention_mask": torch.tensor([[0, 1], [1, 1]])}
-    shown = (wide, describe({"<b>": 1, "input_ids": wide.ids, "attention_mask": wide.keep}), check_delivery(model, batch))
-    html = [each._repr_html_() for each in shown]
-    assert max(map(len, html)) < 100_000
-    assert all("48 more rows" in text and "lengths=[1, 2," in text for text in html[:2])
-    assert "&lt;b&gt;: 1" in html[1]
-    assert "model.layers.1.self_attn" in html[2]
-    assert not any(re.search(r"<html|background|<script|<b>", text) for text in html)
-    monkeypatch.setitem(sys.modules, "collate_npu.tools.show", None)
-    assert [each._repr_html_() for each in shown] == [None] * 3  # a notebook shows repr
 
 
 def test_a_refused_batch_is_described_with_the_reason():

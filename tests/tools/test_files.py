@@ -19,7 +19,6 @@ from collate_npu import CollateError, Segments
 from collate_npu.masks import dense
 from collate_npu.tools import files
 from collate_npu.tools.files import batch_of_file, check_place, mask_of_file, read_rows, samples_of_rows, shipped_text
-from collate_npu.tools.show import picture
 from collate_npu.tools.user_code import check_file
 
 RECORDS, TWO = [{"text": "one"}, {"text": "two"}], ["one", "two"]
@@ -221,9 +220,4 @@ def test_a_place_that_is_no_page_is_refused_with_what_is_one(tmp_path):
             with pytest.raises(CollateError) as error:
                 check_place(tmp_path / name, ".html")
             assert rule in str(error.value)
-    with pytest.raises(CollateError, match="Name a file in a folder that exists"):
-        picture(TRUTH).save(tmp_path / "a.html")
-    with pytest.raises(CollateError, match="Name that file itself"):
-        picture(TRUTH).save(tmp_path / "link.html")
-    assert not (tmp_path / "precious.txt").exists()
     check_place(tmp_path / "new.html", ".html")

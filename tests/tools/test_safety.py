@@ -142,7 +142,6 @@ def evil(tmp_path):
         ["show", "--batch", f"{{}}/{EVIL}.pt"],
         ["show", "--batch", f"{{}}/{EVIL}.pt", "--out", f"{{}}/{EVIL}.html"],
         ["show", "--mask", f"{{}}/{EVIL}.pt"],
-        ["show", "--data", f"{{}}/{EVIL}.jsonl"],
         ["show", "--lengths", EVIL],
         ["show", "--lengths", "3", "--consumer", "transformers", "--model-type", EVIL],
         ["show", "--lengths", "3", "--consumer", EVIL],

@@ -25,7 +25,7 @@ def test_every_option_that_a_text_names_is_one():
     known = {option for each in parsers()[1].values() for action in each._actions for option in action.option_strings}
     named = {option for path in TOOLS for text in texts(path) for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}
     assert named - known - NOT_OURS - {"--version"} == set()
-    assert {"--verbose", "--batches"} <= named
+    assert {"--packed", "--batch-size"} <= named
 
 
 BEHIND_A_CHECK = {"torch_npu": "check_device"}

@@ -80,7 +80,7 @@ def test_env_is_words_or_json_and_an_interrupt_is_one(monkeypatch):
         ("--nonsense", "arguments are required: COMMAND"),
         ("show --len 3", "unrecognized arguments: --len 3"),
         ("show --lengths 3 more", "unrecognized arguments: more"),
-        ("show --row 1.5", "--row: invalid whole_number value: '1.5'"),
+        ("show --cp 1.5", "--cp: invalid whole_number value: '1.5'"),
         ("watch --steps 1048577 -- a", "--steps: 1048577 is not in the range 1..1048576."),
         ("conformance", "required: run"),
         ("audit --batch-size 1", "--batch-size: 1 is not in the range 2..inf."),
@@ -101,9 +101,9 @@ def test_a_help_says_each_option_with_its_default_and_examples():
     said = {args: " ".join(typed(*args.split()).stdout.split()) for args in ("", "--help", "show --help", "audit --help")}
     assert (said[""], typed().exit_code, typed("--help").exit_code) == (said["--help"], 2, 0)
     assert "watch Run a command, and print the boundaries" in said[""]
-    assert "Draw a batch: its rows, tokens, labels and masks" in said["show --help"]
-    assert "--max-length 2..1048576 Longest line of --data, in tokens. [default: 96]" in said["show --help"]
-    assert "--side {left,right} Padding side, of --lengths and --data. [default: right]" in said["show --help"]
+    assert "Draw a batch: its rows and masks, what each consumer" in said["show --help"]
+    assert "--max-length 2..1048576 Longest sample of text, in tokens. [default: 96]" in said["audit --help"]
+    assert "--side {left,right} Padding side of --lengths. [default: right]" in said["show --help"]
     assert "Examples: collate-npu show --lengths 3,5 --side left collate-npu" in said["show --help"]
     assert "--gradients, --no-gradients Compare gradients too. [default: True]" in said["audit --help"]
     assert (

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("transformers")
 from collate_npu import CollateError
 from collate_npu.testing import byte_tokenizer
-from collate_npu.tools.audit.session import ready_collators
+from collate_npu.tools.audit import ready_collators
 
 pytestmark = pytest.mark.models
 

@@ -16,10 +16,10 @@ from transformers.utils import logging
 from typed import typed
 
 from collate_npu import PaddingCollator
-from collate_npu.releases import KERNELS_TOLD, MASK_MAPPING
+from collate_npu.releases import MASK_MAPPING
 from collate_npu.testing import byte_tokenizer, tiny_model
-from collate_npu.tools.audit import session
-from collate_npu.tools.audit.report import Report
+from collate_npu.tools import audit, checkpoints
+from collate_npu.tools.audit import Report
 
 pytestmark = pytest.mark.models
 
@@ -54,7 +54,7 @@ def dumps():
     yield "moved", {**right, "labels": torch.nn.functional.pad(right["labels"][:, 1:], (0, 1), value=-100)}
     yield "bare", {key: value for key, value in right.items() if key != "attention_mask"}
     yield "far", {**right, "input_ids": ids + 50_000}
-    yield "too_far", {**right, "input_ids": ids + session.MOST_IDS}
+    yield "too_far", {**right, "input_ids": ids + checkpoints.MOST_IDS}
     for n, odd in enumerate((ids[0], ids[:0], ids.float(), ids.tolist())):
         yield f"odd{n}", {**right, "input_ids": odd}
     yield "odd4", {"labels": labels}
@@ -99,36 +99,35 @@ def run(folder, line, **how):
 
 
 def summed_up(report):
-    """Of each case of yours its side, and what is wrong in it; and the sides of the others. None: no model was looked at."""
+    """Of each case of yours its side, and whether it is right; and the sides of ours. None: no model was looked at."""
     if "settings" not in report:
         return None
-    yours = [f for f in report["findings"] if f["whose"] == "yours"]
-    words = [f"{f['side']} {'right' if f['right'] else '+'.join(f['astray'])}" for f in yours]
-    beside = sorted({f["side"] for f in report["findings"] if f["whose"] != "yours"})
-    return "; ".join([*words, f"beside {', '.join(beside)}"] if beside else words)
+    yours = [f"{f['side']} {'right' if f['right'] else 'wrong'}" for f in report["findings"] if f["by"] != "ours"]
+    beside = sorted({f["side"] for f in report["findings"] if f["by"] == "ours"})
+    return "; ".join([*yours, f"beside {', '.join(beside)}"] if beside else yours)
 
 
 LLAMA, BOTH = "--model llama", "beside left, right"
 ROWS = [
     (f"{LLAMA} --collator mine_here.py:right --side right", 0, "right right; beside right", ""),
-    (f"{LLAMA} --collator mine_here.py:wrong --side right", 1, "right logits+kernels; beside right", "from the lengths"),
-    (f"{LLAMA} --collator mine_here.py:right", 1, f"left loss; right right; {BOTH}", ""),
+    (f"{LLAMA} --collator mine_here.py:wrong --side right", 1, "right wrong; beside right", "from the lengths"),
+    (f"{LLAMA} --collator mine_here.py:right", 1, f"left wrong; right right; {BOTH}", "First labels are predicted"),
     (f"{LLAMA} --collator mine_here.py:cuts --side right", 2, "beside right", "Switch off what changes tokens"),
     (f"{LLAMA} --collator mine_here.py:raises --side right", 2, "beside right", "py, line 10: KeyError: 'images'"),
     (f"{LLAMA} --collator no_such_module:collate", 2, None, "No module named"),
-    (f"{LLAMA} --collator transformers:DataCollatorForLanguageModeling --side right", 1, "right loss+labels; beside right",
+    (f"{LLAMA} --collator transformers:DataCollatorForLanguageModeling --side right", 1, "right wrong; beside right",
      "3 are ignored, as where labels are made by labels == pad_token_id"),
     (f"{LLAMA} --batch right.pt", 0, f"right right; {BOTH}", ""),
     (f"{LLAMA} --batch flat.pt", 0, "packed right; beside packed", ""),
-    (f"{LLAMA} --batch megatron.pt", 1, f"left logits+loss+kernels; {BOTH}", "True = blocked"),
+    (f"{LLAMA} --batch megatron.pt", 1, f"left wrong; {BOTH}", "True = blocked"),
     (f"{LLAMA} --batch few.pt", 0, f"right right; {BOTH}", ""),
-    (f"{LLAMA} --batch at_padding.pt", 1, f"right loss; {BOTH}", r"Labels stand at padding \(5\)"),
-    (f"{LLAMA} --batch moved.pt", 1, f"right loss+labels; {BOTH}", "They are shifted"),
-    (f"{LLAMA} --batch moved.pt --tolerance 1e9", 1, f"right labels; {BOTH}", "They are shifted"),
+    (f"{LLAMA} --batch at_padding.pt", 1, f"right wrong; {BOTH}", r"Labels stand at padding \(5\)"),
+    (f"{LLAMA} --batch moved.pt", 1, f"right wrong; {BOTH}", "They are shifted"),
+    (f"{LLAMA} --batch moved.pt --tolerance 1e9", 1, f"right wrong; {BOTH}", "They are shifted"),
     ("--batch right.pt", 2, None, "Name the model that it was made for"),
     (f"{LLAMA} --data a.txt --batch right.pt", 2, None, "Leave --data out"),
     (f"{LLAMA} --batch bare.pt", 2, "", r"Pass attention_mask \[B, S\]"),
-    (f"{LLAMA} --batch too_far.pt", 2, "", f"A tiny model is built for ids below {session.MOST_IDS}"),
+    (f"{LLAMA} --batch too_far.pt", 2, "", f"A tiny model is built for ids below {checkpoints.MOST_IDS}"),
     ("--model models/llama --batch far.pt", 2, "", "token id 50256"),
     *((f"{LLAMA} --batch odd{n}.pt", 2, None, r"input_ids \[B, S\], whole numbers|keys") for n in range(5)),
     *((f"{LLAMA} --tolerance {error}", 2, None, "An error is 0 or more") for error in (-1, "inf", "nan")),
@@ -162,15 +161,27 @@ def test_a_command_line_ends_with_its_code_and_says_why(folder, line, code, foun
 def test_the_verdict_comes_first_and_names_what_did_not_run():
     done = typed("audit", *f"--model qwen3_next {QUICK} --attn sdpa --attn flash_attention_2".split(), COLUMNS="180")
     assert done.exit_code == 2
-    assert re.match(r"\? NOT PROVED: (\d) of \1 cases of ours are right, but not everything named could run\.", done.stdout)
-    assert "1 of 2 are wrong without an error, by up to " in done.stdout
-    assert re.search(r"\? +qwen3_next +sdpa +left, right +(\d) of \1 +\S+e-06 +1 of 2\n", done.stdout)
+    assert re.match(r"\? NOT PROVED: 2 of 2 cases are right\.", done.stdout)
+    assert re.search(r"✔ +qwen3_next +sdpa +left, right +ours +2 of 2 +\S+e-06 ", done.stdout)
     assert re.search(r"NOT RUN +qwen3_next \(flash_attention_2\): ", done.stdout)
+
+
+def test_the_audit_sees_a_layer_that_is_deaf_and_says_where_it_could_not(folder, monkeypatch):
+    """Every number is the same with and without padding: nothing would show."""
+    monkeypatch.setattr(audit.Reference, "tells", lambda self, lost: False)
+    ended, report, _ = run(folder, LLAMA)
+    assert (ended, report["cannot_tell"]) == (2, ["llama (sdpa)"])
+    monkeypatch.undo()
+    module = "transformers.models.qwen3_next.modeling_qwen3_next"
+    monkeypatch.setattr(f"{module}.apply_mask_to_padding_states", lambda hidden_states, attention_mask: hidden_states)
+    monkeypatch.setattr("collate_npu.consumers.adapter.rows_move_reason", lambda *asked, **_: dict.fromkeys(asked[2:], ""))
+    ended, report, _ = run(folder, "--model qwen3_next")
+    assert (ended, {f["side"]: f["right"] for f in report["findings"]}) == (1, {"left": False, "right": True})
 
 
 def test_transformers_is_quiet_unless_its_variable_is_set(monkeypatch):
     called = []
-    monkeypatch.setattr(session, "audit_all", lambda **how: Report(settings={}))
+    monkeypatch.setattr(audit, "audit_all", lambda **how: Report(settings={}))
     for name in ("set_verbosity_error", "disable_progress_bar"):
         monkeypatch.setattr(logging, name, partial(called.append, name))
     for verbosity, quiet in (("info", []), (None, ["set_verbosity_error", "disable_progress_bar"])):
@@ -223,71 +234,39 @@ def test_code_of_the_folder_runs_where_it_is_trusted(tmp_path, monkeypatch):
         assert (tmp_path / "it_ran").exists() == bool(trusted)
 
 
-# --- what a kernel or a release brings, by other ways
-
-
-def test_what_was_asked_is_told_with_how_long_each_model_took(folder):
+def test_what_was_asked_is_told_and_a_page_holds_it(folder):
     page = folder / "page.html"
     _, report, err = run(folder, f"{LLAMA} {LLAMA} --model gpt2 --seed 7 --tolerance 0.5 --html {page}")
-    assert err.endswith(f" collate-npu: wrote {page}")
-    asked = {"seed": 7, "data": "shipped with the package", "batch_size": 3, "device": "cpu"}
+    assert err.endswith(f"collate-npu: wrote {page}")
+    asked = {"seed": 7, "data": None, "batch_size": 3, "device": "cpu", "tolerance": 0.5}
     assert asked.items() <= report["settings"].items()
-    assert (report["tolerance"], report["kernels"]) == (0.5, {})
-    assert re.search(r"^\[1/2\] llama \(sdpa\): \d+\.\d s \[2/2\] gpt2 \(sdpa\): \d+\.\d s", err)
-    assert re.search("llama: sdpa.*gpt2: sdpa.*seed +7", re.sub("<.*?>", "", page.read_text("utf-8")), flags=re.S)
+    text = page.read_text("utf-8")
+    assert re.search("PASS.*llama.*gpt2.*seed +7", re.sub("<.*?>", "", text), flags=re.S)
+    assert not re.search(r"url\(|@import|<script|<link|<img|\b(src|href)=", text)
 
 
-NEXT = "--model qwen3_next --side right"
-
-
-TOLD = [
-    (NEXT, 0, ["qwen3_next (sdpa)"]), (f"{NEXT} --packed", 1, ["qwen3_next (sdpa)", "qwen3_next (sdpa) packed"]),
-    (f"{LLAMA} --side right --packed", 0, ["llama (sdpa)", "llama (sdpa) packed"]),
-    ("--model rwkv --attn eager --side left", 0, []),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("line", "told", "judged"), TOLD)
-def test_kernels_are_told_where_flat_rows_run_on_what_is_installed(folder, line, told, judged):
-    if not KERNELS_TOLD.holds():
-        pytest.skip("an older transformers does not say")
-    code, report, _ = run(folder, line)
-    assert (code, list(report["yardsticks"])) == (0 if judged else 2, judged)
-    assert [kernels["causal_conv1d_fn"] for kernels in report["kernels"].values()] == ["torch"] * told
-
-
-NO = "RuntimeError: does not compile"
-
-
-@pytest.mark.parametrize(
-    ("masked", "code", "notes", "not_run"),
-    [(True, 1, {"right": NO, "packed": ""}, {}), (False, 2, {"right": ""}, {"llama (sdpa) packed": NO})],
-)
-def test_a_side_that_raises_whatever_is_handed_over_did_not_run(folder, monkeypatch, masked, code, notes, not_run):
-    """Seen: flex_attention on a CPU compiles some shapes and not others. A way that raises alone is a finding."""
-
+def test_a_side_that_raises_is_a_finding(folder, monkeypatch):
     def built(*args, **settings):
         model = tiny_model(*args, **settings)
         forward = model.forward
 
-        def some_shapes(input_ids, **kwargs):
-            flat = len(input_ids) == 1 and input_ids.shape[1] > 96  # the longest sample
-            if len(input_ids) > 1 and kwargs.get("attention_mask") is not None if masked else flat:
+        def some_masks(input_ids, **kwargs):
+            if len(input_ids) > 1 and kwargs.get("attention_mask") is not None:
                 raise RuntimeError("does not compile")
             return forward(input_ids=input_ids, **kwargs)
 
-        model.forward = some_shapes
+        model.forward = some_masks
         return model
 
-    monkeypatch.setattr(session, "tiny_model", built)
+    monkeypatch.setattr(checkpoints, "tiny_model", built)
     ended, report, _ = run(folder, f"{LLAMA} --side right --packed")
-    found = {f["side"]: f["note"] for f in report["findings"] if f["column"] == "collator + adapter"}
-    assert (ended, found, report["not_run"]) == (code, notes, not_run)
+    found = {f["side"]: f["note"] for f in report["findings"]}
+    assert (ended, found) == (1, {"right": "RuntimeError: does not compile", "packed": ""})
 
 
 def test_an_attention_that_a_named_model_has_not_is_not_run_and_of_the_default_ones_left_out(folder, monkeypatch):
     flex = "--attn flex_attention --side right"
-    monkeypatch.setattr(session, "hybrid_model_types", lambda: ["qwen3_next", "llama"])
+    monkeypatch.setattr(audit, "hybrid_model_types", lambda: ["qwen3_next", "llama"])
     ended, report, _ = run(folder, f"--model qwen3_next {flex}")
     assert "does not support" in report["not_run"]["qwen3_next (flex_attention)"]
     assert ended == 2
@@ -304,28 +283,28 @@ def test_an_attention_that_a_named_model_has_not_is_not_run_and_of_the_default_o
 
 
 def test_names_are_taken_as_they_are_and_the_default_leaves_out_what_cannot_be_tested():
-    assert session.candidates(["rwkv"], ["eager"]) == ([("rwkv", "eager")], {})
-    chosen, excluded = session.candidates([], ["eager"])
+    assert audit.candidates(["rwkv"], ["eager"]) == ([("rwkv", "eager")], {})
+    chosen, excluded = audit.candidates([], ["eager"])
     assert "rwkv (eager)" in excluded
     assert ("qwen3_next", "eager") in chosen
-    assert session.candidates([], ["flex_attention"])[1] == {}, "what may have to compile is not measured"
+    assert audit.candidates([], ["flex_attention"])[1] == {}, "what may have to compile is not measured"
 
 
 def test_a_row_is_padded_with_the_id_of_the_tokenizer_else_of_the_model_else_0(folder):
     """A language model's own end, as most checkpoints do."""
     how = {"tokenizer": None, "device": "cpu", "dtype": torch.float32, "seed": 0, "trust": False, "largest_id": 5}
     for name, shared in (("llama", True), ("bert", False)):
-        _, reader, pad = session.load_model(name, "sdpa", **how)
+        _, reader, pad = checkpoints.load_model(name, "sdpa", **how)
         assert (pad == reader.pad_token_id, pad == reader.eos_token_id) == (True, shared)
     config = folder / "models" / "llama" / "config.json"
     fields = json.loads(config.read_text("utf-8"))
     for of_config, pad in ((3, 3), (None, 0)):
         config.write_text(json.dumps({**fields, "pad_token_id": of_config}), "utf-8")
-        assert session.load_model(str(config.parent), "sdpa", **how)[1:] == (None, pad)
+        assert checkpoints.load_model(str(config.parent), "sdpa", **how)[1:] == (None, pad)
     for own, padded_with in (("<|pad|>", 257), (None, 256)):
         reader.pad_token = own
         reader.save_pretrained(folder / "other")
-        assert session.load_tokenizer(folder / "other").pad_token_id == padded_with
+        assert checkpoints.load_tokenizer(folder / "other").pad_token_id == padded_with
 
 
 FLASH = "flash_attention_2"
@@ -339,7 +318,7 @@ def test_a_model_that_runs_another_attention_was_not_audited_with_the_one_named(
         model.config._attn_implementation = runs
         return model
 
-    monkeypatch.setattr(session, "tiny_model", built)
+    monkeypatch.setattr(checkpoints, "tiny_model", built)
     _, report, _ = run(folder, f"{LLAMA} --side right --attn {named}")
     assert (f"runs {runs} in the place of {named}" in str(report["not_run"])) == told
 
@@ -350,4 +329,4 @@ def test_a_checkpoint_is_of_the_class_that_it_names(folder):
     kinds = {"BertForMaskedLM": ["BertForMaskedLM"], "BertModel": ["Gone", "BertModel"], "BertLMHeadModel": None}
     for made, named in kinds.items():
         config.write_text(json.dumps({**fields, "architectures": named}), "utf-8")
-        assert type(session.load_checkpoint(str(config.parent), trust=False)).__name__ == made
+        assert type(checkpoints.load_checkpoint(str(config.parent), trust=False)).__name__ == made
