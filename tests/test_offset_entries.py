@@ -10,7 +10,6 @@ import pytest
 import torch
 from fuzz.validating import in_words
 from hypothesis import example, given, strategies as st
-from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, Segments, gather_sequence, split_batch
 from collate_npu.kernels.gated_delta import flat_offsets, gated_delta_kwargs
@@ -31,7 +30,6 @@ S = 8
 IDS = torch.arange(1, S + 1)[None]
 CP, ALONE = ContextParallel(2, 0, layout="document_contiguous"), ContextParallel(1, 0, layout="document_contiguous")
 SLICES, ADAPTER = ContextParallel(2, 0, layout="contiguous"), BatchAdapter(needs_mask_2d=False, consumer="megatron")
-X, GATE = torch.ones(1, S, 1, 2), torch.zeros(1, S, 1)
 ONE = Segments.from_lengths([S])
 OFFSETS = [key for key, rule in KEYS.items() if rule.role in ("offsets", "padded_offsets")]
 OBJECTS = {"packed_seq_params": SimpleNamespace, "flash_attn_kwargs": dict}
@@ -66,15 +64,6 @@ def halves(held, **settings):
     return split_batch(held, CP, **settings)["labels"][0].tolist()
 
 
-def starts(given):
-    out = reference_causal_conv1d(torch.ones(1, S, 1), torch.ones(1, 2), cu_seqlens=given)[0, :, 0]
-    return np.flatnonzero(out == 1).tolist()
-
-
-def nonempty(offsets):
-    return [a for a, b in pairwise(offsets) if a < b]
-
-
 UNCUT = {
     "flat_offsets": lambda given: flat_offsets(ONE, padding=given)[1:],
     "gated_delta_kwargs": lambda given: tuple(
@@ -87,11 +76,6 @@ UNCUT = {
 """Beside the Segments of one sequence: no offset may stand inside it."""
 ENDS_EARLY = {
     "from_cu_seqlens": (lambda given: sequences(IDS, Segments.from_cu_seqlens(given, width=S)), documents),
-    "the rule": (
-        lambda given: len(reference_gated_delta_rule(X, X, X, GATE, GATE, cu_seqlens=given, output_final_state=True)[1]),
-        lambda offsets: len(offsets) - 1,
-    ),
-    "the convolution": (starts, nonempty),
     "cu_seqlens_of": (lambda given: cu_seqlens_of(batch("cu_seqlens", given)).tolist(), list),
 }
 """Offsets need not reach the end of the row: what is behind them is padding, or they are of no row at all."""
@@ -118,7 +102,7 @@ WHOLE = {
         lambda _: IDS[0].tolist(),
     ),
     "the adapter": (lambda given: ADAPTER.with_segments(batch("cu_seqlens", given))[1].cu_seqlens.tolist()[1:-1],
-                    lambda offsets: [a for a in nonempty(offsets) if a]),
+                    lambda offsets: [a for a, b in pairwise(offsets) if 0 < a < b]),
 }  # fmt: skip
 ENTRIES = (
     ENDS_EARLY | WHOLE | {name: (call, lambda offsets: tuple(sorted({*offsets} - {0}))) for name, call in UNCUT.items()}
