@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -95,8 +96,9 @@ def _through(model: nn.Module, batch: dict[str, Tensor]) -> None:
 
 
 def _guarded(model: nn.Module, batch: dict[str, Tensor]) -> None:
-    top.guard_first_batch(model, report=lambda _: None)
-    _through(model, batch)
+    top.guard_first_batch(model)
+    with redirect_stdout(None):
+        _through(model, batch)
 
 
 def _watched(model: nn.Module, batch: dict[str, Tensor]) -> None:

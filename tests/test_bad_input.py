@@ -276,7 +276,6 @@ PROVED = {
         f"delivery {name}": (lambda name=name: check_delivery(model(), BATCH, **{name: SETTINGS[name]}), f"{name}: got a")
         for name in ("segments", "context_parallel", "forward")
     },
-    "a guard that reports to a number": (lambda: guard_first_batch(model(), report=3), "report: got an int"),
     "no collator": (lambda: proved(None), "a NoneType"),
     "samples of text": (lambda: proved(samples="ab"), "samples: got a str"),
     "an id too large": (lambda: proved(samples=[[1, 99], [3]]), "token id 99. This model has ids 0 to 15"),

@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Sized
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import _lru_cache_wrapper, partial
 from itertools import product
@@ -78,8 +78,8 @@ class Batches:
 
     def _proved(self, batch: dict[str, Any]) -> None:
         check_delivery(self.model, batch)
-        with torch.no_grad(), watch(steps=1, say=False) as seen:
-            remove = guard_first_batch(self.model, report=lambda _: None)
+        with torch.no_grad(), redirect_stdout(None), watch(steps=1, say=False) as seen:
+            remove = guard_first_batch(self.model)
             self.model(**batch)
             remove()
         assert seen.kernels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from datetime import timedelta
 from multiprocessing import get_context
 from typing import Any
@@ -40,7 +41,13 @@ def of(family: str, rows: int, width: int) -> Iterator[Case]:
     assert seen.kernels
     yield Case("proof", f"{name}, a step behind it", Contestant("ours", again), [floor])
     guarded = copy.deepcopy(alone)
-    guard = Contestant("ours", step_of(guarded, batch), lambda: guard_first_batch(guarded, report=lambda _: None))
+    step = step_of(guarded, batch)
+
+    def quiet(made: Any) -> Any:
+        with redirect_stdout(None):
+            return step(made)
+
+    guard = Contestant("ours", quiet, lambda: guard_first_batch(guarded))
     yield Case("proof", f"{name}, a step that is guarded", guard, [floor])
 
 

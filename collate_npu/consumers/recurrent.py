@@ -114,7 +114,7 @@ def _sites(model: Any) -> Iterator[tuple[dict[str, Any], str, KernelCall]]:
 def _call_of(found: Any) -> KernelCall | None:
     """Where the package `kernels` is installed, transformers' wrapper stands in a module made of it, and `_replace_forward`
     (kernels 0.17 layer/layer.py) binds the forward of the hub's layer to that, or its own again."""
-    while hasattr(found, "__collate_npu__"):  # below what mends it here, or watches it (proof.recorder)
+    while hasattr(found, "__collate_npu__"):  # below what mends it here, or watches it (proof.hooks)
         found = found.__collate_npu__
     function, of_hub = found, None
     if isinstance(found, nn.Module):

@@ -19,8 +19,8 @@ from typing import Any
 
 from collate_npu.consumers.megatron import start_problem
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.proof.forward import keeps_state
-from collate_npu.proof.watching import Watch
+from collate_npu.proof.delivery import Watch
+from collate_npu.proof.kernel_calls import keeps_state
 
 
 @dataclass

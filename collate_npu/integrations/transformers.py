@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 from collate_npu.collate.batch_sampler import BalancedBatchSampler, lengths_of
 from collate_npu.errors import CollateError, explain
 from collate_npu.keys import KEYS, of_kind
-from collate_npu.proof.delivery import guard_first_batch, refuse_compiled
+from collate_npu.proof.delivery import guard_forward, refuse_compiled
 from collate_npu.validation import check_collator
 
 PACKAGE, TESTED = "transformers", "5.23.0"
@@ -60,7 +60,7 @@ class DeliveryCallback(TrainerCallback):  # type: ignore[misc]
         if self._collator is not None:
             _check_collator(self._collator, kwargs["train_dataloader"])
         refuse_compiled(kwargs["model"], compiled=getattr(args, "torch_compile", False))
-        guard_first_batch(kwargs["model"], alone=self._alone, only=lambda batch: torch.is_grad_enabled())
+        guard_forward(kwargs["model"], lambda batch: torch.is_grad_enabled(), alone=self._alone)
 
 
 def _check_collator(expected: Any, loader: Any) -> None:

@@ -1,58 +1,320 @@
-"""Delivery: proof, at the first batch, that every kernel got what the batch says, and that no layer reads more.
+"""Delivery: which boundaries and padding each kernel gets, beside what the batch says. One class listens to forwards and
+judges each of them; `watch`, `guard_first_batch` and `check_delivery` are its three entrances.
 
 What a collator emits need not reach the model: another library may replace the collator, a trainer drop a key, a forward
-ignore it, and nothing says so. So the kernels are recorded, in any module. A layer with code of its own calls none of them:
-what padding and the other sequences embed is replaced, and no real token may move, whatever is between. With `alone=True`
-the two sequences with most before them in their row are run by themselves, and in another width with tokens after them.
-
-A check costs four forward passes without gradients, in the mode the model is in, without dropout, and `alone` four or six
-with one row, as many on every rank; the guard looks at the trainer's own.
-Legend: B rows, S width, T = B * S tokens, L tokens of one sequence.
+ignore it, and nothing says so. So the kernels are recorded, in any module. `watch` looks at every forward of a process for
+some steps, the guard at the next one of a model, and `check_delivery` at one that it runs itself; it runs three more without
+gradients, in the mode the model is in, without dropout, to see whether tokens leak (leaks.py), and with `alone` four or six
+of one row, as many on every rank. A step ends with an optimizer's, or with a forward without gradients. Costs one copy of
+boundaries to the host a call, and of masks one look at each score.
 """
 
 from __future__ import annotations
 
+import atexit
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from threading import get_ident
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.mask_routing import Case, consumer_named
-from collate_npu.consumers.megatron import kernel_of, start_problem
+from collate_npu.consumers.adapter import MADE
+from collate_npu.consumers.megatron import start_problem
 from collate_npu.consumers.model_traits import consumer_of, has_two_sides, is_compiled, unwrap
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
-from collate_npu.keys import of_kind
-from collate_npu.masks.forms import dense
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, printable
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
-from collate_npu.proof.forward import Forward, among, block, case_of, crosses, few, listed
-from collate_npu.proof.measure import OF_THE_LOSS, apart, called, check_noise, like, noise_limit, scores_of, widened
-from collate_npu.proof.recorder import record_calls
+from collate_npu.proof.hooks import Recorder, bound
+from collate_npu.proof.kernel_calls import Fault, Forward, among, crosses, first_names
+from collate_npu.proof.known_kernels import UnreadError
+from collate_npu.proof.leaks import Alone, check_alone, find_leak, run_seeded
 from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
 from collate_npu.validation import check_model, checked
 
-__all__ = ["Alone", "Delivery", "check_delivery", "guard_first_batch"]
+__all__ = ["Alone", "Delivery", "Watch", "check_delivery", "guard_first_batch", "watch"]
+STEPS = 2
+_MOST_PASSES = 64
+"""Forwards a step, and those behind the watched ones until all is taken off where no optimizer ends a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """Relative errors of the logits of some sequences: in the batch against each sequence alone."""
+class Watch:
+    """Listens to the kernel calls of forwards and judges each by its batch: of a process, for some steps, or of one forward.
 
-    errors: Mapping[int, float]
-    """By number of the sequence in the batch."""
-    limit: float
-    """What passes: `TIMES` the noise of this model, dtype and device."""
+    `with Watch(forward=...)` listens to that forward alone, in this thread; the forward judges itself.
+    """
 
-    def __str__(self) -> str:
-        each = ", ".join(f"sequence {n}: {error:.2g}" for n, error in self.errors.items())
-        return f"relative error of the logits against alone (up to {self.limit:.2g} is rounding): {each}"
+    def __init__(
+        self,
+        *,
+        steps: int = STEPS,
+        stop: bool = False,
+        out: Sequence[Path] = (),
+        screen: TextIO | None = None,
+        keeps: bool = True,
+        forward: Forward | None = None,
+    ) -> None:
+        self.forwards: list[Forward] = []
+        self.faults: list[Fault] = []
+        self.records: list[dict[str, Any]] = []
+        """What is written of each forward."""
+        self.steps = 0
+        """Steps that have ended."""
+        self._most, self._stop, self._out, self._screen, self._keeps = steps, stop, [*out], screen, keeps
+        self._one, self._thread = forward, get_ident()
+        self._number = self._idle = 0
+        self._logged: set[str] = set()
+        self._passes: Counter[tuple[int, bool]] = Counter()
+        """Forwards of a root, with gradients and without."""
+        self._recorder = Recorder(self._begin_forward, self._end_forward)
+
+    @property
+    def failed(self) -> set[str]:
+        """Errors of the watching itself; the run goes on after them."""
+        return self._recorder.failed
+
+    @property
+    def kernels(self) -> Counter[str]:
+        """Calls, by kernel."""
+        return sum((Counter(record["kernels"]) for record in self.records), Counter[str]())
+
+    # --- on and off
+
+    def start(self) -> None:
+        """Wrap the kernels, and begin to watch."""
+        self._recorder.install()
+        if self._one is not None:
+            self._recorder.keep(self._one.root)
+            return
+        self._optimizers = register_optimizer_step_post_hook(lambda *_: self._end_step())
+        MADE.watch(1)
+
+    def end(self) -> None:
+        """Unwrap the kernels; the process is as before."""
+        if not self._recorder.listens:
+            return
+        self._recorder.take_off()
+        if self._one is None:
+            self._optimizers.remove()
+            MADE.watch(-1)
+        if not self._keeps:  # they hold the models
+            self.forwards = []
+
+    def __enter__(self) -> Watch:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    # --- a forward begins
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
+        """The forward that begins here, if this is a model that is still watched, or a layer that is computed again."""
+        if self._one is not None:
+            return self._begin_one(module, self._one)
+        again = torch._C._current_graph_task_id() != -1
+        root = self._recorder.root_of(module) if again else None
+        if root is None:
+            if not self._recorder.knows(module):
+                return None
+            root = module
+        training = torch.is_grad_enabled() or again
+        if self._is_enough(root, training, again):
+            return None
+        forward = Forward(root=root, number=self._number, step=self.steps, training=training, again=again)
+        if again:
+            same = [each for each in self.forwards if each.root is root and each.step == self.steps and not each.again]
+            forward.before = [call for each in same for call in each.calls]
+        else:
+            self._number += 1
+            self._read_batch(forward, root, args, kwargs)
+        return forward
+
+    def _begin_one(self, module: nn.Module, forward: Forward) -> Forward | None:
+        model = forward.root
+        ours = self._recorder.root_of(module) is model or any(each is model for each in module.modules())
+        if get_ident() != self._thread or not ours:
+            return None
+        return forward if self._recorder.forward is None else Forward(root=model)  # a model within it has other tokens
+
+    def _is_enough(self, root: nn.Module, training: bool, again: bool) -> bool:
+        """True where so many forwards of this model were watched; ends the watch where nobody steps."""
+        self._passes[id(root), training] += not again
+        if self._passes[id(root), training] <= (_MOST_PASSES if training else 1) * self._most:
+            return False
+        if training or not any(trained for _, trained in self._passes):
+            self._idle += 1  # nobody steps: it is not trained, or by an optimizer without hooks
+        if self._idle > _MOST_PASSES:
+            self.end()
+        return True
+
+    def _read_batch(self, forward: Forward, root: nn.Module, args: Any, kwargs: Any) -> None:
+        """What the inputs of the outermost module say: our adapter's Segments, or what the door finds."""
+        try:
+            given = bound(unwrap(root).forward, args, kwargs)
+            forward.compiled = is_compiled(root)
+            ids = given.get("input_ids", given.get("tokens"))
+            if isinstance(ids, Tensor) and ids.shape[-1] == 1:
+                forward.ids = ids
+                raise UnreadError("one token a row: decoding is not judged")
+            forward.judge_by(given)
+        except (CollateError, UnreadError) as error:
+            forward.skip_reason = str(error)
+        except Exception as error:  # whatever stands in a stranger's arguments
+            forward.skip_reason = f"{type(error).__name__}: {str(error)[:80]}"
+
+    # --- forwards and steps end
+
+    def _end_forward(self, forward: Forward) -> str:
+        if self._one is not None or (forward.again and not forward.calls):
+            return ""
+        found = forward.faults()
+        self.faults += found.values()
+        self.forwards.append(forward)
+        self._log_forward(forward, found)
+        forward.release()
+        if not (found and self._stop):
+            return ""
+        self.end()
+        return str(forward.error(found.values()))
+
+    def _end_step(self) -> None:
+        if self.forwards and any(each.step == self.steps and each.training for each in self.forwards):
+            self.steps += 1
+            if not self._keeps:
+                self.forwards = []
+        if self.steps >= self._most:
+            self.end()
+
+    def _log_forward(self, forward: Forward, faults: Mapping[int, Fault]) -> None:
+        rank = os.environ.get("RANK", "0")
+        how = " · computed again" if forward.again else "" if forward.training else " · without gradients"
+        how += f" · it raised {forward.raised}" * bool(forward.raised)
+        lines = [f"step {forward.step} rank {rank}{how} · {forward.report(faults) or 'no known kernel ran'}"]
+        self.records.append({"rank": rank, "pid": os.getpid(), "line": lines[0], **forward.as_json(faults)})
+        if forward.skip_reason and -1 not in faults and forward.skip_reason not in self._logged:
+            self._logged.add(forward.skip_reason)
+            lines.append(f"  not judged by its batch: {forward.skip_reason}")
+        lines += [f"  ✘ {text}" for text in dict.fromkeys(map(str, faults.values()))]
+        if forward.compiled:
+            lines.append("  compiled modules are not seen: set TORCH_COMPILE_DISABLE=1 to watch them")
+        if faults or not forward.again:
+            self._write("\n".join(lines), self.records[-1])
+
+    def summary(self) -> str:
+        """Return the numbers of forwards, faults and kernels seen, and what was not checked. Nothing seen is no pass."""
+        lines = [summarize(self.records)]
+        if not self.records and self._recorder.models:
+            lines.append(f"these models ran: {', '.join(sorted(self._recorder.models))}")
+        if self.failed:
+            lines.append(f"could not be watched: {'; '.join(sorted(self.failed)[:4])}")
+        if self._recorder.unwrapped:
+            lines.append(f"could not be wrapped: {'; '.join(self._recorder.unwrapped[:4])}")
+        return " · ".join(lines)
+
+    def log_summary(self) -> None:
+        """Log the summary at the end of a process in which a model ran."""
+        self.end()
+        if self._number or self.failed:
+            self._write(f"rank {os.environ.get('RANK', '0')}: {self.summary()}", {})
+
+    def forget(self) -> None:
+        """Drop what was seen: a forked process begins anew."""
+        self.forwards, self.faults, self.records = [], [], []
+        self.steps = self._number = self._idle = 0
+        self._recorder.forget()
+
+    def _write(self, text: str, record: Mapping[str, Any]) -> None:
+        if self._screen is not None:
+            with suppress(OSError, ValueError):
+                print(printable(f"collate_npu watch: {text}"), file=self._screen, flush=True)
+        for path in [*self._out] if record else ():
+            try:
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+            except OSError as error:  # a full disk does not end a run
+                self._out.remove(path)
+                self._write(f"{error}: nothing more is written there", {})
+
+
+_MOST = 6
+"""Layers with a fault that a summary names."""
+_NO_PASS = "This is not a pass."
+
+
+def summarize(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line of what was recorded of forwards, in one process or in many. Nothing seen is no pass."""
+    kernels = sum((Counter(record["kernels"]) for record in records), Counter[str]())
+    wrong = [record for record in records if record["faults"]]
+    if not kernels and not wrong:
+        return f"NOTHING WAS SEEN: no known kernel ran. {_NO_PASS}"
+    own = [record["judged"] for record in records if not record["again"]]
+    if not wrong and not any(record["judged"] for record in records):
+        reasons = (record["skip_reason"] for record in records if record["skip_reason"])
+        why = next(reasons, "no kernel had the tokens of its batch").splitlines()[0]
+        return f"NOT JUDGED: {len(own)} forwards, none compared with its batch: {why} {_NO_PASS}"
+    faults = f"no fault in {sum(own)} of {len(own)} forwards"
+    if wrong:
+        places = [*dict.fromkeys(f"{each['layer']}, {each['kernel']}" for record in wrong for each in record["faults"])]
+        more = "; ..." if len(places) > _MOST else ""
+        faults = f"{len(wrong)} of {len(own)} forwards with a fault ({'; '.join(places[:_MOST])}{more})"
+    counted = ", ".join(f"{name} {n}" for name, n in kernels.most_common())
+    processes = len({record["pid"] for record in records})
+    text = f"{processes} process{'es' * (processes > 1)}, {faults}; kernels: {counted}"
+    silent = sorted({name for record in records for name in record["silent"]})
+    return f"{text} · no known kernel ran in: {first_names(silent)}" if silent else text
+
+
+# --- a process
+
+
+@contextmanager
+def watch(*, steps: int = STEPS, stop: bool = False, out: str | Path | None = None, say: bool = True) -> Iterator[Watch]:
+    """Check, for so many steps, the boundaries that each kernel of this process gets, forward by forward.
+
+    With `stop` the first fault raises `CollateError` after its forward. Each forward writes a line of JSON to `out`, and a
+    block to the screen (stderr) unless `say` is False. Afterwards nothing is wrapped any more.
+
+    >>> import torch
+    >>> from collate_npu.testing import tiny_model
+    >>> model, ids = tiny_model("qwen3_next", vocab_size=257), torch.tensor([[256, 256, 7], [4, 5, 6]])
+    >>> with watch(say=False) as seen:
+    ...     out = model(input_ids=ids, attention_mask=torch.tensor([[0, 0, 1], [1, 1, 1]]))
+    >>> seen.faults, seen.kernels["transformers.torch_chunk_gated_delta_rule"]
+    ([], 2)
+    """
+    paths, screen = [Path(out)] if out else [], sys.stderr if say else None
+    with Watch(steps=steps, stop=stop, out=paths, screen=screen) as seen:
+        try:
+            yield seen
+        finally:
+            seen.end()
+            seen._write(seen.summary(), {})
+
+
+def arm(_torch: Any) -> None:
+    """Watch this process to its end, as `collate-npu watch` sets it in the environment; torch was just imported."""
+    settings = json.loads(os.environ["COLLATE_NPU_WATCH"])
+    out = [Path(path) for path in (settings["seen"], settings["out"]) if path]
+    seen = Watch(steps=settings["steps"], out=out, screen=sys.stderr, keeps=False)
+    seen.start()
+    os.register_at_fork(after_in_child=seen.forget)
+    atexit.register(seen.log_summary)
+
+
+# --- a batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +342,7 @@ class Delivery:
 
     def facts(self) -> list[str]:
         """What was found beside the kernels' arguments: leaks, what was not looked at, and the numbers of `alone`."""
-        unchecked = f"not checked: {few(self.unchecked)}" * bool(self.unchecked)
+        unchecked = f"not checked: {first_names(self.unchecked)}" * bool(self.unchecked)
         still = "what padding and other sequences hold moves no real token" * self.leak_free
         return [*filter(None, [still, unchecked, "" if self.alone is None else str(self.alone)])]
 
@@ -125,20 +387,20 @@ def check_delivery(
         rule = "A stage of a pipeline runs only in its schedule."
         remedy = "Pass forward=, or check the model with pipeline size 1."
         raise UnsupportedFormError(explain("check_delivery", "a pipeline stage", rule, remedy))
-    case = case_of(inner, batch, segments=segments, pattern=pattern)
+    judged = Forward(root=inner, cp=context_parallel)
+    case = judged.judge_by(batch, segments=segments, pattern=pattern)
     eager: Any = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
     with torch.no_grad(), eager:
-        record = _forward_of(inner, batch, case, context_parallel)
-        with record_calls(record):
-            given = _seeded(inner, batch, forward)
-        _check_faults(record, case)
-        leak, untested = ("", "a rank") if context_parallel else find_leak(inner, batch, case, given, forward)
+        with Watch(forward=judged):
+            given = run_seeded(inner, batch, forward)
+        _check_faults(judged)
+        leak, untested = ("", "a rank") if context_parallel else find_leak(inner, batch, case.segments, given, forward)
         if leak:
             rule = "Neither padding nor another sequence moves a real token."
-            suspects = few(record.layers_without_kernels()) or "its layers"
+            suspects = first_names(judged.layers_without_kernels()) or "its layers"
             remedy = f"Every known kernel got the right masks: check what the code of {suspects} does with the mask."
             raise CollateError(explain("delivery", f"real tokens move when {leak}", rule, remedy, more="delivery"))
-        found = _proof(record, case, measured=alone, untested=untested)
+        found = _proof(judged, measured=alone, untested=untested)
         return replace(found, alone=check_alone(inner, batch, case, given, forward)) if alone else found
 
 
@@ -147,19 +409,16 @@ def guard_first_batch(
     model: Any,
     *,
     alone: bool = False,
-    report: Callable[[Delivery], object] = print,
-    only: Callable[[Mapping[str, Any]], bool] | None = None,
     segments: Segments | None = None,
     pattern: str | Pattern | None = None,
     context_parallel: ContextParallel | None = None,
     forward: Callable[..., Any] | None = None,
 ) -> Callable[[], None]:
-    """Check the next forward of `model`, whoever calls it, as soon as it has run.
+    """Check the next forward of `model`, whoever calls it, as soon as it has run, and print the result.
 
     Costs no forward of its own, so that any stage of a pipeline can be watched; with `alone=True` it costs five, and
-    every rank must guard. The other settings are those of `check_delivery`. With the Segments of one batch,
-    `only(arguments)` says whether a forward is of that batch. `report` is called with the result, and the guard is
-    removed. The returned function removes it earlier.
+    every rank must guard. The other settings are those of `check_delivery`. Then the guard is removed; the returned
+    function removes it earlier.
 
     >>> import torch
     >>> from collate_npu.testing import tiny_model
@@ -169,6 +428,20 @@ def guard_first_batch(
     collate_npu: every layer with a known kernel got what the batch says: 2 recurrent: convolution zeros [2, 4] ✔ ·
         rule zeros [2, 4] ✔ · 1 attention: mask [2, 4] ✔ · positions ✔
     """
+    settings: dict[str, Any] = {"segments": segments, "pattern": pattern, "context_parallel": context_parallel}
+    return guard_forward(model, lambda batch: True, alone=alone, forward=forward, **settings)
+
+
+def guard_forward(
+    model: Any,
+    wanted: Callable[[Mapping[str, Any]], bool],
+    *,
+    alone: bool = False,
+    forward: Callable[..., Any] | None = None,
+    context_parallel: ContextParallel | None = None,
+    **truth: Any,
+) -> Callable[[], None]:
+    """`guard_first_batch` for the first forward whose arguments are `wanted`."""
     inner = _known(model)
     refuse_compiled(model)
     if (stack := consumer_of(model)) in ("transformers", "megatron"):
@@ -179,25 +452,24 @@ def guard_first_batch(
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Listen to this forward, or with `alone` check its batch now."""
         batch = {**dict(zip(names, args)), **kwargs}
-        if only is not None and not only(batch):
+        if not wanted(batch):
             return
         if alone:
             held.close()
-            settings: dict[str, Any] = {"segments": segments, "pattern": pattern, "context_parallel": context_parallel}
-            report(check_delivery(inner, batch, alone=True, forward=forward, **settings))
+            print(check_delivery(inner, batch, alone=True, forward=forward, context_parallel=context_parallel, **truth))
             return
-        case = case_of(inner, batch, segments=segments, pattern=pattern)
-        record = _forward_of(inner, batch, case, context_parallel)
+        judged = Forward(root=inner, cp=context_parallel)
+        judged.judge_by(batch, **truth)
         behind.close()
-        running.enter_context(record_calls(record))
-        behind.callback(inner.register_forward_hook(partial(judge, record, case), always_call=True).remove)
+        running.enter_context(Watch(forward=judged))
+        behind.callback(inner.register_forward_hook(partial(judge, judged), always_call=True).remove)
 
-    def judge(record: Forward, case: Case, module: nn.Module, args: Any, output: Any) -> None:
+    def judge(judged: Forward, module: nn.Module, args: Any, output: Any) -> None:
         running.close()
         if output is not None:  # None: it raised, torch walks its hooks, and the next forward is looked at
             held.close()
-            _check_faults(record, case)
-            report(_proof(record, case))
+            _check_faults(judged)
+            print(_proof(judged))
 
     running, behind = held.enter_context(ExitStack()), held.enter_context(ExitStack())
     held.callback(inner.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -221,234 +493,26 @@ def _known(model: Any) -> nn.Module:
     return inner
 
 
-def _forward_of(model: nn.Module, batch: Mapping[str, Any], case: Case, cp: ContextParallel | None) -> Forward:
-    """The forward of this batch, which comes next."""
-    ids = batch.get("input_ids", batch.get("tokens"))
-    forward = Forward(root=model, ids=ids if isinstance(ids, Tensor) else None, cp=cp)
-    forward.judge_by(case, whole=not of_kind(batch, "vision"))
-    return forward
+def _check_faults(judged: Forward) -> None:
+    if faults := judged.faults().values():
+        raise judged.error(faults)
 
 
-def _check_faults(record: Forward, case: Case) -> None:
-    """Raise one error that lists every layer, those with the same fault together."""
-    if faults := record.faults().values():
-        known = consumer_of(record.root) in ("transformers", "megatron")
-        attends = "" if known else f"; pattern= names the pattern of its attention ({case.pattern} here)"
-        rule = f"Each layer gets which tokens are real, in the form it reads{attends}."
-        remedy = "; ".join(dict.fromkeys(fault.remedy for fault in faults))
-        raise CollateError(explain("delivery", listed(faults), rule, f"{remedy}.", more="delivery"))
-
-
-def _proof(record: Forward, case: Case, *, measured: bool = False, untested: str = "a guard") -> Delivery:
+def _proof(judged: Forward, *, measured: bool = False, untested: str = "a guard") -> Delivery:
     """What a forward without faults proves. Raises where nothing was judged, unless the numbers are `measured`, or this is
     a rank. `untested`: why no tokens were replaced, to see whether they leak."""
-    layers, judged = record.layers(), _judged_layers(record)
-    if not (judged or measured or not untested or record.cp):
-        shapes = sorted({str(list(call.boundaries.shape)) for call in record.calls if call.boundaries is not None})
-        got = f"calls of {', '.join(shapes)} tokens" if shapes else f"no known kernel in {type(record.root).__name__}"
-        rule = f"Some kernel must get the batch's tokens {list(case.segments.shape)}, or nothing is proved."
-        remedy = "Pass the batch of these Segments, and a model with known kernels; alone=True compares logits."
-        raise CollateError(explain("delivery", got, rule, remedy, more="delivery"))
-    unchecked = [name for name in layers if not among(name, judged) and (not crosses(name) or has_two_sides(record.root))]
-    unchecked += [f"{call.layer} ({call.unread_reason})" for call in record.calls if call.unread_reason]
-    unchecked += [] if judged else ["positions"]
+    layers, complete = judged.layers(), judged.judged_layers()
+    if not (complete or measured or not untested or judged.cp):
+        raise judged.unseen_error()
+    unchecked = [name for name in layers if not among(name, complete) and (not crosses(name) or has_two_sides(judged.root))]
+    unchecked += [f"{call.layer} ({call.unread_reason})" for call in judged.calls if call.unread_reason]
+    unchecked += [] if complete else ["positions"]
     unchecked += ["layers whose classes have no name of attention or a recurrence"] if untested and not layers else []
-    got_by: dict[str, dict[str, None]] = {name: {} for name in sorted(judged)}
-    for call in record.calls:
-        if call.layer in got_by and record.judges(call) and call.boundaries:
+    got_by: dict[str, dict[str, None]] = {name: {} for name in sorted(complete)}
+    for call in judged.calls:
+        if call.layer in got_by and judged.judges(call) and call.boundaries:
             got_by[call.layer][f"{call.kind} {call.boundaries}".removeprefix("attention ")] = None
     return Delivery(
-        layers={name: ", ".join(each) for name, each in got_by.items()}, report=block(record, {}) if judged else "",
+        layers={name: ", ".join(each) for name, each in got_by.items()}, report=judged.report({}) if complete else "",
         unchecked=tuple(dict.fromkeys(unchecked)), leak_free=not untested, alone=None,
     )  # fmt: skip
-
-
-def _judged_layers(record: Forward) -> set[str]:
-    """Layers of which every kernel was judged."""
-    unruled = {name.removesuffix(" (its rule)") for name in record.layers_without_kernels()}
-    calls = [call for call in record.calls if call.positions is None]
-    unread = {call.layer for call in calls if not record.judges(call)}
-    return {call.layer for call in calls} - unread - unruled
-
-
-# --- leaks: what padding and the other sequences embed is replaced, and no real token may move
-
-
-def find_leak(
-    model: nn.Module, batch: Mapping[str, Any], case: Case, given: Any, forward: Callable[..., Any] | None
-) -> tuple[str, str]:
-    """Return whose tokens move real ones of other sequences, "" for nobody's, and why that could not be tested.
-
-    `given` is what it gave for the batch. Three forwards on every rank, whatever its rows hold: ranks may compute together.
-    """
-    if has_two_sides(model):
-        return "", "an encoder-decoder has two sequences"
-    ids = case.segments.ids
-    turn_T = torch.where(ids > 0, (ids + torch.arange(len(ids))[:, None]) % 2, -1).flatten()  # sequences take turns
-    real_T = turn_T >= 0
-    first_T, second_T = turn_T == 0, turn_T == 1
-    replacements = [("padding", real_T, ~real_T)]
-    replacements += [("another sequence", *turns) for turns in ((first_T, second_T), (second_T, first_T))]
-    replacing = _Replacing(model, batch, case.segments, forward)
-    try:
-        base = replacing.by_token(given)
-        moved = [replacing.run(others_T) for _, _, others_T in replacements]
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:  # it ran once: what we changed it is
-        return "", f"{type(error).__name__}: {str(error)[:80]}"
-    if not bool(base[real_T].isfinite().all()):
-        return "", "its numbers are not finite"
-    if not replacing.replaced:
-        return "", "no embedding of its tokens was found"
-    limit = noise_limit(0.0, like(model))
-    for (whose, mine_T, _), found in zip(replacements, moved):
-        if not (size := apart([found[mine_T]], [base[mine_T]])) <= limit:
-            return f"{whose} is replaced (a relative error of {size:.2g}, where up to {limit:.1g} is rounding)", ""
-    something = any(mine_T.any() and others_T.any() for _, mine_T, others_T in replacements)
-    return "", "" if something else "the batch has one sequence and no padding"
-
-
-@dataclass
-class _Replacing:
-    """Forwards of a batch in which some of its tokens embed something else."""
-
-    model: nn.Module
-    batch: Mapping[str, Any]
-    segments: Segments
-    forward: Callable[..., Any] | None
-    replaced: int = 0
-    """Embeddings that were replaced."""
-
-    def run(self, others_T: Tensor) -> Tensor:
-        """`[T, 4]`: what the model gives for each token, in short, with these replaced."""
-        batch, hook = dict(self.batch), self._hook(others_T)
-        for key, x in self.batch.items():  # states in the place of tokens
-            if getattr(x, "ndim", 0) == 3 and x.shape[:2] == self.segments.shape and x.is_floating_point():
-                batch[key] = self._with_others(x, others_T)
-        with ExitStack() as held:
-            for module in self.model.modules():
-                if module is not self.model:
-                    held.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-            return self.by_token(_seeded(self.model, batch, self.forward))
-
-    def by_token(self, given: Any) -> Tensor:
-        """`[T, 4]`: what the model gave for each token, in short, zero where it gave none."""
-        (B, S), n = self.segments.shape, self.segments.num_tokens
-        parts = [getattr(given, name, None) for name in ("logits", "last_hidden_state")] + [given]
-        parts += [*given.values()] if isinstance(given, Mapping) else [*given] if isinstance(given, (tuple, list)) else []
-        for x in parts:
-            if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
-                continue
-            if x.ndim > 2 and x.shape[:2] in ((B, S), (S, B)):
-                return _in_short((x if x.shape[:2] == (B, S) else x.transpose(0, 1)).flatten(0, 1))
-            flat = x[0] if x.ndim > 2 and len(x) == 1 else x
-            if flat.ndim > 1 and len(flat) in (B * S, n):
-                places = slice(None) if len(flat) == B * S else self.segments.indices
-                found = torch.zeros(B * S, 4)
-                found[places] = _in_short(flat)
-                return found
-            if x.ndim == 2 and len(x) == B and not self.segments.packed:
-                return _in_short(x).repeat_interleave(S, 0)
-        raise CollateError("its output is not logits of these tokens")
-
-    def _with_others(self, x: Tensor, others_T: Tensor) -> Tensor:
-        self.replaced += 1
-        drawn = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
-        drawn *= x.float().square().mean().sqrt().to(x)
-        return torch.where(others_T.reshape(*x.shape[:-1], 1).to(x.device), drawn, x)
-
-    def _hook(self, others_T: Tensor) -> Callable[..., Any]:
-        """What a part gives that is called with the tokens of the batch, all or those that are real: an embedding."""
-        ids = next((x for key in ("input_ids", "tokens") if isinstance(x := self.batch.get(key), Tensor)), torch.zeros(0))
-        at = self.segments.indices
-
-        def look(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-            whole = any(isinstance(each, (nn.ModuleList, nn.Sequential)) for each in module.modules())
-            if whole or not isinstance(out, Tensor) or not out.is_floating_point():
-                return None
-            for x in (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and out.shape[:-1] == x.shape):
-                if x.shape == ids.shape and torch.equal(x, ids):
-                    return self._with_others(out, others_T)
-                if x.numel() == len(at) < ids.numel() and torch.equal(x.flatten(), ids.flatten()[at.to(ids.device)]):
-                    return self._with_others(out, others_T[at])
-            return None
-
-        return look
-
-
-def _seeded(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None) -> Any:
-    """What the model gives for a batch; what it draws is the same each time."""
-    kind = like(model).device.type
-    with torch.random.fork_rng(device_type=kind) if kind != "cpu" else torch.random.fork_rng([]):
-        torch.manual_seed(0)
-        return called(model, batch, forward)
-
-
-def _in_short(states: Tensor) -> Tensor:
-    """`[T, 4]`: the states of each token, projected."""
-    x = states.flatten(1)
-    drawn = torch.randn(x.shape[1], 4, generator=torch.Generator().manual_seed(3)).to(x.device)
-    return torch.cat([part.float() @ drawn for part in torch.split(x, 1024)]).cpu()
-
-
-# --- two sequences by themselves
-
-
-@torch.no_grad()
-def check_alone(
-    model: nn.Module, batch: Mapping[str, Any], case: Case, given: Any, forward: Callable[..., Any] | None
-) -> Alone:
-    """Raise `CollateError` unless two sequences of the batch have the logits, or last states, that they have alone."""
-    if consumer_of(model) is None:
-        rule = "alone=True can run only models of transformers and Megatron."
-        remedy = "Leave alone= out, and compare the numbers with collate_npu.testing.conformance."
-        raise UnsupportedFormError(explain("alone", type(model).__name__, rule, remedy))
-    if vision := of_kind(batch, "vision"):
-        rule = "The images of a batch cannot be divided by row."
-        raise UnsupportedFormError(explain("alone", ", ".join(vision), rule, "Check a batch of text, or leave alone= out."))
-    logits, below = scores_of(given), getattr(model, "base_model", None)
-    if logits.ndim < 3 and forward is None and isinstance(below, nn.Module):  # a model that pools: its states
-        model, logits = below, scores_of(called(below, batch))
-    if logits.ndim < 3 or tuple(logits.shape[:2]) != case.segments.shape:
-        rule = f"The batch is {list(case.segments.shape)} (rows, width), and each of its tokens has logits."
-        raise CollateError(explain("logits", shape_of(logits), rule, "Pass forward= that gathers the whole rows."))
-    errors, noise = {}, 0.0
-    for n, places_L in _most_at_risk(case.segments):
-        L = len(places_L)
-        width = max(case.segments.shape[1], L + 1) if case.pattern.causal else L
-        once, again = (_sequence(model, batch, places_L[widened(L, each)], case.pattern) for each in (L, width))
-        own = scores_of(called(model, once, forward))[0]
-        errors[n] = apart([logits.flatten(0, 1)[places_L.to(logits.device)]], [own])
-        for same in (again, once) if model.training else (again,):  # what trains may draw
-            noise = max(noise, apart([scores_of(called(model, same, forward))[0, :L]], [own]))
-    check_noise(model, noise)
-    found = Alone(errors, noise_limit(noise, like(model)))
-    if any(not error <= found.limit for error in errors.values()):  # NaN is wrong
-        rule = "A sequence gives the same logits in a batch as alone."
-        remedy = "Look at what the layers received (check_delivery without alone=), then at `collate-npu audit --model`."
-        raise CollateError(explain("alone", str(found), rule, remedy))
-    return found
-
-
-def _most_at_risk(segments: Segments) -> list[tuple[int, Tensor]]:
-    """The two sequences with most before them in their row, as places in the flat batch `[B * S]`: one twice, where there
-    is but one, for ranks that compute together run as many forwards."""
-    S, places = segments.shape[1], torch.split(segments.indices, list(segments.sequence_lengths))
-    first = sorted(range(len(places)), key=lambda n: (int(places[n][0]) % S, len(places[n])), reverse=True)
-    return [(n, places[n]) for n in sorted((first * 2)[:2])]
-
-
-def _sequence(model: nn.Module, batch: Mapping[str, Any], places_L: Tensor, pattern: Pattern) -> dict[str, Any]:
-    """A batch of one row without padding, as this model takes it."""
-    tokens = {
-        key: value.flatten(0, 1)[places_L.to(value.device)][None]
-        for key in of_kind(batch, "tokens")
-        if isinstance(value := batch[key], Tensor) and key not in OF_THE_LOSS
-    }
-    segments = Segments.from_lengths([len(places_L)])
-    if consumer_of(model) != "megatron":
-        return BatchAdapter(model, pattern=pattern).render(tokens, segments, padding_free=False)
-    device = tokens["input_ids"].device
-    # GPTModel counts no positions; its local kernels always read a dense mask (megatron-core core/transformer/utils.py:33)
-    reads_dense = any(form.form == "masked" for form in consumer_named(kernel_of(unwrap(model))).forms)
-    mask = dense(segments, polarity="masked", device=device) if reads_dense else None
-    return {**tokens, "position_ids": segments.position_ids.to(device), "attention_mask": mask}

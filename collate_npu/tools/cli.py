@@ -28,8 +28,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from collate_npu.errors import CollateError, did_you_mean, explain, printable
 from collate_npu.tools.guide import read_page
-from collate_npu.tools.user_code import as_user_code, describe_error, find_callable
-from collate_npu.tools.watch import watch_processes
+from collate_npu.tools.user_code import as_user_code, describe_error, find_callable, watch_processes
 
 # --- options
 

@@ -21,6 +21,7 @@ from collate_npu import (  # noqa: E402
 )
 from collate_npu.integrations.transformers import DeliveryCallback  # noqa: E402
 from collate_npu.masks import dense  # noqa: E402
+from collate_npu.proof.delivery import guard_forward  # noqa: E402
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, left_out, tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.models
@@ -239,15 +240,15 @@ def test_the_guard_looks_once_and_at_positional_arguments_too():
     model(*wrong)
 
 
-def test_the_guard_waits_for_the_batch_whose_truth_it_holds():
+def test_the_guard_waits_for_the_batch_whose_truth_it_holds(capsys):
     """ms-swift's KTO runs another batch in between."""
-    model, batch, said = model_of("qwen3"), BatchAdapter(model_of("qwen3"))(wire()), []
+    model, batch = model_of("qwen3"), BatchAdapter(model_of("qwen3"))(wire())
     ids = batch["input_ids"]
-    guard_first_batch(model, segments=truth_of(wire()), report=said.append, only=lambda given: given["input_ids"] is ids)
+    guard_forward(model, lambda given: given["input_ids"] is ids, segments=truth_of(wire()))
     model(input_ids=ids[:1].clone())
-    assert not said
+    assert not capsys.readouterr().out
     model(**batch)
-    assert len(said) == 1
+    assert capsys.readouterr().out.count("got what the batch says") == 1
 
 
 def train(tmp_path, model, collator, **settings):

@@ -20,15 +20,15 @@ from collate_npu.consumers.mask_routing import Case, Model as Facts
 from collate_npu.masks import dense
 from collate_npu.parallel import query_rows, split_tensor
 from collate_npu.proof import delivery, watch
-from collate_npu.proof.delivery import check_alone
+from collate_npu.proof.leaks import check_alone
 
 pytestmark = pytest.mark.long
 
 BATCH = {"input_ids": IDS, "cu_seqlens": OFFSETS}
 
 
-def test_a_right_run_passes_and_says_what_was_looked_at():
-    model, said = Model(), []
+def test_a_right_run_passes_and_says_what_was_looked_at(capsys):
+    model = Model()
     found = check_delivery(model, BATCH)
     each = "convolution [0, 6, 11, 16], rule [0, 6, 11, 16]"
     assert found.layers == {"layers.0": each, "layers.1": each, "layers.2": "[0, 6, 11, 16]"}
@@ -36,14 +36,11 @@ def test_a_right_run_passes_and_says_what_was_looked_at():
     report = "2 recurrent: convolution [0, 6, 11, 16] ✔ · rule [0, 6, 11, 16] ✔ · 1 attention: [0, 6, 11, 16] ✔"
     assert found.report == f"{report} · positions not checked"
     assert str(found).startswith("collate_npu: every layer got what the batch says: ")
-    for old, new in (("told", "report"), ("unseen", "unchecked"), ("asked", "leak_free")):
-        with pytest.warns(DeprecationWarning, match=f"Delivery.{old} is {new} now"):
-            assert getattr(found, old) == getattr(found, new)
-    guard_first_batch(model, report=said.append)
-    model(IDS, OFFSETS)
-    assert str(said[0]) == f"collate_npu: every layer with a known kernel got what the batch says: {found.report}"
-    model(IDS, OFFSETS)
-    assert len(said) == 1
+    guard_first_batch(model)
+    for _ in range(2):
+        model(IDS, OFFSETS)
+    said = f"collate_npu: every layer with a known kernel got what the batch says: {found.report}\n"
+    assert capsys.readouterr().out == said, "once"
 
 
 def test_a_layer_alone_is_called_with_hidden_states():
@@ -139,17 +136,17 @@ def test_kernels_of_another_model_say_nothing_of_this_one():
         check_delivery(Model(), BATCH, forward=lambda **batch: Model()(**batch))
 
 
-def test_guards_beside_one_another_leave_nothing():
-    model, said = Model(), []
+def test_guards_beside_one_another_leave_nothing(capsys):
+    model = Model()
     for _ in range(2):
-        guard_first_batch(model, report=said.append)
+        guard_first_batch(model)
     broken = model.layers[2].register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(**BATCH)
     broken.remove()
-    assert (said, touched()) == ([], False)
+    assert (capsys.readouterr().out, touched()) == ("", False)
     model(**BATCH)
-    assert (len(said), touched()) == (2, False)
+    assert (capsys.readouterr().out.count("got what the batch says"), touched()) == (2, False)
     assert [*model._forward_hooks, *model._forward_pre_hooks] == []
 
 

@@ -20,8 +20,8 @@ from collate_npu.masks import dense
 from collate_npu.masks.patterns import CAUSAL
 from collate_npu.proof import known_kernels
 from collate_npu.proof.boundaries import attention_reason, boundary_reason
+from collate_npu.proof.hooks import arguments_of
 from collate_npu.proof.known_kernels import KERNELS, MODULES, MisusedError, UnreadError
-from collate_npu.proof.recorder import arguments_of
 
 KERNEL, (_, READ) = "megatron.DotProductAttention", MODULES["DotProductAttention"]
 LOCAL = type("DotProductAttention", (nn.Module,), {"__module__": "megatron.core.transformer.dot_product_attention"})

@@ -12,7 +12,7 @@ from collate_npu import CollateError, Segments
 from collate_npu.consumers.adapter import MADE
 from collate_npu.errors import AmbiguousMaskError
 from collate_npu.masks import Pattern, dense
-from collate_npu.proof.forward import case_of
+from collate_npu.proof.kernel_calls import case_of
 
 FLAT, LEFT = Segments.from_lengths([[6, 5, 5]]), Segments.from_lengths([3, 8], side="left")
 KEEP, ROWS = torch.ones(1, 16).long(), {"input_ids": IDS.view(2, 8), "attention_mask": LEFT.keep.long()}

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from toys import IDS, OFFSETS, Two, planted
 
 from collate_npu import BatchAdapter, CollateError, Segments
-from collate_npu.proof import watch, watching
+from collate_npu.proof import delivery, watch
 
 pytestmark = pytest.mark.long
 
@@ -209,7 +209,7 @@ def test_computed_again_as_in_the_step_before():
 
 @pytest.mark.parametrize(("trains", "looked_at", "ends"), [(True, 6, 10), (False, 2, 6)])
 def test_so_many_forwards_are_looked_at_and_where_nobody_steps_all_is_taken_off(trains, looked_at, ends, monkeypatch):
-    monkeypatch.setattr(watching, "_MOST_PASSES", 3)
+    monkeypatch.setattr(delivery, "_MOST_PASSES", 3)
     attends, model, as_it_was = nn.functional.scaled_dot_product_attention, Model(), []
     with watch(say=False, steps=2) as seen, torch.set_grad_enabled(trains):
         for _ in range(12):
@@ -250,7 +250,7 @@ def test_what_is_said_and_written_of_each_forward(tmp_path, capsys):
     said = capsys.readouterr().err
     assert [said.count(each) for each in (f"✘ {seen.faults[0]}", seen.forwards[0].skip_reason, "not judged")] == [2, 1, 1]
     assert "1 recurrent: convolution [0, 6, 11, 16] · rule" in said
-    assert "2 faults" in seen.summary()
+    assert "1 process, 2 of 3 forwards with a fault (model.layers.0, " in seen.summary()
     found = [[each["layer"] for each in json.loads(line)["faults"]] for line in out.read_text().splitlines()]
     assert found == [["model.layers.0"], ["model.layers.0"], []]
 

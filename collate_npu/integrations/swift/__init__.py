@@ -38,7 +38,7 @@ from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.dense_mask import Polarity
 from collate_npu.parallel import ContextParallel, check_recurrent_split, split_tensor
-from collate_npu.proof.delivery import guard_first_batch
+from collate_npu.proof.delivery import guard_forward
 from collate_npu.segments import Segments
 
 PACKAGE, TESTED = "ms-swift", "4.6.0"
@@ -333,7 +333,7 @@ def guarded(polarity: Polarity | None, original: Any, trainer: Any, data: Any, v
     else:
         segments, cp = segments_from_swift(args, given, polarity), ranks_of(args)
     ids = prepared["input_ids"]  # KTO prepares two batches, and runs the second one first
-    guard_first_batch(model, segments=segments, only=lambda batch: batch.get("input_ids") is ids, context_parallel=cp)
+    guard_forward(model, lambda batch: batch.get("input_ids") is ids, segments=segments, context_parallel=cp)
     return prepared
 
 

@@ -21,7 +21,7 @@ def _run_the_next() -> None:
 def _arm(torch: object) -> None:
     """An error of ours must not be one of `import torch`: this may be another Python, without this library."""
     try:
-        from collate_npu.proof.watching import arm
+        from collate_npu.proof.delivery import arm
 
         arm(torch)
     except Exception as error:

@@ -64,7 +64,7 @@ def test_a_right_run_ends_as_it_would(train):
     run = watched(sys.executable, train, "three")
     assert run.returncode == 3, run.stderr
     assert "✘" not in run.stderr
-    assert "1 processes, no fault in 2 of 2 forwards" in run.stderr
+    assert "1 process, no fault in 2 of 2 forwards" in run.stderr
 
 
 STOPS = {
@@ -96,7 +96,7 @@ def test_a_python_that_cannot_be_watched_runs(tmp_path):
     (tmp_path / "collate_npu" / "proof").mkdir(parents=True)
     for folder in ("collate_npu", "collate_npu/proof"):
         (tmp_path / folder / "__init__.py").write_text("", encoding="utf-8")
-    (tmp_path / "collate_npu" / "proof" / "watching.py").write_text("raise KeyError('broken')", encoding="utf-8")
+    (tmp_path / "collate_npu" / "proof" / "delivery.py").write_text("raise KeyError('broken')", encoding="utf-8")
     script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import torch; print('imported')"
     run = watched(sys.executable, "-c", script)
     assert (run.returncode, run.stdout) == (0, "imported\n")

@@ -1,4 +1,4 @@
-"""Forward: the kernel calls of one forward of a model, judged together.
+"""Kernel calls of one forward of a model, judged together, and what is said of them.
 
 Three questions, and a call is wrong by any of them: against the batch, where the batch says which tokens are real; by its
 mask, where its operator refuses it; and by its window, against the config of the model. Attention of padding is judged by
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from threading import get_ident
 from typing import Any
 
@@ -29,8 +29,9 @@ from collate_npu.consumers.model_traits import (
     layer_kinds,
     pattern_of,
     text_config,
+    unwrap,
 )
-from collate_npu.errors import AmbiguousMaskError, CollateError
+from collate_npu.errors import AmbiguousMaskError, CollateError, explain
 from collate_npu.keys import KEYS, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed
 from collate_npu.masks.patterns import Chunked, Pattern, Sliding
@@ -155,8 +156,6 @@ class Forward:
     raised: str = ""
     """The error that ended it."""
     calls: list[RecordedCall] = field(default_factory=list)
-    silent: list[str] = field(default_factory=list)
-    """Layers in which no known kernel ran."""
     first_position: int = 0
     """What the model embeds for a sequence's first token."""
     before: Sequence[RecordedCall] = field(default=(), repr=False)
@@ -164,15 +163,18 @@ class Forward:
     cp: ContextParallel | None = None
     """The rank that this is, where ranks share the rows of `truth`."""
 
-    @classmethod
-    def of(cls, root: nn.Module, case: Case, **more: Any) -> Forward:
-        """A forward of this batch."""
-        forward = cls(root=root, **more)
-        forward.judge_by(case)
-        return forward
+    def judge_by(
+        self, batch: Mapping[str, Any], *, segments: Segments | None = None, pattern: str | Pattern | None = None
+    ) -> Case:
+        """Judge calls by what this batch says, and return it. Raises what the door raises."""
+        ids = batch.get("input_ids", batch.get("tokens"))
+        self.ids = ids if isinstance(ids, Tensor) else None
+        case = case_of(unwrap(self.root), batch, segments=segments, pattern=pattern)
+        self.judge_by_case(case, whole=not of_kind(batch, "vision"))
+        return case
 
-    def judge_by(self, case: Case, *, whole: bool = True) -> None:
-        """Judge calls against this batch; with `whole` positions and the pattern of attention too."""
+    def judge_by_case(self, case: Case, *, whole: bool = True) -> None:
+        """Judge calls by this batch; with `whole` positions and the pattern of attention too."""
         self.truth, self.first_position = case.segments, case.model.first_position
         self.pattern = case.pattern if whole else None
 
@@ -187,10 +189,6 @@ class Forward:
             where = {"layer": "(the batch)", "kernel": what, "received": "keys that contradict each other"}
             found[-1] = Fault(**where, why=rest, remedy="Correct it where the batch is made")
         return found
-
-    def counts(self) -> Counter[str]:
-        """Calls by kernel."""
-        return Counter(call.kernel for call in self.calls if call.positions is None)
 
     @property
     def judged(self) -> bool:
@@ -254,6 +252,13 @@ class Forward:
         silent = [name for name in layers if not among(name, ran)]
         unruled = [n for n, each in layers.items() if among(n, ran - more) and not among(n, more)]
         return silent + [f"{n} (its rule)" for n in unruled if "conv" not in type(layers[n]).__name__.lower()]
+
+    def judged_layers(self) -> set[str]:
+        """Return the layers of which every kernel was judged."""
+        unruled = {name.removesuffix(" (its rule)") for name in self.layers_without_kernels()}
+        calls = [call for call in self.calls if call.positions is None]
+        unread = {call.layer for call in calls if not self.judges(call)}
+        return {call.layer for call in calls} - unread - unruled
 
     def _recompute_reason(self, call: RecordedCall) -> tuple[str, str] | None:
         """Activation checkpointing computes with what the first pass got, or its gradients are of another batch."""
@@ -321,6 +326,61 @@ class Forward:
         own = Pattern.chunked(size) if "chunk" in kind else Pattern.sliding(size)
         return own if plain.causal else None
 
+    # --- words
+
+    def report(self, faults: Mapping[int, Fault]) -> str:
+        """Return `27 recurrent: rule [0, 6, 11] ✔ · convolution nothing ✘ · 9 attention: [0, 6, 11] ✔`, without a mark
+        where there was nothing to judge it by."""
+        groups: dict[str, dict[tuple[str, str, str], set[str]]] = {"recurrent": {}, "attention": {}}
+        for n, call in enumerate(self.calls):
+            if call.positions is None:
+                text = f"not read ({call.unread_reason})" if call.boundaries is None else str(call.boundaries)
+                mark = " ✘" if n in faults else " ✔" if self.judges(call) else ""
+                group = groups["attention" if call.kind == "attention" else "recurrent"]
+                group.setdefault((call.kind, text, mark), set()).add(call.layer)
+        parts = []
+        for group_name, group in groups.items():
+            layers = set().union(*group.values())
+            texts = []
+            for (kind, text, mark), names in sorted(group.items(), key=lambda item: item[0][0]):
+                some = f" in {len(names)} of {len(layers)}" * (len(names) < len(layers))
+                texts.append(f"{kind} {text}".removeprefix("attention ") + some + mark)
+            parts += [f"{len(layers)} {group_name}: {' · '.join(texts)}"] * bool(layers)
+        counted = [n for n, call in enumerate(self.calls) if call.positions is not None and self.judges(call)]
+        if counted:
+            parts.append("positions ✘" if any(n in faults for n in counted) else "positions ✔")
+        elif parts:
+            parts.append("positions not checked")
+        return " · ".join(parts)
+
+    def as_json(self, faults: Mapping[int, Fault]) -> dict[str, Any]:
+        """Return the forward for machines."""
+        return {
+            "step": self.step, "forward": self.number, "again": self.again, "training": self.training,
+            "model": type(self.root).__name__, "judged": self.judged, "skip_reason": self.skip_reason,
+            "kernels": dict(Counter(call.kernel for call in self.calls if call.positions is None)),
+            "silent": [] if self.again else self.layers_without_kernels(),
+            "faults": [asdict(each) for each in faults.values()],
+        }  # fmt: skip
+
+    def error(self, faults: Iterable[Fault]) -> CollateError:
+        """Return one error that lists every layer, those with the same fault together."""
+        faults = list(faults)
+        known = self.pattern is None or consumer_of(self.root) in ("transformers", "megatron")
+        attends = "" if known else f"; pattern= names the pattern of its attention ({self.pattern} here)"
+        rule = f"Each layer gets which tokens are real, in the form it reads{attends}."
+        remedy = "; ".join(dict.fromkeys(fault.remedy for fault in faults))
+        return CollateError(explain("delivery", list_faults(faults), rule, f"{remedy}.", more="delivery"))
+
+    def unseen_error(self) -> CollateError:
+        """Return the error for a forward of which nothing was judged."""
+        shapes = sorted({str(list(call.boundaries.shape)) for call in self.calls if call.boundaries is not None})
+        got = f"calls of {', '.join(shapes)} tokens" if shapes else f"no known kernel in {type(self.root).__name__}"
+        tokens = None if self.truth is None else list(self.truth.shape)
+        rule = f"Some kernel must get the batch's tokens {tokens}, or nothing is proved."
+        remedy = "Pass the batch of these Segments, and a model with known kernels; alone=True compares logits."
+        return CollateError(explain("delivery", got, rule, remedy, more="delivery"))
+
 
 _HAND = "Pass the model BatchAdapter(model)(batch), on Megatron the inputs of gpt_batch"
 _SOME = "Other layers of this kind got what the batch says: check the code that calls this layer"
@@ -351,34 +411,8 @@ def plain_name(name: str) -> str:
     return _WRAPPERS.sub("", name).lstrip(".") or "(model)"
 
 
-def block(forward: Forward, faults: Mapping[int, Fault]) -> str:
-    """`27 recurrent: rule [0, 6, 11] ✔ · convolution nothing ✘ · 9 attention: [0, 6, 11] ✔`, without a mark where
-    there was nothing to judge it by."""
-    groups: dict[str, dict[tuple[str, str, str], set[str]]] = {"recurrent": {}, "attention": {}}
-    for n, call in enumerate(forward.calls):
-        if call.positions is None:
-            text = f"not read ({call.unread_reason})" if call.boundaries is None else str(call.boundaries)
-            mark = " ✘" if n in faults else " ✔" if forward.judges(call) else ""
-            group = groups["attention" if call.kind == "attention" else "recurrent"]
-            group.setdefault((call.kind, text, mark), set()).add(call.layer)
-    parts = []
-    for group_name, group in groups.items():
-        layers = set().union(*group.values())
-        texts = []
-        for (kind, text, mark), names in sorted(group.items(), key=lambda item: item[0][0]):
-            some = f" in {len(names)} of {len(layers)}" * (len(names) < len(layers))
-            texts.append(f"{kind} {text}".removeprefix("attention ") + some + mark)
-        parts += [f"{len(layers)} {group_name}: {' · '.join(texts)}"] * bool(layers)
-    counted = [n for n, call in enumerate(forward.calls) if call.positions is not None and forward.judges(call)]
-    if counted:
-        parts.append("positions ✘" if any(n in faults for n in counted) else "positions ✔")
-    elif parts:
-        parts.append("positions not checked")
-    return " · ".join(parts)
-
-
-def listed(faults: Iterable[Fault]) -> str:
-    """Each layer with what is wrong there, those with the same faults together."""
+def list_faults(faults: Iterable[Fault]) -> str:
+    """Return each layer with what is wrong there, those with the same faults together."""
     kernels: dict[tuple[str, str], list[str]] = {}
     for fault in faults:
         kernels.setdefault((fault.layer, f"got {fault.received}: {fault.why}"), []).append(fault.kernel)
@@ -388,10 +422,10 @@ def listed(faults: Iterable[Fault]) -> str:
     layers: dict[str, list[str]] = {}
     for name, each in whys.items():
         layers.setdefault("; ".join(each), []).append(name)
-    return "; ".join(f"{few(names)}: {why}" for why, names in layers.items())
+    return "; ".join(f"{first_names(names)}: {why}" for why, names in layers.items())
 
 
-def few(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """Return the first eight names, and how many more there are."""
     return ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
 

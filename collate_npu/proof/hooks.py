@@ -1,4 +1,5 @@
-"""Recorder: it keeps the kernel calls of a process, each in its layer and its forward, while the process runs as it is.
+"""Hooks on kernels and modules: they record each kernel call of a process, in its layer and its forward, while the process
+runs as it is.
 
 Layers call layers, and kernels call kernels: the innermost layer names a call, and of kernels that call one another for the
 same tokens the innermost counts. Nothing here ends a run: what could not be read is reported beside what was.
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from collate_npu.arrays import Array
 from collate_npu.errors import CollateError
 from collate_npu.proof.boundaries import zeros_of
-from collate_npu.proof.forward import Forward, RecordedCall, is_layer, plain_name
+from collate_npu.proof.kernel_calls import Forward, RecordedCall, is_layer, plain_name
 from collate_npu.proof.known_kernels import KERNELS, MODULES, OF_TORCH, POSITIONAL, MisusedError, UnreadError
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, staticmethod)
@@ -290,16 +291,6 @@ class Recorder:
                     WRAPS.take_off()
 
     @contextmanager
-    def on(self, model: nn.Module) -> Iterator[None]:
-        """Record meanwhile, this model too if it has no layer by its name."""
-        self.install()
-        self.keep(model)
-        try:
-            yield
-        finally:
-            self.take_off()
-
-    @contextmanager
     def guarded(self) -> Iterator[None]:
         """What is ours never ends the run."""
         try:
@@ -363,7 +354,7 @@ class Recorder:
         return not any(torch.equal(ids.flatten(), each) for each in (whole, real))
 
     def _position_kind(self, module: nn.Module) -> str:
-        """True if it is given positions: rotary ones, or those that are embedded."""
+        """Return "rotary" or "embedded" for a module that is given positions, "" for any other."""
         if re.search("rotary|rope", type(module).__name__.lower()) and not is_layer(module):
             return "rotary"
         known = self._names.get(id(module)) if isinstance(module, nn.Embedding) else None
@@ -447,22 +438,6 @@ class Recorder:
             return replace(found, unread_reason=str(error))
         except Exception as error:  # the run goes on, whatever its arguments are
             return replace(found, unread_reason=f"{type(error).__name__}: {str(error)[:80]}")
-
-
-@contextmanager
-def record_calls(forward: Forward) -> Iterator[None]:
-    """Keep in it every kernel call of its model, or of a part of it, that this thread makes meanwhile."""
-    model, thread = forward.root, threading.get_ident()
-
-    def begin(module: nn.Module, *_: Any) -> Forward | None:
-        ours = recorder.root_of(module) is model or any(each is model for each in module.modules())
-        if threading.get_ident() != thread or not ours:
-            return None
-        return forward if recorder.forward is None else Forward(root=model)  # a model within this one has other tokens
-
-    recorder = Recorder(begin, lambda _: "")
-    with recorder.on(model):
-        yield
 
 
 def _still_empty(empty_T: Array | None, given: Iterable[Any]) -> Array | None:
