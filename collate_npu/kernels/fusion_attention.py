@@ -91,7 +91,8 @@ def fusion_attention_kwargs(
 
     Call `npu_fusion_attention(q, k, v, head_num, scale=D**-0.5, **kwargs)`: the operator's own default scale is 1.0. Only
     arguments that differ from its defaults are in the dict, `input_layout` always; `choose_form` says why this form.
-    `layout="TND"` is for packed tensors `[T, heads, D]`, as `unpad` returns them. Masks are built on `device`.
+    `layout="TND"` is for packed tensors `[T, heads, D]`, as `unpad` returns them; `npu_fusion_attention_v3` takes its two
+    lists as int64 tensors on the host. Masks are built on `device`.
 
     Raises `UnsupportedFormError` where no form is exact: no tokens, under TND more sequences than the operator documents
     or a sliding window over a sequence with holes; and where a dense mask is too large.

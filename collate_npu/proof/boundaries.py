@@ -41,7 +41,7 @@ def row_of(keep: Tensor, b: int) -> Attended:
 
 
 class _Untouched(Tensor):
-    """The number of a head that nobody may read."""
+    """Stands for the number of a head, and raises where it is read: then heads differ."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,8 +49,9 @@ class _Untouched(Tensor):
 
 
 def evaluated(tells: Callable[..., Tensor], b: int, heads: int, shape: tuple[int, int], device: Any) -> Attended:
-    """Return whom row b attends by a mask_mod or a score_mod of flex attention, `tells(b, h, q, k)`;
-    it is evaluated for each head where heads differ."""
+    """Return which keys the queries of row b attend by a mask_mod or score_mod of flex attention, `tells(b, h, q, k)`.
+
+    It is evaluated for each head only where heads differ."""
     from torch._dynamo import _trace_wrapped_higher_order_op as indexing
 
     zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -79,7 +80,7 @@ _OF_ROWS = ("zeros", "mask", "atten_mask", "block_mask", "score_mod")
 
 @dataclass(frozen=True)
 class CallBoundaries:
-    """Where the sequences of one kernel call begin, and which of its tokens count for nothing, by its arguments."""
+    """Where the sequences of one kernel call begin, and which of its tokens are padding, by its arguments."""
 
     kernel: str
     """Its package and name: `fla.chunk_gated_delta_rule`."""
@@ -105,26 +106,26 @@ class CallBoundaries:
 
     @once
     def rank_T(self) -> Array:
-        """int64: how many tokens each goes on from."""
+        """int64: how many tokens each token reads before itself."""
         before_T = np.concatenate([[0], np.cumsum(~self.neutral_T)])
         rank_T: Array = before_T[:-1] - before_T[self.first_T]
         return rank_T
 
     def counts_from(self, places: Array) -> Array:
-        """The first tokens from there on that count."""
+        """Return for each place the first token at or behind it that is not neutral."""
         at_T = np.where(self.neutral_T, len(self.neutral_T), np.arange(len(self.neutral_T)))
         found: Array = np.minimum.accumulate(at_T[::-1])[::-1][places]
         return found
 
     @once
     def begins_T(self) -> Array:
-        """bool: tokens that go on from none."""
+        """bool: tokens that read no token before themselves."""
         begins_T: Array = (self.rank_T == 0) & ~self.neutral_T
         return begins_T
 
     @property
     def reach(self) -> int:
-        """The most tokens that one goes on from, itself among them."""
+        """The most tokens that a token reads, itself among them."""
         far = int((np.arange(len(self.first_T)) - self.first_T).max(initial=0)) + 1
         return far if self.window is None else min(far, self.window)
 
@@ -152,18 +153,18 @@ class CallBoundaries:
 
 
 def shown(numbers: Sequence[int]) -> str:
-    """The first of them."""
+    """Return the first of these numbers as text."""
     few = ", ".join(map(str, numbers[:_LISTED]))
     return f"[{few}{', ...' * (len(numbers) > _LISTED)}]"
 
 
 def row_starts(B: int, T: int) -> Array:
-    """`first_T` of rows that are one sequence each."""
+    """Return `first_T` of rows that are one sequence each."""
     return np.repeat(np.arange(B) * T, T)
 
 
 def by_offsets(offsets: Sequence[int], total: int) -> tuple[Array, Array]:
-    """`first_T` and `neutral_T` by offsets over the whole call; what they do not cover is nobody's."""
+    """Return `first_T` and `neutral_T` by offsets over the whole call; tokens that they do not cover are neutral."""
     places_T, starts = np.arange(total), np.array(offsets)
     if len(starts) < 2 or (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > total:
         return places_T, np.ones(total, bool)
@@ -172,7 +173,7 @@ def by_offsets(offsets: Sequence[int], total: int) -> tuple[Array, Array]:
 
 
 def by_numbers(numbers_BT: Array) -> Array:
-    """`first_T` by a number a token: a sequence begins where it changes."""
+    """Return `first_T` by a number for each token: a sequence begins where it changes."""
     B, T = numbers_BT.shape
     changes_BT = np.ones((B, T), bool)
     changes_BT[:, 1:] = numbers_BT[:, 1:] != numbers_BT[:, :-1]
@@ -180,7 +181,7 @@ def by_numbers(numbers_BT: Array) -> Array:
 
 
 def zeros_of(x: Tensor, order: str) -> Array:
-    """bool `[B * T]`: tokens at which all channels are zero; `order` names the dimensions of x, B and T among them."""
+    """Return bool `[B * T]`: tokens at which all channels are zero. `order` names the dimensions of x: B, T and others."""
     zero = x.detach() == 0
     across = tuple(at for at, axis in enumerate(order) if axis not in "BT")
     kept = [axis for axis in order if axis in "BT"]
@@ -190,8 +191,9 @@ def zeros_of(x: Tensor, order: str) -> Array:
 
 
 def by_mask(rows: Callable[[int], Attended], B: int, T: int) -> tuple[Array, Array, int]:
-    """`first_T`, `neutral_T` and a digest by whom tokens attend: rows that attend what stands behind them under a mask
-    that is causal everywhere else are fillings of padding, and nobody counts what they attend."""
+    """Return `first_T`, `neutral_T` and a digest by which keys the queries attend.
+
+    A query that attends later keys, under a mask that is causal everywhere else, is padding: its keys do not count."""
     first_T, neutral_T, digest = np.zeros(B * T, np.int64), np.zeros(B * T, bool), 0
     for b in range(B):
         allowed_QK, by_all_QK = rows(b)
@@ -214,7 +216,7 @@ def by_mask(rows: Callable[[int], Attended], B: int, T: int) -> tuple[Array, Arr
 
 
 def places_in(call: CallBoundaries, segments: Segments) -> Array | None:
-    """The places of the call's tokens in the flattened batch `[B * S]`; None for other tokens than this batch's."""
+    """Return the places of the call's tokens in the flattened batch `[B * S]`; None for tokens of another batch."""
     total = len(call.first_T)
     if call.shape == segments.shape or (call.shape[0] == 1 and total == segments.array.size):
         return np.arange(total)
@@ -224,8 +226,9 @@ def places_in(call: CallBoundaries, segments: Segments) -> Array | None:
 
 
 def boundary_reason(call: CallBoundaries, segments: Segments, empty_T: Array | None = None) -> str:
-    """Which real token goes on from other tokens than those of its own sequence; "" where none does. Tokens of the batch
-    that are `empty_T`, zeros before any layer, may count for nothing."""
+    """Return which real token reads other tokens than those of its own sequence; "" if none does.
+
+    Tokens of the batch that are `empty_T` (zero before any layer) may be treated as padding."""
     places_T = places_in(call, segments)
     assert places_T is not None
     ids_T = segments.array.reshape(-1)[places_T]
@@ -257,7 +260,7 @@ def boundary_reason(call: CallBoundaries, segments: Segments, empty_T: Array | N
 
 
 def _ranks_without(own_T: Array, real_T: Array, zero_T: Array) -> Array:
-    """Ranks in their sequences, where some tokens do not count."""
+    """Return how many tokens stand before each token in its sequence, without those that are zero."""
     before_T = np.cumsum(zero_T) - zero_T
     starts_T = np.maximum.accumulate(np.where(real_T & (own_T == 0), np.arange(len(own_T)), 0))
     ranks_T: Array = own_T - (before_T - before_T[starts_T])
@@ -273,7 +276,7 @@ def attention_reason(
     places_K: Tensor | None = None,
     attends: Callable[..., Tensor] | None = None,
 ) -> str:
-    """Return which real query attends other keys than the pattern says of its own sequence; "" where none does.
+    """Return which real query attends other keys than the pattern says for its own sequence; "" if none does.
 
     `attended` is of queries and keys at these places, counted from the first token of row b, by default those of the row.
     Without a pattern only whose tokens are attended is judged. `attends`: `mask_mod` of both, from who judges many blocks.
@@ -311,7 +314,7 @@ def attention_reason(
 
 
 def _expected(attends: Callable[..., Tensor], at_Q1: Tensor, at_K: Tensor, S: int) -> Tensor:
-    """bool `[Q, K]`; with one row for all there is nothing to gather."""
+    """Return bool `[Q, K]`: which keys the pattern lets each query attend."""
     row_Q1, row_K = at_Q1 // S, at_K // S
     one_row = bool((row_Q1 == row_K[:1]).all()) and bool((row_K == row_K[:1]).all())
     row = row_K[:1, None] if one_row else row_Q1
@@ -320,8 +323,9 @@ def _expected(attends: Callable[..., Tensor], at_Q1: Tensor, at_K: Tensor, S: in
 
 
 def position_reason(positions_T: Array, segments: Segments, first: int | None) -> str:
-    """Which real token has a position that does not follow from its sequence: one more than the token before it has, and
-    for positions that are embedded `first` at the first. `positions_T` are those of the rows as they are."""
+    """Return which real token has a wrong position; "" if none has.
+
+    A position is one more than that of the token before it. Where positions are embedded, a sequence begins with `first`."""
     own_T, at = position_array(segments).reshape(-1), np.flatnonzero(segments.array)
     off = positions_T[at] - own_T[at]
     starts = np.maximum.accumulate(np.where(own_T[at] == 0, np.arange(len(at)), 0))

@@ -50,7 +50,7 @@ _MOST_PASSES = 64
 
 
 class Watch:
-    """Listens to the kernel calls of forwards and judges each by its batch: of a process, for some steps, or of one forward.
+    """Listens to the kernel calls of forwards and compares each call with its batch: in a process, or in one forward.
 
     `with Watch(forward=...)` listens to that forward alone, in this thread; the forward judges itself.
     """
@@ -121,7 +121,7 @@ class Watch:
     # --- a forward begins
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
-        """The forward that begins here, if this is a model that is still watched, or a layer that is computed again."""
+        """Return the forward that begins here, for a model that is still watched or a layer that is computed again."""
         if self._one is not None:
             return self._begin_one(module, self._one)
         again = torch._C._current_graph_task_id() != -1
@@ -161,7 +161,7 @@ class Watch:
         return True
 
     def _read_batch(self, forward: Forward, root: nn.Module, args: Any, kwargs: Any) -> None:
-        """What the inputs of the outermost module say: our adapter's Segments, or what the door finds."""
+        """Judge the forward by the inputs of the outermost module, if they say which tokens are real."""
         try:
             given = bound(unwrap(root).forward, args, kwargs)
             forward.compiled = is_compiled(root)
@@ -255,7 +255,7 @@ _NO_PASS = "This is not a pass."
 
 
 def summarize(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line of what was recorded of forwards, in one process or in many. Nothing seen is no pass."""
+    """Return one line about the recorded forwards of one process or many. Nothing seen is no pass."""
     kernels = sum((Counter(record["kernels"]) for record in records), Counter[str]())
     wrong = [record for record in records if record["faults"]]
     if not kernels and not wrong:
@@ -499,8 +499,8 @@ def _check_faults(judged: Forward) -> None:
 
 
 def _proof(judged: Forward, *, measured: bool = False, untested: str = "a guard") -> Delivery:
-    """What a forward without faults proves. Raises where nothing was judged, unless the numbers are `measured`, or this is
-    a rank. `untested`: why no tokens were replaced, to see whether they leak."""
+    """Return what a forward without faults proves. Raises where nothing was judged, unless the numbers are `measured`, or
+    ranks share the row. `untested`: why leaks were not looked for."""
     layers, complete = judged.layers(), judged.judged_layers()
     if not (complete or measured or not untested or judged.cp):
         raise judged.unseen_error()

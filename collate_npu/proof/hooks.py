@@ -37,8 +37,8 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, staticmethod)
 
 
 class _Wraps:
-    """What is wrapped in this process, once for all recorders; when the last one leaves, everything is put back, and what
-    somebody keeps of a wrapper goes on as the function itself."""
+    """The functions that are wrapped in this process, once for all recorders. When the last recorder leaves, they are put
+    back, and a wrapper that somebody keeps calls its function alone."""
 
     def __init__(self) -> None:
         self.unwrapped: list[str] = []
@@ -98,7 +98,7 @@ class _Wraps:
             self._wrap_in(module)
 
     def take_off(self) -> None:
-        """Put everything back but what the run itself put there."""
+        """Put every function back, unless the run itself has replaced it meanwhile."""
         for holder, name, old, new in reversed(self._held):
             with suppress(Exception):
                 if _of(holder, name) is new:
@@ -124,12 +124,12 @@ class _Wraps:
                 self.unwrapped.append(f"{name}: {type(error).__name__}: {error}")
 
     def _is_kernel(self, value: Any) -> bool:
-        """True for a function under a name that is known that is no wrapper."""
+        """True for a function with the name of a known kernel that is not a wrapper of ours."""
         value = value.__func__ if type(value) is staticmethod else value  # isinstance would wake what loads itself late
         return type(value) in _FUNCTIONS and value.__name__ in KERNELS and id(value) not in self._wrappers
 
     def _wrap_kept(self, function: Any, depth: int = 3) -> None:
-        """Kernels that a function around them keeps for itself, as transformers' own do."""
+        """Wrap kernels in the closure of a function, where transformers' own functions keep them."""
         function = self._wrappers.get(id(function), function)
         if not isinstance(function, FunctionType):
             return
@@ -162,7 +162,7 @@ class _Wraps:
         return called
 
     def _put(self, holder: Any, name: str, new: Any) -> None:
-        """Put something in its place until nobody records."""
+        """Set a new value, and remember the old one until the last recorder leaves."""
         self._held.append((holder, name, _of(holder, name), new))
         _set(holder, name, new)
 
@@ -186,8 +186,8 @@ def _set(holder: Any, name: str, value: Any) -> None:
 
 
 def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names, those of `**kwargs` among them; but not of transformers' own functions, which
-    swallow boundaries there (5.23 modeling_lfm3.py:319): wrappers alone hand them on."""
+    """Return the arguments of a call by their names, with those of `**kwargs`; without them for transformers' own functions,
+    which drop boundaries there (5.23 modeling_lfm3.py:319): only wrappers pass them on."""
     if (names := POSITIONAL.get(function.__name__)) is not None:
         return {**dict(zip(names, args)), **kwargs}
     signature = inspect.signature(function)
@@ -235,11 +235,11 @@ class Recorder:
 
     @property
     def forward(self) -> Forward | None:
-        """The one that runs now, in this thread."""
+        """The forward that runs now in this thread."""
         return self._here.forward
 
     def forget(self) -> None:
-        """A forked process begins anew."""
+        """Start again in a forked process."""
         self._here, WRAPS.lock = _Thread(), threading.RLock()  # another thread may have held it
 
     def root_of(self, module: nn.Module) -> nn.Module | None:
@@ -248,7 +248,7 @@ class Recorder:
         return None if known is None else known[0]()
 
     def knows(self, root: nn.Module) -> bool:
-        """True for a model with layers that look at other tokens: its names are kept, its kernels wrapped."""
+        """Return True for a model with layers that look at other tokens, and wrap its kernels."""
         held, looks = self._roots.get(id(root), (None, False))
         if held is not None and held() is root:
             return looks
@@ -282,7 +282,7 @@ class Recorder:
                 WRAPS.install()
 
     def take_off(self) -> None:
-        """Record no longer."""
+        """Stop recording."""
         with WRAPS.lock:
             if self.listens:
                 _LISTENING.remove(self)
@@ -292,7 +292,7 @@ class Recorder:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """What is ours never ends the run."""
+        """Catch errors of the recording itself: they never end the run."""
         try:
             yield
         except Exception as error:
@@ -403,7 +403,7 @@ class Recorder:
         return is_layer(next(owners, self._here.stack[-1]))
 
     def _called(self, name: str, row: Any, values: dict[str, Any] | str, call: Callable[[], Any]) -> Any:
-        """Call it; of kernels that call one another for the same tokens the innermost counts."""
+        """Make the call and record it. If kernels call one another for the same tokens, the innermost is kept."""
         if (forward := self._here.forward) is None:
             return call()
         outer, first = self._read_call(name, row, values), len(forward.calls)
@@ -441,7 +441,7 @@ class Recorder:
 
 
 def _still_empty(empty_T: Array | None, given: Iterable[Any]) -> Array | None:
-    """Which of these tokens are zero in what a layer is called with: the first tensor of states."""
+    """Return which of these tokens are still zero in the states that a layer is called with."""
     states = next((x for x in given if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3), None)
     if empty_T is None or not empty_T.any() or states is None or states.shape[0] * states.shape[1] != len(empty_T):
         return None
@@ -455,7 +455,7 @@ def _is_depthwise(values: dict[str, Any] | str) -> bool:
 
 
 def bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by their names, those of `**kwargs` among them; what the function itself would refuse, it refuses."""
+    """Return arguments by their names. If they do not fit, the function itself raises when it is called."""
     with suppress(TypeError, ValueError):
         return arguments_of(function, args, kwargs)
     return dict(kwargs)

@@ -70,7 +70,7 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def _blocks(root: nn.Module) -> dict[str, nn.Module]:
-    """The outermost parts that stand in a list and have code of their own: what repeats in a model looks at other tokens."""
+    """Return the outermost modules of module lists that may look at other tokens."""
     found: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and not among(name, found):
@@ -228,7 +228,7 @@ class Forward:
         return (f"{why}; the batch says {describe_segments(self.truth)}", _REMEDIES[given.kind]) if why else None
 
     def _of_whole_rows(self, given: CallBoundaries) -> CallBoundaries:
-        """A rank's part of rows without boundaries has none of the whole rows either."""
+        """Return the boundaries of the whole rows for a rank's part of rows without boundaries."""
         if self.cp is None or self.truth is None or given.by or not given.causal:
             return given
         (B, S), part = self.truth.shape, given.shape
@@ -237,7 +237,7 @@ class Forward:
         return replace(given, shape=(B, S), first_T=row_starts(B, S), neutral_T=np.zeros(B * S, bool))
 
     def layers(self) -> dict[str, nn.Module]:
-        """The innermost layers of the model that look at other tokens, by name: by their classes, and blocks beside them."""
+        """Return the innermost layers that look at other tokens, by name: known by their classes, and blocks beside them."""
         named = {n: each for n, each in self.root.named_modules() if is_layer(each) and type(each).__name__ not in MODULES}
         held = {id(module) for module in named.values()}
         inner = {n: each for n, each in named.items() if not any(id(m) in held and m is not each for m in each.modules())}
@@ -261,7 +261,7 @@ class Forward:
         return {call.layer for call in calls} - unread - unruled
 
     def _recompute_reason(self, call: RecordedCall) -> tuple[str, str] | None:
-        """Activation checkpointing computes with what the first pass got, or its gradients are of another batch."""
+        """Return what is wrong where activation checkpointing computes with other boundaries than the first pass."""
         same = (each for each in self.before if (each.layer, each.kernel) == (call.layer, call.kernel))
         first = [each.boundaries for each in same if each.boundaries is not None]
         if call.boundaries is None or not first or any(map(call.boundaries.same, first)):
@@ -307,8 +307,8 @@ class Forward:
         return f"its window is {given.window or 'the whole past'}, and the config says {size or 'the whole past'}"
 
     def _pattern_of(self, call: RecordedCall) -> Pattern | None:
-        """What this layer attends by the config; None where that is not known: of windows to both sides, where layers
-        differ and nothing says how, and where an indexer picks the keys (DeepSeek's sparse attention, Qwen4's)."""
+        """Return what this layer attends by the config. None if that is not known: windows to both sides, layers that
+        differ without a list of kinds, and an indexer that picks the keys (DeepSeek's and Qwen4's sparse attention)."""
         if call.module is not None and any("indexer" in name for name, _ in call.module.named_children()):
             return None
         config, at = text_config(config_of(self.root)), getattr(call.module, "layer_idx", None)
@@ -394,7 +394,7 @@ _REMEDIES = {
 
 
 def describe_segments(segments: Segments) -> str:
-    """What a batch says, as short as what a kernel got."""
+    """Return the boundaries or lengths of a batch as short text."""
     if segments.packed or segments.shape[0] == 1:
         starts = segments.indices[[*segments.cu_seqlens_host[:-1]]].tolist()
         return shown([*starts, int(segments.indices[-1]) + 1])
@@ -407,7 +407,7 @@ def crosses(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """A module's name without those of wrappers around it."""
+    """Return a module's name without the names of wrappers around it."""
     return _WRAPPERS.sub("", name).lstrip(".") or "(model)"
 
 
@@ -436,7 +436,7 @@ def first_names(names: Sequence[str]) -> str:
 def case_of(
     model: nn.Module, batch: Mapping[str, Any], *, segments: Segments | None = None, pattern: str | Pattern | None = None
 ) -> Case:
-    """The Segments of the batch, where they are not given by `segments`, and what is known of the model.
+    """Return the Segments of the batch, unless `segments` gives them, and what is known of the model.
 
     A layer that is called with hidden states `[B, S, D]` and no tokens is asked like a model with `inputs_embeds`.
     Raises what the door raises.
@@ -467,8 +467,7 @@ def _agreed(sources: Sources, declared: str | Pattern | None, model: Model) -> S
 
 
 def _without_windows(sources: Sources) -> Sources:
-    """Of a mapping of masks beside offsets the parts whose layers see less than the whole past say nothing of sequences; the
-    kernels that get them are judged."""
+    """Leave out masks of windows and chunks from a mapping of masks beside offsets: they do not show the sequences."""
     masks = sources.get("attention_mask")
     if not isinstance(masks, Mapping) or not sources.offsets:
         return sources
@@ -477,7 +476,7 @@ def _without_windows(sources: Sources) -> Sources:
 
 
 def _of_all_ranks(sources: Sources, config: Any) -> Sources:
-    """Where Megatron's ranks share a flat row its offsets are of the whole of it: so are the recurrent layers' kernels."""
+    """Return the sources of the whole flat row where Megatron's ranks share it: its offsets are of the whole row."""
     ranks, held = getattr(config, "context_parallel_size", 1) or 1, _held(sources)
     S = ranks * sources.shape()[1]
     ends = {int(held[key][-1]) for key in with_role(held, "offsets", "padded_offsets") if len(held[key])}
@@ -487,8 +486,8 @@ def _of_all_ranks(sources: Sources, config: Any) -> Sources:
 
 
 def _held(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What an object of the batch says: Megatron's `packed_seq_params`, NeMo RL's `flash_attn_kwargs`, mcore-bridge's
-    `extra_block_kwargs`."""
+    """Return offsets and masks in objects of the batch: Megatron's `packed_seq_params`, NeMo RL's `flash_attn_kwargs`,
+    mcore-bridge's `extra_block_kwargs`."""
     held: dict[str, Any] = {}
     for value in batch.values():
         if not isinstance(value, (Tensor, str, list, tuple)):
@@ -499,7 +498,7 @@ def _held(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_tokens(sources: Sources) -> Sources:
-    """torchtitan's `positions`, and what a layer is called with where there are no tokens, by names that the door knows."""
+    """Rename torchtitan's `positions`, and the hidden states that a layer is called with where there are no tokens."""
     if sources.get("position_ids") is None and isinstance(sources.get("positions"), Tensor):
         sources = sources | {"position_ids": sources["positions"]}
     if sources.named["tokens"]:

@@ -122,7 +122,7 @@ def _offsets_of(row: _Signature, given: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _emptied(given: Mapping[str, Any]) -> Tensor | None:
-    """bool `[B, T]`: where a decay empties the state of every head, as packed rows without a kernel do."""
+    """Return bool `[B, T]`: where a decay empties the state of every head (kernels/packed_rows.py)."""
     g, dt, A = (given.get(name) for name in ("g", "dt", "A"))
     if isinstance(g, Tensor) and g.ndim > 2 and not g.is_meta:
         return (g == -packed_rows.RESET).flatten(2).all(-1)
@@ -132,7 +132,7 @@ def _emptied(given: Mapping[str, Any]) -> Tensor | None:
 
 
 def _neutral(row: _Signature, given: Mapping[str, Any], first_T: np.ndarray) -> np.ndarray:
-    """Zeros in what is written; of a rule also values of zero where no state is there yet, for nothing is erased."""
+    """Return bool `[T]`: tokens that write zero. Of a rule also those with values of zero before the first state."""
     name = next((name for name in _WRITES if isinstance(given.get(name), Tensor) and name in row.shapes), "")
     if not name or given[name].is_meta:
         return np.zeros(len(first_T), bool)
@@ -145,7 +145,7 @@ def _neutral(row: _Signature, given: Mapping[str, Any], first_T: np.ndarray) -> 
 
 
 def _plain_convolution(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
-    """A depthwise convolution of torch, which knows no boundary."""
+    """Return the boundaries of a depthwise convolution of torch, which has no argument for them."""
     x = values["input"]
     return _boundaries_of(_PLAIN_CONV, kernel, "convolution", {"x": x if x.ndim == 3 else x[None]})
 
@@ -173,7 +173,7 @@ def _attention(
 
 
 def _bare(kernel: str, shape: tuple[int, int], causal: bool, window: int | None = None) -> CallBoundaries:
-    """Return the boundaries of rows without a mask: causal ones read what stands before them, others everything."""
+    """Return the boundaries of rows without a mask: causal queries read the keys before them, others all keys."""
     both = _attention(kernel, shape, lambda b: (torch.ones(shape[1], shape[1], dtype=torch.bool),) * 2, window=window)
     return replace(both, allowed=None, causal=True) if causal else both
 
@@ -227,8 +227,8 @@ def _sdpa(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
 
 
 def _by_module(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
-    """transformers' functions `(module, query, key, value, attention_mask, ...)` that add the mask to the scores: one of
-    True and False is no barrier there."""
+    """transformers' functions `(module, query, key, value, attention_mask, ...)` add the mask to the scores: a bool mask
+    blocks nothing there."""
     bias = values.get("attention_mask")
     if isinstance(bias, Tensor) and not bias.is_floating_point():
         bias = torch.ones_like(bias, dtype=torch.bool)
@@ -236,7 +236,7 @@ def _by_module(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
 
 
 def _flex(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
-    """A BlockMask, a dense mask, and a score_mod that gives minus infinity to what it blocks: all three may be there."""
+    """A call may have a BlockMask, a dense mask, and a score_mod that gives minus infinity to blocked scores."""
     q, k, score = values["query"], values["key"], values.get("score_mod")
     mask = values.get("block_mask", values.get("attention_mask"))
     if score is None and not hasattr(mask, "mask_mod"):
@@ -265,7 +265,7 @@ def _window(values: Mapping[str, Any]) -> int | None:
 
 
 def _causal(values: Mapping[str, Any]) -> bool:
-    """A window of which nothing stands behind the query is causal too."""
+    """Return True for causal calls; a window without keys behind the query is causal too."""
     size = values.get("window_size")
     return bool(values.get("causal")) or (isinstance(size, (tuple, list)) and len(size) > 1 and size[1] == 0)
 
@@ -401,7 +401,7 @@ def _core(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
 
 
 def _packed(kernel: str, read: Mapping[str, Any], name: str, total: int) -> CallBoundaries:
-    """Places by the padded offsets, where there are any; how many of them are tokens, by the others."""
+    """Return the boundaries by the padded offsets, if there are any; the other offsets say how many tokens are real."""
     ranks = getattr(getattr(read["self"], "config", None), "context_parallel_size", 1) or 1
     total *= ranks if offset_values(read, name)[-1:] == (ranks * total,) else 1  # of the whole row, on each rank
     keys = offset_values(read, name.replace("_q", "_kv"))

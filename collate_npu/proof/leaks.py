@@ -30,7 +30,7 @@ from collate_npu.segments import Segments
 def find_leak(
     model: nn.Module, batch: Mapping[str, Any], segments: Segments, given: Any, forward: Callable[..., Any] | None
 ) -> tuple[str, str]:
-    """Return whose tokens move real ones of other sequences, "" for nobody's, and why that could not be tested.
+    """Return which tokens move real tokens of other sequences ("" if none), and why that could not be tested.
 
     `given` is what it gave for the batch. Three forwards on every rank, whatever its rows hold: ranks may compute together.
     """
@@ -62,7 +62,7 @@ def find_leak(
 
 @dataclass
 class _Replacing:
-    """Forwards of a batch in which some of its tokens embed something else."""
+    """Runs a batch with the embeddings of some of its tokens replaced."""
 
     model: nn.Module
     batch: Mapping[str, Any]
@@ -72,7 +72,7 @@ class _Replacing:
     """Embeddings that were replaced."""
 
     def run(self, others_T: Tensor) -> Tensor:
-        """`[T, 4]`: what the model gives for each token, in short, with these replaced."""
+        """Return `[T, 4]`: what the model gives for each token, projected, with these tokens replaced."""
         batch, hook = dict(self.batch), self._hook(others_T)
         for key, x in self.batch.items():  # states in the place of tokens
             if getattr(x, "ndim", 0) == 3 and x.shape[:2] == self.segments.shape and x.is_floating_point():
@@ -84,7 +84,7 @@ class _Replacing:
             return self.by_token(run_seeded(self.model, batch, self.forward))
 
     def by_token(self, given: Any) -> Tensor:
-        """`[T, 4]`: what the model gave for each token, in short, zero where it gave none."""
+        """Return `[T, 4]`: what the model gave for each token, projected; zero where it gave nothing."""
         (B, S), n = self.segments.shape, self.segments.num_tokens
         parts = [getattr(given, name, None) for name in ("logits", "last_hidden_state")] + [given]
         parts += [*given.values()] if isinstance(given, Mapping) else [*given] if isinstance(given, (tuple, list)) else []
@@ -110,7 +110,7 @@ class _Replacing:
         return torch.where(others_T.reshape(*x.shape[:-1], 1).to(x.device), drawn, x)
 
     def _hook(self, others_T: Tensor) -> Callable[..., Any]:
-        """What a part gives that is called with the tokens of the batch, all or those that are real: an embedding."""
+        """Return a hook that replaces the output of embeddings: modules called with the tokens of the batch."""
         ids = next((x for key in ("input_ids", "tokens") if isinstance(x := self.batch.get(key), Tensor)), torch.zeros(0))
         at = self.segments.indices
 
@@ -129,7 +129,7 @@ class _Replacing:
 
 
 def run_seeded(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None) -> Any:
-    """What the model gives for a batch; what it draws is the same each time."""
+    """Return what the model gives for a batch, with the same random numbers each time."""
     kind = like(model).device.type
     with torch.random.fork_rng(device_type=kind) if kind != "cpu" else torch.random.fork_rng([]):
         torch.manual_seed(0)
@@ -137,7 +137,7 @@ def run_seeded(model: nn.Module, batch: Mapping[str, Any], forward: Callable[...
 
 
 def _in_short(states: Tensor) -> Tensor:
-    """`[T, 4]`: the states of each token, projected."""
+    """Return `[T, 4]`: the states of each token, projected."""
     x = states.flatten(1)
     drawn = torch.randn(x.shape[1], 4, generator=torch.Generator().manual_seed(3)).to(x.device)
     return torch.cat([part.float() @ drawn for part in torch.split(x, 1024)]).cpu()
@@ -148,7 +148,7 @@ def _in_short(states: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """Relative errors of the logits of some sequences: in the batch against each sequence alone."""
+    """Relative errors of the logits of some sequences in the batch, against each sequence alone."""
 
     errors: Mapping[int, float]
     """By number of the sequence in the batch."""
@@ -197,15 +197,15 @@ def check_alone(
 
 
 def _most_at_risk(segments: Segments) -> list[tuple[int, Tensor]]:
-    """The two sequences with most before them in their row, as places in the flat batch `[B * S]`: one twice, where there
-    is but one, for ranks that compute together run as many forwards."""
+    """Return the two sequences with most tokens before them in their row, as places in the flat batch `[B * S]`. A single
+    sequence is returned twice: ranks that compute together must run as many forwards."""
     S, places = segments.shape[1], torch.split(segments.indices, list(segments.sequence_lengths))
     first = sorted(range(len(places)), key=lambda n: (int(places[n][0]) % S, len(places[n])), reverse=True)
     return [(n, places[n]) for n in sorted((first * 2)[:2])]
 
 
 def _sequence(model: nn.Module, batch: Mapping[str, Any], places_L: Tensor, pattern: Pattern) -> dict[str, Any]:
-    """A batch of one row without padding, as this model takes it."""
+    """Return a batch of one row without padding, in the form that this model takes."""
     tokens = {
         key: value.flatten(0, 1)[places_L.to(value.device)][None]
         for key in of_kind(batch, "tokens")

@@ -50,17 +50,24 @@ def test_our_argument_names_and_defaults_are_the_wheels(name: str) -> None:
     assert DEFAULTS.keys() - defaults.keys() == (set() if name == OPERATORS[0] else {"dropout_mask", "seed", "offset"})
 
 
+def kwargs_of(name: str, batch: Segments, **settings: Any) -> dict[str, Any]:
+    """`_v3` takes its lists as tensors on the host."""
+    kwargs = fusion_attention_kwargs(batch, **settings)
+    lists = {key: torch.tensor(kwargs[key]) for key in kwargs if key.startswith("actual_seq") and name.endswith("_v3")}
+    return kwargs | lists
+
+
 @pytest.mark.parametrize(("name", "layout"), itertools.product(OPERATORS, LAYOUTS))
 def test_meta_and_fake_tensors_take_every_argument_set(name: Any, layout: Any) -> None:
     operator = getattr(torch.ops.npu, name)
     for pattern, batch in itertools.product(PATTERNS, BATCHES):
-        kwargs = fusion_attention_kwargs(batch, pattern=pattern, layout=layout)
+        kwargs = kwargs_of(name, batch, pattern=pattern, layout=layout)
         ours = reference_fusion_attention(*tensors(layout, batch, "cpu"), HEADS, **kwargs)
-        on_meta = fusion_attention_kwargs(batch, pattern=pattern, layout=layout, device="meta")
+        on_meta = kwargs_of(name, batch, pattern=pattern, layout=layout, device="meta")
         assert shapes(operator(*tensors(layout, batch, "meta"), HEADS, **on_meta)) == shapes(ours)
         # FakeTensorMode takes one device a call, and _v3 wants its lists on the host.
         device = "cpu" if name == OPERATORS[1] and layout == "TND" else "npu"
-        placed = fusion_attention_kwargs(batch, pattern=pattern, layout=layout, device=device)
+        placed = kwargs_of(name, batch, pattern=pattern, layout=layout, device=device)
         with FakeTensorMode() as mode:
             faked = {key: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for key, x in placed.items()}
             assert shapes(operator(*tensors(layout, batch, device), HEADS, **faked)) == shapes(ours)
