@@ -72,9 +72,9 @@ class _Signature:
     """True if lengths stand in the place of offsets."""
 
 
-_RULE = _Signature({"q": "BTHD", "k": "BTHD", "v": "BTND"}, "cu_seqlens")
-_FLASH_RULE = _Signature({"q": "BHTD", "k": "BHTD", "v": "BHTD"}, "cu_seqlens")
-_NPU_RULE = _Signature({"q": "THD", "k": "THD", "v": "TND"}, "actual_seq_lengths", lengths=True)
+_RULE = _Signature({"q": "BTHD", "k": "BTHD", "v": "BTND", "g": "BTN", "beta": "BTN"}, "cu_seqlens")
+_FLASH_RULE = _Signature({"q": "BHTD", "k": "BHTD", "v": "BHTD", "g": "BTH", "beta": "BTH"}, "cu_seqlens")
+_NPU_RULE = _Signature({"q": "THD", "k": "THD", "v": "TND", "g": "TN", "beta": "TN"}, "actual_seq_lengths", lengths=True)
 _CONV = _Signature({"x": "BDT"}, numbers="seq_idx")
 _FLA_CONV = _Signature({"x": "BTD"}, "cu_seqlens")
 _NPU_CONV = _Signature({"x": "BTD"}, "query_start_loc")

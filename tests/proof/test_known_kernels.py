@@ -66,6 +66,8 @@ def test_what_the_other_kernels_are_told():
     for unknown in ({"v": v}, {"k": v.to("meta"), "v": v}):  # no key, or one without values
         rule = KERNELS["chunk_gated_delta_rule"][1]("fla.chunk_gated_delta_rule", {"q": x, **unknown})
         assert not rule.neutral_T.any()
+    rule = KERNELS["chunk_gated_delta_rule"][1]("stranger.chunk_gated_delta_rule", {"args": (x, x, v), "beta": x[..., 0]})
+    assert (rule.shape, str(rule)) == ((1, 5), "nothing")  # a wrapper whose q, k and v have no names
     for q in (X[:, :, 0], X[0, :, 0]):
         assert KERNELS["scaled_dot_product_attention"][1]("torch.sdpa", {"query": q, "key": q}).shape == (q.numel() // 24, 6)
 
