@@ -45,10 +45,10 @@ JOBS = {
     ),
     "Ranks that share rows": (
         "Context parallelism: split a batch between ranks, and gather the output.",
-        "ContextParallel split_batch gather_sequence parallel.split_tensor parallel.join_shards parallel.token_rows "
+        "ContextParallel split_batch gather_sequence parallel.split_tensor "
         "parallel.token_runs parallel.query_rows parallel.pad_documents parallel.cu_seqlens_of parallel.RecurrentScheme "
-        "parallel.check_recurrent_split parallel.recurrent_parallel parallel.BLOCKS parallel.ranks_agree "
-        "parallel.gather_objects parallel.data_group parallel.gloo_group",
+        "parallel.check_recurrent_split parallel.ranks_agree "
+        "parallel.data_group parallel.gloo_group",
     ),
     "Kernel arguments": (
         "What the operators of an Ascend card and recurrent kernels are called with.",

@@ -77,7 +77,6 @@ FORMS: dict[str, Callable[[Segments], Any]] = {
     "told": lambda s: {"input_ids": _ids(s), "attention_mask": s.keep.long()},
     "flat": lambda s: {"input_ids": _ids(s), "cu_seq_lens_q": s.cu_seqlens},
     "dense": lambda s: masks.dense(s, polarity="masked"),
-    "shards": lambda s: list(torch.ones(*s.shape, 4).chunk(2, 1)),
     "model": lambda _: Model(),
     "text": lambda s: "é" * s.num_tokens,
     "named": lambda s: {"input_ids": torch.ones(2, 4, dtype=torch.long), "name": "x" * s.num_tokens},
@@ -176,11 +175,9 @@ CALLS = {
     "ignore_first_labels": Call(outputs.ignore_first_labels, "ids segments"),
     "split_batch": Call(lambda batch, s: parallel.split_batch(batch, CP, segments=s), "batch segments"),
     "split_tensor": Call(lambda x: parallel.split_tensor(x, CP), "hidden"),
-    "join_shards": Call(partial(parallel.join_shards, cp=CP), "shards"),
     "gather_sequence": Call(lambda x, s: parallel.gather_sequence(x, top.ContextParallel(1, 0), s), "hidden segments"),
     "pad_documents": Call(partial(parallel.pad_documents, multiple=64), "flat", "tokens"),
     "cu_seqlens_of": Call(parallel.cu_seqlens_of, "flat", "tokens"),
-    "token_rows": Call(lambda s: parallel.token_rows(s.shape[1], CP), "segments"),
     "token_runs": Call(
         lambda s: parallel.token_runs(s.shape[1], CP.for_documents(), s.cu_seqlens_host), "segments", "tokens"
     ),
@@ -195,8 +192,8 @@ CALLS = {
     "zero_padding": Call(kernels.zero_padding, "hidden segments", "rows width"),
 }
 FREE = {
-    "CollateError", "ContextParallel", "Pattern", "Verdict", "needs_mask_2d", "BLOCKS", "RecurrentScheme", "data_group",
-    "gather_objects", "gloo_group", "ranks_agree", "recurrent_parallel", "NpuForm", "Kernel", "prefix_triangle",
+    "CollateError", "ContextParallel", "Pattern", "Verdict", "needs_mask_2d", "RecurrentScheme", "data_group",
+    "gloo_group", "ranks_agree", "NpuForm", "Kernel", "prefix_triangle",
     "triangle", "Watch",
 }  # fmt: skip
 """Public, and given no batch: settings, groups of ranks, constants, what others return; `Watch` is what `watch` gives."""

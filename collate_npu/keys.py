@@ -15,7 +15,7 @@ from collate_npu.errors import CollateError, a_type, explain, not_one_of
 
 Kind = Literal["tokens", "positions", "vision", "sample", "truth", "offsets"]
 Fill = float | Literal["pad", "pad_type", "ignored", "next", "last"]
-Share = Literal["split", "replicate", "rows", "scope"]
+Share = Literal["split", "replicate", "rows"]
 Role = Literal[
     "tokens", "mask", "keep", "segment_ids", "lengths", "offsets", "padded_offsets", "longest", "sequence_index", "labels",
     "tail", "padded_lengths",
@@ -50,7 +50,7 @@ class Key:
     """Dimensions of one image's or clip's value. A sample's value of that rank is stacked, any other joined."""
     share: Share = "split"
     """What a rank gets under context parallelism. `split`: its tokens. `replicate`: everything. `rows`: of a dense mask its
-    query rows, keys whole. `scope`: its tokens, or everything with `mask_2d="global"`."""
+    query rows, keys whole."""
     role: Role | None = None
     """What it tells of the batch's shape, padding or packing; the door reads by role."""
     or_sample: bool = False
@@ -122,15 +122,15 @@ _ROWS: dict[str, Key] = {
     "attention_mask": Key(
         kind="truth", whole=True, dim=-2, share="rows", role="mask", why="this rank's queries against every key"
     ),
-    "attention_mask_2d": Key(kind="truth", whole=True, share="scope", role="keep", why="True = real token"),
-    "segment_ids": Key(kind="truth", whole=True, share="scope", role="segment_ids", why="0 = padding, n = n-th sequence"),
-    "_packed_seq_ids": Key(kind="truth", whole=True, share="scope", role="segment_ids", why="also of NeMo Automodel"),
+    "attention_mask_2d": Key(kind="truth", whole=True, role="keep", why="True = real token"),
+    "segment_ids": Key(kind="truth", whole=True, role="segment_ids", why="0 = padding, n = n-th sequence"),
+    "_packed_seq_ids": Key(kind="truth", whole=True, role="segment_ids", why="also of NeMo Automodel"),
     "seq_lengths": Key(kind="truth", share="replicate", role="lengths", why="tokens of each sequence of a sample"),
     "seq_lens": Key(kind="offsets", share="replicate", role="lengths", why="real tokens, padding not counted"),
     "seq_lens_padded": Key(kind="offsets", share="replicate", role="padded_lengths", why="what each takes up"),
     "input_lengths": Key(kind="offsets", share="replicate", role="lengths", why="NeMo RL's: real tokens of each row"),
     "packed_seq_lengths": Key(kind="offsets", share="replicate", role="lengths", why="unsloth's: of one flat row"),
-    "seq_idx": Key(kind="offsets", share="scope", fill="last", role="sequence_index", why="read beside attention_mask_2d"),
+    "seq_idx": Key(kind="offsets", fill="last", role="sequence_index", why="read beside attention_mask_2d"),
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv"), _OFFSETS),
     **dict.fromkeys(("cu_seqlens_k", "cu_seqlens_unpadded"), _OFFSETS),
     "max_seqlen_k": _LONGEST,

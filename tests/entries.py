@@ -20,15 +20,7 @@ from collate_npu.collate import BalancedBatchSampler, Layout, lengths_of, loss_w
 from collate_npu.kernels import fusion_attention, gated_delta
 from collate_npu.keys import KEYS, TOKENS
 from collate_npu.masks import block_mask, dense, mask_mod, none_is_exact, segments_from_batch, varlen
-from collate_npu.parallel import (
-    check_recurrent_split,
-    gather_sequence,
-    join_shards,
-    pad_documents,
-    query_rows,
-    split_tensor,
-    token_rows,
-)
+from collate_npu.parallel import check_recurrent_split, gather_sequence, pad_documents, query_rows, split_tensor
 
 ROWS, FLAT, ONE_ROW = Segments.from_lengths([4, 2]), Segments.from_lengths([[2, 3]]), Segments([[1, 1, 2, 0]])
 IDS, ALONE, CP = torch.tensor([[1, 2, 3, 7], [4, 5, 0, 0]]), ContextParallel(1, 0), ContextParallel(2, 1)
@@ -67,12 +59,10 @@ CALLS = {
     split_batch: {"batch": {"input_ids": IDS}, "cp": CP, "segments": ROWS, "keys": KEYS},
     split_tensor: {"x": IDS, "cp": CP, "dim": 1},
     gather_sequence: {"output": IDS, "cp": ALONE, "segments": ROWS, "dim": 1, "loss": "same"},
-    join_shards: {"shards": [IDS], "cp": ALONE, "dim": 1},
     pad_documents: {"batch": FLAT_BATCH, "cp": ALONE, "multiple": 4, "segments": FLAT, "pad_token_id": 0, "keys": KEYS},
-    token_rows: {"width": 4, "cp": CP},
     query_rows: {"width": 4, "cp": CP},
     check_recurrent_split: {"cp": ALONE, "scheme": "head_exchange_zigzag", "segments": ROWS, "padding_free": False},
-    ContextParallel: {"size": 2, "rank": 0, "layout": "zigzag", "mask_2d": "local", "block": 1, "tensor_parallel": 1},
+    ContextParallel: {"size": 2, "rank": 0, "layout": "zigzag", "tensor_parallel": 1},
     ADAPTER.__call__: {"batch": BATCH},
     ADAPTER.render: {"batch": {"input_ids": IDS}, "segments": ROWS, "padding_free": False},
     BatchAdapter: {"needs_mask_2d": True, "consumer": "megatron", "padding_free": False, "labels_shifted": None,
@@ -124,7 +114,6 @@ ENTRIES = {
     "a sample": lambda x: COLLATORS[0]([FEATURES[0], x]),
     "an inner batch": lambda x: wrap_collator(lambda features: x)(FEATURES),
     "an inner mask": lambda x: wrap_collator(lambda f: {"input_ids": IDS, "attention_mask": x})([]),
-    "a shard": lambda x: join_shards([split_tensor(IDS, CP), x], CP),
     "physical offsets": lambda x: gated_delta.gated_delta_kwargs(ONE_ROW, kernel="fla", padding=x),
     "documents": lambda x: split_tensor(IDS[:1], ContextParallel(2, 0, layout="document_zigzag"), cu_seqlens=x),
     **{

@@ -118,12 +118,10 @@ def share(width, size, rank, layout):
     return [*front, *(width - 1 - place for place in reversed(front))]
 
 
-def share_of_documents(bounds, size, rank, layout, ulysses=1):
-    """The same in each document of a flat row. So many Ulysses ranks then cut what their ring has into equal parts."""
-    rings, ring = size // ulysses, rank // ulysses
-    documents = [(start, share(stop - start, rings, ring, layout)) for start, stop in pairwise(bounds)]
-    held = [start + place for start, places in documents for place in places]
-    return [held[place] for place in share(len(held), ulysses, rank % ulysses, "contiguous")]
+def share_of_documents(bounds, size, rank, layout):
+    """The same in each document of a flat row."""
+    documents = [(start, share(stop - start, size, rank, layout)) for start, stop in pairwise(bounds)]
+    return [start + place for start, places in documents for place in places]
 
 
 def gathered(shards, places):

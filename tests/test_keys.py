@@ -1,6 +1,7 @@
 """Rows of KEYS that replayed routers and losses of reinforcement learning read: right on every way, or refused."""
 
 import numpy as np
+import oracle
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -10,7 +11,7 @@ from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, s
 from collate_npu.collate import Layout
 from collate_npu.keys import KEYS, LOSS_KEYS
 from collate_npu.outputs import repad
-from collate_npu.parallel import ContextParallel, join_shards, pad_documents
+from collate_npu.parallel import ContextParallel, pad_documents
 
 LAYERS, TOP, EXPERTS = 3, 2, 8
 BY_TOKEN = (*LOSS_KEYS, "advantages", "returns", "values", "teacher_ids")
@@ -35,6 +36,14 @@ def check(batch, samples, keep):
     assert ((found >= 0) & (found < EXPERTS)).all()
 
 
+def check_shared_out(batch, name):
+    """The tokens of two ranks are those of the batch, each once and in order."""
+    shards = [split_batch(batch, ContextParallel(2, rank))[name] for rank in (0, 1)]
+    held = [oracle.share(batch[name].shape[1], 2, rank, "zigzag") for rank in (0, 1)]
+    whole = oracle.gathered([shard.unbind(1) for shard in shards], held)
+    assert torch.equal(torch.stack(whole, 1), batch[name])
+
+
 @given(replayed(), sides())
 def test_padded_rows_replay_each_token(samples, side):
     batch = PaddingCollator(pad_token_id=0, padding_side=side, pad_to_multiple_of=4, attention_mask="2d")(samples)
@@ -45,9 +54,7 @@ def test_padded_rows_replay_each_token(samples, side):
     assert torch.equal(adapted["routed_experts"], batch["routed_experts"])
     real = unpad(batch["routed_experts"], segments)
     assert torch.equal(unpad(repad(real, segments), segments), batch["routed_experts"][keep])
-    ranks = [ContextParallel(2, rank) for rank in (0, 1)]
-    shards = [split_batch(batch, rank)["routed_experts"] for rank in ranks]
-    assert torch.equal(join_shards(shards, ranks[0]), batch["routed_experts"])
+    check_shared_out(batch, "routed_experts")
 
 
 @given(replayed(), st.sampled_from([1, 4]))
@@ -91,8 +98,7 @@ def test_what_a_loss_reads_is_padded_split_and_flattened(name, lengths):
     samples = [{"input_ids": [5] * n, name: list(range(1, n + 1))} for n in lengths]
     batch = PaddingCollator(pad_token_id=0, padding_side="left", pad_to_multiple_of=4, attention_mask="2d")(samples)
     assert batch[name].tolist()[0] == [0] * (batch[name].shape[1] - lengths[0]) + samples[0][name]
-    shards = [split_batch(batch, ContextParallel(2, rank))[name] for rank in (0, 1)]
-    assert torch.equal(join_shards(shards, ContextParallel(2, 0)), batch[name])
+    check_shared_out(batch, name)
     flat = PaddingCollator(padding_free=True)(samples)
     assert flat[name].tolist() == [[*samples[0][name], *samples[1][name]]]
     padded, segments = pad_documents(flat, multiple=4)

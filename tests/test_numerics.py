@@ -21,7 +21,7 @@ from collate_npu.kernels.packed_rows import convolution
 from collate_npu.masks import dense
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.outputs import per_sequence, to_nested
-from collate_npu.parallel import ContextParallel, gather_sequence, join_shards, split_tensor
+from collate_npu.parallel import ContextParallel, gather_sequence, split_tensor
 from collate_npu.proof.measure import IGNORED, apart
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import hybrid_model_types, left_out
@@ -173,10 +173,10 @@ WAYS = {
     "per_sequence": per_sequence,
     "to_nested": lambda x, s: [to_nested(x, s).values()],
     "zero_padding": lambda x, s: [zero_padding(x, s)],
-    "split and join": lambda x, s: per_sequence(join_shards([split_tensor(x, cp) for cp in CPS], CPS[0]), s),
+    "split": lambda x, s: per_sequence(torch.cat([split_tensor(x, cp) for cp in CPS], 1), s),
     "gather": lambda x, s: per_sequence(gather_sequence(x, ContextParallel(1, 0), s), s),
 }
-CPS = [ContextParallel(2, rank) for rank in (0, 1)]
+CPS = [ContextParallel(2, rank, layout="contiguous") for rank in (0, 1)]
 
 
 @by_dtype

@@ -16,15 +16,7 @@ from collate_npu.kernels.gated_delta import flat_offsets, gated_delta_kwargs
 from collate_npu.keys import KEYS
 from collate_npu.masks import segments_from_batch
 from collate_npu.outputs import per_sequence
-from collate_npu.parallel import (
-    check_recurrent_split,
-    cu_seqlens_of,
-    join_shards,
-    pad_documents,
-    query_rows,
-    split_tensor,
-    token_rows,
-)
+from collate_npu.parallel import check_recurrent_split, cu_seqlens_of, pad_documents, query_rows, split_tensor
 
 S = 8
 IDS = torch.arange(1, S + 1)[None]
@@ -94,13 +86,8 @@ WHOLE = {
     },
     "split_batch": (lambda given: halves({"labels": IDS}, cu_seqlens=given), first_halves),
     "split_tensor": (lambda given: split_tensor(IDS, CP, cu_seqlens=given)[0].tolist(), first_halves),
-    "token_rows": (lambda given: (token_rows(S, CP, given) + 1).tolist(), first_halves),
     "query_rows": (lambda given: (query_rows(S, CP, given) + 1).tolist(), first_halves),
     "gather_sequence": (lambda given: gather_sequence(IDS, ALONE, cu_seqlens=given).tolist(), lambda _: IDS.tolist()),
-    "join_shards": (
-        lambda given: sorted(join_shards([IDS[:, :4], IDS[:, 4:]], CP, cu_seqlens=given)[0].tolist()),
-        lambda _: IDS[0].tolist(),
-    ),
     "the adapter": (lambda given: ADAPTER.with_segments(batch("cu_seqlens", given))[1].cu_seqlens.tolist()[1:-1],
                     lambda offsets: [a for a, b in pairwise(offsets) if 0 < a < b]),
 }  # fmt: skip

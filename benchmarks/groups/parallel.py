@@ -13,7 +13,7 @@ from benchmarks.peers import rival
 from benchmarks.timing import Case, Contestant
 from collate_npu import Segments
 from collate_npu.masks import dense
-from collate_npu.parallel import ContextParallel, join_shards, query_rows, split_batch, split_tensor
+from collate_npu.parallel import ContextParallel, query_rows, split_batch, split_tensor
 from collate_npu.parallel.agreement import batch_facts
 
 RANK = 1
@@ -27,7 +27,6 @@ def cases(quick: bool) -> Iterator[Case]:
     yield expanded(8, 131072)
     yield contiguous(8, 131072)
     yield by_document()
-    yield joined(8, 131072)
     yield batch_of_four(8, 131072)
     yield compared(8, 4096, 256)
     if not quick:
@@ -63,13 +62,6 @@ def by_document() -> Case:
     floor = _copy(split_tensor(x, cp, cu_seqlens=offsets))
     ours = _ours(lambda: split_tensor(x, cp, cu_seqlens=offsets))
     return Case("parallel", "128 sequences of a flat row, cp 8", ours, [floor])
-
-
-def joined(B: int, S: int) -> Case:
-    x = torch.randint(0, 1000, (B, S))
-    shards = [split_tensor(x, ContextParallel(8, rank)) for rank in range(8)]
-    ours = _ours(lambda: join_shards(shards, ContextParallel(8, RANK)))
-    return Case("parallel", f"join [{B}, {S}], cp 8", ours, [_copy(x)])
 
 
 def batch_of_four(B: int, S: int) -> Case:

@@ -196,7 +196,7 @@ def _silent(ranks: list[int], timeout: timedelta) -> RanksApartError:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Call = Literal["block", "split", "gather", "backward", "objects"]
+Call = Literal["block", "split", "gather", "backward"]
 Facts = dict[str, str | Callable[[], str]]
 """Facts of one rank by name. A function computes a digest, and is called only where there are other ranks."""
 
@@ -223,7 +223,7 @@ def ranks_agree(cp: ContextParallel | None, *, timeout: timedelta | None = None,
     if outer is not None and call in ("block", "split"):
         yield outer
         return
-    layout = f"{cp.layout}, size {cp.size}, tp {cp.tensor_parallel}, block {cp.block}, ulysses {cp.ulysses}, 2D {cp.mask_2d}"
+    layout = f"{cp.layout}, size {cp.size}, tp {cp.tensor_parallel}"
     facts: Facts = {"call": call, "layout": layout}
     stream = "main" if here == main_thread().ident and call != "backward" else call
     meeting.greet(stream, timeout)

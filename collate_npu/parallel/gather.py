@@ -1,4 +1,4 @@
-"""Gather: the whole row on every rank, in order and with gradients, from shards that a group or a list holds.
+"""Gather: the whole row on every rank, in order and with gradients, from the shards of a group.
 
 One all-gather of the shard and one copy into order; the order is known before anyone waits for anyone, and ranks compare
 what they hold before each gather, and before a backward that exchanges gradients (`agreement`).
@@ -19,7 +19,7 @@ from collate_npu.errors import CollateError, explain, not_one_of, shape_of
 from collate_npu.masks.forms import check_cuts
 from collate_npu.outputs import to_nested
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, turn_of, uncompiled
-from collate_npu.parallel.layout import ContextParallel, check_group, gloo_group, indices, mesh_group, token_runs
+from collate_npu.parallel.layout import ContextParallel, check_group, indices, mesh_group, token_runs
 from collate_npu.parallel.split import jagged, jagged_cu_seqlens
 from collate_npu.segments import Segments, as_offsets
 from collate_npu.validation import checked, dimension
@@ -84,43 +84,6 @@ def gather_sequence(
     return to_nested(shard[None], segments) if segments else jagged(shard, torch.tensor(offsets, device=shard.device))
 
 
-@checked
-def join_shards(
-    shards: Sequence[Tensor], cp: ContextParallel, *, dim: int = 1, cu_seqlens: Tensor | Sequence[int] | None = None
-) -> Tensor:
-    """Return the whole tensor from the shards of ranks 0, 1, ... in one process; `cp` may be that of any rank.
-
-    It is `gather_sequence` without communication; gradients flow to every shard. Undoes `split_tensor`.
-
-    >>> join_shards([torch.tensor([[0, 1, 6, 7]]), torch.tensor([[2, 3, 4, 5]])], ContextParallel(2, 0)).tolist()
-    [[0, 1, 2, 3, 4, 5, 6, 7]]
-    """
-    listed = shards if isinstance(shards, (list, tuple)) else []
-    held = [shard for shard in listed if isinstance(shard, Tensor) and shard.layout is torch.strided and not shard.is_nested]
-    kinds = {shape_of(shard) for shard in held}
-    if len(held) != cp.size or len(held) != len(shards) or len(kinds) != 1:
-        rule = f"{cp.size} ranks have one shard each, of one shape and dtype."
-        raise CollateError(explain("shards", f"{len(held)} tensors: {sorted(kinds)}", rule, "Pass all, in one dtype."))
-    dim = dimension("shards", shards[0], dim)
-    return _in_order(shards, _pieces(shards[0].shape[dim] * cp.size, cp, cu_seqlens), dim)
-
-
-def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """Return a list with one Python object of each rank of `group`, sent through the Gloo group of these ranks.
-
-    Without `group` the ranks are all that share the data, over data and context parallelism.
-
-    >>> gather_objects({"loss": 0.5})  # doctest: +SKIP
-    [{'loss': 0.5}, {'loss': 0.7}]
-    """
-    cp = ContextParallel.from_group(gloo_group(group))
-    with turn_of(cp):
-        with ranks_agree(cp, call="objects"):
-            values: list[Any] = [None] * cp.size
-        dist.all_gather_object(values, value, group=cp.group)
-    return values
-
-
 def _check_shape(output: Tensor, shard: torch.Size, cp: ContextParallel, segments: Segments | None, dim: int) -> None:
     if segments is None:
         return
@@ -133,13 +96,11 @@ def _check_shape(output: Tensor, shard: torch.Size, cp: ContextParallel, segment
         raise CollateError(explain("output", shape_of(output), rule, "Pass the Segments of the unsplit batch."))
 
 
-def _pieces(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None) -> list[Piece]:
-    if cu_seqlens is not None:  # one look at the device, not one for each rank
-        cu_seqlens = as_offsets("cu_seqlens", cu_seqlens).tolist()
+def _pieces(width: int, cp: ContextParallel, offsets: Sequence[int] | None) -> list[Piece]:
     pieces = []
     for rank in range(cp.size):
         at = 0
-        for start, stop in token_runs(width, cp.with_rank(rank), cu_seqlens):
+        for start, stop in token_runs(width, cp.with_rank(rank), offsets):
             pieces.append((start, rank, at, stop - start))
             at += stop - start
     return sorted(pieces)

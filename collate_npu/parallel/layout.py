@@ -6,7 +6,6 @@ And the process groups of these ranks. No tensor of a batch is touched; the cost
     contiguous    0 1 2 3 . . . .   |  . . . . 4 5 6 7
     document_...  the same inside each document of one flat row (padding-free batches)
     ulysses       contiguous; attention trades heads for tokens and sees the whole row
-    ulysses_ring  zigzag over the rings, then contiguous inside each ring's group of Ulysses ranks
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from datetime import timedelta
 from functools import lru_cache
 from itertools import pairwise
 from math import lcm
-from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -55,14 +53,12 @@ def check_group(group: Any, size: int | None = None, rank: int | None = None) ->
 
 
 def mesh_group(group: Any) -> Any:
-    """The process group of a DeviceMesh of one or two dimensions (row major), or the group itself."""
+    """Return the process group of a DeviceMesh of one dimension, or the group itself."""
     if isinstance(group, dist.ProcessGroup) or not hasattr(group, "mesh_dim_names"):
         return group
     if group.ndim == 1:
         return group.get_group()
-    if group.ndim == 2:
-        return group._flatten().get_group()
-    rule = "A context-parallel mesh has one dimension, or two: (ring, ulysses)."
+    rule = "A context-parallel mesh has one dimension."
     raise CollateError(explain("DeviceMesh", f"{group.ndim} dimensions", rule, "Pass mesh['cp']."))
 
 
@@ -140,14 +136,8 @@ def is_gloo(group: Any) -> bool:
     return config.get("cpu") == "gloo"
 
 
-Layout = Literal[
-    "zigzag", "contiguous", "document_zigzag", "document_contiguous", "ulysses", "ulysses_ring", "document_ulysses_ring"
-]
-Scope = Literal["local", "global"]
+Layout = Literal["zigzag", "contiguous", "document_zigzag", "document_contiguous", "ulysses"]
 Run = tuple[int, int]
-
-BLOCKS = MappingProxyType({"fp8": 16, "mxfp8": 32, "blockwise": 128})
-"""Tokens a quantised matrix product takes together, per rank (ms-swift megatron/utils/utils.py:229-249)."""
 
 
 @options_checked("ContextParallel")
@@ -159,21 +149,18 @@ class ContextParallel:
 
     * `size`: the number of ranks that share a row.
     * `rank`: the number of this rank among them.
-    * `layout`: which rank holds which tokens: "zigzag", "contiguous", "ulysses_ring" (each with "document_" before it for
-      flat rows), or "ulysses".
+    * `layout`: which rank holds which tokens: "zigzag", "contiguous" (each with "document_" before it for flat rows), or
+      "ulysses".
     * `tensor_parallel`: the number of ranks that split this rank's tokens again (Megatron's sequence_parallel).
-    * `block`: each rank holds a multiple of this many tokens: a name in `BLOCKS`, or a number (64 for cuDNN attention).
-    * `ulysses`: the number of Ulysses ranks in each ring of "ulysses_ring"; rank = ring rank * ulysses + Ulysses rank.
-    * `mask_2d`: "local" splits `attention_mask_2d` like the tokens; "global" keeps the row, for a layer that gathers first.
     * `group`: their process group, or DeviceMesh of one dimension. Without it rows can be split but not gathered.
 
     >>> cp = ContextParallel(size=2, rank=0)
-    >>> token_rows(8, cp).tolist(), token_rows(8, cp.with_rank(1)).tolist()
-    ([0, 1, 6, 7], [2, 3, 4, 5])
-    >>> cp.multiple, cp.min_multiple, ContextParallel(2, 0, tensor_parallel=4, block=16).multiple
-    (4, 4, 128)
-    >>> cp.for_documents().layout, cp.for_documents().documents, cp.for_documents().document_multiple, cp.ulysses_size
-    ('document_zigzag', True, 4, 1)
+    >>> token_runs(8, cp), token_runs(8, cp.with_rank(1))
+    (((0, 2), (6, 8)), ((2, 6),))
+    >>> cp.multiple, cp.min_multiple, ContextParallel(2, 0, tensor_parallel=4).multiple
+    (4, 4, 16)
+    >>> cp.for_documents().layout, cp.for_documents().documents, cp.for_documents().document_multiple
+    ('document_zigzag', True, 4)
     """
 
     size: int
@@ -181,9 +168,6 @@ class ContextParallel:
     _: KW_ONLY
     layout: Layout = "zigzag"
     tensor_parallel: int = 1
-    block: int = 1
-    ulysses: int = 1
-    mask_2d: Scope = "local"
     group: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -206,12 +190,10 @@ class ContextParallel:
 
     @classmethod
     def from_mesh(cls, mesh: Any, **settings: Any) -> ContextParallel:
-        """Size and rank from a DeviceMesh: one dimension, or `(ring, ulysses)`, whose layout is `ulysses_ring`.
+        """Size and rank from a DeviceMesh of one dimension.
 
         >>> ContextParallel.from_mesh(mesh["cp"])  # doctest: +SKIP
         """
-        if mesh.ndim == 2:
-            settings = {"layout": "ulysses_ring", "ulysses": mesh.size(1), **settings}
         return cls.from_group(mesh_group(mesh), **settings)
 
     @classmethod
@@ -230,47 +212,37 @@ class ContextParallel:
 
     @property
     def multiple(self) -> int:
-        """Pad the width to this: `tp * 2 * cp` for zigzag, `tp * cp` for contiguous and Ulysses, times blocks.
+        """Pad the width to this: `tp * 2 * cp` for zigzag, `tp * cp` for contiguous and Ulysses.
 
         The product and not `lcm(tp, 2 * cp)`: a rank's S / cp tokens are cut by tp again (verl mcore/util.py:686-690).
         """
-        return self.tensor_parallel * lcm(self._chunks * self._ring, self.size * self.block)
+        return self.tensor_parallel * self._chunks * self.size
 
     @property
     def min_multiple(self) -> int:
         """Widths that can be shared out at all are multiples of this; `multiple`, a multiple of it, is what to pad to."""
-        return lcm(self._chunks * self._ring, self.size * self.tensor_parallel, self.size * self.block)
+        return self.size * lcm(self._chunks, self.tensor_parallel)
 
     @property
     def document_multiple(self) -> int:
         """Pad each document to this in the layouts `document_*`; the flat row as a whole keeps to `multiple`."""
-        return self._chunks * self._ring
+        return 1 if self.layout == "ulysses" else self._chunks * self.size
 
     def for_documents(self) -> ContextParallel:
-        """The same ranks for a padding-free row: zigzag and ulysses_ring go document by document, others stay.
+        """The same ranks for a padding-free row: zigzag goes document by document, other layouts stay.
 
         Kernels that read cu_seqlens expect exactly that (ms-swift sequence_parallel.py:505-515; mcore_bridge
         utils/megatron_utils.py:56-91; Transformer Engine's thd).
         """
-        flat = {"zigzag": "document_zigzag", "ulysses_ring": "document_ulysses_ring"}
-        return replace(self, layout=cast(Layout, flat.get(self.layout, self.layout)))
+        return replace(self, layout="document_zigzag") if self.layout == "zigzag" else self
 
     def with_rank(self, rank: int) -> ContextParallel:
         """The place of another rank of the same group, without the group."""
         return replace(self, rank=rank, group=None)
 
     @property
-    def ulysses_size(self) -> int:
-        """Ranks that trade attention heads for tokens among themselves: 1 without Ulysses."""
-        return self.size if self.layout == "ulysses" else self.ulysses
-
-    @property
-    def _ring(self) -> int:
-        return self.size // self.ulysses_size
-
-    @property
     def _chunks(self) -> int:
-        return 2 if self._ring > 1 and self.layout not in ("contiguous", "document_contiguous") else 1
+        return 2 if self.size > 1 and self.layout.endswith("zigzag") else 1
 
 
 def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> tuple[Run, ...]:
@@ -281,45 +253,44 @@ def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
 
     >>> token_runs(8, ContextParallel(2, 0)), token_runs(8, ContextParallel(2, 0, layout="contiguous"))
     (((0, 2), (6, 8)), ((0, 4),))
-    """
-    if cp.documents or cu_seqlens is not None:
-        return _own(query_runs(width, cp, cu_seqlens), width, cp)
-    return _row_runs(width, cp.size, cp.rank, cp.layout, cp.tensor_parallel, cp.block, cp.ulysses)
-
-
-@lru_cache
-def _row_runs(width: int, size: int, rank: int, layout: Layout, tp: int, block: int, ulysses: int) -> tuple[Run, ...]:
-    cp = ContextParallel(size, rank, layout=layout, tensor_parallel=tp, block=block, ulysses=ulysses)
-    return _own(query_runs(width, cp), width, cp)
-
-
-def _own(held: tuple[Run, ...], width: int, cp: ContextParallel) -> tuple[Run, ...]:
-    share = width // cp.size
-    return held if cp.ulysses_size == 1 else _cut(held, (cp.rank % cp.ulysses_size) * share, share)
-
-
-@checked
-def token_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
-    """int64 `[S / size]`: where this rank's tokens stand in the whole row, in the order of its shard.
-
-    >>> [token_rows(8, ContextParallel(2, rank)).tolist() for rank in (0, 1)]
-    [[0, 1, 6, 7], [2, 3, 4, 5]]
-    >>> token_rows(6, ContextParallel(2, 0))
+    >>> token_runs(6, ContextParallel(2, 0))
     Traceback (most recent call last):
         ...
     collate_npu.errors.CollateError: width: got 6 tokens. zigzag takes a width that is a multiple of 4 (2 * 2 ranks).
         Pad to 8: pad_to_multiple_of=4 in the collator (ContextParallel.multiple).
     More: collate-npu guide errors#shard-width
     """
-    return indices(token_runs(width, cp, cu_seqlens))
+    if cu_seqlens is not None:
+        as_offsets("cu_seqlens", cu_seqlens)
+    if not cp.documents:
+        return _row_runs(width, cp.size, cp.rank, cp.layout, cp.tensor_parallel)
+    _check_width(width, cp)
+    return _runs(_documents(width, cp, cu_seqlens), cp)
+
+
+@lru_cache
+def _row_runs(width: int, size: int, rank: int, layout: Layout, tensor_parallel: int) -> tuple[Run, ...]:
+    cp = ContextParallel(size, rank, layout=layout, tensor_parallel=tensor_parallel)
+    _check_width(width, cp)
+    return _runs([(0, width)], cp)
+
+
+def _runs(bounds: Sequence[Run], cp: ContextParallel) -> tuple[Run, ...]:
+    """This rank's part of each document: one chunk, or under zigzag one from each end."""
+    runs: list[Run] = []
+    for start, stop in bounds:
+        size = (stop - start) // (cp._chunks * cp.size)
+        runs.append((start + cp.rank * size, start + (cp.rank + 1) * size))
+        if cp._chunks == 2:
+            runs.append((stop - (cp.rank + 1) * size, stop - cp.rank * size))
+    return _merged(runs)
 
 
 @checked
 def query_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
     """int64 `[Q]`: the query rows this rank's attention computes, for `dense(segments, rows=...)`; keys stay whole.
 
-    They are the rank's tokens, except under Ulysses, whose attention runs on the tokens of the whole ring rank (all
-    of the row where there is no ring) for a share of the heads.
+    They are the rank's tokens, except under Ulysses, whose attention runs on all tokens of the row for a share of the heads.
 
     >>> query_rows(8, ContextParallel(2, 0)).tolist(), query_rows(8, ContextParallel(2, 0, layout="ulysses")).tolist()
     ([0, 1, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7])
@@ -329,17 +300,8 @@ def query_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
 
 def query_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> tuple[Run, ...]:
     """The runs `[start, stop)` of `query_rows`; errors as `token_runs`."""
-    _check_width(width, cp)
-    if cu_seqlens is not None:
-        as_offsets("cu_seqlens", cu_seqlens)
-    bounds = _documents(width, cp, cu_seqlens) if cp.documents else [(0, width)]
-    at, runs, multiple, chunks = cp.rank // cp.ulysses_size, list[Run](), cp.document_multiple, cp._chunks
-    for start, stop in bounds:
-        size = (stop - start) // multiple
-        runs.append((start + at * size, start + (at + 1) * size))
-        if chunks == 2:
-            runs.append((stop - (at + 1) * size, stop - at * size))
-    return _merged(runs)
+    held = token_runs(width, cp, cu_seqlens)
+    return _merged([(0, width)]) if cp.layout == "ulysses" else held
 
 
 def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
@@ -350,17 +312,6 @@ def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
         elif start < stop:
             merged.append((start, stop))
     return tuple(merged)
-
-
-def _cut(runs: tuple[Run, ...], skip: int, length: int) -> tuple[Run, ...]:
-    """`length` tokens of the runs, after the first `skip`."""
-    cut, at = [], 0
-    for start, stop in runs:
-        low, high = max(skip - at, 0), min(skip + length - at, stop - start)
-        if low < high:
-            cut.append((start + low, start + high))
-        at += stop - start
-    return tuple(cut)
 
 
 def indices(runs: Sequence[Run]) -> Tensor:
@@ -389,7 +340,7 @@ def _documents(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
 def _check_width(width: int, cp: ContextParallel) -> None:
     check_places("width", whole_number("width", width), OF_A_BATCH)
     if width % cp.min_multiple:
-        rest = "".join(f", {cp.size} * {n} {name}" for n, name in ((cp.tensor_parallel, "tp"), (cp.block, "block")) if n > 1)
+        rest = f", {cp.size} * {cp.tensor_parallel} tp" if cp.tensor_parallel > 1 else ""
         parts = f"{cp._chunks} * " if cp._chunks == 2 else ""
         rule = f"{cp.layout} takes a width that is a multiple of {cp.min_multiple} ({parts}{cp.size} ranks{rest})."
         to = -(-width // cp.multiple) * cp.multiple
@@ -399,11 +350,8 @@ def _check_width(width: int, cp: ContextParallel) -> None:
 
 def _check(cp: ContextParallel) -> None:
     check_fields(cp)
-    for name in ("size", "tensor_parallel", "block", "ulysses"):
+    for name in ("size", "tensor_parallel"):
         whole_number(name, getattr(cp, name), least=1)
     if not 0 <= whole_number("rank", cp.rank, least=-cp.size) < cp.size:
         rule = f"Ranks of a group of {cp.size} count from 0 to {cp.size - 1}."
         raise CollateError(explain("rank", str(cp.rank), rule, "Pass the rank inside the group, not the global rank."))
-    if (cp.ulysses > 1 and not cp.layout.endswith("ulysses_ring")) or cp.size % cp.ulysses:
-        rule = f"It divides the {cp.size} ranks, and goes with layouts '*ulysses_ring'; layout 'ulysses' needs none."
-        raise CollateError(explain("ulysses", f"{cp.ulysses} with {cp.layout!r}", rule, "Change one of the two."))

@@ -9,7 +9,7 @@ of the tokens right; any other is computed without a word::
     row_zigzag            the same, undone over the whole row, offsets or not    zigzag; no flat row of several sequences
 
 Offsets are always those of the whole row, never a rank's own: each of these layers sees the row, or cuts them itself. A 2D
-mask is this rank's part (`mask_2d="local"`): all of these layers zero their input before they exchange it, or read none.
+mask is this rank's part: all of these layers zero their input before they exchange it, or read none.
 Costs O(N). Legend: S width, N sequences, W width of the convolution.
 
 Sources: state_passing fla bc3b101 ops/cp/context.py:61-160, modules/conv/cp/ops.py:49-67 (verl 0.9.1
@@ -48,15 +48,8 @@ _TAKES: dict[RecurrentScheme, tuple[tuple[Layout, ...], tuple[Layout, ...]]] = {
 """For padded rows and for a flat row: the layouts whose tokens a scheme puts in order, the best first. () = none."""
 
 
-@checked
-def recurrent_parallel(cp: ContextParallel, scheme: RecurrentScheme, *, padding_free: bool = False) -> ContextParallel:
-    """Return the same ranks in the layout whose tokens `scheme` puts in order. Raises where there is none.
-
-    >>> recurrent_parallel(ContextParallel(2, 0), "head_exchange").layout
-    'contiguous'
-    """
-    if cp.size == 1:
-        return cp
+def _in_order(cp: ContextParallel, scheme: RecurrentScheme, padding_free: bool) -> ContextParallel:
+    """Return the same ranks in the layout whose tokens `scheme` puts in order. Raises where there is none."""
     takes = _TAKES[scheme][padding_free]
     if not takes:
         got, remedy = "padded rows", "Use padding_free=True: one flat row."
@@ -64,7 +57,7 @@ def recurrent_parallel(cp: ContextParallel, scheme: RecurrentScheme, *, padding_
             got, remedy = "a flat row", "Give each sequence its own row (padding_free=False)."
         rule = f"Recurrent layers with {scheme} cannot share it out: no order of its tokens is right."
         raise UnsupportedFormError(explain("context_parallel", got, rule, remedy))
-    return cp if cp.layout in takes else replace(cp, layout=takes[0], ulysses=1)
+    return cp if cp.layout in takes else replace(cp, layout=takes[0])
 
 
 @checked
@@ -96,9 +89,9 @@ def check_recurrent_split(
     """
     if cp.size == 1:
         return
-    right, width = recurrent_parallel(cp, scheme, padding_free=padding_free), segments.shape[1]
+    right, width = _in_order(cp, scheme, padding_free), segments.shape[1]
     bounds = _checked_offsets(offsets, segments) if padding_free else (0, width)
-    if not same_tokens(cp, right, len(set(bounds)) - 1):
+    if not _same_tokens(cp, right, len(set(bounds)) - 1):
         rule = f"Recurrent layers with {scheme} put tokens in order only from the layout {right.layout!r}."
         stacks = "; ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo='megatron_cp_algo'"
         remedy = f"Use ContextParallel(layout={right.layout!r}){stacks if scheme == 'head_exchange_zigzag' else ''}."
@@ -116,17 +109,17 @@ def check_recurrent_split(
         raise CollateError(explain("width", f"{width} tokens on {cp.size} ranks", rule, remedy))
 
 
-def same_tokens(cp: ContextParallel, other: ContextParallel, sequences: int) -> bool:
+def _same_tokens(cp: ContextParallel, other: ContextParallel, sequences: int) -> bool:
     """True if the ranks hold the same tokens in both layouts: zigzag and document_zigzag do for one sequence alone."""
-    held = (_held(place.size, place.layout, place.ulysses, sequences > 1) for place in (cp, other))
+    held = (_held(place.size, place.layout, sequences > 1) for place in (cp, other))
     return cp == other or next(held) == next(held)
 
 
 @lru_cache
-def _held(size: int, layout: Layout, ulysses: int, several: bool) -> tuple[tuple[Run, ...], ...]:
+def _held(size: int, layout: Layout, several: bool) -> tuple[tuple[Run, ...], ...]:
     """What each rank holds of a row that every layout can share out."""
     offsets = range(0, 2 * size**2 * (3 if several else 2), 2 * size**2)
-    ranks = [ContextParallel(size, rank, layout=layout, ulysses=ulysses) for rank in range(size)]
+    ranks = [ContextParallel(size, rank, layout=layout) for rank in range(size)]
     return tuple(token_runs(offsets[-1], rank, [*offsets]) for rank in ranks)
 
 

@@ -97,7 +97,7 @@ def share_out(
 def split_tensor(
     x: Tensor, cp: ContextParallel, *, dim: int = 1, cu_seqlens: Tensor | Sequence[int] | None = None
 ) -> Tensor:
-    """Return this rank's part of one tensor along `dim`. `gather_sequence` and `join_shards` undo it.
+    """Return this rank's part of one tensor along `dim`. `gather_sequence` undoes it.
 
     A jagged tensor `[N, j, ...]` is split document by document and stays jagged (layouts `document_*`).
 
@@ -193,8 +193,7 @@ class _Shard:
         if value.is_nested:
             return split_tensor(value, self.cp)
         rule = rule or self._guess(key, value)
-        whole = rule.share == "replicate" or (rule.share == "scope" and self.cp.mask_2d == "global")
-        return value if whole else self.of_tokens(key, value, rule.dim)
+        return value if rule.share == "replicate" else self.of_tokens(key, value, rule.dim)
 
     def of_tokens(self, key: str, value: Tensor, dim: int) -> Tensor:
         """This rank's tokens along `dim`; raises where that dimension is not S wide."""
@@ -210,7 +209,7 @@ class _Shard:
         raise CollateError(explain(key, shape_of(value), rule, remedy))
 
     def of_mask(self, key: str, value: Any, recurrent: bool = False) -> Any:
-        """A 2D mask by its scope, a dense one by query rows, a mapping by layer kind entry by entry."""
+        """A 2D mask like the tokens, a dense one by query rows, a mapping by layer kind entry by entry."""
         if value is None:
             return None
         if isinstance(value, Mapping):
@@ -220,7 +219,7 @@ class _Shard:
             remedy = "Build a BlockMask for the shard itself (torch's create_cp_block_mask)."
             raise UnsupportedFormError(explain(key, type(value).__name__, rule, remedy))
         if recurrent:
-            return value if self.cp.mask_2d == "global" else self.of_tokens(key, value, 1)
+            return self.of_tokens(key, value, 1)
         if tuple(value.shape) == self.shape:
             return self._of_2d(key, value)
         B, S = self.shape
@@ -238,8 +237,7 @@ class _Shard:
             remedy = "Pass attention_mask_2d, or the attention mask as [1, 1, S, S]."
             raise AmbiguousMaskError(explain(key, shape_of(value), rule, remedy))
         # After Ulysses' all-to-all attention sees every token of the row, and so needs the padding of every token.
-        whole = self.cp.mask_2d == "global" or self.cp.ulysses_size > 1
-        return value if whole else take_runs(value, 1, self.tokens)
+        return take_runs(value, 1, self.queries)
 
     def _guess(self, key: str, value: Tensor) -> Key:
         if tuple(value.shape[:2]) == self.shape:

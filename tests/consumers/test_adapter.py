@@ -97,13 +97,11 @@ def test_under_context_parallelism_only_this_rank_s_rows_are_built(rank):
 @pytest.mark.parametrize(
     "consumer", [name for name, c in consumers().items() if c.keeps_mask_2d != "never" and c.recurrent_scheme]
 )
-def test_every_consumer_gets_its_own_tokens_of_the_2d_mask_unless_the_whole_row_is_asked_for(consumer):
+def test_every_consumer_gets_its_own_tokens_of_the_2d_mask(consumer):
     segments = Segments.from_lengths([3, 8])
     batch = batch_of(segments, attention_mask_2d=segments.keep)
     own = BatchAdapter(HYBRID, consumer=consumer, context_parallel=ContextParallel(2, 1))(batch)
     assert torch.equal(own["attention_mask_2d"], segments.keep[:, 2:6])
-    whole = BatchAdapter(HYBRID, consumer=consumer, context_parallel=ContextParallel(2, 1, mask_2d="global"))(batch)
-    assert torch.equal(whole["attention_mask_2d"], segments.keep)
 
 
 def test_of_a_mask_beside_documents_that_are_shared_out_each_rank_has_its_tokens_rows():

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
-from collate_npu.parallel import ContextParallel, gather_objects, gather_sequence, ranks_agree, split_batch
+from collate_npu.parallel import ContextParallel, gather_sequence, ranks_agree, split_batch
 
 ROWS = [1, 2, 3, 4, 5], [6, 7]
 
@@ -66,9 +66,6 @@ def refusal(call: Callable[..., Any], *given: Any, **settings: Any) -> str:
 def entry(by: str, batch: dict[str, Any], cp: ContextParallel) -> None:
     if by == "adapter":
         BatchAdapter(needs_mask_2d=False, consumer="megatron", context_parallel=cp)(batch)
-        return
-    if by == "objects":
-        gather_objects(dist.get_rank())
         return
     segments = Segments.from_keep(batch["attention_mask_2d"])
     if by == "split":

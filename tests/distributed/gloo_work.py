@@ -15,13 +15,13 @@ from collate_npu.outputs import shift_labels
 from collate_npu.parallel import (
     ContextParallel,
     cu_seqlens_of,
-    gather_objects,
     gather_sequence,
+    gloo_group,
     pad_documents,
     query_rows,
     split_batch,
     split_tensor,
-    token_rows,
+    token_runs,
 )
 
 KINDS = (torch.int64, torch.int32, torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.uint8)
@@ -92,12 +92,12 @@ class Attention(nn.Module):
 
 
 def own_bias(segments: Segments, cp: ContextParallel, offsets: Any) -> Tensor:
-    """Only this rank's rows, keys whole; under Ulysses the rows of its ring, of which it takes its tokens."""
+    """Only this rank's rows, keys whole; under Ulysses all rows, of which it takes its tokens."""
     S = segments.shape[1]
-    rows, tokens = query_rows(S, cp, offsets), token_rows(S, cp, offsets)
+    rows, runs = query_rows(S, cp, offsets).tolist(), token_runs(S, cp, offsets)
     bias = dense(segments, polarity="bias", dtype=torch.float64, rows=rows)
     assert bias.shape[2:] == (len(rows), S)
-    return bias[:, :, [rows.tolist().index(token) for token in tokens.tolist()]]
+    return bias[:, :, [rows.index(token) for start, stop in runs for token in range(start, stop)]]
 
 
 def loss_of(logits: Tensor, labels: Tensor, count: int) -> Tensor:
@@ -170,13 +170,17 @@ def meshes() -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
     made = [(ContextParallel.from_mesh(mesh), x), (ContextParallel(size, rank, group=mesh), x)]
     if size == 4:
-        both = ContextParallel.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses")))
-        assert (both.layout, both.ulysses, both.size) == ("ulysses_ring", 2, 4)
         half = ContextParallel.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"])
         assert half.size == 2
-        made += [(both, x), (half, x + rank // 2)]  # another batch in each data-parallel group
+        made += [(half, x + rank // 2)]  # another batch in each data-parallel group
     for cp, own in made:
         assert torch.equal(gather_sequence(split_tensor(own, cp), cp), own)
+
+
+def gathered_objects(value: Any, group: Any) -> list[Any]:
+    carrier = gloo_group(group)
+    dist.all_gather_object(values := [None] * dist.get_world_size(carrier), value, group=carrier)
+    return values
 
 
 def objects_beside_hccl(tensor_parallel: int) -> dict[str, Any]:
@@ -195,6 +199,6 @@ def objects_beside_hccl(tensor_parallel: int) -> dict[str, Any]:
         patch.setattr(dist, "get_backend_config", lambda group: "npu:hccl" if group in hccl else config(group))
         patch.setattr(dist, "all_gather_object", lambda *told, group: seen.append(group) or carry(*told, group=group))
         patch.setitem(sys.modules, "megatron.core.parallel_state", state)
-        gathered = gather_objects(rank), gather_objects(rank, dist.group.WORLD), gather_objects(rank)
+        gathered = tuple(gathered_objects(rank, group) for group in (None, dist.group.WORLD, None))
     own = spans[rank % tensor_parallel]
     return {"gathered": gathered, "groups": len(set(seen)), "hccl": len(hccl & set(seen)), "own": own}

@@ -45,7 +45,6 @@ TURNS = [
     (["split", "gather"], ["split", "split", "gather"]),
     (["adapter", "gather", "gather"], ["adapter", "gather"]),
 ]
-OBJECTS = [(["split", "objects"], ["split"]), (["objects", "split"], ["split", "objects"])]
 
 
 @pytest.mark.parametrize(("usual", "odd"), TURNS)
@@ -53,12 +52,6 @@ def test_a_call_that_one_rank_skips_repeats_or_makes_too_early_raises_on_all(poo
     said = pool(work.turns, usual, odd, seconds=20)
     assert all("call " in text and f"on ranks [{pool.size - 1}]" in text for text in said), said
     assert pool(work.turns, usual, usual, seconds=20) == [""] * pool.size
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("usual", "odd"), OBJECTS)
-def test_a_call_for_objects_that_one_rank_skips_or_makes_too_early_raises_on_all(processes, usual, odd):
-    test_a_call_that_one_rank_skips_repeats_or_makes_too_early_raises_on_all(processes, usual, odd)
 
 
 def test_truth_is_compared_whatever_holds_it(pool):

@@ -6,10 +6,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
-LAYOUTS = {
-    **dict.fromkeys(("zigzag", "contiguous", "document_zigzag", "document_contiguous", "ulysses"), 1),
-    **dict.fromkeys(("ulysses_ring", "document_ulysses_ring"), 2),
-}
+LAYOUTS = ("zigzag", "contiguous", "document_zigzag", "document_contiguous", "ulysses")
 few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 sides = st.sampled_from(["left", "right"])
 
@@ -21,18 +18,17 @@ def rows(draw):
     return lengths, max(1, max(map(sum, lengths)) + draw(st.integers(0, 5)))
 
 
-@given(layout=st.sampled_from([*LAYOUTS]), batch=rows(), side=sides, tp=st.sampled_from([1, 2]))
+@given(layout=st.sampled_from(LAYOUTS), batch=rows(), side=sides, tp=st.sampled_from([1, 2]))
 @settings(few, max_examples=100)
 def test_split_then_gather_is_the_identity_for_every_key(pool, layout, batch, side, tp):
-    place = {"layout": layout, "ulysses": LAYOUTS[layout], "tensor_parallel": tp, "mask_2d": "local"}
-    pool(work.split_and_gather, place, *batch, side)
+    pool(work.split_and_gather, {"layout": layout, "tensor_parallel": tp}, *batch, side)
 
 
 @pytest.mark.slow
-@given(layout=st.sampled_from([*LAYOUTS]), batch=rows(), side=sides, loss=st.sampled_from(["local", "same"]))
+@given(layout=st.sampled_from(LAYOUTS), batch=rows(), side=sides, loss=st.sampled_from(["local", "same"]))
 @few
 def test_loss_and_gradients_are_those_of_the_unsplit_model(processes, layout, batch, side, loss):
-    processes(work.attention, {"layout": layout, "ulysses": LAYOUTS[layout]}, *batch, side, loss)
+    processes(work.attention, {"layout": layout}, *batch, side, loss)
 
 
 @given(

@@ -20,38 +20,30 @@ from fuzz.validating import beside, validate
 
 from collate_npu import ContextParallel, Segments, last_token, repad, split_batch, unpad
 from collate_npu.outputs import ignore_first_labels, per_sequence, shift_labels, to_nested
-from collate_npu.parallel import join_shards, split_tensor
+from collate_npu.parallel import split_tensor
 
-LAYOUTS = ("zigzag", "contiguous", "ulysses", "ulysses_ring")
+LAYOUTS = ("zigzag", "contiguous", "ulysses")
 
 
 def place_of(drawn: Drawn, layouts=LAYOUTS):
     """A rank, and which tokens of a row with such bounds each rank holds."""
     size, layout = 1 + drawn.below(4), drawn.pick(layouts)
-    ulysses = drawn.pick([n for n in (1, 2, 3, 4) if size % n == 0]) if layout.endswith("ulysses_ring") else 1
-    place = {"layout": layout, "ulysses": ulysses, "mask_2d": drawn.pick(("local", "global"))}
-    return rank_of(size, drawn.below(size), **place)
+    return rank_of(size, drawn.below(size), layout=layout)
 
 
 def units_of(cp: ContextParallel) -> tuple[int, int]:
     """What a document, and the whole row, is a multiple of."""
-    ring = cp.size // (cp.size if cp.layout == "ulysses" else cp.ulysses)
-    chunks = ring * (2 if ring > 1 and not cp.layout.endswith("contiguous") else 1)
+    chunks = 1 if cp.layout == "ulysses" else cp.size * (2 if cp.size > 1 and cp.layout.endswith("zigzag") else 1)
     return chunks, lcm(chunks, cp.size)
 
 
 def held_by(rank: int, bounds, cp: ContextParallel) -> list[int]:
-    kind = "contiguous" if cp.layout.endswith("contiguous") or cp.layout == "ulysses" else "zigzag"
-    return oracle.share_of_documents(bounds, cp.size, rank, kind, cp.ulysses)
+    return oracle.share_of_documents(bounds, cp.size, rank, cp.layout.removeprefix("document_"))
 
 
 def queries_of(cp: ContextParallel, S: int) -> list[int]:
-    """Ulysses gives attention the tokens of a whole ring rank."""
-    if cp.layout == "ulysses":
-        return list(range(S))
-    if cp.ulysses == 1:
-        return held_by(cp.rank, [0, S], cp)
-    return oracle.share(S, cp.size // cp.ulysses, cp.rank // cp.ulysses, "zigzag")
+    """Ulysses gives attention the tokens of the whole row."""
+    return list(range(S)) if cp.layout == "ulysses" else held_by(cp.rank, [0, S], cp)
 
 
 def split(drawn: Drawn) -> None:
@@ -77,8 +69,8 @@ def split(drawn: Drawn) -> None:
         return
     held, queries = held_by(cp.rank, [0, S], cp), queries_of(cp, S)
     ours = [[row[s] for s in held] for row in ids]
-    flat = kept if cp.mask_2d == "global" else [[row[s] for s in held] for row in kept]
-    own = kept if cp.layout == "ulysses" or cp.ulysses > 1 else flat
+    flat = [[row[s] for s in held] for row in kept]
+    own = kept if cp.layout == "ulysses" else flat
     dense = [[[keys[q] for q in queries]] for (keys,) in whole] if whole else own
     right = {"input_ids": ours, "labels": ours, "loss_scale": ours, "attention_mask_2d": flat, "attention_mask": dense}
     right |= {"position_ids": [ours] * 3, "advantages": list(range(B)), "pixel_values": [[1.0] * 3] * 2, "name": "x"}
@@ -87,7 +79,7 @@ def split(drawn: Drawn) -> None:
 
 
 def gather(drawn: Drawn) -> None:
-    cp = place_of(drawn, (*LAYOUTS, "document_zigzag", "document_contiguous", "document_ulysses_ring"))
+    cp = place_of(drawn, (*LAYOUTS, "document_zigzag", "document_contiguous"))
     document, unit = units_of(cp)
     parts = [document * drawn.below(3) for _ in range(1 + drawn.below(3))]
     parts[-1] += -sum(parts) % unit
@@ -103,9 +95,8 @@ def gather(drawn: Drawn) -> None:
     shards = [split_tensor(x, others(cp, rank), dim=dim, **offsets) for rank in range(cp.size)]
     for shard, places in zip(shards, held):
         assert lists(shard.movedim(dim, 0)) == [along[place] for place in places]
-    whole = join_shards(shards, cp, dim=dim, **offsets)
-    assert bits(x) == bits(whole) == before
-    assert lists(whole.movedim(dim, 0)) == oracle.gathered([lists(s.movedim(dim, 0)) for s in shards], held)
+    assert bits(x) == before
+    assert along == oracle.gathered([lists(s.movedim(dim, 0)) for s in shards], held)
     assert cp.size == 1 or apart([x], shards)
 
 

@@ -2,7 +2,6 @@
 
 import sys
 import types
-from dataclasses import replace
 from itertools import pairwise
 from typing import get_args
 
@@ -10,11 +9,11 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import example, given, strategies as st
+from hypothesis import given, strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from collate_npu import CollateError
-from collate_npu.parallel import ContextParallel, gather_objects, gloo_group, token_rows, token_runs
+from collate_npu.parallel import ContextParallel, gloo_group, token_runs
 from collate_npu.parallel.layout import Layout, is_gloo
 
 LAYOUTS = get_args(Layout)
@@ -25,10 +24,7 @@ def places(draw, layouts=LAYOUTS):
     """A place in a group, a width it can share out, and the offsets of documents that it can share out, too."""
     size = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     layout = draw(st.sampled_from(layouts))
-    ulysses = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0])) if "ring" in layout else 1
-    cp = ContextParallel(
-        size, draw(st.integers(0, size - 1)), layout=layout, ulysses=ulysses, tensor_parallel=draw(st.integers(1, 3))
-    )
+    cp = ContextParallel(size, draw(st.integers(0, size - 1)), layout=layout, tensor_parallel=draw(st.integers(1, 3)))
     lengths = [cp.document_multiple * n for n in draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))]
     lengths[-1] += -sum(lengths) % cp.multiple
     offsets = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
@@ -37,18 +33,14 @@ def places(draw, layouts=LAYOUTS):
 
 def by_hand(cp: ContextParallel, S: int, offsets: list[int]) -> list[int]:
     """The same rows by definition."""
-    zigzag = "contiguous" not in cp.layout and cp.layout != "ulysses"
-    inner = cp.size if cp.layout == "ulysses" else cp.ulysses
     bounds = offsets if cp.documents else [0, S]
-    return oracle.share_of_documents(bounds, cp.size, cp.rank, "zigzag" if zigzag else "contiguous", inner)
+    return oracle.share_of_documents(bounds, cp.size, cp.rank, cp.layout.removeprefix("document_"))
 
 
 @given(places())
-@example((ContextParallel(4, 0, layout="ulysses_ring", ulysses=2), 8, [0, 8]))
 def test_rows_are_those_of_the_definition_in_few_runs(case):
     cp, S, offsets = case
     runs = token_runs(S, cp, offsets)
-    assert token_rows(S, cp, offsets).tolist() == by_hand(cp, S, offsets)
     assert [n for start, stop in runs for n in range(start, stop)] == by_hand(cp, S, offsets)
     assert all(a[1] != b[0] for a, b in pairwise(runs))
     assert all(start < stop for start, stop in runs)
@@ -58,12 +50,11 @@ def test_rows_are_those_of_the_definition_in_few_runs(case):
 # --- multiples ------------------------------------------------------------------------------------------------------------
 
 
-@given(places(), st.sampled_from([1, 16, 32, 128]))
-def test_the_multiple_leaves_every_tensor_parallel_rank_whole_blocks(case, block):
-    cp = replace(case[0], block=block)
-    S = cp.multiple
-    assert S % (cp.size * cp.tensor_parallel * block) == cp.min_multiple % (cp.size * block) == 0
-    assert len(token_rows(S, cp, [0, S])) * cp.size == S
+@given(places())
+def test_the_multiple_leaves_every_tensor_parallel_rank_as_many_tokens(case):
+    cp, S = case[0], case[0].multiple
+    assert S % (cp.size * cp.tensor_parallel) == cp.min_multiple % cp.size == 0
+    assert sum(stop - start for start, stop in token_runs(S, cp, [0, S])) * cp.size == S
 
 
 @given(places(), st.integers(1, 300))
@@ -72,7 +63,7 @@ def test_widths_that_do_not_divide_are_refused_with_the_width_to_pad_to(case, ex
     assert cp.multiple % cp.min_multiple == 0
     if (S + extra) % cp.min_multiple:
         with pytest.raises(CollateError, match=f"multiple of {cp.min_multiple} ") as error:
-            token_rows(S + extra, cp, [0, S + extra])
+            token_runs(S + extra, cp, [0, S + extra])
         to = int(str(error.value).split("Pad to ")[1].split(":")[0])
         assert to % cp.multiple == 0
         assert S + extra < to < S + extra + cp.multiple
@@ -81,7 +72,7 @@ def test_widths_that_do_not_divide_are_refused_with_the_width_to_pad_to(case, ex
 def test_documents_that_do_not_divide_are_all_named():
     cp = ContextParallel(2, 0, layout="document_zigzag")
     with pytest.raises(CollateError, match="2 bad rows") as error:
-        token_rows(16, cp, [0, 3, 7, 16])
+        token_runs(16, cp, [0, 3, 7, 16])
     assert "row 0: got 3 tokens" in str(error.value)
     assert "row 2: got 9 tokens" in str(error.value)
     assert "multiple of 4" in str(error.value)
@@ -97,11 +88,7 @@ def test_documents_that_do_not_divide_are_all_named():
         ({"size": 2, "rank": -1}, "count from 0 to 1"),
         ({"size": 0, "rank": 0}, "a whole number, at least 1"),
         ({"size": 2, "rank": 0, "tensor_parallel": 0}, "a whole number, at least 1"),
-        ({"size": 2, "rank": 0, "block": 0}, "a whole number, at least 1"),
         ({"size": 2, "rank": 0, "layout": "ring"}, "It is one of zigzag"),
-        ({"size": 2, "rank": 0, "mask_2d": "split"}, "'local'"),
-        ({"size": 4, "rank": 0, "layout": "ulysses_ring", "ulysses": 3}, "divides the 4 ranks"),
-        ({"size": 4, "rank": 0, "layout": "zigzag", "ulysses": 2}, "'\\*ulysses_ring'"),
     ],
 )
 def test_settings_that_cannot_be(settings, words):
@@ -156,21 +143,20 @@ def test_a_gloo_group_is_made_where_the_world_is_bound_to_a_device_that_gloo_doe
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
     try:
         dist.group.WORLD.bound_device_id = torch.device(device)
-        assert gather_objects("a") == ["a"]
         KEPT.append(gloo_group())
+        dist.all_gather_object(values := [None], "a", group=KEPT[-1])
+        assert values == ["a"]
         assert is_gloo(KEPT[-1])
         assert dist.group.WORLD.bound_device_id == torch.device(device)
     finally:
         dist.destroy_process_group()
 
 
-def test_a_mesh_of_one_dimension_and_of_two_and_none_of_three(fake_world):
-    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("ring", "cp"))
+def test_a_mesh_of_one_dimension_and_none_of_two(fake_world):
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "cp"))
     assert ContextParallel.from_mesh(mesh["cp"], layout="contiguous") == ContextParallel(4, 1, layout="contiguous")
-    assert ContextParallel.from_mesh(mesh) == ContextParallel(4, 1, layout="ulysses_ring", ulysses=4)
-    assert ContextParallel.from_mesh(mesh, layout="zigzag", ulysses=1) == ContextParallel(4, 1)
     with pytest.raises(CollateError, match=r"mesh\['cp'\]"):
-        ContextParallel.from_mesh(types.SimpleNamespace(mesh_dim_names=("dp", "ring", "ulysses"), ndim=3))
+        ContextParallel.from_mesh(mesh)
 
 
 def test_megatron(monkeypatch, fake_world):

@@ -28,7 +28,7 @@ from torch.nn.functional import rms_norm, silu
 
 from collate_npu import Segments
 from collate_npu.outputs import per_sequence
-from collate_npu.parallel import ContextParallel, gather_sequence, token_rows
+from collate_npu.parallel import ContextParallel, gather_sequence, query_rows
 
 if int(version("megatron-core").split(".")[1]) >= 18:
     stand_ins.triton()
@@ -275,7 +275,7 @@ class Attention(nn.Module):
         cp = ContextParallel(size, rank, layout="document_zigzag" if flat else "zigzag", group=group)
         bounds = places(packed_seq_params) if flat else None
         keys, values = (gather_sequence(x, cp, dim=0, cu_seqlens=bounds, loss="local") for x in (key, value))
-        rows = token_rows(len(keys), cp, bounds)
+        rows = query_rows(len(keys), cp, bounds)
         if flat:
             query, keys, values = (x.reshape(len(x), 1, *x.shape[-2:]) for x in (query, keys, values))
             return _softmax(query, keys, values, _allowed(packed_seq_params, len(keys), size)[rows]).flatten(1)

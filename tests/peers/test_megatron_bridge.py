@@ -36,7 +36,7 @@ from processes import found_by, write
 from collate_npu import CollateError, Segments
 from collate_npu.integrations.megatron import gpt_batch
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.parallel import ContextParallel, token_rows
+from collate_npu.parallel import ContextParallel, query_rows
 
 NEEDS = ("megatron", "nemo_automodel", "omegaconf")  # the environment that has Megatron-Bridge
 OWN = "its own step shares the row and its labels out"
@@ -140,7 +140,7 @@ def partitioned(offsets: Any, total: int, size: int, rank: int) -> Any:
     """Transformer Engine's `thd_get_partitioned_indices`: of each sequence chunks r and 2 * size - 1 - r.
 
     Its binary search (common/fused_attn/context_parallel.cu) never compares the last offset, here the -1 that fills."""
-    return token_rows(total, ContextParallel(size, rank).for_documents(), offsets[offsets >= 0])
+    return query_rows(total, ContextParallel(size, rank).for_documents(), offsets[offsets >= 0])
 
 
 def model_of(family: str) -> Any:

@@ -22,7 +22,7 @@ from megatron_world import PAD, gaps, hybrid, outcome, samples
 from collate_npu import CollateError, PaddingCollator, Segments
 from collate_npu.integrations.megatron import gpt_batch, packed_seq_params
 from collate_npu.integrations.swift import number_sequences
-from collate_npu.parallel import ContextParallel, pad_documents, token_rows
+from collate_npu.parallel import ContextParallel, pad_documents, split_tensor
 
 NEEDS = ("megatron",)
 EXACT, WRONG, IMPORTS = 1e-4, 1e-1, 120
@@ -73,9 +73,10 @@ def test_its_permutation_puts_what_the_ranks_hold_back_in_the_order_of_the_row(l
     width = truth.shape[1]
     offsets = resolved(packed_seq_params(truth, context_parallel=cp), width, size)
     index, inverse = _build_thd_cp_a2a_perm(offsets, size, width)
-    held = torch.cat([token_rows(width, cp.with_rank(rank), offsets) for rank in range(size)])
+    places = torch.arange(width)
+    held = torch.cat([split_tensor(places, cp.with_rank(rank), dim=0, cu_seqlens=offsets) for rank in range(size)])
     assert held[index].tolist() == list(range(width))
-    assert torch.arange(width)[inverse].tolist() == held.tolist()
+    assert places[inverse].tolist() == held.tolist()
 
 
 @given(lengths=lengths_of, tail=st.integers(0, 5))

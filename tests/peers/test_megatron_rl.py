@@ -22,7 +22,7 @@ from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron, slime
 from collate_npu.integrations.megatron import packed_seq_params
 from collate_npu.integrations.slime import before_log_prob, before_train_step
-from collate_npu.parallel import ContextParallel, gather_sequence, token_rows
+from collate_npu.parallel import ContextParallel, gather_sequence, split_tensor
 from collate_npu.proof import watch
 
 NEEDS = ("megatron",)
@@ -112,7 +112,7 @@ def together(make: str, untold: bool = False) -> dict[str, Any]:
     ids = gather_sequence(local["input_ids"], cp, cu_seqlens=offsets)
     with watch(say=False) as seen:
         out = model(**inputs)[:, : local["input_ids"].shape[1]]
-    loss = _loss(out, {**local, "shifted": ids.roll(-1, 1)[:, token_rows(ids.shape[1], cp, offsets)]})
+    loss = _loss(out, {**local, "shifted": split_tensor(ids.roll(-1, 1), cp, cu_seqlens=offsets)})
     loss.backward()
     loss, gradients = loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for value in (loss, *gradients.values()):

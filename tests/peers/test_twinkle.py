@@ -19,7 +19,7 @@ from collate_npu import CollateError, ContextParallel, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import twinkle
 from collate_npu.masks import dense
-from collate_npu.parallel import join_shards, query_rows
+from collate_npu.parallel import query_rows, split_tensor
 
 NEEDS = ("twinkle", "megatron", "mcore_bridge", "ray")
 
@@ -74,7 +74,9 @@ def whole(mesh, rows, key, **settings):
     """The key as all ranks of the mesh hold it together."""
     ranks = [grid(mesh.tp_world_size, mesh.cp_world_size, rank) for rank in range(mesh.cp_world_size)]
     shards = [processor(rank, **settings)(copy.deepcopy(rows))[0][key] for rank in ranks]
-    return join_shards(shards, ContextParallel(mesh.cp_world_size, 0))
+    joined = torch.cat(shards, 1)
+    places, cps = torch.arange(joined.shape[1]), [ContextParallel(len(shards), rank) for rank in range(len(shards))]
+    return joined[:, torch.cat([split_tensor(places, cp, dim=0) for cp in cps]).argsort()]
 
 
 # --- the same as twinkle, where twinkle is right

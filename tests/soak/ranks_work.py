@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from collate_npu import BatchAdapter, CollateError, Segments
 from collate_npu.collate import BalancedBatchSampler, loss_weights
-from collate_npu.parallel import ContextParallel, gather_objects, gather_sequence, split_batch
+from collate_npu.parallel import ContextParallel, gather_sequence, ranks_agree, split_batch
 
 CALLS = ("split", "adapter", "gather", "same", "local", "objects", "plan", "weights")
 ANYWHERE = ("skip", "swap", "late", "stop", "kill")
@@ -67,7 +67,7 @@ def _call(name: str, draw: random.Random, wrong: str) -> str:
     """What is wrong with its answer, "" if nothing is."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if name == "objects":
-        return "" if gather_objects((rank, draw.random()))[rank][0] == rank else "another's object"
+        return "" if _objects((rank, draw.random()))[rank][0] == rank else "another's object"
     if name in ("plan", "weights"):
         return (_planned if name == "plan" else _weighed)(draw, wrong)
     layout = draw.choice(("contiguous", "zigzag"))
@@ -84,6 +84,14 @@ def _call(name: str, draw: random.Random, wrong: str) -> str:
     return _gathered(name, cp, segments, ids.float(), wanted[:, 1:] if wrong == "raise" else wanted)
 
 
+def _objects(value: Any) -> list[Any]:
+    """One of each rank, exchanged after the ranks have agreed to."""
+    with ranks_agree(ContextParallel.from_group(dist.group.WORLD)):
+        values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def _planned(draw: random.Random, wrong: str) -> str:
     """No rank asks another for the plan; what a checkpoint keeps of it tells whether they have one. With another seed or
     other lengths a rank does not take it."""
@@ -94,7 +102,7 @@ def _planned(draw: random.Random, wrong: str) -> str:
         options |= draw.choice(({"seed": 10}, {"max_tokens": 61}, {"pack": not options["pack"]}))
     sampler = BalancedBatchSampler(lengths, num_replicas=size, rank=rank, drop_last=True, **options)
     sampler.set_epoch(draw.randint(0, 3))
-    told = gather_objects((sampler.state_dict(), list(sampler)))
+    told = _objects((sampler.state_dict(), list(sampler)))
     for state, _ in told:
         sampler.load_state_dict(state)
     samples = [n for _, batches in told for batch in batches for n in batch]
