@@ -1,6 +1,4 @@
-"""Every public entry, what a right call of it gets, and what may stand in the place of each of its arguments."""
-
-import inspect
+"""Every public entry, what a right call of it gets, and what may stand in the place of its data."""
 
 import torch
 
@@ -86,12 +84,8 @@ CALLS = {
     lengths_of: {"dataset": [{"input_ids": [1]}]},
     loss_weights: {"batches": [{"labels": [[1, 2]]}]},
 }  # fmt: skip
-KERNELS = [
-    function for function in CALLS if "gated_delta" in function.__module__ or "fusion_attention" in function.__module__
-]
-"""Of these every argument, those with a default too."""
-
-
+DATA = {"attention_mask", "keep", "batch", "lengths", "cu_seqlens", "ids", "position_ids", "dataset", "batches"}
+"""Arguments that hold what a data set or another stack sends."""
 HELD = (*KEYS, "weights", "mine")
 PLACES = {  # where a key of HELD stands
     "of each sample": lambda held: [collator([{**feature, **held} for feature in FEATURES]) for collator in COLLATORS],
@@ -128,7 +122,7 @@ ENTRIES = {
     **{
         f"{function.__qualname__} {name}": lambda x, function=function, name=name: function(**{**CALLS[function], name: x})
         for function, right in CALLS.items()
-        for name in (inspect.signature(function).parameters if function in KERNELS else right)
+        for name in (right.keys() & DATA if function is not PaddingCollator else ())
     },
 }
 ARRAYS = {"features", "a sample", "an inner batch", "an inner mask", "a shard", "physical offsets"}

@@ -28,7 +28,7 @@ from collate_npu.collate.padding import best_fit
 from collate_npu.errors import CollateError, a_type, explain, explain_rows, shape_of
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.parallel.layout import is_gloo
-from collate_npu.validation import checked, options_checked
+from collate_npu.validation import checked
 
 Plan = tuple[Array, Array, Array]
 """Samples, batch after batch; where each batch ends; its cost, the tokens that a model computes."""
@@ -36,7 +36,7 @@ _SAID, _NOISE = 20, 1.1
 """How many bad lengths a message lists; by how much the order of like lengths changes between epochs."""
 
 
-@options_checked("BalancedBatchSampler")
+@checked
 class BalancedBatchSampler(Sampler[list[int]]):
     """Yields the samples of each batch of this rank: pass it as `batch_sampler=` to a `DataLoader`.
 

@@ -46,12 +46,12 @@ from collate_npu.masks.sources import Sources, check_longest, physical_offsets
 from collate_npu.outputs import ignore_first_labels
 from collate_npu.parallel.split import place_documents, with_fills
 from collate_npu.segments import PADS_BEFORE, Segments, of_lengths
-from collate_npu.validation import check_fields, check_model, check_return_tensors, check_tokenizer, options_checked
+from collate_npu.validation import check_model, check_return_tensors, check_tokenizer, checked
 
 MaskMode = Literal["auto", "none", "4d", "2d", "omit"]
 
 
-@options_checked("Layout")
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How rows are laid out, beyond the options of transformers' collators.
@@ -85,7 +85,6 @@ class Layout:
     max_mask_bytes: int = MAX_MASK_BYTES
 
     def __post_init__(self) -> None:
-        check_fields(self)
         whole_number("separator_id", self.separator_id, least=-(1 << 63))
 
 
@@ -229,14 +228,13 @@ _MADE = "wrap_collator(DataCollatorForLanguageModeling(tokenizer, mlm=False), mo
 _OWN = {
     **dict.fromkeys(_RETURNED, "Leave it out: the collator emits what the model reads."),
     **dict.fromkeys(("mlm", "mlm_probability"), f"PaddingCollator takes labels from the samples. {_MADE}"),
-    "": "Pass the options after pad_to_multiple_of by name.",
     "processing_class": "Pass tokenizer=.",
     "processor": "Pass tokenizer=processor.tokenizer.",
     "truncation": "Truncate when tokenising.",
 }
 
 
-@options_checked("PaddingCollator", ELSEWHERE | _OWN)
+@checked(instead=ELSEWHERE | _OWN)
 @dataclass(frozen=True)
 class PaddingCollator(Emitter):
     """Makes one padded batch of samples, or with `padding_free` one flat row; pass it as `data_collator=`.
@@ -291,7 +289,6 @@ class PaddingCollator(Emitter):
     return_tensors: InitVar[str | None] = "pt"
 
     def __post_init__(self, model: Any, return_tensors: str | None) -> None:
-        check_fields(self)
         check_return_tensors(return_tensors)
         if self.tokenizer is not None:
             check_tokenizer(self.tokenizer)

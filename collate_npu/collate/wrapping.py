@@ -28,7 +28,7 @@ from collate_npu.masks.dense_mask import Polarity
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import unpad
 from collate_npu.segments import Segments
-from collate_npu.validation import check_batch, check_collator, check_fields, check_return_tensors, options_checked
+from collate_npu.validation import check_batch, check_collator, check_return_tensors, checked
 
 Features = Sequence[Mapping[str, Any]]
 
@@ -38,7 +38,7 @@ _OF_ROWS = ("tokenizer", "pad_token_id", "padding_side", "padding", "max_length"
 _INNER = dict.fromkeys(("", "collator", "data_collator", "collate_fn"), _FIRST)
 
 
-@options_checked("wrap_collator", ELSEWHERE | _INNER | dict.fromkeys(_OF_ROWS, "Set it in the inner collator."))
+@checked(instead=ELSEWHERE | _INNER | dict.fromkeys(_OF_ROWS, "Set it in the inner collator."))
 @dataclass(frozen=True)
 class WrappedCollator(Emitter):
     """Wraps any collator: returns its batch with correct masks, positions and labels. Picklable if `inner` is.
@@ -71,8 +71,7 @@ class WrappedCollator(Emitter):
 
     def __post_init__(self, model: Any, model_type: str | None, return_tensors: str | None) -> None:
         check_return_tensors(return_tensors)
-        check_collator(self.inner, "inner")
-        check_fields(self)
+        check_collator(self.inner)
         for field in fields(Layout):
             value = getattr(self.layout, field.name)
             if value == field.default or field.name in ("labels_shifted", "max_mask_bytes"):

@@ -35,7 +35,7 @@ from collate_npu.parallel.agreement import uncompiled
 from collate_npu.parallel.split import share_out
 from collate_npu.releases import MEGATRON_PARALLEL, MISSING_KERNEL_RAISES
 from collate_npu.segments import Segments, ready
-from collate_npu.validation import check_model, checked, here, is_plain, options_checked
+from collate_npu.validation import check_model, checked, is_plain
 
 _ALIGNED = 64
 """Bytes at whose multiples tensors begin, as torch's own allocators do for vectors of any type."""
@@ -129,7 +129,7 @@ class MadeBatches:
 MADE = MadeBatches()
 
 
-@options_checked("BatchAdapter", {"": "Pass every option but the model by name."})
+@checked
 class BatchAdapter:
     """Makes any batch right for one model stack: `adapter(batch)` returns a new plain dict.
 
@@ -159,7 +159,6 @@ class BatchAdapter:
     Segments(B=2, S=3, lengths=[1, 3], padding='left')
     """
 
-    @checked
     def __init__(
         self,
         model: Any = None,
@@ -187,7 +186,7 @@ class BatchAdapter:
         self.max_mask_bytes = max_mask_bytes
         moves = self.consumer.counts_positions  # a transformers model moves labels itself
         self.shifted = False if labels_shifted is None and moves else labels_shifted
-        self.device = None if device is None else here(device, now=False)
+        self.device = None if device is None else torch.device(device)
         self.declared = None if pattern is None else Pattern.of(pattern)
         """The pattern that the caller declared; None: the model's own at each call."""
         self.model = Model.of(model, model_type=model_type, needs_2d=needs_mask_2d, attn_implementation=attn_implementation)
@@ -317,8 +316,6 @@ class BatchAdapter:
         """Do what `render` does, for a batch and its Segments that need no check."""
         if self.model.model_type == "prophetnet":
             check_labels(sources, segments, "decoder", "prophetnet")
-        if self.device is not None:
-            here(self.device)
         case, batch = self._case(segments, padding_free, sources), sources
         device = device or next((value.device for value in batch.values() if isinstance(value, Tensor)), torch.device("cpu"))
         out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY, KEY, TEXT_KEY)}

@@ -30,7 +30,7 @@ from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.masks.forms import dense, none_is_exact
 from collate_npu.masks.patterns import Bidirectional, Chunked, Pattern, Prefix, Sliding
 from collate_npu.segments import Segments
-from collate_npu.validation import checked, here
+from collate_npu.validation import checked
 
 UNLIMITED = 2**31 - 1
 """The operator's default of `pre_tockens` and `next_tockens`."""
@@ -105,7 +105,7 @@ def fusion_attention_kwargs(
     >>> fusion_attention_kwargs(Segments.from_lengths([3, 5]), layout="TND")["actual_seq_qlen"]
     [3, 8]
     """
-    pattern, device = Pattern.of(pattern), here(device)
+    pattern, device = Pattern.of(pattern), torch.device(device)
     terms = _terms(segments, pattern, layout)
     form = _choose(segments, terms, layout)
     kwargs: dict[str, Any] = {"input_layout": layout}
@@ -155,7 +155,7 @@ def triangle(device: torch.device | str = "cpu") -> Tensor:
     >>> triangle().shape, triangle()[:3, :3].int().tolist()
     (torch.Size([2048, 2048]), [[0, 1, 1], [0, 0, 1], [0, 0, 0]])
     """
-    at_S = torch.arange(2048, device=here(device))
+    at_S = torch.arange(2048, device=torch.device(device))
     return at_S > at_S[:, None]
 
 
@@ -164,7 +164,7 @@ def prefix_triangle(device: torch.device | str = "cpu") -> Tensor:
 
     Source: op-plugin torch_npu-npu_fusion_attention.md, "sparse_mode" 6.
     """
-    right_half = (torch.arange(2048, device=here(device)) >= 1024).expand(1024, 2048)
+    right_half = (torch.arange(2048, device=torch.device(device)) >= 1024).expand(1024, 2048)
     return torch.cat([triangle(device), right_half])
 
 

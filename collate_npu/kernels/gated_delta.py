@@ -54,7 +54,7 @@ from torch import Tensor
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.masks.forms import fitting_places
 from collate_npu.segments import Segments, Values, as_offsets
-from collate_npu.validation import check_of_batch, checked, here
+from collate_npu.validation import check_of_batch, checked
 
 Padding = Literal["own", "behind"]
 Kernel = Literal[
@@ -94,7 +94,7 @@ def gated_delta_kwargs(
     >>> gated_delta_kwargs(Segments.from_lengths([1, 3], side="left"), kernel="transformers")["attention_mask"].tolist()
     [[0, 0, 1], [1, 1, 1]]
     """
-    device = here(device)
+    device = torch.device(device)
     padded = segments.shape[0] > 1 or (not segments.packed and segments.padding_side != "none")
     if kernel == "transformers" and padded and keep_padding is not False and isinstance(padding, str):
         check_one_sided(segments)

@@ -25,7 +25,7 @@ from collate_npu.errors import CollateError, UnsupportedFormError, explain, expl
 from collate_npu.masks.dense_mask import Polarity, fill_rows, regions_of
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.segments import PADS_BEFORE, Segments, keep_array, of_lengths
-from collate_npu.validation import checked, here, wrong_kind
+from collate_npu.validation import checked
 
 MAX_MASK_BYTES = 4 << 30
 CPU = torch.device("cpu")
@@ -62,8 +62,6 @@ def none_is_exact(segments: Segments, pattern: str | Pattern = "causal") -> Verd
     >>> none_is_exact(Segments.from_lengths([[3, 2]])).why
     'a row holds several sequences, which would see each other'
     """
-    if not isinstance(segments, Segments):
-        raise wrong_kind("segments", segments, "none_is_exact", Segments)
     why = mask_needed_reason(segments, Pattern.of(pattern))
     return Verdict(not why, why or "causal attention, padding on the right only, one sequence a row")
 
@@ -112,7 +110,12 @@ def dense(
     >>> dense(left, polarity="masked", rows=[1]).tolist()
     [[[[True, False]]], [[[False, False]]]]
     """
-    options = {"rows": rows, "dtype": dtype, "device": here(device), "max_mask_bytes": max_mask_bytes}
+    options: dict[str, Any] = {
+        "rows": rows,
+        "dtype": dtype,
+        "device": torch.device(device),
+        "max_mask_bytes": max_mask_bytes,
+    }
     return write_dense(segments, polarity, Pattern.of(pattern), **options)
 
 
@@ -225,7 +228,7 @@ def mask_mod(
     """
     pattern = Pattern.of(pattern)
     pattern.check(segments.num_sequences)
-    device = here(device)
+    device = torch.device(device)
     sees = pattern.on(device)
     start_BS, number_BS = np.zeros(segments.shape, np.int64), np.zeros(segments.shape, np.int64)
     for b, regions in enumerate(regions_of(segments)):
@@ -262,7 +265,7 @@ def block_mask(
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    (B, S), device, block_size = segments.shape, here(device), whole_number("block_size", block_size, least=1)
+    (B, S), device, block_size = segments.shape, torch.device(device), whole_number("block_size", block_size, least=1)
     whole = -(-S // block_size) * block_size
     if not compiled:
         check_bytes("block mask being built", (B, 1, whole, whole), EVALUATED_BYTES, max_mask_bytes)

@@ -29,7 +29,7 @@ from torch import Tensor
 from collate_npu.arrays import OF_A_BATCH, check_places, whole_number
 from collate_npu.errors import CollateError, explain, explain_rows
 from collate_npu.segments import as_offsets
-from collate_npu.validation import check_fields, checked, options_checked
+from collate_npu.validation import checked
 
 _GLOO: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 """The groups made here, by the world they are of and their ranks."""
@@ -142,7 +142,7 @@ Layout = Literal["zigzag", "contiguous", "document_zigzag", "document_contiguous
 Run = tuple[int, int]
 
 
-@options_checked("ContextParallel")
+@checked
 @dataclass(frozen=True, slots=True)
 class ContextParallel:
     """One rank's place in a group of `size` ranks that share every row of the batch.
@@ -351,7 +351,6 @@ def _check_width(width: int, cp: ContextParallel) -> None:
 
 
 def _check(cp: ContextParallel) -> None:
-    check_fields(cp)
     for name in ("size", "tensor_parallel"):
         whole_number(name, getattr(cp, name), least=1)
     if not 0 <= whole_number("rank", cp.rank, least=-cp.size) < cp.size:

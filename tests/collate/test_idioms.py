@@ -16,7 +16,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.models
 
-from collate_npu import BatchAdapter, CollateError, PaddingCollator, wrap_collator  # noqa: E402
+from collate_npu import CollateError, PaddingCollator, wrap_collator  # noqa: E402
 from collate_npu.testing import tiny_model  # noqa: E402
 
 SEQ2SEQ, PADDED = transformers.DataCollatorForSeq2Seq, transformers.DataCollatorWithPadding
@@ -93,9 +93,7 @@ def test_a_line_gives_what_the_original_gives(original, line, tokenizer, model):
 
 
 SAID = {
-    "PADDED(t, True)": (lambda t, m: PaddingCollator(t, True), "Pass padding= by its name"),
-    "PADDED(t, True, 64, 8)": (lambda t, m: PaddingCollator(t, True, 64, 8), "Pass padding= by its name"),
-    "seven by place": (lambda t, m: PaddingCollator(t, m, True, 64, 8, -100), "after pad_to_multiple_of by name"),
+    "PADDED(t, True)": (lambda t, m: PaddingCollator(t, True), "A model is a torch module"),
     "LM": (lambda t, m: PaddingCollator(t, m, mlm=False), r"wrap_collator\(DataCollatorForLanguageModeling\("),
     "flattening": (lambda t, m: PaddingCollator(padding_free=True, return_seq_idx=True), "Leave it out"),
     "a separator": (lambda t, m: PaddingCollator(t, m, separator_id=0), r"layout=Layout\(separator_id=...\)"),
@@ -106,14 +104,11 @@ SAID = {
     "numpy, wrapped": (lambda t, m: wrap_collator(SEQ2SEQ(t), m)(ROWS, return_tensors="np"), "Pass 'pt'"),
     "texts": (lambda t, m: PaddingCollator(t, m)(["a", "b"]), "Tokenise first"),
     "tensors": (lambda t, m: PaddingCollator(t, m)([torch.tensor(ids) for ids in IDS]), 'Make dicts of them: .{"'),
-    "replaced": (lambda t, m: dataclasses.replace(PaddingCollator(t, m), padding_side="left"), "Pass model= again"),
-    "replaced, wrapped": (lambda t, m: dataclasses.replace(wrap_collator(SEQ2SEQ(t), m)), "Pass model= again"),
-    "wrapped tokenizer": (lambda t, m: wrap_collator(t, m), r"make one: PaddingCollator\(tokenizer, model\)"),
-    "the wrong way round": (lambda t, m: wrap_collator(m, SEQ2SEQ(t)), "Pass a collator first, then the model"),
+    "replaced": (lambda t, m: dataclasses.replace(PaddingCollator(t, m), padding_side="left"), "Pass the model"),
+    "replaced, wrapped": (lambda t, m: dataclasses.replace(wrap_collator(SEQ2SEQ(t), m)), "Pass the model"),
+    "the wrong way round": (lambda t, m: wrap_collator(m, SEQ2SEQ(t)), r"Make one: PaddingCollator\(tokenizer, model\)"),
     "data_collator=": (lambda t, m: wrap_collator(data_collator=SEQ2SEQ(t), model=m), "Pass the collator first"),
-    "no collator": (lambda t, m: wrap_collator(model=m), "Pass the collator first"),
     "a side": (lambda t, m: wrap_collator(SEQ2SEQ(t), m, padding_side="left"), "Set it in the inner collator"),
-    "an adapter": (lambda t, m: BatchAdapter(m, "sdpa"), "every option but the model by name"),
 }
 
 

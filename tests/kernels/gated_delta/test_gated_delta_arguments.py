@@ -77,8 +77,6 @@ def test_transformers_takes_padded_rows_with_a_mask():
 HOLE, LEFT = Segments.from_keep([[1, 0, 1]]), Segments.from_lengths([2], width=4, side="left")
 REFUSED = [
     ({"padding": "front"}, "'own', 'behind'"),
-    ({"segments": [[1, 1]]}, "Pass a Segments"),
-    ({"device": "nowhere"}, "device of this machine"),
     ({"kernel": "flash"}, "It is one of transformers, fla"),
     ({"kernel": "fla_npu_recurrent"}, "a sequence of 70 tokens"),
     ({"segments": HOLE}, r"row 0: got padding inside a sequence[\s\S]*keep_padding=False"),
