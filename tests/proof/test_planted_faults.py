@@ -429,6 +429,11 @@ ALSO = {
     "scores by distance": ((flex, own), padded, but(score=lambda t: lambda score, b, h, q, k: score - 0.1 * (q - k))),
     "scores by head": ((flex, own), padded, but(score=lambda t: lambda score, b, h, q, k: score * (1 + h))),
     "a mask of ones and zeros": ((fusion, own), padded, given(atten_mask=lambda t: (~t["allowed"]).to(torch.uint8))),
+    "a triangle over right padding": (
+        (fusion, own),
+        partial(padded, side="right"),
+        given(atten_mask=lambda t: triangle(), sparse_mode=always(3)),
+    ),
     "a band as wide as the row": ((fusion, own), padded, given(sparse_mode=always(0), pre_tockens=always(12))),
     "a band of packed rows": (
         (fusion, fusion),

@@ -44,6 +44,13 @@ def test_what_the_kernel_computes_from_them_is_each_sequence_alone(kernel, batch
     np.testing.assert_allclose(out[~np.isnan(right)], right[~np.isnan(right)], atol=1e-9, rtol=0)
 
 
+def test_chunks_begin_again_at_each_sequence():
+    assert gated_delta_kwargs(ROW, kernel="fla_npu")["chunk_indices"] == (0, 0, 1, 0, 1, 1, 2, 0)
+    for length, table in ((2048, (0, 0)), (2049, (0, 0, 0, 1))):
+        one = gated_delta_kwargs(Segments.from_lengths([[length]]), kernel="fla_npu_cumsum")
+        assert one["chunk_indices_out"] == table
+
+
 DTYPES = dict.fromkeys(("fla", "fla_conv", "fla_cp", "fla_npu_flash"), torch.int64)
 
 
@@ -96,6 +103,12 @@ def test_what_has_no_right_arguments_is_refused_with_the_way_out(wrong, message)
 # --- offsets of a flat row: every token covered once, no real token in the sequence of another
 
 FLAT = Segments.from_ids([[1, 1, 1, 0, 2, 2, 0, 0]])
+
+
+def test_padding_is_a_sequence_of_its_own_or_lies_behind_the_one_before():
+    assert flat_offsets(FLAT) == (0, 3, 4, 6, 8)
+    assert flat_offsets(FLAT, padding="behind") == (0, 4, 8)
+    assert flat_offsets(FLAT, keep_padding=False) == (0, 3, 5)
 
 
 def test_a_batchs_own_offsets_are_taken_as_they_are():
