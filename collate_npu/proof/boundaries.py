@@ -268,40 +268,31 @@ def _ranks_without(own_T: Array, real_T: Array, zero_T: Array) -> Array:
 
 
 def attention_reason(
-    segments: Segments,
-    pattern: Pattern | None,
-    b: int,
-    attended: Attended,
-    places_Q: Tensor | None = None,
-    places_K: Tensor | None = None,
-    attends: Callable[..., Tensor] | None = None,
+    segments: Segments, pattern: Pattern | None, b: int, attended: Attended, places_Q: Tensor | None = None
 ) -> str:
     """Return which real query attends other keys than the pattern says for its own sequence; "" if none does.
 
-    `attended` is of queries and keys at these places, counted from the first token of row b, by default those of the row.
-    Without a pattern only whose tokens are attended is judged. `attends`: `mask_mod` of both, from who judges many blocks.
+    `attended` is of the queries at these places of row b, by default all, and of all keys of that row. Without a pattern
+    only keys of padding and of other sequences are wrong.
     """
-    S, ids = segments.shape[1], segments.ids.reshape(-1)
-    at_Q, at_K = (b * S + (torch.arange(S) if places is None else places) for places in (places_Q, places_K))
-    if attended[0].shape != (len(at_Q), len(at_K)):
-        return f"row {b} has {list(attended[0].shape)} queries and keys, not [{len(at_Q)}, {len(at_K)}]"
-    real_Q = ids[at_Q] != 0
-    at_Q1, (any_QK, all_QK) = at_Q[real_Q, None], (each.cpu()[real_Q] for each in attended)
+    S, ids_S = segments.shape[1], segments.ids[b]
+    at_Q = torch.arange(S) if places_Q is None else places_Q
+    if attended[0].shape != (len(at_Q), S):
+        return f"row {b} has {list(attended[0].shape)} queries and keys, not [{len(at_Q)}, {S}]"
+    at_Q1, (any_QK, all_QK) = at_Q[ids_S[at_Q] != 0, None], (each.cpu()[ids_S[at_Q] != 0] for each in attended)
     expected_QK = any_QK
     if pattern is not None:
-        expected_QK = _expected(mask_mod(segments, pattern) if attends is None else attends, at_Q1, at_K, S)
+        expected_QK = mask_mod(segments, pattern)(torch.tensor(b), torch.tensor(0), at_Q1, torch.arange(S))
         if torch.equal(any_QK, expected_QK) and (all_QK is any_QK or torch.equal(all_QK, expected_QK)):
             return ""
 
     def first(wrong_QK: Tensor, what: str, verb: str = "attends") -> str:
-        i, j = map(int, wrong_QK.nonzero()[0])
-        (row, q), (other, k) = divmod(int(at_Q1[i]), S), divmod(int(at_K[j]), S)
-        return f"row {row} {what}: query {q} {verb} key {k} of {S}{f' in row {other}' if other != row else ''}"
+        i, k = map(int, wrong_QK.nonzero()[0])
+        return f"row {b} {what}: query {int(at_Q1[i])} {verb} key {k} of {S}"
 
-    other_QK = (ids[at_Q1] != ids[at_K]) | (at_Q1 // S != at_K // S)
     for wrong_QK, what in (
-        (any_QK & (ids[at_K] == 0), "attends padding"),
-        (any_QK & other_QK, "attends another sequence"),
+        (any_QK & (ids_S == 0), "attends padding"),
+        (any_QK & (ids_S[at_Q1] != ids_S), "attends another sequence"),
         (any_QK & ~expected_QK, f"attends more than {pattern} attention does"),
     ):
         if bool(wrong_QK.any()):
@@ -311,15 +302,6 @@ def attention_reason(
     missing_QK = expected_QK & ~all_QK
     heads = "" if bool((missing_QK & ~any_QK).any()) else " in one of its heads"
     return first(missing_QK, "does not attend all of its sequence", "does not attend") + heads
-
-
-def _expected(attends: Callable[..., Tensor], at_Q1: Tensor, at_K: Tensor, S: int) -> Tensor:
-    """Return bool `[Q, K]`: which keys the pattern lets each query attend."""
-    row_Q1, row_K = at_Q1 // S, at_K // S
-    one_row = bool((row_Q1 == row_K[:1]).all()) and bool((row_K == row_K[:1]).all())
-    row = row_K[:1, None] if one_row else row_Q1
-    attended_QK = attends(row, torch.tensor(0), at_Q1 % S, at_K % S)
-    return attended_QK if one_row else attended_QK & (row_Q1 == row_K)
 
 
 def position_reason(positions_T: Array, segments: Segments, first: int | None) -> str:
