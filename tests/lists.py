@@ -140,7 +140,7 @@ def command(name: str) -> str:
     for action in parsers()[1][name]._actions:
         if action.option_strings and action.dest != "help":
             names = ", ".join(f"`{each}`" for each in action.option_strings if each.startswith("--"))
-            default = "" if action.default is None or action.default is False else f"`{action.default}`"
+            default = "" if action.default in (None, False, []) else f"`{action.default}`"
             lines.append(f"| {names} | {default} | {action.help.partition(' [default: ')[0].replace('%%', '%')} |")
     return "\n".join(lines)
 

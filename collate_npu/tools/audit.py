@@ -114,7 +114,15 @@ class Report:
         yield verdict_line(self.exit_code, f"{WORDS[self.exit_code]}: {said}.")
         where = f"{self.settings['device']}, {self.settings['dtype']}, torch {torch.__version__}"
         limit = self.settings["tolerance"] or f"{TIMES} times the rounding noise measured on each model"
-        yield terms([("measured", f"{where}, transformers {transformers.__version__}"), ("passes", f"up to {limit}")])
+        batches = "; ".join(
+            ", ".join(dict.fromkeys(getattr(f, name) for f in self.findings)) for name in ("attention", "side")
+        )
+        facts = {
+            "measured": f"{where}, transformers {transformers.__version__}",
+            "batches": batches,
+            "passes": f"up to {limit}",
+        }
+        yield terms(facts.items())
         if self.findings:
             yield self._table(verbose)
         notes = {(f.model, f.by, f.side): f.note for f in self.findings if f.note}
@@ -126,17 +134,17 @@ class Report:
         yield terms(lines + [("left out", f"{place}: {why}") for place, why in self.left_out.items()])
 
     def _table(self, verbose: bool) -> Table:
-        drawn = ruled("", "model", "attention", "side", "batch by", numbers=("right", "logits", "loss", "gradient"))
+        drawn = ruled("", "model", "batches", numbers=("right", "logits", "loss", "gradient"))
         groups: dict[Any, list[Finding]] = {}
         for f in self.findings:
             groups.setdefault((f.model, f.by, *((f.attention, f.side) if verbose else ())), []).append(f)
         for found in groups.values():
             ran = [f for f in found if f.right is not None]
             sign = WRONG if any(f.right is False for f in found) else RIGHT if ran else UNPROVED
-            names = [", ".join(dict.fromkeys(getattr(f, name) for f in found)) for name in ("attention", "side", "by")]
+            case = found[0]
             errors = [[e for f in ran if (e := getattr(f, name)) is not None] for name in ("logits", "loss", "gradient")]
             numbers = (number(float(torch.tensor(each).max())) if each else "-" for each in errors)  # NaN stays
-            cells = map(Text, (found[0].model, *names))
+            cells = (Text(case.model), Text(f"{case.attention} {case.side} {case.by}" if verbose else case.by))
             drawn.add_row(Text(*sign), *cells, f"{sum(bool(f.right) for f in ran)} of {len(ran)}", *numbers)
         return drawn
 

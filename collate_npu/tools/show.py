@@ -14,18 +14,21 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import Array, Side, host_tensor
+from collate_npu.collate.collators import PaddingCollator
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mask_routing import SPELLED, describe_shape
 from collate_npu.errors import CollateError, explain, printable, shape_of
-from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
+from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import is_dense, reads, segments_from_batch
 from collate_npu.masks.derive import MASK_KEY, derive_segments
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, token_runs
 from collate_npu.segments import Segments
 from collate_npu.tools.describe import Words
 
-WIDE, ROWS = 64, 16
-"""The most cells of a line, and the most rows and squares that are drawn."""
+WIDE, ROWS = 32, 16
+"""The most cells of a line, which fits a terminal of 80 columns, and the most rows and squares that are drawn."""
+WIDEST, MOST = 4096, 1 << 22
+"""Of `--lengths`: the widest batch that gets a dense mask, and the most places."""
 
 
 def picture(shown: Mapping[str, Any] | Segments | Tensor) -> Words:
@@ -166,5 +169,10 @@ def batch_of_lengths(lengths: str, *, side: Side, packed: bool) -> dict[str, Any
         rows = [[int(n) for n in row.split("+")] for row in lengths.split(",")]
     except ValueError:
         raise CollateError(explain("--lengths", lengths, "Lengths are whole numbers.", "Write 3,5 or 3+2,5.")) from None
-    segments = Segments.from_lengths([[n for row in rows for n in row]] if packed else rows, side=side)
-    return {"input_ids": segments.keep.long(), "position_ids": segments.position_ids, SEGMENT_KEY: segments.ids}
+    widest = max(map(sum, rows))
+    if min(map(min, rows)) < 0 or len(rows) * widest > MOST:
+        rule = f"Lengths are 0 or more, and at most {MOST} places are drawn."
+        raise CollateError(explain("--lengths", lengths[:80], rule, "Write shorter ones: a picture shows the same."))
+    layout: dict[str, Any] = {} if packed or widest <= WIDEST else {"attention_mask": "2d"}
+    collator = PaddingCollator(pad_token_id=0, padding_side=side, padding_free=packed, **layout)
+    return collator([{"input_ids": [1] * sum(row), "seq_lengths": row} for row in rows])

@@ -138,10 +138,3 @@ def finite(value: Any) -> Any:
 def number(error: float) -> str:
     """`6.2e-06`, `4.04`, `nan`."""
     return f"{error:.1e}" if error < 0.01 or error >= 1000 else f"{error:.2f}"
-
-
-def join_names(names: Iterable[str], most: int = 0) -> str:
-    """Return each name once; after the first few, how many more (`most` 0: all)."""
-    unique = list(dict.fromkeys(names))
-    more = len(unique) - most
-    return ", ".join(unique) if not most or more <= 1 else f"{', '.join(unique[:most])} and {more} more"

@@ -86,7 +86,7 @@ def test_a_collator_that_was_named_finds_its_neighbours_behind_what_is_installed
     quick = ["--model", "llama", "--attn", "sdpa", "--batches", "1", "--batch-size", "3", "--no-gradients", "--json"]
     mine = ["--collator", "beside/json.py:collate", "--data", "a.json"]
     out = command("audit", *quick, *mine, cwd=lies, entry=["../bin/collate-npu"])
-    assert {f["right"] for f in json.loads(out)["findings"] if f["whose"] == "yours"} == {True}
+    assert {f["right"] for f in json.loads(out)["findings"] if f["by"] == "collate"} == {True}
     assert ran(lies) == ["helper", "later_helper"]
 
 

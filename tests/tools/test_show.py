@@ -30,7 +30,7 @@ def test_a_picture_of_segments_holds_them(segments):
     assert np.array_equal(cells, segments.array if segments.packed else segments.array > 0)
 
 
-@given(any_segments(rows=3, width=6))
+@given(any_segments(rows=2, width=6))
 @pytest.mark.parametrize("polarity", ["keep", "masked", "bias"])
 def test_a_picture_of_a_batch_holds_its_mask_in_any_polarity(polarity, segments):
     batch = {"input_ids": segments.ids, "attention_mask": dense(segments, polarity=polarity)}

@@ -15,7 +15,7 @@ from typed import typed
 import collate_npu
 
 ROOT = Path(collate_npu.__file__).parents[1]
-ABSENT = ("rich", "transformers", "accelerate", "wrapt", "datasets", "matplotlib")
+ABSENT = ("rich", "transformers", "accelerate", "wrapt", "datasets")
 GONE = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\nfrom collate_npu.__main__ import main\nmain()"
 
 
