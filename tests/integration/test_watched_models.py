@@ -127,7 +127,7 @@ def test_flat_rows_of_our_collator_and_one_of_them_lost():
             model(**batch)
             assert seen.faults == []
             replaced(model, "linear_attn", lambda kwargs: kwargs | {"seq_idx": torch.zeros(1, 5).int()})(**batch)
-    assert {each.kernel for each in seen.faults} == {"collate_npu.causal_conv1d_fn"}
+    assert {each.kernel for each in seen.faults} == {"recurrent_oracle.causal_conv1d_fn"}
 
 
 def test_steps_end_with_the_optimizer_and_then_all_is_as_it_was():

@@ -258,7 +258,7 @@ def test_an_error_in_run_names_the_layout_and_the_samples():
     with pytest.raises(CollateError, match=r"run, layout 'cp2', batch 'alone': got RuntimeError: no memory.*\[9\] tok") as e:
         conformance(run, layouts=["cp2"])
     assert isinstance(e.value.__cause__, RuntimeError)
-    with pytest.raises(CollateError, match="run: got an int"):
+    with pytest.raises(CollateError, match="object is not callable"):
         conformance(3)
 
 
