@@ -264,7 +264,7 @@ def show_page(options: Namespace) -> int:
 # --- options
 
 DATA = (
-    ".txt (one sample a line), .jsonl, both also as .gz, .json, .parquet, .csv, or - (standard input). "
+    ".txt (one sample a line), .jsonl, .json, .parquet, .csv, or - (standard input). "
     "Columns: text, content, messages, conversations, or input_ids with labels. Default: a text that ships with the package."
 )
 COLLATOR = (

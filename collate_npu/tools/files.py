@@ -1,13 +1,12 @@
 """Files that a user names: a saved batch or mask, and rows of text, conversations or tokens.
 
 A batch or a mask is read without running anything that the file holds. Rows are checked, and named by their place; the first
-`MOST_ROWS` are read. Lines (.txt, .jsonl, standard input, each of them as .gz) need nothing else. .json, .parquet and .csv
+`MOST_ROWS` are read. Lines (.txt, .jsonl, standard input) need nothing else. .json, .parquet and .csv
 are read by the `datasets` package, without a network and without a cache that stays.
 """
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import logging
@@ -19,7 +18,7 @@ from functools import partial
 from importlib import import_module, resources
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,7 +102,6 @@ _LOOKED_AT = 2_000
 _LETTERS = 1024
 """Of a text for each token that it is cut to; no more of it are tokenized."""
 TABLES = {".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
-_LINES = (".txt", ".log", ".jsonl", ".ndjson")
 _READ = "Name a file of .txt, .jsonl, .json, .parquet or .csv, or pipe text to --data -."
 _RULE = "Data has a column text, content, messages, conversations or input_ids; a .txt file has one sample a line, in UTF-8."
 
@@ -115,25 +113,23 @@ def shipped_text() -> list[Row]:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a file, or of standard input (`-`). Raises `CollateError` with the file and the row that is bad."""
-    kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     if str(path) != "-":
-        piped = f"If it is text, one sample a line: --data - < {path}. {_READ}" if path.is_file() else _READ
-        remedy = "A saved batch goes to --batch." if path.suffix in LOADERS else piped
-        check_file(path, [*_LINES, *TABLES, ".gz", *[""] * (not kind)], remedy)
-    rows = list(_table(path, TABLES[kind]) if kind in TABLES else _lines(path, jsonl=kind in (".jsonl", ".ndjson")))
+        remedy = "A saved batch goes to --batch." if path.suffix in LOADERS else _READ
+        check_file(path, [".txt", ".jsonl", *TABLES], remedy)
+    rows = list(_table(path) if path.suffix in TABLES else _lines(path))
     if not rows:
         raise CollateError(explain(str(path), "no rows", _RULE, "Name a file that has some."))
     return rows
 
 
-def _lines(path: Path, *, jsonl: bool) -> Iterator[Row]:
+def _lines(path: Path) -> Iterator[Row]:
     name = "standard input" if str(path) == "-" else str(path)
-    with refused(name, "", _RULE, _READ):
-        open_file = gzip.open if path.suffix == ".gz" else open
-        stream = sys.stdin.buffer if name == "standard input" else cast(BinaryIO, open_file(path, "rb"))
-        with io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
-            numbered = [(n, line.rstrip("\n")) for n, line in enumerate(islice(text, MOST_ROWS), 1) if line.strip()]
-    jsonl = jsonl or (name == "standard input" and bool(numbered) and numbered[0][1].lstrip().startswith("{"))
+    with (
+        refused(name, "", _RULE, _READ),
+        io.TextIOWrapper(sys.stdin.buffer if str(path) == "-" else path.open("rb"), encoding="utf-8-sig") as text,
+    ):
+        numbered = [(n, line.rstrip("\n")) for n, line in enumerate(islice(text, MOST_ROWS), 1) if line.strip()]
+    jsonl = path.suffix == ".jsonl" or (str(path) == "-" and bool(numbered) and numbered[0][1].lstrip().startswith("{"))
     for n, line in numbered:
         if not jsonl:
             yield line
@@ -144,7 +140,7 @@ def _lines(path: Path, *, jsonl: bool) -> Iterator[Row]:
         yield _row(where, record)
 
 
-def _table(path: Path, reader: str) -> Iterator[Row]:
+def _table(path: Path) -> Iterator[Row]:
     with refused(str(path), "", "The datasets package reads it.", "Run pip install datasets, or convert it to .jsonl."):
         datasets: Any = import_module("datasets")
     datasets.disable_progress_bars()
@@ -152,7 +148,7 @@ def _table(path: Path, reader: str) -> Iterator[Row]:
     with refused(str(path), "", "It cannot be read as a table.", "Write it again, or convert it to .jsonl."):
         try:
             with tempfile.TemporaryDirectory(prefix="collate-npu-") as cache:
-                table = getattr(datasets.Dataset, reader)(str(path), cache_dir=cache, keep_in_memory=True)
+                table = getattr(datasets.Dataset, TABLES[path.suffix])(str(path), cache_dir=cache, keep_in_memory=True)
                 records = table.select(range(min(len(table), MOST_ROWS))).to_list()
         except Exception as error:  # of datasets' own, which says less than what caused it
             raise error.__cause__ or error from None
