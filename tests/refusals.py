@@ -410,10 +410,10 @@ FOLLOWED = [
         lambda: BatchAdapter(HYBRID, consumer="mindspeed", context_parallel=CP)(EVEN_BATCH)["input_ids"].shape == (2, 4),
     ),
     (
-        lambda: BatchAdapter(HYBRID, consumer="mindspeed_llm_fsdp2", context_parallel=SLICES),
+        lambda: BatchAdapter(HYBRID, consumer="mindspeed_llm", context_parallel=SLICES),
         "Give each rank rows of its own, or use Megatron's context parallelism",
         lambda: (
-            BatchAdapter(HYBRID, consumer="mindspeed_llm_fsdp2")(EVEN_BATCH)
+            BatchAdapter(HYBRID, consumer="mindspeed_llm")(EVEN_BATCH)
             and BatchAdapter(HYBRID, consumer="megatron", context_parallel=CP)(EVEN_BATCH)
         ),
     ),

@@ -59,8 +59,8 @@ import types
 [getattr(collate_npu, name) for name in collate_npu.__all__]
 from collate_npu.consumers.mask_routing import consumers
 model = types.SimpleNamespace(layer_types=["full_attention"])
-lone = ("torchtitan", "mindspeed", "mindspeed_llm", "mindspeed_llm_fsdp2", "verl_npu", "transformer_engine",
-        "mindspeed_mm", "transformer_engine_npu")  # right alone
+lone = ("torchtitan", "mindspeed", "mindspeed_llm", "verl_npu", "transformer_engine",
+        "transformer_engine_npu")  # right alone
 for consumer in [None, *(name for name in consumers() if name not in lone)]:
     collator = collate_npu.PaddingCollator(pad_token_id=0, consumer=consumer, model=consumer and model, padding_side="left")
     collator([{"input_ids": [1]}, {"input_ids": [1, 2]}])

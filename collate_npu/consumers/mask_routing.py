@@ -85,8 +85,8 @@ def describe_shape(segments: Segments) -> str:
 
 
 ConsumerName = Literal[
-    "megatron", "mindspeed", "mindspeed_dense", "mindspeed_llm", "mindspeed_llm_fsdp2", "mindspeed_mm", "torchtitan",
-    "transformer_engine", "transformer_engine_npu", "transformers", "verl", "verl_npu",
+    "megatron", "mindspeed", "mindspeed_dense", "mindspeed_llm", "torchtitan", "transformer_engine",
+    "transformer_engine_npu", "transformers", "verl", "verl_npu",
 ]  # fmt: skip
 """The names of `consumers()`, for type checkers: a misspelt one is an error before anything runs."""
 

@@ -12,16 +12,14 @@ With one rank a row, read and run in core_r0.12.1 (2.3.0, 26.0.0, 26.1.0), 0.14.
 "..." the card refuses it, unless rows are 2048 long. Under context parallelism causal rings run the triangle in mode 3, and
 general ones read a list of blocks that MindSpeed cuts of one mask for all rows. `kernel_of_settings` says which it is.
 
-MindSpeed-LLM's Qwen3-Next, read in c77308a1 (master) and ad615b3b (26.1.0), whose files are the same::
+MindSpeed-LLM's Qwen3-Next of Megatron (tasks/models/transformer), read in c77308a1 (master) and ad615b3b (26.1.0)::
 
-                        mcore (tasks/models/transformer)               fsdp2 (models/qwen3_next)
-    full attention      MindSpeed's: None = the causal triangle        always the causal triangle, mode 2
-    recurrent layers    mask a rank-2 mask, ignore a rank-4 one        never get a mask
-    a flat row          packed_seq_params ignored                      actual_seq_len read, but not by the convolution
-    context parallel    refused by MindSpeed-LLM itself                recurrent layers wrong in silence
+    full attention      MindSpeed's: None = the causal triangle
+    recurrent layers    mask a rank-2 mask, ignore a rank-4 one
+    a flat row          packed_seq_params ignored
+    context parallel    refused by MindSpeed-LLM itself
 
-The one mask of mcore goes to attention too, which takes no rank-2 mask: nothing serves both but None. Under cp_type=ulysses,
-the only one allowed, fsdp2 computes chunks 0 1 2 3 of a row in the order 0 2 3 1 (run between two processes).
+The one mask goes to attention too, which takes no rank-2 mask: nothing serves both but None.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
-
-import torch
 
 from collate_npu.consumers.mask_routing import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form, Refusal, not_exact
 from collate_npu.errors import UnsupportedFormError, explain
@@ -121,36 +117,6 @@ MINDSPEED_LLM = Consumer(
     not_shared="its layer refuses context parallelism itself (qwen3_next_gated_deltanet_attention.py:218-221)",
     source="MindSpeed-LLM c77308a1 tasks/models/transformer/qwen3_next_gated_deltanet_attention.py:47-57, 217-221, 361-362, "
     "401-410; core/transformer/custom_dot_product_attention.py:205-206",
-)
-
-MINDSPEED_MM = replace(
-    MINDSPEED_LLM,
-    name="mindspeed_mm",
-    forms=(Form(form="none", reads="None: its Qwen3.5 hands no mask on, whatever it is given"),),
-    refuses=(
-        PACKED_RECURRENT,
-        replace(
-            _FLAT,
-            rule="MindSpeed-MM's Gated DeltaNet of Megatron takes no flat row; that of its fsdp example convolves across "
-            "sequences unless causal_conv1d_implementation and gdn_implementation are triton or ascendc.",
-        ),
-        replace(
-            _LLM_NOT_EXACT, rule="MindSpeed-MM computes plain causal attention and an unmasked recurrence, and here {why}."
-        ),
-    ),
-    not_shared="nothing of its exchange of heads was run",
-    source="MindSpeed-MM 57069cd mindspeed_mm/mcore/models/qwen3_5/modeling_qwen3_5.py:411-460, gated_delta_net.py:355-462; "
-    "mindspeed_mm/fsdp/models/qwen3_5/modeling_qwen3_5.py:352-364, 760-804, 848-866",
-)
-
-MINDSPEED_LLM_FSDP2 = replace(
-    MINDSPEED_LLM,
-    name="mindspeed_llm_fsdp2",
-    forms=(Form(form="keep_2d", reads="the 2D mask, int64, which its router's loss alone reads"),),
-    keep_dtype=torch.int64,
-    not_shared="its loader hands out contiguous slices, which its layer takes for zigzag and puts out of order "
-    "(fsdp2/train/trainer.py:526-565, fsdp2/distributed/context_parallel/gdn_context_parallel.py:150-151)",
-    source="MindSpeed-LLM c77308a1 fsdp2/models/qwen3_next/modeling_qwen3_next.py:836-843, 1239-1248, 1281-1291, 1463-1468",
 )
 
 

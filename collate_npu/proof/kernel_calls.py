@@ -51,8 +51,6 @@ from collate_npu.segments import Segments, ready
 
 LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv|retention|lightning|mixer")
 """Names of classes that look at other tokens than their own."""
-_STATE = re.compile(r"delta|mamba|ssm|kda|lightning")
-"""Classes of layers that have a rule or a scan behind their convolution."""
 _NO_LAYER = re.compile(r"norm|mlp|expert|rotary|embedding|residual|output$")
 _OF_ONE_TOKEN = re.compile(rf"{_NO_LAYER.pattern}|ffn|feed_?forward|moe|router|glu|activation|linear|dropout|identity|head$")
 """Classes, by their names, of which no call looks at another token."""
@@ -87,12 +85,6 @@ def _is_of_one_token(block: nn.Module) -> bool:
 def among(name: str, layers: Collection[str]) -> bool:
     """True if it is one of these layers, within one, or around one."""
     return any(name == each or name.startswith(f"{each}.") or each.startswith(f"{name}.") for each in layers)
-
-
-def keeps_state(models: Iterable[nn.Module]) -> str:
-    """The class of a layer that carries a state from token to token; "" where there is none."""
-    names = (type(module).__name__ for model in models for module in model.modules() if is_layer(module))
-    return next((name for name in names if _STATE.search(name.lower())), "")
 
 
 @dataclass(frozen=True, kw_only=True)

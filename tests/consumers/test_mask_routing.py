@@ -169,8 +169,6 @@ CAUSAL_KERNEL = ("none", "refused", "refused", "refused")
         ("mindspeed", CAUSAL_KERNEL, (False, True)),
         ("mindspeed_dense", ("masked",) * 4, (False, True)),
         ("mindspeed_llm", CAUSAL_KERNEL, (False, False)),
-        ("mindspeed_llm_fsdp2", ("keep_2d", "refused", "refused", "refused"), (False, False)),
-        ("mindspeed_mm", CAUSAL_KERNEL, (False, False)),
         ("transformer_engine", CAUSAL_KERNEL, (False, True)),
         ("transformer_engine_npu", CAUSAL_KERNEL, (False, True)),
         ("transformers", ("keep_2d", "keep_2d", "keep", "keep"), (False, False)),

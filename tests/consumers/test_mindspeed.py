@@ -224,27 +224,22 @@ def test_packages_tell_whose_attention_it_is(install, packages):
         assert kernel_of(model) == kernel or "mindspeed" in packages
 
 
-# --- Qwen3-Next of MindSpeed-LLM, Qwen3.5 of MindSpeed-MM: what is accepted is right in a model of such layers, and what is
-# refused is wrong there
+# --- Qwen3-Next of MindSpeed-LLM: what is accepted is right in a model of such layers, and what is refused is wrong there
 
 DENSE = SimpleNamespace(layer_types=["full_attention"])
 ONE, HOLE, ROWS = Segments.from_lengths([[8]]), Segments([[1, 1, 0, 0, 1, 1]]), Segments.from_lengths([[3, 2], [5]])
 
 
-@pytest.mark.parametrize("consumer", ["mindspeed_llm", "mindspeed_llm_fsdp2", "mindspeed_mm"])
 @pytest.mark.parametrize("segments", [RIGHT, LEFT, HOLE, ROWS, FLAT, ONE])
 @pytest.mark.parametrize("model", [HYBRID, DENSE])
-def test_convolutions_and_scans_that_no_boundary_reaches_take_one_sequence_a_row(consumer, segments, model):
-    """fsdp2/models/qwen3_next/modeling_qwen3_next.py:836-843 (seq_idx=None) and 1239-1240 (linear_attn_mask = None); of
-    MindSpeed-MM 57069cd fsdp/models/qwen3_5/modeling_qwen3_5.py:793-806, 859-868 (eager), mcore/models/qwen3_5/
-    gated_delta_net.py:425-462 (cu_seqlens=None): attention is causal inside its offsets, all else runs on."""
+def test_convolutions_and_scans_that_no_boundary_reaches_take_one_sequence_a_row(segments, model):
+    """Attention is causal inside its offsets, all else runs on."""
     flat = segments in (FLAT, ONE)
-    adapter = BatchAdapter(model, consumer=consumer, padding_free=flat)
+    adapter = BatchAdapter(model, consumer="mindspeed_llm", padding_free=flat)
     if not (segments in (RIGHT, ONE) or (segments is FLAT and model is DENSE)):
-        with pytest.raises(UnsupportedFormError, match=r"MindSpeed-(LLM|MM)|several sequences"):
+        with pytest.raises(UnsupportedFormError, match=r"MindSpeed-LLM|several sequences"):
             adapter.route(segments)
         return
     out = adapter.render({"input_ids": segments.ids, "attention_mask_2d": segments.keep}, segments)
     assert "attention_mask_2d" not in out
-    mask = out["attention_mask"]
-    assert torch.equal(mask, segments.keep.long()) if consumer.endswith("fsdp2") and not flat else mask is None
+    assert out["attention_mask"] is None

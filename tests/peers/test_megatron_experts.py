@@ -33,7 +33,6 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.filterwarnings("ignore:seq_aux_loss")
 def test_losses_of_routers_logits_and_gradients_are_the_same_with_more_padding(kind):
     narrow, wide = build(experts=True, **LOSSES[kind]), build(experts=True, **LOSSES[kind])
     before = outcome(narrow, gpt_batch(padded("left")(ROWS), narrow))
@@ -101,11 +100,9 @@ def test_quantile_balancing_of_0_19_takes_no_padding_mask_at_all():
 
 def test_seq_aux_loss_is_of_rows_and_not_of_sequences():
     """Upstream: two samples of 7 and 3 against each alone, and both in one row."""
-    megatron._warn_of_rows.cache_clear()
     model = build(experts=True, **LOSSES["seq_aux_loss"])
     alone = [outcome(model, gpt_batch(padded()([row]), model))["aux"].sum() for row in ROWS[:2]]
-    with pytest.warns(UserWarning, match="seq_aux_loss of megatron-core.*'aux_loss' or 'global_aux_loss'"):
-        rows = outcome(model, gpt_batch(padded()(ROWS[:2]), model))["aux"].sum()
+    rows = outcome(model, gpt_batch(padded()(ROWS[:2]), model))["aux"].sum()
     assert float(rows) != pytest.approx(float(sum(alone) / 2), rel=1e-2)
 
 

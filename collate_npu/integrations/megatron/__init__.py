@@ -8,10 +8,8 @@ Costs O(B * S), and the dense mask where a kernel reads it. Legend: B batch, S w
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -278,7 +276,7 @@ def _check_shared_out(offsets: tuple[int, ...], cp: ContextParallel | None) -> N
 def router_padding_mask(segments: Segments, model: Any) -> Tensor | None:
     """bool `[B, S]`, True = padding, for a model with experts; None for one without. Given without padding too: ranks must
     count tokens in the same way (moe_utils.py:214-233). Raises `UnsupportedFormError` where padding would change the experts
-    of real tokens; warns, once, where the auxiliary loss is of rows."""
+    of real tokens."""
     config = config_of(model)
     if not getattr(config, "num_moe_experts", None):
         return None
@@ -291,8 +289,6 @@ def router_padding_mask(segments: Segments, model: Any) -> Tensor | None:
         rule = f"With {moves[0]} padding takes experts' places from real tokens, or moves the balance they are chosen by."
         remedy = "Drop that setting, or use padding_free=True with lengths that need no alignment."
         raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, remedy))
-    if "seq_aux_loss" in kinds and (segments.packed or len(set(segments.lengths)) > 1):
-        _warn_of_rows()
     if (stops := _stops_at_mask(model)) and segments.padding_side != "none":
         rule = "Megatron's router with moe_router_enable_expert_bias=True stops at a padding mask (Megatron-LM issue 6111)."
         raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, f"Call {__name__}.install() once."))
@@ -314,16 +310,6 @@ def real_tokens_alone(
 ) -> Any:
     """Stand in place of a router's `_apply_expert_bias`: `routing_map` is bool `[T, E]`, the mask `[T]`, True = padding."""
     return original(self, routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1))
-
-
-@cache
-def _warn_of_rows() -> None:
-    warnings.warn(
-        "seq_aux_loss of megatron-core divides by the mean length of the rows and takes a packed row for one sequence "
-        "(core/transformer/moe/router.py:317-369): with these lengths the auxiliary loss is not that of the samples alone. "
-        "Logits and the language-model loss are. Remedy: moe_router_load_balancing_type='aux_loss' or 'global_aux_loss'.",
-        stacklevel=5,
-    )
 
 
 # --- multi-token prediction: at depth k Megatron moves ids, positions, labels and loss mask k places to the left itself,
