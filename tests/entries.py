@@ -122,7 +122,7 @@ ENTRIES = {
     **{
         f"{function.__qualname__} {name}": lambda x, function=function, name=name: function(**{**CALLS[function], name: x})
         for function, right in CALLS.items()
-        for name in (right.keys() & DATA if function is not PaddingCollator else ())
+        for name in (sorted(right.keys() & DATA) if function is not PaddingCollator else ())
     },
 }
 ARRAYS = {"features", "a sample", "an inner batch", "an inner mask", "a shard", "physical offsets"}
