@@ -53,11 +53,12 @@ def test_a_name_or_words_lead_to_a_page_a_section_or_a_list(words, code, said):
     assert done.stdout.count("\n* `") <= guide.MOST
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "LoRA", "FSDP2"])
+@pytest.mark.parametrize("name", ["deepspeed", "LoRA", "UnsupportedFormError", "左填充"])
 def test_each_section_of_a_list_has_the_word(name):
     places = re.findall(r"^\* `(.*)`: ", typed("guide", name).stdout, flags=re.M)
     assert len(places) > 1
     assert all(name.casefold() in guide.read_page(place).casefold() for place in places)
+    assert {place.startswith("zh/") for place in places} == {name >= "\u4e00"}, "each language has pages of its own"
 
 
 def test_a_page_is_printed_as_it_is_and_a_script_and_a_notebook_as_blocks_with_their_place():

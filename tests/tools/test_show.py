@@ -14,7 +14,7 @@ from typed import typed
 
 from collate_npu import CollateError, PaddingCollator, Pattern, Segments
 from collate_npu.masks import dense
-from collate_npu.tools.show import ROWS, WIDE, picture
+from collate_npu.tools.show import MOST, ROWS, WIDE, WIDEST, picture
 
 SIGNS = {"■": 1, "⬚": 0}
 
@@ -71,6 +71,11 @@ def test_what_is_wide_is_folded_and_many_rows_are_counted(width, block):
     ("line", "code", "words"),
     [
         ("--lengths 3,5 --side left", 0, "⬚ ⬚ ■ ■ ■\n■ ■ ■ ■ ■"),
+        ("--lengths 3,5 --side left", 0, "attention_mask: bool [2, 1, 5, 5], True = blocked"),
+        (f"--lengths 3,{WIDEST} --side left", 0, f"attention_mask: bool [2, 1, {WIDEST}, {WIDEST}]"),
+        (f"--lengths 3,{WIDEST + 1} --side left", 0, f"attention_mask: bool [2, {WIDEST + 1}]"),
+        (f"--lengths=1,{MOST // 2}", 0, f"int64 [2, {MOST // 2}]"),
+        *((f"--lengths={n}", 2, f"at most {MOST} places are drawn") for n in (f"1,{MOST // 2 + 1}", "9999999")),
         ("--lengths 3+2,5", 0, "1 1 1 2 2\n1 1 1 1 1"),
         ("--lengths 3,5 --consumer mindspeed", 0, "mindspeed: attention_mask None; attention_mask_2d stays"),
         ("--lengths 3,5 --side left --consumer megatron", 0, "⬚ ⬚ ■ ⬚ ⬚   ■ ■ ■ ⬚ ⬚"),
