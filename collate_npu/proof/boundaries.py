@@ -117,12 +117,6 @@ class CallBoundaries:
         found: Array = np.minimum.accumulate(at_T[::-1])[::-1][places]
         return found
 
-    @once
-    def begins_T(self) -> Array:
-        """bool: tokens that read no token before themselves."""
-        begins_T: Array = (self.rank_T == 0) & ~self.neutral_T
-        return begins_T
-
     @property
     def reach(self) -> int:
         """The most tokens that a token reads, itself among them."""
@@ -149,7 +143,7 @@ class CallBoundaries:
         if not self.fits:
             return f"{self.by} that are no offsets of its {len(self.first_T)} tokens"
         end = int(np.flatnonzero(~self.neutral_T)[-1]) + 1
-        return shown([*np.flatnonzero(self.begins_T).tolist(), end])
+        return shown([*np.flatnonzero((self.rank_T == 0) & ~self.neutral_T).tolist(), end])
 
 
 def shown(numbers: Sequence[int]) -> str:

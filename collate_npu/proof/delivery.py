@@ -340,14 +340,11 @@ class Delivery:
         every = "every layer" if self.leak_free else "every layer with a known kernel"
         return f"{'these layers' if self.unchecked else every} got what the batch says"
 
-    def facts(self) -> list[str]:
-        """What was found beside the kernels' arguments: leaks, what was not looked at, and the numbers of `alone`."""
+    def __str__(self) -> str:
         unchecked = f"not checked: {first_names(self.unchecked)}" * bool(self.unchecked)
         still = "what padding and other sequences hold moves no real token" * self.leak_free
-        return [*filter(None, [still, unchecked, "" if self.alone is None else str(self.alone)])]
-
-    def __str__(self) -> str:
-        return f"collate_npu: {self.verdict}: {'; '.join([*filter(None, [self.report]), *self.facts()])}"
+        parts = filter(None, [self.report, still, unchecked, "" if self.alone is None else str(self.alone)])
+        return f"collate_npu: {self.verdict}: {'; '.join(parts)}"
 
     __repr__ = __str__  # as the last line of a cell
 

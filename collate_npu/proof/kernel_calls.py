@@ -49,7 +49,7 @@ from collate_npu.proof.boundaries import (
 from collate_npu.proof.known_kernels import MODULES
 from collate_npu.segments import Segments, ready
 
-LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv|retention|lightning|mixer")
+_LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv|retention|lightning|mixer")
 """Names of classes that look at other tokens than their own."""
 _NO_LAYER = re.compile(r"norm|mlp|expert|rotary|embedding|residual|output$")
 _OF_ONE_TOKEN = re.compile(rf"{_NO_LAYER.pattern}|ffn|feed_?forward|moe|router|glu|activation|linear|dropout|identity|head$")
@@ -64,7 +64,7 @@ _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoin
 def is_layer(module: nn.Module) -> bool:
     """True if a module of this class looks at other tokens than its own."""
     name = type(module).__name__.lower()
-    return isinstance(module, nn.RNNBase) or (bool(LAYER.search(name)) and not _NO_LAYER.search(name))
+    return isinstance(module, nn.RNNBase) or (bool(_LAYER.search(name)) and not _NO_LAYER.search(name))
 
 
 def _blocks(root: nn.Module) -> dict[str, nn.Module]:
