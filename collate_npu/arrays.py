@@ -1,6 +1,4 @@
-"""Arrays: what a caller passes, as a CPU tensor or a numpy array. Everything public takes tensors, numpy arrays and nested
-lists.
-"""
+"""Arrays: values of a caller as a CPU tensor or a numpy array. Public functions take tensors, arrays and nested lists."""
 
 from __future__ import annotations
 
@@ -74,10 +72,10 @@ def entries(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def host_tensor(name: str, value: Any) -> Tensor:
-    """`value` as a dense CPU tensor, detached; it may share memory with `value`.
+    """Return `value` as a dense CPU tensor, detached. It may share memory with `value`.
 
-    Sparse tensors become dense and 8-bit floats float32. Raises `CollateError` for what has no numbers to read (meta,
-    fake, nested and complex tensors, objects, strings) and for unsigned numbers beyond int64.
+    Sparse tensors become dense and 8-bit floats float32. Raises `CollateError` for meta, fake, nested and complex
+    tensors, for objects and strings, and for unsigned numbers beyond int64.
     """
     plain = type(value) is Tensor and value.dtype in PLAIN and value.is_cpu and value.layout is torch.strided
     if plain and not value.is_nested:
@@ -110,7 +108,7 @@ def host_tensor(name: str, value: Any) -> Tensor:
 
 
 def host_array(name: str, value: Any) -> Array:
-    """`value` as a numpy array of bools, whole numbers or floats (bfloat16 as float32). Errors as `host_tensor`."""
+    """Return `value` as a numpy array of bools, ints or floats (bfloat16 as float32). Raises as `host_tensor` does."""
     if type(value) is Tensor and value.dtype in _NUMPYS:
         with suppress(TypeError, RuntimeError):  # on a device, sparse, nested, part of a graph: the long way
             return value.numpy()
@@ -141,13 +139,13 @@ def host_array(name: str, value: Any) -> Array:
 
 
 def dims(value: Any) -> tuple[int, ...]:
-    """The shape of an array or a tensor; () of what has none, as a nested tensor."""
+    """Return the shape of an array or a tensor, and () for a nested tensor and anything else."""
     nested = isinstance(value, Tensor) and value.is_nested
     return tuple(value.shape) if isinstance(value, (Tensor, np.ndarray)) and not nested else ()
 
 
 def whole_number(name: str, value: Any, *, least: int = 0) -> int:
-    """`value` as an int of 64 bits. Raises `CollateError` for anything else: a float, a bool, a list, a larger number."""
+    """Return `value` as an int. Raises `CollateError` for a float, a bool, a list, and a number of more than 64 bits."""
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_floating_point():
         value = host_array(name, value).item()
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not least <= value < 1 << 63:

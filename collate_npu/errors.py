@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sized
 from difflib import get_close_matches
 
 _HARMLESS = "\n\t\xa0\u3000\u200d"
-"""Line, tab, the spaces of other scripts, and what joins the parts of an emoji."""
+"""Newline, tab, the spaces of other scripts, and the joiner inside an emoji."""
 
 
 class CollateError(ValueError):
-    """A batch, a mask or a setting has no meaning, or more than one; nothing is guessed.
+    """A batch, a mask or an option is wrong, or can be read in two ways; the library does not guess.
 
     >>> from collate_npu import PaddingCollator
     >>> PaddingCollator(pad_token_id=0)([{"input_ids": [1, 2], "labels": [1]}])
@@ -68,7 +68,7 @@ class UnsupportedFormError(CollateError):
 
 
 LONGEST = 8192
-"""Characters of one of the facts of a message: what arrived may be of any size, and its message is not."""
+"""The most characters of one fact of a message; what arrived may be of any size."""
 
 
 def explain(where: str, got: str, rule: str, remedy: str, *, more: str = "") -> str:
@@ -87,7 +87,7 @@ def explain_rows(key: str, rows: Iterable[tuple[int, str]], rule: str, remedy: s
 
 
 def short(text: str, most: int = LONGEST) -> str:
-    """Return a text that a terminal can show; of one longer than `most` only its beginning and its end."""
+    """Return a text that a terminal can show; only the beginning and the end of one longer than `most`."""
     if len(text := str(text)) > most:
         text = f"{text[: most // 2]} ... {len(text)} characters ... {text[-most // 4 :]}"
     return printable(text)
@@ -98,7 +98,7 @@ def _pointer(section: str) -> str:
 
 
 def did_you_mean(names: str | list[str], known: Iterable[str], otherwise: str = "") -> str:
-    """Return a question with the known names that are nearest to these, or `otherwise` where none is near."""
+    """Return "Did you mean ...?" with the known names nearest to these, or `otherwise` if none is near."""
     held = {name.casefold(): name for name in known}
     typed = [name.casefold() for name in ([names] if isinstance(names, str) else names) if name]
     parts = {each: [x for x in held if x.startswith(each) or each.endswith(f"_{x}")] for each in typed}
@@ -107,7 +107,7 @@ def did_you_mean(names: str | list[str], known: Iterable[str], otherwise: str = 
 
 
 def not_one_of(where: str, value: object, known: Iterable[object], remedy: str = "Name one of them.") -> CollateError:
-    """Return the refusal of a value that is none of the known names, with the nearest of them."""
+    """Return the error for a value that is none of the known names; it names the nearest of them."""
     names = [*map(str, known)]
     near = did_you_mean(str(value), names, remedy)
     return CollateError(explain(where, repr(value)[:60], f"It is one of {', '.join(names)}.", near))

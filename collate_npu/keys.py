@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from collate_npu.errors import CollateError, a_type, explain, not_one_of
 
-Kind = Literal["tokens", "positions", "vision", "sample", "truth", "offsets"]
+KeyKind = Literal["tokens", "positions", "vision", "sample", "truth", "offsets"]
 Fill = float | Literal["pad", "pad_type", "ignored", "next", "last"]
 Share = Literal["split", "replicate", "rows"]
 Role = Literal[
@@ -24,7 +24,7 @@ Role = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One key: the collator, the door, the split and every integration go by this row.
+    """How one key is collated, read and split: the collator, the adapter and every integration read this row.
 
     >>> KEYS["labels"].fill, KEYS["labels"].share, KEYS["pixel_values"].kind
     ('ignored', 'split', 'vision')
@@ -36,7 +36,7 @@ class Key:
     [[0.5, 2.0], [1.0, 3.0]]
     """
 
-    kind: Kind
+    kind: KeyKind
     """`tokens`: one value a token. `positions`: one a token, or several axes of them. `vision`: patches, grids, audio.
     `sample`: one value a sample. `truth`: says which tokens are real. `offsets`: of one flat row."""
     whole: bool = False
@@ -52,13 +52,13 @@ class Key:
     """What a rank gets under context parallelism. `split`: its tokens. `replicate`: everything. `rows`: of a dense mask its
     query rows, keys whole."""
     role: Role | None = None
-    """What it tells of the batch's shape, padding or packing; the door reads by role."""
+    """What the key says about the shape, the padding or the packing of its batch; `BatchAdapter` reads keys by role."""
     or_sample: bool = False
     """May also be one number a sample: the label of a classifier, GRPO's advantage."""
     why: str = ""
 
     def __post_init__(self) -> None:
-        for name, known in (("kind", get_args(Kind)), ("share", get_args(Share)), ("role", (*get_args(Role), None))):
+        for name, known in (("kind", get_args(KeyKind)), ("share", get_args(Share)), ("role", (*get_args(Role), None))):
             held = getattr(self, name)
             if not isinstance(held, str | None) or held not in known:
                 raise not_one_of(f"Key.{name}", held, known)
@@ -67,7 +67,7 @@ class Key:
 TOKENS = Key(kind="tokens", why="one value a token")
 """For a key of your own with one value a token."""
 SAMPLE = Key(kind="sample", share="replicate", why="one value a sample")
-"""For one with one value a sample."""
+"""For a key of your own with one value a sample."""
 
 _IDS = Key(kind="tokens", whole=True, fill="pad", role="tokens", why="one id a token")
 _EXPERTS = Key(kind="tokens", fill="last", why="experts of a token differ: all 0 is fewer than Megatron's dispatcher counts")
@@ -80,7 +80,7 @@ LOSS_KEYS = (
     "token_level_scores", "token_level_rewards", "log_probs", "ref_log_probs", "teacher_log_probs", "teacher_logprobs",
     "old_per_token_logps", "ref_per_token_logps",
 )  # fmt: skip
-"""What a reinforcement-learning loss reads, one value a token (verl 0.9.1, slime, TRL 1.16)."""
+"""Keys with one value a token that reinforcement-learning losses read (verl 0.9.1, slime, TRL 1.16)."""
 _SHIFT = "shift_labels() before a split, where the model shifts them"
 _POSITIONS = Key(kind="positions", whole=True, fill="next", dim=-1, why="[B, S], or [3, B, S] with mRoPE: tokens are last")
 _KERNEL = "of the whole row; ring kernels divide them themselves (TransformerEngine thd)"
@@ -97,7 +97,7 @@ def _vision(unit: int) -> Key:
 
 
 class _Table(dict[str, Key]):
-    """`help()` prints a default whole, which was 15,000 characters of this one."""
+    """A dict that `help()` prints as `KEYS`: as a default argument its rows are 15,000 characters."""
 
     def __repr__(self) -> str:
         return "KEYS"
@@ -156,7 +156,7 @@ SEGMENT_KEY = "segment_ids"
 
 
 def check_keys(keys: Mapping[str, Key]) -> Mapping[str, Key]:
-    """Return the table. Raises `CollateError` for one with another entry than a `Key`."""
+    """Return the table. Raises `CollateError` for a value that is no `Key`."""
     for name, key in () if keys is KEYS else keys.items():
         if not isinstance(key, Key):
             rule, remedy = "It holds a Key for each name.", "Pass {**KEYS, name: TOKENS}, or SAMPLE, or a Key."
@@ -165,7 +165,7 @@ def check_keys(keys: Mapping[str, Key]) -> Mapping[str, Key]:
 
 
 def _held(names: Iterable[str]) -> set[str]:
-    """A mapping's keys; one of tensordict iterates over its rows."""
+    """Return the names as a set. A TensorDict iterates over its rows, so its keys are read."""
     return set(names.keys() if isinstance(names, Mapping) else names)
 
 
@@ -179,7 +179,7 @@ def with_role(names: Iterable[str], *roles: Role) -> tuple[str, ...]:
     return tuple([name for name, key in KEYS.items() if name in held and key.role in roles])
 
 
-def of_kind(names: Iterable[str], *kinds: Kind, keys: Mapping[str, Key] = KEYS) -> tuple[str, ...]:
+def of_kind(names: Iterable[str], *kinds: KeyKind, keys: Mapping[str, Key] = KEYS) -> tuple[str, ...]:
     """Return those of `names` that are of one of these kinds, in the order of the table.
 
     >>> of_kind(["labels", "pixel_values", "seq_lengths"], "tokens", "truth")

@@ -1,5 +1,5 @@
-"""Outputs: real tokens, sequences and last tokens of a padded output, by the Segments of its batch; and labels that no
-neighbour of a sequence reaches.
+"""Outputs: real tokens, sequences and last tokens of a padded output, by the Segments of its batch; and labels shifted
+within each sequence.
 
 Each function is an index_select or an index_put on the device of `x`, so gradients flow. The index is built on the host
 and costs one small copy. Legend: B batch, S width, T tokens without padding, N sequences.
@@ -100,7 +100,7 @@ def to_nested(x: Tensor, segments: Segments) -> Tensor:
 
 @checked
 def shift_labels(labels: Tensor, segments: Segments | None = None, *, steps: int = 1, ignore_index: int = -100) -> Tensor:
-    """Return the labels `[B, S]` moved one place to the left, as the loss reads them; `ignore_index` where no token follows.
+    """Return the labels `[B, S]` shifted one place to the left, as the loss reads them; `ignore_index` if no token follows.
 
     With `segments` the last token of a sequence has no label. Without, it has the first token of the next sequence in the
     row. Losses of transformers take the result as `shift_labels` (loss/loss_utils.py, ForCausalLMLoss). `steps=1 + k` gives
@@ -140,7 +140,7 @@ def ignore_first_labels(labels: Tensor, segments: Segments, *, ignore_index: int
 
 
 def _check_labels(labels: Tensor, segments: Segments | None, ignore_index: int) -> None:
-    bits = labels.is_floating_point() and labels.element_size() == 1  # of which torch fills none
+    bits = labels.is_floating_point() and labels.element_size() == 1  # torch cannot fill these
     shape = tuple(labels.shape) if is_plain(labels) and labels.ndim == 2 and not bits else None
     if shape is None or (segments is not None and shape != segments.shape):
         rows = "[B, S]" if segments is None else f"{list(segments.shape)} (rows, width)"

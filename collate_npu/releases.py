@@ -36,23 +36,23 @@ NEWEST: Mapping[str, str] = {
 }
 """The newest release whose source was read."""
 
-RUN: Mapping[str, tuple[str, str]] = {
+RUN_RELEASES: Mapping[str, tuple[str, str]] = {
     "torch": ("2.6.0", "2.15.0"),
     "transformers": ("4.57.1", "5.24.0"),
     "megatron-core": ("0.16.1", "0.19.2"),
     "trl": ("0.24.0", "1.16.0"),
     "accelerate": ("1.11.0", "1.15.0"),
 }
-"""The oldest and the newest release that is run, of what more than one is run of; of others `TESTED` of the integration."""
+"""The oldest and the newest release that the tests run. Of other packages one is run: `TESTED` of the integration."""
 
 UNKNOWN = "installed, version not known"
 """What stands for a version where the metadata of a package is broken."""
 _FOUND: dict[str, str] = {}
-"""What was read, by package: reading takes a millisecond, and every batch may ask."""
+"""The versions by package: reading one takes a millisecond, and every batch may need it."""
 
 
 def installed(package: str) -> str:
-    """The installed version of a package, "" where it is not installed, `UNKNOWN` where its metadata does not say."""
+    """Return the installed version of a package: "" if it is not installed, `UNKNOWN` if its metadata is broken."""
     if package not in _FOUND:
         names = DISTRIBUTIONS.get(package, (package,))
         _FOUND[package] = next(filter(None, map(_read, names)), "")
@@ -72,7 +72,7 @@ def _read(distribution: str) -> str:
 def outside(package: str, tested: str = "", here: str | None = None) -> str:
     """Return a warning for a release (default: the installed one) that was not run here; "" for one that was."""
     here = installed(package) if here is None else here
-    oldest, newest = RUN.get(package, (tested, tested))
+    oldest, newest = RUN_RELEASES.get(package, (tested, tested))
     if not here or numbers(oldest) <= numbers(here) <= numbers(newest):
         return ""
     ran = newest if oldest == newest else f"{oldest} to {newest}"
@@ -89,19 +89,19 @@ def page_of(package: str) -> str:
 
 @cache
 def say_outside(package: str, tested: str = "") -> None:
-    """Warn of that, once a process."""
+    """Warn of a release that was not run here, once a process."""
     if text := outside(package, tested):
         warnings.warn(f"collate_npu: {text} says what was checked. Run the audit, or guard the first batch.", stacklevel=3)
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """`core_r0.16.0` is (0, 16, 0), `2.7.1.post2+cpu` (2, 7, 1). Without a number (`main`, "") it is newer than any."""
+    """Return the numbers of a release: (0, 16, 0) of `core_r0.16.0`. A text without one (`main`, "") is newer than any."""
     found = re.search(r"\d+(?:\.\d+)+|^\d+$", text)
     return tuple(map(int, found[0].split("."))) if found else (sys.maxsize,)
 
 
 def post(text: str) -> int:
-    """The post release: 2 of 2.7.1.post2, else 0."""
+    """Return the number of a post release: 2 of `2.7.1.post2`, 0 of `2.7.1`."""
     found = re.search(r"\.post(\d+)", text)
     return int(found[1]) if found else 0
 
@@ -198,8 +198,9 @@ name other posts for 9.1.0)."""
 
 
 def cann_of(torch_npu: str) -> str:
-    """The CANN that a release of torch_npu is made for: by the table, or where a post stands between two of one CANN; else
-    "".
+    """Return the CANN that a release of torch_npu is made for, or "" if it is not known.
+
+    The table lists releases. A post release between two of one CANN is made for that CANN too.
 
     >>> cann_of("2.7.1.post6"), cann_of("2.7.1.post3")
     ('9.1.0', '')
@@ -219,7 +220,7 @@ def precedes(torch_npu: str, firsts: tuple[str, ...]) -> bool:
 
 
 def _same(name: str, installed: str) -> bool:
-    """Posts of one release; what is not released yet (`rc1`) is none."""
+    """Return True if both are of one release, and `installed` is final or a post release; an `rc1` is neither."""
     return numbers(name) == numbers(installed) and re.fullmatch(r"[\d.]+(\.post\d+)?", installed) is not None
 
 

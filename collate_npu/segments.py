@@ -2,8 +2,8 @@
 offsets, ids, positions and starts to each other.
 
 Every mask, offset and position follows from Segments. It lives on the host and costs four bytes a token. The collator builds
-it from lengths; from a mask that somebody else built it is derived and proved. Every tensor that it returns is a fresh one:
-writing to it changes nothing else. What is read of rows costs O(B * S).
+it from lengths; from a mask that somebody else built it is derived and proved. Every tensor that it returns is a copy:
+writing to it changes nothing else. Reading rows costs O(B * S).
 Legend: B batch rows, S width, T tokens without padding, N sequences in the whole batch. `■` is a real token, `⬚` padding.
 """
 
@@ -26,7 +26,7 @@ from collate_npu.validation import checked
 Values = Tensor | npt.ArrayLike
 """A tensor, a numpy array or nested lists."""
 PADS_BEFORE: tuple[PaddingSide, ...] = ("left", "mixed")
-"""Sides on which padding stands before some real token of its row."""
+"""Padding sides for which padding stands before a real token of its row."""
 
 
 class Segments:
@@ -325,7 +325,7 @@ class Segments:
         return f"Segments(B={B}, S={S}, lengths=[{lengths}], padding={self.padding_side!r})"
 
 
-# --- without checks or copies, for callers that have arrays; nothing is computed before it is read
+# --- without checks or copies, for callers that have arrays; each property is computed when it is first read
 
 
 def of_lengths(rows: Sequence[Sequence[int]], width: int, side: Side = "right") -> Segments:
@@ -372,25 +372,25 @@ def ready(segments: Segments) -> Segments:
 
 
 def keep_array(segments: Segments) -> Array:
-    """`keep` as a fresh numpy array, bool `[B, S]`."""
+    """Return `keep` as a fresh numpy array, bool `[B, S]`."""
     keep_BS: Array = segments._keep_BS.copy()
     return keep_BS
 
 
 @lru_cache(maxsize=8)
 def _places(S: int) -> Array:
-    """int64 `[S]`: 0, 1, ..., never written to."""
+    """Return int64 `[S]`: 0, 1, ...; never written to."""
     return np.arange(S)
 
 
 def positions_match(segments: Segments, positions_BS: Array) -> bool:
-    """True if these equal its `position_ids` at every place."""
+    """Return True if `positions_BS` equals the `position_ids` of `segments` at every place."""
     right = _places(segments.shape[1]) if segments.counts_places else position_array(segments)
     return bool((positions_BS == right).all())
 
 
 def position_array(segments: Segments) -> Array:
-    """`position_ids` as a fresh numpy array, int64 `[B, S]`."""
+    """Return `position_ids` as a fresh numpy array, int64 `[B, S]`."""
     (B, S), spans, lengths = segments.shape, segments.spans, segments.sequence_lengths
     place_S = _places(S)
     if segments.counts_places:
@@ -410,7 +410,8 @@ def position_array(segments: Segments) -> Array:
 
 
 def length_rows(lengths: Any, name: str = "lengths", *, filler: int = 0) -> list[list[int]]:
-    """One list of token counts for each row of the batch, without what fills short lists; raises for what is no count."""
+    """Return a list of token counts for each row of the batch; a `filler` other than 0 is left out. Raises `CollateError`
+    for negative numbers and fractions."""
     if not isinstance(lengths, (list, tuple)):
         lengths = host_array(name, lengths)
         if lengths.ndim not in (1, 2):
@@ -428,9 +429,11 @@ def length_rows(lengths: Any, name: str = "lengths", *, filler: int = 0) -> list
 
 
 def as_offsets(name: str, given: Any, width: int | None = None, *, whole: bool = False) -> Array:
-    """int64 `[N + 1]` of cumulative offsets: 0, then the end of each sequence, in a row of `width` tokens, of which they are
-    the `whole`. One row `[1, N + 1]` is taken too (MindSpeed-MM 57069cd fsdp/data/data_utils/func_utils/convert.py:988); -1
-    may fill its end (Megatron-Bridge 0.3.1 data/datasets/sft.py:963)."""
+    """Return cumulative offsets as int64 `[N + 1]`: 0, then the end of each sequence, in a row of `width` tokens.
+
+    With `whole` the last offset must be the width. One row `[1, N + 1]` is taken too (MindSpeed-MM 57069cd
+    fsdp/data/data_utils/func_utils/convert.py:988); -1 may fill its end (Megatron-Bridge 0.3.1 data/datasets/sft.py:963).
+    """
     offsets = host_array(name, given)
     if offsets.ndim == 2 and len(offsets) == 1:
         offsets = offsets[0][: np.flatnonzero(offsets[0] != -1)[-1] + 1] if (offsets != -1).any() else offsets[0]
@@ -471,7 +474,7 @@ def as_ids(ids: Any) -> Array:
 
 
 def renumber(ids_BS: Array) -> Array:
-    """Any labels as 1, 2, ... in order of appearance. Raises where a label comes back."""
+    """Return any ids as 1, 2, ... in order of appearance. Raises `CollateError` if an id returns after another sequence."""
     numbered_BS, starts_BS = _numbered(ids_BS)
     labels = [ids_S[starts_S].tolist() for ids_S, starts_S in zip(ids_BS, starts_BS)]
     bad = [b for b, row in enumerate(labels) if len(set(row)) < len(row)]
@@ -483,7 +486,7 @@ def renumber(ids_BS: Array) -> Array:
 
 
 def _numbered(ids_BS: Array) -> tuple[Array, Array]:
-    """1, 2, ... for each run of one label in a row, and where each begins."""
+    """Return the number of each run of equal ids in a row, 1, 2, ..., and bool `[B, S]`, where runs begin."""
     starts_BS = run_starts(ids_BS, ids_BS != 0, step=0)
     return np.where(ids_BS != 0, np.cumsum(starts_BS, axis=1), 0), starts_BS
 
@@ -505,7 +508,7 @@ def sequence_starts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:
 
 
 def one_run(keep_BS: Array, side: Side) -> list[int]:
-    """Return the real tokens of each row, for rows whose padding is all on this side."""
+    """Return the number of real tokens of each row, as if all padding stood on this side."""
     B, S = keep_BS.shape
     if not S:
         return [0] * B
@@ -515,7 +518,7 @@ def one_run(keep_BS: Array, side: Side) -> list[int]:
 
 
 def side_around(totals: Sequence[int], width: int, side: Side) -> PaddingSide:
-    """Return where padding stands, for rows of so many tokens without gaps."""
+    """Return the padding side of rows that hold `totals` tokens without gaps, at one side of the width."""
     if min(totals, default=width) == width:
         return "none"
     if side == "right" or not any(0 < n < width for n in totals):
@@ -524,7 +527,7 @@ def side_around(totals: Sequence[int], width: int, side: Side) -> PaddingSide:
 
 
 def side_of(keep_BS: Array) -> PaddingSide:
-    """Return where padding stands, over all rows."""
+    """Return the padding side of all rows together."""
     if keep_BS.all():
         return "none"
     grows, falls = keep_BS[:, 1:] > keep_BS[:, :-1], keep_BS[:, 1:] < keep_BS[:, :-1]

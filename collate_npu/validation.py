@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from collate_npu.errors import CollateError, a_type, did_you_mean, explain, not_one_of, shape_of
 
-T = TypeVar("T")
+Made = TypeVar("Made")
 REMEDIES = {
     "attention_mask": "'auto' suits most trainers.",
     "polarity": "Pass polarity='keep' (True attends), 'masked' (True is blocked) or 'bias' (additive).",
@@ -31,9 +31,9 @@ REMEDIES = {
 
 
 @overload
-def checked(made: T) -> T: ...
+def checked(made: Made) -> Made: ...
 @overload
-def checked(*, instead: Mapping[str, str]) -> Callable[[T], T]: ...
+def checked(*, instead: Mapping[str, str]) -> Callable[[Made], Made]: ...
 def checked(made: Any = None, *, instead: Mapping[str, str] = {}) -> Any:
     """Return a function or a class, which raises `CollateError` for a keyword that it does not have, for a name that its
     `Literal` does not have, and for a flag that is neither True nor False.
@@ -97,7 +97,7 @@ def _hints(made: Any) -> dict[str, Any]:
 
 
 def check_model(model: Any, *, config: bool = False) -> None:
-    """Raise `CollateError` for what is no module; where `config` is taken too, for what is no config either."""
+    """Raise `CollateError` unless `model` is a torch module; with `config=True` its config is taken too."""
     named, tokenizer = isinstance(model, (str, PathLike)), callable(getattr(model, "decode", None))
     held = config and hasattr(model, "__dict__") and not (named or tokenizer or isinstance(model, type))
     if isinstance(model, nn.Module) or held:
@@ -118,20 +118,20 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def check_return_tensors(value: Any) -> None:
-    """Raise `CollateError` for what transformers calls another framework's tensors."""
+    """Raise `CollateError` unless `return_tensors` is None or "pt"."""
     if value not in (None, "pt"):
         raise CollateError(explain("return_tensors", repr(value)[:60], "Batches are torch tensors.", "Pass 'pt'."))
 
 
 def check_collator(collator: Any) -> None:
-    """Raise `CollateError` for what cannot be called with features."""
+    """Raise `CollateError` unless `collator` can be called with features."""
     if isinstance(collator, (nn.Module, type)) or callable(getattr(collator, "decode", None)) or not callable(collator):
         rule, remedy = "A collator is called with features, a list of dicts.", "Make one: PaddingCollator(tokenizer, model)."
         raise CollateError(explain("collator", a_type(collator), rule, remedy))
 
 
 def check_batch(batch: Any, collator: Any) -> None:
-    """Raise `CollateError` for what is no batch, with the name of the collator that returned it."""
+    """Raise `CollateError` unless `batch` is a mapping; the message names the collator that returned it."""
     if not hasattr(batch, "items"):
         name = getattr(collator, "__qualname__", type(collator).__name__)
         rule = "A collator returns a batch, a dict of tensors."
@@ -139,7 +139,7 @@ def check_batch(batch: Any, collator: Any) -> None:
 
 
 def check_held(name: str, value: float, dtype: torch.dtype) -> None:
-    """Raise unless tensors of this dtype hold the value: uint8 makes 156 of -100, bool True, and whole numbers 0 of 0.5."""
+    """Raise `CollateError` unless tensors of this dtype hold the value: uint8 turns -100 into 156, int64 0.5 into 0."""
     value = value.item() if isinstance(value, Tensor) else value
     low, high = (0, 1) if dtype == torch.bool else (-math.inf, math.inf)
     if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
@@ -151,7 +151,7 @@ def check_held(name: str, value: float, dtype: torch.dtype) -> None:
 
 
 def is_plain(x: Tensor) -> bool:
-    """True for a block of numbers that torch can index: not nested, sparse or quantised, nor of unsigned words."""
+    """Return True if torch can index the tensor: it is not nested, sparse or quantised, nor of uint16, uint32 or uint64."""
     words = (torch.uint16, torch.uint32, torch.uint64)
     return not (x.is_nested or x.is_quantized or x.dtype in words) and x.layout is torch.strided
 
@@ -164,7 +164,7 @@ def check_of_batch(name: str, x: Tensor, shape: tuple[int, int], remedy: str) ->
 
 
 def dimension(name: str, x: Tensor, dim: int) -> int:
-    """Return the dimension of a tensor that is meant, counted from the first."""
+    """Return `dim` counted from the first dimension. Raises `CollateError` if `x` has no such dimension."""
     if not -x.ndim <= dim < x.ndim:
         raise CollateError(explain("dim", str(dim), f"{name} has {x.ndim} dimensions.", "Pass that of the sequence."))
     return int(dim) % x.ndim

@@ -78,7 +78,7 @@ def test_what_is_wrong_before_a_release_hurts_there_alone():
 
 
 def test_outside_are_releases_before_the_oldest_and_after_the_newest_that_ran(monkeypatch):
-    oldest, newest = releases.RUN["trl"]
+    oldest, newest = releases.RUN_RELEASES["trl"]
     for version, told in ((oldest, ""), (newest, ""), ("", ""), ("0.23.9", f"{oldest} to {newest}"), ("99.0", newest)):
         monkeypatch.setitem(releases._FOUND, "trl", version)
         assert outside("trl") == outside("trl", here=version)
