@@ -255,7 +255,7 @@ FLAT_BATCH = batch_of(FLAT, cu_seq_lens_q=FLAT.cu_seqlens)
 MASKS = [
     (UNEXPLAINED, {}, "pass prove=False", UNEXPLAINED, {"prove": False, **KEPT}, [[1, 1, 2]]),
     (ITSELF, AS_CAUSAL, "Let the collator emit", ITSELF, {"keep": PADDED.keep, **AS_CAUSAL}, [[1, 1, 1, 0, 0]]),
-    (FOUR, {}, "Pass [B, 1, S, S], or attention_mask_2d", FOUR[None, None], {"batch_size": 4}, [[1] * 4] * 4),
+    (FOUR, {}, "Pass [B, 1, S, S], or attention_mask_2d", FOUR[None, None], {}, [[1] * 4]),
     (UNMASKED, KEPT, "Pass unmasked_rows=True", UNMASKED, {"unmasked_rows": True, **KEPT}, [[1, 1, 0, 0]]),
     (ENCODER_HOLE, AS_CAUSAL, "Pass polarity='keep'", ENCODER_HOLE, {"pattern": "bidirectional", **KEPT}, [[1, 1, 0, 1]]),
 ]

@@ -27,7 +27,14 @@ from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
 from collate_npu.masks.dense_mask import Polarity
-from collate_npu.masks.forms import MAX_MASK_BYTES, block_mask, offsets_of, offsets_of_rows, open_empty_rows, write_dense
+from collate_npu.masks.forms import (
+    MAX_MASK_BYTES,
+    offsets_of,
+    offsets_of_rows,
+    open_empty_rows,
+    write_block_mask,
+    write_dense,
+)
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.sources import Sources, check_ahead, physical_offsets
 from collate_npu.parallel import ContextParallel, check_recurrent_split, cu_seqlens_of, query_rows, ranks_agree
@@ -398,7 +405,7 @@ class BatchAdapter:
         """Return a BlockMask, or the dense mask of this rank's queries."""
         place, most, cp = self.device or device, self.max_mask_bytes, self.context_parallel
         if form == "block_mask":
-            return block_mask(segments, pattern=pattern, device=place, max_mask_bytes=most)
+            return write_block_mask(segments, pattern, place, max_mask_bytes=most)
         offsets = cu_seqlens_of({}, segments) if cp is not None and cp.documents else None
         rows = None if cp is None else query_rows(segments.shape[1], cp, offsets)
         mask = write_dense(segments, form, pattern, rows=rows, device=place, max_mask_bytes=most)

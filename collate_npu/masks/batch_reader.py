@@ -72,7 +72,7 @@ def is_dense(value: Any) -> TypeGuard[Tensor]:
 
 
 def reads(full: Tensor, segments: Segments | None) -> str:
-    """What True, or a number, of a dense mask means, by what stands on its diagonal at a real token; "" where unknown."""
+    """Return what True, or 1, means in a dense mask, by its diagonal at a real token; "" where that is unknown."""
     if full.is_floating_point():
         return "additive" if bool((full <= BLOCKED_BELOW).any()) else ""
     if segments is None or not segments.spans or tuple(full.shape[-2:]) != (segments.shape[1],) * 2:
@@ -85,7 +85,7 @@ def reads(full: Tensor, segments: Segments | None) -> str:
 
 
 def _hazards_of_dense(full: Tensor, sources: Sources, segments: Segments | None) -> dict[str, str]:
-    """Return those of a dense mask as it is carried: alone, of integers, or of floats that a layer adds to its scores."""
+    """Return the hazards of a dense mask: it is alone, it holds integers, or a layer adds its floats to scores."""
     found, held = dict[str, str](), f"attention_mask is {str(full.dtype)[6:]}"
     harmless = segments is not None and segments.padding_side == "none" and not segments.packed
     if sources.get(KEEP_KEY) is None and not harmless:
@@ -154,7 +154,7 @@ def segments_from_batch(
     pattern: str | Pattern | None = None,
     padding_free: bool = False,
 ) -> Segments:
-    """The `Segments` of a batch, from whatever it carries; all sources are checked against each other.
+    """Return the `Segments` of a batch, from whatever it carries; all sources are checked against each other.
 
     `polarity` declares `attention_mask`, of any rank; `attention_mask_2d` is always keep. A dense mask must be that of
     `pattern` (plain causal where none is declared). Any other is refused, and the error names the pattern that would
@@ -238,7 +238,7 @@ class _Truth(NamedTuple):
 
 
 def _is_keys(full: Tensor, shape: tuple[int, int]) -> bool:
-    """One value a token, by its place in a batch. With as many rows as tokens an additive one is a square mask as well."""
+    """True for a mask with one value a token. An additive one with as many rows as tokens is read as a square mask."""
     if full.ndim != 2 or tuple(full.shape) != shape:
         return False
     return not (full.shape[0] == full.shape[1] and full.is_floating_point() and bool((full < 0).any()))
@@ -282,7 +282,7 @@ def _compared(
 
 
 def _on_diagonal(squares: Mapping[str, Tensor], segments: Segments) -> Array:
-    """bool `[S]`: tokens of a flat row that attend themselves in each dense mask, as the first of them does."""
+    """Return bool `[S]`: True where each dense mask holds the same at a token's own place as at the first real token's."""
     S, first = segments.shape[1], next((start for _, start, _ in segments.spans), 0)
     real_S = np.ones(S, bool)
     for full in squares.values():
@@ -304,7 +304,7 @@ def _of_rows(
 
 
 def _check_same_boundaries(parted: Sequence[_Truth]) -> None:
-    """Raise where two sources tell other sequences of a row."""
+    """Raise where two sources disagree on where sequences begin."""
     for each in parted[1:]:
         one, other = parted[0].segments, each.segments
         wrong = np.flatnonzero((one.array != other.array).any(axis=1)).tolist()
@@ -467,7 +467,7 @@ def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segment
 
 
 def _looks_inverted(ids_BS: Array, keep_BS: Array) -> dict[int, str]:
-    """Rows with padding, where all of them hold one id alone at real tokens, and others at padding."""
+    """Return the padded rows, if all of their real tokens are one id and their padding holds several."""
     at_B = np.flatnonzero(~keep_BS.all(axis=1) & keep_BS.any(axis=1))
     ids_BS, keep_BS = ids_BS[at_B], keep_BS[at_B]
     real, first_B = np.unique(ids_BS[keep_BS]), keep_BS.argmin(axis=1)

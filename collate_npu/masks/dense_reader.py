@@ -114,7 +114,7 @@ def full_rows(square: Square) -> Bools:
 
 
 def _causal_extents(real_BS: Bools, begins_BS: Bools) -> Extents:
-    """What queries attend under plain causal attention; padding attends as the token before it."""
+    """Return what queries attend under plain causal attention; padding attends what the token before it does."""
     own_S = np.arange(real_BS.shape[1], dtype=np.int32)
     first_BQ = np.maximum.accumulate(np.where(begins_BS, own_S, 0), axis=1)
     last_BQ = np.maximum.accumulate(np.where(real_BS, own_S, -1), axis=1)
@@ -138,12 +138,12 @@ def sequences(square: Square, real_BS: Bools) -> tuple[Segments, Bools]:
 
 
 def after_token(real_BS: Bools) -> Bools:
-    """Return the padding behind the first token of its row."""
+    """Return bool `[B, S]`: True for padding behind the first real token of its row."""
     return np.logical_or.accumulate(real_BS, axis=1) & ~real_BS
 
 
 def fillers(full_BQ: Bools) -> Bools:
-    """Return the rows that attend every key, future ones included, while other rows do not."""
+    """Return bool `[B, S]`: query rows that attend every key, later ones too, in a row of the batch where others do not."""
     if not full_BQ[:, :-1].any():
         return np.zeros_like(full_BQ)  # alone, a last row that sees everything is an ordinary causal row
     filler_BQ = full_BQ & ~full_BQ.all(axis=1, keepdims=True)
@@ -215,7 +215,7 @@ def prove(
     extents: Callable[[], tuple[Extents, int]],
     proved_BQ: Bools | None = None,
 ) -> Pattern:
-    """The pattern that gives the matrix back on every real row: the declared one, or the first that does.
+    """Return the pattern that gives the matrix back on every real row: the declared one, or the first that does.
 
     `extents`, what every query attends and how far back any that counts looks, is computed where the first pattern fails.
     `proved_BQ` are queries that plain causal attention is known to give. Raises `UnexplainedError`.

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from collate_npu.arrays import host_tensor, whole_number
+from collate_npu.arrays import host_tensor
 from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, UnsupportedFormError, explain, explain_rows
 from collate_npu.masks.dense_mask import (
     REMEDY_CARRY_2D,
@@ -38,7 +38,6 @@ def derive_segments(
     *,
     polarity: Polarity | None = None,
     keep: Values | None = None,
-    batch_size: int | None = None,
     pattern: str | Pattern | None = None,
     prove: bool = True,
     unmasked_rows: bool = False,
@@ -55,7 +54,6 @@ def derive_segments(
       it for `[B,1,1,S]`.
     * `keep`: `[B, S]`, 1 = real. It decides what the mask leaves open: the polarity, and whether a token that sees only
       itself is padding. The mask must agree with it at real tokens.
-    * `batch_size`: the number of rows. It tells `[S, S]` from `[B, S]`, and repeats a shared mask.
     * `pattern`: what attention sees, if two patterns would explain the mask. "chunked" also means that rows are not packed.
     * `prove`: False skips the proof (rebuilding the mask) and compares its diagonal with its columns: for custom attention.
     * `unmasked_rows`: True if the producer fills fully blocked rows with True (transformers 4.x `_unmask_unattended`).
@@ -74,11 +72,9 @@ def derive_segments(
     """
     values = MaskValues(host_tensor(MASK_KEY, attention_mask), polarity)
     how = None if pattern is None else Pattern.of(pattern)
-    if batch_size is not None:
-        whole_number("batch_size", batch_size, least=1)
     if keep is None:
         known = Known(pattern=how, unmasked_rows=unmasked_rows, prove=prove)
-        return ready(read_bare_mask(values, known, batch_size=batch_size).segments)
+        return ready(read_bare_mask(values, known, batch_size=None).segments)
     truth = read_keys(MaskValues(host_tensor("keep", keep), "keep", "keep"))
     known = Known(segments=of_keep(truth.array != 0), parted=False, pattern=how, prove=prove)
     return ready(read_mask(values, known).segments)
@@ -155,7 +151,7 @@ def _from_two_dims(values: MaskValues, batch_size: int | None, known: Known) -> 
 
 
 def _rows_with_tokens(values: MaskValues) -> Segments:
-    """`read_keys` of a mask that stands alone: a row without a token may be one turned around, unless it was declared."""
+    """Return `read_keys` of a mask that stands alone. Raises where a row has no token: the mask may be inverted."""
     segments = read_keys(values)
     if segments.empty_rows and values.declared is None:
         rows = [(b, "no real token") for b in segments.empty_rows]
@@ -166,7 +162,7 @@ def _rows_with_tokens(values: MaskValues) -> Segments:
 
 
 def read_keys(values: MaskValues) -> Segments:
-    """`Segments` of a mask known to be `[B, S]` by its place in a batch: keep, as declared, or packing ids `1 1 2 2 0`."""
+    """Return the `Segments` of a mask `[B, S]`: keep, the declared polarity, or packing ids `1 1 2 2 0`."""
     if values.full.ndim != 2:
         raise _no_shape(values)
     if values.packing_ids:
@@ -200,7 +196,7 @@ def _readings(
 
 
 def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
-    """`[B, S, S]` or `[B, H, S, S]`, all heads alike, read by the declared or the proved polarity."""
+    """Return the reading of `[B, S, S]` or `[B, H, S, S]`, by the declared or the proved polarity; heads are alike."""
     if values.full.ndim == 4 and values.full.shape[1] > 1 and _heads_differ(values):
         raise heads_differ_error(values)
     found, failed = _readings(values, known, batch_size)
@@ -272,7 +268,8 @@ def _of_other_rows(values: MaskValues, batch_size: int | None) -> CollateError:
 
 
 def _refuse_compressed(values: MaskValues) -> None:
-    """torch_npu's compressed causal masks: [2048, 2048] (sparse_mode 2-4), [3072, 2048] (mode 6); op-plugin doc:554-606."""
+    """Raise for torch_npu's compressed causal masks: [2048, 2048] (sparse_mode 2-4), [3072, 2048] (mode 6); op-plugin
+    doc:554-606."""
     if tuple(values.full.shape) not in ((2048, 2048), (3072, 2048), (1, 1, 2048, 2048)):
         return
     below_QK = (values.full.reshape(-1, 2048)[:2048] != 0).numpy() == np.tri(2048, dtype=bool)

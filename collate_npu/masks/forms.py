@@ -87,9 +87,8 @@ def dense(
     rows: slice | Sequence[int] | Tensor | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    max_mask_bytes: int = MAX_MASK_BYTES,
 ) -> Tensor:
-    """The mask as a tensor `[B, 1, Q, S]`: `rows` picks the Q query rows (all by default), the S keys are always whole.
+    """Return the mask `[B, 1, Q, S]`: `rows` picks the Q query rows (all by default), the S keys are always whole.
 
     Only keys are masked: a padded query still sees the real keys before it, so that right padding leaves no row empty.
     Causal, lengths 3 and 5, padded right and left (the two upper rows of the left one see nothing)::
@@ -102,7 +101,7 @@ def dense(
 
     `polarity="keep"`: True = attends (torch SDPA; `dtype` bool or an int type for 1/0). `"masked"`: True = blocked
     (Megatron-core transformer/utils.py:54, torch_npu `atten_mask`). `"bias"`: 0 attends, `finfo(dtype).min` is blocked
-    (transformers masking_utils.py:632), float32 by default. Raises `UnsupportedFormError` beyond `max_mask_bytes`.
+    (transformers masking_utils.py:632), float32 by default. Raises `UnsupportedFormError` beyond 4 GiB.
 
     >>> left = Segments.from_lengths([1, 2], side="left")
     >>> dense(left, dtype=torch.int64).tolist()
@@ -110,13 +109,7 @@ def dense(
     >>> dense(left, polarity="masked", rows=[1]).tolist()
     [[[[True, False]]], [[[False, False]]]]
     """
-    options: dict[str, Any] = {
-        "rows": rows,
-        "dtype": dtype,
-        "device": torch.device(device),
-        "max_mask_bytes": max_mask_bytes,
-    }
-    return write_dense(segments, polarity, Pattern.of(pattern), **options)
+    return write_dense(segments, polarity, Pattern.of(pattern), rows=rows, dtype=dtype, device=torch.device(device))
 
 
 def write_dense(
@@ -129,7 +122,7 @@ def write_dense(
     device: torch.device = CPU,
     max_mask_bytes: int = MAX_MASK_BYTES,
 ) -> Tensor:
-    """Do what `dense` does, for arguments that need no check."""
+    """Return what `dense` returns, for arguments that need no check, up to `max_mask_bytes`."""
     pattern.check(len(segments.sequence_lengths))
     dtype, attend, blocked = _values(polarity, dtype)
     B, S = segments.shape
@@ -147,7 +140,7 @@ def write_dense(
 
 
 def _triangle_on(segments: Segments, device: torch.device, dtype: torch.dtype, attend: float, blocked: float) -> Tensor:
-    """Plain causal attention, one sequence a row, made on the device of the 2D mask: B * S bytes go there, not B * S * S."""
+    """Return plain causal attention, one sequence a row, made on `device`: B * S bytes go there, not B * S * S."""
     places_S = torch.arange(segments.shape[1], device=device)
     before_SS, keep_BS = places_S[:, None] >= places_S, segments.keep.to(device, non_blocking=True)
     attends_B1SS = before_SS & keep_BS[:, None, None]
@@ -206,7 +199,8 @@ def check_bytes(what: str, shape: tuple[int, ...], itemsize: int, limit: int) ->
     size = math.prod(shape) * itemsize
     if size > limit:
         rule = f"The limit max_mask_bytes is {limit / 2**30:.2f} GiB."
-        remedy = "Pad right, where causal attention needs no mask, or pack (offsets); use shorter rows, or raise the limit."
+        remedy = "Pad right, where causal attention needs no mask, or pack (offsets); use shorter rows, or let a "
+        remedy += "BatchAdapter with a higher limit build it."
         got = f"{size / 2**30:.2f} GiB ({list(shape)})"
         raise UnsupportedFormError(explain(what, got, rule, remedy, more="mask-memory"))
 
@@ -218,7 +212,7 @@ def check_bytes(what: str, shape: tuple[int, ...], itemsize: int, limit: int) ->
 def mask_mod(
     segments: Segments, pattern: str | Pattern = "causal", device: torch.device | str = "cpu"
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The predicate `(b, h, q, k) -> bool` (True attends) that flex_attention and `block_mask` take.
+    """Return the predicate `(b, h, q, k) -> bool` (True attends) that flex_attention and `block_mask` take.
 
     Same truth as `dense(polarity="keep")`, element by element.
 
@@ -252,20 +246,33 @@ def block_mask(
     device: torch.device | str = "cpu",
     block_size: int = 128,
     compiled: bool = False,
-    max_mask_bytes: int = MAX_MASK_BYTES,
 ) -> Any:
-    """torch's `BlockMask` for flex_attention, `[B, 1, S, S]` in blocks (torch nn/attention/flex_attention.py).
+    """Return torch's `BlockMask` for flex_attention, `[B, 1, S, S]` in blocks (torch nn/attention/flex_attention.py).
 
     torch evaluates the predicate on all B * S * S places while it builds the mask, which takes up to 21 bytes a place
     (measured on torch 2.13); `compiled=True` fuses that away, for some seconds of compilation at the first call. Raises
-    `UnsupportedFormError` where that is beyond `max_mask_bytes`.
+    `UnsupportedFormError` where that is beyond 4 GiB.
 
     >>> block_mask(Segments.from_lengths([200, 256], side="left")).shape
     (2, 1, 256, 256)
     """
+    size = whole_number("block_size", block_size, least=1)
+    return write_block_mask(segments, Pattern.of(pattern), torch.device(device), block_size=size, compiled=compiled)
+
+
+def write_block_mask(
+    segments: Segments,
+    pattern: Pattern,
+    device: torch.device,
+    *,
+    block_size: int = 128,
+    compiled: bool = False,
+    max_mask_bytes: int = MAX_MASK_BYTES,
+) -> Any:
+    """Return what `block_mask` returns, for arguments that need no check, up to `max_mask_bytes`."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    (B, S), device, block_size = segments.shape, torch.device(device), whole_number("block_size", block_size, least=1)
+    B, S = segments.shape
     whole = -(-S // block_size) * block_size
     if not compiled:
         check_bytes("block mask being built", (B, 1, whole, whole), EVALUATED_BYTES, max_mask_bytes)
@@ -296,7 +303,7 @@ def varlen(segments: Segments, *, keep_tail: bool = False) -> Segments:
 
 
 def offsets_of(segments: Segments, places: Sequence[int] | None = None, *, longest: int | None = None) -> dict[str, Any]:
-    """Everything a consumer of flat rows may read, always together; an alignment tail is one more sequence.
+    """Return everything that a consumer of flat rows may read; an alignment tail is one more sequence.
 
     transformers' FlashAttentionKwargs and DataCollatorWithFlattening name them; `seq_lens` are the real lengths. `places`
     are what each sequence takes up in the row (`own_places`): then `cu_seqlens` are the real offsets,
@@ -359,8 +366,8 @@ def own_places(segments: Segments) -> list[int]:
 
 
 def fitting_places(offsets: Array, segments: Segments) -> list[int] | None:
-    """The places by physical offsets: all of one flat row, each sequence at the start of its own, the tail behind them;
-    None for offsets that are not so."""
+    """Return the places by physical offsets of one flat row, where each sequence stands at the start of its own and the tail
+    behind them; else None."""
     starts_N, ends_N = (np.array([span[i] for span in segments.spans], np.int64) for i in (1, 2))
     N = len(starts_N)
     if segments.shape[0] != 1 or len(offsets) <= N or offsets[-1] != segments.shape[1] or segments.hole_rows:
@@ -388,7 +395,7 @@ def aligned(lengths: Sequence[int], multiple: int) -> list[int]:
 
 
 def least_room(count: int, max_sequences: int | None, *, multiple: int = 1, repeats: bool = False) -> int:
-    """Tokens the tail must have for `add_tail` to bring `count` sequences up to `max_sequences`."""
+    """Return how many tokens the tail needs for `add_tail` to bring `count` sequences up to `max_sequences`."""
     return 0 if max_sequences is None or repeats else max(max_sequences - count, 0) * multiple
 
 

@@ -63,7 +63,8 @@ class Sources(dict[str, Any]):
         """The keys of each role that hold something, in the order of the table."""
         self._held: dict[tuple[str, Any], tuple[Any, Any]] = {}
         self.counted = False
-        """True if its positions follow from its Segments: the batch reader found it, or the collator built them."""
+        """True if position_ids restart exactly where sequences begin: the batch reader compared them, or a collator built
+        them."""
         for name in sorted(_ROLES.keys() & self.keys(), key=_ORDER.__getitem__):
             if self[name] is not None:
                 self.named[_ROLES[name]] += (name,)
@@ -274,7 +275,7 @@ def says_padding(sources: Sources) -> bool:
 
 
 def _placed(rows: list[list[int]], held: list[list[int]], shape: tuple[int, int]) -> Segments:
-    """Each sequence at the start of its place, padding behind it."""
+    """Return the Segments with each sequence at the start of its place, and padding behind it."""
     bad = [
         (b, f"lengths {row}, padded lengths {places}")
         for b, (row, places) in enumerate(zip(rows, held))
@@ -330,7 +331,7 @@ def check_longest(sources: Sources, segments: Segments) -> None:
 
 
 def _length_rows(sources: Sources, B: int) -> list[list[int]]:
-    """The lengths of each row: as many lists as rows, or all of them of one row."""
+    """Return the lengths of each row; of one row, all of them."""
     lengths = sources.lengths or []
     if len(lengths) == B:
         return lengths
@@ -341,7 +342,7 @@ def _length_rows(sources: Sources, B: int) -> list[list[int]]:
 
 
 def physical_offsets(sources: Sources, segments: Segments) -> list[int] | None:
-    """What the offsets of a flat row say, padded ones first, where they cover the row and fit its sequences; else None."""
+    """Return the places by the offsets of a flat row, padded ones first; None where they do not fit its sequences."""
     named = (*sources.named["padded_offsets"], *sources.named["offsets"])
     fitting = (fitting_places(sources.offsets[name], segments) for name in named)
     return next((places for places in fitting if places is not None), None)
@@ -360,7 +361,7 @@ def check_ahead(sources: Sources, segments: Segments, *, reads_both: bool) -> No
 
 
 def physical_and_real_offsets(offsets: Mapping[str, Array]) -> tuple[str, Array, Array | None]:
-    """`(key, physical, real or None)`; every offset must be one of the two."""
+    """Return `(key, physical, real or None)`. Raises where offsets are neither of the two."""
     unpadded = {key for key in offsets if key.endswith("unpadded")}  # Megatron-Bridge: the others are padded then
     padded = {key for key in offsets if key.endswith("padded") or unpadded} - unpadded
     name = next((key for key in offsets if key in padded), next(iter(offsets)))
@@ -407,8 +408,8 @@ def split_by_positions(positions_BS: Array, known: Segments | None, *, padding_f
 
 
 def without_padding(sources: Sources, segments: Segments, real_S: Array) -> Segments:
-    """A flat row whose offsets count padding (`offsets_of_rows`), as sequences of its own or at the end of one, without what
-    a mask calls padding and nobody learns."""
+    """Return the flat row without the padding that its offsets count (`offsets_of_rows`): what a mask marks as padding, and
+    no label is on, whether it stands as a sequence or at the end of one."""
     ids_S, *others = segments.array
     padding_S, unread_S = ~real_S & (ids_S != 0), _unread(sources, len(ids_S))
     learned = unread_S is not None and not unread_S[padding_S].all()
@@ -418,7 +419,7 @@ def without_padding(sources: Sources, segments: Segments, real_S: Array) -> Segm
 
 
 def drop_tail(sources: Sources, segments: Segments, positions_BS: Array) -> Segments:
-    """A flat row without what positions, offsets and lengths number as sequences, and no sequence is: its tail.
+    """Return the flat row without a padding tail that was counted as a sequence.
 
     A last sequence of several tokens at position 0 (VeOmni data/data_collator.py, d977449); the end of it, where positions
     begin again, stand still or are 0, and nobody learns (prime-rl 559b447 trainer/batch.py:717-719, which adds the tail to
@@ -469,7 +470,7 @@ def unless_in_doubt(sources: Sources, positions_BS: Array) -> Array | None:
 
 
 def check_positions(positions_BS: Array, segments: Segments) -> None:
-    """Rows whose positions restart must restart where their sequences begin."""
+    """Raise where positions restart at other tokens than those where sequences begin."""
     keep_BS = keep_array(segments)
     starts_BS, tells_B = _restarts(positions_BS, keep_BS)
     true_BS, _ = sequence_starts(segments.position_ids.numpy(), keep_BS)

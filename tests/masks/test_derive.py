@@ -10,7 +10,7 @@ import torch
 
 from collate_npu import CollateError, Pattern, Segments, derive_segments
 from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError
-from collate_npu.masks import dense
+from collate_npu.masks import dense, segments_from_batch
 
 RIGHT = Segments.from_lengths([3, 5])
 LEFT = Segments.from_lengths([3, 5], side="left")
@@ -51,7 +51,8 @@ def test_a_row_without_a_token_is_declared(full):
 
 def test_two_dims_are_keys_unless_the_batch_is_another_size():
     triangle = torch.ones(4, 4, dtype=torch.bool).tril()
-    assert derive_segments(triangle, batch_size=2) == Segments.from_lengths([4, 4])
+    tokens = {"input_ids": [[5, 6, 7, 8]] * 2, "labels": [[5, 6, 7, 8]] * 2}
+    assert segments_from_batch({**tokens, "attention_mask": triangle}) == Segments.from_lengths([4, 4])
     with pytest.raises(AmbiguousMaskError, match=r"keep mask of 4 rows .* or one square mask"):
         derive_segments(triangle)
     assert derive_segments(Segments.from_lengths([4, 2, 1, 3]).keep) == Segments.from_lengths([4, 2, 1, 3])
@@ -113,7 +114,6 @@ SHARD = (
         (torch.ones(2, 3, 6), {}, AmbiguousMaskError, "3 query rows and 6 keys"),
         (torch.ones(6), {}, UnsupportedFormError, "float32 [6]"),
         (RIGHT.keep, {"keep": torch.ones(5)}, UnsupportedFormError, "float32 [5]"),
-        (RIGHT.keep, {"batch_size": 2.0}, CollateError, "batch_size: got 2.0"),
         (FIRST[None], {"pattern": "causal"}, PolarityError, "as 'masked' it is bidirectional"),
         (FILLED[None], {}, PolarityError, "as 'keep' it is ambiguous too"),
         (torch.stack([FILLED, FIRST]), {"pattern": "causal"}, AmbiguousMaskError, "last rows that see everything"),
@@ -122,16 +122,13 @@ SHARD = (
         (torch.eye(3)[None], {"pattern": Pattern.chunked(2)}, AmbiguousMaskError, "pattern=Pattern.sliding(1)"),
         (dense(TWO, pattern=PREFIX)[0, 0], {"pattern": PREFIX}, AmbiguousMaskError, "or one square mask"),
         (torch.ones(1, 1, 1, 4, 4), {}, UnsupportedFormError, "[B,H,S,S]"),
-        (dense(RIGHT), {"batch_size": 3}, CollateError, "The batch has 3 rows"),
-        (RIGHT.keep, {"batch_size": 3}, CollateError, "The batch has 3 rows"),
-        (torch.zeros(0, 4), {"batch_size": 3}, CollateError, "The batch has 3 rows"),
         (dense(Segments([[1, 1, 2, 2]]))[0, 0], {}, AmbiguousMaskError, "or one square mask"),
         (dense(Segments([[1, 1, 2, 0]]), polarity="bias")[0, 0], {}, AmbiguousMaskError, "or one square mask"),
         (torch.ones(2048, 2048, dtype=torch.bool).tril(), {}, AmbiguousMaskError, "is torch_npu's compressed causal"),
         (torch.ones(2048, 2048, dtype=torch.uint8).triu(1), {}, AmbiguousMaskError, "compressed causal triangle"),
-        (torch.ones(1, 1, 2048, 2048).triu(1), {"batch_size": 4}, AmbiguousMaskError, "compressed causal triangle"),
+        (torch.ones(1, 1, 2048, 2048).triu(1), {}, AmbiguousMaskError, "compressed causal triangle"),
         (torch.ones(3072, 2048, dtype=torch.bool).triu(1), {}, AmbiguousMaskError, "compressed causal triangle"),
-        (torch.full((1, 1, 2048, 2048), -1e4).triu(1), {"batch_size": 4}, AmbiguousMaskError, "compressed causal triangle"),
+        (torch.full((1, 1, 2048, 2048), -1e4).triu(1), {}, AmbiguousMaskError, "compressed causal triangle"),
         # numbers that mean nothing certain
         (torch.where(KEPT, 0.0, torch.nan), {}, CollateError, "NaN"),
         (torch.where(KEPT, torch.inf, -torch.inf), {}, CollateError, "+inf"),
@@ -149,6 +146,12 @@ def test_refusals(attention_mask, settings, error, told):
         derive_segments(attention_mask, **settings)
     assert type(raised.value) is error
     assert told in str(raised.value)
+
+
+@pytest.mark.parametrize("full", [dense(RIGHT), RIGHT.keep, torch.zeros(0, 5), torch.zeros(0, 1, 5, 5)])
+def test_a_mask_of_other_rows_than_its_batch_is_refused(full):
+    with pytest.raises(CollateError, match="The batch has 3 rows"):
+        segments_from_batch({"input_ids": [[5, 6, 7, 8, 9]] * 3, "attention_mask": full})
 
 
 @pytest.mark.parametrize(
@@ -170,7 +173,6 @@ def test_where_a_bias_begins_to_block(written, declared, attends):
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0, 1, 4, 4), (2, 1, 0, 0), (2, 0, 0)])
 def test_masks_of_nothing_hold_no_token(shape):
     assert derive_segments(torch.zeros(shape)).shape == (shape[0], shape[-1])
-    assert derive_segments(torch.zeros(0, 0), batch_size=2).shape == (2, 0)
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 5), (3, 4), (3, 1, 4, 4), (2, 1, 4, 5), (2, 1, 5, 4)])

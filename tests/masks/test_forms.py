@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings, strategies as st
 from live_bytes import peak_bytes
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from collate_npu import CollateError, Pattern, Segments
+from collate_npu import BatchAdapter, CollateError, Pattern, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.masks import block_mask, dense, none_is_exact, varlen
 from collate_npu.masks.forms import EVALUATED_BYTES, mask_mod
@@ -58,12 +58,17 @@ def test_each_sequence_has_its_own_prefix():
 
 
 def test_the_byte_limit_counts_what_would_be_built():
-    segments = Segments.from_lengths([3, 5])
-    assert dense(segments, max_mask_bytes=50).numel() == 50
-    for ask in ({"max_mask_bytes": 49}, {"max_mask_bytes": 199, "polarity": "bias"}):
-        with pytest.raises(UnsupportedFormError, match=r"\[2, 1, 5, 5\].*max_mask_bytes"):
-            dense(segments, **ask)
-    assert dense(segments, rows=[4], max_mask_bytes=10).numel() == 10
+    width = 1 << 15  # four rows of it are 4 GiB of bool
+    for rows, ask in ((5, {}), (2, {"polarity": "bias"})):
+        with pytest.raises(UnsupportedFormError, match=rf"\[{rows}, 1, {width}, {width}\].*max_mask_bytes"):
+            dense(Segments.from_lengths([width] * rows), **ask)
+    assert dense(Segments.from_lengths([width] * 5), rows=[4]).numel() == 5 * width
+    segments = Segments.from_lengths([3, 5], side="left")
+    batch = {"input_ids": torch.ones(2, 5, dtype=torch.int64), "attention_mask_2d": segments.keep}
+    made = BatchAdapter(consumer="mindspeed_dense", needs_mask_2d=True, max_mask_bytes=50)(batch)
+    assert made["attention_mask"].numel() == 50
+    with pytest.raises(UnsupportedFormError, match=r"\[2, 1, 5, 5\].*max_mask_bytes"):
+        BatchAdapter(consumer="mindspeed_dense", needs_mask_2d=True, max_mask_bytes=49)(batch)
 
 
 # --- predicates and BlockMask
@@ -139,6 +144,8 @@ WIDE = Segments.from_lengths([700, 1024], side="left")
 def test_a_block_mask_takes_what_the_limit_counts():
     B, S = WIDE.shape
     limit = EVALUATED_BYTES * B * S * S
-    assert peak_bytes(lambda: block_mask(WIDE, max_mask_bytes=limit)) <= limit
-    with pytest.raises(UnsupportedFormError):
-        block_mask(WIDE, max_mask_bytes=limit - 1)
+    assert peak_bytes(lambda: block_mask(WIDE)) <= limit
+    batch = {"input_ids": torch.ones(B, S, dtype=torch.int64), "attention_mask_2d": WIDE.keep}
+    BatchAdapter(consumer="torchtitan", max_mask_bytes=limit)(batch)
+    with pytest.raises(UnsupportedFormError, match="block mask being built"):
+        BatchAdapter(consumer="torchtitan", max_mask_bytes=limit - 1)(batch)

@@ -28,7 +28,7 @@ from collate_npu.kernels.gated_delta import flat_offsets, gated_delta_kwargs
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import agreed
 from collate_npu.masks.dense_mask import Polarity
-from collate_npu.masks.forms import MAX_MASK_BYTES, none_is_exact
+from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import shift_labels
 from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, ranks_agree
@@ -67,7 +67,6 @@ def gpt_batch(
     padding_free: bool = False,
     context_parallel: ContextParallel | None = None,
     polarity: Polarity | None = None,
-    max_mask_bytes: int = MAX_MASK_BYTES,
 ) -> tuple[dict[str, Any], Segments]:
     """The inputs, and the Segments of the whole rows: `model(**inputs)` computes every real token as its sample alone.
 
@@ -93,7 +92,7 @@ def gpt_batch(
         row = _row(batch, sources, segments)
         if padding_free:
             return _flat(row, segments, model, cp)
-        return _padded(row, segments, model, cp, max_mask_bytes), segments
+        return _padded(row, segments, model, cp), segments
 
 
 def _check_keys(batch: Mapping[str, Any]) -> None:
@@ -123,15 +122,13 @@ def _row(batch: Mapping[str, Any], sources: Sources, segments: Segments) -> dict
     return {key: value if isinstance(value, Tensor) else host_tensor(key, value) for key, value in given.items()}
 
 
-def _padded(
-    row: Mapping[str, Any], segments: Segments, model: Any, cp: ContextParallel | None, max_mask_bytes: int
-) -> dict[str, Any]:
+def _padded(row: Mapping[str, Any], segments: Segments, model: Any, cp: ContextParallel | None) -> dict[str, Any]:
     """Padded rows, and the dense mask where the attention of this model reads one."""
     kernel, kind = kernel_of(model), getattr(config_of(model), "mcore_model_type", None)
     mcore_bridge.check_padding(segments, kernel, recurrent=needs_mask_2d(model), model_type=kind)
     refuse_crossing(segments, config_of(model), padding_free=False)
     inputs, device = _inputs(row, segments, model, cp, None), row["input_ids"].device
-    blocked = mcore_bridge.attention_mask(segments, kernel, cp, device=device, max_mask_bytes=max_mask_bytes)
+    blocked = mcore_bridge.attention_mask(segments, kernel, cp, device=device)
     return {**inputs, "attention_mask": blocked}
 
 

@@ -27,7 +27,7 @@ from collate_npu.consumers.megatron import refuse_unread_padding
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.integrations import patching
 from collate_npu.keys import KEEP_KEY
-from collate_npu.masks.forms import MAX_MASK_BYTES, dense, open_empty_rows
+from collate_npu.masks.forms import dense, open_empty_rows
 from collate_npu.parallel import ContextParallel, query_rows, split_tensor
 from collate_npu.releases import CONVOLUTION_SEALED, installed
 from collate_npu.segments import Segments
@@ -77,21 +77,14 @@ def check_padding(segments: Segments, kernel: str, *, recurrent: bool, model_typ
     refuse_unread_padding(segments, kernel, recurrent=recurrent and not masks_padding(model_type))
 
 
-def attention_mask(
-    segments: Segments,
-    kernel: str,
-    cp: ContextParallel | None,
-    *,
-    device: torch.device,
-    max_mask_bytes: int = MAX_MASK_BYTES,
-) -> Tensor | None:
+def attention_mask(segments: Segments, kernel: str, cp: ContextParallel | None, *, device: torch.device) -> Tensor | None:
     """The dense mask of this rank's queries, True = blocked, for a kernel that reads one; None for the others. Megatron's
     local kernels read it always: without it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
     reader = consumer_named(kernel)
     if reader.forms[-1].form != "masked":
         return None
     rows = None if cp is None else query_rows(segments.shape[1], cp)
-    blocked = dense(segments, polarity="masked", rows=rows, device=device, max_mask_bytes=max_mask_bytes)
+    blocked = dense(segments, polarity="masked", rows=rows, device=device)
     return open_empty_rows(blocked) if reader.opens_empty_rows else blocked
 
 
