@@ -26,7 +26,6 @@ from collate_npu.collate.features import Features, Samples, read_features
 from collate_npu.collate.padding import Rows, Slots, best_fit, concatenate_values, lay_rows, stack_values
 from collate_npu.collate.transport import shipped
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.labels_and_positions import labels_behind_padding_error
 from collate_npu.consumers.mask_routing import Consumer, ConsumerName
 from collate_npu.consumers.model_traits import LabelRule, consumer_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
@@ -107,8 +106,8 @@ class Emitter:
     """What the model does with labels."""
     _predicts_next: bool = field(init=False, repr=False, compare=False)
     """True if labels are those of the next token and not shifted yet."""
-    _ignores_first: bool = field(init=False, repr=False, compare=False)
-    """True if nothing predicts the first token of a row: no virtual token of PEFT."""
+    _left: str = field(init=False, repr=False, compare=False)
+    """Why the model is out of scope, and its batches are padded as transformers pads them; "" in scope."""
 
     def _settle(self, model: Any, model_type: str | None = None) -> None:
         """Make the adapter. Raises for settings that contradict each other."""
@@ -135,25 +134,30 @@ class Emitter:
         object.__setattr__(self, "_adapter", adapter)
         object.__setattr__(self, "_attends", Pattern.of(self.pattern or "causal") if adapter is None else adapter.pattern)
         in_place = self._attends.name == "bidirectional"  # the neutral form has no head
-        heads = None if adapter is None else adapter.label_rule({})
+        heads = None if adapter is None else adapter.label_rule
         object.__setattr__(self, "_labels", heads or ("places" if in_place else "next"))
-        object.__setattr__(self, "_predicts_next", not self.layout.labels_shifted and self._labels == "next")
-        alone = self._adapter is not None and not self._adapter.model.virtual_tokens
-        object.__setattr__(self, "_ignores_first", alone and self._predicts_next)
+        object.__setattr__(self, "_left", "" if adapter is None else adapter.left)
+        if self._left and (self.padding_free or getattr(self, "packing", False)):
+            rule = f"Batches of this model are only padded, as transformers pads them: {self._left}."
+            raise UnsupportedFormError(explain("padding_free, packing", "True", rule, "Leave both out."))
+        in_next = not self._left and not self.layout.labels_shifted and self._labels == "next"
+        object.__setattr__(self, "_predicts_next", in_next)
 
     def _adds_positions(self, left: bool) -> bool:
         """True if the model could count positions of some batch wrong: padding on the left, or with an id that it counts.
 
         Then all have positions: a dispatcher takes the keys of the first batch for those of all.
         """
-        return self._adapter is not None and (left or self._adapter.model.positions == "padding_idx")
+        return self._adapter is not None and not self._left and (left or self._adapter.model.positions == "padding_idx")
 
     def _finished(
         self, batch: dict[str, Any], segments: Segments, *, padding_free: bool, counted: bool = False
     ) -> dict[str, Any]:
         """The batch with `attention_mask` and `attention_mask_2d` as the mode or the consumer wants them; `counted`: its
         positions, if any, were made of the Segments."""
-        if self._adapter is not None:
+        if self._left:
+            out = {**batch, "attention_mask": (segments.ids if segments.packed else segments.keep).long()}
+        elif self._adapter is not None:
             sources = Sources.of(batch)
             sources.counted |= counted
             out = self._adapter.routed(sources, segments, padding_free)
@@ -305,10 +309,10 @@ class PaddingCollator(Emitter):
             remedy = "Set tokenizer.pad_token = tokenizer.eos_token, or pass pad_token_id=."
             raise CollateError(explain("pad_token_id", "None", rule, remedy))
         beside = {"padding_free=True": self.padding_free, "padding=False": self.padding is False}
-        beside |= {"allow_empty=True": self.layout.allow_empty, "an encoder-decoder": self._labels == "decoder"}
+        beside |= {"allow_empty=True": self.layout.allow_empty}
         if self.packing and any(beside.values()):
             got = "True beside " + ", ".join(name for name, value in beside.items() if value)
-            rule = "A packed row is padded and holds several samples, each with tokens; a decoder cannot keep them apart."
+            rule = "A packed row is padded and holds several samples, each with tokens."
             raise CollateError(explain("packing", got, rule, "Leave packing out."))
         if self.layout.sequence_multiple and not self._attends.causal:
             rule = f"Kernels count padding after a sequence as part of it, and {self._attends} attention looks ahead."
@@ -334,13 +338,6 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
     side: Side = collator.padding_side or "right"
     lengths, ids = samples.lengths, samples.segment_ids
     width = _width(collator, lengths)
-    moved = "packed rows" if collator.packing else "left padding" if side == "left" and min(lengths) < width else ""
-    if moved and {"start_positions", "end_positions"} & {*samples.columns}:
-        rule = "start_positions and end_positions count from the start of a row; left padding and packing move tokens."
-        raise CollateError(explain("start_positions", moved, rule, "Pass padding_side='right', without packing."))
-    shorter = [b for b, length in enumerate(lengths) if length < width]
-    if side == "left" and shorter and collator._labels == "decoder" and samples.kinds.get("labels") == "tokens":
-        raise labels_behind_padding_error(shorter)
     alone = [[b] for b in range(len(lengths))]
     rows = best_fit(lengths, min(width, collator.max_length or width)) if collator.packing else alone
     slots = Slots.of(rows, lengths, width, side)
@@ -364,7 +361,7 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
         for b, start, _ in segments.spans:
             if start:
                 labels_BS[b, start] = collator.label_pad_token_id
-    if collator._ignores_first:
+    if collator._adapter is not None:
         batch["labels"].numpy()[:, 0] = collator.label_pad_token_id
     return batch, segments
 

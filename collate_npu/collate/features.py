@@ -90,8 +90,6 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
     name = held[0][1]
     named = [row for row, each in held if each == name]
     tokens = [feature[name] for feature in named]
-    if all(rank_of(row) == 2 and len(row) > 1 for row in tokens):  # choices of a sample, [C, L]
-        return [], None
     lengths = _lengths({"input_ids": Rows(tokens)})
     truth: dict[str, list[Any]] = {}
     for key in of_kind(KEYS, "truth"):
@@ -156,8 +154,6 @@ def _lengths(columns: dict[str, Rows]) -> list[int]:
     if bad := [] if rows.lists or rows.flat else [(b, shape_of(row)) for b, row in enumerate(rows) if rank_of(row) != 1]:
         rule = "input_ids of one sample is a list, array or tensor [L] of token ids."
         remedy = "Drop the batch dimension; pass ids, not text."
-        if any(rank_of(row) == 2 and len(row) > 1 for row in rows):
-            remedy = "Choices of a sample: wrap_collator(DataCollatorForMultipleChoice(tokenizer), model=model)."
         raise CollateError(explain_rows("input_ids", bad, rule, remedy))
     bools = bool in rows.firsts if rows.lists else not rows.flat or _BOOLS in rows.flat
     if bad := [(b, _BOOL) for b, row in enumerate(rows) if np.asarray(row[:1]).dtype == bool] if bools else []:

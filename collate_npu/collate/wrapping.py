@@ -19,8 +19,8 @@ from collate_npu.collate.collators import ELSEWHERE, Emitter, Layout, add_offset
 from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
 from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
-from collate_npu.consumers.adapter import has_choices
-from collate_npu.consumers.labels_and_positions import labels_behind_padding_error, labels_for
+from collate_npu.consumers.labels_and_positions import labels_for
+from collate_npu.consumers.scope import is_left
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, segments_from_batch
@@ -85,21 +85,15 @@ class WrappedCollator(Emitter):
     def __call__(self, features: Features, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the inner collator's batch with its masks replaced. Raises `CollateError` where its padding is unknown."""
         check_return_tensors(kwargs.get("return_tensors"))
+        if self._left:
+            return shipped(dict(self.inner(features, *args, **kwargs)))
         samples = _Samples(*sample_segment_ids(features))  # first: some collators write into the samples
-        begun = [_begins(row) for row in features] if self._labels == "decoder" else []
         given = self.inner(features, *args, **kwargs)
         check_batch(given, self.inner)
+        if self._adapter is not None and is_left("", given):
+            return shipped(dict(given))
         batch = Sources.of_tensors({key: x for key, x in Sources.of(given).items() if x is not None})
-        if has_choices(batch):
-            if self._adapter is None:
-                remedy = "Pass model=, which decides the form of the mask of choices."
-                raise CollateError(explain("input_ids", shape_of(batch["input_ids"]), "Choices are [B, C, S].", remedy))
-            return shipped(self._adapter.mended(batch, padding_free=False)[0])
         _check_tokens(batch)
-        if begun and isinstance(labels := batch.get("labels"), Tensor) and labels.ndim == 2:
-            ignored = (batch.array("labels")[:, :1] == self.label_pad_token_id).any(1).tolist()
-            if moved := [b for b, (real, gone) in enumerate(zip(begun, ignored)) if real and gone]:
-                raise labels_behind_padding_error(moved)
         masked = any(key in batch for key in of_kind(KEYS, "truth")) or bool(batch.named["padded_lengths"])
         if not masked and _is_flat(batch, samples):
             segments = _flat_segments(batch, samples)
@@ -123,7 +117,8 @@ class WrappedCollator(Emitter):
         ignored = self.label_pad_token_id
         out = labels_for(batch, segments, self._labels, shifted, ignored=ignored)
         labels = out.get("labels", batch.get("labels"))
-        first = self._ignores_first and shifted is False  # of a row, which a Trainer counts
+        counted = self._adapter is not None and self._predicts_next
+        first = counted and shifted is False  # of a row, which a Trainer counts
         if first and isinstance(labels, Tensor) and dims(labels)[:2] == segments.shape:
             out["labels"] = torch.cat([torch.full_like(labels[:, :1], ignored), labels[:, 1:]], dim=1)
         return batch | out if out else batch
@@ -143,7 +138,7 @@ class WrappedCollator(Emitter):
 
     def _found(self, batch: Sources) -> Segments:
         if self._adapter is not None:
-            return self._adapter.found(batch, polarity=self.polarity, padding_free=False)
+            return self._adapter.found(batch, self.polarity, padding_free=False)
         return agreed(batch, polarity=self.polarity, pattern=self.pattern, padding_free=False)
 
 
@@ -183,12 +178,6 @@ class _Samples:
 def _stands(padded_S: Array, row: Array, side: Side) -> bool:
     at = padded_S[: len(row)] if side == "right" else padded_S[len(padded_S) - len(row) :]
     return len(row) <= len(padded_S) and bool(np.array_equal(at, row))
-
-
-def _begins(sample: Any) -> bool:
-    """True if this sample learns its first label."""
-    labels = sample.get("labels") if isinstance(sample, Mapping) else None
-    return isinstance(labels, (Sequence, np.ndarray, Tensor)) and len(labels) > 0 and bool(labels[0] >= 0)
 
 
 # --- what the samples tell of a batch

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -20,9 +20,10 @@ from torch import Tensor
 from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_labels, labels_for, positions_for, restart
 from collate_npu.consumers.mask_routing import Case, Consumer, ConsumerName, Model, Route, consumer_named
 from collate_npu.consumers.megatron import kernel_of
-from collate_npu.consumers.model_traits import LabelRule, consumer_of, known_config, recurrent_heads, unwrap
-from collate_npu.consumers.probe import copy_of, declared_reason, rows_move_reason, sequences_mix_reason
+from collate_npu.consumers.model_traits import LabelRule, config_of, consumer_of, known_config, recurrent_heads, unwrap
+from collate_npu.consumers.probe import rows_move_reason, sequences_mix_reason
 from collate_npu.consumers.recurrent import boundaries_unread_reason
+from collate_npu.consumers.scope import is_left, out_of_scope_reason, warn_of_left
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
@@ -42,7 +43,7 @@ from collate_npu.parallel.agreement import uncompiled
 from collate_npu.parallel.split import share_out
 from collate_npu.releases import MEGATRON_PARALLEL, MISSING_KERNEL_RAISES
 from collate_npu.segments import Segments, ready
-from collate_npu.validation import check_model, checked, is_plain
+from collate_npu.validation import check_model, checked
 
 _ALIGNED = 64
 """Bytes at whose multiples tensors begin, as torch's own allocators do for vectors of any type."""
@@ -101,7 +102,6 @@ def _in_one(tensors: Mapping[int, Tensor], device: torch.device) -> dict[int, Te
 _FLAT_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What kernels of a transformers model read of a flat row."""
 _DENSE, _RECURRENT = ("right", "left", "holes", "packed"), ("right", "left", "one", "flat")
-_BOTH_SIDES = Pattern.of("bidirectional")
 
 
 class MadeBatches:
@@ -145,7 +145,7 @@ class BatchAdapter:
     * `needs_mask_2d`: True if the model has recurrent layers, if you pass neither of these two.
     * `consumer`: who reads the batch, if you pass no module: a name, or a `Consumer`.
     * `padding_free`: True if each batch is one flat row; then the batch has no `attention_mask_2d`.
-    * `pattern`: what attention sees, also in the masks that arrive. None: plain causal, or the model's own.
+    * `pattern`: what attention sees, also in the masks that arrive. None: plain causal, or the model's own window.
     * `polarity`: what True means in an `attention_mask` that arrives. None: the mask must prove it, otherwise it is refused.
     * `attn_implementation`: "sdpa", "eager", ... if you pass no module.
     * `context_parallel`: this rank's place. The batch is split last; of a 4D mask only this rank's rows are built.
@@ -155,7 +155,8 @@ class BatchAdapter:
       the tokens tell.
     * `device`: where the batch goes in one copy; positions and a 4D mask are made there. None: it stays where it is.
 
-    The labels of padding, and the first label of each sequence, become -100.
+    The labels of padding, and the first label of each sequence, become -100. A transformers model that is no causal language
+    model, no backbone of one and no head on one gets every batch as it came: a warning says so.
 
     >>> adapter = BatchAdapter(needs_mask_2d=True, consumer="megatron")
     >>> keep = torch.tensor([[False, False, True], [True, True, True]])
@@ -196,29 +197,37 @@ class BatchAdapter:
         self.device = None if device is None else torch.device(device)
         self.declared = None if pattern is None else Pattern.of(pattern)
         """The pattern that the caller declared; None: the model's own at each call."""
-        self.model = Model.of(model, model_type=model_type, needs_2d=needs_mask_2d, attn_implementation=attn_implementation)
-        if self.consumer.counts_positions and self.model.model_type:
-            self._probe(model if consumer_of(model) == "transformers" else known_config(self.model.named))
-        self.pattern = self._seen({}) or CAUSAL
-        """The pattern of a call that declares none."""
+        self.pattern = self.declared or CAUSAL
+        self.left = self._out_of_scope(model, model_type)
+        """Why every batch is left as it came; "" for a model that is in scope."""
+        if self.left:
+            self.model = Model(config=None if model is None else config_of(model), needs_mask_2d=False)
+        else:
+            how: dict[str, Any] = {"needs_2d": needs_mask_2d, "attn_implementation": attn_implementation}
+            self.model = Model.of(model, model_type=model_type, **how)
+            if self.consumer.counts_positions and self.model.model_type:
+                self._probe(model if consumer_of(model) == "transformers" else known_config(self.model.named))
         self.at_model = False
         """As `Case.at_model`; `adapt` sets it."""
         self._check()
 
+    def _out_of_scope(self, model: Any, model_type: str | None) -> str:
+        """Return why this model is out of scope, and warn of it; "" for one that is in, or that another stack runs."""
+        if not self.consumer.counts_positions or (model is None and model_type is None):
+            return ""
+        named = known_config(SimpleNamespace(model_type=model_type)) if model is None else model
+        if reason := out_of_scope_reason(named):
+            warn_of_left(named, reason)
+        return reason
+
     def _probe(self, model: Any) -> None:
-        """Probe what moves its tokens: padding, other sequences of a row, and later ones that a declared pattern hides."""
+        """Probe what moves its tokens: padding, and other sequences of a row."""
         moves, attention = dict.fromkeys((*_DENSE, "flat"), ""), self.model.attn_implementation
         module, unread = isinstance(model, torch.nn.Module), "no installed transformers has a model of this config"
         if known := module or hasattr(type(model), "get_text_config"):  # else there is nothing to probe
             try:
                 forms = _RECURRENT if self.model.needs_mask_2d else _DENSE
                 moves = rows_move_reason(model, BatchAdapter, *forms, attention=attention)
-                if not module:  # its switches tell what a model of it attends
-                    self.model = replace(self.model, pattern=Model.of(copy_of(model), attn_implementation=attention).pattern)
-                declared = getattr(self.declared, "name", "")
-                if declared in ("causal", "bidirectional") and declared != self.model.attends({}):
-                    by_it = BatchAdapter(consumer="transformers", needs_mask_2d=False, pattern=declared)
-                    moves["declared"] = declared_reason(model, by_it, attention)
             except Exception as error:  # ImportError, of a card's libraries say: nobody runs a model here
                 why = f"no tiny copy of it runs that could be probed ({type(error).__name__})"
                 moves["packed"] = moves["flat"] = "" if isinstance(error, ImportError) else why
@@ -236,7 +245,9 @@ class BatchAdapter:
         if self.model.needs_mask_2d is None and self.consumer.keeps_mask_2d == "recurrent" and not self.padding_free:
             raise _no_model("Whether attention_mask_2d stays depends on the model's layers.")
         size, rule = 1 if self.context_parallel is None else self.context_parallel.size, ""
-        if not self.consumer.splits_rows:
+        if self.left:
+            rule, remedy = f"Batches of this model are left as they came: {self.left}.", "Leave context_parallel out."
+        elif not self.consumer.splits_rows:
             rule = f"Consumer {self.consumer.name!r} reads whole rows: its ranks cannot share out a dense mask."
             remedy = "Leave context_parallel out, or use a consumer that needs no mask, with right padding."
         elif self.model.needs_mask_2d and self.consumer.recurrent_scheme is None:
@@ -247,12 +258,18 @@ class BatchAdapter:
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch the model takes. Raises `CollateError` where its padding is unknown, or has no right form here."""
-        return self._rendered(batch)[0]
+        return self._as_it_came(batch) if is_left(self.left, batch) else self._rendered(batch)[0]
 
     def with_segments(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         """The batch, and the `Segments` of the whole, unsplit rows for pooling and metrics (`last_token`, `unpad`)."""
+        if is_left(self.left, batch):
+            return self._as_it_came(batch), ready(self.found(Sources.of_tensors(batch), self.polarity, self.padding_free))
         out, segments = self._rendered(batch)
         return out, ready(segments)
+
+    def _as_it_came(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a batch that is out of scope, on the device of this adapter."""
+        return dict(batch) if self.device is None else move_batch(batch, self.device)
 
     def _rendered(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         if self.context_parallel is not None:
@@ -268,42 +285,23 @@ class BatchAdapter:
             return self.mended(Sources.of_tensors(batch), padding_free=self.padding_free)
 
     def mended(self, sources: Sources, *, padding_free: bool) -> tuple[dict[str, Any], Segments]:
-        """Return any batch in the model's form, with the labels that a loss should see, and its Segments. Choices
-        `[B, C, S]` are read as B * C rows and returned as choices."""
-        if has_choices(sources):
-            shape = sources["input_ids"].shape
-            count = shape[:2].numel()
-            same = [key for key, x in sources.items() if isinstance(x, Tensor) and is_plain(x) and x.shape == shape]
-            rows = {key: value.flatten(0, 1) if key in same else value for key, value in sources.items()}
-            out, segments = self.mended(Sources(rows), padding_free=False)
-            made = [key for key in out if key in (*same, self.consumer.key, KEEP_KEY, KEY) or key not in sources]
-            of_rows = {k: x for k in made if isinstance(x := out[k], Tensor) and x.ndim > 1 and len(x) == count}
-            return out | {key: x.view(*shape[:2], *x.shape[1:]) for key, x in of_rows.items()}, segments
-        segments = self.found(sources, polarity=self.polarity, padding_free=padding_free)
-        rule = self.label_rule(sources)
-        check_labels(sources, segments, self.model.labels, self.model.model_type)
-        labels = labels_for(sources, segments, rule, self.shifted)
+        """Return any batch in the model's form, with the labels that a loss should see, and its Segments."""
+        segments = self.found(sources, self.polarity, padding_free)
+        check_labels(sources, segments, self.model.labels)
+        labels = labels_for(sources, segments, self.label_rule, self.shifted)
         if self.consumer.counts_positions and segments.spans:  # padding before or between tokens: no flat row, but a row
             padding_free = padding_free and not (segments.spans[0][1] or segments.hole_rows)
         return self.routed(sources | labels if labels else sources, segments, padding_free), segments
 
-    def found(self, sources: Sources, *, polarity: Polarity | None, padding_free: bool) -> Segments:
+    def found(self, sources: Sources, polarity: Polarity | None, padding_free: bool) -> Segments:
         """What is real in such a batch, by the declared pattern, or by one that this model makes by itself."""
-        makes_masks = self.consumer.counts_positions and self.model.config is not None
-        own = self.model.own_patterns if makes_masks else ()
-        seen = sources | {"labels": None} if self.model.labels == "decoder" else sources  # of other tokens
-        pattern = self._seen(sources) if makes_masks else self.declared
-        segments = agreed(seen, polarity=polarity, pattern=pattern, padding_free=padding_free, own=own)
-        sources.counted = seen.counted
-        return segments
+        own = self.model.own_patterns if self.consumer.counts_positions and not self.left else ()
+        return agreed(sources, polarity=polarity, pattern=self.declared, padding_free=padding_free, own=own)
 
-    def _seen(self, call: Mapping[str, Any]) -> Pattern | None:
-        """Return the declared pattern, or that of a model that looks ahead in this call; None leaves it open."""
-        return self.declared or (_BOTH_SIDES if self.model.attends(call) == "bidirectional" else None)
-
-    def label_rule(self, call: Mapping[str, Any]) -> LabelRule:
-        """Return what the head does with labels: by its class, else by whether attention looks ahead in this call."""
-        return self.model.labels or ("places" if getattr(self._seen(call), "name", "") == "bidirectional" else "next")
+    @property
+    def label_rule(self) -> LabelRule:
+        """Return what the head does with labels: by its class, else by whether the declared pattern looks ahead."""
+        return self.model.labels or ("places" if self.pattern.name == "bidirectional" else "next")
 
     @checked
     def render(self, batch: Mapping[str, Any], segments: Segments, *, padding_free: bool | None = None) -> dict[str, Any]:
@@ -313,6 +311,8 @@ class BatchAdapter:
         >>> adapter.render({"input_ids": ids}, Segments.from_lengths([1, 3], side="left"))["attention_mask"].tolist()
         [[False, False, True], [True, True, True]]
         """
+        if is_left(self.left, batch):
+            return self._as_it_came(batch)
         sources = Sources.of_tensors(batch)
         check_known(sources, segments)
         return self.routed(sources, segments, padding_free)
@@ -321,8 +321,6 @@ class BatchAdapter:
         self, sources: Sources, segments: Segments, padding_free: bool | None, device: torch.device | None = None
     ) -> dict[str, Any]:
         """Do what `render` does, for a batch and its Segments that need no check."""
-        if self.model.model_type == "prophetnet":
-            check_labels(sources, segments, "decoder", "prophetnet")
         case, batch = self._case(segments, padding_free, sources), sources
         device = device or next((value.device for value in batch.values() if isinstance(value, Tensor)), torch.device("cpu"))
         out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY, KEY, TEXT_KEY)}
@@ -333,7 +331,7 @@ class BatchAdapter:
         if self.consumer.uncached(case):
             case = replace(case, restarts=restart(positions, segments))
             out |= {"use_cache": False} if case.restarts else {}
-        pad_token_id = case.model.text.pad_token_id if case.model.pooling.endswith("by_id") else None
+        pad_token_id = case.model.text.pad_token_id if case.model.pooling else None
         if pad_token_id is not None and isinstance(out.get("input_ids"), Tensor):  # else padding counts
             out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id)
         if self.consumer.reads_offsets(case) and any(out.get(key) is None for key in _FLAT_KEYS):
@@ -362,19 +360,21 @@ class BatchAdapter:
         return out if self.device is None else move_batch(out, self.device)
 
     def route(self, segments: Segments, *, padding_free: bool | None = None) -> Route:
-        """What happens to the masks of such a batch, and why; `padding_free` of one batch overrides the adapter's.
+        """Return the form of the masks of such a batch, and why; `padding_free` of one batch overrides the adapter's.
 
         >>> BatchAdapter(needs_mask_2d=True, consumer="megatron").route(Segments.from_lengths([1, 3], side="left"))
         Route(form='masked', keeps_mask_2d=True, why='padding stands on the left, so real tokens would attend it')
         """
+        if self.left:
+            return Route(form="keep_2d", keeps_mask_2d=False, why=f"the batch is left as it came: {self.left}")
         return self.consumer.route(self._case(segments, padding_free))
 
     def _case(self, segments: Segments, padding_free: bool | None, call: Mapping[str, Any] = MappingProxyType({})) -> Case:
-        pattern, flat = self._seen(call) or CAUSAL, self.padding_free if padding_free is None else padding_free
+        flat = self.padding_free if padding_free is None else padding_free
         if flat and self.consumer.counts_positions and not (self.model.needs_mask_2d or segments.packed):
-            causal = pattern.causal and not (self.model.moves and self._seen(call) is None)
+            causal = self.pattern.causal and not (self.model.moves and self.declared is None)
             flat = causal or not segments.num_padding  # to a model that may look ahead, one with padding is a padded row
-        known: dict[str, Any] = {"model": self.model, "pattern": pattern, "context_parallel": self.context_parallel}
+        known: dict[str, Any] = {"model": self.model, "pattern": self.pattern, "context_parallel": self.context_parallel}
         case = Case(segments=segments, padding_free=flat, call=call, at_model=self.at_model, **known)
         if self.model.needs_mask_2d is None and not flat and not case.plain:
             raise _no_model("The form of this batch depends on whether the model has recurrent layers.")
@@ -410,11 +410,6 @@ class BatchAdapter:
         rows = None if cp is None else query_rows(segments.shape[1], cp, offsets)
         mask = write_dense(segments, form, pattern, rows=rows, device=place, max_mask_bytes=most)
         return open_empty_rows(mask) if self.consumer.opens_empty_rows else mask
-
-
-def has_choices(sources: Sources) -> bool:
-    """True if the batch holds choices for each sample, `[B, C, S]` (`ForMultipleChoice`)."""
-    return isinstance(ids := sources.get("input_ids"), Tensor) and ids.ndim == 3 and is_plain(ids)
 
 
 def _reader(model: Any, model_type: str | None) -> str:

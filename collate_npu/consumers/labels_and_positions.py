@@ -13,7 +13,6 @@ Legend: B rows, S width, T tokens of a flat row, N sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -23,7 +22,7 @@ from torch import Tensor
 from collate_npu.arrays import Array, dims
 from collate_npu.consumers.mask_routing import Case, Consumer
 from collate_npu.consumers.model_traits import LabelRule
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.masks.sources import Sources, check_counts
 from collate_npu.outputs import repad, unpad
 from collate_npu.segments import PADS_BEFORE, Segments
@@ -42,8 +41,6 @@ def labels_for(
     `shifted`: do the labels stand with the token that predicts them? None: read it off the tokens.
     """
     out: dict[str, Tensor] = {}
-    if rule == "decoder":
-        return out
     for key, given in (("labels", shifted), ("shift_labels", True), ("shifted_labels", True)):
         if isinstance(labels := sources.get(key), Tensor) and not labels.is_floating_point():
             wrong_BS = _wrong(sources, key, segments, rule, given)
@@ -56,30 +53,14 @@ def labels_for(
     return out
 
 
-def check_labels(sources: Sources, segments: Segments | None, rule: LabelRule | None, model_type: str) -> None:
-    """Raise for ids that are floats, for labels `[B, S]` of a language model of another shape than its tokens, and for those
-    of an encoder-decoder that are padded left: its decoder attends the padding (5.23 modeling_t5.py `_shift_right`)."""
+def check_labels(sources: Sources, segments: Segments, rule: LabelRule | None) -> None:
+    """Raise for ids that are floats, and for labels `[B, S]` of a language model of another shape than its tokens."""
     ids, labels = sources.get("input_ids"), sources.get("labels")
     if isinstance(ids, Tensor) and ids.is_floating_point():
         raise CollateError(explain("input_ids", shape_of(ids), "Token ids are whole numbers.", "Pass input_ids.long()."))
-    if rule == "next" and segments and isinstance(labels, Tensor) and labels.ndim == 2 and labels.shape != segments.shape:
+    if rule == "next" and isinstance(labels, Tensor) and labels.ndim == 2 and labels.shape != segments.shape:
         text = f"A language model reads one label for each token, and the tokens are {list(segments.shape)}."
         raise CollateError(explain("labels", shape_of(labels), text, "Pad labels with -100 to the width of input_ids."))
-    if rule != "decoder" or labels is None or sources.get("decoder_input_ids") is not None:
-        return
-    read_BT = np.atleast_2d(sources.array("labels").T).T >= 0  # one of a sample is a row of one
-    if bad := [b for b, row in enumerate(read_BT) if row.any() and not row.flat[0]]:
-        raise labels_behind_padding_error(bad)
-    if model_type == "prophetnet" and (bad := [b for b, row in enumerate(read_BT) if not row[-1:].all()]):
-        text = "Its decoder reads the width of a row (5.23 modeling_prophetnet.py `get_main_relative_pos_embeddings`)."
-        raise CollateError(explain_rows("labels", [(b, "padding") for b in bad], text, "Batch labels of one length."))
-
-
-def labels_behind_padding_error(rows: Sequence[int]) -> CollateError:
-    """Return the error for labels of a decoder that stand behind padding."""
-    rule = "A decoder makes its tokens from the labels, and attends the padding before them: no mask blocks it."
-    remedy = "Pad right: tokenizer.padding_side = 'right'; or pass decoder_input_ids beside the labels."
-    return CollateError(explain_rows("labels", [(b, "padding before its labels") for b in rows], rule, remedy))
 
 
 def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, shifted: bool | None) -> Array:

@@ -18,14 +18,13 @@ import torch
 
 from collate_npu.arrays import once
 from collate_npu.consumers import model_traits
-from collate_npu.consumers.model_traits import config_of, consumer_of, needs_mask_2d, pattern_of, text_config, virtual_tokens
+from collate_npu.consumers.model_traits import config_of, consumer_of, needs_mask_2d, text_config
 from collate_npu.consumers.recurrent import keeps_apart
 from collate_npu.errors import CollateError, UnsupportedFormError, did_you_mean, explain
 from collate_npu.masks.forms import Verdict, none_is_exact
-from collate_npu.masks.patterns import CAUSAL, Pattern, PatternName
+from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.parallel import ContextParallel
 from collate_npu.parallel.recurrent import RecurrentScheme
-from collate_npu.releases import IS_CAUSAL_READ
 from collate_npu.segments import Segments
 
 MaskForm = Literal["none", "keep_2d", "masked", "keep", "bias", "mapping", "block_mask"]
@@ -93,8 +92,8 @@ ConsumerName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is known of the model before any batch: of a transformers model by the functions of `model_traits` (`pattern_of`,
-    `position_rule`, `label_rule`, `pooling` ...), whose answers stand here under their names."""
+    """What is known of the model before any batch: of a transformers model by the functions of `model_traits`
+    (`position_rule`, `label_rule`, `pooling` ...), whose answers stand here under their names."""
 
     config: Any = None
     model_type: str = ""
@@ -104,17 +103,12 @@ class Model:
     dtype: torch.dtype | None = None
     positions: model_traits.PositionRule = "places"
     first_position: int = 0
-    pattern: PatternName | None = None
-    config_is_causal: Any = field(default=None, repr=False)
-    """The config that may say `is_causal`; None before transformers read it."""
-    half_ahead: bool = False
-    follows_is_causal: bool = False
+    says_causal: bool = False
+    """True if its attention layers say that they are causal: such a layer needs no mask where None is exact."""
     pooling: model_traits.Pooling = ""
     labels: model_traits.LabelRule | None = None
     looks_ahead: tuple[str, ...] = ()
-    """Inputs by which its own masks let tokens see later ones: "images", "types" (`token_type_ids`); or "labels"."""
-    virtual_tokens: bool = False
-    prefix: int = 0
+    """Inputs by which its own masks let tokens see later ones: "images", "types" (`token_type_ids`)."""
     boundaries_unread: str | None = None
     """Why its recurrent layers cannot read where a sequence of a flat row begins; "" where they can; None before the adapter
     knows, or without a module: a config does not know which kernels this process resolved."""
@@ -145,22 +139,16 @@ class Model:
             read = {
                 "positions": model_traits.position_rule(model),
                 "first_position": model_traits.first_position(model),
-                "pattern": pattern_of(model),
-                "follows_is_causal": model_traits.follows_is_causal(model),
-                "half_ahead": model_traits.half_ahead(model),
-                "config_is_causal": text if IS_CAUSAL_READ.holds() else None,
+                "says_causal": model_traits.pattern_of(model) == "causal",
                 "pooling": model_traits.pooling(model),
                 "labels": model_traits.label_rule(model),
-                "looks_ahead": tuple(by for by in ("images", "types", "labels") if model_traits.looks_ahead(model, by)),
+                "looks_ahead": tuple(by for by in ("images", "types") if model_traits.looks_ahead(model, by)),
             }
-            if read["half_ahead"] and attention == "eager":  # which reads masks alone
-                read |= {"half_ahead": False, "pattern": "causal"}
             if own_module and needs_2d and keeps_apart(model):
                 read |= {"boundaries_unread": "", "keeps_apart": True}
         if not own_module and needs_2d and module:
             read["boundaries_unread"] = f"{type(model).__name__} is no transformers model, and its layers are unknown"
         if module:
-            read |= virtual_tokens(model)
             read["dtype"] = next((each.dtype for each in model.parameters()), None)
         return cls(
             config=config,
@@ -179,13 +167,6 @@ class Model:
         """Return an option of this call, else of the config."""
         given = call.get(name)
         return getattr(self.text, name, None) if given is None else given
-
-    def attends(self, call: Mapping[str, Any]) -> PatternName | None:
-        """What its attention layers see in this call: a call, and from 5.2 on a config, may say that it is not causal."""
-        causal = call.get("is_causal")
-        if causal is None and self.config_is_causal is not None:
-            causal = getattr(self.config_is_causal, "is_causal", None)
-        return "bidirectional" if causal is False else self.pattern
 
     @once
     def text(self) -> Any:
@@ -206,9 +187,9 @@ class Model:
         return frozenset(Pattern.chunked(n) if "chunk" in kind else Pattern.sliding(n) for kind, n in found if n)
 
     @once
-    def width_limits(self) -> tuple[int | None, int | None]:
-        """The longest sequence whose keys do not depend on the width, and the width beyond which attention is sparse."""
-        return model_traits.width_dependence(self.named), model_traits.sparse_from(self.named)
+    def width_limit(self) -> int | None:
+        """The longest sequence whose keys do not depend on the width of the tensor; None: any."""
+        return model_traits.width_dependence(self.named)
 
     @once
     def rope_limit(self) -> int | None:
@@ -241,7 +222,7 @@ class Case:
     restarts: bool = True
     """True if its positions begin again with each sequence, and there alone."""
     at_model: bool = False
-    """True if nobody but the model reads the result. Trainers count tokens by a 2D mask (TRL)."""
+    """True if only the model reads this batch; then the mask may be left out. Trainers count tokens by a 2D mask (TRL)."""
 
     @once
     def keys(self) -> Collection[str]:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.releases import IS_CAUSAL_READ, MASK_MAPPING, ZAMBA2_MAPPING
+from collate_npu.releases import MASK_MAPPING, ZAMBA2_MAPPING
 from collate_npu.validation import check_model
 
 Stack = Literal["transformers", "megatron", "torchtitan"]
@@ -58,16 +58,6 @@ def unwrap(model: Any) -> Any:
         held = (getattr(model, name, None) for name in ("_orig_mod", "module", "pretrained_model"))
         inner = next((each for each in held if each is not None), model)
     return model if inner is model else unwrap(inner)
-
-
-def virtual_tokens(model: Any) -> dict[str, Any]:
-    """Does a PEFT wrapper put learned tokens before rows, and how many does it put into the cache, where positions stay
-    (prefix tuning, peft 0.20 peft_model.py)?"""
-    wrappers = [each for each in model.modules() if callable(getattr(each, "get_base_model", None))]
-    held = [configs for each in wrappers if isinstance(configs := getattr(each, "peft_config", None), Mapping)]
-    tuned = [config for configs in held for config in configs.values() if getattr(config, "is_prompt_learning", False)]
-    prefix = [config for config in tuned if "PREFIX" in str(config.peft_type)]
-    return {"virtual_tokens": len(tuned) > len(prefix), "prefix": sum(config.num_virtual_tokens for config in prefix)}
 
 
 def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
@@ -287,8 +277,8 @@ def is_compiled(model: Any) -> bool:
 
 
 PositionRule = Literal["places", "padding_idx", "axes", "none"]
-LabelRule = Literal["next", "places", "decoder"]
-Pooling = Literal["", "first", "last", "last_by_id", "counted_by_id", "pooled", "pooler", "span"]
+LabelRule = Literal["next", "places"]
+Pooling = Literal["", "last_by_id", "counted_by_id"]
 
 
 def position_rule(model: Any) -> PositionRule:
@@ -322,21 +312,6 @@ def first_position(model: Any) -> int:
     return int(config.pad_token_id) + 1 if position_rule(model) == "padding_idx" else 0
 
 
-def follows_is_causal(model: Any) -> bool:
-    """True if its masks and its kernels both follow `is_causal=False`. 5.23 utils/generic.py:1062 gives decorated forwards
-    the keyword, and each layer must hand it on: else sdpa stays causal where a sample alone needs no mask (StableLM)."""
-    whole = unwrap(model)
-    layers = {
-        (type(layer), name)
-        for layer in (whole.modules() if is_transformers(whole) else ())
-        for name, part in layer.named_children()
-        if getattr(part, "is_causal", None) is True
-    }
-    calls = [re.search(rf"self\.{name}\((.*?)\n\s*\)", _code(cls), re.S) for cls, name in layers]
-    handed = all("**" in call[1] for call in calls if call)
-    return IS_CAUSAL_READ.holds() and handed and _code_holds(_classes(whole), "merge_with_config_defaults")
-
-
 def calls_kda(config: Any) -> bool:
     """True if a modeling file of this config calls the kernel of KDA."""
     try:
@@ -345,59 +320,27 @@ def calls_kda(config: Any) -> bool:
         return False
 
 
-def half_ahead(model: Any) -> bool:
-    """True if its layers look ahead by `use_bidirectional_attention` and the masks that it makes do not (Gemma, Gemma 2)."""
-    set_so = getattr(config_of(model), "use_bidirectional_attention", None) is True
-    return set_so and not _code_holds(_classes(unwrap(model)), "self.config.use_bidirectional_attention:")
-
-
 def looks_ahead(model: Any, by: str) -> bool:
-    """True if masks that the model makes let tokens see later ones, by its images or by `token_type_ids`, or if its loss,
-    beside `labels`, reads the 2D mask.
+    """True if masks that the model makes let tokens see later ones, by its images or by `token_type_ids`.
 
-    A dense mask goes in place of these (5.23 modeling_gemma3.py, _paligemma.py:258, _molmo2.py:875, _hrm_text.py:462,
-    _mra.py:1203).
+    A dense mask goes in place of these (5.23 modeling_gemma3.py, _paligemma.py:258, _molmo2.py:875, _hrm_text.py:462).
     """
     marks = ("or_mask_function", "token_type_ids_mask_function", "block_sequence_ids", "token_type_ids[:, None, None, :]")
-    marks_of = {"images": marks, "types": ("torch.where(token_type_ids ==", marks[-1]), "labels": ("mask.view(-1) == 1",)}
+    marks_of = {"images": marks, "types": ("torch.where(token_type_ids ==", marks[-1])}
     return _code_holds(_classes(unwrap(model)), *marks_of[by])
 
 
 def pooling(model: Any) -> Pooling:
-    """Which token of a row a head that gives one answer a row takes; "" where every token has its own, or of a config.
+    """Return which token of a row a head on a decoder takes for its one answer; "" where every token has its own.
 
-    * "last_by_id": the last whose id is not `pad_token_id`: decoders (5.23 modeling_layers.py).
+    * "last_by_id": the last whose id is not `pad_token_id` (5.23 modeling_layers.py).
     * "counted_by_id": the place that the number of such tokens names (BioGPT, 4.57.1 modeling_biogpt.py:910).
-    * "last": the last place, whatever stands there: XLNet (modeling_xlnet.py `summary_type`).
-    * "first": the first place, whatever stands there: encoders, all that build tiny but eurobert (a mean over its mask).
-    * "pooler": the same, beside answers for every token: `pooler_output` of encoders without a head, of embedding models
-      (DPR), and what predicts the next sentence from it. Heads of tokens leave it unread. "pooled": where no module of that
-      name takes it.
-    * "span": one of all places, by a softmax over them (loss/loss_utils.py `ForQuestionAnsweringLoss`).
     """
-    whole = unwrap(model)
-    cls = type(whole)
-    if not is_transformers(whole):
+    cls = type(unwrap(model))
+    if not is_transformers(unwrap(model)) or not cls.__name__.endswith("ForSequenceClassification"):
         return ""
-    config = config_of(model)
-    if "start_positions" in _parameters(cls):
-        return "" if config.model_type == "splinter" else "span"  # masks padding there (modeling_splinter.py:536)
-    if re.search(r"For(CausalLM|MaskedLM|TokenClassification)$|LMHead", cls.__name__):
-        return ""
-    if not re.search(r"For(SequenceClassification|MultipleChoice)$", cls.__name__):
-        pooling = [part for part in whole.modules() if _pools_first(part)]
-        return ("pooler" if all(getattr(part, "pooler", None) for part in pooling) else "pooled") if pooling else ""
     code = "".join(inspect.getsource(one) for one in cls.__mro__ if "Classification" in one.__name__)
-    if "pad_token_id" in code:
-        return "counted_by_id" if ".sum(-1) - 1" in code else "last_by_id"
-    if config.is_encoder_decoder or getattr(config, "classifier_pooling", "") == "mean" or config.model_type == "eurobert":
-        return ""
-    return "last" if hasattr(whole, "sequence_summary") and getattr(config, "summary_type", "last") == "last" else "first"
-
-
-def poolers(model: Any) -> list[Any]:
-    """The modules that take hidden states `[B, S, D]` and pool the first place of a row."""
-    return [part.pooler for part in model.modules() if _pools_first(part) and getattr(part, "pooler", None)]
+    return "counted_by_id" if ".sum(-1) - 1" in code else "last_by_id"
 
 
 def label_rule(model: Any) -> LabelRule | None:
@@ -405,31 +348,17 @@ def label_rule(model: Any) -> LabelRule | None:
     decoder's config.
 
     * "next": it moves them, so that a token is predicted from the one before (5.23 loss/loss_utils.py `ForCausalLMLoss`).
-    * "places": it reads them in place: classes of tokens, masked language models, and a few that predict the next token of
-      labels that are moved already (modeling_bart.py `BartForCausalLM`, XLNet).
-    * "decoder": they are of the decoder's tokens, not of these.
+    * "places": it reads them in place: classes of tokens, and a few that predict the next token of labels that are moved
+      already (modeling_bart.py `BartForCausalLM`).
     """
     whole = unwrap(model)
     own = is_transformers(whole)
-    if own and re.search(r"For(TokenClassification|MaskedLM)$", type(whole).__name__):
+    if own and type(whole).__name__.endswith("ForTokenClassification"):
         return "places"
-    if getattr(config_of(model), "is_encoder_decoder", False):
-        return "decoder"
     code = _code(type(whole)) if own and "labels" in _parameters(type(whole)) else ""
     if "loss_function(" in code or re.search(r"labels\[(\.\.\.|:), 1:|shift_labels = ", code):
         return "next"
     return "places" if "CrossEntropyLoss(" in code else None
-
-
-def _pools_first(part: Any) -> bool:
-    """True if this part of a model takes token ids and pools the first place of a row."""
-    if not is_transformers(part) or "input_ids" not in _parameters(type(part)):
-        return False
-    pooler = getattr(part, "pooler", "")
-    if pooler is None:  # add_pooling_layer=False
-        return False
-    code = _code(type(part)) + (inspect.getsource(type(pooler)) if pooler else "")
-    return bool(re.search(r"pool\w* = .*\[:, 0\b|first_token_tensor = .*\[:, 0\b", code))
 
 
 def _classes(model: Any) -> list[type]:
@@ -506,17 +435,6 @@ def width_dependence(model: Any) -> int | None:
     if heads is None or heads >= 8 or topk is None:
         return None
     return int(topk * (getattr(config, "compress_rates", None) or {}).get("compressed_sparse_attention", 1))
-
-
-def sparse_from(model: Any) -> int | None:
-    """The width beyond which attention is sparse, by blocks that are drawn for a width; None where it never is.
-
-    Source: modeling_big_bird.py:1576, modeling_bigbird_pegasus.py, 5.23.
-    """
-    config = text_config(config_of(model))
-    if getattr(config, "attention_type", "") != "block_sparse":
-        return None
-    return int((5 + 2 * config.num_random_blocks) * config.block_size)
 
 
 def rope_limit(model: Any) -> int | None:

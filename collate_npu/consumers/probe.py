@@ -220,13 +220,10 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
 
 
 def run_alone(model: Any, tokens_BS: Any) -> dict[str, Any]:
-    """What a model is called with to show the states of these tokens: of two sides, always the same for the decoder."""
+    """Return what a model is called with to show the states of these tokens."""
     taken = inspect.signature(model.forward).parameters
     options = {"use_cache": False, "output_hidden_states": True}
-    taken_options: dict[str, Any] = {name: value for name, value in options.items() if name in taken or "kwargs" in taken}
-    if "decoder_input_ids" in taken:
-        taken_options["decoder_input_ids"] = torch.arange(3, 8, device=tokens_BS.device).expand(len(tokens_BS), -1)
-    return {"input_ids": tokens_BS, **taken_options}
+    return {"input_ids": tokens_BS, **{name: value for name, value in options.items() if name in taken or "kwargs" in taken}}
 
 
 def _made(model: Any, small: Any, attention: str | None) -> Any:
@@ -264,8 +261,6 @@ def rows_move_reason(
     `adapter` is `BatchAdapter`, of `attention` (None: the module's own); `mended`: its functions are mended (recurrent.py).
     """
     whole = unwrap(model)
-    if type(whole).__name__.endswith("ForMultipleChoice"):  # its head takes several rows for one
-        whole = whole.base_model
     if isinstance(whole, nn.Module) and any(map(reads_boundaries_itself, whole.modules())):  # alone they raise without, too
         return dict.fromkeys(forms, "its layers hand their kernels the offsets themselves" if mended else "")
     seen = (_device(whole), _code(whole), _limit(_device(whole))) if isinstance(whole, nn.Module) else ()
@@ -292,20 +287,6 @@ def _text_of(error: Exception) -> str:
     return text.split(". ")[1] if isinstance(error, CollateError) and ". " in text else f"{type(error).__name__}: {text}"
 
 
-def declared_reason(model: Any, adapter: Any, attention: str | None) -> str:
-    """Return why no mask gives the layers the pattern that this adapter declares; "" where they follow it."""
-    copy, ahead = _copy_for(adapter, unwrap(model), attention), not adapter.declared.causal
-    ends = [torch.tensor([[*range(3, 14), end]], device=_device(copy)) for end in (20, 40)]
-    try:
-        batches = [adapter.routed(Sources({"input_ids": ids}), of_lengths([[12]], 12), False, ids.device) for ids in ends]
-        with torch.no_grad(), torch.autocast(ends[0].device.type, enabled=False), as_it_is(), cpu_kernels(copy):
-            one, other = (_hidden(copy, **batch) for batch in batches)
-    except Exception as error:
-        return "" if isinstance(error, CollateError) else _text_of(error)  # the first is refused behind the probe, too
-    moved = ahead if one is None else (one - other)[:, :-1].abs().max() > _limit(one.device) * one.abs().max()
-    return "" if moved == ahead else f"{'a' if moved else 'no'} later token moves an earlier one"
-
-
 def _copy_for(adapter: Any, whole: Any, attention: str | None, **known: Any) -> Any:
     """Return a copy of the model, and let the adapter make rows for it."""
     copy = copy_of(whole)
@@ -323,8 +304,6 @@ def _asked(whole: Any, adapter: Any, forms: Sequence[str], attention: str | None
     with torch.no_grad(), torch.autocast(device.type, enabled=False), ExitStack() as stack:
         stack.enter_context(cpu_kernels(copy))
         states = [_hidden(copy, input_ids=tokens[None]) for tokens in sequences]
-        if any(each is None for each in states):
-            return {form: "it pools places" if rows[form].packed else "" for form in forms}
         alone = torch.cat([each[0] for each in states])
         if mended:
             stack.callback(mend(copy).remove)
@@ -357,14 +336,12 @@ def _limit(device: torch.device) -> float:
 
 
 def _hidden(copy: Any, **batch: Any) -> Any:
-    """The last hidden states `[B, S, D]`, and what its head makes of them where that is of tokens; None where none are."""
+    """Return the last hidden states `[B, S, D]`, and what its head makes of them where that is of tokens."""
     out = copy(**{**run_alone(copy, batch["input_ids"]), **batch})  # a batch may say use_cache, too
     B, S = batch["input_ids"].shape
-    if (encoded := getattr(out, "encoder_last_hidden_state", None)) is not None:  # of whole blocks (Pegasus-X)
-        return encoded[:, :S].float()
     states = (getattr(out, "hidden_states", None) or [None])[-1]
     shown = [each.float().reshape(B, S, -1) for each in (states, out[0]) if getattr(each, "shape", ())[:2] == (B, S)]
-    return torch.cat(shown, -1) if shown else None
+    return torch.cat(shown, -1)
 
 
 def _device(model: Any) -> torch.device:

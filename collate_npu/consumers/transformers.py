@@ -14,11 +14,11 @@ import torch
 
 from collate_npu.consumers import model_traits
 from collate_npu.consumers.mask_routing import PACKED_RECURRENT, Case, Consumer, Form, Refusal
-from collate_npu.consumers.model_traits import attention_windows, layer_masks, text_config
+from collate_npu.consumers.model_traits import attention_windows, layer_masks
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.keys import of_kind
 from collate_npu.masks.patterns import CAUSAL, Pattern
-from collate_npu.releases import IS_CAUSAL_READ, POSITIONS_SPLIT, installed
+from collate_npu.releases import POSITIONS_SPLIT, installed
 from collate_npu.segments import PADS_BEFORE
 
 
@@ -58,48 +58,21 @@ def _by_kernel(case: Case) -> str:
         return ""
     given = [key for key in case.keys if case.call[key] is not False]
     read = not _READS_NO_MASK.issuperset(given) or case.learns_routing or case.model.option("output_attentions", case.call)
-    own = case.model.attends(case.call) != "causal" or bool(case.model.looks_ahead)
+    own = not case.model.says_causal or bool(case.model.looks_ahead)
     return "" if read or own else "padding stands behind all tokens, and the causal kernel needs no mask"
 
 
 def _by_2d(case: Case) -> str:
-    """Plain attention, and what the model makes of a 2D mask itself: its own window, an encoder's view of both sides."""
+    """Plain attention, and the window that the model makes of a 2D mask itself."""
     if case.padding_free or case.segments.packed:
         return ""
-    if case.plain and case.model.attends(case.call) != "bidirectional":  # that is declared causal
-        return "every layer of a transformers model reads the 2D mask"
-    return _of_its_own(case)
+    return "every layer of a transformers model reads the 2D mask" if case.plain else _of_its_own(case)
 
 
 def _of_its_own(case: Case) -> str:
     """Why the model attends by this pattern, of a 2D mask or of none."""
-    if case.model.attends(case.call) == "bidirectional":
-        ahead = case.pattern.name == "bidirectional" and _looks_ahead_by_2d(case)
-        return "the model looks ahead, and reads the 2D mask" if ahead else ""
     own = case.pattern in {Pattern.sliding(size) for size in case.model.windows}
     return "the model makes its own window of the 2D mask" if own and len(_kinds(case)) == 1 else ""
-
-
-def _looks_ahead_by_2d(case: Case) -> bool:
-    """True if it makes masks of a 2D one that look ahead. Chunked layers make causal ones, which a sample alone on sdpa goes
-    without (masking_utils.py:1361)."""
-    chunked = any("chunk" in kind for kind in _kinds(case)) and case.model.attn_implementation != "eager"
-    return case.model.pattern == "bidirectional" or not chunked
-
-
-def _half_causal(case: Case) -> str:
-    """Why a call that is not causal is so in part."""
-    model, by_call = case.model, case.call.get("is_causal") is False
-    masks_follow = by_call or getattr(model.config_is_causal, "is_causal", None) is False
-    if model.half_ahead and not masks_follow and (case.segments.packed or case.segments.num_padding):
-        return f"the layers of {model.model_type} follow use_bidirectional_attention, and its masks do not"
-    ahead = case.pattern.name == "bidirectional" == model.attends(case.call)
-    if not ahead or model.pattern == "bidirectional":
-        return ""
-    if by_call and model.config is not None and text_config(model.config) is not model.config:
-        return f"the masks of {model.model_type} follow its text config alone"
-    masked = model.attn_implementation == "eager" and IS_CAUSAL_READ.holds()
-    return "" if masked or model.follows_is_causal else f"{model.model_type} follows is_causal in part"
 
 
 def _needs_dense(case: Case) -> str:
@@ -126,21 +99,18 @@ def _masked_flat_row(case: Case) -> bool:
 
 def _another_pattern(case: Case) -> bool:
     """True if a mask alone makes this pattern: no layer does, and offsets do not tell it."""
-    reaches = case.pattern.reaches(case.segments.longest_span) or case.model.attends(case.call) == "bidirectional"
-    return reaches and not _of_its_own(case)
+    return case.pattern.reaches(case.segments.longest_span) and not _of_its_own(case)
 
 
 def _by_positions(case: Case) -> bool:
-    """True if positions alone separate the sequences of a flat row: a router's loss or windows that look ahead want None."""
+    """True if positions alone separate the sequences of a flat row: a router's loss wants None."""
     segments, model = case.segments, case.model
     whole = case.context_parallel is None and all(case.call.get(name) is None for name in ("past_key_values", "cache"))
     on_it = model.attn_implementation in ("sdpa", "eager") and whole and case.restarts
     if not on_it or not segments.packed or segments.shape[0] > 1 or segments.padding_side != "none":
         return False
     routed = model.model_type in SPLITS_BY_POSITIONS and case.pattern == CAUSAL and case.learns_routing
-    both = case.pattern.name == "bidirectional" == model.attends(case.call)
-    ahead = both and model.model_type == "gemma3_text" and model.windows
-    return bool(routed or ahead) and POSITIONS_SPLIT.holds()
+    return bool(routed) and POSITIONS_SPLIT.holds()
 
 
 def _on(*implementations: str) -> Any:
@@ -180,11 +150,6 @@ def _windowed(case: Case, kind: str, size: int | None) -> Pattern:
 def _leak(case: Case) -> str:
     """Why the padding of this batch changes its tokens on this model."""
     inside = case.segments.padding_side in PADS_BEFORE
-    if case.model.virtual_tokens and (inside or case.segments.packed):
-        return "PEFT puts learned tokens before each row and drops positions; only adapt(model) can see this"
-    seen = case.model.prefix + case.segments.shape[1]
-    if inside and case.model.prefix and any(size < seen for size in case.model.windows):
-        return "a window counts the padding between PEFT's prefix and the tokens"
     if case.padding_free or case.segments.padding_side == "none":
         return ""
     if not case.segments.hole_rows:
@@ -197,10 +162,7 @@ def _leak(case: Case) -> str:
 
 def _width(case: Case) -> str:
     """Sequences that would attend other keys than alone, because the tensor is wider than they are."""
-    limit, sparse = case.model.width_limits
-    S = case.segments.shape[1]
-    if sparse is not None and sparse < S and any(n != S for n in case.segments.sequence_lengths):
-        return f"its attention is sparse beyond {sparse} places, by blocks of the whole width"
+    limit, S = case.model.width_limit, case.segments.shape[1]
     if limit is None or not any(n > limit and n != S for n in case.segments.sequence_lengths):
         return ""
     return f"the keys that its indexer chooses from more than {limit} depend on the width"
@@ -208,23 +170,16 @@ def _width(case: Case) -> str:
 
 def _pooled(case: Case) -> str:
     """Why the head of this model would pool another token than it does alone."""
-    if case.model.pooling in ("", "span"):
+    if not case.model.pooling:
         return ""
-    inside = case.segments.padding_side in PADS_BEFORE
     if case.segments.packed:
-        pooled = case.model.pooling in ("pooled", "pooler")
-        return "" if pooled else "a row holds several sequences, and it gives one answer a row"
-    if case.model.pooling in ("first", "pooled", "pooler"):
-        mended = case.model.pooling == "pooler" and case.at_model  # `adapt` hands it the first real token
-        return "it takes the first place of a row, which is padding" if inside and not mended else ""
-    by_id = case.model.pooling in ("last_by_id", "counted_by_id")
-    if by_id and getattr(case.model.text, "pad_token_id", None) is not None:
+        return "a row holds several sequences, and it gives one answer a row"
+    blind = " where config.pad_token_id is None"
+    if getattr(case.model.text, "pad_token_id", None) is not None:
         blind = " of inputs_embeds"  # whose padding it does not see (modeling_layers.py:180)
         if "inputs_embeds" not in case.keys:
-            counted = inside and case.model.pooling == "counted_by_id"
+            counted = case.segments.padding_side in PADS_BEFORE and case.model.pooling == "counted_by_id"
             return "it counts its place from the start of a row, which is padding" if counted else ""
-    else:
-        blind = " where config.pad_token_id is None" if by_id else " of a row"
     return "" if bool(case.segments.keep[:, -1].all()) else f"it takes the last place{blind}, which is padding"
 
 
@@ -265,12 +220,10 @@ def _routers_loss(case: Case) -> str:
 
 
 def _looks_ahead(case: Case) -> str:
-    """Why a dense mask must not replace the model's own: tokens of an image see each other by it, or its loss reads it."""
+    """Why a dense mask must not replace the model's own: tokens of an image see each other by it."""
     if not case.model.looks_ahead or not _needs_dense(case):
         return ""
     given = {"images": of_kind(case.keys, "vision"), "types": "token_type_ids" in case.keys}
-    if "labels" in case.model.looks_ahead and "labels" in case.keys:
-        return "its loss reads the 2D mask, too"
     own = "an image's tokens see each other by a mask of its own, which a dense one would replace"
     return own if any(given.get(by) for by in case.model.looks_ahead) else ""
 
@@ -288,7 +241,7 @@ TRANSFORMERS = Consumer(
     forms=(
         Form(
             form="none",
-            reads="None, where it is exact and nobody but the model reads it",
+            reads="None, where it is exact and only the model reads the batch",
             when=lambda case: (
                 _by_kernel(case)
                 or _rows_by_offsets(case)
@@ -316,15 +269,8 @@ TRANSFORMERS = Consumer(
             more="packed-recurrent",
         ),
         Refusal(
-            of=f"is_causal=False: before {IS_CAUSAL_READ}, and on families whose kernels or masks ignore it",
-            when=_half_causal,
-            rule="A sequence alone and in a batch would get different masks: {why}.",
-            remedy="Set model.config.get_text_config().is_causal = False in place of the keyword; where it is refused, use "
-            f"attn_implementation='eager' and transformers {IS_CAUSAL_READ} or newer.",
-        ),
-        Refusal(
             of="padding that changes real tokens: holes, or a projection with a bias, in recurrent layers; layers that "
-            "ignore masks or mix neighbouring places; learned tokens that PEFT puts before a row",
+            "ignore masks or mix neighbouring places",
             when=_leak,
             rule="Padding there changes the real tokens of this model: {why}.",
             remedy="If it mixes neighbouring tokens, batch sequences of one length, one a row. Else pad right, and remove "
@@ -332,36 +278,17 @@ TRANSFORMERS = Consumer(
             "if the batch has one row: batch two rows.",
         ),
         Refusal(
-            of="padding, if the model chooses keys by the width of its rows (small indexers, block-sparse attention)",
+            of="padding, if the model chooses keys by the width of its rows (small indexers)",
             when=_width,
             rule="The result of a sequence depends on the width of its batch: {why}.",
-            remedy="Batch sequences of one length, so that nothing is padded; BigBird: build it with "
-            "attention_type='original_full'.",
-        ),
-        Refusal(
-            of="a declared pattern that the layers do not follow",
-            when=lambda case: case.model.moves.get("declared", ""),
-            rule="No mask gives the layers of this model the declared pattern: tried on a tiny copy, {why}.",
-            remedy="Leave pattern= out: the model attends by a pattern of its own.",
+            remedy="Batch sequences of one length, so that nothing is padded.",
         ),
         replace(PACKED_RECURRENT, remedy=f"Give each sequence its own row, or {_ADAPT}."),
         Refusal(
-            of="rows of which the head would pool a wrong token: padding at its place, packed rows, no pad_token_id",
+            of="rows of which the head would take a wrong token: padding at its place, packed rows, no pad_token_id",
             when=_pooled,
             rule="The head of this model takes a token by its place in the row: {why}.",
-            remedy="Pad encoders and BioGPT right, XLNet left, one sequence a row. If pooler_output is not used, build the "
-            "model with add_pooling_layer=False. For a decoder set model.config.pad_token_id, pad inputs_embeds left.",
-        ),
-        Refusal(
-            of="start_positions beside padded or packed rows (the loss of a span)",
-            when=lambda case: (
-                case.model.pooling == "span"
-                and "start_positions" in case.keys
-                and (case.segments.packed or case.segments.padding_side != "none")
-            ),
-            rule="The loss of a span is a softmax over all places of a row, padding too (loss_utils.py:123-139).",
-            remedy="Batch rows of one length; or leave start_positions and end_positions out, and compute the loss of "
-            "start_logits and end_logits with -inf where attention_mask is 0.",
+            remedy="One sequence a row: set model.config.pad_token_id, pad inputs_embeds left, and BioGPT right.",
         ),
         Refusal(
             of="rows longer than a sliding window that would be lost: on flash attention beside torch_npu, and in packed "

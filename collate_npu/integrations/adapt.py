@@ -19,22 +19,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from collate_npu.arrays import host_array
-from collate_npu.consumers.adapter import MADE, BatchAdapter, has_choices
-from collate_npu.consumers.labels_and_positions import check_labels, labels_for
-from collate_npu.consumers.model_traits import (
-    consumer_of,
-    has_two_sides,
-    is_transformers,
-    label_rule,
-    needs_mask_2d,
-    poolers,
-    text_config,
-    unwrap,
-)
+from collate_npu.consumers.adapter import MADE, BatchAdapter
+from collate_npu.consumers.labels_and_positions import labels_for
+from collate_npu.consumers.model_traits import consumer_of, is_transformers, needs_mask_2d, text_config, unwrap
 from collate_npu.consumers.probe import sequences_mix_reason
 from collate_npu.consumers.recurrent import describe_packing, mend
-from collate_npu.errors import UnsupportedFormError, explain, explain_rows
+from collate_npu.consumers.scope import is_left, out_of_scope_reason, warn_of_left
+from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.integrations.context_parallel import check_share, sharing_ranks
 from collate_npu.masks.sources import Sources
 from collate_npu.releases import say_outside
@@ -71,9 +62,10 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     What the trainer put together is proved, made right for this model, or refused there; its own batch stays as it was. A
     single row with offsets, or whose mask says no padding, is read as a flat one. Recurrent layers keep the sequences of a
     row apart; `.packed` says how. Calls without tokens of text (sound), and steps of generation behind the prompt, pass
-    as they are. Where padding stands behind all tokens of a causal call that nothing else reads, sdpa and flex_attention get
-    no mask: exact, and faster. Costs a copy of the mask to the host each step. Raises `UnsupportedFormError` for a module
-    with no transformers model in it, or several, and for labels that a trainer has counted or keeps. After `get_peft_model`.
+    as they are. Where padding stands behind all tokens of a call that nothing else reads, sdpa and flex_attention get no
+    mask: exact, and faster. Costs a copy of the mask to the host each step. A model that is no causal language model, no
+    backbone of one and no head on one is left as it came: a warning says so. Raises `UnsupportedFormError` for a module with
+    no transformers model in it, or several, and for labels that a trainer has counted. After `get_peft_model`.
 
     >>> from collate_npu.testing import tiny_model
     >>> model = tiny_model("qwen3_next", vocab_size=257)
@@ -85,8 +77,12 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     check_model(model)
     say_outside("transformers")
     inside: dict[int, _Hooks] = {}
-    handles: list[Any] = [pooler.register_forward_pre_hook(_first_real_token) for pooler in poolers(model)]
-    places = _hook_places(model, settings)
+    whole = _transformers_model(model, "consumer" in settings)
+    if is_transformers(whole) and (reason := out_of_scope_reason(model)):
+        warn_of_left(model, reason)
+        return Adapted((), "")
+    handles: list[Any] = []
+    places = _hook_places(model, whole)
     hooks = [_Hooks(module, settings, inside, places[:n]) for n, module in enumerate(places)]
     for module, door in zip(places, hooks):
         handles.append(module.register_forward_pre_hook(door, with_kwargs=True))
@@ -147,9 +143,8 @@ class _Hooks:
     def _through(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
         batch = Sources({**dict(zip(self.names, args)), **kwargs})
         mended = None
-        if batch.get("encoder_outputs") is not None or not batch.named["tokens"]:
-            if self.adapter.model.labels == "decoder":  # sound, or what an encoder made of the prompt
-                check_labels(batch, None, "decoder", self.adapter.model.model_type)
+        if is_left("", batch) or not batch.named["tokens"]:  # sound
+            pass
         elif _decodes(batch):
             mended = _continued(self._current(module), batch)
         elif (ranks := sharing_ranks()) > 1:
@@ -161,13 +156,9 @@ class _Hooks:
 
     def _mended(self, module: nn.Module, batch: Sources) -> dict[str, Any]:
         adapter = self._current(module)
-        if has_choices(batch):
-            return adapter.mended(batch, padding_free=False)[0]
         mended, segments = adapter.mended(_with_empty_rows(batch), padding_free=_is_flat(batch))
         _check_last(batch, segments)
         _check_count(adapter, batch, mended)
-        _check_behind_prompt(batch, mended, segments)
-        _check_outside(adapter, module, batch, segments)
         MADE.running[get_ident()] = segments
         return mended
 
@@ -191,17 +182,6 @@ class _Hooks:
         return made
 
 
-def _first_real_token(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Put the first real token of a row at its first place, which a pooler takes."""
-    segments = MADE.running.get(get_ident())
-    moved = segments is not None and segments.padding_side not in ("none", "right") and not segments.packed
-    if segments is None or not moved or not args or args[0].shape[:2] != segments.shape:
-        return None
-    first_B = segments.keep.int().argmax(dim=1).to(args[0].device)
-    rows_B = torch.arange(len(first_B), device=args[0].device)
-    return (torch.cat([args[0][rows_B, first_B][:, None], args[0][:, 1:]], dim=1), *args[1:])
-
-
 def _cached(batch: Sources) -> bool:
     return any(batch.get(name) is not None for name in ("past_key_values", "cache", "cache_params", "state"))  # 5.24: cache
 
@@ -215,8 +195,8 @@ def _decodes(batch: Sources) -> bool:
 
 
 def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
-    """The rest of rows whose first tokens are cached, a learned prefix perhaps: positions count the tokens before, and the
-    first label of a sequence behind padding is ignored. None where nothing changes. Raises where padding reaches tokens."""
+    """The rest of rows whose first tokens are cached: positions count the tokens before, and the first label of a sequence
+    behind padding is ignored. None where nothing changes. Raises where padding reaches tokens."""
     S, keep = batch.shape()[1], batch.get("attention_mask")
     each: Any = next(iter(keep.values()), None) if isinstance(keep, Mapping) else keep  # of a static cache, by kind of layer
     if S > 1 and getattr(each, "ndim", 0) == 4 and adapter.model.moves.get("left"):
@@ -228,11 +208,8 @@ def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
     positions_BS = (keep_BK.cumsum(1) - 1).clamp(min=0)[:, -S:]
     segments = of_keep(keep_BK[:, -S:].numpy())
     if S > 1:
-        behind = of_keep(keep_BK.numpy()).hole_rows  # padding stands between the prefix and the tokens of these
-        if adapter.model.prefix != (prefix := keep_BK.shape[1] - S if behind else 0):
-            adapter.model = replace(adapter.model, prefix=prefix)
         adapter.route(segments, padding_free=False)
-    mended: dict[str, Any] = labels_for(batch, segments, adapter.label_rule(batch), adapter.shifted)
+    mended: dict[str, Any] = labels_for(batch, segments, adapter.label_rule, adapter.shifted)
     given = any(batch.get(name) is not None for name in ("position_ids", "cache_position"))
     if adapter.model.positions == "places" and not (given or bool(keep_BK.all())):
         mended["position_ids"] = positions_BS.to(keep.device)
@@ -266,7 +243,7 @@ _BEFORE = "Pass data_collator=wrap_collator(your collator, model=model), which c
 def _check_count(adapter: BatchAdapter, batch: Sources, mended: Mapping[str, Any]) -> None:
     """Raise where a trainer has counted labels that are ignored here: it divides the loss by their number (transformers 5.23
     trainer.py:2335, of all batches of a step)."""
-    counted, moved, lost = batch.get("num_items_in_batch"), adapter.label_rule(batch) == "next", 0
+    counted, moved, lost = batch.get("num_items_in_batch"), adapter.label_rule == "next", 0
     for key in ("labels", "shift_labels") if counted is not None else ():
         if mended.get(key) is not None and batch.get(key) is not None:
             first = int(moved and key == "labels")  # the loss drops a row's first
@@ -274,37 +251,6 @@ def _check_count(adapter: BatchAdapter, batch: Sources, mended: Mapping[str, Any
     if lost:
         rule = f"A trainer counted {lost} labels that no sequence alone has: of padding, or the first of a sequence."
         raise UnsupportedFormError(explain("labels", "num_items_in_batch with them", rule, _BEFORE))
-
-
-def _check_behind_prompt(batch: Sources, mended: Mapping[str, Any], segments: Segments) -> None:
-    """Raise where virtual tokens of PEFT stand before the padding of a row, and the first token behind it is learned: alone
-    it is predicted from the last virtual token."""
-    if not segments.hole_rows or batch.get("inputs_embeds") is None or mended.get("labels") is batch.get("labels"):
-        return
-    lost_BS = batch.array("labels") != host_array("labels", mended["labels"])
-    bad = [(b, "a learned token behind padding") for b in segments.hole_rows if (lost_BS[b] & (segments.array[b] > 0)).any()]
-    if bad:
-        rule = "In the batch this token is predicted from padding; alone, from the token before it."
-        raise UnsupportedFormError(
-            explain_rows("labels", bad, rule, "Pad right, or ignore the first label of each sample (-100).")
-        )
-
-
-def _check_outside(adapter: BatchAdapter, module: nn.Module, batch: Sources, segments: Segments) -> None:
-    """Raise where the loss is taken outside this forward, of labels that would be ignored here: by a Trainer that keeps them
-    (label_smoothing_factor, compute_loss_func), or by a head of transformers whose own forward ran without its hooks."""
-    frame = sys._getframe() if batch.get("labels") is None and (segments.packed or segments.num_padding) else None
-    while frame is not None:
-        held = frame.f_locals if frame.f_code.co_name in ("forward", "compute_loss") else {}
-        holder, labels = held.get("self"), held.get("labels")
-        rule = label_rule(holder) if isinstance(holder, nn.Module) else adapter.label_rule(batch)
-        if holder is not module and rule and isinstance(labels, torch.Tensor) and labels.shape == segments.shape:
-            if labels_for(batch | {"labels": labels}, segments, rule, False):
-                why = "The loss is taken outside this forward, of labels of padding or of the first of a sequence."
-                remedy = f"{_BEFORE} Where a model's forward was called by name, call the model that adapt was given."
-                raise UnsupportedFormError(explain("labels", f"held by {type(holder).__name__}", why, remedy))
-            return
-        frame = frame.f_back
 
 
 def _is_flat(batch: Sources) -> bool:
@@ -318,20 +264,18 @@ def _is_flat(batch: Sources) -> bool:
     return positions is not None and bool((np.diff(positions) != 1).any())
 
 
-def _hook_places(model: nn.Module, settings: dict[str, Any]) -> list[nn.Module]:
+def _hook_places(model: nn.Module, whole: nn.Module) -> list[nn.Module]:
     """The modules through which a batch may enter: PEFT's wrapper, the model, its backbone. Of a head that takes no
     positions, and so makes them itself, the backbone alone."""
-    whole = _transformers_model(model, "consumer" in settings)
     if not is_transformers(whole):
         return [whole]
-    # a tuner calls `model.forward`, by which no hook runs (peft 0.20 `BaseTuner.forward`); a prompt is put before the model
+    # a tuner calls `model.forward`, by which no hook runs (peft 0.20 `BaseTuner.forward`)
     peft = [each for each in model.modules() if callable(getattr(each, "get_base_model", None))]
     tuned = [each for each in peft if each.base_model is not whole]
     backbone = cast(nn.Module, whole.base_model)
     if _takes_positions(backbone) and not _takes_positions(whole):
         return [backbone]
-    encoder = [cast(Any, whole).get_encoder()] if has_two_sides(whole) else []  # `generate` calls it by itself
-    return [*tuned[:1], *filter(is_transformers, dict.fromkeys((whole, backbone, *encoder)))]  # FSMT's is a bare module
+    return [*tuned[:1], *dict.fromkeys((whole, backbone))]
 
 
 def _transformers_model(model: nn.Module, named: bool) -> nn.Module:

@@ -434,7 +434,7 @@ def case_of(
     Raises what the door raises.
     """
     about = Model.of(model) if consumer_of(model) in ("transformers", "megatron") else Model()
-    both = about.pattern == "bidirectional" or has_two_sides(model)
+    both = pattern_of(model) == "bidirectional" or has_two_sides(model)
     declared = pattern or ("bidirectional" if both else None)
     sources = _of_all_ranks(_with_tokens(Sources.of(batch)), about.config)
     if segments is None and (ids := sources.get("input_ids", sources.get("tokens"))) is not None:

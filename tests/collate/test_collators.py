@@ -112,15 +112,6 @@ def test_max_length_is_a_limit_or_a_width():
         assert PaddingCollator(tokenizer(), packing=True, **settings)(THREE_AND_FIVE)["labels"].shape == shape
 
 
-def test_answers_of_extraction_are_places_that_padding_before_them_would_move():
-    rows = [{"input_ids": [1] * n, "start_positions": 0, "end_positions": 1} for n in (2, 3)]
-    assert PaddingCollator(tokenizer())(rows)["end_positions"].tolist() == [1, 1]
-    left = PaddingCollator(tokenizer(padding_side="left"))
-    assert left(rows[:1])["end_positions"].tolist() == [1]
-    with pytest.raises(CollateError, match="left padding and packing move tokens"):
-        left(rows)
-
-
 def test_arguments_go_before_the_tokenizer():
     collator = PaddingCollator(tokenizer(padding_side="left"), pad_token_id=0, padding_side="right")
     assert collator(THREE_AND_FIVE)["input_ids"].tolist()[0] == [1, 2, 3, 0, 0]

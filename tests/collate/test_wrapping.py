@@ -10,11 +10,10 @@ import strategies
 import torch
 from hypothesis import assume, given
 
-from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, wrap_collator
+from collate_npu import CollateError, PaddingCollator, Segments, wrap_collator
 from collate_npu.collate import Layout
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.testing import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
 
@@ -245,38 +244,6 @@ def test_labels_that_stay(settings, labels, left):
 
 
 @pytest.mark.models
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_labels_of_a_decoder_are_padded_behind(wrapped):
-    """T5's decoder attends what stands before its labels: the loss was that of other samples, and nothing said so."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)).eval()
-    samples = [{"input_ids": [5, 6], "labels": [8, 9]}, {"input_ids": [7, 5, 6], "labels": [3, 4, 5]}]
-
-    def theirs(samples, side):
-        padded = PaddingCollator(pad_token_id=0, padding_side=side)
-        return {key: padded([{"input_ids": row[key]} for row in samples])["input_ids"] for key in ("input_ids", "labels")}
-
-    def collator(side):
-        def inner(samples):
-            batch = theirs(samples, side)
-            return {key: ids.masked_fill(ids == 0, -100 * (key == "labels")) for key, ids in batch.items()}
-
-        own = PaddingCollator(pad_token_id=0, padding_side=side, model=model)
-        return wrap_collator(inner, model=model) if wrapped else own
-
-    with torch.no_grad():
-        alone = [float(model(**{key: torch.tensor([row[key]]) for key in row}).loss) * len(row["labels"]) for row in samples]
-        assert float(model(**collator("right")(samples)).loss) == pytest.approx(sum(alone) / 5, rel=1e-4)
-    with pytest.raises(CollateError, match="a decoder cannot keep them apart"):
-        PaddingCollator(pad_token_id=0, model=model, packing=True)
-    with pytest.raises(CollateError, match="attends the padding before them"):
-        collator("left")(samples)
-    assert collator("left")(samples[:1])["labels"].tolist() == [[8, 9]]
-
-
-@pytest.mark.models
 def test_a_batch_without_padding_of_a_collator_that_pads_left_has_positions_too():
     pytest.importorskip("transformers")
 
@@ -313,25 +280,7 @@ def test_a_flat_row_in_another_order_is_told_by_its_own_keys(offsets):
     assert one(samples(3, 5))["seq_lens"].tolist() == [8]
 
 
-@pytest.mark.models
-def test_choices_of_each_sample_go_through_as_transformers_pads_them():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 257}
-    model = transformers.BertForMultipleChoice(transformers.BertConfig(**sizes, initializer_range=0.5)).eval()
-    samples = [{"input_ids": [[5, 6], [5, 7, 8]], "label": 0}, {"input_ids": [[9, 6, 5], [4]], "label": 1}]
-    inner = transformers.DataCollatorForMultipleChoice(byte_tokenizer())
-    batch = wrap_collator(inner, model=model)([dict(sample) for sample in samples])  # transformers 4 takes their labels out
-    assert batch["labels"].tolist() == [0, 1]
-    alone = [model(input_ids=torch.tensor([[row]])).logits for sample in samples for row in sample["input_ids"]]
-    assert torch.allclose(model(**batch).logits.flatten(), torch.cat(alone).flatten(), atol=1e-5)
-    assert BatchAdapter(model)({**batch, "mine": torch.ones(4, 7).to_sparse()})["mine"].shape == (4, 7)  # no choices
-    with pytest.raises(CollateError, match="Pass model="):
-        wrap_collator(inner)([dict(sample) for sample in samples])
-    with pytest.raises(CollateError, match=r"wrap_collator\(DataCollatorForMultipleChoice"):
-        PaddingCollator(pad_token_id=0)(samples)
-
-
-def test_samples_with_a_batch_dimension_are_no_choices():
+def test_samples_with_a_batch_dimension_are_refused():
     """What they hold could not be held against the mask, in which every real eos is lost."""
     rows = [{"input_ids": [[5, 6, EOS]]}, {"input_ids": [[7, EOS]]}]
     ids = torch.tensor([[5, 6, EOS], [7, EOS, EOS]])

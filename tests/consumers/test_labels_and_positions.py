@@ -95,9 +95,8 @@ def test_of_moved_labels_the_next_sequences_first_token_is_ignored_and_a_samples
 
 RULES = {
     **dict.fromkeys(("LlamaForCausalLM", "BertLMHeadModel", "GPT2DoubleHeadsModel"), "next"),
-    **dict.fromkeys(("BertForMaskedLM", "GPT2ForTokenClassification", "T5ForTokenClassification"), "places"),
-    **dict.fromkeys(("BartForCausalLM", "XLNetLMHeadModel"), "places"),  # of labels that are moved already
-    **dict.fromkeys(("T5ForConditionalGeneration", "BartForConditionalGeneration"), "decoder"),
+    "GPT2ForTokenClassification": "places",
+    "BartForCausalLM": "places",  # of labels that are moved already
     "LlamaModel": None,
 }
 
@@ -109,7 +108,7 @@ def test_what_a_head_does_with_labels_is_told_by_its_class(kind):
     with torch.device("meta"):
         model = cls(cls.config_class())
     assert label_rule(model) == RULES[kind]
-    assert label_rule(model.config) == ("decoder" if model.config.is_encoder_decoder else None)
+    assert label_rule(model.config) is None
 
 
 # --- positions

@@ -26,8 +26,8 @@ def config(**fields):
 
 def outcome(segments, *, consumer="transformers", version=None, **fields):
     """The form that a batch takes, with what is said of it, or the refusal."""
-    known = {name: fields.pop(name) for name in {*fields} & {*Model.__dataclass_fields__} - {"pattern"}}
-    how = {"config": config(model_type="mine"), "needs_mask_2d": False, "pattern": fields.pop("attends", "causal")}
+    known = {name: fields.pop(name) for name in {*fields} & {*Model.__dataclass_fields__}}
+    how = {"config": config(model_type="mine"), "needs_mask_2d": False, "says_causal": True}
     case = {"segments": segments, "model": Model(**how | known)}
     with pytest.MonkeyPatch.context() as patch:
         if version:
@@ -53,12 +53,10 @@ NEXT, FREE = {"model_type": "qwen3_next"}, {"padding_free": True}
 FLASH, FLEX, EAGER = ({"attn_implementation": f"{kernel}"} for kernel in ("flash_attention_2", "flex_attention", "eager"))
 MINE = {"attn_implementation": "my_kernel"}
 INDEXER = {"config": config(index_topk=4, index_n_heads=2)}
-SPARSE = {"config": config(attention_type="block_sparse", num_random_blocks=1, block_size=1)}
 ROPE = {"config": config(rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 4})}
 WINDOWS = {"config": config(sliding_window=2, layer_types=["sliding_attention", "full_attention"])}
 WINDOW = {"config": config(sliding_window=2, layer_types=["sliding_attention"])}
 CHUNKS = {"config": config(attention_chunk_size=2, layer_types=["chunked_attention", "full_attention"])}
-AHEAD = {"call": {"is_causal": False}, "follows_is_causal": True, **BOTH_WAYS}
 LEAKS = {"moves": {"left": "it was measured", "packed": "its own masks"}}
 IMAGES, TYPES = ({"looks_ahead": (by,)} for by in ("images", "types"))
 ROUTED = {"config": LEARNS, "model_type": "gpt_oss"}
@@ -69,10 +67,9 @@ TABLE = [
     *(("keep_2d", RIGHT, {**AT_MODEL, "call": {key: 1}}) for key in (
         "past_key_values", "cache", "state", "pixel_values", "output_router_logits")),
     ("none", RIGHT, {**AT_MODEL, "call": {"is_causal": True}}),
-    ("keep", RIGHT, {**AT_MODEL, "call": {"is_causal": False}}),
     ("keep_2d", RIGHT, {}), ("keep_2d", LEFT, AT_MODEL), ("keep_2d", RIGHT, {**AT_MODEL, **EAGER}),
     ("none", RIGHT, {**AT_MODEL, **FLEX}), ("keep_2d", RIGHT, {**AT_MODEL, "looks_ahead": ("types",)}),
-    ("keep_2d", RIGHT, {**AT_MODEL, "config": LEARNS}), ("keep_2d", RIGHT, {**AT_MODEL, "attends": None}),
+    ("keep_2d", RIGHT, {**AT_MODEL, "config": LEARNS}), ("keep_2d", RIGHT, {**AT_MODEL, "says_causal": False}),
     # positions alone tell sequences beside a router's loss, where all else allows it
     ("none", FLAT, TRAINED), *(("refused.*router", FLAT, {**TRAINED, **more}) for more in (
         {"restarts": False}, SLIDING, {"context_parallel": ContextParallel(1, 0)}, {"call": {"past_key_values": 1}},
@@ -81,16 +78,15 @@ TABLE = [
     ("refused.*router", FLAT, {**TRAINED, **FLEX}), ("refused.*router", FLAT, {**TRAINED, "model_type": "gpt_oss"}),
     ("keep", FLAT, {**TRAINED, "config": None}), ("keep", PACKED, {**ROUTED, "model_type": "mine"}),
     ("refused.*router", PACKED, ROUTED),
-    # the width, the longest, and blocks
+    # the width, and the longest
     *(("keep_2d" if n != (5, 6) else "refused.*indexer", padded(*n), INDEXER) for n in ((5, 6), (3, 5), (4, 6), (6, 6))),
-    *(("keep_2d" if n != (6, 8) else "refused.*blocks", padded(*n), SPARSE) for n in ((6, 8), (6, 7), (8, 8))),
     ("keep_2d", padded(3, 4), ROPE), ("refused.*frequencies", padded(3, 5), ROPE), ("keep_2d", padded(3, 5), {}),
     # windows
     ("refused.*window", PACKED, {**WINDOWS, **FLEX}), ("keep_2d", RIGHT, {**WINDOWS, **FLEX}), ("mapping", PACKED, WINDOWS),
     ("keep", PACKED, WINDOW), ("keep_2d: the model makes its own window", LEFT, {**WINDOW, **SLIDING}),
     ("mapping", LEFT, {**WINDOWS, **SLIDING}), ("refused.*window of 2 of their own", padded(3), {**WINDOW, **BOTH_WAYS}),
     ("keep", padded(2), {**WINDOW, **BOTH_WAYS}),
-    # models that mix tokens, see ahead, or pool
+    # models that mix tokens, see an image ahead, or take one token of a row
     ("refused.*measured", LEFT, LEAKS), ("keep_2d", RIGHT, LEAKS), ("keep_2d", EQUAL, LEAKS),
     *(("refused.*its own masks", rows, {"moves": {"packed": "its own masks"}, **more}) for rows, more in (
         (PACKED, {}), (LEFT, SLIDING))),
@@ -99,20 +95,11 @@ TABLE = [
         (IMAGES, "pixel_values"), (TYPES, "token_type_ids"))),
     *(("keep", PACKED, {**IMAGES, "call": call}) for call in ({}, {"token_type_ids": 1})),
     ("keep", PACKED, {"call": {"pixel_values": 1}}), ("keep_2d", RIGHT, {**IMAGES, "call": {"pixel_values": 1}}),
-    ("keep", PACKED, {"pooling": "pooler"}),
-    *(("refused.*one answer a row", PACKED, {"pooling": head}) for head in ("first", "last")),
+    *(("refused.*one answer a row", PACKED, {"pooling": head}) for head in ("last_by_id", "counted_by_id")),
     ("bias", PACKED, EAGER),
-    ("keep_2d: the model looks ahead", LEFT, {"attends": "bidirectional", **BOTH_WAYS}),
-    ("keep", PACKED, {"attends": "bidirectional", **BOTH_WAYS}),
-    ("keep_2d: the model looks ahead", LEFT, {"attends": "bidirectional", **CHUNKS, **BOTH_WAYS}),
-    *((form, LEFT, {**how, **AHEAD}) for form, how in (
-        ("keep_2d: the model looks ahead", {}), ("refused.*window of 2 of their own", CHUNKS),
-        ("keep_2d: the model looks ahead", {**CHUNKS, **EAGER}))),
-    # flat rows of patterns that a layer makes, or none
-    *((form, rows, {"attends": attends, **pattern, **FREE, **kernel}) for attends, pattern, kernel, forms in (
-        ("bidirectional", BOTH_WAYS, {}, ("none", "keep")), ("bidirectional", BOTH_WAYS, FLASH, ("none",) * 2),
-        ("causal", SLIDING, {}, ("keep",) * 2), ("causal", SLIDING, FLASH, ("refused.*attention is",) * 2))
-      for form, rows in zip(forms, (padded(5), FLAT))),
+    # flat rows of a pattern that no layer makes
+    *((form, rows, {**SLIDING, **FREE, **kernel}) for kernel, form in (({}, "keep"), (FLASH, "refused.*attention is"))
+      for rows in (padded(5), FLAT)),
     # recurrent layers: holes, packed rows, windows
     ("keep_2d", HOLE, {}), ("refused.*decays", HOLE, RECURRENT), ("masked", HOLE, {"consumer": "megatron"}),
     ("refused.*decays", HOLE, {"consumer": "megatron", **RECURRENT}),

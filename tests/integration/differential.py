@@ -1,7 +1,9 @@
 """Law 18, no harm: what plain transformers computes right is right with us, or refused for a reason that stands in a list.
 
 A case is drawn from a seed: a family, its head, a side, an attention implementation, an option of the call, a wrapper. It
-runs without us and by every door, and each result is compared with every sample alone: outputs, loss and gradient.
+runs without us and by every door, and each result is compared with every sample alone: outputs, loss and gradient. Of what
+is out of scope (encoders, two sides, learned tokens, attention to both sides) every door must give what plain transformers
+gives, right or wrong.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import nn
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, adapt, wrap_collator
 from collate_npu.consumers.model_traits import text_config
 from collate_npu.consumers.probe import make_honest, quiet
+from collate_npu.consumers.scope import is_left, out_of_scope_reason
 from collate_npu.testing import hybrid_model_types, tiny_config
 
 VOCAB, PAD, WINDOW = 61, 60, 6
@@ -433,7 +436,6 @@ def through(door: str, case: Case, model, batch, rows, side):
     if door == "wrapped":
         return act(wrap_collator(lambda _: batch | call, model=model)(rows))
     where = {"padding_free": True, "pad_to_multiple_of": case.tail} if side == "packed" else {"padding_side": side}
-    where |= {"pattern": "bidirectional"} if call and side == "packed" else {}
     pad = tiny_vision.PAD if case.kind == "vision" else PAD
     return act(PaddingCollator(pad_token_id=pad, model=model, **where)(rows))
 
@@ -456,7 +458,10 @@ def judged(case: Case, doors: tuple[str, ...] = ("plain", *DOORS)) -> dict[str, 
         warnings.simplefilter("ignore")
         try:
             model = wrapped(case)
-            if case.option in GENERATE:
+            left = is_left(out_of_scope_reason(model), {"is_causal": case.option != "is_causal"})
+            if left:
+                wanted = through("plain", case, model, batch_of(case, rows, case.side), rows, case.side)
+            elif case.option in GENERATE:
                 own = [batch_of(case, [row], "left") for row in rows]
                 each = [generated(case, model, one) for one in own]
                 whole_prompt = (generated(replace(case, option="generate"), model, one) for one in own)
@@ -477,6 +482,8 @@ def judged(case: Case, doors: tuple[str, ...] = ("plain", *DOORS)) -> dict[str, 
                 batch["inputs_embeds"] = inner(model).get_input_embeddings()(batch.pop("input_ids"))
             if door == "collator" and (case.head in ("MultipleChoice", "Seq2SeqLM") or case.option in (*GENERATE, "embeds")):
                 continue
+            if door == "collator" and left and case.side == "packed":  # refused when it is made
+                continue
             try:
                 before = {key: value.clone() for key, value in batch.items()}
                 found[door] = (verdict(through(door, case, model, batch, rows, case.side), wanted), "")
@@ -488,15 +495,7 @@ def judged(case: Case, doors: tuple[str, ...] = ("plain", *DOORS)) -> dict[str, 
     return found
 
 
-REASONS = {
-    "takes the first place of a row": "a collator does not know whether pooler_output is read; adapt mends it",
-    "falcon follows is_causal in part": "its layers do not hand the keyword on, and mask by hand; their code does not tell",
-    "follow use_bidirectional_attention, and": "right where it is compiled: then no mask of a sample alone is left out",
-    "follow its text config alone": "right on eager alone, by a keyword that does nothing there",
-    "stand at neither end of their rows": "a wrapped collator finds samples in a flat row by their ids",
-    "makes its tokens from the labels": "generate reads none, and a trainer computes their loss beside it",
-    "^nllb-moe: .*padding moves a sequence": "whether padding takes an expert's place depends on the router's choices",
-}
+REASONS = {"stand at neither end of their rows": "a wrapped collator finds samples in a flat row by their ids"}
 """Refusals of runs that are right without us: what they say, and why they stay."""
 
 

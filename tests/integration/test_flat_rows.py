@@ -9,8 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import example, given, strategies as st
-from rotation import examples, rotating
+from rotation import rotating
 from strategies import laid_out
 
 pytest.importorskip("transformers")
@@ -39,7 +38,6 @@ from collate_npu.consumers.recurrent import as_it_is
 from collate_npu.consumers.transformers import SPLITS_BY_POSITIONS
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.releases import KERNELS_TOLD, MISSING_KERNEL_RAISES, POSITIONS_SPLIT
-from collate_npu.segments import of_lengths
 from collate_npu.testing import tiny_config
 
 pytestmark = pytest.mark.long
@@ -89,21 +87,6 @@ def test_every_sequence_of_a_flat_row_is_as_alone(name, attn):
                 if name in ATTENTION:  # the control: without it they run into each other
                     unmasked = {**batch, "attention_mask": None, "use_cache": True}
                     assert errors(model, unmasked, truth, at)[0] > 0.1
-
-
-ENCODERS = ("bert", "eurobert", "modernbert") if KERNELS_TOLD.holds() else ()  # 4.57's take no dense mask, nor offsets
-
-
-@pytest.mark.parametrize(("name", "attn"), rotating(product(ENCODERS, IMPLEMENTED), 2))
-@examples(8)
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 16))
-@example([9], 7)
-def test_what_looks_ahead_sees_no_padding_of_a_flat_row(name, attn, lengths, more):
-    model, features, width = built(name, attn), samples(lengths), sum(lengths) + more
-    flat, at = ours(model, padding=(width,))(features), torch.arange(sum(lengths))
-    told = {"input_ids": flat["input_ids"], "segment_ids": of_lengths([lengths], width).ids}
-    for batch in (flat, BatchAdapter(model, padding_free=True)(told)):
-        assert max(errors(model, batch, alone(model, features), at)) < RIGHT
 
 
 COUNTING = {

@@ -150,6 +150,8 @@ def prepare_model_inputs(original: Callable[..., Any], engine: Any, micro_batch:
     held = vars(engine).get("_collate_npu", (None,))
     if held[0] is not engine.module:  # a rebuilt engine has another
         held = engine._collate_npu = (engine.module, BatchAdapter(engine.module))
+    if held[1].left:
+        return inputs, kept
     try:
         return held[1].mended(Sources(inputs), padding_free=flat)[0], kept
     except UnsupportedFormError as refused:
