@@ -275,15 +275,13 @@ def wrapped(batch, features=FEATURES, **settings):
     return wrap_collator(lambda f: batch(f) if callable(batch) else dict(batch), **settings)(features)
 
 
-ANSWERS = [row | {"start_positions": 0, "end_positions": 0} for row in FEATURES]
 PACKING = [(TWO_EQUAL, beside) for beside in ({"padding_free": True}, {"padding": False}, {"allow_empty": True})]
 """Samples and settings that go together without packing alone."""
 
 FOLLOWED = [
     *(
-        (partial(collate, rows, packing=True, **beside), words, partial(collate, rows, **beside))
-        for words, each in (("Leave packing out.", PACKING), ("without packing", [(ANSWERS, {})]))
-        for rows, beside in each
+        (partial(collate, rows, packing=True, **beside), "Leave packing out.", partial(collate, rows, **beside))
+        for rows, beside in PACKING
     ),
     # --- a mask alone
     (

@@ -1,4 +1,4 @@
-"""The scope: what is no causal language model, no backbone of one and no head on one is left as it came, and says so once."""
+"""The scope: what is no causal language model, backbone of one or head on one is left as it came, and that is said once."""
 
 import warnings
 

@@ -33,11 +33,11 @@ def lora(model):
 
 
 @torch.no_grad()
-def worst(model, prompt=0):
-    """The largest difference of a logit to the sample alone, behind the tokens of a prompt that PEFT puts before it."""
+def worst(model):
+    """The largest difference of a logit to the sample alone."""
     found, gaps = model(**PADDED).logits, []
     for row, ids in zip(found, ROWS):
-        own = model(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None]).logits[0, prompt:]
+        own = model(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None]).logits[0]
         gaps.append(float((row[-len(ids) :] - own).abs().max()))
     return max(gaps)
 
@@ -75,14 +75,6 @@ def test_behind_adapt_lora_is_refused_until_it_is_merged():
     with pytest.raises(UnsupportedFormError, match="Call adapt on what get_peft_model returned"):
         worst(wrapped)
     assert worst(wrapped.merge_and_unload()) < 1e-4
-
-
-def test_virtual_tokens_stand_before_the_padding():
-    settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = peft.get_peft_model(tiny_model("qwen3", vocab_size=VOCAB), settings).eval()
-    assert worst(model, prompt=3) > 0.1  # PEFT's own
-    with adapt(model):
-        assert worst(model, prompt=3) < 1e-4
 
 
 @pytest.mark.parametrize("layout", ["padded left", "packed"])
