@@ -257,12 +257,14 @@ def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
 
 def is_encoder(config: Any) -> bool:
     """True if this config is of a masked language model that is not set to decode."""
+    if not getattr(config, "model_type", ""):
+        return False
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
     except ImportError:  # a class of something that only looks like transformers
         return False
     decodes = any(getattr(config, name, False) for name in ("is_decoder", "is_encoder_decoder", "causal"))
-    return getattr(config, "model_type", "") in MASKED and not decodes
+    return config.model_type in MASKED and not decodes
 
 
 def has_two_sides(model: Any) -> bool:
