@@ -133,7 +133,6 @@ class Since:
 
 # What transformers does.
 POSITIONS_SPLIT = Since("transformers", "5.6", "families with routers hand positions to masking_utils.py; 4.57's do not all")
-IS_CAUSAL_READ = Since("transformers", "5.2", "is_causal of a config or a call decides of masks: masking_utils.py:954")
 MASK_MAPPING = Since("transformers", "5.13", "hybrid models take a mapping of masks: 5.23 masking_utils.py:1532-1545")
 ZAMBA2_MAPPING = Since("transformers", "5.15", "zamba2 takes one, too: modeling_zamba2.py:1175")
 SINGLE_ROW_MASKED = Since(

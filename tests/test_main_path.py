@@ -85,7 +85,7 @@ DOORS = {
     "adapter of megatron": (BatchAdapter(consumer="megatron", needs_mask_2d=False), KEYS),
     "adapter of transformers": (BatchAdapter(consumer="transformers", needs_mask_2d=False), KEYS),
     "wrap_collator": (wrapped, SAMPLES),
-    "wrap_collator for a model": (lambda batch: wrapped(batch, consumer="transformers", model_type="roberta"), SAMPLES),
+    "wrap_collator for a model": (lambda batch: wrapped(batch, consumer="transformers", model_type="llama"), SAMPLES),
     "wrap_collator into a flat row": (lambda batch: wrapped(batch, padding_free=True), SAMPLES),
     "wrap_collator of a flat row": (flat, {"input_ids", "cu_seqlens"}),
     "adapt": (adapted, KEYS - {"attention_mask_2d"}),
