@@ -20,7 +20,6 @@ from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
 from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
 from collate_npu.consumers.labels_and_positions import labels_for
-from collate_npu.consumers.scope import is_left
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, segments_from_batch
@@ -90,7 +89,7 @@ class WrappedCollator(Emitter):
         samples = _Samples(*sample_segment_ids(features))  # first: some collators write into the samples
         given = self.inner(features, *args, **kwargs)
         check_batch(given, self.inner)
-        if self._adapter is not None and is_left("", given):
+        if self._adapter is not None and self._adapter.is_left(given):
             return shipped(dict(given))
         batch = Sources.of_tensors({key: x for key, x in Sources.of(given).items() if x is not None})
         _check_tokens(batch)

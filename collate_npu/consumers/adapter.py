@@ -23,7 +23,7 @@ from collate_npu.consumers.megatron import kernel_of
 from collate_npu.consumers.model_traits import LabelRule, config_of, consumer_of, known_config, recurrent_heads, unwrap
 from collate_npu.consumers.probe import rows_move_reason, sequences_mix_reason
 from collate_npu.consumers.recurrent import boundaries_unread_reason
-from collate_npu.consumers.scope import is_left, out_of_scope_reason, warn_of_left
+from collate_npu.consumers.scope import out_of_scope_reason, warn_of_left
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
@@ -258,14 +258,18 @@ class BatchAdapter:
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch the model takes. Raises `CollateError` where its padding is unknown, or has no right form here."""
-        return self._as_it_came(batch) if is_left(self.left, batch) else self._rendered(batch)[0]
+        return self._as_it_came(batch) if self.is_left(batch) else self._rendered(batch)[0]
 
     def with_segments(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         """The batch, and the `Segments` of the whole, unsplit rows for pooling and metrics (`last_token`, `unpad`)."""
-        if is_left(self.left, batch):
+        if self.is_left(batch):
             return self._as_it_came(batch), ready(self.found(Sources.of_tensors(batch), self.polarity, self.padding_free))
         out, segments = self._rendered(batch)
         return out, ready(segments)
+
+    def is_left(self, batch: Any) -> bool:
+        """Return True if this batch is left as it came: its model is out of scope, or the call asks for later tokens, too."""
+        return bool(self.left) or (isinstance(batch, Mapping) and batch.get("is_causal") is False)
 
     def _as_it_came(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return a batch that is out of scope, on the device of this adapter."""
@@ -311,7 +315,7 @@ class BatchAdapter:
         >>> adapter.render({"input_ids": ids}, Segments.from_lengths([1, 3], side="left"))["attention_mask"].tolist()
         [[False, False, True], [True, True, True]]
         """
-        if is_left(self.left, batch):
+        if self.is_left(batch):
             return self._as_it_came(batch)
         sources = Sources.of_tensors(batch)
         check_known(sources, segments)

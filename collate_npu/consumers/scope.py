@@ -34,11 +34,6 @@ def out_of_scope_reason(model: Any) -> str:
     return "PEFT puts learned tokens before its rows" if _learns_tokens(model) else ""
 
 
-def is_left(reason: str, call: Mapping[str, Any]) -> bool:
-    """Return True if this batch is left as it came: its model is out of scope, or the call asks for later tokens, too."""
-    return bool(reason) or (isinstance(call, Mapping) and call.get("is_causal") is False)
-
-
 def warn_of_left(model: Any, reason: str) -> None:
     """Warn that every batch of this model is left as it came."""
     name = type(unwrap(model)).__name__

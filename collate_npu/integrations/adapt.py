@@ -24,7 +24,7 @@ from collate_npu.consumers.labels_and_positions import labels_for
 from collate_npu.consumers.model_traits import consumer_of, is_transformers, needs_mask_2d, text_config, unwrap
 from collate_npu.consumers.probe import sequences_mix_reason
 from collate_npu.consumers.recurrent import describe_packing, mend
-from collate_npu.consumers.scope import is_left, out_of_scope_reason, warn_of_left
+from collate_npu.consumers.scope import out_of_scope_reason, warn_of_left
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.integrations.context_parallel import check_share, sharing_ranks
 from collate_npu.masks.sources import Sources
@@ -143,7 +143,7 @@ class _Hooks:
     def _through(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
         batch = Sources({**dict(zip(self.names, args)), **kwargs})
         mended = None
-        if is_left("", batch) or not batch.named["tokens"]:  # sound
+        if self.adapter.is_left(batch) or not batch.named["tokens"]:  # sound
             pass
         elif _decodes(batch):
             mended = _continued(self._current(module), batch)

@@ -25,7 +25,7 @@ from torch import nn
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, adapt, wrap_collator
 from collate_npu.consumers.model_traits import text_config
 from collate_npu.consumers.probe import make_honest, quiet
-from collate_npu.consumers.scope import is_left, out_of_scope_reason
+from collate_npu.consumers.scope import out_of_scope_reason
 from collate_npu.testing import hybrid_model_types, tiny_config
 
 VOCAB, PAD, WINDOW = 61, 60, 6
@@ -458,7 +458,7 @@ def judged(case: Case, doors: tuple[str, ...] = ("plain", *DOORS)) -> dict[str, 
         warnings.simplefilter("ignore")
         try:
             model = wrapped(case)
-            left = is_left(out_of_scope_reason(model), {"is_causal": case.option != "is_causal"})
+            left = out_of_scope_reason(model) != "" or case.option == "is_causal"
             if left:
                 wanted = through("plain", case, model, batch_of(case, rows, case.side), rows, case.side)
             elif case.option in GENERATE:
