@@ -268,7 +268,7 @@ class BatchAdapter:
         return out, ready(segments)
 
     def is_left(self, batch: Any) -> bool:
-        """Return True if this batch is left as it came: its model is out of scope, or the call asks for later tokens, too."""
+        """Return True if this batch is left as it came: its model is out of scope, or the call is not causal."""
         return bool(self.left) or (isinstance(batch, Mapping) and batch.get("is_causal") is False)
 
     def _as_it_came(self, batch: Mapping[str, Any]) -> dict[str, Any]:
