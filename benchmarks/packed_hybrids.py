@@ -121,9 +121,9 @@ def _run(
 
 def _untouched(model: Any, batch: dict[str, Tensor], segments: Segments, truth: Tensor) -> float:
     """Off by so much where recurrent layers are told nothing, and all else is right."""
-    adapter = BatchAdapter(model.config, consumer="transformers")
-    adapter.model = _as_kept_apart(adapter.model)
-    told = adapter.render({"input_ids": batch["input_ids"]}, segments, padding_free=segments.shape[0] == 1)
+    known = BatchAdapter(model.config, consumer="transformers").model
+    adapter = BatchAdapter(_as_kept_apart(known), consumer="transformers")
+    told = adapter.write({"input_ids": batch["input_ids"]}, segments, padding_free=segments.shape[0] == 1)
     bare = {key: value for key, value in told.items() if key not in ("seq_idx", "cu_seq_lens_q", "cu_seqlens")}
     with torch.no_grad():
         return float((model(**bare).logits.flatten(0, 1)[segments.indices.to(truth.device)] - truth).abs().max())

@@ -21,8 +21,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from collate_npu import BatchAdapter, CollateError
 from collate_npu.consumers.model_traits import needs_mask_2d
-from collate_npu.consumers.probe import quiet, rows_move_reason
+from collate_npu.consumers.probe import rows_move_reason
 from collate_npu.consumers.recurrent import mend
+from collate_npu.consumers.tiny_models import quiet
 from collate_npu.segments import of_keep, of_lengths
 from collate_npu.testing import tiny_config, tiny_model
 
@@ -92,8 +93,9 @@ def _said_and_seen(why: str, moved: float | str) -> str:
 
 def _moved(model: Any, form: str, *, apart: bool = False) -> float | str:
     """By how much other tokens of its batch move a sequence's logits, of the largest; or what stops it."""
-    segments, adapter = ROWS[form], BatchAdapter(model)
-    adapter.model = replace(adapter.model, moves=dict.fromkeys(ROWS, ""), keeps_apart=apart, boundaries_unread="")
+    segments, known = ROWS[form], BatchAdapter(model).model
+    known = replace(known, moves=dict.fromkeys(ROWS, ""), keeps_apart=apart, boundaries_unread="")
+    adapter = BatchAdapter(known, consumer="transformers")
     draw = torch.Generator().manual_seed(9)
     tokens = [torch.randint(3, VOCABULARY - 1, (n,), generator=draw) for n in LENGTHS]
     ids = torch.full(segments.shape, VOCABULARY - 1)
@@ -101,7 +103,7 @@ def _moved(model: Any, form: str, *, apart: bool = False) -> float | str:
     with torch.no_grad():
         alone = torch.cat([model(input_ids=each[None]).logits[0] for each in tokens])
         try:
-            batch = adapter.render({"input_ids": ids}, segments, padding_free=form == "flat")
+            batch = adapter.write({"input_ids": ids}, segments, padding_free=form == "flat")
             found = model(**batch).logits.flatten(0, 1)[segments.keep.flatten()]
         except CollateError:
             return "refused"

@@ -50,7 +50,7 @@ def test_padded_rows_replay_each_token(samples, side):
     keep = batch["attention_mask"].bool()
     check(batch, samples, keep)
     segments = Segments.from_keep(keep)
-    adapted = BatchAdapter(needs_mask_2d=True, consumer="megatron").render(batch, segments)
+    adapted = BatchAdapter(needs_mask_2d=True, consumer="megatron").write(batch, segments)
     assert torch.equal(adapted["routed_experts"], batch["routed_experts"])
     real = unpad(batch["routed_experts"], segments)
     assert torch.equal(unpad(repad(real, segments), segments), batch["routed_experts"][keep])

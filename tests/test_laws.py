@@ -204,10 +204,10 @@ def test_law_5_one_answer_for_each_model_consumer_and_batch(attention, consumer,
         chosen = consumer_named(consumer).route(Case(segments=segments, model=Model.of(config), pattern=Pattern.of(pattern)))
     except UnsupportedFormError:
         with pytest.raises(UnsupportedFormError):
-            adapter.render(batch, segments)
+            adapter.write(batch, segments)
         return
     assert chosen.why
-    out = adapter.render(batch, segments)
+    out = adapter.write(batch, segments)
     assert ("attention_mask_2d" in out) == chosen.keeps_mask_2d
     assert ("attention_mask" in out) == (consumers()[consumer].key == "attention_mask")
     if chosen.keeps_mask_2d:

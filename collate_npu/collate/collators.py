@@ -160,7 +160,7 @@ class Emitter:
         elif self._adapter is not None:
             sources = Sources.of(batch)
             sources.counted |= counted
-            out = self._adapter.routed(sources, segments, padding_free)
+            out = self._adapter.write(sources, segments, padding_free)
         elif padding_free:
             out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY)}
             out["attention_mask"] = None

@@ -137,7 +137,7 @@ class WrappedCollator(Emitter):
 
     def _found(self, batch: Sources) -> Segments:
         if self._adapter is not None:
-            return self._adapter.found(batch, self.polarity, padding_free=False)
+            return self._adapter.read(batch, self.polarity, padding_free=False)
         return agreed(batch, polarity=self.polarity, pattern=self.pattern, padding_free=False)
 
 

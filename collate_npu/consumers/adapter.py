@@ -1,28 +1,27 @@
-"""Adapter: it reads and checks a batch before the model, gives it the form that the model reads, splits it over ranks, and
-moves it to a device in one copy.
+"""Adapter: it reads a batch before the model, chooses the form that the model reads, writes it, and splits it over ranks.
 
 Costs O(B * S) for a batch that carries `attention_mask_2d` or a 2D mask; a 4D mask is proved in a few passes over its
-bytes. All tensors go to a card in one copy out of pinned memory, which does not wait (torch: `non_blocking`).
+bytes.
 Legend: B batch, S width.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from collate_npu.consumers.device_copy import move_batch
+from collate_npu.consumers.known_batches import KNOWN_BATCHES
 from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_labels, labels_for, positions_for, restart
 from collate_npu.consumers.mask_routing import Case, Consumer, ConsumerName, Model, Route, consumer_named
 from collate_npu.consumers.megatron import kernel_of
 from collate_npu.consumers.model_traits import LabelRule, config_of, consumer_of, known_config, recurrent_heads, unwrap
-from collate_npu.consumers.probe import rows_move_reason, sequences_mix_reason
-from collate_npu.consumers.recurrent import boundaries_unread_reason
+from collate_npu.consumers.probe import probed
 from collate_npu.consumers.scope import out_of_scope_reason, warn_of_left
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
@@ -41,106 +40,19 @@ from collate_npu.masks.sources import Sources, check_ahead, physical_offsets
 from collate_npu.parallel import ContextParallel, check_recurrent_split, cu_seqlens_of, query_rows, ranks_agree
 from collate_npu.parallel.agreement import uncompiled
 from collate_npu.parallel.split import share_out
-from collate_npu.releases import MEGATRON_PARALLEL, MISSING_KERNEL_RAISES
+from collate_npu.releases import MEGATRON_PARALLEL
 from collate_npu.segments import Segments, ready
 from collate_npu.validation import check_model, checked
 
-_ALIGNED = 64
-"""Bytes at whose multiples tensors begin, as torch's own allocators do for vectors of any type."""
-
-
-def move_batch(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the batch on this device, its plain host tensors as views of one storage there; what is there already stays.
-
-    Mappings of tensors (a mask for each kind of layer) come along. Tensors that are pinned already go by themselves.
-
-    >>> move_batch({"input_ids": torch.tensor([[1, 2]]), "attention_mask": None}, torch.device("meta"))
-    {'input_ids': tensor(..., device='meta', size=(1, 2), dtype=torch.int64), 'attention_mask': None}
-    """
-    there = _in_one({id(value): value for value in _values(batch) if _waits(value)}, device)
-    return _placed(batch, there, device)
-
-
-def _values(batch: Mapping[str, Any]) -> Iterator[Any]:
-    for value in batch.values():
-        yield from _values(value) if isinstance(value, Mapping) else (value,)
-
-
-def _placed(batch: Mapping[str, Any], there: dict[int, Tensor], device: torch.device) -> dict[str, Any]:
-    """Return the batch with each value on the device: one of those that are `there`, or by itself. A tensor under a second
-    name gets a copy of its own."""
-    out: dict[str, Any] = {}
-    for name, value in batch.items():
-        if isinstance(value, Mapping):
-            out[name] = _placed(value, there, device)
-        elif isinstance(value, Tensor):
-            moved = there.pop(id(value), None)
-            out[name] = value.to(device, non_blocking=True) if moved is None else moved
-        else:
-            out[name] = value.to(device) if hasattr(value, "to") else value  # a BlockMask takes no more
-    return out
-
-
-def _waits(value: Any) -> bool:
-    """True if its own copy would keep the host waiting: a plain tensor in memory that is not pinned."""
-    plain = type(value) is Tensor and value.is_cpu and value.layout is torch.strided and not value.is_nested
-    return plain and not value.requires_grad and not value.is_pinned()
-
-
-def _in_one(tensors: Mapping[int, Tensor], device: torch.device) -> dict[int, Tensor]:
-    ends, size = {}, 0
-    for name, tensor in tensors.items():
-        start, size = size, size + -(-tensor.nbytes // _ALIGNED) * _ALIGNED
-        ends[name] = slice(start, start + tensor.nbytes)
-    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
-    for name, tensor in tensors.items():
-        buffer[ends[name]].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    there = buffer.to(device, non_blocking=True)  # torch keeps the buffer until the copy is done
-    return {name: there[ends[name]].view(tensor.dtype).view(tensor.shape) for name, tensor in tensors.items()}
-
-
 _FLAT_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What kernels of a transformers model read of a flat row."""
-_DENSE, _RECURRENT = ("right", "left", "holes", "packed"), ("right", "left", "one", "flat")
-
-
-class MadeBatches:
-    """The Segments of the batches that adapters of this process made: of the one that an adapted model runs in each thread,
-    and of the last eight by their tokens, while somebody watches. Proof reads them: None may stand in a mask's place."""
-
-    def __init__(self) -> None:
-        self.running: dict[int, Segments] = {}
-        """By thread."""
-        self._watchers = 0
-        self._last: deque[tuple[Tensor, Segments]] = deque(maxlen=8)
-
-    def watch(self, change: Literal[1, -1]) -> None:
-        """Count one watcher more or less; without one nothing is kept."""
-        self._watchers += change
-        if not self._watchers:
-            self._last.clear()
-
-    def keep(self, batch: Mapping[str, Any], segments: Segments) -> None:
-        """Keep what was made of a batch, if somebody watches."""
-        if self._watchers and isinstance(ids := batch.get("input_ids"), Tensor):
-            self._last.append((ids.detach().cpu().clone(), segments))
-
-    def find(self, ids: Tensor) -> Segments | None:
-        """Return the Segments of the last batch that has these tokens; None for tokens of no batch."""
-        return next(
-            (segments for held, segments in reversed(self._last) if held.shape == ids.shape and (held == ids.cpu()).all()),
-            None,
-        )
-
-
-MADE = MadeBatches()
 
 
 @checked
 class BatchAdapter:
     """Makes any batch right for one model stack: `adapter(batch)` returns a new plain dict.
 
-    * `model`: the module that gets the batch; or its config, together with `consumer`.
+    * `model`: the module that gets the batch; or its config, or a `Model` of another adapter, together with `consumer`.
     * `model_type`: a name of transformers' registry. Alone it stands for a Megatron trainer such as ms-swift's.
     * `needs_mask_2d`: True if the model has recurrent layers, if you pass neither of these two.
     * `consumer`: who reads the batch, if you pass no module: a name, or a `Consumer`.
@@ -184,7 +96,7 @@ class BatchAdapter:
         labels_shifted: bool | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if model is not None:
+        if model is not None and not isinstance(model, Model):
             check_model(model, config=True)
         self.consumer = consumer_named(consumer or _reader(model, model_type))
         self.padding_free = padding_free
@@ -200,46 +112,28 @@ class BatchAdapter:
         self.pattern = self.declared or CAUSAL
         self.left = self._out_of_scope(model, model_type)
         """Why every batch is left as it came; "" for a model that is in scope."""
-        if self.left:
-            self.model = Model(config=None if model is None else config_of(model), needs_mask_2d=False)
-        else:
-            how: dict[str, Any] = {"needs_2d": needs_mask_2d, "attn_implementation": attn_implementation}
-            self.model = Model.of(model, model_type=model_type, **how)
-            if self.consumer.counts_positions and self.model.model_type:
-                self._probe(model if consumer_of(model) == "transformers" else known_config(self.model.named))
-        self.at_model = False
-        """As `Case.at_model`; `adapt` sets it."""
+        how: dict[str, Any] = {"needs_2d": needs_mask_2d, "attn_implementation": attn_implementation}
+        self.model = model if isinstance(model, Model) else self._known(model, model_type, how)
+        """What is known of the model: found once, here."""
         self._check()
 
     def _out_of_scope(self, model: Any, model_type: str | None) -> str:
         """Return why this model is out of scope, and warn of it; "" for one that is in, or that another stack runs."""
-        if not self.consumer.counts_positions or (model is None and model_type is None):
+        if not self.consumer.counts_positions or isinstance(model, Model) or (model is None and model_type is None):
             return ""
         named = known_config(SimpleNamespace(model_type=model_type)) if model is None else model
         if reason := out_of_scope_reason(named):
             warn_of_left(named, reason)
         return reason
 
-    def _probe(self, model: Any) -> None:
-        """Probe what moves its tokens: padding, and other sequences of a row."""
-        moves, attention = dict.fromkeys((*_DENSE, "flat"), ""), self.model.attn_implementation
-        module, unread = isinstance(model, torch.nn.Module), "no installed transformers has a model of this config"
-        if known := module or hasattr(type(model), "get_text_config"):  # else there is nothing to probe
-            try:
-                forms = _RECURRENT if self.model.needs_mask_2d else _DENSE
-                moves = rows_move_reason(model, BatchAdapter, *forms, attention=attention)
-            except Exception as error:  # ImportError, of a card's libraries say: nobody runs a model here
-                why = f"no tiny copy of it runs that could be probed ({type(error).__name__})"
-                moves["packed"] = moves["flat"] = "" if isinstance(error, ImportError) else why
-        if self.model.needs_mask_2d and self.model.boundaries_unread is None:
-            if module:
-                unread = moves["flat"] and (boundaries_unread_reason(model) or moves["flat"])
-            elif not (since := MISSING_KERNEL_RAISES).holds():
-                unread = f"before {since} transformers trains on where a kernel is missing, whatever its config says"
-            elif known:  # where no kernel reads them transformers raises
-                unread = sequences_mix_reason(model, BatchAdapter, attention=attention, mended=True)
-            self.model = replace(self.model, boundaries_unread=unread)
-        self.model = replace(self.model, moves=moves)
+    def _known(self, model: Any, model_type: str | None, how: dict[str, Any]) -> Model:
+        """Return what is known of this model before any batch: read off its code and config, and probed."""
+        if self.left:
+            return Model(config=None if model is None else config_of(model), needs_mask_2d=False)
+        known = Model.of(model, model_type=model_type, **how)
+        if not self.consumer.counts_positions or not known.model_type:
+            return known
+        return probed(known, model if consumer_of(model) == "transformers" else known_config(known.named), BatchAdapter)
 
     def _check(self) -> None:
         if self.model.needs_mask_2d is None and self.consumer.keeps_mask_2d == "recurrent" and not self.padding_free:
@@ -257,13 +151,13 @@ class BatchAdapter:
             raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch the model takes. Raises `CollateError` where its padding is unknown, or has no right form here."""
+        """Return the batch that the model takes. Raises `CollateError` where its padding is unknown or has no right form."""
         return self._as_it_came(batch) if self.is_left(batch) else self._rendered(batch)[0]
 
     def with_segments(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
-        """The batch, and the `Segments` of the whole, unsplit rows for pooling and metrics (`last_token`, `unpad`)."""
+        """Return the batch, and the `Segments` of its whole, unsplit rows for metrics (`last_token`, `unpad`)."""
         if self.is_left(batch):
-            return self._as_it_came(batch), ready(self.found(Sources.of_tensors(batch), self.polarity, self.padding_free))
+            return self._as_it_came(batch), ready(self.read(Sources.of_tensors(batch), self.polarity, self.padding_free))
         out, segments = self._rendered(batch)
         return out, ready(segments)
 
@@ -279,26 +173,27 @@ class BatchAdapter:
         if self.context_parallel is not None:
             out, segments = self._shared_out(batch, self.context_parallel)
         else:
-            out, segments = self.mended(Sources.of_tensors(batch), padding_free=self.padding_free)
-        MADE.keep(out, segments)
+            out, segments = self.hand_over(Sources.of_tensors(batch), padding_free=self.padding_free)
+        if KNOWN_BATCHES.watchers:
+            KNOWN_BATCHES.keep(out, segments)
         return out, segments
 
     @uncompiled
     def _shared_out(self, batch: Mapping[str, Any], cp: ContextParallel) -> tuple[dict[str, Any], Segments]:
         with ranks_agree(cp, call="split"):
-            return self.mended(Sources.of_tensors(batch), padding_free=self.padding_free)
+            return self.hand_over(Sources.of_tensors(batch), padding_free=self.padding_free)
 
-    def mended(self, sources: Sources, *, padding_free: bool) -> tuple[dict[str, Any], Segments]:
+    def hand_over(self, sources: Sources, *, padding_free: bool) -> tuple[dict[str, Any], Segments]:
         """Return any batch in the model's form, with the labels that a loss should see, and its Segments."""
-        segments = self.found(sources, self.polarity, padding_free)
+        segments = self.read(sources, self.polarity, padding_free)
         check_labels(sources, segments, self.model.labels)
         labels = labels_for(sources, segments, self.label_rule, self.shifted)
         if self.consumer.counts_positions and segments.spans:  # padding before or between tokens: no flat row, but a row
             padding_free = padding_free and not (segments.spans[0][1] or segments.hole_rows)
-        return self.routed(sources | labels if labels else sources, segments, padding_free), segments
+        return self.write(sources | labels if labels else sources, segments, padding_free), segments
 
-    def found(self, sources: Sources, polarity: Polarity | None, padding_free: bool) -> Segments:
-        """What is real in such a batch, by the declared pattern, or by one that this model makes by itself."""
+    def read(self, sources: Sources, polarity: Polarity | None, padding_free: bool) -> Segments:
+        """Return what is real in such a batch, by the declared pattern, or by one that this model makes by itself."""
         own = self.model.own_patterns if self.consumer.counts_positions and not self.left else ()
         return agreed(sources, polarity=polarity, pattern=self.declared, padding_free=padding_free, own=own)
 
@@ -307,27 +202,31 @@ class BatchAdapter:
         """Return what the head does with labels: by its class, else by whether the declared pattern looks ahead."""
         return self.model.labels or ("places" if self.pattern.name == "bidirectional" else "next")
 
-    @checked
-    def render(self, batch: Mapping[str, Any], segments: Segments, *, padding_free: bool | None = None) -> dict[str, Any]:
-        """The batch for Segments that are already known (a collator's), which it must not contradict: routed and split.
+    def write(
+        self,
+        batch: Mapping[str, Any],
+        segments: Segments,
+        padding_free: bool | None = None,
+        device: torch.device | None = None,
+    ) -> dict[str, Any]:
+        """Return the batch in the model's form, for Segments that are known already, which it must not contradict.
 
         >>> adapter, ids = BatchAdapter(needs_mask_2d=True, consumer="verl"), torch.tensor([[0, 0, 7], [4, 5, 6]])
-        >>> adapter.render({"input_ids": ids}, Segments.from_lengths([1, 3], side="left"))["attention_mask"].tolist()
+        >>> adapter.write({"input_ids": ids}, Segments.from_lengths([1, 3], side="left"))["attention_mask"].tolist()
         [[False, False, True], [True, True, True]]
         """
         if self.is_left(batch):
             return self._as_it_came(batch)
-        sources = Sources.of_tensors(batch)
-        check_known(sources, segments)
-        return self.routed(sources, segments, padding_free)
-
-    def routed(
-        self, sources: Sources, segments: Segments, padding_free: bool | None, device: torch.device | None = None
-    ) -> dict[str, Any]:
-        """Do what `render` does, for a batch and its Segments that need no check."""
-        case, batch = self._case(segments, padding_free, sources), sources
-        device = device or next((value.device for value in batch.values() if isinstance(value, Tensor)), torch.device("cpu"))
-        out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY, KEY, TEXT_KEY)}
+        if isinstance(batch, Sources):  # it was read here
+            sources = batch
+        else:
+            sources = Sources.of_tensors(batch)
+            check_known(sources, segments)
+        case = self._case(segments, padding_free, sources)
+        device = device or next(
+            (value.device for value in sources.values() if isinstance(value, Tensor)), torch.device("cpu")
+        )
+        out = {key: value for key, value in sources.items() if key not in (KEEP_KEY, SEGMENT_KEY, KEY, TEXT_KEY)}
         made_on = self.device if self.context_parallel is None else None  # ranks compare their shares on the host
         positions = positions_for(self.consumer, case, sources, made_on)
         if positions is not None:
@@ -379,7 +278,7 @@ class BatchAdapter:
             causal = self.pattern.causal and not (self.model.moves and self.declared is None)
             flat = causal or not segments.num_padding  # to a model that may look ahead, one with padding is a padded row
         known: dict[str, Any] = {"model": self.model, "pattern": self.pattern, "context_parallel": self.context_parallel}
-        case = Case(segments=segments, padding_free=flat, call=call, at_model=self.at_model, **known)
+        case = Case(segments=segments, padding_free=flat, call=call, **known)
         if self.model.needs_mask_2d is None and not flat and not case.plain:
             raise _no_model("The form of this batch depends on whether the model has recurrent layers.")
         return case

@@ -114,7 +114,8 @@ class Model:
     knows, or without a module: a config does not know which kernels this process resolved."""
     keeps_apart: bool = False
     """True if it was adapted, so that its recurrent layers keep the sequences of any row apart."""
-
+    at_model: bool = False
+    """True if only the model reads this batch; then the mask may be left out. Trainers count tokens by a 2D mask (TRL)."""
     moves: Mapping[str, str] = field(default_factory=dict)
     """By form of rows (probe.py): why its sequences do not come out as alone. Forms that were not tried are missing."""
 
@@ -221,8 +222,6 @@ class Case:
     """The batch and options that the model is called with; nothing where only the rows are known."""
     restarts: bool = True
     """True if its positions begin again with each sequence, and there alone."""
-    at_model: bool = False
-    """True if only the model reads this batch; then the mask may be left out. Trainers count tokens by a 2D mask (TRL)."""
 
     @once
     def keys(self) -> Collection[str]:

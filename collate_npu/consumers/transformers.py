@@ -54,7 +54,7 @@ weights to be returned) it is not known who reads the mask."""
 def _by_kernel(case: Case) -> str:
     """Why None is the faster form: it is exact in this call, and a 2D mask would become a dense one."""
     on_it = case.model.attn_implementation in ("sdpa", "flex_attention")
-    if not (case.at_model and on_it and case.exact) or case.padding_free:
+    if not (case.model.at_model and on_it and case.exact) or case.padding_free:
         return ""
     given = [key for key in case.keys if case.call[key] is not False]
     read = not _READS_NO_MASK.issuperset(given) or case.learns_routing or case.model.option("output_attentions", case.call)

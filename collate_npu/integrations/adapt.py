@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from collate_npu.consumers.adapter import MADE, BatchAdapter
+from collate_npu.consumers.adapter import BatchAdapter
+from collate_npu.consumers.known_batches import KNOWN_BATCHES
 from collate_npu.consumers.labels_and_positions import labels_for
 from collate_npu.consumers.model_traits import consumer_of, is_transformers, needs_mask_2d, text_config, unwrap
 from collate_npu.consumers.probe import sequences_mix_reason
@@ -138,7 +139,7 @@ class _Hooks:
     def leave(self, *_: Any) -> None:
         if self.inside.get(get_ident()) is self:  # a backbone that returns may be called again
             del self.inside[get_ident()]
-            MADE.running.pop(get_ident(), None)
+            KNOWN_BATCHES.running.pop(get_ident(), None)
 
     def _through(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
         batch = Sources({**dict(zip(self.names, args)), **kwargs})
@@ -156,10 +157,10 @@ class _Hooks:
 
     def _mended(self, module: nn.Module, batch: Sources) -> dict[str, Any]:
         adapter = self._current(module)
-        mended, segments = adapter.mended(_with_empty_rows(batch), padding_free=_is_flat(batch))
+        mended, segments = adapter.hand_over(_with_empty_rows(batch), padding_free=_is_flat(batch))
         _check_last(batch, segments)
         _check_count(adapter, batch, mended)
-        MADE.running[get_ident()] = segments
+        KNOWN_BATCHES.running[get_ident()] = segments
         return mended
 
     def _current(self, module: nn.Module) -> BatchAdapter:
@@ -173,13 +174,12 @@ class _Hooks:
         return self.adapter
 
     def _made(self, module: nn.Module) -> BatchAdapter:
-        made = BatchAdapter(module, **self.settings)
-        made.at_model = True
-        if self.mixed and made.model.boundaries_unread:
-            made.model = replace(made.model, boundaries_unread=self.mixed)
+        known = BatchAdapter(module, **self.settings).model
         if self.keeps_apart:
-            made.model = replace(made.model, keeps_apart=True, boundaries_unread="")
-        return made
+            known = replace(known, keeps_apart=True, boundaries_unread="")
+        elif self.mixed and known.boundaries_unread:
+            known = replace(known, boundaries_unread=self.mixed)
+        return BatchAdapter(replace(known, at_model=True), **{"consumer": "transformers", **self.settings})
 
 
 def _cached(batch: Sources) -> bool:

@@ -158,4 +158,4 @@ def check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) -
         remedy = "Set ulysses_size, sequence_parallel_size or ring_attn_size to 1; plain attention: use flash_attention_2."
         raise UnsupportedFormError(explain("input_ids", str(list(batch.shape())), rule, remedy))
     if offsets:
-        adapter.mended(Sources({"input_ids": torch.zeros(1, width, dtype=torch.long), **offsets}), padding_free=True)
+        adapter.hand_over(Sources({"input_ids": torch.zeros(1, width, dtype=torch.long), **offsets}), padding_free=True)

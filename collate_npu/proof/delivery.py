@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from collate_npu.consumers.adapter import MADE
+from collate_npu.consumers.known_batches import KNOWN_BATCHES
 from collate_npu.consumers.megatron import start_problem
 from collate_npu.consumers.model_traits import consumer_of, has_two_sides, is_compiled, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, printable
@@ -98,7 +98,7 @@ class Watch:
             self._recorder.keep(self._one.root)
             return
         self._optimizers = register_optimizer_step_post_hook(lambda *_: self._end_step())
-        MADE.watch(1)
+        KNOWN_BATCHES.watch(1)
 
     def end(self) -> None:
         """Unwrap the kernels; the process is as before."""
@@ -107,7 +107,7 @@ class Watch:
         self._recorder.take_off()
         if self._one is None:
             self._optimizers.remove()
-            MADE.watch(-1)
+            KNOWN_BATCHES.watch(-1)
         if not self._keeps:  # they hold the models
             self.forwards = []
 

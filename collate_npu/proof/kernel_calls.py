@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.arrays import Array
-from collate_npu.consumers.adapter import MADE
+from collate_npu.consumers.known_batches import KNOWN_BATCHES
 from collate_npu.consumers.mask_routing import Case, Model
 from collate_npu.consumers.model_traits import (
     attention_windows,
@@ -438,12 +438,12 @@ def case_of(
     declared = pattern or ("bidirectional" if both else None)
     sources = _of_all_ranks(_with_tokens(Sources.of(batch)), about.config)
     if segments is None and (ids := sources.get("input_ids", sources.get("tokens"))) is not None:
-        segments = MADE.find(ids)
+        segments = KNOWN_BATCHES.find(ids)
     if segments is None:
         try:
             segments = _agreed(_without_windows(sources), declared, about)
         except AmbiguousMaskError:
-            known, held = MADE.running.get(get_ident()), _held(sources)
+            known, held = KNOWN_BATCHES.running.get(get_ident()), _held(sources)
             if not held and (known is None or known.shape != sources.shape()):
                 raise
             segments = _agreed(sources | held, declared, about) if held or known is None else known

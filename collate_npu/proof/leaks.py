@@ -213,7 +213,7 @@ def _sequence(model: nn.Module, batch: Mapping[str, Any], places_L: Tensor, patt
     }
     segments = Segments.from_lengths([len(places_L)])
     if consumer_of(model) != "megatron":
-        return BatchAdapter(model, pattern=pattern).render(tokens, segments, padding_free=False)
+        return BatchAdapter(model, pattern=pattern).write(tokens, segments, padding_free=False)
     device = tokens["input_ids"].device
     # GPTModel counts no positions; its local kernels always read a dense mask (megatron-core core/transformer/utils.py:33)
     reads_dense = any(form.form == "masked" for form in consumer_named(kernel_of(unwrap(model))).forms)

@@ -16,7 +16,8 @@ import torch
 
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.model_traits import family_needs_mask_2d, text_config
-from collate_npu.consumers.probe import build, make_honest, quiet, rows_move_reason, shrunk
+from collate_npu.consumers.probe import rows_move_reason
+from collate_npu.consumers.tiny_models import build, make_honest, quiet, shrunk
 from collate_npu.proof.conformance import check_step as check_step, conformance as conformance
 from collate_npu.proof.invariance import assert_padding_invariant as assert_padding_invariant
 

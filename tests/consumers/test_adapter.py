@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, Pattern, Segments
-from collate_npu.consumers.adapter import move_batch
+from collate_npu.consumers.device_copy import move_batch
 from collate_npu.consumers.mask_routing import Model, consumers
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.masks import dense
@@ -36,7 +36,7 @@ def batch_of(segments, **keys):
 def test_positions_that_are_there_stay():
     positions = torch.full((2, 5), 7)
     keys = {"attention_mask_2d": LEFT.keep, "position_ids": positions}
-    out = megatron(DENSE).render(batch_of(LEFT, **keys), LEFT)
+    out = megatron(DENSE).write(batch_of(LEFT, **keys), LEFT)
     assert out["position_ids"] is positions
     one_row = megatron(DENSE)(batch_of(LEFT, attention_mask_2d=LEFT.keep, position_ids=torch.arange(LEFT.shape[1])[None]))
     assert torch.equal(one_row["position_ids"], LEFT.position_ids)
@@ -68,7 +68,7 @@ def test_a_window_that_the_model_makes_by_itself_is_no_window_of_megatrons():
 
 
 def test_what_is_made_is_where_the_batch_is():
-    out = megatron(HYBRID).render(batch_of(LEFT, input_ids=torch.empty(2, 5, device="meta")), LEFT)
+    out = megatron(HYBRID).write(batch_of(LEFT, input_ids=torch.empty(2, 5, device="meta")), LEFT)
     assert {key for key, value in out.items() if value.is_meta} == {"input_ids", *MADE}
     there = megatron(HYBRID, device="meta")(batch_of(LEFT, attention_mask_2d=LEFT.keep))
     assert {key for key, value in there.items() if value.is_meta} == {"input_ids", *MADE}
@@ -193,8 +193,8 @@ def test_offsets_that_are_made_of_others_are_the_physical_ones_and_nothing_looks
 def test_offsets_that_kernels_know_otherwise_go_no_further():
     one, told = Segments.from_lengths([[8]]), {"cu_seq_lens_q", "seq_idx"}
     for segments, unread, left in ((FLAT, "scan", told), (one, "scan", set()), (one, "", told)):
-        adapter = BatchAdapter(HYBRID, consumer="transformers", padding_free=True)
-        adapter.model = Model(config=HYBRID, needs_mask_2d=False, model_type="mine", boundaries_unread=unread)
+        known = Model(config=HYBRID, needs_mask_2d=False, model_type="mine", boundaries_unread=unread)
+        adapter = BatchAdapter(known, consumer="transformers", padding_free=True)
         offsets = segments.cu_seqlens
         numbers = {"seq_idx": segments.ids - 1, "seq_lens": offsets.diff()[None], "qkv_format": "thd"}
         out = adapter(batch_of(segments, cu_seq_lens_q=offsets, cu_seqlens=offsets.clone(), **numbers))
@@ -209,9 +209,9 @@ def test_positions_that_tell_sequences_are_looked_at_without_a_cache():
     batch = batch_of(FLAT, position_ids=FLAT.position_ids)
     out = adapter(batch)
     assert (out["use_cache"], out["attention_mask"]) == (False, None)
-    assert "use_cache" not in adapter.render(batch_of(RIGHT), RIGHT, padding_free=False)
+    assert "use_cache" not in adapter.write(batch_of(RIGHT), RIGHT, padding_free=False)
     with pytest.raises(UnsupportedFormError, match="router"):
-        adapter.render(batch | {"position_ids": FLAT.position_ids * 2}, FLAT)
+        adapter.write(batch | {"position_ids": FLAT.position_ids * 2}, FLAT)
 
 
 @pytest.mark.parametrize("width", [4, 5])

@@ -85,7 +85,7 @@ def test_every_batch_is_right_or_refused(te, kind, flash, impl):
     adapter, layer, answers = BatchAdapter(needs_mask_2d=False, consumer=consumer), Layer(te, settings), []
     for segments in (RIGHT, LEFT, PACKED, RIGHT, LEFT, LONG):
         try:
-            masked = adapter.render({"input_ids": segments.ids}, segments)["attention_mask"]
+            masked = adapter.write({"input_ids": segments.ids}, segments)["attention_mask"]
         except UnsupportedFormError:
             answers.append("refused")
             continue
@@ -240,6 +240,6 @@ def test_convolutions_and_scans_that_no_boundary_reaches_take_one_sequence_a_row
         with pytest.raises(UnsupportedFormError, match=r"MindSpeed-LLM|several sequences"):
             adapter.route(segments)
         return
-    out = adapter.render({"input_ids": segments.ids, "attention_mask_2d": segments.keep}, segments)
+    out = adapter.write({"input_ids": segments.ids, "attention_mask_2d": segments.keep}, segments)
     assert "attention_mask_2d" not in out
     assert out["attention_mask"] is None

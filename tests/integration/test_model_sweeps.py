@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, testing
-from collate_npu.consumers import probe
+from collate_npu.consumers import tiny_models
 from collate_npu.consumers.model_traits import (
     first_position,
     lengths_clash_reason,
@@ -268,7 +268,7 @@ INDEXED = [name for name in ("glm5_next", "deepseek_v32", "axk2") if name in CON
 def test_an_indexer_of_few_heads_depends_on_the_width(name, heads, monkeypatch):
     """Beyond its budget, appended real tokens move earlier logits as padding does: scores of exactly zero tie."""
     fields = {"index_topk": 8, "index_n_heads": heads} | ({"index_kpool": 4} if name == "glm5_next" else {})
-    monkeypatch.setitem(probe._FAMILY, text_config(CONFIG_MAPPING[name]()).model_type, fields)
+    monkeypatch.setitem(tiny_models._FAMILY, text_config(CONFIG_MAPPING[name]()).model_type, fields)
     errors = {length: [] for length in (8, 24)}
     for seed in range(3):
         model = testing.tiny_model(name, vocab_size=BYTES, seed=seed)

@@ -174,9 +174,9 @@ def test_two_adapted_models_of_a_family_leave_each_other_alone():
     truth, other, found = alone(model, features), adapt(copy.deepcopy(model)), []
 
     class Asking(BatchAdapter):  # while a probe asks it for a model of the family, this one runs in another thread
-        def routed(self, *given):
+        def write(self, *given):
             found.append(ThreadPoolExecutor().submit(errors, model, batch, truth, at).result())
-            return super().routed(*given)
+            return super().write(*given)
 
     with pytest.raises(UnsupportedFormError, match=r"or call adapt\(model\)"):
         BatchAdapter(model)(batch)

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, __version__
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, needs_mask_2d
-from collate_npu.consumers.probe import make_honest
+from collate_npu.consumers.tiny_models import make_honest
 
 pytestmark = pytest.mark.long
 

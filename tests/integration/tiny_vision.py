@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from collate_npu.consumers.probe import make_honest
+from collate_npu.consumers.tiny_models import make_honest
 
 VOCAB, PAD = 120, 119
 IMAGE, VIDEO, START, END = 101, 102, 103, 104

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from recurrent_oracle import reference_kernels  # noqa: E402
 
 from collate_npu import BatchAdapter, CollateError, adapt  # noqa: E402
-from collate_npu.consumers.adapter import MADE  # noqa: E402
+from collate_npu.consumers.known_batches import KNOWN_BATCHES  # noqa: E402
 from collate_npu.errors import UnsupportedFormError  # noqa: E402
 from collate_npu.releases import KERNELS_TOLD  # noqa: E402
 from collate_npu.testing import tiny_model  # noqa: E402
@@ -138,13 +138,13 @@ def test_every_layout_in_every_wrapper(family, first, kernels, wrapper, layout, 
     recurrent_flat = family == "qwen3_next" and not layout.startswith("padded")
     if family == "qwen3_next" and not KERNELS_TOLD.holds():
         pytest.skip("nobody sees what its layers call, and 4.57 has no gradient of them on a CPU")
-    model, calls, mend = model_of(family), [], BatchAdapter.mended
+    model, calls, mend = model_of(family), [], BatchAdapter.hand_over
     wanted = alone(model)
     with reference_kernels(model) if recurrent_flat and kernels else nullcontext():
         handle = adapt(model) if first else None
         wrapped = WRAPPERS[wrapper](model)
         handle = handle or adapt(wrapped)
-        monkeypatch.setattr(BatchAdapter, "mended", lambda *a, **k: calls.append(1) or mend(*a, **k))
+        monkeypatch.setattr(BatchAdapter, "hand_over", lambda *a, **k: calls.append(1) or mend(*a, **k))
         assert_alone(wrapped, LAYOUTS[layout](), wanted)
     assert len(calls) == 1  # no recomputation comes by
     handle.remove()
@@ -269,7 +269,7 @@ def test_nothing_is_left_behind():
     with adapt(model), torch.no_grad():
         model(**padded())
     assert not adapted(model)
-    assert MADE.running == {}
+    assert KNOWN_BATCHES.running == {}
     assert held(model) == before
     with pytest.raises(CollateError, match="from_pretrained"):
         adapt("Qwen/Qwen3")
@@ -350,8 +350,8 @@ def test_tensors_without_values_are_refused():
 
 
 def test_a_backbone_that_is_called_twice_in_a_forward_gets_what_the_model_got(monkeypatch):
-    seen, mended = [], BatchAdapter.mended
-    monkeypatch.setattr(BatchAdapter, "mended", lambda self, *args, **more: seen.append(1) or mended(self, *args, **more))
+    seen, mended = [], BatchAdapter.hand_over
+    monkeypatch.setattr(BatchAdapter, "hand_over", lambda self, *args, **more: seen.append(1) or mended(self, *args, **more))
     model = tiny_model("qwen3", vocab_size=60)
     batch = {"input_ids": torch.tensor([[59, 1], [2, 3]]), "attention_mask": torch.tensor([[0, 1], [1, 1]])}
     model.lm_head.register_forward_pre_hook(lambda *_: model.model(**batch) and None)  # behind the first

@@ -29,7 +29,7 @@ from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 
 from benchmarks.operators import KERNELS, TRUTHS, of_kernel
 from collate_npu import CollateError, ContextParallel, PaddingCollator, Segments, adapt, gather_sequence, split_batch
-from collate_npu.consumers import probe
+from collate_npu.consumers import tiny_models
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.keys import TOKENS
 from collate_npu.releases import installed, numbers
@@ -235,7 +235,7 @@ def test_an_adapted_model_packs_with_them(monkeypatch):
     adapter's probe is 32 forwards."""
     small = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 1)  # for the interpreter's sake
     small |= {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
-    monkeypatch.setitem(probe._FAMILY, "qwen3_5_moe_text", small)
+    monkeypatch.setitem(tiny_models._FAMILY, "qwen3_5_moe_text", small)
     samples = [{"input_ids": ids, "labels": ids} for ids in ([5, 9, 2, 77, 3, 8], [40, 41, 42, 43, 44, 41, 200])]
     model = tiny_model("qwen3_5_moe_text", vocab_size=257)
     with adapt(model):

@@ -22,7 +22,7 @@ import fla_interpreted
 from recurrent_oracle import causal_conv1d_fn
 
 from collate_npu import PaddingCollator
-from collate_npu.consumers import probe
+from collate_npu.consumers import tiny_models
 from collate_npu.testing import tiny_model
 
 PAD = 256
@@ -50,7 +50,7 @@ def model(request):
     small |= {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
     small |= {"mlp_layer_types": ["dense", "sparse"]} if request.param == "kimi_linear" else {}
     with pytest.MonkeyPatch.context() as patch:  # for the interpreter's sake
-        patch.setitem(probe._FAMILY, request.param, small)
+        patch.setitem(tiny_models._FAMILY, request.param, small)
         built = tiny_model(request.param, vocab_size=PAD + 1)
     fla_interpreted.count_in_triton()
     return built

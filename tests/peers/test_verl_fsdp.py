@@ -19,7 +19,7 @@ from rotation import part
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from collate_npu.consumers.probe import make_honest
+from collate_npu.consumers.tiny_models import make_honest
 from collate_npu.testing import tiny_config
 
 NEEDS = ("verl", "hydra")

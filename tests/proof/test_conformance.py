@@ -14,7 +14,7 @@ from recurrent_oracle import reference_kernels
 
 from collate_npu import CollateError, PaddingCollator, Segments
 from collate_npu.collate import loss_weights
-from collate_npu.consumers import probe
+from collate_npu.consumers import tiny_models
 from collate_npu.outputs import per_sequence
 from collate_npu.proof.conformance import BOUNDARIES, LENGTHS, MOVED, NAN, ORDER, PAD_ID, PADDING
 from collate_npu.proof.measure import noise_limit
@@ -30,7 +30,7 @@ WEIGHTS = torch.randn(PAD + 1, PAD + 1, generator=torch.Generator().manual_seed(
 @cache
 def built(name, dtype=torch.float32):
     with pytest.MonkeyPatch.context() as patch:  # all experts: no choice that rounding turns
-        patch.setitem(probe._FAMILY, "qwen3_next", {"num_experts_per_tok": 4})
+        patch.setitem(tiny_models._FAMILY, "qwen3_next", {"num_experts_per_tok": 4})
         return tiny_model(name, vocab_size=PAD + 1, dtype=dtype)
 
 

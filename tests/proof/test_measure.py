@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from text import sample_ids
 
 from collate_npu import CollateError
-from collate_npu.consumers import adapter
+from collate_npu.consumers import probe
 from collate_npu.proof.invariance import Reference
 from collate_npu.proof.measure import (
     MARGIN,
@@ -206,7 +206,7 @@ def deafen(monkeypatch, model):
     """Its recurrent layers take the mask and do not apply it, and nobody asks them before."""
     module = sys.modules[type(model).__module__]
     monkeypatch.setattr(module, "apply_mask_to_padding_states", lambda hidden_states, attention_mask: hidden_states)
-    monkeypatch.setattr(adapter, "rows_move_reason", lambda *asked, **_: dict.fromkeys(asked[2:], ""))
+    monkeypatch.setattr(probe, "rows_move_reason", lambda *asked, **_: dict.fromkeys(asked[2:], ""))
 
 
 @pytest.mark.models

@@ -9,7 +9,7 @@ from torch import nn
 from toys import IDS, OFFSETS
 
 from collate_npu import CollateError, Segments
-from collate_npu.consumers.adapter import MADE
+from collate_npu.consumers.known_batches import KNOWN_BATCHES
 from collate_npu.errors import AmbiguousMaskError
 from collate_npu.masks import Pattern, dense
 from collate_npu.proof.kernel_calls import case_of
@@ -41,7 +41,7 @@ def test_what_a_batch_says(batch, segments, flat):
 
 
 def test_a_batch_that_says_nothing_is_the_one_that_the_adapter_made(monkeypatch):
-    monkeypatch.setitem(MADE.running, get_ident(), FLAT)
+    monkeypatch.setitem(KNOWN_BATCHES.running, get_ident(), FLAT)
     assert case_of(nn.Identity(), {"input_ids": IDS}).segments == FLAT
     assert case_of(nn.Identity(), {"input_ids": IDS, "extra": {"attention_mask_2d": KEEP}}).segments == Segments(KEEP)
     with pytest.raises(AmbiguousMaskError):

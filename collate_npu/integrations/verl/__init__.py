@@ -153,7 +153,7 @@ def prepare_model_inputs(original: Callable[..., Any], engine: Any, micro_batch:
     if held[1].left:
         return inputs, kept
     try:
-        return held[1].mended(Sources(inputs), padding_free=flat)[0], kept
+        return held[1].hand_over(Sources(inputs), padding_free=flat)[0], kept
     except UnsupportedFormError as refused:
         if not flat:
             raise
