@@ -56,7 +56,8 @@ JOBS = {
     ),
     "Check a run": (
         "Compare what each layer received with what the batch says.",
-        "check_delivery guard_first_batch proof.delivery.Delivery proof.delivery.Alone proof.watch proof.Watch",
+        "check_delivery guard_first_batch proof.delivery.Delivery proof.delivery.Alone "
+        "proof.watch proof.Watch proof.delivery.watch proof.delivery.Watch",
     ),
     "Trainers: transformers": (
         "The Trainer, TRL, Accelerate, axolotl and torchtitan.",
@@ -66,14 +67,14 @@ JOBS = {
         "Megatron-core, MindSpeed, ms-swift and twinkle.",
         "integrations.megatron integrations.mindspeed integrations.swift integrations.twinkle",
     ),
-    "Trainers: RL": ("verl, OpenRLHF and slime.", "integrations.verl integrations.openrlhf integrations.slime"),
+    "Trainers: RL": ("verl and OpenRLHF.", "integrations.verl integrations.openrlhf"),
     "Errors": ("What is raised, and what a message holds.", "errors"),
     "For tests": ("Tiny models, to test a collator or a stack of your own.", "testing"),
     "Extend": ("Keys of a batch, and readers of a mask, that the package does not know.", "keys consumers.mask_routing"),
 }
 """Title of a page: what it is for, and its names in the order a reader needs them; the name of a module shows all of it."""
 
-SHARED = {"adapt", "awaited", "context_parallel", "delivery", "patching", "shared_rows"}
+SHARED = {"adapt", "context_parallel", "patching"}
 """Modules of `integrations` that are not of one trainer."""
 
 MODULES = ["collate", "masks", "outputs", "parallel", "proof", "proof.delivery"]
