@@ -24,7 +24,7 @@ from collate_npu.tools.guide import as_markdown  # noqa: E402
 JOBS = {
     "Collate a batch": (
         "From samples to a padded batch, or to a packed row.",
-        "PaddingCollator collate.Layout collate.wrap_collator collate.wrapping.WrappedCollator",
+        "PaddingCollator collate.wrap_collator collate.wrapping.WrappedCollator",
     ),
     "Plan batches": (
         "Which samples stand together, and what each batch weighs in a step.",

@@ -37,22 +37,9 @@ def copies(rows: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
     return [{key: row[key] for key in keys} for row in rows] if keys else [dict(row) for row in rows]
 
 
-def table_of(rows: list[dict[str, Any]]) -> Any:
-    """A `pa.Table` with a row a sample, as `datasets` holds it."""
-    import pyarrow
-
-    return pyarrow.table({key: [row[key] for row in rows] for key in rows[0]})
-
-
 def columns_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A dict of columns, as a slice of a `datasets.Dataset` is."""
     return {key: [row[key] for row in rows] for key in rows[0]}
-
-
-def flat_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Flat tokens: all values of a key in one array, and the lengths."""
-    lengths = np.array([len(row["input_ids"]) for row in rows])
-    return {key: np.concatenate([row[key] for row in rows]) for key in rows[0]} | {"seq_lengths": lengths}
 
 
 def _as(kind: Kind, values: np.ndarray) -> Any:

@@ -14,7 +14,7 @@ from collate_npu import (
     split_batch,
     wrap_collator,
 )
-from collate_npu.collate import BalancedBatchSampler, Layout, lengths_of, loss_weights
+from collate_npu.collate import BalancedBatchSampler, lengths_of, loss_weights
 from collate_npu.kernels import fusion_attention, gated_delta
 from collate_npu.keys import KEYS, TOKENS
 from collate_npu.masks import block_mask, dense, mask_mod, none_is_exact, segments_from_batch, varlen
@@ -54,10 +54,11 @@ CALLS = {
     varlen: {"segments": FLAT, "keep_tail": False},
     derive_segments: {"attention_mask": dense(ROWS), "polarity": "keep", "prove": True, "keep": ROWS.keep},
     segments_from_batch: {"batch": BATCH, "padding_free": False},
-    split_batch: {"batch": {"input_ids": IDS}, "cp": CP, "segments": ROWS, "keys": KEYS},
+    split_batch: {"batch": {"input_ids": IDS}, "cp": CP, "segments": ROWS},
     split_tensor: {"x": IDS, "cp": CP, "dim": 1},
     gather_sequence: {"output": IDS, "cp": ALONE, "segments": ROWS, "dim": 1, "loss": "same"},
-    pad_documents: {"batch": FLAT_BATCH, "cp": ALONE, "multiple": 4, "segments": FLAT, "pad_token_id": 0, "keys": KEYS},
+    pad_documents: {"batch": FLAT_BATCH, "cp": ALONE, "multiple": 4, "max_sequences": 4, "segments": FLAT,
+                    "pad_token_id": 0, "keys": KEYS},
     query_rows: {"width": 4, "cp": CP},
     check_recurrent_split: {"cp": ALONE, "scheme": "head_exchange_zigzag", "segments": ROWS, "padding_free": False},
     ContextParallel: {"size": 2, "rank": 0, "layout": "zigzag", "tensor_parallel": 1},
@@ -67,10 +68,8 @@ CALLS = {
                    "pattern": None, "polarity": None, "context_parallel": None, "model_type": None, "keys": KEYS},
     PaddingCollator: {"pad_token_id": 0, "padding": True, "padding_free": False, "label_pad_token_id": -100,
                       "padding_side": "left", "max_length": 8, "pattern": "causal", "pad_to_multiple_of": 2,
-                      "attention_mask": "auto", "packing": False, "layout": Layout(), "keys": KEYS},
+                      "attention_mask": "auto", "packing": False, "labels_shifted": False, "keys": KEYS},
     wrap_collator: {"inner": lambda rows: {}, "padding_free": False, "polarity": None},
-    Layout: {"separator_id": -100, "allow_empty": False, "labels_shifted": False, "max_sequences": None,
-             "sequence_multiple": None},
     Segments.from_lengths: {"lengths": [1], "width": 3},
     Segments.from_cu_seqlens: {"cu_seqlens": [0, 3], "width": 3},
     Segments.from_keep: {"keep": ROWS.keep},

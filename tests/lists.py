@@ -14,7 +14,6 @@ from house import FILES, PACKAGE, ROOT, purpose_of
 from torch import Tensor
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, derive_segments, wrap_collator
-from collate_npu.collate import Layout
 from collate_npu.consumers.mask_routing import consumers
 from collate_npu.consumers.probe import sequences_mix_reason
 from collate_npu.consumers.recurrent import MENDS, READS, kernel_calls
@@ -115,8 +114,8 @@ def learned(verdict: dict) -> str:
 
 
 def options() -> str:
-    """Every option of the collators, the adapter and the layouts in Markdown, as their docstrings say them."""
-    named = {each.__name__: each for each in (PaddingCollator, wrap_collator, BatchAdapter, Layout, ContextParallel)}
+    """Every option of the collators, the adapter and the ranks in Markdown, as their docstrings say them."""
+    named = {each.__name__: each for each in (PaddingCollator, wrap_collator, BatchAdapter, ContextParallel)}
     of = {name: options_of(each, PaddingCollator if each is wrap_collator else None) for name, each in named.items()}
     return "\n\n".join(f"## {name.replace('WrappedC', 'wrap_c')}\n\n{rows}" for name, rows in of.items())
 
@@ -154,7 +153,7 @@ def drawn(module: ModuleType) -> str:
     return f"```text\n{textwrap.dedent(picture).strip()}\n```"
 
 
-SHOWN = {("keys", "<factory>"): "KEYS", ("layout", "<factory>"): "Layout()", ("max_mask_bytes", "4294967296"): "4 << 30"}
+SHOWN = {("max_mask_bytes", "4294967296"): "4 << 30"}
 
 
 def default_of(name: str, each: inspect.Parameter) -> str:

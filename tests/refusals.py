@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from strategies import laid_out
 
 from collate_npu import (
     BatchAdapter,
@@ -30,7 +29,7 @@ from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
 from collate_npu.masks import dense, varlen
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.parallel import check_recurrent_split, pad_documents
+from collate_npu.parallel import check_recurrent_split, pad_documents, split_tensor
 
 RIGHT = Segments.from_lengths([3, 5])
 LEFT = Segments.from_lengths([3, 5], side="left")
@@ -88,7 +87,7 @@ def find(segments, *, polarity=None, pattern=None, padding_free=False, **keys):
 
 
 def collate(features=FEATURES, pad_token_id=0, **settings):
-    return PaddingCollator(pad_token_id=pad_token_id, **laid_out(settings))(features)
+    return PaddingCollator(pad_token_id=pad_token_id, **settings)(features)
 
 
 def adapted(segments, model=DENSE, consumer="megatron", **settings):
@@ -136,7 +135,7 @@ WORDED = {
     "a row with no tokens": (
         lambda: collate_all(ids([], [1], [])),
         "input_ids: 2 bad rows.\n  row 0: got no tokens\n  row 2: got no tokens\nA row without real tokens has no logits, "
-        "no loss and no last token.\nDrop the samples, or pass layout=Layout(allow_empty=True) without packing.",
+        "no loss and no last token.\nDrop the samples.",
     ),
     "float ids in packed rows": (
         lambda: collate(ids([1], [2, 3], [0.5]), packing=True),
@@ -199,14 +198,10 @@ ROUTES = [
 ]
 """The same for what a consumer reads: rows and settings, the words, rows and settings as they say, and the form."""
 
-AHEAD = {"pattern": "bidirectional"}
 FLAT_ROWS = [
     ({"max_length": 4}, "max_length is 4", {"max_length": 8}, [0, 3, 8]),
     ({"padding": (4, 6)}, "Raise the widths, or put fewer samples", {"padding": (4, 8)}, [0, 3, 8]),
     ({"padding": "max_length", "max_length": 6}, "Raise max_length", {"padding": "max_length", "max_length": 8}, [0, 3, 8]),
-    ({"padding": (8,), "max_sequences": 4}, "Raise the widths", {"padding": (8, 10), "max_sequences": 4}, [0, 3, 8, 9, 10]),
-    ({"max_sequences": 1}, "Raise max_sequences to 2 or more", {"max_sequences": 2}, [0, 3, 8]),
-    ({"sequence_multiple": 4, **AHEAD}, "pad_to_multiple_of pads", {"pad_to_multiple_of": 6, **AHEAD}, [0, 3, 8, 12]),
 ]
 """The same for flat rows of 3 and 5 tokens: settings, the words, settings as they say, and the offsets."""
 
@@ -220,8 +215,6 @@ PADDED_ROWS = [
     (NEITHER, "or pad right", {"attention_mask": "none"}, (2, 5), None),
     ({"model": DENSE}, "Pass consumer=", {"model": DENSE, "consumer": "transformers"}, (2, 5), (2, 5)),
     ({"padding": (2, 4)}, "Raise the widths", {"padding": (2, 6)}, (2, 6), None),
-    ({"sequence_multiple": 4}, "Leave it out", {}, (2, 5), None),
-    ({"sequence_multiple": 4}, "or set padding_free=True", {"padding_free": True, "sequence_multiple": 4}, (1, 12), None),
 ]
 """The same for rows of 3 and 5 tokens that are padded, and the shapes of the ids and of the mask; None: there is none."""
 
@@ -275,7 +268,7 @@ def wrapped(batch, features=FEATURES, **settings):
     return wrap_collator(lambda f: batch(f) if callable(batch) else dict(batch), **settings)(features)
 
 
-PACKING = [(TWO_EQUAL, beside) for beside in ({"padding_free": True}, {"padding": False}, {"allow_empty": True})]
+PACKING = [(TWO_EQUAL, beside) for beside in ({"padding_free": True}, {"padding": False})]
 """Samples and settings that go together without packing alone."""
 
 FOLLOWED = [
@@ -290,11 +283,6 @@ FOLLOWED = [
         lambda: (
             find(RIGHT, attention_mask=dense(RIGHT) | torch.eye(5, dtype=torch.bool), attention_mask_2d=RIGHT.keep) == RIGHT
         ),
-    ),
-    (
-        lambda: collate(ids([], [1])),
-        "or pass layout=Layout(allow_empty=True)",
-        lambda: segments_from_batch(collate(ids([], [1]), allow_empty=True)) == Segments.from_lengths([0, 1]),
     ),
     (
         lambda: collate(UNLISTED),
@@ -427,8 +415,14 @@ FOLLOWED = [
     ),
     (
         lambda: split_batch(EVEN_BATCH | {"x": torch.zeros(3, 8)}, CP),
-        "keys={**KEYS, 'x': Key(kind='tokens', dim=...)}, or SAMPLE",
-        lambda: split_batch(EVEN_BATCH | {"x": torch.zeros(3, 8)}, CP, keys={**KEYS, "x": SAMPLE})["x"].shape == (3, 8),
+        "Split it with split_tensor(x, cp, dim=...), or pass BatchAdapter(keys={**KEYS, 'x': SAMPLE})",
+        lambda: (
+            split_tensor(torch.zeros(3, 8), CP).shape == (3, 4)
+            and BatchAdapter(HYBRID, consumer="megatron", context_parallel=CP, keys={**KEYS, "x": SAMPLE})(
+                EVEN_BATCH | {"x": torch.zeros(3, 8)}
+            )["x"].shape
+            == (3, 8)
+        ),
     ),
     (
         lambda: gated_delta_kwargs(FLAT, kernel="fla", padding=[0, 2, 8]),

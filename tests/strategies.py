@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from collate_npu import Pattern, Segments
-from collate_npu.collate import Layout
+from collate_npu import BatchAdapter, PaddingCollator, Pattern, Segments
 from collate_npu.masks.patterns import Prefix
+from collate_npu.parallel import pad_documents
 
 PAD = 7
 """Also an ordinary token of the samples, first, inside and last, as an eos that doubles as pad is."""
@@ -156,8 +156,15 @@ def standing(samples: list[dict[str, Any]], place_BS: torch.Tensor) -> Segments:
     return Segments.from_ids([[ids.get(place, 0) for place in row] for row in place_BS.tolist()])
 
 
-def laid_out(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a PaddingCollator by name, those of its `Layout` in one."""
-    own = {field.name for field in fields(Layout)} & settings.keys()
-    held = Layout(**{name: settings[name] for name in own})
-    return {name: value for name, value in settings.items() if name not in own} | ({"layout": held} if own else {})
+def flat_collator(
+    pad_token_id: int, *, model: Any = None, consumer: Any = None, pattern: Any = None, **settings: Any
+) -> Any:
+    """A collator of flat rows, whose sequences `pad_documents` then pads by the settings it takes."""
+    own = {name: settings.pop(name, None) for name in ("multiple", "max_sequences")}
+    padding = {name: value for name, value in own.items() if value is not None}
+    read = {"model": model, "consumer": consumer, "pattern": pattern}
+    if not padding:
+        return PaddingCollator(pad_token_id=pad_token_id, padding_free=True, **read, **settings)
+    collate = PaddingCollator(pad_token_id=pad_token_id, padding_free=True, pattern=pattern, **settings)
+    adapter = BatchAdapter(padding_free=True, **read) if model is not None or consumer else dict
+    return lambda features: adapter(pad_documents(collate(features), pad_token_id=pad_token_id, **padding)[0])

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache, partial
 from itertools import product
 from types import NoneType, UnionType
-from typing import Literal, Optional, Union, get_args, get_origin, get_type_hints
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -30,7 +30,6 @@ from collate_npu import (
     wrap_collator,
 )
 from collate_npu.arrays import host_array
-from collate_npu.collate import Layout, collators
 from collate_npu.keys import Key
 from collate_npu.masks import dense
 
@@ -71,8 +70,7 @@ def test_a_result_or_a_refusal_in_words(name):
 def test_a_right_call_passes_and_a_flag_is_true_or_false_and_a_name_one_of_its_names(function):
     function(**CALLS[function])
     made = inspect.unwrap(function.__init__ if isinstance(function, type) else function)
-    names = vars(collators) | {"InitVar": Optional}  # of a dataclass of another module; Python 3.10 evaluates no InitVar
-    for name, hint in get_type_hints(made, localns=names).items():
+    for name, hint in get_type_hints(made).items():
         parts = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
         if all(get_origin(part) is Literal for part in parts if part is not NoneType) and parts[0] is not NoneType:
             wrong = 7 if isinstance(get_args(parts[0])[0], int) else "nobody"
@@ -146,9 +144,6 @@ def one(**keys):
     return collate([{"input_ids": [1, 2], **keys}])
 
 
-ARROW = type("Produced", (), {"__arrow_c_stream__": lambda self, requested_schema=None: 3})  # no Arrow
-
-
 def series(*rows):
     return pytest.importorskip("pandas").Series(list(rows))
 
@@ -156,12 +151,11 @@ def series(*rows):
 WIDE = torch.sparse_coo_tensor(torch.zeros(2, 1, dtype=torch.int64), torch.ones(1), (1 << 20, 1 << 20))
 META, HUGE, TOO_WIDE = torch.ones(2, dtype=torch.int64, device="meta"), 1 << 60, "2147483647"
 HUGE_WIDTHS = [{"padding": "max_length", "max_length": HUGE}, {"pad_to_multiple_of": HUGE}, {"padding": (HUGE,)}]
-HUGE_WIDTHS += [{"padding_free": True, **x} for x in ({"pad_to_multiple_of": HUGE}, {"layout": Layout(max_sequences=HUGE)})]
+HUGE_WIDTHS += [{"padding_free": True, "pad_to_multiple_of": HUGE}]
 REFUSED = [
-    (lambda: collate(ARROW()), "cannot be read ("),
     (lambda: collate(series([1, 2])), "Pass a list of samples"),
     (lambda: collate([{"input_ids": series(1, 2)}]), "is a list, array or tensor"),
-    (lambda: collate({"input_ids": META, "seq_lengths": [2]}), "without values"),
+    (lambda: collate([{"input_ids": META}]), "without values"),
     (lambda: collate([{"tokens": [1, 2]}]), "Rename the column to input_ids"),
     (lambda: collate([{"input_ids": [1] * 3, "attention_mask": [1, 2, 1]}], padding_free=True), "return"),
     (lambda: one(seq_lengths=[1 << 62] * 4 + [2]), "sum to its number of input_ids"),
@@ -210,8 +204,7 @@ REFUSED = [
     (lambda: PaddingCollator(padding_free=True, pad_to_multiple_of=8), "pad_token_id: got None"),
     *((partial(PaddingCollator, pad_token_id=0, **settings), "")
       for settings in ({"padding": ()}, {"padding": (0, 8)}, {"padding": (8, "16")}, {"padding": "max_length"},
-                       {"padding": 8}, {"layout": Layout(sequence_multiple=4)}, {"layout": Layout(max_sequences=4)},
-                       {"packing": True, "layout": Layout(sequence_multiple=4)}, {"model": "Qwen/Qwen3"})),
+                       {"padding": 8}, {"model": "Qwen/Qwen3"})),
     (lambda: collate([{"input_ids": [1]}, {"input_ids": [1, 2]}], padding=False), "padding=False takes rows of one length"),
 ]  # fmt: skip
 

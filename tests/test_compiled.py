@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
 from rotation import rotating
-from strategies import laid_out
+from strategies import flat_collator
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from collate_npu import BatchAdapter, PaddingCollator, Segments, adapt, derive_segments, last_token, repad, unpad
@@ -109,7 +109,7 @@ def shapes_of(out):
 
 WIDTH, COUNT = 256, 8
 STATIC = {"padding": (WIDTH,), "max_sequences": COUNT}
-ALIGNED = {**STATIC, "sequence_multiple": 16}
+ALIGNED = {**STATIC, "multiple": 16}
 ASKED = bool(installed("transformers")) and MISSING_KERNEL_RAISES.holds()
 FLASH = {"_attn_implementation": "flash_attention_2", "model_type": "qwen3_next"}
 MODELS = {
@@ -123,7 +123,7 @@ batches = st.lists(st.integers(1, 16), min_size=1, max_size=COUNT)
 
 def collated(lengths, shape):
     features = [{"input_ids": list(range(1, n + 1)), "labels": [1] * n} for n in lengths]
-    return PaddingCollator(pad_token_id=0, padding_free=True, **laid_out(shape))(features)
+    return flat_collator(0, **shape)(features)
 
 
 def signature(batch):

@@ -8,17 +8,12 @@ import lists
 import pytest
 
 import collate_npu
-from collate_npu.collate import Layout
 
 OPTIONS = {
     "PaddingCollator": "options", "wrap_collator": "options", "BatchAdapter": "options", "ContextParallel": "options",
-    "Layout": "options", "derive_segments": "masks",
+    "derive_segments": "masks",
 }  # fmt: skip
 """A name whose docstring lists its options, and the page of the guide that is written from it."""
-
-
-def named(name):
-    return Layout if name == "Layout" else getattr(collate_npu, name)
 
 
 @pytest.mark.parametrize("name", collate_npu.__all__)
@@ -35,4 +30,4 @@ def test_every_option_of_a_signature_stands_in_the_table_and_no_other(name, page
     start = f"## {name}\n" if page == "options" else "<!-- derive -->\n"
     text = text.partition(start)[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (?:`.*`|required) \| .+ \|$", text, flags=re.M)
-    assert rows == [*inspect.signature(named(name)).parameters]
+    assert rows == [*inspect.signature(getattr(collate_npu, name)).parameters]

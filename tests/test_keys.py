@@ -5,10 +5,9 @@ import oracle
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from strategies import CONTAINERS, sides
+from strategies import CONTAINERS, flat_collator, sides
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, split_batch, unpad, wrap_collator
-from collate_npu.collate import Layout
 from collate_npu.keys import KEYS, LOSS_KEYS
 from collate_npu.outputs import repad
 from collate_npu.parallel import ContextParallel, pad_documents
@@ -59,8 +58,7 @@ def test_padded_rows_replay_each_token(samples, side):
 
 @given(replayed(), st.sampled_from([1, 4]))
 def test_flat_rows_replay_each_token(samples, multiple):
-    layout = Layout(sequence_multiple=multiple, max_sequences=6)
-    batch = PaddingCollator(pad_token_id=0, padding_free=True, padding="max_length", max_length=64, layout=layout)(samples)
+    batch = flat_collator(0, padding="max_length", max_length=64, multiple=multiple, max_sequences=6)(samples)
     real = torch.zeros(1, 64, dtype=torch.bool)
     starts, lengths = batch["cu_seqlens_padded"].tolist(), batch["cu_seqlens"].diff().tolist()
     for start, length in zip(starts, lengths):

@@ -19,7 +19,7 @@ import torch
 from fuzz.drawn import Drawn, four_dims
 from hypothesis import assume, given, settings, strategies as st
 from live_bytes import peak_bytes
-from strategies import laid_out
+from strategies import flat_collator
 from torch import Tensor
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Pattern, Segments, derive_segments, wrap_collator
@@ -301,7 +301,7 @@ FLAT_SHAPES = st.fixed_dictionaries(
     {
         "pad_to_multiple_of": st.sampled_from([None, 4]),
         "padding": st.sampled_from(["longest", "max_length", (96, 160)]),
-        "sequence_multiple": st.sampled_from([None, 1, 3, 4]),
+        "multiple": st.sampled_from([None, 1, 3, 4]),
         "max_sequences": st.sampled_from([None, 16]),
         "max_length": st.just(160),
     }
@@ -311,12 +311,13 @@ FLAT_SHAPES = st.fixed_dictionaries(
 @given(strategies.features(), FLAT_SHAPES)
 def test_law_9_the_door_a_wrapped_collator_and_an_adapter_give_back_a_flat_row(features, settings):
     """With the offsets that came: alignment and offsets of one length survive."""
-    inner = PaddingCollator(pad_token_id=7, padding_free=True, **laid_out(settings))
+    inner = flat_collator(7, **settings)
     batch, wrapped = inner(features), wrap_collator(inner)(features)
     width = batch["input_ids"].shape[1]
-    assert settings["padding"] == "longest" or width >= 96
+    fits = settings["multiple"] and not settings["max_sequences"]  # then the row is as wide as its sequences
+    assert fits or settings["padding"] == "longest" or width >= 96
     adapted, segments = BatchAdapter(DENSE, consumer="megatron", padding_free=True).with_segments(batch)
-    assert segments == flat_truth(features, width, settings["sequence_multiple"] or 1)
+    assert segments == flat_truth(features, width, settings["multiple"] or 1)
     for made in (batch, wrapped, adapted):
         assert segments_from_batch(made) == segments_from_batch(made, padding_free=True) == segments
     for key, value in batch.items():
@@ -330,7 +331,7 @@ def test_law_9_a_transformers_model_gets_one_set_of_offsets(features, settings):
     """Whatever of them arrives: the others are made of it, and the longest is not below any place."""
     model = SimpleNamespace(layer_types=["full_attention"], _attn_implementation="flash_attention_2", model_type="llama")
     adapter = BatchAdapter(model, consumer="transformers", padding_free=True)
-    batch = PaddingCollator(pad_token_id=7, padding_free=True, **laid_out(settings))(features)
+    batch = flat_collator(7, **settings)(features)
     others = [("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")] if "cu_seqlens_padded" in batch else []
     for left_out in ((), ("max_length_q", "max_length_k", "cu_seq_lens_k"), *others):
         out = adapter({key: value for key, value in batch.items() if key not in left_out})
@@ -338,7 +339,7 @@ def test_law_9_a_transformers_model_gets_one_set_of_offsets(features, settings):
             assert torch.equal(out["cu_seq_lens_q"], out["cu_seq_lens_k"])
             assert out["cu_seq_lens_q"][-1] == batch["input_ids"].shape[1]
             assert out["cu_seq_lens_q"].diff().max() <= min(out["max_length_q"], out["max_length_k"])
-            if settings["sequence_multiple"]:
+            if settings["multiple"]:
                 assert torch.equal(out["cu_seq_lens_q"], batch["cu_seqlens_padded"])
 
 

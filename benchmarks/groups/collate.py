@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from benchmarks import agreement, peers
-from benchmarks.inputs import Kind, columns_of, copies, flat_of, rows_of, table_of
+from benchmarks.inputs import Kind, columns_of, copies, rows_of
 from benchmarks.peers import rival
 from benchmarks.timing import Case, Contestant, Fresh, Work
 from collate_npu import PaddingCollator
@@ -41,9 +41,7 @@ def cases(quick: bool) -> Iterator[Case]:
         for kind in KINDS:
             yield padded(kind, rows, width, "left")
     for rows, width in QUICK[:1] if quick else FLAT:
-        yield arrow(rows, width)
         yield columns(rows, width)
-        yield flat_tokens(rows, width)
         yield padding_free("lists", rows, width)
 
 
@@ -81,12 +79,6 @@ def padding_free(kind: Kind, rows: int, width: int) -> Case:
     return Case("collate", f"{kind} {rows}x{width}, flat row", ours, [*rivals, floor(kind, features)])
 
 
-def arrow(rows: int, width: int) -> Case:
-    """A table as it is; the peers ask for its rows, which is part of their time."""
-    table = cache(lambda: table_of(rows_of("lists", rows, width)))
-    return whole_batch(f"arrow {rows}x{width}", table, lambda table: table.to_pylist(), rows, width)
-
-
 def columns(rows: int, width: int) -> Case:
     """A dict of columns of lists; the peers get its rows, which costs them next to nothing."""
 
@@ -95,18 +87,6 @@ def columns(rows: int, width: int) -> Case:
 
     held = columns_of(rows_of("lists", rows, width))
     return whole_batch(f"columns {rows}x{width}", lambda: held, rows_from, rows, width)
-
-
-def flat_tokens(rows: int, width: int) -> Case:
-    """One array a key and the lengths; the peers get slices of it."""
-
-    def cut(flat: dict[str, Any]) -> list[dict[str, Any]]:
-        ends = np.cumsum(flat["seq_lengths"])[:-1]
-        parts = {key: np.split(flat[key], ends) for key in ("input_ids", "labels")}
-        return [dict(zip(parts, row)) for row in zip(*parts.values())]
-
-    held = flat_of(rows_of("numpy", rows, width))
-    return whole_batch(f"flat tokens {rows}x{width}", lambda: held, cut, rows, width)
 
 
 def whole_batch(name: str, fresh: Fresh, rows_from: Callable[[Any], Any], rows: int, width: int) -> Case:

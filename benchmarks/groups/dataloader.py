@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 
 from benchmarks import agreement, peers
 from benchmarks.inputs import Kind, rows_of
@@ -26,8 +26,6 @@ def cases(quick: bool) -> Iterator[Case]:
     for kind, side in (("lists", "right"), ("lists", "left"), ("numpy", "right"), ("torch", "right")):
         for workers in (0, 2):
             yield case(kind, rows, width, side, workers)
-    for workers in (0, 2):
-        yield arrow(rows, width, workers)
 
 
 def case(kind: Kind, rows: int, width: int, side: str, workers: int) -> Case:
@@ -36,20 +34,6 @@ def case(kind: Kind, rows: int, width: int, side: str, workers: int) -> Case:
     loader = partial(epochs, dataset, workers, batch_size=BATCH)
     name = f"{kind} {BATCH}x{width}, {workers} workers, {side}"
     return Case("dataloader", name, ours(loader, side), [*rivals(dataset, side, workers, target), floor(loader)])
-
-
-def arrow(rows: int, width: int, workers: int) -> Case:
-    """A `datasets.Dataset` and what it hands out: a table a batch to ours, rows of lists to the peers."""
-    name = f"arrow {BATCH}x{width}, {workers} workers, right"
-    try:
-        from datasets import Dataset
-    except ImportError as error:
-        return Case("dataloader", name, Absent("ours", str(error)), [])
-    dataset = Dataset.from_list(rows_of("lists", rows, width))
-    batches = BatchSampler(SequentialSampler(dataset), BATCH, drop_last=False)
-    tables = dataset.with_format("arrow")
-    loader = partial(epochs, tables, workers, batch_size=None, sampler=batches)
-    return Case("dataloader", name, ours(loader, "right"), [*rivals(dataset, "right", workers, None), floor(loader)])
 
 
 def ours(loader: Callable[[Work], Work], side: str) -> Contestant:

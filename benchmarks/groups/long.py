@@ -28,7 +28,6 @@ from collate_npu import (
     guard_first_batch,
     split_batch,
 )
-from collate_npu.collate import Layout
 from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.masks import dense, derive_segments
@@ -67,7 +66,7 @@ class Batches:
             describe(batch)
             self._kernels(segments)
             assert derive_segments(dense(segments, polarity="masked"), keep=segments.keep) == segments
-            flat = PaddingCollator(pad_token_id=0, padding_free=True, layout=Layout())([{"input_ids": row} for row in rows])
+            flat = PaddingCollator(pad_token_id=0, padding_free=True)([{"input_ids": row} for row in rows])
             assert segments_from_batch(flat).sequence_lengths == segments.sequence_lengths
         if self.model is not None and self.done % PROVED == 0:
             self._proved({"input_ids": batch["input_ids"], "attention_mask": segments.keep.long()})

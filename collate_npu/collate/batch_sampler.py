@@ -49,7 +49,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
     * `shuffle`: False keeps one plan for all epochs.
     * `seed`: the same on all ranks.
     * `drop_last`: True leaves out the batches that do not fill a step, drawn at random. False makes smaller batches.
-    * `longer`: "alone" gives a sample that is longer than the budget a batch of its own. "error" raises.
 
     Every sample comes once in an epoch. Each rank, and each epoch, has the same number of batches. Call `set_epoch(epoch)`
     before each epoch.
@@ -72,7 +71,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
-        longer: Literal["error", "alone"] = "error",
     ) -> None:
         self.max_tokens = whole_number("max_tokens", max_tokens, least=1)
         self.num_replicas = R = whole_number("num_replicas", num_replicas, least=1)
@@ -86,9 +84,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if self.max_tokens < self.room:
             rule = f"A batch holds up to {max_tokens} tokens."
             raise CollateError(explain("width", str(width), rule, "Raise max_tokens."))
-        self.pack, self.shuffle, self.drop_last, self.longer = pack, shuffle, drop_last, longer
+        self.pack, self.shuffle, self.drop_last = pack, shuffle, drop_last
         self.seed, self.epoch = whole_number("seed", seed), 0
-        self.lengths = _checked_lengths(lengths, self.room if longer == "error" else 0)
+        self.lengths = _checked_lengths(lengths, self.room)
         self._planned: tuple[int, Plan] | None = None
         self._begin = self._yielded = 0
 
@@ -121,7 +119,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def state_dict(self) -> dict[str, int]:
         """Return where this epoch stands, in batches that were yielded: a DataLoader with workers is ahead of its user,
         torchdata's `StatefulDataLoader` is not."""
-        options = (self.max_tokens, self.pack, self.width, self.shuffle, self.seed, self.drop_last, self.longer)
+        options = (self.max_tokens, self.pack, self.width, self.shuffle, self.seed, self.drop_last)
         plan = zlib.crc32(repr(options).encode(), zlib.crc32(self.lengths.tobytes()))
         return {"epoch": self.epoch, "yielded": self._yielded, "num_replicas": self.num_replicas, "plan": plan}
 
@@ -217,7 +215,7 @@ def loss_weights(
 
 
 def _checked_lengths(lengths: Any, most: int) -> Array:
-    """Return lengths as an array `[N]`. Raises `CollateError` for each that is no whole number from 1 to `most`, 0: any."""
+    """Return lengths as an array `[N]`. Raises `CollateError` for each that is no whole number from 1 to `most`."""
     rule, remedy = "A length is the number of tokens of a sample, at least 1.", "Pass lengths_of(dataset)."
     if not hasattr(lengths, "__iter__") or getattr(lengths, "ndim", 1) != 1 or isinstance(lengths, (Set, Mapping)):
         got = shape_of(lengths) if hasattr(lengths, "ndim") else a_type(lengths)
@@ -234,9 +232,9 @@ def _checked_lengths(lengths: Any, most: int) -> Array:
         raise refused
     if not bad and len(values):
         bad = np.flatnonzero(found < 1).tolist()
-        if not bad and most:
+        if not bad:
             bad = np.flatnonzero(found > most).tolist()
-            rule, remedy = f"A row holds up to {most} tokens.", "Truncate it, raise the budget, or pass longer='alone'."
+            rule, remedy = f"A row holds up to {most} tokens.", "Truncate it, or raise the budget."
     if bad:
         rows = [(n, str(values[n])[:60]) for n in bad[:_SAID]]
         raise CollateError(explain_rows("lengths", rows, f"{len(bad)} in all. " * (len(bad) > _SAID) + rule, remedy))
@@ -253,9 +251,7 @@ def _plan(sampler: BalancedBatchSampler, rng: np.random.Generator) -> Plan:
     lengths, R = sampler.lengths, sampler.num_replicas
     drawn = rng.permutation(len(lengths)) if sampler.shuffle else np.arange(len(lengths))
     drawn = drawn[np.argsort(-lengths[drawn], kind="stable")]
-    alone = int((lengths > sampler.room).sum())
-    batch_of, costs = (_packed if sampler.pack else _padded)(sampler, lengths[drawn[alone:]], alone, rng)
-    batch_of, costs = np.append(len(costs) + np.arange(alone), batch_of), np.append(costs, lengths[drawn[:alone]])
+    batch_of, costs = (_packed if sampler.pack else _padded)(sampler, lengths[drawn], rng)
     by_cost = np.argsort(-costs, kind="stable")
     if gone := len(costs) % R:  # drop_last
         by_cost = np.delete(by_cost, rng.choice(len(costs), gone, replace=False))
@@ -269,25 +265,24 @@ def _plan(sampler: BalancedBatchSampler, rng: np.random.Generator) -> Plan:
     return drawn[np.argsort(placed, kind="stable")][ends[0] :], ends[1:] - ends[0], costs[steps.ravel()]
 
 
-def _whole_steps(sampler: BalancedBatchSampler, K: int, alone: int, N: int) -> int:
-    """Return the number of batches, K or more, that fills steps together with those of one sample. Raises `CollateError`
-    where N samples are too few for it."""
-    K += 0 if sampler.drop_last and K + alone >= sampler.num_replicas else -(K + alone) % sampler.num_replicas
+def _whole_steps(sampler: BalancedBatchSampler, K: int, N: int) -> int:
+    """Return the number of batches, K or more, that fills steps. Raises `CollateError` where N samples are too few."""
+    K += 0 if sampler.drop_last and sampler.num_replicas <= K else -K % sampler.num_replicas
     if N < K:
         rule = f"Each of {sampler.num_replicas} ranks gets the same number of batches, and no batch is empty."
         remedy = "Pass drop_last=True, a larger max_tokens, or fewer ranks."
-        raise CollateError(explain("lengths", f"{N + alone} samples for {K + alone} batches", rule, remedy))
+        raise CollateError(explain("lengths", f"{N} samples for {K} batches", rule, remedy))
     return K
 
 
-def _padded(sampler: BalancedBatchSampler, lengths: Array, alone: int, _: object) -> tuple[Array, Array]:
+def _padded(sampler: BalancedBatchSampler, lengths: Array, _: object) -> tuple[Array, Array]:
     """Cut the samples, longest first, into batches whose rows x width is near the budget."""
     R, most = sampler.num_replicas, sampler.max_tokens
     widths = lengths if sampler.width is None else np.full_like(lengths, sampler.width)
     K = len(_cut(widths, R, most))
-    if not sampler.drop_last and K + -(K + alone) % R > len(widths):  # few samples: the batches of a step are of unlike cost
+    if not sampler.drop_last and len(widths) < K + -K % R:  # few samples: the batches of a step are of unlike cost
         R, K = 1, len(_cut(widths, 1, most))
-    K = _whole_steps(sampler, K, alone, len(widths))
+    K = _whole_steps(sampler, K, len(widths))
     low = max(1, most - 2 * R * most // max(1, K))  # the last step may take from the others what it lacks
     ends = _cut(widths, R, _least(widths, R, K, low, most), K)[: max(0, K - R)]
     rest, last = widths[ends[-1] if ends else 0 :], min(R, K)
@@ -315,13 +310,13 @@ def _cut(widths: Array, R: int, budget: int, K: int = 0) -> list[int]:
     return ends
 
 
-def _packed(sampler: BalancedBatchSampler, lengths: Array, alone: int, rng: np.random.Generator) -> tuple[Array, Array]:
+def _packed(sampler: BalancedBatchSampler, lengths: Array, rng: np.random.Generator) -> tuple[Array, Array]:
     """Spread the samples over K batches; over more of them, until each is within its budget. K follows from the lengths, so
     each epoch has as many; its order is another one where that fits, too."""
     room, rows = sampler.room, sampler.max_tokens // sampler.room
-    K = _whole_steps(sampler, -(-int(lengths.sum()) // (rows * room)), alone, len(lengths))
+    K = _whole_steps(sampler, -(-int(lengths.sum()) // (rows * room)), len(lengths))
     while (batch_of := _filled(lengths, K, rows, room)) is None:
-        K = _whole_steps(sampler, K + 1 + K // 200, alone, len(lengths))
+        K = _whole_steps(sampler, K + 1 + K // 200, len(lengths))
     if sampler.shuffle:
         other = np.argsort(lengths * -rng.uniform(1, _NOISE, len(lengths)), kind="stable")
         if (filled := _filled(lengths[other], K, rows, room)) is not None:

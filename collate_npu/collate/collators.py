@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from functools import cache, partial
-from math import lcm
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
 from collate_npu.arrays import Side, check_places, host_array, whole_number
 from collate_npu.collate.features import Features, Samples, read_features
@@ -30,165 +27,124 @@ from collate_npu.consumers.mask_routing import Consumer, ConsumerName
 from collate_npu.consumers.model_traits import LabelRule, consumer_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
-from collate_npu.masks.forms import (
-    MAX_MASK_BYTES,
-    add_tail,
-    aligned,
-    least_room,
-    mask_needed_reason,
-    offsets_of,
-    own_places,
-    write_dense,
-)
+from collate_npu.masks.forms import mask_needed_reason, offsets_of, own_places, write_dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.sources import Sources, check_longest, physical_offsets
 from collate_npu.outputs import ignore_first_labels
-from collate_npu.parallel.split import place_documents, with_fills
 from collate_npu.segments import PADS_BEFORE, Segments, of_lengths
 from collate_npu.validation import check_model, check_return_tensors, check_tokenizer, checked
 
 MaskMode = Literal["auto", "none", "4d", "2d", "omit"]
 
 
-@checked
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How rows are laid out, beyond the options of transformers' collators.
+class BatchWriter:
+    """What a batch is for, and how it is written: the settings that both collators share.
 
-    * `sequence_multiple`: flat rows: pads each sequence behind its tokens, and the row, to a multiple; exact if causal.
-    * `max_sequences`: flat rows: boundaries for this many sequences, and `max_length_q/k` is the width of the row. The rest
-      of the row is cut into the missing sequences; a model with attention alone gets its last boundary again.
-    * `separator_id`: flat rows: the label of the first token of each sequence.
-    * `allow_empty`: True allows rows without a real token, which otherwise raise an error.
-    * `labels_shifted`: True if each label already stands with the token that predicts it.
-    * `max_mask_bytes`: the most bytes that a 4D mask may take; a larger one raises an error.
-
-    With fixed widths too, all batches have the same shapes, as graphs and compilers want. `sequence_multiple=4`,
-    `max_sequences=4`, and the collator's `padding=(8, 16)`::
-
-        1 1 1 0 2 2 0 0 0 0 0 0 0 0 0 0     cu_seqlens_padded 0 4 8 12 16     cu_seqlens 0 3 5 5 5
-
-    >>> from collate_npu import PaddingCollator
-    >>> layout = Layout(sequence_multiple=4, max_sequences=4)
-    >>> collator = PaddingCollator(pad_token_id=0, padding_free=True, padding=(8, 16), layout=layout)
-    >>> batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
-    >>> batch["cu_seqlens_padded"].tolist(), batch["cu_seqlens"].tolist()
-    ([0, 4, 8, 12, 16], [0, 3, 5, 5, 5])
+    Raises `CollateError` for settings that contradict each other.
     """
 
-    sequence_multiple: int | None = None
-    max_sequences: int | None = None
-    separator_id: int = -100
-    allow_empty: bool = False
-    labels_shifted: bool = False
-    max_mask_bytes: int = MAX_MASK_BYTES
-
-    def __post_init__(self) -> None:
-        whole_number("separator_id", self.separator_id, least=-(1 << 63))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Emitter:
-    """The settings both collators share, and what they do to a batch that is laid out."""
-
-    consumer: ConsumerName | Consumer | None = None
-    attention_mask: MaskMode = "auto"
-    pattern: str | Pattern | None = None
-    padding_free: bool = False
-    label_pad_token_id: int = -100
-    keys: Mapping[str, Key] = field(default_factory=lambda: KEYS, repr=False)
-    layout: Layout = field(default_factory=Layout)
-    _adapter: BatchAdapter | None = field(init=False, repr=False, compare=False)
-    """The adapter of the named consumer or of the model, which is not kept."""
-    _attends: Pattern = field(init=False, repr=False, compare=False)
-    """The attention that the batch is for: declared, the model's own, or plain causal."""
-    _labels: LabelRule = field(init=False, repr=False, compare=False)
-    """What the model does with labels."""
-    _predicts_next: bool = field(init=False, repr=False, compare=False)
-    """True if labels are those of the next token and not shifted yet."""
-    _left: str = field(init=False, repr=False, compare=False)
-    """Why the model is out of scope, and its batches are padded as transformers pads them; "" in scope."""
-
-    def _settle(self, model: Any, model_type: str | None = None) -> None:
-        """Make the adapter. Raises for settings that contradict each other."""
+    def __init__(
+        self,
+        model: Any,
+        *,
+        model_type: str | None = None,
+        consumer: ConsumerName | Consumer | None,
+        attention_mask: MaskMode,
+        pattern: str | Pattern | None,
+        padding_free: bool,
+        label_pad_token_id: int,
+        keys: Mapping[str, Key],
+        labels_shifted: bool,
+        packing: bool = False,
+    ) -> None:
         if model is not None:
             check_model(model, config=True)
-            object.__setattr__(self, "model", ...)  # `dataclasses.replace` passes it on
-        whole_number("label_pad_token_id", self.label_pad_token_id, least=-(1 << 63))
-        check_keys(self.keys)
-        named = model_type is not None or consumer_of(model) is not None or self.consumer is not None
+        self.label_pad_token_id = whole_number("label_pad_token_id", label_pad_token_id, least=-(1 << 63))
+        self.keys, self.labels_shifted, self.mode = check_keys(keys), labels_shifted, attention_mask
+        named = model_type is not None or consumer_of(model) is not None or consumer is not None
         if model is not None and not named:
             rule = "A config or a plain module does not say which stack reads the batch."
             remedy = "Pass consumer= ('transformers', 'megatron', ...)."
             raise CollateError(explain("consumer", "None", rule, remedy, more="consumer"))
-        mode, rule, remedy = self.attention_mask, "", "Leave it at 'auto'."
-        if named and mode not in ("auto", "omit"):
-            rule = "The consumer decides the form of its mask."
-        elif self.padding_free and mode in ("4d", "2d"):
-            rule, remedy = "A padding-free row has offsets and no mask.", "Leave it at 'auto', or set padding_free=False."
-        if rule:
-            raise CollateError(explain("attention_mask", repr(mode), rule, remedy))
-        settings: dict[str, Any] = {"consumer": self.consumer, "padding_free": self.padding_free, "pattern": self.pattern}
-        settings |= {"keys": self.keys, "max_mask_bytes": self.layout.max_mask_bytes, "model_type": model_type}
-        adapter = BatchAdapter(model, **settings) if named else None
-        object.__setattr__(self, "_adapter", adapter)
-        object.__setattr__(self, "_attends", Pattern.of(self.pattern or "causal") if adapter is None else adapter.pattern)
-        in_place = self._attends.name == "bidirectional"  # the neutral form has no head
-        heads = None if adapter is None else adapter.label_rule
-        object.__setattr__(self, "_labels", heads or ("places" if in_place else "next"))
-        object.__setattr__(self, "_left", "" if adapter is None else adapter.left)
-        if self._left and (self.padding_free or getattr(self, "packing", False)):
-            rule = f"Batches of this model are only padded, as transformers pads them: {self._left}."
+        _check_mode(attention_mask, named=named, padding_free=padding_free)
+        settings: dict[str, Any] = {"consumer": consumer, "padding_free": padding_free, "pattern": pattern, "keys": keys}
+        self.adapter = BatchAdapter(model, model_type=model_type, **settings) if named else None
+        """The adapter of the named consumer or of the model, which is not kept."""
+        self.pattern = Pattern.of(pattern or "causal") if self.adapter is None else self.adapter.pattern
+        """The attention that the batch is for: declared, the model's own, or plain causal."""
+        in_place = self.pattern.name == "bidirectional"  # the neutral form has no head
+        heads = None if self.adapter is None else self.adapter.label_rule
+        self.labels: LabelRule = heads or ("places" if in_place else "next")
+        """What the model does with labels."""
+        self.left = "" if self.adapter is None else self.adapter.left
+        """Why the model is out of scope, and its batches are padded as transformers pads them; "" in scope."""
+        if self.left and (padding_free or packing):
+            rule = f"Batches of this model are only padded, as transformers pads them: {self.left}."
             raise UnsupportedFormError(explain("padding_free, packing", "True", rule, "Leave both out."))
-        in_next = not self._left and not self.layout.labels_shifted and self._labels == "next"
-        object.__setattr__(self, "_predicts_next", in_next)
+        self.predicts_next = not self.left and not labels_shifted and self.labels == "next"
+        """True if labels are those of the next token and not shifted yet."""
 
-    def _adds_positions(self, left: bool) -> bool:
+    def adds_positions(self, left: bool) -> bool:
         """True if the model could count positions of some batch wrong: padding on the left, or with an id that it counts.
 
         Then all have positions: a dispatcher takes the keys of the first batch for those of all.
         """
-        return self._adapter is not None and not self._left and (left or self._adapter.model.positions == "padding_idx")
+        return self.adapter is not None and not self.left and (left or self.adapter.model.positions == "padding_idx")
 
-    def _finished(
+    def write(
         self, batch: dict[str, Any], segments: Segments, *, padding_free: bool, counted: bool = False
     ) -> dict[str, Any]:
-        """The batch with `attention_mask` and `attention_mask_2d` as the mode or the consumer wants them; `counted`: its
-        positions, if any, were made of the Segments."""
-        if self._left:
+        """Return the batch with `attention_mask` and `attention_mask_2d` as the mode or the consumer wants them; `counted`:
+        its positions, if any, were made of the Segments."""
+        if self.left:
             out = {**batch, "attention_mask": (segments.ids if segments.packed else segments.keep).long()}
-        elif self._adapter is not None:
+        elif self.adapter is not None:
             sources = Sources.of(batch)
             sources.counted |= counted
-            out = self._adapter.write(sources, segments, padding_free)
+            out = self.adapter.write(sources, segments, padding_free)
         elif padding_free:
             out = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY)}
             out["attention_mask"] = None
         else:
-            out = {**batch, "attention_mask": self._mask(segments), KEEP_KEY: segments.keep}
+            out = {**batch, "attention_mask": self._choose_mask(segments), KEEP_KEY: segments.keep}
             out.pop(SEGMENT_KEY, None)
             # a 2D mask says neither where sequences part nor that a row is empty
             if segments.packed or not all(segments.lengths):
                 out[SEGMENT_KEY] = segments.ids
-        if self.attention_mask == "omit":
-            why = mask_needed_reason(segments, self._attends)
-            if self._adapter is not None and out.get("attention_mask") is not None and why:
-                rule = f"{self._adapter.consumer.name} reads padding from this key only, and {why}."
-                raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
+        if self.mode == "omit":
+            self._check_omitted(out, segments)
             out.pop("attention_mask", None)
-        return out
+        return shipped(out)
 
-    def _mask(self, segments: Segments) -> Tensor | None:
-        if self.attention_mask in ("2d", "omit"):
+    def _choose_mask(self, segments: Segments) -> Tensor | None:
+        """The mask of a batch that no consumer is named for."""
+        if self.mode in ("2d", "omit"):
             return segments.keep
-        why = mask_needed_reason(segments, self._attends)
-        if self.attention_mask == "none" and why:
+        why = mask_needed_reason(segments, self.pattern)
+        if self.mode == "none" and why:
             rule = f"attention_mask='none' is set, and {why}."
             raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Use 'auto', or pad right."))
-        if not why and self.attention_mask != "4d":
+        if not why and self.mode != "4d":
             return None
         _warn_of_neutral_form()
-        return write_dense(segments, "masked", self._attends, max_mask_bytes=self.layout.max_mask_bytes)
+        return write_dense(segments, "masked", self.pattern)
+
+    def _check_omitted(self, batch: Mapping[str, Any], segments: Segments) -> None:
+        """Raise where the consumer reads padding from the mask that is to be left out."""
+        why = mask_needed_reason(segments, self.pattern)
+        if self.adapter is not None and batch.get("attention_mask") is not None and why:
+            rule = f"{self.adapter.consumer.name} reads padding from this key only, and {why}."
+            raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
+
+
+def _check_mode(mode: MaskMode, *, named: bool, padding_free: bool) -> None:
+    rule, remedy = "", "Leave it at 'auto'."
+    if named and mode not in ("auto", "omit"):
+        rule = "The consumer decides the form of its mask."
+    elif padding_free and mode in ("4d", "2d"):
+        rule, remedy = "A padding-free row has offsets and no mask.", "Leave it at 'auto', or set padding_free=False."
+    if rule:
+        raise CollateError(explain("attention_mask", repr(mode), rule, remedy))
 
 
 @cache
@@ -202,15 +158,14 @@ def _warn_of_neutral_form() -> None:
     )
 
 
-def add_offsets(
-    batch: Mapping[str, Any], segments: Segments, places: Sequence[int] | None = None, *, longest: int | None = None
-) -> dict[str, Any]:
-    """A flat row with all its offsets (`places` and `longest` as in `offsets_of`); a batch's own physical offsets stay
-    where they fit. Positions of several axes stay beside the text row.
+def add_offsets(batch: Mapping[str, Any], segments: Segments) -> dict[str, Any]:
+    """Return a flat row with all its offsets; a batch's own physical offsets stay where they fit. Positions of several axes
+    stay beside the text row.
 
     Raises where images stand in the row and no positions say where.
     """
-    if places is None and with_role(batch, "padded_offsets"):
+    places = longest = None
+    if with_role(batch, "padded_offsets"):
         sources = Sources.of(batch)
         places = physical_offsets(sources, segments) or own_places(segments)
         check_longest(sources, segments)
@@ -225,7 +180,12 @@ def add_offsets(
     return {**batch, **offsets}
 
 
-ELSEWHERE = {field.name: f"Pass layout=Layout({field.name}=...)." for field in fields(Layout)}
+_PADDED = "Leave it out: collate_npu.parallel.pad_documents(batch, {}=...) does it to a batch with padding_free=True."
+ELSEWHERE = {
+    "separator_id": "Leave it out: the first label of each sequence becomes label_pad_token_id.",
+    "sequence_multiple": _PADDED.format("multiple"),
+    "max_sequences": _PADDED.format("max_sequences"),
+}
 """What to write here for options of other collators."""
 _RETURNED = ("return_position_ids", "return_flash_attn_kwargs", "return_seq_idx")
 _MADE = "wrap_collator(DataCollatorForLanguageModeling(tokenizer, mlm=False), model=model) makes labels from input_ids."
@@ -239,8 +199,7 @@ _OWN = {
 
 
 @checked(instead=ELSEWHERE | _OWN)
-@dataclass(frozen=True)
-class PaddingCollator(Emitter):
+class PaddingCollator:
     """Makes one padded batch of samples, or with `padding_free` one flat row; pass it as `data_collator=`.
 
     Keys with one value a token (`KEYS` lists them) are padded together: `input_ids`, `labels`, `position_ids` and others.
@@ -257,7 +216,7 @@ class PaddingCollator(Emitter):
     * `padding_free`: True puts all samples in one flat row, with its boundaries.
     * `label_pad_token_id`: the label that the loss ignores.
     * `keys`: rules for keys of your own: `{**KEYS, "my_weights": TOKENS}`.
-    * `layout`: how rows are laid out: options that transformers' collators do not have.
+    * `labels_shifted`: True if each label already stands with the token that predicts it.
     * `padding`: True pads to the longest row; "max_length" to `max_length`; `(4096, 8192)` to the narrowest width that
       fits. False takes rows of one length only.
     * `packing`: True puts several samples in a row of `max_length` (or of the longest sample), by best fit decreasing.
@@ -281,61 +240,70 @@ class PaddingCollator(Emitter):
     [0, 3, 4]
     """
 
-    tokenizer: Any = None
-    model: InitVar[Any] = None
-    padding: bool | Literal["longest", "max_length"] | Sequence[int] = True
-    max_length: int | None = None
-    pad_to_multiple_of: int | None = None
-    _: KW_ONLY
-    packing: bool = False
-    pad_token_id: int | None = None
-    padding_side: Side | None = None
-    return_tensors: InitVar[str | None] = "pt"
-
-    def __post_init__(self, model: Any, return_tensors: str | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        model: Any = None,
+        padding: bool | Literal["longest", "max_length"] | Sequence[int] = True,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        *,
+        consumer: ConsumerName | Consumer | None = None,
+        attention_mask: MaskMode = "auto",
+        pattern: str | Pattern | None = None,
+        padding_free: bool = False,
+        packing: bool = False,
+        pad_token_id: int | None = None,
+        padding_side: Side | None = None,
+        label_pad_token_id: int = -100,
+        labels_shifted: bool = False,
+        keys: Mapping[str, Key] = KEYS,
+        return_tensors: Any = "pt",
+    ) -> None:
         check_return_tensors(return_tensors)
-        if self.tokenizer is not None:
-            check_tokenizer(self.tokenizer)
-        self._settle(model)
-        given = {"pad_token_id": self.pad_token_id, "padding_side": self.padding_side}
-        for name, value in given.items():
-            object.__setattr__(self, name, getattr(self.tokenizer, name, None) if value is None else value)
-        object.__setattr__(self, "padding_side", self.padding_side or "right")
-        _check_padding(self)
-        wider = (self.pad_to_multiple_of, self.layout.sequence_multiple, self.layout.max_sequences)
-        padded = not self.padding_free or any(wider) or isinstance(self.padding, tuple)
+        if tokenizer is not None:
+            check_tokenizer(tokenizer)
+        self.writer = BatchWriter(
+            model, consumer=consumer, attention_mask=attention_mask, pattern=pattern, padding_free=padding_free,
+            label_pad_token_id=label_pad_token_id, keys=keys, labels_shifted=labels_shifted, packing=packing,
+        )  # fmt: skip
+        self.tokenizer, self.padding_free, self.packing, self.keys = tokenizer, padding_free, packing, keys
+        pad_token_id = getattr(tokenizer, "pad_token_id", None) if pad_token_id is None else pad_token_id
+        self.pad_token_id = None if pad_token_id is None else whole_number("pad_token_id", pad_token_id)
+        self.padding_side: Side = padding_side or getattr(tokenizer, "padding_side", None) or "right"
+        self.max_length = None if max_length is None else whole_number("max_length", max_length, least=1)
+        self.pad_to_multiple_of = (
+            None if pad_to_multiple_of is None else whole_number("pad_to_multiple_of", pad_to_multiple_of, least=1)
+        )
+        self.padding = _checked_padding(padding, self.max_length)
+        padded = not padding_free or self.pad_to_multiple_of or isinstance(self.padding, tuple)
         if self.pad_token_id is None and padded:
             rule = "Padding needs an id that the embedding has; which one does not matter to the masks."
             remedy = "Set tokenizer.pad_token = tokenizer.eos_token, or pass pad_token_id=."
             raise CollateError(explain("pad_token_id", "None", rule, remedy))
-        beside = {"padding_free=True": self.padding_free, "padding=False": self.padding is False}
-        beside |= {"allow_empty=True": self.layout.allow_empty}
-        if self.packing and any(beside.values()):
+        beside = {"padding_free=True": padding_free, "padding=False": self.padding is False}
+        if packing and any(beside.values()):
             got = "True beside " + ", ".join(name for name, value in beside.items() if value)
-            rule = "A packed row is padded and holds several samples, each with tokens."
+            rule = "A packed row is padded and holds several samples."
             raise CollateError(explain("packing", got, rule, "Leave packing out."))
-        if self.layout.sequence_multiple and not self._attends.causal:
-            rule = f"Kernels count padding after a sequence as part of it, and {self._attends} attention looks ahead."
-            remedy = "Leave it out; pad_to_multiple_of pads only the end of the row."
-            raise UnsupportedFormError(explain("sequence_multiple", str(self.layout.sequence_multiple), rule, remedy))
 
     def __call__(self, features: Features, return_tensors: str | None = None) -> dict[str, Any]:
         """One batch, a plain dict whose first key is `input_ids`. Raises `CollateError` naming every bad row.
 
-        `features` is a list of samples, an Arrow table, a dict of columns, or flat tokens beside `seq_lengths`.
+        `features` is a list of samples, or a dict of columns.
         """
         if return_tensors is not None:
             check_return_tensors(return_tensors)
-        samples = read_features(features, allow_empty=self.layout.allow_empty, keys=self.keys)
+        samples = read_features(features, keys=self.keys)
         if self.max_length is not None and max(samples.lengths) > self.max_length:
             _refuse_longer(self.max_length, samples.lengths)
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
-        out = self._finished(batch, segments, padding_free=self.padding_free, counted="position_ids" not in samples.columns)
-        return out if get_worker_info() is None else shipped(out)
+        counted = "position_ids" not in samples.columns
+        return self.writer.write(batch, segments, padding_free=self.padding_free, counted=counted)
 
 
 def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:
-    side: Side = collator.padding_side or "right"
+    side, writer = collator.padding_side, collator.writer
     lengths, ids = samples.lengths, samples.segment_ids
     width = _width(collator, lengths)
     alone = [[b] for b in range(len(lengths))]
@@ -347,22 +315,22 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
     else:
         apart = [np.where(row > 0, row + np.int64(b * width), 0) for b, row in enumerate(ids)]  # numbered anew in each row
         segments = Segments.from_ids(lay_rows("attention_mask", apart, slots=slots))
-    positions = collator._adapter is None or collator._adds_positions(side == "left" or collator.packing)
+    positions = writer.adapter is None or writer.adds_positions(side == "left" or collator.packing)
     if positions and "position_ids" not in batch and "vision" not in samples.kinds.values():
         batch["position_ids"] = segments.position_ids
-    if samples.kinds.get("labels") != "tokens" or batch["labels"].ndim != 2 or not collator._predicts_next:
+    if samples.kinds.get("labels") != "tokens" or batch["labels"].ndim != 2 or not writer.predicts_next:
         return batch, segments
     # Nothing predicts the first token of a sequence. The shift drops that of column 0, but a Trainer of transformers
     # before 5.16 counts it, and divides the loss by the count (4.57.1 trainer.py:5620).
     if ids is not None:  # what a sample's own mask calls padding has its label still
-        batch["labels"] = ignore_first_labels(batch["labels"], segments, ignore_index=collator.label_pad_token_id)
+        batch["labels"] = ignore_first_labels(batch["labels"], segments, ignore_index=writer.label_pad_token_id)
     elif segments.packed or segments.padding_side in PADS_BEFORE:
         labels_BS = batch["labels"].numpy()
         for b, start, _ in segments.spans:
             if start:
-                labels_BS[b, start] = collator.label_pad_token_id
-    if collator._adapter is not None:
-        batch["labels"].numpy()[:, 0] = collator.label_pad_token_id
+                labels_BS[b, start] = writer.label_pad_token_id
+    if writer.adapter is not None:
+        batch["labels"].numpy()[:, 0] = writer.label_pad_token_id
     return batch, segments
 
 
@@ -390,7 +358,7 @@ def _laid_out(collator: PaddingCollator, samples: Samples, columns: Mapping[str,
 
 
 def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:
-    """One row of real tokens; what padding does in the samples is left out, alignment comes at the end or is placed."""
+    """One row of real tokens; what padding does in the samples is left out, alignment comes at the end."""
     ids, lengths, held, columns = samples.segment_ids, samples.lengths, samples.lengths, samples.columns
     if ids is not None:
         lengths = [n for row in ids for n in np.bincount(row)[1:].tolist() if n]
@@ -398,43 +366,31 @@ def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], 
         by_token = {key: column for key, column in columns.items() if samples.kinds[key] in ("tokens", "axes")}
         real = {key: Rows(np.asarray(row)[..., i > 0] for row, i in zip(column, ids)) for key, column in by_token.items()}
         columns = columns | real
-    places, width = _places(collator, lengths)
-    written = width if places is None else sum(lengths)
-    batch = _laid_out(collator, samples, columns, Slots.of([range(len(held))], held, written))
-    segments = of_lengths([lengths], written)
-    if places is not None:
-        batch, segments = place_documents(batch, segments, places, keys=with_fills(collator.keys, _fills(collator)))
-    batch = add_offsets(batch, segments, places, longest=width if collator.layout.max_sequences else None)
+    width = _flat_width(collator, sum(lengths))
+    segments = of_lengths([lengths], width)
+    batch = add_offsets(_laid_out(collator, samples, columns, Slots.of([range(len(held))], held, width)), segments)
     labels = batch.get("labels")
-    if labels is not None and collator._predicts_next and samples.kinds["labels"] == "tokens":
-        labels[0, [start for _, start, _ in segments.spans]] = collator.layout.separator_id
+    if labels is not None and collator.writer.predicts_next and samples.kinds["labels"] == "tokens":
+        labels[0, [start for _, start, _ in segments.spans]] = collator.writer.label_pad_token_id
     return batch, segments
 
 
-def _places(collator: PaddingCollator, lengths: list[int]) -> tuple[list[int] | None, int]:
-    """What each sequence of a flat row takes up, None where they stand side by side, and the width of the row."""
-    multiple, count = collator.layout.sequence_multiple or 1, collator.layout.max_sequences
-    held = aligned(lengths, multiple)
-    repeats = collator._adapter is not None and collator._adapter.model.needs_mask_2d is False
-    tail = least_room(len(held), count, multiple=multiple, repeats=repeats)
-    width = _aligned(collator, sum(held) + tail)
-    if sum(held) + tail > width:
-        got = f"{sum(lengths)} tokens" + (f", {sum(held)} with their alignment" if multiple > 1 else " in all")
-        got += f", and a tail of {tail} for max_sequences" if tail else ""
+def _flat_width(collator: PaddingCollator, tokens: int) -> int:
+    width = _aligned(collator, tokens)
+    if tokens > width:
         rule = f"padding={collator.padding!r} makes the flat row {width} tokens wide at most."
         remedy = "Raise " + ("max_length" if collator.padding == "max_length" else "the widths")
-        raise CollateError(explain("input_ids", got, rule, f"{remedy}, or put fewer samples in a batch."))
-    if collator.layout.sequence_multiple is None and count is None:
-        return None, width
-    check_places("sequence_multiple", width, "Pass a smaller multiple (a chunk is 64).")
-    causal = collator._attends.causal
-    return add_tail(held, width, max_sequences=count, multiple=multiple, repeats=repeats, behind=causal), width
+        raise CollateError(
+            explain("input_ids", f"{tokens} tokens in all", rule, f"{remedy}, or put fewer samples in a batch.")
+        )
+    check_places("pad_to_multiple_of", width, "Pass a smaller multiple.")
+    return width
 
 
 def _fills(collator: PaddingCollator) -> dict[Any, float]:
     """What padding holds, by the name a key has for it; positions of padding count on, or are 0."""
     pad_type = getattr(collator.tokenizer, "pad_token_type_id", 0) or 0
-    return {"pad": collator.pad_token_id or 0, "pad_type": pad_type, "ignored": collator.label_pad_token_id}
+    return {"pad": collator.pad_token_id or 0, "pad_type": pad_type, "ignored": collator.writer.label_pad_token_id}
 
 
 def _width(collator: PaddingCollator, lengths: list[int]) -> int:
@@ -450,7 +406,7 @@ def _width(collator: PaddingCollator, lengths: list[int]) -> int:
 
 def _aligned(collator: PaddingCollator, longest: int) -> int:
     """The width for rows of up to `longest` tokens; of several given, the narrowest that fits, else the widest."""
-    multiple = lcm(collator.pad_to_multiple_of or 1, collator.layout.sequence_multiple or 1)
+    multiple = collator.pad_to_multiple_of or 1
     if isinstance(collator.padding, tuple):
         widths: list[int] = sorted(-(-width // multiple) * multiple for width in collator.padding)
         return next((width for width in widths if width >= longest), widths[-1])
@@ -464,25 +420,15 @@ def _refuse_longer(limit: int, lengths: list[int]) -> None:
     raise CollateError(explain_rows("input_ids", too_long, rule, "Truncate when tokenising."))
 
 
-def _check_padding(collator: PaddingCollator) -> None:
-    own = {name: getattr(collator.layout, name) for name in ("sequence_multiple", "max_sequences")}
-    named = {name: getattr(collator, name) for name in ("pad_token_id", "max_length", "pad_to_multiple_of")}
-    for name, value in {**named, **own}.items():
-        if value is not None:
-            whole_number(name, value, least=int(name != "pad_token_id"))
-            if name in own and not collator.padding_free:
-                rule = "It is for flat rows; padded rows have pad_to_multiple_of."
-                remedy = "Leave it out, or set padding_free=True without packing."
-                raise CollateError(explain(name, repr(value), rule, remedy))
-    padding: Any = collator.padding
+def _checked_padding(padding: Any, max_length: int | None) -> bool | str | tuple[int, ...]:
+    """Return the option `padding`, widths as a tuple."""
     if isinstance(padding, (Tensor, np.ndarray)):
         padding = host_array("padding", padding).tolist()
     if isinstance(padding, Sequence) and not isinstance(padding, (str, bytes)):
         padding = tuple(whole_number("padding", width, least=1) for width in padding)
-    object.__setattr__(collator, "padding", padding)
-    known = collator.padding in (True, False, "longest", "max_length")
-    if not known and (not isinstance(collator.padding, tuple) or not collator.padding):
+    if padding not in (True, False, "longest", "max_length") and (not isinstance(padding, tuple) or not padding):
         rule = "padding is True or 'longest', 'max_length', widths (4096, 8192, ...), or False for rows of one length."
-        raise CollateError(explain("padding", repr(collator.padding), rule, "True suits most trainers."))
-    if collator.padding == "max_length" and collator.max_length is None:
+        raise CollateError(explain("padding", repr(padding), rule, "True suits most trainers."))
+    if padding == "max_length" and max_length is None:
         raise CollateError(explain("max_length", "None", "padding='max_length' pads to it.", "Pass max_length=."))
+    return padding  # type: ignore[no-any-return]

@@ -1,16 +1,16 @@
 """Features: what a batch of samples holds, before any tensor: which keys, what each is, how many tokens.
 
-Samples come as a list; a table of Arrow, whose rows are slices of its buffers; a dict of columns, as a slice of a
-`datasets.Dataset` is; or flat tokens, one row of values a key beside `seq_lengths`. What a key is follows from its row in
-`KEYS` and from the rank and dtype of its values, never from lengths that happen to agree in one batch. One pass over the
-samples, O(B) for each key. Legend: B samples, L tokens of one sample, T of all.
+Samples come as a list of dicts, or as a dict of columns, as a slice of a `datasets.Dataset` is. What a key is follows from
+its row in `KEYS` and from the rank and dtype of its values, never from lengths that happen to agree in one batch. One pass
+over the samples, O(B) for each key.
+
+Legend: B samples, L tokens of one sample, T of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
-from itertools import accumulate, pairwise
 from operator import methodcaller
 from os import PathLike
 from typing import Any, Literal, NamedTuple
@@ -26,15 +26,14 @@ from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
 from collate_npu.masks.sources import split_by_positions
 from collate_npu.segments import Segments, renumber
 
-Features = Sequence[Mapping[str, Any]] | Mapping[str, Any] | Any
-"""Samples, columns, or whatever speaks Arrow's C interface (`pa.Table`, `pa.RecordBatch`, polars)."""
+Features = Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Samples, or columns."""
 ColumnKind = Literal["tokens", "axes", "vision", "targets", "sample"]
 
 _KEYS = methodcaller("keys")
 _NONE = type(None)
-_RULE = "A batch is built from a list of one or more dicts of features, a dict of columns, or an Arrow table."
+_RULE = "A batch is built from a list of one or more dicts of features, or a dict of columns."
 _LOAD = "Load the file, and tokenise it: datasets.load_dataset('json', data_files=path)."
-_FLAT = "Flat tokens are one list of values for each key, and seq_lengths: the token count of each sample."
 _OF_TOKENS = (
     "Rename the column to input_ids. For Megatron's rows, of one length and with labels already shifted, use "
     "wrap_collator(torch.utils.data.default_collate)."
@@ -57,7 +56,7 @@ class Samples(NamedTuple):
     """Segment ids `[L]` of each sample, or None where every sample is one sequence without holes."""
 
 
-def read_features(features: Features, *, allow_empty: bool = False, keys: Mapping[str, Key] = KEYS) -> Samples:
+def read_features(features: Features, *, keys: Mapping[str, Key] = KEYS) -> Samples:
     """Sort out the keys of B samples. Raises `CollateError` for every sample that cannot be one row of a batch."""
     columns = _columns(features, keys)
     lengths = _lengths(columns)
@@ -65,11 +64,10 @@ def read_features(features: Features, *, allow_empty: bool = False, keys: Mappin
     positions = columns.get("position_ids")
     segment_ids = own_segments(truth, lengths, positions or []) if truth or positions else None
     real = lengths if segment_ids is None else [int((row > 0).sum()) for row in segment_ids]
-    if 0 in real and not allow_empty:
+    if 0 in real:
         rows = [(b, "no tokens") for b, n in enumerate(real) if not n]
         rule = "A row without real tokens has no logits, no loss and no last token."
-        remedy = "Drop the samples, or pass layout=Layout(allow_empty=True) without packing."
-        raise CollateError(explain_rows("input_ids", rows, rule, remedy))
+        raise CollateError(explain_rows("input_ids", rows, rule, "Drop the samples."))
     held = {key: column for key, column in columns.items() if key not in truth} if truth else columns
     kinds = {key: _kind(key, column, lengths, keys) for key, column in held.items()}
     return Samples(columns=held, kinds=kinds, lengths=lengths, segment_ids=segment_ids)
@@ -114,7 +112,7 @@ def _joined(samples: Sequence[Any]) -> Mapping[str, Any]:
 
 
 def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, Rows]:
-    held = columns_of(features, keys)
+    held = columns_of(features)
     columns: dict[str, list[Any]] = {}
     for name in dict.fromkeys(["input_ids", *held]):
         column, key = held.get(name, []), "labels" if name in ("label", "label_ids") else name
@@ -242,29 +240,21 @@ def _is_numeric(row: Any) -> bool:
 # --- columns, whoever holds them
 
 
-def columns_of(features: Features, keys: Mapping[str, Key] = KEYS) -> dict[str, list[Any]]:
+def columns_of(features: Features) -> dict[str, list[Any]]:
     """Return each key with B values, None where a sample has none. Raises `CollateError` for what is no batch of samples."""
-    if isinstance(features, list):
-        return _of_samples(features)
-    if hasattr(features, "__arrow_c_stream__") or hasattr(features, "__arrow_c_array__"):
-        return _of_rows(_of_arrow(features, keys))
-    if type(features).__name__ == "LazyStackedTensorDict":  # its rows may differ in length, and in keys
-        return _of_samples(list(features))
-    if isinstance(features, np.ndarray) and features.dtype.names:
-        features = {name: features[name] for name in features.dtype.names}
     if isinstance(features, Mapping):
-        features = entries(features)
-        if _one_row(features.get("input_ids")):
-            return _of_flat(features, keys)
-        return _of_rows({name: _as_list(name, column) for name, column in features.items()})
+        if type(features).__name__ == "LazyStackedTensorDict":  # its rows may differ in length, and in keys
+            return _of_samples(list(features))
+        return _of_columns({name: _as_list(name, column) for name, column in entries(features).items()})
     return _of_samples(features)
 
 
 def _of_samples(samples: Any) -> dict[str, list[Any]]:
     listed = type(samples) is list or (isinstance(samples, Sequence) and not isinstance(samples, (str, bytes)))
     if not listed or not samples:
-        got = "no samples" if isinstance(samples, Sequence) and not samples else a_type(samples)
+        got = "no samples" if listed else a_type(samples)
         remedy = _LOAD if isinstance(samples, (str, PathLike)) else "Pass a list of samples: check dataset and sampler."
+        remedy = "Pass table.to_pylist()." if hasattr(samples, "to_pylist") else remedy
         raise CollateError(explain("features", got, _RULE, remedy))
     if set(map(type, samples)) != {dict}:
         if bad := [(b, a_type(row)) for b, row in enumerate(samples) if not isinstance(row, Mapping)]:
@@ -276,18 +266,7 @@ def _of_samples(samples: Any) -> dict[str, list[Any]]:
     return {name: [sample.get(name) for sample in samples] for name in names}
 
 
-def _dicts_of(row: Any) -> str:
-    """How such samples become dicts where the dataset is built."""
-    if isinstance(row, tuple):
-        return 'Make dicts of the tuples, with webdataset: dataset.map(lambda row: dict(zip(("input_ids", "labels"), row))).'
-    if isinstance(row, str):
-        return "Tokenise first: [tokenizer(text) for text in texts]."
-    if isinstance(row, (list, np.ndarray, Tensor)):
-        return 'Make dicts of them: [{"input_ids": ids} for ids in samples].'
-    return "Pass dicts: [vars(sample) for sample in samples]." if is_dataclass(row) else "Check the dataset and the sampler."
-
-
-def _of_rows(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def _of_columns(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
     counts = {name: len(column) for name, column in columns.items()}
     if not columns or not max(counts.values()):
         raise CollateError(explain("features", "no samples", _RULE, "Check the dataset and the sampler."))
@@ -305,89 +284,17 @@ def _as_list(name: str, column: Any) -> list[Any]:
     return list(column.unbind(0) if hasattr(column, "unbind") else column)
 
 
-def _of_arrow(table: Any, keys: Mapping[str, Key]) -> dict[str, list[Any]]:
-    try:
-        return _of_table(table, keys)
-    except CollateError:
-        raise
-    except Exception as error:  # whatever a producer raises, and pyarrow of what it produced
-        got = f"{a_type(table)} that cannot be read ({type(error).__name__}: {error})"
-        remedy = "Pass a list of samples, a dict of columns, or a pyarrow.Table."
-        raise CollateError(explain("features", got, _RULE, remedy)) from error
-
-
-def _of_table(table: Any, keys: Mapping[str, Key]) -> dict[str, list[Any]]:
-    import pyarrow
-
-    whole = table if isinstance(table, pyarrow.Table) else pyarrow.table(table)
-    names = whole.column_names
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        got, remedy = f"{', '.join(twice)} more than once", "Drop or rename one of them."
-        raise CollateError(explain("features", got, "Every column has a different name.", remedy))
-    rows = {name: keys.get(name, SAMPLE).kind in _BY_TOKEN for name in names}
-    return {name: _arrow_rows(column) if rows[name] else column.to_pylist() for name, column in zip(names, whole.columns)}
-
-
-def _arrow_rows(column: Any) -> list[Any]:
-    """Slices of the values where a column is lists of numbers without nulls; whatever else it is, Python's own values."""
-    from pyarrow import types
-
-    kind = column.type
-    lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    numbers = lists and (types.is_integer(kind.value_type) or types.is_floating(kind.value_type)) and not column.null_count
-    chunks = column.chunks if numbers else []
-    if not numbers or any(chunk.values.null_count for chunk in chunks):
-        return list(column.to_pylist())
-    return [row for chunk in chunks for row in _chunk_rows(chunk, types.is_fixed_size_list(kind))]
-
-
-def _chunk_rows(chunk: Any, fixed: bool) -> Iterator[Array]:
-    """What a slice of the chunk leaves out is in its values, and its offsets know."""
-    values = chunk.values.to_numpy()
-    if fixed:
-        first, size = chunk.offset, chunk.type.list_size
-        bounds = range(first * size, (first + len(chunk) + 1) * size, size)
-    else:
-        bounds = chunk.offsets.to_numpy().tolist()
-    return (values[low:high] for low, high in pairwise(bounds))
-
-
-def _one_row(tokens: Any) -> bool:
-    """One row of numbers, and not one row a sample."""
-    if isinstance(tokens, (np.ndarray, Tensor)):
-        return tokens.ndim == 1 and tokens.dtype != object
-    return isinstance(tokens, (list, tuple)) and bool(tokens) and not rank_of(tokens[0])
-
-
-def _of_flat(columns: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, list[Any]]:
-    parts = columns.get("seq_lengths")
-    if parts is None:
-        remedy = "Add seq_lengths [B], or pass one sample as a list: [sample]."
-        raise CollateError(explain("input_ids", shape_of(columns["input_ids"]), _FLAT, remedy))
-    nested = isinstance(parts, (list, tuple)) and any(map(rank_of, parts))
-    lengths = [int(host_array("seq_lengths", part).sum()) for part in parts] if nested else _whole(parts)
-    out = {"seq_lengths": list(parts)} if nested else {}
-    for name, column in columns.items():
-        if keys.get(name, SAMPLE).kind in _BY_TOKEN:
-            out |= {name: _cut(name, column, lengths)} if name != "seq_lengths" else {}
-        else:
-            out[name] = _as_list(name, column)
-    return _of_rows(out)
-
-
-def _whole(lengths: Any) -> list[int]:
-    counts = host_array("seq_lengths", lengths)
-    if counts.ndim != 1 or (counts.size and (counts.dtype.kind not in "iu" or counts.min() < 0)):
-        raise CollateError(explain("seq_lengths", f"{counts.tolist()}"[:80], _FLAT, "Pass one count for each sample."))
-    return list(counts.tolist())
-
-
-def _cut(name: str, values: Any, lengths: list[int]) -> list[Any]:
-    if not is_ragged(values) or len(values) != sum(lengths):
-        got = shape_of(values) if isinstance(values, (np.ndarray, Tensor)) else f"{len(values)} values"
-        remedy = f"seq_lengths add up to {sum(lengths)}: cut values and lengths together."
-        raise CollateError(explain(name, got, _FLAT, remedy))
-    return [values[low:high] for low, high in pairwise(accumulate(lengths, initial=0))]
+def _dicts_of(row: Any) -> str:
+    """How such samples become dicts where the dataset is built."""
+    if isinstance(row, tuple):
+        return 'Make dicts of the tuples, with webdataset: dataset.map(lambda row: dict(zip(("input_ids", "labels"), row))).'
+    if isinstance(row, str):
+        return "Tokenise first: [tokenizer(text) for text in texts]."
+    if isinstance(row, (list, np.ndarray, Tensor)):
+        return 'Make dicts of them: [{"input_ids": ids} for ids in samples].'
+    if hasattr(row, "to_pylist"):
+        return "Pass the rows of the tables: [row for table in samples for row in table.to_pylist()]."
+    return "Pass dicts: [vars(sample) for sample in samples]." if is_dataclass(row) else "Check the dataset and the sampler."
 
 
 # --- own masks: which tokens of a sample are real, by its own mask, packing ids and `seq_lengths`, which must agree

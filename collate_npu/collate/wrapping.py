@@ -7,7 +7,7 @@ Legend: B batch rows, S width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import PLAIN, Array, Side, dims, host_tensor
-from collate_npu.collate.collators import ELSEWHERE, Emitter, Layout, add_offsets
+from collate_npu.collate.collators import ELSEWHERE, BatchWriter, MaskMode, add_offsets
 from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
 from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
 from collate_npu.consumers.labels_and_positions import labels_for
+from collate_npu.consumers.mask_routing import Consumer, ConsumerName
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, segments_from_batch
 from collate_npu.masks.dense_mask import Polarity
+from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import unpad
 from collate_npu.segments import Segments
@@ -34,12 +36,11 @@ Features = Sequence[Mapping[str, Any]]
 
 _FIRST = "Pass the collator first, then the model: wrap_collator(collator, model)."
 _OF_ROWS = ("tokenizer", "pad_token_id", "padding_side", "padding", "max_length", "pad_to_multiple_of", "packing")
-_INNER = dict.fromkeys(("", "collator", "data_collator", "collate_fn"), _FIRST)
+_INNER = dict.fromkeys(("collator", "data_collator", "collate_fn"), _FIRST)
 
 
 @checked(instead=ELSEWHERE | _INNER | dict.fromkeys(_OF_ROWS, "Set it in the inner collator."))
-@dataclass(frozen=True)
-class WrappedCollator(Emitter):
+class WrappedCollator:
     """Wraps any collator: returns its batch with correct masks, positions and labels. Picklable if `inner` is.
 
     The batch of `inner` may have a 2D mask, a 4D mask, both, or none. Samples have lengths, and may have masks, packing
@@ -48,7 +49,6 @@ class WrappedCollator(Emitter):
 
     * `inner`: your collator.
     * `padding_free`: True makes one flat row of every batch.
-    * `layout`: only `labels_shifted` and `max_mask_bytes`: your collator lays out the rows.
     * `polarity`: what True means in the 4D mask of your collator. None: the mask must prove it, otherwise it is refused.
     * `model_type`: a name of transformers' registry, if you pass no module. A Megatron trainer then reads the batch.
 
@@ -61,35 +61,40 @@ class WrappedCollator(Emitter):
     {'input_ids': [2, 3], 'attention_mask': [2, 1, 3, 3], 'attention_mask_2d': [2, 3]}
     """
 
-    inner: Callable[..., Mapping[str, Any]]
-    model: InitVar[Any] = None
-    _: KW_ONLY
-    polarity: Polarity | None = None
-    model_type: InitVar[str | None] = None
-    return_tensors: InitVar[str | None] = "pt"
-
-    def __post_init__(self, model: Any, model_type: str | None, return_tensors: str | None) -> None:
+    def __init__(
+        self,
+        inner: Callable[..., Mapping[str, Any]],
+        model: Any = None,
+        *,
+        model_type: str | None = None,
+        consumer: ConsumerName | Consumer | None = None,
+        attention_mask: MaskMode = "auto",
+        pattern: str | Pattern | None = None,
+        polarity: Polarity | None = None,
+        padding_free: bool = False,
+        label_pad_token_id: int = -100,
+        labels_shifted: bool = False,
+        keys: Mapping[str, Key] = KEYS,
+        return_tensors: Any = "pt",
+    ) -> None:
         check_return_tensors(return_tensors)
-        check_collator(self.inner)
-        for field in fields(Layout):
-            value = getattr(self.layout, field.name)
-            if value == field.default or field.name in ("labels_shifted", "max_mask_bytes"):
-                continue
-            rule = "wrap_collator keeps the row layout of the inner collator."
-            remedy = "Leave it out, or collate with PaddingCollator(layout=...)."
-            raise CollateError(explain(f"layout.{field.name}", repr(value), rule, remedy))
-        self._settle(model, model_type)
-        object.__setattr__(self, "model_type", model_type)
+        check_collator(inner)
+        self.writer = BatchWriter(
+            model, model_type=model_type, consumer=consumer, attention_mask=attention_mask, pattern=pattern,
+            padding_free=padding_free, label_pad_token_id=label_pad_token_id, keys=keys, labels_shifted=labels_shifted,
+        )  # fmt: skip
+        self.inner, self.pattern, self.polarity = inner, pattern, polarity
+        self.padding_free, self.keys = padding_free, keys
 
     def __call__(self, features: Features, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the inner collator's batch with its masks replaced. Raises `CollateError` where its padding is unknown."""
         check_return_tensors(kwargs.get("return_tensors"))
-        if self._left:
+        if self.writer.left:
             return shipped(dict(self.inner(features, *args, **kwargs)))
         samples = _Samples(*sample_segment_ids(features))  # first: some collators write into the samples
         given = self.inner(features, *args, **kwargs)
         check_batch(given, self.inner)
-        if self._adapter is not None and self._adapter.is_left(given):
+        if self.writer.adapter is not None and self.writer.adapter.is_left(given):
             return shipped(dict(given))
         batch = Sources.of_tensors({key: x for key, x in Sources.of(given).items() if x is not None})
         _check_tokens(batch)
@@ -102,21 +107,21 @@ class WrappedCollator(Emitter):
             flattened, segments = _flattened(batch, segments, self.keys) if flat else ({}, segments)
             whole = Sources(flattened) if flat else batch
         left = getattr(getattr(self.inner, "tokenizer", None), "padding_side", None) == "left"  # as transformers' collators
-        if not flat and "position_ids" not in whole and self._adds_positions(left):
+        if not flat and "position_ids" not in whole and self.writer.adds_positions(left):
             whole |= {"position_ids": segments.position_ids}
-        out = self._finished(self._labels_ignored(whole, segments), segments, padding_free=flat)
-        if self._adapter is not None:
+        out = self.writer.write(self._labels_ignored(whole, segments), segments, padding_free=flat)
+        if self.writer.adapter is not None:
             _check_second_rows(batch, out)
-        return shipped(out)
+        return out
 
     def _labels_ignored(self, batch: Sources, segments: Segments) -> Sources:
-        shifted: bool | None = self.layout.labels_shifted
+        shifted: bool | None = self.writer.labels_shifted
         if batch.named["tokens"] == ("tokens",):  # Megatron's stand with the token before, torchtune's do not: by the tokens
             shifted = shifted or None
-        ignored = self.label_pad_token_id
-        out = labels_for(batch, segments, self._labels, shifted, ignored=ignored)
+        ignored = self.writer.label_pad_token_id
+        out = labels_for(batch, segments, self.writer.labels, shifted, ignored=ignored)
         labels = out.get("labels", batch.get("labels"))
-        counted = self._adapter is not None and self._predicts_next
+        counted = self.writer.adapter is not None and self.writer.predicts_next
         first = counted and shifted is False  # of a row, which a Trainer counts
         if first and isinstance(labels, Tensor) and dims(labels)[:2] == segments.shape:
             out["labels"] = torch.cat([torch.full_like(labels[:, :1], ignored), labels[:, 1:]], dim=1)
@@ -136,8 +141,8 @@ class WrappedCollator(Emitter):
         return segments
 
     def _found(self, batch: Sources) -> Segments:
-        if self._adapter is not None:
-            return self._adapter.read(batch, self.polarity, padding_free=False)
+        if self.writer.adapter is not None:
+            return self.writer.adapter.read(batch, self.polarity, padding_free=False)
         return agreed(batch, polarity=self.polarity, pattern=self.pattern, padding_free=False)
 
 

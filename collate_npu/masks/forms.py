@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import PLAIN, Array, check_places, host_array, whole_number
+from collate_npu.arrays import PLAIN, Array, host_array, whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.masks.dense_mask import Polarity, fill_rows, regions_of
 from collate_npu.masks.patterns import CAUSAL, Pattern
@@ -387,61 +387,3 @@ def check_cuts(name: str, offsets: Array, segments: Segments) -> None:
         rule = f"Each sequence begins at an offset, and no offset is inside it; the offsets are {offsets[:16].tolist()}."
         remedy = "Pass the offsets of these sequences, or leave offsets out."
         raise CollateError(explain_rows(f"{name} (rows are sequences)", bad, rule, remedy, more="sources-disagree"))
-
-
-def aligned(lengths: Sequence[int], multiple: int) -> list[int]:
-    """Each sequence with the padding behind it, a multiple of `multiple`: 64 is the chunk of the recurrent kernels."""
-    return [-(-length // multiple) * multiple for length in lengths]
-
-
-def least_room(count: int, max_sequences: int | None, *, multiple: int = 1, repeats: bool = False) -> int:
-    """Return how many tokens the tail needs for `add_tail` to bring `count` sequences up to `max_sequences`."""
-    return 0 if max_sequences is None or repeats else max(max_sequences - count, 0) * multiple
-
-
-def add_tail(
-    places: Sequence[int],
-    width: int,
-    *,
-    max_sequences: int | None = None,
-    multiple: int = 1,
-    repeats: bool = False,
-    behind: bool = True,
-) -> list[int]:
-    """Places that fill a row of `width` tokens, a multiple too; with `max_sequences`, as many as that, for equal offsets.
-
-    The tail is one more sequence. With `max_sequences` it is cut evenly into as many as are missing, each at least
-    `multiple` tokens, so that offsets rise: recurrent kernels refuse or misread an empty sequence (fla up to 0.5.0, and
-    Ascend's `recompute_w_u_fwd_tiling_processor.h:360`). `repeats=True` leaves the missing ones empty, which repeats the
-    last offset: kernels of attention take that (torchtitan pull request 4158; torch_npu's `actual_seq_qlen`). Where none
-    is missing, the padding stands `behind` the last sequence, which is exact for causal layers. Two sequences of 3 and 2,
-    each at a multiple of 4; in a row of 16; and for 4 sequences, as recurrent layers and as attention alone take them::
-
-        1 1 1 0 2 2 0 0                     places 4 4          offsets 0 4 8
-        1 1 1 0 2 2 0 0 0 0 0 0 0 0 0 0     places 4 4 8        offsets 0 4 8 16
-                                            places 4 4 4 4      offsets 0 4 8 12 16
-                                            places 4 4 8 0      offsets 0 4 8 16 16
-
-    Raises `CollateError` for too many tokens or sequences, and where the tail has no room.
-    """
-    room = width - sum(places)
-    if room < 0:
-        rule, remedy = f"The row is {width} tokens wide.", "Raise the width, or put fewer samples in a batch."
-        raise CollateError(explain("flat row", f"{sum(places)} tokens with their alignment", rule, remedy))
-    missing = (1 if room else 0) if max_sequences is None else max_sequences - len(places)
-    if missing < 0 or (room and not missing and not behind):
-        least = len(places) + (0 if behind or not room else 1)
-        rule = f"The offsets are for {max_sequences} sequences, the tail counted where attention looks ahead."
-        remedy = f"Raise max_sequences to {least} or more, or put fewer samples in a batch."
-        raise CollateError(explain("max_sequences", f"{len(places)} sequences", rule, remedy))
-    if not missing:
-        return [*places[:-1], places[-1] + room] if room else list(places)
-    check_places("max_sequences", missing, "It is the most sequences that a row may hold.")
-    if repeats:
-        return [*places, room, *([0] * (missing - 1))]
-    if room < missing * multiple:
-        rule = f"Rising offsets for {max_sequences} sequences take a tail of {missing * multiple} tokens here."
-        remedy = f"Raise the width to {sum(places) + missing * multiple}, or lower max_sequences."
-        raise CollateError(explain("max_sequences", f"{len(places)} sequences and a tail of {room} tokens", rule, remedy))
-    each, more = divmod(room // multiple, missing)  # the largest last
-    return [*places, *((each + (n >= missing - more)) * multiple for n in range(missing))]

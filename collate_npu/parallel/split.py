@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from math import lcm
 from typing import Any, cast
 
@@ -18,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array, check_places, host_tensor, whole_number
+from collate_npu.arrays import check_places, host_tensor, whole_number
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, Role, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
-from collate_npu.masks.forms import aligned, check_cuts
+from collate_npu.masks.forms import check_cuts, offsets_of
 from collate_npu.masks.sources import Sources, physical_and_real_offsets, wrong_shape_error
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, uncompiled
 from collate_npu.parallel.layout import ContextParallel, Run, indices, query_runs, token_runs
@@ -43,9 +44,8 @@ def split_batch(
     *,
     segments: Segments | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
-    keys: Mapping[str, Key] = KEYS,
 ) -> dict[str, Any]:
-    """Return this rank's part of a batch: each key is split as its row of `keys` says. `gather_sequence` undoes it by key.
+    """Return this rank's part of a batch: each key is split as its row of `KEYS` says. `gather_sequence` undoes it by key.
 
     A key that KEYS does not list is split where it begins `[B, S]`, replicated where no dimension is S wide, and refused
     otherwise. Labels are split as they are: where the model shifts them itself, put `shift_labels` in the batch first,
@@ -62,11 +62,10 @@ def split_batch(
     [[False, False, True, True]]
     """
     with ranks_agree(cp, call="split"):
-        check_keys(keys)
         sources = Sources.of(batch)
         if segments is not None and sources.named["tokens"] and not _is_nested(sources[sources.named["tokens"][0]]):
             check_known(sources, segments)
-        return share_out(sources, cp, segments=segments, cu_seqlens=cu_seqlens, keys=keys)
+        return share_out(sources, cp, segments=segments, cu_seqlens=cu_seqlens)
 
 
 @uncompiled
@@ -205,7 +204,7 @@ class _Shard:
         if value.ndim and value.shape[dim] == S and (value.ndim > 1 or B == 1):
             return take_runs(value, dim, self.tokens)
         rule = f"Dimension {dim} is tokens, and the batch is {[B, S]} (rows, width)."
-        remedy = f"Pad it with the batch, or pass keys={{**KEYS, {key!r}: SAMPLE}} if it is not per token."
+        remedy = f"Pad it with the batch, or pass BatchAdapter(keys={{**KEYS, {key!r}: SAMPLE}}) if it is not per token."
         raise CollateError(explain(key, shape_of(value), rule, remedy))
 
     def of_mask(self, key: str, value: Any, recurrent: bool = False) -> Any:
@@ -245,7 +244,7 @@ class _Shard:
         if self.shape[1] not in value.shape:
             return SAMPLE
         rule = f"A key that KEYS does not list is per token if its shape begins {list(self.shape)}."
-        remedy = f"Say what it is: keys={{**KEYS, {key!r}: Key(kind='tokens', dim=...)}}, or SAMPLE."
+        remedy = f"Split it with split_tensor(x, cp, dim=...), or pass BatchAdapter(keys={{**KEYS, {key!r}: SAMPLE}})."
         raise CollateError(explain(key, shape_of(value), rule, remedy))
 
 
@@ -304,6 +303,7 @@ def pad_documents(
     cp: ContextParallel | None = None,
     *,
     multiple: int = 1,
+    max_sequences: int | None = None,
     segments: Segments | None = None,
     pad_token_id: int = 0,
     keys: Mapping[str, Key] = KEYS,
@@ -313,10 +313,14 @@ def pad_documents(
     The last document takes the alignment tail, so no document is invented. Adds `cu_seqlens` (real) and
     `cu_seqlens_padded` (where documents stand); `cu_seq_lens_q/k` and `max_length_q/k` become the padded ones, since
     their kernels have no others. `segments` tell which tokens are real, where the row already holds padding; those
-    returned tell how many places are padding now (`num_padding`, `padding_share`). Documents of 3 and 2 on 2 zigzag
-    ranks, or with `multiple=4` on one::
+    returned tell how many places are padding now (`num_padding`, `padding_share`).
 
-        1 1 1 2 2   ->   1 1 1 0 2 2 0 0        cu_seqlens 0 3 5, cu_seqlens_padded 0 4 8
+    `max_sequences` is for graphs and compilers, which want one shape: the offsets are those of so many documents, and
+    `max_length_q/k` is the width. The row stays as wide as it came, or grows, and its rest is cut into the missing ones.
+    Documents of 3 and 2 on 2 zigzag ranks, or with `multiple=4` on one; with `max_sequences=4` in a row of 16::
+
+        1 1 1 2 2   ->   1 1 1 0 2 2 0 0                     cu_seqlens 0 3 5      cu_seqlens_padded 0 4 8
+                         1 1 1 0 2 2 0 0 0 0 0 0 0 0 0 0     cu_seqlens 0 3 5 5 5  cu_seqlens_padded 0 4 8 12 16
 
     Padding stands behind its document, which is exact for causal layers. A multiple of the chunk (64) leaves recurrent
     kernels no shorter chunk at a document's end, where some are wrong (flash-linear-attention-npu issues 367, 544, 733).
@@ -336,19 +340,16 @@ def pad_documents(
     if segments.shape[0] != 1 or segments.hole_rows:
         rule = "pad_documents needs one flat row [1, S], the padding of each document at its end."
         raise CollateError(explain("segments", repr(segments), rule, "Call unpad() first."))
-    lengths_N = np.array(segments.sequence_lengths, np.int64)
-    starts_N = np.array([start for _, start, _ in segments.spans], np.int64)
     each, whole = (1, 1) if cp is None else (cp.document_multiple, cp.multiple)
     each = lcm(whole_number("multiple", multiple, least=1), each)
-    check_places("multiple", each * len(lengths_N), "Pass a smaller multiple (a chunk is 64).")
-    places_N = np.array(aligned(lengths_N.tolist(), each), np.int64)
-    places_N[-1:] += -places_N.sum() % lcm(each, whole)
-    plan = _Plan.of(segments.shape[1], lengths_N, starts_N, places_N)
+    places = _places(segments, each, lcm(each, whole), max_sequences)
+    plan = _Plan.of(segments, places)
     pad_token_id = whole_number("pad_token_id", pad_token_id, least=-(1 << 63))
-    keys = with_fills(keys, {"pad": pad_token_id, "pad_type": 0, "ignored": -100})
+    keys = _with_fills(keys, {"pad": pad_token_id, "pad_type": 0, "ignored": -100})
     out = {key: plan.moved(key, value, keys.get(key)) for key, value in sources.items()}
-    real, padded = (torch.from_numpy(np.cumsum([0, *sizes_N]).astype(np.int32)) for sizes_N in (lengths_N, places_N))
-    longest = torch.tensor(int(places_N.max(initial=0)))
+    lengths = [*segments.sequence_lengths, *([0] * (len(places) - segments.num_sequences))]
+    real, padded = (torch.tensor([0, *accumulate(sizes)], dtype=torch.int32) for sizes in (lengths, places))
+    longest = torch.tensor(max(places, default=0) if max_sequences is None else int(padded[-1]))
     bridge = "cu_seqlens_unpadded" in sources.named["offsets"]  # Megatron-Bridge: beside it the others are padded
     usual_of: dict[Role, Tensor] = {"longest": longest, "tail": 0 * longest, "offsets": padded if bridge else real}
     usual_of |= {"padded_offsets": padded, "lengths": real.diff(), "padded_lengths": padded.diff()}
@@ -356,7 +357,39 @@ def pad_documents(
         # kernels that take cu_seq_lens_q have no padded ones beside it
         value = real if key.endswith("unpadded") else padded if key.startswith("cu_seq_lens") else usual
         out[key] = value.to(batch[key].device) if isinstance(batch[key], Tensor) else value if value.ndim else value.item()
+    if len(places) > segments.num_sequences:
+        _number_missing(out, sources, plan.segments, places)
     return out | {"cu_seqlens": usual_of["offsets"], "cu_seqlens_padded": padded}, plan.segments
+
+
+def _places(segments: Segments, each: int, whole: int, count: int | None) -> list[int]:
+    """Return what each document takes up: a multiple of `each`, the row one of `whole`; with a `count`, so many documents.
+
+    The offsets of missing ones rise: recurrent kernels refuse or misread an empty sequence (fla up to 0.5.0, and Ascend's
+    `recompute_w_u_fwd_tiling_processor.h:360`).
+    """
+    places = [-(-length // each) * each for length in segments.sequence_lengths]
+    missing = 0 if count is None else whole_number("max_sequences", count, least=1) - len(places)
+    if missing < 0:
+        rule, remedy = f"The offsets are for {count} sequences.", "Raise max_sequences, or put fewer samples in a batch."
+        raise CollateError(explain("max_sequences", f"{len(places)} sequences", rule, remedy))
+    width = max(sum(places) + missing * each, 0 if count is None else segments.shape[1])
+    width += -width % whole
+    check_places("multiple", width, "Pass a smaller multiple (a chunk is 64), or fewer max_sequences.")
+    rest = width - sum(places)
+    if not missing:
+        return [*places[:-1], places[-1] + rest] if places else []
+    share, more = divmod(rest // each, missing)  # the largest last
+    return [*places, *((share + (n >= missing - more)) * each for n in range(missing))]
+
+
+def _number_missing(out: dict[str, Any], sources: Sources, segments: Segments, places: list[int]) -> None:
+    """Write positions and numbers of the missing documents behind the others, as their offsets have them."""
+    own, tail = offsets_of(segments, places), sum(places[: segments.num_sequences])
+    for key in (*of_kind(sources, "positions"), *sources.named["sequence_index"]):
+        if isinstance(out[key], Tensor) and out[key].ndim == 2:
+            counted = own["seq_idx" if key in sources.named["sequence_index"] else "position_ids"]
+            out[key][:, tail:] = counted[:, tail:].to(out[key])
 
 
 def _check_kinds(sources: Sources) -> None:
@@ -371,20 +404,9 @@ def _check_kinds(sources: Sources) -> None:
             raise CollateError(explain(key, shape_of(sources[key]), "It holds offsets of the row before padding.", remedy))
 
 
-def with_fills(keys: Mapping[str, Key], fills: Mapping[Any, float]) -> dict[str, Key]:
+def _with_fills(keys: Mapping[str, Key], fills: Mapping[Any, float]) -> dict[str, Key]:
     """Return the keys with numbers for the named fills ("pad", "ignored", ...)."""
     return {key: replace(rule, fill=fills[rule.fill]) if rule.fill in fills else rule for key, rule in keys.items()}
-
-
-def place_documents(
-    batch: Mapping[str, Any], segments: Segments, places: Sequence[int], *, keys: Mapping[str, Key] = KEYS
-) -> tuple[dict[str, Any], Segments]:
-    """A flat row without padding, each document moved to its place (`masks.forms`); its offsets stay as they are."""
-    lengths_N = np.zeros(len(places), np.int64)
-    lengths_N[: segments.num_sequences] = segments.sequence_lengths
-    starts_N = np.cumsum(lengths_N) - lengths_N
-    plan = _Plan.of(segments.num_tokens, lengths_N, starts_N, np.asarray(places, np.int64))
-    return {key: plan.moved(key, value, keys.get(key)) for key, value in batch.items()}, plan.segments
 
 
 def as_tensor(key: str, value: Any, rule: Key | None, shape: tuple[int, int]) -> Any:
@@ -423,16 +445,20 @@ class _Plan:
     segments: Segments
 
     @classmethod
-    def of(cls, width: int, lengths_N: Array, starts_N: Array, places_N: Array) -> _Plan:
-        """Plan N documents: their real lengths, where they start now, and the places each is to take."""
+    def of(cls, segments: Segments, places: Sequence[int]) -> _Plan:
+        """Plan N documents by the places each is to take: those of the Segments, then empty ones."""
+        places_N = np.array(places, np.int64)
+        lengths_N, starts_N = np.zeros((2, len(places)), np.int64)
+        lengths_N[: segments.num_sequences] = segments.sequence_lengths
+        starts_N[: segments.num_sequences] = [start for _, start, _ in segments.spans]
         number_W = np.repeat(np.arange(len(places_N)), places_N)
         place_W = np.arange(len(number_W))
         at_W = place_W - (np.cumsum(places_N) - places_N)[number_W]
         real_W = at_W < lengths_N[number_W]
         source_W = np.maximum.accumulate(np.where(real_W, starts_N[number_W] + at_W, 0))
         steps_W = place_W - np.maximum.accumulate(np.where(real_W, place_W, -1))
-        segments = Segments(((number_W + 1) * real_W)[None])
-        return cls(width, torch.from_numpy(source_W), torch.from_numpy(steps_W), segments)
+        ids = ((number_W + 1) * real_W)[None]
+        return cls(segments.shape[1], torch.from_numpy(source_W), torch.from_numpy(steps_W), Segments(ids))
 
     def moved(self, key: str, value: Any, rule: Key | None) -> Any:
         """One key of the batch in the new row; keys without a token dimension come back as they are."""

@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -365,18 +365,11 @@ def conformance(
 
 
 @checked
-def check_step(
-    step: Callable[[list[Sample]], Any],
-    *,
-    per: Literal["token", "sequence"] = "token",
-    vocab_size: int = 256,
-    seed: int | None = None,
-) -> float:
+def check_step(step: Callable[[list[Sample]], Any], *, vocab_size: int = 256, seed: int | None = None) -> float:
     """Compare a training step over several samples with these samples alone, and return the relative difference.
 
     `step(samples)` is called with lists of token ids. It shares them out over micro-batches and ranks as your training does,
-    and returns the gradient of the step, before it is clipped, or its loss. `per` is what that loss is the mean of: all
-    tokens that are predicted, or all sequences.
+    and returns the gradient of the step, before it is clipped, or its loss: the mean over all tokens that are predicted.
 
     Raises `AssertionError` for another mean, as where each micro-batch divides by its own tokens, and `CollateError` where
     nothing can be proved.
@@ -397,7 +390,7 @@ def check_step(
     if len(sizes := {len(x) for x in (*alone, *copies, found)}) > 1:
         got = f"{sorted(sizes)} numbers, by the samples"
         raise CollateError(explain("step", got, "They are as many each time.", "Return zeros for what has no gradient."))
-    weights = torch.tensor([len(ids) - 1.0 if per == "token" else 1.0 for ids in samples]).double()
+    weights = torch.tensor([len(ids) - 1.0 for ids in samples]).double()
     known, mean = weights @ torch.stack(alone) / weights.sum(), torch.stack(alone).mean(0)  # of micro-batches of one sample
     lost, error = (apart([x], [known]) for x in (alone[0], found))
     noise = apart(*([x / x.norm() for x in each] for each in (copies, alone)))  # of directions: a factor is no noise

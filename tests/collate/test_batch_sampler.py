@@ -68,7 +68,6 @@ def test_bad_options_are_refused():
         ({"rank": 2, "num_replicas": 2}, "numbered from 0 to 1"),
         ({"width": 9}, "A batch holds up to 8 tokens"),
         ({"max_tokens": 0}, "at least 1"),
-        ({"longer": "cut"}, "longer"),
         ({"num_replicas": 4}, "3 samples for 4 batches"),
         ({"batch_size": 2}, "BalancedBatchSampler has no such argument"),
     ):

@@ -11,7 +11,6 @@ import pytest
 from fuzz.compared import bits
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, wrap_collator
-from collate_npu.collate import Layout
 
 THREADS = 8
 LEFT = SimpleNamespace(pad_token_id=0, padding_side="left")
@@ -51,7 +50,7 @@ def adapted(adapter):
 MAKERS = {
     "padded": lambda: PaddingCollator(pad_token_id=0, attention_mask="2d"),
     "left": lambda: PaddingCollator(LEFT, consumer="transformers"),
-    "flat": lambda: PaddingCollator(pad_token_id=0, padding_free=True, layout=Layout(sequence_multiple=4, max_sequences=16)),
+    "flat": lambda: PaddingCollator(pad_token_id=0, padding_free=True, pad_to_multiple_of=4),
     "wrapped": lambda: wrap_collator(inner, attention_mask="4d"),
     "adapter": lambda: adapted(BatchAdapter(**RECURRENT)),
 }

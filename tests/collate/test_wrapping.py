@@ -10,8 +10,7 @@ import strategies
 import torch
 from hypothesis import assume, given
 
-from collate_npu import CollateError, PaddingCollator, Segments, wrap_collator
-from collate_npu.collate import Layout
+from collate_npu import CollateError, Segments, wrap_collator
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
 from collate_npu.masks.batch_reader import segments_from_batch
 
@@ -189,7 +188,7 @@ ALIGNED = {
 )
 def test_padding_behind_each_sample_is_padding_whatever_its_id(rows, told):
     """Also where the pad token, 0, is a real one: by the ids alone the second sample would stand behind the first."""
-    inner = PaddingCollator(pad_token_id=0, padding_free=True, layout=Layout(sequence_multiple=4))
+    inner = strategies.flat_collator(0, multiple=4)
     features = [{"input_ids": row} for row in rows]
     out = wrap_collator(lambda samples: ALIGNED[told](inner(samples)))(features)
     assert segments_from_batch(out) == segments_from_batch(inner(features))
@@ -233,7 +232,7 @@ def labels_of(segments, labels, **settings):
     ("settings", "labels", "left"),
     [
         ({"pattern": "bidirectional"}, [[1, 2], [3, 4]], [[-100, 2], [3, 4]]),  # it predicts tokens in place
-        ({"layout": Layout(labels_shifted=True)}, [[1, 2], [3, 4]], [[-100, 2], [3, 4]]),
+        ({"labels_shifted": True}, [[1, 2], [3, 4]], [[-100, 2], [3, 4]]),
         ({"label_pad_token_id": -1}, [[1, 2], [3, 4]], [[-1, -1], [3, 4]]),
         ({}, [1, 2], [1, 2]),  # one a sample
         ({}, [[0.5, 0.5], [0.0, 1.0]], [[0.5, 0.5], [0.0, 1.0]]),

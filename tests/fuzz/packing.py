@@ -4,16 +4,15 @@ Legend: B rows, S width, N sequences, L tokens of one sample.
 """
 
 from itertools import pairwise
-from math import lcm
 
 import oracle
 from fuzz import drawn as make
 from fuzz.collating import collator_of, contradict, is_padded, samples_of
 from fuzz.compared import adapter_of, apart, lists, taken
 from fuzz.drawn import PAD, Drawn
+from strategies import flat_collator
 
 from collate_npu import Segments
-from collate_npu.collate import Layout
 
 
 def pack(drawn: Drawn) -> None:
@@ -53,15 +52,16 @@ def pack_flat(drawn: Drawn) -> None:
     widths, bad = drawn.pick((None, (8, 16, 40))), contradict(features, own)
     counts = [1] if bad else oracle.lengths(own)
     held, missing = [-(-n // (each or 1)) * (each or 1) for n in counts], max(0, (most or 0) - len(counts))
-    width = width_of(sum(held) + missing * (each or 1), lcm(each or 1, multiple or 1), widths)
+    width = width_of(sum(counts), multiple or 1, widths)
     bad = bad or width is None or (most is not None and len(counts) > most)
-    layout = Layout(sequence_multiple=each, max_sequences=most)
-    collator = collator_of(
-        pad_token_id=PAD, padding_free=True, pad_to_multiple_of=multiple, padding=widths or True, layout=layout
-    )
+    padding = {"multiple": each, "max_sequences": most}
+    collator = flat_collator(PAD, pad_to_multiple_of=multiple, padding=widths or True, **padding)
     batch = taken(lambda: collator(features), bad, "the row is too narrow, or has too many sequences")
     if batch is None:
         return
+    if each or most:  # it grows where its sequences do not fit; without a number of sequences it keeps no tail
+        width = max(sum(held) + missing * (each or 1), width * (most is not None))
+        width += -width % (each or 1)
     is_laid_out(batch, tokens, own, held, width, each, most)
 
 

@@ -22,7 +22,7 @@ def plan(drawn: Drawn) -> None:
 def options_of(drawn: Drawn):
     options = {"max_tokens": 1 + drawn.below(40), "num_replicas": 1 + drawn.below(4), "seed": drawn.below(5)}
     options |= {name: drawn.chance() for name in ("pack", "shuffle", "drop_last")}
-    return options | {"width": drawn.pick((None, 1 + drawn.below(24))), "longer": drawn.pick(("alone", "error"))}
+    return options | {"width": drawn.pick((None, 1 + drawn.below(24)))}
 
 
 def batches(drawn: Drawn) -> None:
@@ -30,7 +30,7 @@ def batches(drawn: Drawn) -> None:
     lengths = [1 + drawn.below(L) for _ in range(1 + drawn.below(24))]
     R, room = options["num_replicas"], options["width"] or options["max_tokens"]
     given = make.held(drawn, lengths)
-    bad = room > options["max_tokens"] or (options["longer"] == "error" and max(lengths) > room)
+    bad = room > options["max_tokens"] or max(lengths) > room
     made = taken(lambda: BalancedBatchSampler(given, rank=None, **options), bad, "something is over the budget", given)
     if made is None:
         return
@@ -57,7 +57,7 @@ def keeps_promises(whole, lengths, room, options) -> None:
     for batch in whole:
         sizes = [lengths[n] for n in batch]
         assert sizes
-        assert (len(sizes) == 1) if max(sizes) > room else oracle.computed(sizes, options) <= options["max_tokens"]
+        assert oracle.computed(sizes, options) <= options["max_tokens"]
 
 
 def goes_on(drawn: Drawn, lengths, options, epoch, whole) -> None:

@@ -10,7 +10,6 @@ from fuzz.compared import leaves
 from fuzz.drawn import Drawn
 
 from collate_npu import CollateError, Pattern, Segments
-from collate_npu.collate import Layout
 from collate_npu.keys import KEYS
 
 NAMES = ("", "keep", "masked", "causal", "sliding", "left", "4d", "auto", "megatron", "fla", "zigzag", "input_ids", "labels")
@@ -23,7 +22,7 @@ DTYPES += ("complex64",)
 TORCH = (*(name for name in DTYPES if name != "uint64"), "bfloat16", "float8_e5m2", "uint32")
 OBJECTS = (
     None, ..., NotImplemented, object(), type, len, range(3), b"ab", bytearray(b"ab"), memoryview(b"ab"), slice(1, 2),
-    torch.int64, torch.device("cpu"), np.int64, Exception("x"), ROWS, Pattern.sliding(2), Layout(), KEYS, CP, ADAPTER, BATCH,
+    torch.int64, torch.device("cpu"), np.int64, Exception("x"), ROWS, Pattern.sliding(2), KEYS, CP, ADAPTER, BATCH,
     FEATURES, [FEATURES], Segments.from_lengths([7]), torch.nn.Linear(2, 2), lambda *given, **named: given, iter((1, 2)),
     [[1, 0, 1, 0], [0, 0, 0, 0]], [[2, 1, 2, 0], [1, 1, 1, 1]], [[1, 2], [3]], {"input_ids": [1]}, ROWS.keep & False,
     torch.Size((2, 4)), torch.arange(9)[::2], np.array([(1, 2)], [("a", int), ("b", int)]), np.array([[True], [False]]),

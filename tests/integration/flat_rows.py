@@ -4,11 +4,12 @@ from functools import cache
 from itertools import pairwise
 
 import torch
+from strategies import flat_collator
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
-from collate_npu import PaddingCollator, Segments
+from collate_npu import Segments
 from collate_npu.segments import of_keep
 from collate_npu.testing import hybrid_model_types, tiny_model
 
@@ -46,7 +47,7 @@ def samples(lengths):
 
 
 def ours(model, **settings):
-    return PaddingCollator(pad_token_id=PAD, model=model, padding_free=True, **settings)
+    return flat_collator(PAD, model=model, **settings)
 
 
 def without(batch, *keys):

@@ -10,7 +10,6 @@ from itertools import product
 import pytest
 import torch
 from rotation import rotating
-from strategies import laid_out
 
 pytest.importorskip("transformers")
 from flat_rows import (
@@ -55,8 +54,8 @@ ONE_KEY = [name for name in EXACT if name not in TWO_KEYS]
 SHAPES = {
     "a multiple": {"pad_to_multiple_of": 16},
     "a tail": {"padding": (256,)},
-    "aligned": {"sequence_multiple": C},
-    "one shape": {"sequence_multiple": C, "padding": (256,), "max_sequences": 8},
+    "aligned": {"multiple": C},
+    "one shape": {"multiple": C, "padding": (256,), "max_sequences": 8},
     "one shape, not aligned": {"padding": (256,), "max_sequences": 8},
 }
 
@@ -77,7 +76,7 @@ def test_every_sequence_of_a_flat_row_is_as_alone(name, attn):
         pytest.skip("before 5.19 kernels are resolved in other ways")
     model = built(name, attn)
     with nullcontext() if name in ATTENTION else reference_kernels(model):
-        others = [theirs(model), *(ours(model, **laid_out(settings)) for settings in SHAPES.values())]
+        others = [theirs(model), *(ours(model, **settings) for settings in SHAPES.values())]
         for (row, lengths), other in zip(ROWS.items(), others, strict=True):
             features = samples(lengths)
             truth = alone(model, features)
@@ -158,9 +157,9 @@ def test_beside_a_routers_loss_positions_tell_the_sequences_or_the_row_is_refuse
             untold["position_ids"] = (torch.arange(146) * step)[None] + 3
             with pytest.raises(UnsupportedFormError, match="router's aux loss"):
                 adapter(untold)
-        for more in ({"padding": (160,)}, {"sequence_multiple": 4}):
+        for more in ({"padding": (160,)}, {"multiple": 4}):
             with pytest.raises(UnsupportedFormError, match="router's aux loss"):
-                ours(model, **laid_out(more))(row)
+                ours(model, **more)(row)
 
 
 # --- recurrent layers

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, strategies as st
 from in_float64 import in_float64, neighbour
 from rotation import examples, rotating
-from strategies import packed_lengths, sides
+from strategies import flat_collator, packed_lengths, sides
 
 pytest.importorskip("transformers")
 from flat_rows import (
@@ -35,7 +35,6 @@ from tiny_vision import MODELS, vision_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, adapt, check_delivery
-from collate_npu.collate import Layout
 from collate_npu.consumers.probe import sequences_mix_reason
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels import packed_rows
@@ -92,16 +91,16 @@ def test_packed_is_each_sequence_alone(name, attn):
 
 
 PADDED = [{"packing": True, "padding": "max_length", "max_length": 76, "padding_side": side} for side in ("left", "right")]
-PADDED += [{"padding_free": True, "pad_to_multiple_of": 16}]
-PADDED += [{"padding_free": True, "layout": Layout(**one)} for one in ({"sequence_multiple": 4}, {"max_sequences": 4})]
+FLAT = [{"pad_to_multiple_of": 16}, {"multiple": 4}, {"max_sequences": 4}]
 
 
 @pytest.mark.parametrize(("name", "attn"), rotating(product([*EXACT, "gpt2", "mistral"], ("sdpa", "eager")), 2, slow=12))
 def test_padded_rows_of_our_collator_are_proved_on_an_adapted_model(name, attn):
     model = built(name, attn)
     with adapt(model):
-        for settings, lengths in product(PADDED, ([5, 13, 40], [1, 70], [40, 30, 60])):
-            collator = PaddingCollator(pad_token_id=PAD, model=model, **settings)
+        collators = [PaddingCollator(pad_token_id=PAD, model=model, **settings) for settings in PADDED]
+        collators += [flat_collator(PAD, model=model, **settings) for settings in FLAT]
+        for collator, lengths in product(collators, ([5, 13, 40], [1, 70], [40, 30, 60])):
             assert_padding_invariant(model, collator, [each["input_ids"] for each in samples(lengths)])
 
 

@@ -7,8 +7,7 @@ import strategies
 import torch
 from hypothesis import given, strategies as st
 
-from collate_npu import CollateError, PaddingCollator, Pattern, Segments
-from collate_npu.collate import Layout
+from collate_npu import CollateError, Pattern, Segments
 from collate_npu.errors import AmbiguousMaskError
 from collate_npu.masks import block_mask, dense
 from collate_npu.masks.batch_reader import segments_from_batch
@@ -453,7 +452,7 @@ def test_a_token_alone_at_position_0_is_real_where_it_is_learned(labels, real):
 @pytest.mark.parametrize("count", [None, 16])
 @pytest.mark.parametrize("tokens", [[1, 7, 7], [7, 7], [5, 6, 7, 7, 7]])
 def test_sequences_of_one_token_that_lengths_count_are_no_tail(tokens, count):
-    collator = PaddingCollator(pad_token_id=7, padding_free=True, consumer="megatron", layout=Layout(max_sequences=count))
+    collator = strategies.flat_collator(7, consumer="megatron", max_sequences=count)
     batch = collator([{"input_ids": [t], "labels": [t]} for t in tokens])
     assert segments_from_batch(batch).lengths == ((1,) * len(tokens),)
 

@@ -31,7 +31,6 @@ from benchmarks.operators import KERNELS, TRUTHS, of_kernel
 from collate_npu import CollateError, ContextParallel, PaddingCollator, Segments, adapt, gather_sequence, split_batch
 from collate_npu.consumers import tiny_models
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
-from collate_npu.keys import TOKENS
 from collate_npu.releases import installed, numbers
 from collate_npu.testing import tiny_model
 
@@ -267,7 +266,6 @@ def test_flas_own_kernels_are_right_on_our_arguments(operator):
 # --- fla's context parallelism on two Gloo ranks, with our split, our offsets and our way back; one process is the truth
 
 NAMES = ("query", "key", "value", "g", "beta", "x")
-KEYS = dict.fromkeys(NAMES, TOKENS)
 SHARED = {
     "packed": Segments.from_lengths([[3, 70, 55]]),
     "tail": Segments.from_lengths([[9, 1, 20]], width=32),
@@ -300,7 +298,7 @@ def one_process(segments):
 def on_both(segments, cp, offsets, **layout):
     """Gathered outputs, and the gradients of this rank's inputs gathered, of the weights summed."""
     batch, taps = drawn(segments.shape[1])
-    inputs = {name: x.requires_grad_() for name, x in split_batch(batch, cp, segments=segments, keys=KEYS).items()}
+    inputs = {name: x.requires_grad_() for name, x in split_batch(batch, cp, segments=segments).items()}
     taps.requires_grad_()
     context = build_cp_context(offsets, group=cp.group, conv1d_kernel_size=W, **layout)
     rule, _ = chunk_gated_delta_rule(*(inputs[name] for name in NAMES[:5]), cp_context=context)
@@ -346,7 +344,7 @@ def on_rank():
         odd = build_cp_context(torch.tensor([0, 3, 73]), group=dist.group.WORLD, conv1d_kernel_size=W)
         found["odd"] = 2 * int(odd.cu_seqlens[-1])
     try:
-        split_batch(drawn(73)[0], right, segments=PACKINGS["flat"], keys=KEYS)
+        split_batch(drawn(73)[0], right, segments=PACKINGS["flat"])
     except CollateError as refused:
         found["refused"] = str(refused)
     return found

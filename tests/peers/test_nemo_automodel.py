@@ -27,7 +27,6 @@ from transformers import AutoConfig
 from watching import Watch
 
 from collate_npu import CollateError, PaddingCollator, adapt
-from collate_npu.collate.collators import Layout
 from collate_npu.masks.batch_reader import segments_from_batch
 
 NEEDS = ("nemo_automodel",)
@@ -130,7 +129,6 @@ DATA = {
     "packs": ("bare", "default_collater"),
 }
 BACKEND = {"_target_": "nemo_automodel.components.models.common.BackendConfig", "attn": "sdpa", "linear": "torch"}
-MOVED = Layout(labels_shifted=True)
 SEEN = {}
 
 
@@ -171,7 +169,7 @@ class Table(list):
 def collate(features):
     """Our collator, in the user's own file."""
     ours = PaddingCollator(
-        pad_token_id=PAD, padding_side="left", model=SEEN["config"], consumer="transformers", layout=MOVED
+        pad_token_id=PAD, padding_side="left", model=SEEN["config"], consumer="transformers", labels_shifted=True
     )
     return ours(features)
 

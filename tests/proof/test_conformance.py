@@ -301,7 +301,6 @@ def alike(batches):
 
 def test_a_step_that_is_that_of_its_samples_passes():
     assert check_step(loop(loss_weights)) < 1e-3
-    assert check_step(loop(alike, rows=1), per="sequence") < 1e-3
 
 
 def test_the_noise_of_a_step_is_that_of_all_its_samples():
