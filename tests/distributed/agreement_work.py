@@ -187,7 +187,9 @@ def kinds_of_truth() -> dict[str, str]:
         },
     }
     said = {name: refusal(split_batch, {"input_ids": ids, **keys}, cp) for name, keys in odd.items()}
-    said["a table"] = refusal(split_batch, {"input_ids": ids, "w": keep}, cp, keys={**KEYS, "w": SAMPLE if last else TOKENS})
+    table = {**KEYS, "w": SAMPLE if last else TOKENS}
+    adapter = BatchAdapter(needs_mask_2d=False, consumer="megatron", context_parallel=cp, keys=table)
+    said["a table"] = refusal(adapter, {"input_ids": ids, "attention_mask_2d": torch.ones(2, S).bool(), "w": ids})
     offsets = torch.tensor([0, S]).int().numpy() if last else [0, S]
     return said | {"same numbers": refusal(split_batch, {"input_ids": ids[:1]}, cp.for_documents(), cu_seqlens=offsets)}
 

@@ -57,6 +57,14 @@ def test_the_multiple_leaves_every_tensor_parallel_rank_as_many_tokens(case):
     assert sum(stop - start for start, stop in token_runs(S, cp, [0, S])) * cp.size == S
 
 
+@pytest.mark.parametrize(
+    ("layout", "row", "document"), [("zigzag", 24, 8), ("document_contiguous", 12, 4), ("ulysses", 12, 1)]
+)
+def test_the_multiples_of_four_ranks_that_three_split_again(layout, row, document):
+    cp = ContextParallel(4, 0, layout=layout, tensor_parallel=3)
+    assert (cp.multiple, cp.document_multiple) == (row, document)
+
+
 @given(places(), st.integers(1, 300))
 def test_widths_that_do_not_divide_are_refused_with_the_width_to_pad_to(case, extra):
     cp, S, _ = case
