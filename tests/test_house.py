@@ -13,20 +13,20 @@ from house import FILES, PACKAGE, ROOT, before, module_of, ours, purpose_of, roo
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1872, 1250),
-    "masks": (2699, 2400),
-    "parallel": (1578, 1450),
-    "kernels": (2791, 1900),
-    "consumers": (3293, 1950),
-    "collate": (2129, 1500),
-    "proof": (3814, 1900),
-    "integrations": (2965, 3000),
-    "testing": (237, 450),
-    "tools": (3996, 1900),
-    "tests": (40358, 33000),
+    "ground": (1671, 1600),
+    "masks": (2640, 2200),
+    "parallel": (1504, 1200),
+    "kernels": (602, 450),
+    "consumers": (3109, 2800),
+    "collate": (1950, 1800),
+    "proof": (3738, 3000),
+    "integrations": (2802, 2500),
+    "testing": (152, 200),
+    "tools": (2127, 1500),
+    "tests": (37168, 25000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
-WORDS, PAGES = 15000, 35
+WORDS, PAGES = 14850, 35
 """Of the guide that ships, in English, without tables that the code writes; a notebook is a page."""
 STAY = ("contributing", "extending")
 """Pages for who has the repository: no wheel holds them."""

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from collate_npu.arrays import Side, check_places, host_array, whole_number
 from collate_npu.collate.features import Features, Samples, read_features
@@ -114,7 +115,7 @@ class BatchWriter:
         if self.mode == "omit":
             self._check_omitted(out, segments)
             out.pop("attention_mask", None)
-        return shipped(out)
+        return out if get_worker_info() is None else shipped(out)
 
     def _choose_mask(self, segments: Segments) -> Tensor | None:
         """The mask of a batch that no consumer is named for."""

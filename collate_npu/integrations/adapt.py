@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -30,7 +31,7 @@ from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.integrations.context_parallel import check_share, sharing_ranks
 from collate_npu.masks.sources import Sources
 from collate_npu.releases import say_outside
-from collate_npu.segments import Segments, of_keep
+from collate_npu.segments import PADS_BEFORE, Segments, of_keep
 from collate_npu.validation import check_model
 
 Kept = tuple[tuple[Any, ...], dict[str, Any]]
@@ -159,7 +160,7 @@ class _Hooks:
         adapter = self._current(module)
         mended, segments = adapter.hand_over(_with_empty_rows(batch), padding_free=_is_flat(batch))
         _check_last(batch, segments)
-        _check_count(adapter, batch, mended)
+        _check_count(adapter, batch, mended, segments)
         KNOWN_BATCHES.running[get_ident()] = segments
         return mended
 
@@ -213,7 +214,7 @@ def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
     given = any(batch.get(name) is not None for name in ("position_ids", "cache_position"))
     if adapter.model.positions == "places" and not (given or bool(keep_BK.all())):
         mended["position_ids"] = positions_BS.to(keep.device)
-    _check_count(adapter, batch, mended)
+    _check_count(adapter, batch, mended, segments)
     return {**batch, **mended} if mended else None
 
 
@@ -240,10 +241,14 @@ def _check_last(batch: Sources, segments: Segments) -> None:
 _BEFORE = "Pass data_collator=wrap_collator(your collator, model=model), which changes them before the trainer counts them."
 
 
-def _check_count(adapter: BatchAdapter, batch: Sources, mended: Mapping[str, Any]) -> None:
+def _check_count(adapter: BatchAdapter, batch: Sources, mended: Mapping[str, Any], segments: Segments) -> None:
     """Raise where a trainer has counted labels that are ignored here: it divides the loss by their number (transformers 5.23
-    trainer.py:2335, of all batches of a step)."""
+    trainer.py:2335, of all batches of a step). Warn where it has counted labels and keeps them from the forward."""
     counted, moved, lost = batch.get("num_items_in_batch"), adapter.label_rule == "next", 0
+    kept = counted is not None and batch.get("labels") is None and batch.get("shift_labels") is None
+    if kept and moved and (segments.packed or segments.padding_side in PADS_BEFORE):
+        text = "the trainer keeps the labels from the forward, and learns the first token of each sequence from what stands "
+        warnings.warn(f"collate_npu: {text}before it, unless its label is -100. {_BEFORE}", stacklevel=2)
     for key in ("labels", "shift_labels") if counted is not None else ():
         if mended.get(key) is not None and batch.get(key) is not None:
             first = int(moved and key == "labels")  # the loss drops a row's first

@@ -31,7 +31,7 @@ from collate_npu.consumers.model_traits import (
     text_config,
     unwrap,
 )
-from collate_npu.errors import AmbiguousMaskError, CollateError, explain
+from collate_npu.errors import AmbiguousMaskError, CollateError, a_type, explain
 from collate_npu.keys import KEYS, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed
 from collate_npu.masks.patterns import Chunked, Pattern, Sliding
@@ -159,6 +159,9 @@ class Forward:
         self, batch: Mapping[str, Any], *, segments: Segments | None = None, pattern: str | Pattern | None = None
     ) -> Case:
         """Judge calls by what this batch says, and return it. Raises what the door raises."""
+        if not hasattr(batch, "items"):
+            rule = "A batch is a dict of tensors."
+            raise CollateError(explain("batch", a_type(batch), rule, "Pass what the model is called with."))
         ids = batch.get("input_ids", batch.get("tokens"))
         self.ids = ids if isinstance(ids, Tensor) else None
         case = case_of(unwrap(self.root), batch, segments=segments, pattern=pattern)

@@ -23,9 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from collate_npu import __version__
-from collate_npu.arrays import Side
 from collate_npu.collate.collators import PaddingCollator
-from collate_npu.consumers.model_traits import needs_mask_2d, pattern_of
+from collate_npu.consumers.model_traits import needs_mask_2d
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, printable
 from collate_npu.integrations.adapt import adapt
 from collate_npu.proof.invariance import Located, Reference, check_tolerance, check_unequal, collated, samples_of
@@ -234,12 +233,11 @@ class Subject:
 
     def tells(self) -> bool:
         """True if batches that lost their mask are seen to be wrong."""
-        side: Side = "right" if pattern_of(self.model) == "bidirectional" else "left"
         lost = []
         for features in self.reference.batches:
-            collator = PaddingCollator(pad_token_id=self.pad_token_id, padding_side=side, attention_mask="omit")
+            collator = PaddingCollator(pad_token_id=self.pad_token_id, padding_side="left", attention_mask="omit")
             ids = {key: value for key, value in collator(features).items() if key in ("input_ids", "labels")}
-            segments = Segments.from_lengths([len(feature["input_ids"]) for feature in features], side=side)
+            segments = Segments.from_lengths([len(feature["input_ids"]) for feature in features], side="left")
             lost.append(Located.in_order(segments, ids, features))
         return self.reference.tells(lost)
 
@@ -272,9 +270,7 @@ def audit_all(
                 show(shown, n)
                 with _noted(report, f"{name} ({attn})", named=bool(names and attentions)):
                     model, reader, pad = load_model(name, attn, **how, largest_id=max(map(max, ids), default=0))
-                    given = (
-                        None if dumped is None else samples_of(dumped, pattern_of(model), next_token=predicts_next(model))
-                    )
+                    given = None if dumped is None else samples_of(dumped, next_token=predicts_next(model))
                     count, size = {"count": batch_size * batches}, {"max_length": max_length, "seed": seed}
                     drawn = given.features if given else files.samples_of_rows(rows, reader, **count, **size)
                     groups = (

@@ -14,7 +14,8 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from collate_npu.consumers.model_traits import is_encoder, text_config
+from collate_npu.consumers.model_traits import text_config
+from collate_npu.consumers.scope import out_of_scope_reason
 from collate_npu.errors import CollateError, did_you_mean, explain
 from collate_npu.proof.invariance import check_one_stack
 from collate_npu.testing import byte_tokenizer, tiny_model
@@ -52,9 +53,11 @@ def load_model(
             raise CollateError(explain("samples", f"token id {largest_id}", rule, "Name the checkpoint they were made for."))
         config = transformers.AutoConfig.for_model(name)
         check_one_stack(config)
-        own = byte_tokenizer(pad_is_eos=not is_encoder(config))
-        reader = load_tokenizer(tokenizer, trust=trust) if tokenizer else own
+        reader = load_tokenizer(tokenizer, trust=trust) if tokenizer else byte_tokenizer()
         model = tiny_model(name, vocab_size=max(len(reader), largest_id + 1), seed=seed, **how)
+    if reason := out_of_scope_reason(model):
+        rule = f"It is left as it came: {reason}."
+        raise CollateError(explain("--model", name, rule, "Name a causal language model: collate-npu guide scope."))
     runs = getattr(getattr(model, "config", None), "_attn_implementation", None) or attn
     if runs != attn and not ("flash" in runs and "flash" in attn) and hasattr(model.config, "num_attention_heads"):
         raise ValueError(f"transformers runs {runs} in the place of {attn}")

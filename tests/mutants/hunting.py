@@ -58,10 +58,10 @@ LATE = ["the clock", "the clock"] if COUNT else []
 def bearable(rows: int) -> int:
     """The rows that may be alive: where each test is deleted at 0.1, so few are once in a thousand times, or less.
 
-    Of 120 rows two, of 96 one, of 66 none. Fewer rows are no gate, and red: below zero.
+    Of 120 rows two, of 96 one, of fewer none: a ledger that code has left is a weaker gate, until a hunt fills it.
     """
     chances = accumulate(comb(rows, n) * 0.1**n * 0.9 ** (rows - n) for n in range(rows + 1))
-    return sum(chance < 0.001 for chance in chances) - 1
+    return max(sum(chance < 0.001 for chance in chances) - 1, 0)
 
 
 def ledger() -> dict[str, str]:

@@ -87,7 +87,7 @@ def test_the_source_archive_can_be_tested():
         (["env"], "- torch: "),
         (["show", "--lengths", "3,5"], "■"),
         (["--help"], "audit"),
-        (["guide"], "`errors`"),
+        (["guide"], "[Errors](errors.md)"),
         (["guide", "errors#polarity"], "PolarityError"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
