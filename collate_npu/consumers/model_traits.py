@@ -256,15 +256,20 @@ def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
 
 
 def is_encoder(config: Any) -> bool:
-    """True if this config is of a masked language model that is not set to decode."""
-    if not getattr(config, "model_type", ""):
-        return False
+    """Return True for a family whose tokens attend both ways, if its config is not set to decode: transformers has a masked
+    language model of it, or heads and no causal language model (LiLT, CANINE, whose layers of 4.57 say nothing)."""
+    family = getattr(config, "model_type", "")
     try:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
+        from transformers.models.auto import modeling_auto as auto
     except ImportError:  # a class of something that only looks like transformers
         return False
+
+    def has(*heads: str) -> bool:
+        return any(family in getattr(auto, f"MODEL_FOR_{head}_MAPPING_NAMES", ()) for head in heads)
+
     decodes = any(getattr(config, name, False) for name in ("is_decoder", "is_encoder_decoder", "causal"))
-    return config.model_type in MASKED and not decodes
+    reads = has("SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING")
+    return not decodes and (has("MASKED_LM") or (reads and not has("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")))
 
 
 def has_two_sides(model: Any) -> bool:

@@ -127,8 +127,7 @@ def build(config: PretrainedConfig, attn_implementation: str | None) -> PreTrain
     import transformers
 
     heads = ("Seq2SeqLM",) if getattr(config, "is_encoder_decoder", False) else ("CausalLM", "ImageTextToText")
-    heads = ("MaskedLM",) if is_encoder(config) else heads
-    autos = [getattr(transformers, f"AutoModelFor{head}") for head in heads]
+    autos = [getattr(transformers, f"AutoModelFor{head}") for head in (("MaskedLM",) if is_encoder(config) else heads)]
     auto = next((auto for auto in autos if type(config) in auto._model_mapping), transformers.AutoModel)
     given = attn_implementation and hasattr(text_config(config), "num_attention_heads")  # else nothing to implement
     return auto.from_config(config, **({"attn_implementation": attn_implementation} if given else {}))

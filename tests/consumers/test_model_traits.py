@@ -143,6 +143,7 @@ def test_an_encoder_is_a_masked_language_model_that_is_not_told_to_decode(monkey
     told = [config(model_type="bert", **{name: True}) for name in ("is_decoder", "is_encoder_decoder", "causal")]
     assert not any(map(is_encoder, (config(), config(model_type="llama"), *told)))
     assert is_encoder(config(model_type="bert"))
+    monkeypatch.delattr("transformers.models.auto.modeling_auto", raising=False)
     monkeypatch.setitem(sys.modules, "transformers.models.auto.modeling_auto", None)
     assert not is_encoder(config(model_type="bert"))
 

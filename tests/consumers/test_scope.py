@@ -7,6 +7,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.models.auto import modeling_auto  # noqa: E402
+
 from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, adapt, wrap_collator  # noqa: E402
 from collate_npu.consumers.scope import out_of_scope_reason  # noqa: E402
 from collate_npu.errors import UnsupportedFormError  # noqa: E402
@@ -51,6 +53,21 @@ def test_the_module_tells_whether_it_is_in_scope(kind):
     assert out_of_scope_reason(model)[: len(SPAN)] == KINDS[kind][: len(SPAN)]
     if kind != "LlamaForQuestionAnswering":
         assert bool(out_of_scope_reason(model.config)) == bool(KINDS[kind])
+
+
+HEADS = ("MASKED_LM", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING")
+IN_SCOPE = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
+
+
+def test_a_family_of_heads_without_a_causal_language_model_is_out_of_scope():
+    """Whatever its layers say: those of MarkupLM, LiLT and CANINE say nothing, on 4.57 those of BERT neither."""
+    headed, known = (
+        {name for head in heads for name in getattr(modeling_auto, f"MODEL_FOR_{head}_MAPPING_NAMES")}
+        for heads in (HEADS, IN_SCOPE)
+    )
+    assert len(headed - known) > 30
+    for name in sorted(headed - known):
+        assert out_of_scope_reason(transformers.CONFIG_MAPPING[name]()), name
 
 
 @pytest.mark.parametrize("fields", [{"is_causal": False}, {"use_bidirectional_attention": True}], ids=str)
