@@ -258,7 +258,8 @@ def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
 def is_encoder(config: Any) -> bool:
     """Return True for a family whose tokens attend both ways, if its config is not set to decode: transformers has a masked
     language model of it, or heads and no causal language model (LiLT, CANINE, whose layers of 4.57 say nothing)."""
-    family = getattr(config, "model_type", "")
+    if not (family := getattr(config, "model_type", "")):
+        return False
     try:
         from transformers.models.auto import modeling_auto as auto
     except ImportError:  # a class of something that only looks like transformers
