@@ -70,7 +70,7 @@ JOBS = {
     "Trainers: RL": ("verl and OpenRLHF.", "integrations.verl integrations.openrlhf"),
     "Errors": ("What is raised, and what a message holds.", "errors"),
     "For tests": ("Tiny models, to test a collator or a stack of your own.", "testing"),
-    "Extend": ("Keys of a batch, and readers of a mask, that the package does not know.", "keys consumers.mask_routing"),
+    "Extend": ("Keys of a batch, and readers of a mask, that the package does not know.", "keys consumers.mask_choice"),
 }
 """Title of a page: what it is for, and its names in the order a reader needs them; the name of a module shows all of it."""
 

@@ -56,7 +56,7 @@ class UnsupportedFormError(CollateError):
     """The model, or the kernel, can compute this batch correctly from no mask that it reads.
 
     >>> from collate_npu import BatchAdapter, Segments
-    >>> BatchAdapter(needs_mask_2d=True, consumer="verl_npu").route(Segments.from_lengths([3, 5], side="left"))
+    >>> BatchAdapter(needs_mask_2d=True, consumer="verl_npu").choose(Segments.from_lengths([3, 5], side="left"))
     Traceback (most recent call last):
         ...
     collate_npu.errors.UnsupportedFormError: attention_mask: got Segments(B=2, S=5, lengths=[3, 5], padding='left').

@@ -14,7 +14,7 @@ from house import FILES, PACKAGE, ROOT, purpose_of
 from torch import Tensor
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, derive_segments, wrap_collator
-from collate_npu.consumers.mask_routing import consumers
+from collate_npu.consumers.mask_choice import consumers
 from collate_npu.consumers.probe import sequences_mix_reason
 from collate_npu.consumers.recurrent import MENDS, READS, kernel_calls
 from collate_npu.kernels import gated_delta
@@ -200,7 +200,7 @@ def glossary() -> str:
 
 def written() -> dict[Path, str]:
     """Each file that holds a list, as it should be."""
-    code = PACKAGE / "consumers" / "mask_routing.py"
+    code = PACKAGE / "consumers" / "mask_choice.py"
     names = textwrap.fill(", ".join(f'"{name}"' for name in sorted(consumers())) + ",", 121)
     literal = "ConsumerName = Literal[\n" + textwrap.indent(names, "    ") + "\n]  # fmt: skip\n"
     return {

@@ -24,7 +24,7 @@ from collate_npu import (
     unpad,
     wrap_collator,
 )
-from collate_npu.consumers.mask_routing import Case, Model, consumer_named
+from collate_npu.consumers.mask_choice import Case, Model, consumer_named
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
 from collate_npu.masks import dense, varlen
@@ -103,7 +103,7 @@ def flat(model=DENSE, consumer="megatron", segments=FLAT, **settings):
 def form(segments, consumer="transformers", needs_2d=False, config=None, **settings):
     model = Model(config=config or (HYBRID if needs_2d else None), needs_mask_2d=needs_2d, **settings.pop("model", {}))
     case = Case(segments=segments, model=model, pattern=Pattern.of(settings.pop("pattern", "causal")), **settings)
-    return consumer_named(consumer).route(case).form
+    return consumer_named(consumer).choose(case).form
 
 
 def window(size):
@@ -435,7 +435,7 @@ FOLLOWED = [
 def flat_route(**known):
     """A flat row on a model that was asked."""
     asked = Model(config=QWEN, model_type="qwen3_next", needs_mask_2d=True, **known)
-    return consumer_named("transformers").route(Case(segments=FLAT, model=asked, padding_free=True))
+    return consumer_named("transformers").choose(Case(segments=FLAT, model=asked, padding_free=True))
 
 
 def bare(batch):

@@ -127,7 +127,7 @@ PUBLIC |= {name for name in DOCSTRINGS if re.fullmatch(r"testing(\.kernels)?\.[a
 
 def test_a_public_name_has_an_example():
     assert {name.rpartition(".")[2] for name in PUBLIC} >= set(collate_npu.__all__)
-    assert {"testing.tiny_model", "integrations.swift.install", "consumers.mask_routing.Refusal"} <= PUBLIC
+    assert {"testing.tiny_model", "integrations.swift.install", "consumers.mask_choice.Refusal"} <= PUBLIC
     assert sorted(PUBLIC - EXAMPLES.keys()) == []
 
 

@@ -129,13 +129,13 @@ STACKS = ("mindspeed", "swift", "verl", "twinkle", "torchtitan", "axolotl", "lla
 """Not megatron, trl and accelerate: what they read is a form that others read too."""
 ELSEWHERE = {
     "mindspeed": """
-        consumers.mask_routing consumers.megatron consumers.verl
+        consumers.mask_choice consumers.megatron consumers.verl
         integrations.megatron integrations.swift integrations.twinkle
         integrations.verl integrations.verl.plugin
         parallel.recurrent releases tools.env""",
     "swift": "consumers.megatron integrations.megatron.mcore_bridge parallel.recurrent",
-    "verl": "consumers.mask_routing",
-    "torchtitan": "consumers.adapter consumers.mask_routing consumers.model_traits",
+    "verl": "consumers.mask_choice",
+    "torchtitan": "consumers.adapter consumers.mask_choice consumers.model_traits",
     "llamafactory": "tools.env",
     "deepspeed": "integrations.context_parallel",
 }

@@ -57,7 +57,7 @@ def test_import_collate_npu_does_not_wait_for_typing():
 ROUTES = """
 import types
 [getattr(collate_npu, name) for name in collate_npu.__all__]
-from collate_npu.consumers.mask_routing import consumers
+from collate_npu.consumers.mask_choice import consumers
 model = types.SimpleNamespace(layer_types=["full_attention"])
 lone = ("torchtitan", "mindspeed", "mindspeed_llm", "verl_npu", "transformer_engine",
         "transformer_engine_npu")  # right alone

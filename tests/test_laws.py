@@ -23,7 +23,7 @@ from strategies import flat_collator
 from torch import Tensor
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Pattern, Segments, derive_segments, wrap_collator
-from collate_npu.consumers.mask_routing import Case, Model, consumer_named, consumers
+from collate_npu.consumers.mask_choice import Case, Model, consumer_named, consumers
 from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError
 from collate_npu.keys import KEYS, TOKENS
 from collate_npu.masks import dense, none_is_exact, varlen
@@ -184,7 +184,7 @@ def test_law_2_a_truth_that_differs_is_never_confirmed(segments, form, data):
         derive_segments(form[1](dense(segments)), polarity=form[0], keep=other)
 
 
-# --- law 5: routing is total, and the 2D mask stays exactly where the route says so
+# --- law 5: every batch gets one form or is refused, and the 2D mask stays exactly where the choice says so
 
 
 @given(
@@ -201,7 +201,9 @@ def test_law_5_one_answer_for_each_model_consumer_and_batch(attention, consumer,
     adapter = BatchAdapter(config, consumer=consumer, pattern=pattern)
     batch = {"input_ids": segments.ids.long(), "attention_mask_2d": segments.keep, "attention_mask": "theirs"}
     try:
-        chosen = consumer_named(consumer).route(Case(segments=segments, model=Model.of(config), pattern=Pattern.of(pattern)))
+        chosen = consumer_named(consumer).choose(
+            Case(segments=segments, model=Model.of(config), pattern=Pattern.of(pattern))
+        )
     except UnsupportedFormError:
         with pytest.raises(UnsupportedFormError):
             adapter.write(batch, segments)

@@ -177,7 +177,7 @@ BESIDE = {
     "segments and offsets, gathered": lambda a, b: gather_sequence(IDS, ALONE, a, cu_seqlens=[0, *accumulate(b)]),
     "segments and a key, padded": lambda a, b: pad_documents(batch("cu_seqlens", [0, *accumulate(b)]), segments=a),
     "ids and a key, padded": lambda a, b: pad_documents(batch("cu_seqlens", [0, *accumulate(b)], segment_ids=a.ids)),
-    "segments and ids, rendered": lambda a, b: ADAPTER.write(numbered(b), a),
+    "segments and ids, written": lambda a, b: ADAPTER.write(numbered(b), a),
     "lengths and a key, the door": lambda a, b: segments_from_batch(batch("cu_seqlens", a.cu_seqlens, seq_lens=b)),
     "a number of the longest": lambda a, b: segments_from_batch(batch("cu_seqlens", a.cu_seqlens, max_length_q=max(b))),
 }

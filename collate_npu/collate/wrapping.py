@@ -20,7 +20,7 @@ from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
 from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
 from collate_npu.consumers.labels_and_positions import labels_for
-from collate_npu.consumers.mask_routing import Consumer, ConsumerName
+from collate_npu.consumers.mask_choice import Consumer, ConsumerName
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, segments_from_batch

@@ -18,7 +18,7 @@ from torch import Tensor
 from collate_npu.consumers.device_copy import move_batch
 from collate_npu.consumers.known_batches import KNOWN_BATCHES
 from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_labels, labels_for, positions_for, restart
-from collate_npu.consumers.mask_routing import Case, Consumer, ConsumerName, Model, Route, consumer_named
+from collate_npu.consumers.mask_choice import Case, Choice, Consumer, ConsumerName, Model, consumer_named
 from collate_npu.consumers.megatron import kernel_of
 from collate_npu.consumers.model_traits import LabelRule, config_of, consumer_of, known_config, recurrent_heads, unwrap
 from collate_npu.consumers.probe import probed
@@ -152,13 +152,13 @@ class BatchAdapter:
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the batch that the model takes. Raises `CollateError` where its padding is unknown or has no right form."""
-        return self._as_it_came(batch) if self.is_left(batch) else self._rendered(batch)[0]
+        return self._as_it_came(batch) if self.is_left(batch) else self._run(batch)[0]
 
     def with_segments(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
         """Return the batch, and the `Segments` of its whole, unsplit rows for metrics (`last_token`, `unpad`)."""
         if self.is_left(batch):
             return self._as_it_came(batch), ready(self.read(Sources.of_tensors(batch), self.polarity, self.padding_free))
-        out, segments = self._rendered(batch)
+        out, segments = self._run(batch)
         return out, ready(segments)
 
     def is_left(self, batch: Any) -> bool:
@@ -169,18 +169,19 @@ class BatchAdapter:
         """Return a batch that is out of scope, on the device of this adapter."""
         return dict(batch) if self.device is None else move_batch(batch, self.device)
 
-    def _rendered(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
-        if self.context_parallel is not None:
-            out, segments = self._shared_out(batch, self.context_parallel)
-        else:
+    def _run(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
+        """Return what `hand_over` makes of this batch, and keep its Segments while somebody watches."""
+        if self.context_parallel is None:
             out, segments = self.hand_over(Sources.of_tensors(batch), padding_free=self.padding_free)
+        else:
+            out, segments = self._run_in_agreement(batch)
         if KNOWN_BATCHES.watchers:
             KNOWN_BATCHES.keep(out, segments)
         return out, segments
 
     @uncompiled
-    def _shared_out(self, batch: Mapping[str, Any], cp: ContextParallel) -> tuple[dict[str, Any], Segments]:
-        with ranks_agree(cp, call="split"):
+    def _run_in_agreement(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
+        with ranks_agree(self.context_parallel, call="split"):
             return self.hand_over(Sources.of_tensors(batch), padding_free=self.padding_free)
 
     def hand_over(self, sources: Sources, *, padding_free: bool) -> tuple[dict[str, Any], Segments]:
@@ -244,7 +245,7 @@ class BatchAdapter:
             _drop_unread(out, alone=case.padding_free and not segments.packed and unread)
         if out.get("cu_seq_lens_q") is not None:
             out |= {name: out["cu_seq_lens_q"].clone() for name in self.consumer.offsets_also(case)}
-        chosen = self.consumer.route(case)
+        chosen = self.consumer.choose(case)
         if chosen.form == "none" and case.padding_free and not case.pattern.causal:
             check_ahead(sources, segments, reads_both=not self.consumer.counts_positions)
         out.pop("attention_mask", None)
@@ -262,15 +263,15 @@ class BatchAdapter:
         out |= share_out(parts, self.context_parallel, segments=segments, keys=self.keys)
         return out if self.device is None else move_batch(out, self.device)
 
-    def route(self, segments: Segments, *, padding_free: bool | None = None) -> Route:
+    def choose(self, segments: Segments, *, padding_free: bool | None = None) -> Choice:
         """Return the form of the masks of such a batch, and why; `padding_free` of one batch overrides the adapter's.
 
-        >>> BatchAdapter(needs_mask_2d=True, consumer="megatron").route(Segments.from_lengths([1, 3], side="left"))
-        Route(form='masked', keeps_mask_2d=True, why='padding stands on the left, so real tokens would attend it')
+        >>> BatchAdapter(needs_mask_2d=True, consumer="megatron").choose(Segments.from_lengths([1, 3], side="left"))
+        Choice(form='masked', keeps_mask_2d=True, why='padding stands on the left, so real tokens would attend it')
         """
         if self.left:
-            return Route(form="keep_2d", keeps_mask_2d=False, why=f"the batch is left as it came: {self.left}")
-        return self.consumer.route(self._case(segments, padding_free))
+            return Choice(form="keep_2d", keeps_mask_2d=False, why=f"the batch is left as it came: {self.left}")
+        return self.consumer.choose(self._case(segments, padding_free))
 
     def _case(self, segments: Segments, padding_free: bool | None, call: Mapping[str, Any] = MappingProxyType({})) -> Case:
         flat = self.padding_free if padding_free is None else padding_free
@@ -283,7 +284,7 @@ class BatchAdapter:
             raise _no_model("The form of this batch depends on whether the model has recurrent layers.")
         return case
 
-    def _mask(self, chosen: Route, case: Case, device: torch.device) -> Any:
+    def _mask(self, chosen: Choice, case: Case, device: torch.device) -> Any:
         segments, form = case.segments, chosen.form
         if form == "none":
             return None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, dims
-from collate_npu.consumers.mask_routing import Case, Consumer
+from collate_npu.consumers.mask_choice import Case, Consumer
 from collate_npu.consumers.model_traits import LabelRule
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.masks.sources import Sources, check_counts

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from collate_npu.consumers import mask_routing, mindspeed
-from collate_npu.consumers.mask_routing import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form
+from collate_npu.consumers import mask_choice, mindspeed
+from collate_npu.consumers.mask_choice import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form
 from collate_npu.consumers.mindspeed import start_problem as start_problem
 from collate_npu.consumers.model_traits import config_of
 from collate_npu.errors import UnsupportedFormError, explain
@@ -109,7 +109,7 @@ def refuse_unread_padding(segments: Segments, kernel: str, *, recurrent: bool) -
     megatron-core, whose GatedDeltaNet has no padding (core/ssm/gated_delta_net)."""
     exact = none_is_exact(segments)
     if not exact:
-        mask_routing.consumer_named(kernel).route(Case(segments=segments))
+        mask_choice.consumer_named(kernel).choose(Case(segments=segments))
     if recurrent and not exact:
         rule = f"GatedDeltaNet of megatron-core reads no padding mask, and {exact.why}."
         remedy = "Pad right, with one sequence a row, or use padding_free=True (Megatron's own takes it from "

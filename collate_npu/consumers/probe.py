@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from collate_npu.consumers.mask_routing import Model
+from collate_npu.consumers.mask_choice import Model
 from collate_npu.consumers.model_traits import config_of, text_config, unwrap
 from collate_npu.consumers.recurrent import (
     as_it_is,

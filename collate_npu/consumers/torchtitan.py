@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collate_npu.consumers.mask_routing import PACKED_RECURRENT, Consumer, Form, Refusal
+from collate_npu.consumers.mask_choice import PACKED_RECURRENT, Consumer, Form, Refusal
 from collate_npu.releases import installed
 from collate_npu.segments import PADS_BEFORE
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from collate_npu.consumers import model_traits
-from collate_npu.consumers.mask_routing import PACKED_RECURRENT, Case, Consumer, Form, Refusal
+from collate_npu.consumers.mask_choice import PACKED_RECURRENT, Case, Consumer, Form, Refusal
 from collate_npu.consumers.model_traits import attention_windows, layer_masks
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.keys import of_kind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from collate_npu.consumers.mask_routing import HOLES_RECURRENT, PACKED_RECURRENT, Consumer, Form, Refusal
+from collate_npu.consumers.mask_choice import HOLES_RECURRENT, PACKED_RECURRENT, Consumer, Form, Refusal
 from collate_npu.consumers.mindspeed import NOT_EXACT
 from collate_npu.releases import installed
 

@@ -152,11 +152,11 @@ class _Hooks:
         elif (ranks := sharing_ranks()) > 1:
             check_share(self._current(module), module, batch, ranks)
         else:
-            mended = self._mended(module, batch)
+            mended = self._handed_over(module, batch)
         self.inside[get_ident()] = self
         return None if mended is None else (args[len(self.names) :], mended)
 
-    def _mended(self, module: nn.Module, batch: Sources) -> dict[str, Any]:
+    def _handed_over(self, module: nn.Module, batch: Sources) -> dict[str, Any]:
         adapter = self._current(module)
         mended, segments = adapter.hand_over(_with_empty_rows(batch), padding_free=_is_flat(batch))
         _check_last(batch, segments)
@@ -202,14 +202,14 @@ def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
     each: Any = next(iter(keep.values()), None) if isinstance(keep, Mapping) else keep  # of a static cache, by kind of layer
     if S > 1 and getattr(each, "ndim", 0) == 4 and adapter.model.moves.get("left"):
         seen_BS = each[:, 0, -1, :S] if each.dtype == torch.bool else each[:, 0, -1, :S] == 0
-        adapter.route(of_keep(seen_BS.cpu().numpy()), padding_free=False)
+        adapter.choose(of_keep(seen_BS.cpu().numpy()), padding_free=False)
     if not isinstance(keep, torch.Tensor) or keep.ndim != 2 or keep.shape[1] <= S:
         return None
     keep_BK = torch.from_numpy(batch.array("attention_mask") != 0)
     positions_BS = (keep_BK.cumsum(1) - 1).clamp(min=0)[:, -S:]
     segments = of_keep(keep_BK[:, -S:].numpy())
     if S > 1:
-        adapter.route(segments, padding_free=False)
+        adapter.choose(segments, padding_free=False)
     mended: dict[str, Any] = labels_for(batch, segments, adapter.label_rule, adapter.shifted)
     given = any(batch.get(name) is not None for name in ("position_ids", "cache_position"))
     if adapter.model.positions == "places" and not (given or bool(keep_BK.all())):

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from collate_npu.collate.padding import round_up
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.mask_routing import consumer_named
+from collate_npu.consumers.mask_choice import consumer_named
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
 from collate_npu.consumers.mindspeed import kernel_of_settings
 from collate_npu.consumers.model_traits import config_of, unwrap

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.mask_routing import Case, consumer_named
+from collate_npu.consumers.mask_choice import Case, consumer_named
 from collate_npu.consumers.megatron import kernel_of
 from collate_npu.consumers.model_traits import consumer_of, has_two_sides, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of

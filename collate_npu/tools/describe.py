@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import entries, host_tensor
-from collate_npu.consumers.mask_routing import describe_cheapest, describe_shape
+from collate_npu.consumers.mask_choice import describe_cheapest, describe_shape
 from collate_npu.errors import CollateError, a_type, explain, printable, shape_of, short
 from collate_npu.keys import of_kind, with_role
 from collate_npu.masks.batch_reader import find_hazards, is_dense, reads, segments_from_batch

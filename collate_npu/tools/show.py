@@ -16,7 +16,7 @@ from torch import Tensor
 from collate_npu.arrays import Array, Side, host_tensor
 from collate_npu.collate.collators import PaddingCollator
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.mask_routing import SPELLED, describe_shape
+from collate_npu.consumers.mask_choice import SPELLED, describe_shape
 from collate_npu.errors import CollateError, explain, printable, shape_of
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import is_dense, reads, segments_from_batch
@@ -140,9 +140,9 @@ def _consumer(batch: Mapping[str, Any], name: str, **model: Any) -> Iterator[str
     except CollateError as error:
         yield f"{name}: refused: {error}"
         return
-    route = adapter.route(segments)
-    kept = "stays" if route.keeps_mask_2d else "is removed"
-    yield f"{name}: {adapter.consumer.key} {SPELLED[route.form]}; attention_mask_2d {kept} ({route.why})"
+    chosen = adapter.choose(segments)
+    kept = "stays" if chosen.keeps_mask_2d else "is removed"
+    yield f"{name}: {adapter.consumer.key} {SPELLED[chosen.form]}; attention_mask_2d {kept} ({chosen.why})"
     given = out.get(adapter.consumer.key)
     for kind, full in (given if isinstance(given, Mapping) else {"": given}).items():
         yield from (*[kind] * bool(kind), *_drawn(full, segments)) if is_dense(full) else ()

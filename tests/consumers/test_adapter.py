@@ -10,7 +10,7 @@ import torch
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, Pattern, Segments
 from collate_npu.consumers.device_copy import move_batch
-from collate_npu.consumers.mask_routing import Model, consumers
+from collate_npu.consumers.mask_choice import Model, consumers
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.masks import dense
 from collate_npu.releases import KERNELS_TOLD, installed

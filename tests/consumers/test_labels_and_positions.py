@@ -10,7 +10,7 @@ import torch
 
 from collate_npu import BatchAdapter, CollateError, Segments
 from collate_npu.consumers.labels_and_positions import positions_for
-from collate_npu.consumers.mask_routing import Case, Model, consumer_named
+from collate_npu.consumers.mask_choice import Case, Model, consumer_named
 from collate_npu.consumers.model_traits import label_rule
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.masks.sources import Sources

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from collate_npu import BatchAdapter, ContextParallel, Pattern, Segments
 from collate_npu.consumers import mindspeed
-from collate_npu.consumers.mask_routing import Case, Model, consumer_named
+from collate_npu.consumers.mask_choice import Case, Model, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args, npu_engine
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.fusion_attention import triangle
@@ -107,9 +107,9 @@ def test_flat_rows(te, kind):
     adapter = BatchAdapter(needs_mask_2d=False, consumer=mindspeed.kernel_of_settings(settings, te=te), padding_free=True)
     if (te, kind) == ("own", "general"):
         with pytest.raises(UnsupportedFormError, match="attention_mask_type=causal and use_flash_attn for flat rows"):
-            adapter.route(FLAT)
+            adapter.choose(FLAT)
         return
-    assert adapter.route(FLAT).form == "none"
+    assert adapter.choose(FLAT).form == "none"
     if te != "separate":
         assert off(Layer(te, settings), None, FLAT, flat=True) < 1e-5
 
@@ -131,15 +131,15 @@ def test_context_parallelism_takes_no_mask(te):
 def test_a_window_that_is_dropped_is_refused(consumer):
     model = Model(config=SimpleNamespace(window_size=(3, 0)), needs_mask_2d=False)
     wide = [Model(config=SimpleNamespace(window_size=size), needs_mask_2d=False) for size in ((-1, 0), (), None, 1)]
-    route = consumer_named(consumer).route
+    choose = consumer_named(consumer).choose
     with pytest.raises(UnsupportedFormError, match=r"drops Megatron's window_size .* \(3, 0\)"):
-        route(Case(segments=Segments.from_lengths([5]), model=model))
-    assert route(Case(segments=Segments.from_lengths([4]), model=model))
+        choose(Case(segments=Segments.from_lengths([5]), model=model))
+    assert choose(Case(segments=Segments.from_lengths([4]), model=model))
     with pytest.raises(UnsupportedFormError, match=r"\(0, 0\)"):
-        route(Case(segments=RIGHT, model=Model(config=SimpleNamespace(window_size=(0, 0)), needs_mask_2d=False)))
-    assert all(route(Case(segments=RIGHT, model=each)) for each in wide)
+        choose(Case(segments=RIGHT, model=Model(config=SimpleNamespace(window_size=(0, 0)), needs_mask_2d=False)))
+    assert all(choose(Case(segments=RIGHT, model=each)) for each in wide)
     sliding = Case(segments=RIGHT, model=model, pattern=Pattern.sliding(4))
-    assert consumer_named("mindspeed_dense").route(sliding).form == "masked"
+    assert consumer_named("mindspeed_dense").choose(sliding).form == "masked"
 
 
 # --- which release, which attention
@@ -238,7 +238,7 @@ def test_convolutions_and_scans_that_no_boundary_reaches_take_one_sequence_a_row
     adapter = BatchAdapter(model, consumer="mindspeed_llm", padding_free=flat)
     if not (segments in (RIGHT, ONE) or (segments is FLAT and model is DENSE)):
         with pytest.raises(UnsupportedFormError, match=r"MindSpeed-LLM|several sequences"):
-            adapter.route(segments)
+            adapter.choose(segments)
         return
     out = adapter.write({"input_ids": segments.ids, "attention_mask_2d": segments.keep}, segments)
     assert "attention_mask_2d" not in out

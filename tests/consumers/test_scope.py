@@ -89,7 +89,7 @@ def test_an_adapter_returns_the_batch_that_it_got(given):
         assert [*out] == [*batch]
         assert all(out[key] is value for key, value in batch.items())
     assert adapter.with_segments(batch)[1].lengths == ((2,), (3,))
-    assert AHEAD in adapter.route(adapter.with_segments(batch)[1]).why
+    assert AHEAD in adapter.choose(adapter.with_segments(batch)[1]).why
     with pytest.raises(UnsupportedFormError, match="left as they came"):
         BatchAdapter(**settings, consumer="transformers", context_parallel=ContextParallel(2, 0))
 

@@ -117,7 +117,7 @@ PACKED = Segments.from_lengths([[2, 3]])
 def said(model, rows=PACKED):
     """Why rows like these are refused."""
     try:
-        BatchAdapter(model, consumer="transformers").route(rows)
+        BatchAdapter(model, consumer="transformers").choose(rows)
     except UnsupportedFormError as error:
         return str(error)
     return ""

@@ -206,7 +206,7 @@ def test_the_probe_needs_no_parameter():
     with torch.device("meta"):
         model = type(whole)(whole.config)
     with adapt(model):
-        assert BatchAdapter(model).route(Segments([[1, 2]])).form == "mapping"
+        assert BatchAdapter(model).choose(Segments([[1, 2]])).form == "mapping"
 
 
 # --- what is broken on purpose

@@ -30,7 +30,7 @@ TERMINAL = {"COLUMNS": "100", "TERM": "dumb", "TRANSFORMERS_VERBOSITY": "error",
 USER = """
 import torch
 from collate_npu import BatchAdapter, PaddingCollator, wrap_collator
-from collate_npu.consumers.mask_routing import Consumer, Form
+from collate_npu.consumers.mask_choice import Consumer, Form
 
 mine = Consumer(name="mine", forms=(Form(form="none", reads="nothing"),), source="here")
 PaddingCollator(pad_token_id=0, consumer={consumer})

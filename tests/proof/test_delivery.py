@@ -16,7 +16,7 @@ from torch import nn
 from toys import IDS, OFFSETS, planted
 
 from collate_npu import CollateError, ContextParallel, Segments, check_delivery, guard_first_batch
-from collate_npu.consumers.mask_routing import Case, Model as Facts
+from collate_npu.consumers.mask_choice import Case, Model as Facts
 from collate_npu.masks import dense
 from collate_npu.parallel import query_rows, split_tensor
 from collate_npu.proof import delivery, watch

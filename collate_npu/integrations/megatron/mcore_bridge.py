@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collate_npu.consumers.mask_routing import Case, Model, consumer_named
+from collate_npu.consumers.mask_choice import Case, Model, consumer_named
 from collate_npu.consumers.megatron import refuse_unread_padding
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.integrations import patching
@@ -73,7 +73,7 @@ def check_padding(segments: Segments, kernel: str, *, recurrent: bool, model_typ
     """Raise where this attention kernel, or the recurrent layers of such a model of mcore-bridge's, would compute these rows
     wrong. No zeroed input helps those with several sequences in a row, or padding inside one; another model's (`model_type`
     None) read no padding."""
-    consumer_named("megatron").route(Case(segments=segments, model=Model(needs_mask_2d=recurrent)))
+    consumer_named("megatron").choose(Case(segments=segments, model=Model(needs_mask_2d=recurrent)))
     refuse_unread_padding(segments, kernel, recurrent=recurrent and not masks_padding(model_type))
 
 

@@ -197,7 +197,7 @@ def check_collated(template: Any, batch: Mapping[str, Any]) -> None:
             read["position_ids"] = batch.get("text_position_ids", batch["position_ids"])
         model = template.model if flat and template.model is not None else template.config
         adapter = BatchAdapter(model, consumer="transformers", padding_free=flat)
-        adapter.route(segments_from_batch(read, padding_free=flat))
+        adapter.choose(segments_from_batch(read, padding_free=flat))
 
 
 # --- the masks of one micro-batch

@@ -7,7 +7,7 @@ import pytest
 
 from collate_npu import ContextParallel, Pattern, Segments, needs_mask_2d, releases
 from collate_npu.consumers import transformers as transformers_room
-from collate_npu.consumers.mask_routing import Case, Model, consumers
+from collate_npu.consumers.mask_choice import Case, Model, consumers
 from collate_npu.consumers.model_traits import layer_masks
 from collate_npu.errors import UnsupportedFormError
 
@@ -33,10 +33,10 @@ def outcome(segments, *, consumer="transformers", version=None, **fields):
         if version:
             patch.setitem(releases._FOUND, "transformers", version)
         try:
-            route = CONSUMERS[consumer].route(Case(**case, **fields))
+            chosen = CONSUMERS[consumer].choose(Case(**case, **fields))
         except UnsupportedFormError as error:
             return f"refused: {error}"
-    return f"{route.form}: {route.why}"
+    return f"{chosen.form}: {chosen.why}"
 
 
 def padded(*lengths):
@@ -168,10 +168,10 @@ def test_the_form_of_each_consumer_and_who_keeps_the_2d_mask(consumer, forms, ke
     """Right and left padding, packed rows, a pattern of its own; without and with recurrent layers."""
     found = [outcome(segments, consumer=consumer).partition(":")[0] for segments in (RIGHT, LEFT, PACKED)]
     assert (*found, outcome(RIGHT, consumer=consumer, **SLIDING).partition(":")[0]) == forms
-    route = lambda known, **how: CONSUMERS[consumer].route(Case(segments=RIGHT, model=Model(**known), **how))  # noqa: E731
-    assert tuple(route(known).keeps_mask_2d for known in ({"needs_mask_2d": False}, RECURRENT)) == kept
+    choose = lambda known, **how: CONSUMERS[consumer].choose(Case(segments=RIGHT, model=Model(**known), **how))  # noqa: E731
+    assert tuple(choose(known).keeps_mask_2d for known in ({"needs_mask_2d": False}, RECURRENT)) == kept
     if consumer != "mindspeed_dense":
-        assert not route(RECURRENT, **FREE).keeps_mask_2d
+        assert not choose(RECURRENT, **FREE).keeps_mask_2d
 
 
 # --- who needs the 2D mask

@@ -1,4 +1,4 @@
-"""Mask routing: a `Consumer` says what one model stack reads, what it refuses, and where that is written.
+"""Mask choice: a `Consumer` says what one model stack reads, what it refuses, and where that is written.
 
 The adapter runs it, and the guide's table is generated from it. A new stack is one file beside this one that holds a
 `Consumer`; nothing else lists them. Legend: B batch, S width.
@@ -41,7 +41,7 @@ SPELLED: Mapping[MaskForm, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class Choice:
     """Which form the mask of one batch gets, whether `attention_mask_2d` stays, and why."""
 
     form: MaskForm
@@ -295,8 +295,8 @@ class Consumer:
     ...     source="our_model.py:12",
     ... )
     >>> left, recurrent = Segments.from_lengths([3, 5], side="left"), Model(needs_mask_2d=True)
-    >>> consumer.route(Case(segments=left, model=recurrent))
-    Route(form='keep_2d', keeps_mask_2d=True, why='bool [B, S]')
+    >>> consumer.choose(Case(segments=left, model=recurrent))
+    Choice(form='keep_2d', keeps_mask_2d=True, why='bool [B, S]')
     """
 
     name: str
@@ -334,20 +334,17 @@ class Consumer:
         """Pickle it by name, for collators that go to workers: they have the files of this folder."""
         return (consumer_named, (self.name,)) if consumers().get(self.name) is self else super().__reduce__()
 
-    def route(self, case: Case) -> Route:
-        """The one form in which this batch is computed right. Raises `UnsupportedFormError` where there is none."""
+    def choose(self, case: Case) -> Choice:
+        """Return the one form in which this batch is computed right. Raises `UnsupportedFormError` where there is none."""
         for refusal in self.refuses:
             if why := refusal.when(case):
                 rule = refusal.rule.format(why=why)
                 raise UnsupportedFormError(explain(self.key, repr(case.segments), rule, refusal.remedy, more=refusal.more))
         if case.padding_free and not self.masks_flat_row(case):
-            why = "padding free: offsets carry the boundaries"
-            chosen = Route(form="none", keeps_mask_2d=False, why=why)
-        else:
-            form, reason = next((form, why) for form in self.forms if (why := form.when(case)))
-            kept = case.recurrent if self.keeps_mask_2d == "recurrent" else self.keeps_mask_2d == "always"
-            chosen = Route(form=form.form, keeps_mask_2d=kept, why=reason if isinstance(reason, str) else form.reads)
-        return chosen
+            return Choice(form="none", keeps_mask_2d=False, why="padding free: offsets carry the boundaries")
+        form, reason = next((form, why) for form in self.forms if (why := form.when(case)))
+        kept = case.recurrent if self.keeps_mask_2d == "recurrent" else self.keeps_mask_2d == "always"
+        return Choice(form=form.form, keeps_mask_2d=kept, why=reason if isinstance(reason, str) else form.reads)
 
 
 @cache
