@@ -273,12 +273,6 @@ def is_encoder(config: Any) -> bool:
     return not decodes and (has("MASKED_LM") or (reads and not has("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")))
 
 
-def has_two_sides(model: Any) -> bool:
-    """True for an encoder beside a decoder. The config of a decoder alone may say so, too."""
-    both = getattr(config_of(model), "is_encoder_decoder", False)
-    return bool(both) and any(name.rpartition(".")[2] == "encoder" for name, _ in model.named_modules())
-
-
 def is_compiled(model: Any) -> bool:
     """True if a forward of this module is compiled code, at least in part."""
     return any(hasattr(x, "_orig_mod") or getattr(x, "_compiled_call_impl", None) is not None for x in model.modules())

@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from collate_npu.consumers.known_batches import KNOWN_BATCHES
 from collate_npu.consumers.megatron import start_problem
-from collate_npu.consumers.model_traits import consumer_of, has_two_sides, is_compiled, unwrap
+from collate_npu.consumers.model_traits import consumer_of, is_compiled, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, printable
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
@@ -501,7 +501,7 @@ def _proof(judged: Forward, *, measured: bool = False, untested: str = "a guard"
     layers, complete = judged.layers(), judged.judged_layers()
     if not (complete or measured or not untested or judged.cp):
         raise judged.unseen_error()
-    unchecked = [name for name in layers if not among(name, complete) and (not crosses(name) or has_two_sides(judged.root))]
+    unchecked = [name for name in layers if not among(name, complete) and not crosses(name)]
     unchecked += [f"{call.layer} ({call.unread_reason})" for call in judged.calls if call.unread_reason]
     unchecked += [] if complete else ["positions"]
     unchecked += ["layers whose classes have no name of attention or a recurrence"] if untested and not layers else []

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_array
-from collate_npu.consumers.model_traits import needs_mask_2d, text_config
-from collate_npu.errors import CollateError, UnsupportedFormError, a_type, explain, explain_rows
+from collate_npu.consumers.model_traits import needs_mask_2d
+from collate_npu.errors import CollateError, a_type, explain, explain_rows
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.patterns import Pattern
 from collate_npu.outputs import per_sequence
@@ -32,6 +32,7 @@ from collate_npu.proof.measure import (
     Numbers,
     Yardstick,
     alone,
+    check_one_stack,
     measure,
     measure_noise,
     own_loss,
@@ -343,15 +344,6 @@ def check_tolerance(tolerance: float | None) -> None:
     """Refuse what is no error."""
     if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 <= tolerance < math.inf):
         raise CollateError(explain("tolerance", repr(tolerance), "An error is 0 or more.", "Give such a number, or none."))
-
-
-def check_one_stack(model: Any) -> None:
-    """Refuse an encoder-decoder: its batch is two sequences, and one side's padding is not the other's."""
-    config = getattr(model, "config", model)
-    if getattr(config, "is_encoder_decoder", False) or getattr(text_config(config), "is_encoder_decoder", False):
-        rule = "An encoder-decoder reads two sequences with separate masks, and cannot run one sample alone."
-        remedy = "Pass its encoder (model.get_encoder()), or a model with one stack."
-        raise UnsupportedFormError(explain("model", str(getattr(config, "model_type", "")), rule, remedy))
 
 
 def check_unequal(*batches: Sequence[Batch]) -> None:

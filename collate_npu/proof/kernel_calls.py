@@ -25,7 +25,6 @@ from collate_npu.consumers.model_traits import (
     attention_windows,
     config_of,
     consumer_of,
-    has_two_sides,
     layer_kinds,
     pattern_of,
     text_config,
@@ -47,6 +46,7 @@ from collate_npu.proof.boundaries import (
     shown,
 )
 from collate_npu.proof.known_kernels import MODULES
+from collate_npu.proof.measure import check_one_stack
 from collate_npu.segments import Segments, ready
 
 _LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv|retention|lightning|mixer")
@@ -271,8 +271,6 @@ class Forward:
             return call.positions.shape == self.truth.shape and self.pattern is not None
         if call.boundaries is None:
             return False
-        if "decoder" in call.layer and has_two_sides(self.root):
-            return False
         if call.boundaries.keys:
             Q = 0 if self.cp is None else len(query_rows(self.truth.shape[1], self.cp))
             return call.boundaries.shape == (self.truth.shape[0], Q) and call.boundaries.keys == self.truth.shape[1]
@@ -434,11 +432,11 @@ def case_of(
     """Return the Segments of the batch, unless `segments` gives them, and what is known of the model.
 
     A layer that is called with hidden states `[B, S, D]` and no tokens is asked like a model with `inputs_embeds`.
-    Raises what the door raises.
+    Raises what the door raises, and for an encoder-decoder.
     """
+    check_one_stack(model)
     about = Model.of(model) if consumer_of(model) in ("transformers", "megatron") else Model()
-    both = pattern_of(model) == "bidirectional" or has_two_sides(model)
-    declared = pattern or ("bidirectional" if both else None)
+    declared = pattern or ("bidirectional" if pattern_of(model) == "bidirectional" else None)
     sources = _of_all_ranks(_with_tokens(Sources.of(batch)), about.config)
     if segments is None and (ids := sources.get("input_ids", sources.get("tokens"))) is not None:
         segments = KNOWN_BATCHES.find(ids)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mask_choice import Case, consumer_named
 from collate_npu.consumers.megatron import kernel_of
-from collate_npu.consumers.model_traits import consumer_of, has_two_sides, unwrap
+from collate_npu.consumers.model_traits import consumer_of, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import of_kind
 from collate_npu.masks.forms import dense
@@ -34,8 +34,6 @@ def find_leak(
 
     `given` is what it gave for the batch. Three forwards on every rank, whatever its rows hold: ranks may compute together.
     """
-    if has_two_sides(model):
-        return "", "an encoder-decoder has two sequences"
     ids = segments.ids
     turn_T = torch.where(ids > 0, (ids + torch.arange(len(ids))[:, None]) % 2, -1).flatten()  # sequences take turns
     real_T = turn_T >= 0

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
-from collate_npu.consumers.model_traits import has_two_sides, is_transformers, pattern_of
-from collate_npu.errors import AmbiguousMaskError, CollateError, explain, shape_of
+from collate_npu.consumers.model_traits import config_of, is_transformers, pattern_of, text_config
+from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import LOSS_KEYS
 
 IGNORED = -100
@@ -33,11 +33,18 @@ Gradients = dict[str, Tensor]
 OF_THE_LOSS = frozenset({"labels", "shift_labels", "loss_mask", "num_items_in_batch", "advantages", *LOSS_KEYS})
 
 
+def check_one_stack(model: Any) -> None:
+    """Refuse an encoder-decoder (a model or a config): its batch is two sequences, each with padding of its own."""
+    config = config_of(model)
+    if getattr(config, "is_encoder_decoder", False) or getattr(text_config(config), "is_encoder_decoder", False):
+        rule = "An encoder-decoder reads two sequences with separate masks, and a check reads one."
+        remedy = "Pass its encoder (model.get_encoder()), or a model with one stack."
+        raise UnsupportedFormError(explain("model", str(getattr(config, "model_type", "")), rule, remedy))
+
+
 def called(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> Any:
-    """Whatever a model, or `forward` in its place, gives for a batch without labels, in the mode it is in, without dropout.
-    An encoder-decoder makes its decoder's tokens of the labels."""
-    left_out = OF_THE_LOSS - {"labels"} if has_two_sides(model) else OF_THE_LOSS
-    given = {key: value for key, value in batch.items() if key not in left_out}
+    """Return what a model, or `forward` in its place, gives for a batch without labels, in its mode and without dropout."""
+    given = {key: value for key, value in batch.items() if key not in OF_THE_LOSS}
     with without_dropout(model):
         try:
             return (forward or model)(**given)

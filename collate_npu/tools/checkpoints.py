@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from collate_npu.consumers.model_traits import text_config
 from collate_npu.consumers.scope import out_of_scope_reason
 from collate_npu.errors import CollateError, did_you_mean, explain
-from collate_npu.proof.invariance import check_one_stack
+from collate_npu.proof.measure import check_one_stack
 from collate_npu.testing import byte_tokenizer, tiny_model
 from collate_npu.tools.user_code import refused
 

@@ -13,7 +13,6 @@ from collate_npu.consumers.model_traits import (
     attention_windows,
     config_of,
     consumer_of,
-    has_two_sides,
     is_encoder,
     unwrap,
     windows,
@@ -149,15 +148,6 @@ def test_an_encoder_is_a_masked_language_model_that_is_not_told_to_decode(monkey
 
 
 # --- sizes in a config; the real models are in tests/integration/test_leak_sweep.py
-
-
-@pytest.mark.parametrize(("inner", "said"), [("encoder", True), ("encoder", False), ("layers", True)])
-def test_two_sides_are_an_encoder_and_a_config_that_says_so(inner, said):
-    model = nn.Module()
-    model.config, model.model = config(is_encoder_decoder=said), nn.ModuleDict({inner: nn.Module()})
-    assert has_two_sides(model) == (said and inner == "encoder")
-    del model.config.is_encoder_decoder
-    assert not has_two_sides(model)
 
 
 @pytest.mark.models

@@ -216,19 +216,6 @@ def test_what_is_embedded_by_place_and_by_a_name():
     check_delivery(model, BatchAdapter(model)(wire("right")), alone=True)
 
 
-@pytest.mark.parametrize("width", [3, 34])
-def test_an_encoder_beside_its_decoder(width):
-    if VERSION < (5, 16):
-        pytest.skip("its attention calls no kernel that is known")
-    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2, "pad_token_id": 0}
-    config = transformers.T5Config(vocab_size=len(TOKENIZER), decoder_start_token_id=0, **sizes)
-    model, batch = transformers.T5ForConditionalGeneration(config).eval(), wire("right")
-    keep = batch["attention_mask_2d"]
-    right, wrong = (bare(batch, mask, labels=torch.ones(3, width).long()) for mask in (keep.long(), None))
-    assert any(name.endswith("EncDecAttention") for name in check_delivery(model, right).unchecked)
-    refused(r"encoder\.block\.0\.layer\.0.*attends padding", model, wrong, Segments.from_keep(keep))
-
-
 def test_the_guard_looks_once_and_at_positional_arguments_too():
     model, batch = model_of("qwen3"), wire()
     wrong = batch["input_ids"], dense(truth_of(batch), polarity="masked")

@@ -48,15 +48,13 @@ def test_a_batch_that_says_nothing_is_the_one_that_the_adapter_made(monkeypatch)
         case_of(nn.Identity(), {"input_ids": IDS.T})
 
 
-@pytest.mark.parametrize(
-    ("two", "declared", "pattern"),
-    [(True, None, "bidirectional"), (False, None, "causal"), (False, "bidirectional", "bidirectional"),
-     (True, "causal", "causal")],
-)  # fmt: skip
-def test_the_pattern_is_the_declared_one_or_that_of_an_encoder(two, declared, pattern):
+def test_the_pattern_is_the_declared_one_and_an_encoder_decoder_is_refused():
     model = nn.Module()
-    model.config, model.encoder = SimpleNamespace(is_encoder_decoder=two), nn.Identity()
-    assert case_of(model, ROWS, pattern=declared).pattern == Pattern.of(pattern)
+    assert case_of(model, ROWS).pattern == Pattern.of("causal")
+    assert case_of(model, ROWS, pattern="bidirectional").pattern == Pattern.of("bidirectional")
+    model.config = SimpleNamespace(is_encoder_decoder=True)
+    with pytest.raises(CollateError, match="reads two sequences"):
+        case_of(model, ROWS)
 
 
 @pytest.mark.models

@@ -39,18 +39,6 @@ def windowed(**config):
     return model
 
 
-class Sided(nn.Module):
-    """A model beside an encoder, on other sequences than the batch's."""
-
-    def __init__(self, side, two):
-        super().__init__()
-        self.config, self.encoder = SimpleNamespace(is_encoder_decoder=two), nn.Identity()
-        self.side, self.inner = side, nn.ModuleDict({side: Model()})
-
-    def forward(self, input_ids, cu_seqlens):
-        return self.inner[self.side](input_ids, torch.tensor([0, 16]))
-
-
 class MaskedAttention(nn.Module):
     """One kernel that has a mask, and one whose keys are other tokens, which is not read."""
 
@@ -128,9 +116,8 @@ KNOWN = {
     "GPT-Neo's local layers": (windowed(attention_layers=["global", "local"]), BATCH, 0),
     "nothing stands ahead of one token": (Model({2: {"causal": False}}), (IDS, torch.arange(17)), 0),
     "another token stands ahead": (Model({2: {"causal": False}}), (IDS, torch.arange(0, 17, 2)), 1),
-    "the decoder beside an encoder": (Sided("decoder", True), BATCH, 0),
-    "a decoder alone": (Sided("decoder", False), BATCH, 5),
-    "the encoder": (Sided("encoder", True), BATCH, 5),
+    "an encoder-decoder is not judged": (windowed(is_encoder_decoder=True), BATCH, 0),
+    "the same, of one stack": (windowed(is_encoder_decoder=False), BATCH, 1),
     "a mask of padded rows": (MaskedAttention(PAST), PAIR, 0),
     "a mask that looks ahead": (MaskedAttention(AHEAD), PAIR, 1),
     "a mask of one row without padding": (MaskedAttention(TWO_IN_ONE), PAIR, 0),
