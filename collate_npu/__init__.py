@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collate_npu.consumers.model_traits import needs_mask_2d as needs_mask_2d
     from collate_npu.errors import CollateError as CollateError
     from collate_npu.integrations.adapt import adapt as adapt
-    from collate_npu.masks.derive import derive_segments as derive_segments
+    from collate_npu.masks.dense_mask import derive_segments as derive_segments
     from collate_npu.masks.patterns import Pattern as Pattern
     from collate_npu.outputs import last_token as last_token, repad as repad, unpad as unpad
     from collate_npu.parallel import (
@@ -40,7 +40,7 @@ _HOMES = {
     "consumers.model_traits": "needs_mask_2d",
     "errors": "CollateError",
     "integrations.adapt": "adapt",
-    "masks.derive": "derive_segments",
+    "masks.dense_mask": "derive_segments",
     "masks.patterns": "Pattern",
     "outputs": "last_token repad unpad",
     "parallel": "ContextParallel gather_sequence split_batch",

@@ -151,6 +151,7 @@ _ROWS: dict[str, Key] = {
 KEYS: Mapping[str, Key] = _Table(_ROWS)
 """Every key that the library knows, by its name."""
 
+MASK_KEY = "attention_mask"
 KEEP_KEY = "attention_mask_2d"
 SEGMENT_KEY = "segment_ids"
 

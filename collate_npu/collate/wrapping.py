@@ -24,7 +24,7 @@ from collate_npu.consumers.mask_choice import Consumer, ConsumerName
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, segments_from_batch
-from collate_npu.masks.dense_mask import Polarity
+from collate_npu.masks.mask_values import Polarity
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import unpad

@@ -26,7 +26,6 @@ from collate_npu.consumers.scope import out_of_scope_reason, warn_of_left
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
-from collate_npu.masks.dense_mask import Polarity
 from collate_npu.masks.forms import (
     MAX_MASK_BYTES,
     offsets_of,
@@ -35,6 +34,7 @@ from collate_npu.masks.forms import (
     write_block_mask,
     write_dense,
 )
+from collate_npu.masks.mask_values import Polarity
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.sources import Sources, check_ahead, physical_offsets
 from collate_npu.parallel import ContextParallel, check_recurrent_split, cu_seqlens_of, query_rows, ranks_agree

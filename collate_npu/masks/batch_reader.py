@@ -1,9 +1,7 @@
-"""Batch reader: the one function from a batch to its `Segments`, and the hazards of a batch in words.
+"""Batch reader: the one function from a batch to its `Segments`.
 
 It reads `segment_ids`, `attention_mask_2d`, `attention_mask` of any rank, offsets, sequence numbers, lengths and positions,
-and raises where two of them differ. Hazards are what is legal in a batch and gives wrong numbers in some stack without an
-error: `describe` lists them; nothing is decided by them.
-Costs O(B * S), and for a dense mask a few passes over its bytes.
+and raises where two of them differ. Costs O(B * S), and for a dense mask a few passes over its bytes.
 Legend: B batch, S width, N sequences of a flat row, Q/K query and key rows.
 """
 
@@ -11,26 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import PLAIN, Array, dims
+from collate_npu.arrays import Array
 from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
-from collate_npu.keys import KEEP_KEY
-from collate_npu.masks.dense_mask import BLOCKED_BELOW, REMEDY_CARRY_2D, Known, MaskValues, Polarity, Reading, is_causal
-from collate_npu.masks.derive import (
-    MASK_KEY,
+from collate_npu.keys import KEEP_KEY, MASK_KEY
+from collate_npu.masks.dense_mask import Reading, read_mask
+from collate_npu.masks.mask_values import (
+    REMEDY_CARRY_2D,
+    Known,
+    MaskValues,
+    Polarity,
     check_same_padding,
     heads_differ_error,
-    read_bare_mask,
+    is_causal,
     read_keys,
-    read_mask,
-    spell_pattern,
 )
-from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.sources import (
     Sources,
@@ -47,103 +45,7 @@ from collate_npu.masks.sources import (
     wrong_shape_error,
 )
 from collate_npu.segments import Segments, as_ids, keep_array, of_ids, of_keep, positions_match, ready
-from collate_npu.validation import checked, is_plain
-
-_LISTED = 8
-
-
-def find_hazards(sources: Sources, segments: Segments | None) -> dict[str, str]:
-    """Kind -> what goes wrong where, and what to do. `segments` is None where the batch is refused: then less is known."""
-    full = sources.get("attention_mask")
-    found = _hazards_of_dense(full, sources, segments) if is_dense(full) else {}
-    if segments is None:
-        return found
-    exact = none_is_exact(segments)
-    flat = sources.named["offsets"] or sources.get("packed_seq_params") is not None
-    if not (exact or flat or sources.named["mask"] or "attention_masks" in sources):
-        remedy = "Let a BatchAdapter build one for the model that reads the batch."
-        found["no mask"] = f"there is no attention_mask, and {exact.why}. {remedy}"
-    return found | find_token_hazards(sources, segments)
-
-
-def is_dense(value: Any) -> TypeGuard[Tensor]:
-    """True for a mask of three or four dimensions whose numbers can be read."""
-    return isinstance(value, Tensor) and is_plain(value) and value.dtype in PLAIN and not value.is_meta and value.ndim > 2
-
-
-def reads(full: Tensor, segments: Segments | None) -> str:
-    """Return what True, or 1, means in a dense mask, by its diagonal at a real token; "" where that is unknown."""
-    if full.is_floating_point():
-        return "additive" if bool((full <= BLOCKED_BELOW).any()) else ""
-    if segments is None or not segments.spans or tuple(full.shape[-2:]) != (segments.shape[1],) * 2:
-        return ""
-    b, start, _ = segments.spans[0]
-    for at in (b, 0)[: full.ndim - 2]:  # of the first head; one row may be that of all
-        full = full[min(at, len(full) - 1)]
-    keeps = bool(full[start, start])
-    return f"{'True' if full.dtype == torch.bool else '1'} = {'attends' if keeps else 'blocked'}"
-
-
-def _hazards_of_dense(full: Tensor, sources: Sources, segments: Segments | None) -> dict[str, str]:
-    """Return the hazards of a dense mask: it is alone, it holds integers, or a layer adds its floats to scores."""
-    found, held = dict[str, str](), f"attention_mask is {str(full.dtype)[6:]}"
-    harmless = segments is not None and segments.padding_side == "none" and not segments.packed
-    if sources.get(KEEP_KEY) is None and not harmless:
-        found["4D alone"] = (
-            f"attention_mask is {full.ndim}D and alone. Recurrent layers of a hybrid model (Gated DeltaNet) read a 2D mask "
-            f"and ignore this one, without an error. Emit {KEEP_KEY} too."
-        )
-    if not full.is_floating_point():
-        if full.dtype != torch.bool:
-            means = reads(full, segments)
-            found["integer polarity"] = (
-                f"{held} and 4D{f', {means}' if means else ''}. Megatron and npu_fusion_attention read 1 as blocked, "
-                "transformers takes 1 for attended, and sdpa takes no integers. Pass consumer=."
-            )
-        return found
-    if bool(((full == 0) | (full == 1)).all()):
-        found["float without a bias"] = (
-            f"{held} and holds 0 and 1 alone. Layers add it to scores: nothing is blocked. Pass bool, or 0 and the "
-            "lowest number of the dtype."
-        )
-    embeds = sources.get("inputs_embeds")
-    computed = embeds.dtype if isinstance(embeds, Tensor) else None
-    if full.dtype == torch.float64 or (computed is not None and full.dtype != computed):
-        beside = f"the model computes in {str(computed)[6:]}" if computed else "models compute in another dtype"
-        found["dtype of a bias"] = (
-            f"{held} and {beside}. sdpa takes a bias in the dtype of the queries alone, and the lowest float32 is -inf in "
-            "float16. Build it in the model's dtype."
-        )
-    if bool((full == -torch.inf).all(-1).any()):
-        found["empty rows of -inf"] = (
-            "attention_mask has query rows that are -inf throughout. Their softmax is NaN, which gradients spread. Use the "
-            "lowest finite number, or let those rows attend themselves."
-        )
-    return found
-
-
-def find_token_hazards(sources: Sources, segments: Segments) -> dict[str, str]:
-    """Return the hazards of a batch that a collator of this package built: those of its tokens and labels."""
-    if segments.padding_side == "none":
-        return {}
-    keep_BS, found = keep_array(segments), dict[str, str]()
-    each = {key for key in ("labels", "input_ids") if dims(sources.get(key)) == segments.shape}
-    if "labels" in each and (labels_BS := sources.array("labels")).dtype.kind != "f":
-        lost_BS = (labels_BS >= 0) & ~keep_BS
-        rows = np.flatnonzero(lost_BS.any(axis=1)).tolist()[:_LISTED]
-        if rows:
-            text = f"{lost_BS.sum()} labels stand on padding (rows {rows}), and the loss counts them. Set them to -100."
-            found["labels on padding"] = text
-    if "input_ids" in each:
-        ids_BS = sources.array("input_ids")
-        padded = np.unique(ids_BS[~keep_BS])
-        if shared := int(np.isin(ids_BS[keep_BS], padded).sum()):
-            found["pad id of a real token"] = (
-                f"padding holds the id {', '.join(map(str, padded[:_LISTED].tolist()))}, as do {shared} of {keep_BS.sum()} "
-                "real tokens (is pad eos?). A mask made by ids != pad loses them. Emit attention_mask_2d, as the collators "
-                "here do."
-            )
-    return found
+from collate_npu.validation import checked
 
 
 @checked
@@ -368,7 +270,7 @@ def _with_dense(
     expected = found is None or found is CAUSAL or found in own
     if found is not None and not expected and found.reaches(reading.segments.longest_span):
         rule = f"It is the mask of {found} attention, and without pattern= the batch would get plain causal attention."
-        remedy = f"Pass pattern={spell_pattern(found)} if the model attends so."
+        remedy = f"Pass pattern={found.expression} if the model attends so."
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="mask-pattern"))
     return _Truth(key, reading.segments, truth is not None and truth.parted)
 
@@ -384,12 +286,12 @@ def _known(truth: _Truth | None, pattern: Pattern | None) -> Known:
 
 def _read(values: MaskValues, known: Known, positions_BS: Array | None, B: int) -> Reading:
     """Read the mask with what is known beside it; positions decide only where the mask alone is ambiguous."""
-    if known.segments is not None:
-        return read_mask(values, known)
     try:
-        return read_bare_mask(values, known, batch_size=B)
+        return read_mask(values, known, B)
     except (AmbiguousMaskError, PolarityError):
-        split = None if positions_BS is None else split_by_positions(positions_BS, None, padding_free=False)
+        if positions_BS is None or known.segments is not None:
+            raise
+        split = split_by_positions(positions_BS, None, padding_free=False)
         if split is None or not split[1]:
             raise
         return read_mask(values, Known(pattern=known.pattern, segments=split[0]))

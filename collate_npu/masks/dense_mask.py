@@ -1,320 +1,516 @@
-"""Dense masks: the values of a mask under one polarity; its query rows, read block by block, written by a pattern, and
-compared with one.
+"""Dense mask: what a mask that someone else built means, as `Segments` and the one attention pattern that gives it back.
 
-A polarity says what a value means: keep (True attends), masked (True is blocked) or bias (additive). A value that has no
-meaning under any polarity is refused: one pass over the values, none for bool. Every form and every proof of a mask writes
-its query rows by `fill_rows`. Reading goes in blocks of query rows that stay in cache, and nothing of the size of the mask
-is built: a bool mask is read where it lies, any other dtype becomes bool block by block.
-Legend: B batch, H heads, S width, Q/K query and key rows.
+Takes every rank, dtype and polarity in use (transformers, Megatron-LM, ms-swift, verl, torch_npu). In a square mask a token
+is real if it attends itself and its key is used; both must agree. A query row that attends everything while others do not is
+a filler (an empty row that its producer "unmasked") and is no evidence. The reading is proved: a pattern must give back all
+rows that count. Where another reading gives the same matrix, the mask is refused and both are named. What is known beside a
+mask (`Known`) is not guessed: with a keep mask only real rows count; with Segments the rows are compared, no more.
+
+Most masks are plain causal: a pass compares them block by block, and rows that differ are read. Nothing of the size of the
+mask is built: a bool mask is read where it lies, any other dtype block by block. Doubts and key masks cost O(B * S).
+Legend: B batch, S width, H heads, N sequences, Q/K query and key rows.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from collate_npu.arrays import Array, once
-from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
-from collate_npu.masks.patterns import CAUSAL, Pattern
-from collate_npu.segments import Segments
-from collate_npu.validation import REMEDIES
-
-Polarity = Literal["keep", "masked", "bias"]
-Bools = npt.NDArray[np.bool_]
-REMEDY_DECLARE_POLARITY = REMEDIES["polarity"]
-REMEDY_CARRY_2D = "Let the collator emit attention_mask_2d too (and segment_ids, if rows are packed)."
-
-BLOCKED_BELOW = -9984.0
-"""A bias at or below this blocks: Megatron-core fills -1e4 (transformer/utils.py:54), which is -9984 in bfloat16."""
-DECLARED_BELOW = -5000.0
-"""A declared bias may add a position bias to that fill: half of the fill is the border."""
-FILLED_BELOW = -6e4
-"""No bias of a position reaches so far (ALiBi's slopes are below 1): finite values beyond it are a fill."""
-
-
-class MaskValues:
-    """A mask of any dtype as numbers; `read` gives it as True = attends under one polarity.
-
-    `declared` is the polarity the caller named, or "bias" where the numbers themselves say so. Raises for NaN, infinities
-    upwards, additive ints, values that neither block nor attend for certain, and a polarity the numbers contradict.
-    bool has nothing to refuse and is not read; other dtypes are read once, in blocks that stay in cache.
-    """
-
-    def __init__(self, full: Tensor, declared: Polarity | None, key: str = "attention_mask") -> None:
-        self.full, self.key = full, key
-        self._float = full.is_floating_point()
-        below = DECLARED_BELOW if declared == "bias" else BLOCKED_BELOW
-        self.additive = self._float and bool(self.range[0] <= below)
-        self.packing_ids = not self._float and full.dtype != torch.bool and bool(self.range[1] > 1)
-        """Whole numbers above 1: `1 1 2 2 0`."""
-        self._refuse_values(declared)
-        self.declared: Polarity | None = "bias" if self.additive else declared
-
-    @property
-    def got(self) -> str:
-        """dtype and shape of the mask, as a message prints them."""
-        return shape_of(self.full)
-
-    @once
-    def raw(self) -> Array:
-        """The values as they lie in memory; numpy has no bfloat16, whose bits are uint16."""
-        return (self.full.view(torch.uint16) if self.full.dtype == torch.bfloat16 else self.full).numpy()
-
-    def read(self, polarity: Polarity) -> Bools:
-        """True = attends, in the shape of the mask; of a bool keep mask it is the mask itself."""
-        return self.attending(self.raw, polarity)
-
-    def attending(self, raw: Array, polarity: Polarity) -> Bools:
-        """`read` for a part of `raw`."""
-        if polarity == "keep" and raw.dtype == bool:
-            return raw
-        numbers = self._numbers(raw)
-        attends: Bools = numbers > self._threshold if polarity == "bias" else np.equal(numbers, polarity == "keep")
-        return attends
-
-    @property
-    def valued(self) -> bool:
-        """True if it adds a value at places that attend (ALiBi, a position bias)."""
-        return self.declared == "bias" and any(bool((x[x > self._threshold] != 0).any()) for x in self._blocks())
-
-    @once
-    def range(self) -> tuple[Any, Any]:
-        """The least value, NaN where there is one, and the largest; both 0 for a mask of nothing."""
-        lows, highs = zip(*([(x.min(), x.max()) for x in self._blocks()] or [(0, 0)]))
-        return np.min(lows), np.max(highs)
-
-    @once
-    def _threshold(self) -> float:
-        """Half-way to the fill value, so that a bias added to fill or to 0 changes nothing."""
-        if not self.additive:
-            return -np.inf
-        if np.isfinite(self.range[0]):
-            return float(self.range[0]) / 2
-        finite = min(float(x.min(initial=0, where=np.isfinite(x))) for x in self._blocks())
-        return finite / 2 if finite <= FILLED_BELOW else float(np.finfo(np.float32).min)
-
-    def _numbers(self, raw: Array) -> Array:
-        """Half precision as float32."""
-        if self.full.dtype == torch.bfloat16:
-            return np.left_shift(raw, 16, dtype=np.uint32).view(np.float32)
-        return raw.astype(np.float32) if self.full.dtype == torch.float16 else raw
-
-    def _blocks(self) -> Iterator[Array]:
-        yield from (self._numbers(raw) for raw in blocks(self.raw))
-
-    def _refuse_values(self, declared: Polarity | None) -> None:
-        if self.full.dtype == torch.bool:
-            low, high, binary = 0, 1, True
-        else:
-            low, high = self.range
-            binary = not self._float or (not self.additive and all(((x == 0) | (x == 1)).all() for x in self._blocks()))
-        if self._float and np.isnan(low) and self.full.ndim:
-            rows = [(b, "NaN") for b, row in enumerate(self.full) if torch.isnan(row).any()]
-            rule = "An additive mask holds finite numbers or -inf."
-            raise CollateError(explain_rows(self.key, rows, rule, "Look for inf - inf or 0 * inf where it was built."))
-        fill = "Fill blocked places with torch.finfo(dtype).min."
-        kind: type[CollateError] = CollateError
-        if not self._float and low < 0:
-            rule = "An additive mask is a float tensor; ints are 1 and 0."
-            remedy = "~ of a mask of integers gives -1 and -2: build it by mask == 0. Or convert it with .to(torch.float32)."
-        elif self.packing_ids and self.full.ndim != 2:
-            rule = "A mask of queries and keys holds 1 and 0; numbers above 1 are packing ids, which are [B, S]."
-            remedy = "Convert it to bool, or pass the ids as [B, S]."
-        elif self._float and high == np.inf:
-            rule, remedy = "An additive mask holds finite numbers or -inf; +inf makes NaN of its row.", fill
-        elif self.additive and declared in ("keep", "masked"):
-            kind, rule, remedy = PolarityError, f"It is additive, not '{declared}'.", "Pass polarity='bias'."
-        elif self._float and not self.additive and not binary:
-            rule = f"No value is low enough to block: a bias blocks at {BLOCKED_BELOW:g} or below, other masks hold 0 and 1."
-            kind, remedy = AmbiguousMaskError, fill
-        elif declared == "bias" and not self._float:
-            kind, rule, remedy = PolarityError, "A bias is a float tensor.", "Pass 'keep' or 'masked'."
-        elif declared == "bias" and high > 0 and binary:
-            rule = "As polarity='bias' it blocks nothing and adds 1 to scores: it looks like a 0/1 mask."
-            kind, remedy = PolarityError, "Pass polarity='keep' or 'masked'."
-        else:
-            return
-        raise kind(explain(self.key, "{} with values from {} to {}".format(self.got, *self.range), rule, remedy))
-
-
-BLOCK = 1 << 19
-"""Elements that are read at once: a few arrays of so many bytes stay in a core's cache."""
-
-
-def blocks(array: Array) -> Iterator[Array]:
-    """Yield the values of `array` in flat parts of at most `BLOCK`, or an eighth; what is repeated (stride 0) comes once."""
-    whole = array[tuple(slice(1) if step == 0 else slice(None) for step in array.strides)]
-    if whole.size:
-        most = min(BLOCK, max(whole.size // 8, 1 << 12))
-        yield from np.nditer(whole, ["external_loop", "buffered"], buffersize=most, order="K")
-
-
-_last = attrgetter("last")
-
-
-class Region(NamedTuple):
-    """One sequence, as the n-th of the batch, and the query rows that show it; all places are those of the row."""
-
-    n: int
-    start: int
-    end: int
-    """Its first key, and one more than its last."""
-    first: int
-    last: int
-    """Its query rows, `last` not among them: padding belongs to the sequence before it, leading padding to the first."""
-    holes: Array | None
-    """Which of its places are padding, bool; None where none is."""
-
-
-def regions_of(segments: Segments) -> list[list[Region]]:
-    """Return the sequences of each row of the batch; every query is in one region, unless the row is padding alone."""
-    spans, lengths, (B, S) = segments.spans, segments.sequence_lengths, segments.shape
-    rows: list[list[Region]] = [[] for _ in range(B)]
-    for n, (b, start, end) in enumerate(spans):
-        last = spans[n + 1][1] if n + 1 < len(spans) and spans[n + 1][0] == b else S
-        holes = segments.array[b, start:end] == 0 if end - start > lengths[n] else None
-        rows[b].append(Region(n, start, end, start if rows[b] else 0, last, holes))
-    return rows
-
-
-def fill_rows(out_QK: Array, low: int, regions: Sequence[Region], pattern: Pattern, allowed: Any, forbidden: Any) -> None:
-    """Write the query rows low, low + 1, ... of one row of the batch: of each sequence those before, in and behind it."""
-    high, S = low + len(out_QK), out_QK.shape[1]
-    if not regions:
-        out_QK[:] = forbidden
-    at = bisect_right(regions, low, key=_last) if low else 0
-    for n, start, end, first, last, holes in regions[at:] if at else regions:
-        if first >= high:
-            break
-        q, stop = max(low, first), min(high, last)
-        if pattern.causal and q < start:
-            out_QK[q - low : min(start, stop) - low] = forbidden
-            q = min(start, stop)
-        while q < stop:
-            # A causal query of the sequence sees no key behind itself: keys behind the sequence need no care of their own.
-            inside = pattern.causal and q < end
-            to, keys = (min(end, stop), S) if inside else (stop, end)
-            block_QK = out_QK[q - low : to - low]
-            if start:
-                block_QK[:, :start] = forbidden
-            if keys < S:
-                block_QK[:, keys:] = forbidden
-            pattern.fill(block_QK[:, start:keys], q - start, n, allowed, forbidden)
-            if holes is not None:
-                np.copyto(block_QK[:, start:end], forbidden, where=holes)
-            q = to
-            if inside and pattern.settles and q < stop:
-                out_QK[q - low : stop - low] = block_QK[-1]
-                q = stop
-
-
-class Square:
-    """`[B, S, S]`, True = attends, of values `[S, S]`, `[B, S, S]` or `[B, H, S, S]` under one polarity: of all heads, which
-    are alike, the first. One row serves any `batch_size`."""
-
-    def __init__(self, values: MaskValues, polarity: Polarity, batch_size: int) -> None:
-        raw = values.raw[:, 0] if values.raw.ndim == 4 else values.raw
-        self._raw_BQK = np.broadcast_to(raw, (batch_size, *raw.shape[-2:]))
-        self._read = partial(values.attending, polarity=polarity)
-        self.shape = batch_size, raw.shape[-1]
-        self._scratch: dict[int, bytearray] = {}
-
-    def rows(self, b: int, low: int, high: int) -> Bools:
-        """bool `[high - low, S]`: query rows of one row of the batch."""
-        return self._read(self._raw_BQK[b, low:high])
-
-    @once
-    def blocks(self) -> list[tuple[int, int]]:
-        """`(first query, last query + 1)`, for every row: at most a fourth of the mask is read at once, or 4 KiB."""
-        B, S = self.shape
-        rows = max(min(BLOCK, max(B * S * S // 4, 1 << 12)) // max(S, 1), 1)
-        step = rows if rows < 8 else rows // 8 * 8
-        return [(low, min(low + step, S)) for low in range(0, S, step)]
-
-    def diagonal(self, before: int = 0) -> Bools:
-        """Return bool `[B, S - before]`: True where a token attends itself, or the token so many places before it."""
-        return self._read(self._raw_BQK.diagonal(-before, axis1=1, axis2=2))
-
-    def column(self, k: int) -> Bools:
-        """`[B, S]`: the queries that attend key k."""
-        return self._read(self._raw_BQK[..., k])
-
-    def row(self, q_B: Array) -> Bools:
-        """`[B, S]`: the keys that one query of each row of the batch attends."""
-        return self.at(np.arange(len(q_B)), q_B, slice(None))
-
-    def at(self, b_N: Array | int, q_N: Array | int, k_N: Array | int | slice) -> Bools:
-        """`[N]`: single places, or `[N, S]`: single rows."""
-        return self._read(self._raw_BQK[b_N, q_N, k_N])
-
-    def differing(self, b: int, low: int, high: int, regions: Sequence[Region], pattern: Pattern) -> Bools:
-        """bool `[high - low]`: the query rows that attend other keys than the pattern gives. bytearray compares twice as
-        fast as numpy."""
-        if high - low not in self._scratch:  # the last block of a mask is smaller
-            self._scratch[high - low] = bytearray((high - low) * self.shape[1])
-        given = self._scratch[high - low]
-        given_QK, found_QK = np.frombuffer(given, bool).reshape(high - low, -1), self.rows(b, low, high)
-        fill_rows(given_QK, low, regions, pattern, True, False)
-        if given == np.ascontiguousarray(found_QK):
-            return np.zeros(high - low, bool)
-        different_Q: Bools = (found_QK != given_QK).any(axis=1)
-        return different_Q
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
-    """What is known beside the matrix: its sequences, or its padding alone (`parted=False`: one sequence a row)."""
-
-    segments: Segments | None = None
-    parted: bool = True
-    pattern: Pattern | None = None
-    """Declared; None looks for one."""
-    unmasked_rows: bool = False
-    """The producer fills fully blocked rows with True."""
-    prove: bool = True
+from collate_npu.arrays import Array, host_tensor
+from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows
+from collate_npu.keys import MASK_KEY
+from collate_npu.masks.mask_values import (
+    ALL,
+    REMEDY_CARRY_2D,
+    REMEDY_DECLARE_POLARITY,
+    Bools,
+    Known,
+    MaskValues,
+    Polarity,
+    Square,
+    check_same_padding,
+    heads_differ_error,
+    no_mask_error,
+    polarities_of,
+    read_keys,
+    read_keys_beside,
+    refuse_compressed,
+    wrong_rows,
+)
+from collate_npu.masks.patterns import CAUSAL, Pattern, Prefix, Sliding, regions_of
+from collate_npu.masks.sources import wrong_shape_error
+from collate_npu.segments import Segments, Values, of_keep, ready
+from collate_npu.validation import checked
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The sequences a matrix shows and the pattern that gives it back (None where no pattern was looked for)."""
+    """The sequences that a mask shows and the pattern that gives it back (None where no pattern was looked for)."""
 
     segments: Segments
     pattern: Pattern | None
 
 
-def polarities_of(values: MaskValues, segments: Segments | None) -> tuple[Polarity, ...]:
-    """Return the polarities to try. A real token attends itself under every pattern: one that is known decides."""
-    if values.declared:
-        return (values.declared,)
-    if segments is None or not segments.spans:
-        return "keep", "masked"
-    b, q, _ = segments.spans[0]
-    return ("keep",) if Square(values, "keep", segments.shape[0]).at(b, q, q) else ("masked",)
+@checked
+def derive_segments(
+    attention_mask: Values,
+    *,
+    polarity: Polarity | None = None,
+    keep: Values | None = None,
+    pattern: str | Pattern | None = None,
+    prove: bool = True,
+    unmasked_rows: bool = False,
+) -> Segments:
+    """Return the `Segments` of a mask `[B,S]`, `[B,1,1,S]`, `[B,S,S]`, `[S,S]`, `[1,1,S,S]`, `[B,1,S,S]` or `[B,H,S,S]`.
+
+    It is the inverse of `dense` for every polarity, pattern and padding side, or raises an error. The dtype is bool, 0/1 of
+    any number type, or an additive float (blocked at or below -9984, so ALiBi and position biases pass). All heads must
+    block the same keys. A `[B, S]` mask is read as keep, 1 = real, and each row must have a real token, unless you pass
+    `polarity`. Whole numbers above 1 are packing ids (`1 1 2 2 0`).
+
+    * `attention_mask`: the mask, in one of these shapes: bool, 0/1, additive, or packing ids.
+    * `polarity`: "keep", "masked" or "bias". None: the mask is read in both ways, and the way that is proved counts. Declare
+      it for `[B,1,1,S]`.
+    * `keep`: `[B, S]`, 1 = real. It decides what the mask leaves open: the polarity, and whether a token that sees only
+      itself is padding. The mask must agree with it at real tokens.
+    * `pattern`: what attention sees, if two patterns would explain the mask. "chunked" also means that rows are not packed.
+    * `prove`: False skips the proof (rebuilding the mask) and compares its diagonal with its columns: for custom attention.
+    * `unmasked_rows`: True if the producer fills fully blocked rows with True (transformers 4.x `_unmask_unattended`).
+      False: this is assumed only if a row of this batch shows it. All rows of a batch must be padded on one side.
+
+    Raises `PolarityError`, `AmbiguousMaskError` (both name the readings), or `CollateError` for values and shapes that
+    no mask has. Derive before a context-parallel split: a shard has lost the columns this reads.
+
+    >>> from collate_npu import Segments
+    >>> from collate_npu.masks import dense
+    >>> masked = dense(Segments.from_lengths([3, 5], side="left"), polarity="masked")
+    >>> derive_segments(masked), derive_segments(~masked) == derive_segments(masked)
+    (Segments(B=2, S=5, lengths=[3, 5], padding='left'), True)
+    >>> derive_segments([[1, 1, 2, 2, 0]]).lengths
+    ((2, 2),)
+    """
+    values = MaskValues(host_tensor(MASK_KEY, attention_mask), polarity)
+    how = None if pattern is None else Pattern.of(pattern)
+    truth = None if keep is None else of_keep(read_keys(MaskValues(host_tensor("keep", keep), "keep", "keep")).array != 0)
+    known = Known(segments=truth, parted=False, pattern=how, prove=prove, unmasked_rows=unmasked_rows and keep is None)
+    return ready(read_mask(values, known).segments)
 
 
-def is_causal(values: MaskValues, segments: Segments) -> bool:
-    """True if plain causal attention on these sequences gives every row of a real token: then no other sequences do."""
-    squares = (Square(values, polarity, segments.shape[0]) for polarity in polarities_of(values, segments))
-    return any(next(wrong_rows(square, segments, CAUSAL), None) is None for square in squares)
+def read_mask(values: MaskValues, known: Known, batch_size: int | None = None) -> Reading:
+    """Return what a mask of any rank shows, alone or beside the Segments of its batch, for a batch of `batch_size` rows."""
+    return _read_alone(values, known, batch_size) if known.segments is None else _read_beside(values, known, known.segments)
 
 
-def wrong_rows(square: Square, segments: Segments, pattern: Pattern, proved_BQ: Bools | None = None) -> Iterator[int]:
-    """Yield the rows of the batch in which a real query attends other keys than this pattern; `proved` ones are skipped."""
-    counts_BQ = segments.array != 0
-    if proved_BQ is not None:
-        counts_BQ &= ~proved_BQ
-    for b, regions in enumerate(regions_of(segments) if counts_BQ.any() else ()):
+def _read_beside(values: MaskValues, known: Known, truth: Segments) -> Reading:
+    """Read a mask of any rank; it and the truth must agree on what is real."""
+    full, (B, S) = values.full, truth.shape
+    rows = (B, S) if full.ndim == 2 else (1, B)
+    if full.ndim not in (2, 3, 4) or full.shape[-1] != S or full.shape[0] not in rows:
+        raise wrong_shape_error(values.key, values.got, (B, S))
+    if tuple(full.shape[:-1]) in ((B,), (B, 1, 1)) and not (full.ndim == 4 and S == 1):
+        found = read_keys_beside(values, truth.array != 0)
+        check_same_padding(truth, values.key, found)
+        return Reading(truth if known.parted else found, None)
+    if full.shape[-2] != full.shape[-1]:
+        raise no_mask_error(values)
+    return _square(values, known, B) if full.numel() else Reading(truth, None)
+
+
+def _read_alone(values: MaskValues, known: Known, batch_size: int | None) -> Reading:
+    """Read a mask of any rank by itself."""
+    shape = values.full.shape
+    refuse_compressed(values)
+    if not values.full.numel() and len(shape) in (2, 3, 4):
+        if shape[-1]:
+            _check_rows(values, shape[0], batch_size)
+        return Reading(Segments(np.zeros((batch_size or shape[0], shape[-1]), np.int32)), None)
+    if len(shape) == 2:
+        return _of_two_dims(values, known, batch_size)
+    if len(shape) == 4 and shape[1:3] == (1, 1) and shape[3] > 1:
+        if values.declared is None:
+            rule = "True is 'attends' (SDPA) or 'blocked' (TransformerEngine's padding mask), and a key mask shows neither."
+            raise PolarityError(explain(values.key, values.got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
+        return _repeat(values, Reading(of_keep(values.read(values.declared)[:, 0, 0]), None), batch_size)
+    if len(shape) in (3, 4) and shape[-1] == shape[-2]:
+        return _repeat(values, _square(values, known, shape[0]), batch_size)
+    raise no_mask_error(values)
+
+
+def _of_two_dims(values: MaskValues, known: Known, batch_size: int | None) -> Reading:
+    rows, S = values.full.shape
+    low, high = values.range
+    square = rows == S and low != high and high <= 1
+    if square and batch_size not in (None, S):
+        return _repeat(values, _square(values, known, 1), batch_size)
+    if square and not all(isinstance(tried, UnexplainedError) for tried in _readings(values, known, 1).values()):
+        rule = f"It is a keep mask of {S} rows [B, S], or one square mask [S, S] that all rows share."
+        raise AmbiguousMaskError(explain(values.key, values.got, rule, "Pass [B, 1, S, S], or attention_mask_2d."))
+    _check_rows(values, rows, batch_size)
+    return Reading(read_keys(values, alone=True), None)
+
+
+def _repeat(values: MaskValues, reading: Reading, batch_size: int | None) -> Reading:
+    """Return the reading for each row of the batch: one row may be that of all."""
+    rows = reading.segments.shape[0]
+    if rows == 1 and batch_size and batch_size > 1:
+        return Reading(Segments(np.repeat(reading.segments.array, batch_size, axis=0)), reading.pattern)
+    _check_rows(values, rows, batch_size)
+    return reading
+
+
+def _check_rows(values: MaskValues, rows: int, batch_size: int | None) -> None:
+    if batch_size not in (None, rows):
+        rule = f"The batch has {batch_size} rows."
+        raise CollateError(explain(values.key, values.got, rule, "Pass the mask of this batch, before any split."))
+
+
+def _readings(
+    values: MaskValues, known: Known, batch_size: int
+) -> dict[str, Reading | AmbiguousMaskError | UnexplainedError]:
+    """Return, for each polarity to try, the reading of a square mask, or the error that says why it is ambiguous or none."""
+    tried: dict[str, Reading | AmbiguousMaskError | UnexplainedError] = {}
+    for polarity in polarities_of(values, known.segments):
+        try:
+            tried[polarity] = read_square(Square(values, polarity, batch_size), known)
+        except (AmbiguousMaskError, UnexplainedError) as error:
+            tried[polarity] = error.with_traceback(None)  # whose frames would hold the whole matrix
+    if len(tried) == 2 and tried["keep"] == tried["masked"]:
+        del tried["masked"]  # a batch of padding alone, known from the 2D mask: both readings say so
+    return tried
+
+
+def _square(values: MaskValues, known: Known, batch_size: int) -> Reading:
+    """Return the reading of `[B, S, S]` or `[B, H, S, S]`, by the declared or the proved polarity; heads are alike."""
+    if values.full.ndim == 4 and values.full.shape[1] > 1 and values.heads_differ():
+        raise heads_differ_error(values)
+    tried = _readings(values, known, batch_size)
+    failed = {name: x for name, x in tried.items() if isinstance(x, UnexplainedError)}
+    found = {name: x for name, x in tried.items() if not isinstance(x, UnexplainedError)}
+    if not found:
+        raise _unexplained(values, known, failed)
+    # where a pattern was declared, that may be what is wrong, and not the other reading
+    others = {name: str(error.instead) for name, error in failed.items() if error.instead is not None}
+    result = next(iter(found.values()))
+    if len(found) > 1 or (others and isinstance(result, Reading)):
+        readings = {name: repr(x.segments) if isinstance(x, Reading) else "ambiguous too" for name, x in found.items()}
+        text = "; ".join(f"as '{name}' it is {found_as}" for name, found_as in (readings | others).items())
+        rule = f"Both readings are possible: {text}."
+        raise PolarityError(explain(values.key, values.got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
+    if isinstance(result, AmbiguousMaskError):
+        raise result
+    return result
+
+
+def _unexplained(values: MaskValues, known: Known, failed: dict[str, UnexplainedError]) -> AmbiguousMaskError:
+    rows = [(row, f"as '{name}': {text}") for name, error in failed.items() for row, text in error.rows]
+    instead = next((error.instead for error in failed.values() if error.instead is not None), None)
+    got = values.got
+    if instead is not None:
+        rule = f"{got} is not {known.pattern} attention on these tokens; {instead} would explain it."
+        remedy = f"Pass pattern={instead.expression} if the model attends so, or pass attention_mask_2d in its place."
+    elif known.segments is not None:
+        rule = f"{got} and the other keys of the batch name different real tokens, under every pattern."
+        remedy = "Remove the wrong one; if attention_mask_2d is in the batch, this mask can be left out."
+    else:
+        rule = f"{got} is no padding and no pattern (causal, sliding, chunked, prefix, bidirectional)."
+        remedy = f"{REMEDY_CARRY_2D} If True means the opposite, pass the other polarity=. In derive_segments: if the "
+        remedy += "attention is custom, pass prove=False; if padding attends itself, pass keep=."
+    return AmbiguousMaskError(explain_rows(values.key, rows, rule, remedy, more="mask-pattern"))
+
+
+class UnexplainedError(Exception):
+    """No padding and no pattern gives this matrix, under the polarity it was read with; `rows` says where and why, `instead`
+    names a pattern that would explain it, where one was given."""
+
+    def __init__(self, rows: list[tuple[int, str]], instead: Pattern | None = None) -> None:
+        super().__init__()
+        self.rows, self.instead = rows, instead
+
+
+class Extents(NamedTuple):
+    """The first and last key that each query row `[B, S]` attends; where it attends none, its own place and -1."""
+
+    first: Array
+    last: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the matrix shows, `[B, S]`: `real` tokens; query rows that attend everything (`full`), of these the ones that the
+    producer unmasked (`filler`; none beside a keep mask), rows that are evidence (`counts`), and rows that plain causal
+    attention on `segments` gives (`proved`)."""
+
+    segments: Segments
+    real: Bools
+    full: Bools
+    filler: Bools
+    counts: Bools
+    proved: Bools
+    extents: Extents
+
+    @property
+    def reach(self) -> int:
+        """Return how far back any row that counts looks, padding queries included."""
+        back_BQ = np.arange(self.real.shape[1]) - self.extents.first
+        return int(back_BQ.max(initial=0, where=self.counts))
+
+
+def look(square: Square, keep_BS: Bools | None) -> Shown:
+    """Return what the matrix shows. Raises `UnexplainedError` where a row that counts attends a key that is not real."""
+    diagonal_BS = square.diagonal()
+    # a token that does not attend itself attends another such: one row tells most wrong polarities
+    used_BS = square.at(np.arange(len(diagonal_BS)), diagonal_BS.argmin(axis=1), ALL) if keep_BS is None else keep_BS
+    bad = {b: int(lost_S.argmax()) for b, lost_S in enumerate(used_BS & ~diagonal_BS) if lost_S.any()}
+    if bad:
+        text = "is attended by another token" if keep_BS is None else "is real in the 2D mask"
+        raise UnexplainedError([(b, f"token {k} {text}, and does not attend itself") for b, k in bad.items()])
+    full_BQ = full_rows(square)
+    filler_BQ = fillers(full_BQ) if keep_BS is None else np.zeros_like(full_BQ)
+    counts_BQ = ~filler_BQ if keep_BS is None else keep_BS
+    real_BS = diagonal_BS & counts_BQ
+    segments, begins_BS = sequences(square, real_BS)
+    extents, proved_BQ = _causal_extents(real_BS, begins_BS), np.ones_like(real_BS)
+    for b, regions in enumerate(regions_of(segments)):
         for low, high in square.blocks:
-            counts_Q = counts_BQ[b, low:high]
-            if counts_Q.any() and (square.differing(b, low, high, regions, pattern) & counts_Q).any():
-                yield b
+            other_Q = square.differing(b, low, high, regions, CAUSAL)
+            proved_BQ[b, low:high] = ~other_Q
+            lost_S = read_query_rows(square, b, low, other_Q, extents, counts_BQ) & ~real_BS[b]
+            if lost_S.any():
+                bad[b] = int(lost_S.argmax())
                 break
+    if bad:
+        text = "is attended by other tokens, and is padding or does not attend itself"
+        raise UnexplainedError([(b, f"token {k} {text}") for b, k in bad.items()])
+    return Shown(segments, real_BS, full_BQ, filler_BQ, counts_BQ, proved_BQ, extents)
+
+
+def full_rows(square: Square) -> Bools:
+    """Return bool `[B, S]`: the query rows that attend every key."""
+    full_BQ = square.at(ALL, ALL, 0) & square.at(ALL, ALL, -1)
+    for b, full_Q in enumerate(full_BQ):
+        for low, high in square.blocks:
+            at_N = np.flatnonzero(full_Q[low:high])
+            if len(at_N):
+                full_Q[low + at_N] = square.rows(b, low, high)[at_N].all(axis=1)
+    return full_BQ
+
+
+def _causal_extents(real_BS: Bools, begins_BS: Bools) -> Extents:
+    """Return what queries attend under plain causal attention; padding attends what the token before it does."""
+    own_S = np.arange(real_BS.shape[1], dtype=np.int32)
+    first_BQ = np.maximum.accumulate(np.where(begins_BS, own_S, 0), axis=1)
+    last_BQ = np.maximum.accumulate(np.where(real_BS, own_S, -1), axis=1)
+    return Extents(np.where(last_BQ >= 0, first_BQ, own_S), last_BQ)
+
+
+def sequences(square: Square, real_BS: Bools) -> tuple[Segments, Bools]:
+    """Return the Segments and, bool `[B, S]`, where a sequence begins: a real token that does not attend the one before."""
+    begins_BS, follows_BS = real_BS.copy(), np.zeros_like(real_BS)
+    follows_BS[:, 1:] = real_BS[:, :-1]
+    begins_BS[:, 1:] &= ~(follows_BS[:, 1:] & square.diagonal(before=1))
+    distant_BS = begins_BS & ~follows_BS & np.logical_or.accumulate(follows_BS, axis=1)
+    if distant_BS.any():  # holes, and padding between sequences
+        last_BS = np.maximum.accumulate(np.where(real_BS, np.arange(real_BS.shape[1]), 0), axis=1)
+        b_N, q_N = np.nonzero(distant_BS)
+        begins_BS[b_N, q_N] = ~square.at(b_N, q_N, last_BS[b_N, q_N - 1])
+    if (np.count_nonzero(begins_BS, axis=1) <= 1).all():
+        return of_keep(real_BS), begins_BS
+    return Segments.from_ids(np.cumsum(begins_BS, axis=1) * real_BS), begins_BS
+
+
+def fillers(full_BQ: Bools) -> Bools:
+    """Return bool `[B, S]`: query rows that attend every key, later ones too, in a row of the batch where others do not."""
+    if not full_BQ[:, :-1].any():
+        return np.zeros_like(full_BQ)  # alone, a last row that sees everything is an ordinary causal row
+    filler_BQ = full_BQ & ~full_BQ.all(axis=1, keepdims=True)
+    filler_BQ[:, -1] &= full_BQ[:, :-1].any(axis=1)
+    return filler_BQ
+
+
+def read_query_rows(square: Square, b: int, low: int, read_Q: Bools, into: Extents, counts_BQ: Bools) -> Bools:
+    """Write the extents of these query rows, from `low` on, of one row of the batch to `into`; return the keys `[S]` that
+    those of them attend that count."""
+    if not read_Q.any():
+        return np.zeros(square.shape[1], bool)
+    q_N = low + np.flatnonzero(read_Q)
+    rows_NK = square.rows(b, low, low + len(read_Q))
+    rows_NK = rows_NK if read_Q.all() else rows_NK[read_Q]
+    first_N, last_N = rows_NK.argmax(axis=1), rows_NK.shape[1] - 1 - rows_NK[:, ::-1].argmax(axis=1)
+    any_N = rows_NK[np.arange(len(q_N)), first_N]
+    into.first[b, q_N], into.last[b, q_N] = np.where(any_N, first_N, q_N), np.where(any_N, last_N, -1)
+    counts_N = counts_BQ[b, q_N]
+    used_K: Bools = np.logical_or.reduce(rows_NK if counts_N.all() else rows_NK[counts_N], axis=0)
+    return used_K
+
+
+def all_extents(square: Square) -> Extents:
+    """Return what every query attends, read off the whole matrix."""
+    all_BQ = np.ones(square.shape, bool)
+    extents = Extents(np.zeros(square.shape, np.int32), np.zeros(square.shape, np.int32))
+    for b in range(len(all_BQ)):
+        for low, high in square.blocks:
+            read_query_rows(square, b, low, all_BQ[b, low:high], extents, all_BQ)
+    return extents
+
+
+def read_square(square: Square, known: Known) -> Reading:
+    """Return the `Reading` of a `[B, S, S]` matrix.
+
+    Raises `UnexplainedError` where nothing gives this matrix, `AmbiguousMaskError` where two different truths do.
+    """
+    keep_BS = None if known.segments is None else known.segments.array != 0
+    if known.segments is not None and known.parted:
+        return Reading(known.segments, prove(square, known.segments, known.pattern))
+    shown = look(square, keep_BS)
+    segments, proved_BQ = shown.segments, shown.proved
+    if known.pattern is not None and known.pattern.cuts and segments.packed:
+        segments, proved_BQ = of_keep(shown.real), np.zeros_like(proved_BQ)
+    if keep_BS is not None:
+        refuse_inverted(square, segments)
+    if not known.prove:
+        return Reading(segments, None)
+    refuse_gaps(shown, segments, known.pattern)
+    pattern = prove(square, segments, known.pattern, shown, proved_BQ)
+    if keep_BS is None:
+        refuse_unmasked_rows(shown, pattern, declared=known.pattern is not None, unmasked_rows=known.unmasked_rows)
+        refuse_visible_padding(shown, segments)
+    if known.pattern is None and pattern.causal:
+        refuse_chunks(shown, segments, pattern)
+    return Reading(segments, pattern)
+
+
+def prove(
+    square: Square, segments: Segments, pattern: Pattern | None, shown: Shown | None = None, proved_BQ: Bools | None = None
+) -> Pattern:
+    """Return the pattern that gives the matrix back on every real row: the declared one, or the first that does.
+
+    `proved_BQ` are queries that plain causal attention is known to give. Raises `UnexplainedError`.
+    """
+
+    def wrong(tried: Pattern) -> Iterator[int]:
+        return wrong_rows(square, segments, tried, proved_BQ if tried == CAUSAL else None)
+
+    first = pattern or CAUSAL
+    first.check(segments.num_sequences)
+    if next(wrong(first), None) is None:
+        return first
+    seen = _seen(segments, shown.extents, shown.reach) if shown else _seen(segments, all_extents(square), 0)
+    tries = filter(None, (kind.explaining(*seen) for kind in Pattern.__subclasses__()))
+    found = next((each for each in tries if each != first and next(wrong(each), None) is None), None)
+    if pattern is None and found is not None:
+        return found
+    text = "rows that no pattern gives" if pattern is None else f"rows that are not those of {pattern} attention"
+    raise UnexplainedError([(b, text) for b in wrong(first)], found)
+
+
+def _seen(segments: Segments, extents: Extents, reach: int) -> tuple[int, list[int]]:
+    """Return the arguments of `Pattern.explaining`: how far back real queries look, and the prefix of each sequence."""
+    place_Q, real_BQ = np.arange(segments.shape[1]), segments.array != 0
+    ahead_BQ = np.where(real_BQ & (extents.last > place_Q), extents.last + 1, 0)
+    prefixes = [max(int(ahead_BQ[b, start:end].max()) - start, 0) for b, start, end in segments.spans]
+    return max(reach, int((place_Q - extents.first).max(initial=0, where=real_BQ))), prefixes
+
+
+def refuse_inverted(square: Square, segments: Segments) -> None:
+    """Raise where the 2D mask may be inverted: padding that attends itself alone would look like many sequences."""
+    bad = [
+        (b, f"{len(row)} real tokens that attend only themselves, and padding that attends padding")
+        for b, row in enumerate(segments.lengths)
+        if len(row) > 1 and max(row) == 1
+        if any(_attends_other(square.rows(b, low, high), low, segments.array[b] == 0) for low, high in square.blocks)
+    ]
+    rule = "They are sequences of one token, or the 2D mask is inverted (True = padding)."
+    _raise_ambiguous(bad, rule, "Pass attention_mask_2d with True = real; with sequences of one token, segment_ids too.")
+
+
+def _attends_other(rows_QK: Bools, low: int, among_S: Bools) -> bool:
+    """Return True if one of these tokens attends another of them."""
+    q_N = np.flatnonzero(among_S[low : low + len(rows_QK)])
+    found_NK = rows_QK[q_N] & among_S
+    found_NK[np.arange(len(q_N)), low + q_N] = False
+    return bool(found_NK.any())
+
+
+def refuse_unmasked_rows(shown: Shown, pattern: Pattern, *, declared: bool, unmasked_rows: bool) -> None:
+    """Raise where empty rows may be unmasked: right padding by one, or a row of padding, then looks like no padding."""
+    filler_BS, prefixed = shown.filler, isinstance(pattern, Prefix)
+    unmasks = unmasked_rows or bool(filler_BS.any())
+    if (filler_BS.shape[1] < 2 and not unmasked_rows) or not (unmasks or prefixed):
+        return
+    all_B = np.asarray(shown.full.all(axis=1))
+    mixed = not declared and prefixed and not all_B.all()
+    pads_left = bool((filler_BS.any(axis=1) & ~filler_BS[:, -1]).any())
+    last_B = shown.full[:, -1] & shown.real[:, -1]
+    bad_B = (all_B & (unmasks or mixed)) | (last_B & (unmasks and not pads_left))
+    seen = {True: "rows that all see everything", False: "a last row that sees everything"}
+    bad = [(b, seen[bool(all_B[b])]) for b in np.flatnonzero(bad_B).tolist()]
+    _raise_ambiguous(bad, "If the producer unmasks empty rows, these tokens are all real, or the last ones are padding.")
+    end_B = filler_BS[:, -1] & (not unmasked_rows)
+    ends = [(b, "last rows that see everything") for b in np.flatnonzero(end_B).tolist()]
+    rule = "The last rows are padding that was unmasked, or real tokens that attend to both sides (an image)."
+    _raise_ambiguous(ends, rule, f"Pass unmasked_rows=True if the producer unmasks rows. {REMEDY_CARRY_2D}")
+
+
+def refuse_visible_padding(shown: Shown, segments: Segments) -> None:
+    """Raise where padding may attend itself (a forced diagonal, a sequence of its own) and look like a sequence.
+
+    Padding that nobody sees, in any row, shows that this producer's does not. One row that sees everything shows nothing:
+    it was unmasked, or is padding that attends the others and, on its diagonal, itself.
+    """
+    if not segments.packed or ((~shown.real).sum(axis=1) > (shown.filler.sum(axis=1) == 1)).any():
+        return
+    packed = [(b, row) for b, row in enumerate(segments.lengths) if len(row) > 1]
+    bad = [(b, f"sequences of {', '.join(map(str, row[:8]))} tokens") for b, row in packed]
+    _raise_ambiguous(bad, "All of them are real, or some are padding that attends itself.")
+
+
+def refuse_gaps(shown: Shown, segments: Segments, pattern: Pattern | None) -> None:
+    """Raise where two sequences with padding between them look like one whose hole is wider than its window."""
+    if not segments.packed or (pattern is not None and not isinstance(pattern, Sliding)):
+        return
+    reach = pattern.size - 1 if isinstance(pattern, Sliding) else shown.reach
+    if pattern is None and (shown.real & (shown.extents.last > np.arange(segments.shape[1]))).any():
+        return  # a query attends a key after it
+    apart = {b: f"tokens {j} and {i} that do not attend each other" for b, j, i in _boundaries(segments) if i - j > reach}
+    rule = f"No token looks back more than {reach}: they are in two sequences, or in one with a window of {reach + 1}."
+    declare = "" if pattern is not None else "Pass pattern=, e.g. pattern='causal'. "
+    _raise_ambiguous(sorted(apart.items()), rule, declare + REMEDY_CARRY_2D)
+
+
+def refuse_chunks(shown: Shown, segments: Segments, pattern: Pattern) -> None:
+    """Raise where packed sequences end on multiples of one number: one sequence under chunked attention looks the same.
+
+    Packing and chunks at once are not considered: any longest sequence would be doubtful. Places are counted from a row's
+    first token; padding that attends as the sequence before it belongs to that one.
+    """
+    if not segments.packed or pattern.reaches(segments.longest_span):
+        return
+    row_N, start_N, stop_N = np.array(segments.spans, np.int64).T
+    meets_N = np.diff(row_N) == 0
+    if (((shown.extents.last >= 0) & ~shown.filler) | ~(np.logical_or.accumulate(shown.real, axis=1) & ~shown.real)).all():
+        stop_N = np.append(np.where(meets_N, start_N[1:], segments.shape[1]), segments.shape[1])
+    origin_N = start_N[np.searchsorted(row_N, row_N)]
+    start_N, stop_N, first = start_N - origin_N, stop_N - origin_N, int(np.argmax(meets_N))
+    for size in range(int(stop_N[first]), int(start_N[first + 1]) + 1):
+        chunk_N = start_N // size
+        if (chunk_N == (stop_N - 1) // size).all() and (np.diff(chunk_N)[meets_N] != 0).all():
+            bad = {b: f"sequences that end at token {j}" for b, j, _ in reversed(list(_boundaries(segments)))}
+            rule = f"They are packed sequences, or one sequence a row with chunked attention of {size}."
+            remedy = f"Pass pattern='causal' or pattern=Pattern.chunked({size}). {REMEDY_CARRY_2D}"
+            _raise_ambiguous(sorted(bad.items()), rule, remedy)
+
+
+def _raise_ambiguous(rows: list[tuple[int, str]], rule: str, remedy: str = REMEDY_CARRY_2D) -> None:
+    if rows:
+        raise AmbiguousMaskError(explain_rows("attention_mask", rows, rule, remedy))
+
+
+def _boundaries(segments: Segments) -> Iterator[tuple[int, int, int]]:
+    """Yield `(row, last token of a sequence, first token of the next)` wherever two meet in a row."""
+    for (b, _, end), (next_b, next_start, _) in pairwise(segments.spans):
+        if b == next_b:
+            yield b, end - 1, next_start

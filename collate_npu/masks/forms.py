@@ -22,8 +22,8 @@ from torch import Tensor
 
 from collate_npu.arrays import PLAIN, Array, host_array, whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
-from collate_npu.masks.dense_mask import Polarity, fill_rows, regions_of
-from collate_npu.masks.patterns import CAUSAL, Pattern
+from collate_npu.masks.mask_values import Polarity
+from collate_npu.masks.patterns import CAUSAL, Pattern, fill_rows, regions_of
 from collate_npu.segments import PADS_BEFORE, Segments, keep_array, of_lengths
 from collate_npu.validation import checked
 

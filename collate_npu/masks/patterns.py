@@ -9,10 +9,12 @@ sequence in the batch; Q, K query and key rows.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from operator import attrgetter
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, host_array, whole_number
 from collate_npu.errors import CollateError, did_you_mean, explain
+from collate_npu.segments import Segments
 from collate_npu.validation import checked
 
 PatternName = Literal["causal", "bidirectional"]
@@ -126,6 +129,12 @@ class Pattern:
         remedy = "Pass Pattern.sliding(window), Pattern.chunked(size) or Pattern.prefix(lengths)."
         near = did_you_mean(str(pattern), ("causal", "bidirectional"), remedy)
         raise CollateError(explain("pattern", repr(pattern), rule, near))
+
+    @property
+    def expression(self) -> str:
+        """The Python expression that makes this pattern, for a remedy."""
+        values = [list(value) if isinstance(value, tuple) else value for value in vars(self).values()]
+        return f"Pattern.{self.name}({', '.join(map(str, values))})" if values else repr(self.name)
 
     def __str__(self) -> str:
         numbers = [n for value in vars(self).values() for n in np.atleast_1d(value).tolist()]
@@ -297,3 +306,62 @@ def _shifted(size: int, reach: int | None, dtype: Any, allowed: Any, forbidden: 
     band = np.where((key_minus_query <= 0) & near, allowed, forbidden).astype(dtype)
     item = band.itemsize
     return np.lib.stride_tricks.as_strided(band[size:], (size, size), (-item, item), writeable=False)
+
+
+_last = attrgetter("last")
+
+
+class Region(NamedTuple):
+    """One sequence, as the n-th of the batch, and the query rows that show it; all places are those of the row."""
+
+    n: int
+    start: int
+    end: int
+    """Its first key, and one more than its last."""
+    first: int
+    last: int
+    """Its query rows, `last` not among them: padding belongs to the sequence before it, leading padding to the first."""
+    holes: Array | None
+    """Which of its places are padding, bool; None where none is."""
+
+
+def regions_of(segments: Segments) -> list[list[Region]]:
+    """Return the sequences of each row of the batch; every query is in one region, unless the row is padding alone."""
+    spans, lengths, (B, S) = segments.spans, segments.sequence_lengths, segments.shape
+    rows: list[list[Region]] = [[] for _ in range(B)]
+    for n, (b, start, end) in enumerate(spans):
+        last = spans[n + 1][1] if n + 1 < len(spans) and spans[n + 1][0] == b else S
+        holes = segments.array[b, start:end] == 0 if end - start > lengths[n] else None
+        rows[b].append(Region(n, start, end, start if rows[b] else 0, last, holes))
+    return rows
+
+
+def fill_rows(out_QK: Array, low: int, regions: Sequence[Region], pattern: Pattern, allowed: Any, forbidden: Any) -> None:
+    """Write the query rows low, low + 1, ... of one row of the batch: of each sequence those before, in and behind it."""
+    high, S = low + len(out_QK), out_QK.shape[1]
+    if not regions:
+        out_QK[:] = forbidden
+    at = bisect_right(regions, low, key=_last) if low else 0
+    for n, start, end, first, last, holes in regions[at:] if at else regions:
+        if first >= high:
+            break
+        q, stop = max(low, first), min(high, last)
+        if pattern.causal and q < start:
+            out_QK[q - low : min(start, stop) - low] = forbidden
+            q = min(start, stop)
+        while q < stop:
+            # A causal query of the sequence sees no key behind itself: keys behind the sequence need no care of their own.
+            inside = pattern.causal and q < end
+            to, keys = (min(end, stop), S) if inside else (stop, end)
+            block_QK = out_QK[q - low : to - low]
+            if start:
+                block_QK[:, :start] = forbidden
+            if keys < S:
+                block_QK[:, keys:] = forbidden
+            pattern.fill(block_QK[:, start:keys], q - start, n, allowed, forbidden)
+            if holes is not None:
+                np.copyto(block_QK[:, start:end], forbidden, where=holes)
+            q = to
+            if inside and pattern.settles and q < stop:
+                out_QK[q - low : stop - low] = block_QK[-1]
+                q = stop

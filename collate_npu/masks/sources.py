@@ -22,6 +22,8 @@ from torch import Tensor
 from collate_npu.arrays import Array, entries, host_array, host_tensor, once, whole_number
 from collate_npu.errors import CollateError, UnsupportedFormError, a_type, explain, explain_rows
 from collate_npu.keys import KEYS, Role
+from collate_npu.masks import dialects
+from collate_npu.masks.dialects import REMEDY_ONE_SET, physical_and_real_offsets
 from collate_npu.masks.forms import MAX_MASK_BYTES, check_bytes, check_cuts, fitting_places, own_places
 from collate_npu.segments import (
     Segments,
@@ -40,7 +42,6 @@ _ORDER = {name: n for n, name in enumerate(KEYS)}
 _ROLES: dict[str, Any] = {
     name: key.role or key.kind for name, key in KEYS.items() if key.role or key.kind in ("positions", "vision")
 }
-_NO_SEQUENCE = -1000
 _OFFSETS: tuple[Role, Role] = ("offsets", "padded_offsets")
 
 
@@ -105,10 +106,9 @@ class Sources(dict[str, Any]):
 
     @once
     def offsets(self) -> Mapping[str, Array]:
-        """Offsets of a flat row, physical and real ones, those of Megatron's `packed_seq_params` among them, and of NeMo
-        RL's `flash_attn_kwargs` (nemo_rl/models/automodel/train.py:125, 7ea279a)."""
+        """Offsets of a flat row, physical and real ones, those that objects hold (`DIALECTS`) among them."""
         found: dict[str, Array] = {}
-        for held in ("packed_seq_params", "flash_attn_kwargs"):
+        for held in dialects.HOLDERS:
             params = self.get(held)
             for name in KEYS if params is not None else ():
                 value = params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)
@@ -120,8 +120,7 @@ class Sources(dict[str, Any]):
 
     @once
     def lengths(self) -> list[list[int]] | None:
-        """`seq_lens`, as one list of lengths for each row; a flat list is of one row, or one length for each row.
-        -1000 fills rows of fewer sequences (NeMo Automodel 0.7.0 datasets/utils.py)."""
+        """`seq_lens`, as one list of lengths for each row; a flat list is of one row, or one length for each row."""
         return self._listed("lengths")
 
     @once
@@ -134,7 +133,7 @@ class Sources(dict[str, Any]):
             return None
         held = self[name := self.named[role][0]]
         rows = held if isinstance(held, (list, tuple)) else np.atleast_1d(self.array(name))
-        return length_rows(rows, name, filler=_NO_SEQUENCE)
+        return length_rows(rows, name, filler=dialects.NO_SEQUENCE)
 
     def text_positions(self, shape: tuple[int, int]) -> Array | None:
         """`[B, S]`: `text_position_ids`, two-dimensional `position_ids`, or the text row of `[4, B, S]`; else None."""
@@ -194,9 +193,6 @@ def _evaluated(name: str, block_mask: Any) -> Tensor:
     return evaluated
 
 
-_REMEDY = "Keep one set of offsets, that of this batch: a collator or a split may have left old ones in it."
-
-
 def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str, Segments] | None:
     """Return the deciding key and the `Segments` of the offsets, lengths and sequence numbers of a batch; None without any.
 
@@ -212,7 +208,7 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
             return "seq_lens", _placed(rows, sources.padded_lengths, shape)
         whole = rows and all(sum(row) == S for row in rows)  # else a mask tells where they stand
         named = sources.named["lengths"][0] if rows else ""
-        pads_right = named in ("input_lengths", "packed_seq_lengths") and not says_padding(sources)
+        pads_right = named in dialects.RIGHT and not says_padding(sources)
         return (sources.named["lengths"][0], Segments.from_lengths(rows, S)) if whole or pads_right else None
     name, physical, real = physical_and_real_offsets(offsets)
     as_offsets(name, physical, S)
@@ -259,13 +255,10 @@ def _ends_in_padding(sources: Sources, end: int, S: int) -> bool:
 
 
 def _tail(sources: Sources) -> int:
-    """Places that the offsets of a flat row number as its last sequence: xtuner's and VeOmni's own number, and the zeros of
-    NeMo Automodel's document map (0.7.0 datasets/packed_seq.py:79)."""
+    """Return how many places the offsets of a flat row number as its last sequence, by a key that says it, or by zeros."""
     if sources.named["tail"]:
         return whole_number(name := sources.named["tail"][0], sources.array(name).squeeze()[()])
-    if sources.get("_packed_seq_ids") is None:
-        return 0
-    ids_S = sources.array("_packed_seq_ids").ravel()
+    ids_S = next((sources.array(key).ravel() for key in dialects.ZEROS if sources.get(key) is not None), np.zeros(0))
     return int(len(ids_S) - np.flatnonzero(ids_S)[-1] - 1) if ids_S.any() else 0
 
 
@@ -296,7 +289,7 @@ def check_known_offsets(sources: Sources, segments: Segments) -> None:
     check_cuts(name, as_offsets(name, physical, segments.shape[1]), segments)
     if real is not None and [n for n in np.diff(real).tolist() if n] != list(segments.sequence_lengths):
         rule = f"The sequences have {list(segments.sequence_lengths[:8])} tokens."
-        raise CollateError(explain("cu_seqlens", str(real.tolist())[:80], rule, _REMEDY, more="sources-disagree"))
+        raise CollateError(explain("cu_seqlens", str(real.tolist())[:80], rule, REMEDY_ONE_SET, more="sources-disagree"))
 
 
 def check_offsets(sources: Sources, segments: Segments, source: str) -> None:
@@ -310,13 +303,13 @@ def check_offsets(sources: Sources, segments: Segments, source: str) -> None:
         if bad:
             rule = "Lengths count the real tokens of each sequence."
             key = sources.named["lengths"][0]
-            raise CollateError(explain_rows(key, bad, rule, _REMEDY, more="sources-disagree"))
+            raise CollateError(explain_rows(key, bad, rule, REMEDY_ONE_SET, more="sources-disagree"))
     for key in sources.named["sequence_index"]:  # changes where a sequence begins, for layers that read no offsets
         numbers_BS, keep_BS = sources.array(key), segments.array != 0
         same = numbers_BS.shape == segments.shape
         if not same or (run_starts(numbers_BS, keep_BS, 0) != run_starts(segments.array, keep_BS, 0)).any():
             rule = "Its numbers change at other tokens than the sequences of the other keys."
-            raise CollateError(explain(key, str(numbers_BS.tolist())[:80], rule, _REMEDY))
+            raise CollateError(explain(key, str(numbers_BS.tolist())[:80], rule, REMEDY_ONE_SET))
 
 
 def check_longest(sources: Sources, segments: Segments) -> None:
@@ -337,7 +330,7 @@ def _length_rows(sources: Sources, B: int) -> list[list[int]]:
         return lengths
     if B != 1:
         got, rule = f"{len(lengths)} entries", f"The batch has {B} rows."
-        raise CollateError(explain(sources.named["lengths"][0], got, rule, _REMEDY))
+        raise CollateError(explain(sources.named["lengths"][0], got, rule, REMEDY_ONE_SET))
     return [[n for row in lengths for n in row]]
 
 
@@ -360,21 +353,6 @@ def check_ahead(sources: Sources, segments: Segments, *, reads_both: bool) -> No
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))
 
 
-def physical_and_real_offsets(offsets: Mapping[str, Array]) -> tuple[str, Array, Array | None]:
-    """Return `(key, physical, real or None)`. Raises where offsets are neither of the two."""
-    unpadded = {key for key in offsets if key.endswith("unpadded")}  # Megatron-Bridge: the others are padded then
-    padded = {key for key in offsets if key.endswith("padded") or unpadded} - unpadded
-    name = next((key for key in offsets if key in padded), next(iter(offsets)))
-    physical = offsets[name]
-    others = {key: ends for key, ends in offsets.items() if not np.array_equal(ends, physical)}
-    real_name, real = next(iter(others.items()), ("", None))
-    for key, ends in others.items():
-        if not padded or key in padded or real is None or not np.array_equal(ends, real) or len(ends) != len(physical):
-            rule = f"It differs from {name}, {physical.tolist()[:8]}{f', and from {real_name}' * (key != real_name)}."
-            raise CollateError(explain(key, str(ends.tolist()[:8]), rule, _REMEDY, more="sources-disagree"))
-    return name, physical, real
-
-
 def _real_lengths(name: str, physical: Array, real: Array | None, lengths: list[list[int]] | None) -> Array:
     places_N = np.diff(physical)
     real_N = places_N if real is None else np.diff(real)
@@ -385,12 +363,12 @@ def _real_lengths(name: str, physical: Array, real: Array | None, lengths: list[
         padded = real is None and len(given_N) == len(held_N) and (given_N <= held_N).all()
         if not (tail or padded or np.array_equal(given_N, held_N)):
             rule = f"{name} says {held_N.tolist()[:8]}."
-            raise CollateError(explain("seq_lens", str(given_N.tolist()[:8]), rule, _REMEDY, more="sources-disagree"))
+            raise CollateError(explain("seq_lens", str(given_N.tolist()[:8]), rule, REMEDY_ONE_SET, more="sources-disagree"))
         real_N = real_N.copy()
         real_N[real_N > 0] = np.append(given_N, 0) if tail else given_N
     if (real_N > places_N).any():
         rule = f"{name} leaves room for {places_N.tolist()[:8]}."
-        raise CollateError(explain("cu_seqlens", f"lengths {real_N.tolist()[:8]}", rule, _REMEDY))
+        raise CollateError(explain("cu_seqlens", f"lengths {real_N.tolist()[:8]}", rule, REMEDY_ONE_SET))
     return real_N
 
 
@@ -419,35 +397,17 @@ def without_padding(sources: Sources, segments: Segments, real_S: Array) -> Segm
 
 
 def drop_tail(sources: Sources, segments: Segments, positions_BS: Array) -> Segments:
-    """Return the flat row without a padding tail that was counted as a sequence.
-
-    A last sequence of several tokens at position 0 (VeOmni data/data_collator.py, d977449); the end of it, where positions
-    begin again, stand still or are 0, and nobody learns (prime-rl 559b447 trainer/batch.py:717-719, which adds the tail to
-    the last length); and a last sequence of one token again and again that nobody learns (torchtitan b5bcd76). Places that
-    are a sequence each may be samples of one token (transformers' flattening) or a tail (TRL 1.16 `pad_to_multiple_of`):
-    they stay sequences, which is exact for both. Sequences that lengths count are real.
-    """
+    """Return the flat row without a padding tail that was counted as a sequence (`DIALECTS`)."""
     (lengths, *others), S = segments.lengths, segments.shape[1]
     if others or segments.padding_side != "none":
         return segments
-    starts = S - np.cumsum(lengths[::-1])[::-1]
-    last_S, ids_S = positions_BS[0, starts[-1] :], np.zeros(S, np.int64)
+    starts = [0, *accumulate(lengths[:-1])]
+    ids_S = sources.array("input_ids")[0] if sources.named["tokens"] == ("input_ids",) else None
     unread_S = np.zeros(S, bool) if (found_S := _unread(sources, S)) is None else found_S
-    by_ids = sources.named["tokens"] == ("input_ids",)
-    ids_S = sources.array("input_ids")[0] if by_ids else ids_S
-    one_is_real = (ids_S[starts[-1] + 1 :] == ids_S[-1]).all() and ids_S[starts[-1]] != ids_S[-1]
-    counted_N = [] if sources.lengths is None else _length_rows(sources, 1)[0]
-    counts_them = sum(n > 0 for n in counted_N) == len(lengths)  # so they are real
-    if not counts_them and len(lengths) > 1 and len(last_S) > 1 and not last_S.any() and not one_is_real:
-        return of_lengths([lengths[:-1]], S)
-    counted = int((last_S == np.arange(len(last_S))).cumprod().sum())
-    rest_S = last_S[counted:]
-    again = any(np.array_equal(rest_S, form) for form in (np.arange(len(rest_S)), 0 * rest_S, 0 * rest_S + counted - 1))
-    if 0 < counted < len(last_S) and again and unread_S[starts[-1] + counted :].all():
-        return of_lengths([[*lengths[:-1], counted]], S)
-    run = int((unread_S & (ids_S == ids_S[-1]))[::-1].cumprod().sum()) if by_ids and not counts_them else 0
-    again = len(lengths) > 1 and S - run <= starts[-1] < S - 1 and not S - run <= starts[-2]  # several would be parted still
-    return of_lengths([lengths[:-1]], S) if again else segments
+    counts_N = [] if sources.lengths is None else _length_rows(sources, 1)[0]
+    counted = sum(n > 0 for n in counts_N) == len(lengths)
+    end = dialects.tail_of(dialects.FlatRow(starts, positions_BS[0], ids_S, unread_S, counted))
+    return segments if end is None else of_lengths([[n for n in (*lengths[:-1], end - starts[-1]) if n]], S)
 
 
 def _unread(sources: Sources, S: int) -> Array | None:

@@ -23,8 +23,9 @@ from collate_npu.arrays import check_places, host_tensor, whole_number
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, Role, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
+from collate_npu.masks.dialects import physical_and_real_offsets
 from collate_npu.masks.forms import check_cuts, offsets_of
-from collate_npu.masks.sources import Sources, physical_and_real_offsets, wrong_shape_error
+from collate_npu.masks.sources import Sources, wrong_shape_error
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, uncompiled
 from collate_npu.parallel.layout import ContextParallel, Run, indices, query_runs, token_runs
 from collate_npu.segments import Segments, as_offsets

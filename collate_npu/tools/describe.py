@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import entries, host_tensor
+from collate_npu.arrays import PLAIN, dims, entries, host_tensor
 from collate_npu.consumers.mask_choice import describe_cheapest, describe_shape
 from collate_npu.errors import CollateError, a_type, explain, printable, shape_of, short
-from collate_npu.keys import of_kind, with_role
-from collate_npu.masks.batch_reader import find_hazards, is_dense, reads, segments_from_batch
+from collate_npu.keys import KEEP_KEY, of_kind, with_role
+from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.forms import none_is_exact
+from collate_npu.masks.mask_values import BLOCKED_BELOW
 from collate_npu.masks.sources import Sources
-from collate_npu.segments import Segments
+from collate_npu.segments import Segments, keep_array
+from collate_npu.validation import is_plain
+
+_LISTED = 8
+"""Rows and ids that a hazard names."""
 
 
 class Words(str):
@@ -60,7 +66,7 @@ def describe(batch: Mapping[str, Any]) -> Words:
         facts = [f"padding: not known. {error}"]
     else:
         facts = [*_facts(batch, segments)]
-    wrong = (f"hazard: {text}" for text in find_hazards(batch, segments).values())
+    wrong = (f"hazard: {text}" for text in _hazards(batch, segments))
     return Words(printable("\n".join([*_keys(batch, segments), "", *facts, *wrong])))
 
 
@@ -107,3 +113,91 @@ def _value(value: Any) -> str:
         return short(repr(value), 200)
     counted = isinstance(value, Sized) and getattr(value, "shape", None) != ()  # an array without a dimension has no length
     return type(value).__name__ + (f" of {len(value)}" if counted else "")
+
+
+def _hazards(sources: Sources, segments: Segments | None) -> Iterator[str]:
+    """Yield what goes wrong where and what to do. `segments` is None where the batch is refused: then less is known."""
+    if is_dense(full := sources.get("attention_mask")):
+        yield from _hazards_of_dense(full, sources, segments)
+    if segments is None:
+        return
+    exact = none_is_exact(segments)
+    flat = sources.named["offsets"] or sources.get("packed_seq_params") is not None
+    if not (exact or flat or sources.named["mask"] or "attention_masks" in sources):
+        yield f"there is no attention_mask, and {exact.why}. Let a BatchAdapter build one for the model that reads it."
+    if segments.padding_side != "none":
+        yield from _hazards_of_padding(sources, segments)
+
+
+def is_dense(value: Any) -> TypeGuard[Tensor]:
+    """Return True for a mask of three or four dimensions whose numbers can be read."""
+    return isinstance(value, Tensor) and is_plain(value) and value.dtype in PLAIN and not value.is_meta and value.ndim > 2
+
+
+def reads(full: Tensor, segments: Segments | None) -> str:
+    """Return what True, or 1, means in a dense mask, by its diagonal at a real token; "" where that is unknown."""
+    if full.is_floating_point():
+        return "additive" if bool((full <= BLOCKED_BELOW).any()) else ""
+    if segments is None or not segments.spans or tuple(full.shape[-2:]) != (segments.shape[1],) * 2:
+        return ""
+    b, start, _ = segments.spans[0]
+    for at in (b, 0)[: full.ndim - 2]:  # of the first head; one row may be that of all
+        full = full[min(at, len(full) - 1)]
+    keeps = bool(full[start, start])
+    return f"{'True' if full.dtype == torch.bool else '1'} = {'attends' if keeps else 'blocked'}"
+
+
+def _hazards_of_dense(full: Tensor, sources: Sources, segments: Segments | None) -> Iterator[str]:
+    """Yield the hazards of a dense mask: it is alone, it holds integers, or a layer adds its floats to scores."""
+    held = f"attention_mask is {str(full.dtype)[6:]}"
+    harmless = segments is not None and segments.padding_side == "none" and not segments.packed
+    if sources.get(KEEP_KEY) is None and not harmless:
+        yield (
+            f"attention_mask is {full.ndim}D and alone. Recurrent layers of a hybrid model (Gated DeltaNet) read a 2D mask "
+            f"and ignore this one, without an error. Emit {KEEP_KEY} too."
+        )
+    if not full.is_floating_point():
+        if full.dtype != torch.bool:
+            means = reads(full, segments)
+            yield (
+                f"{held} and 4D{f', {means}' if means else ''}. Megatron and npu_fusion_attention read 1 as blocked, "
+                "transformers takes 1 for attended, and sdpa takes no integers. Pass consumer=."
+            )
+        return
+    if bool(((full == 0) | (full == 1)).all()):
+        yield (
+            f"{held} and holds 0 and 1 alone. Layers add it to scores: nothing is blocked. Pass bool, or 0 and the lowest "
+            "number of the dtype."
+        )
+    embeds = sources.get("inputs_embeds")
+    computed = embeds.dtype if isinstance(embeds, Tensor) else None
+    if full.dtype == torch.float64 or (computed is not None and full.dtype != computed):
+        beside = f"the model computes in {str(computed)[6:]}" if computed else "models compute in another dtype"
+        yield (
+            f"{held} and {beside}. sdpa takes a bias in the dtype of the queries alone, and the lowest float32 is -inf in "
+            "float16. Build it in the model's dtype."
+        )
+    if bool((full == -torch.inf).all(-1).any()):
+        yield (
+            "attention_mask has query rows that are -inf throughout. Their softmax is NaN, which gradients spread. Use the "
+            "lowest finite number, or let those rows attend themselves."
+        )
+
+
+def _hazards_of_padding(sources: Sources, segments: Segments) -> Iterator[str]:
+    """Yield the hazards of what stands at padding: labels, and the ids of real tokens."""
+    keep_BS = keep_array(segments)
+    each = {key for key in ("labels", "input_ids") if dims(sources.get(key)) == segments.shape}
+    if "labels" in each and (labels_BS := sources.array("labels")).dtype.kind != "f":
+        lost_BS = (labels_BS >= 0) & ~keep_BS
+        if rows := np.flatnonzero(lost_BS.any(axis=1)).tolist()[:_LISTED]:
+            yield f"{lost_BS.sum()} labels stand on padding (rows {rows}), and the loss counts them. Set them to -100."
+    if "input_ids" in each:
+        ids_BS = sources.array("input_ids")
+        padded = np.unique(ids_BS[~keep_BS])
+        if shared := int(np.isin(ids_BS[keep_BS], padded).sum()):
+            yield (
+                f"padding holds the id {', '.join(map(str, padded[:_LISTED].tolist()))}, as do {shared} of {keep_BS.sum()} "
+                "real tokens (is pad eos?). A mask made by ids != pad loses them. Emit attention_mask_2d, as the collators "
+                "here do."
+            )

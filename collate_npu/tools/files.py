@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.errors import CollateError, a_type, explain
-from collate_npu.masks.derive import MASK_KEY
+from collate_npu.keys import MASK_KEY
 from collate_npu.proof.measure import Batch
 from collate_npu.tools.user_code import check_file, describe_error, refused
 

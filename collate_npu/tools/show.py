@@ -18,12 +18,12 @@ from collate_npu.collate.collators import PaddingCollator
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mask_choice import SPELLED, describe_shape
 from collate_npu.errors import CollateError, explain, printable, shape_of
-from collate_npu.keys import KEEP_KEY
-from collate_npu.masks.batch_reader import is_dense, reads, segments_from_batch
-from collate_npu.masks.derive import MASK_KEY, derive_segments
+from collate_npu.keys import KEEP_KEY, MASK_KEY
+from collate_npu.masks.batch_reader import segments_from_batch
+from collate_npu.masks.dense_mask import derive_segments
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, token_runs
 from collate_npu.segments import Segments
-from collate_npu.tools.describe import Words
+from collate_npu.tools.describe import Words, is_dense, reads
 
 WIDE, ROWS = 32, 16
 """The most cells of a line, which fits a terminal of 80 columns, and the most rows and squares that are drawn."""

@@ -27,8 +27,8 @@ from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.kernels.gated_delta import flat_offsets, gated_delta_kwargs
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import agreed
-from collate_npu.masks.dense_mask import Polarity
 from collate_npu.masks.forms import none_is_exact
+from collate_npu.masks.mask_values import Polarity
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import shift_labels
 from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, ranks_agree

@@ -36,7 +36,7 @@ from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.patching import once_imported
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.masks.dense_mask import Polarity
+from collate_npu.masks.mask_values import Polarity
 from collate_npu.parallel import ContextParallel, check_recurrent_split, split_tensor
 from collate_npu.proof.delivery import guard_forward
 from collate_npu.segments import Segments

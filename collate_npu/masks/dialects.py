@@ -1,0 +1,116 @@
+"""Dialects: what other stacks write of the sequences of a row that their keys alone do not say, one table.
+
+`KEYS` names the keys and their roles; `DIALECTS` says the rest: which object holds offsets, which of them count padding,
+which lengths need no mask, and where padding at the end of a flat row begins that offsets or positions number as a sequence.
+Legend: S width of a flat row, N its sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from collate_npu.arrays import Array
+from collate_npu.errors import CollateError, explain
+
+NO_SEQUENCE = -1000
+"""Fills rows of lengths that have fewer sequences (NeMo Automodel 0.7.0 datasets/utils.py)."""
+REMEDY_ONE_SET = "Keep one set of offsets, that of this batch: a collator or a split may have left old ones in it."
+
+
+class FlatRow(NamedTuple):
+    """A flat row whose numbers leave no padding: where its sequences start, its positions and token ids (None where it holds
+    embeddings), places without a label (`unread`), and whether lengths count every sequence: then all are real."""
+
+    starts: list[int]
+    positions_S: Array
+    ids_S: Array | None
+    unread_S: Array
+    counted: bool
+
+
+def _at_position_zero(row: FlatRow) -> int | None:
+    """Return the start of a last sequence of several tokens at position 0, unless one token before equal ones is real."""
+    start, ids_S = row.starts[-1], row.ids_S
+    last_S = row.positions_S[start:]
+    one_is_real = ids_S is not None and (ids_S[start + 1 :] == ids_S[-1]).all() and ids_S[start] != ids_S[-1]
+    several = len(row.starts) > 1 and len(last_S) > 1
+    return start if several and not row.counted and not last_S.any() and not one_is_real else None
+
+
+def _counting_again(row: FlatRow) -> int | None:
+    """Return where the positions of the last sequence begin again, stand still or are 0, if nobody learns from there on."""
+    last_S = row.positions_S[row.starts[-1] :]
+    counted = int((last_S == np.arange(len(last_S))).cumprod().sum())
+    rest_S, end = last_S[counted:], row.starts[-1] + counted
+    again = any(np.array_equal(rest_S, form) for form in (np.arange(len(rest_S)), 0 * rest_S, 0 * rest_S + counted - 1))
+    return end if 0 < counted < len(last_S) and again and row.unread_S[end:].all() else None
+
+
+def _one_token_again(row: FlatRow) -> int | None:
+    """Return the start of a last sequence of one token again and again that nobody learns."""
+    S, start = len(row.unread_S), row.starts[-1]
+    if row.ids_S is None or row.counted or len(row.starts) < 2:
+        return None
+    run = int((row.unread_S & (row.ids_S == row.ids_S[-1]))[::-1].cumprod().sum())
+    return start if row.starts[-2] < S - run <= start < S - 1 else None  # a run of several would be parted still
+
+
+class Dialect(NamedTuple):
+    """What one stack writes, and where in its code.
+
+    * `holder`: a key with an object, or a dict, of offsets.
+    * `real`: offsets of real tokens alone; the others of its batch count padding.
+    * `right`: lengths that need no mask, since rows are padded on the right.
+    * `zeros`: sequence numbers whose zeros at the end are a tail that the offsets count.
+    * `tail`: where a tail begins that positions number as a sequence, None where there is none.
+    """
+
+    stack: str
+    holder: str = ""
+    real: str = ""
+    right: str = ""
+    zeros: str = ""
+    tail: Callable[[FlatRow], int | None] | None = None
+
+
+DIALECTS = (
+    Dialect("Megatron-LM core/packed_seq_params.py", holder="packed_seq_params"),
+    Dialect("Megatron-Bridge", real="cu_seqlens_unpadded"),
+    Dialect("NeMo RL models/automodel/train.py:125, 7ea279a", holder="flash_attn_kwargs", right="input_lengths"),
+    Dialect("NeMo Automodel 0.7.0 datasets/packed_seq.py:79", zeros="_packed_seq_ids"),
+    Dialect("unsloth", right="packed_seq_lengths"),
+    Dialect("VeOmni data/data_collator.py, d977449", tail=_at_position_zero),
+    Dialect("prime-rl 559b447 trainer/batch.py:717-719", tail=_counting_again),  # adds its tail to the last length
+    Dialect("torchtitan b5bcd76", tail=_one_token_again),
+)
+"""Places that are a sequence each may be samples of one token (transformers' flattening) or a tail (TRL 1.16
+`pad_to_multiple_of`): they stay sequences, which is exact for both."""
+
+
+HOLDERS, REAL, RIGHT, ZEROS = (
+    tuple(key for dialect in DIALECTS if (key := getattr(dialect, what))) for what in ("holder", "real", "right", "zeros")
+)
+
+
+def tail_of(row: FlatRow) -> int | None:
+    """Return where the padding tail of a flat row begins, by the first dialect that knows one; None without one."""
+    ends = (dialect.tail(row) for dialect in DIALECTS if dialect.tail)
+    return next((end for end in ends if end is not None), None)
+
+
+def physical_and_real_offsets(offsets: Mapping[str, Array]) -> tuple[str, Array, Array | None]:
+    """Return `(key, physical, real or None)`. Raises where offsets are neither of the two."""
+    unpadded = {key for key in offsets if key.rpartition(".")[2] in REAL}
+    padded = {key for key in offsets if key.endswith("_padded") or unpadded} - unpadded
+    name = next((key for key in offsets if key in padded), next(iter(offsets)))
+    physical = offsets[name]
+    others = {key: ends for key, ends in offsets.items() if not np.array_equal(ends, physical)}
+    real_name, real = next(iter(others.items()), ("", None))
+    for key, ends in others.items():
+        if not padded or key in padded or real is None or not np.array_equal(ends, real) or len(ends) != len(physical):
+            rule = f"It differs from {name}, {physical.tolist()[:8]}{f', and from {real_name}' * (key != real_name)}."
+            raise CollateError(explain(key, str(ends.tolist()[:8]), rule, REMEDY_ONE_SET, more="sources-disagree"))
+    return name, physical, real
