@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from collate_npu import BatchAdapter, CollateError
 from collate_npu.consumers.model_traits import needs_mask_2d
-from collate_npu.consumers.probe import rows_move_reason
+from collate_npu.consumers.probe import leak_reasons
 from collate_npu.consumers.recurrent import mend
 from collate_npu.consumers.tiny_models import quiet
 from collate_npu.segments import of_keep, of_lengths
@@ -61,9 +61,7 @@ def main() -> None:
 
 def cells(family: str) -> tuple[Mapping[str, str], float]:
     """Of each form, what both say."""
-    rows_move_reason(
-        tiny_config(family, vocab_size=VOCABULARY), BatchAdapter, "right"
-    )  # raises where a tiny one is not tiny
+    leak_reasons(tiny_config(family, vocab_size=VOCABULARY), BatchAdapter, "right")  # raises where a tiny one is not tiny
     try:
         model: Any = tiny_model(family, vocab_size=VOCABULARY, seed=5)
     except ValueError:  # no sdpa
@@ -71,8 +69,8 @@ def cells(family: str) -> tuple[Mapping[str, str], float]:
     hybrid = needs_mask_2d(model)
     forms = [form for form in ROWS if not (hybrid and form == "holes")]  # refused there without asking
     began = time.perf_counter()
-    said = rows_move_reason(model, BatchAdapter, *(forms[:2] if hybrid else forms))
-    mended = hybrid and rows_move_reason(model, BatchAdapter, *forms[2:], mended=True)
+    said = leak_reasons(model, BatchAdapter, *(forms[:2] if hybrid else forms))
+    mended = hybrid and leak_reasons(model, BatchAdapter, *forms[2:], mended=True)
     cost = time.perf_counter() - began
     found = {form: _said_and_seen(said[form], _moved(model, form)) for form in forms if form in said}
     if mended:
@@ -94,7 +92,7 @@ def _said_and_seen(why: str, moved: float | str) -> str:
 def _moved(model: Any, form: str, *, apart: bool = False) -> float | str:
     """By how much other tokens of its batch move a sequence's logits, of the largest; or what stops it."""
     segments, known = ROWS[form], BatchAdapter(model).model
-    known = replace(known, moves=dict.fromkeys(ROWS, ""), keeps_apart=apart, boundaries_unread="")
+    known = replace(known, leaks=dict.fromkeys(ROWS, ""), keeps_apart=apart, boundaries_unread="")
     adapter = BatchAdapter(known, consumer="transformers")
     draw = torch.Generator().manual_seed(9)
     tokens = [torch.randint(3, VOCABULARY - 1, (n,), generator=draw) for n in LENGTHS]

@@ -178,7 +178,7 @@ DOOR = [
 ]
 """Law 12 at the door: the rows of a batch, the keys it is refused with, the words, and the keys that tell those rows."""
 
-MOVED, INDEXER = {"model": {"moves": {"left": "it was measured"}}}, {"config": SimpleNamespace(**INDEXED)}
+MOVED, INDEXER = {"model": {"leaks": {"left": "it was measured"}}}, {"config": SimpleNamespace(**INDEXED)}
 FLASH, FLEX, EAGER = ({"model": {"attn_implementation": name}} for name in ("flash_attention_2", "flex_attention", "eager"))
 ROUTERS = (SimpleNamespace(layer_types=HYBRID.layer_types, output_router_logits=on) for on in (True, False))
 MOE, QUIET = ({"config": router, "needs_2d": True, "pattern": SLIDING} for router in ROUTERS)

@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from collate_npu import testing  # noqa: E402
 from collate_npu.consumers.model_traits import family_needs_mask_2d, needs_mask_2d  # noqa: E402
+from collate_npu.consumers.tiny_models import quiet  # noqa: E402
 
 pytestmark = pytest.mark.models
 
@@ -24,7 +25,7 @@ def text(config):
 
 
 def default_text(model_type):
-    with testing.quiet():
+    with quiet():
         return text(transformers.CONFIG_MAPPING[model_type]())
 
 
@@ -84,7 +85,7 @@ def test_the_model_is_as_asked_for_and_the_random_state_and_the_notices_as_they_
     before = logging.get_verbosity()
     logging.set_verbosity_info()
     try:
-        with testing.quiet():
+        with quiet():
             assert logging.get_verbosity() == logging.ERROR
         state = torch.get_rng_state()
         one, same, other, plain = build(seed=1), build(seed=1), build(seed=2), build(seed=1, scale=1.0)

@@ -1,28 +1,34 @@
 """Adapter: it reads a batch before the model, chooses the form that the model reads, writes it, and splits it over ranks.
 
-Costs O(B * S) for a batch that carries `attention_mask_2d` or a 2D mask; a 4D mask is proved in a few passes over its
-bytes.
+Costs O(B * S) for a batch with `attention_mask_2d` or a 2D mask; a 4D mask is read in a few passes over its bytes.
 Legend: B batch, S width.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from collate_npu.consumers.device_copy import move_batch
-from collate_npu.consumers.known_batches import KNOWN_BATCHES
 from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_labels, labels_for, positions_for, restart
 from collate_npu.consumers.mask_choice import Case, Choice, Consumer, ConsumerName, Model, consumer_named
 from collate_npu.consumers.megatron import kernel_of
-from collate_npu.consumers.model_traits import LabelRule, config_of, consumer_of, known_config, recurrent_heads, unwrap
+from collate_npu.consumers.model_traits import (
+    LabelRule,
+    config_of,
+    consumer_of,
+    known_config,
+    recurrent_heads,
+    unwrap,
+    warn_if_left,
+)
 from collate_npu.consumers.probe import probed
-from collate_npu.consumers.scope import out_of_scope_reason, warn_of_left
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
@@ -45,7 +51,38 @@ from collate_npu.segments import Segments, ready
 from collate_npu.validation import check_model, checked
 
 _FLAT_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What kernels of a transformers model read of a flat row."""
+"""The keys of a flat row that kernels of a transformers model read."""
+
+
+class KnownBatches:
+    """Holds, for proof, the Segments of the batch that an adapted model runs in each thread and, while somebody watches, of
+    the last eight batches. A batch at the model may not tell its padding: a mask is left out where None is exact."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, Segments] = {}
+        """By thread."""
+        self.watchers = 0
+        """How many watch: without one nothing is kept."""
+        self._last: deque[tuple[Tensor, Segments]] = deque(maxlen=8)
+
+    def watch(self, change: Literal[1, -1]) -> None:
+        """Count one watcher more or less."""
+        self.watchers += change
+        if not self.watchers:
+            self._last.clear()
+
+    def keep(self, batch: Mapping[str, Any], segments: Segments) -> None:
+        """Keep the Segments of a batch."""
+        if isinstance(ids := batch.get("input_ids"), Tensor):
+            self._last.append((ids.detach().cpu().clone(), segments))
+
+    def find(self, ids: Tensor) -> Segments | None:
+        """Return the Segments of the last batch that has these tokens; None for tokens of no batch."""
+        same = (each for held, each in reversed(self._last) if held.shape == ids.shape and (held == ids.cpu()).all())
+        return next(same, None)
+
+
+KNOWN_BATCHES = KnownBatches()
 
 
 @checked
@@ -104,30 +141,27 @@ class BatchAdapter:
         self.context_parallel = context_parallel
         self.keys = check_keys(keys)
         self.max_mask_bytes = max_mask_bytes
-        moves = self.consumer.counts_positions  # a transformers model moves labels itself
-        self.shifted = False if labels_shifted is None and moves else labels_shifted
+        shifts = self.consumer.counts_positions  # a transformers model shifts labels itself
+        self.shifted = False if labels_shifted is None and shifts else labels_shifted
         self.device = None if device is None else torch.device(device)
         self.declared = None if pattern is None else Pattern.of(pattern)
         """The pattern that the caller declared; None: the model's own at each call."""
         self.pattern = self.declared or CAUSAL
         self.left = self._out_of_scope(model, model_type)
-        """Why every batch is left as it came; "" for a model that is in scope."""
+        """Why every batch is left as it came; "" for a model in scope."""
         how: dict[str, Any] = {"needs_2d": needs_mask_2d, "attn_implementation": attn_implementation}
         self.model = model if isinstance(model, Model) else self._known(model, model_type, how)
         """What is known of the model: found once, here."""
         self._check()
 
     def _out_of_scope(self, model: Any, model_type: str | None) -> str:
-        """Return why this model is out of scope, and warn of it; "" for one that is in, or that another stack runs."""
+        """Return why this model is out of scope, and warn of it; "" for one in scope, or that another stack runs."""
         if not self.consumer.counts_positions or isinstance(model, Model) or (model is None and model_type is None):
             return ""
-        named = known_config(SimpleNamespace(model_type=model_type)) if model is None else model
-        if reason := out_of_scope_reason(named):
-            warn_of_left(named, reason)
-        return reason
+        return warn_if_left(known_config(SimpleNamespace(model_type=model_type)) if model is None else model)
 
     def _known(self, model: Any, model_type: str | None, how: dict[str, Any]) -> Model:
-        """Return what is known of this model before any batch: read off its code and config, and probed."""
+        """Return what is known of this model before any batch, from its code, its config and a probe."""
         if self.left:
             return Model(config=None if model is None else config_of(model), needs_mask_2d=False)
         known = Model.of(model, model_type=model_type, **how)
@@ -151,7 +185,7 @@ class BatchAdapter:
             raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch that the model takes. Raises `CollateError` where its padding is unknown or has no right form."""
+        """Return the batch that the model takes. Raises `CollateError` where its padding is unknown or no form is right."""
         return self._as_it_came(batch) if self.is_left(batch) else self._run(batch)[0]
 
     def with_segments(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Segments]:
@@ -185,22 +219,22 @@ class BatchAdapter:
             return self.hand_over(Sources.of_tensors(batch), padding_free=self.padding_free)
 
     def hand_over(self, sources: Sources, *, padding_free: bool) -> tuple[dict[str, Any], Segments]:
-        """Return any batch in the model's form, with the labels that a loss should see, and its Segments."""
+        """Return any batch in the model's form, with labels that a loss may learn from, and its Segments."""
         segments = self.read(sources, self.polarity, padding_free)
         check_labels(sources, segments, self.model.labels)
         labels = labels_for(sources, segments, self.label_rule, self.shifted)
-        if self.consumer.counts_positions and segments.spans:  # padding before or between tokens: no flat row, but a row
+        if self.consumer.counts_positions and segments.spans:  # padding before or between tokens: a padded row, no flat one
             padding_free = padding_free and not (segments.spans[0][1] or segments.hole_rows)
         return self.write(sources | labels if labels else sources, segments, padding_free), segments
 
     def read(self, sources: Sources, polarity: Polarity | None, padding_free: bool) -> Segments:
-        """Return what is real in such a batch, by the declared pattern, or by one that this model makes by itself."""
+        """Return the Segments of such a batch. A dense mask in it has the declared pattern, or one of this model's own."""
         own = self.model.own_patterns if self.consumer.counts_positions and not self.left else ()
         return agreed(sources, polarity=polarity, pattern=self.declared, padding_free=padding_free, own=own)
 
     @property
     def label_rule(self) -> LabelRule:
-        """Return what the head does with labels: by its class, else by whether the declared pattern looks ahead."""
+        """Return what the head does with labels. Where its class does not show it, the declared pattern decides."""
         return self.model.labels or ("places" if self.pattern.name == "bidirectional" else "next")
 
     def write(
@@ -210,7 +244,7 @@ class BatchAdapter:
         padding_free: bool | None = None,
         device: torch.device | None = None,
     ) -> dict[str, Any]:
-        """Return the batch in the model's form, for Segments that are known already, which it must not contradict.
+        """Return the batch in the model's form, for Segments that are known already. The batch must not contradict them.
 
         >>> adapter, ids = BatchAdapter(needs_mask_2d=True, consumer="verl"), torch.tensor([[0, 0, 7], [4, 5, 6]])
         >>> adapter.write({"input_ids": ids}, Segments.from_lengths([1, 3], side="left"))["attention_mask"].tolist()
@@ -218,7 +252,7 @@ class BatchAdapter:
         """
         if self.is_left(batch):
             return self._as_it_came(batch)
-        if isinstance(batch, Sources):  # it was read here
+        if isinstance(batch, Sources):  # read, so it agrees with its Segments
             sources = batch
         else:
             sources = Sources.of_tensors(batch)
@@ -276,7 +310,7 @@ class BatchAdapter:
     def _case(self, segments: Segments, padding_free: bool | None, call: Mapping[str, Any] = MappingProxyType({})) -> Case:
         flat = self.padding_free if padding_free is None else padding_free
         if flat and self.consumer.counts_positions and not (self.model.needs_mask_2d or segments.packed):
-            causal = self.pattern.causal and not (self.model.moves and self.declared is None)
+            causal = self.pattern.causal and not (self.model.leaks and self.declared is None)
             flat = causal or not segments.num_padding  # to a model that may look ahead, one with padding is a padded row
         known: dict[str, Any] = {"model": self.model, "pattern": self.pattern, "context_parallel": self.context_parallel}
         case = Case(segments=segments, padding_free=flat, call=call, **known)
@@ -332,9 +366,9 @@ def _no_model(rule: str) -> CollateError:
 
 
 def _drop_unread(out: dict[str, Any], *, alone: bool) -> None:
-    """What a transformers model passes on to kernels that know it otherwise: it gives them `cu_seq_lens_q` as `cu_seqlens`,
-    and another one beside it is a TypeError (5.23 models/qwen3_next/modeling_qwen3_next.py:752). The only sequence of a row
-    needs no offsets, at which recurrent layers without kernels raise (integrations/hub_kernels.py:1033)."""
+    """Remove the keys that a transformers model must not hand to its kernels. It hands them `cu_seq_lens_q` as `cu_seqlens`,
+    and a second one is a TypeError (5.23 models/qwen3_next/modeling_qwen3_next.py:752). With `alone`, the row has one
+    sequence: it needs no offsets, and recurrent layers without kernels raise at them (integrations/hub_kernels.py:1033)."""
     others = with_role(out, "offsets", "padded_offsets") if out.get("cu_seq_lens_q") is not None else ()
     unread = of_kind(out, "offsets") if alone else [key for key in others if not key.startswith("cu_seq_lens")]
     foreign = ("flash_attn_kwargs", "_packed_seq_ids", "qkv_format")  # NeMo's

@@ -13,9 +13,9 @@ _ALIGNED = 64
 
 
 def move_batch(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the batch on this device, its plain host tensors as views of one storage there; what is there already stays.
+    """Return the batch on this device. Its plain host tensors become views of one storage there.
 
-    Mappings of tensors (a mask for each kind of layer) come along. Tensors that are pinned already go by themselves.
+    Mappings of tensors (a mask for each kind of layer) move too. A pinned tensor is copied by itself.
 
     >>> move_batch({"input_ids": torch.tensor([[1, 2]]), "attention_mask": None}, torch.device("meta"))
     {'input_ids': tensor(..., device='meta', size=(1, 2), dtype=torch.int64), 'attention_mask': None}
@@ -30,8 +30,8 @@ def _values(batch: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _placed(batch: Mapping[str, Any], there: dict[int, Tensor], device: torch.device) -> dict[str, Any]:
-    """Return the batch with each value on the device: one of those that are `there`, or by itself. A tensor under a second
-    name gets a copy of its own."""
+    """Return the batch with each value on the device: from `there`, else copied by itself. A tensor that stands under two
+    names gets two copies."""
     out: dict[str, Any] = {}
     for name, value in batch.items():
         if isinstance(value, Mapping):
@@ -45,7 +45,7 @@ def _placed(batch: Mapping[str, Any], there: dict[int, Tensor], device: torch.de
 
 
 def _waits(value: Any) -> bool:
-    """True if its own copy would keep the host waiting: a plain tensor in memory that is not pinned."""
+    """Return True if the host would wait for its copy: a plain tensor in memory that is not pinned."""
     plain = type(value) is Tensor and value.is_cpu and value.layout is torch.strided and not value.is_nested
     return plain and not value.requires_grad and not value.is_pinned()
 

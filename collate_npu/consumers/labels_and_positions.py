@@ -1,13 +1,13 @@
-"""Labels and positions: what a batch holds for each token beside its id, as the model that reads it counts.
+"""Labels and positions of a batch, as the model that reads it needs them.
 
-Labels that no sample alone learns from are ignored: those of padding; the first of every sequence, which a batch would
-predict from padding or from the sequence before; and, where labels are shifted already, the first token of the next one.
-A transformers model shifts labels itself, and one of Megatron's kin takes them shifted. Which of both holds is declared, or
-read off the tokens: each label equals its own token, or the next one. Where neither holds, padding's alone are ignored.
+A label that a sample alone would not learn becomes -100: that of padding; the first of each sequence, which a batch would
+predict from padding or from the sequence before; and, if labels are shifted already, the last of a sequence that is the
+first token of the next. A transformers model shifts labels itself, other stacks take them shifted. The caller or the tokens
+tell which: each label equals its own token, or the next. If neither tells, only the labels of padding change.
 
-Megatron-style stacks always get positions. A transformers model gets them where its own count would be wrong (left padding,
-packing) or the batch has them, and then as that model counts (`model_traits.position_rule`). Positions that count places
-over padding are counted again; a caller's own are never replaced. All costs O(B * S).
+Megatron-style stacks always get positions. A transformers model gets them if its own count would be wrong (left padding,
+packing), or if the batch has them, and then as it counts (`model_traits.position_rule`). Positions that count padding are
+replaced; a caller's own are not. All costs O(B * S).
 Legend: B rows, S width, T tokens of a flat row, N sequences.
 """
 
@@ -38,7 +38,7 @@ def labels_for(
 ) -> dict[str, Tensor]:
     """Return those of `labels`, `shift_labels`, `shifted_labels` and `loss_mask` `[B, S]` of this batch that must change.
 
-    `shifted`: do the labels stand with the token that predicts them? None: read it off the tokens.
+    `shifted`: True if each label stands with the token that predicts it. None: the tokens tell.
     """
     out: dict[str, Tensor] = {}
     for key, given in (("labels", shifted), ("shift_labels", True), ("shifted_labels", True)):
@@ -54,7 +54,7 @@ def labels_for(
 
 
 def check_labels(sources: Sources, segments: Segments, rule: LabelRule | None) -> None:
-    """Raise for ids that are floats, and for labels `[B, S]` of a language model of another shape than its tokens."""
+    """Raise if ids are floats, or if a language model's labels have another shape `[B, S]` than its tokens."""
     ids, labels = sources.get("input_ids"), sources.get("labels")
     if isinstance(ids, Tensor) and ids.is_floating_point():
         raise CollateError(explain("input_ids", shape_of(ids), "Token ids are whole numbers.", "Pass input_ids.long()."))
@@ -64,14 +64,14 @@ def check_labels(sources: Sources, segments: Segments, rule: LabelRule | None) -
 
 
 def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, shifted: bool | None) -> Array:
-    """bool `[B, S]`: labels of padding, or that reach across sequences; `[0]` where they are not one a token."""
+    """Return bool `[B, S]`, True for labels of padding or of another sequence; `[0]` if there is not one label a token."""
     labels_BS = sources.array(key)
     if labels_BS.shape != segments.shape:
         return np.zeros(0, bool)
     read_BS: Array = labels_BS >= 0
     ids_BS = segments.array if segments.packed else segments._keep_BS
     real_BS = ids_BS != 0 if segments.packed else ids_BS  # numpy compares bool with a number in 20 times as long
-    behind = segments.packed or segments.padding_side in PADS_BEFORE  # does a sequence begin behind anything?
+    behind = segments.packed or segments.padding_side in PADS_BEFORE  # something stands before a sequence
     if not behind or rule != "next":
         return np.greater(read_BS, real_BS, out=read_BS)
     named = sources.named["tokens"]
@@ -88,7 +88,7 @@ def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, shif
 
 
 def labels_are_shifted(tokens_BS: Array, labels_BS: Array, segments: Segments) -> bool | None:
-    """True if the labels at both ends of each sequence equal the next token, False if their own; None if both or neither."""
+    """Return True if the labels at both ends of each sequence equal the next token, False if their own, None if unclear."""
     if tokens_BS.shape != labels_BS.shape:
         return None
     rows_N, first_N, ends_N = np.array(segments.spans, np.int64).reshape(-1, 3).T
@@ -104,7 +104,7 @@ def labels_are_shifted(tokens_BS: Array, labels_BS: Array, segments: Segments) -
 
 
 def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torch.device | None = None) -> Tensor | None:
-    """`position_ids` of this batch for this consumer, made on this device where it can; None where they are left out."""
+    """Return the `position_ids` of this batch for this consumer, if possible made on this device; None to leave them out."""
     rule, first = case.model.positions, case.model.first_position
     given: Tensor | None = sources.get(KEY)
     counted = sources.counted and sources.get(TEXT_KEY) is None and getattr(given, "ndim", 2) == 2
@@ -131,13 +131,14 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torc
         return given
     segments, limit = case.segments, case.model.rope_limit
     wide = limit is not None and segments.shape[1] > limit
-    moves = segments.packed or segments.padding_side in PADS_BEFORE
-    needed = given is not None or moves or case.padding_free or wide
+    shifted = segments.packed or segments.padding_side in PADS_BEFORE
+    needed = given is not None or shifted or case.padding_free or wide
     return positions_on(segments, device).add_(first) if needed else None
 
 
 def _by_ids(case: Case, sources: Sources) -> Tensor:
-    """Count as RoBERTa's family counts each sequence alone: `padding_idx + 1` and on, tokens with that id stay at it."""
+    """Return positions as RoBERTa's family counts each sequence: from `padding_idx + 1`; a token with that id stays at
+    it."""
     padding_idx, segments = case.model.first_position - 1, case.segments
     counts_T = (unpad(torch.from_numpy(sources.array("input_ids")), segments) != padding_idx).long()
     counted_T = counts_T.cumsum(0)
@@ -147,8 +148,8 @@ def _by_ids(case: Case, sources: Sources) -> Tensor:
 
 
 def kind_of(positions: Tensor, segments: Segments, first: int = 0) -> Literal["derived", "places", "own"]:
-    """Return "derived" if they follow from the Segments, "places" if they count places whatever stands before. One
-    row is that of all, and a model that counts from `first` may be given either so."""
+    """Return "derived" if they restart exactly where sequences begin, "places" if they count places, padding included. One
+    row of positions is that of all rows. A model that counts from `first` may be given either from there."""
     keep_BS, derived_BS = segments.keep, segments.position_ids
     if positions.shape[-1:] != keep_BS.shape[1:] or positions.ndim != 2:
         return "own"
@@ -161,7 +162,7 @@ def kind_of(positions: Tensor, segments: Segments, first: int = 0) -> Literal["d
 
 
 def restart(positions: Tensor | None, segments: Segments) -> bool:
-    """True if they separate the sequences of rows without padding as transformers does (masking_utils.py:773-780)."""
+    """Return True if transformers separates these sequences by the positions (masking_utils.py:773-780)."""
     if positions is None:
         return False
     text_BS = (positions[0] if positions.ndim == 3 else positions).cpu()
@@ -170,7 +171,7 @@ def restart(positions: Tensor | None, segments: Segments) -> bool:
 
 
 def _axes(case: Case, own: Tensor | None, sources: Sources) -> Tensor:
-    """`[4, B, S]`: the text row, which starts again with each sequence, and three axes (modeling_qwen2_5_vl.py:795-817)."""
+    """Return `[4, B, S]`: a text row that restarts with each sequence, and three axes (modeling_qwen2_5_vl.py:795-817)."""
     if own is None and sources.named["vision"]:
         rule = "A flat or packed row does not show where images stand among its tokens."
         remedy = "Pad one sequence a row. With a get_rope_index, the model can make position_ids [3, L] of each sample."
@@ -182,7 +183,7 @@ def _axes(case: Case, own: Tensor | None, sources: Sources) -> Tensor:
 
 
 def positions_on(segments: Segments, device: torch.device | None) -> Tensor:
-    """`segments.position_ids`, made on this device where rows of one sequence without holes say them by where they start."""
+    """Return `segments.position_ids`; those of rows with one sequence and no holes are computed on this device."""
     if device is None or segments.packed or segments.hole_rows:
         return segments.position_ids
     starts = dict.fromkeys(range(segments.shape[0]), segments.shape[1]) | {b: start for b, start, _ in segments.spans}

@@ -42,29 +42,22 @@ SPELLED: Mapping[MaskForm, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Which form the mask of one batch gets, whether `attention_mask_2d` stays, and why."""
+    """The form that the mask of one batch gets, whether `attention_mask_2d` stays, and why this form."""
 
     form: MaskForm
     keeps_mask_2d: bool
     why: str
-    """Why this form."""
-
-
-def describe_cost(form: MaskForm, segments: Segments) -> str:
-    """`18 bytes`, `8.0 MiB`: what such a mask takes; "" where only the kernel's package knows."""
-    B, S = segments.shape
-    each = {"keep_2d": 1, "masked": S, "keep": S, "bias": 4 * S}
-    return describe_bytes(each[form] * B * S) if form in each else ""
 
 
 def describe_bytes(size: int) -> str:
-    """The size in words, for a message."""
+    """Return a size in words, for a message: `18 bytes`, `8.0 MiB`."""
     return f"{size} bytes" if size < 2**20 else f"{size / 2**20:.1f} MiB"
 
 
 def describe_cheapest(segments: Segments) -> str:
     """Return the cheapest form that is exact for plain causal attention on these rows, and the cost of the others."""
-    dense, in_rows = describe_cost("keep", segments), describe_cost("keep_2d", segments)
+    B, S = segments.shape
+    in_rows, dense = describe_bytes(B * S), describe_bytes(B * S * S)
     if segments.packed:
         offsets = describe_bytes(4 * (segments.num_sequences + 1))
         return f"offsets of a flat row, {offsets}; a dense 4D takes {dense}"
@@ -74,7 +67,7 @@ def describe_cheapest(segments: Segments) -> str:
 
 
 def describe_shape(segments: Segments) -> str:
-    """`2 rows of 5, one sequence each; padding on the left, 2 of 10 places (20%)`."""
+    """Return the rows in words: `2 rows of 5, one sequence each; padding on the left, 2 of 10 places (20%)`."""
     (B, S), N = segments.shape, segments.num_sequences
     sequences = f"{N} sequence{'s' * (N != 1)}" if segments.packed or segments.empty_rows else "one sequence each"
     padded, side = B * S - segments.num_tokens, segments.padding_side
@@ -92,8 +85,8 @@ ConsumerName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is known of the model before any batch: of a transformers model by the functions of `model_traits`
-    (`position_rule`, `label_rule`, `pooling` ...), whose answers stand here under their names."""
+    """What is known of the model before any batch. Of a transformers model, `model_traits` has a function for each field
+    (`position_rule`, `label_rule`, `pooling` ...), which says what the values mean."""
 
     config: Any = None
     model_type: str = ""
@@ -110,14 +103,15 @@ class Model:
     looks_ahead: tuple[str, ...] = ()
     """Inputs by which its own masks let tokens see later ones: "images", "types" (`token_type_ids`)."""
     boundaries_unread: str | None = None
-    """Why its recurrent layers cannot read where a sequence of a flat row begins; "" where they can; None before the adapter
-    knows, or without a module: a config does not know which kernels this process resolved."""
+    """Why its recurrent layers cannot read where a sequence of a flat row begins; "" where they can. None before the adapter
+    has asked, or without a module: a config does not tell which kernels this process has."""
     keeps_apart: bool = False
-    """True if it was adapted, so that its recurrent layers keep the sequences of any row apart."""
+    """True if `adapt` made its recurrent layers keep the sequences of a row apart."""
     at_model: bool = False
     """True if only the model reads this batch; then the mask may be left out. Trainers count tokens by a 2D mask (TRL)."""
-    moves: Mapping[str, str] = field(default_factory=dict)
-    """By form of rows (probe.py): why its sequences do not come out as alone. Forms that were not tried are missing."""
+    leaks: Mapping[str, str] = field(default_factory=dict)
+    """By form of rows (probe.py): why padding or another sequence changes its tokens; "" where they do not. Forms that were
+    not tried are missing."""
 
     @classmethod
     def of(
@@ -128,7 +122,7 @@ class Model:
         needs_2d: bool | None = None,
         attn_implementation: str | None = None,
     ) -> Model:
-        """Read it from a module, a config or a name in transformers' registry; arguments of the caller win."""
+        """Return what a module, a config or a name in transformers' registry tells. The caller's arguments win."""
         config = None if model is None else config_of(model)
         text = None if config is None else text_config(config)
         if needs_2d is None and (model is not None or model_type is not None):
@@ -161,7 +155,7 @@ class Model:
 
     @property
     def named(self) -> Any:
-        """The config, or what knows the model's type alone."""
+        """Return the config, or an object that has the model's type alone."""
         return SimpleNamespace(model_type=self.model_type) if self.config is None else self.config
 
     def option(self, name: str, call: Mapping[str, Any]) -> Any:
@@ -171,47 +165,45 @@ class Model:
 
     @once
     def text(self) -> Any:
-        """The language model's config, or what knows the model's type alone; options set on it later are seen."""
-        part = text_config(self.named)  # of an encoder-decoder transformers returns a copy
-        copied = type(part) is type(self.named) and hasattr(part, "get_text_config")
-        return self.named if copied else part
+        """Return the language model's config, or an object that has the model's type alone."""
+        return text_config(self.named)
 
     @once
     def windows(self) -> tuple[int, ...]:
-        """The windows of its layers, ascending: reading a config takes longer than collating a row."""
+        """Return the windows of its layers, ascending; kept, since to read a config takes longer than to collate a row."""
         return () if self.config is None else model_traits.windows(self.config)
 
     @once
     def own_patterns(self) -> frozenset[Pattern]:
-        """The patterns that a transformers model makes of a 2D mask in some of its layers: windows, or chunks."""
+        """Return the windows and chunks that a transformers model itself applies in some of its layers."""
         found = model_traits.attention_windows(self.config).items() if self.windows else ()
         return frozenset(Pattern.chunked(n) if "chunk" in kind else Pattern.sliding(n) for kind, n in found if n)
 
     @once
     def width_limit(self) -> int | None:
-        """The longest sequence whose keys do not depend on the width of the tensor; None: any."""
+        """Return the longest sequence whose keys do not depend on the width of the tensor; None: any."""
         return model_traits.width_dependence(self.named)
 
     @once
     def rope_limit(self) -> int | None:
-        """The position from which its rotary frequencies change for the whole batch; None where they do not."""
+        """Return the position from which its rotary frequencies change for the whole batch; None where they do not."""
         return model_traits.rope_limit(self.named)
 
     @once
     def calls_kda(self) -> bool:
-        """True if its code calls the kernel of KDA."""
+        """Return True if its code calls the kernel of KDA."""
         return model_traits.calls_kda(self.named)
 
     @property
     def description(self) -> str:
-        """`model qwen3_next on sdpa`."""
+        """Return the model in words: `model qwen3_next on sdpa`."""
         own = self.config is not None and hasattr(self.text, "_attn_implementation")
         return f"model {self.model_type or 'not named'}{f' on {self.attn_implementation}' if own else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One batch on one model: what a description decides on."""
+    """One batch on one model: what a `Consumer` chooses a form by."""
 
     segments: Segments
     model: Model = Model()
@@ -219,7 +211,7 @@ class Case:
     padding_free: bool = False
     context_parallel: ContextParallel | None = None
     call: Mapping[str, Any] = field(default_factory=dict)
-    """The batch and options that the model is called with; nothing where only the rows are known."""
+    """The keys and options that the model is called with; empty where only the rows are known."""
     restarts: bool = True
     """True if its positions begin again with each sequence, and there alone."""
 
@@ -230,24 +222,24 @@ class Case:
 
     @once
     def exact(self) -> Verdict:
-        """True if `attention_mask=None` gives the same result, with the reason."""
+        """Return whether `attention_mask=None` gives the same result, with the reason."""
         return none_is_exact(self.segments, self.pattern)
 
     @once
     def plain(self) -> bool:
-        """True for plain causal attention with one sequence a row: a 2D mask is complete."""
+        """Return True if a 2D mask says everything: plain causal attention, and one sequence a row."""
         if self.segments.packed:
             return False
         return self.pattern is CAUSAL or not self.pattern.reaches(self.segments.longest_span)
 
     @once
     def recurrent(self) -> bool:
-        """True if the model carries state from token to token; for a flat row also where it is unknown."""
+        """Return True if the model has recurrent layers. Of a flat row also True where nobody knows."""
         return self.model.needs_mask_2d is not False if self.padding_free else bool(self.model.needs_mask_2d)
 
     @once
     def learns_routing(self) -> bool:
-        """True if this call, or the config, wants a router's loss."""
+        """Return True if this call, or the config, asks for the router's loss."""
         return bool(self.model.option("output_router_logits", self.call))
 
 
@@ -257,7 +249,7 @@ Test = Callable[[Case], str | bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A form the consumer reads, in words for the guide, and when it gets it; the first that applies is taken.
+    """A form that the consumer reads, in words for the guide, and when it gets this form. The first that applies is chosen.
 
     >>> Form(form="keep", reads="bool [B, 1, S, S], True attends").when(Case(segments=Segments.from_lengths([3])))
     True
@@ -270,7 +262,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A kind of batch without a correct form: `of` describes it for the guide, and `rule` may hold the reason as `{why}`.
+    """A kind of batch without a correct form. `of` describes it for the guide; `{why}` in `rule` becomes the reason.
 
     >>> PACKED_RECURRENT.of
     'packed rows (several sequences in a padded row), in a hybrid model'
@@ -286,7 +278,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumer:
-    """One model stack. Refusals are tried first, in order, then forms; a flat row without refusal needs no mask.
+    """What one model stack reads. Refusals are tried in order, then forms; a flat row that is not refused needs no mask.
 
     >>> consumer = Consumer(
     ...     name="our_stack",
@@ -307,31 +299,29 @@ class Consumer:
     """dtype of a 2D mask under `key`."""
     keeps_mask_2d: Literal["recurrent", "always", "never"] = "recurrent"
     splits_rows: bool = True
-    """True if ranks can share a row, each with its queries of a dense mask."""
+    """True if ranks can share a row: each rank then gets the rows of a dense mask for its own queries."""
     recurrent_scheme: RecurrentScheme | None = None
-    """How its recurrent layers get what this rank has not, where ranks share a row; None where no release does it right."""
+    """How its recurrent layers get the tokens of other ranks of a shared row; None where no release does it right."""
     not_shared: str = "its stack exchanges nothing between ranks"
-    """Why not, where there is no scheme."""
+    """Why there is no scheme."""
     opens_empty_rows: bool = False
-    """True if its kernel fails on a query that sees no key. Such queries, all of them padding, then see themselves."""
+    """True if its kernel fails on a query that sees no key. Such a query is padding, and then sees itself."""
     counts_positions: bool = False
-    """True if the model counts positions by itself where they are left out."""
+    """True if the model counts positions itself where the batch has none, and shifts labels: a transformers model."""
     masks_flat_row: Callable[[Case], bool] = lambda case: False
     """True if a flat row needs a mask beside its offsets."""
     uncached: Callable[[Case], bool] = lambda case: False
-    """True if positions that restart separate its sequences, which a model with a cache does not look at."""
+    """True if restarting positions separate its sequences, and a cache must be off: with one the model ignores them."""
     reads_offsets: Callable[[Case], bool] = lambda case: False
-    """True if this batch needs every key of a flat row, whichever of them arrived."""
+    """True if the model must get every offset key of a flat row, also those that the batch has not."""
     offsets_also: Callable[[Case], tuple[str, ...]] = lambda case: ()
     """Other names under which its kernels read `cu_seq_lens_q`."""
     patterns: Callable[[Case], Mapping[str, Pattern | None]] = lambda case: {"": case.pattern}
-    """The pattern of each mask by kind of layer, None for the 2D mask; the kind "" where one mask serves all."""
-    here: Callable[[], bool] = lambda: False
-    """True if its stack is installed: `collate-npu env` then prints what it refuses."""
+    """The pattern of each mask by kind of layer; None: the 2D mask. The kind "" means one mask for all layers."""
     source: str
 
     def __reduce__(self) -> Any:
-        """Pickle it by name, for collators that go to workers: they have the files of this folder."""
+        """Pickle it by its name: a worker that gets a collator has the files of this folder."""
         return (consumer_named, (self.name,)) if consumers().get(self.name) is self else super().__reduce__()
 
     def choose(self, case: Case) -> Choice:
@@ -349,7 +339,7 @@ class Consumer:
 
 @cache
 def consumers() -> Mapping[str, Consumer]:
-    """Every consumer by name: those of the files in this folder."""
+    """Return every consumer in the files of this folder, by name."""
     import collate_npu.consumers as folder
 
     modules = [importlib.import_module(f"{folder.__name__}.{info.name}") for info in pkgutil.iter_modules(folder.__path__)]
@@ -358,7 +348,7 @@ def consumers() -> Mapping[str, Consumer]:
 
 
 def consumer_named(name: str | Consumer) -> Consumer:
-    """A consumer by its name, or as it is. Raises for a name that no file has."""
+    """Return the consumer of this name; a `Consumer` as it is. Raises for a name that no file has."""
     if isinstance(name, Consumer):
         return name
     if not isinstance(name, str) or name not in consumers():
@@ -397,5 +387,5 @@ HOLES_RECURRENT = Refusal(
 
 
 def not_exact(case: Case) -> str:
-    """Why None is wrong; "" where it is exact, or the row is flat."""
+    """Return why None is wrong; "" where it is exact, and for a flat row."""
     return "" if case.padding_free or case.exact else case.exact.why

@@ -1,7 +1,6 @@
-"""Megatron-core: local kernels, which read a dense mask, and TransformerEngine's, which read none under causal attention;
-on an NPU TransformerEngineNPU's, beside MegatronAdaptor.
+"""Megatron-core: local kernels read a dense mask; those of TransformerEngine and TransformerEngineNPU read none.
 
-`kernel_of` says which of the two a model or an argument namespace runs; every Megatron-style integration calls it.
+`kernel_of` returns which of them a model runs, `kernel_of_args` which one its arguments name.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collate_npu.consumers.mindspeed import start_problem as start_problem
 from collate_npu.consumers.model_traits import config_of
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.forms import none_is_exact
-from collate_npu.releases import MEGATRON_PACKED, installed
+from collate_npu.releases import MEGATRON_PACKED
 from collate_npu.segments import Segments
 
 _LOCAL = "else bool [B, 1, S, S], True = blocked: its local kernels"
@@ -27,7 +26,6 @@ MEGATRON = Consumer(
     ),
     refuses=(PACKED_RECURRENT, HOLES_RECURRENT),
     recurrent_scheme="head_exchange_zigzag",
-    here=lambda: bool(installed("megatron")),
     source="megatron-core core/transformer/utils.py:54-55, core/datasets/gpt_dataset.py:833-872; "
     "ms-swift 4.6.0 megatron/trainers/utils.py:358-407",
 )
@@ -45,7 +43,6 @@ TRANSFORMER_ENGINE = Consumer(
         ),
     ),
     recurrent_scheme="head_exchange_zigzag",
-    here=lambda: bool(installed("megatron") and installed("transformer-engine")),
     source="megatron-core core/extensions/transformer_engine.py:2307-2315, core/transformer/enums.py:40-48, "
     "core/fusions/fused_softmax.py:285-290",
 )
@@ -63,24 +60,23 @@ TRANSFORMER_ENGINE_NPU = replace(
             remedy="Pad right with one sequence a row, or use padding_free=True.",
         ),
     ),
-    here=lambda: npu_engine(),
     source="flagos-ai/TransformerEngine-FL 5ec1601 transformer_engine/plugin/core/backends/vendor/npu/flash_attention.py:"
     "91-110, 157-219",
 )
 
 
 def npu_engine() -> bool:
-    """True if TransformerEngineNPU stands in TransformerEngine's place, by itself or under MegatronAdaptor. Not beside
-    MindSpeed, which says what it puts there (`mindspeed.transformer_engine`). Nothing is imported."""
+    """Return True if TransformerEngineNPU stands in TransformerEngine's place. Beside MindSpeed it does not: MindSpeed says
+    what does (`mindspeed.transformer_engine`). Nothing is imported."""
     here = mindspeed.is_installed("transformer_engine_npu") or mindspeed.is_installed("megatron_adaptor")
     return here and not mindspeed.is_installed()
 
 
 def kernel_of(model: Any) -> str:
-    """The consumer a Megatron module is: "megatron" where its attention is local and its softmax not fused.
+    """Return the consumer of a Megatron module: "megatron" if its attention is local and its softmax not fused.
 
-    The fused local softmax ignores a dense mask under causal attention (core/fusions/fused_softmax.py:285-290). MindSpeed's
-    attention in its place reads other things (`consumers.mindspeed`).
+    The fused local softmax ignores a dense mask under causal attention (core/fusions/fused_softmax.py:285-290). If MindSpeed
+    has replaced the attention, `consumers.mindspeed` knows what it reads.
     """
     if found := mindspeed.kernel_of_modules(model.modules(), config_of(model)):
         return found
@@ -91,10 +87,11 @@ def kernel_of(model: Any) -> str:
 
 
 def kernel_of_args(args: Any) -> str:
-    """Return the consumer of arguments of ms-swift or Megatron-LM: by `attention_backend` and `masked_softmax_fusion`.
+    """Return the consumer that arguments of ms-swift or Megatron-LM name, by `attention_backend` and
+    `masked_softmax_fusion`.
 
     Only the backend "local" runs local kernels; the fusion is on by default (ms-swift 4.6.0 and Megatron-LM arguments).
-    Where MindSpeed is installed it computes the attention (`consumers.mindspeed`), else TransformerEngineNPU where that is.
+    MindSpeed, if installed, computes the attention instead; if it is not, TransformerEngineNPU, if installed.
     """
     if mindspeed.is_installed():
         return mindspeed.kernel_of_settings(args)
@@ -105,8 +102,8 @@ def kernel_of_args(args: Any) -> str:
 
 
 def refuse_unread_padding(segments: Segments, kernel: str, *, recurrent: bool) -> None:
-    """Raise where None is wrong and nothing reads a mask: neither this attention kernel nor `recurrent` layers of
-    megatron-core, whose GatedDeltaNet has no padding (core/ssm/gated_delta_net)."""
+    """Raise if None is wrong, and neither this attention kernel nor `recurrent` layers of megatron-core, whose GatedDeltaNet
+    takes no mask (core/ssm/gated_delta_net), read one."""
     exact = none_is_exact(segments)
     if not exact:
         mask_choice.consumer_named(kernel).choose(Case(segments=segments))

@@ -36,11 +36,11 @@ from collate_npu.consumers.mask_choice import HOLES_RECURRENT, PACKED_RECURRENT,
 from collate_npu.errors import UnsupportedFormError, explain
 
 TransformerEngine = Literal["own", "local", "separate"]
-"""Whose attention runs where Megatron wants TransformerEngine's."""
+"""Whose attention runs where Megatron asks for TransformerEngine's."""
 
 
 def _dropped_window(case: Case) -> str:
-    """Why a window of the model is lost: MindSpeed never hands it on (0.16.0 te/.../dot_product_attention.py:576-640)."""
+    """Return why a window of the model is lost: MindSpeed drops it (0.16.0 te/.../dot_product_attention.py:576-640)."""
     window = getattr(case.model.config, "window_size", None)
     back = window[0] if isinstance(window, (tuple, list)) and window else -1
     short = case.pattern.name == "causal" and 0 <= back < case.segments.longest_span - 1
@@ -68,7 +68,6 @@ MINDSPEED = Consumer(
     forms=(Form(form="none", reads="None, which its kernel turns into a compressed causal triangle"),),
     refuses=(PACKED_RECURRENT, WINDOW, NOT_EXACT),
     recurrent_scheme="head_exchange_zigzag",
-    here=lambda: is_installed(),
     source="MindSpeed 0.16.0 te/pytorch/attention/dot_product_attention/dot_product_attention.py:662-681, backend.py:12-28; "
     "core/transformer/flash_attention/generate_mask/adaptor.py:26-31",
 )
@@ -89,7 +88,6 @@ MINDSPEED_DENSE = Consumer(
     ),
     splits_rows=False,
     opens_empty_rows=True,
-    here=lambda: is_installed(),
     source="MindSpeed 0.16.0 te/pytorch/attention/dot_product_attention/backend.py:24-26, 90-106; "
     "core/context_parallel/get_batch_utils.py:180-203",
 )
@@ -121,7 +119,7 @@ MINDSPEED_LLM = Consumer(
 
 
 def is_installed(package: str = "mindspeed") -> bool:
-    """True if this package is installed, by default MindSpeed. Nothing of it is imported."""
+    """Return True if this package is installed. Nothing of it is imported."""
     try:
         return find_spec(package) is not None
     except ValueError:  # imported, without a spec
@@ -129,10 +127,10 @@ def is_installed(package: str = "mindspeed") -> bool:
 
 
 def transformer_engine() -> TransformerEngine:
-    """Whose attention the installed release puts in TransformerEngine's place, by its files.
+    """Return whose attention the installed release puts in TransformerEngine's place.
 
-    Not by its version: 26.0.0, 26.1.0, 0.17.0 and 0.18.0 all say 0.12.1 (setup.py:11 of each branch). "own": 0.14 to 0.16
-    and 26.x; "local": 2.3.0 and before, Megatron's local attention; "separate": from 0.17, the package
+    Its files tell, not its version: 26.0.0, 26.1.0, 0.17.0 and 0.18.0 all say 0.12.1 (setup.py:11 of each branch). "own":
+    0.14 to 0.16 and 26.x; "local": 2.3.0 and before, Megatron's local attention; "separate": from 0.17, the package
     TransformerEngineNPU, whose source could not be read here.
     """
     spec = find_spec("mindspeed")
@@ -143,10 +141,10 @@ def transformer_engine() -> TransformerEngine:
 
 
 def kernel_of_settings(settings: Any, *, te: TransformerEngine | None = None) -> str:
-    """Which consumer MindSpeed's attention is, by its settings: an argument namespace or a Megatron config.
+    """Return which consumer MindSpeed's attention is under these settings, an argument namespace or a Megatron config.
 
     Reads `attention_mask_type`, `use_flash_attn`, `transformer_impl`, `attention_backend` and `context_parallel_size`; `te`
-    is the installed release's. Raises `UnsupportedFormError` where no mask is right under these settings.
+    defaults to the installed release's. Raises `UnsupportedFormError` where no mask is right under these settings.
 
     >>> from types import SimpleNamespace
     >>> kernel_of_settings(SimpleNamespace(attention_mask_type="general"), te="own")
@@ -170,7 +168,7 @@ def kernel_of_settings(settings: Any, *, te: TransformerEngine | None = None) ->
 
 
 def kernel_of_modules(modules: Iterable[Any], config: Any) -> str:
-    """Return the consumer of the modules of a model; "" where MindSpeed computes the attention of none of them."""
+    """Return the consumer of a model's modules; "" if MindSpeed computes no attention there."""
     for module in modules:
         if "DotProductAttention" in type(module).__name__:
             home = getattr(type(module).forward, "__globals__", {}).get("__name__", "")  # a wrapper's own, not its name's
@@ -179,18 +177,18 @@ def kernel_of_modules(modules: Iterable[Any], config: Any) -> str:
     return ""
 
 
-# --- the start: Ascend's adaptors patch Megatron, and have to do so before anybody takes its functions and classes
+# --- the start: Ascend's adaptors patch Megatron, and must do so before another module imports what they patch
 #
-# MindSpeed's puts stand-ins for TransformerEngine and about a hundred functions in place, each in its own module and, under
-# the same name, wherever a loaded module has it (patch_utils.py:108-131 of 0.16.0; alike in 2.3.0 to 0.18.0). What was taken
-# before under another name, subclassed, or decided (`HAVE_TE`) stays as it was, without an error. MegatronAdaptor does the
-# same without MindSpeed, in `import megatron_adaptor` (ms-swift pull request 10087; its source could not be read).
+# MindSpeed's replaces TransformerEngine and a hundred functions, in their own modules and, by the same names, in each loaded
+# module (patch_utils.py:108-131 of 0.16.0; 2.3.0 to 0.18.0 do the same). What was imported before under another name, or
+# subclassed, or decided (`HAVE_TE`), stays unpatched, without an error. MegatronAdaptor does the same without MindSpeed, in
+# `import megatron_adaptor` (ms-swift pull request 10087; its source could not be read).
 
 _ADAPTORS = {
     "mindspeed": ("mindspeed.megatron_adaptor", "mindspeed.patch_utils", "MindSpeedPatchesManager"),
     "megatron_adaptor": ("megatron_adaptor", "megatron_adaptor.patches.patch_manager", "PatchesManager"),
 }
-"""By package: what to import, and which class of which module keeps the list."""
+"""By package: the module to import, and the module and class that list the patches."""
 _FIRST = "`import {}` first, right after torch: before megatron, mcore_bridge, transformer_engine and their users"
 _TE_FLAGS = ("megatron.core.extensions.transformer_engine", "megatron.core.models.gpt.gpt_layer_specs")
 """Modules whose `HAVE_TE` is True where the adaptor came first (megatron-core 0.16.1 under MindSpeed 0.16.0, run)."""
@@ -198,20 +196,20 @@ _OWN = (
     "megatron", "mindspeed", "mindspeed_llm", "mindspeed_mm", "megatron_adaptor", "transformer_engine",
     "transformer_engine_npu", "torch", "torch_npu", "collate_npu",
 )  # fmt: skip
-"""Packages that may hold an original: they are patched from inside, or hold it on purpose."""
+"""Packages that may hold an unpatched function: they are patched from inside, or keep it on purpose."""
 _LISTED = 5
 
 
 def adaptors() -> list[str]:
-    """The modules to import of the adaptors that are installed."""
+    """Return the modules to import of the installed adaptors."""
     return [adaptor for package, (adaptor, _, _) in _ADAPTORS.items() if is_installed(package)]
 
 
 def start_problem() -> str:
-    """What is wrong with the start of Ascend's patches in this process, and what to do; "" where nothing is, or neither
-    MindSpeed nor MegatronAdaptor is installed. Of two that are installed one suffices.
+    """Return what is wrong with the start of Ascend's patches in this process, and what to do; "" if nothing is, and without
+    MindSpeed and MegatronAdaptor. If both are installed, one of them suffices.
 
-    Imports nothing, and costs one look at every name of every loaded module (0.2 s).
+    Imports nothing, and looks at every name of every loaded module (0.2 s).
 
     >>> start_problem()  # Megatron is not imported here
     ''
@@ -233,7 +231,7 @@ def start_problem() -> str:
 
 
 def _patches(package: str) -> dict[str, Any]:
-    """What it has replaced, by name."""
+    """Return what this package has replaced, by name."""
     _, module, manager = _ADAPTORS[package]
     listed = getattr(getattr(sys.modules.get(module), manager, None), "patches_info", {})
     applied = [(name, each) for name, each in listed.items() if each.is_applied]
@@ -241,15 +239,14 @@ def _patches(package: str) -> dict[str, Any]:
 
 
 def _first(package: str) -> bool:
-    """True if a module of an adaptor without a list was imported before Megatron. `sys.modules` is in the order in which
-    imports ended."""
+    """Return True if an adaptor without a list was imported before Megatron: `sys.modules` is in the order of imports."""
     adaptor, listed, _ = _ADAPTORS[package]
     order = [name for name in sys.modules if name == "megatron.core" or name.partition(".")[0] == package]
     return adaptor in order and listed not in order and order[0] != "megatron.core"
 
 
 def _held(replaced: dict[int, str]) -> Iterator[str]:
-    """Names in the modules of others that still are, or derive from, what MindSpeed has replaced in Megatron."""
+    """Yield names in other modules that still are what MindSpeed has replaced in Megatron, or a subclass of it."""
     megatron = {key: name for key, name in replaced.items() if name.split(".")[0] in ("megatron", "transformer_engine")}
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and module.__name__.split(".")[0] not in _OWN:

@@ -1,9 +1,9 @@
-"""Model traits: what a transformers model does with masks, positions and labels.
+"""Model traits: what a transformers model does with masks, positions and labels, and whether it is in scope.
 
-Read off its config, the signature of its forward, and what its modeling file calls: which layers it has, how it counts
-positions, which token its head pools, and the sizes by which padding or another sequence changes a token's output. A probe
-(`probe`) runs a tiny copy of the model for the rest; sizes stand here, because a tiny copy does not have them. Of a config
-the modeling file is imported. Measured on every family of transformers 5.23 and 4.57 that builds tiny.
+Its config, the signature of its forward and the code of its modeling file tell: which layers it has, how it counts
+positions, which token its head pools, and from which size on padding or another sequence changes a token's output. A probe
+(`probe`) shows the rest on a tiny copy, which does not have these sizes. Measured on every family of transformers 5.23 and
+4.57 that builds tiny.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache
@@ -33,12 +34,12 @@ _BASES: dict[tuple[str, str], Stack] = {
 
 
 def consumer_of(model: Any) -> Stack | None:
-    """Return the stack whose base classes this module has, wrapped or not; else None."""
+    """Return the stack whose base class this module has, wrapped or not; None without one."""
     return _stack(unwrap(model))
 
 
 def is_transformers(model: Any) -> bool:
-    """True if this module itself, unwrapped, is one of transformers'."""
+    """Return True if this module itself is one of transformers', not a wrapper of one."""
     return _stack(model) == "transformers"
 
 
@@ -48,8 +49,8 @@ def _stack(model: Any) -> Stack | None:
 
 
 def unwrap(model: Any) -> Any:
-    """The model inside DDP, FSDP, DeepSpeed, Float16Module (`module`), torch.compile (`_orig_mod`), PEFT, and the value
-    head of TRL before 1.0 (`pretrained_model`; trl 0.24 models/modeling_base.py)."""
+    """Return the model inside DDP, FSDP, DeepSpeed, Float16Module (`module`), torch.compile (`_orig_mod`), PEFT, and the
+    value head of TRL before 1.0 (`pretrained_model`; trl 0.24 models/modeling_base.py)."""
     if is_transformers(model):
         return model
     if callable(base := getattr(model, "get_base_model", None)):
@@ -61,7 +62,7 @@ def unwrap(model: Any) -> Any:
 
 
 def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
-    """The keys of transformers' mask mapping for this config, and which kind of mask each takes.
+    """Return the keys of transformers' mask mapping for this config, and which kind of mask each takes.
 
     Raises for layers whose mapping is nested (hybrid) or unknown, for models without an attention layer, and for releases
     whose hybrid models take no mapping (`MASK_MAPPING`).
@@ -87,7 +88,7 @@ _MASKS: dict[str, Literal["attention", "recurrent"]] = {
     "linear_attention": "recurrent",
     "conv": "recurrent",
 }
-"""Kind of layer -> the mask that it takes out of a mapping under its name."""
+"""Kind of layer -> the kind of mask that it takes from a mapping, under its own name."""
 _TAKES_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "falcon_h1": {"hybrid": ("full_attention", "linear_attention")},  # modeling_falcon_h1.py:1092-1093
     "zamba2": {"hybrid": ("full_attention", "linear_attention")},
@@ -108,10 +109,10 @@ _RECURRENT_FIELD = re.compile(
 
 
 def needs_mask_2d(model: Any) -> bool:
-    """True if this module, config or model type needs the 2D mask beside its attention mask: it has recurrent layers.
+    """Return True if this module, config or model type has recurrent layers: it needs the 2D mask beside its attention mask.
 
-    Reads the text part of a composite config: `layer_types` where it lists layers, then Megatron's switches, then the
-    fields only recurrent layers have. A name is looked up in transformers' config registry; an unknown one raises.
+    Reads the text part of a composite config: `layer_types` if it lists layers, then Megatron's switches, then the fields
+    that only recurrent layers have. A name is looked up in transformers' config registry; an unknown one raises.
     Source: transformers 5.23 configuration_utils.py:66-99; megatron-core transformer_config.py `linear_attention_freq`.
 
     >>> needs_mask_2d("qwen3_next"), needs_mask_2d("llama")
@@ -143,7 +144,8 @@ def needs_mask_2d(model: Any) -> bool:
 
 
 def family_needs_mask_2d(config: Any) -> bool:
-    """True if some config of this class needs the 2D mask: `Lfm2Config()` lists no convolution, but the family has them."""
+    """Return True if some config of this class needs the 2D mask: `Lfm2Config()` lists no convolution, its family has
+    some."""
     config = text_config(config)
     kinds = [kind for name in ("layer_types", "layers_block_type", "block_types") for kind in layer_kinds(config, name)]
     fields = (name for name, value in vars(config).items() if value is not None)
@@ -151,14 +153,14 @@ def family_needs_mask_2d(config: Any) -> bool:
 
 
 def text_config(config: Any) -> Any:
-    """The language model's part of a composite (vision, audio) config; the config itself where there is none."""
+    """Return the language model's part of a composite (vision, audio) config; of any other config, the config itself."""
     if hasattr(config, "get_text_config"):
         return config.get_text_config(decoder=True)
     return getattr(config, "text_config", None) or config
 
 
 def known_config(config: Any) -> Any:
-    """A config as it is; of what has no class of transformers' but names a type of its registry, that type's own."""
+    """Return the config as it is; of an object that only names a type of transformers' registry, that type's own config."""
     with suppress(ImportError):
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -168,7 +170,7 @@ def known_config(config: Any) -> Any:
 
 
 def config_of(model: Any) -> Any:
-    """The config of a model, wrapped or not; a config as it is (its class says `get_text_config`: nothing wraps it)."""
+    """Return the config of a model, wrapped or not; a config (its class has `get_text_config`) as it is."""
     if hasattr(type(model), "get_text_config"):
         return model
     model = unwrap(model)
@@ -176,7 +178,7 @@ def config_of(model: Any) -> Any:
 
 
 def layer_kinds(config: Any, name: str = "layer_types") -> list[str]:
-    """The kinds of layer a config lists under this name; none where it lists none."""
+    """Return the kinds of layer that a config lists under this name."""
     kinds = getattr(config, name, None)
     return [kind for kind in kinds if isinstance(kind, str)] if isinstance(kinds, (list, tuple)) else []
 
@@ -189,7 +191,7 @@ def recurrent_heads(config: Any) -> tuple[int, ...]:
 
 
 def windows(model: Any) -> tuple[int, ...]:
-    """The windows and chunks of the layers that attend less than the whole past, ascending; () where all attend to all.
+    """Return the windows and chunks of the layers that attend less than the whole past, ascending; () without such layers.
 
     A mask or a kernel that drops them is right for sequences no longer than the smallest.
     """
@@ -199,10 +201,10 @@ def windows(model: Any) -> tuple[int, ...]:
 
 
 def attention_windows(model: Any) -> dict[str, int | None]:
-    """Each kind of attention layer of a transformers model and its window; the kind "" where its config lists none.
+    """Return each kind of attention layer of a transformers model with its window; the kind "" if its config lists no kinds.
 
-    The kinds are the keys of the mask mapping it takes; with "" it takes one mask. A window belongs to that mask: a dense
-    mask that is handed over replaces the model's own, window and all. Raises where layers of one kind differ in it.
+    The kinds are the keys of the mask mapping that it takes; with "" it takes one mask. A dense mask in the batch replaces
+    the model's own mask, and must have its window. Raises if layers of one kind have different windows.
     Source: transformers 5.23 masking_utils.py:833-846 (returned as it is), :1532-1545 (keys), modeling_mistral.py:353.
     """
     found = _windows(text_config(config_of(model)))
@@ -231,22 +233,22 @@ _WINDOW_FIELDS = ("sliding_window", "attention_window_size", "local_attention")
 
 
 def _sizes(config: Any, *names: str) -> set[int]:
-    """The values of the first field that is set: one, or one for each layer where layers have configs of their own."""
+    """Return the values of the first field that is set: one, or several where layers have configs of their own."""
     for name in names:
         try:
             found = [getattr(config, name, None)]
         except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError: 5.23 integrations/heterogeneity
             found = [getattr(layer, name, None) for layer in config.per_layer_config]
-        halved = 2 if name == "local_attention" else 1  # modernbert's is that to both sides together
+        halved = 2 if name == "local_attention" else 1  # ModernBERT's counts both sides
         if sizes := {size // halved for size in found if isinstance(size, int) and size > 0}:
             return sizes
     return set()
 
 
 def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
-    """What the attention layers of a transformers module say they are (`is_causal`); None where they say nothing, or not the
-    same, and of a config. Of 214 causal and masked families of 5.23, 168 say it, and BigBird-Pegasus alone says it wrongly.
-    Where no layer says it (BERT in 4.57), masked language models that are not set to decode look at both sides."""
+    """Return what the attention layers of a transformers module say of themselves (`is_causal`). None for a config, and
+    where layers differ or say nothing. Of 214 families of 5.23, 168 say it; BigBird-Pegasus alone says it wrongly. If no
+    layer says it (BERT in 4.57), an encoder is bidirectional."""
     if not is_transformers(module := unwrap(model)):
         return None
     flags = {part.is_causal for part in module.modules() if isinstance(getattr(part, "is_causal", None), bool)}
@@ -273,8 +275,53 @@ def is_encoder(config: Any) -> bool:
     return not decodes and (has("MASKED_LM") or (reads and not has("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")))
 
 
+# --- scope: causal language models (dense, mixture of experts, hybrid; vision-language models by their text), their
+# backbones, and heads on them (reward, classification, value). There is no list of families.
+
+
+def out_of_scope_reason(model: Any) -> str:
+    """Return why the batches of this transformers model (a module or a config) are left as they came; "" if it is in scope.
+
+    >>> from types import SimpleNamespace
+    >>> out_of_scope_reason(SimpleNamespace(model_type="t5", is_encoder_decoder=True))
+    'it has an encoder beside its decoder'
+    """
+    config = config_of(model)
+    text = text_config(config)
+    if getattr(config, "is_encoder_decoder", False):
+        return "it has an encoder beside its decoder"
+    if pattern_of(model) == "bidirectional" or is_encoder(config) or _says_both_sides(text):
+        return "its tokens attend later tokens"
+    if hasattr(model, "forward") and "start_positions" in inspect.signature(type(unwrap(model)).forward).parameters:
+        return "its head answers with a span of the row"
+    return "PEFT puts learned tokens before its rows" if _learns_tokens(model) else ""
+
+
+def warn_if_left(model: Any) -> str:
+    """Return `out_of_scope_reason`, and warn of it: every batch of this model is left as it came."""
+    if reason := out_of_scope_reason(model):
+        name = type(unwrap(model)).__name__
+        text = f"collate_npu leaves every batch of this {name} as it came: {reason}, and causal language models are in scope"
+        warnings.warn(f"{text} (collate-npu guide scope).", stacklevel=4)
+    return reason
+
+
+def _says_both_sides(config: Any) -> bool:
+    """Return True if the config of a causal family, or of XLNet, says that its tokens attend later ones."""
+    ahead = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    return ahead or getattr(config, "is_causal", None) is False or getattr(config, "attn_type", None) == "bi"
+
+
+def _learns_tokens(model: Any) -> bool:
+    """Return True if a PEFT wrapper puts learned tokens before rows, or into the cache: prompt tuning, prefix tuning."""
+    modules = model.modules() if callable(getattr(model, "modules", None)) else ()
+    wrappers = [each for each in modules if callable(getattr(each, "get_base_model", None))]
+    held = [configs for each in wrappers if isinstance(configs := getattr(each, "peft_config", None), Mapping)]
+    return any(getattr(config, "is_prompt_learning", False) for configs in held for config in configs.values())
+
+
 def is_compiled(model: Any) -> bool:
-    """True if a forward of this module is compiled code, at least in part."""
+    """Return True if a forward of this module is compiled code, at least in part."""
     return any(hasattr(x, "_orig_mod") or getattr(x, "_compiled_call_impl", None) is not None for x in model.modules())
 
 
@@ -284,14 +331,14 @@ Pooling = Literal["", "last_by_id", "counted_by_id"]
 
 
 def position_rule(model: Any) -> PositionRule:
-    """How a transformers model (a module or a config) counts tokens where `position_ids` is left out, and reads it.
+    """Return how a transformers model (a module or a config) counts tokens without `position_ids`, and what it reads there.
 
-    * "places": 0, 1, 2 ... by place. Wrong for left padding where positions are absolute, and for packed rows.
-    * "padding_idx": from `padding_idx + 1` on, over `input_ids != padding_idx`; right for padding on any side. What is
-      given must count from `first_position`. Source: 5.23 modeling_roberta.py `create_position_ids_from_input_ids`.
-    * "axes": by place or, with images, by the 2D mask: then never give [B, S]. A flat row needs [4, 1, T]: a text row that
-      starts again with each sequence, then three axes. Source: 5.23 modeling_qwen2_5_vl.py:795-817, 1117-1163.
-    * "none": `position_ids` reaches no layer (BLOOM, Mamba), or is not taken at all (T5): never give it.
+    * "places": 0, 1, 2 ... by place. Wrong for left padding if positions are absolute, and for packed rows.
+    * "padding_idx": from `padding_idx + 1` on, over `input_ids != padding_idx`; right for padding on any side. Positions in
+      the batch must count from `first_position`. Source: 5.23 modeling_roberta.py `create_position_ids_from_input_ids`.
+    * "axes": by place or, with images, by the 2D mask: then never pass [B, S]. A flat row needs [4, 1, T]: a text row that
+      restarts with each sequence, then three axes. Source: 5.23 modeling_qwen2_5_vl.py:795-817, 1117-1163.
+    * "none": no layer reads `position_ids` (BLOOM, Mamba), or the forward does not take it: never pass it.
 
     Raises `CollateError` for a config whose modeling code cannot be found.
     """
@@ -307,7 +354,7 @@ def position_rule(model: Any) -> PositionRule:
 
 
 def first_position(model: Any) -> int:
-    """The position of the first token of a sequence: 0, or `padding_idx + 1` for RoBERTa's family."""
+    """Return the position of the first token of a sequence: 0, or `padding_idx + 1` for RoBERTa's family."""
     config = text_config(config_of(model))
     if config.model_type in ("nystromformer", "yoso", "mra", "mpnet"):
         return 2  # whatever the pad id is: modeling_nystromformer.py:60, _yoso.py:239, _mra.py:477, _mpnet.py:61
@@ -315,7 +362,7 @@ def first_position(model: Any) -> int:
 
 
 def calls_kda(config: Any) -> bool:
-    """True if a modeling file of this config calls the kernel of KDA."""
+    """Return True if a modeling file of this config calls the kernel of KDA."""
     try:
         return _code_holds(_classes(known_config(config)), '"chunk_kda"')
     except CollateError:  # a config of a class of somebody's
@@ -323,9 +370,9 @@ def calls_kda(config: Any) -> bool:
 
 
 def looks_ahead(model: Any, by: str) -> bool:
-    """True if masks that the model makes let tokens see later ones, by its images or by `token_type_ids`.
+    """Return True if masks that the model makes let tokens see later ones, by its images or by `token_type_ids`.
 
-    A dense mask goes in place of these (5.23 modeling_gemma3.py, _paligemma.py:258, _molmo2.py:875, _hrm_text.py:462).
+    A dense mask in the batch replaces them (5.23 modeling_gemma3.py, _paligemma.py:258, _molmo2.py:875, _hrm_text.py:462).
     """
     marks = ("or_mask_function", "token_type_ids_mask_function", "block_sequence_ids", "token_type_ids[:, None, None, :]")
     marks_of = {"images": marks, "types": ("torch.where(token_type_ids ==", marks[-1])}
@@ -333,7 +380,7 @@ def looks_ahead(model: Any, by: str) -> bool:
 
 
 def pooling(model: Any) -> Pooling:
-    """Return which token of a row a head on a decoder takes for its one answer; "" where every token has its own.
+    """Return which token of a row gives the one answer of a head; "" if every token has an answer.
 
     * "last_by_id": the last whose id is not `pad_token_id` (5.23 modeling_layers.py).
     * "counted_by_id": the place that the number of such tokens names (BioGPT, 4.57.1 modeling_biogpt.py:910).
@@ -346,12 +393,11 @@ def pooling(model: Any) -> Pooling:
 
 
 def label_rule(model: Any) -> LabelRule | None:
-    """Return what the head of a transformers model does with labels; None where its class does not show it, or for a
-    decoder's config.
+    """Return what the head of a transformers model does with labels; None of a config, or if its class does not show it.
 
-    * "next": it moves them, so that a token is predicted from the one before (5.23 loss/loss_utils.py `ForCausalLMLoss`).
-    * "places": it reads them in place: classes of tokens, and a few that predict the next token of labels that are moved
-      already (modeling_bart.py `BartForCausalLM`).
+    * "next": it shifts them, so that a token is predicted from the one before (5.23 loss/loss_utils.py `ForCausalLMLoss`).
+    * "places": it reads them in place: classes of tokens, and a few heads whose labels are shifted already
+      (modeling_bart.py `BartForCausalLM`).
     """
     whole = unwrap(model)
     own = is_transformers(whole)
@@ -364,7 +410,7 @@ def label_rule(model: Any) -> LabelRule | None:
 
 
 def _classes(model: Any) -> list[type]:
-    """The classes that would read `position_ids`: of a module itself and its parts that read ids, or of a config."""
+    """Return the classes that would read `position_ids`: the module's and its parts' that read ids, or those of a config."""
     if not is_transformers(model):
         whole, text = config_of(model).__class__, text_config(config_of(model)).__class__
         if not (classes := [cls for config_class in dict.fromkeys([whole, text]) for cls in _classes_of(config_class)]):
@@ -379,7 +425,7 @@ def _classes(model: Any) -> list[type]:
 
 @cache
 def _classes_of(config_class: Any) -> list[type]:
-    """transformers' own classes for this config: its base model and its language models."""
+    """Return transformers' own classes for this config: its base model and its language models."""
     try:
         from transformers.models.auto import modeling_auto as auto
 
@@ -398,7 +444,7 @@ def _parameters(cls: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _code(cls: type) -> str:
-    """The code of its forward; "" of one made without a file."""
+    """Return the code of its forward; "" of a class that no file holds."""
     try:
         return inspect.getsource(cls.forward)  # type: ignore[attr-defined]
     except OSError:
@@ -406,7 +452,7 @@ def _code(cls: type) -> str:
 
 
 def _code_holds(classes: list[type], *texts: str) -> bool:
-    """True if a modeling file of these classes holds one of the texts."""
+    """Return True if a modeling file of these classes holds one of the texts."""
     sources = map(_source, {cls.__module__: None for cls in classes})
     return any(text in source for source in sources for text in texts)
 
@@ -420,7 +466,7 @@ HOLE_IN_A_STATE = "the state of a recurrent layer decays over a hole, and its co
 
 
 def holes_cut_reason(config: Any, longest: int) -> str:
-    """Why padding between tokens cuts a window short; "" where no row, of `longest` places with its holes, fills one."""
+    """Return why padding between tokens cuts a window short; "" if no row fills one (`longest` places, holes included)."""
     sizes = [size for size in windows(text_config(config)) if size < longest]
     return f"its window of {sizes[0]} tokens also counts the padding inside a sequence" if sizes else ""
 
@@ -440,10 +486,10 @@ def width_dependence(model: Any) -> int | None:
 
 
 def rope_limit(model: Any) -> int | None:
-    """The position from which "longrope" and "dynamic" rotary frequencies change for the whole batch; None without them.
+    """Return the position from which "longrope" or "dynamic" frequencies change for the whole batch; None without them.
 
-    They follow the highest position of the tensor, padding included, so that such a model must be given `position_ids`
-    wherever the width passes the limit. Source: transformers 5.23 modeling_rope_utils.py `dynamic_rope_update`.
+    They follow the highest position of the tensor, padding included: a batch wider than the limit needs `position_ids`.
+    Source: transformers 5.23 modeling_rope_utils.py `dynamic_rope_update`.
     """
     config, original = text_config(config_of(model)), "original_max_position_embeddings"
     if not {"longrope", "dynamic"} & {each["rope_type"] for each in _ropes(config)}:
@@ -454,14 +500,14 @@ def rope_limit(model: Any) -> int | None:
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """The rotary settings, one for each kind of layer where a config has several: `rope_scaling` is that of 4.x."""
+    """Return the rotary settings: one, or one for each kind of layer. In 4.x they are `rope_scaling`."""
     settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = [each for each in settings.values() if isinstance(each, dict)]
     return [{"rope_type": each.get("type"), **each} for each in nested or [settings]]
 
 
 def lengths_clash_reason(model: Any, lengths: Iterable[int]) -> str:
-    """Why these sequences (of all rows) must not share a batch; "" where they may."""
+    """Return why sequences of these lengths must not share a batch; "" if they may."""
     limit, sizes = rope_limit(model), set(lengths)
     if limit is None or max(sizes, default=0) <= limit or len(sizes) == 1:
         return ""

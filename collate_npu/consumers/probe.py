@@ -1,9 +1,9 @@
-"""Probe: what a model does with padded and packed rows is tried on a tiny copy of it, not looked up.
+"""Probe: a tiny copy of a model runs padded and packed rows, and each sequence must come out as it does alone.
 
-The copy has the class and settings of the model, stands on its device and calls the functions that this process resolved; on
-a CPU, where kernels of a card do not run, torch functions that read the same boundaries. It gets rows as the adapter makes
-them; every sequence must come out as it does alone. That takes 50 to 200 milliseconds once for the code of the layers, where
-no kernel is compiled, and is the same on every rank. No parameter of the model is read: they may be sharded, or elsewhere.
+The copy has the class and the settings of the model, stands on its device, and calls the functions that this process found.
+On a CPU, torch functions that read the same boundaries stand in for the kernels of a card. The adapter makes the rows. It
+takes 50 to 200 milliseconds, once for the code of the layers, and more where a kernel is compiled. Every rank finds the
+same. No parameter of the model is read: it may be sharded, or on another device.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def _rows(*lengths: int) -> dict[str, Segments]:
     }
 
 
-ROWS: Mapping[bool, Mapping[str, Segments]] = {True: _rows(37, 9, 1, 70), False: _rows(37, 9, 5, 70)}
-"""For recurrent layers and others, the rows of each form. Funnel pools, and takes no single token."""
+ROWS = _rows(37, 9, 1, 70)
 _DENSE, _RECURRENT = ("right", "left", "holes", "packed"), ("right", "left", "one", "flat")
 _ANSWERS: dict[Any, Mapping[str, str]] = {}
 
 
-def rows_move_reason(
+def leak_reasons(
     model: Any, adapter: Callable[..., Any], *forms: str, attention: str | None = None, mended: bool = False
 ) -> dict[str, str]:
-    """Return for each of these forms (`ROWS`) why its sequences do not come out of this transformers module as alone; ""
-    where they do. For a config, a model of it is built. Raises what transformers raises where no copy runs.
+    """Return for each of these forms (`ROWS`) why a sequence does not come out of this transformers module as it does alone;
+    "" where each does. Of a config, a model is built. Raises what transformers raises if no copy runs.
 
-    `adapter` is `BatchAdapter`, of `attention` (None: the module's own); `mended`: its functions are mended (recurrent.py).
+    `adapter` is `BatchAdapter`. `attention` is the implementation; None: the module's own. With `mended`, `mend` has changed
+    the functions of its recurrent layers.
     """
     whole = unwrap(model)
     if isinstance(whole, nn.Module) and any(map(reads_boundaries_itself, whole.modules())):  # alone they raise without, too
@@ -75,9 +75,9 @@ def rows_move_reason(
 def sequences_mix_reason(
     model: Any, adapter: Callable[..., Any], *, attention: str | None = None, mended: bool = False
 ) -> str:
-    """Why packed rows move in recurrent layers; "" where they do not: a flat row, and of a mended model rows, too."""
+    """Return why recurrent layers mix the sequences of a flat row, or of packed rows if `mended`; "" where they do not."""
     try:
-        found = rows_move_reason(model, adapter, "flat", *(["packed"] if mended else []), attention=attention, mended=mended)
+        found = leak_reasons(model, adapter, "flat", *(["packed"] if mended else []), attention=attention, mended=mended)
     except Exception as error:  # each config validates in its own way, and each model fails in its own
         return _text_of(error)
     return found["flat"] or found.get("packed", "")
@@ -90,25 +90,25 @@ def _text_of(error: Exception) -> str:
 
 
 def probed(known: Model, model: Any, adapter: Callable[..., Any]) -> Model:
-    """Return what is known of a transformers model (a module or a config) with what its tiny copy shows: which rows move its
-    tokens, and whether its recurrent layers keep the sequences of a flat row apart. `adapter` is `BatchAdapter`."""
-    moves, attention = dict.fromkeys((*_DENSE, "flat"), ""), known.attn_implementation
+    """Return what is known of a transformers model (a module or a config), with what its tiny copy shows: its leaks, and
+    whether its recurrent layers read the boundaries of a flat row. `adapter` is `BatchAdapter`."""
+    leaks, attention = dict.fromkeys((*_DENSE, "flat"), ""), known.attn_implementation
     module, unread = isinstance(model, nn.Module), "no installed transformers has a model of this config"
     if runs := module or hasattr(type(model), "get_text_config"):  # else there is nothing to probe
         try:
-            moves = rows_move_reason(model, adapter, *(_RECURRENT if known.needs_mask_2d else _DENSE), attention=attention)
-        except Exception as error:  # ImportError, of a card's libraries say: nobody runs a model here
+            leaks = leak_reasons(model, adapter, *(_RECURRENT if known.needs_mask_2d else _DENSE), attention=attention)
+        except Exception as error:  # an ImportError, say of a card's libraries: no model runs here
             why = f"no tiny copy of it runs that could be probed ({type(error).__name__})"
-            moves["packed"] = moves["flat"] = "" if isinstance(error, ImportError) else why
+            leaks["packed"] = leaks["flat"] = "" if isinstance(error, ImportError) else why
     if not known.needs_mask_2d or known.boundaries_unread is not None:
-        return replace(known, moves=moves)
+        return replace(known, leaks=leaks)
     if module:
-        unread = moves["flat"] and (boundaries_unread_reason(model) or moves["flat"])
+        unread = leaks["flat"] and (boundaries_unread_reason(model) or leaks["flat"])
     elif not (since := MISSING_KERNEL_RAISES).holds():
         unread = f"before {since} transformers trains on where a kernel is missing, whatever its config says"
     elif runs:  # where no kernel reads them transformers raises
         unread = sequences_mix_reason(model, adapter, attention=attention, mended=True)
-    return replace(known, moves=moves, boundaries_unread=unread)
+    return replace(known, leaks=leaks, boundaries_unread=unread)
 
 
 def _copy_of(whole: Any, adapter: Callable[..., Any], attention: str | None, *, keeps_apart: bool) -> tuple[Any, Any]:
@@ -116,8 +116,8 @@ def _copy_of(whole: Any, adapter: Callable[..., Any], attention: str | None, *, 
     copy = copy_of(whole)
     own = getattr(text_config(config_of(whole)), "_attn_implementation", None) or "sdpa"
     known = Model.of(copy, attn_implementation=None if attention == own else attention)
-    moves = dict.fromkeys(ROWS[True], "")
-    known = replace(known, boundaries_unread="", pooling="", moves=moves, keeps_apart=keeps_apart or known.keeps_apart)
+    leaks = dict.fromkeys(ROWS, "")
+    known = replace(known, boundaries_unread="", pooling="", leaks=leaks, keeps_apart=keeps_apart or known.keeps_apart)
     return copy, adapter(known, consumer="transformers")
 
 
@@ -125,9 +125,8 @@ def _asked(
     whole: Any, made: Callable[..., Any], forms: Sequence[str], attention: str | None, mended: bool
 ) -> dict[str, str]:
     copy, adapter = _copy_of(whole, made, attention, keeps_apart=mended)
-    rows = ROWS[bool(adapter.model.needs_mask_2d)]
     draw, device = torch.Generator().manual_seed(0), device_of(copy)
-    sequences = [torch.randint(3, 60, (length,), generator=draw).to(device) for length in rows["flat"].sequence_lengths]
+    sequences = [torch.randint(3, 60, (length,), generator=draw).to(device) for length in ROWS["flat"].sequence_lengths]
     with torch.no_grad(), torch.autocast(device.type, enabled=False), ExitStack() as stack:
         stack.enter_context(cpu_kernels(copy))
         states = [_hidden(copy, input_ids=tokens[None]) for tokens in sequences]
@@ -136,7 +135,7 @@ def _asked(
             stack.callback(mend(copy).remove)
         else:
             stack.enter_context(as_it_is())
-        return {form: _why_moved(copy, adapter, rows[form], form == "flat", torch.cat(sequences), alone) for form in forms}
+        return {form: _why_moved(copy, adapter, ROWS[form], form == "flat", torch.cat(sequences), alone) for form in forms}
 
 
 def _why_moved(copy: Any, adapter: Any, segments: Segments, flat: bool, tokens: Tensor, alone: Tensor) -> str:
@@ -146,7 +145,7 @@ def _why_moved(copy: Any, adapter: Any, segments: Segments, flat: bool, tokens: 
     try:
         batch = adapter.write(Sources({"input_ids": tokens_BS}), segments, flat, device)
     except CollateError as error:
-        return _text_of(error) if flat else ""  # such rows are refused behind the probe, too
+        return _text_of(error) if flat else ""  # the adapter refuses such rows without a probe, too
     try:
         found = _hidden(copy, **batch)
     except Exception as error:
@@ -157,14 +156,15 @@ def _why_moved(copy: Any, adapter: Any, segments: Segments, flat: bool, tokens: 
 
 
 def _limit(device: torch.device) -> float:
-    """Float32 moves the largest value by 1e-6, products of ten bits, as on cards, by 2e-3; leaks by 0.02, in hybrids 0.3."""
+    """Return how far rounding may move the largest value. Float32 moves it by 1e-6, ten-bit products by 2e-3, leaks by
+    0.02."""
     x = torch.full((1, 1), 1 + 2.0**-12, device=device)
     return 1e-3 if device.type == "cpu" and float(x @ x) > 1 else 2e-2
 
 
 def _hidden(copy: Any, **batch: Any) -> Any:
-    """Return the last hidden states `[B, S, D]`, and what its head makes of them where that is of tokens."""
-    out = copy(**{**run_alone(copy, batch["input_ids"]), **batch})  # a batch may say use_cache, too
+    """Return the last hidden states `[B, S, D]`, followed by what its head gives for each token, if it does."""
+    out = copy(**{**run_alone(copy, batch["input_ids"]), **batch})  # the batch may hold use_cache, too
     B, S = batch["input_ids"].shape
     states = (getattr(out, "hidden_states", None) or [None])[-1]
     shown = [each.float().reshape(B, S, -1) for each in (states, out[0]) if getattr(each, "shape", ())[:2] == (B, S)]
@@ -172,6 +172,6 @@ def _hidden(copy: Any, **batch: Any) -> Any:
 
 
 def _code(whole: Any) -> tuple[Any, ...]:
-    """What its layers run: the forwards of their classes, and the functions that they call."""
+    """Return what its layers run: the forwards of their classes, and the functions that these call."""
     forwards = dict.fromkeys(type(module).forward for module in whole.modules())
     return (*forwards, *(variables_of(call.function).get("implementation") for call in kernel_calls(whole)))

@@ -1,10 +1,9 @@
 """Recurrent layers of a transformers model: which functions they call, and how each learns where a sequence begins.
 
-The functions are resolved when the modeling file is imported: the kernel of a package, else a torch function, which knows no
-sequences (5.23 integrations/hub_kernels.py:1008-1055). A convolution reads `seq_idx`, a delta rule `cu_seqlens`, and either
-alone keeps half of the state apart. `mend` puts what keeps sequences apart around those that cannot read it
-(kernels/packed_rows.py): a batch tells them by the keywords that a kernel would read, which a layer gets again when
-checkpointing computes it again.
+transformers chooses the functions when it imports the modeling file: the kernel of a package, else a torch function, which
+reads no boundaries (5.23 integrations/hub_kernels.py:1008-1055). A convolution reads `seq_idx`, a delta rule `cu_seqlens`; a
+model needs both. `mend` wraps the functions that read neither (kernels/packed_rows.py). The boundaries come in the keywords
+that a kernel would read, so that activation checkpointing passes them again.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ READS: Mapping[str, str] = {
     "mamba_chunk_scan_combined": "seq_idx",
     "mamba_split_conv1d_scan_combined": "seq_idx",
 }
-"""Kernel -> the argument that says where a sequence begins. Others of transformers (mamba's selective scan) have none, and
-mamba's `cu_seqlens` is no boundary (mamba e9594ce ssd_combined.py:599-604)."""
+"""Kernel -> the argument that says where a sequence begins. Others of transformers (mamba's selective scan) have none;
+mamba's `cu_seqlens` is another thing (mamba e9594ce ssd_combined.py:599-604)."""
 
 _STEP = re.compile(r"_update$|^fused_recurrent")
-"""Kernels of one more token in generation: no flat row comes to them."""
+"""Kernels that generate one more token: they never get a flat row."""
 _DISPATCH = {"implementation", "is_new_implementation", "applicable_params"}
 """Variables of transformers' own wrapper around such a function, 5.16 and later; at first without `func_name`, `package`."""
 
@@ -54,8 +53,7 @@ class KernelCall(NamedTuple):
 
 
 def boundaries_unread_reason(model: Any) -> str:
-    """Which functions of this transformers module's recurrent layers cannot read boundaries, and why; "" where all that are
-    known can."""
+    """Return which functions of its recurrent layers read no boundaries, and why; "" if all read them."""
     if keeps_apart(model) or any(map(reads_boundaries_itself, unwrap(model).modules())):
         return ""
     calls = [call for call in kernel_calls(model) if not _STEP.search(call.kernel)]
@@ -63,7 +61,7 @@ def boundaries_unread_reason(model: Any) -> str:
 
 
 def describe_packing(model: Any) -> str:
-    """How each kernel of this mended model keeps the sequences of a row apart: by itself, or by arithmetic around it."""
+    """Return how each kernel of this mended model keeps the sequences of a row apart: by itself, or by our arithmetic."""
     taps = packed_rows.convolution
     arithmetic = "arithmetic, or fla's convolution on a card" if _with_fla(taps) is not taps else "arithmetic"
     calls = [call for call in kernel_calls(model) if MENDS.get(call.kernel, _none) is not _none]
@@ -72,14 +70,14 @@ def describe_packing(model: Any) -> str:
 
 
 def keeps_apart(model: Any) -> bool:
-    """True if this model was adapted, so that its recurrent layers keep the sequences of a row apart."""
+    """Return True if `adapt` made the recurrent layers of this model keep the sequences of a row apart."""
     hooks = (hook for module in unwrap(model).modules() for hook in module._forward_pre_hooks.values())
     return any(getattr(hook, "keeps_apart", False) for hook in hooks)
 
 
 def reads_boundaries_itself(layer: Any) -> bool:
-    """True for VeOmni's own Gated DeltaNet. Its convolution and scan take `cu_seq_lens_q`, on an NPU too, and raise without
-    a kernel that reads it (0.1.12 models/transformers/qwen3_5/generated/patched_modeling_qwen3_5_gpu.py:626-803)."""
+    """Return True for VeOmni's own Gated DeltaNet. Its convolution and scan read `cu_seq_lens_q`, on an NPU too, and raise
+    without a kernel that does (0.1.12 models/transformers/qwen3_5/generated/patched_modeling_qwen3_5_gpu.py:626-803)."""
     own = type(layer).__module__.startswith("veomni.") and hasattr(layer, "chunk_gated_delta_rule")
     return own and "cu_seq_lens_q" in inspect.signature(type(layer).forward).parameters
 
@@ -95,12 +93,12 @@ def _why_unread(call: KernelCall) -> str:
 
 
 def kernel_calls(model: Any) -> tuple[KernelCall, ...]:
-    """Every such function in the layers of a transformers module, wrapped or not; none before transformers 5.16."""
+    """Return every such function in the layers of a transformers module, wrapped or not; none before transformers 5.16."""
     return tuple(call for _, _, call in _sites(model))
 
 
 def _sites(model: Any) -> Iterator[tuple[dict[str, Any], str, KernelCall]]:
-    """The globals of each forward of a layer, and the names in them that it calls such functions by."""
+    """Yield each such function with the globals of the forward that calls it, and its name there."""
     # below the wrappers of transformers, accelerate's hooks and torch.compile
     bare = [inspect.unwrap(layer.forward) for layer in unwrap(model).modules()]
     forwards = filter(inspect.isfunction, dict.fromkeys(getattr(function, "__func__", function) for function in bare))
@@ -112,9 +110,9 @@ def _sites(model: Any) -> Iterator[tuple[dict[str, Any], str, KernelCall]]:
 
 
 def _call_of(found: Any) -> KernelCall | None:
-    """Where the package `kernels` is installed, transformers' wrapper stands in a module made of it, and `_replace_forward`
-    (kernels 0.17 layer/layer.py) binds the forward of the hub's layer to that, or its own again."""
-    while hasattr(found, "__collate_npu__"):  # below what mends it here, or watches it (proof.hooks)
+    """Return what is known of such a function; None of any other. The package `kernels` puts transformers' wrapper into a
+    module, and binds the forward of the hub's layer to it, or its own again (kernels 0.17 layer/layer.py)."""
+    while hasattr(found, "__collate_npu__"):  # below our own wrappers: of `mend` and of proof.hooks
         found = found.__collate_npu__
     function, of_hub = found, None
     if isinstance(found, nn.Module):
@@ -128,7 +126,7 @@ def _call_of(found: Any) -> KernelCall | None:
 
 
 def variables_of(function: Any) -> dict[str, Any]:
-    """What a function found around itself when it was made; {} for anything else."""
+    """Return the variables that a function closes over; {} for anything else."""
     if not inspect.isfunction(function):
         return {}
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())}
@@ -139,7 +137,7 @@ def variables_of(function: Any) -> dict[str, Any]:
 
 @contextmanager
 def resolved(calls: Iterable[KernelCall], to: Callable[[KernelCall], Callable[..., Any]]) -> Iterator[None]:
-    """Let transformers' wrappers call what `to` names meanwhile (5.23 integrations/hub_kernels.py:1008-1024)."""
+    """Make transformers' wrappers call what `to` returns inside the block (5.23 integrations/hub_kernels.py:1008-1024)."""
     before: list[tuple[Any, Any]] = []
     try:
         for call, function in [(call, to(call)) for call in calls]:
@@ -158,14 +156,14 @@ def resolved(calls: Iterable[KernelCall], to: Callable[[KernelCall], Callable[..
 
 @contextmanager
 def cpu_kernels(model: Any) -> Iterator[None]:
-    """On a CPU, torch functions stand meanwhile for kernels of a card, and read boundaries where those do."""
+    """On a CPU, replace kernels of a card inside the block by torch functions that read the same boundaries."""
     calls = {id(call.function): call for call in kernel_calls(model) if next(model.parameters()).is_cpu and _of_card(call)}
     with _ONE_AT_A_TIME, resolved(calls.values(), _by_torch):
         yield
 
 
 _ONE_AT_A_TIME = RLock()
-"""Others wait: they would find what stands in, and leave it there."""
+"""Another thread waits: it would take the replaced functions for the right ones, and leave them."""
 
 
 def _of_card(call: KernelCall) -> bool:
@@ -178,10 +176,10 @@ def _by_torch(call: KernelCall) -> Callable[..., Any]:
     return plain if _why_unread(call) or call.kernel not in READS else by_sequence(plain, READS[call.kernel], at)
 
 
-@cache  # one function for one kernel: a probe asks again where a layer calls another
+@cache  # the same function for the same kernel: a probe that sees another asks again
 def by_sequence(plain: Callable[..., Any], key: str, at: int = 1) -> Callable[..., Any]:
-    """The model's own torch function on each sequence by itself; the boundaries come under `key`, as for the kernel, and
-    tokens stand in dimension `at`."""
+    """Return a function that runs the model's own torch function on each sequence. The boundaries come under `key`, as for
+    the kernel; tokens stand in dimension `at`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given, T = kwargs.pop(key, None), args[0].shape[at]
@@ -205,7 +203,7 @@ def by_sequence(plain: Callable[..., Any], key: str, at: int = 1) -> Callable[..
 
 
 def _cut(x: Any, T: int, at: int, a: int, b: int) -> Any:
-    """The tokens a to b of whatever is `[1, T, ...]` or `[1, D, T]`."""
+    """Return the tokens a to b of a tensor `[1, T, ...]` or `[1, D, T]`; anything else as it is."""
     return x.narrow(at, a, b - a) if isinstance(x, Tensor) and x.ndim > 2 and x.shape[at] == T else x
 
 
@@ -213,7 +211,7 @@ def _cut(x: Any, T: int, at: int, a: int, b: int) -> Any:
 
 
 def _none(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return nothing for a kernel: its layer then calls the other functions."""
+    """Return a kernel that returns None: its layer then calls the other functions."""
     return lambda *_, **__: None
 
 
@@ -224,11 +222,11 @@ MENDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "mamba_chunk_scan_combined": packed_rows.scan,
     "mamba_split_conv1d_scan_combined": _none,
 }
-"""Kernel -> what keeps sequences apart around the torch function that stands for it."""
+"""Kernel -> what makes of its torch function one that keeps sequences apart."""
 
 
 class Mended:
-    """What `mend` put around the functions of a model's layers; `.remove()` puts them back, when the last one does."""
+    """Wraps the functions of a model's layers; `.remove()` restores them when no other model needs the wrappers."""
 
     def __init__(self, sites: list[tuple[dict[str, Any], str]]) -> None:
         self._sites = sites
@@ -239,7 +237,7 @@ class Mended:
                 held[name] = _mended(held[name])
 
     def remove(self) -> None:
-        """Put them back."""
+        """Restore them."""
         for held, name in self._sites:
             known = _MENDED[id(held), name]
             known[0] -= 1
@@ -250,22 +248,22 @@ class Mended:
 
 
 _MENDED: dict[tuple[int, str], list[Any]] = {}
-"""By the globals of a modeling file and a name in them: how many models want it mended, and what stood there."""
+"""By the globals of a modeling file and a name in them: how many models need the wrapper, and the original."""
 _AS_IT_IS: set[int] = set()
-"""The threads inside of `as_it_is`."""
+"""The threads inside `as_it_is`."""
 
 
 def mend(model: Any) -> Mended:
-    """Let the recurrent layers of this transformers module, and of all of its family, keep the sequences of a row apart
-    where a batch has `seq_idx`, and run as they are where it has not."""
+    """Make the recurrent layers of this transformers module, and of its whole family, keep the sequences of a row apart if a
+    batch has `seq_idx`. Without `seq_idx` they run as before."""
     mended = Mended([(held, name) for held, name, call in _sites(model) if call.kernel in MENDS])
-    weakref.finalize(unwrap(model), mended.remove)  # at the latest when the model is gone
+    weakref.finalize(unwrap(model), mended.remove)  # at the latest when the model is deleted
     return mended
 
 
 @contextmanager
 def as_it_is() -> Iterator[None]:
-    """Run this thread's models as if no model of their families was mended."""
+    """Run this thread's models inside the block as if `mend` had changed none."""
     _AS_IT_IS.add(get_ident())
     try:
         yield
@@ -274,7 +272,7 @@ def as_it_is() -> Iterator[None]:
 
 
 def _mended(found: Any) -> Callable[..., Any]:
-    """What stands in a modeling file for a function of a recurrent layer."""
+    """Return what replaces a function of a recurrent layer in its modeling file."""
     call = _call_of(found)
     assert call is not None
     plain = MENDS[call.kernel](inspect.unwrap(call.function))
@@ -295,10 +293,10 @@ def _mended(found: Any) -> Callable[..., Any]:
 
 
 def _in_one_row(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lay rows one behind the other, as `cu_seqlens` counts them, for a rule that takes one row."""
+    """Return a function that joins rows into one flat row, as `cu_seqlens` counts, for a rule that takes one row."""
 
     def run(*args: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Any = None, cu_seq_lens_q: Any = None, **kwargs: Any) -> Any:
-        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens  # KDA's layers pass the name of their caller
+        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens  # KDA's layers pass on the name that they got
         flat = [x.reshape(1, -1, *x.shape[2:]) for x in (*args, g, beta)]
         out, state = function(*flat[:-2], g=flat[-2], beta=flat[-1], cu_seqlens=cu_seqlens, **kwargs)
         return out.reshape(*g.shape[:2], *out.shape[2:]), state
@@ -307,9 +305,9 @@ def _in_one_row(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_fla(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """fla's convolution, which reads offsets, where Triton compiles or interprets it; else the masked taps.
+    """Return fla's convolution, which reads offsets, where Triton compiles or interprets it; else `plain`.
 
-    Source: fla 0.6.0 modules/convolution.py. Before FLA_CONVOLUTION its gradients are wrong behind a transposition, as here.
+    Source: fla 0.6.0 modules/convolution.py. Before FLA_CONVOLUTION its gradient of a transposed input, as here, is wrong.
     """
     if not FLA_CONVOLUTION.holds():
         return plain

@@ -94,12 +94,13 @@ _FAMILY |= {f"{name}_text": {"rope_scaling": _AXES} for name in ("qwen2_vl", "qw
 
 
 def shrunk(default: PretrainedConfig) -> dict[str, Any]:
-    """The fields of `default` that must be smaller, with their tiny values."""
+    """Return the fields of `default` that must be smaller, with their tiny values."""
     fields, count = default.to_dict(), getattr(default, "num_hidden_layers", None)
     tiny = {name: small for name, value in fields.items() if value and (small := _small(name, value)) is not None}
     tiny |= {a: tiny[b] for a, b in _EQUAL if a in tiny and fields[a] == fields.get(b)}
     lists = {name: value for name, value in fields.items() if isinstance(value, list) and len(value) == count}
-    layers = {name: _few(value) for name, value in lists.items() if isinstance(value[0], str)}
+    kinds = {name: list(dict.fromkeys(value))[:3] for name, value in lists.items() if isinstance(value[0], str)}
+    layers = {name: [*value, value[0]] for name, value in kinds.items()}  # each kind also stands behind another
     depth = max((len(value) for value in layers.values()), default=3)
     tiny |= {name: (value + value[-1:] * depth)[:depth] for name, value in layers.items()}
     tiny |= {name: depth for name in ("num_hidden_layers", "num_blocks", "n_layer") if fields.get(name)}
@@ -111,30 +112,24 @@ def _small(name: str, value: Any) -> Any:
     return min(small, value) if isinstance(value, (int, float)) and small is not None else small
 
 
-def _few(kinds: list[str]) -> list[str]:
-    """One layer of each kind, and the first kind again, so that each kind also comes after the other."""
-    distinct = list(dict.fromkeys(kinds))[:3]
-    return [*distinct, distinct[0]]
-
-
 # Parameters that set how long a layer remembers, and the range they are drawn from: about ten tokens, where the usual
 # initial values of Gated DeltaNet forget within five and hide whatever leaks in from further away.
 _MEMORY = ((re.compile(r"A_log$"), -1.0, 0.0), (re.compile(r"dt_(proj[._])?bias$"), -2.5, -1.5))
 
 
 def build(config: PretrainedConfig, attn_implementation: str | None) -> PreTrainedModel:
-    """A model of this config with the head that predicts tokens, or none; None leaves its attention to transformers."""
+    """Return a model of this config, with a head that predicts tokens if there is one. None: transformers' own attention."""
     import transformers
 
-    heads = ("Seq2SeqLM",) if getattr(config, "is_encoder_decoder", False) else ("CausalLM", "ImageTextToText")
-    autos = [getattr(transformers, f"AutoModelFor{head}") for head in (("MaskedLM",) if is_encoder(config) else heads)]
+    heads = ("MaskedLM",) if is_encoder(config) else ("CausalLM", "ImageTextToText")
+    autos = [getattr(transformers, f"AutoModelFor{head}") for head in heads]
     auto = next((auto for auto in autos if type(config) in auto._model_mapping), transformers.AutoModel)
     given = attn_implementation and hasattr(text_config(config), "num_attention_heads")  # else nothing to implement
     return auto.from_config(config, **({"attn_implementation": attn_implementation} if given else {}))
 
 
 def make_honest(model: PreTrainedModel, scale: float) -> None:
-    """Change its parameters in place, so that what leaks shows."""
+    """Change its parameters in place, so that a leak shows."""
     table = model.get_input_embeddings()
     if table.padding_idx is not None:
         table.weight[table.padding_idx].normal_(std=float(table.weight.std()))
@@ -149,29 +144,85 @@ def make_honest(model: PreTrainedModel, scale: float) -> None:
             parameter.mul_(scale)
 
 
+def default_config(model_type: str) -> PretrainedConfig:
+    """Return the config of this model type as transformers makes it."""
+    from transformers import AutoConfig
+
+    with quiet():
+        return AutoConfig.for_model(model_type)
+
+
+def tiny_config(model_type: str, *, vocab_size: int) -> PretrainedConfig:
+    """Return the config of a tiny model of this type: width 64, two to four layers, each kind of layer of the family.
+
+    The last id of the vocabulary is bos, eos and pad, so that padding cannot be known from its id.
+    Raises the error of the config's own validation.
+
+    >>> config = tiny_config("qwen3_next", vocab_size=257)
+    >>> config.hidden_size, config.pad_token_id, sorted(set(config.layer_types))
+    (64, 256, ['full_attention', 'linear_attention'])
+    """
+    default = default_config(model_type)
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), vocab_size - 1)
+    if text_config(default) is default:
+        fields = {**shrunk(default), "vocab_size": vocab_size, **ids}
+    else:
+        fields = {name: shrunk(getattr(default, name)) for name in type(default).sub_configs} | ids
+        fields["text_config"] |= {"vocab_size": vocab_size, **ids}
+    with quiet():
+        return type(default)(**fields)
+
+
+def tiny_model(
+    model_type: str,
+    *,
+    vocab_size: int,
+    attn_implementation: str = "sdpa",
+    seed: int = 0,
+    scale: float = 5.0,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """Return a random model of this type on the CPU, in eval mode, whose logits show padding that leaks into a layer.
+
+    Linear, embedding and expert weights are `scale` times their initial size (logits of 2 to 5). The embedding has no
+    `padding_idx`: a random model's pad row would be zero, which hides every leak, and frozen, which hides its gradient.
+    The global random state stays as it is. Raises the error of transformers for this type.
+
+    >>> model = tiny_model("qwen3_next", vocab_size=257)
+    >>> model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 257])
+    """
+    config = tiny_config(model_type, vocab_size=vocab_size)
+    with quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = build(config, attn_implementation).to(dtype).eval()
+        make_honest(model, scale)
+    return model
+
+
 _OTHERS = {"architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "quantization_config", "model_type"}
 _WIDE = dict.fromkeys(("sliding_window", "attention_window_size", "local_attention", "window_size"), 512)
-# windows and sparse blocks, which no row of a probe fills, and the router's loss, which some lack: the config tells
+# no row of a probe fills a window or a sparse block, and some families have no router's loss: the config tells
 _WIDE |= {"attention_chunk_size": 512, "block_size": 512, "max_position_embeddings": 512, "output_router_logits": False}
 
 
 def copy_of(model: Any, *, vocab_size: int = 64) -> Any:
-    """A tiny honest copy of this transformers module, or of a model of this config, on its device, that runs there.
+    """Return a tiny copy of this transformers module, or of a model of this config, that runs on its device and shows leaks.
 
-    With its settings and tiny sizes; where these do not go together, with tiny defaults and what its config switches on or
-    off. Raises what transformers raises where neither runs.
+    It has the settings of the config and tiny sizes. If these do not fit together, it has the family's default settings and
+    the switches of the config. Raises what transformers raises if neither runs.
     """
     config = config_of(model)
-    text = _text(config)
+    text = text_config(config)
     fields = {name: value for name, value in text.to_dict().items() if name not in _OTHERS}
     switches = {name: value for name, value in fields.items() if isinstance(value, bool)}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), vocab_size - 1)
     small = {"vocab_size": vocab_size, **ids, **{name: size for name, size in _WIDE.items() if fields.get(name)}}
     small |= {name: 0.0 for name, value in fields.items() if isinstance(value, float) and re.search("drop|jitter", name)}
-    if (fields.get("num_experts_per_tok") or 0) > 1:  # all: no choice that rounding turns
+    if (fields.get("num_experts_per_tok") or 0) > 1:  # all of them: rounding cannot change the choice
         small["num_experts_per_tok"] = 4
     kind: Any = type(text)
-    attention = getattr(text_config(config), "_attn_implementation", None)
+    attention = getattr(text, "_attn_implementation", None)
     try:
         return _copy(model, config, kind(**{**fields, **shrunk(text), **small}), attention)
     except Exception:  # each config validates in its own way, and each model fails in its own
@@ -179,20 +230,15 @@ def copy_of(model: Any, *, vocab_size: int = 64) -> Any:
         return _copy(model, config, kind(**{**shrunk(kind()), **switches, **small}), own)
 
 
-def _text(config: Any) -> Any:
-    """Return the config that lists its layers: of an encoder beside a decoder, that of both."""
-    return config if getattr(config, "is_encoder_decoder", False) else text_config(config)
-
-
 def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
-    if _text(config) is not config:
+    if text_config(config) is not config:
         parts = {name: shrunk(getattr(config, name)) for name in type(config).sub_configs if name != "text_config"}
         small = type(config)(**parts, text_config=small.to_dict())
     with quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
         with torch.device("meta"):
             if sum(each.numel() for each in _made(model, small, attention).parameters()) > 10_000_000:
                 raise MemoryError  # what should be tiny is not
-        torch.default_generator.manual_seed(0)  # those of cards go on
+        torch.default_generator.manual_seed(0)  # not those of cards
         with torch.device("cpu"):
             made = _made(model, small, attention)
             make_honest(made.to(torch.float32).train(), 5.0)

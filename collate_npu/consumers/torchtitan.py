@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collate_npu.consumers.mask_choice import PACKED_RECURRENT, Consumer, Form, Refusal
-from collate_npu.releases import installed
 from collate_npu.segments import PADS_BEFORE
 
 TORCHTITAN = Consumer(
@@ -21,6 +20,5 @@ TORCHTITAN = Consumer(
     ),
     keeps_mask_2d="never",
     not_shared="torchtitan 0.3 has no context parallelism for GatedDeltaNet (models/qwen3_5/parallelize.py:61-66)",
-    here=lambda: bool(installed("torchtitan")),
     source="torchtitan models/common/attention.py:85-87, 468-508",
 )

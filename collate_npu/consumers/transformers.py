@@ -1,6 +1,6 @@
-"""transformers: the 2D mask wherever it is complete, else the dense masks that the attention implementation takes.
+"""transformers: the 2D mask if it says everything, else the dense masks that the attention implementation takes.
 
-Rules depend on the release installed (4.57 to 5.23 were read and run) and on the model's config; both are looked at.
+The rules depend on the installed release (4.57 to 5.23 were read and run) and on the model's config.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from collate_npu.consumers.model_traits import attention_windows, layer_masks
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.keys import of_kind
 from collate_npu.masks.patterns import CAUSAL, Pattern
-from collate_npu.releases import POSITIONS_SPLIT, installed
+from collate_npu.releases import POSITIONS_SPLIT
 from collate_npu.segments import PADS_BEFORE
 
 
 def _state_runs_on(case: Case) -> str:
-    """Why the state of a recurrent layer runs from one sequence of a flat row into the next: its code reads no offsets."""
+    """Return why the state of a recurrent layer runs from one sequence of a flat row into the next."""
     if not (case.padding_free and case.recurrent and case.segments.packed) or case.model.keeps_apart:
         return ""
     return (case.model.boundaries_unread or "") if case.model.model_type else "the model is unknown"
 
 
 def _more_offsets(case: Case) -> tuple[str, ...]:
-    """KDA's layers hand their keywords on as they are, and the kernel drops `cu_seq_lens_q`: so it goes out under both
-    names (modeling_kimi_linear.py:683-705)."""
+    """Return the other name of the offsets. KDA's layers pass their keywords on as they are, and the kernel drops
+    `cu_seq_lens_q` (modeling_kimi_linear.py:683-705)."""
     return ("cu_seqlens",) if case.recurrent and case.model.model_type and case.model.calls_kda else ()
 
 
@@ -39,20 +39,19 @@ SPLITS_BY_POSITIONS = frozenset((
     "ernie4_5_moe", "flex_olmo", "flint", "granitemoe", "granitemoe_swa", "granitemoeshared", "jetmoe", "laguna", "mellum",
     "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text",
 ))  # fmt: skip
-"""Families with a router's loss whose masks follow positions that restart: each was measured. Not gpt_oss, which hands
-masking_utils none (modeling_gpt_oss.py:460-465)."""
+"""Families with a router's loss whose masks follow positions that restart: each was measured. gpt_oss is none: it passes no
+positions to masking_utils (modeling_gpt_oss.py:460-465)."""
 
 
 _READS_NO_MASK = frozenset((
     "input_ids", "inputs_embeds", "attention_mask", "attention_mask_2d", "segment_ids", "position_ids", "labels",
     "shift_labels", "num_items_in_batch", "logits_to_keep", "use_cache", "return_dict", "output_hidden_states", "is_causal",
 ))  # fmt: skip
-"""What a call may hold where None takes the mask's place; of anything else (a cache, a router's loss, images, attention
-weights to be returned) it is not known who reads the mask."""
+"""Keys that a call may hold if None replaces the mask: with a cache, images or others, something else may read the mask."""
 
 
 def _by_kernel(case: Case) -> str:
-    """Why None is the faster form: it is exact in this call, and a 2D mask would become a dense one."""
+    """Return why None is the faster form: it is exact in this call, and the model would make a dense mask of a 2D one."""
     on_it = case.model.attn_implementation in ("sdpa", "flex_attention")
     if not (case.model.at_model and on_it and case.exact) or case.padding_free:
         return ""
@@ -63,20 +62,20 @@ def _by_kernel(case: Case) -> str:
 
 
 def _by_2d(case: Case) -> str:
-    """Plain attention, and the window that the model makes of a 2D mask itself."""
+    """Return why a 2D mask says everything: attention is plain, or the model applies its window itself."""
     if case.padding_free or case.segments.packed:
         return ""
     return "every layer of a transformers model reads the 2D mask" if case.plain else _of_its_own(case)
 
 
 def _of_its_own(case: Case) -> str:
-    """Why the model attends by this pattern, of a 2D mask or of none."""
+    """Return why the model itself attends by this pattern, with a 2D mask or with none."""
     own = case.pattern in {Pattern.sliding(size) for size in case.model.windows}
     return "the model makes its own window of the 2D mask" if own and len(_kinds(case)) == 1 else ""
 
 
 def _needs_dense(case: Case) -> str:
-    """Why a 2D mask does not say everything. On a flat row offsets say it to flash kernels."""
+    """Return why a dense mask is needed. On a flat row flash kernels read offsets instead."""
     another = case.padding_free and _another_pattern(case)
     if _by_2d(case) or _rows_by_offsets(case) or (case.padding_free and not (another or _masked_flat_row(case))):
         return ""
@@ -84,26 +83,26 @@ def _needs_dense(case: Case) -> str:
 
 
 def _rows_by_offsets(case: Case) -> str:
-    """Flash attention takes rows one behind the other where it is given all four keys (flash_attention_forward)."""
+    """Return why offsets suffice: with all four keys flash attention makes rows a flat row (flash_attention_forward)."""
     apart = case.model.keeps_apart and case.segments.packed and not case.padding_free
     return "offsets of all rows tell the sequences" if apart and "flash" in case.model.attn_implementation else ""
 
 
 def _masked_flat_row(case: Case) -> bool:
-    """Positions that restart do not keep sequences apart: they are looked at only where no cache is made, and in many
-    families never (masking_utils.py:876-882)."""
+    """Return True if a flat row needs a mask: many families never look at restarting positions, the others only without a
+    cache (masking_utils.py:876-882)."""
     by_offsets = "flash" in case.model.attn_implementation  # hub kernels too
-    told = case.segments.packed or _another_pattern(case)
-    return case.padding_free and told and not by_offsets and not _by_positions(case)
+    needed = case.segments.packed or _another_pattern(case)
+    return case.padding_free and needed and not by_offsets and not _by_positions(case)
 
 
 def _another_pattern(case: Case) -> bool:
-    """True if a mask alone makes this pattern: no layer does, and offsets do not tell it."""
+    """Return True if only a mask can make this pattern: the layers do not, and offsets cannot say it."""
     return case.pattern.reaches(case.segments.longest_span) and not _of_its_own(case)
 
 
 def _by_positions(case: Case) -> bool:
-    """True if positions alone separate the sequences of a flat row: a router's loss wants None."""
+    """Return True if positions alone separate the sequences of a flat row, and a router's loss needs None."""
     segments, model = case.segments, case.model
     whole = case.context_parallel is None and all(case.call.get(name) is None for name in ("past_key_values", "cache"))
     on_it = model.attn_implementation in ("sdpa", "eager") and whole and case.restarts
@@ -118,14 +117,14 @@ def _on(*implementations: str) -> Any:
 
 
 def _kinds(case: Case) -> dict[str, int | None]:
-    """Each kind of attention layer and its window; the kind "" where one mask serves all."""
+    """Return each kind of attention layer and its window; the kind "" means one mask for all."""
     return {"": None} if case.model.config is None else attention_windows(case.model.config)
 
 
 def patterns_by_kind(case: Case) -> Mapping[str, Pattern | None]:
-    """The pattern of each mask the model takes, None for recurrent layers: they take the 2D mask, or offsets alone.
+    """Return the pattern of each mask that the model takes; None for recurrent layers, which take the 2D mask or offsets.
 
-    A dense mask goes to every layer of its kind as it is, in place of the model's own window (masking_utils.py:833-846).
+    A dense mask replaces the model's own window in every layer of its kind (masking_utils.py:833-846).
     """
     if case.recurrent:
         if case.model.config is None:
@@ -148,20 +147,20 @@ def _windowed(case: Case, kind: str, size: int | None) -> Pattern:
 
 
 def _leak(case: Case) -> str:
-    """Why the padding of this batch changes its tokens on this model."""
+    """Return why padding changes real tokens of this batch on this model."""
     inside = case.segments.padding_side in PADS_BEFORE
     if case.padding_free or case.segments.padding_side == "none":
         return ""
     if not case.segments.hole_rows:
-        one = "one" if case.segments.shape[0] == 1 and "one" in case.model.moves else "left"
-        return case.model.moves.get(one if inside else "right", "")
+        one = "one" if case.segments.shape[0] == 1 and "one" in case.model.leaks else "left"
+        return case.model.leaks.get(one if inside else "right", "")
     if case.recurrent:
         return model_traits.HOLE_IN_A_STATE
-    return case.model.moves.get("holes", "") or model_traits.holes_cut_reason(case.model.named, case.segments.longest_span)
+    return case.model.leaks.get("holes", "") or model_traits.holes_cut_reason(case.model.named, case.segments.longest_span)
 
 
 def _width(case: Case) -> str:
-    """Sequences that would attend other keys than alone, because the tensor is wider than they are."""
+    """Return why a sequence attends other keys than alone: the tensor is wider than the sequence."""
     limit, S = case.model.width_limit, case.segments.shape[1]
     if limit is None or not any(n > limit and n != S for n in case.segments.sequence_lengths):
         return ""
@@ -169,14 +168,14 @@ def _width(case: Case) -> str:
 
 
 def _pooled(case: Case) -> str:
-    """Why the head of this model would pool another token than it does alone."""
+    """Return why the head of this model would pool another token than for each sequence alone."""
     if not case.model.pooling:
         return ""
     if case.segments.packed:
         return "a row holds several sequences, and it gives one answer a row"
     blind = " where config.pad_token_id is None"
     if getattr(case.model.text, "pad_token_id", None) is not None:
-        blind = " of inputs_embeds"  # whose padding it does not see (modeling_layers.py:180)
+        blind = " of inputs_embeds"  # it finds padding by its id (modeling_layers.py:180)
         if "inputs_embeds" not in case.keys:
             counted = case.segments.padding_side in PADS_BEFORE and case.model.pooling == "counted_by_id"
             return "it counts its place from the start of a row, which is padding" if counted else ""
@@ -184,7 +183,7 @@ def _pooled(case: Case) -> str:
 
 
 def _lost_window(case: Case) -> str:
-    """Why the model's own window is dropped, where some sequence is longer than it."""
+    """Return why the model's own window is lost, if some sequence is longer than the window."""
     implementation, sizes = case.model.attn_implementation, case.model.windows
     if not sizes or sizes[0] >= case.segments.longest_span:
         return ""
@@ -204,8 +203,8 @@ def _unreadable(case: Case) -> str:
 
 
 def _lowest_is_infinite(case: Case) -> str:
-    """Of a 2D mask transformers makes a bias in the model's dtype, and eager attention takes its softmax in float32 (5.23
-    models/llama/modeling_llama.py, eager_attention_forward), in which the lowest float64 is -inf."""
+    """Return where a query attends nothing in float64. transformers makes the mask in the model's dtype, and eager attention
+    takes its softmax in float32, where the lowest float64 is -inf (5.23 models/llama/modeling_llama.py)."""
     segments, model = case.segments, case.model
     eager = model.attn_implementation == "eager" and hasattr(model.text, "num_attention_heads")
     if model.dtype != torch.float64 or not eager or segments.packed:
@@ -220,7 +219,7 @@ def _routers_loss(case: Case) -> str:
 
 
 def _looks_ahead(case: Case) -> str:
-    """Why a dense mask must not replace the model's own: tokens of an image see each other by it."""
+    """Return why a dense mask must not replace the model's own, by which the tokens of an image see each other."""
     if not case.model.looks_ahead or not _needs_dense(case):
         return ""
     given = {"images": of_kind(case.keys, "vision"), "types": "token_type_ids" in case.keys}
@@ -229,7 +228,7 @@ def _looks_ahead(case: Case) -> str:
 
 
 def _reads_offsets(case: Case) -> bool:
-    """A scan reads `cu_seq_lens_q`, a convolution `seq_idx`: either alone keeps half of the state apart."""
+    """Return True if layers need every key of a flat row: a scan reads `cu_seq_lens_q`, a convolution `seq_idx`."""
     needed = case.recurrent if case.padding_free else case.recurrent and case.model.keeps_apart
     return case.segments.packed and (needed or (case.padding_free and not _masked_flat_row(case)))
 
@@ -313,10 +312,10 @@ TRANSFORMERS = Consumer(
         Refusal(
             of="4D masks and packed rows, if the model takes neither or its images see both sides",
             when=lambda case: (
-                # what padding before a row moves, a sequence before moves, too
-                (case.segments.packed and not case.recurrent and case.model.config and case.model.moves.get("left", ""))
+                # if padding before a sequence leaks into it, so does another sequence
+                (case.segments.packed and not case.recurrent and case.model.config and case.model.leaks.get("left", ""))
                 or _looks_ahead(case)
-                or (case.model.moves.get("packed", "") and _needs_dense(case) and case.model.moves["packed"])
+                or (case.model.leaks.get("packed", "") and _needs_dense(case) and case.model.leaks["packed"])
             ),
             rule="No layer of this model reads where a sequence begins: {why}.",
             remedy="Give each sequence its own row, with the model's own pattern; where it mixes neighbouring places, rows "
@@ -347,6 +346,5 @@ TRANSFORMERS = Consumer(
     reads_offsets=_reads_offsets,
     offsets_also=_more_offsets,
     patterns=patterns_by_kind,
-    here=lambda: bool(installed("transformers")),
     source="transformers 5.23 masking_utils.py:833-846, 1499-1529, modeling_qwen3_next.py:1016-1038",
 )

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from collate_npu.consumers.mask_choice import HOLES_RECURRENT, PACKED_RECURRENT, Consumer, Form, Refusal
 from collate_npu.consumers.mindspeed import NOT_EXACT
-from collate_npu.releases import installed
 
 VERL = Consumer(
     name="verl",
@@ -23,7 +22,6 @@ VERL = Consumer(
     ),
     keeps_mask_2d="always",
     recurrent_scheme="head_exchange_zigzag",
-    here=lambda: bool(installed("verl")) and not installed("torch_npu"),
     source="verl models/mcore/util.py:649-655, 775-848",
 )
 
@@ -32,6 +30,5 @@ VERL_NPU = replace(
     name="verl_npu",
     forms=(Form(form="none", reads="None, which MindSpeed turns into a compressed causal triangle"),),
     refuses=(PACKED_RECURRENT, NOT_EXACT),
-    here=lambda: bool(installed("verl") and installed("torch_npu")),
     source="verl 0.9.1 models/mcore/util.py:649-655, 768-770, 884-885; workers/engine/mindspeed/transformer_impl.py:40-54",
 )

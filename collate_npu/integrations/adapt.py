@@ -20,13 +20,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.known_batches import KNOWN_BATCHES
+from collate_npu.consumers.adapter import KNOWN_BATCHES, BatchAdapter
 from collate_npu.consumers.labels_and_positions import labels_for
-from collate_npu.consumers.model_traits import consumer_of, is_transformers, needs_mask_2d, text_config, unwrap
+from collate_npu.consumers.model_traits import consumer_of, is_transformers, needs_mask_2d, text_config, unwrap, warn_if_left
 from collate_npu.consumers.probe import sequences_mix_reason
 from collate_npu.consumers.recurrent import describe_packing, mend
-from collate_npu.consumers.scope import out_of_scope_reason, warn_of_left
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.integrations.context_parallel import check_share, sharing_ranks
 from collate_npu.masks.sources import Sources
@@ -80,8 +78,7 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     say_outside("transformers")
     inside: dict[int, _Hooks] = {}
     whole = _transformers_model(model, "consumer" in settings)
-    if is_transformers(whole) and (reason := out_of_scope_reason(model)):
-        warn_of_left(model, reason)
+    if is_transformers(whole) and warn_if_left(model):
         return Adapted((), "")
     handles: list[Any] = []
     places = _hook_places(model, whole)
@@ -200,7 +197,7 @@ def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
     behind padding is ignored. None where nothing changes. Raises where padding reaches tokens."""
     S, keep = batch.shape()[1], batch.get("attention_mask")
     each: Any = next(iter(keep.values()), None) if isinstance(keep, Mapping) else keep  # of a static cache, by kind of layer
-    if S > 1 and getattr(each, "ndim", 0) == 4 and adapter.model.moves.get("left"):
+    if S > 1 and getattr(each, "ndim", 0) == 4 and adapter.model.leaks.get("left"):
         seen_BS = each[:, 0, -1, :S] if each.dtype == torch.bool else each[:, 0, -1, :S] == 0
         adapter.choose(of_keep(seen_BS.cpu().numpy()), padding_free=False)
     if not isinstance(keep, torch.Tensor) or keep.ndim != 2 or keep.shape[1] <= S:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from collate_npu.consumers.known_batches import KNOWN_BATCHES
+from collate_npu.consumers.adapter import KNOWN_BATCHES
 from collate_npu.consumers.megatron import start_problem
 from collate_npu.consumers.model_traits import consumer_of, is_compiled, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, printable

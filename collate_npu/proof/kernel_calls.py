@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.arrays import Array
-from collate_npu.consumers.known_batches import KNOWN_BATCHES
+from collate_npu.consumers.adapter import KNOWN_BATCHES
 from collate_npu.consumers.mask_choice import Case, Model
 from collate_npu.consumers.model_traits import (
     attention_windows,

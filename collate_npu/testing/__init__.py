@@ -12,17 +12,15 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.model_traits import family_needs_mask_2d, text_config
-from collate_npu.consumers.probe import rows_move_reason
-from collate_npu.consumers.tiny_models import build, make_honest, quiet, shrunk
+from collate_npu.consumers.probe import leak_reasons
+from collate_npu.consumers.tiny_models import default_config, tiny_config as tiny_config, tiny_model as tiny_model
 from collate_npu.proof.conformance import check_step as check_step, conformance as conformance
 from collate_npu.proof.invariance import assert_padding_invariant as assert_padding_invariant
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
 
 def hybrid_model_types() -> list[str]:
@@ -45,65 +43,10 @@ def hybrid_model_types() -> list[str]:
 def _hybrid_text(model_type: str) -> str | None:
     """The model type of this type's text config, if that family needs the 2D mask."""
     try:
-        config = _default_config(model_type)
+        config = default_config(model_type)
         return text_config(config).model_type if family_needs_mask_2d(config) else None
     except Exception:  # a config that cannot be built bare (musicgen: ValueError; others raise their validator's class)
         return None
-
-
-def _default_config(model_type: str) -> PretrainedConfig:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    with quiet():
-        return CONFIG_MAPPING[model_type]()
-
-
-def tiny_config(model_type: str, *, vocab_size: int) -> PretrainedConfig:
-    """Return the config of a tiny model of this type: width 64, two to four layers, each kind of layer of the family.
-
-    The last id of the vocabulary is bos, eos and pad, so that padding cannot be known from its id.
-    Raises the error of the config's own validation.
-
-    >>> config = tiny_config("qwen3_next", vocab_size=257)
-    >>> config.hidden_size, config.pad_token_id, sorted(set(config.layer_types))
-    (64, 256, ['full_attention', 'linear_attention'])
-    """
-    default = _default_config(model_type)
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), vocab_size - 1)
-    if text_config(default) is default:
-        fields = {**shrunk(default), "vocab_size": vocab_size, **ids}
-    else:
-        fields = {name: shrunk(getattr(default, name)) for name in type(default).sub_configs} | ids
-        fields["text_config"] |= {"vocab_size": vocab_size, **ids}
-    with quiet():
-        return type(default)(**fields)
-
-
-def tiny_model(
-    model_type: str,
-    *,
-    vocab_size: int,
-    attn_implementation: str = "sdpa",
-    seed: int = 0,
-    scale: float = 5.0,
-    dtype: torch.dtype = torch.float32,
-) -> PreTrainedModel:
-    """Return a random model of this type on the CPU, in eval mode, whose logits show padding that leaks into a layer.
-
-    Linear, embedding and expert weights are `scale` times their initial size (logits of 2 to 5). The embedding has no
-    `padding_idx`: a random model's pad row would be zero, which hides every leak, and frozen, which hides its gradient.
-    The global random state stays as it is. Raises the error of transformers for this type.
-
-    >>> model = tiny_model("qwen3_next", vocab_size=257)
-    >>> model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape
-    torch.Size([1, 3, 257])
-    """
-    config = tiny_config(model_type, vocab_size=vocab_size)
-    with quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        model = build(config, attn_implementation).to(dtype).eval()
-        make_honest(model, scale)
-    return model
 
 
 def byte_tokenizer(*, pad_is_eos: bool = True, padding_side: str = "right") -> PreTrainedTokenizerFast:
@@ -147,6 +90,6 @@ def left_out(attn_implementation: str = "sdpa") -> Mapping[str, str]:
 def _why_not(model_type: str, attn_implementation: str) -> str:
     try:
         model = tiny_model(model_type, vocab_size=257, attn_implementation=attn_implementation)
-        return rows_move_reason(model, BatchAdapter, "left")["left"]
+        return leak_reasons(model, BatchAdapter, "left")["left"]
     except Exception as error:  # whatever transformers raises is the reason
         return f"{type(error).__name__}: {re.split(r'(?<=[.]) |$', str(error), maxsplit=1, flags=re.M)[0]}"

@@ -14,8 +14,7 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from collate_npu.consumers.model_traits import text_config
-from collate_npu.consumers.scope import out_of_scope_reason
+from collate_npu.consumers.model_traits import out_of_scope_reason, text_config
 from collate_npu.errors import CollateError, did_you_mean, explain
 from collate_npu.proof.measure import check_one_stack
 from collate_npu.testing import byte_tokenizer, tiny_model

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES  # noqa: E402
 
-from collate_npu.consumers.scope import out_of_scope_reason  # noqa: E402
+from collate_npu.consumers.model_traits import out_of_scope_reason  # noqa: E402
 from collate_npu.releases import KERNELS_TOLD  # noqa: E402
 from collate_npu.testing import tiny_config  # noqa: E402
 

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.auto import modeling_auto  # noqa: E402
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, adapt, wrap_collator  # noqa: E402
-from collate_npu.consumers.scope import out_of_scope_reason  # noqa: E402
+from collate_npu.consumers.model_traits import out_of_scope_reason  # noqa: E402
 from collate_npu.errors import UnsupportedFormError  # noqa: E402
 from collate_npu.testing import byte_tokenizer, tiny_model  # noqa: E402
 

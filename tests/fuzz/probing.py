@@ -10,9 +10,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from collate_npu import BatchAdapter
-from collate_npu.consumers.probe import ROWS, rows_move_reason
+from collate_npu.consumers.probe import ROWS, leak_reasons
 
-FORMS = tuple(ROWS[False])
+FORMS = tuple(ROWS)
 BEFORE = {"flat", "packed", "left", "one", "holes"}
 """Forms in which something that is no part of a sequence stands before or between its tokens; "right": behind them."""
 LEAKS = {
@@ -84,6 +84,6 @@ def probe(drawn: Drawn) -> None:
     kinds = [drawn.pick((*LEAKS,)) for _ in range(1 + drawn.below(3))]
     model = Toy(ToyConfig(kinds=kinds, hidden_size=8 + drawn.below(57)))
     forms = tuple(form for form in FORMS if drawn.below(4)) or FORMS
-    moved = {form for form, why in rows_move_reason(model, BatchAdapter, *forms).items() if why}
+    moved = {form for form, why in leak_reasons(model, BatchAdapter, *forms).items() if why}
     wanted = set().union(*(LEAKS[kind] for kind in kinds)) & {*forms}
     assert moved == wanted, (kinds, moved)

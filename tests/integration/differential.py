@@ -23,8 +23,7 @@ import transformers
 from torch import nn
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, adapt, wrap_collator
-from collate_npu.consumers.model_traits import text_config
-from collate_npu.consumers.scope import out_of_scope_reason
+from collate_npu.consumers.model_traits import out_of_scope_reason, text_config
 from collate_npu.consumers.tiny_models import make_honest, quiet
 from collate_npu.testing import hybrid_model_types, tiny_config
 

@@ -56,7 +56,7 @@ def text_model(model_type, *, attn="sdpa", **fields):
             model = auto.from_config(config, attn_implementation=attn).float().eval()
         except ValueError:  # families without sdpa
             model = auto.from_config(config, attn_implementation="eager").float().eval()
-        testing.make_honest(model, 5.0)
+        tiny_models.make_honest(model, 5.0)
     return model
 
 
@@ -200,8 +200,8 @@ def hybrid(model_type, turned=""):
         setattr(text_config(config), turned, not getattr(text_config(config), turned))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = testing.build(config, "sdpa").float().eval()
-        testing.make_honest(model, 5.0)
+        model = tiny_models.build(config, "sdpa").float().eval()
+        tiny_models.make_honest(model, 5.0)
         for name, parameter in model.named_parameters():
             if name.endswith("bias") and "dt" not in name and not parameter.any():
                 parameter.normal_(std=0.5)

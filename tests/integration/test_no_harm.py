@@ -83,8 +83,8 @@ def test_known_harm_is_gone(what):
 
 def test_the_law_sees_harm(monkeypatch):
     """A door that takes an embedding model for a causal one."""
-    monkeypatch.setattr("collate_npu.integrations.adapt.out_of_scope_reason", lambda model: "")
-    monkeypatch.setattr("collate_npu.consumers.adapter.out_of_scope_reason", lambda model: "")
+    monkeypatch.setattr("collate_npu.integrations.adapt.warn_if_left", lambda model: "")
+    monkeypatch.setattr("collate_npu.consumers.adapter.warn_if_left", lambda model: "")
     found = judged(Case(**{**ALWAYS, **KNOWN["an embedding model by its config"]}))
     assert (found["plain"][0], *harm(found)) == ("right", "adapt")
 

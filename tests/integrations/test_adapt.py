@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from recurrent_oracle import reference_kernels  # noqa: E402
 
 from collate_npu import BatchAdapter, CollateError, adapt  # noqa: E402
-from collate_npu.consumers.known_batches import KNOWN_BATCHES  # noqa: E402
+from collate_npu.consumers.adapter import KNOWN_BATCHES  # noqa: E402
 from collate_npu.errors import UnsupportedFormError  # noqa: E402
 from collate_npu.releases import KERNELS_TOLD  # noqa: E402
 from collate_npu.testing import tiny_model  # noqa: E402

@@ -206,7 +206,7 @@ def deafen(monkeypatch, model):
     """Its recurrent layers take the mask and do not apply it, and nobody asks them before."""
     module = sys.modules[type(model).__module__]
     monkeypatch.setattr(module, "apply_mask_to_padding_states", lambda hidden_states, attention_mask: hidden_states)
-    monkeypatch.setattr(probe, "rows_move_reason", lambda *asked, **_: dict.fromkeys(asked[2:], ""))
+    monkeypatch.setattr(probe, "leak_reasons", lambda *asked, **_: dict.fromkeys(asked[2:], ""))
 
 
 @pytest.mark.models

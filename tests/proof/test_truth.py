@@ -9,7 +9,7 @@ from torch import nn
 from toys import IDS, OFFSETS
 
 from collate_npu import CollateError, Segments
-from collate_npu.consumers.known_batches import KNOWN_BATCHES
+from collate_npu.consumers.adapter import KNOWN_BATCHES
 from collate_npu.errors import AmbiguousMaskError
 from collate_npu.masks import Pattern, dense
 from collate_npu.proof.kernel_calls import case_of

@@ -174,7 +174,7 @@ def test_the_audit_sees_a_layer_that_is_deaf_and_says_where_it_could_not(folder,
     monkeypatch.undo()
     module = "transformers.models.qwen3_next.modeling_qwen3_next"
     monkeypatch.setattr(f"{module}.apply_mask_to_padding_states", lambda hidden_states, attention_mask: hidden_states)
-    monkeypatch.setattr("collate_npu.consumers.probe.rows_move_reason", lambda *asked, **_: dict.fromkeys(asked[2:], ""))
+    monkeypatch.setattr("collate_npu.consumers.probe.leak_reasons", lambda *asked, **_: dict.fromkeys(asked[2:], ""))
     ended, report, _ = run(folder, "--model qwen3_next")
     assert (ended, {f["side"]: f["right"] for f in report["findings"]}) == (1, {"left": False, "right": True})
 
