@@ -14,6 +14,7 @@ from rotation import SEED, rotating
 from torch.nn.functional import conv1d, cross_entropy, pad, scaled_dot_product_attention, softmax
 
 from collate_npu import BatchAdapter, PaddingCollator, Segments, adapt, last_token, repad, unpad
+from collate_npu.consumers.labels_and_positions import IGNORED
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
 from collate_npu.kernels.gated_delta import zero_padding
@@ -22,7 +23,7 @@ from collate_npu.masks import dense
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.outputs import per_sequence, to_nested
 from collate_npu.parallel import ContextParallel, gather_sequence, split_tensor
-from collate_npu.proof.measure import IGNORED, apart
+from collate_npu.proof.measure import apart
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import hybrid_model_types, left_out
 

@@ -31,9 +31,6 @@ from collate_npu.outputs import unpad
 from collate_npu.segments import Segments
 from collate_npu.validation import check_batch, check_collator, check_return_tensors, checked
 
-Features = Sequence[Mapping[str, Any]]
-
-
 _FIRST = "Pass the collator first, then the model: wrap_collator(collator, model)."
 _OF_ROWS = ("tokenizer", "pad_token_id", "padding_side", "padding", "max_length", "pad_to_multiple_of", "packing")
 _INNER = dict.fromkeys(("collator", "data_collator", "collate_fn"), _FIRST)
@@ -86,7 +83,7 @@ class WrappedCollator:
         self.inner, self.pattern, self.polarity = inner, pattern, polarity
         self.padding_free, self.keys = padding_free, keys
 
-    def __call__(self, features: Features, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def __call__(self, features: Sequence[Mapping[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the inner collator's batch with its masks replaced. Raises `CollateError` where its padding is unknown."""
         check_return_tensors(kwargs.get("return_tensors"))
         if self.writer.left:

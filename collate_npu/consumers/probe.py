@@ -48,7 +48,7 @@ def _rows(*lengths: int) -> dict[str, Segments]:
     }
 
 
-ROWS = _rows(37, 9, 1, 70)
+FORMS = _rows(37, 9, 1, 70)
 _DENSE, _RECURRENT = ("right", "left", "holes", "packed"), ("right", "left", "one", "flat")
 _ANSWERS: dict[Any, Mapping[str, str]] = {}
 
@@ -56,7 +56,7 @@ _ANSWERS: dict[Any, Mapping[str, str]] = {}
 def leak_reasons(
     model: Any, adapter: Callable[..., Any], *forms: str, attention: str | None = None, mended: bool = False
 ) -> dict[str, str]:
-    """Return for each of these forms (`ROWS`) why a sequence does not come out of this transformers module as it does alone;
+    """Return for each of these `FORMS` why a sequence does not come out of this transformers module as it does alone;
     "" where each does. Of a config, a model is built. Raises what transformers raises if no copy runs.
 
     `adapter` is `BatchAdapter`. `attention` is the implementation; None: the module's own. With `mended`, `mend` has changed
@@ -116,7 +116,7 @@ def _copy_of(whole: Any, adapter: Callable[..., Any], attention: str | None, *, 
     copy = copy_of(whole)
     own = getattr(text_config(config_of(whole)), "_attn_implementation", None) or "sdpa"
     known = Model.of(copy, attn_implementation=None if attention == own else attention)
-    leaks = dict.fromkeys(ROWS, "")
+    leaks = dict.fromkeys(FORMS, "")
     known = replace(known, boundaries_unread="", pooling="", leaks=leaks, keeps_apart=keeps_apart or known.keeps_apart)
     return copy, adapter(known, consumer="transformers")
 
@@ -126,7 +126,7 @@ def _asked(
 ) -> dict[str, str]:
     copy, adapter = _copy_of(whole, made, attention, keeps_apart=mended)
     draw, device = torch.Generator().manual_seed(0), device_of(copy)
-    sequences = [torch.randint(3, 60, (length,), generator=draw).to(device) for length in ROWS["flat"].sequence_lengths]
+    sequences = [torch.randint(3, 60, (length,), generator=draw).to(device) for length in FORMS["flat"].sequence_lengths]
     with torch.no_grad(), torch.autocast(device.type, enabled=False), ExitStack() as stack:
         stack.enter_context(cpu_kernels(copy))
         states = [_hidden(copy, input_ids=tokens[None]) for tokens in sequences]
@@ -135,7 +135,7 @@ def _asked(
             stack.callback(mend(copy).remove)
         else:
             stack.enter_context(as_it_is())
-        return {form: _why_moved(copy, adapter, ROWS[form], form == "flat", torch.cat(sequences), alone) for form in forms}
+        return {form: _why_moved(copy, adapter, FORMS[form], form == "flat", torch.cat(sequences), alone) for form in forms}
 
 
 def _why_moved(copy: Any, adapter: Any, segments: Segments, flat: bool, tokens: Tensor, alone: Tensor) -> str:

@@ -29,8 +29,8 @@ from collate_npu.validation import check_model
 PACKAGE, TESTED = "torchtitan", "0.3.0"
 
 _REMEDY_IDS = "Pass segment_ids, which every schedule cuts like the tokens, or cut masks and tokens together with cp_shard."
-Kind = str | Pattern | None
-Layers = Kind | Mapping[str, Kind]
+_Kind = str | Pattern | None
+Layers = _Kind | Mapping[str, _Kind]
 """What layers read: a pattern (a BlockMask), `"varlen"` (offsets), None, or a mapping of those by kind of layer."""
 
 
@@ -111,7 +111,7 @@ def _stretches(segments: Segments) -> tuple[Array, Array]:
     return begins_BS.cumsum().reshape(ids_BS.shape) - 1, np.flatnonzero(begins_BS)
 
 
-def _one(segments: Segments, kind: Kind, device: torch.device | str, block_size: Any, compiled: bool) -> Any:
+def _one(segments: Segments, kind: _Kind, device: torch.device | str, block_size: Any, compiled: bool) -> Any:
     if kind is None or kind == "varlen":
         return None if kind is None else varlen_metadata(segments, device=device)
     if compiled:

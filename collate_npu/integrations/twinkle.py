@@ -33,8 +33,8 @@ from collate_npu.parallel import ContextParallel, pad_documents, split_batch
 from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
 
-Row = dict[str, Any]
-Stage = Callable[..., list[Row]]
+_Row = dict[str, Any]
+Stage = Callable[..., list[_Row]]
 
 _TRUTH = ("attention_mask", KEEP_KEY, SEGMENT_KEY)
 """What `_segments` has read, and the batch carries as `segment_ids` alone."""
@@ -74,7 +74,7 @@ class Stages:
             raise CollateError(explain("device_mesh", "cp_rank None", rule, "Start with torchrun, or twinkle.initialize."))
         return ContextParallel(size, mesh.cp_rank if size > 1 else 0, tensor_parallel=mesh.tp_world_size or 1)
 
-    def pad_cp(self, rows: list[Row], micro_batch_size: int | None = None, **kwargs: Any) -> list[Row]:
+    def pad_cp(self, rows: list[_Row], micro_batch_size: int | None = None, **kwargs: Any) -> list[_Row]:
         """Pad every row to its final width, on the processor's side, with its mask; twinkle's collate then only stacks."""
         rows = self.processor.align_routed_experts(rows)
         if self.processor.padding_free or self.processor._any_packing(rows):
@@ -85,16 +85,16 @@ class Stages:
         groups = [rows[i : i + together] for i in range(0, len(rows), together)]
         return [self._padded(row, max(x["input_ids"].shape[-1] for x in group)) for group in groups for row in group]
 
-    def align_routed_experts(self, rows: list[Row], **_: Any) -> list[Row]:
+    def align_routed_experts(self, rows: list[_Row], **_: Any) -> list[_Row]:
         """No-op: `pad_cp` aligned them already."""
         return rows
 
-    def to_transformers_dict(self, batches: list[Row], **kwargs: Any) -> list[Row]:
+    def to_transformers_dict(self, batches: list[_Row], **kwargs: Any) -> list[_Row]:
         """twinkle's list of keys, and the ids of the sequences."""
         pairs = zip(batches, self.processor.to_transformers_dict(batches, **kwargs))
         return [{**out, **{key: given[key] for key in (SEGMENT_KEY,) if key in given}} for given, out in pairs]
 
-    def drop_causal_4d_mask(self, batches: list[Row], attention_mask_type: str | None = None, **_: Any) -> list[Row]:
+    def drop_causal_4d_mask(self, batches: list[_Row], attention_mask_type: str | None = None, **_: Any) -> list[_Row]:
         """None, this rank's rows of the 4D mask, or an error, by what the kernels read; then this rank's tokens."""
         from twinkle import Platform
 
@@ -105,11 +105,11 @@ class Stages:
         adapter = self.adapter(kernel_of_settings(settings) if npu else "megatron", cp)
         return [self._routed(batch, adapter, cp, npu) for batch in batches]
 
-    def split_cp(self, batches: list[Row], **_: Any) -> list[Row]:
+    def split_cp(self, batches: list[_Row], **_: Any) -> list[_Row]:
         """No-op: `drop_causal_4d_mask` split the batch already."""
         return batches
 
-    def _routed(self, batch: Row, adapter: BatchAdapter, cp: ContextParallel, npu: bool) -> Row:
+    def _routed(self, batch: _Row, adapter: BatchAdapter, cp: ContextParallel, npu: bool) -> _Row:
         if SEGMENT_KEY not in batch:  # a flat row: twinkle counted its offsets, padding included, after `_documents`
             flat = {**batch, "attention_mask": None}
             offsets = batch["packed_seq_params"].cu_seqlens_q
@@ -127,11 +127,11 @@ class Stages:
         doors = [pass_through_forward(kind, out, extras) for kind in kinds]  # each kind of chunk takes them, or one raises
         return {key: value for door in doors for key, value in door.items()}
 
-    def _token_keys(self, row: Row) -> list[str]:
+    def _token_keys(self, row: _Row) -> list[str]:
         names = set(self.processor.padding_map) - set(self.processor.VLM_CONCAT_FIELDS) - {"length"}
         return [key for key in row if key in names and isinstance(row[key], Tensor)]
 
-    def _padded(self, row: Row, longest: int) -> Row:
+    def _padded(self, row: _Row, longest: int) -> _Row:
         out = {key: value for key, value in row.items() if key not in _TRUTH}
         out[SEGMENT_KEY] = _segments(row).ids.to(row["input_ids"].device)
         missing = round_up(longest, self.cp.multiple) - row["input_ids"].shape[-1]
@@ -141,7 +141,7 @@ class Stages:
             out[key] = pad(out[key], (0, 0) * after + sides, value=self.processor.padding_map.get(key, 0))
         return out
 
-    def _documents(self, row: Row) -> Row:
+    def _documents(self, row: _Row) -> _Row:
         """A flat row without what its mask leaves out, each document padded to 2 * cp and the row to tp * 2 * cp."""
         segments, positions = _document_segments(row), row.get("position_ids")
         where = segments.indices.to(row["input_ids"].device)
@@ -153,7 +153,7 @@ class Stages:
         return {key: padded.get(key, value) for key, value in row.items() if key not in _TRUTH}
 
 
-def _with_2d_mask(row: Row) -> Row:
+def _with_2d_mask(row: _Row) -> _Row:
     """The row with its 2D mask under `attention_mask`, the one mask that twinkle passes to a transformers model."""
     if not any(key in row for key in _TRUTH):
         return row
@@ -166,7 +166,7 @@ def _with_2d_mask(row: Row) -> Row:
     return {**rest, "attention_mask": segments.keep.to(row["input_ids"].device, torch.long)}
 
 
-def _segments(row: Row) -> Segments:
+def _segments(row: _Row) -> Segments:
     """The Segments of one sample `[1, L]` before collation. A sample without masks has no padding."""
     read = {key for key, rule in KEYS.items() if rule.role is not None or rule.kind == "positions"}
     told = {key: value for key, value in row.items() if isinstance(value, Tensor) and key in read}
@@ -177,7 +177,7 @@ def _segments(row: Row) -> Segments:
     return segments_from_batch(told, polarity="keep")  # as twinkle's templates write it
 
 
-def _document_segments(row: Row) -> Segments:
+def _document_segments(row: _Row) -> Segments:
     """The Segments of one sample, with documents by positions over all tokens, as twinkle counts its offsets: one begins
     where the first axis is 0 (processor/base.py `_get_packed_seq_params`). Raises where a single axis does not count 0, 1,
     2, ... in each."""

@@ -37,7 +37,7 @@ from torch.nn.functional import pad, softplus
 
 RESET = 18.0
 """e^-18 is 1.5e-8 of a state, below the rounding of float32. More costs digits: chunks sum their decays in float32."""
-CHUNK = 32
+_CHUNK = 32
 """Tokens of a chunk where a function lets them be chosen: half the resets of its own 64 in a sum, and half the error."""
 
 
@@ -67,7 +67,7 @@ def convolution(
 
 def delta_rule(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a gated delta rule or KDA `(q, k, v, g, beta)`, `g` `[B, S, H]` or `[B, S, H, D]`, the log of the decay."""
-    chosen = {"chunk_size": CHUNK} if "chunk_size" in inspect.signature(function).parameters else {}
+    chosen = {"chunk_size": _CHUNK} if "chunk_size" in inspect.signature(function).parameters else {}
 
     def run(*args: Any, g: Tensor, seq_idx: Tensor, cu_seqlens: Tensor | None = None, **kwargs: Any) -> Any:
         first = starts_of(seq_idx)

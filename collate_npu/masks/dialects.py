@@ -90,7 +90,7 @@ DIALECTS = (
 `pad_to_multiple_of`): they stay sequences, which is exact for both."""
 
 
-HOLDERS, REAL, RIGHT, ZEROS = (
+HOLDERS, REAL, PADS_RIGHT, ZEROS = (
     tuple(key for dialect in DIALECTS if (key := getattr(dialect, what))) for what in ("holder", "real", "right", "zeros")
 )
 

@@ -208,7 +208,7 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
             return "seq_lens", _placed(rows, sources.padded_lengths, shape)
         whole = rows and all(sum(row) == S for row in rows)  # else a mask tells where they stand
         named = sources.named["lengths"][0] if rows else ""
-        pads_right = named in dialects.RIGHT and not says_padding(sources)
+        pads_right = named in dialects.PADS_RIGHT and not says_padding(sources)
         return (sources.named["lengths"][0], Segments.from_lengths(rows, S)) if whole or pads_right else None
     name, physical, real = physical_and_real_offsets(offsets)
     as_offsets(name, physical, S)

@@ -31,7 +31,6 @@ from collate_npu.validation import checked
 Sample = list[int]
 Ask = Callable[[str, list[Sample]], list[Tensor]]
 """The name of a batch and its samples to their log-probabilities, float64 `[L - 1]` each."""
-Run = Callable[..., Any]
 """`run(samples)`, or `run(samples, layout=name)`: N lists of token ids to N lists of L - 1 log-probabilities."""
 RULE = "A sample of L tokens has L - 1 log-probabilities, one for each token from the second on."
 
@@ -53,7 +52,7 @@ def _ways_of(run: Any, layouts: Sequence[str] | None) -> dict[str, Ask]:
     return {name: partial(_ask, partial(run, layout=name), f"run, layout {name!r}") for name in layouts}
 
 
-def _ask(run: Run, asked: str, name: str, samples: list[Sample]) -> list[Tensor]:
+def _ask(run: Callable[..., Any], asked: str, name: str, samples: list[Sample]) -> list[Tensor]:
     """Return the answers to one batch, float64 `[L - 1]` each. Raises for what is no log-probabilities."""
     where = f"{asked}, batch {name!r}"
     try:
@@ -306,7 +305,7 @@ def _line(found: BatchVerdict) -> tuple[str, ...]:
 
 @checked
 def conformance(
-    run: Run,
+    run: Callable[..., Any],
     *,
     vocab_size: int = 256,
     pad_token_id: int | None = None,

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_array
+from collate_npu.consumers.labels_and_positions import IGNORED
 from collate_npu.consumers.model_traits import needs_mask_2d
 from collate_npu.errors import CollateError, a_type, explain, explain_rows
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.patterns import Pattern
 from collate_npu.outputs import per_sequence
 from collate_npu.proof.measure import (
-    IGNORED,
     TIMES,
     Batch,
     Compared,
@@ -210,12 +210,12 @@ def _tokens(batch: Mapping[str, Any]) -> Array:
 
 Collator = Callable[[list[Batch]], Mapping[str, Any]]
 """Features, dicts of `input_ids`, `labels` and `attention_mask` (lists of ints), to a batch of tensors `[B, S]`."""
-Samples = Sequence[Sequence[int]] | Sequence[Mapping[str, Any]]
+AnySamples = Sequence[Sequence[int]] | Sequence[Mapping[str, Any]]
 """Token ids, or mappings with `input_ids` and, where they differ, `labels`."""
 
 
 def assert_padding_invariant(
-    model: Any, collator: Collator, samples: Samples, *, tolerance: float | None = None, gradients: bool = True
+    model: Any, collator: Collator, samples: AnySamples, *, tolerance: float | None = None, gradients: bool = True
 ) -> None:
     """Assert that a batch of `collator` gives each sample the logits, loss and gradient it has alone, by its own labels.
 
@@ -314,7 +314,7 @@ def _own_loss_fault(model: Any, located: Located, features: Sequence[Batch], lim
     return f"The model's own loss is {whole:.4g} for the batch, and {by_tokens:.4g} for its samples alone: {counted}."
 
 
-def features_of(samples: Samples) -> list[Batch]:
+def features_of(samples: AnySamples) -> list[Batch]:
     """Features with `input_ids` and `labels` (by default the same). Raises `CollateError` for what is no token ids."""
     if isinstance(samples, (str, Mapping)) or not isinstance(samples, Iterable):
         rule = "Samples are lists of token ids, or mappings of input_ids and labels."

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
+from collate_npu.consumers.labels_and_positions import IGNORED
 from collate_npu.consumers.model_traits import config_of, is_transformers, pattern_of, text_config
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import LOSS_KEYS
 
-IGNORED = -100
 Measured = TypeVar("Measured")
 Batch = dict[str, Any]
 Gradients = dict[str, Tensor]

@@ -49,7 +49,7 @@ from collate_npu.tools.terminal import (
 )
 from collate_npu.tools.user_code import as_user_code, describe_error, find_callable, first_line, run_user_code
 
-Layout = Literal["left", "right", "packed"]
+RowKind = Literal["left", "right", "packed"]
 """Padded on a side, or all samples of a batch in one flat row."""
 OURS, DUMPED = "ours", "your batch"
 DEFAULT = ("sdpa", "eager")
@@ -62,7 +62,7 @@ class Finding:
 
     model: str
     attention: str
-    side: Layout
+    side: RowKind
     by: str
     """"ours", the user's collator by name, or "your batch"."""
     logits: float | None = None
@@ -211,7 +211,7 @@ class Subject:
     about: dict[str, Any]
     """The first fields of its findings."""
 
-    def finding(self, side: Layout, by: str, made: Callable[[], Sequence[Located]]) -> Finding:
+    def finding(self, side: RowKind, by: str, made: Callable[[], Sequence[Located]]) -> Finding:
         """Measure batches that are made here; whatever the model or their maker raises is the finding."""
         where: dict[str, Any] = {**self.about, "side": side, "by": by}
         adapted = by == OURS and side == "packed" and needs_mask_2d(self.model)
@@ -225,7 +225,7 @@ class Subject:
         errors = found.errors
         return Finding(**where, logits=errors.largest, loss=errors.loss, gradient=errors.gradient, note=found.fault)
 
-    def ours(self, side: Layout) -> Finding:
+    def ours(self, side: RowKind) -> Finding:
         """Batches of this library's collator."""
         layout: dict[str, Any] = {"padding_free": True} if side == "packed" else {"padding_side": side}
         collator = partial(PaddingCollator, pad_token_id=self.pad_token_id, model=self.model, **layout)
@@ -244,7 +244,7 @@ class Subject:
 
 def audit_all(
     *, models: Sequence[str], data: Path | None, batch: Path | None, tokenizer: Path | None, trust: bool,
-    sides: Sequence[Layout], attentions: Sequence[str], collators: Sequence[str], device: str, dtype: str, batch_size: int,
+    sides: Sequence[RowKind], attentions: Sequence[str], collators: Sequence[str], device: str, dtype: str, batch_size: int,
     batches: int, max_length: int, gradients: bool, tolerance: float | None, seed: int, console: Console,
 ) -> Report:  # fmt: skip
     """Check what is named, then audit it model by model. Raises `CollateError` where something named cannot be used."""
@@ -288,7 +288,7 @@ def audit_all(
 
 
 def _audit(
-    report: Report, case: Subject, sides: Sequence[Layout], collators: Sequence[str], given: Located | None, tokenizer: Any
+    report: Report, case: Subject, sides: Sequence[RowKind], collators: Sequence[str], given: Located | None, tokenizer: Any
 ) -> None:
     """Every case of one model."""
     if given and given.segments.packed:
@@ -297,7 +297,7 @@ def _audit(
     if not case.tells():
         report.cannot_tell.append(f"{case.about['model']} ({case.about['attention']})")
     if given:
-        side: Layout = "packed" if given.segments.packed else "left" if given.segments.padding_side == "left" else "right"
+        side: RowKind = "packed" if given.segments.packed else "left" if given.segments.padding_side == "left" else "right"
         report.findings.append(case.finding(side, DUMPED, lambda: [given]))
     padded = [side for side in sides if side != "packed"]
     for spec in collators:
@@ -305,7 +305,7 @@ def _audit(
             made = [collated(collator, features) for features in case.reference.batches]
             rows = [each.segments for each in made]
             left = any(segments.padding_side == "left" for segments in rows)
-            where: Layout = "packed" if any(segments.packed for segments in rows) else "left" if left else "right"
+            where: RowKind = "packed" if any(segments.packed for segments in rows) else "left" if left else "right"
             report.findings.append(case.finding(where, spec.rpartition(":")[2], lambda made=made: made))  # type: ignore[misc]
 
 

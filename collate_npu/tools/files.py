@@ -91,10 +91,10 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-Row = str | list[dict[str, str]] | Batch
+Record = str | list[dict[str, str]] | Batch
 """Text; messages with role and content; or `input_ids` with `labels`, used as they are."""
 
-COLUMNS = ("input_ids", "messages", "conversations", "text", "content")
+_COLUMNS = ("input_ids", "messages", "conversations", "text", "content")
 """What is read of a row, the first that it has."""
 MOST_ROWS = 20_000
 _LOOKED_AT = 2_000
@@ -106,12 +106,12 @@ _READ = "Name a file of .txt, .jsonl, .json, .parquet or .csv, or pipe text to -
 _RULE = "Data has a column text, content, messages, conversations or input_ids; a .txt file has one sample a line, in UTF-8."
 
 
-def shipped_text() -> list[Row]:
+def shipped_text() -> list[Record]:
     """The lines shipped with the package, written for it: a few hundred, ragged, in several scripts."""
     return [*(resources.files("collate_npu") / "tools" / "data" / "text.txt").read_text(encoding="utf-8").splitlines()]
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[Record]:
     """The rows of a file, or of standard input (`-`). Raises `CollateError` with the file and the row that is bad."""
     if str(path) != "-":
         remedy = "A saved batch goes to --batch." if path.suffix in LOADERS else _READ
@@ -122,7 +122,7 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _lines(path: Path) -> Iterator[Row]:
+def _lines(path: Path) -> Iterator[Record]:
     name = "standard input" if str(path) == "-" else str(path)
     with (
         refused(name, "", _RULE, _READ),
@@ -140,7 +140,7 @@ def _lines(path: Path) -> Iterator[Row]:
         yield _row(where, record)
 
 
-def _table(path: Path) -> Iterator[Row]:
+def _table(path: Path) -> Iterator[Record]:
     with refused(str(path), "", "The datasets package reads it.", "Run pip install datasets, or convert it to .jsonl."):
         datasets: Any = import_module("datasets")
     datasets.disable_progress_bars()
@@ -156,11 +156,11 @@ def _table(path: Path) -> Iterator[Row]:
         yield _row(f"{path}, row {n}", record)
 
 
-def _row(where: str, record: Any) -> Row:
+def _row(where: str, record: Any) -> Record:
     """What a record holds: its tokens, else its conversation, else its text."""
     if not isinstance(record, dict):
         raise CollateError(explain(where, a_type(record), _RULE, 'Write objects: {"text": "..."}.'))
-    held = {key: record[key] for key in COLUMNS if record.get(key) is not None}
+    held = {key: record[key] for key in _COLUMNS if record.get(key) is not None}
     for key, value in held.items():
         if key == "input_ids" and (tokens := _tokens(value, record.get("labels"))):
             return tokens
@@ -192,7 +192,7 @@ def _messages(value: Any) -> list[dict[str, str]] | None:
     return [{"role": _SPEAKERS.get(role, role), "content": text} for role, text in pairs]
 
 
-def samples_of_rows(rows: Sequence[Row], tokenizer: Any, *, count: int, max_length: int, seed: int = 0) -> list[Batch]:
+def samples_of_rows(rows: Sequence[Record], tokenizer: Any, *, count: int, max_length: int, seed: int = 0) -> list[Batch]:
     """`count` features, `input_ids` and `labels`: text is cut to lengths drawn up to `max_length`, and closed with eos.
 
     Lengths are drawn so that long lines are ragged too. Where pad is eos, as so often, the last token is real and looks
@@ -211,7 +211,7 @@ def samples_of_rows(rows: Sequence[Row], tokenizer: Any, *, count: int, max_leng
     return [{"labels": feature["input_ids"], **feature} for feature in closed]
 
 
-def encoded(row: Row, tokenizer: Any, max_length: int) -> Batch:
+def encoded(row: Record, tokenizer: Any, max_length: int) -> Batch:
     """`input_ids` of a row, cut to `max_length`; a row of tokens as it is."""
     if isinstance(row, dict):
         return row

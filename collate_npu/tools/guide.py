@@ -14,7 +14,7 @@ from collate_npu.errors import CollateError, did_you_mean, explain
 GUIDE = Path(__file__).parents[1] / "guide"
 NOT_SEARCHED = ("index", "changelog", "contributing", "extending")
 """Pages that list others, or are for people who work on this package."""
-MOST = 24
+MOST_HITS = 24
 """Lines of a list of sections."""
 _ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
 
@@ -105,8 +105,8 @@ def _search(words: str) -> str:
     if named or len(held) < 2:
         return "\n".join(f"# {page}\n\n{text.strip()}\n" for page, text, _ in held)
     held.sort(key=lambda part: (wanted not in _plain(part[1].partition("\n")[0]), -part[2].count(wanted)))
-    more = f"\n... {len(held) - MOST} more" if len(held) > MOST else ""
-    return "\n".join(map(_line, held[:MOST])) + f"{more}\n\n`collate-npu guide PAGE#SECTION` shows one.\n"
+    more = f"\n... {len(held) - MOST_HITS} more" if len(held) > MOST_HITS else ""
+    return "\n".join(map(_line, held[:MOST_HITS])) + f"{more}\n\n`collate-npu guide PAGE#SECTION` shows one.\n"
 
 
 def _line(part: tuple[str, str, str]) -> str:

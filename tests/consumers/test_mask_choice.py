@@ -56,7 +56,6 @@ INDEXER = {"config": config(index_topk=4, index_n_heads=2)}
 ROPE = {"config": config(rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 4})}
 WINDOWS = {"config": config(sliding_window=2, layer_types=["sliding_attention", "full_attention"])}
 WINDOW = {"config": config(sliding_window=2, layer_types=["sliding_attention"])}
-CHUNKS = {"config": config(attention_chunk_size=2, layer_types=["chunked_attention", "full_attention"])}
 LEAKS = {"leaks": {"left": "it was measured", "packed": "its own masks"}}
 IMAGES, TYPES = ({"looks_ahead": (by,)} for by in ("images", "types"))
 ROUTED = {"config": LEARNS, "model_type": "gpt_oss"}

@@ -10,9 +10,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from collate_npu import BatchAdapter
-from collate_npu.consumers.probe import ROWS, leak_reasons
+from collate_npu.consumers.probe import FORMS, leak_reasons
 
-FORMS = tuple(ROWS)
 BEFORE = {"flat", "packed", "left", "one", "holes"}
 """Forms in which something that is no part of a sequence stands before or between its tokens; "right": behind them."""
 LEAKS = {

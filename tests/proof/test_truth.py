@@ -66,7 +66,6 @@ def test_what_a_model_of_transformers_makes_of_padding_says_of_it_what_a_causal_
     assert case_of(tiny_model("mistral", vocab_size=64), batch).segments == Segments(KEEP)
     with pytest.raises(AmbiguousMaskError):
         case_of(tiny_model("llama", vocab_size=64), batch)
-    assert case_of(tiny_model("bert", vocab_size=64), ROWS).pattern == Pattern.of("bidirectional")
 
 
 class MegatronModule(nn.Module):

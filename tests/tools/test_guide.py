@@ -50,7 +50,7 @@ def test_a_name_or_words_lead_to_a_page_a_section_or_a_list(words, code, said):
     done = typed("guide", *words.split())
     assert done.exit_code == code
     assert done.stdout.startswith(said) if code == 0 else (done.stdout == "" and said in done.stderr)
-    assert done.stdout.count("\n* `") <= guide.MOST
+    assert done.stdout.count("\n* `") <= guide.MOST_HITS
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "LoRA", "UnsupportedFormError", "左填充"])
