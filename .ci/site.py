@@ -61,11 +61,11 @@ JOBS = {
     ),
     "Trainers: transformers": (
         "The Trainer, TRL, Accelerate, axolotl and torchtitan.",
-        "integrations.transformers integrations.trl integrations.accelerate integrations.axolotl integrations.torchtitan",
+        "integrations.transformers integrations.accelerate integrations.axolotl integrations.torchtitan",
     ),
     "Trainers: Megatron": (
         "Megatron-core, MindSpeed, ms-swift and twinkle.",
-        "integrations.megatron integrations.mindspeed integrations.swift integrations.twinkle",
+        "integrations.megatron consumers.mindspeed.start_problem integrations.swift integrations.twinkle",
     ),
     "Trainers: RL": ("verl and OpenRLHF.", "integrations.verl integrations.openrlhf"),
     "Errors": ("What is raised, and what a message holds.", "errors"),
@@ -74,7 +74,7 @@ JOBS = {
 }
 """Title of a page: what it is for, and its names in the order a reader needs them; the name of a module shows all of it."""
 
-SHARED = {"adapt", "context_parallel", "patching"}
+SHARED = {"adapt", "patching"}
 """Modules of `integrations` that are not of one trainer."""
 
 MODULES = ["collate", "masks", "outputs", "parallel", "proof", "proof.delivery"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sized
 from difflib import get_close_matches
 
@@ -133,8 +132,3 @@ def shape_of(tensor: object) -> str:
 def printable(text: str) -> str:
     """Return the text with every control character, and every invisible one, written as its escape."""
     return "".join(c if c.isprintable() or c in _HARMLESS else c.encode("unicode_escape").decode() for c in text)
-
-
-def is_set(name: str) -> bool:
-    """Return True if this environment variable is switched on."""
-    return os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")

@@ -133,13 +133,13 @@ ELSEWHERE = {
     "mindspeed": """
         consumers.mask_choice consumers.megatron consumers.verl
         integrations.megatron integrations.swift integrations.twinkle
-        integrations.verl integrations.verl.plugin
+        integrations.verl
         parallel.recurrent releases tools.env""",
     "swift": "consumers.megatron integrations.megatron.mcore_bridge parallel.recurrent",
     "verl": "consumers.mask_choice",
     "torchtitan": "consumers.adapter consumers.mask_choice consumers.model_traits",
     "llamafactory": "tools.env",
-    "deepspeed": "integrations.context_parallel",
+    "deepspeed": "integrations.accelerate",
 }
 """Modules whose code names a stack that is not theirs: the list may only shrink. A docstring may cite anybody."""
 TABLE = "masks.dialects"

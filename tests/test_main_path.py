@@ -13,7 +13,7 @@ from torch import nn
 
 from collate_npu import BatchAdapter, ContextParallel, PaddingCollator, adapt, check_delivery, describe, wrap_collator
 from collate_npu.arrays import host_array, host_tensor
-from collate_npu.integrations.context_parallel import ready_batch
+from collate_npu.integrations.accelerate import ready_batch
 from collate_npu.integrations.megatron import gpt_batch
 from collate_npu.keys import KEYS as KEYS_OF_BATCHES
 from collate_npu.testing import tiny_model

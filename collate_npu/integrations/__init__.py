@@ -1,5 +1,5 @@
 """Integrations: a thin file or folder for each trainer, imported only when used;
-`PACKAGE, TESTED = "its package", "the release that was run"`."""
+`PACKAGE, TESTED = "its package", "the release that was run"`, unless `releases` has both."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import re
 from functools import cache
 from pathlib import Path
 
-_SAID = re.compile(r'^PACKAGE, TESTED = "(.+)", "(.+)"$', flags=re.M)
+from collate_npu.releases import RUN_RELEASES
+
+_LINE = re.compile(r'^PACKAGE, TESTED = "(.+)", "(.+)"$', flags=re.M)
 
 
 @cache
-def trainers() -> dict[str, tuple[str, str]]:
-    """Module of an integration -> its package and the release that was run. Nothing is imported.
+def trainers() -> dict[str, str]:
+    """Return each package that an integration is for, with the newest release that was run. Nothing is imported.
 
-    >>> trainers()["swift"][0], trainers()["megatron.mcore_bridge"][0]
-    ('ms-swift', 'mcore-bridge')
+    >>> trainers()["ms-swift"]
+    '4.6.0'
     """
-    room, told = Path(__file__).parent, {}
-    for path in sorted(room.rglob("*.py")):
-        if found := _SAID.search(path.read_text("utf-8")):
-            module = ".".join(path.relative_to(room).with_suffix("").parts)
-            told[module.removesuffix(".__init__")] = (found[1], found[2])
-    return told
+    texts = [path.read_text("utf-8") for path in sorted(Path(__file__).parent.rglob("*.py"))]
+    named = {package: tested for text in texts for package, tested in _LINE.findall(text)}
+    return {**named, **{package: newest for package, (_, newest) in RUN_RELEASES.items() if package != "torch"}}

@@ -1,22 +1,37 @@
-"""Accelerate: batches that survive its dispatcher, gather, broadcast and pad_across_processes.
+"""Accelerate: batches as its dispatcher takes them, and as its sequence parallelism does, with transformers' Trainer too.
 
-None, ints and strings raise there, and a tensor whose first dimension is not the batch is cut wrong without an error
-(accelerate 1.15 utils/operations.py, data_loader.py `DataLoaderDispatcher`). The adapter belongs behind the prepared loader.
+Its dispatcher (`DispatchCollator`) gathers and broadcasts a batch. None, ints and strings raise there, and a tensor whose
+first dimension is not the batch is cut wrong without an error (accelerate 1.15 utils/operations.py, data_loader.py
+`DataLoaderDispatcher`). The adapter belongs behind the prepared loader.
+
+Its sequence parallelism (`context_parallel_collator`), torch's or DeepSpeed's Ulysses, throws every mask away and computes
+plain causal attention, so a batch passes only where that is exact. Recurrent layers run on a rank's shard as if it were the
+row, so such models are refused. Nothing is patched: a batch is made into what the stack reads, before the stack shards it.
+Sources: transformers 5.23 trainer.py:2393-2485; accelerate 1.15 accelerator.py:4152-4220 (`maybe_context_parallel`),
+big_modeling.py:755-840 (the hooks); torch 2.13 distributed/tensor/experimental/_context_parallel; DeepSpeed
+runtime/sequence_parallel/ulysses_sp.py (`UlyssesSPDataLoaderAdapter`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from collate_npu.collate.transport import shipped
-from collate_npu.errors import CollateError, a_type, explain
-from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
-
-PACKAGE, TESTED = "accelerate", "1.15.0"
+from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config
+from collate_npu.errors import CollateError, UnsupportedFormError, a_type, explain
+from collate_npu.keys import KEEP_KEY, SEGMENT_KEY, of_kind
+from collate_npu.masks.batch_reader import segments_from_batch
+from collate_npu.masks.forms import none_is_exact
+from collate_npu.outputs import ignore_first_labels, shift_labels
+from collate_npu.parallel import ContextParallel
+from collate_npu.releases import MEGATRON_PARALLEL
+from collate_npu.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -58,3 +73,95 @@ def dispatch_problems(batch: Mapping[str, Any]) -> dict[str, str]:
         elif not value.ndim or len(value) != size:
             found[key] = f"of shape {list(value.shape)} in a batch of {size}"
     return found
+
+
+# --- rows that are shared out over ranks
+
+Backend = Literal["torch", "deepspeed"]
+
+
+def refuse_model(model: Any, backend: Backend = "torch") -> None:
+    """Raise `UnsupportedFormError` for models these stacks compute wrongly in silence. Takes a module or a config.
+
+    Recurrent layers (Gated DeltaNet, Mamba, short convolutions) get a shard, out of order under torch's head-tail
+    layout, and never exchange their state: accelerate refuses them for some layer names and versions only. Layers with
+    a window would be run as full attention by the hooks that drop the mask.
+
+    >>> from collate_npu.testing import tiny_config
+    >>> refuse_model(tiny_config("qwen3_next", vocab_size=257))
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.UnsupportedFormError: model: got Qwen3NextConfig. Its recurrent layers would run on one rank's
+        shard of the row, without the state of the tokens before it. Use Megatron (its GatedDeltaNet gathers the row
+        from megatron-core 0.18 on), or no sequence parallelism here.
+    """
+    name = type(config_of(model)).__name__
+    if needs_mask_2d(model):
+        rule = "Its recurrent layers would run on one rank's shard of the row, without the state of the tokens before it."
+        remedy = f"Use Megatron (its GatedDeltaNet gathers the row from megatron-core {MEGATRON_PARALLEL} on), or no "
+        remedy += "sequence parallelism here."
+        raise UnsupportedFormError(explain("model", name, rule, remedy))
+    kinds = set(getattr(text_config(config_of(model)), "layer_types", None) or ()) - {"full_attention"}
+    if kinds and backend == "torch":
+        rule = f"The context-parallel hooks drop the mask that layers of type {sorted(kinds)} need."
+        raise UnsupportedFormError(explain("model", name, rule, "Use a model of full attention, or no context parallelism."))
+
+
+def ready_batch(
+    batch: Mapping[str, Any],
+    *,
+    size: int,
+    segments: Segments | None = None,
+    backend: Backend = "torch",
+    attn_implementation: str = "sdpa",
+) -> dict[str, Any]:
+    """The whole batch in the form that the stack shards by itself, on `size` ranks.
+
+    `torch`: adds `shift_labels` and `position_ids`, keeps a 2D `attention_mask` (Trainer counts tokens with it) and
+    never None, which Trainer calls `.dim()` on. `deepspeed`: adds `position_ids`, from which Ulysses tells documents
+    apart; its loader shifts labels itself, so the first label of each sequence becomes -100; no mask. Tensors are owned
+    copies, since torch cuts buffers in place. `segments` default to what the batch itself tells.
+    Raises `UnsupportedFormError` where causal attention without a mask is not exact, `CollateError` for the width.
+    """
+    segments = segments or segments_from_batch(batch)
+    exact = none_is_exact(segments)
+    multiple = ContextParallel(size, 0, layout="zigzag" if backend == "torch" else "ulysses").multiple
+    if segments.shape[1] % multiple:
+        rule = f"{size} ranks take a multiple of {multiple}; torch changes its layout in silence at other widths."
+        raise CollateError(explain("width", str(segments.shape[1]), rule, f"Collate with pad_to_multiple_of={multiple}."))
+    # Ulysses tells documents apart by position_ids, where its kernel can; a hole inside one it cannot see
+    apart = backend == "deepspeed" and attn_implementation.startswith(("flash", "flex")) and not segments.hole_rows
+    if not exact and not apart:
+        rule = f"Under {backend} sequence parallelism every mask is dropped, and {exact.why}."
+        raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Pad right with one sequence a row."))
+    out = {key: value for key, value in batch.items() if key not in of_kind(batch, "truth")}
+    if not exact or "position_ids" not in out:
+        out["position_ids"] = segments.position_ids
+    labels = batch.get("labels")
+    if isinstance(labels, Tensor) and labels.ndim == 2 and backend == "torch":
+        out.setdefault("shift_labels", shift_labels(labels, segments))
+    elif isinstance(labels, Tensor) and labels.ndim == 2:
+        out["labels"] = ignore_first_labels(labels, segments)
+        out["labels"][:, 0] = -100
+    if backend == "torch" and of_kind(batch, "truth"):
+        out["attention_mask"] = segments.keep.to(torch.int64)
+    device = getattr(batch.get("input_ids"), "device", None)
+    tensors = {key: value for key, value in out.items() if isinstance(value, Tensor)}
+    return out | {key: x.clone(memory_format=torch.contiguous_format).to(device) for key, x in tensors.items()}
+
+
+def context_parallel_collator(
+    inner: Callable[[list[Any]], Mapping[str, Any]], *, size: int, model: Any, backend: Backend = "torch"
+) -> Callable[[list[Any]], dict[str, Any]]:
+    """A collator for Trainer with `cp_size` (torch) or `sp_size` (deepspeed) of `size`: `inner`'s batch, made ready.
+
+    Picklable if `inner` is. Refuses recurrent models. Trainer shards input_ids, labels, shift_labels, attention_mask and
+    position_ids alone: take other per-token keys out.
+    """
+    refuse_model(model, backend)
+    implementation = getattr(text_config(config_of(model)), "_attn_implementation", None) or "sdpa"
+    return partial(_collate, inner, size=size, backend=backend, attn_implementation=implementation)
+
+
+def _collate(inner: Callable[[list[Any]], Mapping[str, Any]], features: list[Any], **settings: Any) -> dict[str, Any]:
+    return ready_batch(inner(features), **settings)

@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from threading import get_ident
 from typing import Any, cast
 
@@ -22,12 +21,20 @@ from torch import nn
 
 from collate_npu.consumers.adapter import KNOWN_BATCHES, BatchAdapter
 from collate_npu.consumers.labels_and_positions import labels_for
-from collate_npu.consumers.model_traits import consumer_of, is_transformers, needs_mask_2d, text_config, unwrap, warn_if_left
+from collate_npu.consumers.model_traits import (
+    consumer_of,
+    is_transformers,
+    needs_mask_2d,
+    text_config,
+    unwrap,
+    warn_if_left,
+    windows,
+)
 from collate_npu.consumers.probe import sequences_mix_reason
-from collate_npu.consumers.recurrent import describe_packing, mend
+from collate_npu.consumers.recurrent import describe_packing, mend, reads_boundaries_itself
 from collate_npu.errors import UnsupportedFormError, explain
-from collate_npu.integrations.context_parallel import check_share, sharing_ranks
 from collate_npu.masks.sources import Sources
+from collate_npu.parallel.agreement import outside_graphs
 from collate_npu.releases import say_outside
 from collate_npu.segments import PADS_BEFORE, Segments, of_keep
 from collate_npu.validation import check_model
@@ -117,8 +124,7 @@ class _Hooks:
         if self._has_lora() and not self.lora:
             rule = "Its wrapper, made after adapt, calls the model's forward directly, and the model's hooks do not run."
             raise UnsupportedFormError(explain("model", "PEFT", rule, "Call adapt on what get_peft_model returned."))
-        through = _eager(type(self)._through) if "torch._dynamo" in sys.modules else type(self)._through
-        return cast("Kept | None", through(self, module, args, kwargs))
+        return outside_graphs(type(self)._through)(self, module, args, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without what was mended: a copy mends its own layers."""
@@ -146,8 +152,8 @@ class _Hooks:
             pass
         elif _decodes(batch):
             mended = _continued(self._current(module), batch)
-        elif (ranks := sharing_ranks()) > 1:
-            check_share(self._current(module), module, batch, ranks)
+        elif (ranks := _sharing_ranks()) > 1:
+            _check_share(self._current(module), module, batch, ranks)
         else:
             mended = self._handed_over(module, batch)
         self.inside[get_ident()] = self
@@ -303,6 +309,40 @@ def _takes_positions(module: nn.Module) -> bool:
     return "position_ids" in kinds or any(each.kind is each.VAR_KEYWORD for each in kinds.values())
 
 
-@cache
-def _eager(function: Any) -> Any:
-    return cast(Any, torch.compiler).disable(function)
+# --- rows that a stack has shared out over its ranks before its model is called: no hook sees the whole row, so a batch
+# passes as it is, or is refused. Attention that is exchanged inside flash attention is right; recurrent layers run on the
+# places of their rank alone, but for VeOmni's own.
+
+_SIZES: dict[str, Any] = {
+    "openrlhf.models.ring_attn_utils": lambda of: 1 if of.RING_ATTN_GROUP is None else of.RING_ATTN_GROUP.size(),
+    "skyrl.backends.skyrl_train.distributed.ulysses.utils": lambda of: of.get_ulysses_sequence_parallel_world_size(),
+    # its getter builds a state where there is none, which raises on more than one rank
+    "veomni.distributed.parallel_state": lambda of: getattr(of._PARALLEL_STATE, "ulysses_size", 1),
+}
+"""Where a stack keeps how many ranks share a row: OpenRLHF 0.11.2, SkyRL 0.3.0, VeOmni 0.1.12."""
+
+
+def _sharing_ranks() -> int:
+    """How many ranks share each row in this process, by the stacks that are imported."""
+    return max((size(sys.modules[name]) for name, size in _SIZES.items() if name in sys.modules), default=1)
+
+
+def _check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) -> None:
+    """Raise unless this rank's places of a row are computed as the whole row would be.
+
+    VeOmni's attention and its own Gated DeltaNet exchange heads for places, and read the offsets of the whole row, which
+    each rank has (0.1.12 ops/kernels/attention/flash.py:190-199, data/data_collator.py:401-417).
+    """
+    offsets = {key: batch[key] for key in (*batch.named["offsets"], *batch.named["tail"])}
+    exchanged = not adapter.model.needs_mask_2d or (offsets and any(map(reads_boundaries_itself, model.modules())))
+    width, why = batch.shape()[1] * ranks, ""
+    if not exchanged or "flash" not in adapter.model.attn_implementation:
+        why = "some of its layers see the places of their rank alone"
+    elif not offsets and (sizes := [size for size in windows(adapter.model.config) if size < width]):
+        why = f"ring_flash_attn makes other windows of those of {sizes[0]} (0.1.8 adapters/hf_adapter.py:119-125)"
+    if why:
+        rule = f"{ranks} ranks share each row of this {adapter.model.description}, and {why}."
+        remedy = "Set ulysses_size, sequence_parallel_size or ring_attn_size to 1; plain attention: use flash_attention_2."
+        raise UnsupportedFormError(explain("input_ids", str(list(batch.shape())), rule, remedy))
+    if offsets:
+        adapter.hand_over(Sources({"input_ids": torch.zeros(1, width, dtype=torch.long), **offsets}), padding_free=True)

@@ -14,7 +14,7 @@ from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from inspect import getattr_static
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -100,7 +100,7 @@ def patch(holder: str, owner: Any, name: str, ours: Callable[..., Any], *, every
 def _warn_of_releases(holder: str, owner: Any) -> None:
     """Warn once if a release was not tested: of the package that installs, and of the one that is patched."""
     home = str(getattr(owner, "__module__", None) or getattr(owner, "__name__", "")).partition(".")[0].replace("_", "-")
-    for package, tested in trainers().values():
+    for package, tested in trainers().items():
         if package in (holder, home):
             say_outside(package, tested)
 
@@ -132,6 +132,14 @@ def _rebind(package: str, old: Any, new: Any) -> None:
 
 def _function(held: Any) -> Any:
     return held.__func__ if isinstance(held, staticmethod) else held
+
+
+def with_globals(function: Any, **names: Any) -> Any:
+    """Return a copy of the function, which reads these names in place of its module's. All other code keeps those."""
+    scope = {**function.__globals__, **names}
+    made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 # --- what waits for an import

@@ -1,6 +1,9 @@
-"""transformers' Trainer (and TRL's): `data_collator=PaddingCollator(tokenizer, consumer="transformers", model=model)` is
-the whole integration. Here is what stands around it: columns the Trainer drops before any collator sees them, and a callback
-that proves, at the first batch, what each layer received.
+"""transformers' Trainer, and TRL's: columns that it drops, a check of its first batch, and planned batches.
+
+The line of integration is `data_collator=PaddingCollator(tokenizer, consumer="transformers", model=model)`. In TRL 1.16 the
+trainers of SFT on padded rows, DPO, KTO and rewards take `data_collator=wrap_collator(theirs, model=model)`. For the others
+call `adapt(trainer.model)`: GRPO and RLOO collate nothing (grpo_trainer.py:964), ORPO and CPO join rows behind the collator
+(experimental/orpo/orpo_trainer.py:606), and SFT refuses a collator with `packing` or `padding_free` (sft_trainer.py:917).
 """
 
 from __future__ import annotations
@@ -16,8 +19,6 @@ from collate_npu.errors import CollateError, explain
 from collate_npu.keys import KEYS, of_kind
 from collate_npu.proof.delivery import guard_forward, refuse_compiled
 from collate_npu.validation import check_collator
-
-PACKAGE, TESTED = "transformers", "5.23.0"
 
 COLUMNS = tuple(sorted(of_kind(KEYS, "tokens", "positions", "truth", "vision")))
 """Every column that `PaddingCollator` reads by name."""

@@ -251,21 +251,26 @@ def turn_of(cp: ContextParallel) -> AbstractContextManager[Any]:
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, for which torch.compile breaks its graph where it is given a `cp` with a group: ranks talk on the host.
-    Where nothing has loaded its compiler, nothing does now (seconds)."""
+    """Return the function, which runs outside of torch.compile's graphs if it gets a `cp` with a group: ranks exchange
+    messages on the host."""
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         for given in (*args[1:3], kwargs.get("cp")):
-            if isinstance(given, ContextParallel) and given.group is not None and "torch._dynamo" in sys.modules:
-                return cast(T, _eager(function)(*args, **kwargs))
+            if isinstance(given, ContextParallel) and given.group is not None:
+                return outside_graphs(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
     return called
 
 
+def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function as torch.compile leaves it out of its graphs. Does not load the compiler, which takes seconds."""
+    return _disabled(function) if "torch._dynamo" in sys.modules else function
+
+
 @cache
-def _eager(function: Callable[..., Any]) -> Any:
+def _disabled(function: Callable[..., Any]) -> Any:
     return cast(Any, torch.compiler).disable(function)
 
 

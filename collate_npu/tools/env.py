@@ -93,7 +93,7 @@ def environment() -> dict[str, Any]:
     """Return what is here, by the names that `collate-npu env --json` prints. A package that is broken is a finding."""
     from collate_npu import __version__
 
-    names = dict.fromkeys((*_BASE, *(package for package, _ in trainers().values()), *_KERNELS))
+    names = dict.fromkeys((*_BASE, *trainers(), *_KERNELS))
     held = {name: version for name in names if (version := installed(name))}
     torch = ask("torch")
     npu = {"npu": "torch_npu is not installed"}
@@ -173,7 +173,7 @@ def hazards(here: dict[str, Any]) -> Iterator[str]:
         if isinstance(fact, Since) and (name := _name(held, fact.package)) and fact.hurts(held[name]):
             mended = f"mended by {fact}" if str(fact) else "open"
             yield f"{name} {held[name]}: {fact.before} ({fact.source}; {mended})."
-    for package, tested in (("torch", ""), *trainers().values()):
+    for package, tested in {"torch": "", **trainers()}.items():
         if text := releases.outside(package, tested, held.get(package, "")):
             yield f"{text} says what was checked. No test has run this release: run `collate-npu audit` before you train."
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from collate_npu import Segments
-from collate_npu.integrations.context_parallel import context_parallel_collator
+from collate_npu.integrations.accelerate import context_parallel_collator
 from collate_npu.testing import tiny_model
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, Segments
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
-from collate_npu.integrations.context_parallel import context_parallel_collator, ready_batch, refuse_model
+from collate_npu.integrations.accelerate import context_parallel_collator, ready_batch, refuse_model
 from collate_npu.outputs import shift_labels
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from collate_npu import CollateError, ContextParallel, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import megatron, swift, torchtitan
-from collate_npu.integrations.context_parallel import ready_batch
+from collate_npu.integrations.accelerate import ready_batch
 from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.integrations.twinkle import Stages
 from collate_npu.keys import KEEP_KEY

@@ -70,7 +70,7 @@ from megatron.core.attention import Attention, rope
     "aliasing.py": "from megatron.core.attention import rope as their_rope\n",
     "deriving.py": "import megatron.core.attention as theirs\nclass Own(theirs.Attention): ...\n",
 }
-USER = {"user.py": "from collate_npu.integrations.mindspeed import start\nstart()\n"}
+USER = {"user.py": "from collate_npu.integrations.verl import start_adaptor\nstart_adaptor()\n"}
 BROKEN = {**USER, "mindspeed/megatron_adaptor.py": "raise ImportError('libhccl.so')"}
 ADAPTOR = {
     "megatron_adaptor/patches/patch_manager.py": FILES["mindspeed/patch_utils.py"].replace("MindSpeedPatches", "Patches"),
@@ -86,7 +86,7 @@ UNLISTED = {
 FIRST = "`import {}` first, right after torch"
 ASKED = """
 import json, os, sys
-from collate_npu.integrations.mindspeed import start_problem
+from collate_npu.consumers.mindspeed import start_problem
 for folder, imports in json.loads(sys.argv[1]):
     if pid := os.fork():
         os.waitpid(pid, 0)

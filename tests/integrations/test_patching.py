@@ -233,7 +233,7 @@ def test_an_install_says_once_that_a_release_was_not_run(recwarn, has, owner, fo
 
 def test_each_trainer_has_a_page_that_names_its_release():
     guide = Path(releases.__file__).parent / "guide"
-    for package, tested in trainers().values():
+    for package, tested in trainers().items():
         assert releases.page_of(package) != "index", package
         page = (guide / f"{releases.page_of(package)}.md").read_text(encoding="utf-8")
         assert package in ("accelerate", "transformers") or tested in page, package

@@ -8,22 +8,18 @@ Sources: swift/template/base.py:2056-2180, megatron/trainers/utils.py:358-410, m
 
 from __future__ import annotations
 
-import inspect
-import sys
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from math import lcm
-from types import CodeType
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from collate_npu import errors
 from collate_npu.arrays import host_array, host_tensor
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.megatron import kernel_of_args
@@ -66,7 +62,7 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
         mcore_bridge.install(holder=PACKAGE)
         patching.patch(PACKAGE, base.BaseMegatronTrainer, "get_last_tokens", get_last_tokens)
         patching.patch(PACKAGE, utils, "prepare_batch", partial(prepare_batch, polarity), everywhere="swift")
-        if errors.is_set("COLLATE_NPU_GUARD"):
+        if os.environ.get("COLLATE_NPU_GUARD", "0") not in ("", "0"):
             patching.patch(PACKAGE, base.BaseMegatronTrainer, "_prepare_batch", partial(guarded, polarity))
         if is_npu():
             patching.patch(PACKAGE, torch.distributed, "all_gather_object", patching.gather_by_gloo, everywhere="swift")
@@ -77,20 +73,15 @@ def uninstall() -> None:
     patching.release(PACKAGE)
 
 
-class _OnMeta(TorchFunctionMode):
-    """The template's `ones((B, S, S), dtype=bool)` takes no memory, nor does what is made of it (base.py:2152-2157)."""
+class _SquareOnMeta:
+    """torch, but that `ones((B, S, S))` takes no memory, and so nothing that is made of it (base.py:2152-2157)."""
 
-    def __init__(self, builder: CodeType) -> None:
-        super().__init__()
-        self._builder = builder
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        shape = args[0] if func is torch.ones and args and isinstance(args[0], tuple) else ()
-        square = len(shape) == 3 and shape[1] == shape[2] and kwargs.get("dtype") is torch.bool  # no dtype of an image
-        if square and sys._getframe(1).f_code is self._builder:
-            kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
+    def ones(self, *shape: Any, **kwargs: Any) -> Any:
+        """torch's, on the meta device if it has three dimensions."""
+        return torch.ones(*shape, **({**kwargs, "device": "meta"} if np.size(shape) == 3 else kwargs))
 
 
 def _watch_trainers() -> None:
@@ -141,8 +132,7 @@ def _collate(original: Callable[..., Any], self: Any, batch: Any, *, padding_to:
         return out
     if padding_to is not None and self.sequence_parallel_size > 1:  # get_padding_to leaves out zigzag's two chunks
         padding_to = lcm(padding_to, 2 * self.sequence_parallel_size)
-    with _OnMeta(inspect.unwrap(original).__code__):
-        out = original(self, batch, padding_to=padding_to)
+    out = patching.with_globals(original, torch=_SquareOnMeta())(self, batch, padding_to=padding_to)
     out.pop("attention_mask", None)
     # Its own 2D mask counts the alignment padding of context parallelism as real; seq_lens do not.
     out[KEEP_KEY] = Segments.from_lengths(out["seq_lens"], out[KEEP_KEY].shape[1]).keep

@@ -7,17 +7,20 @@ is exact for jagged rows and causal attention. `install` and `install_fsdp` patc
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
-from types import FunctionType
+from importlib import import_module
 from typing import Any
 
 from collate_npu.consumers.adapter import BatchAdapter
+from collate_npu.consumers.mindspeed import adaptors
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config
 from collate_npu.errors import UnsupportedFormError, explain
-from collate_npu.integrations import mindspeed, patching
-from collate_npu.integrations.context_parallel import refuse_model
+from collate_npu.integrations import patching
+from collate_npu.integrations.accelerate import refuse_model
 from collate_npu.integrations.megatron.mcore_bridge import router_padding
 from collate_npu.masks.sources import Sources
 
@@ -39,8 +42,7 @@ def keep_2d(original: Any, *args: Any, **kwargs: Any) -> Any:
 
     The same code runs, with a flag of its own in the place of the module's, which every other caller reads.
     """
-    scope = {**original.__globals__, "is_npu_available": False}
-    return FunctionType(original.__code__, scope, argdefs=original.__defaults__)(*args, **kwargs)
+    return patching.with_globals(original, is_npu_available=False)(*args, **kwargs)
 
 
 def engine_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -111,12 +113,22 @@ def _arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     return bound.arguments
 
 
+def start_adaptor() -> None:
+    """Let MindSpeed, or else MegatronAdaptor, patch Megatron now, if one is installed and Megatron is not imported yet.
+
+    Does nothing if it does not load, as in a driver process without CANN (so does verl: workers/engine/__init__.py:54-60).
+    """
+    if (found := adaptors()) and "megatron.core" not in sys.modules:
+        with suppress(ImportError):
+            import_module(found[0])
+
+
 def install() -> None:
     """Swap verl's functions for these in every module of verl that has them.
 
     >>> install()  # doctest: +SKIP
     """
-    mindspeed.start()  # verl imports Megatron here, and MindSpeed's adaptor only where its workers begin
+    start_adaptor()  # verl imports Megatron here, and MindSpeed's adaptor only where its workers begin
     from verl.models.mcore import model_forward, model_forward_fused
 
     for name in ("preprocess_bshd_engine", "postprocess_bshd_engine", "build_vlm_attn_mask_bshd"):

@@ -11,9 +11,9 @@ a function from it, and `verl.install_fsdp` when verl has imported its FSDP engi
 
 from __future__ import annotations
 
-from collate_npu.integrations import mindspeed, verl
+from collate_npu.integrations import verl
 from collate_npu.integrations.patching import once_imported
 
 # any module of `verl.models.mcore` runs its `__init__` first, which imports the forwards, the registry, `util` and Megatron
-once_imported("verl.models.mcore", verl.install, before=mindspeed.start)
+once_imported("verl.models.mcore", verl.install, before=verl.start_adaptor)
 once_imported("verl.workers.engine.fsdp.transformer_impl", verl.install_fsdp)

@@ -62,7 +62,7 @@ ROWS = [
     ("fla-core 0.6.0: ", ({"fla-core": "0.6.0"}, {}), (TORCH, {})), ("; open).", ({"fla-core": "0.6.0"}, {}), (TORCH, {})),
     ("may crash on Ascend 950 (fla_npu's setup.py:182; mended by 3.2.1)", ({"triton-ascend": "3.2.0"}, {}), (TORCH, {})),
     *((f"{package} {version} is not among the releases that were run", ({**TORCH, package: version}, {}),
-       ({**TORCH, package: dict(trainers().values())[package]}, {})) for package, version in (
+       ({**TORCH, package: trainers()[package]}, {})) for package, version in (
         ("ms-swift", "4.7.0"), ("transformers", "5.25.0"), ("axolotl", "1"))),
     *((f"`collate-npu guide {page}` says what was checked.", ({name: "99"}, {}), ({name: ""}, {})) for name, page in (
         ("ms-swift", "ms-swift"), ("transformers", "transformers"), ("axolotl", "llamafactory-axolotl"))),

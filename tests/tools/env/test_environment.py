@@ -84,7 +84,7 @@ def test_a_home_at_the_root_masks_no_path(monkeypatch):
 def test_every_trainer_is_installed_in_the_version_it_names():
     """What a file of integrations declares is listed, and a session of its own runs that release."""
     sessions = (ROOT / "noxfile.py").read_text(encoding="utf-8")
-    assert [name for name, tested in trainers().values() if f'"{name}=={tested}"' not in sessions] == []
+    assert [name for name, tested in trainers().items() if f'"{name}=={tested}"' not in sessions] == []
 
 
 @pytest.mark.parametrize(
