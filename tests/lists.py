@@ -7,7 +7,6 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from house import FILES, PACKAGE, ROOT, purpose_of
@@ -18,7 +17,7 @@ from collate_npu.consumers.mask_choice import consumers
 from collate_npu.consumers.probe import sequences_mix_reason
 from collate_npu.consumers.recurrent import MENDS, READS, kernel_calls
 from collate_npu.kernels import gated_delta
-from collate_npu.parallel import layout, recurrent
+from collate_npu.parallel import check_recurrent_split, layout
 from collate_npu.testing import hybrid_model_types, tiny_model
 from collate_npu.tools.cli import parsers
 
@@ -144,9 +143,9 @@ def command(name: str) -> str:
     return "\n".join(lines)
 
 
-def drawn(module: ModuleType) -> str:
-    """The first picture of a module's own words, or its table."""
-    said = f"{inspect.getdoc(module)}\n"
+def drawn(documented: Any) -> str:
+    """The first picture of a docstring, or its table."""
+    said = f"{inspect.getdoc(documented)}\n"
     if rows := re.findall(r"^\|.*\|$", said, flags=re.M):
         return "\n".join(rows)
     picture = re.search(r"^    .*\n(?:(?:    .*)?\n)*", said, flags=re.M)[0]
@@ -209,7 +208,7 @@ def written() -> dict[Path, str]:
         code: re.sub(r"ConsumerName = Literal\[\n.*?\]  # fmt: skip\n", literal, code.read_text("utf-8"), flags=re.S),
         **figures.between("contributing", files=glossary()),
         **figures.between("kernels", families=families(), spellings=drawn(gated_delta)),
-        **figures.between("context-parallel", layouts=drawn(layout), schemes=drawn(recurrent)),
+        **figures.between("context-parallel", layouts=drawn(layout), schemes=drawn(check_recurrent_split)),
         **figures.between("options", options=options()),
         **figures.between("speed", step=figures.step_table(), speed=figures.speed_table()),
         **figures.between("planned-batches", planned=figures.planned_table()),

@@ -134,8 +134,8 @@ ELSEWHERE = {
         consumers.mask_choice consumers.megatron consumers.verl
         integrations.megatron integrations.swift integrations.twinkle
         integrations.verl
-        parallel.recurrent releases tools.env""",
-    "swift": "consumers.megatron integrations.megatron.mcore_bridge parallel.recurrent",
+        parallel.layout releases tools.env""",
+    "swift": "consumers.megatron integrations.megatron.mcore_bridge parallel.layout",
     "verl": "consumers.mask_choice",
     "torchtitan": "consumers.adapter consumers.mask_choice consumers.model_traits",
     "llamafactory": "tools.env",

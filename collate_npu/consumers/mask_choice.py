@@ -23,8 +23,7 @@ from collate_npu.consumers.recurrent import keeps_apart
 from collate_npu.errors import CollateError, UnsupportedFormError, did_you_mean, explain
 from collate_npu.masks.forms import Verdict, none_is_exact
 from collate_npu.masks.patterns import CAUSAL, Pattern
-from collate_npu.parallel import ContextParallel
-from collate_npu.parallel.recurrent import RecurrentScheme
+from collate_npu.parallel import ContextParallel, RecurrentScheme
 from collate_npu.segments import Segments
 
 MaskForm = Literal["none", "keep_2d", "masked", "keep", "bias", "mapping", "block_mask"]

@@ -1,10 +1,16 @@
 """Sequence parallelism: split a batch along the sequence by one visible table, gather outputs back exactly."""
 
 from collate_npu.parallel.agreement import ranks_agree
-from collate_npu.parallel.gather import gather_sequence
-from collate_npu.parallel.layout import ContextParallel, data_group, gloo_group, query_rows, token_runs
-from collate_npu.parallel.recurrent import RecurrentScheme, check_recurrent_split
-from collate_npu.parallel.split import cu_seqlens_of, pad_documents, split_batch, split_tensor
+from collate_npu.parallel.layout import (
+    ContextParallel,
+    RecurrentScheme,
+    check_recurrent_split,
+    data_group,
+    gloo_group,
+    query_rows,
+    token_runs,
+)
+from collate_npu.parallel.split import cu_seqlens_of, gather_sequence, pad_documents, split_batch, split_tensor
 
 __all__ = [
     "ContextParallel", "RecurrentScheme", "check_recurrent_split", "cu_seqlens_of", "data_group", "gather_sequence",

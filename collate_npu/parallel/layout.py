@@ -27,16 +27,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collate_npu.arrays import OF_A_BATCH, check_places, whole_number
-from collate_npu.errors import CollateError, explain, explain_rows
-from collate_npu.segments import as_offsets
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.masks.forms import check_cuts
+from collate_npu.segments import Segments, as_offsets
 from collate_npu.validation import checked
 
 _GLOO: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 """The groups made here, by the world they are of and their ranks."""
 
 
-def check_group(group: Any, size: int | None = None, rank: int | None = None) -> None:
-    """Raise `CollateError` where the group is missing, or is not the one that `size` and `rank` speak of."""
+def group_of(group: Any, size: int | None = None, rank: int | None = None) -> Any:
+    """Return the process group of these ranks, also that of a DeviceMesh. Raises `CollateError` where the group is missing,
+    or is not the one that `size` and `rank` speak of."""
     remedy = "Pass group=torch.distributed.group.WORLD, a group of new_group(), or use ContextParallel.from_mesh(mesh)."
     if group is None:
         raise CollateError(explain("group", "None", "Gathering needs the process group of these ranks.", remedy))
@@ -50,6 +52,7 @@ def check_group(group: Any, size: int | None = None, rank: int | None = None) ->
     if size is not None and (held, here) != (size, rank):
         got, rule = f"size {size}, rank {rank}", f"The group has {held} ranks and this process is its rank {here}."
         raise CollateError(explain("ContextParallel", got, rule, "Use ContextParallel.from_group."))
+    return group
 
 
 def mesh_group(group: Any) -> Any:
@@ -96,8 +99,7 @@ def gloo_group(group: Any = None) -> Any:
     """
     if group is None and dist.is_available() and dist.is_initialized():
         group = data_group()
-    check_group(group)
-    group = mesh_group(group)
+    group = group_of(group)
     if is_gloo(group):
         return group
     if not dist.is_gloo_available():
@@ -175,7 +177,7 @@ class ContextParallel:
     def __post_init__(self) -> None:
         _check(self)
         if self.group is not None:
-            check_group(self.group, self.size, self.rank)
+            group_of(self.group, self.size, self.rank)
 
     @classmethod
     def from_group(cls, group: Any, **settings: Any) -> ContextParallel:
@@ -187,7 +189,7 @@ class ContextParallel:
         1
         >>> dist.destroy_process_group()
         """
-        check_group(group)
+        group_of(group)
         return cls(dist.get_world_size(group), dist.get_rank(group), group=group, **settings)
 
     @classmethod
@@ -268,6 +270,17 @@ def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
         return _row_runs(width, cp.size, cp.rank, cp.layout, cp.tensor_parallel)
     _check_width(width, cp)
     return _runs(_documents(width, cp, cu_seqlens), cp)
+
+
+def row_pieces(width: int, cp: ContextParallel, cu_seqlens: Sequence[int] | None) -> list[tuple[int, int, int, int]]:
+    """Return `(place in the whole row, rank, place in its shard, length)` of all that the ranks hold, in order."""
+    pieces = []
+    for rank in range(cp.size):
+        at = 0
+        for start, stop in token_runs(width, cp.with_rank(rank), cu_seqlens):
+            pieces.append((start, rank, at, stop - start))
+            at += stop - start
+    return sorted(pieces)
 
 
 @lru_cache
@@ -356,3 +369,107 @@ def _check(cp: ContextParallel) -> None:
     if not 0 <= whole_number("rank", cp.rank, least=-cp.size) < cp.size:
         rule = f"Ranks of a group of {cp.size} count from 0 to {cp.size - 1}."
         raise CollateError(explain("rank", str(cp.rank), rule, "Pass the rank inside the group, not the global rank."))
+
+
+# --- recurrent layers whose rows are shared out
+
+RecurrentScheme = Literal["state_passing", "head_exchange", "head_exchange_zigzag"]
+"""How the ranks of a row bring a recurrent layer the state of the tokens before its own."""
+_ORDERS: dict[RecurrentScheme, tuple[Layout | None, Layout | None]] = {
+    "state_passing": (None, "contiguous"),  # its convolution asserts one row (fla bc3b101 modules/conv/cp/ops.py:56)
+    "head_exchange": ("contiguous", "contiguous"),
+    "head_exchange_zigzag": ("zigzag", "document_zigzag"),
+}
+"""The layout whose tokens a scheme puts in order: of padded rows, and of a flat row. None: there is none."""
+_LOOK_BACK = 3
+"""Tokens before its own that the convolution of a recurrent layer reads."""
+
+
+@checked
+def check_recurrent_split(
+    cp: ContextParallel,
+    scheme: RecurrentScheme,
+    segments: Segments,
+    *,
+    padding_free: bool = False,
+    offsets: Tensor | Sequence[int] | None = None,
+    heads: Sequence[int] = (),
+) -> None:
+    """Raise unless recurrent layers that exchange by `scheme` compute this batch right, shared out as `cp` says.
+
+    A recurrent layer needs the state of the tokens before its own. Stacks bring it in these ways. Each is right for one
+    order of the tokens, and computes any other in silence::
+
+        state_passing         the end of a rank's state goes to the next rank    contiguous slices of one flat row
+        head_exchange         heads for tokens, then the whole row               contiguous slices (Ulysses)
+        head_exchange_zigzag  the same, then zigzag is undone                    zigzag; in a flat row each sequence's own
+
+    `segments` are of the whole, unsplit batch. `offsets` are those by which a flat row is split, and which the layer gets:
+    always of the whole row, never a rank's own. By default they are where the sequences of `segments` begin, padding behind
+    each. `heads` are the numbers of key and of value heads. A 2D mask is this rank's part. Costs O(N).
+
+    Raises `UnsupportedFormError` for a layout whose tokens the layers would take in another order, `CollateError` for
+    offsets, widths, sequences or heads that the ranks cannot share out.
+
+    Sources: state_passing fla bc3b101 ops/cp/context.py:61-160 (verl 0.9.1 models/transformers/qwen3_5.py:92-130);
+    head_exchange ms-swift 4.6.0 model/models/qwen.py:1361-1442, twinkle-kit 0.5.1 linear_attention_sp.py:211-315;
+    head_exchange_zigzag megatron-core 0.19.2 ssm/gated_delta_net/common.py:448-602, 671-731, mcore-bridge 1.6.5
+    modules/gated_delta_net.py:273-294, MindSpeed core_r0.16.0 core/ssm/gated_delta_net.py:338-381.
+
+    >>> segments = Segments.from_lengths([6, 8], side="left")
+    >>> check_recurrent_split(ContextParallel(2, 0, layout="zigzag"), "head_exchange_zigzag", segments)
+    >>> check_recurrent_split(ContextParallel(2, 0, layout="contiguous"), "head_exchange_zigzag", segments)
+    Traceback (most recent call last):
+        ...
+    collate_npu.errors.UnsupportedFormError: layout: got 'contiguous'. Recurrent layers with
+        head_exchange_zigzag put tokens in order only from the layout 'zigzag'. Use ContextParallel(layout='zigzag');
+        ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo='megatron_cp_algo'.
+    """
+    if cp.size == 1:
+        return
+    width = segments.shape[1]
+    bounds = _whole_row(offsets, segments) if padding_free else (0, width)
+    _check_order(cp, scheme, padding_free, several=len(set(bounds)) > 2)
+    token_runs(width, cp, bounds)
+    ranks = cp.size * (cp.tensor_parallel if scheme == "head_exchange_zigzag" else 1)
+    if scheme != "state_passing" and any(n % ranks for n in heads):
+        rule = f"A recurrent layer's key heads and value heads are shared out over {ranks} ranks."
+        remedy = "Use a context parallel size that divides both numbers."
+        raise CollateError(explain("heads", f"{list(heads)}", rule, remedy))
+    if scheme == "state_passing" and width // cp.size < _LOOK_BACK:  # fla bc3b101 modules/conv/cp/ops.py:56-66
+        rule = f"The convolution looks back {_LOOK_BACK} tokens, and reads only the previous rank."
+        remedy = f"Pad the row to at least {cp.size * _LOOK_BACK} tokens."
+        raise CollateError(explain("width", f"{width} tokens on {cp.size} ranks", rule, remedy))
+
+
+def _check_order(cp: ContextParallel, scheme: RecurrentScheme, padding_free: bool, *, several: bool) -> None:
+    """Raise unless the scheme puts the tokens of this layout in order, in rows of one sequence or of several."""
+    right = _ORDERS[scheme][padding_free]
+    if right is None:
+        rule = f"Recurrent layers with {scheme} cannot share padded rows out: no order of their tokens is right."
+        remedy = "Use padding_free=True: one flat row."
+        raise UnsupportedFormError(explain("context_parallel", "padded rows", rule, remedy))
+    if _order(cp.layout, several) != _order(right, several):
+        rule = f"Recurrent layers with {scheme} put tokens in order only from the layout {right!r}."
+        stacks = "; ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo='megatron_cp_algo'"
+        remedy = f"Use ContextParallel(layout={right!r}){stacks if scheme == 'head_exchange_zigzag' else ''}."
+        raise UnsupportedFormError(explain("layout", repr(cp.layout), rule, remedy))
+
+
+def _order(layout: Layout, several: bool) -> str:
+    """Return the order of a row's tokens: Ulysses' is the contiguous one, and one document is ordered as the row is."""
+    order = "contiguous" if layout == "ulysses" else layout
+    return order if several else order.removeprefix("document_")
+
+
+def _whole_row(offsets: Tensor | Sequence[int] | None, segments: Segments) -> tuple[int, ...]:
+    """Return offsets of the whole flat row at which every sequence begins and none is cut."""
+    B, S = segments.shape
+    if B != 1:
+        rule = "A flat row is [1, S]."
+        raise CollateError(explain("segments", repr(segments), rule, "Collate padding_free, or pass padding_free=False."))
+    if offsets is None:
+        return tuple(sorted({0, S, *(start for _, start, _ in segments.spans)}))
+    bounds = as_offsets("offsets", offsets, S, whole=True)
+    check_cuts("offsets", bounds, segments)
+    return tuple(bounds.tolist())

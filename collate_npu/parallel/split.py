@@ -1,6 +1,8 @@
-"""Split: every key of a batch, by its row of `KEYS`, into what one rank holds; and a padding-free row whose documents are
-each padded to what a layout can share out: `cu_seqlens` counts their real tokens, `cu_seqlens_padded` says where they stand
-(the pair of Megatron's core/packed_seq_params.py). Costs one copy a key.
+"""Split: what one rank holds of each key of a batch, by its row of `KEYS`, and gather: the whole output on every rank.
+
+`pad_documents` pads each document of a flat row to what a layout can share out: `cu_seqlens` counts their real tokens,
+`cu_seqlens_padded` says where they stand (the pair of Megatron's core/packed_seq_params.py). A split costs one copy a key, a
+gather one all-gather of the shard and one copy, with gradients. Ranks compare what they hold before each (`agreement`).
 
 Legend: B batch, S width, Q query rows, K keys, N documents.
 """
@@ -13,28 +15,33 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from math import lcm
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from collate_npu.arrays import check_places, host_tensor, whole_number
-from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, shape_of
+from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, not_one_of, shape_of
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, Role, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
 from collate_npu.masks.dialects import physical_and_real_offsets
 from collate_npu.masks.forms import check_cuts, offsets_of
 from collate_npu.masks.sources import Sources, wrong_shape_error
-from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, uncompiled
-from collate_npu.parallel.layout import ContextParallel, Run, indices, query_runs, token_runs
+from collate_npu.outputs import to_nested
+from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, turn_of, uncompiled
+from collate_npu.parallel.layout import ContextParallel, Run, group_of, indices, query_runs, row_pieces, token_runs
 from collate_npu.segments import Segments, as_offsets
 from collate_npu.validation import check_held, checked, dimension, is_plain
 
 _RECURRENT_KINDS = ("linear_attention", "conv")
-_FEW_RUNS = 16
+_FEW_RUNS, _FEW_PIECES = 16, 64
 _FEW_BYTES = 1 << 19
 _PLAIN = frozenset((torch.int64, torch.int32, torch.bool, torch.float32))
+_from_jagged = torch.nested.nested_tensor_from_jagged
+
+Loss = Literal["same", "local"]
 
 
 @uncompiled
@@ -106,11 +113,11 @@ def split_tensor(
     [[2, 3, 4, 5]]
     """
     if x.is_nested:
-        offsets = jagged_cu_seqlens(x, cp)
-        return jagged(take_runs(x.values(), 0, token_runs(int(offsets[-1]), cp, offsets)), offsets // cp.size)
+        offsets = _jagged_cu_seqlens(x, cp)
+        return _from_jagged(_take_runs(x.values(), 0, token_runs(int(offsets[-1]), cp, offsets)), offsets // cp.size)
     _refuse_sparse("x", x)
     dim = dimension("x", x, dim)
-    return take_runs(x, dim, token_runs(x.shape[dim], cp, cu_seqlens))
+    return _take_runs(x, dim, token_runs(x.shape[dim], cp, cu_seqlens))
 
 
 def _shape(batch: Sources, segments: Segments | None) -> tuple[int, int]:
@@ -187,7 +194,7 @@ class _Shard:
             return self.of_mask(key, value)
         if rule is not None and rule.share == "replicate":
             return value
-        value = as_tensor(key, value, rule, self.shape)
+        value = _as_tensor(key, value, rule, self.shape)
         if not isinstance(value, Tensor):
             return value
         if value.is_nested:
@@ -203,7 +210,7 @@ class _Shard:
         _refuse_sparse(key, value)
         dim = min(dim, value.ndim - 1) % max(value.ndim, 1)
         if value.ndim and value.shape[dim] == S and (value.ndim > 1 or B == 1):
-            return take_runs(value, dim, self.tokens)
+            return _take_runs(value, dim, self.tokens)
         rule = f"Dimension {dim} is tokens, and the batch is {[B, S]} (rows, width)."
         remedy = f"Pad it with the batch, or pass BatchAdapter(keys={{**KEYS, {key!r}: SAMPLE}}) if it is not per token."
         raise CollateError(explain(key, shape_of(value), rule, remedy))
@@ -229,7 +236,7 @@ class _Shard:
             rule = f"Before the split a mask is [{B}, {S}], or dense with {S} query rows and {S} keys."
             remedy = "Split the whole mask, or split without it and build dense(segments, rows=query_rows(S, cp))."
             raise CollateError(explain(key, shape_of(value), rule, remedy))
-        return take_runs(value, value.ndim - 2, self.queries)
+        return _take_runs(value, value.ndim - 2, self.queries)
 
     def _of_2d(self, key: str, value: Tensor) -> Tensor:
         if value.shape[0] == value.shape[1] > 1 and value.is_floating_point():
@@ -237,7 +244,7 @@ class _Shard:
             remedy = "Pass attention_mask_2d, or the attention mask as [1, 1, S, S]."
             raise AmbiguousMaskError(explain(key, shape_of(value), rule, remedy))
         # After Ulysses' all-to-all attention sees every token of the row, and so needs the padding of every token.
-        return take_runs(value, 1, self.queries)
+        return _take_runs(value, 1, self.queries)
 
     def _guess(self, key: str, value: Tensor) -> Key:
         if tuple(value.shape[:2]) == self.shape:
@@ -255,15 +262,12 @@ def _refuse_sparse(name: str, x: Tensor) -> None:
         raise CollateError(explain(name, got, "A split takes tokens from dense tensors.", "Pass x.to_dense()."))
 
 
-def take_runs(x: Tensor, dim: int, runs: tuple[Run, ...]) -> Tensor:
+def _take_runs(x: Tensor, dim: int, runs: tuple[Run, ...]) -> Tensor:
     """The runs of `x` along `dim` (not negative), in their order, as a tensor of its own; autograd flows."""
     if runs == ((0, x.shape[dim]),):
         return x
-    if len(runs) == 1:
-        return x.narrow(dim, runs[0][0], runs[0][1] - runs[0][0]).clone(memory_format=torch.contiguous_format)
-    if len(runs) > _FEW_RUNS:
+    if len(runs) > _FEW_RUNS or not runs:
         return x.index_select(dim, indices(runs).to(x.device))
-    runs = runs or ((0, 0),)
     if _copies_faster_by_numpy(x, dim, runs):
         values, at = x.numpy(), [(*(slice(None),) * dim, slice(*run)) for run in runs]
         return torch.from_numpy(np.concatenate([values[places] for places in at], dim))
@@ -296,6 +300,137 @@ def cu_seqlens_of(batch: Mapping[str, Any], segments: Segments | None = None) ->
     if segments is not None and segments.shape[0] == 1 and segments.padding_side == "none":
         return segments.cu_seqlens
     return None
+
+
+def _as_tensor(key: str, value: Any, rule: Key | None, shape: tuple[int, int]) -> Any:
+    """Return a list or array of tokens as a tensor; under an unknown key only numbers whose shape begins `[B, S]`."""
+    if not isinstance(value, (list, tuple, np.ndarray)):
+        return value
+    if rule is not None:
+        return value if rule.share == "replicate" else host_tensor(key, value)
+    with suppress(CollateError):
+        held = host_tensor(key, value)
+        return held if isinstance(value, np.ndarray) or tuple(held.shape[:2]) == shape else value
+    return value
+
+
+def _jagged_cu_seqlens(x: Tensor, cp: ContextParallel) -> Tensor:
+    """Return the offsets of a jagged tensor. Raises for a layout that does not share out each document."""
+    if cp.layout not in ("document_zigzag", "document_contiguous"):
+        rule = f"A jagged tensor is shared out document by document; the layout is {cp.layout}."
+        remedy = "Use document_zigzag or document_contiguous, or split the padded or flat tensor."
+        raise UnsupportedFormError(explain("jagged tensor", shape_of(x.values()), rule, remedy))
+    return cast(Tensor, cast(Any, x).offsets())
+
+
+# --- gather
+
+
+@uncompiled
+@checked
+def gather_sequence(
+    output: Tensor,
+    cp: ContextParallel,
+    segments: Segments | None = None,
+    *,
+    dim: int = 1,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    loss: Loss = "same",
+) -> Tensor:
+    """Return the whole output, in order, on every rank, from all shards. Undoes `split_batch` and `split_tensor`.
+
+    `dim` is the sequence, 1 in `[B, S / size, ...]` (0 in Megatron's `[S / size, B, H]`); a jagged output
+    `[N, j, ...]` comes back jagged. `segments`, of the whole batch, are checked against the result, which
+    `last_token`, `per_sequence` and `to_nested` then take. Layouts `document_*` need the offsets the batch was split
+    by: `cu_seqlens=cu_seqlens_of(shard)`.
+
+    Say how the ranks use the whole row, because the gradient depends on it:
+
+    * `loss="same"`: every rank computes the same loss from it (pooling, rewards, a replicated head). Each shard gets
+      its part of that one gradient, without communication; add parameter gradients up over the group.
+    * `loss="local"`: each rank computes something of its own from it (its queries against gathered keys). Each shard
+      gets the sum over ranks, by one reduce-scatter: the gradient of the sum of the ranks' losses.
+
+    >>> gather_sequence(torch.tensor([[4, 5, 6]]), ContextParallel(size=1, rank=0)).tolist()  # README runs it on two ranks
+    [[4, 5, 6]]
+    """
+    shard, offsets = output, cu_seqlens
+    with turn_of(cp):
+        with ranks_agree(cp, call="gather") as facts:  # whatever is wrong on one rank, it says so before the others wait
+            dim = dimension("output", output, dim)
+            if loss not in get_args(Loss):
+                raise not_one_of("loss", loss, get_args(Loss), "Pass 'same' if every rank computes the same loss from it.")
+            if output.is_nested:
+                shard, dim, offsets = cast(Any, output).values(), 0, _jagged_cu_seqlens(output, cp) * cp.size
+            _check_shape(output, shard.shape, cp, segments, dim)
+            offsets = None if offsets is None else as_offsets("cu_seqlens", offsets).tolist()  # one look at the device
+            if segments is not None and offsets is not None and segments.shape[0] == 1:
+                check_cuts("cu_seqlens", np.array(offsets), segments)
+            facts |= {"output": shape_of(shard), "dim": str(dim), "loss": loss} | batch_facts({}, segments)
+            facts["gradient"] = str(loss == "local" and shard.requires_grad and torch.is_grad_enabled())
+            facts["documents"] = partial(digest_offsets, offsets)
+            pieces = row_pieces(shard.shape[dim] * cp.size, cp, offsets)
+            if cp.size > 1:
+                group_of(cp.group, cp.size, cp.rank)
+        if cp.size > 1:
+            shard = _in_order(_all_gather(shard, cp, loss, str(facts.get("number"))).unbind(0), pieces, dim)
+    if not output.is_nested:
+        return shard
+    return to_nested(shard[None], segments) if segments else _from_jagged(shard, torch.tensor(offsets, device=shard.device))
+
+
+def _check_shape(output: Tensor, shard: torch.Size, cp: ContextParallel, segments: Segments | None, dim: int) -> None:
+    if segments is None:
+        return
+    rows = 1 if output.is_nested else shard[0] if dim == 1 else segments.shape[0]
+    if (rows, shard[dim] * cp.size) != segments.shape:
+        rule = f"The segments are those of a batch {list(segments.shape)} (rows, width), shared out over {cp.size} ranks."
+        remedy = f"Pass the Segments of the unsplit rows, {[rows, shard[dim] * cp.size]}."
+        raise CollateError(explain("output", shape_of(output), rule, remedy))
+
+
+def _in_order(shards: Sequence[Tensor], pieces: list[tuple[int, int, int, int]], dim: int) -> Tensor:
+    if 0 < len(pieces) <= _FEW_PIECES:
+        return torch.cat([shards[rank].narrow(dim, at, length) for _, rank, at, length in pieces], dim)
+    size = shards[0].shape[dim]
+    order = indices([(rank * size + at, rank * size + at + length) for _, rank, at, length in pieces])
+    return torch.cat(list(shards), dim).index_select(dim, order.to(shards[0].device))
+
+
+def _all_gather(output: Tensor, cp: ContextParallel, loss: Loss, number: str) -> Tensor:
+    if output.dtype == torch.bool:  # not every backend carries bool
+        return _all_gather(output.view(torch.uint8), cp, loss, number).view(torch.bool)
+    shards: Tensor = _AllGather.apply(output, cp, loss, number)  # type: ignore[no-untyped-call]
+    return shards
+
+
+class _AllGather(torch.autograd.Function):
+    """`[...]` on each rank to `[size, ...]` on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, cp: ContextParallel, loss: Loss, number: str) -> Tensor:
+        ctx.cp, ctx.loss, ctx.number = cp, loss, number
+        shards = shard.new_empty((cp.size, *shard.shape))
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed both
+        all_gather(shards.flatten(), shard.contiguous().flatten(), group=group_of(cp.group))
+        return shards
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        """Return this rank's part of one gradient (`same`), or the sum over ranks (`local`): all are at one gather."""
+        (grad,) = grads
+        if ctx.loss == "same":
+            return grad[ctx.cp.rank], None, None, None
+        total = torch.empty_like(grad[0], memory_format=torch.contiguous_format)
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        with turn_of(ctx.cp):
+            with ranks_agree(ctx.cp, call="backward") as facts:
+                facts |= {"the gather": ctx.number, "gradient": shape_of(grad)}
+            reduce_scatter(total.view(-1), grad.contiguous().flatten(), group=group_of(ctx.cp.group))
+        return total, None, None, None
+
+
+# --- documents of a flat row, each padded to what the ranks can share out
 
 
 @checked
@@ -333,34 +468,39 @@ def pad_documents(
     """
     check_keys(keys)
     sources = Sources.of(batch)
-    _check_kinds(sources)
+    segments = _flat_row(sources, segments)
+    each = lcm(whole_number("multiple", multiple, least=1), 1 if cp is None else cp.document_multiple)
+    places = _places(segments, each, lcm(each, 1 if cp is None else cp.multiple), max_sequences)
+    plan = _Plan.of(segments, places)
+    fills = {"pad": whole_number("pad_token_id", pad_token_id, least=-(1 << 63)), "pad_type": 0, "ignored": -100}
+    keys = {key: replace(rule, fill=fills[rule.fill]) if rule.fill in fills else rule for key, rule in keys.items()}
+    out = {key: plan.fill(key, value, keys.get(key)) for key, value in sources.items()}
+    longest = max(places, default=0) if max_sequences is None else sum(places)
+    out |= _boundaries(sources, segments.sequence_lengths, places, longest)
+    if len(places) > segments.num_sequences:
+        _number_missing(out, sources, plan.segments, places)
+    return out, plan.segments
+
+
+def _flat_row(batch: Sources, segments: Segments | None) -> Segments:
+    """Return the Segments of one flat row. Raises for other rows, and for keys that hold places of tokens and cannot be
+    built again here."""
+    for key, full in batch.masks.items():
+        if full.ndim > 2:
+            remedy = "Leave it out and build dense(segments) from what pad_documents returns."
+            raise UnsupportedFormError(explain(key, shape_of(full), "pad_documents cannot pad a dense mask.", remedy))
+    for key in of_kind(batch, "offsets"):
+        if KEYS[key].role is None and batch[key] is not None:
+            remedy = "Leave it out, and build it from what pad_documents returns."
+            raise CollateError(explain(key, shape_of(batch[key]), "It holds offsets of the row before padding.", remedy))
     if segments is None:
-        segments = agreed(sources, polarity=None, pattern=None, padding_free=True)
+        segments = agreed(batch, polarity=None, pattern=None, padding_free=True)
     else:
-        check_known(sources, segments)
+        check_known(batch, segments)
     if segments.shape[0] != 1 or segments.hole_rows:
         rule = "pad_documents needs one flat row [1, S], the padding of each document at its end."
         raise CollateError(explain("segments", repr(segments), rule, "Call unpad() first."))
-    each, whole = (1, 1) if cp is None else (cp.document_multiple, cp.multiple)
-    each = lcm(whole_number("multiple", multiple, least=1), each)
-    places = _places(segments, each, lcm(each, whole), max_sequences)
-    plan = _Plan.of(segments, places)
-    pad_token_id = whole_number("pad_token_id", pad_token_id, least=-(1 << 63))
-    keys = _with_fills(keys, {"pad": pad_token_id, "pad_type": 0, "ignored": -100})
-    out = {key: plan.moved(key, value, keys.get(key)) for key, value in sources.items()}
-    lengths = [*segments.sequence_lengths, *([0] * (len(places) - segments.num_sequences))]
-    real, padded = (torch.tensor([0, *accumulate(sizes)], dtype=torch.int32) for sizes in (lengths, places))
-    longest = torch.tensor(max(places, default=0) if max_sequences is None else int(padded[-1]))
-    bridge = "cu_seqlens_unpadded" in sources.named["offsets"]  # Megatron-Bridge: beside it the others are padded
-    usual_of: dict[Role, Tensor] = {"longest": longest, "tail": 0 * longest, "offsets": padded if bridge else real}
-    usual_of |= {"padded_offsets": padded, "lengths": real.diff(), "padded_lengths": padded.diff()}
-    for key, usual in ((key, usual) for role, usual in usual_of.items() for key in sources.named[role]):
-        # kernels that take cu_seq_lens_q have no padded ones beside it
-        value = real if key.endswith("unpadded") else padded if key.startswith("cu_seq_lens") else usual
-        out[key] = value.to(batch[key].device) if isinstance(batch[key], Tensor) else value if value.ndim else value.item()
-    if len(places) > segments.num_sequences:
-        _number_missing(out, sources, plan.segments, places)
-    return out | {"cu_seqlens": usual_of["offsets"], "cu_seqlens_padded": padded}, plan.segments
+    return segments
 
 
 def _places(segments: Segments, each: int, whole: int, count: int | None) -> list[int]:
@@ -393,47 +533,21 @@ def _number_missing(out: dict[str, Any], sources: Sources, segments: Segments, p
             out[key][:, tail:] = counted[:, tail:].to(out[key])
 
 
-def _check_kinds(sources: Sources) -> None:
-    """Raise for keys that hold places of tokens and cannot be built again here."""
-    for key, full in sources.masks.items():
-        if full.ndim > 2:
-            remedy = "Leave it out and build dense(segments) from what pad_documents returns."
-            raise UnsupportedFormError(explain(key, shape_of(full), "pad_documents cannot pad a dense mask.", remedy))
-    for key in of_kind(sources, "offsets"):
-        if KEYS[key].role is None and sources[key] is not None:
-            remedy = "Leave it out, and build it from what pad_documents returns."
-            raise CollateError(explain(key, shape_of(sources[key]), "It holds offsets of the row before padding.", remedy))
-
-
-def _with_fills(keys: Mapping[str, Key], fills: Mapping[Any, float]) -> dict[str, Key]:
-    """Return the keys with numbers for the named fills ("pad", "ignored", ...)."""
-    return {key: replace(rule, fill=fills[rule.fill]) if rule.fill in fills else rule for key, rule in keys.items()}
-
-
-def as_tensor(key: str, value: Any, rule: Key | None, shape: tuple[int, int]) -> Any:
-    """Return a list or array of tokens as a tensor; under an unknown key only numbers whose shape begins `[B, S]`."""
-    if not isinstance(value, (list, tuple, np.ndarray)):
-        return value
-    if rule is not None:
-        return value if rule.share == "replicate" else host_tensor(key, value)
-    with suppress(CollateError):
-        held = host_tensor(key, value)
-        return held if isinstance(value, np.ndarray) or tuple(held.shape[:2]) == shape else value
-    return value
-
-
-def jagged(values: Tensor, offsets: Tensor) -> Tensor:
-    """A jagged tensor `[N, j, ...]` of documents that stand side by side in `values`."""
-    return torch.nested.nested_tensor_from_jagged(values, offsets)
-
-
-def jagged_cu_seqlens(x: Tensor, cp: ContextParallel) -> Tensor:
-    """The offsets of a jagged tensor, for layouts that keep documents apart; raises for the others."""
-    if cp.layout not in ("document_zigzag", "document_contiguous"):
-        rule = f"A jagged tensor is shared out document by document; the layout is {cp.layout}."
-        remedy = "Use document_zigzag or document_contiguous, or split the padded or flat tensor."
-        raise UnsupportedFormError(explain("jagged tensor", shape_of(x.values()), rule, remedy))
-    return cast(Tensor, cast(Any, x).offsets())
+def _boundaries(batch: Sources, lengths: Sequence[int], places: Sequence[int], longest: int) -> dict[str, Any]:
+    """Return the batch's keys of offsets and lengths for the new row, and `cu_seqlens` beside `cu_seqlens_padded`."""
+    lengths = [*lengths, *[0] * (len(places) - len(lengths))]
+    real, padded = (torch.tensor([0, *accumulate(sizes)], dtype=torch.int32) for sizes in (lengths, places))
+    bridge = "cu_seqlens_unpadded" in batch.named["offsets"]  # Megatron-Bridge: beside it the others are padded
+    of_role: dict[Role, Tensor] = {"longest": torch.tensor(longest), "tail": torch.tensor(0)}
+    of_role |= {"offsets": padded if bridge else real, "lengths": real.diff()}
+    of_role |= {"padded_offsets": padded, "padded_lengths": padded.diff()}
+    out: dict[str, Any] = {}
+    for key, usual in ((key, usual) for role, usual in of_role.items() for key in batch.named[role]):
+        # kernels that take cu_seq_lens_q have no padded ones beside it
+        value = real if key.endswith("unpadded") else padded if key.startswith("cu_seq_lens") else usual
+        held = batch[key]
+        out[key] = value.to(held.device) if isinstance(held, Tensor) else value if value.ndim else value.item()
+    return out | {"cu_seqlens": of_role["offsets"], "cu_seqlens_padded": padded}
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,9 +575,9 @@ class _Plan:
         ids = ((number_W + 1) * real_W)[None]
         return cls(segments.shape[1], torch.from_numpy(source_W), torch.from_numpy(steps_W), Segments(ids))
 
-    def moved(self, key: str, value: Any, rule: Key | None) -> Any:
-        """One key of the batch in the new row; keys without a token dimension come back as they are."""
-        held = as_tensor(key, value, rule, (1, self.width))
+    def fill(self, key: str, value: Any, rule: Key | None) -> Any:
+        """Return a key of the batch as the new row has it. A value without a token dimension comes back as it is."""
+        held = _as_tensor(key, value, rule, (1, self.width))
         sized = isinstance(held, Tensor) and not held.is_nested
         rule = rule or (TOKENS if sized and tuple(held.shape[:2]) == (1, self.width) else None)
         if not isinstance(held, Tensor) or rule is None or rule.share == "replicate":

@@ -1,4 +1,4 @@
-"""Split: each key by its rule, the whole back from the shards, and nothing guessed."""
+"""Split: each key by its rule, nothing guessed, and the whole back from the shards (with other ranks: tests/distributed)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
 from collate_npu.keys import KEYS, SAMPLE, Key
 from collate_npu.masks import dense, varlen
 from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.parallel import ContextParallel, cu_seqlens_of, pad_documents, query_rows, split_batch
+from collate_npu.parallel import ContextParallel, cu_seqlens_of, gather_sequence, pad_documents, query_rows, split_batch
 
 # --- dense masks ----------------------------------------------------------------------------------------------------------
 
@@ -227,3 +227,32 @@ def test_labels_of_whole_samples_stay():
     for labels in (torch.tensor([1, 0]), torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.rand(1, 5)):
         batch = {"input_ids": torch.arange(5)[None], "labels": labels, "cu_seqlens": torch.tensor([0, 3, 5])}
         assert pad_documents(batch, multiple=4)[0]["labels"] is labels
+
+
+# --- gather
+
+
+def test_a_jagged_output_comes_back_jagged_without_padding():
+    cp, values = ContextParallel(1, 0, layout="document_zigzag"), torch.arange(12.0).view(6, 2)
+    output = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 4, 6]))
+    assert torch.equal(gather_sequence(output, cp).values(), values)
+    real = gather_sequence(output, cp, Segments.from_ids([[1, 1, 1, 0, 2, 0]]))
+    assert torch.equal(real.values(), values[[0, 1, 2, 4]])
+    assert real.offsets().tolist() == [0, 3, 4]
+    with pytest.raises(CollateError, match=r"unsplit rows, \[1, 6\]"):
+        gather_sequence(output, cp, Segments.from_lengths([3, 3]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "segments", "loss", "words"),
+    [
+        ((2, 4), None, "same", "Gathering needs the process group"),
+        ((2, 8), Segments.from_lengths([8, 8]), "same", r"unsplit rows, \[2, 16\]"),
+        ((3, 4), Segments.from_lengths([8, 8]), "same", r"unsplit rows, \[3, 8\]"),
+        ((2, 4), None, "mean", "'same'"),
+        ((2, 3), None, "same", "multiple of 4"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anyone_waits(shape, segments, loss, words):
+    with pytest.raises(CollateError, match=words):
+        gather_sequence(torch.zeros(shape), ContextParallel(2, 0), segments, loss=loss)

@@ -31,8 +31,7 @@ from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.mask_values import Polarity
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import shift_labels
-from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, ranks_agree
-from collate_npu.parallel.recurrent import RecurrentScheme
+from collate_npu.parallel import ContextParallel, RecurrentScheme, check_recurrent_split, pad_documents, ranks_agree
 from collate_npu.parallel.split import share_out
 from collate_npu.segments import Segments, ready
 from collate_npu.validation import check_model
