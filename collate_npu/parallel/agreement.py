@@ -1,14 +1,14 @@
-"""Agreement: ranks that share a row compare what they hold, at every call, before any of them hands data to the others.
+"""Agreement: ranks that share a row compare what they hold, at every call, before they exchange data.
 
-A rank with other tokens, truth or layout, or one that skipped a call, makes wrong data on every rank, or a collective that
-never ends, without an error. Costs a wait for the slowest rank, three round trips to the store, and a checksum of the
-batch, which is read to the host: 0.14 ms for int64 `[8, 4096]`. Floating values are added up where they are, since ranks may
-round them apart: 9 ms for float32 `[8, 4096, 256]` on a CPU.
+If one rank holds other tokens, padding or another layout, or skips a call, then every rank gets wrong data, or a collective
+never ends, without an error. A comparison waits for the slowest rank, takes three round trips to the store, and copies the
+batch to the host for a checksum: 0.14 ms for int64 `[8, 4096]`. Ranks may round floating values differently, so these are
+added up on their device: 9 ms for float32 `[8, 4096, 256]` on a CPU.
 
-Ranks meet in the store that `init_process_group` met by; no device and no collective takes part. Calls of the main thread
-are one stream, in their order. Those of other threads (one that splits ahead, a device's backward) are one stream for each
-kind of call, so that they disturb nobody. A rank writes to two places in turn: whoever is at the next call has read this
-one. So nothing grows, however long the run.
+Ranks exchange messages through the store of `init_process_group`; no device and no collective takes part. The calls of the
+main thread are one stream, in their order. The calls of other threads (one that splits ahead, a device's backward) are one
+stream for each kind of call, so that streams do not wait for each other. A rank writes to two places in turn: a rank that
+is at the next call has read this one. So the store does not grow.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PLACES = 2
 
 
 class RanksApartError(CollateError):
-    """What every rank of a group hears of: ranks that differ, one that raised, one that did not come."""
+    """Ranks of a group differ, one of them raised, or one did not come: every rank of the group raises this."""
 
 
 Messages = dict[int, dict[str, Any]]
@@ -56,18 +56,20 @@ class Meeting:
 
     ranks: tuple[int, ...]
     name: str
-    """torch's of this group: another group of the same ranks has another, and meets by itself."""
+    """torch's name of this group: two groups of the same ranks have two names, and meet apart."""
     session: str = ""
     turn: Lock = field(default_factory=Lock)
     streams: dict[str, Stream] = field(default_factory=dict)
     open: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By thread, what it is about to say."""
+    """The facts that each thread is about to send."""
     data: RLock = field(default_factory=RLock)
-    """Held from the exchange before a collective to its end: collectives of a group have one order on all ranks."""
+    """Held from the exchange before a collective to its end, so that all ranks run a group's collectives in one order."""
 
     def greet(self, stream: str, timeout: timedelta) -> None:
-        """Agree on a name that no earlier meeting in the same store had: ranks and groups that begin again count from 1
-        together. Waits for the others, once in a world; a call given up here is reported as soon as there is a name."""
+        """Agree on a name that no earlier meeting in this store has, so that ranks that start again count from 1 together.
+
+        Waits for the others, once in a world. If this rank gives up a call here, it reports that once there is a name.
+        """
         with self.turn, _store() as store:
             if self.session:
                 return
@@ -82,13 +84,13 @@ class Meeting:
                     self._set(store, name, number, {"raised": held.missed})
 
     def _meet(self, store: Any, timeout: timedelta) -> None:
-        store.set(self._place("here", dist.get_rank()), uuid4().hex)
+        store.set(self._place("came", dist.get_rank()), uuid4().hex)
         for last in _tries(timeout):
-            here = _found(store, [self._place("here", rank) for rank in self.ranks])
-            session = f"{zlib.crc32(b'-'.join(here)):08x}"
+            came = _read(store, [self._place("came", rank) for rank in self.ranks])
+            session = f"{zlib.crc32(b'-'.join(came)):08x}"
             store.set(self._place("met", dist.get_rank()), session)
-            met = _found(store, [self._place("met", rank) for rank in self.ranks])
-            if all(here) and set(met) == {session.encode()}:
+            met = _read(store, [self._place("met", rank) for rank in self.ranks])
+            if all(came) and set(met) == {session.encode()}:
                 self.session = session
                 return
             if last:
@@ -124,9 +126,9 @@ class Meeting:
         store.set(self._key(stream, number, dist.get_rank()), f"{number} {json.dumps(message)}")
 
     def _messages(self, store: Any, stream: str, number: int) -> Messages:
-        """What those say who have come to this call; one that went past it without hearing the others had raised."""
+        """Return the messages of the ranks that came to this call. A rank that is past it without an exchange raised."""
         keys, messages = [self._key(stream, number, rank) for rank in self.ranks], {}
-        texts = _found(store, keys) if number <= _PLACES else store.multi_get(keys)  # later every place exists
+        texts = _read(store, keys) if number <= _PLACES else store.multi_get(keys)  # later every place exists
         for rank, text in zip(self.ranks, texts):
             at, _, message = text.decode().partition(" ")
             if int(at or 0) >= number:
@@ -150,15 +152,15 @@ class Stream:
     count: int = 0
     turn: Lock = field(default_factory=Lock)
     missed: str = ""
-    """Why this rank gave up its last call, where that was before the meeting had a name."""
+    """Why this rank gave up its last call, if the meeting had no name yet."""
 
 
 _MEETINGS: WeakKeyDictionary[Any, Meeting] = WeakKeyDictionary()
-"""By their group: one that is made again begins afresh."""
+"""The meeting of each group: a group that is made again has a new one."""
 
 
 def meeting_of(group: Any) -> Meeting:
-    """The meeting of this group: two threads with a group each, of the same ranks, do not wait for each other."""
+    """Return the meeting of this group: two threads with one group each, of the same ranks, do not wait for each other."""
     return _MEETINGS.setdefault(group, Meeting(tuple(dist.get_process_group_ranks(group)), group.group_name))
 
 
@@ -175,8 +177,10 @@ def _store() -> Iterator[Any]:
 
 
 def _tries(timeout: timedelta) -> Iterator[bool]:
-    """Until the time is over, and once more; True at that last one. Whoever waits polls: the store's own
-    wait would hold the one connection that all threads of a process share."""
+    """Yield False until the time is over, then True once.
+
+    Ranks poll: the store's own wait would hold the one connection that all threads of a process share.
+    """
     start = monotonic()
     while (waited := monotonic() - start) < timeout.total_seconds():
         yield False
@@ -184,7 +188,7 @@ def _tries(timeout: timedelta) -> Iterator[bool]:
     yield True
 
 
-def _found(store: Any, keys: list[str]) -> list[bytes]:
+def _read(store: Any, keys: list[str]) -> list[bytes]:
     return [store.get(key) if store.check([key]) else b"" for key in keys]
 
 
@@ -207,46 +211,46 @@ def ranks_agree(cp: ContextParallel | None, *, timeout: timedelta | None = None,
 
     Raises `CollateError` on every rank where two ranks differ, where one raised inside the block, and where one does not
     come in `timeout` (by default the group's own, of `init_process_group`). Inside another such block of the same thread
-    and ranks it adds to that one, unless a collective follows it. `call` says what is done here: ranks do the same things
+    and ranks it adds to that one, unless a collective follows it. `call` names the block: ranks do the same things
     in the same order. Does nothing without a group, on a group of torch's fake backend, and in a dataloader worker, which
     is no rank.
     """
     if cp is None or cp.group is None or cp.size == 1 or get_worker_info() is not None:
         yield {}
         return
-    group, here = mesh_group(cp.group), get_ident()
+    group, thread = mesh_group(cp.group), get_ident()
     if dist.get_backend(group) == "fake":
         yield {}
         return
     meeting, timeout = meeting_of(group), timeout or timeout_of(group)
-    outer = meeting.open.get(here)
+    outer = meeting.open.get(thread)
     if outer is not None and call in ("block", "split"):
         yield outer
         return
     layout = f"{cp.layout}, size {cp.size}, tp {cp.tensor_parallel}"
     facts: Facts = {"call": call, "layout": layout}
-    stream = "main" if here == main_thread().ident and call != "backward" else call
+    stream = "main" if thread == main_thread().ident and call != "backward" else call
     meeting.greet(stream, timeout)
-    meeting.open[here] = facts
+    meeting.open[thread] = facts
     try:
         yield facts
         own = {name: value if isinstance(value, str) else value() for name, value in facts.items()}
     except Exception as error:
-        if not isinstance(error, RanksApartError):  # of a gather in this block: all know of it
+        if not isinstance(error, RanksApartError):  # from a gather in this block: all ranks have it
             meeting.say(stream, {"raised": f"{type(error).__name__}: {error}"})
         raise
     finally:
-        meeting.open.pop(here)
+        meeting.open.pop(thread)
         if outer is not None:
-            meeting.open[here] = outer
+            meeting.open[thread] = outer
     number, messages = meeting.exchange(stream, own, timeout)
     _check(messages)
     facts["number"] = f"{stream} {number}"
 
 
 def turn_of(cp: ContextParallel) -> AbstractContextManager[Any]:
-    """One thread at a time agrees on a collective of this group and runs it: in another order on each rank, they would wait
-    for each other."""
+    """Return a lock for one thread at a time, which agrees on a collective of this group and runs it. In another order on
+    each rank, threads would wait for each other."""
     return nullcontext() if cp.group is None or cp.size == 1 else meeting_of(mesh_group(cp.group)).data
 
 
@@ -275,8 +279,8 @@ def _disabled(function: Callable[..., Any]) -> Any:
 
 
 def batch_facts(batch: Mapping[str, Any], segments: Segments | None, *, keys: Mapping[str, Key] = KEYS) -> Facts:
-    """What a whole batch is: each key's shape or number, digests of its truth, masks and whole numbers a token, and sums of
-    floating values a token or a sample."""
+    """Return what ranks compare of a batch: each key's shape or number, digests of the segments, of masks and of whole
+    numbers a token, and sums of floating values a token or a sample."""
     facts: Facts = {}
     if segments is not None:
         facts |= {"segments": str(list(segments.shape)), "truth": partial(digest, segments.array)}
@@ -291,7 +295,7 @@ def batch_facts(batch: Mapping[str, Any], segments: Segments | None, *, keys: Ma
                 if _is_compared(name, part, rule or (TOKENS if part.ndim > 1 else SAMPLE), segments):
                     rounded = part.is_floating_point() and "mask" not in name
                     facts[f"{'a sum' if rounded else 'the values'} of {name}"] = partial(
-                        weighed if rounded else digest, part
+                        weighted_sum if rounded else digest, part
                     )
             elif part is None or (rule is not None and isinstance(part, (int, float, list, tuple, np.ndarray))):
                 facts[name] = repr(part) if part is None or isinstance(part, (int, float)) else partial(digest, part)
@@ -299,7 +303,7 @@ def batch_facts(batch: Mapping[str, Any], segments: Segments | None, *, keys: Ma
 
 
 def digest(value: Any) -> str:
-    """CRC-32 of the numbers, and of where rows end where they are jagged. A change inside 4 bytes shows for certain."""
+    """Return a CRC-32 of the numbers, and of the row ends of a jagged tensor. It always shows a change within 4 bytes."""
     if isinstance(value, Tensor) and value.is_nested:
         return " ".join(map(digest, (value.values(), cast(Any, value).offsets())))
     try:
@@ -309,11 +313,11 @@ def digest(value: Any) -> str:
 
 
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-"""What two ranks may differ by, of the length of the vector of all values: in bfloat16 five deviations of a last bit."""
+"""How far sums of two ranks may differ, as a share of the norm of all values: in bfloat16 five deviations of a last bit."""
 
 
-def weighed(value: Tensor) -> str:
-    """A sum of the values, each weighed by its row, its token and its place in the vector, and what it may differ by."""
+def weighted_sum(value: Tensor) -> str:
+    """Return a sum of the values, each weighed by its row, token and place in the vector, and how far it may differ."""
     value = (value.values() if value.is_nested else value).detach()
     if value.layout is not torch.strided or value.device.type == "meta":
         return "not read"
@@ -360,7 +364,7 @@ def _check(messages: Messages) -> None:
 
 
 def _apart(messages: Mapping[int, Mapping[str, str]]) -> Iterator[str]:
-    """What differs: `labels int64 [2, 8] on ranks [0, 1], int64 [2, 12] on ranks [2]`."""
+    """Yield each fact that differs: `labels int64 [2, 8] on ranks [0, 1], int64 [2, 12] on ranks [2]`."""
     for name in dict.fromkeys(name for facts in messages.values() for name in facts):
         held: dict[str, list[int]] = {}
         for rank, facts in messages.items():

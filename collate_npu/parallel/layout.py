@@ -1,6 +1,7 @@
-"""Which tokens a rank holds: every layout is a few runs `[start, stop)` of the row, in the order of the shard.
+"""Layouts: which tokens a rank holds, as a few runs `[start, stop)` of the row, in the order of the shard.
 
-And the process groups of these ranks. No tensor of a batch is touched; the cost is O(runs). Eight tokens on two ranks::
+Also the process groups of these ranks, and which layouts are right for recurrent layers. The code here reads no tensor of a
+batch; the cost is O(runs). Eight tokens on two ranks::
 
     zigzag        0 1 . . . . 6 7   |  . . 2 3 4 5 . .      chunks r and 2 * size - 1 - r: causal work is level
     contiguous    0 1 2 3 . . . .   |  . . . . 4 5 6 7
@@ -33,12 +34,12 @@ from collate_npu.segments import Segments, as_offsets
 from collate_npu.validation import checked
 
 _GLOO: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-"""The groups made here, by the world they are of and their ranks."""
+"""The groups that `gloo_group` made, by their world and their ranks."""
 
 
 def group_of(group: Any, size: int | None = None, rank: int | None = None) -> Any:
-    """Return the process group of these ranks, also that of a DeviceMesh. Raises `CollateError` where the group is missing,
-    or is not the one that `size` and `rank` speak of."""
+    """Return the process group of a DeviceMesh, or the group itself. Raises `CollateError` if it is missing, or if this
+    process is not rank `rank` of `size` in it."""
     remedy = "Pass group=torch.distributed.group.WORLD, a group of new_group(), or use ContextParallel.from_mesh(mesh)."
     if group is None:
         raise CollateError(explain("group", "None", "Gathering needs the process group of these ranks.", remedy))
@@ -75,7 +76,7 @@ def timeout_of(group: Any) -> timedelta:
 
 
 def megatron_group() -> tuple[Any, int]:
-    """Megatron's context-parallel group and tensor-parallel size (megatron/core/parallel_state.py)."""
+    """Return Megatron's context-parallel group and tensor-parallel size (megatron/core/parallel_state.py)."""
     try:
         from megatron.core import parallel_state
     except ImportError as error:
@@ -89,11 +90,10 @@ def megatron_group() -> tuple[Any, int]:
 
 
 def gloo_group(group: Any = None) -> Any:
-    """The Gloo group that carries Python objects between the ranks of `group`: made at its first use, and kept.
+    """Return the Gloo group that carries Python objects between the ranks of `group`, by default those of `data_group`.
 
-    Without `group`, between the ranks of `data_group`. A group whose CPU side is Gloo is returned as it is. Every rank of
-    the group must come here the first time (it meets the others). Raises `CollateError` where there is no group, or no
-    Gloo: objects never go to HCCL or NCCL instead.
+    It is made at the first call, which every rank of the group must make, and kept. A group whose CPU side is Gloo is
+    returned as it is. Raises `CollateError` where there is no group, or no Gloo: objects never go to HCCL or NCCL instead.
 
     >>> dist.all_gather_object(values, {"loss": 0.5}, group=gloo_group())  # doctest: +SKIP
     """
@@ -120,10 +120,10 @@ def gloo_group(group: Any = None) -> Any:
 
 
 def data_group() -> Any:
-    """The ranks that share out the data of a step: under Megatron those of its data and context parallelism, else all.
+    """Return the ranks that share out the data of a step: under Megatron those of data and context parallelism, else all.
 
-    A context-parallel rank holds a part of each row, so what counts tokens or losses needs both. Megatron's own Gloo group
-    where it made one (`get_data_parallel_group_gloo`, parallel_state.py:1442-1458 of megatron-core 0.16.1).
+    A context-parallel rank holds a part of each row, so whoever counts tokens or losses needs both. It is Megatron's own
+    Gloo group if there is one (`get_data_parallel_group_gloo`, parallel_state.py:1442-1458 of megatron-core 0.16.1).
     """
     state = sys.modules.get("megatron.core.parallel_state")  # an import here could come before MindSpeed's patches
     if state is None or not state.model_parallel_is_initialized():
@@ -135,7 +135,7 @@ def data_group() -> Any:
 
 
 def is_gloo(group: Any) -> bool:
-    """True where CPU objects of this group travel by Gloo (`gloo`, or `cpu:gloo,npu:hccl`)."""
+    """True if CPU objects of this group travel by Gloo (`gloo`, or `cpu:gloo,npu:hccl`)."""
     config = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
     return config.get("cpu") == "gloo"
 
@@ -181,7 +181,7 @@ class ContextParallel:
 
     @classmethod
     def from_group(cls, group: Any, **settings: Any) -> ContextParallel:
-        """Size and rank from a torch process group (Gloo, NCCL, HCCL); `torch.distributed.group.WORLD` is one.
+        """Read size and rank from a torch process group (Gloo, NCCL, HCCL), such as `torch.distributed.group.WORLD`.
 
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -194,7 +194,7 @@ class ContextParallel:
 
     @classmethod
     def from_mesh(cls, mesh: Any, **settings: Any) -> ContextParallel:
-        """Size and rank from a DeviceMesh of one dimension.
+        """Read size and rank from a DeviceMesh of one dimension.
 
         >>> ContextParallel.from_mesh(mesh["cp"])  # doctest: +SKIP
         """
@@ -211,12 +211,12 @@ class ContextParallel:
 
     @property
     def documents(self) -> bool:
-        """True where each document of a flat row is shared out by itself."""
+        """True if each document of a flat row is shared out by itself."""
         return self.layout.startswith("document_")
 
     @property
     def multiple(self) -> int:
-        """Pad the width to this: `tp * 2 * cp` for zigzag, `tp * cp` for contiguous and Ulysses.
+        """The number whose multiples a padded width is: `tp * 2 * cp` for zigzag, `tp * cp` for contiguous and Ulysses.
 
         The product and not `lcm(tp, 2 * cp)`: a rank's S / cp tokens are cut by tp again (verl mcore/util.py:686-690).
         """
@@ -224,24 +224,24 @@ class ContextParallel:
 
     @property
     def min_multiple(self) -> int:
-        """Widths that can be shared out at all are multiples of this; `multiple`, a multiple of it, is what to pad to."""
+        """The number whose multiples are the widths that can be shared out at all. Pad to `multiple`, a multiple of it."""
         return self.size * lcm(self._chunks, self.tensor_parallel)
 
     @property
     def document_multiple(self) -> int:
-        """Pad each document to this in the layouts `document_*`; the flat row as a whole keeps to `multiple`."""
+        """The number whose multiples documents are in the layouts `document_*`; the whole flat row keeps to `multiple`."""
         return 1 if self.layout == "ulysses" else self._chunks * self.size
 
     def for_documents(self) -> ContextParallel:
-        """The same ranks for a padding-free row: zigzag goes document by document, other layouts stay.
+        """Return the same ranks for a padding-free row: zigzag becomes document by document, other layouts stay.
 
-        Kernels that read cu_seqlens expect exactly that (ms-swift sequence_parallel.py:505-515; mcore_bridge
+        Kernels that read cu_seqlens expect that order (ms-swift sequence_parallel.py:505-515; mcore_bridge
         utils/megatron_utils.py:56-91; Transformer Engine's thd).
         """
         return replace(self, layout="document_zigzag") if self.layout == "zigzag" else self
 
     def with_rank(self, rank: int) -> ContextParallel:
-        """The place of another rank of the same group, without the group."""
+        """Return the place of another rank of the same group, without the group."""
         return replace(self, rank=rank, group=None)
 
     @property
@@ -250,10 +250,10 @@ class ContextParallel:
 
 
 def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> tuple[Run, ...]:
-    """The runs `[start, stop)` of the tokens this rank holds, in the order of its shard.
+    """Return the runs `[start, stop)` of the tokens that this rank holds, in the order of its shard.
 
-    `cu_seqlens` (`0, end, end, ...` up to the width) is for the layouts `document_*` and ignored by the others. Raises
-    `CollateError` with the multiple to pad to where the width, or a document, does not divide.
+    `cu_seqlens` (`0, end, end, ...` up to the width) is for the layouts `document_*`; the others ignore it. Raises
+    `CollateError`, with the multiple to pad to, if the ranks cannot share out the width or a document.
 
     >>> token_runs(8, ContextParallel(2, 0)), token_runs(8, ContextParallel(2, 0, layout="contiguous"))
     (((0, 2), (6, 8)), ((0, 4),))
@@ -291,7 +291,7 @@ def _row_runs(width: int, size: int, rank: int, layout: Layout, tensor_parallel:
 
 
 def _runs(bounds: Sequence[Run], cp: ContextParallel) -> tuple[Run, ...]:
-    """This rank's part of each document: one chunk, or under zigzag one from each end."""
+    """Return this rank's part of each document: one chunk, or under zigzag one from each end."""
     runs: list[Run] = []
     for start, stop in bounds:
         size = (stop - start) // (cp._chunks * cp.size)
@@ -303,9 +303,10 @@ def _runs(bounds: Sequence[Run], cp: ContextParallel) -> tuple[Run, ...]:
 
 @checked
 def query_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
-    """int64 `[Q]`: the query rows this rank's attention computes, for `dense(segments, rows=...)`; keys stay whole.
+    """Return the query rows that this rank's attention computes, int64 `[Q]`, for `dense(segments, rows=...)`.
 
-    They are the rank's tokens, except under Ulysses, whose attention runs on all tokens of the row for a share of the heads.
+    They are the rank's tokens, except under Ulysses: there attention runs on all tokens of the row, for a part of the heads.
+    Keys stay whole.
 
     >>> query_rows(8, ContextParallel(2, 0)).tolist(), query_rows(8, ContextParallel(2, 0, layout="ulysses")).tolist()
     ([0, 1, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7])
@@ -314,7 +315,7 @@ def query_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
 
 
 def query_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> tuple[Run, ...]:
-    """The runs `[start, stop)` of `query_rows`; errors as `token_runs`."""
+    """Return the runs `[start, stop)` of `query_rows`; errors as `token_runs`."""
     held = token_runs(width, cp, cu_seqlens)
     return _merged([(0, width)]) if cp.layout == "ulysses" else held
 
@@ -330,7 +331,7 @@ def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def indices(runs: Sequence[Run]) -> Tensor:
-    """int64: the places that the runs cover, one after the other."""
+    """Return the places that the runs cover, one after the other, int64."""
     bounds = np.asarray(runs, np.int64).reshape(-1, 2)
     lengths = bounds[:, 1] - bounds[:, 0]
     before = np.cumsum(lengths) - lengths

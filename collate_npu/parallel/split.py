@@ -71,7 +71,8 @@ def split_batch(
     """
     with ranks_agree(cp, call="split"):
         sources = Sources.of(batch)
-        if segments is not None and sources.named["tokens"] and not _is_nested(sources[sources.named["tokens"][0]]):
+        nested = [getattr(sources[key], "is_nested", False) for key in sources.named["tokens"][:1]]
+        if segments is not None and nested == [False]:
             check_known(sources, segments)
         return share_out(sources, cp, segments=segments, cu_seqlens=cu_seqlens)
 
@@ -80,7 +81,7 @@ def split_batch(
 def share_out(
     batch: Mapping[str, Any], cp: ContextParallel, *, segments: Segments | None, cu_seqlens: Any = None, keys: Any = KEYS
 ) -> dict[str, Any]:
-    """`split_batch` of a batch that is known to be that of its Segments."""
+    """Return `split_batch` of a batch whose Segments were compared with it already."""
     with ranks_agree(cp, call="split") as facts:
         sources = Sources.of(batch)
         facts |= batch_facts(sources, segments, keys=keys) if cp.group is not None else {}
@@ -121,11 +122,11 @@ def split_tensor(
 
 
 def _shape(batch: Sources, segments: Segments | None) -> tuple[int, int]:
-    """Rows and width, off the first key that has them; the Segments must speak of the same."""
+    """Return the rows and the width of the first key that has them. Raises if the Segments have others."""
     tokens, positions = with_role(batch, "tokens"), of_kind(batch, "positions")
     for key in (*tokens, *positions, *with_role(batch, "labels", "segment_ids", "keep")):
         value = batch[key]
-        if _is_nested(value):
+        if getattr(value, "is_nested", False):
             B, S = 1, value.values().shape[0]
         else:
             size: Any = () if value is None else value.shape if isinstance(value, Tensor) else batch.array(key).shape
@@ -162,10 +163,6 @@ def _offsets(
     return offsets.tolist()  # type: ignore[no-any-return]
 
 
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_nested
-
-
 @dataclass(frozen=True, slots=True)
 class _Shard:
     """What one rank holds of a batch `[B, S]`."""
@@ -177,7 +174,7 @@ class _Shard:
 
     @classmethod
     def of(cls, cp: ContextParallel, shape: tuple[int, int], cu_seqlens: Sequence[int] | None) -> _Shard:
-        """Raises `UnsupportedFormError` where the layout takes one flat row, or would cut across its sequences."""
+        """Return what this rank holds. Raises if the layout takes one flat row alone, or would cut across its sequences."""
         B, S = shape
         if cp.documents and B != 1:
             rule = f"{cp.layout} shares out the documents of one flat row [1, S]."
@@ -189,7 +186,7 @@ class _Shard:
         return cls(cp, shape, token_runs(S, cp, cu_seqlens), query_runs(S, cp, cu_seqlens))
 
     def of_key(self, key: str, value: Any, rule: Key | None) -> Any:
-        """What this rank holds of one key, by its row of `KEYS`."""
+        """Return what this rank holds of one key, by its row of `KEYS`."""
         if rule is not None and rule.share == "rows":
             return self.of_mask(key, value)
         if rule is not None and rule.share == "replicate":
@@ -203,7 +200,7 @@ class _Shard:
         return value if rule.share == "replicate" else self.of_tokens(key, value, rule.dim)
 
     def of_tokens(self, key: str, value: Tensor, dim: int) -> Tensor:
-        """This rank's tokens along `dim`; raises where that dimension is not S wide."""
+        """Return this rank's tokens along `dim`. Raises if that dimension is not S wide."""
         B, S = self.shape
         if value.ndim == 1 and dim == 1 and value.shape[0] == B:  # one entry a row: the label of a classifier
             return value
@@ -216,7 +213,7 @@ class _Shard:
         raise CollateError(explain(key, shape_of(value), rule, remedy))
 
     def of_mask(self, key: str, value: Any, recurrent: bool = False) -> Any:
-        """A 2D mask like the tokens, a dense one by query rows, a mapping by layer kind entry by entry."""
+        """Split a 2D mask like the tokens, a dense one by query rows, a mapping by layer kind entry by entry."""
         if value is None:
             return None
         if isinstance(value, Mapping):
@@ -263,7 +260,7 @@ def _refuse_sparse(name: str, x: Tensor) -> None:
 
 
 def _take_runs(x: Tensor, dim: int, runs: tuple[Run, ...]) -> Tensor:
-    """The runs of `x` along `dim` (not negative), in their order, as a tensor of its own; autograd flows."""
+    """Return the runs of `x` along `dim` (not negative), in their order, copied; gradients flow through it."""
     if runs == ((0, x.shape[dim]),):
         return x
     if len(runs) > _FEW_RUNS or not runs:
@@ -275,7 +272,7 @@ def _take_runs(x: Tensor, dim: int, runs: tuple[Run, ...]) -> Tensor:
 
 
 def _copies_faster_by_numpy(x: Tensor, dim: int, runs: tuple[Run, ...]) -> bool:
-    """numpy's copy starts faster; torch's has threads, which help from half a megabyte on."""
+    """True if numpy copies faster: its copy starts faster, torch's has threads, which help from half a megabyte on."""
     if x.dtype not in _PLAIN or not x.is_cpu or x.requires_grad or not x.is_contiguous():
         return False
     taken = sum(stop - start for start, stop in runs)
@@ -286,8 +283,9 @@ def _copies_faster_by_numpy(x: Tensor, dim: int, runs: tuple[Run, ...]) -> bool:
 def cu_seqlens_of(batch: Mapping[str, Any], segments: Segments | None = None) -> Tensor | None:
     """Return where the documents of a flat row stand: the offsets that `split_batch` and `gather_sequence` take.
 
-    Those of padded sequences where the batch has them (`cu_seqlens_padded` ...), else `cu_seq_lens_q`, `cu_seqlens` ...;
-    else those of a flat row of segments without padding (with padding the segments do not tell where it belongs).
+    These are the offsets of padded sequences if the batch has them (`cu_seqlens_padded` ...), else `cu_seq_lens_q`,
+    `cu_seqlens` ..., else those of the segments, if they are a flat row without padding. With padding the segments do not
+    say to which document it belongs, and the result is None.
 
     >>> cu_seqlens_of({"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 8]}).tolist()
     [0, 4, 8]
@@ -316,7 +314,7 @@ def _as_tensor(key: str, value: Any, rule: Key | None, shape: tuple[int, int]) -
 
 def _jagged_cu_seqlens(x: Tensor, cp: ContextParallel) -> Tensor:
     """Return the offsets of a jagged tensor. Raises for a layout that does not share out each document."""
-    if cp.layout not in ("document_zigzag", "document_contiguous"):
+    if not cp.documents:
         rule = f"A jagged tensor is shared out document by document; the layout is {cp.layout}."
         remedy = "Use document_zigzag or document_contiguous, or split the padded or flat tensor."
         raise UnsupportedFormError(explain("jagged tensor", shape_of(x.values()), rule, remedy))
@@ -362,7 +360,8 @@ def gather_sequence(
                 raise not_one_of("loss", loss, get_args(Loss), "Pass 'same' if every rank computes the same loss from it.")
             if output.is_nested:
                 shard, dim, offsets = cast(Any, output).values(), 0, _jagged_cu_seqlens(output, cp) * cp.size
-            _check_shape(output, shard.shape, cp, segments, dim)
+            if segments is not None:
+                _check_shape(output, shard.shape, cp, segments, dim)
             offsets = None if offsets is None else as_offsets("cu_seqlens", offsets).tolist()  # one look at the device
             if segments is not None and offsets is not None and segments.shape[0] == 1:
                 check_cuts("cu_seqlens", np.array(offsets), segments)
@@ -379,9 +378,7 @@ def gather_sequence(
     return to_nested(shard[None], segments) if segments else _from_jagged(shard, torch.tensor(offsets, device=shard.device))
 
 
-def _check_shape(output: Tensor, shard: torch.Size, cp: ContextParallel, segments: Segments | None, dim: int) -> None:
-    if segments is None:
-        return
+def _check_shape(output: Tensor, shard: torch.Size, cp: ContextParallel, segments: Segments, dim: int) -> None:
     rows = 1 if output.is_nested else shard[0] if dim == 1 else segments.shape[0]
     if (rows, shard[dim] * cp.size) != segments.shape:
         rule = f"The segments are those of a batch {list(segments.shape)} (rows, width), shared out over {cp.size} ranks."
@@ -405,7 +402,7 @@ def _all_gather(output: Tensor, cp: ContextParallel, loss: Loss, number: str) ->
 
 
 class _AllGather(torch.autograd.Function):
-    """`[...]` on each rank to `[size, ...]` on all of them."""
+    """Gather `[...]` on each rank to `[size, ...]` on all of them."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, cp: ContextParallel, loss: Loss, number: str) -> Tensor:
@@ -504,10 +501,10 @@ def _flat_row(batch: Sources, segments: Segments | None) -> Segments:
 
 
 def _places(segments: Segments, each: int, whole: int, count: int | None) -> list[int]:
-    """Return what each document takes up: a multiple of `each`, the row one of `whole`; with a `count`, so many documents.
+    """Return the places of each document, a multiple of `each`; their sum is a multiple of `whole`.
 
-    The offsets of missing ones rise: recurrent kernels refuse or misread an empty sequence (fla up to 0.5.0, and Ascend's
-    `recompute_w_u_fwd_tiling_processor.h:360`).
+    With a `count` there are so many documents, and those that are missing have places too: recurrent kernels refuse or
+    misread an empty sequence (fla up to 0.5.0, and Ascend's `recompute_w_u_fwd_tiling_processor.h:360`).
     """
     places = [-(-length // each) * each for length in segments.sequence_lengths]
     missing = 0 if count is None else whole_number("max_sequences", count, least=1) - len(places)
@@ -525,16 +522,16 @@ def _places(segments: Segments, each: int, whole: int, count: int | None) -> lis
 
 
 def _number_missing(out: dict[str, Any], sources: Sources, segments: Segments, places: list[int]) -> None:
-    """Write positions and numbers of the missing documents behind the others, as their offsets have them."""
+    """Write positions and numbers for the missing documents, as their offsets say, behind those of the others."""
     own, tail = offsets_of(segments, places), sum(places[: segments.num_sequences])
     for key in (*of_kind(sources, "positions"), *sources.named["sequence_index"]):
         if isinstance(out[key], Tensor) and out[key].ndim == 2:
-            counted = own["seq_idx" if key in sources.named["sequence_index"] else "position_ids"]
-            out[key][:, tail:] = counted[:, tail:].to(out[key])
+            numbers = own["seq_idx" if key in sources.named["sequence_index"] else "position_ids"]
+            out[key][:, tail:] = numbers[:, tail:].to(out[key])
 
 
 def _boundaries(batch: Sources, lengths: Sequence[int], places: Sequence[int], longest: int) -> dict[str, Any]:
-    """Return the batch's keys of offsets and lengths for the new row, and `cu_seqlens` beside `cu_seqlens_padded`."""
+    """Return the batch's offsets and lengths as those of the new row, with `cu_seqlens` and `cu_seqlens_padded`."""
     lengths = [*lengths, *[0] * (len(places) - len(lengths))]
     real, padded = (torch.tensor([0, *accumulate(sizes)], dtype=torch.int32) for sizes in (lengths, places))
     bridge = "cu_seqlens_unpadded" in batch.named["offsets"]  # Megatron-Bridge: beside it the others are padded
@@ -552,16 +549,16 @@ def _boundaries(batch: Sources, lengths: Sequence[int], places: Sequence[int], l
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Where each place of the new row is filled from. Legend: S old width, W new width."""
+    """The place in the old row that fills each place of the new row. Legend: S old width, W new width."""
 
     width: int  # S
-    source: Tensor  # int64 [W]: the place in the old row, for padding that of the last real token before it
+    source: Tensor  # int64 [W]: a place in the old row; for padding, that of the last real token before it
     steps: Tensor  # int64 [W]: 0 for a real token, k for the k-th padding behind it
     segments: Segments
 
     @classmethod
     def of(cls, segments: Segments, places: Sequence[int]) -> _Plan:
-        """Plan N documents by the places each is to take: those of the Segments, then empty ones."""
+        """Return the plan of N documents with these places: the documents of the Segments, then empty ones."""
         places_N = np.array(places, np.int64)
         lengths_N, starts_N = np.zeros((2, len(places)), np.int64)
         lengths_N[: segments.num_sequences] = segments.sequence_lengths
