@@ -36,8 +36,8 @@ from collate_npu.segments import Segments
 
 @dataclass(frozen=True)
 class DispatchCollator:
-    """`inner`'s batch with every value a contiguous tensor `[B, ...]`: a None mask left out, `segment_ids` always beside a
-    2D mask, anything else refused.
+    """A collator of `inner`'s batch with every value a contiguous tensor `[B, ...]`. A None mask is left out, `segment_ids`
+    always stand beside a 2D mask, and any other value is refused.
 
     With `dispatch_batches=True` (the default of an IterableDataset) the first process joins batches, so they need one
     width: `padding="max_length"`. `split_batches=True` joins only a last batch that does not divide by the processes with
@@ -52,9 +52,9 @@ class DispatchCollator:
     inner: Callable[..., Mapping[str, Any]]
 
     def __call__(self, features: Sequence[Mapping[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The batch. Raises `CollateError` for each key that Accelerate cannot carry."""
+        """Return the batch. Raises `CollateError` that lists each key which Accelerate cannot carry."""
         batch = {key: value for key, value in self.inner(features, *args, **kwargs).items() if value is not None}
-        if KEEP_KEY in batch and SEGMENT_KEY not in batch:  # the first batch's keys are those of all that it joins
+        if KEEP_KEY in batch and SEGMENT_KEY not in batch:  # Accelerate joins batches by the keys of the first
             batch[SEGMENT_KEY] = batch[KEEP_KEY].int()
         if problems := dispatch_problems(batch):
             listed = "; ".join(f"{key} is {what}" for key, what in problems.items())
@@ -65,14 +65,14 @@ class DispatchCollator:
 
 
 def dispatch_problems(batch: Mapping[str, Any]) -> dict[str, str]:
-    """Key and reason for everything in a batch that Accelerate's dispatcher would break on, or break without a word."""
-    size, found = next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim), 0), {}
+    """Return each key on whose value Accelerate's dispatcher would raise, or which it would cut wrong, and the reason."""
+    size, reasons = next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim), 0), {}
     for key, value in batch.items():
         if not isinstance(value, Tensor):
-            found[key] = a_type(value)
+            reasons[key] = a_type(value)
         elif not value.ndim or len(value) != size:
-            found[key] = f"of shape {list(value.shape)} in a batch of {size}"
-    return found
+            reasons[key] = f"of shape {list(value.shape)} in a batch of {size}"
+    return reasons
 
 
 # --- rows that are shared out over ranks
@@ -85,7 +85,7 @@ def refuse_model(model: Any, backend: Backend = "torch") -> None:
 
     Recurrent layers (Gated DeltaNet, Mamba, short convolutions) get a shard, out of order under torch's head-tail
     layout, and never exchange their state: accelerate refuses them for some layer names and versions only. Layers with
-    a window would be run as full attention by the hooks that drop the mask.
+    a window become full attention, because the hooks drop the mask.
 
     >>> from collate_npu.testing import tiny_config
     >>> refuse_model(tiny_config("qwen3_next", vocab_size=257))
@@ -115,13 +115,13 @@ def ready_batch(
     backend: Backend = "torch",
     attn_implementation: str = "sdpa",
 ) -> dict[str, Any]:
-    """The whole batch in the form that the stack shards by itself, on `size` ranks.
+    """Return the whole batch in the form that the stack then shards over `size` ranks.
 
     `torch`: adds `shift_labels` and `position_ids`, keeps a 2D `attention_mask` (Trainer counts tokens with it) and
     never None, which Trainer calls `.dim()` on. `deepspeed`: adds `position_ids`, from which Ulysses tells documents
     apart; its loader shifts labels itself, so the first label of each sequence becomes -100; no mask. Tensors are owned
-    copies, since torch cuts buffers in place. `segments` default to what the batch itself tells.
-    Raises `UnsupportedFormError` where causal attention without a mask is not exact, `CollateError` for the width.
+    copies, since torch cuts buffers in place. `segments` are by default read from the batch.
+    Raises `UnsupportedFormError` if causal attention without a mask is not exact, `CollateError` for the width.
     """
     segments = segments or segments_from_batch(batch)
     exact = none_is_exact(segments)
@@ -153,7 +153,7 @@ def ready_batch(
 def context_parallel_collator(
     inner: Callable[[list[Any]], Mapping[str, Any]], *, size: int, model: Any, backend: Backend = "torch"
 ) -> Callable[[list[Any]], dict[str, Any]]:
-    """A collator for Trainer with `cp_size` (torch) or `sp_size` (deepspeed) of `size`: `inner`'s batch, made ready.
+    """Return a collator for a Trainer with `cp_size` (torch) or `sp_size` (deepspeed) of `size`: `ready_batch` of `inner`'s.
 
     Picklable if `inner` is. Refuses recurrent models. Trainer shards input_ids, labels, shift_labels, attention_mask and
     position_ids alone: take other per-token keys out.

@@ -1,8 +1,8 @@
 """`adapt(model)`: each batch of a transformers model is proved, made right, or refused, on its way into the forward.
 
-For any stack that runs such a model: whatever makes the batch, behind a collator or in an actor, it comes by here. Hooks
-stand on the model, on PEFT's wrapper around it, and on its backbone, which some trainers call by itself (TRL 1.16 for its
-chunked losses, OpenRLHF's value heads); a batch goes through the first of them that it comes to.
+It serves any stack that runs such a model: a batch passes the forward, whether a collator or an actor made it. Hooks stand
+on the model, on PEFT's wrapper around it, and on its backbone, which some trainers call by itself (TRL 1.16 for its chunked
+losses, OpenRLHF's value heads). Only the first hook that a batch reaches changes it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Kept = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class Adapted:
-    """What `adapt` put on a model: `.remove()` takes it off, and so does the end of `with adapt(model):`."""
+    """The hooks that `adapt` put on a model. `.remove()` takes them off, and so does the end of `with adapt(model):`."""
 
     handles: Sequence[Any] = field(repr=False)
     packed: str
@@ -66,13 +66,13 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     """Let every batch go through `BatchAdapter(model, **settings)` on its way into `model(...)`; undone by `.remove()`.
 
     `model` is a transformers model, or any module around one (DDP, FSDP, DeepSpeed, torch.compile, PEFT, a stack's actor).
-    What the trainer put together is proved, made right for this model, or refused there; its own batch stays as it was. A
-    single row with offsets, or whose mask says no padding, is read as a flat one. Recurrent layers keep the sequences of a
-    row apart; `.packed` says how. Calls without tokens of text (sound), and steps of generation behind the prompt, pass
-    as they are. Where padding stands behind all tokens of a call that nothing else reads, sdpa and flex_attention get no
-    mask: exact, and faster. Costs a copy of the mask to the host each step. A model that is no causal language model, no
+    The trainer's batch is proved, made right for this model, or refused there; its own dict stays as it was. A single row
+    with offsets, or whose mask says no padding, is read as a flat one. Recurrent layers keep the sequences of a row apart;
+    `.packed` says how. Calls without tokens of text (sound), and steps of generation behind the prompt, pass as they are.
+    If all padding stands behind the tokens, and only the model reads the batch, sdpa and flex_attention get no mask: exact,
+    and faster. Costs a copy of the mask to the host each step. A model that is no causal language model, no
     backbone of one and no head on one is left as it came: a warning says so. Raises `UnsupportedFormError` for a module with
-    no transformers model in it, or several, and for labels that a trainer has counted. After `get_peft_model`.
+    no transformers model in it, or several, and for ignored labels that a trainer counted. Call it after `get_peft_model`.
 
     >>> from collate_npu.testing import tiny_model
     >>> model = tiny_model("qwen3_next", vocab_size=257)
@@ -97,8 +97,8 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
 
 
 class _Hooks:
-    """The hooks of one module, copied and pickled with it. `inside` says for all hooks of a model by which one each
-    thread came in, and `outer` are the modules through which a batch comes to this one."""
+    """The hooks of one module, copied and pickled with it. `inside` holds, for all hooks of a model, the one by which each
+    thread entered. `outer` are the modules that a batch passes before this one."""
 
     def __init__(
         self, module: nn.Module, settings: dict[str, Any], inside: dict[int, _Hooks], outer: list[nn.Module]
@@ -107,13 +107,13 @@ class _Hooks:
         asked: dict[str, Any] = {"attention": settings.get("attn_implementation"), "mended": True}
         recurrent = is_transformers(unwrap(module)) and needs_mask_2d(module)
         self.mixed = sequences_mix_reason(module, BatchAdapter, **asked) if recurrent else ""
-        """Why the recurrent layers behind it do not keep the sequences of a row apart, even mended."""
+        """Why its recurrent layers mix the sequences of a row, even mended; "" if they do not."""
         self.keeps_apart = recurrent and not self.mixed
         self.mended = mend(module) if self.keeps_apart else None
         self.adapter = self._made(module)
         own, inner = ([*inspect.signature(type(each).forward).parameters][1:] for each in (module, unwrap(module)))
         self.names = own if {"input_ids", "inputs_embeds"} & {*own} else inner
-        """The arguments of its forward; of the model's inside, if its own names no tokens."""
+        """The arguments of its forward; those of the model inside, if its own forward names no tokens."""
         self.lora = self._has_lora()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
@@ -168,7 +168,7 @@ class _Hooks:
         return mended
 
     def _current(self, module: nn.Module) -> BatchAdapter:
-        """The adapter; a new one if the model got another attention since, or became float64 or stopped being it."""
+        """Return the adapter: a new one if the model has another attention now, or changed to float64 or from it."""
         known = self.adapter.model
         named = getattr(text_config(known.config), "_attn_implementation", None)
         other = "attn_implementation" not in self.settings and (named or "sdpa") != known.attn_implementation
@@ -199,8 +199,10 @@ def _decodes(batch: Sources) -> bool:
 
 
 def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
-    """The rest of rows whose first tokens are cached: positions count the tokens before, and the first label of a sequence
-    behind padding is ignored. None where nothing changes. Raises where padding reaches tokens."""
+    """Return the call with positions that count the cached tokens, and without the first label of a sequence behind padding.
+
+    None if nothing changes. Raises if padding reaches tokens.
+    """
     S, keep = batch.shape()[1], batch.get("attention_mask")
     each: Any = next(iter(keep.values()), None) if isinstance(keep, Mapping) else keep  # of a static cache, by kind of layer
     if S > 1 and getattr(each, "ndim", 0) == 4 and adapter.model.leaks.get("left"):
@@ -222,7 +224,7 @@ def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
 
 
 def _with_empty_rows(batch: Sources) -> Sources:
-    """The batch with `segment_ids` where a chunk of a prompt has a row of padding alone."""
+    """Return the batch, with `segment_ids` if a row of this chunk of a prompt is padding alone."""
     mask = batch.get("attention_mask")
     if not _cached(batch) or getattr(mask, "ndim", 0) != 2 or batch.named["segment_ids"]:
         return batch
@@ -245,16 +247,16 @@ _BEFORE = "Pass data_collator=wrap_collator(your collator, model=model), which c
 
 
 def _check_count(adapter: BatchAdapter, batch: Sources, mended: Mapping[str, Any], segments: Segments) -> None:
-    """Raise where a trainer has counted labels that are ignored here: it divides the loss by their number (transformers 5.23
-    trainer.py:2335, of all batches of a step). Warn where it has counted labels and keeps them from the forward."""
-    counted, moved, lost = batch.get("num_items_in_batch"), adapter.label_rule == "next", 0
-    kept = counted is not None and batch.get("labels") is None and batch.get("shift_labels") is None
-    if kept and moved and (segments.packed or segments.padding_side in PADS_BEFORE):
+    """Raise if a trainer has counted labels that are ignored here: it divides the loss by their number (transformers 5.23
+    trainer.py:2335, of all batches of a step). Warn if it has counted labels and keeps them from the forward."""
+    counts, shifts, lost = batch.get("num_items_in_batch") is not None, adapter.label_rule == "next", 0
+    kept = counts and batch.get("labels") is None and batch.get("shift_labels") is None
+    if kept and shifts and (segments.packed or segments.padding_side in PADS_BEFORE):
         text = "the trainer keeps the labels from the forward, and learns the first token of each sequence from what stands "
         warnings.warn(f"collate_npu: {text}before it, unless its label is -100. {_BEFORE}", stacklevel=2)
-    for key in ("labels", "shift_labels") if counted is not None else ():
+    for key in ("labels", "shift_labels") if counts else ():
         if mended.get(key) is not None and batch.get(key) is not None:
-            first = int(moved and key == "labels")  # the loss drops a row's first
+            first = int(shifts and key == "labels")  # the loss drops a row's first
             lost += int((batch[key][:, first:] >= 0).sum() - (mended[key][:, first:] >= 0).sum())
     if lost:
         rule = f"A trainer counted {lost} labels that no sequence alone has: of padding, or the first of a sequence."
@@ -262,7 +264,7 @@ def _check_count(adapter: BatchAdapter, batch: Sources, mended: Mapping[str, Any
 
 
 def _is_flat(batch: Sources) -> bool:
-    """True for one row without a mask, with offsets, or with a mask of ones over positions that begin again."""
+    """True for one row without a mask, with offsets, or with a mask of ones and positions that restart."""
     shape = batch.shape()
     if shape[0] != 1 or batch.get("attention_mask") is None or batch.named["offsets"]:
         return shape[0] == 1
@@ -273,8 +275,8 @@ def _is_flat(batch: Sources) -> bool:
 
 
 def _hook_places(model: nn.Module, whole: nn.Module) -> list[nn.Module]:
-    """The modules through which a batch may enter: PEFT's wrapper, the model, its backbone. Of a head that takes no
-    positions, and so makes them itself, the backbone alone."""
+    """Return the modules through which a batch may enter: PEFT's wrapper, the model, its backbone; the backbone alone if
+    the head around it takes no positions, and so makes them itself."""
     if not is_transformers(whole):
         return [whole]
     # a tuner calls `model.forward`, by which no hook runs (peft 0.20 `BaseTuner.forward`)
@@ -287,16 +289,16 @@ def _hook_places(model: nn.Module, whole: nn.Module) -> list[nn.Module]:
 
 
 def _transformers_model(model: nn.Module, named: bool) -> nn.Module:
-    """The one transformers model inside; a model of the caller's own, where its consumer is named."""
-    stack, found = consumer_of(model), dict[str, nn.Module]()
+    """Return the one transformers model inside, or the caller's own model if a consumer is named for it."""
+    stack, inside = consumer_of(model), dict[str, nn.Module]()
     for name, module in model.named_modules():
-        if is_transformers(module) and not any(name.startswith(f"{outer}.") or not outer for outer in found):
-            found[name] = module
-    if len(found) == 1 and stack in (None, "transformers"):
-        return next(iter(found.values()))
-    if named and not found:
+        if is_transformers(module) and not any(name.startswith(f"{outer}.") or not outer for outer in inside):
+            inside[name] = module
+    if len(inside) == 1 and stack in (None, "transformers"):
+        return next(iter(inside.values()))
+    if named and not inside:
         return cast(nn.Module, unwrap(model))
-    held = f"a {stack} model" if stack else f"{len(found)} transformers models in it"
+    held = f"a {stack} model" if stack else f"{len(inside)} transformers models in it"
     rule = "adapt takes one transformers model, or a wrapper of one."
     remedy = "Call adapt on each of them. Megatron: gpt_batch of integrations.megatron. Other stacks: `collate-npu "
     remedy += "guide`. A model of your own that takes what transformers' take: pass consumer='transformers'."
@@ -319,11 +321,11 @@ _SIZES: dict[str, Any] = {
     # its getter builds a state where there is none, which raises on more than one rank
     "veomni.distributed.parallel_state": lambda of: getattr(of._PARALLEL_STATE, "ulysses_size", 1),
 }
-"""Where a stack keeps how many ranks share a row: OpenRLHF 0.11.2, SkyRL 0.3.0, VeOmni 0.1.12."""
+"""The module in which a stack keeps how many ranks share a row: OpenRLHF 0.11.2, SkyRL 0.3.0, VeOmni 0.1.12."""
 
 
 def _sharing_ranks() -> int:
-    """How many ranks share each row in this process, by the stacks that are imported."""
+    """Return how many ranks share each row in this process, as the imported stacks say."""
     return max((size(sys.modules[name]) for name, size in _SIZES.items() if name in sys.modules), default=1)
 
 

@@ -1,7 +1,7 @@
 """axolotl 0.19.0: one line of its YAML, `plugins: [collate_npu.integrations.axolotl.CollatePlugin]`.
 
-Whatever collator axolotl chose is wrapped in `post_trainer_create` (train.py:607); the trainers of `rl:` make rows behind
-theirs, so there each forward is looked at, and so it is where a recurrent model packs.
+`post_trainer_create` (train.py:607) wraps the collator that axolotl chose. The trainers of `rl:` make rows behind their
+collator, and recurrent models may pack, so there the models are adapted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CollatePlugin(BasePlugin):  # type: ignore[misc]  # axolotl is not there w
     """
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Wrap the collators of a trainer, or watch the forwards of one whose rows are made behind its collator."""
+        """Wrap the collators of a trainer, or adapt its models if it makes rows behind its collator."""
         say_outside(PACKAGE, TESTED)
         if cfg.rl:
             for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
@@ -38,16 +38,16 @@ class CollatePlugin(BasePlugin):  # type: ignore[misc]  # axolotl is not there w
             adapt(trainer.model)
         for name, packs in (("data_collator", cfg.sample_packing), ("eval_data_collator", cfg.eval_sample_packing)):
             if (inner := getattr(trainer, name, None)) is not None:
-                setattr(trainer, name, _wrapped(inner, trainer.model, bool(packs)))
+                setattr(trainer, name, _wrap(inner, trainer.model, bool(packs)))
 
 
-def _wrapped(inner: Any, model: Any, packs: bool) -> WrappedCollator:
-    if packs and _is_patched(model):  # its layers read where sequences begin from the positions of one flat row
+def _wrap(inner: Any, model: Any, packs: bool) -> WrappedCollator:
+    if packs and _is_patched(model):  # its layers read the beginnings of sequences from the positions of one flat row
         return wrap_collator(inner, padding_free=True)
     flash = "flash" in str(getattr(unwrap(model).config, "_attn_implementation", ""))
     return wrap_collator(inner, model=model, padding_free=packs and (flash or needs_mask_2d(model)))
 
 
 def _is_patched(model: Any) -> bool:
-    """True if axolotl put its own recurrent layers in, as it does where there is CUDA (loaders/patch_manager.py:573)."""
+    """True if axolotl put its own recurrent layers in, as it does on CUDA (loaders/patch_manager.py:573)."""
     return any(type(module).forward.__module__.startswith("axolotl.monkeypatch") for module in model.modules())

@@ -4,8 +4,8 @@
     ray job submit --runtime-env-json='{"worker_process_setup_hook": "collate_npu.integrations.openrlhf.arm"}' -- python3 -m
         openrlhf.cli.train_ppo_ray ...
 
-Both of its builders hand the model, PEFT's wrapper around it, to `set_z3_leaf_modules` before DeepSpeed gets it
-(models/actor.py:206, models/model.py:156), which names no setting for code of a user's own.
+OpenRLHF has no setting for code of a user. Both of its builders pass the model, or PEFT's wrapper around it, to
+`set_z3_leaf_modules` before DeepSpeed gets it (models/actor.py:206, models/model.py:156).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PACKAGE, TESTED = "openrlhf", "0.11.2"
 
 
 def arm() -> None:
-    """Adapt each model that OpenRLHF builds in this process from now on; nothing of it is imported for that.
+    """Adapt each model that OpenRLHF builds in this process from now on. Imports nothing of OpenRLHF.
 
-    A name for Ray's `worker_process_setup_hook`, which runs in every worker, those of vLLM too.
+    Ray's `worker_process_setup_hook` takes its name, and runs it in every worker, those of vLLM too.
 
     >>> arm()  # doctest: +SKIP
     """
@@ -35,7 +35,7 @@ def arm() -> None:
 
 
 def disarm() -> None:
-    """Leave models that are built from now on alone."""
+    """Adapt no model that is built from now on."""
     patching.release(PACKAGE)
 
 
@@ -51,7 +51,7 @@ def _then_adapt(original: Callable[..., Any], model: nn.Module, *args: Any, **kw
 
 
 def main() -> None:
-    """`python -m collate_npu.integrations.openrlhf MODULE ...`: run that module with its arguments, armed.
+    """Run a module with its arguments after `arm()`: `python -m collate_npu.integrations.openrlhf MODULE ...`.
 
     DeepSpeed's launcher puts `--local_rank=N` first (launcher/launch.py), so the first word without dashes is the module.
     """

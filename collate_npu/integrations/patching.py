@@ -1,8 +1,9 @@
-"""Patching: a trainer's function replaced, wherever it was imported to, and given back exactly.
+"""Patching: replaces a trainer's function, wherever it was imported, and gives it back exactly.
 
-A replacement is in place while at least one holder holds it; twice is once, so a plugin file may run again. What somebody
-else patched over ours stays as it is, and ours then calls the original. `in_place` says whether ours is still called, and
-the next install mends it. A release of the trainer that was not tested is warned of.
+A replacement stays until its last holder releases it. A second `patch` by one holder changes nothing, so a plugin file may
+run again. If somebody else has patched over ours, their patch stays, and a released wrapper below it calls the original.
+`in_place` says whether ours is still called; the next `patch` mends it. A release of the trainer that was not tested gives
+a warning.
 """
 
 from __future__ import annotations
@@ -53,15 +54,17 @@ class _Patch:
         _rebind(self.everywhere, self.original, self.wrapper)
 
     def take_off(self) -> None:
-        """Give the owner and the modules back what they had. Below somebody else's patch the wrapper stays, and calls it."""
+        """Give the owner and the modules their function back. Below another's patch the wrapper stays, and calls it."""
         if _function(vars(self.owner).get(self.name)) is self.wrapper:
             delattr(self.owner, self.name) if self.before is _ABSENT else setattr(self.owner, self.name, self.before)
         _rebind(self.everywhere, self.wrapper, self.original)
 
     def lost(self) -> bool:
-        """True if what the owner has now does not lead to ours: by `__wrapped__`, its closure, or a global that it names.
-        After `importlib.reload` it does not; nor where MindSpeed's `repatch` has put its own there, made of what it found
-        at first (0.16.0 patch_utils.py:108-131). A stranger's patch over ours does."""
+        """True if the owner's function does not lead to ours: by `__wrapped__`, its closure, or a global that it names.
+
+        It does not after `importlib.reload`, nor after MindSpeed's `repatch`, which wraps the function that it met first
+        (0.16.0 patch_utils.py:108-131). A stranger's patch over ours leads to ours.
+        """
         todo, seen = [vars(self.owner).get(self.name)], set()
         while todo:
             now = _function(todo.pop())
@@ -123,7 +126,7 @@ def in_place(ours: Callable[..., Any]) -> bool:
 
 
 def _rebind(package: str, old: Any, new: Any) -> None:
-    """Replace `old` by `new` in the modules of the package. Only `vars` is read: a lazy module imports on any other look."""
+    """Replace `old` by `new` in the modules of the package. Only `vars` is read: `getattr` makes a lazy module import."""
     for key, module in list(sys.modules.items()) if package else ():
         if module is not None and (key == package or key.startswith(f"{package}.")):
             for name in [name for name, value in vars(module).items() if value is old]:
@@ -142,12 +145,12 @@ def with_globals(function: Any, **names: Any) -> Any:
     return made
 
 
-# --- what waits for an import
+# --- work that waits for an import
 
 
 def once_imported(name: str, then: Callable[[], None], *, before: Callable[[], object] = bool) -> None:
-    """Run `then()` as soon as this module is imported: now, or behind its own code, which `before()` precedes. Twice is
-    once."""
+    """Run `then()` now if this module is imported, or else `before()`, the module's code and `then()` when it is. A second
+    call with the same arguments changes nothing."""
     if name in sys.modules:
         then()
     elif not any(isinstance(finder, _ImportHook) and (finder.name, finder.then) == (name, then) for finder in sys.meta_path):
@@ -161,7 +164,7 @@ class _ImportHook(MetaPathFinder):
         self.name, self.then, self.before = name, then, before
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The spec of that module, with a loader that runs `before` and `then` around its code; None for every other."""
+        """Return the spec of that module, whose loader runs `before`, its code and `then`; None for every other module."""
         if name != self.name:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
@@ -178,13 +181,13 @@ class _ImportHook(MetaPathFinder):
         return spec
 
 
-# --- what trainers gather on an NPU
+# --- gathers of trainers on an NPU
 
 
 def gather_by_gloo(original: Callable[..., Any], values: Any, value: Any, group: Any = None) -> Any:
-    """Gather Python objects through Gloo: in place of `torch.distributed.all_gather_object`, which takes device memory over
+    """Gather Python objects through Gloo, in place of `torch.distributed.all_gather_object`, which uses device memory on
     HCCL. ms-swift gathers the names of its metrics at every step (4.6.0 trainers/trainer.py:108), twinkle its metrics (0.5.1
     utils/framework.py:60)."""
     ranks = dist.group.WORLD if group is None else group
-    here = dist.get_rank(ranks) >= 0
-    return original(values, value, group=gloo_group(ranks) if here else ranks)
+    member = dist.get_rank(ranks) >= 0
+    return original(values, value, group=gloo_group(ranks) if member else ranks)

@@ -42,13 +42,13 @@ def get_attention_masks(
     block_size: int | tuple[int, int] = 128,
     compiled: bool = True,
 ) -> Any:
-    """`attention_masks` for a torchtitan model's forward: a BlockMask, VarlenMetadata, or a mapping by kind of layer.
+    """Return `attention_masks` for a torchtitan model's forward: a BlockMask, VarlenMetadata, or a mapping by kind of layer.
 
     `layers_of(model)` reads them off a model. Where masks have names of their own: gpt_oss `{"basic_mask": "causal",
     "sliding_window_mask": Pattern.sliding(128)}`; Muse Glimmer `{"global": "causal", "swa_128": Pattern.sliding(128)}`.
 
-    `block_size` is that of its FlexAttention.Config. `compiled=False` is for a few small masks: it builds `[B, 1, S, S]` on
-    the way.
+    `block_size` is that of its FlexAttention.Config. `compiled=False` is for a few small masks: it builds `[B, 1, S, S]`
+    first.
 
     >>> masks = get_attention_masks(Segments.from_lengths([3, 5], side="left"), layers_of(model))  # doctest: +SKIP
     >>> model(tokens, attention_masks=masks)  # doctest: +SKIP
@@ -79,7 +79,7 @@ def layers_of(model: Any) -> Layers:
 
 
 def positions(segments: Segments) -> Tensor:
-    """int64 `[B, S]`: 0 at the first token of every sequence, and of every stretch of padding.
+    """Return positions, int64 `[B, S]`: 0 at the first token of each sequence, and of each stretch of padding.
 
     >>> positions(Segments.from_lengths([2, 4], side="left")).tolist()
     [[0, 1, 0, 1], [0, 1, 2, 3]]
@@ -90,7 +90,7 @@ def positions(segments: Segments) -> Tensor:
 
 
 def varlen_metadata(segments: Segments, *, device: torch.device | str = "cpu") -> Any:
-    """VarlenMetadata of the B * S tokens, row after row, padding included as documents. Raises for a sequence with holes."""
+    """Return VarlenMetadata of the B * S tokens, row after row, padding as documents. Raises for holes in a sequence."""
     from torchtitan.models.common.attention import VarlenMetadata
 
     if torn := [(b, "holes") for b in segments.hole_rows]:
@@ -103,8 +103,10 @@ def varlen_metadata(segments: Segments, *, device: torch.device | str = "cpu") -
 
 
 def _stretches(segments: Segments) -> tuple[Array, Array]:
-    """`[B, S]` of the number of each place's stretch, counted from 0 over all rows, and where each begins: a stretch is a
-    run of one sequence, or of padding, in one row."""
+    """Return the number of each place's stretch, `[B, S]`, counted from 0 over all rows, and where each stretch begins.
+
+    A stretch is a run of one sequence, or of padding, in one row.
+    """
     ids_BS = segments.array
     begins_BS = np.ones(ids_BS.shape, bool)
     begins_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
@@ -123,8 +125,8 @@ def _one(segments: Segments, kind: _Kind, device: torch.device | str, block_size
 
 
 def _attends(segments: Segments, pattern: str | Pattern, device: torch.device | str) -> Callable[..., Tensor]:
-    """A mask function of FlexAttention: the pattern for real queries; padding attends its own stretch, so that no row is
-    empty."""
+    """Return a mask function of FlexAttention: the pattern for real queries, and for padding its own stretch, so that no
+    row is empty."""
     real, keep = mask_mod(segments, pattern, device), segments.keep.to(device)
     stretch = torch.from_numpy(_stretches(segments)[0]).to(device)
 
@@ -170,7 +172,7 @@ def masks_in_forward(model: Any, layers: Layers = None, **settings: Any) -> Any:
 
 
 def _check_masks(masks: Any, tokens: Tensor) -> None:
-    """A BlockMask of more rows than the tokens is read from its first, without an error; offsets point anywhere."""
+    """Raise for masks of other tokens: torch reads the first rows of a BlockMask that has too many, without an error."""
     for name, mask in (masks if isinstance(masks, Mapping) else {"": masks}).items():
         key = f"attention_masks {name}".strip()
         if hasattr(mask, "kv_num_blocks"):
@@ -184,7 +186,7 @@ def _check_masks(masks: Any, tokens: Tensor) -> None:
 
 
 def _shapes(tokens: Tensor) -> set[tuple[int, int]]:
-    """`(B, S)` of the tokens. Masks of a DTensor are those of its local rows, or of all where its width is shared out."""
+    """Return each `(B, S)` that masks may have. A DTensor's are of its local rows, or of all if its width is shared out."""
     local = _local(tokens)
     return {(B, S) for B in (tokens.shape[0], local.shape[0]) for S in (tokens.shape[1], local.shape[1])}
 
@@ -226,13 +228,13 @@ class TitanCollator:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> TrainerBatch:
-        """`trainer_batch` of the inner batch, with the same errors."""
+        """Return `trainer_batch` of the inner batch, with the same errors."""
         input_dict, labels = trainer_batch(self.inner(features), segment_ids=self.segment_ids)
         return {**input_dict, **self.extra}, labels
 
 
 def trainer_batch(batch: Mapping[str, Any], segments: Segments | None = None, *, segment_ids: bool = False) -> TrainerBatch:
-    """`({"input": int64 [B, S], "positions": int64 [B, S]}, labels int64 [B, S])` of a padded or packed batch.
+    """Return `({"input": int64 [B, S], "positions": int64 [B, S]}, labels int64 [B, S])` of a padded or packed batch.
 
     Labels are moved to the token before them; padding and the last token of a sequence get -100. `segment_ids`, int32, are
     for `masks_in_forward`. Raises without labels, and for holes and keys that the model would be called with.

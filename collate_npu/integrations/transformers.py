@@ -65,13 +65,13 @@ class DeliveryCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _check_collator(expected: Any, loader: Any) -> None:
-    found = loader.collate_fn
-    while found is not expected and (inner := getattr(found, "data_collator", None)) is not None:
-        found = inner  # transformers wraps it to remove columns (trainer_utils.py, RemoveColumnsCollator)
-    if found is not expected:
+    own = loader.collate_fn
+    while own is not expected and (inner := getattr(own, "data_collator", None)) is not None:
+        own = inner  # transformers wraps it to remove columns (trainer_utils.py, RemoveColumnsCollator)
+    if own is not expected:
         rule = "The dataloader collates with a function that you did not pass."
         remedy = "Find who replaced it, and set it again: trainer.data_collator = collator."
-        raise CollateError(explain("data_collator", type(found).__name__, rule, remedy))
+        raise CollateError(explain("data_collator", type(own).__name__, rule, remedy))
 
 
 def plan_batches(trainer: Any, *, max_tokens: int, lengths: Any = None, **options: Any) -> BalancedBatchSampler:
@@ -106,7 +106,7 @@ def plan_batches(trainer: Any, *, max_tokens: int, lengths: Any = None, **option
         made = Trainer.get_train_dataloader(trainer)  # with the trainer's columns, collator and workers
         trainer.accelerator._dataloaders.remove(made)
         kept = {name: getattr(made, name) for name in _OF_LOADER}
-        trainer.accelerator.even_batches, even = False, trainer.accelerator.even_batches  # they are; before 1.15 it asks
+        trainer.accelerator.even_batches, even = False, trainer.accelerator.even_batches  # before 1.15 Accelerate asks
         try:
             return trainer.accelerator.prepare(DataLoader(made.dataset, batch_sampler=sampler, **kept))
         finally:
@@ -121,7 +121,7 @@ _OF_LOADER = ("collate_fn", "num_workers", "pin_memory", "persistent_workers", "
 
 
 class _SetEpoch(TrainerCallback):  # type: ignore[misc]
-    """Reaches a sampler that Accelerate wraps, or whose first batches it skips (1.15 data_loader.py)."""
+    """Sets the epoch of the sampler, also if Accelerate wraps it or skips its first batches (1.15 data_loader.py)."""
 
     def __init__(self, sampler: BalancedBatchSampler) -> None:
         self._sampler = sampler

@@ -1,9 +1,9 @@
 """twinkle-kit 0.5.1: InputProcessors whose stages keep padding and the 2D mask.
 
-Five stages of twinkle's InputProcessor lose padding (processor/base.py): it builds its 4D mask from lengths alone
-(:488-499), pads to tp or to 2 * cp but never to both (:296-299), passes on no key outside its list (:659-677), drops the 4D
-mask whatever it says (:454-466) and splits no mask (:394). `install` puts `Stages` in their places, in a processor that is
-set afterwards when it meets its first batch. Costs one copy of each padded key. Legend: B rows, S width, L tokens of a row.
+Five stages of twinkle's InputProcessor lose padding (processor/base.py). It builds its 4D mask from lengths alone
+(:488-499), pads to tp or to 2 * cp but never to both (:296-299), passes on no key outside its list (:659-677), drops every
+4D mask (:454-466) and splits no mask (:394). `install` puts `Stages` in their places; in a processor that is set
+afterwards, when its first batch comes. Costs one copy of each padded key. Legend: B rows, S width, L tokens of a row.
 """
 
 from __future__ import annotations
@@ -37,34 +37,33 @@ _Row = dict[str, Any]
 Stage = Callable[..., list[_Row]]
 
 _TRUTH = ("attention_mask", KEEP_KEY, SEGMENT_KEY)
-"""What `_segments` has read, and the batch carries as `segment_ids` alone."""
+"""The keys that `_segments` reads. The batch carries `segment_ids` in their place."""
 _DOCUMENTS: Mapping[str, Key] = {**KEYS, "position_ids": replace(KEYS["position_ids"], fill=-1)}  # twinkle's own fill
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Our stages of one processor; each takes and returns a list, as twinkle's do."""
+    """Our stages of one processor. Each takes and returns a list, like twinkle's."""
 
     processor: Any
     model: Any
     needs_mask_2d: bool | None
 
     def by_name(self) -> dict[str, Stage]:
-        """Each stage under the name of twinkle's that it replaces. Raises where the model's need of the mask is unknown."""
+        """Return our stages by the names of twinkle's. Raises if it is unknown whether the model needs the mask."""
         if self.processor.framework != "transformers":
             self.adapter("megatron", ContextParallel(1, 0))
         stages = (self.pad_cp, self.align_routed_experts, self.to_transformers_dict, self.drop_causal_4d_mask, self.split_cp)
         return {stage.__name__: stage for stage in stages}
 
     def adapter(self, consumer: str, cp: ContextParallel) -> BatchAdapter:
-        """The adapter of twinkle's first model chunk, for one consumer and one rank's place."""
+        """Return the adapter of twinkle's first model chunk, for one consumer and one rank's place."""
         model, reader = next(iter(chunks_of(self.model)), None), consumer_named(consumer)
         return BatchAdapter(model, needs_mask_2d=self.needs_mask_2d, consumer=reader, context_parallel=cp)
 
     @property
     def cp(self) -> ContextParallel:
-        """The ranks that share a row. tp counts whatever `sequence_parallel` says: the bridge turns that on for MoE models
-        by itself."""
+        """The ranks that share a row. tp counts without `sequence_parallel` too, which the bridge turns on for MoE."""
         mesh = self.processor.device_mesh
         if mesh is None or self.processor.framework == "transformers":
             return ContextParallel(1, 0)
@@ -86,16 +85,16 @@ class Stages:
         return [self._padded(row, max(x["input_ids"].shape[-1] for x in group)) for group in groups for row in group]
 
     def align_routed_experts(self, rows: list[_Row], **_: Any) -> list[_Row]:
-        """No-op: `pad_cp` aligned them already."""
+        """Return the rows: `pad_cp` has aligned their experts already."""
         return rows
 
     def to_transformers_dict(self, batches: list[_Row], **kwargs: Any) -> list[_Row]:
-        """twinkle's list of keys, and the ids of the sequences."""
+        """Return twinkle's keys, and the ids of the sequences."""
         pairs = zip(batches, self.processor.to_transformers_dict(batches, **kwargs))
         return [{**out, **{key: given[key] for key in (SEGMENT_KEY,) if key in given}} for given, out in pairs]
 
     def drop_causal_4d_mask(self, batches: list[_Row], attention_mask_type: str | None = None, **_: Any) -> list[_Row]:
-        """None, this rank's rows of the 4D mask, or an error, by what the kernels read; then this rank's tokens."""
+        """Return this rank's tokens with the mask that the kernels read: None, or this rank's rows of the 4D mask."""
         from twinkle import Platform
 
         if self.processor.framework == "transformers":
@@ -103,19 +102,19 @@ class Stages:
         npu, cp = Platform.device_prefix() == "npu", self.cp
         settings = SimpleNamespace(attention_mask_type=attention_mask_type, context_parallel_size=cp.size)
         adapter = self.adapter(kernel_of_settings(settings) if npu else "megatron", cp)
-        return [self._routed(batch, adapter, cp, npu) for batch in batches]
+        return [self._with_masks(batch, adapter, cp, npu) for batch in batches]
 
     def split_cp(self, batches: list[_Row], **_: Any) -> list[_Row]:
-        """No-op: `drop_causal_4d_mask` split the batch already."""
+        """Return the batches: `drop_causal_4d_mask` has split them already."""
         return batches
 
-    def _routed(self, batch: _Row, adapter: BatchAdapter, cp: ContextParallel, npu: bool) -> _Row:
+    def _with_masks(self, batch: _Row, adapter: BatchAdapter, cp: ContextParallel, npu: bool) -> _Row:
         if SEGMENT_KEY not in batch:  # a flat row: twinkle counted its offsets, padding included, after `_documents`
             flat = {**batch, "attention_mask": None}
             offsets = batch["packed_seq_params"].cu_seqlens_q
             return split_batch(flat, cp.for_documents(), cu_seqlens=offsets) if cp.size > 1 else flat
         out, segments = adapter.with_segments(batch)
-        chunks = chunks_of(self.model)  # as they are now: twinkle wraps them when it first trains, and adds adapters
+        chunks = chunks_of(self.model)  # now: twinkle wraps them when it first trains, and adds adapters
         refuse_unread(chunks, segments, attention=not npu)  # MindSpeed's kernels are the adapter's consumer there
         kinds = {type(chunk): None for chunk in chunks if hasattr(chunk, "forward")}
         if not kinds:
@@ -124,8 +123,8 @@ class Stages:
         if out["attention_mask"] is None and getattr(config, "num_moe_experts", None):
             shared = bool(getattr(config, "sequence_parallel", False)) and cp.tensor_parallel > 1
             extras["padding_mask"] = router_padding(batch[SEGMENT_KEY] == 0, cp, shared=shared)
-        doors = [pass_through_forward(kind, out, extras) for kind in kinds]  # each kind of chunk takes them, or one raises
-        return {key: value for door in doors for key, value in door.items()}
+        inputs = [pass_through_forward(kind, out, extras) for kind in kinds]  # raises if a kind of chunk does not take them
+        return {key: value for each in inputs for key, value in each.items()}
 
     def _token_keys(self, row: _Row) -> list[str]:
         names = set(self.processor.padding_map) - set(self.processor.VLM_CONCAT_FIELDS) - {"length"}
@@ -142,7 +141,7 @@ class Stages:
         return out
 
     def _documents(self, row: _Row) -> _Row:
-        """A flat row without what its mask leaves out, each document padded to 2 * cp and the row to tp * 2 * cp."""
+        """Return the flat row's real tokens, each document padded to 2 * cp and the row to tp * 2 * cp."""
         segments, positions = _document_segments(row), row.get("position_ids")
         where = segments.indices.to(row["input_ids"].device)
         keys = [key for key in self._token_keys(row) if key not in _TRUTH]
@@ -154,12 +153,12 @@ class Stages:
 
 
 def _with_2d_mask(row: _Row) -> _Row:
-    """The row with its 2D mask under `attention_mask`, the one mask that twinkle passes to a transformers model."""
+    """Return the row with its 2D mask under `attention_mask`: twinkle passes no other to a transformers model."""
     if not any(key in row for key in _TRUTH):
         return row
     segments = _segments(row)
     if segments.packed:
-        rule = "twinkle parts the sequences of a row by positions, where processors are padding_free."
+        rule = "twinkle tells the sequences of a row apart by positions, and only with padding_free."
         remedy = "Pass set_processor(..., padding_free=True)."
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, remedy))
     rest = {key: value for key, value in row.items() if key not in _TRUTH}
@@ -167,20 +166,20 @@ def _with_2d_mask(row: _Row) -> _Row:
 
 
 def _segments(row: _Row) -> Segments:
-    """The Segments of one sample `[1, L]` before collation. A sample without masks has no padding."""
-    read = {key for key, rule in KEYS.items() if rule.role is not None or rule.kind == "positions"}
-    told = {key: value for key, value in row.items() if isinstance(value, Tensor) and key in read}
-    if (positions := told.get("position_ids")) is not None and len(positions) > 1:
-        told["position_ids"] = positions[:, None]  # axes, not rows
-    if not {"attention_mask", KEEP_KEY, SEGMENT_KEY} & set(told):
-        told[KEEP_KEY] = torch.ones(1, row["input_ids"].shape[-1], dtype=torch.bool)
-    return segments_from_batch(told, polarity="keep")  # as twinkle's templates write it
+    """Return the Segments of one sample `[1, L]` before collation. A sample without masks has no padding."""
+    names = {key for key, rule in KEYS.items() if rule.role is not None or rule.kind == "positions"}
+    sources = {key: value for key, value in row.items() if isinstance(value, Tensor) and key in names}
+    if (positions := sources.get("position_ids")) is not None and len(positions) > 1:
+        sources["position_ids"] = positions[:, None]  # axes, not rows
+    if not {"attention_mask", KEEP_KEY, SEGMENT_KEY} & set(sources):
+        sources[KEEP_KEY] = torch.ones(1, row["input_ids"].shape[-1], dtype=torch.bool)
+    return segments_from_batch(sources, polarity="keep")  # as twinkle's templates write it
 
 
 def _document_segments(row: _Row) -> Segments:
-    """The Segments of one sample, with documents by positions over all tokens, as twinkle counts its offsets: one begins
-    where the first axis is 0 (processor/base.py `_get_packed_seq_params`). Raises where a single axis does not count 0, 1,
-    2, ... in each."""
+    """Return the Segments of one sample, its documents read from positions as twinkle reads them: a document begins where
+    the first axis is 0 (processor/base.py `_get_packed_seq_params`). Raises if a single axis does not count 0, 1, 2, ...
+    in each document."""
     segments, positions = _segments(row), row.get("position_ids")
     if segments.packed or positions is None:
         return segments
@@ -189,12 +188,12 @@ def _document_segments(row: _Row) -> Segments:
 
 
 def _dim(key: str, value: Tensor) -> int:
-    """Tokens are the last dimension of positions, `[1, L]` or `[3, L]`, and the second of anything else `[1, L, ...]`."""
+    """Return the dimension of tokens: the last of positions `[1, L]` or `[3, L]`, the second of all others `[1, L, ...]`."""
     return KEYS.get(key, TOKENS).dim % value.ndim
 
 
 def chunks_of(model: Any) -> list[Any]:
-    """Every module a batch goes through, without DDP, Float16Module and PEFT around it; or a config, alone; or nothing."""
+    """Return each module that a batch passes, without DDP, Float16Module and PEFT around it; or a config; or nothing."""
     if hasattr(model, "_actors"):
         rule = "The modules of a model on Ray live in its workers, and its processors too."
         raise CollateError(explain("model", f"the handle of {a_type(model)}", rule, "Call install(model)."))
@@ -205,8 +204,8 @@ def chunks_of(model: Any) -> list[Any]:
 
 
 def refuse_unread(chunks: list[Any], segments: Segments, *, attention: bool = True) -> None:
-    """Raise where padding reaches a layer that cannot see it; without `attention`, a recurrent one. A config tells of its
-    softmax alone."""
+    """Raise if padding reaches a layer that reads no mask. With `attention=False` recurrent layers alone are asked. Of a
+    config only the softmax is known."""
     modules = {chunk: [type(module).__name__ for module in chunk.modules()] for chunk in chunks if hasattr(chunk, "modules")}
     recurrent = any("GatedDeltaNet" in kinds for kinds in modules.values())
     attending = [chunk for chunk, kinds in modules.items() if any("DotProductAttention" in kind for kind in kinds)]
@@ -220,18 +219,18 @@ def refuse_unread(chunks: list[Any], segments: Segments, *, attention: bool = Tr
 PACKAGE, TESTED = "twinkle-kit", "0.5.1"
 
 _MODELS: WeakKeyDictionary[Any, bool | None] = WeakKeyDictionary()
-"""The models of this process whose processors get our stages, and what was said of their need of a 2D mask."""
+"""The models of this process whose processors get our stages, with their `needs_mask_2d`."""
 
 
 def install(target: Any, model: Any = None, *, needs_mask_2d: bool | None = None) -> None:
-    """Let the batches of `target`, a model of twinkle's, carry the masks its layers read. Does nothing the second time.
+    """Let the batches of `target`, a model of twinkle's, carry the masks that its layers read. A second call does nothing.
 
-    It reaches every processor of every adapter; where the model lives on Ray, in each worker. On NPUs Python objects are
-    gathered through Gloo. A batch is refused where the kernels of some pipeline chunk cannot read its padding, or
-    a forward does not take its masks (`attention_mask_2d`, on MoE models `padding_mask`).
+    It reaches every processor of every adapter, and each worker if the model lives on Ray. On NPUs Python objects are
+    gathered through Gloo. A batch is refused if the kernels of some pipeline chunk cannot read its padding, or if a
+    forward does not take its masks (`attention_mask_2d`, on MoE models `padding_mask`).
 
     `target` may also be one `InputProcessor` of your own. Then `model` tells who reads its batches: twinkle's model, a
-    module, a list of pipeline chunks, or a config. Raises `CollateError` where nothing says whether layers read the 2D mask.
+    module, a list of pipeline chunks, or a config. Raises `CollateError` if it is unknown whether layers read the 2D mask.
 
     >>> from collate_npu.integrations import twinkle  # doctest: +SKIP
     >>> twinkle.install(model)  # doctest: +SKIP
@@ -249,7 +248,7 @@ def install(target: Any, model: Any = None, *, needs_mask_2d: bool | None = None
 
 
 def uninstall(target: Any) -> None:
-    """Put twinkle's own stages back in the places of ours; a stage that somebody else put in since stays."""
+    """Put twinkle's own stages back in the places of ours. A stage that somebody else has put in stays."""
     if hasattr(target, "_actors") and not hasattr(target, "process_pipeline"):
         _in_each_worker(target, uninstall)
         return
@@ -292,7 +291,7 @@ def _in_each_worker(handle: Any, function: Callable[..., Any], **settings: Any) 
 
 
 def _processors(target: Any) -> list[Any]:
-    """The processors of every adapter of a model (model/optimizer_group.py:43); a processor by itself."""
+    """Return the processors of every adapter of a model (model/optimizer_group.py:43), or the processor that is passed."""
     groups = getattr(target, "optimizer_group", {}).values()
     held = [target, *(getattr(group, "processor", None) for group in groups)]
     return [processor for processor in held if hasattr(processor, "process_pipeline")]

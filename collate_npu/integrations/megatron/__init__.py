@@ -1,8 +1,8 @@
-"""megatron-core 0.16.1: any batch of ours as the arguments of `GPTModel`, cut for this rank.
+"""megatron-core 0.16.1: the arguments of `GPTModel` for a batch, cut for this rank.
 
-`GPTModel` reads a dense mask (True = blocked) on its local kernels and none on Transformer Engine's causal ones; it takes
-the router's `padding_mask` (True = padding), and has no place for a 2D mask. A flat row goes with `PackedSeqParams` instead.
-Costs O(B * S), and the dense mask where a kernel reads it. Legend: B batch, S width.
+`GPTModel` reads a dense mask (True = blocked) on its local kernels and none on Transformer Engine's causal ones. It takes
+the router's `padding_mask` (True = padding), and has no argument for a 2D mask. A flat row has `PackedSeqParams` instead.
+Costs O(B * S), and the dense mask if a kernel reads it. Legend: B batch, S width.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ __all__ = ["PACKAGE", "TESTED", "gpt_batch", "install", "packed_seq_params", "un
 PACKAGE, TESTED = "megatron-core", "0.16.1"
 _READ = ("input_ids", "position_ids", "labels")
 _SCHEME: RecurrentScheme = "head_exchange_zigzag"
-"""How its recurrent layers share a row, from 0.18 on; before, its config refuses that."""
+"""How recurrent layers share a row from 0.18 on. Before, Megatron's config refuses it."""
 
 
 def install() -> None:
-    """Let routers with an expert bias take a padding mask: up to 0.19.2 they stop at its shape (Megatron-LM issue 6111).
+    """Let routers with an expert bias take a padding mask. Up to 0.19.2 its shape makes them raise (Megatron-LM issue 6111).
 
     >>> install()  # doctest: +SKIP
     """
@@ -67,12 +67,12 @@ def gpt_batch(
     context_parallel: ContextParallel | None = None,
     polarity: Polarity | None = None,
 ) -> tuple[dict[str, Any], Segments]:
-    """The inputs, and the Segments of the whole rows: `model(**inputs)` computes every real token as its sample alone.
+    """Return the inputs, and the Segments of the whole rows: `model(**inputs)` computes each real token as its sample alone.
 
     `inputs` are this rank's `input_ids`, `position_ids`, `attention_mask`, with labels also `labels` (shifted, 0 where
-    ignored) and `loss_mask`, on MoE models `padding_mask`. `context_parallel` is Megatron's own where `parallel_state` has
-    one; pad the width to its `multiple`. Raises `UnsupportedFormError` where this model's kernels have no right form for
-    the padding. Source: megatron-core core/models/gpt/gpt_model.py:470-485.
+    ignored) and `loss_mask`, on MoE models `padding_mask`. `context_parallel` is by default Megatron's own, of
+    `parallel_state`; pad the width to its `multiple`. Raises `UnsupportedFormError` if this model's kernels have no right
+    form for the padding. Source: megatron-core core/models/gpt/gpt_model.py:470-485.
 
     `padding_free=True` takes one flat row `[1, T]` and adds `packed_seq_params`. Under context or sequence parallelism each
     sequence is padded to what the ranks can share out, so that row and Segments are wider than the batch; gather by
@@ -114,7 +114,7 @@ def _check_labels(sources: Sources, segments: Segments) -> None:
 
 
 def _row(batch: Mapping[str, Any], sources: Sources, segments: Segments) -> dict[str, Tensor]:
-    """What the model reads of the batch; positions that count places over padding are left out, and counted again."""
+    """Return the keys that the model reads. Positions that count padding are left out; `_inputs` makes others."""
     given = {key: batch[key] for key in _READ if batch.get(key) is not None}
     if "position_ids" in given and kind_of(torch.from_numpy(sources.array("position_ids")), segments) == "places":
         del given["position_ids"]
@@ -122,7 +122,7 @@ def _row(batch: Mapping[str, Any], sources: Sources, segments: Segments) -> dict
 
 
 def _padded(row: Mapping[str, Any], segments: Segments, model: Any, cp: ContextParallel | None) -> dict[str, Any]:
-    """Padded rows, and the dense mask where the attention of this model reads one."""
+    """Return the inputs of padded rows, with the dense mask if the attention of this model reads one."""
     kernel, kind = kernel_of(model), getattr(config_of(model), "mcore_model_type", None)
     mcore_bridge.check_padding(segments, kernel, recurrent=needs_mask_2d(model), model_type=kind)
     refuse_crossing(segments, config_of(model), padding_free=False)
@@ -134,7 +134,7 @@ def _padded(row: Mapping[str, Any], segments: Segments, model: Any, cp: ContextP
 def _flat(
     row: Mapping[str, Any], segments: Segments, model: Any, cp: ContextParallel | None
 ) -> tuple[dict[str, Any], Segments]:
-    """A flat row with its offsets, every sequence padded to what the ranks can share out."""
+    """Return the inputs of a flat row with its offsets, each sequence padded to what the ranks can share out."""
     if segments.packed:
         mcore_bridge.refuse_unseparated(model.modules())
     offsets = torch.tensor(flat_row_offsets(segments))
@@ -152,22 +152,24 @@ def _flat(
 def _inputs(
     row: Mapping[str, Any], segments: Segments, model: Any, cp: ContextParallel | None, offsets: Tensor | None
 ) -> dict[str, Any]:
-    """This rank's part of the rows, with the masks of routers and recurrent layers as arguments that the model's forward
-    takes. GPTModel shares the routers' out on its first stage alone (gpt_model.py:307-320), mcore-bridge's its own alone
-    (1.6.5 model/gpt_model.py:307-316)."""
+    """Return this rank's part of the rows, with the masks of routers and recurrent layers as the model's forward takes them.
+
+    GPTModel shares out the routers' mask on its first stage alone (gpt_model.py:307-320), mcore-bridge's model only a mask
+    that it made itself (1.6.5 model/gpt_model.py:307-316).
+    """
     device, config, stage = row["input_ids"].device, config_of(model), unwrap(model)
     inputs = {"position_ids": segments.position_ids.to(device), **row, "attention_mask": None}
     if "labels" in row:
         shifted = shift_labels(row["labels"], segments)
         inputs |= {"labels": shifted.clamp(min=0), "loss_mask": (shifted != -100).float()}
-    found = {"padding_mask": router_padding_mask(segments, model)}
+    whole = {"padding_mask": router_padding_mask(segments, model)}
     if needs_mask_2d(model):
         if mcore_bridge.masks_padding(getattr(config, "mcore_model_type", None)):
-            found[KEEP_KEY] = segments.keep
+            whole[KEEP_KEY] = segments.keep
         if cp is not None:
             flat, heads = offsets is not None, recurrent_heads(config)
             check_recurrent_split(cp, _SCHEME, segments, padding_free=flat, offsets=offsets, heads=heads)
-    masks = {key: mask.to(device) for key, mask in found.items() if mask is not None}
+    masks = {key: mask.to(device) for key, mask in whole.items() if mask is not None}
     if cp is not None:
         inputs = share_out(inputs | masks, cp, segments=segments, cu_seqlens=offsets)
         masks = {key: inputs.pop(key) for key in masks}
@@ -188,18 +190,19 @@ def packed_seq_params(
     context_parallel: ContextParallel | None = None,
     device: torch.device | str = "cpu",
 ) -> Any:
-    """`megatron.core.packed_seq_params.PackedSeqParams` of a flat row `[1, S]`: `qkv_format="thd"`, int32 offsets `[N + 1]`.
+    """Return Megatron's `PackedSeqParams` of a flat row `[1, S]`: `qkv_format="thd"`, int32 offsets `[N + 1]`.
 
-    Under context parallelism pass the Segments of the whole row, as `pad_documents` returns them. `context_parallel` is
-    Megatron's own where `parallel_state` has one. `max_seqlen_*` are physical, because rotary positions are made for those
+    Under context parallelism pass the Segments of the whole row, as `pad_documents` returns them. `context_parallel` is by
+    default Megatron's own, of `parallel_state`. `max_seqlen_*` count padding, because rotary positions are made for them
     (core/transformer/attention.py:1082-1089), and `total_tokens` is S, for Mamba's sequence numbers (`__post_init__`).
 
-    `padding_counts=True` hands over the physical offsets as the real ones, for readers that take `cu_seqlens_q` for places
-    in the row (`takes_places`, FlashAttention 2). Causal attention stays exact; what counts tokens by them counts padding.
-    Done unasked beside MindSpeed, whose attention takes them so (core_r0.16.0 core/transformer/dot_product_attention.py:282,
-    0.18 flash_attention/adaptor.py:50-55), and beside TransformerEngineNPU (consumers.megatron); and where padding stands
-    behind the last sequence alone, before 0.19 with `pad_between_seqs`: TransformerEngine up to 2.16 then reads wrong rows
-    in silence under context parallelism (issue 3331).
+    `padding_counts=True` passes the padded offsets as the real ones, for readers that take `cu_seqlens_q` for places in the
+    row (`takes_places`, FlashAttention 2). Causal attention stays exact; code that counts tokens by them counts padding.
+    It is the default beside MindSpeed, whose attention takes them so (core_r0.16.0 core/transformer/
+    dot_product_attention.py:282, 0.18 flash_attention/adaptor.py:50-55), and beside TransformerEngineNPU
+    (consumers.megatron). It is the default too if padding stands behind the last sequence alone and Megatron is older than
+    0.19, which brought `pad_between_seqs`: TransformerEngine up to 2.16 then reads wrong rows in silence under context
+    parallelism (issue 3331).
 
     Raises `CollateError` for padding before or inside a sequence, and where the ranks cannot share out each sequence: Gated
     DeltaNet of 0.18 to 0.19.2 takes such in silence (0.19.2 core/ssm/gated_delta_net/common.py:466, 574-600).
@@ -225,7 +228,7 @@ def packed_seq_params(
 
 
 def takes_places(model: Any) -> bool:
-    """True if this model takes `cu_seqlens_q` for where sequences stand, whatever the padded offsets say.
+    """True if this model reads the places of sequences from `cu_seqlens_q`, and not from the padded offsets.
 
     Multi-token prediction does (core/transformer/multi_token_prediction.py:236 of 0.16.1, 249 of 0.19.2), and mcore-bridge's
     Gated DeltaNets and latent attention (1.6.5 gpts/qwen3_next.py:477, modules/multi_latent_attention.py:35).
@@ -234,7 +237,7 @@ def takes_places(model: Any) -> bool:
 
 
 def megatron_ranks(*, shared: bool = False) -> ContextParallel | None:
-    """The ranks among which Megatron's `parallel_state` shares a row, with `shared` the tensor-parallel ones too."""
+    """Return the ranks that share a row by Megatron's `parallel_state`, with `shared` the tensor-parallel ones too."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
@@ -270,19 +273,21 @@ def _check_shared_out(offsets: tuple[int, ...], cp: ContextParallel | None) -> N
 
 
 def router_padding_mask(segments: Segments, model: Any) -> Tensor | None:
-    """bool `[B, S]`, True = padding, for a model with experts; None for one without. Given without padding too: ranks must
-    count tokens in the same way (moe_utils.py:214-233). Raises `UnsupportedFormError` where padding would change the experts
-    of real tokens."""
+    """Return the routers' mask, bool `[B, S]`, True = padding; None for a model without experts.
+
+    A batch without padding has one too, because ranks must count tokens in the same way (moe_utils.py:214-233). Raises
+    `UnsupportedFormError` if padding would change the experts of real tokens.
+    """
     config = config_of(model)
     if not getattr(config, "num_moe_experts", None):
         return None
     kinds = getattr(config, "moe_router_load_balancing_type", None) or "none"
     kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)  # several have coefficients of their own
     capacity = getattr(config, "moe_expert_capacity_factor", None)
-    moves = [f"moe_expert_capacity_factor={capacity}"] * (capacity is not None)
-    moves += [kind for kind in kinds if kind in ("sinkhorn", "quantile_balancing")]
-    if segments.padding_side != "none" and moves:  # router.py:566-595; 0.19: 764-800
-        rule = f"With {moves[0]} padding takes experts' places from real tokens, or moves the balance they are chosen by."
+    settings = [f"moe_expert_capacity_factor={capacity}"] * (capacity is not None)
+    settings += [kind for kind in kinds if kind in ("sinkhorn", "quantile_balancing")]
+    if segments.padding_side != "none" and settings:  # router.py:566-595; 0.19: 764-800
+        rule = f"With {settings[0]} padding takes experts' places from real tokens, or moves the balance they are chosen by."
         remedy = "Drop that setting, or use padding_free=True with lengths that need no alignment."
         raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, remedy))
     if (stops := _stops_at_mask(model)) and segments.padding_side != "none":
@@ -304,7 +309,7 @@ def _stops_at_mask(model: Any) -> bool:
 def real_tokens_alone(
     original: Callable[..., Any], self: Any, routing_map: Tensor, padding_mask: Tensor | None = None
 ) -> Any:
-    """Stand in place of a router's `_apply_expert_bias`: `routing_map` is bool `[T, E]`, the mask `[T]`, True = padding."""
+    """Run a router's `_apply_expert_bias` without padding: `routing_map` is bool `[T, E]`, the mask `[T]`, True = pad."""
     return original(self, routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1))
 
 
@@ -314,13 +319,15 @@ def real_tokens_alone(
 
 
 def depths(config: Any) -> int:
-    """How many tokens ahead of the next one the model predicts."""
+    """Return how many tokens after the next one the model predicts."""
     return getattr(config, "mtp_num_layers", None) or 0
 
 
 def refuse_crossing(segments: Segments, config: Any, *, padding_free: bool) -> None:
-    """Raise where a model with multi-token prediction would learn across sequences, or count padding: its routers hear of
-    none in 0.16.1 and 0.17; later ones move the padding mask with a 0, "real", at the end of the row."""
+    """Raise if a model with multi-token prediction would learn across sequences, or if its routers would count padding.
+
+    In 0.16.1 and 0.17 those routers get no padding mask; later ones move it, and the last token of the row becomes real.
+    """
     if not depths(config):
         return
     exact = none_is_exact(segments)
@@ -329,8 +336,8 @@ def refuse_crossing(segments: Segments, config: Any, *, padding_free: bool) -> N
         remedy = "Pad right with one sequence a row, or use padding_free=True."
         raise UnsupportedFormError(explain("labels", repr(segments), rule, remedy))
     counting = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias")
-    told = [getattr(config, name, None) for name in counting if getattr(config, "num_moe_experts", None)]
-    if segments.padding_side != "none" and any(any(x) if isinstance(x, (list, tuple)) else x for x in told):
+    values = [getattr(config, name, None) for name in counting if getattr(config, "num_moe_experts", None)]
+    if segments.padding_side != "none" and any(any(x) if isinstance(x, (list, tuple)) else x for x in values):
         rule = "Routers of the multi-token prediction layers count padding: no padding_mask reaches them."
         remedy = "Use padding_free=True with lengths that need no alignment, or set moe_aux_loss_coeff=0 (and no z-loss)."
         raise UnsupportedFormError(explain("padding_mask", repr(segments), rule, remedy))

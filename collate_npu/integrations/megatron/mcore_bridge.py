@@ -39,9 +39,9 @@ _REMEDY = "Build them with packed_seq_params(segments, padding_counts=True), or 
 
 
 def install(*, holder: str = PACKAGE) -> None:
-    """Let both masks reach the layers, and zero what a Gated DeltaNet is given at padding. Before the model is built.
+    """Let both masks reach the layers, and zero the input of Gated DeltaNet at padding. Call it before you build the model.
 
-    `USE_MCORE_GDN=0` then builds Qwen3-Next beside transformers 5.13 too. It stays until every `holder` has let it go.
+    `USE_MCORE_GDN=0` then builds Qwen3-Next beside transformers 5.13 too. Patches stay until each `holder` releases them.
 
     >>> install()  # doctest: +SKIP
     """
@@ -70,16 +70,18 @@ def masks_padding(mcore_model_type: str | None) -> bool:
 
 
 def check_padding(segments: Segments, kernel: str, *, recurrent: bool, model_type: str | None) -> None:
-    """Raise where this attention kernel, or the recurrent layers of such a model of mcore-bridge's, would compute these rows
-    wrong. No zeroed input helps those with several sequences in a row, or padding inside one; another model's (`model_type`
-    None) read no padding."""
+    """Raise if this attention kernel, or the recurrent layers of such a model of mcore-bridge's, would compute these rows
+    wrong. A zeroed input does not help rows of several sequences, or padding inside one. Recurrent layers of other models
+    (`model_type` None) read no padding."""
     consumer_named("megatron").choose(Case(segments=segments, model=Model(needs_mask_2d=recurrent)))
     refuse_unread_padding(segments, kernel, recurrent=recurrent and not masks_padding(model_type))
 
 
 def attention_mask(segments: Segments, kernel: str, cp: ContextParallel | None, *, device: torch.device) -> Tensor | None:
-    """The dense mask of this rank's queries, True = blocked, for a kernel that reads one; None for the others. Megatron's
-    local kernels read it always: without it they ask CUDA for a triangle (core/transformer/utils.py:33-35)."""
+    """Return the dense mask of this rank's queries, True = blocked, for a kernel that reads one; None for the others.
+
+    Megatron's local kernels always read it: without it they make a triangle on CUDA (core/transformer/utils.py:33-35).
+    """
     reader = consumer_named(kernel)
     if reader.forms[-1].form != "masked":
         return None
@@ -89,9 +91,9 @@ def attention_mask(segments: Segments, kernel: str, cp: ContextParallel | None, 
 
 
 def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch with `extras` where `model_class.forward` passes them on to its layers. Raises where it takes neither.
+    """Return the batch with `extras` as `model_class.forward` passes them on to its layers. Raises if it does not.
 
-    Warns, once for each class, where a multimodal forward takes them and has no `extra_forward_keys` to pass them on by.
+    Warns, once for each class, if a multimodal forward takes them and has no `extra_forward_keys` to pass them on by.
     """
     parameters = inspect.signature(inspect.unwrap(model_class.forward)).parameters  # type: ignore[attr-defined]
     if not extras:
@@ -106,9 +108,9 @@ def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Ma
 
 
 def router_padding(padding: Tensor, cp: ContextParallel | None = None, *, shared: bool = False) -> Tensor:
-    """This rank's part of an MoE router's padding mask, bool `[B, S]`, True = padding.
+    """Return this rank's part of an MoE router's padding mask, bool `[B, S]`, True = padding.
 
-    Cut as mcore-bridge cuts its own (model/gpt_model.py:307-316): by `cp`, then among tensor-parallel ranks where `shared`.
+    It is cut as mcore-bridge cuts its own (model/gpt_model.py:307-316): by `cp`, then if `shared` by tensor-parallel ranks.
     """
     local = padding if cp is None else split_tensor(padding, cp)
     if not shared:
@@ -182,8 +184,8 @@ def _layer_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 
 
 def _zero_padding(keep_BS: Tensor, config: Any, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The layer's arguments, its input zeroed at padding; the residual stream stays as it is. `args[0]` is `[S, B, H]`, S
-    shared by tp ranks."""
+    """Return the layer's arguments with its input zeroed at padding; the residual stream stays as it is. `args[0]` is
+    `[S, B, H]`, S shared by tp ranks."""
     hidden = args[0]
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     if keep_BS.shape != (hidden.shape[1], hidden.shape[0] * ranks):
@@ -197,9 +199,9 @@ def _zero_padding(keep_BS: Tensor, config: Any, _: Any, args: tuple[Any, ...]) -
 
 
 def refuse_unseparated(modules: Iterable[Any]) -> None:
-    """Raise for a layer whose convolution runs across the sequences of a flat row: transformers from 5.15 on has no place
-    for the one that mcore-bridge puts into Qwen3.5's layer (mm_gpts/qwen3_5.py:31, 48), and its own reads `seq_idx`, which
-    nobody sends (modeling_qwen3_5_moe.py:582-588 of 5.19; measured: 2.8 off)."""
+    """Raise for a layer whose convolution runs across the sequences of a flat row. From 5.15 on transformers does not call
+    the convolution that mcore-bridge puts into Qwen3.5's layer (mm_gpts/qwen3_5.py:31, 48), and its own reads `seq_idx`,
+    which nobody sends (modeling_qwen3_5_moe.py:582-588 of 5.19; measured: 2.8 off)."""
     if not CONVOLUTION_SEALED.holds():
         return
     for module in modules:
@@ -213,17 +215,17 @@ def refuse_unseparated(modules: Iterable[Any]) -> None:
 def _resolve_offsets(
     original: Callable[..., Any], padded: Tensor | None, actual: Tensor | None, total: int, cp_size: int = 1
 ) -> Any:
-    """The offsets that Gated DeltaNet takes. Raises unless every sequence is a multiple of 2 * cp: it is cut into so many
+    """Return the offsets that Gated DeltaNet takes. Raises unless every sequence is a multiple of 2 * cp, the number of its
     parts (core/ssm/mamba_context_parallel.py:362-374)."""
-    found = original(padded, actual, total, cp_size=cp_size)
+    taken = original(padded, actual, total, cp_size=cp_size)
     given, parts = actual if padded is None else padded, 2 * cp_size if cp_size > 1 else 1
-    if given is None:  # the object carries other things than offsets
-        return found
-    if found is None or bool(((lengths := torch.diff(found)) < 0).any() or (lengths % parts).any()):
+    if given is None:  # the object carries no offsets
+        return taken
+    if taken is None or bool(((lengths := torch.diff(taken)) < 0).any() or (lengths % parts).any()):
         rule = f"Gated DeltaNet takes offsets that rise from 0 to the {total} tokens of the row"
         rule += f", in steps of {parts} on {cp_size} ranks." if cp_size > 1 else "."
         raise CollateError(explain("packed_seq_params", str(given.tolist())[:80], rule, _REMEDY))
-    return found
+    return taken
 
 
 def _check_places(original: Callable[..., Any], self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """ms-swift 4.6.0: one `install()`, or `--external_plugins` with the path of `plugin.py` beside this file.
 
-Its transformers backend is right or refused; a trainer that packs has its recurrent models adapted. On Megatron the template
-sends lengths as one 2D mask (no `[B, 1, S, S]` in a worker), and `prepare_batch` makes of it, or of whatever mask a custom
-collator sent, what this model and this kernel read.
+Its transformers backend is right or refused; the recurrent models of a trainer that packs are adapted. On Megatron the
+template sends lengths as one 2D mask (no `[B, 1, S, S]` in a worker). From this, or from the mask of a custom collator,
+`prepare_batch` makes the masks that this model and this kernel read.
 Sources: swift/template/base.py:2056-2180, megatron/trainers/utils.py:358-410, megatron/trainers/base.py:1136-1152.
 """
 
@@ -44,8 +44,8 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
     """Wrap ms-swift's template, `prepare_batch` and `get_last_tokens`; call it before the trainer is built.
 
     `trainers=False` wraps the template alone: enough in a dataloader worker, wrong in a training process. `polarity` is that
-    of a custom collator's 4D masks; undeclared, it is proved. A second call takes the place of the first. Undone by
-    `uninstall`. With `COLLATE_NPU_GUARD=1` the first batch is proved (`guarded`).
+    of a custom collator's 4D masks; without it, the polarity is proved. A second call replaces the first. `uninstall` undoes
+    it. With `COLLATE_NPU_GUARD=1` the first batch is checked (`guarded`).
 
     >>> from collate_npu.integrations import swift  # doctest: +SKIP
     >>> swift.install()  # doctest: +SKIP
@@ -69,7 +69,7 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Give back what `install` took, and leave every other patch in place: your own `mcore_bridge.install()` too."""
+    """Undo `install`, and leave every other patch in place, also your own `mcore_bridge.install()`."""
     patching.release(PACKAGE)
 
 
@@ -100,14 +100,14 @@ def _train(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
                 if is_transformers(unwrap(each)) and needs_mask_2d(each):
                     _restore_layers(each, stack)
                     stack.enter_context(adapt(each))
-            template.adapted = True  # what its workers know, who have no model
+            template.adapted = True  # for its workers, which have no model
             stack.callback(delattr, template, "adapted")
         return original(self, *args, **kwargs)
 
 
 def _restore_layers(model: torch.nn.Module, stack: ExitStack) -> None:
-    """Give Qwen3.5's layers their own forward back: without fla ms-swift's raises at a second sequence
-    (model/models/qwen.py:1287); their own forward can be adapted."""
+    """Give Qwen3.5's layers their own forward back, which can be adapted: without fla ms-swift's raises at a second
+    sequence (model/models/qwen.py:1287)."""
     from swift.model.models import qwen
 
     qwen._try_import_flash_linear_attention_kernels()
@@ -142,7 +142,7 @@ def _collate(original: Callable[..., Any], self: Any, batch: Any, *, padding_to:
 def prepare_batch(
     polarity: Polarity | None, original: Callable[..., Any], args: Any, data: Any, vp_stage: int | None = None
 ) -> Any:
-    """ms-swift's batch for the model, its masks replaced by ours. A flat row keeps ms-swift's own offsets."""
+    """Return ms-swift's batch for the model with our masks in place of its own. A flat row keeps ms-swift's offsets."""
     if args.padding_free:
         check_layout(args, ranks_of(args), Segments.from_lengths([[2 * args.context_parallel_size] * 2]))
         out = original(args, data, vp_stage)
@@ -155,8 +155,8 @@ def prepare_batch(
 
 
 def number_sequences(params: Any) -> None:
-    """Number the sequences for Mamba's layers: from 0.17 on megatron-core numbers them in the constructor, where it knows
-    the width, which ms-swift says afterwards (megatron/utils/utils.py:272). Unnumbered they run into each other
+    """Number the sequences for Mamba's layers. From 0.17 on megatron-core numbers them in the constructor if it gets the
+    width, which ms-swift sets afterwards (megatron/utils/utils.py:272). Without numbers they run into each other
     (core/ssm/mamba_mixer.py:744-750 of 0.19.2)."""
     if getattr(params, "total_tokens", None) is not None and params.seq_idx is None:
         params.__post_init__()
@@ -168,10 +168,10 @@ the offsets itself (model/models/qwen.py:1241-1249, 1396)."""
 
 
 def check_collated(template: Any, batch: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedFormError` where the transformers backend would not compute real tokens as alone.
+    """Raise `UnsupportedFormError` if the transformers backend would not compute each real token as its sample alone.
 
-    Two settings say nothing to recurrent layers and train on in silence: `padding_free` and `packing` (positions alone,
-    which no such layer reads; `_train` has adapted a trainer's model) and `sequence_parallel_size` (Qwen3.5 alone has a
+    Recurrent layers ignore two settings, and train on in silence: `padding_free` and `packing` (they send positions alone,
+    which no such layer reads; `_train` adapts a trainer's model) and `sequence_parallel_size` (Qwen3.5 alone has a
     forward for a split row, model/models/qwen.py:1312-1445). Costs O(B * S) a batch of a recurrent model.
     """
     if not template.is_training or "input_ids" not in batch or not needs_mask_2d(template.config):
@@ -194,8 +194,10 @@ def check_collated(template: Any, batch: Mapping[str, Any]) -> None:
 
 
 def segments_from_swift(args: Any, data: Mapping[str, Any], polarity: Polarity | None = None) -> Segments:
-    """Real lengths where the template sent them, else what the masks tell; all must agree. ms-swift's own 2D mask counts
-    alignment padding as real (template/base.py:2073, 2133)."""
+    """Return the Segments of the real lengths, if the template sent them, else of the masks. All must agree.
+
+    ms-swift's own 2D mask counts alignment padding as real (template/base.py:2073, 2133).
+    """
     lengths, keep = data.get("seq_lens"), data.get(KEEP_KEY)
     if lengths is None or keep is None:
         return segments_from_batch(data, polarity=polarity)
@@ -211,10 +213,10 @@ def segments_from_swift(args: Any, data: Mapping[str, Any], polarity: Polarity |
 
 
 def with_masks(args: Any, batch: Mapping[str, Any], segments: Segments) -> dict[str, Any]:
-    """The prepared batch with its masks. Raises `UnsupportedFormError` where its padding has no right form here.
+    """Return the prepared batch with its masks. Raises `UnsupportedFormError` if its padding has no right form here.
 
-    Labels of padding become -100: ms-swift rolls them one place to the left, so that the padding before a row's tokens
-    would be asked for the first of them (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`).
+    Labels of padding become -100: ms-swift rolls labels one place to the left, so that the padding before a row's tokens
+    would predict the first of them (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`).
     """
     cp, labels = ranks_of(args), batch.get("labels")
     device = next(value.device for value in batch.values() if isinstance(value, Tensor))
@@ -240,8 +242,8 @@ def with_masks(args: Any, batch: Mapping[str, Any], segments: Segments) -> dict[
 
 
 def _kernel_of(args: Any, segments: Segments, *, recurrent: bool) -> str:
-    """The consumer that says which mask the attention and `mlp_padding_free` read. Transformer Engine, which all backends
-    but "local" run, computes causal attention whatever mask it is given (core/models/gpt/gpt_layer_specs.py:251)."""
+    """Return the consumer of the mask that the attention and `mlp_padding_free` read. Transformer Engine, which all backends
+    but "local" run, computes causal attention with every mask (core/models/gpt/gpt_layer_specs.py:251)."""
     kernel = kernel_of_args(args)
     backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum, in real arguments
     mlp = bool(getattr(args, "mlp_padding_free", False))
@@ -266,21 +268,21 @@ def is_npu() -> bool:
 
 
 def _refuse_lookahead(args: Any, labels: Any, segments: Segments) -> None:
-    """Raise where multi-token prediction asks a padded place for a token further on. `labels` are shifted once already;
+    """Raise if multi-token prediction learns to predict a token from padding. `labels` are shifted once already;
     mcore-bridge shifts them again for each depth, and reads no other mask (model/gpt_model.py:514-529)."""
     depth = getattr(args, "mtp_num_layers", None) or 0
     if not depth or not isinstance(labels, Tensor) or segments.padding_side in ("none", "right"):
         return
     learned, padding = host_tensor("labels", labels) != -100, ~segments.keep
-    asking = [(padding[:, :-k] & learned[:, k:]).any(dim=1) for k in range(1, depth + 1)]
-    if rows := torch.stack(asking).any(dim=0).nonzero().flatten().tolist():
-        rule = f"With mtp_num_layers={depth} the padding before a row's tokens is asked for the first {depth + 1} of them."
+    from_padding = [(padding[:, :-k] & learned[:, k:]).any(dim=1) for k in range(1, depth + 1)]
+    if rows := torch.stack(from_padding).any(dim=0).nonzero().flatten().tolist():
+        rule = f"With mtp_num_layers={depth} the padding before a row's tokens predicts the first {depth + 1} of them."
         remedy = f"Pad right, or ignore the labels of the first {depth + 1} tokens of a row (-100)."
         raise UnsupportedFormError(explain("labels", f"learned ones there in rows {rows[:8]}", rule, remedy))
 
 
 def ranks_of(args: Any) -> ContextParallel | None:
-    """This rank's place among those that share a row, as ms-swift cuts it; None alone."""
+    """Return this rank's place among those that share a row, as ms-swift cuts it; None if it shares none."""
     if args.context_parallel_size == 1:
         return None
     from megatron.core import mpu
@@ -290,8 +292,8 @@ def ranks_of(args: Any) -> ContextParallel | None:
 
 
 def check_layout(args: Any, cp: ContextParallel | None, segments: Segments) -> None:
-    """Raise where recurrent layers would put a row in another order than its ranks hold: whatever `cp_partition_mode` says,
-    mcore-bridge's undo a zigzag, of each sequence in a flat row (modules/gated_delta_net.py:273-294)."""
+    """Raise if recurrent layers would read a row in another order than its ranks hold. With every `cp_partition_mode`
+    mcore-bridge's layers undo a zigzag, of each sequence in a flat row (modules/gated_delta_net.py:273-294)."""
     config, flat = getattr(args.model_info, "config", None), bool(args.padding_free)
     if cp is not None and config is not None and needs_mask_2d(config):
         cp, heads = cp.for_documents() if flat else cp, recurrent_heads(config)
@@ -307,7 +309,7 @@ _REMEDY = "Set padding_free=False, or a tensor_model_parallel_size that makes pa
 
 
 def guarded(polarity: Polarity | None, original: Any, trainer: Any, data: Any, vp_stage: int | None = None) -> Any:
-    """A trainer's prepared batch; the first one of each model is checked in its forward. Replaces `_prepare_batch`."""
+    """Return a trainer's prepared batch. The first one of each model is checked in its forward. Patches `_prepare_batch`."""
     model = trainer.unwrapped_models[vp_stage or 0]
     if model in _GUARDED:
         return original(trainer, data, vp_stage)
@@ -328,8 +330,10 @@ def guarded(polarity: Polarity | None, original: Any, trainer: Any, data: Any, v
 
 
 def flat_segments(data: Mapping[str, Any], params: Any, ranks: int = 1) -> Segments:
-    """The Segments of a flat row: each real length at the start of its sequence. `data` is what the template sent. The
-    zigzag `ranks` must be able to share it out, and queries and keys have the same offsets, padded and not."""
+    """Return the Segments of a flat row: each real length at the start of its sequence. `data` is the template's batch.
+
+    Raises if the zigzag `ranks` cannot share the row out, or if the offsets of queries and keys, padded or not, differ.
+    """
     offsets = host_array("cu_seqlens_q", params.cu_seqlens_q).astype(np.int64)
     others = (getattr(params, name, None) for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"))
     differ = any(each is not None and not np.array_equal(host_array("offsets", each), offsets) for each in others)
@@ -352,8 +356,8 @@ def flat_segments(data: Mapping[str, Any], params: Any, ranks: int = 1) -> Segme
 
 
 class PooledBatch(dict[str, Any]):
-    """`model(**batch)` and `batch[key]` give what the model reads: None, or this rank's part; `batch.get` of either mask the
-    whole rows, bool `[B, S]`, True = real: on one rank of several, pooling gathers the output first."""
+    """A batch with two readers. `model(**batch)` and `batch[key]` give the model's mask: None, or this rank's part.
+    `batch.get` of either mask gives pooling the whole rows, bool `[B, S]`, True = real: it gathers the output first."""
 
     def __init__(self, batch: Mapping[str, Any], keep: Tensor) -> None:
         super().__init__(batch)
@@ -366,7 +370,7 @@ class PooledBatch(dict[str, Any]):
 def get_last_tokens(
     original: Any, trainer: Any, output_tensor: Tensor, packed_seq_params: Any = None, attention_mask: Any = None
 ) -> Any:
-    """Pool by the mask that is given: bool or int `[B, S]` of whole rows, each with a real token."""
+    """Pool by the given mask: bool or int `[B, S]` of whole rows, each with a real token."""
     if packed_seq_params is not None:
         return original(trainer, output_tensor, packed_seq_params, attention_mask)
     ranks = trainer.args.context_parallel_size

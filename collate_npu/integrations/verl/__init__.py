@@ -1,6 +1,6 @@
-"""verl 0.9.1: the masks that its Megatron and FSDP engines hand to their models.
+"""verl 0.9.1: the masks that its Megatron and FSDP engines pass to their models.
 
-On Megatron verl's own padding of jagged rows runs, with its 2D mask on every device, and no `[B, 1, S, S]` for an NPU: None
+On Megatron verl pads jagged rows itself. It keeps its 2D mask on every device, and makes no `[B, 1, S, S]` for an NPU: None
 is exact for jagged rows and causal attention. `install` and `install_fsdp` patch the two engines. Legend: B rows, S width.
 """
 
@@ -38,22 +38,22 @@ def on_npu() -> bool:
 
 
 def keep_2d(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """verl's padding, and its way back, as off an NPU: with this rank's 2D mask, which it makes a square for an NPU.
+    """Run verl's padding, and its way back, as without an NPU: with this rank's 2D mask. On an NPU verl makes a dense one.
 
-    The same code runs, with a flag of its own in the place of the module's, which every other caller reads.
+    Verl's code runs with a flag of its own. Every other caller reads the module's flag.
     """
     return patching.with_globals(original, is_npu_available=False)(*args, **kwargs)
 
 
 def engine_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """verl's forward of jagged ids, padded or packed (model_forward.py `gptmodel_forward_model_engine`)."""
+    """Run verl's forward of jagged ids, padded or packed (model_forward.py `gptmodel_forward_model_engine`)."""
     given = _arguments_of(original, args, kwargs)
     with _masks_hook(given, given["vision_model"]):
         return original(**given)
 
 
 def generated_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """verl's generators of forwards (`model_forward_gen`, and both of the fused kernels, which pack their rows always)."""
+    """Return verl's forward of a generator (`model_forward_gen`, and both of the fused kernels, which always pack rows)."""
     inner = original(*args, **kwargs)
     vision = _arguments_of(original, args, kwargs)["vision_model"]
 
@@ -62,7 +62,7 @@ def generated_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         if not patching.in_place(generated_forward):
             return inner(*args, **kwargs)
         given = _arguments_of(inner, args, kwargs)
-        if not given["input_ids"].is_nested:  # verl takes integers for places, without an error
+        if not given["input_ids"].is_nested:  # verl indexes by integers, without an error
             given["attention_mask"] = given["attention_mask"].bool()
         with _masks_hook(given, vision):
             return inner(**given)
@@ -71,9 +71,9 @@ def generated_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _masks_hook(given: dict[str, Any], vision: bool) -> Any:
-    """A hook, until its `with` ends, that hands the model of one batch the masks that it reads, and routers the
-    `padding_mask` that verl passes for packed rows alone. Megatron's own attention takes True = blocked: verl's [B, S],
-    True = real, blocks what it should not there."""
+    """Return a hook, for a `with`, that passes the model of one batch the masks that it reads, and its routers the
+    `padding_mask`, which verl passes for packed rows alone. Megatron's own attention reads True = blocked, so it gets None
+    in place of verl's [B, S], True = real."""
     from verl.utils.megatron_utils import unwrap_model
 
     model = unwrap_model(given["model"])
@@ -148,8 +148,8 @@ def uninstall() -> None:
 
 
 def prepare_model_inputs(original: Callable[..., Any], engine: Any, micro_batch: Any) -> Any:
-    """The model's keyword arguments, and what verl keeps for the way back. On flash attention a model whose layers verl
-    tells `cu_seqlens` keeps verl's flat rows; other engines that derive from this one keep all of theirs."""
+    """Return the model's keyword arguments, and what verl keeps for the way back. On flash attention a model whose layers
+    get `cu_seqlens` from verl keeps verl's flat rows. Engines that derive from this one keep all of theirs."""
     inputs, kept = original(engine, micro_batch)
     if not type(engine).__module__.startswith("verl.workers.engine.fsdp."):
         return inputs, kept
@@ -187,7 +187,7 @@ def _refuse_shares(engine: Any, kernel: str) -> None:
 
 
 def install_fsdp() -> None:
-    """Let every FSDP engine of this process prove and mend its inputs, those that exist too; `uninstall` takes it back.
+    """Let each FSDP engine of this process, also one that exists, prove and mend its inputs. `uninstall` undoes it.
 
     >>> install_fsdp()  # doctest: +SKIP
     """
