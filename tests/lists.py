@@ -47,7 +47,7 @@ CHINESE = {
     "nothing": "不用加",
     "padded right": "右填充",
     "padded left": "左填充",
-    "flat row": "扁平行",
+    "flat row": "变长拼接行",
     " (the default)": "（默认）",
     "refused": "拒绝",
     "wrong": "错误",
@@ -58,7 +58,7 @@ CHINESE = {
 
 def table() -> str:
     """The consumers in Markdown: what each is given, and behind it each refusal with the consumers that have it."""
-    lines = ["| consumer | what it is given | `attention_mask_2d` | source |", "|---|---|---|---|"]
+    lines = ["| stack | what it is given | `attention_mask_2d` | source |", "|---|---|---|---|"]
     kept = {"recurrent": "kept for recurrent layers", "always": "kept", "never": "taken out"}
     for consumer in consumers().values():
         forms = "; ".join(form.reads for form in consumer.forms)
@@ -169,7 +169,7 @@ def given() -> str:
         collator = PaddingCollator(pad_token_id=0, padding_side="left" if name == "left" else "right", attention_mask="2d")
         lengths = {"seq_lengths": [3, 2]} if name == "packed" else {}
         batches[name] = collator([{"input_ids": each, **lengths} for each in ids])
-    lines = [f"| model | consumer | {' | '.join(batches)} |", "|---|---|---|---|---|"]
+    lines = [f"| model | stack | {' | '.join(batches)} |", "|---|---|---|---|---|"]
     for model_type in ("qwen3_next", "qwen3"):
         for consumer in STACKS:
             cells = " | ".join(reads(consumer, batch, model_type) for batch in batches.values())

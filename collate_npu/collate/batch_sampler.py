@@ -77,7 +77,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.rank = None if rank is None else whole_number("rank", rank)
         self.width = None if width is None else whole_number("width", width, least=1)
         self.room = self.width or self.max_tokens
-        """The most tokens of a sample."""
+        """Return the length of the longest sample."""
         if (self.rank or 0) >= R:
             remedy = "Pass rank and num_replicas of the data-parallel group."
             raise CollateError(explain("rank", str(rank), f"{R} ranks are numbered from 0 to {R - 1}.", remedy))
@@ -92,7 +92,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     @property
     def plan(self) -> Plan:
-        """The batches of this epoch, of all ranks: those of one step stand together, rank by rank."""
+        """Return the batches of this epoch for all ranks: those of one step stand together, rank by rank."""
         key = self.epoch if self.shuffle else 0
         if self._planned is None or self._planned[0] != key:
             self._planned = (key, _plan(self, np.random.default_rng((self.seed, key))))

@@ -83,7 +83,7 @@ class BatchWriter:
             rule = f"Batches of this model are only padded, as transformers pads them: {self.left}."
             raise UnsupportedFormError(explain("padding_free, packing", "True", rule, "Leave both out."))
         self.predicts_next = not self.left and not labels_shifted and self.labels == "next"
-        """True if labels are those of the next token and not shifted yet."""
+        """True if the model predicts the next token and labels are not shifted yet."""
 
     def adds_positions(self, left: bool) -> bool:
         """True if the model could count positions of some batch wrong: padding on the left, or with an id that it counts.
@@ -118,7 +118,7 @@ class BatchWriter:
         return out if get_worker_info() is None else shipped(out)
 
     def _choose_mask(self, segments: Segments) -> Tensor | None:
-        """The mask of a batch that no consumer is named for."""
+        """Return the mask of a batch for which no stack is named."""
         if self.mode in ("2d", "omit"):
             return segments.keep
         why = mask_needed_reason(segments, self.pattern)
@@ -187,7 +187,7 @@ ELSEWHERE = {
     "sequence_multiple": _PADDED.format("multiple"),
     "max_sequences": _PADDED.format("max_sequences"),
 }
-"""What to write here for options of other collators."""
+"""Our option for each option of other collators."""
 _RETURNED = ("return_position_ids", "return_flash_attn_kwargs", "return_seq_idx")
 _MADE = "wrap_collator(DataCollatorForLanguageModeling(tokenizer, mlm=False), model=model) makes labels from input_ids."
 _OWN = {
@@ -389,7 +389,7 @@ def _flat_width(collator: PaddingCollator, tokens: int) -> int:
 
 
 def _fills(collator: PaddingCollator) -> dict[Any, float]:
-    """What padding holds, by the name a key has for it; positions of padding count on, or are 0."""
+    """Return the value of padding for each key. Positions of padding continue the row, or are 0."""
     pad_type = getattr(collator.tokenizer, "pad_token_type_id", 0) or 0
     return {"pad": collator.pad_token_id or 0, "pad_type": pad_type, "ignored": collator.writer.label_pad_token_id}
 
@@ -406,7 +406,7 @@ def _width(collator: PaddingCollator, lengths: list[int]) -> int:
 
 
 def _aligned(collator: PaddingCollator, longest: int) -> int:
-    """The width for rows of up to `longest` tokens; of several given, the narrowest that fits, else the widest."""
+    """Return the width for rows of up to `longest` tokens: the narrowest given width that fits, else the widest."""
     multiple = collator.pad_to_multiple_of or 1
     if isinstance(collator.padding, tuple):
         widths: list[int] = sorted(-(-width // multiple) * multiple for width in collator.padding)

@@ -46,7 +46,7 @@ _LOOKED_AT = 8
 
 
 class Samples(NamedTuple):
-    """The columns of a batch of features, sorted by what becomes of them."""
+    """The columns of a batch of samples, and the kind of each."""
 
     columns: dict[str, Rows]
     kinds: dict[str, ColumnKind]
@@ -102,7 +102,7 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
 
 
 def _joined(samples: Sequence[Any]) -> Mapping[str, Any]:
-    """The samples that a packing sampler hands over for one row (axolotl 0.19.0 utils/collators/batching.py:139-166)."""
+    """Return the samples that a packing sampler gives for one row (axolotl 0.19.0 utils/collators/batching.py:139-166)."""
     if len(samples) and isinstance(samples[0], int):  # as DataCollatorForLanguageModeling takes them
         return {"input_ids": samples}
     ids, own = sample_segment_ids(samples)
@@ -221,7 +221,7 @@ def _holds_floats(values: Any) -> bool:
 
 
 def _refuse_unlisted_tokens(key: str, column: list[Any], lengths: list[int]) -> None:
-    """A key nobody listed is passed on as it is; a list that follows the tokens through unequal rows would stay unpadded."""
+    """Refuse an unlisted key that has one value a token: it would stay unpadded."""
     ragged = all(is_ragged(row) for row in column)
     follows = ragged and len(set(lengths)) > 1 and all(len(row) == n for row, n in zip(column, lengths))
     if follows and _is_numeric(max(column, key=len)):
@@ -285,7 +285,7 @@ def _as_list(name: str, column: Any) -> list[Any]:
 
 
 def _dicts_of(row: Any) -> str:
-    """How such samples become dicts where the dataset is built."""
+    """Return how to make dicts of such samples where the dataset is built."""
     if isinstance(row, tuple):
         return 'Make dicts of the tuples, with webdataset: dataset.map(lambda row: dict(zip(("input_ids", "labels"), row))).'
     if isinstance(row, str):
@@ -368,7 +368,7 @@ def _other_parts(ids: Array, others: Array) -> Any:
 
 
 def _mask_ids(key: str, column: list[Any], lengths: list[int]) -> list[Array]:
-    """A sample's own mask: 1 = real, 0 = hole, 1 1 2 2 0 = packed sequences."""
+    """Return the sequence ids of a sample's own mask: 1 = real, 0 = hole, 1 1 2 2 0 = packed sequences."""
     if bad := [(b, f"{rank_of(row)} dimensions") for b, row in enumerate(column) if rank_of(row) != 1]:
         rule = "A sample's own mask is [L], one number for each token."
         raise CollateError(explain_rows(key, bad, rule, "Pass 4D masks of a whole batch through wrap_collator."))

@@ -40,12 +40,12 @@ STRUCT_LIMIT = 1 << 14
 
 
 def round_up(value: int, multiple: int | None) -> int:
-    """The next multiple, or the value itself for None."""
+    """Return the next multiple; for None the value itself."""
     return value if not multiple else -(-value // multiple) * multiple
 
 
 def is_ragged(value: Any) -> bool:
-    """True if this may be one value a token: a list, a tuple, an array or a tensor with a first dimension, not nested."""
+    """Return True if this may be one value a token: a list, a tuple, an array or a tensor with a dimension, not nested."""
     return isinstance(value, (list, tuple)) or (rank_of(value) > 0 and not getattr(value, "is_nested", False))
 
 
@@ -57,7 +57,7 @@ def rank_of(row: Any) -> int:
 
 
 class Rows(list[Any]):
-    """The values of one key, a sample each, and what they are: looked at once."""
+    """The values of one key, one a sample, and their kind, found once."""
 
     __slots__ = ("firsts", "flat", "lengths", "lists", "ragged")
     lengths: list[int]
@@ -187,7 +187,7 @@ def lay_rows(key: str, rows: Sequence[Row], *, slots: Slots, fill: Filler = 0, w
 
 
 def whole_rows(key: str, rows: Sequence[Row]) -> list[Array]:
-    """Each row of whole numbers as an array of its own kind. Raises as `pad_rows` does."""
+    """Return each row of whole numbers as an array of its own kind. Raises as `pad_rows` does."""
     return list(_arrays(key, on_host(key, rows), whole=True))
 
 

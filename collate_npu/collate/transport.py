@@ -45,7 +45,7 @@ Place = tuple[Any, torch.dtype, tuple[int, ...], str, int]
 
 
 class Shipment(dict[Any, Any]):
-    """A batch in a worker: a dict in every way, which only multiprocessing's pickler carries differently."""
+    """A batch in a worker: a dict that multiprocessing's pickler sends in its own way."""
 
 
 def shipped(batch: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _pack(batch: Shipment) -> tuple[Any, ...]:
 
 
 def _room_for(value: Tensor) -> bool:
-    """True if it moves into shared memory, where torch's pickler would put it."""
+    """Return True if it moves into shared memory, as torch's pickler would move it."""
     try:
         value.share_memory_()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -151,13 +151,13 @@ def _memory(buffer: Any) -> Any:
 
 
 def _travels(value: Any) -> bool:
-    """True for a plain tensor on the host that its values alone describe. Others go as torch sends them."""
+    """Return True for a plain tensor on the host. torch sends the others."""
     plain = type(value) is Tensor and value.dtype in _HELD and value.layout is torch.strided and not value.is_nested
     return plain and value.device.type == "cpu" and not value.requires_grad
 
 
 def _narrowest(array: Array) -> np.dtype[Any]:
-    """The narrowest type that holds these whole numbers."""
+    """Return the narrowest type that holds these whole numbers."""
     if array.dtype.kind != "i" or array.itemsize == 1 or not array.size:
         return array.dtype
     least, most = array.min(), array.max()

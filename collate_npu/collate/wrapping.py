@@ -149,7 +149,7 @@ wrap_collator = WrappedCollator
 
 @dataclass(frozen=True, slots=True)
 class _Samples:
-    """What the samples say before the inner collator sees them: token ids and segment ids `[L]` of each."""
+    """The samples before the inner collator sees them: token ids and segment ids `[L]` of each."""
 
     token_ids: list[Array]
     own: list[Array] | None
@@ -160,7 +160,7 @@ class _Samples:
         return [np.ones(len(row), np.int32) for row in self.token_ids] if self.own is None else self.own
 
     def standing(self, batch: Sources) -> list[Segments]:
-        """The Segments by the samples, for each side on which all of them stand whole; none where the ids were changed."""
+        """Return the Segments of the samples for each side on which all stand whole; none if the ids were changed."""
         named = batch.named["tokens"]
         if named not in (("input_ids",), ("tokens",)) or batch.shape()[0] != len(self.token_ids):
             return []
@@ -192,7 +192,8 @@ def _check_tokens(batch: Mapping[str, Any]) -> None:
 
 
 def _check_second_rows(batch: Mapping[str, Any], out: Mapping[str, Any]) -> None:
-    """What we add is for `input_ids`; TRL's KTO runs `KL_input_ids` with it as well (1.16 kto_trainer.py:1339-1365)."""
+    """Refuse a second tensor of tokens that would run with what we add for `input_ids`, such as `KL_input_ids` of TRL's KTO
+    (1.16 kto_trainer.py:1339-1365)."""
     second = [key for key in batch if str(key).lower().endswith("_input_ids")]
     added = [key for key in out if key not in batch and key not in ("attention_mask", KEEP_KEY)]
     if second and added:
@@ -229,7 +230,7 @@ def _flat_segments(batch: Sources, samples: _Samples) -> Segments:
 
 
 def _at_offsets(ids_S: Array, offsets: Array, samples: _Samples) -> Segments | None:
-    """Each sample at the start of its place, padding behind it; None where they do not stand so."""
+    """Return the Segments if each sample stands at the start of its place, with padding behind it; else None."""
     starts, ends = offsets[: len(samples.token_ids)], offsets[1 : len(samples.token_ids) + 1]
     if not len(ends) or len(ends) != len(samples.token_ids) or offsets[0] or offsets[-1] > len(ids_S):
         return None
@@ -262,7 +263,7 @@ def _flattened(batch: Sources, segments: Segments, keys: Mapping[str, Key]) -> t
 
 
 def _refuse_disagreement(segments: Segments, standing: list[Segments]) -> None:
-    """A mask that calls a sample's own tokens padding (ids != pad, where pad is eos) is not the truth."""
+    """Refuse a mask that calls a sample's own tokens padding, such as `ids != pad` if pad is eos."""
     rows = range(segments.shape[0])
     wrong = [b for b in rows if not any(np.array_equal(known.array[b], segments.array[b]) for known in standing)]
     bad = [

@@ -119,17 +119,17 @@ class CallBoundaries:
 
     @property
     def reach(self) -> int:
-        """The most tokens that a token reads, itself among them."""
+        """Return the largest number of tokens that a token reads, itself included."""
         far = int((np.arange(len(self.first_T)) - self.first_T).max(initial=0)) + 1
         return far if self.window is None else min(far, self.window)
 
     @property
     def fits(self) -> bool:
-        """True if the offsets of the call, if it has any, lie in its tokens."""
+        """Return True if the offsets of the call, if any, lie within its tokens."""
         return not self.neutral_T.all() or self.by in ("", *_OF_ROWS)
 
     def same(self, other: CallBoundaries) -> bool:
-        """True if both calls have the same sequences, padding, window, direction and mask."""
+        """Return True if both calls have the same sequences, padding, window, direction and mask."""
         names = ("kernel", "window", "causal", "digest")
         alike = all(getattr(self, name) == getattr(other, name) for name in names)
         return alike and np.array_equal(self.first_T, other.first_T) and np.array_equal(self.neutral_T, other.neutral_T)

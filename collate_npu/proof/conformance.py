@@ -1,13 +1,12 @@
-"""Conformance: a stack of which only `run(samples) -> log-probabilities` is known gives each token in a batch what it gives
-its sample alone.
+"""Conformance: a stack gives each token in a batch the log-probability that it gives it in its sample alone. Only
+`run(samples) -> log-probabilities` of the stack is called.
 
-Samples are drawn, asked for alone, then in batches on which padding, packing, chunks and order go wrong. What passes follows
-from the noise of the stack's own answers: a sample again, beside a copy of itself, and with tokens behind it, where other
-tokens behind change nothing: then its width alone made the difference. A wrong answer: a sample with a text before it. Where
-all noise is that of float32, six times that noise passes. Elsewhere one token in a thousand is further off by far (an expert
-is chosen otherwise): six times the least noise passes, and a tenth of what is wrong. Which samples are wrong, and from which
-of their tokens on, says what it means.
-Legend: N samples, L tokens of a sample; the log-probability at t, of L - 1, is that of token t + 1.
+Samples are drawn, run alone, then in batches that show errors of padding, packing, chunks and order. The noise is measured
+on the stack's own answers: the same sample again, beside a copy of itself, and with tokens behind it. A wrong answer is that
+to a sample behind another text. If all noise is that of float32, we accept six times the noise. Else one token in a thousand
+is much further off (another expert is chosen), and we accept six times the least noise, and a tenth of a wrong answer. Which
+samples are wrong, and from which token on, tells the cause. Legend: N samples, L tokens of a sample; the log-probability at
+t, of L - 1, is that of token t + 1.
 """
 
 from __future__ import annotations
@@ -95,7 +94,8 @@ PAD_ID = "only where a token is the pad id: real tokens are masked"
 
 
 def meaning(found: Sequence[Tensor], known: Sequence[Tensor], bound: float, holding: Sequence[bool] = ()) -> str:
-    """What it means that `found` differs from `known`, N float tensors `[L - 1]` each, by more than `bound` at a token.
+    """Return what it means that `found` differs from `known`, N float tensors `[L - 1]` each, by more than `bound` at a
+    token.
 
     `holding` says which samples hold the pad id as text. "" for a pattern that is not known.
 
@@ -146,7 +146,7 @@ class Scale:
 
     noise: float
     limit: float
-    """What passes."""
+    """What is accepted."""
     lost: float
     """Of a lost past: a text before each sample."""
     bound: float
@@ -206,12 +206,12 @@ def _scale(equal: Sequence[list[Tensor]], own: list[Tensor], lost: float) -> Sca
 
 
 def _limit(noise: float) -> float:
-    """What passes, and at least what float32 loses, on whatever device the stack runs."""
+    """Return what is accepted: at least the rounding of float32 on any device."""
     return noise_limit(noise, torch.zeros(()))
 
 
 def _each_alone(ask: Ask, samples: Iterable[Sample]) -> list[Tensor]:
-    """The answer to each sample by itself."""
+    """Return the answer to each sample alone."""
     return [ask("alone", [ids])[0] for ids in samples]
 
 
@@ -260,7 +260,7 @@ LEGEND = "error: relative, over all tokens of a batch; largest: of one log-proba
 
 @dataclass(frozen=True, slots=True)
 class Conformance:
-    """What `conformance` found: true where every batch is right. `str()` is the table."""
+    """The result of `conformance`: true if every batch is right. `str()` is the table."""
 
     verdicts: tuple[BatchVerdict, ...]
     scale: Scale
@@ -268,7 +268,7 @@ class Conformance:
 
     @property
     def passed(self) -> bool:
-        """True if every batch is right."""
+        """Return True if every batch is right."""
         return all(each.right for each in self.verdicts)
 
     def __bool__(self) -> bool:
@@ -282,7 +282,7 @@ class Conformance:
 
     @property
     def headline(self) -> str:
-        """The verdict in one line."""
+        """Return the verdict in one line."""
         wrong, all_ = sum(not each.right for each in self.verdicts), len(self.verdicts)
         return f"conformance: {f'WRONG in {wrong} of' if wrong else 'right in all'} {all_} batches (seed={self.seed})"
 
@@ -435,7 +435,7 @@ def _batches(draw: Draw, pad_token_id: int | None) -> dict[str, list[Sample]]:
 def _judged(
     layout: str, batch: str, found: list[Tensor], known: list[Tensor], scale: Scale, explained: Callable[..., str]
 ) -> BatchVerdict:
-    """The verdict on one batch; `explained` gives its meaning where it is wrong."""
+    """Return the verdict on one batch; if it is wrong, `explained` gives the meaning."""
     error = difference(found, known)
     far = [(x - y).abs() if len(x) == len(y) else y.new_full((1,), math.inf) for x, y in zip(found, known)]
     each = [(d, n, t) for n, x in enumerate(far) for t, d in enumerate(x.tolist())]

@@ -150,7 +150,7 @@ class Watch:
         return forward if self._recorder.forward is None else Forward(root=model)  # a model within it has other tokens
 
     def _is_enough(self, root: nn.Module, training: bool, again: bool) -> bool:
-        """True where so many forwards of this model were watched; ends the watch where nobody steps."""
+        """Return True if enough forwards of this model were watched. Ends the watch if no optimizer steps."""
         self._passes[id(root), training] += not again
         if self._passes[id(root), training] <= (_MOST_PASSES if training else 1) * self._most:
             return False
@@ -322,19 +322,19 @@ class Delivery:
     """The result of `check_delivery`."""
 
     layers: Mapping[str, str]
-    """What the kernels of each layer that was judged got: `"convolution zeros [1, 3], rule zeros [1, 3]"`."""
+    """What the kernels of each judged layer got: `"convolution zeros [1, 3], rule zeros [1, 3]"`."""
     report: str
-    """The same of all layers, as `watch` prints it; "" where none was judged."""
+    """The same of all layers, as `watch` prints it; "" if none was judged."""
     unchecked: tuple[str, ...]
     """Layers of which nothing was judged, and what else was not."""
     leak_free: bool
     """True if padding and other sequences were replaced, and no real token moved."""
     alone: Alone | None
-    """How far two sequences are from themselves alone; None without `alone=True`."""
+    """How far two sequences are from the same sequences alone; None without `alone=True`."""
 
     @property
     def verdict(self) -> str:
-        """What was proved, in one sentence."""
+        """Return what was proved, in one sentence."""
         if not self.layers:
             return "no known kernel ran, and no tokens leak" if self.leak_free else "NOT JUDGED: no kernel was compared"
         every = "every layer" if self.leak_free else "every layer with a known kernel"

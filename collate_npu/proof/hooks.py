@@ -124,7 +124,7 @@ class _Wraps:
                 self.unwrapped.append(f"{name}: {type(error).__name__}: {error}")
 
     def _is_kernel(self, value: Any) -> bool:
-        """True for a function with the name of a known kernel that is not a wrapper of ours."""
+        """Return True for a function with the name of a known kernel that is not our wrapper."""
         value = value.__func__ if type(value) is staticmethod else value  # isinstance would wake what loads itself late
         return type(value) in _FUNCTIONS and value.__name__ in KERNELS and id(value) not in self._wrappers
 
@@ -209,7 +209,7 @@ _POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?)$")
 
 
 class _Thread(threading.local):
-    """What runs in this thread: modules, a forward, how deep its kernels are, and which tokens are zero still."""
+    """What runs in this thread: modules, a forward, how deep kernels are nested, and which tokens are still zero."""
 
     def __init__(self) -> None:
         self.stack: list[nn.Module] = []
@@ -223,7 +223,7 @@ class Recorder:
 
     def __init__(self, begin: Begin, end: End) -> None:
         self.failed: set[str] = set()
-        """What went wrong in recording itself; the run goes on."""
+        """Return the errors of the recording itself; the run goes on after them."""
         self.models: set[str] = set()
         """Classes of the models that ran."""
         self.unwrapped: list[str] = []
@@ -235,7 +235,7 @@ class Recorder:
 
     @property
     def forward(self) -> Forward | None:
-        """The forward that runs now in this thread."""
+        """Return the forward that runs in this thread."""
         return self._here.forward
 
     def forget(self) -> None:
@@ -243,7 +243,7 @@ class Recorder:
         self._here, WRAPS.lock = _Thread(), threading.RLock()  # another thread may have held it
 
     def root_of(self, module: nn.Module) -> nn.Module | None:
-        """The model that this module is a part of."""
+        """Return the model that this module is a part of."""
         known = self._names.get(id(module))
         return None if known is None else known[0]()
 
@@ -271,7 +271,7 @@ class Recorder:
 
     @property
     def listens(self) -> bool:
-        """True between `install` and `take_off`."""
+        """Return True between `install` and `take_off`."""
         return self in _LISTENING
 
     def install(self) -> None:
@@ -345,7 +345,7 @@ class Recorder:
         return ""
 
     def _has_other_rows(self, kwargs: Mapping[str, Any]) -> bool:
-        """True if a model is called within another one, on tokens that are not the outer one's."""
+        """Return True if a model is called inside another one, on other tokens."""
         ids, forward = kwargs.get("input_ids"), self._here.forward
         if forward is None or forward.ids is None or not isinstance(ids, Tensor) or ids is forward.ids:
             return False
@@ -398,7 +398,7 @@ class Recorder:
         return self._called(name, KERNELS[name.rpartition(".")[2]], values, lambda: call(*args, **kwargs))
 
     def _in_layer(self) -> bool:
-        """True if a layer makes this call itself, or by a convolution that it holds."""
+        """Return True if a layer makes this call itself, or by its own convolution."""
         owners = (module for module in reversed(self._here.stack) if not isinstance(module, nn.Conv1d))
         return is_layer(next(owners, self._here.stack[-1]))
 

@@ -95,21 +95,21 @@ class Located:
         return f"{where}; {lost} are ignored, as where labels are made by labels == pad_token_id" if lost else where
 
     def _labels(self) -> list[list[int]] | None:
-        """What the batch gives the tokens of each sample; None where it has no labels of tokens."""
+        """Return the labels in the batch of each sample's tokens; None if it has no labels of tokens."""
         labels = None if self.batch.get("labels") is None else _tensor(self.batch, "labels")
         if labels is None or tuple(labels.shape) != self.segments.shape:
             return None
         return [row[:, 0].tolist() for row in self.rows(labels[..., None])]
 
     def with_labels(self) -> Batch:
-        """The batch, with its own tokens as labels where it has none."""
+        """Return the batch; if it has no labels, its tokens are the labels."""
         if self.batch.get("labels") is not None:
             return {**self.batch, "labels": _tensor(self.batch, "labels")}
         unread_BS = (self.segments.position_ids == 0) | ~self.segments.keep
         return {**self.batch, "labels": _tensor(self.batch, "input_ids").masked_fill(unread_BS, IGNORED)}
 
     def numbers(self, model: Any, gradients: bool) -> Numbers:
-        """What the model makes of the batch as it is."""
+        """Return the numbers of the batch as it is."""
         return measure(model, uncached(model, self.with_labels()), self.rows, gradients)
 
 
@@ -118,7 +118,7 @@ def _tensor(batch: Mapping[str, Any], key: str) -> Tensor:
 
 
 def keep_of(batch: Mapping[str, Any]) -> Array | None:
-    """The 2D mask that a batch carries, bool `[B, S]`; None where it has none."""
+    """Return the 2D mask of a batch, bool `[B, S]`; None without one."""
     for key in ("attention_mask_2d", "attention_mask"):
         if len(getattr(batch.get(key), "shape", ())) == 2:
             keep: Array = host_array(key, batch[key]) > 0
@@ -171,7 +171,7 @@ def _starts(ids_BS: Array, samples: Sequence[Array], keep_BS: Array | None) -> l
 
 
 def _matches(ids_BS: Array, sample: Array) -> list[int]:
-    """The places of the flat batch at which these tokens stand, in one row."""
+    """Return the places of the flat batch where these tokens stand in one row."""
     S, L = ids_BS.shape[1], len(sample)
     if not L or L > S:
         return []
@@ -193,7 +193,7 @@ def samples_of(batch: Mapping[str, Any], pattern: str | Pattern | None = None, *
 
 
 def _is_of(samples: Sequence[Array], ids_BS: Array, keep_BS: Array) -> bool:
-    """True if the mask keeps in each row the tokens of its sample and nothing else."""
+    """Return True if the mask keeps in each row exactly the tokens of its sample."""
     rows = len(samples) == len(ids_BS) and keep_BS.shape == ids_BS.shape
     return rows and all(np.array_equal(ids[keep], own) for ids, keep, own in zip(ids_BS, keep_BS, samples))
 
@@ -220,13 +220,13 @@ def assert_padding_invariant(
     """Assert that a batch of `collator` gives each sample the logits, loss and gradient it has alone, by its own labels.
 
     `model` is a module of transformers: a decoder, a hybrid or an encoder, with a head or without. `collator` may pad on
-    any side, permute rows or pack them: samples are found by their tokens. What passes is six times the rounding that is
-    measured here, or with `tolerance` an absolute difference of a logit and a relative one of loss and gradient. The loss
+    any side, permute rows or pack them: samples are found by their tokens. We accept six times the rounding noise measured
+    on the model, or with `tolerance` an absolute difference of a logit and a relative one of loss and gradient. The loss
     is that of the next token, and the one that the model itself gives.
 
     Raises `AssertionError` with the worst sample, its token, the errors and what to change; `CollateError` where nothing
-    can be compared: samples of equal lengths, other tokens in the batch, an encoder-decoder. It is run in the mode
-    that it is in, without dropout: `model.train()` before it proves what trains.
+    can be compared: samples of equal lengths, other tokens in the batch, an encoder-decoder. The model runs in its own
+    mode, without dropout: call `model.train()` before to prove what trains.
 
     >>> from collate_npu import PaddingCollator
     >>> from collate_npu.testing import byte_tokenizer, tiny_model
@@ -278,7 +278,7 @@ class Reference:
         return Comparison(errors=compared.worst, fault=next(filter(None, faults), ""))
 
     def tells(self, lost: Sequence[Located]) -> bool:
-        """True if these batches, whose mask is lost, are seen to be wrong; else a wrong mask would not show."""
+        """Return True if batches without their mask are seen to be wrong; else a wrong mask would not show."""
         compared = Compared.of((each.numbers(self._model, self._gradients), own) for each, own in zip(lost, self._alone))
         return Yardstick(self._noise, compared.worst).tells(self._tolerance)
 
@@ -378,7 +378,7 @@ def collated(collator: Collator, features: Sequence[Batch]) -> Located:
 
 
 def _worst(furthest: Sequence[Sequence[float]], located: Located) -> str:
-    """The sample and token whose logits are furthest from those alone."""
+    """Return the sample and the token whose logits are furthest from those alone."""
     each = [(x, n, token) for n, row in enumerate(furthest) for token, x in enumerate(row)]
     most, n, token = max(each, key=lambda found: found[0] if math.isfinite(found[0]) else math.inf)
     row, start, _ = located.segments.spans[located.order.index(n)]

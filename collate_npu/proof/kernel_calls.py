@@ -50,19 +50,19 @@ from collate_npu.proof.measure import check_one_stack
 from collate_npu.segments import Segments, ready
 
 _LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortconv|retention|lightning|mixer")
-"""Names of classes that look at other tokens than their own."""
+"""Names of classes that mix tokens."""
 _NO_LAYER = re.compile(r"norm|mlp|expert|rotary|embedding|residual|output$")
 _OF_ONE_TOKEN = re.compile(rf"{_NO_LAYER.pattern}|ffn|feed_?forward|moe|router|glu|activation|linear|dropout|identity|head$")
 """Classes, by their names, of which no call looks at another token."""
 _CONTRADICTS = re.compile(r"(?s)errors#(sources-disagree|inverted-mask)$|bad row.*errors#padding-unknown$")
-"""How the door ends where the keys of a batch say different things of one token."""
+"""How an error ends if the keys of a batch contradict each other."""
 _CROSS = re.compile(r"cross|encdec|encoder_attn")
 _FOREIGN = re.compile(rf"vision|visual|audio|image|{_CROSS.pattern}")
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_model\.model)(?=\.|$)")
 
 
 def is_layer(module: nn.Module) -> bool:
-    """True if a module of this class looks at other tokens than its own."""
+    """Return True if a module of this class mixes tokens."""
     name = type(module).__name__.lower()
     return isinstance(module, nn.RNNBase) or (bool(_LAYER.search(name)) and not _NO_LAYER.search(name))
 
@@ -83,7 +83,7 @@ def _is_of_one_token(block: nn.Module) -> bool:
 
 
 def among(name: str, layers: Collection[str]) -> bool:
-    """True if it is one of these layers, within one, or around one."""
+    """Return True if it is one of these layers, inside one, or around one."""
     return any(name == each or name.startswith(f"{each}.") or each.startswith(f"{name}.") for each in layers)
 
 
@@ -100,7 +100,7 @@ class RecordedCall:
     unread_reason: str = ""
     """Why it could not be read."""
     remedy: str = ""
-    """What to do where the operator refuses it, or reads what nobody can mean: that is a fault, whatever the batch."""
+    """What to do if the operator refuses the call, or reads it as nobody can mean it: a fault, whatever the batch."""
     empty_T: Array | None = field(default=None, repr=False)
     """bool: tokens of the batch whose embedding is zero, and zero still where this layer begins."""
     positions: Array | None = field(default=None, repr=False)
@@ -137,9 +137,9 @@ class Forward:
     training: bool = False
     ids: Tensor | None = field(default=None, repr=False)
     truth: Segments | None = None
-    """What the batch says, where it says it."""
+    """The Segments of the batch, if it tells them."""
     skip_reason: str = ""
-    """Why the batch does not say it."""
+    """Why the batch does not tell them."""
     pattern: Pattern | None = None
     again: bool = False
     empty_T: Array | None = field(default=None, repr=False)
@@ -149,11 +149,11 @@ class Forward:
     """The error that ended it."""
     calls: list[RecordedCall] = field(default_factory=list)
     first_position: int = 0
-    """What the model embeds for a sequence's first token."""
+    """The position of a sequence's first token in this model."""
     before: Sequence[RecordedCall] = field(default=(), repr=False)
-    """Of a layer that is computed again: the calls of this step's forwards."""
+    """The calls of this step's forwards, for a layer that is computed again."""
     cp: ContextParallel | None = None
-    """The rank that this is, where ranks share the rows of `truth`."""
+    """This rank's place, if ranks share the rows of `truth`."""
 
     def judge_by(
         self, batch: Mapping[str, Any], *, segments: Segments | None = None, pattern: str | Pattern | None = None
@@ -187,7 +187,7 @@ class Forward:
 
     @property
     def judged(self) -> bool:
-        """True if a kernel was compared with the batch."""
+        """Return True if a kernel was compared with the batch."""
         return any(map(self.judges, self.calls))
 
     def release(self) -> None:
@@ -264,7 +264,7 @@ class Forward:
         return f"computed again for the backward pass; the first pass got {first[-1]}", _REMEDIES["again"]
 
     def judges(self, call: RecordedCall) -> bool:
-        """True if this call is judged against the batch: not one of other tokens, nor of another model's."""
+        """Return True if this call is judged against the batch: it has the tokens of the batch."""
         if self.truth is None or _FOREIGN.search(call.layer.lower()):
             return False
         if call.positions is not None:
@@ -395,7 +395,7 @@ def describe_segments(segments: Segments) -> str:
 
 
 def crosses(name: str) -> bool:
-    """True if a layer of this name looks at another row than its own."""
+    """Return True if a layer of this name is a cross-attention."""
     return bool(_CROSS.search(name.lower()))
 
 

@@ -67,8 +67,8 @@ class _WithoutDropout(TorchFunctionMode):
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """A model that trains is run as it trains, but for chance, and what it counts meanwhile is as it was: a mask that is
-    lost in training alone shows."""
+    """Run a model inside the block in its own mode, without dropout, and restore its buffers. So a mask that is lost only in
+    training shows."""
     trains = any(module.training for module in model.modules())
     held = [(each, each.clone()) for each in model.buffers()] if trains else []
     try:
@@ -82,7 +82,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def scores_of(given: Any) -> Tensor:
-    """The logits in what a model gave, `[B, S, V]`, or of one without a head the last states; `[B, V]` of one that pools."""
+    """Return the logits `[B, S, V]` of an output, `[B, V]` if the model pools; without a head the last hidden states."""
     for name in ("logits", "last_hidden_state"):
         given = given if getattr(given, name, None) is None else getattr(given, name)
     if not isinstance(given, Tensor):
@@ -93,14 +93,14 @@ def scores_of(given: Any) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What a model gave for some samples: logits of real tokens, the summed loss, the gradient of all parameters."""
+    """The numbers of some samples: logits of real tokens, the summed loss, the gradient of all parameters."""
 
     logits: list[Tensor]
     """`[length, V]` for each sample; of a model that pools, `[1, V]`."""
     loss: float
     gradients: Gradients
     finite: bool
-    """Of every logit, those at padding too, of the loss and of the gradient."""
+    """True if the loss, the gradient and every logit are finite, also those at padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +135,14 @@ class Compared:
 
     @property
     def worst(self) -> Errors:
-        """The largest of each error over all batches; NaN where one of them is."""
+        """Return the largest of each error over all batches; NaN if one is NaN."""
         table = torch.tensor([astuple(each) for each in self.each], dtype=torch.float64)
         return Errors(*torch.amax(table, dim=0).tolist())
 
 
 def measure(model: Any, batch: Mapping[str, Any], rows: Callable[[Tensor], list[Tensor]], gradients: bool) -> Numbers:
-    """One forward pass, and one backward pass of the summed loss if asked for. `rows` picks the real tokens of `[B, S, V]`,
-    and the samples of the `[B, V]` that a model which pools gives."""
+    """Return the numbers of one forward pass and, with `gradients`, of a backward pass of the summed loss. `rows` picks the
+    real tokens of `[B, S, V]`, or the samples of `[B, V]`."""
     inputs = {key: _on_device(value, model.device) for key, value in batch.items()}
     labels: Any = inputs.get("labels")
     model.zero_grad(set_to_none=True)
@@ -157,13 +157,13 @@ def measure(model: Any, batch: Mapping[str, Any], rows: Callable[[Tensor], list[
         if gradients:
             torch.autograd.backward(loss)
     found = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)  # it keeps none
+    model.zero_grad(set_to_none=True)  # the model keeps no gradient
     finite = all(bool(torch.isfinite(x).all()) for x in (scores, loss, *found.values()))
     return Numbers([x.detach().float() for x in real], float(loss.detach()), found, finite)
 
 
 def unpadded(measured: Callable[[Batch], Measured], batch: Batch) -> Measured:
-    """What is measured of rows without padding or a mask. An adapted model asks, and is told that they have none."""
+    """Return what is measured of rows without padding or a mask. An adapted model needs a mask, so it gets one of ones."""
     try:
         return measured(batch)
     except AmbiguousMaskError:
@@ -172,8 +172,8 @@ def unpadded(measured: Callable[[Batch], Measured], batch: Batch) -> Measured:
 
 @torch.no_grad()
 def own_loss(model: Any, batch: Mapping[str, Any]) -> float | None:
-    """The loss that a model itself gives for a batch with labels; None where it gives none, or adds one of its routers,
-    which is of a batch."""
+    """Return the loss that a model itself gives for a batch with labels; None without one, and if it holds the loss of
+    routers, which depends on the batch."""
     inputs = {key: _on_device(value, model.device) for key, value in uncached(model, batch).items()}
     with without_dropout(model):
         given = model(**inputs)
@@ -182,20 +182,20 @@ def own_loss(model: Any, batch: Mapping[str, Any]) -> float | None:
 
 
 def uncached(model: Any, batch: Mapping[str, Any]) -> Batch:
-    """The batch, run without a cache as trainers run it, where the model has one; then positions that restart are read."""
+    """Return the batch with `use_cache=False`, as trainers run it: with a cache a model ignores positions that restart."""
     takes = "use_cache" in inspect.signature(model.forward).parameters
     return {"use_cache": False, **batch} if takes else dict(batch)
 
 
 def predicts_next(model: Any) -> bool:
-    """True for a causal language model: not an encoder, nor a model without a head of its vocabulary."""
+    """Return True for a causal language model with a head of its vocabulary."""
     headless = is_transformers(model) and model.get_output_embeddings() is None
     return not headless and pattern_of(model) != "bidirectional"
 
 
 def alone(model: Any, features: Sequence[Batch], gradients: bool, *, copies: int = 1) -> Numbers:
-    """Each sample in a batch of its own, without padding and without a mask; losses and gradients add up. With `copies` the
-    batch has so many rows of it, and the first is looked at."""
+    """Return the numbers of each sample alone, without padding and without a mask; losses and gradients add up. With
+    `copies` the batch has so many rows of it, and the first is looked at."""
     logits: list[Tensor] = []
     loss, finite = 0.0, True
     total: Gradients = {}
@@ -213,7 +213,7 @@ def alone(model: Any, features: Sequence[Batch], gradients: bool, *, copies: int
 
 
 def errors_between(mine: Numbers, reference: Numbers) -> Errors:
-    """How far `mine` is from the reference; NaN throughout if anything in either is not finite, or is missing."""
+    """Return how far `mine` is from the reference; NaN throughout if a number of either is not finite, or missing."""
     if not (mine.finite and reference.finite) or [x.shape for x in mine.logits] != [x.shape for x in reference.logits]:
         return Errors(*[float("nan")] * 4)
     largest = max(float((x - y).abs().max()) for x, y in zip(mine.logits, reference.logits))
@@ -235,7 +235,7 @@ def _square(x: Tensor) -> float:
 
 
 def _on_device(value: Any, device: Any) -> Any:
-    """A tensor, a BlockMask, or what holds them by name, on the device of a model; anything else as it is."""
+    """Return a tensor, a BlockMask or a mapping of them on this device; anything else as it is."""
     if isinstance(value, dict):
         return {key: _on_device(each, device) for key, each in value.items()}
     return value.to(device) if hasattr(value, "to") else value
@@ -251,31 +251,31 @@ def _on_device(value: Any, device: Any) -> Any:
 # all tokens stays within 4 times the noise (20 families, bfloat16, three seeds each); a wrong mask is 15 to 230 times it.
 
 TIMES = 6
-"""What passes is up to so many times the noise."""
+"""We accept up to 6 times the rounding noise that was measured on the model."""
 FLOOR = 4
-"""The noise is at least so many times what one matrix product loses here: a lucky run shows none."""
+"""The noise is at least this many times the error of one matrix product here: a lucky run shows no noise."""
 ROUNDED = 3
-"""How much further than the noise a result is where each layer rounds otherwise: twice that passes."""
+"""How much further than the noise a result is if each layer rounds otherwise: we accept twice that."""
 MARGIN = 2
-"""What is wrong must be so many times what passes, or the audit proves nothing."""
+"""A wrong result must be at least this many times what is accepted, or the audit proves nothing."""
 REMEDY = "Find what else the model reads (the width, the row, random numbers), or run it in a wider dtype"
 
 
 @dataclass(frozen=True, slots=True)
 class Yardstick:
-    """What passes, and whether what is wrong stands out of it."""
+    """The error that is accepted, and whether a wrong result is larger."""
 
     noise: Errors
     wrong: Errors | None = None
-    """The smallest error that must not pass; None where nothing wrong could be run."""
+    """The smallest error of a wrong result; None if no wrong result could be made."""
 
     def astray(self, found: Errors) -> tuple[str, ...]:
-        """Which of logits, loss and gradient are not at most `TIMES` the noise; NaN never is."""
+        """Return which of logits, loss and gradient are further off than `TIMES` the noise, or NaN."""
         names = ("logits", "loss", "gradient")
         return tuple(name for name in names if not getattr(found, name) <= TIMES * getattr(self.noise, name))
 
     def tells(self, tolerance: float | None = None) -> bool:
-        """True if a layer that ignores its mask would show in logits or gradient; what is not finite shows."""
+        """Return True if logits or gradient would show a layer that ignores its mask; a number that is not finite shows."""
         if self.wrong is None:
             return False
         if tolerance is not None:
@@ -287,8 +287,8 @@ class Yardstick:
 def measure_noise(
     model: Any, batches: Sequence[Sequence[Batch]], references: Sequence[Numbers], *, gradients: bool
 ) -> Errors:
-    """The errors of right results: the samples again in another batch, other tokens appended, no mask (of an encoder or a
-    headless model each beside copies of itself); and a third of what they are off by where each layer rounds otherwise."""
+    """Return the errors of right results: the samples in a batch with other tokens appended and no mask (without a causal
+    head each beside copies of itself), and a third of the errors of layers that round otherwise."""
     if predicts_next(model):  # wider, and one more chunk of 32 in a recurrent layer
         other: Callable[[Sequence[Batch]], Numbers] = partial(_widened, model, extra=33, gradients=gradients)
     else:
@@ -331,7 +331,7 @@ def noise_limit(noise: float, x: Tensor) -> float:
 
 
 def like(model: nn.Module) -> Tensor:
-    """A tensor of the dtype and device of a model."""
+    """Return a tensor of the dtype and device of a model."""
     return next((each for each in model.parameters() if each.is_floating_point()), torch.zeros(()))
 
 
@@ -347,7 +347,7 @@ def check_noise(model: nn.Module, noise: float) -> None:
 
 
 def product_error(x: Tensor) -> float:
-    """The relative error of one matrix product, in the dtype of this tensor and on its device, against float64."""
+    """Return the relative error of one matrix product, in the dtype of this tensor and on its device, against float64."""
     drawn = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0)).to(x.dtype)
     one, other = drawn.to(x.device)
     exact = drawn[0].double() @ drawn[1].double()

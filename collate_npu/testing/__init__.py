@@ -1,8 +1,8 @@
 """Testing: tiny random models of every hybrid family in the installed transformers, and a tokenizer, without a download.
 
 The models are real: transformers' own classes with each kind of layer the family mixes, two to four of them, width 64.
-They are also honest, which a random model is not by itself: weights are scaled up until a wrong mask moves the logits,
-and the row of the pad token is neither zero nor frozen, so that padding which leaks into a layer shows.
+A usual random model hides errors. In these, weights are scaled up until a wrong mask changes the logits, and the row of the
+pad token is neither zero nor frozen, so that padding which leaks into a layer shows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def hybrid_model_types() -> list[str]:
 
 @cache
 def _hybrid_text(model_type: str) -> str | None:
-    """The model type of this type's text config, if that family needs the 2D mask."""
+    """Return the model type of this type's text config, if that family needs the 2D mask."""
     try:
         config = default_config(model_type)
         return text_config(config).model_type if family_needs_mask_2d(config) else None

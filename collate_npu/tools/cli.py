@@ -314,7 +314,7 @@ OPTIONS = {
         _option("--batches", "Batches per model and side.", type=in_range(1), default=2),
         _option("--max-length", "Longest sample of text, in tokens.", type=in_range(2, 1 << 20), default=96),
         _option("--gradients", "Compare gradients too.", action=BooleanOptionalAction, default=True),
-        _option("--tolerance", "Error of ours that passes. Default: six times the noise here.", type=float),
+        _option("--tolerance", "Error that is accepted. Default: 6 times the rounding noise, measured.", type=float),
         _option("--seed", "Which lines are drawn, and the random weights.", type=in_range(0, (1 << 63) - 1), default=0),
         _flag("--verbose", "A line for each case of every model."),
         AS_JSON,
