@@ -30,8 +30,6 @@ from collate_npu.segments import Segments, position_array
 
 Attended = tuple[Tensor, Tensor]
 """bool `[Q, K]`: whom any head attends, and whom every head does."""
-BLOCKED = -9984
-"""An additive mask blocks at or below it (masks.dense_mask)."""
 
 
 def row_of(keep: Tensor, b: int) -> Attended:

@@ -5,8 +5,8 @@ Samples are drawn, run alone, then in batches that show errors of padding, packi
 on the stack's own answers: the same sample again, beside a copy of itself, and with tokens behind it. A wrong answer is that
 to a sample behind another text. If all noise is that of float32, we accept six times the noise. Else one token in a thousand
 is much further off (another expert is chosen), and we accept six times the least noise, and a tenth of a wrong answer. Which
-samples are wrong, and from which token on, tells the cause. Legend: N samples, L tokens of a sample; the log-probability at
-t, of L - 1, is that of token t + 1.
+samples are wrong, and from which token on, tells the cause.
+Legend: N samples, L tokens of a sample; the log-probability at t, of L - 1, is that of token t + 1.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from torch import Tensor
 from collate_npu.errors import shape_of
 from collate_npu.kernels import packed_rows
 from collate_npu.kernels.fusion_attention import LAYOUTS, UNLIMITED, prefix_triangle, triangle
+from collate_npu.masks.mask_values import BLOCKED_BELOW
 from collate_npu.proof.boundaries import (
-    BLOCKED,
     MOST_SCORES,
     Attended,
     CallBoundaries,
@@ -209,7 +209,7 @@ def _masked(kernel: str, values: Mapping[str, Any], mask: Tensor | None, causal:
         _same_tokens(q, k, -2)
         return _bare(kernel, (B, T), causal)
     keep = mask.detach()
-    keep = keep if keep.dtype == torch.bool else keep > BLOCKED
+    keep = keep if keep.dtype == torch.bool else keep > BLOCKED_BELOW
     keep = keep[:, None] if keep.ndim == 3 == q.ndim else keep
     keep = keep.expand(*keep.shape[:-2], T, K)
 
@@ -248,8 +248,8 @@ def _flex(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
         kept = mask.mask_mod(b, h, *at) if hasattr(mask, "mask_mod") else nothing == 0
         if isinstance(mask, Tensor):
             where = (b if len(mask) > 1 else zero, h if mask.shape[1] > 1 else zero, *at)
-            kept = (mask if mask.dtype == torch.bool else mask > BLOCKED)[where]
-        return kept if score is None else kept & (score(nothing, b, h, *at) > BLOCKED)
+            kept = (mask if mask.dtype == torch.bool else mask > BLOCKED_BELOW)[where]
+        return kept if score is None else kept & (score(nothing, b, h, *at) > BLOCKED_BELOW)
 
     def rows(b: int) -> Attended:
         return evaluated(attends, b, q.shape[1], (q.shape[-2], k.shape[-2]), q.device)
