@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from collate_npu.arrays import Array
+from collate_npu.arrays import Array, entries
 from collate_npu.consumers.adapter import KNOWN_BATCHES
 from collate_npu.consumers.mask_choice import Case, Model
 from collate_npu.consumers.model_traits import (
@@ -162,6 +162,7 @@ class Forward:
         if not hasattr(batch, "items"):
             rule = "A batch is a dict of tensors."
             raise CollateError(explain("batch", a_type(batch), rule, "Pass what the model is called with."))
+        batch = entries(batch)
         ids = batch.get("input_ids", batch.get("tokens"))
         self.ids = ids if isinstance(ids, Tensor) else None
         case = case_of(unwrap(self.root), batch, segments=segments, pattern=pattern)
