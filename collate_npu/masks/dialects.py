@@ -64,7 +64,6 @@ class Dialect(NamedTuple):
     * `holder`: a key with an object, or a dict, of offsets.
     * `real`: offsets of real tokens alone; the others of its batch count padding.
     * `right`: lengths that need no mask, since rows are padded on the right.
-    * `zeros`: sequence numbers whose zeros at the end are a tail that the offsets count.
     * `tail`: where a tail begins that positions number as a sequence, None where there is none.
     """
 
@@ -72,7 +71,6 @@ class Dialect(NamedTuple):
     holder: str = ""
     real: str = ""
     right: str = ""
-    zeros: str = ""
     tail: Callable[[FlatRow], int | None] | None = None
 
 
@@ -80,7 +78,6 @@ DIALECTS = (
     Dialect("Megatron-LM core/packed_seq_params.py", holder="packed_seq_params"),
     Dialect("Megatron-Bridge", real="cu_seqlens_unpadded"),
     Dialect("NeMo RL models/automodel/train.py:125, 7ea279a", holder="flash_attn_kwargs", right="input_lengths"),
-    Dialect("NeMo Automodel 0.7.0 datasets/packed_seq.py:79", zeros="_packed_seq_ids"),
     Dialect("unsloth", right="packed_seq_lengths"),
     Dialect("VeOmni data/data_collator.py, d977449", tail=_at_position_zero),
     Dialect("prime-rl 559b447 trainer/batch.py:717-719", tail=_counting_again),  # adds its tail to the last length
@@ -90,8 +87,8 @@ DIALECTS = (
 `pad_to_multiple_of`): they stay sequences, which is exact for both."""
 
 
-HOLDERS, REAL, PADS_RIGHT, ZEROS = (
-    tuple(key for dialect in DIALECTS if (key := getattr(dialect, what))) for what in ("holder", "real", "right", "zeros")
+HOLDERS, REAL, PADS_RIGHT = (
+    tuple(key for dialect in DIALECTS if (key := getattr(dialect, what))) for what in ("holder", "real", "right")
 )
 
 

@@ -255,11 +255,9 @@ def _ends_in_padding(sources: Sources, end: int, S: int) -> bool:
 
 
 def _tail(sources: Sources) -> int:
-    """Return how many places the offsets of a flat row number as its last sequence, by a key that says it, or by zeros."""
-    if sources.named["tail"]:
-        return whole_number(name := sources.named["tail"][0], sources.array(name).squeeze()[()])
-    ids_S = next((sources.array(key).ravel() for key in dialects.ZEROS if sources.get(key) is not None), np.zeros(0))
-    return int(len(ids_S) - np.flatnonzero(ids_S)[-1] - 1) if ids_S.any() else 0
+    """Return how many places the offsets of a flat row number as its last sequence, by a key that says it."""
+    name = next(iter(sources.named["tail"]), None)
+    return 0 if name is None else whole_number(name, sources.array(name).squeeze()[()])
 
 
 def says_padding(sources: Sources) -> bool:

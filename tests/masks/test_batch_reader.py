@@ -349,6 +349,8 @@ def find(padding_free=False, **keys):
             )
         },
         {"cu_seqlens_padded": [0, 4, 4, 8], "cu_seqlens": [0, 3, 3, 5]},
+        {"cu_seqlens": [0, 4, 8], "cu_seqlens_unpadded": [0, 3, 5]},
+        {"flash_attn_kwargs": {"cu_seqlens_q": [0, 3, 5], "cu_seqlens_q_padded": [0, 4, 8]}},
     ],
     ids=lambda keys: "+".join(keys),
 )
@@ -428,6 +430,9 @@ THREE = {"cu_seqlens": [0, 3, 5, 8], "labels": UNREAD}
         ([0, 1, 0, 0], {"input_ids": [[2, 7, 7, 7]], "labels": [[3, 0, -100, -100]]}, [2, 1, 1]),  # pads, or samples
         ([0, 0, 0], {"input_ids": [[7] * 3], "labels": [[-100] * 3], "seq_lens": [1, 1, 1, 0]}, [1, 1, 1]),
         ([*range(8)], {"segment_ids": [[1] * 3 + [2] * 5]}, [3, 5]),  # positions that tell nothing
+        ([0, 1, 2, 3, 4, 0, 1, 2], {**THREE, "cu_seqlens": [0, 5, 8], "input_ids": [[*range(5), 7, 7, 7]]}, [5]),
+        ([*range(8)], {"cu_seqlens": [0, 3, 8], "_packed_seq_ids": [[1, 1, 1, 2, 2, 0, 0, 0]]}, [3, 2]),
+        ([*range(8)], {"packed_seq_lengths": [3, 2]}, [3, 2]),
     ],
 )
 def test_where_a_row_ends_by_its_positions_and_what_nobody_learns(positions, keys, lengths):
