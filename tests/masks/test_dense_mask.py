@@ -30,9 +30,6 @@ def additive(keep, fill, dtype=torch.float32):
     return torch.zeros(keep.shape, dtype=dtype).masked_fill(~keep, fill)
 
 
-# --- shapes
-
-
 HEADS = {
     "a window in one": torch.cat([dense(LEFT, pattern=Pattern.sliding(1)), dense(LEFT)], dim=1),
     "left in one, right in another": torch.cat([dense(LEFT), dense(RIGHT)], dim=1),
@@ -193,9 +190,6 @@ def test_packing_ids_beside_a_keep_mask():
     assert derive_segments(ids, keep=ids != 0).ids.tolist() == ids.tolist()
     square = torch.tensor([[1, 2, 2], [1, 1, 2], [1, 1, 1]])  # 1 is a triangle, were it a matrix
     assert derive_segments(square) == Segments(square)
-
-
-# --- where another reading is possible
 
 
 CAUSAL = {"pattern": "causal"}
