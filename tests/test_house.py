@@ -13,17 +13,17 @@ from house import FILES, PACKAGE, ROOT, before, module_of, ours, purpose_of, roo
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1672, 1600),
+    "ground": (1666, 1600),
     "masks": (2571, 2200),
-    "parallel": (1505, 1200),
+    "parallel": (1466, 1200),
     "kernels": (602, 450),
-    "consumers": (3106, 2800),
-    "collate": (1950, 1800),
+    "consumers": (3105, 2800),
+    "collate": (1948, 1800),
     "proof": (3733, 3000),
-    "integrations": (2802, 2500),
-    "testing": (152, 200),
-    "tools": (2221, 1500),
-    "tests": (37148, 25000),
+    "integrations": (2783, 2500),
+    "testing": (95, 200),
+    "tools": (2220, 1500),
+    "tests": (37129, 25000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
 WORDS, PAGES = 14850, 35
