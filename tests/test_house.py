@@ -14,12 +14,12 @@ TESTS = ROOT / "tests"
 
 LINES = {
     "ground": (1666, 1600),
-    "masks": (2571, 2200),
+    "masks": (2566, 2200),
     "parallel": (1466, 1200),
     "kernels": (602, 450),
     "consumers": (3105, 2800),
     "collate": (1948, 1800),
-    "proof": (3733, 3000),
+    "proof": (3731, 3000),
     "integrations": (2783, 2500),
     "testing": (95, 200),
     "tools": (2220, 1500),

@@ -147,25 +147,25 @@ class _Hooks:
 
     def _through(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
         batch = Sources({**dict(zip(self.names, args)), **kwargs})
-        mended = None
+        written = None
         if self.adapter.is_left(batch) or not batch.named["tokens"]:  # sound
             pass
         elif _decodes(batch):
-            mended = _continued(self._current(module), batch)
+            written = _continued(self._current(module), batch)
         elif (ranks := _sharing_ranks()) > 1:
             _check_share(self._current(module), module, batch, ranks)
         else:
-            mended = self._handed_over(module, batch)
+            written = self._handed_over(module, batch)
         self.inside[get_ident()] = self
-        return None if mended is None else (args[len(self.names) :], mended)
+        return None if written is None else (args[len(self.names) :], written)
 
     def _handed_over(self, module: nn.Module, batch: Sources) -> dict[str, Any]:
         adapter = self._current(module)
-        mended, segments = adapter.hand_over(_with_empty_rows(batch), padding_free=_is_flat(batch))
+        written, segments = adapter.hand_over(_with_empty_rows(batch), padding_free=_is_flat(batch))
         _check_last(batch, segments)
-        _check_count(adapter, batch, mended, segments)
+        _check_count(adapter, batch, written, segments)
         KNOWN_BATCHES.running[get_ident()] = segments
-        return mended
+        return written
 
     def _current(self, module: nn.Module) -> BatchAdapter:
         """Return the adapter: a new one if the model has another attention now, or changed to float64 or from it."""
@@ -215,12 +215,12 @@ def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
     segments = of_keep(keep_BK[:, -S:].numpy())
     if S > 1:
         adapter.choose(segments, padding_free=False)
-    mended: dict[str, Any] = labels_for(batch, segments, adapter.label_rule, adapter.shifted)
+    written: dict[str, Any] = labels_for(batch, segments, adapter.label_rule, adapter.shifted)
     given = any(batch.get(name) is not None for name in ("position_ids", "cache_position"))
     if adapter.model.positions == "places" and not (given or bool(keep_BK.all())):
-        mended["position_ids"] = positions_BS.to(keep.device)
-    _check_count(adapter, batch, mended, segments)
-    return {**batch, **mended} if mended else None
+        written["position_ids"] = positions_BS.to(keep.device)
+    _check_count(adapter, batch, written, segments)
+    return {**batch, **written} if written else None
 
 
 def _with_empty_rows(batch: Sources) -> Sources:
@@ -246,7 +246,7 @@ def _check_last(batch: Sources, segments: Segments) -> None:
 _BEFORE = "Pass data_collator=wrap_collator(your collator, model=model), which changes them before the trainer counts them."
 
 
-def _check_count(adapter: BatchAdapter, batch: Sources, mended: Mapping[str, Any], segments: Segments) -> None:
+def _check_count(adapter: BatchAdapter, batch: Sources, written: Mapping[str, Any], segments: Segments) -> None:
     """Raise if a trainer has counted labels that are ignored here: it divides the loss by their number (transformers 5.23
     trainer.py:2335, of all batches of a step). Warn if it has counted labels and keeps them from the forward."""
     counts, shifts, lost = batch.get("num_items_in_batch") is not None, adapter.label_rule == "next", 0
@@ -255,9 +255,9 @@ def _check_count(adapter: BatchAdapter, batch: Sources, mended: Mapping[str, Any
         text = "the trainer keeps the labels from the forward, and learns the first token of each sequence from what stands "
         warnings.warn(f"collate_npu: {text}before it, unless its label is -100. {_BEFORE}", stacklevel=2)
     for key in ("labels", "shift_labels") if counts else ():
-        if mended.get(key) is not None and batch.get(key) is not None:
+        if written.get(key) is not None and batch.get(key) is not None:
             first = int(shifts and key == "labels")  # the loss drops a row's first
-            lost += int((batch[key][:, first:] >= 0).sum() - (mended[key][:, first:] >= 0).sum())
+            lost += int((batch[key][:, first:] >= 0).sum() - (written[key][:, first:] >= 0).sum())
     if lost:
         rule = f"A trainer counted {lost} labels that no sequence alone has: of padding, or the first of a sequence."
         raise UnsupportedFormError(explain("labels", "num_items_in_batch with them", rule, _BEFORE))
