@@ -1,9 +1,8 @@
-"""Batch sampler: which samples stand together, so that no batch is over its budget, every rank gets the same number of
-batches, and the batches of a step are of like cost on all ranks.
+"""Batch sampler: it groups samples so that no batch is over its budget, every rank gets the same number of batches, and the
+batches of a step cost about the same on all ranks.
 
 One plan covers all ranks. It follows from the lengths, the options, the seed and the epoch, so no rank asks another. Padded
-batches are cut from the sorted samples. Packed ones are filled longest sample first, each into the batch that holds least
-(Graham's LPT rule).
+batches are cut from the sorted samples. Of packed ones each, longest first, goes to the emptiest row (Graham's LPT rule).
 
 Legend: N samples, R ranks, K batches of all ranks.
 """
@@ -31,27 +30,27 @@ from collate_npu.parallel.layout import is_gloo
 from collate_npu.validation import checked
 
 Plan = tuple[Array, Array, Array]
-"""Samples, batch after batch; where each batch ends; its cost, the tokens that a model computes."""
+"""Numbers of samples, batch after batch; the end of each batch; its cost, the number of tokens that a model computes."""
 _SAID, _NOISE = 20, 1.1
-"""How many bad lengths a message lists; by how much the order of like lengths changes between epochs."""
+"""How many bad lengths a message lists; the largest random factor on a length when an epoch is shuffled."""
 
 
 @checked
 class BalancedBatchSampler(Sampler[list[int]]):
-    """Yields the samples of each batch of this rank: pass it as `batch_sampler=` to a `DataLoader`.
+    """Yields the numbers of the samples of each batch of this rank: pass it as `batch_sampler=` to a `DataLoader`.
 
-    * `lengths`: the tokens of each sample, `[N]`; `lengths_of(dataset)` counts them.
+    * `lengths`: the number of tokens of each sample, `[N]`; `lengths_of(dataset)` counts them.
     * `max_tokens`: the most tokens in a batch: rows x width if rows are padded, real tokens if they are packed.
     * `num_replicas`, `rank`: of the data-parallel group, as in torch's `DistributedSampler`. `rank=None` yields the batches
-      of all ranks, step by step, for a loader that shares them out itself (Accelerate).
-    * `pack`: True if the collator packs: `padding_free=True`, or with `width` `packing=True, max_length=width`.
+      of all ranks, step by step, for a loader that gives them to the ranks itself (Accelerate).
+    * `pack`: True if the collator packs: `padding_free=True`; if `width` is set, `packing=True, max_length=width`.
     * `width`: the width of every row, if it is constant. A batch then has up to `max_tokens // width` rows.
     * `shuffle`: False keeps one plan for all epochs.
     * `seed`: the same on all ranks.
-    * `drop_last`: True leaves out the batches that do not fill a step, drawn at random. False makes smaller batches.
+    * `drop_last`: True leaves out random batches until all steps are full. False makes more, smaller batches.
 
-    Every sample comes once in an epoch. Each rank, and each epoch, has the same number of batches. Call `set_epoch(epoch)`
-    before each epoch.
+    Every sample comes once in an epoch, but for what `drop_last` leaves out. Each rank, and each epoch, has the same number
+    of batches. Call `set_epoch(epoch)` before each epoch.
 
     >>> options = {"max_tokens": 9, "num_replicas": 2, "pack": True, "shuffle": False}
     >>> [list(BalancedBatchSampler([5, 2, 2, 4, 1, 4], rank=rank, **options)) for rank in (0, 1)]
@@ -77,7 +76,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.rank = None if rank is None else whole_number("rank", rank)
         self.width = None if width is None else whole_number("width", width, least=1)
         self.room = self.width or self.max_tokens
-        """Return the length of the longest sample."""
+        """The most tokens that a sample may have."""
         if (self.rank or 0) >= R:
             remedy = "Pass rank and num_replicas of the data-parallel group."
             raise CollateError(explain("rank", str(rank), f"{R} ranks are numbered from 0 to {R - 1}.", remedy))
@@ -99,12 +98,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return self._planned[1]
 
     def set_epoch(self, epoch: int) -> None:
-        """Plan another epoch, from its first batch on."""
+        """Go to the first batch of another epoch; the same epoch changes nothing."""
         if whole_number("epoch", epoch) != self.epoch:
             self.epoch, self._begin, self._yielded = epoch, 0, 0
 
     def __len__(self) -> int:
-        ends = (self._planned[1] if self._planned else self.plan)[1]  # as many in every epoch
+        ends = (self._planned[1] if self._planned else self.plan)[1]  # the same number in every epoch
         return len(ends) if self.rank is None else len(ends) // self.num_replicas
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -117,20 +116,20 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._yielded = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return where this epoch stands, in batches that were yielded: a DataLoader with workers is ahead of its user,
-        torchdata's `StatefulDataLoader` is not."""
+        """Return how many batches this epoch has yielded, and what checks it. A DataLoader with workers reads ahead, so its
+        count is too high; torchdata's `StatefulDataLoader` counts right."""
         options = (self.max_tokens, self.pack, self.width, self.shuffle, self.seed, self.drop_last)
         plan = zlib.crc32(repr(options).encode(), zlib.crc32(self.lengths.tobytes()))
         return {"epoch": self.epoch, "yielded": self._yielded, "num_replicas": self.num_replicas, "plan": plan}
 
     @checked
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in the middle of an epoch. Raises `CollateError` for a state of other ranks, lengths or options."""
+        """Go on in the middle of an epoch. Raises `CollateError` if lengths, options or the number of ranks differ."""
         own = self.state_dict()
         if wrong := [name for name in own if name in ("num_replicas", "plan") and state.get(name) != own[name]]:
             got, has = (", ".join(f"{name} {held.get(name)}" for name in wrong) for held in (state, own))
-            rule = f"The rest of an epoch follows from lengths, options and ranks; this sampler has {has}."
-            remedy = "Resume with those it was saved with, or begin another epoch with set_epoch."
+            rule = f"A state fits the same lengths, options and number of ranks; this sampler has {has}."
+            remedy = "Resume with the ones of the run that saved it, or begin another epoch with set_epoch."
             raise CollateError(explain("state", got, rule, remedy))
         self.epoch = whole_number("epoch", state.get("epoch"))
         self._begin = self._yielded = whole_number("yielded", state.get("yielded"))
@@ -138,10 +137,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
 @checked
 def lengths_of(dataset: Any, of: str | Callable[[Any], int] = "input_ids") -> Array:
-    """Return the tokens of each sample, `[N]`, for `BalancedBatchSampler`.
+    """Return the number of tokens of each sample, `[N]`, for `BalancedBatchSampler`.
 
-    `dataset` is a `datasets.Dataset` or an Arrow table, of which only the offsets are read, or what has a length and an
-    index. `of` is a column of tokens or of lengths, or a function of a sample. A bar shows what takes longer than a second.
+    `dataset` is a `datasets.Dataset` or an Arrow table, whose tokens are not read, or any object with `len()` and `[]`. `of`
+    is a column of tokens or of lengths, or a function from a sample to its length. After a second a progress bar appears.
 
     >>> lengths_of([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]).tolist()
     [3, 1]
@@ -150,8 +149,8 @@ def lengths_of(dataset: Any, of: str | Callable[[Any], int] = "input_ids") -> Ar
         return _lengths_of(dataset, of)
     except Exception as error:  # whatever a dataset raises
         got = f"{a_type(dataset)} ({type(error).__name__}: {error})"
-        rule = "A dataset has a length, an index and this column."
-        remedy = "Name a column of tokens or of lengths, of='input_ids', or pass a function of a sample."
+        rule = "A dataset needs len(), [] and what of= names."
+        remedy = "Pass of=: a column of tokens or of lengths ('input_ids'), or a function from a sample to its length."
         raise CollateError(explain("dataset", got, rule, remedy)) from error
 
 
@@ -164,7 +163,8 @@ def _lengths_of(dataset: Any, of: str | Callable[[Any], int]) -> Array:
     places: Any = range(len(dataset))
     if find_spec("tqdm"):
         places = import_module("tqdm.auto").tqdm(places, "lengths", delay=1)
-    return np.array([len(dataset[n][of]) if isinstance(of, str) else of(dataset[n]) for n in places])
+    found = (dataset[n][of] if isinstance(of, str) else of(dataset[n]) for n in places)
+    return np.array([len(each) if isinstance(of, str) and hasattr(each, "__len__") else each for each in found])
 
 
 def _of_column(column: Any) -> Array:
@@ -178,13 +178,13 @@ def _of_column(column: Any) -> Array:
 def loss_weights(
     batches: Sequence[Mapping[str, Any]], *, per: Literal["token", "label", "sequence"] = "token", group: Any = None
 ) -> list[float]:
-    """Return what to multiply the mean loss of each batch of a step by, so that the gradient is that of all samples of the
-    step, whatever stands together: `(model(**batch).loss * weight).backward()` for each, then one optimizer step.
+    """Return a weight for the mean loss of each batch of a step, so that the gradient does not depend on how samples are
+    batched: `(model(**batch).loss * weight).backward()` for each, then one optimizer step.
 
     * `batches`: this rank's micro-batches of one step, with `labels`.
-    * `per`: what the loss of a batch is the mean of: tokens that a causal model predicts (it shifts labels), labels (T5,
+    * `per`: what the loss of a batch averages over: tokens that a causal model predicts (it shifts labels), labels (T5,
       token classification), or sequences.
-    * `group`: the ranks whose gradients DDP or FSDP averages; None: all. They add their counts up, once.
+    * `group`: the ranks whose gradients DDP or FSDP averages; None: all. One all_reduce adds up their counts.
 
     >>> labels = torch.tensor([[[-100, 1, 2, 3]], [[-100, 1, -100, -100]]])
     >>> loss_weights([{"labels": row} for row in labels])
@@ -203,19 +203,19 @@ def loss_weights(
         first = int(per == "token" and key == "labels")
         counts = [int((host_array(key, batch[key])[..., first:] != -100).sum()) for batch in batches]
     else:
-        raise CollateError(explain("batches", f"no {key}", "A step is weighed by its labels.", "Add labels to each batch."))
+        raise CollateError(explain("batches", f"no {key}", "Weights come from labels.", "Add labels to each batch."))
     total, ranks = torch.tensor(sum(counts)), 1
     if dist.is_available() and dist.is_initialized():
         total = total.to("cpu" if is_gloo(group) else torch.accelerator.current_accelerator())
         dist.all_reduce(total, group=group)
         ranks = dist.get_world_size(group)
     if not total:
-        raise CollateError(explain("labels", "none", "A step has a label to learn, on some rank.", "Leave this step out."))
+        raise CollateError(explain("labels", "none", "A step needs a label on at least one rank.", "Leave this step out."))
     return [ranks * count / int(total) for count in counts]
 
 
 def _checked_lengths(lengths: Any, most: int) -> Array:
-    """Return lengths as an array `[N]`. Raises `CollateError` for each that is no whole number from 1 to `most`."""
+    """Return lengths as an array `[N]`. Raises `CollateError` if one is no whole number from 1 to `most`."""
     rule, remedy = "A length is the number of tokens of a sample, at least 1.", "Pass lengths_of(dataset)."
     if not hasattr(lengths, "__iter__") or getattr(lengths, "ndim", 1) != 1 or isinstance(lengths, (Set, Mapping)):
         got = shape_of(lengths) if hasattr(lengths, "ndim") else a_type(lengths)
@@ -228,18 +228,18 @@ def _checked_lengths(lengths: Any, most: int) -> Array:
         whole, refused = False, error
     looked = () if whole else enumerate(values)
     bad = [n for n, x in looked if isinstance(x, bool) or not isinstance(x, Integral) or int(x) >> 63]
-    if not bad and refused:  # its elements are whole numbers
+    if not bad and refused:  # no element is bad: the whole is
         raise refused
     if not bad and len(values):
         bad = np.flatnonzero(found < 1).tolist()
         if not bad:
             bad = np.flatnonzero(found > most).tolist()
-            rule, remedy = f"A row holds up to {most} tokens.", "Truncate it, or raise the budget."
+            rule, remedy = f"A row holds up to {most} tokens.", "Truncate the samples, or raise max_tokens (or width)."
     if bad:
         rows = [(n, str(values[n])[:60]) for n in bad[:_SAID]]
         raise CollateError(explain_rows("lengths", rows, f"{len(bad)} in all. " * (len(bad) > _SAID) + rule, remedy))
     if not len(values):
-        raise CollateError(explain("lengths", shape_of(values), "A plan is of one or more samples.", "Check the dataset."))
+        raise CollateError(explain("lengths", shape_of(values), "A plan needs a sample.", "Check the dataset."))
     return found.astype(np.int32 if found.max() < 1 << 31 else np.int64)
 
 
@@ -247,7 +247,7 @@ def _checked_lengths(lengths: Any, most: int) -> Array:
 
 
 def _plan(sampler: BalancedBatchSampler, rng: np.random.Generator) -> Plan:
-    """Return the plan: batches of like cost in each step, then steps, and the ranks of a step, in random order."""
+    """Return the plan: the batches of a step cost about the same; if shuffled, steps and their ranks are in random order."""
     lengths, R = sampler.lengths, sampler.num_replicas
     drawn = rng.permutation(len(lengths)) if sampler.shuffle else np.arange(len(lengths))
     drawn = drawn[np.argsort(-lengths[drawn], kind="stable")]
@@ -266,7 +266,7 @@ def _plan(sampler: BalancedBatchSampler, rng: np.random.Generator) -> Plan:
 
 
 def _whole_steps(sampler: BalancedBatchSampler, K: int, N: int) -> int:
-    """Return the number of batches, K or more, that fills steps. Raises `CollateError` where N samples are too few."""
+    """Return the number of batches: K, or the next that fills steps. Raises `CollateError` where N samples are too few."""
     K += 0 if sampler.drop_last and sampler.num_replicas <= K else -K % sampler.num_replicas
     if N < K:
         rule = f"Each of {sampler.num_replicas} ranks gets the same number of batches, and no batch is empty."
@@ -276,14 +276,14 @@ def _whole_steps(sampler: BalancedBatchSampler, K: int, N: int) -> int:
 
 
 def _padded(sampler: BalancedBatchSampler, lengths: Array, _: object) -> tuple[Array, Array]:
-    """Cut the samples, longest first, into batches whose rows x width is near the budget."""
+    """Return the batch of each sample, longest first, and the cost of each batch: rows x width, at most the budget."""
     R, most = sampler.num_replicas, sampler.max_tokens
     widths = lengths if sampler.width is None else np.full_like(lengths, sampler.width)
     K = len(_cut(widths, R, most))
-    if not sampler.drop_last and len(widths) < K + -K % R:  # few samples: the batches of a step are of unlike cost
+    if not sampler.drop_last and len(widths) < K + -K % R:  # too few samples for equal steps: costs may differ
         R, K = 1, len(_cut(widths, 1, most))
     K = _whole_steps(sampler, K, len(widths))
-    low = max(1, most - 2 * R * most // max(1, K))  # the last step may take from the others what it lacks
+    low = max(1, most - 2 * R * most // max(1, K))  # a smaller budget fills the last step too
     ends = _cut(widths, R, _least(widths, R, K, low, most), K)[: max(0, K - R)]
     rest, last = widths[ends[-1] if ends else 0 :], min(R, K)
     ends += [len(widths) - len(rest) + end for end in _cut(rest, 1, _least(rest, 1, last, 1, most), last)]
@@ -292,13 +292,13 @@ def _padded(sampler: BalancedBatchSampler, lengths: Array, _: object) -> tuple[A
 
 
 def _least(widths: Array, R: int, K: int, low: int, most: int) -> int:
-    """Return the least budget of which there are K batches at the most."""
+    """Return the least budget that makes at most K batches."""
     return low + bisect_left(range(low, most), True, key=lambda budget: len(_cut(widths, R, budget, K)) <= K)
 
 
 def _cut(widths: Array, R: int, budget: int, K: int = 0) -> list[int]:
-    """Return where batches end; of K batches, none is empty. Each batch of a step holds what the first one can: where
-    samples are long, one row less is another cost."""
+    """Return where batches end; if K is given, none of K batches is empty. The first batch of a step sets how many tokens
+    the others may have: where samples are long, one row more or less changes the cost much."""
     ends: list[int] = []
     at, places = 0, memoryview(widths)  # type: ignore[arg-type]
     while at < len(widths):
@@ -311,8 +311,8 @@ def _cut(widths: Array, R: int, budget: int, K: int = 0) -> list[int]:
 
 
 def _packed(sampler: BalancedBatchSampler, lengths: Array, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Spread the samples over K batches; over more of them, until each is within its budget. K follows from the lengths, so
-    each epoch has as many; its order is another one where that fits, too."""
+    """Return the batch of each sample, longest first, and the cost of each batch. K rises until each batch is within its
+    budget. It depends on the lengths alone, so it is the same in each epoch. A shuffled order is used if it fits too."""
     room, rows = sampler.room, sampler.max_tokens // sampler.room
     K = _whole_steps(sampler, -(-int(lengths.sum()) // (rows * room)), len(lengths))
     while (batch_of := _filled(lengths, K, rows, room)) is None:
@@ -325,12 +325,11 @@ def _packed(sampler: BalancedBatchSampler, lengths: Array, rng: np.random.Genera
 
 
 def _filled(sizes: Array, K: int, rows: int, room: int) -> Array | None:
-    """Return the batch of each sample, None if one would be over its budget: of more rows than `rows`, as the collator packs
-    them."""
+    """Return the batch of each sample; None if the collator would pack a batch into more than `rows` rows."""
     row_of = _spread(sizes, K * rows, room)
     if row_of is None or rows == 1:
         return row_of
-    dealt = np.empty(K * rows, np.int64)  # fuller and emptier rows to each batch alike
+    dealt = np.empty(K * rows, np.int64)  # each batch gets full rows and emptier ones
     dealt[np.argsort(-np.bincount(row_of, sizes, K * rows), kind="stable")] = np.arange(K * rows) % max(1, K)
     batch_of: Array = dealt[row_of]
     ends = np.bincount(batch_of, minlength=K).cumsum()
@@ -339,8 +338,8 @@ def _filled(sizes: Array, K: int, rows: int, room: int) -> Array | None:
 
 
 def _spread(sizes: Array, rows: int, room: int) -> Array | None:
-    """Return the row of each sample, None if a row would be over its room. In each round, the rows that hold least, by less
-    than the next sample, get one sample each: what one sample at a time to the emptiest row gives, in a few rounds."""
+    """Return the row of each sample, None if a row would hold more than `room`. A round gives one sample to each row that
+    is less than the next sample above the emptiest: as one sample at a time to the emptiest row would, but faster."""
     row_of, loads, at = np.empty(len(sizes), np.int32), np.zeros(rows, np.int64), 0
     while at < len(sizes):
         emptiest = np.argsort(loads, kind="stable")

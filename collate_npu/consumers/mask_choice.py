@@ -380,7 +380,7 @@ def _holes(case: Case) -> str:
 HOLES_RECURRENT = Refusal(
     of="padding inside a sequence, in a hybrid model",
     when=_holes,
-    rule="The state of a recurrent layer decays over a hole, and its convolution reaches into it; {why}.",
+    rule="Padding inside a sequence changes the state of a recurrent layer, and its convolution reads it; {why}.",
     remedy="Move the padding to one side of the row, or remove it from the sample.",
 )
 

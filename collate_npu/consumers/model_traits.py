@@ -1,9 +1,9 @@
 """Model traits: what a transformers model does with masks, positions and labels, and whether it is in scope.
 
-Its config, the signature of its forward and the code of its modeling file tell: which layers it has, how it counts
-positions, which token its head pools, and from which size on padding or another sequence changes a token's output. A probe
-(`probe`) shows the rest on a tiny copy, which does not have these sizes. Measured on every family of transformers 5.23 and
-4.57 that builds tiny.
+A model's config, the signature of its forward and the code of its modeling file tell which layers it has, how it counts
+positions, which token its head pools, and above which length padding or another sequence changes a token's output. A probe
+(`probe`) shows the rest on a tiny copy, which cannot show these lengths. Checked on every family of transformers 5.23 and
+4.57 that can be built tiny.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def unwrap(model: Any) -> Any:
 def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
     """Return the keys of transformers' mask mapping for this config, and which kind of mask each takes.
 
-    Raises for layers whose mapping is nested (hybrid) or unknown, for models without an attention layer, and for releases
-    whose hybrid models take no mapping (`MASK_MAPPING`).
+    Raises for kinds of layer that it does not know, for models without an attention layer, and for releases whose hybrid
+    models take no mapping (`MASK_MAPPING`).
     """
     if not MASK_MAPPING.holds():
-        rule = f"transformers takes a mapping from {MASK_MAPPING} on, and a 4D mask alone never reaches recurrent layers."
+        rule = f"Since {MASK_MAPPING} transformers takes a mapping; a 4D mask alone never reaches recurrent layers."
         remedy = "Upgrade transformers, use flash attention for flat rows, or keep plain causal attention (a 2D mask alone)."
         raise UnsupportedFormError(explain("attention_mask", "one mask for each kind of layer", rule, remedy))
     text = text_config(config)
@@ -88,20 +88,20 @@ _MASKS: dict[str, Literal["attention", "recurrent"]] = {
     "linear_attention": "recurrent",
     "conv": "recurrent",
 }
-"""Kind of layer -> the kind of mask that it takes from a mapping, under its own name."""
+"""Kind of layer, which is its key in the mapping too -> the kind of mask that it takes."""
 _TAKES_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "falcon_h1": {"hybrid": ("full_attention", "linear_attention")},  # modeling_falcon_h1.py:1092-1093
     "zamba2": {"hybrid": ("full_attention", "linear_attention")},
     "nemotron_h": {"moe": (), "mlp": ()},  # modeling_nemotron_h.py:1141
-    "qwen4_exp_text": {"indexed_attention": ("indexed_attention",)},  # in glm5_next it is a 2D mask
+    "qwen4_exp_text": {"indexed_attention": ("indexed_attention",)},  # glm5_next takes a 2D mask there
 }
-"""Kinds of layer that one family alone has, and the keys of a mapping that they take; transformers 5.23."""
+"""Family -> its own kinds of layer -> the keys of the mapping that each takes; transformers 5.23."""
 
 _BY_2D = "Keep plain causal attention and one sequence a row, which need only the 2D mask."
 
-# A kind of layer that carries state from token to token, so that padding on its left reaches real tokens.
+# Kinds of layer that carry state from token to token: padding before a real token reaches it.
 RECURRENT_KIND = re.compile(r"linear|conv|hybrid|mamba|ssm|recurrent|delta|lightning|kda|rwkv|lstm")
-# Fields that only a transformers config with such layers has; they decide where the layers are not listed.
+# Fields that only a transformers config with such layers has; they decide if the config lists no layers.
 _RECURRENT_FIELD = re.compile(
     r"mamba_|n_mamba|ssm_|linear_(conv|key|value|num|head|attn)_|time_step_|lru_width|conv_L_cache|short_conv"
     r"|rescale_every|chunkwise_kernel"
@@ -111,8 +111,8 @@ _RECURRENT_FIELD = re.compile(
 def needs_mask_2d(model: Any) -> bool:
     """Return True if this module, config or model type has recurrent layers: it needs the 2D mask beside its attention mask.
 
-    Reads the text part of a composite config: `layer_types` if it lists layers, then Megatron's switches, then the fields
-    that only recurrent layers have. A name is looked up in transformers' config registry; an unknown one raises.
+    In the text part of the config the first that is there decides: `layer_types`, Megatron's switches, or fields of
+    recurrent layers. A name is looked up in transformers' config registry; an unknown one raises.
     Source: transformers 5.23 configuration_utils.py:66-99; megatron-core transformer_config.py `linear_attention_freq`.
 
     >>> needs_mask_2d("qwen3_next"), needs_mask_2d("llama")
@@ -144,8 +144,7 @@ def needs_mask_2d(model: Any) -> bool:
 
 
 def family_needs_mask_2d(config: Any) -> bool:
-    """Return True if some config of this class needs the 2D mask: `Lfm2Config()` lists no convolution, its family has
-    some."""
+    """Return True if configs of this class may list recurrent layers, even if this one lists none (`Lfm2Config()`)."""
     config = text_config(config)
     kinds = [kind for name in ("layer_types", "layers_block_type", "block_types") for kind in layer_kinds(config, name)]
     fields = (name for name, value in vars(config).items() if value is not None)
@@ -160,7 +159,7 @@ def text_config(config: Any) -> Any:
 
 
 def known_config(config: Any) -> Any:
-    """Return the config as it is; of an object that only names a type of transformers' registry, that type's own config."""
+    """Return the config; for another object with a `model_type` of transformers, the default config of that type."""
     with suppress(ImportError):
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -184,16 +183,16 @@ def layer_kinds(config: Any, name: str = "layer_types") -> list[str]:
 
 
 def recurrent_heads(config: Any) -> tuple[int, ...]:
-    """Return the numbers of key and value heads of Gated DeltaNet layers, which ranks may share; () without any."""
+    """Return the numbers of key and value heads of Gated DeltaNet layers, which ranks may split; () without any."""
     # transformers 5.23 configuration_qwen3_next.py, megatron-core 0.19.2 transformer_config.py:1368-1382
     names = ("linear_num_key_heads", "linear_num_value_heads")
     return tuple(n for name in names if isinstance(n := getattr(text_config(config), name, None), int))
 
 
 def windows(model: Any) -> tuple[int, ...]:
-    """Return the windows and chunks of the layers that attend less than the whole past, ascending; () without such layers.
+    """Return, sorted, the sizes of windows and chunks of layers that attend only a part of the past; () without such layers.
 
-    A mask or a kernel that drops them is right for sequences no longer than the smallest.
+    A mask or a kernel without windows is right for sequences no longer than the smallest size.
     """
     config = text_config(config_of(model))
     local = {config.window_size} if "local" in layer_kinds(config, "attention_layers") else set()  # gpt_neo
@@ -201,11 +200,10 @@ def windows(model: Any) -> tuple[int, ...]:
 
 
 def attention_windows(model: Any) -> dict[str, int | None]:
-    """Return each kind of attention layer of a transformers model with its window; the kind "" if its config lists no kinds.
-
-    The kinds are the keys of the mask mapping that it takes; with "" it takes one mask. A dense mask in the batch replaces
-    the model's own mask, and must have its window. Raises if layers of one kind have different windows.
-    Source: transformers 5.23 masking_utils.py:833-846 (returned as it is), :1532-1545 (keys), modeling_mistral.py:353.
+    """Return the window, or None, of each kind of attention layer of a transformers model; "" is the only kind if its config
+    lists none. The model takes a mask mapping with these keys, or one mask for "". A dense mask in the batch replaces the
+    model's own, so it must have the same window. Raises if layers of one kind have different windows.
+    Source: transformers 5.23 masking_utils.py:833-846 (a 4D mask stays unchanged), :1532-1545, modeling_mistral.py:353.
     """
     found = _windows(text_config(config_of(model)))
     for kind, sizes in found.items():
@@ -227,8 +225,8 @@ def _windows(config: Any) -> dict[str, set[int]]:
 
 
 _WINDOW_OF_FLASH = ("moshi", "kyutai_speech_to_text")
-"""Families whose `sliding_window` is read by flash attention alone (5.23 modeling_moshi.py:510-606; 4.57 lets a sample
-without a mask attend to everything, too)."""
+"""Families whose `sliding_window` is read by flash attention alone (5.23 modeling_moshi.py:510-606; in 4.57 a sample
+without a mask also attends later tokens)."""
 _WINDOW_FIELDS = ("sliding_window", "attention_window_size", "local_attention")
 
 
@@ -239,16 +237,16 @@ def _sizes(config: Any, *names: str) -> set[int]:
             found = [getattr(config, name, None)]
         except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError: 5.23 integrations/heterogeneity
             found = [getattr(layer, name, None) for layer in config.per_layer_config]
-        halved = 2 if name == "local_attention" else 1  # ModernBERT's counts both sides
+        halved = 2 if name == "local_attention" else 1  # ModernBERT counts both sides
         if sizes := {size // halved for size in found if isinstance(size, int) and size > 0}:
             return sizes
     return set()
 
 
 def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
-    """Return what the attention layers of a transformers module say of themselves (`is_causal`). None for a config, and
-    where layers differ or say nothing. Of 214 families of 5.23, 168 say it; BigBird-Pegasus alone says it wrongly. If no
-    layer says it (BERT in 4.57), an encoder is bidirectional."""
+    """Return the direction that the attention layers of a transformers module declare (`is_causal`). If none declares it, an
+    encoder is bidirectional (BERT in 4.57). Else, for a config, and if layers differ: None. Of 214 families of 5.23, 168
+    declare it; only BigBird-Pegasus is wrong."""
     if not is_transformers(module := unwrap(model)):
         return None
     flags = {part.is_causal for part in module.modules() if isinstance(getattr(part, "is_causal", None), bool)}
@@ -258,13 +256,13 @@ def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
 
 
 def is_encoder(config: Any) -> bool:
-    """Return True for a family whose tokens attend both ways, if its config is not set to decode: transformers has a masked
-    language model of it, or heads and no causal language model (LiLT, CANINE, whose layers of 4.57 say nothing)."""
+    """Return True for the config of an encoder that is not set to decode. An encoder's family has a masked language model in
+    transformers, or classification heads and no causal or image-text language model (LiLT, CANINE)."""
     if not (family := getattr(config, "model_type", "")):
         return False
     try:
         from transformers.models.auto import modeling_auto as auto
-    except ImportError:  # a class of something that only looks like transformers
+    except ImportError:  # transformers is not installed: the class only looks like one of its own
         return False
 
     def has(*heads: str) -> bool:
@@ -276,11 +274,11 @@ def is_encoder(config: Any) -> bool:
 
 
 # --- scope: causal language models (dense, mixture of experts, hybrid; vision-language models by their text), their
-# backbones, and heads on them (reward, classification, value). There is no list of families.
+# backbones, and heads on them (reward, classification, value). Rules decide, not a list of families.
 
 
 def out_of_scope_reason(model: Any) -> str:
-    """Return why the batches of this transformers model (a module or a config) are left as they came; "" if it is in scope.
+    """Return why the batches of this transformers model (a module or a config) are not changed; "" if it is in scope.
 
     >>> from types import SimpleNamespace
     >>> out_of_scope_reason(SimpleNamespace(model_type="t5", is_encoder_decoder=True))
@@ -293,21 +291,21 @@ def out_of_scope_reason(model: Any) -> str:
     if pattern_of(model) == "bidirectional" or is_encoder(config) or _says_both_sides(text):
         return "its tokens attend later tokens"
     if hasattr(model, "forward") and "start_positions" in inspect.signature(type(unwrap(model)).forward).parameters:
-        return "its head answers with a span of the row"
+        return "its head predicts a span of the row"
     return "PEFT puts learned tokens before its rows" if _learns_tokens(model) else ""
 
 
 def warn_if_left(model: Any) -> str:
-    """Return `out_of_scope_reason`, and warn of it: every batch of this model is left as it came."""
+    """Warn if this model is out of scope: its batches are not changed. Return why, "" if it is in scope."""
     if reason := out_of_scope_reason(model):
         name = type(unwrap(model)).__name__
-        text = f"collate_npu leaves every batch of this {name} as it came: {reason}, and causal language models are in scope"
+        text = f"collate_npu leaves every batch of this {name} as it came: {reason}, which is out of scope"
         warnings.warn(f"{text} (collate-npu guide scope).", stacklevel=4)
     return reason
 
 
 def _says_both_sides(config: Any) -> bool:
-    """Return True if the config of a causal family, or of XLNet, says that its tokens attend later ones."""
+    """Return True if the config says that its tokens attend later ones: of a causal family, or of XLNet."""
     ahead = getattr(config, "use_bidirectional_attention", None) in (True, "all")
     return ahead or getattr(config, "is_causal", None) is False or getattr(config, "attn_type", None) == "bi"
 
@@ -321,7 +319,7 @@ def _learns_tokens(model: Any) -> bool:
 
 
 def is_compiled(model: Any) -> bool:
-    """Return True if a forward of this module is compiled code, at least in part."""
+    """Return True if this module, or a part of it, is compiled."""
     return any(hasattr(x, "_orig_mod") or getattr(x, "_compiled_call_impl", None) is not None for x in model.modules())
 
 
@@ -331,14 +329,14 @@ Pooling = Literal["", "last_by_id", "counted_by_id"]
 
 
 def position_rule(model: Any) -> PositionRule:
-    """Return how a transformers model (a module or a config) counts tokens without `position_ids`, and what it reads there.
+    """Return how a transformers model (a module or a config) makes positions if the batch has no `position_ids`.
 
-    * "places": 0, 1, 2 ... by place. Wrong for left padding if positions are absolute, and for packed rows.
-    * "padding_idx": from `padding_idx + 1` on, over `input_ids != padding_idx`; right for padding on any side. Positions in
-      the batch must count from `first_position`. Source: 5.23 modeling_roberta.py `create_position_ids_from_input_ids`.
-    * "axes": by place or, with images, by the 2D mask: then never pass [B, S]. A flat row needs [4, 1, T]: a text row that
-      restarts with each sequence, then three axes. Source: 5.23 modeling_qwen2_5_vl.py:795-817, 1117-1163.
-    * "none": no layer reads `position_ids` (BLOOM, Mamba), or the forward does not take it: never pass it.
+    * "places": 0, 1, 2 ... along the row. Wrong for packed rows, and for left padding if positions are absolute.
+    * "padding_idx": it counts tokens with `input_ids != padding_idx`, from `padding_idx + 1` on; correct for padding on any
+      side. Positions in the batch must count from `first_position`. Source: 5.23 modeling_roberta.py.
+    * "axes": along the row; with images, by the 2D mask: then never pass `position_ids` [B, S]. A flat row needs [4, 1, T]:
+      text positions, from 0 in each sequence, then three axes. Source: 5.23 modeling_qwen2_5_vl.py:795-817, 1117-1163.
+    * "none": no forward that takes ids takes `position_ids` (BLOOM, Mamba): never pass it.
 
     Raises `CollateError` for a config whose modeling code cannot be found.
     """
@@ -354,7 +352,7 @@ def position_rule(model: Any) -> PositionRule:
 
 
 def first_position(model: Any) -> int:
-    """Return the position of the first token of a sequence: 0, or `padding_idx + 1` for RoBERTa's family."""
+    """Return the position of the first token of a sequence: 0, `padding_idx + 1` for RoBERTa's family, 2 for four others."""
     config = text_config(config_of(model))
     if config.model_type in ("nystromformer", "yoso", "mra", "mpnet"):
         return 2  # whatever the pad id is: modeling_nystromformer.py:60, _yoso.py:239, _mra.py:477, _mpnet.py:61
@@ -362,15 +360,15 @@ def first_position(model: Any) -> int:
 
 
 def calls_kda(config: Any) -> bool:
-    """Return True if a modeling file of this config calls the kernel of KDA."""
+    """Return True if a modeling file of this config uses Kimi Delta Attention (KDA)."""
     try:
         return _code_holds(_classes(known_config(config)), '"chunk_kda"')
-    except CollateError:  # a config of a class of somebody's
+    except CollateError:  # a config class that transformers does not have
         return False
 
 
 def looks_ahead(model: Any, by: str) -> bool:
-    """Return True if masks that the model makes let tokens see later ones, by its images or by `token_type_ids`.
+    """Return True if the model's own masks let tokens see later ones: `by` "images", or by token "types" (`token_type_ids`).
 
     A dense mask in the batch replaces them (5.23 modeling_gemma3.py, _paligemma.py:258, _molmo2.py:875, _hrm_text.py:462).
     """
@@ -380,10 +378,10 @@ def looks_ahead(model: Any, by: str) -> bool:
 
 
 def pooling(model: Any) -> Pooling:
-    """Return which token of a row gives the one answer of a head; "" if every token has an answer.
+    """Return which token of a row the head pools; "" if every token has an answer.
 
     * "last_by_id": the last whose id is not `pad_token_id` (5.23 modeling_layers.py).
-    * "counted_by_id": the place that the number of such tokens names (BioGPT, 4.57.1 modeling_biogpt.py:910).
+    * "counted_by_id": the one at index n - 1, where n counts such tokens (BioGPT, 4.57.1 modeling_biogpt.py:910).
     """
     cls = type(unwrap(model))
     if not is_transformers(unwrap(model)) or not cls.__name__.endswith("ForSequenceClassification"):
@@ -393,10 +391,10 @@ def pooling(model: Any) -> Pooling:
 
 
 def label_rule(model: Any) -> LabelRule | None:
-    """Return what the head of a transformers model does with labels; None of a config, or if its class does not show it.
+    """Return what the head of a transformers model does with labels; None for a config, or if its class does not show it.
 
     * "next": it shifts them, so that a token is predicted from the one before (5.23 loss/loss_utils.py `ForCausalLMLoss`).
-    * "places": it reads them in place: classes of tokens, and a few heads whose labels are shifted already
+    * "places": it does not shift them: classes of tokens, and a few heads whose labels are shifted already
       (modeling_bart.py `BartForCausalLM`).
     """
     whole = unwrap(model)
@@ -410,11 +408,11 @@ def label_rule(model: Any) -> LabelRule | None:
 
 
 def _classes(model: Any) -> list[type]:
-    """Return the classes that would read `position_ids`: the module's and its parts' that read ids, or those of a config."""
+    """Return the classes whose code is read: of the module and its parts that take `input_ids`, or those of a config."""
     if not is_transformers(model):
         whole, text = config_of(model).__class__, text_config(config_of(model)).__class__
         if not (classes := [cls for config_class in dict.fromkeys([whole, text]) for cls in _classes_of(config_class)]):
-            got = f"{type(model).__name__}, which has no class there"
+            got = f"{type(model).__name__}, which has no class in transformers"
             raise CollateError(explain("model", got, _READ, "Pass the model itself."))
         return classes
     parts = [type(part) for part in model.modules() if is_transformers(part) and "input_ids" in _parameters(type(part))]
@@ -444,7 +442,7 @@ def _parameters(cls: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _code(cls: type) -> str:
-    """Return the code of its forward; "" of a class that no file holds."""
+    """Return the code of a class's forward; "" if there is no source file."""
     try:
         return inspect.getsource(cls.forward)  # type: ignore[attr-defined]
     except OSError:
@@ -462,20 +460,20 @@ def _source(module: str) -> str:
     return inspect.getsource(sys.modules[module])
 
 
-HOLE_IN_A_STATE = "the state of a recurrent layer decays over a hole, and its convolution reaches into it"
+HOLE_IN_A_STATE = "padding inside a sequence changes the state of a recurrent layer, and its convolution reads it"
 
 
 def holes_cut_reason(config: Any, longest: int) -> str:
-    """Return why padding between tokens cuts a window short; "" if no row fills one (`longest` places, holes included)."""
+    """Return why padding inside a sequence shortens a window; "" if no row (at most `longest` places) exceeds one."""
     sizes = [size for size in windows(text_config(config)) if size < longest]
     return f"its window of {sizes[0]} tokens also counts the padding inside a sequence" if sizes else ""
 
 
 def width_dependence(model: Any) -> int | None:
-    """Return the longest sequence whose attention does not depend on the width of the tensor; None: any length.
+    """Return the longest sequence whose attention is the same at any padded width; None: any length.
 
-    An indexer keeps the best `index_topk` keys; ReLU makes many scores exactly zero where it has few heads, and which of
-    equal scores win depends on how many there are. Measured on 5.23: with 2 heads every family moves, with 8 none.
+    An indexer keeps the best `index_topk` keys. With few heads, ReLU makes many scores exactly 0, and which of these are
+    kept depends on the number of keys. Measured on 5.23: with 2 heads every family's output changes, with 8 none.
     Source: modeling_deepseek_v32.py:228-241, modeling_glm5_next.py:863-889.
     """
     config = text_config(config_of(model))
@@ -488,7 +486,7 @@ def width_dependence(model: Any) -> int | None:
 def rope_limit(model: Any) -> int | None:
     """Return the position from which "longrope" or "dynamic" frequencies change for the whole batch; None without them.
 
-    They follow the highest position of the tensor, padding included: a batch wider than the limit needs `position_ids`.
+    The highest position of the batch decides. Without `position_ids` padding counts too: a wider batch needs them.
     Source: transformers 5.23 modeling_rope_utils.py `dynamic_rope_update`.
     """
     config, original = text_config(config_of(model)), "original_max_position_embeddings"

@@ -2,8 +2,8 @@
 
 transformers chooses the functions when it imports the modeling file: the kernel of a package, else a torch function, which
 reads no boundaries (5.23 integrations/hub_kernels.py:1008-1055). A convolution reads `seq_idx`, a delta rule `cu_seqlens`; a
-model needs both. `mend` wraps the functions that read neither (kernels/packed_rows.py). The boundaries come in the keywords
-that a kernel would read, so that activation checkpointing passes them again.
+model needs both arguments. `mend` wraps these functions: where one reads no boundaries, a function of kernels/packed_rows.py
+runs in its place. Boundaries are keyword arguments of the kernel, so activation checkpointing passes them again.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ READS: Mapping[str, str] = {
     "mamba_chunk_scan_combined": "seq_idx",
     "mamba_split_conv1d_scan_combined": "seq_idx",
 }
-"""Kernel -> the argument that says where a sequence begins. Others of transformers (mamba's selective scan) have none;
-mamba's `cu_seqlens` is another thing (mamba e9594ce ssd_combined.py:599-604)."""
+"""Kernel -> the argument that says where a sequence begins. Other kernels (mamba's selective scan) have none;
+mamba's `cu_seqlens` means something else (mamba e9594ce ssd_combined.py:599-604)."""
 
 _STEP = re.compile(r"_update$|^fused_recurrent")
 """Kernels that generate one more token: they never get a flat row."""
 _DISPATCH = {"implementation", "is_new_implementation", "applicable_params"}
-"""Variables of transformers' own wrapper around such a function, 5.16 and later; at first without `func_name`, `package`."""
+"""What transformers' wrapper of such a function closes over, from 5.16 on; early releases lack `func_name` and `package`."""
 
 
 class KernelCall(NamedTuple):
-    """A function called in a layer's forward that gives way to a kernel: `chunk_gated_delta_rule` of the package `fla`,
-    transformers' wrapper of it, and what `use_kernels=True` put in its place."""
+    """A function in a layer's forward that a kernel can replace: its name (`chunk_gated_delta_rule`), its package (`fla`),
+    transformers' wrapper of it, and the hub's forward that `use_kernels=True` put in its place."""
 
     kernel: str
     package: str
@@ -61,12 +61,16 @@ def boundaries_unread_reason(model: Any) -> str:
 
 
 def describe_packing(model: Any) -> str:
-    """Return how each kernel of this mended model keeps the sequences of a row apart: by itself, or by our arithmetic."""
+    """Return how each kernel of this mended model keeps the sequences of a row apart: by itself, or by our torch code."""
     taps = packed_rows.convolution
     arithmetic = "arithmetic, or fla's convolution on a card" if _with_fla(taps) is not taps else "arithmetic"
     calls = [call for call in kernel_calls(model) if MENDS.get(call.kernel, _none) is not _none]
-    reasons = {f"{call.kernel} of {call.package}": _why_unread(call) for call in calls}
+    reasons = {_named(call): _why_unread(call) for call in calls}
     return "; ".join(f"{unread}: {arithmetic}" if unread else kernel for kernel, unread in reasons.items())
+
+
+def _named(call: KernelCall) -> str:
+    return f"{call.kernel} of {call.package}" if call.package else call.kernel
 
 
 def keeps_apart(model: Any) -> bool:
@@ -77,7 +81,7 @@ def keeps_apart(model: Any) -> bool:
 
 def reads_boundaries_itself(layer: Any) -> bool:
     """Return True for VeOmni's own Gated DeltaNet. Its convolution and scan read `cu_seq_lens_q`, on an NPU too, and raise
-    without a kernel that does (0.1.12 models/transformers/qwen3_5/generated/patched_modeling_qwen3_5_gpu.py:626-803)."""
+    if no kernel reads it (0.1.12 models/transformers/qwen3_5/generated/patched_modeling_qwen3_5_gpu.py:626-803)."""
     own = type(layer).__module__.startswith("veomni.") and hasattr(layer, "chunk_gated_delta_rule")
     return own and "cu_seq_lens_q" in inspect.signature(type(layer).forward).parameters
 
@@ -88,17 +92,17 @@ def _why_unread(call: KernelCall) -> str:
         code = inspect.unwrap(call.of_hub).__code__
         return "" if key in (*code.co_varnames, *code.co_consts) else f"{call.kernel} of the hub does not read {key}"
     if not found["is_new_implementation"]:
-        return f"{call.kernel} is plain torch, without the package {call.package}"
-    return "" if key in found["applicable_params"] else f"{call.kernel} of this {call.package} does not take {key}"
+        return f"{call.kernel} is plain torch, without the package {call.package or 'of its kernel'}"
+    return "" if key in found["applicable_params"] else f"{_named(call)} does not take {key} in this release"
 
 
 def kernel_calls(model: Any) -> tuple[KernelCall, ...]:
-    """Return every such function in the layers of a transformers module, wrapped or not; none before transformers 5.16."""
+    """Return every KernelCall in a transformers module, below our wrappers too; none before transformers 5.16."""
     return tuple(call for _, _, call in _sites(model))
 
 
 def _sites(model: Any) -> Iterator[tuple[dict[str, Any], str, KernelCall]]:
-    """Yield each such function with the globals of the forward that calls it, and its name there."""
+    """Yield the globals of a forward, the name of a function in them, and its KernelCall."""
     # below the wrappers of transformers, accelerate's hooks and torch.compile
     bare = [inspect.unwrap(layer.forward) for layer in unwrap(model).modules()]
     forwards = filter(inspect.isfunction, dict.fromkeys(getattr(function, "__func__", function) for function in bare))
@@ -110,8 +114,8 @@ def _sites(model: Any) -> Iterator[tuple[dict[str, Any], str, KernelCall]]:
 
 
 def _call_of(found: Any) -> KernelCall | None:
-    """Return what is known of such a function; None of any other. The package `kernels` puts transformers' wrapper into a
-    module, and binds the forward of the hub's layer to it, or its own again (kernels 0.17 layer/layer.py)."""
+    """Return the KernelCall of a function that has one, else None. The package `kernels` holds transformers' wrapper
+    in a module, whose forward it sets to that of the hub's layer, or back to its own (kernels 0.17 layer/layer.py)."""
     while hasattr(found, "__collate_npu__"):  # below our own wrappers: of `mend` and of proof.hooks
         found = found.__collate_npu__
     function, of_hub = found, None
@@ -122,7 +126,7 @@ def _call_of(found: Any) -> KernelCall | None:
     held = variables_of(function)
     name = held.get("func_name", getattr(function, "__name__", "").removeprefix("torch_"))
     known = held.keys() >= _DISPATCH and ("func_name" in held or name in READS)
-    return KernelCall(name, held.get("package", "of its kernel"), function, of_hub) if known else None
+    return KernelCall(name, held.get("package", ""), function, of_hub) if known else None
 
 
 def variables_of(function: Any) -> dict[str, Any]:
@@ -132,12 +136,12 @@ def variables_of(function: Any) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())}
 
 
-# --- other functions in their place
+# --- functions replaced for a while
 
 
 @contextmanager
 def resolved(calls: Iterable[KernelCall], to: Callable[[KernelCall], Callable[..., Any]]) -> Iterator[None]:
-    """Make transformers' wrappers call what `to` returns inside the block (5.23 integrations/hub_kernels.py:1008-1024)."""
+    """Inside the block, make transformers' wrappers call what `to` returns (5.23 integrations/hub_kernels.py:1008-1024)."""
     before: list[tuple[Any, Any]] = []
     try:
         for call, function in [(call, to(call)) for call in calls]:
@@ -156,14 +160,14 @@ def resolved(calls: Iterable[KernelCall], to: Callable[[KernelCall], Callable[..
 
 @contextmanager
 def cpu_kernels(model: Any) -> Iterator[None]:
-    """On a CPU, replace kernels of a card inside the block by torch functions that read the same boundaries."""
+    """Inside the block, if the model is on a CPU, replace kernels that need a card by torch functions."""
     calls = {id(call.function): call for call in kernel_calls(model) if next(model.parameters()).is_cpu and _of_card(call)}
     with _ONE_AT_A_TIME, resolved(calls.values(), _by_torch):
         yield
 
 
 _ONE_AT_A_TIME = RLock()
-"""Another thread waits: it would take the replaced functions for the right ones, and leave them."""
+"""Other threads wait: else one would save the replacements as originals, and restore those."""
 
 
 def _of_card(call: KernelCall) -> bool:
@@ -176,10 +180,9 @@ def _by_torch(call: KernelCall) -> Callable[..., Any]:
     return plain if _why_unread(call) or call.kernel not in READS else by_sequence(plain, READS[call.kernel], at)
 
 
-@cache  # the same function for the same kernel: a probe that sees another asks again
+@cache  # one object for one kernel: the probe asks again where it sees another function
 def by_sequence(plain: Callable[..., Any], key: str, at: int = 1) -> Callable[..., Any]:
-    """Return a function that runs the model's own torch function on each sequence. The boundaries come under `key`, as for
-    the kernel; tokens stand in dimension `at`."""
+    """Return a function that runs `plain` on each sequence; keyword `key` holds the boundaries, dimension `at` is tokens."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given, T = kwargs.pop(key, None), args[0].shape[at]
@@ -203,7 +206,7 @@ def by_sequence(plain: Callable[..., Any], key: str, at: int = 1) -> Callable[..
 
 
 def _cut(x: Any, T: int, at: int, a: int, b: int) -> Any:
-    """Return the tokens a to b of a tensor `[1, T, ...]` or `[1, D, T]`; anything else as it is."""
+    """Return tokens a to b - 1 of a tensor `[1, T, ...]` or `[1, D, T]` of three dimensions or more; else `x` as it is."""
     return x.narrow(at, a, b - a) if isinstance(x, Tensor) and x.ndim > 2 and x.shape[at] == T else x
 
 
@@ -211,7 +214,7 @@ def _cut(x: Any, T: int, at: int, a: int, b: int) -> Any:
 
 
 def _none(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel that returns None: its layer then calls the other functions."""
+    """Return a kernel that returns None: its layer then calls the convolution and the rule apart."""
     return lambda *_, **__: None
 
 
@@ -222,7 +225,7 @@ MENDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "mamba_chunk_scan_combined": packed_rows.scan,
     "mamba_split_conv1d_scan_combined": _none,
 }
-"""Kernel -> what makes of its torch function one that keeps sequences apart."""
+"""Kernel -> what turns its torch function into one that keeps sequences apart."""
 
 
 class Mended:
@@ -237,7 +240,7 @@ class Mended:
                 held[name] = _mended(held[name])
 
     def remove(self) -> None:
-        """Restore them."""
+        """Restore the functions that no other model needs wrapped."""
         for held, name in self._sites:
             known = _MENDED[id(held), name]
             known[0] -= 1
@@ -254,8 +257,8 @@ _AS_IT_IS: set[int] = set()
 
 
 def mend(model: Any) -> Mended:
-    """Make the recurrent layers of this transformers module, and of its whole family, keep the sequences of a row apart if a
-    batch has `seq_idx`. Without `seq_idx` they run as before."""
+    """Make the recurrent layers of this module's modeling file keep the sequences of a row apart if a batch has `seq_idx`;
+    without it they run as before. The returned object undoes it."""
     mended = Mended([(held, name) for held, name, call in _sites(model) if call.kernel in MENDS])
     weakref.finalize(unwrap(model), mended.remove)  # at the latest when the model is deleted
     return mended
@@ -284,7 +287,7 @@ def _mended(found: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("seq_idx") is None or (_AS_IT_IS and get_ident() in _AS_IT_IS):
             return found(*args, **kwargs)
-        if not torch.compiler.is_compiling():  # a kernel may have come since, or gone
+        if not torch.compiler.is_compiling():  # kernels may have changed since `mend`
             unread[0] = bool(_why_unread(call))
         return (plain if unread[0] else reads)(*args, **kwargs)
 
@@ -293,10 +296,10 @@ def _mended(found: Any) -> Callable[..., Any]:
 
 
 def _in_one_row(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that joins rows into one flat row, as `cu_seqlens` counts, for a rule that takes one row."""
+    """Return `function`, a delta rule of one row, for many rows: it joins them into one, over which `cu_seqlens` counts."""
 
     def run(*args: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Any = None, cu_seq_lens_q: Any = None, **kwargs: Any) -> Any:
-        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens  # KDA's layers pass on the name that they got
+        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens  # KDA's layers pass it as cu_seq_lens_q
         flat = [x.reshape(1, -1, *x.shape[2:]) for x in (*args, g, beta)]
         out, state = function(*flat[:-2], g=flat[-2], beta=flat[-1], cu_seqlens=cu_seqlens, **kwargs)
         return out.reshape(*g.shape[:2], *out.shape[2:]), state
@@ -305,15 +308,15 @@ def _in_one_row(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_fla(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return fla's convolution, which reads offsets, where Triton compiles or interprets it; else `plain`.
+    """Return a function that calls fla's convolution on a card, or with TRITON_INTERPRET=1, and else `plain`.
 
-    Source: fla 0.6.0 modules/convolution.py. Before FLA_CONVOLUTION its gradient of a transposed input, as here, is wrong.
+    Source: fla 0.6.0 modules/convolution.py. Releases before FLA_CONVOLUTION get the gradient of a transposed input wrong.
     """
     if not FLA_CONVOLUTION.holds():
         return plain
     try:
         from fla.modules.convolution import causal_conv1d  # type: ignore[import-not-found,unused-ignore]
-    except Exception:  # without Triton, or one that does not fit
+    except Exception:  # no Triton, or a release of it that does not fit
         return plain
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 

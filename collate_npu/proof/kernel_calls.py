@@ -1,8 +1,7 @@
-"""Kernel calls of one forward of a model, judged together, and what is said of them.
+"""Kernel calls of one forward of a model, judged together, and the report of them.
 
-Three questions, and a call is wrong by any of them: against the batch, where the batch says which tokens are real; by its
-mask, where its operator refuses it; and by its window, against the config of the model. Attention of padding is judged by
-whom real tokens attend, never by what padding does.
+A call is wrong if it contradicts what the batch says of its tokens, if its operator refuses or misreads its mask, or if its
+window contradicts the config. What real tokens attend is judged, never what padding attends.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _LAYER = re.compile(r"attention|attn|delta|mamba|ssm|recurrent|kda|rwkv|shortcon
 """Names of classes that mix tokens."""
 _NO_LAYER = re.compile(r"norm|mlp|expert|rotary|embedding|residual|output$")
 _OF_ONE_TOKEN = re.compile(rf"{_NO_LAYER.pattern}|ffn|feed_?forward|moe|router|glu|activation|linear|dropout|identity|head$")
-"""Classes, by their names, of which no call looks at another token."""
+"""Names of classes that never look at another token."""
 _CONTRADICTS = re.compile(r"(?s)errors#(sources-disagree|inverted-mask)$|bad row.*errors#padding-unknown$")
 """How an error ends if the keys of a batch contradict each other."""
 _CROSS = re.compile(r"cross|encdec|encoder_attn")
@@ -68,7 +67,7 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def _blocks(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost modules of module lists that may look at other tokens."""
+    """Return, by name, the modules of outermost module lists, if they may mix tokens."""
     found: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and not among(name, found):
@@ -83,7 +82,7 @@ def _is_of_one_token(block: nn.Module) -> bool:
 
 
 def among(name: str, layers: Collection[str]) -> bool:
-    """Return True if it is one of these layers, inside one, or around one."""
+    """Return True if `name` is one of these layers, inside one, or around one."""
     return any(name == each or name.startswith(f"{each}.") or each.startswith(f"{name}.") for each in layers)
 
 
@@ -100,11 +99,11 @@ class RecordedCall:
     unread_reason: str = ""
     """Why it could not be read."""
     remedy: str = ""
-    """What to do if the operator refuses the call, or reads it as nobody can mean it: a fault, whatever the batch."""
+    """What to do if the operator refuses or misreads the call, which is a fault for any batch; else ""."""
     empty_T: Array | None = field(default=None, repr=False)
     """bool: tokens of the batch whose embedding is zero, and zero still where this layer begins."""
     positions: Array | None = field(default=None, repr=False)
-    """Of a rotary embedding, or one of positions: int64 `[B, S]`."""
+    """int64 `[B, S]`: what a rotary or a position embedding got."""
 
     def fault(self, why: str, remedy: str) -> Fault:
         """Return what is wrong with it."""
@@ -137,9 +136,9 @@ class Forward:
     training: bool = False
     ids: Tensor | None = field(default=None, repr=False)
     truth: Segments | None = None
-    """The Segments of the batch, if it tells them."""
+    """The Segments of the batch, if it gives them."""
     skip_reason: str = ""
-    """Why the batch does not tell them."""
+    """Why the batch gives none."""
     pattern: Pattern | None = None
     again: bool = False
     empty_T: Array | None = field(default=None, repr=False)
@@ -151,14 +150,14 @@ class Forward:
     first_position: int = 0
     """The position of a sequence's first token in this model."""
     before: Sequence[RecordedCall] = field(default=(), repr=False)
-    """The calls of this step's forwards, for a layer that is computed again."""
+    """If a layer is computed again: the calls of the first pass."""
     cp: ContextParallel | None = None
     """This rank's place, if ranks share the rows of `truth`."""
 
     def judge_by(
         self, batch: Mapping[str, Any], *, segments: Segments | None = None, pattern: str | Pattern | None = None
     ) -> Case:
-        """Judge calls by what this batch says, and return it. Raises what the door raises."""
+        """Set what calls are judged by, from this batch, and return it. Raises what `segments_from_batch` raises."""
         if not hasattr(batch, "items"):
             rule = "A batch is a dict of tensors."
             raise CollateError(explain("batch", a_type(batch), rule, "Pass what the model is called with."))
@@ -170,12 +169,12 @@ class Forward:
         return case
 
     def judge_by_case(self, case: Case, *, whole: bool = True) -> None:
-        """Judge calls by this batch; with `whole` positions and the pattern of attention too."""
+        """Set what calls are judged by; if `whole`, positions and the pattern of attention are judged too."""
         self.truth, self.first_position = case.segments, case.model.first_position
         self.pattern = case.pattern if whole else None
 
     def faults(self) -> dict[int, Fault]:
-        """Return the faults by the number of the call."""
+        """Return the faults by the number of the call; -1 is the batch itself."""
         wrong = {n: why for n, call in enumerate(self.calls) if (why := self._fault_reason(call)) is not None}
         right = {call.kind for n, call in enumerate(self.calls) if n not in wrong and self.judges(call)}
         some = {n for n, (_, remedy) in wrong.items() if self.calls[n].kind in right and _HAND in remedy}
@@ -209,7 +208,9 @@ class Forward:
         if call.boundaries is None or _FOREIGN.search(call.layer.lower()):
             return None
         if not call.boundaries.fits:
-            return "offsets must begin at 0, never fall, and end with its tokens", _REMEDIES[call.boundaries.kind]
+            return "offsets must begin at 0, never fall, and end at the number of its tokens", _REMEDIES[
+                call.boundaries.kind
+            ]
         own = self._pattern_of(call) if call.boundaries.kind == "attention" else None
         if not self.judges(call) or self.truth is None:
             if not isinstance(own, (Sliding, Chunked)) or call.boundaries.reach <= own.size:
@@ -224,7 +225,7 @@ class Forward:
         return (f"{why}; the batch says {describe_segments(self.truth)}", _REMEDIES[given.kind]) if why else None
 
     def _of_whole_rows(self, given: CallBoundaries) -> CallBoundaries:
-        """Return the boundaries of the whole rows for a rank's part of rows without boundaries."""
+        """Return the boundaries of whole rows, if a causal call without boundaries has a rank's part of the rows."""
         if self.cp is None or self.truth is None or given.by or not given.causal:
             return given
         (B, S), part = self.truth.shape, given.shape
@@ -233,7 +234,7 @@ class Forward:
         return replace(given, shape=(B, S), first_T=row_starts(B, S), neutral_T=np.zeros(B * S, bool))
 
     def layers(self) -> dict[str, nn.Module]:
-        """Return the innermost layers that look at other tokens, by name: known by their classes, and blocks beside them."""
+        """Return, by name, the layers that mix tokens: innermost by class name, and blocks of module lists elsewhere."""
         named = {n: each for n, each in self.root.named_modules() if is_layer(each) and type(each).__name__ not in MODULES}
         held = {id(module) for module in named.values()}
         inner = {n: each for n, each in named.items() if not any(id(m) in held and m is not each for m in each.modules())}
@@ -241,7 +242,7 @@ class Forward:
         return {plain_name(name): module for name, module in (inner | blocks).items()}
 
     def layers_without_kernels(self) -> list[str]:
-        """Return the layers in which no known kernel ran, or a convolution and no rule behind it."""
+        """Return the layers in which no known kernel ran, or only a convolution and no recurrent rule after it."""
         ran = {call.layer for call in self.calls if call.positions is None}
         more = {call.layer for call in self.calls if call.positions is None and call.kind != "convolution"}
         layers = self.layers()
@@ -257,7 +258,7 @@ class Forward:
         return {call.layer for call in calls} - unread - unruled
 
     def _recompute_reason(self, call: RecordedCall) -> tuple[str, str] | None:
-        """Return what is wrong where activation checkpointing computes with other boundaries than the first pass."""
+        """Return what is wrong if a layer that is computed again gets other boundaries than in the first pass."""
         same = (each for each in self.before if (each.layer, each.kernel) == (call.layer, call.kernel))
         first = [each.boundaries for each in same if each.boundaries is not None]
         if call.boundaries is None or not first or any(map(call.boundaries.same, first)):
@@ -301,8 +302,8 @@ class Forward:
         return f"its window is {given.window or 'the whole past'}, and the config says {size or 'the whole past'}"
 
     def _pattern_of(self, call: RecordedCall) -> Pattern | None:
-        """Return what this layer attends by the config. None if that is not known: windows to both sides, layers that
-        differ without a list of kinds, and an indexer that picks the keys (DeepSeek's and Qwen4's sparse attention)."""
+        """Return what this layer attends, by the config. None if that is not known: windows to both sides, layers that
+        differ and no list says how, and an indexer that picks the keys (DeepSeek's and Qwen4's sparse attention)."""
         if call.module is not None and any("indexer" in name for name, _ in call.module.named_children()):
             return None
         config, at = text_config(config_of(self.root)), getattr(call.module, "layer_idx", None)
@@ -323,8 +324,7 @@ class Forward:
     # --- words
 
     def report(self, faults: Mapping[int, Fault]) -> str:
-        """Return `27 recurrent: rule [0, 6, 11] ✔ · convolution nothing ✘ · 9 attention: [0, 6, 11] ✔`, without a mark
-        where there was nothing to judge it by."""
+        """Return `27 recurrent: convolution nothing ✘ · rule [0, 6, 11] ✔ · positions ✔`; no mark: not judged."""
         groups: dict[str, dict[tuple[str, str, str], set[str]]] = {"recurrent": {}, "attention": {}}
         for n, call in enumerate(self.calls):
             if call.positions is None:
@@ -348,7 +348,7 @@ class Forward:
         return " · ".join(parts)
 
     def as_json(self, faults: Mapping[int, Fault]) -> dict[str, Any]:
-        """Return the forward for machines."""
+        """Return the forward as a dict for JSON."""
         return {
             "step": self.step, "forward": self.number, "again": self.again, "training": self.training,
             "model": type(self.root).__name__, "judged": self.judged, "skip_reason": self.skip_reason,
@@ -358,32 +358,32 @@ class Forward:
         }  # fmt: skip
 
     def error(self, faults: Iterable[Fault]) -> CollateError:
-        """Return one error that lists every layer, those with the same fault together."""
+        """Return one error that lists every layer with a fault, those with the same fault together."""
         faults = list(faults)
         known = self.pattern is None or consumer_of(self.root) in ("transformers", "megatron")
-        attends = "" if known else f"; pattern= names the pattern of its attention ({self.pattern} here)"
-        rule = f"Each layer gets which tokens are real, in the form it reads{attends}."
+        attends = "" if known else f"; its attention is judged as {self.pattern}, pattern= names another"
+        rule = f"Each layer must learn which tokens are real, in the form it reads{attends}."
         remedy = "; ".join(dict.fromkeys(fault.remedy for fault in faults))
         return CollateError(explain("delivery", list_faults(faults), rule, f"{remedy}.", more="delivery"))
 
     def unseen_error(self) -> CollateError:
         """Return the error for a forward of which nothing was judged."""
         shapes = sorted({str(list(call.boundaries.shape)) for call in self.calls if call.boundaries is not None})
-        got = f"calls of {', '.join(shapes)} tokens" if shapes else f"no known kernel in {type(self.root).__name__}"
+        got = f"calls of shape {', '.join(shapes)}" if shapes else f"no known kernel in {type(self.root).__name__}"
         tokens = None if self.truth is None else list(self.truth.shape)
-        rule = f"Some kernel must get the batch's tokens {tokens}, or nothing is proved."
-        remedy = "Pass the batch of these Segments, and a model with known kernels; alone=True compares logits."
+        rule = f"Some kernel must get the batch, whose shape is {tokens}, or nothing is proved."
+        remedy = "Pass the batch that the model gets, and a model with known kernels, or alone=True, which compares logits."
         return CollateError(explain("delivery", got, rule, remedy, more="delivery"))
 
 
-_HAND = "Pass the model BatchAdapter(model)(batch), on Megatron the inputs of gpt_batch"
+_HAND = "Call the model with BatchAdapter(model)(batch), on Megatron with what gpt_batch returns"
 _SOME = "Other layers of this kind got what the batch says: check the code that calls this layer"
 _REMEDIES = {
-    "attention": f"{_HAND}; if it has them, check what the stack passes to this layer",
-    "rule": f"{_HAND}; a stack of your own must pass this layer the boundaries (cu_seqlens), or zeros at padding",
-    "positions": f"{_HAND}: its position_ids begin again with each sequence",
-    "again": "Check what the layer reads outside its arguments, which changed between the passes",
-    "convolution": f"{_HAND}; a stack of your own must pass this layer seq_idx or cu_seqlens, or zeros at padding",
+    "attention": f"{_HAND}; if it gets these, check what the stack passes to this layer",
+    "rule": f"{_HAND}; a stack of your own must pass this layer the boundaries (cu_seqlens), or states of zeros at padding",
+    "positions": f"{_HAND}: there position_ids begin again with each sequence",
+    "again": "Check what this layer reads beside its arguments: it changed between the passes",
+    "convolution": f"{_HAND}; a stack of your own must pass this layer seq_idx or cu_seqlens, or states of zeros at padding",
 }
 
 
@@ -430,10 +430,10 @@ def first_names(names: Sequence[str]) -> str:
 def case_of(
     model: nn.Module, batch: Mapping[str, Any], *, segments: Segments | None = None, pattern: str | Pattern | None = None
 ) -> Case:
-    """Return the Segments of the batch, unless `segments` gives them, and what is known of the model.
+    """Return the Case: the Segments, given or read from the batch, and what is known of the model.
 
-    A layer that is called with hidden states `[B, S, D]` and no tokens is asked like a model with `inputs_embeds`.
-    Raises what the door raises, and for an encoder-decoder.
+    A layer that is called with hidden states `[B, S, D]` and no tokens is treated as a model with `inputs_embeds`.
+    Raises what `segments_from_batch` raises, and for an encoder-decoder.
     """
     check_one_stack(model)
     about = Model.of(model) if consumer_of(model) in ("transformers", "megatron") else Model()
@@ -461,7 +461,7 @@ def _agreed(sources: Sources, declared: str | Pattern | None, model: Model) -> S
 
 
 def _without_windows(sources: Sources) -> Sources:
-    """Leave out masks of windows and chunks from a mapping of masks beside offsets: they do not show the sequences."""
+    """Return the sources without masks of windows and chunks, if there are offsets: such masks show no sequences."""
     masks = sources.get("attention_mask")
     if not isinstance(masks, Mapping) or not sources.offsets:
         return sources
@@ -470,7 +470,7 @@ def _without_windows(sources: Sources) -> Sources:
 
 
 def _of_all_ranks(sources: Sources, config: Any) -> Sources:
-    """Return the sources of the whole flat row where Megatron's ranks share it: its offsets are of the whole row."""
+    """Return the sources of the whole flat row if Megatron's ranks share it: its offsets count the whole row."""
     ranks, held = getattr(config, "context_parallel_size", 1) or 1, _held(sources)
     S = ranks * sources.shape()[1]
     ends = {int(held[key][-1]) for key in with_role(held, "offsets", "padded_offsets") if len(held[key])}
@@ -492,7 +492,7 @@ def _held(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_tokens(sources: Sources) -> Sources:
-    """Rename torchtitan's `positions`, and the hidden states that a layer is called with where there are no tokens."""
+    """Return the sources with torchtitan's `positions` as `position_ids`; without tokens, hidden states are embeddings."""
     if sources.get("position_ids") is None and isinstance(sources.get("positions"), Tensor):
         sources = sources | {"position_ids": sources["positions"]}
     if sources.named["tokens"]:

@@ -36,7 +36,7 @@ from collate_npu.tools.user_code import as_user_code, describe_error, find_calla
 
 
 class Parser(ArgumentParser):
-    """A parser that shows what was typed escaped, with the nearest name that it knows."""
+    """A parser whose errors escape what was typed, and name the nearest known name."""
 
     def error(self, message: str) -> NoReturn:
         typed = re.search(r"invalid choice: '(.*?)'|unrecognized arguments: (-\S+)", message)
@@ -45,9 +45,15 @@ class Parser(ArgumentParser):
         words = f"{message.rstrip('.')}. {near}" if near else message
         self.exit(2, printable(f"Try '{self.prog} --help' for help.\n\nError: {words}\n"))
 
+    def print_help(self, file: Any = None) -> None:
+        """Print the help, also to a reader who has left (Python 3.11.2 raises)."""
+        with pipe_may_close():
+            super().print_help(file)
+            sys.stdout.flush()
+
 
 def in_range(least: int, most: float = inf) -> Callable[[str], int]:
-    """Return how argparse reads a whole number of this range."""
+    """Return an argparse `type` for whole numbers in this range."""
 
     def whole_number(text: str) -> int:
         if not least <= int(text) <= most:
@@ -78,7 +84,7 @@ def _print(*drawn: Any) -> None:
 
 @contextmanager
 def pipe_may_close() -> Iterator[None]:
-    """Print to a reader who may have left, as `head` does: the exit code stays the command's."""
+    """Ignore a closed stdout inside the block, as behind `| head`: the exit code does not change."""
     try:
         yield
     except (BrokenPipeError, SystemExit):  # the second is what rich raises, from 13.8 on
@@ -93,7 +99,7 @@ def run_audit(options: Namespace) -> int:
 
     For each model, attention and padding side: the largest difference of a logit at a real token, and the relative errors
     of loss and gradient, for batches of this library, of your collator, or one that you saved. Exit code 0: all was
-    measured and is right. 1: something is wrong. 2: something named could not be run, or wrong could not be told from right.
+    measured and is right. 1: something is wrong. 2: something named could not be run, or the result is undecided.
 
     Examples:
     collate-npu audit — every hybrid family of the installed transformers, tiny and random
@@ -134,9 +140,9 @@ def run_audit(options: Namespace) -> int:
 def run_conformance(options: Namespace) -> int:
     """Does a stack give every token in a batch the log-probability that its sample gets alone?
 
-    Nothing is asked of it but answers: ranks, Ray or a server may stand behind `run`. The table says which batches are
+    Only what `run` returns is used: ranks, Ray or a server may compute it. The table says which batches are
     wrong, and what the pattern of their errors means. Exit code 0: all is right. 1: a batch is wrong. 2: what was named
-    could not be run, or wrong could not be told from right.
+    could not be run, or the result is undecided.
 
     Examples:
     collate-npu conformance my_stack.py:run — batches as the stack makes them
@@ -150,9 +156,9 @@ def run_conformance(options: Namespace) -> int:
     from collate_npu.tools.terminal import progress, verdict_line
 
     spec, layouts = options.run, options.layout
-    stack = find_callable("run", spec, "my_stack.py:run", "Name a function of samples.")
+    stack = find_callable("run", spec, "my_stack.py:run", "Name a function that takes samples.")
     if not isinstance(stack, type):
-        stack = as_user_code(stack, "run", spec, "It is called with samples, lists of token ids.", "Mend it there.")
+        stack = as_user_code(stack, "run", spec, "It is called with samples, lists of token ids.", "Correct that function.")
     with progress(CALLS + (len(layouts or ()) or 2) * CALLS_OF_LAYOUT) as show:
         done = count()
 
@@ -304,12 +310,12 @@ OPTIONS = {
         _option("--batch", "A batch saved in your trainer (.pt), compared with each of its samples alone.", type=Path),
         _list("--collator", COLLATOR),
         _option("--tokenizer", "Folder of a tokenizer. Default: the checkpoint's own, or bytes for tiny models.", type=Path),
-        _flag("--trust-remote-code", "Run Python code in these folders; without it such folders are refused."),
+        _flag("--trust-remote-code", "Run Python code in model and tokenizer folders; else they are refused."),
         _option("--side", "left or right. Default: both.", choices=SIDES),
         _list("--attn", "Attention, by transformers' name. Repeatable; default: sdpa and eager."),
         _flag("--packed", "Flat rows too: all samples of a batch in one row."),
         _option("--device", "cpu, cuda, npu, or any torch device.", default="cpu"),
-        _option("--dtype", "Of the model.", choices=DTYPES, default="float32"),
+        _option("--dtype", "The dtype of the model.", choices=DTYPES, default="float32"),
         _option("--batch-size", "Samples in a batch, or in a flat row.", type=in_range(2), default=4),
         _option("--batches", "Batches per model and side.", type=in_range(1), default=2),
         _option("--max-length", "Longest sample of text, in tokens.", type=in_range(2, 1 << 20), default=96),
@@ -324,24 +330,24 @@ OPTIONS = {
         _option("run", RUN),
         _option("--layout", "Ask run(samples, layout=NAME). Repeatable; default: left and right where it takes layout.",
                 action="append"),
-        _option("--vocab-size", "Samples are drawn from ids 3 to below this.", type=in_range(16, 1 << 24), default=256),
-        _option("--pad-id", "The pad id; some samples hold it as text.", type=in_range(0)),
+        _option("--vocab-size", "Ids of samples are 3 to this number minus 1.", type=in_range(16, 1 << 24), default=256),
+        _option("--pad-id", "The pad id; some samples have it as a real token.", type=in_range(0)),
         _option("--seed", "Seed of the samples; pass an earlier run's seed to repeat it.", type=in_range(0)),
     ),
     "watch": (
         _option("--steps", "Steps to look at, in each process.", type=in_range(1, 1 << 20), default=2),
         _flag("--stop", "End the run at the first fault."),
         _option("--out", "Append a line of JSON for each forward.", type=Path),
-        _option("command", "What to run, unchanged, behind --.", nargs=REMAINDER),
+        _option("command", "The command to run, as it is, after --.", nargs=REMAINDER),
     ),
     "show": (
-        _option("--lengths", "Tokens of each row, 3,5; several sequences in a row, 3+2,5."),
+        _option("--lengths", "Tokens of each row: 3,5. Several sequences in one row: 3+2,5."),
         _option("--batch", "A saved batch: .pt with a dict of tensors, .safetensors or .npz.", type=Path),
         _option("--mask", "A saved mask alone: .pt, .npy, .npz or .safetensors.", type=Path),
         _option("--side", "Padding side of --lengths.", choices=SIDES, default="right"),
         _flag("--packed", "One padding-free row, all sequences one after another."),
         _list("--consumer", "The model stack that reads the batch. Repeatable; default: none."),
-        _option("--model-type", "Whose layers decide about attention_mask_2d.", default="qwen3_next"),
+        _option("--model-type", "The model type whose layers decide if attention_mask_2d stays.", default="qwen3_next"),
         _option("--cp", "Context parallel size: draw what each rank holds.", type=in_range(2, 1024)),
         _option("--layout", "How ranks share a row: zigzag, contiguous ...", default="zigzag"),
         _option("--out", "Write a page too: .html.", type=Path),
@@ -373,7 +379,7 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
 def run_command_line(args: Sequence[str]) -> int:
     """Run a command, and return its exit code; where it is refused or fails, a line on stderr says why.
 
-    Raises `SystemExit` for help, the version and what is typed wrongly.
+    Raises `SystemExit` for help, the version and wrong arguments.
     """
     whole, _ = parsers()
     if not args:
@@ -383,16 +389,16 @@ def run_command_line(args: Sequence[str]) -> int:
     called, parser = options.__dict__.pop("called"), options.__dict__.pop("parser")
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    # the commands hand the neutral form to an adapter or to the reader's eyes, never to a model
+    # the commands draw such a batch or hand it to an adapter, never to a model
     warnings.filterwarnings("ignore", message="collate_npu: this batch has a 4D")
     code = 2
     try:
         return int(called(options))
-    except KeyboardInterrupt:  # before there was anything to report
+    except KeyboardInterrupt:  # a command that has results reports them itself
         code, message = 130, "INTERRUPTED: nothing was measured."
     except CollateError as error:
         message = str(error)
-    except BaseException as error:  # a fault, here or elsewhere: the code must say neither pass nor fail
+    except BaseException as error:  # a fault, here or elsewhere: the exit code must be neither 0 nor 1
         message = describe_error(error)
     print(printable(f"collate-npu: {message}"), file=sys.stderr, flush=True)
     return code

@@ -20,8 +20,7 @@ from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments, keep_array
 from collate_npu.validation import is_plain
 
-_LISTED = 8
-"""Rows and ids that a hazard names."""
+_LISTED = 8  # rows and ids that a hazard names
 
 
 class Words(str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ from collate_npu.errors import CollateError, did_you_mean, explain
 GUIDE = Path(__file__).parents[1] / "guide"
 NOT_SEARCHED = ("index", "changelog", "contributing", "extending")
 """Pages that list others, or are for people who work on this package."""
-MOST_HITS = 24
-"""Lines of a list of sections."""
+MOST_HITS = 24  # lines of a list of sections
 _ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
 
 
@@ -24,14 +23,12 @@ def as_markdown(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         return f"```python\n{text}```\n"
-    return "\n\n".join(part for cell in json.loads(text)["cells"] for part in _parts(cell)) + "\n"
-
-
-def _parts(cell: Mapping[str, Any]) -> Iterator[str]:
-    text = "".join(cell["source"])
-    yield text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
-    if output := printed(cell):
-        yield f"```text\n{output}\n```"
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source, output = "".join(cell["source"]), printed(cell)
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts += [f"```text\n{output}\n```"] * bool(output)
+    return "\n\n".join(parts) + "\n"
 
 
 def printed(cell: Mapping[str, Any]) -> str:

@@ -23,8 +23,7 @@ WORDS = {0: "PASS", 1: "FAIL", 2: "NOT PROVED", INTERRUPTED: "INTERRUPTED"}
 """The verdict by exit code."""
 RIGHT, WRONG, UNPROVED = ("✔", "green"), ("✘", "bold red"), ("?", "yellow")
 """Sign and style."""
-NARROWEST = 20
-"""Columns of a terminal at least."""
+NARROWEST = 20  # columns of a terminal
 ASCII = str.maketrans({"✔": "+", "✘": "!", "⬚": ".", "■": "#", "◧": "%", "…": "~"})
 """What each sign is where a terminal's encoding has not all of them."""
 PAGE = """<!DOCTYPE html>
@@ -49,8 +48,7 @@ def progress(total: int, console: Console | None = None) -> Iterator[Callable[[s
 
 
 def put(console: Console, *drawn: Text | Table) -> None:
-    """Print each on lines of its own; with signs of ASCII where the encoding of the console has not all of ours, and with
-    the escape of whatever a terminal would obey: names and texts come from files."""
+    """Print each on lines of its own, in ASCII if the encoding lacks our signs; what a terminal would obey is escaped."""
     try:
         fine = bool("".join(map(chr, ASCII)).encode(console.encoding))
     except (UnicodeEncodeError, LookupError):

@@ -52,7 +52,7 @@ BAD = {
     "a number": (5, "got an int"),
     "lengths by name": ({1: 5, 2: 3}, "got a dict"),
     "a tensor of none": (torch.tensor(5), "got int64"),
-    "empty": ([], "A plan is of one or more samples"),
+    "empty": ([], "A plan needs a sample"),
     "many": ([0] * 50, "50 in all. A length is"),
 }
 
@@ -81,14 +81,14 @@ def test_lengths_are_counted_from_whatever_holds_samples():
     assert lengths_of(rows, lambda row: 2 * row["tokens"]).tolist() == [6, 2, 4]
     datasets = pytest.importorskip("datasets")
     held = datasets.Dataset.from_list(rows)
-    for dataset in (held, held.data.table, held.with_format("torch")):
+    for dataset in (rows, held, held.data.table, held.with_format("torch")):
         assert lengths_of(dataset).tolist() == lengths_of(dataset, "tokens").tolist() == [3, 1, 2]
     assert lengths_of(held.select([2, 0])).tolist() == [2, 3]
 
 
 def test_what_holds_no_lengths_is_refused():
     for dataset, of in (([{"ids": [1]}], "input_ids"), (5, "input_ids"), (iter([]), "input_ids"), ([3, 4], len)):
-        with pytest.raises(CollateError, match="Name a column of tokens or of lengths"):
+        with pytest.raises(CollateError, match="a column of tokens or of lengths"):
             lengths_of(dataset, of)
 
 

@@ -100,8 +100,8 @@ TABLE = [
     *((form, rows, {**SLIDING, **FREE, **kernel}) for kernel, form in (({}, "keep"), (FLASH, "refused.*attention is"))
       for rows in (padded(5), FLAT)),
     # recurrent layers: holes, packed rows, windows
-    ("keep_2d", HOLE, {}), ("refused.*decays", HOLE, RECURRENT), ("masked", HOLE, {"consumer": "megatron"}),
-    ("refused.*decays", HOLE, {"consumer": "megatron", **RECURRENT}),
+    ("keep_2d", HOLE, {}), ("refused.*changes the state", HOLE, RECURRENT), ("masked", HOLE, {"consumer": "megatron"}),
+    ("refused.*changes the state", HOLE, {"consumer": "megatron", **RECURRENT}),
     ("none", HOLE, {"consumer": "megatron", **RECURRENT, **FREE}),
     *((NO_2D, PACKED, {"consumer": name, **RECURRENT}) for name in CONSUMERS),
     *((form, LEFT, {**SLIDING, **kernel, **needs}) for needs, forms in (
@@ -222,7 +222,7 @@ def test_the_keys_of_a_mapping(fields, keys):
 @pytest.mark.parametrize(
     ("fields", "since", "before", "said"),
     [
-        ({"layer_types": ["conv", "full_attention"]}, "5.13.0", "5.12.1", r"from 5\.13 on"),
+        ({"layer_types": ["conv", "full_attention"]}, "5.13.0", "5.12.1", r"Since 5\.13 transformers"),
         ({"model_type": "zamba2", "layer_types": ["linear_attention", "hybrid"]}, "5.15.0", "5.14.0", "got hybrid"),
     ],
 )

@@ -15,7 +15,7 @@ from collate_npu.errors import UnsupportedFormError  # noqa: E402
 from collate_npu.testing import byte_tokenizer, tiny_model  # noqa: E402
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
-AHEAD, TWO, SPAN = "its tokens attend later tokens", "it has an encoder beside its decoder", "its head answers with a span"
+AHEAD, TWO, SPAN = "its tokens attend later tokens", "it has an encoder beside its decoder", "its head predicts a span"
 KINDS = {
     **dict.fromkeys(("LlamaModel", "LlamaForCausalLM", "LlamaForSequenceClassification", "GPT2ForTokenClassification"), ""),
     **dict.fromkeys(("MambaForCausalLM", "BloomForCausalLM", "BartForCausalLM", "Qwen2_5_VLForConditionalGeneration"), ""),

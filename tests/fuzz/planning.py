@@ -93,5 +93,5 @@ def weights(drawn: Drawn) -> None:
         counts.append(len(oracle.lengths(rows)) if per == "sequence" else len(predicted))
     if lacks := per != "sequence" and drawn.below(8) == 7:
         del step[-1][key]
-    found = taken(lambda: loss_weights(step, per=per), lacks or not sum(counts), "a step has a label to learn", step)
+    found = taken(lambda: loss_weights(step, per=per), lacks or not sum(counts), "a step needs a label on", step)
     assert found in (None, [count / (sum(counts) or 1) for count in counts])

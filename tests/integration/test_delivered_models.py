@@ -131,7 +131,7 @@ def test_a_layer_that_ignores_its_mask_is_told(monkeypatch):
 @pytest.mark.parametrize("lengths", [[3, 5], [[3, 5]]])
 def test_segments_of_another_batch_prove_nothing(lengths):
     batch = {"input_ids": torch.tensor([[257, 257, 7], [4, 5, 6]]), "attention_mask": torch.tensor([[0, 0, 1], [1, 1, 1]])}
-    refused(r"calls of \[2, 3\] tokens.*tokens \[[12], [58]\]", model_of("qwen3"), batch, Segments.from_lengths(lengths))
+    refused(r"calls of shape \[2, 3\].*shape is \[[12], [58]\]", model_of("qwen3"), batch, Segments.from_lengths(lengths))
 
 
 def test_chunks_that_the_mask_forgets_are_told():

@@ -49,7 +49,7 @@ def test_a_layer_alone_is_called_with_hidden_states():
     assert found.report == "1 recurrent: convolution [0, 6, 11, 16] ✔ · rule [0, 6, 11, 16] ✔ · positions not checked"
     with pytest.raises(CollateError, match="goes on from another sequence"):
         check_delivery(DeltaLayer({"seq_idx": planted()}), {"hidden": hidden, "cu_seqlens": OFFSETS})
-    with pytest.raises(CollateError, match=r"calls of \[1, 16\] tokens"):
+    with pytest.raises(CollateError, match=r"calls of shape \[1, 16\]"):
         check_delivery(layer, {"hidden": hidden, "cu_seqlens": OFFSETS}, segments=Segments.from_lengths([[6, 5]]))
 
 

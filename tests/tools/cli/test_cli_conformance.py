@@ -78,7 +78,7 @@ def test_a_wrong_one_ends_with_1_and_says_what_its_errors_mean():
         ("fails", (), "^collate-npu: stacks/my_stack.py, line 12: KeyError: 'logprobs.0.'. run: got stacks/my_st"),
         ("ends", (), "line 13: SystemExit"),
         ("long", (), "ValueError: x{400}. run"),
-        ("number", (), "an int.* Name a function of samples."),
+        ("number", (), "an int.* Name a function that takes samples."),
         ("nothing", (), "no nothing in stacks/my_stack.py"),
         ("Held.rum", (), "no rum in stacks/my_stack.py.*Did you mean run"),
         ("stacks/my_stack.py", (), "It is named as module:function or file.py:function. For example my_stack.py:run."),
