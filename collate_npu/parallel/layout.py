@@ -264,9 +264,9 @@ def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
         Pad to 8: pad_to_multiple_of=4 in the collator (ContextParallel.multiple).
     More: collate-npu guide errors#shard-width
     """
-    if cu_seqlens is not None:
-        as_offsets("cu_seqlens", cu_seqlens)
     if not cp.documents:
+        if cu_seqlens is not None:
+            as_offsets("cu_seqlens", cu_seqlens)
         return _row_runs(width, cp.size, cp.rank, cp.layout, cp.tensor_parallel)
     _check_width(width, cp)
     return _runs(_documents(width, cp, cu_seqlens), cp)
