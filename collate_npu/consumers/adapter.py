@@ -32,14 +32,7 @@ from collate_npu.consumers.probe import probed
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
-from collate_npu.masks.forms import (
-    MAX_MASK_BYTES,
-    offsets_of,
-    offsets_of_rows,
-    open_empty_rows,
-    write_block_mask,
-    write_dense,
-)
+from collate_npu.masks.forms import MAX_MASK_BYTES, offsets_of, open_empty_rows, write_block_mask, write_dense
 from collate_npu.masks.mask_values import Polarity
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.masks.sources import Sources, check_ahead, physical_offsets
@@ -218,11 +211,11 @@ class BatchAdapter:
         with ranks_agree(self.context_parallel, call="split"):
             return self.hand_over(Sources.of_tensors(batch), padding_free=self.padding_free)
 
-    def hand_over(self, sources: Sources, *, padding_free: bool) -> tuple[dict[str, Any], Segments]:
+    def hand_over(self, sources: Sources, *, padding_free: bool, holes: bool = True) -> tuple[dict[str, Any], Segments]:
         """Return any batch in the model's form, with labels that a loss may learn from, and its Segments."""
         segments = self.read(sources, self.polarity, padding_free)
         check_labels(sources, segments, self.model.labels)
-        labels = labels_for(sources, segments, self.label_rule, self.shifted)
+        labels = labels_for(sources, segments, self.label_rule, self.shifted, holes=holes)
         if self.consumer.counts_positions and segments.spans:  # padding before or between tokens: a padded row, no flat one
             padding_free = padding_free and not (segments.spans[0][1] or segments.hole_rows)
         return self.write(sources | labels if labels else sources, segments, padding_free), segments
@@ -266,17 +259,19 @@ class BatchAdapter:
         positions = positions_for(self.consumer, case, sources, made_on)
         if positions is not None:
             out[KEY] = positions if self.device else positions.to(device)
-        if self.consumer.uncached(case):
+        if self.consumer.uncached(case) and not case.by_sequence:
             case = replace(case, restarts=restart(positions, segments))
             out |= {"use_cache": False} if case.restarts else {}
         pad_token_id = case.model.text.pad_token_id if case.model.pooling else None
         if pad_token_id is not None and isinstance(out.get("input_ids"), Tensor):  # else padding counts
             out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id)
-        if self.consumer.reads_offsets(case) and any(out.get(key) is None for key in _FLAT_KEYS):
+        if case.by_sequence and segments.packed and not self.model.at_model:
+            out[SEGMENT_KEY] = segments.ids.to(device)
+        if self.consumer.reads_offsets(case) and not case.by_sequence and any(out.get(key) is None for key in _FLAT_KEYS):
             out |= {key: value for key, value in _offsets(sources, case, device).items() if out.get(key) is None}
         if self.consumer.counts_positions:
-            unread = bool(self.model.boundaries_unread) or self.model.keeps_apart
-            _drop_unread(out, alone=case.padding_free and not segments.packed and unread)
+            unread = case.padding_free and not segments.packed and bool(self.model.boundaries_unread)
+            _drop_unread(out, alone=case.by_sequence or unread)
         if out.get("cu_seq_lens_q") is not None:
             out |= {name: out["cu_seq_lens_q"].clone() for name in self.consumer.offsets_also(case)}
         chosen = self.consumer.choose(case)
@@ -377,6 +372,5 @@ def _drop_unread(out: dict[str, Any], *, alone: bool) -> None:
 
 
 def _offsets(sources: Sources, case: Case, device: torch.device) -> dict[str, Any]:
-    flat = case.padding_free
-    offsets = offsets_of(case.segments, physical_offsets(sources, case.segments)) if flat else offsets_of_rows(case.segments)
+    offsets = offsets_of(case.segments, physical_offsets(sources, case.segments))
     return {key: offsets[key].to(device) if isinstance(offsets[key], Tensor) else offsets[key] for key in _FLAT_KEYS}

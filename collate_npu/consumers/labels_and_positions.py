@@ -34,16 +34,23 @@ TEXT_KEY = "text_position_ids"
 
 
 def labels_for(
-    sources: Sources, segments: Segments, rule: LabelRule, shifted: bool | None, *, ignored: int = IGNORED
+    sources: Sources,
+    segments: Segments,
+    rule: LabelRule,
+    shifted: bool | None,
+    *,
+    ignored: int = IGNORED,
+    holes: bool = True,
 ) -> dict[str, Tensor]:
     """Return those of `labels`, `shift_labels`, `shifted_labels` and `loss_mask` `[B, S]` of this batch that must change.
 
-    `shifted`: True if each label stands with the token that predicts it. None: the tokens tell.
+    `shifted`: True if each label stands with the token that predicts it. None: the tokens tell. `holes`: True if a token
+    behind padding would be predicted from the padding.
     """
     out: dict[str, Tensor] = {}
     for key, given in (("labels", shifted), ("shift_labels", True), ("shifted_labels", True)):
         if isinstance(labels := sources.get(key), Tensor) and not labels.is_floating_point():
-            wrong_BS = _wrong(sources, key, segments, rule, given)
+            wrong_BS = _wrong(sources, key, segments, rule, given, holes)
             if wrong_BS.any():
                 for name, fill in ((key, ignored), ("loss_mask", 0)):  # Megatron's loss reads the second, not labels
                     if isinstance(x := sources.get(name), Tensor) and dims(x) == wrong_BS.shape:
@@ -63,7 +70,7 @@ def check_labels(sources: Sources, segments: Segments, rule: LabelRule | None) -
         raise CollateError(explain("labels", shape_of(labels), text, "Pad labels with -100 to the width of input_ids."))
 
 
-def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, shifted: bool | None) -> Array:
+def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, shifted: bool | None, holes: bool) -> Array:
     """Return bool `[B, S]`, True for labels of padding or of another sequence; `[0]` if there is not one label a token."""
     labels_BS = sources.array(key)
     if labels_BS.shape != segments.shape:
@@ -82,6 +89,9 @@ def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, shif
     if shifted:  # the last label of a sequence where it is the token that stands next: any other is the sample's own
         following = True if tokens_BS is None else labels_BS[:, :-1] == tokens_BS[:, 1:]
         lost_BS[:, :-1] |= other_BS & real_BS[:, :-1] & real_BS[:, 1:] & following
+    elif shifted is not None and not holes:
+        rows_N, first_N, _ = np.array(segments.spans, np.int64).reshape(-1, 3).T
+        lost_BS[rows_N, first_N] = True
     elif shifted is not None:  # the first label of a sequence, and behind a hole; the shift drops a row's first
         lost_BS[:, 1:] |= other_BS
     return read_BS & lost_BS

@@ -18,8 +18,8 @@ import torch
 
 from collate_npu.arrays import once
 from collate_npu.consumers import model_traits
+from collate_npu.consumers.by_sequence import runs_by_sequence
 from collate_npu.consumers.model_traits import config_of, consumer_of, needs_mask_2d, text_config
-from collate_npu.consumers.recurrent import keeps_apart
 from collate_npu.errors import CollateError, UnsupportedFormError, did_you_mean, explain
 from collate_npu.masks.forms import Verdict, none_is_exact
 from collate_npu.masks.patterns import CAUSAL, Pattern
@@ -104,8 +104,8 @@ class Model:
     boundaries_unread: str | None = None
     """Why its recurrent layers cannot read where a sequence of a flat row begins; "" where they can. None before the adapter
     has asked, or without a module: a config does not tell which kernels this process has."""
-    keeps_apart: bool = False
-    """True if `adapt` made its recurrent layers keep the sequences of a row apart."""
+    by_sequence: bool = False
+    """True if `adapt` runs it by sequence: any rows are right."""
     at_model: bool = False
     """True if only the model reads this batch; then the mask may be left out. Trainers count tokens by a 2D mask (TRL)."""
     leaks: Mapping[str, str] = field(default_factory=dict)
@@ -138,8 +138,7 @@ class Model:
                 "labels": model_traits.label_rule(model),
                 "looks_ahead": tuple(by for by in ("images", "types") if model_traits.looks_ahead(model, by)),
             }
-            if own_module and needs_2d and keeps_apart(model):
-                read |= {"boundaries_unread": "", "keeps_apart": True}
+            read["by_sequence"] = own_module and runs_by_sequence(model)
         if not own_module and needs_2d and module:
             read["boundaries_unread"] = f"{type(model).__name__} is no transformers model, and its layers are unknown"
         if module:
@@ -236,6 +235,11 @@ class Case:
         """Return True if the model has recurrent layers. Of a flat row also True where nobody knows."""
         return self.model.needs_mask_2d is not False if self.padding_free else bool(self.model.needs_mask_2d)
 
+    @property
+    def by_sequence(self) -> bool:
+        """Return True if the model runs these rows by sequence."""
+        return self.model.by_sequence and self.context_parallel is None
+
     @once
     def learns_routing(self) -> bool:
         """Return True if this call, or the config, asks for the router's loss."""
@@ -273,6 +277,8 @@ class Refusal:
     remedy: str
     more: str = ""
     """As `errors.explain` takes it."""
+    always: bool = False
+    """True if it holds for a model that runs by sequence, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,10 +332,12 @@ class Consumer:
     def choose(self, case: Case) -> Choice:
         """Return the one form in which this batch is computed right. Raises `UnsupportedFormError` where there is none."""
         for refusal in self.refuses:
-            if why := refusal.when(case):
+            if (refusal.always or not case.by_sequence) and (why := refusal.when(case)):
                 rule = refusal.rule.format(why=why)
                 raise UnsupportedFormError(explain(self.key, repr(case.segments), rule, refusal.remedy, more=refusal.more))
-        if case.padding_free and not self.masks_flat_row(case):
+        if case.by_sequence and not case.padding_free:
+            return Choice(form="keep_2d", keeps_mask_2d=False, why="adapt(model) runs each sequence by itself")
+        if case.padding_free and (case.by_sequence or not self.masks_flat_row(case)):
             return Choice(form="none", keeps_mask_2d=False, why="padding free: offsets carry the boundaries")
         form, reason = next((form, why) for form in self.forms if (why := form.when(case)))
         kept = case.recurrent if self.keeps_mask_2d == "recurrent" else self.keeps_mask_2d == "always"
@@ -360,7 +368,7 @@ def _packed_rows(case: Case) -> str:
     if case.padding_free or not (case.segments.packed and case.recurrent):
         return ""
     rows = [b for b, row in enumerate(case.segments.lengths) if len(row) > 1][:8]
-    return "" if case.model.keeps_apart else f"rows {rows} hold several sequences"
+    return f"rows {rows} hold several sequences"
 
 
 PACKED_RECURRENT = Refusal(

@@ -20,15 +20,13 @@ from torch import Tensor, nn
 from collate_npu.consumers.mask_choice import Model
 from collate_npu.consumers.model_traits import config_of, text_config, unwrap
 from collate_npu.consumers.recurrent import (
-    as_it_is,
     boundaries_unread_reason,
+    can_read_boundaries,
+    code_of,
     cpu_kernels,
-    kernel_calls,
-    mend,
     reads_boundaries_itself,
-    variables_of,
 )
-from collate_npu.consumers.tiny_models import copy_of, device_of, run_alone
+from collate_npu.consumers.tiny_models import copy_of, device_of, limit_of, states_of
 from collate_npu.errors import CollateError
 from collate_npu.masks.sources import Sources
 from collate_npu.releases import MISSING_KERNEL_RAISES
@@ -53,34 +51,20 @@ _DENSE, _RECURRENT = ("right", "left", "holes", "packed"), ("right", "left", "on
 _ANSWERS: dict[Any, Mapping[str, str]] = {}
 
 
-def leak_reasons(
-    model: Any, adapter: Callable[..., Any], *forms: str, attention: str | None = None, mended: bool = False
-) -> dict[str, str]:
+def leak_reasons(model: Any, adapter: Callable[..., Any], *forms: str, attention: str | None = None) -> dict[str, str]:
     """Return for each of these `FORMS` why a sequence does not come out of this transformers module as it does alone;
     "" where each does. Of a config, a model is built. Raises what transformers raises if no copy runs.
 
-    `adapter` is `BatchAdapter`. `attention` is the implementation; None: the module's own. With `mended`, `mend` has changed
-    the functions of its recurrent layers.
+    `adapter` is `BatchAdapter`. `attention` is the implementation; None: the module's own.
     """
     whole = unwrap(model)
     if isinstance(whole, nn.Module) and any(map(reads_boundaries_itself, whole.modules())):  # alone they raise without, too
-        return dict.fromkeys(forms, "its layers hand their kernels the offsets themselves" if mended else "")
-    seen = (device_of(whole), _code(whole), _limit(device_of(whole))) if isinstance(whole, nn.Module) else ()
-    key = (mended, forms, attention, repr(config_of(whole).to_dict()), *seen)
+        return dict.fromkeys(forms, "")
+    seen = (device_of(whole), code_of(whole), limit_of(device_of(whole))) if isinstance(whole, nn.Module) else ()
+    key = (forms, attention, repr(config_of(whole).to_dict()), *seen)
     if key not in _ANSWERS:
-        _ANSWERS[key] = _asked(whole, adapter, forms, attention, mended)
+        _ANSWERS[key] = _asked(whole, adapter, forms, attention)
     return dict(_ANSWERS[key])
-
-
-def sequences_mix_reason(
-    model: Any, adapter: Callable[..., Any], *, attention: str | None = None, mended: bool = False
-) -> str:
-    """Return why recurrent layers mix the sequences of a flat row, or of packed rows if `mended`; "" where they do not."""
-    try:
-        found = leak_reasons(model, adapter, "flat", *(["packed"] if mended else []), attention=attention, mended=mended)
-    except Exception as error:  # each config validates in its own way, and each model fails in its own
-        return _text_of(error)
-    return found["flat"] or found.get("packed", "")
 
 
 def _text_of(error: Exception) -> str:
@@ -106,35 +90,29 @@ def probed(known: Model, model: Any, adapter: Callable[..., Any]) -> Model:
         unread = leaks["flat"] and (boundaries_unread_reason(model) or leaks["flat"])
     elif not (since := MISSING_KERNEL_RAISES).holds():
         unread = f"before {since} transformers trains on where a kernel is missing, whatever its config says"
-    elif runs:  # where no kernel reads them transformers raises
-        unread = sequences_mix_reason(model, adapter, attention=attention, mended=True)
+    elif runs:  # where no kernel is found that reads them, transformers raises
+        unread = "" if leaks["flat"] and can_read_boundaries(copy_of(model)) else leaks["flat"]
     return replace(known, leaks=leaks, boundaries_unread=unread)
 
 
-def _copy_of(whole: Any, adapter: Callable[..., Any], attention: str | None, *, keeps_apart: bool) -> tuple[Any, Any]:
+def _copy_of(whole: Any, adapter: Callable[..., Any], attention: str | None) -> tuple[Any, Any]:
     """Return a tiny copy of the model, and an adapter that makes rows for it."""
     copy = copy_of(whole)
     own = getattr(text_config(config_of(whole)), "_attn_implementation", None) or "sdpa"
     known = Model.of(copy, attn_implementation=None if attention == own else attention)
     leaks = dict.fromkeys(FORMS, "")
-    known = replace(known, boundaries_unread="", pooling="", leaks=leaks, keeps_apart=keeps_apart or known.keeps_apart)
+    known = replace(known, boundaries_unread="", pooling="", leaks=leaks)
     return copy, adapter(known, consumer="transformers")
 
 
-def _asked(
-    whole: Any, made: Callable[..., Any], forms: Sequence[str], attention: str | None, mended: bool
-) -> dict[str, str]:
-    copy, adapter = _copy_of(whole, made, attention, keeps_apart=mended)
+def _asked(whole: Any, made: Callable[..., Any], forms: Sequence[str], attention: str | None) -> dict[str, str]:
+    copy, adapter = _copy_of(whole, made, attention)
     draw, device = torch.Generator().manual_seed(0), device_of(copy)
     sequences = [torch.randint(3, 60, (length,), generator=draw).to(device) for length in FORMS["flat"].sequence_lengths]
     with torch.no_grad(), torch.autocast(device.type, enabled=False), ExitStack() as stack:
         stack.enter_context(cpu_kernels(copy))
-        states = [_hidden(copy, input_ids=tokens[None]) for tokens in sequences]
+        states = [states_of(copy, input_ids=tokens[None]) for tokens in sequences]
         alone = torch.cat([each[0] for each in states])
-        if mended:
-            stack.callback(mend(copy).remove)
-        else:
-            stack.enter_context(as_it_is())
         return {form: _why_moved(copy, adapter, FORMS[form], form == "flat", torch.cat(sequences), alone) for form in forms}
 
 
@@ -147,31 +125,9 @@ def _why_moved(copy: Any, adapter: Any, segments: Segments, flat: bool, tokens: 
     except CollateError as error:
         return _text_of(error) if flat else ""  # the adapter refuses such rows without a probe, too
     try:
-        found = _hidden(copy, **batch)
+        found = states_of(copy, **batch)
     except Exception as error:
         return _text_of(error)
     worst = float((found[keep_BS] - alone[: keep_BS.sum()]).abs().max() / alone.abs().max())
     beside = "another sequence of its row" if segments.packed else "padding"
-    return "" if worst < _limit(device) else f"{beside} moves a sequence (by {worst:.1g} of the largest value)"
-
-
-def _limit(device: torch.device) -> float:
-    """Return how far rounding may move the largest value. Float32 moves it by 1e-6, ten-bit products by 2e-3, leaks by
-    0.02."""
-    x = torch.full((1, 1), 1 + 2.0**-12, device=device)
-    return 1e-3 if device.type == "cpu" and float(x @ x) > 1 else 2e-2
-
-
-def _hidden(copy: Any, **batch: Any) -> Any:
-    """Return the last hidden states `[B, S, D]`, followed by what its head gives for each token, if it does."""
-    out = copy(**{**run_alone(copy, batch["input_ids"]), **batch})  # the batch may hold use_cache, too
-    B, S = batch["input_ids"].shape
-    states = (getattr(out, "hidden_states", None) or [None])[-1]
-    shown = [each.float().reshape(B, S, -1) for each in (states, out[0]) if getattr(each, "shape", ())[:2] == (B, S)]
-    return torch.cat(shown, -1)
-
-
-def _code(whole: Any) -> tuple[Any, ...]:
-    """Return what its layers run: the forwards of their classes, and the functions that these call."""
-    forwards = dict.fromkeys(type(module).forward for module in whole.modules())
-    return (*forwards, *(variables_of(call.function).get("implementation") for call in kernel_calls(whole)))
+    return "" if worst < limit_of(device) else f"{beside} moves a sequence (by {worst:.1g} of the largest value)"

@@ -2,8 +2,7 @@
 
 transformers chooses the functions when it imports the modeling file: the kernel of a package, else a torch function, which
 reads no boundaries (5.23 integrations/hub_kernels.py:1008-1055). A convolution reads `seq_idx`, a delta rule `cu_seqlens`; a
-model needs both arguments. `mend` wraps these functions: where one reads no boundaries, a function of kernels/packed_rows.py
-runs in its place. Boundaries are keyword arguments of the kernel, so activation checkpointing passes them again.
+model needs both arguments.
 """
 
 from __future__ import annotations
@@ -11,20 +10,17 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache
 from itertools import pairwise
-from threading import RLock, get_ident
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from collate_npu.consumers.model_traits import unwrap
-from collate_npu.kernels import packed_rows
-from collate_npu.releases import FLA_CONVOLUTION
 
 READS: Mapping[str, str] = {
     "causal_conv1d_fn": "seq_idx",
@@ -54,29 +50,20 @@ class KernelCall(NamedTuple):
 
 def boundaries_unread_reason(model: Any) -> str:
     """Return which functions of its recurrent layers read no boundaries, and why; "" if all read them."""
-    if keeps_apart(model) or any(map(reads_boundaries_itself, unwrap(model).modules())):
+    if any(map(reads_boundaries_itself, unwrap(model).modules())):
         return ""
     calls = [call for call in kernel_calls(model) if not _STEP.search(call.kernel)]
     return "; ".join(dict.fromkeys(filter(None, map(_why_unread, calls))))
-
-
-def describe_packing(model: Any) -> str:
-    """Return how each kernel of this mended model keeps the sequences of a row apart: by itself, or by our torch code."""
-    taps = packed_rows.convolution
-    arithmetic = "arithmetic, or fla's convolution on a card" if _with_fla(taps) is not taps else "arithmetic"
-    calls = [call for call in kernel_calls(model) if MENDS.get(call.kernel, _none) is not _none]
-    reasons = {_named(call): _why_unread(call) for call in calls}
-    return "; ".join(f"{unread}: {arithmetic}" if unread else kernel for kernel, unread in reasons.items())
 
 
 def _named(call: KernelCall) -> str:
     return f"{call.kernel} of {call.package}" if call.package else call.kernel
 
 
-def keeps_apart(model: Any) -> bool:
-    """Return True if `adapt` made the recurrent layers of this model keep the sequences of a row apart."""
-    hooks = (hook for module in unwrap(model).modules() for hook in module._forward_pre_hooks.values())
-    return any(getattr(hook, "keeps_apart", False) for hook in hooks)
+def can_read_boundaries(model: Any) -> bool:
+    """Return True if kernels for all its recurrent functions take boundaries, installed here or not."""
+    kernels = [call.kernel for call in kernel_calls(model) if not _STEP.search(call.kernel)]
+    return bool(kernels) and READS.keys() >= {*kernels}
 
 
 def reads_boundaries_itself(layer: Any) -> bool:
@@ -101,6 +88,12 @@ def kernel_calls(model: Any) -> tuple[KernelCall, ...]:
     return tuple(call for _, _, call in _sites(model))
 
 
+def code_of(model: Any) -> tuple[Any, ...]:
+    """Return what its layers run: the forwards of their classes, and the functions that these call."""
+    forwards = dict.fromkeys(type(module).forward for module in unwrap(model).modules())
+    return (*forwards, *(variables_of(call.function).get("implementation") for call in kernel_calls(model)))
+
+
 def _sites(model: Any) -> Iterator[tuple[dict[str, Any], str, KernelCall]]:
     """Yield the globals of a forward, the name of a function in them, and its KernelCall."""
     # below the wrappers of transformers, accelerate's hooks and torch.compile
@@ -116,7 +109,7 @@ def _sites(model: Any) -> Iterator[tuple[dict[str, Any], str, KernelCall]]:
 def _call_of(found: Any) -> KernelCall | None:
     """Return the KernelCall of a function that has one, else None. The package `kernels` holds transformers' wrapper
     in a module, whose forward it sets to that of the hub's layer, or back to its own (kernels 0.17 layer/layer.py)."""
-    while hasattr(found, "__collate_npu__"):  # below our own wrappers: of `mend` and of proof.hooks
+    while hasattr(found, "__collate_npu__"):  # below the wrappers of proof.hooks
         found = found.__collate_npu__
     function, of_hub = found, None
     if isinstance(found, nn.Module):
@@ -208,128 +201,3 @@ def by_sequence(plain: Callable[..., Any], key: str, at: int = 1) -> Callable[..
 def _cut(x: Any, T: int, at: int, a: int, b: int) -> Any:
     """Return tokens a to b - 1 of a tensor `[1, T, ...]` or `[1, D, T]` of three dimensions or more; else `x` as it is."""
     return x.narrow(at, a, b - a) if isinstance(x, Tensor) and x.ndim > 2 and x.shape[at] == T else x
-
-
-# --- mending
-
-
-def _none(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel that returns None: its layer then calls the convolution and the rule apart."""
-    return lambda *_, **__: None
-
-
-MENDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "causal_conv1d_fn": lambda _: packed_rows.convolution,
-    "chunk_gated_delta_rule": packed_rows.delta_rule,
-    "chunk_kda": packed_rows.delta_rule,
-    "mamba_chunk_scan_combined": packed_rows.scan,
-    "mamba_split_conv1d_scan_combined": _none,
-}
-"""Kernel -> what turns its torch function into one that keeps sequences apart."""
-
-
-class Mended:
-    """Wraps the functions of a model's layers; `.remove()` restores them when no other model needs the wrappers."""
-
-    def __init__(self, sites: list[tuple[dict[str, Any], str]]) -> None:
-        self._sites = sites
-        for held, name in sites:
-            known = _MENDED.setdefault((id(held), name), [0, held[name]])
-            known[0] += 1
-            if known[0] == 1:
-                held[name] = _mended(held[name])
-
-    def remove(self) -> None:
-        """Restore the functions that no other model needs wrapped."""
-        for held, name in self._sites:
-            known = _MENDED[id(held), name]
-            known[0] -= 1
-            if not known[0]:
-                held[name] = known[1]
-                del _MENDED[id(held), name]
-        self._sites = []
-
-
-_MENDED: dict[tuple[int, str], list[Any]] = {}
-"""By the globals of a modeling file and a name in them: how many models need the wrapper, and the original."""
-_AS_IT_IS: set[int] = set()
-"""The threads inside `as_it_is`."""
-
-
-def mend(model: Any) -> Mended:
-    """Make the recurrent layers of this module's modeling file keep the sequences of a row apart if a batch has `seq_idx`;
-    without it they run as before. The returned object undoes it."""
-    mended = Mended([(held, name) for held, name, call in _sites(model) if call.kernel in MENDS])
-    weakref.finalize(unwrap(model), mended.remove)  # at the latest when the model is deleted
-    return mended
-
-
-@contextmanager
-def as_it_is() -> Iterator[None]:
-    """Run this thread's models inside the block as if `mend` had changed none."""
-    _AS_IT_IS.add(get_ident())
-    try:
-        yield
-    finally:
-        _AS_IT_IS.discard(get_ident())
-
-
-def _mended(found: Any) -> Callable[..., Any]:
-    """Return what replaces a function of a recurrent layer in its modeling file."""
-    call = _call_of(found)
-    assert call is not None
-    plain = MENDS[call.kernel](inspect.unwrap(call.function))
-    plain = _with_fla(plain) if call.kernel == "causal_conv1d_fn" else plain
-    reads = _in_one_row(found) if READS[call.kernel] == "cu_seqlens" else found
-    unread = [bool(_why_unread(call))]
-
-    @wraps(call.function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("seq_idx") is None or (_AS_IT_IS and get_ident() in _AS_IT_IS):
-            return found(*args, **kwargs)
-        if not torch.compiler.is_compiling():  # kernels may have changed since `mend`
-            unread[0] = bool(_why_unread(call))
-        return (plain if unread[0] else reads)(*args, **kwargs)
-
-    run.__collate_npu__ = found  # type: ignore[attr-defined]
-    return run
-
-
-def _in_one_row(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, a delta rule of one row, for many rows: it joins them into one, over which `cu_seqlens` counts."""
-
-    def run(*args: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Any = None, cu_seq_lens_q: Any = None, **kwargs: Any) -> Any:
-        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens  # KDA's layers pass it as cu_seq_lens_q
-        flat = [x.reshape(1, -1, *x.shape[2:]) for x in (*args, g, beta)]
-        out, state = function(*flat[:-2], g=flat[-2], beta=flat[-1], cu_seqlens=cu_seqlens, **kwargs)
-        return out.reshape(*g.shape[:2], *out.shape[2:]), state
-
-    return run
-
-
-def _with_fla(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that calls fla's convolution on a card, or with TRITON_INTERPRET=1, and else `plain`.
-
-    Source: fla 0.6.0 modules/convolution.py. Releases before FLA_CONVOLUTION get the gradient of a transposed input wrong.
-    """
-    if not FLA_CONVOLUTION.holds():
-        return plain
-    try:
-        from fla.modules.convolution import causal_conv1d  # type: ignore[import-not-found,unused-ignore]
-    except Exception:  # no Triton, or a release of it that does not fit
-        return plain
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-
-    def run(
-        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *, seq_idx: Tensor,
-        cu_seq_lens_q: Tensor | None = None, **_: Any,
-    ) -> Tensor:  # fmt: skip
-        runs = (interpreted or x.device.type != "cpu") and activation in (None, "silu", "swish")
-        if cu_seq_lens_q is None or not runs:
-            return plain(x, weight, bias, activation, seq_idx=seq_idx)
-        flat = x.transpose(1, 2).reshape(1, -1, x.shape[1]).contiguous()
-        out, _state = causal_conv1d(flat, weight, bias, activation=activation, backend="triton", cu_seqlens=cu_seq_lens_q)
-        shaped: Tensor = out.view(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
-        return shaped
-
-    return run

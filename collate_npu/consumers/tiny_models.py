@@ -201,13 +201,14 @@ def tiny_model(
 
 
 _OTHERS = {"architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "quantization_config", "model_type"}
-_WIDE = dict.fromkeys(("sliding_window", "attention_window_size", "local_attention", "window_size"), 512)
-# no row of a probe fills a window or a sparse block, and some families have no router's loss: the config tells
-_WIDE |= {"attention_chunk_size": 512, "block_size": 512, "max_position_embeddings": 512, "output_router_logits": False}
+_WINDOWS = ("sliding_window", "attention_window_size", "local_attention", "window_size", "attention_chunk_size")
+_WIDE = (*_WINDOWS, "block_size", "max_position_embeddings")
+"""What no row of a probe fills, windows or sparse blocks; some families have no router's loss: the config tells."""
 
 
-def copy_of(model: Any, *, vocab_size: int = 64) -> Any:
+def copy_of(model: Any, *, vocab_size: int = 64, windows: int = 512) -> Any:
     """Return a tiny copy of this transformers module, or of a model of this config, that runs on its device and shows leaks.
+    Its windows and chunks, if any, have this size.
 
     It has the settings of the config and tiny sizes. If these do not fit together, it has the family's default settings and
     the switches of the config. Raises what transformers raises if neither runs.
@@ -217,7 +218,9 @@ def copy_of(model: Any, *, vocab_size: int = 64) -> Any:
     fields = {name: value for name, value in text.to_dict().items() if name not in _OTHERS}
     switches = {name: value for name, value in fields.items() if isinstance(value, bool)}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), vocab_size - 1)
-    small = {"vocab_size": vocab_size, **ids, **{name: size for name, size in _WIDE.items() if fields.get(name)}}
+    small = {name: windows if name in _WINDOWS else 512 for name in _WIDE if fields.get(name)}
+    small |= {"vocab_size": vocab_size, **ids}
+    small |= {"output_router_logits": False} if "output_router_logits" in fields else {}
     small |= {name: 0.0 for name, value in fields.items() if isinstance(value, float) and re.search("drop|jitter", name)}
     if (fields.get("num_experts_per_tok") or 0) > 1:  # all of them: rounding cannot change the choice
         small["num_experts_per_tok"] = 4
@@ -256,9 +259,14 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
 
 def run_alone(model: Any, tokens_BS: Any) -> dict[str, Any]:
     """Return what a model is called with to show the states of these tokens."""
-    taken = inspect.signature(model.forward).parameters
     options = {"use_cache": False, "output_hidden_states": True}
-    return {"input_ids": tokens_BS, **{name: value for name, value in options.items() if name in taken or "kwargs" in taken}}
+    return {"input_ids": tokens_BS, **{name: value for name, value in options.items() if taken_of(model, name)}}
+
+
+def taken_of(model: Any, name: str) -> bool:
+    """Return True if the forward of a model takes an argument of this name."""
+    taken = inspect.signature(type(model).forward).parameters
+    return name in taken or "kwargs" in taken
 
 
 def _made(model: Any, small: Any, attention: str | None) -> Any:
@@ -273,3 +281,19 @@ def device_of(model: Any) -> torch.device:
     """Return the device of the first parameter that has values; the CPU without one."""
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
     return next((each.device for each in parameters if each.device.type != "meta"), torch.device("cpu"))
+
+
+def limit_of(device: torch.device) -> float:
+    """Return how far rounding may move the largest value. Float32 moves it by 1e-6, ten-bit products by 2e-3, leaks by
+    0.02."""
+    x = torch.full((1, 1), 1 + 2.0**-12, device=device)
+    return 1e-3 if device.type == "cpu" and float(x @ x) > 1 else 2e-2
+
+
+def states_of(copy: Any, **batch: Any) -> Any:
+    """Return the last hidden states `[B, S, D]`, followed by what its head gives for each token, if it does."""
+    out = copy(**{**run_alone(copy, batch["input_ids"]), **batch})  # the batch may hold use_cache, too
+    B, S = batch["input_ids"].shape
+    states = (getattr(out, "hidden_states", None) or [None])[-1]
+    shown = [each.float().reshape(B, S, -1) for each in (states, out[0]) if getattr(each, "shape", ())[:2] == (B, S)]
+    return torch.cat(shown, -1)

@@ -24,7 +24,7 @@ from collate_npu.segments import PADS_BEFORE
 
 def _state_runs_on(case: Case) -> str:
     """Return why the state of a recurrent layer runs from one sequence of a flat row into the next."""
-    if not (case.padding_free and case.recurrent and case.segments.packed) or case.model.keeps_apart:
+    if not (case.padding_free and case.recurrent and case.segments.packed):
         return ""
     return (case.model.boundaries_unread or "") if case.model.model_type else "the model is unknown"
 
@@ -43,24 +43,6 @@ SPLITS_BY_POSITIONS = frozenset((
 positions to masking_utils (modeling_gpt_oss.py:460-465)."""
 
 
-_READS_NO_MASK = frozenset((
-    "input_ids", "inputs_embeds", "attention_mask", "attention_mask_2d", "segment_ids", "position_ids", "labels",
-    "shift_labels", "num_items_in_batch", "logits_to_keep", "use_cache", "return_dict", "output_hidden_states", "is_causal",
-))  # fmt: skip
-"""Keys that a call may hold if None replaces the mask: with a cache, images or others, something else may read the mask."""
-
-
-def _by_kernel(case: Case) -> str:
-    """Return why None is the faster form: it is exact in this call, and the model would make a dense mask of a 2D one."""
-    on_it = case.model.attn_implementation in ("sdpa", "flex_attention")
-    if not (case.model.at_model and on_it and case.exact) or case.padding_free:
-        return ""
-    given = [key for key in case.keys if case.call[key] is not False]
-    read = not _READS_NO_MASK.issuperset(given) or case.learns_routing or case.model.option("output_attentions", case.call)
-    own = not case.model.says_causal or bool(case.model.looks_ahead)
-    return "" if read or own else "padding stands behind all tokens, and the causal kernel needs no mask"
-
-
 def _by_2d(case: Case) -> str:
     """Return why a 2D mask says everything: attention is plain, or the model applies its window itself."""
     if case.padding_free or case.segments.packed:
@@ -77,15 +59,9 @@ def _of_its_own(case: Case) -> str:
 def _needs_dense(case: Case) -> str:
     """Return why a dense mask is needed. On a flat row flash kernels read offsets instead."""
     another = case.padding_free and _another_pattern(case)
-    if _by_2d(case) or _rows_by_offsets(case) or (case.padding_free and not (another or _masked_flat_row(case))):
+    if _by_2d(case) or (case.padding_free and not (another or _masked_flat_row(case))):
         return ""
     return "the row holds several sequences" if case.segments.packed and not another else f"attention is {case.pattern}"
-
-
-def _rows_by_offsets(case: Case) -> str:
-    """Return why offsets suffice: with all four keys flash attention makes rows a flat row (flash_attention_forward)."""
-    apart = case.model.keeps_apart and case.segments.packed and not case.padding_free
-    return "offsets of all rows tell the sequences" if apart and "flash" in case.model.attn_implementation else ""
 
 
 def _masked_flat_row(case: Case) -> bool:
@@ -197,7 +173,7 @@ def _lost_window(case: Case) -> str:
 
 def _unreadable(case: Case) -> str:
     implementation = case.model.attn_implementation
-    blocks = implementation == "flex_attention" and (case.model.keeps_apart or not case.recurrent)
+    blocks = implementation == "flex_attention" and not case.recurrent
     why = "" if blocks or implementation in ("sdpa", "eager") else _needs_dense(case)
     return f"{why}, on {implementation}" if why else ""
 
@@ -229,23 +205,18 @@ def _looks_ahead(case: Case) -> str:
 
 def _reads_offsets(case: Case) -> bool:
     """Return True if layers need every key of a flat row: a scan reads `cu_seq_lens_q`, a convolution `seq_idx`."""
-    needed = case.recurrent if case.padding_free else case.recurrent and case.model.keeps_apart
-    return case.segments.packed and (needed or (case.padding_free and not _masked_flat_row(case)))
+    return case.segments.packed and case.padding_free and (case.recurrent or not _masked_flat_row(case))
 
 
-_ADAPT = "call adapt(model) before you make the collator: it keeps packed sequences apart in most families"
+_ADAPT = "call adapt(model) before you make the collator: it runs packed rows sequence by sequence"
 _FLEX = "for packed rows and other patterns a BlockMask on flex_attention"
 TRANSFORMERS = Consumer(
     name="transformers",
     forms=(
         Form(
             form="none",
-            reads="None, where it is exact and only the model reads the batch",
-            when=lambda case: (
-                _by_kernel(case)
-                or _rows_by_offsets(case)
-                or (_by_positions(case) and "positions that restart tell its sequences")
-            ),
+            reads="None, where positions that restart suffice",
+            when=lambda case: _by_positions(case) and "positions that restart tell its sequences",
         ),
         Form(form="keep_2d", reads="the 2D mask itself, int64", when=_by_2d),
         Form(form="block_mask", reads=_FLEX, when=lambda case: "" if case.recurrent else _on("flex_attention")(case)),
@@ -279,6 +250,7 @@ TRANSFORMERS = Consumer(
         Refusal(
             of="padding, if the model chooses keys by the width of its rows (small indexers)",
             when=_width,
+            always=True,
             rule="The result of a sequence depends on the width of its batch: {why}.",
             remedy="Batch sequences of one length, so that nothing is padded.",
         ),
@@ -286,6 +258,7 @@ TRANSFORMERS = Consumer(
         Refusal(
             of="rows of which the head would take a wrong token: padding at its place, packed rows, no pad_token_id",
             when=_pooled,
+            always=True,
             rule="The head of this model takes a token by its place in the row: {why}.",
             remedy="One sequence a row: set model.config.pad_token_id, pad inputs_embeds left, and BioGPT right.",
         ),
@@ -293,6 +266,7 @@ TRANSFORMERS = Consumer(
             of="rows longer than a sliding window that would be lost: on flash attention beside torch_npu, and in packed "
             "rows on flex_attention",
             when=_lost_window,
+            always=True,
             rule="The window of some layers would be lost: {why}.",
             remedy="Use attn_implementation='sdpa' or 'eager', or rows no longer than the window.",
         ),
@@ -327,6 +301,7 @@ TRANSFORMERS = Consumer(
                 case.model.rope_limit is not None
                 and model_traits.lengths_clash_reason(case.model.named, case.segments.sequence_lengths)
             ),
+            always=True,
             rule="The rotary frequencies of a sequence depend on the longest one in its batch: {why}.",
             remedy="Batch sequences on the same side of that length together.",
         ),

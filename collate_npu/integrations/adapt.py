@@ -1,13 +1,15 @@
-"""`adapt(model)`: each batch of a transformers model is proved, made right, or refused, on its way into the forward.
+"""`adapt(model)`: each batch of a transformers model is read on its way into the forward, and runs sequence by sequence.
 
 It serves any stack that runs such a model: a batch passes the forward, whether a collator or an actor made it. Hooks stand
 on the model, on PEFT's wrapper around it, and on its backbone, which some trainers call by itself (TRL 1.16 for its chunked
-losses, OpenRLHF's value heads). Only the first hook that a batch reaches changes it.
+losses, OpenRLHF's value heads). The first hook that a batch reaches reads it. transformers' own `...ForCausalLM` then runs
+its flat row; of every other model the backbone does, so that a head sees the rows and the mask that came.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,18 +22,21 @@ import torch
 from torch import nn
 
 from collate_npu.consumers.adapter import KNOWN_BATCHES, BatchAdapter
+from collate_npu.consumers.by_sequence import Plan, begin, carry
+from collate_npu.consumers.flat_row import FlatRow
 from collate_npu.consumers.labels_and_positions import labels_for
+from collate_npu.consumers.mixers import Way, mixers_of, place_of, way_of, wrap
 from collate_npu.consumers.model_traits import (
     consumer_of,
+    is_compiled,
     is_transformers,
-    needs_mask_2d,
+    position_rule,
     text_config,
     unwrap,
     warn_if_left,
     windows,
 )
-from collate_npu.consumers.probe import sequences_mix_reason
-from collate_npu.consumers.recurrent import describe_packing, mend, reads_boundaries_itself
+from collate_npu.consumers.recurrent import reads_boundaries_itself
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.sources import Sources
 from collate_npu.parallel.agreement import outside_graphs
@@ -47,11 +52,11 @@ class Adapted:
     """The hooks that `adapt` put on a model. `.remove()` takes them off, and so does the end of `with adapt(model):`."""
 
     handles: Sequence[Any] = field(repr=False)
-    packed: str
-    """How each recurrent kernel keeps the sequences of a row apart, or why they are not mended; "" without such layers."""
+    way: str
+    """How its batches run: "by sequence", or "padded" and why; "" for a model that is left as it came."""
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Take the hooks off. Its mixers stay wrapped, which do nothing then: a backward may still compute them again."""
         for handle in self.handles:
             handle.remove()
 
@@ -63,14 +68,16 @@ class Adapted:
 
 
 def adapt(model: nn.Module, **settings: Any) -> Adapted:
-    """Let every batch go through `BatchAdapter(model, **settings)` on its way into `model(...)`; undone by `.remove()`.
+    """Let every batch run sequence by sequence inside `model(...)`, in whatever layout it comes; undone by `.remove()`.
 
     `model` is a transformers model, or any module around one (DDP, FSDP, DeepSpeed, torch.compile, PEFT, a stack's actor).
-    The trainer's batch is proved, made right for this model, or refused there; its own dict stays as it was. A single row
-    with offsets, or whose mask says no padding, is read as a flat one. Recurrent layers keep the sequences of a row apart;
-    `.packed` says how. Calls without tokens of text (sound), and steps of generation behind the prompt, pass as they are.
-    If all padding stands behind the tokens, and only the model reads the batch, sdpa and flex_attention get no mask: exact,
-    and faster. Costs a copy of the mask to the host each step. A model that is no causal language model, no
+    The trainer's batch is read by `BatchAdapter(model, **settings)`, and refused where its padding is unknown; its own dict
+    stays as it was. A single row with offsets, or whose mask says no padding, is read as a flat one. The model runs one flat
+    row of the real tokens, its mixing layers a few buckets of rows of one sequence, and its outputs come back in the shape
+    `[B, S, ...]` that came, with zeros at padding. A call with a cache, for attention maps or in a compiled graph goes the
+    padded way: its batch is proved, made right for this model, or refused. `.way` says which way a model goes. Calls without
+    tokens of text (sound), and steps of generation behind the prompt, pass as they are. Costs a copy of the mask to the host
+    each step. A model that is no causal language model, no
     backbone of one and no head on one is left as it came: a warning says so. Raises `UnsupportedFormError` for a module with
     no transformers model in it, or several, and for ignored labels that a trainer counted. Call it after `get_peft_model`.
 
@@ -83,111 +90,206 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     """
     check_model(model)
     say_outside("transformers")
-    inside: dict[int, _Hooks] = {}
+    inside: dict[int, _Entered] = {}
     whole = _transformers_model(model, "consumer" in settings)
     if is_transformers(whole) and warn_if_left(model):
         return Adapted((), "")
+    way, backbone = _way_of(whole, settings), whole
+    if not way.why_padded:
+        wrap(whole, way)
+        backbone = place_of(whole, mixers_of(whole, way))
     handles: list[Any] = []
-    places = _hook_places(model, whole)
-    hooks = [_Hooks(module, settings, inside, places[:n]) for n, module in enumerate(places)]
+    places = _hook_places(model, whole, backbone)
+    hooks = [_Hooks(module, settings, inside, places[:n], way, module is backbone) for n, module in enumerate(places)]
     for module, door in zip(places, hooks):
         handles.append(module.register_forward_pre_hook(door, with_kwargs=True))
         handles.append(module.register_forward_hook(door.leave, always_call=True))
-    return Adapted([*handles, *hooks], hooks[0].mixed or (describe_packing(places[0]) if hooks[0].keeps_apart else ""))
+    return Adapted(handles, f"padded: {way.why_padded}" if way.why_padded else "by sequence")
+
+
+def _way_of(whole: nn.Module, settings: Mapping[str, Any]) -> Way:
+    if not is_transformers(whole):
+        return Way("it is no transformers model")
+    if position_rule(whole) == "padding_idx":
+        return Way("it counts positions by ids")
+    if settings.get("pattern") is not None or settings.get("context_parallel") is not None:
+        return Way("a pattern or a part of the rows was declared")
+    way = way_of(whole)
+    parts = () if way.why_padded else [part for each in mixers_of(whole, way).values() for part in each.modules()][1:]
+    gathers = any(hasattr(part, "unshard") for part in parts) or any(hasattr(each, "ds_id") for each in whole.parameters())
+    return replace(way, buckets="one") if gathers else way  # as many calls on every rank (FSDP2, ZeRO-3)
+
+
+@dataclass(eq=False)
+class _Entered:
+    """A batch on its way through a model: the hook by which it entered, and how it runs."""
+
+    by: _Hooks
+    flat: FlatRow | None = None
+    """None: its rows run as they are."""
+    at: _Hooks | None = None
+    """The hook where its rows became a flat row."""
+    before: Plan | None = None
+    ran: bool = False
 
 
 class _Hooks:
-    """The hooks of one module, copied and pickled with it. `inside` holds, for all hooks of a model, the one by which each
-    thread entered. `outer` are the modules that a batch passes before this one."""
+    """The hooks of one module, copied and pickled with it. `inside` holds, for all hooks of a model, the batch that runs in
+    each thread. `outer` are the modules that a batch passes before this one."""
 
     def __init__(
-        self, module: nn.Module, settings: dict[str, Any], inside: dict[int, _Hooks], outer: list[nn.Module]
-    ) -> None:
-        self.settings, self.inside, self.outer = settings, inside, outer
-        asked: dict[str, Any] = {"attention": settings.get("attn_implementation"), "mended": True}
-        recurrent = is_transformers(unwrap(module)) and needs_mask_2d(module)
-        self.mixed = sequences_mix_reason(module, BatchAdapter, **asked) if recurrent else ""
-        """Why its recurrent layers mix the sequences of a row, even mended; "" if they do not."""
-        self.keeps_apart = recurrent and not self.mixed
-        self.mended = mend(module) if self.keeps_apart else None
-        self.adapter = self._made(module)
+        self, module: nn.Module, settings: dict[str, Any], inside: dict[int, _Entered], outer: list[nn.Module], way: Way,
+        backbone: bool,
+    ) -> None:  # fmt: skip
+        self.settings, self.inside, self.outer, self.way, self.backbone = settings, inside, outer, way, backbone
+        self.by_sequence = not way.why_padded
+        self.adapters = {by_sequence: self._made(module, by_sequence) for by_sequence in {self.by_sequence, False}}
         own, inner = ([*inspect.signature(type(each).forward).parameters][1:] for each in (module, unwrap(module)))
         self.names = own if {"input_ids", "inputs_embeds"} & {*own} else inner
         """The arguments of its forward; those of the model inside, if its own forward names no tokens."""
+        self.own_head = bool(
+            re.fullmatch(r"transformers\..*ForCausalLM", f"{type(module).__module__}.{type(module).__name__}")
+        )
         self.lora = self._has_lora()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
-        if get_ident() in self.inside:
+        entered = self.inside.get(get_ident())
+        if entered is not None and not (self.backbone and entered.flat is not None and entered.at is None):
             return None
-        if self.keeps_apart and self.mended is None:
-            self.mended = mend(module)
         if self._has_lora() and not self.lora:
             rule = "Its wrapper, made after adapt, calls the model's forward directly, and the model's hooks do not run."
             raise UnsupportedFormError(explain("model", "PEFT", rule, "Call adapt on what get_peft_model returned."))
-        return outside_graphs(type(self)._through)(self, module, args, kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state without what was mended: a copy mends its own layers."""
-        return {**vars(self), "mended": None}
+        graph = torch.compiler.is_compiling()
+        return outside_graphs(type(self)._through)(self, module, args, kwargs, graph)
 
     def _has_lora(self) -> bool:
         """True if PEFT put layers into the model (tuners_utils.py:323)."""
         return bool(self.outer) and hasattr(self.outer[-1], "peft_config")
 
-    def remove(self) -> None:
-        """Put back what was mended."""
-        if self.mended is not None:
-            self.mended.remove()
-        self.keeps_apart, self.mended = False, None
-
-    def leave(self, *_: Any) -> None:
-        if self.inside.get(get_ident()) is self:  # a backbone that returns may be called again
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Bring what the flat row gave back into the rows that came, and forget the batch at the module it entered by."""
+        if (entered := self.inside.get(get_ident())) is None:
+            return None
+        restored = None
+        if entered.at is self and entered.flat is not None:
+            begin(entered.before)
+            entered.at = None
+            restored = None if output is None else entered.flat.restored(output)
+        if entered.by is self:  # a backbone that returns may be called again
             del self.inside[get_ident()]
             KNOWN_BATCHES.running.pop(get_ident(), None)
+            if output is not None and entered.flat is not None and not entered.ran:
+                rule = "It did not call its backbone as a module, so that its rows ran as they were."
+                raise UnsupportedFormError(explain("model", type(module).__name__, rule, _BACKBONE))
+        return restored
 
-    def _through(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
+    def _through(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], graph: bool) -> Kept | None:
         batch = Sources({**dict(zip(self.names, args)), **kwargs})
-        written = None
-        if self.adapter.is_left(batch) or not batch.named["tokens"]:  # sound
-            pass
-        elif _decodes(batch):
-            written = _continued(self._current(module), batch)
-        elif (ranks := _sharing_ranks()) > 1:
-            _check_share(self._current(module), module, batch, ranks)
-        else:
-            written = self._handed_over(module, batch)
-        self.inside[get_ident()] = self
+        entered = self.inside.setdefault(get_ident(), _Entered(self))
+        try:
+            written = self._written(entered, module, batch, graph)
+        except BaseException:
+            if entered.by is self:
+                self.inside.pop(get_ident(), None)
+            raise
         return None if written is None else (args[len(self.names) :], written)
 
-    def _handed_over(self, module: nn.Module, batch: Sources) -> dict[str, Any]:
-        adapter = self._current(module)
-        written, segments = adapter.hand_over(_with_empty_rows(batch), padding_free=_is_flat(batch))
+    def _written(self, entered: _Entered, module: nn.Module, batch: Sources, graph: bool) -> Mapping[str, Any] | None:
+        if entered.by is not self:
+            return self._flattened(entered, module, batch)
+        if self.adapters[False].is_left(batch) or not batch.named["tokens"]:  # sound
+            return None
+        if _in_use(module, batch) and _decodes(batch):
+            return _continued(self._current(module, False), batch)
+        if (ranks := _sharing_ranks()) > 1:
+            return _check_share(self._current(module, False), module, batch, ranks)
+        by_sequence = self.by_sequence and not _why_padded(self._current(module, False), module, batch, graph)
+        whole = self.backbone or (self.own_head and not _cuts_rows(self._current(module, by_sequence), batch))
+        written, segments = self._handed_over(module, batch, by_sequence, holes=not (whole and by_sequence))
+        if by_sequence and (segments.packed or segments.num_tokens < segments.array.size) and segments.num_tokens:
+            device = next(value.device for value in written.values() if isinstance(value, torch.Tensor))
+            entered.flat = FlatRow(segments, self.way, device)
+            return self._flattened(entered, module, written) if whole else written
+        return written
+
+    def _flattened(self, entered: _Entered, module: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the call on the flat row, and let this thread's mixers run by its plan."""
+        assert entered.flat is not None
+        shape = next(tuple(call[name].shape[:2]) for name in ("input_ids", "inputs_embeds") if call.get(name) is not None)
+        if shape != entered.flat.segments.shape:
+            rule = f"The tokens that came are {list(entered.flat.segments.shape)}: {type(module).__name__} must get these."
+            raise UnsupportedFormError(explain("input_ids", str(list(shape)), rule, _BACKBONE))
+        if module.training:
+            carry(module)
+        flat = entered.flat.flattened(call, module, shifts=self._current(module, True).label_rule == "next")
+        entered.at, entered.ran, entered.before = self, True, begin(entered.flat.plan)
+        return flat
+
+    def _handed_over(
+        self, module: nn.Module, batch: Sources, by_sequence: bool, *, holes: bool
+    ) -> tuple[dict[str, Any], Segments]:
+        adapter = self._current(module, by_sequence)
+        written, segments = adapter.hand_over(_with_empty_rows(batch), padding_free=_is_flat(batch), holes=holes)
         _check_last(batch, segments)
         _check_count(adapter, batch, written, segments)
         KNOWN_BATCHES.running[get_ident()] = segments
-        return written
+        return written, segments
 
-    def _current(self, module: nn.Module) -> BatchAdapter:
+    def _current(self, module: nn.Module, by_sequence: bool) -> BatchAdapter:
         """Return the adapter: a new one if the model has another attention now, or changed to float64 or from it."""
-        known = self.adapter.model
+        known = self.adapters[by_sequence].model
         named = getattr(text_config(known.config), "_attn_implementation", None)
         other = "attn_implementation" not in self.settings and (named or "sdpa") != known.attn_implementation
         dtype = next((each.dtype for each in module.parameters()), None)
         if other or (dtype != known.dtype and torch.float64 in (dtype, known.dtype)):
-            self.adapter = self._made(module)
-        return self.adapter
+            self.adapters[by_sequence] = self._made(module, by_sequence)
+        return self.adapters[by_sequence]
 
-    def _made(self, module: nn.Module) -> BatchAdapter:
+    def _made(self, module: nn.Module, by_sequence: bool) -> BatchAdapter:
         known = BatchAdapter(module, **self.settings).model
-        if self.keeps_apart:
-            known = replace(known, keeps_apart=True, boundaries_unread="")
-        elif self.mixed and known.boundaries_unread:
-            known = replace(known, boundaries_unread=self.mixed)
-        return BatchAdapter(replace(known, at_model=True), **{"consumer": "transformers", **self.settings})
+        known = replace(known, at_model=True, by_sequence=by_sequence)
+        return BatchAdapter(known, **{"consumer": "transformers", **self.settings})
+
+
+_BACKBONE = "Call adapt on the backbone itself."
+
+
+def _why_padded(adapter: BatchAdapter, module: nn.Module, batch: Sources, graph: bool) -> str:
+    """Return why this call goes the padded way; "" for one that runs by sequence."""
+    if graph or is_compiled(module):
+        return "it is compiled"
+    if _in_use(module, batch) or (not module.training and adapter.model.option("use_cache", batch)):
+        return "a cache"
+    if adapter.model.option("output_attentions", batch):
+        return "attention maps"
+    ahead = {"images": batch.named["vision"], "types": "token_type_ids" in batch}
+    return "an image's tokens see each other" if any(ahead[by] for by in adapter.model.looks_ahead) else ""
+
+
+def _holds_tokens(cache: Any) -> bool:
+    """Return True unless this cache says that it is empty."""
+    length = getattr(cache, "get_seq_length", None)
+    return length is None or bool(length())
+
+
+def _cuts_rows(adapter: BatchAdapter, call: Mapping[str, Any]) -> bool:
+    """Return True if the head reads rows: to keep some of their places, or for a router's loss."""
+    kept = call.get("logits_to_keep", call.get("num_logits_to_keep"))
+    whole = kept is None or (isinstance(kept, int) and kept == 0)
+    return not whole or bool(adapter.model.option("output_router_logits", call))
+
+
+_CACHES = ("past_key_values", "cache", "cache_params", "state")  # 5.24: cache
 
 
 def _cached(batch: Sources) -> bool:
-    return any(batch.get(name) is not None for name in ("past_key_values", "cache", "cache_params", "state"))  # 5.24: cache
+    return any(batch.get(name) is not None for name in _CACHES)
+
+
+def _in_use(module: nn.Module, batch: Sources) -> bool:
+    """Return True if this call goes on from a cache, or fills one; in training an empty one is none."""
+    held = [batch[name] for name in _CACHES if batch.get(name) is not None]
+    return any(map(_holds_tokens, held)) or (bool(held) and not module.training)
 
 
 def _decodes(batch: Sources) -> bool:
@@ -274,9 +376,9 @@ def _is_flat(batch: Sources) -> bool:
     return positions is not None and bool((np.diff(positions) != 1).any())
 
 
-def _hook_places(model: nn.Module, whole: nn.Module) -> list[nn.Module]:
-    """Return the modules through which a batch may enter: PEFT's wrapper, the model, its backbone; the backbone alone if
-    the head around it takes no positions, and so makes them itself."""
+def _hook_places(model: nn.Module, whole: nn.Module, text: nn.Module) -> list[nn.Module]:
+    """Return the modules through which a batch may enter: PEFT's wrapper, the model, its backbone, that of text alone; the
+    backbone alone if the head around it takes no positions, and so makes them itself."""
     if not is_transformers(whole):
         return [whole]
     # a tuner calls `model.forward`, by which no hook runs (peft 0.20 `BaseTuner.forward`)
@@ -284,8 +386,8 @@ def _hook_places(model: nn.Module, whole: nn.Module) -> list[nn.Module]:
     tuned = [each for each in peft if each.base_model is not whole]
     backbone = cast(nn.Module, whole.base_model)
     if _takes_positions(backbone) and not _takes_positions(whole):
-        return [backbone]
-    return [*tuned[:1], *dict.fromkeys((whole, backbone))]
+        return [*dict.fromkeys((backbone, text))]
+    return [*tuned[:1], *dict.fromkeys((whole, backbone, text))]
 
 
 def _transformers_model(model: nn.Module, named: bool) -> nn.Module:
@@ -329,7 +431,7 @@ def _sharing_ranks() -> int:
     return max((size(sys.modules[name]) for name, size in _SIZES.items() if name in sys.modules), default=1)
 
 
-def _check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) -> None:
+def _check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) -> Any:
     """Raise unless this rank's places of a row are computed as the whole row would be.
 
     VeOmni's attention and its own Gated DeltaNet exchange heads for places, and read the offsets of the whole row, which

@@ -330,20 +330,6 @@ def offsets_of(segments: Segments, places: Sequence[int] | None = None, *, longe
     return offsets | {"seq_lens": torch.tensor(lengths, dtype=torch.int32)}
 
 
-def offsets_of_rows(segments: Segments) -> dict[str, Any]:
-    """Return the offsets of rows `[B, S]` laid one behind the other: each run, of padding too, counts as a sequence.
-
-    >>> offsets = offsets_of_rows(Segments.from_ids([[1, 1, 2, 0], [1, 0, 0, 0]]))
-    >>> offsets["cu_seq_lens_q"].tolist(), offsets["seq_idx"].tolist()
-    ([0, 2, 3, 4, 5, 8], [[0, 0, 1, 2], [3, 4, 4, 4]])
-    """
-    begins_BS = np.diff(segments.array, axis=1, prepend=-1) != 0
-    starts = [*np.flatnonzero(begins_BS).tolist(), begins_BS.size]
-    flat = offsets_of(of_lengths([np.diff(starts).tolist()], begins_BS.size))
-    named = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    return {key: flat[key] for key in named} | {"seq_idx": flat["seq_idx"].reshape(segments.shape)}
-
-
 # --- places: how much of a flat row each sequence takes up
 
 

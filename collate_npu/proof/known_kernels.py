@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from collate_npu.errors import shape_of
-from collate_npu.kernels import packed_rows
 from collate_npu.kernels.fusion_attention import LAYOUTS, UNLIMITED, prefix_triangle, triangle
 from collate_npu.masks.mask_values import BLOCKED_BELOW
 from collate_npu.proof.boundaries import (
@@ -101,8 +100,6 @@ def _boundaries_of(row: _Signature, kernel: str, kind: Kind, values: Mapping[str
         (first_T, left_T), by = by_offsets(offsets, B * T), row.offsets
     elif isinstance(numbers_BT, Tensor) and tuple(numbers_BT.shape) == (B, T) and not numbers_BT.is_floating_point():
         first_T, by = by_numbers(numbers_BT.cpu().numpy()), row.numbers
-    elif (emptied_BT := _emptied(given)) is not None and bool(emptied_BT.any()):
-        first_T, by = by_numbers(emptied_BT.cumsum(1).cpu().numpy()), "the decay"
     neutral_T = _neutral(row, given, first_T) | left_T
     return CallBoundaries(kernel, kind, (B, T), first_T, neutral_T, by or "zeros" * bool(neutral_T.any()))
 
@@ -119,16 +116,6 @@ def _offsets_of(row: _Signature, given: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the boundaries of a call as offsets, right or wrong; () where none are given."""
     numbers = offset_values(given, row.offsets)
     return (0, *np.cumsum(numbers).tolist()) if row.lengths and numbers else numbers
-
-
-def _emptied(given: Mapping[str, Any]) -> Tensor | None:
-    """Return bool `[B, T]`: where a decay empties the state of every head (kernels/packed_rows.py)."""
-    g, dt, A = (given.get(name) for name in ("g", "dt", "A"))
-    if isinstance(g, Tensor) and g.ndim > 2 and not g.is_meta:
-        return (g == -packed_rows.RESET).flatten(2).all(-1)
-    if isinstance(dt, Tensor) and isinstance(A, Tensor) and not dt.is_meta:
-        return (dt.float() * A.float().abs() >= 0.999 * packed_rows.RESET).all(-1)
-    return None
 
 
 def _neutral(row: _Signature, given: Mapping[str, Any], first_T: np.ndarray) -> np.ndarray:

@@ -1,0 +1,309 @@
+"""By sequence: a model runs one flat row of real tokens, and each of its mixers runs the sequences of that row as rows.
+
+A mixer is a layer that reads other tokens than its own: attention, Gated DeltaNet, Mamba, a short convolution. It is called
+as a whole, once for each bucket: rows of one sequence each, padded right, of nearly one length. Every causal kernel is right
+on such rows, so that no function, release or form of mask is a case. The plan of a batch is held for the thread that runs
+the model, and goes with a checkpointed layer into its recomputation. A wrapped mixer without a plan runs as it is.
+Legend: T tokens of the flat row, N sequences, n rows of a bucket and L its width, R places of all buckets.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from threading import local
+from types import MethodType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from collate_npu.arrays import Array
+from collate_npu.consumers.model_traits import unwrap
+from collate_npu.segments import Segments, of_lengths
+
+Buckets = Literal["few", "even", "one"]
+"""Buckets by cost, or one for each length, or one for all: where ranks compute a layer together, each calls it once."""
+
+_CALL, _UNITS = 256, 32
+"""A call costs about as much as so many tokens; lengths are told apart in so many steps of the longest."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Where each token of a flat row stands in the rows of all buckets, one bucket behind the other."""
+
+    lengths: tuple[int, ...]
+    """Of each sequence, in the order of the flat row."""
+    buckets: tuple[tuple[int, ...], ...]
+    """The sequences of each bucket, a row each."""
+    place_T: Tensor
+    masks: dict[Any, Any] = field(default_factory=dict)
+    """What the model's own functions made for the rows of a bucket."""
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Return `(n, L)` of each bucket."""
+        return [(len(rows), max(self.lengths[each] for each in rows)) for rows in self.buckets]
+
+    @property
+    def total(self) -> int:
+        """Return T."""
+        return len(self.place_T)
+
+    def lay(self, x: Tensor) -> list[Tensor]:
+        """Return `x [1, T, ...]` as the rows `[n, L, ...]` of each bucket, with zeros at padding."""
+        laid_R = to_places(x[0], self.place_T, sum(n * L for n, L in self.shapes))
+        parts = laid_R.split([n * L for n, L in self.shapes])
+        return [part.view(*shape, *x.shape[2:]) for part, shape in zip(parts, self.shapes)]
+
+    def back(self, rows: Sequence[Tensor]) -> Tensor:
+        """Return the rows `[n, L, ...]` of all buckets as `[1, T, ...]`."""
+        rows_R = torch.cat([each.flatten(0, 1) for each in rows]) if len(rows) > 1 else rows[0].flatten(0, 1)
+        return from_places(rows_R, self.place_T)[None]
+
+    def rows_of(self, bucket: int) -> Segments:
+        """Return the Segments of the rows of this bucket."""
+        return of_lengths([[self.lengths[each]] for each in self.buckets[bucket]], self.shapes[bucket][1])
+
+
+def plan_of(lengths: Sequence[int], device: torch.device | str = "cpu", buckets: Buckets = "few") -> Plan:
+    """Return the plan of a flat row of sequences with these lengths.
+
+    >>> plan = plan_of([2, 1])
+    >>> [rows.tolist() for rows in plan.lay(torch.tensor([[5, 6, 7]]))]
+    [[[7, 0], [5, 6]]]
+    """
+    lengths_N = np.asarray(lengths, np.int64)
+    order = np.argsort(lengths_N, kind="stable")
+    made = np.split(order, _cuts(lengths_N[order], buckets)[:-1])
+    starts_N, first_N, at = np.cumsum(lengths_N) - lengths_N, np.empty_like(lengths_N), 0
+    for rows in made:
+        width = int(lengths_N[rows].max())
+        first_N[rows] = at + width * np.arange(len(rows))
+        at += width * len(rows)
+    place_T = np.arange(lengths_N.sum()) + np.repeat(first_N - starts_N, lengths_N)
+    places = torch.from_numpy(place_T).to(device, non_blocking=True)
+    return Plan(tuple(lengths_N.tolist()), tuple(tuple(rows.tolist()) for rows in made), places)
+
+
+def _cuts(ascending_N: Array, buckets: Buckets) -> list[int]:
+    """Return the ends of the buckets in this order of lengths: those with which rows, padding and calls cost least."""
+    unit = 1 if buckets == "even" else max(1, -(-int(ascending_N[-1]) // _UNITS))
+    sizes, ends = np.unique(-(-ascending_N // unit) * unit, return_index=True)
+    ends_K, widths = [*ends[1:].tolist(), len(ascending_N)], sizes.tolist()
+    if buckets == "one":
+        return ends_K[-1:]
+    if buckets == "even":
+        return ends_K
+    starts, best, cut = [0, *ends_K], [0.0], [0]
+    for j, width in enumerate(widths, start=1):
+        costs = [best[i] + width * (starts[j] - starts[i] + 1) + _CALL for i in range(j)]
+        cut.append(min(range(j), key=costs.__getitem__))
+        best.append(costs[cut[-1]])
+    found, j = [], len(widths)
+    while j:
+        found.append(starts[j])
+        j = cut[j]
+    return found[::-1]
+
+
+def to_places(x_T: Tensor, place_T: Tensor, R: int) -> Tensor:
+    """Return `x [T, ...]` at these places of `[R, ...]`, zeros elsewhere."""
+    placed: Tensor = _Lay.apply(x_T, place_T, R)  # type: ignore[no-untyped-call]
+    return placed
+
+
+def from_places(x_R: Tensor, place_T: Tensor) -> Tensor:
+    """Return what stands at these places of `x [R, ...]`."""
+    found: Tensor = _Back.apply(x_R, place_T)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Lay(torch.autograd.Function):
+    """`to_places`. Torch's own backward of a gather adds, token by token; here no two places are the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place_T: Tensor, R: int) -> Tensor:
+        ctx.save_for_backward(place_T)
+        return x.new_zeros(R, *x.shape[1:]).index_copy_(0, place_T, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].index_select(0, *ctx.saved_tensors), None, None
+
+
+class _Back(torch.autograd.Function):
+    """`from_places`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, place_T: Tensor) -> Tensor:
+        ctx.save_for_backward(place_T)
+        ctx.R = len(rows)
+        return rows.index_select(0, place_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = grads[0]
+        return grad.new_zeros(ctx.R, *grad.shape[1:]).index_copy_(0, *ctx.saved_tensors, grad), None
+
+
+# --- the plan of the forward that runs
+
+
+class _Here(local):
+    """What this thread runs: the plan of a forward, and the bucket of a mixer's call."""
+
+    plan: Plan | None = None
+    bucket: int | None = None
+
+
+_HERE = _Here()
+
+
+def running() -> tuple[Plan | None, int | None]:
+    """Return the plan of the forward that runs in this thread, and the bucket of the mixer's call."""
+    return _HERE.plan, _HERE.bucket
+
+
+@contextmanager
+def under(plan: Plan | None) -> Iterator[None]:
+    """Run this thread's model by this plan; None: as it is."""
+    before, _HERE.plan = _HERE.plan, plan
+    try:
+        yield
+    finally:
+        _HERE.plan = before
+
+
+def begin(plan: Plan | None) -> Plan | None:
+    """Let this thread's model run by this plan from now on, and return the one before."""
+    before, _HERE.plan = _HERE.plan, plan
+    return before
+
+
+def _under(plan: Plan | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with under(plan):
+        return function(*args, **kwargs)
+
+
+class _Carrying:
+    """A checkpoint function that computes its layer again by the plan of the first time, in whatever thread."""
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        self.checkpoint = checkpoint
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.checkpoint(partial(_under, _HERE.plan, function), *args, **kwargs)
+
+
+def carry(model: nn.Module) -> None:
+    """Let the checkpointed layers of a model carry the plan: transformers' own, and those in torch's CheckpointWrapper."""
+    for module in model.modules():
+        for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
+            held = vars(module).get(name)
+            if held is not None and not isinstance(held, _Carrying):
+                setattr(module, name, _Carrying(held))
+
+
+def runs_by_sequence(model: Any) -> bool:
+    """Return True if `adapt` runs this transformers module by sequence."""
+    hooks = (hook for module in unwrap(model).modules() for hook in module._forward_pre_hooks.values())
+    return any(getattr(hook, "by_sequence", False) for hook in hooks)
+
+
+# --- mixers
+
+
+class BySequence:
+    """Stands as `forward` on a mixer. It is copied and pickled with it, and inert without a plan."""
+
+    def __init__(self, mixer: nn.Module, config: Any, kind: str | None) -> None:
+        self.mixer, self.config, self.kind = mixer, config, kind
+        self.before = vars(mixer).get("forward")
+        """What stood there already: a hook of accelerate, a forward of the hub."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.own)
+
+    @property
+    def own(self) -> Callable[..., Any]:
+        """Return the mixer's own forward."""
+        return self.before or MethodType(type(self.mixer).forward, self.mixer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plan, own = _HERE.plan, self.own
+        if plan is None:
+            return own(*args, **kwargs)
+        given = {**dict(zip(inspect.signature(own).parameters, args)), **kwargs}
+        if not any(_is_flat(value, plan.total) for value in given.values()):
+            return own(*args, **kwargs)
+        laid = {name: _laid(value, plan) for name, value in given.items() if name != "attention_mask"}
+        outs = []
+        try:
+            for _HERE.bucket in range(len(plan.buckets)):
+                rows = {name: _of_bucket(value, _HERE.bucket) for name, value in laid.items()}
+                if "attention_mask" in given:
+                    rows["attention_mask"] = self._row_mask(plan, _HERE.bucket, rows)
+                outs.append(own(**rows))
+        finally:
+            _HERE.bucket = None
+        if isinstance(outs[0], tuple):  # attention maps, or a state that nobody reads, stand behind
+            return plan.back([each[0] for each in outs]), *outs[0][1:]
+        return plan.back(outs)
+
+    def _row_mask(self, plan: Plan, bucket: int, rows: Mapping[str, Any]) -> Any:
+        """Return the mask that the model's own functions make for rows of this width without padding."""
+        if self.kind is None:
+            return None
+        x = next(each for each in rows.values() if isinstance(each, Tensor) and each.is_floating_point())
+        if (key := (id(self.config), bucket, x.dtype)) not in plan.masks:
+            plan.masks[key] = masks_of_rows(self.config, x[:1])
+        found = plan.masks[key]
+        return found.get(self.kind) if isinstance(found, dict) else found
+
+
+def masks_of_rows(config: Any, x_1LD: Tensor) -> Any:
+    """Return what transformers makes for a row of L tokens: a mask, or one for each kind of layer (masking_utils.py)."""
+    from transformers.masking_utils import create_masks_for_generate
+
+    known = {"config": config, "attention_mask": None, "past_key_values": None}
+    known |= dict.fromkeys(("inputs_embeds", "input_embeds"), x_1LD)
+    known |= {"cache_position": torch.arange(x_1LD.shape[1], device=x_1LD.device)}
+    taken = inspect.signature(create_masks_for_generate).parameters
+    return create_masks_for_generate(**{name: value for name, value in known.items() if name in taken})
+
+
+def _is_flat(value: Any, T: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 2 and tuple(value.shape[:2]) == (1, T)
+
+
+class _Rows(list[Any]):
+    """A value as it is for each bucket."""
+
+
+def _laid(value: Any, plan: Plan) -> Any:
+    """Return a mixer's argument for each bucket: tensors `[1, T, ...]`, `[axes, 1, T, ...]` and places `[T]` as rows."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_laid(each, plan) for each in value) if type(value) in (tuple, list) else value
+    if not isinstance(value, Tensor):
+        return value
+    shape, T = tuple(value.shape), plan.total
+    if shape[:2] == (1, T):
+        return _Rows(plan.lay(value))
+    if shape[1:3] == (1, T):
+        return _Rows(torch.stack(each) for each in zip(*(plan.lay(axis) for axis in value)))
+    if shape == (T,):  # where a cache stands
+        return _Rows(torch.arange(L, device=value.device) for _, L in plan.shapes)
+    return value
+
+
+def _of_bucket(value: Any, bucket: int) -> Any:
+    if isinstance(value, _Rows):
+        return value[bucket]
+    return type(value)(_of_bucket(each, bucket) for each in value) if type(value) in (tuple, list) else value

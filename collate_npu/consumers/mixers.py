@@ -1,0 +1,212 @@
+"""Mixers: which layers of a model read other tokens than their own, and whether it runs by sequence. The model is asked.
+
+On a tiny copy each child of a decoder layer runs again with one token changed: where other tokens move, it mixes. Then a
+flat row of several sequences runs by a plan, and each sequence must come out as it does alone. What a copy cannot run that
+way goes the padded way. Legend: B rows, S width, T tokens of a flat row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from collate_npu.consumers.by_sequence import Buckets, BySequence, Plan, plan_of, under
+from collate_npu.consumers.model_traits import config_of, is_transformers, layer_kinds, position_rule, text_config, unwrap
+from collate_npu.consumers.recurrent import code_of, cpu_kernels
+from collate_npu.consumers.tiny_models import copy_of, device_of, limit_of, run_alone, states_of
+
+FlatMask = Literal["all", "ones", "none"]
+"""What a flat row has where a mask stands: `[1, 1, 1, 1]`, which transformers hands on as it is; `[1, T]`; nothing."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model runs its batches: by sequence, with these classes as mixers; or the padded way, and why."""
+
+    why_padded: str = ""
+    mixers: dict[type, bool] = field(default_factory=dict)
+    """Class of mixer: True if it is given a mask of attention."""
+    buckets: Buckets = "few"
+    mask: FlatMask = "all"
+
+
+_WAYS: dict[Any, Way] = {}
+
+
+def way_of(model: Any, attention: str | None = None) -> Way:
+    """Return how this transformers module runs: its tiny copy is asked, once for the code of its layers and its config."""
+    whole = unwrap(model)
+    key = (attention, repr(config_of(whole).to_dict()), device_of(whole), code_of(whole))
+    if key not in _WAYS:
+        try:
+            _WAYS[key] = _asked(whole)
+        except Exception as error:  # each model fails in its own way
+            _WAYS[key] = Way(f"no tiny copy of it runs ({type(error).__name__}: {str(error).partition(chr(10))[0][:200]})")
+    return _WAYS[key]
+
+
+def mixers_of(model: nn.Module, way: Way) -> dict[str, nn.Module]:
+    """Return the mixers of a model by name, outermost ones."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if _class_in(way, module) is not None and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return found
+
+
+def place_of(model: nn.Module, mixers: dict[str, nn.Module]) -> nn.Module:
+    """Return the innermost transformers module that holds all mixers: the backbone, of text alone."""
+    held = set(mixers.values())
+    around = [each for each in model.modules() if is_transformers(each) and held <= set(each.modules())]
+    return around[-1]
+
+
+def wrap(model: nn.Module, way: Way) -> None:
+    """Let the mixers of a model run by sequence wherever a plan is there."""
+    for name, module in mixers_of(model, way).items():
+        if not isinstance(vars(module).get("forward"), BySequence):
+            config = text_config(config_of(model))
+            module.forward = BySequence(module, config, _kind_of(model, name, config) if _takes_mask(way, module) else None)
+
+
+def _class_in(way: Way, module: nn.Module) -> type | None:
+    return next((base for base in type(module).__mro__ if base in way.mixers), None)  # FSDP2 derives a class
+
+
+def _takes_mask(way: Way, module: nn.Module) -> bool:
+    return way.mixers[_class_in(way, module) or type(module)]
+
+
+def _kind_of(model: nn.Module, name: str, config: Any) -> str:
+    """Return the kind of a layer as its config lists it, by its number; "full_attention" where it lists none."""
+    numbers = [part for part in name.split(".") if part.isdigit()]
+    kinds = layer_kinds(config)
+    n = getattr(model.get_submodule(name), "layer_idx", None)
+    n = int(numbers[0]) if n is None and numbers else n
+    kind = kinds[n] if isinstance(n, int) and n < len(kinds) else ""
+    return kind if "attention" in kind and "linear" not in kind else "full_attention"
+
+
+# --- asking
+
+_LENGTHS = (13, 1, 21, 5, 21)
+
+
+def _asked(whole: Any) -> Way:
+    copy = copy_of(whole, windows=8)
+    with torch.no_grad(), torch.autocast(device_of(copy).type, enabled=False), cpu_kernels(copy):
+        if not (mixers := _mixing(copy)):
+            return Way("no layer of it mixes tokens where it is looked for")
+        draw = torch.Generator().manual_seed(0)
+        rows = [torch.randint(3, 60, (1, length), generator=draw).to(device_of(copy)) for length in _LENGTHS]
+        alone = torch.cat([states_of(copy, **run_alone(copy, row))[0] for row in rows])
+        why = ""
+        for buckets in ("few", "even"):
+            for mask in ("all", "ones", "none"):
+                way = Way("", mixers, buckets, mask)  # type: ignore[arg-type]
+                why = _moved(copy, way, torch.cat(rows, 1), alone) if not why.startswith("!") else why
+                if not why:
+                    return way
+    return Way(f"by sequence its tiny copy comes out otherwise: {why}")
+
+
+def _moved(copy: Any, way: Way, tokens_1T: Tensor, alone: Tensor) -> str:
+    """Return how far a flat row of sequences is from each of them alone; "" if it is not."""
+    wrap(copy, way)
+    plan = plan_of(_LENGTHS, tokens_1T.device, way.buckets)
+    call = {**run_alone(copy, tokens_1T), **flat_keys(copy, way, plan)}
+    try:
+        with under(plan):
+            found = states_of(copy, **call)[0]
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    worst = float((found - alone).abs().max() / alone.abs().max())
+    return "" if worst < limit_of(tokens_1T.device) else f"a sequence moves by {worst:.1g} of the largest value"
+
+
+def flat_keys(model: Any, way: Way, plan: Plan, device: torch.device | None = None) -> dict[str, Any]:
+    """Return the mask of a flat row, and its positions if the model takes any."""
+    device = device or plan.place_T.device
+    ones = torch.ones(1, plan.total, dtype=torch.long, device=device)
+    masks: dict[str, Tensor | None] = {"all": ones.new_ones(1, 1, 1, 1).bool(), "ones": ones, "none": None}
+    keys: dict[str, Any] = {"attention_mask": masks[way.mask]}
+    if position_rule(model) != "none":
+        keys["position_ids"] = torch.cat([torch.arange(length, device=device) for length in plan.lengths])[None]
+    return keys
+
+
+def _mixing(copy: nn.Module) -> dict[type, bool]:
+    """Return the classes of the mixers of a tiny copy; True for those that are given a mask of attention."""
+    seen: dict[str, tuple[Any, Any]] = {}
+    hooks = [
+        module.register_forward_pre_hook(partial(_record, seen, name), with_kwargs=True)
+        for name, module in copy.named_modules()
+        if name
+    ]
+    width = 24
+    text = text_config(config_of(copy))
+    before, text._attn_implementation = text._attn_implementation, "eager"  # which is given every mask
+    try:
+        copy(**run_alone(copy, torch.arange(3, 3 + width, device=device_of(copy))[None]))
+    finally:
+        text._attn_implementation = before
+        for hook in hooks:
+            hook.remove()
+    found: dict[type, bool] = {}
+    for name in _parts(copy):
+        if name in seen and _mixes(copy.get_submodule(name), *seen[name], width):
+            args, kwargs = seen[name]
+            masks = [x for x in tree_flatten((args, kwargs.get("attention_mask")))[0] if isinstance(x, Tensor)]
+            kind = type(copy.get_submodule(name))
+            found[kind] = found.get(kind, False) or any(x.shape[-2:] == (width, width) for x in masks)
+    return found
+
+
+def _record(seen: dict[str, tuple[Any, Any]], name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    seen.setdefault(name, (args, kwargs))
+
+
+def _parts(copy: nn.Module) -> Iterator[str]:
+    """Yield the names of what decoder layers are made of; of a decoder layer within one, its parts."""
+    for name, module in copy.named_modules():
+        if isinstance(module, nn.ModuleList):
+            for key, layer in module.named_children():
+                yield from _parts_of(f"{name}.{key}", layer)
+
+
+def _parts_of(name: str, layer: nn.Module) -> Iterator[str]:
+    for key, part in layer.named_children():
+        if type(part).__name__.endswith("DecoderLayer"):
+            yield from _parts_of(f"{name}.{key}", part)
+        else:
+            yield f"{name}.{key}"
+
+
+def _mixes(module: nn.Module, args: Any, kwargs: Any, width: int) -> bool:
+    """Return True if another token than the one that is changed moves."""
+    values, spec = tree_flatten((args, kwargs))
+    at = next((n for n, x in enumerate(values) if _is_states(x, width)), None)
+    if at is None:
+        return False
+    changed = values[at].clone()
+    changed[:, 3] += 1
+    runs = []
+    for x in (values[at], changed):
+        args, kwargs = tree_unflatten([*values[:at], x.clone(), *values[at + 1 :]], spec)
+        outs = tree_flatten(module(*args, **kwargs))[0]
+        runs.append(next((out for out in outs if _is_states(out, width)), None))
+    if runs[0] is None or runs[1] is None:
+        return False
+    moved_S = (runs[0] - runs[1]).abs().flatten(2).amax((0, 2)) > 1e-6
+    moved_S[3] = False
+    return bool(moved_S.any())
+
+
+def _is_states(x: Any, width: int) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 2 and x.shape[1] == width
