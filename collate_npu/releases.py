@@ -132,9 +132,6 @@ class Since:
 
 
 # What transformers does.
-POSITIONS_SPLIT = Since("transformers", "5.6", "families with routers hand positions to masking_utils.py; 4.57's do not all")
-MASK_MAPPING = Since("transformers", "5.13", "hybrid models take a mapping of masks: 5.23 masking_utils.py:1532-1545")
-ZAMBA2_MAPPING = Since("transformers", "5.15", "zamba2 takes one, too: modeling_zamba2.py:1175")
 SINGLE_ROW_MASKED = Since(
     "transformers",
     "5.15",
@@ -148,9 +145,6 @@ MISSING_KERNEL_RAISES = Since("transformers", "5.20", "for flat rows: integratio
 # What the kernels of recurrent layers do: faults by their numbers in fla-org/flash-linear-attention and
 # flashserve/flash-linear-attention-npu, read up to September 2026.
 FLA_COUNTS_EMPTY = Since("fla", "0.5.1", "#909", "chunk tables go wrong after an empty sequence")
-FLA_CONVOLUTION = Since(
-    "fla", "0.5.1", "#871", "gradients of its convolution are wrong where the output's is not contiguous"
-)
 FLA_STATES = Since("fla", "0.5.3", "#1138, #1140", "gradients are wrong where states go in or out")
 FLA_ROWS = Since(
     "fla",

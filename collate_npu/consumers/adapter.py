@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.consumers.device_copy import move_batch
-from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_labels, labels_for, positions_for, restart
+from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_labels, labels_for, positions_for
 from collate_npu.consumers.mask_choice import Case, Choice, Consumer, ConsumerName, Model, consumer_named
 from collate_npu.consumers.megatron import kernel_of
 from collate_npu.consumers.model_traits import (
@@ -259,9 +258,6 @@ class BatchAdapter:
         positions = positions_for(self.consumer, case, sources, made_on)
         if positions is not None:
             out[KEY] = positions if self.device else positions.to(device)
-        if self.consumer.uncached(case) and not case.by_sequence:
-            case = replace(case, restarts=restart(positions, segments))
-            out |= {"use_cache": False} if case.restarts else {}
         pad_token_id = case.model.text.pad_token_id if case.model.pooling else None
         if pad_token_id is not None and isinstance(out.get("input_ids"), Tensor):  # else padding counts
             out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id)
@@ -270,10 +266,8 @@ class BatchAdapter:
         if self.consumer.reads_offsets(case) and not case.by_sequence and any(out.get(key) is None for key in _FLAT_KEYS):
             out |= {key: value for key, value in _offsets(sources, case, device).items() if out.get(key) is None}
         if self.consumer.counts_positions:
-            unread = case.padding_free and not segments.packed and bool(self.model.boundaries_unread)
-            _drop_unread(out, alone=case.by_sequence or unread)
-        if out.get("cu_seq_lens_q") is not None:
-            out |= {name: out["cu_seq_lens_q"].clone() for name in self.consumer.offsets_also(case)}
+            alone = case.padding_free and not segments.packed and case.recurrent
+            _drop_unread(out, alone=case.by_sequence or alone)
         chosen = self.consumer.choose(case)
         if chosen.form == "none" and case.padding_free and not case.pattern.causal:
             check_ahead(sources, segments, reads_both=not self.consumer.counts_positions)

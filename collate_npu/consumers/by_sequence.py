@@ -58,7 +58,7 @@ class Plan:
     def lay(self, x: Tensor) -> list[Tensor]:
         """Return `x [1, T, ...]` as the rows `[n, L, ...]` of each bucket, with zeros at padding."""
         laid_R = to_places(x[0], self.place_T, sum(n * L for n, L in self.shapes))
-        parts = laid_R.split([n * L for n, L in self.shapes])
+        parts = torch.split(laid_R, [n * L for n, L in self.shapes])
         return [part.view(*shape, *x.shape[2:]) for part, shape in zip(parts, self.shapes)]
 
     def back(self, rows: Sequence[Tensor]) -> Tensor:

@@ -171,15 +171,6 @@ def kind_of(positions: Tensor, segments: Segments, first: int = 0) -> Literal["d
     return "places" if any(torch.equal(positions, places + start) for start in (0, first)) else "own"
 
 
-def restart(positions: Tensor | None, segments: Segments) -> bool:
-    """Return True if transformers separates these sequences by the positions (masking_utils.py:773-780)."""
-    if positions is None:
-        return False
-    text_BS = (positions[0] if positions.ndim == 3 else positions).cpu()
-    numbers_BS = (text_BS.diff(prepend=text_BS[:, :1] - 1) != 1).cumsum(-1) + 1
-    return torch.equal(numbers_BS, segments.ids.long())
-
-
 def _axes(case: Case, own: Tensor | None, sources: Sources) -> Tensor:
     """Return `[4, B, S]`: a text row that restarts with each sequence, and three axes (modeling_qwen2_5_vl.py:795-817)."""
     if own is None and sources.named["vision"]:

@@ -101,9 +101,6 @@ class Model:
     labels: model_traits.LabelRule | None = None
     looks_ahead: tuple[str, ...] = ()
     """Inputs by which its own masks let tokens see later ones: "images", "types" (`token_type_ids`)."""
-    boundaries_unread: str | None = None
-    """Why its recurrent layers cannot read where a sequence of a flat row begins; "" where they can. None before the adapter
-    has asked, or without a module: a config does not tell which kernels this process has."""
     by_sequence: bool = False
     """True if `adapt` runs it by sequence: any rows are right."""
     at_model: bool = False
@@ -139,8 +136,6 @@ class Model:
                 "looks_ahead": tuple(by for by in ("images", "types") if model_traits.looks_ahead(model, by)),
             }
             read["by_sequence"] = own_module and runs_by_sequence(model)
-        if not own_module and needs_2d and module:
-            read["boundaries_unread"] = f"{type(model).__name__} is no transformers model, and its layers are unknown"
         if module:
             read["dtype"] = next((each.dtype for each in model.parameters()), None)
         return cls(
@@ -187,11 +182,6 @@ class Model:
         """Return the position from which its rotary frequencies change for the whole batch; None where they do not."""
         return model_traits.rope_limit(self.named)
 
-    @once
-    def calls_kda(self) -> bool:
-        """Return True if its code calls the kernel of KDA."""
-        return model_traits.calls_kda(self.named)
-
     @property
     def description(self) -> str:
         """Return the model in words: `model qwen3_next on sdpa`."""
@@ -210,8 +200,6 @@ class Case:
     context_parallel: ContextParallel | None = None
     call: Mapping[str, Any] = field(default_factory=dict)
     """The keys and options that the model is called with; empty where only the rows are known."""
-    restarts: bool = True
-    """True if its positions begin again with each sequence, and there alone."""
 
     @once
     def keys(self) -> Collection[str]:
@@ -315,12 +303,8 @@ class Consumer:
     """True if the model counts positions itself where the batch has none, and shifts labels: a transformers model."""
     masks_flat_row: Callable[[Case], bool] = lambda case: False
     """True if a flat row needs a mask beside its offsets."""
-    uncached: Callable[[Case], bool] = lambda case: False
-    """True if restarting positions separate its sequences, and a cache must be off: with one the model ignores them."""
     reads_offsets: Callable[[Case], bool] = lambda case: False
     """True if the model must get every offset key of a flat row, also those that the batch has not."""
-    offsets_also: Callable[[Case], tuple[str, ...]] = lambda case: ()
-    """Other names under which its kernels read `cu_seq_lens_q`."""
     patterns: Callable[[Case], Mapping[str, Pattern | None]] = lambda case: {"": case.pattern}
     """The pattern of each mask by kind of layer; None: the 2D mask. The kind "" means one mask for all layers."""
     source: str

@@ -18,11 +18,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from collate_npu.consumers.by_sequence import Buckets, BySequence, Plan, plan_of, under
 from collate_npu.consumers.model_traits import config_of, is_transformers, layer_kinds, position_rule, text_config, unwrap
-from collate_npu.consumers.recurrent import code_of, cpu_kernels
-from collate_npu.consumers.tiny_models import copy_of, device_of, limit_of, run_alone, states_of
+from collate_npu.consumers.tiny_models import code_of, copy_of, cpu_kernels, device_of, limit_of, run_alone, states_of
 
-FlatMask = Literal["all", "ones", "none"]
-"""What a flat row has where a mask stands: `[1, 1, 1, 1]`, which transformers hands on as it is; `[1, T]`; nothing."""
+FlatMask = Literal["all", "ones"]
+"""What a flat row has where a mask stands: `[1, 1, 1, 1]`, which transformers hands on as it is, or `[1, T]`."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,7 @@ def _kind_of(model: nn.Module, name: str, config: Any) -> str:
 # --- asking
 
 _LENGTHS = (13, 1, 21, 5, 21)
+_LADDER: tuple[tuple[Buckets, FlatMask], ...] = (("few", "all"), ("few", "ones"), ("even", "all"), ("even", "ones"))
 
 
 def _asked(whole: Any) -> Way:
@@ -106,13 +106,10 @@ def _asked(whole: Any) -> Way:
         draw = torch.Generator().manual_seed(0)
         rows = [torch.randint(3, 60, (1, length), generator=draw).to(device_of(copy)) for length in _LENGTHS]
         alone = torch.cat([states_of(copy, **run_alone(copy, row))[0] for row in rows])
-        why = ""
-        for buckets in ("few", "even"):
-            for mask in ("all", "ones", "none"):
-                way = Way("", mixers, buckets, mask)  # type: ignore[arg-type]
-                why = _moved(copy, way, torch.cat(rows, 1), alone) if not why.startswith("!") else why
-                if not why:
-                    return way
+        for buckets, mask in _LADDER:
+            way = Way("", mixers, buckets, mask)
+            if not (why := _moved(copy, way, torch.cat(rows, 1), alone)):
+                return way
     return Way(f"by sequence its tiny copy comes out otherwise: {why}")
 
 
@@ -134,8 +131,7 @@ def flat_keys(model: Any, way: Way, plan: Plan, device: torch.device | None = No
     """Return the mask of a flat row, and its positions if the model takes any."""
     device = device or plan.place_T.device
     ones = torch.ones(1, plan.total, dtype=torch.long, device=device)
-    masks: dict[str, Tensor | None] = {"all": ones.new_ones(1, 1, 1, 1).bool(), "ones": ones, "none": None}
-    keys: dict[str, Any] = {"attention_mask": masks[way.mask]}
+    keys: dict[str, Any] = {"attention_mask": ones if way.mask == "ones" else ones.new_ones(1, 1, 1, 1).bool()}
     if position_rule(model) != "none":
         keys["position_ids"] = torch.cat([torch.arange(length, device=device) for length in plan.lengths])[None]
     return keys

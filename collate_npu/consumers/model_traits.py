@@ -20,7 +20,6 @@ from typing import Any, Literal
 import torch
 
 from collate_npu.errors import CollateError, UnsupportedFormError, explain
-from collate_npu.releases import MASK_MAPPING, ZAMBA2_MAPPING
 from collate_npu.validation import check_model
 
 Stack = Literal["transformers", "megatron", "torchtitan"]
@@ -60,42 +59,6 @@ def unwrap(model: Any) -> Any:
         inner = next((each for each in held if each is not None), model)
     return model if inner is model else unwrap(inner)
 
-
-def layer_masks(config: Any) -> dict[str, Literal["attention", "recurrent"]]:
-    """Return the keys of transformers' mask mapping for this config, and which kind of mask each takes.
-
-    Raises for kinds of layer that it does not know, for models without an attention layer, and for releases whose hybrid
-    models take no mapping (`MASK_MAPPING`).
-    """
-    if not MASK_MAPPING.holds():
-        rule = f"Since {MASK_MAPPING} transformers takes a mapping; a 4D mask alone never reaches recurrent layers."
-        remedy = "Upgrade transformers, use flash attention for flat rows, or keep plain causal attention (a 2D mask alone)."
-        raise UnsupportedFormError(explain("attention_mask", "one mask for each kind of layer", rule, remedy))
-    text = text_config(config)
-    family = getattr(text, "model_type", "")
-    own = {} if family == "zamba2" and not ZAMBA2_MAPPING.holds() else _TAKES_OF.get(family, {})
-    kinds, known = set(layer_kinds(text)), {**{kind: (kind,) for kind in _MASKS}, **own}
-    unknown = sorted(kinds - known.keys())
-    masks = {key: _MASKS.get(key, "attention") for kind in sorted(kinds - {*unknown}) for key in known[kind]}
-    if unknown or "attention" not in masks.values():
-        rule = "collate_npu knows mask mappings only for full_attention with linear_attention or conv."
-        raise UnsupportedFormError(explain("layer_types", ", ".join(unknown or sorted(kinds)) or "none", rule, _BY_2D))
-    return masks
-
-
-_MASKS: dict[str, Literal["attention", "recurrent"]] = {
-    "full_attention": "attention",
-    "linear_attention": "recurrent",
-    "conv": "recurrent",
-}
-"""Kind of layer, which is its key in the mapping too -> the kind of mask that it takes."""
-_TAKES_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "falcon_h1": {"hybrid": ("full_attention", "linear_attention")},  # modeling_falcon_h1.py:1092-1093
-    "zamba2": {"hybrid": ("full_attention", "linear_attention")},
-    "nemotron_h": {"moe": (), "mlp": ()},  # modeling_nemotron_h.py:1141
-    "qwen4_exp_text": {"indexed_attention": ("indexed_attention",)},  # glm5_next takes a 2D mask there
-}
-"""Family -> its own kinds of layer -> the keys of the mapping that each takes; transformers 5.23."""
 
 _BY_2D = "Keep plain causal attention and one sequence a row, which need only the 2D mask."
 
@@ -357,14 +320,6 @@ def first_position(model: Any) -> int:
     if config.model_type in ("nystromformer", "yoso", "mra", "mpnet"):
         return 2  # whatever the pad id is: modeling_nystromformer.py:60, _yoso.py:239, _mra.py:477, _mpnet.py:61
     return int(config.pad_token_id) + 1 if position_rule(model) == "padding_idx" else 0
-
-
-def calls_kda(config: Any) -> bool:
-    """Return True if a modeling file of this config uses Kimi Delta Attention (KDA)."""
-    try:
-        return _code_holds(_classes(known_config(config)), '"chunk_kda"')
-    except CollateError:  # a config class that transformers does not have
-        return False
 
 
 def looks_ahead(model: Any, by: str) -> bool:

@@ -19,17 +19,9 @@ from torch import Tensor, nn
 
 from collate_npu.consumers.mask_choice import Model
 from collate_npu.consumers.model_traits import config_of, text_config, unwrap
-from collate_npu.consumers.recurrent import (
-    boundaries_unread_reason,
-    can_read_boundaries,
-    code_of,
-    cpu_kernels,
-    reads_boundaries_itself,
-)
-from collate_npu.consumers.tiny_models import copy_of, device_of, limit_of, states_of
+from collate_npu.consumers.tiny_models import code_of, copy_of, cpu_kernels, device_of, limit_of, states_of
 from collate_npu.errors import CollateError
 from collate_npu.masks.sources import Sources
-from collate_npu.releases import MISSING_KERNEL_RAISES
 from collate_npu.segments import Segments, of_keep, of_lengths
 
 
@@ -58,8 +50,6 @@ def leak_reasons(model: Any, adapter: Callable[..., Any], *forms: str, attention
     `adapter` is `BatchAdapter`. `attention` is the implementation; None: the module's own.
     """
     whole = unwrap(model)
-    if isinstance(whole, nn.Module) and any(map(reads_boundaries_itself, whole.modules())):  # alone they raise without, too
-        return dict.fromkeys(forms, "")
     seen = (device_of(whole), code_of(whole), limit_of(device_of(whole))) if isinstance(whole, nn.Module) else ()
     key = (forms, attention, repr(config_of(whole).to_dict()), *seen)
     if key not in _ANSWERS:
@@ -76,23 +66,14 @@ def _text_of(error: Exception) -> str:
 def probed(known: Model, model: Any, adapter: Callable[..., Any]) -> Model:
     """Return what is known of a transformers model (a module or a config), with what its tiny copy shows: its leaks, and
     whether its recurrent layers read the boundaries of a flat row. `adapter` is `BatchAdapter`."""
-    leaks, attention = dict.fromkeys((*_DENSE, "flat"), ""), known.attn_implementation
-    module, unread = isinstance(model, nn.Module), "no installed transformers has a model of this config"
-    if runs := module or hasattr(type(model), "get_text_config"):  # else there is nothing to probe
+    leaks, attention = dict.fromkeys(_DENSE, ""), known.attn_implementation
+    if isinstance(model, nn.Module) or hasattr(type(model), "get_text_config"):  # else there is nothing to probe
         try:
             leaks = leak_reasons(model, adapter, *(_RECURRENT if known.needs_mask_2d else _DENSE), attention=attention)
         except Exception as error:  # an ImportError, say of a card's libraries: no model runs here
             why = f"no tiny copy of it runs that could be probed ({type(error).__name__})"
-            leaks["packed"] = leaks["flat"] = "" if isinstance(error, ImportError) else why
-    if not known.needs_mask_2d or known.boundaries_unread is not None:
-        return replace(known, leaks=leaks)
-    if module:
-        unread = leaks["flat"] and (boundaries_unread_reason(model) or leaks["flat"])
-    elif not (since := MISSING_KERNEL_RAISES).holds():
-        unread = f"before {since} transformers trains on where a kernel is missing, whatever its config says"
-    elif runs:  # where no kernel is found that reads them, transformers raises
-        unread = "" if leaks["flat"] and can_read_boundaries(copy_of(model)) else leaks["flat"]
-    return replace(known, leaks=leaks, boundaries_unread=unread)
+            leaks["packed"] = "" if isinstance(error, ImportError) else why
+    return replace(known, leaks=leaks)
 
 
 def _copy_of(whole: Any, adapter: Callable[..., Any], attention: str | None) -> tuple[Any, Any]:
@@ -101,7 +82,7 @@ def _copy_of(whole: Any, adapter: Callable[..., Any], attention: str | None) -> 
     own = getattr(text_config(config_of(whole)), "_attn_implementation", None) or "sdpa"
     known = Model.of(copy, attn_implementation=None if attention == own else attention)
     leaks = dict.fromkeys(FORMS, "")
-    known = replace(known, boundaries_unread="", pooling="", leaks=leaks)
+    known = replace(known, pooling="", leaks=leaks)
     return copy, adapter(known, consumer="transformers")
 
 

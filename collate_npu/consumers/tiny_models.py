@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from collate_npu.consumers.model_traits import config_of, is_encoder, text_config
-from collate_npu.consumers.recurrent import cpu_kernels
+from collate_npu.consumers.model_traits import config_of, is_encoder, text_config, unwrap
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -297,3 +298,69 @@ def states_of(copy: Any, **batch: Any) -> Any:
     states = (getattr(out, "hidden_states", None) or [None])[-1]
     shown = [each.float().reshape(B, S, -1) for each in (states, out[0]) if getattr(each, "shape", ())[:2] == (B, S)]
     return torch.cat(shown, -1)
+
+
+# --- functions of recurrent layers. transformers chooses them when it imports the modeling file: the kernel of a package,
+# else a torch function (5.23 integrations/hub_kernels.py:1008-1055).
+
+_DISPATCH = {"implementation", "is_new_implementation", "applicable_params"}
+"""What transformers' wrapper of such a function closes over, from 5.16 on."""
+_ONE_AT_A_TIME = RLock()
+"""Other threads wait: else one would save the replacements as originals, and restore those."""
+
+
+def code_of(model: Any) -> tuple[Any, ...]:
+    """Return what its layers run: the forwards of their classes, and the functions that these call."""
+    forwards = dict.fromkeys(type(module).forward for module in unwrap(model).modules())
+    return (*forwards, *(variables_of(wrapper)["implementation"] for wrapper in _wrappers(model)))
+
+
+@contextmanager
+def cpu_kernels(model: Any) -> Iterator[None]:
+    """Inside the block, if the model is on a CPU, replace kernels that need a card by torch functions."""
+    before: list[tuple[Any, Any]] = []
+    with _ONE_AT_A_TIME:
+        try:
+            for wrapper in _wrappers(model) if next(model.parameters()).is_cpu else ():
+                if not _of_card(wrapper):
+                    continue
+                plain = inspect.unwrap(wrapper)
+                taken = tuple(inspect.signature(plain).parameters)
+                held = dict(zip(("implementation", "is_new_implementation", "applicable_params"), (plain, False, taken)))
+                for name, cell in zip(wrapper.__code__.co_freevars, wrapper.__closure__):
+                    if name in held:
+                        before.append((cell, cell.cell_contents))
+                        cell.cell_contents = held[name]
+            yield
+        finally:
+            for cell, contents in before:
+                cell.cell_contents = contents
+
+
+def _of_card(wrapper: Any) -> bool:
+    package = (getattr(variables_of(wrapper)["implementation"], "__module__", None) or "").partition(".")[0]
+    return package in ("fla", "causal_conv1d", "mamba_ssm") and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def _wrappers(model: Any) -> list[Any]:
+    """Return transformers' wrapper of each such function that the layers of a module call."""
+    # below the wrappers of transformers, accelerate's hooks and torch.compile
+    bare = [inspect.unwrap(layer.forward) for layer in unwrap(model).modules() if inspect.isroutine(layer.forward)]
+    forwards = filter(inspect.isfunction, dict.fromkeys(getattr(function, "__func__", function) for function in bare))
+    found = [_wrapper_of(forward.__globals__.get(name)) for forward in forwards for name in forward.__code__.co_names]
+    return [*{id(each): each for each in found if each is not None}.values()]
+
+
+def _wrapper_of(found: Any) -> Any:
+    """Return the wrapper that stands here, or None. The package `kernels` holds it in a module (0.17 layer/layer.py)."""
+    while hasattr(found, "__collate_npu__"):  # below the wrappers of proof.hooks
+        found = found.__collate_npu__
+    function = variables_of(type(found).forward).get("func") if isinstance(found, nn.Module) else found
+    return function if variables_of(function).keys() >= _DISPATCH else None
+
+
+def variables_of(function: Any) -> dict[str, Any]:
+    """Return the variables that a function closes over; {} for anything else."""
+    if not inspect.isfunction(function):
+        return {}
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())}

@@ -14,33 +14,17 @@ import torch
 
 from collate_npu.consumers import model_traits
 from collate_npu.consumers.mask_choice import PACKED_RECURRENT, Case, Consumer, Form, Refusal
-from collate_npu.consumers.model_traits import attention_windows, layer_masks
+from collate_npu.consumers.model_traits import attention_windows
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.keys import of_kind
 from collate_npu.masks.patterns import CAUSAL, Pattern
-from collate_npu.releases import POSITIONS_SPLIT
 from collate_npu.segments import PADS_BEFORE
 
 
 def _state_runs_on(case: Case) -> str:
     """Return why the state of a recurrent layer runs from one sequence of a flat row into the next."""
-    if not (case.padding_free and case.recurrent and case.segments.packed):
-        return ""
-    return (case.model.boundaries_unread or "") if case.model.model_type else "the model is unknown"
-
-
-def _more_offsets(case: Case) -> tuple[str, ...]:
-    """Return the other name of the offsets. KDA's layers pass their keywords on as they are, and the kernel drops
-    `cu_seq_lens_q` (modeling_kimi_linear.py:683-705)."""
-    return ("cu_seqlens",) if case.recurrent and case.model.model_type and case.model.calls_kda else ()
-
-
-SPLITS_BY_POSITIONS = frozenset((
-    "ernie4_5_moe", "flex_olmo", "flint", "granitemoe", "granitemoe_swa", "granitemoeshared", "jetmoe", "laguna", "mellum",
-    "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text",
-))  # fmt: skip
-"""Families with a router's loss whose masks follow positions that restart: each was measured. gpt_oss is none: it passes no
-positions to masking_utils (modeling_gpt_oss.py:460-465)."""
+    runs = case.padding_free and case.recurrent and case.segments.packed
+    return "most kernels, and all of plain torch, read no boundaries" if runs else ""
 
 
 def _by_2d(case: Case) -> str:
@@ -69,23 +53,12 @@ def _masked_flat_row(case: Case) -> bool:
     cache (masking_utils.py:876-882)."""
     by_offsets = "flash" in case.model.attn_implementation  # hub kernels too
     needed = case.segments.packed or _another_pattern(case)
-    return case.padding_free and needed and not by_offsets and not _by_positions(case)
+    return case.padding_free and needed and not by_offsets
 
 
 def _another_pattern(case: Case) -> bool:
     """Return True if only a mask can make this pattern: the layers do not, and offsets cannot say it."""
     return case.pattern.reaches(case.segments.longest_span) and not _of_its_own(case)
-
-
-def _by_positions(case: Case) -> bool:
-    """Return True if positions alone separate the sequences of a flat row, and a router's loss needs None."""
-    segments, model = case.segments, case.model
-    whole = case.context_parallel is None and all(case.call.get(name) is None for name in ("past_key_values", "cache"))
-    on_it = model.attn_implementation in ("sdpa", "eager") and whole and case.restarts
-    if not on_it or not segments.packed or segments.shape[0] > 1 or segments.padding_side != "none":
-        return False
-    routed = model.model_type in SPLITS_BY_POSITIONS and case.pattern == CAUSAL and case.learns_routing
-    return bool(routed) and POSITIONS_SPLIT.holds()
 
 
 def _on(*implementations: str) -> Any:
@@ -98,15 +71,10 @@ def _kinds(case: Case) -> dict[str, int | None]:
 
 
 def patterns_by_kind(case: Case) -> Mapping[str, Pattern | None]:
-    """Return the pattern of each mask that the model takes; None for recurrent layers, which take the 2D mask or offsets.
+    """Return the pattern of each mask that the model takes.
 
     A dense mask replaces the model's own window in every layer of its kind (masking_utils.py:833-846).
     """
-    if case.recurrent:
-        if case.model.config is None:
-            rule = "A mapping has one mask for each kind of layer, which the config lists."
-            raise UnsupportedFormError(explain("attention_mask", "no config", rule, "Pass model=."))
-        return {kind: case.pattern if what == "attention" else None for kind, what in layer_masks(case.model.config).items()}
     found = {kind: _windowed(case, kind, size) for kind, size in _kinds(case).items()}
     return found if len(found) > 1 else {"": next(iter(found.values()))}
 
@@ -173,8 +141,9 @@ def _lost_window(case: Case) -> str:
 
 def _unreadable(case: Case) -> str:
     implementation = case.model.attn_implementation
-    blocks = implementation == "flex_attention" and not case.recurrent
-    why = "" if blocks or implementation in ("sdpa", "eager") else _needs_dense(case)
+    if case.recurrent and (why := _needs_dense(case)):
+        return f"{why}, and the model has recurrent layers"
+    why = "" if implementation in ("sdpa", "eager", "flex_attention") else _needs_dense(case)
     return f"{why}, on {implementation}" if why else ""
 
 
@@ -190,8 +159,7 @@ def _lowest_is_infinite(case: Case) -> str:
 
 
 def _routers_loss(case: Case) -> str:
-    indexes = case.recurrent or case.model.model_type in (*SPLITS_BY_POSITIONS, "gpt_oss")
-    return _needs_dense(case) if indexes and case.learns_routing else ""
+    return _needs_dense(case) if case.learns_routing else ""
 
 
 def _looks_ahead(case: Case) -> str:
@@ -205,7 +173,7 @@ def _looks_ahead(case: Case) -> str:
 
 def _reads_offsets(case: Case) -> bool:
     """Return True if layers need every key of a flat row: a scan reads `cu_seq_lens_q`, a convolution `seq_idx`."""
-    return case.segments.packed and case.padding_free and (case.recurrent or not _masked_flat_row(case))
+    return case.segments.packed and case.padding_free and not _masked_flat_row(case)
 
 
 _ADAPT = "call adapt(model) before you make the collator: it runs packed rows sequence by sequence"
@@ -213,16 +181,11 @@ _FLEX = "for packed rows and other patterns a BlockMask on flex_attention"
 TRANSFORMERS = Consumer(
     name="transformers",
     forms=(
-        Form(
-            form="none",
-            reads="None, where positions that restart suffice",
-            when=lambda case: _by_positions(case) and "positions that restart tell its sequences",
-        ),
         Form(form="keep_2d", reads="the 2D mask itself, int64", when=_by_2d),
-        Form(form="block_mask", reads=_FLEX, when=lambda case: "" if case.recurrent else _on("flex_attention")(case)),
+        Form(form="block_mask", reads=_FLEX, when=_on("flex_attention")),
         Form(
             form="mapping",
-            reads="{kind of layer: mask} where layers differ (recurrent, windows)",
+            reads="{kind of layer: mask} where layers differ in their windows",
             when=lambda case: _needs_dense(case) if "" not in patterns_by_kind(case) else "",
         ),
         Form(form="bias", reads="an additive mask on eager", when=_on("eager")),
@@ -230,12 +193,10 @@ TRANSFORMERS = Consumer(
     ),
     refuses=(
         Refusal(
-            of="flat rows of several sequences, if the recurrent layers mix them (tried on a tiny copy of the model); "
-            "adapt(model) keeps them apart in most families",
+            of="flat rows of several sequences, in a hybrid model; adapt(model) runs them sequence by sequence",
             when=_state_runs_on,
             rule="The state of a recurrent layer may run from one sequence of a flat row into the next: {why}.",
-            remedy=f"Give each sequence its own row (padding_free=False), or {_ADAPT}. An unknown model, or a config: pass "
-            "model=.",
+            remedy=f"Give each sequence its own row (padding_free=False), or {_ADAPT}.",
             more="packed-recurrent",
         ),
         Refusal(
@@ -277,11 +238,11 @@ TRANSFORMERS = Consumer(
             remedy="Use attn_implementation='sdpa', or pad right, without rows of padding alone.",
         ),
         Refusal(
-            of="4D masks on flash attention, and on flex_attention in a hybrid model",
+            of="4D masks on flash attention, and in a hybrid model",
             when=_unreadable,
-            rule="This attention reads a 2D mask, offsets, or a BlockMask, which recurrent layers cannot read; {why}.",
-            remedy="Use attn_implementation='sdpa' or 'eager'; or, with the model's own pattern, padding_free=True on flash "
-            "attention.",
+            rule="This attention reads a 2D mask or offsets, and recurrent layers read no 4D mask; {why}.",
+            remedy="Keep the model's own pattern and one sequence a row; without recurrent layers, use "
+            "attn_implementation='sdpa' or 'eager', or padding_free=True on flash attention.",
         ),
         Refusal(
             of="4D masks and packed rows, if the model takes neither or its images see both sides",
@@ -317,9 +278,7 @@ TRANSFORMERS = Consumer(
     not_shared="a transformers model runs them on this rank's shard alone, out of order, in silence",
     counts_positions=True,
     masks_flat_row=_masked_flat_row,
-    uncached=_by_positions,  # masking_utils.py:876
     reads_offsets=_reads_offsets,
-    offsets_also=_more_offsets,
     patterns=patterns_by_kind,
     source="transformers 5.23 masking_utils.py:833-846, 1499-1529, modeling_qwen3_next.py:1016-1038",
 )

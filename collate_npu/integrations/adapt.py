@@ -36,7 +36,6 @@ from collate_npu.consumers.model_traits import (
     warn_if_left,
     windows,
 )
-from collate_npu.consumers.recurrent import reads_boundaries_itself
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.sources import Sources
 from collate_npu.parallel.agreement import outside_graphs
@@ -194,7 +193,7 @@ class _Hooks:
             raise
         return None if written is None else (args[len(self.names) :], written)
 
-    def _written(self, entered: _Entered, module: nn.Module, batch: Sources, graph: bool) -> Mapping[str, Any] | None:
+    def _written(self, entered: _Entered, module: nn.Module, batch: Sources, graph: bool) -> dict[str, Any] | None:
         if entered.by is not self:
             return self._flattened(entered, module, batch)
         if self.adapters[False].is_left(batch) or not batch.named["tokens"]:  # sound
@@ -202,7 +201,8 @@ class _Hooks:
         if _in_use(module, batch) and _decodes(batch):
             return _continued(self._current(module, False), batch)
         if (ranks := _sharing_ranks()) > 1:
-            return _check_share(self._current(module, False), module, batch, ranks)
+            _check_share(self._current(module, False), module, batch, ranks)
+            return None
         by_sequence = self.by_sequence and not _why_padded(self._current(module, False), module, batch, graph)
         whole = self.backbone or (self.own_head and not _cuts_rows(self._current(module, by_sequence), batch))
         written, segments = self._handed_over(module, batch, by_sequence, holes=not (whole and by_sequence))
@@ -431,14 +431,14 @@ def _sharing_ranks() -> int:
     return max((size(sys.modules[name]) for name, size in _SIZES.items() if name in sys.modules), default=1)
 
 
-def _check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) -> Any:
+def _check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) -> None:
     """Raise unless this rank's places of a row are computed as the whole row would be.
 
     VeOmni's attention and its own Gated DeltaNet exchange heads for places, and read the offsets of the whole row, which
     each rank has (0.1.12 ops/kernels/attention/flash.py:190-199, data/data_collator.py:401-417).
     """
     offsets = {key: batch[key] for key in (*batch.named["offsets"], *batch.named["tail"])}
-    exchanged = not adapter.model.needs_mask_2d or (offsets and any(map(reads_boundaries_itself, model.modules())))
+    exchanged = not adapter.model.needs_mask_2d or (offsets and any(map(_exchanges, model.modules())))
     width, why = batch.shape()[1] * ranks, ""
     if not exchanged or "flash" not in adapter.model.attn_implementation:
         why = "some of its layers see the places of their rank alone"
@@ -450,3 +450,9 @@ def _check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) 
         raise UnsupportedFormError(explain("input_ids", str(list(batch.shape())), rule, remedy))
     if offsets:
         adapter.hand_over(Sources({"input_ids": torch.zeros(1, width, dtype=torch.long), **offsets}), padding_free=True)
+
+
+def _exchanges(layer: Any) -> bool:
+    """Return True for VeOmni's own Gated DeltaNet (0.1.12 qwen3_5/generated/patched_modeling_qwen3_5_gpu.py:626-803)."""
+    own = type(layer).__module__.startswith("veomni.") and hasattr(layer, "chunk_gated_delta_rule")
+    return own and "cu_seq_lens_q" in inspect.signature(type(layer).forward).parameters

@@ -24,7 +24,7 @@ from collate_npu.arrays import host_array, host_tensor
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.megatron import kernel_of_args
 from collate_npu.consumers.model_traits import is_transformers, needs_mask_2d, recurrent_heads, text_config, unwrap
-from collate_npu.consumers.recurrent import variables_of
+from collate_npu.consumers.tiny_models import variables_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.integrations import patching
 from collate_npu.integrations.adapt import adapt
