@@ -68,8 +68,8 @@ def steps(device: str, quick: bool) -> Iterator[tuple[Step, Judge]]:
     for dtype in ("bfloat16",) if quick else ("float32", "bfloat16"):
         asks = f"Padded and packed, is each token as alone in {dtype}?"
         yield Step(f"audit {dtype}", asks, (*audit, "--packed", "--dtype", dtype, *each)), of_audit
-    asks = "Packed rows under adapt, in training too?"
-    yield Step("packed", asks, ("-m", "benchmarks.packed_hybrids", *on, *models)), of_lines
+    asks = "Any layout under adapt, in training too?"
+    yield Step("layouts", asks, ("-m", "benchmarks.layouts", *on, *models)), of_lines
     sizes = ("--samples", "16", "--rows", "4", "--longest", "64") if quick else ("--samples", "128", "--rows", "8")
     yield Step("planned", "What do planned batches save?", ("-m", "benchmarks.planned_steps", *on, *sizes)), of_lines
     asks = "Does each operator compute what its arguments mean?"

@@ -22,7 +22,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from collate_npu import BatchAdapter, CollateError
 from collate_npu.consumers.model_traits import needs_mask_2d
 from collate_npu.consumers.probe import leak_reasons
-from collate_npu.consumers.recurrent import mend
 from collate_npu.consumers.tiny_models import quiet
 from collate_npu.segments import of_keep, of_lengths
 from collate_npu.testing import tiny_config, tiny_model
@@ -35,7 +34,6 @@ ROWS = {
     "left": of_lengths([[n] for n in LENGTHS], 60, "left"),
     "holes": of_keep((KEEP & (KEEP.cumsum(0) <= torch.tensor(LENGTHS)[:, None])).numpy()),
     "packed": of_lengths([LENGTHS[:2], LENGTHS[2:]], 64, "left"),
-    "flat": of_lengths([LENGTHS], sum(LENGTHS)),
 }
 LIMIT = 1e-3
 """Of the largest logit; what leaks moves it by 0.02 and more."""
@@ -70,14 +68,8 @@ def cells(family: str) -> tuple[Mapping[str, str], float]:
     forms = [form for form in ROWS if not (hybrid and form == "holes")]  # refused there without asking
     began = time.perf_counter()
     said = leak_reasons(model, BatchAdapter, *(forms[:2] if hybrid else forms))
-    mended = hybrid and leak_reasons(model, BatchAdapter, *forms[2:], mended=True)
     cost = time.perf_counter() - began
-    found = {form: _said_and_seen(said[form], _moved(model, form)) for form in forms if form in said}
-    if mended:
-        held = mend(model)
-        found |= {form: _said_and_seen(why, _moved(model, form, apart=True)) for form, why in mended.items()}
-        held.remove()
-    return found, cost
+    return {form: _said_and_seen(said[form], _moved(model, form)) for form in forms if form in said}, cost
 
 
 def _said_and_seen(why: str, moved: float | str) -> str:
@@ -89,10 +81,10 @@ def _said_and_seen(why: str, moved: float | str) -> str:
     return f"PROBE SAYS {why or 'right'}, MODEL {moved}"
 
 
-def _moved(model: Any, form: str, *, apart: bool = False) -> float | str:
+def _moved(model: Any, form: str) -> float | str:
     """By how much other tokens of its batch move a sequence's logits, of the largest; or what stops it."""
     segments, known = ROWS[form], BatchAdapter(model).model
-    known = replace(known, leaks=dict.fromkeys(ROWS, ""), keeps_apart=apart, boundaries_unread="")
+    known = replace(known, leaks=dict.fromkeys(ROWS, ""))
     adapter = BatchAdapter(known, consumer="transformers")
     draw = torch.Generator().manual_seed(9)
     tokens = [torch.randint(3, VOCABULARY - 1, (n,), generator=draw) for n in LENGTHS]
@@ -101,7 +93,7 @@ def _moved(model: Any, form: str, *, apart: bool = False) -> float | str:
     with torch.no_grad():
         alone = torch.cat([model(input_ids=each[None]).logits[0] for each in tokens])
         try:
-            batch = adapter.write({"input_ids": ids}, segments, padding_free=form == "flat")
+            batch = adapter.write({"input_ids": ids}, segments, padding_free=False)
             found = model(**batch).logits.flatten(0, 1)[segments.keep.flatten()]
         except CollateError:
             return "refused"

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingCollator, derive_segments, wrap_collator
 from collate_npu.consumers.mask_choice import consumers
-from collate_npu.consumers.probe import sequences_mix_reason
-from collate_npu.consumers.recurrent import MENDS, READS, kernel_calls
+from collate_npu.consumers.mixers import way_of
 from collate_npu.kernels import gated_delta
 from collate_npu.parallel import check_recurrent_split, layout
 from collate_npu.testing import hybrid_model_types, tiny_model
@@ -70,7 +69,7 @@ def table() -> str:
 
 
 def families() -> str:
-    """The hybrid families in Markdown, each asked: which kernels keep the sequences of a packed row apart, or would."""
+    """The hybrid families in Markdown, each asked which way it goes with `adapt`."""
     by: dict[str, list[str]] = {}
     for name in hybrid_model_types():
         by.setdefault(asked(name), []).append(f"`{name}`")
@@ -83,11 +82,8 @@ def asked(name: str) -> str:
         model = tiny_model(name, vocab_size=99)
     except ValueError:
         model = tiny_model(name, vocab_size=99, attn_implementation="eager")
-    if why := sequences_mix_reason(model, BatchAdapter, mended=True):
-        return f"refused: {re.sub(r' [(]by .*[)]', '', why)}"
-    kernels = {call.kernel: READS[call.kernel] for call in kernel_calls(model) if call.kernel in MENDS}
-    listed = ", ".join(f"`{kernel}` (`{key}`)" for kernel, key in sorted(kernels.items()))
-    return f"right with `adapt`; also without it if the installed kernels read boundaries: {listed}"
+    way = way_of(model)
+    return "refused: the padded way" if way.why_padded else "right with `adapt`, sequence by sequence"
 
 
 def needed() -> str:

@@ -1,5 +1,5 @@
-"""Recurrent oracle: the gated delta rule and the short convolution in plain torch, from their definitions, and a
-transformers model that calls them. Forward and backward, any device.
+"""Recurrent oracle: the gated delta rule and the short convolution in plain torch, from their definitions. Forward and
+backward, any device.
 
 One state `S [K, V]` a head and sequence, zero (or `initial_state`) at its first token, then at each token::
 
@@ -13,15 +13,11 @@ Legend: B rows, T tokens, H query and key heads, HV value heads (a multiple of H
 channels, W taps.
 """
 
-import inspect
-from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
 from torch.nn.functional import pad, silu
 
-from collate_npu.consumers.model_traits import unwrap
-from collate_npu.consumers.recurrent import READS, by_sequence, kernel_calls, resolved
 from collate_npu.errors import CollateError, UnsupportedFormError
 from collate_npu.segments import as_offsets
 
@@ -131,32 +127,6 @@ def _from_states(states, weight, offsets, out):
         reach = min(W - 1, end - start)
         added[:, start : start + reach] = torch.einsum("bdtw,dw->btd", window, weight)[:, :reach]
     return added
-
-
-# --- in a transformers model
-
-
-@contextmanager
-def reference_kernels(model, *, without=()):
-    """The recurrent layers of this model, and of all of its family, call these meanwhile.
-
-    They stand behind transformers' own dispatch, where an installed package would: `causal_conv1d_fn` reads `seq_idx`,
-    `chunk_gated_delta_rule` and `chunk_kda` `cu_seqlens`, mamba2's scan `seq_idx`, and what a kernel does not take is
-    dropped. `without` names packages ("fla", "causal_conv1d", "mamba_ssm") that are to be missing. Make collators and
-    adapters inside: they ask the model for its kernels once."""
-    calls = {id(call.function): call for call in kernel_calls(unwrap(model))}.values()
-    assert calls, "a model whose recurrent layers call no kernel by a wrapper"
-    with resolved(calls, lambda call: inspect.unwrap(call.function) if call.package in without else _oracle(call)):
-        yield
-
-
-def _oracle(call):
-    if call.kernel == "causal_conv1d_fn":
-        return causal_conv1d_fn
-    if call.kernel in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
-        return reference_gated_delta_rule
-    plain, key = inspect.unwrap(call.function), READS.get(call.kernel)
-    return plain if key is None else by_sequence(plain, key)
 
 
 def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):

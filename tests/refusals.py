@@ -181,7 +181,8 @@ DOOR = [
 MOVED, INDEXER = {"model": {"leaks": {"left": "it was measured"}}}, {"config": SimpleNamespace(**INDEXED)}
 FLASH, FLEX, EAGER = ({"model": {"attn_implementation": name}} for name in ("flash_attention_2", "flex_attention", "eager"))
 ROUTERS = (SimpleNamespace(layer_types=HYBRID.layer_types, output_router_logits=on) for on in (True, False))
-MOE, QUIET = ({"config": router, "needs_2d": True, "pattern": SLIDING} for router in ROUTERS)
+MOE, QUIET = ({"config": router, "pattern": SLIDING} for router in ROUTERS)
+HYBRID_MODEL = {"config": HYBRID, "needs_2d": True}
 WINDOWED = {"consumer": "mindspeed", "config": SimpleNamespace(window_size=(3, 0))}
 FIVE, FIVES, MORE = (Segments.from_lengths(lengths) for lengths in ([5], [5, 5], [5, 7]))
 
@@ -190,9 +191,9 @@ ROUTES = [
     (MORE, INDEXER, "Batch sequences of one length", FIVES, INDEXER, "keep_2d"),
     (PACKED, FLASH, "Use attn_implementation='sdpa' or 'eager'", PACKED, EAGER, "bias"),
     (PACKED, FLASH, "padding_free=True on flash", FLAT, {**FLASH, "padding_free": True}, "none"),
-    (LEFT, {**FLEX, **QUIET}, "Use attn_implementation='sdpa' or 'eager'", LEFT, QUIET, "mapping"),
+    (LEFT, {**HYBRID_MODEL, "pattern": SLIDING}, "Keep the model's own pattern", LEFT, HYBRID_MODEL, "keep_2d"),
     (PACKED, {**FLEX, **window(1)}, "or rows no longer than the window", PACKED, {**FLEX, **window(2)}, "block_mask"),
-    (LEFT, MOE, "Set output_router_logits=False", LEFT, QUIET, "mapping"),
+    (LEFT, MOE, "Set output_router_logits=False", LEFT, QUIET, "keep"),
     (LEFT, MOE, "or keep plain causal attention", LEFT, {**MOE, "pattern": "causal"}, "keep_2d"),
     (FIVE, WINDOWED, "rows no longer than the window", Segments.from_lengths([4]), WINDOWED, "none"),
 ]
@@ -365,14 +366,9 @@ FOLLOWED = [
         lambda: shape(adapted(RIGHT, JAMBA, "transformers")) == (2, 5),
     ),
     (
-        lambda: flat(None, "transformers", needs_mask_2d=True),
-        "pass model=",
-        lambda: flat_route(boundaries_unread="").form == "mapping",
-    ),
-    (
-        lambda: flat_route(boundaries_unread="causal_conv1d_fn is plain torch"),
-        "Give each sequence its own row (padding_free=False)",
-        lambda: shape(adapted(RIGHT, HYBRID, "transformers")) == (2, 5),
+        lambda: flat_route(),
+        "or call adapt(model) before you make the collator",
+        lambda: flat_route(by_sequence=True).form == "none",
     ),
     # --- forms, ways back, parallel, kernels
     (

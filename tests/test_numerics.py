@@ -11,14 +11,13 @@ from attention_oracle import reference_fusion_attention
 from in_float64 import in_float64
 from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from rotation import SEED, rotating
-from torch.nn.functional import conv1d, cross_entropy, pad, scaled_dot_product_attention, softmax
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention, softmax
 
 from collate_npu import BatchAdapter, PaddingCollator, Segments, adapt, last_token, repad, unpad
 from collate_npu.consumers.labels_and_positions import IGNORED
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
 from collate_npu.kernels.gated_delta import zero_padding
-from collate_npu.kernels.packed_rows import convolution
 from collate_npu.masks import dense
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.outputs import per_sequence, to_nested
@@ -193,17 +192,6 @@ def test_what_stands_at_padding_goes_nowhere(name, padding, dtype):
     (gradient,) = torch.autograd.grad(sum(x.float().sum() for x in found), x)
     assert torch.isfinite(gradient).all()
     assert not gradient[~segments.keep].any()
-
-
-# --- what adds up
-
-
-@pytest.mark.parametrize("dtype", LOW[:2], ids=str)
-def test_a_convolution_kept_within_sequences_rounds_as_torch_s(dtype):
-    x_BDS, taps_DW = torch.randn(1, 64, 500).to(dtype), torch.randn(64, 4).to(dtype)
-    whole = lambda x, taps: conv1d(pad(x, (3, 0)), taps[:, None], groups=64)  # noqa: E731
-    exact, ours = whole(x_BDS.double(), taps_DW.double()), convolution(x_BDS, taps_DW, seq_idx=torch.zeros(1, 500))
-    assert far([ours], [exact]) <= 1.01 * far([whole(x_BDS, taps_DW)], [exact])
 
 
 @by_dtype

@@ -210,9 +210,11 @@ class BatchAdapter:
         with ranks_agree(self.context_parallel, call="split"):
             return self.hand_over(Sources.of_tensors(batch), padding_free=self.padding_free)
 
-    def hand_over(self, sources: Sources, *, padding_free: bool, holes: bool = True) -> tuple[dict[str, Any], Segments]:
-        """Return any batch in the model's form, with labels that a loss may learn from, and its Segments."""
-        segments = self.read(sources, self.polarity, padding_free)
+    def hand_over(
+        self, sources: Sources, *, padding_free: bool, segments: Segments | None = None, holes: bool = True
+    ) -> tuple[dict[str, Any], Segments]:
+        """Return any batch in the model's form, with labels that a loss may learn from, and its `segments`, read if None."""
+        segments = segments or self.read(sources, self.polarity, padding_free)
         check_labels(sources, segments, self.model.labels)
         labels = labels_for(sources, segments, self.label_rule, self.shifted, holes=holes)
         if self.consumer.counts_positions and segments.spans:  # padding before or between tokens: a padded row, no flat one

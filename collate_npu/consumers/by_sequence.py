@@ -26,6 +26,7 @@ from collate_npu.arrays import Array
 from collate_npu.consumers.model_traits import unwrap
 from collate_npu.segments import Segments, of_lengths
 
+MaskKind = Literal["causal", "sliding_window_causal", "chunked_causal", "2d"]
 Buckets = Literal["few", "even", "one"]
 """Buckets by cost, or one for each length, or one for all: where ranks compute a layer together, each calls it once."""
 
@@ -34,7 +35,7 @@ _CALL, _UNITS = 256, 32
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class MixerPlan:
     """Where each token of a flat row stands in the rows of all buckets, one bucket behind the other."""
 
     lengths: tuple[int, ...]
@@ -71,7 +72,7 @@ class Plan:
         return of_lengths([[self.lengths[each]] for each in self.buckets[bucket]], self.shapes[bucket][1])
 
 
-def plan_of(lengths: Sequence[int], device: torch.device | str = "cpu", buckets: Buckets = "few") -> Plan:
+def plan_of(lengths: Sequence[int], device: torch.device | str = "cpu", buckets: Buckets = "few") -> MixerPlan:
     """Return the plan of a flat row of sequences with these lengths.
 
     >>> plan = plan_of([2, 1])
@@ -88,7 +89,7 @@ def plan_of(lengths: Sequence[int], device: torch.device | str = "cpu", buckets:
         at += width * len(rows)
     place_T = np.arange(lengths_N.sum()) + np.repeat(first_N - starts_N, lengths_N)
     places = torch.from_numpy(place_T).to(device, non_blocking=True)
-    return Plan(tuple(lengths_N.tolist()), tuple(tuple(rows.tolist()) for rows in made), places)
+    return MixerPlan(tuple(lengths_N.tolist()), tuple(tuple(rows.tolist()) for rows in made), places)
 
 
 def _cuts(ascending_N: Array, buckets: Buckets) -> list[int]:
@@ -158,20 +159,20 @@ class _Back(torch.autograd.Function):
 class _Here(local):
     """What this thread runs: the plan of a forward, and the bucket of a mixer's call."""
 
-    plan: Plan | None = None
+    plan: MixerPlan | None = None
     bucket: int | None = None
 
 
 _HERE = _Here()
 
 
-def running() -> tuple[Plan | None, int | None]:
+def running() -> tuple[MixerPlan | None, int | None]:
     """Return the plan of the forward that runs in this thread, and the bucket of the mixer's call."""
     return _HERE.plan, _HERE.bucket
 
 
 @contextmanager
-def under(plan: Plan | None) -> Iterator[None]:
+def under(plan: MixerPlan | None) -> Iterator[None]:
     """Run this thread's model by this plan; None: as it is."""
     before, _HERE.plan = _HERE.plan, plan
     try:
@@ -180,13 +181,13 @@ def under(plan: Plan | None) -> Iterator[None]:
         _HERE.plan = before
 
 
-def begin(plan: Plan | None) -> Plan | None:
+def begin(plan: MixerPlan | None) -> MixerPlan | None:
     """Let this thread's model run by this plan from now on, and return the one before."""
     before, _HERE.plan = _HERE.plan, plan
     return before
 
 
-def _under(plan: Plan | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _under(plan: MixerPlan | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with under(plan):
         return function(*args, **kwargs)
 
@@ -222,8 +223,8 @@ def runs_by_sequence(model: Any) -> bool:
 class BySequence:
     """Stands as `forward` on a mixer. It is copied and pickled with it, and inert without a plan."""
 
-    def __init__(self, mixer: nn.Module, config: Any, kind: str | None) -> None:
-        self.mixer, self.config, self.kind = mixer, config, kind
+    def __init__(self, mixer: nn.Module, config: Any, kind: MaskKind | None, explicit: bool) -> None:
+        self.mixer, self.config, self.kind, self.explicit = mixer, config, kind, explicit
         self.before = vars(mixer).get("forward")
         """What stood there already: a hook of accelerate, a forward of the hub."""
 
@@ -257,26 +258,30 @@ class BySequence:
             return plan.back([each[0] for each in outs]), *outs[0][1:]
         return plan.back(outs)
 
-    def _row_mask(self, plan: Plan, bucket: int, rows: Mapping[str, Any]) -> Any:
+    def _row_mask(self, plan: MixerPlan, bucket: int, rows: Mapping[str, Any]) -> Any:
         """Return the mask that the model's own functions make for rows of this width without padding."""
         if self.kind is None:
             return None
         x = next(each for each in rows.values() if isinstance(each, Tensor) and each.is_floating_point())
-        if (key := (id(self.config), bucket, x.dtype)) not in plan.masks:
-            plan.masks[key] = masks_of_rows(self.config, x[:1])
-        found = plan.masks[key]
-        return found.get(self.kind) if isinstance(found, dict) else found
+        if (key := (id(self.config), self.kind, bucket, x.dtype)) not in plan.masks:
+            plan.masks[key] = _mask_of_rows(self.config, x if self.explicit else x[:1], self.kind, self.explicit)
+        return plan.masks[key]
 
 
-def masks_of_rows(config: Any, x_1LD: Tensor) -> Any:
-    """Return what transformers makes for a row of L tokens: a mask, or one for each kind of layer (masking_utils.py)."""
-    from transformers.masking_utils import create_masks_for_generate
+def _mask_of_rows(config: Any, x_nLD: Tensor, kind: MaskKind, explicit: bool) -> Any:
+    """Return what transformers makes for rows of L tokens (5.23 masking_utils.py): None where its kernel needs no mask, or
+    with `explicit` the mask itself."""
+    from transformers import masking_utils
 
+    if kind == "2d":
+        return x_nLD.new_ones(x_nLD.shape[:2], dtype=torch.bool)
+    make = getattr(masking_utils, f"create_{kind}_mask")
     known = {"config": config, "attention_mask": None, "past_key_values": None}
-    known |= dict.fromkeys(("inputs_embeds", "input_embeds"), x_1LD)
-    known |= {"cache_position": torch.arange(x_1LD.shape[1], device=x_1LD.device)}
-    taken = inspect.signature(create_masks_for_generate).parameters
-    return create_masks_for_generate(**{name: value for name, value in known.items() if name in taken})
+    known |= dict.fromkeys(("inputs_embeds", "input_embeds"), x_nLD)
+    known |= {"cache_position": torch.arange(x_nLD.shape[1], device=x_nLD.device)}
+    known |= {"and_mask_function": lambda b, h, q, k: q >= 0} if explicit else {}
+    taken = inspect.signature(make).parameters
+    return make(**{name: value for name, value in known.items() if name in taken})
 
 
 def _is_flat(value: Any, T: int) -> bool:
@@ -287,7 +292,7 @@ class _Rows(list[Any]):
     """A value as it is for each bucket."""
 
 
-def _laid(value: Any, plan: Plan) -> Any:
+def _laid(value: Any, plan: MixerPlan) -> Any:
     """Return a mixer's argument for each bucket: tensors `[1, T, ...]`, `[axes, 1, T, ...]` and places `[T]` as rows."""
     if isinstance(value, (tuple, list)):
         return type(value)(_laid(each, plan) for each in value) if type(value) in (tuple, list) else value

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from collate_npu.consumers.by_sequence import Plan, from_places, plan_of, to_places
+from collate_npu.consumers.by_sequence import MixerPlan, from_places, plan_of, to_places
 from collate_npu.consumers.labels_and_positions import IGNORED
 from collate_npu.consumers.mixers import Way, flat_keys
 from collate_npu.consumers.tiny_models import taken_of
@@ -22,12 +22,12 @@ from collate_npu.segments import Segments
 _CACHES = ("past_key_values", "cache", "cache_params", "cache_position", "state")
 
 
-class FlatRow:
+class FlatCall:
     """The flat row of one batch, in the order of its rows."""
 
     def __init__(self, segments: Segments, way: Way, device: torch.device) -> None:
         self.segments, self.way = segments, way
-        self.plan: Plan = plan_of(segments.sequence_lengths, device, way.buckets)
+        self.plan: MixerPlan = plan_of(segments.sequence_lengths, device, way.buckets)
         places = np.flatnonzero(segments.array)
         self.at_T: Tensor = torch.from_numpy(places).to(device, non_blocking=True)
         """The place of each token in `[B * S]`."""

@@ -7,16 +7,18 @@ way goes the padded way. Legend: B rows, S width, T tokens of a flat row.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from collate_npu.consumers.by_sequence import Buckets, BySequence, Plan, plan_of, under
+from collate_npu.consumers.by_sequence import Buckets, BySequence, MaskKind, MixerPlan, plan_of, under
 from collate_npu.consumers.model_traits import config_of, is_transformers, layer_kinds, position_rule, text_config, unwrap
 from collate_npu.consumers.tiny_models import code_of, copy_of, cpu_kernels, device_of, limit_of, run_alone, states_of
 
@@ -29,10 +31,14 @@ class Way:
     """How a model runs its batches: by sequence, with these classes as mixers; or the padded way, and why."""
 
     why_padded: str = ""
-    mixers: dict[type, bool] = field(default_factory=dict)
-    """Class of mixer: True if it is given a mask of attention."""
+    mixers: dict[type, int] = field(default_factory=dict)
+    """Class of mixer: how many dimensions the mask has that it is given; 0: none."""
     buckets: Buckets = "few"
     mask: FlatMask = "all"
+    explicit: bool = False
+    """True if its attention needs a mask where torch's kernel needs none."""
+    windows: bool = True
+    """False if its masks leave out the window that its config names."""
 
 
 _WAYS: dict[Any, Way] = {}
@@ -71,31 +77,33 @@ def wrap(model: nn.Module, way: Way) -> None:
     for name, module in mixers_of(model, way).items():
         if not isinstance(vars(module).get("forward"), BySequence):
             config = text_config(config_of(model))
-            module.forward = BySequence(module, config, _kind_of(model, name, config) if _takes_mask(way, module) else None)
+            module.forward = BySequence(module, config, _kind_of(model, name, config, way), way.explicit)
 
 
 def _class_in(way: Way, module: nn.Module) -> type | None:
     return next((base for base in type(module).__mro__ if base in way.mixers), None)  # FSDP2 derives a class
 
 
-def _takes_mask(way: Way, module: nn.Module) -> bool:
-    return way.mixers[_class_in(way, module) or type(module)]
-
-
-def _kind_of(model: nn.Module, name: str, config: Any) -> str:
-    """Return the kind of a layer as its config lists it, by its number; "full_attention" where it lists none."""
+def _kind_of(model: nn.Module, name: str, config: Any, way: Way) -> MaskKind | None:
+    """Return the mask of a layer as its config tells, by its number or for all layers (5.23 masking_utils.py:1499-1529)."""
+    if (taken := way.mixers[_class_in(way, model.get_submodule(name)) or nn.Module]) < 3:
+        return "2d" if taken else None
     numbers = [part for part in name.split(".") if part.isdigit()]
     kinds = layer_kinds(config)
     n = getattr(model.get_submodule(name), "layer_idx", None)
     n = int(numbers[0]) if n is None and numbers else n
     kind = kinds[n] if isinstance(n, int) and n < len(kinds) else ""
-    return kind if "attention" in kind and "linear" not in kind else "full_attention"
+    if not kinds:
+        kind = next((name for name in ("sliding_window", "attention_chunk_size") if getattr(config, name, None)), "")
+    if not way.windows or not re.search("sliding|chunk", kind):
+        return "causal"
+    return "sliding_window_causal" if "sliding" in kind else "chunked_causal"
 
 
 # --- asking
 
 _LENGTHS = (13, 1, 21, 5, 21)
-_LADDER: tuple[tuple[Buckets, FlatMask], ...] = (("few", "all"), ("few", "ones"), ("even", "all"), ("even", "ones"))
+_LADDER: Any = list(product(("few", "even"), (True, False), (False, True), ("all", "ones")))
 
 
 def _asked(whole: Any) -> Way:
@@ -106,8 +114,8 @@ def _asked(whole: Any) -> Way:
         draw = torch.Generator().manual_seed(0)
         rows = [torch.randint(3, 60, (1, length), generator=draw).to(device_of(copy)) for length in _LENGTHS]
         alone = torch.cat([states_of(copy, **run_alone(copy, row))[0] for row in rows])
-        for buckets, mask in _LADDER:
-            way = Way("", mixers, buckets, mask)
+        for buckets, windows, explicit, mask in _LADDER:
+            way = Way("", mixers, buckets, mask, explicit, windows)
             if not (why := _moved(copy, way, torch.cat(rows, 1), alone)):
                 return way
     return Way(f"by sequence its tiny copy comes out otherwise: {why}")
@@ -115,6 +123,8 @@ def _asked(whole: Any) -> Way:
 
 def _moved(copy: Any, way: Way, tokens_1T: Tensor, alone: Tensor) -> str:
     """Return how far a flat row of sequences is from each of them alone; "" if it is not."""
+    for mixer in mixers_of(copy, way).values():
+        vars(mixer).pop("forward", None)
     wrap(copy, way)
     plan = plan_of(_LENGTHS, tokens_1T.device, way.buckets)
     call = {**run_alone(copy, tokens_1T), **flat_keys(copy, way, plan)}
@@ -127,7 +137,7 @@ def _moved(copy: Any, way: Way, tokens_1T: Tensor, alone: Tensor) -> str:
     return "" if worst < limit_of(tokens_1T.device) else f"a sequence moves by {worst:.1g} of the largest value"
 
 
-def flat_keys(model: Any, way: Way, plan: Plan, device: torch.device | None = None) -> dict[str, Any]:
+def flat_keys(model: Any, way: Way, plan: MixerPlan, device: torch.device | None = None) -> dict[str, Any]:
     """Return the mask of a flat row, and its positions if the model takes any."""
     device = device or plan.place_T.device
     ones = torch.ones(1, plan.total, dtype=torch.long, device=device)
@@ -137,8 +147,8 @@ def flat_keys(model: Any, way: Way, plan: Plan, device: torch.device | None = No
     return keys
 
 
-def _mixing(copy: nn.Module) -> dict[type, bool]:
-    """Return the classes of the mixers of a tiny copy; True for those that are given a mask of attention."""
+def _mixing(copy: nn.Module) -> dict[type, int]:
+    """Return the classes of the mixers of a tiny copy, and the dimensions of the mask that each is given."""
     seen: dict[str, tuple[Any, Any]] = {}
     hooks = [
         module.register_forward_pre_hook(partial(_record, seen, name), with_kwargs=True)
@@ -154,13 +164,13 @@ def _mixing(copy: nn.Module) -> dict[type, bool]:
         text._attn_implementation = before
         for hook in hooks:
             hook.remove()
-    found: dict[type, bool] = {}
+    found: dict[type, int] = {}
     for name in _parts(copy):
         if name in seen and _mixes(copy.get_submodule(name), *seen[name], width):
             args, kwargs = seen[name]
-            masks = [x for x in tree_flatten((args, kwargs.get("attention_mask")))[0] if isinstance(x, Tensor)]
+            masks = [x.ndim for x in tree_flatten((args, kwargs))[0] if _is_mask(x, width)]
             kind = type(copy.get_submodule(name))
-            found[kind] = found.get(kind, False) or any(x.shape[-2:] == (width, width) for x in masks)
+            found[kind] = max(found.get(kind, 0), *masks, 0)
     return found
 
 
@@ -202,6 +212,11 @@ def _mixes(module: nn.Module, args: Any, kwargs: Any, width: int) -> bool:
     moved_S = (runs[0] - runs[1]).abs().flatten(2).amax((0, 2)) > 1e-6
     moved_S[3] = False
     return bool(moved_S.any())
+
+
+def _is_mask(x: Any, width: int) -> bool:
+    dense = isinstance(x, Tensor) and x.ndim > 2 and x.shape[-2:] == (width, width)
+    return dense or (isinstance(x, Tensor) and x.shape == (1, width) and not x.is_floating_point() and int(x.max()) <= 1)
 
 
 def _is_states(x: Any, width: int) -> bool:

@@ -141,8 +141,6 @@ def _lost_window(case: Case) -> str:
 
 def _unreadable(case: Case) -> str:
     implementation = case.model.attn_implementation
-    if case.recurrent and (why := _needs_dense(case)):
-        return f"{why}, and the model has recurrent layers"
     why = "" if implementation in ("sdpa", "eager", "flex_attention") else _needs_dense(case)
     return f"{why}, on {implementation}" if why else ""
 
@@ -238,11 +236,17 @@ TRANSFORMERS = Consumer(
             remedy="Use attn_implementation='sdpa', or pad right, without rows of padding alone.",
         ),
         Refusal(
-            of="4D masks on flash attention, and in a hybrid model",
+            of="4D masks in a hybrid model",
+            when=lambda case: case.recurrent and _needs_dense(case),
+            rule="Recurrent layers read no 4D mask; {why}.",
+            remedy="Keep the model's own pattern, and one sequence a row.",
+        ),
+        Refusal(
+            of="4D masks on flash attention",
             when=_unreadable,
-            rule="This attention reads a 2D mask or offsets, and recurrent layers read no 4D mask; {why}.",
-            remedy="Keep the model's own pattern and one sequence a row; without recurrent layers, use "
-            "attn_implementation='sdpa' or 'eager', or padding_free=True on flash attention.",
+            rule="This attention reads a 2D mask, or offsets; {why}.",
+            remedy="Use attn_implementation='sdpa' or 'eager'; or, with the model's own pattern, padding_free=True on flash "
+            "attention.",
         ),
         Refusal(
             of="4D masks and packed rows, if the model takes neither or its images see both sides",

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from collate_npu.consumers.adapter import KNOWN_BATCHES, BatchAdapter
-from collate_npu.consumers.by_sequence import Plan, begin, carry
-from collate_npu.consumers.flat_row import FlatRow
+from collate_npu.consumers.by_sequence import MixerPlan, begin, carry
+from collate_npu.consumers.flat_row import FlatCall
 from collate_npu.consumers.labels_and_positions import labels_for
 from collate_npu.consumers.mixers import Way, mixers_of, place_of, way_of, wrap
 from collate_npu.consumers.model_traits import (
@@ -124,11 +124,11 @@ class _Entered:
     """A batch on its way through a model: the hook by which it entered, and how it runs."""
 
     by: _Hooks
-    flat: FlatRow | None = None
+    flat: FlatCall | None = None
     """None: its rows run as they are."""
     at: _Hooks | None = None
     """The hook where its rows became a flat row."""
-    before: Plan | None = None
+    before: MixerPlan | None = None
     ran: bool = False
 
 
@@ -203,12 +203,14 @@ class _Hooks:
         if (ranks := _sharing_ranks()) > 1:
             _check_share(self._current(module, False), module, batch, ranks)
             return None
-        by_sequence = self.by_sequence and not _why_padded(self._current(module, False), module, batch, graph)
-        whole = self.backbone or (self.own_head and not _cuts_rows(self._current(module, by_sequence), batch))
-        written, segments = self._handed_over(module, batch, by_sequence, holes=not (whole and by_sequence))
+        batch = _with_empty_rows(batch)
+        segments = self._current(module, False).read(batch, self.adapters[False].polarity, _is_flat(batch))
+        by_sequence = self.by_sequence and not self._why_padded(module, batch, segments, graph)
+        whole = by_sequence and (self.backbone or (self.own_head and not _cuts_rows(self._current(module, True), batch)))
+        written = self._handed_over(module, batch, segments, by_sequence, holes=not whole)
         if by_sequence and (segments.packed or segments.num_tokens < segments.array.size) and segments.num_tokens:
             device = next(value.device for value in written.values() if isinstance(value, torch.Tensor))
-            entered.flat = FlatRow(segments, self.way, device)
+            entered.flat = FlatCall(segments, self.way, device)
             return self._flattened(entered, module, written) if whole else written
         return written
 
@@ -226,14 +228,28 @@ class _Hooks:
         return flat
 
     def _handed_over(
-        self, module: nn.Module, batch: Sources, by_sequence: bool, *, holes: bool
-    ) -> tuple[dict[str, Any], Segments]:
+        self, module: nn.Module, batch: Sources, segments: Segments, by_sequence: bool, *, holes: bool
+    ) -> dict[str, Any]:
         adapter = self._current(module, by_sequence)
-        written, segments = adapter.hand_over(_with_empty_rows(batch), padding_free=_is_flat(batch), holes=holes)
+        written, _ = adapter.hand_over(batch, padding_free=_is_flat(batch), segments=segments, holes=holes)
         _check_last(batch, segments)
         _check_count(adapter, batch, written, segments)
         KNOWN_BATCHES.running[get_ident()] = segments
-        return written, segments
+        return written
+
+    def _why_padded(self, module: nn.Module, batch: Sources, segments: Segments, graph: bool) -> str:
+        """Return why this call goes the padded way; "" for one that runs by sequence."""
+        if graph or is_compiled(module):
+            return "it is compiled"
+        model, kept = self.adapters[False].model, batch.get("use_cache")
+        # a caller may go on from the cache that a model in evaluation makes by itself
+        made = kept is None and not segments.packed and batch.get("labels") is None and bool(model.option("use_cache", {}))
+        if _in_use(module, batch) or (not module.training and (kept or made)):
+            return "a cache"
+        if model.option("output_attentions", batch):
+            return "attention maps"
+        ahead = {"images": batch.named["vision"], "types": "token_type_ids" in batch}
+        return "an image's tokens see each other" if any(ahead[by] for by in model.looks_ahead) else ""
 
     def _current(self, module: nn.Module, by_sequence: bool) -> BatchAdapter:
         """Return the adapter: a new one if the model has another attention now, or changed to float64 or from it."""
@@ -252,18 +268,6 @@ class _Hooks:
 
 
 _BACKBONE = "Call adapt on the backbone itself."
-
-
-def _why_padded(adapter: BatchAdapter, module: nn.Module, batch: Sources, graph: bool) -> str:
-    """Return why this call goes the padded way; "" for one that runs by sequence."""
-    if graph or is_compiled(module):
-        return "it is compiled"
-    if _in_use(module, batch) or (not module.training and adapter.model.option("use_cache", batch)):
-        return "a cache"
-    if adapter.model.option("output_attentions", batch):
-        return "attention maps"
-    ahead = {"images": batch.named["vision"], "types": "token_type_ids" in batch}
-    return "an image's tokens see each other" if any(ahead[by] for by in adapter.model.looks_ahead) else ""
 
 
 def _holds_tokens(cache: Any) -> bool:

@@ -166,24 +166,20 @@ def flat(features=THREE_AND_TWO, **settings):
     ("settings", "width", "expected"),
     [
         ({}, 16, [0, 4, 8, 12, 16]),
-        ({"consumer": "transformers", "model": RECURRENT}, 16, [0, 4, 8, 12, 16]),
         ({"consumer": "verl"}, 16, [0, 4, 8, 12, 16]),
         ({"consumer": "transformers", "model": FLASH}, 16, [0, 4, 8, 12, 16]),
     ],
-    ids=["nobody said", "recurrent", "no model", "attention alone"],
+    ids=["nobody said", "no model", "attention alone"],
 )
 def test_offsets_rise_up_to_the_sequences_that_are_missing(settings, width, expected):
-    if getattr(settings.get("model"), "layer_types", None) == HYBRID.layer_types and not HANDED_ON:
-        pytest.skip("no older release hands boundaries on")
     batch = flat(multiple=4, padding=(8, 16), max_sequences=4, **settings)
     assert batch["cu_seq_lens_q"].tolist() == expected
     assert batch["input_ids"].shape == (1, width)
     assert batch["max_length_q"] == width
 
 
-@pytest.mark.skipif(not HANDED_ON, reason="no older release hands boundaries on")
 def test_what_a_transformers_model_would_pass_on_as_a_second_argument_is_left_out():
-    batch = flat(multiple=4, consumer="transformers", model=RECURRENT)
+    batch = flat(multiple=4, consumer="transformers", model=FLASH)
     assert not {"cu_seqlens", "cu_seqlens_padded", "seq_lens"} & set(batch)
     assert batch["cu_seq_lens_q"].tolist() == [0, 4, 8]
 

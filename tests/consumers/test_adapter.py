@@ -13,7 +13,6 @@ from collate_npu.consumers.device_copy import move_batch
 from collate_npu.consumers.mask_choice import Model, consumers
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.masks import dense
-from collate_npu.releases import KERNELS_TOLD, installed
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
 megatron = partial(BatchAdapter, consumer="megatron")
@@ -48,12 +47,10 @@ def test_positions_that_are_there_stay():
 def test_a_pattern_of_its_own_on_transformers():
     sliding = Pattern.sliding(2)
     truth = batch_of(LEFT, attention_mask_2d=LEFT.keep)
-    out = BatchAdapter(HYBRID, consumer="transformers", pattern=sliding)(truth)
-    assert set(out["attention_mask"]) == {"full_attention", "linear_attention"}
-    assert torch.equal(out["attention_mask"]["full_attention"], dense(LEFT, pattern=sliding))
-    assert torch.equal(out["attention_mask"]["linear_attention"], LEFT.keep)
-    mapping = BatchAdapter(HYBRID, consumer="transformers", pattern=sliding, attn_implementation="eager")(truth)
-    assert torch.equal(mapping["attention_mask"]["full_attention"], dense(LEFT, polarity="bias", pattern=sliding))
+    with pytest.raises(UnsupportedFormError, match="Recurrent layers read no 4D mask"):
+        BatchAdapter(HYBRID, consumer="transformers", pattern=sliding)(truth)
+    plain = BatchAdapter(DENSE, consumer="transformers", pattern=sliding)(truth)
+    assert torch.equal(plain["attention_mask"], dense(LEFT, pattern=sliding))
     eager = BatchAdapter(DENSE, consumer="transformers", pattern=sliding, attn_implementation="eager")(truth)
     assert torch.equal(eager["attention_mask"], dense(LEFT, polarity="bias", pattern=sliding))
 
@@ -160,23 +157,6 @@ def test_the_model_must_be_told_where_it_matters():
     assert out["attention_mask_2d"].any()
 
 
-@pytest.mark.skipif(not (installed("transformers") and KERNELS_TOLD.holds()) or bool(installed("torch_npu")), reason="old")
-@pytest.mark.parametrize("told", [{}, {"seq_idx": None}, {"cu_seq_lens_q": None, "cu_seq_lens_k": None}])
-def test_a_flat_row_gets_every_offset_that_did_not_arrive(told):
-    """A key that is None did not arrive: a convolution that reads it would run from one sequence into the next."""
-    model = SimpleNamespace(**vars(HYBRID), model_type="qwen3_next")
-    batch = batch_of(FLAT, position_ids=FLAT.position_ids, **told)
-    out = BatchAdapter(model, consumer="transformers", padding_free=True)(batch)
-    assert out["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]]
-    assert out["cu_seq_lens_q"].tolist() == out["cu_seq_lens_k"].tolist() == [0, 3, 8]
-    assert out["max_length_q"] == 5
-    assert "cu_seqlens" not in out
-    model.model_type = "kimi_linear"
-    kimi = BatchAdapter(model, consumer="transformers", padding_free=True)(batch)
-    assert kimi["cu_seqlens"].tolist() == [0, 3, 8]
-    assert kimi["cu_seqlens"] is not kimi["cu_seq_lens_q"]
-
-
 def test_offsets_that_are_made_of_others_are_the_physical_ones_and_nothing_looks_ahead_to_their_padding():
     apart, places = Segments([[1, 1, 1, 0, 2, 2, 0, 0]]), torch.tensor([0, 4, 8], dtype=torch.int32)
     flash = SimpleNamespace(layer_types=["full_attention"], _attn_implementation="flash_attention_2", model_type="llama")
@@ -192,8 +172,8 @@ def test_offsets_that_are_made_of_others_are_the_physical_ones_and_nothing_looks
 
 def test_offsets_that_kernels_know_otherwise_go_no_further():
     one, told = Segments.from_lengths([[8]]), {"cu_seq_lens_q", "seq_idx"}
-    for segments, unread, left in ((FLAT, "scan", told), (one, "scan", set()), (one, "", told)):
-        known = Model(config=HYBRID, needs_mask_2d=False, model_type="mine", boundaries_unread=unread)
+    for segments, recurrent, left in ((FLAT, False, told), (one, True, set()), (one, False, told)):
+        known = Model(config=DENSE, needs_mask_2d=recurrent, model_type="mine")
         adapter = BatchAdapter(known, consumer="transformers", padding_free=True)
         offsets = segments.cu_seqlens
         numbers = {"seq_idx": segments.ids - 1, "seq_lens": offsets.diff()[None], "qkv_format": "thd"}
@@ -201,17 +181,6 @@ def test_offsets_that_kernels_know_otherwise_go_no_further():
         assert out.keys() & {"cu_seq_lens_q", "cu_seqlens", *numbers} == left
         out = adapter(batch_of(segments, cu_seqlens=offsets))
         assert out.keys() & {"cu_seqlens"} == ({"cu_seqlens"} if left else set())
-
-
-def test_positions_that_tell_sequences_are_looked_at_without_a_cache():
-    config = SimpleNamespace(model_type="mixtral", output_router_logits=True)
-    adapter = BatchAdapter(config, consumer="transformers", padding_free=True)
-    batch = batch_of(FLAT, position_ids=FLAT.position_ids)
-    out = adapter(batch)
-    assert (out["use_cache"], out["attention_mask"]) == (False, None)
-    assert "use_cache" not in adapter.write(batch_of(RIGHT), RIGHT, padding_free=False)
-    with pytest.raises(UnsupportedFormError, match="router"):
-        adapter.write(batch | {"position_ids": FLAT.position_ids * 2}, FLAT)
 
 
 @pytest.mark.parametrize("width", [4, 5])

@@ -8,7 +8,6 @@ import pytest
 from collate_npu import ContextParallel, Pattern, Segments, needs_mask_2d, releases
 from collate_npu.consumers import transformers as transformers_room
 from collate_npu.consumers.mask_choice import Case, Model, consumers
-from collate_npu.consumers.model_traits import layer_masks
 from collate_npu.errors import UnsupportedFormError
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
@@ -43,13 +42,10 @@ def padded(*lengths):
     return Segments.from_lengths([*lengths])
 
 
-AT_MODEL = {"at_model": True}
-LEARNS, MIXTRAL = config(output_router_logits=True), {"model_type": "mixtral"}
+LEARNS = config(output_router_logits=True)
 RECURRENT = {"config": config(layer_types=["linear_attention", "full_attention"]), "needs_mask_2d": True}
-UNREAD = {"config": None, "needs_mask_2d": True}
-TRAINED = {"config": LEARNS, **MIXTRAL, "padding_free": True}
-APART = {"keeps_apart": True}
-NEXT, FREE = {"model_type": "qwen3_next"}, {"padding_free": True}
+BY_SEQUENCE = {"by_sequence": True}
+FREE = {"padding_free": True}
 FLASH, FLEX, EAGER = ({"attn_implementation": f"{kernel}"} for kernel in ("flash_attention_2", "flex_attention", "eager"))
 MINE = {"attn_implementation": "my_kernel"}
 INDEXER = {"config": config(index_topk=4, index_n_heads=2)}
@@ -58,25 +54,17 @@ WINDOWS = {"config": config(sliding_window=2, layer_types=["sliding_attention", 
 WINDOW = {"config": config(sliding_window=2, layer_types=["sliding_attention"])}
 LEAKS = {"leaks": {"left": "it was measured", "packed": "its own masks"}}
 IMAGES, TYPES = ({"looks_ahead": (by,)} for by in ("images", "types"))
-ROUTED = {"config": LEARNS, "model_type": "gpt_oss"}
+ROUTED = {"config": LEARNS}
 NO_2D = "refused.*rows \\[0\\] hold several sequences"
 TABLE = [
-    # None only where nobody reads the 2D mask
-    *(("none", RIGHT, {**AT_MODEL, "call": call}) for call in ({}, {"input_ids": 1}, {"output_attentions": False})),
-    *(("keep_2d", RIGHT, {**AT_MODEL, "call": {key: 1}}) for key in (
-        "past_key_values", "cache", "state", "pixel_values", "output_router_logits")),
-    ("none", RIGHT, {**AT_MODEL, "call": {"is_causal": True}}),
-    ("keep_2d", RIGHT, {}), ("keep_2d", LEFT, AT_MODEL), ("keep_2d", RIGHT, {**AT_MODEL, **EAGER}),
-    ("none", RIGHT, {**AT_MODEL, **FLEX}), ("keep_2d", RIGHT, {**AT_MODEL, "looks_ahead": ("types",)}),
-    ("keep_2d", RIGHT, {**AT_MODEL, "config": LEARNS}), ("keep_2d", RIGHT, {**AT_MODEL, "says_causal": False}),
-    # positions alone tell sequences beside a router's loss, where all else allows it
-    ("none", FLAT, TRAINED), *(("refused.*router", FLAT, {**TRAINED, **more}) for more in (
-        {"restarts": False}, SLIDING, {"context_parallel": ContextParallel(1, 0)}, {"call": {"past_key_values": 1}},
-        {"call": {"cache": 1}}, {"version": "5.5.0"})),
-    ("none", ONE, TRAINED), ("refused.*router", Segments([[1, 2, 0]]), TRAINED), ("none", FLAT, {**TRAINED, **EAGER}),
-    ("refused.*router", FLAT, {**TRAINED, **FLEX}), ("refused.*router", FLAT, {**TRAINED, "model_type": "gpt_oss"}),
-    ("keep", FLAT, {**TRAINED, "config": None}), ("keep", PACKED, {**ROUTED, "model_type": "mine"}),
-    ("refused.*router", PACKED, ROUTED),
+    ("keep_2d", RIGHT, {}), ("keep_2d", LEFT, {}), ("keep_2d", RIGHT, EAGER), ("keep_2d", RIGHT, ROUTED),
+    ("refused.*router", PACKED, ROUTED), ("refused.*router", FLAT, {**ROUTED, **FREE}),
+    # by sequence any rows are right, but for what is as wrong on rows of one sequence
+    *(("keep_2d: adapt", rows, {**BY_SEQUENCE, **more}) for rows in (LEFT, PACKED, HOLE)
+      for more in (RECURRENT, ROUTED, FLEX)),
+    ("none", FLAT, {**BY_SEQUENCE, **FREE, **RECURRENT}),
+    ("refused.*one answer a row", PACKED, {**BY_SEQUENCE, "pooling": "last_by_id"}),
+    ("refused.*hold several", PACKED, {**BY_SEQUENCE, **RECURRENT, "context_parallel": ContextParallel(1, 0)}),
     # the width, and the longest
     *(("keep_2d" if n != (5, 6) else "refused.*indexer", padded(*n), INDEXER) for n in ((5, 6), (3, 5), (4, 6), (6, 6))),
     ("keep_2d", padded(3, 4), ROPE), ("refused.*frequencies", padded(3, 5), ROPE), ("keep_2d", padded(3, 5), {}),
@@ -105,24 +93,17 @@ TABLE = [
     ("none", HOLE, {"consumer": "megatron", **RECURRENT, **FREE}),
     *((NO_2D, PACKED, {"consumer": name, **RECURRENT}) for name in CONSUMERS),
     *((form, LEFT, {**SLIDING, **kernel, **needs}) for needs, forms in (
-        ({}, ("keep", "bias", "block_mask", "refused", "refused")), (RECURRENT, ("mapping",) * 2 + ("refused",) * 3))
+        ({}, ("keep", "bias", "block_mask", "refused", "refused")), (RECURRENT, ("refused",) * 5))
       for form, kernel in zip(forms, ({}, EAGER, FLEX, FLASH, MINE))),
     *(("keep_2d", LEFT, kernel) for kernel in (EAGER, FLEX, FLASH, MINE)),
     ("refused", LEFT, {"consumer": "torchtitan", **RECURRENT, **SLIDING}),
-    ("refused.*no config", LEFT, {**UNREAD, **SLIDING}),
     # releases of transformers
     *((form, ALONE_LEFT, {**RECURRENT, "leaks": {"one": why}}) for why, form in (
         ("it was measured", "refused.*it was measured"), ("", "keep_2d"))),
     *(("keep_2d", *case) for version in ("4.57.1", "5.15.0") for case in (
         (ALONE, {**RECURRENT, "version": version}), (LEFT, {**RECURRENT, "version": version}),
         (ALONE_LEFT, {"version": version}))),
-    *((form, FLAT, {**RECURRENT, **FREE, **NEXT, **kernel, "boundaries_unread": unread}) for unread, forms in (
-        ("a kernel is missing", ("refused.*a kernel", "refused.*a kernel")), ("", ("mapping", "none")))
-      for form, kernel in zip(forms, ({}, FLASH))),
-    ("refused.*model is unknown", FLAT, {**RECURRENT, **FREE, **FLASH}),
-    # and rows, where it was adapted: what attention takes, and the 2D mask
-    *((form, rows, {**RECURRENT, **NEXT, **kernel, **APART, **free}) for rows, free in ((PACKED, {}), (FLAT, FREE))
-      for form, kernel in zip(("mapping", "mapping", "mapping", "none"), ({}, EAGER, FLEX, FLASH))),
+    *(("refused.*read no boundaries", FLAT, {**RECURRENT, **FREE, **kernel}) for kernel in ({}, FLASH)),
     ("keep", FLAT, FREE), ("none", FLAT, {**FREE, **FLASH}), ("none", ONE, {**RECURRENT, **FREE}),
     ("none", FLAT, {"consumer": "megatron", **RECURRENT, **FREE}),
 ]  # fmt: skip
@@ -197,41 +178,6 @@ def test_configs_tell_whether_layers_carry_state(fields, needed):
     assert needs_mask_2d(model) == needed
     wrapped = SimpleNamespace(module=SimpleNamespace(module=SimpleNamespace(config=model)))
     assert needs_mask_2d(wrapped) == needed
-
-
-LINEAR = {"linear_attention": "recurrent"}
-KEYS = [
-    ({"layer_types": ["conv", "full_attention", "conv"]}, {"conv": "recurrent", "full_attention": "attention"}),
-    ({"text_config": config(layer_types=["linear_attention", "full_attention"])}, {**LINEAR, "full_attention": "attention"}),
-    ({"model_type": "falcon_h1", "layer_types": ["hybrid"]}, {**LINEAR, "full_attention": "attention"}),
-    ({"model_type": "nemotron_h", "layer_types": ["linear_attention", "moe", "mlp", "full_attention"]},
-     {**LINEAR, "full_attention": "attention"}),
-    ({"model_type": "qwen4_exp_text", "layer_types": ["linear_attention", "indexed_attention"]},
-     {**LINEAR, "indexed_attention": "attention"}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("fields", "keys"), KEYS)
-def test_the_keys_of_a_mapping(fields, keys):
-    assert layer_masks(config(**fields)) == keys
-    for layers in (["hybrid"], ["full_attention", "sliding_attention"], ["linear_attention"], []):
-        with pytest.raises(UnsupportedFormError, match="layer_types"):
-            layer_masks(config(layer_types=layers))
-
-
-@pytest.mark.parametrize(
-    ("fields", "since", "before", "said"),
-    [
-        ({"layer_types": ["conv", "full_attention"]}, "5.13.0", "5.12.1", r"Since 5\.13 transformers"),
-        ({"model_type": "zamba2", "layer_types": ["linear_attention", "hybrid"]}, "5.15.0", "5.14.0", "got hybrid"),
-    ],
-)
-def test_older_transformers_take_no_mapping(monkeypatch, fields, since, before, said):
-    monkeypatch.setitem(releases._FOUND, "transformers", since)
-    assert {*layer_masks(config(**fields)).values()} == {"recurrent", "attention"}
-    monkeypatch.setitem(releases._FOUND, "transformers", before)
-    with pytest.raises(UnsupportedFormError, match=said):
-        layer_masks(config(**fields))
 
 
 @pytest.mark.models

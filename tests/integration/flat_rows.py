@@ -14,13 +14,6 @@ from collate_npu.segments import of_keep
 from collate_npu.testing import hybrid_model_types, tiny_model
 
 HERE = hybrid_model_types()
-GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "olmo_hybrid")
-KDA = ("kimi_linear", "bailing_hybrid")
-MAMBA_2 = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2")
-CONVOLUTION = ("lfm2", "lfm2_moe")
-EXACT = [name for name in (*GATED_DELTA, *KDA, *MAMBA_2, *CONVOLUTION) if name in HERE]
-"""Hybrid families whose packed rows are exact, by reading and by running each of transformers 5.23."""
-MIXED = sorted(set(HERE) - set(EXACT))
 PAD = 256
 RIGHT, WRONG = 1e-4, 0.5
 ROWS = {
@@ -31,8 +24,6 @@ ROWS = {
     "chunk borders": (63, 64, 65, 2),
     "a long one first": (127, 1, 17),
 }
-_OFFSETS = ("cu_seq_lens_q", "cu_seqlens")
-FORGOTTEN = {"cu alone": ("seq_idx",), "seq_idx alone": _OFFSETS, "neither": (*_OFFSETS, "seq_idx")}
 BY_OFFSETS = "by_offsets"
 
 

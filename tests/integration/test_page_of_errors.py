@@ -29,11 +29,10 @@ from collate_npu import (  # noqa: E402
     unpad,
 )
 from collate_npu.collate.collators import _warn_of_neutral_form  # noqa: E402
-from collate_npu.consumers.recurrent import as_it_is  # noqa: E402
 from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError  # noqa: E402
 from collate_npu.masks import dense  # noqa: E402
 from collate_npu.parallel import ContextParallel  # noqa: E402
-from collate_npu.releases import KERNELS_TOLD, MASK_MAPPING, MISSING_KERNEL_RAISES  # noqa: E402
+from collate_npu.releases import MISSING_KERNEL_RAISES  # noqa: E402
 from collate_npu.testing import byte_tokenizer, tiny_model  # noqa: E402
 from collate_npu.tools.show import picture  # noqa: E402
 
@@ -249,7 +248,7 @@ def test_row_delivery(kind, handed, words):
     says("delivery", CollateError, lambda: check_delivery(model, batch))
     assert words in refused("delivery", CollateError, model=model, batch=batch)
     assert worst(model, **mended("delivery", model=model, batch=batch)["batch"]) < RIGHT
-    if kind == "qwen3_next" and MASK_MAPPING.holds():
+    if kind == "qwen3_next" and MISSING_KERNEL_RAISES.holds():  # older ones take no mapping
         batch = {"input_ids": IDS, "attention_mask": dict.fromkeys(("full_attention", "linear_attention"), dense(LEFT))}
         says("delivery", RuntimeError, lambda: model(**batch))
         assert worst(model, **mended("delivery", model=model, batch=batch)["batch"]) < RIGHT
@@ -268,7 +267,6 @@ def test_row_positions(tokenizer):
     assert worst(gpt2, **batch) < RIGHT
 
 
-@pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="before 5.19 boundaries are not handed on")
 def test_row_packed_recurrent(hybrid, tokenizer):
     batch = transformers.DataCollatorWithFlattening()(SAMPLES)
     told = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(SAMPLES)
@@ -277,10 +275,9 @@ def test_row_packed_recurrent(hybrid, tokenizer):
         assert apart(hybrid, hybrid(**batch).logits[0]) > WRONG
     assert "goes on from another sequence" in refused("packed-recurrent", CollateError, model=hybrid, batch=batch)
     if MISSING_KERNEL_RAISES.holds():
-        with as_it_is():  # whatever model of its family another test left adapted
-            says("packed-recurrent", ValueError, lambda: hybrid(**told))
+        says("packed-recurrent", ValueError, lambda: hybrid(**told))
     made = mended("packed-recurrent", model=hybrid, tokenizer=tokenizer)
-    logits = hybrid(**made["collator"](SAMPLES)).logits[0]
+    logits = hybrid(**made["collator"](SAMPLES), use_cache=False).logits[0]
     made["handle"].remove()
     assert apart(hybrid, logits) < RIGHT
 

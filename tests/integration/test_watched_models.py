@@ -9,7 +9,6 @@ from itertools import product
 import pytest
 import torch
 import transformers
-from recurrent_oracle import reference_kernels
 from rotation import rotating, some
 from torch import nn
 from transformers import DataCollatorWithFlattening
@@ -115,19 +114,6 @@ def test_sequences_by_positions_or_by_a_dense_mask_reach_attention_alone(mask):
     with watch(say=False) as seen:
         model(**batch, **({"attention_mask": dense(flat, polarity=mask)} if mask else {}))
     assert {each.layer for each in seen.faults} == {"model.layers.0.linear_attn", "model.layers.2.linear_attn"}
-
-
-@TOLD
-def test_flat_rows_of_our_collator_and_one_of_them_lost():
-    model = tiny_model("qwen3_next", vocab_size=64)
-    with reference_kernels(model):
-        collator = PaddingCollator(model=model, padding_free=True)
-        batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
-        with watch(say=False, steps=3) as seen:
-            model(**batch)
-            assert seen.faults == []
-            replaced(model, "linear_attn", lambda kwargs: kwargs | {"seq_idx": torch.zeros(1, 5).int()})(**batch)
-    assert {each.kernel for each in seen.faults} == {"recurrent_oracle.causal_conv1d_fn"}
 
 
 def test_steps_end_with_the_optimizer_and_then_all_is_as_it_was():

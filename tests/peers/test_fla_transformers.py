@@ -21,7 +21,7 @@ pytest.importorskip("transformers", reason="its models are what is tested")
 import fla_interpreted
 from recurrent_oracle import causal_conv1d_fn
 
-from collate_npu import PaddingCollator
+from collate_npu import PaddingCollator, adapt
 from collate_npu.consumers import tiny_models
 from collate_npu.testing import tiny_model
 
@@ -92,27 +92,25 @@ def errors(found, expected):
     return float((logits - expected[0]).abs().max()), float(apart / size)
 
 
-def test_a_flat_row_is_as_alone_and_needs_both_boundaries(model, alone):
-    batch = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True)(SAMPLES)
-    logits, gradients = run(model, batch)
+def test_a_flat_row_is_as_alone(model, alone):
+    with adapt(model) as adapted:
+        assert adapted.way == "by sequence"
+        batch = PaddingCollator(pad_token_id=PAD, model=model, padding_free=True)(SAMPLES)
+        logits, gradients = run(model, {**batch, "use_cache": False})
     assert max(errors((logits[0], gradients), alone)) < 1e-4
-    for key in (RULES[model.config.model_type][1], "seq_idx"):
-        with torch.no_grad():
-            wrong = model(**{**batch, key: None}).logits[0]
-        assert (wrong - alone[0]).abs().max() > 0.5, key
+    with torch.no_grad():
+        assert (model(input_ids=batch["input_ids"]).logits[0] - alone[0]).abs().max() > 0.5
 
 
 ON_HOST = """
 import sys, torch
 package = sys.modules["causal_conv1d"] = type(sys)("causal_conv1d")
 exec("def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None): raise RuntimeError", vars(package))
-from collate_npu import BatchAdapter, adapt
-from collate_npu.consumers.recurrent import describe_packing
+from collate_npu import adapt
 from collate_npu.testing import left_out, tiny_model
 for name in sys.argv[1:]:
     model = tiny_model(name, vocab_size=64)
-    unread = lambda: BatchAdapter(model).model.boundaries_unread
-    print(name, name in left_out(), [unread(), adapt(model) and unread()], "of fla" in describe_packing(model))
+    print(name, name in left_out(), adapt(model).way)
 model(input_ids=torch.tensor([[1]]), attention_mask=torch.ones(1, 1))  # raises: alone none runs here
 """
 
@@ -120,4 +118,4 @@ model(input_ids=torch.tensor([[1]]), attention_mask=torch.ones(1, 1))  # raises:
 def test_a_model_on_the_cpu_is_probed_where_its_kernels_run_on_a_card_alone():
     env = os.environ | {"TRITON_INTERPRET": "0", "FLA_KERNELS": ""}
     ran = subprocess.run([sys.executable, "-c", ON_HOST, *RULES], env=env, capture_output=True, text=True, check=False)
-    assert (ran.stdout.splitlines(), ran.returncode) == ([f"{name} False ['', ''] True" for name in RULES], 1), ran.stderr
+    assert (ran.stdout.splitlines(), ran.returncode) == ([f"{name} False by sequence" for name in RULES], 1), ran.stderr

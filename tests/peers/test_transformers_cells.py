@@ -13,7 +13,6 @@ import pytest
 import torch
 from cells import PAD, Stack, gradient_error, samples, scores, verdict, worst_of
 from datasets import Dataset
-from recurrent_oracle import reference_kernels
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -90,8 +89,7 @@ def both(run, family, layout, folder):
     known, found = truth(family), {}
     for who in ("alone", "ours"):
         model = build(family)
-        with reference_kernels(model) if layout.endswith("there") else nullcontext():
-            found[who] = told(partial(run, model, layout, str(folder), ours=who == "ours"), known)
+        found[who] = told(partial(run, model, layout, str(folder), ours=who == "ours"), known)
     return found
 
 
@@ -107,9 +105,7 @@ def trained(model, layout, folder, *, ours):
 
 
 def cells_of(*layouts):
-    """Kernels that take boundaries stand beside families whose layers keep a state."""
-    cells = [*product(FAMILIES, layouts), *product(RECURRENT, ["packed, kernels there"])]
-    return pytest.mark.parametrize(("family", "layout"), cells)
+    return pytest.mark.parametrize(("family", "layout"), [*product(FAMILIES, layouts)])
 
 
 @cells_of("padded right", "padded left", "packed")

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from recurrent_oracle import reference_kernels
 
-from collate_npu import CollateError, PaddingCollator, Segments
+from collate_npu import CollateError, PaddingCollator, Segments, adapt
 from collate_npu.collate import loss_weights
 from collate_npu.consumers import tiny_models
 from collate_npu.outputs import per_sequence
@@ -97,7 +96,7 @@ def meanings(found):
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_right_stacks_pass_in_every_layout(name, layouts, dtype):
     model = built(name, dtype)
-    with reference_kernels(model) if "packed" in layouts and name == "qwen3_next" else nullcontext():
+    with adapt(model) if "packed" in layouts and name == "qwen3_next" else nullcontext():
         found = asked(stack(model), layouts).check()
     assert found
     assert {each.layout for each in found.verdicts} == {*layouts}

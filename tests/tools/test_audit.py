@@ -16,7 +16,7 @@ from transformers.utils import logging
 from typed import typed
 
 from collate_npu import PaddingCollator
-from collate_npu.releases import MASK_MAPPING
+from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import byte_tokenizer, tiny_model
 from collate_npu.tools import audit, checkpoints
 from collate_npu.tools.audit import Report
@@ -197,7 +197,7 @@ BAD = ("encoder", "no weights", "truncated weights", "no tokenizer", "unknown ty
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*GOOD, *BAD])
 def test_each_kind_of_checkpoint(tmp_path, kind):
-    if kind == "vision" and not MASK_MAPPING.holds():
+    if kind == "vision" and not KERNELS_TOLD.holds():
         pytest.skip("a family of newer transformers")
     tokenizer = byte_tokenizer()
     model = tiny_model(FAMILIES.get(kind, "qwen3_next"), vocab_size=len(tokenizer))

@@ -24,7 +24,6 @@ from collate_npu.arrays import host_array, host_tensor
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.megatron import kernel_of_args
 from collate_npu.consumers.model_traits import is_transformers, needs_mask_2d, recurrent_heads, text_config, unwrap
-from collate_npu.consumers.tiny_models import variables_of
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.integrations import patching
 from collate_npu.integrations.adapt import adapt
@@ -54,7 +53,6 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
     from swift.template.base import Template
 
     patching.patch(PACKAGE, Template, "_data_collator", _collate)
-    patching.patch(PACKAGE, Template, "pre_forward_hook", _pass_seq_idx)
     once_imported("swift.trainers.mixin", _watch_trainers)
     if trainers:
         from swift.megatron.trainers import base, utils
@@ -98,30 +96,10 @@ def _train(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
         if template.padding_free and template.sequence_parallel_size == 1:
             for each in {id(unwrap(each)): each for each in reversed(held)}.values():
                 if is_transformers(unwrap(each)) and needs_mask_2d(each):
-                    _restore_layers(each, stack)
                     stack.enter_context(adapt(each))
             template.adapted = True  # for its workers, which have no model
             stack.callback(delattr, template, "adapted")
         return original(self, *args, **kwargs)
-
-
-def _restore_layers(model: torch.nn.Module, stack: ExitStack) -> None:
-    """Give Qwen3.5's layers their own forward back, which can be adapted: without fla ms-swift's raises at a second
-    sequence (model/models/qwen.py:1287)."""
-    from swift.model.models import qwen
-
-    qwen._try_import_flash_linear_attention_kernels()
-    for layer in {type(module) for module in model.modules()} if qwen.causal_conv1d is None else ():
-        own = variables_of(layer.forward).get("origin_forward")
-        if own is not None:
-            stack.callback(setattr, layer, "forward", layer.forward)
-            layer.forward = own
-
-
-def _pass_seq_idx(original: Callable[..., Any], self: Any, model: Any, args: Any, kwargs: Any) -> Any:
-    """Pass `seq_idx` on, which multimodal templates drop (template/base.py:1731)."""
-    out, mended = original(self, model, args, kwargs)
-    return out, {**{key: kwargs[key] for key in ("seq_idx",) if key in kwargs}, **mended}
 
 
 def _collate(original: Callable[..., Any], self: Any, batch: Any, *, padding_to: int | None = None) -> Any:

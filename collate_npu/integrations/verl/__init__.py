@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from importlib import import_module
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mindspeed import adaptors
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.integrations import patching
 from collate_npu.integrations.accelerate import refuse_model
+from collate_npu.integrations.adapt import adapt
 from collate_npu.integrations.megatron.mcore_bridge import router_padding
-from collate_npu.masks.sources import Sources
 
 PACKAGE, TESTED = "verl", "0.9.1"
 
@@ -140,41 +139,29 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put verl's own functions back."""
+    """Put verl's own functions back, and its models."""
     patching.release(PACKAGE)
+    for _, adapted in [*_ADAPTED.values()]:
+        adapted.remove()
+    _ADAPTED.clear()
 
 
 # --- the FSDP engine
 
 
-def prepare_model_inputs(original: Callable[..., Any], engine: Any, micro_batch: Any) -> Any:
-    """Return the model's keyword arguments, and what verl keeps for the way back. On flash attention a model whose layers
-    get `cu_seqlens` from verl keeps verl's flat rows. Engines that derive from this one keep all of theirs."""
-    inputs, kept = original(engine, micro_batch)
-    if not type(engine).__module__.startswith("verl.workers.engine.fsdp."):
-        return inputs, kept
-    kernel = str(getattr(text_config(config_of(engine.module)), "_attn_implementation", None))
-    if engine.use_ulysses_sp:
-        _refuse_shares(engine, kernel)
-    if engine.use_ulysses_sp or ("cu_seqlens" in inputs and kernel.startswith("flash")):
-        return inputs, kept
-    flat = inputs["attention_mask"] is None
-    held = vars(engine).get("_collate_npu", (None,))
-    if held[0] is not engine.module:  # a rebuilt engine has another
-        held = engine._collate_npu = (engine.module, BatchAdapter(engine.module))
-    if held[1].left:
-        return inputs, kept
-    try:
-        return held[1].hand_over(Sources(inputs), padding_free=flat)[0], kept
-    except UnsupportedFormError as refused:
-        if not flat:
-            raise
-        setting = "actor_rollout_ref.model.use_remove_padding=False"
-        warnings.warn(f"collate_npu: rows are padded here, as by {setting}. {refused}", stacklevel=2)
-    from verl.utils import tensordict_utils
+_ADAPTED: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
+"""By engine: its module, and what `adapt` put on it."""
 
-    tensordict_utils.assign_non_tensor(micro_batch, use_remove_padding=False)  # read again on the way back
-    return prepare_model_inputs(original, engine, micro_batch)
+
+def prepare_model_inputs(original: Any, engine: Any, micro_batch: Any) -> Any:
+    """Return verl's own inputs, for a model that is adapted. Engines that derive from this one keep all of theirs."""
+    if type(engine).__module__.startswith("verl.workers.engine.fsdp."):
+        held = _ADAPTED.get(engine, (None, None))
+        if engine.use_ulysses_sp:
+            _refuse_shares(engine, str(getattr(text_config(config_of(engine.module)), "_attn_implementation", None)))
+        elif held[0] is not engine.module:  # a rebuilt engine has another
+            _ADAPTED[engine] = engine.module, adapt(engine.module)
+    return original(engine, micro_batch)
 
 
 def _refuse_shares(engine: Any, kernel: str) -> None:
@@ -187,7 +174,7 @@ def _refuse_shares(engine: Any, kernel: str) -> None:
 
 
 def install_fsdp() -> None:
-    """Let each FSDP engine of this process, also one that exists, prove and mend its inputs. `uninstall` undoes it.
+    """Let each FSDP engine of this process, also one that exists, adapt its model. `uninstall` undoes it.
 
     >>> install_fsdp()  # doctest: +SKIP
     """
