@@ -365,11 +365,7 @@ FOLLOWED = [
         "Give each sequence its own row (padding_free=False)",
         lambda: shape(adapted(RIGHT, JAMBA, "transformers")) == (2, 5),
     ),
-    (
-        lambda: flat_route(),
-        "or call adapt(model) before you make the collator",
-        lambda: flat_route(by_sequence=True).form == "none",
-    ),
+    (lambda: flat_route(), "or call adapt(model) before you make the collator", lambda: flat_route(True).form == "none"),
     # --- forms, ways back, parallel, kernels
     (
         lambda: dense(RIGHT, rows=SOME_ROWS),
@@ -428,10 +424,10 @@ FOLLOWED = [
 ]
 
 
-def flat_route(**known):
+def flat_route(apart=False):
     """A flat row on a model that was asked."""
-    asked = Model(config=QWEN, model_type="qwen3_next", needs_mask_2d=True, **known)
-    return consumer_named("transformers").choose(Case(segments=FLAT, model=asked, padding_free=True))
+    asked = Model(config=QWEN, model_type="qwen3_next", needs_mask_2d=True)
+    return consumer_named("transformers").choose(Case(segments=FLAT, model=asked, padding_free=True, apart=apart))
 
 
 def bare(batch):

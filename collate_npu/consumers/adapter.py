@@ -263,13 +263,13 @@ class BatchAdapter:
         pad_token_id = case.model.text.pad_token_id if case.model.pooling else None
         if pad_token_id is not None and isinstance(out.get("input_ids"), Tensor):  # else padding counts
             out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id)
-        if case.by_sequence and segments.packed and not self.model.at_model:
+        if case.apart and segments.packed and not self.model.at_model:
             out[SEGMENT_KEY] = segments.ids.to(device)
-        if self.consumer.reads_offsets(case) and not case.by_sequence and any(out.get(key) is None for key in _FLAT_KEYS):
+        if self.consumer.reads_offsets(case) and not case.apart and any(out.get(key) is None for key in _FLAT_KEYS):
             out |= {key: value for key, value in _offsets(sources, case, device).items() if out.get(key) is None}
         if self.consumer.counts_positions:
             alone = case.padding_free and not segments.packed and case.recurrent
-            _drop_unread(out, alone=case.by_sequence or alone)
+            _drop_unread(out, alone=case.apart or alone)
         chosen = self.consumer.choose(case)
         if chosen.form == "none" and case.padding_free and not case.pattern.causal:
             check_ahead(sources, segments, reads_both=not self.consumer.counts_positions)
@@ -304,7 +304,8 @@ class BatchAdapter:
             causal = self.pattern.causal and not (self.model.leaks and self.declared is None)
             flat = causal or not segments.num_padding  # to a model that may look ahead, one with padding is a padded row
         known: dict[str, Any] = {"model": self.model, "pattern": self.pattern, "context_parallel": self.context_parallel}
-        case = Case(segments=segments, padding_free=flat, call=call, **known)
+        apart = self.model.by_sequence and self.context_parallel is None
+        case = Case(segments=segments, padding_free=flat, call=call, apart=apart, **known)
         if self.model.needs_mask_2d is None and not flat and not case.plain:
             raise _no_model("The form of this batch depends on whether the model has recurrent layers.")
         return case

@@ -200,6 +200,8 @@ class Case:
     context_parallel: ContextParallel | None = None
     call: Mapping[str, Any] = field(default_factory=dict)
     """The keys and options that the model is called with; empty where only the rows are known."""
+    apart: bool = False
+    """True if the model runs these rows by sequence."""
 
     @once
     def keys(self) -> Collection[str]:
@@ -222,11 +224,6 @@ class Case:
     def recurrent(self) -> bool:
         """Return True if the model has recurrent layers. Of a flat row also True where nobody knows."""
         return self.model.needs_mask_2d is not False if self.padding_free else bool(self.model.needs_mask_2d)
-
-    @property
-    def by_sequence(self) -> bool:
-        """Return True if the model runs these rows by sequence."""
-        return self.model.by_sequence and self.context_parallel is None
 
     @once
     def learns_routing(self) -> bool:
@@ -316,12 +313,12 @@ class Consumer:
     def choose(self, case: Case) -> Choice:
         """Return the one form in which this batch is computed right. Raises `UnsupportedFormError` where there is none."""
         for refusal in self.refuses:
-            if (refusal.always or not case.by_sequence) and (why := refusal.when(case)):
+            if (refusal.always or not case.apart) and (why := refusal.when(case)):
                 rule = refusal.rule.format(why=why)
                 raise UnsupportedFormError(explain(self.key, repr(case.segments), rule, refusal.remedy, more=refusal.more))
-        if case.by_sequence and not case.padding_free:
+        if case.apart and not case.padding_free:
             return Choice(form="keep_2d", keeps_mask_2d=False, why="adapt(model) runs each sequence by itself")
-        if case.padding_free and (case.by_sequence or not self.masks_flat_row(case)):
+        if case.padding_free and (case.apart or not self.masks_flat_row(case)):
             return Choice(form="none", keeps_mask_2d=False, why="padding free: offsets carry the boundaries")
         form, reason = next((form, why) for form in self.forms if (why := form.when(case)))
         kept = case.recurrent if self.keeps_mask_2d == "recurrent" else self.keeps_mask_2d == "always"

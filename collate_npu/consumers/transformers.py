@@ -215,6 +215,12 @@ TRANSFORMERS = Consumer(
         ),
         replace(PACKED_RECURRENT, remedy=f"Give each sequence its own row, or {_ADAPT}."),
         Refusal(
+            of="4D masks in a hybrid model",
+            when=lambda case: case.recurrent and not case.plain and _needs_dense(case),
+            rule="Recurrent layers read no 4D mask; {why}.",
+            remedy="Keep the model's own pattern, and one sequence a row.",
+        ),
+        Refusal(
             of="rows of which the head would take a wrong token: padding at its place, packed rows, no pad_token_id",
             when=_pooled,
             always=True,
@@ -234,12 +240,6 @@ TRANSFORMERS = Consumer(
             when=_lowest_is_infinite,
             rule="A query that attends nothing gives NaN, and NaN reaches every token of its row in the next layer: {why}.",
             remedy="Use attn_implementation='sdpa', or pad right, without rows of padding alone.",
-        ),
-        Refusal(
-            of="4D masks in a hybrid model",
-            when=lambda case: case.recurrent and _needs_dense(case),
-            rule="Recurrent layers read no 4D mask; {why}.",
-            remedy="Keep the model's own pattern, and one sequence a row.",
         ),
         Refusal(
             of="4D masks on flash attention",

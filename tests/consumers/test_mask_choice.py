@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from collate_npu import ContextParallel, Pattern, Segments, needs_mask_2d, releases
+from collate_npu import Pattern, Segments, needs_mask_2d, releases
 from collate_npu.consumers import transformers as transformers_room
 from collate_npu.consumers.mask_choice import Case, Model, consumers
 from collate_npu.errors import UnsupportedFormError
@@ -44,7 +44,7 @@ def padded(*lengths):
 
 LEARNS = config(output_router_logits=True)
 RECURRENT = {"config": config(layer_types=["linear_attention", "full_attention"]), "needs_mask_2d": True}
-BY_SEQUENCE = {"by_sequence": True}
+BY_SEQUENCE = {"apart": True}
 FREE = {"padding_free": True}
 FLASH, FLEX, EAGER = ({"attn_implementation": f"{kernel}"} for kernel in ("flash_attention_2", "flex_attention", "eager"))
 MINE = {"attn_implementation": "my_kernel"}
@@ -64,7 +64,6 @@ TABLE = [
       for more in (RECURRENT, ROUTED, FLEX)),
     ("none", FLAT, {**BY_SEQUENCE, **FREE, **RECURRENT}),
     ("refused.*one answer a row", PACKED, {**BY_SEQUENCE, "pooling": "last_by_id"}),
-    ("refused.*hold several", PACKED, {**BY_SEQUENCE, **RECURRENT, "context_parallel": ContextParallel(1, 0)}),
     # the width, and the longest
     *(("keep_2d" if n != (5, 6) else "refused.*indexer", padded(*n), INDEXER) for n in ((5, 6), (3, 5), (4, 6), (6, 6))),
     ("keep_2d", padded(3, 4), ROPE), ("refused.*frequencies", padded(3, 5), ROPE), ("keep_2d", padded(3, 5), {}),
