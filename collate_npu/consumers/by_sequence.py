@@ -43,6 +43,8 @@ class MixerPlan:
     buckets: tuple[tuple[int, ...], ...]
     """The sequences of each bucket, a row each."""
     place_T: Tensor
+    at_T: Tensor | None = None
+    """The place of each token in the batch `[B * S]`."""
     masks: dict[Any, Any] = field(default_factory=dict)
     """What the model's own functions made for the rows of a bucket."""
 
@@ -67,8 +69,10 @@ class MixerPlan:
         rows_R = torch.cat([each.flatten(0, 1) for each in rows]) if len(rows) > 1 else rows[0].flatten(0, 1)
         return from_places(rows_R, self.place_T)[None]
 
-    def rows_of(self, bucket: int) -> Segments:
-        """Return the Segments of the rows of this bucket."""
+    def rows_of(self, bucket: int | None) -> Segments:
+        """Return the Segments of the rows of this bucket; None: of the flat row."""
+        if bucket is None:
+            return of_lengths([self.lengths], self.total)
         return of_lengths([[self.lengths[each]] for each in self.buckets[bucket]], self.shapes[bucket][1])
 
 

@@ -7,6 +7,7 @@ Legend: B rows, S width, T tokens of the flat row, N sequences.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,8 @@ class FlatCall:
 
     def __init__(self, segments: Segments, way: Way, device: torch.device) -> None:
         self.segments, self.way = segments, way
-        self.plan: MixerPlan = plan_of(segments.sequence_lengths, device, way.buckets)
-        places = np.flatnonzero(segments.array)
-        self.at_T: Tensor = torch.from_numpy(places).to(device, non_blocking=True)
-        """The place of each token in `[B * S]`."""
+        self.at_T: Tensor = torch.from_numpy(np.flatnonzero(segments.array)).to(device, non_blocking=True)
+        self.plan: MixerPlan = replace(plan_of(segments.sequence_lengths, device, way.buckets), at_T=self.at_T)
 
     def flattened(self, call: Mapping[str, Any], model: nn.Module, *, shifts: bool) -> dict[str, Any]:
         """Return the call on the flat row. If the model `shifts` labels, the first of each sequence is ignored."""

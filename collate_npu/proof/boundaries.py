@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, host_array, once
+from collate_npu.consumers.by_sequence import MixerPlan
 from collate_npu.errors import CollateError, explain, shape_of
 from collate_npu.masks.forms import mask_mod
 from collate_npu.masks.patterns import Pattern
@@ -294,6 +295,23 @@ def attention_reason(
     missing_QK = expected_QK & ~all_QK
     heads = "" if bool((missing_QK & ~any_QK).any()) else " in one of its heads"
     return first(missing_QK, "does not attend all of its sequence", "does not attend") + heads
+
+
+def plan_reason(plan: MixerPlan, segments: Segments) -> str:
+    """Return why a plan does not lay each sequence of a batch out as a row of its own; "" if it does."""
+    if list(plan.lengths) != list(segments.sequence_lengths):
+        return f"it has sequences of {shown(plan.lengths)} tokens, and the batch of {shown(segments.sequence_lengths)}"
+    if sorted(each for rows in plan.buckets for each in rows) != list(range(len(plan.lengths))):
+        return "a sequence stands in no bucket, or in two"
+    starts, end = dict[int, int](), 0
+    for rows, (n, L) in zip(plan.buckets, plan.shapes):
+        starts |= {each: end + k * L for k, each in enumerate(rows)}
+        end += n * L
+    place_T = np.concatenate([np.arange(length) + starts[n] for n, length in enumerate(plan.lengths)])
+    for found_T, expected_T in ((plan.place_T, place_T), (plan.at_T, segments.indices.numpy())):
+        if found_T is not None and (wrong_T := found_T.cpu().numpy() != expected_T).any():
+            return f"token {int(np.argmax(wrong_T))} of its flat row stands in another place than in its sequence"
+    return ""
 
 
 def position_reason(positions_T: Array, segments: Segments, first: int | None) -> str:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.arrays import Array
+from collate_npu.consumers.by_sequence import running
 from collate_npu.errors import CollateError
 from collate_npu.proof.boundaries import zeros_of
 from collate_npu.proof.kernel_calls import Forward, RecordedCall, is_layer, plain_name
@@ -349,6 +350,8 @@ class Recorder:
         ids, forward = kwargs.get("input_ids"), self._here.forward
         if forward is None or forward.ids is None or not isinstance(ids, Tensor) or ids is forward.ids:
             return False
+        if (plan := running()[0]) is not None and tuple(ids.shape) == (1, plan.total):
+            return False
         whole = forward.ids.flatten()
         real = whole if forward.truth is None else whole[forward.truth.indices.to(whole.device)]
         return not any(torch.equal(ids.flatten(), each) for each in (whole, real))
@@ -368,12 +371,14 @@ class Recorder:
         value = next((value for value in given if value.ndim in (1, 2, 3)), None)
         if value is None or forward.truth is None:
             return
+        rows = forward.rows_here()
         for axis in torch.unique(value, dim=0) if value.ndim == 3 else [value]:  # mRoPE has three, of text all equal
-            found, truth = axis.detach().cpu().numpy(), forward.truth
+            found, truth = axis.detach().cpu().numpy(), rows or forward.truth
             if found.shape[-1] == truth.shape[1] and found.size in (truth.shape[1], truth.array.size):
                 found = np.broadcast_to(found, truth.shape)
             where: dict[str, Any] = {"layer": self._name_of(module), "kernel": type(module).__name__}
-            forward.calls.append(RecordedCall(**where, module=module, kind=kind, boundaries=None, positions=found))
+            where |= {"module": module, "kind": kind, "rows": rows}
+            forward.calls.append(RecordedCall(**where, boundaries=None, positions=found))
 
     def _name_of(self, module: nn.Module) -> str:
         known = self._names.get(id(module))
@@ -423,7 +428,8 @@ class Recorder:
         kind, read = row
         stack = self._here.stack
         layer = next((module for module in reversed(stack) if is_layer(module)), stack[-1])
-        where: dict[str, Any] = {"layer": self._name_of(layer), "module": layer, "empty_T": self._here.empty_T}
+        rows = None if self._here.forward is None else self._here.forward.rows_here()
+        where: dict[str, Any] = {"layer": self._name_of(layer), "module": layer, "empty_T": self._here.empty_T, "rows": rows}
         found = RecordedCall(**where, kernel=name, kind=kind, boundaries=None)
         try:
             if isinstance(values, str):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from collate_npu.arrays import Array, entries
 from collate_npu.consumers.adapter import KNOWN_BATCHES
+from collate_npu.consumers.by_sequence import running
 from collate_npu.consumers.mask_choice import Case, Model
 from collate_npu.consumers.model_traits import (
     attention_windows,
@@ -40,6 +41,7 @@ from collate_npu.proof.boundaries import (
     attention_reason,
     boundary_reason,
     places_in,
+    plan_reason,
     position_reason,
     row_starts,
     shown,
@@ -104,6 +106,8 @@ class RecordedCall:
     """bool: tokens of the batch whose embedding is zero, and zero still where this layer begins."""
     positions: Array | None = field(default=None, repr=False)
     """int64 `[B, S]`: what a rotary or a position embedding got."""
+    rows: Segments | None = field(default=None, repr=False)
+    """Those of its own rows, where an adapted model runs by sequence."""
 
     def fault(self, why: str, remedy: str) -> Fault:
         """Return what is wrong with it."""
@@ -153,6 +157,21 @@ class Forward:
     """If a layer is computed again: the calls of the first pass."""
     cp: ContextParallel | None = None
     """This rank's place, if ranks share the rows of `truth`."""
+    plan_fault: str = ""
+    """Why the plan by which an adapted model runs is not that of this batch."""
+
+    def rows_here(self) -> Segments | None:
+        """Return the Segments of the rows that run now by a plan, which is checked; None without one."""
+        plan, bucket = running()
+        if plan is None:
+            return None
+        if self.truth is not None:
+            self.plan_fault = self.plan_fault or plan_reason(plan, self.truth)
+        return plan.rows_of(bucket)
+
+    def _of_rows(self, call: RecordedCall) -> Forward:
+        """Return what this call is judged by: the batch, or its own rows."""
+        return self if call.rows is None or self.truth is None else replace(self, truth=call.rows)
 
     def judge_by(
         self, batch: Mapping[str, Any], *, segments: Segments | None = None, pattern: str | Pattern | None = None
@@ -183,6 +202,9 @@ class Forward:
             what, _, rest = self.skip_reason.partition(": ")
             where = {"layer": "(the batch)", "kernel": what, "received": "keys that contradict each other"}
             found[-1] = Fault(**where, why=rest, remedy="Correct it where the batch is made")
+        if self.plan_fault:
+            where = {"layer": "(the plan)", "kernel": "by sequence", "received": "rows of other tokens"}
+            found[-2] = Fault(**where, why=self.plan_fault, remedy="Report this: adapt(model) laid out another batch")
         return found
 
     @property
@@ -197,6 +219,8 @@ class Forward:
         self.ids = None
 
     def _fault_reason(self, call: RecordedCall) -> tuple[str, str] | None:
+        if (judge := self._of_rows(call)) is not self:
+            return judge._fault_reason(replace(call, rows=None))
         if call.remedy:
             return call.unread_reason, call.remedy
         if call.positions is not None and self.truth is not None and self.judges(call):
@@ -267,6 +291,8 @@ class Forward:
 
     def judges(self, call: RecordedCall) -> bool:
         """Return True if this call is judged against the batch: it has the tokens of the batch."""
+        if (judge := self._of_rows(call)) is not self:
+            return judge.judges(replace(call, rows=None))
         if self.truth is None or _FOREIGN.search(call.layer.lower()):
             return False
         if call.positions is not None:
@@ -439,6 +465,8 @@ def case_of(
     about = Model.of(model) if consumer_of(model) in ("transformers", "megatron") else Model()
     declared = pattern or ("bidirectional" if pattern_of(model) == "bidirectional" else None)
     sources = _of_all_ranks(_with_tokens(Sources.of(batch)), about.config)
+    if segments is None and running()[0] is not None:  # what came is a flat row already
+        segments = KNOWN_BATCHES.running.get(get_ident())
     if segments is None and (ids := sources.get("input_ids", sources.get("tokens"))) is not None:
         segments = KNOWN_BATCHES.find(ids)
     if segments is None:
