@@ -15,7 +15,6 @@ from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.masks import dense
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.outputs import per_sequence
-from collate_npu.releases import MISSING_KERNEL_RAISES, installed
 
 pytestmark = pytest.mark.long
 
@@ -110,11 +109,9 @@ def shapes_of(out):
 WIDTH, COUNT = 256, 8
 STATIC = {"padding": (WIDTH,), "max_sequences": COUNT}
 ALIGNED = {**STATIC, "multiple": 16}
-ASKED = bool(installed("transformers")) and MISSING_KERNEL_RAISES.holds()
 FLASH = {"_attn_implementation": "flash_attention_2", "model_type": "qwen3_next"}
 MODELS = {
     "attention alone": SimpleNamespace(layer_types=["full_attention"], **FLASH),
-    **({"recurrent": SimpleNamespace(layer_types=["linear_attention"], **FLASH)} if ASKED else {}),
     "dense mask": SimpleNamespace(layer_types=["full_attention"], model_type="llama"),
 }
 READERS = {"neutral": {}} | {n: {"consumer": "transformers", "model": m, "pattern": "causal"} for n, m in MODELS.items()}

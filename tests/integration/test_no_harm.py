@@ -1,6 +1,7 @@
 """Law 18: nobody loses by adding our line. Drawn cases, each seed another, and the trainers that count or keep labels."""
 
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import transformers
 from differential import FAMILIES, OPTIONS, PAD, WRAPPERS, Case, SkippedError, batch_of, drawn, harm, judged
 
 from collate_npu import PaddingCollator, adapt, wrap_collator
+from collate_npu.consumers import flat_row
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.testing import left_out
 
@@ -82,10 +84,10 @@ def test_known_harm_is_gone(what):
 
 
 def test_the_law_sees_harm(monkeypatch):
-    """A door that takes an embedding model for a causal one."""
-    monkeypatch.setattr("collate_npu.integrations.adapt.warn_if_left", lambda model: "")
-    monkeypatch.setattr("collate_npu.consumers.adapter.warn_if_left", lambda model: "")
-    found = judged(Case(**{**ALWAYS, **KNOWN["an embedding model by its config"]}))
+    """A door that lays tokens at other places than those of their sequences."""
+    made = flat_row.plan_of
+    monkeypatch.setattr(flat_row, "plan_of", lambda *a: replace(made(*a), place_T=made(*a).place_T.roll(1)))
+    found = judged(Case(**ALWAYS))
     assert (found["plain"][0], *harm(found)) == ("right", "adapt")
 
 
