@@ -92,7 +92,7 @@ def _kind_of(model: nn.Module, name: str, config: Any, way: Way) -> MaskKind | N
     kinds = layer_kinds(config)
     n = getattr(model.get_submodule(name), "layer_idx", None)
     n = int(numbers[0]) if n is None and numbers else n
-    kind = kinds[n] if isinstance(n, int) and n < len(kinds) else ""
+    kind = kinds[n] if isinstance(n, int) and 0 <= n < len(kinds) else ""
     if not kinds:
         kind = next((name for name in ("sliding_window", "attention_chunk_size") if getattr(config, name, None)), "")
     if not way.windows or not re.search("sliding|chunk", kind):
@@ -147,30 +147,26 @@ def flat_keys(model: Any, way: Way, plan: MixerPlan, device: torch.device | None
     return keys
 
 
+_WIDTH = 24
+
+
 def _mixing(copy: nn.Module) -> dict[type, int]:
     """Return the classes of the mixers of a tiny copy, and the dimensions of the mask that each is given."""
     seen: dict[str, tuple[Any, Any]] = {}
-    hooks = [
-        module.register_forward_pre_hook(partial(_record, seen, name), with_kwargs=True)
-        for name, module in copy.named_modules()
-        if name
-    ]
-    width = 24
-    text = text_config(config_of(copy))
+    parts = {name: copy.get_submodule(name) for name in _parts(copy)}
+    hooks = [part.register_forward_pre_hook(partial(_record, seen, name), with_kwargs=True) for name, part in parts.items()]
+    text, found = text_config(config_of(copy)), dict[type, int]()
     before, text._attn_implementation = text._attn_implementation, "eager"  # which is given every mask
     try:
-        copy(**run_alone(copy, torch.arange(3, 3 + width, device=device_of(copy))[None]))
-    finally:
-        text._attn_implementation = before
+        copy(**run_alone(copy, torch.arange(3, 3 + _WIDTH, device=device_of(copy))[None]))
         for hook in hooks:
             hook.remove()
-    found: dict[type, int] = {}
-    for name in _parts(copy):
-        if name in seen and _mixes(copy.get_submodule(name), *seen[name], width):
-            args, kwargs = seen[name]
-            masks = [x.ndim for x in tree_flatten((args, kwargs))[0] if _is_mask(x, width)]
-            kind = type(copy.get_submodule(name))
-            found[kind] = max(found.get(kind, 0), *masks, 0)
+        for name, (args, kwargs) in seen.items():
+            if _mixes(parts[name], args, kwargs):
+                masks = [x.ndim for x in tree_flatten((args, kwargs))[0] if _is_mask(x)]
+                found[type(parts[name])] = max(found.get(type(parts[name]), 0), *masks, 0)
+    finally:
+        text._attn_implementation = before
     return found
 
 
@@ -194,10 +190,10 @@ def _parts_of(name: str, layer: nn.Module) -> Iterator[str]:
             yield f"{name}.{key}"
 
 
-def _mixes(module: nn.Module, args: Any, kwargs: Any, width: int) -> bool:
+def _mixes(module: nn.Module, args: Any, kwargs: Any) -> bool:
     """Return True if another token than the one that is changed moves."""
     values, spec = tree_flatten((args, kwargs))
-    at = next((n for n, x in enumerate(values) if _is_states(x, width)), None)
+    at = next((n for n, x in enumerate(values) if _is_states(x)), None)
     if at is None:
         return False
     changed = values[at].clone()
@@ -206,7 +202,7 @@ def _mixes(module: nn.Module, args: Any, kwargs: Any, width: int) -> bool:
     for x in (values[at], changed):
         args, kwargs = tree_unflatten([*values[:at], x.clone(), *values[at + 1 :]], spec)
         outs = tree_flatten(module(*args, **kwargs))[0]
-        runs.append(next((out for out in outs if _is_states(out, width)), None))
+        runs.append(next((out for out in outs if _is_states(out)), None))
     if runs[0] is None or runs[1] is None:
         return False
     moved_S = (runs[0] - runs[1]).abs().flatten(2).amax((0, 2)) > 1e-6
@@ -214,10 +210,10 @@ def _mixes(module: nn.Module, args: Any, kwargs: Any, width: int) -> bool:
     return bool(moved_S.any())
 
 
-def _is_mask(x: Any, width: int) -> bool:
-    dense = isinstance(x, Tensor) and x.ndim > 2 and x.shape[-2:] == (width, width)
-    return dense or (isinstance(x, Tensor) and x.shape == (1, width) and not x.is_floating_point() and int(x.max()) <= 1)
+def _is_mask(x: Any) -> bool:
+    dense = isinstance(x, Tensor) and x.ndim > 2 and x.shape[-2] == _WIDTH <= x.shape[-1] <= _WIDTH + 1
+    return dense or (isinstance(x, Tensor) and x.shape == (1, _WIDTH) and not x.is_floating_point() and int(x.max()) <= 1)
 
 
-def _is_states(x: Any, width: int) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 2 and x.shape[1] == width
+def _is_states(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 2 and x.shape[1] == _WIDTH

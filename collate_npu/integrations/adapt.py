@@ -146,9 +146,8 @@ class _Hooks:
         own, inner = ([*inspect.signature(type(each).forward).parameters][1:] for each in (module, unwrap(module)))
         self.names = own if {"input_ids", "inputs_embeds"} & {*own} else inner
         """The arguments of its forward; those of the model inside, if its own forward names no tokens."""
-        self.own_head = bool(
-            re.fullmatch(r"transformers\..*ForCausalLM", f"{type(module).__module__}.{type(module).__name__}")
-        )
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        self.own_head = bool(re.fullmatch(r"transformers\..*(ForCausalLM|LMHeadModel)", kind))
         self.lora = self._has_lora()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
