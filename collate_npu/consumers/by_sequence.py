@@ -280,12 +280,11 @@ def _mask_of_rows(config: Any, x_nLD: Tensor, kind: MaskKind, explicit: bool) ->
     if kind == "2d":
         return x_nLD.new_ones(x_nLD.shape[:2], dtype=torch.bool)
     make = getattr(masking_utils, f"create_{kind}_mask")
-    known = {"config": config, "attention_mask": None, "past_key_values": None}
-    known |= dict.fromkeys(("inputs_embeds", "input_embeds"), x_nLD)
+    known = {"config": config, **dict.fromkeys(("inputs_embeds", "input_embeds"), x_nLD)}
     known |= {"cache_position": torch.arange(x_nLD.shape[1], device=x_nLD.device)}
     known |= {"and_mask_function": lambda b, h, q, k: q >= 0} if explicit else {}
-    taken = inspect.signature(make).parameters
-    return make(**{name: value for name, value in known.items() if name in taken})
+    taken = inspect.signature(make).parameters.items()
+    return make(**{name: known.get(name) for name, each in taken if name in known or each.default is each.empty})
 
 
 def _is_flat(value: Any, T: int) -> bool:
