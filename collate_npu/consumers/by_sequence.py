@@ -30,8 +30,10 @@ MaskKind = Literal["causal", "sliding_window_causal", "chunked_causal", "2d"]
 Buckets = Literal["few", "even", "one"]
 """Buckets by cost, or one for each length, or one for all: where ranks compute a layer together, each calls it once."""
 
-_CALL, _UNITS = 256, 32
-"""A call costs about as much as so many tokens; lengths are told apart in so many steps of the longest."""
+CALL_COST = 256
+"""A call of a mixer costs about as much as so many tokens."""
+_UNITS = 32
+"""Lengths are told apart in so many steps of the longest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +78,9 @@ class MixerPlan:
         return of_lengths([[self.lengths[each]] for each in self.buckets[bucket]], self.shapes[bucket][1])
 
 
-def plan_of(lengths: Sequence[int], device: torch.device | str = "cpu", buckets: Buckets = "few") -> MixerPlan:
+def plan_of(
+    lengths: Sequence[int], device: torch.device | str = "cpu", buckets: Buckets = "few", call_cost: int | None = None
+) -> MixerPlan:
     """Return the plan of a flat row of sequences with these lengths.
 
     >>> plan = plan_of([2, 1])
@@ -85,7 +89,7 @@ def plan_of(lengths: Sequence[int], device: torch.device | str = "cpu", buckets:
     """
     lengths_N = np.asarray(lengths, np.int64)
     order = np.argsort(lengths_N, kind="stable")
-    made = np.split(order, _cuts(lengths_N[order], buckets)[:-1])
+    made = np.split(order, _cuts(lengths_N[order], buckets, CALL_COST if call_cost is None else call_cost)[:-1])
     starts_N, first_N, at = np.cumsum(lengths_N) - lengths_N, np.empty_like(lengths_N), 0
     for rows in made:
         width = int(lengths_N[rows].max())
@@ -96,7 +100,7 @@ def plan_of(lengths: Sequence[int], device: torch.device | str = "cpu", buckets:
     return MixerPlan(tuple(lengths_N.tolist()), tuple(tuple(rows.tolist()) for rows in made), places)
 
 
-def _cuts(ascending_N: Array, buckets: Buckets) -> list[int]:
+def _cuts(ascending_N: Array, buckets: Buckets, call_cost: int) -> list[int]:
     """Return the ends of the buckets in this order of lengths: those with which rows, padding and calls cost least."""
     unit = 1 if buckets == "even" else max(1, -(-int(ascending_N[-1]) // _UNITS))
     sizes, ends = np.unique(-(-ascending_N // unit) * unit, return_index=True)
@@ -107,7 +111,7 @@ def _cuts(ascending_N: Array, buckets: Buckets) -> list[int]:
         return ends_K
     starts, best, cut = [0, *ends_K], [0.0], [0]
     for j, width in enumerate(widths, start=1):
-        costs = [best[i] + width * (starts[j] - starts[i] + 1) + _CALL for i in range(j)]
+        costs = [best[i] + width * (starts[j] - starts[i] + 1) + call_cost for i in range(j)]
         cut.append(min(range(j), key=costs.__getitem__))
         best.append(costs[cut[-1]])
     found, j = [], len(widths)

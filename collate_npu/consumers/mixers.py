@@ -126,7 +126,7 @@ def _moved(copy: Any, way: Way, tokens_1T: Tensor, alone: Tensor) -> str:
     for mixer in mixers_of(copy, way).values():
         vars(mixer).pop("forward", None)
     wrap(copy, way)
-    plan = plan_of(_LENGTHS, tokens_1T.device, way.buckets)
+    plan = plan_of(_LENGTHS, tokens_1T.device, way.buckets, call_cost=0)
     call = {**run_alone(copy, tokens_1T), **flat_keys(copy, way, plan)}
     try:
         with under(plan):

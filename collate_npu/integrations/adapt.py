@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import Any, cast
@@ -93,13 +93,14 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     whole = _transformers_model(model, "consumer" in settings)
     if is_transformers(whole) and warn_if_left(model):
         return Adapted((), "")
-    way, backbone = _way_of(whole, settings), whole
-    if not way.why_padded:
-        wrap(whole, way)
-        backbone = place_of(whole, mixers_of(whole, way))
+    way = _way_of(whole, settings)
+    wrap(whole, way)
+    mixers = mixers_of(whole, way)
+    backbone = place_of(whole, mixers) if mixers else whole
     handles: list[Any] = []
     places = _hook_places(model, whole, backbone)
-    hooks = [_Hooks(module, settings, inside, places[:n], way, module is backbone) for n, module in enumerate(places)]
+    given: dict[str, Any] = {"settings": settings, "inside": inside, "way": way, "mixers": [*mixers.values()]}
+    hooks = [_Hooks(module, outer=places[:n], backbone=module is backbone, **given) for n, module in enumerate(places)]
     for module, door in zip(places, hooks):
         handles.append(module.register_forward_pre_hook(door, with_kwargs=True))
         handles.append(module.register_forward_hook(door.leave, always_call=True))
@@ -113,10 +114,14 @@ def _way_of(whole: nn.Module, settings: Mapping[str, Any]) -> Way:
         return Way("it counts positions by ids")
     if settings.get("pattern") is not None or settings.get("context_parallel") is not None:
         return Way("a pattern or a part of the rows was declared")
-    way = way_of(whole)
-    parts = () if way.why_padded else [part for each in mixers_of(whole, way).values() for part in each.modules()][1:]
-    gathers = any(hasattr(part, "unshard") for part in parts) or any(hasattr(each, "ds_id") for each in whole.parameters())
-    return replace(way, buckets="one") if gathers else way  # as many calls on every rank (FSDP2, ZeRO-3)
+    return way_of(whole)
+
+
+def _gathers(mixers: Iterable[nn.Module]) -> bool:
+    """Return True if ranks gather parameters inside these mixers (ZeRO-3, FSDP): each rank must call them as often."""
+    parts = [part for mixer in mixers for part in mixer.modules() if part is not mixer]
+    sharded = any(hasattr(part, "unshard") or "FullySharded" in type(part).__name__ for part in parts)
+    return sharded or any(hasattr(each, "ds_id") for mixer in mixers for each in mixer.parameters())
 
 
 @dataclass(eq=False)
@@ -137,10 +142,11 @@ class _Hooks:
     each thread. `outer` are the modules that a batch passes before this one."""
 
     def __init__(
-        self, module: nn.Module, settings: dict[str, Any], inside: dict[int, _Entered], outer: list[nn.Module], way: Way,
-        backbone: bool,
+        self, module: nn.Module, *, settings: dict[str, Any], inside: dict[int, _Entered], outer: list[nn.Module], way: Way,
+        mixers: list[nn.Module], backbone: bool,
     ) -> None:  # fmt: skip
-        self.settings, self.inside, self.outer, self.way, self.backbone = settings, inside, outer, way, backbone
+        self.settings, self.inside, self.outer, self.way = settings, inside, outer, way
+        self.mixers, self.backbone = mixers, backbone
         self.by_sequence = not way.why_padded
         self.adapters = {by_sequence: self._made(module, by_sequence) for by_sequence in {self.by_sequence, False}}
         own, inner = ([*inspect.signature(type(each).forward).parameters][1:] for each in (module, unwrap(module)))
@@ -209,7 +215,8 @@ class _Hooks:
         written = self._handed_over(module, batch, segments, by_sequence, holes=not whole)
         if by_sequence and (segments.packed or segments.num_tokens < segments.array.size) and segments.num_tokens:
             device = next(value.device for value in written.values() if isinstance(value, torch.Tensor))
-            entered.flat = FlatCall(segments, self.way, device)
+            way = replace(self.way, buckets="one") if _gathers(self.mixers) else self.way
+            entered.flat = FlatCall(segments, way, device)
             return self._flattened(entered, module, written) if whole else written
         return written
 
