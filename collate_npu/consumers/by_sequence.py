@@ -10,8 +10,7 @@ Legend: T tokens of the flat row, N sequences, n rows of a bucket and L its widt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import local
@@ -179,25 +178,19 @@ def running() -> tuple[MixerPlan | None, int | None]:
     return _HERE.plan, _HERE.bucket
 
 
-@contextmanager
-def under(plan: MixerPlan | None) -> Iterator[None]:
-    """Run this thread's model by this plan; None: as it is."""
-    before, _HERE.plan = _HERE.plan, plan
-    try:
-        yield
-    finally:
-        _HERE.plan = before
-
-
 def begin(plan: MixerPlan | None) -> MixerPlan | None:
     """Let this thread's model run by this plan from now on, and return the one before."""
     before, _HERE.plan = _HERE.plan, plan
     return before
 
 
-def _under(plan: MixerPlan | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with under(plan):
+def run_under(plan: MixerPlan | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return `function(*args, **kwargs)`, by this plan."""
+    before = begin(plan)
+    try:
         return function(*args, **kwargs)
+    finally:
+        begin(before)
 
 
 class _Carrying:
@@ -207,7 +200,7 @@ class _Carrying:
         self.checkpoint = checkpoint
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.checkpoint(partial(_under, _HERE.plan, function), *args, **kwargs)
+        return self.checkpoint(partial(run_under, _HERE.plan, function), *args, **kwargs)
 
 
 def carry(model: nn.Module) -> None:
@@ -235,10 +228,6 @@ class BySequence:
         self.mixer, self.config, self.kind, self.explicit = mixer, config, kind, explicit
         self.before = vars(mixer).get("forward")
         """What stood there already: a hook of accelerate, a forward of the hub."""
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.own)
 
     @property
     def own(self) -> Callable[..., Any]:

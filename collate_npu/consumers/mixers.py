@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from collate_npu.consumers.by_sequence import Buckets, BySequence, MaskKind, MixerPlan, plan_of, under
+from collate_npu.consumers.by_sequence import Buckets, BySequence, MaskKind, MixerPlan, plan_of, run_under
 from collate_npu.consumers.model_traits import config_of, is_transformers, layer_kinds, position_rule, text_config, unwrap
 from collate_npu.consumers.tiny_models import code_of, copy_of, cpu_kernels, device_of, limit_of, run_alone, states_of
 
@@ -129,8 +129,7 @@ def _moved(copy: Any, way: Way, tokens_1T: Tensor, alone: Tensor) -> str:
     plan = plan_of(_LENGTHS, tokens_1T.device, way.buckets, call_cost=0)
     call = {**run_alone(copy, tokens_1T), **flat_keys(copy, way, plan)}
     try:
-        with under(plan):
-            found = states_of(copy, **call)[0]
+        found = run_under(plan, states_of, copy, **call)[0]
     except Exception as error:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     worst = float((found - alone).abs().max() / alone.abs().max())
