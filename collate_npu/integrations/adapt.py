@@ -76,9 +76,9 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     `[B, S, ...]` that came, with zeros at padding. A call with a cache, for attention maps or in a compiled graph goes the
     padded way: its batch is proved, made right for this model, or refused. `.way` says which way a model goes. Calls without
     tokens of text (sound), and steps of generation behind the prompt, pass as they are. Costs a copy of the mask to the host
-    each step. A model that is no causal language model, no
-    backbone of one and no head on one is left as it came: a warning says so. Raises `UnsupportedFormError` for a module with
-    no transformers model in it, or several, and for ignored labels that a trainer counted. Call it after `get_peft_model`.
+    each step. A model that is no causal language model, no backbone of one and no head on one is left as it came: a warning
+    says so. Raises `UnsupportedFormError` for a module with no transformers model in it, or several, and for ignored labels
+    that a trainer counted. Call it after `get_peft_model`.
 
     >>> from collate_npu.testing import tiny_model
     >>> model = tiny_model("qwen3_next", vocab_size=257)
@@ -126,15 +126,13 @@ def _gathers(mixers: Iterable[nn.Module]) -> bool:
 
 @dataclass(eq=False)
 class _Entered:
-    """A batch on its way through a model: the hook by which it entered, and how it runs."""
+    """A batch on its way through a model: the hook by which it entered, and the flat row that it becomes, if any."""
 
     by: _Hooks
+    before: MixerPlan | None
     flat: FlatCall | None = None
-    """None: its rows run as they are."""
     at: _Hooks | None = None
-    """The hook where its rows became a flat row."""
-    before: MixerPlan | None = None
-    ran: bool = False
+    """The hook where its rows became the flat row."""
 
 
 class _Hooks:
@@ -158,7 +156,7 @@ class _Hooks:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
         entered = self.inside.get(get_ident())
-        if entered is not None and not (self.backbone and entered.flat is not None and entered.at is None):
+        if entered is not None and not (self.backbone and entered.flat is not None and entered.at in (None, self)):
             return None
         if self._has_lora() and not self.lora:
             rule = "Its wrapper, made after adapt, calls the model's forward directly, and the model's hooks do not run."
@@ -174,51 +172,61 @@ class _Hooks:
         """Bring what the flat row gave back into the rows that came, and forget the batch at the module it entered by."""
         if (entered := self.inside.get(get_ident())) is None:
             return None
-        restored = None
-        if entered.at is self and entered.flat is not None:
-            begin(entered.before)
-            entered.at = None
-            restored = None if output is None else entered.flat.restored(output)
+        flat = entered.flat
+        if entered.at is self and flat is not None:
+            begin(None)
+            output = None if output is None else flat.restored(output)
         if entered.by is self:  # a backbone that returns may be called again
+            begin(entered.before)
             del self.inside[get_ident()]
             KNOWN_BATCHES.running.pop(get_ident(), None)
-            if output is not None and entered.flat is not None and not entered.ran:
+            if output is not None and flat is not None and entered.at is None:
                 rule = "It did not call its backbone as a module, so that its rows ran as they were."
                 raise UnsupportedFormError(explain("model", type(module).__name__, rule, _BACKBONE))
-        return restored
+        return output if entered.at is self else None
 
     def _through(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], graph: bool) -> Kept | None:
         batch = Sources({**dict(zip(self.names, args)), **kwargs})
-        entered = self.inside.setdefault(get_ident(), _Entered(self))
-        try:
-            written = self._written(entered, module, batch, graph)
-        except BaseException:
-            if entered.by is self:
-                self.inside.pop(get_ident(), None)
-            raise
+        entered = self.inside.get(get_ident())
+        if entered is not None:
+            written: dict[str, Any] | None = self._flattened(entered, module, batch)
+        else:
+            entered = _Entered(self, begin(None))
+            try:
+                written = self._written(entered, module, batch, graph)
+            except BaseException:
+                begin(entered.before)
+                raise
+            self.inside[get_ident()] = entered
         return None if written is None else (args[len(self.names) :], written)
 
     def _written(self, entered: _Entered, module: nn.Module, batch: Sources, graph: bool) -> dict[str, Any] | None:
-        if entered.by is not self:
-            return self._flattened(entered, module, batch)
-        if self.adapters[False].is_left(batch) or not batch.named["tokens"]:  # sound
+        padded = self._current(module, False)
+        if padded.is_left(batch) or not batch.named["tokens"]:  # sound
             return None
         if _in_use(module, batch) and _decodes(batch):
-            return _continued(self._current(module, False), batch)
+            return _continued(padded, batch)
         if (ranks := _sharing_ranks()) > 1:
-            _check_share(self._current(module, False), module, batch, ranks)
+            _check_share(padded, module, batch, ranks)
             return None
-        batch = _with_empty_rows(batch)
-        segments = self._current(module, False).read(batch, self.adapters[False].polarity, _is_flat(batch))
+        batch, flat = _with_empty_rows(batch), _is_flat(batch)
+        segments = padded.read(batch, padded.polarity, flat)
         by_sequence = self.by_sequence and not self._why_padded(module, batch, segments, graph)
-        whole = by_sequence and (self.backbone or (self.own_head and not _cuts_rows(self._current(module, True), batch)))
-        written = self._handed_over(module, batch, segments, by_sequence, holes=not whole)
-        if by_sequence and (segments.packed or segments.num_tokens < segments.array.size) and segments.num_tokens:
-            device = next(value.device for value in written.values() if isinstance(value, torch.Tensor))
-            way = replace(self.way, buckets="one") if _gathers(self.mixers) else self.way
-            entered.flat = FlatCall(segments, way, device)
-            return self._flattened(entered, module, written) if whole else written
-        return written
+        adapter = self._current(module, by_sequence)
+        whole = by_sequence and (self.backbone or (self.own_head and not _cuts_rows(adapter, batch)))
+        written, _ = adapter.hand_over(batch, padding_free=flat, segments=segments, holes=not whole)
+        _check_last(batch, segments)
+        _check_count(adapter, batch, written, segments)
+        KNOWN_BATCHES.running[get_ident()] = segments
+        if (
+            not by_sequence
+            or not segments.num_tokens
+            or (not segments.packed and segments.num_tokens == segments.array.size)
+        ):
+            return written
+        device = next(value.device for value in written.values() if isinstance(value, torch.Tensor))
+        entered.flat = FlatCall(segments, replace(self.way, buckets="one") if _gathers(self.mixers) else self.way, device)
+        return self._flattened(entered, module, written) if whole else written
 
     def _flattened(self, entered: _Entered, module: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
         """Return the call on the flat row, and let this thread's mixers run by its plan."""
@@ -230,18 +238,9 @@ class _Hooks:
         if module.training:
             carry(module)
         flat = entered.flat.flattened(call, module, shifts=self._current(module, True).label_rule == "next")
-        entered.at, entered.ran, entered.before = self, True, begin(entered.flat.plan)
+        entered.at = self
+        begin(entered.flat.plan)
         return flat
-
-    def _handed_over(
-        self, module: nn.Module, batch: Sources, segments: Segments, by_sequence: bool, *, holes: bool
-    ) -> dict[str, Any]:
-        adapter = self._current(module, by_sequence)
-        written, _ = adapter.hand_over(batch, padding_free=_is_flat(batch), segments=segments, holes=holes)
-        _check_last(batch, segments)
-        _check_count(adapter, batch, written, segments)
-        KNOWN_BATCHES.running[get_ident()] = segments
-        return written
 
     def _why_padded(self, module: nn.Module, batch: Sources, segments: Segments, graph: bool) -> str:
         """Return why this call goes the padded way; "" for one that runs by sequence."""
