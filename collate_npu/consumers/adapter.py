@@ -263,7 +263,7 @@ class BatchAdapter:
         pad_token_id = case.model.text.pad_token_id if case.model.pooling else None
         if pad_token_id is not None and isinstance(out.get("input_ids"), Tensor):  # else padding counts
             out["input_ids"] = out["input_ids"].masked_fill(~segments.keep.to(device), pad_token_id)
-        if case.apart and segments.packed and not self.model.at_model:
+        if case.apart and segments.packed:
             out[SEGMENT_KEY] = segments.ids.to(device)
         if self.consumer.reads_offsets(case) and not case.apart and any(out.get(key) is None for key in _FLAT_KEYS):
             out |= {key: value for key, value in _offsets(sources, case, device).items() if out.get(key) is None}
@@ -324,11 +324,8 @@ class BatchAdapter:
         if form == "mapping":
             reader = self.model.attn_implementation
             form = "bias" if reader == "eager" else "block_mask" if reader == "flex_attention" else "keep"
-        keep = None if case.padding_free else segments.keep.to(device)
-        masks = {
-            kind: keep if pattern is None else self._attends(segments, form, pattern, device)
-            for kind, pattern in self.consumer.patterns(case).items()
-        }
+        patterns = self.consumer.patterns(case).items()
+        masks = {kind: self._attends(segments, form, pattern, device) for kind, pattern in patterns}
         return masks if chosen.form == "mapping" else masks[""]
 
     def _attends(self, segments: Segments, form: Any, pattern: Pattern, device: torch.device) -> Any:

@@ -10,7 +10,7 @@ Legend: T tokens of the flat row, N sequences, n rows of a bucket and L its widt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import local
@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from collate_npu.arrays import Array
 from collate_npu.consumers.model_traits import unwrap
@@ -28,6 +29,24 @@ from collate_npu.segments import Segments, of_lengths
 MaskKind = Literal["causal", "sliding_window_causal", "chunked_causal", "2d"]
 Buckets = Literal["few", "even", "one"]
 """Buckets by cost, or one for each length, or one for all: where ranks compute a layer together, each calls it once."""
+FlatMask = Literal["all", "ones"]
+"""What a flat row has where a mask stands: `[1, 1, 1, 1]`, which transformers hands on as it is, or `[1, T]`."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model runs its batches: by sequence, with these classes as mixers; or the padded way, and why."""
+
+    why_padded: str = ""
+    mixers: dict[type, int] = field(default_factory=dict)
+    """Class of mixer: how many dimensions the mask has that it is given; 0: none."""
+    buckets: Buckets = "few"
+    mask: FlatMask = "all"
+    explicit: bool = False
+    """True if its attention needs a mask where torch's kernel needs none."""
+    windows: bool = True
+    """False if its masks leave out the window that its config names."""
+
 
 CALL_COST = 256
 """A call of a mixer costs about as much as so many tokens."""
@@ -58,6 +77,11 @@ class MixerPlan:
     def total(self) -> int:
         """Return T."""
         return len(self.place_T)
+
+    @property
+    def starts(self) -> Array:
+        """Return where each sequence begins in the flat row."""
+        return np.cumsum(self.lengths) - self.lengths
 
     def lay(self, x: Tensor) -> list[Tensor]:
         """Return `x [1, T, ...]` as the rows `[n, L, ...]` of each bucket, with zeros at padding."""
@@ -241,25 +265,25 @@ class BySequence:
         given = {**dict(zip(inspect.signature(own).parameters, args)), **kwargs}
         if not any(_is_flat(value, plan.total) for value in given.values()):
             return own(*args, **kwargs)
-        laid = {name: _laid(value, plan) for name, value in given.items() if name != "attention_mask"}
-        outs = []
+        masked = given.pop("attention_mask", self) is not self
+        values, spec = tree_flatten(given)
+        laid, outs = [_laid(value, plan) for value in values], []
         try:
             for _HERE.bucket in range(len(plan.buckets)):
-                rows = {name: _of_bucket(value, _HERE.bucket) for name, value in laid.items()}
-                if "attention_mask" in given:
-                    rows["attention_mask"] = self._row_mask(plan, _HERE.bucket, rows)
-                outs.append(own(**rows))
+                rows = [value if each is None else each[_HERE.bucket] for value, each in zip(values, laid)]
+                mask = {"attention_mask": self._row_mask(plan, _HERE.bucket, rows)} if masked else {}
+                outs.append(own(**tree_unflatten(rows, spec), **mask))
         finally:
             _HERE.bucket = None
         if isinstance(outs[0], tuple):  # attention maps, or a state that nobody reads, stand behind
             return plan.back([each[0] for each in outs]), *outs[0][1:]
         return plan.back(outs)
 
-    def _row_mask(self, plan: MixerPlan, bucket: int, rows: Mapping[str, Any]) -> Any:
+    def _row_mask(self, plan: MixerPlan, bucket: int, rows: Sequence[Any]) -> Any:
         """Return the mask that the model's own functions make for rows of this width without padding."""
         if self.kind is None:
             return None
-        x = next(each for each in rows.values() if isinstance(each, Tensor) and each.is_floating_point())
+        x = next(each for each in rows if isinstance(each, Tensor) and each.is_floating_point())
         if (key := (id(self.config), self.kind, bucket, x.dtype)) not in plan.masks:
             plan.masks[key] = _mask_of_rows(self.config, x if self.explicit else x[:1], self.kind, self.explicit)
         return plan.masks[key]
@@ -284,27 +308,14 @@ def _is_flat(value: Any, T: int) -> bool:
     return isinstance(value, Tensor) and value.ndim > 2 and tuple(value.shape[:2]) == (1, T)
 
 
-class _Rows(list[Any]):
-    """A value as it is for each bucket."""
-
-
-def _laid(value: Any, plan: MixerPlan) -> Any:
-    """Return a mixer's argument for each bucket: tensors `[1, T, ...]`, `[axes, 1, T, ...]` and places `[T]` as rows."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_laid(each, plan) for each in value) if type(value) in (tuple, list) else value
-    if not isinstance(value, Tensor):
-        return value
-    shape, T = tuple(value.shape), plan.total
+def _laid(value: Any, plan: MixerPlan) -> list[Tensor] | None:
+    """Return a mixer's argument for each bucket: tensors `[1, T, ...]`, `[axes, 1, T, ...]` and places `[T]` as rows; None
+    for one that is the same for all."""
+    shape, T = tuple(getattr(value, "shape", ())), plan.total
+    if not isinstance(value, Tensor) or T not in shape[:3]:
+        return None
     if shape[:2] == (1, T):
-        return _Rows(plan.lay(value))
+        return plan.lay(value)
     if shape[1:3] == (1, T):
-        return _Rows(torch.stack(each) for each in zip(*(plan.lay(axis) for axis in value)))
-    if shape == (T,):  # where a cache stands
-        return _Rows(torch.arange(L, device=value.device) for _, L in plan.shapes)
-    return value
-
-
-def _of_bucket(value: Any, bucket: int) -> Any:
-    if isinstance(value, _Rows):
-        return value[bucket]
-    return type(value)(_of_bucket(each, bucket) for each in value) if type(value) in (tuple, list) else value
+        return [torch.stack(each) for each in zip(*(plan.lay(axis) for axis in value))]
+    return [torch.arange(L, device=value.device) for _, L in plan.shapes] if shape == (T,) else None  # where a cache stands

@@ -14,13 +14,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from collate_npu.consumers.by_sequence import MixerPlan, from_places, plan_of, to_places
+from collate_npu.consumers.by_sequence import MixerPlan, Way, from_places, plan_of, to_places
 from collate_npu.consumers.labels_and_positions import IGNORED
-from collate_npu.consumers.mixers import Way, flat_keys
+from collate_npu.consumers.model_traits import position_rule
 from collate_npu.consumers.tiny_models import taken_of
 from collate_npu.segments import Segments
 
 _CACHES = ("past_key_values", "cache", "cache_params", "cache_position", "state")
+
+
+def flat_keys(model: Any, way: Way, plan: MixerPlan) -> dict[str, Any]:
+    """Return the mask of a flat row, and its positions if the model takes any."""
+    ones = torch.ones(1, plan.total, dtype=torch.long, device=plan.place_T.device)
+    keys: dict[str, Any] = {"attention_mask": ones if way.mask == "ones" else ones.new_ones(1, 1, 1, 1).bool()}
+    if position_rule(model) != "none":
+        positions_T = np.arange(plan.total) - np.repeat(plan.starts, plan.lengths)
+        keys["position_ids"] = torch.from_numpy(positions_T)[None].to(ones.device, non_blocking=True)
+    return keys
 
 
 class FlatCall:
@@ -38,8 +48,7 @@ class FlatCall:
         given = out.get("position_ids")
         out |= {name: value for name, value in made.items() if name != "position_ids" or given is None}
         if shifts and isinstance(labels := out.get("labels"), Tensor):
-            lengths_N = torch.tensor(self.plan.lengths)
-            out["labels"] = labels.index_fill(1, (lengths_N.cumsum(0) - lengths_N).to(labels.device), IGNORED)
+            out["labels"] = labels.index_fill(1, torch.from_numpy(self.plan.starts).to(labels.device), IGNORED)
         return out | ({"use_cache": False} if taken_of(model, "use_cache") else {})
 
     def restored(self, output: Any) -> Any:

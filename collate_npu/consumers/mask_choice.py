@@ -68,16 +68,12 @@ class Model:
     dtype: torch.dtype | None = None
     positions: model_traits.PositionRule = "places"
     first_position: int = 0
-    says_causal: bool = False
-    """True if its attention layers say that they are causal: such a layer needs no mask where None is exact."""
     pooling: model_traits.Pooling = ""
     labels: model_traits.LabelRule | None = None
     looks_ahead: tuple[str, ...] = ()
     """Inputs by which its own masks let tokens see later ones: "images", "types" (`token_type_ids`)."""
     by_sequence: bool = False
     """True if `adapt` runs it by sequence: any rows are right."""
-    at_model: bool = False
-    """True if only the model reads this batch; then the mask may be left out. Trainers count tokens by a 2D mask (TRL)."""
     leaks: Mapping[str, str] = field(default_factory=dict)
     """By form of rows (probe.py): why padding or another sequence changes its tokens; "" where they do not. Forms that were
     not tried are missing."""
@@ -103,7 +99,6 @@ class Model:
             read = {
                 "positions": model_traits.position_rule(model),
                 "first_position": model_traits.first_position(model),
-                "says_causal": model_traits.pattern_of(model) == "causal",
                 "pooling": model_traits.pooling(model),
                 "labels": model_traits.label_rule(model),
                 "looks_ahead": tuple(by for by in ("images", "types") if model_traits.looks_ahead(model, by)),
@@ -275,8 +270,8 @@ class Consumer:
     """True if a flat row needs a mask beside its offsets."""
     reads_offsets: Callable[[Case], bool] = lambda case: False
     """True if the model must get every offset key of a flat row, also those that the batch has not."""
-    patterns: Callable[[Case], Mapping[str, Pattern | None]] = lambda case: {"": case.pattern}
-    """The pattern of each mask by kind of layer; None: the 2D mask. The kind "" means one mask for all layers."""
+    patterns: Callable[[Case], Mapping[str, Pattern]] = lambda case: {"": case.pattern}
+    """The pattern of each mask by kind of layer. The kind "" means one mask for all layers."""
     source: str
 
     def __reduce__(self) -> Any:

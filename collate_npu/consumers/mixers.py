@@ -9,45 +9,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from collate_npu.consumers.by_sequence import Buckets, BySequence, MaskKind, MixerPlan, plan_of, run_under
-from collate_npu.consumers.model_traits import config_of, is_transformers, layer_kinds, position_rule, text_config, unwrap
+from collate_npu.consumers.by_sequence import BySequence, MaskKind, Way, plan_of, run_under
+from collate_npu.consumers.flat_row import flat_keys
+from collate_npu.consumers.model_traits import config_of, is_transformers, layer_kinds, text_config, unwrap
 from collate_npu.consumers.tiny_models import code_of, copy_of, cpu_kernels, device_of, limit_of, run_alone, states_of
-
-FlatMask = Literal["all", "ones"]
-"""What a flat row has where a mask stands: `[1, 1, 1, 1]`, which transformers hands on as it is, or `[1, T]`."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a model runs its batches: by sequence, with these classes as mixers; or the padded way, and why."""
-
-    why_padded: str = ""
-    mixers: dict[type, int] = field(default_factory=dict)
-    """Class of mixer: how many dimensions the mask has that it is given; 0: none."""
-    buckets: Buckets = "few"
-    mask: FlatMask = "all"
-    explicit: bool = False
-    """True if its attention needs a mask where torch's kernel needs none."""
-    windows: bool = True
-    """False if its masks leave out the window that its config names."""
-
 
 _WAYS: dict[Any, Way] = {}
 
 
-def way_of(model: Any, attention: str | None = None) -> Way:
+def way_of(model: Any) -> Way:
     """Return how this transformers module runs: its tiny copy is asked, once for the code of its layers and its config."""
     whole = unwrap(model)
-    key = (attention, repr(config_of(whole).to_dict()), device_of(whole), code_of(whole))
+    key = (repr(config_of(whole).to_dict()), device_of(whole), code_of(whole))
     if key not in _WAYS:
         try:
             _WAYS[key] = _asked(whole)
@@ -134,16 +115,6 @@ def _moved(copy: Any, way: Way, tokens_1T: Tensor, alone: Tensor) -> str:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     worst = float((found - alone).abs().max() / alone.abs().max())
     return "" if worst < limit_of(tokens_1T.device) else f"a sequence moves by {worst:.1g} of the largest value"
-
-
-def flat_keys(model: Any, way: Way, plan: MixerPlan, device: torch.device | None = None) -> dict[str, Any]:
-    """Return the mask of a flat row, and its positions if the model takes any."""
-    device = device or plan.place_T.device
-    ones = torch.ones(1, plan.total, dtype=torch.long, device=device)
-    keys: dict[str, Any] = {"attention_mask": ones if way.mask == "ones" else ones.new_ones(1, 1, 1, 1).bool()}
-    if position_rule(model) != "none":
-        keys["position_ids"] = torch.cat([torch.arange(length, device=device) for length in plan.lengths])[None]
-    return keys
 
 
 _WIDTH = 24

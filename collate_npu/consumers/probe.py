@@ -9,7 +9,6 @@ same. No parameter of the model is read: it may be sharded, or on another device
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +28,6 @@ def _rows(*lengths: int) -> dict[str, Segments]:
     real_S = ~np.isin(np.arange(76), (1, 2, 5))
     rows = [[length] for length in lengths]
     return {
-        "flat": of_lengths([lengths], sum(lengths)),
         "packed": of_lengths([lengths[:2], lengths[2:]], sum(lengths[2:]) + 3, "left"),
         "right": of_lengths(rows, 76),
         "left": of_lengths(rows, 76, "left"),
@@ -38,8 +36,9 @@ def _rows(*lengths: int) -> dict[str, Segments]:
     }
 
 
-FORMS = _rows(37, 9, 1, 70)
-_DENSE, _RECURRENT = ("right", "left", "holes", "packed"), ("right", "left", "one", "flat")
+_LENGTHS = (37, 9, 1, 70)
+FORMS = _rows(*_LENGTHS)
+_DENSE, _RECURRENT = ("right", "left", "holes", "packed"), ("right", "left", "one")
 _ANSWERS: dict[Any, Mapping[str, str]] = {}
 
 
@@ -57,15 +56,9 @@ def leak_reasons(model: Any, adapter: Callable[..., Any], *forms: str, attention
     return dict(_ANSWERS[key])
 
 
-def _text_of(error: Exception) -> str:
-    """Return the message of an error that transformers, a kernel or a patch raised; of a `CollateError`, its rule."""
-    text = str(error).partition("\n")[0][:400]
-    return text.split(". ")[1] if isinstance(error, CollateError) and ". " in text else f"{type(error).__name__}: {text}"
-
-
 def probed(known: Model, model: Any, adapter: Callable[..., Any]) -> Model:
-    """Return what is known of a transformers model (a module or a config), with what its tiny copy shows: its leaks, and
-    whether its recurrent layers read the boundaries of a flat row. `adapter` is `BatchAdapter`."""
+    """Return what is known of a transformers model (a module or a config), with the leaks that its tiny copy shows.
+    `adapter` is `BatchAdapter`."""
     leaks, attention = dict.fromkeys(_DENSE, ""), known.attn_implementation
     if isinstance(model, nn.Module) or hasattr(type(model), "get_text_config"):  # else there is nothing to probe
         try:
@@ -76,39 +69,28 @@ def probed(known: Model, model: Any, adapter: Callable[..., Any]) -> Model:
     return replace(known, leaks=leaks)
 
 
-def _copy_of(whole: Any, adapter: Callable[..., Any], attention: str | None) -> tuple[Any, Any]:
-    """Return a tiny copy of the model, and an adapter that makes rows for it."""
+def _asked(whole: Any, made: Callable[..., Any], forms: Sequence[str], attention: str | None) -> dict[str, str]:
     copy = copy_of(whole)
     own = getattr(text_config(config_of(whole)), "_attn_implementation", None) or "sdpa"
     known = Model.of(copy, attn_implementation=None if attention == own else attention)
-    leaks = dict.fromkeys(FORMS, "")
-    known = replace(known, pooling="", leaks=leaks)
-    return copy, adapter(known, consumer="transformers")
-
-
-def _asked(whole: Any, made: Callable[..., Any], forms: Sequence[str], attention: str | None) -> dict[str, str]:
-    copy, adapter = _copy_of(whole, made, attention)
+    adapter = made(replace(known, pooling="", leaks=dict.fromkeys(FORMS, "")), consumer="transformers")
     draw, device = torch.Generator().manual_seed(0), device_of(copy)
-    sequences = [torch.randint(3, 60, (length,), generator=draw).to(device) for length in FORMS["flat"].sequence_lengths]
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), ExitStack() as stack:
-        stack.enter_context(cpu_kernels(copy))
-        states = [states_of(copy, input_ids=tokens[None]) for tokens in sequences]
-        alone = torch.cat([each[0] for each in states])
-        return {form: _why_moved(copy, adapter, FORMS[form], form == "flat", torch.cat(sequences), alone) for form in forms}
+    sequences = [torch.randint(3, 60, (length,), generator=draw).to(device) for length in _LENGTHS]
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), cpu_kernels(copy):
+        alone = torch.cat([states_of(copy, input_ids=tokens[None])[0] for tokens in sequences])
+        return {form: _why_moved(copy, adapter, FORMS[form], torch.cat(sequences), alone) for form in forms}
 
 
-def _why_moved(copy: Any, adapter: Any, segments: Segments, flat: bool, tokens: Tensor, alone: Tensor) -> str:
+def _why_moved(copy: Any, adapter: Any, segments: Segments, tokens: Tensor, alone: Tensor) -> str:
     device, keep_BS = tokens.device, segments.keep.to(tokens.device)
     tokens_BS = torch.full(segments.shape, copy.config.get_text_config().vocab_size - 1, device=device)
     tokens_BS[keep_BS] = tokens[: keep_BS.sum()]
     try:
-        batch = adapter.write(Sources({"input_ids": tokens_BS}), segments, flat, device)
-    except CollateError as error:
-        return _text_of(error) if flat else ""  # the adapter refuses such rows without a probe, too
-    try:
-        found = states_of(copy, **batch)
-    except Exception as error:
-        return _text_of(error)
+        found = states_of(copy, **adapter.write(Sources({"input_ids": tokens_BS}), segments, False, device))
+    except CollateError:
+        return ""  # the adapter refuses such rows without a probe, too
+    except Exception as error:  # each model fails in its own way
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:400]}"
     worst = float((found[keep_BS] - alone[: keep_BS.sum()]).abs().max() / alone.abs().max())
     beside = "another sequence of its row" if segments.packed else "padding"
     return "" if worst < limit_of(device) else f"{beside} moves a sequence (by {worst:.1g} of the largest value)"

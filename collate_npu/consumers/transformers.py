@@ -64,7 +64,7 @@ def _kinds(case: Case) -> dict[str, int | None]:
     return {"": None} if case.model.config is None else attention_windows(case.model.config)
 
 
-def patterns_by_kind(case: Case) -> Mapping[str, Pattern | None]:
+def patterns_by_kind(case: Case) -> Mapping[str, Pattern]:
     """Return the pattern of each mask that the model takes.
 
     A dense mask replaces the model's own window in every layer of its kind (masking_utils.py:833-846).

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from collate_npu.consumers.adapter import KNOWN_BATCHES, BatchAdapter
-from collate_npu.consumers.by_sequence import MixerPlan, begin, carry
+from collate_npu.consumers.by_sequence import MixerPlan, Way, begin, carry
 from collate_npu.consumers.flat_row import FlatCall
 from collate_npu.consumers.labels_and_positions import labels_for
-from collate_npu.consumers.mixers import Way, mixers_of, place_of, way_of, wrap
+from collate_npu.consumers.mixers import mixers_of, place_of, way_of, wrap
 from collate_npu.consumers.model_traits import (
     consumer_of,
     is_compiled,
@@ -37,6 +37,7 @@ from collate_npu.consumers.model_traits import (
     windows,
 )
 from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.keys import SEGMENT_KEY
 from collate_npu.masks.sources import Sources
 from collate_npu.parallel.agreement import outside_graphs
 from collate_npu.releases import say_outside
@@ -215,6 +216,7 @@ class _Hooks:
         adapter = self._current(module, by_sequence)
         whole = by_sequence and (self.backbone or (self.own_head and not _cuts_rows(adapter, batch)))
         written, _ = adapter.hand_over(batch, padding_free=flat, segments=segments, holes=not whole)
+        written.pop(SEGMENT_KEY, None)  # which no model takes
         _check_last(batch, segments)
         _check_count(adapter, batch, written, segments)
         KNOWN_BATCHES.running[get_ident()] = segments
@@ -268,8 +270,7 @@ class _Hooks:
 
     def _made(self, module: nn.Module, by_sequence: bool) -> BatchAdapter:
         known = BatchAdapter(module, **self.settings).model
-        known = replace(known, at_model=True, by_sequence=by_sequence)
-        return BatchAdapter(known, **{"consumer": "transformers", **self.settings})
+        return BatchAdapter(replace(known, by_sequence=by_sequence), **{"consumer": "transformers", **self.settings})
 
 
 _BACKBONE = "Call adapt on the backbone itself."

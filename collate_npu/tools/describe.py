@@ -1,4 +1,4 @@
-"""Describe: a batch in words: its keys, what is real and how that is known, what its mask must be, and what can go wrong."""
+"""Describe: a batch in words: its keys, what is real, what its mask must be, and what can go wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from collate_npu.arrays import PLAIN, dims, entries, host_tensor
 from collate_npu.consumers.mask_choice import describe_shape
 from collate_npu.errors import CollateError, a_type, explain, printable, shape_of, short
-from collate_npu.keys import KEEP_KEY, of_kind, with_role
+from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.mask_values import BLOCKED_BELOW
@@ -33,8 +33,8 @@ class Words(str):
 
 
 def describe(batch: Mapping[str, Any]) -> Words:
-    """Return a batch in words: each key with dtype and shape, what is real and how that is known, whether None would be
-    exact, and hazards: what is legal and goes wrong in silence somewhere.
+    """Return a batch in words: each key with dtype and shape, what is real, whether None would be exact, and hazards:
+    what is legal and goes wrong in silence somewhere.
 
         >>> from collate_npu import PaddingCollator
         >>> rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
@@ -46,9 +46,6 @@ def describe(batch: Mapping[str, Any]) -> Words:
         <BLANKLINE>
         Segments(B=2, S=3, lengths=[3, 1], padding='left'): 2 sequences, 4 real tokens of 6 (67%)
         in words: 2 rows of 3, one sequence each; padding on the left, 2 of 6 places (33%)
-        known by attention_mask: says all of it without other keys
-        known by attention_mask_2d: says all of it without other keys
-        known by position_ids: agrees; without the other keys it is incomplete
         no mask is not exact: padding stands on the left, so real tokens would attend it
     """
     if not isinstance(batch, Mapping):
@@ -80,24 +77,8 @@ def _facts(batch: Sources, segments: Segments) -> Iterator[str]:
     share = f"{real} real tokens of {B * S} ({100 * real / max(B * S, 1):.0f}%)"
     yield f"{segments!r}: {segments.num_sequences} sequences, {share}"
     yield f"in words: {describe_shape(segments)}"
-    keys = [*of_kind(batch, "truth"), *of_kind(batch, "offsets"), *of_kind(batch, "positions")]
-    held = (key for key in keys if key not in with_role(batch, "longest") and batch[key] is not None)
-    yield from (f"known by {key}: {_alone(batch, key, segments)}" for key in held)
     verdict = none_is_exact(segments)
     yield f"no mask {'is' if verdict else 'is not'} exact: {verdict.why}"
-
-
-def _alone(batch: Sources, key: str, segments: Segments) -> str:
-    """Return what a key says by itself, through the same door; together they agree, or were refused."""
-    alone = {**dict.fromkeys(batch), "input_ids": torch.zeros(batch.shape(), dtype=torch.int64), key: batch[key]}
-    try:
-        found = segments_from_batch(batch | alone, padding_free=segments.shape[0] == 1)
-    except CollateError:
-        return "agrees; without the other keys it is incomplete"
-    if found == segments:
-        return "says all of it without other keys"
-    same = bool((found.keep == segments.keep).all())
-    return "says what is padding, not where sequences part" if same else "says where sequences part, not what is padding"
 
 
 def _value(value: Any) -> str:

@@ -26,7 +26,7 @@ def config(**fields):
 def outcome(segments, *, consumer="transformers", version=None, **fields):
     """The form that a batch takes, with what is said of it, or the refusal."""
     known = {name: fields.pop(name) for name in {*fields} & {*Model.__dataclass_fields__}}
-    how = {"config": config(model_type="mine"), "needs_mask_2d": False, "says_causal": True}
+    how = {"config": config(model_type="mine"), "needs_mask_2d": False}
     case = {"segments": segments, "model": Model(**how | known)}
     with pytest.MonkeyPatch.context() as patch:
         if version:

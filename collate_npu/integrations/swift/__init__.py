@@ -163,8 +163,7 @@ def check_collated(template: Any, batch: Mapping[str, Any]) -> None:
         read = {key: batch[key] for key in ("input_ids", "attention_mask") if key in batch}
         if flat:
             read["position_ids"] = batch.get("text_position_ids", batch["position_ids"])
-        model = template.model if flat and template.model is not None else template.config
-        adapter = BatchAdapter(model, consumer="transformers", padding_free=flat)
+        adapter = BatchAdapter(template.config, consumer="transformers", padding_free=flat)
         adapter.choose(segments_from_batch(read, padding_free=flat))
 
 
