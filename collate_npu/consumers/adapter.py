@@ -268,8 +268,7 @@ class BatchAdapter:
         if self.consumer.reads_offsets(case) and not case.apart and any(out.get(key) is None for key in _FLAT_KEYS):
             out |= {key: value for key, value in _offsets(sources, case, device).items() if out.get(key) is None}
         if self.consumer.counts_positions:
-            alone = case.padding_free and not segments.packed and case.recurrent
-            _drop_unread(out, alone=case.apart or alone)
+            _drop_unread(out, alone=case.apart or (case.padding_free and case.recurrent))
         chosen = self.consumer.choose(case)
         if chosen.form == "none" and case.padding_free and not case.pattern.causal:
             check_ahead(sources, segments, reads_both=not self.consumer.counts_positions)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from collate_npu.arrays import Array
+from collate_npu.arrays import Array, once
 from collate_npu.consumers.model_traits import unwrap
 from collate_npu.segments import Segments, of_lengths
 
@@ -68,17 +68,17 @@ class MixerPlan:
     masks: dict[Any, Any] = field(default_factory=dict)
     """What the model's own functions made for the rows of a bucket."""
 
-    @property
+    @once
     def shapes(self) -> list[tuple[int, int]]:
         """Return `(n, L)` of each bucket."""
         return [(len(rows), max(self.lengths[each] for each in rows)) for rows in self.buckets]
 
-    @property
+    @once
     def total(self) -> int:
         """Return T."""
         return len(self.place_T)
 
-    @property
+    @once
     def starts(self) -> Array:
         """Return where each sequence begins in the flat row."""
         return np.cumsum(self.lengths) - self.lengths
@@ -260,19 +260,19 @@ class BySequence:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plan, own = _HERE.plan, self.own
-        if plan is None:
+        if plan is None or not any(_is_flat(value, plan.total) for value in (*args, *kwargs.values())):
             return own(*args, **kwargs)
-        given = {**dict(zip(inspect.signature(own).parameters, args)), **kwargs}
-        if not any(_is_flat(value, plan.total) for value in given.values()):
-            return own(*args, **kwargs)
-        masked = given.pop("attention_mask", self) is not self
-        values, spec = tree_flatten(given)
+        named = [*inspect.signature(own).parameters][: len(args)]
+        if "attention_mask" in named:
+            args, kwargs = (), {**dict(zip(named, args)), **kwargs}
+        values, spec = tree_flatten((args, {name: value for name, value in kwargs.items() if name != "attention_mask"}))
         laid, outs = [_laid(value, plan) for value in values], []
         try:
             for _HERE.bucket in range(len(plan.buckets)):
                 rows = [value if each is None else each[_HERE.bucket] for value, each in zip(values, laid)]
-                mask = {"attention_mask": self._row_mask(plan, _HERE.bucket, rows)} if masked else {}
-                outs.append(own(**tree_unflatten(rows, spec), **mask))
+                mask = {"attention_mask": self._row_mask(plan, _HERE.bucket, rows)} if "attention_mask" in kwargs else {}
+                given, named_rows = tree_unflatten(rows, spec)
+                outs.append(own(*given, **named_rows, **mask))
         finally:
             _HERE.bucket = None
         if isinstance(outs[0], tuple):  # attention maps, or a state that nobody reads, stand behind

@@ -34,14 +34,9 @@ TEXT_KEY = "text_position_ids"
 
 
 def labels_for(
-    sources: Sources,
-    segments: Segments,
-    rule: LabelRule,
-    shifted: bool | None,
-    *,
-    ignored: int = IGNORED,
+    sources: Sources, segments: Segments, rule: LabelRule, shifted: bool | None, *, ignored: int = IGNORED,
     holes: bool = True,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Return those of `labels`, `shift_labels`, `shifted_labels` and `loss_mask` `[B, S]` of this batch that must change.
 
     `shifted`: True if each label stands with the token that predicts it. None: the tokens tell. `holes`: True if a token

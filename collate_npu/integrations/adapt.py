@@ -292,14 +292,13 @@ def _cuts_rows(adapter: BatchAdapter, call: Mapping[str, Any]) -> bool:
 _CACHES = ("past_key_values", "cache", "cache_params", "state")  # 5.24: cache
 
 
-def _cached(batch: Sources) -> bool:
-    return any(batch.get(name) is not None for name in _CACHES)
+def _caches(batch: Sources) -> list[Any]:
+    return [batch[name] for name in _CACHES if batch.get(name) is not None]
 
 
 def _in_use(module: nn.Module, batch: Sources) -> bool:
     """Return True if this call goes on from a cache, or fills one; in training an empty one is none."""
-    held = [batch[name] for name in _CACHES if batch.get(name) is not None]
-    return any(map(_holds_tokens, held)) or (bool(held) and not module.training)
+    return any(map(_holds_tokens, held := _caches(batch))) or (bool(held) and not module.training)
 
 
 def _decodes(batch: Sources) -> bool:
@@ -307,7 +306,7 @@ def _decodes(batch: Sources) -> bool:
     ones, so that a prefill without one has no padding, and of a static cache's masks for each kind of layer (transformers
     5.23 generation/utils.py:2899)."""
     mask, width = batch.get("attention_mask"), batch.shape()[1]
-    return _cached(batch) and (width == 1 or mask is None or getattr(mask, "ndim", 4) != 2 or mask.shape[-1] > width)
+    return bool(_caches(batch)) and (width == 1 or mask is None or getattr(mask, "ndim", 4) != 2 or mask.shape[-1] > width)
 
 
 def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
@@ -338,7 +337,7 @@ def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
 def _with_empty_rows(batch: Sources) -> Sources:
     """Return the batch, with `segment_ids` if a row of this chunk of a prompt is padding alone."""
     mask = batch.get("attention_mask")
-    if not _cached(batch) or getattr(mask, "ndim", 0) != 2 or batch.named["segment_ids"]:
+    if not _caches(batch) or getattr(mask, "ndim", 0) != 2 or batch.named["segment_ids"]:
         return batch
     keep_BS = batch.array("attention_mask") != 0
     return batch if keep_BS.any(axis=1).all() else batch | {"segment_ids": torch.from_numpy(keep_BS.astype(np.int32))}

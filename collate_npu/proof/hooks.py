@@ -350,7 +350,7 @@ class Recorder:
         ids, forward = kwargs.get("input_ids"), self._here.forward
         if forward is None or forward.ids is None or not isinstance(ids, Tensor) or ids is forward.ids:
             return False
-        if (plan := running()[0]) is not None and tuple(ids.shape) == (1, plan.total):
+        if (plan := running()[0]) is not None and ids.shape == (1, plan.total):
             return False
         whole = forward.ids.flatten()
         real = whole if forward.truth is None else whole[forward.truth.indices.to(whole.device)]

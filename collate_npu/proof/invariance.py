@@ -413,7 +413,7 @@ def _fault_of_masks(model: Any, batch: Mapping[str, Any], segments: Segments) ->
     if unmasked and needs_mask_2d(model):
         return "The batch has no 2D mask, and the recurrent layers of this model read that alone"
     if segments.packed and needs_mask_2d(model):
-        return "A row holds several samples: recurrent layers read cu_seq_lens_q and seq_idx where each begins"
+        return "A row holds several samples: call adapt(model), which runs each by itself"
     if segments.packed:
         return "A row holds several samples, and attention runs over their boundaries"
     by_place = batch.get("position_ids") is None and segments.padding_side == "left"

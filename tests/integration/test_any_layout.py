@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.long, pytest.mark.models]
 ATTENTION = ["llama", "mistral", "qwen3_moe", "gemma3_text", "llama4_text", "gpt2", "phi3"]
 EAGER = ["gpt_oss", "gemma2", "cohere2"]
 FAMILIES = [*((name, "sdpa") for name in (*HERE, *ATTENTION)), *((name, "eager") for name in EAGER), ("llama", BY_OFFSETS)]
-PADDED_WAY = {"deepseek_v4", "inkling_text", "inkling2_text", "zaya"}
-"""Their layers compress keys by places, or mix tokens outside of layers."""
+PADDED_WAY = {"inkling2_text"}
+"""It mixes tokens outside of layers."""
 
 
 def batch_of(lengths, side="right", more=0, holes=False):
