@@ -8,8 +8,7 @@ way goes the padded way. Legend: B rows, S width, T tokens of a flat row.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any
 
@@ -122,42 +121,29 @@ _WIDTH = 24
 
 def _mixing(copy: nn.Module) -> dict[type, int]:
     """Return the classes of the mixers of a tiny copy, and the dimensions of the mask that each is given."""
-    seen: dict[str, tuple[Any, Any]] = {}
-    parts = {name: copy.get_submodule(name) for name in _parts(copy)}
-    hooks = [part.register_forward_pre_hook(partial(_record, seen, name), with_kwargs=True) for name, part in parts.items()]
+    seen: dict[nn.Module, tuple[Any, Any]] = {}
+    parts = _parts(layer for layers in copy.modules() if isinstance(layers, nn.ModuleList) for layer in layers)
+    note = lambda part, args, kwargs: seen.setdefault(part, (args, kwargs)) and None  # noqa: E731
+    hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in parts]
     text, found = text_config(config_of(copy)), dict[type, int]()
     before, text._attn_implementation = text._attn_implementation, "eager"  # which is given every mask
     try:
         copy(**run_alone(copy, torch.arange(3, 3 + _WIDTH, device=device_of(copy))[None]))
         for hook in hooks:
             hook.remove()
-        for name, (args, kwargs) in seen.items():
-            if _mixes(parts[name], args, kwargs):
-                masks = [x.ndim for x in tree_flatten((args, kwargs))[0] if _is_mask(x)]
-                found[type(parts[name])] = max(found.get(type(parts[name]), 0), *masks, 0)
+        for part, given in seen.items():
+            if _mixes(part, *given):
+                masks = [x.ndim for x in tree_flatten(given)[0] if _is_mask(x)]
+                found[type(part)] = max(found.get(type(part), 0), *masks, 0)
     finally:
         text._attn_implementation = before
     return found
 
 
-def _record(seen: dict[str, tuple[Any, Any]], name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-    seen.setdefault(name, (args, kwargs))
-
-
-def _parts(copy: nn.Module) -> Iterator[str]:
-    """Yield the names of what decoder layers are made of; of a decoder layer within one, its parts."""
-    for name, module in copy.named_modules():
-        if isinstance(module, nn.ModuleList):
-            for key, layer in module.named_children():
-                yield from _parts_of(f"{name}.{key}", layer)
-
-
-def _parts_of(name: str, layer: nn.Module) -> Iterator[str]:
-    for key, part in layer.named_children():
-        if type(part).__name__.endswith("DecoderLayer"):
-            yield from _parts_of(f"{name}.{key}", part)
-        else:
-            yield f"{name}.{key}"
+def _parts(layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield what decoder layers are made of; of a decoder layer within one, its parts."""
+    for part in (part for layer in layers for part in layer.children()):
+        yield from _parts([part]) if type(part).__name__.endswith("DecoderLayer") else [part]
 
 
 def _mixes(module: nn.Module, args: Any, kwargs: Any) -> bool:
