@@ -73,10 +73,10 @@ def case(family: str, rows: int, width: int, batches: int) -> Case:
         way("ours, adapted, packed rows", partial(packed, width=width), together=True, adapted=True),
         way("ours, adapted, one flat row", flat, flat_row=True, adapted=True),
         way("transformers Seq2Seq", lambda _: peers.seq2seq("right")),
-        way("TRL", lambda _: peers.trl()),
-        way("ms-swift template", lambda _: peers.swift("right")),
         way("transformers Seq2Seq, left", lambda _: peers.seq2seq("left")),
     ]
+    if family in ("qwen3_next", "llama"):
+        rivals += [way("TRL", lambda _: peers.trl()), way("ms-swift template", lambda _: peers.swift("right"))]
     return Case("step", f"{family} {rows}x{width}, {DEVICE}", way("ours, adapted", padded, adapted=True), rivals)
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from collate_npu.errors import CollateError, did_you_mean, explain
 
@@ -16,27 +13,6 @@ NOT_SEARCHED = ("index", "changelog", "contributing", "extending")
 """Pages that list others, or are for people who work on this package."""
 MOST_HITS = 24  # lines of a list of sections
 _ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
-
-
-def as_markdown(path: Path) -> str:
-    """Return a notebook as Markdown: text as it is, code and its output as blocks. A script is one block."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
-        return f"```python\n{text}```\n"
-    parts = []
-    for cell in json.loads(text)["cells"]:
-        source, output = "".join(cell["source"]), printed(cell)
-        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
-        parts += [f"```text\n{output}\n```"] * bool(output)
-    return "\n\n".join(parts) + "\n"
-
-
-def printed(cell: Mapping[str, Any]) -> str:
-    """Return what a cell printed, and the text of its last line; not what it wrote to stderr."""
-    outputs = cell.get("outputs", ())
-    texts = [each["text"] for each in outputs if each.get("name") == "stdout"]
-    texts += [each["data"].get("text/plain", "") for each in outputs if "data" in each]
-    return "\n".join("".join(text).strip("\n") for text in texts)
 
 
 # --- pages and sections
@@ -56,7 +32,8 @@ def read_page(name: str) -> str:
     names = pages()
     wanted, hashed, anchor = re.sub(r"\.(md|py)(?=#|$)", "", name.lower()).partition("#")
     if wanted in names and names[wanted].suffix != ".md":
-        return f"{as_markdown(names[wanted])}\nTo run it: {names[wanted]}\n"
+        held = f"```python\n{names[wanted].read_text(encoding='utf-8')}```\n\n" * (names[wanted].suffix == ".py")
+        return f"{held}To run it: {names[wanted]}\n"
     if wanted in names:
         text = names[wanted].read_text(encoding="utf-8")
         return _section(wanted, text, anchor) if hashed else text

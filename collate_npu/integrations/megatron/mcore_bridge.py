@@ -7,7 +7,8 @@ convolution have no bias, and an empty state stays so. Costs one masked copy of 
 
 Of flat rows, offsets that a layer would misread in silence are refused: its own takes the padded ones where they fit the
 row, and else `cu_seqlens_q` (modules/gated_delta_net.py:240-251), the two of transformers `cu_seqlens_q` alone
-(gpts/qwen3_next.py:477, mm_gpts/qwen3_5.py:79). Legend: B batch, S this rank's width.
+(gpts/qwen3_next.py:477, mm_gpts/qwen3_5.py:79). Without fla its own layer runs a flat row by sequence. Legend: B batch, S
+this rank's width.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collate_npu.consumers.by_sequence import plan_of
 from collate_npu.consumers.mask_choice import Case, Model, consumer_named
 from collate_npu.consumers.megatron import refuse_unread_padding
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
@@ -55,6 +57,7 @@ def install(*, holder: str = PACKAGE) -> None:
     patching.patch(holder, TransformerLayer, "forward", _layer_forward)
     patching.patch(holder, qwen3_next.Qwen3NextGatedDeltaNet, "__init__", _gated_delta_net_init)
     patching.patch(holder, GatedDeltaNet, "_resolve_cu_seqlens", _resolve_offsets)
+    patching.patch(holder, GatedDeltaNet, "forward", _by_rows)
     for takes_places in (qwen3_next.Qwen3NextGatedDeltaNet, Qwen3_5MoeGatedDeltaNet):
         patching.patch(holder, takes_places, "forward", _check_places)
 
@@ -226,6 +229,29 @@ def _resolve_offsets(
         rule += f", in steps of {parts} on {cp_size} ranks." if cp_size > 1 else "."
         raise CollateError(explain("packed_seq_params", str(given.tolist())[:80], rule, _REMEDY))
     return taken
+
+
+def _by_rows(
+    original: Callable[..., Any], self: Any, hidden: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+) -> Any:
+    """Run the sequences of a flat row as rows of one each, where fla is not installed: there the layer takes no offsets, and
+    has no rule but Megatron's own in torch. `hidden` is `[T, 1, H]`."""
+    from mcore_bridge.model.modules import gated_delta_net as native
+    from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
+
+    if native.chunk_gated_delta_rule is None:
+        rule: Any = lambda *given, cu_seqlens=None, **more: torch_chunk_gated_delta_rule(*given, **more)  # noqa: E731
+        length: Any = lambda x: torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)  # noqa: E731
+        own: dict[str, Any] = {"chunk_gated_delta_rule": rule, "l2norm": lambda x: x * length(x)}
+        original = patching.with_globals(original, **own)
+    shared = self.config.context_parallel_size > 1 or (self.config.sequence_parallel and self.tp_size > 1)
+    if packed_seq_params is None or native.causal_conv1d is not None or shared:
+        return original(self, hidden, *args, packed_seq_params=packed_seq_params, **kwargs)
+    padded, real = (getattr(packed_seq_params, f"cu_seqlens_q{kind}", None) for kind in ("_padded", ""))
+    offsets = self._resolve_cu_seqlens(padded, real, len(hidden))
+    plan = plan_of([n for n in offsets.diff().tolist() if n], hidden.device)
+    outs = [original(self, rows.transpose(0, 1), *args, **kwargs) for rows in plan.lay(hidden.transpose(0, 1))]
+    return plan.back([out.transpose(0, 1) for out, _ in outs]).transpose(0, 1), outs[0][1]
 
 
 def _check_places(original: Callable[..., Any], self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
