@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.consumers.device_copy import move_batch
-from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_labels, labels_for, positions_for
+from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_labels, label_places, labels_for, positions_for
 from collate_npu.consumers.mask_choice import Case, Choice, Consumer, ConsumerName, Model, consumer_named
 from collate_npu.consumers.megatron import kernel_of
 from collate_npu.consumers.model_traits import (
@@ -215,11 +215,18 @@ class BatchAdapter:
     ) -> tuple[dict[str, Any], Segments]:
         """Return any batch in the model's form, with labels that a loss may learn from, and its `segments`, read if None."""
         segments = segments or self.read(sources, self.polarity, padding_free)
+        cut: Any = sources.get("labels")
+        if (places := label_places(sources, segments)) is not None:  # each label stands with its token meanwhile
+            whole: Tensor = cut.new_full(segments.shape, -100)
+            whole[:, places] = cut[:, 1:]
+            changed: dict[str, Any] = {"labels": whole}
+            sources = sources | changed
         check_labels(sources, segments, self.model.labels)
         labels = labels_for(sources, segments, self.label_rule, self.shifted, holes=holes)
         if self.consumer.counts_positions and segments.spans:  # padding before or between tokens: a padded row, no flat one
             padding_free = padding_free and not (segments.spans[0][1] or segments.hole_rows)
-        return self.write(sources | labels if labels else sources, segments, padding_free), segments
+        out = self.write(sources | labels if labels else sources, segments, padding_free)
+        return out if places is None else out | {"labels": torch.cat([cut[:, :1], out["labels"][:, places]], 1)}, segments
 
     def read(self, sources: Sources, polarity: Polarity | None, padding_free: bool) -> Segments:
         """Return the Segments of such a batch. A dense mask in it has the declared pattern, or one of this model's own."""

@@ -55,6 +55,16 @@ def labels_for(
     return out
 
 
+def label_places(sources: Sources, segments: Segments) -> Array | None:
+    """Return the places of all labels but the first, if they are cut to the logits that `logits_to_keep` names (a number, a
+    mask or places; ms-swift's default): a label is the token behind the place that is kept for it. Else None."""
+    kept, labels, S = sources.get("logits_to_keep"), sources.get("labels"), segments.shape[1]
+    if kept is None or not isinstance(labels, Tensor) or labels.shape == segments.shape:
+        return None
+    kept_S = np.arange(S)[-kept:] if isinstance(kept, int) else np.arange(S)[sources.array("logits_to_keep")]
+    return kept_S[:-1] + 1 if labels.shape == (len(segments.array), len(kept_S)) else None
+
+
 def check_labels(sources: Sources, segments: Segments, rule: LabelRule | None) -> None:
     """Raise if ids are floats, or if a language model's labels have another shape `[B, S]` than its tokens."""
     ids, labels = sources.get("input_ids"), sources.get("labels")

@@ -245,6 +245,29 @@ def test_what_comes_out_has_the_shape_that_came_in():
     assert torch.allclose(places[keep[:, [2, 12]]], out.logits[:, [2, 12]][keep[:, [2, 12]]], atol=1e-4)
 
 
+CUTS = {"the last": lambda mask_S: int(len(mask_S) - mask_S.nonzero()[0, 0]), "a mask": lambda mask_S: mask_S,
+        "places": lambda mask_S: mask_S.nonzero().flatten()}  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("layout", [[[9, 4, 13]], [[9], [4], [13]]], ids=["flat", "padded left"])
+def test_labels_that_are_cut_to_the_logits_kept_are_learned_as_alone(layout, cut):
+    """As ms-swift cuts them by default: the logits that predict a label, and the last; -100 before the labels."""
+    model, (batch, _, at) = copy.deepcopy(built("qwen3_next")), batch_of(layout, "left")
+    labels = batch["input_ids"].flatten().where(torch.isin(torch.arange(batch["input_ids"].numel()), at), torch.tensor(-100))
+    labels = labels.view(batch["input_ids"].shape)
+    labels[:, :3] = -100
+    learned_S = (labels != -100).any(0)
+    kept = CUTS[cut](torch.cat([learned_S[1:], torch.tensor([True])]))
+    places = torch.arange(len(learned_S))[-kept:] if isinstance(kept, int) else torch.arange(len(learned_S))[kept]
+    given = torch.cat([torch.full((len(labels), 1), -100), labels[:, (places + 1)[:-1]]], 1)
+    with adapt(model):
+        found = model(**batch, labels=given, logits_to_keep=kept, use_cache=False)
+        wanted = model(**batch, labels=labels, use_cache=False)
+    assert found.logits.shape[:2] == given.shape
+    assert torch.allclose(found.loss, wanted.loss, rtol=1e-4)
+
+
 def test_a_routers_loss_counts_no_padding():
     model, (batch, _, _) = copy.deepcopy(built("qwen3_moe")), batch_of([[5], [13], [7]], "left")
     with torch.no_grad():
