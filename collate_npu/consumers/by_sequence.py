@@ -248,6 +248,7 @@ class BySequence:
         given = {**dict(zip(inspect.signature(own).parameters, args)), **kwargs}
         if not any(_is_flat(value, plan.total) for value in given.values()):
             return own(*args, **kwargs)
+        given |= {name: None for name in ("cu_seq_lens_q", "cu_seq_lens_k") if name in given}  # of the flat row
         laid = {name: _laid(value, plan) for name, value in given.items() if name != "attention_mask"}
         outs = []
         try:

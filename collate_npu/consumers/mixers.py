@@ -20,7 +20,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from collate_npu.consumers.by_sequence import Buckets, BySequence, MaskKind, MixerPlan, plan_of, under
 from collate_npu.consumers.model_traits import config_of, is_transformers, layer_kinds, position_rule, text_config, unwrap
-from collate_npu.consumers.tiny_models import code_of, copy_of, cpu_kernels, device_of, limit_of, run_alone, states_of
+from collate_npu.consumers.tiny_models import (
+    code_of,
+    copy_of,
+    cpu_kernels,
+    device_of,
+    limit_of,
+    offsets_asked,
+    run_alone,
+    states_of,
+)
 
 FlatMask = Literal["all", "ones"]
 """What a flat row has where a mask stands: `[1, 1, 1, 1]`, which transformers hands on as it is, or `[1, T]`."""
@@ -142,6 +151,7 @@ def flat_keys(model: Any, way: Way, plan: MixerPlan, device: torch.device | None
     device = device or plan.place_T.device
     ones = torch.ones(1, plan.total, dtype=torch.long, device=device)
     keys: dict[str, Any] = {"attention_mask": ones if way.mask == "ones" else ones.new_ones(1, 1, 1, 1).bool()}
+    keys |= offsets_asked(model, plan.lengths, device)
     if position_rule(model) != "none":
         keys["position_ids"] = torch.cat([torch.arange(length, device=device) for length in plan.lengths])[None]
     return keys
@@ -158,19 +168,19 @@ def _mixing(copy: nn.Module) -> dict[type, int]:
     width = 24
     text = text_config(config_of(copy))
     before, text._attn_implementation = text._attn_implementation, "eager"  # which is given every mask
+    found: dict[type, int] = {}
     try:
         copy(**run_alone(copy, torch.arange(3, 3 + width, device=device_of(copy))[None]))
-    finally:
-        text._attn_implementation = before
         for hook in hooks:
             hook.remove()
-    found: dict[type, int] = {}
-    for name in _parts(copy):
-        if name in seen and _mixes(copy.get_submodule(name), *seen[name], width):
-            args, kwargs = seen[name]
-            masks = [x.ndim for x in tree_flatten((args, kwargs))[0] if _is_mask(x, width)]
-            kind = type(copy.get_submodule(name))
-            found[kind] = max(found.get(kind, 0), *masks, 0)
+        for name in _parts(copy):
+            if name in seen and _mixes(copy.get_submodule(name), *seen[name], width):
+                args, kwargs = seen[name]
+                masks = [x.ndim for x in tree_flatten((args, kwargs))[0] if _is_mask(x, width)]
+                kind = type(copy.get_submodule(name))
+                found[kind] = max(found.get(kind, 0), *masks, 0)
+    finally:
+        text._attn_implementation = before
     return found
 
 

@@ -36,6 +36,7 @@ from collate_npu.consumers.model_traits import (
     warn_if_left,
     windows,
 )
+from collate_npu.consumers.tiny_models import exchanges, offsets_asked
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.sources import Sources
 from collate_npu.parallel.agreement import outside_graphs
@@ -201,7 +202,7 @@ class _Hooks:
         if _in_use(module, batch) and _decodes(batch):
             return _continued(self._current(module, False), batch)
         if (ranks := _sharing_ranks()) > 1:
-            _check_share(self._current(module, False), module, batch, ranks)
+            _check_share(self._current(module, self.by_sequence), module, batch, ranks)
             return None
         batch = _with_empty_rows(batch)
         segments = self._current(module, False).read(batch, self.adapters[False].polarity, _is_flat(batch))
@@ -212,7 +213,7 @@ class _Hooks:
             device = next(value.device for value in written.values() if isinstance(value, torch.Tensor))
             entered.flat = FlatCall(segments, self.way, device)
             return self._flattened(entered, module, written) if whole else written
-        return written
+        return written | offsets_asked(module, segments.sequence_lengths, segments.ids.device) if by_sequence else written
 
     def _flattened(self, entered: _Entered, module: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
         """Return the call on the flat row, and let this thread's mixers run by its plan."""
@@ -442,7 +443,7 @@ def _check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) 
     each rank has (0.1.12 ops/kernels/attention/flash.py:190-199, data/data_collator.py:401-417).
     """
     offsets = {key: batch[key] for key in (*batch.named["offsets"], *batch.named["tail"])}
-    exchanged = not adapter.model.needs_mask_2d or (offsets and any(map(_exchanges, model.modules())))
+    exchanged = not adapter.model.needs_mask_2d or (offsets and any(map(exchanges, model.modules())))
     width, why = batch.shape()[1] * ranks, ""
     if not exchanged or "flash" not in adapter.model.attn_implementation:
         why = "some of its layers see the places of their rank alone"
@@ -454,9 +455,3 @@ def _check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) 
         raise UnsupportedFormError(explain("input_ids", str(list(batch.shape())), rule, remedy))
     if offsets:
         adapter.hand_over(Sources({"input_ids": torch.zeros(1, width, dtype=torch.long), **offsets}), padding_free=True)
-
-
-def _exchanges(layer: Any) -> bool:
-    """Return True for VeOmni's own Gated DeltaNet (0.1.12 qwen3_5/generated/patched_modeling_qwen3_5_gpu.py:626-803)."""
-    own = type(layer).__module__.startswith("veomni.") and hasattr(layer, "chunk_gated_delta_rule")
-    return own and "cu_seq_lens_q" in inspect.signature(type(layer).forward).parameters
