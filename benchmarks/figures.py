@@ -49,21 +49,23 @@ def growth() -> str:
 
 
 WAYS = {
-    "ours, `adapt(model)`": "padded rows, `adapt(model)`",
+    "ours, `adapt(model)`": "padded right, `adapt(model)`",
+    "ours, adapted, padded left": "padded left, `adapt(model)`",
     "ours, adapted, rows sorted by length": "the same, rows sorted by length",
     "ours, adapted, packed rows": "packed rows, `adapt(model)`",
     "ours, adapted, one flat row": "one flat row, `adapt(model)`",
-    "ours, one flat row": "one flat row",
-    "ours, the 2D mask": "padded rows, without `adapt`",
-    "a dense 4D mask, by arithmetic": "padded rows, a dense 4D mask",
+    "transformers Seq2Seq, left": "padded left, without `adapt`",
     "TRL": "TRL's collator",
     "ms-swift template": "ms-swift's template",
 }
 STEPS = {
     "qwen3_next 8x1024": "Qwen3-Next, 8 × 1024",
     "qwen3_next 4x4096": "Qwen3-Next, 4 × 4096",
+    "qwen3_5_text 8x1024": "Qwen3.5, 8 × 1024",
     "llama 8x1024": "Llama, 8 × 1024",
     "llama 4x4096": "Llama, 4 × 4096",
+    "qwen3_moe 8x1024": "Qwen3-MoE, 8 × 1024",
+    "llama 4x128": "Llama, 4 × 128",
 }
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks import peers
-from benchmarks.groups.dense import arithmetic
 from benchmarks.inputs import IGNORED
 from benchmarks.peers import rival
 from benchmarks.timing import Case, Work, size_of
@@ -32,10 +31,12 @@ from collate_npu.testing import tiny_model
 DEVICE = os.environ.get("COLLATE_NPU_BENCH_DEVICE", "cpu")
 ON_CARD = DEVICE != "cpu"
 VOCABULARY = 512
-SIZES = {(8, 1024): 2, (4, 4096): 1}
+SIZES = {(8, 1024): 2, (4, 4096): 1, (4, 128): 4}
 """Rows of a batch and the longest of them, and how many batches a pass has."""
-FAMILIES: dict[str, dict[str, Any]] = {"qwen3_next": {}, "llama": {}, "mistral": {"sliding_window": 4096}}
-"""What differs from the tiny model of the family: the window is Mistral 7B's."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {}, "llama": {}, "mistral": {"sliding_window": 512}, "qwen3_moe": {}, "qwen3_5_text": {}
+}  # fmt: skip
+"""What differs from the tiny model of the family."""
 CLOSE = 1e-3
 Sample = dict[str, Any]
 Collating = Callable[[Any], Work]
@@ -67,14 +68,14 @@ def case(family: str, rows: int, width: int, batches: int) -> Case:
         return rival(name, lambda: steps_of(family, collating, given, rows, **how), agrees=_same_loss)
 
     rivals = [
-        way("ours, the 2D mask", padded),
+        way("ours, adapted, padded left", lambda _: peers.seq2seq("left"), adapted=True),
         *([way("ours, adapted, rows sorted by length", padded, in_order, adapted=True)] if batches > 1 else []),
         way("ours, adapted, packed rows", partial(packed, width=width), together=True, adapted=True),
         way("ours, adapted, one flat row", flat, flat_row=True, adapted=True),
         way("transformers Seq2Seq", lambda _: peers.seq2seq("right")),
         way("TRL", lambda _: peers.trl()),
         way("ms-swift template", lambda _: peers.swift("right")),
-        way("a dense 4D mask, by arithmetic", dense),
+        way("transformers Seq2Seq, left", lambda _: peers.seq2seq("left")),
     ]
     return Case("step", f"{family} {rows}x{width}, {DEVICE}", way("ours, adapted", padded, adapted=True), rivals)
 
@@ -92,8 +93,8 @@ def instruction_rows(rows: int, width: int, batches: int) -> list[Sample]:
     return samples
 
 
-def padded(model: Any) -> Work:
-    return PaddingCollator(peers.tokenizer("right"), model=model)
+def padded(_: Any) -> Work:
+    return peers.seq2seq("right")
 
 
 def flat(model: Any) -> Work:
@@ -103,12 +104,6 @@ def flat(model: Any) -> Work:
 def packed(model: Any, *, width: int) -> Work:
     """Rows of the widest, each of as many samples as fit."""
     return PaddingCollator(peers.tokenizer("right"), model=model, packing=True, max_length=width)
-
-
-def dense(_: Any) -> Work:
-    """The 2D mask times a triangle, as a collator of one's own makes it: True attends."""
-    collate = peers.seq2seq("right")
-    return lambda samples: (batch := collate(samples)) | {"attention_mask": ~arithmetic(batch["attention_mask"])}
 
 
 def steps_of(

@@ -10,8 +10,7 @@ Legend: T tokens of the flat row, N sequences, n rows of a bucket and L its widt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import local
 from types import MethodType
@@ -29,8 +28,10 @@ MaskKind = Literal["causal", "sliding_window_causal", "chunked_causal", "2d"]
 Buckets = Literal["few", "even", "one"]
 """Buckets by cost, or one for each length, or one for all: where ranks compute a layer together, each calls it once."""
 
-_CALL, _UNITS = 256, 32
-"""A call costs about as much as so many tokens; lengths are told apart in so many steps of the longest."""
+CALL_COST = 256
+"""A call of a mixer costs about as much as so many tokens."""
+_UNITS = 32
+"""Lengths are told apart in so many steps of the longest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +76,9 @@ class MixerPlan:
         return of_lengths([[self.lengths[each]] for each in self.buckets[bucket]], self.shapes[bucket][1])
 
 
-def plan_of(lengths: Sequence[int], device: torch.device | str = "cpu", buckets: Buckets = "few") -> MixerPlan:
+def plan_of(
+    lengths: Sequence[int], device: torch.device | str = "cpu", buckets: Buckets = "few", call_cost: int | None = None
+) -> MixerPlan:
     """Return the plan of a flat row of sequences with these lengths.
 
     >>> plan = plan_of([2, 1])
@@ -84,7 +87,7 @@ def plan_of(lengths: Sequence[int], device: torch.device | str = "cpu", buckets:
     """
     lengths_N = np.asarray(lengths, np.int64)
     order = np.argsort(lengths_N, kind="stable")
-    made = np.split(order, _cuts(lengths_N[order], buckets)[:-1])
+    made = np.split(order, _cuts(lengths_N[order], buckets, CALL_COST if call_cost is None else call_cost)[:-1])
     starts_N, first_N, at = np.cumsum(lengths_N) - lengths_N, np.empty_like(lengths_N), 0
     for rows in made:
         width = int(lengths_N[rows].max())
@@ -95,7 +98,7 @@ def plan_of(lengths: Sequence[int], device: torch.device | str = "cpu", buckets:
     return MixerPlan(tuple(lengths_N.tolist()), tuple(tuple(rows.tolist()) for rows in made), places)
 
 
-def _cuts(ascending_N: Array, buckets: Buckets) -> list[int]:
+def _cuts(ascending_N: Array, buckets: Buckets, call_cost: int) -> list[int]:
     """Return the ends of the buckets in this order of lengths: those with which rows, padding and calls cost least."""
     unit = 1 if buckets == "even" else max(1, -(-int(ascending_N[-1]) // _UNITS))
     sizes, ends = np.unique(-(-ascending_N // unit) * unit, return_index=True)
@@ -106,7 +109,7 @@ def _cuts(ascending_N: Array, buckets: Buckets) -> list[int]:
         return ends_K
     starts, best, cut = [0, *ends_K], [0.0], [0]
     for j, width in enumerate(widths, start=1):
-        costs = [best[i] + width * (starts[j] - starts[i] + 1) + _CALL for i in range(j)]
+        costs = [best[i] + width * (starts[j] - starts[i] + 1) + call_cost for i in range(j)]
         cut.append(min(range(j), key=costs.__getitem__))
         best.append(costs[cut[-1]])
     found, j = [], len(widths)
@@ -174,20 +177,19 @@ def running() -> tuple[MixerPlan | None, int | None]:
     return _HERE.plan, _HERE.bucket
 
 
-@contextmanager
-def under(plan: MixerPlan | None) -> Iterator[None]:
-    """Run this thread's model by this plan; None: as it is."""
-    before, _HERE.plan = _HERE.plan, plan
-    try:
-        yield
-    finally:
-        _HERE.plan = before
-
-
 def begin(plan: MixerPlan | None) -> MixerPlan | None:
     """Let this thread's model run by this plan from now on, and return the one before."""
     before, _HERE.plan = _HERE.plan, plan
     return before
+
+
+def run_under(plan: MixerPlan | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return `function(*args, **kwargs)`, by this plan."""
+    before = begin(plan)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        begin(before)
 
 
 class _Planned:
@@ -198,8 +200,7 @@ class _Planned:
         self.__self__ = getattr(getattr(function, "func", function), "__self__", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with under(self.plan):
-            return self.function(*args, **kwargs)
+        return run_under(self.plan, self.function, *args, **kwargs)
 
 
 class _Carrying:
@@ -237,10 +238,6 @@ class BySequence:
         self.mixer, self.config, self.kind, self.explicit = mixer, config, kind, explicit
         self.before = vars(mixer).get("forward")
         """What stood there already: a hook of accelerate, a forward of the hub."""
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.own)
 
     @property
     def own(self) -> Callable[..., Any]:
@@ -287,12 +284,11 @@ def _mask_of_rows(config: Any, x_nLD: Tensor, kind: MaskKind, explicit: bool) ->
     if kind == "2d":
         return x_nLD.new_ones(x_nLD.shape[:2], dtype=torch.bool)
     make = getattr(masking_utils, f"create_{kind}_mask")
-    known = {"config": config, "attention_mask": None, "past_key_values": None}
-    known |= dict.fromkeys(("inputs_embeds", "input_embeds"), x_nLD)
+    known = {"config": config, **dict.fromkeys(("inputs_embeds", "input_embeds"), x_nLD)}
     known |= {"cache_position": torch.arange(x_nLD.shape[1], device=x_nLD.device)}
     known |= {"and_mask_function": lambda b, h, q, k: q >= 0} if explicit else {}
-    taken = inspect.signature(make).parameters
-    return make(**{name: value for name, value in known.items() if name in taken})
+    taken = inspect.signature(make).parameters.items()
+    return make(**{name: known.get(name) for name, each in taken if name in known or each.default is each.empty})
 
 
 def _is_flat(value: Any, T: int) -> bool:

@@ -28,16 +28,6 @@ from collate_npu.segments import Segments
 
 MaskForm = Literal["none", "keep_2d", "masked", "keep", "bias", "mapping", "block_mask"]
 
-SPELLED: Mapping[MaskForm, str] = {
-    "none": "None",
-    "keep_2d": "the 2D mask, True or 1 = real",
-    "masked": "4D, True is blocked",
-    "keep": "4D, True attends",
-    "bias": "4D, additive",
-    "mapping": "a mask for each kind of layer",
-    "block_mask": "a BlockMask",
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
@@ -46,23 +36,6 @@ class Choice:
     form: MaskForm
     keeps_mask_2d: bool
     why: str
-
-
-def describe_bytes(size: int) -> str:
-    """Return a size in words, for a message: `18 bytes`, `8.0 MiB`."""
-    return f"{size} bytes" if size < 2**20 else f"{size / 2**20:.1f} MiB"
-
-
-def describe_cheapest(segments: Segments) -> str:
-    """Return the cheapest form that is exact for plain causal attention on these rows, and the cost of the others."""
-    B, S = segments.shape
-    in_rows, dense = describe_bytes(B * S), describe_bytes(B * S * S)
-    if segments.packed:
-        offsets = describe_bytes(4 * (segments.num_sequences + 1))
-        return f"offsets of a flat row, {offsets}; a dense 4D takes {dense}"
-    if none_is_exact(segments):
-        return f"None with a causal kernel; the 2D mask takes {in_rows}, the dense 4D that models make of it {dense}"
-    return f"the 2D mask, {in_rows}; the dense 4D that models make of it takes {dense}"
 
 
 def describe_shape(segments: Segments) -> str:
@@ -345,8 +318,9 @@ def consumer_named(name: str | Consumer) -> Consumer:
     return consumers()[name]
 
 
-def _packed_rows(case: Case) -> str:
-    if case.padding_free or not (case.segments.packed and case.recurrent):
+def packed_reason(case: Case) -> str:
+    """Return which rows hold several sequences, in a hybrid model."""
+    if not (case.segments.packed and case.recurrent):
         return ""
     rows = [b for b, row in enumerate(case.segments.lengths) if len(row) > 1][:8]
     return f"rows {rows} hold several sequences"
@@ -354,7 +328,7 @@ def _packed_rows(case: Case) -> str:
 
 PACKED_RECURRENT = Refusal(
     of="packed rows (several sequences in a padded row), in a hybrid model",
-    when=_packed_rows,
+    when=lambda case: "" if case.padding_free else packed_reason(case),
     rule="A recurrent layer carries its state from one sequence of a row into the next, and no mask stops it: {why}.",
     remedy="Give each sequence its own row, or use padding_free=True where its recurrent layers read offsets.",
     more="packed-recurrent",

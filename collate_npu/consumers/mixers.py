@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from collate_npu.consumers.by_sequence import Buckets, BySequence, MaskKind, MixerPlan, plan_of, under
+from collate_npu.consumers.by_sequence import Buckets, BySequence, MaskKind, MixerPlan, plan_of, run_under
 from collate_npu.consumers.model_traits import config_of, is_transformers, layer_kinds, position_rule, text_config, unwrap
 from collate_npu.consumers.tiny_models import (
     code_of,
@@ -101,7 +101,7 @@ def _kind_of(model: nn.Module, name: str, config: Any, way: Way) -> MaskKind | N
     kinds = layer_kinds(config)
     n = getattr(model.get_submodule(name), "layer_idx", None)
     n = int(numbers[0]) if n is None and numbers else n
-    kind = kinds[n] if isinstance(n, int) and n < len(kinds) else ""
+    kind = kinds[n] if isinstance(n, int) and 0 <= n < len(kinds) else ""
     if not kinds:
         kind = next((name for name in ("sliding_window", "attention_chunk_size") if getattr(config, name, None)), "")
     if not way.windows or not re.search("sliding|chunk", kind):
@@ -135,11 +135,10 @@ def _moved(copy: Any, way: Way, tokens_1T: Tensor, alone: Tensor) -> str:
     for mixer in mixers_of(copy, way).values():
         vars(mixer).pop("forward", None)
     wrap(copy, way)
-    plan = plan_of(_LENGTHS, tokens_1T.device, way.buckets)
+    plan = plan_of(_LENGTHS, tokens_1T.device, way.buckets, call_cost=0)
     call = {**run_alone(copy, tokens_1T), **flat_keys(copy, way, plan)}
     try:
-        with under(plan):
-            found = states_of(copy, **call)[0]
+        found = run_under(plan, states_of, copy, **call)[0]
     except Exception as error:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     worst = float((found - alone).abs().max() / alone.abs().max())
@@ -157,28 +156,24 @@ def flat_keys(model: Any, way: Way, plan: MixerPlan, device: torch.device | None
     return keys
 
 
+_WIDTH = 24
+
+
 def _mixing(copy: nn.Module) -> dict[type, int]:
     """Return the classes of the mixers of a tiny copy, and the dimensions of the mask that each is given."""
     seen: dict[str, tuple[Any, Any]] = {}
-    hooks = [
-        module.register_forward_pre_hook(partial(_record, seen, name), with_kwargs=True)
-        for name, module in copy.named_modules()
-        if name
-    ]
-    width = 24
-    text = text_config(config_of(copy))
+    parts = {name: copy.get_submodule(name) for name in _parts(copy)}
+    hooks = [part.register_forward_pre_hook(partial(_record, seen, name), with_kwargs=True) for name, part in parts.items()]
+    text, found = text_config(config_of(copy)), dict[type, int]()
     before, text._attn_implementation = text._attn_implementation, "eager"  # which is given every mask
-    found: dict[type, int] = {}
     try:
-        copy(**run_alone(copy, torch.arange(3, 3 + width, device=device_of(copy))[None]))
+        copy(**run_alone(copy, torch.arange(3, 3 + _WIDTH, device=device_of(copy))[None]))
         for hook in hooks:
             hook.remove()
-        for name in _parts(copy):
-            if name in seen and _mixes(copy.get_submodule(name), *seen[name], width):
-                args, kwargs = seen[name]
-                masks = [x.ndim for x in tree_flatten((args, kwargs))[0] if _is_mask(x, width)]
-                kind = type(copy.get_submodule(name))
-                found[kind] = max(found.get(kind, 0), *masks, 0)
+        for name, (args, kwargs) in seen.items():
+            if _mixes(parts[name], args, kwargs):
+                masks = [x.ndim for x in tree_flatten((args, kwargs))[0] if _is_mask(x)]
+                found[type(parts[name])] = max(found.get(type(parts[name]), 0), *masks, 0)
     finally:
         text._attn_implementation = before
     return found
@@ -204,10 +199,10 @@ def _parts_of(name: str, layer: nn.Module) -> Iterator[str]:
             yield f"{name}.{key}"
 
 
-def _mixes(module: nn.Module, args: Any, kwargs: Any, width: int) -> bool:
+def _mixes(module: nn.Module, args: Any, kwargs: Any) -> bool:
     """Return True if another token than the one that is changed moves."""
     values, spec = tree_flatten((args, kwargs))
-    at = next((n for n, x in enumerate(values) if _is_states(x, width)), None)
+    at = next((n for n, x in enumerate(values) if _is_states(x)), None)
     if at is None:
         return False
     changed = values[at].clone()
@@ -216,7 +211,7 @@ def _mixes(module: nn.Module, args: Any, kwargs: Any, width: int) -> bool:
     for x in (values[at], changed):
         args, kwargs = tree_unflatten([*values[:at], x.clone(), *values[at + 1 :]], spec)
         outs = tree_flatten(module(*args, **kwargs))[0]
-        runs.append(next((out for out in outs if _is_states(out, width)), None))
+        runs.append(next((out for out in outs if _is_states(out)), None))
     if runs[0] is None or runs[1] is None:
         return False
     moved_S = (runs[0] - runs[1]).abs().flatten(2).amax((0, 2)) > 1e-6
@@ -224,10 +219,10 @@ def _mixes(module: nn.Module, args: Any, kwargs: Any, width: int) -> bool:
     return bool(moved_S.any())
 
 
-def _is_mask(x: Any, width: int) -> bool:
-    dense = isinstance(x, Tensor) and x.ndim > 2 and x.shape[-2:] == (width, width)
-    return dense or (isinstance(x, Tensor) and x.shape == (1, width) and not x.is_floating_point() and int(x.max()) <= 1)
+def _is_mask(x: Any) -> bool:
+    dense = isinstance(x, Tensor) and x.ndim > 2 and x.shape[-2] == _WIDTH <= x.shape[-1] <= _WIDTH + 1
+    return dense or (isinstance(x, Tensor) and x.shape == (1, _WIDTH) and not x.is_floating_point() and int(x.max()) <= 1)
 
 
-def _is_states(x: Any, width: int) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 2 and x.shape[1] == width
+def _is_states(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 2 and x.shape[1] == _WIDTH

@@ -10,6 +10,7 @@ import copy
 import inspect
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
@@ -268,7 +269,7 @@ def run_alone(model: Any, tokens_BS: Any) -> dict[str, Any]:
 
 def offsets_asked(model: Any, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
     """Return the offsets of a flat row if the model's decoder layers raise without them, as VeOmni's own do; {} else."""
-    if not any(map(exchanges, model.modules())):
+    if "veomni" not in sys.modules or not any(map(exchanges, model.modules())):
         return {}
     return {"cu_seq_lens_q": torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)}
 

@@ -13,18 +13,12 @@ from typing import Any
 import torch
 
 from collate_npu.consumers import model_traits
-from collate_npu.consumers.mask_choice import PACKED_RECURRENT, Case, Consumer, Form, Refusal
+from collate_npu.consumers.mask_choice import PACKED_RECURRENT, Case, Consumer, Form, Refusal, packed_reason
 from collate_npu.consumers.model_traits import attention_windows
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.keys import of_kind
 from collate_npu.masks.patterns import CAUSAL, Pattern
 from collate_npu.segments import PADS_BEFORE
-
-
-def _state_runs_on(case: Case) -> str:
-    """Return why the state of a recurrent layer runs from one sequence of a flat row into the next."""
-    runs = case.padding_free and case.recurrent and case.segments.packed
-    return "most kernels, and all of plain torch, read no boundaries" if runs else ""
 
 
 def _by_2d(case: Case) -> str:
@@ -191,13 +185,6 @@ TRANSFORMERS = Consumer(
     ),
     refuses=(
         Refusal(
-            of="flat rows of several sequences, in a hybrid model; adapt(model) runs them sequence by sequence",
-            when=_state_runs_on,
-            rule="The state of a recurrent layer may run from one sequence of a flat row into the next: {why}.",
-            remedy=f"Give each sequence its own row (padding_free=False), or {_ADAPT}.",
-            more="packed-recurrent",
-        ),
-        Refusal(
             of="padding that changes real tokens: holes, or a projection with a bias, in recurrent layers; layers that "
             "ignore masks or mix neighbouring places",
             when=_leak,
@@ -213,7 +200,12 @@ TRANSFORMERS = Consumer(
             rule="The result of a sequence depends on the width of its batch: {why}.",
             remedy="Batch sequences of one length, so that nothing is padded.",
         ),
-        replace(PACKED_RECURRENT, remedy=f"Give each sequence its own row, or {_ADAPT}."),
+        replace(
+            PACKED_RECURRENT,
+            of="several sequences in a row, flat or padded, in a hybrid model; adapt(model) runs them sequence by sequence",
+            when=packed_reason,
+            remedy=f"Give each sequence its own row (padding_free=False), or {_ADAPT}.",
+        ),
         Refusal(
             of="4D masks in a hybrid model",
             when=lambda case: case.recurrent and not case.plain and _needs_dense(case),

@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import Any, cast
@@ -77,9 +77,9 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     `[B, S, ...]` that came, with zeros at padding. A call with a cache, for attention maps or in a compiled graph goes the
     padded way: its batch is proved, made right for this model, or refused. `.way` says which way a model goes. Calls without
     tokens of text (sound), and steps of generation behind the prompt, pass as they are. Costs a copy of the mask to the host
-    each step. A model that is no causal language model, no
-    backbone of one and no head on one is left as it came: a warning says so. Raises `UnsupportedFormError` for a module with
-    no transformers model in it, or several, and for ignored labels that a trainer counted. Call it after `get_peft_model`.
+    each step. A model that is no causal language model, no backbone of one and no head on one is left as it came: a warning
+    says so. Raises `UnsupportedFormError` for a module with no transformers model in it, or several, and for ignored labels
+    that a trainer counted. Call it after `get_peft_model`.
 
     >>> from collate_npu.testing import tiny_model
     >>> model = tiny_model("qwen3_next", vocab_size=257)
@@ -94,13 +94,14 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     whole = _transformers_model(model, "consumer" in settings)
     if is_transformers(whole) and warn_if_left(model):
         return Adapted((), "")
-    way, backbone = _way_of(whole, settings), whole
-    if not way.why_padded:
-        wrap(whole, way)
-        backbone = place_of(whole, mixers_of(whole, way))
+    way = _way_of(whole, settings)
+    wrap(whole, way)
+    mixers = mixers_of(whole, way)
+    backbone = place_of(whole, mixers) if mixers else whole
     handles: list[Any] = []
     places = _hook_places(model, whole, backbone)
-    hooks = [_Hooks(module, settings, inside, places[:n], way, module is backbone) for n, module in enumerate(places)]
+    given: dict[str, Any] = {"settings": settings, "inside": inside, "way": way, "mixers": [*mixers.values()]}
+    hooks = [_Hooks(module, outer=places[:n], backbone=module is backbone, **given) for n, module in enumerate(places)]
     for module, door in zip(places, hooks):
         handles.append(module.register_forward_pre_hook(door, with_kwargs=True))
         handles.append(module.register_forward_hook(door.leave, always_call=True))
@@ -114,23 +115,25 @@ def _way_of(whole: nn.Module, settings: Mapping[str, Any]) -> Way:
         return Way("it counts positions by ids")
     if settings.get("pattern") is not None or settings.get("context_parallel") is not None:
         return Way("a pattern or a part of the rows was declared")
-    way = way_of(whole)
-    parts = () if way.why_padded else [part for each in mixers_of(whole, way).values() for part in each.modules()][1:]
-    gathers = any(hasattr(part, "unshard") for part in parts) or any(hasattr(each, "ds_id") for each in whole.parameters())
-    return replace(way, buckets="one") if gathers else way  # as many calls on every rank (FSDP2, ZeRO-3)
+    return way_of(whole)
+
+
+def _gathers(mixers: Iterable[nn.Module]) -> bool:
+    """Return True if ranks gather parameters inside these mixers (ZeRO-3, FSDP): each rank must call them as often."""
+    parts = [part for mixer in mixers for part in mixer.modules() if part is not mixer]
+    sharded = any(hasattr(part, "unshard") or "FullySharded" in type(part).__name__ for part in parts)
+    return sharded or any(hasattr(each, "ds_id") for mixer in mixers for each in mixer.parameters())
 
 
 @dataclass(eq=False)
 class _Entered:
-    """A batch on its way through a model: the hook by which it entered, and how it runs."""
+    """A batch on its way through a model: the hook by which it entered, and the flat row that it becomes, if any."""
 
     by: _Hooks
+    before: MixerPlan | None
     flat: FlatCall | None = None
-    """None: its rows run as they are."""
     at: _Hooks | None = None
-    """The hook where its rows became a flat row."""
-    before: MixerPlan | None = None
-    ran: bool = False
+    """The hook where its rows became the flat row."""
 
 
 class _Hooks:
@@ -138,23 +141,23 @@ class _Hooks:
     each thread. `outer` are the modules that a batch passes before this one."""
 
     def __init__(
-        self, module: nn.Module, settings: dict[str, Any], inside: dict[int, _Entered], outer: list[nn.Module], way: Way,
-        backbone: bool,
+        self, module: nn.Module, *, settings: dict[str, Any], inside: dict[int, _Entered], outer: list[nn.Module], way: Way,
+        mixers: list[nn.Module], backbone: bool,
     ) -> None:  # fmt: skip
-        self.settings, self.inside, self.outer, self.way, self.backbone = settings, inside, outer, way, backbone
+        self.settings, self.inside, self.outer, self.way = settings, inside, outer, way
+        self.mixers, self.backbone = mixers, backbone
         self.by_sequence = not way.why_padded
         self.adapters = {by_sequence: self._made(module, by_sequence) for by_sequence in {self.by_sequence, False}}
         own, inner = ([*inspect.signature(type(each).forward).parameters][1:] for each in (module, unwrap(module)))
         self.names = own if {"input_ids", "inputs_embeds"} & {*own} else inner
         """The arguments of its forward; those of the model inside, if its own forward names no tokens."""
-        self.own_head = bool(
-            re.fullmatch(r"transformers\..*ForCausalLM", f"{type(module).__module__}.{type(module).__name__}")
-        )
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        self.own_head = bool(re.fullmatch(r"transformers\..*(ForCausalLM|LMHeadModel)", kind))
         self.lora = self._has_lora()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
         entered = self.inside.get(get_ident())
-        if entered is not None and not (self.backbone and entered.flat is not None and entered.at is None):
+        if entered is not None and not (self.backbone and entered.flat is not None and entered.at in (None, self)):
             return None
         if self._has_lora() and not self.lora:
             rule = "Its wrapper, made after adapt, calls the model's forward directly, and the model's hooks do not run."
@@ -170,50 +173,62 @@ class _Hooks:
         """Bring what the flat row gave back into the rows that came, and forget the batch at the module it entered by."""
         if (entered := self.inside.get(get_ident())) is None:
             return None
-        restored = None
-        if entered.at is self and entered.flat is not None:
-            begin(entered.before)
-            entered.at = None
-            restored = None if output is None else entered.flat.restored(output)
+        flat = entered.flat
+        if entered.at is self and flat is not None:
+            begin(None)
+            output = None if output is None else flat.restored(output)
         if entered.by is self:  # a backbone that returns may be called again
+            begin(entered.before)
             del self.inside[get_ident()]
             KNOWN_BATCHES.running.pop(get_ident(), None)
-            if output is not None and entered.flat is not None and not entered.ran:
+            if output is not None and flat is not None and entered.at is None:
                 rule = "It did not call its backbone as a module, so that its rows ran as they were."
                 raise UnsupportedFormError(explain("model", type(module).__name__, rule, _BACKBONE))
-        return restored
+        return output if entered.at is self else None
 
     def _through(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], graph: bool) -> Kept | None:
         batch = Sources({**dict(zip(self.names, args)), **kwargs})
-        entered = self.inside.setdefault(get_ident(), _Entered(self))
-        try:
-            written = self._written(entered, module, batch, graph)
-        except BaseException:
-            if entered.by is self:
-                self.inside.pop(get_ident(), None)
-            raise
+        entered = self.inside.get(get_ident())
+        if entered is not None:
+            written: dict[str, Any] | None = self._flattened(entered, module, batch)
+        else:
+            entered = _Entered(self, begin(None))
+            try:
+                written = self._written(entered, module, batch, graph)
+            except BaseException:
+                begin(entered.before)
+                raise
+            self.inside[get_ident()] = entered
         return None if written is None else (args[len(self.names) :], written)
 
     def _written(self, entered: _Entered, module: nn.Module, batch: Sources, graph: bool) -> dict[str, Any] | None:
-        if entered.by is not self:
-            return self._flattened(entered, module, batch)
-        if self.adapters[False].is_left(batch) or not batch.named["tokens"]:  # sound
+        padded = self._current(module, False)
+        if padded.is_left(batch) or not batch.named["tokens"]:  # sound
             return None
         if _in_use(module, batch) and _decodes(batch):
-            return _continued(self._current(module, False), batch)
+            return _continued(padded, batch)
         if (ranks := _sharing_ranks()) > 1:
             _check_share(self._current(module, self.by_sequence), module, batch, ranks)
             return None
-        batch = _with_empty_rows(batch)
-        segments = self._current(module, False).read(batch, self.adapters[False].polarity, _is_flat(batch))
+        batch, flat = _with_empty_rows(batch), _is_flat(batch)
+        segments = padded.read(batch, padded.polarity, flat)
         by_sequence = self.by_sequence and not self._why_padded(module, batch, segments, graph)
-        whole = by_sequence and (self.backbone or (self.own_head and not _cuts_rows(self._current(module, True), batch)))
-        written = self._handed_over(module, batch, segments, by_sequence, holes=not whole)
-        if by_sequence and (segments.packed or segments.num_tokens < segments.array.size) and segments.num_tokens:
-            device = next(value.device for value in written.values() if isinstance(value, torch.Tensor))
-            entered.flat = FlatCall(segments, self.way, device)
-            return self._flattened(entered, module, written) if whole else written
-        return written | offsets_asked(module, segments.sequence_lengths, segments.ids.device) if by_sequence else written
+        adapter = self._current(module, by_sequence)
+        whole = by_sequence and (self.backbone or (self.own_head and not _cuts_rows(adapter, batch)))
+        written, _ = adapter.hand_over(batch, padding_free=flat, segments=segments, holes=not whole)
+        _check_last(batch, segments)
+        _check_count(adapter, batch, written, segments)
+        KNOWN_BATCHES.running[get_ident()] = segments
+        device = next(value.device for value in written.values() if isinstance(value, torch.Tensor))
+        written |= offsets_asked(module, segments.sequence_lengths, device) if by_sequence else {}
+        if (
+            not by_sequence
+            or not segments.num_tokens
+            or (not segments.packed and segments.num_tokens == segments.array.size)
+        ):
+            return written
+        entered.flat = FlatCall(segments, replace(self.way, buckets="one") if _gathers(self.mixers) else self.way, device)
+        return self._flattened(entered, module, written) if whole else written
 
     def _flattened(self, entered: _Entered, module: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
         """Return the call on the flat row, and let this thread's mixers run by its plan."""
@@ -225,18 +240,9 @@ class _Hooks:
         if module.training:
             carry(module)
         flat = entered.flat.flattened(call, module, shifts=self._current(module, True).label_rule == "next")
-        entered.at, entered.ran, entered.before = self, True, begin(entered.flat.plan)
+        entered.at = self
+        begin(entered.flat.plan)
         return flat
-
-    def _handed_over(
-        self, module: nn.Module, batch: Sources, segments: Segments, by_sequence: bool, *, holes: bool
-    ) -> dict[str, Any]:
-        adapter = self._current(module, by_sequence)
-        written, _ = adapter.hand_over(batch, padding_free=_is_flat(batch), segments=segments, holes=holes)
-        _check_last(batch, segments)
-        _check_count(adapter, batch, written, segments)
-        KNOWN_BATCHES.running[get_ident()] = segments
-        return written
 
     def _why_padded(self, module: nn.Module, batch: Sources, segments: Segments, graph: bool) -> str:
         """Return why this call goes the padded way; "" for one that runs by sequence."""

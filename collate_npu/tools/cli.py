@@ -193,18 +193,16 @@ def run_watched(options: Namespace) -> int:
 
 
 def show_batch(options: Namespace) -> int:
-    """Draw a batch: its rows and masks, what each consumer and each rank gets of it, and why.
+    """Draw a batch: its rows and masks.
 
     A refused mask is drawn too; the exit code is then 1. Wide masks are folded.
 
     Examples:
     collate-npu show --lengths 3,5 --side left
-    collate-npu show --lengths 3+2,5 --consumer megatron --consumer transformers --model-type qwen3
+    collate-npu show --lengths 3+2,5
     collate-npu show --batch batch.pt — the batch of a run that went wrong
-    collate-npu show --lengths 6,8 --cp 2 --layout zigzag — which tokens each rank gets
     """
     load("torch", "rich")
-    from collate_npu.parallel import ContextParallel
     from collate_npu.tools import files, show
     from collate_npu.tools.describe import describe
     from collate_npu.tools.terminal import html_of, picture_text
@@ -221,10 +219,7 @@ def show_batch(options: Namespace) -> int:
     else:
         layout = {"side": options.side, "packed": options.packed}
         shown = files.batch_of_file(options.batch) if options.batch else show.batch_of_lengths(options.lengths, **layout)
-        ranks = ContextParallel(options.cp, 0, layout=options.layout) if options.cp else None
-        ranks = ranks.for_documents() if ranks is not None and options.packed else ranks
-        model = {"model_type": options.model_type, "padding_free": options.packed}
-        words = f"{describe(shown)}\n\n{show.views_of(shown, options.consumer, ranks, **model)}"
+        words = f"{describe(shown)}\n\n{show.picture(shown)}"
     if options.out:
         options.out.write_text(html_of("collate-npu show", picture_text(words)), encoding="utf-8")
     _print(picture_text(words))
@@ -346,10 +341,6 @@ OPTIONS = {
         _option("--mask", "A saved mask alone: .pt, .npy, .npz or .safetensors.", type=Path),
         _option("--side", "Padding side of --lengths.", choices=SIDES, default="right"),
         _flag("--packed", "One padding-free row, all sequences one after another."),
-        _list("--consumer", "The model stack that reads the batch. Repeatable; default: none."),
-        _option("--model-type", "The model type whose layers decide if attention_mask_2d stays.", default="qwen3_next"),
-        _option("--cp", "Context parallel size: draw what each rank holds.", type=in_range(2, 1024)),
-        _option("--layout", "How ranks share a row: zigzag, contiguous ...", default="zigzag"),
         _option("--out", "Write a page too: .html.", type=Path),
     ),
     "env": (AS_JSON,),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import PLAIN, dims, entries, host_tensor
-from collate_npu.consumers.mask_choice import describe_cheapest, describe_shape
+from collate_npu.consumers.mask_choice import describe_shape
 from collate_npu.errors import CollateError, a_type, explain, printable, shape_of, short
 from collate_npu.keys import KEEP_KEY, of_kind, with_role
 from collate_npu.masks.batch_reader import segments_from_batch
@@ -50,7 +50,6 @@ def describe(batch: Mapping[str, Any]) -> Words:
         known by attention_mask_2d: says all of it without other keys
         known by position_ids: agrees; without the other keys it is incomplete
         no mask is not exact: padding stands on the left, so real tokens would attend it
-        cheapest exact form: the 2D mask, 6 bytes; the dense 4D that models make of it takes 18 bytes
     """
     if not isinstance(batch, Mapping):
         rule = "A batch is a dict of tensors, as a collator returns it."
@@ -86,7 +85,6 @@ def _facts(batch: Sources, segments: Segments) -> Iterator[str]:
     yield from (f"known by {key}: {_alone(batch, key, segments)}" for key in held)
     verdict = none_is_exact(segments)
     yield f"no mask {'is' if verdict else 'is not'} exact: {verdict.why}"
-    yield f"cheapest exact form: {describe_cheapest(segments)}"
 
 
 def _alone(batch: Sources, key: str, segments: Segments) -> str:

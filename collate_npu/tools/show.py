@@ -6,7 +6,7 @@ Legend: B batch, S width, Q query rows, K keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -15,13 +15,11 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, Side, host_tensor
 from collate_npu.collate.collators import PaddingCollator
-from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.mask_choice import SPELLED, describe_shape
+from collate_npu.consumers.mask_choice import describe_shape
 from collate_npu.errors import CollateError, explain, printable, shape_of
 from collate_npu.keys import KEEP_KEY, MASK_KEY
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.dense_mask import derive_segments
-from collate_npu.parallel import ContextParallel, cu_seqlens_of, token_runs
 from collate_npu.segments import Segments
 from collate_npu.tools.describe import Words, is_dense, reads
 
@@ -46,18 +44,6 @@ def picture(shown: Mapping[str, Any] | Segments | Tensor) -> Words:
     else:
         lines = [*(_batch(shown) if isinstance(shown, Mapping) else _alone(host_tensor("mask", shown)))]
     return Words(printable("\n".join(lines)))
-
-
-def views_of(
-    batch: Mapping[str, Any], consumers: Sequence[str], context_parallel: ContextParallel | None, **model: Any
-) -> Words:
-    """Return the picture of a batch, and what each consumer and each rank gets of it.
-
-    `model` says whose layers decide, in the words of `BatchAdapter`.
-    """
-    parts = [picture(batch), *("\n".join(_consumer(batch, name, **model)) for name in consumers)]
-    parts += [] if context_parallel is None else ["\n".join(_ranks(batch, context_parallel))]
-    return Words(printable("\n\n".join(parts)))
 
 
 def _batch(batch: Mapping[str, Any]) -> Iterator[str]:
@@ -130,37 +116,6 @@ def _block(width: int) -> int:
 
 def _more(count: int, block: int) -> list[str]:
     return [f"... {count - ROWS} more"] * (count > ROWS) + [f"{block} places a cell"] * (block > 1)
-
-
-def _consumer(batch: Mapping[str, Any], name: str, **model: Any) -> Iterator[str]:
-    """What a consumer is given, or why it is refused. Raises for a name that is no consumer's."""
-    adapter = BatchAdapter(consumer=name, **model)  # type: ignore[arg-type]
-    try:
-        out, segments = adapter.with_segments(batch)
-    except CollateError as error:
-        yield f"{name}: refused: {error}"
-        return
-    chosen = adapter.choose(segments)
-    kept = "stays" if chosen.keeps_mask_2d else "is removed"
-    yield f"{name}: {adapter.consumer.key} {SPELLED[chosen.form]}; attention_mask_2d {kept} ({chosen.why})"
-    given = out.get(adapter.consumer.key)
-    for kind, full in (given if isinstance(given, Mapping) else {"": given}).items():
-        yield from (*[kind] * bool(kind), *_drawn(full, segments)) if is_dense(full) else ()
-
-
-def _ranks(batch: Mapping[str, Any], cp: ContextParallel) -> Iterator[str]:
-    """The places that each rank holds, or why they cannot share a row."""
-    try:
-        segments = segments_from_batch(batch)
-        S, offsets = segments.shape[1], cu_seqlens_of(batch, segments) if cp.documents else None
-        held = [token_runs(S, cp.with_rank(rank), offsets) for rank in range(cp.size)]
-    except CollateError as error:
-        yield f"{cp.size} ranks: refused: {error}"
-        return
-    for rank, runs in enumerate(held):
-        places_S = np.concatenate([np.arange(*run) for run in runs])
-        places = ", ".join(f"{start}-{stop - 1}" for start, stop in runs)
-        yield from (f"rank {rank} of {cp.size}, {cp.layout}: {places}", *_rows(np.isin(np.arange(S), places_S)[None]))
 
 
 def batch_of_lengths(lengths: str, *, side: Side, packed: bool) -> dict[str, Any]:

@@ -102,7 +102,7 @@ TABLE = [
     *(("keep_2d", *case) for version in ("4.57.1", "5.15.0") for case in (
         (ALONE, {**RECURRENT, "version": version}), (LEFT, {**RECURRENT, "version": version}),
         (ALONE_LEFT, {"version": version}))),
-    *(("refused.*read no boundaries", FLAT, {**RECURRENT, **FREE, **kernel}) for kernel in ({}, FLASH)),
+    *(("refused.*hold several", FLAT, {**RECURRENT, **FREE, **kernel}) for kernel in ({}, FLASH)),
     ("keep", FLAT, FREE), ("none", FLAT, {**FREE, **FLASH}), ("none", ONE, {**RECURRENT, **FREE}),
     ("none", FLAT, {"consumer": "megatron", **RECURRENT, **FREE}),
 ]  # fmt: skip

@@ -14,7 +14,8 @@ from collate_npu.collate import BalancedBatchSampler, loss_weights
 from collate_npu.testing import tiny_model
 
 VOCAB, PAD = 61, 7
-ROWS = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (7, 12, 4, 9)]
+ROWS = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (7, 400, 4, 9)]
+"""Those of the first rank make two buckets, those of the second one."""
 
 
 def batch_of(rows, layout):
@@ -39,7 +40,17 @@ def flat(model):
     return FullyShardedDataParallel(model, **how)
 
 
-WRAPPERS = {"DDP": DistributedDataParallel, "FSDP2": sharded, "FSDP": flat}
+def sharded_inside(model):
+    """Units inside mixers: ranks gather these parameters at each call."""
+    for layer in model.base_model.layers:
+        for mixer in (getattr(layer, name) for name in ("self_attn", "linear_attn") if hasattr(layer, name)):
+            for part in mixer.children():
+                if isinstance(part, torch.nn.Linear):
+                    fully_shard(part)
+    return fully_shard(model)
+
+
+WRAPPERS = {"DDP": DistributedDataParallel, "FSDP2": sharded, "FSDP": flat, "FSDP2 inside mixers": sharded_inside}
 
 
 def gradient_error(wrapper, first, family, layout):

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gloo")]
     [("qwen3_next", "padded left"), ("qwen3_next", "packed"), ("qwen3", "padded left"), ("qwen3", "packed")],
 )
 @pytest.mark.parametrize("first", ["adapt", "wrapper"])
-@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2", "FSDP2 inside mixers"])
 def test_gradients_of_all_ranks_are_those_of_the_samples_alone(wrapper, first, family, layout, pair):
     for error, refused in pair("adapt_work.gradient_error", wrapper, first, family, layout):
         assert error < 1e-4

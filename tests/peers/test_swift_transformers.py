@@ -128,5 +128,5 @@ def test_a_multimodal_flat_row_is_told_by_its_text_positions(lengths):
     if len(lengths) == 1:
         check_collated(made, batch)
     else:
-        with pytest.raises(UnsupportedFormError, match="may run from one sequence of a flat row into the next"):
+        with pytest.raises(UnsupportedFormError, match="no mask stops it"):
             check_collated(made, batch)

@@ -143,8 +143,6 @@ def evil(tmp_path):
         ["show", "--batch", f"{{}}/{EVIL}.pt", "--out", f"{{}}/{EVIL}.html"],
         ["show", "--mask", f"{{}}/{EVIL}.pt"],
         ["show", "--lengths", EVIL],
-        ["show", "--lengths", "3", "--consumer", "transformers", "--model-type", EVIL],
-        ["show", "--lengths", "3", "--consumer", EVIL],
         ["audit", "--model", "llama", "--batch", f"{{}}/{EVIL}.pt"],
         ["audit", "--model", EVIL],
         ["audit", "--model", "llama", "--collator", f"{{}}/{EVIL}.py:{EVIL}"],

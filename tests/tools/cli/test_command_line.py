@@ -80,7 +80,7 @@ def test_env_is_words_or_json_and_an_interrupt_is_one(monkeypatch):
         ("--nonsense", "arguments are required: COMMAND"),
         ("show --len 3", "unrecognized arguments: --len 3"),
         ("show --lengths 3 more", "unrecognized arguments: more"),
-        ("show --cp 1.5", "--cp: invalid whole_number value: '1.5'"),
+        ("watch --steps 1.5 -- true", "--steps: invalid whole_number value: '1.5'"),
         ("watch --steps 1048577 -- a", "--steps: 1048577 is not in the range 1..1048576."),
         ("conformance", "required: run"),
         ("audit --batch-size 1", "--batch-size: 1 is not in the range 2..inf."),
