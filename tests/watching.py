@@ -24,6 +24,7 @@ class Watch:
             handle.remove()
 
     def _came(self, module, args, kwargs):
+        module._forward_hooks.move_to_end(self.handles[0].id)  # behind those of `adapt`, which give rows back
         self.ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
 
     def _saw(self, module, args, kwargs, output):
