@@ -239,7 +239,7 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
     if text_config(config) is not config:
         parts = {name: shrunk(getattr(config, name)) for name in type(config).sub_configs if name != "text_config"}
         small = type(config)(**parts, text_config=small.to_dict())
-    with quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with quiet(), _unsharded(), torch.random.fork_rng(devices=[]), torch.no_grad():
         with torch.device("meta"):
             if sum(each.numel() for each in _made(model, small, attention).parameters()) > 10_000_000:
                 raise MemoryError  # what should be tiny is not
@@ -257,6 +257,18 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
         with cpu_kernels(made.to(device_of(model))):
             made(**run_alone(made, torch.arange(3, device=device_of(made))[None]))
     return made
+
+
+@contextmanager
+def _unsharded() -> Iterator[None]:
+    """Build models whole: with a config of ZeRO-3 transformers shares out each that is built (5.15 modeling_utils.py)."""
+    from transformers.integrations import deepspeed
+
+    before, deepspeed._hf_deepspeed_config_weak_ref = deepspeed._hf_deepspeed_config_weak_ref, None
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = before
 
 
 def run_alone(model: Any, tokens_BS: Any) -> dict[str, Any]:

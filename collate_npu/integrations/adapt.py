@@ -97,7 +97,7 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     way = _way_of(whole, settings)
     wrap(whole, way)
     mixers = mixers_of(whole, way)
-    backbone = place_of(whole, mixers) if mixers else whole
+    backbone = place_of(whole, mixers) if mixers else getattr(whole, "base_model", whole)
     handles: list[Any] = []
     places = _hook_places(model, whole, backbone)
     given: dict[str, Any] = {"settings": settings, "inside": inside, "way": way, "mixers": [*mixers.values()]}
@@ -115,7 +115,7 @@ def _way_of(whole: nn.Module, settings: Mapping[str, Any]) -> Way:
         return Way("it counts positions by ids")
     if settings.get("pattern") is not None or settings.get("context_parallel") is not None:
         return Way("a pattern or a part of the rows was declared")
-    return way_of(whole)
+    return way_of(_door(whole))
 
 
 def _gathers(mixers: Iterable[nn.Module]) -> bool:
@@ -396,9 +396,14 @@ def _hook_places(model: nn.Module, whole: nn.Module, text: nn.Module) -> list[nn
     peft = [each for each in model.modules() if callable(getattr(each, "get_base_model", None))]
     tuned = [each for each in peft if each.base_model is not whole]
     backbone = cast(nn.Module, whole.base_model)
-    if _takes_positions(backbone) and not _takes_positions(whole):
-        return [*dict.fromkeys((backbone, text))]
-    return [*tuned[:1], *dict.fromkeys((whole, backbone, text))]
+    outer = tuned[:1] if _door(whole) is whole else []
+    return [*outer, *dict.fromkeys((_door(whole), backbone, text))]
+
+
+def _door(whole: nn.Module) -> nn.Module:
+    """Return the model; its backbone if the head around it takes no positions."""
+    backbone = cast(nn.Module, whole.base_model)
+    return backbone if _takes_positions(backbone) and not _takes_positions(whole) else whole
 
 
 def _transformers_model(model: nn.Module, named: bool) -> nn.Module:
