@@ -13,6 +13,7 @@ class Watch:
 
     def __enter__(self):
         self.handles = [self.base.register_forward_hook(self._saw, with_kwargs=True)]
+        self.handles += [self.base.register_forward_pre_hook(self._came, with_kwargs=True, prepend=True)]
         for name, module in self.base.named_modules():
             if name.endswith(("linear_attn", "self_attn")):
                 self.handles.append(module.register_forward_pre_hook(self._layer(name), with_kwargs=True))
@@ -22,10 +23,13 @@ class Watch:
         for handle in self.handles:
             handle.remove()
 
+    def _came(self, module, args, kwargs):
+        module._forward_hooks.move_to_end(self.handles[0].id)  # behind those of `adapt`, which give rows back
+        self.ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+
     def _saw(self, module, args, kwargs, output):
-        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         if not kwargs.get("use_cache"):
-            self.rows += zip(ids.tolist(), _hidden(output).detach().clone())
+            self.rows += zip(self.ids.tolist(), _hidden(output).detach().clone())
 
     def _layer(self, name):
         def note(module, args, kwargs):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from threading import local
 from types import MethodType
 from typing import Any, Literal
@@ -217,6 +216,17 @@ def run_under(plan: MixerPlan | None, function: Callable[..., Any], *args: Any, 
         begin(before)
 
 
+class _Planned:
+    """A layer's call by a plan. It names its module as a method does: LLaMA-Factory 0.9.5 asks (checkpointing.py:87)."""
+
+    def __init__(self, plan: MixerPlan | None, function: Any) -> None:
+        self.plan, self.function = plan, function
+        self.__self__ = getattr(getattr(function, "func", function), "__self__", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return run_under(self.plan, self.function, *args, **kwargs)
+
+
 class _Carrying:
     """A checkpoint function that computes its layer again by the plan of the first time, in whatever thread."""
 
@@ -224,7 +234,7 @@ class _Carrying:
         self.checkpoint = checkpoint
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.checkpoint(partial(run_under, _HERE.plan, function), *args, **kwargs)
+        return self.checkpoint(_Planned(_HERE.plan, function), *args, **kwargs)
 
 
 def carry(model: nn.Module) -> None:
@@ -265,7 +275,8 @@ class BySequence:
         named = [*inspect.signature(own).parameters][: len(args)]
         if "attention_mask" in named:
             args, kwargs = (), {**dict(zip(named, args)), **kwargs}
-        values, spec = tree_flatten((args, {name: value for name, value in kwargs.items() if name != "attention_mask"}))
+        of_the_row = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k")
+        values, spec = tree_flatten((args, {name: value for name, value in kwargs.items() if name not in of_the_row}))
         laid, outs = [_laid(value, plan) for value in values], []
         try:
             for _HERE.bucket in range(len(plan.buckets)):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from collate_npu.consumers.by_sequence import MixerPlan, Way, from_places, plan_of, to_places
 from collate_npu.consumers.labels_and_positions import IGNORED
 from collate_npu.consumers.model_traits import position_rule
-from collate_npu.consumers.tiny_models import taken_of
+from collate_npu.consumers.tiny_models import offsets_asked, taken_of
 from collate_npu.segments import Segments
 
 _CACHES = ("past_key_values", "cache", "cache_params", "cache_position", "state")
@@ -27,6 +27,7 @@ def flat_keys(model: Any, way: Way, plan: MixerPlan) -> dict[str, Any]:
     """Return the mask of a flat row, and its positions if the model takes any."""
     ones = torch.ones(1, plan.total, dtype=torch.long, device=plan.place_T.device)
     keys: dict[str, Any] = {"attention_mask": ones if way.mask == "ones" else ones.new_ones(1, 1, 1, 1).bool()}
+    keys |= offsets_asked(model, plan.lengths, ones.device)
     if position_rule(model) != "none":
         positions_T = np.arange(plan.total) - np.repeat(plan.starts, plan.lengths)
         keys["position_ids"] = torch.from_numpy(positions_T)[None].to(ones.device, non_blocking=True)

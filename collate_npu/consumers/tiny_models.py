@@ -10,7 +10,8 @@ import copy
 import inspect
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -238,7 +239,7 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
     if text_config(config) is not config:
         parts = {name: shrunk(getattr(config, name)) for name in type(config).sub_configs if name != "text_config"}
         small = type(config)(**parts, text_config=small.to_dict())
-    with quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with quiet(), _unsharded(), torch.random.fork_rng(devices=[]), torch.no_grad():
         with torch.device("meta"):
             if sum(each.numel() for each in _made(model, small, attention).parameters()) > 10_000_000:
                 raise MemoryError  # what should be tiny is not
@@ -258,10 +259,37 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
     return made
 
 
+@contextmanager
+def _unsharded() -> Iterator[None]:
+    """Build models whole: with a config of ZeRO-3 transformers shares out each that is built (5.15 modeling_utils.py)."""
+    from transformers.integrations import deepspeed
+
+    before, deepspeed._hf_deepspeed_config_weak_ref = deepspeed._hf_deepspeed_config_weak_ref, None
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = before
+
+
 def run_alone(model: Any, tokens_BS: Any) -> dict[str, Any]:
     """Return what a model is called with to show the states of these tokens."""
     options = {"use_cache": False, "output_hidden_states": True}
-    return {"input_ids": tokens_BS, **{name: value for name, value in options.items() if taken_of(model, name)}}
+    kept = {name: value for name, value in options.items() if taken_of(model, name)}
+    B, S = tokens_BS.shape
+    return {"input_ids": tokens_BS, **kept, **offsets_asked(model, (S,) * B, tokens_BS.device)}
+
+
+def offsets_asked(model: Any, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """Return the offsets of a flat row if the model's decoder layers raise without them, as VeOmni's own do; {} else."""
+    if "veomni" not in sys.modules or not any(map(exchanges, model.modules())):
+        return {}
+    return {"cu_seq_lens_q": torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)}
+
+
+def exchanges(layer: Any) -> bool:
+    """Return True for VeOmni's own Gated DeltaNet (0.1.12 qwen3_5/generated/patched_modeling_qwen3_5_gpu.py:626-803)."""
+    own = type(layer).__module__.startswith("veomni.") and hasattr(layer, "chunk_gated_delta_rule")
+    return own and "cu_seq_lens_q" in inspect.signature(type(layer).forward).parameters
 
 
 def taken_of(model: Any, name: str) -> bool:

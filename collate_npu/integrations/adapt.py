@@ -36,6 +36,7 @@ from collate_npu.consumers.model_traits import (
     warn_if_left,
     windows,
 )
+from collate_npu.consumers.tiny_models import exchanges, offsets_asked
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.keys import SEGMENT_KEY
 from collate_npu.masks.sources import Sources
@@ -97,7 +98,7 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     way = _way_of(whole, settings)
     wrap(whole, way)
     mixers = mixers_of(whole, way)
-    backbone = place_of(whole, mixers) if mixers else whole
+    backbone = place_of(whole, mixers) if mixers else getattr(whole, "base_model", whole)
     handles: list[Any] = []
     places = _hook_places(model, whole, backbone)
     given: dict[str, Any] = {"settings": settings, "inside": inside, "way": way, "mixers": [*mixers.values()]}
@@ -115,7 +116,7 @@ def _way_of(whole: nn.Module, settings: Mapping[str, Any]) -> Way:
         return Way("it counts positions by ids")
     if settings.get("pattern") is not None or settings.get("context_parallel") is not None:
         return Way("a pattern or a part of the rows was declared")
-    return way_of(whole)
+    return way_of(_door(whole))
 
 
 def _gathers(mixers: Iterable[nn.Module]) -> bool:
@@ -208,7 +209,7 @@ class _Hooks:
         if _in_use(module, batch) and _decodes(batch):
             return _continued(padded, batch)
         if (ranks := _sharing_ranks()) > 1:
-            _check_share(padded, module, batch, ranks)
+            _check_share(self._current(module, self.by_sequence), module, batch, ranks)
             return None
         batch, flat = _with_empty_rows(batch), _is_flat(batch)
         segments = padded.read(batch, padded.polarity, flat)
@@ -220,13 +221,14 @@ class _Hooks:
         _check_last(batch, segments)
         _check_count(adapter, batch, written, segments)
         KNOWN_BATCHES.running[get_ident()] = segments
+        device = next(value.device for value in written.values() if isinstance(value, torch.Tensor))
+        written |= offsets_asked(module, segments.sequence_lengths, device) if by_sequence else {}
         if (
             not by_sequence
             or not segments.num_tokens
             or (not segments.packed and segments.num_tokens == segments.array.size)
         ):
             return written
-        device = next(value.device for value in written.values() if isinstance(value, torch.Tensor))
         entered.flat = FlatCall(segments, replace(self.way, buckets="one") if _gathers(self.mixers) else self.way, device)
         return self._flattened(entered, module, written) if whole else written
 
@@ -394,9 +396,14 @@ def _hook_places(model: nn.Module, whole: nn.Module, text: nn.Module) -> list[nn
     peft = [each for each in model.modules() if callable(getattr(each, "get_base_model", None))]
     tuned = [each for each in peft if each.base_model is not whole]
     backbone = cast(nn.Module, whole.base_model)
-    if _takes_positions(backbone) and not _takes_positions(whole):
-        return [*dict.fromkeys((backbone, text))]
-    return [*tuned[:1], *dict.fromkeys((whole, backbone, text))]
+    outer = tuned[:1] if _door(whole) is whole else []
+    return [*outer, *dict.fromkeys((_door(whole), backbone, text))]
+
+
+def _door(whole: nn.Module) -> nn.Module:
+    """Return the model; its backbone if the head around it takes no positions."""
+    backbone = cast(nn.Module, whole.base_model)
+    return backbone if _takes_positions(backbone) and not _takes_positions(whole) else whole
 
 
 def _transformers_model(model: nn.Module, named: bool) -> nn.Module:
@@ -447,7 +454,7 @@ def _check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) 
     each rank has (0.1.12 ops/kernels/attention/flash.py:190-199, data/data_collator.py:401-417).
     """
     offsets = {key: batch[key] for key in (*batch.named["offsets"], *batch.named["tail"])}
-    exchanged = not adapter.model.needs_mask_2d or (offsets and any(map(_exchanges, model.modules())))
+    exchanged = not adapter.model.needs_mask_2d or (offsets and any(map(exchanges, model.modules())))
     width, why = batch.shape()[1] * ranks, ""
     if not exchanged or "flash" not in adapter.model.attn_implementation:
         why = "some of its layers see the places of their rank alone"
@@ -459,9 +466,3 @@ def _check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) 
         raise UnsupportedFormError(explain("input_ids", str(list(batch.shape())), rule, remedy))
     if offsets:
         adapter.hand_over(Sources({"input_ids": torch.zeros(1, width, dtype=torch.long), **offsets}), padding_free=True)
-
-
-def _exchanges(layer: Any) -> bool:
-    """Return True for VeOmni's own Gated DeltaNet (0.1.12 qwen3_5/generated/patched_modeling_qwen3_5_gpu.py:626-803)."""
-    own = type(layer).__module__.startswith("veomni.") and hasattr(layer, "chunk_gated_delta_rule")
-    return own and "cu_seq_lens_q" in inspect.signature(type(layer).forward).parameters

@@ -30,7 +30,6 @@ from processes import found_by, process_group, refusal, run_jobs
 from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
 
 from collate_npu import adapt
-from collate_npu.errors import UnsupportedFormError
 from collate_npu.testing import tiny_model
 
 STACK = Stack("SkyRL", ("skyrl", "transformers"), "peers_skyrl")
@@ -89,11 +88,7 @@ def test_prompts_padded_left_and_responses_right(family, packs):
     """With its padding such rows are right by themselves, and with ours; without, sequences run on into each other."""
     own = off(wrapped(family, packs=packs), family, "both")
     assert min(own) > WRONG if packs else max(own) < RIGHT
-    if packs and family != "qwen3":
-        with pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):  # remove_microbatch_padding=false
-            answers(wrapped(family, packs=True, ours=True), samples(), "both")
-    else:
-        assert max(off(wrapped(family, packs=packs, ours=True), family, "both")) < RIGHT
+    assert max(off(wrapped(family, packs=packs, ours=True), family, "both")) < RIGHT
 
 
 FLASH = "flash_attention_2 packed"

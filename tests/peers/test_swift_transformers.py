@@ -3,7 +3,6 @@
 import pytest
 import torch
 from cells import Stack, gradient_error, verdict
-from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from swift.model.models import qwen
 from swift_world import LENGTHS, VOCABULARY, alone, apart, samples, template, trained
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -35,15 +34,13 @@ LINE = '--external_plugins "$PLUGIN"'
 
 
 @pytest.fixture
-def loaded(request, monkeypatch):
-    """What its loader of Qwen3.5 puts into the layers, and fla's kernels, in whose place stand our references (model/models/
-    qwen.py:1294-1435, 1558-1634); None: nothing of it."""
+def loaded(monkeypatch):
+    """What its loader of Qwen3.5 puts into the layers (model/models/qwen.py:1294-1435, 1558-1634), without fla."""
     layers = (modeling_qwen3_5.Qwen3_5GatedDeltaNet, modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet)
     before = [dict(vars(layer)) for layer in layers]
-    monkeypatch.setattr(qwen, "causal_conv1d", reference_causal_conv1d if request.param else None)
-    monkeypatch.setattr(qwen, "chunk_gated_delta_rule", reference_gated_delta_rule if request.param else None)
-    if request.param is not None:
-        qwen._patch_qwen3_5_linear_attention_sequence_parallel()
+    for name in ("causal_conv1d", "chunk_gated_delta_rule"):
+        monkeypatch.setattr(qwen, name, None)
+    qwen._patch_qwen3_5_linear_attention_sequence_parallel()
     yield
     for layer, known in zip(layers, before):
         for name in {*vars(layer)} - {*known}:
@@ -51,14 +48,9 @@ def loaded(request, monkeypatch):
         layer.forward = known["forward"]
 
 
-@pytest.mark.parametrize(
-    ("family", "layout", "loaded"),
-    [("qwen3", "packed", None), ("qwen3_next", "packed", None), ("qwen3_5_text", "packed", False),
-     ("qwen3_5_text", "packed, kernels there", True)],
-    indirect=["loaded"],
-)  # fmt: skip
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next", "qwen3_5_text"])
 @pytest.mark.usefixtures("loaded")
-def test_its_trainer_on_flat_rows(family, layout):
+def test_its_trainer_on_flat_rows(family):
     """Logits, loss and gradient. It packs Qwen3.5 itself where fla's kernels are, and raises where not."""
     model, found = tiny_model(family, vocab_size=VOCABULARY), {}
     wanted, forwards = alone(model), {type(module): type(module).forward for module in model.modules()}
@@ -73,7 +65,7 @@ def test_its_trainer_on_flat_rows(family, layout):
             swift.uninstall()
     assert all(kind.forward is forward for kind, forward in forwards.items())
     assert not any(module._forward_pre_hooks for module in model.modules())
-    STACK.tell(family, layout, **found, line=LINE)
+    STACK.tell(family, "packed", **found, line=LINE)
 
 
 @pytest.mark.usefixtures("installed")
@@ -108,11 +100,9 @@ def test_its_padded_batches_are_what_our_adapter_makes_and_each_sample_is_as_alo
 @pytest.mark.usefixtures("installed")
 def test_several_samples_in_a_flat_row_are_refused_on_a_recurrent_model_that_no_trainer_holds(model_type):
     made = template(transformers=model_type, padding_free=True)
-    with pytest.raises(UnsupportedFormError, match=r"whatever its config says.* \(padding_free=False\)"):
-        made.data_collator(samples(7, 5))
-    made.model = tiny_model(model_type, vocab_size=VOCABULARY)
-    with pytest.raises(UnsupportedFormError, match="causal_conv1d_fn is plain torch"):
-        made.data_collator(samples(7, 5))
+    for made.model in (None, tiny_model(model_type, vocab_size=VOCABULARY)):
+        with pytest.raises(UnsupportedFormError, match=r"\(padding_free=False\), or call adapt\(model\)"):
+            made.data_collator(samples(7, 5))
     assert made.data_collator(samples(7))["input_ids"].shape == (1, 7)  # one alone
     assert template(transformers="qwen3", padding_free=True).data_collator(samples(7, 5))["input_ids"].shape == (1, 12)
 
@@ -138,5 +128,5 @@ def test_a_multimodal_flat_row_is_told_by_its_text_positions(lengths):
     if len(lengths) == 1:
         check_collated(made, batch)
     else:
-        with pytest.raises(UnsupportedFormError, match="where a kernel is missing, whatever its config says"):
+        with pytest.raises(UnsupportedFormError, match="no mask stops it"):
             check_collated(made, batch)

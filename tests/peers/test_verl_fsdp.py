@@ -38,7 +38,7 @@ LINE = "actor_rollout_ref.model.external_lib=collate_npu.integrations.verl.plugi
 WHO = ("alone", "ours")  # in this order: a plugin stays in its process
 JOBS = [f"{family} {who} {words}" for who in WHO for family in FAMILIES for words in LAYOUTS.values()]
 JOBS += [f"qwen3_next ours {FSDP2}", f"qwen3_next ours {LORA}"]
-RIGHT, WRONG = 1e-5, 0.05
+RIGHT, WRONG = 2e-5, 0.05
 
 
 @pytest.fixture(scope="module")
@@ -61,21 +61,19 @@ def runs(folder):
 
 
 @pytest.mark.parametrize("words", [LAYOUTS["packed"], FSDP2, LORA])
-def test_with_the_plugin_a_hybrid_gets_padded_rows_and_each_sequence_is_as_alone(runs, words):
+def test_with_the_plugin_each_sequence_of_a_hybrid_is_as_alone(runs, words):
     found = runs[f"qwen3_next ours {words}"]
     print(found["seen"][0], *(found.get(key) for key in ("log_probs", "entropy", "gradient")))
     assert found["refused"] == ""
-    assert found["seen"][0] == {"input_ids": [2, 7], "position_ids": [2, 7], "attention_mask": [2, 7]}
     assert max(found[key] for key in ("log_probs", "entropy", "gradient") if key in found) < RIGHT
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_only_plain_attention_keeps_its_flat_row(runs, family):
-    """Without the plugin every model gets one, and the states of hybrids, or qwen3_5's attention, run on in silence."""
+def test_every_model_keeps_its_flat_row(runs, family):
+    """Without the plugin the states of hybrids, or qwen3_5's attention, run on in silence."""
     own, ours = (runs[f"{family} {who} {LAYOUTS['packed']}"] for who in WHO)
-    assert own["seen"][0]["input_ids"] == [1, 11]
+    assert own["seen"][0]["input_ids"] == ours["seen"][0]["input_ids"] == [1, 11]
     assert (own["log_probs"] > WRONG and own["gradient"] > WRONG) == (family != "qwen3")
-    assert ours["seen"][0]["input_ids"] == ([1, 11] if family == "qwen3" else [2, 7])
     assert max(ours[key] for key in ("log_probs", "entropy", "gradient")) < RIGHT
 
 
