@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from threading import local
 from types import MethodType
 from typing import Any, Literal
@@ -216,17 +217,6 @@ def run_under(plan: MixerPlan | None, function: Callable[..., Any], *args: Any, 
         begin(before)
 
 
-class _Planned:
-    """A layer's call by a plan. It names its module as a method does: LLaMA-Factory 0.9.5 asks (checkpointing.py:87)."""
-
-    def __init__(self, plan: MixerPlan | None, function: Any) -> None:
-        self.plan, self.function = plan, function
-        self.__self__ = getattr(getattr(function, "func", function), "__self__", None)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return run_under(self.plan, self.function, *args, **kwargs)
-
-
 class _Carrying:
     """A checkpoint function that computes its layer again by the plan of the first time, in whatever thread."""
 
@@ -234,7 +224,10 @@ class _Carrying:
         self.checkpoint = checkpoint
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.checkpoint(_Planned(_HERE.plan, function), *args, **kwargs)
+        planned: Any = partial(run_under, _HERE.plan, function)
+        # it names its module as a method does: LLaMA-Factory 0.9.5 asks (checkpointing.py:87)
+        planned.__self__ = getattr(getattr(function, "func", function), "__self__", None)
+        return self.checkpoint(planned, *args, **kwargs)
 
 
 def carry(model: nn.Module) -> None:

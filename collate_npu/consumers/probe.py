@@ -23,21 +23,15 @@ from collate_npu.errors import CollateError
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments, of_keep, of_lengths
 
-
-def _rows(*lengths: int) -> dict[str, Segments]:
-    real_S = ~np.isin(np.arange(76), (1, 2, 5))
-    rows = [[length] for length in lengths]
-    return {
-        "packed": of_lengths([lengths[:2], lengths[2:]], sum(lengths[2:]) + 3, "left"),
-        "right": of_lengths(rows, 76),
-        "left": of_lengths(rows, 76, "left"),
-        "one": of_lengths(rows[:1], 40, "left"),
-        "holes": of_keep(real_S & (real_S.cumsum() <= np.array(lengths)[:, None])),
-    }
-
-
 _LENGTHS = (37, 9, 1, 70)
-FORMS = _rows(*_LENGTHS)
+_EACH, _REAL_S = [[length] for length in _LENGTHS], ~np.isin(np.arange(76), (1, 2, 5))
+FORMS: Mapping[str, Segments] = {
+    "packed": of_lengths([_LENGTHS[:2], _LENGTHS[2:]], 74, "left"),
+    "right": of_lengths(_EACH, 76),
+    "left": of_lengths(_EACH, 76, "left"),
+    "one": of_lengths(_EACH[:1], 40, "left"),
+    "holes": of_keep(_REAL_S & (_REAL_S.cumsum() <= np.array(_EACH))),
+}
 _DENSE, _RECURRENT = ("right", "left", "holes", "packed"), ("right", "left", "one")
 _ANSWERS: dict[Any, Mapping[str, str]] = {}
 

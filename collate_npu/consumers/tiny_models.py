@@ -239,7 +239,7 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
     if text_config(config) is not config:
         parts = {name: shrunk(getattr(config, name)) for name in type(config).sub_configs if name != "text_config"}
         small = type(config)(**parts, text_config=small.to_dict())
-    with quiet(), _unsharded(), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
         with torch.device("meta"):
             if sum(each.numel() for each in _made(model, small, attention).parameters()) > 10_000_000:
                 raise MemoryError  # what should be tiny is not
@@ -257,18 +257,6 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
         with cpu_kernels(made.to(device_of(model))):
             made(**run_alone(made, torch.arange(3, device=device_of(made))[None]))
     return made
-
-
-@contextmanager
-def _unsharded() -> Iterator[None]:
-    """Build models whole: with a config of ZeRO-3 transformers shares out each that is built (5.15 modeling_utils.py)."""
-    from transformers.integrations import deepspeed
-
-    before, deepspeed._hf_deepspeed_config_weak_ref = deepspeed._hf_deepspeed_config_weak_ref, None
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = before
 
 
 def run_alone(model: Any, tokens_BS: Any) -> dict[str, Any]:
@@ -303,7 +291,9 @@ def _made(model: Any, small: Any, attention: str | None) -> Any:
     if not isinstance(model, nn.Module):
         return build(small, attention)
     kind: Any = next(base for base in type(model).__mro__ if not base.__module__.startswith("torch."))  # FSDP2 makes its own
-    return kind._from_config(small, **({"attn_implementation": attention} if attention else {}))
+    if attention:
+        small._attn_implementation = attention
+    return kind(small)  # by itself: `_from_config` would share it out over ranks under ZeRO-3 (5.15 modeling_utils.py)
 
 
 def device_of(model: Any) -> torch.device:

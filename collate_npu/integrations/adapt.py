@@ -223,11 +223,8 @@ class _Hooks:
         KNOWN_BATCHES.running[get_ident()] = segments
         device = next(value.device for value in written.values() if isinstance(value, torch.Tensor))
         written |= offsets_asked(module, segments.sequence_lengths, device) if by_sequence else {}
-        if (
-            not by_sequence
-            or not segments.num_tokens
-            or (not segments.packed and segments.num_tokens == segments.array.size)
-        ):
+        plain = not segments.packed and segments.num_tokens == segments.array.size
+        if plain or not (by_sequence and segments.num_tokens):
             return written
         entered.flat = FlatCall(segments, replace(self.way, buckets="one") if _gathers(self.mixers) else self.way, device)
         return self._flattened(entered, module, written) if whole else written

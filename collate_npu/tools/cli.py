@@ -207,19 +207,16 @@ def show_batch(options: Namespace) -> int:
     from collate_npu.tools.describe import describe
     from collate_npu.tools.terminal import html_of, picture_text
 
-    inputs = {f"--{name}": getattr(options, name) for name in ("lengths", "batch", "mask")}
+    inputs = {f"--{name}": getattr(options, name) for name in ("lengths", "batch")}
     named = [name for name, value in inputs.items() if value is not None]
     if len(named) != 1:
-        rule = "One thing is shown: --lengths, --batch or --mask."
+        rule = "One thing is shown: --lengths or --batch."
         raise CollateError(explain("input", " and ".join(named) or "none", rule, "Name one of them."))
     if options.out:
         files.check_place(options.out, ".html")
-    if options.mask:
-        words = str(show.picture(files.mask_of_file(options.mask)))
-    else:
-        layout = {"side": options.side, "packed": options.packed}
-        shown = files.batch_of_file(options.batch) if options.batch else show.batch_of_lengths(options.lengths, **layout)
-        words = f"{describe(shown)}\n\n{show.picture(shown)}"
+    layout = {"side": options.side, "packed": options.packed}
+    shown = files.batch_of_file(options.batch) if options.batch else show.batch_of_lengths(options.lengths, **layout)
+    words = f"{describe(shown)}\n\n{show.picture(shown)}"
     if options.out:
         options.out.write_text(html_of("collate-npu show", picture_text(words)), encoding="utf-8")
     _print(picture_text(words))
@@ -338,7 +335,6 @@ OPTIONS = {
     "show": (
         _option("--lengths", "Tokens of each row: 3,5. Several sequences in one row: 3+2,5."),
         _option("--batch", "A saved batch: .pt with a dict of tensors, .safetensors or .npz.", type=Path),
-        _option("--mask", "A saved mask alone: .pt, .npy, .npz or .safetensors.", type=Path),
         _option("--side", "Padding side of --lengths.", choices=SIDES, default="right"),
         _flag("--packed", "One padding-free row, all sequences one after another."),
         _option("--out", "Write a page too: .html.", type=Path),

@@ -126,7 +126,7 @@ def reads(full: Tensor, segments: Segments | None) -> str:
 
 
 def _hazards_of_dense(full: Tensor, sources: Sources, segments: Segments | None) -> Iterator[str]:
-    """Yield the hazards of a dense mask: it is alone, it holds integers, or a layer adds its floats to scores."""
+    """Yield the hazards of a dense mask: it is alone, it holds integers, or ones and zeros that are added to scores."""
     held = f"attention_mask is {str(full.dtype)[6:]}"
     harmless = segments is not None and segments.padding_side == "none" and not segments.packed
     if sources.get(KEEP_KEY) is None and not harmless:
@@ -134,31 +134,16 @@ def _hazards_of_dense(full: Tensor, sources: Sources, segments: Segments | None)
             f"attention_mask is {full.ndim}D and alone. Recurrent layers of a hybrid model (Gated DeltaNet) read a 2D mask "
             f"and ignore this one, without an error. Emit {KEEP_KEY} too."
         )
-    if not full.is_floating_point():
-        if full.dtype != torch.bool:
-            means = reads(full, segments)
-            yield (
-                f"{held} and 4D{f', {means}' if means else ''}. Megatron and npu_fusion_attention read 1 as blocked, "
-                "transformers takes 1 for attended, and sdpa takes no integers. Pass consumer=."
-            )
-        return
-    if bool(((full == 0) | (full == 1)).all()):
+    if not full.is_floating_point() and full.dtype != torch.bool:
+        means = reads(full, segments)
+        yield (
+            f"{held} and 4D{f', {means}' if means else ''}. Megatron and npu_fusion_attention read 1 as blocked, "
+            "transformers takes 1 for attended, and sdpa takes no integers. Pass consumer=."
+        )
+    if full.is_floating_point() and bool(((full == 0) | (full == 1)).all()):
         yield (
             f"{held} and holds 0 and 1 alone. Layers add it to scores: nothing is blocked. Pass bool, or 0 and the lowest "
             "number of the dtype."
-        )
-    embeds = sources.get("inputs_embeds")
-    computed = embeds.dtype if isinstance(embeds, Tensor) else None
-    if full.dtype == torch.float64 or (computed is not None and full.dtype != computed):
-        beside = f"the model computes in {str(computed)[6:]}" if computed else "models compute in another dtype"
-        yield (
-            f"{held} and {beside}. sdpa takes a bias in the dtype of the queries alone, and the lowest float32 is -inf in "
-            "float16. Build it in the model's dtype."
-        )
-    if bool((full == -torch.inf).all(-1).any()):
-        yield (
-            "attention_mask has query rows that are -inf throughout. Their softmax is NaN, which gradients spread. Use the "
-            "lowest finite number, or let those rows attend themselves."
         )
 
 

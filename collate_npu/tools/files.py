@@ -22,10 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from collate_npu.errors import CollateError, a_type, explain
-from collate_npu.keys import MASK_KEY
 from collate_npu.proof.measure import Batch
 from collate_npu.tools.user_code import check_file, describe_error, refused
 
@@ -53,18 +51,7 @@ def batch_of_file(path: Path) -> dict[str, Any]:
     if isinstance(held, Mapping) and held and all(isinstance(key, str) for key in held):
         return dict(held)
     rule = "A saved batch is a dict of tensors by their keys."
-    raise CollateError(explain(str(path), type(held).__name__, rule, f"{RECIPE} A mask alone goes to `show --mask`."))
-
-
-def mask_of_file(path: Path) -> Tensor:
-    """A saved mask: a tensor or an array alone, or `attention_mask`, or the only one, of several by name."""
-    held = _loaded(path)
-    if isinstance(held, Mapping):
-        held = held.get(MASK_KEY, next(iter(held.values())) if len(held) == 1 else None)
-    if isinstance(held, Tensor):
-        return held
-    rule = f"A mask is one tensor, or the entry {MASK_KEY} of several."
-    raise CollateError(explain(str(path), type(held).__name__, rule, "Save the mask alone; a batch goes to --batch."))
+    raise CollateError(explain(str(path), type(held).__name__, rule, f"{RECIPE}"))
 
 
 def _loaded(path: Path) -> Any:
@@ -78,7 +65,7 @@ def _loaded(path: Path) -> Any:
 
 def _arrays(path: Path) -> Any:
     held = np.load(path, allow_pickle=False)
-    return torch.from_numpy(held) if isinstance(held, np.ndarray) else {key: torch.from_numpy(held[key]) for key in held}
+    return {key: torch.from_numpy(held[key]) for key in held}
 
 
 _TORCH = partial(torch.load, map_location="cpu", weights_only=True)
@@ -87,7 +74,6 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     ".pth": _TORCH,
     ".safetensors": lambda path: import_module("safetensors.torch").load(path.read_bytes()),
     ".npz": _arrays,
-    ".npy": _arrays,
 }
 
 

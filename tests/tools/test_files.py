@@ -17,7 +17,7 @@ pytest.importorskip("rich")
 from collate_npu import CollateError, Segments
 from collate_npu.masks import dense
 from collate_npu.tools import files
-from collate_npu.tools.files import batch_of_file, check_place, mask_of_file, read_rows, samples_of_rows, shipped_text
+from collate_npu.tools.files import batch_of_file, check_place, read_rows, samples_of_rows, shipped_text
 from collate_npu.tools.user_code import check_file
 
 RECORDS, TWO = [{"text": "one"}, {"text": "two"}], ["one", "two"]
@@ -138,22 +138,16 @@ def saved(tmp_path, ending, held):
         torch.save(held, path)
     elif ending == ".safetensors":
         pytest.importorskip("safetensors.torch").save_file(tensors, path)
-    elif ending == ".npz":
-        np.savez(path, **{key: value.numpy() for key, value in tensors.items()})
     else:
-        np.save(path, held.numpy())
+        np.savez(path, **{key: value.numpy() for key, value in tensors.items()})
     return path
 
 
 @pytest.mark.parametrize("ending", files.LOADERS)
-def test_a_saved_mask_is_the_mask_and_a_saved_batch_is_the_batch(tmp_path, ending):
-    assert torch.equal(mask_of_file(saved(tmp_path, ending, dense(TRUTH))), dense(TRUTH))
-    if ending != ".npy":
-        path = saved(tmp_path, ending, BATCH)
-        held = batch_of_file(path)
-        assert held.keys() == BATCH.keys()
-        assert all(torch.equal(held[key], value) for key, value in BATCH.items())
-        assert torch.equal(mask_of_file(path), BATCH["attention_mask"])
+def test_a_saved_batch_is_the_batch(tmp_path, ending):
+    held = batch_of_file(saved(tmp_path, ending, BATCH))
+    assert held.keys() == BATCH.keys()
+    assert all(torch.equal(held[key], value) for key, value in BATCH.items())
 
 
 class Anything:
@@ -177,11 +171,6 @@ def test_other_files_are_refused_in_one_line(tmp_path, name, write, said):
     with pytest.raises(CollateError, match=said) as error:
         batch_of_file(tmp_path / name)
     assert "\n" not in str(error.value)
-
-
-def test_several_tensors_and_none_of_them_the_mask(tmp_path):
-    with pytest.raises(CollateError, match="A mask is one tensor"):
-        mask_of_file(saved(tmp_path, ".pt", {"a": torch.ones(1), "b": torch.ones(1)}))
 
 
 # --- places

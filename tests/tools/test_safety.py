@@ -141,7 +141,6 @@ def evil(tmp_path):
     [
         ["show", "--batch", f"{{}}/{EVIL}.pt"],
         ["show", "--batch", f"{{}}/{EVIL}.pt", "--out", f"{{}}/{EVIL}.html"],
-        ["show", "--mask", f"{{}}/{EVIL}.pt"],
         ["show", "--lengths", EVIL],
         ["audit", "--model", "llama", "--batch", f"{{}}/{EVIL}.pt"],
         ["audit", "--model", EVIL],

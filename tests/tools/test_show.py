@@ -79,12 +79,10 @@ def test_what_is_wide_is_folded_and_many_rows_are_counted(width, block):
         ("--lengths 3+2,5", 0, "1 1 1 2 2\n1 1 1 1 1"),
         ("--batch left.pt", 0, "attention_mask: bool [2, 1, 3, 3], True = attends"),
         ("--batch refused.pt", 1, "padding: not known. "),
-        ("--mask mask.npy", 0, "⬚ ■ ■   ■ ■ ■"),
-        ("--mask broken.npy", 1, "refused: attention_mask"),
         ("--lengths a", 2, "Lengths are whole numbers."),
         ("--lengths=-3", 2, "-3"),
         ("", 2, "One thing is shown"),
-        ("--lengths 3 --mask mask.npy", 2, "One thing is shown"),
+        ("--lengths 3 --batch left.pt", 2, "One thing is shown"),
         ("--lengths 3 --out page.svg", 2, "End the name with .html."),
     ],
 )
@@ -96,8 +94,6 @@ def test_a_command_line_draws_or_says_why_not(line, code, words, tmp_path, monke
     keep = {"input_ids": ids, "attention_mask_2d": LEFT.keep}
     torch.save({**keep, "attention_mask": dense(LEFT)}, "left.pt")
     torch.save({**keep, "attention_mask": broken}, "refused.pt")
-    for name, mask in {"mask": dense(LEFT), "broken": broken}.items():
-        np.save(f"{name}.npy", mask.numpy())
     done = typed("show", *line.split(), COLUMNS="250")
     assert (done.exit_code, words in done.output, "Traceback" in done.output) == (code, True, False), done.output
 
