@@ -30,11 +30,11 @@ IDS = [[5, 9, 2, 77, 3, 8], [40, 41, 42, 43, 44, 41, 200, 31, 64]]
 SAMPLES = [{"input_ids": ids, "labels": ids} for ids in IDS]
 
 RULES = {
-    "qwen3_next": ("torch_chunk_gated_delta_rule", "cu_seq_lens_q"),
-    "qwen3_5_text": ("torch_chunk_gated_delta_rule", "cu_seq_lens_q"),
-    "kimi_linear": ("chunk_kimi_delta_attention", "cu_seqlens"),
+    "qwen3_next": "torch_chunk_gated_delta_rule",
+    "qwen3_5_text": "torch_chunk_gated_delta_rule",
+    "kimi_linear": "chunk_kimi_delta_attention",
 }
-"""Family -> transformers' name for its rule, and the key of the batch that tells that where a sequence begins."""
+"""Family -> transformers' name for its rule."""
 
 
 FAMILIES = [*part(("qwen3_next", "qwen3_5_text"), 1), pytest.param("kimi_linear", marks=pytest.mark.nightly)]
@@ -76,7 +76,7 @@ def called_by(wrapped):
 def alone(model):
     module = sys.modules[type(model).__module__]
     with pytest.MonkeyPatch.context() as patch:
-        for name, package in ((RULES[model.config.model_type][0], "fla"), ("causal_conv1d_fn", "collate_npu")):
+        for name, package in ((RULES[model.config.model_type], "fla"), ("causal_conv1d_fn", "recurrent_oracle")):
             wrapped = getattr(module, name)
             assert package in called_by(wrapped), "transformers does not dispatch to it"
             patch.setattr(module, name, inspect.unwrap(wrapped))
