@@ -14,7 +14,7 @@ from tiny_vision import MODELS, PAD, alone, axes, sample, taken, vision_model
 from transformers import AutoModelForImageTextToText, __version__
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from collate_npu import BatchAdapter, CollateError, PaddingCollator, needs_mask_2d
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, adapt, needs_mask_2d
 from collate_npu.consumers.tiny_models import make_honest
 
 pytestmark = pytest.mark.long
@@ -79,6 +79,28 @@ def test_a_flat_row_of_the_collator_or_a_refusal(name, kind):
         assert difference(model, collated(features, padding_free=True, model=model), features) <= TOLERANCE
         wire = collated(features, padding_free=True)
         assert difference(model, BatchAdapter(model, padding_free=True)(wire), features) <= TOLERANCE
+
+
+@family
+@kind_of
+@pytest.mark.parametrize("side", ["left", "right", None])
+def test_images_stay_with_their_tokens_by_sequence(name, kind, side):
+    model = model_of(name)
+    features = features_of(model, kind)
+    with adapt(model) as adapted:
+        assert adapted.way == "by sequence"
+        settings = {"padding_free": True} if side is None else {"padding_side": side}
+        if (side, kind) == (None, "images"):
+            with pytest.raises(CollateError, match="position_ids"):
+                collated(features, model=model, **settings)
+            return
+        batch = collated(features, model=model, **settings) | {"use_cache": False}
+        assert difference(model, batch, features, side) <= TOLERANCE
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+        with torch.enable_grad():
+            model(**taken(model, batch)).logits.sum().backward()
+        model.gradient_checkpointing_disable()
+        model.eval()
 
 
 @pytest.mark.skipif(__version__.startswith("5.0."), reason="it runs in training with token_type_ids alone")
