@@ -86,14 +86,14 @@ def test_ways_of_a_step_have_one_loss_and_say_what_they_take(capsys):
     pytest.importorskip("trl")
     case = step.case("llama", 2, 32, 2)
     found = case.ready()
-    assert [one.name for one in found][:2] == ["ours, adapted", "ours, the 2D mask"]
+    assert [one.name for one in found][:2] == ["ours, adapted", "ours, adapted, padded left"]
     assert len(found) == 8
     rows = case.rows({one: [1.0, 1.0, 1.0] for one in found})
     tokens = {facts["tokens"] for row in rows for facts in row.facts}
     assert tokens == {sum(len(row["input_ids"]) for row in step.instruction_rows(2, 32, 2))}
     report.show(report.result(rows, [], threads=1, seconds=1, quick=True))
     assert max(map(len, (out := capsys.readouterr().out).splitlines())) <= 100
-    assert "a dense 4D mask, by arithmetic" in out
+    assert "transformers Seq2Seq, left" in out
     wrong = step.Pass(found[0].work(None).loss * 1.01, 0, {})
     with pytest.raises(AssertionError, match="the loss differs"):
         found[1].agrees(found[0].work(None), wrong)

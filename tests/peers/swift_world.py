@@ -257,7 +257,8 @@ def trained(model: Any, **given: Any) -> tuple[list[Tensor], Tensor, Tensor]:
         trainer.train()
     hook.remove()
     model.eval()
-    return list(seen[0][0].split(list(LENGTHS))), seen[0][1], kept.gradients
+    whole = len(seen[0][0]) == sum(LENGTHS)  # else its default kept the logits that predict labels
+    return list(seen[0][0].split(list(LENGTHS))) if whole else [], seen[0][1], kept.gradients
 
 
 def alone(model: Any) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -274,6 +275,6 @@ def alone(model: Any) -> tuple[list[Tensor], Tensor, Tensor]:
 
 def apart(found: Any, wanted: Any) -> float:
     """Of all logits, the loss, and the gradient by its largest value."""
-    logits = max(float((x - y).abs().max()) for x, y in zip(found[0], wanted[0]))
+    logits = max((float((x - y).abs().max()) for x, y in zip(found[0], wanted[0])), default=0.0)
     gradient = float((found[2] - wanted[2]).abs().max() / wanted[2].abs().max())
     return max(logits, float((found[1] - wanted[1]).abs()), gradient)

@@ -69,10 +69,13 @@ def test_its_trainer_on_flat_rows(family):
 
 
 @pytest.mark.usefixtures("installed")
-def test_its_trainer_on_flat_rows_with_workers_and_checkpointing():
+def test_its_trainer_on_flat_rows_with_workers_and_checkpointing_at_its_defaults():
+    """Which cut the labels to the learned ones, beside a mask `logits_to_keep`."""
     model = tiny_model("qwen3_next", vocab_size=VOCABULARY)
     wanted = alone(model)
-    assert apart(trained(model, dataloader_num_workers=2, gradient_checkpointing=True), wanted) == pytest.approx(0, abs=1e-4)
+    found = trained(model, dataloader_num_workers=2, gradient_checkpointing=True, use_logits_to_keep=None)
+    assert found[0] == []
+    assert apart(found, wanted) == pytest.approx(0, abs=1e-4)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
