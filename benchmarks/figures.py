@@ -65,6 +65,7 @@ STEPS = {
     "llama 8x1024": "Llama, 8 × 1024",
     "llama 4x4096": "Llama, 4 × 4096",
     "qwen3_moe 8x1024": "Qwen3-MoE, 8 × 1024",
+    "mistral 8x1024": "Mistral, 8 × 1024",
     "llama 4x128": "Llama, 4 × 128",
 }
 
