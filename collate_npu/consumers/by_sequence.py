@@ -48,7 +48,7 @@ class Way:
     """False if its masks leave out the window that its config names."""
 
 
-CALL_COST = 256
+CALL_COST = 64
 """A call of a mixer costs about as much as so many tokens."""
 _UNITS = 32
 """Lengths are told apart in so many steps of the longest."""
@@ -265,8 +265,7 @@ class BySequence:
         plan, own = _HERE.plan, self.own
         if plan is None or not any(_is_flat(value, plan.total) for value in (*args, *kwargs.values())):
             return own(*args, **kwargs)
-        named = [*inspect.signature(own).parameters][: len(args)]
-        if "attention_mask" in named:
+        if args and "attention_mask" in (named := [*inspect.signature(own).parameters][: len(args)]):
             args, kwargs = (), {**dict(zip(named, args)), **kwargs}
         of_the_row = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k")
         values, spec = tree_flatten((args, {name: value for name, value in kwargs.items() if name not in of_the_row}))

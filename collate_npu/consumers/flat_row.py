@@ -16,19 +16,18 @@ from torch import Tensor, nn
 
 from collate_npu.consumers.by_sequence import MixerPlan, Way, from_places, plan_of, to_places
 from collate_npu.consumers.labels_and_positions import IGNORED
-from collate_npu.consumers.model_traits import position_rule
 from collate_npu.consumers.tiny_models import offsets_asked, taken_of
 from collate_npu.segments import Segments
 
 _CACHES = ("past_key_values", "cache", "cache_params", "cache_position", "state")
 
 
-def flat_keys(model: Any, way: Way, plan: MixerPlan) -> dict[str, Any]:
-    """Return the mask of a flat row, and its positions if the model takes any."""
+def flat_keys(model: Any, way: Way, plan: MixerPlan, positions: str) -> dict[str, Any]:
+    """Return the mask of a flat row, and its positions if the model takes any (`position_rule`)."""
     ones = torch.ones(1, plan.total, dtype=torch.long, device=plan.place_T.device)
     keys: dict[str, Any] = {"attention_mask": ones if way.mask == "ones" else ones.new_ones(1, 1, 1, 1).bool()}
     keys |= offsets_asked(model, plan.lengths, ones.device)
-    if position_rule(model) != "none":
+    if positions != "none":
         positions_T = np.arange(plan.total) - np.repeat(plan.starts, plan.lengths)
         keys["position_ids"] = torch.from_numpy(positions_T)[None].to(ones.device, non_blocking=True)
     return keys
@@ -42,10 +41,10 @@ class FlatCall:
         self.at_T: Tensor = torch.from_numpy(np.flatnonzero(segments.array)).to(device, non_blocking=True)
         self.plan: MixerPlan = replace(plan_of(segments.sequence_lengths, device, way.buckets), at_T=self.at_T)
 
-    def flattened(self, call: Mapping[str, Any], model: nn.Module, *, shifts: bool) -> dict[str, Any]:
+    def flattened(self, call: Mapping[str, Any], model: nn.Module, positions: str, *, shifts: bool) -> dict[str, Any]:
         """Return the call on the flat row. If the model `shifts` labels, the first of each sequence is ignored."""
         out = {name: self._flat(value) for name, value in call.items() if name not in _CACHES}
-        made = flat_keys(model, self.way, self.plan)
+        made = flat_keys(model, self.way, self.plan, positions)
         given = out.get("position_ids")
         out |= {name: value for name, value in made.items() if name != "position_ids" or given is None}
         if shifts and isinstance(labels := out.get("labels"), Tensor):

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from collate_npu.consumers.by_sequence import BySequence, MaskKind, Way, plan_of, run_under
 from collate_npu.consumers.flat_row import flat_keys
-from collate_npu.consumers.model_traits import config_of, is_transformers, layer_kinds, text_config, unwrap
+from collate_npu.consumers.model_traits import config_of, is_transformers, layer_kinds, position_rule, text_config, unwrap
 from collate_npu.consumers.tiny_models import code_of, copy_of, cpu_kernels, device_of, limit_of, run_alone, states_of
 
 _WAYS: dict[Any, Way] = {}
@@ -107,7 +107,7 @@ def _moved(copy: Any, way: Way, tokens_1T: Tensor, alone: Tensor) -> str:
         vars(mixer).pop("forward", None)
     wrap(copy, way)
     plan = plan_of(_LENGTHS, tokens_1T.device, way.buckets, call_cost=0)
-    call = {**run_alone(copy, tokens_1T), **flat_keys(copy, way, plan)}
+    call = {**run_alone(copy, tokens_1T), **flat_keys(copy, way, plan, position_rule(copy))}
     try:
         found = run_under(plan, states_of, copy, **call)[0]
     except Exception as error:

@@ -238,7 +238,8 @@ class _Hooks:
             raise UnsupportedFormError(explain("input_ids", str(list(shape)), rule, _BACKBONE))
         if module.training:
             carry(module)
-        flat = entered.flat.flattened(call, module, shifts=self._current(module, True).label_rule == "next")
+        known = self._current(module, True)
+        flat = entered.flat.flattened(call, module, known.model.positions, shifts=known.label_rule == "next")
         entered.at = self
         begin(entered.flat.plan)
         return flat
