@@ -251,7 +251,7 @@ class _Hooks:
         model, kept = self.adapters[False].model, batch.get("use_cache")
         # a caller may go on from the cache that a model in evaluation makes by itself
         made = kept is None and not segments.packed and batch.get("labels") is None and bool(model.option("use_cache", {}))
-        if _in_use(module, batch) or (not module.training and (kept or made)):
+        if _in_use(module, batch) or (made and not module.training):
             return "a cache"
         if model.option("output_attentions", batch):
             return "attention maps"
@@ -297,8 +297,9 @@ def _caches(batch: Sources) -> list[Any]:
 
 
 def _in_use(module: nn.Module, batch: Sources) -> bool:
-    """Return True if this call goes on from a cache, or fills one; in training an empty one is none."""
-    return any(map(_holds_tokens, held := _caches(batch))) or (bool(held) and not module.training)
+    """Return True if this call goes on from a cache, or fills one; where gradients are computed, an empty one is none."""
+    trains = module.training and torch.is_grad_enabled()
+    return any(map(_holds_tokens, held := _caches(batch))) or (bool(held or batch.get("use_cache")) and not trains)
 
 
 def _decodes(batch: Sources) -> bool:

@@ -145,6 +145,11 @@ def _hazards_of_dense(full: Tensor, sources: Sources, segments: Segments | None)
             f"{held} and holds 0 and 1 alone. Layers add it to scores: nothing is blocked. Pass bool, or 0 and the lowest "
             "number of the dtype."
         )
+    if bool((full == -torch.inf).all(-1).any()):
+        yield (
+            "attention_mask has query rows that are -inf throughout. Their softmax is NaN, which gradients spread. Use the "
+            "lowest finite number, or let those rows attend themselves."
+        )
 
 
 def _hazards_of_padding(sources: Sources, segments: Segments) -> Iterator[str]:

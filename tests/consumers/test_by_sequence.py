@@ -46,7 +46,7 @@ def test_buckets_cost_at_most_what_one_bucket_costs(lengths):
 def test_many_lengths_make_few_buckets():
     drawn = torch.randint(8, 65, (512,), generator=torch.Generator().manual_seed(0)).tolist()
     plan = plan_of(drawn)
-    assert len(plan.buckets) < 12
+    assert len(plan.buckets) < 16
     assert sum(n * L for n, L in plan.shapes) < 1.2 * sum(drawn)
 
 
