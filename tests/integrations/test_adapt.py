@@ -70,7 +70,7 @@ def numbers(model, batch):
     model.zero_grad(set_to_none=True)
     loss = model(**batch).loss
     loss.backward()
-    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return loss.detach(), torch.cat([(p * 0 if p.grad is None else p.grad).flatten() for p in model.parameters()]).detach()
 
 
 def alone(model):

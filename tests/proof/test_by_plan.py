@@ -10,13 +10,14 @@ pytest.importorskip("transformers")
 from collate_npu import CollateError, adapt, check_delivery, guard_first_batch
 from collate_npu.consumers import by_sequence, flat_row
 from collate_npu.proof import watch
+from collate_npu.releases import KERNELS_TOLD
 from collate_npu.segments import of_lengths
 from collate_npu.testing import tiny_model
 
 pytestmark = pytest.mark.models
 ROWS = of_lengths([[7, 20], [5]], 30, "left")
 BATCH = {"input_ids": torch.arange(60).view(2, 30) + 1, "segment_ids": ROWS.ids, "use_cache": False}
-FAMILIES = ["qwen3_next", "llama", "mistral", "gpt2", "bamba"]
+FAMILIES = ["qwen3_next", "llama", "mistral", "gpt2", *["bamba"] * KERNELS_TOLD.holds()]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
