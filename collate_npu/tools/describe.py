@@ -146,10 +146,7 @@ def _hazards_of_dense(full: Tensor, sources: Sources, segments: Segments | None)
             "number of the dtype."
         )
     if bool((full == -torch.inf).all(-1).any()):
-        yield (
-            "attention_mask has query rows that are -inf throughout. Their softmax is NaN, which gradients spread. Use the "
-            "lowest finite number, or let those rows attend themselves."
-        )
+        yield "attention_mask has rows of -inf throughout: their softmax is NaN. Use the lowest finite number."
 
 
 def _hazards_of_padding(sources: Sources, segments: Segments) -> Iterator[str]:
