@@ -8,14 +8,20 @@ from __future__ import annotations
 import copy
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
 
-from collate_npu.tools.guide import printed  # noqa: E402
+
+def printed(cell: Any) -> str:
+    """Return what a cell printed, and the text of its last line; not what it wrote to stderr."""
+    outputs = cell.get("outputs", ())
+    texts = [each["text"] for each in outputs if each.get("name") == "stdout"]
+    texts += [each["data"].get("text/plain", "") for each in outputs if "data" in each]
+    return "\n".join("".join(text).strip("\n") for text in texts)
 
 
 def main(write: bool) -> int:
