@@ -6,6 +6,7 @@ Nothing here imports torch: `import collate_npu` loads nothing, and mkdocstrings
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from html import escape, unescape
@@ -16,10 +17,11 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
+
+from notebooks import printed  # noqa: E402
 
 import collate_npu  # noqa: E402
-from collate_npu.tools.guide import as_markdown  # noqa: E402
 
 JOBS = {
     "Collate a batch": (
@@ -82,6 +84,16 @@ MODULES = ["collate", "masks", "outputs", "parallel", "proof", "proof.delivery"]
 
 
 # --- the menu and the pages
+
+
+def as_markdown(path: Path) -> str:
+    """Return a notebook as Markdown: text as it is, code and its output as blocks."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source, output = "".join(cell["source"]), printed(cell)
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts += [f"```text\n{output}\n```"] * bool(output)
+    return "\n\n".join(parts) + "\n"
 
 
 def on_config(config: Any) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from threading import local
 from types import MethodType
 from typing import Any, Literal
@@ -224,7 +223,8 @@ class _Carrying:
         self.checkpoint = checkpoint
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        planned: Any = partial(run_under, _HERE.plan, function)
+        plan = _HERE.plan
+        planned: Any = lambda *given, **named: run_under(plan, function, *given, **named)  # noqa: E731
         # it names its module as a method does: LLaMA-Factory 0.9.5 asks (checkpointing.py:87)
         planned.__self__ = getattr(getattr(function, "func", function), "__self__", None)
         return self.checkpoint(planned, *args, **kwargs)
