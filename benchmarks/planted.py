@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from collate_npu import PaddingCollator, adapt
+from collate_npu.consumers.by_sequence import runs_by_sequence
 
 Batch = dict[str, Any]
 Collator = Callable[[Sequence[Any]], Batch]
@@ -25,7 +26,8 @@ def right(model: Any) -> Collator:
 
 
 def right_flat(model: Any) -> Collator:
-    adapt(model)
+    if not runs_by_sequence(model):
+        adapt(model)
     return PaddingCollator(pad_token_id=0, model=model, padding_free=True)
 
 
@@ -51,7 +53,7 @@ def late_flat(model: Any) -> Collator:
     """Each boundary one token late, in all that says where one is."""
 
     def later(batch: Batch) -> None:
-        ends, T = batch["cu_seq_lens_q"].clone(), batch["input_ids"].shape[1]
+        ends, T = _ends(batch), batch["input_ids"].shape[1]
         ends[1:-1] += 1
         n_T = torch.bucketize(torch.arange(T), ends[1:-1].long(), right=True)
         _as_told(batch, ends, n_T)
@@ -63,7 +65,7 @@ def merged_flat(model: Any) -> Collator:
     """Two sequences as one."""
 
     def merge(batch: Batch) -> None:
-        ends, T = batch["cu_seq_lens_q"], batch["input_ids"].shape[1]
+        ends, T = _ends(batch), batch["input_ids"].shape[1]
         ends = torch.cat((ends[:1], ends[2:]))
         _as_told(batch, ends, torch.bucketize(torch.arange(T), ends[1:-1].long(), right=True))
 
@@ -100,6 +102,12 @@ def _in_2d() -> Collator:
 
 def _learn_all(batch: Batch) -> None:
     batch["labels"] = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+
+
+def _ends(batch: Batch) -> torch.Tensor:
+    """The offsets of a flat row, by its positions."""
+    starts = (batch["position_ids"].reshape(-1, batch["input_ids"].shape[1])[0] == 0).nonzero().flatten()
+    return torch.cat((starts, starts.new_tensor([batch["input_ids"].shape[1]]))).int()
 
 
 def _as_told(batch: Batch, ends: torch.Tensor, n_T: torch.Tensor) -> None:
