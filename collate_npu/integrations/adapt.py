@@ -91,7 +91,6 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     """
     check_model(model)
     say_outside("transformers")
-    inside: dict[int, _Entered] = {}
     whole = _transformers_model(model, "consumer" in settings)
     if is_transformers(whole) and warn_if_left(model):
         return Adapted((), "")
@@ -99,6 +98,8 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     wrap(whole, way)
     mixers = mixers_of(whole, way)
     backbone = place_of(whole, mixers) if mixers else getattr(whole, "base_model", whole)
+    before = (hook for module in model.modules() for hook in module._forward_pre_hooks.values() if isinstance(hook, _Hooks))
+    inside = next((hook.inside for hook in before), {})  # of an adapt that stands already, which then reads each batch
     handles: list[Any] = []
     places = _hook_places(model, whole, backbone)
     given: dict[str, Any] = {"settings": settings, "inside": inside, "way": way, "mixers": [*mixers.values()]}
@@ -163,8 +164,7 @@ class _Hooks:
         if self._has_lora() and not self.lora:
             rule = "Its wrapper, made after adapt, calls the model's forward directly, and the model's hooks do not run."
             raise UnsupportedFormError(explain("model", "PEFT", rule, "Call adapt on what get_peft_model returned."))
-        graph = torch.compiler.is_compiling()
-        return outside_graphs(type(self)._through)(self, module, args, kwargs, graph)
+        return outside_graphs(type(self)._through)(self, module, args, kwargs, torch.compiler.is_compiling())
 
     def _has_lora(self) -> bool:
         """True if PEFT put layers into the model (tuners_utils.py:323)."""

@@ -127,17 +127,19 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize(("family", "first"), [("qwen3", True), ("qwen3_next", False), ("qwen3_next", True)])
-def test_every_layout_in_every_wrapper(family, first, wrapper, layout, monkeypatch):
+@pytest.mark.parametrize(("family", "at"), [("qwen3", "in"), *(("qwen3_next", at) for at in ("in", "out", "in and out"))])
+def test_every_layout_in_every_wrapper(family, at, wrapper, layout, monkeypatch):
     model, calls, mend = model_of(family), [], BatchAdapter.hand_over
     wanted = alone(model)
-    handle = adapt(model) if first else None
+    handles = [adapt(model)] if "in" in at else []
     wrapped = WRAPPERS[wrapper](model)
-    handle = handle or adapt(wrapped)
+    handles += [adapt(wrapped)] if "out" in at else []
     monkeypatch.setattr(BatchAdapter, "hand_over", lambda *a, **k: calls.append(1) or mend(*a, **k))
     assert_alone(wrapped, LAYOUTS[layout](), wanted)
-    assert len(calls) == 1  # no recomputation comes by
-    handle.remove()
+    assert len(calls) == 1  # no recomputation comes by, and no second adapt
+    for handle in handles:
+        assert adapted(wrapped)
+        handle.remove()
     assert not adapted(wrapped)
 
 
@@ -199,17 +201,8 @@ def test_prompts_padded_right_are_refused_since_generation_goes_on_behind_paddin
 
 def held(model):
     """Everything that its modules hold, and what each of their hooks is, but for mixers that stay wrapped and do nothing."""
-    return [
-        (
-            name,
-            {
-                key: list(value.items()) if isinstance(value, dict) else id(value)
-                for key, value in vars(module).items()
-                if key != "forward"
-            },
-        )
-        for name, module in model.named_modules()
-    ]
+    named = [(name, key, x) for name, module in model.named_modules() for key, x in vars(module).items() if key != "forward"]
+    return [(name, key, list(x.items()) if isinstance(x, dict) else id(x)) for name, key, x in named]
 
 
 def test_nothing_is_left_behind():
