@@ -66,6 +66,7 @@ STEPS = {
     "llama 4x4096": "Llama, 4 × 4096",
     "qwen3_moe 8x1024": "Qwen3-MoE, 8 × 1024",
     "mistral 8x1024": "Mistral, 8 × 1024",
+    "mistral-window-512 8x1024": "with a window of 512",
     "llama 4x128": "Llama, 4 × 128",
 }
 

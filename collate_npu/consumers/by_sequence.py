@@ -263,7 +263,8 @@ class BySequence:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plan, own = _HERE.plan, self.own
-        if plan is None or not any(_is_flat(value, plan.total) for value in (*args, *kwargs.values())):
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim > 2)
+        if plan is None or all(x.shape[:2] != (1, plan.total) for x in tensors):
             return own(*args, **kwargs)
         if args and "attention_mask" in (named := [*inspect.signature(own).parameters][: len(args)]):
             args, kwargs = (), {**dict(zip(named, args)), **kwargs}
@@ -299,16 +300,15 @@ def _mask_of_rows(config: Any, x_nLD: Tensor, kind: MaskKind, explicit: bool) ->
 
     if kind == "2d":
         return x_nLD.new_ones(x_nLD.shape[:2], dtype=torch.bool)
+    reach = "sliding_window" if kind == "sliding_window_causal" else "attention_chunk_size"
+    if x_nLD.shape[1] <= (getattr(config, reach, None) or 0):
+        kind = "causal"  # transformers makes a mask for rows that just fill a window
     make = getattr(masking_utils, f"create_{kind}_mask")
     known = {"config": config, **dict.fromkeys(("inputs_embeds", "input_embeds"), x_nLD)}
     known |= {"cache_position": torch.arange(x_nLD.shape[1], device=x_nLD.device)}
     known |= {"and_mask_function": lambda b, h, q, k: q >= 0} if explicit else {}
     taken = inspect.signature(make).parameters.items()
     return make(**{name: known.get(name) for name, each in taken if name in known or each.default is each.empty})
-
-
-def _is_flat(value: Any, T: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 2 and tuple(value.shape[:2]) == (1, T)
 
 
 def _laid(value: Any, plan: MixerPlan) -> list[Tensor] | None:
