@@ -215,7 +215,7 @@ class _Hooks:
         segments = padded.read(batch, padded.polarity, flat)
         by_sequence = self.by_sequence and not self._why_padded(module, batch, segments, graph)
         adapter = self._current(module, by_sequence)
-        whole = by_sequence and (self.backbone or (self.own_head and not _cuts_rows(adapter, batch)))
+        whole = by_sequence and (self.backbone or (self.own_head and not _reads_rows(module, adapter, batch)))
         written, _ = adapter.hand_over(batch, padding_free=flat, segments=segments, holes=not whole)
         written.pop(SEGMENT_KEY, None)  # which no model takes
         _check_last(batch, segments)
@@ -276,17 +276,14 @@ class _Hooks:
 _BACKBONE = "Call adapt on the backbone itself."
 
 
-def _holds_tokens(cache: Any) -> bool:
-    """Return True unless this cache says that it is empty."""
-    length = getattr(cache, "get_seq_length", None)
-    return length is None or bool(length())
-
-
-def _cuts_rows(adapter: BatchAdapter, call: Mapping[str, Any]) -> bool:
-    """Return True if the head reads rows: to keep some of their places, or for a router's loss."""
-    kept = call.get("logits_to_keep", call.get("num_logits_to_keep"))
+def _reads_rows(head: nn.Module, adapter: BatchAdapter, call: Mapping[str, Any]) -> bool:
+    """Return True if the head reads rows: to keep some of their places, for a router's loss, or by a forward or a loss that
+    was put on it (TRL 1.16 `add_fused_lm_head`, Liger); accelerate's forward around its own reads none."""
+    held, kept = vars(head), call.get("logits_to_keep", call.get("num_logits_to_keep"))
+    forward = held.get("_original_forward", held.get("_old_forward", head.forward))
+    put = "_loss_function" in held or getattr(forward, "__func__", None) is not type(head).forward
     whole = kept is None or (isinstance(kept, int) and kept == 0)
-    return not whole or bool(adapter.model.option("output_router_logits", call))
+    return put or not whole or bool(adapter.model.option("output_router_logits", call))
 
 
 _CACHES = ("past_key_values", "cache", "cache_params", "state")  # 5.24: cache
@@ -299,7 +296,8 @@ def _caches(batch: Sources) -> list[Any]:
 def _in_use(module: nn.Module, batch: Sources) -> bool:
     """Return True if this call goes on from a cache, or fills one; where gradients are computed, an empty one is none."""
     trains = module.training and torch.is_grad_enabled()
-    return any(map(_holds_tokens, held := _caches(batch))) or (bool(held or batch.get("use_cache")) and not trains)
+    lengths = [getattr(cache, "get_seq_length", lambda: 1)() for cache in _caches(batch)]
+    return any(lengths) or (bool(lengths or batch.get("use_cache")) and not trains)
 
 
 def _decodes(batch: Sources) -> bool:

@@ -398,7 +398,9 @@ def advice(located: Located, model: Any, astray: Sequence[str]) -> str:
     faults = [_fault_of_masks(model, located.batch, located.segments) if "logits" in astray else "", located.label_fault()]
     if located.batch.get("labels") is not None and predicts_next(model):
         faults += _faults_of_labels(located.with_labels()["labels"], located.segments)
-    remedy = "wrap_collator(your collator, consumer='transformers', model=model) emits what this model reads"
+    remedy = "adapt(model) runs each sample by itself"
+    if not (located.segments.packed and needs_mask_2d(model)):
+        remedy += ", and wrap_collator(your collator, consumer='transformers', model=model) emits what this model reads"
     return ". ".join(filter(None, [*faults, remedy])) + "."
 
 
@@ -412,10 +414,8 @@ def _fault_of_masks(model: Any, batch: Mapping[str, Any], segments: Segments) ->
             return "The 4D mask says True = blocked, and transformers reads True as attended"
     if unmasked and needs_mask_2d(model):
         return "The batch has no 2D mask, and the recurrent layers of this model read that alone"
-    if segments.packed and needs_mask_2d(model):
-        return "A row holds several samples: call adapt(model), which runs each by itself"
     if segments.packed:
-        return "A row holds several samples, and attention runs over their boundaries"
+        return "A row holds several samples, and layers run over their boundaries"
     by_place = batch.get("position_ids") is None and segments.padding_side == "left"
     return "Rows are padded left without position_ids, and this model counts places from the left edge" if by_place else ""
 

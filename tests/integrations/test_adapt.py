@@ -4,7 +4,7 @@ import copy
 import pickle
 import sys
 from dataclasses import make_dataclass
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -305,6 +305,30 @@ def test_a_backbone_that_is_called_twice_in_a_forward_gets_what_the_model_got(mo
         model(**batch)
         model(**batch)
     assert len(seen) == 2
+
+
+def in_bf16(model):
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state()  # else it has the dtype of the first one in this process
+    accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    assert "_original_forward" in vars(model)
+
+
+PUT = {
+    "accelerate's": in_bf16,
+    "a loss": lambda model: setattr(model, "loss_function", lambda logits, labels, **_: logits.sum()),
+    "a forward": lambda m: setattr(m, "forward", MethodType(lambda self, **call: type(m).forward(m, **call), m)),
+}
+
+
+@pytest.mark.parametrize("put", PUT)
+def test_a_forward_or_a_loss_of_others_sees_the_rows_that_came(put):
+    model, seen = model_of("qwen3"), []
+    model.lm_head.register_forward_pre_hook(lambda head, args: seen.append(args[0].shape[:2]))
+    with adapt(model):
+        PUT[put](model)
+        model(**padded())
+    assert seen == [(1, 23) if put == "accelerate's" else (3, 12)]
 
 
 # --- rows that the ranks of a stack share
