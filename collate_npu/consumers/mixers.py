@@ -25,9 +25,10 @@ _WAYS: dict[Any, Way] = {}
 
 
 def way_of(model: Any) -> Way:
-    """Return how this transformers module runs: its tiny copy is asked, once for the code of its layers and its config."""
-    whole = unwrap(model)
-    key = (repr(config_of(whole).to_dict()), device_of(whole), code_of(whole))
+    """Return how this transformers module runs: its tiny copy is asked, once for its code, its config and its attention."""
+    whole, config = unwrap(model), config_of(model)
+    attention = getattr(text_config(config), "_attn_implementation", None)  # which to_dict leaves out
+    key = (repr(config.to_dict()), attention, device_of(whole), code_of(whole))
     if key not in _WAYS:
         try:
             _WAYS[key] = _asked(whole)
@@ -48,8 +49,7 @@ def mixers_of(model: nn.Module, way: Way) -> dict[str, nn.Module]:
 def place_of(model: nn.Module, mixers: dict[str, nn.Module]) -> nn.Module:
     """Return the innermost transformers module that holds all mixers: the backbone, of text alone."""
     held = set(mixers.values())
-    around = [each for each in model.modules() if is_transformers(each) and held <= set(each.modules())]
-    return around[-1]
+    return [each for each in model.modules() if is_transformers(each) and held <= set(each.modules())][-1]
 
 
 def wrap(model: nn.Module, way: Way) -> None:

@@ -168,7 +168,7 @@ def _reads_offsets(case: Case) -> bool:
     return case.segments.packed and case.padding_free and not _masked_flat_row(case)
 
 
-_ADAPT = "call adapt(model) before you make the collator: it runs packed rows sequence by sequence"
+_ADAPT = 'call adapt(model) before you make the collator: packed rows are right if its .way is "by sequence"'
 _FLEX = "for packed rows and other patterns a BlockMask on flex_attention"
 TRANSFORMERS = Consumer(
     name="transformers",
