@@ -201,8 +201,8 @@ ROUTES = [
 
 FLAT_ROWS = [
     ({"max_length": 4}, "max_length is 4", {"max_length": 8}, [0, 3, 8]),
-    ({"padding": (4, 6)}, "Raise the widths, or put fewer samples", {"padding": (4, 8)}, [0, 3, 8]),
-    ({"padding": "max_length", "max_length": 6}, "Raise max_length", {"padding": "max_length", "max_length": 8}, [0, 3, 8]),
+    ({"padding": (4, 6)}, "or put fewer samples in a flat row", {"padding": (4, 8)}, [0, 3, 8]),
+    ({"padding": "max_length", "max_length": 6}, "(or max_length)", {"padding": "max_length", "max_length": 8}, [0, 3, 8]),
 ]
 """The same for flat rows of 3 and 5 tokens: settings, the words, settings as they say, and the offsets."""
 

@@ -9,6 +9,7 @@ Legend: N samples, R ranks, K batches of all ranks.
 
 from __future__ import annotations
 
+import operator
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from collate_npu.arrays import Array, host_array, whole_number
-from collate_npu.collate.padding import best_fit
+from collate_npu.collate.padding import best_fit, rank_of
 from collate_npu.errors import CollateError, a_type, explain, explain_rows, shape_of
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.parallel.layout import is_gloo
@@ -107,13 +108,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return len(ends) if self.rank is None else len(ends) // self.num_replicas
 
     def __iter__(self) -> Iterator[list[int]]:
-        (order, ends, _), first = self.plan, self._begin
-        self._begin, self._yielded = 0, first
-        for n in range(first, len(self)):
-            self._yielded = n + 1
+        (order, ends, _), epoch = self.plan, self.epoch
+        for n in range(self._begin, len(self)):
+            if self.epoch == epoch:  # else set_epoch was called meanwhile
+                self._yielded = n + 1
             k = n if self.rank is None else n * self.num_replicas + self.rank
             yield order[ends[k - 1] if k else 0 : ends[k]].tolist()
-        self._yielded = 0
+        if self.epoch == epoch:
+            self._begin = self._yielded = 0
 
     def state_dict(self) -> dict[str, int]:
         """Return how many batches this epoch has yielded, and what checks it. A DataLoader with workers reads ahead, so its
@@ -125,14 +127,15 @@ class BalancedBatchSampler(Sampler[list[int]]):
     @checked
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on in the middle of an epoch. Raises `CollateError` if lengths, options or the number of ranks differ."""
-        own = self.state_dict()
-        if wrong := [name for name in own if name in ("num_replicas", "plan") and state.get(name) != own[name]]:
+        begin, own = whole_number("yielded", state.get("yielded")), self.state_dict() | {"yielded": len(self)}
+        wrong = [name for name in ("num_replicas", "plan") if state.get(name) != own[name]]
+        if wrong := wrong or ["yielded"] * (begin > len(self)):
             got, has = (", ".join(f"{name} {held.get(name)}" for name in wrong) for held in (state, own))
             rule = f"A state fits the same lengths, options and number of ranks; this sampler has {has}."
             remedy = "Resume with the ones of the run that saved it, or begin another epoch with set_epoch."
             raise CollateError(explain("state", got, rule, remedy))
         self.epoch = whole_number("epoch", state.get("epoch"))
-        self._begin = self._yielded = whole_number("yielded", state.get("yielded"))
+        self._begin = self._yielded = begin
 
 
 @checked
@@ -163,15 +166,22 @@ def _lengths_of(dataset: Any, of: str | Callable[[Any], int]) -> Array:
     places: Any = range(len(dataset))
     if find_spec("tqdm"):
         places = import_module("tqdm.auto").tqdm(places, "lengths", delay=1)
-    found = (dataset[n][of] if isinstance(of, str) else of(dataset[n]) for n in places)
-    return np.array([len(each) if isinstance(of, str) and hasattr(each, "__len__") else each for each in found])
+    if not isinstance(of, str):
+        return np.array([of(dataset[n]) for n in places])
+    return np.array([_count(dataset[n][of]) for n in places])
+
+
+def _count(row: Any) -> int:
+    """Return the number of tokens of a row, or the length that stands there. Text and rows of rows have neither."""
+    return len(row) if rank_of(row) == 1 else operator.index(row)
 
 
 def _of_column(column: Any) -> Array:
     import pyarrow.compute
 
-    numbers = pyarrow.types.is_integer(column.type)
-    return np.asarray(column if numbers else pyarrow.compute.list_value_length(column))
+    if pyarrow.types.is_nested(getattr(column.type, "value_type", column.type)):
+        return np.array([_count(row) for row in column.to_pylist()])
+    return np.asarray(column if pyarrow.types.is_integer(column.type) else pyarrow.compute.list_value_length(column))
 
 
 @checked
@@ -190,28 +200,43 @@ def loss_weights(
     >>> loss_weights([{"labels": row} for row in labels])
     [0.75, 0.25]
     """
+    counts: list[int] | None = None
+    try:
+        counts = _counts(batches, per)
+    finally:  # where it raises, the other ranks wait
+        ranks, failed, total, *chosen = _of_all_ranks(counts, per, group)
+    if failed or max(chosen) != ranks:
+        got, remedy = f"{failed} other ranks raised; ranks by per= {chosen}", "Look at their errors; pass one per=."
+        raise CollateError(explain("batches", got, "All ranks weigh the same step.", remedy))
+    if not total:
+        raise CollateError(explain("labels", "none", "A step needs a label on at least one rank.", "Leave this step out."))
+    return [ranks * count / total for count in counts]
+
+
+def _of_all_ranks(counts: list[int] | None, per: str, group: Any) -> list[int]:
+    """Return how many ranks there are, how many raised, the sum of all counts, and how many ranks have each `per`."""
+    own = torch.tensor([1, counts is None, sum(counts or ()), *(per == each for each in ("token", "label", "sequence"))])
+    if dist.is_available() and dist.is_initialized():
+        own = own.to("cpu" if is_gloo(group) else torch.accelerator.current_accelerator())
+        dist.all_reduce(own, group=group)
+    return own.tolist()
+
+
+def _counts(batches: Any, per: str) -> list[int]:
+    """Return how many tokens, labels or sequences the loss of each batch averages over."""
     if not isinstance(batches, Sequence) or not all(hasattr(batch, "items") for batch in batches):
         rule = "They are the micro-batches of a step."
         raise CollateError(explain("batches", a_type(batches), rule, "Pass a list of dicts."))
-    key = "shift_labels" if batches and "shift_labels" in batches[0] else "labels"
     if per == "sequence":
-        counts = [len(segments_from_batch(batch).spans) for batch in batches]
-    elif wrong := [batch[key] for batch in batches if key in batch and host_array(key, batch[key]).ndim != 2]:
+        return [len(segments_from_batch(batch).spans) for batch in batches]
+    key = "shift_labels" if batches and "shift_labels" in batches[0] else "labels"
+    if wrong := [batch[key] for batch in batches if key in batch and host_array(key, batch[key]).ndim != 2]:
         remedy = "Pass per='sequence' for one label a sample."
         raise CollateError(explain(key, shape_of(wrong[0]), "Labels of tokens are [B, S].", remedy))
-    elif all(key in batch for batch in batches):  # nothing predicts the first token of a row
-        first = int(per == "token" and key == "labels")
-        counts = [int((host_array(key, batch[key])[..., first:] != -100).sum()) for batch in batches]
-    else:
+    if not all(key in batch for batch in batches):
         raise CollateError(explain("batches", f"no {key}", "Weights come from labels.", "Add labels to each batch."))
-    total, ranks = torch.tensor(sum(counts)), 1
-    if dist.is_available() and dist.is_initialized():
-        total = total.to("cpu" if is_gloo(group) else torch.accelerator.current_accelerator())
-        dist.all_reduce(total, group=group)
-        ranks = dist.get_world_size(group)
-    if not total:
-        raise CollateError(explain("labels", "none", "A step needs a label on at least one rank.", "Leave this step out."))
-    return [ranks * count / int(total) for count in counts]
+    first = int(per == "token" and key == "labels")  # nothing predicts the first token of a row
+    return [int((host_array(key, batch[key])[..., first:] != -100).sum()) for batch in batches]
 
 
 def _checked_lengths(lengths: Any, most: int) -> Array:
@@ -270,7 +295,8 @@ def _whole_steps(sampler: BalancedBatchSampler, K: int, N: int) -> int:
     K += 0 if sampler.drop_last and sampler.num_replicas <= K else -K % sampler.num_replicas
     if N < K:
         rule = f"Each of {sampler.num_replicas} ranks gets the same number of batches, and no batch is empty."
-        remedy = "Pass drop_last=True, a larger max_tokens, or fewer ranks."
+        remedy = "Pass fewer ranks, or more samples."
+        remedy = remedy if sampler.num_replicas > N else "Pass drop_last=True, a larger max_tokens, or fewer ranks."
         raise CollateError(explain("lengths", f"{N} samples for {K} batches", rule, remedy))
     return K
 

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from collate_npu.arrays import Side, check_places, host_array, whole_number
+from collate_npu.arrays import Side, host_array, whole_number
 from collate_npu.collate.features import Features, Samples, read_features
 from collate_npu.collate.padding import Rows, Slots, best_fit, concatenate_values, lay_rows, stack_values
 from collate_npu.collate.transport import shipped
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mask_choice import Consumer, ConsumerName
 from collate_npu.consumers.model_traits import LabelRule, consumer_of
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, not_one_of
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.forms import mask_needed_reason, offsets_of, own_places, write_dense
 from collate_npu.masks.patterns import Pattern
@@ -67,7 +67,11 @@ class BatchWriter:
             rule = "A config or a plain module does not say which stack reads the batch."
             remedy = "Pass consumer= ('transformers', 'megatron', ...)."
             raise CollateError(explain("consumer", "None", rule, remedy, more="consumer"))
-        _check_mode(attention_mask, named=named, padding_free=padding_free)
+        rule, remedy = "The consumer decides the form of its mask.", "Leave it at 'auto'."
+        if flat := not named and padding_free and attention_mask in ("4d", "2d"):
+            rule, remedy = "A padding-free row has offsets and no mask.", "Leave it at 'auto', or set padding_free=False."
+        if flat or (named and attention_mask not in ("auto", "omit")):
+            raise CollateError(explain("attention_mask", repr(attention_mask), rule, remedy))
         settings: dict[str, Any] = {"consumer": consumer, "padding_free": padding_free, "pattern": pattern, "keys": keys}
         self.adapter = BatchAdapter(model, model_type=model_type, **settings) if named else None
         """The adapter of the named consumer or of the model, which is not kept."""
@@ -136,16 +140,6 @@ class BatchWriter:
         if self.adapter is not None and batch.get("attention_mask") is not None and why:
             rule = f"{self.adapter.consumer.name} reads padding from this key only, and {why}."
             raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
-
-
-def _check_mode(mode: MaskMode, *, named: bool, padding_free: bool) -> None:
-    rule, remedy = "", "Leave it at 'auto'."
-    if named and mode not in ("auto", "omit"):
-        rule = "The consumer decides the form of its mask."
-    elif padding_free and mode in ("4d", "2d"):
-        rule, remedy = "A padding-free row has offsets and no mask.", "Leave it at 'auto', or set padding_free=False."
-    if rule:
-        raise CollateError(explain("attention_mask", repr(mode), rule, remedy))
 
 
 @cache
@@ -272,6 +266,8 @@ class PaddingCollator:
         pad_token_id = getattr(tokenizer, "pad_token_id", None) if pad_token_id is None else pad_token_id
         self.pad_token_id = None if pad_token_id is None else whole_number("pad_token_id", pad_token_id)
         self.padding_side: Side = padding_side or getattr(tokenizer, "padding_side", None) or "right"
+        if self.padding_side not in ("left", "right"):  # a tokenizer takes any string
+            raise not_one_of("tokenizer.padding_side", self.padding_side, ("left", "right"))
         self.max_length = None if max_length is None else whole_number("max_length", max_length, least=1)
         self.pad_to_multiple_of = (
             None if pad_to_multiple_of is None else whole_number("pad_to_multiple_of", pad_to_multiple_of, least=1)
@@ -296,8 +292,10 @@ class PaddingCollator:
         if return_tensors is not None:
             check_return_tensors(return_tensors)
         samples = read_features(features, keys=self.keys)
-        if self.max_length is not None and max(samples.lengths) > self.max_length:
-            _refuse_longer(self.max_length, samples.lengths)
+        limit = self.max_length
+        if limit is not None and (longer := [(b, f"{n} tokens") for b, n in enumerate(samples.lengths) if n > limit]):
+            rule = f"max_length is {limit}, and the collator cuts no tokens."
+            raise CollateError(explain_rows("input_ids", longer, rule, "Truncate when tokenising."))
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
         counted = "position_ids" not in samples.columns
         return self.writer.write(batch, segments, padding_free=self.padding_free, counted=counted)
@@ -338,7 +336,12 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
 def _laid_out(collator: PaddingCollator, samples: Samples, columns: Mapping[str, Rows], slots: Slots) -> dict[str, Any]:
     """Each key as one tensor, what has one value a token in its slots: positions of several axes `[axes, L]` too."""
     batch: dict[str, Any] = {}
-    fills = _fills(collator)
+    pad_type = getattr(collator.tokenizer, "pad_token_type_id", 0) or 0
+    fills: dict[Any, float] = {
+        "pad": collator.pad_token_id or 0,
+        "pad_type": pad_type,
+        "ignored": collator.writer.label_pad_token_id,
+    }
     lay: Any = partial(lay_rows, slots=slots)
     for key, column in columns.items():
         kind = samples.kinds[key]
@@ -367,31 +370,13 @@ def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], 
         by_token = {key: column for key, column in columns.items() if samples.kinds[key] in ("tokens", "axes")}
         real = {key: Rows(np.asarray(row)[..., i > 0] for row, i in zip(column, ids)) for key, column in by_token.items()}
         columns = columns | real
-    width = _flat_width(collator, sum(lengths))
+    width = _width(collator, [sum(lengths)])
     segments = of_lengths([lengths], width)
     batch = add_offsets(_laid_out(collator, samples, columns, Slots.of([range(len(held))], held, width)), segments)
     labels = batch.get("labels")
     if labels is not None and collator.writer.predicts_next and samples.kinds["labels"] == "tokens":
         labels[0, [start for _, start, _ in segments.spans]] = collator.writer.label_pad_token_id
     return batch, segments
-
-
-def _flat_width(collator: PaddingCollator, tokens: int) -> int:
-    width = _aligned(collator, tokens)
-    if tokens > width:
-        rule = f"padding={collator.padding!r} makes the flat row {width} tokens wide at most."
-        remedy = "Raise " + ("max_length" if collator.padding == "max_length" else "the widths")
-        raise CollateError(
-            explain("input_ids", f"{tokens} tokens in all", rule, f"{remedy}, or put fewer samples in a batch.")
-        )
-    check_places("pad_to_multiple_of", width, "Pass a smaller multiple.")
-    return width
-
-
-def _fills(collator: PaddingCollator) -> dict[Any, float]:
-    """Return the value of padding for each key. Positions of padding continue the row, or are 0."""
-    pad_type = getattr(collator.tokenizer, "pad_token_type_id", 0) or 0
-    return {"pad": collator.pad_token_id or 0, "pad_type": pad_type, "ignored": collator.writer.label_pad_token_id}
 
 
 def _width(collator: PaddingCollator, lengths: list[int]) -> int:
@@ -401,7 +386,8 @@ def _width(collator: PaddingCollator, lengths: list[int]) -> int:
     width = _aligned(collator, max(lengths))
     if too_long := [(b, f"{n} tokens") for b, n in enumerate(lengths) if n > width]:
         rule = f"padding={collator.padding!r} makes rows {width} tokens wide at most, and the collator cuts no tokens."
-        raise CollateError(explain_rows("input_ids", too_long, rule, "Raise the widths, or truncate when tokenising."))
+        remedy = "Raise the widths (or max_length), truncate when tokenising, or put fewer samples in a flat row."
+        raise CollateError(explain_rows("input_ids", too_long, rule, remedy))
     return width
 
 
@@ -413,12 +399,6 @@ def _aligned(collator: PaddingCollator, longest: int) -> int:
         return next((width for width in widths if width >= longest), widths[-1])
     fixed = collator.max_length if collator.packing or collator.padding == "max_length" else None
     return -(-(fixed or longest) // multiple) * multiple
-
-
-def _refuse_longer(limit: int, lengths: list[int]) -> None:
-    too_long = [(b, f"{n} tokens") for b, n in enumerate(lengths) if n > limit]
-    rule = f"max_length is {limit}, and the collator cuts no tokens."
-    raise CollateError(explain_rows("input_ids", too_long, rule, "Truncate when tokenising."))
 
 
 def _checked_padding(padding: Any, max_length: int | None) -> bool | str | tuple[int, ...]:

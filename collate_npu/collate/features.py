@@ -120,19 +120,16 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, Rows]:
         if len(missing) == len(column):
             if name == "input_ids":
                 # Preference data (TRL's `chosen_ids`, `rejected_ids`) becomes rows in a collator of its own.
-                rule = "Each sample needs input_ids, and no sample has any."
-                if "tokens" in held:
-                    raise CollateError(explain("input_ids", "samples with tokens", rule, _OF_TOKENS))
-                remedy = "Wrap the collator that makes rows of these columns: wrap_collator(inner, model=model)."
+                rule, remedy = "Each sample needs input_ids, and no sample has any.", "Wrap the collator that makes rows of "
+                remedy += "these columns: wrap_collator(inner, model=model)."
                 if any(isinstance(rows[0], str) for rows in held.values()):
                     remedy = "Tokenise first: [tokenizer(text) for text in texts]."
                 if "messages" in held:
                     remedy = "Apply the chat template first: tokenizer.apply_chat_template(messages, return_dict=True)."
-                inside = [key for key, rows in held.items() if isinstance(rows[0], Mapping) and "input_ids" in rows[0]]
-                if inside:
-                    remedy = f"Pass sample[{inside[0]!r}] as the sample."
+                for key in (key for key, rows in held.items() if isinstance(rows[0], Mapping) and "input_ids" in rows[0]):
+                    remedy = f"Pass sample[{key!r}] as the sample."
                 got = f"samples with {', '.join(map(str, held)) or 'no keys'}"
-                raise CollateError(explain("input_ids", got, rule, remedy))
+                raise CollateError(explain("input_ids", got, rule, _OF_TOKENS if "tokens" in held else remedy))
             continue
         if key in columns:
             rows = [(b, f"{name} too") for b in range(len(column))]

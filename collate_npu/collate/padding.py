@@ -11,7 +11,6 @@ from __future__ import annotations
 import struct
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -173,7 +172,7 @@ def lay_rows(key: str, rows: Sequence[Row], *, slots: Slots, fill: Filler = 0, w
                 out[end:start] = _beside(out[:end], row) if fill == "last" else fill
             end = start + rows.lengths[b]
             if packs and len(row) <= STRUCT_LIMIT:
-                partial(struct.pack_into, f"{len(row)}q", out.data, 8 * start)(*row)
+                struct.pack_into(f"{len(row)}q", out.data, 8 * start, *row)
             elif packs:
                 _pack(out.data, start, row)
             elif end > start:
@@ -209,11 +208,9 @@ def _beside(before: Array, after: Sequence[Any] = ()) -> Any:
 
 
 def _pack(out: memoryview, start: int, row: Any) -> None:
-    if len(row) <= STRUCT_LIMIT:
-        partial(struct.pack_into, f"{len(row)}q", out, 8 * start)(*row)
-        return
     for low in range(0, len(row), STRUCT_LIMIT):
-        _pack(out, start + low, row[low : low + STRUCT_LIMIT])
+        part = row[low : low + STRUCT_LIMIT]
+        struct.pack_into(f"{len(part)}q", out, 8 * (start + low), *part)
 
 
 def _arrays(key: str, rows: Sequence[Row], whole: bool) -> Sequence[Array]:

@@ -35,6 +35,13 @@ def test_epochs_differ_and_repeat_with_as_many_batches(pack, width):
             epochs.append(list(sampler))
         assert epochs[0] == epochs[-1] != epochs[1]
         assert {len(epoch) for epoch in epochs} == {len(sampler)}
+    sampler.load_state_dict(state := sampler.state_dict() | {"yielded": 2})
+    assert [next(iter(sampler)) for _ in range(2)] == epochs[0][2:3] * 2  # a look takes none from what goes on
+    for _ in zip(range(2), running := iter(sampler)):
+        sampler.set_epoch(9)
+    assert (next(running), sampler.state_dict()["yielded"]) == (epochs[0][4], 0)
+    with pytest.raises(CollateError, match=f"this sampler has yielded {len(sampler)}"):
+        sampler.load_state_dict(state | {"yielded": len(sampler) + 1})
 
 
 BAD = {
@@ -68,7 +75,7 @@ def test_bad_options_are_refused():
         ({"rank": 2, "num_replicas": 2}, "numbered from 0 to 1"),
         ({"width": 9}, "A batch holds up to 8 tokens"),
         ({"max_tokens": 0}, "at least 1"),
-        ({"num_replicas": 4}, "3 samples for 4 batches"),
+        ({"num_replicas": 4}, "3 samples for 4 batches.*Pass fewer ranks, or more samples"),
         ({"batch_size": 2}, "BalancedBatchSampler has no such argument"),
     ):
         with pytest.raises(CollateError, match=says):
@@ -87,7 +94,8 @@ def test_lengths_are_counted_from_whatever_holds_samples():
 
 
 def test_what_holds_no_lengths_is_refused():
-    for dataset, of in (([{"ids": [1]}], "input_ids"), (5, "input_ids"), (iter([]), "input_ids"), ([3, 4], len)):
+    none = [[{"ids": [1]}], 5, iter([]), [{"input_ids": "text"}], [{"input_ids": [[1, 2], [3, 4]]}]]
+    for dataset, of in (*((each, "input_ids") for each in none), ([3, 4], len)):
         with pytest.raises(CollateError, match="a column of tokens or of lengths"):
             lengths_of(dataset, of)
 

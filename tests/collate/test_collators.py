@@ -115,6 +115,8 @@ def test_arguments_go_before_the_tokenizer():
     assert collator(THREE_AND_FIVE)["input_ids"].tolist()[0] == [1, 2, 3, 0, 0]
     assert PaddingCollator(tokenizer(pad_token_id=0))(THREE_AND_FIVE)["input_ids"].tolist()[0] == [1, 2, 3, 0, 0]
     assert (collator.pad_token_id, collator.padding_side, collator.max_length) == (0, "right", None)
+    with pytest.raises(CollateError, match=r"tokenizer\.padding_side: got 'Left'.*Did you mean left"):
+        PaddingCollator(tokenizer(padding_side="Left"))
 
 
 def test_model_and_return_tensors_are_taken_as_transformers_takes_them():

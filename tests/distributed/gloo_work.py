@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from collate_npu import Segments
+from collate_npu import CollateError, Segments
+from collate_npu.collate import loss_weights
 from collate_npu.masks import dense
 from collate_npu.outputs import shift_labels
 from collate_npu.parallel import (
@@ -157,6 +158,16 @@ def meaning_of_loss() -> tuple[float, ...]:
     for loss, shard in shards.items():
         (gather_sequence(shard, cp, loss=loss).sum() * (cp.rank + 1)).backward()
     return tuple(float(shard.grad) for shard in shards.values())
+
+
+def weights(per: list[str], bad: int) -> str:
+    """What a rank says of a step in which one has bad labels, or another `per`."""
+    row = torch.tensor([[-100, 1, 2][: (rank := dist.get_rank()) + 2]])
+    step = {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row[0] if rank == bad else row}
+    try:
+        return str(loss_weights([step], per=per[rank]))
+    except CollateError as error:
+        return str(error)
 
 
 # --- groups ---------------------------------------------------------------------------------------------------------------

@@ -46,6 +46,13 @@ def test_same_is_one_gradient_and_local_is_the_sum_over_ranks(pool):
     assert {local for _, local in answers} == {sum(range(1, pool.size + 1))}
 
 
+def test_a_rank_whose_step_cannot_be_weighed_leaves_none_waiting(pair):
+    assert pair(work.weights, ["token", "token"], -1) == ["[0.6666666666666666]", "[1.3333333333333333]"]
+    for told, says in zip(pair(work.weights, ["token", "token"], 0), ("Pass per='sequence'", "1 other ranks raised")):
+        assert says in told
+    assert all("ranks by per= [1, 0, 1]" in each for each in pair(work.weights, ["token", "sequence"], -1))
+
+
 @pytest.mark.slow
 def test_device_meshes(processes):
     processes(work.meshes)

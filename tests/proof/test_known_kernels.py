@@ -20,7 +20,6 @@ from collate_npu.masks import dense
 from collate_npu.masks.patterns import CAUSAL
 from collate_npu.proof import known_kernels
 from collate_npu.proof.boundaries import attention_reason, boundary_reason
-from collate_npu.proof.hooks import arguments_of
 from collate_npu.proof.known_kernels import KERNELS, MODULES, MisusedError, UnreadError
 
 KERNEL, (_, READ) = "megatron.DotProductAttention", MODULES["DotProductAttention"]
@@ -99,16 +98,6 @@ def test_megatrons_fused_softmax_reads_no_mask_on_a_card(kind, fuses):
     module.scale_mask_softmax = SimpleNamespace(**{} if fuses is None else {"scaled_masked_softmax_fusion": fuses})
     found = READ(KERNEL, {"self": module, "query": q, "key": q, "attention_mask": dense(LEFT, polarity="masked")})
     assert (str(found) == "nothing") == (kind is OnCard and fuses is True)
-
-
-def takes_all(q, **kwargs):
-    return q
-
-
-def test_what_functions_of_transformers_swallow_is_not_told(monkeypatch):
-    assert arguments_of(takes_all, (1,), {"cu_seqlens": 2}) == {"q": 1, "cu_seqlens": 2}
-    monkeypatch.setattr(takes_all, "__module__", "transformers.models.lfm2")
-    assert arguments_of(takes_all, (1,), {"cu_seqlens": 2}) == {"q": 1}
 
 
 def packed(**offsets):
