@@ -161,7 +161,6 @@ def meaning_of_loss() -> tuple[float, ...]:
 
 
 def weights(per: list[str], bad: int) -> str:
-    """What a rank says of a step in which one has bad labels, or another `per`."""
     row = torch.tensor([[-100, 1, 2][: (rank := dist.get_rank()) + 2]])
     step = {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row[0] if rank == bad else row}
     try:

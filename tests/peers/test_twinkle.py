@@ -135,7 +135,7 @@ def test_zeros_inside_a_mask_are_a_hole_that_attention_passes_over_and_a_state_d
     rows = [feature(6, 10), feature(5, 50, [1, 1, 0, 1, 1])]
     masked = processor(needs=False)(copy.deepcopy(rows))[0]["attention_mask"]
     assert torch.equal(masked, dense(Segments.from_keep([[1] * 6, [1, 1, 0, 1, 1, 0]]), polarity="masked"))
-    with pytest.raises(UnsupportedFormError, match="padding inside a sequence changes the state"):
+    with pytest.raises(UnsupportedFormError, match="Padding inside a sequence changes the state"):
         processor()(rows)
 
 

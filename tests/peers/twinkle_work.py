@@ -290,6 +290,8 @@ def together(kind: str, form: tuple[int, bool, bool], ours: bool) -> Any:
             return told(model, [features(*THREE)])
         except Exception as refused:
             raise type(refused)(CALLER.sub("", str(refused))) from None
+        finally:
+            twinkle.uninstall(model) if ours else None
 
 
 def on_two_ranks() -> None:
