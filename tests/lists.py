@@ -25,14 +25,14 @@ sys.path.append(str(ROOT))
 from benchmarks import figures
 
 SEQ2SEQ, FLATTENING = "DataCollatorForSeq2Seq", "DataCollatorWithFlattening"
-LOCAL = "`--attention_backend local`"
+LOCAL, FREE = "`--attention_backend local`", "--padding_free true"
 NEEDED = (
     ("transformers-trainer", "qwen3_next", "padded right", f"transformers Trainer, Qwen3-Next, padded right, {SEQ2SEQ}"),
     ("transformers-trainer", "qwen3_next", "padded left", f"transformers Trainer, Qwen3-Next, padded left, {SEQ2SEQ}"),
     ("transformers-trainer", "qwen3", "padded left", f"transformers Trainer, Qwen3, padded left, {SEQ2SEQ}"),
     ("transformers-trainer", "qwen3_next", "packed", f"transformers Trainer, Qwen3-Next, flat row, {FLATTENING}"),
     ("trl-sfttrainer", "qwen3_5_text", "packed", "TRL SFTTrainer, Qwen3.5, flat row, `padding_free=True`"),
-    ("ms-swift", "qwen3_next", "packed", "ms-swift `swift sft`, Qwen3-Next, flat row, `--padding_free true`"),
+    ("ms-swift", "qwen3_next", "packed", f"ms-swift `swift sft`, Qwen3-Next, flat row, `--attn_impl flash_attn {FREE}`"),
     ("ms-swift-megatron", "qwen3_5", "padded right", "ms-swift `megatron sft`, Qwen3.5, padded right"),
     ("ms-swift-megatron", "qwen3_5", "padded left", f"ms-swift `megatron sft`, Qwen3.5, padded left, {LOCAL}"),
     ("verl-fsdp", "qwen3_next", "packed", "verl FSDP, Qwen3-Next, flat row (the default)"),
