@@ -119,8 +119,8 @@ def features(
         at += L
         if draw(st.booleans()):
             ids[draw(st.sampled_from((0, -1, L // 2)))] = PAD
-        sample = {"input_ids": holds(ids), "labels": holds(ids), "loss_scale": holds([n / 2 for n in ids])}
-        samples.append(sample | _own_truth(draw, kind, L))
+        sample = {"input_ids": holds(ids), "loss_scale": holds([n / 2 for n in ids])} | _own_truth(draw, kind, L)
+        samples.append(sample | {"labels": holds([x if n else -100 for x, n in zip(ids, own_ids(sample))])})
     return samples
 
 

@@ -197,7 +197,7 @@ REFUSED = [
     (lambda: dense(ROWS, polarity="bias", dtype=torch.int64), "A bias is added to scores"),
     *((partial(describe, x), "A batch is a dict") for x in (None, "text")),
     (lambda: describe([BATCH]), "batch: got a list"),
-    (lambda: ADAPTER({**BATCH, "labels": IDS.byte()}), "labels: got -100. It stands at padding in a tensor of uint8"),
+    (lambda: ADAPTER({**BATCH, "labels": IDS.byte()}), "learned at padding, the first at place"),
     (lambda: wrap_collator(lambda features: {**BATCH, "labels": IDS.bool()})([]), "x.long()"),
     (lambda: describe(IDS), "picture draws a mask alone"),
     (lambda: describe({"input_ids": WIDE}), TOO_WIDE),

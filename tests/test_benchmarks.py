@@ -117,16 +117,3 @@ def test_the_pages_of_stacks_say_what_was_measured():
     assert stale == [], "python -m benchmarks.page_of_stacks"
     stacks = {path.stem for path in (page_of_stacks.HERE / "stacks").glob("*.json")}
     assert stacks == {name for names in page_of_stacks.PAGES.values() for name in names}
-
-
-def cell(layout, alone, ours):
-    found = {"right": {"error": 1e-6}, "wrong": {"error": 3.52}, "refused": {"why": "why"}, "not run": {"why": "why"}}
-    return {"layout": layout, **{who: {"verdict": v, **found[v]} for who, v in (("alone", alone), ("ours", ours))}}
-
-
-def test_a_line_of_it_shows_the_worst_of_its_cells():
-    cells = [cell("padded left", "right", "right"), cell("padded left", "wrong", "refused")]
-    cells.append(cell("packed", "not run", "right"))
-    for numbers, wrong in ((True, "wrong: 3.5"), (False, "wrong")):
-        line = page_of_stacks.table("x", [("a", cells)], numbers=numbers).splitlines()[2]
-        assert line == f"| a | not run | {wrong} → refused | not run → right | not run | not run |"

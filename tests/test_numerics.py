@@ -7,16 +7,13 @@ from itertools import product
 
 import pytest
 import torch
-from attention_oracle import reference_fusion_attention
 from in_float64 import in_float64
-from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from rotation import SEED, rotating
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, softmax
 
 from collate_npu import BatchAdapter, PaddingCollator, Segments, adapt, last_token, repad, unpad
 from collate_npu.consumers.labels_and_positions import IGNORED
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
 from collate_npu.kernels.gated_delta import zero_padding
 from collate_npu.masks import dense
 from collate_npu.masks.batch_reader import segments_from_batch
@@ -192,15 +189,3 @@ def test_what_stands_at_padding_goes_nowhere(name, padding, dtype):
     (gradient,) = torch.autograd.grad(sum(x.float().sum() for x in found), x)
     assert torch.isfinite(gradient).all()
     assert not gradient[~segments.keep].any()
-
-
-@by_dtype
-def test_reference_kernels_are_finite_beside_rows_that_see_nothing(dtype):
-    x = torch.full((3, 6, 1, 16), 30.0).to(dtype)
-    gate = -torch.ones(3, 6, 1, dtype=dtype)
-    taps = torch.ones(16, 4, dtype=dtype)
-    assert torch.isfinite(reference_gated_delta_rule(x, x, x, gate, -gate, use_qk_l2norm_in_kernel=True)[0]).all()
-    assert torch.isfinite(reference_causal_conv1d(x[:, :, 0], taps)).all()
-    if dtype != torch.float64:
-        kwargs = fusion_attention_kwargs(EMPTY)
-        assert torch.isfinite(reference_fusion_attention(x, x, x, 1, scale=0.25, **kwargs)[0]).all()

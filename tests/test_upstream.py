@@ -1,4 +1,4 @@
-"""`nox -s upstream` and `nox -s elsewhere`: how the guide tells what they found, and what a commit and a night run."""
+"""`nox -s elsewhere`: how the guide tells what it found, and what a commit and a night run."""
 
 import json
 import os
@@ -11,18 +11,7 @@ import rotation
 from house import ROOT
 
 sys.path.append(str(ROOT))
-from benchmarks import figures, page_of_stacks
-
-
-def test_a_stack_has_a_line_about_newer_releases():
-    one = {"date": "2026-11-22", "newer": {}, "waiting": []}
-    red = {"tests/peers/test_a.py::test_b": "Error: a|b", "tests/peers/test_a.py::test_c": "Error: a|b"}
-    ran = {**one, "newer": {"a": ["1", "2"]}, "passed": 5, "skipped": 1, "failed": red}
-    first, second, third = map(page_of_stacks.newer, (ran, {**one, "waiting": ["c 9 asks for torch==3"]}, one))
-    said = "With them 5 of 7 tests pass, 1 skipped."
-    assert first == f"Newer releases on 2026-11-22: a 1 → 2. {said}"
-    assert second == "Newer releases on 2026-11-22: not taken: c 9 asks for torch==3. They were not run."
-    assert third == "Newer releases on 2026-11-22: none."
+from benchmarks import figures
 
 
 def test_a_row_says_what_ran_elsewhere_or_why_nothing_did():

@@ -3,6 +3,12 @@
 import torch
 
 
+def known(hook):
+    """As a library's own: a stranger's hook sends an adapted model the padded way."""
+    hook.__module__ = "transformers"
+    return hook
+
+
 class Watch:
     """Hooks on a model, transformers' or shaped like one, from `with Watch(model) as seen`: the hidden states of each
     forward that trains."""
@@ -12,11 +18,12 @@ class Watch:
         self.rows, self.masks = [], {}
 
     def __enter__(self):
-        self.handles = [self.base.register_forward_hook(self._saw, with_kwargs=True)]
-        self.handles += [self.base.register_forward_pre_hook(self._came, with_kwargs=True, prepend=True)]
+        self.handles = [self.base.register_forward_hook(known(lambda *told: self._saw(*told)), with_kwargs=True)]
+        came = known(lambda *told: self._came(*told))
+        self.handles += [self.base.register_forward_pre_hook(came, with_kwargs=True, prepend=True)]
         for name, module in self.base.named_modules():
             if name.endswith(("linear_attn", "self_attn")):
-                self.handles.append(module.register_forward_pre_hook(self._layer(name), with_kwargs=True))
+                self.handles.append(module.register_forward_pre_hook(known(self._layer(name)), with_kwargs=True))
         return self
 
     def __exit__(self, *error):

@@ -9,6 +9,7 @@ Legend: B batch rows, S width, T tokens of a flat row, N sequences.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
@@ -24,8 +25,9 @@ from collate_npu.collate.features import Features, Samples, read_features
 from collate_npu.collate.padding import Rows, Slots, best_fit, concatenate_values, lay_rows, stack_values
 from collate_npu.collate.transport import shipped
 from collate_npu.consumers.adapter import BatchAdapter
+from collate_npu.consumers.labels_and_positions import refuse_moved
 from collate_npu.consumers.mask_choice import Consumer, ConsumerName
-from collate_npu.consumers.model_traits import LabelRule, consumer_of
+from collate_npu.consumers.model_traits import LabelRule, config_of, consumer_of, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, not_one_of
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.forms import mask_needed_reason, offsets_of, own_places, write_dense
@@ -73,6 +75,7 @@ class BatchWriter:
         if flat or (named and attention_mask not in ("auto", "omit")):
             raise CollateError(explain("attention_mask", repr(attention_mask), rule, remedy))
         settings: dict[str, Any] = {"consumer": consumer, "padding_free": padding_free, "pattern": pattern, "keys": keys}
+        settings["labels_shifted"] = labels_shifted or None
         self.adapter = BatchAdapter(model, model_type=model_type, **settings) if named else None
         """The adapter of the named consumer or of the model, which is not kept."""
         self.pattern = Pattern.of(pattern or "causal") if self.adapter is None else self.adapter.pattern
@@ -268,6 +271,11 @@ class PaddingCollator:
         self.padding_side: Side = padding_side or getattr(tokenizer, "padding_side", None) or "right"
         if self.padding_side not in ("left", "right"):  # a tokenizer takes any string
             raise not_one_of("tokenizer.padding_side", self.padding_side, ("left", "right"))
+        ids = None if model is None else getattr(text_config(config_of(model)), "vocab_size", None)
+        if isinstance(ids, int) and (self.pad_token_id or 0) >= ids and consumer_of(model) == "transformers":
+            rule = f"The model's vocabulary has {ids} tokens, and padding runs through its embedding."
+            remedy = "Pass pad_token_id= (any id below; eos will do), or model.resize_token_embeddings(len(tokenizer))."
+            raise CollateError(explain("pad_token_id", str(self.pad_token_id), rule, remedy))
         self.max_length = None if max_length is None else whole_number("max_length", max_length, least=1)
         self.pad_to_multiple_of = (
             None if pad_to_multiple_of is None else whole_number("pad_to_multiple_of", pad_to_multiple_of, least=1)
@@ -319,6 +327,7 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
         batch["position_ids"] = segments.position_ids
     if samples.kinds.get("labels") != "tokens" or batch["labels"].ndim != 2 or not writer.predicts_next:
         return batch, segments
+    refuse_moved(batch["input_ids"].numpy(), batch["labels"].numpy(), segments)
     # Nothing predicts the first token of a sequence. The shift drops that of column 0, but a Trainer of transformers
     # before 5.16 counts it, and divides the loss by the count (4.57.1 trainer.py:5620).
     if ids is not None:  # what a sample's own mask calls padding has its label still
@@ -357,8 +366,26 @@ def _laid_out(collator: PaddingCollator, samples: Samples, columns: Mapping[str,
         elif kind == "targets":
             batch[key] = torch.as_tensor(np.stack([host_array(key, column[b]) for b in slots.order])).float()
         else:
+            _refuse_places(collator, key, column, samples.lengths, slots)
             batch[key] = stack_values([column[b] for b in slots.order])
     return batch
+
+
+_PLACES = re.compile(r"(^|_)(positions?|places?|starts?|ends?|spans?|bounds?|pos)(_|$)|(token|cls|image)_ind(ex|ices)$")
+"""Names under which data sets hold places of a sample's own row."""
+
+
+def _refuse_places(collator: PaddingCollator, key: str, column: Rows, lengths: list[int], slots: Slots) -> None:
+    """Refuse a key whose numbers are places of a row, by its name and its values, where the tokens move to other places."""
+    moved = {b: slots.starts[b] % slots.shape[1] for b in slots.order if slots.starts[b] % slots.shape[1]}
+    if key in collator.keys or not moved or not _PLACES.search(key):
+        return
+    held = {b: np.asarray(column[b]) for b in range(len(lengths))}
+    fits = (x.dtype.kind in "iu" and x.min() >= -1 and x.max() <= lengths[b] for b, x in held.items() if x.size)
+    if any(x.size for x in held.values()) and all(fits):
+        rule = "Its numbers look like places of a sample's tokens, and these tokens stand elsewhere in the batch."
+        remedy = f"Pad right; or add the shift behind the collator, and pass keys={{**KEYS, {key!r}: SAMPLE}}."
+        raise CollateError(explain_rows(key, [(b, f"tokens moved by {n}") for b, n in moved.items()], rule, remedy))
 
 
 def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:
@@ -375,6 +402,7 @@ def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], 
     batch = add_offsets(_laid_out(collator, samples, columns, Slots.of([range(len(held))], held, width)), segments)
     labels = batch.get("labels")
     if labels is not None and collator.writer.predicts_next and samples.kinds["labels"] == "tokens":
+        refuse_moved(batch["input_ids"].numpy(), batch["labels"].numpy(), segments)
         labels[0, [start for _, start, _ in segments.spans]] = collator.writer.label_pad_token_id
     return batch, segments
 

@@ -23,7 +23,8 @@ from collate_npu.arrays import Array, dims, entries, host_array
 from collate_npu.collate.padding import ON_HOST, Rows, check_lengths, is_ragged, on_host, pad_rows, rank_of, whole_rows
 from collate_npu.errors import CollateError, a_type, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
-from collate_npu.masks.sources import split_by_positions
+from collate_npu.masks.batch_reader import with_labels
+from collate_npu.masks.sources import Sources, split_by_positions
 from collate_npu.segments import Segments, renumber
 
 Features = Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -70,21 +71,23 @@ def read_features(features: Features, *, keys: Mapping[str, Key] = KEYS) -> Samp
         raise CollateError(explain_rows("input_ids", rows, rule, "Drop the samples."))
     held = {key: column for key, column in columns.items() if key not in truth} if truth else columns
     kinds = {key: _kind(key, column, lengths, keys) for key, column in held.items()}
+    if segment_ids is not None and kinds.get("labels") == "tokens":
+        segment_ids = _with_labels(segment_ids, columns["input_ids"], columns["labels"])
     return Samples(columns=held, kinds=kinds, lengths=lengths, segment_ids=segment_ids)
 
 
-def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Array], list[Array] | None]:
-    """Token ids and segment ids `[L]` of samples that some other collator pads, read as `read_features` reads them.
+def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Array], list[Array] | None, list[Array] | None]:
+    """Token ids, segment ids and labels `[L]` of samples that some other collator pads, read as `read_features` reads them.
 
     No segment ids where every sample is one sequence without holes.
     """
     if getattr(features, "batch_size", None) == torch.Size():  # a TensorDict without rows of its own
-        return [], None
+        return [], None, None
     rows = [_joined(feature) if isinstance(feature, (list, tuple)) else feature for feature in features]
     names = ("input_ids", "tokens")
     held = [(row, name) for row in rows if isinstance(row, Mapping) for name in names if row.get(name) is not None]
     if not held:
-        return [], None
+        return [], None, None
     name = held[0][1]
     named = [row for row, each in held if each == name]
     tokens = [feature[name] for feature in named]
@@ -98,14 +101,26 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
             whole = [[n] if key == "seq_lengths" else [1] * n for n in lengths]
             truth[key] = [default if row is None else row for row, default in zip(values, whole)]
     positions = [row["position_ids"] for row in named if row.get("position_ids") is not None]
-    return whole_rows(name, tokens), own_segments(truth, lengths, positions)
+    own, labels = own_segments(truth, lengths, positions), Rows(filter(is_ragged, map(_labels_of, named)))
+    labelled = labels.lengths == lengths and bool(labels.lists or labels.flat) and not _is_targets(labels, lengths)
+    if own is not None and labelled:
+        own = _with_labels(own, Rows(tokens), labels)
+    return whole_rows(name, tokens), own, [np.asarray(row) for row in labels] if labelled else None
+
+
+def _labels_of(row: Mapping[str, Any]) -> Any:
+    """Return the labels of a sample, or those that its loss mask tells."""
+    if row.get("labels") is not None or not is_ragged(row.get("loss_mask")) or row.get("input_ids") is None:
+        return row.get("labels")
+    weights, ids = np.asarray(row["loss_mask"]), np.asarray(row["input_ids"])
+    return np.where(weights != 0, ids, -100) if weights.shape == ids.shape else None
 
 
 def _joined(samples: Sequence[Any]) -> Mapping[str, Any]:
     """Return the samples that a packing sampler gives for one row (axolotl 0.19.0 utils/collators/batching.py:139-166)."""
     if len(samples) and isinstance(samples[0], int):  # as DataCollatorForLanguageModeling takes them
         return {"input_ids": samples}
-    ids, own = sample_segment_ids(samples)
+    ids, own, _ = sample_segment_ids(samples)
     if not ids or len(ids) != len(samples):
         return {}
     return {"input_ids": np.concatenate(ids), "attention_mask": joined_segment_ids(own or list(map(np.ones_like, ids)))}
@@ -170,6 +185,9 @@ def _kind(key: str, column: Rows, lengths: list[int], keys: Mapping[str, Key]) -
             rule = f"{key} of a sample is a number, or one for each token."
             raise CollateError(explain_rows(key, bad, rule, remedy))
         return "sample"
+    if known.role == "labels" and (bool in column.firsts or _BOOLS in column.flat):
+        rule, remedy = "A label is the id of a token, -100 where nothing is learned.", "np.where(learned, input_ids, -100)."
+        raise CollateError(explain(key, _BOOL, rule, f"For a mask of learned tokens: {remedy}"))
     if known.role == "labels" and _is_targets(column, lengths):
         if len({len(row) for row in column}) > 1:
             bad = [(b, f"{len(row)} numbers") for b, row in enumerate(column)]
@@ -315,6 +333,16 @@ def own_segments(columns: Mapping[str, list[Any]], lengths: list[int], positions
     known = Segments.from_ids(pad_rows("attention_mask", real, width=width))
     found = split_by_positions(pad_rows("position_ids", positions, width=width).numpy(), known, padding_free=False)
     return own if found is None or not found[0].packed else [row[:n] for row, n in zip(found[0].array, lengths)]
+
+
+def _with_labels(own: list[Array], tokens: Rows, labels: Rows) -> list[Array]:
+    """Return the segment ids of samples with the end tokens that their labels learn. Raises as `with_labels` does."""
+    columns, width = {"input_ids": tokens, "labels": labels}, max(labels.lengths)
+    if not all(rows.lists or rows.flat for rows in columns.values()):
+        return own
+    laid = {key: pad_rows(key, rows, width=width, fill=-100, whole=True) for key, rows in columns.items()}
+    found = with_labels(Sources(laid), Segments.from_ids(pad_rows("attention_mask", own, width=width)))
+    return [row[:n] for row, n in zip(found.array, labels.lengths)]
 
 
 def _own_ids(columns: Mapping[str, list[Any]], lengths: list[int]) -> list[Array] | None:

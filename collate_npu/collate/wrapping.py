@@ -19,11 +19,11 @@ from collate_npu.collate.collators import ELSEWHERE, BatchWriter, MaskMode, add_
 from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
 from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
-from collate_npu.consumers.labels_and_positions import labels_for
+from collate_npu.consumers.labels_and_positions import check_rebuilt, labels_for
 from collate_npu.consumers.mask_choice import Consumer, ConsumerName
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
-from collate_npu.masks.batch_reader import agreed, segments_from_batch
+from collate_npu.masks.batch_reader import agreed, segments_from_batch, with_labels
 from collate_npu.masks.mask_values import Polarity
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.sources import Sources
@@ -97,15 +97,22 @@ class WrappedCollator:
         _check_tokens(batch)
         masked = any(key in batch for key in of_kind(KEYS, "truth")) or bool(batch.named["padded_lengths"])
         if not masked and _is_flat(batch, samples):
-            segments = _flat_segments(batch, samples)
+            segments = with_labels(batch, _flat_segments(batch, samples))
             whole, flat = batch | add_offsets(batch, segments), True
         else:
-            segments, flat = self._masked(batch, samples) if masked else _align(batch, samples), self.padding_free
+            segments, flat = (
+                self._masked(batch, samples) if masked else with_labels(batch, _align(batch, samples)),
+                self.padding_free,
+            )
             flattened, segments = _flattened(batch, segments, self.keys) if flat else ({}, segments)
             whole = Sources(flattened) if flat else batch
         left = getattr(getattr(self.inner, "tokenizer", None), "padding_side", None) == "left"  # as transformers' collators
         if not flat and "position_ids" not in whole and self.writer.adds_positions(left):
             whole |= {"position_ids": segments.position_ids}
+        if samples.labels is not None and not self.writer.labels_shifted:
+            real = [ids > 0 for ids in samples.segment_ids]
+            own = [labels[keep] for labels, keep in zip(samples.labels, real)]
+            check_rebuilt(whole, segments, np.concatenate(samples.real()), np.concatenate(own))
         out = self.writer.write(self._labels_ignored(whole, segments), segments, padding_free=flat)
         if self.writer.adapter is not None:
             _check_second_rows(batch, out)
@@ -154,6 +161,7 @@ class _Samples:
     token_ids: list[Array]
     own: list[Array] | None
     """None where every sample is one sequence without holes."""
+    labels: list[Array] | None = None
 
     @property
     def segment_ids(self) -> list[Array]:

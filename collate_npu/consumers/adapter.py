@@ -231,7 +231,8 @@ class BatchAdapter:
     def read(self, sources: Sources, polarity: Polarity | None, padding_free: bool) -> Segments:
         """Return the Segments of such a batch. A dense mask in it has the declared pattern, or one of this model's own."""
         own = self.model.own_patterns if self.consumer.counts_positions and not self.left else ()
-        return agreed(sources, polarity=polarity, pattern=self.declared, padding_free=padding_free, own=own)
+        settings: dict[str, Any] = {"polarity": polarity, "pattern": self.declared, "padding_free": padding_free}
+        return agreed(sources, own=own, labels=not self.left, **settings)
 
     @property
     def label_rule(self) -> LabelRule:
@@ -251,10 +252,10 @@ class BatchAdapter:
         >>> adapter.write({"input_ids": ids}, Segments.from_lengths([1, 3], side="left"))["attention_mask"].tolist()
         [[False, False, True], [True, True, True]]
         """
-        if self.is_left(batch):
-            return self._as_it_came(batch)
         if isinstance(batch, Sources):  # read, so it agrees with its Segments
             sources = batch
+        elif self.is_left(batch):
+            return self._as_it_came(batch)
         else:
             sources = Sources.of_tensors(batch)
             check_known(sources, segments)
@@ -283,6 +284,8 @@ class BatchAdapter:
         mask = out[self.consumer.key] = self._mask(chosen, case, device)
         if chosen.keeps_mask_2d:
             out[KEEP_KEY] = segments.keep.to(device)
+        if self.shifted and self.consumer.counts_positions and isinstance(sources.get("labels"), Tensor):
+            out.setdefault("shift_labels", sources["labels"].clone())  # which transformers' losses do not move again
         if self.context_parallel is None:
             return out if self.device is None else move_batch(out, self.device)
         scheme = self.consumer.recurrent_scheme

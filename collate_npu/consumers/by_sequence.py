@@ -45,6 +45,8 @@ class Way:
     """True if its attention needs a mask where torch's kernel needs none."""
     windows: bool = True
     """False if its masks leave out the window that its config names."""
+    looked_at: frozenset[type] = frozenset()
+    """The classes of the modules of the copy that was asked."""
 
 
 CALL_COST = 64

@@ -22,7 +22,15 @@ from torch import Tensor
 from collate_npu.arrays import Array, dims
 from collate_npu.consumers.mask_choice import Case, Consumer
 from collate_npu.consumers.model_traits import LabelRule
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
+from collate_npu.errors import (
+    AmbiguousMaskError,
+    CollateError,
+    UnsupportedFormError,
+    a_type,
+    explain,
+    explain_rows,
+    shape_of,
+)
 from collate_npu.masks.sources import Sources, check_counts
 from collate_npu.outputs import repad, unpad
 from collate_npu.segments import PADS_BEFORE, Segments
@@ -31,6 +39,7 @@ from collate_npu.validation import check_held, check_of_batch
 IGNORED = -100
 KEY = "position_ids"
 TEXT_KEY = "text_position_ids"
+_PAIR = ("input_ids", "labels")
 
 
 def labels_for(
@@ -70,26 +79,33 @@ def check_labels(sources: Sources, segments: Segments, rule: LabelRule | None) -
     ids, labels = sources.get("input_ids"), sources.get("labels")
     if isinstance(ids, Tensor) and ids.is_floating_point():
         raise CollateError(explain("input_ids", shape_of(ids), "Token ids are whole numbers.", "Pass input_ids.long()."))
-    if rule == "next" and isinstance(labels, Tensor) and labels.ndim == 2 and labels.shape != segments.shape:
+    no_ids = isinstance(labels, Tensor) and (labels.is_floating_point() or labels.dtype == torch.bool)
+    if rule == "next" and no_ids and dims(labels) == segments.shape:
+        text = "A label is the id of a token, -100 where nothing is learned."
+        remedy = "Pass ids, or input_ids.masked_fill(~learned, -100) for a mask of learned tokens."
+        raise CollateError(explain("labels", shape_of(labels), text, remedy))
+    if rule == "next" and isinstance(labels, Tensor) and labels.ndim > 1 and labels.shape != segments.shape:
         text = f"A language model reads one label for each token, and the tokens are {list(segments.shape)}."
         raise CollateError(explain("labels", shape_of(labels), text, "Pad labels with -100 to the width of input_ids."))
 
 
 def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, shifted: bool | None, holes: bool) -> Array:
     """Return bool `[B, S]`, True for labels of padding or of another sequence; `[0]` if there is not one label a token."""
-    labels_BS = sources.array(key)
+    named, labels_BS = sources.named["tokens"], sources.array(key)
+    tokens_BS = sources.array(named[0]) if named in (("input_ids",), ("tokens",)) else None
     if labels_BS.shape != segments.shape:
         return np.zeros(0, bool)
     read_BS: Array = labels_BS >= 0
     ids_BS = segments.array if segments.packed else segments._keep_BS
     real_BS = ids_BS != 0 if segments.packed else ids_BS  # numpy compares bool with a number in 20 times as long
     behind = segments.packed or segments.padding_side in PADS_BEFORE  # something stands before a sequence
+    if tokens_BS is not None and rule == "next" and not shifted and (behind or shifted is False):
+        moved = labels_are_shifted(tokens_BS, labels_BS, segments)
+        if moved and shifted is False and sources.get("shift_labels") is None:
+            refuse_moved(tokens_BS, labels_BS, segments)
+        shifted = moved if shifted is None else shifted
     if not behind or rule != "next":
         return np.greater(read_BS, real_BS, out=read_BS)
-    named = sources.named["tokens"]
-    tokens_BS = sources.array(named[0]) if named in (("input_ids",), ("tokens",)) else None
-    if shifted is None and tokens_BS is not None:
-        shifted = labels_are_shifted(tokens_BS, labels_BS, segments)
     lost_BS, other_BS = ~real_BS, ids_BS[:, 1:] != ids_BS[:, :-1]
     if shifted:  # the last label of a sequence where it is the token that stands next: any other is the sample's own
         following = True if tokens_BS is None else labels_BS[:, :-1] == tokens_BS[:, 1:]
@@ -102,24 +118,113 @@ def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, shif
     return read_BS & lost_BS
 
 
+def refuse_moved(tokens_BS: Array, labels_BS: Array, segments: Segments) -> None:
+    """Raise for labels that the tokens show to be moved, several of them, where unmoved ones are expected."""
+    moved = labels_are_shifted(tokens_BS, labels_BS, segments)
+    if moved and ((labels_BS[:, :-1] == tokens_BS[:, 1:]) & (labels_BS[:, :-1] >= 0)).sum() > 1:
+        rule = "Labels stand with their own tokens, and the model moves them; these are moved: each is the token after it."
+        remedy = "Pass labels_shifted=True, or a copy of input_ids with -100 where nothing is learned."
+        raise CollateError(explain("labels", "the next token at each place", rule, remedy, more="labels"))
+
+
+def check_rebuilt(sources: Sources, segments: Segments, tokens_T: Array, own_T: Array) -> None:
+    """Raise where a collator made labels anew: it learns what the samples' labels, `[T]` beside their tokens, do not, or it
+    lost each token of one id (labels == pad_token_id, if pad is eos). To ignore more is its choice."""
+    ids, labels = (sources.array(each) if dims(sources.get(each)) == segments.shape else None for each in _PAIR)
+    if ids is None or labels is None or not np.array_equal(ids[segments._keep_BS], tokens_T):
+        return
+    given_T, first_T = labels[segments._keep_BS], (segments.position_ids == 0).numpy()[segments._keep_BS]
+    more_T, lost_T = (given_T >= 0) & (own_T < 0), (own_T >= 0) & (given_T < 0) & ~first_T
+    of_one = len(set(tokens_T[lost_T].tolist())) == 1 and not (given_T[tokens_T == tokens_T[lost_T][0]] >= 0).any()
+    wrong_T = more_T | lost_T if of_one else more_T
+    if wrong_T.any():
+        rows_T = np.nonzero(segments._keep_BS)[0]
+        bad = [(b, f"{wrong_T[rows_T == b].sum()} others than in the samples") for b in np.unique(rows_T[wrong_T]).tolist()]
+        rule = "The samples have labels, and this collator made others of the tokens."
+        remedy = "Let it pad the samples' labels (DataCollatorForSeq2Seq does), or take labels out of the samples."
+        raise CollateError(explain_rows("labels", bad, rule, remedy, more="labels"))
+
+
+def check_starts(sources: Sources, segments: Segments) -> None:
+    """Raise for sequences that look padded on the left though nothing says so: they begin with one token again and again,
+    not learned, others with fewer of it, and it stands nowhere else, or eight times and more."""
+    ids, labels = (sources.array(each) if dims(sources.get(each)) == segments.shape else None for each in _PAIR)
+    if ids is None or labels is None or sources.named["vision"]:
+        return
+    rows_N, first_N, ends_N = np.array(segments.spans, np.int64).reshape(-1, 3).T
+    after_N = np.minimum(first_N + 1, ends_N - 1)
+    if not ((ids[rows_N, first_N] == ids[rows_N, after_N]) & (after_N > first_N) & (labels[rows_N, after_N] < 0)).any():
+        return
+    spans = [(b, ids[b, start:end], labels[b, start:end]) for b, start, end in segments.spans]
+    bad = []
+    for b, ids_L, labels_L in spans:
+        leads = [int((other_L == ids_L[0]).cumprod().sum()) for _, other_L, _ in spans]
+        run, elsewhere = (
+            int((ids_L == ids_L[0]).cumprod().sum()),
+            sum((row == ids_L[0]).sum() for _, row, _ in spans) > sum(leads),
+        )
+        if 1 < run < len(ids_L) and len(set(leads)) > 1 and (labels_L[:run] < 0).all() and (run > 7 or not elsewhere):
+            bad.append((b, f"{run} times the token {ids_L[0]} where a sequence begins"))
+    if bad:
+        rule = "The mask shows no padding, and these rows look padded."
+        remedy = "Make the mask from the lengths. If these are real tokens, give one of them a label, or batch them alone."
+        raise AmbiguousMaskError(explain_rows("attention_mask", bad, rule, remedy, more="padding-unknown"))
+
+
 def labels_are_shifted(tokens_BS: Array, labels_BS: Array, segments: Segments) -> bool | None:
-    """Return True if the labels at both ends of each sequence equal the next token, False if their own, None if unclear."""
+    """Return True if each label that is learned is the next token of its sequence, False if its own, None if unclear.
+    The ends of each sequence tell first, then all places."""
     if tokens_BS.shape != labels_BS.shape:
         return None
     rows_N, first_N, ends_N = np.array(segments.spans, np.int64).reshape(-1, 3).T
     at_3N = np.stack([first_N, np.maximum(ends_N - 2, first_N), ends_N - 1])
-    found_3N, inside_3N = labels_BS[rows_N, at_3N], at_3N < ends_N - 1
-    read_3N = found_3N >= 0
-    own = (found_3N == tokens_BS[rows_N, at_3N])[read_3N].all()
-    following = (found_3N == tokens_BS[rows_N, at_3N + inside_3N])[read_3N & inside_3N].all()
-    return None if own == following else bool(following)
+    if (found := _told(tokens_BS, labels_BS, (rows_N, at_3N), at_3N < ends_N - 1)) is not None:
+        return found
+    rows_T, at_T = np.nonzero(segments._keep_BS)
+    after_T = np.append((np.diff(at_T) == 1) & (np.diff(segments.array[rows_T, at_T]) == 0), False)
+    return _told(tokens_BS, labels_BS, (rows_T, at_T), after_T)
+
+
+def _told(tokens_BS: Array, labels_BS: Array, places: tuple[Array, Array], inside: Array) -> bool | None:
+    """Say of these places, and of those `inside` a sequence, before its last."""
+    rows, at = places
+    found = labels_BS[rows, at]
+    read = found >= 0
+    own = (found == tokens_BS[rows, at])[read].all()
+    moved = (found == tokens_BS[rows, at + inside])[read & inside].all()
+    return None if own == moved or not read.any() else bool(moved)
 
 
 # --- positions
 
 
+def check_image_types(case: Case, sources: Sources) -> None:
+    """Raise if a model would take tokens of images for text: their type is 0, or nothing tells it. Processors write 1 and 2
+    at the ids of images and videos (5.23 processing_utils.py:995); a model that is given its axes does not look."""
+    key, *names = case.model.image_types or ("",)
+    given = sources.get(KEY)
+    if not key or sources.get("input_ids") is None or (getattr(given, "ndim", 0) == 3 and key != "token_type_ids"):
+        return
+    ids = [getattr(case.model.config, name) for name in names]
+    image_BS, types = np.isin(sources.array("input_ids"), ids) & case.segments._keep_BS, sources.get(key)
+    if not image_BS.any() or (types is None and case.model.positions != "axes" and key != "token_type_ids"):
+        return
+    fits = dims(types) == case.segments.shape
+    lost_BS = image_BS & (sources.array(key) == 0) if fits else image_BS
+    if lost_BS.any():
+        got = "no image" if fits else a_type(types) if types is None else shape_of(types)
+        bad = [(b, f"{got} at {lost_BS[b].sum()} tokens of images") for b in np.flatnonzero(lost_BS.any(axis=1)).tolist()]
+        rule = f"{key} [B, S] is not 0 where input_ids are {', '.join(names)}: the model finds images by it."
+        remedy = "Take it from the processor (return_mm_token_type_ids=True), and pad it with the tokens, on the same side."
+        raise CollateError(explain_rows(key, bad, rule, remedy))
+
+
 def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torch.device | None = None) -> Tensor | None:
     """Return the `position_ids` of this batch for this consumer, if possible made on this device; None to leave them out."""
+    if case.segments.padding_side == "none" and sources.named["labels"]:
+        check_starts(sources, case.segments)
+    if sources.named["vision"] and consumer.counts_positions:
+        check_image_types(case, sources)
     rule, first = case.model.positions, case.model.first_position
     given: Tensor | None = sources.get(KEY)
     counted = sources.counted and sources.get(TEXT_KEY) is None and getattr(given, "ndim", 2) == 2

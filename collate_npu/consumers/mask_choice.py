@@ -72,6 +72,8 @@ class Model:
     labels: model_traits.LabelRule | None = None
     looks_ahead: tuple[str, ...] = ()
     """Inputs by which its own masks let tokens see later ones: "images", "types" (`token_type_ids`)."""
+    image_types: tuple[str, ...] = ()
+    """The key that tells its layers which tokens are images, and the names in its config of the ids of these tokens."""
     by_sequence: bool = False
     """True if `adapt` runs it by sequence: any rows are right."""
     leaks: Mapping[str, str] = field(default_factory=dict)
@@ -103,6 +105,7 @@ class Model:
                 "labels": model_traits.label_rule(model),
                 "looks_ahead": tuple(by for by in ("images", "types") if model_traits.looks_ahead(model, by)),
             }
+            read["image_types"] = model_traits.image_types(model)
             read["by_sequence"] = own_module and runs_by_sequence(model)
         if module:
             read["dtype"] = next((each.dtype for each in model.parameters()), None)

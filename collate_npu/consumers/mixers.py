@@ -19,7 +19,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from collate_npu.consumers.by_sequence import BySequence, MaskKind, Way, plan_of, run_under
 from collate_npu.consumers.flat_row import flat_keys
 from collate_npu.consumers.model_traits import config_of, is_transformers, layer_kinds, position_rule, text_config, unwrap
-from collate_npu.consumers.tiny_models import code_of, copy_of, cpu_kernels, device_of, limit_of, run_alone, states_of
+from collate_npu.consumers.tiny_models import (
+    code_of,
+    copy_of,
+    cpu_kernels,
+    device_of,
+    limit_of,
+    run_alone,
+    settled,
+    states_of,
+)
+from collate_npu.masks.dialects import TOKEN_BY_TOKEN
 
 _WAYS: dict[Any, Way] = {}
 
@@ -50,6 +60,32 @@ def place_of(model: nn.Module, mixers: dict[str, nn.Module]) -> nn.Module:
     """Return the innermost transformers module that holds all mixers: the backbone, of text alone."""
     held = set(mixers.values())
     return [each for each in model.modules() if is_transformers(each) and held <= set(each.modules())][-1]
+
+
+_OF_TORCH = (nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)
+"""Modules of torch that mix places."""
+
+
+def changed_reason(model: nn.Module, way: Way, *, wrapped: bool = True) -> str:
+    """Return what stands on this model that its copy did not have, and that may mix tokens or read rows: another module, a
+    forward or a hook of somebody's own; "" if nothing. What was a mixer's forward when it was `wrapped` runs on rows."""
+    for name, module in model.named_modules() if way.looked_at else ():
+        kind, held = type(module), vars(module).get("forward")
+        bases = () if kind in way.looked_at else kind.__mro__[1:]  # FSDP2 derives a class
+        known = way.looked_at.intersection(bases) or (_is_known(kind) and not issubclass(kind, _OF_TORCH))
+        if bases and not known:
+            return f"{name} is a {kind.__name__}, which its tiny copy does not have"
+        laid = isinstance(held, BySequence) or (not wrapped and _class_in(way, module))
+        put = (None if laid else held, *module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if foreign := [each for each in put if each is not None and module is not model and not _is_known(each)]:
+            return f"{str(foreign[0])[:80]} stands on {name}, and not on its tiny copy"
+    return ""
+
+
+def _is_known(put: Any) -> bool:
+    """True if one of these packages made it. NEFTune's noise follows the length of a row."""
+    package = getattr(getattr(put, "func", put), "__module__", None) or type(put).__module__
+    return package.partition(".")[0] in TOKEN_BY_TOKEN and "neftune" not in str(put)
 
 
 def wrap(model: nn.Module, way: Way) -> None:
@@ -93,9 +129,9 @@ def _asked(whole: Any) -> Way:
             return Way("no layer of it mixes tokens where it is looked for")
         draw = torch.Generator().manual_seed(0)
         rows = [torch.randint(3, 60, (1, length), generator=draw).to(device_of(copy)) for length in _LENGTHS]
-        alone = torch.cat([states_of(copy, **run_alone(copy, row))[0] for row in rows])
+        alone = settled(copy, lambda: torch.cat([states_of(copy, **run_alone(copy, row))[0] for row in rows]))
         for buckets, windows, explicit, mask in _LADDER:
-            way = Way("", mixers, buckets, mask, explicit, windows)
+            way = Way("", mixers, buckets, mask, explicit, windows, frozenset(map(type, copy.modules())))
             if not (why := _moved(copy, way, torch.cat(rows, 1), alone)):
                 return way
     return Way(f"by sequence its tiny copy comes out otherwise: {why}")

@@ -255,7 +255,7 @@ def out_of_scope_reason(model: Any) -> str:
         return "its tokens attend later tokens"
     if hasattr(model, "forward") and "start_positions" in inspect.signature(type(unwrap(model)).forward).parameters:
         return "its head predicts a span of the row"
-    return "PEFT puts learned tokens before its rows" if _learns_tokens(model) else ""
+    return _peft_reason(model)
 
 
 def warn_if_left(model: Any) -> str:
@@ -273,12 +273,17 @@ def _says_both_sides(config: Any) -> bool:
     return ahead or getattr(config, "is_causal", None) is False or getattr(config, "attn_type", None) == "bi"
 
 
-def _learns_tokens(model: Any) -> bool:
-    """Return True if a PEFT wrapper puts learned tokens before rows, or into the cache: prompt tuning, prefix tuning."""
+def _peft_reason(model: Any) -> str:
+    """Return what PEFT does by rows, which must stay: learned tokens before them (prompt and prefix tuning), or weights that
+    begin at a token of each (aLoRA, peft 0.20 tuners/lora/variants.py); "" if nothing."""
     modules = model.modules() if callable(getattr(model, "modules", None)) else ()
     wrappers = [each for each in modules if callable(getattr(each, "get_base_model", None))]
     held = [configs for each in wrappers if isinstance(configs := getattr(each, "peft_config", None), Mapping)]
-    return any(getattr(config, "is_prompt_learning", False) for configs in held for config in configs.values())
+    peft = [config for configs in held for config in configs.values()]
+    if any(getattr(config, "is_prompt_learning", False) for config in peft):
+        return "PEFT puts learned tokens before its rows"
+    by_token = any(getattr(config, "alora_invocation_tokens", None) for config in peft)
+    return "PEFT's aLoRA begins at a token of each row" if by_token else ""
 
 
 def is_compiled(model: Any) -> bool:
@@ -330,6 +335,19 @@ def looks_ahead(model: Any, by: str) -> bool:
     marks = ("or_mask_function", "token_type_ids_mask_function", "block_sequence_ids", "token_type_ids[:, None, None, :]")
     marks_of = {"images": marks, "types": ("torch.where(token_type_ids ==", marks[-1])}
     return _code_holds(_classes(unwrap(model)), *marks_of[by])
+
+
+_IMAGE_IDS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+
+
+def image_types(model: Any) -> tuple[str, ...]:
+    """Return the key by which layers are told which tokens are images, and what the config calls the ids of these; () if its
+    layers ask by no key (5.23 modeling_qwen2_5_vl.py:999, _gemma3.py:889, _molmo2.py:875)."""
+    config, classes = config_of(model), _classes(unwrap(model))
+    named = tuple(name for name in _IMAGE_IDS if isinstance(getattr(config, name, None), int))
+    marks = {"mm_token_type_ids": ("= mm_token_type_ids[", "(mm_token_type_ids"), "token_type_ids": ("mask(token_type_ids",)}
+    key = next((key for key, texts in marks.items() if named and _code_holds(classes, *texts)), "")
+    return (key, *named) if key else ()
 
 
 def pooling(model: Any) -> Pooling:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from collate_npu.consumers.mask_choice import Model
 from collate_npu.consumers.model_traits import config_of, text_config, unwrap
-from collate_npu.consumers.tiny_models import code_of, copy_of, cpu_kernels, device_of, limit_of, states_of
+from collate_npu.consumers.tiny_models import code_of, copy_of, cpu_kernels, device_of, limit_of, settled, states_of
 from collate_npu.errors import CollateError
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments, of_keep, of_lengths
@@ -71,7 +71,7 @@ def _asked(whole: Any, made: Callable[..., Any], forms: Sequence[str], attention
     draw, device = torch.Generator().manual_seed(0), device_of(copy)
     sequences = [torch.randint(3, 60, (length,), generator=draw).to(device) for length in _LENGTHS]
     with torch.no_grad(), torch.autocast(device.type, enabled=False), cpu_kernels(copy):
-        alone = torch.cat([states_of(copy, input_ids=tokens[None])[0] for tokens in sequences])
+        alone = settled(copy, lambda: torch.cat([states_of(copy, input_ids=tokens[None])[0] for tokens in sequences]))
         return {form: _why_moved(copy, adapter, FORMS[form], torch.cat(sequences), alone) for form in forms}
 
 

@@ -11,13 +11,13 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from collate_npu.consumers.model_traits import config_of, is_encoder, text_config, unwrap
 
@@ -318,6 +318,15 @@ def states_of(copy: Any, **batch: Any) -> Any:
     return torch.cat(shown, -1)
 
 
+def settled(copy: Any, run: Callable[[], Tensor]) -> Tensor:
+    """Return what `run()` gives; of a model that draws noise in training (stochastic depth), in evaluation."""
+    before, first = torch.get_rng_state(), run()
+    if not torch.equal(before, torch.get_rng_state()) or not torch.equal(first, run()):
+        copy.eval()
+        first = run()
+    return first
+
+
 # --- functions of recurrent layers. transformers chooses them when it imports the modeling file: the kernel of a package,
 # else a torch function (5.23 integrations/hub_kernels.py:1008-1055).
 
@@ -330,7 +339,10 @@ _ONE_AT_A_TIME = RLock()
 def code_of(model: Any) -> tuple[Any, ...]:
     """Return what its layers run: the forwards of their classes, and the functions that these call."""
     forwards = dict.fromkeys(type(module).forward for module in unwrap(model).modules())
-    return (*forwards, *(variables_of(wrapper)["implementation"] for wrapper in _wrappers(model)))
+    attention = getattr(text_config(config_of(model)), "_attn_implementation", None)
+    registered = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {}).get(attention)
+    called = (variables_of(wrapper)["implementation"] for wrapper in _wrappers(model))
+    return (type(unwrap(model)), registered, *forwards, *called)
 
 
 @contextmanager

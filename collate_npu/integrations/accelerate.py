@@ -25,7 +25,7 @@ from torch import Tensor
 from collate_npu.collate.transport import shipped
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError, a_type, explain
-from collate_npu.keys import KEEP_KEY, SEGMENT_KEY, of_kind
+from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, of_kind
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.outputs import ignore_first_labels, shift_labels
@@ -56,12 +56,24 @@ class DispatchCollator:
         batch = {key: value for key, value in self.inner(features, *args, **kwargs).items() if value is not None}
         if KEEP_KEY in batch and SEGMENT_KEY not in batch:  # Accelerate joins batches by the keys of the first
             batch[SEGMENT_KEY] = batch[KEEP_KEY].int()
-        if problems := dispatch_problems(batch):
+        problems = dispatch_problems(batch)
+        for key in of_kind(batch, "vision"):
+            if problems.get(key) or not _one_each(features, key):
+                problems[key] = "images, and Accelerate cuts them by the count of rows, not by whose they are"
+        if problems:
             listed = "; ".join(f"{key} is {what}" for key, what in problems.items())
             rule = "Accelerate can only gather tensors whose first dimension is the batch."
-            remedy = "Leave these keys out (padding_free=False), or set dispatch_batches=False."
+            remedy = "Set dispatch_batches=False. Offsets: padding_free=False. Images: one for each sample."
             raise CollateError(explain("batch", listed, rule, remedy, more="none-dispatch"))
         return shipped({key: value.contiguous() for key, value in batch.items()})
+
+
+def _one_each(features: Sequence[Mapping[str, Any]], key: str) -> bool:
+    """True if each sample holds one image, or one value of an image, under this key."""
+    values = [row.get(key) for row in features if isinstance(row, Mapping)]
+    unit = KEYS[key].unit
+    one = (x is not None and (getattr(x, "ndim", 0) == unit or len(x) == 1) for x in values)
+    return len(values) == len(features) and all(one)
 
 
 def dispatch_problems(batch: Mapping[str, Any]) -> dict[str, str]:

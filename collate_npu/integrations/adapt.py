@@ -13,6 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import Any, cast
@@ -25,7 +26,7 @@ from collate_npu.consumers.adapter import KNOWN_BATCHES, BatchAdapter
 from collate_npu.consumers.by_sequence import MixerPlan, Way, begin, carry
 from collate_npu.consumers.flat_row import FlatCall
 from collate_npu.consumers.labels_and_positions import labels_for
-from collate_npu.consumers.mixers import mixers_of, place_of, way_of, wrap
+from collate_npu.consumers.mixers import changed_reason, mixers_of, place_of, way_of, wrap
 from collate_npu.consumers.model_traits import (
     consumer_of,
     is_compiled,
@@ -75,8 +76,9 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     The trainer's batch is read by `BatchAdapter(model, **settings)`, and refused where its padding is unknown; its own dict
     stays as it was. A single row with offsets, or whose mask says no padding, is read as a flat one. The model runs one flat
     row of the real tokens, its mixing layers a few buckets of rows of one sequence, and its outputs come back in the shape
-    `[B, S, ...]` that came, with zeros at padding. A call with a cache, for attention maps or in a compiled graph goes the
-    padded way: its batch is proved, made right for this model, or refused. `.way` says which way a model goes. Calls without
+    `[B, S, ...]` that came, with zeros at padding. A call with a cache, for attention maps, in a compiled graph, or of a
+    model with modules, forwards or hooks of somebody's own goes the padded way: its batch is proved, made right, or refused.
+    `.way` says which way a model goes. A loss outside the forward must ignore the first label of a sequence. Calls without
     tokens of text (sound), and steps of generation behind the prompt, pass as they are. Costs a copy of the mask to the host
     each step. A model that is no causal language model, no backbone of one and no head on one is left as it came: a warning
     says so. Raises `UnsupportedFormError` for a module with no transformers model in it, or several, and for ignored labels
@@ -117,7 +119,8 @@ def _way_of(whole: nn.Module, settings: Mapping[str, Any]) -> Way:
         return Way("it counts positions by ids")
     if settings.get("pattern") is not None or settings.get("context_parallel") is not None:
         return Way("a pattern or a part of the rows was declared")
-    return way_of(_door(whole))
+    way = way_of(door := _door(whole))
+    return Way(why) if (why := changed_reason(door, way, wrapped=False)) else way
 
 
 def _gathers(mixers: Iterable[nn.Module]) -> bool:
@@ -213,13 +216,21 @@ class _Hooks:
             return None
         batch, flat = _with_empty_rows(batch), _is_flat(batch)
         segments = padded.read(batch, padded.polarity, flat)
-        by_sequence = self.by_sequence and not self._why_padded(module, batch, segments, graph)
+        why = self._why_padded(module, batch, segments, graph) if self.by_sequence else self.way.why_padded
+        by_sequence = not why
         adapter = self._current(module, by_sequence)
         whole = by_sequence and (self.backbone or (self.own_head and not _reads_rows(module, adapter, batch)))
-        written, _ = adapter.hand_over(batch, padding_free=flat, segments=segments, holes=not whole)
+        flat = flat and (whole or not by_sequence or not segments.num_padding)  # else the head needs the mask
+        try:
+            written, _ = adapter.hand_over(batch, padding_free=flat, segments=segments, holes=not whole)
+        except UnsupportedFormError as error:
+            raise UnsupportedFormError(f"{error}\nadapt ran it padded: {why}." if why else str(error)) from None
         written.pop(SEGMENT_KEY, None)  # which no model takes
         _check_last(batch, segments)
-        _check_count(adapter, batch, written, segments)
+        _check_count(adapter, batch, written, segments, outside=self.own_head and module.training)
+        learned: Any = written.get("labels")
+        if self.own_head and module.training and getattr(learned, "ndim", 0) == 2 and not (learned[:, 1:] >= 0).any():
+            written.setdefault("num_items_in_batch", 1)  # the sum of no losses is 0, their mean NaN
         KNOWN_BATCHES.running[get_ident()] = segments
         device = next(value.device for value in written.values() if isinstance(value, torch.Tensor))
         written |= offsets_asked(module, segments.sequence_lengths, device) if by_sequence else {}
@@ -248,13 +259,17 @@ class _Hooks:
         """Return why this call goes the padded way; "" for one that runs by sequence."""
         if graph or is_compiled(module):
             return "it is compiled"
+        if changed := changed_reason(module, self.way):
+            return changed
         model, kept = self.adapters[False].model, batch.get("use_cache")
         # a caller may go on from the cache that a model in evaluation makes by itself
         made = kept is None and not segments.packed and batch.get("labels") is None and bool(model.option("use_cache", {}))
-        if _in_use(module, batch) or (made and not module.training):
+        if (_in_use(module, batch) and (_holds(batch) or not segments.packed)) or (made and not module.training):
             return "a cache"
         if model.option("output_attentions", batch):
             return "attention maps"
+        if any(batch.get(name) is not None for name in ("adapter_names", "task_ids")):
+            return "PEFT has weights for each row"
         ahead = {"images": batch.named["vision"], "types": "token_type_ids" in batch}
         return "an image's tokens see each other" if any(ahead[by] for by in model.looks_ahead) else ""
 
@@ -296,15 +311,23 @@ def _caches(batch: Sources) -> list[Any]:
 def _in_use(module: nn.Module, batch: Sources) -> bool:
     """Return True if this call goes on from a cache, or fills one; where gradients are computed, an empty one is none."""
     trains = module.training and torch.is_grad_enabled()
-    lengths = [getattr(cache, "get_seq_length", lambda: 1)() for cache in _caches(batch)]
-    return any(lengths) or (bool(lengths or batch.get("use_cache")) and not trains)
+    return _holds(batch) or (bool(_caches(batch) or batch.get("use_cache")) and not trains)
+
+
+def _holds(batch: Sources) -> bool:
+    with suppress(ValueError):  # a cache of recurrent layers alone does not say
+        return any(getattr(cache, "get_seq_length", lambda: 1)() for cache in _caches(batch))
+    return True
 
 
 def _decodes(batch: Sources) -> bool:
     """True if this call continues cached tokens. Its mask, if any, covers these too; `generate` makes None of a mask of
     ones, so that a prefill without one has no padding, and of a static cache's masks for each kind of layer (transformers
     5.23 generation/utils.py:2899)."""
-    mask, width = batch.get("attention_mask"), batch.shape()[1]
+    (B, width), mask = batch.shape(), batch.get("attention_mask")
+    several = B == 1 and (batch.named["offsets"] or (mask is None and _restarts(batch)))
+    if several and not _holds(batch):  # nobody goes on from these
+        return False
     return bool(_caches(batch)) and (width == 1 or mask is None or getattr(mask, "ndim", 4) != 2 or mask.shape[-1] > width)
 
 
@@ -356,14 +379,19 @@ def _check_last(batch: Sources, segments: Segments) -> None:
 _BEFORE = "Pass data_collator=wrap_collator(your collator, model=model), which changes them before the trainer counts them."
 
 
-def _check_count(adapter: BatchAdapter, batch: Sources, written: Mapping[str, Any], segments: Segments) -> None:
+def _check_count(
+    adapter: BatchAdapter, batch: Sources, written: Mapping[str, Any], segments: Segments, outside: bool = False
+) -> None:
     """Raise if a trainer has counted labels that are ignored here: it divides the loss by their number (transformers 5.23
-    trainer.py:2335, of all batches of a step). Warn if it has counted labels and keeps them from the forward."""
+    trainer.py:2335, of all batches of a step). Warn if labels are kept from the forward: it counted them, or a loss stands
+    `outside`."""
     counts, shifts, lost = batch.get("num_items_in_batch") is not None, adapter.label_rule == "next", 0
-    kept = counts and batch.get("labels") is None and batch.get("shift_labels") is None
+    kept = (counts or outside) and batch.get("labels") is None and batch.get("shift_labels") is None
     if kept and shifts and (segments.packed or segments.padding_side in PADS_BEFORE):
-        text = "the trainer keeps the labels from the forward, and learns the first token of each sequence from what stands "
-        warnings.warn(f"collate_npu: {text}before it, unless its label is -100. {_BEFORE}", stacklevel=2)
+        text = (
+            "the trainer keeps the labels from the forward; a loss outside learns each first token from what stands before "
+        )
+        warnings.warn(f"collate_npu: {text}it, unless its label is -100. {_BEFORE}", stacklevel=2)
     for key in ("labels", "shift_labels") if counts else ():
         if written.get(key) is not None and batch.get(key) is not None:
             first = int(shifts and key == "labels")  # the loss drops a row's first
@@ -380,7 +408,11 @@ def _is_flat(batch: Sources) -> bool:
         return shape[0] == 1
     if any(keep.ndim != 2 or not keep.all() for keep in batch.masks.values()):
         return False
-    positions = batch.text_positions(shape)
+    return _restarts(batch)
+
+
+def _restarts(batch: Sources) -> bool:
+    positions = batch.text_positions(batch.shape())
     return positions is not None and bool((np.diff(positions) != 1).any())
 
 

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array
+from collate_npu.consumers.labels_and_positions import labels_are_shifted, labels_for
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
 from collate_npu.keys import KEYS, SEGMENT_KEY, of_kind, with_role
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.forms import mask_mod
 from collate_npu.masks.patterns import Pattern
+from collate_npu.masks.sources import Sources
 from collate_npu.outputs import shift_labels
 from collate_npu.segments import Segments
 from collate_npu.validation import check_model
@@ -257,7 +259,10 @@ def _labels(batch: Mapping[str, Any], segments: Segments) -> Tensor:
     if not isinstance(labels, Tensor):
         remedy = "Let each sample carry labels, a copy of its input_ids for plain language modelling."
         raise CollateError(explain("labels", type(labels).__name__, "The trainer counts and reads labels [B, S].", remedy))
-    return labels.masked_fill(~segments.keep, -100) if "shift_labels" in batch else shift_labels(labels, segments)
+    sources = Sources({"input_ids": batch[next(iter(with_role(batch, "tokens")))], "labels": labels})
+    moved = "shift_labels" in batch or labels_are_shifted(sources.array("input_ids"), sources.array("labels"), segments)
+    own = labels_for(sources, segments, "next", True).get("labels", labels) if moved else shift_labels(labels, segments)
+    return own.masked_fill(~segments.keep, -100)
 
 
 def _refuse_keys(batch: Mapping[str, Any]) -> None:

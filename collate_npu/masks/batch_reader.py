@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import Array
+from collate_npu.arrays import Array, dims
 from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY, MASK_KEY
 from collate_npu.masks.dense_mask import Reading, read_mask
@@ -80,9 +80,10 @@ def agreed(
     pattern: str | Pattern | None,
     padding_free: bool,
     own: Collection[Pattern] = (),
+    labels: bool = True,
 ) -> Segments:
     """Return the Segments of a record that the caller goes on reading. `own` are patterns that the model makes by itself: a
-    dense mask of such a pattern is accepted like a plain causal one."""
+    dense mask of such a pattern is accepted like a plain causal one. `labels`: False for a model that is out of scope."""
     declared = None if pattern is None else Pattern.of(pattern)
     shape = sources.shape()
     if padding_free and shape[0] != 1:
@@ -105,9 +106,61 @@ def agreed(
         check_longest(sources, truth.segments)
     if not by_keys:
         _refuse_doubtful_ends(sources, truth)
-    if not sources.named["segment_ids"]:
+    told = sources.named["segment_ids"] or (sources.named["labels"] and not truth.segments.empty_rows)
+    if not told and not _learns_nothing(sources):
         _refuse_inverted(sources, shape, truth.segments, empty=by_keys and bool(squares))
-    return truth.segments
+    return with_labels(sources, truth.segments) if labels else truth.segments
+
+
+def with_labels(sources: Sources, segments: Segments) -> Segments:
+    """Return the Segments of a batch, with end tokens that the mask drops and labels learn (`ids != pad`, if pad is eos):
+    one place behind the last sequence of a row, whose label is its own token, if that token is real nowhere. Raises for any
+    other label that is learned at padding: mask and labels differ, and nothing says which of them is wrong. Labels that were
+    moved over the whole row have a first token's at the padding before it, which no mask denies.
+
+    >>> batch = Sources({"input_ids": [[5, 7, 7]], "labels": np.array([[5, 7, -100]])})
+    >>> with_labels(batch, of_keep(np.array([[True, False, False]])))
+    Segments(B=1, S=3, lengths=[2], padding='right')
+    """
+    found = segments
+    for key in ("labels", "shift_labels", "shifted_labels") if segments.padding_side != "none" else ():
+        lost_BS: Any = sources.get(key) is not None and _lost_labels(sources, key, segments)
+        for b, _, end in segments.spans if lost_BS is not False and key == "labels" else ():
+            if lost_BS[b].nonzero()[0].tolist() != [end] or (tokens_BS := _tokens(sources)) is None:
+                continue
+            if sources.array(key)[b, end] == tokens_BS[b, end] and tokens_BS[b, end] not in tokens_BS[segments._keep_BS]:
+                lost_BS[b], ids_BS = False, found.array.copy()
+                ids_BS[b, end] = ids_BS[b, end - 1]
+                found = of_ids(ids_BS)
+        if np.any(lost_BS):
+            lost = ((b, lost_BS[b].nonzero()[0]) for b in lost_BS.any(axis=1).nonzero()[0].tolist())
+            bad = [(b, f"{len(places_n)} learned at padding, the first at place {places_n[0]}") for b, places_n in lost]
+            rule = "Labels are learned at real tokens, and the mask calls these tokens padding: one of the two is wrong."
+            remedy = "If they are padding: labels[attention_mask == 0] = -100. If they are real (pad is eos): make the mask "
+            remedy += "from the lengths, not by ids != pad_token_id. If the mask is inverted: mask == 0."
+            raise CollateError(explain_rows(key, bad, rule, remedy, more="labels"))
+    return found
+
+
+def _lost_labels(sources: Sources, key: str, segments: Segments) -> Any:
+    """Return bool `[B, S]`: the labels of this key that are learned at padding; False if there are none."""
+    held, shape = sources[key], segments.shape
+    if getattr(held, "is_nested", False) or tuple(getattr(held, "shape", ())) != shape:
+        return False
+    labels_BS = sources.array(key)
+    if labels_BS.dtype.kind not in "iu" or not (lost_BS := (labels_BS >= 0) & ~segments._keep_BS).any():
+        return False
+    if dims(sources.get("loss_mask")) == shape:
+        lost_BS &= sources.array("loss_mask") != 0
+    tokens_BS = _tokens(sources)
+    following = key != "labels" if tokens_BS is None else labels_BS[:, :-1] == tokens_BS[:, 1:]
+    lost_BS[:, :-1] &= ~(following & segments._keep_BS[:, 1:])
+    return lost_BS
+
+
+def _tokens(sources: Sources) -> Any:
+    named = sources.named["tokens"]
+    return sources.array(named[0]) if named in (("input_ids",), ("tokens",)) else None
 
 
 def check_known(sources: Sources, segments: Segments) -> None:
@@ -168,7 +221,7 @@ def _compared(
         rows = {key: full for key, full in sources.masks.items() if key not in squares}
         tails = flat is not None and (flat[0] == "input_lengths" or bool(sources.named["tail"]))
         if not (tails and polarity in (None, "keep") and not says_padding(sources)):  # ones beside tails say nothing
-            found += _of_rows(rows, polarity, keep_BS, beside=bool(found))
+            found += _of_rows(rows, polarity, keep_BS, beside=bool(found) or _learns_nothing(sources))
     for name, segments, _ in found:
         if segments.shape != shape:
             raise wrong_shape_error(name, str(list(segments.shape)), shape)
@@ -205,6 +258,15 @@ def _of_rows(
             yield _of_keys(key, full, polarity or ("keep" if zeros else None))
 
 
+def _learns_nothing(sources: Sources) -> bool:
+    """True for a batch that only keeps ranks in step: its mask is of zeros, and so is what it learns."""
+    labels_BS = sources.array("labels") if sources.named["labels"] else None
+    if labels_BS is None or not labels_BS.size or (labels_BS >= 0).any():
+        return False
+    kept = (*sources.masks.values(), *map(sources.array, sources.named["keep"]))
+    return bool(kept) and not any(bool(each.any()) for each in kept)
+
+
 def _check_same_boundaries(parted: Sequence[_Truth]) -> None:
     """Raise where two sources disagree on where sequences begin."""
     for each in parted[1:]:
@@ -223,7 +285,8 @@ def _parted(
     """Return the Segments, split where positions restart, and the positions where they may split them further."""
     positions_BS = sources.text_positions(shape)
     if positions_BS is None:
-        return truth, None
+        counted_BS = None if truth is None else truth.segments.position_ids.numpy()
+        return (truth, None) if counted_BS is None else (_cut(sources, truth, counted_BS), None)
     truth = _cut(sources, truth, positions_BS)
     sources.counted = truth is not None and positions_match(truth.segments, positions_BS)
     if sources.counted:  # as our own collators add them
@@ -342,21 +405,12 @@ def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:
 
 
 def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segments, *, empty: bool) -> None:
-    """Raise for a 2D mask that looks inverted: a row has no real token (unless `empty`: a second mask agrees), or all labels
-    are on padding, or, without labels, one repeated token is real and text is padding."""
-    empty_rows = segments.empty_rows
-    bad = {} if empty else dict.fromkeys(empty_rows, "no real token")
-    labels = sources.get("labels")
-    labels = None if getattr(labels, "is_nested", False) else labels
-    whole = isinstance(labels, (Tensor, np.ndarray)) and tuple(labels.shape) == shape
-    if whole and (labels_BS := sources.array("labels")).dtype.kind in "iu":
-        if not empty_rows and all(labels_BS.item(b, end - 1) >= 0 for b, _, end in segments.spans):
-            return  # a label on the last token of every sequence
-        labelled_BS = labels_BS >= 0
-        lost_B = labelled_BS.any(axis=1) & ~(labelled_BS & keep_array(segments)).any(axis=1)
-        bad |= {int(b): f"{int(labelled_BS[b].sum())} labels, all on padding" for b in np.flatnonzero(lost_B)}
-    elif (
-        sources.named["tokens"] == ("input_ids",)
+    """Raise for a 2D mask that looks inverted: a row has no real token (unless `empty`: a second mask agrees), or, without
+    labels, one repeated token is real and text is padding."""
+    bad = {} if empty else dict.fromkeys(segments.empty_rows, "no real token")
+    if (
+        not sources.named["labels"]
+        and sources.named["tokens"] == ("input_ids",)
         and segments.num_padding
         and (ids_BS := sources.array("input_ids")).ndim == 2
     ):

@@ -214,11 +214,15 @@ def _unexplained(values: MaskValues, known: Known, failed: dict[str, Unexplained
         remedy = f"Pass pattern={instead.expression} if the model attends so, or pass attention_mask_2d in its place."
     elif known.segments is not None:
         rule = f"{got} and the other keys of the batch name different real tokens, under every pattern."
-        remedy = "Remove the wrong one; if attention_mask_2d is in the batch, this mask can be left out."
+        remedy = (
+            "Remove the wrong one: with attention_mask_2d this mask can be left out; or pass pattern= of custom attention."
+        )
     else:
         rule = f"{got} is no padding and no pattern (causal, sliding, chunked, prefix, bidirectional)."
-        remedy = f"{REMEDY_CARRY_2D} If True means the opposite, pass the other polarity=. In derive_segments: if the "
-        remedy += "attention is custom, pass prove=False; if padding attends itself, pass keep=."
+        remedy = (
+            f"{REMEDY_CARRY_2D} If True means the opposite, pass the other polarity=; if the attention is custom, pattern=. "
+        )
+        remedy += "In derive_segments: if the attention is custom, pass prove=False; if padding attends itself, pass keep=."
     return AmbiguousMaskError(explain_rows(values.key, rows, rule, remedy, more="mask-pattern"))
 
 

@@ -20,6 +20,14 @@ NO_SEQUENCE = -1000
 REMEDY_ONE_SET = "Keep one set of offsets, that of this batch: a collator or a split may have left old ones in it."
 
 
+TOKEN_BY_TOKEN = frozenset((
+    "torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger_kernel", "bitsandbytes", "torchao", "kernels",
+    "transformer_engine", "swift", "verl", "llamafactory", "axolotl", "openrlhf", "skyrl", "nemo_automodel", "veomni",
+    "xtuner", "twinkle", "unsloth", "unsloth_zoo", "collate_npu",
+))  # fmt: skip
+"""Packages whose modules, forwards and hooks, put on a transformers model, leave each token by itself (peer tests)."""
+
+
 class FlatRow(NamedTuple):
     """A flat row whose numbers leave no padding: where its sequences start, its positions and token ids (None where it holds
     embeddings), places without a label (`unread`), and whether lengths count every sequence: then all are real."""

@@ -153,7 +153,9 @@ class Sources(dict[str, Any]):
         named = self.named["tokens"] or (*self.named["keep"], *self.named["segment_ids"])
         if not named:
             rule = "A batch has input_ids [B, S], or inputs_embeds [B, S, H]."
-            raise CollateError(explain("batch", f"keys {', '.join(map(str, self))}", rule, "Collate the tokens too."))
+            got = f"keys {', '.join(map(str, self))}" if self else "no keys"
+            remedy = "Collate the tokens too. A pipeline stage without tokens takes its batch as it is."
+            raise CollateError(explain("batch", got, rule, remedy))
         shape, *others = map(self._rows_and_width, named)
         if any(other != shape for other in others):
             got = ", ".join(f"{name} {list(each)}" for name, each in zip(named, (shape, *others)))
@@ -399,6 +401,8 @@ def drop_tail(sources: Sources, segments: Segments, positions_BS: Array) -> Segm
     (lengths, *others), S = segments.lengths, segments.shape[1]
     if others or segments.padding_side != "none":
         return segments
+    if tail := _tail(sources):
+        return of_ids(np.where(np.arange(S) < S - tail, segments.array, 0))
     starts = [0, *accumulate(lengths[:-1])]
     ids_S = sources.array("input_ids")[0] if sources.named["tokens"] == ("input_ids",) else None
     unread_S = np.zeros(S, bool) if (found_S := _unread(sources, S)) is None else found_S

@@ -150,14 +150,9 @@ def _hazards_of_dense(full: Tensor, sources: Sources, segments: Segments | None)
 
 
 def _hazards_of_padding(sources: Sources, segments: Segments) -> Iterator[str]:
-    """Yield the hazards of what stands at padding: labels, and the ids of real tokens."""
+    """Yield the hazard of padding that has the id of real tokens."""
     keep_BS = keep_array(segments)
-    each = {key for key in ("labels", "input_ids") if dims(sources.get(key)) == segments.shape}
-    if "labels" in each and (labels_BS := sources.array("labels")).dtype.kind != "f":
-        lost_BS = (labels_BS >= 0) & ~keep_BS
-        if rows := np.flatnonzero(lost_BS.any(axis=1)).tolist()[:_LISTED]:
-            yield f"{lost_BS.sum()} labels stand on padding (rows {rows}), and the loss counts them. Set them to -100."
-    if "input_ids" in each:
+    if dims(sources.get("input_ids")) == segments.shape:
         ids_BS = sources.array("input_ids")
         padded = np.unique(ids_BS[~keep_BS])
         if shared := int(np.isin(ids_BS[keep_BS], padded).sum()):

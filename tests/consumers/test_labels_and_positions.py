@@ -32,29 +32,30 @@ def handed_over(segments, labels, consumer="megatron", **settings):
 @pytest.mark.parametrize("segments", [LEFT, PACKED], ids=["left", "packed"])
 def test_labels_are_told_by_the_tokens_whether_they_are_moved(segments):
     ids = IDS[: segments.ids.numel()].view(segments.shape)
-    own = handed_over(segments, {"labels": ids.clone()})["labels"]
+    own = handed_over(segments, {"labels": ids.masked_fill(~segments.keep, -100)})["labels"]
     assert torch.equal(own, ignore_first_labels(ids, segments))
-    strange = torch.zeros_like(ids)
-    assert torch.equal(handed_over(segments, {"labels": strange})["labels"], strange.masked_fill(~segments.keep, -100))
+    strange = torch.zeros_like(ids).masked_fill(~segments.keep, -100)
+    assert torch.equal(handed_over(segments, {"labels": strange})["labels"], strange)
     for told in ({"labels_shifted": False}, {"consumer": "transformers"}):  # whose models move them themselves
         own = handed_over(segments, {"labels": strange}, **told)["labels"]
         assert torch.equal(own, ignore_first_labels(strange, segments))
-    for weights in (torch.ones(segments.shape), torch.ones(3)):
-        found = handed_over(segments, {"labels": strange, "loss_mask": weights})["loss_mask"]
-        assert torch.equal(found, segments.keep.float() if weights.ndim > 1 else weights)
+    learned = (ignore_first_labels(ids, segments) != -100).float()
+    found = handed_over(segments, {"labels": ids.masked_fill(~segments.keep, -100), "loss_mask": segments.keep.float()})
+    assert torch.equal(found["loss_mask"], learned)
+    assert torch.equal(handed_over(segments, {"labels": own, "loss_mask": torch.ones(3)})["loss_mask"], torch.ones(3))
 
 
 ENDS = torch.tensor([[0, 6, 0, 7, 8, 8]])
 TWO, TEN = Segments.from_lengths([[3, 2]], width=6), Segments.from_lengths([[4, 2]])
-NO, SEVENS = -100, torch.full(PACKED.shape, 7)
+NO, SEVENS = -100, torch.where(PACKED.keep, 7, -100)
 HANDED = [
     # one label at either end of a sequence tells, and 0 is a token
     (TEN, {"input_ids": ENDS, "labels": [[0, NO, NO, NO, 8, NO]]}, {}, [[0, NO, NO, NO, NO, NO]]),
     (TEN, {"input_ids": ENDS, "labels": [[NO, NO, 0, NO, 8, NO]]}, {}, [[NO, NO, 0, NO, NO, NO]]),
     # without tokens the last label of a sequence before another is taken for its first token
-    (PACKED, {"tokens": IDS[:12].view(2, 6), "shift_labels": SEVENS}, {}, [[7, 7, NO, 7, 7, NO], [7, 7, 7, 7, NO, NO]]),
+    (PACKED, {"shift_labels": SEVENS}, {}, [[7, 7, 7, 7, 7, NO], [7, 7, 7, 7, NO, NO]]),
     # labels that are moved already stay so on a transformers model
-    (TWO, {"labels": [[21, 22, 99, 24, 99, 0]]}, {"consumer": "transformers", "labels_shifted": True},
+    (TWO, {"labels": [[21, 22, 99, 24, 99, NO]]}, {"consumer": "transformers", "labels_shifted": True},
      [[21, 22, 99, 24, 99, NO]]),
     # the last one of a sequence is the first token of the next one: they are moved
     (TWO, {"labels": [[NO, NO, 23, NO, NO, NO]]}, {}, [[NO] * 6]),
@@ -81,13 +82,14 @@ def moved(segments, ids, end):
 @pytest.mark.parametrize("segments", [LEFT, PACKED], ids=["left", "packed"])
 def test_of_moved_labels_the_next_sequences_first_token_is_ignored_and_a_samples_own_end_is_not(segments, key):
     ids = IDS[: segments.ids.numel()].view(segments.shape)
-    beside = {} if key == "labels" else {"labels": ids.clone()}
+    beside = {} if key == "labels" else {"labels": ids.masked_fill(~segments.keep, NO)}
     own = moved(segments, ids, 99)
     assert torch.equal(handed_over(segments, {key: own} | beside)[key], own)
-    following = torch.roll(ids, -1, 1)  # of the whole row
+    following = torch.roll(ids, -1, 1).masked_fill(~torch.roll(segments.keep, -1, 1), NO)  # of the whole row
+    following[:, -1] = NO
     found = handed_over(segments, {key: following} | beside)[key]
     parts = segments.ids[:, :-1] != segments.ids[:, 1:]
-    wrong = ~segments.keep
+    wrong = ~segments.keep  # the first token's, where padding stands before it
     wrong[:, :-1] |= parts & segments.keep[:, 1:]
     assert torch.equal(found, following.masked_fill(wrong, -100))
     assert bool((parts & segments.keep[:, 1:] & segments.keep[:, :-1]).any()) == segments.packed

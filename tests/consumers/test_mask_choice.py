@@ -122,9 +122,6 @@ def test_flash_attention_on_npu_drops_windows_so_it_is_refused(monkeypatch, inst
     assert ("look back 2 places" in found) == (installed and kernel != "sdpa" and longest > 2)
 
 
-# --- the other consumers
-
-
 CAUSAL_KERNEL = ("none", "refused", "refused", "refused")
 
 
@@ -177,12 +174,3 @@ def test_configs_tell_whether_layers_carry_state(fields, needed):
     assert needs_mask_2d(model) == needed
     wrapped = SimpleNamespace(module=SimpleNamespace(module=SimpleNamespace(config=model)))
     assert needs_mask_2d(wrapped) == needed
-
-
-@pytest.mark.models
-def test_an_option_that_is_set_on_the_config_later_is_seen():
-    config = pytest.importorskip("transformers").AutoConfig.for_model("qwen3_next")
-    model = Model(config=config)
-    assert model.option("output_router_logits", {}) in (None, False)
-    config.output_router_logits = True
-    assert model.option("output_router_logits", {}) is True

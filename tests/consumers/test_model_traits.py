@@ -20,17 +20,6 @@ from collate_npu.consumers.model_traits import (
 from collate_npu.errors import UnsupportedFormError
 
 
-def model(outer, inner=None, **config):
-    made = outer()
-    if inner is not None:
-        made.model = inner()
-    made.config = SimpleNamespace(**{"model_type": "mine", "pad_token_id": 7} | config)
-    return made
-
-
-# --- a config or a module: its consumer, what a wrapper holds, its windows
-
-
 def class_of(package, name, *bases):
     return type(name, (*bases, nn.Module), {"__module__": f"{package}.some.file"})
 
@@ -145,9 +134,6 @@ def test_an_encoder_is_a_masked_language_model_that_is_not_told_to_decode(monkey
     monkeypatch.delattr("transformers.models.auto.modeling_auto", raising=False)
     monkeypatch.setitem(sys.modules, "transformers.models.auto.modeling_auto", None)
     assert not is_encoder(config(model_type="bert"))
-
-
-# --- sizes in a config; the real models are in tests/integration/test_leak_sweep.py
 
 
 @pytest.mark.models

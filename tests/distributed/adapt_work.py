@@ -25,7 +25,7 @@ def batch_of(rows, layout):
     width = max(map(len, rows))
     ids = torch.stack([torch.cat([torch.full((width - len(row),), PAD), row]) for row in rows])
     keep = torch.stack([torch.arange(width) >= width - len(row) for row in rows]).long()
-    return {"input_ids": ids, "attention_mask": keep, "labels": ids}
+    return {"input_ids": ids, "attention_mask": keep, "labels": ids.masked_fill(keep == 0, -100)}
 
 
 def sharded(model):

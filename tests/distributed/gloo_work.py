@@ -134,9 +134,6 @@ def attention(settings: dict[str, Any], lengths: list[list[int]], width: int, si
         torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, atol=1e-5, rtol=1e-5, msg=name)
 
 
-# --- outputs --------------------------------------------------------------------------------------------------------------
-
-
 def jagged(settings: dict[str, Any], lengths: list[int]) -> None:
     cp = place(**settings)
     batch, segments = pad_documents(
@@ -167,9 +164,6 @@ def weights(per: list[str], bad: int) -> str:
         return str(loss_weights([step], per=per[rank]))
     except CollateError as error:
         return str(error)
-
-
-# --- groups ---------------------------------------------------------------------------------------------------------------
 
 
 def meshes() -> None:

@@ -72,9 +72,6 @@ def test_gradients_that_one_rank_asks_for_in_another_order(pool):
     assert set(pool(work.backwards, [0, 1])) == {str([[1.0 * pool.size], [2.0 * pool.size]])}
 
 
-# --- healthy ranks --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_thread_may_split_ahead_of_the_one_that_gathers(processes):
     assert processes(work.ahead, 12, seconds=40) == [[float(n) for n in range(12)]] * processes.size

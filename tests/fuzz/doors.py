@@ -119,7 +119,8 @@ def flat_batch(drawn: Drawn):
     (ids,) = make.tokens_of(drawn, [row])
     says = {"position_ids": [oracle.positions(row)], "cu_seq_lens_q": oracle.offsets(places)}.get(told, [row])
     says_it = told != "position_ids" or len(row) == 1 or max(places) > 1  # zeros alone may be a key that nobody filled
-    return {"input_ids": torch.tensor([ids]), "labels": torch.tensor([ids]), told: torch.tensor(says)}, row, says_it
+    labels = [x if n else oracle.IGNORED for x, n in zip(ids, row)]
+    return {"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels]), told: torch.tensor(says)}, row, says_it
 
 
 def adapt_flat(drawn: Drawn) -> None:

@@ -56,11 +56,8 @@ def shapes(mode: str, padding: str) -> dict:
     config = DataLoaderConfiguration(dispatch_batches=True, split_batches=mode.startswith("split"))
     loader = DataLoader(rows, batch_size=6, collate_fn=collator, drop_last=mode.endswith("drop_last"))
     try:
-        return {
-            "shapes": [
-                list(batch["input_ids"].shape) for batch in Accelerator(cpu=True, dataloader_config=config).prepare(loader)
-            ]
-        }
+        batches = Accelerator(cpu=True, dataloader_config=config).prepare(loader)
+        return {"shapes": [list(batch["input_ids"].shape) for batch in batches]}
     except RuntimeError as error:
         return {"error": str(error)}
 

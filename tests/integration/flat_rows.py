@@ -41,10 +41,6 @@ def ours(model, **settings):
     return flat_collator(PAD, model=model, **settings)
 
 
-def without(batch, *keys):
-    return {key: value for key, value in batch.items() if key not in keys}
-
-
 def places(batch, features):
     """Where the samples stand in the row, by its offsets: sequences of padding come behind theirs."""
     ids = torch.zeros_like(batch["input_ids"], dtype=torch.int32)
@@ -60,7 +56,8 @@ def outcome(model, batches):
     model.zero_grad()
     found, start = [], 0
     for batch, at in batches:
-        logits = model(**{"use_cache": False} | without(batch, "labels")).logits.flatten(0, 1)[at]
+        given = {key: value for key, value in batch.items() if key != "labels"}
+        logits = model(**{"use_cache": False} | given).logits.flatten(0, 1)[at]
         drawn = torch.randn(logits.shape[1], generator=torch.Generator().manual_seed(1)).to(logits) / logits.shape[1] ** 0.5
         torch.sin(logits @ drawn + torch.arange(start, start + len(at))).sum().backward()  # each place weighs otherwise
         found.append(logits.detach())

@@ -154,6 +154,19 @@ def test_what_accelerate_cannot_carry_is_named():
     assert set(dispatch_problems(others | {"input_ids": torch.zeros(2, 3)})) == set(others)
 
 
+@pytest.mark.parametrize("counts", [(1, 1), (0, 2), (2, 0), (2, 1)], ids=str)
+def test_images_go_to_the_rank_of_their_row_or_are_refused(counts):
+    """As many images as samples, and not one in each: Accelerate cuts them by their number."""
+    image = torch.zeros(3, 4, 4)
+    rows = [{"input_ids": [5, 6], "pixel_values": torch.stack([image] * n) if n else None} for n in counts]
+    collate = DispatchCollator(PaddingCollator(pad_token_id=0, attention_mask="2d"))
+    if counts == (1, 1):
+        assert collate(rows)["pixel_values"].shape == (2, 3, 4, 4)
+    else:
+        with pytest.raises(CollateError, match=r"pixel_values is images.*Set dispatch_batches=False"):
+            collate(rows)
+
+
 @pytest.mark.parametrize("ids", [[1, 1, 2], [1, 1, 0]])
 def test_segment_ids_of_a_batch_are_kept_and_made_where_there_are_none(ids):
     keep = torch.tensor([ids]) > 0

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -16,6 +17,7 @@ pytest.importorskip("transformers")
 from flat_rows import BY_OFFSETS, HERE, PAD, RIGHT, WRONG, alone, apart, built, errors, outcome, samples
 from tiny_vision import MODELS, vision_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from watching import known
 
 from collate_npu import BatchAdapter, PaddingCollator, Segments, adapt
 from collate_npu.consumers import by_sequence
@@ -156,7 +158,7 @@ def test_wrapped(wrap):
 
 def test_where_ranks_gather_parameters_each_mixer_is_called_once():
     model, calls = sharded(copy.deepcopy(built("qwen3_next"))), []
-    model.model.layers[0].linear_attn.in_proj_qkvz.register_forward_hook(lambda *_: calls.append(1))
+    model.model.layers[0].linear_attn.in_proj_qkvz.register_forward_hook(known(lambda *_: calls.append(1)))
     with adapt(model), torch.no_grad():
         model(**batch_of([[1, 70, 3], [300]])[0], use_cache=False)
     assert len(calls) == 1
@@ -184,9 +186,6 @@ def test_collators_of_an_adapted_model_let_packed_rows_through_and_others_name_t
         assert_padding_invariant(model, lambda _: BatchAdapter(model)(batch), [each["input_ids"] for each in features])
 
 
-# --- the plan reaches every mixer
-
-
 def test_a_backward_after_the_end_of_with_is_right():
     for mode in ("checkpointed", "reentrant"):
         model, (batch, features, at) = MODES[mode](copy.deepcopy(built("qwen3_next"))), batch_of(LENGTHS, "left")
@@ -207,13 +206,10 @@ def test_threads_two_models_copies_and_forwards_that_raise_leave_each_other_alon
         with pytest.raises(IndexError):
             model(input_ids=torch.tensor([[3, PAD + 5]]), attention_mask=torch.tensor([[0, 1]]), use_cache=False)
         assert by_sequence.running() == (None, None)
-        model.model.layers[1].register_forward_hook(lambda *_: other(**batch_of([[3, 9]])[0]) and None)
+        model.model.layers[1].register_forward_hook(known(lambda *_: other(**batch_of([[3, 9]])[0]) and None))
         with ThreadPoolExecutor(2) as pool:
             runs = [pool.submit(lambda: errors(copy.deepcopy(model), batch, truth, at)) for _ in range(4)]
     assert max(max(run.result()) for run in runs) < RIGHT
-
-
-# --- what it is called with, and gives back
 
 
 def test_what_comes_out_has_the_shape_that_came_in():
@@ -264,7 +260,7 @@ def test_labels_that_are_cut_to_the_logits_kept_are_learned_as_alone(layout, cut
 
 def test_a_batch_without_padding_or_packing_runs_as_it_came():
     model, seen = copy.deepcopy(built("qwen3_next")), []
-    model.model.layers[0].linear_attn.register_forward_pre_hook(lambda *_: seen.append(by_sequence.running()[0]))
+    model.model.layers[0].linear_attn.register_forward_pre_hook(known(lambda *_: seen.append(by_sequence.running()[0])))
     with adapt(model), torch.no_grad():
         model(**batch_of([[5], [5]])[0], use_cache=False)
         model(**batch_of([[5], [6]])[0], use_cache=False)
@@ -292,7 +288,8 @@ def test_padding_that_is_added_costs_next_to_nothing():
     """Law 22, in the tokens that layers see."""
     model, seen = copy.deepcopy(built("qwen3_next")), []
     for module in (model.model.layers[0].mlp, *mixers_of(model, way_of(model)).values()):
-        module.register_forward_pre_hook(lambda _, args, kwargs: seen.append([*args, *kwargs.values()][0]), with_kwargs=True)
+        note = known(lambda _, args, kwargs: seen.append([*args, *kwargs.values()][0]))
+        module.register_forward_pre_hook(note, with_kwargs=True)
     count = []
     with adapt(model), torch.no_grad():
         for more in (1, 1000):
@@ -301,8 +298,6 @@ def test_padding_that_is_added_costs_next_to_nothing():
             count.append(sum(each.shape[0] * each.shape[1] for each in seen))
     assert count[0] == count[1]
 
-
-# --- what is broken on purpose
 
 BREAKS = {
     "a row of two sequences": lambda plan: plan.place_T.roll(1, 0),
@@ -316,9 +311,6 @@ def test_the_law_sees_a_plan_that_is_wrong(name, broken, monkeypatch):
     model, (batch, features, at) = built(name), batch_of(LENGTHS)
     truth, made = alone(model, features), by_sequence.plan_of
     with adapt(model):
-        monkeypatch.setattr("collate_npu.consumers.flat_row.plan_of", lambda *a: _broken(made(*a), BREAKS[broken]))
+        wrong = lambda *a: replace(made(*a), place_T=BREAKS[broken](made(*a)))  # noqa: E731
+        monkeypatch.setattr("collate_npu.consumers.flat_row.plan_of", wrong)
         assert max(errors(model, batch, truth, at)) > WRONG / 100
-
-
-def _broken(plan, how):
-    return by_sequence.MixerPlan(plan.lengths, plan.buckets, how(plan))

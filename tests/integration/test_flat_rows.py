@@ -94,10 +94,10 @@ def test_a_window_that_the_model_leaves_out_of_its_masks_is_left_out_of_ours():
 def test_beside_a_routers_loss_a_flat_row_is_refused_and_adapt_runs_it(name):
     """Of 127 tokens windows show."""
     model, row = copy.deepcopy(built(name, "eager")), samples((127, 1, 1, 17))
-    truth = alone(model, row)
-    model.config.output_router_logits = True
+    truth, collate = alone(model, row), ours(model)
+    model.config.output_router_logits = True  # set later, it is seen
     with pytest.raises(UnsupportedFormError, match=r"Set output_router_logits=False|call adapt\(model\)"):
-        ours(model)(row)
+        collate(row)
     with adapt(model):
         flat = DataCollatorWithFlattening()(row)
         assert max(errors(model, flat, truth)) < RIGHT

@@ -91,9 +91,6 @@ def test_the_law_sees_harm(monkeypatch):
     assert (found["plain"][0], *harm(found)) == ("right", "adapt")
 
 
-# --- trainers that count labels, or keep them
-
-
 def loss_of(logits, labels, smoothing):
     targets, scores = labels[1:], logits[:-1].log_softmax(-1)
     kept = targets >= 0
@@ -174,9 +171,6 @@ def test_a_step_of_the_trainer_is_that_of_the_samples_or_is_told(family, setting
             step(True)
         return
     assert float((step("adapt" in door) - reference).norm() / reference.norm()) < 1e-3
-
-
-# --- heads of ones own
 
 
 def test_labels_of_a_head_of_ones_own_are_its_own():

@@ -369,9 +369,6 @@ def test_row_shard_labels():
     assert shifted == true - {(0, 1)}
 
 
-# --- NaN
-
-
 @torch.no_grad()
 def test_row_nan():
     eager = built("eager")

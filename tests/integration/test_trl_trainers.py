@@ -151,9 +151,6 @@ def test_a_routers_loss_that_the_call_asks_for_counts_no_padding(kind, tmp_path)
     assert told[0] == pytest.approx(told[1], rel=1e-5)
 
 
-# --- supervised
-
-
 def sft(model, tmp_path, collator=None, **more):
     args = trl.SFTConfig(**settings(tmp_path, per_device_train_batch_size=4), **more)
     trainer = trained(trl.SFTTrainer, model, args, {"text": TEXTS}, collator)
@@ -189,9 +186,6 @@ def test_flat_rows_of_sft(kind, name, more, tmp_path):
     assert compared == len(TEXTS)
     assert error < RIGHT
     assert trainer.state.log_history[0]["num_tokens"] == sum(len(ids) + 1 for ids in sequences)  # TRL adds an eos
-
-
-# --- trainers that take no collator
 
 
 def grpo(model, tmp_path):

@@ -125,3 +125,30 @@ def test_images_that_see_both_sides_are_not_packed():
     packed = collate([{"input_ids": text + text[:2], "token_type_ids": [0] * 5, "seq_lengths": [3, 2]}])
     whole = model(input_ids=torch.tensor([text]), attention_mask=torch.ones(1, 3, dtype=torch.long)).logits
     assert torch.allclose(model(**packed).logits[:, :3], whole, atol=TOLERANCE)
+
+
+WRONG_TYPES = {
+    "on the other side": lambda types, keep: types.flip(1),
+    "all zero": lambda types, keep: torch.zeros_like(types),
+    "one place on": lambda types, keep: torch.roll(types, 1, 1),
+    "cut": lambda types, keep: types[:, :-2],
+    "missing": lambda types, keep: None,
+}
+
+
+@family
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("how", WRONG_TYPES)
+def test_types_that_do_not_stand_at_the_images_are_refused(name, side, how):
+    """TRL 5785: right shapes, wrong positions, by every door."""
+    model = model_of(name)
+    batch = collated(IMAGES, padding_side=side, attention_mask="2d")
+    batch["mm_token_type_ids"] = WRONG_TYPES[how](batch["mm_token_type_ids"], batch["attention_mask_2d"])
+    for door in (BatchAdapter(model), lambda given: through(model, given)):
+        with pytest.raises(CollateError, match="the model finds images by it"):
+            door({key: value for key, value in batch.items() if value is not None})
+
+
+def through(model, batch):
+    with adapt(model):
+        return model(**taken(model, batch))

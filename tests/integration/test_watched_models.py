@@ -23,7 +23,6 @@ from collate_npu.releases import KERNELS_TOLD, numbers
 from collate_npu.testing import hybrid_model_types, tiny_model
 
 pytestmark = pytest.mark.models
-TOLD = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="older ones hand lfm2 the causal mask, as watch says there")
 
 LEFT = {
     "input_ids": torch.tensor([[9, 9, 9, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7]]),
@@ -180,8 +179,6 @@ def test_of_keys_that_a_layer_picks_it_is_judged_whose_they_are(keeps):
     assert [each.why.partition(":")[0] for each in seen.faults] == ([] if keeps else ["row 0 attends padding"])
     assert seen.forwards[0].judges(seen.forwards[0].calls[0])
 
-
-# --- planted faults
 
 PAD = 256
 ROWS = [[(5 + 7 * n + 3 * t) % 250 for t in range(S)] for n, S in enumerate((9, 5, 12))]

@@ -25,11 +25,10 @@ ROWS = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)
 
 
 def padded(side="left"):
-    """Labels copy the ids, those of padding too."""
     missing = [(12 - len(row), 0) if side == "left" else (0, 12 - len(row)) for row in ROWS]
     ids = torch.stack([nn.functional.pad(row, ends, value=PAD) for row, ends in zip(ROWS, missing)])
     keep = torch.stack([nn.functional.pad(torch.ones_like(row), ends) for row, ends in zip(ROWS, missing)])
-    return {"input_ids": ids, "attention_mask": keep, "labels": ids.clone()}
+    return {"input_ids": ids, "attention_mask": keep, "labels": ids.masked_fill(keep == 0, -100)}
 
 
 def packed(**more):
@@ -321,13 +320,164 @@ PUT = {
 
 
 @pytest.mark.parametrize("put", PUT)
-def test_a_forward_or_a_loss_of_others_sees_the_rows_that_came(put):
-    model, seen = model_of("qwen3"), []
-    model.lm_head.register_forward_pre_hook(lambda head, args: seen.append(args[0].shape[:2]))
+def test_a_forward_or_a_loss_of_others_sees_the_rows_that_came(put, monkeypatch):
+    (model, seen), own = (model_of("qwen3"), []), nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda x, h: (x is model.lm_head and seen.append(h.shape[:2])) or own(x, h))
     with adapt(model):
         PUT[put](model)
         model(**padded())
     assert seen == [(1, 23) if put == "accelerate's" else (3, 12)]
+
+
+def mixing(x):
+    """What a convolution over neighbours does."""
+    return x + 0.5 * nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class Mixing(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **rest):
+        return mixing(self.inner(*args, **rest))
+
+
+def forward_of(module):
+    own = module.forward
+    module.forward = lambda *args, **rest: mixing(own(*args, **rest))
+
+
+ON_THE_INSTANCE = {
+    "a forward": lambda model: forward_of(model.model.layers[1].mlp),
+    "a hook": lambda model: model.model.layers[1].mlp.register_forward_hook(lambda _, args, out: mixing(out)),
+    "a hook before": lambda model: model.model.norm.register_forward_pre_hook(lambda _, args: (mixing(args[0]),)),
+    "a module": lambda model: setattr(model.model.layers[1], "mlp", Mixing(model.model.layers[1].mlp)),
+    "embeddings": lambda model: setattr(model.model, "embed_tokens", Mixing(model.model.embed_tokens)),
+}
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("put", ON_THE_INSTANCE)
+def test_what_mixes_tokens_on_the_instance_sees_the_rows_that_came(put, family, behind):
+    """Right without us, so right with us: no copy has what somebody put on this model."""
+    model, twin = model_of(family), model_of(family)
+    handle = adapt(model) if behind else None
+    for each in (model, twin):
+        ON_THE_INSTANCE[put](each)
+    handle = handle or adapt(model)
+    assert_alone(model, padded("right"), alone(twin))
+    assert behind or handle.way.startswith("padded: ")
+
+
+def test_a_class_that_differs_in_its_constructor_alone_is_asked_by_itself():
+    """And an attention function that is registered anew: the answer that stands was of another model."""
+
+    class Mixes(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model.norm = Mixing(self.model.norm)
+
+    own = model_of("llama")
+    assert adapt(own).way == "by sequence"
+    assert adapt(Mixes(own.config)).way.startswith("padded: ")
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    BatchAdapter(model_of("llama"))(padded("left"))
+    kept = functions["sdpa"]
+    try:
+        functions["sdpa"] = lambda module, q, k, v, mask, **rest: kept(module, q, k, v, None, **(rest | {"is_causal": True}))
+        with pytest.raises(UnsupportedFormError, match="Padding there changes the real tokens"):
+            BatchAdapter(model_of("llama"))(padded("left"))
+    finally:
+        functions["sdpa"] = kept
+
+
+class Noisy(transformers.LlamaForCausalLM):
+    """Stochastic depth, under a name that no rule knows."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        if self.training:
+            out["logits"] = out["logits"] * torch.bernoulli(torch.tensor(0.7)).item()
+        return out
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_noise_of_training_is_no_leak(side):
+    model = Noisy(model_of("llama").config)
+    assert BatchAdapter(model)(padded(side))["labels"].shape == (3, 12)
+    assert adapt(model).way == "by sequence"
+
+
+PER_ROW = {
+    "aLoRA": ("LoraConfig", {"alora_invocation_tokens": [7, 9]}, {}),
+    "adapters by row": ("LoraConfig", {}, {"adapter_names": ["default", "__base__", "default"]}),
+    "tasks by row": ("PolyConfig", {"n_tasks": 3}, {"task_ids": torch.tensor([0, 1, 2])}),
+}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", PER_ROW)
+def test_weights_of_peft_that_follow_the_rows_get_the_rows(kind, side):
+    peft = pytest.importorskip("peft")
+    config, settings, more = PER_ROW[kind]
+    made = getattr(peft, config)(task_type="CAUSAL_LM", target_modules=["q_proj"], **settings)
+    model = peft.get_peft_model(model_of("llama"), made).eval()
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if "lora" in name or "poly" in name:
+                each.normal_(0, 0.2)
+    batch = {key: value for key, value in padded(side).items() if key != "labels"} | more
+    with torch.no_grad():
+        plain = model(**batch, use_cache=False).logits
+        with adapt(model):
+            found = model(**batch, use_cache=False).logits
+    keep = batch["attention_mask"].bool()
+    assert torch.allclose(found[keep], plain[keep], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("train", [True, False])
+def test_an_empty_cache_beside_several_sequences_is_none(family, train):
+    model = model_of(family).train(train)
+    truth = [model(input_ids=row[None]).logits[0] for row in ROWS]
+    batch = packed() | {"past_key_values": transformers.DynamicCache(config=model.config), "labels": None}
+    with adapt(model):
+        found = model(**batch).logits[0]
+    assert torch.allclose(found, torch.cat(truth), atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("zeros", [False, True], ids=["a mask", "a mask of zeros"])
+def test_a_micro_batch_that_learns_nothing_keeps_ranks_in_step(family, zeros):
+    """EasyR1 1011: its loss is 0, and so is its gradient; a mean of none would be NaN."""
+    model, batch = model_of(family).train(), padded()
+    batch |= {"labels": torch.full_like(batch["labels"], -100)}
+    batch |= {"attention_mask": torch.zeros_like(batch["attention_mask"])} if zeros else {}
+    with adapt(model):
+        loss, gradient = numbers(model, batch)
+    assert float(loss) == 0
+    assert float(gradient.abs().max()) == 0
+
+
+def test_a_loss_outside_the_forward_is_told_of_first_labels():
+    batch = {key: value for key, value in padded().items() if key != "labels"}
+    with adapt(model := model_of("llama").train()), pytest.warns(UserWarning, match="unless its label is -100"):
+        model(**batch)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_a_routers_loss_counts_no_tail_of_a_flat_row(family):
+    model = model_of(family)
+    rows = {"input_ids": torch.cat(ROWS)[None], "position_ids": packed()["position_ids"]}
+    ends = {"input_ids": torch.zeros(1, 5, dtype=torch.long), "position_ids": torch.arange(5)[None]}
+    tail = {key: torch.cat([value, ends[key]], 1) for key, value in rows.items()}
+    labels = nn.functional.pad(rows["input_ids"], (0, 5), value=-100)
+    with adapt(model):
+        wanted = model(**rows, labels=rows["input_ids"], output_router_logits=True).aux_loss
+        found = model(**tail, labels=labels, output_router_logits=True).aux_loss
+    assert torch.allclose(found, wanted, atol=1e-5)
 
 
 # --- rows that the ranks of a stack share

@@ -33,9 +33,6 @@ def local(**config):
     return model
 
 
-# --- each reads a batch by the one door
-
-
 READERS = {
     "ready_batch": lambda batch: ready_batch(batch, size=1),
     "gpt_batch": lambda batch: megatron.gpt_batch(
@@ -63,9 +60,6 @@ def test_a_batch_that_says_nothing_or_two_things_is_refused(read, masks, said):
         torchtitan.layers_of("llama3")
 
 
-# --- Megatron's own models
-
-
 @pytest.mark.parametrize(
     ("given", "handed_on"), [([[0, 1, 2], [0, 1, 2]], LEFT.position_ids.tolist()), ([[0, 5, 6]] * 2,) * 2]
 )
@@ -89,9 +83,6 @@ def test_every_sequence_that_ranks_cannot_share_out_is_named(monkeypatch):
         megatron.packed_seq_params(row, context_parallel=ContextParallel(2, 0).for_documents())
 
 
-# --- ms-swift
-
-
 @pytest.mark.parametrize(("ranks", "asked", "padded_to"), [(1, 3, 3), (1, None, None), (2, None, None), (2, 3, 12)])
 def test_swifts_rows_are_padded_to_what_both_chunks_of_each_rank_take(ranks, asked, padded_to):
     def original(self, batch, padding_to):
@@ -101,9 +92,6 @@ def test_swifts_rows_are_padded_to_what_both_chunks_of_each_rank_take(ranks, ask
     out = swift._collate(original, template, [], padding_to=asked)
     assert out["padding_to"] == padded_to
     assert out[KEEP_KEY].tolist() == [[True, True, False]]
-
-
-# --- twinkle
 
 
 def processor(**changed):

@@ -114,9 +114,6 @@ def test_a_strangers_patch_that_names_ours_as_a_global_is_seen_to_call_it(monkey
     patching.release("one")
 
 
-# --- functions that other modules imported by name
-
-
 def modules(monkeypatch, *names):
     made = [ModuleType(name) for name in names]
     for module in made:
@@ -194,9 +191,6 @@ def test_a_module_that_is_run_again_is_patched_again(tmp_path, monkeypatch, edit
     assert home.work(1) == friend.work(1) == (11 if edited else 1)
     assert home.work is friend.work
     del sys.modules["reloaded_here"]
-
-
-# --- releases that were not run
 
 
 @pytest.fixture

@@ -73,11 +73,6 @@ def test_keep_decides_the_polarity_of_key_masks(name):
         assert torch.equal(derive_segments(keys, keep=keep).keep, keep)
 
 
-def test_keys_of_one_polarity_that_say_another_padding_than_keep_are_refused():
-    with pytest.raises(CollateError, match="row 0"):
-        derive_segments(torch.tensor([[[[1, 1, 0]]]]), keep=torch.tensor([[0, 1, 1]]), polarity="keep")
-
-
 def test_a_causal_mask_without_padding_agrees_with_padding_on_the_right():
     """No real token attends what the 2D mask calls padding, so both compute the same."""
     causal = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
@@ -118,6 +113,7 @@ SHARD = (
         (torch.ones(2, 3, 6), {}, AmbiguousMaskError, "3 query rows and 6 keys"),
         (torch.ones(6), {}, UnsupportedFormError, "float32 [6]"),
         (RIGHT.keep, {"keep": torch.ones(5)}, UnsupportedFormError, "float32 [5]"),
+        (RIGHT.keep[:, None, None], {"keep": LEFT.keep, "polarity": "keep"}, CollateError, "row 0: got 3 real tokens"),
         (FIRST[None], {"pattern": "causal"}, PolarityError, "as 'masked' it is bidirectional"),
         (FILLED[None], {}, PolarityError, "as 'keep' it is ambiguous too"),
         (torch.stack([FILLED, FIRST]), {"pattern": "causal"}, AmbiguousMaskError, "last rows that see everything"),

@@ -17,9 +17,6 @@ DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-# --- dense against the definition
-
-
 @given(strategies.attentions(), st.data())
 def test_rows_are_rows_of_the_whole(attention, data):
     segments, pattern = attention
@@ -52,9 +49,6 @@ def test_each_sequence_has_its_own_prefix():
         own = segments.ids[n // 2] == n % 2 + 1
         truth = torch.tensor(oracle.dense(rows, "prefix", size), dtype=torch.bool)
         assert torch.equal(found[n // 2, 0, own], truth[n // 2, 0, own])
-
-
-# --- refusals
 
 
 def test_the_byte_limit_counts_what_would_be_built():
@@ -102,9 +96,6 @@ def test_a_prefix_has_one_length_or_one_for_each_sequence(form):
         form(Segments.from_lengths([3, 5]), pattern=Pattern.prefix([1, 2, 3]))
 
 
-# --- None
-
-
 @given(strategies.attentions())
 def test_none_is_exact_where_plain_causal_attention_shows_every_real_token_the_same(attention):
     segments, pattern = attention
@@ -122,9 +113,6 @@ def test_none_is_exact_where_plain_causal_attention_shows_every_real_token_the_s
         assert not same
 
 
-# --- varlen
-
-
 @given(strategies.segments())
 def test_varlen_lays_out_the_real_tokens_and_a_tail_as_one_more_sequence(segments):
     lengths = [n for row in segments.lengths for n in row]
@@ -135,8 +123,6 @@ def test_varlen_lays_out_the_real_tokens_and_a_tail_as_one_more_sequence(segment
     with pytest.raises(UnsupportedFormError):
         varlen(Segments([[1, 1, 0, 2]]), keep_tail=True)
 
-
-# --- memory
 
 WIDE = Segments.from_lengths([700, 1024], side="left")
 

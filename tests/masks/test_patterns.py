@@ -1,4 +1,4 @@
-"""Patterns: names, sizes, and one prefix for each sequence."""
+"""Patterns: their fast fills, how far they reach, and what one declares of itself."""
 
 import re
 from dataclasses import dataclass
@@ -6,25 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import strategies
-import torch
 from hypothesis import given, strategies as st
 
 from collate_npu import CollateError, Pattern
 from collate_npu.masks.patterns import Bidirectional, Prefix
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 5))
-def test_one_prefix_serves_all_sequences_and_several_are_one_for_each(lengths, num_sequences):
-    pattern = Pattern.prefix(lengths)
-    if len(lengths) not in (1, num_sequences):
-        with pytest.raises(CollateError, match=f"{len(lengths)} lengths"):
-            pattern.of_each(num_sequences)
-        return
-    each = tuple(lengths) if len(lengths) > 1 else tuple(lengths) * num_sequences
-    assert pattern.of_each(num_sequences) == each
-    for holder in (np.array, torch.tensor):
-        seen_NK = pattern.attends(holder(-1), holder(range(9))[None], holder(range(num_sequences))[:, None])
-        assert seen_NK.sum(1).tolist() == list(each)
 
 
 @given(st.data())

@@ -64,13 +64,6 @@ def test_rows_are_those_of_the_definition_in_few_runs(case):
 # --- multiples ------------------------------------------------------------------------------------------------------------
 
 
-@given(places())
-def test_the_multiple_leaves_every_tensor_parallel_rank_as_many_tokens(case):
-    cp, S = case[0], case[0].multiple
-    assert S % (cp.size * cp.tensor_parallel) == cp.min_multiple % cp.size == 0
-    assert sum(stop - start for start, stop in token_runs(S, cp, [0, S])) * cp.size == S
-
-
 @pytest.mark.parametrize(
     ("layout", "row", "document"), [("zigzag", 24, 8), ("document_contiguous", 12, 4), ("ulysses", 12, 1)]
 )

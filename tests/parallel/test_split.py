@@ -8,9 +8,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from collate_npu import BatchAdapter, CollateError, Segments, unpad
+from collate_npu import CollateError, Segments, unpad
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
-from collate_npu.keys import KEYS, SAMPLE, Key
 from collate_npu.masks import dense, varlen
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.parallel import ContextParallel, cu_seqlens_of, gather_sequence, pad_documents, query_rows, split_batch
@@ -37,22 +36,6 @@ def test_a_mapping_of_masks_is_split_entry_by_entry():
     assert shard["full_attention"].shape == (2, 1, 4, 8)
     assert torch.equal(shard["linear_attention"], segments.keep[:, 2:6])
     assert shard["sliding_attention"] is None
-
-
-# --- the table ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_table_is_extended_by_another():
-    cp = ContextParallel(2, 1)
-    batch = {"input_ids": torch.zeros(3, 8), "labels": torch.zeros(3, 5), "rope": torch.arange(8.0)[:, None]}
-    with pytest.raises(CollateError, match=r"labels.*float32 \[3, 5\]") as error:
-        split_batch(batch, cp)
-    assert "rope: got" in str(error.value)  # every bad key at once
-    table = {**KEYS, "labels": SAMPLE, "rope": Key(kind="tokens", dim=0)}
-    batch |= {"input_ids": torch.zeros(3, 8, dtype=torch.long), "attention_mask": torch.ones(3, 8)}
-    shard = BatchAdapter(needs_mask_2d=False, consumer="megatron", context_parallel=cp, keys=table)(batch)
-    assert torch.equal(shard["labels"], batch["labels"])
-    assert shard["rope"][:, 0].tolist() == [2, 3, 4, 5]
 
 
 IDS, SQUARE = torch.zeros(2, 8), torch.zeros(8, 8)

@@ -58,6 +58,13 @@ def cpu():
         yield patch
 
 
+@pytest.fixture(scope="module")
+def pool(cpu, ranks):
+    """Two of them that share a row, with Megatron's groups."""
+    ranks(2)("megatron_world.start_ranks", seconds=120)
+    return ranks(2)
+
+
 # --- verl
 
 

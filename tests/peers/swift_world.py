@@ -73,13 +73,11 @@ def arguments(model_type: str, *, cp: int = 1, **changed: Any) -> SimpleNamespac
     return args
 
 
-def template(
-    *, cp: int = 1, padding_free: bool = False, task: str = "causal_lm", transformers: str = "", side: str = "right"
-) -> Template:
+def template(*, cp: int = 1, padding_free: bool = False, transformers: str = "", side: str = "right") -> Template:
     """The real template class on a byte tokenizer, in the mode Megatron's pipeline puts it, or for a transformers model."""
     tokenizer = byte_tokenizer(pad_is_eos=False)
     hf_config = config(transformers) if transformers else SimpleNamespace(problem_type=None)
-    tokenizer.model_info = SimpleNamespace(config=hf_config, task_type=task, max_model_len=512, model_dir=".")
+    tokenizer.model_info = SimpleNamespace(config=hf_config, task_type="causal_lm", max_model_len=512, model_dir=".")
     tokenizer.model_meta = SimpleNamespace(is_multimodal=False, template="chatml")
     given = {"sequence_parallel_size": cp, "padding_free": padding_free, "padding_side": side}
     built = Template(tokenizer, TEMPLATE_MAPPING["chatml"], **given)
@@ -93,11 +91,10 @@ def samples(*lengths: int) -> list[dict[str, Any]]:
     return [{"input_ids": row, "labels": [-100, *row[1:]], "length": len(row)} for row in ids]
 
 
-def collate(args: Any, *lengths: int, task: str = "causal_lm") -> dict[str, Any]:
+def collate(args: Any, *lengths: int) -> dict[str, Any]:
     """What the trainer's own dataloader would be given."""
-    made = template(cp=args.context_parallel_size, padding_free=args.padding_free, task=task)
-    rows = samples(*lengths) if task == "causal_lm" else [{**row, "label": b} for b, row in enumerate(samples(*lengths))]
-    return made.data_collator(rows, padding_to=get_padding_to(args))
+    made = template(cp=args.context_parallel_size, padding_free=args.padding_free)
+    return made.data_collator(samples(*lengths), padding_to=get_padding_to(args))
 
 
 def npu_there(there: bool, put: Any = setattr) -> None:

@@ -59,11 +59,8 @@ JOBS += ["qwen3 rows ours", "qwen3_next dpo ours", "qwen3_next patched ours"]  #
 def runs(tmp_path_factory):
     """What every job gave; one process, one training step each."""
     folder = tmp_path_factory.mktemp("axolotl")
-    silent = {
-        "AXOLOTL_DO_NOT_TRACK": "1",
-        "WANDB_MODE": "disabled",
-        "NUMBA_DISABLE_JIT": "1",
-    }  # or each job compiles its sampler
+    # with a JIT each job compiles its sampler
+    silent = {"AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled", "NUMBA_DISABLE_JIT": "1"}
     return found_by("test_axolotl", folder, folder, *JOBS, variants=(silent,))[0]
 
 
@@ -92,8 +89,6 @@ def test_its_cells(runs, family, layout, setting):
     own, ours = (of_job(saw(runs, f"{family} {setting} {who}")) for who in ("own", "ours"))
     stack.tell(family, layout, alone=own, ours=ours, line="plugins: [collate_npu.integrations.axolotl.CollatePlugin]")
 
-
-# --- a run of `axolotl train`
 
 TEXTS = ["1 a short one", "2 and another that is a little longer than it", "3 three", "4 four four"]
 SETTINGS = {

@@ -74,9 +74,6 @@ def largest(pairs):
     return max(float((x - y).detach().abs().max().nan_to_num(nan=torch.inf)) for x, y in pairs)
 
 
-# --- the references are fla's own
-
-
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 130])
 @pytest.mark.parametrize("naive", [naive_recurrent_gated_delta_rule, naive_chunk_gated_delta_rule])
 def test_the_reference_is_flas_naive_rule(naive, T):
@@ -93,9 +90,6 @@ def test_the_table_of_fla_npu_is_flas_own():
         kwargs = gated_delta_kwargs(Segments.from_lengths([lengths]), kernel="fla_npu")
         held = torch.tensor(kwargs["cu_seqlens"])
         assert index.prepare_chunk_indices(held, 64).flatten().tolist() == [*kwargs["chunk_indices"]]
-
-
-# --- our arguments
 
 
 @pytest.mark.parametrize("packing", CALLS)
@@ -139,9 +133,6 @@ def test_empty_sequences_change_nothing_since_0_5_1():
     assert (states - finals).abs().max() < 1e-5
     convolved = reference_causal_conv1d(*taps, "silu", cu_seqlens=held)
     assert apart(convolved, convolve(*taps, cu_seqlens=held), taps) < 1e-5
-
-
-# --- what they take in silence
 
 
 def rule_error(**kwargs):
@@ -221,8 +212,6 @@ def test_offsets_refilled_in_place_keep_the_old_table():
     fresh = [gated_delta_kwargs(PACKINGS["flat"], kernel="fla")["cu_seqlens"] for _ in range(2)]
     assert fresh[0] is not fresh[1]
 
-
-# --- which kernels run
 
 FOR_ASCEND = {"causal_conv1d_fwd_kernel", "causal_conv1d_bwd_dx_kernel"}
 FOR_ASCEND |= {"chunk_gated_delta_rule_fwd_kernel_h_blockdim64_npu", "chunk_bwd_kernel_dqkwg_npu"}

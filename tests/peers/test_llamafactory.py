@@ -61,13 +61,6 @@ def test_rows_are_right(runs, job):
     assert found["error"] < RIGHT
 
 
-def test_neat_packing_runs_states_together_in_silence(runs):
-    own, ours = saw(runs, "sft qwen3_next neat own"), saw(runs, "sft qwen3_next neat ours")
-    assert own["collator"] == ours["collator"] == "SFTDataCollatorWith4DAttentionMask"
-    assert not own["refused"]
-    assert own["error"] > 0.05
-
-
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
 @pytest.mark.parametrize(("layout", "setting"), [("padded right", "plain"), ("packed", "neat")])
 def test_its_cells(runs, family, layout, setting):

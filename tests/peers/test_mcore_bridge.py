@@ -79,9 +79,6 @@ def test_check_delivery_asks_these_models_too(found, layer):
     assert ("decoder.layers.0.self_attention" in said) == (layer == "native"), said  # transformers' reads the dense one
 
 
-# --- cells
-
-
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
 def test_its_cells(found, family):
     """ms-swift's `prepare_batch` for an NPU; left padding on Megatron's own attention, which reads a dense mask."""
@@ -105,8 +102,8 @@ def test_mlp_padding_free_is_refused_where_mcore_bridge_would_cut_its_mask_other
     truth = Segments.from_lengths((7, 3), 8)
     world.npu(False)
     world.rank(0, 2)
-    data = {"input_ids": truth.ids.long(), "labels": truth.ids.long(), "position_ids": truth.position_ids}
-    data["attention_mask"] = truth.keep
+    data = {"input_ids": truth.ids.long(), "position_ids": truth.position_ids}
+    data |= {"attention_mask": truth.keep, "labels": truth.ids.long().masked_fill(~truth.keep, -100)}
     settings = {"cp": 2, "mlp_padding_free": True}
     with pytest.raises(UnsupportedFormError, match="cp_partition_mode: got contiguous"):
         prepare(arguments("qwen3", cp_partition_mode="contiguous", **settings), dict(data))
@@ -124,9 +121,6 @@ def test_multi_token_prediction_over_left_padding_is_refused_unless_its_labels_a
     text = r"labels: got learned ones there in rows \[0, 1\]. With mtp_num_lay"
     with nullcontext() if ignored == 2 else pytest.raises(UnsupportedFormError, match=text):
         prepare(args, data)
-
-
-# --- the pieces
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -185,10 +179,8 @@ def test_every_sequence_of_a_flat_row_equals_itself_alone_by_offsets_of_where_it
         assert case["padded"][-1] == next((end for row, end in ends.items() if name.endswith(row)), 10), name
 
 
-FITS, PLACES = (
-    "Gated DeltaNet takes offsets that rise from 0 to the",
-    "takes cu_seqlens_q for places in the row, and the row has",
-)
+FITS = "Gated DeltaNet takes offsets that rise from 0 to the"
+PLACES = "takes cu_seqlens_q for places in the row, and the row has"
 TRAPS = {
     "real offsets alone, each padded": (FITS, PLACES),
     "real offsets alone, a tail": (FITS, PLACES),

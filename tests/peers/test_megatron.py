@@ -75,11 +75,20 @@ def test_any_batch_equals_its_samples_alone_in_logits_loss_and_gradients(model, 
     assert max(gaps(found, alone).values()) <= 1e-5
 
 
-def test_labels_that_are_shifted_already_are_refused(model):
-    batch = strangers(samples(*LENGTHS), "left")
-    batch["labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    with pytest.raises(CollateError, match="these are moved already"):
-        gpt_batch(batch, model)
+@pytest.mark.parametrize("ends", [True, False], ids=["ends learned", "ends not learned"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_labels_and_a_loss_mask_as_megatrons_datasets_move_them_are_not_moved_again(model, side, ends):
+    """miles 3219, Megatron-LM 5298: the loss mask is of predictions."""
+    rows = samples(*LENGTHS)
+    batch = strangers(rows, side)
+    learned = batch["labels"] if ends else batch["labels"].masked_fill(batch["input_ids"] == rows[0]["input_ids"][-1], -100)
+    moved = torch.nn.functional.pad(learned[:, 1:], (0, 1), value=-100)
+    whole = torch.nn.functional.pad(batch["input_ids"][:, 1:], (0, 1), value=0)
+    found = gpt_batch({**batch, "labels": whole, "loss_mask": (moved >= 0).float()}, model)
+    wanted = gpt_batch({**batch, "labels": learned}, model)
+    assert max(gaps(outcome(model, found), outcome(model, wanted)).values()) <= 1e-6
+    with pytest.raises(CollateError, match="a second one would be lost"):  # of tokens, or of predictions?
+        gpt_batch({**batch, "labels": learned, "loss_mask": (learned >= 0).float()}, model)
 
 
 @pytest.mark.parametrize(

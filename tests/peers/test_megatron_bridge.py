@@ -133,9 +133,6 @@ def test_its_cells(tmp_path):
     stack.tell_jobs(found, line="gpt_batch(read, model) in a step of your own")
 
 
-# --- a rank of two
-
-
 def partitioned(offsets: Any, total: int, size: int, rank: int) -> Any:
     """Transformer Engine's `thd_get_partitioned_indices`: of each sequence chunks r and 2 * size - 1 - r.
 

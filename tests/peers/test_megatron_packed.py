@@ -23,9 +23,6 @@ def thd(cpu, request):
     return build(attention=TEDotProductAttention, positions=request.param)
 
 
-# --- flat rows
-
-
 @given(lengths=st.lists(st.integers(1, 8), min_size=1, max_size=4), multiple=st.sampled_from([1, 8]))
 @settings(max_examples=8, deadline=None)
 def test_a_flat_row_equals_samples_alone_in_logits_loss_and_gradients(thd, lengths, multiple):
@@ -37,9 +34,6 @@ def test_a_flat_row_equals_samples_alone_in_logits_loss_and_gradients(thd, lengt
     assert inputs["packed_seq_params"].qkv_format == "thd"
     alone = outcome(thd, *(gpt_batch(one([row]), thd) for row in rows))
     assert max(gaps(outcome(thd, (inputs, truth)), alone).values()) <= 1e-5
-
-
-# --- the fields
 
 
 def test_every_field_of_the_installed_class():

@@ -125,18 +125,9 @@ def _untold(*args: Any, cu_seqlens: Any = None, **kwargs: Any) -> Any:
     return gdn.chunk_gated_delta_rule(*args, **kwargs)
 
 
-MODELS = {"plugged": plugged, "hybrid": hybrid} if NATIVE else {"plugged": plugged}
-
-
 @pytest.fixture(scope="module")
 def by_itself(cpu):
     return alone(hybrid())
-
-
-@pytest.fixture(scope="module")
-def pool(cpu, ranks):
-    ranks(2)("megatron_world.start_ranks", seconds=IMPORTS)
-    return ranks(2)
 
 
 # --- what they hand over is right, on one rank and on two

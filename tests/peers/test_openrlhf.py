@@ -155,9 +155,6 @@ def test_rays_own_loader_finds_the_hook(saved):
     assert Actor(saved("qwen3"), attn_implementation="sdpa").model._forward_pre_hooks
 
 
-# --- one of two ranks that share rows
-
-
 @torch.no_grad()
 def share(folder, family, who):
     path = saved_model(folder, family)
@@ -179,8 +176,6 @@ def start_ring():
     train = SimpleNamespace(seed=0, micro_batch_size=4, batch_size=4)
     get_strategy(SimpleNamespace(ds=ds, train=train, local_rank=-1)).setup_distributed()
 
-
-# --- a process of `train_sft`
 
 TEXTS = ["1 a short one", "2 and another that is a little longer than it", "3 three", "4 four four"]
 NAME = "openrlhf.cli.train_sft"

@@ -39,9 +39,6 @@ def places(size, **settings):
             yield ContextParallel(size, rank, **settings)
 
 
-# --- the split
-
-
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "document_zigzag"])
 @given(size=sizes, lengths=st.lists(st.integers(1, 3), min_size=1, max_size=3), dim=st.sampled_from([0, 1, 2, -1, -2]))
 @few
@@ -87,9 +84,6 @@ def test_ms_swift_ulysses_and_ring(ulysses, lengths):
         peer = kind.__new__(kind)
         peer.world_size, peer.sp_world_size, peer.rp_world_size, peer.device_mesh = size, ulysses, size // ulysses, None
         assert torch.equal(split_tensor(x, cp, cu_seqlens=offsets), peer.split(x, 1, positions))
-
-
-# --- two ranks: what each of them does
 
 
 @functools.cache
@@ -190,9 +184,6 @@ def swift_last_tokens(layout: str, backend: str, batches: list[tuple[int, ...]],
             return [loss(places).flatten().tolist() for places, loss in (steps[i] for i in order)]
         finally:
             swift.uninstall()
-
-
-# --- and what is tested of it
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])  # by document it calls a kernel of Transformer Engine

@@ -125,9 +125,6 @@ def test_cells(family, layout):
     STACK.cell(family, layout, truth=alone(truth(family)), alone=run(False), ours=run(True), line=LINE)
 
 
-# --- a rank of two
-
-
 def flash_attention(query, key, value, mask=None, *args, position_ids=None, softmax_scale=None, **kwargs):
     """`[B, T, heads, size]`, causal, by the mask or by positions that begin again."""
     _, T, heads, _ = query.shape

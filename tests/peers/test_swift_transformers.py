@@ -25,10 +25,6 @@ def logits(model, batch):
         return model(**read).logits
 
 
-def logits_alone(model, *lengths):
-    return [logits(model, {"input_ids": torch.tensor([row["input_ids"]])})[0] for row in samples(*lengths)]
-
-
 STACK = Stack("ms-swift", ("ms-swift", "transformers"), "peers_swift")
 LINE = '--external_plugins "$PLUGIN"'
 
@@ -84,7 +80,8 @@ def test_its_trainer_on_flat_rows_with_workers_and_checkpointing_at_its_defaults
 def test_its_padded_batches_are_what_our_adapter_makes_and_each_sample_is_as_alone(family, implementation, side):
     model, found = tiny_model(family, vocab_size=VOCABULARY, attn_implementation=implementation), {}
     model.config.use_cache = False  # as its trainer sets it (trainers/mixin.py:972)
-    truth, wanted = Segments.from_lengths(LENGTHS, side=side).keep, logits_alone(model, *LENGTHS)
+    truth = Segments.from_lengths(LENGTHS, side=side).keep
+    wanted = [logits(model, {"input_ids": torch.tensor([row["input_ids"]])})[0] for row in samples(*LENGTHS)]
     for who in ("alone", "ours"):
         try:
             swift.install() if who == "ours" else None

@@ -300,7 +300,7 @@ def test_a_stage_of_distributed_tokens_takes_the_masks_of_its_rows():
 
 INNER = PaddingCollator(pad_token_id=0, padding_side="left", attention_mask="2d")
 BARE = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8, 9, 1, 2, 3], "labels": [8, 9, 1, 2, 3]}]
-HOLES = {"input_ids": [4, 5, 0, 6, 7, 8], "labels": [4, 5, 0, 6, 7, 8], "attention_mask": [1, 1, 0, 1, 2, 2]}
+HOLES = {"input_ids": [4, 5, 0, 6, 7, 8], "labels": [4, 5, -100, 6, 7, 8], "attention_mask": [1, 1, 0, 1, 2, 2]}
 
 
 def test_rows_of_the_collator_and_holes_which_segment_ids_alone_tell():
@@ -320,10 +320,21 @@ def test_rows_of_the_collator_and_holes_which_segment_ids_alone_tell():
     assert labels.tolist() == [[5, -100, -100, -100, 8, -100]]
 
 
+def test_labels_that_are_moved_already_are_not_moved_again():
+    """torchtitan 2556: declared, or told by the tokens, ends not learned."""
+    own = [{**row, "labels": [*row["labels"][:-1], -100]} for row in BARE]
+    moved = [{**row, "labels": [*row["labels"][1:], -100]} for row in own]
+    told = PaddingCollator(pad_token_id=0, attention_mask="2d", labels_shifted=True)
+    wanted = TitanCollator(PaddingCollator(pad_token_id=0, attention_mask="2d"))(own)[1]
+    assert torch.equal(TitanCollator(told)(moved)[1], wanted)
+    with pytest.raises(CollateError, match="these are moved"):
+        TitanCollator(INNER)(moved)
+
+
 def test_what_the_model_would_be_called_with_is_refused_and_so_are_missing_labels():
     with pytest.raises(UnsupportedFormError, match=r"(?s)got loss_scale.*extra="):
         TitanCollator(INNER)([{**row, "loss_scale": [1.0] * len(row["input_ids"])} for row in BARE])
     batch = {"input_ids": torch.tensor([[5, 6, 0]]), "attention_mask": torch.tensor([[1, 1, 0]])}
     with pytest.raises(CollateError, match=r"labels: got NoneType.*carry labels"):
         trainer_batch(batch)
-    assert trainer_batch({**batch, "shift_labels": torch.tensor([[6, 7, 9]])})[1].tolist() == [[6, 7, -100]]
+    assert trainer_batch({**batch, "shift_labels": torch.tensor([[6, 7, -100]])})[1].tolist() == [[6, 7, -100]]

@@ -55,9 +55,6 @@ def test_qwen3_5_gets_the_offsets_of_the_rows_that_a_stage_holds(train):
     assert (shared[0]["masks"], shared[1]["offsets"]) == ([], [])
 
 
-# --- cells
-
-
 LINE = "collate_fn=TitanCollator(PaddingCollator(...)) in the dataloader"
 NO_PADDING = "torchtitan's loaders pack, and none pads"
 STEPS = {"padded right": "right", "padded left": "left", "packed": "packed"}

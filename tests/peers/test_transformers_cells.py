@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
 TRAINER = Stack("transformers Trainer", ("transformers", "accelerate"), "tests")
 TRL = Stack("TRL SFTTrainer", ("trl", "transformers"), "tests")
 FAMILIES = ("qwen3", "gemma3_text", "qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1")
-RECURRENT = FAMILIES[2:]
 QUIET = {"use_cpu": True, "bf16": False, "report_to": [], "max_steps": 1, "learning_rate": 0.0, "save_strategy": "no"}
 QUIET |= {"disable_tqdm": True, "per_device_eval_batch_size": 4, "per_device_train_batch_size": 4}
 

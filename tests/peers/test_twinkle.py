@@ -52,12 +52,12 @@ def processor(mesh=None, *, ours=True, needs=True, **settings):
 
 def feature(length, start=1, mask=None, positions=None):
     """What twinkle's template emits for one sample: labels are shifted already."""
-    ids = list(range(start, start + length))
+    ids, real = list(range(start, start + length)), mask or [1] * length
     return {
         "input_ids": ids,
-        "labels": [*ids[1:], -100],
+        "labels": [x if n else -100 for x, n in zip([*ids[1:], -100], real)],
         "completion_mask": [1] * length,
-        "attention_mask": [1] * length if mask is None else mask,
+        "attention_mask": real,
         "position_ids": list(range(length)) if positions is None else positions,
     }
 
@@ -77,9 +77,6 @@ def whole(mesh, rows, key, **settings):
     joined = torch.cat(shards, 1)
     places, cps = torch.arange(joined.shape[1]), [ContextParallel(len(shards), rank) for rank in range(len(shards))]
     return joined[:, torch.cat([split_tensor(places, cp, dim=0) for cp in cps]).argsort()]
-
-
-# --- the same as twinkle, where twinkle is right
 
 
 @given(LENGTHS, st.sampled_from([None, 1, 2]), st.booleans())
@@ -157,18 +154,12 @@ def test_every_token_key_keeps_its_places_under_cp():
         assert torch.equal(whole(grid(1, 2), rows, key, padding_side="left"), unsplit), key
 
 
-# --- flat rows
-
-
 def test_zeros_leave_a_flat_row_and_positions_start_again():
     rows = [feature(5, 1, [0, 0, 1, 1, 1]), feature(6, 20, [1, 0, 1, 0, 1, 1], [0, 1, 2, 0, 1, 2])]
     out = processor(padding_free=True)(copy.deepcopy(rows))[0]
     assert out["input_ids"].tolist() == [[3, 4, 5, 20, 22, 24, 25]]
     assert out["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1]]
     assert out["packed_seq_params"].cu_seqlens_q.tolist() == [0, 3, 5, 7]
-
-
-# --- install, and back
 
 
 def test_install_twice_and_uninstall():

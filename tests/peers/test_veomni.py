@@ -157,8 +157,6 @@ def test_a_window_is_lost_on_an_npu_and_that_is_refused(saved, monkeypatch):
         with_ours(model, lambda: packed(model, samples()))
 
 
-# --- cells
-
 CASES = [("qwen3", "sdpa"), ("qwen3_5_text", FLASH), ("gemma3_text", FLASH)]
 
 
@@ -174,8 +172,6 @@ def test_cells(saved, family, attention):
         line=f"{LINE}, {attention}",
     )
 
-
-# --- the trainer
 
 TEXTS = ["1 a short one", "2 and another that is longer", "3 three", "4 four four"] * 2
 JOBS = [f"qwen3_5_text {FLASH} {rest}" for rest in ("tail ours", "ulysses own", "ulysses ours")]
@@ -246,8 +242,6 @@ def test_cells_of_the_trainer(trained, saved, family):
 def test_cells_that_it_never_makes(layout):
     STACK.tell("qwen3_5_text", layout, alone=verdict(not_run=PADDED), ours=verdict(not_run=PADDED), line=LINE)
 
-
-# --- a rank of the trainer
 
 SETTINGS = {"packed": {}, "tail": {"pad_to_length": True}, "ulysses": {"ulysses_size": 2}}
 SETTINGS["single"] = {"dyn_bsz": False, "max_steps": 4}

@@ -94,9 +94,6 @@ def test_cells(family, kinds, layout, forward, monkeypatch):
     stack.tell(family, layout, **both, line="actor_rollout_ref.model.external_lib=collate_npu.integrations.verl.plugin")
 
 
-# --- routers
-
-
 def aux_loss_gradient(model, values, **more):
     """Of the router's weights, by the aux loss alone."""
     model.train()
@@ -152,9 +149,6 @@ def test_a_window_no_row_reaches_is_computed_and_elsewhere_it_is_verls_own_busin
     monkeypatch.setattr(util, "is_npu_available", False)
     monkeypatch.setattr(Attention, "lenient", True)
     padded(gpt(window_size=(4, 0)), jagged())
-
-
-# --- uninstalled
 
 
 def test_what_was_taken_from_the_registry_before_an_uninstall_is_verls_own_again(verl_npu):

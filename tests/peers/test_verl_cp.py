@@ -24,9 +24,6 @@ def test_its_cells(ranks):
     Stack(PLACE[0], ("verl", "megatron-core"), PLACE[1]).tell_jobs(ranks(2)("test_verl_cp.cells", seconds=600)[0], line=LINE)
 
 
-# --- on each of two ranks
-
-
 def layouts(family, ranks):
     """verl's data formats of each layout."""
     if ranks > 1:

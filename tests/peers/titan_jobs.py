@@ -260,9 +260,6 @@ qwen3, qwen3_5, llama3, deepseek_v3, gpt_oss = (
 )
 
 
-# --- the jobs
-
-
 FAMILIES = part(("llama3", "deepseek_v3", "gpt_oss"), 1)
 TOGETHER = {
     "qwen3 shared": ("qwen3", ("left", "packed", "packed:ptrr", "full:own"), "context"),

@@ -37,9 +37,6 @@ OFFSETS: list[Tensor] = []
 """The offsets of each call of the recurrence."""
 
 
-# --- FlexAttention
-
-
 def attended(mask: BlockMask) -> Tensor:
     """bool `[B, 1, Q, K]`, as FlexAttention's kernels read the tables."""
     Q, K = mask.seq_lengths
@@ -75,9 +72,6 @@ def dense_flex_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMa
     return torch.nan_to_num(torch.softmax(scores, -1)) @ v, aux  # a query that sees nothing gets 0
 
 
-# --- experts
-
-
 def float32_experts(patch: pytest.MonkeyPatch) -> None:
     """torchtitan's experts compute in bfloat16 whatever the model is in (models/common/moe.py:97-108): here they do not."""
     patch.setattr(Tensor, "bfloat16", lambda self: self)
@@ -88,9 +82,6 @@ def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
     stops = [0, *offs.tolist(), len(a)]
     parts = [a[start:stop] @ each for start, stop, each in zip(stops, stops[1:], [*b, torch.zeros_like(b[0])])]
     return torch.cat(parts)
-
-
-# --- flash-linear-attention
 
 
 def delta_rule(*given: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, **settings: Any) -> Any:
@@ -116,9 +107,6 @@ def fla_modules() -> dict[str, ModuleType]:
     }
     packages = ("fla", "fla.modules", "fla.modules.conv", "fla.modules.conv.triton", "fla.ops")
     return {name: module(name, **contents.get(name, {})) for name in (*packages, *contents)}
-
-
-# --- models
 
 
 WINDOW = 3

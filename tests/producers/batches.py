@@ -1,7 +1,7 @@
 """What producers are asked to mask, and what they hand on: rows in nine padding styles, their truth, and batches of them.
 
-The truth is written here once more, in plain numpy, so that nothing it is compared with has built it. A producer is some
-released software that makes masks, what it is given, and the batch it hands on.
+The truth is that of the tests' own oracle, so that nothing it is compared with has built it. A producer is some released
+software that makes masks, what it is given, and the batch it hands on.
 Legend: B rows, S width, Q/K query and key places, L tokens of one sequence.
 """
 
@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+import oracle
 import torch
 from rotation import SEED
 from torch import Tensor
@@ -126,46 +127,24 @@ def canonical(ids: Any) -> np.ndarray:
 # --- attention: bool [B, S, S], True = attends; rows of padded queries are all False
 
 
-def together(ids: np.ndarray) -> np.ndarray:
-    """Both places are real and of one sequence: full bidirectional attention."""
-    return (ids[:, :, None] == ids[:, None, :]) & (ids > 0)[:, :, None]
+def attended(ids: np.ndarray, size: int = 0, *, pattern: str) -> np.ndarray:
+    """Whom the tokens attend, by the oracle; sizes count places from the first token of the sequence."""
+    return np.array(oracle.dense(ids.tolist(), pattern, size))[:, 0] & (ids > 0)[:, :, None]
 
 
-def causal(ids: np.ndarray) -> np.ndarray:
-    S = ids.shape[1]
-    return together(ids) & np.tri(S, dtype=bool)
-
-
-def sliding(ids: np.ndarray, window: int) -> np.ndarray:
-    at = np.arange(ids.shape[1])
-    return causal(ids) & (at[:, None] - at[None, :] < window)
+together, causal, sliding, prefix = (
+    partial(attended, pattern=name) for name in ("bidirectional", "causal", "sliding", "prefix")
+)
 
 
 def first_places(ids: np.ndarray) -> np.ndarray:
     """`[B, S]`: for each real token, where its sequence begins."""
-    first = np.zeros_like(ids)
-    for b, row in enumerate(ids):
-        for n in range(1, row.max(initial=0) + 1):
-            first[b, row == n] = np.flatnonzero(row == n)[0]
-    return first
-
-
-def chunked(ids: np.ndarray, size: int) -> np.ndarray:
-    """Chunks counted in places from the first token of the sequence."""
-    chunk = (np.arange(ids.shape[1]) - first_places(ids)) // size
-    return causal(ids) & (chunk[:, :, None] == chunk[:, None, :])
-
-
-def prefix(ids: np.ndarray, length: int) -> np.ndarray:
-    """Causal, and every token of a sequence sees its first `length` places."""
-    place = np.arange(ids.shape[1]) - first_places(ids)
-    return causal(ids) | (together(ids) & (place < length)[:, None, :])
+    return np.array([[row.index(n) if n else 0 for n in row] for row in ids.tolist()])
 
 
 def positions(ids: np.ndarray) -> np.ndarray:
     """How many tokens of its own sequence stand before each real token; 0 at padding."""
-    before = causal(ids).sum(axis=2) - 1
-    return np.where(ids > 0, before, 0)
+    return np.where(ids > 0, [oracle.positions(row) for row in ids.tolist()], 0)
 
 
 # --- a batch
@@ -242,8 +221,6 @@ class Case:
 
 # --- producers
 
-ATTENDS = {"sliding": sliding, "chunked": chunked, "prefix": prefix, "bidirectional": together}
-
 
 @dataclass(frozen=True)
 class Producer:
@@ -300,7 +277,7 @@ def emitted(
 def said(draw: Draw, name: str, *size: Any) -> dict[str, Any]:
     """Whom a pattern lets a token attend, and what a user would declare."""
     return {
-        "attends": ATTENDS[name](draw.ids, *size),
+        "attends": attended(draw.ids, *size, pattern=name),
         "pattern": getattr(Pattern, name)(*size) if size else Pattern.of(name),
     }
 

@@ -188,24 +188,22 @@ def open_instruct(draw: Draw, *, tail: int = 0) -> Case:
     return told(draw, one_row(rows, sum(map(len, rows)) + tail), rows)
 
 
-def open_instruct_dpo(draw: Draw, *, tail: int = 0) -> Case | None:
-    """`concatenated_inputs`: the chosen row, then the rejected one. With `max_seq_length` both are as wide, and offsets
-    count the padding between them to the first rejected sequence (open-instruct pull request 1900)."""
+def open_instruct_dpo(draw: Draw, *, tail: int) -> Case | None:
+    """`concatenated_inputs` with `max_seq_length`: the chosen row, then the rejected one, both as wide; offsets count the
+    padding between them to the first rejected sequence (open-instruct pull request 1900)."""
     rows = draw.sequences()
     if len(rows) < 2 or len(rows) % 2:
         return None
     parts = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-    widths = [sum(map(len, part)) for part in parts]
-    widths = [max(widths) + tail] * 2 if tail else widths
-    width = widths[0]
-    chosen, rejected = (one_row(part, size) for part, size in zip(parts, widths))
+    width = max(sum(map(len, part)) for part in parts) + tail
+    chosen, rejected = (one_row(part, width) for part in parts)
     rejected["seq_idx"] = rejected["seq_idx"] + len(parts[0])
     batch = {key: torch.cat([chosen[key], rejected[key]], -1) for key in ("input_ids", "labels", "position_ids", "seq_idx")}
     for name in ("q", "k"):
         ends = rejected[f"cu_seq_lens_{name}"][1:] + width
         batch[f"cu_seq_lens_{name}"] = torch.cat([chosen[f"cu_seq_lens_{name}"], ends])
         batch[f"max_length_{name}"] = max(chosen[f"max_length_{name}"], rejected[f"max_length_{name}"])
-    ids = np.concatenate([joined(features_of(part), size) for part, size in zip(parts, widths)], axis=1)
+    ids = np.concatenate([joined(features_of(part), width) for part in parts], axis=1)
     ids[:, width:][ids[:, width:] > 0] += len(parts[0])
     return emitted(draw, batch, ids=ids, features=features_of(rows), flat=True)
 
@@ -260,7 +258,6 @@ PRODUCERS = [
     producer("NeMo RL padded", (), rl_padded, RIGHT),
     producer("SkyRL, padded", (), skyrl_rows, ONE_SEQUENCE),
     known("open-instruct, tail", open_instruct, tail=5),
-    known("open-instruct DPO", open_instruct_dpo),
     producer("open-instruct DPO, tail", (), open_instruct_dpo, FLAT, tail=5),
     producer("loader: Energon's own batch", ENERGON, energon, RIGHT),
     producer("loader: indexed tokens", (), indexed, ("none", "packed")),

@@ -35,7 +35,7 @@ from batches import (
     there,
 )  # fmt: skip
 from from_transformers import EOS, FLAT, RIGHT, features_of
-from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask
+from torch.nn.attention.flex_attention import and_masks, create_mask
 
 sys.path.append(str(Path(__file__).parents[1] / "peers"))
 if there("swift"):
@@ -127,31 +127,15 @@ class _Alone(ExitStack):
         self.util = util
 
 
-def _rows(draw: Draw, batch: dict[str, Any], side: str = "right", **told: Any) -> Case:
-    ids = placed(draw.lengths, batch["input_ids"].shape[1], side)
-    return emitted(draw, batch, ids=ids, features=features_of(draw.rows()), **told)
-
-
-def verl_nested(draw: Draw, form: str, npu: bool = False) -> Case:
-    """Padded tokens of a nested tensor: `preprocess_bshd_engine` (2D True = real on a GPU, 4D True = blocked, rows and
-    columns, on an NPU), and `build_vlm_attn_mask_bshd` and `_thd` with a 2D mask."""
+def verl_engine(draw: Draw, *, npu: bool) -> Case:
+    """`preprocess_bshd_engine`, tokens of a nested tensor padded: 2D True = real on a GPU, 4D True = blocked, rows and
+    columns, on an NPU."""
     nested = torch.nested.as_nested_tensor([torch.tensor(row) for row in draw.rows()], layout=torch.jagged)
     with _Alone(npu) as alone:
-        if form == "engine":
-            tokens, mask, positions = alone.util.preprocess_bshd_engine(nested)
-            batch = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
-            return _rows(draw, batch, polarity="masked" if npu else None)
-        build, rows = getattr(alone.util, f"build_vlm_attn_mask_{form}"), [len(draw.ids)] * (form == "bshd")
-        tokens, mask = build(nested, *rows, PAD)
-    return _rows(draw, {"input_ids": tokens, "attention_mask": mask})
-
-
-def verl_legacy(draw: Draw) -> Case:
-    """`preprocess_bshd`: left padding moved to the right."""
-    with _Alone(False) as alone:
-        given = (torch.from_numpy(draw.tokens), keep_2d(draw, torch.bool), restarting(draw))
-        tokens, mask, _ = alone.util.preprocess_bshd(*given)
-    return _rows(draw, {"input_ids": tokens, "attention_mask": mask})
+        tokens, mask, positions = alone.util.preprocess_bshd_engine(nested)
+    batch = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+    told = {"ids": placed(draw.lengths, tokens.shape[1], "right"), "polarity": "masked" if npu else None}
+    return emitted(draw, batch, features=features_of(draw.rows()), **told)
 
 
 def verl_packed(draw: Draw) -> Case:
@@ -161,17 +145,6 @@ def verl_packed(draw: Draw) -> Case:
     features = features_of(draw.rows())
     batch = {"input_ids": flat, "packed_seq_params": params}
     return emitted(draw, batch, ids=joined(features), features=features, flat=True)
-
-
-def verl_rollout(draw: Draw, *, side: str) -> Case:
-    """`postprocess_data`: rows of one length padded to another, as prompts are."""
-    from verl.utils.torch_functional import postprocess_data
-
-    S, left = draw.shape[1], side == "left"
-    rows = [(torch.tensor([row]), torch.ones(1, len(row), dtype=torch.int64)) for row in draw.rows()]
-    parts = [postprocess_data(*row, S, PAD, left_pad=left) for row in rows]
-    tokens, mask = (torch.cat(column) for column in zip(*parts))
-    return _rows(draw, {"input_ids": tokens, "attention_mask": mask}, side)
 
 
 def verl_decoder(draw: Draw) -> Case:
@@ -206,24 +179,18 @@ def twinkle(draw: Draw, *, framework: str, npu: bool = False, flat: bool = False
     return emitted(draw, batch, ids=ids, features=features, flat=flat, polarity=None if hf else "masked")
 
 
-def titan(draw: Draw, *, mods: str, block: bool = False) -> Case:
-    """torchtitan's mask predicates of packed documents, which know no padding."""
+def titan(draw: Draw) -> Case:
+    """torchtitan's blocks of a fixed size. Its masks of documents, and of a window in them, are place by place those that
+    transformers makes of the positions."""
     if importlib.util.find_spec("triton") is None:
         sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", MagicMock())
     from torchtitan.models.common import attention
 
-    positions, (B, S) = restarting(draw), draw.shape
+    B, S = draw.shape
     size = draw.number(1, S)
-    parts = {
-        "document": lambda: [attention.get_document_mask_mod(positions)],
-        "window": lambda: [attention.get_document_mask_mod(positions), attention.get_sliding_window_mask_mod(size)],
-        "blocks": lambda: [attention.get_fixed_block_mask_mod(size)],
-    }[mods]()
-    make = create_block_mask if block else create_mask
-    mask = make(and_masks(attention.get_causal_mask_mod(), *parts), B, 1, S, S, device="cpu")
-    pattern = {"window": "sliding", "blocks": "chunked"}.get(mods)
-    told = {"polarity": None if block else "keep"} | (said(draw, pattern, size) if pattern else {})
-    return case(draw, mask, told=told, position_ids=positions)
+    mods = attention.get_causal_mask_mod(), attention.get_fixed_block_mask_mod(size)
+    mask = create_mask(and_masks(*mods), B, 1, S, S, device="cpu")
+    return case(draw, mask, told={"polarity": "keep", **said(draw, "chunked", size)}, position_ids=restarting(draw))
 
 
 # --- NeMo Automodel
@@ -298,26 +265,17 @@ PRODUCERS = [
     producer("swift template, Megatron", SWIFT, swift, RIGHT, megatron=True),
     producer("swift template, transformers", SWIFT, swift, SIDED, megatron=False),
     producer("swift template, Megatron, padding free", SWIFT, swift, FLAT, megatron=True, flat=True),
-    producer("swift template, padding free", SWIFT, swift, FLAT, megatron=False, flat=True),
     producer("swift R-SWA", SWIFT, swift_rswa, ONE_SEQUENCE),
-    producer("verl padded, GPU", VERL, verl_nested, RIGHT, form="engine"),
-    producer("verl padded, NPU", VERL, verl_nested, RIGHT, form="engine", npu=True),
-    producer("verl vision, bshd", VERL, verl_nested, RIGHT, form="bshd"),
-    producer("verl vision, thd", VERL, verl_nested, RIGHT, form="thd"),
-    producer("verl preprocess_bshd", VERL, verl_legacy, SIDED),
+    producer("verl padded, GPU", VERL, verl_engine, RIGHT, npu=False),
+    producer("verl padded, NPU", VERL, verl_engine, RIGHT, npu=True),
     producer("verl packed sequences", VERL, verl_packed, SIDED),
-    producer("verl prompts, left", VERL, verl_rollout, ("none", "left"), side="left"),
-    producer("verl prompts, right", VERL, verl_rollout, RIGHT, side="right"),
     producer("verl decoder mask", VERL, verl_decoder, ONE_SEQUENCE),
     producer("twinkle, Megatron", TWINKLE, twinkle, RIGHT, framework="megatron"),
     producer("twinkle, Megatron on an NPU", TWINKLE, twinkle, RIGHT, framework="megatron", npu=True),
     producer("twinkle, transformers", TWINKLE, twinkle, SIDED, framework="transformers"),
     producer("twinkle, Megatron, padding free", TWINKLE, twinkle, FLAT, framework="megatron", flat=True),
     producer("twinkle, transformers, padding free", TWINKLE, twinkle, FLAT, framework="transformers", flat=True),
-    producer("torchtitan documents", TITAN, titan, FLAT, mods="document"),
-    producer("torchtitan documents, BlockMask", TITAN, titan, FLAT, mods="document", block=True),
-    producer("torchtitan window", TITAN, titan, FLAT, mods="window"),
-    producer("torchtitan fixed blocks", TITAN, titan, ("none",), mods="blocks"),
+    producer("torchtitan fixed blocks", TITAN, titan, ("none",)),
     producer("NeMo Automodel, thd", AUTOMODEL, thd, FLAT, multiple=1),
     producer("NeMo Automodel, thd aligned", AUTOMODEL, thd, FLAT, multiple=4),
     producer("NeMo Automodel, neat", AUTOMODEL, neat, FLAT, kind="block_causal"),

@@ -2,8 +2,8 @@
 
 transformers 5.x is `masking_utils`, 4.x the builders, one implementation and pattern each; `_unmask_unattended` runs on a
 card alone: here it is called by hand, as 4.x calls it (modeling_attn_mask_utils.py:410). Packing of LLaMA-Factory 0.9.5 and
-axolotl 0.19.0 is written here: both need more than a test environment has. It was compared once with llamafactory's
-`prepare_4d_attention_mask` (data.collator) and axolotl's `V2BatchSamplerDataCollatorForSeq2Seq` (utils.collators).
+axolotl 0.19.0 is written here: both need more than a test environment has. It was compared once with axolotl's
+`V2BatchSamplerDataCollatorForSeq2Seq` (utils.collators). Plain masks of every dtype, rank and polarity: law 2.
 Legend: B rows, S width, H heads, L tokens of one sample.
 """
 
@@ -124,12 +124,6 @@ def prefix_or(draw: Draw) -> Case:
     return case(draw, mask, told={"attends": attends, "pattern": Pattern.prefix(size), "polarity": "keep"})
 
 
-def documents_and(draw: Draw) -> Case:
-    """Sequences kept apart through `and_mask_function`, padding blocked through the 2D mask."""
-    ids = torch.from_numpy(draw.ids)
-    return plain(draw, "sdpa", and_mask_function=lambda b, h, q, k: ids[b, q] == ids[b, k])
-
-
 def image_blocks(draw: Draw) -> Case:
     """Gemma 3: tokens of one image see each other, text is causal."""
     from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_for_mask
@@ -168,34 +162,6 @@ def alibi(draw: Draw, model: str) -> Case:
     return case(draw, mask, told=bias_of(draw, mask))
 
 
-def direct(draw: Draw, name: str, **more: Any) -> Case:
-    """A mask function called by itself, as custom attention code does."""
-    from transformers import masking_utils
-
-    B, S = draw.shape
-    function = getattr(masking_utils, name)
-    sizes = {"batch_size": B, "q_length": S, "kv_length": S, "cache_position": torch.arange(S)}
-    given = {key: value for key, value in sizes.items() if key in signature(function).parameters}
-    mask = function(attention_mask=keep_2d(draw, torch.bool), **given, **more)
-    return case(draw, mask, told={"polarity": "keep" if name == "sdpa_mask" else "bias"})
-
-
-def packed_and_padded(draw: Draw) -> Case:
-    """transformers' own document predicate together with a padding mask: nothing of a sequence sees another."""
-    from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
-
-    both = and_masks(causal_mask_function, packed_sequence_mask_function(torch.from_numpy(draw.ids)))
-    return direct(draw, "sdpa_mask", mask_function=both, allow_is_causal_skip=False)
-
-
-def block_causal(draw: Draw) -> Case:
-    """A BlockMask of packing ids `1 1 2 2 0` (integrations/flex_attention.py)."""
-    from transformers.integrations.flex_attention import make_flex_block_causal_mask
-
-    with torch._dynamo.config.patch(disable=True):
-        return case(draw, make_flex_block_causal_mask(torch.from_numpy(draw.ids)))
-
-
 # --- 4.x
 
 
@@ -221,8 +187,8 @@ def unmasked(draw: Draw) -> Case | None:
     return case(draw, convert(mask, min_dtype=LOW), told={"polarity": "bias"})
 
 
-def old_encoder(draw: Draw, *, sdpa: bool = False) -> Case:
-    mask = getattr(builders(), "_prepare_4d_attention_mask" + "_for_sdpa" * sdpa)(keep_2d(draw), torch.float32)
+def old_encoder(draw: Draw) -> Case:
+    mask = builders()._prepare_4d_attention_mask(keep_2d(draw), torch.float32)
     return case(draw, mask, told={**said(draw, "bidirectional"), "polarity": "bias"})
 
 
@@ -270,15 +236,12 @@ def flattened(draw: Draw, **settings: Any) -> Case:
     return emitted(draw, batch, ids=joined(features), features=features, flat=True)
 
 
-def fixed(draw: Draw, collate: str) -> Case:
+def fixed(draw: Draw) -> Case:
     """Rows that were padded when they were tokenized, stacked as they are."""
-    pairs = zip(draw.tokens.tolist(), draw.keep.astype(int).tolist())
-    features: list[dict[str, Any]] = [{"input_ids": tokens, "attention_mask": keep} for tokens, keep in pairs]
-    if collate == "torch":
-        features = [{key: torch.tensor(value) for key, value in feature.items()} for feature in features]
-        return emitted(draw, torch.utils.data.default_collate(features), features=features)
     from transformers import default_data_collator
 
+    pairs = zip(draw.tokens.tolist(), draw.keep.astype(int).tolist())
+    features: list[dict[str, Any]] = [{"input_ids": tokens, "attention_mask": keep} for tokens, keep in pairs]
     return emitted(draw, default_data_collator(features), features=features)
 
 
@@ -432,12 +395,6 @@ def numbers(draw: Draw, *, positions: bool, ones: bool = False) -> Case:
     return case(draw, keep_2d(draw) if ones else torch.from_numpy(draw.ids.copy()), **more)
 
 
-def block_diagonal(draw: Draw) -> Case:
-    """`prepare_4d_attention_mask`: additive, rows of padding blocked throughout."""
-    mask = torch.zeros(()).where(torch.from_numpy(causal(draw.ids))[:, None], LOW)
-    return case(draw, mask, told={"polarity": "bias"})
-
-
 def hf(name: str, make: Any, /, needs: Any = HF, styles: Any = ONE_SEQUENCE, **settings: Any) -> Producer:
     return producer(f"hf {name}", needs, make, styles, **settings)
 
@@ -448,11 +405,6 @@ def collator(name: str, *details: str, **settings: Any) -> Producer:
 
 def flat(name: str, **settings: Any) -> Producer:
     return producer(f"hf Flattening{name}", HF, flattened, FLAT, **settings)
-
-
-def _document(name: str, blocked: bool, block: bool) -> Producer:
-    make = partial(document, blocked=blocked, block=block)
-    return Producer(f"flex documents, padding {name}" + ", BlockMask" * block, (), make, STYLES)
 
 
 def row(name: str, make: Any, /, needs: Any = (), styles: Any = ONE_SEQUENCE, **settings: Any) -> Producer:
@@ -469,9 +421,6 @@ PRODUCERS = [
     hf("packed sdpa, positions", from_positions, implementation="sdpa", styles=WHOLE),
     hf("packed eager, positions", from_positions, implementation="eager", styles=WHOLE),
     hf("packed flex, positions", from_positions, implementation="flex_attention", styles=WHOLE),
-    producer("hf packed and padded", HF, packed_and_padded),
-    producer("hf and_mask documents", HF, documents_and),
-    producer("hf make_flex_block_causal_mask", HF, block_causal, STYLES),
     hf("sliding sdpa", window, implementation="sdpa", pattern="sliding"),
     hf("sliding eager", window, implementation="eager", pattern="sliding"),
     hf("sliding packed", window, implementation="sdpa", pattern="sliding", packed=True, styles=WHOLE),
@@ -483,36 +432,31 @@ PRODUCERS = [
     hf("prefix by or_mask", prefix_or, styles=SIDED),
     hf("PaliGemma prefix", paligemma, needs=NEW, styles=(*SIDED, "empty_row")),
     hf("Gemma3 image blocks", image_blocks, needs=NEW),
-    *(hf(f"{model} alibi", alibi, model=model) for model in ("bloom", "falcon", "mpt")),
-    hf("eager_mask", direct, name="eager_mask"),
+    *(hf(f"{model} alibi", alibi, model=model) for model in ("bloom", "mpt")),
     hf("to_causal_4d", triangle, needs=OLD, styles=SIDED),
     hf("_unmask_unattended", unmasked, needs=OLD),
     hf("_prepare_4d (encoder)", old_encoder, needs=OLD),
-    hf("_prepare_4d (encoder) for sdpa", old_encoder, needs=OLD, sdpa=True),
     collator("DataCollatorWithPadding", labels=False),
     collator("DataCollatorWithPadding", "max_length", labels=False, padding="max_length", max_length=66),
     collator("DataCollatorForSeq2Seq", pad_to_multiple_of=4),
     collator("DataCollatorForLanguageModeling", labels=False, mlm=False),
     collator("DataCollatorForLanguageModeling", "pad is eos", labels=False, mlm=False, pad="<eos>"),
-    collator("DataCollatorForTokenClassification"),
     flat(""),
     flat(", no positions", return_position_ids=False),
     flat(", offsets", return_flash_attn_kwargs=True),
     flat(", offsets alone", return_position_ids=False, return_flash_attn_kwargs=True),
     flat(", seq_idx", return_seq_idx=True),
     flat(", all options", return_flash_attn_kwargs=True, return_seq_idx=True),
-    producer("hf default_data_collator", HF, fixed, ONE_SEQUENCE, collate="transformers"),
-    producer("torch default_collate", (), fixed, ONE_SEQUENCE, collate="torch"),
-    producer("trl SFT", TRL, sft, RIGHT),
+    producer("hf default_data_collator", HF, fixed, ONE_SEQUENCE),
     producer("trl SFT, to 8, positions", TRL, sft, RIGHT, pad_to_multiple_of=8, return_position_ids=True),
-    producer("trl SFT padding free", TRL, sft, FLAT, flat=True),
     producer("trl SFT padding free, to 8", TRL, sft, FLAT, flat=True, pad_to_multiple_of=8),
     producer("trl SFT packed, padding free", TRL, sft, FLAT, flat=True, packed=True, return_position_ids=True),
     producer("trl SFT packed, rows", TRL, sft, FLAT, packed=True, return_position_ids=True),
     producer("trl DPO", TRL, preference, RIGHT),
     producer("trl GRPO pads", TRL, prompts_and_completions, SIDED),
     producer("trl flush_left", TRL, prompts_and_completions, SIDED, flush=True),
-    *(_document(name, name == "blocked", block) for name in ("is document 0", "blocked") for block in (False, True)),
+    *(row(f"flex documents, padding {name}" + ", BlockMask" * block, document, styles=STYLES, blocked=blocked, block=block)
+      for name, blocked in (("is document 0", False), ("blocked", True)) for block in (False, True)),
     row("flex window, BlockMask", flex_window),
     row("nn.Transformer triangle", square_subsequent, padded=False, styles=NEVER_EMPTY),
     row("nn.Transformer triangle + key padding", square_subsequent, padded=True),
@@ -529,5 +473,4 @@ PRODUCERS = [
     packing("LLaMA-Factory neat packing", numbers, positions=False),
     packing("LLaMA-Factory and axolotl, numbers, positions", numbers, positions=True),
     packing("axolotl multipack, ones", numbers, positions=True, ones=True),
-    packing("LLaMA-Factory 4D", block_diagonal),
 ]  # fmt: skip

@@ -54,10 +54,8 @@ WRONG = {
     "positions count padding": {"position_ids": torch.arange(5).expand(2, -1)},
     "the segments are another's": {"segment_ids": torch.from_numpy(PACKS)},
 }
-ONE_ROW, RESTART = (
-    made(np.array([[1, 1, 2, 2, 2]])),
-    {"attention_mask": None, "position_ids": torch.tensor([[0, 1, 0, 1, 2]])},
-)
+ONE_ROW = made(np.array([[1, 1, 2, 2, 2]]))
+RESTART = {"attention_mask": None, "position_ids": torch.tensor([[0, 1, 0, 1, 2]])}
 FLAT = replace(made(FULL, flat=True), batch={"input_ids": torch.from_numpy(FULL)})
 ONE_SEQUENCE = torch.from_numpy(~causal((PACKS > 0).astype(np.int64)))[:, None]
 ANSWERS = [

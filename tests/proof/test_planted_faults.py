@@ -387,21 +387,15 @@ def test_who_claims_to_see_a_fault_sees_it(stack, name):
 
 lost = toys.planted
 IN_A_STRANGER = {
-    "rule told nothing": (0, {"rule": lost()}),
-    "rule shifted": (0, {"rule": lost(0, 5, 11, 16)}),
     "rule without the tail": (0, {"rule": lost(0, 6, 11)}),
     "offsets without the leading 0": (0, {"rule": lost(6, 11, 16)}),
     "offsets that fall": (0, {"rule": lost(16, 11, 6, 0)}),
     "offsets of a longer row": (1, {"rule": lost(0, 6, 11, 20)}),
     "lengths for offsets": (0, {"rule": lost(6, 5, 5)}),
-    "convolution told nothing": (0, {"seq_idx": lost()}),
     "convolution of other sequences": (1, {"seq_idx": lost([0] * 5 + [1] * 6 + [2] * 5)}),
-    "attention of one sequence": (2, {"attention": lost(0, 16)}),
-    "attention shifted": (2, {"attention": lost(0, 5, 11, 16)}),
-    "attention that looks ahead": (2, {"causal": False}),
     "a window nobody has": (2, {"window": (2, 0)}),
 }
-"""Of a stack that nobody knows: the layer, and what it hands to its kernel by the kernel's argument."""
+"""Of a stack that nobody knows: the layer, and what it hands to its kernel by the kernel's argument. Others: STACKS."""
 OF_LAYER = {"rule": "chunk_gated_delta_rule", "seq_idx": "causal_conv1d_fn"}
 
 

@@ -130,7 +130,8 @@ def _weighed(draw: random.Random, _: str) -> str:
 
 
 def _split(name: str, cp: ContextParallel, segments: Segments, ids: torch.Tensor, wanted: torch.Tensor) -> str:
-    batch: dict[str, Any] = {"input_ids": ids, "labels": ids.clone(), "attention_mask_2d": segments.keep}
+    learned = ids.masked_fill(~segments.keep, -100)
+    batch: dict[str, Any] = {"input_ids": ids, "labels": learned, "attention_mask_2d": segments.keep}
     if name == "split":
         shard = split_batch(batch, cp, segments=segments)
     else:

@@ -51,6 +51,8 @@ def dumps():
     yield "megatron", dict(megatron(FEATURES))
     yield "few", {**right, "labels": labels}
     yield "at_padding", {**right, "labels": torch.where(right["attention_mask"] == 1, labels, 5)}
+    real = right["attention_mask"].sum(1)[:, None] > torch.arange(1, labels.shape[1] + 1)  # all but the last token, as eos
+    yield "eos", {**right, "attention_mask": real.long()}
     yield "moved", {**right, "labels": torch.nn.functional.pad(right["labels"][:, 1:], (0, 1), value=-100)}
     yield "bare", {key: value for key, value in right.items() if key != "attention_mask"}
     yield "far", {**right, "input_ids": ids + 50_000}
@@ -121,7 +123,8 @@ ROWS = [
     (f"{LLAMA} --batch flat.pt", 0, "packed right; beside packed", ""),
     (f"{LLAMA} --batch megatron.pt", 1, f"left wrong; {BOTH}", "True = blocked"),
     (f"{LLAMA} --batch few.pt", 0, f"right right; {BOTH}", ""),
-    (f"{LLAMA} --batch at_padding.pt", 1, f"right wrong; {BOTH}", r"Labels stand at padding \(5\)"),
+    (f"{LLAMA} --batch at_padding.pt", 2, "", "learned at padding"),
+    (f"{LLAMA} --batch eos.pt", 1, f"right wrong; {BOTH}", "drops 1 of 6 real tokens"),
     (f"{LLAMA} --batch moved.pt", 1, f"right wrong; {BOTH}", "They are shifted"),
     (f"{LLAMA} --batch moved.pt --tolerance 1e9", 1, f"right wrong; {BOTH}", "They are shifted"),
     ("--batch right.pt", 2, None, "Name the model that it was made for"),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from collate_npu.arrays import host_tensor
 from collate_npu.consumers import mindspeed
-from collate_npu.consumers.labels_and_positions import kind_of, labels_are_shifted
+from collate_npu.consumers.labels_and_positions import kind_of, labels_are_shifted, labels_for
 from collate_npu.consumers.megatron import kernel_of, npu_engine
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, recurrent_heads, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
@@ -84,41 +84,45 @@ def gpt_batch(
     check_model(model)
     cp = context_parallel or megatron_ranks(shared=getattr(config_of(model), "sequence_parallel", False))
     with nullcontext() if cp is None else ranks_agree(cp, call="split"):  # one that refuses its batch says so
-        _check_keys(batch)
+        _check_tokens(batch)
         sources = Sources.of(batch)
         segments = ready(agreed(sources, polarity=polarity, pattern=None, padding_free=padding_free))
-        _check_labels(sources, segments)
         row = _row(batch, sources, segments)
         if padding_free:
             return _flat(row, segments, model, cp)
         return _padded(row, segments, model, cp), segments
 
 
-def _check_keys(batch: Mapping[str, Any]) -> None:
+def _check_tokens(batch: Mapping[str, Any]) -> None:
     if batch.get("input_ids") is None:
         rule = "GPTModel takes token ids [B, S] under that name."
-        remedy = "Rename tokens to input_ids; labels of Megatron's datasets are shifted already: pass them to the model."
-        raise CollateError(explain("input_ids", f"keys {', '.join(map(str, batch))}", rule, remedy))
-    beside = [key for key in ("loss_mask", "loss_scale", "shift_labels") if batch.get(key) is not None]
-    if beside and batch.get("labels") is not None:
-        rule = "The loss mask is made from labels, -100 = not learned, before they are shifted; a second one would be lost."
-        remedy = f"Write it into labels (labels.masked_fill(loss_mask == 0, -100)), and leave {', '.join(beside)} out."
-        raise CollateError(explain(", ".join(beside), "beside labels", rule, remedy))
-
-
-def _check_labels(sources: Sources, segments: Segments) -> None:
-    if sources.named["labels"] and labels_are_shifted(sources.array("input_ids"), sources.array("labels"), segments):
-        rule = "Labels stand with their own token here, and are moved to the one before it; these are moved already."
-        remedy = "Pass a copy of input_ids, -100 where nothing is learned; or leave labels out, and give the model yours."
-        raise CollateError(explain("labels", "the next token at both ends of each sequence", rule, remedy))
+        raise CollateError(explain("input_ids", f"keys {', '.join(map(str, batch))}", rule, "Rename tokens to input_ids."))
 
 
 def _row(batch: Mapping[str, Any], sources: Sources, segments: Segments) -> dict[str, Tensor]:
-    """Return the keys that the model reads. Positions that count padding are left out; `_inputs` makes others."""
+    """Return the keys that the model reads, labels with the token that predicts each. Positions that count padding are left
+    out; `_inputs` makes others."""
     given = {key: batch[key] for key in _READ if batch.get(key) is not None}
     if "position_ids" in given and kind_of(torch.from_numpy(sources.array("position_ids")), segments) == "places":
         del given["position_ids"]
-    return {key: value if isinstance(value, Tensor) else host_tensor(key, value) for key, value in given.items()}
+    row = {key: value if isinstance(value, Tensor) else host_tensor(key, value) for key, value in given.items()}
+    return row | {"labels": _targets(batch, sources, segments, row["labels"])} if "labels" in row else row
+
+
+def _targets(batch: Mapping[str, Any], sources: Sources, segments: Segments, labels: Tensor) -> Tensor:
+    """Return labels `[B, S]`, each with the token before it. Those of Megatron's datasets stand there already, beside a loss
+    mask of predictions."""
+    moved = labels_are_shifted(sources.array("input_ids"), sources.array("labels"), segments)
+    read = ("loss_mask",) if moved else ()
+    beside = [key for key in ("loss_mask", "loss_scale", "shift_labels") if batch.get(key) is not None and key not in read]
+    if beside:
+        rule = "The loss mask is made from labels, -100 = not learned, before they are shifted; a second one would be lost."
+        remedy = f"If it is of tokens: labels.masked_fill(loss_mask == 0, -100), and leave {', '.join(beside)} out."
+        raise CollateError(explain(", ".join(beside), "beside labels", rule, remedy))
+    if not moved:
+        return shift_labels(labels, segments)
+    own = labels_for(sources, segments, "next", True).get("labels", labels)
+    return own if batch.get("loss_mask") is None else own.masked_fill(torch.as_tensor(batch["loss_mask"]) == 0, -100)
 
 
 def _padded(row: Mapping[str, Any], segments: Segments, model: Any, cp: ContextParallel | None) -> dict[str, Any]:
@@ -160,8 +164,7 @@ def _inputs(
     device, config, stage = row["input_ids"].device, config_of(model), unwrap(model)
     inputs = {"position_ids": segments.position_ids.to(device), **row, "attention_mask": None}
     if "labels" in row:
-        shifted = shift_labels(row["labels"], segments)
-        inputs |= {"labels": shifted.clamp(min=0), "loss_mask": (shifted != -100).float()}
+        inputs |= {"labels": row["labels"].clamp(min=0), "loss_mask": (row["labels"] != -100).float()}
     whole = {"padding_mask": router_padding_mask(segments, model)}
     if needs_mask_2d(model):
         if mcore_bridge.masks_padding(getattr(config, "mcore_model_type", None)):

@@ -152,18 +152,6 @@ def test_packed_sequences_do_not_see_each_other(kwargs: Any, keep: Any) -> None:
     torch.testing.assert_close(out, torch.cat(wanted), atol=1e-9, rtol=0)
 
 
-def test_a_sequence_cut_between_cards_is_the_whole_one() -> None:
-    """The documents' own examples of modes 7 and 8: one sequence's queries are cut, its keys are not."""
-    q, k, v = (torch.cat([part[i][0] for part in (qkv(1, 5, 6), qkv(1, 4, 6, seed=1))]) for i in range(3))
-
-    def part(queries: slice, lengths: list[int], mode: int, **tokens: int) -> Tensor:
-        given = {"atten_mask": TRIANGLE, "actual_seq_qlen": lengths, "actual_seq_kvlen": [6, 12], **tokens}
-        return reference_fusion_attention(q[queries], k, v, HEADS, "TND", scale=SCALE, sparse_mode=mode, **given)[0]
-
-    torch.testing.assert_close(part(slice(7), [5, 7], 7, pre_tockens=6, next_tockens=-2), part(slice(9), [5, 9], 3)[:7])
-    torch.testing.assert_close(part(slice(2, 9), [3, 7], 8, pre_tockens=6, next_tockens=-1), part(slice(9), [5, 9], 2)[2:])
-
-
 def test_tokens_behind_the_last_end_are_0_and_lists_may_be_tensors() -> None:
     tensors = [x[0] for x in qkv(1, 7, 7)]
     for ends in ([3, 5], torch.tensor([3, 5])):
@@ -174,22 +162,6 @@ def test_tokens_behind_the_last_end_are_0_and_lists_may_be_tensors() -> None:
 
 
 # --- the operator's manners
-
-
-def test_the_seven_outputs_and_their_shapes() -> None:
-    q, k, v = (x.to(torch.bfloat16) for x in qkv(2, 5, 5))
-    out, top, total, reserved, *numbers = reference_fusion_attention(q, k, v, HEADS, "BSND")
-    assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)
-    assert (top.shape, top.dtype, total.shape) == ((2, HEADS, 5, 8), torch.float32, (2, HEADS, 5, 8))
-    assert (reserved.numel(), numbers) == (0, [0, 0, 0])
-
-
-def test_softmax_max_and_sum_are_those_of_the_scores_whose_default_scale_is_1() -> None:
-    q, k, v = qkv(2, 5, 7, key_heads=HEADS)
-    top, total = (x.double() for x in reference_fusion_attention(q * SCALE, k, v, HEADS, "BSND")[1:3])
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * SCALE
-    torch.testing.assert_close(top, scores.amax(-1, keepdim=True).expand_as(top), atol=1e-5, rtol=0)
-    torch.testing.assert_close(top + total.log(), scores.logsumexp(-1, keepdim=True).expand_as(top), atol=1e-5, rtol=0)
 
 
 def test_a_head_smaller_than_one_element_is_refused_not_divided_by() -> None:

@@ -112,11 +112,6 @@ def test_padding_is_a_sequence_of_its_own_or_lies_behind_the_one_before():
     assert flat_offsets(FLAT, keep_padding=False) == (0, 3, 5)
 
 
-def test_a_batchs_own_offsets_are_taken_as_they_are():
-    assert flat_offsets(FLAT, padding=[0, 4, 6, 8]) == (0, 4, 6, 8)
-    assert flat_offsets(FLAT, padding=torch.tensor([0, 4, 6, 8, 8])) == (0, 4, 6, 8)  # an empty one is left out
-
-
 # --- padded rows without a mask
 
 
