@@ -44,6 +44,7 @@ QWEN = SimpleNamespace(layer_types=HYBRID.layer_types, model_type="qwen3_next")
 ENCODER_HOLE = dense(Segments([[1, 1, 0, 1]]), pattern="bidirectional")
 SLIDING = Pattern.sliding(2)
 FEATURES = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
+LABELS, AHEAD = torch.full((2, 5), 9), [{"input_ids": [5, 6, 7], "labels": [6, 7, -100]}]
 
 
 PREFERENCE = [{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3, 4]}]
@@ -276,6 +277,26 @@ FOLLOWED = [
     *(
         (partial(collate, rows, packing=True, **beside), "Leave packing out.", partial(collate, rows, **beside))
         for rows, beside in PACKING
+    ),
+    # --- labels
+    *(
+        (
+            lambda: find(RIGHT, attention_mask=RIGHT.keep, labels=LABELS),
+            words,
+            lambda given=given: find(RIGHT, **given) == RIGHT,
+        )
+        for words, given in {
+            "labels[attention_mask == 0] = -100": {
+                "attention_mask": RIGHT.keep,
+                "labels": LABELS.masked_fill(~RIGHT.keep, -100),
+            },
+            "If the mask is inverted: mask == 0": {"attention_mask": RIGHT.keep, "labels": None},
+        }.items()
+    ),
+    (
+        lambda: collate(AHEAD),
+        "Pass labels_shifted=True",
+        lambda: collate(AHEAD, labels_shifted=True)["labels"].tolist() == [[6, 7, -100]],
     ),
     # --- a mask alone
     (

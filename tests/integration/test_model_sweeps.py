@@ -97,8 +97,6 @@ def worst(model, rows, ids, keep, **given):
     return apart(model, rows, [row[kept > 0] for row, kept in zip(logits, keep)])
 
 
-# --- how positions are counted
-
 ABSOLUTE = ["gpt2", "opt", "gpt_bigcode", "xglm", "biogpt"]
 RELATIVE = ["llama", "qwen2", "gpt_neox", "mistral", "gemma3_text", "phi", "falcon", "llama4_text"]
 RULES = {**dict.fromkeys(ABSOLUTE + RELATIVE, "places"), "bloom": "none", "mpt": "none"}
@@ -134,9 +132,6 @@ def test_a_module_and_its_config_tell_the_same_rule(name, rule):
 
 def flat_error(model, rows, ids, **given):
     return apart(model, rows, logits_of(model, ids, **given)[0].split([len(row) for row in rows]))
-
-
-# --- by the collator
 
 
 def collated(model, rows, **settings):
@@ -183,9 +178,6 @@ def test_a_flat_row_of_the_collator_keeps_its_sequences_apart_or_is_refused(name
     for cached in (False, True):
         assert flat_error(model, rows, ids, **{**batch, "use_cache": cached}) < TOLERANCE
     assert flat_error(model, rows, ids, position_ids=batch.get("position_ids"), use_cache=True) > POWER
-
-
-# --- where padding reaches
 
 
 @cache

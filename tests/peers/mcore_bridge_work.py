@@ -163,8 +163,6 @@ def run(stages: list[nn.Module], batch: dict[str, Any]) -> Tensor:
     return out
 
 
-# --- padded rows
-
 LENGTHS, WIDTH, PAD = (7, 3, 5), 8, swift_world.PAD
 
 
@@ -306,8 +304,6 @@ def cases(name: str) -> dict[str, Any]:
     return out
 
 
-# --- flat rows
-
 RANKS = ContextParallel(2, 0).for_documents(), ContextParallel(2, 0, tensor_parallel=2).for_documents()
 ROWS = {
     "side by side": ((7, 3, 5), 1, None),
@@ -424,9 +420,6 @@ def unseparated(stages: list[Any]) -> list[str]:
     inputs = {"input_ids": row["input_ids"], "position_ids": truth.position_ids, "attention_mask": None}
     inputs["packed_seq_params"] = params_of(offsets, offsets, 7)
     return [refusal(lambda: gpt_batch(row, stages[0], padding_free=True)), refusal(lambda: run(stages, inputs))]
-
-
-# --- a row on one rank and on two
 
 
 def layouts(family: str, ranks: int) -> dict[str, Any]:

@@ -32,9 +32,6 @@ NATIVE = int(version("megatron-core").split(".")[1]) >= 18
 needs_native = pytest.mark.skipif(not NATIVE, reason="Gated DeltaNet takes flat rows from megatron-core 0.18 on")
 
 
-# --- the layer of slime's plugins, and what a batch computes
-
-
 class VarlenGatedDeltaNet(nn.Module):
     """Called `(hidden_states [1, T, H], cu_seqlens)`."""
 
@@ -130,9 +127,6 @@ def by_itself(cpu):
     return alone(hybrid())
 
 
-# --- what they hand over is right, on one rank and on two
-
-
 @needs_native
 @pytest.mark.parametrize(("make", "spoilt"), [("slime", False), ("roll_packed", False), ("slime", True)])
 def test_on_two_ranks_the_kernels_of_whole_rows_are_judged(pool, by_itself, make, spoilt):
@@ -152,9 +146,6 @@ def test_beside_transformer_engine_npu_offsets_say_where_sequences_stand(monkeyp
     params = packed_seq_params(Segments([[1, 1, 1, 0, 2, 2, 2, 2]]))
     assert params.cu_seqlens_q.tolist() == ([0, 4, 8] if here else [0, 3, 7])
     assert params.cu_seqlens_q_padded.tolist() == [0, 4, 8]
-
-
-# --- the faults of their threads
 
 
 class RuleUntold(VarlenGatedDeltaNet):

@@ -109,8 +109,6 @@ def features(*lengths: int, **more: Any) -> list[dict[str, Any]]:
     return rows
 
 
-# --- what each part does
-
 LENGTHS = (7, 3, 5, 1)
 RESULTS: dict[str, Any] = {}
 
@@ -230,8 +228,6 @@ def in_this_process() -> None:
             RESULTS[part.__name__] = outcome
 
 
-# --- on two ranks
-
 THREE = LENGTHS[:3]
 CALLER = re.compile(r"\[twinkle driver caller: .*?\] ")
 CONVOLUTION = "mcore_bridge.model.modules.gated_delta_net.causal_conv1d"
@@ -303,9 +299,6 @@ def on_two_ranks() -> None:
 
     TESpecProvider.core_attention = lambda self: TEDotProductAttention
     RESULTS.update(cells_on_ranks(("qwen3", "qwen3_next"), layouts, truth, together))
-
-
-# --- on Ray
 
 
 def in_worker(handle: Any, function: Any) -> Any:
