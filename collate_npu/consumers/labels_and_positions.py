@@ -147,7 +147,7 @@ def check_rebuilt(sources: Sources, segments: Segments, tokens_T: Array, own_T: 
 
 def check_starts(sources: Sources, segments: Segments) -> None:
     """Raise for sequences that look padded on the left though nothing says so: they begin with one token again and again,
-    not learned, others with fewer of it, and it stands nowhere else, or eight times and more."""
+    not learned, in half of the row, others with fewer of it; below eight times, if it stands nowhere else in the batch."""
     ids, labels = (sources.array(each) if dims(sources.get(each)) == segments.shape else None for each in _PAIR)
     if ids is None or labels is None or sources.named["vision"]:
         return
@@ -159,11 +159,9 @@ def check_starts(sources: Sources, segments: Segments) -> None:
     bad = []
     for b, ids_L, labels_L in spans:
         leads = [int((other_L == ids_L[0]).cumprod().sum()) for _, other_L, _ in spans]
-        run, elsewhere = (
-            int((ids_L == ids_L[0]).cumprod().sum()),
-            sum((row == ids_L[0]).sum() for _, row, _ in spans) > sum(leads),
-        )
-        if 1 < run < len(ids_L) and len(set(leads)) > 1 and (labels_L[:run] < 0).all() and (run > 7 or not elsewhere):
+        run, count = int((ids_L == ids_L[0]).cumprod().sum()), sum((row == ids_L[0]).sum() for _, row, _ in spans)
+        half = 2 * run >= len(ids_L) and (run > 7 or count == sum(leads))
+        if 1 < run < len(ids_L) and len(set(leads)) > 1 and (labels_L[:run] < 0).all() and half:
             bad.append((b, f"{run} times the token {ids_L[0]} where a sequence begins"))
     if bad:
         rule = "The mask shows no padding, and these rows look padded."
