@@ -22,7 +22,7 @@ THEIRS = """(lambda rows: {
 BROKEN = {
     "sft_left_padding": [("PaddingCollator(tokenizer, model=model)", THEIRS), ("[DeliveryCallback(collator)]", "[]")],
     "packed_qwen3_5": [("    adapt(model)\n", "")],
-    "planned_batches": [("zip(step, loss_weights(step))", "zip(step, [1 / len(step)] * len(step))")],
+    "planned_batches": [("zip(step, loss_weights(step, sampler=sampler))", "zip(step, [1 / len(step)] * len(step))")],
     "own_loop_context_parallel": [('{**kwargs, "attention_mask": whole["keep"]}', "{}")],
 }
 pytestmark = [pytest.mark.models, pytest.mark.xdist_group("examples")]

@@ -186,7 +186,11 @@ def _of_column(column: Any) -> Array:
 
 @checked
 def loss_weights(
-    batches: Sequence[Mapping[str, Any]], *, per: Literal["token", "label", "sequence"] = "token", group: Any = None
+    batches: Sequence[Mapping[str, Any]],
+    *,
+    per: Literal["token", "label", "sequence"] = "token",
+    group: Any = None,
+    sampler: BalancedBatchSampler | None = None,
 ) -> list[float]:
     """Return a weight for the mean loss of each batch of a step, so that the gradient does not depend on how samples are
     batched: `(model(**batch).loss * weight).backward()` for each, then one optimizer step.
@@ -195,6 +199,7 @@ def loss_weights(
     * `per`: what the loss of a batch averages over: tokens that a causal model predicts (it shifts labels), labels (T5,
       token classification), or sequences.
     * `group`: the ranks whose gradients DDP or FSDP averages; None: all. One all_reduce adds up their counts.
+    * `sampler`: that of the batches. Ranks whose plans differ by seed, epoch, options or lengths raise.
 
     >>> labels = torch.tensor([[[-100, 1, 2, 3]], [[-100, 1, -100, -100]]])
     >>> loss_weights([{"labels": row} for row in labels])
@@ -204,7 +209,11 @@ def loss_weights(
     try:
         counts = _counts(batches, per)
     finally:  # where it raises, the other ranks wait
-        ranks, failed, total, *chosen = _of_all_ranks(counts, per, group)
+        plan = 0 if sampler is None else zlib.crc32(repr((sampler.state_dict()["plan"], sampler.epoch)).encode()) >> 8
+        ranks, failed, total, plans, squares, *chosen = _of_all_ranks(counts, per, group, plan)
+    if ranks * squares != plans**2:
+        rule, remedy = "All ranks have one plan.", "Pass the same lengths, seed and options on each; set_epoch on each."
+        raise CollateError(explain("sampler", "ranks whose plans differ", rule, remedy))
     if failed or max(chosen) != ranks:
         got, remedy = f"{failed} other ranks raised; ranks by per= {chosen}", "Look at their errors; pass one per=."
         raise CollateError(explain("batches", got, "All ranks weigh the same step.", remedy))
@@ -213,9 +222,11 @@ def loss_weights(
     return [ranks * count / total for count in counts]
 
 
-def _of_all_ranks(counts: list[int] | None, per: str, group: Any) -> list[int]:
-    """Return how many ranks there are, how many raised, the sum of all counts, and how many ranks have each `per`."""
-    own = torch.tensor([1, counts is None, sum(counts or ()), *(per == each for each in ("token", "label", "sequence"))])
+def _of_all_ranks(counts: list[int] | None, per: str, group: Any, plan: int) -> list[int]:
+    """Return how many ranks there are, how many raised, the sum of all counts, of plans and of their squares, and how many
+    ranks have each `per`."""
+    chosen = (per == each for each in ("token", "label", "sequence"))
+    own = torch.tensor([1, counts is None, sum(counts or ()), plan, plan**2, *chosen])
     if dist.is_available() and dist.is_initialized():
         own = own.to("cpu" if is_gloo(group) else torch.accelerator.current_accelerator())
         dist.all_reduce(own, group=group)

@@ -145,7 +145,7 @@ def with_labels(sources: Sources, segments: Segments) -> Segments:
 def _lost_labels(sources: Sources, key: str, segments: Segments) -> Any:
     """Return bool `[B, S]`: the labels of this key that are learned at padding; False if there are none."""
     held, shape = sources[key], segments.shape
-    if getattr(held, "is_nested", False) or tuple(getattr(held, "shape", ())) != shape:
+    if not isinstance(held, (Tensor, np.ndarray)) or getattr(held, "is_nested", False) or tuple(held.shape) != shape:
         return False
     labels_BS = sources.array(key)
     if labels_BS.dtype.kind not in "iu" or not (lost_BS := (labels_BS >= 0) & ~segments._keep_BS).any():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from collate_npu import CollateError, Segments
-from collate_npu.collate import loss_weights
+from collate_npu.collate import BalancedBatchSampler, loss_weights
 from collate_npu.masks import dense
 from collate_npu.outputs import shift_labels
 from collate_npu.parallel import (
@@ -157,11 +157,15 @@ def meaning_of_loss() -> tuple[float, ...]:
     return tuple(float(shard.grad) for shard in shards.values())
 
 
-def weights(per: list[str], bad: int) -> str:
+def weights(per: list[str], bad: int, odd: str = "") -> str:
     row = torch.tensor([[-100, 1, 2][: (rank := dist.get_rank()) + 2]])
+    other, lengths = bool(odd) * rank, [3, 2, 4, 5]
+    settings = {"max_tokens": 8 + other * (odd == "options"), "seed": other * (odd == "seed"), "num_replicas": 2}
+    sampler = BalancedBatchSampler(lengths[:: -1 if other and odd == "order" else 1], rank=rank, **settings)
+    sampler.set_epoch(other * (odd == "epoch"))
     step = {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row[0] if rank == bad else row}
     try:
-        return str(loss_weights([step], per=per[rank]))
+        return str(loss_weights([step], per=per[rank], sampler=sampler))
     except CollateError as error:
         return str(error)
 

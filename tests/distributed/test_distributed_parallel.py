@@ -51,6 +51,8 @@ def test_a_rank_whose_step_cannot_be_weighed_leaves_none_waiting(pair):
     for told, says in zip(pair(work.weights, ["token", "token"], 0), ("Pass per='sequence'", "1 other ranks raised")):
         assert says in told
     assert all("ranks by per= [1, 0, 1]" in each for each in pair(work.weights, ["token", "sequence"], -1))
+    for odd in ("seed", "epoch", "order", "options"):
+        assert all("ranks whose plans differ" in each for each in pair(work.weights, ["token", "token"], -1, odd))
 
 
 @pytest.mark.slow

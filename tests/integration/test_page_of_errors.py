@@ -125,9 +125,6 @@ def says(name, error, run):
     assert isinstance(caught.value, CollateError) == text.endswith(f"\nMore: collate-npu guide errors#{name}")
 
 
-# --- the page
-
-
 def test_every_row_has_a_test_and_every_test_a_row():
     tests = {name.removeprefix("test_row_").replace("_", "-") for name in globals() if name.startswith("test_row_")}
     assert tests | set(ELSEWHERE) == set(ROWS)
@@ -190,8 +187,6 @@ def test_the_words_of_an_error_lead_to_their_row(words):
         assert re.search(r'<a id="([\w-]+)">', found)[1] == wanted
 
 
-# --- what the rows use
-
 SAMPLES = [{"input_ids": [5, 6, 7, 8, 9, 256]}, {"input_ids": [3, 4, 256]}]  # 256 is eos, and pad
 LEFT = Segments.from_lengths([6, 3], side="left")
 ONES_AND_ZEROS = (torch.bool, torch.int8, torch.bfloat16)
@@ -228,9 +223,6 @@ def worst(model, **batch):
 
 
 RIGHT, WRONG = 1e-4, 0.5
-
-
-# --- wrong numbers
 
 
 SILENT = [
@@ -382,9 +374,6 @@ def test_row_nan():
     assert worst(eager, **{key: value for key, value in batch.items() if key != "labels"}) < RIGHT
 
 
-# --- errors and warnings
-
-
 def test_row_consumer(hybrid, tokenizer):
     says("consumer", CollateError, lambda: PaddingCollator(tokenizer, model=hybrid.config))
     _warn_of_neutral_form.cache_clear()  # it warns once a process
@@ -489,9 +478,6 @@ def test_row_causal_kernel(tokenizer):
     batch = adapter(mended("causal-kernel", tokenizer=tokenizer)["collator"](SAMPLES))
     assert batch["attention_mask"] is None
     assert batch["attention_mask_2d"].sum(1).tolist() == [6, 3]
-
-
-# --- memory and speed
 
 
 def test_row_mask_memory(tokenizer):

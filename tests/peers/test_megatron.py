@@ -106,9 +106,6 @@ def test_the_fused_local_softmax_and_gated_delta_net_read_no_left_padding(model,
         gpt_batch(left, model)
 
 
-# --- context parallelism
-
-
 def test_recurrent_layers_get_the_tokens_whose_zigzag_they_undo(model, monkeypatch):
     right = PaddingCollator(pad_token_id=PAD, pad_to_multiple_of=8)(samples(*LENGTHS))
     slices, zigzag = ContextParallel(2, 0, layout="contiguous"), ContextParallel(2, 0)
@@ -219,9 +216,6 @@ def check_split(side: str) -> None:
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-# --- tensor parallelism with sequence parallelism
-
-
 def sequence_parallel(multiple: int, padding_free: bool = False) -> dict[str, Any]:
     """Loss, losses of routers and their gradients: each rank's routers see half the tokens."""
     tp = dist.get_world_size()
@@ -239,8 +233,6 @@ def sequence_parallel(multiple: int, padding_free: bool = False) -> dict[str, An
             dist.all_reduce(value)
     return {"loss": loss.detach(), "aux": aux, "routers": routers, "shape": list(inputs["padding_mask"].shape)}
 
-
-# --- the tests of them
 
 IMPORTS = 120
 

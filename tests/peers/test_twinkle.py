@@ -96,9 +96,6 @@ def test_rows_padded_right_are_twinkles(lengths, micro, variable):
         assert mine["attention_mask"] is None
 
 
-# --- padding side, zeros of a mask, both multiples
-
-
 @given(st.data(), st.sampled_from(["left", "right"]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 def test_side_zeros_and_multiples(data, side, tp, cp):
@@ -175,9 +172,6 @@ def test_install_twice_and_uninstall():
     made.process_pipeline = before[2:]
     with pytest.raises(CollateError, match="pad_cp"):
         twinkle.install(made, needs_mask_2d=True)
-
-
-# --- what reaches the model
 
 
 DotProductAttention, TEDotProductAttention, GatedDeltaNet = (
