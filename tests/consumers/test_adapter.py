@@ -62,10 +62,8 @@ def test_a_window_that_the_model_makes_by_itself_is_no_window_of_megatrons():
 def test_what_is_made_is_where_the_batch_is():
     out = megatron(HYBRID).write(batch_of(LEFT, input_ids=torch.empty(2, 5, device="meta")), LEFT)
     made = {"position_ids", "attention_mask", "attention_mask_2d"}
-    assert {key for key, value in out.items() if value.is_meta} == {"input_ids", *made}
-
-
-# --- context parallelism
+    there = megatron(HYBRID, device="meta")(batch_of(LEFT, attention_mask_2d=LEFT.keep))
+    assert all({key for key, value in each.items() if value.is_meta} == {"input_ids", *made} for each in (out, there))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
