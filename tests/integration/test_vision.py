@@ -5,6 +5,7 @@ images move the logits by 1; flat, it needs [4, 1, T]: a text row that starts ag
 """
 
 from functools import cache
+from inspect import signature
 
 import pytest
 import torch
@@ -140,8 +141,9 @@ WRONG_TYPES = {
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("how", WRONG_TYPES)
 def test_types_that_do_not_stand_at_the_images_are_refused(name, side, how):
-    """TRL 5785: right shapes, wrong positions, by every door."""
-    model = model_of(name)
+    """TRL 5785: right shapes, wrong positions, by every door. Transformers 4.57.1 finds images by their ids."""
+    if "mm_token_type_ids" not in signature((model := model_of(name)).forward).parameters:
+        pytest.skip("its layers ask for no types")
     batch = collated(IMAGES, padding_side=side, attention_mask="2d")
     batch["mm_token_type_ids"] = WRONG_TYPES[how](batch["mm_token_type_ids"], batch["attention_mask_2d"])
     for door in (BatchAdapter(model), lambda given: through(model, given)):

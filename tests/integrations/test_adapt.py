@@ -163,9 +163,6 @@ def test_compiled(in_place, order):
     assert not adapted(compiled)
 
 
-# --- how it is called
-
-
 @pytest.mark.parametrize("way", ["greedy", "beams", "a cache made before"])
 def test_generation_is_as_without_it(way):
     model, prompt = model_of(), {key: value for key, value in padded().items() if key != "labels"}
