@@ -94,7 +94,8 @@ def _measured(family: str, device: str) -> Iterator[tuple[tuple[str, ...], tuple
                 continue
             ids = torch.full(segments.shape, VOCABULARY - 1, device=device)
             ids[segments.keep.to(device)] = torch.cat(tokens)
-            batch = {"input_ids": ids, "segment_ids": segments.ids.to(device), "labels": ids}
+            labels = ids.masked_fill(~segments.keep.to(device), -100)
+            batch = {"input_ids": ids, "segment_ids": segments.ids.to(device), "labels": labels}
             logits, gradient = _run(model, [batch], segments.indices.to(device))
             far = float((logits - truth[0]).abs().max() / truth[0].abs().max())
             yield (layout, mode), (far, float((gradient - truth[1]).norm() / truth[1].norm()))

@@ -60,7 +60,7 @@ def _samples(segments: Segments, held: Callable[[Tensor], Any]) -> list[dict[str
 
 def _batch(segments: Segments) -> dict[str, Tensor]:
     truth = {"segment_ids": segments.ids} if segments.packed else {"attention_mask_2d": segments.keep}
-    return {"input_ids": _ids(segments), "labels": _ids(segments), **truth}
+    return {"input_ids": _ids(segments), "labels": _ids(segments).masked_fill_(~segments.keep, -100), **truth}
 
 
 FORMS: dict[str, Callable[[Segments], Any]] = {
