@@ -153,16 +153,16 @@ def check_starts(sources: Sources, segments: Segments) -> None:
         return
     rows_N, first_N, ends_N = np.array(segments.spans, np.int64).reshape(-1, 3).T
     after_N = np.minimum(first_N + 1, ends_N - 1)
-    if not ((ids[rows_N, first_N] == ids[rows_N, after_N]) & (after_N > first_N) & (labels[rows_N, after_N] < 0)).any():
-        return
-    spans = [(b, ids[b, start:end], labels[b, start:end]) for b, start, end in segments.spans]
-    bad = []
-    for b, ids_L, labels_L in spans:
-        leads = [int((other_L == ids_L[0]).cumprod().sum()) for _, other_L, _ in spans]
-        run, count = int((ids_L == ids_L[0]).cumprod().sum()), sum((row == ids_L[0]).sum() for _, row, _ in spans)
-        half = 2 * run >= len(ids_L) and (run > 7 or count == sum(leads))
-        if 1 < run < len(ids_L) and len(set(leads)) > 1 and (labels_L[:run] < 0).all() and half:
-            bad.append((b, f"{run} times the token {ids_L[0]} where a sequence begins"))
+    twice_N = (ids[rows_N, first_N] == ids[rows_N, after_N]) & (after_N > first_N) & (labels[rows_N, after_N] < 0)
+    bad, runs_N = [], np.zeros(len(rows_N), np.int64)
+    for n, (b, start, end) in enumerate(segments.spans) if twice_N.any() else ():
+        runs_N[n] = (ids[b, start:end] == ids[b, start]).cumprod().sum()
+    for n in np.flatnonzero(twice_N & (2 * runs_N >= ends_N - first_N) & (runs_N < ends_N - first_N)).tolist():
+        b, start, run, token = rows_N[n], first_N[n], runs_N[n], ids[rows_N[n], first_N[n]]
+        leads_N = np.where(ids[rows_N, first_N] == token, runs_N, 0)
+        alone = run > 7 or (ids[segments._keep_BS] == token).sum() == leads_N.sum()
+        if alone and (leads_N != run).any() and (labels[b, start : start + run] < 0).all():
+            bad.append((int(b), f"{run} times the token {token} where a sequence begins"))
     if bad:
         rule = "The mask shows no padding, and these rows look padded."
         remedy = "Make the mask from the lengths. If these are real tokens, give one of them a label, or batch them alone."

@@ -23,7 +23,7 @@ REMEDY_ONE_SET = "Keep one set of offsets, that of this batch: a collator or a s
 TOKEN_BY_TOKEN = frozenset((
     "torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger_kernel", "bitsandbytes", "torchao", "kernels",
     "transformer_engine", "swift", "verl", "llamafactory", "axolotl", "openrlhf", "skyrl", "nemo_automodel", "veomni",
-    "xtuner", "twinkle", "unsloth", "unsloth_zoo", "collate_npu",
+    "xtuner", "twinkle", "unsloth", "unsloth_zoo", "torch_npu", "mindspeed", "optimum", "hqq", "gptqmodel", "collate_npu",
 ))  # fmt: skip
 """Packages whose modules, forwards and hooks, put on a transformers model, leave each token by itself (peer tests)."""
 
