@@ -46,7 +46,7 @@ class AmbiguousMaskError(CollateError):
         ...
     collate_npu.errors.AmbiguousMaskError: batch: got keys input_ids. No key says which tokens are padding: no mask may
         mean no padding, or a mask that was lost. Pass attention_mask [B, S], 1 = real token (ones
-        where nothing is padded), or collate with PaddingCollator.
+        where nothing is padded), and segment_ids if rows are packed; or collate with PaddingCollator.
     More: collate-npu guide errors#padding-unknown
     """
 
@@ -60,8 +60,9 @@ class UnsupportedFormError(CollateError):
         ...
     collate_npu.errors.UnsupportedFormError: attention_mask: got Segments(B=2, S=5, lengths=[3, 5], padding='left').
         MindSpeed's flash kernel runs a compressed causal triangle, and here padding stands on the left, so real tokens
-        would attend it. Pad right with one sequence a row, or use padding_free=True. MindSpeed 0.14 to 0.16 with one
-        rank a row reads a dense mask under attention_mask_type=general (consumer='mindspeed_dense').
+        would attend it. With plain causal attention: pad right with one sequence a row, or use padding_free=True.
+        MindSpeed 0.14 to 0.16 with one rank a row reads a dense mask under attention_mask_type=general
+        (consumer='mindspeed_dense').
     More: collate-npu guide errors#causal-kernel
     """
 

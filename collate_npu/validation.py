@@ -147,6 +147,8 @@ def check_held(name: str, value: float, dtype: torch.dtype) -> None:
     if low > -math.inf and not (low <= value <= high and value == int(value)):
         rule = f"It stands at padding in a tensor of {str(dtype).removeprefix('torch.')}, which has no such value."
         remedy = "Convert the tensor first (x.long()), or pass a value that it holds."
+        if dtype == torch.bool and name != "fill":
+            remedy = "A mask of learned tokens holds no labels: pass input_ids.masked_fill(~learned, -100)."
         raise CollateError(explain(name, repr(value), rule, remedy))
 
 

@@ -35,16 +35,11 @@ RIGHT = Segments.from_lengths([3, 5])
 LEFT = Segments.from_lengths([3, 5], side="left")
 FLAT = Segments.from_lengths([[3, 5]])
 PACKED = Segments([[1, 1, 2, 2], [1, 1, 2, 2]])
-HOLE = Segments([[1, 1, 0, 0, 1, 1]])
-TAIL = Segments([[1, 1, 2, 2, 0, 0]])
 HYBRID = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
 DENSE = SimpleNamespace(layer_types=["full_attention"])
-JAMBA = SimpleNamespace(layer_types=HYBRID.layer_types, model_type="jamba")
-QWEN = SimpleNamespace(layer_types=HYBRID.layer_types, model_type="qwen3_next")
 ENCODER_HOLE = dense(Segments([[1, 1, 0, 1]]), pattern="bidirectional")
 SLIDING = Pattern.sliding(2)
 FEATURES = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
-LABELS, AHEAD = torch.full((2, 5), 9), [{"input_ids": [5, 6, 7], "labels": [6, 7, -100]}]
 
 
 PREFERENCE = [{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3, 4]}]
@@ -91,11 +86,6 @@ def collate(features=FEATURES, pad_token_id=0, **settings):
     return PaddingCollator(pad_token_id=pad_token_id, **settings)(features)
 
 
-def adapted(segments, model=DENSE, consumer="megatron", **settings):
-    keys = {"attention_mask_2d": segments.keep, "segment_ids": segments.ids}
-    return BatchAdapter(model, consumer=consumer, **settings)(batch_of(segments, **keys))
-
-
 def flat(model=DENSE, consumer="megatron", segments=FLAT, **settings):
     keys = {"cu_seq_lens_q": segments.cu_seqlens}
     return BatchAdapter(model, consumer=consumer, padding_free=True, **settings)(batch_of(segments, **keys))
@@ -117,7 +107,6 @@ SLICES, DOCUMENTS = ContextParallel(2, 0, layout="contiguous"), CP.for_documents
 EVEN = Segments.from_lengths([3, 5], 8)
 THREE_FIVE = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6, 7, 8]}]
 APART = Segments([[1, 1, 1, 0, 2, 2, 2, 2, 2, 0, 0, 0]])
-SHORT = Segments.from_lengths([2, 3])
 
 collate_all = PaddingCollator(pad_token_id=0, keys={**KEYS, "weights": TOKENS})
 
@@ -151,33 +140,6 @@ WORDED = {
         "attention_mask: 1 bad row.\n  row 0: got 3 real tokens, not 4\nIt disagrees with the other mask of the same batch",
     ),
 }
-
-KEEP, CAUSAL_MASK = {"attention_mask_2d": LEFT.keep}, {"attention_mask": dense(LEFT)}
-WINDOW = {"attention_mask": dense(LEFT, pattern=SLIDING), **KEEP}
-EQUAL, BLOCKS = {"attention_mask": dense(PACKED)}, {"attention_mask": dense(TAIL) & TAIL.keep[:, None, :, None]}
-HEADS = {"attention_mask": torch.cat([dense(LEFT), dense(LEFT, pattern=SLIDING)], 1)}
-ONE_ROW, ZEROS = {"attention_mask": LEFT.keep[:, None, None]}, {"attention_mask": torch.zeros(2, 5)}
-TURNED, EMPTY = {"attention_mask": (~LEFT.keep).long()}, Segments.from_lengths([0, 3])
-RESTARTING = {"segment_ids": FLAT.ids, "position_ids": torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5]])}
-
-DOOR = [
-    (LEFT, {}, "Pass attention_mask [B, S]", {"attention_mask": KEEP["attention_mask_2d"]}),
-    (LEFT, {**KEEP, "padding_free": True}, "or pass padding_free=False", KEEP),
-    (LEFT, WINDOW, "Pass pattern=Pattern.sliding(2)", {**WINDOW, "pattern": SLIDING}),
-    (LEFT, {**CAUSAL_MASK, **KEEP, "pattern": SLIDING}, "or pass attention_mask_2d in its place", KEEP),
-    (PACKED, EQUAL, "(and segment_ids, if rows are packed)", {**EQUAL, "segment_ids": PACKED.ids}),
-    (TAIL, BLOCKS, "Pass pattern='causal'", {**BLOCKS, "pattern": "causal"}),
-    (LEFT, HEADS, "pass attention_mask_2d", KEEP),
-    (LEFT, ONE_ROW, "Pass polarity= and pattern=.", {**ONE_ROW, "pattern": "causal", "polarity": "keep"}),
-    (Segments.from_lengths([5, 5]), ZEROS, "Pass polarity=", {**ZEROS, "polarity": "bias"}),
-    (LEFT, TURNED, "Invert it (mask == 0)", {"attention_mask": TURNED["attention_mask"] == 0}),
-    (LEFT, TURNED, "or pass polarity='masked'", {**TURNED, "polarity": "masked"}),
-    (EMPTY, {"attention_mask_2d": EMPTY.keep}, "pass segment_ids too", {"segment_ids": EMPTY.ids}),
-    (LEFT, {"attention_mask_2d": torch.ones(2, 6)}, "Build them together", KEEP),
-    (FLAT, RESTARTING, "Let every sequence count from 0", {**RESTARTING, "position_ids": FLAT.position_ids}),
-    (FLAT, {"cu_seqlens": FLAT.cu_seqlens, "seq_lens": [4, 4]}, "Keep one set", {"cu_seqlens": FLAT.cu_seqlens}),
-]
-"""Law 12 at the door: the rows of a batch, the keys it is refused with, the words, and the keys that tell those rows."""
 
 MOVED, INDEXER = {"model": {"leaks": {"left": "it was measured"}}}, {"config": SimpleNamespace(**INDEXED)}
 FLASH, FLEX, EAGER = ({"model": {"attn_implementation": name}} for name in ("flash_attention_2", "flex_attention", "eager"))
@@ -220,24 +182,6 @@ PADDED_ROWS = [
 ]
 """The same for rows of 3 and 5 tokens that are padded, and the shapes of the ids and of the mask; None: there is none."""
 
-READERS = [
-    (
-        (LEFT, DENSE, "transformer_engine"),
-        "(consumer='megatron')",
-        (LEFT, DENSE, "megatron"),
-        lambda out: torch.equal(out["attention_mask"], dense(LEFT, polarity="masked")),
-    ),
-    ((PACKED, DENSE, "verl"), "padding_free=True", (FLAT, DENSE, "verl"), lambda out: bare(out)),
-    (
-        (LEFT, HYBRID, "torchtitan"),
-        "Pad right",
-        (RIGHT, HYBRID, "torchtitan"),
-        lambda out: out["attention_masks"].shape == SQUARE,
-    ),
-    ((LEFT, DENSE, "vllm"), "Name one of them", (LEFT, DENSE, "verl"), bool),
-]
-"""The same for who reads: rows, model and consumer, and what is true of the batch."""
-
 UNEXPLAINED = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]])
 UNMASKED = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]])
 PADDED, SIX = Segments([[1, 1, 1, 0, 0]]), Segments.from_lengths([6])
@@ -278,26 +222,6 @@ FOLLOWED = [
         (partial(collate, rows, packing=True, **beside), "Leave packing out.", partial(collate, rows, **beside))
         for rows, beside in PACKING
     ),
-    # --- labels
-    *(
-        (
-            lambda: find(RIGHT, attention_mask=RIGHT.keep, labels=LABELS),
-            words,
-            lambda given=given: find(RIGHT, **given) == RIGHT,
-        )
-        for words, given in {
-            "labels[attention_mask == 0] = -100": {
-                "attention_mask": RIGHT.keep,
-                "labels": LABELS.masked_fill(~RIGHT.keep, -100),
-            },
-            "If the mask is inverted: mask == 0": {"attention_mask": RIGHT.keep, "labels": None},
-        }.items()
-    ),
-    (
-        lambda: collate(AHEAD),
-        "Pass labels_shifted=True",
-        lambda: collate(AHEAD, labels_shifted=True)["labels"].tolist() == [[6, 7, -100]],
-    ),
     # --- a mask alone
     (
         lambda: find(RIGHT, attention_mask=dense(RIGHT) | torch.eye(5, dtype=torch.bool)),
@@ -335,11 +259,6 @@ FOLLOWED = [
         lambda: shape(wrapped(preference, PREFERENCE, consumer="transformers", model=HYBRID)) == (2, 3),
     ),
     (
-        lambda: wrapped({"chosen_input_ids": 1}, [{}]),
-        "call collate_npu.adapt(model)",
-        lambda: torch.equal(watched_forward(LEFT_BATCH)["attention_mask"], LEFT.keep.long()),
-    ),
-    (
         lambda: wrapped(second_rows(LEFT), consumer="transformers", model=DENSE),
         "Pad right; or do not wrap this collator",
         lambda: (
@@ -348,45 +267,18 @@ FOLLOWED = [
         ),
     ),
     (
-        lambda: wrapped(packed, consumer="megatron", model=HYBRID),
-        "or use padding_free=True",
-        lambda: len(wrapped(packed, consumer="megatron", model=HYBRID, padding_free=True)["cu_seq_lens_q"]) == 5,
-    ),
-    (
         lambda: wrapped(MINE, padding_free=True),
         "keys={**KEYS, 'mine': TOKENS} (from collate_npu.keys), or SAMPLE",
         lambda: wrapped(MINE, padding_free=True, keys={**KEYS, "mine": TOKENS})["mine"].shape == (1, 8),
     ),
     # --- consumers
-    (lambda: adapted(PACKED, HYBRID), "or use padding_free=True", lambda: "cu_seq_lens_q" in flat(HYBRID)),
-    (lambda: flat(HYBRID, "mindspeed_dense"), "(consumer='mindspeed')", lambda: bare(flat(HYBRID, "mindspeed"))),
-    (
-        lambda: adapted(HOLE, HYBRID),
-        "Move the padding to one side of the row, or remove it from the sample",
-        lambda: bare(adapted(Segments([[1, 1, 1, 1]]), HYBRID)) and shape(adapted(LEFT, HYBRID)) == (2, 1, 5, 5),
-    ),
-    (
-        lambda: adapted(HOLE, HYBRID, "transformers"),
-        "or use padding_free=True",
-        lambda: (
-            collate(
-                ids([1, 2, 3, 4], attention_mask=[[1, 0, 0, 1]]), padding_free=True, consumer="transformers", model=HYBRID
-            )["input_ids"].tolist()
-            == [[1, 4]]
-        ),
-    ),
+    (lambda: flat(DENSE, "vllm"), "Name one of them", lambda: bare(flat(DENSE, "verl"))),
     (
         lambda: BatchAdapter(consumer="megatron"),
         "Pass model=, model_type= or needs_mask_2d=",
         lambda: BatchAdapter(consumer="megatron", needs_mask_2d=True),
     ),
     (lambda: needs_mask_2d(torch.nn.Linear(1, 1)), "Pass the config itself", lambda: needs_mask_2d(HYBRID)),
-    (
-        lambda: flat(JAMBA, "transformers"),
-        "Give each sequence its own row (padding_free=False)",
-        lambda: shape(adapted(RIGHT, JAMBA, "transformers")) == (2, 5),
-    ),
-    (lambda: flat_route(), "or call adapt(model) before you make the collator", lambda: flat_route(True).form == "none"),
     # --- forms, ways back, parallel, kernels
     (
         lambda: dense(RIGHT, rows=SOME_ROWS),
@@ -443,12 +335,6 @@ FOLLOWED = [
         lambda: offsets(APART, padding=torch.tensor([0, 4, 10, 12])) == [0, 4, 10, 12],
     ),
 ]
-
-
-def flat_route(apart=False):
-    """A flat row on a model that was asked."""
-    asked = Model(config=QWEN, model_type="qwen3_next", needs_mask_2d=True)
-    return consumer_named("transformers").choose(Case(segments=FLAT, model=asked, padding_free=True, apart=apart))
 
 
 def bare(batch):

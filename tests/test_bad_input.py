@@ -198,7 +198,7 @@ REFUSED = [
     *((partial(describe, x), "A batch is a dict") for x in (None, "text")),
     (lambda: describe([BATCH]), "batch: got a list"),
     (lambda: ADAPTER({**BATCH, "labels": IDS.byte()}), "learned at padding, the first at place"),
-    (lambda: wrap_collator(lambda features: {**BATCH, "labels": IDS.bool()})([]), "x.long()"),
+    (lambda: wrap_collator(lambda features: {**BATCH, "labels": IDS.bool()})([]), "masked_fill"),
     (lambda: describe(IDS), "picture draws a mask alone"),
     (lambda: describe({"input_ids": WIDE}), TOO_WIDE),
     (lambda: PaddingCollator(padding_free=True, pad_to_multiple_of=8), "pad_token_id: got None"),

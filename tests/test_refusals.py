@@ -32,12 +32,6 @@ def test_the_remedy_of_a_refusal_works(cause, words, follow):
     assert follow()
 
 
-@pytest.mark.parametrize(("segments", "wrong", "words", "right"), table.DOOR)
-def test_what_the_door_asks_for_opens_it(segments, wrong, words, right):
-    assert words in str(said(lambda: table.find(segments, **wrong)))
-    assert table.find(segments, **right) == segments
-
-
 @pytest.mark.parametrize(("mask", "wrong", "words", "other", "right", "ids"), table.MASKS)
 def test_what_a_mask_alone_asks_for_is_read(mask, wrong, words, other, right, ids):
     assert words in str(said(lambda: derive_segments(mask, **wrong)))
@@ -61,12 +55,6 @@ def test_what_padded_rows_ask_for_makes_them(wrong, words, right, ids, mask):
     assert words in str(said(lambda: table.collate(table.THREE_FIVE, **wrong)))
     out = table.collate(table.THREE_FIVE, **right)
     assert (out["input_ids"].shape, None if table.bare(out) else table.shape(out)) == (ids, mask)
-
-
-@pytest.mark.parametrize(("wrong", "words", "right", "holds"), table.READERS)
-def test_what_a_reader_asks_for_is_taken(wrong, words, right, holds):
-    assert words in str(said(lambda: table.adapted(*wrong)))
-    assert holds(table.adapted(*right, padding_free=right[0] is table.FLAT))
 
 
 @pytest.mark.parametrize("name", table.WORDED)

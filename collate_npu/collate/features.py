@@ -22,10 +22,10 @@ from torch import Tensor
 from collate_npu.arrays import Array, dims, entries, host_array
 from collate_npu.collate.padding import ON_HOST, Rows, check_lengths, is_ragged, on_host, pad_rows, rank_of, whole_rows
 from collate_npu.errors import CollateError, a_type, explain, explain_rows, shape_of
-from collate_npu.keys import KEYS, SAMPLE, Key, of_kind
-from collate_npu.masks.batch_reader import with_labels
-from collate_npu.masks.sources import Sources, split_by_positions
-from collate_npu.segments import Segments, renumber
+from collate_npu.keys import KEYS, MASK_KEY, SAMPLE, Key, of_kind
+from collate_npu.masks.batch_reader import agreed
+from collate_npu.masks.sources import Sources
+from collate_npu.segments import Segments
 
 Features = Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Samples, or columns."""
@@ -62,17 +62,14 @@ def read_features(features: Features, *, keys: Mapping[str, Key] = KEYS) -> Samp
     columns = _columns(features, keys)
     lengths = _lengths(columns)
     truth = {key: column for key, column in columns.items() if key in keys and keys[key].kind == "truth"}
-    positions = columns.get("position_ids")
-    segment_ids = own_segments(truth, lengths, positions or []) if truth or positions else None
-    real = lengths if segment_ids is None else [int((row > 0).sum()) for row in segment_ids]
-    if 0 in real:
-        rows = [(b, "no tokens") for b, n in enumerate(real) if not n]
-        rule = "A row without real tokens has no logits, no loss and no last token."
-        raise CollateError(explain_rows("input_ids", rows, rule, "Drop the samples."))
     held = {key: column for key, column in columns.items() if key not in truth} if truth else columns
     kinds = {key: _kind(key, column, lengths, keys) for key, column in held.items()}
-    if segment_ids is not None and kinds.get("labels") == "tokens":
-        segment_ids = _with_labels(segment_ids, columns["input_ids"], columns["labels"])
+    beside = {key: columns[key] for key in ("input_ids", "labels", "position_ids") if kinds.get(key) == "tokens"}
+    segment_ids = own_segments(truth, lengths, beside) if truth or "position_ids" in beside else None
+    if 0 in lengths:
+        rows = [(b, "no tokens") for b, n in enumerate(lengths) if not n]
+        rule = "A row without real tokens has no logits, no loss and no last token."
+        raise CollateError(explain_rows("input_ids", rows, rule, "Drop the samples."))
     return Samples(columns=held, kinds=kinds, lengths=lengths, segment_ids=segment_ids)
 
 
@@ -100,11 +97,12 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
         if flat and any(row is not None for row in values):
             whole = [[n] if key == "seq_lengths" else [1] * n for n in lengths]
             truth[key] = [default if row is None else row for row, default in zip(values, whole)]
-    positions = [row["position_ids"] for row in named if row.get("position_ids") is not None]
-    own, labels = own_segments(truth, lengths, positions), Rows(filter(is_ragged, map(_labels_of, named)))
+    labels, ids = Rows(filter(is_ragged, map(_labels_of, named))), Rows(tokens)
     labelled = labels.lengths == lengths and bool(labels.lists or labels.flat) and not _is_targets(labels, lengths)
-    if own is not None and labelled:
-        own = _with_labels(own, Rows(tokens), labels)
+    beside = {"labels": labels} if labelled and (ids.lists or ids.flat) else {}
+    positions = Rows([row["position_ids"] for row in named if is_ragged(row.get("position_ids"))])
+    beside |= {"position_ids": positions} if positions.lengths == lengths else {}
+    own = own_segments(truth, lengths, {"input_ids": ids, **beside})
     return whole_rows(name, tokens), own, [np.asarray(row) for row in labels] if labelled else None
 
 
@@ -163,7 +161,7 @@ def _lengths(columns: dict[str, Rows]) -> list[int]:
     rows = columns["input_ids"]
     if bad := [] if rows.lists or rows.flat else [(b, shape_of(row)) for b, row in enumerate(rows) if rank_of(row) != 1]:
         rule = "input_ids of one sample is a list, array or tensor [L] of token ids."
-        remedy = "Drop the batch dimension; pass ids, not text."
+        remedy = "Pass ids, not text, without a batch dimension; one sample is a list of one."
         raise CollateError(explain_rows("input_ids", bad, rule, remedy))
     bools = bool in rows.firsts if rows.lists else not rows.flat or _BOOLS in rows.flat
     if bad := [(b, _BOOL) for b, row in enumerate(rows) if np.asarray(row[:1]).dtype == bool] if bools else []:
@@ -321,47 +319,27 @@ def joined_segment_ids(rows: Sequence[Array]) -> Array:
     return np.concatenate([np.where(row > 0, row + n, 0) for row, n in zip(rows, before)])
 
 
-def own_segments(columns: Mapping[str, list[Any]], lengths: list[int], positions: Sequence[Any] = ()) -> list[Array] | None:
-    """Segment ids `[L]` of each sample by the keys of its truth, numbered 1, 2, ... in order; None where every sample is one
-    sequence without holes. Positions `[L]` that restart part what nothing else parts."""
-    own = _own_ids(columns, lengths)
-    parted = own is not None and any(row.max(initial=0) > 1 for row in own)
-    if parted or [len(row) if rank_of(row) == 1 else -1 for row in positions] != lengths:
-        return own
-    width = max(lengths)
-    real = [np.ones(n, np.int32) for n in lengths] if own is None else own
-    known = Segments.from_ids(pad_rows("attention_mask", real, width=width))
-    found = split_by_positions(pad_rows("position_ids", positions, width=width).numpy(), known, padding_free=False)
-    return own if found is None or not found[0].packed else [row[:n] for row, n in zip(found[0].array, lengths)]
-
-
-def _with_labels(own: list[Array], tokens: Rows, labels: Rows) -> list[Array]:
-    """Return the segment ids of samples with the end tokens that their labels learn. Raises as `with_labels` does."""
-    columns, width = {"input_ids": tokens, "labels": labels}, max(labels.lengths)
-    if not all(rows.lists or rows.flat for rows in columns.values()):
-        return own
-    laid = {key: pad_rows(key, rows, width=width, fill=-100, whole=True) for key, rows in columns.items()}
-    found = with_labels(Sources(laid), Segments.from_ids(pad_rows("attention_mask", own, width=width)))
-    return [row[:n] for row, n in zip(found.array, labels.lengths)]
-
-
-def _own_ids(columns: Mapping[str, list[Any]], lengths: list[int]) -> list[Array] | None:
-    masks = [key for key in columns if key != "seq_lengths"]
-    if all(_all_real(columns[key], lengths) for key in masks):
+def own_segments(truth: Mapping[str, Sequence[Any]], lengths: list[int], beside: Mapping[str, Rows]) -> list[Array] | None:
+    """Segment ids `[L]` of each sample, numbered 1, 2, ... in order; None where every sample is one sequence without holes.
+    What tells of them is laid in rows and read as a batch is: the masks, ids and lengths of `truth`; tokens, labels and positions
+    `beside` them."""
+    masks = [key for key in truth if key != "seq_lengths"]
+    if all(_all_real(truth[key], lengths) for key in masks):
         masks = []
-    sources = {key: _mask_ids(key, columns[key], lengths) for key in masks}
-    if "seq_lengths" in columns:
-        sources["seq_lengths"] = _lengths_ids(columns["seq_lengths"], lengths)
-    if not sources:
+    if 0 in lengths or not (masks or "seq_lengths" in truth or "position_ids" in beside):
         return None
-    _check_agreement(sources)
-    rows = [np.stack(row) for row in zip(*sources.values())]
-    ids = [np.where((row > 0).all(axis=0), row.max(axis=0), 0) for row in rows]
-    numbered_BS = renumber(pad_rows("attention_mask", ids, width=max(lengths, default=0)).numpy())
-    return [row[:n].astype(np.int32) for row, n in zip(numbered_BS, lengths)]
+    told = {key: _own_mask(key, truth[key], lengths) for key in masks} or {MASK_KEY: Rows(map(np.ones, lengths))}
+    laid = {key: pad_rows(key, rows, width=max(lengths)) for key, rows in told.items()}
+    for key, rows in beside.items():
+        laid[key] = pad_rows(key, rows, width=max(lengths), fill=-100 if key == "labels" else 0, whole=True)
+    found = agreed(Sources(laid), polarity="keep", pattern=None, padding_free=False)
+    if "seq_lengths" in truth:
+        found = _with_lengths(found, truth["seq_lengths"], lengths)
+    own = [row[:n] for row, n in zip(found.array, lengths)]
+    return None if all((row == 1).all() for row in own) else own
 
 
-def _all_real(column: list[Any], lengths: list[int]) -> bool:
+def _all_real(column: Sequence[Any], lengths: list[int]) -> bool:
     """Ones throughout, as tokenizers emit them, say what the lengths say."""
     for row, length in zip(column, lengths):
         listed = isinstance(row, (list, tuple))
@@ -374,46 +352,38 @@ def _all_real(column: list[Any], lengths: list[int]) -> bool:
     return True
 
 
-def _check_agreement(sources: Mapping[str, list[Array]]) -> None:
-    """Masks must call the same tokens real; packing ids and lengths must part the sample at the same places."""
-    masks = [name for name in sources if name != "seq_lengths"]
-    parting = [n for n, rows in sources.items() if n == "seq_lengths" or any(ids.max(initial=0) > 1 for ids in rows)]
-    real = (masks, lambda a, b: (a > 0) != (b > 0), "another mask", "Both masks of a sample mark the same tokens as real.")
-    parts = (parting, _other_parts, "other sequences", "Packing ids and seq_lengths divide a sample at the same tokens.")
-    for names, differ, got, rule in (real, parts):
-        for name in names[1:]:
-            pairs = enumerate(zip(sources[names[0]], sources[name]))
-            if bad := [(b, f"{got} than {names[0]}") for b, (ids, others) in pairs if differ(ids, others).any()]:
-                raise CollateError(explain_rows(name, bad, rule, "Keep one of them."))
-
-
-def _other_parts(ids: Array, others: Array) -> Any:
-    real = (ids > 0) & (others > 0)
-    return (np.diff(ids[real]) != 0) != (np.diff(others[real]) != 0)
-
-
-def _mask_ids(key: str, column: list[Any], lengths: list[int]) -> list[Array]:
-    """Return the sequence ids of a sample's own mask: 1 = real, 0 = hole, 1 1 2 2 0 = packed sequences."""
+def _own_mask(key: str, column: Sequence[Any], lengths: list[int]) -> Rows:
+    """Return a sample's own mask: 1 = real, 0 = hole, 1 1 2 2 0 = packed sequences."""
     if bad := [(b, f"{rank_of(row)} dimensions") for b, row in enumerate(column) if rank_of(row) != 1]:
         rule = "A sample's own mask is [L], one number for each token."
         raise CollateError(explain_rows(key, bad, rule, "Pass 4D masks of a whole batch through wrap_collator."))
     check_lengths(key, column, lengths)
-    arrays = [host_array(key, row) for row in column]
-    if wrong := [(b, f"values {np.unique(row)[:6].tolist()}") for b, row in enumerate(arrays) if not _is_ids(row)]:
+    rows = Rows([host_array(key, row) for row in column])
+    if bad := [
+        (b, f"values {np.unique(row)[:6].tolist()}") for b, row in enumerate(rows) if ((row < 0) | (row % 1 != 0)).any()
+    ]:
         rule = "A sample's own mask holds 1 (real) and 0 (padding), or packing ids 1 1 2 2 0."
-        raise CollateError(explain_rows(key, wrong, rule, "Convert additive masks with (mask == 0) first."))
-    return [row.astype(np.int32) for row in arrays]
+        raise CollateError(explain_rows(key, bad, rule, "Convert additive masks with (mask == 0) first."))
+    if bad := [(b, "no tokens") for b, row in enumerate(rows) if not row.any()]:
+        rule = "A row without real tokens has no logits, no loss and no last token."
+        remedy = "Drop the samples; or make the masks from the lengths, or invert them (mask == 0)."
+        raise CollateError(explain_rows(key, bad, rule, remedy))
+    return rows
 
 
-def _is_ids(row: Array) -> bool:
-    return not row.size or (row.dtype.kind in "iubf" and bool((row >= 0).all() and (row == row.astype(np.int32)).all()))
-
-
-def _lengths_ids(column: list[Any], lengths: list[int]) -> list[Array]:
+def _with_lengths(found: Segments, column: Sequence[Any], lengths: list[int]) -> Segments:
+    """Part the samples by their `seq_lengths`, which count holes too. Raises where something else parts them otherwise."""
     parts = [np.atleast_1d(host_array("seq_lengths", row)) for row in column]
     counts = [part.ndim == 1 and (part.dtype.kind in "iu" or not part.size) for part in parts]
     fits = [ok and all(0 <= m <= n for m in part) and part.sum() == n for ok, part, n in zip(counts, parts, lengths)]
     if bad := [(b, f"{part.tolist()[:8]}, which sum to {part.sum()}") for b, part in enumerate(parts) if not fits[b]]:
         rule = "seq_lengths of a sample are whole numbers that sum to its number of input_ids."
         raise CollateError(explain_rows("seq_lengths", bad, rule, "Count again after truncation."))
-    return [np.repeat(np.arange(1, len(part) + 1, dtype=np.int32), part.astype(np.int64)) for part in parts]
+    numbers = [np.repeat(np.arange(1, len(part) + 1), part.astype(np.int64)) for part in parts]
+    ids_BS = pad_rows("seq_lengths", numbers, width=found.shape[1]).numpy()
+    parted = Segments.from_ids(np.where(found.array, ids_BS, 0))
+    pairs = enumerate(zip(found.lengths, parted.lengths)) if found.packed else ()
+    if bad := [(b, f"sequences of {list(by)}, not {list(own)} tokens") for b, (own, by) in pairs if own != by]:
+        rule = "Packing ids, positions and seq_lengths divide a sample at the same tokens."
+        raise CollateError(explain_rows("seq_lengths", bad, rule, "Keep one of them."))
+    return parted

@@ -19,7 +19,7 @@ from collate_npu.collate.collators import ELSEWHERE, BatchWriter, MaskMode, add_
 from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
 from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
-from collate_npu.consumers.labels_and_positions import check_rebuilt, labels_for
+from collate_npu.consumers.labels_and_positions import check_labels, check_rebuilt, labels_for
 from collate_npu.consumers.mask_choice import Consumer, ConsumerName
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
@@ -123,6 +123,7 @@ class WrappedCollator:
         if batch.named["tokens"] == ("tokens",):  # Megatron's stand with the token before, torchtune's do not: by the tokens
             shifted = shifted or None
         ignored = self.writer.label_pad_token_id
+        check_labels(batch, segments, None if self.writer.adapter is None else self.writer.adapter.model.labels)
         out = labels_for(batch, segments, self.writer.labels, shifted, ignored=ignored)
         labels = out.get("labels", batch.get("labels"))
         counted = self.writer.adapter is not None and self.writer.predicts_next
@@ -289,6 +290,6 @@ def _align(batch: Sources, samples: _Samples) -> Segments:
         return found[0]
     where = "fit both ends of their rows" if found else "stand at neither end of their rows"
     rule = f"No key says which tokens are padding, and the ids of the samples {where}."
-    remedy = "Let the inner collator emit attention_mask, or use PaddingCollator."
+    remedy = "Let the inner collator emit attention_mask (and segment_ids, if rows are packed), or use PaddingCollator."
     got = f"{shape_of(batch.get('input_ids'))} without a mask"
     raise AmbiguousMaskError(explain("input_ids", got, rule, remedy))

@@ -43,7 +43,10 @@ def _dropped_window(case: Case) -> str:
     """Return why a window of the model is lost: MindSpeed drops it (0.16.0 te/.../dot_product_attention.py:576-640)."""
     window = getattr(case.model.config, "window_size", None)
     back = window[0] if isinstance(window, (tuple, list)) and window else -1
-    short = case.pattern.name == "causal" and 0 <= back < case.segments.longest_span - 1
+    longest, pattern = case.segments.longest_span, case.pattern
+    if case.padding_free and pattern.name not in ("causal", "bidirectional") and pattern.reaches(longest):
+        return f"attention is {pattern}"
+    short = pattern.name == "causal" and 0 <= back < longest - 1
     return f"its window_size is {tuple(window)}" if short else ""  # type: ignore[arg-type]
 
 
@@ -58,8 +61,8 @@ NOT_EXACT = Refusal(
     of="every batch for which None is wrong, such as left padding or packed rows",
     when=not_exact,
     rule="MindSpeed's flash kernel runs a compressed causal triangle, and here {why}.",
-    remedy="Pad right with one sequence a row, or use padding_free=True. MindSpeed 0.14 to 0.16 with one rank a row reads a "
-    "dense mask under attention_mask_type=general (consumer='mindspeed_dense').",
+    remedy="With plain causal attention: pad right with one sequence a row, or use padding_free=True. MindSpeed 0.14 to "
+    "0.16 with one rank a row reads a dense mask under attention_mask_type=general (consumer='mindspeed_dense').",
     more="causal-kernel",
 )
 
@@ -76,7 +79,7 @@ MINDSPEED_DENSE = Consumer(
     name="mindspeed_dense",
     forms=(Form(form="masked", reads="bool [B, 1, S, S], True = blocked, always; padding that sees no key sees itself"),),
     refuses=(
-        PACKED_RECURRENT,
+        replace(PACKED_RECURRENT, remedy="Give each sequence its own row, or use padding_free=True (consumer='mindspeed')."),
         HOLES_RECURRENT,
         WINDOW,
         Refusal(

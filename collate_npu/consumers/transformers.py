@@ -190,7 +190,7 @@ TRANSFORMERS = Consumer(
             when=_leak,
             rule="Padding there changes the real tokens of this model: {why}.",
             remedy="If it mixes neighbouring tokens, batch sequences of one length, one a row. Else pad right, and remove "
-            "padding inside a sequence, or use padding_free=True. Before transformers 5.15 recurrent layers get no mask "
+            f"padding inside a sequence, or {_ADAPT}. Before transformers 5.15 recurrent layers get no mask "
             "if the batch has one row: batch two rows.",
         ),
         Refusal(
@@ -210,7 +210,7 @@ TRANSFORMERS = Consumer(
             of="4D masks in a hybrid model",
             when=lambda case: case.recurrent and not case.plain and _needs_dense(case),
             rule="Recurrent layers read no 4D mask; {why}.",
-            remedy="Keep the model's own pattern, and one sequence a row.",
+            remedy="Keep the model's own pattern (no pattern=, attention_mask_2d for a 4D mask), one sequence a row.",
         ),
         Refusal(
             of="rows of which the head would take a wrong token: padding at its place, packed rows, no pad_token_id",

@@ -20,7 +20,6 @@ from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, 
 from collate_npu.keys import KEEP_KEY, MASK_KEY
 from collate_npu.masks.dense_mask import Reading, read_mask
 from collate_npu.masks.mask_values import (
-    REMEDY_CARRY_2D,
     Known,
     MaskValues,
     Polarity,
@@ -320,7 +319,7 @@ def _with_dense(
         unknown = {"polarity=": "which of True and False is real", "pattern=": "whether queries attend to both sides"}
         missing = {name: what for (name, what), value in zip(unknown.items(), (polarity or truth, pattern)) if value is None}
         rule = f"One row of keys for all queries does not say {' or '.join(missing.values())}."
-        remedy = f"Pass {' and '.join(missing)}. {REMEDY_CARRY_2D}"
+        remedy = f"Pass {' and '.join(missing)}, or attention_mask_2d in its place."
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="polarity"))
     if not full.ndim or full.shape[-1] != shape[1] or (full.ndim == 4 and not full.shape[1]):
         raise wrong_shape_error(key, shape_of(full), shape)
@@ -333,7 +332,7 @@ def _with_dense(
     expected = found is None or found is CAUSAL or found in own
     if found is not None and not expected and found.reaches(reading.segments.longest_span):
         rule = f"It is the mask of {found} attention, and without pattern= the batch would get plain causal attention."
-        remedy = f"Pass pattern={found.expression} if the model attends so."
+        remedy = f"Pass pattern={found.expression} if the model attends so, else attention_mask_2d in its place."
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="mask-pattern"))
     return _Truth(key, reading.segments, truth is not None and truth.parted)
 
@@ -375,7 +374,10 @@ def _one_head(key: str, full: Tensor, polarity: Polarity | None) -> MaskValues:
 
 def _unknown(sources: Sources, padding_free: bool) -> AmbiguousMaskError:
     rule = "No key says which tokens are padding: no mask may mean no padding, or a mask that was lost."
-    remedy = "Pass attention_mask [B, S], 1 = real token (ones where nothing is padded), or collate with PaddingCollator."
+    remedy = (
+        "Pass attention_mask [B, S], 1 = real token (ones where nothing is padded), and segment_ids if rows are packed; "
+    )
+    remedy += "or collate with PaddingCollator."
     if padding_free:
         rule = "Nothing says where one sequence of this flat row ends and the next begins."
         remedy = "Keep position_ids that restart, cu_seq_lens_q or segment_ids in the batch (return_position_ids=True). "
@@ -410,6 +412,7 @@ def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segment
     bad = {} if empty else dict.fromkeys(segments.empty_rows, "no real token")
     if (
         not sources.named["labels"]
+        and not (sources.named["keep"] and sources.named["mask"])  # as our own collators write them
         and sources.named["tokens"] == ("input_ids",)
         and segments.num_padding
         and (ids_BS := sources.array("input_ids")).ndim == 2
@@ -417,7 +420,10 @@ def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segment
         bad |= _looks_inverted(ids_BS, keep_array(segments))
     if bad:
         rule = "True or 1 is a real token in a 2D mask; here it looks inverted, or made by ids != pad_token_id."
-        remedy = "Invert it (mask == 0) or pass polarity='masked'; if it is right, pass segment_ids too."
+        remedy = (
+            "Invert it (mask == 0), pass polarity='masked' to what reads batches, or make it from the lengths; if it is "
+        )
+        remedy += "right, pass segment_ids too."
         key = KEEP_KEY if KEEP_KEY in sources else MASK_KEY
         raise CollateError(explain_rows(key, bad.items(), rule, remedy, more="inverted-mask"))
 

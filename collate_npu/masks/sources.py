@@ -440,7 +440,7 @@ def check_positions(positions_BS: Array, segments: Segments) -> None:
     bad = [(int(b), f"sequences that begin at {np.flatnonzero(starts_BS[b]).tolist()[:8]}") for b in np.flatnonzero(wrong_B)]
     if bad:
         rule = "Positions restart at other tokens than those where the other keys of the batch begin a sequence."
-        remedy = "Let every sequence count from 0, pass segment_ids, or drop position_ids."
+        remedy = "If the positions are wrong, drop them, or let every sequence count from 0. Else rebuild the other keys."
         raise CollateError(explain_rows("position_ids", bad, rule, remedy))
 
 

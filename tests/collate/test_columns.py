@@ -88,12 +88,11 @@ def test_positions_that_restart_part_a_row_as_the_door_would(form):
     assert ragged["segment_ids"].tolist() == [[1, 1, 1, 2, 2], [0, 0, 0, 1, 1]]
 
 
-@pytest.mark.parametrize(
-    ("mask", "ends"), [([1, 1, 2, 2, 3], [0, 2, 4, 5]), ([1, 1, 2, 2, 2], [0, 2, 5]), ([1, 1, 1, 1, 0], [0, 3, 4])], ids=str
-)
-def test_what_says_the_sequences_itself_is_not_overruled_by_positions(mask, ends):
-    row = PACKED_ROWS[0] | {"attention_mask": mask}
-    assert PaddingCollator(padding_free=True)([row])["cu_seq_lens_q"].tolist() == ends
+def test_positions_beside_a_mask_part_it_or_agree_with_it():
+    row = PACKED_ROWS[0] | {"attention_mask": [1, 1, 1, 1, 0]}
+    assert PaddingCollator(padding_free=True)([row])["cu_seq_lens_q"].tolist() == [0, 3, 4]
+    with pytest.raises(CollateError, match="Positions restart at other tokens"):
+        PaddingCollator(padding_free=True)([row | {"attention_mask": [1, 1, 2, 2, 2]}])
 
 
 def test_samples_that_are_no_dicts_are_refused_with_what_makes_dicts_of_them():

@@ -245,5 +245,5 @@ def test_samples_with_a_batch_dimension_are_refused():
     """What they hold could not be held against the mask, in which every real eos is lost."""
     rows = [{"input_ids": [[5, 6, EOS]]}, {"input_ids": [[7, EOS]]}]
     ids = torch.tensor([[5, 6, EOS], [7, EOS, EOS]])
-    with pytest.raises(CollateError, match="Drop the batch dimension"):
+    with pytest.raises(CollateError, match="without a batch dimension"):
         wrap_collator(lambda samples: {"input_ids": ids, "attention_mask": (ids != EOS).long()})(rows)

@@ -1,0 +1,474 @@
+"""Each remedy is followed, through each door that shows it, two steps deep: the call is then right, or it is a dead end.
+
+`FAULTS` are batches of a user, and what they truly are. `REMEDIES` are the words of errors, and what a user does who reads
+them. An error without words of this table fails: a remedy that nobody follows may be dead.
+"""
+
+import re
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, Pattern, Segments, adapt, wrap_collator
+from collate_npu.integrations.accelerate import DispatchCollator
+from collate_npu.integrations.torchtitan import TitanCollator
+from collate_npu.masks import dense
+from collate_npu.testing import tiny_model
+
+pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("newest_transformers")]
+NO, STEPS = -100, 2
+RIGHT, LEFT, EVEN = Segments.from_lengths([4, 6]), Segments.from_lengths([4, 6], side="left"), Segments.from_lengths([6, 6])
+PACKED, FLAT = Segments([[1, 1, 1, 2, 2, 2], [1, 1, 2, 2, 2, 2]]), Segments.from_lengths([[4, 6]])
+HOLE, TOKENS = Segments([[1, 1, 0, 1, 1, 1], [1] * 6]), torch.tensor([5, 9, 31, 7, 22, 13, 8, 40, 11, 6, 27, 50])
+TAIL = Segments([[1] * 4 + [2] * 5 + [0]])
+NARROW = Segments.from_lengths([2, 6], side="left")
+SLIDING, KEEP = Pattern.sliding(2), {"polarity": "keep", "pattern": "causal"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a user has at a door, and what is true of it: the sequences, ids and labels `[B, S]`, the options that describe
+    the masks. `numbers`: False where the samples alone do not tell the loss."""
+
+    batch: Any
+    segments: Segments
+    ids: torch.Tensor
+    labels: torch.Tensor
+    declared: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    titan: dict[str, Any] = field(default_factory=dict)
+    door: str = ""
+    adapted: bool = False
+    numbers: bool = True
+    wanted: float = 0.0
+
+    @property
+    def keep(self):
+        return self.segments.keep
+
+    def having(self, **keys):
+        """This call with these keys of the batch; None takes one out."""
+        return replace(self, batch={key: value for key, value in {**self.batch, **keys}.items() if value is not None})
+
+    def choosing(self, **options):
+        return replace(self, options=self.options | options)
+
+    def declaring(self, *names):
+        known = {name: self.declared[name] for name in names if name in self.declared}
+        plain = known.get("pattern", "causal") == "causal"
+        return replace(self.choosing(**known), numbers=self.numbers and plain) if known else None
+
+    def told(self, **more):
+        """This call with the mask of its lengths as the only word about them."""
+        told = {key: None for key in self.batch if key not in ("input_ids", "labels")}
+        return self.having(**told | {"attention_mask": self.keep.long(), **more})
+
+    def rows(self, side="right"):
+        """Each sequence in a row of its own."""
+        samples = self.samples()
+        again = laid(samples, Segments.from_lengths([len(ids) for ids, _ in samples], side=side))
+        return replace(self, batch=again.batch, segments=again.segments, ids=again.ids, labels=again.labels)
+
+    def flat(self):
+        """All sequences in one flat row."""
+        samples = self.samples()
+        again = laid(samples, row := Segments.from_lengths([[len(ids) for ids, _ in samples]]))
+        known = replace(self, batch=again.batch, segments=row, ids=again.ids, labels=again.labels)
+        return known.told(attention_mask=None, cu_seq_lens_q=row.cu_seqlens, position_ids=row.position_ids)
+
+    def samples(self):
+        kept = [(b, slice(at, to), self.keep[b, at:to]) for b, at, to in self.segments.spans]
+        return [(self.ids[b, at][keep], self.labels[b, at][keep]) for b, at, keep in kept]
+
+
+def laid(samples, segments, **keys):
+    """Samples at the places of these Segments, and the mask of their lengths."""
+    ids, labels = torch.zeros(segments.shape, dtype=torch.long), torch.full(segments.shape, NO)
+    for whole, part in ((ids, 0), (labels, 1)):
+        whole[segments.keep] = torch.cat([sample[part] for sample in samples])
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": segments.keep.long()}
+    return Call(batch, segments, ids, labels).having(**keys)
+
+
+def of(segments, declared=None, **keys):
+    real = TOKENS[: segments.num_tokens]
+    call = laid([(real, real)], segments, **keys)
+    return replace(call, declared=declared or {})
+
+
+def moved(call):
+    return call.having(labels=nn.functional.pad(call.labels[:, 1:], (0, 1), value=NO))
+
+
+def lying(**keys):
+    return of(FLAT).flat().having(**keys)
+
+
+def copied(call):
+    """Labels are a copy of the ids, at padding too."""
+    return call.having(labels=call.ids)
+
+
+INVERTED, BIAS, EYE = (~RIGHT.keep).long(), dense(RIGHT, polarity="bias"), torch.eye(6, dtype=torch.bool)
+UNLEARNED = of(HOLE).labels.index_put((torch.tensor(0), torch.tensor(3)), torch.tensor(NO))  # which padding would predict
+STARTS = torch.tensor([[0, 0, 0, 0, 5, 9], [22, 13, 8, 40, 11, 6]])
+LIKE_PADDING = STARTS.masked_fill(STARTS == 0, NO)
+FAULTS = {
+    "labels at padding": copied(of(RIGHT)),
+    "real tokens that the mask drops": of(EVEN, attention_mask=HOLE.keep.long()),
+    "moved": moved(of(RIGHT)),
+    "moved, left": moved(of(LEFT)),
+    "a mask of learned tokens": of(RIGHT, labels=RIGHT.keep),
+    "float ids": of(RIGHT, input_ids=of(RIGHT).ids.float()),
+    "labels cut": of(RIGHT, labels=of(RIGHT).labels[:, :4]),
+    "inverted": of(RIGHT, {"polarity": "masked"}, attention_mask=INVERTED),
+    "inverted, without labels": of(RIGHT, {"polarity": "masked"}, attention_mask=INVERTED, labels=None),
+    "zeros": of(EVEN, {"polarity": "bias"}, attention_mask=torch.zeros(2, 6)),
+    "a row of zeros": of(EVEN, attention_mask=torch.tensor([[1] * 6, [0] * 6])),
+    "no mask": of(RIGHT, attention_mask=None),
+    "no mask, left": of(NARROW, attention_mask=None),
+    "additive, two dimensions": of(RIGHT, attention_mask=(1 - RIGHT.keep.float()) * -1e9),
+    "ones over padding": of(NARROW, attention_mask=torch.ones(2, 6)),
+    "a mask cut": of(RIGHT, attention_mask=RIGHT.keep[:, :4]),
+    "two masks": of(RIGHT, attention_mask_2d=LEFT.keep),
+    "a mask of other rows": of(RIGHT, attention_mask=torch.ones(3, 6)),
+    "ids and mask": of(RIGHT, attention_mask=torch.ones(2, 6), segment_ids=RIGHT.ids),
+    "packed": of(PACKED, attention_mask=PACKED.ids),
+    "packed, as ids": of(PACKED, attention_mask=None, segment_ids=PACKED.ids),
+    "packed, dense alone": of(PACKED, attention_mask=dense(PACKED)),
+    "a hole": replace(of(HOLE, labels=UNLEARNED), labels=UNLEARNED),
+    "left": of(LEFT),
+    "sliding": of(RIGHT, {"pattern": SLIDING}, attention_mask=dense(RIGHT, pattern=SLIDING)),
+    "dense, unexplained": of(RIGHT, attention_mask=dense(RIGHT) | EYE.flip(0)),
+    "dense, causal over padding": of(LEFT, attention_mask=dense(EVEN)),
+    "dense, as bidirectional": of(RIGHT, {"polarity": "keep"}, attention_mask=dense(RIGHT, pattern="bidirectional")),
+    "heads": of(LEFT, attention_mask=torch.cat([dense(LEFT), dense(LEFT, pattern=SLIDING)], 1)),
+    "ALiBi": of(RIGHT, attention_mask=BIAS - torch.rand(2, 1, 6, 6)),
+    "NaN": of(RIGHT, attention_mask=BIAS * torch.nan),
+    "one row of keys": of(RIGHT, KEEP, attention_mask=RIGHT.keep[:, None, None]),
+    "dense zeros": of(EVEN, {"polarity": "masked"}, attention_mask=torch.zeros(2, 1, 6, 6, dtype=torch.bool)),
+    "a shard": of(RIGHT, attention_mask=BIAS[:, :, :3]),
+    "offsets that end early": lying(cu_seq_lens_q=torch.tensor([0, 4, 9])),
+    "offsets that fall": lying(cu_seq_lens_q=torch.tensor([0, 6, 4, 10])),
+    "offsets beside positions": lying(cu_seq_lens_q=torch.tensor([0, 6, 10])),
+    "two offsets": lying(cu_seqlens=torch.tensor([0, 6, 10])),
+    "flat, nothing beside": lying(cu_seq_lens_q=None, position_ids=None),
+    "one flat row, nothing beside": of(Segments.from_lengths([10]), attention_mask=None),
+    "flat": lying(),
+    "a wrong longest length": lying(max_length_q=2),
+    "a wrong tail": lying(num_padding=2),
+    "positions as floats": of(RIGHT, position_ids=torch.rand(2, 6)),
+    "positions that stay": of(LEFT, position_ids=torch.ones(2, 6, dtype=torch.long)),
+    "positions cut": of(RIGHT, position_ids=torch.arange(4).expand(2, 4)),
+    "positions that restart": of(
+        RIGHT, attention_mask=None, segment_ids=RIGHT.ids, position_ids=torch.tensor([[0, 1, 0, 1, 0, 0], [*range(6)]])
+    ),
+    "old lengths": of(RIGHT, seq_lens=torch.tensor([4, 4])),
+    "one row": replace(of(Segments.from_lengths([6])), batch={"input_ids": TOKENS[:6], "attention_mask": torch.ones(6)}),
+    "tokens of two widths": of(RIGHT, tokens=torch.ones(2, 3, dtype=torch.long)),
+    "text": of(RIGHT, input_ids=[["a"] * 6] * 2),
+    "rows of preference data": of(RIGHT).having(input_ids=None, chosen_input_ids=of(RIGHT).ids),
+    "a row of padding alone": of(Segments.from_lengths([0, 6])),
+    "a row that looks padded": replace(of(EVEN, input_ids=STARTS, labels=LIKE_PADDING), ids=STARTS, labels=LIKE_PADDING),
+    "a mask that looks inverted": of(RIGHT, labels=None, input_ids=torch.where(RIGHT.keep, 7, TOKENS.view(2, 6))),
+    "the other polarity": of(RIGHT, {"polarity": "masked"}, attention_mask=~dense(RIGHT)).choosing(polarity="keep"),
+    "a tail that nothing tells": of(TAIL, labels=None, attention_mask=None, cu_seq_lens_q=torch.tensor([0, 4, 9])),
+    "a key of one's own": of(RIGHT, mine=torch.rand(2, 6)),
+    "an id that returns": of(RIGHT, attention_mask=None, segment_ids=torch.tensor([[1, 2, 1, 2, 0, 0], [1] * 6])),
+    "ids of sequences as floats": of(RIGHT, attention_mask=None, segment_ids=torch.rand(2, 6)),
+}
+
+
+# --- doors
+
+
+@cache
+def model_of(family):
+    return tiny_model(family, vocab_size=64).eval()
+
+
+def through_adapt(model, call):
+    with adapt(model, **call.options):
+        return model(**call.batch)
+
+
+def of_rows(model, call):
+    """Each row is a sample, with the mask that it has there."""
+    rows = range(len(call.batch["input_ids"]))
+    held = {key: value for key, value in call.batch.items() if not isinstance(value, int) and len(value) == len(rows)}
+    samples = [{key: value[b] for key, value in held.items()} for b in rows]
+    return PaddingCollator(pad_token_id=0, model=model, **call.options)(samples)
+
+
+def behind(call, model=None, **options):
+    return wrap_collator(lambda _: call.batch, model, **options, **call.options)
+
+
+STACKS = ("megatron", "mindspeed", "mindspeed_dense", "verl_npu", "torchtitan")
+DOORS = {
+    "adapt": through_adapt,
+    "BatchAdapter": lambda model, call: BatchAdapter(model, **call.options)(call.batch),
+    "wrap_collator": lambda model, call: behind(call, model)([{}]),
+    "PaddingCollator": of_rows,
+    **{
+        name: lambda model, call, name=name: BatchAdapter(model.config, **{"consumer": name} | call.options)(call.batch)
+        for name in STACKS
+    },
+    "DispatchCollator": lambda model, call: DispatchCollator(behind(call, attention_mask="2d"))([{}]),
+    "TitanCollator": lambda model, call: TitanCollator(behind(call, attention_mask="2d"), **call.titan)([{}]),
+}
+
+
+ELSEWHERE = {
+    ("flat, nothing beside", "PaddingCollator"): "a sample without boundaries is one sequence",
+    ("rows of preference data", "PaddingCollator"): "these are no samples",
+    ("the other polarity", "PaddingCollator"): "it has no such option",
+    ("rows of preference data", "adapt"): "the model's own error: it gets no tokens",
+}
+"""Faults that are none at this door."""
+
+
+def wanted(model, call):
+    """The loss of each sequence alone, weighted by its targets."""
+    losses, counts = [], []
+    for ids, labels in call.samples():
+        losses.append(model(input_ids=ids[None], labels=labels[None]).loss)
+        counts.append(int((labels[1:] >= 0).sum()))
+    return sum(loss * n for loss, n in zip(losses, counts) if n) / sum(counts)
+
+
+def run(call):
+    """Raise what the door raises; fail where its numbers are not those of the samples."""
+    name, _, family = call.door.partition(" ")
+    model = model_of(family)
+    with torch.no_grad(), adapt(model) if call.adapted else nullcontext():
+        out = DOORS[name](model, call)
+        if name not in (*STACKS, "TitanCollator", "DispatchCollator") and call.numbers and "labels" in call.batch:
+            loss = out.loss if name == "adapt" else model(**out).loss
+            assert abs(loss - call.wanted) < 1e-4, f"{loss} for {call.wanted}"
+
+
+# --- what a user does
+
+
+def without(*names):
+    return lambda call, key: call.having(**dict.fromkeys(names or (key,)))
+
+
+def if_inverted(follow):
+    def followed(call, key):
+        given = call.batch.get("attention_mask")
+        fits = given is not None and given.shape == call.keep.shape
+        return follow(call, key) if fits and torch.equal(given == 0, call.keep) else None
+
+    return followed
+
+
+def with_padding_free(call, _):
+    inside = call.door.startswith(("PaddingCollator", "wrap_collator", "TitanCollator"))
+    return without_pattern(call.rows() if inside else call.flat()).choosing(padding_free=True)
+
+
+def without_pattern(call):
+    return replace(call, options={name: value for name, value in call.options.items() if name != "pattern"})
+
+
+def by_other_collator(call, _):
+    return elsewhere(replace(call.rows(), options={}), _, "PaddingCollator")
+
+
+def called(call, key):
+    """What this key should hold."""
+    own = {"input_ids": call.ids, "labels": call.labels, "attention_mask": call.keep, "attention_mask_2d": call.keep}
+    own |= dict.fromkeys(("cu_seq_lens_q", "cu_seqlens"), call.segments.cu_seqlens)
+    return (own | {"position_ids": call.segments.position_ids, "segment_ids": call.segments.ids}).get(key)
+
+
+def with_key_anew(call, key):
+    return call.having(**{key: called(call, key)})
+
+
+def with_right_keys(call, _):
+    """The keys that say what is true stay, of others none."""
+    told = {key: called(call, key) for key in call.batch if key not in ("input_ids", "labels")}
+    right = {
+        key: value for key, value in told.items() if value is not None and torch.equal(value, call.batch[key].to(value))
+    }
+    return call.having(**dict.fromkeys(told) | right) if right else call.told()
+
+
+def only(call, rows):
+    """These rows of the batch."""
+    kept = {key: value[rows] for key, value in call.batch.items()}
+    some = replace(
+        call, batch=kept, segments=Segments(call.segments.ids[rows]), ids=call.ids[rows], labels=call.labels[rows]
+    )
+    return replace(some, numbers=False)
+
+
+def real_start(call):
+    return call.segments.padding_side == "none" and torch.equal(call.ids[0, :1], call.ids[0, 1:2])
+
+
+def with_a_label(call):
+    labels = call.labels.clone()
+    labels[0, 1] = call.ids[0, 1]
+    return replace(call.having(labels=labels), labels=labels, numbers=False)
+
+
+def counted(call):
+    """True if the positions in the batch are right."""
+    given = call.batch.get("position_ids")
+    return given is not None and torch.equal(given, call.segments.position_ids)
+
+
+def with_positions(call, _):
+    return None if counted(call) else call.having(position_ids=call.segments.position_ids)
+
+
+def in_rows(call, _):
+    alone = without_pattern(call.rows())
+    return alone.choosing(padding_free=False) if "padding_free" in call.options else alone
+
+
+def elsewhere(call, _, name="adapt"):
+    return replace(call, door=f"{name} {call.door.partition(' ')[2]}")
+
+
+def real(call):
+    """True if what the mask drops is real."""
+    given = call.batch.get("attention_mask")
+    return given is None or not torch.equal(given != 0, call.keep)
+
+
+REMEDIES: dict[str, Any] = {
+    # words: the call as they say; None where they speak of another case
+    r"If they are padding: labels\[attention_mask == 0\] = -100": lambda call, _: (
+        None if real(call) else call.having(labels=call.batch["labels"].masked_fill(call.batch["attention_mask"] == 0, NO))
+    ),
+    r"[mM]ake (the masks?|it) from the lengths|rebuild both from the lengths": lambda call, _: (
+        call.told() if real(call) else None
+    ),
+    r"inverted: mask == 0|Invert it \(mask == 0\)|or invert them \(mask == 0\)": if_inverted(
+        lambda call, _: call.having(attention_mask=call.keep)
+    ),
+    r"polarity='masked' to what reads batches": if_inverted(lambda call, _: call.declaring("polarity")),
+    r"if it is right, pass segment_ids too": lambda call, _: (
+        None if real(call) else call.having(segment_ids=call.segments.ids)
+    ),
+    r"Pass labels_shifted=True": lambda call, _: call.choosing(labels_shifted=True),
+    r"or a copy of input_ids with -100|Pass ids, or|Pad labels with -100|Pad them with the tokens": lambda call, _: (
+        call.having(labels=call.labels)
+    ),
+    r"input_ids.masked_fill\(~learned, -100\)|np.where\(learned, input_ids, -100\)": lambda call, _: call.having(
+        labels=call.ids.masked_fill(~call.batch["labels"], NO)
+    ),
+    r"Pass input_ids.long\(\)|Convert the tensor first \(x.long\(\)\)": lambda call, key: call.having(
+        **{key: call.batch[key].long()}
+    ),
+    r"Pass polarity='keep' \(True attends\)": lambda call, _: call.declaring("polarity"),
+    r"Pass polarity= and pattern=": lambda call, _: call.declaring("polarity", "pattern"),
+    r"Pass pattern=": lambda call, _: call.declaring("pattern"),
+    r"Pass attention_mask \[B, S\]|Let the inner collator emit attention_mask|Pass the mask of this batch": lambda call, _: (
+        call.having(attention_mask=call.keep, segment_ids=call.segments.ids if call.segments.packed else None)
+    ),
+    r"or collate with PaddingCollator|or use PaddingCollator|Collate them with PaddingCollator": by_other_collator,
+    r"give one of them a label": lambda call, _: with_a_label(call) if real_start(call) else None,
+    r"or batch them alone": lambda call, _: only(call, torch.tensor([True, False])) if real_start(call) else None,
+    r"Build them together|Cut or build both together": with_key_anew,
+    r"Pass a dense tensor|Convert them where the sample is built": with_key_anew,
+    r"Remove the wrong one|Keep one of them\.|Keep one set of offsets": with_right_keys,
+    r"Offsets: padding_free=False|Give each sequence its own row|[pP]ad right|Take the holes out": in_rows,
+    r"Move the padding to one side|remove it from the sample|remove padding inside a sequence": in_rows,
+    r"Keep the model's own pattern": lambda call, _: replace(
+        call.having(attention_mask_2d=call.keep, attention_mask=None), options={}, numbers=False
+    ),
+    r"call adapt\(model\) before you make the collator": lambda call, _: replace(call, adapted=True),
+    r"use padding_free=True(?! \(consumer)|or pack the rows": with_padding_free,
+    r"padding_free=True \(consumer='mindspeed'\)|for flat rows \(consumer='mindspeed'\)": lambda call, _: with_padding_free(
+        call, _
+    ).choosing(consumer="mindspeed"),
+    r"\(consumer='mindspeed_dense'\)": lambda call, _: call.choosing(consumer="mindspeed_dense"),
+    r"Let the collator emit attention_mask_2d too": lambda call, _: call.having(
+        attention_mask_2d=call.keep, segment_ids=call.segments.ids if call.segments.packed else None
+    ),
+    r"pass the other polarity=": lambda call, _: call.declaring("polarity"),
+    r"Pass attention_mask_2d \(True = real token\)": lambda call, _: call.having(
+        attention_mask_2d=call.keep, attention_mask=call.batch["attention_mask"] if call.keep.all() else None
+    ),
+    r"attention_mask_2d .*in its place|attention_mask_2d this mask can be left out": lambda call, _: call.having(
+        attention_mask_2d=call.keep, attention_mask=None
+    ),
+    r"Look for inf - inf": lambda call, _: call.having(attention_mask=dense(call.segments, polarity="bias")),
+    r"Derive from the whole mask": lambda call, _: call.having(attention_mask=dense(call.segments, polarity="bias")),
+    r"Let the last offset count the tail|Pass \[0, \*accumulate\(lengths\)\] of this row": lambda call, key: call.having(
+        **{key: torch.cat([call.segments.cu_seqlens[:-1], torch.tensor([call.segments.shape[1]])])}
+    ),
+    r"or add attention_mask_2d or segment_ids": lambda call, _: (
+        None if call.keep.all() else call.having(attention_mask_2d=call.keep)
+    ),
+    r"or let every sequence count from 0|or let each sequence count from 0": with_positions,
+    r"positions are wrong, drop them|Leave position_ids out": lambda call, _: (
+        None if counted(call) else call.having(position_ids=None)
+    ),
+    r"Else rebuild the other keys": lambda call, _: (
+        call.having(**{key: called(call, key) for key in call.batch}) if counted(call) else None
+    ),
+    r"Keep position_ids that restart": lambda call, _: call.having(position_ids=call.segments.position_ids),
+    r"cu_seq_lens_q or segment_ids in the batch": lambda call, _: call.having(cu_seq_lens_q=call.segments.cu_seqlens),
+    r"If the row is one sequence, pass attention_mask": lambda call, _: None if call.segments.packed else call.told(),
+    r"or leave it out|leave it out and pass segment_ids": lambda call, key: call.having(
+        **{key: None}, segment_ids=call.segments.ids
+    ),
+    r"Pass max_length_q=\d": lambda call, _: call.having(max_length_q=call.segments.longest_span),
+    r"Add the row": lambda call, _: call.having(**{key: value[None] for key, value in call.batch.items()}),
+    r"one sample is a list of one": lambda call, _: call.having(**{key: value[None] for key, value in call.batch.items()}),
+    r"Pad them together": without("tokens"),
+    r"Do not wrap this collator": lambda call, _: elsewhere(call.having(input_ids=call.ids, chosen_input_ids=None), _),
+    r"Collate the tokens too|Wrap the collator that makes rows": lambda call, _: call.having(input_ids=call.ids),
+    r"Give each sequence of a row its own id|Pass int32 \[B, S\]": lambda call, _: call.having(
+        segment_ids=call.segments.ids
+    ),
+    r"Drop the samples": lambda call, _: only(call, call.keep.any(dim=1)) if call.segments.empty_rows else None,
+    r"Convert additive masks with \(mask == 0\)": lambda call, key: call.having(**{key: (call.batch[key] == 0).long()}),
+    r"Pass 4D masks of a whole batch through wrap_collator": lambda call, _: elsewhere(call, _, "wrap_collator"),
+    r"or pass segment_ids=True and call masks_in_forward": lambda call, _: replace(call, titan={"segment_ids": True}),
+    r"Leave it out of the samples": lambda call, _: call.told(),
+    r"Let each sample carry labels": lambda call, _: call.having(labels=call.labels),
+}
+
+
+def dead_ends(call, steps):
+    try:
+        run(call)
+        return []
+    except CollateError as error:
+        text = re.sub(r"\s+", " ", str(error))
+    except Exception as error:
+        return [f"{call.door}: {type(error).__name__}: {error}"[:400]]
+    if not steps:
+        return [f"{call.door}: still {text}"]
+    key = text.partition(":")[0].partition(" ")[0]
+    after = [(words, follow(call, key)) for words, follow in REMEDIES.items() if re.search(words, text)]
+    followed = [(words, each) for words, each in after if each is not None]
+    if not followed:
+        return [f"{call.door}: no remedy of {text}"]
+    return [f"{words!r}: {end}" for words, each in followed for end in dead_ends(each, steps - (each.door == call.door))]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_no_remedy_is_a_dead_end(fault, family):
+    call = FAULTS[fault]
+    with torch.no_grad():
+        call = replace(call, wanted=float(wanted(model_of(family), call)))
+    doors = [door for door in DOORS if (fault, door) not in ELSEWHERE]
+    ends = [end for door in doors for end in dead_ends(replace(call, door=f"{door} {family}"), STEPS)]
+    assert ends == [], "\n".join(["", *ends])
