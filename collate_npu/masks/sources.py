@@ -106,7 +106,7 @@ class Sources(dict[str, Any]):
 
     @once
     def offsets(self) -> Mapping[str, Array]:
-        """Offsets of a flat row, physical and real ones, those that objects hold (`DIALECTS`) among them."""
+        """Offsets of a flat row, physical and real ones, those that objects hold (`HOLDERS`) among them."""
         found: dict[str, Array] = {}
         for held in dialects.HOLDERS:
             params = self.get(held)
@@ -397,7 +397,7 @@ def without_padding(sources: Sources, segments: Segments, real_S: Array) -> Segm
 
 
 def drop_tail(sources: Sources, segments: Segments, positions_BS: Array) -> Segments:
-    """Return the flat row without a padding tail that was counted as a sequence (`DIALECTS`)."""
+    """Return the flat row without a padding tail that was counted as a sequence (`TAILS`)."""
     (lengths, *others), S = segments.lengths, segments.shape[1]
     if others or segments.padding_side != "none":
         return segments
