@@ -134,7 +134,7 @@ def _read_alone(values: MaskValues, known: Known, batch_size: int | None) -> Rea
         if values.declared is None:
             rule = "True is 'attends' (SDPA) or 'blocked' (TransformerEngine's padding mask), and a key mask shows neither."
             raise PolarityError(explain(values.key, values.got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
-        return _repeat(values, Reading(of_keep(values.read(values.declared)[:, 0, 0]), None), batch_size)
+        return _repeat(values, Reading(of_keep(values.read(values.raw[:, 0, 0], values.declared)), None), batch_size)
     if len(shape) in (3, 4) and shape[-1] == shape[-2]:
         return _repeat(values, _square(values, known, shape[0]), batch_size)
     raise no_mask_error(values)
@@ -299,7 +299,7 @@ def full_rows(square: Square) -> Bools:
         for low, high in square.blocks:
             at_N = np.flatnonzero(full_Q[low:high])
             if len(at_N):
-                full_Q[low + at_N] = square.rows(b, low, high)[at_N].all(axis=1)
+                full_Q[low + at_N] = square.at(b, low + at_N).all(axis=1)
     return full_BQ
 
 
@@ -341,7 +341,7 @@ def read_query_rows(square: Square, b: int, low: int, read_Q: Bools, into: Exten
     if not read_Q.any():
         return np.zeros(square.shape[1], bool)
     q_N = low + np.flatnonzero(read_Q)
-    rows_NK = square.rows(b, low, low + len(read_Q))
+    rows_NK = square.at(b, slice(low, low + len(read_Q)))
     rows_NK = rows_NK if read_Q.all() else rows_NK[read_Q]
     first_N, last_N = rows_NK.argmax(axis=1), rows_NK.shape[1] - 1 - rows_NK[:, ::-1].argmax(axis=1)
     any_N = rows_NK[np.arange(len(q_N)), first_N]
@@ -420,23 +420,16 @@ def _seen(segments: Segments, extents: Extents, reach: int) -> tuple[int, list[i
 
 
 def refuse_inverted(square: Square, segments: Segments) -> None:
-    """Raise where the 2D mask may be inverted: padding that attends itself alone would look like many sequences."""
-    bad = [
-        (b, f"{len(row)} real tokens that attend only themselves, and padding that attends padding")
-        for b, row in enumerate(segments.lengths)
-        if len(row) > 1 and max(row) == 1
-        if any(_attends_other(square.rows(b, low, high), low, segments.array[b] == 0) for low, high in square.blocks)
-    ]
+    """Raise where the 2D mask may be inverted: padding that attends other padding would look like many sequences."""
+    bad = []
+    for b, row in enumerate(segments.lengths):
+        if len(row) > 1 and max(row) == 1:
+            padding_S = segments.array[b] == 0
+            attended = (square.at(b, slice(low, high))[padding_S[low:high]] & padding_S for low, high in square.blocks)
+            if sum(map(np.count_nonzero, attended)) > np.count_nonzero(square.diagonal()[b] & padding_S):
+                bad.append((b, f"{len(row)} real tokens that attend only themselves, and padding that attends padding"))
     rule = "They are sequences of one token, or the 2D mask is inverted (True = padding)."
     _raise_ambiguous(bad, rule, "Pass attention_mask_2d with True = real; with sequences of one token, segment_ids too.")
-
-
-def _attends_other(rows_QK: Bools, low: int, among_S: Bools) -> bool:
-    """Return True if one of these tokens attends another of them."""
-    q_N = np.flatnonzero(among_S[low : low + len(rows_QK)])
-    found_NK = rows_QK[q_N] & among_S
-    found_NK[np.arange(len(q_N)), low + q_N] = False
-    return bool(found_NK.any())
 
 
 def refuse_unmasked_rows(shown: Shown, pattern: Pattern, *, declared: bool, unmasked_rows: bool) -> None:
