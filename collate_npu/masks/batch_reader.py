@@ -284,25 +284,17 @@ def _parted(
 ) -> tuple[_Truth | None, Array | None]:
     """Return the Segments, split where positions restart, and the positions where they may split them further."""
     positions_BS = sources.text_positions(shape)
+    if truth and truth.name in (*sources.offsets, *sources.named["lengths"]):
+        truth = truth._replace(segments=drop_tail(sources, truth.segments, positions_BS))
     if positions_BS is None:
-        counted_BS = None if truth is None else truth.segments.position_ids.numpy()
-        return (truth, None) if counted_BS is None else (_cut(sources, truth, counted_BS), None)
-    truth = _cut(sources, truth, positions_BS)
+        return truth, None
     sources.counted = truth is not None and positions_match(truth.segments, positions_BS)
     if sources.counted:  # as our own collators add them
         return truth, None
     known = not truth.parted if truth else not sources.masks and shape[0] == 1  # else padding may stand anywhere
     if known and (found := split_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free)):
-        truth = _cut(sources, _Truth("position_ids", *found), positions_BS)
+        truth = _Truth("position_ids", drop_tail(sources, found[0], positions_BS), found[1])
     return truth, positions_BS
-
-
-def _cut(sources: Sources, truth: _Truth | None, positions_BS: Array) -> _Truth | None:
-    """Return the Segments without the tail of a flat row, where offsets or lengths gave them and no mask did."""
-    by_numbers = truth and truth.name in ("position_ids", *sources.offsets, *sources.named["lengths"])
-    if truth is None or not by_numbers or says_padding(sources):
-        return truth
-    return truth._replace(segments=drop_tail(sources, truth.segments, positions_BS))
 
 
 def _of_keys(key: str, full: Tensor, polarity: Polarity | None) -> _Truth:

@@ -396,10 +396,11 @@ def without_padding(sources: Sources, segments: Segments, real_S: Array) -> Segm
     return segments if as_it_is else Segments.from_ids([np.where(padding_S, 0, ids_S)])
 
 
-def drop_tail(sources: Sources, segments: Segments, positions_BS: Array) -> Segments:
-    """Return the flat row without a padding tail that was counted as a sequence (`TAILS`)."""
+def drop_tail(sources: Sources, segments: Segments, positions_BS: Array | None) -> Segments:
+    """Return the flat row that numbers gave without a padding tail that they count as a sequence (`TAILS`), unless a mask
+    marks padding. Without positions each sequence counts from 0."""
     (lengths, *others), S = segments.lengths, segments.shape[1]
-    if others or segments.padding_side != "none":
+    if others or segments.padding_side != "none" or says_padding(sources):
         return segments
     if tail := _tail(sources):
         return of_ids(np.where(np.arange(S) < S - tail, segments.array, 0))
@@ -408,7 +409,8 @@ def drop_tail(sources: Sources, segments: Segments, positions_BS: Array) -> Segm
     unread_S = np.zeros(S, bool) if (found_S := _unread(sources, S)) is None else found_S
     counts_N = [] if sources.lengths is None else _length_rows(sources, 1)[0]
     counted = sum(n > 0 for n in counts_N) == len(lengths)
-    end = dialects.tail_of(dialects.FlatRow(starts, positions_BS[0], ids_S, unread_S, counted))
+    (positions_S,) = segments.position_ids.numpy() if positions_BS is None else positions_BS
+    end = dialects.tail_of(dialects.FlatRow(starts, positions_S, ids_S, unread_S, counted))
     return segments if end is None else of_lengths([[n for n in (*lengths[:-1], end - starts[-1]) if n]], S)
 
 
