@@ -309,8 +309,8 @@ def _with_dense(
     polarity, pattern, own = declared
     key, full = values.key, values.full
     if full.ndim == 4 and full.shape[-2] == 1 < shape[1] and pattern is None:
-        unknown = {"polarity=": "which of True and False is real", "pattern=": "whether queries attend to both sides"}
-        missing = {name: what for (name, what), value in zip(unknown.items(), (polarity or truth, pattern)) if value is None}
+        missing = {} if polarity or truth else {"polarity=": "which of True and False is real"}
+        missing |= {"pattern=": "whether queries attend to both sides"}
         rule = f"One row of keys for all queries does not say {' or '.join(missing.values())}."
         remedy = f"Pass {' and '.join(missing)}. {REMEDY_CARRY_2D}"
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="polarity"))

@@ -14,7 +14,7 @@ Legend: B batch, S width, H heads, N sequences, Q/K query and key rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -47,8 +47,7 @@ from collate_npu.segments import Segments, Values, of_keep, ready
 from collate_npu.validation import checked
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """The sequences that a mask shows and the pattern that gives it back (None where no pattern was looked for)."""
 
     segments: Segments
@@ -214,15 +213,13 @@ def _unexplained(values: MaskValues, known: Known, failed: dict[str, Unexplained
         remedy = f"Pass pattern={instead.expression} if the model attends so, or pass attention_mask_2d in its place."
     elif known.segments is not None:
         rule = f"{got} and the other keys of the batch name different real tokens, under every pattern."
-        remedy = (
-            "Remove the wrong one: with attention_mask_2d this mask can be left out; or pass pattern= of custom attention."
-        )
+        remedy = "Remove the wrong one: with attention_mask_2d this mask can be left out; "
+        remedy += "or pass pattern= of custom attention."
     else:
         rule = f"{got} is no padding and no pattern (causal, sliding, chunked, prefix, bidirectional)."
-        remedy = (
-            f"{REMEDY_CARRY_2D} If True means the opposite, pass the other polarity=; if the attention is custom, pattern=. "
-        )
-        remedy += "In derive_segments: if the attention is custom, pass prove=False; if padding attends itself, pass keep=."
+        remedy = f"{REMEDY_CARRY_2D} If True means the opposite, pass the other polarity=; if the attention is custom, "
+        remedy += "pattern=. In derive_segments: if the attention is custom, pass prove=False; "
+        remedy += "if padding attends itself, pass keep=."
     return AmbiguousMaskError(explain_rows(values.key, rows, rule, remedy, more="mask-pattern"))
 
 
@@ -242,8 +239,7 @@ class Extents(NamedTuple):
     last: Array
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
+class Shown(NamedTuple):
     """What the matrix shows, `[B, S]`: `real` tokens; query rows that attend everything (`full`), of these the ones that the
     producer unmasked (`filler`; none beside a keep mask), rows that are evidence (`counts`), and rows that plain causal
     attention on `segments` gives (`proved`)."""
@@ -328,10 +324,8 @@ def sequences(square: Square, real_BS: Bools) -> tuple[Segments, Bools]:
 
 def fillers(full_BQ: Bools) -> Bools:
     """Return bool `[B, S]`: query rows that attend every key, later ones too, in a row of the batch where others do not."""
-    if not full_BQ[:, :-1].any():
-        return np.zeros_like(full_BQ)  # alone, a last row that sees everything is an ordinary causal row
     filler_BQ = full_BQ & ~full_BQ.all(axis=1, keepdims=True)
-    filler_BQ[:, -1] &= full_BQ[:, :-1].any(axis=1)
+    filler_BQ[:, -1] &= full_BQ[:, :-1].any(axis=1)  # alone, a last row that sees everything is an ordinary causal row
     return filler_BQ
 
 
@@ -394,11 +388,7 @@ def prove(
 
     `proved_BQ` are queries that plain causal attention is known to give. Raises `UnexplainedError`.
     """
-
-    def wrong(tried: Pattern) -> Iterator[int]:
-        return wrong_rows(square, segments, tried, proved_BQ if tried == CAUSAL else None)
-
-    first = pattern or CAUSAL
+    first, wrong = pattern or CAUSAL, partial(wrong_rows, square, segments, proved_BQ=proved_BQ)
     first.check(segments.num_sequences)
     if next(wrong(first), None) is None:
         return first

@@ -9,9 +9,8 @@ Legend: B batch, S width, H heads, Q/K query and key rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -155,8 +154,7 @@ BLOCK = 1 << 19
 """Elements that are read at once: a few arrays of so many bytes stay in a core's cache."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
+class Known(NamedTuple):
     """What is known beside a mask: the Segments of its batch, or its padding alone (`parted=False`: one sequence a row)."""
 
     segments: Segments | None = None
@@ -300,9 +298,10 @@ def is_causal(values: MaskValues, segments: Segments) -> bool:
 
 
 def wrong_rows(square: Square, segments: Segments, pattern: Pattern, proved_BQ: Bools | None = None) -> Iterator[int]:
-    """Yield the rows of the batch in which a real query attends other keys than this pattern; `proved` ones are skipped."""
+    """Yield the rows of the batch in which a real query attends other keys than this pattern. `proved_BQ` are queries that
+    plain causal attention is known to give."""
     counts_BQ = segments.array != 0
-    if proved_BQ is not None:
+    if proved_BQ is not None and pattern == CAUSAL:
         counts_BQ &= ~proved_BQ
     for b, regions in enumerate(regions_of(segments) if counts_BQ.any() else ()):
         for low, high in square.blocks:

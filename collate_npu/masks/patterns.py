@@ -339,9 +339,6 @@ def fill_rows(out_QK: Array, low: int, regions: Sequence[Region], pattern: Patte
         if first >= high:
             break
         q, stop = max(low, first), min(high, last)
-        if pattern.causal and q < start:
-            out_QK[q - low : min(start, stop) - low] = forbidden
-            q = min(start, stop)
         while q < stop:
             # A causal query of the sequence sees no key behind itself: keys behind the sequence need no care of their own.
             inside = pattern.causal and q < end

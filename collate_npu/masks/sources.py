@@ -38,7 +38,6 @@ from collate_npu.segments import (
 
 Named = Role | Literal["positions", "vision"]
 
-_ORDER = {name: n for n, name in enumerate(KEYS)}
 _ROLES: dict[str, Any] = {
     name: key.role or key.kind for name, key in KEYS.items() if key.role or key.kind in ("positions", "vision")
 }
@@ -66,9 +65,9 @@ class Sources(dict[str, Any]):
         self.counted = False
         """True if position_ids restart exactly where sequences begin: the batch reader compared them, or a collator built
         them."""
-        for name in sorted(_ROLES.keys() & self.keys(), key=_ORDER.__getitem__):
-            if self[name] is not None:
-                self.named[_ROLES[name]] += (name,)
+        for name, role in _ROLES.items():
+            if name in self and self[name] is not None:
+                self.named[role] += (name,)
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> Sources:
@@ -248,11 +247,8 @@ def _ends_in_padding(sources: Sources, end: int, S: int) -> bool:
     if (unread_S := _unread(sources, S)) is not None:
         return bool(unread_S[end:].all())
     positions_BS = sources.text_positions((1, S))
-    again = (
-        end < S - 1
-        and sources.named["tokens"] == ("input_ids",)
-        and len(set(sources.array("input_ids")[0, end:].tolist())) == 1
-    )
+    rest = sources.array("input_ids")[0, end:].tolist() if sources.named["tokens"] == ("input_ids",) else []
+    again = len(rest) > 1 and len(set(rest)) == 1
     return again or (positions_BS is not None and not positions_BS[0, end:].any())
 
 
@@ -318,9 +314,8 @@ def check_longest(sources: Sources, segments: Segments) -> None:
         held = sources.array(key)
         if held.size != 1 or whole_number(key, held.item()) < segments.max_length:
             rule = f"The longest sequence has {segments.max_length} tokens."
-            raise CollateError(
-                explain(key, str(held.tolist())[:80], rule, f"Pass {key}={segments.max_length}, or leave it out.")
-            )
+            remedy = f"Pass {key}={segments.max_length}, or leave it out."
+            raise CollateError(explain(key, str(held.tolist())[:80], rule, remedy))
 
 
 def _length_rows(sources: Sources, B: int) -> list[list[int]]:
@@ -407,8 +402,7 @@ def drop_tail(sources: Sources, segments: Segments, positions_BS: Array | None) 
     starts = [0, *accumulate(lengths[:-1])]
     ids_S = sources.array("input_ids")[0] if sources.named["tokens"] == ("input_ids",) else None
     unread_S = np.zeros(S, bool) if (found_S := _unread(sources, S)) is None else found_S
-    counts_N = [] if sources.lengths is None else _length_rows(sources, 1)[0]
-    counted = sum(n > 0 for n in counts_N) == len(lengths)
+    counted = sum(n > 0 for n in _length_rows(sources, 1)[0]) == len(lengths)
     (positions_S,) = segments.position_ids.numpy() if positions_BS is None else positions_BS
     end = dialects.tail_of(dialects.FlatRow(starts, positions_S, ids_S, unread_S, counted))
     return segments if end is None else of_lengths([[n for n in (*lengths[:-1], end - starts[-1]) if n]], S)
