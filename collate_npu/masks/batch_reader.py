@@ -322,8 +322,7 @@ def _with_dense(
         return _Truth(key, known.segments, known.parted)
     reading = _read(values, known, positions_BS, shape[0])
     found = reading.pattern if pattern is None else None
-    expected = found is None or found is CAUSAL or found in own
-    if found is not None and not expected and found.reaches(reading.segments.longest_span):
+    if found is not None and found not in own and found.reaches(reading.segments.longest_span):
         rule = f"It is the mask of {found} attention, and without pattern= the batch would get plain causal attention."
         remedy = f"Pass pattern={found.expression} if the model attends so."
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="mask-pattern"))
@@ -382,9 +381,8 @@ def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:
     ids_BS = sources.array("input_ids") if sources.named["tokens"] == ("input_ids",) else np.zeros((0, 0), np.int64)
     if truth.segments.padding_side != "none" or ids_BS.size < 2 or (ids_BS == ids_BS[0, 0]).all():
         return
-    labels_BS = sources.array("labels") if sources.named["labels"] else None
-    labelled = labels_BS is not None and labels_BS.shape == ids_BS.shape
-    unread_BS = labels_BS < 0 if labelled and labels_BS is not None else np.ones(ids_BS.shape, bool)
+    labels_BS = sources.array("labels") if sources.named["labels"] else np.zeros(())
+    unread_BS = labels_BS < 0 if labels_BS.shape == ids_BS.shape else np.ones(ids_BS.shape, bool)
     bad = {}
     for end, at in (("begin", slice(None)), ("end", slice(None, None, -1))):
         run_BS = np.logical_and.accumulate((ids_BS == ids_BS[:, at][:, :1])[:, at], axis=1)

@@ -269,7 +269,8 @@ def look(square: Square, keep_BS: Bools | None) -> Shown:
         text = "is attended by another token" if keep_BS is None else "is real in the 2D mask"
         raise UnexplainedError([(b, f"token {k} {text}, and does not attend itself") for b, k in bad.items()])
     full_BQ = full_rows(square)
-    filler_BQ = fillers(full_BQ) if keep_BS is None else np.zeros_like(full_BQ)
+    filler_BQ = full_BQ & ~full_BQ.all(axis=1, keepdims=True) & (keep_BS is None)
+    filler_BQ[:, -1] &= full_BQ[:, :-1].any(axis=1)  # alone, a last row that sees everything is an ordinary causal row
     counts_BQ = ~filler_BQ if keep_BS is None else keep_BS
     real_BS = diagonal_BS & counts_BQ
     segments, begins_BS = sequences(square, real_BS)
@@ -320,13 +321,6 @@ def sequences(square: Square, real_BS: Bools) -> tuple[Segments, Bools]:
     if (np.count_nonzero(begins_BS, axis=1) <= 1).all():
         return of_keep(real_BS), begins_BS
     return Segments.from_ids(np.cumsum(begins_BS, axis=1) * real_BS), begins_BS
-
-
-def fillers(full_BQ: Bools) -> Bools:
-    """Return bool `[B, S]`: query rows that attend every key, later ones too, in a row of the batch where others do not."""
-    filler_BQ = full_BQ & ~full_BQ.all(axis=1, keepdims=True)
-    filler_BQ[:, -1] &= full_BQ[:, :-1].any(axis=1)  # alone, a last row that sees everything is an ordinary causal row
-    return filler_BQ
 
 
 def read_query_rows(square: Square, b: int, low: int, read_Q: Bools, into: Extents, counts_BQ: Bools) -> Bools:

@@ -242,7 +242,7 @@ def _ids_at(starts: list[int], lengths: list[int], width: int) -> Array:
 def _ends_in_padding(sources: Sources, end: int, S: int) -> bool:
     """True if another source says that the rest of the row behind the offsets is padding: a mask or lengths, which are
     compared with them; labels; else one repeated token, or a last one at position 0 (NeMo RL's common.py:290)."""
-    if says_padding(sources) or sources.lengths is not None or sources.named["segment_ids"] or sources.masks:
+    if sources.named["keep"] or sources.masks or sources.lengths is not None or sources.named["segment_ids"]:
         return True
     if (unread_S := _unread(sources, S)) is not None:
         return bool(unread_S[end:].all())
@@ -369,8 +369,7 @@ def _real_lengths(name: str, physical: Array, real: Array | None, lengths: list[
 
 def split_by_positions(positions_BS: Array, known: Segments | None, *, padding_free: bool) -> tuple[Segments, bool] | None:
     """Return the sequences by positions that restart, and whether every row restarts; None where no row does. Without
-    `known` Segments all of the row is real.
-    """
+    `known` Segments all of the row is real."""
     keep_BS = np.ones(positions_BS.shape, bool) if known is None else keep_array(known)
     starts_BS, tells_B = _restarts(positions_BS, keep_BS)
     restarts = bool((starts_BS.sum(axis=1) > 1)[tells_B].any())
