@@ -14,7 +14,7 @@ TESTS = ROOT / "tests"
 
 LINES = {
     "ground": (1660, 1600),
-    "masks": (2622, 2200),
+    "masks": (2528, 2200),
     "parallel": (1466, 1200),
     "kernels": (505, 450),
     "consumers": (3392, 2800),

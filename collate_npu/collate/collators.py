@@ -30,7 +30,7 @@ from collate_npu.consumers.mask_choice import Consumer, ConsumerName
 from collate_npu.consumers.model_traits import LabelRule, config_of, consumer_of, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, not_one_of
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
-from collate_npu.masks.forms import mask_needed_reason, offsets_of, own_places, write_dense
+from collate_npu.masks.forms import none_is_exact, offsets_of, own_places, write_dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.sources import Sources, check_longest, physical_offsets
 from collate_npu.outputs import ignore_first_labels
@@ -128,20 +128,20 @@ class BatchWriter:
         """Return the mask of a batch for which no stack is named."""
         if self.mode in ("2d", "omit"):
             return segments.keep
-        why = mask_needed_reason(segments, self.pattern)
-        if self.mode == "none" and why:
-            rule = f"attention_mask='none' is set, and {why}."
+        exact = none_is_exact(segments, self.pattern)
+        if self.mode == "none" and not exact:
+            rule = f"attention_mask='none' is set, and {exact.why}."
             raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Use 'auto', or pad right."))
-        if not why and self.mode != "4d":
+        if exact.ok and self.mode != "4d":
             return None
         _warn_of_neutral_form()
         return write_dense(segments, "masked", self.pattern)
 
     def _check_omitted(self, batch: Mapping[str, Any], segments: Segments) -> None:
         """Raise where the consumer reads padding from the mask that is to be left out."""
-        why = mask_needed_reason(segments, self.pattern)
-        if self.adapter is not None and batch.get("attention_mask") is not None and why:
-            rule = f"{self.adapter.consumer.name} reads padding from this key only, and {why}."
+        exact = none_is_exact(segments, self.pattern)
+        if self.adapter is not None and batch.get("attention_mask") is not None and not exact:
+            rule = f"{self.adapter.consumer.name} reads padding from this key only, and {exact.why}."
             raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
 
 

@@ -283,25 +283,17 @@ def _parted(
 ) -> tuple[_Truth | None, Array | None]:
     """Return the Segments, split where positions restart, and the positions where they may split them further."""
     positions_BS = sources.text_positions(shape)
+    if truth and truth.name in (*sources.offsets, *sources.named["lengths"]):
+        truth = truth._replace(segments=drop_tail(sources, truth.segments, positions_BS))
     if positions_BS is None:
-        counted_BS = None if truth is None else truth.segments.position_ids.numpy()
-        return (truth, None) if counted_BS is None else (_cut(sources, truth, counted_BS), None)
-    truth = _cut(sources, truth, positions_BS)
+        return truth, None
     sources.counted = truth is not None and positions_match(truth.segments, positions_BS)
     if sources.counted:  # as our own collators add them
         return truth, None
     known = not truth.parted if truth else not sources.masks and shape[0] == 1  # else padding may stand anywhere
     if known and (found := split_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free)):
-        truth = _cut(sources, _Truth("position_ids", *found), positions_BS)
+        truth = _Truth("position_ids", drop_tail(sources, found[0], positions_BS), found[1])
     return truth, positions_BS
-
-
-def _cut(sources: Sources, truth: _Truth | None, positions_BS: Array) -> _Truth | None:
-    """Return the Segments without the tail of a flat row, where offsets or lengths gave them and no mask did."""
-    by_numbers = truth and truth.name in ("position_ids", *sources.offsets, *sources.named["lengths"])
-    if truth is None or not by_numbers or says_padding(sources):
-        return truth
-    return truth._replace(segments=drop_tail(sources, truth.segments, positions_BS))
 
 
 def _of_keys(key: str, full: Tensor, polarity: Polarity | None) -> _Truth:
@@ -316,8 +308,8 @@ def _with_dense(
     polarity, pattern, own = declared
     key, full = values.key, values.full
     if full.ndim == 4 and full.shape[-2] == 1 < shape[1] and pattern is None:
-        unknown = {"polarity=": "which of True and False is real", "pattern=": "whether queries attend to both sides"}
-        missing = {name: what for (name, what), value in zip(unknown.items(), (polarity or truth, pattern)) if value is None}
+        missing = {} if polarity or truth else {"polarity=": "which of True and False is real"}
+        missing |= {"pattern=": "whether queries attend to both sides"}
         rule = f"One row of keys for all queries does not say {' or '.join(missing.values())}."
         remedy = f"Pass {' and '.join(missing)}, or attention_mask_2d in its place."
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="polarity"))
@@ -329,8 +321,7 @@ def _with_dense(
         return _Truth(key, known.segments, known.parted)
     reading = _read(values, known, positions_BS, shape[0])
     found = reading.pattern if pattern is None else None
-    expected = found is None or found is CAUSAL or found in own
-    if found is not None and not expected and found.reaches(reading.segments.longest_span):
+    if found is not None and found not in own and found.reaches(reading.segments.longest_span):
         rule = f"It is the mask of {found} attention, and without pattern= the batch would get plain causal attention."
         remedy = f"Pass pattern={found.expression} if the model attends so, else attention_mask_2d in its place."
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="mask-pattern"))
@@ -392,9 +383,8 @@ def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:
     ids_BS = sources.array("input_ids") if sources.named["tokens"] == ("input_ids",) else np.zeros((0, 0), np.int64)
     if truth.segments.padding_side != "none" or ids_BS.size < 2 or (ids_BS == ids_BS[0, 0]).all():
         return
-    labels_BS = sources.array("labels") if sources.named["labels"] else None
-    labelled = labels_BS is not None and labels_BS.shape == ids_BS.shape
-    unread_BS = labels_BS < 0 if labelled and labels_BS is not None else np.ones(ids_BS.shape, bool)
+    labels_BS = sources.array("labels") if sources.named["labels"] else np.zeros(())
+    unread_BS = labels_BS < 0 if labels_BS.shape == ids_BS.shape else np.ones(ids_BS.shape, bool)
     bad = {}
     for end, at in (("begin", slice(None)), ("end", slice(None, None, -1))):
         run_BS = np.logical_and.accumulate((ids_BS == ids_BS[:, at][:, :1])[:, at], axis=1)

@@ -14,7 +14,7 @@ Legend: B batch, S width, H heads, N sequences, Q/K query and key rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -47,8 +47,7 @@ from collate_npu.segments import Segments, Values, of_keep, ready
 from collate_npu.validation import checked
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """The sequences that a mask shows and the pattern that gives it back (None where no pattern was looked for)."""
 
     segments: Segments
@@ -134,7 +133,7 @@ def _read_alone(values: MaskValues, known: Known, batch_size: int | None) -> Rea
         if values.declared is None:
             rule = "True is 'attends' (SDPA) or 'blocked' (TransformerEngine's padding mask), and a key mask shows neither."
             raise PolarityError(explain(values.key, values.got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
-        return _repeat(values, Reading(of_keep(values.read(values.declared)[:, 0, 0]), None), batch_size)
+        return _repeat(values, Reading(of_keep(values.read(values.raw[:, 0, 0], values.declared)), None), batch_size)
     if len(shape) in (3, 4) and shape[-1] == shape[-2]:
         return _repeat(values, _square(values, known, shape[0]), batch_size)
     raise no_mask_error(values)
@@ -214,15 +213,13 @@ def _unexplained(values: MaskValues, known: Known, failed: dict[str, Unexplained
         remedy = f"Pass pattern={instead.expression} if the model attends so, or pass attention_mask_2d in its place."
     elif known.segments is not None:
         rule = f"{got} and the other keys of the batch name different real tokens, under every pattern."
-        remedy = (
-            "Remove the wrong one: with attention_mask_2d this mask can be left out; or pass pattern= of custom attention."
-        )
+        remedy = "Remove the wrong one: with attention_mask_2d this mask can be left out; "
+        remedy += "or pass pattern= of custom attention."
     else:
         rule = f"{got} is no padding and no pattern (causal, sliding, chunked, prefix, bidirectional)."
-        remedy = (
-            f"{REMEDY_CARRY_2D} If True means the opposite, pass the other polarity=; if the attention is custom, pattern=. "
-        )
-        remedy += "In derive_segments: if the attention is custom, pass prove=False; if padding attends itself, pass keep=."
+        remedy = f"{REMEDY_CARRY_2D} If True means the opposite, pass the other polarity=; if the attention is custom, "
+        remedy += "pattern=. In derive_segments: if the attention is custom, pass prove=False; "
+        remedy += "if padding attends itself, pass keep=."
     return AmbiguousMaskError(explain_rows(values.key, rows, rule, remedy, more="mask-pattern"))
 
 
@@ -242,8 +239,7 @@ class Extents(NamedTuple):
     last: Array
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
+class Shown(NamedTuple):
     """What the matrix shows, `[B, S]`: `real` tokens; query rows that attend everything (`full`), of these the ones that the
     producer unmasked (`filler`; none beside a keep mask), rows that are evidence (`counts`), and rows that plain causal
     attention on `segments` gives (`proved`)."""
@@ -273,7 +269,8 @@ def look(square: Square, keep_BS: Bools | None) -> Shown:
         text = "is attended by another token" if keep_BS is None else "is real in the 2D mask"
         raise UnexplainedError([(b, f"token {k} {text}, and does not attend itself") for b, k in bad.items()])
     full_BQ = full_rows(square)
-    filler_BQ = fillers(full_BQ) if keep_BS is None else np.zeros_like(full_BQ)
+    filler_BQ = full_BQ & ~full_BQ.all(axis=1, keepdims=True) & (keep_BS is None)
+    filler_BQ[:, -1] &= full_BQ[:, :-1].any(axis=1)  # alone, a last row that sees everything is an ordinary causal row
     counts_BQ = ~filler_BQ if keep_BS is None else keep_BS
     real_BS = diagonal_BS & counts_BQ
     segments, begins_BS = sequences(square, real_BS)
@@ -299,7 +296,7 @@ def full_rows(square: Square) -> Bools:
         for low, high in square.blocks:
             at_N = np.flatnonzero(full_Q[low:high])
             if len(at_N):
-                full_Q[low + at_N] = square.rows(b, low, high)[at_N].all(axis=1)
+                full_Q[low + at_N] = square.at(b, low + at_N).all(axis=1)
     return full_BQ
 
 
@@ -326,22 +323,13 @@ def sequences(square: Square, real_BS: Bools) -> tuple[Segments, Bools]:
     return Segments.from_ids(np.cumsum(begins_BS, axis=1) * real_BS), begins_BS
 
 
-def fillers(full_BQ: Bools) -> Bools:
-    """Return bool `[B, S]`: query rows that attend every key, later ones too, in a row of the batch where others do not."""
-    if not full_BQ[:, :-1].any():
-        return np.zeros_like(full_BQ)  # alone, a last row that sees everything is an ordinary causal row
-    filler_BQ = full_BQ & ~full_BQ.all(axis=1, keepdims=True)
-    filler_BQ[:, -1] &= full_BQ[:, :-1].any(axis=1)
-    return filler_BQ
-
-
 def read_query_rows(square: Square, b: int, low: int, read_Q: Bools, into: Extents, counts_BQ: Bools) -> Bools:
     """Write the extents of these query rows, from `low` on, of one row of the batch to `into`; return the keys `[S]` that
     those of them attend that count."""
     if not read_Q.any():
         return np.zeros(square.shape[1], bool)
     q_N = low + np.flatnonzero(read_Q)
-    rows_NK = square.rows(b, low, low + len(read_Q))
+    rows_NK = square.at(b, slice(low, low + len(read_Q)))
     rows_NK = rows_NK if read_Q.all() else rows_NK[read_Q]
     first_N, last_N = rows_NK.argmax(axis=1), rows_NK.shape[1] - 1 - rows_NK[:, ::-1].argmax(axis=1)
     any_N = rows_NK[np.arange(len(q_N)), first_N]
@@ -394,11 +382,7 @@ def prove(
 
     `proved_BQ` are queries that plain causal attention is known to give. Raises `UnexplainedError`.
     """
-
-    def wrong(tried: Pattern) -> Iterator[int]:
-        return wrong_rows(square, segments, tried, proved_BQ if tried == CAUSAL else None)
-
-    first = pattern or CAUSAL
+    first, wrong = pattern or CAUSAL, partial(wrong_rows, square, segments, proved_BQ=proved_BQ)
     first.check(segments.num_sequences)
     if next(wrong(first), None) is None:
         return first
@@ -420,23 +404,16 @@ def _seen(segments: Segments, extents: Extents, reach: int) -> tuple[int, list[i
 
 
 def refuse_inverted(square: Square, segments: Segments) -> None:
-    """Raise where the 2D mask may be inverted: padding that attends itself alone would look like many sequences."""
-    bad = [
-        (b, f"{len(row)} real tokens that attend only themselves, and padding that attends padding")
-        for b, row in enumerate(segments.lengths)
-        if len(row) > 1 and max(row) == 1
-        if any(_attends_other(square.rows(b, low, high), low, segments.array[b] == 0) for low, high in square.blocks)
-    ]
+    """Raise where the 2D mask may be inverted: padding that attends other padding would look like many sequences."""
+    bad = []
+    for b, row in enumerate(segments.lengths):
+        if len(row) > 1 and max(row) == 1:
+            padding_S = segments.array[b] == 0
+            attended = (square.at(b, slice(low, high))[padding_S[low:high]] & padding_S for low, high in square.blocks)
+            if sum(map(np.count_nonzero, attended)) > np.count_nonzero(square.diagonal()[b] & padding_S):
+                bad.append((b, f"{len(row)} real tokens that attend only themselves, and padding that attends padding"))
     rule = "They are sequences of one token, or the 2D mask is inverted (True = padding)."
     _raise_ambiguous(bad, rule, "Pass attention_mask_2d with True = real; with sequences of one token, segment_ids too.")
-
-
-def _attends_other(rows_QK: Bools, low: int, among_S: Bools) -> bool:
-    """Return True if one of these tokens attends another of them."""
-    q_N = np.flatnonzero(among_S[low : low + len(rows_QK)])
-    found_NK = rows_QK[q_N] & among_S
-    found_NK[np.arange(len(q_N)), low + q_N] = False
-    return bool(found_NK.any())
 
 
 def refuse_unmasked_rows(shown: Shown, pattern: Pattern, *, declared: bool, unmasked_rows: bool) -> None:

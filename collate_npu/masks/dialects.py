@@ -1,13 +1,13 @@
-"""Dialects: what other stacks write of the sequences of a row that their keys alone do not say, one table.
+"""Dialects: what other stacks write of the sequences of a row that their keys alone do not say.
 
-`KEYS` names the keys and their roles; `DIALECTS` says the rest: which object holds offsets, which of them count padding,
-which lengths need no mask, and where padding at the end of a flat row begins that offsets or positions number as a sequence.
+`KEYS` names the keys and their roles; here is the rest: which object holds offsets, which of them count padding, which
+lengths need no mask, and where padding at the end of a flat row begins that offsets or positions number as a sequence.
 Legend: S width of a flat row, N its sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +17,14 @@ from collate_npu.errors import CollateError, explain
 
 NO_SEQUENCE = -1000
 """Fills rows of lengths that have fewer sequences (NeMo Automodel 0.7.0 datasets/utils.py)."""
+HOLDERS = ("packed_seq_params", "flash_attn_kwargs")
+"""Keys with an object, or a dict, of offsets (Megatron-LM core/packed_seq_params.py; NeMo RL 7ea279a
+models/automodel/train.py:125)."""
+REAL = ("cu_seqlens_unpadded",)
+"""Offsets of real tokens alone (Megatron-Bridge): the others of its batch count padding."""
+PADS_RIGHT = ("input_lengths", "packed_seq_lengths")
+"""Lengths that need no mask, since rows are padded on the right (NeMo RL, unsloth)."""
 REMEDY_ONE_SET = "Keep one set of offsets, that of this batch: a collator or a split may have left old ones in it."
-
 
 TOKEN_BY_TOKEN = frozenset((
     "torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger_kernel", "bitsandbytes", "torchao", "kernels",
@@ -40,7 +46,8 @@ class FlatRow(NamedTuple):
 
 
 def _at_position_zero(row: FlatRow) -> int | None:
-    """Return the start of a last sequence of several tokens at position 0, unless one token before equal ones is real."""
+    """VeOmni d977449 data/data_collator.py: return the start of a last sequence of several tokens at position 0, unless one
+    token before equal ones is real."""
     start, ids_S = row.starts[-1], row.ids_S
     last_S = row.positions_S[start:]
     one_is_real = ids_S is not None and (ids_S[start + 1 :] == ids_S[-1]).all() and ids_S[start] != ids_S[-1]
@@ -49,7 +56,8 @@ def _at_position_zero(row: FlatRow) -> int | None:
 
 
 def _counting_again(row: FlatRow) -> int | None:
-    """Return where the positions of the last sequence begin again, stand still or are 0, if nobody learns from there on."""
+    """prime-rl 559b447 trainer/batch.py:717-719, whose last length counts the tail: return where the positions of the last
+    sequence begin again, stand still or are 0, if nobody learns from there on."""
     last_S = row.positions_S[row.starts[-1] :]
     counted = int((last_S == np.arange(len(last_S))).cumprod().sum())
     rest_S, end = last_S[counted:], row.starts[-1] + counted
@@ -58,7 +66,7 @@ def _counting_again(row: FlatRow) -> int | None:
 
 
 def _one_token_again(row: FlatRow) -> int | None:
-    """Return the start of a last sequence of one token again and again that nobody learns."""
+    """torchtitan b5bcd76: return the start of a last sequence of one token again and again that nobody learns."""
     S, start = len(row.unread_S), row.starts[-1]
     if row.ids_S is None or row.counted or len(row.starts) < 2:
         return None
@@ -66,44 +74,14 @@ def _one_token_again(row: FlatRow) -> int | None:
     return start if row.starts[-2] < S - run <= start < S - 1 else None  # a run of several would be parted still
 
 
-class Dialect(NamedTuple):
-    """What one stack writes, and where in its code.
-
-    * `holder`: a key with an object, or a dict, of offsets.
-    * `real`: offsets of real tokens alone; the others of its batch count padding.
-    * `right`: lengths that need no mask, since rows are padded on the right.
-    * `tail`: where a tail begins that positions number as a sequence, None where there is none.
-    """
-
-    stack: str
-    holder: str = ""
-    real: str = ""
-    right: str = ""
-    tail: Callable[[FlatRow], int | None] | None = None
-
-
-DIALECTS = (
-    Dialect("Megatron-LM core/packed_seq_params.py", holder="packed_seq_params"),
-    Dialect("Megatron-Bridge", real="cu_seqlens_unpadded"),
-    Dialect("NeMo RL models/automodel/train.py:125, 7ea279a", holder="flash_attn_kwargs", right="input_lengths"),
-    Dialect("unsloth", right="packed_seq_lengths"),
-    Dialect("VeOmni data/data_collator.py, d977449", tail=_at_position_zero),
-    Dialect("prime-rl 559b447 trainer/batch.py:717-719", tail=_counting_again),  # adds its tail to the last length
-    Dialect("torchtitan b5bcd76", tail=_one_token_again),
-)
+TAILS = (_at_position_zero, _counting_again, _one_token_again)
 """Places that are a sequence each may be samples of one token (transformers' flattening) or a tail (TRL 1.16
 `pad_to_multiple_of`): they stay sequences, which is exact for both."""
 
 
-HOLDERS, REAL, PADS_RIGHT = (
-    tuple(key for dialect in DIALECTS if (key := getattr(dialect, what))) for what in ("holder", "real", "right")
-)
-
-
 def tail_of(row: FlatRow) -> int | None:
-    """Return where the padding tail of a flat row begins, by the first dialect that knows one; None without one."""
-    ends = (dialect.tail(row) for dialect in DIALECTS if dialect.tail)
-    return next((end for end in ends if end is not None), None)
+    """Return where the padding tail of a flat row begins, by the first of `TAILS` that knows one; None without one."""
+    return next((end for tail in TAILS if (end := tail(row)) is not None), None)
 
 
 def physical_and_real_offsets(offsets: Mapping[str, Array]) -> tuple[str, Array, Array | None]:

@@ -62,20 +62,15 @@ def none_is_exact(segments: Segments, pattern: str | Pattern = "causal") -> Verd
     >>> none_is_exact(Segments.from_lengths([[3, 2]])).why
     'a row holds several sequences, which would see each other'
     """
-    why = mask_needed_reason(segments, Pattern.of(pattern))
-    return Verdict(not why, why or "causal attention, padding on the right only, one sequence a row")
-
-
-def mask_needed_reason(segments: Segments, pattern: Pattern) -> str:
-    """Why `attention_mask=None` is not exact; "" where it is."""
+    pattern = Pattern.of(pattern)
     if pattern is not CAUSAL and pattern.reaches(segments.longest_span):
-        return f"attention is {pattern}, and no mask means plain causal (or full) attention"
+        return Verdict(False, f"attention is {pattern}, and no mask means plain causal (or full) attention")
     if segments.packed:
-        return "a row holds several sequences, which would see each other"
+        return Verdict(False, "a row holds several sequences, which would see each other")
     if segments.padding_side in PADS_BEFORE:
         where = "on the left" if segments.padding_side == "left" else "before or between real tokens"
-        return f"padding stands {where}, so real tokens would attend it"
-    return ""
+        return Verdict(False, f"padding stands {where}, so real tokens would attend it")
+    return Verdict(True, "causal attention, padding on the right only, one sequence a row")
 
 
 @checked

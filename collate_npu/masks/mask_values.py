@@ -9,9 +9,8 @@ Legend: B batch, S width, H heads, Q/K query and key rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +54,8 @@ class MaskValues:
 
     def __init__(self, full: Tensor, declared: Polarity | None, key: str = "attention_mask") -> None:
         self.full, self.key = full, key
+        self.raw: Array = (full.view(torch.uint16) if full.dtype == torch.bfloat16 else full).numpy()
+        """The values as they lie in memory; numpy has no bfloat16, whose bits are uint16."""
         self._float = full.is_floating_point()
         below = DECLARED_BELOW if declared == "bias" else BLOCKED_BELOW
         self.additive = self._float and bool(self.range[0] <= below)
@@ -68,17 +69,8 @@ class MaskValues:
         """dtype and shape of the mask, as a message prints them."""
         return shape_of(self.full)
 
-    @once
-    def raw(self) -> Array:
-        """The values as they lie in memory; numpy has no bfloat16, whose bits are uint16."""
-        return (self.full.view(torch.uint16) if self.full.dtype == torch.bfloat16 else self.full).numpy()
-
-    def read(self, polarity: Polarity) -> Bools:
-        """Return True = attends, in the shape of the mask; of a bool keep mask it is the mask itself."""
-        return self.attending(self.raw, polarity)
-
-    def attending(self, raw: Array, polarity: Polarity) -> Bools:
-        """Return `read` for a part of `raw`."""
+    def read(self, raw: Array, polarity: Polarity) -> Bools:
+        """Return True = attends, for `raw` or a part of it; of a bool keep mask it is the mask itself."""
         if polarity == "keep" and raw.dtype == bool:
             return raw
         numbers = self._numbers(raw)
@@ -110,7 +102,7 @@ class MaskValues:
         """Return True if a head of `[B, H, Q, K]` attends other keys than the first."""
         if self.raw.strides[1] == 0:  # one head, repeated
             return False
-        read = partial(self.attending, polarity=self.declared or "keep")
+        read = partial(self.read, polarity=self.declared or "keep")
         return any(bool((read(head_QK) != read(heads[0])).any()) for heads in self.raw for head_QK in heads[1:])
 
     def _numbers(self, raw: Array) -> Array:
@@ -120,14 +112,15 @@ class MaskValues:
         return raw.astype(np.float32) if self.full.dtype == torch.float16 else raw
 
     def _blocks(self) -> Iterator[Array]:
-        yield from (self._numbers(raw) for raw in blocks(self.raw))
+        """Yield the values in flat parts of at most `BLOCK`, or an eighth; what is repeated (stride 0) comes once."""
+        whole = self.raw[tuple(slice(1) if step == 0 else slice(None) for step in self.raw.strides)]
+        most = min(BLOCK, max(whole.size // 8, 1 << 12))
+        parts: Any = np.nditer(whole, ["external_loop", "buffered"], buffersize=most, order="K") if whole.size else ()
+        yield from map(self._numbers, parts)
 
     def _refuse_values(self, declared: Polarity | None) -> None:
-        if self.full.dtype == torch.bool:
-            low, high, binary = 0, 1, True
-        else:
-            low, high = self.range
-            binary = not self._float or (not self.additive and all(((x == 0) | (x == 1)).all() for x in self._blocks()))
+        low, high = (0, 1) if self.full.dtype == torch.bool else self.range
+        binary = self._float and not self.additive and all(((x == 0) | (x == 1)).all() for x in self._blocks())
         if self._float and np.isnan(low) and self.full.ndim:
             rows = [(b, "NaN") for b, row in enumerate(self.full) if torch.isnan(row).any()]
             rule = "An additive mask holds finite numbers or -inf."
@@ -161,16 +154,7 @@ BLOCK = 1 << 19
 """Elements that are read at once: a few arrays of so many bytes stay in a core's cache."""
 
 
-def blocks(array: Array) -> Iterator[Array]:
-    """Yield the values of `array` in flat parts of at most `BLOCK`, or an eighth; what is repeated (stride 0) comes once."""
-    whole = array[tuple(slice(1) if step == 0 else slice(None) for step in array.strides)]
-    if whole.size:
-        most = min(BLOCK, max(whole.size // 8, 1 << 12))
-        yield from np.nditer(whole, ["external_loop", "buffered"], buffersize=most, order="K")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
+class Known(NamedTuple):
     """What is known beside a mask: the Segments of its batch, or its padding alone (`parted=False`: one sequence a row)."""
 
     segments: Segments | None = None
@@ -199,7 +183,7 @@ def read_keys(values: MaskValues, *, alone: bool = False) -> Segments:
         rule = "Read as keep, every token is padding; read as masked or additive, none is."
         raise PolarityError(explain(values.key, got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
     else:
-        segments = of_keep(values.read(values.declared or "keep"))
+        segments = of_keep(values.read(values.raw, values.declared or "keep"))
     if alone and segments.empty_rows and values.declared is None:
         rows = [(b, "no real token") for b in segments.empty_rows]
         rule = "A [B, S] mask is read as keep, 1 = real token; here it may be inverted."
@@ -213,7 +197,7 @@ def read_keys_beside(values: MaskValues, keep_BS: Bools) -> Segments:
     if values.packing_ids:
         return Segments.from_ids(values.raw)
     polarities: tuple[Polarity, ...] = (values.declared,) if values.declared else ("keep", "masked")
-    readings = [values.read(polarity).reshape(keep_BS.shape) for polarity in polarities]
+    readings = [values.read(values.raw, polarity).reshape(keep_BS.shape) for polarity in polarities]
     return of_keep(next((x for x in readings if np.array_equal(x, keep_BS)), readings[0]))
 
 
@@ -265,13 +249,9 @@ class Square:
     def __init__(self, values: MaskValues, polarity: Polarity, batch_size: int) -> None:
         raw = values.raw[:, 0] if values.raw.ndim == 4 else values.raw
         self._raw_BQK = np.broadcast_to(raw, (batch_size, *raw.shape[-2:]))
-        self._read = partial(values.attending, polarity=polarity)
+        self._read = partial(values.read, polarity=polarity)
         self.shape = batch_size, raw.shape[-1]
         self._scratch: dict[int, bytearray] = {}
-
-    def rows(self, b: int, low: int, high: int) -> Bools:
-        """Return bool `[high - low, S]`: query rows of one row of the batch."""
-        return self._read(self._raw_BQK[b, low:high])
 
     @once
     def blocks(self) -> list[tuple[int, int]]:
@@ -294,7 +274,7 @@ class Square:
         if high - low not in self._scratch:  # the last block of a mask is smaller
             self._scratch[high - low] = bytearray((high - low) * self.shape[1])
         given = self._scratch[high - low]
-        given_QK, found_QK = np.frombuffer(given, bool).reshape(high - low, -1), self.rows(b, low, high)
+        given_QK, found_QK = np.frombuffer(given, bool).reshape(high - low, -1), self.at(b, slice(low, high))
         fill_rows(given_QK, low, regions, pattern, True, False)
         if given == np.ascontiguousarray(found_QK):  # twice as fast as numpy's
             return np.zeros(high - low, bool)
@@ -318,9 +298,10 @@ def is_causal(values: MaskValues, segments: Segments) -> bool:
 
 
 def wrong_rows(square: Square, segments: Segments, pattern: Pattern, proved_BQ: Bools | None = None) -> Iterator[int]:
-    """Yield the rows of the batch in which a real query attends other keys than this pattern; `proved` ones are skipped."""
+    """Yield the rows of the batch in which a real query attends other keys than this pattern. `proved_BQ` are queries that
+    plain causal attention is known to give."""
     counts_BQ = segments.array != 0
-    if proved_BQ is not None:
+    if proved_BQ is not None and pattern == CAUSAL:
         counts_BQ &= ~proved_BQ
     for b, regions in enumerate(regions_of(segments) if counts_BQ.any() else ()):
         for low, high in square.blocks:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from collate_npu.errors import CollateError, did_you_mean, explain
 from collate_npu.segments import Segments
 from collate_npu.validation import checked
 
-PatternName = Literal["causal", "bidirectional"]
 Places = Any
 """Tensors, or numpy arrays."""
 
@@ -157,13 +156,11 @@ class Causal(Pattern):
 
         Each row is the one above, moved right by one: a strided view of one vector, so every element is written once.
         """
-        K = block_QK.shape[1]
-        if q0 < 0:  # queries before the sequence see none of its keys
-            block_QK[:-q0] = forbidden
-            block_QK, q0 = block_QK[-q0:], 0
-        Q = len(block_QK)
-        size = 1 << (max(q0 + Q, K, 64) - 1).bit_length()
-        np.copyto(block_QK, _shifted(size, reach, block_QK.dtype, allowed, forbidden)[q0 : q0 + Q, :K])
+        Q, K = block_QK.shape
+        size = 1 << (max(q0 + Q, K - q0, 64) - 1).bit_length()
+        band = _band(size, reach, block_QK.dtype, allowed, forbidden)
+        step = band.itemsize
+        np.copyto(block_QK, np.ndarray((Q, K), band.dtype, band, (size - q0) * step, (-step, step)))
 
     def reaches(self, longest: int) -> bool:
         return False
@@ -299,16 +296,12 @@ CAUSAL = Causal()
 
 
 @lru_cache(maxsize=8)
-def _shifted(size: int, reach: int | None, dtype: Any, allowed: Any, forbidden: Any) -> Array:
-    """`[size, size]`, every band of up to that size, in 2 * size elements; read-only."""
+def _band(size: int, reach: int | None, dtype: Any, allowed: Any, forbidden: Any) -> Array:
+    """`[2 * size]`, a row of a band: the query's own key is at `size`; never written to."""
     key_minus_query = np.arange(-size, size)
     near = key_minus_query > -reach if reach else True
-    band = np.where((key_minus_query <= 0) & near, allowed, forbidden).astype(dtype)
-    item = band.itemsize
-    return np.lib.stride_tricks.as_strided(band[size:], (size, size), (-item, item), writeable=False)
-
-
-_last = attrgetter("last")
+    band: Array = np.where((key_minus_query <= 0) & near, allowed, forbidden).astype(dtype)
+    return band
 
 
 class Region(NamedTuple):
@@ -341,14 +334,11 @@ def fill_rows(out_QK: Array, low: int, regions: Sequence[Region], pattern: Patte
     high, S = low + len(out_QK), out_QK.shape[1]
     if not regions:
         out_QK[:] = forbidden
-    at = bisect_right(regions, low, key=_last) if low else 0
+    at = bisect_right(regions, low, key=attrgetter("last")) if low else 0
     for n, start, end, first, last, holes in regions[at:] if at else regions:
         if first >= high:
             break
         q, stop = max(low, first), min(high, last)
-        if pattern.causal and q < start:
-            out_QK[q - low : min(start, stop) - low] = forbidden
-            q = min(start, stop)
         while q < stop:
             # A causal query of the sequence sees no key behind itself: keys behind the sequence need no care of their own.
             inside = pattern.causal and q < end

@@ -38,7 +38,6 @@ from collate_npu.segments import (
 
 Named = Role | Literal["positions", "vision"]
 
-_ORDER = {name: n for n, name in enumerate(KEYS)}
 _ROLES: dict[str, Any] = {
     name: key.role or key.kind for name, key in KEYS.items() if key.role or key.kind in ("positions", "vision")
 }
@@ -66,9 +65,9 @@ class Sources(dict[str, Any]):
         self.counted = False
         """True if position_ids restart exactly where sequences begin: the batch reader compared them, or a collator built
         them."""
-        for name in sorted(_ROLES.keys() & self.keys(), key=_ORDER.__getitem__):
-            if self[name] is not None:
-                self.named[_ROLES[name]] += (name,)
+        for name, role in _ROLES.items():
+            if name in self and self[name] is not None:
+                self.named[role] += (name,)
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> Sources:
@@ -106,7 +105,7 @@ class Sources(dict[str, Any]):
 
     @once
     def offsets(self) -> Mapping[str, Array]:
-        """Offsets of a flat row, physical and real ones, those that objects hold (`DIALECTS`) among them."""
+        """Offsets of a flat row, physical and real ones, those that objects hold (`HOLDERS`) among them."""
         found: dict[str, Array] = {}
         for held in dialects.HOLDERS:
             params = self.get(held)
@@ -243,16 +242,13 @@ def _ids_at(starts: list[int], lengths: list[int], width: int) -> Array:
 def _ends_in_padding(sources: Sources, end: int, S: int) -> bool:
     """True if another source says that the rest of the row behind the offsets is padding: a mask or lengths, which are
     compared with them; labels; else one repeated token, or a last one at position 0 (NeMo RL's common.py:290)."""
-    if says_padding(sources) or sources.lengths is not None or sources.named["segment_ids"] or sources.masks:
+    if sources.named["keep"] or sources.masks or sources.lengths is not None or sources.named["segment_ids"]:
         return True
     if (unread_S := _unread(sources, S)) is not None:
         return bool(unread_S[end:].all())
     positions_BS = sources.text_positions((1, S))
-    again = (
-        end < S - 1
-        and sources.named["tokens"] == ("input_ids",)
-        and len(set(sources.array("input_ids")[0, end:].tolist())) == 1
-    )
+    rest = sources.array("input_ids")[0, end:].tolist() if sources.named["tokens"] == ("input_ids",) else []
+    again = len(rest) > 1 and len(set(rest)) == 1
     return again or (positions_BS is not None and not positions_BS[0, end:].any())
 
 
@@ -318,9 +314,8 @@ def check_longest(sources: Sources, segments: Segments) -> None:
         held = sources.array(key)
         if held.size != 1 or whole_number(key, held.item()) < segments.max_length:
             rule = f"The longest sequence has {segments.max_length} tokens."
-            raise CollateError(
-                explain(key, str(held.tolist())[:80], rule, f"Pass {key}={segments.max_length}, or leave it out.")
-            )
+            remedy = f"Pass {key}={segments.max_length}, or leave it out."
+            raise CollateError(explain(key, str(held.tolist())[:80], rule, remedy))
 
 
 def _length_rows(sources: Sources, B: int) -> list[list[int]]:
@@ -374,8 +369,7 @@ def _real_lengths(name: str, physical: Array, real: Array | None, lengths: list[
 
 def split_by_positions(positions_BS: Array, known: Segments | None, *, padding_free: bool) -> tuple[Segments, bool] | None:
     """Return the sequences by positions that restart, and whether every row restarts; None where no row does. Without
-    `known` Segments all of the row is real.
-    """
+    `known` Segments all of the row is real."""
     keep_BS = np.ones(positions_BS.shape, bool) if known is None else keep_array(known)
     starts_BS, tells_B = _restarts(positions_BS, keep_BS)
     restarts = bool((starts_BS.sum(axis=1) > 1)[tells_B].any())
@@ -396,19 +390,20 @@ def without_padding(sources: Sources, segments: Segments, real_S: Array) -> Segm
     return segments if as_it_is else Segments.from_ids([np.where(padding_S, 0, ids_S)])
 
 
-def drop_tail(sources: Sources, segments: Segments, positions_BS: Array) -> Segments:
-    """Return the flat row without a padding tail that was counted as a sequence (`DIALECTS`)."""
+def drop_tail(sources: Sources, segments: Segments, positions_BS: Array | None) -> Segments:
+    """Return the flat row that numbers gave without a padding tail that they count as a sequence (`TAILS`), unless a mask
+    marks padding. Without positions each sequence counts from 0."""
     (lengths, *others), S = segments.lengths, segments.shape[1]
-    if others or segments.padding_side != "none":
+    if others or segments.padding_side != "none" or says_padding(sources):
         return segments
     if tail := _tail(sources):
         return of_ids(np.where(np.arange(S) < S - tail, segments.array, 0))
     starts = [0, *accumulate(lengths[:-1])]
     ids_S = sources.array("input_ids")[0] if sources.named["tokens"] == ("input_ids",) else None
     unread_S = np.zeros(S, bool) if (found_S := _unread(sources, S)) is None else found_S
-    counts_N = [] if sources.lengths is None else _length_rows(sources, 1)[0]
-    counted = sum(n > 0 for n in counts_N) == len(lengths)
-    end = dialects.tail_of(dialects.FlatRow(starts, positions_BS[0], ids_S, unread_S, counted))
+    counted = sum(n > 0 for n in _length_rows(sources, 1)[0]) == len(lengths)
+    (positions_S,) = segments.position_ids.numpy() if positions_BS is None else positions_BS
+    end = dialects.tail_of(dialects.FlatRow(starts, positions_S, ids_S, unread_S, counted))
     return segments if end is None else of_lengths([[n for n in (*lengths[:-1], end - starts[-1]) if n]], S)
 
 
