@@ -24,7 +24,7 @@ from torch import nn
 
 from collate_npu.consumers.adapter import KNOWN_BATCHES, BatchAdapter
 from collate_npu.consumers.by_sequence import MixerPlan, Way, begin, carry
-from collate_npu.consumers.flat_row import FlatCall
+from collate_npu.consumers.flat_row import CACHES, FlatCall
 from collate_npu.consumers.labels_and_positions import labels_for
 from collate_npu.consumers.mixers import changed_reason, mixers_of, place_of, way_of, wrap
 from collate_npu.consumers.model_traits import (
@@ -32,6 +32,7 @@ from collate_npu.consumers.model_traits import (
     is_compiled,
     is_transformers,
     position_rule,
+    takes,
     text_config,
     unwrap,
     warn_if_left,
@@ -301,11 +302,8 @@ def _reads_rows(head: nn.Module, adapter: BatchAdapter, call: Mapping[str, Any])
     return put or not whole or bool(adapter.model.option("output_router_logits", call))
 
 
-_CACHES = ("past_key_values", "cache", "cache_params", "state")  # 5.24: cache
-
-
 def _caches(batch: Sources) -> list[Any]:
-    return [batch[name] for name in _CACHES if batch.get(name) is not None]
+    return [batch[name] for name in CACHES if batch.get(name) is not None]
 
 
 def _in_use(module: nn.Module, batch: Sources) -> bool:
@@ -406,9 +404,7 @@ def _is_flat(batch: Sources) -> bool:
     shape = batch.shape()
     if shape[0] != 1 or batch.get("attention_mask") is None or batch.named["offsets"]:
         return shape[0] == 1
-    if any(keep.ndim != 2 or not keep.all() for keep in batch.masks.values()):
-        return False
-    return _restarts(batch)
+    return all(keep.ndim == 2 and bool(keep.all()) for keep in batch.masks.values()) and _restarts(batch)
 
 
 def _restarts(batch: Sources) -> bool:
@@ -432,7 +428,7 @@ def _hook_places(model: nn.Module, whole: nn.Module, text: nn.Module) -> list[nn
 def _door(whole: nn.Module) -> nn.Module:
     """Return the model; its backbone if the head around it takes no positions."""
     backbone = cast(nn.Module, whole.base_model)
-    return backbone if _takes_positions(backbone) and not _takes_positions(whole) else whole
+    return backbone if takes(backbone, "position_ids") and not takes(whole, "position_ids") else whole
 
 
 def _transformers_model(model: nn.Module, named: bool) -> nn.Module:
@@ -450,12 +446,6 @@ def _transformers_model(model: nn.Module, named: bool) -> nn.Module:
     remedy = "Call adapt on each of them. Megatron: gpt_batch of integrations.megatron. Other stacks: `collate-npu "
     remedy += "guide`. A model of your own that takes what transformers' take: pass consumer='transformers'."
     raise UnsupportedFormError(explain("model", f"{type(model).__name__}, {held}", rule, remedy))
-
-
-def _takes_positions(module: nn.Module) -> bool:
-    """True if its forward takes positions."""
-    kinds = inspect.signature(type(module).forward).parameters
-    return "position_ids" in kinds or any(each.kind is each.VAR_KEYWORD for each in kinds.values())
 
 
 # --- rows that a stack has shared out over its ranks before its model is called: no hook sees the whole row, so a batch
