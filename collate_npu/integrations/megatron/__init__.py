@@ -236,7 +236,9 @@ def takes_places(model: Any) -> bool:
     Multi-token prediction does (core/transformer/multi_token_prediction.py:236 of 0.16.1, 249 of 0.19.2), and mcore-bridge's
     Gated DeltaNets and latent attention (1.6.5 gpts/qwen3_next.py:477, modules/multi_latent_attention.py:35).
     """
-    return depths(config_of(model)) > 0 or type(unwrap(model)).__module__.startswith("mcore_bridge")
+    return bool(getattr(config_of(model), "mtp_num_layers", None)) or type(unwrap(model)).__module__.startswith(
+        "mcore_bridge"
+    )
 
 
 def megatron_ranks(*, shared: bool = False) -> ContextParallel | None:
@@ -321,17 +323,12 @@ def real_tokens_alone(
 # multi_token_prediction.py:115-318). For a loss of your own: `shift_labels(labels, segments, steps=1 + k)`.
 
 
-def depths(config: Any) -> int:
-    """Return how many tokens after the next one the model predicts."""
-    return getattr(config, "mtp_num_layers", None) or 0
-
-
 def refuse_crossing(segments: Segments, config: Any, *, padding_free: bool) -> None:
     """Raise if a model with multi-token prediction would learn across sequences, or if its routers would count padding.
 
     In 0.16.1 and 0.17 those routers get no padding mask; later ones move it, and the last token of the row becomes real.
     """
-    if not depths(config):
+    if not getattr(config, "mtp_num_layers", None):
         return
     exact = none_is_exact(segments)
     if not exact and not padding_free:
