@@ -13,7 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import Any, cast
@@ -51,7 +51,7 @@ Kept = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Adapted:
+class Adapted(AbstractContextManager["Adapted"]):
     """The hooks that `adapt` put on a model. `.remove()` takes them off, and so does the end of `with adapt(model):`."""
 
     handles: Sequence[Any] = field(repr=False)
@@ -62,9 +62,6 @@ class Adapted:
         """Take the hooks off. Its mixers stay wrapped, which do nothing then: a backward may still compute them again."""
         for handle in self.handles:
             handle.remove()
-
-    def __enter__(self) -> Adapted:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.remove()
@@ -212,7 +209,8 @@ class _Hooks:
             return None
         if _in_use(module, batch) and _decodes(batch):
             return _continued(padded, batch)
-        if (ranks := _sharing_ranks()) > 1:
+        ranks = max((size(sys.modules[name]) for name, size in _SIZES.items() if name in sys.modules), default=1)
+        if ranks > 1:
             _check_share(self._current(module, self.by_sequence), module, batch, ranks)
             return None
         batch, flat = _with_empty_rows(batch), _is_flat(batch)
@@ -369,9 +367,8 @@ def _check_last(batch: Sources, segments: Segments) -> None:
     padded = np.flatnonzero((segments.array[:, -1] == 0) & segments.array.any(axis=1)).tolist()
     if padded and batch.get("logits_to_keep") == 1:
         rule = "Generation goes on from the last column, which is padding there."
-        raise UnsupportedFormError(
-            explain("attention_mask", f"rows {padded} padded right", rule, 'Pad prompts left: padding_side="left".')
-        )
+        remedy = 'Pad prompts left: padding_side="left".'
+        raise UnsupportedFormError(explain("attention_mask", f"rows {padded} padded right", rule, remedy))
 
 
 _BEFORE = "Pass data_collator=wrap_collator(your collator, model=model), which changes them before the trainer counts them."
@@ -459,11 +456,6 @@ _SIZES: dict[str, Any] = {
     "veomni.distributed.parallel_state": lambda of: getattr(of._PARALLEL_STATE, "ulysses_size", 1),
 }
 """The module in which a stack keeps how many ranks share a row: OpenRLHF 0.11.2, SkyRL 0.3.0, VeOmni 0.1.12."""
-
-
-def _sharing_ranks() -> int:
-    """Return how many ranks share each row in this process, as the imported stacks say."""
-    return max((size(sys.modules[name]) for name, size in _SIZES.items() if name in sys.modules), default=1)
 
 
 def _check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) -> None:
