@@ -108,10 +108,8 @@ def _warn_of_releases(holder: str, owner: Any) -> None:
 def release(holder: str) -> None:
     """Take this holder off each replacement. A function that nobody replaces any more is given back."""
     for made in reversed(_TABLE[:]):
-        for ours, holders in list(made.replacements.items()):
-            holders.discard(holder)
-            if not holders:
-                del made.replacements[ours]
+        left = {ours: holders - {holder} for ours, holders in made.replacements.items()}
+        made.replacements = {ours: holders for ours, holders in left.items() if holders}
         if not made.replacements:
             _TABLE.remove(made)
             made.take_off()

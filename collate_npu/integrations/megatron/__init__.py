@@ -39,7 +39,6 @@ from collate_npu.validation import check_model
 __all__ = ["PACKAGE", "TESTED", "gpt_batch", "install", "packed_seq_params", "uninstall"]
 
 PACKAGE, TESTED = "megatron-core", "0.16.1"
-_READ = ("input_ids", "position_ids", "labels")
 
 
 def install() -> None:
@@ -96,7 +95,7 @@ def gpt_batch(
 def _row(batch: Mapping[str, Any], sources: Sources, segments: Segments) -> dict[str, Tensor]:
     """Return the keys that the model reads, labels with the token that predicts each. Positions that count padding are left
     out; `_inputs` makes others."""
-    given = {key: batch[key] for key in _READ if batch.get(key) is not None}
+    given = {key: batch[key] for key in ("input_ids", "position_ids", "labels") if batch.get(key) is not None}
     if "position_ids" in given and kind_of(torch.from_numpy(sources.array("position_ids")), segments) == "places":
         del given["position_ids"]
     row = {key: value if isinstance(value, Tensor) else host_tensor(key, value) for key, value in given.items()}

@@ -40,8 +40,7 @@ def keep_2d(original: Any, *args: Any, **kwargs: Any) -> Any:
 def engine_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run verl's forward of jagged ids, padded or packed (model_forward.py `gptmodel_forward_model_engine`)."""
     given = _arguments_of(original, args, kwargs)
-    with _masks_hook(given, given["vision_model"]):
-        return original(**given)
+    return _with_masks(original, given, given["vision_model"])
 
 
 def generated_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -56,14 +55,13 @@ def generated_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         given = _arguments_of(inner, args, kwargs)
         if not given["input_ids"].is_nested:  # verl indexes by integers, without an error
             given["attention_mask"] = given["attention_mask"].bool()
-        with _masks_hook(given, vision):
-            return inner(**given)
+        return _with_masks(inner, given, vision)
 
     return forward
 
 
-def _masks_hook(given: dict[str, Any], vision: bool) -> Any:
-    """Return a hook, for a `with`, that passes the model of one batch the masks that it reads, and its routers the
+def _with_masks(function: Callable[..., Any], given: dict[str, Any], vision: bool) -> Any:
+    """Return `function(**given)`, in which the model of one batch gets the masks that it reads, and its routers the
     `padding_mask`, which verl passes for packed rows alone. Megatron's own attention reads True = blocked, so it gets None
     in place of verl's [B, S], True = real."""
     from verl.models.mcore.util import is_npu_available  # verl looked for one when it was imported
@@ -84,7 +82,8 @@ def _masks_hook(given: dict[str, Any], vision: bool) -> Any:
             batch = {"padding_mask": router_padding(~keep.bool(), shared=shared), **batch}
         return args, {**batch, "attention_mask": None if unread else keep}
 
-    return given["model"].register_forward_pre_hook(masks, with_kwargs=True)
+    with given["model"].register_forward_pre_hook(masks, with_kwargs=True):
+        return function(**given)
 
 
 def _refuse_window(window: Any, given: dict[str, Any]) -> None:
