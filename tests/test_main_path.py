@@ -39,7 +39,7 @@ def called(work):
     return calls
 
 
-MOST = {"auto": (147, 14, 52), "2d": (109, 11, 40)}
+MOST = {"auto": (144, 14, 50), "2d": (106, 11, 38)}
 """Calls, modules and re-entries, with the collator's masks by default and on their way to an adapter."""
 
 

@@ -18,8 +18,8 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
+import transformers.utils
 from torch import Tensor
-from transformers.utils import is_torch_npu_available
 
 from collate_npu.arrays import host_array, host_tensor
 from collate_npu.consumers.adapter import BatchAdapter
@@ -63,7 +63,7 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
         patching.patch(PACKAGE, utils, "prepare_batch", partial(prepare_batch, polarity), everywhere="swift")
         if os.environ.get("COLLATE_NPU_GUARD", "0") not in ("", "0"):
             patching.patch(PACKAGE, base.BaseMegatronTrainer, "_prepare_batch", partial(guarded, polarity))
-        if is_torch_npu_available():
+        if transformers.utils.is_torch_npu_available():
             patching.patch(PACKAGE, torch.distributed, "all_gather_object", patching.gather_by_gloo, everywhere="swift")
 
 
@@ -227,7 +227,7 @@ def _kernel_of(args: Any, segments: Segments, *, recurrent: bool) -> str:
     mlp = bool(getattr(args, "mlp_padding_free", False))
     kind = getattr(getattr(args, "megatron_model_meta", None), "model_type", None)
     mcore_bridge.check_padding(segments, kernel, recurrent=recurrent, model_type=kind)
-    if mlp and is_torch_npu_available() and backend != "local":
+    if mlp and transformers.utils.is_torch_npu_available() and backend != "local":
         rule = "mlp_padding_free needs a dense mask, which an NPU's flash kernel cannot be given."
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Set mlp_padding_free=False."))
     if mlp and args.context_parallel_size > 1 and args.cp_partition_mode != "zigzag":
