@@ -20,7 +20,7 @@ LINES = {
     "consumers": (3358, 2800),
     "collate": (2022, 1800),
     "proof": (3770, 3000),
-    "integrations": (2875, 2500),
+    "integrations": (2874, 2500),
     "testing": (95, 200),
     "tools": (2086, 1500),
     "tests": (36599, 25000),

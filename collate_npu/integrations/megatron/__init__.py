@@ -229,9 +229,8 @@ def takes_places(model: Any) -> bool:
     Multi-token prediction does (core/transformer/multi_token_prediction.py:236 of 0.16.1, 249 of 0.19.2), and mcore-bridge's
     Gated DeltaNets and latent attention (1.6.5 gpts/qwen3_next.py:477, modules/multi_latent_attention.py:35).
     """
-    return bool(getattr(config_of(model), "mtp_num_layers", None)) or type(unwrap(model)).__module__.startswith(
-        "mcore_bridge"
-    )
+    depths = getattr(config_of(model), "mtp_num_layers", None)
+    return bool(depths) or type(unwrap(model)).__module__.startswith("mcore_bridge")
 
 
 def megatron_ranks(*, shared: bool = False) -> ContextParallel | None:
