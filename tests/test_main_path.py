@@ -39,7 +39,7 @@ def called(work):
     return calls
 
 
-MOST = {"auto": (146, 14, 52), "2d": (108, 11, 38)}
+MOST = {"auto": (144, 14, 52), "2d": (106, 11, 38)}
 """Calls, modules and re-entries, with the collator's masks by default and on their way to an adapter."""
 
 

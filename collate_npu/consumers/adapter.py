@@ -230,7 +230,7 @@ class BatchAdapter:
 
     def read(self, sources: Sources, polarity: Polarity | None, padding_free: bool) -> Segments:
         """Return the Segments of such a batch. A dense mask in it has the declared pattern, or one of this model's own."""
-        own = self.model.own_patterns if self.consumer.counts_positions and not self.left else ()
+        own = self.model.own_patterns.values() if self.consumer.counts_positions and not self.left else ()
         settings: dict[str, Any] = {"polarity": polarity, "pattern": self.declared, "padding_free": padding_free}
         return agreed(sources, own=own, labels=not self.left, **settings)
 

@@ -258,13 +258,8 @@ class BySequence:
         self.before = vars(mixer).get("forward")
         """What stood there already: a hook of accelerate, a forward of the hub."""
 
-    @property
-    def own(self) -> Callable[..., Any]:
-        """Return the mixer's own forward."""
-        return self.before or MethodType(type(self.mixer).forward, self.mixer)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plan, own = _HERE.plan, self.own
+        plan, own = _HERE.plan, self.before or MethodType(type(self.mixer).forward, self.mixer)
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim > 2)
         if plan is None or all(x.shape[:2] != (1, plan.total) for x in tensors):
             return own(*args, **kwargs)

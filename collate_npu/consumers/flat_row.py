@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from collate_npu.consumers.by_sequence import MixerPlan, Way, from_places, plan_of, to_places
 from collate_npu.consumers.labels_and_positions import IGNORED
-from collate_npu.consumers.tiny_models import offsets_asked, taken_of
+from collate_npu.consumers.model_traits import takes
+from collate_npu.consumers.tiny_models import offsets_asked
 from collate_npu.segments import Segments
 
-_CACHES = ("past_key_values", "cache", "cache_params", "cache_position", "state")
+CACHES = ("past_key_values", "cache", "cache_params", "state")  # 5.24: cache
 
 
 def flat_keys(model: Any, way: Way, plan: MixerPlan, positions: str) -> dict[str, Any]:
@@ -43,13 +44,13 @@ class FlatCall:
 
     def flattened(self, call: Mapping[str, Any], model: nn.Module, positions: str, *, shifts: bool) -> dict[str, Any]:
         """Return the call on the flat row. If the model `shifts` labels, the first of each sequence is ignored."""
-        out = {name: self._flat(value) for name, value in call.items() if name not in _CACHES}
+        out = {name: self._flat(value) for name, value in call.items() if name not in (*CACHES, "cache_position")}
         made = flat_keys(model, self.way, self.plan, positions)
         given = out.get("position_ids")
         out |= {name: value for name, value in made.items() if name != "position_ids" or given is None}
         if shifts and isinstance(labels := out.get("labels"), Tensor):
             out["labels"] = labels.index_fill(1, torch.from_numpy(self.plan.starts).to(labels.device), IGNORED)
-        return out | ({"use_cache": False} if taken_of(model, "use_cache") else {})
+        return out | ({"use_cache": False} if takes(model, "use_cache") else {})
 
     def restored(self, output: Any) -> Any:
         """Return what the model gave for the flat row as rows `[B, S, ...]`, with zeros at padding."""

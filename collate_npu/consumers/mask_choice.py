@@ -138,10 +138,11 @@ class Model:
         return () if self.config is None else model_traits.windows(self.config)
 
     @once
-    def own_patterns(self) -> frozenset[Pattern]:
-        """Return the windows and chunks that a transformers model itself applies in some of its layers."""
-        found = model_traits.attention_windows(self.config).items() if self.windows else ()
-        return frozenset(Pattern.chunked(n) if "chunk" in kind else Pattern.sliding(n) for kind, n in found if n)
+    def own_patterns(self) -> Mapping[str, Pattern]:
+        """Return the pattern that each kind of attention layer has of its own; the kind "" means one mask for all."""
+        found = {"": None} if self.config is None else model_traits.attention_windows(self.config)
+        made = {kind: Pattern.chunked if "chunk" in kind else Pattern.sliding for kind in found}
+        return {kind: made[kind](size) if size else CAUSAL for kind, size in found.items()}
 
     @once
     def width_limit(self) -> int | None:
@@ -195,11 +196,6 @@ class Case:
     def recurrent(self) -> bool:
         """Return True if the model has recurrent layers. Of a flat row also True where nobody knows."""
         return self.model.needs_mask_2d is not False if self.padding_free else bool(self.model.needs_mask_2d)
-
-    @once
-    def learns_routing(self) -> bool:
-        """Return True if this call, or the config, asks for the router's loss."""
-        return bool(self.model.option("output_router_logits", self.call))
 
 
 Test = Callable[[Case], str | bool]

@@ -389,9 +389,7 @@ def _classes(model: Any) -> list[type]:
             raise CollateError(explain("model", got, _READ, "Pass the model itself."))
         return classes
     parts = [type(part) for part in model.modules() if is_transformers(part) and "input_ids" in _parameters(type(part))]
-    takes = _parameters(type(model)).values()
-    passes_on = any(each.kind is each.VAR_KEYWORD or each.name == "position_ids" for each in takes)
-    return [type(model), *parts] if passes_on else [type(model)]
+    return [type(model), *parts] if takes(model, "position_ids") else [type(model)]
 
 
 @cache
@@ -414,6 +412,12 @@ def _parameters(cls: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(cls.forward).parameters
 
 
+def takes(model: Any, name: str) -> bool:
+    """Return True if the forward of a module takes an argument of this name, by itself or with all others."""
+    taken = _parameters(type(model))
+    return name in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
+
+
 def _code(cls: type) -> str:
     """Return the code of a class's forward; "" if there is no source file."""
     try:
@@ -431,15 +435,6 @@ def _code_holds(classes: list[type], *texts: str) -> bool:
 @cache
 def _source(module: str) -> str:
     return inspect.getsource(sys.modules[module])
-
-
-HOLE_IN_A_STATE = "padding inside a sequence changes the state of a recurrent layer, and its convolution reads it"
-
-
-def holes_cut_reason(config: Any, longest: int) -> str:
-    """Return why padding inside a sequence shortens a window; "" if no row (at most `longest` places) exceeds one."""
-    sizes = [size for size in windows(text_config(config)) if size < longest]
-    return f"its window of {sizes[0]} tokens also counts the padding inside a sequence" if sizes else ""
 
 
 def width_dependence(model: Any) -> int | None:

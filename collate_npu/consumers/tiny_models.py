@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from collate_npu.consumers.model_traits import config_of, is_encoder, text_config, unwrap
+from collate_npu.consumers.model_traits import config_of, is_encoder, takes, text_config, unwrap
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -262,7 +262,7 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
 def run_alone(model: Any, tokens_BS: Any) -> dict[str, Any]:
     """Return what a model is called with to show the states of these tokens."""
     options = {"use_cache": False, "output_hidden_states": True}
-    kept = {name: value for name, value in options.items() if taken_of(model, name)}
+    kept = {name: value for name, value in options.items() if takes(model, name)}
     B, S = tokens_BS.shape
     return {"input_ids": tokens_BS, **kept, **offsets_asked(model, (S,) * B, tokens_BS.device)}
 
@@ -278,12 +278,6 @@ def exchanges(layer: Any) -> bool:
     """Return True for VeOmni's own Gated DeltaNet (0.1.12 qwen3_5/generated/patched_modeling_qwen3_5_gpu.py:626-803)."""
     own = type(layer).__module__.startswith("veomni.") and hasattr(layer, "chunk_gated_delta_rule")
     return own and "cu_seq_lens_q" in inspect.signature(type(layer).forward).parameters
-
-
-def taken_of(model: Any, name: str) -> bool:
-    """Return True if the forward of a model takes an argument of this name."""
-    taken = inspect.signature(type(model).forward).parameters
-    return name in taken or "kwargs" in taken
 
 
 def _made(model: Any, small: Any, attention: str | None) -> Any:
@@ -351,9 +345,7 @@ def cpu_kernels(model: Any) -> Iterator[None]:
     before: list[tuple[Any, Any]] = []
     with _ONE_AT_A_TIME:
         try:
-            for wrapper in _wrappers(model) if next(model.parameters()).is_cpu else ():
-                if not _of_card(wrapper):
-                    continue
+            for wrapper in filter(_of_card, _wrappers(model)) if next(model.parameters()).is_cpu else ():
                 plain = inspect.unwrap(wrapper)
                 taken = tuple(inspect.signature(plain).parameters)
                 held = dict(zip(("implementation", "is_new_implementation", "applicable_params"), (plain, False, taken)))

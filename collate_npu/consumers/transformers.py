@@ -14,10 +14,9 @@ import torch
 
 from collate_npu.consumers import model_traits
 from collate_npu.consumers.mask_choice import PACKED_RECURRENT, Case, Consumer, Form, Refusal, packed_reason
-from collate_npu.consumers.model_traits import attention_windows
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.keys import of_kind
-from collate_npu.masks.patterns import CAUSAL, Pattern
+from collate_npu.masks.patterns import CAUSAL, Chunked, Pattern, Sliding
 from collate_npu.segments import PADS_BEFORE
 
 
@@ -31,7 +30,7 @@ def _by_2d(case: Case) -> str:
 def _of_its_own(case: Case) -> str:
     """Return why the model itself attends by this pattern, with a 2D mask or with none."""
     own = case.pattern in {Pattern.sliding(size) for size in case.model.windows}
-    return "the model makes its own window of the 2D mask" if own and len(_kinds(case)) == 1 else ""
+    return "the model makes its own window of the 2D mask" if own and len(case.model.own_patterns) == 1 else ""
 
 
 def _needs_dense(case: Case) -> str:
@@ -59,26 +58,20 @@ def _on(*implementations: str) -> Any:
     return lambda case: case.model.attn_implementation in implementations and _needs_dense(case)
 
 
-def _kinds(case: Case) -> dict[str, int | None]:
-    """Return each kind of attention layer and its window; the kind "" means one mask for all."""
-    return {"": None} if case.model.config is None else attention_windows(case.model.config)
-
-
 def patterns_by_kind(case: Case) -> Mapping[str, Pattern]:
     """Return the pattern of each mask that the model takes.
 
     A dense mask replaces the model's own window in every layer of its kind (masking_utils.py:833-846).
     """
-    found = {kind: _windowed(case, kind, size) for kind, size in _kinds(case).items()}
+    found = {kind: _windowed(case, kind, own) for kind, own in case.model.own_patterns.items()}
     return found if len(found) > 1 else {"": next(iter(found.values()))}
 
 
-def _windowed(case: Case, kind: str, size: int | None) -> Pattern:
-    if size is None or size >= case.segments.longest_span:
+def _windowed(case: Case, kind: str, own: Pattern) -> Pattern:
+    if not isinstance(own, (Sliding, Chunked)) or not own.reaches(case.segments.longest_span):
         return case.pattern
-    own = Pattern.chunked(size) if "chunk" in kind else Pattern.sliding(size)
     if case.pattern not in (CAUSAL, own):
-        rule = f"{kind or 'its'} layers have a window of {size} of their own, and attention is {case.pattern}."
+        rule = f"{kind or 'its'} layers have a window of {own.size} of their own, and attention is {case.pattern}."
         remedy = "Use rows no longer than the window, or one sequence a row with the model's own pattern."
         raise UnsupportedFormError(explain("attention_mask", repr(case.segments), rule, remedy))
     return own
@@ -93,8 +86,10 @@ def _leak(case: Case) -> str:
         one = "one" if case.segments.shape[0] == 1 and "one" in case.model.leaks else "left"
         return case.model.leaks.get(one if inside else "right", "")
     if case.recurrent:
-        return model_traits.HOLE_IN_A_STATE
-    return case.model.leaks.get("holes", "") or model_traits.holes_cut_reason(case.model.named, case.segments.longest_span)
+        return "padding inside a sequence changes the state of a recurrent layer, and its convolution reads it"
+    narrow = next((size for size in case.model.windows if size < case.segments.longest_span), 0)
+    cut = f"its window of {narrow} tokens also counts the padding inside a sequence" if narrow else ""
+    return case.model.leaks.get("holes", "") or cut
 
 
 def _width(case: Case) -> str:
@@ -150,10 +145,6 @@ def _lowest_is_infinite(case: Case) -> str:
     return "" if sees_all else "float64, and padding before a row's first token, or a row of padding alone"
 
 
-def _routers_loss(case: Case) -> str:
-    return _needs_dense(case) if case.learns_routing else ""
-
-
 def _looks_ahead(case: Case) -> str:
     """Return why a dense mask must not replace the model's own, by which the tokens of an image see each other."""
     if not case.model.looks_ahead or not _needs_dense(case):
@@ -161,11 +152,6 @@ def _looks_ahead(case: Case) -> str:
     given = {"images": of_kind(case.keys, "vision"), "types": "token_type_ids" in case.keys}
     own = "an image's tokens see each other by a mask of its own, which a dense one would replace"
     return own if any(given.get(by) for by in case.model.looks_ahead) else ""
-
-
-def _reads_offsets(case: Case) -> bool:
-    """Return True if layers need every key of a flat row: a scan reads `cu_seq_lens_q`, a convolution `seq_idx`."""
-    return case.segments.packed and case.padding_free and not _masked_flat_row(case)
 
 
 _ADAPT = 'call adapt(model) before you make the collator: packed rows are right if its .way is "by sequence"'
@@ -264,7 +250,7 @@ TRANSFORMERS = Consumer(
         ),
         Refusal(
             of="4D masks beside a router's loss",
-            when=_routers_loss,
+            when=lambda case: _needs_dense(case) if case.model.option("output_router_logits", case.call) else "",
             rule="The router's aux loss indexes a 2D mask, and {why}.",
             remedy="Set output_router_logits=False, or keep plain causal attention, one sequence a row.",
         ),
@@ -274,7 +260,8 @@ TRANSFORMERS = Consumer(
     not_shared="a transformers model runs them on this rank's shard alone, out of order, in silence",
     counts_positions=True,
     masks_flat_row=_masked_flat_row,
-    reads_offsets=_reads_offsets,
+    # a scan reads `cu_seq_lens_q`, a convolution `seq_idx`
+    reads_offsets=lambda case: case.segments.packed and case.padding_free and not _masked_flat_row(case),
     patterns=patterns_by_kind,
     source="transformers 5.23 masking_utils.py:833-846, 1499-1529, modeling_qwen3_next.py:1016-1038",
 )

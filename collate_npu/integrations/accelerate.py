@@ -70,10 +70,8 @@ class DispatchCollator:
 
 def _one_each(features: Sequence[Mapping[str, Any]], key: str) -> bool:
     """True if each sample holds one image, or one value of an image, under this key."""
-    values = [row.get(key) for row in features if isinstance(row, Mapping)]
-    unit = KEYS[key].unit
-    one = (x is not None and (getattr(x, "ndim", 0) == unit or len(x) == 1) for x in values)
-    return len(values) == len(features) and all(one)
+    values = [row.get(key) if isinstance(row, Mapping) else None for row in features]
+    return all(x is not None and (getattr(x, "ndim", 0) == KEYS[key].unit or len(x) == 1) for x in values)
 
 
 def dispatch_problems(batch: Mapping[str, Any]) -> dict[str, str]:

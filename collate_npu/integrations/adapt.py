@@ -13,7 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import Any, cast
@@ -24,7 +24,7 @@ from torch import nn
 
 from collate_npu.consumers.adapter import KNOWN_BATCHES, BatchAdapter
 from collate_npu.consumers.by_sequence import MixerPlan, Way, begin, carry
-from collate_npu.consumers.flat_row import FlatCall
+from collate_npu.consumers.flat_row import CACHES, FlatCall
 from collate_npu.consumers.labels_and_positions import labels_for
 from collate_npu.consumers.mixers import changed_reason, mixers_of, place_of, way_of, wrap
 from collate_npu.consumers.model_traits import (
@@ -32,6 +32,7 @@ from collate_npu.consumers.model_traits import (
     is_compiled,
     is_transformers,
     position_rule,
+    takes,
     text_config,
     unwrap,
     warn_if_left,
@@ -50,7 +51,7 @@ Kept = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Adapted:
+class Adapted(AbstractContextManager["Adapted"]):
     """The hooks that `adapt` put on a model. `.remove()` takes them off, and so does the end of `with adapt(model):`."""
 
     handles: Sequence[Any] = field(repr=False)
@@ -61,9 +62,6 @@ class Adapted:
         """Take the hooks off. Its mixers stay wrapped, which do nothing then: a backward may still compute them again."""
         for handle in self.handles:
             handle.remove()
-
-    def __enter__(self) -> Adapted:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.remove()
@@ -211,7 +209,8 @@ class _Hooks:
             return None
         if _in_use(module, batch) and _decodes(batch):
             return _continued(padded, batch)
-        if (ranks := _sharing_ranks()) > 1:
+        ranks = max((size(sys.modules[name]) for name, size in _SIZES.items() if name in sys.modules), default=1)
+        if ranks > 1:
             _check_share(self._current(module, self.by_sequence), module, batch, ranks)
             return None
         batch, flat = _with_empty_rows(batch), _is_flat(batch)
@@ -301,11 +300,8 @@ def _reads_rows(head: nn.Module, adapter: BatchAdapter, call: Mapping[str, Any])
     return put or not whole or bool(adapter.model.option("output_router_logits", call))
 
 
-_CACHES = ("past_key_values", "cache", "cache_params", "state")  # 5.24: cache
-
-
 def _caches(batch: Sources) -> list[Any]:
-    return [batch[name] for name in _CACHES if batch.get(name) is not None]
+    return [batch[name] for name in CACHES if batch.get(name) is not None]
 
 
 def _in_use(module: nn.Module, batch: Sources) -> bool:
@@ -371,9 +367,8 @@ def _check_last(batch: Sources, segments: Segments) -> None:
     padded = np.flatnonzero((segments.array[:, -1] == 0) & segments.array.any(axis=1)).tolist()
     if padded and batch.get("logits_to_keep") == 1:
         rule = "Generation goes on from the last column, which is padding there."
-        raise UnsupportedFormError(
-            explain("attention_mask", f"rows {padded} padded right", rule, 'Pad prompts left: padding_side="left".')
-        )
+        remedy = 'Pad prompts left: padding_side="left".'
+        raise UnsupportedFormError(explain("attention_mask", f"rows {padded} padded right", rule, remedy))
 
 
 _BEFORE = "Pass data_collator=wrap_collator(your collator, model=model), which changes them before the trainer counts them."
@@ -406,9 +401,7 @@ def _is_flat(batch: Sources) -> bool:
     shape = batch.shape()
     if shape[0] != 1 or batch.get("attention_mask") is None or batch.named["offsets"]:
         return shape[0] == 1
-    if any(keep.ndim != 2 or not keep.all() for keep in batch.masks.values()):
-        return False
-    return _restarts(batch)
+    return all(keep.ndim == 2 and bool(keep.all()) for keep in batch.masks.values()) and _restarts(batch)
 
 
 def _restarts(batch: Sources) -> bool:
@@ -432,7 +425,7 @@ def _hook_places(model: nn.Module, whole: nn.Module, text: nn.Module) -> list[nn
 def _door(whole: nn.Module) -> nn.Module:
     """Return the model; its backbone if the head around it takes no positions."""
     backbone = cast(nn.Module, whole.base_model)
-    return backbone if _takes_positions(backbone) and not _takes_positions(whole) else whole
+    return backbone if takes(backbone, "position_ids") and not takes(whole, "position_ids") else whole
 
 
 def _transformers_model(model: nn.Module, named: bool) -> nn.Module:
@@ -452,12 +445,6 @@ def _transformers_model(model: nn.Module, named: bool) -> nn.Module:
     raise UnsupportedFormError(explain("model", f"{type(model).__name__}, {held}", rule, remedy))
 
 
-def _takes_positions(module: nn.Module) -> bool:
-    """True if its forward takes positions."""
-    kinds = inspect.signature(type(module).forward).parameters
-    return "position_ids" in kinds or any(each.kind is each.VAR_KEYWORD for each in kinds.values())
-
-
 # --- rows that a stack has shared out over its ranks before its model is called: no hook sees the whole row, so a batch
 # passes as it is, or is refused. Attention that is exchanged inside flash attention is right; recurrent layers run on the
 # places of their rank alone, but for VeOmni's own.
@@ -469,11 +456,6 @@ _SIZES: dict[str, Any] = {
     "veomni.distributed.parallel_state": lambda of: getattr(of._PARALLEL_STATE, "ulysses_size", 1),
 }
 """The module in which a stack keeps how many ranks share a row: OpenRLHF 0.11.2, SkyRL 0.3.0, VeOmni 0.1.12."""
-
-
-def _sharing_ranks() -> int:
-    """Return how many ranks share each row in this process, as the imported stacks say."""
-    return max((size(sys.modules[name]) for name, size in _SIZES.items() if name in sys.modules), default=1)
 
 
 def _check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) -> None:

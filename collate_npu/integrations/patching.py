@@ -24,9 +24,6 @@ from collate_npu.integrations import trainers
 from collate_npu.parallel import gloo_group
 from collate_npu.releases import say_outside
 
-_ABSENT = globals().get("_ABSENT", object())  # loaded again, it is still the one that the table holds
-"""The owner has no such name of its own: it inherits it."""
-
 
 class _Patch:
     """The one wrapper of a function. It runs the replacements, the last one first; `replacements` says who holds each."""
@@ -47,7 +44,7 @@ class _Patch:
 
     def put(self) -> None:
         """Set the wrapper in place of what the owner has now, and wherever else that was imported."""
-        self.before = vars(self.owner).get(self.name, _ABSENT)
+        self.inherits, self.before = self.name not in vars(self.owner), vars(self.owner).get(self.name)
         self.original = self.wrapper.__wrapped__ = getattr(self.owner, self.name)
         static = isinstance(getattr_static(self.owner, self.name, None), staticmethod)
         setattr(self.owner, self.name, staticmethod(self.wrapper) if static else self.wrapper)
@@ -56,7 +53,7 @@ class _Patch:
     def take_off(self) -> None:
         """Give the owner and the modules their function back. Below another's patch the wrapper stays, and calls it."""
         if _function(vars(self.owner).get(self.name)) is self.wrapper:
-            delattr(self.owner, self.name) if self.before is _ABSENT else setattr(self.owner, self.name, self.before)
+            delattr(self.owner, self.name) if self.inherits else setattr(self.owner, self.name, self.before)
         _rebind(self.everywhere, self.wrapper, self.original)
 
     def lost(self) -> bool:
@@ -111,10 +108,8 @@ def _warn_of_releases(holder: str, owner: Any) -> None:
 def release(holder: str) -> None:
     """Take this holder off each replacement. A function that nobody replaces any more is given back."""
     for made in reversed(_TABLE[:]):
-        for ours, holders in list(made.replacements.items()):
-            holders.discard(holder)
-            if not holders:
-                del made.replacements[ours]
+        left = {ours: holders - {holder} for ours, holders in made.replacements.items()}
+        made.replacements = {ours: holders for ours, holders in left.items() if holders}
         if not made.replacements:
             _TABLE.remove(made)
             made.take_off()

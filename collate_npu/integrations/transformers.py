@@ -133,15 +133,12 @@ class _SetEpoch(TrainerCallback):  # type: ignore[misc]
 def _check_plannable(trainer: Any) -> None:
     args, shared = trainer.args, trainer.accelerator.dataloader_config
     own, sizes = type(trainer).get_train_dataloader, getattr(trainer.accelerator, "parallelism_config", None)
+    several = args.world_size > 1
     for name, wrong, remedy in (
         ("a loader of its own", own is not Trainer.get_train_dataloader, "Leave plan_batches out."),
         ("ranks that share rows", bool(sizes and sizes.non_data_parallel_size > 1), "Leave plan_batches out."),
         ("one process that cuts batches", shared.dispatch_batches or shared.split_batches, "Leave both options False."),
-        (
-            "average_tokens_across_devices=False",
-            args.world_size > 1 and not args.average_tokens_across_devices,
-            "Set it to True.",
-        ),
+        ("average_tokens_across_devices=False", several and not args.average_tokens_across_devices, "Set it to True."),
     ):
         if wrong:
             rule = "Each process loads the batches of its rank, and divides by the tokens of all ranks."

@@ -484,7 +484,7 @@ def case_of(
 def _agreed(sources: Sources, declared: str | Pattern | None, model: Model) -> Segments:
     row = sources.shape()[0] == 1
     flat = row and bool(sources.offsets or sources.lengths or sources.named["positions"])
-    own = model.own_patterns if model.model_type else ()
+    own = model.own_patterns.values() if model.model_type else ()
     return ready(agreed(sources, polarity=None, pattern=declared, padding_free=flat, own=own))
 
 

@@ -31,7 +31,7 @@ from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.mask_values import Polarity
 from collate_npu.masks.sources import Sources
 from collate_npu.outputs import shift_labels
-from collate_npu.parallel import ContextParallel, RecurrentScheme, check_recurrent_split, pad_documents, ranks_agree
+from collate_npu.parallel import ContextParallel, check_recurrent_split, pad_documents, ranks_agree
 from collate_npu.parallel.split import share_out
 from collate_npu.segments import Segments, ready
 from collate_npu.validation import check_model
@@ -39,9 +39,6 @@ from collate_npu.validation import check_model
 __all__ = ["PACKAGE", "TESTED", "gpt_batch", "install", "packed_seq_params", "uninstall"]
 
 PACKAGE, TESTED = "megatron-core", "0.16.1"
-_READ = ("input_ids", "position_ids", "labels")
-_SCHEME: RecurrentScheme = "head_exchange_zigzag"
-"""How recurrent layers share a row from 0.18 on. Before, Megatron's config refuses it."""
 
 
 def install() -> None:
@@ -84,7 +81,9 @@ def gpt_batch(
     check_model(model)
     cp = context_parallel or megatron_ranks(shared=getattr(config_of(model), "sequence_parallel", False))
     with nullcontext() if cp is None else ranks_agree(cp, call="split"):  # one that refuses its batch says so
-        _check_tokens(batch)
+        if batch.get("input_ids") is None:
+            rule, keys = "GPTModel takes token ids [B, S] under that name.", ", ".join(map(str, batch))
+            raise CollateError(explain("input_ids", f"keys {keys}", rule, "Rename tokens to input_ids."))
         sources = Sources.of(batch)
         segments = ready(agreed(sources, polarity=polarity, pattern=None, padding_free=padding_free))
         row = _row(batch, sources, segments)
@@ -93,16 +92,10 @@ def gpt_batch(
         return _padded(row, segments, model, cp), segments
 
 
-def _check_tokens(batch: Mapping[str, Any]) -> None:
-    if batch.get("input_ids") is None:
-        rule = "GPTModel takes token ids [B, S] under that name."
-        raise CollateError(explain("input_ids", f"keys {', '.join(map(str, batch))}", rule, "Rename tokens to input_ids."))
-
-
 def _row(batch: Mapping[str, Any], sources: Sources, segments: Segments) -> dict[str, Tensor]:
     """Return the keys that the model reads, labels with the token that predicts each. Positions that count padding are left
     out; `_inputs` makes others."""
-    given = {key: batch[key] for key in _READ if batch.get(key) is not None}
+    given = {key: batch[key] for key in ("input_ids", "position_ids", "labels") if batch.get(key) is not None}
     if "position_ids" in given and kind_of(torch.from_numpy(sources.array("position_ids")), segments) == "places":
         del given["position_ids"]
     row = {key: value if isinstance(value, Tensor) else host_tensor(key, value) for key, value in given.items()}
@@ -113,8 +106,8 @@ def _targets(batch: Mapping[str, Any], sources: Sources, segments: Segments, lab
     """Return labels `[B, S]`, each with the token before it. Those of Megatron's datasets stand there already, beside a loss
     mask of predictions."""
     moved = labels_are_shifted(sources.array("input_ids"), sources.array("labels"), segments)
-    read = ("loss_mask",) if moved else ()
-    beside = [key for key in ("loss_mask", "loss_scale", "shift_labels") if batch.get(key) is not None and key not in read]
+    others = ("loss_scale", "shift_labels") if moved else ("loss_mask", "loss_scale", "shift_labels")
+    beside = [key for key in others if batch.get(key) is not None]
     if beside:
         rule = "The loss mask is made from labels, -100 = not learned, before they are shifted; a second one would be lost."
         remedy = f"If it is of tokens: labels.masked_fill(loss_mask == 0, -100), and leave {', '.join(beside)} out."
@@ -169,9 +162,9 @@ def _inputs(
     if needs_mask_2d(model):
         if mcore_bridge.masks_padding(getattr(config, "mcore_model_type", None)):
             whole[KEEP_KEY] = segments.keep
-        if cp is not None:
+        if cp is not None:  # from 0.18 on; before, Megatron's config refuses it
             flat, heads = offsets is not None, recurrent_heads(config)
-            check_recurrent_split(cp, _SCHEME, segments, padding_free=flat, offsets=offsets, heads=heads)
+            check_recurrent_split(cp, "head_exchange_zigzag", segments, padding_free=flat, offsets=offsets, heads=heads)
     masks = {key: mask.to(device) for key, mask in whole.items() if mask is not None}
     if cp is not None:
         inputs = share_out(inputs | masks, cp, segments=segments, cu_seqlens=offsets)
@@ -236,7 +229,8 @@ def takes_places(model: Any) -> bool:
     Multi-token prediction does (core/transformer/multi_token_prediction.py:236 of 0.16.1, 249 of 0.19.2), and mcore-bridge's
     Gated DeltaNets and latent attention (1.6.5 gpts/qwen3_next.py:477, modules/multi_latent_attention.py:35).
     """
-    return depths(config_of(model)) > 0 or type(unwrap(model)).__module__.startswith("mcore_bridge")
+    depths = getattr(config_of(model), "mtp_num_layers", None)
+    return bool(depths) or type(unwrap(model)).__module__.startswith("mcore_bridge")
 
 
 def megatron_ranks(*, shared: bool = False) -> ContextParallel | None:
@@ -321,17 +315,12 @@ def real_tokens_alone(
 # multi_token_prediction.py:115-318). For a loss of your own: `shift_labels(labels, segments, steps=1 + k)`.
 
 
-def depths(config: Any) -> int:
-    """Return how many tokens after the next one the model predicts."""
-    return getattr(config, "mtp_num_layers", None) or 0
-
-
 def refuse_crossing(segments: Segments, config: Any, *, padding_free: bool) -> None:
     """Raise if a model with multi-token prediction would learn across sequences, or if its routers would count padding.
 
     In 0.16.1 and 0.17 those routers get no padding mask; later ones move it, and the last token of the row becomes real.
     """
-    if not depths(config):
+    if not getattr(config, "mtp_num_layers", None):
         return
     exact = none_is_exact(segments)
     if not exact and not padding_free:

@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
+import transformers.utils
 from torch import Tensor
 
 from collate_npu.arrays import host_array, host_tensor
@@ -62,7 +63,7 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
         patching.patch(PACKAGE, utils, "prepare_batch", partial(prepare_batch, polarity), everywhere="swift")
         if os.environ.get("COLLATE_NPU_GUARD", "0") not in ("", "0"):
             patching.patch(PACKAGE, base.BaseMegatronTrainer, "_prepare_batch", partial(guarded, polarity))
-        if is_npu():
+        if transformers.utils.is_torch_npu_available():
             patching.patch(PACKAGE, torch.distributed, "all_gather_object", patching.gather_by_gloo, everywhere="swift")
 
 
@@ -226,7 +227,7 @@ def _kernel_of(args: Any, segments: Segments, *, recurrent: bool) -> str:
     mlp = bool(getattr(args, "mlp_padding_free", False))
     kind = getattr(getattr(args, "megatron_model_meta", None), "model_type", None)
     mcore_bridge.check_padding(segments, kernel, recurrent=recurrent, model_type=kind)
-    if mlp and is_npu() and backend != "local":
+    if mlp and transformers.utils.is_torch_npu_available() and backend != "local":
         rule = "mlp_padding_free needs a dense mask, which an NPU's flash kernel cannot be given."
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Set mlp_padding_free=False."))
     if mlp and args.context_parallel_size > 1 and args.cp_partition_mode != "zigzag":
@@ -235,13 +236,6 @@ def _kernel_of(args: Any, segments: Segments, *, recurrent: bool) -> str:
         raise UnsupportedFormError(explain("cp_partition_mode", args.cp_partition_mode, rule, remedy))
     reads_dense = mlp or (backend == "local" and kernel != "mindspeed")
     return "megatron" if reads_dense and kernel != "mindspeed_dense" else kernel
-
-
-def is_npu() -> bool:
-    """True if transformers finds torch_npu and a card."""
-    from transformers.utils import is_torch_npu_available
-
-    return bool(is_torch_npu_available())
 
 
 def _refuse_lookahead(args: Any, labels: Any, segments: Segments) -> None:

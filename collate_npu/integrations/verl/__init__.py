@@ -16,21 +16,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from collate_npu.consumers.mindspeed import adaptors
-from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config
+from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config, unwrap
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.integrations import patching
 from collate_npu.integrations.accelerate import refuse_model
-from collate_npu.integrations.adapt import adapt
+from collate_npu.integrations.adapt import Adapted, adapt
 from collate_npu.integrations.megatron.mcore_bridge import router_padding
 
 PACKAGE, TESTED = "verl", "0.9.1"
-
-
-def on_npu() -> bool:
-    """True if verl found an NPU when it was imported."""
-    from verl.models.mcore import util
-
-    return bool(util.is_npu_available)
 
 
 # --- the Megatron engine
@@ -47,8 +40,7 @@ def keep_2d(original: Any, *args: Any, **kwargs: Any) -> Any:
 def engine_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run verl's forward of jagged ids, padded or packed (model_forward.py `gptmodel_forward_model_engine`)."""
     given = _arguments_of(original, args, kwargs)
-    with _masks_hook(given, given["vision_model"]):
-        return original(**given)
+    return _with_masks(original, given, given["vision_model"])
 
 
 def generated_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -63,22 +55,21 @@ def generated_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         given = _arguments_of(inner, args, kwargs)
         if not given["input_ids"].is_nested:  # verl indexes by integers, without an error
             given["attention_mask"] = given["attention_mask"].bool()
-        with _masks_hook(given, vision):
-            return inner(**given)
+        return _with_masks(inner, given, vision)
 
     return forward
 
 
-def _masks_hook(given: dict[str, Any], vision: bool) -> Any:
-    """Return a hook, for a `with`, that passes the model of one batch the masks that it reads, and its routers the
+def _with_masks(function: Callable[..., Any], given: dict[str, Any], vision: bool) -> Any:
+    """Return `function(**given)`, in which the model of one batch gets the masks that it reads, and its routers the
     `padding_mask`, which verl passes for packed rows alone. Megatron's own attention reads True = blocked, so it gets None
     in place of verl's [B, S], True = real."""
-    from verl.utils.megatron_utils import unwrap_model
+    from verl.models.mcore.util import is_npu_available  # verl looked for one when it was imported
 
-    model = unwrap_model(given["model"])
-    if on_npu():
+    model = unwrap(given["model"])
+    if is_npu_available:
         _refuse_window(getattr(model.config, "window_size", None), given)
-    unread = on_npu() or any(type(module).__name__ == "DotProductAttention" for module in model.modules())
+    unread = is_npu_available or any(type(module).__name__ == "DotProductAttention" for module in model.modules())
 
     def masks(_: Any, args: Any, batch: dict[str, Any]) -> Any:
         if batch.get("packed_seq_params") is not None:
@@ -91,7 +82,8 @@ def _masks_hook(given: dict[str, Any], vision: bool) -> Any:
             batch = {"padding_mask": router_padding(~keep.bool(), shared=shared), **batch}
         return args, {**batch, "attention_mask": None if unread else keep}
 
-    return given["model"].register_forward_pre_hook(masks, with_kwargs=True)
+    with given["model"].register_forward_pre_hook(masks, with_kwargs=True):
+        return function(**given)
 
 
 def _refuse_window(window: Any, given: dict[str, Any]) -> None:
@@ -141,7 +133,7 @@ def install() -> None:
 def uninstall() -> None:
     """Put verl's own functions back, and its models."""
     patching.release(PACKAGE)
-    for _, adapted in [*_ADAPTED.values()]:
+    for adapted in [*_ADAPTED.values()]:
         adapted.remove()
     _ADAPTED.clear()
 
@@ -149,18 +141,17 @@ def uninstall() -> None:
 # --- the FSDP engine
 
 
-_ADAPTED: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
-"""By engine: its module, and what `adapt` put on it."""
+_ADAPTED: WeakKeyDictionary[Any, Adapted] = WeakKeyDictionary()
+"""What `adapt` put on the module of an engine. A rebuilt engine has another."""
 
 
 def prepare_model_inputs(original: Any, engine: Any, micro_batch: Any) -> Any:
     """Return verl's own inputs, for a model that is adapted. Engines that derive from this one keep all of theirs."""
     if type(engine).__module__.startswith("verl.workers.engine.fsdp."):
-        held = _ADAPTED.get(engine, (None, None))
         if engine.use_ulysses_sp:
             _refuse_shares(engine, str(getattr(text_config(config_of(engine.module)), "_attn_implementation", None)))
-        elif held[0] is not engine.module:  # a rebuilt engine has another
-            _ADAPTED[engine] = engine.module, adapt(engine.module)
+        elif engine.module not in _ADAPTED:
+            _ADAPTED[engine.module] = adapt(engine.module)
     return original(engine, micro_batch)
 
 
