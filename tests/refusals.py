@@ -147,6 +147,8 @@ ROUTERS = (SimpleNamespace(layer_types=HYBRID.layer_types, output_router_logits=
 MOE, QUIET = ({"config": router, "pattern": SLIDING} for router in ROUTERS)
 HYBRID_MODEL = {"config": HYBRID, "needs_2d": True}
 WINDOWED = {"consumer": "mindspeed", "config": SimpleNamespace(window_size=(3, 0))}
+CHUNKED, OWN = window(2), {"pattern": Pattern.chunked(2)}
+CHUNKED["config"].layer_types, CHUNKED["config"].attention_chunk_size = ["chunked_attention"], 2
 FIVE, FIVES, MORE = (Segments.from_lengths(lengths) for lengths in ([5], [5, 5], [5, 7]))
 
 ROUTES = [
@@ -158,6 +160,15 @@ ROUTES = [
     (PACKED, {**FLEX, **window(1)}, "or rows no longer than the window", PACKED, {**FLEX, **window(2)}, "block_mask"),
     (LEFT, MOE, "Set output_router_logits=False", LEFT, QUIET, "keep"),
     (LEFT, MOE, "or keep plain causal attention", LEFT, {**MOE, "pattern": "causal"}, "keep_2d"),
+    (
+        FIVE,
+        {**CHUNKED, "pattern": SLIDING},
+        "Use rows no longer than the window",
+        Segments.from_lengths([2]),
+        CHUNKED,
+        "keep_2d",
+    ),
+    (FIVE, {**CHUNKED, "pattern": SLIDING}, "with the model's own pattern", FIVE, {**CHUNKED, **OWN}, "keep_2d"),
     (FIVE, WINDOWED, "rows no longer than the window", Segments.from_lengths([4]), WINDOWED, "none"),
 ]
 """The same for what a consumer reads: rows and settings, the words, rows and settings as they say, and the form."""

@@ -127,8 +127,9 @@ def plan_of(
 def _cuts(ascending_N: Array, buckets: Buckets, call_cost: int) -> list[int]:
     """Return the ends of the buckets in this order of lengths: those with which rows, padding and calls cost least."""
     unit = 1 if buckets == "even" else max(1, -(-int(ascending_N[-1]) // _UNITS))
-    sizes, ends = np.unique(-(-ascending_N // unit) * unit, return_index=True)
-    ends_K, widths = [*ends[1:].tolist(), len(ascending_N)], sizes.tolist()
+    _, first_K = np.unique(-(-ascending_N // unit), return_index=True)
+    ends_K = [*first_K[1:].tolist(), len(ascending_N)]
+    widths = [int(ascending_N[end - 1]) for end in ends_K]
     if buckets == "one":
         return ends_K[-1:]
     if buckets == "even":

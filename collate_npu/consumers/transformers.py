@@ -29,8 +29,8 @@ def _by_2d(case: Case) -> str:
 
 def _of_its_own(case: Case) -> str:
     """Return why the model itself attends by this pattern, with a 2D mask or with none."""
-    own = case.pattern in {Pattern.sliding(size) for size in case.model.windows}
-    return "the model makes its own window of the 2D mask" if own and len(case.model.own_patterns) == 1 else ""
+    own = case.pattern != CAUSAL and {*case.model.own_patterns.values()} == {case.pattern}
+    return "the model makes its own window of the 2D mask" if own else ""
 
 
 def _needs_dense(case: Case) -> str:

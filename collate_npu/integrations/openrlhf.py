@@ -31,7 +31,7 @@ def arm() -> None:
 
     >>> arm()  # doctest: +SKIP
     """
-    once_imported("openrlhf.models.utils", _patch)
+    once_imported(PACKAGE, "openrlhf.models.utils", _patch)
 
 
 def disarm() -> None:

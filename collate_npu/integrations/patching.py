@@ -106,7 +106,8 @@ def _warn_of_releases(holder: str, owner: Any) -> None:
 
 
 def release(holder: str) -> None:
-    """Take this holder off each replacement. A function that nobody replaces any more is given back."""
+    """Take this holder off each replacement, and what it waits to import. A function that nobody replaces is given back."""
+    sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _ImportHook) or each.holder != holder]
     for made in reversed(_TABLE[:]):
         left = {ours: holders - {holder} for ours, holders in made.replacements.items()}
         made.replacements = {ours: holders for ours, holders in left.items() if holders}
@@ -143,20 +144,20 @@ def with_globals(function: Any, **names: Any) -> Any:
 # --- work that waits for an import
 
 
-def once_imported(name: str, then: Callable[[], None], *, before: Callable[[], object] = bool) -> None:
-    """Run `then()` now if this module is imported, or else `before()`, the module's code and `then()` when it is. A second
-    call with the same arguments changes nothing."""
+def once_imported(holder: str, name: str, then: Callable[[], None], *, before: Callable[[], object] = bool) -> None:
+    """Run `then()` now if this module is imported, or else `before()`, the module's code and `then()` when it is, unless the
+    holder is released before. A second call with the same arguments changes nothing."""
     if name in sys.modules:
         then()
     elif not any(isinstance(finder, _ImportHook) and (finder.name, finder.then) == (name, then) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _ImportHook(name, then, before))
+        sys.meta_path.insert(0, _ImportHook(holder, name, then, before))
 
 
 class _ImportHook(MetaPathFinder):
     """Finds one module, and runs `then` after its code."""
 
-    def __init__(self, name: str, then: Callable[[], None], before: Callable[[], object]) -> None:
-        self.name, self.then, self.before = name, then, before
+    def __init__(self, holder: str, name: str, then: Callable[[], None], before: Callable[[], object]) -> None:
+        self.holder, self.name, self.then, self.before = holder, name, then, before
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return the spec of that module, whose loader runs `before`, its code and `then`; None for every other module."""

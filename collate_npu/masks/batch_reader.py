@@ -95,6 +95,7 @@ def agreed(
     parting_BS = None if by_keys or positions_BS is None else unless_in_doubt(sources, positions_BS)
     for key, full in squares.items():
         truth = _with_dense(_one_head(key, full, polarity), truth, parting_BS, shape, (polarity, declared, own))
+        truth = truth._replace(parted=True)  # the next mask of a mapping is of the same sequences
     if truth is None:
         raise _unknown(sources, padding_free)
     if positions_BS is not None:

@@ -342,7 +342,7 @@ class Delivery:
 
     def __str__(self) -> str:
         unchecked = f"not checked: {first_names(self.unchecked)}" * bool(self.unchecked)
-        still = "what padding and other sequences hold moves no real token" * self.leak_free
+        still = "what padding and other sequences hold moves no real token, without gradients" * self.leak_free
         parts = filter(None, [self.report, still, unchecked, "" if self.alone is None else str(self.alone)])
         return f"collate_npu: {self.verdict}: {'; '.join(parts)}"
 
@@ -363,12 +363,13 @@ def check_delivery(
     """Run `model(**batch)` and check that each kernel gets the padding and the boundaries of the batch.
 
     Raises `CollateError` where a kernel gets others, where padding or another sequence moves a real token, or nothing
-    was checked. `batch` is what the model, any module, is called with. `segments`, of the whole rows, default to what
-    the batch itself says; give them under context parallelism (with `context_parallel`) and where nothing in the batch
-    marks padding. `pattern` is that of the model's attention. With `alone=True` two sequences of a model of
-    transformers or Megatron run again alone and must give the same logits, or last states. Where ranks compute a
-    forward together (FSDP, ZeRO-3, experts) every rank calls it, with its own batch. `forward(**batch) -> logits [B, S,
-    V]` stands for `model(**batch)` where the model is called otherwise; it must run the modules of `model`.
+    was checked. It runs without gradients (`guard_first_batch` sees a step that trains), and looks at positions where the
+    model gets them, not inside a rotary. `batch` is what the model, any module, is called with. `segments`, of whole rows,
+    default to what the batch says; give them under context parallelism (with `context_parallel`) and where nothing in it
+    marks padding. `pattern` is that of the model's attention. With `alone=True` two sequences of a model of transformers
+    or Megatron run again alone and must give the same logits, or last states. Where ranks compute a forward together (FSDP,
+    ZeRO-3, experts) every rank calls it, with its own batch. `forward(**batch) -> logits [B, S, V]` stands for
+    `model(**batch)` where the model is called otherwise; it must run the modules of `model`.
 
     >>> import torch
     >>> from collate_npu.testing import tiny_model

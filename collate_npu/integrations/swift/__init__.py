@@ -54,7 +54,7 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
     from swift.template.base import Template
 
     patching.patch(PACKAGE, Template, "_data_collator", _collate)
-    once_imported("swift.trainers.mixin", _watch_trainers)
+    once_imported(PACKAGE, "swift.trainers.mixin", _watch_trainers)
     if trainers:
         from swift.megatron.trainers import base, utils
 
@@ -86,8 +86,7 @@ class _SquareOnMeta:
 def _watch_trainers() -> None:
     from swift.trainers.mixin import SwiftMixin
 
-    if patching.in_place(_collate):
-        patching.patch(PACKAGE, SwiftMixin, "train", _train)
+    patching.patch(PACKAGE, SwiftMixin, "train", _train)
 
 
 def _train(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,5 +15,5 @@ from collate_npu.integrations import verl
 from collate_npu.integrations.patching import once_imported
 
 # any module of `verl.models.mcore` runs its `__init__` first, which imports the forwards, the registry, `util` and Megatron
-once_imported("verl.models.mcore", verl.install, before=verl.start_adaptor)
-once_imported("verl.workers.engine.fsdp.transformer_impl", verl.install_fsdp)
+once_imported(verl.PACKAGE, "verl.models.mcore", verl.install, before=verl.start_adaptor)
+once_imported(verl.PACKAGE, "verl.workers.engine.fsdp.transformer_impl", verl.install_fsdp)
