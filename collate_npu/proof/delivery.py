@@ -444,12 +444,11 @@ def guard_forward(
     refuse_compiled(model)
     if (stack := consumer_of(model)) in ("transformers", "megatron"):
         say_outside("megatron-core" if stack == "megatron" else "transformers")
-    names = list(inspect.signature(inner.forward).parameters)
     held = ExitStack()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Listen to this forward, or with `alone` check its batch now."""
-        batch = {**dict(zip(names, args)), **kwargs}
+        batch = {**dict(zip(inspect.signature(inner.forward).parameters, args)), **kwargs}
         if not wanted(batch):
             return
         if alone:
