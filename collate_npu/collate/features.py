@@ -294,7 +294,11 @@ def _as_list(name: str, column: Any) -> list[Any]:
     if not rank_of(column) and not getattr(column, "batch_size", ()):  # a TensorDict inside one has rows too
         remedy = "Pass a list of samples: one sample is a list of one."
         raise CollateError(explain(name, a_type(column), "A column has one entry for each sample.", remedy))
-    return list(column.unbind(0) if hasattr(column, "unbind") else column)
+    try:
+        return list(column.unbind(0) if hasattr(column, "unbind") else column)
+    except RuntimeError:  # its offsets are of another dimension (verl 0.9.1 maybe_fix_3d_position_ids, rows of one length)
+        rule, remedy = "Torch cannot take this tensor apart.", "Pass a list of samples, or the tensor before it was changed."
+        raise CollateError(explain(name, a_type(column), rule, remedy)) from None
 
 
 def _dicts_of(row: Any) -> str:
