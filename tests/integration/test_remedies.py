@@ -23,7 +23,7 @@ from collate_npu.masks import dense
 from collate_npu.testing import tiny_model
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("newest_transformers")]
-NO, STEPS = -100, 2
+NO, EOS, STEPS = -100, 63, 2
 RIGHT, LEFT, EVEN = Segments.from_lengths([4, 6]), Segments.from_lengths([4, 6], side="left"), Segments.from_lengths([6, 6])
 PACKED, FLAT = Segments([[1, 1, 1, 2, 2, 2], [1, 1, 2, 2, 2, 2]]), Segments.from_lengths([[4, 6]])
 HOLE, TOKENS = Segments([[1, 1, 0, 1, 1, 1], [1] * 6]), torch.tensor([5, 9, 31, 7, 22, 13, 8, 40, 11, 6, 27, 50])
@@ -113,7 +113,16 @@ def lying(**keys):
 
 def copied(call):
     """Labels are a copy of the ids, at padding too."""
-    return call.having(labels=call.ids)
+    return call.having(labels=call.batch["input_ids"])
+
+
+def taught(segments, *ignored, pad=EOS, by_ids=False):
+    """As data sets write it: an end token, which may be the id of padding; these tokens of each sequence are not learned."""
+    lengths = [n for row in segments.lengths for n in row]
+    own = [torch.cat([part[:-1], torch.tensor([EOS])]) for part in TOKENS[: sum(lengths)].split(lengths)]
+    call = laid([(ids, ids.index_fill(0, torch.tensor(ignored).long() % len(ids), NO)) for ids in own], segments)
+    ids = call.ids.masked_fill(~segments.keep, pad)
+    return call.having(input_ids=ids, attention_mask=(ids != EOS if by_ids else segments.keep).long())
 
 
 INVERTED, BIAS, EYE = (~RIGHT.keep).long(), dense(RIGHT, polarity="bias"), torch.eye(6, dtype=torch.bool)
@@ -122,9 +131,12 @@ STARTS = torch.tensor([[0, 0, 0, 0, 5, 9], [22, 13, 8, 40, 11, 6]])
 LIKE_PADDING = STARTS.masked_fill(STARTS == 0, NO)
 FAULTS = {
     "labels at padding": copied(of(RIGHT)),
+    "labels at padding, left": copied(taught(LEFT)),
     "real tokens that the mask drops": of(EVEN, attention_mask=HOLE.keep.long()),
     "moved": moved(of(RIGHT)),
     "moved, left": moved(of(LEFT)),
+    **{f"moved, ends not learned, {rows.padding_side}": moved(taught(rows, 0, 1, -1)) for rows in (RIGHT, LEFT)},
+    "copied, ids != pad": copied(taught(RIGHT, by_ids=True)),
     "a mask of learned tokens": of(RIGHT, labels=RIGHT.keep),
     "float ids": of(RIGHT, input_ids=of(RIGHT).ids.float()),
     "labels cut": of(RIGHT, labels=of(RIGHT).labels[:, :4]),
@@ -184,6 +196,17 @@ FAULTS = {
     "an id that returns": of(RIGHT, attention_mask=None, segment_ids=torch.tensor([[1, 2, 1, 2, 0, 0], [1] * 6])),
     "ids of sequences as floats": of(RIGHT, attention_mask=None, segment_ids=torch.rand(2, 6)),
 }
+IDIOMS = {
+    "text": taught,
+    "another pad id": lambda rows: taught(rows, pad=0),
+    "completion only": lambda rows: taught(rows, 0, 1),
+    "assistant only": lambda rows: taught(rows, 0, 2),
+    "ends not learned": lambda rows: taught(rows, 0, 1, -1),
+    "eos by ids != pad": lambda rows: taught(rows, by_ids=True),
+    "eos by ids != pad, completion only": lambda rows: taught(rows, 0, 1, by_ids=True),
+}
+RIGHT_AT_ONCE = {f"{name}, {rows.padding_side}": of(rows) for name, of in IDIOMS.items() for rows in (RIGHT, LEFT)}
+"""No fault of data sets: doors of transformers models ask for nothing."""
 
 
 # --- doors
@@ -464,11 +487,12 @@ def dead_ends(call, steps):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS | RIGHT_AT_ONCE)
 def test_no_remedy_is_a_dead_end(fault, family):
-    call = FAULTS[fault]
+    call = (FAULTS | RIGHT_AT_ONCE)[fault]
     with torch.no_grad():
         call = replace(call, wanted=float(wanted(model_of(family), call)))
     doors = [door for door in DOORS if (fault, door) not in ELSEWHERE]
-    ends = [end for door in doors for end in dead_ends(replace(call, door=f"{door} {family}"), STEPS)]
+    steps = dict.fromkeys([*DOORS][:4] if fault in RIGHT_AT_ONCE else (), 0)
+    ends = [end for door in doors for end in dead_ends(replace(call, door=f"{door} {family}"), steps.get(door, STEPS))]
     assert ends == [], "\n".join(["", *ends])
