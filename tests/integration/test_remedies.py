@@ -140,6 +140,8 @@ FAULTS = {
     "a mask of learned tokens": of(RIGHT, labels=RIGHT.keep),
     "float ids": of(RIGHT, input_ids=of(RIGHT).ids.float()),
     "labels cut": of(RIGHT, labels=of(RIGHT).labels[:, :4]),
+    "labels as floats": of(RIGHT, labels=of(RIGHT).labels.float()),
+    "labels with an axis more": of(RIGHT, labels=of(RIGHT).labels[..., None]),
     "inverted": of(RIGHT, {"polarity": "masked"}, attention_mask=INVERTED),
     "inverted, without labels": of(RIGHT, {"polarity": "masked"}, attention_mask=INVERTED, labels=None),
     "zeros": of(EVEN, {"polarity": "bias"}, attention_mask=torch.zeros(2, 6)),
@@ -253,6 +255,8 @@ ELSEWHERE = {
     ("flat, nothing beside", "PaddingCollator"): "a sample without boundaries is one sequence",
     ("rows of preference data", "PaddingCollator"): "these are no samples",
     ("the other polarity", "PaddingCollator"): "it has no such option",
+    ("labels with an axis more", "PaddingCollator"): "what a sample says of each token in several numbers stays as it is",
+    ("labels as floats", "PaddingCollator"): "the model's own error: they are targets of whole samples",
     ("rows of preference data", "adapt"): "the model's own error: it gets no tokens",
 }
 """Faults that are none at this door."""
@@ -281,10 +285,6 @@ def run(call):
 # --- what a user does
 
 
-def without(*names):
-    return lambda call, key: call.having(**dict.fromkeys(names or (key,)))
-
-
 def if_inverted(follow):
     def followed(call, key):
         given = call.batch.get("attention_mask")
@@ -301,10 +301,6 @@ def with_padding_free(call, _):
 
 def without_pattern(call):
     return replace(call, options={name: value for name, value in call.options.items() if name != "pattern"})
-
-
-def by_other_collator(call, _):
-    return elsewhere(replace(call.rows(), options={}), _, "PaddingCollator")
 
 
 def called(call, key):
@@ -387,26 +383,27 @@ REMEDIES: dict[str, Any] = {
         None if real(call) else call.having(segment_ids=call.segments.ids)
     ),
     r"Pass labels_shifted=True": lambda call, _: call.choosing(labels_shifted=True),
-    r"or a copy of input_ids with -100|Pass ids, or|Pad labels with -100|Pad them with the tokens": lambda call, _: (
-        call.having(labels=call.labels)
+    r"or a copy of input_ids with -100|Pass ids, or|Pad labels with -100|Pad them with the|Let each sample carry labels": (
+        lambda call, _: call.having(labels=call.labels)
     ),
     r"input_ids.masked_fill\(~learned, -100\)|np.where\(learned, input_ids, -100\)": lambda call, _: call.having(
-        labels=call.ids.masked_fill(~call.batch["labels"], NO)
+        labels=call.ids.masked_fill(call.batch["labels"] == 0, NO)
     ),
     r"Pass input_ids.long\(\)|Convert the tensor first \(x.long\(\)\)": lambda call, key: call.having(
         **{key: call.batch[key].long()}
     ),
-    r"Pass polarity='keep' \(True attends\)": lambda call, _: call.declaring("polarity"),
+    r"Pass polarity='keep' \(True attends\)|pass the other polarity=": lambda call, _: call.declaring("polarity"),
     r"Pass polarity= and pattern=": lambda call, _: call.declaring("polarity", "pattern"),
     r"Pass pattern=": lambda call, _: call.declaring("pattern"),
     r"Pass attention_mask \[B, S\]|Let the inner collator emit attention_mask|Pass the mask of this batch": lambda call, _: (
         call.having(attention_mask=call.keep, segment_ids=call.segments.ids if call.segments.packed else None)
     ),
-    r"or collate with PaddingCollator|or use PaddingCollator|Collate them with PaddingCollator": by_other_collator,
+    r"or collate with PaddingCollator|or use PaddingCollator|Collate them with PaddingCollator": lambda call, _: elsewhere(
+        replace(call.rows(), options={}), _, "PaddingCollator"
+    ),
     r"give one of them a label": lambda call, _: with_a_label(call) if real_start(call) else None,
     r"or batch them alone": lambda call, _: only(call, torch.tensor([True, False])) if real_start(call) else None,
-    r"Build them together|Cut or build both together": with_key_anew,
-    r"Pass a dense tensor|Convert them where the sample is built": with_key_anew,
+    r"Build them together|Cut or build both together|Pass a dense tensor|Convert them where the sample is": with_key_anew,
     r"Remove the wrong one|Keep one of them\.|Keep one set of offsets": with_right_keys,
     r"Offsets: padding_free=False|Give each sequence its own row|[pP]ad right|Take the holes out": in_rows,
     r"Move the padding to one side|remove it from the sample|remove padding inside a sequence": in_rows,
@@ -422,15 +419,15 @@ REMEDIES: dict[str, Any] = {
     r"Let the collator emit attention_mask_2d too": lambda call, _: call.having(
         attention_mask_2d=call.keep, segment_ids=call.segments.ids if call.segments.packed else None
     ),
-    r"pass the other polarity=": lambda call, _: call.declaring("polarity"),
     r"Pass attention_mask_2d \(True = real token\)": lambda call, _: call.having(
         attention_mask_2d=call.keep, attention_mask=call.batch["attention_mask"] if call.keep.all() else None
     ),
     r"attention_mask_2d .*in its place|attention_mask_2d this mask can be left out": lambda call, _: call.having(
         attention_mask_2d=call.keep, attention_mask=None
     ),
-    r"Look for inf - inf": lambda call, _: call.having(attention_mask=dense(call.segments, polarity="bias")),
-    r"Derive from the whole mask": lambda call, _: call.having(attention_mask=dense(call.segments, polarity="bias")),
+    r"Look for inf - inf|Derive from the whole mask": lambda call, _: call.having(
+        attention_mask=dense(call.segments, polarity="bias")
+    ),
     r"Let the last offset count the tail|Pass \[0, \*accumulate\(lengths\)\] of this row": lambda call, key: call.having(
         **{key: torch.cat([call.segments.cu_seqlens[:-1], torch.tensor([call.segments.shape[1]])])}
     ),
@@ -451,9 +448,10 @@ REMEDIES: dict[str, Any] = {
         **{key: None}, segment_ids=call.segments.ids
     ),
     r"Pass max_length_q=\d": lambda call, _: call.having(max_length_q=call.segments.longest_span),
-    r"Add the row": lambda call, _: call.having(**{key: value[None] for key, value in call.batch.items()}),
-    r"one sample is a list of one": lambda call, _: call.having(**{key: value[None] for key, value in call.batch.items()}),
-    r"Pad them together": without("tokens"),
+    r"Add the row|one sample is a list of one": lambda call, _: call.having(
+        **{key: value[None] for key, value in call.batch.items()}
+    ),
+    r"Pad them together": lambda call, _: call.having(tokens=None),
     r"Do not wrap this collator": lambda call, _: elsewhere(call.having(input_ids=call.ids, chosen_input_ids=None), _),
     r"Collate the tokens too|Wrap the collator that makes rows": lambda call, _: call.having(input_ids=call.ids),
     r"Give each sequence of a row its own id|Pass int32 \[B, S\]": lambda call, _: call.having(
@@ -464,7 +462,6 @@ REMEDIES: dict[str, Any] = {
     r"Pass 4D masks of a whole batch through wrap_collator": lambda call, _: elsewhere(call, _, "wrap_collator"),
     r"or pass segment_ids=True and call masks_in_forward": lambda call, _: replace(call, titan={"segment_ids": True}),
     r"Leave it out of the samples": lambda call, _: call.told(),
-    r"Let each sample carry labels": lambda call, _: call.having(labels=call.labels),
 }
 
 
