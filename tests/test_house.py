@@ -23,7 +23,7 @@ LINES = {
     "integrations": (2874, 2500),
     "testing": (95, 200),
     "tools": (2086, 1500),
-    "tests": (36972, 25000),
+    "tests": (36599, 25000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
 WORDS, PAGES = 14850, 35

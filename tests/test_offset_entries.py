@@ -192,24 +192,3 @@ def test_two_that_differ_are_refused(name, one, other):
     if apart:
         with pytest.raises(CollateError):
             BESIDE[name](segments, other)
-
-
-@pytest.mark.parametrize(
-    ("ends", "more", "real"),
-    [
-        ([0, 6], {"labels": IDS.where(IDS < 7, -100)}, True),
-        ([0, 6], {"input_ids": IDS.clamp(max=7)}, True),  # one token again and again
-        ([0, 6], {"position_ids": (IDS - 1) * (IDS < 7)}, True),
-        ([0, 6], {"attention_mask_2d": IDS < 7}, True),
-        ([0, 6], {"labels": IDS}, False),
-        ([0, 6], {}, False),
-        ([0, 7], {}, False),
-    ],
-)
-def test_offsets_that_end_early_take_no_token(ends, more, real):
-    held = {"input_ids": IDS, "cu_seqlens": torch.tensor(ends), **more}
-    if real:
-        assert segments_from_batch(held).lengths == ((6,),)
-        return
-    with pytest.raises(CollateError, match="no other key says that the tokens after the last offset are padding"):
-        segments_from_batch(held)

@@ -1,21 +1,45 @@
 """Refusals: their texts are part of the interface. Key and row, what arrived, the rule, and a remedy that works.
 
-Whatever a caller hands in is read or refused by name: nothing raw, nothing silently rounded; all bad rows at once.
+What a user does wrong, the words that meet it, and the call that the words ask for (law 12). Remedies of whole batches, by
+every door: integration/test_remedies; every bad value at every entry: test_bad_input.
 """
 
 import ast
 import re
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import refusals as table
 import torch
 from house import FILES, PACKAGE, module_of, room_of, tree_of
 
-from collate_npu import CollateError, derive_segments
+from collate_npu import (
+    BatchAdapter,
+    CollateError,
+    ContextParallel,
+    PaddingCollator,
+    Segments,
+    last_token,
+    needs_mask_2d,
+    split_batch,
+    wrap_collator,
+)
 from collate_npu.errors import explain, explain_rows, shape_of, short
+from collate_npu.keys import KEYS, SAMPLE, TOKENS
+from collate_npu.masks import dense
 
 pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
+DENSE, CP = SimpleNamespace(layer_types=["full_attention"]), ContextParallel(2, 0)
+HYBRID = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
+RIGHT, FLAT, EVEN = Segments.from_lengths([3, 5]), Segments.from_lengths([[3, 5]]), Segments.from_lengths([3, 5], 8)
+LEFT, PACKED = Segments.from_lengths([3, 5], side="left"), Segments([[1, 1, 2, 2], [1, 1, 2, 2]])
+FEATURES, TWO_EQUAL = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}], [{"input_ids": [1]}] * 2
+THREE_FIVE = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6, 7, 8]}]
+UNLISTED = [{"input_ids": [1, 2], "x": [0.5, 1.0]}, {"input_ids": [1], "x": [2.0]}]
+IMAGES = {"input_ids": [1, 2], "pixel_values": torch.ones(1, 4)}
+AXES = IMAGES | {"position_ids": np.zeros((3, 2), int)}
+SOME_ROWS = torch.tensor([True, False, True, False, False])
 
 
 def said(cause) -> Exception:
@@ -24,7 +48,87 @@ def said(cause) -> Exception:
     return raised.value
 
 
-@pytest.mark.parametrize(("cause", "words", "follow"), table.FOLLOWED)
+def batch_of(segments, **keys):
+    B, S = segments.shape
+    return {"input_ids": torch.arange(B * S).view(B, S), **keys}
+
+
+ODD = batch_of(EVEN, attention_mask_2d=EVEN.keep, x=torch.zeros(3, 8))
+
+
+def collate(features=FEATURES, pad_token_id=0, **settings):
+    return PaddingCollator(pad_token_id=pad_token_id, **settings)(features)
+
+
+def wrapped(segments, **settings):
+    """As TRL's collator for KTO, whose second rows are of other lengths; or packed rows with a key of one's own."""
+    beside = {"mine": torch.ones(2, 4)} if segments.packed else {"KL_input_ids": torch.ones(2, 9)}
+    return wrap_collator(lambda _: batch_of(segments, attention_mask=segments.ids, **beside), **settings)(FEATURES)
+
+
+def flat(consumer):
+    batch = batch_of(FLAT, cu_seq_lens_q=FLAT.cu_seqlens)
+    return BatchAdapter(DENSE, consumer=consumer, padding_free=True)(batch)
+
+
+def ids(*rows):
+    return [{"input_ids": row} for row in rows]
+
+
+PACKING = [(TWO_EQUAL, beside) for beside in ({"padding_free": True}, {"padding": False})]
+"""Samples and settings that go together without packing alone."""
+FOLLOWED = [
+    # the cause, words of the remedy, the same call as the remedy says, and what must be true of its answer
+    *(
+        (partial(collate, rows, packing=True, **beside), "Leave packing out.", partial(collate, rows, **beside))
+        for rows, beside in PACKING
+    ),
+    (
+        lambda: collate(UNLISTED),
+        "keys={**KEYS, 'x': TOKENS} (from collate_npu.keys), or SAMPLE",
+        lambda: [list(collate(UNLISTED, keys={**KEYS, "x": kind})["x"][1]) for kind in (TOKENS, SAMPLE)] == [[2, 0], [2]],
+    ),
+    (
+        lambda: collate([IMAGES], padding_free=True),
+        "Set padding_free=False. With a get_rope_index, the model can make position_ids [3, L] of each sample",
+        lambda: (
+            "position_ids" not in collate([IMAGES]) and collate([AXES], padding_free=True)["position_ids"].shape == (3, 1, 2)
+        ),
+    ),
+    (lambda: collate(max_length=2), "Truncate when tokenising", lambda: collate(ids([1, 2], [4]), max_length=2)),
+    (
+        partial(wrapped, PACKED, padding_free=True),
+        "keys={**KEYS, 'mine': TOKENS} (from collate_npu.keys), or SAMPLE",
+        lambda: wrapped(PACKED, padding_free=True, keys={**KEYS, "mine": TOKENS})["mine"].shape == (1, 8),
+    ),
+    (
+        partial(wrapped, LEFT, consumer="transformers", model=DENSE),
+        "Pad right; or do not wrap this collator",
+        lambda: "position_ids" not in wrapped(RIGHT, consumer="transformers", model=DENSE),
+    ),
+    (lambda: flat("vllm"), "Name one of them", lambda: flat("verl")["attention_mask"] is None),
+    (lambda: needs_mask_2d(torch.nn.Linear(1, 1)), "Pass the config itself", lambda: needs_mask_2d(HYBRID)),
+    (
+        lambda: dense(RIGHT, rows=SOME_ROWS),
+        "pass rows.nonzero()[:, 0]",
+        lambda: torch.equal(dense(RIGHT, rows=SOME_ROWS.nonzero()[:, 0]), dense(RIGHT)[:, :, [0, 2]]),
+    ),
+    (
+        lambda: last_token(torch.ones(2, 3), Segments.from_lengths([0, 3])),
+        "Drop those rows",
+        lambda: last_token(torch.arange(3)[None], Segments.from_lengths([3])).tolist() == [2],
+    ),
+    (
+        lambda: split_batch(ODD, CP),
+        "Split it with split_tensor(x, cp, dim=...), or pass BatchAdapter(keys={**KEYS, 'x': SAMPLE})",
+        lambda: (
+            BatchAdapter(HYBRID, consumer="megatron", context_parallel=CP, keys={**KEYS, "x": SAMPLE})(ODD)["x"] is ODD["x"]
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("cause", "words", "follow"), FOLLOWED)
 def test_the_remedy_of_a_refusal_works(cause, words, follow):
     refusal = said(cause)
     assert isinstance(refusal, CollateError)
@@ -32,34 +136,48 @@ def test_the_remedy_of_a_refusal_works(cause, words, follow):
     assert follow()
 
 
-@pytest.mark.parametrize(("mask", "wrong", "words", "other", "right", "ids"), table.MASKS)
-def test_what_a_mask_alone_asks_for_is_read(mask, wrong, words, other, right, ids):
-    assert words in str(said(lambda: derive_segments(mask, **wrong)))
-    assert derive_segments(other, **right).ids.tolist() == ids
+SQUARE, NEITHER = (2, 1, 5, 5), {"padding_side": "left", "attention_mask": "none"}
+FREE, WIDEST = {"padding_free": True}, {"padding_free": True, "padding": "max_length"}
+FLAT_4D = {"padding_free": True, "attention_mask": "4d"}
+ROWS = [
+    (FREE | {"max_length": 4}, "max_length is 4", FREE | {"max_length": 8}, (1, 8), None),
+    (FREE | {"padding": (4, 6)}, "or put fewer samples in a flat row", FREE | {"padding": (4, 8)}, (1, 8), None),
+    (WIDEST | {"max_length": 6}, "(or max_length)", WIDEST | {"max_length": 8}, (1, 8), None),
+    ({"pad_token_id": None}, "or pass pad_token_id=", {}, (2, 5), None),
+    (FLAT_4D, "Leave it at 'auto'", FREE, (1, 8), None),
+    (FLAT_4D, "or set padding_free=False", {"attention_mask": "4d"}, (2, 5), SQUARE),
+    (NEITHER, "Use 'auto'", {"padding_side": "left"}, (2, 5), SQUARE),
+    (NEITHER, "or pad right", {"attention_mask": "none"}, (2, 5), None),
+    ({"model": DENSE}, "Pass consumer=", {"model": DENSE, "consumer": "transformers"}, (2, 5), (2, 5)),
+    ({"padding": (2, 4)}, "Raise the widths", {"padding": (2, 6)}, (2, 6), None),
+]
+"""The same for rows of 3 and 5 tokens, and the shapes of the ids and of the mask; None: there is none."""
 
 
-@pytest.mark.parametrize(("refused", "wrong", "words", "segments", "right", "chosen"), table.ROUTES)
-def test_what_a_consumer_asks_for_has_a_form(refused, wrong, words, segments, right, chosen):
-    assert words in str(said(lambda: table.form(refused, **wrong)))
-    assert table.form(segments, **right) == chosen
+@pytest.mark.parametrize(("wrong", "words", "right", "shape", "masked"), ROWS)
+def test_what_rows_ask_for_makes_them(wrong, words, right, shape, masked):
+    assert words in str(said(lambda: collate(THREE_FIVE, **wrong)))
+    out = collate(THREE_FIVE, **right)
+    mask = out["attention_mask"]
+    assert (out["input_ids"].shape, mask if mask is None else mask.shape) == (shape, masked)
 
 
-@pytest.mark.parametrize(("wrong", "words", "right", "offsets"), table.FLAT_ROWS)
-def test_what_a_flat_row_asks_for_makes_one(wrong, words, right, offsets):
-    assert words in str(said(lambda: table.collate(table.THREE_FIVE, padding_free=True, **wrong)))
-    assert table.collate(table.THREE_FIVE, padding_free=True, **right)["cu_seq_lens_q"].tolist() == offsets
+WORDED = {
+    "a row with no tokens": (
+        lambda: collate(ids([], [1], []), keys={**KEYS, "weights": TOKENS}),
+        "input_ids: 2 bad rows.\n  row 0: got no tokens\n  row 2: got no tokens\nA row without real tokens has no logits, "
+        "no loss and no last token.\nDrop the samples.",
+    ),
+    "float ids in packed rows": (
+        lambda: collate(ids([1], [2, 3], [0.5]), packing=True),
+        "input_ids: 1 bad row.\n  row 2: got 0.5 at token 0\n",
+    ),
+}
 
 
-@pytest.mark.parametrize(("wrong", "words", "right", "ids", "mask"), table.PADDED_ROWS)
-def test_what_padded_rows_ask_for_makes_them(wrong, words, right, ids, mask):
-    assert words in str(said(lambda: table.collate(table.THREE_FIVE, **wrong)))
-    out = table.collate(table.THREE_FIVE, **right)
-    assert (out["input_ids"].shape, None if table.bare(out) else table.shape(out)) == (ids, mask)
-
-
-@pytest.mark.parametrize("name", table.WORDED)
+@pytest.mark.parametrize("name", WORDED)
 def test_the_text_names_every_bad_row(name):
-    cause, text = table.WORDED[name]
+    cause, text = WORDED[name]
     assert str(said(cause)).startswith(text)
 
 

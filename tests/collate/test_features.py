@@ -125,10 +125,9 @@ def mine(*rows):
         (tokens(2, 2, position_ids=[np.zeros((3, 2)), np.zeros((2, 2))]), "row 0: got shape [3, 2] beside 2 input_ids"),
         (tokens(3, routed_experts=[np.zeros((2, 1, 1))]), "A rollout has no routes for its last token"),
         (tokens(2, labels=[[1, 2]], label=[1]), "labels: 1 bad row"),
-        (tokens(2, loss_scale=[[1.0]]), "loss_scale: 1 bad row"),
         (tokens(2, 2, loss_scale=[1.5, [1.0, 1.0]]), "loss_scale: 1 bad row.\n  row 0: got 1.5"),
-        (tokens(2, 2, labels=[1, "a"]), "labels: 1 bad row.\n  row 1: got a str"),
-        (tokens(2, position_ids=[[0, 1, 2]]), "position_ids: 1 bad row"),
+        (tokens(2, 2, 2, labels=[1, "a", {"class": 3}]), "labels: 2 bad rows.\n  row 1: got a str\n  row 2: got a dict"),
+        (tokens(2, labels=[[True, False]]), "np.where(learned, input_ids, -100)"),
         # what is no number
         ([{"input_ids": row} for row in ([1], [1, 2.5], ["a"])], "row 1: got 2.5 at token 1\n  row 2: got 'a'"),
         ([{"input_ids": row} for row in ([2**63], [None])], "row 0: got 9223372036854775808 at token 0\n  row 1: got None"),

@@ -99,8 +99,6 @@ SAID = {
     "processing_class": (lambda t, m: PaddingCollator(processing_class=t), "Pass tokenizer="),
     "a slip": (lambda t, m: PaddingCollator(t, m, pad_multiple=8), "Did you mean pad_to_multiple_of"),
     "no such thing": (lambda t, m: PaddingCollator(t, m, color=8), "It takes tokenizer, model, padding, max_length"),
-    "numpy": (lambda t, m: PaddingCollator(t, m)(BARE, return_tensors="np"), "Pass 'pt'"),
-    "numpy, wrapped": (lambda t, m: wrap_collator(SEQ2SEQ(t), m)(ROWS, return_tensors="np"), "Pass 'pt'"),
     "texts": (lambda t, m: PaddingCollator(t, m)(["a", "b"]), "Tokenise first"),
     "tensors": (lambda t, m: PaddingCollator(t, m)([torch.tensor(ids) for ids in IDS]), 'Make dicts of them: .{"'),
     "the wrong way round": (lambda t, m: wrap_collator(m, SEQ2SEQ(t)), r"Make one: PaddingCollator\(tokenizer, model\)"),

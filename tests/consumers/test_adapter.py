@@ -40,17 +40,6 @@ def test_positions_that_are_there_stay():
     assert "position_ids" not in megatron(DENSE)(vision)
 
 
-def test_a_pattern_of_its_own_on_transformers():
-    sliding = Pattern.sliding(2)
-    truth = batch_of(LEFT, attention_mask_2d=LEFT.keep)
-    with pytest.raises(UnsupportedFormError, match="Recurrent layers read no 4D mask"):
-        BatchAdapter(HYBRID, consumer="transformers", pattern=sliding)(truth)
-    plain = BatchAdapter(DENSE, consumer="transformers", pattern=sliding)(truth)
-    assert torch.equal(plain["attention_mask"], dense(LEFT, pattern=sliding))
-    eager = BatchAdapter(DENSE, consumer="transformers", pattern=sliding, attn_implementation="eager")(truth)
-    assert torch.equal(eager["attention_mask"], dense(LEFT, polarity="bias", pattern=sliding))
-
-
 def test_a_window_that_the_model_makes_by_itself_is_no_window_of_megatrons():
     """On transformers it is taken: tests/integration/test_one_batch_any_door.py."""
     config = SimpleNamespace(layer_types=["sliding_attention"], sliding_window=2, model_type="mistral")
@@ -93,7 +82,7 @@ def test_of_a_mask_beside_documents_that_are_shared_out_each_rank_has_its_tokens
 @pytest.mark.parametrize("consumer", [name for name, c in consumers().items() if c.splits_rows and not c.recurrent_scheme])
 def test_recurrent_layers_whose_stack_does_not_share_them_out_cannot_be_split(consumer):
     for cp in (ContextParallel(2, 0), ContextParallel(2, 0, layout="ulysses")):
-        with pytest.raises(UnsupportedFormError, match=r"need the state of the tokens before its part, and .*0\.18"):
+        with pytest.raises(UnsupportedFormError, match=r"need the state of the tokens before .*Give each rank .*0\.18"):
             BatchAdapter(HYBRID, consumer=consumer, context_parallel=cp)
         BatchAdapter(DENSE, consumer=consumer, context_parallel=cp)
     BatchAdapter(HYBRID, consumer=consumer, context_parallel=ContextParallel(1, 0))

@@ -58,22 +58,26 @@ ROUTED = {"config": LEARNS}
 NO_2D = "refused.*rows \\[0\\] hold several sequences"
 TABLE = [
     ("keep_2d", RIGHT, {}), ("keep_2d", LEFT, {}), ("keep_2d", RIGHT, EAGER), ("keep_2d", RIGHT, ROUTED),
-    ("refused.*router", PACKED, ROUTED), ("refused.*router", FLAT, {**ROUTED, **FREE}),
+    ("refused.*router.*Set output_router_logits=False, or keep plain", PACKED, ROUTED),
+    ("refused.*router", FLAT, {**ROUTED, **FREE}),
     # by sequence any rows are right, but for what is as wrong on rows of one sequence
     *(("keep_2d: adapt", rows, {**BY_SEQUENCE, **more}) for rows in (LEFT, PACKED, HOLE)
       for more in (RECURRENT, ROUTED, FLEX)),
     ("none", FLAT, {**BY_SEQUENCE, **FREE, **RECURRENT}),
     ("refused.*one answer a row", PACKED, {**BY_SEQUENCE, "pooling": "last_by_id"}),
     # the width, and the longest
-    *(("keep_2d" if n != (5, 6) else "refused.*indexer", padded(*n), INDEXER) for n in ((5, 6), (3, 5), (4, 6), (6, 6))),
+    ("refused.*indexer.*Batch sequences of one length", padded(5, 6), INDEXER),
+    *(("keep_2d", padded(*n), INDEXER) for n in ((3, 5), (4, 6), (6, 6))),
     ("keep_2d", padded(3, 4), ROPE), ("refused.*frequencies", padded(3, 5), ROPE), ("keep_2d", padded(3, 5), {}),
     # windows
-    ("refused.*window", PACKED, {**WINDOWS, **FLEX}), ("keep_2d", RIGHT, {**WINDOWS, **FLEX}), ("mapping", PACKED, WINDOWS),
+    ("refused.*window.*or rows no longer than the window", PACKED, {**WINDOWS, **FLEX}),
+    ("block_mask", Segments.from_lengths([[2, 1]]), {**WINDOWS, **FLEX}),
+    ("keep_2d", RIGHT, {**WINDOWS, **FLEX}), ("mapping", PACKED, WINDOWS),
     ("keep", PACKED, WINDOW), ("keep_2d: the model makes its own window", LEFT, {**WINDOW, **SLIDING}),
     ("mapping", LEFT, {**WINDOWS, **SLIDING}), ("refused.*window of 2 of their own", padded(3), {**WINDOW, **BOTH_WAYS}),
     ("keep", padded(2), {**WINDOW, **BOTH_WAYS}),
     # models that mix tokens, see an image ahead, or take one token of a row
-    ("refused.*measured", LEFT, LEAKS), ("keep_2d", RIGHT, LEAKS), ("keep_2d", EQUAL, LEAKS),
+    ("refused.*measured.*pad right", LEFT, LEAKS), ("keep_2d", RIGHT, LEAKS), ("keep_2d", EQUAL, LEAKS),
     *(("refused.*its own masks", rows, {"leaks": {"packed": "its own masks"}, **more}) for rows, more in (
         (PACKED, {}), (LEFT, SLIDING))),
     ("refused.*it was measured", PACKED, {**LEAKS, "config": config()}),
@@ -83,6 +87,7 @@ TABLE = [
     ("keep", PACKED, {"call": {"pixel_values": 1}}), ("keep_2d", RIGHT, {**IMAGES, "call": {"pixel_values": 1}}),
     *(("refused.*one answer a row", PACKED, {"pooling": head}) for head in ("last_by_id", "counted_by_id")),
     ("bias", PACKED, EAGER),
+    ("refused.*Use attn_implementation='sdpa' or 'eager'; or, .*padding_free=True on flash", PACKED, FLASH),
     # flat rows of a pattern that no layer makes
     *((form, rows, {**SLIDING, **FREE, **kernel}) for kernel, form in (({}, "keep"), (FLASH, "refused.*attention is"))
       for rows in (padded(5), FLAT)),

@@ -130,7 +130,7 @@ SHARD = (
         (torch.ones(3072, 2048, dtype=torch.bool).triu(1), {}, AmbiguousMaskError, "compressed causal triangle"),
         (torch.full((1, 1, 2048, 2048), -1e4).triu(1), {}, AmbiguousMaskError, "compressed causal triangle"),
         # numbers that mean nothing certain
-        (torch.where(KEPT, 0.0, torch.nan), {}, CollateError, "NaN"),
+        (torch.where(KEPT.repeat(2, 1, 1), 0.0, torch.nan), {}, CollateError, "row 0: got NaN\n  row 1: got NaN"),
         (torch.where(KEPT, torch.inf, -torch.inf), {}, CollateError, "+inf"),
         (torch.where(KEPT, 0, -10000), {}, CollateError, "An additive mask is a float tensor"),
         *((torch.where(KEPT, 0.0, n), {}, AmbiguousMaskError, "No value is low enough to block") for n in (-100.0, -6000.0)),
@@ -207,6 +207,9 @@ HOLE_AND_END_FILLED, UNFORCED_BETWEEN = "■⬚⬚⬚⬚ ■■⬚⬚⬚ ■■�
         ("■■⬚⬚⬚ ■■⬚⬚⬚ ⬚⬚⬚⬚⬚ ⬚⬚⬚■■ ⬚⬚⬚■■", {}, [1, 1, 0, 2, 2]),
         (LONE, {}, "sequences of 2, 1 tokens"),
         (LONE, {"prove": False}, [1, 1, 2]),
+        ("■⬚⬚ ■■⬚ ■⬚■", {"prove": False}, [1, 1, 2]),
+        ("■⬚⬚⬚⬚ ■■⬚⬚⬚ ■■■⬚⬚ ⬚⬚⬚■⬚ ⬚⬚⬚■■", {"keep": [[1, 1, 1, 0, 0]], **CAUSAL}, [1, 1, 1, 0, 0]),
+        ("■■⬚■ ■■⬚■ ⬚⬚⬚⬚ ■■⬚■", {"pattern": "bidirectional"}, [1, 1, 0, 1]),
         (LONE, {"keep": [[1, 1, 0]]}, [1, 1, 0]),
         (LONE, {"keep": [[0, 0, 1]]}, [0, 0, 1]),
         ("■⬚⬚⬚ ■⬚⬚⬚ ■⬚■⬚ ■⬚■■", {"keep": [[1] * 4]}, "token 1 is real in the 2D mask, and does not attend itself"),

@@ -120,7 +120,7 @@ def test_varlen_lays_out_the_real_tokens_and_a_tail_as_one_more_sequence(segment
     flat = Segments.from_lengths([lengths], sum(lengths) + 2)
     assert varlen(flat, keep_tail=True) == Segments.from_lengths([[*lengths, 2]])
     assert varlen(varlen(segments), keep_tail=True) == varlen(segments)
-    with pytest.raises(UnsupportedFormError):
+    with pytest.raises(UnsupportedFormError, match=r"Pass keep_tail=False \(tensors of unpad\)"):
         varlen(Segments([[1, 1, 0, 2]]), keep_tail=True)
 
 

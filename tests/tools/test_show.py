@@ -12,7 +12,7 @@ from hypothesis import given
 from strategies import segments as any_segments
 from typed import typed
 
-from collate_npu import CollateError, PaddingCollator, Pattern, Segments
+from collate_npu import CollateError, Pattern, Segments
 from collate_npu.masks import dense
 from collate_npu.tools.show import MOST, ROWS, WIDE, WIDEST, picture
 
@@ -104,8 +104,3 @@ def test_a_page_holds_what_the_terminal_says_and_loads_nothing(tmp_path):
     text = html.unescape(re.sub(r"<[^>]+>", "", page))
     assert " ".join(done.stdout.split()) in " ".join(text.split())
     assert not re.search(r"url\(|@import|<script|<link|<img|\b(src|href)=", page)
-
-
-def test_a_prompt_shows_what_print_does():
-    batch = PaddingCollator(pad_token_id=0, attention_mask="2d")([{"input_ids": [1, 2]}, {"input_ids": [3]}])
-    assert repr(picture(batch)) == str(picture(batch)) != str.__repr__(picture(batch))

@@ -108,7 +108,7 @@ FLAT = Segments.from_ids([[1, 1, 1, 0, 2, 2, 0, 0]])
 
 def test_padding_is_a_sequence_of_its_own_or_lies_behind_the_one_before():
     assert flat_offsets(FLAT) == (0, 3, 4, 6, 8)
-    assert flat_offsets(FLAT, padding="behind") == (0, 4, 8)
+    assert flat_offsets(FLAT, padding="behind") == flat_offsets(FLAT, padding=torch.tensor([0, 4, 8])) == (0, 4, 8)
     assert flat_offsets(FLAT, keep_padding=False) == (0, 3, 5)
 
 
