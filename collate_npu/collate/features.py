@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, dims, entries, host_array
-from collate_npu.collate.padding import ON_HOST, Rows, check_lengths, is_ragged, on_host, pad_rows, rank_of, whole_rows
+from collate_npu.collate.padding import ON_HOST, Rows, arrays_of, check_lengths, is_ragged, on_host, pad_rows, rank_of
 from collate_npu.errors import CollateError, a_type, explain, explain_rows, shape_of
 from collate_npu.keys import KEYS, MASK_KEY, SAMPLE, Key, of_kind
 from collate_npu.masks.batch_reader import agreed
@@ -103,7 +103,7 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
     positions = Rows([row["position_ids"] for row in named if is_ragged(row.get("position_ids"))])
     beside |= {"position_ids": positions} if positions.lengths == lengths else {}
     own = own_segments(truth, lengths, {"input_ids": ids, **beside})
-    return whole_rows(name, tokens), own, [np.asarray(row) for row in labels] if labelled else None
+    return arrays_of(name, on_host(name, tokens), True), own, [np.asarray(row) for row in labels] if labelled else None
 
 
 def _labels_of(row: Mapping[str, Any]) -> Any:

@@ -38,11 +38,6 @@ STRUCT_LIMIT = 1 << 14
 """Longest list packed in one call: beyond it the argument tuple may be a fresh mapping, and page faults take over."""
 
 
-def round_up(value: int, multiple: int | None) -> int:
-    """Return the next multiple; for None the value itself."""
-    return value if not multiple else -(-value // multiple) * multiple
-
-
 def is_ragged(value: Any) -> bool:
     """Return True if this may be one value a token: a list, a tuple, an array or a tensor with a dimension, not nested."""
     return isinstance(value, (list, tuple)) or (rank_of(value) > 0 and not getattr(value, "is_nested", False))
@@ -161,7 +156,7 @@ def lay_rows(key: str, rows: Sequence[Row], *, slots: Slots, fill: Filler = 0, w
         raise CollateError(explain(key, f"padding with {fill!r}", rule, "Set pad_token_id and label_pad_token_id to ints."))
     packs = whole and rows.lists
     at_once = packs or (rows.flat and {dtype.kind for dtype in rows.flat} <= _KINDS[whole] and all(rows.lengths))
-    arrays: Sequence[Any] = rows if at_once else _arrays(key, rows, whole)
+    arrays: Sequence[Any] = rows if at_once else arrays_of(key, rows, whole)
     shape = (total,) if at_once else (total, *_trailing(key, arrays))
     found = rows.flat if at_once else {row.dtype for row in arrays if len(row)}
     out, end = np.empty(shape, np.int64 if packs else _dtype(found, whole)), 0
@@ -183,11 +178,6 @@ def lay_rows(key: str, rows: Sequence[Row], *, slots: Slots, fill: Filler = 0, w
         raise CollateError(explain_rows(key, bad, rule, "Convert them where the sample is built.")) from None
     out[end:] = _beside(out[:end]) if fill == "last" else fill
     return torch.from_numpy(out.reshape(*slots.shape, *out.shape[1:]))
-
-
-def whole_rows(key: str, rows: Sequence[Row]) -> list[Array]:
-    """Return each row of whole numbers as an array of its own kind. Raises as `pad_rows` does."""
-    return list(_arrays(key, on_host(key, rows), whole=True))
 
 
 def check_lengths(key: str, rows: Sequence[Row], lengths: Sequence[int]) -> None:
@@ -213,7 +203,8 @@ def _pack(out: memoryview, start: int, row: Any) -> None:
         struct.pack_into(f"{len(part)}q", out, 8 * (start + low), *part)
 
 
-def _arrays(key: str, rows: Sequence[Row], whole: bool) -> Sequence[Array]:
+def arrays_of(key: str, rows: Sequence[Row], whole: bool) -> list[Array]:
+    """Return each row as an array of its own kind. Raises `CollateError` for what is no number, or no whole one."""
     arrays: list[Array] = []
     bad: list[tuple[int, str]] = []
     for b, row in enumerate(rows):

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from multiprocessing import current_process, parent_process
 from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
@@ -96,44 +97,31 @@ def _pack(batch: Shipment) -> tuple[Any, ...]:
         value = value.resolve_neg()
         array = (value.view(torch.int16) if value.dtype is torch.bfloat16 else value).numpy()
         kind = _narrowest(array)
-        if array.nbytes > INLINE_BYTES and (kind == array.dtype or value.is_shared()) and _room_for(value):
+        alone = array.nbytes > INLINE_BYTES and (kind == array.dtype or value.is_shared())
+        if alone and _with_room(value.share_memory_) is not None:  # as torch's pickler moves it
             others[key], limit = value, 0  # a message waits in the pipe to be read, and the copying of a long mask behind it
             continue
         others[key] = None
         places.append((key, value.dtype, array.shape, kind.str, size))
         arrays.append(array)
         size += -(-array.size * kind.itemsize // 8) * 8
-    buffer = _buffer(size, shared=size > limit)
+    storage = _with_room(partial(torch.UntypedStorage._new_shared, size)) if size > limit else None
+    buffer = bytearray(size) if storage is None else storage
     held = _memory(buffer)
     for (_, _, shape, kind_there, start), array in zip(places, arrays):
         np.copyto(np.ndarray(shape, kind_there, held, start), array, casting="unsafe")
     return _unpack, (others, places, bytes(buffer) if isinstance(buffer, bytearray) else buffer)
 
 
-def _room_for(value: Tensor) -> bool:
-    """Return True if it moves into shared memory, as torch's pickler would move it."""
+def _with_room(move: Callable[[], Any]) -> Any:
+    """Return what moves into shared memory, or None, with a warning, where that is full."""
     try:
-        value.share_memory_()  # type: ignore[no-untyped-call]
+        return move()
     except RuntimeError as error:
-        _say_full(error)
-        return False
-    return True
-
-
-def _buffer(size: int, *, shared: bool) -> Any:
-    """Memory for the tensors: of the message, unless shared memory is better and has room."""
-    if shared:
-        try:
-            return torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            _say_full(error)
-    return bytearray(size)
-
-
-def _say_full(error: RuntimeError) -> None:
-    remedy = "Enlarge it (docker run --shm-size=8g), or give the loader fewer workers or a lower prefetch_factor."
-    text = f"no shared memory for a batch, which takes a slower way, a pipe: {error}. {remedy}"
-    warnings.warn(text, RuntimeWarning, stacklevel=2)
+        remedy = "Enlarge it (docker run --shm-size=8g), or give the loader fewer workers or a lower prefetch_factor."
+        text = f"no shared memory for a batch, which takes a slower way, a pipe: {error}. {remedy}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return None
 
 
 def _unpack(batch: dict[Any, Any], places: list[Place], buffer: Any) -> dict[Any, Any]:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from collate_npu.collate.padding import round_up
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mask_choice import consumer_named
 from collate_npu.consumers.megatron import kernel_of, refuse_unread_padding
@@ -133,7 +132,7 @@ class Stages:
     def _padded(self, row: _Row, longest: int) -> _Row:
         out = {key: value for key, value in row.items() if key not in _TRUTH}
         out[SEGMENT_KEY] = _segments(row).ids.to(row["input_ids"].device)
-        missing = round_up(longest, self.cp.multiple) - row["input_ids"].shape[-1]
+        missing = -(-longest // self.cp.multiple) * self.cp.multiple - row["input_ids"].shape[-1]
         sides = (missing, 0) if self.processor.padding_side == "left" else (0, missing)
         for key in [*self._token_keys(out), SEGMENT_KEY]:
             after = out[key].ndim - 1 - _dim(key, out[key])
