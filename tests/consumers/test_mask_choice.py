@@ -52,6 +52,7 @@ INDEXER = {"config": config(index_topk=4, index_n_heads=2)}
 ROPE = {"config": config(rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 4})}
 WINDOWS = {"config": config(sliding_window=2, layer_types=["sliding_attention", "full_attention"])}
 WINDOW = {"config": config(sliding_window=2, layer_types=["sliding_attention"])}
+CHUNKS = {"config": config(attention_chunk_size=2, layer_types=["chunked_attention"])}
 LEAKS = {"leaks": {"left": "it was measured", "packed": "its own masks"}}
 IMAGES, TYPES = ({"looks_ahead": (by,)} for by in ("images", "types"))
 ROUTED = {"config": LEARNS}
@@ -74,6 +75,7 @@ TABLE = [
     ("block_mask", Segments.from_lengths([[2, 1]]), {**WINDOWS, **FLEX}),
     ("keep_2d", RIGHT, {**WINDOWS, **FLEX}), ("mapping", PACKED, WINDOWS),
     ("keep", PACKED, WINDOW), ("keep_2d: the model makes its own window", LEFT, {**WINDOW, **SLIDING}),
+    ("keep_2d", LEFT, {**CHUNKS, "pattern": Pattern.chunked(2)}), ("refused.*window of 2 of", LEFT, {**CHUNKS, **SLIDING}),
     ("mapping", LEFT, {**WINDOWS, **SLIDING}), ("refused.*window of 2 of their own", padded(3), {**WINDOW, **BOTH_WAYS}),
     ("keep", padded(2), {**WINDOW, **BOTH_WAYS}),
     # models that mix tokens, see an image ahead, or take one token of a row
