@@ -17,13 +17,13 @@ LINES = {
     "masks": (2535, 2200),
     "parallel": (1466, 1200),
     "kernels": (505, 450),
-    "consumers": (3362, 2800),
-    "collate": (1984, 1800),
+    "consumers": (3365, 2800),
+    "collate": (1987, 1800),
     "proof": (3770, 3000),
     "integrations": (2873, 2500),
     "testing": (95, 200),
     "tools": (2086, 1500),
-    "tests": (36575, 25000),
+    "tests": (36568, 25000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
 WORDS, PAGES = 14850, 35

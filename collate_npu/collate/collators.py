@@ -25,7 +25,7 @@ from collate_npu.collate.features import Features, Samples, read_features
 from collate_npu.collate.padding import Rows, Slots, best_fit, concatenate_values, lay_rows, stack_values
 from collate_npu.collate.transport import shipped
 from collate_npu.consumers.adapter import BatchAdapter
-from collate_npu.consumers.labels_and_positions import labels_for, refuse_moved
+from collate_npu.consumers.labels_and_positions import check_labels, labels_for, refuse_moved
 from collate_npu.consumers.mask_choice import Consumer, ConsumerName
 from collate_npu.consumers.model_traits import LabelRule, config_of, consumer_of, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, not_one_of
@@ -325,15 +325,18 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
     positions = writer.adapter is None or writer.adds_positions(side == "left" or collator.packing)
     if positions and "position_ids" not in batch and "vision" not in samples.kinds.values():
         batch["position_ids"] = segments.position_ids
-    if samples.kinds.get("labels") == "tokens" and batch["labels"].ndim == 2:
+    if samples.kinds.get("labels") == "tokens":
         _ignore_labels(batch, segments, writer, own=ids is not None)
     return batch, segments
 
 
-def _ignore_labels(batch: dict[str, Any], segments: Segments, writer: BatchWriter, *, own: bool) -> None:
+def _ignore_labels(batch: dict[str, Any], segments: Segments, writer: BatchWriter, *, own: bool, flat: bool = False) -> None:
     """Nothing predicts the first token of a sequence. The shift drops that of column 0, but a Trainer of transformers before
     5.16 counts it, and divides the loss by the count (4.57.1 trainer.py:5620). `own`: of samples with masks of their own."""
     ignored = writer.label_pad_token_id
+    if batch["labels"].ndim != 2:
+        check_labels(Sources.of(batch), segments, None if writer.adapter is None else writer.adapter.model.labels)
+        return
     if not writer.predicts_next:
         if own and writer.labels_shifted:
             batch |= labels_for(Sources.of(batch), segments, writer.labels, True, ignored=ignored)
@@ -346,7 +349,7 @@ def _ignore_labels(batch: dict[str, Any], segments: Segments, writer: BatchWrite
         for b, start, _ in segments.spans:
             if start:
                 labels_BS[b, start] = ignored
-    if writer.adapter is not None:
+    if flat or writer.adapter is not None:
         batch["labels"].numpy()[:, 0] = ignored
 
 
@@ -409,9 +412,7 @@ def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], 
     segments = of_lengths([lengths], width)
     batch = add_offsets(_laid_out(collator, samples, columns, Slots.of([range(len(held))], held, width)), segments)
     if samples.kinds.get("labels") == "tokens":
-        _ignore_labels(batch, segments, collator.writer, own=ids is not None)
-        if collator.writer.predicts_next:
-            batch["labels"][:, 0] = collator.writer.label_pad_token_id
+        _ignore_labels(batch, segments, collator.writer, own=ids is not None, flat=True)
     return batch, segments
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from collate_npu.arrays import Array, dims, entries, host_array
 from collate_npu.collate.padding import ON_HOST, Rows, arrays_of, check_lengths, is_ragged, on_host, pad_rows, rank_of
 from collate_npu.errors import CollateError, a_type, explain, explain_rows, shape_of
-from collate_npu.keys import KEYS, MASK_KEY, SAMPLE, Key, of_kind
+from collate_npu.keys import KEEP_KEY, KEYS, MASK_KEY, SAMPLE, Key, of_kind
 from collate_npu.masks.batch_reader import agreed
 from collate_npu.masks.sources import Sources
 from collate_npu.segments import Segments
@@ -336,6 +336,8 @@ def own_segments(truth: Mapping[str, Sequence[Any]], lengths: list[int], beside:
     laid = {key: pad_rows(key, rows, width=max(lengths)) for key, rows in told.items()}
     for key, rows in beside.items():
         laid[key] = pad_rows(key, rows, width=max(lengths), fill=-100 if key == "labels" else 0, whole=True)
+    if MASK_KEY in told:  # a sample's own word about itself; only a batch's may be inverted
+        laid.setdefault(KEEP_KEY, laid[MASK_KEY] > 0)
     found = agreed(Sources(laid), polarity="keep", pattern=None, padding_free=False)
     if "seq_lengths" in truth:
         found = _with_lengths(found, truth["seq_lengths"], lengths)

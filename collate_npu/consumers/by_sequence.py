@@ -129,17 +129,16 @@ def _cuts(ascending_N: Array, buckets: Buckets, call_cost: int) -> list[int]:
     unit = 1 if buckets == "even" else max(1, -(-int(ascending_N[-1]) // _UNITS))
     _, first_K = np.unique(-(-ascending_N // unit), return_index=True)
     ends_K = [*first_K[1:].tolist(), len(ascending_N)]
-    widths = [int(ascending_N[end - 1]) for end in ends_K]
     if buckets == "one":
         return ends_K[-1:]
     if buckets == "even":
         return ends_K
     starts, best, cut = [0, *ends_K], [0.0], [0]
-    for j, width in enumerate(widths, start=1):
+    for j, width in enumerate(ascending_N[np.array(ends_K) - 1].tolist(), start=1):
         costs = [best[i] + width * (starts[j] - starts[i] + 1) + call_cost for i in range(j)]
         cut.append(min(range(j), key=costs.__getitem__))
         best.append(costs[cut[-1]])
-    found, j = [], len(widths)
+    found, j = [], len(ends_K)
     while j:
         found.append(starts[j])
         j = cut[j]
@@ -259,8 +258,12 @@ class BySequence:
         self.before = vars(mixer).get("forward")
         """What stood there already: a hook of accelerate, a forward of the hub."""
 
+    @property
+    def _own(self) -> Callable[..., Any]:  # read outside of a graph: in one, torch.compile would trace the rows of a bucket
+        return self.before or MethodType(type(self.mixer).forward, self.mixer)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plan, own = _HERE.plan, self.before or MethodType(type(self.mixer).forward, self.mixer)
+        plan, own = _HERE.plan, self._own
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim > 2)
         if plan is None or all(x.shape[:2] != (1, plan.total) for x in tensors):
             return own(*args, **kwargs)

@@ -255,7 +255,6 @@ ELSEWHERE = {
     ("flat, nothing beside", "PaddingCollator"): "a sample without boundaries is one sequence",
     ("rows of preference data", "PaddingCollator"): "these are no samples",
     ("the other polarity", "PaddingCollator"): "it has no such option",
-    ("labels with an axis more", "PaddingCollator"): "what a sample says of each token in several numbers stays as it is",
     ("labels as floats", "PaddingCollator"): "the model's own error: they are targets of whole samples",
     ("rows of preference data", "adapt"): "the model's own error: it gets no tokens",
 }
@@ -264,11 +263,8 @@ ELSEWHERE = {
 
 def wanted(model, call):
     """The loss of each sequence alone, weighted by its targets."""
-    losses, counts = [], []
-    for ids, labels in call.samples():
-        losses.append(model(input_ids=ids[None], labels=labels[None]).loss)
-        counts.append(int((labels[1:] >= 0).sum()))
-    return sum(loss * n for loss, n in zip(losses, counts) if n) / sum(counts)
+    alone = [(model(input_ids=ids[None], labels=own[None]).loss, (own[1:] >= 0).sum()) for ids, own in call.samples()]
+    return sum(loss * n for loss, n in alone if n) / sum(n for _, n in alone)
 
 
 def run(call):
@@ -326,10 +322,8 @@ def with_right_keys(call, _):
 def only(call, rows):
     """These rows of the batch."""
     kept = {key: value[rows] for key, value in call.batch.items()}
-    some = replace(
-        call, batch=kept, segments=Segments(call.segments.ids[rows]), ids=call.ids[rows], labels=call.labels[rows]
-    )
-    return replace(some, numbers=False)
+    segments = Segments(call.segments.ids[rows])
+    return replace(call, batch=kept, segments=segments, ids=call.ids[rows], labels=call.labels[rows], numbers=False)
 
 
 def real_start(call):
