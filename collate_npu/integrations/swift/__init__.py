@@ -18,7 +18,6 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
-import transformers.utils
 from torch import Tensor
 
 from collate_npu.arrays import host_array, host_tensor
@@ -57,13 +56,14 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
     once_imported(PACKAGE, "swift.trainers.mixin", _watch_trainers)
     if trainers:
         from swift.megatron.trainers import base, utils
+        from transformers.utils import is_torch_npu_available
 
         mcore_bridge.install(holder=PACKAGE)
         patching.patch(PACKAGE, base.BaseMegatronTrainer, "get_last_tokens", get_last_tokens)
         patching.patch(PACKAGE, utils, "prepare_batch", partial(prepare_batch, polarity), everywhere="swift")
         if os.environ.get("COLLATE_NPU_GUARD", "0") not in ("", "0"):
             patching.patch(PACKAGE, base.BaseMegatronTrainer, "_prepare_batch", partial(guarded, polarity))
-        if transformers.utils.is_torch_npu_available():
+        if is_torch_npu_available():
             patching.patch(PACKAGE, torch.distributed, "all_gather_object", patching.gather_by_gloo, everywhere="swift")
 
 
@@ -221,18 +221,19 @@ def with_masks(args: Any, batch: Mapping[str, Any], segments: Segments) -> dict[
 def _kernel_of(args: Any, segments: Segments, *, recurrent: bool) -> str:
     """Return the consumer of the mask that the attention and `mlp_padding_free` read. Transformer Engine, which all backends
     but "local" run, computes causal attention with every mask (core/models/gpt/gpt_layer_specs.py:251)."""
+    from transformers.utils import is_torch_npu_available
+
     kernel = kernel_of_args(args)
     backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum, in real arguments
     mlp = bool(getattr(args, "mlp_padding_free", False))
     kind = getattr(getattr(args, "megatron_model_meta", None), "model_type", None)
     mcore_bridge.check_padding(segments, kernel, recurrent=recurrent, model_type=kind)
-    if mlp and transformers.utils.is_torch_npu_available() and backend != "local":
+    if mlp and is_torch_npu_available() and backend != "local":
         rule = "mlp_padding_free needs a dense mask, which an NPU's flash kernel cannot be given."
         raise UnsupportedFormError(explain("attention_mask", repr(segments), rule, "Set mlp_padding_free=False."))
     if mlp and args.context_parallel_size > 1 and args.cp_partition_mode != "zigzag":
         rule = "mcore-bridge cuts the mask of mlp_padding_free zigzag, always (transformer_layer.py:375-377)."
-        remedy = "Set mlp_padding_free=False."
-        raise UnsupportedFormError(explain("cp_partition_mode", args.cp_partition_mode, rule, remedy))
+        raise UnsupportedFormError(explain("cp_partition_mode", args.cp_partition_mode, rule, "Set mlp_padding_free=False."))
     reads_dense = mlp or (backend == "local" and kernel != "mindspeed")
     return "megatron" if reads_dense and kernel != "mindspeed_dense" else kernel
 
