@@ -133,11 +133,9 @@ class Since:
 
 # What transformers does.
 SINGLE_ROW_MASKED = Since(
-    "transformers",
-    "5.15",
-    "recurrent layers read the mask of a single row too",
-    "drops the mask of a single left-padded row in recurrent layers: such batches are refused",
-)
+    "transformers", "5.15", "recurrent layers read it",
+    "drops the mask of a single left-padded row in recurrent layers: such prompts are refused",
+)  # fmt: skip
 CONVOLUTION_SEALED = Since("transformers", "5.15", "no place for mcore-bridge's convolution: its mm_gpts/qwen3_5.py:31, 48")
 KERNELS_TOLD = Since("transformers", "5.19", "a wrapper keeps which function was resolved: integrations/hub_kernels.py")
 MISSING_KERNEL_RAISES = Since("transformers", "5.20", "for flat rows: integrations/hub_kernels.py:1033-1050")
@@ -147,35 +145,27 @@ MISSING_KERNEL_RAISES = Since("transformers", "5.20", "for flat rows: integratio
 FLA_COUNTS_EMPTY = Since("fla", "0.5.1", "#909", "chunk tables go wrong after an empty sequence")
 FLA_STATES = Since("fla", "0.5.3", "#1138, #1140", "gradients are wrong where states go in or out")
 FLA_ROWS = Since(
-    "fla",
-    "",
-    "#955",
+    "fla", "", "#955",
     "its convolution gives wrong weight gradients where offsets come with more than one row: hand over one flat row, as "
     "this library does",
-)
+)  # fmt: skip
 FLA_NPU_A2 = Since(
-    "fla_npu",
-    "26.6.1",
-    "#242, #312",
+    "fla_npu", "26.6.1", "#242, #312",
     "on A2 long flat rows in bfloat16 may have NaN gradients (#232, open) and tails that are no multiple of 16 NaN outputs, "
     "and the gradient of a final state is never read",
-)
+)  # fmt: skip
 FLA_NPU_MAIN = Since(
-    "fla_npu",
-    "26.8",
-    "#367, #440, #544, #733; 26.7.0.dev0 is every build of the main branch since July 2026",
+    "fla_npu", "26.8", "#367, #440, #544, #733; 26.7.0.dev0 is every build of the main branch since July 2026",
     "on A2 short tails of packed sequences are off by up to 0.7 before the fix of #367; KDA is not repeatable before that of"
     " #440, its gradients are wrong by 1e4 where a length is no multiple of 64 before that of #544, and recomputing refuses"
     " such lengths before that of #733. The version does not tell: build it anew",
     after="26.7",
-)
+)  # fmt: skip
 FLA_NPU_KDA = Since(
-    "fla_npu",
-    "",
-    "#508, #641",
+    "fla_npu", "", "#508, #641",
     "KDA's backward pass refuses more than 1024 chunks, 65536 tokens, and the recurrent rule for decoding takes lengths "
     "that do not add up",
-)
+)  # fmt: skip
 TRITON_ASCEND_950 = Since("triton-ascend", "3.2.1", "fla_npu's setup.py:182", "may crash on Ascend 950")
 TORCH_NPU_STREAMS = ("2.7.1.post5", "2.8.0.post5", "2.9.0.post3", "2.10.0.post2")
 """The first post releases whose streams fla_npu's operators may use (its setup.py:45-52, at 17e24fd)."""

@@ -166,9 +166,7 @@ def _lengths_of(dataset: Any, of: str | Callable[[Any], int]) -> Array:
     places: Any = range(len(dataset))
     if find_spec("tqdm"):
         places = import_module("tqdm.auto").tqdm(places, "lengths", delay=1)
-    if not isinstance(of, str):
-        return np.array([of(dataset[n]) for n in places])
-    return np.array([_count(dataset[n][of]) for n in places])
+    return np.array([_count(dataset[n][of]) if isinstance(of, str) else of(dataset[n]) for n in places])
 
 
 def _count(row: Any) -> int:

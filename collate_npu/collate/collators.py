@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from collate_npu.arrays import Side, host_array, whole_number
+from collate_npu.arrays import Side, dims, host_array, whole_number
 from collate_npu.collate.features import Features, Samples, read_features
 from collate_npu.collate.padding import Rows, Slots, best_fit, concatenate_values, lay_rows, stack_values
 from collate_npu.collate.transport import shipped
@@ -33,7 +33,6 @@ from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_ki
 from collate_npu.masks.forms import none_is_exact, offsets_of, own_places, write_dense
 from collate_npu.masks.patterns import Pattern
 from collate_npu.masks.sources import Sources, check_longest, physical_offsets
-from collate_npu.outputs import ignore_first_labels
 from collate_npu.segments import PADS_BEFORE, Segments, of_lengths
 from collate_npu.validation import check_model, check_return_tensors, check_tokenizer, checked
 
@@ -80,9 +79,8 @@ class BatchWriter:
         """The adapter of the named consumer or of the model, which is not kept."""
         self.pattern = Pattern.of(pattern or "causal") if self.adapter is None else self.adapter.pattern
         """The attention that the batch is for: declared, the model's own, or plain causal."""
-        in_place = self.pattern.name == "bidirectional"  # the neutral form has no head
-        heads = None if self.adapter is None else self.adapter.label_rule
-        self.labels: LabelRule = heads or ("places" if in_place else "next")
+        neutral: LabelRule = "places" if self.pattern.name == "bidirectional" else "next"  # this form has no head
+        self.labels = neutral if self.adapter is None else self.adapter.label_rule
         """What the model does with labels."""
         self.left = "" if self.adapter is None else self.adapter.left
         """Why the model is out of scope, and its batches are padded as transformers pads them; "" in scope."""
@@ -98,6 +96,33 @@ class BatchWriter:
         Then all have positions: a dispatcher takes the keys of the first batch for those of all.
         """
         return self.adapter is not None and not self.left and (left or self.adapter.model.positions == "padding_idx")
+
+    def ignore(self, batch: dict[str, Any], segments: Segments, *, own: bool, flat: bool) -> None:
+        """Put into a batch of ours the labels that `ignored` returns. What a sample's `own` mask calls padding has its label
+        still; without such masks only real tokens have one, and no pass over the batch is needed."""
+        if own or batch["labels"].ndim != 2:
+            batch |= self.ignored(Sources.of(batch), segments, self.labels_shifted, flat=flat)
+        elif self.predicts_next:
+            labels_BS = batch["labels"].numpy()
+            refuse_moved(batch["input_ids"].numpy(), labels_BS, segments)
+            for b, start, _ in segments.spans if segments.packed or segments.padding_side in PADS_BEFORE else ():
+                labels_BS[b, start] = self.label_pad_token_id if start else labels_BS[b, 0]
+            if flat or self.adapter is not None:
+                labels_BS[:, 0] = self.label_pad_token_id
+
+    def ignored(self, batch: Sources, segments: Segments, shifted: bool | None, *, flat: bool) -> dict[str, Tensor]:
+        """Return the labels that must change: of padding, and the first of each sequence, which nothing predicts. The shift
+        drops that of column 0, but a Trainer of transformers before 5.16 counts it, and divides the loss by the count
+        (4.57.1 trainer.py:5620)."""
+        if self.left:
+            return {}
+        check_labels(batch, segments, None if self.adapter is None else self.adapter.model.labels)
+        out = labels_for(batch, segments, self.labels, shifted, ignored=self.label_pad_token_id)
+        labels = out.get("labels", batch.get("labels"))
+        first = self.predicts_next and shifted is False and (flat or self.adapter is not None)
+        if first and isinstance(labels, Tensor) and dims(labels)[:2] == segments.shape:
+            out["labels"] = torch.cat([torch.full_like(labels[:, :1], self.label_pad_token_id), labels[:, 1:]], dim=1)
+        return out
 
     def write(
         self, batch: dict[str, Any], segments: Segments, *, padding_free: bool, counted: bool = False
@@ -119,9 +144,11 @@ class BatchWriter:
             # a 2D mask says neither where sequences part nor that a row is empty
             if segments.packed or not all(segments.lengths):
                 out[SEGMENT_KEY] = segments.ids
-        if self.mode == "omit":
-            self._check_omitted(out, segments)
-            out.pop("attention_mask", None)
+        if self.mode == "omit" and out.pop("attention_mask", None) is not None:
+            exact = none_is_exact(segments, self.pattern)
+            if self.adapter is not None and not exact:
+                rule = f"{self.adapter.consumer.name} reads padding from this key only, and {exact.why}."
+                raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
         return out if get_worker_info() is None else shipped(out)
 
     def _choose_mask(self, segments: Segments) -> Tensor | None:
@@ -136,13 +163,6 @@ class BatchWriter:
             return None
         _warn_of_neutral_form()
         return write_dense(segments, "masked", self.pattern)
-
-    def _check_omitted(self, batch: Mapping[str, Any], segments: Segments) -> None:
-        """Raise where the consumer reads padding from the mask that is to be left out."""
-        exact = none_is_exact(segments, self.pattern)
-        if self.adapter is not None and batch.get("attention_mask") is not None and not exact:
-            rule = f"{self.adapter.consumer.name} reads padding from this key only, and {exact.why}."
-            raise UnsupportedFormError(explain("attention_mask", "'omit'", rule, "Use 'auto', or pad right."))
 
 
 @cache
@@ -185,8 +205,8 @@ ELSEWHERE = {
     "max_sequences": _PADDED.format("max_sequences"),
 }
 """Our option for each option of other collators."""
-_RETURNED = ("return_position_ids", "return_flash_attn_kwargs", "return_seq_idx")
 _MADE = "wrap_collator(DataCollatorForLanguageModeling(tokenizer, mlm=False), model=model) makes labels from input_ids."
+_RETURNED = ("return_position_ids", "return_flash_attn_kwargs", "return_seq_idx")
 _OWN = {
     **dict.fromkeys(_RETURNED, "Leave it out: the collator emits what the model reads."),
     **dict.fromkeys(("mlm", "mlm_probability"), f"PaddingCollator takes labels from the samples. {_MADE}"),
@@ -286,9 +306,8 @@ class PaddingCollator:
             rule = "Padding needs an id that the embedding has; which one does not matter to the masks."
             remedy = "Set tokenizer.pad_token = tokenizer.eos_token, or pass pad_token_id=."
             raise CollateError(explain("pad_token_id", "None", rule, remedy))
-        beside = {"padding_free=True": padding_free, "padding=False": self.padding is False}
-        if packing and any(beside.values()):
-            got = "True beside " + ", ".join(name for name, value in beside.items() if value)
+        if packing and (padding_free or self.padding is False):
+            got = f"True beside padding_free={padding_free}, padding={self.padding!r}"
             rule = "A packed row is padded and holds several samples."
             raise CollateError(explain("packing", got, rule, "Leave packing out."))
 
@@ -305,6 +324,8 @@ class PaddingCollator:
             rule = f"max_length is {limit}, and the collator cuts no tokens."
             raise CollateError(explain_rows("input_ids", longer, rule, "Truncate when tokenising."))
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
+        if samples.kinds.get("labels") == "tokens":
+            self.writer.ignore(batch, segments, own=samples.segment_ids is not None, flat=self.padding_free)
         counted = "position_ids" not in samples.columns
         return self.writer.write(batch, segments, padding_free=self.padding_free, counted=counted)
 
@@ -312,8 +333,7 @@ class PaddingCollator:
 def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], Segments]:
     side, writer = collator.padding_side, collator.writer
     lengths, ids = samples.lengths, samples.segment_ids
-    width = _width(collator, lengths)
-    alone = [[b] for b in range(len(lengths))]
+    width, alone = _width(collator, lengths), [[b] for b in range(len(lengths))]
     rows = best_fit(lengths, min(width, collator.max_length or width)) if collator.packing else alone
     slots = Slots.of(rows, lengths, width, side)
     batch = _laid_out(collator, samples, samples.columns, slots)
@@ -325,53 +345,23 @@ def _padded(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any]
     positions = writer.adapter is None or writer.adds_positions(side == "left" or collator.packing)
     if positions and "position_ids" not in batch and "vision" not in samples.kinds.values():
         batch["position_ids"] = segments.position_ids
-    if samples.kinds.get("labels") == "tokens":
-        _ignore_labels(batch, segments, writer, own=ids is not None)
     return batch, segments
-
-
-def _ignore_labels(batch: dict[str, Any], segments: Segments, writer: BatchWriter, *, own: bool, flat: bool = False) -> None:
-    """Nothing predicts the first token of a sequence. The shift drops that of column 0, but a Trainer of transformers before
-    5.16 counts it, and divides the loss by the count (4.57.1 trainer.py:5620). `own`: of samples with masks of their own."""
-    ignored = writer.label_pad_token_id
-    if batch["labels"].ndim != 2:
-        check_labels(Sources.of(batch), segments, None if writer.adapter is None else writer.adapter.model.labels)
-        return
-    if not writer.predicts_next:
-        if own and writer.labels_shifted:
-            batch |= labels_for(Sources.of(batch), segments, writer.labels, True, ignored=ignored)
-        return
-    refuse_moved(batch["input_ids"].numpy(), batch["labels"].numpy(), segments)
-    if own:  # what a sample's own mask calls padding has its label still
-        batch["labels"] = ignore_first_labels(batch["labels"], segments, ignore_index=ignored)
-    elif segments.packed or segments.padding_side in PADS_BEFORE:
-        labels_BS = batch["labels"].numpy()
-        for b, start, _ in segments.spans:
-            if start:
-                labels_BS[b, start] = ignored
-    if flat or writer.adapter is not None:
-        batch["labels"].numpy()[:, 0] = ignored
 
 
 def _laid_out(collator: PaddingCollator, samples: Samples, columns: Mapping[str, Rows], slots: Slots) -> dict[str, Any]:
     """Each key as one tensor, what has one value a token in its slots: positions of several axes `[axes, L]` too."""
     batch: dict[str, Any] = {}
-    pad_type = getattr(collator.tokenizer, "pad_token_type_id", 0) or 0
-    fills: dict[Any, float] = {
-        "pad": collator.pad_token_id or 0,
-        "pad_type": pad_type,
-        "ignored": collator.writer.label_pad_token_id,
-    }
-    lay: Any = partial(lay_rows, slots=slots)
+    fills: dict[Any, float] = {"pad": collator.pad_token_id or 0, "ignored": collator.writer.label_pad_token_id}
+    fills["pad_type"] = getattr(collator.tokenizer, "pad_token_type_id", 0) or 0
     for key, column in columns.items():
         kind = samples.kinds[key]
         if kind == "tokens":
             rule = collator.keys[key]
-            fill = fills.get(rule.fill, 0 if rule.fill == "next" else rule.fill)
-            batch[key] = lay(key, column, fill=fill, whole=rule.whole)
+            fill: Any = fills.get(rule.fill, 0 if rule.fill == "next" else rule.fill)
+            batch[key] = lay_rows(key, column, slots=slots, fill=fill, whole=rule.whole)
         elif kind == "axes":
             rows = [np.ascontiguousarray(np.moveaxis(np.asarray(row), 0, -1)) for row in column]
-            batch[key] = lay(key, Rows(rows), whole=True).movedim(-1, 0).contiguous()
+            batch[key] = lay_rows(key, Rows(rows), slots=slots, whole=True).movedim(-1, 0).contiguous()
         elif kind == "vision":
             batch[key] = concatenate_values(key, column, unit=collator.keys[key].unit, order=slots.order)
         elif kind == "targets":
@@ -411,8 +401,6 @@ def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], 
     width = _width(collator, [sum(lengths)])
     segments = of_lengths([lengths], width)
     batch = add_offsets(_laid_out(collator, samples, columns, Slots.of([range(len(held))], held, width)), segments)
-    if samples.kinds.get("labels") == "tokens":
-        _ignore_labels(batch, segments, collator.writer, own=ids is not None, flat=True)
     return batch, segments
 
 

@@ -10,6 +10,7 @@ Legend: B samples, L tokens of one sample, T of all.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from operator import methodcaller
 from os import PathLike
@@ -34,6 +35,7 @@ ColumnKind = Literal["tokens", "axes", "vision", "targets", "sample"]
 _KEYS = methodcaller("keys")
 _NONE = type(None)
 _RULE = "A batch is built from a list of one or more dicts of features, or a dict of columns."
+_EMPTY = "A row without real tokens has no logits, no loss and no last token."
 _LOAD = "Load the file, and tokenise it: datasets.load_dataset('json', data_files=path)."
 _OF_TOKENS = (
     "Rename the column to input_ids. For Megatron's rows, of one length and with labels already shifted, use "
@@ -68,8 +70,7 @@ def read_features(features: Features, *, keys: Mapping[str, Key] = KEYS) -> Samp
     segment_ids = own_segments(truth, lengths, beside) if truth or "position_ids" in beside else None
     if 0 in lengths:
         rows = [(b, "no tokens") for b, n in enumerate(lengths) if not n]
-        rule = "A row without real tokens has no logits, no loss and no last token."
-        raise CollateError(explain_rows("input_ids", rows, rule, "Drop the samples."))
+        raise CollateError(explain_rows("input_ids", rows, _EMPTY, "Drop the samples."))
     return Samples(columns=held, kinds=kinds, lengths=lengths, segment_ids=segment_ids)
 
 
@@ -99,11 +100,11 @@ def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Arra
             truth[key] = [default if row is None else row for row, default in zip(values, whole)]
     labels, ids = Rows(filter(is_ragged, map(_labels_of, named))), Rows(tokens)
     labelled = labels.lengths == lengths and bool(labels.lists or labels.flat) and not _is_targets(labels, lengths)
-    beside = {"labels": labels} if labelled and (ids.lists or ids.flat) else {}
+    beside = {"input_ids": ids} | ({"labels": labels} if labelled and (ids.lists or ids.flat) else {})
     positions = Rows([row["position_ids"] for row in named if is_ragged(row.get("position_ids"))])
     beside |= {"position_ids": positions} if positions.lengths == lengths else {}
-    own = own_segments(truth, lengths, {"input_ids": ids, **beside})
-    return arrays_of(name, on_host(name, tokens), True), own, [np.asarray(row) for row in labels] if labelled else None
+    held_labels = [np.asarray(row) for row in labels] if labelled else None
+    return arrays_of(name, on_host(name, tokens), True), own_segments(truth, lengths, beside), held_labels
 
 
 def _labels_of(row: Mapping[str, Any]) -> Any:
@@ -223,14 +224,9 @@ def _is_targets(column: Rows, lengths: list[int]) -> bool:
     first = column[0][looked_at]
     if isinstance(first, list) and {*map(type, first)} <= {int}:
         return False
-    return all(len(row) and _holds_floats(row[looked_at]) for row in column)
-
-
-def _holds_floats(values: Any) -> bool:
-    try:
-        return host_array("labels", values).dtype.kind == "f"
-    except CollateError:  # raised where they are laid out, with their row
-        return False
+    with suppress(CollateError):  # raised where they are laid out, with their row
+        return all(len(row) and host_array("labels", row[looked_at]).dtype.kind == "f" for row in column)
+    return False
 
 
 def _refuse_unlisted_tokens(key: str, column: list[Any], lengths: list[int]) -> None:
@@ -255,11 +251,19 @@ def _is_numeric(row: Any) -> bool:
 
 def columns_of(features: Features) -> dict[str, list[Any]]:
     """Return each key with B values, None where a sample has none. Raises `CollateError` for what is no batch of samples."""
-    if isinstance(features, Mapping):
-        if type(features).__name__ == "LazyStackedTensorDict":  # its rows may differ in length, and in keys
-            return _of_samples(list(features))
-        return _of_columns({name: _as_list(name, column) for name, column in entries(features).items()})
-    return _of_samples(features)
+    if not isinstance(features, Mapping):
+        return _of_samples(features)
+    if type(features).__name__ == "LazyStackedTensorDict":  # its rows may differ in length, and in keys
+        return _of_samples(list(features))
+    columns = {name: _as_list(name, column) for name, column in entries(features).items()}
+    counts = {name: len(column) for name, column in columns.items()}
+    if not columns or not max(counts.values()):
+        raise CollateError(explain("features", "no samples", _RULE, "Check the dataset and the sampler."))
+    if len(set(counts.values())) > 1:
+        got = ", ".join(f"{name} {n}" for name, n in counts.items())
+        rule = "Every column has one entry for each sample."
+        raise CollateError(explain("features", got, rule, "Pass a list of samples, or columns of equal length."))
+    return columns
 
 
 def _of_samples(samples: Any) -> dict[str, list[Any]]:
@@ -277,17 +281,6 @@ def _of_samples(samples: Any) -> dict[str, list[Any]]:
     same = all(map(first.__eq__, map(_KEYS, samples)))
     names = first if same else dict.fromkeys(key for sample in samples for key in sample)
     return {name: [sample.get(name) for sample in samples] for name in names}
-
-
-def _of_columns(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    counts = {name: len(column) for name, column in columns.items()}
-    if not columns or not max(counts.values()):
-        raise CollateError(explain("features", "no samples", _RULE, "Check the dataset and the sampler."))
-    if len(set(counts.values())) > 1:
-        got = ", ".join(f"{name} {n}" for name, n in counts.items())
-        rule = "Every column has one entry for each sample."
-        raise CollateError(explain("features", got, rule, "Pass a list of samples, or columns of equal length."))
-    return columns
 
 
 def _as_list(name: str, column: Any) -> list[Any]:
@@ -365,15 +358,13 @@ def _own_mask(key: str, column: Sequence[Any], lengths: list[int]) -> Rows:
         raise CollateError(explain_rows(key, bad, rule, "Pass 4D masks of a whole batch through wrap_collator."))
     check_lengths(key, column, lengths)
     rows = Rows([host_array(key, row) for row in column])
-    if bad := [
-        (b, f"values {np.unique(row)[:6].tolist()}") for b, row in enumerate(rows) if ((row < 0) | (row % 1 != 0)).any()
-    ]:
+    wrong = [b for b, row in enumerate(rows) if ((row < 0) | (row % 1 != 0)).any()]
+    if bad := [(b, f"values {np.unique(rows[b])[:6].tolist()}") for b in wrong]:
         rule = "A sample's own mask holds 1 (real) and 0 (padding), or packing ids 1 1 2 2 0."
         raise CollateError(explain_rows(key, bad, rule, "Convert additive masks with (mask == 0) first."))
     if bad := [(b, "no tokens") for b, row in enumerate(rows) if not row.any()]:
-        rule = "A row without real tokens has no logits, no loss and no last token."
         remedy = "Drop the samples; or make the masks from the lengths, or invert them (mask == 0)."
-        raise CollateError(explain_rows(key, bad, rule, remedy))
+        raise CollateError(explain_rows(key, bad, _EMPTY, remedy))
     return rows
 
 

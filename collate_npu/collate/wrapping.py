@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from collate_npu.arrays import PLAIN, Array, Side, dims, host_tensor
 from collate_npu.collate.collators import ELSEWHERE, BatchWriter, MaskMode, add_offsets
 from collate_npu.collate.features import joined_segment_ids, sample_segment_ids
 from collate_npu.collate.padding import pad_rows
 from collate_npu.collate.transport import shipped
-from collate_npu.consumers.labels_and_positions import check_labels, check_rebuilt, labels_for
+from collate_npu.consumers.labels_and_positions import check_rebuilt
 from collate_npu.consumers.mask_choice import Consumer, ConsumerName
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, explain_rows, shape_of
 from collate_npu.keys import KEEP_KEY, KEYS, SAMPLE, SEGMENT_KEY, Key, of_kind, with_role
@@ -86,12 +85,11 @@ class WrappedCollator:
     def __call__(self, features: Sequence[Mapping[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the inner collator's batch with its masks replaced. Raises `CollateError` where its padding is unknown."""
         check_return_tensors(kwargs.get("return_tensors"))
-        if self.writer.left:
-            return shipped(dict(self.inner(features, *args, **kwargs)))
-        samples = _Samples(*sample_segment_ids(features))  # first: some collators write into the samples
+        # first: some collators write into the samples
+        samples = None if self.writer.left else _Samples(*sample_segment_ids(features))
         given = self.inner(features, *args, **kwargs)
         check_batch(given, self.inner)
-        if self.writer.adapter is not None and self.writer.adapter.is_left(given):
+        if samples is None or (self.writer.adapter is not None and self.writer.adapter.is_left(given)):
             return shipped(dict(given))
         batch = Sources.of_tensors({key: x for key, x in Sources.of(given).items() if x is not None})
         _check_tokens(batch)
@@ -100,37 +98,22 @@ class WrappedCollator:
             segments = with_labels(batch, _flat_segments(batch, samples))
             whole, flat = batch | add_offsets(batch, segments), True
         else:
-            segments, flat = (
-                self._masked(batch, samples) if masked else with_labels(batch, _align(batch, samples)),
-                self.padding_free,
-            )
+            segments = self._masked(batch, samples) if masked else with_labels(batch, _align(batch, samples))
+            flat = self.padding_free
             flattened, segments = _flattened(batch, segments, self.keys) if flat else ({}, segments)
             whole = Sources(flattened) if flat else batch
         left = getattr(getattr(self.inner, "tokenizer", None), "padding_side", None) == "left"  # as transformers' collators
         if not flat and "position_ids" not in whole and self.writer.adds_positions(left):
             whole |= {"position_ids": segments.position_ids}
         if samples.labels is not None and not self.writer.labels_shifted:
-            real = [ids > 0 for ids in samples.segment_ids]
-            own = [labels[keep] for labels, keep in zip(samples.labels, real)]
-            check_rebuilt(whole, segments, np.concatenate(samples.real()), np.concatenate(own))
-        out = self.writer.write(self._labels_ignored(whole, segments), segments, padding_free=flat)
+            check_rebuilt(whole, segments, *(np.concatenate(samples.real(rows)) for rows in (None, samples.labels)))
+        # Megatron's stand with the token before, torchtune's do not: the tokens tell
+        shifted = self.writer.labels_shifted or (None if batch.named["tokens"] == ("tokens",) else False)
+        changed = self.writer.ignored(whole, segments, shifted, flat=False)
+        out = self.writer.write(whole | changed if changed else whole, segments, padding_free=flat)
         if self.writer.adapter is not None:
             _check_second_rows(batch, out)
         return out
-
-    def _labels_ignored(self, batch: Sources, segments: Segments) -> Sources:
-        shifted: bool | None = self.writer.labels_shifted
-        if batch.named["tokens"] == ("tokens",):  # Megatron's stand with the token before, torchtune's do not: by the tokens
-            shifted = shifted or None
-        ignored = self.writer.label_pad_token_id
-        check_labels(batch, segments, None if self.writer.adapter is None else self.writer.adapter.model.labels)
-        out = labels_for(batch, segments, self.writer.labels, shifted, ignored=ignored)
-        labels = out.get("labels", batch.get("labels"))
-        counted = self.writer.adapter is not None and self.writer.predicts_next
-        first = counted and shifted is False  # of a row, which a Trainer counts
-        if first and isinstance(labels, Tensor) and dims(labels)[:2] == segments.shape:
-            out["labels"] = torch.cat([torch.full_like(labels[:, :1], ignored), labels[:, 1:]], dim=1)
-        return batch | out if out else batch
 
     def _masked(self, batch: Sources, samples: _Samples) -> Segments:
         """Read the batch, with the lengths of the samples as one more source where they stand whole in the batch."""
@@ -180,9 +163,10 @@ class _Samples:
         found = [Segments.from_ids(pad_rows("attention_mask", own, width=width, side=side)) for side in standing]
         return found[:1] if len(found) == 2 and found[0] == found[1] else found
 
-    def real(self) -> list[Array]:
-        """Token ids of each sample without its own padding."""
-        return self.token_ids if self.own is None else [row[ids > 0] for row, ids in zip(self.token_ids, self.own)]
+    def real(self, rows: list[Array] | None = None) -> list[Array]:
+        """Token ids of each sample, or these rows of one value a token, without its own padding."""
+        rows = self.token_ids if rows is None else rows
+        return rows if self.own is None else [row[ids > 0] for row, ids in zip(rows, self.own)]
 
 
 def _stands(padded_S: Array, row: Array, side: Side) -> bool:
@@ -275,9 +259,8 @@ def _refuse_disagreement(segments: Segments, standing: list[Segments]) -> None:
     """Refuse a mask that calls a sample's own tokens padding, such as `ids != pad` if pad is eos."""
     rows = range(segments.shape[0])
     wrong = [b for b in rows if not any(np.array_equal(known.array[b], segments.array[b]) for known in standing)]
-    bad = [
-        (b, f"sequences of {list(segments.lengths[b])}, not {list(standing[0].lengths[b])} tokens") for b in wrong or rows
-    ]
+    found, held = segments.lengths, standing[0].lengths
+    bad = [(b, f"sequences of {list(found[b])}, not {list(held[b])} tokens") for b in wrong or rows]
     rule = "The inner collator's mask disagrees with the samples about which tokens are real."
     remedy = "Let it build the mask from lengths: if pad is eos, a mask made by ids != pad_token_id loses every real eos."
     raise CollateError(explain_rows("attention_mask", bad, rule, remedy))
