@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import local
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +45,8 @@ class Way:
     """True if its attention needs a mask where torch's kernel needs none."""
     windows: bool = True
     """False if its masks leave out the window that its config names."""
+    ruled: frozenset[type] = frozenset()
+    """Mixers whose gated delta rule may run on some heads of whole sequences, the rest on pieces of them."""
     looked_at: frozenset[type] = frozenset()
     """The classes of the modules of the copy that was asked."""
 
@@ -95,11 +97,37 @@ class MixerPlan:
         rows_R = torch.cat([each.flatten(0, 1) for each in rows]) if len(rows) > 1 else rows[0].flatten(0, 1)
         return from_places(rows_R, self.place_T)[None]
 
+    def run(self, mixer: BySequence, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return what this mixer, called as `own`, gives for the flat row: a call for each bucket."""
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim > 2)
+        if all(x.shape[:2] != (1, self.total) for x in tensors):
+            return own(*args, **kwargs)
+        args, kwargs = without_masks(own, args, kwargs)
+        values, spec = tree_flatten((args, {name: value for name, value in kwargs.items() if name != "attention_mask"}))
+        laid, outs = [_laid(value, self) for value in values], []
+        try:
+            for _HERE.bucket in range(len(self.buckets)):
+                rows = [value if each is None else each[_HERE.bucket] for value, each in zip(values, laid)]
+                mask = {"attention_mask": mixer.row_mask(self, _HERE.bucket, rows)} if "attention_mask" in kwargs else {}
+                given, named_rows = tree_unflatten(rows, spec)
+                outs.append(own(*given, **named_rows, **mask))
+        finally:
+            _HERE.bucket = None
+        if isinstance(outs[0], tuple):  # attention maps, or a state that nobody reads, stand behind
+            return self.back([each[0] for each in outs]), *outs[0][1:]
+        return self.back(outs)
+
     def rows_of(self, bucket: int | None) -> Segments:
         """Return the Segments of the rows of this bucket; None: of the flat row."""
         if bucket is None:
             return of_lengths([self.lengths], self.total)
         return of_lengths([[self.lengths[each]] for each in self.buckets[bucket]], self.shapes[bucket][1])
+
+
+class ForwardPlan(Protocol):
+    """By which a wrapped mixer runs: a `MixerPlan`, or where ranks share rows a `SharedPlan`."""
+
+    def run(self, mixer: BySequence, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any: ...
 
 
 def plan_of(
@@ -191,7 +219,7 @@ class _Back(torch.autograd.Function):
 class _Here(local):
     """What this thread runs: the plan of a forward, and the bucket of a mixer's call."""
 
-    plan: MixerPlan | None = None
+    plan: ForwardPlan | None = None
     bucket: int | None = None
 
 
@@ -199,17 +227,17 @@ _HERE = _Here()
 
 
 def running() -> tuple[MixerPlan | None, int | None]:
-    """Return the plan of the forward that runs in this thread, and the bucket of the mixer's call."""
-    return _HERE.plan, _HERE.bucket
+    """Return the plan of the forward that runs one flat row in this thread, and the bucket of the mixer's call."""
+    return _HERE.plan if isinstance(_HERE.plan, MixerPlan) else None, _HERE.bucket
 
 
-def begin(plan: MixerPlan | None) -> MixerPlan | None:
+def begin(plan: ForwardPlan | None) -> ForwardPlan | None:
     """Let this thread's model run by this plan from now on, and return the one before."""
     before, _HERE.plan = _HERE.plan, plan
     return before
 
 
-def run_under(plan: MixerPlan | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_under(plan: ForwardPlan | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return `function(*args, **kwargs)`, by this plan."""
     before = begin(plan)
     try:
@@ -253,10 +281,13 @@ def runs_by_sequence(model: Any) -> bool:
 class BySequence:
     """Stands as `forward` on a mixer. It is copied and pickled with it, and inert without a plan."""
 
-    def __init__(self, mixer: nn.Module, config: Any, kind: MaskKind | None, explicit: bool) -> None:
+    def __init__(self, mixer: nn.Module, config: Any, kind: MaskKind | None, explicit: bool, ruled: bool) -> None:
         self.mixer, self.config, self.kind, self.explicit = mixer, config, kind, explicit
         self.before = vars(mixer).get("forward")
         """What stood there already: a hook of accelerate, a forward of the hub."""
+        self.ruled = ruled
+        self.exchanges: bool | None = None
+        """Whether ranks that share its rows may trade its heads for tokens; whether it was seen to exchange tokens."""
 
     @property
     def _own(self) -> Callable[..., Any]:  # read outside of a graph: in one, torch.compile would trace the rows of a bucket
@@ -264,27 +295,9 @@ class BySequence:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plan, own = _HERE.plan, self._own
-        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim > 2)
-        if plan is None or all(x.shape[:2] != (1, plan.total) for x in tensors):
-            return own(*args, **kwargs)
-        if args and "attention_mask" in (named := [*inspect.signature(own).parameters][: len(args)]):
-            args, kwargs = (), {**dict(zip(named, args)), **kwargs}
-        of_the_row = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k")
-        values, spec = tree_flatten((args, {name: value for name, value in kwargs.items() if name not in of_the_row}))
-        laid, outs = [_laid(value, plan) for value in values], []
-        try:
-            for _HERE.bucket in range(len(plan.buckets)):
-                rows = [value if each is None else each[_HERE.bucket] for value, each in zip(values, laid)]
-                mask = {"attention_mask": self._row_mask(plan, _HERE.bucket, rows)} if "attention_mask" in kwargs else {}
-                given, named_rows = tree_unflatten(rows, spec)
-                outs.append(own(*given, **named_rows, **mask))
-        finally:
-            _HERE.bucket = None
-        if isinstance(outs[0], tuple):  # attention maps, or a state that nobody reads, stand behind
-            return plan.back([each[0] for each in outs]), *outs[0][1:]
-        return plan.back(outs)
+        return own(*args, **kwargs) if plan is None else plan.run(self, own, args, kwargs)
 
-    def _row_mask(self, plan: MixerPlan, bucket: int, rows: Sequence[Any]) -> Any:
+    def row_mask(self, plan: MixerPlan, bucket: int, rows: Sequence[Any]) -> Any:
         """Return the mask that the model's own functions make for rows of this width without padding."""
         if self.kind is None:
             return None
@@ -292,6 +305,14 @@ class BySequence:
         if (key := (id(self.config), self.kind, bucket, x.dtype)) not in plan.masks:
             plan.masks[key] = _mask_of_rows(self.config, x if self.explicit else x[:1], self.kind, self.explicit)
         return plan.masks[key]
+
+
+def without_masks(own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a mixer's arguments without what told of the row that came: offsets are left out, its mask is None."""
+    if args and "attention_mask" in (named := [*inspect.signature(own).parameters][: len(args)]):
+        args, kwargs = (), {**dict(zip(named, args)), **kwargs}
+    masked = {"attention_mask": None} if "attention_mask" in kwargs else {}
+    return args, {name: x for name, x in kwargs.items() if name not in ("cu_seq_lens_q", "cu_seq_lens_k")} | masked
 
 
 def _mask_of_rows(config: Any, x_nLD: Tensor, kind: MaskKind, explicit: bool) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from collate_npu.consumers.by_sequence import BySequence, MaskKind, Way, plan_of, run_under
 from collate_npu.consumers.flat_row import flat_keys
 from collate_npu.consumers.model_traits import config_of, is_transformers, layer_kinds, position_rule, text_config, unwrap
+from collate_npu.consumers.shared_rows import SharedPlan, rule_of
 from collate_npu.consumers.tiny_models import (
     code_of,
     copy_of,
@@ -30,6 +32,7 @@ from collate_npu.consumers.tiny_models import (
     states_of,
 )
 from collate_npu.masks.dialects import TOKEN_BY_TOKEN
+from collate_npu.parallel import ContextParallel
 
 _WAYS: dict[Any, Way] = {}
 
@@ -93,7 +96,8 @@ def wrap(model: nn.Module, way: Way) -> None:
     for name, module in mixers_of(model, way).items():
         if not isinstance(vars(module).get("forward"), BySequence):
             config = text_config(config_of(model))
-            module.forward = BySequence(module, config, _kind_of(model, name, config, way), way.explicit)
+            ruled = _class_in(way, module) in way.ruled
+            module.forward = BySequence(module, config, _kind_of(model, name, config, way), way.explicit, ruled)
 
 
 def _class_in(way: Way, module: nn.Module) -> type | None:
@@ -131,9 +135,14 @@ def _asked(whole: Any) -> Way:
         rows = [torch.randint(3, 60, (1, length), generator=draw).to(device_of(copy)) for length in _LENGTHS]
         alone = settled(copy, lambda: torch.cat([states_of(copy, **run_alone(copy, row))[0] for row in rows]))
         for buckets, windows, explicit, mask in _LADDER:
-            way = Way("", mixers, buckets, mask, explicit, windows, frozenset(map(type, copy.modules())))
+            way = Way("", mixers, buckets, mask, explicit, windows, looked_at=frozenset(map(type, copy.modules())))
             if not (why := _moved(copy, way, torch.cat(rows, 1), alone)):
-                return way
+                rules = {type(each): rule for each in mixers_of(copy, way).values() if (rule := rule_of(each))}
+                shared = replace(way, ruled=frozenset(rules))
+                why = _moved(copy, shared, torch.cat(rows, 1), alone) if rules else "it has no rule"
+                for held, name in rules.values():
+                    held[name] = getattr(held[name], "traded", held[name])
+                return way if why else shared
     return Way(f"by sequence its tiny copy comes out otherwise: {why}")
 
 
@@ -144,8 +153,10 @@ def _moved(copy: Any, way: Way, tokens_1T: Tensor, alone: Tensor) -> str:
     wrap(copy, way)
     plan = plan_of(_LENGTHS, tokens_1T.device, way.buckets, call_cost=0)
     call = {**run_alone(copy, tokens_1T), **flat_keys(copy, way, plan, position_rule(copy))}
+    one = ContextParallel(1, 0, layout="contiguous")
+    shared = SharedPlan.of(plan.rows_of(None), one, tokens_1T.device, attention=plan, most=4)
     try:
-        found = run_under(plan, states_of, copy, **call)[0]
+        found = run_under(shared if way.ruled else plan, states_of, copy, **call)[0]
     except Exception as error:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     worst = float((found - alone).abs().max() / alone.abs().max())

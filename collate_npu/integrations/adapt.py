@@ -12,18 +12,20 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
 from threading import get_ident
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import nn
 
 from collate_npu.consumers.adapter import KNOWN_BATCHES, BatchAdapter
-from collate_npu.consumers.by_sequence import MixerPlan, Way, begin, carry
+from collate_npu.consumers.by_sequence import BySequence, ForwardPlan, Way, begin, carry
 from collate_npu.consumers.flat_row import CACHES, FlatCall
 from collate_npu.consumers.labels_and_positions import labels_for
 from collate_npu.consumers.mixers import changed_reason, mixers_of, place_of, way_of, wrap
@@ -38,11 +40,14 @@ from collate_npu.consumers.model_traits import (
     warn_if_left,
     windows,
 )
+from collate_npu.consumers.shared_rows import SharedPlan, whole_rows
 from collate_npu.consumers.tiny_models import exchanges, offsets_asked
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.keys import SEGMENT_KEY
+from collate_npu.masks.dialects import SEQUENCE_GROUPS
 from collate_npu.masks.sources import Sources
-from collate_npu.parallel.agreement import outside_graphs
+from collate_npu.parallel import ContextParallel, ranks_agree, split_tensor
+from collate_npu.parallel.agreement import digest, outside_graphs
 from collate_npu.releases import say_outside
 from collate_npu.segments import PADS_BEFORE, Segments, of_keep
 from collate_npu.validation import check_model
@@ -67,7 +72,13 @@ class Adapted(AbstractContextManager["Adapted"]):
         self.remove()
 
 
-def adapt(model: nn.Module, **settings: Any) -> Adapted:
+def adapt(
+    model: nn.Module,
+    *,
+    sequence_group: Any = None,
+    layout: Literal["contiguous", "head_tail"] = "contiguous",
+    **settings: Any,
+) -> Adapted:
     """Let every batch run sequence by sequence inside `model(...)`, in whatever layout it comes; undone by `.remove()`.
 
     `model` is a transformers model, or any module around one (DDP, FSDP, DeepSpeed, torch.compile, PEFT, a stack's actor).
@@ -91,6 +102,10 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     """
     check_model(model)
     say_outside("transformers")
+    share: Callable[[], ContextParallel | None] = _shared
+    if sequence_group is not None:
+        cp = ContextParallel.from_group(sequence_group, layout="zigzag" if layout == "head_tail" else layout)
+        share = lambda: cp  # noqa: E731 (no copy of a model copies the group)
     whole = _transformers_model(model, "consumer" in settings)
     if is_transformers(whole) and warn_if_left(model):
         return Adapted((), "")
@@ -102,7 +117,13 @@ def adapt(model: nn.Module, **settings: Any) -> Adapted:
     inside = next((hook.inside for hook in before), {})  # of an adapt that stands already, which then reads each batch
     handles: list[Any] = []
     places = _hook_places(model, whole, backbone)
-    given: dict[str, Any] = {"settings": settings, "inside": inside, "way": way, "mixers": [*mixers.values()]}
+    given: dict[str, Any] = {
+        "settings": settings,
+        "share": share,
+        "inside": inside,
+        "way": way,
+        "mixers": [*mixers.values()],
+    }
     hooks = [_Hooks(module, outer=places[:n], backbone=module is backbone, **given) for n, module in enumerate(places)]
     for module, door in zip(places, hooks):
         handles.append(module.register_forward_pre_hook(door, with_kwargs=True))
@@ -133,7 +154,7 @@ class _Entered:
     """A batch on its way through a model: the hook by which it entered, and the flat row that it becomes, if any."""
 
     by: _Hooks
-    before: MixerPlan | None
+    before: ForwardPlan | None
     flat: FlatCall | None = None
     at: _Hooks | None = None
     """The hook where its rows became the flat row."""
@@ -144,10 +165,11 @@ class _Hooks:
     each thread. `outer` are the modules that a batch passes before this one."""
 
     def __init__(
-        self, module: nn.Module, *, settings: dict[str, Any], inside: dict[int, _Entered], outer: list[nn.Module], way: Way,
+        self, module: nn.Module, *, settings: dict[str, Any], share: Callable[[], ContextParallel | None],
+        inside: dict[int, _Entered], outer: list[nn.Module], way: Way,
         mixers: list[nn.Module], backbone: bool,
     ) -> None:  # fmt: skip
-        self.settings, self.inside, self.outer, self.way = settings, inside, outer, way
+        self.settings, self.share, self.inside, self.outer, self.way = settings, share, inside, outer, way
         self.mixers, self.backbone = mixers, backbone
         self.by_sequence = not way.why_padded
         self.adapters = {by_sequence: self._made(module, by_sequence) for by_sequence in {self.by_sequence, False}}
@@ -209,10 +231,9 @@ class _Hooks:
             return None
         if _in_use(module, batch) and _decodes(batch):
             return _continued(padded, batch)
-        ranks = max((size(sys.modules[name]) for name, size in _SIZES.items() if name in sys.modules), default=1)
-        if ranks > 1:
-            _check_share(self._current(module, self.by_sequence), module, batch, ranks)
-            return None
+        cp = self.share()
+        if cp is not None and cp.size > 1:
+            return self._of_a_part(module, batch, cp, graph)
         batch, flat = _with_empty_rows(batch), _is_flat(batch)
         segments = padded.read(batch, padded.polarity, flat)
         why = self._why_padded(module, batch, segments, graph) if self.by_sequence else self.way.why_padded
@@ -238,6 +259,32 @@ class _Hooks:
             return written
         entered.flat = FlatCall(segments, replace(self.way, buckets="one") if _gathers(self.mixers) else self.way, device)
         return self._flattened(entered, module, written) if whole else written
+
+    def _of_a_part(self, module: nn.Module, batch: Sources, cp: ContextParallel, graph: bool) -> dict[str, Any] | None:
+        """Let the recurrent mixers of this thread run for rows of which each rank of `cp` has a part, as the batch has."""
+        adapter = self._current(module, self.by_sequence)
+        offsets = {key: batch[key] for key in (*batch.named["offsets"], *batch.named["tail"])}
+        if _exchanged(adapter, module, batch, cp.size, offsets):
+            return None
+        part, device = batch.shape(), next(x.device for x in batch.values() if isinstance(x, torch.Tensor))
+        why = "it is compiled" if graph or is_compiled(module) else self.way.why_padded or changed_reason(module, self.way)
+        with ranks_agree(cp, call="split") as facts:
+            if why:
+                rule = f"{cp.size} ranks share each row of this {adapter.model.description}, which does not run by sequence"
+                raise UnsupportedFormError(explain("input_ids", str(list(part)), f"{rule}: {why}.", _WHOLE_ROWS))
+            facts |= {"part": str(part), "way": str(sorted(kind.__name__ for kind in self.way.ruled))}
+            facts |= {key: partial(digest, value) for key, value in offsets.items()}
+            whole = whole_rows(batch, cp, offsets)
+        segments = adapter.read(whole, adapter.polarity, _is_flat(whole))
+        for mixer in self.mixers if _gathers(self.mixers) else ():  # a collective in it may be one for its parameters
+            cast(BySequence, mixer.forward).exchanges = cast(BySequence, mixer.forward).kind not in (None, "2d")
+        if module.training:
+            carry(module)
+        begin(SharedPlan.of(segments, cp, device))
+        written = {**batch, **({"use_cache": False} if takes(module, "use_cache") else {})}
+        if batch.get("position_ids") is None and adapter.model.positions != "none":
+            written["position_ids"] = split_tensor(segments.position_ids, cp).to(device)
+        return written
 
     def _flattened(self, entered: _Entered, module: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
         """Return the call on the flat row, and let this thread's mixers run by its plan."""
@@ -449,31 +496,32 @@ def _transformers_model(model: nn.Module, named: bool) -> nn.Module:
 # passes as it is, or is refused. Attention that is exchanged inside flash attention is right; recurrent layers run on the
 # places of their rank alone, but for VeOmni's own.
 
-_SIZES: dict[str, Any] = {
-    "openrlhf.models.ring_attn_utils": lambda of: 1 if of.RING_ATTN_GROUP is None else of.RING_ATTN_GROUP.size(),
-    "skyrl.backends.skyrl_train.distributed.ulysses.utils": lambda of: of.get_ulysses_sequence_parallel_world_size(),
-    # its getter builds a state where there is none, which raises on more than one rank
-    "veomni.distributed.parallel_state": lambda of: getattr(of._PARALLEL_STATE, "ulysses_size", 1),
-}
-"""The module in which a stack keeps how many ranks share a row: OpenRLHF 0.11.2, SkyRL 0.3.0, VeOmni 0.1.12."""
+
+def _shared() -> ContextParallel | None:
+    """Return the ranks that share each row, if the stack that runs has any."""
+    for module, name in SEQUENCE_GROUPS.items():
+        with suppress(AttributeError):  # a stack that is loaded and has not begun
+            group = attrgetter(name)(sys.modules.get(module))
+            return None if group is None else ContextParallel.from_group(group, layout="contiguous")
+    return None
 
 
-def _check_share(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int) -> None:
-    """Raise unless this rank's places of a row are computed as the whole row would be.
+_WHOLE_ROWS = "Let each rank have whole rows: ulysses_size, sequence_parallel_size, ring_attn_size or sp_size of 1."
 
-    VeOmni's attention and its own Gated DeltaNet exchange heads for places, and read the offsets of the whole row, which
-    each rank has (0.1.12 ops/kernels/attention/flash.py:190-199, data/data_collator.py:401-417).
-    """
-    offsets = {key: batch[key] for key in (*batch.named["offsets"], *batch.named["tail"])}
-    exchanged = not adapter.model.needs_mask_2d or (offsets and any(map(exchanges, model.modules())))
-    width, why = batch.shape()[1] * ranks, ""
-    if not exchanged or "flash" not in adapter.model.attn_implementation:
-        why = "some of its layers see the places of their rank alone"
-    elif not offsets and (sizes := [size for size in windows(adapter.model.config) if size < width]):
+
+def _exchanged(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int, offsets: Mapping[str, Any]) -> bool:
+    """Return True if the stack exchanges tokens in each mixer of this model: plain attention with its flash attention, and
+    VeOmni's own Gated DeltaNet, which reads the offsets of the whole row on each rank (0.1.12
+    ops/kernels/attention/flash.py:190-199, data/data_collator.py:401-417). Raises for windows that it makes otherwise."""
+    width = batch.shape()[1] * ranks
+    if "flash" not in adapter.model.attn_implementation:
+        return False
+    if not offsets and (sizes := [size for size in windows(adapter.model.config) if size < width]):
         why = f"ring_flash_attn makes other windows of those of {sizes[0]} (0.1.8 adapters/hf_adapter.py:119-125)"
-    if why:
         rule = f"{ranks} ranks share each row of this {adapter.model.description}, and {why}."
-        remedy = "Set ulysses_size, sequence_parallel_size or ring_attn_size to 1; plain attention: use flash_attention_2."
-        raise UnsupportedFormError(explain("input_ids", str(list(batch.shape())), rule, remedy))
+        raise UnsupportedFormError(explain("input_ids", str(list(batch.shape())), rule, _WHOLE_ROWS))
+    if adapter.model.needs_mask_2d and not (offsets and any(map(exchanges, model.modules()))):
+        return False
     if offsets:
         adapter.hand_over(Sources({"input_ids": torch.zeros(1, width, dtype=torch.long), **offsets}), padding_free=True)
+    return True

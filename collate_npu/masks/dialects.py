@@ -26,6 +26,15 @@ PADS_RIGHT = ("input_lengths", "packed_seq_lengths")
 """Lengths that need no mask, since rows are padded on the right (NeMo RL, unsloth)."""
 REMEDY_ONE_SET = "Keep one set of offsets, that of this batch: a collator or a split may have left old ones in it."
 
+SEQUENCE_GROUPS = {
+    "openrlhf.models.ring_attn_utils": "RING_ATTN_GROUP",
+    "skyrl.backends.skyrl_train.distributed.ulysses.utils": "_ULYSSES_SEQUENCE_PARALLEL_GROUP",
+    "verl.utils.ulysses": "_ULYSSES_SEQUENCE_PARALLEL_GROUP",
+    "veomni.distributed.parallel_state": "_PARALLEL_STATE.ulysses_group",
+}
+"""The module and the name under which a stack keeps the ranks that share a row, each with a slice of it: OpenRLHF 0.11.2,
+SkyRL 0.3.0, verl 0.9.1, VeOmni 0.1.12."""
+
 TOKEN_BY_TOKEN = frozenset((
     "torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger_kernel", "bitsandbytes", "torchao", "kernels",
     "transformer_engine", "swift", "verl", "llamafactory", "axolotl", "openrlhf", "skyrl", "nemo_automodel", "veomni",

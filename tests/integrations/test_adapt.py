@@ -5,10 +5,13 @@ import pickle
 import sys
 from dataclasses import make_dataclass
 from types import MethodType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 transformers = pytest.importorskip("transformers")
 
@@ -16,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 from collate_npu import BatchAdapter, CollateError, adapt  # noqa: E402
 from collate_npu.consumers.adapter import KNOWN_BATCHES  # noqa: E402
 from collate_npu.errors import UnsupportedFormError  # noqa: E402
+from collate_npu.masks.dialects import SEQUENCE_GROUPS  # noqa: E402
 from collate_npu.releases import KERNELS_TOLD  # noqa: E402
 from collate_npu.testing import tiny_model  # noqa: E402
 
@@ -476,40 +480,46 @@ def test_a_routers_loss_counts_no_tail_of_a_flat_row(family):
     assert torch.allclose(found, wanted, atol=1e-5)
 
 
-# --- rows that the ranks of a stack share
+# --- rows that the ranks of a stack share: what they compute together stands in distributed/test_distributed_shared.py
 
 SECOND = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "position_ids": torch.tensor([[4, 5, 0, 1]])}
 """What the second of two ranks has of a row of 6 and 2 tokens."""
-CASES = [("qwen3", "flash_attention_2"), ("qwen3", "sdpa"), ("qwen3_next", "sdpa"), ("qwen3_next", "flash_attention_2")]
-TWO = {
-    "openrlhf": ("openrlhf.models.ring_attn_utils", {"RING_ATTN_GROUP": SimpleNamespace(size=lambda: 2)}),
-    "skyrl": ("skyrl.backends.skyrl_train.distributed.ulysses.utils",
-              {"get_ulysses_sequence_parallel_world_size": lambda: 2}),
-    "veomni": ("veomni.distributed.parallel_state", {"_PARALLEL_STATE": SimpleNamespace(ulysses_size=2)}),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("stack", TWO)
-@pytest.mark.parametrize(("family", "attention"), CASES)
-def test_a_part_of_a_row_passes_as_it_is_or_is_refused(stack, family, attention, monkeypatch):
-    name, two = TWO[stack]
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**two))
-    model, seen = model_of(family), []
-    with adapt(model, attn_implementation=attention):
+@pytest.fixture(params=SEQUENCE_GROUPS)
+def two_ranks(request, monkeypatch):
+    """The group of a stack, of which this process is the second rank; its collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    held: Any = dist.group.WORLD
+    for name in reversed(SEQUENCE_GROUPS[request.param].split(".")):
+        held = SimpleNamespace(**{name: held})
+    monkeypatch.setitem(sys.modules, request.param, held)
+    yield held
+    dist.destroy_process_group()
+
+
+def test_a_part_of_a_row_passes_as_it_is_or_is_refused(two_ranks):
+    model, seen = model_of("qwen3"), []
+    with adapt(model, attn_implementation="flash_attention_2"):
         model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
-        if (family, attention) == CASES[0]:
-            model(**SECOND)
-            assert all(seen[0][key] is value for key, value in SECOND.items())
-        else:
-            with pytest.raises(UnsupportedFormError, match="2 ranks share each row"):
-                model(**SECOND)
+        model(**SECOND)
+        assert all(seen[0][key] is value for key, value in SECOND.items())
+        with pytest.raises(CollateError, match="The row has 8 tokens"):
+            model(**SECOND, cu_seq_lens_q=torch.tensor([0, 6, 9]))
+    with (
+        adapt(model := model_of("mistral"), attn_implementation="flash_attention_2"),
+        pytest.raises(UnsupportedFormError, match="other windows"),
+    ):
+        model(torch.arange(8).repeat(1, 4))
+    model = model_of("qwen3_next")
+    model.model.layers[0].linear_attn.register_forward_hook(lambda *_: None)
+    with adapt(model), pytest.raises(UnsupportedFormError, match="2 ranks share each row"):
+        model(**SECOND)
 
 
-def test_offsets_must_be_those_of_the_whole_row_and_a_stack_that_is_not_used_shares_nothing(monkeypatch):
-    state, model = SimpleNamespace(_PARALLEL_STATE=None), model_of("qwen3")
-    monkeypatch.setitem(sys.modules, "veomni.distributed.parallel_state", state)
+@pytest.mark.parametrize("state", [None, SimpleNamespace()])
+def test_a_stack_that_is_not_used_shares_nothing(state, monkeypatch):
+    model = model_of("qwen3")
+    monkeypatch.setitem(sys.modules, "veomni.distributed.parallel_state", SimpleNamespace(_PARALLEL_STATE=state))
     with adapt(model):
         assert model(torch.tensor([[3, 4]]), torch.tensor([[1, 1]])).logits.shape == (1, 2, 61)
-    state._PARALLEL_STATE = SimpleNamespace(ulysses_size=2)
-    with adapt(model, attn_implementation="flash_attention_2"), pytest.raises(CollateError, match="The row has 8 tokens"):
-        model(**SECOND, cu_seq_lens_q=torch.tensor([0, 6, 9]))

@@ -16,10 +16,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from collate_npu.consumers.mindspeed import adaptors
-from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config, unwrap
+from collate_npu.consumers.model_traits import needs_mask_2d, unwrap
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.integrations import patching
-from collate_npu.integrations.accelerate import refuse_model
 from collate_npu.integrations.adapt import Adapted, adapt
 from collate_npu.integrations.megatron.mcore_bridge import router_padding
 
@@ -148,20 +147,12 @@ _ADAPTED: WeakKeyDictionary[Any, Adapted] = WeakKeyDictionary()
 def prepare_model_inputs(original: Any, engine: Any, micro_batch: Any) -> Any:
     """Return verl's own inputs, for a model that is adapted. Engines that derive from this one keep all of theirs."""
     if type(engine).__module__.startswith("verl.workers.engine.fsdp."):
-        if engine.use_ulysses_sp:
-            _refuse_shares(engine, str(getattr(text_config(config_of(engine.module)), "_attn_implementation", None)))
-        elif engine.module not in _ADAPTED:
+        own = (
+            engine.use_ulysses_sp and needs_mask_2d(engine.module) and engine.pass_packed_cu_seqlens
+        )  # verl's Gated DeltaNet
+        if not own and engine.module not in _ADAPTED:
             _ADAPTED[engine.module] = adapt(engine.module)
     return original(engine, micro_batch)
-
-
-def _refuse_shares(engine: Any, kernel: str) -> None:
-    if needs_mask_2d(engine.module) and not engine.pass_packed_cu_seqlens:
-        refuse_model(engine.module)
-    if not kernel.startswith("flash"):
-        rule = "verl's Ulysses gathers the row only inside flash attention; other attention sees one rank's part of it."
-        remedy = "Use flash attention, or actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1."
-        raise UnsupportedFormError(explain("attn_implementation", kernel, rule, remedy))
 
 
 def install_fsdp() -> None:

@@ -1,0 +1,336 @@
+"""Shared rows: of rows whose parts stand on several ranks, a mixer computes what it would of the whole rows.
+
+A mixer that exchanges tokens itself, as the attention of stacks does, runs as it is. Any other gets whole sequences, dealt
+out so that ranks have about as many tokens, and sends back what came out. Gated DeltaNet, if its heads divide, keeps its
+tokens: as pieces of sequences, each with the few tokens before it that the convolution reads, and around its rule ranks
+trade heads for tokens. Any kernel is right that is right on rows of one sequence. An exchange's backward is the one back.
+Legend: B rows, S width, s of a rank's part, T real tokens of all rows in order, t of these on a rank, P ranks, H heads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import wraps
+from threading import local
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from collate_npu.arrays import Array, dims, once
+from collate_npu.consumers.by_sequence import BySequence, MixerPlan, from_places, plan_of, to_places, without_masks
+from collate_npu.consumers.model_traits import recurrent_heads
+from collate_npu.masks.sources import Sources
+from collate_npu.parallel import ContextParallel, gather_sequence, token_runs
+from collate_npu.segments import Segments
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """One exchange: the rows that this rank sends, how many to each rank and from each, and the order of those that come."""
+
+    send: Tensor
+    to: list[int]
+    come: list[int]
+    order: Tensor
+    group: Any
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the rows that came for `x [n, ...]`, in order."""
+        came: Tensor = _Trade.apply(x, self)  # type: ignore[no-untyped-call]
+        return came.index_select(0, self.order)
+
+
+class _Trade(torch.autograd.Function):
+    """One exchange. Its backward gives each row's gradient to the rank that it came from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, route: Route) -> Tensor:
+        ctx.route, ctx.rows = route, len(x)
+        return _exchanged(x.index_select(0, route.send), route.to, route.come, route.group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        route = ctx.route
+        back = _exchanged(grads[0], route.come, route.to, route.group)
+        return back.new_zeros(ctx.rows, *back.shape[1:]).index_add_(0, route.send, back), None
+
+
+def _exchanged(x: Tensor, to: list[int], come: list[int], group: Any) -> Tensor:
+    if group is None:  # one rank
+        return x
+    out = x.new_empty(sum(come), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), come, to, group=group)
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """What this rank computes of the whole rows: one flat row of tokens that come by `route`."""
+
+    route: Route
+    plan: MixerPlan
+    home: Route | Tensor
+    """The way back of what comes out, or the places of this rank's own tokens in it."""
+    heads: tuple[Route, Route] | None = None
+    """Heads for tokens around the rule, and back."""
+
+    def laid(self, x: Tensor) -> Tensor:
+        """Return `x [n, ...]` of this rank as `[1, W, ...]`; one place of zeros where no token comes, so that each rank
+        computes, and takes part in the backward."""
+        came = self.route(x)
+        return (came if len(came) else to_places(came, self.route.order, 1))[None]
+
+    def brought(self, out: Tensor) -> Tensor:
+        """Return what came out, `[1, W, ...]`, for this rank's own tokens `[t, ...]`."""
+        if isinstance(self.home, Tensor):
+            return from_places(out[0], self.home)
+        return self.home(out[0])
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPlan:
+    """Where each real token of the whole rows stands: the plan of a forward on one of the ranks that share them."""
+
+    whole: MixerPlan
+    """Of the sequences of the whole rows, one behind the other."""
+    owner_T: Array
+    """The rank that has each token."""
+    local_T: Array
+    """Its place in that rank's part `[B * s]`."""
+    part: tuple[int, int]
+    """B, s."""
+    cp: ContextParallel
+    attention: MixerPlan | None = None
+    """By which mixers without a rule run where a copy is asked, on one rank."""
+    most: int = 0
+    """The longest piece of a sequence; 0: the one with which a rank computes least."""
+    works: dict[Any, _Work] = field(default_factory=dict)
+    """What was made for a mixer's reach."""
+
+    @classmethod
+    def of(cls, segments: Segments, cp: ContextParallel, device: torch.device, **settings: Any) -> SharedPlan:
+        """Return the plan of this rank. Raises `CollateError` for a width that these ranks cannot share."""
+        B, S = segments.shape
+        owner_S, local_S = np.zeros(S, np.int64), np.zeros(S, np.int64)
+        for rank in range(cp.size):
+            held = np.concatenate([np.arange(*run) for run in token_runs(S, cp.with_rank(rank))])
+            owner_S[held], local_S[held] = rank, np.arange(len(held))
+        rows_T, at_T = np.nonzero(segments.array)
+        local_T = rows_T * (S // cp.size) + local_S[at_T]
+        whole = plan_of(segments.sequence_lengths, device)
+        return cls(whole, owner_S[at_T], local_T, (B, S // cp.size), cp, **settings)
+
+    def run(self, mixer: BySequence, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return what this mixer computes of the whole rows at this rank's places, with zeros at padding: its own output, if
+        the stack lets it exchange tokens, which its first call shows."""
+        if self.attention is not None and not mixer.ruled:
+            return self.attention.run(mixer, own, args, kwargs)
+        if mixer.exchanges is None and self.cp.size > 1:
+            with torch.no_grad(), _Collectives() as seen:
+                own(*args, **kwargs)
+            mixer.exchanges = bool(seen.names)
+        if mixer.exchanges:
+            return own(*args, **kwargs)
+        by_heads = mixer.ruled and recurrent_heads(mixer.config)[-1] % self.cp.size == 0
+        work = self._work(reach_of(mixer.mixer) if by_heads else -1)
+        given = without_masks(own, args, kwargs)  # a rank without padding may have no mask
+        laid = tree_map_only(Tensor, lambda x: work.laid(x.flatten(0, 1)) if x.shape[:2] == self.part else x, given)
+        with trading(self, work, mixer.mixer) if by_heads else nullcontext():
+            out = work.plan.run(mixer, own, *laid)
+        states = out[0] if isinstance(out, tuple) else out
+        own_t = self._tensor(self.local_T[self.tokens[self.cp.rank]])
+        placed = to_places(work.brought(states), own_t, self.part[0] * self.part[1]).view(*self.part, *states.shape[2:])
+        return (placed, *out[1:]) if isinstance(out, tuple) else placed
+
+    @once
+    def tokens(self) -> list[Array]:
+        """Return the tokens of each rank, counted through the whole rows."""
+        return [np.flatnonzero(self.owner_T == rank) for rank in range(self.cp.size)]
+
+    def _work(self, reach: int) -> _Work:
+        if reach not in self.works:
+            self.works[reach] = self._dealt() if reach < 0 else self._cut(reach)
+        return self.works[reach]
+
+    def _dealt(self) -> _Work:
+        """Whole sequences, longest first, each to the rank that has the fewest tokens by then."""
+        lengths_N, loads = np.array(self.whole.lengths), [0] * self.cp.size
+        rank_N = np.zeros(len(lengths_N), np.int64)
+        for n in np.argsort(-lengths_N, kind="stable").tolist():
+            rank_N[n] = min(range(self.cp.size), key=loads.__getitem__)
+            loads[rank_N[n]] += lengths_N[n]
+        rank_T = np.repeat(rank_N, lengths_N)
+        wanted = [np.flatnonzero(rank_T == rank) for rank in range(self.cp.size)]
+        place_T = np.zeros_like(rank_T)
+        for tokens in wanted:
+            place_T[tokens] = np.arange(len(tokens))
+        home = self._route(self.tokens, rank_T, place_T)
+        lengths = lengths_N[rank_N == self.cp.rank].tolist() or [1]
+        return _Work(self._route(wanted, self.owner_T, self.local_T), plan_of(lengths, self._device), home)
+
+    def _cut(self, reach: int) -> _Work:
+        """Pieces of sequences: of this rank's own tokens, each behind the tokens that a convolution looks back to."""
+        cut = [self._pieces_of(tokens, reach) for tokens in self.tokens]
+        wanted = [np.concatenate([np.arange(start, end) for start, _, end in pieces] or [_NONE]) for pieces in cut]
+        mine, at, home = cut[self.cp.rank], 0, []
+        for start, first, end in mine:
+            home.append(np.arange(at + first - start, at + end - start))
+            at += end - start
+        plan = plan_of([end - start for start, _, end in mine] or [1], self._device, "one")
+        counts, t = [len(tokens) for tokens in self.tokens], len(self.tokens[self.cp.rank])
+        together = np.concatenate(self.tokens)
+        P, group = self.cp.size, self.cp.group
+        out = Route(self._tensor(np.arange(P * t)), [t] * P, counts, self._tensor(np.argsort(together)), group)
+        back = Route(self._tensor(together), counts, [t] * P, self._tensor(np.arange(P * t)), group)
+        route = self._route(wanted, self.owner_T, self.local_T)
+        return _Work(route, plan, self._tensor(np.concatenate(home or [_NONE])), (out, back))
+
+    def _pieces_of(self, tokens: Array, reach: int) -> list[tuple[int, int, int]]:
+        """Return for each piece where it begins, its first own token, and its end. Long ones are cut, so that rows of one
+        width have little padding."""
+        sequence_T = np.repeat(np.arange(len(self.whole.lengths)), self.whole.lengths)
+        first = np.flatnonzero((np.diff(tokens, prepend=-2) != 1) | (np.diff(sequence_T[tokens], prepend=-1) != 0))
+        starts, ends = tokens[first], np.append(tokens[first[1:] - 1], tokens[-1:]) + 1
+        lengths = ends - starts
+        widths = sorted({-(-int(lengths.max()) // parts) for parts in range(1, 33)}) if len(first) else [1]
+        most = self.most or min(widths, key=lambda width: (width + reach) * int((-(-lengths // width)).sum()))
+        begin_N = self.whole.starts
+        pieces = []
+        for start, end in zip(starts.tolist(), ends.tolist()):
+            for at in range(start, end, most):
+                pieces.append((max(at - reach, int(begin_N[sequence_T[start]])), at, min(at + most, end)))
+        return pieces
+
+    def _route(self, wanted: Sequence[Array], owner_T: Array, local_T: Array) -> Route:
+        """Return the exchange in which each rank gets the tokens that it wants, in order. `local_T`: their rows there."""
+        rank, mine = self.cp.rank, wanted[self.cp.rank]
+        send = [local_T[tokens[owner_T[tokens] == rank]] for tokens in wanted]
+        order = np.argsort(np.argsort(owner_T[mine], kind="stable"))
+        come = np.bincount(owner_T[mine], minlength=self.cp.size).tolist()
+        return Route(self._tensor(np.concatenate(send)), list(map(len, send)), come, self._tensor(order), self.cp.group)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.whole.place_T.device
+
+    def _tensor(self, places: Array) -> Tensor:
+        return torch.from_numpy(places).to(self._device, non_blocking=True)
+
+    def exchanged(self, work: _Work, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Return the rule's output `[n, L, H, ...]` for rows of pieces: each rank runs some heads of the whole sequences."""
+        assert work.heads is not None
+        assert isinstance(work.home, Tensor)
+        query, key, value, *others = args
+        (n, L), P = value.shape[:2], self.cp.size
+        if key.shape[2] % P:  # value heads divide, key heads do not
+            query, key = (x.repeat_interleave(value.shape[2] // key.shape[2], dim=2) for x in (query, key))
+        values, spec = tree_flatten(((query, key, value, *others), kwargs))
+        traded = [m for m, x in enumerate(values) if isinstance(x, Tensor) and x.shape[:2] == (n, L)]
+        place_t = work.plan.place_T[work.home]
+        parts = self._by_token([from_places(values[m].flatten(0, 1), place_t) for m in traded], work.heads[0])
+        laid, outs = [self.whole.lay(part[None]) for part in parts], []
+        for bucket in range(len(self.whole.buckets)):
+            for m, rows in zip(traded, laid):
+                values[m] = rows[bucket]
+            given, named = tree_unflatten(values, spec)
+            outs.append(rule(*given, **named)[0])
+        out_T = self.whole.back(outs)[0]
+        came = work.heads[1](out_T).view(P, len(place_t), *out_T.shape[1:])
+        return to_places(came.movedim(0, 1).flatten(1, 2), place_t, n * L).view(n, L, -1, *out_T.shape[2:]), None
+
+    def _by_token(self, xs: list[Tensor], route: Route) -> list[Tensor]:
+        """Return `[t, H, ...]` of each rank as `[T, H / P, ...]`: one exchange for all of a dtype."""
+        P, found = self.cp.size, dict[int, Tensor]()
+        for dtype in dict.fromkeys(x.dtype for x in xs):
+            held = {m: x.view(len(x), P, x.shape[1] // P, *x.shape[2:]) for m, x in enumerate(xs) if x.dtype == dtype}
+            came = route(torch.cat([x.flatten(2) for x in held.values()], 2).movedim(1, 0).flatten(0, 1))
+            sizes = [x.shape[2:].numel() for x in held.values()]
+            found |= {m: y.view(-1, *x.shape[2:]) for (m, x), y in zip(held.items(), torch.split(came, sizes, 1))}
+        return [found[m] for m in range(len(xs))]
+
+
+def whole_rows(batch: Sources, cp: ContextParallel, offsets: Mapping[str, Any]) -> Sources:
+    """Return what tells of the sequences in whole rows: tokens, positions and masks of all ranks, by one exchange, and the
+    offsets, which each rank has. Rows of which nothing tells are whole: their stack drops all masks."""
+    (B, s), names = batch.shape(), [each for role in _OF_TOKENS for each in batch.named[role]]
+    held = {name: batch[name] for name in names if dims(batch[name]) == (B, s)}
+    if not held:
+        held = {"attention_mask": torch.ones(B, s)}
+    joined_KBS = gather_sequence(torch.stack([x.long() for x in held.values()]), cp, dim=2).cpu()
+    whole = Sources({**dict(zip(held, joined_KBS)), **offsets})
+    told = B == 1 or whole.masks or any(whole.named[role] for role in ("keep", "segment_ids"))
+    return whole if told else whole | {"attention_mask": torch.ones(joined_KBS.shape[1:], dtype=torch.long)}
+
+
+_OF_TOKENS: tuple[Any, ...] = ("tokens", "positions", "mask", "keep", "segment_ids")
+_NONE = np.zeros(0, np.int64)
+
+
+class _Here(local):
+    """The mixer of shared rows that runs in this thread by heads."""
+
+    work: tuple[SharedPlan, _Work] | None = None
+
+
+_HERE = _Here()
+
+
+def rule_of(mixer: nn.Module) -> tuple[dict[str, Any], str] | None:
+    """Return where a mixer looks its gated delta rule up, and by which name: on itself before transformers 5.19, in its
+    module since. None without one."""
+    forward: Any = inspect.unwrap(type(mixer).forward)
+    for held in (vars(mixer), forward.__globals__):
+        for name in ("chunk_gated_delta_rule", "torch_chunk_gated_delta_rule"):
+            if name in forward.__code__.co_names and callable(held.get(name)):
+                return held, name
+    return None
+
+
+@contextmanager
+def trading(plan: SharedPlan, work: _Work, mixer: nn.Module) -> Iterator[None]:
+    """Let this mixer's rule trade heads for tokens in this thread. What stands in its place is inert else."""
+    held, name = rule_of(mixer) or ({}, "")
+    if not hasattr(held[name], "traded"):
+        held[name] = _trading(held[name])
+    before, _HERE.work = _HERE.work, (plan, work)
+    try:
+        yield
+    finally:
+        _HERE.work = before
+
+
+def _trading(rule: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(rule)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if (held := _HERE.work) is None:
+            return rule(*args, **kwargs)
+        return held[0].exchanged(held[1], rule, *args, **kwargs)
+
+    called.traded = rule  # type: ignore[attr-defined]
+    return called
+
+
+def reach_of(mixer: nn.Module) -> int:
+    """Return how many tokens before its own a mixer's convolutions read."""
+    return max((each.kernel_size[0] - 1 for each in mixer.modules() if isinstance(each, nn.Conv1d)), default=0)
+
+
+class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the collectives that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in function.namespace:
+            self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
