@@ -102,7 +102,8 @@ def errors(family, layout, form, mode, heads=(), attention="exchanged", adapted=
     model = model_of(family, heads)
     logits, wanted = alone(model, ROWS[-len(FORMS[form][1]) :])
     cp, batch, targets, segments = parts(form, layout)
-    model.set_attn_implementation(attention)
+    if attention:
+        model.set_attn_implementation(attention)
     if mode:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": mode == "reentrant"})
     if adapted:
