@@ -209,4 +209,3 @@ def _same(name: str, installed: str) -> bool:
 
 # What Megatron and MindSpeed do.
 MEGATRON_PACKED = Since("megatron", "0.18", "Gated DeltaNet takes packed rows: 0.16.1 ssm/gated_delta_net.py:295 raises")
-MEGATRON_PARALLEL = Since("megatron", "0.18", "and context parallelism: 0.16 core/transformer/transformer_config.py:982-986")

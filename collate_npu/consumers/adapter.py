@@ -38,7 +38,6 @@ from collate_npu.masks.sources import Sources, check_ahead, physical_offsets
 from collate_npu.parallel import ContextParallel, check_recurrent_split, cu_seqlens_of, query_rows, ranks_agree
 from collate_npu.parallel.agreement import uncompiled
 from collate_npu.parallel.split import share_out
-from collate_npu.releases import MEGATRON_PARALLEL
 from collate_npu.segments import Segments, ready
 from collate_npu.validation import check_model, checked
 
@@ -170,9 +169,9 @@ class BatchAdapter:
         elif not self.consumer.splits_rows:
             rule = f"Consumer {self.consumer.name!r} reads whole rows: its ranks cannot share out a dense mask."
             remedy = "Leave context_parallel out, or use a consumer that needs no mask, with right padding."
-        elif self.model.needs_mask_2d and self.consumer.recurrent_scheme is None:
+        elif self.model.needs_mask_2d and self.consumer.recurrent_scheme is None and not self.model.by_sequence:
             rule = f"A rank's recurrent layers need the state of the tokens before its part, and {self.consumer.not_shared}."
-            remedy = f"Give each rank rows of its own, or use Megatron's context parallelism ({MEGATRON_PARALLEL} or newer)."
+            remedy = "A transformers model: call adapt(model, sequence_group=group) first. Else give each rank whole rows."
         if rule and size > 1:
             raise UnsupportedFormError(explain("context_parallel", f"size {size}", rule, remedy))
 
@@ -313,8 +312,7 @@ class BatchAdapter:
             causal = self.pattern.causal and not (self.model.leaks and self.declared is None)
             flat = causal or not segments.num_padding  # to a model that may look ahead, one with padding is a padded row
         known: dict[str, Any] = {"model": self.model, "pattern": self.pattern, "context_parallel": self.context_parallel}
-        apart = self.model.by_sequence and self.context_parallel is None
-        case = Case(segments=segments, padding_free=flat, call=call, apart=apart, **known)
+        case = Case(segments=segments, padding_free=flat, call=call, apart=self.model.by_sequence, **known)
         if self.model.needs_mask_2d is None and not flat and not case.plain:
             raise _no_model("The form of this batch depends on whether the model has recurrent layers.")
         return case

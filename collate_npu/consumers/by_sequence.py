@@ -271,7 +271,8 @@ def carry(model: nn.Module) -> None:
 
 def runs_by_sequence(model: Any) -> bool:
     """Return True if `adapt` runs this transformers module by sequence."""
-    hooks = (hook for module in unwrap(model).modules() for hook in module._forward_pre_hooks.values())
+    modules = unwrap(model).modules() if isinstance(model, nn.Module) else ()
+    hooks = (hook for module in modules for hook in module._forward_pre_hooks.values())
     return any(getattr(hook, "by_sequence", False) for hook in hooks)
 
 

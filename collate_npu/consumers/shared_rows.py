@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from threading import local
@@ -134,7 +134,7 @@ class SharedPlan:
         if self.attention is not None and not mixer.ruled:
             return self.attention.run(mixer, own, args, kwargs)
         if mixer.exchanges is None and self.cp.size > 1:
-            with torch.no_grad(), _Collectives() as seen:
+            with torch.no_grad(), _Collectives() as seen, suppress(RuntimeError):  # of a mask for whole rows
                 own(*args, **kwargs)
             mixer.exchanges = bool(seen.names)
         if mixer.exchanges:

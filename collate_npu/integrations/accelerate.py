@@ -6,7 +6,8 @@ first dimension is not the batch is cut wrong without an error (accelerate 1.15 
 
 Its sequence parallelism (`context_parallel_collator`), torch's or DeepSpeed's Ulysses, throws every mask away and computes
 plain causal attention, so a batch passes only where that is exact. Recurrent layers run on a rank's shard as if it were the
-row, so such models are refused. Nothing is patched: a batch is made into what the stack reads, before the stack shards it.
+row, so such models are refused unless `adapt` runs them. Nothing is patched: a batch is made into what the stack reads,
+before the stack shards it.
 Sources: transformers 5.23 trainer.py:2393-2485; accelerate 1.15 accelerator.py:4152-4220 (`maybe_context_parallel`),
 big_modeling.py:755-840 (the hooks); torch 2.13 distributed/tensor/experimental/_context_parallel; DeepSpeed
 runtime/sequence_parallel/ulysses_sp.py (`UlyssesSPDataLoaderAdapter`).
@@ -14,6 +15,7 @@ runtime/sequence_parallel/ulysses_sp.py (`UlyssesSPDataLoaderAdapter`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,14 +25,14 @@ import torch
 from torch import Tensor
 
 from collate_npu.collate.transport import shipped
-from collate_npu.consumers.model_traits import config_of, needs_mask_2d, text_config
+from collate_npu.consumers.by_sequence import runs_by_sequence
+from collate_npu.consumers.model_traits import config_of, layer_kinds, needs_mask_2d, text_config
 from collate_npu.errors import CollateError, UnsupportedFormError, a_type, explain
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, of_kind
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.forms import none_is_exact
 from collate_npu.outputs import ignore_first_labels, shift_labels
 from collate_npu.parallel import ContextParallel
-from collate_npu.releases import MEGATRON_PARALLEL
 from collate_npu.segments import Segments
 
 
@@ -102,16 +104,15 @@ def refuse_model(model: Any, backend: Backend = "torch") -> None:
     Traceback (most recent call last):
         ...
     collate_npu.errors.UnsupportedFormError: model: got Qwen3NextConfig. Its recurrent layers would run on one rank's
-        shard of the row, without the state of the tokens before it. Use Megatron (its GatedDeltaNet gathers the row
-        from megatron-core 0.18 on), or no sequence parallelism here.
+        shard of the row, without the state of the tokens before it. Call adapt(model, sequence_group=group) first,
+        with layout='head_tail' for torch's context parallelism.
     """
     name = type(config_of(model)).__name__
-    if needs_mask_2d(model):
+    if needs_mask_2d(model) and not runs_by_sequence(model):
         rule = "Its recurrent layers would run on one rank's shard of the row, without the state of the tokens before it."
-        remedy = f"Use Megatron (its GatedDeltaNet gathers the row from megatron-core {MEGATRON_PARALLEL} on), or no "
-        remedy += "sequence parallelism here."
+        remedy = "Call adapt(model, sequence_group=group) first, with layout='head_tail' for torch's context parallelism."
         raise UnsupportedFormError(explain("model", name, rule, remedy))
-    kinds = set(getattr(text_config(config_of(model)), "layer_types", None) or ()) - {"full_attention"}
+    kinds = {kind for kind in layer_kinds(text_config(config_of(model))) if re.search("sliding|chunk", kind)}
     if kinds and backend == "torch":
         rule = f"The context-parallel hooks drop the mask that layers of type {sorted(kinds)} need."
         raise UnsupportedFormError(explain("model", name, rule, "Use a model of full attention, or no context parallelism."))

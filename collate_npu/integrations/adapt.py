@@ -43,7 +43,7 @@ from collate_npu.consumers.model_traits import (
 from collate_npu.consumers.shared_rows import SharedPlan, whole_rows
 from collate_npu.consumers.tiny_models import exchanges, offsets_asked
 from collate_npu.errors import UnsupportedFormError, explain
-from collate_npu.keys import SEGMENT_KEY
+from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
 from collate_npu.masks.dialects import SEQUENCE_GROUPS
 from collate_npu.masks.sources import Sources
 from collate_npu.parallel import ContextParallel, ranks_agree, split_tensor
@@ -281,7 +281,8 @@ class _Hooks:
         if module.training:
             carry(module)
         begin(SharedPlan.of(segments, cp, device))
-        written = {**batch, **({"use_cache": False} if takes(module, "use_cache") else {})}
+        written = {key: value for key, value in batch.items() if key not in (KEEP_KEY, SEGMENT_KEY)}
+        written |= {"use_cache": False} if takes(module, "use_cache") else {}
         if batch.get("position_ids") is None and adapter.model.positions != "none":
             written["position_ids"] = split_tensor(segments.position_ids, cp).to(device)
         return written

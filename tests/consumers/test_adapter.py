@@ -82,7 +82,7 @@ def test_of_a_mask_beside_documents_that_are_shared_out_each_rank_has_its_tokens
 @pytest.mark.parametrize("consumer", [name for name, c in consumers().items() if c.splits_rows and not c.recurrent_scheme])
 def test_recurrent_layers_whose_stack_does_not_share_them_out_cannot_be_split(consumer):
     for cp in (ContextParallel(2, 0), ContextParallel(2, 0, layout="ulysses")):
-        with pytest.raises(UnsupportedFormError, match=r"need the state of the tokens before .*Give each rank .*0\.18"):
+        with pytest.raises(UnsupportedFormError, match="need the state of the tokens before .*give each rank"):
             BatchAdapter(HYBRID, consumer=consumer, context_parallel=cp)
         BatchAdapter(DENSE, consumer=consumer, context_parallel=cp)
     BatchAdapter(HYBRID, consumer=consumer, context_parallel=ContextParallel(1, 0))

@@ -6,7 +6,7 @@ import torch
 from torch import distributed as dist
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from collate_npu import CollateError, adapt
+from collate_npu import BatchAdapter, CollateError, adapt
 from collate_npu.consumers.tiny_models import build, make_honest
 from collate_npu.parallel import ContextParallel, gather_sequence, query_rows, split_tensor
 from collate_npu.testing import tiny_config, tiny_model
@@ -108,6 +108,9 @@ def errors(family, layout, form, mode, heads=(), attention="exchanged", adapted=
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": mode == "reentrant"})
     if adapted:
         adapt(model, sequence_group=dist.group.WORLD, layout=layout)
+    if adapted == "BatchAdapter":
+        ids, _, _, segments = laid(form)
+        batch = BatchAdapter(model, context_parallel=cp)({"input_ids": ids, "attention_mask": segments})
     out = model(**batch).logits
     cross_entropy(out.flatten(0, 1), targets.flatten(), reduction="sum").backward()
     found = gradient(model)

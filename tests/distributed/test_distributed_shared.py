@@ -30,6 +30,13 @@ def test_mixers_of_any_kind_get_whole_sequences(family, pair):
     assert worst(pair("shared_work.errors", family, "head_tail", "left", "", (), "", seconds=LONG)) < 2e-5
 
 
+@pytest.mark.parametrize("form", FORMS[:4])
+@pytest.mark.parametrize(("family", "attention"), [("qwen3_next", "exchanged"), ("llama", "")])
+def test_a_batch_that_the_adapter_cut(family, attention, form, pair):
+    found = pair("shared_work.errors", family, "head_tail", form, "", (), attention, "BatchAdapter", seconds=LONG)
+    assert worst(found) < 2e-5
+
+
 @pytest.mark.parametrize("mode", ["plain", "reentrant"])
 @pytest.mark.parametrize("form", ["left", "flat"])
 def test_a_layer_computed_again_exchanges_again(form, mode, processes):
