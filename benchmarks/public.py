@@ -182,9 +182,7 @@ CALLS = {
         lambda s: parallel.token_runs(s.shape[1], CP.for_documents(), s.cu_seqlens_host), "segments", "tokens"
     ),
     "query_rows": Call(lambda s: parallel.query_rows(s.shape[1], CP), "segments"),
-    "check_recurrent_split": Call(
-        lambda s: parallel.check_recurrent_split(CP, "head_exchange_zigzag", s), "segments", "rows width"
-    ),
+    "check_recurrent_split": Call(lambda s: parallel.check_recurrent_split(CP, s), "segments", "rows width"),
     "choose_form": Call(kernels.choose_form, "segments"),
     "fusion_attention_kwargs": Call(kernels.fusion_attention_kwargs, "segments", "rows width"),
     "gated_delta_kwargs": Call(partial(kernels.gated_delta_kwargs, kernel="fla"), "segments"),

@@ -60,7 +60,7 @@ CALLS = {
     pad_documents: {"batch": FLAT_BATCH, "cp": ALONE, "multiple": 4, "max_sequences": 4, "segments": FLAT,
                     "pad_token_id": 0, "keys": KEYS},
     query_rows: {"width": 4, "cp": CP},
-    check_recurrent_split: {"cp": ALONE, "scheme": "head_exchange_zigzag", "segments": ROWS, "padding_free": False},
+    check_recurrent_split: {"cp": ALONE, "segments": ROWS, "padding_free": False},
     ContextParallel: {"size": 2, "rank": 0, "layout": "zigzag", "tensor_parallel": 1},
     ADAPTER.__call__: {"batch": BATCH},
     ADAPTER.write: {"batch": {"input_ids": IDS}, "segments": ROWS, "padding_free": False},

@@ -16,7 +16,7 @@ from collate_npu import BatchAdapter, CollateError, ContextParallel, PaddingColl
 from collate_npu.consumers.mask_choice import consumers
 from collate_npu.consumers.mixers import way_of
 from collate_npu.kernels import gated_delta
-from collate_npu.parallel import check_recurrent_split, layout
+from collate_npu.parallel import layout
 from collate_npu.testing import hybrid_model_types, tiny_model
 from collate_npu.tools.cli import parsers
 
@@ -204,7 +204,7 @@ def written() -> dict[Path, str]:
         code: re.sub(r"ConsumerName = Literal\[\n.*?\]  # fmt: skip\n", literal, code.read_text("utf-8"), flags=re.S),
         **figures.between("contributing", files=glossary()),
         **figures.between("kernels", families=families(), spellings=drawn(gated_delta)),
-        **figures.between("context-parallel", layouts=drawn(layout), schemes=drawn(check_recurrent_split)),
+        **figures.between("context-parallel", layouts=drawn(layout)),
         **figures.between("options", options=options()),
         **figures.between("speed", step=figures.step_table(), speed=figures.speed_table()),
         **figures.between("planned-batches", planned=figures.planned_table()),

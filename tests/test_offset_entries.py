@@ -62,7 +62,7 @@ UNCUT = {
         gated_delta_kwargs(ONE, kernel="fla", padding=given)["cu_seqlens"].tolist()[1:]
     ),
     "check_recurrent_split": lambda given: (
-        check_recurrent_split(SLICES, "head_exchange", ONE, padding_free=True, offsets=given) or (S,)
+        check_recurrent_split(ContextParallel(2, 0), ONE, padding_free=True, offsets=given) or (S,)
     ),
 }
 """Beside the Segments of one sequence: no offset may stand inside it."""

@@ -169,7 +169,7 @@ class BatchAdapter:
         elif not self.consumer.splits_rows:
             rule = f"Consumer {self.consumer.name!r} reads whole rows: its ranks cannot share out a dense mask."
             remedy = "Leave context_parallel out, or use a consumer that needs no mask, with right padding."
-        elif self.model.needs_mask_2d and self.consumer.recurrent_scheme is None and not self.model.by_sequence:
+        elif self.model.needs_mask_2d and not self.consumer.shares_recurrent and not self.model.by_sequence:
             rule = f"A rank's recurrent layers need the state of the tokens before its part, and {self.consumer.not_shared}."
             remedy = "A transformers model: call adapt(model, sequence_group=group) first. Else give each rank whole rows."
         if rule and size > 1:
@@ -287,10 +287,9 @@ class BatchAdapter:
             out.setdefault("shift_labels", sources["labels"].clone())  # which transformers' losses do not move again
         if self.context_parallel is None:
             return out if self.device is None else move_batch(out, self.device)
-        scheme = self.consumer.recurrent_scheme
-        if scheme is not None and self.model.needs_mask_2d:
+        if self.consumer.shares_recurrent and self.model.needs_mask_2d:
             heads = recurrent_heads(self.model.config)
-            check_recurrent_split(self.context_parallel, scheme, segments, padding_free=case.padding_free, heads=heads)
+            check_recurrent_split(self.context_parallel, segments, padding_free=case.padding_free, heads=heads)
         built = self.consumer.key if getattr(mask, "ndim", 0) == 4 else None  # for this rank's queries alone
         parts = {key: value for key, value in out.items() if key != built}
         out |= share_out(parts, self.context_parallel, segments=segments, keys=self.keys)

@@ -23,7 +23,7 @@ from collate_npu.consumers.model_traits import config_of, consumer_of, needs_mas
 from collate_npu.errors import CollateError, UnsupportedFormError, did_you_mean, explain
 from collate_npu.masks.forms import Verdict, none_is_exact
 from collate_npu.masks.patterns import CAUSAL, Pattern
-from collate_npu.parallel import ContextParallel, RecurrentScheme
+from collate_npu.parallel import ContextParallel
 from collate_npu.segments import Segments
 
 MaskForm = Literal["none", "keep_2d", "masked", "keep", "bias", "mapping", "block_mask"]
@@ -257,10 +257,10 @@ class Consumer:
     keeps_mask_2d: Literal["recurrent", "always", "never"] = "recurrent"
     splits_rows: bool = True
     """True if ranks can share a row: each rank then gets the rows of a dense mask for its own queries."""
-    recurrent_scheme: RecurrentScheme | None = None
-    """How its recurrent layers get the tokens of other ranks of a shared row; None where no release does it right."""
+    shares_recurrent: bool = False
+    """True if its recurrent layers get the tokens of other ranks of a shared row, as Megatron's do."""
     not_shared: str = "its stack exchanges nothing between ranks"
-    """Why there is no scheme."""
+    """Why they do not."""
     opens_empty_rows: bool = False
     """True if its kernel fails on a query that sees no key. Such a query is padding, and then sees itself."""
     counts_positions: bool = False

@@ -25,7 +25,7 @@ MEGATRON = Consumer(
         Form(form="masked", reads=_LOCAL, when=lambda case: case.exact.why),
     ),
     refuses=(PACKED_RECURRENT, HOLES_RECURRENT),
-    recurrent_scheme="head_exchange_zigzag",
+    shares_recurrent=True,
     source="megatron-core core/transformer/utils.py:54-55, core/datasets/gpt_dataset.py:833-872; "
     "ms-swift 4.6.0 megatron/trainers/utils.py:358-407",
 )
@@ -42,7 +42,7 @@ TRANSFORMER_ENGINE = Consumer(
             "masked_softmax_fusion=False (consumer='megatron').",
         ),
     ),
-    recurrent_scheme="head_exchange_zigzag",
+    shares_recurrent=True,
     source="megatron-core core/extensions/transformer_engine.py:2307-2315, core/transformer/enums.py:40-48, "
     "core/fusions/fused_softmax.py:285-290",
 )

@@ -70,7 +70,7 @@ MINDSPEED = Consumer(
     name="mindspeed",
     forms=(Form(form="none", reads="None, which its kernel turns into a compressed causal triangle"),),
     refuses=(PACKED_RECURRENT, WINDOW, NOT_EXACT),
-    recurrent_scheme="head_exchange_zigzag",
+    shares_recurrent=True,
     source="MindSpeed 0.16.0 te/pytorch/attention/dot_product_attention/dot_product_attention.py:662-681, backend.py:12-28; "
     "core/transformer/flash_attention/generate_mask/adaptor.py:26-31",
 )

@@ -10,8 +10,8 @@ Legend: B rows, S width, s of a rank's part, T real tokens of all rows in order,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from threading import local
@@ -90,9 +90,7 @@ class _Work:
 
     def brought(self, out: Tensor) -> Tensor:
         """Return what came out, `[1, W, ...]`, for this rank's own tokens `[t, ...]`."""
-        if isinstance(self.home, Tensor):
-            return from_places(out[0], self.home)
-        return self.home(out[0])
+        return from_places(out[0], self.home) if isinstance(self.home, Tensor) else self.home(out[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,8 +141,13 @@ class SharedPlan:
         work = self._work(reach_of(mixer.mixer) if by_heads else -1)
         given = without_masks(own, args, kwargs)  # a rank without padding may have no mask
         laid = tree_map_only(Tensor, lambda x: work.laid(x.flatten(0, 1)) if x.shape[:2] == self.part else x, given)
-        with trading(self, work, mixer.mixer) if by_heads else nullcontext():
+        if by_heads:
+            _let_trade(mixer.mixer)
+        before, _HERE.work = _HERE.work, (self, work) if by_heads else None
+        try:
             out = work.plan.run(mixer, own, *laid)
+        finally:
+            _HERE.work = before
         states = out[0] if isinstance(out, tuple) else out
         own_t = self._tensor(self.local_T[self.tokens[self.cp.rank]])
         placed = to_places(work.brought(states), own_t, self.part[0] * self.part[1]).view(*self.part, *states.shape[2:])
@@ -180,10 +183,8 @@ class SharedPlan:
         """Pieces of sequences: of this rank's own tokens, each behind the tokens that a convolution looks back to."""
         cut = [self._pieces_of(tokens, reach) for tokens in self.tokens]
         wanted = [np.concatenate([np.arange(start, end) for start, _, end in pieces] or [_NONE]) for pieces in cut]
-        mine, at, home = cut[self.cp.rank], 0, []
-        for start, first, end in mine:
-            home.append(np.arange(at + first - start, at + end - start))
-            at += end - start
+        mine = cut[self.cp.rank]
+        home = np.flatnonzero(np.concatenate([np.arange(start, end) >= first for start, first, end in mine] or [_NONE > 0]))
         plan = plan_of([end - start for start, _, end in mine] or [1], self._device, "one")
         counts, t = [len(tokens) for tokens in self.tokens], len(self.tokens[self.cp.rank])
         together = np.concatenate(self.tokens)
@@ -191,7 +192,7 @@ class SharedPlan:
         out = Route(self._tensor(np.arange(P * t)), [t] * P, counts, self._tensor(np.argsort(together)), group)
         back = Route(self._tensor(together), counts, [t] * P, self._tensor(np.arange(P * t)), group)
         route = self._route(wanted, self.owner_T, self.local_T)
-        return _Work(route, plan, self._tensor(np.concatenate(home or [_NONE])), (out, back))
+        return _Work(route, plan, self._tensor(home), (out, back))
 
     def _pieces_of(self, tokens: Array, reach: int) -> list[tuple[int, int, int]]:
         """Return for each piece where it begins, its first own token, and its end. Long ones are cut, so that rows of one
@@ -202,12 +203,9 @@ class SharedPlan:
         lengths = ends - starts
         widths = sorted({-(-int(lengths.max()) // parts) for parts in range(1, 33)}) if len(first) else [1]
         most = self.most or min(widths, key=lambda width: (width + reach) * int((-(-lengths // width)).sum()))
-        begin_N = self.whole.starts
-        pieces = []
-        for start, end in zip(starts.tolist(), ends.tolist()):
-            for at in range(start, end, most):
-                pieces.append((max(at - reach, int(begin_N[sequence_T[start]])), at, min(at + most, end)))
-        return pieces
+        spans = zip(self.whole.starts[sequence_T[starts]].tolist(), starts.tolist(), ends.tolist())
+        cuts = ((begin, at, end) for begin, start, end in spans for at in range(start, end, most))
+        return [(max(at - reach, begin), at, min(at + most, end)) for begin, at, end in cuts]
 
     def _route(self, wanted: Sequence[Array], owner_T: Array, local_T: Array) -> Route:
         """Return the exchange in which each rank gets the tokens that it wants, in order. `local_T`: their rows there."""
@@ -294,28 +292,19 @@ def rule_of(mixer: nn.Module) -> tuple[dict[str, Any], str] | None:
     return None
 
 
-@contextmanager
-def trading(plan: SharedPlan, work: _Work, mixer: nn.Module) -> Iterator[None]:
-    """Let this mixer's rule trade heads for tokens in this thread. What stands in its place is inert else."""
+def _let_trade(mixer: nn.Module) -> None:
+    """Let this mixer's rule trade heads for tokens wherever a plan says so; what stands in its place is inert else."""
     held, name = rule_of(mixer) or ({}, "")
-    if not hasattr(held[name], "traded"):
-        held[name] = _trading(held[name])
-    before, _HERE.work = _HERE.work, (plan, work)
-    try:
-        yield
-    finally:
-        _HERE.work = before
+    if hasattr(rule := held[name], "traded"):
+        return
 
-
-def _trading(rule: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(rule)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if (held := _HERE.work) is None:
-            return rule(*args, **kwargs)
-        return held[0].exchanged(held[1], rule, *args, **kwargs)
+        work = _HERE.work
+        return rule(*args, **kwargs) if work is None else work[0].exchanged(work[1], rule, *args, **kwargs)
 
     called.traded = rule  # type: ignore[attr-defined]
-    return called
+    held[name] = called
 
 
 def reach_of(mixer: nn.Module) -> int:

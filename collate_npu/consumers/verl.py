@@ -21,7 +21,7 @@ VERL = Consumer(
         ),
     ),
     keeps_mask_2d="always",
-    recurrent_scheme="head_exchange_zigzag",
+    shares_recurrent=True,
     source="verl models/mcore/util.py:649-655, 775-848",
 )
 

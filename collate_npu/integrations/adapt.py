@@ -87,7 +87,9 @@ def adapt(
     row of the real tokens, its mixing layers a few buckets of rows of one sequence, and its outputs come back in the shape
     `[B, S, ...]` that came, with zeros at padding. A call with a cache, for attention maps, in a compiled graph, or of a
     model with modules, forwards or hooks of somebody's own goes the padded way: its batch is proved, made right, or refused.
-    `.way` says which way a model goes. A loss outside the forward must ignore the first label of a sequence. Calls without
+    `.way` says which way a model goes. Of rows that the ranks of `sequence_group` share, a call gets this rank's part: a
+    slice of each row, or with "head_tail" the chunks r and 2 * size - 1 - r. Mixers that exchange no tokens then do
+    (`consumers/shared_rows.py`), and ranks that differ raise. Stacks that keep such a group need no argument. A loss outside the forward must ignore the first label of a sequence. Calls without
     tokens of text (sound), and steps of generation behind the prompt, pass as they are. Costs a copy of the mask to the host
     each step. A model that is no causal language model, no backbone of one and no head on one is left as it came: a warning
     says so. Raises `UnsupportedFormError` for a module with no transformers model in it, or several, and for ignored labels
@@ -272,8 +274,7 @@ class _Hooks:
             if why:
                 rule = f"{cp.size} ranks share each row of this {adapter.model.description}, which does not run by sequence"
                 raise UnsupportedFormError(explain("input_ids", str(list(part)), f"{rule}: {why}.", _WHOLE_ROWS))
-            facts |= {"part": str(part), "way": str(sorted(kind.__name__ for kind in self.way.ruled))}
-            facts |= {key: partial(digest, value) for key, value in offsets.items()}
+            facts |= {"part": str(part)} | {key: partial(digest, value) for key, value in offsets.items()}
             whole = whole_rows(batch, cp, offsets)
         segments = adapter.read(whole, adapter.polarity, _is_flat(whole))
         for mixer in self.mixers if _gathers(self.mixers) else ():  # a collective in it may be one for its parameters

@@ -374,36 +374,20 @@ def _check(cp: ContextParallel) -> None:
 
 # --- recurrent layers whose rows are shared out
 
-RecurrentScheme = Literal["state_passing", "head_exchange", "head_exchange_zigzag"]
-"""How the ranks of a row bring a recurrent layer the state of the tokens before its own."""
-_ORDERS: dict[RecurrentScheme, tuple[Layout | None, Layout | None]] = {
-    "state_passing": (None, "contiguous"),  # its convolution asserts one row (fla bc3b101 modules/conv/cp/ops.py:56)
-    "head_exchange": ("contiguous", "contiguous"),
-    "head_exchange_zigzag": ("zigzag", "document_zigzag"),
-}
-"""The layout whose tokens a scheme puts in order: of padded rows, and of a flat row. None: there is none."""
-_LOOK_BACK = 3
-"""Tokens before its own that the convolution of a recurrent layer reads."""
-
 
 @checked
 def check_recurrent_split(
     cp: ContextParallel,
-    scheme: RecurrentScheme,
     segments: Segments,
     *,
     padding_free: bool = False,
     offsets: Tensor | Sequence[int] | None = None,
     heads: Sequence[int] = (),
 ) -> None:
-    """Raise unless recurrent layers that exchange by `scheme` compute this batch right, shared out as `cp` says.
+    """Raise unless the recurrent layers of Megatron compute this batch right, shared out as `cp` says.
 
-    A recurrent layer needs the state of the tokens before its own. Stacks bring it in these ways. Each is right for one
-    order of the tokens, and computes any other in silence::
-
-        state_passing         the end of a rank's state goes to the next rank    contiguous slices of one flat row
-        head_exchange         heads for tokens, then the whole row               contiguous slices (Ulysses)
-        head_exchange_zigzag  the same, then zigzag is undone                    zigzag; in a flat row each sequence's own
+    A recurrent layer needs the state of the tokens before its own. Megatron's trades heads for tokens and then undoes a
+    zigzag, in a flat row that of each sequence; any other order of the tokens is silently wrong.
 
     `segments` are of the whole, unsplit batch. `offsets` are those by which a flat row is split, and which the layer gets:
     always of the whole row, never a rank's own. By default they are where the sequences of `segments` begin, padding behind
@@ -412,55 +396,39 @@ def check_recurrent_split(
     Raises `UnsupportedFormError` for a layout whose tokens the layers would take in another order, `CollateError` for
     offsets, widths, sequences or heads that the ranks cannot share out.
 
-    Sources: state_passing fla bc3b101 ops/cp/context.py:61-160 (verl 0.9.1 models/transformers/qwen3_5.py:92-130);
-    head_exchange ms-swift 4.6.0 model/models/qwen.py:1361-1442, twinkle-kit 0.5.1 linear_attention_sp.py:211-315;
-    head_exchange_zigzag megatron-core 0.19.2 ssm/gated_delta_net/common.py:448-602, 671-731, mcore-bridge 1.6.5
+    Sources: megatron-core 0.19.2 ssm/gated_delta_net/common.py:448-602, 671-731, mcore-bridge 1.6.5
     modules/gated_delta_net.py:273-294, MindSpeed core_r0.16.0 core/ssm/gated_delta_net.py:338-381.
 
     >>> segments = Segments.from_lengths([6, 8], side="left")
-    >>> check_recurrent_split(ContextParallel(2, 0, layout="zigzag"), "head_exchange_zigzag", segments)
-    >>> check_recurrent_split(ContextParallel(2, 0, layout="contiguous"), "head_exchange_zigzag", segments)
+    >>> check_recurrent_split(ContextParallel(2, 0, layout="zigzag"), segments)
+    >>> check_recurrent_split(ContextParallel(2, 0, layout="contiguous"), segments)
     Traceback (most recent call last):
         ...
-    collate_npu.errors.UnsupportedFormError: layout: got 'contiguous'. Recurrent layers with
-        head_exchange_zigzag put tokens in order only from the layout 'zigzag'. Use ContextParallel(layout='zigzag');
-        ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo='megatron_cp_algo'.
+    collate_npu.errors.UnsupportedFormError: layout: got 'contiguous'. Recurrent layers put tokens in order only from the
+        layout 'zigzag'. Use ContextParallel(layout='zigzag'); ms-swift: cp_partition_mode='zigzag', MindSpeed:
+        context_parallel_algo='megatron_cp_algo'.
     """
     if cp.size == 1:
         return
     width = segments.shape[1]
     bounds = _whole_row(offsets, segments) if padding_free else (0, width)
-    _check_order(cp, scheme, padding_free, several=len(set(bounds)) > 2)
+    order: Layout = cp.layout if len(set(bounds)) > 2 else _OF_A_ROW.get(cp.layout, cp.layout)
+    if order != (right := "document_zigzag" if padding_free and len(set(bounds)) > 2 else "zigzag"):
+        rule = f"Recurrent layers put tokens in order only from the layout {right!r}."
+        stacks = "ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo='megatron_cp_algo'."
+        raise UnsupportedFormError(
+            explain("layout", repr(cp.layout), rule, f"Use ContextParallel(layout={right!r}); {stacks}")
+        )
     token_runs(width, cp, bounds)
-    ranks = cp.size * (cp.tensor_parallel if scheme == "head_exchange_zigzag" else 1)
-    if scheme != "state_passing" and any(n % ranks for n in heads):
+    ranks = cp.size * cp.tensor_parallel
+    if any(n % ranks for n in heads):
         rule = f"A recurrent layer's key heads and value heads are shared out over {ranks} ranks."
         remedy = "Use a context parallel size that divides both numbers."
         raise CollateError(explain("heads", f"{list(heads)}", rule, remedy))
-    if scheme == "state_passing" and width // cp.size < _LOOK_BACK:  # fla bc3b101 modules/conv/cp/ops.py:56-66
-        rule = f"The convolution looks back {_LOOK_BACK} tokens, and reads only the previous rank."
-        remedy = f"Pad the row to at least {cp.size * _LOOK_BACK} tokens."
-        raise CollateError(explain("width", f"{width} tokens on {cp.size} ranks", rule, remedy))
 
 
-def _check_order(cp: ContextParallel, scheme: RecurrentScheme, padding_free: bool, *, several: bool) -> None:
-    """Raise unless the scheme puts the tokens of this layout in order, in rows of one sequence or of several."""
-    right = _ORDERS[scheme][padding_free]
-    if right is None:
-        rule = f"Recurrent layers with {scheme} cannot share padded rows out: no order of their tokens is right."
-        remedy = "Use padding_free=True: one flat row."
-        raise UnsupportedFormError(explain("context_parallel", "padded rows", rule, remedy))
-    if _order(cp.layout, several) != _order(right, several):
-        rule = f"Recurrent layers with {scheme} put tokens in order only from the layout {right!r}."
-        stacks = "; ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo='megatron_cp_algo'"
-        remedy = f"Use ContextParallel(layout={right!r}){stacks if scheme == 'head_exchange_zigzag' else ''}."
-        raise UnsupportedFormError(explain("layout", repr(cp.layout), rule, remedy))
-
-
-def _order(layout: Layout, several: bool) -> str:
-    """Return the order of a row's tokens: Ulysses' is the contiguous one, and one document is ordered as the row is."""
-    order = "contiguous" if layout == "ulysses" else layout
-    return order if several else order.removeprefix("document_")
+_OF_A_ROW: dict[Layout, Layout] = {"document_zigzag": "zigzag"}
+"""The layout of a row of one document."""
 
 
 def _whole_row(offsets: Tensor | Sequence[int] | None, segments: Segments) -> tuple[int, ...]:

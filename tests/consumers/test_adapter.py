@@ -79,16 +79,16 @@ def test_of_a_mask_beside_documents_that_are_shared_out_each_rank_has_its_tokens
     assert torch.equal(out["attention_mask"], dense(flat)[:, :, [1, 2, 6, 7, 8, 9]])
 
 
-@pytest.mark.parametrize("consumer", [name for name, c in consumers().items() if c.splits_rows and not c.recurrent_scheme])
+@pytest.mark.parametrize("consumer", [name for name, c in consumers().items() if c.splits_rows and not c.shares_recurrent])
 def test_recurrent_layers_whose_stack_does_not_share_them_out_cannot_be_split(consumer):
     for cp in (ContextParallel(2, 0), ContextParallel(2, 0, layout="ulysses")):
-        with pytest.raises(UnsupportedFormError, match="need the state of the tokens before .*give each rank"):
+        with pytest.raises(UnsupportedFormError, match=r"need the state of the tokens before .*give each rank"):
             BatchAdapter(HYBRID, consumer=consumer, context_parallel=cp)
         BatchAdapter(DENSE, consumer=consumer, context_parallel=cp)
     BatchAdapter(HYBRID, consumer=consumer, context_parallel=ContextParallel(1, 0))
 
 
-@pytest.mark.parametrize("consumer", [name for name, c in consumers().items() if c.recurrent_scheme])
+@pytest.mark.parametrize("consumer", [name for name, c in consumers().items() if c.shares_recurrent])
 def test_ranks_that_share_recurrent_layers_hold_the_tokens_these_put_in_order(consumer):
     """Of the stacks that share a row at all, every one undoes a zigzag, whatever its loader did."""
     rows, flat = Segments.from_lengths([3, 8]), Segments.from_lengths([[8, 12]])

@@ -20,7 +20,6 @@ from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
 from collate_npu.parallel import (
     ContextParallel,
-    RecurrentScheme,
     check_recurrent_split,
     gloo_group,
     pad_documents,
@@ -197,10 +196,6 @@ def test_megatron(monkeypatch, fake_world):
 
 # --- recurrent layers
 
-SERVED = [
-    (scheme, flat) for scheme in get_args(RecurrentScheme) for flat in (True, False) if flat or scheme != "state_passing"
-]
-
 
 def gathered(cp, offsets):
     """The tokens of all ranks, one rank behind the other: what an exchange of heads puts together."""
@@ -220,10 +215,8 @@ def undone(tokens, offsets, size):
     return tokens[places]
 
 
-def in_order(scheme, cp, offsets):
-    tokens = gathered(cp, offsets)
-    tokens = undone(tokens, offsets, cp.size) if scheme == "head_exchange_zigzag" else tokens
-    return torch.equal(tokens, torch.arange(offsets[-1]))
+def in_order(cp, offsets):
+    return torch.equal(undone(gathered(cp, offsets), offsets, cp.size), torch.arange(offsets[-1]))
 
 
 @st.composite
@@ -234,33 +227,28 @@ def shared_rows(draw):
     return ContextParallel(size, 0, layout=layout), lengths
 
 
-@given(shared_rows(), st.sampled_from(SERVED))
-@example((ContextParallel(2, 0, layout="zigzag"), [8, 8]), ("head_exchange_zigzag", True))
-def test_rows_pass_exactly_where_the_scheme_puts_their_tokens_in_order(row, served):
-    (cp, lengths), (scheme, flat) = row, served
+@given(shared_rows(), st.booleans())
+@example((ContextParallel(2, 0, layout="zigzag"), [8, 8]), True)
+def test_rows_pass_exactly_where_the_layers_put_their_tokens_in_order(row, flat):
+    cp, lengths = row
     segments = Segments.from_lengths([lengths] if flat else lengths)
     offsets = [0, *np.cumsum(lengths).tolist()] if flat else [0, segments.shape[1]]
-    if in_order(scheme, cp, offsets):
-        check_recurrent_split(cp, scheme, segments, padding_free=flat)
+    if in_order(cp, offsets):
+        check_recurrent_split(cp, segments, padding_free=flat)
         return
     words = "put tokens in order only from the layout '"
     with pytest.raises(UnsupportedFormError, match=f"layout: got '{cp.layout}'.* {words}") as refused:
-        check_recurrent_split(cp, scheme, segments, padding_free=flat)
+        check_recurrent_split(cp, segments, padding_free=flat)
     right = replace(cp, layout=str(refused.value).split(words)[1].split("'")[0])
-    assert in_order(scheme, right, offsets)
-    check_recurrent_split(right, scheme, segments, padding_free=flat)  # the remedy
+    assert in_order(right, offsets)
+    check_recurrent_split(right, segments, padding_free=flat)  # the remedy
     split_batch({"input_ids": torch.zeros(segments.shape)}, right, segments=segments)
 
 
-def test_what_no_layout_serves():
-    cp, segments = ContextParallel(2, 0, layout="contiguous"), Segments.from_lengths([[8, 8]])
-    with pytest.raises(UnsupportedFormError, match="padding_free=True: one flat row"):
-        check_recurrent_split(cp, "state_passing", segments)
-    with pytest.raises(CollateError, match="It is one of state_passing"):
-        check_recurrent_split(cp, "zigzag", segments)
+def test_a_flat_row_is_one_row():
     with pytest.raises(CollateError, match=r"A flat row is \[1, S\]"):
-        check_recurrent_split(cp, "head_exchange", Segments.from_lengths([4, 4]), padding_free=True)
-    check_recurrent_split(ContextParallel(1, 0), "state_passing", segments)  # nothing is shared
+        check_recurrent_split(ContextParallel(2, 0), Segments.from_lengths([4, 4]), padding_free=True)
+    check_recurrent_split(ContextParallel(1, 0, layout="contiguous"), Segments.from_lengths([4]))  # nothing is shared
 
 
 @pytest.mark.parametrize("lengths", [[6, 6], [10, 2], [2, 4]])
@@ -268,60 +256,47 @@ def test_a_sequence_that_divides_by_the_ranks_but_not_by_twice_them_is_refused(l
     """megatron-core 0.19.2 lets 6 + 6 pass on two ranks, and makes an index with -5 ... -11 of it (common.py:466, 565)."""
     cp, segments = ContextParallel(2, 0, layout="document_zigzag"), Segments.from_lengths([lengths])
     with pytest.raises(CollateError, match="multiple of 4"):
-        check_recurrent_split(cp, "head_exchange_zigzag", segments, padding_free=True)
+        check_recurrent_split(cp, segments, padding_free=True)
     held = {"input_ids": torch.ones(segments.shape), "cu_seqlens": segments.cu_seqlens}
     batch, padded = pad_documents(held, cp)  # the remedy
     offsets = gated_delta_kwargs(padded, kernel="megatron")["cu_seqlens_q_padded"]
-    check_recurrent_split(cp, "head_exchange_zigzag", padded, padding_free=True, offsets=offsets)
+    check_recurrent_split(cp, padded, padding_free=True, offsets=offsets)
     assert torch.equal(offsets, batch["cu_seqlens_padded"])  # it is split by what the kernel is given
     own = gated_delta_kwargs(padded, kernel="fla_cp")["cu_seqlens"]
     if len(own) > len(offsets):  # the padding as sequences of its own, which zigzag cannot share out
         with pytest.raises(CollateError, match="pad_documents"):
-            check_recurrent_split(cp, "head_exchange_zigzag", padded, padding_free=True, offsets=own)
+            check_recurrent_split(cp, padded, padding_free=True, offsets=own)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "layout", "tp"), [("head_exchange", "ulysses", 1), ("head_exchange_zigzag", "zigzag", 2)]
-)
-def test_ranks_share_out_both_kinds_of_heads(scheme, layout, tp):
-    cp, segments = ContextParallel(2, 0, layout=layout, tensor_parallel=tp), Segments.from_lengths([8, 8])
-    check_recurrent_split(cp, scheme, segments, heads=(2 * tp, 4 * tp))
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ranks_share_out_both_kinds_of_heads(tp):
+    cp, segments = ContextParallel(2, 0, tensor_parallel=tp), Segments.from_lengths([8, 8])
+    check_recurrent_split(cp, segments, heads=(2 * tp, 4 * tp))
     for heads in ((2 * tp, 2 * tp + 1), (tp, 4 * tp)):
         with pytest.raises(CollateError, match=f"heads: got .* shared out over {2 * tp} .*divides both numbers"):
-            check_recurrent_split(cp, scheme, segments, heads=heads)
-    flat = Segments.from_lengths([[16]])
-    slices = ContextParallel(2, 0, layout="contiguous")
-    check_recurrent_split(slices, "state_passing", flat, padding_free=True, heads=(1, 3))  # it exchanges no heads
-
-
-def test_the_halo_of_the_convolution_comes_from_one_rank():
-    cp = ContextParallel(4, 0, layout="contiguous")
-    with pytest.raises(CollateError, match=r"reads only the previous rank\. .* at least 12 tokens"):
-        check_recurrent_split(cp, "state_passing", Segments.from_lengths([[5, 3]]), padding_free=True)
-    check_recurrent_split(cp, "state_passing", Segments.from_lengths([[5, 3]], width=12), padding_free=True)
-    check_recurrent_split(replace(cp, layout="ulysses"), "head_exchange", Segments.from_lengths([[5, 3]]), padding_free=True)
+            check_recurrent_split(cp, segments, heads=heads)
 
 
 @pytest.mark.parametrize(
     ("offsets", "said"),
     [
-        ([0, 5, 8], ""),
-        ([0, 5, 5, 7, 8], ""),  # an empty sequence, the tail one of its own
-        ([0, 8], "row 1: got tokens 5 to 6"),
-        ([0, 3, 5, 8], "row 0: got tokens 0 to 4"),
-        ([0, 4], "and the last offset is its end"),  # a rank's own
-        ([0, 2, 4], "and the last offset is its end"),
-        ([5, 8], "0 first"),  # ends
-        ([5, 2], "0 first"),  # lengths
-        ([0, 5, 7], "the tail counted"),
-        ([0, 5, 3, 8], "never falling"),
+        ([0, 20, 32], ""),
+        ([0, 20, 20, 28, 32], ""),  # an empty sequence, the tail one of its own
+        ([0, 32], "row 1: got tokens 20 to 27"),
+        ([0, 12, 20, 32], "row 0: got tokens 0 to 19"),
+        ([0, 16], "and the last offset is its end"),  # a rank's own
+        ([0, 8, 16], "and the last offset is its end"),
+        ([20, 32], "0 first"),  # ends
+        ([20, 8], "0 first"),  # lengths
+        ([0, 20, 28], "the tail counted"),
+        ([0, 20, 12, 32], "never falling"),
     ],
 )
 def test_offsets_are_those_of_the_whole_row(offsets, said):
-    cp, segments = ContextParallel(2, 0, layout="contiguous"), Segments.from_lengths([[5, 2]], width=8)
+    cp, segments = ContextParallel(2, 0).for_documents(), Segments.from_lengths([[20, 8]], width=32)
     if not said:
-        check_recurrent_split(cp, "state_passing", segments, padding_free=True, offsets=offsets)
+        check_recurrent_split(cp, segments, padding_free=True, offsets=offsets)
         return
     with pytest.raises(CollateError, match=said):
-        check_recurrent_split(cp, "state_passing", segments, padding_free=True, offsets=offsets)
-    check_recurrent_split(cp, "state_passing", segments, padding_free=True)  # the remedy: leave them out
+        check_recurrent_split(cp, segments, padding_free=True, offsets=offsets)
+    check_recurrent_split(cp, segments, padding_free=True)  # the remedy: leave them out

@@ -164,7 +164,7 @@ def _inputs(
             whole[KEEP_KEY] = segments.keep
         if cp is not None:  # from 0.18 on; before, Megatron's config refuses it
             flat, heads = offsets is not None, recurrent_heads(config)
-            check_recurrent_split(cp, "head_exchange_zigzag", segments, padding_free=flat, offsets=offsets, heads=heads)
+            check_recurrent_split(cp, segments, padding_free=flat, offsets=offsets, heads=heads)
     masks = {key: mask.to(device) for key, mask in whole.items() if mask is not None}
     if cp is not None:
         inputs = share_out(inputs | masks, cp, segments=segments, cu_seqlens=offsets)

@@ -268,7 +268,7 @@ def check_layout(args: Any, cp: ContextParallel | None, segments: Segments) -> N
     config, flat = getattr(args.model_info, "config", None), bool(args.padding_free)
     if cp is not None and config is not None and needs_mask_2d(config):
         cp, heads = cp.for_documents() if flat else cp, recurrent_heads(config)
-        check_recurrent_split(cp, "head_exchange_zigzag", segments, padding_free=flat, heads=heads)
+        check_recurrent_split(cp, segments, padding_free=flat, heads=heads)
 
 
 # --- the guard: `COLLATE_NPU_GUARD=1` checks the first batch of each model while it is trained on. The offsets of a flat row
