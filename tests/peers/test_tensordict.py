@@ -14,16 +14,8 @@ NEEDS = ("tensordict",)
 # ruff: noqa: E402
 from tensordict import MemoryMappedTensor, NonTensorStack, TensorDict, lazy_stack
 
-from collate_npu import (
-    BatchAdapter,
-    CollateError,
-    ContextParallel,
-    PaddingCollator,
-    check_delivery,
-    describe,
-    split_batch,
-    wrap_collator,
-)
+import collate_npu
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, check_delivery, describe, split_batch, wrap_collator
 from collate_npu.masks import segments_from_batch
 from collate_npu.testing import tiny_model
 
@@ -129,7 +121,7 @@ def test_a_padded_one_is_a_batch_like_any_other(form):
     assert check_delivery(model(), batch).layers
     wrapped = wrap_collator(lambda _: batch)([{"input_ids": row[row != PAD]} for row in PADDED])
     assert wrapped["attention_mask_2d"].equal(KEEP.bool())
-    cp = ContextParallel(2, 0)
+    cp = collate_npu.ContextParallel(2, 0)
     shard = split_batch({**plain, "attention_mask_2d": KEEP.bool()}, cp)["input_ids"]
     if form not in ("no batch size", "a lazy stack"):
         assert split_batch(batch, cp)["input_ids"].equal(shard)

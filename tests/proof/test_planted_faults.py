@@ -18,24 +18,7 @@ from rotation import some
 from stranger import Model, causal_conv1d_fn
 from torch import nn
 from torch.nn import functional as F
-from toys import (
-    IDS,
-    OFFSETS,
-    Net,
-    core,
-    flex,
-    fusion,
-    heads,
-    joined,
-    own,
-    packed,
-    padded,
-    rule,
-    sdpa,
-    softmax,
-    stack_of,
-    varlen,
-)
+from toys import IDS, OFFSETS, Net, core, flex, fusion, heads, joined, own, packed, padded, rule, sdpa, softmax, varlen
 
 from collate_npu import CollateError, check_delivery, guard_first_batch
 from collate_npu.kernels.fusion_attention import triangle
@@ -364,7 +347,7 @@ def told_by(entrance, model, collate):
             gradients = flex not in [each.way for each in model.layers]  # it has none on a CPU
             assert_padding_invariant(model, collate, [each["input_ids"] for each in ROWS], gradients=gradients)
         else:
-            conformance(stack_of(model, collate), vocab_size=61, seed=1).check()
+            conformance(toys.stack_of(model, collate), vocab_size=61, seed=1).check()
     except (CollateError, AssertionError) as error:
         return str(error)
     return ""
