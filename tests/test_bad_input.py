@@ -206,10 +206,7 @@ def test_it_is_refused_in_words(call, words):
 
 
 def test_what_stands_close_to_it_is_read():
-    rows = [
-        {"input_ids": [1, 2, 3], "attention_mask": [7, 7, 2_000_000_000]},
-        {"input_ids": [4, 5], "attention_mask": [9, 1]},
-    ]
+    rows = [{"input_ids": [1, 2, 3], "attention_mask": [7, 7, 2 * 10**9]}, {"input_ids": [4, 5], "attention_mask": [9, 1]}]
     assert collate([dict(row) for row in rows], padding_free=True)["cu_seq_lens_q"].tolist() == [0, 2, 3, 4, 5]
     assert collate(rows)["segment_ids"].tolist() == [[1, 1, 2], [1, 2, 0]]
     assert collate({"input_ids": torch.nested.nested_tensor([IDS[0], IDS[1, :2]])})["input_ids"].shape == (2, 4)

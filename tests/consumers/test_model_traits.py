@@ -19,11 +19,8 @@ def class_of(package, name, *bases):
 
 
 HF = class_of("transformers", "PreTrainedModel")
-STACKS = {
-    "transformers": HF,
-    "megatron": class_of("megatron", "MegatronModule"),
-    "torchtitan": class_of("torchtitan", "Decoder"),
-}
+STACKS = {"transformers": HF}
+STACKS |= {name: class_of(name, base) for name, base in (("megatron", "MegatronModule"), ("torchtitan", "Decoder"))}
 
 
 class Holder(nn.Module):

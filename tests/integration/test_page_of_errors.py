@@ -434,9 +434,8 @@ def test_row_unexpected_keyword():
         def forward(self, input_ids, position_ids, attention_mask):
             return input_ids.sum()
 
-    batch = PaddingCollator(pad_token_id=256, consumer="megatron", model=transformers.AutoConfig.for_model("qwen3_next"))(
-        SAMPLES
-    )
+    config = transformers.AutoConfig.for_model("qwen3_next")
+    batch = PaddingCollator(pad_token_id=256, consumer="megatron", model=config)(SAMPLES)
     says("unexpected-keyword", TypeError, lambda: Model()(**batch))
     assert "attention_mask_2d" in seen("unexpected-keyword", batch=batch)
     assert mended("unexpected-keyword", model=Model(), batch=batch)["loss"] > 0
