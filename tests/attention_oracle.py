@@ -46,9 +46,8 @@ class Call:
         self.Nkv = k.shape[1] if self.tnd else k.shape[self.layout.index("N")] if q.ndim == 4 else k.shape[-1] // D
         refuse_unless(N % self.Nkv == 0, f"{N} query heads, {self.Nkv} key heads")
         if self.tnd:
-            refuse_unless(
-                all(each is not None and len(each) for each in ends), "actual_seq_qlen or actual_seq_kvlen is missing"
-            )
+            given = all(each is not None and len(each) for each in ends)
+            refuse_unless(given, "actual_seq_qlen or actual_seq_kvlen is missing")
             q_lengths, k_lengths = ([max(b - a, 0) for a, b in pairwise([0, *map(int, each)])] for each in ends)
             refuse_unless(len(q_lengths) == len(k_lengths), "actual_seq_qlen and actual_seq_kvlen are not as long")
             refuse_unless(sum(q_lengths) <= len(q) and sum(k_lengths) <= len(k), "lengths add up to more tokens (T:1181)")
@@ -75,10 +74,7 @@ class Call:
 
     def _shapes(self, N):
         """Shapes the host code takes for a mask, whatever the layout of q, k and v (T:1511-1571)."""
-        shapes = [
-            self.longest,
-            *((rows, H, *self.longest) for rows, H in ((1, 1), *((len(self.lengths), H) for H in (1, N)))),
-        ]
+        shapes = [self.longest, (1, 1, *self.longest), *((len(self.lengths), H, *self.longest) for H in (1, N))]
         shapes += [tuple(sum(pair[at] for pair in self.lengths) for at in (0, 1))] * self.tnd
         right = COMPRESSED.get(self.mode)
         return shapes if right is None else [right, *(each for each in shapes if each[2:] == right)]

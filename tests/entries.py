@@ -2,18 +2,8 @@
 
 import torch
 
-from collate_npu import (
-    BatchAdapter,
-    ContextParallel,
-    PaddingCollator,
-    Pattern,
-    Segments,
-    derive_segments,
-    describe,
-    outputs,
-    split_batch,
-    wrap_collator,
-)
+import collate_npu
+from collate_npu import ContextParallel, PaddingCollator, Pattern, Segments, derive_segments, describe, wrap_collator
 from collate_npu.collate import BalancedBatchSampler, lengths_of, loss_weights
 from collate_npu.kernels import fusion_attention, gated_delta
 from collate_npu.keys import KEYS, TOKENS
@@ -25,8 +15,8 @@ IDS, ALONE, CP = torch.tensor([[1, 2, 3, 7], [4, 5, 0, 0]]), ContextParallel(1, 
 BATCH = {"input_ids": IDS, "attention_mask_2d": ROWS.keep, "labels": IDS.masked_fill(~ROWS.keep, -100)}
 FLAT_BATCH = {"input_ids": torch.ones(1, 5, dtype=torch.int64), "cu_seq_lens_q": torch.tensor([0, 2, 5])}
 FEATURES = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4, 5], "labels": [4, 5]}]
-ADAPTER = BatchAdapter(needs_mask_2d=True, consumer="megatron")
-READERS = (ADAPTER, BatchAdapter(needs_mask_2d=False, consumer="transformers"))
+ADAPTER = collate_npu.BatchAdapter(needs_mask_2d=True, consumer="megatron")
+READERS = (ADAPTER, collate_npu.BatchAdapter(needs_mask_2d=False, consumer="transformers"))
 COLLATORS = (
     PaddingCollator(pad_token_id=7, padding_side="left"),  # to which weights are some key
     PaddingCollator(keys={**KEYS, "weights": TOKENS}, padding_free=True),
@@ -39,13 +29,13 @@ CALLS = {
     gated_delta.gated_delta_kwargs: {"segments": ONE_ROW, "kernel": "fla"},
     gated_delta.flat_offsets: {"segments": FLAT},
     gated_delta.zero_padding: {"hidden": torch.ones(2, 4, 3), "segments": ROWS},
-    outputs.unpad: {"x": IDS, "segments": ROWS},
-    outputs.repad: {"y": torch.ones(6), "segments": ROWS, "fill": 0},
-    outputs.last_token: {"x": IDS, "segments": ROWS},
-    outputs.per_sequence: {"x": IDS, "segments": ROWS},
-    outputs.to_nested: {"x": IDS, "segments": ROWS},
-    outputs.shift_labels: {"labels": IDS, "segments": ROWS, "steps": 1, "ignore_index": -100},
-    outputs.ignore_first_labels: {"labels": IDS, "segments": ROWS, "ignore_index": -100},
+    collate_npu.outputs.unpad: {"x": IDS, "segments": ROWS},
+    collate_npu.outputs.repad: {"y": torch.ones(6), "segments": ROWS, "fill": 0},
+    collate_npu.outputs.last_token: {"x": IDS, "segments": ROWS},
+    collate_npu.outputs.per_sequence: {"x": IDS, "segments": ROWS},
+    collate_npu.outputs.to_nested: {"x": IDS, "segments": ROWS},
+    collate_npu.outputs.shift_labels: {"labels": IDS, "segments": ROWS, "steps": 1, "ignore_index": -100},
+    collate_npu.outputs.ignore_first_labels: {"labels": IDS, "segments": ROWS, "ignore_index": -100},
     dense: {"segments": ROWS, "polarity": "keep", "pattern": "causal", "rows": [0],
             "dtype": None, "device": "cpu"},
     block_mask: {"segments": ROWS, "pattern": "causal", "block_size": 128, "device": "cpu"},
@@ -54,7 +44,7 @@ CALLS = {
     varlen: {"segments": FLAT, "keep_tail": False},
     derive_segments: {"attention_mask": dense(ROWS), "polarity": "keep", "prove": True, "keep": ROWS.keep},
     segments_from_batch: {"batch": BATCH, "padding_free": False},
-    split_batch: {"batch": {"input_ids": IDS}, "cp": CP, "segments": ROWS},
+    collate_npu.split_batch: {"batch": {"input_ids": IDS}, "cp": CP, "segments": ROWS},
     split_tensor: {"x": IDS, "cp": CP, "dim": 1},
     gather_sequence: {"output": IDS, "cp": ALONE, "segments": ROWS, "dim": 1, "loss": "same"},
     pad_documents: {"batch": FLAT_BATCH, "cp": ALONE, "multiple": 4, "max_sequences": 4, "segments": FLAT,
@@ -64,7 +54,7 @@ CALLS = {
     ContextParallel: {"size": 2, "rank": 0, "layout": "zigzag", "tensor_parallel": 1},
     ADAPTER.__call__: {"batch": BATCH},
     ADAPTER.write: {"batch": {"input_ids": IDS}, "segments": ROWS, "padding_free": False},
-    BatchAdapter: {"needs_mask_2d": True, "consumer": "megatron", "padding_free": False, "labels_shifted": None,
+    collate_npu.BatchAdapter: {"needs_mask_2d": True, "consumer": "megatron", "padding_free": False, "labels_shifted": None,
                    "pattern": None, "polarity": None, "context_parallel": None, "model_type": None, "keys": KEYS},
     PaddingCollator: {"pad_token_id": 0, "padding": True, "padding_free": False, "label_pad_token_id": -100,
                       "padding_side": "left", "max_length": 8, "pattern": "causal", "pad_to_multiple_of": 2,
@@ -95,7 +85,7 @@ PLACES = {  # where a key of HELD stands
     "of an inner batch": lambda held: wrap_collator(lambda features: {**BATCH, **held})(FEATURES),
     "of an inner batch, flattened": lambda held: wrap_collator(lambda f: {**BATCH, **held}, padding_free=True)(FEATURES),
     "of a flat inner batch": lambda held: wrap_collator(lambda features: {**FLAT_BATCH, **held})(FEATURES),
-    "split": lambda held: split_batch({**BATCH, **held}, CP),
+    "split": lambda held: collate_npu.split_batch({**BATCH, **held}, CP),
     "described": lambda held: describe({**BATCH, **held}),
     "of a flat batch, described": lambda held: describe({**FLAT_BATCH, **held}),
     "of a flat batch, padded": lambda held: pad_documents({**FLAT_BATCH, **held}, multiple=4)[0],
@@ -113,7 +103,7 @@ ENTRIES = {
         f"a text {where}": lambda x, call=call: call(x) if isinstance(x, str) else None
         for where, call in {
             "for a key, described": lambda text: describe({**BATCH, text: 1}),
-            "for a key, split": lambda text: split_batch({**BATCH, text: torch.ones(3, 4)}, CP),
+            "for a key, split": lambda text: collate_npu.split_batch({**BATCH, text: torch.ones(3, 4)}, CP),
             "for a key of a sample": lambda text: COLLATORS[0]([{**FEATURES[0], text: [1]}]),
             "for a key of an inner batch": lambda text: wrap_collator(lambda features: {text: 1})(FEATURES),
         }.items()

@@ -89,9 +89,8 @@ def patterns(num_sequences: int, *, largest: int = 9) -> st.SearchStrategy[Patte
     prefixes = st.lists(st.integers(0, 6), min_size=num_sequences, max_size=num_sequences).filter(bool)
     kinds = [kind for kind in Pattern.__subclasses__() if kind.__module__.startswith("collate_npu.") and kind is not Prefix]
     sizes = [st.builds(kind, *(st.integers(1, largest) for _ in fields(kind))) for kind in kinds]
-    return st.one_of(
-        *sizes, st.integers(0, 6).map(Pattern.prefix), *([prefixes.map(Pattern.prefix)] if num_sequences else [])
-    )
+    sizes += [prefixes.map(Pattern.prefix)] if num_sequences else []
+    return st.one_of(*sizes, st.integers(0, 6).map(Pattern.prefix))
 
 
 @st.composite

@@ -18,17 +18,8 @@ from entries import ADAPTER, ARRAYS, BATCH, BESIDE, CALLS, ENTRIES, HELD, IDS, P
 from rotation import some
 from torch.nn.attention.bias import causal_lower_right
 
-from collate_npu import (
-    CollateError,
-    ContextParallel,
-    PaddingCollator,
-    Pattern,
-    Segments,
-    check_delivery,
-    derive_segments,
-    describe,
-    wrap_collator,
-)
+import collate_npu
+from collate_npu import CollateError, PaddingCollator, Pattern, Segments, check_delivery, describe, wrap_collator
 from collate_npu.arrays import host_array
 from collate_npu.keys import Key
 from collate_npu.masks import dense
@@ -99,7 +90,7 @@ HOLDERS = {
 @pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
 def test_whatever_holds_numbers_is_read(holder):
     held, expected = holder(ROWS.keep.long()), Segments.from_keep(ROWS.keep)
-    assert Segments.from_keep(held) == derive_segments(held) == expected
+    assert Segments.from_keep(held) == collate_npu.derive_segments(held) == expected
     for key in ("attention_mask", "attention_mask_2d"):
         assert ADAPTER.with_segments({"input_ids": IDS, key: held})[1] == expected
 
@@ -215,10 +206,7 @@ def test_it_is_refused_in_words(call, words):
 
 
 def test_what_stands_close_to_it_is_read():
-    rows = [
-        {"input_ids": [1, 2, 3], "attention_mask": [7, 7, 2_000_000_000]},
-        {"input_ids": [4, 5], "attention_mask": [9, 1]},
-    ]
+    rows = [{"input_ids": [1, 2, 3], "attention_mask": [7, 7, 2 * 10**9]}, {"input_ids": [4, 5], "attention_mask": [9, 1]}]
     assert collate([dict(row) for row in rows], padding_free=True)["cu_seq_lens_q"].tolist() == [0, 2, 3, 4, 5]
     assert collate(rows)["segment_ids"].tolist() == [[1, 1, 2], [1, 2, 0]]
     assert collate({"input_ids": torch.nested.nested_tensor([IDS[0], IDS[1, :2]])})["input_ids"].shape == (2, 4)
@@ -227,7 +215,7 @@ def test_what_stands_close_to_it_is_read():
     assert PaddingCollator(pad_token_id=np.int64(0), max_length=torch.tensor(4))([{"input_ids": (1, 2)}])
     assert Segments.from_lengths(np.array([2, 3])) == Segments.from_lengths(torch.tensor([2, 3]))
     assert Segments.from_lengths([np.array([1, 2]), [3]]).lengths == ((1, 2), (3,))
-    assert ContextParallel(np.int64(2), 0).multiple == 4
+    assert collate_npu.ContextParallel(np.int64(2), 0).multiple == 4
 
 
 # --- with a model

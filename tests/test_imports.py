@@ -11,26 +11,11 @@ from house import FILES, KNOWN, PACKAGE, module_of, names_of, ours, room_of, tre
 
 import collate_npu
 
-ORDER = (
-    ("errors",),
-    ("validation",),
-    ("releases",),
-    ("arrays",),
-    ("keys",),
-    ("segments",),
-    ("masks",),
-    ("outputs", "parallel", "kernels"),
-    ("consumers",),
-    ("collate",),
-    ("proof",),
-    ("integrations",),
-    ("testing",),
-    ("tools",),
-    ("__main__",),
-)
+FIRST = ["errors", "validation", "releases", "arrays", "keys", "segments", "masks"]
+ORDER = [*FIRST, "outputs parallel kernels", "consumers", "collate", "proof", "integrations", "testing", "tools", "__main__"]
 """The rooms of the house: each imports from those before it, and from itself."""
-RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
-CORE = [name for names in ORDER[: RANK["collate"] + 1] for name in names]
+RANK = {name: rank for rank, names in enumerate(ORDER) for name in names.split()}
+CORE = [name for name, rank in RANK.items() if rank <= RANK["collate"]]
 FOREIGN = ["transformers", "accelerate", "torch_npu", "rich", "trl", "datasets", "megatron", "triton", "fla", "flash_attn"]
 
 
@@ -91,10 +76,8 @@ def above(path):
     """What a file imports that does not stand before it. Above the core, public names come from the package itself."""
     if room_of(path) == "__init__":
         return [name for name in ours(path) if name.split(".")[0] not in {*CORE, "proof", "integrations", "tools"}]
-    rank = RANK[room_of(path)]
-    return [
-        name or "collate_npu" for name in ours(path) if (RANK[name.split(".")[0]] if name else RANK["collate"] + 1) > rank
-    ]
+    ranks = {name: RANK[name.split(".")[0]] if name else RANK["collate"] + 1 for name in ours(path)}
+    return [name or "collate_npu" for name, rank in ranks.items() if rank > RANK[room_of(path)]]
 
 
 def test_modules_import_only_those_before_them():

@@ -200,10 +200,9 @@ def test_law_5_one_answer_for_each_model_consumer_and_batch(attention, consumer,
     config = SimpleNamespace(layer_types=layers, _attn_implementation=kernel, output_router_logits=aux_loss)
     adapter = BatchAdapter(config, consumer=consumer, pattern=pattern)
     batch = {"input_ids": segments.ids.long(), "attention_mask_2d": segments.keep, "attention_mask": "theirs"}
+    case = Case(segments=segments, model=Model.of(config), pattern=Pattern.of(pattern))
     try:
-        chosen = consumer_named(consumer).choose(
-            Case(segments=segments, model=Model.of(config), pattern=Pattern.of(pattern))
-        )
+        chosen = consumer_named(consumer).choose(case)
     except UnsupportedFormError:
         with pytest.raises(UnsupportedFormError):
             adapter.write(batch, segments)
@@ -222,12 +221,10 @@ def test_law_5_one_answer_for_each_model_consumer_and_batch(attention, consumer,
 # --- law 8: nothing of S * S exists unless it was asked for
 
 
-def naive_collator(features):
-    """As many write it: right padding, a mask beside it."""
-    width = max(len(feature["input_ids"]) for feature in features)
-    rows = [list(feature["input_ids"]) for feature in features]
-    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-    return {"input_ids": ids, "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])}
+def padded(features):
+    """Right padding, and a mask of ones and zeros beside it, as many write it."""
+    batch = PaddingCollator(pad_token_id=0, attention_mask="2d")(features)
+    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"].long()}
 
 
 WIDTH = 2048  # S * S bytes, 4 MiB, are 128 times the largest [B, S] tensor
@@ -236,7 +233,7 @@ CHEAP = {
     "verl": PaddingCollator(
         pad_token_id=0, consumer="verl", padding_side="left", model=SimpleNamespace(layer_types=["conv"])
     ),
-    "wrapped": wrap_collator(naive_collator),
+    "wrapped": wrap_collator(padded),
 }
 """Beside those of test_counted_work, whose every byte goes out."""
 LONG = [{"input_ids": list(range(n)), "labels": list(range(n))} for n in (WIDTH, WIDTH // 2)]

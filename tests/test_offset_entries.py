@@ -91,9 +91,8 @@ WHOLE = {
     "the adapter": (lambda given: ADAPTER.with_segments(batch("cu_seqlens", given))[1].cu_seqlens.tolist()[1:-1],
                     lambda offsets: [a for a, b in pairwise(offsets) if 0 < a < b]),
 }  # fmt: skip
-ENTRIES = (
-    ENDS_EARLY | WHOLE | {name: (call, lambda offsets: tuple(sorted({*offsets} - {0}))) for name, call in UNCUT.items()}
-)
+ENTRIES = ENDS_EARLY | WHOLE
+ENTRIES |= {name: (call, lambda offsets: tuple(sorted({*offsets} - {0}))) for name, call in UNCUT.items()}
 
 CUTS = [list(lengths) for n in range(1, 5) for lengths in product(range(0, S + 1, 2), repeat=n) if sum(lengths) == S]
 PARTED = st.sampled_from([lengths for lengths in CUTS if all(lengths)])

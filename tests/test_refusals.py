@@ -14,23 +14,14 @@ import pytest
 import torch
 from house import FILES, PACKAGE, module_of, room_of, tree_of
 
-from collate_npu import (
-    BatchAdapter,
-    CollateError,
-    ContextParallel,
-    PaddingCollator,
-    Segments,
-    last_token,
-    needs_mask_2d,
-    split_batch,
-    wrap_collator,
-)
+import collate_npu
+from collate_npu import BatchAdapter, CollateError, Segments, last_token, needs_mask_2d, split_batch, wrap_collator
 from collate_npu.errors import explain, explain_rows, shape_of, short
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
 from collate_npu.masks import dense
 
 pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
-DENSE, CP = SimpleNamespace(layer_types=["full_attention"]), ContextParallel(2, 0)
+DENSE, CP = SimpleNamespace(layer_types=["full_attention"]), collate_npu.ContextParallel(2, 0)
 HYBRID = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
 RIGHT, FLAT, EVEN = Segments.from_lengths([3, 5]), Segments.from_lengths([[3, 5]]), Segments.from_lengths([3, 5], 8)
 LEFT, PACKED = Segments.from_lengths([3, 5], side="left"), Segments([[1, 1, 2, 2], [1, 1, 2, 2]])
@@ -57,7 +48,7 @@ ODD = batch_of(EVEN, attention_mask_2d=EVEN.keep, x=torch.zeros(3, 8))
 
 
 def collate(features=FEATURES, pad_token_id=0, **settings):
-    return PaddingCollator(pad_token_id=pad_token_id, **settings)(features)
+    return collate_npu.PaddingCollator(pad_token_id=pad_token_id, **settings)(features)
 
 
 def wrapped(segments, **settings):

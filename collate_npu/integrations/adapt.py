@@ -89,11 +89,12 @@ def adapt(
     model with modules, forwards or hooks of somebody's own goes the padded way: its batch is proved, made right, or refused.
     `.way` says which way a model goes. Of rows that the ranks of `sequence_group` share, a call gets this rank's part: a
     slice of each row, or with "head_tail" the chunks r and 2 * size - 1 - r. Mixers that exchange no tokens then do
-    (`consumers/shared_rows.py`), and ranks that differ raise. Stacks that keep such a group need no argument. A loss outside the forward must ignore the first label of a sequence. Calls without
-    tokens of text (sound), and steps of generation behind the prompt, pass as they are. Costs a copy of the mask to the host
-    each step. A model that is no causal language model, no backbone of one and no head on one is left as it came: a warning
-    says so. Raises `UnsupportedFormError` for a module with no transformers model in it, or several, and for ignored labels
-    that a trainer counted. Call it after `get_peft_model`.
+    (`consumers/shared_rows.py`), and ranks that differ raise. Stacks that keep such a group need no argument. A loss outside
+    the forward must ignore the first label of a sequence. Calls without tokens of text (sound), and steps of generation
+    behind the prompt, pass as they are. Costs a copy of the mask to the host each step. A model that is no causal language
+    model, no backbone of one and no head on one is left as it came: a warning says so. Raises `UnsupportedFormError` for a
+    module with no transformers model in it, or several, and for ignored labels that a trainer counted. Call it after
+    `get_peft_model`.
 
     >>> from collate_npu.testing import tiny_model
     >>> model = tiny_model("qwen3_next", vocab_size=257)

@@ -219,11 +219,8 @@ def test_physical_offsets_that_fit_stay_and_their_longest_does(told, longest):
     assert out["max_length_q"] == out["max_length_k"] == longest
 
 
-PLACED = {
-    "completion_start": [2, 4, 1],
-    "image_positions": [[1, 2], [2], []],
-    "span_indices": [[[1, 3]], [[2, 5]], [[0, 2]]],
-}
+PLACED = {"image_positions": [[1, 2], [2], []], "span_indices": [[[1, 3]], [[2, 5]], [[0, 2]]]}
+PLACED |= {"completion_start": [2, 4, 1]}
 
 
 @pytest.mark.parametrize("key", PLACED)

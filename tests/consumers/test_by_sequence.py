@@ -25,9 +25,8 @@ def test_rows_hold_one_sequence_each_and_come_back_with_their_gradient(lengths, 
         assert torch.equal(held[n][: lengths[n]], tokens)
         assert not held[n][lengths[n] :].any()
     assert torch.equal(plan.back(rows), x)
-    assert [plan.rows_of(n).lengths for n in range(len(rows))] == [
-        tuple((lengths[each],) for each in bucket) for bucket in plan.buckets
-    ]
+    for n, bucket in enumerate(plan.buckets):
+        assert plan.rows_of(n).lengths == tuple((lengths[each],) for each in bucket)
     weights = torch.randn_like(x)
     (sum((row * row).sum() for row in rows) + (plan.back(rows) * weights).sum()).backward()
     assert torch.allclose(x.grad, 2 * x + weights)

@@ -141,9 +141,7 @@ def test_a_model_of_several_axes_makes_them_where_it_can():
     assert torch.equal(given(BY_AXES, ONE_ROW, {"position_ids": own}), torch.cat([ONE_ROW.position_ids[None], own]))
     assert torch.equal(given(BY_AXES, ONE_ROW, {"position_ids": four}), four)
     flat = torch.tensor([[0, 1, 2, 0, 9]])
-    assert torch.equal(
-        given(BY_AXES, ONE_ROW, {"position_ids": flat}), torch.stack([ONE_ROW.position_ids, flat, flat, flat])
-    )
+    assert torch.equal(given(BY_AXES, ONE_ROW, {"position_ids": flat}), torch.stack([ONE_ROW.position_ids, *[flat] * 3]))
     with pytest.raises(UnsupportedFormError, match="where images stand"):
         given(BY_AXES, ONE_ROW, IMAGE)
 
@@ -166,10 +164,9 @@ def test_axes_that_are_given_stay_and_a_model_that_counts_from_two_is_given_them
     assert given(BY_AXES, SHORT_LEFT, {"position_ids": own}, counted) is own
     assert torch.equal(given(BY_AXES, ONE_ROW, {"position_ids": axes(ONE_ROW)}, counted)[1:], axes(ONE_ROW))
     model = Model(config=SimpleNamespace(), positions="places", first_position=2, needs_mask_2d=False)
-    assert torch.equal(
-        given(model, SHORT_LEFT, {"position_ids": SHORT_LEFT.position_ids}, counted), SHORT_LEFT.position_ids + 2
-    )
-    own = {"position_ids": SHORT_LEFT.position_ids + 7, "text_position_ids": SHORT_LEFT.position_ids}
+    places = SHORT_LEFT.position_ids
+    assert torch.equal(given(model, SHORT_LEFT, {"position_ids": places}, counted), places + 2)
+    own = {"position_ids": places + 7, "text_position_ids": places}
     assert given(model, SHORT_LEFT, own, counted=True) is own["position_ids"]
 
 

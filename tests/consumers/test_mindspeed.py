@@ -53,9 +53,8 @@ class Layer:
 
 
 def settings_of(kind="causal", flash=True, impl="transformer_engine", cp=1, width=8):
-    return SimpleNamespace(
-        attention_mask_type=kind, use_flash_attn=flash, transformer_impl=impl, context_parallel_size=cp, width=width
-    )
+    told = {"attention_mask_type": kind, "use_flash_attn": flash, "transformer_impl": impl}
+    return SimpleNamespace(**told, context_parallel_size=cp, width=width)
 
 
 def off(layer, masked, segments, flat=False):

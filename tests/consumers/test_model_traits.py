@@ -9,14 +9,8 @@ import torch
 from torch import nn
 
 from collate_npu import BatchAdapter
-from collate_npu.consumers.model_traits import (
-    attention_windows,
-    config_of,
-    consumer_of,
-    is_encoder,
-    unwrap,
-    windows,
-)  # fmt: skip
+from collate_npu.consumers import model_traits
+from collate_npu.consumers.model_traits import config_of, consumer_of, is_encoder, unwrap, windows
 from collate_npu.errors import UnsupportedFormError
 
 
@@ -25,11 +19,8 @@ def class_of(package, name, *bases):
 
 
 HF = class_of("transformers", "PreTrainedModel")
-STACKS = {
-    "transformers": HF,
-    "megatron": class_of("megatron", "MegatronModule"),
-    "torchtitan": class_of("torchtitan", "Decoder"),
-}
+STACKS = {"transformers": HF}
+STACKS |= {name: class_of(name, base) for name, base in (("megatron", "MegatronModule"), ("torchtitan", "Decoder"))}
 
 
 class Holder(nn.Module):
@@ -107,7 +98,7 @@ FLASH = (({}, None), ({"_attn_implementation": "sdpa"}, None), ({"_attn_implemen
     ],
 )
 def test_windows_are_those_of_the_layers_that_use_them(given, expected):
-    assert attention_windows(given) == expected
+    assert model_traits.attention_windows(given) == expected
     assert windows(given) == tuple(size for size in expected.values() if size)
 
 
@@ -123,7 +114,7 @@ def test_layers_of_one_kind_with_two_windows_have_no_mapping():
     given = PerLayer(layer_types=SLIDING, per_layer_config=layers)
     assert windows(given) == (4, 8)
     with pytest.raises(UnsupportedFormError, match="sliding_attention with windows"):
-        attention_windows(given)
+        model_traits.attention_windows(given)
 
 
 def test_an_encoder_is_a_masked_language_model_that_is_not_told_to_decode(monkeypatch):

@@ -143,9 +143,8 @@ def test_a_call_that_is_not_causal_passes_as_it_is():
 def test_learned_tokens_of_peft_before_the_rows_are_out_of_scope():
     peft = pytest.importorskip("peft")
     for settings in (peft.PromptTuningConfig, peft.PrefixTuningConfig):
-        tuned = peft.get_peft_model(
-            tiny_model("qwen3", vocab_size=60), settings(task_type="CAUSAL_LM", num_virtual_tokens=3)
-        )
+        made = settings(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        tuned = peft.get_peft_model(tiny_model("qwen3", vocab_size=60), made)
         handle, told = said(lambda tuned=tuned: adapt(tuned))
         assert "learned tokens" in told[0]
         handle.remove()

@@ -9,21 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from collate_npu import CollateError, Segments
+from collate_npu import CollateError, Segments, parallel
 from collate_npu.collate import BalancedBatchSampler, loss_weights
 from collate_npu.masks import dense
 from collate_npu.outputs import shift_labels
-from collate_npu.parallel import (
-    ContextParallel,
-    cu_seqlens_of,
-    gather_sequence,
-    gloo_group,
-    pad_documents,
-    query_rows,
-    split_batch,
-    split_tensor,
-    token_runs,
-)
+from collate_npu.parallel import ContextParallel, cu_seqlens_of, gather_sequence, pad_documents, split_batch, split_tensor
 
 KINDS = (torch.int64, torch.int32, torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.uint8)
 
@@ -95,7 +85,7 @@ class Attention(nn.Module):
 def own_bias(segments: Segments, cp: ContextParallel, offsets: Any) -> Tensor:
     """Only this rank's rows, keys whole; under Ulysses all rows, of which it takes its tokens."""
     S = segments.shape[1]
-    rows, runs = query_rows(S, cp, offsets).tolist(), token_runs(S, cp, offsets)
+    rows, runs = parallel.query_rows(S, cp, offsets).tolist(), parallel.token_runs(S, cp, offsets)
     bias = dense(segments, polarity="bias", dtype=torch.float64, rows=rows)
     assert bias.shape[2:] == (len(rows), S)
     return bias[:, :, [rows.index(token) for start, stop in runs for token in range(start, stop)]]
@@ -186,7 +176,7 @@ def meshes() -> None:
 
 
 def gathered_objects(value: Any, group: Any) -> list[Any]:
-    carrier = gloo_group(group)
+    carrier = parallel.gloo_group(group)
     dist.all_gather_object(values := [None] * dist.get_world_size(carrier), value, group=carrier)
     return values
 

@@ -43,9 +43,8 @@ def samples_of(drawn: Drawn, most: int = 3):
         labels = [x + 20 if n else oracle.IGNORED for x, n in zip(tokens[-1], row or tokens[-1])]
         held = make.held(drawn, labels) if min(labels) >= 0 else labels  # no -100 in a uint16
         feature = {"input_ids": make.held(drawn, tokens[-1]), "labels": held}
-        features.append(
-            feature | {"loss_scale": [x / 2 for x in tokens[-1]]} | ({key: make.held(drawn, value)} if key else {})
-        )
+        feature |= {"loss_scale": [x / 2 for x in tokens[-1]]}
+        features.append(feature | ({key: make.held(drawn, value)} if key else {}))
     return features, tokens, own
 
 

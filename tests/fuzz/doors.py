@@ -71,11 +71,8 @@ def batch_of(drawn: Drawn, rows):
         return batch | {"attention_mask": torch.tensor(rows) if packed else make.two_dims(drawn, kept)}, True, None
     told = {"attention_mask_2d": torch.tensor(kept)} | ({"segment_ids": torch.tensor(rows)} if packed else {})
     if how == "ours":
-        return (
-            batch | told | drawn.pick(({}, {"attention_mask": None}, {"attention_mask": told["attention_mask_2d"]})),
-            True,
-            None,
-        )
+        beside = drawn.pick(({}, {"attention_mask": None}, {"attention_mask": told["attention_mask_2d"]}))
+        return batch | told | beside, True, None
     polarity = drawn.pick(("keep", "masked", "bias"))
     batch["attention_mask"] = make.four_dims(drawn, oracle.dense(rows), polarity)
     if how == "both":

@@ -16,14 +16,8 @@ from collate_npu.testing import hybrid_model_types, tiny_model
 HERE = hybrid_model_types()
 PAD = 256
 RIGHT, WRONG = 1e-4, 0.5
-ROWS = {
-    "short": (6, 8, 5),
-    "turned": (5, 8, 6),
-    "single tokens": (1, 7, 1, 1, 9),
-    "shorter than the taps": (3, 2, 1, 4, 3),
-    "chunk borders": (63, 64, 65, 2),
-    "a long one first": (127, 1, 17),
-}
+ROWS = {"short": (6, 8, 5), "turned": (5, 8, 6), "single tokens": (1, 7, 1, 1, 9), "shorter than the taps": (3, 2, 1, 4, 3)}
+ROWS |= {"chunk borders": (63, 64, 65, 2), "a long one first": (127, 1, 17)}
 BY_OFFSETS = "by_offsets"
 
 

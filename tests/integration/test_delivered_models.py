@@ -242,9 +242,8 @@ OURS = PaddingCollator(pad_token_id=0, consumer="transformers")
 
 def begins(callback, loader=None, *, compiled=False, model=None):
     args = SimpleNamespace(torch_compile=True) if compiled else SimpleNamespace()
-    callback.on_train_begin(
-        args, None, None, model=torch.nn.Linear(1, 1) if model is None else model, train_dataloader=loader
-    )
+    model = torch.nn.Linear(1, 1) if model is None else model
+    callback.on_train_begin(args, None, None, model=model, train_dataloader=loader)
 
 
 def test_another_collator_is_refused_as_what_is_none_and_one_around_it_is_not():

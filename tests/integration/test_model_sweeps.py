@@ -17,15 +17,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, testing
-from collate_npu.consumers import tiny_models
-from collate_npu.consumers.model_traits import (
-    first_position,
-    lengths_clash_reason,
-    position_rule,
-    rope_limit,
-    text_config,
-    width_dependence,
-)
+from collate_npu.consumers import model_traits, tiny_models
+from collate_npu.consumers.model_traits import first_position, position_rule, rope_limit, text_config, width_dependence
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.releases import KERNELS_TOLD, installed, numbers
 
@@ -258,11 +251,8 @@ def test_an_indexer_of_few_heads_depends_on_the_width(name, heads, monkeypatch):
     assert (max(errors[24]) > MOVED) == (heads == 2)
 
 
-ROPE = {
-    "dynamic": {"factor": 4.0},
-    "longrope": {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]},
-    "yarn": {"factor": 4.0},
-}
+ROPE = {"dynamic": {"factor": 4.0}, "yarn": {"factor": 4.0}}
+ROPE["longrope"] = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
 
 
 @pytest.mark.parametrize("kind", [*ROPE][not (OLD or KERNELS_TOLD.holds()) :])  # between "dynamic" never shrinks
@@ -283,7 +273,7 @@ def test_rotary_frequencies_follow_the_longest_sequence_where_it_is_said(kind):
         rows = samples(*lengths)
         ids, keep = place(rows, "right")
         error = worst(model, rows, ids, keep)
-        assert (error > MOVED) if lengths_clash_reason(model, lengths) else (error < TOLERANCE)
+        assert (error > MOVED) if model_traits.lengths_clash_reason(model, lengths) else (error < TOLERANCE)
     rows = samples(5, 7)
     ids, keep = (torch.nn.functional.pad(tensor, (0, 20)) for tensor in place(rows, "right"))
     assert worst(model, rows, ids, keep, position_ids=zero_based(keep)) < TOLERANCE

@@ -11,23 +11,9 @@ from hypothesis import given, strategies as st
 from rotation import examples
 
 pytest.importorskip("transformers")
+import differential
 import transformers
-from differential import (
-    DOORS,
-    FAMILIES,
-    PAD,
-    Case,
-    alone,
-    batch_of,
-    drawn,
-    judged,
-    model_of,
-    numbers,
-    samples_of,
-    through,
-    verdict,
-    whole,
-)
+from differential import DOORS, PAD, Case, alone, batch_of, drawn, judged, model_of, numbers, through, verdict, whole
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Pattern, Segments
 from collate_npu.masks import dense
@@ -43,7 +29,9 @@ KINDS = {
 
 def case_of(family: str, seed: int = 5, **fixed) -> Case:
     kind = KINDS[family]
-    if family not in FAMILIES[kind] or (OLD and kind == "hybrid" and (family == "lfm2" or family in left_out())):
+    if family not in differential.FAMILIES[kind] or (
+        OLD and kind == "hybrid" and (family == "lfm2" or family in left_out())
+    ):
         pytest.skip("this transformers has none that reads its mask")
     plain = {"attn": "sdpa", "option": "none", "wrapper": "none"}
     return drawn(seed, kind=kind, family=family, head="CausalLM", **plain, **fixed)
@@ -64,7 +52,7 @@ def test_a_strangers_batch_has_one_meaning(family, seed, door, side, stranger):
 
 
 def parts(case):
-    model, rows = model_of(case.family, case.head, case.attn), samples_of(case)
+    model, rows = model_of(case.family, case.head, case.attn), differential.samples_of(case)
     return model, rows, batch_of(case, rows, case.side), alone(case, model, rows)
 
 

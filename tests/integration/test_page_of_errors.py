@@ -17,17 +17,7 @@ pytest.importorskip("accelerate")
 from torch.utils.data import default_collate  # noqa: E402
 
 import collate_npu  # noqa: E402
-from collate_npu import (  # noqa: E402
-    BatchAdapter,
-    CollateError,
-    PaddingCollator,
-    Segments,
-    check_delivery,
-    describe,
-    last_token,
-    split_batch,
-    unpad,
-)
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, describe, split_batch, unpad  # noqa: E402
 from collate_npu.collate.collators import _warn_of_neutral_form  # noqa: E402
 from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError  # noqa: E402
 from collate_npu.masks import dense  # noqa: E402
@@ -96,7 +86,7 @@ def mended(name, **names):
     return names
 
 
-LOOKS = {"check_delivery": check_delivery, "describe": describe, "picture": picture}
+LOOKS = {"check_delivery": collate_npu.check_delivery, "describe": describe, "picture": picture}
 OURS = {name: getattr(collate_npu, name) for name in collate_npu.__all__}
 """What the page does not import."""
 
@@ -237,7 +227,7 @@ SILENT = [
 def test_row_delivery(kind, handed, words):
     model, batch = built(kind), {"input_ids": IDS, "position_ids": LEFT.position_ids, **handed}
     assert worst(model, **batch) > WRONG
-    says("delivery", CollateError, lambda: check_delivery(model, batch))
+    says("delivery", CollateError, lambda: collate_npu.check_delivery(model, batch))
     assert words in refused("delivery", CollateError, model=model, batch=batch)
     assert worst(model, **mended("delivery", model=model, batch=batch)["batch"]) < RIGHT
     if kind == "qwen3_next" and MISSING_KERNEL_RAISES.holds():  # older ones take no mapping
@@ -311,7 +301,7 @@ def test_row_wrong_token(hybrid):
     alone = hybrid.model(input_ids=ids[1:, :3]).last_hidden_state[0, 2]
     assert float((pooled[1] - alone).abs().max()) < RIGHT
     assert float((hybrid.model(**batch).last_hidden_state[1, -1] - alone).abs().max()) > 0.05
-    assert torch.equal(pooled, last_token(hybrid.model(**batch).last_hidden_state, right))
+    assert torch.equal(pooled, collate_npu.last_token(hybrid.model(**batch).last_hidden_state, right))
 
 
 @torch.no_grad()
@@ -444,9 +434,8 @@ def test_row_unexpected_keyword():
         def forward(self, input_ids, position_ids, attention_mask):
             return input_ids.sum()
 
-    batch = PaddingCollator(pad_token_id=256, consumer="megatron", model=transformers.AutoConfig.for_model("qwen3_next"))(
-        SAMPLES
-    )
+    config = transformers.AutoConfig.for_model("qwen3_next")
+    batch = PaddingCollator(pad_token_id=256, consumer="megatron", model=config)(SAMPLES)
     says("unexpected-keyword", TypeError, lambda: Model()(**batch))
     assert "attention_mask_2d" in seen("unexpected-keyword", batch=batch)
     assert mended("unexpected-keyword", model=Model(), batch=batch)["loss"] > 0

@@ -27,11 +27,8 @@ pytestmark = pytest.mark.slow
 TOKENIZER = byte_tokenizer()
 PAD = TOKENIZER.pad_token_id
 TEXTS = ["one, a short text", "two is a longer text than the one before it", "three", "four has some words"]
-PAIRS = {
-    "prompt": ["the sky is", "2 and 2"],
-    "chosen": [" blue and very wide", " are 4"],
-    "rejected": [" a cat", " is 5, they say"],
-}
+PAIRS = {"prompt": ["the sky is", "2 and 2"], "chosen": [" blue and very wide", " are 4"]}
+PAIRS["rejected"] = [" a cat", " is 5, they say"]
 RIGHT, WRONG = 1e-5, 0.05
 MODELS = ["qwen3_next", "qwen3"]
 

@@ -185,16 +185,14 @@ ROWS = [[(5 + 7 * n + 3 * t) % 250 for t in range(S)] for n, S in enumerate((9, 
 DENSE = "qwen3_5_text" if "qwen3_5_text" in hybrid_model_types() else "qwen3_next"
 
 
-def handed(at, **changes):
+def handed(at, in_training=False, **changes):
     """A layer is called with another argument."""
 
     def plant(model):
         def look(module, args, kwargs):
             named = {**dict(zip(inspect.signature(module.forward).parameters, args)), **kwargs}
-            told = {
-                key: change(named[key]) for key, change in changes.items() if key != "train" and named.get(key) is not None
-            }
-            return ((), {**named, **told}) if "train" not in changes or module.training else None
+            told = {key: change(named[key]) for key, change in changes.items() if named.get(key) is not None}
+            return ((), {**named, **told}) if not in_training or module.training else None
 
         model.get_submodule(at).register_forward_pre_hook(look, with_kwargs=True)
 
@@ -237,14 +235,14 @@ def one_axis(positions):
 ATTENTION, RULE = "model.layers.1.self_attn", "model.layers.0.linear_attn"
 FAULTS = {
     "no mask in one layer": ("qwen3_next", handed(ATTENTION, attention_mask=lambda x: None), "CWai", ATTENTION),
-    "no mask in training": ("qwen3_next", handed(ATTENTION, attention_mask=lambda x: None, train=0), "CWai", ATTENTION),
+    "no mask in training": ("qwen3_next", handed(ATTENTION, True, attention_mask=lambda x: None), "CWai", ATTENTION),
     "a 2D mask rolled": ("qwen3_next", handed(RULE, attention_mask=lambda x: x.roll(1, 1)), "CWai", RULE),
     "a 2D mask turned round": ("qwen3_next", handed(RULE, attention_mask=lambda x: x == 0), "CW", RULE),
     "a mask turned round": ("llama", handed(ATTENTION, attention_mask=lambda x: x == 0), "CW", ATTENTION),
     "no mask in a scan": ("bamba", handed("model.layers.0.mamba", attention_mask=lambda x: None), "CWai", "layers.0.mamba"),
     "no mask in a convolution": ("lfm2", handed("model.layers.0.conv", attention_mask=lambda x: None), "CWai", "0.conv"),
     "a 2D mask of ones": ("qwen3_next", handed(RULE, attention_mask=torch.ones_like), "CWai", RULE),
-    "no 2D mask in training": ("qwen3_next", handed(RULE, attention_mask=lambda x: None, train=0), "CWai", RULE),
+    "no 2D mask in training": ("qwen3_next", handed(RULE, True, attention_mask=lambda x: None), "CWai", RULE),
     "a mask that one head has not": ("qwen3_next", handed(ATTENTION, attention_mask=by_head), "CWai", ATTENTION),
     "numbers for True and False": ("qwen3_next", handed(ATTENTION, attention_mask=lambda x: x.float()), "CWai", ATTENTION),
     "a mask that is too weak": ("qwen3_next", handed(ATTENTION, attention_mask=lambda x: -5.0 * ~x), "CWai", ATTENTION),

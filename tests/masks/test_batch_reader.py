@@ -465,9 +465,7 @@ def test_sequences_of_one_token_that_lengths_count_are_no_tail(tokens, count):
 
 # --- hazards: what is legal in a batch and goes wrong in silence somewhere
 
-LEFT_23, RIGHT_23, WHOLE_33 = (
-    Segments.from_lengths([n, 3], side=side) for n, side in ((2, "left"), (2, "right"), (3, "right"))
-)
+LEFT_23, RIGHT_23, WHOLE_33 = Segments.from_lengths([2, 3], 3, "left"), *map(Segments.from_lengths, ([2, 3], [3, 3]))
 SIX, FULL, BIAS = torch.arange(1, 7).view(2, 3), dense(LEFT_23), dense(LEFT_23, polarity="bias")
 KEPT, OWN = {"attention_mask_2d": LEFT_23.keep}, {"attention_mask": LEFT_23.keep}
 RIGHT_KEPT = {"attention_mask_2d": RIGHT_23.keep}

@@ -102,9 +102,8 @@ def test_none_is_exact_where_plain_causal_attention_shows_every_real_token_the_s
     S = segments.shape[1]
     verdict = none_is_exact(segments, pattern)
     plain = torch.ones(S, S, dtype=torch.bool).tril()
-    same = all(
-        torch.equal(dense(segments, pattern=pattern)[b, 0][real], plain[real]) for b, real in enumerate(segments.keep)
-    )
+    shown = dense(segments, pattern=pattern)[:, 0]
+    same = all(torch.equal(shown[b][real], plain[real]) for b, real in enumerate(segments.keep))
     assert verdict.why
     assert bool(verdict) == verdict.ok
     if verdict:

@@ -15,18 +15,10 @@ import torch.distributed as dist
 from hypothesis import example, given, strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from collate_npu import CollateError, Segments
+from collate_npu import CollateError, Segments, parallel
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.kernels.gated_delta import gated_delta_kwargs
-from collate_npu.parallel import (
-    ContextParallel,
-    check_recurrent_split,
-    gloo_group,
-    pad_documents,
-    split_batch,
-    split_tensor,
-    token_runs,
-)
+from collate_npu.parallel import ContextParallel, check_recurrent_split, gloo_group, split_batch, split_tensor, token_runs
 from collate_npu.parallel.layout import Layout, is_gloo
 
 LAYOUTS = get_args(Layout)
@@ -258,7 +250,7 @@ def test_a_sequence_that_divides_by_the_ranks_but_not_by_twice_them_is_refused(l
     with pytest.raises(CollateError, match="multiple of 4"):
         check_recurrent_split(cp, segments, padding_free=True)
     held = {"input_ids": torch.ones(segments.shape), "cu_seqlens": segments.cu_seqlens}
-    batch, padded = pad_documents(held, cp)  # the remedy
+    batch, padded = parallel.pad_documents(held, cp)  # the remedy
     offsets = gated_delta_kwargs(padded, kernel="megatron")["cu_seqlens_q_padded"]
     check_recurrent_split(cp, padded, padding_free=True, offsets=offsets)
     assert torch.equal(offsets, batch["cu_seqlens_padded"])  # it is split by what the kernel is given

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock, patch
 
+import megatron_world as world
 import swift_world  # first: it puts the stand-ins for Transformer Engine in place
 import torch
 from cells import gradient_error
@@ -26,22 +27,7 @@ from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import random
-from megatron_world import (
-    DENSE,
-    UNFUSED,
-    TEDotProductAttention,
-    apart,
-    causal_conv1d,
-    cells_on_ranks,
-    far,
-    fill,
-    gathered,
-    groups,
-    hardware,
-    kernels,
-    layers,
-    summed,
-)
+from megatron_world import DENSE, UNFUSED, apart, far, fill, gathered, groups, hardware, kernels, layers, summed
 from processes import refusal, write
 from recurrent_oracle import reference_gated_delta_rule
 from swift_world import LOCAL, arguments, npu_there
@@ -317,12 +303,12 @@ ROWS = {
 
 def kernels_on_cpu() -> None:
     """fla's kernels, where the layers look for them, and attention that takes offsets."""
-    TESpecProvider.core_attention = lambda self: TEDotProductAttention
+    TESpecProvider.core_attention = lambda self: world.TEDotProductAttention
     from mcore_bridge.model.mm_gpts import qwen3_5
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as theirs
 
     kernels(setattr)
-    qwen3_5._fla_causal_conv1d = causal_conv1d
+    qwen3_5._fla_causal_conv1d = world.causal_conv1d
     # transformers' wrapper takes fla's rule where fla is: it reads cu_seqlens. Its causal_conv1d stays as it is.
     theirs.torch_chunk_gated_delta_rule = reference_gated_delta_rule
 
@@ -452,7 +438,7 @@ def on_ranks(families: list[str]) -> dict[str, Any]:
     on_cpu()
     kernels_on_cpu()
     npu_there(True)
-    return cells_on_ranks(families, layouts, lambda family: alone(build(family, deterministic_mode=False)), together)
+    return world.cells_on_ranks(families, layouts, lambda family: alone(build(family, deterministic_mode=False)), together)
 
 
 def main(families: list[str]) -> dict[str, Any]:

@@ -392,9 +392,8 @@ def gpt(kinds: str = "aa", *, flash: Any = Attention, positions: str = "rope", *
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = LayerNorm
         if flash:
             layer.submodules.self_attention.submodules.core_attention = flash
-        spec = TransformerBlockSubmodules(
-            [_gated_delta(layer) if kind == "g" else layer for kind in kinds], layer_norm=LayerNorm
-        )
+        specs = [_gated_delta(layer) if kind == "g" else layer for kind in kinds]
+        spec = TransformerBlockSubmodules(specs, layer_norm=LayerNorm)
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
         made = GPTModel(config, spec, VOCABULARY, 64, position_embedding_type=positions, mtp_block_spec=mtp)
     with torch.no_grad():  # a zero row for the padding would hide what reaches it
@@ -516,9 +515,8 @@ def samples(*lengths: int) -> list[dict[str, Any]]:
 def packed_rows(rows: list[dict[str, Any]], lengths: Any) -> dict[str, Tensor]:
     """The samples in rows as `lengths` says, padded on the right, with the three keys of the wire."""
     truth = Segments.from_lengths(lengths)
-    whole = torch.full(truth.shape, PAD).masked_scatter(
-        truth.keep, torch.tensor([i for row in rows for i in row["input_ids"]])
-    )
+    tokens = torch.tensor([i for row in rows for i in row["input_ids"]])
+    whole = torch.full(truth.shape, PAD).masked_scatter(truth.keep, tokens)
     labels = whole.masked_fill(~truth.keep, -100)
     return {"input_ids": whole, "labels": labels, "attention_mask_2d": truth.keep, "segment_ids": truth.ids}
 

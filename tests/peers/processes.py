@@ -14,14 +14,8 @@ import collate_npu
 HERE = Path(__file__).parent
 _ARGV = [*sys.argv]
 """As this process was started: work gives its stack other words."""
-QUIET = {
-    "RAY_ADDRESS": "local",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-}
+QUIET = {"RAY_ADDRESS": "local", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+QUIET |= dict.fromkeys(("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"), "1")
 
 
 def found_by(work: str, folder: Path, *words: Any, variants: Any = ({},), ranks: int = 0) -> list[Any]:

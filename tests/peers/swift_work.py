@@ -177,6 +177,4 @@ def _measure(kind: str, trainer: Any, samples: Any, sizes: list[int], order: lis
 def _joined(parts: list[Any], halves: bool) -> Any:
     if not halves:
         return torch.cat(parts)
-    return torch.cat(
-        [torch.cat([part[: len(part) // 2] for part in parts]), torch.cat([part[len(part) // 2 :] for part in parts])]
-    )
+    return torch.cat([*(part[: len(part) // 2] for part in parts), *(part[len(part) // 2 :] for part in parts)])

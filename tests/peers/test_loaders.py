@@ -18,16 +18,8 @@ import ray.train as ray_train
 import torch
 import webdataset
 from datasets import Dataset
-from megatron.energon import (
-    Cooker,
-    SampleDecoder,
-    TaskEncoder,
-    WorkerConfig,
-    basic_sample_keys,
-    get_savable_loader,
-    get_train_dataset,
-    stateless,
-)
+from megatron import energon
+from megatron.energon import Cooker, SampleDecoder, TaskEncoder, WorkerConfig, get_train_dataset, stateless
 from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 from torch.utils.data import DataLoader, SequentialSampler
 from torchdata import nodes
@@ -156,7 +148,7 @@ def test_webdataset_takes_ours_where_its_samples_are_dicts(shards):
 
 @stateless
 def cook(sample):
-    return {**basic_sample_keys(sample), **sample["json"]}
+    return {**energon.basic_sample_keys(sample), **sample["json"]}
 
 
 class Encoder(TaskEncoder):
@@ -180,7 +172,7 @@ def test_energon_batches_with_ours_and_goes_on_where_it_stood(shards, workers):
 
     def made():
         dataset = get_train_dataset(shards, worker_config=config, task_encoder=Encoder(), **settings)
-        return get_savable_loader(dataset)
+        return energon.get_savable_loader(dataset)
 
     goes_on(made, 1, ordered=False, state=("save_state_rank", "restore_state_rank"))
 

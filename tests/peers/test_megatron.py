@@ -3,22 +3,12 @@
 from functools import partial
 from typing import Any
 
+import megatron_world as world
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
-from megatron_world import (
-    PAD,
-    DotProductAttention,
-    TEDotProductAttention,
-    aux_losses,
-    build,
-    far,
-    gaps,
-    outcome,
-    packed_rows,
-    samples,
-)
+from megatron_world import PAD, TEDotProductAttention, aux_losses, build, far, gaps, outcome, packed_rows, samples
 from torch import Tensor
 
 from collate_npu import CollateError, PaddingCollator, check_delivery
@@ -160,7 +150,7 @@ def test_check_delivery_of_a_kernel_that_reads_no_mask(model, fused):
 
 
 ROWS, ODD = samples(7, 3, 6), samples(7, 3, 5)
-DENSE = {"attention": DotProductAttention, "positions": "rope"}
+DENSE = {"attention": world.DotProductAttention, "positions": "rope"}
 KERNEL = {"attention": TEDotProductAttention, "positions": "rope"}
 MTP = {"mtp_num_layers": 2, "calculate_per_token_loss": True}
 

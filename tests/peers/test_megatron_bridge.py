@@ -161,9 +161,8 @@ def step(model: Any, batch: dict[str, Any], *, ours: bool = False) -> tuple[Any,
         keys = ("cu_seqlens", "cu_seqlens_argmin", "position_ids")
         read = {"input_ids": batch["tokens"], **{key: batch[key] for key in keys if "cu_seqlens" in batch}}
         if "cu_seqlens" not in batch:
-            read["attention_mask"] = Segments.from_lengths(
-                [n - 1 for n in batch["token_count"]], batch["tokens"].shape[1]
-            ).keep
+            lengths = [n - 1 for n in batch["token_count"]]
+            read["attention_mask"] = Segments.from_lengths(lengths, batch["tokens"].shape[1]).keep
         inputs, _ = gpt_batch(read, model, padding_free="cu_seqlens" in batch)
         out = model(**inputs, labels=batch["labels"])
         (out * batch["loss_mask"]).sum().backward()

@@ -43,9 +43,8 @@ def indexed(tmp_path_factory):
 
     @cache
     def made(**settings):
-        asked = dict.fromkeys(
-            ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask"), False
-        )
+        names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
+        asked = dict.fromkeys(names, False)
         where = {"blend": ([path], None), "split": "1,0,0", "tokenizer": Tokens(), "random_seed": 1, "sequence_length": 8}
         config = GPTDatasetConfig(**where, **{**asked, **settings})
         dataset = BlendedMegatronDatasetBuilder(GPTDataset, [4, 0, 0], lambda: True, config).build()[0]

@@ -7,23 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import swift_world
 import torch
 from swift.megatron.trainers import base, utils
 from swift.utils import import_external_file
-from swift_world import (
-    KINDS,
-    LENGTHS,
-    LOCAL,
-    MODEL_TYPES,
-    MULTIMODAL,
-    NEEDS_2D,
-    arguments,
-    as_kind,
-    collate,
-    prepare,
-    reaches_model,
-    trainer_of,
-)
+from swift_world import KINDS, LENGTHS, LOCAL, NEEDS_2D, arguments, as_kind, collate, prepare, reaches_model, trainer_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from collate_npu import CollateError, Segments
@@ -186,7 +174,7 @@ def out_of_order(model_type, layout, ranks):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", swift_world.MODEL_TYPES)
 @pytest.mark.usefixtures("installed")
 def test_each_layer_gets_this_ranks_part_of_what_it_reads(world, model_type, kind, kernel):
     """Flash attention None, local attention a dense mask, from which mcore-bridge tells its routers; else routers the
@@ -212,7 +200,7 @@ def test_each_layer_gets_this_ranks_part_of_what_it_reads(world, model_type, kin
             "attention_mask": masked,
             "attention_mask_2d": split_tensor(truth.keep, cp) if model_type in NEEDS_2D else None,
             "padding_mask": split_tensor(~truth.keep, cp) if masked is None and "qwen3_5" != model_type != "qwen3" else None,
-            "input_ids": data["input_ids"] if model_type in MULTIMODAL else split_tensor(data["input_ids"], cp),
+            "input_ids": data["input_ids"] if model_type in swift_world.MULTIMODAL else split_tensor(data["input_ids"], cp),
             "labels": split_tensor(torch.where(truth.keep, data["labels"].roll(-1, dims=-1), -100), cp),
         }
         for key, value in wanted.items():
@@ -221,7 +209,7 @@ def test_each_layer_gets_this_ranks_part_of_what_it_reads(world, model_type, kin
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["gpu", "npu"])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", swift_world.MODEL_TYPES)
 @pytest.mark.usefixtures("installed")
 def test_flat_rows_go_through_as_upstream_prepares_them_or_are_refused_in_slices(world, model_type, there):
     world.npu(there)

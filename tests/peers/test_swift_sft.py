@@ -118,9 +118,8 @@ def test_megatron_sft_knows_every_word(job, tmp_path):
     assert (given.padding_free, given.sequence_parallel) == (False, True)
     assert (env["COLLATE_NPU_GUARD"], env["NPROC_PER_NODE"]) == ("1", str(CARDS))
     assert (given.model, given.dataset) == ("MODEL", ["DATASET"])
-    assert [Path(path) for path in given.external_plugins] == [
-        Path(collate_npu.__file__).parent / "integrations/swift/plugin.py"
-    ]
+    plugin = Path(collate_npu.__file__).parent / "integrations/swift/plugin.py"
+    assert [Path(path) for path in given.external_plugins] == [plugin]
     assert given.global_batch_size % (given.micro_batch_size * CARDS // (sizes[0] * sizes[1] * sizes[2])) == 0
 
 

@@ -198,9 +198,8 @@ def batch(values):
     from verl.utils import tensordict_utils as tu
 
     ones = torch.nested.nested_tensor_from_jagged(torch.ones_like(values.values()), values.offsets())
-    data = TensorDict(
-        {"input_ids": values, "loss_mask": ones, "temperature": torch.ones(len(LENGTHS))}, batch_size=len(LENGTHS)
-    )
+    held = {"input_ids": values, "loss_mask": ones, "temperature": torch.ones(len(LENGTHS))}
+    data = TensorDict(held, batch_size=len(LENGTHS))
     tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=2, calculate_entropy=True)
     return data
 

@@ -213,9 +213,8 @@ def engine(folder, family, who, words=""):
         off["entropy"] = max(off["entropy"], float((out["entropy"][n] - want["entropy"]).abs().max()))
     if "lora" not in words:
         assert set(found) == set(wanted), set(found) ^ set(wanted)
-        off["gradient"] = max(
-            float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-6)) for name in wanted
-        )
+        gaps = {name: (found[name] - wanted[name]).norm() for name in wanted}
+        off["gradient"] = max(float(gap / wanted[name].norm().clamp(min=1e-6)) for name, gap in gaps.items())
         off["learned"] = gradient_error([found[name] for name in wanted], [*wanted.values()])
     told = [None] * size
     rows_out = [] if out is None else [row[:-1].tolist() for row in out["log_probs"].unbind()]

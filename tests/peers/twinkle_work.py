@@ -17,22 +17,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import megatron_world as world
 import te_stub  # noqa: F401  (before megatron and mcore_bridge)
 import torch
-from megatron_world import (
-    DENSE,
-    UNFUSED,
-    Attention,
-    TEDotProductAttention,
-    cells_on_ranks,
-    far,
-    fill,
-    hardware,
-    kernels,
-    layers,
-    seen,
-    watch,
-)
+from megatron_world import DENSE, UNFUSED, Attention, cells_on_ranks, far, fill, hardware, kernels, layers, seen, watch
 from processes import process_group, saved_model, write
 from torch import nn
 
@@ -297,7 +285,7 @@ def on_two_ranks() -> None:
     kernels(setattr)
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-    TESpecProvider.core_attention = lambda self: TEDotProductAttention
+    TESpecProvider.core_attention = lambda self: world.TEDotProductAttention
     RESULTS.update(cells_on_ranks(("qwen3", "qwen3_next"), layouts, truth, together))
 
 

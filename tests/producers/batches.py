@@ -132,9 +132,8 @@ def attended(ids: np.ndarray, size: int = 0, *, pattern: str) -> np.ndarray:
     return np.array(oracle.dense(ids.tolist(), pattern, size))[:, 0] & (ids > 0)[:, :, None]
 
 
-together, causal, sliding, prefix = (
-    partial(attended, pattern=name) for name in ("bidirectional", "causal", "sliding", "prefix")
-)
+together, causal = partial(attended, pattern="bidirectional"), partial(attended, pattern="causal")
+sliding, prefix = partial(attended, pattern="sliding"), partial(attended, pattern="prefix")
 
 
 def first_places(ids: np.ndarray) -> np.ndarray:
@@ -276,10 +275,8 @@ def emitted(
 
 def said(draw: Draw, name: str, *size: Any) -> dict[str, Any]:
     """Whom a pattern lets a token attend, and what a user would declare."""
-    return {
-        "attends": attended(draw.ids, *size, pattern=name),
-        "pattern": getattr(Pattern, name)(*size) if size else Pattern.of(name),
-    }
+    pattern = getattr(Pattern, name)(*size) if size else Pattern.of(name)
+    return {"attends": attended(draw.ids, *size, pattern=name), "pattern": pattern}
 
 
 def otherwise(draw: Draw, attends: np.ndarray) -> dict[str, Any]:

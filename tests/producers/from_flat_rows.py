@@ -12,21 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import batches
 import numpy as np
 import torch
-from batches import (
-    ONE_SEQUENCE,
-    PAD,
-    Case,
-    Draw,
-    Producer,
-    emitted,
-    joined,
-    keep_2d,
-    placed,
-    producer,
-    restarting,
-)  # fmt: skip
+from batches import PAD, Case, Draw, Producer, emitted, joined, keep_2d, placed, producer, restarting
 from from_transformers import FLAT, RIGHT, TRL, features_of, sft
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -256,7 +245,7 @@ PRODUCERS = [
     producer("NeMo RL packed", (), rl_packed, FLAT, tail=False),
     producer("NeMo RL packed, a tail", (), rl_packed, FLAT, tail=True),
     producer("NeMo RL padded", (), rl_padded, RIGHT),
-    producer("SkyRL, padded", (), skyrl_rows, ONE_SEQUENCE),
+    producer("SkyRL, padded", (), skyrl_rows, batches.ONE_SEQUENCE),
     known("open-instruct, tail", open_instruct, tail=5),
     producer("open-instruct DPO, tail", (), open_instruct_dpo, FLAT, tail=5),
     producer("loader: Energon's own batch", ENERGON, energon, RIGHT),

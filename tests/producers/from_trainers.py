@@ -12,33 +12,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 
+import batches
 import numpy as np
 import torch
-from batches import (
-    ONE_SEQUENCE,
-    PAD,
-    SIDED,
-    Case,
-    Draw,
-    case,
-    causal,
-    emitted,
-    joined,
-    keep_2d,
-    otherwise,
-    placed,
-    producer,
-    restarting,
-    said,
-    side_of,
-    sliding,
-    there,
-)  # fmt: skip
+from batches import PAD, SIDED, Case, Draw, case, emitted, joined, keep_2d, placed, producer, said, side_of
 from from_transformers import EOS, FLAT, RIGHT, features_of
 from torch.nn.attention.flex_attention import and_masks, create_mask
 
 sys.path.append(str(Path(__file__).parents[1] / "peers"))
-if there("swift"):
+if batches.there("swift"):
     import te_stub  # noqa: F401  (its stand-ins come before megatron.core is imported)
 
 CORE = ("megatron.core",)
@@ -100,9 +82,9 @@ def swift_rswa(draw: Draw) -> Case:
     size, cut = draw.number(1, draw.shape[1]), draw.number(0, draw.shape[1] - 1)
     labels = torch.from_numpy(draw.tokens).masked_fill(torch.arange(draw.shape[1]) < cut, -100)
     mask = owner._build_rswa_attention_mask(labels, keep_2d(draw), size, torch.float32)
-    attends = sliding(draw.ids, size) | causal(draw.ids) & (np.arange(draw.shape[1]) < cut)
-    attends[:, :cut] = causal(draw.ids)[:, :cut]
-    return case(draw, mask, told={**otherwise(draw, attends), "polarity": "bias"})
+    attends = batches.sliding(draw.ids, size) | batches.causal(draw.ids) & (np.arange(draw.shape[1]) < cut)
+    attends[:, :cut] = batches.causal(draw.ids)[:, :cut]
+    return case(draw, mask, told={**batches.otherwise(draw, attends), "polarity": "bias"})
 
 
 # --- verl, twinkle, torchtitan
@@ -190,7 +172,7 @@ def titan(draw: Draw) -> Case:
     size = draw.number(1, S)
     mods = attention.get_causal_mask_mod(), attention.get_fixed_block_mask_mod(size)
     mask = create_mask(and_masks(*mods), B, 1, S, S, device="cpu")
-    return case(draw, mask, told={"polarity": "keep", **said(draw, "chunked", size)}, position_ids=restarting(draw))
+    return case(draw, mask, told={"polarity": "keep", **said(draw, "chunked", size)}, position_ids=batches.restarting(draw))
 
 
 # --- NeMo Automodel
@@ -260,16 +242,16 @@ PRODUCERS = [
     producer("mcore GPTDataset, reset attention", CORE, dataset, FLAT, positions=False, attention=True, loss=True),
     producer("mcore GPTDataset, reset positions", CORE, dataset, FLAT, positions=True, attention=False),
     producer("mcore GPTDataset, plain", CORE, dataset, SIDED, positions=False, attention=False),
-    producer("mcore T5 encoder", CORE, t5, ONE_SEQUENCE, history=False),
-    producer("mcore T5 decoder", CORE, t5, ONE_SEQUENCE, history=True),
+    producer("mcore T5 encoder", CORE, t5, batches.ONE_SEQUENCE, history=False),
+    producer("mcore T5 decoder", CORE, t5, batches.ONE_SEQUENCE, history=True),
     producer("swift template, Megatron", SWIFT, swift, RIGHT, megatron=True),
     producer("swift template, transformers", SWIFT, swift, SIDED, megatron=False),
     producer("swift template, Megatron, padding free", SWIFT, swift, FLAT, megatron=True, flat=True),
-    producer("swift R-SWA", SWIFT, swift_rswa, ONE_SEQUENCE),
+    producer("swift R-SWA", SWIFT, swift_rswa, batches.ONE_SEQUENCE),
     producer("verl padded, GPU", VERL, verl_engine, RIGHT, npu=False),
     producer("verl padded, NPU", VERL, verl_engine, RIGHT, npu=True),
     producer("verl packed sequences", VERL, verl_packed, SIDED),
-    producer("verl decoder mask", VERL, verl_decoder, ONE_SEQUENCE),
+    producer("verl decoder mask", VERL, verl_decoder, batches.ONE_SEQUENCE),
     producer("twinkle, Megatron", TWINKLE, twinkle, RIGHT, framework="megatron"),
     producer("twinkle, Megatron on an NPU", TWINKLE, twinkle, RIGHT, framework="megatron", npu=True),
     producer("twinkle, transformers", TWINKLE, twinkle, SIDED, framework="transformers"),

@@ -12,35 +12,10 @@ from functools import cache, partial
 from inspect import signature
 from typing import Any
 
+import batches
 import numpy as np
 import torch
-from batches import (
-    ONE_SEQUENCE,
-    PACKED,
-    PAD,
-    SIDED,
-    STYLES,
-    Case,
-    Draw,
-    Producer,
-    bias_of,
-    case,
-    causal,
-    emitted,
-    first_places,
-    joined,
-    keep_2d,
-    otherwise,
-    placed,
-    plain_rows,
-    prefix,
-    producer,
-    restarting,
-    said,
-    side_of,
-    sliding,
-    together,
-)  # fmt: skip
+from batches import ONE_SEQUENCE, PAD, SIDED, Case, Draw, Producer, case, causal, emitted, keep_2d, placed, producer, said
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask
 
 from collate_npu import Pattern
@@ -88,7 +63,7 @@ def plain(draw: Draw, implementation: str, **more: Any) -> Case:
 
 def from_positions(draw: Draw, implementation: str, beside: bool = True) -> Case:
     """Packed rows that transformers finds by their positions."""
-    positions = {"position_ids": restarting(draw)}
+    positions = {"position_ids": batches.restarting(draw)}
     mask = made(draw, "create_causal_mask", implementation, two_d=False, **positions)
     return case(draw, mask, told={"polarity": POLARITY.get(implementation)}, **(positions if beside else {}))
 
@@ -96,7 +71,7 @@ def from_positions(draw: Draw, implementation: str, beside: bool = True) -> Case
 def window(draw: Draw, implementation: str, pattern: str, packed: bool = False) -> Case:
     name, setting = WINDOWS[pattern]
     size = draw.number(1, draw.shape[1] + 1)
-    more = {"position_ids": restarting(draw)} if packed else {}
+    more = {"position_ids": batches.restarting(draw)} if packed else {}
     mask = made(draw, name, implementation, two_d=not packed, **{setting: size}, **more)
     return case(draw, mask, told={**said(draw, pattern, size), "polarity": POLARITY[implementation]}, **more)
 
@@ -118,9 +93,10 @@ def encoder_window(draw: Draw) -> Case:
 def prefix_or(draw: Draw) -> Case:
     """A prefix that every token sees, through `or_mask_function`."""
     size = draw.number(0, draw.shape[1])
-    first = torch.from_numpy(first_places(draw.ids).max(axis=1))
+    first = torch.from_numpy(batches.first_places(draw.ids).max(axis=1))
     mask = made(draw, "create_causal_mask", "sdpa", or_mask_function=lambda b, h, q, k: k < first[b] + size)
-    attends = causal(draw.ids) | (together(draw.ids) & (np.arange(draw.shape[1]) < first.numpy()[:, None, None] + size))
+    ahead = np.arange(draw.shape[1]) < first.numpy()[:, None, None] + size
+    attends = causal(draw.ids) | (batches.together(draw.ids) & ahead)
     return case(draw, mask, told={"attends": attends, "pattern": Pattern.prefix(size), "polarity": "keep"})
 
 
@@ -132,8 +108,9 @@ def image_blocks(draw: Draw) -> Case:
     groups = get_block_sequence_ids_for_mask(kinds)
     mask = made(draw, "create_causal_mask", "sdpa", block_sequence_ids=groups)
     blocks = groups.numpy()
-    same = (blocks[:, :, None] == blocks[:, None, :]) & (blocks >= 0)[:, :, None] & together(draw.keep.astype(np.int64))
-    told = otherwise(draw, causal(draw.ids) | same)
+    same = batches.together(draw.keep.astype(np.int64)) & (blocks >= 0)[:, :, None]
+    same &= blocks[:, :, None] == blocks[:, None, :]
+    told = batches.otherwise(draw, causal(draw.ids) | same)
     return case(draw, mask, told={**told, "polarity": "keep"}, token_type_ids=kinds)
 
 
@@ -141,10 +118,10 @@ def paligemma(draw: Draw) -> Case:
     """PaliGemma: `token_type_ids` 0 is prefix, in both directions; 1 is the answer (modeling_paligemma.py:258)."""
     ids, lengths = draw.ids, draw.keep.sum(axis=1)
     sizes = (lengths * draw.rng.random(len(ids))).astype(int)
-    place = np.arange(ids.shape[1]) - first_places(ids)
+    place = np.arange(ids.shape[1]) - batches.first_places(ids)
     kinds = torch.from_numpy((place >= sizes[:, None]) & draw.keep).long()
     mask = made(draw, "create_causal_mask", "sdpa", block_sequence_ids=torch.where(kinds == 0, 0, -1))
-    attends = np.concatenate([prefix(ids[b : b + 1], int(size)) for b, size in enumerate(sizes)])
+    attends = np.concatenate([batches.prefix(ids[b : b + 1], int(size)) for b, size in enumerate(sizes)])
     # One prefix for each sequence that exists: a row of padding alone has none.
     pattern = Pattern.prefix([int(size) for size, length in zip(sizes, lengths) if length] or 0)
     return case(draw, mask, told={"attends": attends, "pattern": pattern, "polarity": "keep"}, token_type_ids=kinds)
@@ -159,7 +136,7 @@ def alibi(draw: Draw, model: str) -> Case:
         slopes = modeling.build_alibi_tensor(keep_2d(draw), 4, torch.float32).view(B, 4, 1, -1).expand(-1, -1, S, -1)
     blocked = made(draw, "create_causal_mask", "eager") < -1
     mask = torch.masked_fill(slopes, blocked, torch.finfo(torch.float32).min)
-    return case(draw, mask, told=bias_of(draw, mask))
+    return case(draw, mask, told=batches.bias_of(draw, mask))
 
 
 # --- 4.x
@@ -222,9 +199,9 @@ def by_tokenizer(draw: Draw, name: str, *, pad: str = "<pad>", labels: bool = Tr
 
     rows = [[*row[:-1], EOS] if pad == "<eos>" else row for row in draw.rows()]
     features = [feature | ({"labels": list(feature["input_ids"])} if labels else {}) for feature in features_of(rows)]
-    collator = getattr(transformers, name)(tokenizer(side_of(draw), pad), **settings)
-    batch = collator([dict(feature) for feature in features])
-    return emitted(draw, batch, ids=placed(draw.lengths, batch["input_ids"].shape[1], side_of(draw)), features=features)
+    side = batches.side_of(draw)
+    batch = getattr(transformers, name)(tokenizer(side, pad), **settings)([dict(feature) for feature in features])
+    return emitted(draw, batch, ids=placed(draw.lengths, batch["input_ids"].shape[1], side), features=features)
 
 
 def flattened(draw: Draw, **settings: Any) -> Case:
@@ -233,7 +210,7 @@ def flattened(draw: Draw, **settings: Any) -> Case:
 
     features = features_of(draw.sequences())
     batch = DataCollatorWithFlattening(**settings)([dict(feature) for feature in features])
-    return emitted(draw, batch, ids=joined(features), features=features, flat=True)
+    return emitted(draw, batch, ids=batches.joined(features), features=features, flat=True)
 
 
 def fixed(draw: Draw) -> Case:
@@ -309,7 +286,7 @@ def document(draw: Draw, *, blocked: bool, block: bool) -> Case:
         parts.append(lambda b, h, q, k: (ids[b, k] > 0) & (ids[b, q] > 0))
     B, S = draw.shape
     mask = create_mask(and_masks(*parts), B, 1, S, S, device="cpu")
-    silent = plain_rows(mask, draw)
+    silent = batches.plain_rows(mask, draw)
     if block:
         return case(draw, create_block_mask(and_masks(*parts), B, 1, S, S, device="cpu"), told={"silent": silent})
     return case(draw, mask, told={"polarity": "keep", "silent": silent})
@@ -345,7 +322,7 @@ def by_hand(draw: Draw, form: str) -> Case:
     square = draw.keep[:, None, None, :] & np.tri(draw.shape[1], dtype=bool)
     if form == "diagonal forced":
         mask = torch.from_numpy(square) | torch.eye(draw.shape[1], dtype=torch.bool)
-        return case(draw, mask, told={"polarity": "keep", "silent": plain_rows(mask, draw)})
+        return case(draw, mask, told={"polarity": "keep", "silent": batches.plain_rows(mask, draw)})
     if form == "numpy additive":
         return case(draw, np.where(square, 0, LOW).astype(np.float32), told={"polarity": "bias"})
     return case(draw, ~square, told={"polarity": "masked"})
@@ -360,7 +337,7 @@ def key_row(draw: Draw, form: str) -> Case:
 
 def head_windows(draw: Draw) -> Case:
     """Each head has a window of its own."""
-    mask = torch.from_numpy(np.stack([sliding(draw.ids, size) for size in (1, 2, draw.shape[1])], axis=1))
+    mask = torch.from_numpy(np.stack([batches.sliding(draw.ids, size) for size in (1, 2, draw.shape[1])], axis=1))
     return case(draw, mask, told={"pattern": None, "polarity": "keep", "richer": not (mask == mask[:, :1]).all()})
 
 
@@ -369,7 +346,7 @@ def position_bias(draw: Draw) -> Case:
     blocked = torch.from_numpy(~causal(draw.ids))[:, None]
     numbers = torch.from_numpy(draw.rng.uniform(-200, 200, (1, 1, *draw.shape[1:] * 2)).astype(np.float32))
     mask = numbers + blocked * -1e4
-    return case(draw, mask, told=bias_of(draw, mask))
+    return case(draw, mask, told=batches.bias_of(draw, mask))
 
 
 def accelerate(draw: Draw, decoder: bool) -> Case:
@@ -391,7 +368,7 @@ def numbers(draw: Draw, *, positions: bool, ones: bool = False) -> Case:
 
     Padding counts 0 (LLaMA-Factory processor/supervised.py:221, transformers' pad of `position_ids`).
     """
-    more = {"position_ids": restarting(draw).masked_fill(torch.from_numpy(~draw.keep), 0)} if positions else {}
+    more = {"position_ids": batches.restarting(draw).masked_fill(torch.from_numpy(~draw.keep), 0)} if positions else {}
     return case(draw, keep_2d(draw) if ones else torch.from_numpy(draw.ids.copy()), **more)
 
 
@@ -411,7 +388,7 @@ def row(name: str, make: Any, /, needs: Any = (), styles: Any = ONE_SEQUENCE, **
     return producer(name, needs, make, styles, **settings)
 
 
-packing = partial(row, styles=(*SIDED, *sorted(PACKED)))
+packing = partial(row, styles=(*SIDED, *sorted(batches.PACKED)))
 PRODUCERS = [
     hf("causal sdpa", plain, implementation="sdpa"),
     hf("causal eager", plain, implementation="eager"),
@@ -455,7 +432,8 @@ PRODUCERS = [
     producer("trl DPO", TRL, preference, RIGHT),
     producer("trl GRPO pads", TRL, prompts_and_completions, SIDED),
     producer("trl flush_left", TRL, prompts_and_completions, SIDED, flush=True),
-    *(row(f"flex documents, padding {name}" + ", BlockMask" * block, document, styles=STYLES, blocked=blocked, block=block)
+    *(row(f"flex documents, padding {name}" + ", BlockMask" * block, document,
+          styles=batches.STYLES, blocked=blocked, block=block)
       for name, blocked in (("is document 0", False), ("blocked", True)) for block in (False, True)),
     row("flex window, BlockMask", flex_window),
     row("nn.Transformer triangle", square_subsequent, padded=False, styles=NEVER_EMPTY),

@@ -248,13 +248,8 @@ def wrap(case: Case, *, with_2d: bool = False, declared: bool = False, make: Any
         check_batch(out, case, "neutral")
 
 
-WAYS = {
-    "derive": derive,
-    "megatron": adapt,
-    "transformers": partial(adapt, consumer="transformers"),
-    "wrap": wrap,
-    "collate": collate,
-}
+WAYS = {"derive": derive, "megatron": adapt, "transformers": partial(adapt, consumer="transformers"), "wrap": wrap}
+WAYS["collate"] = collate
 
 
 def _entry(name: str, with_2d: bool = False, declared: bool = False) -> Entry:

@@ -22,9 +22,8 @@ def made(ids: np.ndarray, mask=None, style="left", attends=None, **told) -> Case
     tokens = np.where(ids > 0, np.arange(ids.size).reshape(ids.shape) + 3, 0)
     attends = causal(ids) if attends is None else attends
     mask = torch.from_numpy(attends)[:, None] if mask is None else mask
-    return case(
-        Draw(style, ids, tokens, np.random.default_rng(0)), mask, told={"polarity": "keep", "attends": attends, **told}
-    )
+    told = {"polarity": "keep", "attends": attends, **told}
+    return case(Draw(style, ids, tokens, np.random.default_rng(0)), mask, told=told)
 
 
 def right(ids: np.ndarray, **changed) -> dict:

@@ -88,8 +88,7 @@ def test_a_mixer_that_is_handed_something_else_than_its_rows_is_found():
         return own(self, hidden_states.reshape(1, -1, hidden_states.shape[-1]), **kwargs).view_as(hidden_states)
 
     layer.forward = runs_on.__get__(layer)
+    segments = of_lengths([[15, 14], [15]], 30)
     with adapt(model), pytest.raises(CollateError, match=r"linear_attn: .*another sequence"):
-        check_delivery(
-            model, {**BATCH, "segment_ids": of_lengths([[15, 14], [15]], 30).ids}, segments=of_lengths([[15, 14], [15]], 30)
-        )
+        check_delivery(model, {**BATCH, "segment_ids": segments.ids}, segments=segments)
     assert by_sequence.running() == (None, None)

@@ -17,19 +17,9 @@ from text import sample_ids
 
 from collate_npu import CollateError
 from collate_npu.consumers import probe
+from collate_npu.proof import measure as measuring
 from collate_npu.proof.invariance import Reference
-from collate_npu.proof.measure import (
-    MARGIN,
-    TIMES,
-    Compared,
-    Errors,
-    Numbers,
-    Yardstick,
-    alone,
-    errors_between,
-    measure,
-    product_error,
-)
+from collate_npu.proof.measure import MARGIN, TIMES, Errors, Numbers, Yardstick, alone, errors_between, measure
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model
 from collate_npu.tools.audit import Subject
 
@@ -55,7 +45,7 @@ def test_each_error_by_hand():
 def test_the_worst_keeps_what_is_not_a_number_wherever_it_stands(place):
     for bad, kept in ((NAN, NAN), (INF, INF), (-INF, 2.0)):
         values = [bad if n == place else 0.0 for n in range(4)]
-        found = Compared((Errors(*[1.0] * 4), Errors(*values), Errors(*[2.0] * 4)), ()).worst
+        found = measuring.Compared((Errors(*[1.0] * 4), Errors(*values), Errors(*[2.0] * 4)), ()).worst
         assert astuple(found)[place] == pytest.approx(kept, nan_ok=True)
 
 
@@ -275,7 +265,7 @@ def test_a_width_that_gives_no_number_passes_nothing(gradients):
 
 def test_the_error_of_a_product_is_that_of_the_dtype_and_of_the_machine():
     float32 = torch.zeros(1)
-    assert product_error(float32) < 1e-6
-    assert 1e-3 < product_error(float32.to(torch.bfloat16)) < 4e-3
+    assert measuring.product_error(float32) < 1e-6
+    assert 1e-3 < measuring.product_error(float32.to(torch.bfloat16)) < 4e-3
     with RoundedProducts():
-        assert 1e-4 < product_error(float32.to(torch.float32)) < 1e-3
+        assert 1e-4 < measuring.product_error(float32.to(torch.float32)) < 1e-3

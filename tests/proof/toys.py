@@ -72,9 +72,8 @@ def flex(part, x, told):
 
 def core(part, x, told):
     q, k, v = (each.permute(2, 0, 1, 3) for each in heads(part, x))
-    return (
-        part.core(q, k, v, told.get("blocked", ~told["allowed"]), attn_mask_type=told.get("kind")).transpose(0, 1).flatten(2)
-    )
+    out = part.core(q, k, v, told.get("blocked", ~told["allowed"]), attn_mask_type=told.get("kind"))
+    return out.transpose(0, 1).flatten(2)
 
 
 def npu_fusion_attention(query, key, value, head_num, input_layout, **given):
@@ -208,9 +207,8 @@ def stack_of(model, collate):
     def run(samples):
         batch = collate([{"input_ids": ids, "labels": ids} for ids in samples])
         lengths = [len(ids) for ids in samples]
-        segments = Segments.from_lengths(
-            [lengths] if collate is packed else lengths, side="left" if collate is padded else "right"
-        )
+        side = "left" if collate is padded else "right"
+        segments = Segments.from_lengths([lengths] if collate is packed else lengths, side=side)
         with torch.no_grad():
             given = model(**{key: value for key, value in batch.items() if key != "labels"})
         rows = per_sequence(given.log_softmax(-1), segments)

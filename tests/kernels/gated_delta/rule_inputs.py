@@ -53,8 +53,6 @@ def apart(out: Tensor, expected: Tensor, layer: Layer, hidden: Tensor) -> float:
     """The largest difference of an output at a real token, of an input's gradient, or of a parameter's, over its size."""
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9))
     wanted = [hidden, *layer.parameters()]
-    pairs = [
-        (out, expected),
-        *zip(*(torch.autograd.grad((x * weights).sum(), wanted, retain_graph=True) for x in (out, expected))),
-    ]
+    made = (torch.autograd.grad((x * weights).sum(), wanted, retain_graph=True) for x in (out, expected))
+    pairs = [(out, expected), *zip(*made)]
     return max(float(((x - y).detach().abs().max() / y.detach().abs().max()).nan_to_num(nan=torch.inf)) for x, y in pairs)

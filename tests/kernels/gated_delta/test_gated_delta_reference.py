@@ -50,9 +50,8 @@ def test_a_sequence_among_others_is_as_alone_with_its_own_state_and_an_empty_one
         if start == end:
             assert torch.equal(final[n], states[n])
             continue
-        one, state = reference_gated_delta_rule(
-            *(x[:, start:end] for x in inputs), **more | {"initial_state": states[n : n + 1]}
-        )
+        own = more | {"initial_state": states[n : n + 1]}
+        one, state = reference_gated_delta_rule(*(x[:, start:end] for x in inputs), **own)
         torch.testing.assert_close(out[:, start:end], one)
         torch.testing.assert_close(final[n : n + 1], state)
     assert (out - reference_gated_delta_rule(*inputs)[0]).abs().max() > 0.1  # the control: without boundaries
