@@ -190,7 +190,7 @@ CALLS = {
     "zero_padding": Call(kernels.zero_padding, "hidden segments", "rows width"),
 }
 FREE = {
-    "CollateError", "ContextParallel", "Pattern", "Verdict", "needs_mask_2d", "RecurrentScheme", "data_group",
+    "CollateError", "ContextParallel", "Pattern", "Verdict", "needs_mask_2d", "data_group",
     "gloo_group", "ranks_agree", "NpuForm", "Kernel", "prefix_triangle",
     "triangle", "Watch",
 }  # fmt: skip
