@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from collate_npu.consumers.by_sequence import runs_by_sequence
 from collate_npu.consumers.device_copy import move_batch
 from collate_npu.consumers.labels_and_positions import KEY, TEXT_KEY, check_labels, label_places, labels_for, positions_for
 from collate_npu.consumers.mask_choice import Case, Choice, Consumer, ConsumerName, Model, consumer_named
@@ -143,6 +144,8 @@ class BatchAdapter:
         how: dict[str, Any] = {"needs_2d": needs_mask_2d, "attn_implementation": attn_implementation}
         self.model = model if isinstance(model, Model) else self._known(model, model_type, how)
         """What is known of the model: found once, here."""
+        self.shares = runs_by_sequence(model, shared=True)
+        """True if `adapt` runs the rows of this model that ranks share."""
         self._check()
 
     def _out_of_scope(self, model: Any, model_type: str | None) -> str:
@@ -169,7 +172,7 @@ class BatchAdapter:
         elif not self.consumer.splits_rows:
             rule = f"Consumer {self.consumer.name!r} reads whole rows: its ranks cannot share out a dense mask."
             remedy = "Leave context_parallel out, or use a consumer that needs no mask, with right padding."
-        elif self.model.needs_mask_2d and not self.consumer.shares_recurrent and not self.model.by_sequence:
+        elif self.model.needs_mask_2d and not (self.consumer.shares_recurrent or self.shares):
             rule = f"A rank's recurrent layers need the state of the tokens before its part, and {self.consumer.not_shared}."
             remedy = "A transformers model: call adapt(model, sequence_group=group) first. Else give each rank whole rows."
         if rule and size > 1:
@@ -311,7 +314,8 @@ class BatchAdapter:
             causal = self.pattern.causal and not (self.model.leaks and self.declared is None)
             flat = causal or not segments.num_padding  # to a model that may look ahead, one with padding is a padded row
         known: dict[str, Any] = {"model": self.model, "pattern": self.pattern, "context_parallel": self.context_parallel}
-        case = Case(segments=segments, padding_free=flat, call=call, apart=self.model.by_sequence, **known)
+        apart = self.model.by_sequence and (self.context_parallel is None or self.shares)
+        case = Case(segments=segments, padding_free=flat, call=call, apart=apart, **known)
         if self.model.needs_mask_2d is None and not flat and not case.plain:
             raise _no_model("The form of this batch depends on whether the model has recurrent layers.")
         return case

@@ -269,11 +269,11 @@ def carry(model: nn.Module) -> None:
                 setattr(module, name, _Carrying(held))
 
 
-def runs_by_sequence(model: Any) -> bool:
-    """Return True if `adapt` runs this transformers module by sequence."""
+def runs_by_sequence(model: Any, *, shared: bool = False) -> bool:
+    """Return True if `adapt` runs this transformers module by sequence, and with `shared` the rows that ranks share."""
     modules = unwrap(model).modules() if isinstance(model, nn.Module) else ()
     hooks = (hook for module in modules for hook in module._forward_pre_hooks.values())
-    return any(getattr(hook, "by_sequence", False) for hook in hooks)
+    return any(getattr(hook, "by_sequence", False) and (not shared or hook.share() is not None) for hook in hooks)
 
 
 # --- mixers

@@ -132,9 +132,9 @@ class SharedPlan:
         if self.attention is not None and not mixer.ruled:
             return self.attention.run(mixer, own, args, kwargs)
         if mixer.exchanges is None and self.cp.size > 1:
-            with torch.no_grad(), _Collectives() as seen, suppress(RuntimeError):  # of a mask for whole rows
+            with torch.no_grad(), _Collectives() as collectives, suppress(RuntimeError):  # of a mask for whole rows
                 own(*args, **kwargs)
-            mixer.exchanges = bool(seen.names)
+            mixer.exchanges = collectives.seen
         if mixer.exchanges:
             return own(*args, **kwargs)
         by_heads = mixer.ruled and recurrent_heads(mixer.config)[-1] % self.cp.size == 0
@@ -177,7 +177,7 @@ class SharedPlan:
             place_T[tokens] = np.arange(len(tokens))
         home = self._route(self.tokens, rank_T, place_T)
         lengths = lengths_N[rank_N == self.cp.rank].tolist() or [1]
-        return _Work(self._route(wanted, self.owner_T, self.local_T), plan_of(lengths, self._device), home)
+        return _Work(self._route(wanted, self.owner_T, self.local_T), plan_of(lengths, self.whole.place_T.device), home)
 
     def _cut(self, reach: int) -> _Work:
         """Pieces of sequences: of this rank's own tokens, each behind the tokens that a convolution looks back to."""
@@ -185,7 +185,7 @@ class SharedPlan:
         wanted = [np.concatenate([np.arange(start, end) for start, _, end in pieces] or [_NONE]) for pieces in cut]
         mine = cut[self.cp.rank]
         home = np.flatnonzero(np.concatenate([np.arange(start, end) >= first for start, first, end in mine] or [_NONE > 0]))
-        plan = plan_of([end - start for start, _, end in mine] or [1], self._device, "one")
+        plan = plan_of([end - start for start, _, end in mine] or [1], self.whole.place_T.device, "one")
         counts, t = [len(tokens) for tokens in self.tokens], len(self.tokens[self.cp.rank])
         together = np.concatenate(self.tokens)
         P, group = self.cp.size, self.cp.group
@@ -215,12 +215,8 @@ class SharedPlan:
         come = np.bincount(owner_T[mine], minlength=self.cp.size).tolist()
         return Route(self._tensor(np.concatenate(send)), list(map(len, send)), come, self._tensor(order), self.cp.group)
 
-    @property
-    def _device(self) -> torch.device:
-        return self.whole.place_T.device
-
     def _tensor(self, places: Array) -> Tensor:
-        return torch.from_numpy(places).to(self._device, non_blocking=True)
+        return torch.from_numpy(places).to(self.whole.place_T.device, non_blocking=True)
 
     def exchanged(self, work: _Work, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Return the rule's output `[n, L, H, ...]` for rows of pieces: each rank runs some heads of the whole sequences."""
@@ -313,13 +309,10 @@ def reach_of(mixer: nn.Module) -> int:
 
 
 class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the collectives that run."""
+    """Sees whether a collective runs."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: set[str] = set()
+    seen = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in function.namespace:
-            self.names.add(str(function))
+        self.seen = self.seen or "c10d" in function.namespace
         return function(*args, **(kwargs or {}))

@@ -108,7 +108,7 @@ def refuse_model(model: Any, backend: Backend = "torch") -> None:
         with layout='head_tail' for torch's context parallelism.
     """
     name = type(config_of(model)).__name__
-    if needs_mask_2d(model) and not runs_by_sequence(model):
+    if needs_mask_2d(model) and not runs_by_sequence(model, shared=True):
         rule = "Its recurrent layers would run on one rank's shard of the row, without the state of the tokens before it."
         remedy = "Call adapt(model, sequence_group=group) first, with layout='head_tail' for torch's context parallelism."
         raise UnsupportedFormError(explain("model", name, rule, remedy))

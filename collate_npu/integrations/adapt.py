@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from collate_npu.arrays import dims
 from collate_npu.consumers.adapter import KNOWN_BATCHES, BatchAdapter
 from collate_npu.consumers.by_sequence import BySequence, ForwardPlan, Way, begin, carry
 from collate_npu.consumers.flat_row import CACHES, FlatCall
@@ -267,7 +268,7 @@ class _Hooks:
         """Let the recurrent mixers of this thread run for rows of which each rank of `cp` has a part, as the batch has."""
         adapter = self._current(module, self.by_sequence)
         offsets = {key: batch[key] for key in (*batch.named["offsets"], *batch.named["tail"])}
-        if _exchanged(adapter, module, batch, cp.size, offsets):
+        if self.share is _shared and _exchanged(adapter, module, batch, cp.size, offsets):
             return None
         part, device = batch.shape(), next(x.device for x in batch.values() if isinstance(x, torch.Tensor))
         why = "it is compiled" if graph or is_compiled(module) else self.way.why_padded or changed_reason(module, self.way)
@@ -275,6 +276,10 @@ class _Hooks:
             if why:
                 rule = f"{cp.size} ranks share each row of this {adapter.model.description}, which does not run by sequence"
                 raise UnsupportedFormError(explain("input_ids", str(list(part)), f"{rule}: {why}.", _WHOLE_ROWS))
+            if dims(batch.get("labels")) == part and batch.get("shift_labels") is None and adapter.label_rule == "next":
+                rule = "The model moves labels within this rank's part, where the next token may be another rank's."
+                remedy = "Pass shift_labels beside them: split_tensor(shift_labels(labels, segments), cp)."
+                raise UnsupportedFormError(explain("labels", "a part of a row", rule, remedy, more="shard-labels"))
             facts |= {"part": str(part)} | {key: partial(digest, value) for key, value in offsets.items()}
             whole = whole_rows(batch, cp, offsets)
         segments = adapter.read(whole, adapter.polarity, _is_flat(whole))
@@ -504,8 +509,8 @@ def _shared() -> ContextParallel | None:
     """Return the ranks that share each row, if the stack that runs has any."""
     for module, name in SEQUENCE_GROUPS.items():
         with suppress(AttributeError):  # a stack that is loaded and has not begun
-            group = attrgetter(name)(sys.modules.get(module))
-            return None if group is None else ContextParallel.from_group(group, layout="contiguous")
+            if (group := attrgetter(name)(sys.modules.get(module))) is not None:
+                return ContextParallel.from_group(group, layout="contiguous")
     return None
 
 

@@ -131,6 +131,8 @@ def apart(fault):
         batch = {key: value[:, :-4] for key, value in batch.items()}
     if fault == "way" and rank:
         model.model.layers[0].linear_attn.register_forward_hook(lambda *_: None)
+    if fault == "labels":
+        batch["labels"] = batch["input_ids"].clone()
     if fault == "error" and rank:
         batch["attention_mask"] = batch["attention_mask"].to_sparse()
     if fault != "not adapted" or not rank:

@@ -60,6 +60,7 @@ def test_without_adapt_each_rank_sees_its_part_alone(pair):
         ("layout", "zigzag, size 2, tp 1 on ranks [1]"),
         ("way", "does not run by sequence"),
         ("error", "'aten::_values'"),
+        ("labels", "Pass shift_labels beside them"),
         ("not adapted", "no message from ranks [1]"),
         ("no backward", "Timed out"),
     ],

@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from collate_npu import CollateError, Segments
+from collate_npu import BatchAdapter, CollateError, ContextParallel, Segments, adapt
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
 from collate_npu.integrations.accelerate import context_parallel_collator, ready_batch, refuse_model
 from collate_npu.outputs import shift_labels
+from collate_npu.testing import tiny_model
 
 
 def batch_of(segments: Segments, **more: object) -> dict:
@@ -124,8 +125,12 @@ def test_recurrent_models_are_refused_with_the_reason(backend):
     recurrent = config(layer_types=["linear_attention", "full_attention"])
     with pytest.raises(UnsupportedFormError, match="without the state of the tokens before it"):
         refuse_model(recurrent, backend)
+    pytest.importorskip("transformers")
+    adapt(model := tiny_model("qwen3_next", vocab_size=61))  # which knows of no ranks
     with pytest.raises(UnsupportedFormError, match="recurrent layers"):
-        context_parallel_collator(dict, size=2, model=recurrent, backend=backend)
+        context_parallel_collator(dict, size=2, model=model, backend=backend)
+    with pytest.raises(UnsupportedFormError, match="state of the tokens before its part"):
+        BatchAdapter(model, context_parallel=ContextParallel(2, 0))
 
 
 def test_windows_are_refused_where_the_hooks_drop_the_mask():
