@@ -132,7 +132,8 @@ class SharedPlan:
         if self.attention is not None and not mixer.ruled:
             return self.attention.run(mixer, own, args, kwargs)
         if mixer.exchanges is None and self.cp.size > 1:
-            with torch.no_grad(), _Collectives() as collectives, suppress(RuntimeError):  # of a mask for whole rows
+            collectives = _Collectives()  # type: ignore[no-untyped-call]
+            with torch.no_grad(), collectives, suppress(RuntimeError):  # of a mask for whole rows
                 own(*args, **kwargs)
             mixer.exchanges = collectives.seen
         if mixer.exchanges:
@@ -186,11 +187,10 @@ class SharedPlan:
         mine = cut[self.cp.rank]
         home = np.flatnonzero(np.concatenate([np.arange(start, end) >= first for start, first, end in mine] or [_NONE > 0]))
         plan = plan_of([end - start for start, _, end in mine] or [1], self.whole.place_T.device, "one")
-        counts, t = [len(tokens) for tokens in self.tokens], len(self.tokens[self.cp.rank])
-        together = np.concatenate(self.tokens)
-        P, group = self.cp.size, self.cp.group
-        out = Route(self._tensor(np.arange(P * t)), [t] * P, counts, self._tensor(np.argsort(together)), group)
-        back = Route(self._tensor(together), counts, [t] * P, self._tensor(np.arange(P * t)), group)
+        counts, together = [*map(len, self.tokens)], np.concatenate(self.tokens)
+        own = [counts[self.cp.rank]] * self.cp.size
+        out = Route(self._tensor(np.arange(sum(own))), own, counts, self._tensor(np.argsort(together)), self.cp.group)
+        back = Route(self._tensor(together), counts, own, self._tensor(np.arange(sum(own))), self.cp.group)
         route = self._route(wanted, self.owner_T, self.local_T)
         return _Work(route, plan, self._tensor(home), (out, back))
 
