@@ -93,9 +93,9 @@ def test_heads_are_traded_for_tokens_and_back(drawn):
     assert all(map(torch.equal, exchanged([work.heads[1] for work in works], got), xs))
 
 
+@pytest.mark.models
 def test_the_mixers_of_hybrids_that_a_rule_may_run_by_heads_are_asked_on_one_rank(monkeypatch):
     """A copy whose convolution reads further than its pieces hold, or whose heads come back turned, is dealt out."""
-    pytest.importorskip("transformers")
     from collate_npu.consumers import mixers
     from collate_npu.testing import tiny_model
 
