@@ -48,7 +48,7 @@ JOBS = {
     "Ranks that share rows": (
         "Context parallelism: split a batch between ranks, and gather the output.",
         "ContextParallel split_batch gather_sequence parallel.split_tensor "
-        "parallel.token_runs parallel.query_rows parallel.pad_documents parallel.cu_seqlens_of parallel.RecurrentScheme "
+        "parallel.token_runs parallel.query_rows parallel.pad_documents parallel.cu_seqlens_of "
         "parallel.check_recurrent_split parallel.ranks_agree "
         "parallel.data_group parallel.gloo_group",
     ),
