@@ -20,7 +20,7 @@ LINES = {
     "consumers": (3717, 2800),
     "collate": (1947, 1800),
     "proof": (3770, 3000),
-    "integrations": (2922, 2500),
+    "integrations": (2921, 2500),
     "testing": (95, 200),
     "tools": (2086, 1500),
     "tests": (36512, 25000),

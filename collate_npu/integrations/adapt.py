@@ -500,9 +500,8 @@ def _transformers_model(model: nn.Module, named: bool) -> nn.Module:
     raise UnsupportedFormError(explain("model", f"{type(model).__name__}, {held}", rule, remedy))
 
 
-# --- rows that a stack has shared out over its ranks before its model is called: no hook sees the whole row, so a batch
-# passes as it is, or is refused. Attention that is exchanged inside flash attention is right; recurrent layers run on the
-# places of their rank alone, but for VeOmni's own.
+# --- rows that a stack has shared out over its ranks before its model is called: what its flash attention, and VeOmni's own
+# Gated DeltaNet, exchange is right and passes as it is; every other mixer exchanges by a `SharedPlan`.
 
 
 def _shared() -> ContextParallel | None:
