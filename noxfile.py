@@ -560,12 +560,14 @@ def peers_axolotl(session: nox.Session) -> None:
 
 @nox.session
 def peers_openrlhf(session: nox.Session) -> None:
-    """OpenRLHF, beside the releases it pins, and `adapt` under DeepSpeed and PEFT (flash_attn and vllm are stand-ins)."""
+    """OpenRLHF, beside the releases it pins, and `adapt` under DeepSpeed, its Ulysses too, and PEFT (flash_attn and vllm are
+    stand-ins)."""
     pinned = ("transformers==5.15.0", "accelerate==1.15.0", "datasets==4.8.4", "peft==0.20.0")
     install(session, *pinned, *TEST)
     put(session, "--no-deps", "openrlhf==0.11.2", "deepspeed==0.19.6", "ring_flash_attn==0.1.8")
     put(session, TORCH, *pinned, *OPENRLHF_NEEDS)
-    session.run("pytest", "tests/peers/test_openrlhf.py", "tests/peers/test_adapt_wrapped.py", *session.posargs, env=PEERS)
+    tests = (f"tests/peers/test_{name}.py" for name in ("openrlhf", "adapt_wrapped", "trainer_sp"))
+    session.run("pytest", *tests, *session.posargs, env=PEERS)
 
 
 @nox.session

@@ -23,7 +23,7 @@ PAGES = {
     "nemo": ("megatron-bridge", "nemo-automodel"),
     "rl-stacks": ("openrlhf", "skyrl"),
     "torchtitan": ("torchtitan",),
-    "transformers": ("transformers-trainer",),
+    "transformers": ("transformers-trainer", "transformers-trainer-sp"),
     "trl": ("trl-sfttrainer",),
     "veomni-xtuner": ("veomni",),
     "verl": ("verl-fsdp", "verl-megatron", "verl-newest-megatron"),

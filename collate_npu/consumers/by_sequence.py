@@ -271,9 +271,9 @@ def carry(model: nn.Module) -> None:
 
 def runs_by_sequence(model: Any, *, shared: bool = False) -> bool:
     """Return True if `adapt` runs this transformers module by sequence, and with `shared` the rows that ranks share."""
-    modules = unwrap(model).modules() if isinstance(model, nn.Module) else ()
-    hooks = (hook for module in modules for hook in module._forward_pre_hooks.values())
-    return any(getattr(hook, "by_sequence", False) and (not shared or hook.share() is not None) for hook in hooks)
+    modules = [*unwrap(model).modules()] if isinstance(model, nn.Module) else []
+    hooks = ((module, hook) for module in modules for hook in module._forward_pre_hooks.values())
+    return any(getattr(hook, "by_sequence", False) and (not shared or hook.share(each) is not None) for each, hook in hooks)
 
 
 # --- mixers

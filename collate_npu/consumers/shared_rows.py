@@ -27,6 +27,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from collate_npu.arrays import Array, dims, once
 from collate_npu.consumers.by_sequence import BySequence, MixerPlan, from_places, plan_of, to_places, without_masks
 from collate_npu.consumers.model_traits import recurrent_heads
+from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.masks.forms import none_is_exact
 from collate_npu.masks.sources import Sources
 from collate_npu.parallel import ContextParallel, gather_sequence, token_runs
 from collate_npu.segments import Segments
@@ -103,8 +105,7 @@ class SharedPlan:
     """The rank that has each token."""
     local_T: Array
     """Its place in that rank's part `[B * s]`."""
-    part: tuple[int, int]
-    """B, s."""
+    segments: Segments
     cp: ContextParallel
     attention: MixerPlan | None = None
     """By which mixers without a rule run where a copy is asked, on one rank."""
@@ -116,7 +117,7 @@ class SharedPlan:
     @classmethod
     def of(cls, segments: Segments, cp: ContextParallel, device: torch.device, **settings: Any) -> SharedPlan:
         """Return the plan of this rank. Raises `CollateError` for a width that these ranks cannot share."""
-        B, S = segments.shape
+        S = segments.shape[1]
         owner_S, local_S = np.zeros(S, np.int64), np.zeros(S, np.int64)
         for rank in range(cp.size):
             held = np.concatenate([np.arange(*run) for run in token_runs(S, cp.with_rank(rank))])
@@ -124,7 +125,12 @@ class SharedPlan:
         rows_T, at_T = np.nonzero(segments.array)
         local_T = rows_T * (S // cp.size) + local_S[at_T]
         whole = plan_of(segments.sequence_lengths, device)
-        return cls(whole, owner_S[at_T], local_T, (B, S // cp.size), cp, **settings)
+        return cls(whole, owner_S[at_T], local_T, segments, cp, **settings)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Return B and s."""
+        return self.segments.shape[0], self.segments.shape[1] // self.cp.size
 
     def run(self, mixer: BySequence, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Return what this mixer computes of the whole rows at this rank's places, with zeros at padding: its own output, if
@@ -132,11 +138,12 @@ class SharedPlan:
         if self.attention is not None and not mixer.ruled:
             return self.attention.run(mixer, own, args, kwargs)
         if mixer.exchanges is None and self.cp.size > 1:
-            collectives = _Collectives()  # type: ignore[no-untyped-call]
+            collectives = _Collectives(self.cp.group)
             with torch.no_grad(), collectives, suppress(RuntimeError):  # of a mask for whole rows
                 own(*args, **kwargs)
             mixer.exchanges = collectives.seen
         if mixer.exchanges:
+            self._check_exchange(mixer)
             return own(*args, **kwargs)
         by_heads = mixer.ruled and recurrent_heads(mixer.config)[-1] % self.cp.size == 0
         work = self._work(reach_of(mixer.mixer) if by_heads else -1)
@@ -153,6 +160,20 @@ class SharedPlan:
         own_t = self._tensor(self.local_T[self.tokens[self.cp.rank]])
         placed = to_places(work.brought(states), own_t, self.part[0] * self.part[1]).view(*self.part, *states.shape[2:])
         return (placed, *out[1:]) if isinstance(out, tuple) else placed
+
+    def _check_exchange(self, mixer: BySequence) -> None:
+        """Raise if a stack's own attention needs a mask and is no flash attention, which is told where sequences begin: what
+        stands in the place of torch's kernels (DeepSpeed's Ulysses, torch's context parallelism) drops masks."""
+        named = getattr(mixer.config, "_attn_implementation", None)
+        if named not in ("sdpa", "eager") or mixer.kind in (None, "2d"):
+            return
+        exact, window = none_is_exact(self.segments), getattr(mixer.config, "sliding_window", None) or 0
+        why, remedy = "" if exact else exact.why, "Pad right with one sequence a row."
+        if mixer.kind != "causal" and window < self.segments.longest_span:
+            why, remedy = ("this layer has a window", "Use flash attention, which takes windows, or no sharing.")
+        if why:
+            rule = f"The {named} attention by which these ranks share rows drops every mask, and {why}."
+            raise UnsupportedFormError(explain("attention_mask", repr(self.segments), rule, remedy))
 
     @once
     def tokens(self) -> list[Array]:
@@ -227,7 +248,7 @@ class SharedPlan:
         if key.shape[2] % P:  # value heads divide, key heads do not
             query, key = (x.repeat_interleave(value.shape[2] // key.shape[2], dim=2) for x in (query, key))
         values, spec = tree_flatten(((query, key, value, *others), kwargs))
-        traded = [m for m, x in enumerate(values) if isinstance(x, Tensor) and x.shape[:2] == (n, L)]
+        traded = [m for m, x in enumerate(values) if isinstance(x, Tensor) and x.ndim > 2 and x.shape[:2] == (n, L)]
         place_t = work.plan.place_T[work.home]
         parts = self._by_token([from_places(values[m].flatten(0, 1), place_t) for m in traded], work.heads[0])
         laid, outs = [self.whole.lay(part[None]) for part in parts], []
@@ -309,10 +330,19 @@ def reach_of(mixer: nn.Module) -> int:
 
 
 class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether a collective runs."""
+    """Sees whether a collective of these ranks, or of some of them, runs; not one of tensor parallelism."""
 
-    seen = False
+    def __init__(self, group: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name, self.ranks, self.seen = group.group_name, {*dist.get_process_group_ranks(group)}, False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or "c10d" in function.namespace
+        if types:  # a DTensor runs its collectives itself, and they are seen then
+            return NotImplemented
+        self.seen = self.seen or ("c10d" in function.namespace and any(map(self._is_of_ranks, args)))
         return function(*args, **(kwargs or {}))
+
+    def _is_of_ranks(self, given: Any) -> bool:
+        if isinstance(given, torch.ScriptObject) and "ProcessGroup" in str(given):
+            return self.ranks.issuperset(dist.get_process_group_ranks(dist.ProcessGroup.unbox(given)))
+        return isinstance(given, str) and given == self.name

@@ -16,9 +16,13 @@ runtime/sequence_parallel/ulysses_sp.py (`UlyssesSPDataLoaderAdapter`).
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import isfunction
+from itertools import count
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -26,8 +30,9 @@ from torch import Tensor
 
 from collate_npu.collate.transport import shipped
 from collate_npu.consumers.by_sequence import runs_by_sequence
-from collate_npu.consumers.model_traits import config_of, layer_kinds, needs_mask_2d, text_config
+from collate_npu.consumers.model_traits import config_of, layer_kinds, needs_mask_2d, text_config, windows
 from collate_npu.errors import CollateError, UnsupportedFormError, a_type, explain
+from collate_npu.integrations.patching import once_imported, patch, release
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, of_kind
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.forms import none_is_exact
@@ -108,14 +113,49 @@ def refuse_model(model: Any, backend: Backend = "torch") -> None:
         with layout='head_tail' for torch's context parallelism.
     """
     name = type(config_of(model)).__name__
-    if needs_mask_2d(model) and not runs_by_sequence(model, shared=True):
+    if needs_mask_2d(model) and not runs_by_sequence(model, shared=backend == "torch"):
         rule = "Its recurrent layers would run on one rank's shard of the row, without the state of the tokens before it."
         remedy = "Call adapt(model, sequence_group=group) first, with layout='head_tail' for torch's context parallelism."
+        remedy = remedy if backend == "torch" else "Call adapt(model) first."
         raise UnsupportedFormError(explain("model", name, rule, remedy))
     kinds = {kind for kind in layer_kinds(text_config(config_of(model))) if re.search("sliding|chunk", kind)}
     if kinds and backend == "torch":
         rule = f"The context-parallel hooks drop the mask that layers of type {sorted(kinds)} need."
         raise UnsupportedFormError(explain("model", name, rule, "Use a model of full attention, or no context parallelism."))
+
+
+def deepspeed_group(model: Any) -> Any:
+    """Return the ranks that share the rows of this model under DeepSpeed's Ulysses, whose attention stands in the place of
+    transformers' own (0.19.6 ulysses_sp.py:520-572); None without it, or in an evaluation, which has whole rows."""
+    functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
+    put = functions.get(getattr(text_config(config_of(model)), "_attn_implementation", None))
+    ulysses = dict(zip(put.__code__.co_freevars, put.__closure__ or ())).get("uattn") if isfunction(put) else None
+    held: Any = None if ulysses is None else ulysses.cell_contents
+    return None if held is None or (held.disable_in_eval and not model.training) else held.process_group
+
+
+_HOLDERS = map("adapt {}".format, count())
+
+
+def let_recurrent_layers_pass() -> Any:
+    """Let `Accelerator.prepare` take models that `adapt` runs by sequence, until `.remove()` of what is returned: their
+    recurrent layers exchange what they need (1.15 big_modeling.py:760-831)."""
+    holder = next(_HOLDERS)
+    once_imported(holder, "accelerate.accelerator", partial(_lift, holder))
+    return SimpleNamespace(remove=partial(release, holder))
+
+
+def _lift(holder: str) -> None:
+    home = sys.modules["accelerate.accelerator"]
+    for name in ("_refuse_recurrent_layers_under_sequence_parallelism", "_attach_context_parallel_hooks"):
+        if hasattr(home, name):
+            patch(holder, home, name, _unless_adapted)
+
+
+def _unless_adapted(original: Callable[..., Any], model: Any) -> Any:
+    """What is refused by the names of layers is looked up in the config: here none is named but for windows."""
+    hides = runs_by_sequence(model) and not windows(config_of(model))
+    return original(SimpleNamespace(named_modules=model.named_modules) if hides else model)
 
 
 def ready_batch(
@@ -125,13 +165,14 @@ def ready_batch(
     segments: Segments | None = None,
     backend: Backend = "torch",
     attn_implementation: str = "sdpa",
+    keep: bool = False,
 ) -> dict[str, Any]:
     """Return the whole batch in the form that the stack then shards over `size` ranks.
 
     `torch`: adds `shift_labels` and `position_ids`, keeps a 2D `attention_mask` (Trainer counts tokens with it) and
     never None, which Trainer calls `.dim()` on. `deepspeed`: adds `position_ids`, from which Ulysses tells documents
-    apart; its loader shifts labels itself, so the first label of each sequence becomes -100; no mask. Tensors are owned
-    copies, since torch cuts buffers in place. `segments` are by default read from the batch.
+    apart; its loader shifts labels itself, so the first label of each sequence becomes -100; no mask, unless `keep` asks for
+    the 2D one. Tensors are owned copies, since torch cuts buffers in place. `segments` are by default read from the batch.
     Raises `UnsupportedFormError` if causal attention without a mask is not exact, `CollateError` for the width.
     """
     segments = segments or segments_from_batch(batch)
@@ -154,7 +195,7 @@ def ready_batch(
     elif isinstance(labels, Tensor) and labels.ndim == 2:
         out["labels"] = ignore_first_labels(labels, segments)
         out["labels"][:, 0] = -100
-    if backend == "torch" and of_kind(batch, "truth"):
+    if of_kind(batch, "truth") and (backend == "torch" or keep):
         out["attention_mask"] = segments.keep.to(torch.int64)
     device = getattr(batch.get("input_ids"), "device", None)
     tensors = {key: value for key, value in out.items() if isinstance(value, Tensor)}
@@ -171,7 +212,8 @@ def context_parallel_collator(
     """
     refuse_model(model, backend)
     implementation = getattr(text_config(config_of(model)), "_attn_implementation", None) or "sdpa"
-    return partial(_collate, inner, size=size, backend=backend, attn_implementation=implementation)
+    keep = runs_by_sequence(model)  # of an evaluation, where rows are whole
+    return partial(_collate, inner, size=size, backend=backend, attn_implementation=implementation, keep=keep)
 
 
 def _collate(inner: Callable[[list[Any]], Mapping[str, Any]], features: list[Any], **settings: Any) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from collate_npu.consumers.model_traits import (
 from collate_npu.consumers.shared_rows import SharedPlan, whole_rows
 from collate_npu.consumers.tiny_models import exchanges, offsets_asked
 from collate_npu.errors import UnsupportedFormError, explain
+from collate_npu.integrations.accelerate import deepspeed_group, let_recurrent_layers_pass
 from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
 from collate_npu.masks.dialects import SEQUENCE_GROUPS
 from collate_npu.masks.sources import Sources
@@ -106,10 +107,10 @@ def adapt(
     """
     check_model(model)
     say_outside("transformers")
-    share: Callable[[], ContextParallel | None] = _shared
+    share: Callable[[nn.Module], ContextParallel | None] = _shared
     if sequence_group is not None:
         cp = ContextParallel.from_group(sequence_group, layout="zigzag" if layout == "head_tail" else layout)
-        share = lambda: cp  # noqa: E731 (no copy of a model copies the group)
+        share = lambda _: cp  # noqa: E731 (no copy of a model copies the group)
     whole = _transformers_model(model, "consumer" in settings)
     if is_transformers(whole) and warn_if_left(model):
         return Adapted((), "")
@@ -132,7 +133,7 @@ def adapt(
     for module, door in zip(places, hooks):
         handles.append(module.register_forward_pre_hook(door, with_kwargs=True))
         handles.append(module.register_forward_hook(door.leave, always_call=True))
-    return Adapted(handles, f"padded: {way.why_padded}" if way.why_padded else "by sequence")
+    return Adapted([*handles, let_recurrent_layers_pass()], f"padded: {way.why_padded}" if way.why_padded else "by sequence")
 
 
 def _way_of(whole: nn.Module, settings: Mapping[str, Any]) -> Way:
@@ -169,7 +170,7 @@ class _Hooks:
     each thread. `outer` are the modules that a batch passes before this one."""
 
     def __init__(
-        self, module: nn.Module, *, settings: dict[str, Any], share: Callable[[], ContextParallel | None],
+        self, module: nn.Module, *, settings: dict[str, Any], share: Callable[[nn.Module], ContextParallel | None],
         inside: dict[int, _Entered], outer: list[nn.Module], way: Way,
         mixers: list[nn.Module], backbone: bool,
     ) -> None:  # fmt: skip
@@ -235,7 +236,7 @@ class _Hooks:
             return None
         if _in_use(module, batch) and _decodes(batch):
             return _continued(padded, batch)
-        cp = self.share()
+        cp = self.share(module)
         if cp is not None and cp.size > 1:
             return self._of_a_part(module, batch, cp, graph)
         batch, flat = _with_empty_rows(batch), _is_flat(batch)
@@ -504,13 +505,13 @@ def _transformers_model(model: nn.Module, named: bool) -> nn.Module:
 # Gated DeltaNet, exchange is right and passes as it is; every other mixer exchanges by a `SharedPlan`.
 
 
-def _shared() -> ContextParallel | None:
-    """Return the ranks that share each row, if the stack that runs has any."""
+def _shared(model: nn.Module) -> ContextParallel | None:
+    """Return the ranks that share each row, if the stack that runs this model has any."""
+    groups = [deepspeed_group(model)]
     for module, name in SEQUENCE_GROUPS.items():
         with suppress(AttributeError):  # a stack that is loaded and has not begun
-            if (group := attrgetter(name)(sys.modules.get(module))) is not None:
-                return ContextParallel.from_group(group, layout="contiguous")
-    return None
+            groups.append(attrgetter(name)(sys.modules.get(module)))
+    return next((ContextParallel.from_group(each, layout="contiguous") for each in groups if each is not None), None)
 
 
 _WHOLE_ROWS = "Let each rank have whole rows: ulysses_size, sequence_parallel_size, ring_attn_size or sp_size of 1."

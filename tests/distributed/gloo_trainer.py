@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from collate_npu import Segments
+from collate_npu import Segments, adapt
 from collate_npu.integrations.accelerate import context_parallel_collator
 from collate_npu.testing import tiny_model
 
@@ -43,15 +43,17 @@ def accelerator_on(mesh: Any) -> Any:
     return stand_in
 
 
-def setup(family: str) -> tuple[Any, Any]:
+def setup(family: str, adapted: bool = False) -> tuple[Any, Any]:
+    import accelerate.accelerator
     import ring_on_cpu
-    from accelerate.big_modeling import _attach_context_parallel_hooks
     from torch.distributed.device_mesh import init_device_mesh
 
     ring_on_cpu.install()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = tiny_model(family, vocab_size=40)
-    _attach_context_parallel_hooks(model)
+    if adapted:
+        adapt(model, sequence_group=mesh.get_group(), layout="head_tail")
+    accelerate.accelerator._attach_context_parallel_hooks(model)
     return accelerator_on(mesh), model
 
 
@@ -77,7 +79,7 @@ def trainer_step(
     """`Trainer._prepare_context_parallel_inputs` on our collator's batch, or an ordinary one's, in its own context."""
     from transformers import Trainer, TrainingArguments
 
-    accelerator, model = setup(family)
+    accelerator, model = setup(family, adapted=ours)
     collator = functools.partial(padded, width=width, side=side)
     given = context_parallel_collator(collator, size=dist.get_world_size(), model=model) if ours else collator
     args = TrainingArguments(tempfile.mkdtemp(), report_to=[], use_cpu=True)
