@@ -227,7 +227,7 @@ class SharedPlan:
         if key.shape[2] % P:  # value heads divide, key heads do not
             query, key = (x.repeat_interleave(value.shape[2] // key.shape[2], dim=2) for x in (query, key))
         values, spec = tree_flatten(((query, key, value, *others), kwargs))
-        traded = [m for m, x in enumerate(values) if isinstance(x, Tensor) and x.shape[:2] == (n, L)]
+        traded = [m for m, x in enumerate(values) if isinstance(x, Tensor) and x.ndim > 2 and x.shape[:2] == (n, L)]
         place_t = work.plan.place_T[work.home]
         parts = self._by_token([from_places(values[m].flatten(0, 1), place_t) for m in traded], work.heads[0])
         laid, outs = [self.whole.lay(part[None]) for part in parts], []
