@@ -84,8 +84,7 @@ def test_tiny_batches_agree_with_every_peer_installed(monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # the peers'
 def test_ways_of_a_step_have_one_loss_and_say_what_they_take(capsys):
     pytest.importorskip("trl")
-    case = step.case("llama", 2, 32, 2)
-    found = case.ready()
+    found = (case := step.case("llama", 2, 32, 2)).ready()
     assert [one.name for one in found][:2] == ["ours, adapted", "ours, adapted, padded left"]
     assert len(found) == 8
     rows = case.rows({one: [1.0, 1.0, 1.0] for one in found})

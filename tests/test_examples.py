@@ -23,7 +23,7 @@ BROKEN = {
     "sft_left_padding": [("PaddingCollator(tokenizer, model=model)", THEIRS), ("[DeliveryCallback(collator)]", "[]")],
     "packed_qwen3_5": [("    adapt(model)\n", "")],
     "planned_batches": [("zip(step, loss_weights(step, sampler=sampler))", "zip(step, [1 / len(step)] * len(step))")],
-    "own_loop_context_parallel": [('{**kwargs, "attention_mask": whole["keep"]}', "{}")],
+    "own_loop_context_parallel": [('    adapt(model, sequence_group=dist.group.WORLD, layout="head_tail")\n', "")],
 }
 pytestmark = [pytest.mark.models, pytest.mark.xdist_group("examples")]
 

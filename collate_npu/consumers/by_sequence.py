@@ -309,11 +309,11 @@ class BySequence:
 
 
 def without_masks(own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return a mixer's arguments without what told of the row that came: offsets are left out, its mask is None."""
+    """Return a mixer's arguments without what told of the row that came: offsets and labels are gone, its mask is None."""
     if args and "attention_mask" in (named := [*inspect.signature(own).parameters][: len(args)]):
         args, kwargs = (), {**dict(zip(named, args)), **kwargs}
     masked = {"attention_mask": None} if "attention_mask" in kwargs else {}
-    return args, {name: x for name, x in kwargs.items() if name not in ("cu_seq_lens_q", "cu_seq_lens_k")} | masked
+    return args, {k: x for k, x in kwargs.items() if k not in ("cu_seq_lens_q", "cu_seq_lens_k", "shift_labels")} | masked
 
 
 def _mask_of_rows(config: Any, x_nLD: Tensor, kind: MaskKind, explicit: bool) -> Any:

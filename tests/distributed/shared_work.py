@@ -109,8 +109,7 @@ def errors(family, layout, form, mode, heads=(), attention="exchanged", adapted=
     if adapted:
         adapt(model, sequence_group=dist.group.WORLD, layout=layout)
     if adapted == "BatchAdapter":
-        ids, _, _, segments = laid(form)
-        batch = BatchAdapter(model, context_parallel=cp)({"input_ids": ids, "attention_mask": segments})
+        batch = BatchAdapter(model, context_parallel=cp)({"input_ids": laid(form)[0], "attention_mask": segments})
     out = model(**batch).logits
     cross_entropy(out.flatten(0, 1), targets.flatten(), reduction="sum").backward()
     found = gradient(model)
@@ -125,8 +124,7 @@ def errors(family, layout, form, mode, heads=(), attention="exchanged", adapted=
 def apart(fault):
     """What each rank raises in its first step where one of them differs."""
     rank, model = dist.get_rank(), model_of("qwen3_next")
-    _, batch, _, _ = parts("left", "contiguous")
-    group = dist.new_group(timeout=timedelta(seconds=6))
+    (_, batch, _, _), group = parts("left", "contiguous"), dist.new_group(timeout=timedelta(seconds=6))
     if fault == "length" and rank:
         batch = {key: value[:, :-4] for key, value in batch.items()}
     if fault == "way" and rank:
