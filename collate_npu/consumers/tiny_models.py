@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.consumers.model_traits import config_of, is_encoder, takes, text_config, unwrap
+from collate_npu.masks.dialects import SEQUENCE_GROUPS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -341,10 +342,18 @@ def code_of(model: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def cpu_kernels(model: Any) -> Iterator[None]:
-    """Inside the block, if the model is on a CPU, replace kernels that need a card by torch functions."""
+    """Inside the block no stack shares rows: its attention would exchange those of a copy, which each rank has whole. If the
+    model is on a CPU, replace kernels that need a card by torch functions."""
     before: list[tuple[Any, Any]] = []
+    groups: list[tuple[dict[str, Any], str, Any]] = []
     with _ONE_AT_A_TIME:
         try:
+            for by, name in SEQUENCE_GROUPS.items():
+                path, _, last = name.rpartition(".")
+                if (owner := getattr(sys.modules.get(by), path, None) if path else sys.modules.get(by)) is not None:
+                    last, alone = ("ulysses_size", 1) if path else (last, None)  # VeOmni makes the group of the size
+                    groups.append((vars(owner), last, vars(owner).get(last)))
+                    vars(owner)[last] = alone
             for wrapper in filter(_of_card, _wrappers(model)) if next(model.parameters()).is_cpu else ():
                 plain = inspect.unwrap(wrapper)
                 taken = tuple(inspect.signature(plain).parameters)
@@ -357,6 +366,8 @@ def cpu_kernels(model: Any) -> Iterator[None]:
         finally:
             for cell, contents in before:
                 cell.cell_contents = contents
+            for held, last, group in groups:
+                held[last] = group
 
 
 def _of_card(wrapper: Any) -> bool:
