@@ -9,6 +9,7 @@ its flat row; of every other model the backbone does, so that a head sees the ro
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import sys
 import warnings
@@ -276,7 +277,8 @@ class _Hooks:
             if why:
                 rule = f"{cp.size} ranks share each row of this {adapter.model.description}, which does not run by sequence"
                 raise UnsupportedFormError(explain("input_ids", str(list(part)), f"{rule}: {why}.", _WHOLE_ROWS))
-            if dims(batch.get("labels")) == part and batch.get("shift_labels") is None and adapter.label_rule == "next":
+            moves = adapter.label_rule == "next" and _backend() != "veomni"
+            if dims(batch.get("labels")) == part and batch.get("shift_labels") is None and moves:
                 rule = "The model moves labels within this rank's part, where the next token may be another rank's."
                 remedy = "Pass shift_labels beside them: split_tensor(shift_labels(labels, segments), cp)."
                 raise UnsupportedFormError(explain("labels", "a part of a row", rule, remedy, more="shard-labels"))
@@ -504,13 +506,19 @@ def _transformers_model(model: nn.Module, named: bool) -> nn.Module:
 # Gated DeltaNet, exchange is right and passes as it is; every other mixer exchanges by a `SharedPlan`.
 
 
-def _shared() -> ContextParallel | None:
+def _shared(stacks: Iterable[str] = SEQUENCE_GROUPS) -> ContextParallel | None:
     """Return the ranks that share each row, if the stack that runs has any."""
-    for module, name in SEQUENCE_GROUPS.items():
+    for module in stacks:
         with suppress(AttributeError):  # a stack that is loaded and has not begun
-            if (group := attrgetter(name)(sys.modules.get(module))) is not None:
+            if (group := attrgetter(SEQUENCE_GROUPS[module])(sys.modules.get(module))) is not None:
                 return ContextParallel.from_group(group, layout="contiguous")
     return None
+
+
+def _backend() -> str:
+    """Return whose functions run where VeOmni shares rows, "" elsewhere. Its loss does not move labels, which its collator
+    moved; the loss and the attention of "hf" know of no ranks (0.1.12 ops/__init__.py:65-67, 94-96)."""
+    return os.environ.get("MODELING_BACKEND", "veomni") if _shared(("veomni.distributed.parallel_state",)) else ""
 
 
 _WHOLE_ROWS = "Let each rank have whole rows: ulysses_size, sequence_parallel_size, ring_attn_size or sp_size of 1."
@@ -521,7 +529,7 @@ def _exchanged(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int, of
     VeOmni's own Gated DeltaNet, which reads the offsets of the whole row on each rank (0.1.12
     ops/kernels/attention/flash.py:190-199, data/data_collator.py:401-417). Raises for windows that it makes otherwise."""
     width = batch.shape()[1] * ranks
-    if "flash" not in adapter.model.attn_implementation:
+    if "flash" not in adapter.model.attn_implementation or _backend() == "hf":
         return False
     if not offsets and (sizes := [size for size in windows(adapter.model.config) if size < width]):
         why = f"ring_flash_attn makes other windows of those of {sizes[0]} (0.1.8 adapters/hf_adapter.py:119-125)"
