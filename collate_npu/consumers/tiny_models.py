@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.consumers.model_traits import config_of, is_encoder, takes, text_config, unwrap
+from collate_npu.masks.dialects import SEQUENCE_GROUPS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -341,22 +343,29 @@ def code_of(model: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def cpu_kernels(model: Any) -> Iterator[None]:
-    """Inside the block, if the model is on a CPU, replace kernels that need a card by torch functions."""
-    before: list[tuple[Any, Any]] = []
+    """Inside the block no stack shares rows: its attention would exchange those of a copy, which each rank has whole. If the
+    model is on a CPU, replace kernels that need a card by torch functions."""
+    undo: list[Callable[[], None]] = []
     with _ONE_AT_A_TIME:
         try:
+            for by, name in SEQUENCE_GROUPS.items():
+                path, _, last = name.rpartition(".")
+                if (owner := getattr(sys.modules.get(by), path, None) if path else sys.modules.get(by)) is not None:
+                    last, alone = ("ulysses_size", 1) if path else (last, None)  # VeOmni makes the group of the size
+                    undo.append(partial(vars(owner).__setitem__, last, vars(owner).get(last)))
+                    vars(owner)[last] = alone
             for wrapper in filter(_of_card, _wrappers(model)) if next(model.parameters()).is_cpu else ():
                 plain = inspect.unwrap(wrapper)
                 taken = tuple(inspect.signature(plain).parameters)
                 held = dict(zip(("implementation", "is_new_implementation", "applicable_params"), (plain, False, taken)))
                 for name, cell in zip(wrapper.__code__.co_freevars, wrapper.__closure__):
                     if name in held:
-                        before.append((cell, cell.cell_contents))
+                        undo.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
                         cell.cell_contents = held[name]
             yield
         finally:
-            for cell, contents in before:
-                cell.cell_contents = contents
+            for put_back in undo:
+                put_back()
 
 
 def _of_card(wrapper: Any) -> bool:

@@ -269,6 +269,7 @@ class _Hooks:
         """Let the recurrent mixers of this thread run for rows of which each rank of `cp` has a part, as the batch has."""
         adapter = self._current(module, self.by_sequence)
         offsets = {key: batch[key] for key in (*batch.named["offsets"], *batch.named["tail"])}
+        _check_labels(adapter, module, batch)
         if self.share is _shared and _exchanged(adapter, module, batch, cp.size, offsets):
             return None
         part, device = batch.shape(), next(x.device for x in batch.values() if isinstance(x, torch.Tensor))
@@ -277,10 +278,6 @@ class _Hooks:
             if why:
                 rule = f"{cp.size} ranks share each row of this {adapter.model.description}, which does not run by sequence"
                 raise UnsupportedFormError(explain("input_ids", str(list(part)), f"{rule}: {why}.", _WHOLE_ROWS))
-            if dims(batch.get("labels")) == part and batch.get("shift_labels") is None and adapter.label_rule == "next":
-                rule = "The model moves labels within this rank's part, where the next token may be another rank's."
-                remedy = "Pass shift_labels beside them: split_tensor(shift_labels(labels, segments), cp)."
-                raise UnsupportedFormError(explain("labels", "a part of a row", rule, remedy, more="shard-labels"))
             facts |= {"part": str(part)} | {key: partial(digest, value) for key, value in offsets.items()}
             whole = whole_rows(batch, cp, offsets)
         segments = adapter.read(whole, adapter.polarity, _is_flat(whole))
@@ -512,6 +509,17 @@ def _shared(model: nn.Module) -> ContextParallel | None:
         with suppress(AttributeError):  # a stack that is loaded and has not begun
             groups.append(attrgetter(name)(sys.modules.get(module)))
     return next((ContextParallel.from_group(each, layout="contiguous") for each in groups if each is not None), None)
+
+
+def _check_labels(adapter: BatchAdapter, model: Any, batch: Sources) -> None:
+    """Raise if the loss would move the labels of a part; one of a stack that shares rows moves none (VeOmni 0.1.12)."""
+    loss = getattr(model, "loss_function", None)
+    package = str(getattr(getattr(loss, "func", loss), "__module__", "")).partition(".")[0]
+    moves = adapter.label_rule == "next" and package not in {stack.partition(".")[0] for stack in SEQUENCE_GROUPS}
+    if moves and dims(batch.get("labels")) == batch.shape() and batch.get("shift_labels") is None:
+        rule = "The model moves labels within this rank's part, where the next token may be another rank's."
+        remedy = "Pass shift_labels beside them: split_tensor(shift_labels(labels, segments), cp)."
+        raise UnsupportedFormError(explain("labels", "a part of a row", rule, remedy, more="shard-labels"))
 
 
 _WHOLE_ROWS = "Let each rank have whole rows: ulysses_size, sequence_parallel_size, ring_attn_size or sp_size of 1."

@@ -508,7 +508,9 @@ def test_a_part_of_a_row_passes_as_it_is_or_is_refused(two_ranks):
             model(**SECOND, cu_seq_lens_q=torch.tensor([0, 6, 9]))
     adapt(model := model_of("mistral"), attn_implementation="flash_attention_2")
     with pytest.raises(UnsupportedFormError, match="other windows"):
-        model(torch.arange(8).repeat(1, 4))
+        model(ids := torch.arange(8).repeat(1, 4))
+    with pytest.raises(UnsupportedFormError, match="moves labels within this rank's part"):
+        model(ids, labels=ids)
     model = model_of("qwen3_next")
     model.model.layers[0].linear_attn.register_forward_hook(lambda *_: None)
     with adapt(model), pytest.raises(UnsupportedFormError, match="2 ranks share each row"):

@@ -59,10 +59,11 @@ def cpu():
 
 
 @pytest.fixture(scope="module")
-def pool(cpu, ranks):
-    """Two of them that share a row, with Megatron's groups."""
-    ranks(2)("megatron_world.start_ranks", seconds=120)
-    return ranks(2)
+def pool(cpu, ranks, request):
+    """Two of them that share a row, or as many as a test asks for, with Megatron's groups."""
+    size = getattr(request, "param", 2)
+    ranks(size)("megatron_world.start_ranks", seconds=120)
+    return ranks(size)
 
 
 # --- verl

@@ -1,7 +1,7 @@
 """megatron-core 0.19's own Gated DeltaNet on flat rows: its resolver, its permutation, its whole layer.
 
 Real functions and real models on the offsets of `packed_seq_params`, against what the Segments say, on one rank and on two
-Gloo processes. fla's kernels and TransformerEngine's are stand-ins (megatron_world.py).
+and four Gloo processes. fla's kernels and TransformerEngine's are stand-ins (megatron_world.py).
 """
 
 from importlib.metadata import version
@@ -13,6 +13,7 @@ if int(version("megatron-core").split(".")[1]) < 19:
     pytest.skip("megatron-core 0.18 is the first whose Gated DeltaNet takes flat rows, and 0.19 cuts them otherwise",
                 allow_module_level=True)  # fmt: skip
 
+import megatron_world  # noqa: F401 (before megatron, which asks for triton)
 import torch
 from hypothesis import given, settings, strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -103,29 +104,26 @@ CASES = {
     "a tail": ([6, 3, 4], 8),
     "odd lengths": ([5, 3, 7, 1, 9], 1),
     "one sequence": ([7], 1),
+    "rows padded right": ([5, 11, 1, 7], 16),
 }
 """Lengths, and what the width is padded to."""
 
 
-def flat(case: str) -> dict[str, Any]:
-    lengths, multiple = CASES[case]
-    collate = PaddingCollator(pad_token_id=PAD, padding_free=True, pad_to_multiple_of=multiple)
-    return collate(samples(*lengths))
-
-
 def run(case: str) -> dict[str, Any]:
-    """The outcome of a flat row, and its width."""
-    model = hybrid()
-    inputs, truth = gpt_batch(flat(case), model, padding_free=True)
+    """The outcome of a flat row or of padded rows, and its width."""
+    (lengths, multiple), flat, model = CASES[case], "rows" not in case, hybrid()
+    collate = PaddingCollator(pad_token_id=PAD, padding_free=flat, pad_to_multiple_of=multiple)
+    inputs, truth = gpt_batch(collate(samples(*lengths)), model, padding_free=flat)
     return {**outcome(model, (inputs, truth)), "width": truth.shape[1]}
 
 
+@pytest.mark.parametrize("pool", [2, 4], indirect=True)
 @pytest.mark.parametrize("case", CASES)
-def test_a_flat_row_on_two_ranks_equals_samples_alone(pool, case):
-    """Each sequence is padded to what the ranks share out."""
+def test_rows_that_ranks_share_equal_samples_alone(pool, case):
+    """Each sequence of a flat row is padded to what the ranks share out."""
     model, one = hybrid(), PaddingCollator(pad_token_id=PAD)
     alone = outcome(model, *(gpt_batch(one([row]), model) for row in samples(*CASES[case][0])))
     for found in pool("test_megatron_gated_delta.run", case, seconds=IMPORTS):
-        assert found["width"] % 4 == 0
+        assert found["width"] % (2 * pool.size) == 0
         apart = gaps(found, alone)
         assert max(apart.values()) <= EXACT, apart

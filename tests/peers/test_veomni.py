@@ -174,8 +174,10 @@ def test_cells(saved, family, attention):
 
 
 TEXTS = ["1 a short one", "2 and another that is longer", "3 three", "4 four four"] * 2
-JOBS = [f"qwen3_5_text {FLASH} {rest}" for rest in ("tail ours", "ulysses own", "ulysses ours")]
-NEXT = [f"qwen3_next sdpa {rest}" for rest in ("packed own", "packed ours", "single ours", "single own")]
+SHARED = ("qwen3_5_text", "qwen3", "gemma3_text")
+JOBS = [f"{family} {kernel} ulysses ours" for family in SHARED for kernel in (FLASH, "sdpa")]
+JOBS += [f"qwen3_5_text {FLASH} tail ours", *(f"{family} {FLASH} ulysses own" for family in SHARED)]
+NEXT = [f"qwen3_next sdpa {rest}" for rest in ("packed own", "packed ours", "single ours", "single own", "ulysses ours")]
 
 
 @pytest.fixture(scope="module")
@@ -229,10 +231,14 @@ def test_train_py_on_two_ranks(trained, saved, job):
     assert count >= 3
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_labels_that_transformers_own_loss_would_move_again_are_refused(trained):
+    assert "moves labels within this rank's part" in trained[NEXT[4]][0]["refused"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", *SHARED])
 def test_cells_of_the_trainer(trained, saved, family):
     jobs, layout, line = (NEXT[:2], "packed", f"{LINE}, MODELING_BACKEND=hf, sdpa") if family == "qwen3_next" else (
-        JOBS[1:], "context parallel", f"{LINE}, ulysses_size 2, {FLASH}"
+        [f"{family} {FLASH} ulysses {by}" for by in ("own", "ours")], "context parallel", f"{LINE}, ulysses_size 2, {FLASH}"
     )  # fmt: skip
     own, ours = (errors(trained, saved, job)[0] for job in jobs)
     STACK.tell(family, layout, alone=own, ours=ours, line=line)
