@@ -68,6 +68,8 @@ class MixerPlan:
     place_T: Tensor
     at_T: Tensor | None = None
     """The place of each token in the batch `[B * S]`."""
+    part: bool = False
+    """True if it has what one of several ranks computes: some sequences, or pieces of them."""
     masks: dict[Any, Any] = field(default_factory=dict)
     """What the model's own functions made for the rows of a bucket."""
 
@@ -105,14 +107,11 @@ class MixerPlan:
         args, kwargs = without_masks(own, args, kwargs)
         values, spec = tree_flatten((args, {name: value for name, value in kwargs.items() if name != "attention_mask"}))
         laid, outs = [_laid(value, self) for value in values], []
-        try:
-            for _HERE.bucket in range(len(self.buckets)):
-                rows = [value if each is None else each[_HERE.bucket] for value, each in zip(values, laid)]
-                mask = {"attention_mask": mixer.row_mask(self, _HERE.bucket, rows)} if "attention_mask" in kwargs else {}
-                given, named_rows = tree_unflatten(rows, spec)
-                outs.append(own(*given, **named_rows, **mask))
-        finally:
-            _HERE.bucket = None
+        for bucket in range(len(self.buckets)):
+            rows = [value if each is None else each[bucket] for value, each in zip(values, laid)]
+            mask = {"attention_mask": mixer.row_mask(self, bucket, rows)} if "attention_mask" in kwargs else {}
+            given, named_rows = tree_unflatten(rows, spec)
+            outs.append(run_bucket(self, bucket, own, *given, **named_rows, **mask))
         if isinstance(outs[0], tuple):  # attention maps, or a state that nobody reads, stand behind
             return self.back([each[0] for each in outs]), *outs[0][1:]
         return self.back(outs)
@@ -221,6 +220,7 @@ class _Here(local):
 
     plan: ForwardPlan | None = None
     bucket: int | None = None
+    heard: bool = True
 
 
 _HERE = _Here()
@@ -229,6 +229,21 @@ _HERE = _Here()
 def running() -> tuple[MixerPlan | None, int | None]:
     """Return the plan of the forward that runs one flat row in this thread, and the bucket of the mixer's call."""
     return _HERE.plan if isinstance(_HERE.plan, MixerPlan) else None, _HERE.bucket
+
+
+def is_heard() -> bool:
+    """False in a call of a mixer whose output nobody reads."""
+    return _HERE.heard
+
+
+def run_bucket(plan: ForwardPlan | None, bucket: int | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return `function(*args, **kwargs)`, which runs the rows of this bucket; without one, its output is read by nobody."""
+    before = _HERE.plan, _HERE.bucket, _HERE.heard
+    _HERE.plan, _HERE.bucket, _HERE.heard = plan, bucket, bucket is not None
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _HERE.plan, _HERE.bucket, _HERE.heard = before
 
 
 def begin(plan: ForwardPlan | None) -> ForwardPlan | None:

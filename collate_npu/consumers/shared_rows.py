@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from threading import local
 from typing import Any
@@ -25,7 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from collate_npu.arrays import Array, dims, once
-from collate_npu.consumers.by_sequence import BySequence, MixerPlan, from_places, plan_of, to_places, without_masks
+from collate_npu.consumers.by_sequence import (
+    BySequence,
+    MixerPlan,
+    from_places,
+    plan_of,
+    run_bucket,
+    to_places,
+    without_masks,
+)
 from collate_npu.consumers.model_traits import recurrent_heads
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.forms import none_is_exact
@@ -140,7 +148,7 @@ class SharedPlan:
         if mixer.exchanges is None and self.cp.size > 1:
             collectives = _Collectives(self.cp.group)
             with torch.no_grad(), collectives, suppress(RuntimeError):  # of a mask for whole rows
-                own(*args, **kwargs)
+                run_bucket(None, None, own, *args, **kwargs)
             mixer.exchanges = collectives.seen
         if mixer.exchanges:
             self._check_exchange(mixer)
@@ -199,7 +207,8 @@ class SharedPlan:
             place_T[tokens] = np.arange(len(tokens))
         home = self._route(self.tokens, rank_T, place_T)
         lengths = lengths_N[rank_N == self.cp.rank].tolist() or [1]
-        return _Work(self._route(wanted, self.owner_T, self.local_T), plan_of(lengths, self.whole.place_T.device), home)
+        plan = replace(plan_of(lengths, self.whole.place_T.device), part=True)
+        return _Work(self._route(wanted, self.owner_T, self.local_T), plan, home)
 
     def _cut(self, reach: int) -> _Work:
         """Pieces of sequences: of this rank's own tokens, each behind the tokens that a convolution looks back to."""
@@ -207,7 +216,8 @@ class SharedPlan:
         wanted = [np.concatenate([np.arange(start, end) for start, _, end in pieces] or [_NONE]) for pieces in cut]
         mine = cut[self.cp.rank]
         home = np.flatnonzero(np.concatenate([np.arange(start, end) >= first for start, first, end in mine] or [_NONE > 0]))
-        plan = plan_of([end - start for start, _, end in mine] or [1], self.whole.place_T.device, "one")
+        lengths = [end - start for start, _, end in mine] or [1]
+        plan = replace(plan_of(lengths, self.whole.place_T.device, "one"), part=True)
         counts, together = [*map(len, self.tokens)], np.concatenate(self.tokens)
         own = [counts[self.cp.rank]] * self.cp.size
         out = Route(self._tensor(np.arange(sum(own))), own, counts, self._tensor(np.argsort(together)), self.cp.group)
@@ -256,7 +266,7 @@ class SharedPlan:
             for m, rows in zip(traded, laid):
                 values[m] = rows[bucket]
             given, named = tree_unflatten(values, spec)
-            outs.append(rule(*given, **named)[0])
+            outs.append(run_bucket(self.whole, bucket, rule, *given, **named)[0])
         out_T = self.whole.back(outs)[0]
         came = work.heads[1](out_T).view(P, len(place_t), *out_T.shape[1:])
         return to_places(came.movedim(0, 1).flatten(1, 2), place_t, n * L).view(n, L, -1, *out_T.shape[2:]), None

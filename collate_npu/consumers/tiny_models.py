@@ -342,30 +342,44 @@ def code_of(model: Any) -> tuple[Any, ...]:
 
 
 @contextmanager
-def cpu_kernels(model: Any) -> Iterator[None]:
-    """Inside the block no stack shares rows: its attention would exchange those of a copy, which each rank has whole. If the
-    model is on a CPU, replace kernels that need a card by torch functions."""
+def unshared(model: nn.Module) -> Iterator[None]:
+    """Inside the block each rank has whole rows: no stack shares those of this model, and adapt takes none for parts."""
     undo: list[Callable[[], None]] = []
-    with _ONE_AT_A_TIME:
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values() if hasattr(hook, "share"))
+    try:
+        for hook in hooks:
+            undo.append(partial(setattr, hook, "share", hook.share))
+            hook.share = lambda _: None
+        for by, name in SEQUENCE_GROUPS.items():
+            path, _, last = name.rpartition(".")
+            if (owner := getattr(sys.modules.get(by), path, None) if path else sys.modules.get(by)) is not None:
+                last, alone = ("ulysses_size", 1) if path else (last, None)  # VeOmni makes the group of the size
+                undo.append(partial(vars(owner).__setitem__, last, vars(owner).get(last)))
+                vars(owner)[last] = alone
+        yield
+    finally:
+        for put_back in undo:
+            put_back()
+
+
+@contextmanager
+def cpu_kernels(model: Any) -> Iterator[None]:
+    """Inside the block, if the model is on a CPU, replace kernels that need a card by torch functions; rows are whole."""
+    before: list[tuple[Any, Any]] = []
+    with _ONE_AT_A_TIME, unshared(model):
         try:
-            for by, name in SEQUENCE_GROUPS.items():
-                path, _, last = name.rpartition(".")
-                if (owner := getattr(sys.modules.get(by), path, None) if path else sys.modules.get(by)) is not None:
-                    last, alone = ("ulysses_size", 1) if path else (last, None)  # VeOmni makes the group of the size
-                    undo.append(partial(vars(owner).__setitem__, last, vars(owner).get(last)))
-                    vars(owner)[last] = alone
             for wrapper in filter(_of_card, _wrappers(model)) if next(model.parameters()).is_cpu else ():
                 plain = inspect.unwrap(wrapper)
                 taken = tuple(inspect.signature(plain).parameters)
                 held = dict(zip(("implementation", "is_new_implementation", "applicable_params"), (plain, False, taken)))
                 for name, cell in zip(wrapper.__code__.co_freevars, wrapper.__closure__):
                     if name in held:
-                        undo.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
+                        before.append((cell, cell.cell_contents))
                         cell.cell_contents = held[name]
             yield
         finally:
-            for put_back in undo:
-                put_back()
+            for cell, contents in before:
+                cell.cell_contents = contents
 
 
 def _of_card(wrapper: Any) -> bool:

@@ -282,7 +282,8 @@ class _Hooks:
             whole = whole_rows(batch, cp, offsets)
         segments = adapter.read(whole, adapter.polarity, _is_flat(whole))
         for mixer in self.mixers if _gathers(self.mixers) else ():  # a collective in it may be one for its parameters
-            cast(BySequence, mixer.forward).exchanges = cast(BySequence, mixer.forward).kind not in (None, "2d")
+            laid = cast(BySequence, mixer.forward)
+            laid.exchanges = laid.kind not in (None, "2d") and _is_of_a_stack(adapter.model.attn_implementation)
         if module.training:
             carry(module)
         begin(SharedPlan.of(segments, cp, device))
@@ -509,6 +510,13 @@ def _shared(model: nn.Module) -> ContextParallel | None:
         with suppress(AttributeError):  # a stack that is loaded and has not begun
             groups.append(attrgetter(name)(sys.modules.get(module)))
     return next((ContextParallel.from_group(each, layout="contiguous") for each in groups if each is not None), None)
+
+
+def _is_of_a_stack(attention: str) -> bool:
+    """Return True if the attention of this name may exchange tokens: flash attention, or no function of transformers."""
+    functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
+    home = getattr(functions.get(attention), "__module__", "transformers")
+    return "flash" in attention or not str(home).startswith("transformers")
 
 
 def _check_labels(adapter: BatchAdapter, model: Any, batch: Sources) -> None:

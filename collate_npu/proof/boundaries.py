@@ -299,6 +299,8 @@ def attention_reason(
 
 def plan_reason(plan: MixerPlan, segments: Segments) -> str:
     """Return why a plan does not lay each sequence of a batch out as a row of its own; "" if it does."""
+    if plan.part:  # another rank has the rest
+        return ""
     if list(plan.lengths) != list(segments.sequence_lengths):
         return f"it has sequences of {shown(plan.lengths)} tokens, and the batch of {shown(segments.sequence_lengths)}"
     if sorted(each for rows in plan.buckets for each in rows) != list(range(len(plan.lengths))):

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from collate_npu.consumers.adapter import KNOWN_BATCHES
+from collate_npu.consumers.by_sequence import runs_by_sequence
 from collate_npu.consumers.megatron import start_problem
 from collate_npu.consumers.model_traits import consumer_of, is_compiled, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, printable
@@ -38,7 +39,7 @@ from collate_npu.parallel import ContextParallel
 from collate_npu.proof.hooks import Recorder, bound
 from collate_npu.proof.kernel_calls import Fault, Forward, among, crosses, first_names
 from collate_npu.proof.known_kernels import UnreadError
-from collate_npu.proof.leaks import Alone, check_alone, find_leak, run_seeded
+from collate_npu.proof.leaks import Alone, check_alone, check_alone_of_ranks, find_leak, run_seeded
 from collate_npu.releases import say_outside
 from collate_npu.segments import Segments
 from collate_npu.validation import check_model, checked
@@ -399,7 +400,11 @@ def check_delivery(
             remedy = f"Every known kernel got the right masks: check what the code of {suspects} does with the mask."
             raise CollateError(explain("delivery", f"real tokens move when {leak}", rule, remedy, more="delivery"))
         found = _proof(judged, measured=alone, untested=untested)
-        return replace(found, alone=check_alone(inner, batch, case, given, forward)) if alone else found
+        if not alone:
+            return found
+        if context_parallel and forward is None and runs_by_sequence(inner, shared=True):
+            return replace(found, alone=check_alone_of_ranks(inner, batch, case, given, context_parallel))
+        return replace(found, alone=check_alone(inner, batch, case, given, forward))
 
 
 @checked

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.arrays import Array
-from collate_npu.consumers.by_sequence import running
+from collate_npu.consumers.by_sequence import is_heard, running
 from collate_npu.errors import CollateError
 from collate_npu.proof.boundaries import zeros_of
 from collate_npu.proof.kernel_calls import Forward, RecordedCall, is_layer, plain_name
@@ -391,7 +391,7 @@ class Recorder:
     ) -> Any:
         """Call a kernel, `call(...)`, the function as other recorders wrap it."""
         here = self._here
-        if not here.stack or here.forward is None:
+        if not here.stack or here.forward is None or not is_heard():
             return call(*args, **kwargs)
         values: dict[str, Any] | str
         try:

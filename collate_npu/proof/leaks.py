@@ -19,10 +19,12 @@ from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.mask_choice import Case, consumer_named
 from collate_npu.consumers.megatron import kernel_of
 from collate_npu.consumers.model_traits import consumer_of, unwrap
+from collate_npu.consumers.tiny_models import unshared
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, shape_of
 from collate_npu.keys import of_kind
 from collate_npu.masks.forms import dense
 from collate_npu.masks.patterns import Pattern
+from collate_npu.parallel import ContextParallel, gather_sequence
 from collate_npu.proof.measure import OF_THE_LOSS, apart, called, check_noise, like, noise_limit, scores_of, widened
 from collate_npu.segments import Segments
 
@@ -158,6 +160,14 @@ class Alone:
         return f"relative error of the logits against alone (up to {self.limit:.2g} is rounding): {each}"
 
 
+def check_alone_of_ranks(model: nn.Module, shard: Mapping[str, Any], case: Case, given: Any, cp: ContextParallel) -> Alone:
+    """The same as `check_alone` where `adapt` runs rows that ranks share: each rank runs the sequences alone whole."""
+    tokens = [key for key in of_kind(shard, "tokens") if isinstance(shard[key], Tensor) and key not in OF_THE_LOSS]
+    batch, logits = ({key: gather_sequence(shard[key], cp) for key in tokens}, gather_sequence(scores_of(given), cp))
+    with unshared(model):
+        return check_alone(model, batch, case, logits, None)
+
+
 @torch.no_grad()
 def check_alone(
     model: nn.Module, batch: Mapping[str, Any], case: Case, given: Any, forward: Callable[..., Any] | None
@@ -195,11 +205,12 @@ def check_alone(
 
 
 def _most_at_risk(segments: Segments) -> list[tuple[int, Tensor]]:
-    """Return the two sequences with most tokens before them in their row, as places in the flat batch `[B * S]`. A single
-    sequence is returned twice: ranks that compute together must run as many forwards."""
+    """Return the longest sequence and the one with most tokens before it in its row, as places in the flat batch `[B * S]`.
+    There are always two: ranks that compute together must run as many forwards."""
     S, places = segments.shape[1], torch.split(segments.indices, list(segments.sequence_lengths))
-    first = sorted(range(len(places)), key=lambda n: (int(places[n][0]) % S, len(places[n])), reverse=True)
-    return [(n, places[n]) for n in sorted((first * 2)[:2])]
+    order = sorted(range(len(places)), key=lambda n: (int(places[n][0]) % S, len(places[n])), reverse=True)
+    longest = sorted(order[1:] or order, key=lambda n: -len(places[n]))[:1]
+    return [(n, places[n]) for n in sorted(order[:1] + longest)]
 
 
 def _sequence(model: nn.Module, batch: Mapping[str, Any], places_L: Tensor, pattern: Pattern) -> dict[str, Any]:

@@ -2,11 +2,15 @@
 
 from datetime import timedelta
 
+import numpy as np
+import pytest
 import torch
+from adapt_work import WRAPPERS
 from torch import distributed as dist
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from collate_npu import BatchAdapter, CollateError, adapt
+from collate_npu import BatchAdapter, CollateError, Segments, adapt, check_delivery
+from collate_npu.consumers.shared_rows import SharedPlan
 from collate_npu.consumers.tiny_models import build, make_honest
 from collate_npu.parallel import ContextParallel, gather_sequence, query_rows, split_tensor
 from collate_npu.testing import tiny_config, tiny_model
@@ -65,7 +69,8 @@ def model_of(family, heads=()):
 
 
 def gradient(model):
-    return torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in model.parameters()])
+    grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+    return torch.cat([torch.zeros(p.numel()) if g is None else g.flatten() for p, g in zip(model.parameters(), grads)])
 
 
 def alone(model, rows):
@@ -97,7 +102,7 @@ def parts(form, layout):
     return cp, batch, split_tensor(targets, cp), segments
 
 
-def errors(family, layout, form, mode, heads=(), attention="exchanged", adapted=True):
+def errors(family, layout, form, mode, heads=(), attention="exchanged", adapted=True, wrapper=""):
     """How far logits and gradient of shared rows are from each sample alone: of the largest value, of the norm."""
     model = model_of(family, heads)
     logits, wanted = alone(model, ROWS[-len(FORMS[form][1]) :])
@@ -110,10 +115,12 @@ def errors(family, layout, form, mode, heads=(), attention="exchanged", adapted=
         adapt(model, sequence_group=dist.group.WORLD, layout=layout)
     if adapted == "BatchAdapter":
         batch = BatchAdapter(model, context_parallel=cp)({"input_ids": laid(form)[0], "attention_mask": segments})
+    if wrapper:
+        WRAPPERS[wrapper](model)
     out = model(**batch).logits
     cross_entropy(out.flatten(0, 1), targets.flatten(), reduction="sum").backward()
     found = gradient(model)
-    dist.all_reduce(found)
+    dist.all_reduce(found) if not wrapper else found.mul_(cp.size)  # which FSDP takes the mean of
     whole = gather_sequence(out.detach(), cp)[segments > 0]
     order = torch.argsort(segments[segments > 0], stable=True)
     gaps = float((whole[order] - logits).abs().max() / logits.abs().max()), float((found - wanted).norm() / wanted.norm())
@@ -131,6 +138,9 @@ def apart(fault):
         model.model.layers[0].linear_attn.register_forward_hook(lambda *_: None)
     if fault == "labels":
         batch["labels"] = batch["input_ids"].clone()
+    if fault == "boundary":
+        batch = parts("flat", "contiguous")[1]
+        batch["cu_seq_lens_q"] = torch.tensor([0, 23, 63 - rank, 94, 144])
     if fault == "error" and rank:
         batch["attention_mask"] = batch["attention_mask"].to_sparse()
     if fault != "not adapted" or not rank:
@@ -142,3 +152,34 @@ def apart(fault):
     except (CollateError, RuntimeError, NotImplementedError) as error:
         return str(error)
     return ""
+
+
+def planted(fault, family="qwen3_next", form="flat"):
+    """What `check_delivery` says on this rank where adapt's own exchange has a fault."""
+    with pytest.MonkeyPatch.context() as patch:
+        model = model_of(family).eval()
+        cp, batch, _, segments = parts(form, "contiguous")
+        adapt(model, sequence_group=dist.group.WORLD)
+        if fault:
+            patch.setattr(SharedPlan, *FAULTS[fault])
+        try:
+            found = check_delivery(model, batch, segments=Segments.from_ids(segments), context_parallel=cp, alone=True)
+        except (CollateError, RuntimeError) as error:
+            return str(error)
+        finally:
+            dist.barrier()
+        return "" if fault else found.verdict
+
+
+def other_halo(self, wanted, owner_T, local_T):
+    """The tokens before a piece are of this rank in the place of the one that has them."""
+    mine = [np.where(owner_T[w] == n, w, w[owner_T[w] == n][:1]) if len(w) else w for n, w in enumerate(wanted)]
+    return OWN["_route"](self, mine, owner_T, local_T)
+
+
+def other_heads(*given):
+    return [x.roll(1, 1) for x in OWN["_by_token"](*given)]
+
+
+OWN = {name: getattr(SharedPlan, name) for name in ("_route", "_by_token")}
+FAULTS = {"halo": ("_route", other_halo), "heads": ("_by_token", other_heads)}

@@ -43,6 +43,25 @@ def test_a_layer_computed_again_exchanges_again(form, mode, processes):
     assert worst(processes("shared_work.errors", "qwen3_next", "contiguous", form, mode, seconds=LONG)) < 2e-5
 
 
+@pytest.mark.parametrize("attention", ["", "exchanged"])
+@pytest.mark.parametrize("wrapper", ["FSDP2", "FSDP2 inside mixers"])
+def test_where_ranks_gather_parameters_too(wrapper, attention, pair):
+    assert (
+        worst(pair("shared_work.errors", "qwen3_next", "contiguous", "left", "", (), attention, True, wrapper, seconds=LONG))
+        < 2e-5
+    )
+
+
+@pytest.mark.parametrize("fault", ["", "halo", "heads"])
+def test_check_delivery_on_ranks_finds_a_fault_of_the_exchange(fault, pair):
+    found = pair("shared_work.planted", fault, seconds=LONG)
+    assert (
+        found == ["every layer with a known kernel got what the batch says"] * 2
+        if not fault
+        else all("against alone" in text for text in found)
+    )
+
+
 @pytest.mark.parametrize("heads", [(3, 6), (1, 4), (4, 8)])
 def test_heads_that_do_not_divide(heads, pools):
     assert worst(pools(4)("shared_work.errors", "qwen3_5_text", "contiguous", "right", "", heads, seconds=LONG)) < 2e-5
@@ -63,6 +82,7 @@ def test_without_adapt_each_rank_sees_its_part_alone(pair):
         ("length", "int64 [2, 4, 28] on ranks [1]"),
         ("layout", "zigzag, size 2, tp 1 on ranks [1]"),
         ("way", "does not run by sequence"),
+        ("boundary", "cu_seq_lens_q"),
         ("error", "'aten::_values'"),
         ("labels", "Pass shift_labels beside them"),
         ("not adapted", "no message from ranks [1]"),
