@@ -13,7 +13,6 @@ from torch import nn
 
 from collate_npu import BatchAdapter, ContextParallel, PaddingCollator, adapt, check_delivery, describe, wrap_collator
 from collate_npu.arrays import host_array, host_tensor
-from collate_npu.integrations.accelerate import ready_batch
 from collate_npu.integrations.megatron import gpt_batch
 from collate_npu.keys import KEYS as KEYS_OF_BATCHES
 from collate_npu.testing import tiny_model
@@ -79,7 +78,6 @@ LOCAL.config = SimpleNamespace(num_moe_experts=None, linear_attention_freq=None,
 KEYS = {"attention_mask", "attention_mask_2d", "position_ids", "labels"}
 SAMPLES = KEYS - {"labels"} | {"input_ids"}
 """The samples tell what labels would say."""
-RIGHT = PaddingCollator(pad_token_id=0, attention_mask="2d")(ROWS)
 OF_TRANSFORMERS = {"wrap_collator for a model", "wrap_collator of a flat row", "adapt", "check_delivery"}
 DOORS = {
     "adapter of megatron": (BatchAdapter(consumer="megatron", needs_mask_2d=False), KEYS),
@@ -89,7 +87,6 @@ DOORS = {
     "wrap_collator into a flat row": (lambda batch: wrapped(batch, padding_free=True), SAMPLES),
     "wrap_collator of a flat row": (flat, {"input_ids", "cu_seqlens"}),
     "adapt": (adapted, KEYS - {"attention_mask_2d"}),
-    "ready_batch": (lambda batch: ready_batch(RIGHT, size=1), {"attention_mask", "position_ids"}),
     "gpt_batch": (lambda batch: gpt_batch(batch, LOCAL, context_parallel=ContextParallel(1, 0)), KEYS),
     "check_delivery": (lambda batch: check_delivery(tiny_model("qwen3_next", vocab_size=257), batch), KEYS),
     "describe": (describe, KEYS),

@@ -283,12 +283,11 @@ class SharedPlan:
 
 
 def whole_rows(batch: Sources, cp: ContextParallel, offsets: Mapping[str, Any]) -> Sources:
-    """Return what tells of the sequences in whole rows: tokens, positions and masks of all ranks, by one exchange, and the
-    offsets, which each rank has. Rows of which nothing tells are whole: their stack drops all masks."""
+    """Return what tells of the sequences in whole rows: tokens, positions, masks and targets of all ranks, by one exchange,
+    and the offsets, which each rank has. Rows of which nothing tells are whole: their stack drops all masks."""
     (B, s), names = batch.shape(), [each for role in _OF_TOKENS for each in batch.named[role]]
-    held = {name: batch[name] for name in names if dims(batch[name]) == (B, s)}
-    if not held:
-        held = {"attention_mask": torch.ones(B, s)}
+    held = {name: batch[name] for name in names if dims(batch[name]) == (B, s)} or {"attention_mask": torch.ones(B, s)}
+    held |= {"shift_labels": batch["shift_labels"]} if dims(batch.get("shift_labels")) == (B, s) else {}
     joined_KBS = gather_sequence(torch.stack([x.long() for x in held.values()]), cp, dim=2).cpu()
     whole = Sources({**dict(zip(held, joined_KBS)), **offsets})
     told = B == 1 or whole.masks or any(whole.named[role] for role in ("keep", "segment_ids"))

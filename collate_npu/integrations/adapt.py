@@ -48,6 +48,7 @@ from collate_npu.integrations.accelerate import deepspeed_group, let_recurrent_l
 from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
 from collate_npu.masks.dialects import SEQUENCE_GROUPS
 from collate_npu.masks.sources import Sources
+from collate_npu.outputs import shift_labels
 from collate_npu.parallel import ContextParallel, ranks_agree, split_tensor
 from collate_npu.parallel.agreement import digest, outside_graphs
 from collate_npu.releases import say_outside
@@ -280,7 +281,13 @@ class _Hooks:
                 raise UnsupportedFormError(explain("input_ids", str(list(part)), f"{rule}: {why}.", _WHOLE_ROWS))
             facts |= {"part": str(part)} | {key: partial(digest, value) for key, value in offsets.items()}
             whole = whole_rows(batch, cp, offsets)
+        targets = whole.get("shift_labels")
         segments = adapter.read(whole, adapter.polarity, _is_flat(whole))
+        last_or_padding = shift_labels(torch.zeros(segments.shape, dtype=torch.long), segments) < 0
+        if targets is not None and bool((targets >= 0)[last_or_padding].any()):
+            rule = "Labels were moved across the end of a sequence, or padding has one."
+            remedy = "Ignore the first label of each sequence (-100): wrap_collator(your collator, model=model) does."
+            raise UnsupportedFormError(explain("shift_labels", str(list(segments.shape)), rule, remedy))
         for mixer in self.mixers if _gathers(self.mixers) else ():  # a collective in it may be one for its parameters
             laid = cast(BySequence, mixer.forward)
             laid.exchanges = laid.kind not in (None, "2d") and _is_of_a_stack(adapter.model.attn_implementation)

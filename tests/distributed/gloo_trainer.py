@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from collate_npu import Segments, adapt
-from collate_npu.integrations.accelerate import context_parallel_collator
 from collate_npu.testing import tiny_model
 
 
@@ -76,16 +75,15 @@ def shared(model: Any, whole: dict[str, torch.Tensor], context: Any, inputs: Any
 def trainer_step(
     lengths: list[int], width: int, side: str = "right", *, ours: bool = True, family: str = "qwen3"
 ) -> dict[str, Any]:
-    """`Trainer._prepare_context_parallel_inputs` on our collator's batch, or an ordinary one's, in its own context."""
+    """`Trainer._prepare_context_parallel_inputs` on an ordinary collator's batch, in its own context."""
     from transformers import Trainer, TrainingArguments
 
     accelerator, model = setup(family, adapted=ours)
     collator = functools.partial(padded, width=width, side=side)
-    given = context_parallel_collator(collator, size=dist.get_world_size(), model=model) if ours else collator
     args = TrainingArguments(tempfile.mkdtemp(), report_to=[], use_cpu=True)
-    trainer = Trainer(model, args, data_collator=given)
+    trainer = Trainer(model, args, data_collator=collator)
     trainer.accelerator = accelerator
-    context, inputs = trainer._prepare_context_parallel_inputs(model, given(features(lengths)))
+    context, inputs = trainer._prepare_context_parallel_inputs(model, collator(features(lengths)))
     return shared(model, collator(features(lengths)), context(), inputs, family)
 
 

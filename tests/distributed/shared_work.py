@@ -138,6 +138,9 @@ def apart(fault):
         model.model.layers[0].linear_attn.register_forward_hook(lambda *_: None)
     if fault == "labels":
         batch["labels"] = batch["input_ids"].clone()
+    if fault == "targets":  # of the loader of DeepSpeed, across the end of a sequence
+        _, batch, targets, _ = parts("flat", "contiguous")
+        batch["shift_labels"] = targets.masked_fill(targets < 0, 9)
     if fault == "boundary":
         batch = parts("flat", "contiguous")[1]
         batch["cu_seq_lens_q"] = torch.tensor([0, 23, 63 - rank, 94, 144])

@@ -85,6 +85,7 @@ def test_without_adapt_each_rank_sees_its_part_alone(pair):
         ("boundary", "cu_seq_lens_q"),
         ("error", "'aten::_values'"),
         ("labels", "Pass shift_labels beside them"),
+        ("targets", "moved across the end of a sequence"),
         ("not adapted", "no message from ranks [1]"),
         ("no backward", "Timed out"),
     ],

@@ -28,7 +28,6 @@ from transformers import Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from collate_npu import PaddingCollator, adapt
-from collate_npu.integrations.accelerate import context_parallel_collator
 from collate_npu.testing import tiny_model
 
 NEEDS = ("transformers", "deepspeed")
@@ -52,8 +51,7 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cells(family, found):
     own, ours = (of_job(job) | job["learned"] for job in (found[f"trainer {family} {who}"] for who in ("own", "ours")))
-    line = "adapt(model); context_parallel_collator(collator, size=2, model=model, backend='deepspeed'), sp_size=2"
-    STACK.tell(family, "context parallel", alone=own, ours=ours, line=line)
+    STACK.tell(family, "context parallel", alone=own, ours=ours, line="adapt(model), ParallelismConfig(sp_size=2)")
 
 
 def test_accelerate_and_its_refusal_is_back(found):
@@ -61,10 +59,10 @@ def test_accelerate_and_its_refusal_is_back(found):
     assert "linear_attention" in found["trainer qwen3_next own"]["refused"]  # behind jobs of ours, too
 
 
-@pytest.mark.parametrize(("job", "why"), [(MORE[1], "padding stands on the left"), (MORE[3], "has a window")])
-def test_what_its_attention_cannot_do_is_refused(job, why, found):
-    """By adapt alone, too, whose user may have no collator of ours: Ulysses drops every mask and window on sdpa."""
-    assert why in found[job]["refused"]
+def test_what_its_attention_cannot_do_is_refused(found):
+    """Ulysses drops every mask and window on sdpa."""
+    assert "padding stands on the left" in found[MORE[1]]["refused"]
+    assert "has a window" in found["trainer gemma3_text ours"]["refused"]
     assert of_job(found[MORE[2]])["verdict"] == "wrong"
 
 
@@ -154,11 +152,9 @@ def run(folder, door, family, who, side="right"):
     seen = Seen(model)
 
     def act():
-        nonlocal collator, handle
-        if who != "own":
+        nonlocal handle
+        if who == "ours":
             handle = adapt(model)
-        if who == "ours" and side == "right":
-            collator = context_parallel_collator(collator, size=2, model=model, backend="deepspeed")
         {"trainer": by_trainer, "accelerate": by_accelerate}[door](model, seen, collator, folder)
 
     refused = refusal(act)

@@ -121,7 +121,7 @@ def test_transformers_trainer(family, layout, tmp_path):
 def test_transformers_trainer_with_a_row_on_two_ranks(ranks, family):
     """torch's context parallelism in Trainer's own step; see distributed/gloo_trainer for what stands in."""
     run = lambda who: worst_of(ranks(2)("gloo_trainer.cell", family, who == "ours", seconds=120))  # noqa: E731
-    line = "adapt(model, sequence_group=group, layout='head_tail'); context_parallel_collator(collator, size=2, model=model)"
+    line = "adapt(model, sequence_group=group, layout='head_tail')"
     TRAINER.tell(family, "context parallel", alone=run("alone"), ours=run("ours"), line=line)
 
 
