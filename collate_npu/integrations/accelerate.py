@@ -87,7 +87,7 @@ def dispatch_problems(batch: Mapping[str, Any]) -> dict[str, str]:
 # --- rows that are shared out over ranks
 
 
-def deepspeed_group(model: Any) -> Any:
+def ulysses_group(model: Any) -> Any:
     """Return the ranks that share the rows of this model under DeepSpeed's Ulysses, whose attention stands in the place of
     transformers' own (0.19.6 ulysses_sp.py:520-572); None without it, or in an evaluation, which has whole rows."""
     functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})

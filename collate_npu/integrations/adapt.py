@@ -44,7 +44,7 @@ from collate_npu.consumers.model_traits import (
 from collate_npu.consumers.shared_rows import SharedPlan, whole_rows
 from collate_npu.consumers.tiny_models import exchanges, offsets_asked
 from collate_npu.errors import UnsupportedFormError, explain
-from collate_npu.integrations.accelerate import deepspeed_group, let_recurrent_layers_pass
+from collate_npu.integrations.accelerate import let_recurrent_layers_pass, ulysses_group
 from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
 from collate_npu.masks.dialects import SEQUENCE_GROUPS
 from collate_npu.masks.sources import Sources
@@ -512,7 +512,7 @@ def _transformers_model(model: nn.Module, named: bool) -> nn.Module:
 
 def _shared(model: nn.Module) -> ContextParallel | None:
     """Return the ranks that share each row, if the stack that runs this model has any."""
-    groups = [deepspeed_group(model)]
+    groups = [ulysses_group(model)]
     for module, name in SEQUENCE_GROUPS.items():
         with suppress(AttributeError):  # a stack that is loaded and has not begun
             groups.append(attrgetter(name)(sys.modules.get(module)))
