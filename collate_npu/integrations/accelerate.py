@@ -177,7 +177,7 @@ def ready_batch(
     """
     segments = segments or segments_from_batch(batch)
     exact = none_is_exact(segments)
-    multiple = ContextParallel(size, 0, layout="zigzag" if backend == "torch" else "ulysses").multiple
+    multiple = ContextParallel(size, 0, layout="zigzag" if backend == "torch" else "contiguous").multiple
     if segments.shape[1] % multiple:
         rule = f"{size} ranks take a multiple of {multiple}; torch changes its layout in silence at other widths."
         raise CollateError(explain("width", str(segments.shape[1]), rule, f"Collate with pad_to_multiple_of={multiple}."))

@@ -5,8 +5,7 @@ batch; the cost is O(runs). Eight tokens on two ranks::
 
     zigzag        0 1 . . . . 6 7   |  . . 2 3 4 5 . .      chunks r and 2 * size - 1 - r: causal work is level
     contiguous    0 1 2 3 . . . .   |  . . . . 4 5 6 7
-    document_...  the same inside each document of one flat row (padding-free batches)
-    ulysses       contiguous; attention trades heads for tokens and sees the whole row
+    document_...  zigzag inside each document of one flat row (padding-free batches)
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ def is_gloo(group: Any) -> bool:
     return config.get("cpu") == "gloo"
 
 
-Layout = Literal["zigzag", "contiguous", "document_zigzag", "document_contiguous", "ulysses"]
+Layout = Literal["zigzag", "contiguous", "document_zigzag"]
 Run = tuple[int, int]
 
 
@@ -153,8 +152,7 @@ class ContextParallel:
 
     * `size`: the number of ranks that share a row.
     * `rank`: the number of this rank among them.
-    * `layout`: which rank holds which tokens: "zigzag", "contiguous" (each with "document_" before it for flat rows), or
-      "ulysses".
+    * `layout`: which rank holds which tokens: "zigzag", "document_zigzag" (for flat rows), or "contiguous".
     * `tensor_parallel`: the number of ranks that split this rank's tokens again (Megatron's sequence_parallel).
     * `group`: their process group, or DeviceMesh of one dimension. Without it rows can be split but not gathered.
 
@@ -212,11 +210,11 @@ class ContextParallel:
     @property
     def documents(self) -> bool:
         """True if each document of a flat row is shared out by itself."""
-        return self.layout.startswith("document_")
+        return self.layout == "document_zigzag"
 
     @property
     def multiple(self) -> int:
-        """The number whose multiples a padded width is: `tp * 2 * cp` for zigzag, `tp * cp` for contiguous and Ulysses.
+        """The number whose multiples a padded width is: `tp * 2 * cp` for zigzag, `tp * cp` for contiguous.
 
         The product and not `lcm(tp, 2 * cp)`: a rank's S / cp tokens are cut by tp again (verl mcore/util.py:686-690).
         """
@@ -229,11 +227,11 @@ class ContextParallel:
 
     @property
     def document_multiple(self) -> int:
-        """The number whose multiples documents are in the layouts `document_*`; the whole flat row keeps to `multiple`."""
-        return 1 if self.layout == "ulysses" else self._chunks * self.size
+        """The number whose multiples documents are in `document_zigzag`; the whole flat row keeps to `multiple`."""
+        return self._chunks * self.size
 
     def for_documents(self) -> ContextParallel:
-        """Return the same ranks for a padding-free row: zigzag becomes document by document, other layouts stay.
+        """Return the same ranks for a padding-free row: zigzag becomes document by document, contiguous stays.
 
         Kernels that read cu_seqlens expect that order (ms-swift sequence_parallel.py:505-515; mcore_bridge
         utils/megatron_utils.py:56-91; Transformer Engine's thd).
@@ -252,7 +250,7 @@ class ContextParallel:
 def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> tuple[Run, ...]:
     """Return the runs `[start, stop)` of the tokens that this rank holds, in the order of its shard.
 
-    `cu_seqlens` (`0, end, end, ...` up to the width) is for the layouts `document_*`; the others ignore it. Raises
+    `cu_seqlens` (`0, end, end, ...` up to the width) is for `document_zigzag`; the others ignore it. Raises
     `CollateError`, with the multiple to pad to, if the ranks cannot share out the width or a document.
 
     >>> token_runs(8, ContextParallel(2, 0)), token_runs(8, ContextParallel(2, 0, layout="contiguous"))
@@ -298,29 +296,6 @@ def _runs(bounds: Sequence[Run], cp: ContextParallel) -> tuple[Run, ...]:
         runs.append((start + cp.rank * size, start + (cp.rank + 1) * size))
         if cp._chunks == 2:
             runs.append((stop - (cp.rank + 1) * size, stop - cp.rank * size))
-    return _merged(runs)
-
-
-@checked
-def query_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
-    """Return the query rows that this rank's attention computes, int64 `[Q]`, for `dense(segments, rows=...)`.
-
-    They are the rank's tokens, except under Ulysses: there attention runs on all tokens of the row, for a part of the heads.
-    Keys stay whole.
-
-    >>> query_rows(8, ContextParallel(2, 0)).tolist(), query_rows(8, ContextParallel(2, 0, layout="ulysses")).tolist()
-    ([0, 1, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7])
-    """
-    return indices(query_runs(width, cp, cu_seqlens))
-
-
-def query_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> tuple[Run, ...]:
-    """Return the runs `[start, stop)` of `query_rows`; errors as `token_runs`."""
-    held = token_runs(width, cp, cu_seqlens)
-    return _merged([(0, width)]) if cp.layout == "ulysses" else held
-
-
-def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
     merged: list[Run] = []
     for start, stop in runs:
         if merged and merged[-1][1] == start:
@@ -328,6 +303,18 @@ def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
         elif start < stop:
             merged.append((start, stop))
     return tuple(merged)
+
+
+@checked
+def query_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
+    """Return the query rows that this rank's attention computes, int64 `[Q]`, for `dense(segments, rows=...)`.
+
+    They are the rank's tokens; keys stay whole. Errors as `token_runs`.
+
+    >>> query_rows(8, ContextParallel(2, 0)).tolist()
+    [0, 1, 6, 7]
+    """
+    return indices(token_runs(width, cp, cu_seqlens))
 
 
 def indices(runs: Sequence[Run]) -> Tensor:
@@ -412,8 +399,8 @@ def check_recurrent_split(
         return
     width = segments.shape[1]
     bounds = _whole_row(offsets, segments) if padding_free else (0, width)
-    order: Layout = cp.layout if len(set(bounds)) > 2 else _OF_A_ROW.get(cp.layout, cp.layout)
-    if order != (right := "document_zigzag" if padding_free and len(set(bounds)) > 2 else "zigzag"):
+    right = "document_zigzag" if len(set(bounds)) > 2 else "zigzag"
+    if cp.layout not in (right, "document_zigzag"):  # by document is the same in a row of one
         rule = f"Recurrent layers put tokens in order only from the layout {right!r}."
         stacks = "ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo='megatron_cp_algo'."
         raise UnsupportedFormError(
@@ -425,10 +412,6 @@ def check_recurrent_split(
         rule = f"A recurrent layer's key heads and value heads are shared out over {ranks} ranks."
         remedy = "Use a context parallel size that divides both numbers."
         raise CollateError(explain("heads", f"{list(heads)}", rule, remedy))
-
-
-_OF_A_ROW: dict[Layout, Layout] = {"document_zigzag": "zigzag"}
-"""The layout of a row of one document."""
 
 
 def _whole_row(offsets: Tensor | Sequence[int] | None, segments: Segments) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from collate_npu.masks.forms import check_cuts, offsets_of
 from collate_npu.masks.sources import Sources, wrong_shape_error
 from collate_npu.outputs import to_nested
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, turn_of, uncompiled
-from collate_npu.parallel.layout import ContextParallel, Run, group_of, indices, query_runs, row_pieces, token_runs
+from collate_npu.parallel.layout import ContextParallel, Run, group_of, indices, row_pieces, token_runs
 from collate_npu.segments import Segments, as_offsets
 from collate_npu.validation import check_held, checked, dimension, is_plain
 
@@ -107,7 +107,7 @@ def split_tensor(
 ) -> Tensor:
     """Return this rank's part of one tensor along `dim`. `gather_sequence` undoes it.
 
-    A jagged tensor `[N, j, ...]` is split document by document and stays jagged (layouts `document_*`).
+    A jagged tensor `[N, j, ...]` is split document by document and stays jagged (`document_zigzag`).
 
     >>> import torch
     >>> split_tensor(torch.arange(8)[None], ContextParallel(2, 1)).tolist()
@@ -170,7 +170,6 @@ class _Shard:
     cp: ContextParallel
     shape: tuple[int, int]
     tokens: tuple[Run, ...]
-    queries: tuple[Run, ...]
 
     @classmethod
     def of(cls, cp: ContextParallel, shape: tuple[int, int], cu_seqlens: Sequence[int] | None) -> _Shard:
@@ -183,7 +182,7 @@ class _Shard:
             rule = f"{cp.layout} would cut across documents; kernels that read cu_seqlens share out each one (TE thd)."
             got = f"{len(cu_seqlens) - 1} documents in one flat row"
             raise UnsupportedFormError(explain("cu_seqlens", got, rule, "Use cp.for_documents() for padding-free batches."))
-        return cls(cp, shape, token_runs(S, cp, cu_seqlens), query_runs(S, cp, cu_seqlens))
+        return cls(cp, shape, token_runs(S, cp, cu_seqlens))
 
     def of_key(self, key: str, value: Any, rule: Key | None) -> Any:
         """Return what this rank holds of one key, by its row of `KEYS`."""
@@ -224,24 +223,20 @@ class _Shard:
             raise UnsupportedFormError(explain(key, type(value).__name__, rule, remedy))
         if recurrent:
             return self.of_tokens(key, value, 1)
-        if tuple(value.shape) == self.shape:
-            return self._of_2d(key, value)
         B, S = self.shape
+        if value.shape == (B, S):
+            if B == S > 1 and value.is_floating_point():
+                rule = "With as many rows as tokens an additive one is a [B, S] padding mask or an [S, S] attention mask."
+                remedy = "Pass attention_mask_2d, or the attention mask as [1, 1, S, S]."
+                raise AmbiguousMaskError(explain(key, shape_of(value), rule, remedy))
+            return _take_runs(value, 1, self.tokens)
         if value.ndim == 4 and tuple(value.shape[-2:]) == (1, S) != (S, S):  # one row for every query
             return value
         if value.ndim not in (2, 3, 4) or tuple(value.shape[-2:]) != (S, S):
             rule = f"Before the split a mask is [{B}, {S}], or dense with {S} query rows and {S} keys."
             remedy = "Split the whole mask, or split without it and build dense(segments, rows=query_rows(S, cp))."
             raise CollateError(explain(key, shape_of(value), rule, remedy))
-        return _take_runs(value, value.ndim - 2, self.queries)
-
-    def _of_2d(self, key: str, value: Tensor) -> Tensor:
-        if value.shape[0] == value.shape[1] > 1 and value.is_floating_point():
-            rule = "With as many rows as tokens an additive one is a [B, S] padding mask or an [S, S] attention mask."
-            remedy = "Pass attention_mask_2d, or the attention mask as [1, 1, S, S]."
-            raise AmbiguousMaskError(explain(key, shape_of(value), rule, remedy))
-        # After Ulysses' all-to-all attention sees every token of the row, and so needs the padding of every token.
-        return _take_runs(value, 1, self.queries)
+        return _take_runs(value, value.ndim - 2, self.tokens)
 
     def _guess(self, key: str, value: Tensor) -> Key:
         if tuple(value.shape[:2]) == self.shape:
@@ -316,7 +311,7 @@ def _jagged_cu_seqlens(x: Tensor, cp: ContextParallel) -> Tensor:
     """Return the offsets of a jagged tensor. Raises for a layout that does not share out each document."""
     if not cp.documents:
         rule = f"A jagged tensor is shared out document by document; the layout is {cp.layout}."
-        remedy = "Use document_zigzag or document_contiguous, or split the padded or flat tensor."
+        remedy = "Use document_zigzag, or split the padded or flat tensor."
         raise UnsupportedFormError(explain("jagged tensor", shape_of(x.values()), rule, remedy))
     return cast(Tensor, cast(Any, x).offsets())
 
@@ -339,7 +334,7 @@ def gather_sequence(
 
     `dim` is the sequence, 1 in `[B, S / size, ...]` (0 in Megatron's `[S / size, B, H]`); a jagged output
     `[N, j, ...]` comes back jagged. `segments`, of the whole batch, are checked against the result, which
-    `last_token`, `per_sequence` and `to_nested` then take. Layouts `document_*` need the offsets the batch was split
+    `last_token`, `per_sequence` and `to_nested` then take. `document_zigzag` needs the offsets the batch was split
     by: `cu_seqlens=cu_seqlens_of(shard)`.
 
     Say how the ranks use the whole row, because the gradient depends on it:

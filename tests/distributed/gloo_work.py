@@ -83,12 +83,12 @@ class Attention(nn.Module):
 
 
 def own_bias(segments: Segments, cp: ContextParallel, offsets: Any) -> Tensor:
-    """Only this rank's rows, keys whole; under Ulysses all rows, of which it takes its tokens."""
+    """Only this rank's rows, keys whole."""
     S = segments.shape[1]
-    rows, runs = parallel.query_rows(S, cp, offsets).tolist(), parallel.token_runs(S, cp, offsets)
+    rows = parallel.query_rows(S, cp, offsets)
     bias = dense(segments, polarity="bias", dtype=torch.float64, rows=rows)
     assert bias.shape[2:] == (len(rows), S)
-    return bias[:, :, [rows.index(token) for start, stop in runs for token in range(start, stop)]]
+    return bias
 
 
 def loss_of(logits: Tensor, labels: Tensor, count: int) -> Tensor:
