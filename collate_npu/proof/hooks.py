@@ -196,9 +196,8 @@ def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     rest = (name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD)
     found |= found.pop(next(rest, ""), {})
     own = inspect.isfunction(function) and (function.__module__ or "").startswith("transformers.")
-    if own and not hasattr(function, "__wrapped__"):
-        found = {name: each for name, each in found.items() if name in signature.parameters}
-    return found
+    dropped = own and not hasattr(function, "__wrapped__")
+    return {name: each for name, each in found.items() if name in signature.parameters or not dropped}
 
 
 Begin = Callable[[nn.Module, Any, Any], "Forward | None"]
@@ -253,9 +252,9 @@ class Recorder:
         held, looks = self._roots.get(id(root), (None, False))
         if held is not None and held() is root:
             return looks
-        reads = any(map(is_layer, root.modules())) or any(isinstance(each, nn.Embedding) for each in root.children())
-        held, looks = weakref.ref(root), reads or any(isinstance(each, nn.ModuleList) for each in root.modules())
-        self._roots[id(root)] = held, looks
+        looks = any(is_layer(each) or isinstance(each, nn.ModuleList) for each in root.modules())
+        looks = looks or any(isinstance(each, nn.Embedding) for each in root.children())
+        self._roots[id(root)] = weakref.ref(root), looks
         if looks:
             self.keep(root)
         return looks
@@ -325,12 +324,12 @@ class Recorder:
         try:
             result = original(module, *args, **kwargs)
         except BaseException as error:
-            here.stack.pop()
             if forward is not None:
                 forward.raised = type(error).__name__
             self._end_forward(forward, outer)
             raise
-        here.stack.pop()
+        finally:
+            here.stack.pop()
         if isinstance(module, nn.Embedding) and outer is not None and args and args[0] is outer.ids:
             with self.guarded():
                 outer.empty_T = zeros_of(result, "BTD")
@@ -360,15 +359,13 @@ class Recorder:
         """Return "rotary" or "embedded" for a module that is given positions, "" for any other."""
         if re.search("rotary|rope", type(module).__name__.lower()) and not is_layer(module):
             return "rotary"
-        known = self._names.get(id(module)) if isinstance(module, nn.Embedding) else None
-        return "embedded" if known is not None and _POSITIONS.search(known[1]) else ""
+        return "embedded" if isinstance(module, nn.Embedding) and _POSITIONS.search(self._name_of(module)) else ""
 
     def _note_positions(self, forward: Forward, kind: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         plain = type(module).forward is nn.Embedding.forward
         named = bound(module.forward, args, kwargs).items()
         given = [value for key, value in named if isinstance(value, Tensor) and (plain or "position" in key)]
-        given = [value for value in given if not value.is_floating_point()]
-        value = next((value for value in given if value.ndim in (1, 2, 3)), None)
+        value = next((value for value in given if not value.is_floating_point() and value.ndim in (1, 2, 3)), None)
         if value is None or forward.truth is None:
             return
         rows = forward.rows_here()
@@ -376,13 +373,11 @@ class Recorder:
             found, truth = axis.detach().cpu().numpy(), rows or forward.truth
             if found.shape[-1] == truth.shape[1] and found.size in (truth.shape[1], truth.array.size):
                 found = np.broadcast_to(found, truth.shape)
-            where: dict[str, Any] = {"layer": self._name_of(module), "kernel": type(module).__name__}
-            where |= {"module": module, "kind": kind, "rows": rows}
-            forward.calls.append(RecordedCall(**where, boundaries=None, positions=found))
+            where: dict[str, Any] = {"layer": self._name_of(module), "module": module, "rows": rows, "positions": found}
+            forward.calls.append(RecordedCall(**where, kernel=type(module).__name__, kind=kind, boundaries=None))
 
     def _name_of(self, module: nn.Module) -> str:
-        known = self._names.get(id(module))
-        return known[1] if known else type(module).__name__
+        return self._names.get(id(module), (None, type(module).__name__))[1]
 
     # --- kernels
 
@@ -425,8 +420,7 @@ class Recorder:
                 forward.calls[first:] = [outer]  # what it calls for a part of its tokens says nothing of all
 
     def _read_call(self, name: str, row: Any, values: dict[str, Any] | str) -> RecordedCall:
-        kind, read = row
-        stack = self._here.stack
+        (kind, read), stack = row, self._here.stack
         layer = next((module for module in reversed(stack) if is_layer(module)), stack[-1])
         rows = None if self._here.forward is None else self._here.forward.rows_here()
         where: dict[str, Any] = {"layer": self._name_of(layer), "module": layer, "empty_T": self._here.empty_T, "rows": rows}
