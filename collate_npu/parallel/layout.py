@@ -74,20 +74,6 @@ def timeout_of(group: Any) -> timedelta:
     return timedelta(minutes=10)  # as long as the collectives of NCCL wait by default
 
 
-def megatron_group() -> tuple[Any, int]:
-    """Return Megatron's context-parallel group and tensor-parallel size (megatron/core/parallel_state.py)."""
-    try:
-        from megatron.core import parallel_state
-    except ImportError as error:
-        rule = "megatron-core is not installed here."
-        raise CollateError(explain("from_megatron", repr(error), rule, "Use from_group or from_mesh.")) from error
-    if not parallel_state.model_parallel_is_initialized():
-        rule = "Megatron's parallel groups do not exist yet."
-        remedy = "Call parallel_state.initialize_model_parallel(context_parallel_size=...) first."
-        raise CollateError(explain("from_megatron", "an uninitialised parallel_state", rule, remedy))
-    return parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_world_size()
-
-
 def gloo_group(group: Any = None) -> Any:
     """Return the Gloo group that carries Python objects between the ranks of `group`, by default those of `data_group`.
 
@@ -173,7 +159,11 @@ class ContextParallel:
     group: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check(self)
+        for name in ("size", "tensor_parallel"):
+            whole_number(name, getattr(self, name), least=1)
+        if not 0 <= whole_number("rank", self.rank, least=-self.size) < self.size:
+            rule = f"Ranks of a group of {self.size} count from 0 to {self.size - 1}."
+            raise CollateError(explain("rank", str(self.rank), rule, "Pass the rank inside the group, not the global rank."))
         if self.group is not None:
             group_of(self.group, self.size, self.rank)
 
@@ -200,12 +190,22 @@ class ContextParallel:
 
     @classmethod
     def from_megatron(cls, **settings: Any) -> ContextParallel:
-        """Read Megatron's `parallel_state`: its context-parallel group and its tensor-parallel size.
+        """Read Megatron's `parallel_state` (megatron/core/parallel_state.py): its context-parallel group and its
+        tensor-parallel size.
 
         >>> ContextParallel.from_megatron(layout="zigzag")  # doctest: +SKIP
         """
-        group, tensor_parallel = megatron_group()
-        return cls.from_group(group, **{"tensor_parallel": tensor_parallel, **settings})
+        try:
+            from megatron.core import parallel_state
+        except ImportError as error:
+            rule = "megatron-core is not installed here."
+            raise CollateError(explain("from_megatron", repr(error), rule, "Use from_group or from_mesh.")) from error
+        if not parallel_state.model_parallel_is_initialized():
+            rule = "Megatron's parallel groups do not exist yet."
+            remedy = "Call parallel_state.initialize_model_parallel(context_parallel_size=...) first."
+            raise CollateError(explain("from_megatron", "an uninitialised parallel_state", rule, remedy))
+        settings = {"tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(), **settings}
+        return cls.from_group(parallel_state.get_context_parallel_group(), **settings)
 
     @property
     def documents(self) -> bool:
@@ -349,14 +349,6 @@ def _check_width(width: int, cp: ContextParallel) -> None:
         to = -(-width // cp.multiple) * cp.multiple
         remedy = f"Pad to {to}: pad_to_multiple_of={cp.multiple} in the collator (ContextParallel.multiple)."
         raise CollateError(explain("width", f"{width} tokens", rule, remedy, more="shard-width"))
-
-
-def _check(cp: ContextParallel) -> None:
-    for name in ("size", "tensor_parallel"):
-        whole_number(name, getattr(cp, name), least=1)
-    if not 0 <= whole_number("rank", cp.rank, least=-cp.size) < cp.size:
-        rule = f"Ranks of a group of {cp.size} count from 0 to {cp.size - 1}."
-        raise CollateError(explain("rank", str(cp.rank), rule, "Pass the rank inside the group, not the global rank."))
 
 
 # --- recurrent layers whose rows are shared out

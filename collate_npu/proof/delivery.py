@@ -122,8 +122,11 @@ class Watch:
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
         """Return the forward that begins here, for a model that is still watched or a layer that is computed again."""
-        if self._one is not None:
-            return self._begin_one(module, self._one)
+        if (one := self._one) is not None:
+            ours = self._recorder.root_of(module) is one.root or any(each is one.root for each in module.modules())
+            if get_ident() != self._thread or not ours:
+                return None
+            return one if self._recorder.forward is None else Forward(root=one.root)  # within it other tokens run
         again = torch._C._current_graph_task_id() != -1
         root = self._recorder.root_of(module) if again else None
         if root is None:
@@ -141,13 +144,6 @@ class Watch:
             self._number += 1
             self._read_batch(forward, root, args, kwargs)
         return forward
-
-    def _begin_one(self, module: nn.Module, forward: Forward) -> Forward | None:
-        model = forward.root
-        ours = self._recorder.root_of(module) is model or any(each is model for each in module.modules())
-        if get_ident() != self._thread or not ours:
-            return None
-        return forward if self._recorder.forward is None else Forward(root=model)  # a model within it has other tokens
 
     def _is_enough(self, root: nn.Module, training: bool, again: bool) -> bool:
         """Return True if enough forwards of this model were watched. Ends the watch if no optimizer steps."""

@@ -229,8 +229,8 @@ class Recorder:
         self.unwrapped: list[str] = []
         """Functions that could not be wrapped, and why; known once nobody records."""
         self._begin, self._end, self._here = begin, end, _Thread()
-        self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
-        self._roots: dict[int, tuple[weakref.ref[nn.Module] | None, bool]] = {}
+        self._names = weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]]()
+        self._roots = weakref.WeakKeyDictionary[nn.Module, bool]()
         """Modules that were called outermost, and whether they are models."""
 
     @property
@@ -244,27 +244,23 @@ class Recorder:
 
     def root_of(self, module: nn.Module) -> nn.Module | None:
         """Return the model that this module is a part of."""
-        known = self._names.get(id(module))
-        return None if known is None else known[0]()
+        return self._names[module][0]() if module in self._names else None
 
     def knows(self, root: nn.Module) -> bool:
         """Return True for a model with layers that look at other tokens, and wrap its kernels."""
-        held, looks = self._roots.get(id(root), (None, False))
-        if held is not None and held() is root:
-            return looks
-        looks = any(is_layer(each) or isinstance(each, nn.ModuleList) for each in root.modules())
-        looks = looks or any(isinstance(each, nn.Embedding) for each in root.children())
-        self._roots[id(root)] = weakref.ref(root), looks
-        if looks:
-            self.keep(root)
-        return looks
+        if root not in self._roots:
+            looks = any(is_layer(each) or isinstance(each, nn.ModuleList) for each in root.modules())
+            self._roots[root] = looks or any(isinstance(each, nn.Embedding) for each in root.children())
+            if self._roots[root]:
+                self.keep(root)
+        return self._roots[root]
 
     def keep(self, root: nn.Module) -> None:
         """Keep the names of its modules, and wrap its kernels."""
         held = weakref.ref(root)
         for name, module in root.named_modules():
-            if id(module) not in self._names or name == "" or self.root_of(module) is None:
-                self._names[id(module)] = held, plain_name(name)
+            if name == "" or self.root_of(module) is None:
+                self._names[module] = held, plain_name(name)
         self.models.add(type(root).__name__)
         with WRAPS.lock:
             WRAPS.wrap_model(root)
@@ -377,7 +373,7 @@ class Recorder:
             forward.calls.append(RecordedCall(**where, kernel=type(module).__name__, kind=kind, boundaries=None))
 
     def _name_of(self, module: nn.Module) -> str:
-        return self._names.get(id(module), (None, type(module).__name__))[1]
+        return self._names[module][1] if module in self._names else type(module).__name__
 
     # --- kernels
 
@@ -393,14 +389,13 @@ class Recorder:
             values = arguments_of(function, args, kwargs)
         except Exception as error:
             values = f"{type(error).__name__}: {error}"
-        if name == "torch.conv1d" and (here.depth or not self._in_layer() or not _is_depthwise(values)):
-            return call(*args, **kwargs)
+        if name == "torch.conv1d":  # a depthwise one that a layer makes itself, or by its own convolution
+            owners = (module for module in reversed(here.stack) if not isinstance(module, nn.Conv1d))
+            weight, groups = (values.get("weight"), values.get("groups", 1)) if isinstance(values, dict) else (None, 1)
+            depthwise = isinstance(weight, Tensor) and weight.shape[0] == groups > 1
+            if here.depth or not depthwise or not is_layer(next(owners, here.stack[-1])):
+                return call(*args, **kwargs)
         return self._called(name, KERNELS[name.rpartition(".")[2]], values, lambda: call(*args, **kwargs))
-
-    def _in_layer(self) -> bool:
-        """Return True if a layer makes this call itself, or by its own convolution."""
-        owners = (module for module in reversed(self._here.stack) if not isinstance(module, nn.Conv1d))
-        return is_layer(next(owners, self._here.stack[-1]))
 
     def _called(self, name: str, row: Any, values: dict[str, Any] | str, call: Callable[[], Any]) -> Any:
         """Make the call and record it. If kernels call one another for the same tokens, the innermost is kept."""
@@ -447,11 +442,6 @@ def _still_empty(empty_T: Array | None, given: Iterable[Any]) -> Array | None:
         return None
     still_T: Array = empty_T & zeros_of(states, "BTD")
     return still_T
-
-
-def _is_depthwise(values: dict[str, Any] | str) -> bool:
-    weight = values.get("weight") if isinstance(values, dict) else None
-    return isinstance(weight, Tensor) and isinstance(values, dict) and weight.shape[0] == values.get("groups", 1) > 1
 
 
 def bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

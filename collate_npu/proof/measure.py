@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -196,20 +196,18 @@ def predicts_next(model: Any) -> bool:
 def alone(model: Any, features: Sequence[Batch], gradients: bool, *, copies: int = 1) -> Numbers:
     """Return the numbers of each sample alone, without padding and without a mask; losses and gradients add up. With
     `copies` the batch has so many rows of it, and the first is looked at."""
-    logits: list[Tensor] = []
-    loss, finite = 0.0, True
+    parts: list[Numbers] = []
     total: Gradients = {}
     for feature in features:
         ids, labels = (torch.tensor([feature[key]]) for key in ("input_ids", "labels"))
         others = torch.full((copies - 1, ids.shape[1]), IGNORED)
         batch = uncached(model, {"input_ids": ids.repeat(copies, 1), "labels": torch.cat([labels, others])})
         part = unpadded(partial(measure, model, rows=lambda x: [x[0] if x.ndim > 2 else x[:1]], gradients=gradients), batch)
-        logits += part.logits
-        loss += part.loss
-        finite = finite and part.finite
         for name, gradient in part.gradients.items():
             total[name] = total[name] + gradient if name in total else gradient
-    return Numbers(logits, loss, total, finite)
+        parts.append(replace(part, gradients={}))
+    logits = [x for part in parts for x in part.logits]
+    return Numbers(logits, sum(part.loss for part in parts), total, all(part.finite for part in parts))
 
 
 def errors_between(mine: Numbers, reference: Numbers) -> Errors:
@@ -290,7 +288,7 @@ def measure_noise(
     """Return the errors of right results: the samples in a batch with other tokens appended and no mask (without a causal
     head each beside copies of itself), and a third of the errors of layers that round otherwise."""
     if predicts_next(model):  # wider, and one more chunk of 32 in a recurrent layer
-        other: Callable[[Sequence[Batch]], Numbers] = partial(_widened, model, extra=33, gradients=gradients)
+        other: Callable[[Sequence[Batch]], Numbers] = partial(_widened, model, gradients=gradients)
     else:
         other = partial(alone, model, gradients=gradients, copies=4)
     noise = Compared.of((other(batch), known) for batch, known in zip(batches, references)).worst
@@ -359,12 +357,11 @@ def widened(length: int, width: int) -> Tensor:
     return torch.arange(max(length, width)) % length
 
 
-def _widened(model: Any, features: Sequence[Batch], *, extra: int, gradients: bool) -> Numbers:
-    """All samples in one batch, as wide as the longest of them and so many tokens more."""
+def _widened(model: Any, features: Sequence[Batch], *, gradients: bool) -> Numbers:
+    """All samples in one batch, 33 tokens wider than the longest of them."""
     lengths = [len(feature["input_ids"]) for feature in features]
-    width = max(lengths) + extra
+    width = max(lengths) + 33
     ids = torch.stack([torch.tensor(feature["input_ids"])[widened(n, width)] for feature, n in zip(features, lengths)])
-    unread = [IGNORED] * width
-    labels = torch.tensor([(feature["labels"] + unread)[:width] for feature in features])
+    labels = torch.tensor([(feature["labels"] + [IGNORED] * width)[:width] for feature in features])
     work = partial(measure, model, rows=lambda x: [row[:n] for row, n in zip(x, lengths)], gradients=gradients)
     return unpadded(work, {"input_ids": ids, "labels": labels})

@@ -6,20 +6,14 @@ interrupted. Nothing here imports torch or rich before a command needs it: `env`
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import os
 import re
 import sys
 import warnings
-from argparse import (
-    REMAINDER,
-    ArgumentParser,
-    ArgumentTypeError,
-    BooleanOptionalAction,
-    Namespace,
-    RawDescriptionHelpFormatter,
-)
+from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -72,6 +66,11 @@ def load(*packages: str) -> None:
             absent = isinstance(error, ModuleNotFoundError) and error.name == package
             remedy = f"pip install {package}." if absent else "`collate-npu env` says more."
             raise CollateError(f"{package} does not load: {describe_error(error)}. {remedy}") from None
+
+
+def _say(text: str, end: str = "\n") -> None:
+    with pipe_may_close():
+        print(text, end=end, flush=True)
 
 
 def _print(*drawn: Any) -> None:
@@ -130,8 +129,7 @@ def run_audit(options: Namespace) -> int:
         html.write_text(page(report), encoding="utf-8")
         print(f"collate-npu: wrote {printable(str(html))}", file=sys.stderr, flush=True)
     if as_json:
-        with pipe_may_close():
-            print(json.dumps(report.as_json(), indent=2, allow_nan=False), flush=True)
+        _say(json.dumps(report.as_json(), indent=2, allow_nan=False))
     else:
         _print(*report.drawn(verbose=verbose))
     return report.exit_code
@@ -230,8 +228,7 @@ def show_env(options: Namespace) -> int:
     """
     from collate_npu.tools.env import report
 
-    with pipe_may_close():
-        print(report(as_json=options.json), flush=True)
+    _say(report(as_json=options.json))
     return 0
 
 
@@ -254,8 +251,7 @@ def show_page(options: Namespace) -> int:
             with pipe_may_close():
                 screen().print(Page(text))
             return 0
-    with pipe_may_close():
-        print(text, end="", flush=True)
+    _say(text, end="")
     return 0
 
 
@@ -311,7 +307,7 @@ OPTIONS = {
         _option("--batch-size", "Samples in a batch, or in a flat row.", type=in_range(2), default=4),
         _option("--batches", "Batches per model and side.", type=in_range(1), default=2),
         _option("--max-length", "Longest sample of text, in tokens.", type=in_range(2, 1 << 20), default=96),
-        _option("--gradients", "Compare gradients too.", action=BooleanOptionalAction, default=True),
+        _option("--gradients", "Compare gradients too.", action=argparse.BooleanOptionalAction, default=True),
         _option("--tolerance", "Error that is accepted. Default: 6 times the rounding noise, measured.", type=float),
         _option("--seed", "Which lines are drawn, and the random weights.", type=in_range(0, (1 << 63) - 1), default=0),
         _flag("--verbose", "A line for each case of every model."),

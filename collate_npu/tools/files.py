@@ -47,25 +47,16 @@ def check_place(path: Path, ending: str = "") -> None:
 
 def batch_of_file(path: Path) -> dict[str, Any]:
     """A saved batch: a dict of tensors (`.pt`, `.pth`), `.safetensors` or `.npz`."""
-    held = _loaded(path)
-    if isinstance(held, Mapping) and held and all(isinstance(key, str) for key in held):
-        return dict(held)
-    rule = "A saved batch is a dict of tensors by their keys."
-    raise CollateError(explain(str(path), type(held).__name__, rule, f"{RECIPE}"))
-
-
-def _loaded(path: Path) -> Any:
     check_file(path, [*LOADERS], RECIPE)
     try:
-        return LOADERS[path.suffix](path)
+        held = LOADERS[path.suffix](path)
     except Exception as error:  # torch, numpy and safetensors raise whatever they meet in the bytes
         rule = "Files are read without running anything they hold, so they hold tensors, numbers and strings alone."
         raise CollateError(explain(str(path), describe_error(error).partition(". ")[0], rule, RECIPE)) from None
-
-
-def _arrays(path: Path) -> Any:
-    held = np.load(path, allow_pickle=False)
-    return {key: torch.from_numpy(held[key]) for key in held}
+    if isinstance(held, Mapping) and held and all(isinstance(key, str) for key in held):
+        return dict(held)
+    rule = "A saved batch is a dict of tensors by their keys."
+    raise CollateError(explain(str(path), type(held).__name__, rule, RECIPE))
 
 
 _TORCH = partial(torch.load, map_location="cpu", weights_only=True)
@@ -73,7 +64,7 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     ".pt": _TORCH,
     ".pth": _TORCH,
     ".safetensors": lambda path: import_module("safetensors.torch").load(path.read_bytes()),
-    ".npz": _arrays,
+    ".npz": lambda path: {key: torch.from_numpy(held) for key, held in np.load(path, allow_pickle=False).items()},
 }
 
 

@@ -31,12 +31,11 @@ def read_page(name: str) -> str:
     """
     names = pages()
     wanted, hashed, anchor = re.sub(r"\.(md|py)(?=#|$)", "", name.lower()).partition("#")
-    if wanted in names and names[wanted].suffix != ".md":
-        held = f"```python\n{names[wanted].read_text(encoding='utf-8')}```\n\n" * (names[wanted].suffix == ".py")
-        return f"{held}To run it: {names[wanted]}\n"
-    if wanted in names:
-        text = names[wanted].read_text(encoding="utf-8")
-        return _section(wanted, text, anchor) if hashed else text
+    if (path := names.get(wanted)) is not None:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".md":
+            return _section(wanted, text, anchor) if hashed else text
+        return f"```python\n{text}```\n\n" * (path.suffix == ".py") + f"To run it: {path}\n"
     if found := _search(name):
         return found
     rule, otherwise = "It is the name of a page, or words that a page has.", "`collate-npu guide` shows the first page."
