@@ -96,16 +96,18 @@ class Meeting:
             if last:
                 raise _silent([rank for rank, seen in zip(self.ranks, met) if seen != session.encode()], timeout)
 
-    def say(self, stream: str, message: Mapping[str, Any]) -> None:
-        """Send the next message of a stream to the other ranks, without waiting."""
-        with self._stream(stream).turn, _store() as store:
-            self._say(store, stream, message)
+    def say(self, stream: str, message: Mapping[str, Any]) -> int:
+        """Send the next message of a stream to the other ranks, without waiting, and return its number in the stream."""
+        with (held := self._stream(stream)).turn, _store() as store:
+            held.count += 1
+            self._set(store, stream, held.count, message)
+            return held.count
 
     def exchange(self, stream: str, message: Mapping[str, Any], timeout: timedelta) -> tuple[int, Messages]:
         """Send a message, and return the call's number in its stream and what each rank sent at the same call. Raises
         `CollateError` where a rank is late, and tells that rank when it comes."""
         with self._stream(stream).turn, _store() as store:
-            number = self._say(store, stream, message)
+            number = self.say(stream, message)
             for last in _tries(timeout):
                 messages = self._messages(store, stream, number)
                 if len(messages) == len(self.ranks):
@@ -115,12 +117,6 @@ class Meeting:
                     self._set(store, stream, number, {"raised": str(error)})
                     raise error
         return number, messages
-
-    def _say(self, store: Any, stream: str, message: Mapping[str, Any]) -> int:
-        held = self._stream(stream)
-        held.count += 1
-        self._set(store, stream, held.count, message)
-        return held.count
 
     def _set(self, store: Any, stream: str, number: int, message: Mapping[str, Any]) -> None:
         store.set(self._key(stream, number, dist.get_rank()), f"{number} {json.dumps(message)}")
@@ -150,7 +146,7 @@ class Stream:
     """Calls that every rank makes in one order."""
 
     count: int = 0
-    turn: Lock = field(default_factory=Lock)
+    turn: RLock = field(default_factory=RLock)
     missed: str = ""
     """Why this rank gave up its last call, if the meeting had no name yet."""
 

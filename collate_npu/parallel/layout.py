@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import timedelta
-from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 from typing import Any, Literal
@@ -262,12 +261,10 @@ def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
         Pad to 8: pad_to_multiple_of=4 in the collator (ContextParallel.multiple).
     More: collate-npu guide errors#shard-width
     """
-    if not cp.documents:
-        if cu_seqlens is not None:
-            as_offsets("cu_seqlens", cu_seqlens)
-        return _row_runs(width, cp.size, cp.rank, cp.layout, cp.tensor_parallel)
+    if cu_seqlens is not None and not cp.documents:
+        as_offsets("cu_seqlens", cu_seqlens)
     _check_width(width, cp)
-    return _runs(_documents(width, cp, cu_seqlens), cp)
+    return _runs(_documents(width, cp, cu_seqlens) if cp.documents else [(0, width)], cp)
 
 
 def row_pieces(width: int, cp: ContextParallel, cu_seqlens: Sequence[int] | None) -> list[tuple[int, int, int, int]]:
@@ -279,13 +276,6 @@ def row_pieces(width: int, cp: ContextParallel, cu_seqlens: Sequence[int] | None
             pieces.append((start, rank, at, stop - start))
             at += stop - start
     return sorted(pieces)
-
-
-@lru_cache
-def _row_runs(width: int, size: int, rank: int, layout: Layout, tensor_parallel: int) -> tuple[Run, ...]:
-    cp = ContextParallel(size, rank, layout=layout, tensor_parallel=tensor_parallel)
-    _check_width(width, cp)
-    return _runs([(0, width)], cp)
 
 
 def _runs(bounds: Sequence[Run], cp: ContextParallel) -> tuple[Run, ...]:
@@ -389,31 +379,26 @@ def check_recurrent_split(
     """
     if cp.size == 1:
         return
-    width = segments.shape[1]
-    bounds = _whole_row(offsets, segments) if padding_free else (0, width)
+    B, width = segments.shape
+    bounds: Sequence[int] = (0, width)
+    if padding_free and B != 1:
+        rule = "A flat row is [1, S]."
+        raise CollateError(explain("segments", repr(segments), rule, "Collate padding_free, or pass padding_free=False."))
+    if padding_free and offsets is None:
+        bounds = sorted({0, width, *(start for _, start, _ in segments.spans)})
+    elif padding_free:
+        whole = as_offsets("offsets", offsets, width, whole=True)
+        check_cuts("offsets", whole, segments)
+        bounds = whole.tolist()
     right = "document_zigzag" if len(set(bounds)) > 2 else "zigzag"
     if cp.layout not in (right, "document_zigzag"):  # by document is the same in a row of one
         rule = f"Recurrent layers put tokens in order only from the layout {right!r}."
         stacks = "ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo='megatron_cp_algo'."
-        raise UnsupportedFormError(
-            explain("layout", repr(cp.layout), rule, f"Use ContextParallel(layout={right!r}); {stacks}")
-        )
+        remedy = f"Use ContextParallel(layout={right!r}); {stacks}"
+        raise UnsupportedFormError(explain("layout", repr(cp.layout), rule, remedy))
     token_runs(width, cp, bounds)
     ranks = cp.size * cp.tensor_parallel
     if any(n % ranks for n in heads):
         rule = f"A recurrent layer's key heads and value heads are shared out over {ranks} ranks."
         remedy = "Use a context parallel size that divides both numbers."
         raise CollateError(explain("heads", f"{list(heads)}", rule, remedy))
-
-
-def _whole_row(offsets: Tensor | Sequence[int] | None, segments: Segments) -> tuple[int, ...]:
-    """Return offsets of the whole flat row at which every sequence begins and none is cut."""
-    B, S = segments.shape
-    if B != 1:
-        rule = "A flat row is [1, S]."
-        raise CollateError(explain("segments", repr(segments), rule, "Collate padding_free, or pass padding_free=False."))
-    if offsets is None:
-        return tuple(sorted({0, S, *(start for _, start, _ in segments.spans)}))
-    bounds = as_offsets("offsets", offsets, S, whole=True)
-    check_cuts("offsets", bounds, segments)
-    return tuple(bounds.tolist())

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from collate_npu.arrays import check_places, host_tensor, whole_number
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, not_one_of, shape_of
-from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, Role, check_keys, of_kind, with_role
+from collate_npu.keys import KEYS, TOKENS, Key, Role, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
 from collate_npu.masks.dialects import physical_and_real_offsets
 from collate_npu.masks.forms import check_cuts, offsets_of
@@ -37,8 +37,6 @@ from collate_npu.validation import check_held, checked, dimension, is_plain
 
 _RECURRENT_KINDS = ("linear_attention", "conv")
 _FEW_RUNS, _FEW_PIECES = 16, 64
-_FEW_BYTES = 1 << 19
-_PLAIN = frozenset((torch.int64, torch.int32, torch.bool, torch.float32))
 _from_jagged = torch.nested.nested_tensor_from_jagged
 
 Loss = Literal["same", "local"]
@@ -195,8 +193,13 @@ class _Shard:
             return value
         if value.is_nested:
             return split_tensor(value, self.cp)
-        rule = rule or self._guess(key, value)
-        return value if rule.share == "replicate" else self.of_tokens(key, value, rule.dim)
+        if rule is None and tuple(value.shape[:2]) != self.shape:
+            if self.shape[1] not in value.shape:
+                return value
+            said = f"A key that KEYS does not list is per token if its shape begins {list(self.shape)}."
+            remedy = f"Split it with split_tensor(x, cp, dim=...), or pass BatchAdapter(keys={{**KEYS, {key!r}: SAMPLE}})."
+            raise CollateError(explain(key, shape_of(value), said, remedy))
+        return self.of_tokens(key, value, (rule or TOKENS).dim)
 
     def of_tokens(self, key: str, value: Tensor, dim: int) -> Tensor:
         """Return this rank's tokens along `dim`. Raises if that dimension is not S wide."""
@@ -238,15 +241,6 @@ class _Shard:
             raise CollateError(explain(key, shape_of(value), rule, remedy))
         return _take_runs(value, value.ndim - 2, self.tokens)
 
-    def _guess(self, key: str, value: Tensor) -> Key:
-        if tuple(value.shape[:2]) == self.shape:
-            return TOKENS
-        if self.shape[1] not in value.shape:
-            return SAMPLE
-        rule = f"A key that KEYS does not list is per token if its shape begins {list(self.shape)}."
-        remedy = f"Split it with split_tensor(x, cp, dim=...), or pass BatchAdapter(keys={{**KEYS, {key!r}: SAMPLE}})."
-        raise CollateError(explain(key, shape_of(value), rule, remedy))
-
 
 def _refuse_sparse(name: str, x: Tensor) -> None:
     if x.layout is not torch.strided:
@@ -260,18 +254,7 @@ def _take_runs(x: Tensor, dim: int, runs: tuple[Run, ...]) -> Tensor:
         return x
     if len(runs) > _FEW_RUNS or not runs:
         return x.index_select(dim, indices(runs).to(x.device))
-    if _copies_faster_by_numpy(x, dim, runs):
-        values, at = x.numpy(), [(*(slice(None),) * dim, slice(*run)) for run in runs]
-        return torch.from_numpy(np.concatenate([values[places] for places in at], dim))
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in runs], dim)
-
-
-def _copies_faster_by_numpy(x: Tensor, dim: int, runs: tuple[Run, ...]) -> bool:
-    """True if numpy copies faster: its copy starts faster, torch's has threads, which help from half a megabyte on."""
-    if x.dtype not in _PLAIN or not x.is_cpu or x.requires_grad or not x.is_contiguous():
-        return False
-    taken = sum(stop - start for start, stop in runs)
-    return torch.get_num_threads() == 1 or x.nbytes * taken < _FEW_BYTES * x.shape[dim]
 
 
 @checked
@@ -470,7 +453,12 @@ def pad_documents(
     longest = max(places, default=0) if max_sequences is None else sum(places)
     out |= _boundaries(sources, segments.sequence_lengths, places, longest)
     if len(places) > segments.num_sequences:
-        _number_missing(out, sources, plan.segments, places)
+        # their positions and numbers, as their offsets say, behind those of the others
+        own, tail = offsets_of(plan.segments, places), sum(places[: plan.segments.num_sequences])
+        for key in (*of_kind(sources, "positions"), *sources.named["sequence_index"]):
+            if isinstance(out[key], Tensor) and out[key].ndim == 2:
+                numbers = own["seq_idx" if key in sources.named["sequence_index"] else "position_ids"]
+                out[key][:, tail:] = numbers[:, tail:].to(out[key])
     return out, plan.segments
 
 
@@ -514,15 +502,6 @@ def _places(segments: Segments, each: int, whole: int, count: int | None) -> lis
         return [*places[:-1], places[-1] + rest] if places else []
     share, more = divmod(rest // each, missing)  # the largest last
     return [*places, *((share + (n >= missing - more)) * each for n in range(missing))]
-
-
-def _number_missing(out: dict[str, Any], sources: Sources, segments: Segments, places: list[int]) -> None:
-    """Write positions and numbers for the missing documents, as their offsets say, behind those of the others."""
-    own, tail = offsets_of(segments, places), sum(places[: segments.num_sequences])
-    for key in (*of_kind(sources, "positions"), *sources.named["sequence_index"]):
-        if isinstance(out[key], Tensor) and out[key].ndim == 2:
-            numbers = own["seq_idx" if key in sources.named["sequence_index"] else "position_ids"]
-            out[key][:, tail:] = numbers[:, tail:].to(out[key])
 
 
 def _boundaries(batch: Sources, lengths: Sequence[int], places: Sequence[int], longest: int) -> dict[str, Any]:

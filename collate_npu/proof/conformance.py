@@ -67,14 +67,8 @@ def _ask(run: Callable[..., Any], asked: str, name: str, samples: list[Sample]) 
         got = a_type(given) if rows is None else f"{len(rows)} answers to {len(samples)} samples"
         raise CollateError(explain(where, got, RULE, "Return a list, with one list for each sample."))
     found = [host_tensor(f"{where}, sample {n}", row).double() for n, row in enumerate(rows)]
-    _check_form(where, found, [len(ids) - 1 for ids in samples])
-    return found
-
-
-def _check_form(where: str, found: Sequence[Tensor], lengths: Sequence[int]) -> None:
-    """Raise for what is no log-probabilities; lengths that are all there in another order are judged, not refused."""
-    turned = all(x.ndim == 1 for x in found) and sorted(map(len, found)) == sorted(lengths)
-    if not turned:
+    lengths = [len(ids) - 1 for ids in samples]  # all there in another order: judged, not refused
+    if not all(x.ndim == 1 for x in found) or sorted(map(len, found)) != sorted(lengths):
         bad = [(n, f"{shape_of(x)}, not [{L}]") for n, (x, L) in enumerate(zip(found, lengths)) if tuple(x.shape) != (L,)]
         remedy = "Return a list, an array or a tensor for each sample, without the first token, which nothing predicts."
         raise CollateError(explain_rows(where, bad, RULE, remedy))
@@ -82,6 +76,7 @@ def _check_form(where: str, found: Sequence[Tensor], lengths: Sequence[int]) -> 
     if above:
         rule = "A log-probability is at most 0, rounding aside."
         raise CollateError(explain_rows(where, above, rule, "Return log_softmax of the logits: no loss, no probability."))
+    return found
 
 
 NAN = "not a number"
@@ -324,7 +319,12 @@ def conformance(
     ways = _ways_of(run, layouts)
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else whole_number("seed", seed)
     draw = _drawer(seed, vocab_size, pad_token_id)
-    batches = _batches(draw, pad_token_id)
+    batches = {name: [draw(length) for length in lengths] for name, lengths in LENGTHS.items()}
+    batches["ragged, turned"] = batches["ragged"][::-1]
+    batches["copies"] = [batches["chunk edges"][1]] * 3
+    if pad_token_id is not None:
+        pad = [pad_token_id]
+        batches["pad id as text"] = [draw(6), pad + draw(8), draw(4) + pad + draw(7), draw(5) + pad * 2, draw(14)]
     first, ask = next(iter(ways.items()))
     known = {tuple(ids): ask("alone", [ids])[0] for samples in batches.values() for ids in samples}
     probes = batches["ragged"] + batches["chunk edges"][:4]
@@ -404,16 +404,6 @@ def _drawer(seed: int, vocab_size: int, pad_token_id: int | None) -> Draw:
     drawn, passed = random.Random(seed), vocab_size if pad_token_id is None or pad_token_id < 3 else pad_token_id
     last = vocab_size - (passed < vocab_size)
     return lambda length: [x + (x >= passed) for x in (drawn.randrange(3, last) for _ in range(length))]
-
-
-def _batches(draw: Draw, pad_token_id: int | None) -> dict[str, list[Sample]]:
-    out = {name: [draw(length) for length in lengths] for name, lengths in LENGTHS.items()}
-    out["ragged, turned"] = out["ragged"][::-1]
-    out["copies"] = [out["chunk edges"][1]] * 3
-    if pad_token_id is not None:
-        pad = [pad_token_id]
-        out["pad id as text"] = [draw(6), pad + draw(8), draw(4) + pad + draw(7), draw(5) + pad * 2, draw(14)]
-    return out
 
 
 def _judged(

@@ -36,7 +36,7 @@ from collate_npu.errors import CollateError, UnsupportedFormError, explain, prin
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
 from collate_npu.proof.hooks import Recorder, bound
-from collate_npu.proof.kernel_calls import Fault, Forward, among, crosses, first_names
+from collate_npu.proof.kernel_calls import CROSS, Fault, Forward, among, first_names
 from collate_npu.proof.known_kernels import UnreadError
 from collate_npu.proof.leaks import Alone, check_alone, find_leak, run_seeded
 from collate_npu.releases import say_outside
@@ -78,11 +78,8 @@ class Watch:
         self._passes: Counter[tuple[int, bool]] = Counter()
         """Forwards of a root, with gradients and without."""
         self._recorder = Recorder(self._begin_forward, self._end_forward)
-
-    @property
-    def failed(self) -> set[str]:
+        self.failed = self._recorder.failed
         """Errors of the watching itself; the run goes on after them."""
-        return self._recorder.failed
 
     @property
     def kernels(self) -> Counter[str]:
@@ -291,8 +288,7 @@ def watch(*, steps: int = STEPS, stop: bool = False, out: str | Path | None = No
     >>> seen.faults, seen.kernels["transformers.torch_chunk_gated_delta_rule"]
     ([], 2)
     """
-    paths, screen = [Path(out)] if out else [], sys.stderr if say else None
-    with Watch(steps=steps, stop=stop, out=paths, screen=screen) as seen:
+    with Watch(steps=steps, stop=stop, out=[Path(out)] if out else [], screen=sys.stderr if say else None) as seen:
         try:
             yield seen
         finally:
@@ -497,7 +493,7 @@ def _proof(judged: Forward, *, measured: bool = False, untested: str = "a guard"
     layers, complete = judged.layers(), judged.judged_layers()
     if not (complete or measured or not untested or judged.cp):
         raise judged.unseen_error()
-    unchecked = [name for name in layers if not among(name, complete) and not crosses(name)]
+    unchecked = [name for name in layers if not among(name, complete) and not CROSS.search(name.lower())]
     unchecked += [f"{call.layer} ({call.unread_reason})" for call in judged.calls if call.unread_reason]
     unchecked += [] if complete else ["positions"]
     unchecked += ["layers whose classes have no name of attention or a recurrence"] if untested and not layers else []

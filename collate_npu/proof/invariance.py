@@ -25,7 +25,7 @@ from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.patterns import Pattern
 from collate_npu.outputs import per_sequence
 from collate_npu.proof import measure
-from collate_npu.proof.measure import Batch, Compared, Errors, Numbers, Yardstick, own_loss, predicts_next, unpadded
+from collate_npu.proof.measure import Batch, Errors, Numbers, Yardstick, own_loss, predicts_next, unpadded
 from collate_npu.segments import Segments, keep_array
 from collate_npu.validation import check_collator, check_model
 
@@ -222,8 +222,7 @@ def assert_padding_invariant(
 class Reference:
     """Batches of samples, each sample alone on one model, and what passes beside them.
 
-    Costs a forward and a backward pass for each sample, and as much again for the noise. Raises `CollateError` for a model
-    or samples of which nothing can be compared.
+    Raises `CollateError` for a model or samples of which nothing can be compared.
     """
 
     def __init__(
@@ -232,27 +231,33 @@ class Reference:
         check_model(model)
         check_tolerance(tolerance)
         measure.check_one_stack(model)
-        check_vocabulary(model, batches)
+        rows = model.get_input_embeddings().weight.shape[0]
+        used = [token for batch in batches for feature in batch for token in feature["input_ids"]]
+        if astray := [token for token in (max(used), min(used)) if not 0 <= token < rows]:  # on a card they end the process
+            remedy = "Pass the model that the tokens were made for, and its tokenizer."
+            raise CollateError(explain("samples", f"token id {astray[0]}", f"This model has ids 0 to {rows - 1}.", remedy))
         self.batches = batches
         self._model, self._gradients, self._tolerance = model, gradients, tolerance
         self._alone = [measure.alone(model, features, gradients) for features in batches]
         self._noise = measure.measure_noise(model, batches, self._alone, gradients=gradients)
 
-    def _compared(self, located: Sequence[Located]) -> Compared:
-        return Compared.of((each.numbers(self._model, self._gradients), own) for each, own in zip(located, self._alone))
-
     def compare(self, located: Sequence[Located]) -> tuple[Errors, str]:
         """Compare a batch of each batch of samples with them. Return the worst errors of all batches, and what is wrong with
         the first batch that is wrong, and what to change; "" where all are right."""
-        compared = self._compared(located)
-        faults = (self._fault(*one) for one in zip(located, self.batches, compared.each, compared.furthest))
-        return compared.worst, next(filter(None, faults), "")
+        errors, fault = [], ""
+        for each, features, own in zip(located, self.batches, self._alone):
+            mine = each.numbers(self._model, self._gradients)
+            errors.append(measure.errors_between(mine, own))
+            fault = fault or self._fault(each, features, errors[-1], zip(mine.logits, own.logits))
+        return measure.worst(errors), fault
 
     def tells(self, lost: Sequence[Located]) -> bool:
         """Return True if batches without their mask are seen to be wrong; else a wrong mask would not show."""
-        return Yardstick(self._noise, self._compared(lost).worst).tells(self._tolerance)
+        pairs = ((each.numbers(self._model, self._gradients), own) for each, own in zip(lost, self._alone))
+        wrong = measure.worst(measure.errors_between(*pair) for pair in pairs)
+        return Yardstick(self._noise, wrong).tells(self._tolerance)
 
-    def _fault(self, located: Located, features: Sequence[Batch], found: Errors, furthest: Sequence[Sequence[float]]) -> str:
+    def _fault(self, located: Located, features: Sequence[Batch], found: Errors, logits: Iterable[Any]) -> str:
         astray = Yardstick(self._noise).astray(found)
         right, limit = not astray, f"{measure.TIMES * self._noise.logits:.1e} is rounding"
         if self._tolerance is not None:
@@ -263,10 +268,11 @@ class Reference:
             return _own_loss_fault(self._model, located, features, most)
         errors = f"{found.logits:.1e} of all logits, {found.loss:.1e} of the loss, {found.gradient:.1e} of the gradient"
         errors = f"Relative errors: {errors}" if math.isfinite(found.logits) else "A number is not finite"
-        each = [(x, n, token) for n, row in enumerate(furthest) for token, x in enumerate(row)]
+        off = [(x - y).abs().flatten(0, -2).amax(-1).tolist() for x, y in logits if x.shape == y.shape]  # of each token
+        each = [(x, n, token) for n, row in enumerate(off) for token, x in enumerate(row)]
         most, n, token = max(each, key=lambda one: one[0] if math.isfinite(one[0]) else math.inf)
         row, start, _ = located.segments.spans[located.order.index(n)]
-        where = f"sample {n} (row {row}, from place {start}), token {token} of {len(furthest[n])}"
+        where = f"sample {n} (row {row}, from place {start}), token {token} of {len(off[n])}"
         worst = f"{where}: a logit is {most:.2g} from that of the sample alone."
         return "\n".join([worst, f"{errors} ({limit}).", advice(located, self._model, astray)])
 
@@ -325,15 +331,6 @@ def check_unequal(*batches: Sequence[Batch]) -> None:
     if all(len({len(feature["input_ids"]) for feature in batch}) < 2 for batch in batches):
         rule = "Without padding every mask is right, and a comparison would prove nothing."
         raise CollateError(explain("samples", "batches of equal lengths", rule, "Give samples of unequal lengths."))
-
-
-def check_vocabulary(model: Any, batches: Sequence[Sequence[Batch]]) -> None:
-    """Refuse token ids that the model has no embedding for; on a card they end the process."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    used = [token for batch in batches for feature in batch for token in feature["input_ids"]]
-    if astray := [token for token in (max(used), min(used)) if not 0 <= token < rows]:
-        remedy = "Pass the model that the tokens were made for, and its tokenizer."
-        raise CollateError(explain("samples", f"token id {astray[0]}", f"This model has ids 0 to {rows - 1}.", remedy))
 
 
 def collated(collator: Collator, features: Sequence[Batch]) -> Located:

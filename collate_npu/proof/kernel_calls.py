@@ -42,8 +42,9 @@ _OF_ONE_TOKEN = re.compile(rf"{_NO_LAYER.pattern}|ffn|feed_?forward|moe|router|g
 """Names of classes that never look at another token."""
 _CONTRADICTS = re.compile(r"(?s)errors#(sources-disagree|inverted-mask)$|bad row.*errors#padding-unknown$")
 """How an error ends if the keys of a batch contradict each other."""
-_CROSS = re.compile(r"cross|encdec|encoder_attn")
-_FOREIGN = re.compile(rf"vision|visual|audio|image|{_CROSS.pattern}")
+CROSS = re.compile(r"cross|encdec|encoder_attn")
+"""Names of layers of cross-attention."""
+_FOREIGN = re.compile(rf"vision|visual|audio|image|{CROSS.pattern}")
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_model\.model)(?=\.|$)")
 
 
@@ -93,11 +94,6 @@ class RecordedCall:
     """int64 `[B, S]`: what a rotary or a position embedding got."""
     rows: Segments | None = field(default=None, repr=False)
     """Those of its own rows, where an adapted model runs by sequence."""
-
-    def fault(self, why: str, remedy: str) -> Fault:
-        """Return what is wrong with it."""
-        received = "positions" if self.positions is not None else str(self.boundaries or "what could not be read")
-        return Fault(self.layer, self.kernel, received, why, remedy)
 
 
 @dataclass(frozen=True)
@@ -174,7 +170,11 @@ class Forward:
         wrong = {n: why for n, call in enumerate(self.calls) if (why := self._fault_reason(call)) is not None}
         right = {call.kind for n, call in enumerate(self.calls) if n not in wrong and self.judges(call)}
         some = {n for n, (_, remedy) in wrong.items() if self.calls[n].kind in right and _HAND in remedy}
-        found = {n: self.calls[n].fault(what, _SOME if n in some else remedy) for n, (what, remedy) in wrong.items()}
+        found = {}
+        for n, (what, remedy) in wrong.items():
+            call = self.calls[n]
+            received = "positions" if call.positions is not None else str(call.boundaries or "what could not be read")
+            found[n] = Fault(call.layer, call.kernel, received, what, _SOME if n in some else remedy)
         if _CONTRADICTS.search(self.skip_reason):
             what, _, rest = self.skip_reason.partition(": ")
             said = "keys that contradict each other", rest, "Correct it where the batch is made"
@@ -183,11 +183,6 @@ class Forward:
             said = "rows of other tokens", self.plan_fault, "Report this: adapt(model) laid out another batch"
             found[-2] = Fault("(the plan)", "by sequence", *said)
         return found
-
-    @property
-    def judged(self) -> bool:
-        """Return True if a kernel was compared with the batch."""
-        return any(map(self.judges, self.calls))
 
     def release(self) -> None:
         """Drop the tensors and modules that a call was given."""
@@ -337,7 +332,7 @@ class Forward:
         """Return the forward as a dict for JSON."""
         return {
             "step": self.step, "forward": self.number, "again": self.again, "training": self.training,
-            "model": type(self.root).__name__, "judged": self.judged, "skip_reason": self.skip_reason,
+            "model": type(self.root).__name__, "judged": any(map(self.judges, self.calls)), "skip_reason": self.skip_reason,
             "kernels": dict(Counter(call.kernel for call in self.calls if call.positions is None)),
             "silent": [] if self.again else self.layers_without_kernels(),
             "faults": [asdict(each) for each in faults.values()],
@@ -393,11 +388,6 @@ def describe_segments(segments: Segments) -> str:
         starts = segments.indices[[*segments.cu_seqlens_host[:-1]]].tolist()
         return shown([*starts, int(segments.indices[-1]) + 1])
     return f"{shown(segments.keep.sum(dim=1).tolist())} tokens a row, padding: {segments.padding_side}"
-
-
-def crosses(name: str) -> bool:
-    """Return True if a layer of this name is a cross-attention."""
-    return bool(_CROSS.search(name.lower()))
 
 
 def plain_name(name: str) -> str:

@@ -41,8 +41,8 @@ class MisusedError(Exception):
 
 # --- recurrent layers
 
-_ALIASES = {"query": "q", "key": "k", "value": "v", "hidden_states": "x"}
-_WRITES = ("k", "x", "zxbcdt", "u")
+_ALIASES = {"query": "q", "key": "k", "value": "v", "hidden_states": "x", "input": "x", "u": "x", "xz": "x"}
+_WRITES = ("k", "x", "zxbcdt")
 """What a token writes into a state or a window: the key of a rule, the input of a convolution or a scan."""
 
 
@@ -67,6 +67,7 @@ _CONV = _Signature({"x": "BDT"}, numbers="seq_idx")
 _FLA_CONV = _Signature({"x": "BTD"}, "cu_seqlens")
 _NPU_CONV = _Signature({"x": "BTD"}, "query_start_loc")
 _PLAIN_CONV = _Signature({"x": "BDT"})
+"""A depthwise convolution of torch, and Mamba's first scan; `mamba_inner_fn` is both in one, of `xz` `[B, 2 D, T]`."""
 _SCAN = _Signature({"x": "BTHD", "dt": "BTH"}, numbers="seq_idx")
 _SPLIT_SCAN = _Signature({"zxbcdt": "BTD"}, numbers="seq_idx")
 
@@ -76,9 +77,13 @@ def _boundaries_of(row: _Signature, kind: Kind, kernel: str, values: Mapping[str
     if "initial_state" in given or "initial_states" in given:
         raise UnreadError("it goes on from a state")
     x = given.get("x")
-    if row is _NPU_CONV and isinstance(x, Tensor) and x.ndim == 2:
-        row = replace(row, shapes={"x": "TD"})
-    B, T = _rows_and_tokens(row, given)
+    if row in (_NPU_CONV, _PLAIN_CONV) and isinstance(x, Tensor) and x.ndim == 2:
+        row = replace(row, shapes={"x": row.shapes["x"].replace("B", "")})
+    tensors = ((given[name], order) for name, order in row.shapes.items() if isinstance(given.get(name), Tensor))
+    sizes = next((dict(zip(order, each.shape)) for each, order in tensors if each.ndim == len(order)), None)
+    if sizes is None:
+        raise UnreadError("no tensor has its tokens")
+    B, T = sizes.get("B", 1), sizes["T"]
     first_T, by, left_T = row_starts(B, T), "", np.zeros(B * T, bool)
     numbers_BT = given.get(row.numbers)
     offsets = offset_values(given, row.offsets)
@@ -89,14 +94,6 @@ def _boundaries_of(row: _Signature, kind: Kind, kernel: str, values: Mapping[str
         first_T, by = boundaries.by_numbers(numbers_BT.cpu().numpy()), row.numbers
     neutral_T = _neutral(row, given, first_T) | left_T
     return CallBoundaries(kernel, kind, (B, T), first_T, neutral_T, by or "zeros" * bool(neutral_T.any()))
-
-
-def _rows_and_tokens(row: _Signature, given: Mapping[str, Any]) -> tuple[int, int]:
-    for name, order in row.shapes.items():
-        x = given.get(name)
-        if isinstance(x, Tensor) and x.ndim == len(order):
-            return x.shape[order.index("B")] if "B" in order else 1, x.shape[order.index("T")]
-    raise UnreadError("no tensor has its tokens")
 
 
 def _neutral(row: _Signature, given: Mapping[str, Any], first_T: np.ndarray) -> np.ndarray:
@@ -110,18 +107,6 @@ def _neutral(row: _Signature, given: Mapping[str, Any], first_T: np.ndarray) -> 
         written_T = np.concatenate([[0], np.cumsum(~empty_T)])
         neutral_T |= written_T[1:] == written_T[first_T]
     return neutral_T
-
-
-def _plain_convolution(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
-    """Return the boundaries of a depthwise convolution of torch, which has no argument for them."""
-    x = values["input"]
-    return _boundaries_of(_PLAIN_CONV, "convolution", kernel, {"x": x if x.ndim == 3 else x[None]})
-
-
-def _selective_scan(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
-    """Mamba's first scan, of `[B, D, T]`; `mamba_inner_fn` is that and its convolution in one, of `xz` `[B, 2 D, T]`."""
-    x = next(values[name] for name in ("u", "hidden_states", "xz") if name in values)
-    return _boundaries_of(_PLAIN_CONV, "rule", kernel, {"x": x})
 
 
 # --- attention
@@ -388,11 +373,11 @@ KERNELS = _by_name(
     ("rule", _NPU_RULE, "npu_chunk_gated_delta_rule"),
     ("rule", _SCAN, "mamba_chunk_scan_combined mamba2_chunk_scan"),
     ("rule", _SPLIT_SCAN, "mamba_split_conv1d_scan_combined mamba2_split_conv1d_scan_combined"),
-    ("rule", _selective_scan, "selective_scan_fn mamba_selective_scan mamba_inner_fn"),
+    ("rule", _PLAIN_CONV, "selective_scan_fn mamba_selective_scan mamba_inner_fn"),
     ("convolution", _CONV, "causal_conv1d_fn"),
     ("convolution", _FLA_CONV, "causal_conv1d"),
     ("convolution", _NPU_CONV, "npu_causal_conv1d"),
-    ("convolution", _plain_convolution, "conv1d"),
+    ("convolution", _PLAIN_CONV, "conv1d"),
     ("attention", _sdpa, "scaled_dot_product_attention"),
     ("attention", _by_module, "eager_attention_forward"),
     ("attention", _flex, "flex_attention flex_attention_forward"),

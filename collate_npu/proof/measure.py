@@ -114,30 +114,10 @@ class Errors:
     """0 where none was asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """Batches against their samples alone."""
-
-    each: tuple[Errors, ...]
-    furthest: tuple[tuple[tuple[float, ...], ...], ...]
-    """By batch: the largest difference of a logit at each token of each sample; nothing where a sample has another shape."""
-
-    @classmethod
-    def of(cls, pairs: Iterable[tuple[Numbers, Numbers]]) -> Compared:
-        """Compare what a model gave with what it should have given."""
-        each: list[Errors] = []
-        furthest: list[tuple[tuple[float, ...], ...]] = []
-        for mine, reference in pairs:
-            each.append(errors_between(mine, reference))
-            same = [(x, y) for x, y in zip(mine.logits, reference.logits) if x.shape == y.shape]
-            furthest.append(tuple(tuple((x - y).abs().flatten(0, -2).amax(-1).tolist()) for x, y in same))
-        return cls(tuple(each), tuple(furthest))
-
-    @property
-    def worst(self) -> Errors:
-        """Return the largest of each error over all batches; NaN if one is NaN."""
-        table = torch.tensor([astuple(each) for each in self.each], dtype=torch.float64)
-        return Errors(*torch.amax(table, dim=0).tolist())
+def worst(each: Iterable[Errors]) -> Errors:
+    """Return the largest of each error over all batches; NaN if one is NaN."""
+    table = torch.tensor([astuple(one) for one in each], dtype=torch.float64)
+    return Errors(*torch.amax(table, dim=0).tolist())
 
 
 def measure(model: Any, batch: Mapping[str, Any], rows: Callable[[Tensor], list[Tensor]], gradients: bool) -> Numbers:
@@ -291,12 +271,12 @@ def measure_noise(
         other: Callable[[Sequence[Batch]], Numbers] = partial(_widened, model, gradients=gradients)
     else:
         other = partial(alone, model, gradients=gradients, copies=4)
-    noise = Compared.of((other(batch), known) for batch, known in zip(batches, references)).worst
+    noise = worst(errors_between(other(batch), known) for batch, known in zip(batches, references))
     check_noise(model, noise.logits)
     for seed in range(2):
         with rounded(model, seed):
-            off = Compared.of((alone(model, batch, gradients=gradients), known) for batch, known in zip(batches, references))
-        noise = Errors(*(max(x, y / ROUNDED) for x, y in zip(astuple(noise), astuple(off.worst))))
+            off = worst(errors_between(alone(model, one, gradients), known) for one, known in zip(batches, references))
+        noise = Errors(*(max(x, y / ROUNDED) for x, y in zip(astuple(noise), astuple(off))))
     least = FLOOR * product_error(like(model))
     logits = max(noise.logits, least)  # the first: NaN is not replaced
     # the loss is one number, so its noise can be zero by luck; it averages that of hundreds of tokens, in float32

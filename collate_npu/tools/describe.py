@@ -60,24 +60,15 @@ def describe(batch: Mapping[str, Any]) -> Words:
     except CollateError as error:
         facts = [f"padding: not known. {error}"]
     else:
-        facts = [*_facts(segments)]
+        real, places, exact = segments.num_tokens, segments.array.size, none_is_exact(segments)
+        share = f"{real} real tokens of {places} ({100 * real / max(places, 1):.0f}%)"
+        facts = [f"{segments!r}: {segments.num_sequences} sequences, {share}", f"in words: {describe_shape(segments)}"]
+        facts.append(f"no mask {'is' if exact else 'is not'} exact: {exact.why}")
+    keys = {key: f"{short(str(key), 200)}: {_value(value)}" for key, value in batch.items()}
+    if is_dense(full := batch.get("attention_mask")) and (means := reads(full, segments)):
+        keys["attention_mask"] += f", {means}"
     wrong = (f"hazard: {text}" for text in _hazards(batch, segments))
-    return Words(printable("\n".join([*_keys(batch, segments), "", *facts, *wrong])))
-
-
-def _keys(batch: Mapping[str, Any], segments: Segments | None) -> Iterator[str]:
-    for key, value in batch.items():
-        means = reads(value, segments) if key == "attention_mask" and is_dense(value) else ""
-        yield f"{short(str(key), 200)}: {_value(value)}{f', {means}' if means else ''}"
-
-
-def _facts(segments: Segments) -> Iterator[str]:
-    real, places = segments.num_tokens, segments.array.size
-    share = f"{real} real tokens of {places} ({100 * real / max(places, 1):.0f}%)"
-    yield f"{segments!r}: {segments.num_sequences} sequences, {share}"
-    yield f"in words: {describe_shape(segments)}"
-    verdict = none_is_exact(segments)
-    yield f"no mask {'is' if verdict else 'is not'} exact: {verdict.why}"
+    return Words(printable("\n".join([*keys.values(), "", *facts, *wrong])))
 
 
 def _value(value: Any) -> str:

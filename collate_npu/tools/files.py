@@ -195,16 +195,12 @@ def encoded(row: Record, tokenizer: Any, max_length: int) -> Batch:
     if tokenizer is None:
         rule = "Text becomes tokens by the tokenizer of the checkpoint."
         raise CollateError(explain("tokenizer", "no file of a tokenizer", rule, "Name the folder of one with --tokenizer."))
-    text = (row if isinstance(row, str) else _spoken(row, tokenizer))[: _LETTERS * max_length]
-    return {"input_ids": tokenizer(text, add_special_tokens=False, truncation=True, max_length=max_length)["input_ids"]}
-
-
-def _spoken(messages: list[dict[str, str]], tokenizer: Any) -> str:
-    """A conversation as text, by the tokenizer's chat template."""
-    remedy = "Name, with --tokenizer, the folder of one that has it, or give a column text."
-    if not getattr(tokenizer, "chat_template", None):
-        rule = "Rows of messages become text by the chat template of the tokenizer."
-        raise CollateError(explain("tokenizer", "no chat template", rule, remedy))
-    with refused("chat template", "", f"It is given {str(messages)[:80]}.", remedy):
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
-    return text
+    if isinstance(row, list):
+        remedy = "Name, with --tokenizer, the folder of one that has it, or give a column text."
+        if not getattr(tokenizer, "chat_template", None):
+            rule = "Rows of messages become text by the chat template of the tokenizer."
+            raise CollateError(explain("tokenizer", "no chat template", rule, remedy))
+        with refused("chat template", "", f"It is given {str(row)[:80]}.", remedy):
+            row = str(tokenizer.apply_chat_template(row, tokenize=False))
+    how = {"add_special_tokens": False, "truncation": True, "max_length": max_length}
+    return {"input_ids": tokenizer(row[: _LETTERS * max_length], **how)["input_ids"]}
