@@ -34,7 +34,7 @@ def test_loss_and_gradients_are_those_of_the_unsplit_model(processes, layout, ba
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4))
 @few
 def test_jagged_outputs(pool, lengths):
-    pool(work.jagged, {"layout": "document_zigzag"}, lengths)
+    pool(work.jagged, lengths)
 
 
 def test_same_is_one_gradient_and_local_is_the_sum_over_ranks(pool):

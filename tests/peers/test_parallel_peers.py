@@ -73,14 +73,13 @@ def test_ms_swift_ring(lengths):
     """A ring of four over padded documents."""
     from swift.sequence_parallel.sequence_parallel import SequenceParallel
 
-    size = 4
-    widths = [n * 2 * size for n in lengths]
+    widths = [n * 2 * 4 for n in lengths]
     offsets = torch.tensor([0, *widths]).cumsum(0).tolist()
     positions, x = torch.cat([torch.arange(n) for n in widths])[None], torch.arange(sum(widths))[None]
-    for cp in places(size, layout="document_zigzag"):
+    for cp in places(4, layout="document_zigzag"):
         kind = type("Peer", (SequenceParallel,), {"sp_rank": 0, "rp_rank": cp.rank})
         peer = kind.__new__(kind)
-        peer.world_size, peer.sp_world_size, peer.rp_world_size, peer.device_mesh = size, 1, size, None
+        peer.world_size, peer.sp_world_size, peer.rp_world_size, peer.device_mesh = 4, 1, 4, None
         assert torch.equal(split_tensor(x, cp, cu_seqlens=offsets), peer.split(x, 1, positions))
 
 
