@@ -18,9 +18,9 @@ from collate_npu.masks import segments_from_batch
 from collate_npu.outputs import per_sequence
 from collate_npu.parallel import check_recurrent_split, cu_seqlens_of, pad_documents, query_rows, split_tensor
 
-S = 8
+S = 16
 IDS = torch.arange(1, S + 1)[None]
-CP, ALONE = ContextParallel(2, 0, layout="document_contiguous"), ContextParallel(1, 0, layout="document_contiguous")
+CP, ALONE = ContextParallel(2, 0, layout="document_zigzag"), ContextParallel(1, 0, layout="document_zigzag")
 SLICES, ADAPTER = ContextParallel(2, 0, layout="contiguous"), BatchAdapter(needs_mask_2d=False, consumer="megatron")
 ONE = Segments.from_lengths([S])
 OFFSETS = [key for key, rule in KEYS.items() if rule.role in ("offsets", "padded_offsets")]
@@ -40,13 +40,13 @@ def documents(offsets):
     return [IDS[0, a:b].tolist() for a, b in pairwise(offsets) if a < b]
 
 
-def first_halves(offsets):
-    return [n for part in documents(offsets) for n in part[: len(part) // 2]]
+def outer_quarters(offsets):
+    return [n for part in documents(offsets) for n in (*part[: len(part) // 4], *part[-(len(part) // 4) :])]
 
 
 def padded(key, given, **more):
-    out, segments = pad_documents(batch(key, given, **more), multiple=4)
-    again, twice = pad_documents(out, multiple=4)
+    out, segments = pad_documents(batch(key, given, **more), multiple=8)
+    again, twice = pad_documents(out, multiple=8)
     assert segments_from_batch(out) == segments == twice
     assert all(again[name].tolist() == out[name].tolist() for name in ("input_ids", "labels", "cu_seqlens_padded"))
     return sequences(out["labels"], segments)
@@ -81,12 +81,12 @@ WHOLE = {
         for key in (*OFFSETS, *OBJECTS)
     },
     **{
-        f"split_batch, {key}": (lambda given, key=key: halves(batch(key, given)), first_halves)
+        f"split_batch, {key}": (lambda given, key=key: halves(batch(key, given)), outer_quarters)
         for key in (*OFFSETS, *OBJECTS)
     },
-    "split_batch": (lambda given: halves({"labels": IDS}, cu_seqlens=given), first_halves),
-    "split_tensor": (lambda given: split_tensor(IDS, CP, cu_seqlens=given)[0].tolist(), first_halves),
-    "query_rows": (lambda given: (query_rows(S, CP, given) + 1).tolist(), first_halves),
+    "split_batch": (lambda given: halves({"labels": IDS}, cu_seqlens=given), outer_quarters),
+    "split_tensor": (lambda given: split_tensor(IDS, CP, cu_seqlens=given)[0].tolist(), outer_quarters),
+    "query_rows": (lambda given: (query_rows(S, CP, given) + 1).tolist(), outer_quarters),
     "gather_sequence": (lambda given: gather_sequence(IDS, ALONE, cu_seqlens=given).tolist(), lambda _: IDS.tolist()),
     "the adapter": (lambda given: ADAPTER.with_segments(batch("cu_seqlens", given))[1].cu_seqlens.tolist()[1:-1],
                     lambda offsets: [a for a, b in pairwise(offsets) if 0 < a < b]),
@@ -94,7 +94,7 @@ WHOLE = {
 ENTRIES = ENDS_EARLY | WHOLE
 ENTRIES |= {name: (call, lambda offsets: tuple(sorted({*offsets} - {0}))) for name, call in UNCUT.items()}
 
-CUTS = [list(lengths) for n in range(1, 5) for lengths in product(range(0, S + 1, 2), repeat=n) if sum(lengths) == S]
+CUTS = [list(lengths) for n in range(1, 5) for lengths in product(range(0, S + 1, 4), repeat=n) if sum(lengths) == S]
 PARTED = st.sampled_from([lengths for lengths in CUTS if all(lengths)])
 RIGHT = st.sampled_from([[0, *accumulate(lengths)] for lengths in CUTS])
 ODD = st.one_of(
@@ -143,7 +143,7 @@ def test_the_right_tokens_or_words(name, offsets, form):
         given_as = FORMS[form](offsets)
     except (ValueError, TypeError, RuntimeError, OverflowError):
         return  # this container holds no such number
-    if legal(name, offsets, form) and not any(n % 2 for n in offsets):
+    if legal(name, offsets, form) and not any(n % 4 for n in offsets):
         assert call(given_as) == wanted(offsets)
         return
     if (found := in_words(lambda: call(given_as))) is None:

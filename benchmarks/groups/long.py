@@ -40,7 +40,7 @@ BATCHES, PROVED = 200_000, 400
 MOST_MIB = 5.0
 CONTAINERS: tuple[Callable[[list[int]], Any], ...] = (list, tuple, np.array, torch.tensor)
 READERS = ("megatron", "verl", "mindspeed_dense")
-LAYOUTS = ("zigzag", "contiguous", "ulysses")
+LAYOUTS = ("zigzag", "contiguous")
 
 
 class Batches:

@@ -96,16 +96,18 @@ class Meeting:
             if last:
                 raise _silent([rank for rank, seen in zip(self.ranks, met) if seen != session.encode()], timeout)
 
-    def say(self, stream: str, message: Mapping[str, Any]) -> None:
-        """Send the next message of a stream to the other ranks, without waiting."""
-        with self._stream(stream).turn, _store() as store:
-            self._say(store, stream, message)
+    def say(self, stream: str, message: Mapping[str, Any]) -> int:
+        """Send the next message of a stream to the other ranks, without waiting, and return its number in the stream."""
+        with (held := self._stream(stream)).turn, _store() as store:
+            held.count += 1
+            self._set(store, stream, held.count, message)
+            return held.count
 
     def exchange(self, stream: str, message: Mapping[str, Any], timeout: timedelta) -> tuple[int, Messages]:
         """Send a message, and return the call's number in its stream and what each rank sent at the same call. Raises
         `CollateError` where a rank is late, and tells that rank when it comes."""
         with self._stream(stream).turn, _store() as store:
-            number = self._say(store, stream, message)
+            number = self.say(stream, message)
             for last in _tries(timeout):
                 messages = self._messages(store, stream, number)
                 if len(messages) == len(self.ranks):
@@ -115,12 +117,6 @@ class Meeting:
                     self._set(store, stream, number, {"raised": str(error)})
                     raise error
         return number, messages
-
-    def _say(self, store: Any, stream: str, message: Mapping[str, Any]) -> int:
-        held = self._stream(stream)
-        held.count += 1
-        self._set(store, stream, held.count, message)
-        return held.count
 
     def _set(self, store: Any, stream: str, number: int, message: Mapping[str, Any]) -> None:
         store.set(self._key(stream, number, dist.get_rank()), f"{number} {json.dumps(message)}")
@@ -150,7 +146,7 @@ class Stream:
     """Calls that every rank makes in one order."""
 
     count: int = 0
-    turn: Lock = field(default_factory=Lock)
+    turn: RLock = field(default_factory=RLock)
     missed: str = ""
     """Why this rank gave up its last call, if the meeting had no name yet."""
 
@@ -292,7 +288,9 @@ def batch_facts(batch: Mapping[str, Any], segments: Segments | None, *, keys: Ma
             if isinstance(part, Tensor):
                 kind = f"jagged {shape_of(part.values())}" if part.is_nested else shape_of(part)
                 facts[name] = kind if rule == KEYS.get(key) else f"{kind} as {rule}"
-                if _is_compared(name, part, rule or (TOKENS if part.ndim > 1 else SAMPLE), segments):
+                key_rule = rule or (TOKENS if part.ndim > 1 else SAMPLE)
+                known = key_rule.role == "mask" and part.ndim > 2 and segments is not None  # a dense one, by its segments
+                if key_rule.kind in ("tokens", "positions", "truth", "offsets") and not known:
                     rounded = part.is_floating_point() and "mask" not in name
                     facts[f"{'a sum' if rounded else 'the values'} of {name}"] = partial(
                         weighted_sum if rounded else digest, part
@@ -331,23 +329,15 @@ def weighted_sum(value: Tensor) -> str:
 
 def _same(one: str, other: str) -> bool:
     """True for equal texts, or for two sums that differ by rounding."""
-    sums = [text.split(" within ") for text in (one, other)]
-    if one == other or not all(len(parts) == 2 for parts in sums):
+    if one == other or " within " not in one or " within " not in other:
         return one == other
-    (a, near), (b, _) = (tuple(map(float, parts)) for parts in sums)
+    (a, near), (b, _) = (map(float, text.split(" within ")) for text in (one, other))
     return abs(a - b) <= near
 
 
 def digest_offsets(offsets: Tensor | Sequence[int] | None) -> str:
     """Return an equal digest for equal numbers, whatever type holds them."""
     return "none" if offsets is None else digest(host_array("cu_seqlens", offsets).astype(np.int64))
-
-
-def _is_compared(name: str, value: Tensor, key: Key, segments: Segments | None) -> bool:
-    """True for a value of tokens or boundaries; a dense mask is compared by its `segments`."""
-    if key.role == "mask" and value.ndim > 2 and segments is not None:
-        return False
-    return key.kind in ("tokens", "positions", "truth", "offsets")
 
 
 def _check(messages: Messages) -> None:

@@ -5,8 +5,7 @@ batch; the cost is O(runs). Eight tokens on two ranks::
 
     zigzag        0 1 . . . . 6 7   |  . . 2 3 4 5 . .      chunks r and 2 * size - 1 - r: causal work is level
     contiguous    0 1 2 3 . . . .   |  . . . . 4 5 6 7
-    document_...  the same inside each document of one flat row (padding-free batches)
-    ulysses       contiguous; attention trades heads for tokens and sees the whole row
+    document_...  zigzag inside each document of one flat row (padding-free batches)
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import timedelta
-from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 from typing import Any, Literal
@@ -75,20 +73,6 @@ def timeout_of(group: Any) -> timedelta:
     return timedelta(minutes=10)  # as long as the collectives of NCCL wait by default
 
 
-def megatron_group() -> tuple[Any, int]:
-    """Return Megatron's context-parallel group and tensor-parallel size (megatron/core/parallel_state.py)."""
-    try:
-        from megatron.core import parallel_state
-    except ImportError as error:
-        rule = "megatron-core is not installed here."
-        raise CollateError(explain("from_megatron", repr(error), rule, "Use from_group or from_mesh.")) from error
-    if not parallel_state.model_parallel_is_initialized():
-        rule = "Megatron's parallel groups do not exist yet."
-        remedy = "Call parallel_state.initialize_model_parallel(context_parallel_size=...) first."
-        raise CollateError(explain("from_megatron", "an uninitialised parallel_state", rule, remedy))
-    return parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_world_size()
-
-
 def gloo_group(group: Any = None) -> Any:
     """Return the Gloo group that carries Python objects between the ranks of `group`, by default those of `data_group`.
 
@@ -140,7 +124,7 @@ def is_gloo(group: Any) -> bool:
     return config.get("cpu") == "gloo"
 
 
-Layout = Literal["zigzag", "contiguous", "document_zigzag", "document_contiguous", "ulysses"]
+Layout = Literal["zigzag", "contiguous", "document_zigzag"]
 Run = tuple[int, int]
 
 
@@ -153,8 +137,7 @@ class ContextParallel:
 
     * `size`: the number of ranks that share a row.
     * `rank`: the number of this rank among them.
-    * `layout`: which rank holds which tokens: "zigzag", "contiguous" (each with "document_" before it for flat rows), or
-      "ulysses".
+    * `layout`: which rank holds which tokens: "zigzag", "document_zigzag" (for flat rows), or "contiguous".
     * `tensor_parallel`: the number of ranks that split this rank's tokens again (Megatron's sequence_parallel).
     * `group`: their process group, or DeviceMesh of one dimension. Without it rows can be split but not gathered.
 
@@ -175,7 +158,11 @@ class ContextParallel:
     group: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check(self)
+        for name in ("size", "tensor_parallel"):
+            whole_number(name, getattr(self, name), least=1)
+        if not 0 <= whole_number("rank", self.rank, least=-self.size) < self.size:
+            rule = f"Ranks of a group of {self.size} count from 0 to {self.size - 1}."
+            raise CollateError(explain("rank", str(self.rank), rule, "Pass the rank inside the group, not the global rank."))
         if self.group is not None:
             group_of(self.group, self.size, self.rank)
 
@@ -202,21 +189,31 @@ class ContextParallel:
 
     @classmethod
     def from_megatron(cls, **settings: Any) -> ContextParallel:
-        """Read Megatron's `parallel_state`: its context-parallel group and its tensor-parallel size.
+        """Read Megatron's `parallel_state` (megatron/core/parallel_state.py): its context-parallel group and its
+        tensor-parallel size.
 
         >>> ContextParallel.from_megatron(layout="zigzag")  # doctest: +SKIP
         """
-        group, tensor_parallel = megatron_group()
-        return cls.from_group(group, **{"tensor_parallel": tensor_parallel, **settings})
+        try:
+            from megatron.core import parallel_state
+        except ImportError as error:
+            rule = "megatron-core is not installed here."
+            raise CollateError(explain("from_megatron", repr(error), rule, "Use from_group or from_mesh.")) from error
+        if not parallel_state.model_parallel_is_initialized():
+            rule = "Megatron's parallel groups do not exist yet."
+            remedy = "Call parallel_state.initialize_model_parallel(context_parallel_size=...) first."
+            raise CollateError(explain("from_megatron", "an uninitialised parallel_state", rule, remedy))
+        settings = {"tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(), **settings}
+        return cls.from_group(parallel_state.get_context_parallel_group(), **settings)
 
     @property
     def documents(self) -> bool:
         """True if each document of a flat row is shared out by itself."""
-        return self.layout.startswith("document_")
+        return self.layout == "document_zigzag"
 
     @property
     def multiple(self) -> int:
-        """The number whose multiples a padded width is: `tp * 2 * cp` for zigzag, `tp * cp` for contiguous and Ulysses.
+        """The number whose multiples a padded width is: `tp * 2 * cp` for zigzag, `tp * cp` for contiguous.
 
         The product and not `lcm(tp, 2 * cp)`: a rank's S / cp tokens are cut by tp again (verl mcore/util.py:686-690).
         """
@@ -229,11 +226,11 @@ class ContextParallel:
 
     @property
     def document_multiple(self) -> int:
-        """The number whose multiples documents are in the layouts `document_*`; the whole flat row keeps to `multiple`."""
-        return 1 if self.layout == "ulysses" else self._chunks * self.size
+        """The number whose multiples documents are in `document_zigzag`; the whole flat row keeps to `multiple`."""
+        return self._chunks * self.size
 
     def for_documents(self) -> ContextParallel:
-        """Return the same ranks for a padding-free row: zigzag becomes document by document, other layouts stay.
+        """Return the same ranks for a padding-free row: zigzag becomes document by document, contiguous stays.
 
         Kernels that read cu_seqlens expect that order (ms-swift sequence_parallel.py:505-515; mcore_bridge
         utils/megatron_utils.py:56-91; Transformer Engine's thd).
@@ -252,7 +249,7 @@ class ContextParallel:
 def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> tuple[Run, ...]:
     """Return the runs `[start, stop)` of the tokens that this rank holds, in the order of its shard.
 
-    `cu_seqlens` (`0, end, end, ...` up to the width) is for the layouts `document_*`; the others ignore it. Raises
+    `cu_seqlens` (`0, end, end, ...` up to the width) is for `document_zigzag`; the others ignore it. Raises
     `CollateError`, with the multiple to pad to, if the ranks cannot share out the width or a document.
 
     >>> token_runs(8, ContextParallel(2, 0)), token_runs(8, ContextParallel(2, 0, layout="contiguous"))
@@ -264,12 +261,10 @@ def token_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[in
         Pad to 8: pad_to_multiple_of=4 in the collator (ContextParallel.multiple).
     More: collate-npu guide errors#shard-width
     """
-    if not cp.documents:
-        if cu_seqlens is not None:
-            as_offsets("cu_seqlens", cu_seqlens)
-        return _row_runs(width, cp.size, cp.rank, cp.layout, cp.tensor_parallel)
+    if cu_seqlens is not None and not cp.documents:
+        as_offsets("cu_seqlens", cu_seqlens)
     _check_width(width, cp)
-    return _runs(_documents(width, cp, cu_seqlens), cp)
+    return _runs(_documents(width, cp, cu_seqlens) if cp.documents else [(0, width)], cp)
 
 
 def row_pieces(width: int, cp: ContextParallel, cu_seqlens: Sequence[int] | None) -> list[tuple[int, int, int, int]]:
@@ -283,13 +278,6 @@ def row_pieces(width: int, cp: ContextParallel, cu_seqlens: Sequence[int] | None
     return sorted(pieces)
 
 
-@lru_cache
-def _row_runs(width: int, size: int, rank: int, layout: Layout, tensor_parallel: int) -> tuple[Run, ...]:
-    cp = ContextParallel(size, rank, layout=layout, tensor_parallel=tensor_parallel)
-    _check_width(width, cp)
-    return _runs([(0, width)], cp)
-
-
 def _runs(bounds: Sequence[Run], cp: ContextParallel) -> tuple[Run, ...]:
     """Return this rank's part of each document: one chunk, or under zigzag one from each end."""
     runs: list[Run] = []
@@ -298,29 +286,6 @@ def _runs(bounds: Sequence[Run], cp: ContextParallel) -> tuple[Run, ...]:
         runs.append((start + cp.rank * size, start + (cp.rank + 1) * size))
         if cp._chunks == 2:
             runs.append((stop - (cp.rank + 1) * size, stop - cp.rank * size))
-    return _merged(runs)
-
-
-@checked
-def query_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
-    """Return the query rows that this rank's attention computes, int64 `[Q]`, for `dense(segments, rows=...)`.
-
-    They are the rank's tokens, except under Ulysses: there attention runs on all tokens of the row, for a part of the heads.
-    Keys stay whole.
-
-    >>> query_rows(8, ContextParallel(2, 0)).tolist(), query_rows(8, ContextParallel(2, 0, layout="ulysses")).tolist()
-    ([0, 1, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7])
-    """
-    return indices(query_runs(width, cp, cu_seqlens))
-
-
-def query_runs(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> tuple[Run, ...]:
-    """Return the runs `[start, stop)` of `query_rows`; errors as `token_runs`."""
-    held = token_runs(width, cp, cu_seqlens)
-    return _merged([(0, width)]) if cp.layout == "ulysses" else held
-
-
-def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
     merged: list[Run] = []
     for start, stop in runs:
         if merged and merged[-1][1] == start:
@@ -328,6 +293,18 @@ def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
         elif start < stop:
             merged.append((start, stop))
     return tuple(merged)
+
+
+@checked
+def query_rows(width: int, cp: ContextParallel, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
+    """Return the query rows that this rank's attention computes, int64 `[Q]`, for `dense(segments, rows=...)`.
+
+    They are the rank's tokens; keys stay whole. Errors as `token_runs`.
+
+    >>> query_rows(8, ContextParallel(2, 0)).tolist()
+    [0, 1, 6, 7]
+    """
+    return indices(token_runs(width, cp, cu_seqlens))
 
 
 def indices(runs: Sequence[Run]) -> Tensor:
@@ -362,14 +339,6 @@ def _check_width(width: int, cp: ContextParallel) -> None:
         to = -(-width // cp.multiple) * cp.multiple
         remedy = f"Pad to {to}: pad_to_multiple_of={cp.multiple} in the collator (ContextParallel.multiple)."
         raise CollateError(explain("width", f"{width} tokens", rule, remedy, more="shard-width"))
-
-
-def _check(cp: ContextParallel) -> None:
-    for name in ("size", "tensor_parallel"):
-        whole_number(name, getattr(cp, name), least=1)
-    if not 0 <= whole_number("rank", cp.rank, least=-cp.size) < cp.size:
-        rule = f"Ranks of a group of {cp.size} count from 0 to {cp.size - 1}."
-        raise CollateError(explain("rank", str(cp.rank), rule, "Pass the rank inside the group, not the global rank."))
 
 
 # --- recurrent layers whose rows are shared out
@@ -410,35 +379,26 @@ def check_recurrent_split(
     """
     if cp.size == 1:
         return
-    width = segments.shape[1]
-    bounds = _whole_row(offsets, segments) if padding_free else (0, width)
-    order: Layout = cp.layout if len(set(bounds)) > 2 else _OF_A_ROW.get(cp.layout, cp.layout)
-    if order != (right := "document_zigzag" if padding_free and len(set(bounds)) > 2 else "zigzag"):
+    B, width = segments.shape
+    bounds: Sequence[int] = (0, width)
+    if padding_free and B != 1:
+        rule = "A flat row is [1, S]."
+        raise CollateError(explain("segments", repr(segments), rule, "Collate padding_free, or pass padding_free=False."))
+    if padding_free and offsets is None:
+        bounds = sorted({0, width, *(start for _, start, _ in segments.spans)})
+    elif padding_free:
+        whole = as_offsets("offsets", offsets, width, whole=True)
+        check_cuts("offsets", whole, segments)
+        bounds = whole.tolist()
+    right = "document_zigzag" if len(set(bounds)) > 2 else "zigzag"
+    if cp.layout not in (right, "document_zigzag"):  # by document is the same in a row of one
         rule = f"Recurrent layers put tokens in order only from the layout {right!r}."
         stacks = "ms-swift: cp_partition_mode='zigzag', MindSpeed: context_parallel_algo='megatron_cp_algo'."
-        raise UnsupportedFormError(
-            explain("layout", repr(cp.layout), rule, f"Use ContextParallel(layout={right!r}); {stacks}")
-        )
+        remedy = f"Use ContextParallel(layout={right!r}); {stacks}"
+        raise UnsupportedFormError(explain("layout", repr(cp.layout), rule, remedy))
     token_runs(width, cp, bounds)
     ranks = cp.size * cp.tensor_parallel
     if any(n % ranks for n in heads):
         rule = f"A recurrent layer's key heads and value heads are shared out over {ranks} ranks."
         remedy = "Use a context parallel size that divides both numbers."
         raise CollateError(explain("heads", f"{list(heads)}", rule, remedy))
-
-
-_OF_A_ROW: dict[Layout, Layout] = {"document_zigzag": "zigzag"}
-"""The layout of a row of one document."""
-
-
-def _whole_row(offsets: Tensor | Sequence[int] | None, segments: Segments) -> tuple[int, ...]:
-    """Return offsets of the whole flat row at which every sequence begins and none is cut."""
-    B, S = segments.shape
-    if B != 1:
-        rule = "A flat row is [1, S]."
-        raise CollateError(explain("segments", repr(segments), rule, "Collate padding_free, or pass padding_free=False."))
-    if offsets is None:
-        return tuple(sorted({0, S, *(start for _, start, _ in segments.spans)}))
-    bounds = as_offsets("offsets", offsets, S, whole=True)
-    check_cuts("offsets", bounds, segments)
-    return tuple(bounds.tolist())

@@ -24,21 +24,19 @@ from torch import Tensor
 
 from collate_npu.arrays import check_places, host_tensor, whole_number
 from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, explain, not_one_of, shape_of
-from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key, Role, check_keys, of_kind, with_role
+from collate_npu.keys import KEYS, TOKENS, Key, Role, check_keys, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed, check_known
 from collate_npu.masks.dialects import physical_and_real_offsets
 from collate_npu.masks.forms import check_cuts, offsets_of
 from collate_npu.masks.sources import Sources, wrong_shape_error
 from collate_npu.outputs import to_nested
 from collate_npu.parallel.agreement import batch_facts, digest_offsets, ranks_agree, turn_of, uncompiled
-from collate_npu.parallel.layout import ContextParallel, Run, group_of, indices, query_runs, row_pieces, token_runs
+from collate_npu.parallel.layout import ContextParallel, Run, group_of, indices, row_pieces, token_runs
 from collate_npu.segments import Segments, as_offsets
 from collate_npu.validation import check_held, checked, dimension, is_plain
 
 _RECURRENT_KINDS = ("linear_attention", "conv")
 _FEW_RUNS, _FEW_PIECES = 16, 64
-_FEW_BYTES = 1 << 19
-_PLAIN = frozenset((torch.int64, torch.int32, torch.bool, torch.float32))
 _from_jagged = torch.nested.nested_tensor_from_jagged
 
 Loss = Literal["same", "local"]
@@ -107,7 +105,7 @@ def split_tensor(
 ) -> Tensor:
     """Return this rank's part of one tensor along `dim`. `gather_sequence` undoes it.
 
-    A jagged tensor `[N, j, ...]` is split document by document and stays jagged (layouts `document_*`).
+    A jagged tensor `[N, j, ...]` is split document by document and stays jagged (`document_zigzag`).
 
     >>> import torch
     >>> split_tensor(torch.arange(8)[None], ContextParallel(2, 1)).tolist()
@@ -170,7 +168,6 @@ class _Shard:
     cp: ContextParallel
     shape: tuple[int, int]
     tokens: tuple[Run, ...]
-    queries: tuple[Run, ...]
 
     @classmethod
     def of(cls, cp: ContextParallel, shape: tuple[int, int], cu_seqlens: Sequence[int] | None) -> _Shard:
@@ -183,7 +180,7 @@ class _Shard:
             rule = f"{cp.layout} would cut across documents; kernels that read cu_seqlens share out each one (TE thd)."
             got = f"{len(cu_seqlens) - 1} documents in one flat row"
             raise UnsupportedFormError(explain("cu_seqlens", got, rule, "Use cp.for_documents() for padding-free batches."))
-        return cls(cp, shape, token_runs(S, cp, cu_seqlens), query_runs(S, cp, cu_seqlens))
+        return cls(cp, shape, token_runs(S, cp, cu_seqlens))
 
     def of_key(self, key: str, value: Any, rule: Key | None) -> Any:
         """Return what this rank holds of one key, by its row of `KEYS`."""
@@ -196,8 +193,13 @@ class _Shard:
             return value
         if value.is_nested:
             return split_tensor(value, self.cp)
-        rule = rule or self._guess(key, value)
-        return value if rule.share == "replicate" else self.of_tokens(key, value, rule.dim)
+        if rule is None and tuple(value.shape[:2]) != self.shape:
+            if self.shape[1] not in value.shape:
+                return value
+            said = f"A key that KEYS does not list is per token if its shape begins {list(self.shape)}."
+            remedy = f"Split it with split_tensor(x, cp, dim=...), or pass BatchAdapter(keys={{**KEYS, {key!r}: SAMPLE}})."
+            raise CollateError(explain(key, shape_of(value), said, remedy))
+        return self.of_tokens(key, value, (rule or TOKENS).dim)
 
     def of_tokens(self, key: str, value: Tensor, dim: int) -> Tensor:
         """Return this rank's tokens along `dim`. Raises if that dimension is not S wide."""
@@ -224,33 +226,20 @@ class _Shard:
             raise UnsupportedFormError(explain(key, type(value).__name__, rule, remedy))
         if recurrent:
             return self.of_tokens(key, value, 1)
-        if tuple(value.shape) == self.shape:
-            return self._of_2d(key, value)
         B, S = self.shape
+        if value.shape == (B, S):
+            if B == S > 1 and value.is_floating_point():
+                rule = "With as many rows as tokens an additive one is a [B, S] padding mask or an [S, S] attention mask."
+                remedy = "Pass attention_mask_2d, or the attention mask as [1, 1, S, S]."
+                raise AmbiguousMaskError(explain(key, shape_of(value), rule, remedy))
+            return _take_runs(value, 1, self.tokens)
         if value.ndim == 4 and tuple(value.shape[-2:]) == (1, S) != (S, S):  # one row for every query
             return value
         if value.ndim not in (2, 3, 4) or tuple(value.shape[-2:]) != (S, S):
             rule = f"Before the split a mask is [{B}, {S}], or dense with {S} query rows and {S} keys."
             remedy = "Split the whole mask, or split without it and build dense(segments, rows=query_rows(S, cp))."
             raise CollateError(explain(key, shape_of(value), rule, remedy))
-        return _take_runs(value, value.ndim - 2, self.queries)
-
-    def _of_2d(self, key: str, value: Tensor) -> Tensor:
-        if value.shape[0] == value.shape[1] > 1 and value.is_floating_point():
-            rule = "With as many rows as tokens an additive one is a [B, S] padding mask or an [S, S] attention mask."
-            remedy = "Pass attention_mask_2d, or the attention mask as [1, 1, S, S]."
-            raise AmbiguousMaskError(explain(key, shape_of(value), rule, remedy))
-        # After Ulysses' all-to-all attention sees every token of the row, and so needs the padding of every token.
-        return _take_runs(value, 1, self.queries)
-
-    def _guess(self, key: str, value: Tensor) -> Key:
-        if tuple(value.shape[:2]) == self.shape:
-            return TOKENS
-        if self.shape[1] not in value.shape:
-            return SAMPLE
-        rule = f"A key that KEYS does not list is per token if its shape begins {list(self.shape)}."
-        remedy = f"Split it with split_tensor(x, cp, dim=...), or pass BatchAdapter(keys={{**KEYS, {key!r}: SAMPLE}})."
-        raise CollateError(explain(key, shape_of(value), rule, remedy))
+        return _take_runs(value, value.ndim - 2, self.tokens)
 
 
 def _refuse_sparse(name: str, x: Tensor) -> None:
@@ -265,18 +254,7 @@ def _take_runs(x: Tensor, dim: int, runs: tuple[Run, ...]) -> Tensor:
         return x
     if len(runs) > _FEW_RUNS or not runs:
         return x.index_select(dim, indices(runs).to(x.device))
-    if _copies_faster_by_numpy(x, dim, runs):
-        values, at = x.numpy(), [(*(slice(None),) * dim, slice(*run)) for run in runs]
-        return torch.from_numpy(np.concatenate([values[places] for places in at], dim))
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in runs], dim)
-
-
-def _copies_faster_by_numpy(x: Tensor, dim: int, runs: tuple[Run, ...]) -> bool:
-    """True if numpy copies faster: its copy starts faster, torch's has threads, which help from half a megabyte on."""
-    if x.dtype not in _PLAIN or not x.is_cpu or x.requires_grad or not x.is_contiguous():
-        return False
-    taken = sum(stop - start for start, stop in runs)
-    return torch.get_num_threads() == 1 or x.nbytes * taken < _FEW_BYTES * x.shape[dim]
 
 
 @checked
@@ -316,7 +294,7 @@ def _jagged_cu_seqlens(x: Tensor, cp: ContextParallel) -> Tensor:
     """Return the offsets of a jagged tensor. Raises for a layout that does not share out each document."""
     if not cp.documents:
         rule = f"A jagged tensor is shared out document by document; the layout is {cp.layout}."
-        remedy = "Use document_zigzag or document_contiguous, or split the padded or flat tensor."
+        remedy = "Use document_zigzag, or split the padded or flat tensor."
         raise UnsupportedFormError(explain("jagged tensor", shape_of(x.values()), rule, remedy))
     return cast(Tensor, cast(Any, x).offsets())
 
@@ -339,7 +317,7 @@ def gather_sequence(
 
     `dim` is the sequence, 1 in `[B, S / size, ...]` (0 in Megatron's `[S / size, B, H]`); a jagged output
     `[N, j, ...]` comes back jagged. `segments`, of the whole batch, are checked against the result, which
-    `last_token`, `per_sequence` and `to_nested` then take. Layouts `document_*` need the offsets the batch was split
+    `last_token`, `per_sequence` and `to_nested` then take. `document_zigzag` needs the offsets the batch was split
     by: `cu_seqlens=cu_seqlens_of(shard)`.
 
     Say how the ranks use the whole row, because the gradient depends on it:
@@ -475,7 +453,12 @@ def pad_documents(
     longest = max(places, default=0) if max_sequences is None else sum(places)
     out |= _boundaries(sources, segments.sequence_lengths, places, longest)
     if len(places) > segments.num_sequences:
-        _number_missing(out, sources, plan.segments, places)
+        # their positions and numbers, as their offsets say, behind those of the others
+        own, tail = offsets_of(plan.segments, places), sum(places[: plan.segments.num_sequences])
+        for key in (*of_kind(sources, "positions"), *sources.named["sequence_index"]):
+            if isinstance(out[key], Tensor) and out[key].ndim == 2:
+                numbers = own["seq_idx" if key in sources.named["sequence_index"] else "position_ids"]
+                out[key][:, tail:] = numbers[:, tail:].to(out[key])
     return out, plan.segments
 
 
@@ -519,15 +502,6 @@ def _places(segments: Segments, each: int, whole: int, count: int | None) -> lis
         return [*places[:-1], places[-1] + rest] if places else []
     share, more = divmod(rest // each, missing)  # the largest last
     return [*places, *((share + (n >= missing - more)) * each for n in range(missing))]
-
-
-def _number_missing(out: dict[str, Any], sources: Sources, segments: Segments, places: list[int]) -> None:
-    """Write positions and numbers for the missing documents, as their offsets say, behind those of the others."""
-    own, tail = offsets_of(segments, places), sum(places[: segments.num_sequences])
-    for key in (*of_kind(sources, "positions"), *sources.named["sequence_index"]):
-        if isinstance(out[key], Tensor) and out[key].ndim == 2:
-            numbers = own["seq_idx" if key in sources.named["sequence_index"] else "position_ids"]
-            out[key][:, tail:] = numbers[:, tail:].to(out[key])
 
 
 def _boundaries(batch: Sources, lengths: Sequence[int], places: Sequence[int], longest: int) -> dict[str, Any]:

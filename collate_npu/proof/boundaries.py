@@ -110,12 +110,6 @@ class CallBoundaries:
         rank_T: Array = before_T[:-1] - before_T[self.first_T]
         return rank_T
 
-    def counts_from(self, places: Array) -> Array:
-        """Return for each place the first token at or behind it that is not neutral."""
-        at_T = np.where(self.neutral_T, len(self.neutral_T), np.arange(len(self.neutral_T)))
-        found: Array = np.minimum.accumulate(at_T[::-1])[::-1][places]
-        return found
-
     @property
     def reach(self) -> int:
         """Return the largest number of tokens that a token reads, itself included."""
@@ -167,19 +161,22 @@ def by_offsets(offsets: Sequence[int], total: int) -> tuple[Array, Array]:
 
 def by_numbers(numbers_BT: Array) -> Array:
     """Return `first_T` by a number for each token: a sequence begins where it changes."""
-    B, T = numbers_BT.shape
-    changes_BT = np.ones((B, T), bool)
+    changes_BT = np.ones(numbers_BT.shape, bool)
     changes_BT[:, 1:] = numbers_BT[:, 1:] != numbers_BT[:, :-1]
-    return np.maximum.accumulate(np.where(changes_BT.reshape(-1), np.arange(B * T), 0))
+    return _latest(changes_BT.reshape(-1))
+
+
+def _latest(begins_T: Array) -> Array:
+    """Return for each token the last at or before it that begins something; 0 before all of these."""
+    at_T: Array = np.maximum.accumulate(np.where(begins_T, np.arange(len(begins_T)), 0))
+    return at_T
 
 
 def zeros_of(x: Tensor, order: str) -> Array:
-    """Return bool `[B * T]`: tokens at which all channels are zero. `order` names the dimensions of x: B, T and others."""
+    """Return bool `[B * T]`: tokens at which all channels are zero. `order` names the dimensions of x: B before T."""
     zero = x.detach() == 0
     across = tuple(at for at, axis in enumerate(order) if axis not in "BT")
-    kept = [axis for axis in order if axis in "BT"]
     zero = zero.all(dim=across) if across else zero
-    zero = zero if kept != ["T", "B"] else zero.T
     return np.ascontiguousarray(zero.cpu().numpy()).reshape(-1)
 
 
@@ -195,13 +192,11 @@ def by_mask(rows: Callable[[int], Attended], B: int, T: int) -> tuple[Array, Arr
         future_Q = torch.triu(allowed_QK, 1).any(dim=1)
         filled_Q = future_Q if not bool(future_Q[:-1].all()) else torch.zeros_like(future_Q)
         attends_QK = allowed_QK & ~filled_Q[:, None]
-        seen_K = attends_QK.any(dim=0)
         past_QK = torch.tril(attends_QK)
-        first_Q = torch.where(
-            past_QK.any(dim=1), past_QK.to(torch.uint8).argmax(dim=1), torch.arange(T, device=past_QK.device)
-        )
+        itself_Q = torch.arange(T, device=past_QK.device)
+        first_Q = torch.where(past_QK.any(dim=1), past_QK.to(torch.uint8).argmax(dim=1), itself_Q)
         at = slice(b * T, (b + 1) * T)
-        first_T[at], neutral_T[at] = first_Q.cpu().numpy() + b * T, (~seen_K).cpu().numpy()
+        first_T[at], neutral_T[at] = first_Q.cpu().numpy() + b * T, ~attends_QK.any(dim=0).cpu().numpy()
     return first_T, neutral_T, digest
 
 
@@ -224,20 +219,21 @@ def boundary_reason(call: CallBoundaries, segments: Segments, empty_T: Array | N
     Tokens of the batch that are `empty_T` (zero before any layer) may be treated as padding."""
     places_T = places_in(call, segments)
     assert places_T is not None
-    ids_T = segments.array.reshape(-1)[places_T]
-    S, real_T = segments.shape[1], ids_T > 0
-    own_T = position_array(segments).reshape(-1)[places_T]
+    ids_T, own_T = (each.reshape(-1)[places_T] for each in (segments.array, position_array(segments)))
+    S, real_T, rank_T = segments.shape[1], ids_T > 0, call.rank_T
     lost_T = real_T & call.neutral_T
     if empty_T is not None and len(empty_T) == segments.array.size:
         zero_T = lost_T & empty_T[places_T]
-        own_T, real_T, lost_T = _ranks_without(own_T, real_T, zero_T), real_T & ~zero_T, lost_T & ~zero_T
+        before_T: Array = np.cumsum(zero_T) - zero_T
+        own_T = own_T - (before_T - before_T[_latest(real_T & (own_T == 0))])
+        real_T, lost_T = real_T & ~zero_T, lost_T & ~zero_T
     if call.window is not None:
-        own_T = np.where(own_T > 0, 1, 0)
-    rank_T = call.rank_T if call.window is None else np.minimum(call.rank_T, 1)
+        own_T, rank_T = np.where(own_T > 0, 1, 0), np.minimum(rank_T, 1)
     wrong_T = lost_T | (real_T & (rank_T != own_T))
     if call.window is None:  # as many tokens before it, but others
-        starts_T = np.maximum.accumulate(np.where(real_T & (own_T == 0), np.arange(len(own_T)), 0))
-        wrong_T |= real_T & (own_T > 0) & (call.counts_from(call.first_T) != call.counts_from(starts_T))
+        at_T = np.where(call.neutral_T, len(ids_T), np.arange(len(ids_T)))
+        next_T = np.minimum.accumulate(at_T[::-1])[::-1]  # the first at or behind it that counts
+        wrong_T |= real_T & (own_T > 0) & (next_T[call.first_T] != next_T[_latest(real_T & (own_T == 0))])
     if not wrong_T.any():
         return ""
     t = int(np.argmax(wrong_T))
@@ -250,14 +246,6 @@ def boundary_reason(call: CallBoundaries, segments: Segments, empty_T: Array | N
     others = read[~call.neutral_T[read] & (ids_T[read] != ids_T[t])]
     whose = "padding" if len(others) and (ids_T[others] == 0).all() else "another sequence"
     return f"{at} goes on from {whose}"
-
-
-def _ranks_without(own_T: Array, real_T: Array, zero_T: Array) -> Array:
-    """Return how many tokens stand before each token in its sequence, without those that are zero."""
-    before_T = np.cumsum(zero_T) - zero_T
-    starts_T = np.maximum.accumulate(np.where(real_T & (own_T == 0), np.arange(len(own_T)), 0))
-    ranks_T: Array = own_T - (before_T - before_T[starts_T])
-    return ranks_T
 
 
 def attention_reason(
@@ -279,22 +267,18 @@ def attention_reason(
         if torch.equal(any_QK, expected_QK) and (all_QK is any_QK or torch.equal(all_QK, expected_QK)):
             return ""
 
-    def first(wrong_QK: Tensor, what: str, verb: str = "attends") -> str:
-        i, k = map(int, wrong_QK.nonzero()[0])
-        return f"row {b} {what}: query {int(at_Q1[i])} {verb} key {k} of {S}"
-
-    for wrong_QK, what in (
-        (any_QK & (ids_S == 0), "attends padding"),
-        (any_QK & (ids_S[at_Q1] != ids_S), "attends another sequence"),
-        (any_QK & ~expected_QK, f"attends more than {pattern} attention does"),
+    missing_QK = expected_QK & ~(any_QK if pattern is None else all_QK)
+    heads = "" if bool((missing_QK & ~any_QK).any()) else " in one of its heads"
+    for wrong_QK, what, verb, where in (
+        (any_QK & (ids_S == 0), "attends padding", "attends", ""),
+        (any_QK & (ids_S[at_Q1] != ids_S), "attends another sequence", "attends", ""),
+        (any_QK & ~expected_QK, f"attends more than {pattern} attention does", "attends", ""),
+        (missing_QK, "does not attend all of its sequence", "does not attend", heads),
     ):
         if bool(wrong_QK.any()):
-            return first(wrong_QK, what)
-    if pattern is None:
-        return ""
-    missing_QK = expected_QK & ~all_QK
-    heads = "" if bool((missing_QK & ~any_QK).any()) else " in one of its heads"
-    return first(missing_QK, "does not attend all of its sequence", "does not attend") + heads
+            i, k = map(int, wrong_QK.nonzero()[0])
+            return f"row {b} {what}: query {int(at_Q1[i])} {verb} key {k} of {S}{where}"
+    return ""
 
 
 def plan_reason(plan: MixerPlan, segments: Segments) -> str:
@@ -322,8 +306,7 @@ def position_reason(positions_T: Array, segments: Segments, first: int | None) -
     A position is one more than that of the token before it. Where positions are embedded, a sequence begins with `first`."""
     own_T, at = position_array(segments).reshape(-1), np.flatnonzero(segments.array)
     off = positions_T[at] - own_T[at]
-    starts = np.maximum.accumulate(np.where(own_T[at] == 0, np.arange(len(at)), 0))
-    wrong = off != (off[starts] if first is None else first)
+    wrong = off != (off[_latest(own_T[at] == 0)] if first is None else first)
     if not wrong.any():
         return ""
     t = int(at[np.argmax(wrong)])

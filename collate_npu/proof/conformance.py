@@ -30,7 +30,6 @@ from collate_npu.validation import checked
 Sample = list[int]
 Ask = Callable[[str, list[Sample]], list[Tensor]]
 """The name of a batch and its samples to their log-probabilities, float64 `[L - 1]` each."""
-"""`run(samples)`, or `run(samples, layout=name)`: N lists of token ids to N lists of L - 1 log-probabilities."""
 RULE = "A sample of L tokens has L - 1 log-probabilities, one for each token from the second on."
 
 
@@ -68,14 +67,8 @@ def _ask(run: Callable[..., Any], asked: str, name: str, samples: list[Sample]) 
         got = a_type(given) if rows is None else f"{len(rows)} answers to {len(samples)} samples"
         raise CollateError(explain(where, got, RULE, "Return a list, with one list for each sample."))
     found = [host_tensor(f"{where}, sample {n}", row).double() for n, row in enumerate(rows)]
-    _check_form(where, found, [len(ids) - 1 for ids in samples])
-    return found
-
-
-def _check_form(where: str, found: Sequence[Tensor], lengths: Sequence[int]) -> None:
-    """Raise for what is no log-probabilities; lengths that are all there in another order are judged, not refused."""
-    turned = all(x.ndim == 1 for x in found) and sorted(map(len, found)) == sorted(lengths)
-    if not turned:
+    lengths = [len(ids) - 1 for ids in samples]  # all there in another order: judged, not refused
+    if not all(x.ndim == 1 for x in found) or sorted(map(len, found)) != sorted(lengths):
         bad = [(n, f"{shape_of(x)}, not [{L}]") for n, (x, L) in enumerate(zip(found, lengths)) if tuple(x.shape) != (L,)]
         remedy = "Return a list, an array or a tensor for each sample, without the first token, which nothing predicts."
         raise CollateError(explain_rows(where, bad, RULE, remedy))
@@ -83,6 +76,7 @@ def _check_form(where: str, found: Sequence[Tensor], lengths: Sequence[int]) -> 
     if above:
         rule = "A log-probability is at most 0, rounding aside."
         raise CollateError(explain_rows(where, above, rule, "Return log_softmax of the logits: no loss, no probability."))
+    return found
 
 
 NAN = "not a number"
@@ -108,30 +102,22 @@ def meaning(found: Sequence[Tensor], known: Sequence[Tensor], bound: float, hold
     if [len(x) for x in found] != [len(y) for y in known]:  # as many of each length, or they were refused
         return ORDER
     far = [(x - y).abs() for x, y in zip(found, known)]
-    begins = {n: int((x > bound).nonzero()[0]) for n, x in enumerate(far) if bool((x > bound).any())}
-    longer = [n for n in begins if len(known[n]) > 1]  # one number alone may be near by chance
+    wrong = [n for n, x in enumerate(far) if bool((x > bound).any())]
+    longer = [n for n in wrong if len(known[n]) > 1]  # one number alone may be near by chance
     if longer and all(any(m != n and _near(found[n], known[m], bound) for m in range(len(known))) for n in longer):
         return ORDER
     pairs = [(found[n], known[n]) for n in longer]
     if pairs and all(_near(x[1:], y[:-1], bound) or _near(x[:-1], y[1:], bound) for x, y in pairs):
         return MOVED
-    return _placed(begins, [len(y) for y in known], holding)
+    if wrong and any(holding) and all(holding[n] for n in wrong):
+        return PAD_ID
+    if wrong and max(len(known[n]) for n in wrong) < max(map(len, known)):
+        return PADDING
+    return BOUNDARIES if wrong and 0 not in wrong else ""
 
 
 def _near(x: Tensor, y: Tensor, bound: float) -> bool:
     return x.shape == y.shape and bool(((x - y).abs() <= bound).all())
-
-
-def _placed(begins: dict[int, int], lengths: Sequence[int], holding: Sequence[bool]) -> str:
-    """Name the wrong samples, and the token from which each is wrong."""
-    if not begins:
-        return ""
-    if any(holding) and all(holding[n] for n in begins):
-        return PAD_ID
-    right, longest = {*range(len(lengths))} - {*begins}, {n for n, length in enumerate(lengths) if length == max(lengths)}
-    if longest <= right:
-        return PADDING
-    return BOUNDARIES if 0 in right else ""
 
 
 _FINE, _ROUGH = 5e-6, 10
@@ -191,11 +177,7 @@ def _scale_of(ask: Ask, samples: Sequence[Sample], own: list[Tensor], rounded: S
         got = f"noise of {difference(rounded[0], own):.1e}, where a text before a sample makes {lost:.1e}"
         rule = f"A wrong answer must differ by {MARGIN * TIMES} times the noise, or nothing is proved."
         raise CollateError(explain("run", got, rule, f"{REMEDY}, or with a trained model."))
-    return _scale([again, *equal], own, lost)
-
-
-def _scale(equal: Sequence[list[Tensor]], own: list[Tensor], lost: float) -> Scale:
-    """Answers that show no difference tell nothing; one that is coarser than float32 shows that the stack is."""
+    equal.insert(0, again)  # those without a difference tell nothing; one coarser than float32 shows that the stack is
     errors = [error for found in equal if (error := difference(found, own)) > 0]
     fine = bool(errors) and max(errors) <= _FINE
     noise = max(errors) if fine else min(errors, default=0.0)
@@ -287,20 +269,17 @@ class Conformance:
         return f"conformance: {f'WRONG in {wrong} of' if wrong else 'right in all'} {all_} batches (seed={self.seed})"
 
     def __str__(self) -> str:
-        table = [("layout", "batch", "", "error", "largest", "at", "what it means"), *map(_line, self.verdicts)]
+        table = [("layout", "batch", "", "error", "largest", "at", "what it means")]
+        for one in self.verdicts:
+            word, at = ("right", "") if one.right else ("WRONG", f"sample {one.sample}, token {one.token}")
+            table.append((one.layout, one.batch, word, f"{one.error:.1e}", f"{one.largest:.1e}", at, one.meaning))
         widths = [max(map(len, column)) for column in zip(*table)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table)
         passes = f"A relative error up to {self.scale.limit:.1e} passes (noise: {self.scale.noise:.1e})."
-        passes = f"{passes} A lost past, a text before each sample, makes {self.scale.lost:.1e}."
+        passes += f" A lost past, a text before each sample, makes {self.scale.lost:.1e}."
         return printable("\n".join([self.headline, passes, "", *lines, "", LEGEND]))
 
     __repr__ = __str__  # as the last line of a cell
-
-
-def _line(found: BatchVerdict) -> tuple[str, ...]:
-    at = "" if found.right else f"sample {found.sample}, token {found.token}"
-    word = "right" if found.right else "WRONG"
-    return (found.layout, found.batch, word, f"{found.error:.1e}", f"{found.largest:.1e}", at, found.meaning)
 
 
 @checked
@@ -340,7 +319,12 @@ def conformance(
     ways = _ways_of(run, layouts)
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else whole_number("seed", seed)
     draw = _drawer(seed, vocab_size, pad_token_id)
-    batches = _batches(draw, pad_token_id)
+    batches = {name: [draw(length) for length in lengths] for name, lengths in LENGTHS.items()}
+    batches["ragged, turned"] = batches["ragged"][::-1]
+    batches["copies"] = [batches["chunk edges"][1]] * 3
+    if pad_token_id is not None:
+        pad = [pad_token_id]
+        batches["pad id as text"] = [draw(6), pad + draw(8), draw(4) + pad + draw(7), draw(5) + pad * 2, draw(14)]
     first, ask = next(iter(ways.items()))
     known = {tuple(ids): ask("alone", [ids])[0] for samples in batches.values() for ids in samples}
     probes = batches["ragged"] + batches["chunk edges"][:4]
@@ -420,16 +404,6 @@ def _drawer(seed: int, vocab_size: int, pad_token_id: int | None) -> Draw:
     drawn, passed = random.Random(seed), vocab_size if pad_token_id is None or pad_token_id < 3 else pad_token_id
     last = vocab_size - (passed < vocab_size)
     return lambda length: [x + (x >= passed) for x in (drawn.randrange(3, last) for _ in range(length))]
-
-
-def _batches(draw: Draw, pad_token_id: int | None) -> dict[str, list[Sample]]:
-    out = {name: [draw(length) for length in lengths] for name, lengths in LENGTHS.items()}
-    out["ragged, turned"] = out["ragged"][::-1]
-    out["copies"] = [out["chunk edges"][1]] * 3
-    if pad_token_id is not None:
-        pad = [pad_token_id]
-        out["pad id as text"] = [draw(6), pad + draw(8), draw(4) + pad + draw(7), draw(5) + pad * 2, draw(14)]
-    return out
 
 
 def _judged(

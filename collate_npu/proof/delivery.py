@@ -37,7 +37,7 @@ from collate_npu.errors import CollateError, UnsupportedFormError, explain, prin
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
 from collate_npu.proof.hooks import Recorder, bound
-from collate_npu.proof.kernel_calls import Fault, Forward, among, crosses, first_names
+from collate_npu.proof.kernel_calls import CROSS, Fault, Forward, among, first_names
 from collate_npu.proof.known_kernels import UnreadError
 from collate_npu.proof.leaks import Alone, check_alone, check_alone_of_ranks, find_leak, run_seeded
 from collate_npu.releases import say_outside
@@ -79,11 +79,8 @@ class Watch:
         self._passes: Counter[tuple[int, bool]] = Counter()
         """Forwards of a root, with gradients and without."""
         self._recorder = Recorder(self._begin_forward, self._end_forward)
-
-    @property
-    def failed(self) -> set[str]:
+        self.failed = self._recorder.failed
         """Errors of the watching itself; the run goes on after them."""
-        return self._recorder.failed
 
     @property
     def kernels(self) -> Counter[str]:
@@ -123,8 +120,11 @@ class Watch:
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
         """Return the forward that begins here, for a model that is still watched or a layer that is computed again."""
-        if self._one is not None:
-            return self._begin_one(module, self._one)
+        if (one := self._one) is not None:
+            ours = self._recorder.root_of(module) is one.root or any(each is one.root for each in module.modules())
+            if get_ident() != self._thread or not ours:
+                return None
+            return one if self._recorder.forward is None else Forward(root=one.root)  # within it other tokens run
         again = torch._C._current_graph_task_id() != -1
         root = self._recorder.root_of(module) if again else None
         if root is None:
@@ -142,13 +142,6 @@ class Watch:
             self._number += 1
             self._read_batch(forward, root, args, kwargs)
         return forward
-
-    def _begin_one(self, module: nn.Module, forward: Forward) -> Forward | None:
-        model = forward.root
-        ours = self._recorder.root_of(module) is model or any(each is model for each in module.modules())
-        if get_ident() != self._thread or not ours:
-            return None
-        return forward if self._recorder.forward is None else Forward(root=model)  # a model within it has other tokens
 
     def _is_enough(self, root: nn.Module, training: bool, again: bool) -> bool:
         """Return True if enough forwards of this model were watched. Ends the watch if no optimizer steps."""
@@ -296,8 +289,7 @@ def watch(*, steps: int = STEPS, stop: bool = False, out: str | Path | None = No
     >>> seen.faults, seen.kernels["transformers.torch_chunk_gated_delta_rule"]
     ([], 2)
     """
-    paths, screen = [Path(out)] if out else [], sys.stderr if say else None
-    with Watch(steps=steps, stop=stop, out=paths, screen=screen) as seen:
+    with Watch(steps=steps, stop=stop, out=[Path(out)] if out else [], screen=sys.stderr if say else None) as seen:
         try:
             yield seen
         finally:
@@ -506,7 +498,7 @@ def _proof(judged: Forward, *, measured: bool = False, untested: str = "a guard"
     layers, complete = judged.layers(), judged.judged_layers()
     if not (complete or measured or not untested or judged.cp):
         raise judged.unseen_error()
-    unchecked = [name for name in layers if not among(name, complete) and not crosses(name)]
+    unchecked = [name for name in layers if not among(name, complete) and not CROSS.search(name.lower())]
     unchecked += [f"{call.layer} ({call.unread_reason})" for call in judged.calls if call.unread_reason]
     unchecked += [] if complete else ["positions"]
     unchecked += ["layers whose classes have no name of attention or a recurrence"] if untested and not layers else []

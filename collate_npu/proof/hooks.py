@@ -196,9 +196,8 @@ def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     rest = (name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD)
     found |= found.pop(next(rest, ""), {})
     own = inspect.isfunction(function) and (function.__module__ or "").startswith("transformers.")
-    if own and not hasattr(function, "__wrapped__"):
-        found = {name: each for name, each in found.items() if name in signature.parameters}
-    return found
+    dropped = own and not hasattr(function, "__wrapped__")
+    return {name: each for name, each in found.items() if name in signature.parameters or not dropped}
 
 
 Begin = Callable[[nn.Module, Any, Any], "Forward | None"]
@@ -230,8 +229,8 @@ class Recorder:
         self.unwrapped: list[str] = []
         """Functions that could not be wrapped, and why; known once nobody records."""
         self._begin, self._end, self._here = begin, end, _Thread()
-        self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
-        self._roots: dict[int, tuple[weakref.ref[nn.Module] | None, bool]] = {}
+        self._names = weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]]()
+        self._roots = weakref.WeakKeyDictionary[nn.Module, bool]()
         """Modules that were called outermost, and whether they are models."""
 
     @property
@@ -245,27 +244,23 @@ class Recorder:
 
     def root_of(self, module: nn.Module) -> nn.Module | None:
         """Return the model that this module is a part of."""
-        known = self._names.get(id(module))
-        return None if known is None else known[0]()
+        return self._names[module][0]() if module in self._names else None
 
     def knows(self, root: nn.Module) -> bool:
         """Return True for a model with layers that look at other tokens, and wrap its kernels."""
-        held, looks = self._roots.get(id(root), (None, False))
-        if held is not None and held() is root:
-            return looks
-        reads = any(map(is_layer, root.modules())) or any(isinstance(each, nn.Embedding) for each in root.children())
-        held, looks = weakref.ref(root), reads or any(isinstance(each, nn.ModuleList) for each in root.modules())
-        self._roots[id(root)] = held, looks
-        if looks:
-            self.keep(root)
-        return looks
+        if root not in self._roots:
+            looks = any(is_layer(each) or isinstance(each, nn.ModuleList) for each in root.modules())
+            self._roots[root] = looks or any(isinstance(each, nn.Embedding) for each in root.children())
+            if self._roots[root]:
+                self.keep(root)
+        return self._roots[root]
 
     def keep(self, root: nn.Module) -> None:
         """Keep the names of its modules, and wrap its kernels."""
         held = weakref.ref(root)
         for name, module in root.named_modules():
-            if id(module) not in self._names or name == "" or self.root_of(module) is None:
-                self._names[id(module)] = held, plain_name(name)
+            if name == "" or self.root_of(module) is None:
+                self._names[module] = held, plain_name(name)
         self.models.add(type(root).__name__)
         with WRAPS.lock:
             WRAPS.wrap_model(root)
@@ -325,12 +320,12 @@ class Recorder:
         try:
             result = original(module, *args, **kwargs)
         except BaseException as error:
-            here.stack.pop()
             if forward is not None:
                 forward.raised = type(error).__name__
             self._end_forward(forward, outer)
             raise
-        here.stack.pop()
+        finally:
+            here.stack.pop()
         if isinstance(module, nn.Embedding) and outer is not None and args and args[0] is outer.ids:
             with self.guarded():
                 outer.empty_T = zeros_of(result, "BTD")
@@ -360,15 +355,13 @@ class Recorder:
         """Return "rotary" or "embedded" for a module that is given positions, "" for any other."""
         if re.search("rotary|rope", type(module).__name__.lower()) and not is_layer(module):
             return "rotary"
-        known = self._names.get(id(module)) if isinstance(module, nn.Embedding) else None
-        return "embedded" if known is not None and _POSITIONS.search(known[1]) else ""
+        return "embedded" if isinstance(module, nn.Embedding) and _POSITIONS.search(self._name_of(module)) else ""
 
     def _note_positions(self, forward: Forward, kind: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         plain = type(module).forward is nn.Embedding.forward
         named = bound(module.forward, args, kwargs).items()
         given = [value for key, value in named if isinstance(value, Tensor) and (plain or "position" in key)]
-        given = [value for value in given if not value.is_floating_point()]
-        value = next((value for value in given if value.ndim in (1, 2, 3)), None)
+        value = next((value for value in given if not value.is_floating_point() and value.ndim in (1, 2, 3)), None)
         if value is None or forward.truth is None:
             return
         rows = forward.rows_here()
@@ -376,13 +369,11 @@ class Recorder:
             found, truth = axis.detach().cpu().numpy(), rows or forward.truth
             if found.shape[-1] == truth.shape[1] and found.size in (truth.shape[1], truth.array.size):
                 found = np.broadcast_to(found, truth.shape)
-            where: dict[str, Any] = {"layer": self._name_of(module), "kernel": type(module).__name__}
-            where |= {"module": module, "kind": kind, "rows": rows}
-            forward.calls.append(RecordedCall(**where, boundaries=None, positions=found))
+            where: dict[str, Any] = {"layer": self._name_of(module), "module": module, "rows": rows, "positions": found}
+            forward.calls.append(RecordedCall(**where, kernel=type(module).__name__, kind=kind, boundaries=None))
 
     def _name_of(self, module: nn.Module) -> str:
-        known = self._names.get(id(module))
-        return known[1] if known else type(module).__name__
+        return self._names[module][1] if module in self._names else type(module).__name__
 
     # --- kernels
 
@@ -398,14 +389,13 @@ class Recorder:
             values = arguments_of(function, args, kwargs)
         except Exception as error:
             values = f"{type(error).__name__}: {error}"
-        if name == "torch.conv1d" and (here.depth or not self._in_layer() or not _is_depthwise(values)):
-            return call(*args, **kwargs)
+        if name == "torch.conv1d":  # a depthwise one that a layer makes itself, or by its own convolution
+            owners = (module for module in reversed(here.stack) if not isinstance(module, nn.Conv1d))
+            weight, groups = (values.get("weight"), values.get("groups", 1)) if isinstance(values, dict) else (None, 1)
+            depthwise = isinstance(weight, Tensor) and weight.shape[0] == groups > 1
+            if here.depth or not depthwise or not is_layer(next(owners, here.stack[-1])):
+                return call(*args, **kwargs)
         return self._called(name, KERNELS[name.rpartition(".")[2]], values, lambda: call(*args, **kwargs))
-
-    def _in_layer(self) -> bool:
-        """Return True if a layer makes this call itself, or by its own convolution."""
-        owners = (module for module in reversed(self._here.stack) if not isinstance(module, nn.Conv1d))
-        return is_layer(next(owners, self._here.stack[-1]))
 
     def _called(self, name: str, row: Any, values: dict[str, Any] | str, call: Callable[[], Any]) -> Any:
         """Make the call and record it. If kernels call one another for the same tokens, the innermost is kept."""
@@ -425,8 +415,7 @@ class Recorder:
                 forward.calls[first:] = [outer]  # what it calls for a part of its tokens says nothing of all
 
     def _read_call(self, name: str, row: Any, values: dict[str, Any] | str) -> RecordedCall:
-        kind, read = row
-        stack = self._here.stack
+        (kind, read), stack = row, self._here.stack
         layer = next((module for module in reversed(stack) if is_layer(module)), stack[-1])
         rows = None if self._here.forward is None else self._here.forward.rows_here()
         where: dict[str, Any] = {"layer": self._name_of(layer), "module": layer, "empty_T": self._here.empty_T, "rows": rows}
@@ -453,11 +442,6 @@ def _still_empty(empty_T: Array | None, given: Iterable[Any]) -> Array | None:
         return None
     still_T: Array = empty_T & zeros_of(states, "BTD")
     return still_T
-
-
-def _is_depthwise(values: dict[str, Any] | str) -> bool:
-    weight = values.get("weight") if isinstance(values, dict) else None
-    return isinstance(weight, Tensor) and isinstance(values, dict) and weight.shape[0] == values.get("groups", 1) > 1
 
 
 def bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,22 +24,8 @@ from collate_npu.errors import CollateError, a_type, explain, explain_rows
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.patterns import Pattern
 from collate_npu.outputs import per_sequence
-from collate_npu.proof.measure import (
-    TIMES,
-    Batch,
-    Compared,
-    Errors,
-    Numbers,
-    Yardstick,
-    alone,
-    check_one_stack,
-    measure,
-    measure_noise,
-    own_loss,
-    predicts_next,
-    uncached,
-    unpadded,
-)
+from collate_npu.proof import measure
+from collate_npu.proof.measure import Batch, Errors, Numbers, Yardstick, own_loss, predicts_next, unpadded
 from collate_npu.segments import Segments, keep_array
 from collate_npu.validation import check_collator, check_model
 
@@ -80,9 +66,8 @@ class Located:
         if found is None:
             asked = any(feature["labels"] != feature["input_ids"] for feature in self.features)
             return "The batch has no labels, and those of the samples are not their tokens" if asked else ""
-        pairs = [list(enumerate(zip(given, mine))) for given, mine in zip(found, own)]
-        bad = [(n, t, *pair) for n, row in enumerate(pairs) for t, pair in row if pair[0] != pair[1]]
-        bad = [(n, t, given, mine) for n, t, given, mine in bad if t or given != IGNORED]
+        pairs = ((n, t, *pair) for n, row in enumerate(zip(found, own)) for t, pair in enumerate(zip(*row)))
+        bad = [(n, t, given, mine) for n, t, given, mine in pairs if given != mine and (t or given != IGNORED)]
         if not bad:
             return ""
         n, t, given, mine = bad[0]
@@ -110,7 +95,7 @@ class Located:
 
     def numbers(self, model: Any, gradients: bool) -> Numbers:
         """Return the numbers of the batch as it is."""
-        return measure(model, uncached(model, self.with_labels()), self.rows, gradients)
+        return measure.measure(model, measure.uncached(model, self.with_labels()), self.rows, gradients)
 
 
 def _tensor(batch: Mapping[str, Any], key: str) -> Tensor:
@@ -129,12 +114,19 @@ def keep_of(batch: Mapping[str, Any]) -> Array | None:
 def locate(batch: Mapping[str, Any], features: Sequence[Batch]) -> Located:
     """Return where each sample stands in `input_ids` `[B, S]`, by its tokens. Raises `CollateError` where one is not
     there whole, where there are other tokens, or where tokens do not tell."""
-    ids_BS = _tokens(batch)
+    given = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    ids_BS: Array = np.zeros(0) if given is None else host_array("input_ids", given)
+    if ids_BS.ndim != 2 or ids_BS.dtype.kind not in "iu":
+        got = type(batch).__name__ if given is None else f"input_ids {ids_BS.dtype} {list(ids_BS.shape)}"
+        rule = "The samples are found by their tokens: the batch is a dict with whole numbers [B, S]."
+        raise CollateError(explain("batch", got, rule, "Let the collator return input_ids."))
     samples = [np.asarray(feature["input_ids"]) for feature in features]
     batch = {key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in batch.items()}
     keep_BS = keep_of(batch)
-    if keep_BS is not None and _is_of(samples, ids_BS, keep_BS):
-        return Located.in_order(Segments.from_keep(keep_BS), batch, features)
+    if keep_BS is not None and keep_BS.shape == ids_BS.shape:
+        kept = [ids[keep] for ids, keep in zip(ids_BS, keep_BS)]  # of each row exactly its sample?
+        if len(samples) == len(kept) and all(map(np.array_equal, kept, samples)):
+            return Located.in_order(Segments.from_keep(keep_BS), batch, features)
     starts = _starts(ids_BS, samples, keep_BS)
     order = sorted(range(len(samples)), key=lambda n: starts[n])
     found = np.zeros(ids_BS.size, np.int32)
@@ -192,22 +184,6 @@ def samples_of(batch: Mapping[str, Any], pattern: str | Pattern | None = None, *
     return Located.in_order(segments, batch, [{"input_ids": x, "labels": y} for x, y in zip(ids, labels)])
 
 
-def _is_of(samples: Sequence[Array], ids_BS: Array, keep_BS: Array) -> bool:
-    """Return True if the mask keeps in each row exactly the tokens of its sample."""
-    rows = len(samples) == len(ids_BS) and keep_BS.shape == ids_BS.shape
-    return rows and all(np.array_equal(ids[keep], own) for ids, keep, own in zip(ids_BS, keep_BS, samples))
-
-
-def _tokens(batch: Mapping[str, Any]) -> Array:
-    given = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    ids_BS: Array = np.zeros(0) if given is None else host_array("input_ids", given)
-    if ids_BS.ndim != 2 or ids_BS.dtype.kind not in "iu":
-        got = type(batch).__name__ if given is None else f"input_ids {ids_BS.dtype} {list(ids_BS.shape)}"
-        rule = "The samples are found by their tokens: the batch is a dict with whole numbers [B, S]."
-        raise CollateError(explain("batch", got, rule, "Let the collator return input_ids."))
-    return ids_BS
-
-
 Collator = Callable[[list[Batch]], Mapping[str, Any]]
 """Features, dicts of `input_ids`, `labels` and `attention_mask` (lists of ints), to a batch of tensors `[B, S]`."""
 AnySamples = Sequence[Sequence[int]] | Sequence[Mapping[str, Any]]
@@ -238,25 +214,15 @@ def assert_padding_invariant(
     features = features_of(samples)
     check_unequal(features)
     reference = Reference(model, [features], gradients=gradients, tolerance=tolerance)
-    if fault := reference.compare([collated(collator, features)]).fault:
+    _, fault = reference.compare([collated(collator, features)])
+    if fault:
         raise AssertionError(fault)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Batches beside their samples alone."""
-
-    errors: Errors
-    """The worst of all batches."""
-    fault: str
-    """What is wrong with the first batch that is wrong, and what to change; "" where all are right."""
 
 
 class Reference:
     """Batches of samples, each sample alone on one model, and what passes beside them.
 
-    Costs a forward and a backward pass for each sample, and as much again for the noise. Raises `CollateError` for a model
-    or samples of which nothing can be compared.
+    Raises `CollateError` for a model or samples of which nothing can be compared.
     """
 
     def __init__(
@@ -264,37 +230,51 @@ class Reference:
     ) -> None:
         check_model(model)
         check_tolerance(tolerance)
-        check_one_stack(model)
-        check_vocabulary(model, batches)
+        measure.check_one_stack(model)
+        rows = model.get_input_embeddings().weight.shape[0]
+        used = [token for batch in batches for feature in batch for token in feature["input_ids"]]
+        if astray := [token for token in (max(used), min(used)) if not 0 <= token < rows]:  # on a card they end the process
+            remedy = "Pass the model that the tokens were made for, and its tokenizer."
+            raise CollateError(explain("samples", f"token id {astray[0]}", f"This model has ids 0 to {rows - 1}.", remedy))
         self.batches = batches
         self._model, self._gradients, self._tolerance = model, gradients, tolerance
-        self._alone = [alone(model, features, gradients) for features in batches]
-        self._noise = measure_noise(model, batches, self._alone, gradients=gradients)
+        self._alone = [measure.alone(model, features, gradients) for features in batches]
+        self._noise = measure.measure_noise(model, batches, self._alone, gradients=gradients)
 
-    def compare(self, located: Sequence[Located]) -> Comparison:
-        """Compare a batch of each batch of samples with them."""
-        compared = Compared.of((each.numbers(self._model, self._gradients), own) for each, own in zip(located, self._alone))
-        faults = (self._fault(*one) for one in zip(located, self.batches, compared.each, compared.furthest))
-        return Comparison(errors=compared.worst, fault=next(filter(None, faults), ""))
+    def compare(self, located: Sequence[Located]) -> tuple[Errors, str]:
+        """Compare a batch of each batch of samples with them. Return the worst errors of all batches, and what is wrong with
+        the first batch that is wrong, and what to change; "" where all are right."""
+        errors, fault = [], ""
+        for each, features, own in zip(located, self.batches, self._alone):
+            mine = each.numbers(self._model, self._gradients)
+            errors.append(measure.errors_between(mine, own))
+            fault = fault or self._fault(each, features, errors[-1], zip(mine.logits, own.logits))
+        return measure.worst(errors), fault
 
     def tells(self, lost: Sequence[Located]) -> bool:
         """Return True if batches without their mask are seen to be wrong; else a wrong mask would not show."""
-        compared = Compared.of((each.numbers(self._model, self._gradients), own) for each, own in zip(lost, self._alone))
-        return Yardstick(self._noise, compared.worst).tells(self._tolerance)
+        pairs = ((each.numbers(self._model, self._gradients), own) for each, own in zip(lost, self._alone))
+        wrong = measure.worst(measure.errors_between(*pair) for pair in pairs)
+        return Yardstick(self._noise, wrong).tells(self._tolerance)
 
-    def _fault(self, located: Located, features: Sequence[Batch], found: Errors, furthest: Sequence[Sequence[float]]) -> str:
+    def _fault(self, located: Located, features: Sequence[Batch], found: Errors, logits: Iterable[Any]) -> str:
         astray = Yardstick(self._noise).astray(found)
-        right, limit = not astray, f"{TIMES * self._noise.logits:.1e} is rounding"
+        right, limit = not astray, f"{measure.TIMES * self._noise.logits:.1e} is rounding"
         if self._tolerance is not None:
             right = all(error <= self._tolerance for error in (found.largest, found.loss, found.gradient))
             limit = f"the tolerance is {self._tolerance:g}"
         if right and not located.label_fault():
-            most = max(TIMES * self._noise.loss, self._tolerance or 0.0)
+            most = max(measure.TIMES * self._noise.loss, self._tolerance or 0.0)
             return _own_loss_fault(self._model, located, features, most)
-        errors = f"Relative errors: {found.logits:.1e} of all logits, {found.loss:.1e} of the loss"
-        errors += f", {found.gradient:.1e} of the gradient"
-        errors = errors if math.isfinite(found.logits) else "A number is not finite"
-        return "\n".join([_worst(furthest, located), f"{errors} ({limit}).", advice(located, self._model, astray)])
+        errors = f"{found.logits:.1e} of all logits, {found.loss:.1e} of the loss, {found.gradient:.1e} of the gradient"
+        errors = f"Relative errors: {errors}" if math.isfinite(found.logits) else "A number is not finite"
+        off = [(x - y).abs().flatten(0, -2).amax(-1).tolist() for x, y in logits if x.shape == y.shape]  # of each token
+        each = [(x, n, token) for n, row in enumerate(off) for token, x in enumerate(row)]
+        most, n, token = max(each, key=lambda one: one[0] if math.isfinite(one[0]) else math.inf)
+        row, start, _ = located.segments.spans[located.order.index(n)]
+        where = f"sample {n} (row {row}, from place {start}), token {token} of {len(off[n])}"
+        worst = f"{where}: a logit is {most:.2g} from that of the sample alone."
+        return "\n".join([worst, f"{errors} ({limit}).", advice(located, self._model, astray)])
 
 
 def _own_loss_fault(model: Any, located: Located, features: Sequence[Batch], limit: float) -> str:
@@ -353,15 +333,6 @@ def check_unequal(*batches: Sequence[Batch]) -> None:
         raise CollateError(explain("samples", "batches of equal lengths", rule, "Give samples of unequal lengths."))
 
 
-def check_vocabulary(model: Any, batches: Sequence[Sequence[Batch]]) -> None:
-    """Refuse token ids that the model has no embedding for; on a card they end the process."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    used = [token for batch in batches for feature in batch for token in feature["input_ids"]]
-    if astray := [token for token in (max(used), min(used)) if not 0 <= token < rows]:
-        remedy = "Pass the model that the tokens were made for, and its tokenizer."
-        raise CollateError(explain("samples", f"token id {astray[0]}", f"This model has ids 0 to {rows - 1}.", remedy))
-
-
 def collated(collator: Collator, features: Sequence[Batch]) -> Located:
     """The batch of a collator, and where the samples stand in it. The features it gets are copies. They have labels, unless
     it fails on them: collators that make labels pad nothing of that name (`DataCollatorForLanguageModeling`). Raises what
@@ -375,15 +346,6 @@ def collated(collator: Collator, features: Sequence[Batch]) -> Located:
         except Exception:
             raise error from None
     return locate(batch, features)
-
-
-def _worst(furthest: Sequence[Sequence[float]], located: Located) -> str:
-    """Return the sample and the token whose logits are furthest from those alone."""
-    each = [(x, n, token) for n, row in enumerate(furthest) for token, x in enumerate(row)]
-    most, n, token = max(each, key=lambda found: found[0] if math.isfinite(found[0]) else math.inf)
-    row, start, _ = located.segments.spans[located.order.index(n)]
-    where = f"sample {n} (row {row}, from place {start}), token {token} of {len(furthest[n])}"
-    return f"{where}: a logit is {most:.2g} from that of the sample alone."
 
 
 def advice(located: Located, model: Any, astray: Sequence[str]) -> str:

@@ -18,34 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.arrays import Array, entries
+from collate_npu.consumers import model_traits
 from collate_npu.consumers.adapter import KNOWN_BATCHES
 from collate_npu.consumers.by_sequence import running
 from collate_npu.consumers.mask_choice import Case, Model
-from collate_npu.consumers.model_traits import (
-    attention_windows,
-    config_of,
-    consumer_of,
-    layer_kinds,
-    pattern_of,
-    text_config,
-    unwrap,
-)
+from collate_npu.consumers.model_traits import consumer_of, pattern_of, text_config, unwrap
 from collate_npu.errors import AmbiguousMaskError, CollateError, a_type, explain
 from collate_npu.keys import KEYS, of_kind, with_role
 from collate_npu.masks.batch_reader import agreed
 from collate_npu.masks.patterns import Chunked, Pattern, Sliding
 from collate_npu.masks.sources import Sources
 from collate_npu.parallel import ContextParallel, query_rows
-from collate_npu.proof.boundaries import (
-    CallBoundaries,
-    attention_reason,
-    boundary_reason,
-    places_in,
-    plan_reason,
-    position_reason,
-    row_starts,
-    shown,
-)
+from collate_npu.proof import boundaries
+from collate_npu.proof.boundaries import CallBoundaries, boundary_reason, shown
 from collate_npu.proof.known_kernels import MODULES
 from collate_npu.proof.measure import check_one_stack
 from collate_npu.segments import Segments, ready
@@ -57,8 +42,9 @@ _OF_ONE_TOKEN = re.compile(rf"{_NO_LAYER.pattern}|ffn|feed_?forward|moe|router|g
 """Names of classes that never look at another token."""
 _CONTRADICTS = re.compile(r"(?s)errors#(sources-disagree|inverted-mask)$|bad row.*errors#padding-unknown$")
 """How an error ends if the keys of a batch contradict each other."""
-_CROSS = re.compile(r"cross|encdec|encoder_attn")
-_FOREIGN = re.compile(rf"vision|visual|audio|image|{_CROSS.pattern}")
+CROSS = re.compile(r"cross|encdec|encoder_attn")
+"""Names of layers of cross-attention."""
+_FOREIGN = re.compile(rf"vision|visual|audio|image|{CROSS.pattern}")
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_model\.model)(?=\.|$)")
 
 
@@ -109,13 +95,8 @@ class RecordedCall:
     rows: Segments | None = field(default=None, repr=False)
     """Those of its own rows, where an adapted model runs by sequence."""
 
-    def fault(self, why: str, remedy: str) -> Fault:
-        """Return what is wrong with it."""
-        received = "positions" if self.positions is not None else str(self.boundaries or "what could not be read")
-        return Fault(layer=self.layer, kernel=self.kernel, received=received, why=why, remedy=remedy)
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fault:
     """What is wrong with a call, and what to do."""
 
@@ -166,12 +147,8 @@ class Forward:
         if plan is None:
             return None
         if self.truth is not None:
-            self.plan_fault = self.plan_fault or plan_reason(plan, self.truth)
+            self.plan_fault = self.plan_fault or boundaries.plan_reason(plan, self.truth)
         return plan.rows_of(bucket)
-
-    def _of_rows(self, call: RecordedCall) -> Forward:
-        """Return what this call is judged by: the batch, or its own rows."""
-        return self if call.rows is None or self.truth is None else replace(self, truth=call.rows)
 
     def judge_by(
         self, batch: Mapping[str, Any], *, segments: Segments | None = None, pattern: str | Pattern | None = None
@@ -184,33 +161,28 @@ class Forward:
         ids = batch.get("input_ids", batch.get("tokens"))
         self.ids = ids if isinstance(ids, Tensor) else None
         case = case_of(unwrap(self.root), batch, segments=segments, pattern=pattern)
-        self.judge_by_case(case, whole=not of_kind(batch, "vision"))
-        return case
-
-    def judge_by_case(self, case: Case, *, whole: bool = True) -> None:
-        """Set what calls are judged by; if `whole`, positions and the pattern of attention are judged too."""
         self.truth, self.first_position = case.segments, case.model.first_position
-        self.pattern = case.pattern if whole else None
+        self.pattern = None if of_kind(batch, "vision") else case.pattern  # with it positions are judged too
+        return case
 
     def faults(self) -> dict[int, Fault]:
         """Return the faults by the number of the call; -1 is the batch itself."""
         wrong = {n: why for n, call in enumerate(self.calls) if (why := self._fault_reason(call)) is not None}
         right = {call.kind for n, call in enumerate(self.calls) if n not in wrong and self.judges(call)}
         some = {n for n, (_, remedy) in wrong.items() if self.calls[n].kind in right and _HAND in remedy}
-        found = {n: self.calls[n].fault(what, _SOME if n in some else remedy) for n, (what, remedy) in wrong.items()}
+        found = {}
+        for n, (what, remedy) in wrong.items():
+            call = self.calls[n]
+            received = "positions" if call.positions is not None else str(call.boundaries or "what could not be read")
+            found[n] = Fault(call.layer, call.kernel, received, what, _SOME if n in some else remedy)
         if _CONTRADICTS.search(self.skip_reason):
             what, _, rest = self.skip_reason.partition(": ")
-            where = {"layer": "(the batch)", "kernel": what, "received": "keys that contradict each other"}
-            found[-1] = Fault(**where, why=rest, remedy="Correct it where the batch is made")
+            said = "keys that contradict each other", rest, "Correct it where the batch is made"
+            found[-1] = Fault("(the batch)", what, *said)
         if self.plan_fault:
-            where = {"layer": "(the plan)", "kernel": "by sequence", "received": "rows of other tokens"}
-            found[-2] = Fault(**where, why=self.plan_fault, remedy="Report this: adapt(model) laid out another batch")
+            said = "rows of other tokens", self.plan_fault, "Report this: adapt(model) laid out another batch"
+            found[-2] = Fault("(the plan)", "by sequence", *said)
         return found
-
-    @property
-    def judged(self) -> bool:
-        """Return True if a kernel was compared with the batch."""
-        return any(map(self.judges, self.calls))
 
     def release(self) -> None:
         """Drop the tensors and modules that a call was given."""
@@ -219,22 +191,21 @@ class Forward:
         self.ids = None
 
     def _fault_reason(self, call: RecordedCall) -> tuple[str, str] | None:
-        if (judge := self._of_rows(call)) is not self:
-            return judge._fault_reason(replace(call, rows=None))
+        if call.rows is not None and self.truth is not None:
+            return replace(self, truth=call.rows)._fault_reason(replace(call, rows=None))
         if call.remedy:
             return call.unread_reason, call.remedy
         if call.positions is not None and self.truth is not None and self.judges(call):
             embedded = None if call.kind == "rotary" else self.first_position
-            why = position_reason(call.positions.reshape(-1), self.truth, embedded)
+            why = boundaries.position_reason(call.positions.reshape(-1), self.truth, embedded)
             return (why, _REMEDIES["positions"]) if why else None
         if self.again:
             return self._recompute_reason(call)
         if call.boundaries is None or _FOREIGN.search(call.layer.lower()):
             return None
         if not call.boundaries.fits:
-            return "offsets must begin at 0, never fall, and end at the number of its tokens", _REMEDIES[
-                call.boundaries.kind
-            ]
+            why = "offsets must begin at 0, never fall, and end at the number of its tokens"
+            return why, _REMEDIES[call.boundaries.kind]
         own = self._pattern_of(call) if call.boundaries.kind == "attention" else None
         if not self.judges(call) or self.truth is None:
             if not isinstance(own, (Sliding, Chunked)) or call.boundaries.reach <= own.size:
@@ -243,19 +214,19 @@ class Forward:
         own = own if self.pattern is not None else None
         given = self._of_whole_rows(call.boundaries)
         if given.allowed is None:
-            why = boundary_reason(given, self.truth, call.empty_T) or self._window_reason(given, own)
+            why = boundary_reason(given, self.truth, call.empty_T) or _window_reason(given, own, self.truth)
         else:
-            why = self._mask_reason(given, own)
+            why = self._mask_reason(given, given.allowed, own, self.truth)
         return (f"{why}; the batch says {describe_segments(self.truth)}", _REMEDIES[given.kind]) if why else None
 
     def _of_whole_rows(self, given: CallBoundaries) -> CallBoundaries:
         """Return the boundaries of whole rows, if a causal call without boundaries has a rank's part of the rows."""
         if self.cp is None or self.truth is None or given.by or not given.causal:
             return given
-        (B, S), part = self.truth.shape, given.shape
-        if part != (B, len(query_rows(S, self.cp))):
+        B, S = self.truth.shape
+        if given.shape != (B, len(query_rows(S, self.cp))):
             return given
-        return replace(given, shape=(B, S), first_T=row_starts(B, S), neutral_T=np.zeros(B * S, bool))
+        return replace(given, shape=(B, S), first_T=boundaries.row_starts(B, S), neutral_T=np.zeros(B * S, bool))
 
     def layers(self) -> dict[str, nn.Module]:
         """Return, by name, the layers that mix tokens: innermost by class name, and blocks of module lists elsewhere."""
@@ -291,8 +262,8 @@ class Forward:
 
     def judges(self, call: RecordedCall) -> bool:
         """Return True if this call is judged against the batch: it has the tokens of the batch."""
-        if (judge := self._of_rows(call)) is not self:
-            return judge.judges(replace(call, rows=None))
+        if call.rows is not None and self.truth is not None:
+            return replace(self, truth=call.rows).judges(replace(call, rows=None))
         if self.truth is None or _FOREIGN.search(call.layer.lower()):
             return False
         if call.positions is not None:
@@ -302,43 +273,27 @@ class Forward:
         if call.boundaries.keys:
             Q = 0 if self.cp is None else len(query_rows(self.truth.shape[1], self.cp))
             return call.boundaries.shape == (self.truth.shape[0], Q) and call.boundaries.keys == self.truth.shape[1]
-        return places_in(self._of_whole_rows(call.boundaries), self.truth) is not None
+        return boundaries.places_in(self._of_whole_rows(call.boundaries), self.truth) is not None
 
-    def _mask_reason(self, given: CallBoundaries, own: Pattern | None) -> str:
-        assert self.truth is not None
-        assert given.allowed is not None
-        if given.shape != self.truth.shape and not given.keys:
-            return boundary_reason(given, self.truth)
-        places_Q = query_rows(self.truth.shape[1], self.cp) if given.keys and self.cp is not None else None
-        rows = (attention_reason(self.truth, own, b, given.allowed(b), places_Q) for b in range(given.shape[0]))
+    def _mask_reason(self, given: CallBoundaries, allowed: Any, own: Pattern | None, truth: Segments) -> str:
+        if given.shape != truth.shape and not given.keys:
+            return boundary_reason(given, truth)
+        places_Q = query_rows(truth.shape[1], self.cp) if given.keys and self.cp is not None else None
+        rows = (boundaries.attention_reason(truth, own, b, allowed(b), places_Q) for b in range(given.shape[0]))
         return next(filter(None, rows), "")
-
-    def _window_reason(self, given: CallBoundaries, own: Pattern | None) -> str:
-        assert self.truth is not None
-        if given.kind != "attention" or own is None or not own.causal:
-            return ""
-        if given.causal is False and self.truth.max_length > 1:
-            return "it looks ahead, and the model is causal"
-        span = self.truth.longest_span
-        if isinstance(own, Chunked):  # without a mask no kernel knows of chunks
-            return f"it attends the whole past, and the config says {own}" if span > own.size else ""
-        size = own.size if isinstance(own, Sliding) else None
-        if size == given.window or span <= min(size or 1 << 60, given.window or 1 << 60):
-            return ""
-        return f"its window is {given.window or 'the whole past'}, and the config says {size or 'the whole past'}"
 
     def _pattern_of(self, call: RecordedCall) -> Pattern | None:
         """Return what this layer attends, by the config. None if that is not known: windows to both sides, layers that
         differ and no list says how, and an indexer that picks the keys (DeepSeek's and Qwen4's sparse attention)."""
         if call.module is not None and any("indexer" in name for name, _ in call.module.named_children()):
             return None
-        config, at = text_config(config_of(self.root)), getattr(call.module, "layer_idx", None)
+        config, at = text_config(model_traits.config_of(self.root)), getattr(call.module, "layer_idx", None)
         plain = self.pattern or Pattern.of(pattern_of(self.root) or "causal")
         try:
-            known: Mapping[str, int | None] = attention_windows(config)
+            known: Mapping[str, int | None] = model_traits.attention_windows(config)
         except (CollateError, AttributeError, TypeError):
             return plain
-        kinds = layer_kinds(config)
+        kinds = model_traits.layer_kinds(config)
         kind = kinds[at] if isinstance(at, int) and at < len(kinds) else ""
         if (kind not in known and any(known.values())) or "local" in str(getattr(config, "attention_layers", "")):
             return None
@@ -377,7 +332,7 @@ class Forward:
         """Return the forward as a dict for JSON."""
         return {
             "step": self.step, "forward": self.number, "again": self.again, "training": self.training,
-            "model": type(self.root).__name__, "judged": self.judged, "skip_reason": self.skip_reason,
+            "model": type(self.root).__name__, "judged": any(map(self.judges, self.calls)), "skip_reason": self.skip_reason,
             "kernels": dict(Counter(call.kernel for call in self.calls if call.positions is None)),
             "silent": [] if self.again else self.layers_without_kernels(),
             "faults": [asdict(each) for each in faults.values()],
@@ -402,6 +357,20 @@ class Forward:
         return CollateError(explain("delivery", got, rule, remedy, more="delivery"))
 
 
+def _window_reason(given: CallBoundaries, own: Pattern | None, truth: Segments) -> str:
+    if given.kind != "attention" or own is None or not own.causal:
+        return ""
+    if given.causal is False and truth.max_length > 1:
+        return "it looks ahead, and the model is causal"
+    span = truth.longest_span
+    if isinstance(own, Chunked):  # without a mask no kernel knows of chunks
+        return f"it attends the whole past, and the config says {own}" if span > own.size else ""
+    size = own.size if isinstance(own, Sliding) else None
+    if size == given.window or span <= min(size or 1 << 60, given.window or 1 << 60):
+        return ""
+    return f"its window is {given.window or 'the whole past'}, and the config says {size or 'the whole past'}"
+
+
 _HAND = "Call the model with BatchAdapter(model)(batch), on Megatron with what gpt_batch returns"
 _SOME = "Other layers of this kind got what the batch says: check the code that calls this layer"
 _REMEDIES = {
@@ -419,11 +388,6 @@ def describe_segments(segments: Segments) -> str:
         starts = segments.indices[[*segments.cu_seqlens_host[:-1]]].tolist()
         return shown([*starts, int(segments.indices[-1]) + 1])
     return f"{shown(segments.keep.sum(dim=1).tolist())} tokens a row, padding: {segments.padding_side}"
-
-
-def crosses(name: str) -> bool:
-    """Return True if a layer of this name is a cross-attention."""
-    return bool(_CROSS.search(name.lower()))
 
 
 def plain_name(name: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,20 +21,8 @@ from torch import Tensor
 from collate_npu.errors import shape_of
 from collate_npu.kernels.fusion_attention import LAYOUTS, UNLIMITED, prefix_triangle, triangle
 from collate_npu.masks.mask_values import BLOCKED_BELOW
-from collate_npu.proof.boundaries import (
-    MOST_SCORES,
-    Attended,
-    CallBoundaries,
-    Kind,
-    by_mask,
-    by_numbers,
-    by_offsets,
-    evaluated,
-    offset_values,
-    row_of,
-    row_starts,
-    zeros_of,
-)
+from collate_npu.proof import boundaries
+from collate_npu.proof.boundaries import Attended, CallBoundaries, Kind, by_offsets, offset_values, row_of, row_starts
 
 Reader = Callable[[str, Mapping[str, Any]], CallBoundaries]
 
@@ -52,8 +41,8 @@ class MisusedError(Exception):
 
 # --- recurrent layers
 
-_ALIASES = {"query": "q", "key": "k", "value": "v", "hidden_states": "x"}
-_WRITES = ("k", "x", "zxbcdt", "u")
+_ALIASES = {"query": "q", "key": "k", "value": "v", "hidden_states": "x", "input": "x", "u": "x", "xz": "x"}
+_WRITES = ("k", "x", "zxbcdt")
 """What a token writes into a state or a window: the key of a rule, the input of a convolution or a scan."""
 
 
@@ -78,44 +67,33 @@ _CONV = _Signature({"x": "BDT"}, numbers="seq_idx")
 _FLA_CONV = _Signature({"x": "BTD"}, "cu_seqlens")
 _NPU_CONV = _Signature({"x": "BTD"}, "query_start_loc")
 _PLAIN_CONV = _Signature({"x": "BDT"})
+"""A depthwise convolution of torch, and Mamba's first scan; `mamba_inner_fn` is both in one, of `xz` `[B, 2 D, T]`."""
 _SCAN = _Signature({"x": "BTHD", "dt": "BTH"}, numbers="seq_idx")
 _SPLIT_SCAN = _Signature({"zxbcdt": "BTD"}, numbers="seq_idx")
 
 
-def _recurrent(kind: Kind, signature: _Signature) -> Reader:
-    return lambda kernel, values: _boundaries_of(signature, kernel, kind, values)
-
-
-def _boundaries_of(row: _Signature, kernel: str, kind: Kind, values: Mapping[str, Any]) -> CallBoundaries:
+def _boundaries_of(row: _Signature, kind: Kind, kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
     given = {_ALIASES.get(name, name): value for name, value in values.items() if value is not None}
     if "initial_state" in given or "initial_states" in given:
         raise UnreadError("it goes on from a state")
     x = given.get("x")
-    if row is _NPU_CONV and isinstance(x, Tensor) and x.ndim == 2:
-        row = replace(row, shapes={"x": "TD"})
-    B, T = _rows_and_tokens(row, given)
+    if row in (_NPU_CONV, _PLAIN_CONV) and isinstance(x, Tensor) and x.ndim == 2:
+        row = replace(row, shapes={"x": row.shapes["x"].replace("B", "")})
+    tensors = ((given[name], order) for name, order in row.shapes.items() if isinstance(given.get(name), Tensor))
+    sizes = next((dict(zip(order, each.shape)) for each, order in tensors if each.ndim == len(order)), None)
+    if sizes is None:
+        raise UnreadError("no tensor has its tokens")
+    B, T = sizes.get("B", 1), sizes["T"]
     first_T, by, left_T = row_starts(B, T), "", np.zeros(B * T, bool)
     numbers_BT = given.get(row.numbers)
-    if len(offsets := _offsets_of(row, given)) > 1:
+    offsets = offset_values(given, row.offsets)
+    offsets = (0, *np.cumsum(offsets).tolist()) if row.lengths and offsets else offsets
+    if len(offsets) > 1:
         (first_T, left_T), by = by_offsets(offsets, B * T), row.offsets
     elif isinstance(numbers_BT, Tensor) and tuple(numbers_BT.shape) == (B, T) and not numbers_BT.is_floating_point():
-        first_T, by = by_numbers(numbers_BT.cpu().numpy()), row.numbers
+        first_T, by = boundaries.by_numbers(numbers_BT.cpu().numpy()), row.numbers
     neutral_T = _neutral(row, given, first_T) | left_T
     return CallBoundaries(kernel, kind, (B, T), first_T, neutral_T, by or "zeros" * bool(neutral_T.any()))
-
-
-def _rows_and_tokens(row: _Signature, given: Mapping[str, Any]) -> tuple[int, int]:
-    for name, order in row.shapes.items():
-        x = given.get(name)
-        if isinstance(x, Tensor) and x.ndim == len(order):
-            return x.shape[order.index("B")] if "B" in order else 1, x.shape[order.index("T")]
-    raise UnreadError("no tensor has its tokens")
-
-
-def _offsets_of(row: _Signature, given: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the boundaries of a call as offsets, right or wrong; () where none are given."""
-    numbers = offset_values(given, row.offsets)
-    return (0, *np.cumsum(numbers).tolist()) if row.lengths and numbers else numbers
 
 
 def _neutral(row: _Signature, given: Mapping[str, Any], first_T: np.ndarray) -> np.ndarray:
@@ -123,46 +101,29 @@ def _neutral(row: _Signature, given: Mapping[str, Any], first_T: np.ndarray) -> 
     name = next((name for name in _WRITES if isinstance(given.get(name), Tensor) and name in row.shapes), "")
     if not name or given[name].is_meta:
         return np.zeros(len(first_T), bool)
-    neutral_T = zeros_of(given[name], row.shapes[name])
+    neutral_T = boundaries.zeros_of(given[name], row.shapes[name])
     if name == "k" and isinstance(given.get("v"), Tensor) and "v" in row.shapes:
-        empty_T = neutral_T | zeros_of(given["v"], row.shapes["v"])
+        empty_T = neutral_T | boundaries.zeros_of(given["v"], row.shapes["v"])
         written_T = np.concatenate([[0], np.cumsum(~empty_T)])
         neutral_T |= written_T[1:] == written_T[first_T]
     return neutral_T
 
 
-def _plain_convolution(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
-    """Return the boundaries of a depthwise convolution of torch, which has no argument for them."""
-    x = values["input"]
-    return _boundaries_of(_PLAIN_CONV, kernel, "convolution", {"x": x if x.ndim == 3 else x[None]})
-
-
-def _selective_scan(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
-    """Mamba's first scan, of `[B, D, T]`; `mamba_inner_fn` is that and its convolution in one, of `xz` `[B, 2 D, T]`."""
-    x = next(values[name] for name in ("u", "hidden_states", "xz") if name in values)
-    return _boundaries_of(_PLAIN_CONV, kernel, "rule", {"x": x})
-
-
 # --- attention
 
 
-def _attention(
-    kernel: str, shape: tuple[int, int], rows: Callable[[int], Attended], by: str = "", window: int | None = None
-) -> CallBoundaries:
-    """Return the boundaries of rows `[B, T]`, each with whom its queries attend."""
-    B, T = shape
-    if by and T * T > MOST_SCORES:
-        raise UnreadError(f"a mask of {T} x {T} is too large to look at")
-    if by:
-        first_T, neutral_T, digest = by_mask(rows, B, T)
-        return CallBoundaries(kernel, "attention", shape, first_T, neutral_T, by, window, digest=digest, allowed=rows)
-    return CallBoundaries(kernel, "attention", shape, row_starts(B, T), np.zeros(B * T, bool), by, window, allowed=rows)
+def _attention(kernel: str, shape: tuple[int, int], rows: Callable[[int], Attended], by: str) -> CallBoundaries:
+    """Return the boundaries of rows `[B, T]`, each with whom its queries attend by this argument."""
+    if shape[1] ** 2 > boundaries.MOST_SCORES:
+        raise UnreadError(f"a mask of {shape[1]} x {shape[1]} is too large to look at")
+    first_T, neutral_T, digest = boundaries.by_mask(rows, *shape)
+    return CallBoundaries(kernel, "attention", shape, first_T, neutral_T, by, digest=digest, allowed=rows)
 
 
 def _bare(kernel: str, shape: tuple[int, int], causal: bool, window: int | None = None) -> CallBoundaries:
     """Return the boundaries of rows without a mask: causal queries read the keys before them, others all keys."""
-    both = _attention(kernel, shape, lambda b: (torch.ones(shape[1], shape[1], dtype=torch.bool),) * 2, window=window)
-    return replace(both, allowed=None, causal=True) if causal else both
+    (B, T), more = shape, {"causal": True} if causal else {"allowed": lambda b: (torch.ones(T, T, dtype=torch.bool),) * 2}
+    return CallBoundaries(kernel, "attention", shape, row_starts(B, T), np.zeros(B * T, bool), window=window, **more)
 
 
 def _flat(
@@ -239,7 +200,7 @@ def _flex(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
         return kept if score is None else kept & (score(nothing, b, h, *at) > BLOCKED_BELOW)
 
     def rows(b: int) -> Attended:
-        return evaluated(attends, b, q.shape[1], (q.shape[-2], k.shape[-2]), q.device)
+        return boundaries.evaluated(attends, b, q.shape[1], (q.shape[-2], k.shape[-2]), q.device)
 
     return _attention(kernel, (q.shape[0], q.shape[-2]), rows, "score_mod" if mask is None else "block_mask")
 
@@ -299,23 +260,22 @@ def _fusion(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
     B, Q = q.shape[batch], q.shape[rows]
     _same_tokens(q, k, rows)
     _check_mask(mask, mode, (pre, after), _dense_shapes(B, values["head_num"], Q, Q))
+    if mask is None:
+        return _bare(kernel, (B, Q), causal=False)
     prefix = offset_values(values, "prefix")
-    if mode == 6 and not _is_legal(prefix, B, Q):
+    legal = len(prefix) == B and all(0 <= n <= Q for n in prefix)
+    if mode == 6 and not legal:
         raise MisusedError(f"prefix {list(prefix)} is not one number up to {Q} for each row", _OURS)
 
     def attended(b: int) -> Attended:
-        return row_of(~_blocked(mask, mode, (pre, after), prefix if _is_legal(prefix, B, Q) else (), b, Q), b)
+        return row_of(~_blocked(mask, mode, (pre, after), prefix[b] if legal else Q, b, Q), b)
 
-    return _attention(kernel, (B, Q), attended, "" if mask is None else "atten_mask")
+    return _attention(kernel, (B, Q), attended, "atten_mask")
 
 
 _OURS = "Take the mask arguments from kernels.fusion_attention_kwargs"
 _COMPRESSED = {2: triangle, 3: triangle, 4: triangle, 6: prefix_triangle, 7: triangle, 8: triangle}
 """The mask that each compressed sparse mode takes: its contents are used unchecked."""
-
-
-def _is_legal(prefix: tuple[int, ...], B: int, Q: int) -> bool:
-    return len(prefix) == B and all(0 <= n <= Q for n in prefix)
 
 
 def _dense_shapes(B: int, heads: int, Q: int, K: int) -> list[tuple[int, ...]]:
@@ -341,10 +301,8 @@ def _check_mask(mask: Tensor | None, mode: int, tokens: tuple[int, int], taken: 
         raise MisusedError(f"atten_mask is not the compressed triangle that sparse_mode {mode} takes", _OURS)
 
 
-def _blocked(mask: Tensor | None, mode: int, tokens: tuple[int, int], prefix: tuple[int, ...], b: int, Q: int) -> Tensor:
+def _blocked(mask: Tensor, mode: int, tokens: tuple[int, int], prefix: int, b: int, Q: int) -> Tensor:
     """Return bool `[Q, Q]` or `[H, Q, Q]`: the scores of row b that the mask blocks or the sparse mode leaves out."""
-    if mask is None:
-        return torch.zeros(Q, Q, dtype=torch.bool)
     at_K, at_Q1 = torch.arange(Q), torch.arange(Q)[:, None]
     ahead = at_K > at_Q1
     outside = (at_K > at_Q1 + tokens[1]) | (at_K < at_Q1 - tokens[0])
@@ -353,11 +311,11 @@ def _blocked(mask: Tensor | None, mode: int, tokens: tuple[int, int], prefix: tu
     if mode == 4:
         return outside
     if mode == 6:
-        return ahead & (at_K >= prefix[b])
+        return ahead & (at_K >= prefix)
     dense = (mask if mask.ndim == 2 else mask[b if len(mask) > 1 else 0]).cpu().bool()
     if mode == 0:
         return dense | outside
-    return dense | (ahead & (at_K >= prefix[b])) if mode == 5 and prefix else dense
+    return dense | (ahead & (at_K >= prefix)) if mode == 5 else dense
 
 
 def _core(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
@@ -368,11 +326,8 @@ def _core(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
     layout = read.get("qkv_format") or getattr(module, "qkv_format", None) or "sbhd"
     kind = values.get("attn_mask_type") or getattr(module, "attn_mask_type", None) or "causal"
     kind = getattr(kind, "name", str(kind))
-    q, k, mask = (
-        values["query"] if "query" in values else values["query_layer"],
-        values.get("key"),
-        values.get("attention_mask"),
-    )
+    q = values["query"] if "query" in values else values["query_layer"]
+    k, mask = values.get("key"), values.get("attention_mask")
     offsets = next((name for name in ("cu_seqlens_q_padded", "cu_seqlens_q") if read.get(name) is not None), "")
     if layout == "thd" and offsets:
         return _packed(kernel, read, offsets, q.shape[0])
@@ -390,23 +345,21 @@ def _core(kernel: str, values: Mapping[str, Any]) -> CallBoundaries:
 def _packed(kernel: str, read: Mapping[str, Any], name: str, total: int) -> CallBoundaries:
     """Return the boundaries by the padded offsets, if there are any; the other offsets say how many tokens are real."""
     ranks = getattr(getattr(read["self"], "config", None), "context_parallel_size", 1) or 1
-    total *= ranks if offset_values(read, name)[-1:] == (ranks * total,) else 1  # of the whole row, on each rank
-    keys = offset_values(read, name.replace("_q", "_kv"))
-    found = _flat(kernel, offset_values(read, name), keys, total, name, _window(read))
-    lengths = np.diff(offset_values(read, "cu_seqlens_q"))
-    starts = np.array(offset_values(read, name))[:-1]
+    offsets, keys = (offset_values(read, each) for each in (name, name.replace("_q", "_kv")))
+    total *= ranks if offsets[-1:] == (ranks * total,) else 1  # of the whole row, on each rank
+    found, lengths = _flat(kernel, offsets, keys, total, name, _window(read)), np.diff(offset_values(read, "cu_seqlens_q"))
     if name == "cu_seqlens_q" or not len(lengths):
         return found
-    if len(lengths) != len(starts):  # of other sequences
+    if len(lengths) != len(offsets) - 1:  # of other sequences
         return replace(found, neutral_T=np.ones(total, bool))
-    rank_T = np.arange(total) - found.first_T
-    given_T = dict(zip(starts.tolist(), lengths.tolist()))
-    behind_T = rank_T >= np.array([given_T.get(first, total) for first in found.first_T.tolist()])
+    given_T = dict(zip(offsets, lengths.tolist()))
+    behind_T = np.arange(total) - found.first_T >= [given_T.get(first, total) for first in found.first_T.tolist()]
     return replace(found, neutral_T=found.neutral_T | behind_T)
 
 
-def _by_name(*rows: tuple[Kind, Reader, str]) -> dict[str, tuple[Kind, Reader]]:
-    return {name: (kind, read) for kind, read, names in rows for name in names.split()}
+def _by_name(*rows: tuple[Kind, Reader | _Signature, str]) -> dict[str, tuple[Kind, Reader]]:
+    readers = ((k, partial(_boundaries_of, row, k) if isinstance(row, _Signature) else row, names) for k, row, names in rows)
+    return {name: (kind, read) for kind, read, names in readers for name in names.split()}
 
 
 _RULES = """
@@ -415,16 +368,16 @@ _RULES = """
     torch_chunk_kda chunk_kimi_delta_attention chunk_gla chunk_simple_gla chunk_delta_rule chunk_lightning_attn
 """
 KERNELS = _by_name(
-    ("rule", _recurrent("rule", _RULE), _RULES),
-    ("rule", _recurrent("rule", _FLASH_RULE), "flash_gated_delta_rule"),
-    ("rule", _recurrent("rule", _NPU_RULE), "npu_chunk_gated_delta_rule"),
-    ("rule", _recurrent("rule", _SCAN), "mamba_chunk_scan_combined mamba2_chunk_scan"),
-    ("rule", _recurrent("rule", _SPLIT_SCAN), "mamba_split_conv1d_scan_combined mamba2_split_conv1d_scan_combined"),
-    ("rule", _selective_scan, "selective_scan_fn mamba_selective_scan mamba_inner_fn"),
-    ("convolution", _recurrent("convolution", _CONV), "causal_conv1d_fn"),
-    ("convolution", _recurrent("convolution", _FLA_CONV), "causal_conv1d"),
-    ("convolution", _recurrent("convolution", _NPU_CONV), "npu_causal_conv1d"),
-    ("convolution", _plain_convolution, "conv1d"),
+    ("rule", _RULE, _RULES),
+    ("rule", _FLASH_RULE, "flash_gated_delta_rule"),
+    ("rule", _NPU_RULE, "npu_chunk_gated_delta_rule"),
+    ("rule", _SCAN, "mamba_chunk_scan_combined mamba2_chunk_scan"),
+    ("rule", _SPLIT_SCAN, "mamba_split_conv1d_scan_combined mamba2_split_conv1d_scan_combined"),
+    ("rule", _PLAIN_CONV, "selective_scan_fn mamba_selective_scan mamba_inner_fn"),
+    ("convolution", _CONV, "causal_conv1d_fn"),
+    ("convolution", _FLA_CONV, "causal_conv1d"),
+    ("convolution", _NPU_CONV, "npu_causal_conv1d"),
+    ("convolution", _PLAIN_CONV, "conv1d"),
     ("attention", _sdpa, "scaled_dot_product_attention"),
     ("attention", _by_module, "eager_attention_forward"),
     ("attention", _flex, "flex_attention flex_attention_forward"),

@@ -40,8 +40,8 @@ def find_leak(
     turn_T = torch.where(ids > 0, (ids + torch.arange(len(ids))[:, None]) % 2, -1).flatten()  # sequences take turns
     real_T = turn_T >= 0
     first_T, second_T = turn_T == 0, turn_T == 1
-    replacements = [("padding", real_T, ~real_T)]
-    replacements += [("another sequence", *turns) for turns in ((first_T, second_T), (second_T, first_T))]
+    others = [("another sequence", first_T, second_T), ("another sequence", second_T, first_T)]
+    replacements = [("padding", real_T, ~real_T), *others]
     replacing = _Replacing(model, batch, segments, forward)
     try:
         base = replacing.by_token(given)

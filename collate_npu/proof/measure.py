@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -114,30 +114,10 @@ class Errors:
     """0 where none was asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """Batches against their samples alone."""
-
-    each: tuple[Errors, ...]
-    furthest: tuple[tuple[tuple[float, ...], ...], ...]
-    """By batch: the largest difference of a logit at each token of each sample; nothing where a sample has another shape."""
-
-    @classmethod
-    def of(cls, pairs: Iterable[tuple[Numbers, Numbers]]) -> Compared:
-        """Compare what a model gave with what it should have given."""
-        each: list[Errors] = []
-        furthest: list[tuple[tuple[float, ...], ...]] = []
-        for mine, reference in pairs:
-            each.append(errors_between(mine, reference))
-            same = [(x, y) for x, y in zip(mine.logits, reference.logits) if x.shape == y.shape]
-            furthest.append(tuple(tuple((x - y).abs().flatten(0, -2).amax(-1).tolist()) for x, y in same))
-        return cls(tuple(each), tuple(furthest))
-
-    @property
-    def worst(self) -> Errors:
-        """Return the largest of each error over all batches; NaN if one is NaN."""
-        table = torch.tensor([astuple(each) for each in self.each], dtype=torch.float64)
-        return Errors(*torch.amax(table, dim=0).tolist())
+def worst(each: Iterable[Errors]) -> Errors:
+    """Return the largest of each error over all batches; NaN if one is NaN."""
+    table = torch.tensor([astuple(one) for one in each], dtype=torch.float64)
+    return Errors(*torch.amax(table, dim=0).tolist())
 
 
 def measure(model: Any, batch: Mapping[str, Any], rows: Callable[[Tensor], list[Tensor]], gradients: bool) -> Numbers:
@@ -196,20 +176,18 @@ def predicts_next(model: Any) -> bool:
 def alone(model: Any, features: Sequence[Batch], gradients: bool, *, copies: int = 1) -> Numbers:
     """Return the numbers of each sample alone, without padding and without a mask; losses and gradients add up. With
     `copies` the batch has so many rows of it, and the first is looked at."""
-    logits: list[Tensor] = []
-    loss, finite = 0.0, True
+    parts: list[Numbers] = []
     total: Gradients = {}
     for feature in features:
         ids, labels = (torch.tensor([feature[key]]) for key in ("input_ids", "labels"))
         others = torch.full((copies - 1, ids.shape[1]), IGNORED)
         batch = uncached(model, {"input_ids": ids.repeat(copies, 1), "labels": torch.cat([labels, others])})
         part = unpadded(partial(measure, model, rows=lambda x: [x[0] if x.ndim > 2 else x[:1]], gradients=gradients), batch)
-        logits += part.logits
-        loss += part.loss
-        finite = finite and part.finite
         for name, gradient in part.gradients.items():
             total[name] = total[name] + gradient if name in total else gradient
-    return Numbers(logits, loss, total, finite)
+        parts.append(replace(part, gradients={}))
+    logits = [x for part in parts for x in part.logits]
+    return Numbers(logits, sum(part.loss for part in parts), total, all(part.finite for part in parts))
 
 
 def errors_between(mine: Numbers, reference: Numbers) -> Errors:
@@ -290,15 +268,15 @@ def measure_noise(
     """Return the errors of right results: the samples in a batch with other tokens appended and no mask (without a causal
     head each beside copies of itself), and a third of the errors of layers that round otherwise."""
     if predicts_next(model):  # wider, and one more chunk of 32 in a recurrent layer
-        other: Callable[[Sequence[Batch]], Numbers] = partial(_widened, model, extra=33, gradients=gradients)
+        other: Callable[[Sequence[Batch]], Numbers] = partial(_widened, model, gradients=gradients)
     else:
         other = partial(alone, model, gradients=gradients, copies=4)
-    noise = Compared.of((other(batch), known) for batch, known in zip(batches, references)).worst
+    noise = worst(errors_between(other(batch), known) for batch, known in zip(batches, references))
     check_noise(model, noise.logits)
     for seed in range(2):
         with rounded(model, seed):
-            off = Compared.of((alone(model, batch, gradients=gradients), known) for batch, known in zip(batches, references))
-        noise = Errors(*(max(x, y / ROUNDED) for x, y in zip(astuple(noise), astuple(off.worst))))
+            off = worst(errors_between(alone(model, one, gradients), known) for one, known in zip(batches, references))
+        noise = Errors(*(max(x, y / ROUNDED) for x, y in zip(astuple(noise), astuple(off))))
     least = FLOOR * product_error(like(model))
     logits = max(noise.logits, least)  # the first: NaN is not replaced
     # the loss is one number, so its noise can be zero by luck; it averages that of hundreds of tokens, in float32
@@ -359,12 +337,11 @@ def widened(length: int, width: int) -> Tensor:
     return torch.arange(max(length, width)) % length
 
 
-def _widened(model: Any, features: Sequence[Batch], *, extra: int, gradients: bool) -> Numbers:
-    """All samples in one batch, as wide as the longest of them and so many tokens more."""
+def _widened(model: Any, features: Sequence[Batch], *, gradients: bool) -> Numbers:
+    """All samples in one batch, 33 tokens wider than the longest of them."""
     lengths = [len(feature["input_ids"]) for feature in features]
-    width = max(lengths) + extra
+    width = max(lengths) + 33
     ids = torch.stack([torch.tensor(feature["input_ids"])[widened(n, width)] for feature, n in zip(features, lengths)])
-    unread = [IGNORED] * width
-    labels = torch.tensor([(feature["labels"] + unread)[:width] for feature in features])
+    labels = torch.tensor([(feature["labels"] + [IGNORED] * width)[:width] for feature in features])
     work = partial(measure, model, rows=lambda x: [row[:n] for row, n in zip(x, lengths)], gradients=gradients)
     return unpadded(work, {"input_ids": ids, "labels": labels})

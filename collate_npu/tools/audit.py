@@ -31,22 +31,9 @@ from collate_npu.proof.invariance import Located, Reference, check_tolerance, ch
 from collate_npu.proof.measure import TIMES, Batch, predicts_next
 from collate_npu.segments import Segments
 from collate_npu.testing import hybrid_model_types, left_out
-from collate_npu.tools import files
+from collate_npu.tools import files, terminal
 from collate_npu.tools.checkpoints import check_device, check_models, load_model
-from collate_npu.tools.terminal import (
-    INTERRUPTED,
-    RIGHT,
-    UNPROVED,
-    WORDS,
-    WRONG,
-    html_of,
-    number,
-    progress,
-    ruled,
-    terms,
-    verdict_json,
-    verdict_line,
-)
+from collate_npu.tools.terminal import INTERRUPTED, RIGHT, UNPROVED, WRONG, number, terms
 from collate_npu.tools.user_code import as_user_code, describe_error, find_callable, first_line, run_user_code
 
 RowKind = Literal["left", "right", "packed"]
@@ -104,36 +91,29 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Return the report for machines: `passed` first; numbers that are not finite are words."""
         findings = [{**asdict(f), "right": f.right} for f in self.findings]
-        return verdict_json(self.exit_code, **{**asdict(self), "findings": findings})
+        return terminal.verdict_json(self.exit_code, **{**asdict(self), "findings": findings})
 
     def drawn(self, *, verbose: bool = False) -> Iterator[Text | Table]:
         """Yield the verdict, what it rests on, a line for each model or (`verbose`) for each case, and the reasons."""
         ran = [f for f in self.findings if f.right is not None]
         said = f"{sum(bool(f.right) for f in ran)} of {len(ran)} cases are right" if ran else "nothing was measured"
-        yield verdict_line(self.exit_code, f"{WORDS[self.exit_code]}: {said}.")
+        yield terminal.verdict_line(self.exit_code, f"{terminal.WORDS[self.exit_code]}: {said}.")
         where = f"{self.settings['device']}, {self.settings['dtype']}, torch {torch.__version__}"
         limit = self.settings["tolerance"] or f"{TIMES} times the rounding noise measured on each model"
-        batches = "; ".join(
-            ", ".join(dict.fromkeys(getattr(f, name) for f in self.findings)) for name in ("attention", "side")
-        )
-        facts = {
-            "measured": f"{where}, transformers {transformers.__version__}",
-            "batches": batches,
-            "passes": f"up to {limit}",
-        }
-        yield terms(facts.items())
+        of = [", ".join(dict.fromkeys(getattr(f, name) for f in self.findings)) for name in ("attention", "side")]
+        measured = f"{where}, transformers {transformers.__version__}"
+        yield terms([("measured", measured), ("batches", "; ".join(of)), ("passes", f"up to {limit}")])
         if self.findings:
             yield self._table(verbose)
         notes = {(f.model, f.by, f.side): f.note for f in self.findings if f.note}
-        lines = [
-            ("refused" if "refused" in note else "WRONG", f"{', '.join(place)}: {note}") for place, note in notes.items()
-        ]
+        signs = {place: "refused" if "refused" in note else "WRONG" for place, note in notes.items()}
+        lines = [(signs[place], f"{', '.join(place)}: {note}") for place, note in notes.items()]
         lines += [("NOT RUN", f"{place}: {why}") for place, why in self.not_run.items()]
         lines += [("CANNOT TELL", f"{place}: a batch without its mask gives the same numbers") for place in self.cannot_tell]
         yield terms(lines + [("left out", f"{place}: {why}") for place, why in self.left_out.items()])
 
     def _table(self, verbose: bool) -> Table:
-        drawn = ruled("", "model", "batches", numbers=("right", "logits", "loss", "gradient"))
+        drawn = terminal.ruled("", "model", "batches", numbers=("right", "logits", "loss", "gradient"))
         groups: dict[Any, list[Finding]] = {}
         for f in self.findings:
             groups.setdefault((f.model, f.by, *((f.attention, f.side) if verbose else ())), []).append(f)
@@ -151,7 +131,7 @@ class Report:
 def page(report: Report) -> str:
     """Return the whole report as a page, with what was asked for."""
     settings = terms((key, str(value)) for key, value in report.settings.items())
-    return html_of("collate-npu audit", *report.drawn(verbose=True), settings)
+    return terminal.html_of("collate-npu audit", *report.drawn(verbose=True), settings)
 
 
 # --- the user's collators
@@ -217,13 +197,12 @@ class Subject:
         adapted = by == OURS and side == "packed" and needs_mask_2d(self.model)
         try:
             with adapt(self.model) if adapted else nullcontext():
-                found = self.reference.compare(made())
+                errors, fault = self.reference.compare(made())
         except UnsupportedFormError as error:
             return Finding(**where, note=f"refused: {first_line(error)}", refused=True)
         except Exception as error:
             return Finding(**where, note=describe_error(error))
-        errors = found.errors
-        return Finding(**where, logits=errors.largest, loss=errors.loss, gradient=errors.gradient, note=found.fault)
+        return Finding(**where, logits=errors.largest, loss=errors.loss, gradient=errors.gradient, note=fault)
 
     def ours(self, side: RowKind) -> Finding:
         """Batches of this library's collator."""
@@ -254,9 +233,6 @@ def audit_all(
         named_collator(spec)
     names, in_dtype = list(dict.fromkeys(models)), getattr(torch, dtype)
     dumped, rows = _dumped(batch, data, names), files.read_rows(data) if data else files.shipped_text()
-    if "packed" in sides and batch_size < 2:
-        rule = "A row of one sequence has no boundary to keep, and a comparison with itself alone proves nothing."
-        raise CollateError(explain("--packed", "a row of one sequence", rule, "Give a --batch-size of 2 or more."))
     check_device(device, in_dtype)
     check_models(names, tokenizer, trust=trust)
     ids = [dumped["input_ids"].flatten().tolist()] if dumped else [r["input_ids"] for r in rows if isinstance(r, dict)]
@@ -264,18 +240,19 @@ def audit_all(
     report = Report(settings={**settings, "collate_npu": __version__}, left_out=untestable)
     how: dict[str, Any] = {"tokenizer": tokenizer, "device": device, "dtype": in_dtype, "trust": trust, "seed": seed}
     try:
-        with progress(len(chosen), console) as show:
+        with terminal.progress(len(chosen), console) as show:
             for n, (name, attn) in enumerate(chosen):
                 shown, began = printable(f"[{n + 1}/{len(chosen)}] {name} ({attn})"), monotonic()
                 show(shown, n)
                 with _noted(report, f"{name} ({attn})", named=bool(names and attentions)):
                     model, reader, pad = load_model(name, attn, **how, largest_id=max(map(max, ids), default=0))
-                    given = None if dumped is None else samples_of(dumped, next_token=predicts_next(model))
-                    count, size = {"count": batch_size * batches}, {"max_length": max_length, "seed": seed}
-                    drawn = given.features if given else files.samples_of_rows(rows, reader, **count, **size)
-                    groups = (
-                        [drawn[i : i + batch_size] for i in range(0, len(drawn), batch_size)] if given is None else [drawn]
-                    )
+                    given, size = None, batch_size * batches
+                    if dumped is None:
+                        drawn = files.samples_of_rows(rows, reader, count=size, max_length=max_length, seed=seed)
+                        groups: Any = [drawn[i : i + batch_size] for i in range(0, size, batch_size)]
+                    else:
+                        given = samples_of(dumped, next_token=predicts_next(model))
+                        groups = [given.features]
                     check_unequal(*groups)
                     reference = Reference(model, groups, gradients=gradients, tolerance=tolerance)
                     about = {"model": name, "attention": attn}
@@ -297,16 +274,18 @@ def _audit(
     if not case.tells():
         report.cannot_tell.append(f"{case.about['model']} ({case.about['attention']})")
     if given:
-        side: RowKind = "packed" if given.segments.packed else "left" if given.segments.padding_side == "left" else "right"
-        report.findings.append(case.finding(side, DUMPED, lambda: [given]))
-    padded = [side for side in sides if side != "packed"]
+        report.findings.append(case.finding(_kind_of([given]), DUMPED, lambda: [given]))
+    how = {"tokenizer": tokenizer, "model": case.model, "pad_token_id": case.pad_token_id}
     for spec in collators:
-        for collator in ready_collators(spec, padded, tokenizer=tokenizer, model=case.model, pad_token_id=case.pad_token_id):
+        for collator in ready_collators(spec, [side for side in sides if side != "packed"], **how):
             made = [collated(collator, features) for features in case.reference.batches]
-            rows = [each.segments for each in made]
-            left = any(segments.padding_side == "left" for segments in rows)
-            where: RowKind = "packed" if any(segments.packed for segments in rows) else "left" if left else "right"
+            where = _kind_of(made)
             report.findings.append(case.finding(where, spec.rpartition(":")[2], lambda made=made: made))  # type: ignore[misc]
+
+
+def _kind_of(made: Sequence[Located]) -> RowKind:
+    left = any(each.segments.padding_side == "left" for each in made)
+    return "packed" if any(each.segments.packed for each in made) else "left" if left else "right"
 
 
 def _dumped(batch: Path | None, data: Path | None, names: Sequence[str]) -> Batch | None:

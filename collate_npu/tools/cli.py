@@ -6,20 +6,14 @@ interrupted. Nothing here imports torch or rich before a command needs it: `env`
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import os
 import re
 import sys
 import warnings
-from argparse import (
-    REMAINDER,
-    ArgumentParser,
-    ArgumentTypeError,
-    BooleanOptionalAction,
-    Namespace,
-    RawDescriptionHelpFormatter,
-)
+from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -72,6 +66,11 @@ def load(*packages: str) -> None:
             absent = isinstance(error, ModuleNotFoundError) and error.name == package
             remedy = f"pip install {package}." if absent else "`collate-npu env` says more."
             raise CollateError(f"{package} does not load: {describe_error(error)}. {remedy}") from None
+
+
+def _say(text: str, end: str = "\n") -> None:
+    with pipe_may_close():
+        print(text, end=end, flush=True)
 
 
 def _print(*drawn: Any) -> None:
@@ -130,8 +129,7 @@ def run_audit(options: Namespace) -> int:
         html.write_text(page(report), encoding="utf-8")
         print(f"collate-npu: wrote {printable(str(html))}", file=sys.stderr, flush=True)
     if as_json:
-        with pipe_may_close():
-            print(json.dumps(report.as_json(), indent=2, allow_nan=False), flush=True)
+        _say(json.dumps(report.as_json(), indent=2, allow_nan=False))
     else:
         _print(*report.drawn(verbose=verbose))
     return report.exit_code
@@ -207,11 +205,9 @@ def show_batch(options: Namespace) -> int:
     from collate_npu.tools.describe import describe
     from collate_npu.tools.terminal import html_of, picture_text
 
-    inputs = {f"--{name}": getattr(options, name) for name in ("lengths", "batch")}
-    named = [name for name, value in inputs.items() if value is not None]
-    if len(named) != 1:
-        rule = "One thing is shown: --lengths or --batch."
-        raise CollateError(explain("input", " and ".join(named) or "none", rule, "Name one of them."))
+    if (options.lengths is None) == (options.batch is None):
+        got, rule = "none" if options.batch is None else "--lengths and --batch", "One thing is shown: --lengths or --batch."
+        raise CollateError(explain("input", got, rule, "Name one of them."))
     if options.out:
         files.check_place(options.out, ".html")
     layout = {"side": options.side, "packed": options.packed}
@@ -230,8 +226,7 @@ def show_env(options: Namespace) -> int:
     """
     from collate_npu.tools.env import report
 
-    with pipe_may_close():
-        print(report(as_json=options.json), flush=True)
+    _say(report(as_json=options.json))
     return 0
 
 
@@ -254,8 +249,7 @@ def show_page(options: Namespace) -> int:
             with pipe_may_close():
                 screen().print(Page(text))
             return 0
-    with pipe_may_close():
-        print(text, end="", flush=True)
+    _say(text, end="")
     return 0
 
 
@@ -291,12 +285,9 @@ def _list(name: str, words: str) -> tuple[str, dict[str, Any]]:
 
 AS_JSON = _flag("--json", 'Print one JSON object instead of the text; of a verdict its first key is "passed".')
 SIDES, DTYPES = ("left", "right"), ("float32", "bfloat16", "float16")
-COMMANDS = {
-    "audit": run_audit, "conformance": run_conformance, "watch": run_watched, "show": show_batch, "env": show_env,
-    "guide": show_page,
-}  # fmt: skip
-OPTIONS = {
+COMMANDS: dict[str, tuple[Any, ...]] = {
     "audit": (
+        run_audit,
         _list("--model", "A model type (tiny, random), or a checkpoint's folder. Repeatable; default: all hybrids."),
         _option("--data", DATA, type=Path),
         _option("--batch", "A batch saved in your trainer (.pt), compared with each of its samples alone.", type=Path),
@@ -311,7 +302,7 @@ OPTIONS = {
         _option("--batch-size", "Samples in a batch, or in a flat row.", type=in_range(2), default=4),
         _option("--batches", "Batches per model and side.", type=in_range(1), default=2),
         _option("--max-length", "Longest sample of text, in tokens.", type=in_range(2, 1 << 20), default=96),
-        _option("--gradients", "Compare gradients too.", action=BooleanOptionalAction, default=True),
+        _option("--gradients", "Compare gradients too.", action=argparse.BooleanOptionalAction, default=True),
         _option("--tolerance", "Error that is accepted. Default: 6 times the rounding noise, measured.", type=float),
         _option("--seed", "Which lines are drawn, and the random weights.", type=in_range(0, (1 << 63) - 1), default=0),
         _flag("--verbose", "A line for each case of every model."),
@@ -319,6 +310,7 @@ OPTIONS = {
         _option("--html", "Write a page too, with a line for each case.", type=Path),
     ),
     "conformance": (
+        run_conformance,
         _option("run", RUN),
         _option("--layout", "Ask run(samples, layout=NAME). Repeatable; default: left and right where it takes layout.",
                 action="append"),
@@ -327,21 +319,24 @@ OPTIONS = {
         _option("--seed", "Seed of the samples; pass an earlier run's seed to repeat it.", type=in_range(0)),
     ),
     "watch": (
+        run_watched,
         _option("--steps", "Steps to look at, in each process.", type=in_range(1, 1 << 20), default=2),
         _flag("--stop", "End the run at the first fault."),
         _option("--out", "Append a line of JSON for each forward.", type=Path),
         _option("command", "The command to run, as it is, after --.", nargs=REMAINDER),
     ),
     "show": (
+        show_batch,
         _option("--lengths", "Tokens of each row: 3,5. Several sequences in one row: 3+2,5."),
         _option("--batch", "A saved batch: .pt with a dict of tensors, .safetensors or .npz.", type=Path),
         _option("--side", "Padding side of --lengths.", choices=SIDES, default="right"),
         _flag("--packed", "One padding-free row, all sequences one after another."),
         _option("--out", "Write a page too: .html.", type=Path),
     ),
-    "env": (AS_JSON,),
-    "guide": (_option("name", "A page, page#section, words, or an error; default: the first page.", nargs="*"),),
+    "env": (show_env, AS_JSON),
+    "guide": (show_page, _option("name", "A page, page#section, words, or an error; default: the first page.", nargs="*")),
 }  # fmt: skip
+"""What each command runs, and its options."""
 
 
 def parsers() -> tuple[Parser, dict[str, Parser]]:
@@ -353,12 +348,12 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
     whole = Parser("collate-npu", description=purpose, **how)
     whole.add_argument("--version", action="version", version=f"%(prog)s {__version__}", help="Print the version and end.")
     adding = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
+    for name, (command, *options) in COMMANDS.items():
         words, _, examples = str(inspect.getdoc(command)).partition("\n\nExamples:\n")
         listed = f"Examples:\n{examples}".replace("\n", "\n  ") if examples else None
         parser = adding.add_parser(name, help=words.partition("\n")[0], description=words, epilog=listed, **how)
         parser.set_defaults(called=command, parser=parser)
-        for option, settings in OPTIONS[name]:
+        for option, settings in options:
             parser.add_argument(option, **settings)
     return whole, adding.choices
 

@@ -53,32 +53,22 @@ def describe(batch: Mapping[str, Any]) -> Words:
         remedy = "Describe what the model is called with; collate_npu.tools.show.picture draws a mask alone."
         raise CollateError(explain("batch", a_type(batch), rule, remedy))
     batch = entries(batch)
-    sparse = [key for key, x in batch.items() if isinstance(x, Tensor) and not x.is_nested and x.layout != torch.strided]
-    batch, segments = Sources({**batch, **{key: host_tensor(str(key), batch[key]) for key in sparse}}), None
+    sparse = {key: x for key, x in batch.items() if isinstance(x, Tensor) and not x.is_nested and x.layout != torch.strided}
+    batch, segments = Sources({**batch, **{key: host_tensor(str(key), x) for key, x in sparse.items()}}), None
     try:
         segments = segments_from_batch(batch)
     except CollateError as error:
         facts = [f"padding: not known. {error}"]
     else:
-        facts = [*_facts(batch, segments)]
+        real, places, exact = segments.num_tokens, segments.array.size, none_is_exact(segments)
+        share = f"{real} real tokens of {places} ({100 * real / max(places, 1):.0f}%)"
+        facts = [f"{segments!r}: {segments.num_sequences} sequences, {share}", f"in words: {describe_shape(segments)}"]
+        facts.append(f"no mask {'is' if exact else 'is not'} exact: {exact.why}")
+    keys = {key: f"{short(str(key), 200)}: {_value(value)}" for key, value in batch.items()}
+    if is_dense(full := batch.get("attention_mask")) and (means := reads(full, segments)):
+        keys["attention_mask"] += f", {means}"
     wrong = (f"hazard: {text}" for text in _hazards(batch, segments))
-    return Words(printable("\n".join([*_keys(batch, segments), "", *facts, *wrong])))
-
-
-def _keys(batch: Mapping[str, Any], segments: Segments | None) -> Iterator[str]:
-    for key, value in batch.items():
-        means = reads(value, segments) if key == "attention_mask" and is_dense(value) else ""
-        yield f"{short(str(key), 200)}: {_value(value)}{f', {means}' if means else ''}"
-
-
-def _facts(batch: Sources, segments: Segments) -> Iterator[str]:
-    B, S = segments.shape
-    real = segments.num_tokens
-    share = f"{real} real tokens of {B * S} ({100 * real / max(B * S, 1):.0f}%)"
-    yield f"{segments!r}: {segments.num_sequences} sequences, {share}"
-    yield f"in words: {describe_shape(segments)}"
-    verdict = none_is_exact(segments)
-    yield f"no mask {'is' if verdict else 'is not'} exact: {verdict.why}"
+    return Words(printable("\n".join([*keys.values(), "", *facts, *wrong])))
 
 
 def _value(value: Any) -> str:
@@ -103,8 +93,15 @@ def _hazards(sources: Sources, segments: Segments | None) -> Iterator[str]:
     flat = sources.named["offsets"] or sources.get("packed_seq_params") is not None
     if not (exact or flat or sources.named["mask"] or "attention_masks" in sources):
         yield f"there is no attention_mask, and {exact.why}. Let a BatchAdapter build one for the model that reads it."
-    if segments.padding_side != "none":
-        yield from _hazards_of_padding(sources, segments)
+    if segments.padding_side != "none" and dims(sources.get("input_ids")) == segments.shape:
+        ids_BS, keep_BS = sources.array("input_ids"), keep_array(segments)
+        padded = np.unique(ids_BS[~keep_BS])
+        if shared := int(np.isin(ids_BS[keep_BS], padded).sum()):
+            yield (
+                f"padding holds the id {', '.join(map(str, padded[:_LISTED].tolist()))}, as do {shared} of {keep_BS.sum()} "
+                "real tokens (is pad eos?). A mask made by ids != pad loses them. Emit attention_mask_2d, as the collators "
+                "here do."
+            )
 
 
 def is_dense(value: Any) -> TypeGuard[Tensor]:
@@ -147,17 +144,3 @@ def _hazards_of_dense(full: Tensor, sources: Sources, segments: Segments | None)
         )
     if bool((full == -torch.inf).all(-1).any()):
         yield "attention_mask has rows of -inf throughout: their softmax is NaN. Use the lowest finite number."
-
-
-def _hazards_of_padding(sources: Sources, segments: Segments) -> Iterator[str]:
-    """Yield the hazard of padding that has the id of real tokens."""
-    keep_BS = keep_array(segments)
-    if dims(sources.get("input_ids")) == segments.shape:
-        ids_BS = sources.array("input_ids")
-        padded = np.unique(ids_BS[~keep_BS])
-        if shared := int(np.isin(ids_BS[keep_BS], padded).sum()):
-            yield (
-                f"padding holds the id {', '.join(map(str, padded[:_LISTED].tolist()))}, as do {shared} of {keep_BS.sum()} "
-                "real tokens (is pad eos?). A mask made by ids != pad loses them. Emit attention_mask_2d, as the collators "
-                "here do."
-            )

@@ -62,8 +62,7 @@ def _torch() -> dict[str, str]:
 
     try:
         found = [f"cuda x {torch.cuda.device_count()}"] if torch.cuda.is_available() else []
-        npu = getattr(torch, "npu", None)
-        if npu is not None and npu.is_available():
+        if (npu := getattr(torch, "npu", None)) is not None and npu.is_available():
             found.append(f"npu x {npu.device_count()} ({npu.get_device_name(0)})")
     except Exception as error:  # a driver that does not answer
         return {"devices": f"not known: {describe_error(error)}"}

@@ -47,25 +47,16 @@ def check_place(path: Path, ending: str = "") -> None:
 
 def batch_of_file(path: Path) -> dict[str, Any]:
     """A saved batch: a dict of tensors (`.pt`, `.pth`), `.safetensors` or `.npz`."""
-    held = _loaded(path)
-    if isinstance(held, Mapping) and held and all(isinstance(key, str) for key in held):
-        return dict(held)
-    rule = "A saved batch is a dict of tensors by their keys."
-    raise CollateError(explain(str(path), type(held).__name__, rule, f"{RECIPE}"))
-
-
-def _loaded(path: Path) -> Any:
     check_file(path, [*LOADERS], RECIPE)
     try:
-        return LOADERS[path.suffix](path)
+        held = LOADERS[path.suffix](path)
     except Exception as error:  # torch, numpy and safetensors raise whatever they meet in the bytes
         rule = "Files are read without running anything they hold, so they hold tensors, numbers and strings alone."
         raise CollateError(explain(str(path), describe_error(error).partition(". ")[0], rule, RECIPE)) from None
-
-
-def _arrays(path: Path) -> Any:
-    held = np.load(path, allow_pickle=False)
-    return {key: torch.from_numpy(held[key]) for key in held}
+    if isinstance(held, Mapping) and held and all(isinstance(key, str) for key in held):
+        return dict(held)
+    rule = "A saved batch is a dict of tensors by their keys."
+    raise CollateError(explain(str(path), type(held).__name__, rule, RECIPE))
 
 
 _TORCH = partial(torch.load, map_location="cpu", weights_only=True)
@@ -73,7 +64,7 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     ".pt": _TORCH,
     ".pth": _TORCH,
     ".safetensors": lambda path: import_module("safetensors.torch").load(path.read_bytes()),
-    ".npz": _arrays,
+    ".npz": lambda path: {key: torch.from_numpy(held) for key, held in np.load(path, allow_pickle=False).items()},
 }
 
 
@@ -204,16 +195,12 @@ def encoded(row: Record, tokenizer: Any, max_length: int) -> Batch:
     if tokenizer is None:
         rule = "Text becomes tokens by the tokenizer of the checkpoint."
         raise CollateError(explain("tokenizer", "no file of a tokenizer", rule, "Name the folder of one with --tokenizer."))
-    text = (row if isinstance(row, str) else _spoken(row, tokenizer))[: _LETTERS * max_length]
-    return {"input_ids": tokenizer(text, add_special_tokens=False, truncation=True, max_length=max_length)["input_ids"]}
-
-
-def _spoken(messages: list[dict[str, str]], tokenizer: Any) -> str:
-    """A conversation as text, by the tokenizer's chat template."""
-    remedy = "Name, with --tokenizer, the folder of one that has it, or give a column text."
-    if not getattr(tokenizer, "chat_template", None):
-        rule = "Rows of messages become text by the chat template of the tokenizer."
-        raise CollateError(explain("tokenizer", "no chat template", rule, remedy))
-    with refused("chat template", "", f"It is given {str(messages)[:80]}.", remedy):
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
-    return text
+    if isinstance(row, list):
+        remedy = "Name, with --tokenizer, the folder of one that has it, or give a column text."
+        if not getattr(tokenizer, "chat_template", None):
+            rule = "Rows of messages become text by the chat template of the tokenizer."
+            raise CollateError(explain("tokenizer", "no chat template", rule, remedy))
+        with refused("chat template", "", f"It is given {str(row)[:80]}.", remedy):
+            row = str(tokenizer.apply_chat_template(row, tokenize=False))
+    how = {"add_special_tokens": False, "truncation": True, "max_length": max_length}
+    return {"input_ids": tokenizer(row[: _LETTERS * max_length], **how)["input_ids"]}

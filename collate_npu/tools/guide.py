@@ -31,12 +31,11 @@ def read_page(name: str) -> str:
     """
     names = pages()
     wanted, hashed, anchor = re.sub(r"\.(md|py)(?=#|$)", "", name.lower()).partition("#")
-    if wanted in names and names[wanted].suffix != ".md":
-        held = f"```python\n{names[wanted].read_text(encoding='utf-8')}```\n\n" * (names[wanted].suffix == ".py")
-        return f"{held}To run it: {names[wanted]}\n"
-    if wanted in names:
-        text = names[wanted].read_text(encoding="utf-8")
-        return _section(wanted, text, anchor) if hashed else text
+    if (path := names.get(wanted)) is not None:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".md":
+            return _section(wanted, text, anchor) if hashed else text
+        return f"```python\n{text}```\n\n" * (path.suffix == ".py") + f"To run it: {path}\n"
     if found := _search(name):
         return found
     rule, otherwise = "It is the name of a page, or words that a page has.", "`collate-npu guide` shows the first page."
@@ -80,13 +79,10 @@ def _search(words: str) -> str:
         return "\n".join(f"# {page}\n\n{text.strip()}\n" for page, text, _ in held)
     held.sort(key=lambda part: (wanted not in _plain(part[1].partition("\n")[0]), -part[2].count(wanted)))
     more = f"\n... {len(held) - MOST_HITS} more" if len(held) > MOST_HITS else ""
-    return "\n".join(map(_line, held[:MOST_HITS])) + f"{more}\n\n`collate-npu guide PAGE#SECTION` shows one.\n"
-
-
-def _line(part: tuple[str, str, str]) -> str:
-    heading = part[1].partition("\n")[0]
-    place = f"{part[0]}#{_anchors(heading)[0]}" if heading.startswith("##") else part[0]
-    return f"* `{place}`: {_ANCHOR.sub('', heading).lstrip('# ')}"
+    heads = [(page, text.partition("\n")[0]) for page, text, _ in held[:MOST_HITS]]
+    places = (f"{page}#{_anchors(head)[0]}" if head.startswith("##") else page for page, head in heads)
+    lines = [f"* `{place}`: {_ANCHOR.sub('', head).lstrip('# ')}" for place, (_, head) in zip(places, heads)]
+    return "\n".join(lines) + f"{more}\n\n`collate-npu guide PAGE#SECTION` shows one.\n"
 
 
 def _names_error(section: str, log: str) -> bool:

@@ -6,7 +6,7 @@ Legend: B batch, S width, Q query rows, K keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -40,9 +40,9 @@ def picture(shown: Mapping[str, Any] | Segments | Tensor) -> Words:
         ■ ■ ■ ■ ■
     """
     if isinstance(shown, Segments):
-        lines = _rows(shown.array)
+        lines: Iterable[str] = _rows(shown.array)
     else:
-        lines = [*(_batch(shown) if isinstance(shown, Mapping) else _alone(host_tensor("mask", shown)))]
+        lines = _batch(shown) if isinstance(shown, Mapping) else _alone(host_tensor("mask", shown))
     return Words(printable("\n".join(lines)))
 
 
@@ -103,9 +103,8 @@ def _rows(ids_BS: Array) -> list[str]:
 def _folded(keep_QK: Array, down: int, across: int) -> list[list[str]]:
     """The sign of each block of places: all of them attend, none, or a part."""
     at_Q, at_K = (np.arange(0, n, step) for n, step in zip(keep_QK.shape, (down, across)))
-    none, whole = (
-        np.logical_and.reduceat(np.logical_and.reduceat(x, at_Q, 0), at_K, 1) for x in (~keep_QK, keep_QK.astype(bool))
-    )
+    every = np.logical_and.reduceat
+    none, whole = (every(every(x, at_Q, 0), at_K, 1) for x in (~keep_QK, keep_QK.astype(bool)))
     signs: list[list[str]] = np.select([none, whole], ["⬚", "■"], default="◧").tolist()
     return signs
 

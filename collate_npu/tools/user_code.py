@@ -144,9 +144,7 @@ def as_user_code(function: Callable[..., Any], where: str, spec: str, rule: str,
 def _module(place: str) -> Any:
     if not place.endswith(".py"):
         return import_module(place)
-    file = spec_from_file_location(f"collate_npu: {Path(place).resolve()}", place)  # no import finds it by that
-    assert file is not None
-    assert file.loader is not None
+    file: Any = spec_from_file_location(f"collate_npu: {Path(place).resolve()}", place)  # no import finds it by that
     if file.name not in sys.modules:
         module = sys.modules[file.name] = module_from_spec(file)
         try:

@@ -81,7 +81,7 @@ def test_of_a_mask_beside_documents_that_are_shared_out_each_rank_has_its_tokens
 
 @pytest.mark.parametrize("consumer", [name for name, c in consumers().items() if c.splits_rows and not c.shares_recurrent])
 def test_recurrent_layers_whose_stack_does_not_share_them_out_cannot_be_split(consumer):
-    for cp in (ContextParallel(2, 0), ContextParallel(2, 0, layout="ulysses")):
+    for cp in (ContextParallel(2, 0), ContextParallel(2, 0, layout="contiguous")):
         with pytest.raises(UnsupportedFormError, match=r"need the state of the tokens before .*give each rank"):
             BatchAdapter(HYBRID, consumer=consumer, context_parallel=cp)
         BatchAdapter(DENSE, consumer=consumer, context_parallel=cp)
@@ -93,7 +93,7 @@ def test_ranks_that_share_recurrent_layers_hold_the_tokens_these_put_in_order(co
     """Of the stacks that share a row at all, every one undoes a zigzag, whatever its loader did."""
     rows, flat = Segments.from_lengths([3, 8]), Segments.from_lengths([[8, 12]])
     for segments, padding_free, right in ((rows, False, "zigzag"), (flat, True, "document_zigzag")):
-        for layout in ("contiguous", "ulysses", right):
+        for layout in ("contiguous", right):
             cp = ContextParallel(2, 1, layout=layout)
             batch = batch_of(segments, cu_seqlens=segments.cu_seqlens) if padding_free else batch_of(segments)
             batch |= {} if padding_free else {"attention_mask_2d": segments.keep}

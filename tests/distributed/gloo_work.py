@@ -82,15 +82,6 @@ class Attention(nn.Module):
         return self.head(hidden + scores.softmax(-1) @ v)
 
 
-def own_bias(segments: Segments, cp: ContextParallel, offsets: Any) -> Tensor:
-    """Only this rank's rows, keys whole; under Ulysses all rows, of which it takes its tokens."""
-    S = segments.shape[1]
-    rows, runs = parallel.query_rows(S, cp, offsets).tolist(), parallel.token_runs(S, cp, offsets)
-    bias = dense(segments, polarity="bias", dtype=torch.float64, rows=rows)
-    assert bias.shape[2:] == (len(rows), S)
-    return bias[:, :, [rows.index(token) for start, stop in runs for token in range(start, stop)]]
-
-
 def loss_of(logits: Tensor, labels: Tensor, count: int) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum") / count
 
@@ -108,8 +99,8 @@ def attention(settings: dict[str, Any], lengths: list[list[int]], width: int, si
 
     offsets = cu_seqlens_of(batch)
     shard = split_batch({"input_ids": ids, "shift_labels": labels}, cp, cu_seqlens=offsets)
-    model = Attention()
-    logits = model(shard["input_ids"], own_bias(segments, cp, offsets), cp, offsets)
+    model, rows = Attention(), parallel.query_rows(segments.shape[1], cp, offsets)  # only this rank's, keys whole
+    logits = model(shard["input_ids"], dense(segments, polarity="bias", dtype=torch.float64, rows=rows), cp, offsets)
     if loss == "local":  # each rank sums the loss of its own tokens
         ours = loss_of(logits, shard["shift_labels"], count)
         ours.backward()
@@ -124,8 +115,8 @@ def attention(settings: dict[str, Any], lengths: list[list[int]], width: int, si
         torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, atol=1e-5, rtol=1e-5, msg=name)
 
 
-def jagged(settings: dict[str, Any], lengths: list[int]) -> None:
-    cp = place(**settings)
+def jagged(lengths: list[int]) -> None:
+    cp = place(layout="document_zigzag")
     batch, segments = pad_documents(
         {"input_ids": torch.arange(1, sum(lengths) + 1)[None]}, cp, segments=Segments.from_lengths([lengths])
     )

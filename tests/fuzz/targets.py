@@ -22,7 +22,7 @@ from collate_npu import ContextParallel, Segments, last_token, repad, split_batc
 from collate_npu.outputs import ignore_first_labels, per_sequence, shift_labels, to_nested
 from collate_npu.parallel import split_tensor
 
-LAYOUTS = ("zigzag", "contiguous", "ulysses")
+LAYOUTS = ("zigzag", "contiguous")
 
 
 def place_of(drawn: Drawn, layouts=LAYOUTS):
@@ -33,17 +33,12 @@ def place_of(drawn: Drawn, layouts=LAYOUTS):
 
 def units_of(cp: ContextParallel) -> tuple[int, int]:
     """What a document, and the whole row, is a multiple of."""
-    chunks = 1 if cp.layout == "ulysses" else cp.size * (2 if cp.size > 1 and cp.layout.endswith("zigzag") else 1)
+    chunks = cp.size * (2 if cp.size > 1 and cp.layout.endswith("zigzag") else 1)
     return chunks, lcm(chunks, cp.size)
 
 
 def held_by(rank: int, bounds, cp: ContextParallel) -> list[int]:
     return oracle.share_of_documents(bounds, cp.size, rank, cp.layout.removeprefix("document_"))
-
-
-def queries_of(cp: ContextParallel, S: int) -> list[int]:
-    """Ulysses gives attention the tokens of the whole row."""
-    return list(range(S)) if cp.layout == "ulysses" else held_by(cp.rank, [0, S], cp)
 
 
 def split(drawn: Drawn) -> None:
@@ -67,11 +62,10 @@ def split(drawn: Drawn) -> None:
     out = taken(lambda: split_batch(batch, cp), S % unit > 0, "the width does not divide", batch)
     if out is None:
         return
-    held, queries = held_by(cp.rank, [0, S], cp), queries_of(cp, S)
+    held = held_by(cp.rank, [0, S], cp)
     ours = [[row[s] for s in held] for row in ids]
     flat = [[row[s] for s in held] for row in kept]
-    own = kept if cp.layout == "ulysses" else flat
-    dense = [[[keys[q] for q in queries]] for (keys,) in whole] if whole else own
+    dense = [[[keys[q] for q in held]] for (keys,) in whole] if whole else flat
     right = {"input_ids": ours, "labels": ours, "loss_scale": ours, "attention_mask_2d": flat, "attention_mask": dense}
     right |= {"position_ids": [ours] * 3, "advantages": list(range(B)), "pixel_values": [[1.0] * 3] * 2, "name": "x"}
     assert {key: lists(value) for key, value in out.items()} == right
@@ -79,7 +73,7 @@ def split(drawn: Drawn) -> None:
 
 
 def gather(drawn: Drawn) -> None:
-    cp = place_of(drawn, (*LAYOUTS, "document_zigzag", "document_contiguous"))
+    cp = place_of(drawn, (*LAYOUTS, "document_zigzag"))
     document, unit = units_of(cp)
     parts = [document * drawn.below(3) for _ in range(1 + drawn.below(3))]
     parts[-1] += -sum(parts) % unit

@@ -35,13 +35,13 @@ def test_tokens_that_read_themselves_alone_reach_one():
     assert call([0, 1]).reach == 1
 
 
-@pytest.mark.parametrize("order", ["BTD", "TBD", "BDT", "BT", "TB"])
+@pytest.mark.parametrize("order", ["BTD", "BDT", "BT"])
 def test_zeros_stand_row_after_row(order):
     zero_BT = torch.tensor([[1, 0, 0], [1, 1, 0]]).bool()
     x_BTD = torch.where(zero_BT, 0, 7)[..., None].repeat(1, 1, len(order) - 1)
     x_BTD[0, 1, 1:] = 0  # one channel alone is not
     x = x_BTD.permute([{"B": 0, "T": 1, "D": 2}[axis] for axis in order]) if "D" in order else x_BTD[..., 0]
-    assert boundaries.zeros_of(x.T if order == "TB" else x, order).tolist() == zero_BT.flatten().tolist()
+    assert boundaries.zeros_of(x, order).tolist() == zero_BT.flatten().tolist()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from collate_npu import CollateError, Segments
 from collate_npu.kernels import prefix_triangle, triangle
 from collate_npu.masks import dense
 from collate_npu.masks.patterns import CAUSAL
-from collate_npu.proof import known_kernels
+from collate_npu.proof import boundaries
 from collate_npu.proof.boundaries import attention_reason, boundary_reason
 from collate_npu.proof.known_kernels import KERNELS, MODULES, MisusedError, UnreadError
 
@@ -180,7 +180,7 @@ def fusion_call(case):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["source"].split("/")[-1][-40:])
 def test_the_vendors_verdict_on_masks_holds(case, monkeypatch):
-    monkeypatch.setattr(known_kernels, "by_mask", lambda rows, B, T: (np.zeros(B * T, int), np.zeros(B * T, bool), 0))
+    monkeypatch.setattr(boundaries, "by_mask", lambda rows, B, T: (np.zeros(B * T, int), np.zeros(B * T, bool), 0))
     misused = False
     with suppress(UnreadError):
         try:

@@ -45,7 +45,7 @@ def test_each_error_by_hand():
 def test_the_worst_keeps_what_is_not_a_number_wherever_it_stands(place):
     for bad, kept in ((NAN, NAN), (INF, INF), (-INF, 2.0)):
         values = [bad if n == place else 0.0 for n in range(4)]
-        found = measuring.Compared((Errors(*[1.0] * 4), Errors(*values), Errors(*[2.0] * 4)), ()).worst
+        found = measuring.worst((Errors(*[1.0] * 4), Errors(*values), Errors(*[2.0] * 4)))
         assert astuple(found)[place] == pytest.approx(kept, nan_ok=True)
 
 
