@@ -280,6 +280,7 @@ class _Hooks:
                 raise UnsupportedFormError(explain("input_ids", str(list(part)), f"{rule}: {why}.", _WHOLE_ROWS))
             facts |= {"part": str(part)} | {key: partial(digest, value) for key, value in offsets.items()}
             whole = whole_rows(batch, cp, offsets)
+            facts["keys"] = ", ".join(whole)  # by which each rank reads what came
         segments = adapter.read(whole, adapter.polarity, _is_flat(whole))
         for mixer in self.mixers if _gathers(self.mixers) else ():  # a collective in it may be one for its parameters
             cast(BySequence, mixer.forward).exchanges = cast(BySequence, mixer.forward).kind not in (None, "2d")
