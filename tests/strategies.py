@@ -79,6 +79,13 @@ def free(*, rows: int = 3, width: int = 8, packed: bool = True) -> st.SearchStra
     return segment_ids(rows=rows, width=width, packed=packed).map(lambda ids: Segments(torch.tensor(ids)))
 
 
+def whole_rows() -> st.SearchStrategy[Segments]:
+    """Rows that up to four ranks can share, in any layout: several sequences or one, padding on any side, holes."""
+    kinds = packed(longest=20, extra=20), free(width=30), free(width=30, packed=False)
+    wide = lambda drawn, ends: Segments(torch.nn.functional.pad(drawn.ids, [end * (-drawn.shape[1] % 8) for end in ends]))  # noqa: E731
+    return st.builds(wide, st.one_of(kinds).filter(lambda drawn: drawn.num_tokens > 0), st.permutations((0, 1)))
+
+
 def segments(*, rows: int = 3, width: int = 8) -> st.SearchStrategy[Segments]:
     """The ordinary and the strange alike."""
     return st.one_of(sided(rows=rows), packed(rows=rows), free(rows=rows, width=width))

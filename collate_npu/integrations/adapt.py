@@ -281,6 +281,7 @@ class _Hooks:
                 raise UnsupportedFormError(explain("input_ids", str(list(part)), f"{rule}: {why}.", _WHOLE_ROWS))
             facts |= {"part": str(part)} | {key: partial(digest, value) for key, value in offsets.items()}
             whole = whole_rows(batch, cp, offsets)
+            facts["keys"] = ", ".join(whole)  # by which each rank reads what came
         targets = whole.get("shift_labels")
         segments = adapter.read(whole, adapter.polarity, _is_flat(whole))
         last_or_padding = shift_labels(torch.zeros(segments.shape, dtype=torch.long), segments) < 0

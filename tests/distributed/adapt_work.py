@@ -3,18 +3,20 @@
 import copy
 
 import torch
+from shared_work import alone, gaps, gradient, model_of, padded, parts
 from torch import distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from collate_npu import CollateError, PaddingCollator, adapt, check_delivery
+from collate_npu import CollateError, PaddingCollator, Segments, adapt, check_delivery
 from collate_npu.collate import BalancedBatchSampler, loss_weights
 from collate_npu.testing import tiny_model
 
 VOCAB, PAD = 61, 7
 ROWS = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (7, 400, 4, 9)]
+PARTS = [ROWS[:2], ROWS[2:]]
 """Those of the first rank make two buckets, those of the second one."""
 
 
@@ -22,10 +24,7 @@ def batch_of(rows, layout):
     if layout == "packed":
         ids = torch.cat(rows)[None]
         return {"input_ids": ids, "position_ids": torch.cat([torch.arange(len(row)) for row in rows])[None], "labels": ids}
-    width = max(map(len, rows))
-    ids = torch.stack([torch.cat([torch.full((width - len(row),), PAD), row]) for row in rows])
-    keep = torch.stack([torch.arange(width) >= width - len(row) for row in rows]).long()
-    return {"input_ids": ids, "attention_mask": keep, "labels": ids.masked_fill(keep == 0, -100)}
+    return padded(rows, side="left")
 
 
 def sharded(model):
@@ -53,34 +52,30 @@ def sharded_inside(model):
 WRAPPERS = {"DDP": DistributedDataParallel, "FSDP2": sharded, "FSDP": flat, "FSDP2 inside mixers": sharded_inside}
 
 
+def mean_of_ranks(family):
+    """The gradient of all samples by themselves, as the mean of the ranks' means."""
+    truth = tiny_model(family, vocab_size=VOCAB)
+    return sum(alone(truth, part)[1] / (sum(map(len, part)) - len(part)) for part in PARTS) / len(PARTS)
+
+
 def gradient_error(wrapper, first, family, layout):
     """How far this rank's gradient, the mean over ranks, is from that of all samples alone; and is a lost mask refused?"""
-    rank, truth = dist.get_rank(), tiny_model(family, vocab_size=VOCAB)
-    parts = [ROWS[:2], ROWS[2:]]
-    for part in parts:
-        for row in part:
-            targets = sum(map(len, part)) - len(part)
-            (truth(input_ids=row[None], labels=row[None]).loss * (len(row) - 1) / targets / len(parts)).backward()
+    rank, wanted = dist.get_rank(), mean_of_ranks(family)
     model = tiny_model(family, vocab_size=VOCAB)
     if first == "adapt":
         adapt(model)
     wrapped = WRAPPERS[wrapper](model)
     if first == "wrapper":
         adapt(wrapped)
-    wrapped(**batch_of(parts[rank], layout)).loss.backward()
-    gaps, sizes = [], []
-    for mine, wanted in zip(wrapped.parameters(), truth.parameters()):
-        if wanted.grad is not None:
-            gradient = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
-            gaps.append(float((gradient - wanted.grad).norm()) ** 2)
-            sizes.append(float(wanted.grad.norm()) ** 2)
+    wrapped(**batch_of(PARTS[rank], layout)).loss.backward()
+    found = gradient(wrapped)
     try:
-        wrapped(input_ids=batch_of(parts[rank], "padded left")["input_ids"])
+        wrapped(input_ids=batch_of(PARTS[rank], "padded left")["input_ids"])
         refused = False
     except CollateError:
         refused = True
     dist.barrier()
-    return (sum(gaps) / sum(sizes)) ** 0.5, refused
+    return float((found - wanted).norm() / wanted.norm()), refused
 
 
 def delivered(wrapper, alone):
@@ -100,19 +95,24 @@ def planned_error(wrapper, pack):
     rank, size, truth = dist.get_rank(), dist.get_world_size(), tiny_model("qwen3", vocab_size=VOCAB)
     draw = torch.Generator().manual_seed(0)
     rows = [torch.randint(3, VOCAB, (n,), generator=draw) for n in (*[2] * 30, *[5] * 5, 31, 30)]
-    for row in rows:
-        (truth(input_ids=row[None], labels=row[None]).loss * (len(row) - 1) / sum(len(row) - 1 for row in rows)).backward()
+    wanted, gaps = alone(truth, rows)[1] / sum(len(row) - 1 for row in rows), {}
     model = tiny_model("qwen3", vocab_size=VOCAB)
     collator = PaddingCollator(pad_token_id=PAD, model=model, padding_free=pack)
     sampler = BalancedBatchSampler(map(len, rows), max_tokens=32, num_replicas=size, rank=rank, pack=pack)
     data = [{"input_ids": row, "labels": row} for row in rows]
     batches = list(DataLoader(data, batch_sampler=sampler, collate_fn=collator))
-    gaps = {}
     for name, weights in (("planned", loss_weights(batches)), ("each alike", [1 / len(batches)] * len(batches))):
         wrapped = WRAPPERS[wrapper](copy.deepcopy(model))
         for batch, weight in zip(batches, weights):
             (wrapped(**batch).loss * weight).backward()
-        pairs = [(a.grad, b.grad) for a, b in zip(wrapped.parameters(), truth.parameters()) if b.grad is not None]
-        found = [(a.full_tensor() if hasattr(a, "full_tensor") else a, b) for a, b in pairs]
-        gaps[name] = float(sum((a - b).norm() ** 2 for a, b in found) / sum(b.norm() ** 2 for _, b in found)) ** 0.5
+        gaps[name] = float((gradient(wrapped) - wanted).norm() / wanted.norm())
     return gaps
+
+
+def of_shared_rows(wrapper, attention):
+    """`shared_work.gaps` of a model whose parameters ranks gather, too."""
+    rows = Segments.from_lengths([23, 40, 31, 50], 64, "left")
+    *_, batch, targets, places, samples = parts(rows.ids, ["attention_mask"], "contiguous")
+    model = model_of.__wrapped__("qwen3_next", (), attention)
+    adapt(model, sequence_group=dist.group.WORLD)
+    return gaps(WRAPPERS[wrapper](model), batch, targets, places, *alone(model_of("qwen3_next"), samples))

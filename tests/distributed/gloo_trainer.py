@@ -7,23 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from shared_work import gradient, padded
 
-from collate_npu import Segments, adapt
+from collate_npu import adapt
 from collate_npu.testing import tiny_model
 
 
 def features(lengths: list[int]) -> list[dict[str, list[int]]]:
     rows = [[(7 * n + 3 * i) % 39 for i in range(length)] for n, length in enumerate(lengths, start=1)]
     return [{"input_ids": row, "labels": row} for row in rows]
-
-
-def padded(rows: list[dict[str, list[int]]], width: int, side: str = "right") -> dict[str, torch.Tensor]:
-    """An ordinary collator: ids, labels and a 2D mask of one width."""
-    segments = Segments.from_lengths([len(row["input_ids"]) for row in rows], width=width, side=side)
-    keep = segments.keep
-    flat = torch.tensor([n for row in rows for n in row["input_ids"]])
-    ids = torch.full(keep.shape, 39).masked_scatter(keep, flat)
-    return {"input_ids": ids, "labels": ids.masked_fill(~keep, -100), "attention_mask": keep.long()}
 
 
 def accelerator_on(mesh: Any) -> Any:
@@ -65,11 +57,8 @@ def shared(model: Any, whole: dict[str, torch.Tensor], context: Any, inputs: Any
         loss = model(**inputs, num_items_in_batch=count).loss
         loss.backward()
     dist.all_reduce(total := loss.detach().clone())
-    worst = 0.0
-    for name, parameter in model.named_parameters():
-        dist.all_reduce(parameter.grad)
-        worst = max(worst, float((parameter.grad - alone.get_parameter(name).grad).abs().max()))
-    return {"loss": float(total), "right": float(right), "grads": worst}
+    dist.all_reduce(found := gradient(model))
+    return {"loss": float(total), "right": float(right), "grads": float((found - gradient(alone)).abs().max())}
 
 
 def trainer_step(
@@ -79,7 +68,7 @@ def trainer_step(
     from transformers import Trainer, TrainingArguments
 
     accelerator, model = setup(family, adapted=ours)
-    collator = functools.partial(padded, width=width, side=side)
+    collator = functools.partial(padded, width=width, side=side, pad=39)
     args = TrainingArguments(tempfile.mkdtemp(), report_to=[], use_cpu=True)
     trainer = Trainer(model, args, data_collator=collator)
     trainer.accelerator = accelerator

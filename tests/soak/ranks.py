@@ -11,10 +11,11 @@ from time import monotonic, sleep
 from typing import Any
 
 import ranks_work as work
-from gloo_pool import Pool
+from gloo_pool import START, Pool
 
 SIZE, CALLS, TIMEOUT, SLACK = 4, 12, 2.0, 4.0
 """Ranks; calls of a round; the group's timeout in seconds; and what a loaded machine may add."""
+ILLS = [(name, fault) for name in work.CALLS for fault in work.FAULTS[name]]
 
 
 class Soak:
@@ -24,6 +25,7 @@ class Soak:
 
     def begin(self) -> None:
         self.pool, self.rounds = Pool(SIZE), 0
+        self.pool(work.warm, seconds=START)
         self.path = tempfile.NamedTemporaryFile(prefix="soak-", delete=False).name  # noqa: SIM115
 
     def run(self, minutes: float) -> None:
@@ -38,13 +40,16 @@ class Soak:
         self.rounds += 1
         calls = [self.draw.choice(work.CALLS) for _ in range(CALLS)]
         at, odd, seed = self.draw.randrange(CALLS - 1), self.draw.randrange(SIZE), self.draw.randrange(1 << 30)
-        faults = work.FAULTS[calls[at]] if self.draw.random() < 0.5 else work.HARMLESS
-        fault = self.draw.choice(faults)
-        alike = {*calls[at : at + 2]} <= {"objects", "plan"}  # nothing tells one from the other
-        fault = "" if fault == "swap" and alike else fault
+        fault = self.draw.choice(work.HARMLESS)
+        if self.draw.random() < 0.5:
+            ills = [self.draw.choice(ILLS) for _ in range(2)]
+            calls[at], fault = ills["kill" in ills[0][1]]  # twice for a kill, behind which four processes begin again
+        pair = {*calls[at : at + 2]}  # nothing tells one from the other, nor a rank's part of other rows
+        alike = pair <= {"objects", "plan"} or pair == {"shared"}
+        fault = "" if fault in ("skip", "swap") and alike else fault
         said = self.said(seed, calls, fault, odd, at)
         self.judge(said, f"seed {seed}, {calls}, {fault or 'healthy'} at call {at} of rank {odd}", fault, odd)
-        if fault == "kill":
+        if None in said:
             self.pool.close()
             self.begin()
         elif fault not in work.HARMLESS:
@@ -54,7 +59,7 @@ class Soak:
         """What each rank answers; None of one that is gone."""
         for pipe in self.pool._pipes:
             pipe.send((work.round_of, (seed, calls, fault, odd, at, TIMEOUT)))
-        if fault == "stop":
+        if fault.startswith("stop"):
             pid = self.pool._workers[odd].pid
             while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
                 sleep(0.01)
@@ -65,7 +70,7 @@ class Soak:
     def judge(self, said: list[Any], what: str, fault: str, odd: int) -> None:
         self.counts[f"rounds: {fault or 'healthy'}"] += 1
         self.counts["calls of a rank that were right"] += sum(answer[1] for answer in said if isinstance(answer, tuple))
-        heard = [answer for rank, answer in enumerate(said) if not (fault == "kill" and rank == odd)]
+        heard = [answer for rank, answer in enumerate(said) if not (fault.startswith("kill") and rank == odd)]
         if fault in work.HARMLESS:
             right = [answer == ("", CALLS, 0.0) for answer in heard]
         else:

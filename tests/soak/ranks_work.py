@@ -8,22 +8,34 @@ from time import monotonic, sleep
 from typing import Any
 
 import oracle
+import shared_work as shared
 import torch
 import torch.distributed as dist
 
-from collate_npu import BatchAdapter, CollateError, Segments
+from collate_npu import BatchAdapter, CollateError, Segments, adapt
 from collate_npu.collate import BalancedBatchSampler, loss_weights
 from collate_npu.parallel import ContextParallel, gather_sequence, ranks_agree, split_batch
 
-CALLS = ("split", "adapter", "gather", "same", "local", "objects", "plan", "weights")
+CALLS = ("split", "adapter", "gather", "same", "local", "objects", "plan", "weights", "shared")
 ANYWHERE = ("skip", "swap", "late", "stop", "kill")
 BY_CALL = {"objects": ANYWHERE, "plan": (*ANYWHERE, "other plan"), "weights": ("late", "stop", "kill")}
 BY_CALL |= {**dict.fromkeys(("gather", "same", "local"), (*ANYWHERE, "layout", "truth", "raise"))}
+INSIDE = {f"{fault} inside": fault for fault in ("late", "stop", "kill")}
+"""After all ranks have agreed to run a model, before its first exchange or its backward."""
+BY_CALL |= {"shared": (*ANYWHERE, *INSIDE, "no backward", "layout", "width", "keys", "labels", "error")}
 FAULTS = {**BY_CALL, **dict.fromkeys(("split", "adapter"), (*ANYWHERE, "layout", "truth", "raise", "tokens"))}
 """What can be wrong with a call so that the others can know."""
 HARMLESS = ("", "slow")
+FAMILIES = ("qwen3_next", "lfm2", "olmo_hybrid")
+"""Heads for tokens, or whole sequences."""
 Said = tuple[str, int, float]
 """What ended the round, "" if nothing did; at which call; and how many seconds that one took."""
+
+
+def warm() -> None:
+    """The models of "shared", and what adapt asks of each once."""
+    for family in FAMILIES:
+        adapt(shared.model_of(family)).remove()
 
 
 def meet(path: str, number: int, seconds: float) -> None:
@@ -45,10 +57,11 @@ def round_of(seed: int, calls: list[str], fault: str, odd: int, at: int, seconds
         start = monotonic()
         try:
             _ill(wrong, seconds)
-            if problem := _call(name, random.Random(f"{seed} {n}"), wrong):
+            draw = random.Random(f"{seed} {n}")
+            if problem := _shared(draw, wrong, seconds) if name == "shared" else _call(name, draw, wrong):
                 return f"WRONG in silence: {name}: {problem}", n, monotonic() - start
         except (CollateError, RuntimeError) as error:
-            if name != "weights" and not isinstance(error, CollateError):
+            if name not in ("weights", "shared") and not isinstance(error, CollateError):  # these meet in Gloo, too
                 raise
             return f"refused: {error}", n, monotonic() - start
     return "", len(calls), 0.0
@@ -130,7 +143,7 @@ def _weighed(draw: random.Random, _: str) -> str:
 
 
 def _split(name: str, cp: ContextParallel, segments: Segments, ids: torch.Tensor, wanted: torch.Tensor) -> str:
-    learned = ids.masked_fill(~segments.keep, -100)
+    learned = ids.masked_fill(~segments.keep[:, -ids.shape[1] :], -100)
     batch: dict[str, Any] = {"input_ids": ids, "labels": learned, "attention_mask_2d": segments.keep}
     if name == "split":
         shard = split_batch(batch, cp, segments=segments)
@@ -151,3 +164,24 @@ def _gathered(name: str, cp: ContextParallel, segments: Segments, whole: torch.T
     (found * weight).sum().backward()
     wanted = sum(range(1, dist.get_world_size() + 1)) if name == "local" else 5
     return "" if shard.grad.unique().tolist() == [wanted] else f"gradient {shard.grad.unique().tolist()}, not {wanted}"
+
+
+def _shared(draw: random.Random, wrong: str, seconds: float) -> str:
+    """A hybrid on rows of which each rank has a part: its logits, and the gradient of all, as of each sample alone."""
+    family, layouts = draw.choice(FAMILIES), draw.sample(("contiguous", "head_tail"), 2)
+    keys = draw.choice((["attention_mask"], ["position_ids"], ["attention_mask", "position_ids"]))
+    rows = 1 if keys == ["position_ids"] else draw.randint(1, 3)
+    S, model = 2 * dist.get_world_size() * draw.randint(2, 8), shared.model_of(family)
+    several = [1 if keys == ["attention_mask"] else draw.randint(2, 4) for _ in range(rows)]
+    lengths = [[draw.randint(1, S // n) for _ in range(n)] for n in several]
+    ids = Segments.from_lengths(lengths, S, draw.choice(("left", "right")) if keys == ["attention_mask"] else "right").ids
+    _, _, batch, *own, samples = shared.parts(ids, keys, layouts[0])
+    batch, truth = shared.odd(batch, wrong), shared.alone(model, samples)
+    with adapt(model, sequence_group=dist.group.WORLD, layout=layouts[wrong == "layout"]):
+        hooked = draw.choice((model.register_forward_pre_hook, model.register_forward_hook))
+        with hooked(lambda *_: _ill(INSIDE.get(wrong, ""), seconds)):
+            if wrong == "no backward":
+                model(**batch)
+                return ""
+            found = shared.gaps(model, batch, *own, *truth)
+    return "" if max(found) < 1e-4 else f"{family}, {layouts[0]}, {keys}, {ids.tolist()}: off by {found}"
