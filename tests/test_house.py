@@ -139,7 +139,6 @@ ELSEWHERE = {
     "verl": "consumers.mask_choice",
     "torchtitan": "consumers.adapter consumers.mask_choice consumers.model_traits",
     "llamafactory": "tools.env",
-    "deepspeed": "integrations.accelerate",
 }
 """Modules whose code names a stack that is not theirs: the list may only shrink. A docstring may cite anybody."""
 TABLE = "masks.dialects"
