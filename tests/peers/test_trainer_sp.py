@@ -6,6 +6,7 @@ takes no gather of a number into rows, nor of rows of two widths.
 
 # ruff: noqa: E402
 import functools
+from contextlib import nullcontext
 
 import openrlhf_world
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedSequenceParallelConfig
-from cells import Stack, gradient_error, of_job, samples, scores
+from cells import Stack, gradient_error, of_job, samples, scores, with_gradient
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
@@ -50,7 +51,8 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cells(family, found):
-    own, ours = (of_job(job) | job["learned"] for job in (found[f"trainer {family} {who}"] for who in ("own", "ours")))
+    jobs = (found[f"trainer {family} {who}"] for who in ("own", "ours"))
+    own, ours = (with_gradient(of_job(job), job["gradient"]) for job in jobs)
     STACK.tell(family, "context parallel", alone=own, ours=ours, line="adapt(model), ParallelismConfig(sp_size=2)")
 
 
@@ -76,10 +78,14 @@ def collated(side, rows):
     return {key: batch[key] for key in ("input_ids", "labels", "attention_mask", "position_ids")}
 
 
-def settings(stage):
+def parallel():
     handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
-    zero = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
-    return ParallelismConfig(sp_size=2, sp_backend="deepspeed", sp_handler=handler), zero
+    return ParallelismConfig(sp_size=2, sp_backend="deepspeed", sp_handler=handler)
+
+
+ZERO = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+DATA = [{"input_ids": ids, "labels": ids} for ids in samples()] * 2
+"""A batch of all for each rank's loader."""
 
 
 class Seen:
@@ -119,24 +125,20 @@ def judged(seen, family):
     return worst, gradient_error(seen.gradient, wanted)
 
 
-def by_trainer(model, seen, collator, folder):
-    parallel, zero = settings(2)
+def by_trainer(model, collator, folder):
     args = TrainingArguments(
         str(folder / "out"), per_device_train_batch_size=4, max_steps=1, learning_rate=0.0, use_cpu=True, report_to=[],
-        save_strategy="no", remove_unused_columns=False, deepspeed=zero, parallelism_config=parallel, disable_tqdm=True,
+        save_strategy="no", remove_unused_columns=False, deepspeed=ZERO, parallelism_config=parallel(), disable_tqdm=True,
     )  # fmt: skip
-    data = [{"input_ids": ids, "labels": ids} for ids in samples()] * 2  # a batch of all for each rank's loader
-    trainer = Trainer(model, args, train_dataset=data, eval_dataset=data, data_collator=collator)
-    trainer._get_train_sampler = lambda *_: range(len(data))
+    trainer = Trainer(model, args, train_dataset=DATA, eval_dataset=DATA, data_collator=collator)
+    trainer._get_train_sampler = lambda *_: range(len(DATA))
     trainer.train()
     trainer.evaluate()  # whole rows on each rank
 
 
-def by_accelerate(model, seen, collator, folder):
-    parallel, zero = settings(2)
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero), parallelism_config=parallel)
-    rows = [{"input_ids": ids, "labels": ids} for ids in samples()]
-    loader = torch.utils.data.DataLoader(rows * 2, batch_size=4, collate_fn=collator)
+def by_accelerate(model, collator, folder):
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ZERO), parallelism_config=parallel())
+    loader = torch.utils.data.DataLoader(DATA, batch_size=4, collate_fn=collator)
     model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.0), loader)
     batch = next(iter(loader))
     targets = batch.pop("shift_labels")
@@ -147,24 +149,15 @@ def by_accelerate(model, seen, collator, folder):
 
 
 def run(folder, door, family, who, side="right"):
-    sdpa, collator, handle = ALL_ATTENTION_FUNCTIONS["sdpa"], functools.partial(collated, side), None
-    model = tiny_model(family, vocab_size=120).train()
-    seen = Seen(model)
-
-    def act():
-        nonlocal handle
-        if who == "ours":
-            handle = adapt(model)
-        {"trainer": by_trainer, "accelerate": by_accelerate}[door](model, seen, collator, folder)
-
-    refused = refusal(act)
-    if handle is not None:
-        handle.remove()
+    model, sdpa = tiny_model(family, vocab_size=120).train(), ALL_ATTENTION_FUNCTIONS["sdpa"]
+    seen, step = Seen(model), {"trainer": by_trainer, "accelerate": by_accelerate}[door]
+    with adapt(model) if who == "ours" else nullcontext():
+        refused = refusal(lambda: step(model, functools.partial(collated, side), folder))
     ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa  # as the end of a process leaves it
     parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
     AcceleratorState._reset_state(True)
     worst, learned = (None, None) if refused else judged(seen, family)
-    return {"refused": refused, "error": worst, "learned": {} if refused else {"gradient": learned}}
+    return {"refused": refused, "error": worst, "gradient": learned}
 
 
 if __name__ == "__main__":
