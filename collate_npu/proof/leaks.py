@@ -1,8 +1,8 @@
 """Leaks: whether padding or another sequence moves a real token of a model's own batch, whatever code is between.
 
 A layer with code of its own calls no kernel that is known. So what padding and the other sequences embed is replaced, and no
-real token may move. With `alone=True` the two sequences with most before them in their row are run by themselves, and in
-another width with tokens after them. Legend: B rows, S width, T = B * S tokens, L tokens of one sequence.
+real token may move. With `alone=True` the longest sequence and the one with most before it in its row are run by themselves,
+and in another width with tokens after them. Legend: B rows, S width, T = B * S tokens, L tokens of one sequence.
 """
 
 from __future__ import annotations
