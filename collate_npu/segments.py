@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import OF_A_BATCH, Array, PaddingSide, Side, check_places, host_array, once, whole_number
-from collate_npu.errors import CollateError, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, explain, refuse_rows, shape_of
 from collate_npu.validation import checked
 
 Values = Tensor | npt.ArrayLike
@@ -61,11 +61,10 @@ class Segments:
 
     def __init__(self, ids: Values) -> None:
         ids_BS = as_ids(ids)
-        bad = np.flatnonzero((ids_BS != _numbered(ids_BS)[0]).any(axis=1))
-        if len(bad):
-            rule = "The n-th sequence of a row has the id n, and sequences stand in order."
-            rows = [(int(b), f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
-            raise CollateError(explain_rows("segment ids", rows, rule, "Use Segments.from_ids, which renumbers."))
+        wrong_B = (ids_BS != _numbered(ids_BS)[0]).any(axis=1)
+        rule = "The n-th sequence of a row has the id n, and sequences stand in order."
+        bad = [(b, f"ids {ids_BS[b].tolist()[:24]}") for b in np.flatnonzero(wrong_B).tolist()]
+        refuse_rows("segment ids", bad, rule, "Use Segments.from_ids, which renumbers.")
         ready(self._hold(ids_BS))
 
     def _hold(self, ids_BS: Array) -> Segments:
@@ -92,9 +91,8 @@ class Segments:
         totals = [sum(row) for row in rows]
         width = max(totals, default=0) if width is None else whole_number("width", width)
         bad = [(b, f"lengths {row}") for b, row in enumerate(rows) if totals[b] > width]
-        if bad:
-            rule = f"The lengths of a row add up to at most the width, {width}."
-            raise CollateError(explain_rows("lengths", bad, rule, "Pass a larger width, or truncate the rows."))
+        rule = f"The lengths of a row add up to at most the width, {width}."
+        refuse_rows("lengths", bad, rule, "Pass a larger width, or truncate the rows.")
         check_places("lengths", len(rows) * width, "Check the lengths and the width.")
         return ready(of_lengths(rows, width, side))
 
@@ -152,10 +150,8 @@ class Segments:
             raise CollateError(explain("position_ids", shape_of(positions_BS), "Positions are [B, S].", "Reshape them."))
         starts_BS, counts_B = sequence_starts(positions_BS, np.ones(positions_BS.shape, bool))
         bad = [(int(b), str(positions_BS[b].tolist()[:24])) for b in np.flatnonzero(~counts_B)]
-        if bad:
-            rule = "Positions show where sequences begin only if each sequence counts 0, 1, 2, ..."
-            remedy = "Use Segments.from_ids, from_lengths or from_cu_seqlens."
-            raise CollateError(explain_rows("position_ids", bad, rule, remedy))
+        rule = "Positions show where sequences begin only if each sequence counts 0, 1, 2, ..."
+        refuse_rows("position_ids", bad, rule, "Use Segments.from_ids, from_lengths or from_cu_seqlens.")
         return ready(_built(np.cumsum(starts_BS, axis=1)))
 
     # --- read off
@@ -356,9 +352,15 @@ def of_keep(keep_BS: Array) -> Segments:
 
 
 def of_ids(ids_BS: Array) -> Segments:
-    """Build what `Segments.from_ids` does, of an array of whole numbers."""
-    one = ids_BS.max(initial=0) <= 1
-    return of_keep(ids_BS.astype(bool)) if one else _built(renumber(ids_BS))
+    """Build what `Segments.from_ids` does, of an array of whole numbers, with the same errors."""
+    if ids_BS.max(initial=0) <= 1:
+        return of_keep(ids_BS.astype(bool))
+    numbered_BS, starts_BS = _numbered(ids_BS)
+    labels = [ids_S[starts_S].tolist() for ids_S, starts_S in zip(ids_BS, starts_BS)]
+    bad = [(b, f"ids {ids_BS[b].tolist()[:24]}") for b, row in enumerate(labels) if len(set(row)) < len(row)]
+    rule = "The tokens of a sequence stand together: an id does not return after another sequence."
+    refuse_rows("segment ids", bad, rule, "Give each sequence of a row its own id.")
+    return _built(numbered_BS)
 
 
 def _built(ids_BS: Array) -> Segments:
@@ -423,8 +425,7 @@ def length_rows(lengths: Any, name: str = "lengths", *, filler: int = 0) -> list
         if counts.ndim != 1 or (counts.size and (counts.dtype.kind not in "iu" or (counts < 0).any())):
             bad.append((b, f"lengths {counts.tolist()}"[:80]))
         rows.append(counts.tolist())
-    if bad:
-        raise CollateError(explain_rows(name, bad, "Lengths are whole numbers, 0 or more.", "Pass token counts."))
+    refuse_rows(name, bad, "Lengths are whole numbers, 0 or more.", "Pass token counts.")
     return rows
 
 
@@ -469,20 +470,8 @@ def as_ids(ids: Any) -> Array:
     if ids_BS.size and ids_BS.min() < 0:
         bad = [(int(b), f"the id {ids_BS[b].min()}") for b in np.flatnonzero((ids_BS < 0).any(axis=1))]
         rule = "0 is padding and sequences count from 1; no id is negative."
-        raise CollateError(explain_rows("segment ids", bad, rule, "Add 1 to ids that count from -1 or 0."))
+        refuse_rows("segment ids", bad, rule, "Add 1 to ids that count from -1 or 0.")
     return ids_BS.astype(np.int64, copy=False)
-
-
-def renumber(ids_BS: Array) -> Array:
-    """Return any ids as 1, 2, ... in order of appearance. Raises `CollateError` if an id returns after another sequence."""
-    numbered_BS, starts_BS = _numbered(ids_BS)
-    labels = [ids_S[starts_S].tolist() for ids_S, starts_S in zip(ids_BS, starts_BS)]
-    bad = [b for b, row in enumerate(labels) if len(set(row)) < len(row)]
-    if bad:
-        rule = "The tokens of a sequence stand together: an id does not return after another sequence."
-        rows = [(b, f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
-        raise CollateError(explain_rows("segment ids", rows, rule, "Give each sequence of a row its own id."))
-    return numbered_BS
 
 
 def _numbered(ids_BS: Array) -> tuple[Array, Array]:

@@ -28,7 +28,7 @@ from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.labels_and_positions import check_labels, labels_for, refuse_moved
 from collate_npu.consumers.mask_choice import Consumer, ConsumerName
 from collate_npu.consumers.model_traits import LabelRule, config_of, consumer_of, text_config
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, not_one_of
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, not_one_of, refuse_rows
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.forms import none_is_exact, offsets_of, own_places, write_dense
 from collate_npu.masks.patterns import Pattern
@@ -320,9 +320,10 @@ class PaddingCollator:
             check_return_tensors(return_tensors)
         samples = read_features(features, keys=self.keys)
         limit = self.max_length
-        if limit is not None and (longer := [(b, f"{n} tokens") for b, n in enumerate(samples.lengths) if n > limit]):
+        if limit is not None:
+            longer = [(b, f"{n} tokens") for b, n in enumerate(samples.lengths) if n > limit]
             rule = f"max_length is {limit}, and the collator cuts no tokens."
-            raise CollateError(explain_rows("input_ids", longer, rule, "Truncate when tokenising."))
+            refuse_rows("input_ids", longer, rule, "Truncate when tokenising.")
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
         if samples.kinds.get("labels") == "tokens":
             self.writer.ignore(batch, segments, own=samples.segment_ids is not None, flat=self.padding_free)
@@ -406,13 +407,14 @@ def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], 
 
 def _width(collator: PaddingCollator, lengths: list[int]) -> int:
     if collator.padding is False and len(set(lengths)) > 1:
-        rows = [(b, f"{n} tokens") for b, n in enumerate(lengths)]
-        raise CollateError(explain_rows("input_ids", rows, "padding=False takes rows of one length.", "Pass padding=True."))
+        bad = [(b, f"{n} tokens") for b, n in enumerate(lengths)]
+        refuse_rows("input_ids", bad, "padding=False takes rows of one length.", "Pass padding=True.")
     width = _aligned(collator, max(lengths))
-    if too_long := [(b, f"{n} tokens") for b, n in enumerate(lengths) if n > width]:
+    if max(lengths) > width:
+        bad = [(b, f"{n} tokens") for b, n in enumerate(lengths) if n > width]
         rule = f"padding={collator.padding!r} makes rows {width} tokens wide at most, and the collator cuts no tokens."
         remedy = "Raise the widths (or max_length), truncate when tokenising, or put fewer samples in a flat row."
-        raise CollateError(explain_rows("input_ids", too_long, rule, remedy))
+        refuse_rows("input_ids", bad, rule, remedy)
     return width
 
 

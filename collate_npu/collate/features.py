@@ -22,7 +22,7 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, dims, entries, host_array
 from collate_npu.collate.padding import ON_HOST, Rows, arrays_of, check_lengths, is_ragged, on_host, pad_rows, rank_of
-from collate_npu.errors import CollateError, a_type, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, a_type, explain, explain_rows, refuse_rows, shape_of
 from collate_npu.keys import KEEP_KEY, KEYS, MASK_KEY, SAMPLE, Key, of_kind
 from collate_npu.masks.batch_reader import agreed
 from collate_npu.masks.sources import Sources
@@ -69,8 +69,7 @@ def read_features(features: Features, *, keys: Mapping[str, Key] = KEYS) -> Samp
     beside = {key: columns[key] for key in ("input_ids", "labels", "position_ids") if kinds.get(key) == "tokens"}
     segment_ids = own_segments(truth, lengths, beside) if truth or "position_ids" in beside else None
     if 0 in lengths:
-        rows = [(b, "no tokens") for b, n in enumerate(lengths) if not n]
-        raise CollateError(explain_rows("input_ids", rows, _EMPTY, "Drop the samples."))
+        refuse_rows("input_ids", [(b, "no tokens") for b, n in enumerate(lengths) if not n], _EMPTY, "Drop the samples.")
     return Samples(columns=held, kinds=kinds, lengths=lengths, segment_ids=segment_ids)
 
 
@@ -160,14 +159,14 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, Rows]:
 
 def _lengths(columns: dict[str, Rows]) -> list[int]:
     rows = columns["input_ids"]
-    if bad := [] if rows.lists or rows.flat else [(b, shape_of(row)) for b, row in enumerate(rows) if rank_of(row) != 1]:
+    if not (rows.lists or rows.flat):
+        bad = [(b, shape_of(row)) for b, row in enumerate(rows) if rank_of(row) != 1]
         rule = "input_ids of one sample is a list, array or tensor [L] of token ids."
-        remedy = "Pass ids, not text, without a batch dimension; one sample is a list of one."
-        raise CollateError(explain_rows("input_ids", bad, rule, remedy))
-    bools = bool in rows.firsts if rows.lists else not rows.flat or _BOOLS in rows.flat
-    if bad := [(b, _BOOL) for b, row in enumerate(rows) if np.asarray(row[:1]).dtype == bool] if bools else []:
+        refuse_rows("input_ids", bad, rule, "Pass ids, not text, without a batch dimension; one sample is a list of one.")
+    if bool in rows.firsts if rows.lists else not rows.flat or _BOOLS in rows.flat:
+        bad = [(b, _BOOL) for b, row in enumerate(rows) if np.asarray(row[:1]).dtype == bool]
         rule = "input_ids are whole numbers; a mask of the sample goes under attention_mask."
-        raise CollateError(explain_rows("input_ids", bad, rule, "Pass the ids."))
+        refuse_rows("input_ids", bad, rule, "Pass the ids.")
     return rows.lengths
 
 
@@ -179,19 +178,17 @@ def _kind(key: str, column: Rows, lengths: list[int], keys: Mapping[str, Key]) -
     if known.kind not in ("tokens", "positions"):
         return "vision" if known.kind == "vision" else "sample"
     if known.or_sample and not column.ragged:
-        if bad := [(b, a_type(row)) for b, row in enumerate(column) if not _is_numeric(row)]:
-            remedy = "Give each class a number where the sample is built."
-            rule = f"{key} of a sample is a number, or one for each token."
-            raise CollateError(explain_rows(key, bad, rule, remedy))
+        bad = [(b, a_type(row)) for b, row in enumerate(column) if not _is_numeric(row)]
+        rule = f"{key} of a sample is a number, or one for each token."
+        refuse_rows(key, bad, rule, "Give each class a number where the sample is built.")
         return "sample"
     if known.role == "labels" and (bool in column.firsts or _BOOLS in column.flat):
         rule, remedy = "A label is the id of a token, -100 where nothing is learned.", "np.where(learned, input_ids, -100)."
         raise CollateError(explain(key, _BOOL, rule, f"For a mask of learned tokens: {remedy}"))
     if known.role == "labels" and _is_targets(column, lengths):
-        if len({len(row) for row in column}) > 1:
-            bad = [(b, f"{len(row)} numbers") for b, row in enumerate(column)]
-            remedy = "Give one number for each class."
-            raise CollateError(explain_rows(key, bad, "All samples have the same number of targets.", remedy))
+        several = len({len(row) for row in column}) > 1
+        bad = [(b, f"{len(row)} numbers") for b, row in enumerate(column)] if several else []
+        refuse_rows(key, bad, "All samples have the same number of targets.", "Give one number for each class.")
         return "targets"
     if known.kind == "positions" and all(rank_of(row) == 2 for row in column):
         _check_axes(key, column, lengths)
@@ -210,10 +207,9 @@ def _check_axes(key: str, column: list[Any], lengths: list[int]) -> None:
     shapes = [host_array(key, row).shape for row in column]
     texts = [f"shape {list(shape)} beside {n} input_ids" for shape, n in zip(shapes, lengths)]
     bad = [(b, text) for b, text in enumerate(texts) if shapes[b][-1] != lengths[b]]
-    if bad or len({shape[0] for shape in shapes}) > 1:
-        bad = bad or list(enumerate(texts))
-        rule = "Positions of several axes are [axes, L], with as many axes in every sample."
-        raise CollateError(explain_rows(key, bad, rule, "Build positions and tokens together, before collation."))
+    bad = bad or [*enumerate(texts)] * (len({shape[0] for shape in shapes}) > 1)
+    rule = "Positions of several axes are [axes, L], with as many axes in every sample."
+    refuse_rows(key, bad, rule, "Build positions and tokens together, before collation.")
 
 
 def _is_targets(column: Rows, lengths: list[int]) -> bool:
@@ -353,18 +349,17 @@ def _all_real(column: Sequence[Any], lengths: list[int]) -> bool:
 
 def _own_mask(key: str, column: Sequence[Any], lengths: list[int]) -> Rows:
     """Return a sample's own mask: 1 = real, 0 = hole, 1 1 2 2 0 = packed sequences."""
-    if bad := [(b, f"{rank_of(row)} dimensions") for b, row in enumerate(column) if rank_of(row) != 1]:
-        rule = "A sample's own mask is [L], one number for each token."
-        raise CollateError(explain_rows(key, bad, rule, "Pass 4D masks of a whole batch through wrap_collator."))
+    bad = [(b, f"{rank_of(row)} dimensions") for b, row in enumerate(column) if rank_of(row) != 1]
+    rule = "A sample's own mask is [L], one number for each token."
+    refuse_rows(key, bad, rule, "Pass 4D masks of a whole batch through wrap_collator.")
     check_lengths(key, column, lengths)
     rows = Rows([host_array(key, row) for row in column])
-    wrong = [b for b, row in enumerate(rows) if ((row < 0) | (row % 1 != 0)).any()]
-    if bad := [(b, f"values {np.unique(rows[b])[:6].tolist()}") for b in wrong]:
-        rule = "A sample's own mask holds 1 (real) and 0 (padding), or packing ids 1 1 2 2 0."
-        raise CollateError(explain_rows(key, bad, rule, "Convert additive masks with (mask == 0) first."))
-    if bad := [(b, "no tokens") for b, row in enumerate(rows) if not row.any()]:
-        remedy = "Drop the samples; or make the masks from the lengths, or invert them (mask == 0)."
-        raise CollateError(explain_rows(key, bad, _EMPTY, remedy))
+    wrong = [(b, row) for b, row in enumerate(rows) if ((row < 0) | (row % 1 != 0)).any()]
+    rule = "A sample's own mask holds 1 (real) and 0 (padding), or packing ids 1 1 2 2 0."
+    bad = [(b, f"values {np.unique(row)[:6].tolist()}") for b, row in wrong]
+    refuse_rows(key, bad, rule, "Convert additive masks with (mask == 0) first.")
+    remedy = "Drop the samples; or make the masks from the lengths, or invert them (mask == 0)."
+    refuse_rows(key, [(b, "no tokens") for b, row in enumerate(rows) if not row.any()], _EMPTY, remedy)
     return rows
 
 
@@ -373,14 +368,14 @@ def _with_lengths(found: Segments, column: Sequence[Any], lengths: list[int]) ->
     parts = [np.atleast_1d(host_array("seq_lengths", row)) for row in column]
     counts = [part.ndim == 1 and (part.dtype.kind in "iu" or not part.size) for part in parts]
     fits = [ok and all(0 <= m <= n for m in part) and part.sum() == n for ok, part, n in zip(counts, parts, lengths)]
-    if bad := [(b, f"{part.tolist()[:8]}, which sum to {part.sum()}") for b, part in enumerate(parts) if not fits[b]]:
-        rule = "seq_lengths of a sample are whole numbers that sum to its number of input_ids."
-        raise CollateError(explain_rows("seq_lengths", bad, rule, "Count again after truncation."))
+    bad = [(b, f"{part.tolist()[:8]}, which sum to {part.sum()}") for b, part in enumerate(parts) if not fits[b]]
+    rule = "seq_lengths of a sample are whole numbers that sum to its number of input_ids."
+    refuse_rows("seq_lengths", bad, rule, "Count again after truncation.")
     numbers = [np.repeat(np.arange(1, len(part) + 1), part.astype(np.int64)) for part in parts]
     ids_BS = pad_rows("seq_lengths", numbers, width=found.shape[1]).numpy()
     parted = Segments.from_ids(np.where(found.array, ids_BS, 0))
     pairs = enumerate(zip(found.lengths, parted.lengths)) if found.packed else ()
-    if bad := [(b, f"sequences of {list(by)}, not {list(own)} tokens") for b, (own, by) in pairs if own != by]:
-        rule = "Packing ids, positions and seq_lengths divide a sample at the same tokens."
-        raise CollateError(explain_rows("seq_lengths", bad, rule, "Keep one of them."))
+    bad = [(b, f"sequences of {list(by)}, not {list(own)} tokens") for b, (own, by) in pairs if own != by]
+    rule = "Packing ids, positions and seq_lengths divide a sample at the same tokens."
+    refuse_rows("seq_lengths", bad, rule, "Keep one of them.")
     return parted

@@ -14,12 +14,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from collate_npu.arrays import MOST_PLACES, Array, Side, check_places, host_array, host_tensor
-from collate_npu.errors import CollateError, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, explain, explain_rows, refuse_rows, shape_of
 
 Row = Sequence[Any] | Array | Tensor
 Filler = float | Literal["last"]
@@ -159,7 +158,8 @@ def lay_rows(key: str, rows: Sequence[Row], *, slots: Slots, fill: Filler = 0, w
     arrays: Sequence[Any] = rows if at_once else arrays_of(key, rows, whole)
     shape = (total,) if at_once else (total, *_trailing(key, arrays))
     found = rows.flat if at_once else {row.dtype for row in arrays if len(row)}
-    out, end = np.empty(shape, np.int64 if packs else _dtype(found, whole)), 0
+    common = np.dtype(np.int64) if whole or not found else np.result_type(*found)
+    out, end = np.empty(shape, np.float32 if common == np.float64 else common), 0
     try:
         for b in slots.order:
             start, row = slots.starts[b], arrays[b]
@@ -217,9 +217,8 @@ def arrays_of(key: str, rows: Sequence[Row], whole: bool) -> list[Array]:
         started = "{} starting {}"
         kinds = [started.format(shape_of(row), row.reshape(-1)[:3].tolist()) for row in arrays]
         bad += [(b, kind) for b, (row, kind) in enumerate(zip(arrays, kinds)) if not _is_number(row, whole)]
-    if bad:
-        rule = f"{key} holds {'whole numbers' if whole else 'numbers'}, one for each token."
-        raise CollateError(explain_rows(key, sorted(bad), rule, "Convert them where the sample is built."))
+    rule = f"{key} holds {'whole numbers' if whole else 'numbers'}, one for each token."
+    refuse_rows(key, bad, rule, "Convert them where the sample is built.")
     return arrays
 
 
@@ -240,18 +239,10 @@ def _is_number(row: Array, whole: bool) -> bool:
 
 def _trailing(key: str, arrays: Sequence[Array]) -> tuple[int, ...]:
     shapes = {row.shape[1:] for row in arrays if len(row)}
-    if len(shapes) > 1:
-        rows = [(b, f"values of shape {list(row.shape[1:])}") for b, row in enumerate(arrays)]
-        rule = "All rows of a key have the same number of dimensions, and equal trailing ones."
-        raise CollateError(explain_rows(key, rows, rule, "Give each token one value of the same shape in every row."))
+    bad = [(b, f"values of shape {list(row.shape[1:])}") for b, row in enumerate(arrays)] if len(shapes) > 1 else []
+    rule = "All rows of a key have the same number of dimensions, and equal trailing ones."
+    refuse_rows(key, bad, rule, "Give each token one value of the same shape in every row.")
     return next(iter(shapes), ())
-
-
-def _dtype(found: set[Any], whole: bool) -> npt.DTypeLike:
-    if whole or not found:
-        return np.int64
-    common = np.result_type(*found)
-    return np.float32 if common == np.float64 else common
 
 
 def _first_bad(row: Any) -> str:

@@ -262,9 +262,7 @@ class BatchAdapter:
             sources = Sources.of_tensors(batch)
             check_known(sources, segments)
         case = self._case(segments, padding_free, sources)
-        device = device or next(
-            (value.device for value in sources.values() if isinstance(value, Tensor)), torch.device("cpu")
-        )
+        device = device or next((x.device for x in sources.values() if isinstance(x, Tensor)), torch.device("cpu"))
         out = {key: value for key, value in sources.items() if key not in (KEEP_KEY, SEGMENT_KEY, KEY, TEXT_KEY)}
         made_on = self.device if self.context_parallel is None else None  # ranks compare their shares on the host
         positions = positions_for(self.consumer, case, sources, made_on)

@@ -29,6 +29,7 @@ from collate_npu.errors import (
     a_type,
     explain,
     explain_rows,
+    refuse_rows,
     shape_of,
 )
 from collate_npu.masks.sources import Sources, check_counts
@@ -163,10 +164,9 @@ def check_starts(sources: Sources, segments: Segments) -> None:
         alone = run > 7 or (ids[segments._keep_BS] == token).sum() == leads_N.sum()
         if alone and (leads_N != run).any() and (labels[b, start : start + run] < 0).all():
             bad.append((int(b), f"{run} times the token {token} where a sequence begins"))
-    if bad:
-        rule = "The mask shows no padding, and these rows look padded."
-        remedy = "Make the mask from the lengths. If these are real tokens, give one of them a label, or batch them alone."
-        raise AmbiguousMaskError(explain_rows("attention_mask", bad, rule, remedy, more="padding-unknown"))
+    rule = "The mask shows no padding, and these rows look padded."
+    remedy = "Make the mask from the lengths. If these are real tokens, give one of them a label, or batch them alone."
+    refuse_rows("attention_mask", bad, rule, remedy, more="padding-unknown", kind=AmbiguousMaskError)
 
 
 def labels_are_shifted(tokens_BS: Array, labels_BS: Array, segments: Segments) -> bool | None:

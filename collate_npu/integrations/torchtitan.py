@@ -18,7 +18,7 @@ from torch import Tensor
 
 from collate_npu.arrays import Array
 from collate_npu.consumers.labels_and_positions import labels_are_shifted, labels_for
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, refuse_rows
 from collate_npu.keys import KEYS, SEGMENT_KEY, of_kind, with_role
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.forms import mask_mod
@@ -95,9 +95,9 @@ def varlen_metadata(segments: Segments, *, device: torch.device | str = "cpu") -
     """Return VarlenMetadata of the B * S tokens, row after row, padding as documents. Raises for holes in a sequence."""
     from torchtitan.models.common.attention import VarlenMetadata
 
-    if torn := [(b, "holes") for b in segments.hole_rows]:
-        rule = "Offsets say where a sequence begins and ends, and nothing of tokens inside it to leave out."
-        raise UnsupportedFormError(explain_rows("segments", torn, rule, "unpad() the rows, or use FlexAttention."))
+    rule = "Offsets say where a sequence begins and ends, and nothing of tokens inside it to leave out."
+    bad, remedy = [(b, "holes") for b in segments.hole_rows], "unpad() the rows, or use FlexAttention."
+    refuse_rows("segments", bad, rule, remedy, kind=UnsupportedFormError)
     host = (*_stretches(segments)[1].tolist(), segments.ids.numel())
     offsets = torch.tensor(host, dtype=torch.int32, device=device)
     longest = int(np.diff(host).max(initial=0))
@@ -243,10 +243,10 @@ def trainer_batch(batch: Mapping[str, Any], segments: Segments | None = None, *,
     """
     _refuse_keys(batch)
     segments = segments or segments_from_batch(batch)
-    if not segment_ids and (torn := [(b, "holes") for b in segments.hole_rows]):
-        rule = "torchtitan begins a document at every position 0, so positions cannot tell of padding inside a sequence."
-        remedy = "Take the holes out of the samples, or pass segment_ids=True and call masks_in_forward(part) on each part."
-        raise UnsupportedFormError(explain_rows("segments", torn, rule, remedy))
+    bad = [(b, "holes") for b in segments.hole_rows if not segment_ids]
+    rule = "torchtitan begins a document at every position 0, so positions cannot tell of padding inside a sequence."
+    remedy = "Take the holes out of the samples, or pass segment_ids=True and call masks_in_forward(part) on each part."
+    refuse_rows("segments", bad, rule, remedy, kind=UnsupportedFormError)
     tokens = batch[next(iter(with_role(batch, "tokens")))]
     input_dict = {"input": tokens, "positions": positions(segments)}
     if segment_ids:
@@ -268,7 +268,6 @@ def _labels(batch: Mapping[str, Any], segments: Segments) -> Tensor:
 def _refuse_keys(batch: Mapping[str, Any]) -> None:
     read = {*of_kind(KEYS, "truth", "offsets", "positions"), *with_role(KEYS, "tokens", "labels"), "shift_labels"}
     other = [(n, key) for n, key in enumerate(batch) if key not in read and batch[key] is not None]
-    if other:
-        rule = "The trainer calls the model's forward with every key beside `input`, and its loss reads none of them."
-        remedy = "Leave it out of the samples, build inner without consumer= and model=, or name it in extra=."
-        raise UnsupportedFormError(explain_rows("batch (rows are keys)", other, rule, remedy))
+    rule = "The trainer calls the model's forward with every key beside `input`, and its loss reads none of them."
+    remedy = "Leave it out of the samples, build inner without consumer= and model=, or name it in extra=."
+    refuse_rows("batch (rows are keys)", other, rule, remedy, kind=UnsupportedFormError)

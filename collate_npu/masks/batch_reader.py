@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, dims
-from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
+from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, refuse_rows, shape_of
 from collate_npu.keys import KEEP_KEY, MASK_KEY
 from collate_npu.masks.dense_mask import Reading, read_mask
 from collate_npu.masks.mask_values import (
@@ -272,11 +272,10 @@ def _check_same_boundaries(parted: Sequence[_Truth]) -> None:
     for each in parted[1:]:
         one, other = parted[0].segments, each.segments
         wrong = np.flatnonzero((one.array != other.array).any(axis=1)).tolist()
-        if wrong:
-            bad = [(b, f"lengths {list(other.lengths[b])}, not {list(one.lengths[b])}") for b in wrong]
-            rule = f"It disagrees with {parted[0].name} about where one sequence of a row ends and the next begins."
-            remedy = "Keep one of them, or rebuild both from the lengths."
-            raise CollateError(explain_rows(each.name, bad, rule, remedy, more="sources-disagree"))
+        bad = [(b, f"lengths {list(other.lengths[b])}, not {list(one.lengths[b])}") for b in wrong]
+        rule = f"It disagrees with {parted[0].name} about where one sequence of a row ends and the next begins."
+        remedy = "Keep one of them, or rebuild both from the lengths."
+        refuse_rows(each.name, bad, rule, remedy, more="sources-disagree")
 
 
 def _parted(
@@ -366,10 +365,8 @@ def _one_head(key: str, full: Tensor, polarity: Polarity | None) -> MaskValues:
 
 def _unknown(sources: Sources, padding_free: bool) -> AmbiguousMaskError:
     rule = "No key says which tokens are padding: no mask may mean no padding, or a mask that was lost."
-    remedy = (
-        "Pass attention_mask [B, S], 1 = real token (ones where nothing is padded), and segment_ids if rows are packed; "
-    )
-    remedy += "or collate with PaddingCollator."
+    remedy = "Pass attention_mask [B, S], 1 = real token (ones where nothing is padded), and segment_ids if rows are packed"
+    remedy += "; or collate with PaddingCollator."
     if padding_free:
         rule = "Nothing says where one sequence of this flat row ends and the next begins."
         remedy = "Keep position_ids that restart, cu_seq_lens_q or segment_ids in the batch (return_position_ids=True). "
@@ -391,10 +388,9 @@ def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:
         run_BS = np.logical_and.accumulate((ids_BS == ids_BS[:, at][:, :1])[:, at], axis=1)
         for b in np.flatnonzero((run_BS.sum(axis=1) > 1) & (unread_BS[:, at] | ~run_BS).all(axis=1)):
             bad[int(b)] = f"{run_BS[b].sum()} times the token {ids_BS[b, at][0]} where it {end}s"
-    if bad:
-        rule = "It shows no padding, and these rows look padded."
-        remedy = "Pass attention_mask_2d (True = real token): beside this mask if no row is padded, else in its place."
-        raise AmbiguousMaskError(explain_rows(truth.name, bad.items(), rule, remedy, more="padding-unknown"))
+    rule = "It shows no padding, and these rows look padded."
+    remedy = "Pass attention_mask_2d (True = real token): beside this mask if no row is padded, else in its place."
+    refuse_rows(truth.name, bad.items(), rule, remedy, more="padding-unknown", kind=AmbiguousMaskError)
 
 
 def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segments, *, empty: bool) -> None:
@@ -411,10 +407,8 @@ def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segment
         bad |= _looks_inverted(ids_BS, keep_array(segments))
     if bad:
         rule = "True or 1 is a real token in a 2D mask; here it looks inverted, or made by ids != pad_token_id."
-        remedy = (
-            "Invert it (mask == 0), pass polarity='masked' to what reads batches, or make it from the lengths; if it is "
-        )
-        remedy += "right, pass segment_ids too."
+        remedy = "Invert it (mask == 0), pass polarity='masked' to what reads batches, or make it from the lengths; if it "
+        remedy += "is right, pass segment_ids too."
         key = KEEP_KEY if KEEP_KEY in sources else MASK_KEY
         raise CollateError(explain_rows(key, bad.items(), rule, remedy, more="inverted-mask"))
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from collate_npu.arrays import Array, host_tensor
-from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows
+from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, refuse_rows
 from collate_npu.keys import MASK_KEY
 from collate_npu.masks.mask_values import (
     ALL,
@@ -429,7 +429,8 @@ def refuse_unmasked_rows(shown: Shown, pattern: Pattern, *, declared: bool, unma
     bad_B = (all_B & (unmasks or mixed)) | (last_B & (unmasks and not pads_left))
     seen = {True: "rows that all see everything", False: "a last row that sees everything"}
     bad = [(b, seen[bool(all_B[b])]) for b in np.flatnonzero(bad_B).tolist()]
-    _raise_ambiguous(bad, "If the producer unmasks empty rows, these tokens are all real, or the last ones are padding.")
+    rule = "If the producer unmasks empty rows, these tokens are all real, or the last ones are padding."
+    _raise_ambiguous(bad, rule, REMEDY_CARRY_2D)
     end_B = filler_BS[:, -1] & (not unmasked_rows)
     ends = [(b, "last rows that see everything") for b in np.flatnonzero(end_B).tolist()]
     rule = "The last rows are padding that was unmasked, or real tokens that attend to both sides (an image)."
@@ -446,7 +447,7 @@ def refuse_visible_padding(shown: Shown, segments: Segments) -> None:
         return
     packed = [(b, row) for b, row in enumerate(segments.lengths) if len(row) > 1]
     bad = [(b, f"sequences of {', '.join(map(str, row[:8]))} tokens") for b, row in packed]
-    _raise_ambiguous(bad, "All of them are real, or some are padding that attends itself.")
+    _raise_ambiguous(bad, "All of them are real, or some are padding that attends itself.", REMEDY_CARRY_2D)
 
 
 def refuse_gaps(shown: Shown, segments: Segments, pattern: Pattern | None) -> None:
@@ -459,7 +460,7 @@ def refuse_gaps(shown: Shown, segments: Segments, pattern: Pattern | None) -> No
     apart = {b: f"tokens {j} and {i} that do not attend each other" for b, j, i in _boundaries(segments) if i - j > reach}
     rule = f"No token looks back more than {reach}: they are in two sequences, or in one with a window of {reach + 1}."
     declare = "" if pattern is not None else "Pass pattern=, e.g. pattern='causal'. "
-    _raise_ambiguous(sorted(apart.items()), rule, declare + REMEDY_CARRY_2D)
+    _raise_ambiguous(apart.items(), rule, declare + REMEDY_CARRY_2D)
 
 
 def refuse_chunks(shown: Shown, segments: Segments, pattern: Pattern) -> None:
@@ -482,12 +483,10 @@ def refuse_chunks(shown: Shown, segments: Segments, pattern: Pattern) -> None:
             bad = {b: f"sequences that end at token {j}" for b, j, _ in reversed(list(_boundaries(segments)))}
             rule = f"They are packed sequences, or one sequence a row with chunked attention of {size}."
             remedy = f"Pass pattern='causal' or pattern=Pattern.chunked({size}). {REMEDY_CARRY_2D}"
-            _raise_ambiguous(sorted(bad.items()), rule, remedy)
+            _raise_ambiguous(bad.items(), rule, remedy)
 
 
-def _raise_ambiguous(rows: list[tuple[int, str]], rule: str, remedy: str = REMEDY_CARRY_2D) -> None:
-    if rows:
-        raise AmbiguousMaskError(explain_rows("attention_mask", rows, rule, remedy))
+_raise_ambiguous = partial(refuse_rows, MASK_KEY, kind=AmbiguousMaskError)
 
 
 def _boundaries(segments: Segments) -> Iterator[tuple[int, int, int]]:

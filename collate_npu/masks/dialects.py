@@ -84,13 +84,9 @@ def _one_token_again(row: FlatRow) -> int | None:
 
 
 TAILS = (_at_position_zero, _counting_again, _one_token_again)
-"""Places that are a sequence each may be samples of one token (transformers' flattening) or a tail (TRL 1.16
-`pad_to_multiple_of`): they stay sequences, which is exact for both."""
-
-
-def tail_of(row: FlatRow) -> int | None:
-    """Return where the padding tail of a flat row begins, by the first of `TAILS` that knows one; None without one."""
-    return next((end for tail in TAILS if (end := tail(row)) is not None), None)
+"""Each returns where the padding tail of a flat row begins, None without one; the first that knows one counts. Places that
+are a sequence each may be samples of one token (transformers' flattening) or a tail (TRL 1.16 `pad_to_multiple_of`): they
+stay sequences, which is exact for both."""
 
 
 def physical_and_real_offsets(offsets: Mapping[str, Array]) -> tuple[str, Array, Array | None]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import PLAIN, Array, host_array, whole_number
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, refuse_rows, shape_of
 from collate_npu.masks.mask_values import Polarity
 from collate_npu.masks.patterns import CAUSAL, Pattern, fill_rows, regions_of
 from collate_npu.segments import PADS_BEFORE, Segments, keep_array, of_lengths
@@ -363,8 +363,7 @@ def check_cuts(name: str, offsets: Array, segments: Segments) -> None:
     after_N = np.searchsorted(offsets, starts_N, side="right")
     ends = np.append(offsets, -1)  # behind the last there is no room
     bad_N = np.flatnonzero((offsets[after_N - 1] != starts_N) | (ends[after_N] < ends_N))
-    if len(bad_N):
-        bad = [(n, f"tokens {starts_N[n]} to {ends_N[n] - 1}") for n in bad_N.tolist()]
-        rule = f"Each sequence begins at an offset, and no offset is inside it; the offsets are {offsets[:16].tolist()}."
-        remedy = "Pass the offsets of these sequences, or leave offsets out."
-        raise CollateError(explain_rows(f"{name} (rows are sequences)", bad, rule, remedy, more="sources-disagree"))
+    bad = [(n, f"tokens {starts_N[n]} to {ends_N[n] - 1}") for n in bad_N.tolist()]
+    rule = f"Each sequence begins at an offset, and no offset is inside it; the offsets are {offsets[:16].tolist()}."
+    remedy = "Pass the offsets of these sequences, or leave offsets out."
+    refuse_rows(f"{name} (rows are sequences)", bad, rule, remedy, more="sources-disagree")

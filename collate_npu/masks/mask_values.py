@@ -25,6 +25,7 @@ from collate_npu.errors import (
     UnsupportedFormError,
     explain,
     explain_rows,
+    refuse_rows,
     shape_of,
 )
 from collate_npu.masks.patterns import CAUSAL, Pattern, Region, fill_rows, regions_of
@@ -184,11 +185,10 @@ def read_keys(values: MaskValues, *, alone: bool = False) -> Segments:
         raise PolarityError(explain(values.key, got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
     else:
         segments = of_keep(values.read(values.raw, values.declared or "keep"))
-    if alone and segments.empty_rows and values.declared is None:
-        rows = [(b, "no real token") for b in segments.empty_rows]
-        rule = "A [B, S] mask is read as keep, 1 = real token; here it may be inverted."
-        remedy = "Pass polarity='keep' if those rows are only padding, polarity='masked' if 1 means padding."
-        raise PolarityError(explain_rows(values.key, rows, rule, remedy, more="inverted-mask"))
+    rows = [(b, "no real token") for b in segments.empty_rows] if alone and values.declared is None else []
+    rule = "A [B, S] mask is read as keep, 1 = real token; here it may be inverted."
+    remedy = "Pass polarity='keep' if those rows are only padding, polarity='masked' if 1 means padding."
+    refuse_rows(values.key, rows, rule, remedy, more="inverted-mask", kind=PolarityError)
     return segments
 
 
@@ -204,11 +204,10 @@ def read_keys_beside(values: MaskValues, keep_BS: Bools) -> Segments:
 def check_same_padding(segments: Segments, name: str, other: Segments) -> None:
     """Raise unless another source of the same rows (a 2D mask, lengths) names the same padding; lists the rows."""
     wrong = np.flatnonzero(((other.array != 0) != (segments.array != 0)).any(axis=1))
-    if len(wrong):
-        rows = [(int(b), f"{other.row_lengths[b]} real tokens, not {segments.row_lengths[b]}") for b in wrong]
-        rule = "It disagrees with the other mask of the same batch about which tokens are real."
-        remedy = "Remove the wrong one, or rebuild both from the lengths; both mark alignment padding as padding."
-        raise CollateError(explain_rows(name, rows, rule, remedy, more="sources-disagree"))
+    rows = [(b, f"{other.row_lengths[b]} real tokens, not {segments.row_lengths[b]}") for b in wrong.tolist()]
+    rule = "It disagrees with the other mask of the same batch about which tokens are real."
+    remedy = "Remove the wrong one, or rebuild both from the lengths; both mark alignment padding as padding."
+    refuse_rows(name, rows, rule, remedy, more="sources-disagree")
 
 
 def no_mask_error(values: MaskValues) -> CollateError:

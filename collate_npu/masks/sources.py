@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import Array, entries, host_array, host_tensor, once, whole_number
-from collate_npu.errors import CollateError, UnsupportedFormError, a_type, explain, explain_rows
+from collate_npu.errors import CollateError, UnsupportedFormError, a_type, explain, explain_rows, refuse_rows
 from collate_npu.keys import KEYS, Role
 from collate_npu.masks import dialects
 from collate_npu.masks.dialects import REMEDY_ONE_SET, physical_and_real_offsets
@@ -226,12 +226,12 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
         raise CollateError(explain(name, str(physical.tolist())[:80], rule, remedy))
     if not tail and np.array_equal(starts_N[held], np.cumsum(real_N[held]) - real_N[held]):
         return name, of_lengths([real_N[held].tolist()], S)
-    ids_S = _ids_at(starts_N.tolist(), real_N.tolist(), S)
+    ids_S = ids_at(starts_N.tolist(), real_N.tolist(), S)
     ids_S[max(S - tail, 0) :] = 0
     return name, of_ids(ids_S[None])
 
 
-def _ids_at(starts: list[int], lengths: list[int], width: int) -> Array:
+def ids_at(starts: list[int], lengths: list[int], width: int) -> Array:
     """Return the ids of a row whose sequences begin at these places."""
     ids_S = np.zeros(width, np.int64)
     for n, (start, length) in enumerate(zip(starts, lengths), start=1):
@@ -274,7 +274,7 @@ def _placed(rows: list[list[int]], held: list[list[int]], shape: tuple[int, int]
         rule = f"No length exceeds its padded length, and padded lengths add up to at most {shape[1]}, the row."
         raise CollateError(explain_rows("seq_lens_padded", bad, rule, "Leave seq_lens_padded out, and pass segment_ids."))
     starts = [[0, *accumulate(places)] for places in held]
-    return of_ids(np.array([_ids_at(*each, shape[1]) for each in zip(starts, rows)]))
+    return of_ids(np.array([ids_at(*each, shape[1]) for each in zip(starts, rows)]))
 
 
 def check_known_offsets(sources: Sources, segments: Segments) -> None:
@@ -296,10 +296,8 @@ def check_offsets(sources: Sources, segments: Segments, source: str) -> None:
         pairs = enumerate(zip(rows, segments.lengths))
         bad = [(b, f"{row}, not {list(real)}") for b, (row, real) in pairs if [n for n in row if n] != list(real)]
         bad = [(b, text) for b, text in bad if rows[b] != [segments.row_lengths[b]]]
-        if bad:
-            rule = "Lengths count the real tokens of each sequence."
-            key = sources.named["lengths"][0]
-            raise CollateError(explain_rows(key, bad, rule, REMEDY_ONE_SET, more="sources-disagree"))
+        rule = "Lengths count the real tokens of each sequence."
+        refuse_rows(sources.named["lengths"][0], bad, rule, REMEDY_ONE_SET, more="sources-disagree")
     for key in sources.named["sequence_index"]:  # changes where a sequence begins, for layers that read no offsets
         numbers_BS, keep_BS = sources.array(key), segments.array != 0
         same = numbers_BS.shape == segments.shape
@@ -403,7 +401,8 @@ def drop_tail(sources: Sources, segments: Segments, positions_BS: Array | None) 
     unread_S = np.zeros(S, bool) if (found_S := _unread(sources, S)) is None else found_S
     counted = sum(n > 0 for n in _length_rows(sources, 1)[0]) == len(lengths)
     (positions_S,) = segments.position_ids.numpy() if positions_BS is None else positions_BS
-    end = dialects.tail_of(dialects.FlatRow(starts, positions_S, ids_S, unread_S, counted))
+    row = dialects.FlatRow(starts, positions_S, ids_S, unread_S, counted)
+    end = next((end for tail in dialects.TAILS if (end := tail(row)) is not None), None)
     return segments if end is None else of_lengths([[n for n in (*lengths[:-1], end - starts[-1]) if n]], S)
 
 
@@ -433,10 +432,9 @@ def check_positions(positions_BS: Array, segments: Segments) -> None:
     true_BS, _ = sequence_starts(segments.position_ids.numpy(), keep_BS)
     wrong_B = tells_B & (starts_BS.sum(axis=1) > 1) & (starts_BS != true_BS).any(axis=1)
     bad = [(int(b), f"sequences that begin at {np.flatnonzero(starts_BS[b]).tolist()[:8]}") for b in np.flatnonzero(wrong_B)]
-    if bad:
-        rule = "Positions restart at other tokens than those where the other keys of the batch begin a sequence."
-        remedy = "If the positions are wrong, drop them, or let every sequence count from 0. Else rebuild the other keys."
-        raise CollateError(explain_rows("position_ids", bad, rule, remedy))
+    rule = "Positions restart at other tokens than those where the other keys of the batch begin a sequence."
+    remedy = "If the positions are wrong, drop them, or let every sequence count from 0. Else rebuild the other keys."
+    refuse_rows("position_ids", bad, rule, remedy)
 
 
 def check_counts(positions_BS: Array, segments: Segments) -> None:
@@ -446,11 +444,10 @@ def check_counts(positions_BS: Array, segments: Segments) -> None:
     inside = (ids_T[1:] == ids_T[:-1]) & (rows_T[1:] == rows_T[:-1])
     steps, rows = np.diff(tokens_T.astype(np.float64))[inside], rows_T[1:][inside]
     stand = set(rows.tolist()) - set(rows[steps != 0].tolist())
-    if bad := sorted({*rows[~(steps >= 0)].tolist(), *stand}):
-        rule = "Positions rise inside a sequence; these fall, or are the same for all of its tokens."
-        remedy = "Leave position_ids out (the mask gives them), or let each sequence count from 0."
-        shown = [(int(b), str(positions_BS[b].tolist()[:24])) for b in bad]
-        raise CollateError(explain_rows("position_ids", shown, rule, remedy))
+    bad = [(b, str(positions_BS[b].tolist()[:24])) for b in {*rows[~(steps >= 0)].tolist(), *stand}]
+    rule = "Positions rise inside a sequence; these fall, or are the same for all of its tokens."
+    remedy = "Leave position_ids out (the mask gives them), or let each sequence count from 0."
+    refuse_rows("position_ids", bad, rule, remedy)
 
 
 def _restarts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:

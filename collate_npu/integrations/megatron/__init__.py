@@ -21,7 +21,7 @@ from collate_npu.consumers import mindspeed
 from collate_npu.consumers.labels_and_positions import kind_of, labels_are_shifted, labels_for
 from collate_npu.consumers.megatron import kernel_of, npu_engine
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, recurrent_heads, unwrap
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, refuse_rows
 from collate_npu.integrations import patching
 from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.kernels.gated_delta import flat_offsets, gated_delta_kwargs
@@ -258,10 +258,10 @@ def _check_shared_out(offsets: tuple[int, ...], cp: ContextParallel | None) -> N
     if cp is None:
         return
     multiple = cp.document_multiple
-    if bad := [(n, f"{b - a} places") for n, (a, b) in enumerate(pairwise(offsets)) if (b - a) % multiple]:
-        rule = f"{cp.size} ranks ({cp.layout}) share each sequence out in parts of equal size: lengths % {multiple} == 0."
-        remedy = "Use the row and Segments of pad_documents(batch, cp), or gpt_batch, which does so."
-        raise CollateError(explain_rows("segments (rows are sequences)", bad, rule, remedy))
+    bad = [(n, f"{b - a} places") for n, (a, b) in enumerate(pairwise(offsets)) if (b - a) % multiple]
+    rule = f"{cp.size} ranks ({cp.layout}) share each sequence out in parts of equal size: lengths % {multiple} == 0."
+    remedy = "Use the row and Segments of pad_documents(batch, cp), or gpt_batch, which does so."
+    refuse_rows("segments (rows are sequences)", bad, rule, remedy)
 
 
 # --- mixture of experts. `padding_mask` is True = padding (the docstrings of core/transformer/moe say the opposite of their

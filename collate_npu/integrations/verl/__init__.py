@@ -147,11 +147,10 @@ _ADAPTED: WeakKeyDictionary[Any, Adapted] = WeakKeyDictionary()
 def prepare_model_inputs(original: Any, engine: Any, micro_batch: Any) -> Any:
     """Return verl's own inputs, for a model that is adapted. Engines that derive from this one keep all of theirs."""
     if type(engine).__module__.startswith("verl.workers.engine.fsdp."):
-        own = (
-            engine.use_ulysses_sp and needs_mask_2d(engine.module) and engine.pass_packed_cu_seqlens
-        )  # verl's Gated DeltaNet
-        if not own and engine.module not in _ADAPTED:
-            _ADAPTED[engine.module] = adapt(engine.module)
+        model = engine.module
+        own = engine.use_ulysses_sp and needs_mask_2d(model) and engine.pass_packed_cu_seqlens  # verl's Gated DeltaNet
+        if not own and model not in _ADAPTED:
+            _ADAPTED[model] = adapt(model)
     return original(engine, micro_batch)
 
 
