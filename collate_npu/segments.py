@@ -240,16 +240,18 @@ class Segments:
     @property
     def indices(self) -> Tensor:
         """int64 `[T]`, where the real tokens stand in the flattened `[B * S]` batch, in order."""
-        return self._compiled[0].clone() if torch.compiler.is_compiling() else torch.from_numpy(self._indices_T).clone()
+        return self._where[0].clone()
 
     @property
     def last_indices(self) -> Tensor:
         """int64 `[N]`, where the last real token of each sequence stands in the flattened `[B * S]` batch."""
-        return self._compiled[1].clone() if torch.compiler.is_compiling() else torch.from_numpy(self._ends_N).clone()
+        return self._where[1].clone()
 
     @once
-    def _compiled(self) -> tuple[Tensor, Tensor]:
-        return torch.from_numpy(self._indices_T), torch.from_numpy(self._ends_N)
+    def _where(self) -> tuple[Tensor, Tensor]:
+        """`indices` and `last_indices`: made ahead, as compiled code cannot."""
+        indices_T = np.flatnonzero(self.array)
+        return torch.from_numpy(indices_T), torch.from_numpy(indices_T[np.array(self.cu_seqlens_host)[1:] - 1])
 
     @once
     def _keep_BS(self) -> Array:
@@ -257,15 +259,6 @@ class Segments:
         for b, start, end in () if self.hole_rows else self.spans:
             keep_BS[b, start:end] = True
         return keep_BS
-
-    @once
-    def _indices_T(self) -> Array:
-        return np.flatnonzero(self.array)
-
-    @once
-    def _ends_N(self) -> Array:
-        ends_N: Array = self._indices_T[np.array(self.cu_seqlens_host)[1:] - 1]
-        return ends_N
 
     @property
     def position_ids(self) -> Tensor:
@@ -307,7 +300,8 @@ class Segments:
     def spans(self) -> tuple[tuple[int, int, int], ...]:
         """`(row, first index, last index + 1)` of each of the N sequences, holes included."""
         S = max(self.shape[1], 1)
-        first_N, last_N = self._indices_T[np.array(self.cu_seqlens_host)[:-1]], self._ends_N
+        indices_T, last_N = (places.numpy() for places in self._where)
+        first_N = indices_T[np.array(self.cu_seqlens_host)[:-1]]
         return tuple(zip((first_N // S).tolist(), (first_N % S).tolist(), (last_N % S + 1).tolist()))
 
     def __eq__(self, other: object) -> bool:
@@ -369,7 +363,7 @@ def _built(ids_BS: Array) -> Segments:
 
 def ready(segments: Segments) -> Segments:
     """Return `segments` with what compiled code reads computed now: torch cannot trace the search."""
-    _ = segments.shape, segments._compiled
+    _ = segments.shape, segments._where
     return segments
 
 
@@ -412,8 +406,7 @@ def position_array(segments: Segments) -> Array:
 
 
 def length_rows(lengths: Any, name: str = "lengths", *, filler: int = 0) -> list[list[int]]:
-    """Return a list of token counts for each row of the batch; a `filler` other than 0 is left out. Raises `CollateError`
-    for negative numbers and fractions."""
+    """Return the token counts of each row, a `filler` other than 0 left out. Raises for negative numbers and fractions."""
     if not isinstance(lengths, (list, tuple)):
         lengths = host_array(name, lengths)
         if lengths.ndim not in (1, 2):

@@ -221,8 +221,7 @@ def loss_weights(
 
 
 def _of_all_ranks(counts: list[int] | None, per: str, group: Any, plan: int) -> list[int]:
-    """Return how many ranks there are, how many raised, the sum of all counts, of plans and of their squares, and how many
-    ranks have each `per`."""
+    """Return the number of ranks and of those that raised, the sums of counts, plans and their squares, ranks by `per`."""
     chosen = (per == each for each in ("token", "label", "sequence"))
     own = torch.tensor([1, counts is None, sum(counts or ()), plan, plan**2, *chosen])
     if dist.is_available() and dist.is_initialized():

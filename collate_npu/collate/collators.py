@@ -127,8 +127,7 @@ class BatchWriter:
     def write(
         self, batch: dict[str, Any], segments: Segments, *, padding_free: bool, counted: bool = False
     ) -> dict[str, Any]:
-        """Return the batch with `attention_mask` and `attention_mask_2d` as the mode or the consumer wants them; `counted`:
-        its positions, if any, were made of the Segments."""
+        """Return the batch with its masks as the mode or the consumer wants them; `counted`: Segments made its positions."""
         if self.left:
             out = {**batch, "attention_mask": (segments.ids if segments.packed else segments.keep).long()}
         elif self.adapter is not None:
@@ -177,8 +176,7 @@ def _warn_of_neutral_form() -> None:
 
 
 def add_offsets(batch: Mapping[str, Any], segments: Segments) -> dict[str, Any]:
-    """Return a flat row with all its offsets; a batch's own physical offsets stay where they fit. Positions of several axes
-    stay beside the text row.
+    """Return a flat row with all its offsets; its own physical ones stay if they fit, positions of axes beside the text row.
 
     Raises where images stand in the row and no positions say where.
     """

@@ -314,8 +314,7 @@ def joined_segment_ids(rows: Sequence[Array]) -> Array:
 
 def own_segments(truth: Mapping[str, Sequence[Any]], lengths: list[int], beside: Mapping[str, Rows]) -> list[Array] | None:
     """Segment ids `[L]` of each sample, numbered 1, 2, ... in order; None where every sample is one sequence without holes.
-    What tells of them is laid in rows and read as a batch is: the masks, ids and lengths of `truth`; `beside` them tokens,
-    labels and positions."""
+    Masks, ids and lengths of `truth`, and tokens, labels, positions `beside` them, are laid in rows, and read as a batch."""
     masks = [key for key in truth if key != "seq_lengths"]
     if all(_all_real(truth[key], lengths) for key in masks):
         masks = []

@@ -92,7 +92,10 @@ class WrappedCollator:
         if samples is None or (self.writer.adapter is not None and self.writer.adapter.is_left(given)):
             return shipped(dict(given))
         batch = Sources.of_tensors({key: x for key, x in Sources.of(given).items() if x is not None})
-        _check_tokens(batch)
+        if not with_role(batch, "tokens", "segment_ids", "keep"):
+            rule = "The trainer builds the rows of this batch after the collator."
+            remedy = "Do not wrap this collator; call collate_npu.adapt(model)."
+            raise CollateError(explain("input_ids", f"a batch of {', '.join(map(str, batch))}", rule, remedy))
         masked = any(key in batch for key in of_kind(KEYS, "truth")) or bool(batch.named["padded_lengths"])
         if not masked and _is_flat(batch, samples):
             segments = with_labels(batch, _flat_segments(batch, samples))
@@ -175,13 +178,6 @@ def _stands(padded_S: Array, row: Array, side: Side) -> bool:
 
 
 # --- what the samples tell of a batch
-
-
-def _check_tokens(batch: Mapping[str, Any]) -> None:
-    if not with_role(batch, "tokens", "segment_ids", "keep"):
-        rule = "The trainer builds the rows of this batch after the collator."
-        remedy = "Do not wrap this collator; call collate_npu.adapt(model)."
-        raise CollateError(explain("input_ids", f"a batch of {', '.join(map(str, batch))}", rule, remedy))
 
 
 def _check_second_rows(batch: Mapping[str, Any], out: Mapping[str, Any]) -> None:

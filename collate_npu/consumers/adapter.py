@@ -286,14 +286,13 @@ class BatchAdapter:
             out[KEEP_KEY] = segments.keep.to(device)
         if self.shifted and self.consumer.counts_positions and isinstance(sources.get("labels"), Tensor):
             out.setdefault("shift_labels", sources["labels"].clone())  # which transformers' losses do not move again
-        if self.context_parallel is None:
-            return out if self.device is None else move_batch(out, self.device)
-        if self.consumer.shares_recurrent and self.model.needs_mask_2d:
-            heads = recurrent_heads(self.model.config)
-            check_recurrent_split(self.context_parallel, segments, padding_free=case.padding_free, heads=heads)
-        built = self.consumer.key if getattr(mask, "ndim", 0) == 4 else None  # for this rank's queries alone
-        parts = {key: value for key, value in out.items() if key != built}
-        out |= share_out(parts, self.context_parallel, segments=segments, keys=self.keys)
+        if (cp := self.context_parallel) is not None:
+            if self.consumer.shares_recurrent and self.model.needs_mask_2d:
+                heads = recurrent_heads(self.model.config)
+                check_recurrent_split(cp, segments, padding_free=case.padding_free, heads=heads)
+            built = self.consumer.key if getattr(mask, "ndim", 0) == 4 else None  # for this rank's queries alone
+            parts = {key: value for key, value in out.items() if key != built}
+            out |= share_out(parts, cp, segments=segments, keys=self.keys)
         return out if self.device is None else move_batch(out, self.device)
 
     def choose(self, segments: Segments, *, padding_free: bool | None = None) -> Choice:

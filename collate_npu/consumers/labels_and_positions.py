@@ -255,8 +255,7 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torc
 
 
 def _by_ids(case: Case, sources: Sources) -> Tensor:
-    """Return positions as RoBERTa's family counts each sequence: from `padding_idx + 1`; a token with that id stays at
-    it."""
+    """Return positions as RoBERTa's family counts each sequence: from `padding_idx + 1`; `padding_idx` for its own id."""
     padding_idx, segments = case.model.first_position - 1, case.segments
     counts_T = (unpad(torch.from_numpy(sources.array("input_ids")), segments) != padding_idx).long()
     counted_T = counts_T.cumsum(0)

@@ -77,8 +77,7 @@ class Model:
     by_sequence: bool = False
     """True if `adapt` runs it by sequence: any rows are right."""
     leaks: Mapping[str, str] = field(default_factory=dict)
-    """By form of rows (probe.py): why padding or another sequence changes its tokens; "" where they do not. Forms that were
-    not tried are missing."""
+    """By form of rows that was tried (probe.py): why padding or another sequence changes its tokens; "" where none does."""
 
     @classmethod
     def of(

@@ -87,8 +87,7 @@ def kernel_of(model: Any) -> str:
 
 
 def kernel_of_args(args: Any) -> str:
-    """Return the consumer that arguments of ms-swift or Megatron-LM name, by `attention_backend` and
-    `masked_softmax_fusion`.
+    """Return the consumer that arguments of ms-swift or Megatron-LM name (`attention_backend`, `masked_softmax_fusion`).
 
     Only the backend "local" runs local kernels; the fusion is on by default (ms-swift 4.6.0 and Megatron-LM arguments).
     MindSpeed, if installed, computes the attention instead; if it is not, TransformerEngineNPU, if installed.

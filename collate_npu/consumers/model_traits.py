@@ -251,7 +251,9 @@ def out_of_scope_reason(model: Any) -> str:
     text = text_config(config)
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder beside its decoder"
-    if pattern_of(model) == "bidirectional" or is_encoder(config) or _says_both_sides(text):
+    ahead = getattr(text, "use_bidirectional_attention", None) in (True, "all") or getattr(text, "is_causal", None) is False
+    ahead = ahead or getattr(text, "attn_type", None) == "bi"  # XLNet's
+    if pattern_of(model) == "bidirectional" or is_encoder(config) or ahead:
         return "its tokens attend later tokens"
     if hasattr(model, "forward") and "start_positions" in inspect.signature(type(unwrap(model)).forward).parameters:
         return "its head predicts a span of the row"
@@ -265,12 +267,6 @@ def warn_if_left(model: Any) -> str:
         text = f"collate_npu leaves every batch of this {name} as it came: {reason}, which is out of scope"
         warnings.warn(f"{text} (collate-npu guide scope).", stacklevel=4)
     return reason
-
-
-def _says_both_sides(config: Any) -> bool:
-    """Return True if the config says that its tokens attend later ones: of a causal family, or of XLNet."""
-    ahead = getattr(config, "use_bidirectional_attention", None) in (True, "all")
-    return ahead or getattr(config, "is_causal", None) is False or getattr(config, "attn_type", None) == "bi"
 
 
 def _peft_reason(model: Any) -> str:

@@ -49,8 +49,7 @@ def get_attention_masks(
     `layers_of(model)` reads them off a model. Where masks have names of their own: gpt_oss `{"basic_mask": "causal",
     "sliding_window_mask": Pattern.sliding(128)}`; Muse Glimmer `{"global": "causal", "swa_128": Pattern.sliding(128)}`.
 
-    `block_size` is that of its FlexAttention.Config. `compiled=False` is for a few small masks: it builds `[B, 1, S, S]`
-    first.
+    `block_size` is its FlexAttention.Config's. `compiled=False` is for a few small masks: it builds `[B, 1, S, S]` first.
 
     >>> masks = get_attention_masks(Segments.from_lengths([3, 5], side="left"), layers_of(model))  # doctest: +SKIP
     >>> model(tokens, attention_masks=masks)  # doctest: +SKIP
@@ -61,10 +60,7 @@ def get_attention_masks(
 
 
 def layers_of(model: Any) -> Layers:
-    """Return what the layers of a `Decoder` read, by its config. Raises for models whose masks have other names.
-
-    >>> layers_of(model)  # doctest: +SKIP
-    """
+    """Return what the layers of a `Decoder` read, by its config. Raises for models whose masks have other names."""
     check_model(model)
     from torchtitan.models.common.attention import FlexAttention, VarlenAttention
     from torchtitan.models.common.decoder import Decoder
@@ -127,8 +123,7 @@ def _one(segments: Segments, kind: _Kind, device: torch.device | str, block_size
 
 
 def _attends(segments: Segments, pattern: str | Pattern, device: torch.device | str) -> Callable[..., Tensor]:
-    """Return a mask function of FlexAttention: the pattern for real queries, and for padding its own stretch, so that no
-    row is empty."""
+    """Return a FlexAttention mask function: the pattern for real queries, for padding its own stretch: no row is empty."""
     real, keep = mask_mod(segments, pattern, device), segments.keep.to(device)
     stretch = torch.from_numpy(_stretches(segments)[0]).to(device)
 
@@ -241,7 +236,11 @@ def trainer_batch(batch: Mapping[str, Any], segments: Segments | None = None, *,
     Labels are moved to the token before them; padding and the last token of a sequence get -100. `segment_ids`, int32, are
     for `masks_in_forward`. Raises without labels, and for holes and keys that the model would be called with.
     """
-    _refuse_keys(batch)
+    read = {*of_kind(KEYS, "truth", "offsets", "positions"), *with_role(KEYS, "tokens", "labels"), "shift_labels"}
+    other = [(n, key) for n, key in enumerate(batch) if key not in read and batch[key] is not None]
+    rule = "The trainer calls the model's forward with every key beside `input`, and its loss reads none of them."
+    remedy = "Leave it out of the samples, build inner without consumer= and model=, or name it in extra=."
+    refuse_rows("batch (rows are keys)", other, rule, remedy, kind=UnsupportedFormError)
     segments = segments or segments_from_batch(batch)
     bad = [(b, "holes") for b in segments.hole_rows if not segment_ids]
     rule = "torchtitan begins a document at every position 0, so positions cannot tell of padding inside a sequence."
@@ -263,11 +262,3 @@ def _labels(batch: Mapping[str, Any], segments: Segments) -> Tensor:
     moved = "shift_labels" in batch or labels_are_shifted(sources.array("input_ids"), sources.array("labels"), segments)
     own = labels_for(sources, segments, "next", True).get("labels", labels) if moved else shift_labels(labels, segments)
     return own.masked_fill(~segments.keep, -100)
-
-
-def _refuse_keys(batch: Mapping[str, Any]) -> None:
-    read = {*of_kind(KEYS, "truth", "offsets", "positions"), *with_role(KEYS, "tokens", "labels"), "shift_labels"}
-    other = [(n, key) for n, key in enumerate(batch) if key not in read and batch[key] is not None]
-    rule = "The trainer calls the model's forward with every key beside `input`, and its loss reads none of them."
-    remedy = "Leave it out of the samples, build inner without consumer= and model=, or name it in extra=."
-    refuse_rows("batch (rows are keys)", other, rule, remedy, kind=UnsupportedFormError)

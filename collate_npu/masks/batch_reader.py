@@ -108,7 +108,7 @@ def agreed(
         _refuse_doubtful_ends(sources, truth)
     told = sources.named["segment_ids"] or (sources.named["labels"] and not truth.segments.empty_rows)
     if not told and not _learns_nothing(sources):
-        _refuse_inverted(sources, shape, truth.segments, empty=by_keys and bool(squares))
+        _refuse_inverted(sources, truth.segments, empty=by_keys and bool(squares))
     return with_labels(sources, truth.segments) if labels else truth.segments
 
 
@@ -164,8 +164,7 @@ def _tokens(sources: Sources) -> Any:
 
 
 def check_known(sources: Sources, segments: Segments) -> None:
-    """Raise where a batch contradicts the Segments that its caller knows. `attention_mask` is not read: its form is the
-    consumer's."""
+    """Raise where a batch contradicts the Segments that its caller knows; `attention_mask`, the consumer's, is not read."""
     try:
         _compared(sources, sources.shape() if sources.named["tokens"] else segments.shape, None, {}, segments)
         check_known_offsets(sources, segments)
@@ -315,7 +314,11 @@ def _with_dense(
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="polarity"))
     if not full.ndim or full.shape[-1] != shape[1] or (full.ndim == 4 and not full.shape[1]):
         raise wrong_shape_error(key, shape_of(full), shape)
-    known = _known(truth, pattern)
+    known = Known(pattern=pattern)
+    if truth is not None:  # sequences of a row that only another mask showed are not known
+        shown = truth.segments.packed and not truth.parted
+        segments = of_keep(keep_array(truth.segments)) if shown else truth.segments
+        known = Known(segments=segments, parted=truth.parted, pattern=pattern)
     square = full.ndim in (3, 4) and full.shape[-2:] == (shape[1], shape[1]) and len(full) in (1, shape[0])
     if known.segments is not None and square and pattern in (None, CAUSAL) and is_causal(values, known.segments):
         return _Truth(key, known.segments, known.parted)
@@ -326,15 +329,6 @@ def _with_dense(
         remedy = f"Pass pattern={found.expression} if the model attends so, else attention_mask_2d in its place."
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="mask-pattern"))
     return _Truth(key, reading.segments, truth is not None and truth.parted)
-
-
-def _known(truth: _Truth | None, pattern: Pattern | None) -> Known:
-    """Return what is known beside a dense mask. Sequences of a row that only another mask showed are not known."""
-    if truth is None:
-        return Known(pattern=pattern)
-    read = truth.segments.packed and not truth.parted
-    segments = of_keep(keep_array(truth.segments)) if read else truth.segments
-    return Known(segments=segments, parted=truth.parted, pattern=pattern)
 
 
 def _read(values: MaskValues, known: Known, positions_BS: Array | None, B: int) -> Reading:
@@ -393,7 +387,7 @@ def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:
     refuse_rows(truth.name, bad.items(), rule, remedy, more="padding-unknown", kind=AmbiguousMaskError)
 
 
-def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segments, *, empty: bool) -> None:
+def _refuse_inverted(sources: Sources, segments: Segments, *, empty: bool) -> None:
     """Raise for a 2D mask that looks inverted: a row has no real token (unless `empty`: a second mask agrees), or, without
     labels, one repeated token is real and text is padding."""
     bad = {} if empty else dict.fromkeys(segments.empty_rows, "no real token")

@@ -324,8 +324,7 @@ def sequences(square: Square, real_BS: Bools) -> tuple[Segments, Bools]:
 
 
 def read_query_rows(square: Square, b: int, low: int, read_Q: Bools, into: Extents, counts_BQ: Bools) -> Bools:
-    """Write the extents of these query rows, from `low` on, of one row of the batch to `into`; return the keys `[S]` that
-    those of them attend that count."""
+    """Write the extents of these query rows, from `low` on, of row b to `into`; return the keys `[S]` of what counts."""
     if not read_Q.any():
         return np.zeros(square.shape[1], bool)
     q_N = low + np.flatnonzero(read_Q)

@@ -347,8 +347,7 @@ def own_places(segments: Segments) -> list[int]:
 
 
 def fitting_places(offsets: Array, segments: Segments) -> list[int] | None:
-    """Return the places by physical offsets of one flat row, where each sequence stands at the start of its own and the tail
-    behind them; else None."""
+    """Return the places by physical offsets of one flat row, if each sequence begins its own, the tail behind; else None."""
     starts_N, ends_N = (np.array([span[i] for span in segments.spans], np.int64) for i in (1, 2))
     N = len(starts_N)
     if segments.shape[0] != 1 or len(offsets) <= N or offsets[-1] != segments.shape[1] or segments.hole_rows:

@@ -228,8 +228,7 @@ def heads_differ_error(values: MaskValues) -> AmbiguousMaskError:
 
 
 def refuse_compressed(values: MaskValues) -> None:
-    """Raise for torch_npu's compressed causal masks: [2048, 2048] (sparse_mode 2-4), [3072, 2048] (mode 6); op-plugin
-    doc:554-606."""
+    """Raise for torch_npu's compressed masks: [2048, 2048] (sparse_mode 2-4), [3072, 2048] (6); op-plugin doc:554-606."""
     if tuple(values.full.shape) not in ((2048, 2048), (3072, 2048), (1, 1, 2048, 2048)):
         return
     below_QK = (values.full.reshape(-1, 2048)[:2048] != 0).numpy() == np.tri(2048, dtype=bool)
@@ -297,8 +296,7 @@ def is_causal(values: MaskValues, segments: Segments) -> bool:
 
 
 def wrong_rows(square: Square, segments: Segments, pattern: Pattern, proved_BQ: Bools | None = None) -> Iterator[int]:
-    """Yield the rows of the batch in which a real query attends other keys than this pattern. `proved_BQ` are queries that
-    plain causal attention is known to give."""
+    """Yield rows in which a real query attends other keys than this pattern; plain causal attention gives `proved_BQ`."""
     counts_BQ = segments.array != 0
     if proved_BQ is not None and pattern == CAUSAL:
         counts_BQ &= ~proved_BQ

@@ -63,8 +63,7 @@ class Sources(dict[str, Any]):
         """The keys of each role that hold something, in the order of the table."""
         self._held: dict[tuple[str, Any], tuple[Any, Any]] = {}
         self.counted = False
-        """True if position_ids restart exactly where sequences begin: the batch reader compared them, or a collator built
-        them."""
+        """True if position_ids are known to restart just where sequences begin: compared by the reader, or of a collator."""
         for name, role in _ROLES.items():
             if name in self and self[name] is not None:
                 self.named[role] += (name,)
@@ -289,8 +288,7 @@ def check_known_offsets(sources: Sources, segments: Segments) -> None:
 
 
 def check_offsets(sources: Sources, segments: Segments, source: str) -> None:
-    """Raise where the lengths or sequence numbers of a batch describe other sequences than its `Segments`, which the key
-    `source` gave."""
+    """Raise where lengths or sequence numbers describe other sequences than the `Segments`, which the key `source` gave."""
     if sources.lengths is not None and source not in sources.named["lengths"]:
         rows = _length_rows(sources, segments.shape[0])
         pairs = enumerate(zip(rows, segments.lengths))
@@ -335,8 +333,7 @@ def physical_offsets(sources: Sources, segments: Segments) -> list[int] | None:
 
 
 def check_ahead(sources: Sources, segments: Segments, *, reads_both: bool) -> None:
-    """Raise where offsets count padding as part of a sequence, for attention that looks ahead; `reads_both`: kernels that
-    find real offsets beside the physical ones leave it out."""
+    """Raise where offsets count padding in a sequence and attention looks ahead; `reads_both`: real offsets leave it out."""
     if reads_both and sources.offsets and physical_and_real_offsets(sources.offsets)[2] is not None:
         return
     places = physical_offsets(sources, segments) or own_places(segments)
@@ -366,8 +363,7 @@ def _real_lengths(name: str, physical: Array, real: Array | None, lengths: list[
 
 
 def split_by_positions(positions_BS: Array, known: Segments | None, *, padding_free: bool) -> tuple[Segments, bool] | None:
-    """Return the sequences by positions that restart, and whether every row restarts; None where no row does. Without
-    `known` Segments all of the row is real."""
+    """Return the sequences by positions that restart, and if all rows do; None where none does. Not `known`: all is real."""
     keep_BS = np.ones(positions_BS.shape, bool) if known is None else keep_array(known)
     starts_BS, tells_B = _restarts(positions_BS, keep_BS)
     restarts = bool((starts_BS.sum(axis=1) > 1)[tells_B].any())
@@ -415,8 +411,7 @@ def _unread(sources: Sources, S: int) -> Array | None:
 
 
 def unless_in_doubt(sources: Sources, positions_BS: Array) -> Array | None:
-    """Return the positions where they can separate sequences from padding: a single token at position 0 without a label may
-    be either."""
+    """Return the positions if they part sequences from padding: one token at position 0 without a label may be either."""
     alone_BS = positions_BS == 0
     alone_BS[:, :-1] &= positions_BS[:, 1:] == 0
     labels_BS = sources.array("labels") if sources.named["labels"] else None

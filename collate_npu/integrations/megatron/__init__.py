@@ -93,8 +93,7 @@ def gpt_batch(
 
 
 def _row(batch: Mapping[str, Any], sources: Sources, segments: Segments) -> dict[str, Tensor]:
-    """Return the keys that the model reads, labels with the token that predicts each. Positions that count padding are left
-    out; `_inputs` makes others."""
+    """Return the keys that the model reads: labels with the token that predicts each, no positions that count padding."""
     given = {key: batch[key] for key in ("input_ids", "position_ids", "labels") if batch.get(key) is not None}
     if "position_ids" in given and kind_of(torch.from_numpy(sources.array("position_ids")), segments) == "places":
         del given["position_ids"]
@@ -103,8 +102,7 @@ def _row(batch: Mapping[str, Any], sources: Sources, segments: Segments) -> dict
 
 
 def _targets(batch: Mapping[str, Any], sources: Sources, segments: Segments, labels: Tensor) -> Tensor:
-    """Return labels `[B, S]`, each with the token before it. Those of Megatron's datasets stand there already, beside a loss
-    mask of predictions."""
+    """Return labels `[B, S]`, each with the token before it. Megatron's datasets make such, and the loss mask of them."""
     moved = labels_are_shifted(sources.array("input_ids"), sources.array("labels"), segments)
     others = ("loss_scale", "shift_labels") if moved else ("loss_mask", "loss_scale", "shift_labels")
     beside = [key for key in others if batch.get(key) is not None]

@@ -187,8 +187,7 @@ def _layer_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 
 
 def _zero_padding(keep_BS: Tensor, config: Any, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the layer's arguments with its input zeroed at padding; the residual stream stays as it is. `args[0]` is
-    `[S, B, H]`, S shared by tp ranks."""
+    """Return the arguments with the input `[S, B, H]`, S shared by tp ranks, zeroed at padding; the residual stays."""
     hidden = args[0]
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     if keep_BS.shape != (hidden.shape[1], hidden.shape[0] * ranks):

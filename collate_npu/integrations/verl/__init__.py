@@ -86,8 +86,7 @@ def _with_masks(function: Callable[..., Any], given: dict[str, Any], vision: boo
 
 
 def _refuse_window(window: Any, given: dict[str, Any]) -> None:
-    """Raise for a window that some row fills: MindSpeed passes none to its kernel, padded or packed (0.12 to 0.18,
-    te/.../dot_product_attention.py `forward`)."""
+    """Raise for a window that a row fills: MindSpeed's kernel gets none (0.12 to 0.18 te/.../dot_product_attention.py)."""
     left, ids = window[0] if isinstance(window, (tuple, list)) else window, given["input_ids"]
     longest = int((ids.offsets().diff() if ids.is_nested else given["attention_mask"].bool().sum(-1)).max())
     if left is None or left < 0 or longest <= left + 1:
@@ -114,10 +113,7 @@ def start_adaptor() -> None:
 
 
 def install() -> None:
-    """Swap verl's functions for these in every module of verl that has them.
-
-    >>> install()  # doctest: +SKIP
-    """
+    """Swap verl's functions for these in every module of verl that has them."""
     start_adaptor()  # verl imports Megatron here, and MindSpeed's adaptor only where its workers begin
     from verl.models.mcore import model_forward, model_forward_fused
 
@@ -155,10 +151,7 @@ def prepare_model_inputs(original: Any, engine: Any, micro_batch: Any) -> Any:
 
 
 def install_fsdp() -> None:
-    """Let each FSDP engine of this process, also one that exists, adapt its model. `uninstall` undoes it.
-
-    >>> install_fsdp()  # doctest: +SKIP
-    """
+    """Let each FSDP engine of this process, also one that exists, adapt its model. `uninstall` undoes it."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
     patching.patch(PACKAGE, FSDPEngineWithLMHead, "prepare_model_inputs", prepare_model_inputs)
