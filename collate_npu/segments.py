@@ -131,8 +131,7 @@ class Segments:
         >>> Segments.from_cu_seqlens([0, 3, 5], width=6).ids.tolist()
         [[1, 1, 1, 2, 2, 0]]
         """
-        offsets = as_offsets("cu_seqlens", cu_seqlens)
-        return cls.from_lengths([np.diff(offsets).tolist()], width=width)
+        return cls.from_lengths([np.diff(as_offsets("cu_seqlens", cu_seqlens)).tolist()], width=width)
 
     @classmethod
     def from_position_ids(cls, position_ids: Values) -> Segments:
@@ -293,8 +292,7 @@ class Segments:
     @once
     def hole_rows(self) -> tuple[int, ...]:
         """Indices of the rows with padding inside a sequence."""
-        wide = {b for (b, start, end), n in zip(self.spans, self.sequence_lengths) if end - start > n}
-        return tuple(sorted(wide))
+        return tuple(sorted({b for (b, start, end), n in zip(self.spans, self.sequence_lengths) if end - start > n}))
 
     @once
     def spans(self) -> tuple[tuple[int, int, int], ...]:

@@ -399,8 +399,7 @@ def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], 
         columns = columns | real
     width = _width(collator, [sum(lengths)])
     segments = of_lengths([lengths], width)
-    batch = add_offsets(_laid_out(collator, samples, columns, Slots.of([range(len(held))], held, width)), segments)
-    return batch, segments
+    return add_offsets(_laid_out(collator, samples, columns, Slots.of([range(len(held))], held, width)), segments), segments
 
 
 def _width(collator: PaddingCollator, lengths: list[int]) -> int:

@@ -186,8 +186,7 @@ def _kind(key: str, column: Rows, lengths: list[int], keys: Mapping[str, Key]) -
         rule, remedy = "A label is the id of a token, -100 where nothing is learned.", "np.where(learned, input_ids, -100)."
         raise CollateError(explain(key, _BOOL, rule, f"For a mask of learned tokens: {remedy}"))
     if known.role == "labels" and _is_targets(column, lengths):
-        several = len({len(row) for row in column}) > 1
-        bad = [(b, f"{len(row)} numbers") for b, row in enumerate(column)] if several else []
+        bad = [(b, f"{len(row)} numbers") for b, row in enumerate(column)] if len({len(row) for row in column}) > 1 else []
         refuse_rows(key, bad, "All samples have the same number of targets.", "Give one number for each class.")
         return "targets"
     if known.kind == "positions" and all(rank_of(row) == 2 for row in column):

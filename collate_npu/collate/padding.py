@@ -214,9 +214,8 @@ def arrays_of(key: str, rows: Sequence[Row], whole: bool) -> list[Array]:
             arrays.append(np.zeros(0, np.int64))
             bad.append((b, _first_bad(row) if whole and not rank_of(row[0]) else "lists of unequal length, or no numbers"))
     if not {row.dtype.kind for row in arrays} <= _KINDS[whole]:
-        started = "{} starting {}"
-        kinds = [started.format(shape_of(row), row.reshape(-1)[:3].tolist()) for row in arrays]
-        bad += [(b, kind) for b, (row, kind) in enumerate(zip(arrays, kinds)) if not _is_number(row, whole)]
+        wrong = [(b, row) for b, row in enumerate(arrays) if not _is_number(row, whole)]
+        bad += [(b, f"{shape_of(row)} starting {row.reshape(-1)[:3].tolist()}") for b, row in wrong]
     rule = f"{key} holds {'whole numbers' if whole else 'numbers'}, one for each token."
     refuse_rows(key, bad, rule, "Convert them where the sample is built.")
     return arrays

@@ -270,5 +270,4 @@ def _align(batch: Sources, samples: _Samples) -> Segments:
     where = "fit both ends of their rows" if found else "stand at neither end of their rows"
     rule = f"No key says which tokens are padding, and the ids of the samples {where}."
     remedy = "Let the inner collator emit attention_mask (and segment_ids, if rows are packed), or use PaddingCollator."
-    got = f"{shape_of(batch.get('input_ids'))} without a mask"
-    raise AmbiguousMaskError(explain("input_ids", got, rule, remedy))
+    raise AmbiguousMaskError(explain("input_ids", f"{shape_of(batch.get('input_ids'))} without a mask", rule, remedy))

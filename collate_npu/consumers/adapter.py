@@ -221,8 +221,7 @@ class BatchAdapter:
         if (places := label_places(sources, segments)) is not None:  # each label stands with its token meanwhile
             whole: Tensor = cut.new_full(segments.shape, -100)
             whole[:, places] = cut[:, 1:]
-            changed: dict[str, Any] = {"labels": whole}
-            sources = sources | changed
+            sources = sources | {"labels": whole}
         check_labels(sources, segments, self.model.labels)
         labels = labels_for(sources, segments, self.label_rule, self.shifted, holes=holes)
         if self.consumer.counts_positions and segments.spans:  # padding before or between tokens: a padded row, no flat one
@@ -288,8 +287,7 @@ class BatchAdapter:
             out.setdefault("shift_labels", sources["labels"].clone())  # which transformers' losses do not move again
         if (cp := self.context_parallel) is not None:
             if self.consumer.shares_recurrent and self.model.needs_mask_2d:
-                heads = recurrent_heads(self.model.config)
-                check_recurrent_split(cp, segments, padding_free=case.padding_free, heads=heads)
+                check_recurrent_split(cp, segments, padding_free=case.padding_free, heads=recurrent_heads(self.model.config))
             built = self.consumer.key if getattr(mask, "ndim", 0) == 4 else None  # for this rank's queries alone
             parts = {key: value for key, value in out.items() if key != built}
             out |= share_out(parts, cp, segments=segments, keys=self.keys)

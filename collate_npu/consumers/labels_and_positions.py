@@ -249,8 +249,7 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torc
         return given
     segments, limit = case.segments, case.model.rope_limit
     wide = limit is not None and segments.shape[1] > limit
-    shifted = segments.packed or segments.padding_side in PADS_BEFORE
-    needed = given is not None or shifted or case.padding_free or wide
+    needed = given is not None or segments.packed or segments.padding_side in PADS_BEFORE or case.padding_free or wide
     return positions_on(segments, device).add_(first) if needed else None
 
 

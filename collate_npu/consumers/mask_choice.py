@@ -305,8 +305,7 @@ def packed_reason(case: Case) -> str:
     """Return which rows hold several sequences, in a hybrid model."""
     if not (case.segments.packed and case.recurrent):
         return ""
-    rows = [b for b, row in enumerate(case.segments.lengths) if len(row) > 1][:8]
-    return f"rows {rows} hold several sequences"
+    return f"rows {[b for b, row in enumerate(case.segments.lengths) if len(row) > 1][:8]} hold several sequences"
 
 
 PACKED_RECURRENT = Refusal(

@@ -424,8 +424,7 @@ def _code(cls: type) -> str:
 
 def _code_holds(classes: list[type], *texts: str) -> bool:
     """Return True if a modeling file of these classes holds one of the texts."""
-    sources = map(_source, {cls.__module__: None for cls in classes})
-    return any(text in source for source in sources for text in texts)
+    return any(text in source for source in map(_source, {cls.__module__: None for cls in classes}) for text in texts)
 
 
 @cache

@@ -246,8 +246,7 @@ def trainer_batch(batch: Mapping[str, Any], segments: Segments | None = None, *,
     rule = "torchtitan begins a document at every position 0, so positions cannot tell of padding inside a sequence."
     remedy = "Take the holes out of the samples, or pass segment_ids=True and call masks_in_forward(part) on each part."
     refuse_rows("segments", bad, rule, remedy, kind=UnsupportedFormError)
-    tokens = batch[next(iter(with_role(batch, "tokens")))]
-    input_dict = {"input": tokens, "positions": positions(segments)}
+    input_dict = {"input": batch[next(iter(with_role(batch, "tokens")))], "positions": positions(segments)}
     if segment_ids:
         input_dict[SEGMENT_KEY] = segments.ids
     return input_dict, _labels(batch, segments)

@@ -289,8 +289,7 @@ def _in_each_worker(handle: Any, function: Callable[..., Any], **settings: Any) 
 
 def _processors(target: Any) -> list[Any]:
     """Return the processors of every adapter of a model (model/optimizer_group.py:43), or the processor that is passed."""
-    groups = getattr(target, "optimizer_group", {}).values()
-    held = [target, *(getattr(group, "processor", None) for group in groups)]
+    held = [target, *(getattr(group, "processor", None) for group in getattr(target, "optimizer_group", {}).values())]
     return [processor for processor in held if hasattr(processor, "process_pipeline")]
 
 

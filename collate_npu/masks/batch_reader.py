@@ -207,8 +207,7 @@ def _compared(
 ) -> _Truth | None:
     """Return the most detailed of the sources that need no other, after all were compared: shape, padding, boundaries. With
     `known` Segments, only the keys that carry the same facts are compared."""
-    numbered = known is None and (sources.offsets or sources.lengths)
-    flat = segments_from_offsets(sources, shape) if numbered else None
+    flat = segments_from_offsets(sources, shape) if known is None and (sources.offsets or sources.lengths) else None
     found = [] if known is None else [_Truth("segments", known, True)]
     found += [_Truth(key, of_ids(as_ids(sources.array(key))), True) for key in sources.named["segment_ids"]]
     keep_BS = sources.array(KEEP_KEY) if sources.named["keep"] else None
@@ -273,8 +272,7 @@ def _check_same_boundaries(parted: Sequence[_Truth]) -> None:
         wrong = np.flatnonzero((one.array != other.array).any(axis=1)).tolist()
         bad = [(b, f"lengths {list(other.lengths[b])}, not {list(one.lengths[b])}") for b in wrong]
         rule = f"It disagrees with {parted[0].name} about where one sequence of a row ends and the next begins."
-        remedy = "Keep one of them, or rebuild both from the lengths."
-        refuse_rows(each.name, bad, rule, remedy, more="sources-disagree")
+        refuse_rows(each.name, bad, rule, "Keep one of them, or rebuild both from the lengths.", more="sources-disagree")
 
 
 def _parted(

@@ -424,14 +424,12 @@ def refuse_unmasked_rows(shown: Shown, pattern: Pattern, *, declared: bool, unma
     all_B = np.asarray(shown.full.all(axis=1))
     mixed = not declared and prefixed and not all_B.all()
     pads_left = bool((filler_BS.any(axis=1) & ~filler_BS[:, -1]).any())
-    last_B = shown.full[:, -1] & shown.real[:, -1]
-    bad_B = (all_B & (unmasks or mixed)) | (last_B & (unmasks and not pads_left))
+    bad_B = (all_B & (unmasks or mixed)) | (shown.full[:, -1] & shown.real[:, -1] & (unmasks and not pads_left))
     seen = {True: "rows that all see everything", False: "a last row that sees everything"}
     bad = [(b, seen[bool(all_B[b])]) for b in np.flatnonzero(bad_B).tolist()]
     rule = "If the producer unmasks empty rows, these tokens are all real, or the last ones are padding."
     _raise_ambiguous(bad, rule, REMEDY_CARRY_2D)
-    end_B = filler_BS[:, -1] & (not unmasked_rows)
-    ends = [(b, "last rows that see everything") for b in np.flatnonzero(end_B).tolist()]
+    ends = [(b, "last rows that see everything") for b in np.flatnonzero(filler_BS[:, -1] & (not unmasked_rows)).tolist()]
     rule = "The last rows are padding that was unmasked, or real tokens that attend to both sides (an image)."
     _raise_ambiguous(ends, rule, f"Pass unmasked_rows=True if the producer unmasks rows. {REMEDY_CARRY_2D}")
 

@@ -180,9 +180,8 @@ def read_keys(values: MaskValues, *, alone: bool = False) -> Segments:
             raise PolarityError(explain(values.key, values.got, rule, "Pass polarity=None."))
         segments = Segments.from_ids(values.raw)
     elif values.declared is None and not values.range[1] and values.full.numel():
-        got = f"{values.got} of zeros"
         rule = "Read as keep, every token is padding; read as masked or additive, none is."
-        raise PolarityError(explain(values.key, got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
+        raise PolarityError(explain(values.key, f"{values.got} of zeros", rule, REMEDY_DECLARE_POLARITY, more="polarity"))
     else:
         segments = of_keep(values.read(values.raw, values.declared or "keep"))
     rows = [(b, "no real token") for b in segments.empty_rows] if alone and values.declared is None else []

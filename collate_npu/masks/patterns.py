@@ -260,8 +260,7 @@ class Prefix(Pattern):
     def check(self, num_sequences: int) -> None:
         if len(self.lengths) not in (1, num_sequences):
             rule = f"The batch holds {num_sequences} sequences; a prefix is one length, or one for each."
-            remedy = "Pass one length per sequence."
-            raise CollateError(explain("prefix", f"{len(self.lengths)} lengths", rule, remedy))
+            raise CollateError(explain("prefix", f"{len(self.lengths)} lengths", rule, "Pass one length per sequence."))
 
     def of_each(self, num_sequences: int) -> tuple[int, ...]:
         """The prefix length of each of the N sequences."""

@@ -151,9 +151,8 @@ class Sources(dict[str, Any]):
         named = self.named["tokens"] or (*self.named["keep"], *self.named["segment_ids"])
         if not named:
             rule = "A batch has input_ids [B, S], or inputs_embeds [B, S, H]."
-            got = f"keys {', '.join(map(str, self))}" if self else "no keys"
             remedy = "Collate the tokens too. A pipeline stage without tokens takes its batch as it is."
-            raise CollateError(explain("batch", got, rule, remedy))
+            raise CollateError(explain("batch", f"keys {', '.join(map(str, self))}" if self else "no keys", rule, remedy))
         shape, *others = map(self._rows_and_width, named)
         if any(other != shape for other in others):
             got = ", ".join(f"{name} {list(each)}" for name, each in zip(named, (shape, *others)))
@@ -188,8 +187,7 @@ def _evaluated(name: str, block_mask: Any) -> Tensor:
 
     B, H, Q, K = block_mask.shape
     check_bytes(name, (B, H, Q, K), 1, MAX_MASK_BYTES)
-    device = block_mask.kv_num_blocks.device
-    evaluated: Tensor = create_mask(block_mask.mask_mod, B, H, Q, K, device=str(device)).cpu()
+    evaluated: Tensor = create_mask(block_mask.mask_mod, B, H, Q, K, device=str(block_mask.kv_num_blocks.device)).cpu()
     return evaluated
 
 
@@ -247,8 +245,7 @@ def _ends_in_padding(sources: Sources, end: int, S: int) -> bool:
         return bool(unread_S[end:].all())
     positions_BS = sources.text_positions((1, S))
     rest = sources.array("input_ids")[0, end:].tolist() if sources.named["tokens"] == ("input_ids",) else []
-    again = len(rest) > 1 and len(set(rest)) == 1
-    return again or (positions_BS is not None and not positions_BS[0, end:].any())
+    return (len(rest) > 1 and len(set(rest)) == 1) or (positions_BS is not None and not positions_BS[0, end:].any())
 
 
 def _tail(sources: Sources) -> int:
@@ -272,8 +269,7 @@ def _placed(rows: list[list[int]], held: list[list[int]], shape: tuple[int, int]
     if bad or len(rows) != len(held):
         rule = f"No length exceeds its padded length, and padded lengths add up to at most {shape[1]}, the row."
         raise CollateError(explain_rows("seq_lens_padded", bad, rule, "Leave seq_lens_padded out, and pass segment_ids."))
-    starts = [[0, *accumulate(places)] for places in held]
-    return of_ids(np.array([ids_at(*each, shape[1]) for each in zip(starts, rows)]))
+    return of_ids(np.array([ids_at([0, *accumulate(places)], row, shape[1]) for places, row in zip(held, rows)]))
 
 
 def check_known_offsets(sources: Sources, segments: Segments) -> None:

@@ -122,8 +122,7 @@ def _padded(row: Mapping[str, Any], segments: Segments, model: Any, cp: ContextP
     mcore_bridge.check_padding(segments, kernel, recurrent=needs_mask_2d(model), model_type=kind)
     refuse_crossing(segments, config_of(model), padding_free=False)
     inputs, device = _inputs(row, segments, model, cp, None), row["input_ids"].device
-    blocked = mcore_bridge.attention_mask(segments, kernel, cp, device=device)
-    return {**inputs, "attention_mask": blocked}
+    return {**inputs, "attention_mask": mcore_bridge.attention_mask(segments, kernel, cp, device=device)}
 
 
 def _flat(
@@ -212,11 +211,9 @@ def packed_seq_params(
     fields = gated_delta_kwargs(segments, kernel="megatron", device=device)
     real = segments.cu_seqlens_host
     unseen = "pad_between_seqs" not in names and real[:-1] == offsets[:-1]
-    places = padding_counts or mindspeed.is_installed() or npu_engine()
-    apart = not (places or unseen or real == offsets)
+    apart = not (padding_counts or mindspeed.is_installed() or npu_engine() or unseen or real == offsets)
     for side in ("q", "kv"):  # the very same tensor says "no padding" to TransformerEngine's main branch
-        padded = fields[f"cu_seqlens_{side}_padded"]
-        fields[f"cu_seqlens_{side}"] = segments.cu_seqlens.to(device) if apart else padded
+        fields[f"cu_seqlens_{side}"] = segments.cu_seqlens.to(device) if apart else fields[f"cu_seqlens_{side}_padded"]
     fields["pad_between_seqs"] = apart
     return PackedSeqParams(**{name: value for name, value in fields.items() if name in names})
 
