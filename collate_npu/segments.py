@@ -421,11 +421,9 @@ def length_rows(lengths: Any, name: str = "lengths", *, filler: int = 0) -> list
 
 
 def as_offsets(name: str, given: Any, width: int | None = None, *, whole: bool = False) -> Array:
-    """Return cumulative offsets as int64 `[N + 1]`: 0, then the end of each sequence, in a row of `width` tokens.
-
-    With `whole` the last offset must be the width. One row `[1, N + 1]` is taken too (MindSpeed-MM 57069cd
-    fsdp/data/data_utils/func_utils/convert.py:988); -1 may fill its end (Megatron-Bridge 0.3.1 data/datasets/sft.py:963).
-    """
+    """Return cumulative offsets as int64 `[N + 1]`: 0, then the end of each sequence, in a row of `width` tokens. With
+    `whole` the last offset must be the width. One row `[1, N + 1]` is taken too (MindSpeed-MM 57069cd
+    fsdp/data/data_utils/func_utils/convert.py:988); -1 may fill its end (Megatron-Bridge 0.3.1 data/datasets/sft.py:963)."""
     offsets = host_array(name, given)
     if offsets.ndim == 2 and len(offsets) == 1:
         offsets = offsets[0][: np.flatnonzero(offsets[0] != -1)[-1] + 1] if (offsets != -1).any() else offsets[0]

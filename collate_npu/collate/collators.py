@@ -92,9 +92,7 @@ class BatchWriter:
 
     def adds_positions(self, left: bool) -> bool:
         """True if the model could count positions of some batch wrong: padding on the left, or with an id that it counts.
-
-        Then all have positions: a dispatcher takes the keys of the first batch for those of all.
-        """
+        Then all have positions: a dispatcher takes the keys of the first batch for those of all."""
         return self.adapter is not None and not self.left and (left or self.adapter.model.positions == "padding_idx")
 
     def ignore(self, batch: dict[str, Any], segments: Segments, *, own: bool, flat: bool) -> None:
@@ -177,9 +175,7 @@ def _warn_of_neutral_form() -> None:
 
 def add_offsets(batch: Mapping[str, Any], segments: Segments) -> dict[str, Any]:
     """Return a flat row with all its offsets; its own physical ones stay if they fit, positions of axes beside the text row.
-
-    Raises where images stand in the row and no positions say where.
-    """
+    Raises where images stand in the row and no positions say where."""
     places = longest = None
     if with_role(batch, "padded_offsets"):
         sources = Sources.of(batch)

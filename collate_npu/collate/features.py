@@ -75,9 +75,7 @@ def read_features(features: Features, *, keys: Mapping[str, Key] = KEYS) -> Samp
 
 def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Array], list[Array] | None, list[Array] | None]:
     """Token ids, segment ids and labels `[L]` of samples that some other collator pads, read as `read_features` reads them.
-
-    No segment ids where every sample is one sequence without holes.
-    """
+    No segment ids where every sample is one sequence without holes."""
     if getattr(features, "batch_size", None) == torch.Size():  # a TensorDict without rows of its own
         return [], None, None
     rows = [_joined(feature) if isinstance(feature, (list, tuple)) else feature for feature in features]

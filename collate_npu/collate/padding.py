@@ -143,10 +143,8 @@ def pad_rows(
 
 
 def lay_rows(key: str, rows: Sequence[Row], *, slots: Slots, fill: Filler = 0, whole: bool = False) -> Tensor:
-    """Rows of `[length, ...F]`, each in its slot of `[B, S, ...F]`, with `fill` in between.
-
-    int64 for lists of ints (and for `whole` numbers), float32 for lists of floats, the common dtype of arrays.
-    """
+    """Rows of `[length, ...F]`, each in its slot of `[B, S, ...F]`, with `fill` in between. int64 for lists of ints (and for
+    `whole` numbers), float32 for lists of floats, the common dtype of arrays."""
     rows, total = rows if isinstance(rows, Rows) else Rows(rows), slots.shape[0] * slots.shape[1]
     if total > MOST_PLACES:
         check_places(key, total, "Lower max_length, pad_to_multiple_of or the widths, or put fewer samples in a batch.")
@@ -264,10 +262,8 @@ def stack_values(values: Sequence[Any]) -> Any:
 
 
 def concatenate_values(key: str, values: Sequence[Any], *, unit: int = 0, order: Sequence[int] | None = None) -> Tensor:
-    """Tensors, arrays or lists of some rows, joined on the first dimension (pixel_values, image_grid_thw), in this order.
-
-    A value of rank `unit` is one image or clip, and becomes a row of its own.
-    """
+    """Tensors, arrays or lists of some rows, joined on the first dimension (pixel_values, image_grid_thw), in this order. A
+    value of rank `unit` is one image or clip, and becomes a row of its own."""
     held = {b: value for b, value in enumerate(values) if value is not None}
     tensors = {b: value if isinstance(value, Tensor) else host_tensor(key, value) for b, value in held.items()}
     ordered = [tensors[b] for b in (order or range(len(values))) if b in tensors]

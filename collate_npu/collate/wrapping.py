@@ -200,11 +200,9 @@ def _is_flat(batch: Mapping[str, Any], samples: _Samples) -> bool:
 
 
 def _flat_segments(batch: Sources, samples: _Samples) -> Segments:
-    """The samples one after another, if that is what the row holds; what follows them is alignment, not a sequence.
-
-    Padding inside a sample may be gone (LLaMA-Factory 0.9.5 data/collator.py:463, flash attention), and padding may stand
-    behind each, where physical offsets say so: by the ids alone a pad token that is a real one elsewhere looks in place.
-    """
+    """The samples one after another, if that is what the row holds; what follows them is alignment, not a sequence. Padding
+    inside a sample may be gone (LLaMA-Factory 0.9.5 data/collator.py:463, flash attention), and padding may stand behind
+    each, where physical offsets say so: by the ids alone a pad token that is a real one elsewhere looks in place."""
     if with_role(batch, "padded_offsets"):
         return segments_from_batch(batch, padding_free=True)
     ids_S = batch.array("input_ids")[0]

@@ -48,10 +48,8 @@ def labels_for(
     holes: bool = True,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return those of `labels`, `shift_labels`, `shifted_labels` and `loss_mask` `[B, S]` of this batch that must change.
-
     `shifted`: True if each label stands with the token that predicts it. None: the tokens tell. `holes`: True if a token
-    behind padding would be predicted from the padding.
-    """
+    behind padding would be predicted from the padding."""
     out: dict[str, Tensor] = {}
     for key, given in (("labels", shifted), ("shift_labels", True), ("shifted_labels", True)):
         if isinstance(labels := sources.get(key), Tensor) and not labels.is_floating_point():

@@ -154,9 +154,7 @@ def recurrent_heads(config: Any) -> tuple[int, ...]:
 
 def windows(model: Any) -> tuple[int, ...]:
     """Return, sorted, the sizes of windows and chunks of layers that attend only a part of the past; () without such layers.
-
-    A mask or a kernel without windows is right for sequences no longer than the smallest size.
-    """
+    A mask or a kernel without windows is right for sequences no longer than the smallest size."""
     config = text_config(config_of(model))
     local = {config.window_size} if "local" in layer_kinds(config, "attention_layers") else set()  # gpt_neo
     return tuple(sorted(local.union(*_windows(config).values())))
@@ -447,11 +445,9 @@ def width_dependence(model: Any) -> int | None:
 
 
 def rope_limit(model: Any) -> int | None:
-    """Return the position from which "longrope" or "dynamic" frequencies change for the whole batch; None without them.
-
-    The highest position of the batch decides. Without `position_ids` padding counts too: a wider batch needs them.
-    Source: transformers 5.23 modeling_rope_utils.py `dynamic_rope_update`.
-    """
+    """Return the position from which "longrope" or "dynamic" frequencies change for the whole batch; None without them. The
+    highest position of the batch decides. Without `position_ids` padding counts too: a wider batch needs them. Source:
+    transformers 5.23 modeling_rope_utils.py `dynamic_rope_update`."""
     config, original = text_config(config_of(model)), "original_max_position_embeddings"
     if not {"longrope", "dynamic"} & {each["rope_type"] for each in _ropes(config)}:
         return None

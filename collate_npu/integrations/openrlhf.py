@@ -51,10 +51,8 @@ def _then_adapt(original: Callable[..., Any], model: nn.Module, *args: Any, **kw
 
 
 def main() -> None:
-    """Run a module with its arguments after `arm()`: `python -m collate_npu.integrations.openrlhf MODULE ...`.
-
-    DeepSpeed's launcher puts `--local_rank=N` first (launcher/launch.py), so the first word without dashes is the module.
-    """
+    """Run a module with its arguments after `arm()`: `python -m collate_npu.integrations.openrlhf MODULE ...`. DeepSpeed's
+    launcher puts `--local_rank=N` first (launcher/launch.py), so the first word without dashes is the module."""
     arm()
     name = next(word for word in sys.argv[1:] if not word.startswith("-"))
     sys.argv.remove(name)

@@ -101,10 +101,8 @@ def varlen_metadata(segments: Segments, *, device: torch.device | str = "cpu") -
 
 
 def _stretches(segments: Segments) -> tuple[Array, Array]:
-    """Return the number of each place's stretch, `[B, S]`, counted from 0 over all rows, and where each stretch begins.
-
-    A stretch is a run of one sequence, or of padding, in one row.
-    """
+    """Return the number of each place's stretch, `[B, S]`, counted from 0 over all rows, and where each stretch begins. A
+    stretch is a run of one sequence, or of padding, in one row."""
     ids_BS = segments.array
     begins_BS = np.ones(ids_BS.shape, bool)
     begins_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
@@ -231,11 +229,9 @@ class TitanCollator:
 
 
 def trainer_batch(batch: Mapping[str, Any], segments: Segments | None = None, *, segment_ids: bool = False) -> TrainerBatch:
-    """Return `({"input": int64 [B, S], "positions": int64 [B, S]}, labels int64 [B, S])` of a padded or packed batch.
-
-    Labels are moved to the token before them; padding and the last token of a sequence get -100. `segment_ids`, int32, are
-    for `masks_in_forward`. Raises without labels, and for holes and keys that the model would be called with.
-    """
+    """Return `({"input": int64 [B, S], "positions": int64 [B, S]}, labels int64 [B, S])` of a padded or packed batch. Labels
+    are moved to the token before them; padding and the last token of a sequence get -100. `segment_ids`, int32, are for
+    `masks_in_forward`. Raises without labels, and for holes and keys that the model would be called with."""
     read = {*of_kind(KEYS, "truth", "offsets", "positions"), *with_role(KEYS, "tokens", "labels"), "shift_labels"}
     other = [(n, key) for n, key in enumerate(batch) if key not in read and batch[key] is not None]
     rule = "The trainer calls the model's forward with every key beside `input`, and its loss reads none of them."

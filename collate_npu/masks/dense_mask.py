@@ -349,10 +349,8 @@ def all_extents(square: Square) -> Extents:
 
 
 def read_square(square: Square, known: Known) -> Reading:
-    """Return the `Reading` of a `[B, S, S]` matrix.
-
-    Raises `UnexplainedError` where nothing gives this matrix, `AmbiguousMaskError` where two different truths do.
-    """
+    """Return the `Reading` of a `[B, S, S]` matrix. Raises `UnexplainedError` where nothing gives this matrix,
+    `AmbiguousMaskError` where two different truths do."""
     keep_BS = None if known.segments is None else known.segments.array != 0
     if known.segments is not None and known.parted:
         return Reading(known.segments, prove(square, known.segments, known.pattern))
@@ -377,10 +375,8 @@ def read_square(square: Square, known: Known) -> Reading:
 def prove(
     square: Square, segments: Segments, pattern: Pattern | None, shown: Shown | None = None, proved_BQ: Bools | None = None
 ) -> Pattern:
-    """Return the pattern that gives the matrix back on every real row: the declared one, or the first that does.
-
-    `proved_BQ` are queries that plain causal attention is known to give. Raises `UnexplainedError`.
-    """
+    """Return the pattern that gives the matrix back on every real row: the declared one, or the first that does. `proved_BQ`
+    are queries that plain causal attention is known to give. Raises `UnexplainedError`."""
     first, wrong = pattern or CAUSAL, partial(wrong_rows, square, segments, proved_BQ=proved_BQ)
     first.check(segments.num_sequences)
     if next(wrong(first), None) is None:
@@ -435,11 +431,9 @@ def refuse_unmasked_rows(shown: Shown, pattern: Pattern, *, declared: bool, unma
 
 
 def refuse_visible_padding(shown: Shown, segments: Segments) -> None:
-    """Raise where padding may attend itself (a forced diagonal, a sequence of its own) and look like a sequence.
-
-    Padding that nobody sees, in any row, shows that this producer's does not. One row that sees everything shows nothing:
-    it was unmasked, or is padding that attends the others and, on its diagonal, itself.
-    """
+    """Raise where padding may attend itself (a forced diagonal, a sequence of its own) and look like a sequence. Padding
+    that nobody sees, in any row, shows that this producer's does not. One row that sees everything shows nothing: it was
+    unmasked, or is padding that attends the others and, on its diagonal, itself."""
     if not segments.packed or ((~shown.real).sum(axis=1) > (shown.filler.sum(axis=1) == 1)).any():
         return
     packed = [(b, row) for b, row in enumerate(segments.lengths) if len(row) > 1]
@@ -462,10 +456,8 @@ def refuse_gaps(shown: Shown, segments: Segments, pattern: Pattern | None) -> No
 
 def refuse_chunks(shown: Shown, segments: Segments, pattern: Pattern) -> None:
     """Raise where packed sequences end on multiples of one number: one sequence under chunked attention looks the same.
-
     Packing and chunks at once are not considered: any longest sequence would be doubtful. Places are counted from a row's
-    first token; padding that attends as the sequence before it belongs to that one.
-    """
+    first token; padding that attends as the sequence before it belongs to that one."""
     if not segments.packed or pattern.reaches(segments.longest_span):
         return
     row_N, start_N, stop_N = np.array(segments.spans, np.int64).T

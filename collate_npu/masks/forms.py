@@ -146,10 +146,8 @@ def _triangle_on(segments: Segments, device: torch.device, dtype: torch.dtype, a
 
 
 def open_empty_rows(masked: Tensor) -> Tensor:
-    """`[B, 1, S, S]`, True = blocked, in place: a query that sees no key, which is padding, then sees itself.
-
-    For kernels that compute such a query in an undefined way (`npu_fusion_attention` with inner_precise=0).
-    """
+    """`[B, 1, S, S]`, True = blocked, in place: a query that sees no key, which is padding, then sees itself. For kernels
+    that compute such a query in an undefined way (`npu_fusion_attention` with inner_precise=0)."""
     empty_BS = masked[:, 0].all(-1)
     masked[:, 0].diagonal(dim1=-2, dim2=-1).masked_fill_(empty_BS, False)
     return masked

@@ -168,10 +168,8 @@ class Known(NamedTuple):
 
 
 def read_keys(values: MaskValues, *, alone: bool = False) -> Segments:
-    """Return the `Segments` of a mask `[B, S]`: keep, the declared polarity, or packing ids `1 1 2 2 0`.
-
-    Raises `PolarityError` for zeros and, of a mask that stands `alone`, where a row has no token: it may be inverted.
-    """
+    """Return the `Segments` of a mask `[B, S]`: keep, the declared polarity, or packing ids `1 1 2 2 0`. Raises
+    `PolarityError` for zeros and, of a mask that stands `alone`, where a row has no token: it may be inverted."""
     if values.full.ndim != 2:
         raise no_mask_error(values)
     if values.packing_ids:

@@ -147,10 +147,8 @@ def _inputs(
     row: Mapping[str, Any], segments: Segments, model: Any, cp: ContextParallel | None, offsets: Tensor | None
 ) -> dict[str, Any]:
     """Return this rank's part of the rows, with the masks of routers and recurrent layers as the model's forward takes them.
-
     GPTModel shares out the routers' mask on its first stage alone (gpt_model.py:307-320), mcore-bridge's model only a mask
-    that it made itself (1.6.5 model/gpt_model.py:307-316).
-    """
+    that it made itself (1.6.5 model/gpt_model.py:307-316)."""
     device, config, stage = row["input_ids"].device, config_of(model), unwrap(model)
     inputs = {"position_ids": segments.position_ids.to(device), **row, "attention_mask": None}
     if "labels" in row:
@@ -219,11 +217,9 @@ def packed_seq_params(
 
 
 def takes_places(model: Any) -> bool:
-    """True if this model reads the places of sequences from `cu_seqlens_q`, and not from the padded offsets.
-
-    Multi-token prediction does (core/transformer/multi_token_prediction.py:236 of 0.16.1, 249 of 0.19.2), and mcore-bridge's
-    Gated DeltaNets and latent attention (1.6.5 gpts/qwen3_next.py:477, modules/multi_latent_attention.py:35).
-    """
+    """True if this model reads the places of sequences from `cu_seqlens_q`, and not from the padded offsets. Multi-token
+    prediction does (core/transformer/multi_token_prediction.py:236 of 0.16.1, 249 of 0.19.2), and mcore-bridge's Gated
+    DeltaNets and latent attention (1.6.5 gpts/qwen3_next.py:477, modules/multi_latent_attention.py:35)."""
     depths = getattr(config_of(model), "mtp_num_layers", None)
     return bool(depths) or type(unwrap(model)).__module__.startswith("mcore_bridge")
 
@@ -240,9 +236,7 @@ def megatron_ranks(*, shared: bool = False) -> ContextParallel | None:
 
 def flat_row_offsets(segments: Segments) -> tuple[int, ...]:
     """Return where the sequences of a flat row stand: `(0, start of the second, ..., S)`, each with the padding behind it.
-
-    Raises `UnsupportedFormError` where there is not one row, no sequence, or padding before or inside a sequence.
-    """
+    Raises `UnsupportedFormError` where there is not one row, no sequence, or padding before or inside a sequence."""
     if segments.shape[0] != 1 or not segments.num_sequences:
         rule = "Offsets speak of one flat row [1, S] with at least one sequence."
         raise UnsupportedFormError(explain("segments", repr(segments), rule, "Collate with padding_free=True."))
@@ -265,11 +259,9 @@ def _check_shared_out(offsets: tuple[int, ...], cp: ContextParallel | None) -> N
 
 
 def router_padding_mask(segments: Segments, model: Any) -> Tensor | None:
-    """Return the routers' mask, bool `[B, S]`, True = padding; None for a model without experts.
-
-    A batch without padding has one too, because ranks must count tokens in the same way (moe_utils.py:214-233). Raises
-    `UnsupportedFormError` if padding would change the experts of real tokens.
-    """
+    """Return the routers' mask, bool `[B, S]`, True = padding; None for a model without experts. A batch without padding has
+    one too, because ranks must count tokens in the same way (moe_utils.py:214-233). Raises `UnsupportedFormError` if padding
+    would change the experts of real tokens."""
     config = config_of(model)
     if not getattr(config, "num_moe_experts", None):
         return None
@@ -311,10 +303,8 @@ def real_tokens_alone(
 
 
 def refuse_crossing(segments: Segments, config: Any, *, padding_free: bool) -> None:
-    """Raise if a model with multi-token prediction would learn across sequences, or if its routers would count padding.
-
-    In 0.16.1 and 0.17 those routers get no padding mask; later ones move it, and the last token of the row becomes real.
-    """
+    """Raise if a model with multi-token prediction would learn across sequences, or if its routers would count padding. In
+    0.16.1 and 0.17 those routers get no padding mask; later ones move it, and the last token of the row becomes real."""
     if not getattr(config, "mtp_num_layers", None):
         return
     exact = none_is_exact(segments)

@@ -172,10 +172,8 @@ def check_collated(template: Any, batch: Mapping[str, Any]) -> None:
 
 
 def segments_from_swift(args: Any, data: Mapping[str, Any], polarity: Polarity | None = None) -> Segments:
-    """Return the Segments of the real lengths, if the template sent them, else of the masks. All must agree.
-
-    ms-swift's own 2D mask counts alignment padding as real (template/base.py:2073, 2133).
-    """
+    """Return the Segments of the real lengths, if the template sent them, else of the masks. All must agree. ms-swift's own
+    2D mask counts alignment padding as real (template/base.py:2073, 2133)."""
     lengths, keep = data.get("seq_lens"), data.get(KEEP_KEY)
     if lengths is None or keep is None:
         return segments_from_batch(data, polarity=polarity)
@@ -191,11 +189,9 @@ def segments_from_swift(args: Any, data: Mapping[str, Any], polarity: Polarity |
 
 
 def with_masks(args: Any, batch: Mapping[str, Any], segments: Segments) -> dict[str, Any]:
-    """Return the prepared batch with its masks. Raises `UnsupportedFormError` if its padding has no right form here.
-
-    Labels of padding become -100: ms-swift rolls labels one place to the left, so that the padding before a row's tokens
-    would predict the first of them (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`).
-    """
+    """Return the prepared batch with its masks. Raises `UnsupportedFormError` if its padding has no right form here. Labels
+    of padding become -100: ms-swift rolls labels one place to the left, so that the padding before a row's tokens would
+    predict the first of them (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`)."""
     cp, labels = ranks_of(args), batch.get("labels")
     device = next(value.device for value in batch.values() if isinstance(value, Tensor))
     config = getattr(args.model_info, "config", None)
@@ -303,9 +299,7 @@ def guarded(polarity: Polarity | None, original: Any, trainer: Any, data: Any, v
 
 def flat_segments(data: Mapping[str, Any], params: Any, ranks: int = 1) -> Segments:
     """Return the Segments of a flat row: each real length at the start of its sequence. `data` is the template's batch.
-
-    Raises if the zigzag `ranks` cannot share the row out, or if the offsets of queries and keys, padded or not, differ.
-    """
+    Raises if the zigzag `ranks` cannot share the row out, or if the offsets of queries and keys, padded or not, differ."""
     offsets = host_array("cu_seqlens_q", params.cu_seqlens_q).astype(np.int64)
     others = (getattr(params, name, None) for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"))
     differ = any(each is not None and not np.array_equal(host_array("offsets", each), offsets) for each in others)

@@ -30,9 +30,7 @@ PACKAGE, TESTED = "verl", "0.9.1"
 
 def keep_2d(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Run verl's padding, and its way back, as without an NPU: with this rank's 2D mask. On an NPU verl makes a dense one.
-
-    Verl's code runs with a flag of its own. Every other caller reads the module's flag.
-    """
+    Verl's code runs with a flag of its own. Every other caller reads the module's flag."""
     return patching.with_globals(original, is_npu_available=False)(*args, **kwargs)
 
 
@@ -103,10 +101,8 @@ def _arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 def start_adaptor() -> None:
-    """Let MindSpeed, or else MegatronAdaptor, patch Megatron now, if one is installed and Megatron is not imported yet.
-
-    Does nothing if it does not load, as in a driver process without CANN (so does verl: workers/engine/__init__.py:54-60).
-    """
+    """Let MindSpeed, or else MegatronAdaptor, patch Megatron now, if one is installed and Megatron is not imported yet. Does
+    nothing if it does not load, as in a driver process without CANN (so does verl: workers/engine/__init__.py:54-60)."""
     if (found := adaptors()) and "megatron.core" not in sys.modules:
         with suppress(ImportError):
             import_module(found[0])
