@@ -124,8 +124,7 @@ def shift_labels(labels: Tensor, segments: Segments | None = None, *, steps: int
 def ignore_first_labels(labels: Tensor, segments: Segments, *, ignore_index: int = -100) -> Tensor:
     """Return the labels with `ignore_index` at padding and at the first token of every sequence, which no token predicts.
 
-    A token behind a hole counts as a first one. Pass labels `[B, S]` that are not shifted yet. The labels of column 0
-    stay: the shift drops them.
+    A token behind a hole is a first one. Pass labels `[B, S]` not shifted yet. Those of column 0 stay: the shift drops them.
 
     >>> left = Segments.from_lengths([3, 4], side="left")
     >>> ignore_first_labels(torch.tensor([[9, 1, 2, 3], [4, 5, 6, 7]]), left).tolist()

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
-from operator import methodcaller
 from os import PathLike
 from typing import Any, Literal, NamedTuple
 
@@ -32,8 +31,6 @@ Features = Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Samples, or columns."""
 ColumnKind = Literal["tokens", "axes", "vision", "targets", "sample"]
 
-_KEYS = methodcaller("keys")
-_NONE = type(None)
 _RULE = "A batch is built from a list of one or more dicts of features, or a dict of columns."
 _EMPTY = "A row without real tokens has no logits, no loss and no last token."
 _LOAD = "Load the file, and tokenise it: datasets.load_dataset('json', data_files=path)."
@@ -43,7 +40,6 @@ _OF_TOKENS = (
 )
 _BOOLS = np.dtype(bool)
 _BOOL = "values that are true or false"
-_BY_TOKEN = ("tokens", "positions", "truth")
 _LOOKED_AT = 8
 """How many values of a long list of labels are looked at for floats; the rest is checked where it is packed."""
 
@@ -127,7 +123,7 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, Rows]:
     columns: dict[str, list[Any]] = {}
     for name in dict.fromkeys(["input_ids", *held]):
         column, key = held.get(name, []), "labels" if name in ("label", "label_ids") else name
-        missing = [b for b, value in enumerate(column) if value is None] if _NONE in set(map(type, column)) else []
+        missing = [b for b, value in enumerate(column) if value is None] if type(None) in set(map(type, column)) else []
         if len(missing) == len(column):
             if name == "input_ids":
                 # Preference data (TRL's `chosen_ids`, `rejected_ids`) becomes rows in a collator of its own.
@@ -151,7 +147,7 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, Rows]:
             raise CollateError(explain_rows(name, [(b, "nothing") for b in missing], rule, remedy))
         columns[key] = column
     foreign = {key for key, column in columns.items() if not ON_HOST.issuperset(map(type, column))}
-    by_token = {key for key in foreign if keys.get(key, SAMPLE).kind in _BY_TOKEN}
+    by_token = {key for key in foreign if keys.get(key, SAMPLE).kind in ("tokens", "positions", "truth")}
     return {key: on_host(key, column) if key in by_token else Rows(column) for key, column in columns.items()}
 
 
@@ -271,7 +267,7 @@ def _of_samples(samples: Any) -> dict[str, list[Any]]:
             raise CollateError(explain_rows("features", bad, _RULE, _dicts_of(samples[bad[0][0]])))
         samples = list(map(entries, samples))
     first = samples[0].keys()
-    same = all(map(first.__eq__, map(_KEYS, samples)))
+    same = all(map(first.__eq__, map(dict.keys, samples)))
     names = first if same else dict.fromkeys(key for sample in samples for key in sample)
     return {name: [sample.get(name) for sample in samples] for name in names}
 

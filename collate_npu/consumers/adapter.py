@@ -92,8 +92,7 @@ class BatchAdapter:
     * `context_parallel`: this rank's place. The batch is split last; of a 4D mask only this rank's rows are built.
     * `keys`: rules for keys of your own: `{**KEYS, "reward": TOKENS}`.
     * `max_mask_bytes`: the most bytes that a 4D mask may take; a larger one raises an error.
-    * `labels_shifted`: True if each label stands with the token that predicts it. None: as the model expects; without one,
-      the tokens tell.
+    * `labels_shifted`: True if each label stands with the token that predicts it. None: the model, or else the tokens, tell.
     * `device`: where the batch goes in one copy; positions and a 4D mask are made there. None: it stays where it is.
 
     The labels of padding, and the first label of each sequence, become -100. A transformers model that is no causal language

@@ -60,8 +60,6 @@ def unwrap(model: Any) -> Any:
     return model if inner is model else unwrap(inner)
 
 
-_BY_2D = "Keep plain causal attention and one sequence a row, which need only the 2D mask."
-
 # Kinds of layer that carry state from token to token: padding before a real token reaches it.
 RECURRENT_KIND = re.compile(r"linear|conv|hybrid|mamba|ssm|recurrent|delta|lightning|kda|rwkv|lstm")
 # Fields that only a transformers config with such layers has; they decide if the config lists no layers.
@@ -170,7 +168,8 @@ def attention_windows(model: Any) -> dict[str, int | None]:
     for kind, sizes in found.items():
         if len(sizes) > 1:
             rule = "A mapping has one mask for each kind of layer."
-            raise UnsupportedFormError(explain("attention_mask", f"{kind} with windows {sorted(sizes)}", rule, _BY_2D))
+            remedy = "Keep plain causal attention and one sequence a row, which need only the 2D mask."
+            raise UnsupportedFormError(explain("attention_mask", f"{kind} with windows {sorted(sizes)}", rule, remedy))
     return {kind: next(iter(sizes), None) for kind, sizes in found.items()}
 
 

@@ -19,7 +19,6 @@ from torch import nn
 
 from collate_npu.integrations import patching
 from collate_npu.integrations.adapt import adapt
-from collate_npu.integrations.patching import once_imported
 
 PACKAGE, TESTED = "openrlhf", "0.11.2"
 
@@ -31,7 +30,7 @@ def arm() -> None:
 
     >>> arm()  # doctest: +SKIP
     """
-    once_imported(PACKAGE, "openrlhf.models.utils", _patch)
+    patching.once_imported(PACKAGE, "openrlhf.models.utils", _patch)
 
 
 def disarm() -> None:

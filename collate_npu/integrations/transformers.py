@@ -100,7 +100,8 @@ def plan_batches(trainer: Any, *, max_tokens: int, lengths: Any = None, **option
     def get_train_dataloader() -> Any:
         made = Trainer.get_train_dataloader(trainer)  # with the trainer's columns, collator and workers
         trainer.accelerator._dataloaders.remove(made)
-        kept = {name: getattr(made, name) for name in _OF_LOADER}
+        names = ("collate_fn", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "worker_init_fn")
+        kept = {name: getattr(made, name) for name in names}
         trainer.accelerator.even_batches, even = False, trainer.accelerator.even_batches  # before 1.15 Accelerate asks
         try:
             return trainer.accelerator.prepare(DataLoader(made.dataset, batch_sampler=sampler, **kept))
@@ -110,9 +111,6 @@ def plan_batches(trainer: Any, *, max_tokens: int, lengths: Any = None, **option
     trainer.get_train_dataloader = get_train_dataloader
     trainer.add_callback(_SetEpoch(sampler))
     return sampler
-
-
-_OF_LOADER = ("collate_fn", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "worker_init_fn")
 
 
 class _SetEpoch(TrainerCallback):  # type: ignore[misc]

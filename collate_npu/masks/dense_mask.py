@@ -72,8 +72,7 @@ def derive_segments(
     `polarity`. Whole numbers above 1 are packing ids (`1 1 2 2 0`).
 
     * `attention_mask`: the mask, in one of these shapes: bool, 0/1, additive, or packing ids.
-    * `polarity`: "keep", "masked" or "bias". None: the mask is read in both ways, and the way that is proved counts. Declare
-      it for `[B,1,1,S]`.
+    * `polarity`: "keep", "masked" or "bias". None: read both ways, and the one proved counts. Declare it for `[B,1,1,S]`.
     * `keep`: `[B, S]`, 1 = real. It decides what the mask leaves open: the polarity, and whether a token that sees only
       itself is padding. The mask must agree with it at real tokens.
     * `pattern`: what attention sees, if two patterns would explain the mask. "chunked" also means that rows are not packed.

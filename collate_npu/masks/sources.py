@@ -370,7 +370,7 @@ def split_by_positions(positions_BS: Array, known: Segments | None, *, padding_f
 
 
 def without_padding(sources: Sources, segments: Segments, real_S: Array) -> Segments:
-    """Return the flat row without the padding that its offsets count (`offsets_of_rows`): what a mask marks as padding, and
+    """Return the flat row without the padding that its offsets count: what a mask marks as padding, and
     no label is on, whether it stands as a sequence or at the end of one."""
     ids_S, *others = segments.array
     padding_S, unread_S = ~real_S & (ids_S != 0), _unread(sources, len(ids_S))

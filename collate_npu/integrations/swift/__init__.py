@@ -28,7 +28,6 @@ from collate_npu.errors import CollateError, UnsupportedFormError, explain, refu
 from collate_npu.integrations import patching
 from collate_npu.integrations.adapt import adapt
 from collate_npu.integrations.megatron import mcore_bridge
-from collate_npu.integrations.patching import once_imported
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.mask_values import Polarity
@@ -54,7 +53,7 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
     from swift.template.base import Template
 
     patching.patch(PACKAGE, Template, "_data_collator", _collate)
-    once_imported(PACKAGE, "swift.trainers.mixin", _watch_trainers)
+    patching.once_imported(PACKAGE, "swift.trainers.mixin", _watch_trainers)
     if trainers:
         from swift.megatron.trainers import base, utils
         from transformers.utils import is_torch_npu_available
