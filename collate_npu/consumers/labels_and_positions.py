@@ -22,16 +22,7 @@ from torch import Tensor
 from collate_npu.arrays import Array, dims
 from collate_npu.consumers.mask_choice import Case, Consumer
 from collate_npu.consumers.model_traits import LabelRule
-from collate_npu.errors import (
-    AmbiguousMaskError,
-    CollateError,
-    UnsupportedFormError,
-    a_type,
-    explain,
-    explain_rows,
-    refuse_rows,
-    shape_of,
-)
+from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, a_type, explain, refuse_rows, shape_of
 from collate_npu.masks.sources import Sources, check_counts
 from collate_npu.outputs import repad, unpad
 from collate_npu.segments import PADS_BEFORE, Segments
@@ -141,7 +132,7 @@ def check_rebuilt(sources: Sources, segments: Segments, tokens_T: Array, own_T: 
         bad = [(b, f"{wrong_T[rows_T == b].sum()} others than in the samples") for b in np.unique(rows_T[wrong_T]).tolist()]
         rule = "The samples have labels, and this collator made others of the tokens."
         remedy = "Let it pad the samples' labels (DataCollatorForSeq2Seq does), or take labels out of the samples."
-        raise CollateError(explain_rows("labels", bad, rule, remedy, more="labels"))
+        refuse_rows("labels", bad, rule, remedy, more="labels")
 
 
 def check_starts(sources: Sources, segments: Segments) -> None:
@@ -212,7 +203,7 @@ def check_image_types(case: Case, sources: Sources) -> None:
         bad = [(b, f"{got} at {lost_BS[b].sum()} tokens of images") for b in np.flatnonzero(lost_BS.any(axis=1)).tolist()]
         rule = f"{key} [B, S] is not 0 where input_ids are {', '.join(names)}: the model finds images by it."
         remedy = "Take it from the processor (return_mm_token_type_ids=True), and pad it with the tokens, on the same side."
-        raise CollateError(explain_rows(key, bad, rule, remedy))
+        refuse_rows(key, bad, rule, remedy)
 
 
 def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torch.device | None = None) -> Tensor | None:
