@@ -43,7 +43,7 @@ from collate_npu.masks.sources import (
     without_padding,
     wrong_shape_error,
 )
-from collate_npu.segments import Segments, as_ids, keep_array, of_ids, of_keep, positions_match, ready
+from collate_npu.segments import Segments, as_ids, of_ids, of_keep, positions_match, ready
 from collate_npu.validation import checked
 
 
@@ -315,7 +315,7 @@ def _with_dense(
     known = Known(pattern=pattern)
     if truth is not None:  # sequences of a row that only another mask showed are not known
         shown = truth.segments.packed and not truth.parted
-        segments = of_keep(keep_array(truth.segments)) if shown else truth.segments
+        segments = of_keep(truth.segments._keep_BS) if shown else truth.segments
         known = Known(segments=segments, parted=truth.parted, pattern=pattern)
     square = full.ndim in (3, 4) and full.shape[-2:] == (shape[1], shape[1]) and len(full) in (1, shape[0])
     if known.segments is not None and square and pattern in (None, CAUSAL) and is_causal(values, known.segments):
@@ -396,7 +396,7 @@ def _refuse_inverted(sources: Sources, segments: Segments, *, empty: bool) -> No
         and segments.num_padding
         and (ids_BS := sources.array("input_ids")).ndim == 2
     ):
-        bad |= _looks_inverted(ids_BS, keep_array(segments))
+        bad |= _looks_inverted(ids_BS, segments._keep_BS)
     if bad:
         rule = "True or 1 is a real token in a 2D mask; here it looks inverted, or made by ids != pad_token_id."
         remedy = "Invert it (mask == 0), pass polarity='masked' to what reads batches, or make it from the lengths; if it "

@@ -306,12 +306,8 @@ def offsets_of(segments: Segments, places: Sequence[int] | None = None, *, longe
     held = own_places(segments) if places is None else list(places)
     flat = of_lengths([held], sum(held))
     physical, longest = torch.tensor([0, *accumulate(held)], dtype=torch.int32), max(longest or 0, flat.max_length)
-    offsets: dict[str, Any] = {
-        "position_ids": flat.position_ids,
-        "cu_seq_lens_q": physical,
-        "cu_seq_lens_k": physical.clone(),
-    }
-    offsets |= {"max_length_q": longest, "max_length_k": longest, "seq_idx": flat.ids - 1}
+    offsets: dict[str, Any] = {"position_ids": flat.position_ids, "cu_seq_lens_q": physical}
+    offsets |= {"cu_seq_lens_k": physical.clone(), "max_length_q": longest, "max_length_k": longest, "seq_idx": flat.ids - 1}
     lengths = [*segments.lengths[0], *([0] * (len(held) - segments.num_sequences if places is not None else 0))]
     if places is not None:
         real = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)

@@ -25,16 +25,7 @@ from collate_npu.keys import KEYS, Role
 from collate_npu.masks import dialects
 from collate_npu.masks.dialects import REMEDY_ONE_SET, physical_and_real_offsets
 from collate_npu.masks.forms import MAX_MASK_BYTES, check_bytes, check_cuts, fitting_places, own_places
-from collate_npu.segments import (
-    Segments,
-    as_offsets,
-    keep_array,
-    length_rows,
-    of_ids,
-    of_lengths,
-    run_starts,
-    sequence_starts,
-)
+from collate_npu.segments import Segments, as_offsets, length_rows, of_ids, of_lengths, run_starts, sequence_starts
 
 Named = Role | Literal["positions", "vision"]
 
@@ -360,7 +351,7 @@ def _real_lengths(name: str, physical: Array, real: Array | None, lengths: list[
 
 def split_by_positions(positions_BS: Array, known: Segments | None, *, padding_free: bool) -> tuple[Segments, bool] | None:
     """Return the sequences by positions that restart, and if all rows do; None where none does. Not `known`: all is real."""
-    keep_BS = np.ones(positions_BS.shape, bool) if known is None else keep_array(known)
+    keep_BS = np.ones(positions_BS.shape, bool) if known is None else known._keep_BS
     starts_BS, tells_B = _restarts(positions_BS, keep_BS)
     restarts = bool((starts_BS.sum(axis=1) > 1)[tells_B].any())
     if not tells_B.any() or (known is None and not restarts and not padding_free):
@@ -418,7 +409,7 @@ def unless_in_doubt(sources: Sources, positions_BS: Array) -> Array | None:
 
 def check_positions(positions_BS: Array, segments: Segments) -> None:
     """Raise where positions restart at other tokens than those where sequences begin."""
-    keep_BS = keep_array(segments)
+    keep_BS = segments._keep_BS
     starts_BS, tells_B = _restarts(positions_BS, keep_BS)
     true_BS, _ = sequence_starts(segments.position_ids.numpy(), keep_BS)
     wrong_B = tells_B & (starts_BS.sum(axis=1) > 1) & (starts_BS != true_BS).any(axis=1)
@@ -430,7 +421,7 @@ def check_positions(positions_BS: Array, segments: Segments) -> None:
 
 def check_counts(positions_BS: Array, segments: Segments) -> None:
     """Raise where no model can be meant: positions that fall inside a sequence, or are one number for all of its tokens."""
-    ids_BS, keep_BS = segments.array, keep_array(segments)
+    ids_BS, keep_BS = segments.array, segments._keep_BS
     tokens_T, ids_T, rows_T = positions_BS[keep_BS], ids_BS[keep_BS], np.nonzero(keep_BS)[0]
     inside = (ids_T[1:] == ids_T[:-1]) & (rows_T[1:] == rows_T[:-1])
     steps, rows = np.diff(tokens_T.astype(np.float64))[inside], rows_T[1:][inside]
