@@ -50,10 +50,8 @@ _UNPADDED = "Rows of unequal length must be padded first.", "Collate them with P
 
 
 def entries(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys and values of a mapping as a new dict; a TensorDict's non-tensor values as Python objects.
-
-    Raises `CollateError` for a lazy stack whose rows differ in length or in keys (tensordict 0.15.3 _lazy.py).
-    """
+    """Return the keys and values of a mapping as a new dict; a TensorDict's non-tensor values as Python objects. Raises
+    `CollateError` for a lazy stack whose rows differ in length or in keys (tensordict 0.15.3 _lazy.py)."""
     if "tensordict" not in sys.modules:
         return dict(batch.items())
     from tensordict import LazyStackedTensorDict, is_non_tensor, is_tensor_collection  # type: ignore[import-not-found]
@@ -72,11 +70,9 @@ def entries(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def host_tensor(name: str, value: Any) -> Tensor:
-    """Return `value` as a dense CPU tensor, detached. It may share memory with `value`.
-
-    Sparse tensors become dense and 8-bit floats float32. Raises `CollateError` for meta, fake, nested and complex
-    tensors, for objects and strings, and for unsigned numbers beyond int64.
-    """
+    """Return `value` as a dense CPU tensor, detached. It may share memory with `value`. Sparse tensors become dense and
+    8-bit floats float32. Raises `CollateError` for meta, fake, nested and complex tensors, for objects and strings, and for
+    unsigned numbers beyond int64."""
     plain = type(value) is Tensor and value.dtype in PLAIN and value.is_cpu and value.layout is torch.strided
     if plain and not value.is_nested:
         return cast(Tensor, value.detach())

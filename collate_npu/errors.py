@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Collection, Iterable, Sized
 from difflib import get_close_matches
 
 _HARMLESS = "\n\t\xa0\u3000\u200d"
@@ -78,12 +78,26 @@ def explain(where: str, got: str, rule: str, remedy: str, *, more: str = "") -> 
     return f"{short(where)}: got {short(got)}. {short(rule)} {short(remedy)}{_pointer(more)}"
 
 
-def explain_rows(key: str, rows: Iterable[tuple[int, str]], rule: str, remedy: str, *, more: str = "") -> str:
+def explain_rows(key: str, rows: Iterable[tuple[int, str]], rule: str, remedy: str, more: str = "") -> str:
     """Return a message as `explain` does, for all bad rows of one key."""
     listed = sorted(rows)
     head = f"{short(key)}: {len(listed)} bad row{'s' if len(listed) != 1 else ''}."
     lines = [head, *(f"  row {row}: got {short(got)}" for row, got in listed), short(rule), short(remedy)]
     return "\n".join(lines) + _pointer(more)
+
+
+def refuse_rows(
+    key: str,
+    bad: Collection[tuple[int, str]],
+    rule: str,
+    remedy: str,
+    *,
+    more: str = "",
+    kind: type[CollateError] = CollateError,
+) -> None:
+    """Raise an error for all bad rows of one key, worded by `explain_rows`, if there are any."""
+    if bad:
+        raise kind(explain_rows(key, bad, rule, remedy, more))
 
 
 def short(text: str, most: int = LONGEST) -> str:

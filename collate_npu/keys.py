@@ -74,7 +74,6 @@ _EXPERTS = Key(kind="tokens", fill="last", why="experts of a token differ: all 0
 """`[B, S, layers, topk]`, replayed routing. Padding is routed like the token beside it: ids that exist, and differ. With
 equal ones Megatron's dropless dispatcher counts tokens that are not there (megatron-core 0.16.1 token_dispatcher.py:522-524;
 verl 0.9.1 router_replay_patch.py:357-371 counts anew; slime fill_routing_replay @2bebc09 pads with ids that go round)."""
-_REPLAYED = ("routed_experts", "rollout_routed_experts")
 LOSS_KEYS = (
     "response_mask", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights", "rm_scores",
     "token_level_scores", "token_level_rewards", "log_probs", "ref_log_probs", "teacher_log_probs", "teacher_logprobs",
@@ -87,7 +86,6 @@ _KERNEL = "of the whole row; ring kernels divide them themselves (TransformerEng
 _OFFSETS = Key(kind="offsets", share="replicate", role="offsets", why=_KERNEL)
 _PADDED = Key(kind="offsets", share="replicate", role="padded_offsets", why=_KERNEL)
 _LONGEST = Key(kind="offsets", share="replicate", role="longest", why=_KERNEL)
-
 _COUNT = Key(kind="offsets", share="replicate", why="follows from the offsets beside it (Megatron-Bridge, NeMo Automodel)")
 
 
@@ -115,7 +113,7 @@ _ROWS: dict[str, Key] = {
     "token_type_ids": Key(kind="tokens", whole=True, fill="pad_type", why="one flag a token"),
     **dict.fromkeys(("mm_token_type_ids", "visual_pos_masks", *LOSS_KEYS), TOKENS),
     **dict.fromkeys(("advantages", "returns", "values"), Key(kind="tokens", or_sample=True, why="a token's, or a sample's")),
-    **dict.fromkeys(_REPLAYED, _EXPERTS),
+    **dict.fromkeys(("routed_experts", "rollout_routed_experts"), _EXPERTS),
     "teacher_ids": Key(kind="tokens", whole=True, fill="pad", why="a teacher's best ids of each token"),
     **dict.fromkeys(("loss_scale", "loss_mask", "completion_mask", "assistant_masks", "special_tokens_mask"), TOKENS),
     **dict.fromkeys(("position_ids", "text_position_ids"), _POSITIONS),

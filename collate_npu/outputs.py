@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from collate_npu.arrays import whole_number
-from collate_npu.errors import CollateError, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, explain, refuse_rows, shape_of
 from collate_npu.segments import Segments
 from collate_npu.validation import check_held, check_of_batch, checked, is_plain
 
@@ -63,9 +63,8 @@ def last_token(x: Tensor, segments: Segments) -> Tensor:
     [7, 6]
     """
     check_of_batch("output", x, segments.shape, _WHOLE)
-    if segments.empty_rows:
-        rows = [(b, "only padding") for b in segments.empty_rows]
-        raise CollateError(explain_rows("last_token", rows, "A row of padding has no last token.", "Drop those rows."))
+    bad = [(b, "only padding") for b in segments.empty_rows]
+    refuse_rows("last_token", bad, "A row of padding has no last token.", "Drop those rows.")
     return x.flatten(0, 1).index_select(0, segments.last_indices.to(x.device))
 
 
@@ -125,8 +124,7 @@ def shift_labels(labels: Tensor, segments: Segments | None = None, *, steps: int
 def ignore_first_labels(labels: Tensor, segments: Segments, *, ignore_index: int = -100) -> Tensor:
     """Return the labels with `ignore_index` at padding and at the first token of every sequence, which no token predicts.
 
-    A token behind a hole counts as a first one. Pass labels `[B, S]` that are not shifted yet. The labels of column 0
-    stay: the shift drops them.
+    A token behind a hole is a first one. Pass labels `[B, S]` not shifted yet. Those of column 0 stay: the shift drops them.
 
     >>> left = Segments.from_lengths([3, 4], side="left")
     >>> ignore_first_labels(torch.tensor([[9, 1, 2, 3], [4, 5, 6, 7]]), left).tolist()

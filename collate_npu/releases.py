@@ -54,8 +54,7 @@ _FOUND: dict[str, str] = {}
 def installed(package: str) -> str:
     """Return the installed version of a package: "" if it is not installed, `UNKNOWN` if its metadata is broken."""
     if package not in _FOUND:
-        names = DISTRIBUTIONS.get(package, (package,))
-        _FOUND[package] = next(filter(None, map(_read, names)), "")
+        _FOUND[package] = next(filter(None, map(_read, DISTRIBUTIONS.get(package, (package,)))), "")
     return _FOUND[package]
 
 

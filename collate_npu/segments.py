@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import OF_A_BATCH, Array, PaddingSide, Side, check_places, host_array, once, whole_number
-from collate_npu.errors import CollateError, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, explain, refuse_rows, shape_of
 from collate_npu.validation import checked
 
 Values = Tensor | npt.ArrayLike
@@ -61,11 +61,10 @@ class Segments:
 
     def __init__(self, ids: Values) -> None:
         ids_BS = as_ids(ids)
-        bad = np.flatnonzero((ids_BS != _numbered(ids_BS)[0]).any(axis=1))
-        if len(bad):
-            rule = "The n-th sequence of a row has the id n, and sequences stand in order."
-            rows = [(int(b), f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
-            raise CollateError(explain_rows("segment ids", rows, rule, "Use Segments.from_ids, which renumbers."))
+        wrong_B = (ids_BS != _numbered(ids_BS)[0]).any(axis=1)
+        rule = "The n-th sequence of a row has the id n, and sequences stand in order."
+        bad = [(b, f"ids {ids_BS[b].tolist()[:24]}") for b in np.flatnonzero(wrong_B).tolist()]
+        refuse_rows("segment ids", bad, rule, "Use Segments.from_ids, which renumbers.")
         ready(self._hold(ids_BS))
 
     def _hold(self, ids_BS: Array) -> Segments:
@@ -92,9 +91,8 @@ class Segments:
         totals = [sum(row) for row in rows]
         width = max(totals, default=0) if width is None else whole_number("width", width)
         bad = [(b, f"lengths {row}") for b, row in enumerate(rows) if totals[b] > width]
-        if bad:
-            rule = f"The lengths of a row add up to at most the width, {width}."
-            raise CollateError(explain_rows("lengths", bad, rule, "Pass a larger width, or truncate the rows."))
+        rule = f"The lengths of a row add up to at most the width, {width}."
+        refuse_rows("lengths", bad, rule, "Pass a larger width, or truncate the rows.")
         check_places("lengths", len(rows) * width, "Check the lengths and the width.")
         return ready(of_lengths(rows, width, side))
 
@@ -133,8 +131,7 @@ class Segments:
         >>> Segments.from_cu_seqlens([0, 3, 5], width=6).ids.tolist()
         [[1, 1, 1, 2, 2, 0]]
         """
-        offsets = as_offsets("cu_seqlens", cu_seqlens)
-        return cls.from_lengths([np.diff(offsets).tolist()], width=width)
+        return cls.from_lengths([np.diff(as_offsets("cu_seqlens", cu_seqlens)).tolist()], width=width)
 
     @classmethod
     def from_position_ids(cls, position_ids: Values) -> Segments:
@@ -152,10 +149,8 @@ class Segments:
             raise CollateError(explain("position_ids", shape_of(positions_BS), "Positions are [B, S].", "Reshape them."))
         starts_BS, counts_B = sequence_starts(positions_BS, np.ones(positions_BS.shape, bool))
         bad = [(int(b), str(positions_BS[b].tolist()[:24])) for b in np.flatnonzero(~counts_B)]
-        if bad:
-            rule = "Positions show where sequences begin only if each sequence counts 0, 1, 2, ..."
-            remedy = "Use Segments.from_ids, from_lengths or from_cu_seqlens."
-            raise CollateError(explain_rows("position_ids", bad, rule, remedy))
+        rule = "Positions show where sequences begin only if each sequence counts 0, 1, 2, ..."
+        refuse_rows("position_ids", bad, rule, "Use Segments.from_ids, from_lengths or from_cu_seqlens.")
         return ready(_built(np.cumsum(starts_BS, axis=1)))
 
     # --- read off
@@ -244,16 +239,18 @@ class Segments:
     @property
     def indices(self) -> Tensor:
         """int64 `[T]`, where the real tokens stand in the flattened `[B * S]` batch, in order."""
-        return self._compiled[0].clone() if torch.compiler.is_compiling() else torch.from_numpy(self._indices_T).clone()
+        return self._where[0].clone()
 
     @property
     def last_indices(self) -> Tensor:
         """int64 `[N]`, where the last real token of each sequence stands in the flattened `[B * S]` batch."""
-        return self._compiled[1].clone() if torch.compiler.is_compiling() else torch.from_numpy(self._ends_N).clone()
+        return self._where[1].clone()
 
     @once
-    def _compiled(self) -> tuple[Tensor, Tensor]:
-        return torch.from_numpy(self._indices_T), torch.from_numpy(self._ends_N)
+    def _where(self) -> tuple[Tensor, Tensor]:
+        """`indices` and `last_indices`: made ahead, as compiled code cannot."""
+        indices_T = np.flatnonzero(self.array)
+        return torch.from_numpy(indices_T), torch.from_numpy(indices_T[np.array(self.cu_seqlens_host)[1:] - 1])
 
     @once
     def _keep_BS(self) -> Array:
@@ -261,15 +258,6 @@ class Segments:
         for b, start, end in () if self.hole_rows else self.spans:
             keep_BS[b, start:end] = True
         return keep_BS
-
-    @once
-    def _indices_T(self) -> Array:
-        return np.flatnonzero(self.array)
-
-    @once
-    def _ends_N(self) -> Array:
-        ends_N: Array = self._indices_T[np.array(self.cu_seqlens_host)[1:] - 1]
-        return ends_N
 
     @property
     def position_ids(self) -> Tensor:
@@ -304,14 +292,14 @@ class Segments:
     @once
     def hole_rows(self) -> tuple[int, ...]:
         """Indices of the rows with padding inside a sequence."""
-        wide = {b for (b, start, end), n in zip(self.spans, self.sequence_lengths) if end - start > n}
-        return tuple(sorted(wide))
+        return tuple(sorted({b for (b, start, end), n in zip(self.spans, self.sequence_lengths) if end - start > n}))
 
     @once
     def spans(self) -> tuple[tuple[int, int, int], ...]:
         """`(row, first index, last index + 1)` of each of the N sequences, holes included."""
         S = max(self.shape[1], 1)
-        first_N, last_N = self._indices_T[np.array(self.cu_seqlens_host)[:-1]], self._ends_N
+        indices_T, last_N = (places.numpy() for places in self._where)
+        first_N = indices_T[np.array(self.cu_seqlens_host)[:-1]]
         return tuple(zip((first_N // S).tolist(), (first_N % S).tolist(), (last_N % S + 1).tolist()))
 
     def __eq__(self, other: object) -> bool:
@@ -356,9 +344,15 @@ def of_keep(keep_BS: Array) -> Segments:
 
 
 def of_ids(ids_BS: Array) -> Segments:
-    """Build what `Segments.from_ids` does, of an array of whole numbers."""
-    one = ids_BS.max(initial=0) <= 1
-    return of_keep(ids_BS.astype(bool)) if one else _built(renumber(ids_BS))
+    """Build what `Segments.from_ids` does, of an array of whole numbers, with the same errors."""
+    if ids_BS.max(initial=0) <= 1:
+        return of_keep(ids_BS.astype(bool))
+    numbered_BS, starts_BS = _numbered(ids_BS)
+    labels = [ids_S[starts_S].tolist() for ids_S, starts_S in zip(ids_BS, starts_BS)]
+    bad = [(b, f"ids {ids_BS[b].tolist()[:24]}") for b, row in enumerate(labels) if len(set(row)) < len(row)]
+    rule = "The tokens of a sequence stand together: an id does not return after another sequence."
+    refuse_rows("segment ids", bad, rule, "Give each sequence of a row its own id.")
+    return _built(numbered_BS)
 
 
 def _built(ids_BS: Array) -> Segments:
@@ -367,7 +361,7 @@ def _built(ids_BS: Array) -> Segments:
 
 def ready(segments: Segments) -> Segments:
     """Return `segments` with what compiled code reads computed now: torch cannot trace the search."""
-    _ = segments.shape, segments._compiled
+    _ = segments.shape, segments._where
     return segments
 
 
@@ -410,8 +404,7 @@ def position_array(segments: Segments) -> Array:
 
 
 def length_rows(lengths: Any, name: str = "lengths", *, filler: int = 0) -> list[list[int]]:
-    """Return a list of token counts for each row of the batch; a `filler` other than 0 is left out. Raises `CollateError`
-    for negative numbers and fractions."""
+    """Return the token counts of each row, a `filler` other than 0 left out. Raises for negative numbers and fractions."""
     if not isinstance(lengths, (list, tuple)):
         lengths = host_array(name, lengths)
         if lengths.ndim not in (1, 2):
@@ -423,17 +416,14 @@ def length_rows(lengths: Any, name: str = "lengths", *, filler: int = 0) -> list
         if counts.ndim != 1 or (counts.size and (counts.dtype.kind not in "iu" or (counts < 0).any())):
             bad.append((b, f"lengths {counts.tolist()}"[:80]))
         rows.append(counts.tolist())
-    if bad:
-        raise CollateError(explain_rows(name, bad, "Lengths are whole numbers, 0 or more.", "Pass token counts."))
+    refuse_rows(name, bad, "Lengths are whole numbers, 0 or more.", "Pass token counts.")
     return rows
 
 
 def as_offsets(name: str, given: Any, width: int | None = None, *, whole: bool = False) -> Array:
-    """Return cumulative offsets as int64 `[N + 1]`: 0, then the end of each sequence, in a row of `width` tokens.
-
-    With `whole` the last offset must be the width. One row `[1, N + 1]` is taken too (MindSpeed-MM 57069cd
-    fsdp/data/data_utils/func_utils/convert.py:988); -1 may fill its end (Megatron-Bridge 0.3.1 data/datasets/sft.py:963).
-    """
+    """Return cumulative offsets as int64 `[N + 1]`: 0, then the end of each sequence, in a row of `width` tokens. With
+    `whole` the last offset must be the width. One row `[1, N + 1]` is taken too (MindSpeed-MM 57069cd
+    fsdp/data/data_utils/func_utils/convert.py:988); -1 may fill its end (Megatron-Bridge 0.3.1 data/datasets/sft.py:963)."""
     offsets = host_array(name, given)
     if offsets.ndim == 2 and len(offsets) == 1:
         offsets = offsets[0][: np.flatnonzero(offsets[0] != -1)[-1] + 1] if (offsets != -1).any() else offsets[0]
@@ -469,20 +459,8 @@ def as_ids(ids: Any) -> Array:
     if ids_BS.size and ids_BS.min() < 0:
         bad = [(int(b), f"the id {ids_BS[b].min()}") for b in np.flatnonzero((ids_BS < 0).any(axis=1))]
         rule = "0 is padding and sequences count from 1; no id is negative."
-        raise CollateError(explain_rows("segment ids", bad, rule, "Add 1 to ids that count from -1 or 0."))
+        refuse_rows("segment ids", bad, rule, "Add 1 to ids that count from -1 or 0.")
     return ids_BS.astype(np.int64, copy=False)
-
-
-def renumber(ids_BS: Array) -> Array:
-    """Return any ids as 1, 2, ... in order of appearance. Raises `CollateError` if an id returns after another sequence."""
-    numbered_BS, starts_BS = _numbered(ids_BS)
-    labels = [ids_S[starts_S].tolist() for ids_S, starts_S in zip(ids_BS, starts_BS)]
-    bad = [b for b, row in enumerate(labels) if len(set(row)) < len(row)]
-    if bad:
-        rule = "The tokens of a sequence stand together: an id does not return after another sequence."
-        rows = [(b, f"ids {ids_BS[b].tolist()[:24]}") for b in bad]
-        raise CollateError(explain_rows("segment ids", rows, rule, "Give each sequence of a row its own id."))
-    return numbered_BS
 
 
 def _numbered(ids_BS: Array) -> tuple[Array, Array]:

@@ -152,9 +152,8 @@ def lengths_of(dataset: Any, of: str | Callable[[Any], int] = "input_ids") -> Ar
         return _lengths_of(dataset, of)
     except Exception as error:  # whatever a dataset raises
         got = f"{a_type(dataset)} ({type(error).__name__}: {error})"
-        rule = "A dataset needs len(), [] and what of= names."
         remedy = "Pass of=: a column of tokens or of lengths ('input_ids'), or a function from a sample to its length."
-        raise CollateError(explain("dataset", got, rule, remedy)) from error
+        raise CollateError(explain("dataset", got, "A dataset needs len(), [] and what of= names.", remedy)) from error
 
 
 def _lengths_of(dataset: Any, of: str | Callable[[Any], int]) -> Array:
@@ -221,8 +220,7 @@ def loss_weights(
 
 
 def _of_all_ranks(counts: list[int] | None, per: str, group: Any, plan: int) -> list[int]:
-    """Return how many ranks there are, how many raised, the sum of all counts, of plans and of their squares, and how many
-    ranks have each `per`."""
+    """Return the number of ranks and of those that raised, the sums of counts, plans and their squares, ranks by `per`."""
     chosen = (per == each for each in ("token", "label", "sequence"))
     own = torch.tensor([1, counts is None, sum(counts or ()), plan, plan**2, *chosen])
     if dist.is_available() and dist.is_initialized():
@@ -367,8 +365,7 @@ def _filled(sizes: Array, K: int, rows: int, room: int) -> Array | None:
     dealt = np.empty(K * rows, np.int64)  # each batch gets full rows and emptier ones
     dealt[np.argsort(-np.bincount(row_of, sizes, K * rows), kind="stable")] = np.arange(K * rows) % max(1, K)
     batch_of: Array = dealt[row_of]
-    ends = np.bincount(batch_of, minlength=K).cumsum()
-    parts = np.split(sizes[np.argsort(batch_of, kind="stable")], ends[:-1])
+    parts = np.split(sizes[np.argsort(batch_of, kind="stable")], np.bincount(batch_of, minlength=K).cumsum()[:-1])
     return batch_of if all(len(best_fit(part.tolist(), room)) <= rows for part in parts) else None
 
 

@@ -28,7 +28,7 @@ from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.labels_and_positions import check_labels, labels_for, refuse_moved
 from collate_npu.consumers.mask_choice import Consumer, ConsumerName
 from collate_npu.consumers.model_traits import LabelRule, config_of, consumer_of, text_config
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, not_one_of
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, not_one_of, refuse_rows
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, Key, check_keys, of_kind, with_role
 from collate_npu.masks.forms import none_is_exact, offsets_of, own_places, write_dense
 from collate_npu.masks.patterns import Pattern
@@ -92,9 +92,7 @@ class BatchWriter:
 
     def adds_positions(self, left: bool) -> bool:
         """True if the model could count positions of some batch wrong: padding on the left, or with an id that it counts.
-
-        Then all have positions: a dispatcher takes the keys of the first batch for those of all.
-        """
+        Then all have positions: a dispatcher takes the keys of the first batch for those of all."""
         return self.adapter is not None and not self.left and (left or self.adapter.model.positions == "padding_idx")
 
     def ignore(self, batch: dict[str, Any], segments: Segments, *, own: bool, flat: bool) -> None:
@@ -127,8 +125,7 @@ class BatchWriter:
     def write(
         self, batch: dict[str, Any], segments: Segments, *, padding_free: bool, counted: bool = False
     ) -> dict[str, Any]:
-        """Return the batch with `attention_mask` and `attention_mask_2d` as the mode or the consumer wants them; `counted`:
-        its positions, if any, were made of the Segments."""
+        """Return the batch with its masks as the mode or the consumer wants them; `counted`: Segments made its positions."""
         if self.left:
             out = {**batch, "attention_mask": (segments.ids if segments.packed else segments.keep).long()}
         elif self.adapter is not None:
@@ -177,11 +174,8 @@ def _warn_of_neutral_form() -> None:
 
 
 def add_offsets(batch: Mapping[str, Any], segments: Segments) -> dict[str, Any]:
-    """Return a flat row with all its offsets; a batch's own physical offsets stay where they fit. Positions of several axes
-    stay beside the text row.
-
-    Raises where images stand in the row and no positions say where.
-    """
+    """Return a flat row with all its offsets; its own physical ones stay if they fit, positions of axes beside the text row.
+    Raises where images stand in the row and no positions say where."""
     places = longest = None
     if with_role(batch, "padded_offsets"):
         sources = Sources.of(batch)
@@ -320,9 +314,10 @@ class PaddingCollator:
             check_return_tensors(return_tensors)
         samples = read_features(features, keys=self.keys)
         limit = self.max_length
-        if limit is not None and (longer := [(b, f"{n} tokens") for b, n in enumerate(samples.lengths) if n > limit]):
+        if limit is not None:
+            longer = [(b, f"{n} tokens") for b, n in enumerate(samples.lengths) if n > limit]
             rule = f"max_length is {limit}, and the collator cuts no tokens."
-            raise CollateError(explain_rows("input_ids", longer, rule, "Truncate when tokenising."))
+            refuse_rows("input_ids", longer, rule, "Truncate when tokenising.")
         batch, segments = _flat(self, samples) if self.padding_free else _padded(self, samples)
         if samples.kinds.get("labels") == "tokens":
             self.writer.ignore(batch, segments, own=samples.segment_ids is not None, flat=self.padding_free)
@@ -400,19 +395,19 @@ def _flat(collator: PaddingCollator, samples: Samples) -> tuple[dict[str, Any], 
         columns = columns | real
     width = _width(collator, [sum(lengths)])
     segments = of_lengths([lengths], width)
-    batch = add_offsets(_laid_out(collator, samples, columns, Slots.of([range(len(held))], held, width)), segments)
-    return batch, segments
+    return add_offsets(_laid_out(collator, samples, columns, Slots.of([range(len(held))], held, width)), segments), segments
 
 
 def _width(collator: PaddingCollator, lengths: list[int]) -> int:
     if collator.padding is False and len(set(lengths)) > 1:
-        rows = [(b, f"{n} tokens") for b, n in enumerate(lengths)]
-        raise CollateError(explain_rows("input_ids", rows, "padding=False takes rows of one length.", "Pass padding=True."))
+        bad = [(b, f"{n} tokens") for b, n in enumerate(lengths)]
+        refuse_rows("input_ids", bad, "padding=False takes rows of one length.", "Pass padding=True.")
     width = _aligned(collator, max(lengths))
-    if too_long := [(b, f"{n} tokens") for b, n in enumerate(lengths) if n > width]:
+    if max(lengths) > width:
+        bad = [(b, f"{n} tokens") for b, n in enumerate(lengths) if n > width]
         rule = f"padding={collator.padding!r} makes rows {width} tokens wide at most, and the collator cuts no tokens."
         remedy = "Raise the widths (or max_length), truncate when tokenising, or put fewer samples in a flat row."
-        raise CollateError(explain_rows("input_ids", too_long, rule, remedy))
+        refuse_rows("input_ids", bad, rule, remedy)
     return width
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
-from operator import methodcaller
 from os import PathLike
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from collate_npu.arrays import Array, dims, entries, host_array
 from collate_npu.collate.padding import ON_HOST, Rows, arrays_of, check_lengths, is_ragged, on_host, pad_rows, rank_of
-from collate_npu.errors import CollateError, a_type, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, a_type, explain, explain_rows, refuse_rows, shape_of
 from collate_npu.keys import KEEP_KEY, KEYS, MASK_KEY, SAMPLE, Key, of_kind
 from collate_npu.masks.batch_reader import agreed
 from collate_npu.masks.sources import Sources
@@ -32,8 +31,6 @@ Features = Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Samples, or columns."""
 ColumnKind = Literal["tokens", "axes", "vision", "targets", "sample"]
 
-_KEYS = methodcaller("keys")
-_NONE = type(None)
 _RULE = "A batch is built from a list of one or more dicts of features, or a dict of columns."
 _EMPTY = "A row without real tokens has no logits, no loss and no last token."
 _LOAD = "Load the file, and tokenise it: datasets.load_dataset('json', data_files=path)."
@@ -43,7 +40,6 @@ _OF_TOKENS = (
 )
 _BOOLS = np.dtype(bool)
 _BOOL = "values that are true or false"
-_BY_TOKEN = ("tokens", "positions", "truth")
 _LOOKED_AT = 8
 """How many values of a long list of labels are looked at for floats; the rest is checked where it is packed."""
 
@@ -69,16 +65,13 @@ def read_features(features: Features, *, keys: Mapping[str, Key] = KEYS) -> Samp
     beside = {key: columns[key] for key in ("input_ids", "labels", "position_ids") if kinds.get(key) == "tokens"}
     segment_ids = own_segments(truth, lengths, beside) if truth or "position_ids" in beside else None
     if 0 in lengths:
-        rows = [(b, "no tokens") for b, n in enumerate(lengths) if not n]
-        raise CollateError(explain_rows("input_ids", rows, _EMPTY, "Drop the samples."))
+        refuse_rows("input_ids", [(b, "no tokens") for b, n in enumerate(lengths) if not n], _EMPTY, "Drop the samples.")
     return Samples(columns=held, kinds=kinds, lengths=lengths, segment_ids=segment_ids)
 
 
 def sample_segment_ids(features: Sequence[Mapping[str, Any]]) -> tuple[list[Array], list[Array] | None, list[Array] | None]:
     """Token ids, segment ids and labels `[L]` of samples that some other collator pads, read as `read_features` reads them.
-
-    No segment ids where every sample is one sequence without holes.
-    """
+    No segment ids where every sample is one sequence without holes."""
     if getattr(features, "batch_size", None) == torch.Size():  # a TensorDict without rows of its own
         return [], None, None
     rows = [_joined(feature) if isinstance(feature, (list, tuple)) else feature for feature in features]
@@ -130,7 +123,7 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, Rows]:
     columns: dict[str, list[Any]] = {}
     for name in dict.fromkeys(["input_ids", *held]):
         column, key = held.get(name, []), "labels" if name in ("label", "label_ids") else name
-        missing = [b for b, value in enumerate(column) if value is None] if _NONE in set(map(type, column)) else []
+        missing = [b for b, value in enumerate(column) if value is None] if type(None) in set(map(type, column)) else []
         if len(missing) == len(column):
             if name == "input_ids":
                 # Preference data (TRL's `chosen_ids`, `rejected_ids`) becomes rows in a collator of its own.
@@ -154,20 +147,20 @@ def _columns(features: Features, keys: Mapping[str, Key]) -> dict[str, Rows]:
             raise CollateError(explain_rows(name, [(b, "nothing") for b in missing], rule, remedy))
         columns[key] = column
     foreign = {key for key, column in columns.items() if not ON_HOST.issuperset(map(type, column))}
-    by_token = {key for key in foreign if keys.get(key, SAMPLE).kind in _BY_TOKEN}
+    by_token = {key for key in foreign if keys.get(key, SAMPLE).kind in ("tokens", "positions", "truth")}
     return {key: on_host(key, column) if key in by_token else Rows(column) for key, column in columns.items()}
 
 
 def _lengths(columns: dict[str, Rows]) -> list[int]:
     rows = columns["input_ids"]
-    if bad := [] if rows.lists or rows.flat else [(b, shape_of(row)) for b, row in enumerate(rows) if rank_of(row) != 1]:
+    if not (rows.lists or rows.flat):
+        bad = [(b, shape_of(row)) for b, row in enumerate(rows) if rank_of(row) != 1]
         rule = "input_ids of one sample is a list, array or tensor [L] of token ids."
-        remedy = "Pass ids, not text, without a batch dimension; one sample is a list of one."
-        raise CollateError(explain_rows("input_ids", bad, rule, remedy))
-    bools = bool in rows.firsts if rows.lists else not rows.flat or _BOOLS in rows.flat
-    if bad := [(b, _BOOL) for b, row in enumerate(rows) if np.asarray(row[:1]).dtype == bool] if bools else []:
+        refuse_rows("input_ids", bad, rule, "Pass ids, not text, without a batch dimension; one sample is a list of one.")
+    if bool in rows.firsts if rows.lists else not rows.flat or _BOOLS in rows.flat:
+        bad = [(b, _BOOL) for b, row in enumerate(rows) if np.asarray(row[:1]).dtype == bool]
         rule = "input_ids are whole numbers; a mask of the sample goes under attention_mask."
-        raise CollateError(explain_rows("input_ids", bad, rule, "Pass the ids."))
+        refuse_rows("input_ids", bad, rule, "Pass the ids.")
     return rows.lengths
 
 
@@ -179,19 +172,16 @@ def _kind(key: str, column: Rows, lengths: list[int], keys: Mapping[str, Key]) -
     if known.kind not in ("tokens", "positions"):
         return "vision" if known.kind == "vision" else "sample"
     if known.or_sample and not column.ragged:
-        if bad := [(b, a_type(row)) for b, row in enumerate(column) if not _is_numeric(row)]:
-            remedy = "Give each class a number where the sample is built."
-            rule = f"{key} of a sample is a number, or one for each token."
-            raise CollateError(explain_rows(key, bad, rule, remedy))
+        bad = [(b, a_type(row)) for b, row in enumerate(column) if not _is_numeric(row)]
+        rule = f"{key} of a sample is a number, or one for each token."
+        refuse_rows(key, bad, rule, "Give each class a number where the sample is built.")
         return "sample"
     if known.role == "labels" and (bool in column.firsts or _BOOLS in column.flat):
         rule, remedy = "A label is the id of a token, -100 where nothing is learned.", "np.where(learned, input_ids, -100)."
         raise CollateError(explain(key, _BOOL, rule, f"For a mask of learned tokens: {remedy}"))
     if known.role == "labels" and _is_targets(column, lengths):
-        if len({len(row) for row in column}) > 1:
-            bad = [(b, f"{len(row)} numbers") for b, row in enumerate(column)]
-            remedy = "Give one number for each class."
-            raise CollateError(explain_rows(key, bad, "All samples have the same number of targets.", remedy))
+        bad = [(b, f"{len(row)} numbers") for b, row in enumerate(column)] if len({len(row) for row in column}) > 1 else []
+        refuse_rows(key, bad, "All samples have the same number of targets.", "Give one number for each class.")
         return "targets"
     if known.kind == "positions" and all(rank_of(row) == 2 for row in column):
         _check_axes(key, column, lengths)
@@ -210,10 +200,9 @@ def _check_axes(key: str, column: list[Any], lengths: list[int]) -> None:
     shapes = [host_array(key, row).shape for row in column]
     texts = [f"shape {list(shape)} beside {n} input_ids" for shape, n in zip(shapes, lengths)]
     bad = [(b, text) for b, text in enumerate(texts) if shapes[b][-1] != lengths[b]]
-    if bad or len({shape[0] for shape in shapes}) > 1:
-        bad = bad or list(enumerate(texts))
-        rule = "Positions of several axes are [axes, L], with as many axes in every sample."
-        raise CollateError(explain_rows(key, bad, rule, "Build positions and tokens together, before collation."))
+    bad = bad or [*enumerate(texts)] * (len({shape[0] for shape in shapes}) > 1)
+    rule = "Positions of several axes are [axes, L], with as many axes in every sample."
+    refuse_rows(key, bad, rule, "Build positions and tokens together, before collation.")
 
 
 def _is_targets(column: Rows, lengths: list[int]) -> bool:
@@ -278,7 +267,7 @@ def _of_samples(samples: Any) -> dict[str, list[Any]]:
             raise CollateError(explain_rows("features", bad, _RULE, _dicts_of(samples[bad[0][0]])))
         samples = list(map(entries, samples))
     first = samples[0].keys()
-    same = all(map(first.__eq__, map(_KEYS, samples)))
+    same = all(map(first.__eq__, map(dict.keys, samples)))
     names = first if same else dict.fromkeys(key for sample in samples for key in sample)
     return {name: [sample.get(name) for sample in samples] for name in names}
 
@@ -318,8 +307,7 @@ def joined_segment_ids(rows: Sequence[Array]) -> Array:
 
 def own_segments(truth: Mapping[str, Sequence[Any]], lengths: list[int], beside: Mapping[str, Rows]) -> list[Array] | None:
     """Segment ids `[L]` of each sample, numbered 1, 2, ... in order; None where every sample is one sequence without holes.
-    What tells of them is laid in rows and read as a batch is: the masks, ids and lengths of `truth`; `beside` them tokens,
-    labels and positions."""
+    Masks, ids and lengths of `truth`, and tokens, labels, positions `beside` them, are laid in rows, and read as a batch."""
     masks = [key for key in truth if key != "seq_lengths"]
     if all(_all_real(truth[key], lengths) for key in masks):
         masks = []
@@ -353,18 +341,17 @@ def _all_real(column: Sequence[Any], lengths: list[int]) -> bool:
 
 def _own_mask(key: str, column: Sequence[Any], lengths: list[int]) -> Rows:
     """Return a sample's own mask: 1 = real, 0 = hole, 1 1 2 2 0 = packed sequences."""
-    if bad := [(b, f"{rank_of(row)} dimensions") for b, row in enumerate(column) if rank_of(row) != 1]:
-        rule = "A sample's own mask is [L], one number for each token."
-        raise CollateError(explain_rows(key, bad, rule, "Pass 4D masks of a whole batch through wrap_collator."))
+    bad = [(b, f"{rank_of(row)} dimensions") for b, row in enumerate(column) if rank_of(row) != 1]
+    rule = "A sample's own mask is [L], one number for each token."
+    refuse_rows(key, bad, rule, "Pass 4D masks of a whole batch through wrap_collator.")
     check_lengths(key, column, lengths)
     rows = Rows([host_array(key, row) for row in column])
-    wrong = [b for b, row in enumerate(rows) if ((row < 0) | (row % 1 != 0)).any()]
-    if bad := [(b, f"values {np.unique(rows[b])[:6].tolist()}") for b in wrong]:
-        rule = "A sample's own mask holds 1 (real) and 0 (padding), or packing ids 1 1 2 2 0."
-        raise CollateError(explain_rows(key, bad, rule, "Convert additive masks with (mask == 0) first."))
-    if bad := [(b, "no tokens") for b, row in enumerate(rows) if not row.any()]:
-        remedy = "Drop the samples; or make the masks from the lengths, or invert them (mask == 0)."
-        raise CollateError(explain_rows(key, bad, _EMPTY, remedy))
+    wrong = [(b, row) for b, row in enumerate(rows) if ((row < 0) | (row % 1 != 0)).any()]
+    rule = "A sample's own mask holds 1 (real) and 0 (padding), or packing ids 1 1 2 2 0."
+    bad = [(b, f"values {np.unique(row)[:6].tolist()}") for b, row in wrong]
+    refuse_rows(key, bad, rule, "Convert additive masks with (mask == 0) first.")
+    remedy = "Drop the samples; or make the masks from the lengths, or invert them (mask == 0)."
+    refuse_rows(key, [(b, "no tokens") for b, row in enumerate(rows) if not row.any()], _EMPTY, remedy)
     return rows
 
 
@@ -373,14 +360,14 @@ def _with_lengths(found: Segments, column: Sequence[Any], lengths: list[int]) ->
     parts = [np.atleast_1d(host_array("seq_lengths", row)) for row in column]
     counts = [part.ndim == 1 and (part.dtype.kind in "iu" or not part.size) for part in parts]
     fits = [ok and all(0 <= m <= n for m in part) and part.sum() == n for ok, part, n in zip(counts, parts, lengths)]
-    if bad := [(b, f"{part.tolist()[:8]}, which sum to {part.sum()}") for b, part in enumerate(parts) if not fits[b]]:
-        rule = "seq_lengths of a sample are whole numbers that sum to its number of input_ids."
-        raise CollateError(explain_rows("seq_lengths", bad, rule, "Count again after truncation."))
+    bad = [(b, f"{part.tolist()[:8]}, which sum to {part.sum()}") for b, part in enumerate(parts) if not fits[b]]
+    rule = "seq_lengths of a sample are whole numbers that sum to its number of input_ids."
+    refuse_rows("seq_lengths", bad, rule, "Count again after truncation.")
     numbers = [np.repeat(np.arange(1, len(part) + 1), part.astype(np.int64)) for part in parts]
     ids_BS = pad_rows("seq_lengths", numbers, width=found.shape[1]).numpy()
     parted = Segments.from_ids(np.where(found.array, ids_BS, 0))
     pairs = enumerate(zip(found.lengths, parted.lengths)) if found.packed else ()
-    if bad := [(b, f"sequences of {list(by)}, not {list(own)} tokens") for b, (own, by) in pairs if own != by]:
-        rule = "Packing ids, positions and seq_lengths divide a sample at the same tokens."
-        raise CollateError(explain_rows("seq_lengths", bad, rule, "Keep one of them."))
+    bad = [(b, f"sequences of {list(by)}, not {list(own)} tokens") for b, (own, by) in pairs if own != by]
+    rule = "Packing ids, positions and seq_lengths divide a sample at the same tokens."
+    refuse_rows("seq_lengths", bad, rule, "Keep one of them.")
     return parted

@@ -14,12 +14,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from collate_npu.arrays import MOST_PLACES, Array, Side, check_places, host_array, host_tensor
-from collate_npu.errors import CollateError, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, explain, explain_rows, refuse_rows, shape_of
 
 Row = Sequence[Any] | Array | Tensor
 Filler = float | Literal["last"]
@@ -144,10 +143,8 @@ def pad_rows(
 
 
 def lay_rows(key: str, rows: Sequence[Row], *, slots: Slots, fill: Filler = 0, whole: bool = False) -> Tensor:
-    """Rows of `[length, ...F]`, each in its slot of `[B, S, ...F]`, with `fill` in between.
-
-    int64 for lists of ints (and for `whole` numbers), float32 for lists of floats, the common dtype of arrays.
-    """
+    """Rows of `[length, ...F]`, each in its slot of `[B, S, ...F]`, with `fill` in between. int64 for lists of ints (and for
+    `whole` numbers), float32 for lists of floats, the common dtype of arrays."""
     rows, total = rows if isinstance(rows, Rows) else Rows(rows), slots.shape[0] * slots.shape[1]
     if total > MOST_PLACES:
         check_places(key, total, "Lower max_length, pad_to_multiple_of or the widths, or put fewer samples in a batch.")
@@ -159,7 +156,8 @@ def lay_rows(key: str, rows: Sequence[Row], *, slots: Slots, fill: Filler = 0, w
     arrays: Sequence[Any] = rows if at_once else arrays_of(key, rows, whole)
     shape = (total,) if at_once else (total, *_trailing(key, arrays))
     found = rows.flat if at_once else {row.dtype for row in arrays if len(row)}
-    out, end = np.empty(shape, np.int64 if packs else _dtype(found, whole)), 0
+    common = np.dtype(np.int64) if whole or not found else np.result_type(*found)
+    out, end = np.empty(shape, np.float32 if common == np.float64 else common), 0
     try:
         for b in slots.order:
             start, row = slots.starts[b], arrays[b]
@@ -214,12 +212,10 @@ def arrays_of(key: str, rows: Sequence[Row], whole: bool) -> list[Array]:
             arrays.append(np.zeros(0, np.int64))
             bad.append((b, _first_bad(row) if whole and not rank_of(row[0]) else "lists of unequal length, or no numbers"))
     if not {row.dtype.kind for row in arrays} <= _KINDS[whole]:
-        started = "{} starting {}"
-        kinds = [started.format(shape_of(row), row.reshape(-1)[:3].tolist()) for row in arrays]
-        bad += [(b, kind) for b, (row, kind) in enumerate(zip(arrays, kinds)) if not _is_number(row, whole)]
-    if bad:
-        rule = f"{key} holds {'whole numbers' if whole else 'numbers'}, one for each token."
-        raise CollateError(explain_rows(key, sorted(bad), rule, "Convert them where the sample is built."))
+        wrong = [(b, row) for b, row in enumerate(arrays) if not _is_number(row, whole)]
+        bad += [(b, f"{shape_of(row)} starting {row.reshape(-1)[:3].tolist()}") for b, row in wrong]
+    rule = f"{key} holds {'whole numbers' if whole else 'numbers'}, one for each token."
+    refuse_rows(key, bad, rule, "Convert them where the sample is built.")
     return arrays
 
 
@@ -240,18 +236,10 @@ def _is_number(row: Array, whole: bool) -> bool:
 
 def _trailing(key: str, arrays: Sequence[Array]) -> tuple[int, ...]:
     shapes = {row.shape[1:] for row in arrays if len(row)}
-    if len(shapes) > 1:
-        rows = [(b, f"values of shape {list(row.shape[1:])}") for b, row in enumerate(arrays)]
-        rule = "All rows of a key have the same number of dimensions, and equal trailing ones."
-        raise CollateError(explain_rows(key, rows, rule, "Give each token one value of the same shape in every row."))
+    bad = [(b, f"values of shape {list(row.shape[1:])}") for b, row in enumerate(arrays)] if len(shapes) > 1 else []
+    rule = "All rows of a key have the same number of dimensions, and equal trailing ones."
+    refuse_rows(key, bad, rule, "Give each token one value of the same shape in every row.")
     return next(iter(shapes), ())
-
-
-def _dtype(found: set[Any], whole: bool) -> npt.DTypeLike:
-    if whole or not found:
-        return np.int64
-    common = np.result_type(*found)
-    return np.float32 if common == np.float64 else common
 
 
 def _first_bad(row: Any) -> str:
@@ -274,10 +262,8 @@ def stack_values(values: Sequence[Any]) -> Any:
 
 
 def concatenate_values(key: str, values: Sequence[Any], *, unit: int = 0, order: Sequence[int] | None = None) -> Tensor:
-    """Tensors, arrays or lists of some rows, joined on the first dimension (pixel_values, image_grid_thw), in this order.
-
-    A value of rank `unit` is one image or clip, and becomes a row of its own.
-    """
+    """Tensors, arrays or lists of some rows, joined on the first dimension (pixel_values, image_grid_thw), in this order. A
+    value of rank `unit` is one image or clip, and becomes a row of its own."""
     held = {b: value for b, value in enumerate(values) if value is not None}
     tensors = {b: value if isinstance(value, Tensor) else host_tensor(key, value) for b, value in held.items()}
     ordered = [tensors[b] for b in (order or range(len(values))) if b in tensors]

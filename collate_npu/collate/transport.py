@@ -82,10 +82,8 @@ def _end_with(trainer: Any, parent: int, queues: list[Queue[Any]]) -> None:
 
 
 def _pack(batch: Shipment) -> tuple[Any, ...]:
-    """What the pickler writes: the values that go as ever, the places of the tensors, and the buffer that holds them.
-
-    It runs in the thread that feeds the worker's queue, where an error would lose the batch, so it refuses nothing.
-    """
+    """What the pickler writes: the values that go as ever, the places of the tensors, and the buffer that holds them. It
+    runs in the thread that feeds the worker's queue, where an error would lose the batch, so it refuses nothing."""
     others: dict[Any, Any] = {}
     places: list[Place] = []
     arrays: list[Array] = []

@@ -92,7 +92,10 @@ class WrappedCollator:
         if samples is None or (self.writer.adapter is not None and self.writer.adapter.is_left(given)):
             return shipped(dict(given))
         batch = Sources.of_tensors({key: x for key, x in Sources.of(given).items() if x is not None})
-        _check_tokens(batch)
+        if not with_role(batch, "tokens", "segment_ids", "keep"):
+            rule = "The trainer builds the rows of this batch after the collator."
+            remedy = "Do not wrap this collator; call collate_npu.adapt(model)."
+            raise CollateError(explain("input_ids", f"a batch of {', '.join(map(str, batch))}", rule, remedy))
         masked = any(key in batch for key in of_kind(KEYS, "truth")) or bool(batch.named["padded_lengths"])
         if not masked and _is_flat(batch, samples):
             segments = with_labels(batch, _flat_segments(batch, samples))
@@ -177,13 +180,6 @@ def _stands(padded_S: Array, row: Array, side: Side) -> bool:
 # --- what the samples tell of a batch
 
 
-def _check_tokens(batch: Mapping[str, Any]) -> None:
-    if not with_role(batch, "tokens", "segment_ids", "keep"):
-        rule = "The trainer builds the rows of this batch after the collator."
-        remedy = "Do not wrap this collator; call collate_npu.adapt(model)."
-        raise CollateError(explain("input_ids", f"a batch of {', '.join(map(str, batch))}", rule, remedy))
-
-
 def _check_second_rows(batch: Mapping[str, Any], out: Mapping[str, Any]) -> None:
     """Refuse a second tensor of tokens that would run with what we add for `input_ids`, such as `KL_input_ids` of TRL's KTO
     (1.16 kto_trainer.py:1339-1365)."""
@@ -204,11 +200,9 @@ def _is_flat(batch: Mapping[str, Any], samples: _Samples) -> bool:
 
 
 def _flat_segments(batch: Sources, samples: _Samples) -> Segments:
-    """The samples one after another, if that is what the row holds; what follows them is alignment, not a sequence.
-
-    Padding inside a sample may be gone (LLaMA-Factory 0.9.5 data/collator.py:463, flash attention), and padding may stand
-    behind each, where physical offsets say so: by the ids alone a pad token that is a real one elsewhere looks in place.
-    """
+    """The samples one after another, if that is what the row holds; what follows them is alignment, not a sequence. Padding
+    inside a sample may be gone (LLaMA-Factory 0.9.5 data/collator.py:463, flash attention), and padding may stand behind
+    each, where physical offsets say so: by the ids alone a pad token that is a real one elsewhere looks in place."""
     if with_role(batch, "padded_offsets"):
         return segments_from_batch(batch, padding_free=True)
     ids_S = batch.array("input_ids")[0]
@@ -274,5 +268,4 @@ def _align(batch: Sources, samples: _Samples) -> Segments:
     where = "fit both ends of their rows" if found else "stand at neither end of their rows"
     rule = f"No key says which tokens are padding, and the ids of the samples {where}."
     remedy = "Let the inner collator emit attention_mask (and segment_ids, if rows are packed), or use PaddingCollator."
-    got = f"{shape_of(batch.get('input_ids'))} without a mask"
-    raise AmbiguousMaskError(explain("input_ids", got, rule, remedy))
+    raise AmbiguousMaskError(explain("input_ids", f"{shape_of(batch.get('input_ids'))} without a mask", rule, remedy))

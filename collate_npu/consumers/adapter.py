@@ -92,8 +92,7 @@ class BatchAdapter:
     * `context_parallel`: this rank's place. The batch is split last; of a 4D mask only this rank's rows are built.
     * `keys`: rules for keys of your own: `{**KEYS, "reward": TOKENS}`.
     * `max_mask_bytes`: the most bytes that a 4D mask may take; a larger one raises an error.
-    * `labels_shifted`: True if each label stands with the token that predicts it. None: as the model expects; without one,
-      the tokens tell.
+    * `labels_shifted`: True if each label stands with the token that predicts it. None: the model, or else the tokens, tell.
     * `device`: where the batch goes in one copy; positions and a 4D mask are made there. None: it stays where it is.
 
     The labels of padding, and the first label of each sequence, become -100. A transformers model that is no causal language
@@ -221,8 +220,7 @@ class BatchAdapter:
         if (places := label_places(sources, segments)) is not None:  # each label stands with its token meanwhile
             whole: Tensor = cut.new_full(segments.shape, -100)
             whole[:, places] = cut[:, 1:]
-            changed: dict[str, Any] = {"labels": whole}
-            sources = sources | changed
+            sources = sources | {"labels": whole}
         check_labels(sources, segments, self.model.labels)
         labels = labels_for(sources, segments, self.label_rule, self.shifted, holes=holes)
         if self.consumer.counts_positions and segments.spans:  # padding before or between tokens: a padded row, no flat one
@@ -262,9 +260,7 @@ class BatchAdapter:
             sources = Sources.of_tensors(batch)
             check_known(sources, segments)
         case = self._case(segments, padding_free, sources)
-        device = device or next(
-            (value.device for value in sources.values() if isinstance(value, Tensor)), torch.device("cpu")
-        )
+        device = device or next((x.device for x in sources.values() if isinstance(x, Tensor)), torch.device("cpu"))
         out = {key: value for key, value in sources.items() if key not in (KEEP_KEY, SEGMENT_KEY, KEY, TEXT_KEY)}
         made_on = self.device if self.context_parallel is None else None  # ranks compare their shares on the host
         positions = positions_for(self.consumer, case, sources, made_on)
@@ -288,14 +284,12 @@ class BatchAdapter:
             out[KEEP_KEY] = segments.keep.to(device)
         if self.shifted and self.consumer.counts_positions and isinstance(sources.get("labels"), Tensor):
             out.setdefault("shift_labels", sources["labels"].clone())  # which transformers' losses do not move again
-        if self.context_parallel is None:
-            return out if self.device is None else move_batch(out, self.device)
-        if self.consumer.shares_recurrent and self.model.needs_mask_2d:
-            heads = recurrent_heads(self.model.config)
-            check_recurrent_split(self.context_parallel, segments, padding_free=case.padding_free, heads=heads)
-        built = self.consumer.key if getattr(mask, "ndim", 0) == 4 else None  # for this rank's queries alone
-        parts = {key: value for key, value in out.items() if key != built}
-        out |= share_out(parts, self.context_parallel, segments=segments, keys=self.keys)
+        if (cp := self.context_parallel) is not None:
+            if self.consumer.shares_recurrent and self.model.needs_mask_2d:
+                check_recurrent_split(cp, segments, padding_free=case.padding_free, heads=recurrent_heads(self.model.config))
+            built = self.consumer.key if getattr(mask, "ndim", 0) == 4 else None  # for this rank's queries alone
+            parts = {key: value for key, value in out.items() if key != built}
+            out |= share_out(parts, cp, segments=segments, keys=self.keys)
         return out if self.device is None else move_batch(out, self.device)
 
     def choose(self, segments: Segments, *, padding_free: bool | None = None) -> Choice:

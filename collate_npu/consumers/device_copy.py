@@ -30,8 +30,7 @@ def _values(batch: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _placed(batch: Mapping[str, Any], there: dict[int, Tensor], device: torch.device) -> dict[str, Any]:
-    """Return the batch with each value on the device: from `there`, else copied by itself. A tensor that stands under two
-    names gets two copies."""
+    """Return the batch on the device: each value from `there`, else (a tensor under a second name too) copied by itself."""
     out: dict[str, Any] = {}
     for name, value in batch.items():
         if isinstance(value, Mapping):

@@ -22,15 +22,7 @@ from torch import Tensor
 from collate_npu.arrays import Array, dims
 from collate_npu.consumers.mask_choice import Case, Consumer
 from collate_npu.consumers.model_traits import LabelRule
-from collate_npu.errors import (
-    AmbiguousMaskError,
-    CollateError,
-    UnsupportedFormError,
-    a_type,
-    explain,
-    explain_rows,
-    shape_of,
-)
+from collate_npu.errors import AmbiguousMaskError, CollateError, UnsupportedFormError, a_type, explain, refuse_rows, shape_of
 from collate_npu.masks.sources import Sources, check_counts
 from collate_npu.outputs import repad, unpad
 from collate_npu.segments import PADS_BEFORE, Segments
@@ -47,10 +39,8 @@ def labels_for(
     holes: bool = True,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return those of `labels`, `shift_labels`, `shifted_labels` and `loss_mask` `[B, S]` of this batch that must change.
-
     `shifted`: True if each label stands with the token that predicts it. None: the tokens tell. `holes`: True if a token
-    behind padding would be predicted from the padding.
-    """
+    behind padding would be predicted from the padding."""
     out: dict[str, Tensor] = {}
     for key, given in (("labels", shifted), ("shift_labels", True), ("shifted_labels", True)):
         if isinstance(labels := sources.get(key), Tensor) and not labels.is_floating_point():
@@ -142,7 +132,7 @@ def check_rebuilt(sources: Sources, segments: Segments, tokens_T: Array, own_T: 
         bad = [(b, f"{wrong_T[rows_T == b].sum()} others than in the samples") for b in np.unique(rows_T[wrong_T]).tolist()]
         rule = "The samples have labels, and this collator made others of the tokens."
         remedy = "Let it pad the samples' labels (DataCollatorForSeq2Seq does), or take labels out of the samples."
-        raise CollateError(explain_rows("labels", bad, rule, remedy, more="labels"))
+        refuse_rows("labels", bad, rule, remedy, more="labels")
 
 
 def check_starts(sources: Sources, segments: Segments) -> None:
@@ -163,10 +153,9 @@ def check_starts(sources: Sources, segments: Segments) -> None:
         alone = run > 7 or (ids[segments._keep_BS] == token).sum() == leads_N.sum()
         if alone and (leads_N != run).any() and (labels[b, start : start + run] < 0).all():
             bad.append((int(b), f"{run} times the token {token} where a sequence begins"))
-    if bad:
-        rule = "The mask shows no padding, and these rows look padded."
-        remedy = "Make the mask from the lengths. If these are real tokens, give one of them a label, or batch them alone."
-        raise AmbiguousMaskError(explain_rows("attention_mask", bad, rule, remedy, more="padding-unknown"))
+    rule = "The mask shows no padding, and these rows look padded."
+    remedy = "Make the mask from the lengths. If these are real tokens, give one of them a label, or batch them alone."
+    refuse_rows("attention_mask", bad, rule, remedy, more="padding-unknown", kind=AmbiguousMaskError)
 
 
 def labels_are_shifted(tokens_BS: Array, labels_BS: Array, segments: Segments) -> bool | None:
@@ -214,7 +203,7 @@ def check_image_types(case: Case, sources: Sources) -> None:
         bad = [(b, f"{got} at {lost_BS[b].sum()} tokens of images") for b in np.flatnonzero(lost_BS.any(axis=1)).tolist()]
         rule = f"{key} [B, S] is not 0 where input_ids are {', '.join(names)}: the model finds images by it."
         remedy = "Take it from the processor (return_mm_token_type_ids=True), and pad it with the tokens, on the same side."
-        raise CollateError(explain_rows(key, bad, rule, remedy))
+        refuse_rows(key, bad, rule, remedy)
 
 
 def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torch.device | None = None) -> Tensor | None:
@@ -249,14 +238,12 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torc
         return given
     segments, limit = case.segments, case.model.rope_limit
     wide = limit is not None and segments.shape[1] > limit
-    shifted = segments.packed or segments.padding_side in PADS_BEFORE
-    needed = given is not None or shifted or case.padding_free or wide
+    needed = given is not None or segments.packed or segments.padding_side in PADS_BEFORE or case.padding_free or wide
     return positions_on(segments, device).add_(first) if needed else None
 
 
 def _by_ids(case: Case, sources: Sources) -> Tensor:
-    """Return positions as RoBERTa's family counts each sequence: from `padding_idx + 1`; a token with that id stays at
-    it."""
+    """Return positions as RoBERTa's family counts each sequence: from `padding_idx + 1`; `padding_idx` for its own id."""
     padding_idx, segments = case.model.first_position - 1, case.segments
     counts_T = (unpad(torch.from_numpy(sources.array("input_ids")), segments) != padding_idx).long()
     counted_T = counts_T.cumsum(0)

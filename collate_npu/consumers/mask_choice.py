@@ -77,8 +77,7 @@ class Model:
     by_sequence: bool = False
     """True if `adapt` runs it by sequence: any rows are right."""
     leaks: Mapping[str, str] = field(default_factory=dict)
-    """By form of rows (probe.py): why padding or another sequence changes its tokens; "" where they do not. Forms that were
-    not tried are missing."""
+    """By form of rows that was tried (probe.py): why padding or another sequence changes its tokens; "" where none does."""
 
     @classmethod
     def of(
@@ -94,28 +93,18 @@ class Model:
         text = None if config is None else text_config(config)
         if needs_2d is None and (model is not None or model_type is not None):
             needs_2d = needs_mask_2d(model if model is not None else model_type)
-        read: dict[str, Any] = {}
         attention = attn_implementation or getattr(text, "_attn_implementation", None) or "sdpa"
-        own_module, module = consumer_of(model) == "transformers", isinstance(model, torch.nn.Module)
+        read: dict[str, Any] = {"config": config, "needs_mask_2d": needs_2d, "attn_implementation": attention}
+        read["model_type"] = getattr(text, "model_type", None) or model_type or ""
+        own_module = consumer_of(model) == "transformers"
         if own_module or type(config).__module__.startswith("transformers."):
-            read = {
-                "positions": model_traits.position_rule(model),
-                "first_position": model_traits.first_position(model),
-                "pooling": model_traits.pooling(model),
-                "labels": model_traits.label_rule(model),
-                "looks_ahead": tuple(by for by in ("images", "types") if model_traits.looks_ahead(model, by)),
-            }
-            read["image_types"] = model_traits.image_types(model)
+            read |= {name: getattr(model_traits, name)(model) for name in ("first_position", "pooling", "image_types")}
+            read |= {"positions": model_traits.position_rule(model), "labels": model_traits.label_rule(model)}
+            read["looks_ahead"] = tuple(by for by in ("images", "types") if model_traits.looks_ahead(model, by))
             read["by_sequence"] = own_module and runs_by_sequence(model)
-        if module:
+        if isinstance(model, torch.nn.Module):
             read["dtype"] = next((each.dtype for each in model.parameters()), None)
-        return cls(
-            config=config,
-            model_type=getattr(text, "model_type", None) or model_type or "",
-            needs_mask_2d=needs_2d,
-            attn_implementation=attention,
-            **read,
-        )
+        return cls(**read)
 
     @property
     def named(self) -> Any:
@@ -316,8 +305,7 @@ def packed_reason(case: Case) -> str:
     """Return which rows hold several sequences, in a hybrid model."""
     if not (case.segments.packed and case.recurrent):
         return ""
-    rows = [b for b, row in enumerate(case.segments.lengths) if len(row) > 1][:8]
-    return f"rows {rows} hold several sequences"
+    return f"rows {[b for b, row in enumerate(case.segments.lengths) if len(row) > 1][:8]} hold several sequences"
 
 
 PACKED_RECURRENT = Refusal(
@@ -329,14 +317,12 @@ PACKED_RECURRENT = Refusal(
 )
 
 
-def _holes(case: Case) -> str:
-    rows = list(case.segments.hole_rows)[:8]
-    return f"rows {rows} have padding between their tokens" if rows and case.recurrent and not case.padding_free else ""
-
-
 HOLES_RECURRENT = Refusal(
     of="padding inside a sequence, in a hybrid model",
-    when=_holes,
+    when=lambda case: (
+        bool(case.segments.hole_rows and case.recurrent and not case.padding_free)
+        and (f"rows {list(case.segments.hole_rows)[:8]} have padding between their tokens")
+    ),
     rule="Padding inside a sequence changes the state of a recurrent layer, and its convolution reads it; {why}.",
     remedy="Move the padding to one side of the row, or remove it from the sample.",
 )

@@ -73,11 +73,9 @@ def npu_engine() -> bool:
 
 
 def kernel_of(model: Any) -> str:
-    """Return the consumer of a Megatron module: "megatron" if its attention is local and its softmax not fused.
-
-    The fused local softmax ignores a dense mask under causal attention (core/fusions/fused_softmax.py:285-290). If MindSpeed
-    has replaced the attention, `consumers.mindspeed` knows what it reads.
-    """
+    """Return the consumer of a Megatron module: "megatron" if its attention is local and its softmax not fused. The fused
+    local softmax ignores a dense mask under causal attention (core/fusions/fused_softmax.py:285-290). If MindSpeed has
+    replaced the attention, `consumers.mindspeed` knows what it reads."""
     if found := mindspeed.kernel_of_modules(model.modules(), config_of(model)):
         return found
     kinds = {type(module).__name__ for module in model.modules()}
@@ -87,12 +85,9 @@ def kernel_of(model: Any) -> str:
 
 
 def kernel_of_args(args: Any) -> str:
-    """Return the consumer that arguments of ms-swift or Megatron-LM name, by `attention_backend` and
-    `masked_softmax_fusion`.
-
+    """Return the consumer that arguments of ms-swift or Megatron-LM name (`attention_backend`, `masked_softmax_fusion`).
     Only the backend "local" runs local kernels; the fusion is on by default (ms-swift 4.6.0 and Megatron-LM arguments).
-    MindSpeed, if installed, computes the attention instead; if it is not, TransformerEngineNPU, if installed.
-    """
+    MindSpeed, if installed, computes the attention instead; if it is not, TransformerEngineNPU, if installed."""
     if mindspeed.is_installed():
         return mindspeed.kernel_of_settings(args)
     backend = getattr(args, "attention_backend", None)

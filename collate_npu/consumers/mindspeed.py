@@ -103,7 +103,6 @@ _FLAT = Refusal(
     remedy="Give each sequence its own row, padded right (padding_free=False; no reset_attention_mask).",
     more="packed-recurrent",
 )
-_PACKED = replace(PACKED_RECURRENT, remedy=_FLAT.remedy)
 _LLM_NOT_EXACT = replace(
     NOT_EXACT,
     rule="MindSpeed-LLM computes plain causal attention and an unmasked recurrence, and here {why}.",
@@ -113,7 +112,7 @@ _LLM_NOT_EXACT = replace(
 MINDSPEED_LLM = Consumer(
     name="mindspeed_llm",
     forms=(Form(form="none", reads="None; its recurrent layers ignore a dense mask"),),
-    refuses=(_PACKED, _FLAT, _LLM_NOT_EXACT),
+    refuses=(replace(PACKED_RECURRENT, remedy=_FLAT.remedy), _FLAT, _LLM_NOT_EXACT),
     keeps_mask_2d="never",
     not_shared="its layer refuses context parallelism itself (qwen3_next_gated_deltanet_attention.py:218-221)",
     source="MindSpeed-LLM c77308a1 tasks/models/transformer/qwen3_next_gated_deltanet_attention.py:47-57, 217-221, 361-362, "

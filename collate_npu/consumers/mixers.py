@@ -204,8 +204,7 @@ def _mixes(module: nn.Module, args: Any, kwargs: Any) -> bool:
     runs = []
     for x in (values[at], changed):
         args, kwargs = tree_unflatten([*values[:at], x.clone(), *values[at + 1 :]], spec)
-        outs = tree_flatten(module(*args, **kwargs))[0]
-        runs.append(next((out for out in outs if _is_states(out)), None))
+        runs.append(next((out for out in tree_flatten(module(*args, **kwargs))[0] if _is_states(out)), None))
     if runs[0] is None or runs[1] is None:
         return False
     moved_S = (runs[0] - runs[1]).abs().flatten(2).amax((0, 2)) > 1e-6

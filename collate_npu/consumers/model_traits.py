@@ -60,8 +60,6 @@ def unwrap(model: Any) -> Any:
     return model if inner is model else unwrap(inner)
 
 
-_BY_2D = "Keep plain causal attention and one sequence a row, which need only the 2D mask."
-
 # Kinds of layer that carry state from token to token: padding before a real token reaches it.
 RECURRENT_KIND = re.compile(r"linear|conv|hybrid|mamba|ssm|recurrent|delta|lightning|kda|rwkv|lstm")
 # Fields that only a transformers config with such layers has; they decide if the config lists no layers.
@@ -154,9 +152,7 @@ def recurrent_heads(config: Any) -> tuple[int, ...]:
 
 def windows(model: Any) -> tuple[int, ...]:
     """Return, sorted, the sizes of windows and chunks of layers that attend only a part of the past; () without such layers.
-
-    A mask or a kernel without windows is right for sequences no longer than the smallest size.
-    """
+    A mask or a kernel without windows is right for sequences no longer than the smallest size."""
     config = text_config(config_of(model))
     local = {config.window_size} if "local" in layer_kinds(config, "attention_layers") else set()  # gpt_neo
     return tuple(sorted(local.union(*_windows(config).values())))
@@ -172,7 +168,8 @@ def attention_windows(model: Any) -> dict[str, int | None]:
     for kind, sizes in found.items():
         if len(sizes) > 1:
             rule = "A mapping has one mask for each kind of layer."
-            raise UnsupportedFormError(explain("attention_mask", f"{kind} with windows {sorted(sizes)}", rule, _BY_2D))
+            remedy = "Keep plain causal attention and one sequence a row, which need only the 2D mask."
+            raise UnsupportedFormError(explain("attention_mask", f"{kind} with windows {sorted(sizes)}", rule, remedy))
     return {kind: next(iter(sizes), None) for kind, sizes in found.items()}
 
 
@@ -251,7 +248,9 @@ def out_of_scope_reason(model: Any) -> str:
     text = text_config(config)
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder beside its decoder"
-    if pattern_of(model) == "bidirectional" or is_encoder(config) or _says_both_sides(text):
+    ahead = getattr(text, "use_bidirectional_attention", None) in (True, "all") or getattr(text, "is_causal", None) is False
+    ahead = ahead or getattr(text, "attn_type", None) == "bi"  # XLNet's
+    if pattern_of(model) == "bidirectional" or is_encoder(config) or ahead:
         return "its tokens attend later tokens"
     if hasattr(model, "forward") and "start_positions" in inspect.signature(type(unwrap(model)).forward).parameters:
         return "its head predicts a span of the row"
@@ -265,12 +264,6 @@ def warn_if_left(model: Any) -> str:
         text = f"collate_npu leaves every batch of this {name} as it came: {reason}, which is out of scope"
         warnings.warn(f"{text} (collate-npu guide scope).", stacklevel=4)
     return reason
-
-
-def _says_both_sides(config: Any) -> bool:
-    """Return True if the config says that its tokens attend later ones: of a causal family, or of XLNet."""
-    ahead = getattr(config, "use_bidirectional_attention", None) in (True, "all")
-    return ahead or getattr(config, "is_causal", None) is False or getattr(config, "attn_type", None) == "bi"
 
 
 def _peft_reason(model: Any) -> str:
@@ -428,8 +421,7 @@ def _code(cls: type) -> str:
 
 def _code_holds(classes: list[type], *texts: str) -> bool:
     """Return True if a modeling file of these classes holds one of the texts."""
-    sources = map(_source, {cls.__module__: None for cls in classes})
-    return any(text in source for source in sources for text in texts)
+    return any(text in source for source in map(_source, {cls.__module__: None for cls in classes}) for text in texts)
 
 
 @cache
@@ -452,11 +444,9 @@ def width_dependence(model: Any) -> int | None:
 
 
 def rope_limit(model: Any) -> int | None:
-    """Return the position from which "longrope" or "dynamic" frequencies change for the whole batch; None without them.
-
-    The highest position of the batch decides. Without `position_ids` padding counts too: a wider batch needs them.
-    Source: transformers 5.23 modeling_rope_utils.py `dynamic_rope_update`.
-    """
+    """Return the position from which "longrope" or "dynamic" frequencies change for the whole batch; None without them. The
+    highest position of the batch decides. Without `position_ids` padding counts too: a wider batch needs them. Source:
+    transformers 5.23 modeling_rope_utils.py `dynamic_rope_update`."""
     config, original = text_config(config_of(model)), "original_max_position_embeddings"
     if not {"longrope", "dynamic"} & {each["rope_type"] for each in _ropes(config)}:
         return None

@@ -51,8 +51,7 @@ def leak_reasons(model: Any, adapter: Callable[..., Any], *forms: str, attention
 
 
 def probed(known: Model, model: Any, adapter: Callable[..., Any]) -> Model:
-    """Return what is known of a transformers model (a module or a config), with the leaks that its tiny copy shows.
-    `adapter` is `BatchAdapter`."""
+    """Return what is known of a transformers model (module or config), with the leaks that its copy shows to the adapter."""
     leaks, attention = dict.fromkeys(_DENSE, ""), known.attn_implementation
     if isinstance(model, nn.Module) or hasattr(type(model), "get_text_config"):  # else there is nothing to probe
         try:

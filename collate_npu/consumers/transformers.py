@@ -59,10 +59,8 @@ def _on(*implementations: str) -> Any:
 
 
 def patterns_by_kind(case: Case) -> Mapping[str, Pattern]:
-    """Return the pattern of each mask that the model takes.
-
-    A dense mask replaces the model's own window in every layer of its kind (masking_utils.py:833-846).
-    """
+    """Return the pattern of each mask that the model takes. A dense mask replaces the model's own window in every layer of
+    its kind (masking_utils.py:833-846)."""
     found = {kind: _windowed(case, kind, own) for kind, own in case.model.own_patterns.items()}
     return found if len(found) > 1 else {"": next(iter(found.values()))}
 

@@ -19,7 +19,6 @@ from torch import nn
 
 from collate_npu.integrations import patching
 from collate_npu.integrations.adapt import adapt
-from collate_npu.integrations.patching import once_imported
 
 PACKAGE, TESTED = "openrlhf", "0.11.2"
 
@@ -31,7 +30,7 @@ def arm() -> None:
 
     >>> arm()  # doctest: +SKIP
     """
-    once_imported(PACKAGE, "openrlhf.models.utils", _patch)
+    patching.once_imported(PACKAGE, "openrlhf.models.utils", _patch)
 
 
 def disarm() -> None:
@@ -51,10 +50,8 @@ def _then_adapt(original: Callable[..., Any], model: nn.Module, *args: Any, **kw
 
 
 def main() -> None:
-    """Run a module with its arguments after `arm()`: `python -m collate_npu.integrations.openrlhf MODULE ...`.
-
-    DeepSpeed's launcher puts `--local_rank=N` first (launcher/launch.py), so the first word without dashes is the module.
-    """
+    """Run a module with its arguments after `arm()`: `python -m collate_npu.integrations.openrlhf MODULE ...`. DeepSpeed's
+    launcher puts `--local_rank=N` first (launcher/launch.py), so the first word without dashes is the module."""
     arm()
     name = next(word for word in sys.argv[1:] if not word.startswith("-"))
     sys.argv.remove(name)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from collate_npu.arrays import Array
 from collate_npu.consumers.labels_and_positions import labels_are_shifted, labels_for
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, refuse_rows
 from collate_npu.keys import KEYS, SEGMENT_KEY, of_kind, with_role
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.forms import mask_mod
@@ -49,8 +49,7 @@ def get_attention_masks(
     `layers_of(model)` reads them off a model. Where masks have names of their own: gpt_oss `{"basic_mask": "causal",
     "sliding_window_mask": Pattern.sliding(128)}`; Muse Glimmer `{"global": "causal", "swa_128": Pattern.sliding(128)}`.
 
-    `block_size` is that of its FlexAttention.Config. `compiled=False` is for a few small masks: it builds `[B, 1, S, S]`
-    first.
+    `block_size` is its FlexAttention.Config's. `compiled=False` is for a few small masks: it builds `[B, 1, S, S]` first.
 
     >>> masks = get_attention_masks(Segments.from_lengths([3, 5], side="left"), layers_of(model))  # doctest: +SKIP
     >>> model(tokens, attention_masks=masks)  # doctest: +SKIP
@@ -61,10 +60,7 @@ def get_attention_masks(
 
 
 def layers_of(model: Any) -> Layers:
-    """Return what the layers of a `Decoder` read, by its config. Raises for models whose masks have other names.
-
-    >>> layers_of(model)  # doctest: +SKIP
-    """
+    """Return what the layers of a `Decoder` read, by its config. Raises for models whose masks have other names."""
     check_model(model)
     from torchtitan.models.common.attention import FlexAttention, VarlenAttention
     from torchtitan.models.common.decoder import Decoder
@@ -95,9 +91,9 @@ def varlen_metadata(segments: Segments, *, device: torch.device | str = "cpu") -
     """Return VarlenMetadata of the B * S tokens, row after row, padding as documents. Raises for holes in a sequence."""
     from torchtitan.models.common.attention import VarlenMetadata
 
-    if torn := [(b, "holes") for b in segments.hole_rows]:
-        rule = "Offsets say where a sequence begins and ends, and nothing of tokens inside it to leave out."
-        raise UnsupportedFormError(explain_rows("segments", torn, rule, "unpad() the rows, or use FlexAttention."))
+    rule = "Offsets say where a sequence begins and ends, and nothing of tokens inside it to leave out."
+    bad, remedy = [(b, "holes") for b in segments.hole_rows], "unpad() the rows, or use FlexAttention."
+    refuse_rows("segments", bad, rule, remedy, kind=UnsupportedFormError)
     host = (*_stretches(segments)[1].tolist(), segments.ids.numel())
     offsets = torch.tensor(host, dtype=torch.int32, device=device)
     longest = int(np.diff(host).max(initial=0))
@@ -105,10 +101,8 @@ def varlen_metadata(segments: Segments, *, device: torch.device | str = "cpu") -
 
 
 def _stretches(segments: Segments) -> tuple[Array, Array]:
-    """Return the number of each place's stretch, `[B, S]`, counted from 0 over all rows, and where each stretch begins.
-
-    A stretch is a run of one sequence, or of padding, in one row.
-    """
+    """Return the number of each place's stretch, `[B, S]`, counted from 0 over all rows, and where each stretch begins. A
+    stretch is a run of one sequence, or of padding, in one row."""
     ids_BS = segments.array
     begins_BS = np.ones(ids_BS.shape, bool)
     begins_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
@@ -127,8 +121,7 @@ def _one(segments: Segments, kind: _Kind, device: torch.device | str, block_size
 
 
 def _attends(segments: Segments, pattern: str | Pattern, device: torch.device | str) -> Callable[..., Tensor]:
-    """Return a mask function of FlexAttention: the pattern for real queries, and for padding its own stretch, so that no
-    row is empty."""
+    """Return a FlexAttention mask function: the pattern for real queries, for padding its own stretch: no row is empty."""
     real, keep = mask_mod(segments, pattern, device), segments.keep.to(device)
     stretch = torch.from_numpy(_stretches(segments)[0]).to(device)
 
@@ -236,19 +229,20 @@ class TitanCollator:
 
 
 def trainer_batch(batch: Mapping[str, Any], segments: Segments | None = None, *, segment_ids: bool = False) -> TrainerBatch:
-    """Return `({"input": int64 [B, S], "positions": int64 [B, S]}, labels int64 [B, S])` of a padded or packed batch.
-
-    Labels are moved to the token before them; padding and the last token of a sequence get -100. `segment_ids`, int32, are
-    for `masks_in_forward`. Raises without labels, and for holes and keys that the model would be called with.
-    """
-    _refuse_keys(batch)
+    """Return `({"input": int64 [B, S], "positions": int64 [B, S]}, labels int64 [B, S])` of a padded or packed batch. Labels
+    are moved to the token before them; padding and the last token of a sequence get -100. `segment_ids`, int32, are for
+    `masks_in_forward`. Raises without labels, and for holes and keys that the model would be called with."""
+    read = {*of_kind(KEYS, "truth", "offsets", "positions"), *with_role(KEYS, "tokens", "labels"), "shift_labels"}
+    other = [(n, key) for n, key in enumerate(batch) if key not in read and batch[key] is not None]
+    rule = "The trainer calls the model's forward with every key beside `input`, and its loss reads none of them."
+    remedy = "Leave it out of the samples, build inner without consumer= and model=, or name it in extra=."
+    refuse_rows("batch (rows are keys)", other, rule, remedy, kind=UnsupportedFormError)
     segments = segments or segments_from_batch(batch)
-    if not segment_ids and (torn := [(b, "holes") for b in segments.hole_rows]):
-        rule = "torchtitan begins a document at every position 0, so positions cannot tell of padding inside a sequence."
-        remedy = "Take the holes out of the samples, or pass segment_ids=True and call masks_in_forward(part) on each part."
-        raise UnsupportedFormError(explain_rows("segments", torn, rule, remedy))
-    tokens = batch[next(iter(with_role(batch, "tokens")))]
-    input_dict = {"input": tokens, "positions": positions(segments)}
+    bad = [(b, "holes") for b in segments.hole_rows if not segment_ids]
+    rule = "torchtitan begins a document at every position 0, so positions cannot tell of padding inside a sequence."
+    remedy = "Take the holes out of the samples, or pass segment_ids=True and call masks_in_forward(part) on each part."
+    refuse_rows("segments", bad, rule, remedy, kind=UnsupportedFormError)
+    input_dict = {"input": batch[next(iter(with_role(batch, "tokens")))], "positions": positions(segments)}
     if segment_ids:
         input_dict[SEGMENT_KEY] = segments.ids
     return input_dict, _labels(batch, segments)
@@ -263,12 +257,3 @@ def _labels(batch: Mapping[str, Any], segments: Segments) -> Tensor:
     moved = "shift_labels" in batch or labels_are_shifted(sources.array("input_ids"), sources.array("labels"), segments)
     own = labels_for(sources, segments, "next", True).get("labels", labels) if moved else shift_labels(labels, segments)
     return own.masked_fill(~segments.keep, -100)
-
-
-def _refuse_keys(batch: Mapping[str, Any]) -> None:
-    read = {*of_kind(KEYS, "truth", "offsets", "positions"), *with_role(KEYS, "tokens", "labels"), "shift_labels"}
-    other = [(n, key) for n, key in enumerate(batch) if key not in read and batch[key] is not None]
-    if other:
-        rule = "The trainer calls the model's forward with every key beside `input`, and its loss reads none of them."
-        remedy = "Leave it out of the samples, build inner without consumer= and model=, or name it in extra=."
-        raise UnsupportedFormError(explain_rows("batch (rows are keys)", other, rule, remedy))

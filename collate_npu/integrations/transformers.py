@@ -58,20 +58,15 @@ class DeliveryCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Raises `CollateError` for another collator, and guards the first forward that trains: GRPO generates before it."""
-        if self._collator is not None:
-            _check_collator(self._collator, kwargs["train_dataloader"])
+        own = None if self._collator is None else kwargs["train_dataloader"].collate_fn
+        while own is not self._collator and (inner := getattr(own, "data_collator", None)) is not None:
+            own = inner  # transformers wraps it to remove columns (trainer_utils.py, RemoveColumnsCollator)
+        if own is not self._collator:
+            rule = "The dataloader collates with a function that you did not pass."
+            remedy = "Find who replaced it, and set it again: trainer.data_collator = collator."
+            raise CollateError(explain("data_collator", type(own).__name__, rule, remedy))
         refuse_compiled(kwargs["model"], compiled=getattr(args, "torch_compile", False))
         guard_forward(kwargs["model"], lambda batch: torch.is_grad_enabled(), alone=self._alone)
-
-
-def _check_collator(expected: Any, loader: Any) -> None:
-    own = loader.collate_fn
-    while own is not expected and (inner := getattr(own, "data_collator", None)) is not None:
-        own = inner  # transformers wraps it to remove columns (trainer_utils.py, RemoveColumnsCollator)
-    if own is not expected:
-        rule = "The dataloader collates with a function that you did not pass."
-        remedy = "Find who replaced it, and set it again: trainer.data_collator = collator."
-        raise CollateError(explain("data_collator", type(own).__name__, rule, remedy))
 
 
 def plan_batches(trainer: Any, *, max_tokens: int, lengths: Any = None, **options: Any) -> BalancedBatchSampler:
@@ -105,7 +100,8 @@ def plan_batches(trainer: Any, *, max_tokens: int, lengths: Any = None, **option
     def get_train_dataloader() -> Any:
         made = Trainer.get_train_dataloader(trainer)  # with the trainer's columns, collator and workers
         trainer.accelerator._dataloaders.remove(made)
-        kept = {name: getattr(made, name) for name in _OF_LOADER}
+        names = ("collate_fn", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "worker_init_fn")
+        kept = {name: getattr(made, name) for name in names}
         trainer.accelerator.even_batches, even = False, trainer.accelerator.even_batches  # before 1.15 Accelerate asks
         try:
             return trainer.accelerator.prepare(DataLoader(made.dataset, batch_sampler=sampler, **kept))
@@ -115,9 +111,6 @@ def plan_batches(trainer: Any, *, max_tokens: int, lengths: Any = None, **option
     trainer.get_train_dataloader = get_train_dataloader
     trainer.add_callback(_SetEpoch(sampler))
     return sampler
-
-
-_OF_LOADER = ("collate_fn", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "worker_init_fn")
 
 
 class _SetEpoch(TrainerCallback):  # type: ignore[misc]

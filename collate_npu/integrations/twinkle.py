@@ -176,9 +176,8 @@ def _segments(row: _Row) -> Segments:
 
 
 def _document_segments(row: _Row) -> Segments:
-    """Return the Segments of one sample, its documents read from positions as twinkle reads them: a document begins where
-    the first axis is 0 (processor/base.py `_get_packed_seq_params`). Raises if a single axis does not count 0, 1, 2, ...
-    in each document."""
+    """Return the Segments of one sample, its documents as twinkle reads them: each begins where the first axis of positions
+    is 0 (processor/base.py `_get_packed_seq_params`). Raises if a single axis does not count 0, 1, 2, ... in each."""
     segments, positions = _segments(row), row.get("position_ids")
     if segments.packed or positions is None:
         return segments
@@ -203,8 +202,7 @@ def chunks_of(model: Any) -> list[Any]:
 
 
 def refuse_unread(chunks: list[Any], segments: Segments, *, attention: bool = True) -> None:
-    """Raise if padding reaches a layer that reads no mask. With `attention=False` recurrent layers alone are asked. Of a
-    config only the softmax is known."""
+    """Raise if padding reaches a layer (`attention=False`: a recurrent one) without a mask. A config tells its softmax."""
     modules = {chunk: [type(module).__name__ for module in chunk.modules()] for chunk in chunks if hasattr(chunk, "modules")}
     recurrent = any("GatedDeltaNet" in kinds for kinds in modules.values())
     attending = [chunk for chunk, kinds in modules.items() if any("DotProductAttention" in kind for kind in kinds)]
@@ -291,8 +289,7 @@ def _in_each_worker(handle: Any, function: Callable[..., Any], **settings: Any) 
 
 def _processors(target: Any) -> list[Any]:
     """Return the processors of every adapter of a model (model/optimizer_group.py:43), or the processor that is passed."""
-    groups = getattr(target, "optimizer_group", {}).values()
-    held = [target, *(getattr(group, "processor", None) for group in groups)]
+    held = [target, *(getattr(group, "processor", None) for group in getattr(target, "optimizer_group", {}).values())]
     return [processor for processor in held if hasattr(processor, "process_pipeline")]
 
 

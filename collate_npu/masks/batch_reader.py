@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import Array, dims
-from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, shape_of
+from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, refuse_rows, shape_of
 from collate_npu.keys import KEEP_KEY, MASK_KEY
 from collate_npu.masks.dense_mask import Reading, read_mask
 from collate_npu.masks.mask_values import (
@@ -43,7 +43,7 @@ from collate_npu.masks.sources import (
     without_padding,
     wrong_shape_error,
 )
-from collate_npu.segments import Segments, as_ids, keep_array, of_ids, of_keep, positions_match, ready
+from collate_npu.segments import Segments, as_ids, of_ids, of_keep, positions_match, ready
 from collate_npu.validation import checked
 
 
@@ -108,7 +108,7 @@ def agreed(
         _refuse_doubtful_ends(sources, truth)
     told = sources.named["segment_ids"] or (sources.named["labels"] and not truth.segments.empty_rows)
     if not told and not _learns_nothing(sources):
-        _refuse_inverted(sources, shape, truth.segments, empty=by_keys and bool(squares))
+        _refuse_inverted(sources, truth.segments, empty=by_keys and bool(squares))
     return with_labels(sources, truth.segments) if labels else truth.segments
 
 
@@ -164,8 +164,7 @@ def _tokens(sources: Sources) -> Any:
 
 
 def check_known(sources: Sources, segments: Segments) -> None:
-    """Raise where a batch contradicts the Segments that its caller knows. `attention_mask` is not read: its form is the
-    consumer's."""
+    """Raise where a batch contradicts the Segments that its caller knows; `attention_mask`, the consumer's, is not read."""
     try:
         _compared(sources, sources.shape() if sources.named["tokens"] else segments.shape, None, {}, segments)
         check_known_offsets(sources, segments)
@@ -208,8 +207,7 @@ def _compared(
 ) -> _Truth | None:
     """Return the most detailed of the sources that need no other, after all were compared: shape, padding, boundaries. With
     `known` Segments, only the keys that carry the same facts are compared."""
-    numbered = known is None and (sources.offsets or sources.lengths)
-    flat = segments_from_offsets(sources, shape) if numbered else None
+    flat = segments_from_offsets(sources, shape) if known is None and (sources.offsets or sources.lengths) else None
     found = [] if known is None else [_Truth("segments", known, True)]
     found += [_Truth(key, of_ids(as_ids(sources.array(key))), True) for key in sources.named["segment_ids"]]
     keep_BS = sources.array(KEEP_KEY) if sources.named["keep"] else None
@@ -272,11 +270,9 @@ def _check_same_boundaries(parted: Sequence[_Truth]) -> None:
     for each in parted[1:]:
         one, other = parted[0].segments, each.segments
         wrong = np.flatnonzero((one.array != other.array).any(axis=1)).tolist()
-        if wrong:
-            bad = [(b, f"lengths {list(other.lengths[b])}, not {list(one.lengths[b])}") for b in wrong]
-            rule = f"It disagrees with {parted[0].name} about where one sequence of a row ends and the next begins."
-            remedy = "Keep one of them, or rebuild both from the lengths."
-            raise CollateError(explain_rows(each.name, bad, rule, remedy, more="sources-disagree"))
+        bad = [(b, f"lengths {list(other.lengths[b])}, not {list(one.lengths[b])}") for b in wrong]
+        rule = f"It disagrees with {parted[0].name} about where one sequence of a row ends and the next begins."
+        refuse_rows(each.name, bad, rule, "Keep one of them, or rebuild both from the lengths.", more="sources-disagree")
 
 
 def _parted(
@@ -316,7 +312,11 @@ def _with_dense(
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="polarity"))
     if not full.ndim or full.shape[-1] != shape[1] or (full.ndim == 4 and not full.shape[1]):
         raise wrong_shape_error(key, shape_of(full), shape)
-    known = _known(truth, pattern)
+    known = Known(pattern=pattern)
+    if truth is not None:  # sequences of a row that only another mask showed are not known
+        shown = truth.segments.packed and not truth.parted
+        segments = of_keep(truth.segments._keep_BS) if shown else truth.segments
+        known = Known(segments=segments, parted=truth.parted, pattern=pattern)
     square = full.ndim in (3, 4) and full.shape[-2:] == (shape[1], shape[1]) and len(full) in (1, shape[0])
     if known.segments is not None and square and pattern in (None, CAUSAL) and is_causal(values, known.segments):
         return _Truth(key, known.segments, known.parted)
@@ -327,15 +327,6 @@ def _with_dense(
         remedy = f"Pass pattern={found.expression} if the model attends so, else attention_mask_2d in its place."
         raise AmbiguousMaskError(explain(key, shape_of(full), rule, remedy, more="mask-pattern"))
     return _Truth(key, reading.segments, truth is not None and truth.parted)
-
-
-def _known(truth: _Truth | None, pattern: Pattern | None) -> Known:
-    """Return what is known beside a dense mask. Sequences of a row that only another mask showed are not known."""
-    if truth is None:
-        return Known(pattern=pattern)
-    read = truth.segments.packed and not truth.parted
-    segments = of_keep(keep_array(truth.segments)) if read else truth.segments
-    return Known(segments=segments, parted=truth.parted, pattern=pattern)
 
 
 def _read(values: MaskValues, known: Known, positions_BS: Array | None, B: int) -> Reading:
@@ -366,10 +357,8 @@ def _one_head(key: str, full: Tensor, polarity: Polarity | None) -> MaskValues:
 
 def _unknown(sources: Sources, padding_free: bool) -> AmbiguousMaskError:
     rule = "No key says which tokens are padding: no mask may mean no padding, or a mask that was lost."
-    remedy = (
-        "Pass attention_mask [B, S], 1 = real token (ones where nothing is padded), and segment_ids if rows are packed; "
-    )
-    remedy += "or collate with PaddingCollator."
+    remedy = "Pass attention_mask [B, S], 1 = real token (ones where nothing is padded), and segment_ids if rows are packed"
+    remedy += "; or collate with PaddingCollator."
     if padding_free:
         rule = "Nothing says where one sequence of this flat row ends and the next begins."
         remedy = "Keep position_ids that restart, cu_seq_lens_q or segment_ids in the batch (return_position_ids=True). "
@@ -391,13 +380,12 @@ def _refuse_doubtful_ends(sources: Sources, truth: _Truth) -> None:
         run_BS = np.logical_and.accumulate((ids_BS == ids_BS[:, at][:, :1])[:, at], axis=1)
         for b in np.flatnonzero((run_BS.sum(axis=1) > 1) & (unread_BS[:, at] | ~run_BS).all(axis=1)):
             bad[int(b)] = f"{run_BS[b].sum()} times the token {ids_BS[b, at][0]} where it {end}s"
-    if bad:
-        rule = "It shows no padding, and these rows look padded."
-        remedy = "Pass attention_mask_2d (True = real token): beside this mask if no row is padded, else in its place."
-        raise AmbiguousMaskError(explain_rows(truth.name, bad.items(), rule, remedy, more="padding-unknown"))
+    rule = "It shows no padding, and these rows look padded."
+    remedy = "Pass attention_mask_2d (True = real token): beside this mask if no row is padded, else in its place."
+    refuse_rows(truth.name, bad.items(), rule, remedy, more="padding-unknown", kind=AmbiguousMaskError)
 
 
-def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segments, *, empty: bool) -> None:
+def _refuse_inverted(sources: Sources, segments: Segments, *, empty: bool) -> None:
     """Raise for a 2D mask that looks inverted: a row has no real token (unless `empty`: a second mask agrees), or, without
     labels, one repeated token is real and text is padding."""
     bad = {} if empty else dict.fromkeys(segments.empty_rows, "no real token")
@@ -408,13 +396,11 @@ def _refuse_inverted(sources: Sources, shape: tuple[int, int], segments: Segment
         and segments.num_padding
         and (ids_BS := sources.array("input_ids")).ndim == 2
     ):
-        bad |= _looks_inverted(ids_BS, keep_array(segments))
+        bad |= _looks_inverted(ids_BS, segments._keep_BS)
     if bad:
         rule = "True or 1 is a real token in a 2D mask; here it looks inverted, or made by ids != pad_token_id."
-        remedy = (
-            "Invert it (mask == 0), pass polarity='masked' to what reads batches, or make it from the lengths; if it is "
-        )
-        remedy += "right, pass segment_ids too."
+        remedy = "Invert it (mask == 0), pass polarity='masked' to what reads batches, or make it from the lengths; if it "
+        remedy += "is right, pass segment_ids too."
         key = KEEP_KEY if KEEP_KEY in sources else MASK_KEY
         raise CollateError(explain_rows(key, bad.items(), rule, remedy, more="inverted-mask"))
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from collate_npu.arrays import Array, host_tensor
-from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows
+from collate_npu.errors import AmbiguousMaskError, CollateError, PolarityError, explain, explain_rows, refuse_rows
 from collate_npu.keys import MASK_KEY
 from collate_npu.masks.mask_values import (
     ALL,
@@ -72,8 +72,7 @@ def derive_segments(
     `polarity`. Whole numbers above 1 are packing ids (`1 1 2 2 0`).
 
     * `attention_mask`: the mask, in one of these shapes: bool, 0/1, additive, or packing ids.
-    * `polarity`: "keep", "masked" or "bias". None: the mask is read in both ways, and the way that is proved counts. Declare
-      it for `[B,1,1,S]`.
+    * `polarity`: "keep", "masked" or "bias". None: read both ways, and the one proved counts. Declare it for `[B,1,1,S]`.
     * `keep`: `[B, S]`, 1 = real. It decides what the mask leaves open: the polarity, and whether a token that sees only
       itself is padding. The mask must agree with it at real tokens.
     * `pattern`: what attention sees, if two patterns would explain the mask. "chunked" also means that rows are not packed.
@@ -324,8 +323,7 @@ def sequences(square: Square, real_BS: Bools) -> tuple[Segments, Bools]:
 
 
 def read_query_rows(square: Square, b: int, low: int, read_Q: Bools, into: Extents, counts_BQ: Bools) -> Bools:
-    """Write the extents of these query rows, from `low` on, of one row of the batch to `into`; return the keys `[S]` that
-    those of them attend that count."""
+    """Write the extents of these query rows, from `low` on, of row b to `into`; return the keys `[S]` of what counts."""
     if not read_Q.any():
         return np.zeros(square.shape[1], bool)
     q_N = low + np.flatnonzero(read_Q)
@@ -350,10 +348,8 @@ def all_extents(square: Square) -> Extents:
 
 
 def read_square(square: Square, known: Known) -> Reading:
-    """Return the `Reading` of a `[B, S, S]` matrix.
-
-    Raises `UnexplainedError` where nothing gives this matrix, `AmbiguousMaskError` where two different truths do.
-    """
+    """Return the `Reading` of a `[B, S, S]` matrix. Raises `UnexplainedError` where nothing gives this matrix,
+    `AmbiguousMaskError` where two different truths do."""
     keep_BS = None if known.segments is None else known.segments.array != 0
     if known.segments is not None and known.parted:
         return Reading(known.segments, prove(square, known.segments, known.pattern))
@@ -378,10 +374,8 @@ def read_square(square: Square, known: Known) -> Reading:
 def prove(
     square: Square, segments: Segments, pattern: Pattern | None, shown: Shown | None = None, proved_BQ: Bools | None = None
 ) -> Pattern:
-    """Return the pattern that gives the matrix back on every real row: the declared one, or the first that does.
-
-    `proved_BQ` are queries that plain causal attention is known to give. Raises `UnexplainedError`.
-    """
+    """Return the pattern that gives the matrix back on every real row: the declared one, or the first that does. `proved_BQ`
+    are queries that plain causal attention is known to give. Raises `UnexplainedError`."""
     first, wrong = pattern or CAUSAL, partial(wrong_rows, square, segments, proved_BQ=proved_BQ)
     first.check(segments.num_sequences)
     if next(wrong(first), None) is None:
@@ -425,28 +419,25 @@ def refuse_unmasked_rows(shown: Shown, pattern: Pattern, *, declared: bool, unma
     all_B = np.asarray(shown.full.all(axis=1))
     mixed = not declared and prefixed and not all_B.all()
     pads_left = bool((filler_BS.any(axis=1) & ~filler_BS[:, -1]).any())
-    last_B = shown.full[:, -1] & shown.real[:, -1]
-    bad_B = (all_B & (unmasks or mixed)) | (last_B & (unmasks and not pads_left))
+    bad_B = (all_B & (unmasks or mixed)) | (shown.full[:, -1] & shown.real[:, -1] & (unmasks and not pads_left))
     seen = {True: "rows that all see everything", False: "a last row that sees everything"}
     bad = [(b, seen[bool(all_B[b])]) for b in np.flatnonzero(bad_B).tolist()]
-    _raise_ambiguous(bad, "If the producer unmasks empty rows, these tokens are all real, or the last ones are padding.")
-    end_B = filler_BS[:, -1] & (not unmasked_rows)
-    ends = [(b, "last rows that see everything") for b in np.flatnonzero(end_B).tolist()]
+    rule = "If the producer unmasks empty rows, these tokens are all real, or the last ones are padding."
+    _raise_ambiguous(bad, rule, REMEDY_CARRY_2D)
+    ends = [(b, "last rows that see everything") for b in np.flatnonzero(filler_BS[:, -1] & (not unmasked_rows)).tolist()]
     rule = "The last rows are padding that was unmasked, or real tokens that attend to both sides (an image)."
     _raise_ambiguous(ends, rule, f"Pass unmasked_rows=True if the producer unmasks rows. {REMEDY_CARRY_2D}")
 
 
 def refuse_visible_padding(shown: Shown, segments: Segments) -> None:
-    """Raise where padding may attend itself (a forced diagonal, a sequence of its own) and look like a sequence.
-
-    Padding that nobody sees, in any row, shows that this producer's does not. One row that sees everything shows nothing:
-    it was unmasked, or is padding that attends the others and, on its diagonal, itself.
-    """
+    """Raise where padding may attend itself (a forced diagonal, a sequence of its own) and look like a sequence. Padding
+    that nobody sees, in any row, shows that this producer's does not. One row that sees everything shows nothing: it was
+    unmasked, or is padding that attends the others and, on its diagonal, itself."""
     if not segments.packed or ((~shown.real).sum(axis=1) > (shown.filler.sum(axis=1) == 1)).any():
         return
     packed = [(b, row) for b, row in enumerate(segments.lengths) if len(row) > 1]
     bad = [(b, f"sequences of {', '.join(map(str, row[:8]))} tokens") for b, row in packed]
-    _raise_ambiguous(bad, "All of them are real, or some are padding that attends itself.")
+    _raise_ambiguous(bad, "All of them are real, or some are padding that attends itself.", REMEDY_CARRY_2D)
 
 
 def refuse_gaps(shown: Shown, segments: Segments, pattern: Pattern | None) -> None:
@@ -459,15 +450,13 @@ def refuse_gaps(shown: Shown, segments: Segments, pattern: Pattern | None) -> No
     apart = {b: f"tokens {j} and {i} that do not attend each other" for b, j, i in _boundaries(segments) if i - j > reach}
     rule = f"No token looks back more than {reach}: they are in two sequences, or in one with a window of {reach + 1}."
     declare = "" if pattern is not None else "Pass pattern=, e.g. pattern='causal'. "
-    _raise_ambiguous(sorted(apart.items()), rule, declare + REMEDY_CARRY_2D)
+    _raise_ambiguous(apart.items(), rule, declare + REMEDY_CARRY_2D)
 
 
 def refuse_chunks(shown: Shown, segments: Segments, pattern: Pattern) -> None:
     """Raise where packed sequences end on multiples of one number: one sequence under chunked attention looks the same.
-
     Packing and chunks at once are not considered: any longest sequence would be doubtful. Places are counted from a row's
-    first token; padding that attends as the sequence before it belongs to that one.
-    """
+    first token; padding that attends as the sequence before it belongs to that one."""
     if not segments.packed or pattern.reaches(segments.longest_span):
         return
     row_N, start_N, stop_N = np.array(segments.spans, np.int64).T
@@ -482,12 +471,10 @@ def refuse_chunks(shown: Shown, segments: Segments, pattern: Pattern) -> None:
             bad = {b: f"sequences that end at token {j}" for b, j, _ in reversed(list(_boundaries(segments)))}
             rule = f"They are packed sequences, or one sequence a row with chunked attention of {size}."
             remedy = f"Pass pattern='causal' or pattern=Pattern.chunked({size}). {REMEDY_CARRY_2D}"
-            _raise_ambiguous(sorted(bad.items()), rule, remedy)
+            _raise_ambiguous(bad.items(), rule, remedy)
 
 
-def _raise_ambiguous(rows: list[tuple[int, str]], rule: str, remedy: str = REMEDY_CARRY_2D) -> None:
-    if rows:
-        raise AmbiguousMaskError(explain_rows("attention_mask", rows, rule, remedy))
+_raise_ambiguous = partial(refuse_rows, MASK_KEY, kind=AmbiguousMaskError)
 
 
 def _boundaries(segments: Segments) -> Iterator[tuple[int, int, int]]:

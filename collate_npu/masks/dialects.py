@@ -32,8 +32,7 @@ SEQUENCE_GROUPS = {
     "verl.utils.ulysses": "_ULYSSES_SEQUENCE_PARALLEL_GROUP",
     "veomni.distributed.parallel_state": "_PARALLEL_STATE.ulysses_group",
 }
-"""The module and the name under which a stack keeps the ranks that share a row, each with a slice of it: OpenRLHF 0.11.2,
-SkyRL 0.3.0, verl 0.9.1, VeOmni 0.1.12."""
+"""Module and name of the ranks that share a row, a slice each: OpenRLHF 0.11.2, SkyRL 0.3.0, verl 0.9.1, VeOmni 0.1.12."""
 
 TOKEN_BY_TOKEN = frozenset((
     "torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger_kernel", "bitsandbytes", "torchao", "kernels",
@@ -84,13 +83,8 @@ def _one_token_again(row: FlatRow) -> int | None:
 
 
 TAILS = (_at_position_zero, _counting_again, _one_token_again)
-"""Places that are a sequence each may be samples of one token (transformers' flattening) or a tail (TRL 1.16
-`pad_to_multiple_of`): they stay sequences, which is exact for both."""
-
-
-def tail_of(row: FlatRow) -> int | None:
-    """Return where the padding tail of a flat row begins, by the first of `TAILS` that knows one; None without one."""
-    return next((end for tail in TAILS if (end := tail(row)) is not None), None)
+"""Each returns where the padding tail of a flat row begins, or None; the first that knows one counts. Places that are each a
+sequence, samples of one token (transformers' flattening) or a tail (TRL 1.16 `pad_to_multiple_of`), stay: exact for both."""
 
 
 def physical_and_real_offsets(offsets: Mapping[str, Array]) -> tuple[str, Array, Array | None]:

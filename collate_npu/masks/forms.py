@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import PLAIN, Array, host_array, whole_number
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, refuse_rows, shape_of
 from collate_npu.masks.mask_values import Polarity
 from collate_npu.masks.patterns import CAUSAL, Pattern, fill_rows, regions_of
 from collate_npu.segments import PADS_BEFORE, Segments, keep_array, of_lengths
@@ -146,10 +146,8 @@ def _triangle_on(segments: Segments, device: torch.device, dtype: torch.dtype, a
 
 
 def open_empty_rows(masked: Tensor) -> Tensor:
-    """`[B, 1, S, S]`, True = blocked, in place: a query that sees no key, which is padding, then sees itself.
-
-    For kernels that compute such a query in an undefined way (`npu_fusion_attention` with inner_precise=0).
-    """
+    """`[B, 1, S, S]`, True = blocked, in place: a query that sees no key, which is padding, then sees itself. For kernels
+    that compute such a query in an undefined way (`npu_fusion_attention` with inner_precise=0)."""
     empty_BS = masked[:, 0].all(-1)
     masked[:, 0].diagonal(dim1=-2, dim2=-1).masked_fill_(empty_BS, False)
     return masked
@@ -308,20 +306,12 @@ def offsets_of(segments: Segments, places: Sequence[int] | None = None, *, longe
     held = own_places(segments) if places is None else list(places)
     flat = of_lengths([held], sum(held))
     physical, longest = torch.tensor([0, *accumulate(held)], dtype=torch.int32), max(longest or 0, flat.max_length)
-    offsets = {
-        "position_ids": flat.position_ids,
-        "cu_seq_lens_q": physical,
-        "cu_seq_lens_k": physical.clone(),
-        "max_length_q": longest,
-        "max_length_k": longest,
-        "seq_idx": flat.ids - 1,
-    }
+    offsets: dict[str, Any] = {"position_ids": flat.position_ids, "cu_seq_lens_q": physical}
+    offsets |= {"cu_seq_lens_k": physical.clone(), "max_length_q": longest, "max_length_k": longest, "seq_idx": flat.ids - 1}
     lengths = [*segments.lengths[0], *([0] * (len(held) - segments.num_sequences if places is not None else 0))]
     if places is not None:
-        offsets |= {
-            "cu_seqlens": torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
-            "cu_seqlens_padded": physical.clone(),
-        }
+        real = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        offsets |= {"cu_seqlens": real, "cu_seqlens_padded": physical.clone()}
     return offsets | {"seq_lens": torch.tensor(lengths, dtype=torch.int32)}
 
 
@@ -347,8 +337,7 @@ def own_places(segments: Segments) -> list[int]:
 
 
 def fitting_places(offsets: Array, segments: Segments) -> list[int] | None:
-    """Return the places by physical offsets of one flat row, where each sequence stands at the start of its own and the tail
-    behind them; else None."""
+    """Return the places by physical offsets of one flat row, if each sequence begins its own, the tail behind; else None."""
     starts_N, ends_N = (np.array([span[i] for span in segments.spans], np.int64) for i in (1, 2))
     N = len(starts_N)
     if segments.shape[0] != 1 or len(offsets) <= N or offsets[-1] != segments.shape[1] or segments.hole_rows:
@@ -363,8 +352,7 @@ def check_cuts(name: str, offsets: Array, segments: Segments) -> None:
     after_N = np.searchsorted(offsets, starts_N, side="right")
     ends = np.append(offsets, -1)  # behind the last there is no room
     bad_N = np.flatnonzero((offsets[after_N - 1] != starts_N) | (ends[after_N] < ends_N))
-    if len(bad_N):
-        bad = [(n, f"tokens {starts_N[n]} to {ends_N[n] - 1}") for n in bad_N.tolist()]
-        rule = f"Each sequence begins at an offset, and no offset is inside it; the offsets are {offsets[:16].tolist()}."
-        remedy = "Pass the offsets of these sequences, or leave offsets out."
-        raise CollateError(explain_rows(f"{name} (rows are sequences)", bad, rule, remedy, more="sources-disagree"))
+    bad = [(n, f"tokens {starts_N[n]} to {ends_N[n] - 1}") for n in bad_N.tolist()]
+    rule = f"Each sequence begins at an offset, and no offset is inside it; the offsets are {offsets[:16].tolist()}."
+    remedy = "Pass the offsets of these sequences, or leave offsets out."
+    refuse_rows(f"{name} (rows are sequences)", bad, rule, remedy, more="sources-disagree")

@@ -24,7 +24,7 @@ from collate_npu.errors import (
     PolarityError,
     UnsupportedFormError,
     explain,
-    explain_rows,
+    refuse_rows,
     shape_of,
 )
 from collate_npu.masks.patterns import CAUSAL, Pattern, Region, fill_rows, regions_of
@@ -124,7 +124,7 @@ class MaskValues:
         if self._float and np.isnan(low) and self.full.ndim:
             rows = [(b, "NaN") for b, row in enumerate(self.full) if torch.isnan(row).any()]
             rule = "An additive mask holds finite numbers or -inf."
-            raise CollateError(explain_rows(self.key, rows, rule, "Look for inf - inf or 0 * inf where it was built."))
+            refuse_rows(self.key, rows, rule, "Look for inf - inf or 0 * inf where it was built.")
         fill = "Fill blocked places with torch.finfo(dtype).min."
         kind: type[CollateError] = CollateError
         if not self._float and low < 0:
@@ -167,10 +167,8 @@ class Known(NamedTuple):
 
 
 def read_keys(values: MaskValues, *, alone: bool = False) -> Segments:
-    """Return the `Segments` of a mask `[B, S]`: keep, the declared polarity, or packing ids `1 1 2 2 0`.
-
-    Raises `PolarityError` for zeros and, of a mask that stands `alone`, where a row has no token: it may be inverted.
-    """
+    """Return the `Segments` of a mask `[B, S]`: keep, the declared polarity, or packing ids `1 1 2 2 0`. Raises
+    `PolarityError` for zeros and, of a mask that stands `alone`, where a row has no token: it may be inverted."""
     if values.full.ndim != 2:
         raise no_mask_error(values)
     if values.packing_ids:
@@ -179,16 +177,14 @@ def read_keys(values: MaskValues, *, alone: bool = False) -> Segments:
             raise PolarityError(explain(values.key, values.got, rule, "Pass polarity=None."))
         segments = Segments.from_ids(values.raw)
     elif values.declared is None and not values.range[1] and values.full.numel():
-        got = f"{values.got} of zeros"
         rule = "Read as keep, every token is padding; read as masked or additive, none is."
-        raise PolarityError(explain(values.key, got, rule, REMEDY_DECLARE_POLARITY, more="polarity"))
+        raise PolarityError(explain(values.key, f"{values.got} of zeros", rule, REMEDY_DECLARE_POLARITY, more="polarity"))
     else:
         segments = of_keep(values.read(values.raw, values.declared or "keep"))
-    if alone and segments.empty_rows and values.declared is None:
-        rows = [(b, "no real token") for b in segments.empty_rows]
-        rule = "A [B, S] mask is read as keep, 1 = real token; here it may be inverted."
-        remedy = "Pass polarity='keep' if those rows are only padding, polarity='masked' if 1 means padding."
-        raise PolarityError(explain_rows(values.key, rows, rule, remedy, more="inverted-mask"))
+    rows = [(b, "no real token") for b in segments.empty_rows] if alone and values.declared is None else []
+    rule = "A [B, S] mask is read as keep, 1 = real token; here it may be inverted."
+    remedy = "Pass polarity='keep' if those rows are only padding, polarity='masked' if 1 means padding."
+    refuse_rows(values.key, rows, rule, remedy, more="inverted-mask", kind=PolarityError)
     return segments
 
 
@@ -204,11 +200,10 @@ def read_keys_beside(values: MaskValues, keep_BS: Bools) -> Segments:
 def check_same_padding(segments: Segments, name: str, other: Segments) -> None:
     """Raise unless another source of the same rows (a 2D mask, lengths) names the same padding; lists the rows."""
     wrong = np.flatnonzero(((other.array != 0) != (segments.array != 0)).any(axis=1))
-    if len(wrong):
-        rows = [(int(b), f"{other.row_lengths[b]} real tokens, not {segments.row_lengths[b]}") for b in wrong]
-        rule = "It disagrees with the other mask of the same batch about which tokens are real."
-        remedy = "Remove the wrong one, or rebuild both from the lengths; both mark alignment padding as padding."
-        raise CollateError(explain_rows(name, rows, rule, remedy, more="sources-disagree"))
+    rows = [(b, f"{other.row_lengths[b]} real tokens, not {segments.row_lengths[b]}") for b in wrong.tolist()]
+    rule = "It disagrees with the other mask of the same batch about which tokens are real."
+    remedy = "Remove the wrong one, or rebuild both from the lengths; both mark alignment padding as padding."
+    refuse_rows(name, rows, rule, remedy, more="sources-disagree")
 
 
 def no_mask_error(values: MaskValues) -> CollateError:
@@ -229,8 +224,7 @@ def heads_differ_error(values: MaskValues) -> AmbiguousMaskError:
 
 
 def refuse_compressed(values: MaskValues) -> None:
-    """Raise for torch_npu's compressed causal masks: [2048, 2048] (sparse_mode 2-4), [3072, 2048] (mode 6); op-plugin
-    doc:554-606."""
+    """Raise for torch_npu's compressed masks: [2048, 2048] (sparse_mode 2-4), [3072, 2048] (6); op-plugin doc:554-606."""
     if tuple(values.full.shape) not in ((2048, 2048), (3072, 2048), (1, 1, 2048, 2048)):
         return
     below_QK = (values.full.reshape(-1, 2048)[:2048] != 0).numpy() == np.tri(2048, dtype=bool)
@@ -298,8 +292,7 @@ def is_causal(values: MaskValues, segments: Segments) -> bool:
 
 
 def wrong_rows(square: Square, segments: Segments, pattern: Pattern, proved_BQ: Bools | None = None) -> Iterator[int]:
-    """Yield the rows of the batch in which a real query attends other keys than this pattern. `proved_BQ` are queries that
-    plain causal attention is known to give."""
+    """Yield rows in which a real query attends other keys than this pattern; plain causal attention gives `proved_BQ`."""
     counts_BQ = segments.array != 0
     if proved_BQ is not None and pattern == CAUSAL:
         counts_BQ &= ~proved_BQ

@@ -88,11 +88,9 @@ class Pattern:
 
     @classmethod
     def explaining(cls, reach: int, prefixes: Sequence[int]) -> Pattern | None:
-        """The pattern of this class that a mask could follow, by what it shows; None where it must be declared.
-
-        `reach`: how far back any query that counts looks, in places of the row. `prefixes`: for each sequence, one more than
-        the last key that some earlier query attends, 0 where none does.
-        """
+        """The pattern of this class that a mask could follow, by what it shows; None where it must be declared. `reach`: how
+        far back any query that counts looks, in places of the row. `prefixes`: for each sequence, one more than the last key
+        that some earlier query attends, 0 where none does."""
         return None
 
     @staticmethod
@@ -152,10 +150,8 @@ class Causal(Pattern):
         return k <= q
 
     def fill(self, block_QK: Array, q0: int, n: int, allowed: Any, forbidden: Any, reach: int | None = None) -> None:
-        """Keys up to each query; with `reach`, at most `reach - 1` places before it.
-
-        Each row is the one above, moved right by one: a strided view of one vector, so every element is written once.
-        """
+        """Keys up to each query; with `reach`, at most `reach - 1` places before it. Each row is the one above, moved right
+        by one: a strided view of one vector, so every element is written once."""
         Q, K = block_QK.shape
         size = 1 << (max(q0 + Q, K - q0, 64) - 1).bit_length()
         band = _band(size, reach, block_QK.dtype, allowed, forbidden)
@@ -260,8 +256,7 @@ class Prefix(Pattern):
     def check(self, num_sequences: int) -> None:
         if len(self.lengths) not in (1, num_sequences):
             rule = f"The batch holds {num_sequences} sequences; a prefix is one length, or one for each."
-            remedy = "Pass one length per sequence."
-            raise CollateError(explain("prefix", f"{len(self.lengths)} lengths", rule, remedy))
+            raise CollateError(explain("prefix", f"{len(self.lengths)} lengths", rule, "Pass one length per sequence."))
 
     def of_each(self, num_sequences: int) -> tuple[int, ...]:
         """The prefix length of each of the N sequences."""

@@ -20,21 +20,12 @@ import numpy as np
 from torch import Tensor
 
 from collate_npu.arrays import Array, entries, host_array, host_tensor, once, whole_number
-from collate_npu.errors import CollateError, UnsupportedFormError, a_type, explain, explain_rows
+from collate_npu.errors import CollateError, UnsupportedFormError, a_type, explain, explain_rows, refuse_rows
 from collate_npu.keys import KEYS, Role
 from collate_npu.masks import dialects
 from collate_npu.masks.dialects import REMEDY_ONE_SET, physical_and_real_offsets
 from collate_npu.masks.forms import MAX_MASK_BYTES, check_bytes, check_cuts, fitting_places, own_places
-from collate_npu.segments import (
-    Segments,
-    as_offsets,
-    keep_array,
-    length_rows,
-    of_ids,
-    of_lengths,
-    run_starts,
-    sequence_starts,
-)
+from collate_npu.segments import Segments, as_offsets, length_rows, of_ids, of_lengths, run_starts, sequence_starts
 
 Named = Role | Literal["positions", "vision"]
 
@@ -63,8 +54,7 @@ class Sources(dict[str, Any]):
         """The keys of each role that hold something, in the order of the table."""
         self._held: dict[tuple[str, Any], tuple[Any, Any]] = {}
         self.counted = False
-        """True if position_ids restart exactly where sequences begin: the batch reader compared them, or a collator built
-        them."""
+        """True if position_ids are known to restart just where sequences begin: compared by the reader, or of a collator."""
         for name, role in _ROLES.items():
             if name in self and self[name] is not None:
                 self.named[role] += (name,)
@@ -152,9 +142,8 @@ class Sources(dict[str, Any]):
         named = self.named["tokens"] or (*self.named["keep"], *self.named["segment_ids"])
         if not named:
             rule = "A batch has input_ids [B, S], or inputs_embeds [B, S, H]."
-            got = f"keys {', '.join(map(str, self))}" if self else "no keys"
             remedy = "Collate the tokens too. A pipeline stage without tokens takes its batch as it is."
-            raise CollateError(explain("batch", got, rule, remedy))
+            raise CollateError(explain("batch", f"keys {', '.join(map(str, self))}" if self else "no keys", rule, remedy))
         shape, *others = map(self._rows_and_width, named)
         if any(other != shape for other in others):
             got = ", ".join(f"{name} {list(each)}" for name, each in zip(named, (shape, *others)))
@@ -189,8 +178,7 @@ def _evaluated(name: str, block_mask: Any) -> Tensor:
 
     B, H, Q, K = block_mask.shape
     check_bytes(name, (B, H, Q, K), 1, MAX_MASK_BYTES)
-    device = block_mask.kv_num_blocks.device
-    evaluated: Tensor = create_mask(block_mask.mask_mod, B, H, Q, K, device=str(device)).cpu()
+    evaluated: Tensor = create_mask(block_mask.mask_mod, B, H, Q, K, device=str(block_mask.kv_num_blocks.device)).cpu()
     return evaluated
 
 
@@ -226,12 +214,12 @@ def segments_from_offsets(sources: Sources, shape: tuple[int, int]) -> tuple[str
         raise CollateError(explain(name, str(physical.tolist())[:80], rule, remedy))
     if not tail and np.array_equal(starts_N[held], np.cumsum(real_N[held]) - real_N[held]):
         return name, of_lengths([real_N[held].tolist()], S)
-    ids_S = _ids_at(starts_N.tolist(), real_N.tolist(), S)
+    ids_S = ids_at(starts_N.tolist(), real_N.tolist(), S)
     ids_S[max(S - tail, 0) :] = 0
     return name, of_ids(ids_S[None])
 
 
-def _ids_at(starts: list[int], lengths: list[int], width: int) -> Array:
+def ids_at(starts: list[int], lengths: list[int], width: int) -> Array:
     """Return the ids of a row whose sequences begin at these places."""
     ids_S = np.zeros(width, np.int64)
     for n, (start, length) in enumerate(zip(starts, lengths), start=1):
@@ -248,8 +236,7 @@ def _ends_in_padding(sources: Sources, end: int, S: int) -> bool:
         return bool(unread_S[end:].all())
     positions_BS = sources.text_positions((1, S))
     rest = sources.array("input_ids")[0, end:].tolist() if sources.named["tokens"] == ("input_ids",) else []
-    again = len(rest) > 1 and len(set(rest)) == 1
-    return again or (positions_BS is not None and not positions_BS[0, end:].any())
+    return (len(rest) > 1 and len(set(rest)) == 1) or (positions_BS is not None and not positions_BS[0, end:].any())
 
 
 def _tail(sources: Sources) -> int:
@@ -273,8 +260,7 @@ def _placed(rows: list[list[int]], held: list[list[int]], shape: tuple[int, int]
     if bad or len(rows) != len(held):
         rule = f"No length exceeds its padded length, and padded lengths add up to at most {shape[1]}, the row."
         raise CollateError(explain_rows("seq_lens_padded", bad, rule, "Leave seq_lens_padded out, and pass segment_ids."))
-    starts = [[0, *accumulate(places)] for places in held]
-    return of_ids(np.array([_ids_at(*each, shape[1]) for each in zip(starts, rows)]))
+    return of_ids(np.array([ids_at([0, *accumulate(places)], row, shape[1]) for places, row in zip(held, rows)]))
 
 
 def check_known_offsets(sources: Sources, segments: Segments) -> None:
@@ -289,17 +275,14 @@ def check_known_offsets(sources: Sources, segments: Segments) -> None:
 
 
 def check_offsets(sources: Sources, segments: Segments, source: str) -> None:
-    """Raise where the lengths or sequence numbers of a batch describe other sequences than its `Segments`, which the key
-    `source` gave."""
+    """Raise where lengths or sequence numbers describe other sequences than the `Segments`, which the key `source` gave."""
     if sources.lengths is not None and source not in sources.named["lengths"]:
         rows = _length_rows(sources, segments.shape[0])
         pairs = enumerate(zip(rows, segments.lengths))
         bad = [(b, f"{row}, not {list(real)}") for b, (row, real) in pairs if [n for n in row if n] != list(real)]
         bad = [(b, text) for b, text in bad if rows[b] != [segments.row_lengths[b]]]
-        if bad:
-            rule = "Lengths count the real tokens of each sequence."
-            key = sources.named["lengths"][0]
-            raise CollateError(explain_rows(key, bad, rule, REMEDY_ONE_SET, more="sources-disagree"))
+        rule = "Lengths count the real tokens of each sequence."
+        refuse_rows(sources.named["lengths"][0], bad, rule, REMEDY_ONE_SET, more="sources-disagree")
     for key in sources.named["sequence_index"]:  # changes where a sequence begins, for layers that read no offsets
         numbers_BS, keep_BS = sources.array(key), segments.array != 0
         same = numbers_BS.shape == segments.shape
@@ -337,8 +320,7 @@ def physical_offsets(sources: Sources, segments: Segments) -> list[int] | None:
 
 
 def check_ahead(sources: Sources, segments: Segments, *, reads_both: bool) -> None:
-    """Raise where offsets count padding as part of a sequence, for attention that looks ahead; `reads_both`: kernels that
-    find real offsets beside the physical ones leave it out."""
+    """Raise where offsets count padding in a sequence and attention looks ahead; `reads_both`: real offsets leave it out."""
     if reads_both and sources.offsets and physical_and_real_offsets(sources.offsets)[2] is not None:
         return
     places = physical_offsets(sources, segments) or own_places(segments)
@@ -368,9 +350,8 @@ def _real_lengths(name: str, physical: Array, real: Array | None, lengths: list[
 
 
 def split_by_positions(positions_BS: Array, known: Segments | None, *, padding_free: bool) -> tuple[Segments, bool] | None:
-    """Return the sequences by positions that restart, and whether every row restarts; None where no row does. Without
-    `known` Segments all of the row is real."""
-    keep_BS = np.ones(positions_BS.shape, bool) if known is None else keep_array(known)
+    """Return the sequences by positions that restart, and if all rows do; None where none does. Not `known`: all is real."""
+    keep_BS = np.ones(positions_BS.shape, bool) if known is None else known._keep_BS
     starts_BS, tells_B = _restarts(positions_BS, keep_BS)
     restarts = bool((starts_BS.sum(axis=1) > 1)[tells_B].any())
     if not tells_B.any() or (known is None and not restarts and not padding_free):
@@ -380,7 +361,7 @@ def split_by_positions(positions_BS: Array, known: Segments | None, *, padding_f
 
 
 def without_padding(sources: Sources, segments: Segments, real_S: Array) -> Segments:
-    """Return the flat row without the padding that its offsets count (`offsets_of_rows`): what a mask marks as padding, and
+    """Return the flat row without the padding that its offsets count: what a mask marks as padding, and
     no label is on, whether it stands as a sequence or at the end of one."""
     ids_S, *others = segments.array
     padding_S, unread_S = ~real_S & (ids_S != 0), _unread(sources, len(ids_S))
@@ -403,7 +384,8 @@ def drop_tail(sources: Sources, segments: Segments, positions_BS: Array | None) 
     unread_S = np.zeros(S, bool) if (found_S := _unread(sources, S)) is None else found_S
     counted = sum(n > 0 for n in _length_rows(sources, 1)[0]) == len(lengths)
     (positions_S,) = segments.position_ids.numpy() if positions_BS is None else positions_BS
-    end = dialects.tail_of(dialects.FlatRow(starts, positions_S, ids_S, unread_S, counted))
+    row = dialects.FlatRow(starts, positions_S, ids_S, unread_S, counted)
+    end = next((end for tail in dialects.TAILS if (end := tail(row)) is not None), None)
     return segments if end is None else of_lengths([[n for n in (*lengths[:-1], end - starts[-1]) if n]], S)
 
 
@@ -416,8 +398,7 @@ def _unread(sources: Sources, S: int) -> Array | None:
 
 
 def unless_in_doubt(sources: Sources, positions_BS: Array) -> Array | None:
-    """Return the positions where they can separate sequences from padding: a single token at position 0 without a label may
-    be either."""
+    """Return the positions if they part sequences from padding: one token at position 0 without a label may be either."""
     alone_BS = positions_BS == 0
     alone_BS[:, :-1] &= positions_BS[:, 1:] == 0
     labels_BS = sources.array("labels") if sources.named["labels"] else None
@@ -428,29 +409,27 @@ def unless_in_doubt(sources: Sources, positions_BS: Array) -> Array | None:
 
 def check_positions(positions_BS: Array, segments: Segments) -> None:
     """Raise where positions restart at other tokens than those where sequences begin."""
-    keep_BS = keep_array(segments)
+    keep_BS = segments._keep_BS
     starts_BS, tells_B = _restarts(positions_BS, keep_BS)
     true_BS, _ = sequence_starts(segments.position_ids.numpy(), keep_BS)
     wrong_B = tells_B & (starts_BS.sum(axis=1) > 1) & (starts_BS != true_BS).any(axis=1)
     bad = [(int(b), f"sequences that begin at {np.flatnonzero(starts_BS[b]).tolist()[:8]}") for b in np.flatnonzero(wrong_B)]
-    if bad:
-        rule = "Positions restart at other tokens than those where the other keys of the batch begin a sequence."
-        remedy = "If the positions are wrong, drop them, or let every sequence count from 0. Else rebuild the other keys."
-        raise CollateError(explain_rows("position_ids", bad, rule, remedy))
+    rule = "Positions restart at other tokens than those where the other keys of the batch begin a sequence."
+    remedy = "If the positions are wrong, drop them, or let every sequence count from 0. Else rebuild the other keys."
+    refuse_rows("position_ids", bad, rule, remedy)
 
 
 def check_counts(positions_BS: Array, segments: Segments) -> None:
     """Raise where no model can be meant: positions that fall inside a sequence, or are one number for all of its tokens."""
-    ids_BS, keep_BS = segments.array, keep_array(segments)
+    ids_BS, keep_BS = segments.array, segments._keep_BS
     tokens_T, ids_T, rows_T = positions_BS[keep_BS], ids_BS[keep_BS], np.nonzero(keep_BS)[0]
     inside = (ids_T[1:] == ids_T[:-1]) & (rows_T[1:] == rows_T[:-1])
     steps, rows = np.diff(tokens_T.astype(np.float64))[inside], rows_T[1:][inside]
     stand = set(rows.tolist()) - set(rows[steps != 0].tolist())
-    if bad := sorted({*rows[~(steps >= 0)].tolist(), *stand}):
-        rule = "Positions rise inside a sequence; these fall, or are the same for all of its tokens."
-        remedy = "Leave position_ids out (the mask gives them), or let each sequence count from 0."
-        shown = [(int(b), str(positions_BS[b].tolist()[:24])) for b in bad]
-        raise CollateError(explain_rows("position_ids", shown, rule, remedy))
+    bad = [(b, str(positions_BS[b].tolist()[:24])) for b in {*rows[~(steps >= 0)].tolist(), *stand}]
+    rule = "Positions rise inside a sequence; these fall, or are the same for all of its tokens."
+    remedy = "Leave position_ids out (the mask gives them), or let each sequence count from 0."
+    refuse_rows("position_ids", bad, rule, remedy)
 
 
 def _restarts(positions_BS: Array, keep_BS: Array) -> tuple[Array, Array]:

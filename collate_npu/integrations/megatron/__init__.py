@@ -21,7 +21,7 @@ from collate_npu.consumers import mindspeed
 from collate_npu.consumers.labels_and_positions import kind_of, labels_are_shifted, labels_for
 from collate_npu.consumers.megatron import kernel_of, npu_engine
 from collate_npu.consumers.model_traits import config_of, needs_mask_2d, recurrent_heads, unwrap
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, refuse_rows
 from collate_npu.integrations import patching
 from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.kernels.gated_delta import flat_offsets, gated_delta_kwargs
@@ -93,8 +93,7 @@ def gpt_batch(
 
 
 def _row(batch: Mapping[str, Any], sources: Sources, segments: Segments) -> dict[str, Tensor]:
-    """Return the keys that the model reads, labels with the token that predicts each. Positions that count padding are left
-    out; `_inputs` makes others."""
+    """Return the keys that the model reads: labels with the token that predicts each, no positions that count padding."""
     given = {key: batch[key] for key in ("input_ids", "position_ids", "labels") if batch.get(key) is not None}
     if "position_ids" in given and kind_of(torch.from_numpy(sources.array("position_ids")), segments) == "places":
         del given["position_ids"]
@@ -103,8 +102,7 @@ def _row(batch: Mapping[str, Any], sources: Sources, segments: Segments) -> dict
 
 
 def _targets(batch: Mapping[str, Any], sources: Sources, segments: Segments, labels: Tensor) -> Tensor:
-    """Return labels `[B, S]`, each with the token before it. Those of Megatron's datasets stand there already, beside a loss
-    mask of predictions."""
+    """Return labels `[B, S]`, each with the token before it. Megatron's datasets make such, and the loss mask of them."""
     moved = labels_are_shifted(sources.array("input_ids"), sources.array("labels"), segments)
     others = ("loss_scale", "shift_labels") if moved else ("loss_mask", "loss_scale", "shift_labels")
     beside = [key for key in others if batch.get(key) is not None]
@@ -124,8 +122,7 @@ def _padded(row: Mapping[str, Any], segments: Segments, model: Any, cp: ContextP
     mcore_bridge.check_padding(segments, kernel, recurrent=needs_mask_2d(model), model_type=kind)
     refuse_crossing(segments, config_of(model), padding_free=False)
     inputs, device = _inputs(row, segments, model, cp, None), row["input_ids"].device
-    blocked = mcore_bridge.attention_mask(segments, kernel, cp, device=device)
-    return {**inputs, "attention_mask": blocked}
+    return {**inputs, "attention_mask": mcore_bridge.attention_mask(segments, kernel, cp, device=device)}
 
 
 def _flat(
@@ -150,10 +147,8 @@ def _inputs(
     row: Mapping[str, Any], segments: Segments, model: Any, cp: ContextParallel | None, offsets: Tensor | None
 ) -> dict[str, Any]:
     """Return this rank's part of the rows, with the masks of routers and recurrent layers as the model's forward takes them.
-
     GPTModel shares out the routers' mask on its first stage alone (gpt_model.py:307-320), mcore-bridge's model only a mask
-    that it made itself (1.6.5 model/gpt_model.py:307-316).
-    """
+    that it made itself (1.6.5 model/gpt_model.py:307-316)."""
     device, config, stage = row["input_ids"].device, config_of(model), unwrap(model)
     inputs = {"position_ids": segments.position_ids.to(device), **row, "attention_mask": None}
     if "labels" in row:
@@ -214,21 +209,17 @@ def packed_seq_params(
     fields = gated_delta_kwargs(segments, kernel="megatron", device=device)
     real = segments.cu_seqlens_host
     unseen = "pad_between_seqs" not in names and real[:-1] == offsets[:-1]
-    places = padding_counts or mindspeed.is_installed() or npu_engine()
-    apart = not (places or unseen or real == offsets)
+    apart = not (padding_counts or mindspeed.is_installed() or npu_engine() or unseen or real == offsets)
     for side in ("q", "kv"):  # the very same tensor says "no padding" to TransformerEngine's main branch
-        padded = fields[f"cu_seqlens_{side}_padded"]
-        fields[f"cu_seqlens_{side}"] = segments.cu_seqlens.to(device) if apart else padded
+        fields[f"cu_seqlens_{side}"] = segments.cu_seqlens.to(device) if apart else fields[f"cu_seqlens_{side}_padded"]
     fields["pad_between_seqs"] = apart
     return PackedSeqParams(**{name: value for name, value in fields.items() if name in names})
 
 
 def takes_places(model: Any) -> bool:
-    """True if this model reads the places of sequences from `cu_seqlens_q`, and not from the padded offsets.
-
-    Multi-token prediction does (core/transformer/multi_token_prediction.py:236 of 0.16.1, 249 of 0.19.2), and mcore-bridge's
-    Gated DeltaNets and latent attention (1.6.5 gpts/qwen3_next.py:477, modules/multi_latent_attention.py:35).
-    """
+    """True if this model reads the places of sequences from `cu_seqlens_q`, and not from the padded offsets. Multi-token
+    prediction does (core/transformer/multi_token_prediction.py:236 of 0.16.1, 249 of 0.19.2), and mcore-bridge's Gated
+    DeltaNets and latent attention (1.6.5 gpts/qwen3_next.py:477, modules/multi_latent_attention.py:35)."""
     depths = getattr(config_of(model), "mtp_num_layers", None)
     return bool(depths) or type(unwrap(model)).__module__.startswith("mcore_bridge")
 
@@ -245,9 +236,7 @@ def megatron_ranks(*, shared: bool = False) -> ContextParallel | None:
 
 def flat_row_offsets(segments: Segments) -> tuple[int, ...]:
     """Return where the sequences of a flat row stand: `(0, start of the second, ..., S)`, each with the padding behind it.
-
-    Raises `UnsupportedFormError` where there is not one row, no sequence, or padding before or inside a sequence.
-    """
+    Raises `UnsupportedFormError` where there is not one row, no sequence, or padding before or inside a sequence."""
     if segments.shape[0] != 1 or not segments.num_sequences:
         rule = "Offsets speak of one flat row [1, S] with at least one sequence."
         raise UnsupportedFormError(explain("segments", repr(segments), rule, "Collate with padding_free=True."))
@@ -258,10 +247,10 @@ def _check_shared_out(offsets: tuple[int, ...], cp: ContextParallel | None) -> N
     if cp is None:
         return
     multiple = cp.document_multiple
-    if bad := [(n, f"{b - a} places") for n, (a, b) in enumerate(pairwise(offsets)) if (b - a) % multiple]:
-        rule = f"{cp.size} ranks ({cp.layout}) share each sequence out in parts of equal size: lengths % {multiple} == 0."
-        remedy = "Use the row and Segments of pad_documents(batch, cp), or gpt_batch, which does so."
-        raise CollateError(explain_rows("segments (rows are sequences)", bad, rule, remedy))
+    bad = [(n, f"{b - a} places") for n, (a, b) in enumerate(pairwise(offsets)) if (b - a) % multiple]
+    rule = f"{cp.size} ranks ({cp.layout}) share each sequence out in parts of equal size: lengths % {multiple} == 0."
+    remedy = "Use the row and Segments of pad_documents(batch, cp), or gpt_batch, which does so."
+    refuse_rows("segments (rows are sequences)", bad, rule, remedy)
 
 
 # --- mixture of experts. `padding_mask` is True = padding (the docstrings of core/transformer/moe say the opposite of their
@@ -270,11 +259,9 @@ def _check_shared_out(offsets: tuple[int, ...], cp: ContextParallel | None) -> N
 
 
 def router_padding_mask(segments: Segments, model: Any) -> Tensor | None:
-    """Return the routers' mask, bool `[B, S]`, True = padding; None for a model without experts.
-
-    A batch without padding has one too, because ranks must count tokens in the same way (moe_utils.py:214-233). Raises
-    `UnsupportedFormError` if padding would change the experts of real tokens.
-    """
+    """Return the routers' mask, bool `[B, S]`, True = padding; None for a model without experts. A batch without padding has
+    one too, because ranks must count tokens in the same way (moe_utils.py:214-233). Raises `UnsupportedFormError` if padding
+    would change the experts of real tokens."""
     config = config_of(model)
     if not getattr(config, "num_moe_experts", None):
         return None
@@ -316,10 +303,8 @@ def real_tokens_alone(
 
 
 def refuse_crossing(segments: Segments, config: Any, *, padding_free: bool) -> None:
-    """Raise if a model with multi-token prediction would learn across sequences, or if its routers would count padding.
-
-    In 0.16.1 and 0.17 those routers get no padding mask; later ones move it, and the last token of the row becomes real.
-    """
+    """Raise if a model with multi-token prediction would learn across sequences, or if its routers would count padding. In
+    0.16.1 and 0.17 those routers get no padding mask; later ones move it, and the last token of the row becomes real."""
     if not getattr(config, "mtp_num_layers", None):
         return
     exact = none_is_exact(segments)

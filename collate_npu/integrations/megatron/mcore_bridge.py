@@ -82,9 +82,7 @@ def check_padding(segments: Segments, kernel: str, *, recurrent: bool, model_typ
 
 def attention_mask(segments: Segments, kernel: str, cp: ContextParallel | None, *, device: torch.device) -> Tensor | None:
     """Return the dense mask of this rank's queries, True = blocked, for a kernel that reads one; None for the others.
-
-    Megatron's local kernels always read it: without it they make a triangle on CUDA (core/transformer/utils.py:33-35).
-    """
+    Megatron's local kernels always read it: without it they make a triangle on CUDA (core/transformer/utils.py:33-35)."""
     reader = consumer_named(kernel)
     if reader.forms[-1].form != "masked":
         return None
@@ -94,10 +92,8 @@ def attention_mask(segments: Segments, kernel: str, cp: ContextParallel | None, 
 
 
 def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with `extras` as `model_class.forward` passes them on to its layers. Raises if it does not.
-
-    Warns, once for each class, if a multimodal forward takes them and has no `extra_forward_keys` to pass them on by.
-    """
+    """Return the batch with `extras` as `model_class.forward` passes them on to its layers. Raises if it does not. Warns,
+    once for each class, if a multimodal forward takes them and has no `extra_forward_keys` to pass them on by."""
     parameters = inspect.signature(inspect.unwrap(model_class.forward)).parameters  # type: ignore[attr-defined]
     if not extras:
         return dict(batch)
@@ -111,10 +107,8 @@ def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Ma
 
 
 def router_padding(padding: Tensor, cp: ContextParallel | None = None, *, shared: bool = False) -> Tensor:
-    """Return this rank's part of an MoE router's padding mask, bool `[B, S]`, True = padding.
-
-    It is cut as mcore-bridge cuts its own (model/gpt_model.py:307-316): by `cp`, then if `shared` by tensor-parallel ranks.
-    """
+    """Return this rank's part of an MoE router's padding mask, bool `[B, S]`, True = padding. It is cut as mcore-bridge cuts
+    its own (model/gpt_model.py:307-316): by `cp`, then if `shared` by tensor-parallel ranks."""
     local = padding if cp is None else split_tensor(padding, cp)
     if not shared:
         return local.contiguous()
@@ -187,8 +181,7 @@ def _layer_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 
 
 def _zero_padding(keep_BS: Tensor, config: Any, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the layer's arguments with its input zeroed at padding; the residual stream stays as it is. `args[0]` is
-    `[S, B, H]`, S shared by tp ranks."""
+    """Return the arguments with the input `[S, B, H]`, S shared by tp ranks, zeroed at padding; the residual stays."""
     hidden = args[0]
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     if keep_BS.shape != (hidden.shape[1], hidden.shape[0] * ranks):

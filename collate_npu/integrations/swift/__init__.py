@@ -24,14 +24,14 @@ from collate_npu.arrays import host_array, host_tensor
 from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.megatron import kernel_of_args
 from collate_npu.consumers.model_traits import is_transformers, needs_mask_2d, recurrent_heads, text_config, unwrap
-from collate_npu.errors import CollateError, UnsupportedFormError, explain, explain_rows, shape_of
+from collate_npu.errors import CollateError, UnsupportedFormError, explain, refuse_rows, shape_of
 from collate_npu.integrations import patching
 from collate_npu.integrations.adapt import adapt
 from collate_npu.integrations.megatron import mcore_bridge
-from collate_npu.integrations.patching import once_imported
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.mask_values import Polarity
+from collate_npu.masks.sources import ids_at
 from collate_npu.parallel import ContextParallel, check_recurrent_split, split_tensor
 from collate_npu.proof.delivery import guard_forward
 from collate_npu.segments import Segments
@@ -53,7 +53,7 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
     from swift.template.base import Template
 
     patching.patch(PACKAGE, Template, "_data_collator", _collate)
-    once_imported(PACKAGE, "swift.trainers.mixin", _watch_trainers)
+    patching.once_imported(PACKAGE, "swift.trainers.mixin", _watch_trainers)
     if trainers:
         from swift.megatron.trainers import base, utils
         from transformers.utils import is_torch_npu_available
@@ -171,10 +171,8 @@ def check_collated(template: Any, batch: Mapping[str, Any]) -> None:
 
 
 def segments_from_swift(args: Any, data: Mapping[str, Any], polarity: Polarity | None = None) -> Segments:
-    """Return the Segments of the real lengths, if the template sent them, else of the masks. All must agree.
-
-    ms-swift's own 2D mask counts alignment padding as real (template/base.py:2073, 2133).
-    """
+    """Return the Segments of the real lengths, if the template sent them, else of the masks. All must agree. ms-swift's own
+    2D mask counts alignment padding as real (template/base.py:2073, 2133)."""
     lengths, keep = data.get("seq_lens"), data.get(KEEP_KEY)
     if lengths is None or keep is None:
         return segments_from_batch(data, polarity=polarity)
@@ -182,19 +180,17 @@ def segments_from_swift(args: Any, data: Mapping[str, Any], polarity: Polarity |
     parts = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
     real, aligned = (torch.arange(keep.shape[1]) < each[:, None] for each in (real_B, -(-real_B // parts) * parts))
     right_B = keep.eq(real).all(dim=1) | keep.eq(aligned).all(dim=1)
-    if wrong := (~right_B).nonzero().flatten().tolist():
-        rows = [(b, f"seq_lens {int(real_B[b])} beside {int(keep[b].sum())} real tokens") for b in wrong]
-        rule = "seq_lens of a padded batch count its real tokens, with the padding on their right."
-        raise CollateError(explain_rows(KEEP_KEY, rows, rule, "Remove seq_lens where a collator pads differently."))
+    wrong = (~right_B).nonzero().flatten().tolist()
+    bad = [(b, f"seq_lens {int(real_B[b])} beside {int(keep[b].sum())} real tokens") for b in wrong]
+    rule = "seq_lens of a padded batch count its real tokens, with the padding on their right."
+    refuse_rows(KEEP_KEY, bad, rule, "Remove seq_lens where a collator pads differently.")
     return segments_from_batch({**data, KEEP_KEY: real}, polarity=polarity)
 
 
 def with_masks(args: Any, batch: Mapping[str, Any], segments: Segments) -> dict[str, Any]:
-    """Return the prepared batch with its masks. Raises `UnsupportedFormError` if its padding has no right form here.
-
-    Labels of padding become -100: ms-swift rolls labels one place to the left, so that the padding before a row's tokens
-    would predict the first of them (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`).
-    """
+    """Return the prepared batch with its masks. Raises `UnsupportedFormError` if its padding has no right form here. Labels
+    of padding become -100: ms-swift rolls labels one place to the left, so that the padding before a row's tokens would
+    predict the first of them (megatron/trainers/utils.py, `get_batch_on_this_pp_rank`)."""
     cp, labels = ranks_of(args), batch.get("labels")
     device = next(value.device for value in batch.values() if isinstance(value, Tensor))
     config = getattr(args.model_info, "config", None)
@@ -302,9 +298,7 @@ def guarded(polarity: Polarity | None, original: Any, trainer: Any, data: Any, v
 
 def flat_segments(data: Mapping[str, Any], params: Any, ranks: int = 1) -> Segments:
     """Return the Segments of a flat row: each real length at the start of its sequence. `data` is the template's batch.
-
-    Raises if the zigzag `ranks` cannot share the row out, or if the offsets of queries and keys, padded or not, differ.
-    """
+    Raises if the zigzag `ranks` cannot share the row out, or if the offsets of queries and keys, padded or not, differ."""
     offsets = host_array("cu_seqlens_q", params.cu_seqlens_q).astype(np.int64)
     others = (getattr(params, name, None) for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"))
     differ = any(each is not None and not np.array_equal(host_array("offsets", each), offsets) for each in others)
@@ -317,10 +311,7 @@ def flat_segments(data: Mapping[str, Any], params: Any, ranks: int = 1) -> Segme
         rule = f"They rise from 0 to the {width} tokens of the row, and leave room for {lengths[:8]}"
         rule += f", in multiples of {parts}." if parts > 1 else "."
         raise CollateError(explain("packed_seq_params", str(offsets.tolist())[:80], rule, _REMEDY))
-    ids_S = np.zeros(width, np.int32)
-    for n, (start, length) in enumerate(zip(offsets.tolist(), lengths), start=1):
-        ids_S[start : start + length] = n
-    return Segments(ids_S[None])
+    return Segments(ids_at(offsets.tolist(), lengths, width)[None])
 
 
 # --- pooling
@@ -352,7 +343,6 @@ def get_last_tokens(
         remedy = "Pass the attention_mask_2d of the same batch, unsplit; data.get('attention_mask') gives it."
         raise CollateError(explain("get_last_tokens", got, rule, remedy))
     keep = attention_mask.to(output_tensor.device) != 0
-    if empty := (~keep.any(dim=1)).nonzero().flatten().tolist():
-        rows, rule = [(b, "padding alone") for b in empty], "A row of padding has no last token."
-        raise CollateError(explain_rows("get_last_tokens", rows, rule, "Drop those rows."))
+    bad = [(b, "padding alone") for b in (~keep.any(dim=1)).nonzero().flatten().tolist()]
+    refuse_rows("get_last_tokens", bad, "A row of padding has no last token.", "Drop those rows.")
     return original(trainer, output_tensor, None, keep)

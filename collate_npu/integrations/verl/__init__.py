@@ -30,9 +30,7 @@ PACKAGE, TESTED = "verl", "0.9.1"
 
 def keep_2d(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Run verl's padding, and its way back, as without an NPU: with this rank's 2D mask. On an NPU verl makes a dense one.
-
-    Verl's code runs with a flag of its own. Every other caller reads the module's flag.
-    """
+    Verl's code runs with a flag of its own. Every other caller reads the module's flag."""
     return patching.with_globals(original, is_npu_available=False)(*args, **kwargs)
 
 
@@ -86,8 +84,7 @@ def _with_masks(function: Callable[..., Any], given: dict[str, Any], vision: boo
 
 
 def _refuse_window(window: Any, given: dict[str, Any]) -> None:
-    """Raise for a window that some row fills: MindSpeed passes none to its kernel, padded or packed (0.12 to 0.18,
-    te/.../dot_product_attention.py `forward`)."""
+    """Raise for a window that a row fills: MindSpeed's kernel gets none (0.12 to 0.18 te/.../dot_product_attention.py)."""
     left, ids = window[0] if isinstance(window, (tuple, list)) else window, given["input_ids"]
     longest = int((ids.offsets().diff() if ids.is_nested else given["attention_mask"].bool().sum(-1)).max())
     if left is None or left < 0 or longest <= left + 1:
@@ -104,20 +101,15 @@ def _arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 def start_adaptor() -> None:
-    """Let MindSpeed, or else MegatronAdaptor, patch Megatron now, if one is installed and Megatron is not imported yet.
-
-    Does nothing if it does not load, as in a driver process without CANN (so does verl: workers/engine/__init__.py:54-60).
-    """
+    """Let MindSpeed, or else MegatronAdaptor, patch Megatron now, if one is installed and Megatron is not imported yet. Does
+    nothing if it does not load, as in a driver process without CANN (so does verl: workers/engine/__init__.py:54-60)."""
     if (found := adaptors()) and "megatron.core" not in sys.modules:
         with suppress(ImportError):
             import_module(found[0])
 
 
 def install() -> None:
-    """Swap verl's functions for these in every module of verl that has them.
-
-    >>> install()  # doctest: +SKIP
-    """
+    """Swap verl's functions for these in every module of verl that has them."""
     start_adaptor()  # verl imports Megatron here, and MindSpeed's adaptor only where its workers begin
     from verl.models.mcore import model_forward, model_forward_fused
 
@@ -147,19 +139,15 @@ _ADAPTED: WeakKeyDictionary[Any, Adapted] = WeakKeyDictionary()
 def prepare_model_inputs(original: Any, engine: Any, micro_batch: Any) -> Any:
     """Return verl's own inputs, for a model that is adapted. Engines that derive from this one keep all of theirs."""
     if type(engine).__module__.startswith("verl.workers.engine.fsdp."):
-        own = (
-            engine.use_ulysses_sp and needs_mask_2d(engine.module) and engine.pass_packed_cu_seqlens
-        )  # verl's Gated DeltaNet
-        if not own and engine.module not in _ADAPTED:
-            _ADAPTED[engine.module] = adapt(engine.module)
+        model = engine.module
+        own = engine.use_ulysses_sp and needs_mask_2d(model) and engine.pass_packed_cu_seqlens  # verl's Gated DeltaNet
+        if not own and model not in _ADAPTED:
+            _ADAPTED[model] = adapt(model)
     return original(engine, micro_batch)
 
 
 def install_fsdp() -> None:
-    """Let each FSDP engine of this process, also one that exists, adapt its model. `uninstall` undoes it.
-
-    >>> install_fsdp()  # doctest: +SKIP
-    """
+    """Let each FSDP engine of this process, also one that exists, adapt its model. `uninstall` undoes it."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
     patching.patch(PACKAGE, FSDPEngineWithLMHead, "prepare_model_inputs", prepare_model_inputs)
