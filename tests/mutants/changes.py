@@ -24,7 +24,7 @@ OTHER = {
     ast.And: ast.Or, ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult,
     ast.Mod: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
-WORDS = frozenset(("explain", "explain_rows", "say", "warn", "printable", "echo"))
+WORDS = frozenset(("explain", "explain_rows", "refuse_rows", "say", "warn", "printable", "echo"))
 """Calls whose arguments are told to a reader."""
 TOLD = frozenset(("got", "says", "rule", "remedy"))
 """Names of what is told to a reader."""
