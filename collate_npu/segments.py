@@ -239,18 +239,16 @@ class Segments:
     @property
     def indices(self) -> Tensor:
         """int64 `[T]`, where the real tokens stand in the flattened `[B * S]` batch, in order."""
-        return self._where[0].clone()
+        return self._compiled[0].clone() if torch.compiler.is_compiling() else torch.from_numpy(self._indices_T).clone()
 
     @property
     def last_indices(self) -> Tensor:
         """int64 `[N]`, where the last real token of each sequence stands in the flattened `[B * S]` batch."""
-        return self._where[1].clone()
+        return self._compiled[1].clone() if torch.compiler.is_compiling() else torch.from_numpy(self._ends_N).clone()
 
     @once
-    def _where(self) -> tuple[Tensor, Tensor]:
-        """`indices` and `last_indices`: made ahead, as compiled code cannot."""
-        indices_T = np.flatnonzero(self.array)
-        return torch.from_numpy(indices_T), torch.from_numpy(indices_T[np.array(self.cu_seqlens_host)[1:] - 1])
+    def _compiled(self) -> tuple[Tensor, Tensor]:
+        return torch.from_numpy(self._indices_T), torch.from_numpy(self._ends_N)
 
     @once
     def _keep_BS(self) -> Array:
@@ -258,6 +256,15 @@ class Segments:
         for b, start, end in () if self.hole_rows else self.spans:
             keep_BS[b, start:end] = True
         return keep_BS
+
+    @once
+    def _indices_T(self) -> Array:
+        return np.flatnonzero(self.array)
+
+    @once
+    def _ends_N(self) -> Array:
+        ends_N: Array = self._indices_T[np.array(self.cu_seqlens_host)[1:] - 1]
+        return ends_N
 
     @property
     def position_ids(self) -> Tensor:
@@ -298,8 +305,7 @@ class Segments:
     def spans(self) -> tuple[tuple[int, int, int], ...]:
         """`(row, first index, last index + 1)` of each of the N sequences, holes included."""
         S = max(self.shape[1], 1)
-        indices_T, last_N = (places.numpy() for places in self._where)
-        first_N = indices_T[np.array(self.cu_seqlens_host)[:-1]]
+        first_N, last_N = self._indices_T[np.array(self.cu_seqlens_host)[:-1]], self._ends_N
         return tuple(zip((first_N // S).tolist(), (first_N % S).tolist(), (last_N % S + 1).tolist()))
 
     def __eq__(self, other: object) -> bool:
@@ -361,7 +367,7 @@ def _built(ids_BS: Array) -> Segments:
 
 def ready(segments: Segments) -> Segments:
     """Return `segments` with what compiled code reads computed now: torch cannot trace the search."""
-    _ = segments.shape, segments._where
+    _ = segments.shape, segments._compiled
     return segments
 
 
