@@ -30,7 +30,7 @@ def _values(batch: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _placed(batch: Mapping[str, Any], there: dict[int, Tensor], device: torch.device) -> dict[str, Any]:
-    """Return the batch on the device: each value from `there`, else (a tensor under a second name too) copied by itself."""
+    """Return the batch on the device: values from `there`; others, as a tensor under a second name, are copied."""
     out: dict[str, Any] = {}
     for name, value in batch.items():
         if isinstance(value, Mapping):
