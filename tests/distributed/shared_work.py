@@ -88,7 +88,7 @@ def parts(ids_BS, told, layout):
         rows.append(tokens[b, at])
     same_BSK = (ids_BS[:, :, None] == ids_BS[:, None]) & torch.ones(*ids_BS.shape[1:] * 2).tril().bool()
     ATTENTION.cp, ATTENTION.seen_BQK = cp, same_BSK[:, query_rows(ids_BS.shape[1], cp)]
-    given = {"input_ids": tokens, "attention_mask": ids_BS, "position_ids": positions}
+    given = {"input_ids": tokens, "attention_mask": ids_BS, "position_ids": positions, "segment_ids": ids_BS}
     batch = {key: split_tensor(x, cp) for key, x in given.items() if key in ("input_ids", *told)}
     return cp, tokens, batch, split_tensor(targets, cp), split_tensor(places, cp), rows
 
@@ -109,7 +109,8 @@ def errors(family, layout, ids, told, mode="", heads=(), attention="", cut_by="u
     truth, model = alone(model_of(family, heads), rows), model_of(family, heads, attention, mode)
     with adapt(model, sequence_group=dist.group.WORLD, layout=layout):
         if cut_by == "BatchAdapter":
-            batch = BatchAdapter(model, context_parallel=cp)({"input_ids": tokens, "attention_mask": ids_BS})
+            ids = {key: part for key, part in batch.items() if key == "segment_ids"}
+            batch = ids | BatchAdapter(model, context_parallel=cp)({"input_ids": tokens, "segment_ids": ids_BS})
         found = gaps(model, batch, targets, places, *truth)
     dist.barrier()
     return found
@@ -128,10 +129,9 @@ def odd(batch, fault):
 def apart(fault):
     """What each rank raises in its first step where one of them differs."""
     rank, model = dist.get_rank(), model_of.__wrapped__("qwen3_next")
-    rows = Segments.from_lengths([23, 40, 31, 50], 64, "left")
-    if fault in ("boundary", "targets"):
-        rows = Segments.from_lengths([[23, 40, 31, 50]])
-    batch, targets = parts(rows.ids, ["position_ids" if len(rows.ids) == 1 else "attention_mask"], "contiguous")[2:4]
+    flat = fault in ("boundary", "targets")
+    rows = Segments.from_lengths([[23, 40, 31, 50]] if flat else [23, 40, 31, 50], None if flat else 64, "left")
+    batch, targets = parts(rows.ids, ["position_ids" if flat else "attention_mask"], "contiguous")[2:4]
     batch |= {"cu_seq_lens_q": torch.tensor([0, 23, 63, 94, 144])} if fault == "boundary" else {}
     batch |= {"shift_labels": targets.masked_fill(targets < 0, 9)} if fault == "targets" else {}  # as DeepSpeed's loader
     group = dist.new_group(timeout=timedelta(seconds=6))
@@ -171,8 +171,4 @@ def other_halo(self, wanted, owner_T, local_T):
     return OWN["_route"](self, mine, owner_T, local_T)
 
 
-def other_heads(*given):
-    return [x.roll(1, 1) for x in OWN["_by_token"](*given)]
-
-
-FAULTS = {"halo": ("_route", other_halo), "heads": ("_by_token", other_heads)}
+FAULTS = {"halo": ("_route", other_halo), "heads": ("_by_token", lambda *xs: [x.roll(1, 1) for x in OWN["_by_token"](*xs)])}

@@ -8,6 +8,8 @@ pytest.importorskip("transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gloo")]
 LONG = 200.0
 """Seconds: each process asks a copy of the model first."""
+CLOSE = 1e-3
+"""Rounding reached 5e-5 in 5000 drawn; planted faults of the exchange begin at 0.2."""
 DEALT = [
     "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "llama", "mamba", "mamba2",
     "minimax", "mistral", "nemotron_h", "qwen3_moe", "recurrent_gemma", "zamba2",
@@ -19,8 +21,10 @@ DEALT = [
 def told(draw):
     """A layout; segment ids of whole rows; and the keys of a batch that tell of them."""
     rows, keys = draw(whole_rows()), [["attention_mask"], ["attention_mask", "position_ids"]]
-    if rows.shape[0] == 1 and rows.padding_side in ("none", "right") and rows.num_sequences + rows.num_padding > 1:
-        keys.append(["position_ids"])
+    if rows.empty_rows:  # a mask of padding alone is refused: segment_ids say that it is right
+        keys = [[*each, "segment_ids"] for each in keys]
+    flat = rows.shape[0] == 1 and rows.padding_side in ("none", "right") and rows.num_sequences + rows.num_padding > 1
+    keys += [["position_ids"]] if flat and rows.max_length > 1 else []  # positions of all zeros tell nothing
     return draw(st.sampled_from(["contiguous", "head_tail"])), rows.ids.tolist(), draw(st.sampled_from(keys))
 
 
@@ -35,20 +39,20 @@ HEADS = st.sampled_from([(), (3, 6), (1, 4), (4, 8)])
 @given(told(), MODES, HEADS, ATTENTION, CUT_BY)
 def test_logits_and_gradient_are_those_of_each_sample_alone(family, processes, rows, mode, heads, attention, by):
     heads = heads if family == "qwen3_5_text" else ()
-    assert max(map(max, processes("shared_work.errors", family, *rows, mode, heads, attention, by, seconds=LONG))) < 2e-5
+    assert max(map(max, processes("shared_work.errors", family, *rows, mode, heads, attention, by, seconds=LONG))) < CLOSE
 
 
 @pytest.mark.parametrize("family", DEALT)
 @settings(max_examples=5)
 @given(told(), CUT_BY)
 def test_mixers_of_any_kind_get_whole_sequences(family, pair, rows, by):
-    assert max(map(max, pair("shared_work.errors", family, *rows, "", (), "", by, seconds=LONG))) < 2e-5
+    assert max(map(max, pair("shared_work.errors", family, *rows, "", (), "", by, seconds=LONG))) < CLOSE
 
 
 @pytest.mark.parametrize("attention", ["", "exchanged"])
 @pytest.mark.parametrize("wrapper", ["FSDP2", "FSDP2 inside mixers"])
 def test_where_ranks_gather_parameters_too(wrapper, attention, pair):
-    assert max(map(max, pair("adapt_work.of_shared_rows", wrapper, attention, seconds=LONG))) < 2e-5
+    assert max(map(max, pair("adapt_work.of_shared_rows", wrapper, attention, seconds=LONG))) < CLOSE
 
 
 @pytest.mark.parametrize("fault", ["", "halo", "heads"])
