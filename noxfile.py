@@ -543,7 +543,7 @@ def peers_llamafactory(session: nox.Session) -> None:
     old = ("transformers==5.6.0", "trl==0.24.0", "accelerate==1.11.0", "datasets==4.0.0", "peft==0.18.1")
     install(session, *old, *TEST)
     put(session, "--no-deps", "llamafactory==0.9.5")
-    put(session, TORCH, *old, *FACTORY_NEEDS)
+    put(session, TORCH, *old, *FACTORY_NEEDS, AUDIT[1])
     session.run("pytest", "tests/peers/test_llamafactory.py", *session.posargs, env=PEERS)
 
 
@@ -554,7 +554,7 @@ def peers_axolotl(session: nox.Session) -> None:
     install(session, *pinned, *TEST)
     contributed = ("axolotl-contribs-lgpl==0.0.7", "axolotl-contribs-mit==0.0.6")
     put(session, "--no-deps", "axolotl==0.19.0", *contributed)
-    put(session, TORCH, *pinned, *AXOLOTL_NEEDS)
+    put(session, TORCH, *pinned, *AXOLOTL_NEEDS, AUDIT[1])
     session.run("pytest", "tests/peers/test_axolotl.py", *session.posargs, env=PEERS)
 
 
@@ -565,7 +565,7 @@ def peers_openrlhf(session: nox.Session) -> None:
     pinned = ("transformers==5.15.0", "accelerate==1.15.0", "datasets==4.8.4", "peft==0.20.0")
     install(session, *pinned, *TEST)
     put(session, "--no-deps", "openrlhf==0.11.2", "deepspeed==0.19.6", "ring_flash_attn==0.1.8")
-    put(session, TORCH, *pinned, *OPENRLHF_NEEDS)
+    put(session, TORCH, *pinned, *OPENRLHF_NEEDS, AUDIT[1])
     tests = (f"tests/peers/test_{name}.py" for name in ("openrlhf", "adapt_wrapped", "trainer_sp"))
     session.run("pytest", *tests, *session.posargs, env=PEERS)
 

@@ -119,8 +119,8 @@ def adapt(
     wrap(whole, way)
     mixers = mixers_of(whole, way)
     backbone = place_of(whole, mixers) if mixers else getattr(whole, "base_model", whole)
-    before = (hook for module in model.modules() for hook in module._forward_pre_hooks.values() if isinstance(hook, _Hooks))
-    inside = next((hook.inside for hook in before), {})  # of an adapt that stands already, which then reads each batch
+    before = hooks_of(model)
+    inside = before.inside if before else {}  # of an adapt that stands already, which then reads each batch
     handles: list[Any] = []
     places = _hook_places(model, whole, backbone)
     given: dict[str, Any] = {
@@ -135,6 +135,21 @@ def adapt(
         handles.append(module.register_forward_pre_hook(door, with_kwargs=True))
         handles.append(module.register_forward_hook(door.leave, always_call=True))
     return Adapted([*handles, let_recurrent_layers_pass()], f"padded: {way.why_padded}" if way.why_padded else "by sequence")
+
+
+def hooks_of(model: nn.Module) -> _Hooks | None:
+    """Return the first hooks of an adapted model."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return next((hook for hook in hooks if isinstance(hook, _Hooks)), None)
+
+
+def learned(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the labels of this batch that an adapted model will change, before a trainer counts them."""
+    door, sources = hooks_of(model), Sources(batch)
+    if door is None or (adapter := door.adapters[door.by_sequence]).is_left(sources) or not sources.named["tokens"]:
+        return {}
+    segments = adapter.read(sources, adapter.polarity, _is_flat(sources))
+    return labels_for(sources, segments, adapter.label_rule, adapter.shifted, holes=not door.by_sequence)
 
 
 def _way_of(whole: nn.Module, settings: Mapping[str, Any]) -> Way:
@@ -198,6 +213,11 @@ class _Hooks:
     def _has_lora(self) -> bool:
         """True if PEFT put layers into the model (tuners_utils.py:323)."""
         return bool(self.outer) and hasattr(self.outer[-1], "peft_config")
+
+    def running(self) -> tuple[Segments | None, bool]:
+        """Return the sequences of the batch that runs in this thread, if known, and whether its real tokens run alone."""
+        entered = self.inside.get(get_ident())
+        return KNOWN_BATCHES.running.get(get_ident()), entered is not None and entered.flat is not None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Bring what the flat row gave back into the rows that came, and forget the batch at the module it entered by."""

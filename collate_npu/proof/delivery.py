@@ -470,6 +470,27 @@ def guard_forward(
     return held.close
 
 
+def run_judged(call: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, str]:
+    """Return what `call(model, *args, **kwargs)` returns, and what was proved of that forward of a transformers model.
+
+    Raises `CollateError` for a fault. Costs no forward of its own.
+    """
+    inner = unwrap(model)
+    judged = Forward(root=inner)
+    try:
+        refuse_compiled(inner)
+        judged.judge_by(bound(inner.forward, args, kwargs))
+    except (CollateError, UnreadError) as error:
+        return call(model, *args, **kwargs), f"NOT JUDGED: {str(error).splitlines()[0]}"
+    with Watch(forward=judged):
+        output = call(model, *args, **kwargs)
+    _check_faults(judged)
+    try:
+        return output, _proof(judged).verdict
+    except CollateError as error:
+        return output, f"NOT JUDGED: {str(error).splitlines()[0]}"
+
+
 def refuse_compiled(model: nn.Module, *, compiled: bool = False) -> None:
     """Raise where a forward of this model is compiled code, in part at least."""
     if compiled or is_compiled(model):

@@ -1,4 +1,4 @@
-"""CLI, the command line: `collate-npu audit | conformance | watch | show | env | guide`.
+"""CLI, the command line: `collate-npu audit | conformance | run | watch | show | env | guide`.
 
 Exit codes: 0 all was measured and is right; 1 something is wrong; 2 it could not do what was named, and a line says why; 130
 interrupted. Nothing here imports torch or rich before a command needs it: `env` explains why torch does not load.
@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from collate_npu.errors import CollateError, did_you_mean, explain, printable
 from collate_npu.tools.guide import read_page
-from collate_npu.tools.user_code import as_user_code, describe_error, find_callable, watch_processes
+from collate_npu.tools.user_code import as_user_code, describe_error, find_callable
 
 
 class Parser(ArgumentParser):
@@ -187,7 +187,45 @@ def run_watched(options: Namespace) -> int:
     collate-npu watch --steps 5 --out seen.jsonl -- accelerate launch train.py
     """
     load("wrapt", "torch")
-    return watch_processes(options.command, steps=options.steps, stop=options.stop, out=options.out)
+    from collate_npu.proof.delivery import summarize
+    from collate_npu.tools.processes import run_processes
+
+    settings = {"steps": options.steps, "out": None if options.out is None else str(options.out.resolve())}
+
+    def is_wrong(records: list[dict[str, Any]]) -> bool:
+        return options.stop and any(record["faults"] for record in records)
+
+    code, records = run_processes(options.command, "COLLATE_NPU_WATCH", settings, is_wrong)
+    print(printable(f"collate-npu watch: {summarize(records)}"), file=sys.stderr, flush=True)
+    if is_wrong(records):
+        return 1
+    return 2 if options.stop and not any(record["judged"] for record in records) else code
+
+
+def run_adapted(options: Namespace) -> int:
+    """Run a command with every transformers model adapted, in all its processes: batches run sequence by sequence.
+
+    Any trainer that calls such models, unchanged, inside DDP, FSDP, DeepSpeed or PEFT. A model that is no causal language
+    model is left as it came. The first step is checked. The last line says what was adapted, how much padding was not
+    computed, and what was refused. The exit code is the command's own.
+
+    Examples:
+    collate-npu run -- axolotl train config.yml
+    collate-npu run -- torchrun --nproc-per-node 8 train.py
+    collate-npu watch -- collate-npu run -- llamafactory-cli train config.yaml — both at once
+    collate-npu run --env — what a Ray cluster that runs already needs
+    """
+    load("wrapt", "torch", "transformers")
+    from collate_npu.integrations.every_model import summarize
+    from collate_npu.tools.processes import environment, run_processes
+
+    settings = {"check": options.check}
+    if options.env:
+        _say(json.dumps({"env_vars": environment("COLLATE_NPU_RUN", settings)}))
+        return 0
+    code, records = run_processes(options.command, "COLLATE_NPU_RUN", settings)
+    print(printable(f"collate-npu run: {summarize(records)}"), file=sys.stderr, flush=True)
+    return code
 
 
 def show_batch(options: Namespace) -> int:
@@ -317,6 +355,12 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         _option("--vocab-size", "Ids of samples are 3 to this number minus 1.", type=in_range(16, 1 << 24), default=256),
         _option("--pad-id", "The pad id; some samples have it as a real token.", type=in_range(0)),
         _option("--seed", "Seed of the samples; pass an earlier run's seed to repeat it.", type=in_range(0)),
+    ),
+    "run": (
+        run_adapted,
+        _option("--check", "Check the first step of each model.", action=argparse.BooleanOptionalAction, default=True),
+        _flag("--env", "Print the environment that processes need, as JSON: ray job submit --runtime-env-json takes it."),
+        _option("command", "The command to run, as it is, after --.", nargs=REMAINDER),
     ),
     "watch": (
         run_watched,

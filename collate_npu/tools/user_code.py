@@ -1,4 +1,4 @@
-"""User code: functions, files and commands that a user names on the command line, and errors of their code in one line.
+"""User code: functions and files that a user names on the command line, and errors of their code in one line.
 
 While user code runs, and only then, modules of the working directory and those beside a named file are found, behind all
 that is installed: no file there takes the place of a package. A file is run under a name of its own. Whatever that code
@@ -7,20 +7,14 @@ raises is refused with its file and line.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 from collate_npu.errors import CollateError, a_type, did_you_mean, explain, printable
@@ -153,67 +147,3 @@ def _module(place: str) -> Any:
             del sys.modules[file.name]
             raise
     return sys.modules[file.name]
-
-
-# --- a command that is watched
-
-_INHERITED = Path(__file__).resolve().parent / "inherited"
-"""What every Python of the run starts with."""
-_POLL = 0.2
-_PATIENCE = 15
-"""Seconds that a command gets to end by itself."""
-
-
-def watch_processes(command: Sequence[str], *, steps: int, stop: bool, out: Path | None) -> int:
-    """Run a command with the kernels of all its processes watched, and return the exit code of `collate-npu watch`."""
-    command = command[command[:1] == ["--"] :]
-    if not command or which(command[0]) is None:
-        remedy = "Write what you would type, behind --: collate-npu watch -- python train.py"
-        raise CollateError(f"{command[0] if command else 'COMMAND'}: no such command. {remedy}")
-    with tempfile.TemporaryDirectory() as folder:
-        seen = Path(folder) / "seen.jsonl"
-        settings = {"steps": steps, "seen": str(seen), "out": None if out is None else str(out.resolve())}
-        path = os.pathsep.join(filter(None, (str(_INHERITED), os.environ.get("PYTHONPATH"))))
-        child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path, "COLLATE_NPU_WATCH": json.dumps(settings)})
-        _wait(child, seen, stop)
-        records = _records(seen)
-    from collate_npu.proof.delivery import summarize  # it loads torch, as the command did
-
-    print(printable(f"collate-npu watch: {summarize(records)}"), file=sys.stderr, flush=True)
-    if stop and any(record["faults"] for record in records):
-        return 1
-    if stop and not any(record["judged"] for record in records):
-        return 2
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
-
-
-def _wait(child: subprocess.Popen[bytes], seen: Path, stop: bool) -> None:
-    """Wait until the command ends, or end it at a fault."""
-    interrupts = 0
-    while child.poll() is None:
-        try:
-            time.sleep(_POLL)
-            if stop and any(record["faults"] for record in _records(seen)):
-                _end(child)
-        except KeyboardInterrupt:
-            interrupts += 1
-            if interrupts > 1:  # the first one it got as well, from the terminal, and may be saving what it has
-                _end(child)
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    child.terminate()
-    try:
-        child.wait(_PATIENCE)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-
-
-def _records(seen: Path) -> list[dict[str, Any]]:
-    """Return what the processes wrote; a line that is half written is left out."""
-    found = []
-    for line in seen.read_text(encoding="utf-8").splitlines() if seen.exists() else ():
-        with suppress(ValueError):
-            found.append(json.loads(line))
-    return found

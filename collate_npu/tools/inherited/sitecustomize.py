@@ -1,12 +1,16 @@
-"""Python runs this when it starts under `collate-npu watch`, whose folder stands first on PYTHONPATH: watching begins when
-torch is imported, in this process and in all that it starts. Whatever fails here, the run goes on.
+"""Python runs this when it starts under `collate-npu run` or `watch`, whose folder stands first on PYTHONPATH: they begin
+when torch is imported, in this process and in all that it starts. Whatever fails here, the run goes on.
 """
 
-import contextlib
+import importlib
 import importlib.util
 import os
 import sys
+from functools import partial
 from importlib.machinery import PathFinder
+
+ARMED = {"COLLATE_NPU_RUN": "collate_npu.integrations.every_model", "COLLATE_NPU_WATCH": "collate_npu.proof.delivery"}
+"""The module that begins, by the variable that asks for it."""
 
 
 def _run_the_next() -> None:
@@ -18,19 +22,27 @@ def _run_the_next() -> None:
         spec.loader.exec_module(module)
 
 
-def _arm(torch: object) -> None:
-    """An error of ours must not be one of `import torch`: this may be another Python, without this library."""
+def _say(variable: str, error: Exception) -> None:
+    doing = variable.rpartition("_")[2].lower()
+    text = f"collate_npu {doing}: nothing of it in {sys.executable}: {type(error).__name__}: {error}"
+    print(text, file=sys.stderr)
+
+
+def _arm(variable: str, name: str, module: object) -> None:
+    """An error of ours must not be one of the import: this may be another Python, without this library."""
     try:
-        from collate_npu.proof.delivery import arm
-
-        arm(torch)
+        importlib.import_module(name).arm(module)
     except Exception as error:
-        print(f"collate_npu watch: {sys.executable} is not watched: {type(error).__name__}: {error}", file=sys.stderr)
+        _say(variable, error)
 
 
-if "COLLATE_NPU_WATCH" in os.environ:
-    with contextlib.suppress(ImportError):
-        import wrapt
+for _variable, _ours in ARMED.items():
+    if _variable in os.environ:
+        try:
+            import wrapt
 
-        wrapt.register_post_import_hook(_arm, "torch")
+            wrapt.register_post_import_hook(partial(_arm, _variable, _ours), "torch")
+        except ImportError as _error:
+            if importlib.util.find_spec("torch") is not None:  # else no model runs in this Python
+                _say(_variable, _error)
 _run_the_next()

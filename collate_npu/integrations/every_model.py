@@ -1,0 +1,168 @@
+"""Every model: `collate-npu run -- CMD` adapts each transformers model of a process when it is first called.
+
+A model is called by its class, inside DDP, FSDP, DeepSpeed or a stack's actor. So transformers' class, PEFT's wrapper, which
+calls the forward inside it directly, and torch.compile's get a `__call__` that adapts first. transformers' Trainer counts
+labels before it calls the model: they are corrected before it counts. The first forward with gradients is judged as
+`check_delivery` judges, without a forward of its own, so that ranks stay in step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from threading import get_ident
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from collate_npu.consumers.model_traits import unwrap
+from collate_npu.errors import CollateError, printable
+from collate_npu.integrations.adapt import Adapted, adapt, hooks_of, learned
+from collate_npu.parallel.agreement import outside_graphs
+from collate_npu.proof.delivery import run_judged
+from collate_npu.proof.kernel_calls import first_names
+
+CALLED = {
+    "transformers.modeling_utils": ("PreTrainedModel",),
+    "peft.peft_model": ("PeftModel",),
+    "torch._dynamo.eval_frame": ("OptimizedModule",),
+}
+"""The classes by which a model is called, by their modules."""
+_OUTERMOST = "_collate_npu_runs"
+"""Stands on each module of these classes that was seen: True if a batch enters the model there. Copies have it too."""
+
+
+class EveryModel:
+    """Adapts each model of this process, and counts batches. `seen`: a file that gathers it; None: stderr, at the end."""
+
+    def __init__(self, *, check: bool, seen: str | None = None) -> None:
+        self.check, self.seen = check, seen
+        self.adapted: WeakKeyDictionary[nn.Module, Adapted] = WeakKeyDictionary()
+        self.asking: set[int] = set()
+        """Threads in which `adapt` asks copies of a model, which stay as they are."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Count anew, as a forked process does."""
+        self.record: dict[str, Any] = {"models": {}, "checked": {}, "refused": {}}
+        self.counts = Counter[str]()
+
+    def start(self) -> None:
+        """Adapt what is called from now on."""
+        import wrapt
+
+        for name, kinds in CALLED.items():
+            wrapt.register_post_import_hook(partial(_put, kinds, "__call__", self.call), name)
+        counter = partial(_put, ("Trainer",), "_get_num_items_in_batch", self.count_labels)
+        wrapt.register_post_import_hook(counter, "transformers.trainer")
+        os.register_at_fork(after_in_child=self.forget)
+        atexit.register(self.write, ending=True)
+
+    def know(self, model: nn.Module) -> None:
+        """Adapt a model that is called for the first time, unless its user did."""
+        inside = [each for each in model.modules() if type(each).__call__ is not nn.Module.__call__]
+        for each in inside:
+            setattr(each, _OUTERMOST, each is model)
+            if each in self.adapted:  # before a wrapper was made
+                self.adapted.pop(each).remove()
+        if hooks_of(model) is None:
+            self.asking.add(get_ident())
+            try:
+                handle = adapt(model)
+            finally:
+                self.asking.remove(get_ident())
+            self.record["models"][type(unwrap(model)).__name__] = handle.way or "left as it came"
+            if handle.way:
+                self.adapted[model] = handle
+                model.register_forward_pre_hook(self._count)
+
+    def call(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a model that is adapted."""
+        if get_ident() in self.asking:
+            return original(model, *args, **kwargs)
+        if not hasattr(model, _OUTERMOST):
+            outside_graphs(self.know)(model)
+        if torch.compiler.is_compiling() or not getattr(model, _OUTERMOST):
+            return original(model, *args, **kwargs)
+        name, checked = type(unwrap(model)).__name__, self.record["checked"]
+        try:
+            if self.check and model in self.adapted and model.training and torch.is_grad_enabled() and name not in checked:
+                checked[name] = "NOT JUDGED: its first forward did not end"
+                output, checked[name] = run_judged(original, model, args, kwargs)
+                return output
+            return original(model, *args, **kwargs)
+        except CollateError as error:
+            said = str(error).partition(". ")[0]
+            self.record["refused"][said] = self.record["refused"].get(said, 0) + 1
+            self.write()
+            raise
+
+    def count_labels(self, original: Callable[..., Any], trainer: Any, batches: Sequence[Any], *args: Any) -> Any:
+        """Correct the labels of a step before the Trainer counts them (transformers 5.23 trainer.py:2298)."""
+        if not hasattr(trainer.model, _OUTERMOST):
+            self.know(trainer.model)
+        for batch in batches if trainer.model in self.adapted else ():
+            batch.update(learned(trainer.model, batch))
+        return original(trainer, batches, *args)
+
+    def _count(self, model: nn.Module, args: Any) -> None:
+        """Count a batch that was let in; write at the first, the second, the fourth ..., since a process may be killed."""
+        hooks = hooks_of(model)
+        segments, alone = hooks.running() if hooks is not None else (None, False)
+        self.counts["batches"] += 1
+        if segments is not None:
+            self.counts["places"] += segments.array.size
+            self.counts["saved"] += segments.num_padding * alone
+        if self.counts["batches"].bit_count() == 1:
+            self.write()
+
+    def write(self, *, ending: bool = False) -> None:
+        """Write what was counted so far; where nobody gathers it, say it at the end."""
+        record = {**self.record, **self.counts, "pid": os.getpid(), "rank": os.environ.get("RANK", "0")}
+        if not record["models"]:
+            return
+        if self.seen is not None:
+            with open(self.seen, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        elif ending:
+            print(printable(f"collate-npu run: {summarize([record])}"), file=sys.stderr, flush=True)
+
+
+def _put(kinds: Sequence[str], name: str, ours: Callable[..., Any], module: Any) -> None:
+    """Let this method of these classes of a module run `ours(original, ...)`."""
+    for kind in (getattr(module, each) for each in kinds):
+        original = getattr(kind, name)
+        setattr(kind, name, wraps(original)(lambda *args, _original=original, **kwargs: ours(_original, *args, **kwargs)))
+
+
+def summarize(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return one line about the last record of each process."""
+    last = {(record["pid"], record["rank"]): record for record in records}.values()
+    if not last:
+        return "NOTHING WAS ADAPTED: no transformers model was called. This is no pass."
+    models, checked = (
+        {f"{name}: {said}" for each in last for name, said in each[key].items()} for key in ("models", "checked")
+    )
+    refused, counts = Counter[str](), Counter[str]()
+    for record in last:
+        refused.update(record["refused"])
+        counts.update({key: record.get(key, 0) for key in ("batches", "places", "saved")})
+    share = counts["saved"] / max(counts["places"], 1)
+    return " · ".join([
+        f"{len(last)} process{'es' * (len(last) > 1)}, {first_names(sorted(models))}",
+        f"{counts['batches']} batches, padding saved: {share:.0%} of {counts['places']} places",
+        f"first step: {first_names(sorted(checked)) or 'not checked'}",
+        f"refused: {first_names([f'{n} times {said}' for said, n in refused.items()]) or 'nothing'}",
+    ])  # fmt: skip
+
+
+def arm(_module: Any) -> None:
+    """Adapt each model of this process, as `collate-npu run` sets it in the environment; torch was just imported."""
+    EveryModel(**json.loads(os.environ["COLLATE_NPU_RUN"])).start()
