@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from itertools import takewhile
+from math import log
 from pathlib import Path
 
 from collate_npu.errors import CollateError, did_you_mean, explain
@@ -12,10 +14,8 @@ GUIDE = Path(__file__).parents[1] / "guide"
 NOT_SEARCHED = ("index", "changelog", "contributing", "extending")
 """Pages that list others, or are for people who work on this package."""
 MOST_HITS = 24  # lines of a list of sections
+NEAREST = 5  # of them where no section has all the words
 _ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
-
-
-# --- pages and sections
 
 
 def pages() -> dict[str, Path]:
@@ -67,22 +67,45 @@ def _anchors(section: str) -> list[str]:
 
 def _search(words: str) -> str:
     """Return the section that has these words; of several a list, best first: words in the title, then how often. A line of
-    a log finds the section of `errors` that names its error: the numbers in it may differ."""
+    a log finds the section of `errors` that names its error: the numbers in it may differ. An error of ours finds the
+    section that it names; of other words no section has, those that share most of them are listed."""
+    if pointed := re.search(r"collate-npu guide (errors#[\w-]+)", words):
+        return read_page(pointed[1])
     folder, wanted = GUIDE / "zh" if max(words, default="") >= "\u4e00" else GUIDE, _plain(words)
     searched = {name: path for name, path in pages().items() if path.suffix == ".md" and path.stem not in NOT_SEARCHED}
     texts = {name: path.read_text(encoding="utf-8") for name, path in searched.items() if path.parent == folder}
     parts = [(page, part, _plain(part)) for page, text in texts.items() for part in _split(text)]
     named = [part for part in parts if part[0] == "errors" and _names_error(part[1], words)]
     held = named or [part for part in parts if wanted and wanted in part[2]]
-    held = held or [part for part in parts if wanted and all(word in part[2] for word in wanted.split())]
+    held.sort(key=lambda part: (wanted not in _plain(part[1].partition("\n")[0]), -part[2].count(wanted)))
+    if not held:
+        nearest = _ranked(parts, _words(wanted))
+        held = [part for part in nearest if _words(wanted) <= _words(part[2])] or nearest[: NEAREST * (" " in wanted)]
     if named or len(held) < 2:
         return "\n".join(f"# {page}\n\n{text.strip()}\n" for page, text, _ in held)
-    held.sort(key=lambda part: (wanted not in _plain(part[1].partition("\n")[0]), -part[2].count(wanted)))
     more = f"\n... {len(held) - MOST_HITS} more" if len(held) > MOST_HITS else ""
     heads = [(page, text.partition("\n")[0]) for page, text, _ in held[:MOST_HITS]]
     places = (f"{page}#{_anchors(head)[0]}" if head.startswith("##") else page for page, head in heads)
     lines = [f"* `{place}`: {_ANCHOR.sub('', head).lstrip('# ')}" for place, (_, head) in zip(places, heads)]
     return "\n".join(lines) + f"{more}\n\n`collate-npu guide PAGE#SECTION` shows one.\n"
+
+
+def _ranked(parts: list[tuple[str, str, str]], words: frozenset[str]) -> list[tuple[str, str, str]]:
+    """Return the sections that have some of these words, best first. Rare words count more; so do titles, and `errors`."""
+    texts = [_words(text) for *_, text in parts]
+    rare = {word: log(1 + len(parts) / n) for word in words if (n := sum(word in text for text in texts))}
+    usual, scores = sum(map(len, texts)) / len(texts), []
+    for (page, part, _), text in zip(parts, texts):
+        title = page + _plain(part.partition("\n")[0])
+        found = sum(rare[word] * (1 + 2 * (word in title)) for word in rare.keys() & text)
+        scores.append(found * (1 + (page == "errors")) / (0.3 + 0.7 * len(text) / usual))
+    return [parts[at] for at in sorted(range(len(parts)), key=lambda at: -scores[at]) if scores[at]]
+
+
+@cache
+def _words(text: str) -> frozenset[str]:
+    """Return the words of a text, without the ending of plurals."""
+    return frozenset(re.sub(r"(?<=ch)es$|(?<=...)'?s$", "", word) for word in re.findall(r"\w[\w'-]*", text))
 
 
 def _names_error(section: str, log: str) -> bool:

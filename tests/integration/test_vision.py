@@ -4,6 +4,7 @@ Their positions have three axes. Padded, the model computes them itself from the
 images move the logits by 1; flat, it needs [4, 1, T]: a text row that starts again with each sequence, then the axes.
 """
 
+from contextlib import nullcontext
 from functools import cache
 from inspect import signature
 
@@ -11,11 +12,12 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from tiny_vision import MODELS, PAD, alone, axes, sample, taken, vision_model
+from tiny_vision import IMAGE, MODELS, PAD, alone, axes, sample, taken, vision_model
+from trained import gradient_of, step_of, trainer_of
 from transformers import AutoModelForImageTextToText, __version__
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from collate_npu import BatchAdapter, CollateError, PaddingCollator, adapt, needs_mask_2d
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, adapt, needs_mask_2d, wrap_collator
 from collate_npu.consumers.tiny_models import make_honest
 
 pytestmark = pytest.mark.long
@@ -97,11 +99,62 @@ def test_images_stay_with_their_tokens_by_sequence(name, kind, side):
             return
         batch = collated(features, model=model, **settings) | {"use_cache": False}
         assert difference(model, batch, features, side) <= TOLERANCE
-        model.train().gradient_checkpointing_enable({"use_reentrant": False})
-        with torch.enable_grad():
-            model(**taken(model, batch)).logits.sum().backward()
-        model.gradient_checkpointing_disable()
-        model.eval()
+
+
+SAMPLES = [
+    {**row, "labels": [-100 if token >= IMAGE else token for token in row["input_ids"]], "attention_mask": [1] * length}
+    for row in (*IMAGES, sample(3, seed=4))
+    for length in [len(row["input_ids"])]
+]
+FILL = {"input_ids": PAD, "attention_mask": 0, "labels": -100, "mm_token_type_ids": 0}
+
+
+def left(rows):
+    """As a processor pads: the first token has a label too. The Trainer drops keys that a forward does not name."""
+    width, keys = max(len(row["input_ids"]) for row in rows), FILL.keys() & rows[0].keys()
+    batch = {key: torch.tensor([[FILL[key]] * (width - len(row[key])) + row[key] for row in rows]) for key in keys}
+    return batch | {key: torch.cat([row[key] for row in rows if key in row]) for key in ("pixel_values", "image_grid_thw")}
+
+
+def step_alone(model):
+    """Loss and gradient of each sample by itself, weighed by its targets."""
+    model.train().zero_grad(set_to_none=True)
+    weights = [sum(label >= 0 for label in row["labels"][1:]) for row in SAMPLES]
+    losses = []
+    for row, weight in zip(SAMPLES, weights):
+        given = {key: torch.as_tensor(row[key])[None] for key in FILL}
+        given |= {key: row[key] for key in ("pixel_values", "image_grid_thw") if key in row}
+        losses.append(model(**taken(model, given)).loss * weight / sum(weights))
+        losses[-1].backward()
+    return float(sum(losses).detach()), gradient_of(model)
+
+
+ALL = {"per_device_train_batch_size": 4}
+CHECKPOINTED = ALL | {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+TWICE = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+STEPS = [
+    ("nothing", ALL, False), ("wrap_collator", ALL, True), ("PaddingCollator", ALL, True), ("adapt", ALL, True),
+    ("adapt", CHECKPOINTED, True), ("adapt, wrap_collator", TWICE, True), ("adapt, uncounted", TWICE, False),
+]  # fmt: skip
+
+
+@family
+def test_a_step_of_the_trainer_with_images_padded_left(name, tmp_path):
+    """Without us padding predicts the first label of each row. Under accumulation the Trainer must count tokens."""
+    model = model_of(name)
+    loss, wanted = step_alone(model)
+    for line, how, right in STEPS:
+        collator = wrap_collator(left, model=model) if "wrap" in line else left
+        if line == "PaddingCollator":
+            collator = PaddingCollator(pad_token_id=PAD, padding_side="left", model=model)
+        trainer = trainer_of(model, collator, tmp_path, SAMPLES, max_steps=1, save_strategy="no", max_grad_norm=0.0, **how)
+        trainer.model_accepts_loss_kwargs = how is TWICE and right
+        with adapt(model) if "adapt" in line else nullcontext():
+            found, gradient = step_of(trainer)
+        off = float((gradient - wanted).norm() / wanted.norm())
+        assert off < TOLERANCE if right else off > 0.1, (line, how)
+        assert not right or found == pytest.approx(loss, abs=1e-3), (line, how)
+    model.eval()
 
 
 @pytest.mark.skipif(__version__.startswith("5.0."), reason="it runs in training with token_type_ids alone")
