@@ -134,14 +134,6 @@ def test_every_command_of_ours_is_real(line):
     commands[words[0]].parse_args(words[1:])
 
 
-@pytest.mark.parametrize("name", ["audit", "show"])
-def test_the_page_of_a_command_has_each_of_its_options_and_no_other(name):
-    named = set(re.findall(r"`(--[\w-]+)`", TEXT[GUIDE / f"{name}.md"]))
-    options = [{*action.option_strings} for action in parsers()[1][name]._actions if action.dest != "help"]
-    assert [option for option in options if not option & named] == []
-    assert named <= set().union(*options)
-
-
 def test_commands_of_trainers_name_the_file_of_the_plugin():
     """The line that finds it, run; the trainer stands in for itself with `echo`."""
     assigned = {line for line in ALL_COMMANDS if line.startswith("PLUGIN=")}
