@@ -114,6 +114,11 @@ def releases_run(sentence: str = "The tests ran {}.", to: str = " to ", mark: st
     return sentence.format(mark.join(f"{package} {to.join(ends)}" for package, ends in RUN_RELEASES.items()))
 
 
+def chinese() -> dict[str, str]:
+    """Return what the Chinese page has of these."""
+    return {"ran": releases_run("运行过的版本：{}。", " 到 ", "、"), "fast": speed_in_chinese()}
+
+
 def planned_table() -> str:
     """Two tables: a way to batch and what it gains; the samples and ranks of a plan, and how it comes out."""
     held = json.loads((HERE / "planned.json").read_text("utf-8"))

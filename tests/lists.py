@@ -200,12 +200,7 @@ def written() -> dict[Path, str]:
     literal = "ConsumerName = Literal[\n" + textwrap.indent(names, "    ") + "\n]  # fmt: skip\n"
     return {
         **figures.between("README.md", need=needed()),
-        **figures.between(
-            "zh/index",
-            need=in_chinese(needed()),
-            ran=figures.releases_run("运行过的版本：{}。", " 到 ", "、"),
-            fast=figures.speed_in_chinese(),
-        ),
+        **figures.between("zh/index", need=in_chinese(needed()), **figures.chinese()),
         code: re.sub(r"ConsumerName = Literal\[\n.*?\]  # fmt: skip\n", literal, code.read_text("utf-8"), flags=re.S),
         **figures.between("contributing", files=glossary()),
         **figures.between("kernels", families=families(), spellings=drawn(gated_delta)),

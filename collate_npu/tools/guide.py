@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from itertools import takewhile
 from math import log
 from pathlib import Path
@@ -14,7 +13,6 @@ GUIDE = Path(__file__).parents[1] / "guide"
 NOT_SEARCHED = ("index", "changelog", "contributing", "extending")
 """Pages that list others, or are for people who work on this package."""
 MOST_HITS = 24  # lines of a list of sections
-NEAREST = 5  # of them where no section has all the words
 _ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
 
 
@@ -78,9 +76,8 @@ def _search(words: str) -> str:
     named = [part for part in parts if part[0] == "errors" and _names_error(part[1], words)]
     held = named or [part for part in parts if wanted and wanted in part[2]]
     held.sort(key=lambda part: (wanted not in _plain(part[1].partition("\n")[0]), -part[2].count(wanted)))
-    if not held:
-        nearest = _ranked(parts, _words(wanted))
-        held = [part for part in nearest if _words(wanted) <= _words(part[2])] or nearest[: NEAREST * (" " in wanted)]
+    nearest = [] if held else _ranked(parts, _words(wanted))
+    held = held or [part for part in nearest if _words(wanted) <= _words(part[2])] or nearest[: 5 * (" " in wanted)]
     if named or len(held) < 2:
         return "\n".join(f"# {page}\n\n{text.strip()}\n" for page, text, _ in held)
     more = f"\n... {len(held) - MOST_HITS} more" if len(held) > MOST_HITS else ""
@@ -90,22 +87,19 @@ def _search(words: str) -> str:
     return "\n".join(lines) + f"{more}\n\n`collate-npu guide PAGE#SECTION` shows one.\n"
 
 
-def _ranked(parts: list[tuple[str, str, str]], words: frozenset[str]) -> list[tuple[str, str, str]]:
-    """Return the sections that have some of these words, best first. Rare words count more; so do titles, and `errors`."""
-    texts = [_words(text) for *_, text in parts]
+def _ranked(parts: list[tuple[str, str, str]], words: set[str]) -> list[tuple[str, str, str]]:
+    """Return the sections that have some of these words, best first: rare words, short sections and `errors` count more."""
+    texts = [_words(f"{page.replace('-', ' ')} {text}") for page, _, text in parts]
     rare = {word: log(1 + len(parts) / n) for word in words if (n := sum(word in text for text in texts))}
-    usual, scores = sum(map(len, texts)) / len(texts), []
-    for (page, part, _), text in zip(parts, texts):
-        title = page + _plain(part.partition("\n")[0])
-        found = sum(rare[word] * (1 + 2 * (word in title)) for word in rare.keys() & text)
-        scores.append(found * (1 + (page == "errors")) / (0.3 + 0.7 * len(text) / usual))
-    return [parts[at] for at in sorted(range(len(parts)), key=lambda at: -scores[at]) if scores[at]]
+    found = [sum(rare[w] * (1 + 2 * (w in page)) for w in rare.keys() & text) for (page, *_), text in zip(parts, texts)]
+    shares = [(1 + (page == "errors")) * n / (99 + len(text)) for (page, *_), n, text in zip(parts, found, texts)]
+    best = sorted(range(len(parts)), key=lambda at: -shares[at])
+    return [parts[at] for at in best if shares[at]]
 
 
-@cache
-def _words(text: str) -> frozenset[str]:
+def _words(text: str) -> set[str]:
     """Return the words of a text, without the ending of plurals."""
-    return frozenset(re.sub(r"(?<=ch)es$|(?<=...)'?s$", "", word) for word in re.findall(r"\w[\w'-]*", text))
+    return {re.sub(r"(?<=ch)es$|(?<=...)'?s$", "", word) for word in re.findall(r"\w[\w'-]*", text)}
 
 
 def _names_error(section: str, log: str) -> bool:
