@@ -70,7 +70,7 @@ def _search(words: str) -> str:
     if pointed := re.search(r"collate-npu guide (errors#[\w-]+)", words):
         return read_page(pointed[1])
     folder, wanted = GUIDE / "zh" if max(words, default="") >= "\u4e00" else GUIDE, _plain(words)
-    searched = {name: path for name, path in pages().items() if path.suffix == ".md" and path.stem not in NOT_SEARCHED}
+    searched = {name: path for name, path in pages().items() if path.suffix == ".md" and name not in NOT_SEARCHED}
     texts = {name: path.read_text(encoding="utf-8") for name, path in searched.items() if path.parent == folder}
     parts = [(page, part, _plain(part)) for page, text in texts.items() for part in _split(text)]
     named = [part for part in parts if part[0] == "errors" and _names_error(part[1], words)]

@@ -48,7 +48,8 @@ def test_the_first_page_names_every_other():
         ("normalization", 0, "# planned-batches\n"), ("torch's context parallel", 0, "# context-parallel\n"),
         ("torch context_parallel", 0, "# context-parallel\n"), ("deadlock", 0, "# context-parallel\n"),
         ("online DPO", 0, "# trl\n"), ("GKD", 0, "# trl\n"), ("middle stage", 0, "# megatron\n"),
-        ("dummy batches", 0, "# training\n"), ("eval_loss", 0, "# outputs\n"), ("fp8", 0, "* `ms-swift#megatron`"),
+        ("dummy batches", 0, "# training\n"), ("eval_loss", 0, "# outputs\n"),
+        ("梯度累积", 0, "* `zh/index#"), ("fp8", 0, "* `ms-swift#megatron`"),
     ],
 )  # fmt: skip
 def test_a_name_or_words_lead_to_a_page_a_section_or_a_list(words, code, said):
