@@ -164,6 +164,13 @@ def test_lists_are_what_the_code_says_of_itself():
     assert [path.name for path, text in lists.written().items() if path.read_text("utf-8") != text] == []
 
 
+@pytest.mark.parametrize("page", ["ascend", "errors", "ms-swift"])
+def test_each_number_of_a_chinese_page_stands_on_the_english_one(page):
+    """Releases and errors that were measured: what is true of one language is true of the other."""
+    chinese, english = ({*re.findall(r"\d+(?:\.\d+)+", TEXT[GUIDE / name])} for name in (f"zh/{page}.md", f"{page}.md"))
+    assert sorted(chinese - english) == []
+
+
 @pytest.mark.parametrize("page", TEXT, ids=lambda page: page.name)
 def test_every_name_of_ours_in_the_text_is_real(page):
     """`integrations.swift.install()`, `keys.py` and the like: modules, their names, files, and what blocks import."""
