@@ -16,8 +16,9 @@ from blocks import assert_shown, blocks_of, shown_in
 from rotation import rotating
 
 from collate_npu import Segments
+from collate_npu.integrations import trainers
 from collate_npu.masks import dense
-from collate_npu.releases import KERNELS_TOLD, NEWEST, installed
+from collate_npu.releases import KERNELS_TOLD, NEWEST, RUN_RELEASES, installed
 from collate_npu.tools.cli import parsers
 from collate_npu.tools.show import picture
 
@@ -166,9 +167,13 @@ def test_lists_are_what_the_code_says_of_itself():
 
 @pytest.mark.parametrize("page", ["ascend", "errors", "ms-swift"])
 def test_each_number_of_a_chinese_page_stands_on_the_english_one(page):
-    """Releases and errors that were measured: what is true of one language is true of the other."""
     chinese, english = ({*re.findall(r"\d+(?:\.\d+)+", TEXT[GUIDE / name])} for name in (f"zh/{page}.md", f"{page}.md"))
     assert sorted(chinese - english) == []
+
+
+def test_a_page_installs_a_release_that_was_run():
+    named = {*re.findall(r"install \. ([\w-]+)==([\d.]+)", "".join(TEXT.values()))}
+    assert [(name, at) for name, at in named if at not in (trainers().get(name, at), *RUN_RELEASES.get(name, ()))] == []
 
 
 @pytest.mark.parametrize("page", TEXT, ids=lambda page: page.name)
