@@ -1,5 +1,4 @@
-"""`help()` reads as a reference: two or three screens hold it, and no default fills one by itself. That every option is
-said: test_readme, which writes the tables of options from it."""
+"""`help()` reads as a reference: two or three screens hold it. The tables of options are written from it: test_readme."""
 
 import pydoc
 import re

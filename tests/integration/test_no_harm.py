@@ -125,7 +125,6 @@ def stranger(rows, side="left"):
 
 
 def stepped(tmp_path, model, collator, setting, adapted=False):
-    """The gradient of one step."""
     how = {"max_steps": 1, "save_strategy": "no", "max_grad_norm": 0.0, **setting}
     how["per_device_train_batch_size"] = 4 // how.get("gradient_accumulation_steps", 1)
     made = partial(transformers.Trainer, compute_loss_func=how.pop("compute_loss_func", None))

@@ -20,6 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, adapt, needs_mask_2d, wrap_collator
 from collate_npu.consumers.tiny_models import make_honest
+from collate_npu.releases import numbers
 
 pytestmark = pytest.mark.long
 
@@ -129,13 +130,14 @@ STEPS = [
 @family
 def test_a_step_of_the_trainer_with_images_padded_left(name, tmp_path):
     """Without us padding predicts the first label of each row. Under accumulation the Trainer must count tokens."""
-    model = model_of(name)
+    model, counts = model_of(name), name == "qwen2_5_vl" or numbers(__version__) >= (5, 17)  # before, the loss drops it
     (loss, wanted), ours = step_alone(model), PaddingCollator(pad_token_id=PAD, padding_side="left", model=model)
     made_of = {"wrap_collator": wrap_collator(left, model=model), "PaddingCollator": ours}
     for line, how, right in STEPS:
         collator = next((made for name, made in made_of.items() if name in line), left)
         trainer = trainer_of(model, collator, tmp_path, SAMPLES, max_steps=1, save_strategy="no", max_grad_norm=0.0, **how)
         trainer.model_accepts_loss_kwargs = how is TWICE and right
+        right = right and (counts or how is not TWICE)
         with adapt(model) if "adapt" in line else nullcontext():
             found, gradient = step_of(trainer)
         off = float((gradient - wanted).norm() / wanted.norm())
