@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from collate_npu.releases import RUN_RELEASES
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 
@@ -71,21 +73,50 @@ STEPS = {
 }
 
 
-def step_table() -> str:
-    """Return a line for each way to train on the same rows: tokens a second, beside transformers' own collator."""
+def speeds() -> dict[str, dict[str, float]]:
+    """Return tokens a second of each way to train on the same rows, beside transformers' own collator, by case."""
     rows = measured()
-    speeds: dict[str, dict[str, float]] = {way: {} for way in WAYS}
+    faster: dict[str, dict[str, float]] = {way: {} for way in WAYS}
     for case in STEPS:
         same = [row for row in rows if (row["group"], row["case"]) == ("step", f"{case}, cpu")]
         found = {row["name"]: row["facts"][1]["tokens"] / row["theirs"] for row in same}
         found["ours, `adapt(model)`"] = same[0]["facts"][0]["tokens"] / same[0]["ours"]
         for way in WAYS.keys() & found.keys():
-            speeds[way][case] = found[way] / found["transformers Seq2Seq"]
+            faster[way][case] = found[way] / found["transformers Seq2Seq"]
+    return faster
+
+
+def step_table() -> str:
+    """Return a line for each way to train, with its speeds."""
+    faster = speeds()
     lines = [f"| way | {' | '.join(STEPS.values())} |", "|" + "---|" * (1 + len(STEPS))]
     for way, words in WAYS.items():
-        cells = (f"{speeds[way][case]:.2f}" if case in speeds[way] else "–" for case in STEPS)
+        cells = (f"{faster[way][case]:.2f}" if case in faster[way] else "–" for case in STEPS)
         lines.append(f"| {words} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def speed_in_chinese() -> str:
+    """Return the least and the greatest speed of padded rows with `adapt`, by family: a line each, in Chinese."""
+    faster = speeds()
+    padded = [faster[way] for way in WAYS if WAYS[way] in ("padded right, `adapt(model)`", "padded left, `adapt(model)`")]
+    shown = {"Qwen3-Next": "qwen3_next", "Llama": "llama", "短行（4 × 128）": "llama 4x128"}
+    lines = []
+    for name, family in shown.items():
+        cases = [case for case in STEPS if case == family or (case.startswith(f"{family} ") and case not in shown.values())]
+        found = sorted(each[case] for each in padded for case in cases)
+        lines.append(f"* {name}：{found[0]:.1f} 到 {found[-1]:.1f} 倍。")
+    return "\n".join(lines)
+
+
+def releases_run(sentence: str = "The tests ran {}.", to: str = " to ", mark: str = ", ") -> str:
+    """Return the oldest and the newest release of each package that the tests run, in a sentence."""
+    return sentence.format(mark.join(f"{package} {to.join(ends)}" for package, ends in RUN_RELEASES.items()))
+
+
+def chinese() -> dict[str, str]:
+    """Return what the Chinese page has of these."""
+    return {"ran": releases_run("运行过的版本：{}。", " 到 ", "、"), "fast": speed_in_chinese()}
 
 
 def planned_table() -> str:

@@ -200,7 +200,7 @@ def written() -> dict[Path, str]:
     literal = "ConsumerName = Literal[\n" + textwrap.indent(names, "    ") + "\n]  # fmt: skip\n"
     return {
         **figures.between("README.md", need=needed()),
-        **figures.between("zh/index", need=in_chinese(needed())),
+        **figures.between("zh/index", need=in_chinese(needed()), **figures.chinese()),
         code: re.sub(r"ConsumerName = Literal\[\n.*?\]  # fmt: skip\n", literal, code.read_text("utf-8"), flags=re.S),
         **figures.between("contributing", files=glossary()),
         **figures.between("kernels", families=families(), spellings=drawn(gated_delta)),
@@ -209,7 +209,7 @@ def written() -> dict[Path, str]:
         **figures.between("speed", step=figures.step_table(), speed=figures.speed_table()),
         **figures.between("planned-batches", planned=figures.planned_table()),
         **figures.between("promises", growth=figures.growth()),
-        **figures.between("install", elsewhere=figures.elsewhere_table()),
+        **figures.between("install", elsewhere=figures.elsewhere_table(), ran=figures.releases_run()),
         **figures.between("masks", given=given(), derive=options_of(derive_segments), consumers=table()),
         **figures.between("checks", watch=command("watch"), conformance=command("conformance")),
         **figures.between("audit", options=command("audit")),

@@ -22,8 +22,8 @@ LINES = {
     "proof": (3577, 3000),
     "integrations": (2817, 2500),
     "testing": (95, 200),
-    "tools": (2022, 1500),
-    "tests": (36511, 25000),
+    "tools": (2031, 1500),
+    "tests": (36502, 25000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
 WORDS, PAGES = 14850, 35

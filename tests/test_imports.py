@@ -59,9 +59,10 @@ def test_all_public_names_and_the_routes_of_all_consumers_load_no_framework():
     assert loaded.isdisjoint(FOREIGN)
 
 
-def test_the_command_line_and_env_import_without_torch():
-    loaded = loaded_by("import collate_npu.__main__, collate_npu.releases, collate_npu.tools.env, collate_npu.tools.cli")
-    assert loaded.isdisjoint([*FOREIGN, "torch", "numpy"])
+def test_the_command_line_env_and_the_guide_load_no_torch():
+    run = "from collate_npu.tools import cli, env; cli.run_command_line(['guide', 'trl'])"
+    loaded = loaded_by(f"import collate_npu.__main__, collate_npu.releases; {run}")
+    assert (loaded - {"rich"}).isdisjoint([*FOREIGN, "torch", "numpy"])
 
 
 def test_contributing_lists_the_rooms_in_their_order():

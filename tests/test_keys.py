@@ -87,9 +87,6 @@ def test_a_rollout_that_leaves_out_its_last_token_is_told_what_to_do():
         split_batch({"input_ids": torch.ones(1, 8), "routed_experts": torch.ones(1, 7, 3, 2)}, ContextParallel(2, 0))
 
 
-# --- what a loss reads
-
-
 @pytest.mark.parametrize("name", BY_TOKEN)
 @pytest.mark.parametrize("lengths", [(3, 5), (4, 4)], ids=["ragged", "equal"])
 def test_what_a_loss_reads_is_padded_split_and_flattened(name, lengths):

@@ -37,9 +37,6 @@ def far(found, alone):
     return apart([x.detach() for x in found], [x.detach() for x in alone])
 
 
-# --- models
-
-
 def model_of(family, dtype, attention):
     pytest.importorskip("transformers")
     from collate_npu.testing import tiny_model
@@ -132,8 +129,6 @@ def test_a_batch_through_a_model_is_its_samples_alone(family, attention, dtype, 
     assert all(bool(torch.isfinite(x).all()) for x in gradients(model, out.loss))
 
 
-# --- masks
-
 EMPTY = Segments.from_lengths([2, 5, 0], 6, "left")
 
 
@@ -160,8 +155,6 @@ def test_a_row_that_sees_nothing_spoils_no_other(dtype):
         (gradient,) = torch.autograd.grad(sum(x.sum() for x in found), x)
         assert torch.isfinite(gradient).all(), name
 
-
-# --- the way back
 
 WAYS = {
     "unpad": lambda x, s: [unpad(x, s)],

@@ -22,9 +22,6 @@ def test_repad_takes_what_unpad_gave():
         repad(torch.zeros(8, dtype=torch.int8), Segments.from_lengths([3, 5]), fill=1000)
 
 
-# --- labels
-
-
 @pytest.mark.parametrize("verb", [shift_labels, ignore_first_labels])
 @pytest.mark.parametrize("shape", [(2, 4), (2,), (2, 5, 1)])
 def test_labels_of_another_shape(verb, shape):

@@ -16,8 +16,9 @@ from blocks import assert_shown, blocks_of, shown_in
 from rotation import rotating
 
 from collate_npu import Segments
+from collate_npu.integrations import trainers
 from collate_npu.masks import dense
-from collate_npu.releases import KERNELS_TOLD, NEWEST, installed
+from collate_npu.releases import KERNELS_TOLD, NEWEST, RUN_RELEASES, installed
 from collate_npu.tools.cli import parsers
 from collate_npu.tools.show import picture
 
@@ -134,14 +135,6 @@ def test_every_command_of_ours_is_real(line):
     commands[words[0]].parse_args(words[1:])
 
 
-@pytest.mark.parametrize("name", ["audit", "show"])
-def test_the_page_of_a_command_has_each_of_its_options_and_no_other(name):
-    named = set(re.findall(r"`(--[\w-]+)`", TEXT[GUIDE / f"{name}.md"]))
-    options = [{*action.option_strings} for action in parsers()[1][name]._actions if action.dest != "help"]
-    assert [option for option in options if not option & named] == []
-    assert named <= set().union(*options)
-
-
 def test_commands_of_trainers_name_the_file_of_the_plugin():
     """The line that finds it, run; the trainer stands in for itself with `echo`."""
     assigned = {line for line in ALL_COMMANDS if line.startswith("PLUGIN=")}
@@ -170,6 +163,17 @@ def test_the_first_picture_is_drawn_by_the_library(page, column):
 def test_lists_are_what_the_code_says_of_itself():
     """Where one differs, `python tests/lists.py` writes it."""
     assert [path.name for path, text in lists.written().items() if path.read_text("utf-8") != text] == []
+
+
+@pytest.mark.parametrize("page", ["ascend", "errors", "ms-swift"])
+def test_each_number_of_a_chinese_page_stands_on_the_english_one(page):
+    chinese, english = ({*re.findall(r"\d+(?:\.\d+)+", TEXT[GUIDE / name])} for name in (f"zh/{page}.md", f"{page}.md"))
+    assert sorted(chinese - english) == []
+
+
+def test_a_page_installs_a_release_that_was_run():
+    named = {*re.findall(r"install \. ([\w-]+)==([\d.]+)", "".join(TEXT.values()))}
+    assert [(name, at) for name, at in named if at not in (trainers().get(name, at), *RUN_RELEASES.get(name, ()))] == []
 
 
 @pytest.mark.parametrize("page", TEXT, ids=lambda page: page.name)

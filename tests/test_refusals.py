@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 from house import FILES, PACKAGE, module_of, room_of, tree_of
+from rotation import SEED
 
 import collate_npu
 from collate_npu import BatchAdapter, CollateError, Segments, last_token, needs_mask_2d, split_batch, wrap_collator
 from collate_npu.errors import explain, explain_rows, shape_of, short
 from collate_npu.keys import KEYS, SAMPLE, TOKENS
 from collate_npu.masks import dense
+from collate_npu.tools.guide import read_page
 
 pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
 DENSE, CP = SimpleNamespace(layer_types=["full_attention"]), collate_npu.ContextParallel(2, 0)
@@ -233,6 +235,25 @@ def test_every_section_of_what_is_refused_here_is_named_by_an_error():
     text = (PACKAGE / "guide" / "errors.md").read_text(encoding="utf-8")
     refused = text.partition("## Refused here")[2].partition("\n## ")[0]
     assert set(re.findall(r'<a id="([\w-]+)">', refused)) <= {name for _, name in pointers()}
+
+
+def rules():
+    """The rule of each error, as the code words it, without what it fills in."""
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            named = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else getattr(node, "arg", "")
+            if hasattr(node, "value") and str(named).strip("(").startswith("rule"):
+                said = node.value.elts[0] if isinstance(node.value, ast.Tuple) else node.value
+                yield " ".join(part.value for part in ast.walk(said) if isinstance(getattr(part, "value", 0), str))
+
+
+def test_the_words_of_an_error_find_the_section_that_it_names_or_the_nearest():
+    asked = sorted({rule for rule in rules() if len(rule.split()) > 4})
+    assert len(asked) > 200
+    for rule in asked[SEED % 16 :: 16]:
+        assert read_page(rule), rule
+    for _, name in pointers():
+        assert read_page(explain("key", "this", "A rule.", "A remedy.", more=name)) == read_page(f"errors#{name}")
 
 
 def test_every_error_of_the_core_is_explained():

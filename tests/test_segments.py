@@ -11,8 +11,6 @@ from hypothesis import given, strategies as st
 
 from collate_npu import Segments
 
-# --- laws
-
 
 @given(strategies.segment_ids())
 def test_readings_are_those_counted_by_hand(ids):
@@ -70,9 +68,6 @@ def test_rows_known_by_their_lengths_read_as_those_known_by_their_ids(rows, room
         one, other = getattr(by_lengths, name), getattr(by_ids, name)
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, name
     assert by_lengths == by_ids == pickle.loads(pickle.dumps(by_lengths))
-
-
-# --- examples
 
 
 def test_sequences_of_no_tokens_leave_no_trace():

@@ -29,9 +29,6 @@ def default_text(model_type):
         return text(transformers.CONFIG_MAPPING[model_type]())
 
 
-# --- which families
-
-
 @pytest.mark.slow
 def test_every_model_whose_source_masks_padding_states_is_found():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
@@ -56,9 +53,6 @@ def test_a_family_counts_once_and_attention_alone_does_not_count():
     dense = transformers.GraniteMoeHybridConfig(layer_types=["attention"] * 2, num_hidden_layers=2)
     assert (needs_mask_2d(dense), family_needs_mask_2d(dense)) == (False, True)  # the layers of this config decide
     assert not needs_mask_2d(transformers.Gemma2Config())  # sliding and full attention
-
-
-# --- the models
 
 
 @pytest.mark.parametrize("model_type", HYBRID)
@@ -102,17 +96,11 @@ def test_the_model_is_as_asked_for_and_the_random_state_and_the_notices_as_they_
     assert (model.training, model.dtype, model.config._attn_implementation) == (False, torch.bfloat16, "eager")
 
 
-# --- what cannot be tested
-
-
 def test_left_out_is_measured_and_says_why():
     assert "padding moves" in testing.left_out()["rwkv"]
     assert not {"qwen2_vl", "qwen2_5_vl", "glm4v"} & {*testing.left_out()}  # rotary frequencies split by axis
     assert "qwen3_next" not in testing.left_out()
     assert set(testing.left_out()) <= set(HYBRID)
-
-
-# --- the tokenizer
 
 
 TOKENIZER = testing.byte_tokenizer()

@@ -134,8 +134,6 @@ def page(report: Report) -> str:
     return terminal.html_of("collate-npu audit", *report.drawn(verbose=True), settings)
 
 
-# --- the user's collators
-
 GIVEN = ("tokenizer", "processing_class", "model", "pad_token_id", "mlm")
 """What a class, or a function that makes a collator, is given by the names of its arguments; `mlm` is False, for tokens
 masked at random cannot be compared."""
@@ -176,9 +174,6 @@ def candidates(names: Sequence[str], attentions: Sequence[str]) -> tuple[list[tu
     known = {attn: {} if names or attn not in DEFAULT else left_out(attn) for attn in attentions}
     chosen = [(name, attn) for name in names or hybrid_model_types() for attn in attentions if name not in known[attn]]
     return chosen, {f"{name} ({attn})": why for attn in attentions for name, why in known[attn].items()}
-
-
-# --- what is measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,9 +155,6 @@ def masked(value: Any) -> Any:
     return printable(value).replace("\n", "\\n")
 
 
-# --- known hazards
-
-
 def hazards(here: dict[str, Any]) -> Iterator[str]:
     """Yield each row of `HAZARDS` and each fault of `releases` that is here, and each package whose release was not run."""
     held = here["packages"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import takewhile
+from math import log
 from pathlib import Path
 
 from collate_npu.errors import CollateError, did_you_mean, explain
@@ -13,9 +14,6 @@ NOT_SEARCHED = ("index", "changelog", "contributing", "extending")
 """Pages that list others, or are for people who work on this package."""
 MOST_HITS = 24  # lines of a list of sections
 _ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
-
-
-# --- pages and sections
 
 
 def pages() -> dict[str, Path]:
@@ -67,22 +65,41 @@ def _anchors(section: str) -> list[str]:
 
 def _search(words: str) -> str:
     """Return the section that has these words; of several a list, best first: words in the title, then how often. A line of
-    a log finds the section of `errors` that names its error: the numbers in it may differ."""
+    a log finds the section of `errors` that names its error: the numbers in it may differ. An error of ours finds the
+    section that it names; of other words no section has, those that share most of them are listed."""
+    if pointed := re.search(r"collate-npu guide (errors#[\w-]+)", words):
+        return read_page(pointed[1])
     folder, wanted = GUIDE / "zh" if max(words, default="") >= "\u4e00" else GUIDE, _plain(words)
-    searched = {name: path for name, path in pages().items() if path.suffix == ".md" and path.stem not in NOT_SEARCHED}
+    searched = {name: path for name, path in pages().items() if path.suffix == ".md" and name not in NOT_SEARCHED}
     texts = {name: path.read_text(encoding="utf-8") for name, path in searched.items() if path.parent == folder}
     parts = [(page, part, _plain(part)) for page, text in texts.items() for part in _split(text)]
     named = [part for part in parts if part[0] == "errors" and _names_error(part[1], words)]
     held = named or [part for part in parts if wanted and wanted in part[2]]
-    held = held or [part for part in parts if wanted and all(word in part[2] for word in wanted.split())]
+    held.sort(key=lambda part: (wanted not in _plain(part[1].partition("\n")[0]), -part[2].count(wanted)))
+    nearest = [] if held else _ranked(parts, _words(wanted))
+    held = held or [part for part in nearest if _words(wanted) <= _words(part[2])] or nearest[: 5 * (" " in wanted)]
     if named or len(held) < 2:
         return "\n".join(f"# {page}\n\n{text.strip()}\n" for page, text, _ in held)
-    held.sort(key=lambda part: (wanted not in _plain(part[1].partition("\n")[0]), -part[2].count(wanted)))
     more = f"\n... {len(held) - MOST_HITS} more" if len(held) > MOST_HITS else ""
     heads = [(page, text.partition("\n")[0]) for page, text, _ in held[:MOST_HITS]]
     places = (f"{page}#{_anchors(head)[0]}" if head.startswith("##") else page for page, head in heads)
     lines = [f"* `{place}`: {_ANCHOR.sub('', head).lstrip('# ')}" for place, (_, head) in zip(places, heads)]
     return "\n".join(lines) + f"{more}\n\n`collate-npu guide PAGE#SECTION` shows one.\n"
+
+
+def _ranked(parts: list[tuple[str, str, str]], words: set[str]) -> list[tuple[str, str, str]]:
+    """Return the sections that have some of these words, best first: rare words, short sections and `errors` count more."""
+    texts = [_words(f"{page.replace('-', ' ')} {text}") for page, _, text in parts]
+    rare = {word: log(1 + len(parts) / n) for word in words if (n := sum(word in text for text in texts))}
+    found = [sum(rare[w] * (1 + 2 * (w in page)) for w in rare.keys() & text) for (page, *_), text in zip(parts, texts)]
+    shares = [(1 + (page == "errors")) * n / (99 + len(text)) for (page, *_), n, text in zip(parts, found, texts)]
+    best = sorted(range(len(parts)), key=lambda at: -shares[at])
+    return [parts[at] for at in best if shares[at]]
+
+
+def _words(text: str) -> set[str]:
+    """Return the words of a text, without the ending of plurals."""
+    return {re.sub(r"(?<=ch)es$|(?<=...)'?s$", "", word) for word in re.findall(r"\w[\w'-]*", text)}
 
 
 def _names_error(section: str, log: str) -> bool:

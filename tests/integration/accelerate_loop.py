@@ -64,7 +64,7 @@ def shapes(mode: str, padding: str) -> dict:
 
 def planned() -> dict:
     """Two epochs of a Trainer, two batches of each rank in a step: the samples of its ranks, and the losses it logs."""
-    from transformers import Trainer, TrainingArguments
+    from trained import trainer_of
 
     from collate_npu.integrations.transformers import plan_batches
 
@@ -78,9 +78,8 @@ def planned() -> dict:
         seen.append([row["input_ids"] for row in rows])
         return collator(rows)
 
-    how = {"learning_rate": 0.0, "logging_steps": 1, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
-    args = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", **how)
-    trainer = Trainer(model, args, data_collator=collate, train_dataset=data)
+    how = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "save_strategy": "no"}
+    trainer = trainer_of(model, collate, tempfile.mkdtemp(), data, **how)
     plan_batches(trainer, max_tokens=120)
     trainer.train()
     torch.distributed.all_gather_object(ranks := [None, None], seen)

@@ -1,7 +1,8 @@
 """Law 18: nobody loses by adding our line. Drawn cases, each seed another, and the trainers that count or keep labels."""
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ pytest.importorskip("peft")
 import differential
 import transformers
 from differential import FAMILIES, OPTIONS, PAD, WRAPPERS, Case, SkippedError, batch_of, drawn, harm, judged
+from trained import gradient_of, step_of, trainer_of
 
 from collate_npu import PaddingCollator, adapt, wrap_collator
 from collate_npu.consumers import flat_row
@@ -123,18 +125,11 @@ def stranger(rows, side="left"):
 
 
 def stepped(tmp_path, model, collator, setting, adapted=False):
-    """What one step of SGD at rate 1 changes."""
-    before = [p.detach().clone() for p in model.parameters()]
-    given = {"max_steps": 1, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "seed": 0}
-    given |= {"learning_rate": 1.0, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-    given |= {"per_device_train_batch_size": 4 // setting.get("gradient_accumulation_steps", 1)}
-    own = {key: value for key, value in setting.items() if key == "compute_loss_func"}
-    args = transformers.TrainingArguments(str(tmp_path), **given, **{key: setting[key] for key in setting if key not in own})
-    handle = adapt(model) if adapted else None
-    transformers.Trainer(model, args, data_collator=collator, train_dataset=SAMPLES, **own).train()
-    if handle:
-        handle.remove()
-    return torch.cat([(old - new.detach()).flatten() for old, new in zip(before, model.parameters())])
+    how = {"max_steps": 1, "save_strategy": "no", "max_grad_norm": 0.0, **setting}
+    how["per_device_train_batch_size"] = 4 // how.get("gradient_accumulation_steps", 1)
+    made = partial(transformers.Trainer, compute_loss_func=how.pop("compute_loss_func", None))
+    with adapt(model) if adapted else nullcontext():
+        return step_of(trainer_of(model, collator, tmp_path, SAMPLES, made=made, **how))[1]
 
 
 def wanted(model, smoothing):
@@ -143,7 +138,7 @@ def wanted(model, smoothing):
     for row in SAMPLES:
         ids = torch.tensor(row["input_ids"])
         (loss_of(model(input_ids=ids[None]).logits[0], ids, smoothing) / total).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
+    return gradient_of(model)
 
 
 STEPS = product(["llama", "qwen3_next", "qwen3_moe"], SETTINGS, ["collator", "wrapped", "adapt", "adapt, padded right"])

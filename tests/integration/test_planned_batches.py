@@ -7,7 +7,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from trained import step_of, trainer_of  # noqa: E402
+from transformers import Trainer, TrainingArguments  # noqa: E402
 
 from collate_npu import CollateError, PaddingCollator  # noqa: E402
 from collate_npu.collate import BalancedBatchSampler  # noqa: E402
@@ -32,18 +33,12 @@ class Seen:
         return self.collator(features)
 
 
-def trainer_of(model, collator, tmp_path, data=DATA, made=Trainer, **settings):
-    given = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "learning_rate": 0.0, "logging_steps": 1}
-    args = TrainingArguments(tmp_path, **{**given, **settings})
-    return made(model, args, data_collator=collator, train_dataset=data)
-
-
 @pytest.mark.parametrize("flat", [False, True])
 def test_each_epoch_has_every_sample_and_a_checkpoint_goes_on_where_it_was(flat, tmp_path):
     model = tiny_model("qwen3", vocab_size=257)
     how = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
     whole, rest = (Seen(PaddingCollator(pad_token_id=256, model=model, padding_free=flat)) for _ in range(2))
-    trainer = trainer_of(model, whole, tmp_path, **how)
+    trainer = trainer_of(model, whole, tmp_path, DATA, **how)
     sampler = plan_batches(trainer, max_tokens=120)
     trainer.train()
     first, second = whole.batches[: len(sampler)], whole.batches[len(sampler) :]
@@ -52,7 +47,7 @@ def test_each_epoch_has_every_sample_and_a_checkpoint_goes_on_where_it_was(flat,
         assert sorted(row for batch in epoch for row in batch) == sorted(ROWS)
     steps = -(-len(sampler) // 2)
     begun = next(n for n in range(3, 2 * steps, 3) if n > steps)
-    again = trainer_of(model, rest, tmp_path, **how)
+    again = trainer_of(model, rest, tmp_path, DATA, **how)
     plan_batches(again, max_tokens=120)
     again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{begun}"))
     assert rest.batches == second[2 * (begun - steps) :]
@@ -63,11 +58,6 @@ class CountsEachBatch(Trainer):  # divides by the tokens of a micro-batch, and t
         return super().compute_loss(model, inputs) / self.args.gradient_accumulation_steps
 
 
-class Gradient(TrainerCallback):
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.found = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
-
-
 @pytest.mark.parametrize("made", [Trainer, CountsEachBatch])
 def test_a_count_for_each_micro_batch_is_found(made, tmp_path):
     model = tiny_model("qwen3_next", vocab_size=257)
@@ -75,12 +65,8 @@ def test_a_count_for_each_micro_batch_is_found(made, tmp_path):
     how = {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_grad_norm": 0.0}
 
     def step(samples):
-        model.zero_grad()
         data = [{"input_ids": ids, "labels": ids} for ids in samples]
-        trainer = trainer_of(model, collator, tmp_path, data, made=made, save_strategy="no", **how)
-        trainer.add_callback(kept := Gradient())
-        trainer.train()
-        return kept.found
+        return step_of(trainer_of(model, collator, tmp_path, data, made=made, save_strategy="no", **how))[1]
 
     with nullcontext() if made is Trainer else pytest.raises(AssertionError, match="a step of several samples is wrong"):
         assert check_step(step) < 1e-3
@@ -104,7 +90,7 @@ def test_accelerate_shares_the_batches_of_all_ranks_out_as_planned(even):
 def test_packed_rows_are_planned_by_their_width(tmp_path):
     model = tiny_model("qwen3", vocab_size=257)
     collator = PaddingCollator(pad_token_id=256, model=model, packing=True, max_length=50)
-    trainer = trainer_of(model, collator, tmp_path, made=CountsEachBatch)  # a stack's own class, as TRL's
+    trainer = trainer_of(model, collator, tmp_path, DATA, made=CountsEachBatch)  # a stack's own class, as TRL's
     plan_batches(trainer, max_tokens=120)
     assert max(batch["input_ids"].numel() for batch in trainer.get_train_dataloader()) <= 120
 
@@ -120,8 +106,8 @@ def test_what_cannot_be_planned_is_refused(tmp_path):
     cut = {"accelerator_config": {"split_batches": True}}
     for trainer, lengths, says in (
         (own, None, "Own: got a loader of its own.*Leave plan_batches out"),
-        (trainer_of(model, collator, tmp_path, **cut), None, "one process that cuts batches"),
-        (trainer_of(model, collator, tmp_path), [3, 4], "2 for 40 samples"),
+        (trainer_of(model, collator, tmp_path, DATA, **cut), None, "one process that cuts batches"),
+        (trainer_of(model, collator, tmp_path, DATA), [3, 4], "2 for 40 samples"),
     ):
         with pytest.raises(CollateError, match=says):
             plan_batches(trainer, max_tokens=120, lengths=lengths)

@@ -1,4 +1,4 @@
-"""transformers' Trainer, really run: tiny hybrid models, real text, and what it logs, evaluates and predicts."""
+"""transformers' Trainer, really run: tiny hybrid models, real text, and what it evaluates and predicts."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from rotation import rotating
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from text import sample_ids  # noqa: E402
-from transformers import Trainer, TrainingArguments  # noqa: E402
+from trained import trainer_of  # noqa: E402
 
 from collate_npu import PaddingCollator  # noqa: E402
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model  # noqa: E402
@@ -15,18 +15,10 @@ from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model  
 TOKENIZER = byte_tokenizer()  # pad is eos, and every sample ends with a real eos
 IDS = sample_ids(TOKENIZER, count=8, max_length=90, seed=3)
 SAMPLES = [{"input_ids": ids, "labels": ids} for ids in IDS]
-MODERN = not transformers.__version__.startswith("4.")
-
-
-def trainer_of(model, tmp_path, collator, **settings):
-    given = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 1, "report_to": [], "seed": 0}
-    given |= {"learning_rate": 0.0, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
-    args = TrainingArguments(tmp_path, **{**given, **settings})
-    return Trainer(model, args, data_collator=collator, train_dataset=SAMPLES, eval_dataset=SAMPLES)
 
 
 @torch.no_grad()
-def loss_alone(model, ids=IDS):
+def loss_alone(model, ids):
     """Mean loss over all predicted tokens, each sample without padding and without a mask."""
     total = 0.0
     for tokens in map(torch.tensor, ids):
@@ -43,15 +35,11 @@ def name(request):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_losses_and_predictions_are_those_of_the_samples_alone(name, side, tmp_path):
+def test_the_loss_of_an_evaluation_and_predictions_are_those_of_the_samples_alone(name, side, tmp_path):
+    """`eval_loss` is the mean of the batches' own, here of as many rows each. What it trains: test_no_harm."""
     model = tiny_model(name, vocab_size=len(TOKENIZER))
     collator = PaddingCollator(TOKENIZER, padding_side=side, model=model)
-    seen = {"include_num_input_tokens_seen": "non_padding" if MODERN else True}
-    trainer = trainer_of(model, tmp_path, collator, gradient_accumulation_steps=2, **seen)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses == pytest.approx([loss_alone(model)], abs=2e-4)  # the Trainer rounds what it logs
-    assert not MODERN or trainer.state.num_input_tokens_seen == sum(map(len, IDS))
+    trainer = trainer_of(model, collator, tmp_path, SAMPLES, per_device_eval_batch_size=4)
     batch_losses = [loss_alone(model, IDS[:4]), loss_alone(model, IDS[4:])]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(sum(batch_losses) / 2, abs=1e-4)
     for row, ids in zip(trainer.predict(SAMPLES).predictions, IDS):

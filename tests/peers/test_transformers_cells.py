@@ -13,6 +13,7 @@ import pytest
 import torch
 from cells import PAD, Stack, gradient_error, samples, scores, verdict, worst_of
 from datasets import Dataset
+from trained import gradient_of
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -48,11 +49,7 @@ def step(trainer, places):
     loss, out = trainer.compute_loss(model, dict(batch), return_outputs=True)
     loss.backward()
     rows = [out["logits"][row, span] for row, span in places]
-    return [scores(logits.detach(), ids) for logits, ids in zip(rows, samples())], gradient(model)
-
-
-def gradient(model):
-    return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in model.parameters()])
+    return [scores(logits.detach(), ids) for logits, ids in zip(rows, samples())], gradient_of(model)
 
 
 def truth(family):
@@ -63,7 +60,7 @@ def truth(family):
         logits = model(input_ids=torch.tensor([ids])).logits[0]
         found.append(scores(logits.detach(), ids))
         (torch.nn.functional.cross_entropy(logits[:-1].float(), torch.tensor(ids[1:]), reduction="sum") / count).backward()
-    return found, gradient(model)
+    return found, gradient_of(model)
 
 
 def told(run, known):

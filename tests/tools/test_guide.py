@@ -5,8 +5,6 @@ import io
 import json
 import re
 import signal
-import subprocess
-import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -39,11 +37,19 @@ def test_the_first_page_names_every_other():
         ("ascend#versions", 0, "## "), ("left padding", 0, "* `errors#causal-kernel`: "), ("左填充", 0, "* `zh/errors#"),
         ("lora deepspeed", 0, "# training\n"), ("mask", 0, "* `masks#"), ("examples/grpo", 0, "```python\n"),
         ("Can only concatenate tensors but got NoneType", 0, "# errors\n"),
-        ("can’t keep packed sequences apart", 0, "# errors\n"), ("ms-swfit", 2, "Did you mean ms-swift"),
+        ("ms-swfit", 2, "Did you mean ms-swift"),
         ("zh/asend", 2, "Did you mean zh/ascend or"), ("errors#polaritty", 2, "Did you mean polarity"),
         ("errors#nothing-like-it", 2, "`collate-npu guide errors` shows the whole page."),
         ("../../secrets", 2, "`collate-npu guide` shows the first page."),
         ("`", 2, "`collate-npu guide` shows the first page."),
+        ("Qwen3-VL", 0, "* `scope#"), ("sentence-transformers", 0, "# scope\n"), ("mRoPE", 0, "# scope\n"),
+        ("prefix tuning", 0, "# scope\n"), ("LLaVA", 0, "# scope\n"), ("gradient accumulation", 0, "* `planned-batches#"),
+        ("num_items_in_batch", 0, "# planned-batches\n"), ("token budgets", 0, "# planned-batches\n"),
+        ("normalization", 0, "# planned-batches\n"), ("torch's context parallel", 0, "# context-parallel\n"),
+        ("torch context_parallel", 0, "# context-parallel\n"), ("deadlock", 0, "# context-parallel\n"),
+        ("online DPO", 0, "# trl\n"), ("GKD", 0, "# trl\n"), ("middle stage", 0, "# megatron\n"),
+        ("dummy batches", 0, "# training\n"), ("eval_loss", 0, "# outputs\n"),
+        ("梯度累积", 0, "* `zh/index#"), ("fp8", 0, "* `ms-swift#megatron`"),
     ],
 )  # fmt: skip
 def test_a_name_or_words_lead_to_a_page_a_section_or_a_list(words, code, said):
@@ -81,7 +87,7 @@ def test_the_line_of_a_log_is_known_by_an_error_of_nine_letters_or_more_whatever
     monkeypatch.setattr(guide, "GUIDE", tmp_path)
     for error, code in (("IndexErr", 2), ("IndexErro", 0), ("Index 7 of 9", 0)):
         (tmp_path / "errors.md").write_text(f"## One\n\n**Says:** `{error}`\n", encoding="utf-8")
-        assert typed("guide", f"[rank 3] {error.replace('7', '12')}: out of range").exit_code == code
+        assert typed("guide", f"rank3:{error.replace('7', '12')}:").exit_code == code
 
 
 @pytest.mark.parametrize("anchor", ANCHORS)
@@ -107,15 +113,6 @@ def test_a_terminal_of_another_encoding_ends_no_command(monkeypatch):
     streams[0].flush()
     assert end.value.code == 0
     assert r"\u2b1a" in streams[0].buffer.getvalue().decode("gbk")
-
-
-def test_reading_loads_no_torch():
-    code = (
-        "import sys\nfrom collate_npu.tools.cli import run_command_line\n"
-        "assert run_command_line(['guide', 'trl']) == 0\n"
-        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 # --- notebooks

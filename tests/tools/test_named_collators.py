@@ -67,13 +67,11 @@ def test_what_is_no_collator_is_refused_in_a_line(spec, refusal):
     assert "--collator: got " in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        *(f"transformers:DataCollator{name}" for name in ("ForSeq2Seq", "ForLanguageModeling", "WithFlattening")),
-        *("trl.trainer.sft_trainer:DataCollatorForLanguageModeling", "collate_npu:PaddingCollator"),
-    ],
-)
+CLASSES = [f"transformers:DataCollator{name}" for name in ("ForSeq2Seq", "ForLanguageModeling", "WithFlattening")]
+CLASSES += ["trl.trainer.sft_trainer:DataCollatorForLanguageModeling", "collate_npu:PaddingCollator"]
+
+
+@pytest.mark.parametrize("spec", CLASSES)
 def test_the_classes_people_use(spec):
     pytest.importorskip(spec.partition(".")[0].partition(":")[0])
     batch, *_ = answers(spec, [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])

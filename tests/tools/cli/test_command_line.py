@@ -44,7 +44,6 @@ def test_what_needs_neither_runs_without_them(args, words):
         ("conformance os:getpid", "pip install rich."),
         ("watch -- python", "pip install wrapt."),
         ("show --lengths 3", "pip install rich."),
-        ("guide ms-swfit", "Did you mean ms-swift"),
     ],
 )
 def test_the_others_say_in_one_line_what_to_install(monkeypatch, args, words):
