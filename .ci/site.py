@@ -69,7 +69,7 @@ JOBS = {
         "Megatron-core, MindSpeed, ms-swift and twinkle.",
         "integrations.megatron consumers.mindspeed.start_problem integrations.swift integrations.twinkle",
     ),
-    "Trainers: RL": ("verl and OpenRLHF.", "integrations.verl integrations.openrlhf"),
+    "Trainers: RL": ("verl.", "integrations.verl"),
     "Errors": ("What is raised, and what a message holds.", "errors"),
     "For tests": ("Tiny models, to test a collator or a stack of your own.", "testing"),
     "Extend": ("Keys of a batch, and readers of a mask, that the package does not know.", "keys consumers.mask_choice"),

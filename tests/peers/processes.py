@@ -21,8 +21,8 @@ QUIET |= dict.fromkeys(("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABL
 def found_by(work: str, folder: Path, *words: Any, variants: Any = ({},), ranks: int = 0) -> list[Any]:
     """`python WORK.py OUT WORDS ...`, once for each variant of the environment, all at once: the JSON that each wrote.
 
-    With `ranks` a variant is that many processes; the environment of each names its place as torchrun does, and STORE. The
-    first one writes.
+    A variant with RUN goes through `collate-npu run`. With `ranks` a variant is that many processes; the environment of each
+    names its place as torchrun does, and STORE. The first one writes.
     """
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     running, outs = [], [folder / f"{work}-{n}.json" for n in range(len(variants))]
@@ -33,7 +33,8 @@ def found_by(work: str, folder: Path, *words: Any, variants: Any = ({},), ranks:
             env |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
         for rank in range(max(ranks, 1)):
             place = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) if ranks else {}
-            command = [sys.executable, str(HERE / f"{work}.py"), str(out), *map(str, words)]
+            through = [sys.executable, "-m", "collate_npu", "run", "--no-check", "--"] if "RUN" in variant else []
+            command = [*through, sys.executable, str(HERE / f"{work}.py"), str(out), *map(str, words)]
             log = out.with_suffix(f".{rank}.log").open("w+")
             running.append((subprocess.Popen(command, env=env | place, cwd=folder, stdout=log, stderr=log), log))
     for process, log in running:

@@ -1,12 +1,12 @@
 """LLaMA-Factory 0.9.5: its trainers from YAML files, and its collators, padded and packed.
 
-`python test_llamafactory.py OUT.json FOLDER JOB...` trains; a job is "stage model setting ours|own". What is `ours` is what
-README says: a script of six lines in place of `llamafactory-cli train`. torchaudio is a stand-in: there is no wheel of it
-for this torch, and no sound in these tests.
+`python test_llamafactory.py OUT.json FOLDER JOB...` trains; a job is "stage model setting ours|own", and `ours` goes through
+`collate-npu run`. torchaudio is a stand-in: there is no wheel of it for this torch, and no sound in these tests.
 """
 
 # ruff: noqa: E402
 import json
+import os
 import sys
 from importlib.metadata import version
 from itertools import product
@@ -44,7 +44,8 @@ def runs(tmp_path_factory):
     if version("transformers") > "5.6.1":
         pytest.skip("llamafactory 0.9.5 trains with transformers up to 5.6.0")
     folder = tmp_path_factory.mktemp("llamafactory")
-    return found_by("test_llamafactory", folder, folder, *JOBS)[0]
+    own, ours = found_by("test_llamafactory", folder, folder, *JOBS, variants=({}, {"RUN": "1"}))
+    return {job: (ours if job.endswith("ours") else own)[job] for job in JOBS}
 
 
 def saw(runs, job):
@@ -66,7 +67,7 @@ def test_rows_are_right(runs, job):
 def test_its_cells(runs, family, layout, setting):
     stack = Stack("LLaMA-Factory", ("llamafactory", "transformers"), "peers_llamafactory")
     own, ours = (of_job(saw(runs, f"sft {family} {setting} {who}")) for who in ("own", "ours"))
-    stack.tell(family, layout, alone=own, ours=ours, line="adapt(model)")
+    stack.tell(family, layout, alone=own, ours=ours, line="collate-npu run --")
 
 
 # --- the collators
@@ -129,12 +130,10 @@ def config(folder, stage, model, setting):
     return str(path)
 
 
-def with_ours(build, seen, who, self, *args, **kwargs):
-    """What README's script puts in the place of `Trainer.__init__`, and a Watch on the model."""
+def with_a_watch(build, seen, self, *args, **kwargs):
+    """In the place of `Trainer.__init__`: a Watch on the model."""
     build(self, *args, **kwargs)
     seen["collator"] = type(self.data_collator).__name__
-    if who == "ours":
-        adapt(self.model)
     seen["rows"] = list(self.train_dataset)
     model = getattr(self.model, "pretrained_model", self.model)  # TRL's value head
     seen["watch"] = Watch(getattr(model, "get_base_model", lambda: model)()).__enter__()
@@ -152,8 +151,10 @@ def sequences(rows):
 def run(folder, stage, model, setting, who):
     from llamafactory.train.tuner import run_exp
 
+    if (who == "ours") != ("RUN" in os.environ):
+        return None
     build, seen = Trainer.__init__, {}
-    Trainer.__init__ = lambda self, *args, **kwargs: with_ours(build, seen, who, self, *args, **kwargs)
+    Trainer.__init__ = lambda self, *args, **kwargs: with_a_watch(build, seen, self, *args, **kwargs)
     sys.argv = ["train.py", config(folder, stage, model, setting)]
     refused = refusal(run_exp)
     Trainer.__init__ = build

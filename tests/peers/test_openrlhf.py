@@ -1,8 +1,8 @@
 """OpenRLHF 0.11.2 on a CPU: its `Actor`, reward and critic models on its own batches, ranks that share rows, `train_sft`.
 
-`python test_openrlhf.py OUT FOLDER JOB...` runs `openrlhf.cli.train_sft` as its launcher does; a job is "model ours|own",
-and `ours` goes through `collate_npu.integrations.openrlhf`. With another rank beside it, it is one of two that share rows by
-`--ds.ring_attn_size 2`: the true ring_flash_attn 0.1.8, below which flash_attn's kernel stands in.
+`python test_openrlhf.py OUT FOLDER MODEL...` runs `openrlhf.cli.train_sft` as its launcher does, and may go through
+`collate-npu run`. With another rank beside it, it is one of two that share rows by `--ds.ring_attn_size 2`: the true
+ring_flash_attn 0.1.8, below which flash_attn's kernel stands in.
 """
 
 # ruff: noqa: E402
@@ -26,12 +26,11 @@ from processes import found_by, process_group, refusal, run_jobs, saved_model, w
 from watching import Watch
 
 from collate_npu import adapt
-from collate_npu.integrations import openrlhf as ours
 from collate_npu.testing import byte_tokenizer
 
 NEEDS = ("openrlhf", "deepspeed", "peft", "ray")
 STACK = Stack("OpenRLHF", ("openrlhf", "transformers", "deepspeed"), "peers_openrlhf")
-LINE = "--module collate_npu.integrations.openrlhf"
+LINE = "collate-npu run --"
 FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3", "gemma3_text")
 
 
@@ -42,20 +41,12 @@ def saved(tmp_path_factory):
     return lambda family: saved_model(folder, family)
 
 
-@pytest.fixture(autouse=True)
-def disarmed():
-    yield
-    ours.disarm()
-
-
-def built(path, armed, build=Actor, *words, **settings):
-    """Through OpenRLHF's own builder, armed as its processes are; float32 afterwards, which it does not offer."""
-    if armed:
-        ours.arm()
-    try:
-        return build(path, *words, attn_implementation="sdpa", **settings).float().eval()
-    finally:
-        ours.disarm()
+def built(path, adapted, build=Actor, *words, **settings):
+    """Through OpenRLHF's own builder; float32 afterwards, which it does not offer. `adapted` as `collate-npu run` does."""
+    model = build(path, *words, attn_implementation="sdpa", **settings).float().eval()
+    if adapted:
+        adapt(model)
+    return model
 
 
 def batch_of(samples, side):
@@ -80,14 +71,16 @@ def scored(actor, side):
 def shared(tmp_path_factory, saved):
     """What two ranks of ring attention gave."""
     folder = Path(saved(FAMILIES[0])).parent
-    jobs = [f"{family} {who}" for family in FAMILIES if saved(family) for who in ("own", "ours")]
-    return found_by("test_openrlhf", tmp_path_factory.mktemp("ring"), folder, *jobs, ranks=2)[0]
+    families = [family for family in FAMILIES if saved(family)]
+    return found_by(
+        "test_openrlhf", tmp_path_factory.mktemp("ring"), folder, *families, variants=({}, {"RUN": "1"}), ranks=2
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cells_of_ring_attention(family, shared):
     """The true ring_flash_attn, which makes other windows than the model's (gemma3_text)."""
-    own, mine = (of_job(shared[f"{family} {who}"]) for who in ("own", "ours"))
+    own, mine = (of_job(found[family]) for found in shared)
     STACK.tell(family, "context parallel", alone=own, ours=mine, line=f"{LINE}, --ds.ring_attn_size 2")
 
 
@@ -121,14 +114,6 @@ def test_value_heads_call_the_backbone(kind, packing, saved):
         assert float((answer(samples) - alone).abs().max()) < 1e-5
 
 
-def test_armed_and_disarmed(saved):
-    model = built(saved("qwen3"), True).model
-    assert model._forward_pre_hooks
-    assert not built(saved("qwen3"), False).model._forward_pre_hooks
-    lora = built(saved("qwen3"), True, lora_rank=2, target_modules="all-linear").model
-    assert lora._forward_pre_hooks  # PEFT's wrapper, which runs no hook of the model inside
-
-
 def test_an_actor_is_adapted_by_what_is_in_it(saved):
     actor = built(saved("qwen3_next"), False, packing_samples=True)
     rows = [[5, 9, 2], [40, 41, 42, 43]]
@@ -138,28 +123,19 @@ def test_an_actor_is_adapted_by_what_is_in_it(saved):
     assert not actor.model._forward_pre_hooks
 
 
-def test_train_sft_under_zero_3_is_armed(tmp_path):
+def test_train_sft_under_zero_3_through_run(tmp_path):
     """Hidden states are in bfloat16, which its command line asks for."""
-    (found,) = found_by("test_openrlhf", tmp_path, tmp_path, "qwen3_next ours", ranks=1)
-    job = found["qwen3_next ours"]
+    job = found_by("test_openrlhf", tmp_path, tmp_path, "qwen3_next", variants=({"RUN": "1"},), ranks=1)[0]["qwen3_next"]
     assert (job["refused"], job["compared"]) == ("", 4)
     assert job["error"] < 0.1
     assert job["masks"] == {"linear_attn": ["None"], "self_attn": ["bool [1, 1, 1, 1]"]}  # of a flat row
 
 
-def test_rays_own_loader_finds_the_hook(saved):
-    """What each worker runs where a user names it (ray 2.55 _private/workers/default_worker.py:314-318)."""
-    from ray._private.runtime_env.setup_hook import load_and_execute_setup_hook
-
-    assert load_and_execute_setup_hook("collate_npu.integrations.openrlhf.arm") is None
-    assert Actor(saved("qwen3"), attn_implementation="sdpa").model._forward_pre_hooks
-
-
 @torch.no_grad()
-def share(folder, family, who):
+def share(folder, family):
     path = saved_model(folder, family)
     truth = Actor(path, attn_implementation="sdpa").float().eval()
-    actor = built(path, who == "ours", packing_samples=True)
+    actor = built(path, False, packing_samples=True)
     actor.model.config._attn_implementation = "flash_attention_2"
     ids, keep = batch_of(samples(), "right")
     given = {"return_logprobs": True, "ring_attn_group": ring_attn_utils.RING_ATTN_GROUP}
@@ -193,7 +169,7 @@ def settings(folder, model):
     return [*words, "--model.pretrain_mode_enable", "--ckpt.disable_ds"]
 
 
-def train(folder, model, who):
+def train(folder, model):
     """One training step; the model is watched from the moment when OpenRLHF has built it."""
     build, seen = actor.Actor.__init__, []
 
@@ -203,11 +179,7 @@ def train(folder, model, who):
 
     actor.Actor.__init__ = watched_build
     sys.argv = ["python", "--local_rank=0", *settings(folder, model)]
-    if who == "ours":
-        sys.argv.insert(2, NAME)
-        refused = refusal(ours.main)
-    else:
-        refused = refusal(lambda: runpy.run_module(NAME, run_name="__main__", alter_sys=True))
+    refused = refusal(lambda: runpy.run_module(NAME, run_name="__main__", alter_sys=True))
     rows = {tuple(byte_tokenizer()(text)["input_ids"]) for text in TEXTS}
     return watched(seen[0], rows, refused) if seen else {"refused": refused}
 
