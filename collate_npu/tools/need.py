@@ -25,10 +25,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from collate_npu import integrations
 from collate_npu.collate.wrapping import wrap_collator
+from collate_npu.consumers.model_traits import text_config
 from collate_npu.errors import printable
 from collate_npu.integrations.adapt import adapt
 from collate_npu.proof import measure
@@ -165,28 +166,12 @@ class Needed:
         tokens = f"sequences of {', '.join(map(str, _LENGTHS))} tokens, on a CPU in float32"
         yield terminal.terms([
             ("wrong", f"relative error of a step's gradient, beside each sequence alone; right: below {_ROUNDING:g}"),
-            ("labels", "the logits are right; the first label of a row is trained from padding"),
+            ("labels", "the logits are right, but the first label of a row is trained from padding"),
             *(("refused", f"{model}: {note}") for model, note in notes if note not in ("", "labels")),
             ("speed", f"how many times as fast a step is with the line; {tokens}"),
             ("ran", ", ".join(f"{package} {here}" for package, here in self.releases.items() if here)),
             ("not installed", ", ".join(package for package, here in self.releases.items() if not here) or "-"),
         ])  # fmt: skip
-
-
-class _Kept(TrainerCallback):  # type: ignore[misc]
-    """The gradient of the first step, and the seconds of each forward and backward pass."""
-
-    def __init__(self) -> None:
-        self.gradients: measure.Gradients = {}
-        self.seconds: list[float] = []
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.began = perf_counter()
-
-    def on_pre_optimizer_step(self, *args: Any, model: torch.nn.Module, **kwargs: Any) -> None:
-        self.seconds.append(perf_counter() - self.began)
-        if not self.gradients:
-            self.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 class _Subject:
@@ -196,6 +181,10 @@ class _Subject:
         how: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "seed": 0, "trust": trust, "largest_id": 0}
         self.name = name
         self.model, tokenizer, _ = load_model(name, "sdpa", tokenizer=None, **how)
+        config = text_config(self.model.config)
+        for name, off in {"router_aux_loss_coef": 0.0, "output_router_logits": False}.items():
+            if hasattr(config, name):  # a loss of the whole batch, which no sequence has alone
+                setattr(config, name, off)
         self.tokenizer, drawn = tokenizer or byte_tokenizer(), torch.Generator().manual_seed(0)
         most = min(self.model.get_input_embeddings().weight.shape[0], 256)
         rows = [torch.randint(3, most, (length,), generator=drawn).tolist() for length in _LENGTHS]
@@ -204,24 +193,32 @@ class _Subject:
 
     def step(self, build: Callable[..., Any], *, ours: bool) -> Step:
         """Train a copy of the model, without what trainers print and warn of."""
-        kept, given = _Kept(), copy.deepcopy((self.model, self.tokenizer, self.features))
-        made = tempfile.TemporaryDirectory(prefix="collate-npu-")
+        seconds: list[float] = []
+        gradients: measure.Gradients = {}
+
+        def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
+            began = perf_counter()
+            loss = inner(model, *args, **kwargs)
+            seconds.append(perf_counter() - began)
+            learned = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            gradients.update({} if gradients else {name: grad * count for name, grad in learned.items()})
+            return loss
+
+        count = sum(_LENGTHS) - len(_LENGTHS)  # a trainer learns the mean over the labels
+        made, given = tempfile.TemporaryDirectory(), copy.deepcopy((self.model, self.tokenizer, self.features))
         with made as folder, redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 trainer = build(*given, {"output_dir": folder, **_SETTINGS}, ours=ours)
-                trainer.add_callback(kept)
+                inner, trainer.training_step = trainer.training_step, watched
                 with measure.without_dropout(trainer.model):
                     trainer.train()
             except Exception as error:
                 return Step(word="refused", note=describe_error(error))
-            count = sum(_LENGTHS) - len(_LENGTHS)  # a trainer learns the mean over the labels
-            found = replace(self.alone, gradients={name: count * each for name, each in kept.gradients.items()})
-            gradient = measure.errors_between(found, self.alone).gradient
-            if gradient < _ROUNDING:
-                return Step(word="right", gradient=gradient, seconds=min(kept.seconds[1:]))
-            note = "labels" if self._logits_are_right(trainer) else ""
-            return Step(word="wrong", gradient=gradient, seconds=min(kept.seconds[1:]), note=note)
+            gradient = measure.errors_between(replace(self.alone, gradients=gradients), self.alone).gradient
+            word = "right" if gradient < _ROUNDING else "wrong"
+            note = "labels" if word == "wrong" and self._logits_are_right(trainer) else ""
+        return Step(word=word, gradient=gradient, seconds=min(seconds[1:]), note=note)
 
     def _logits_are_right(self, trainer: Any) -> bool:
         with suppress(Exception):  # a batch that only its trainer can hand to the model
