@@ -113,24 +113,20 @@ def pipe_may_close() -> Iterator[None]:
 
 
 def run_need(options: Namespace) -> int:
-    """Do you need this library? Each trainer that is installed here runs tiny models without it, and with the line to add.
+    """Do you need this library? Each trainer that is installed here trains tiny models, without it and with the line to add.
 
-    transformers' Trainer (padded right, padded left, one flat row), TRL's SFTTrainer and ms-swift, where they are installed.
-    For each: whether the gradient of a step is that of each sequence alone, how far it is off, the line, and the speed of a
-    step with it. Exit code 0: all is right with its line. 1: something is wrong with it. 2: something was refused.
+    The trainers are transformers' Trainer, TRL's SFTTrainer and ms-swift's. The table says whether the gradient of a step is
+    that of each sequence alone, how far it is off, the line, and how much faster a step is with it. Exit code 0: all is
+    right with its line. 1: something is wrong, or was right without the line. 2: something else was refused.
 
     Examples:
     collate-npu need — a Qwen3-Next and a Qwen3, tiny and random
-    collate-npu need --model qwen3_5_text — another model type, tiny and random
-    collate-npu need --model ./checkpoint — your own, on the CPU in float32
+    collate-npu need --model qwen3_5_text --model ./checkpoint — another model type; your own, on the CPU in float32
     """
     load_transformers()
-    load("accelerate")
     from collate_npu.tools.need import measure_need
-    from collate_npu.tools.terminal import screen
 
-    found = measure_need(models=options.model, trust=options.trust_remote_code, console=screen(stderr=True))
-    return _report(found, options.json)
+    return _report(measure_need(models=options.model, trust=options.trust_remote_code), options.json)
 
 
 def run_audit(options: Namespace) -> int:

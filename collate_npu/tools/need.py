@@ -22,7 +22,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -78,14 +77,13 @@ def _adapted(trainer: Any, ours: bool) -> Any:
     return trainer
 
 
-_SEQ2SEQ, _FLAT = "Trainer, DataCollatorForSeq2Seq, padded", "Trainer, DataCollatorWithFlattening"
-_WRAPS = "wrap_collator(collator, model=model); adapt(trainer.model)"
 _ADAPTS = "adapt(trainer.model)"
+_WRAPS = f"wrap_collator(collator, model=model); {_ADAPTS}"
 _STACKS: dict[str, _Rows] = {
     "transformers": {
-        f"{_SEQ2SEQ} right": (_ADAPTS, _trainer),
-        f"{_SEQ2SEQ} left": (_WRAPS, partial(_trainer, side="left")),
-        _FLAT: (_ADAPTS, partial(_trainer, side="flat")),
+        "Trainer, DataCollatorForSeq2Seq, padded right": (_ADAPTS, _trainer),
+        "Trainer, DataCollatorForSeq2Seq, padded left": (_WRAPS, partial(_trainer, side="left")),
+        "Trainer, DataCollatorWithFlattening": (_ADAPTS, partial(_trainer, side="flat")),
     },
     "trl": {
         "TRL SFTTrainer, padded": (_ADAPTS, _sft),
@@ -130,8 +128,8 @@ class Trained:
     def cells(self) -> list[str]:
         """Return the row of the table."""
         faster = self.plain.seconds / self.ours.seconds if self.plain.seconds and self.ours.seconds else 0.0
-        line = f"nothing; faster: {self.line}" if faster > 1.15 else "nothing"
-        line = line if self.plain.word == "right" else self.line
+        nothing = f"nothing; faster: {self.line}" if faster > 1.15 else "nothing"
+        line = nothing if self.plain.word == "right" else self.line
         return [self.model, self.by, str(self.plain), str(self.ours), line, f"{faster:.1f}" if faster else "-"]
 
 
@@ -180,19 +178,19 @@ class _Subject:
     def __init__(self, name: str, *, trust: bool) -> None:
         how: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "seed": 0, "trust": trust, "largest_id": 0}
         self.name = name
-        self.model, tokenizer, _ = load_model(name, "sdpa", tokenizer=None, **how)
+        self.model, tokenizer, pad = load_model(name, "sdpa", tokenizer=None, **how)
         config = text_config(self.model.config)
         for name, off in {"router_aux_loss_coef": 0.0, "output_router_logits": False}.items():
             if hasattr(config, name):  # a loss of the whole batch, which no sequence has alone
                 setattr(config, name, off)
         self.tokenizer, drawn = tokenizer or byte_tokenizer(), torch.Generator().manual_seed(0)
         most = min(self.model.get_input_embeddings().weight.shape[0], 256)
-        rows = [torch.randint(3, most, (length,), generator=drawn).tolist() for length in _LENGTHS]
+        rows = [[*torch.randint(3, most, (n - 1,), generator=drawn).tolist(), pad] for n in _LENGTHS]  # eos is pad, too
         self.features = [{"input_ids": ids, "labels": ids} for ids in rows]
         self.alone = measure.alone(self.model, self.features, True)
 
     def step(self, build: Callable[..., Any], *, ours: bool) -> Step:
-        """Train a copy of the model, without what trainers print and warn of."""
+        """Train a copy of the model; what trainers print and warn of is not shown."""
         seconds: list[float] = []
         gradients: measure.Gradients = {}
 
@@ -200,8 +198,8 @@ class _Subject:
             began = perf_counter()
             loss = inner(model, *args, **kwargs)
             seconds.append(perf_counter() - began)
-            learned = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            gradients.update({} if gradients else {name: grad * count for name, grad in learned.items()})
+            if len(seconds) == 1:
+                gradients.update({name: p.grad * count for name, p in model.named_parameters() if p.grad is not None})
             return loss
 
         count = sum(_LENGTHS) - len(_LENGTHS)  # a trainer learns the mean over the labels
@@ -227,7 +225,7 @@ class _Subject:
         return False
 
 
-def measure_need(*, models: Sequence[str], trust: bool, console: Console) -> Needed:
+def measure_need(*, models: Sequence[str], trust: bool) -> Needed:
     """Measure every row of each installed package. Raises `CollateError` for a model that cannot be used."""
     check_models(models, None, trust=trust)
     if not any(map(is_checkpoint, models)):
@@ -235,7 +233,7 @@ def measure_need(*, models: Sequence[str], trust: bool, console: Console) -> Nee
     subjects = [_Subject(name, trust=trust) for name in dict.fromkeys(models or ("qwen3_next", "qwen3"))]
     ways = [(words, *how) for package, rows in stacks().items() if installed(package) for words, how in rows.items()]
     found: list[Trained] = []
-    with terminal.progress(len(ways) * len(subjects), console) as show:
+    with terminal.progress(len(ways) * len(subjects)) as show:
         for words, line, build in ways:
             for subject in subjects:
                 show(printable(f"{subject.name}, {words}"), len(found))
