@@ -144,9 +144,9 @@ def run_audit(options: Namespace) -> int:
     collate-npu audit --packed --attn flash_attention_2 --device npu --dtype bfloat16 — what trainers run on a card
     """
     load_transformers()
-    from collate_npu.tools.audit import audit_all, page
+    from collate_npu.tools.audit import audit_all
     from collate_npu.tools.files import check_place
-    from collate_npu.tools.terminal import screen
+    from collate_npu.tools.terminal import html_of, screen, terms
 
     asked = vars(options)
     html, as_json, verbose, side, packed = (asked.pop(name) for name in ("html", "json", "verbose", "side", "packed"))
@@ -157,7 +157,8 @@ def run_audit(options: Namespace) -> int:
     named = {names.get(name, name): value for name, value in asked.items()}
     report = audit_all(**named, sides=sides, console=screen(stderr=True))
     if html:
-        html.write_text(page(report), encoding="utf-8")
+        settings = terms((key, str(value)) for key, value in report.settings.items())
+        html.write_text(html_of("collate-npu audit", *report.drawn(verbose=True), settings), encoding="utf-8")
         print(f"collate-npu: wrote {printable(str(html))}", file=sys.stderr, flush=True)
     return _report(report, as_json, verbose=verbose)
 

@@ -176,9 +176,8 @@ class _Subject:
     """A model, sequences of random tokens, and what each gives alone."""
 
     def __init__(self, name: str, *, trust: bool) -> None:
-        how: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "seed": 0, "trust": trust, "largest_id": 0}
         self.name = name
-        self.model, tokenizer, pad = load_model(name, "sdpa", tokenizer=None, **how)
+        self.model, tokenizer, pad = load_model(name, "sdpa", trust=trust)
         config = text_config(self.model.config)
         for name, off in {"router_aux_loss_coef": 0.0, "output_router_logits": False}.items():
             if hasattr(config, name):  # a loss of the whole batch, which no sequence has alone

@@ -29,7 +29,7 @@ def _trainer(model: Any, tokenizer: Any, features: Sequence[Any], settings: Any,
     template = get_template(processor, template_type="chatml", **options)
     template.set_mode("train")
     rows = [{**each, "labels": [IGNORED, *each["labels"][1:]], "length": len(each["labels"])} for each in features]
-    args = Seq2SeqTrainingArguments(**settings, check_model=False, remove_unused_columns=False)
+    args = Seq2SeqTrainingArguments(**settings, dataloader_num_workers=0, check_model=False, remove_unused_columns=False)
     uninstall()
     if ours:
         install(trainers=False)
