@@ -469,6 +469,8 @@ def peers_swift(session: nox.Session) -> None:
     # sft first: of two unions that are equal typing returns the one made first, and ms-swift's parser goes by the order
     names = ("swift_sft", "swift_megatron", "swift_transformers", "mcore_bridge", "parallel_peers")
     session.run("pytest", *(f"tests/peers/test_{name}.py" for name in names), env=PEERS)
+    # apart: what ms-swift changes of transformers stays
+    session.run("pytest", "tests/tools/test_need.py", "-k", "installed", env=PEERS, success_codes=(0, 5))
     # apart: beside Triton, transformers' own layers take fla's kernels
     fla = Path(session.create_tmp()).resolve() / "fla"
     put(session, "--no-deps", "--target", str(fla), "fla-core==0.6.0", "triton==3.7.0")
