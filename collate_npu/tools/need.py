@@ -32,7 +32,7 @@ from collate_npu.consumers.model_traits import text_config
 from collate_npu.errors import printable
 from collate_npu.integrations.adapt import adapt
 from collate_npu.proof import measure
-from collate_npu.proof.invariance import locate
+from collate_npu.proof.invariance import advice, locate
 from collate_npu.releases import installed
 from collate_npu.testing import byte_tokenizer
 from collate_npu.tools import terminal
@@ -198,10 +198,9 @@ class _Subject:
             loss = inner(model, *args, **kwargs)
             seconds.append(perf_counter() - began)
             if len(seconds) == 1:
-                gradients.update({name: p.grad * count for name, p in model.named_parameters() if p.grad is not None})
+                gradients.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
             return loss
 
-        count = sum(_LENGTHS) - len(_LENGTHS)  # a trainer learns the mean over the labels
         made, given = tempfile.TemporaryDirectory(), copy.deepcopy((self.model, self.tokenizer, self.features))
         with made as folder, redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -212,15 +211,22 @@ class _Subject:
                     trainer.train()
             except Exception as error:
                 return Step(word="refused", note=describe_error(error))
-            gradient = measure.errors_between(replace(self.alone, gradients=gradients), self.alone).gradient
+            # a trainer learns the mean over the labels; transformers 4.57 counts the first ones, too
+            gradient = min(self._error(gradients, count) for count in (sum(_LENGTHS) - len(_LENGTHS), sum(_LENGTHS)))
             word = "right" if gradient < _ROUNDING else "wrong"
-            note = "labels" if word == "wrong" and self._logits_are_right(trainer) else ""
+            note = "labels" if word == "wrong" and self._labels_alone(trainer) else ""
         return Step(word=word, gradient=gradient, seconds=min(seconds[1:]), note=note)
 
-    def _logits_are_right(self, trainer: Any) -> bool:
+    def _error(self, gradients: measure.Gradients, count: int) -> float:
+        summed = replace(self.alone, gradients={name: grad * count for name, grad in gradients.items()})
+        return measure.errors_between(summed, self.alone).gradient
+
+    def _labels_alone(self, trainer: Any) -> bool:
+        """True if the logits are right, and first labels are not ignored."""
         with suppress(Exception):  # a batch that only its trainer can hand to the model
             located = locate(next(iter(trainer.get_train_dataloader())), self.features)
-            return measure.errors_between(located.numbers(trainer.model, False), self.alone).logits < _ROUNDING
+            logits = measure.errors_between(located.numbers(trainer.model, False), self.alone).logits
+            return logits < _ROUNDING and "First labels" in advice(located, trainer.model, ())
         return False
 
 
