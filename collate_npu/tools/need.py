@@ -173,7 +173,7 @@ class Needed:
 
 
 class _Subject:
-    """A model, sequences of random tokens, and what each gives alone."""
+    """A model without dropout, sequences of random tokens, and what each gives alone."""
 
     def __init__(self, name: str, *, trust: bool) -> None:
         self.name = name
@@ -182,11 +182,15 @@ class _Subject:
         for name, off in {"router_aux_loss_coef": 0.0, "output_router_logits": False}.items():
             if hasattr(config, name):  # a loss of the whole batch, which no sequence has alone
                 setattr(config, name, off)
+        for held in (config, *self.model.modules()):
+            for part, value in [*vars(held).items()]:
+                if isinstance(value, float) and ("drop" in part or part == "p"):
+                    setattr(held, part, 0.0)
         self.tokenizer, drawn = tokenizer or byte_tokenizer(), torch.Generator().manual_seed(0)
         most = min(self.model.get_input_embeddings().weight.shape[0], 256)
         rows = [[*torch.randint(3, most, (n - 1,), generator=drawn).tolist(), pad] for n in _LENGTHS]  # eos is pad, too
         self.features = [{"input_ids": ids, "labels": ids} for ids in rows]
-        self.alone = measure.alone(self.model, self.features, True)
+        self.alone = measure.alone(copy.deepcopy(self.model), self.features, True)  # some models keep a state
 
     def step(self, build: Callable[..., Any], *, ours: bool) -> Step:
         """Train a copy of the model; what trainers print and warn of is not shown."""
@@ -207,8 +211,7 @@ class _Subject:
             try:
                 trainer = build(*given, {"output_dir": folder, **_SETTINGS}, ours=ours)
                 inner, trainer.training_step = trainer.training_step, watched
-                with measure.without_dropout(trainer.model):
-                    trainer.train()
+                trainer.train()
             except Exception as error:
                 return Step(word="refused", note=describe_error(error))
             # a trainer learns the mean over the labels; transformers 4.57 counts the first ones, too
