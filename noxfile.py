@@ -1,5 +1,5 @@
-"""Sessions: `nox -s audit` (the main job), `nox -s tests` (the test command, minutes), `nox -s tests_all` (all of them);
-`nox -l` lists the rest. `COLLATE_NPU_SEED=123 nox -s tests` draws what that run drew.
+"""Sessions: `nox -s need` (do you need it?), `nox -s audit` (the main job), `nox -s tests` (the test command, minutes),
+`nox -s tests_all` (all of them); `nox -l` lists the rest. `COLLATE_NPU_SEED=123 nox -s tests` draws what that run drew.
 
 `npu` and the sessions `peers_*` run the released packages of other stacks, each set in an environment of its own;
 `oldest_torch` the oldest torch, on any Python: `nox -s oldest_torch -P 3.10`. `elsewhere` tells what runs on other Pythons
@@ -151,7 +151,7 @@ ROWS = {
 """Of `elsewhere`, by name: a Python, a torch, and what stands beside it; each release once, not their product."""
 LOCKS = Path(".ci/locks")
 """COLLATE_NPU_UNLOCKED=1 takes what the index has today."""
-SAME = dict.fromkeys(("tests_all-newest", "fuzz", "mutants", "soak"), "tests")
+SAME = dict.fromkeys(("need", "tests_all-newest", "fuzz", "mutants", "soak"), "tests")
 BY_THEMSELVES = {"--target", "--python-version", "--ignore-requires-python"}
 """What is installed so stands in no lock."""
 _PUT: set[str] = set()
@@ -257,6 +257,13 @@ def types(session: nox.Session) -> None:
     """mypy, strict, on the package."""
     install(session, "mypy==2.4.1", *AUDIT)
     session.run("mypy")
+
+
+@nox.session
+def need(session: nox.Session) -> None:
+    """Do you need it? transformers' Trainer and TRL's, plain and with the line; arguments go to `collate-npu need`."""
+    install(session, TRANSFORMERS, *TRAINERS, *AUDIT)
+    session.run("collate-npu", "need", *session.posargs)
 
 
 @nox.session
@@ -462,6 +469,8 @@ def peers_swift(session: nox.Session) -> None:
     # sft first: of two unions that are equal typing returns the one made first, and ms-swift's parser goes by the order
     names = ("swift_sft", "swift_megatron", "swift_transformers", "mcore_bridge", "parallel_peers")
     session.run("pytest", *(f"tests/peers/test_{name}.py" for name in names), env=PEERS)
+    # apart: what ms-swift changes of transformers stays
+    session.run("pytest", "tests/tools/test_need.py", "-k", "installed", env=PEERS, success_codes=(0, 5))
     # apart: beside Triton, transformers' own layers take fla's kernels
     fla = Path(session.create_tmp()).resolve() / "fla"
     put(session, "--no-deps", "--target", str(fla), "fla-core==0.6.0", "triton==3.7.0")

@@ -1,7 +1,6 @@
 """Lists that are read off the code, for a type checker or a reader: `python tests/lists.py` writes them."""
 
 import inspect
-import json
 import re
 import sys
 import textwrap
@@ -19,35 +18,23 @@ from collate_npu.kernels import gated_delta
 from collate_npu.parallel import layout
 from collate_npu.testing import hybrid_model_types, tiny_model
 from collate_npu.tools.cli import parsers
+from collate_npu.tools.need import Step, Trained
 
 sys.path.append(str(ROOT))
 
 from benchmarks import figures
 
-SEQ2SEQ, FLATTENING = "DataCollatorForSeq2Seq", "DataCollatorWithFlattening"
-LOCAL, FREE = "`--attention_backend local`", "--padding_free true"
-NEEDED = (
-    ("transformers-trainer", "qwen3_next", "padded right", f"transformers Trainer, Qwen3-Next, padded right, {SEQ2SEQ}"),
-    ("transformers-trainer", "qwen3_next", "padded left", f"transformers Trainer, Qwen3-Next, padded left, {SEQ2SEQ}"),
-    ("transformers-trainer", "qwen3", "padded left", f"transformers Trainer, Qwen3, padded left, {SEQ2SEQ}"),
-    ("transformers-trainer", "qwen3_next", "packed", f"transformers Trainer, Qwen3-Next, flat row, {FLATTENING}"),
-    ("trl-sfttrainer", "qwen3_5_text", "packed", "TRL SFTTrainer, Qwen3.5, flat row, `padding_free=True`"),
-    ("ms-swift", "qwen3_next", "packed", f"ms-swift `swift sft`, Qwen3-Next, flat row, `--attn_impl flash_attn {FREE}`"),
-    ("ms-swift-megatron", "qwen3_5", "padded right", "ms-swift `megatron sft`, Qwen3.5, padded right"),
-    ("ms-swift-megatron", "qwen3_5", "padded left", f"ms-swift `megatron sft`, Qwen3.5, padded left, {LOCAL}"),
-    ("verl-fsdp", "qwen3_next", "packed", "verl FSDP, Qwen3-Next, flat row (the default)"),
-)  # fmt: skip
-"""The rows of README: a stack, its cell and the words for it. Each says another thing."""
 CHINESE = {
     "you train with": "你的训练方式",
-    "without collate_npu": "不用 collate_npu",
-    "with it": "使用 collate_npu",
+    "without it": "不用",
+    "with it": "使用",
     "add this line": "加这一行",
+    "speed": "速度",
+    "nothing; faster:": "不用加；更快：",
     "nothing": "不用加",
     "padded right": "右填充",
     "padded left": "左填充",
-    "flat row": "变长拼接行",
-    " (the default)": "（默认）",
+    "labels": "（标签）",
     "refused": "拒绝",
     "wrong": "错误",
     "right": "正确",
@@ -87,25 +74,31 @@ def asked(name: str) -> str:
 
 
 def needed() -> str:
-    """Cells of the stacks whose gradient was measured: its relative error alone and with ours, and the line."""
-    lines = ["| you train with | without collate_npu | with it | add this line |", "|---|---|---|---|"]
-    for name, family, rows, words in NEEDED:
-        stack = json.loads((ROOT / "benchmarks" / "stacks" / f"{name}.json").read_text("utf-8"))
-        (cell,) = (each for each in stack["cells"] if (each["family"], each["layout"]) == (family, rows))
-        line = "nothing" if cell["alone"]["verdict"] == "right" else f"`{cell['line']}`"
-        lines.append(f"| {words} | {learned(cell['alone'])} | {learned(cell['ours'])} | {line} |")
+    """What `collate-npu need --json` measured, the rows of ms-swift beside the releases it takes."""
+    rows = figures.measured("need") + [row for row in figures.measured("need_swift") if row["by"].startswith("ms-swift")]
+    lines = [
+        "| you train with | Qwen3-Next without it | Qwen3 without it | with it | add this line | speed |",
+        "|---" * 6 + "|",
+    ]
+    for row, dense in zip(rows[::2], rows[1::2]):
+        assert {row["model"], dense["model"]} == {"qwen3_next", "qwen3"}
+        (_, by, plain, ours, line, fast), (*_, other, same, _, faster) = map(cells_of, (row, dense))
+        assert ours == same
+        marked = line.replace(row["line"], f"`{row['line']}`")
+        lines.append(f"| {by} | {bold(plain)} | {bold(other)} | {ours} | {marked} | {fast}, {faster} |")
     return "\n".join(lines)
+
+
+def cells_of(row: dict) -> list[str]:
+    return Trained(**{**row, "plain": Step(**row["plain"]), "ours": Step(**row["ours"])}).cells()
+
+
+def bold(word: str) -> str:
+    return f"**{word}**" if word.startswith("wrong") else word
 
 
 def in_chinese(text: str) -> str:
     return re.sub("|".join(map(re.escape, CHINESE)), lambda found: CHINESE[found[0]], text)
-
-
-def learned(verdict: dict) -> str:
-    """A verdict on the gradient in words."""
-    if verdict["verdict"] != "wrong":
-        return verdict["verdict"] if verdict["verdict"] == "refused" or verdict["gradient"] < 1e-4 else "not measured"
-    return f"**wrong: {verdict['gradient']:.2g}**"
 
 
 def options() -> str:

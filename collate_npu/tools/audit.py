@@ -128,11 +128,7 @@ class Report:
         return drawn
 
 
-def page(report: Report) -> str:
-    """Return the whole report as a page, with what was asked for."""
-    settings = terms((key, str(value)) for key, value in report.settings.items())
-    return terminal.html_of("collate-npu audit", *report.drawn(verbose=True), settings)
-
+# --- the user's collators
 
 GIVEN = ("tokenizer", "processing_class", "model", "pad_token_id", "mlm")
 """What a class, or a function that makes a collator, is given by the names of its arguments; `mlm` is False, for tokens

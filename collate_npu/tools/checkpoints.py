@@ -37,8 +37,9 @@ def check_device(device: str, dtype: torch.dtype) -> None:
 
 
 def load_model(
-    name: str, attn: str, *, tokenizer: Path | None, device: str, dtype: torch.dtype, seed: int, trust: bool, largest_id: int
-) -> tuple[Any, Any, int]:
+    name: str, attn: str, *, trust: bool, tokenizer: Path | None = None, device: str = "cpu",
+    dtype: torch.dtype = torch.float32, seed: int = 0, largest_id: int = 0,
+) -> tuple[Any, Any, int]:  # fmt: skip
     """Return the model on its device, its tokenizer (None where a checkpoint has none), and the id of padding.
 
     A model type is built tiny and random, for samples of ids up to `largest_id`. Raises what transformers raises.

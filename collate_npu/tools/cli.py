@@ -1,4 +1,4 @@
-"""CLI, the command line: `collate-npu audit | conformance | run | watch | show | env | guide`.
+"""CLI, the command line: `collate-npu need | run | audit | conformance | watch | show | env | guide`.
 
 Exit codes: 0 all was measured and is right; 1 something is wrong; 2 it could not do what was named, and a line says why; 130
 interrupted. Nothing here imports torch or rich before a command needs it: `env` explains why torch does not load.
@@ -68,9 +68,28 @@ def load(*packages: str) -> None:
             raise CollateError(f"{package} does not load: {describe_error(error)}. {remedy}") from None
 
 
+def load_transformers() -> None:
+    """Import what a model needs. Its notices are left out: of kernels that are missing, and of loading weights."""
+    load("torch", "transformers", "rich")
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+
 def _say(text: str, end: str = "\n") -> None:
     with pipe_may_close():
         print(text, end=end, flush=True)
+
+
+def _report(report: Any, as_json: bool, **how: Any) -> int:
+    """Print a report, drawn or as JSON, and return its exit code."""
+    if as_json:
+        _say(json.dumps(report.as_json(), indent=2, allow_nan=False))
+    else:
+        _print(*report.drawn(**how))
+    return int(report.exit_code)
 
 
 def _print(*drawn: Any) -> None:
@@ -93,6 +112,23 @@ def pipe_may_close() -> Iterator[None]:
 # --- commands
 
 
+def run_need(options: Namespace) -> int:
+    """Do you need this library? Each trainer that is installed here trains tiny models, without it and with the line to add.
+
+    The trainers are transformers' Trainer, TRL's SFTTrainer and ms-swift's. The table says whether the gradient of a step is
+    that of each sequence alone, how far it is off, the line, and how much faster a step is with it. Exit code 0: all is
+    right with its line. 1: something is wrong, or was right without the line. 2: something else was refused.
+
+    Examples:
+    collate-npu need — a Qwen3-Next and a Qwen3, tiny and random
+    collate-npu need --model qwen3_5_text --model ./checkpoint — another model type; your own, on the CPU in float32
+    """
+    load_transformers()
+    from collate_npu.tools.need import measure_need
+
+    return _report(measure_need(models=options.model, trust=options.trust_remote_code), options.json)
+
+
 def run_audit(options: Namespace) -> int:
     """Does a batch give each sample the numbers that it has alone?
 
@@ -107,15 +143,10 @@ def run_audit(options: Namespace) -> int:
     collate-npu audit --model ./checkpoint --batch dump.pt — a batch saved in your trainer
     collate-npu audit --packed --attn flash_attention_2 --device npu --dtype bfloat16 — what trainers run on a card
     """
-    load("torch", "transformers", "rich")
-    if "TRANSFORMERS_VERBOSITY" not in os.environ:  # notices of kernels that are missing: the report says what matters
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()  # of loading weights: the audit's own says where it is
-    from collate_npu.tools.audit import audit_all, page
+    load_transformers()
+    from collate_npu.tools.audit import audit_all
     from collate_npu.tools.files import check_place
-    from collate_npu.tools.terminal import screen
+    from collate_npu.tools.terminal import html_of, screen, terms
 
     asked = vars(options)
     html, as_json, verbose, side, packed = (asked.pop(name) for name in ("html", "json", "verbose", "side", "packed"))
@@ -126,13 +157,10 @@ def run_audit(options: Namespace) -> int:
     named = {names.get(name, name): value for name, value in asked.items()}
     report = audit_all(**named, sides=sides, console=screen(stderr=True))
     if html:
-        html.write_text(page(report), encoding="utf-8")
+        settings = terms((key, str(value)) for key, value in report.settings.items())
+        html.write_text(html_of("collate-npu audit", *report.drawn(verbose=True), settings), encoding="utf-8")
         print(f"collate-npu: wrote {printable(str(html))}", file=sys.stderr, flush=True)
-    if as_json:
-        _say(json.dumps(report.as_json(), indent=2, allow_nan=False))
-    else:
-        _print(*report.drawn(verbose=verbose))
-    return report.exit_code
+    return _report(report, as_json, verbose=verbose)
 
 
 def run_conformance(options: Namespace) -> int:
@@ -323,7 +351,14 @@ def _list(name: str, words: str) -> tuple[str, dict[str, Any]]:
 
 AS_JSON = _flag("--json", 'Print one JSON object instead of the text; of a verdict its first key is "passed".')
 SIDES, DTYPES = ("left", "right"), ("float32", "bfloat16", "float16")
+TRUST = _flag("--trust-remote-code", "Run Python code in model and tokenizer folders; else they are refused.")
 COMMANDS: dict[str, tuple[Any, ...]] = {
+    "need": (
+        run_need,
+        _list("--model", "A model type (tiny, random), or a checkpoint's folder. Repeatable; default: qwen3_next, qwen3."),
+        TRUST,
+        AS_JSON,
+    ),
     "audit": (
         run_audit,
         _list("--model", "A model type (tiny, random), or a checkpoint's folder. Repeatable; default: all hybrids."),
@@ -331,7 +366,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         _option("--batch", "A batch saved in your trainer (.pt), compared with each of its samples alone.", type=Path),
         _list("--collator", COLLATOR),
         _option("--tokenizer", "Folder of a tokenizer. Default: the checkpoint's own, or bytes for tiny models.", type=Path),
-        _flag("--trust-remote-code", "Run Python code in model and tokenizer folders; else they are refused."),
+        TRUST,
         _option("--side", "left or right. Default: both.", choices=SIDES),
         _list("--attn", "Attention, by transformers' name. Repeatable; default: sdpa and eager."),
         _flag("--packed", "Flat rows too: all samples of a batch in one row."),

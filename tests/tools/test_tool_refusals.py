@@ -28,7 +28,7 @@ def test_every_option_that_a_text_names_is_one():
     assert {"--packed", "--batch-size"} <= named
 
 
-BEHIND_A_CHECK = {"torch_npu": "check_device"}
+BEHIND_A_CHECK = {"torch_npu": "check_device", "trl": "installed"}
 """Who refuses in words where it is not installed."""
 BROUGHT = {"pyarrow": "datasets", "safetensors": "transformers"}
 """By which package of the extra."""
