@@ -46,7 +46,7 @@ GLOO_ABORT = "SIGABRT"
 
 
 def test_the_readme_is_short_and_its_blocks_are_of_known_kinds():
-    assert len(TEXT[README].splitlines()) <= 110
+    assert len(TEXT[README].splitlines()) <= 100
     assert TEXT[README].count("](") <= 15, "links"
     assert {language for language, *_ in blocks_of(TEXT[README])} == {"python", "text", "console", "diff"}
 
@@ -148,7 +148,7 @@ def test_commands_of_trainers_name_the_file_of_the_plugin():
         assert Path(done.stdout.split()[-1]).is_file(), done.stdout
 
 
-@pytest.mark.parametrize(("page", "column"), [("README.md", 24), ("index.md", 14), ("zh/index.md", 14)])
+@pytest.mark.parametrize(("page", "column"), [("index.md", 14), ("zh/index.md", 14)])
 def test_the_first_picture_is_drawn_by_the_library(page, column):
     segments = Segments.from_lengths([3], width=5, side="left")
     square = picture(dense(segments)).splitlines()[:5]
@@ -203,7 +203,7 @@ def is_ours(parts):
 def test_the_two_commands_need_python_and_venv_alone_and_are_what_ci_runs():
     """A system's Python may refuse to install packages (externally managed), and has no nox."""
     pasted = [line for line in COMMANDS if "nox -s" in line]
-    assert [line.rsplit(" ", 1)[1] for line in pasted] == ["audit", "tests"]
+    assert [line.rsplit(" ", 1)[1] for line in pasted] == ["need", "tests"]
     for line in pasted:
         assert re.fullmatch(r"python3 -m venv \.venv && \.venv/bin/pip install nox && \.venv/bin/nox -s \w+", line)
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")

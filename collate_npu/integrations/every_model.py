@@ -132,7 +132,7 @@ class EveryModel:
             with open(self.seen, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         elif ending:
-            print(printable(f"collate-npu run: {summarize([record])}"), file=sys.stderr, flush=True)
+            print(printable(f"collate-npu run: {run_summary([record])}"), file=sys.stderr, flush=True)
 
 
 def _put(kinds: Sequence[str], name: str, ours: Callable[..., Any], module: Any) -> None:
@@ -142,7 +142,7 @@ def _put(kinds: Sequence[str], name: str, ours: Callable[..., Any], module: Any)
         setattr(kind, name, wraps(original)(lambda *args, _original=original, **kwargs: ours(_original, *args, **kwargs)))
 
 
-def summarize(records: Sequence[Mapping[str, Any]]) -> str:
+def run_summary(records: Sequence[Mapping[str, Any]]) -> str:
     """Return one line about the last record of each process."""
     last = {(record["pid"], record["rank"]): record for record in records}.values()
     if not last:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from collate_npu.errors import CollateError, did_you_mean, explain, printable
 from collate_npu.tools.guide import read_page
-from collate_npu.tools.user_code import as_user_code, describe_error, find_callable
+from collate_npu.tools.user_code import as_user_code, describe_error, find_callable, inherited_env, run_processes
 
 
 class Parser(ArgumentParser):
@@ -216,7 +216,6 @@ def run_watched(options: Namespace) -> int:
     """
     load("wrapt", "torch")
     from collate_npu.proof.delivery import summarize
-    from collate_npu.tools.processes import run_processes
 
     settings = {"steps": options.steps, "out": None if options.out is None else str(options.out.resolve())}
 
@@ -244,15 +243,14 @@ def run_adapted(options: Namespace) -> int:
     collate-npu run --env — what a Ray cluster that runs already needs
     """
     load("wrapt", "torch", "transformers")
-    from collate_npu.integrations.every_model import summarize
-    from collate_npu.tools.processes import environment, run_processes
+    from collate_npu.integrations.every_model import run_summary
 
     settings = {"check": options.check}
     if options.env:
-        _say(json.dumps({"env_vars": environment("COLLATE_NPU_RUN", settings)}))
+        _say(json.dumps({"env_vars": inherited_env("COLLATE_NPU_RUN", settings)}))
         return 0
     code, records = run_processes(options.command, "COLLATE_NPU_RUN", settings)
-    print(printable(f"collate-npu run: {summarize(records)}"), file=sys.stderr, flush=True)
+    print(printable(f"collate-npu run: {run_summary(records)}"), file=sys.stderr, flush=True)
     return code
 
 
@@ -394,7 +392,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "run": (
         run_adapted,
         _option("--check", "Check the first step of each model.", action=argparse.BooleanOptionalAction, default=True),
-        _flag("--env", "Print the environment that processes need, as JSON: ray job submit --runtime-env-json takes it."),
+        _flag("--env", "Print the environment that processes need, as JSON: a runtime_env of Ray."),
         _option("command", "The command to run, as it is, after --.", nargs=REMAINDER),
     ),
     "watch": (

@@ -1,4 +1,4 @@
-"""User code: functions and files that a user names on the command line, and errors of their code in one line.
+"""User code: functions, files and commands that a user names on the command line, and errors of their code in one line.
 
 While user code runs, and only then, modules of the working directory and those beside a named file are found, behind all
 that is installed: no file there takes the place of a package. A file is run under a name of its own. Whatever that code
@@ -7,14 +7,20 @@ raises is refused with its file and line.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
+import tempfile
+import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 from collate_npu.errors import CollateError, a_type, did_you_mean, explain, printable
@@ -147,3 +153,62 @@ def _module(place: str) -> Any:
             del sys.modules[file.name]
             raise
     return sys.modules[file.name]
+
+
+# --- a command whose every Python starts with `inherited/sitecustomize.py`, by which ours begins in each of them
+
+_POLL = 0.2
+_PATIENCE = 15
+"""Seconds that a command gets to end by itself."""
+Records = list[dict[str, Any]]
+
+
+def run_processes(
+    command: Sequence[str], variable: str, settings: Mapping[str, Any], stops: Callable[[Records], bool] = lambda _: False
+) -> tuple[int, Records]:
+    """Run a command with these settings in a variable of its environment, until it ends or what its processes wrote `stops`
+    it. Return its exit code, and what they wrote."""
+    command = command[command[:1] == ["--"] :]
+    if not command or which(command[0]) is None:
+        remedy = f"Write what you would type, behind --: collate-npu {variable[12:].lower()} -- python train.py"
+        raise CollateError(f"{command[0] if command else 'COMMAND'}: no such command. {remedy}")
+    with tempfile.TemporaryDirectory() as folder:
+        seen = Path(folder) / "seen.jsonl"
+        added = inherited_env(variable, {**settings, "seen": str(seen)})
+        child = subprocess.Popen(command, env={**os.environ, **added})
+        interrupts = 0
+        while child.poll() is None:
+            try:
+                time.sleep(_POLL)
+                if stops(_records(seen)):
+                    _end(child)
+            except KeyboardInterrupt:
+                interrupts += 1
+                if interrupts > 1:  # the first one it got as well, from the terminal, and may be saving what it has
+                    _end(child)
+        return child.returncode if child.returncode >= 0 else 128 - child.returncode, _records(seen)
+
+
+def inherited_env(variable: str, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the environment of a process must have."""
+    inherited = str(Path(__file__).resolve().parent / "inherited")
+    path = filter(None, (inherited, os.environ.get("PYTHONPATH")))
+    return {"PYTHONPATH": os.pathsep.join(path), variable: json.dumps(settings)}
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.terminate()
+    try:
+        child.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def _records(seen: Path) -> Records:
+    """Return what the processes wrote; a line that is half written is left out."""
+    found = []
+    for line in seen.read_text(encoding="utf-8").splitlines() if seen.exists() else ():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found

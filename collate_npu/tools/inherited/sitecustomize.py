@@ -22,18 +22,16 @@ def _run_the_next() -> None:
         spec.loader.exec_module(module)
 
 
-def _say(variable: str, error: Exception) -> None:
-    doing = variable.rpartition("_")[2].lower()
-    text = f"collate_npu {doing}: nothing of it in {sys.executable}: {type(error).__name__}: {error}"
-    print(text, file=sys.stderr)
+def _say(done: str, error: Exception) -> None:
+    print(f"collate_npu: {sys.executable} is not {done}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
-def _arm(variable: str, name: str, module: object) -> None:
-    """An error of ours must not be one of the import: this may be another Python, without this library."""
+def _arm(done: str, name: str, torch: object) -> None:
+    """An error of ours must not be one of `import torch`: this may be another Python, without this library."""
     try:
-        importlib.import_module(name).arm(module)
+        importlib.import_module(name).arm(torch)
     except Exception as error:
-        _say(variable, error)
+        _say(done, error)
 
 
 for _variable, _ours in ARMED.items():
@@ -41,8 +39,8 @@ for _variable, _ours in ARMED.items():
         try:
             import wrapt
 
-            wrapt.register_post_import_hook(partial(_arm, _variable, _ours), "torch")
+            wrapt.register_post_import_hook(partial(_arm, *_ours), "torch")
         except ImportError as _error:
             if importlib.util.find_spec("torch") is not None:  # else no model runs in this Python
-                _say(_variable, _error)
+                _say(_ours[0], _error)
 _run_the_next()
