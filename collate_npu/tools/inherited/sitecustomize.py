@@ -9,8 +9,11 @@ import sys
 from functools import partial
 from importlib.machinery import PathFinder
 
-ARMED = {"COLLATE_NPU_RUN": "collate_npu.integrations.every_model", "COLLATE_NPU_WATCH": "collate_npu.proof.delivery"}
-"""The module that begins, by the variable that asks for it."""
+ARMED = {
+    "COLLATE_NPU_RUN": ("adapted", "collate_npu.integrations.every_model"),
+    "COLLATE_NPU_WATCH": ("watched", "collate_npu.proof.delivery"),
+}
+"""By the variable that asks: what is done, and the module that does it."""
 
 
 def _run_the_next() -> None:
