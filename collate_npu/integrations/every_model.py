@@ -13,8 +13,9 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial, wraps
 from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -49,6 +50,10 @@ class EveryModel:
         """Threads in which `adapt` asks copies of a model, which stay as they are."""
         self.forget()
 
+    def __reduce__(self) -> Any:
+        """A copy of a model counts with it."""
+        return here, ()
+
     def forget(self) -> None:
         """Count anew, as a forked process does."""
         self.record: dict[str, Any] = {"models": {}, "checked": {}, "refused": {}}
@@ -69,47 +74,61 @@ class EveryModel:
         """Adapt a model that is called for the first time, unless its user did."""
         inside = [each for each in model.modules() if type(each).__call__ is not nn.Module.__call__]
         for each in inside:
-            setattr(each, _OUTERMOST, each is model)
             if each in self.adapted:  # before a wrapper was made
                 self.adapted.pop(each).remove()
+        self.record["models"][type(unwrap(model)).__name__] = "as its user adapted it"
         if hooks_of(model) is None:
-            self.asking.add(get_ident())
-            try:
-                handle = adapt(model)
-            finally:
-                self.asking.remove(get_ident())
+            self.adapted[model] = handle = self._adapt(model)
             self.record["models"][type(unwrap(model)).__name__] = handle.way or "left as it came"
-            if handle.way:
-                self.adapted[model] = handle
-                model.register_forward_pre_hook(self._count)
+        for each in inside:
+            setattr(each, _OUTERMOST, each is model)
+        if hooks_of(model) is not None:
+            model.register_forward_pre_hook(self._count)
+
+    def _adapt(self, model: nn.Module) -> Adapted:
+        self.asking.add(get_ident())
+        try:
+            return adapt(model)
+        finally:
+            self.asking.remove(get_ident())
 
     def call(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a model that is adapted."""
-        if get_ident() in self.asking:
+        known = getattr(model, _OUTERMOST, None)
+        if (known is not None and (not known or torch.compiler.is_compiling())) or get_ident() in self.asking:
             return original(model, *args, **kwargs)
-        if not hasattr(model, _OUTERMOST):
-            outside_graphs(self.know)(model)
-        if torch.compiler.is_compiling() or not getattr(model, _OUTERMOST):
-            return original(model, *args, **kwargs)
-        name, checked = type(unwrap(model)).__name__, self.record["checked"]
+        with self._refusals():
+            if known is None:
+                outside_graphs(self.know)(model)
+            return self._called(original, model, args, kwargs)
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
         try:
-            if self.check and model in self.adapted and model.training and torch.is_grad_enabled() and name not in checked:
-                checked[name] = "NOT JUDGED: its first forward did not end"
-                output, checked[name] = run_judged(original, model, args, kwargs)
-                return output
-            return original(model, *args, **kwargs)
+            yield
         except CollateError as error:
             said = str(error).partition(". ")[0]
             self.record["refused"][said] = self.record["refused"].get(said, 0) + 1
             self.write()
             raise
 
+    def _called(self, original: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Judge the first forward with gradients of each kind of model."""
+        name, checked = type(unwrap(model)).__name__, self.record["checked"]
+        trains = self.check and name not in checked and model.training and torch.is_grad_enabled()
+        if not trains or torch.compiler.is_compiling() or hooks_of(model) is None:
+            return original(model, *args, **kwargs)
+        checked[name] = "NOT JUDGED: its first forward did not end"
+        output, checked[name] = run_judged(original, model, args, kwargs)
+        return output
+
     def count_labels(self, original: Callable[..., Any], trainer: Any, batches: Sequence[Any], *args: Any) -> Any:
         """Correct the labels of a step before the Trainer counts them (transformers 5.23 trainer.py:2298)."""
-        if not hasattr(trainer.model, _OUTERMOST):
-            self.know(trainer.model)
-        for batch in batches if trainer.model in self.adapted else ():
-            batch.update(learned(trainer.model, batch))
+        with self._refusals():
+            if not hasattr(trainer.model, _OUTERMOST):
+                self.know(trainer.model)
+            for batch in batches:
+                batch.update(learned(trainer.model, batch))
         return original(trainer, batches, *args)
 
     def _count(self, model: nn.Module, args: Any) -> None:
@@ -163,6 +182,12 @@ def run_summary(records: Sequence[Mapping[str, Any]]) -> str:
     ])  # fmt: skip
 
 
+@cache
+def here() -> EveryModel:
+    """Return that of this process, as `collate-npu run` sets it in the environment."""
+    return EveryModel(**json.loads(os.environ.get("COLLATE_NPU_RUN", '{"check": false}')))
+
+
 def arm(_module: Any) -> None:
-    """Adapt each model of this process, as `collate-npu run` sets it in the environment; torch was just imported."""
-    EveryModel(**json.loads(os.environ["COLLATE_NPU_RUN"])).start()
+    """Adapt each model of this process; torch was just imported."""
+    here().start()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -90,6 +91,7 @@ def main(family, rows, how):
         loss_of(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits, ids, samples).backward()
     wanted = gradient(model)
     model.zero_grad()
+    model = pickle.loads(pickle.dumps(model)) if how == "loop" else model
     left = transformers.DataCollatorForSeq2Seq(byte_tokenizer(padding_side="left"))
     collator = left if rows == "left" else transformers.DataCollatorWithFlattening()
     if how == "Trainer":
