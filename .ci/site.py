@@ -76,7 +76,7 @@ JOBS = {
 }
 """Title of a page: what it is for, and its names in the order a reader needs them; the name of a module shows all of it."""
 
-SHARED = {"adapt", "patching"}
+SHARED = {"adapt", "every_model", "patching"}
 """Modules of `integrations` that are not of one trainer."""
 
 MODULES = ["collate", "masks", "outputs", "parallel", "proof", "proof.delivery"]
