@@ -146,7 +146,9 @@ def hooks_of(model: nn.Module) -> _Hooks | None:
 def learned(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the labels of this batch that an adapted model will change, before a trainer counts them."""
     door, sources = hooks_of(model), Sources(batch)
-    if door is None or (adapter := door.adapters[door.by_sequence]).is_left(sources) or not sources.named["tokens"]:
+    if door is None or door.shares(model):  # another rank may have the next token of a part
+        return {}
+    if (adapter := door.adapters[door.by_sequence]).is_left(sources) or not sources.named["tokens"]:
         return {}
     segments = adapter.read(sources, adapter.polarity, _is_flat(sources))
     return labels_for(sources, segments, adapter.label_rule, adapter.shifted, holes=not door.by_sequence)
@@ -213,6 +215,11 @@ class _Hooks:
     def _has_lora(self) -> bool:
         """True if PEFT put layers into the model (tuners_utils.py:323)."""
         return bool(self.outer) and hasattr(self.outer[-1], "peft_config")
+
+    def shares(self, module: nn.Module) -> bool:
+        """Return True if ranks share each row that this model gets."""
+        cp = self.share(module)
+        return cp is not None and cp.size > 1
 
     def running(self) -> tuple[Segments | None, bool]:
         """Return the sequences of the batch that runs in this thread, if known, and whether its real tokens run alone."""

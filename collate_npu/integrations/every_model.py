@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
-from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,12 +29,9 @@ from collate_npu.parallel.agreement import outside_graphs
 from collate_npu.proof.delivery import run_judged
 from collate_npu.proof.kernel_calls import first_names
 
-CALLED = {
-    "transformers.modeling_utils": ("PreTrainedModel",),
-    "peft.peft_model": ("PeftModel",),
-    "torch._dynamo.eval_frame": ("OptimizedModule",),
-}
-"""The classes by which a model is called, by their modules."""
+CALLED = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_model": "PeftModel"}
+CALLED |= {"torch._dynamo.eval_frame": "OptimizedModule"}
+"""The class by which a model is called, by its module."""
 _OUTERMOST = "_collate_npu_runs"
 """Stands on each module of these classes that was seen: True if a batch enters the model there. Copies have it too."""
 
@@ -46,8 +42,6 @@ class EveryModel:
     def __init__(self, *, check: bool, seen: str | None = None) -> None:
         self.check, self.seen = check, seen
         self.adapted: WeakKeyDictionary[nn.Module, Adapted] = WeakKeyDictionary()
-        self.asking: set[int] = set()
-        """Threads in which `adapt` asks copies of a model, which stay as they are."""
         self.forget()
 
     def __reduce__(self) -> Any:
@@ -56,46 +50,45 @@ class EveryModel:
 
     def forget(self) -> None:
         """Count anew, as a forked process does."""
-        self.record: dict[str, Any] = {"models": {}, "checked": {}, "refused": {}}
+        self.record: dict[str, Any] = {"models": {}, "checked": {}, "refused": Counter()}
         self.counts = Counter[str]()
 
     def start(self) -> None:
         """Adapt what is called from now on."""
         import wrapt
 
-        for name, kinds in CALLED.items():
-            wrapt.register_post_import_hook(partial(_put, kinds, "__call__", self.call), name)
-        counter = partial(_put, ("Trainer",), "_get_num_items_in_batch", self.count_labels)
+        for name, kind in CALLED.items():
+            wrapt.register_post_import_hook(partial(_put, kind, "__call__", self.call), name)
+        counter = partial(_put, "Trainer", "_get_num_items_in_batch", self.count_labels)
         wrapt.register_post_import_hook(counter, "transformers.trainer")
         os.register_at_fork(after_in_child=self.forget)
         atexit.register(self.write, ending=True)
 
     def know(self, model: nn.Module) -> None:
-        """Adapt a model that is called for the first time, unless its user did."""
+        """Adapt a model that is called for the first time, unless its user did, or it is a copy that a probe asks."""
         inside = [each for each in model.modules() if type(each).__call__ is not nn.Module.__call__]
+        asked = hasattr(model, "is_probe")
+        if not asked:
+            self._adapt(model, inside)
+        for each in inside:
+            setattr(each, _OUTERMOST, each is model and not asked)
+
+    def _adapt(self, model: nn.Module, inside: Sequence[nn.Module]) -> None:
         for each in inside:
             if each in self.adapted:  # before a wrapper was made
                 self.adapted.pop(each).remove()
-        self.record["models"][type(unwrap(model)).__name__] = "as its user adapted it"
+        way = "as its user adapted it"
         if hooks_of(model) is None:
-            self.adapted[model] = handle = self._adapt(model)
-            self.record["models"][type(unwrap(model)).__name__] = handle.way or "left as it came"
-        for each in inside:
-            setattr(each, _OUTERMOST, each is model)
+            self.adapted[model] = handle = adapt(model)
+            way = handle.way or "left as it came"
+        self.record["models"][type(unwrap(model)).__name__] = way
         if hooks_of(model) is not None:
             model.register_forward_pre_hook(self._count)
-
-    def _adapt(self, model: nn.Module) -> Adapted:
-        self.asking.add(get_ident())
-        try:
-            return adapt(model)
-        finally:
-            self.asking.remove(get_ident())
 
     def call(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a model that is adapted."""
         known = getattr(model, _OUTERMOST, None)
-        if (known is not None and (not known or torch.compiler.is_compiling())) or get_ident() in self.asking:
+        if known is not None and (not known or torch.compiler.is_compiling()):
             return original(model, *args, **kwargs)
         with self._refusals():
             if known is None:
@@ -107,8 +100,7 @@ class EveryModel:
         try:
             yield
         except CollateError as error:
-            said = str(error).partition(". ")[0]
-            self.record["refused"][said] = self.record["refused"].get(said, 0) + 1
+            self.record["refused"][str(error).partition(". ")[0]] += 1
             self.write()
             raise
 
@@ -116,7 +108,10 @@ class EveryModel:
         """Judge the first forward with gradients of each kind of model."""
         name, checked = type(unwrap(model)).__name__, self.record["checked"]
         trains = self.check and name not in checked and model.training and torch.is_grad_enabled()
-        if not trains or torch.compiler.is_compiling() or hooks_of(model) is None:
+        if not trains or torch.compiler.is_compiling() or (hooks := hooks_of(model)) is None:
+            return original(model, *args, **kwargs)
+        if hooks.shares(model):  # `check_delivery` takes these with the ranks named
+            checked[name] = "NOT JUDGED: ranks share its rows"
             return original(model, *args, **kwargs)
         checked[name] = "NOT JUDGED: its first forward did not end"
         output, checked[name] = run_judged(original, model, args, kwargs)
@@ -154,11 +149,9 @@ class EveryModel:
             print(printable(f"collate-npu run: {run_summary([record])}"), file=sys.stderr, flush=True)
 
 
-def _put(kinds: Sequence[str], name: str, ours: Callable[..., Any], module: Any) -> None:
-    """Let this method of these classes of a module run `ours(original, ...)`."""
-    for kind in (getattr(module, each) for each in kinds):
-        original = getattr(kind, name)
-        setattr(kind, name, wraps(original)(lambda *args, _original=original, **kwargs: ours(_original, *args, **kwargs)))
+def _put(kind: str, name: str, ours: Callable[..., Any], module: Any) -> None:
+    original = getattr(owner := getattr(module, kind), name)
+    setattr(owner, name, wraps(original)(lambda *args, **kwargs: ours(original, *args, **kwargs)))
 
 
 def run_summary(records: Sequence[Mapping[str, Any]]) -> str:

@@ -29,8 +29,8 @@ def started(words, *before, **env):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env}
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=folder)
-    off = map(float, re.findall(r"^off (\S+)$", done.stdout, flags=re.M))
-    return max(off, default=done.stderr), done.stderr, done.returncode
+    off = re.findall(r"^off (\S+)$", done.stdout, flags=re.M)
+    return max(map(float, off), default=done.stderr), done.stderr, done.returncode
 
 
 @pytest.mark.parametrize("words", CASES)
@@ -49,9 +49,13 @@ def test_a_step_is_that_of_each_sample_alone(words):
 def test_what_is_refused_or_not_adapted_is_said_and_the_exit_code_is_the_commands_own():
     _, said, code = started("qwen3_next flat compiled", *OURS, "run", "--no-check", "--")
     assert (code, "first step: not checked · refused: 1 times attention_mask: got Segments(B=1, S=27" in said) == (1, True)
-    nothing = [*OURS, "run", "--", sys.executable, "-c", "import torch, sys; sys.exit(3)"]
-    done = subprocess.run(nothing, capture_output=True, text=True)
-    assert (done.returncode, "NOTHING WAS ADAPTED" in done.stderr) == (3, True)
+    own = "from collate_npu.testing import tiny_model; from collate_npu import adapt; x = torch.ones(1, 2, dtype=int); "
+    own += "model = tiny_model('qwen3', vocab_size=9); h = adapt(model); model(x, x); sys.exit(h.way != 'by sequence')"
+    cases = ("sys.exit(3)", 3, "NOTHING WAS ADAPTED"), (own, 0, "Qwen3ForCausalLM: as its user adapted it")
+    for script, code, line in cases:
+        command = [*OURS, "run", "--", sys.executable, "-c", f"import torch, sys; {script}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, line in done.stderr) == (code, True), done.stderr
 
 
 def test_a_cluster_that_runs_already_and_watch_beside_it():
@@ -68,7 +72,6 @@ def gradient(model):
 
 
 def loss_of(logits, labels, samples):
-    """Their mean over the labels of these samples."""
     summed = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
     return summed / sum(len(each["labels"]) - 1 for each in samples)
 
