@@ -62,8 +62,8 @@ JOBS = {
         "proof.watch proof.Watch proof.delivery.watch proof.delivery.Watch",
     ),
     "Trainers: transformers": (
-        "The Trainer, TRL, Accelerate, axolotl and torchtitan.",
-        "integrations.transformers integrations.accelerate integrations.axolotl integrations.torchtitan",
+        "The Trainer, TRL, Accelerate and torchtitan.",
+        "integrations.transformers integrations.accelerate integrations.torchtitan",
     ),
     "Trainers: Megatron": (
         "Megatron-core, MindSpeed, ms-swift and twinkle.",

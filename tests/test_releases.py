@@ -54,7 +54,7 @@ def test_outside_are_releases_before_the_oldest_and_after_the_newest_that_ran(mo
         assert bool(outside("trl")) == bool(told)
         assert told in outside("trl")
     assert "(1.0)" in outside("mine", "1.0", "0.9")
-    assert [page_of(name) for name in ("axolotl", "mine")] == ["llamafactory-axolotl", "index"]
+    assert [page_of(name) for name in ("LLaMA-Factory", "mine")] == ["llamafactory-axolotl", "index"]
     assert [page_of(name) for name in ("transformers", "trl", "verl")] == ["transformers", "trl", "verl"]
 
 

@@ -335,10 +335,23 @@ _ONE_AT_A_TIME = RLock()
 def code_of(model: Any) -> tuple[Any, ...]:
     """Return what its layers run: the forwards of their classes, and the functions that these call."""
     forwards = dict.fromkeys(type(module).forward for module in unwrap(model).modules())
-    attention = getattr(text_config(config_of(model)), "_attn_implementation", None)
-    registered = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {}).get(attention)
     called = (variables_of(wrapper)["implementation"] for wrapper in _wrappers(model))
-    return (type(unwrap(model)), registered, *forwards, *called)
+    return (type(unwrap(model)), _attention_of(model)[2], *forwards, *called)
+
+
+def _attention_of(model: Any) -> tuple[Any, Any, Any]:
+    """Return transformers' attention functions, the name of that of this model, and what stands there."""
+    functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
+    name = getattr(text_config(config_of(model)), "_attn_implementation", None)
+    return functions, name, functions.get(name)
+
+
+def ulysses_of(model: Any) -> Any:
+    """Return the attention that DeepSpeed's Ulysses put in the place of this model's (0.19.6 ulysses_sp.py:520-572); None
+    without it."""
+    put = _attention_of(model)[2]
+    held = dict(zip(put.__code__.co_freevars, put.__closure__ or ())).get("uattn") if inspect.isfunction(put) else None
+    return None if held is None else held.cell_contents
 
 
 @contextmanager
@@ -350,6 +363,10 @@ def unshared(model: nn.Module) -> Iterator[None]:
         for hook in hooks:
             undo.append(partial(setattr, hook, "share", hook.share))
             hook.share = lambda _: None
+        if (ulysses := ulysses_of(model)) is not None:
+            functions, attention, put = _attention_of(model)
+            undo.append(partial(functions.__setitem__, attention, put))
+            functions[attention] = ulysses.attn
         for by, name in SEQUENCE_GROUPS.items():
             path, _, last = name.rpartition(".")
             if (owner := getattr(sys.modules.get(by), path, None) if path else sys.modules.get(by)) is not None:

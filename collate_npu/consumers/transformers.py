@@ -152,7 +152,7 @@ def _looks_ahead(case: Case) -> str:
     return own if any(given.get(by) for by in case.model.looks_ahead) else ""
 
 
-_ADAPT = 'call adapt(model) before you make the collator: packed rows are right if its .way is "by sequence"'
+ADAPT = 'call adapt(model) before you make the collator: packed rows are right if its .way is "by sequence"'
 _FLEX = "for packed rows and other patterns a BlockMask on flex_attention"
 TRANSFORMERS = Consumer(
     name="transformers",
@@ -174,7 +174,7 @@ TRANSFORMERS = Consumer(
             when=_leak,
             rule="Padding there changes the real tokens of this model: {why}.",
             remedy="If it mixes neighbouring tokens, batch sequences of one length, one a row. Else pad right, and remove "
-            f"padding inside a sequence, or {_ADAPT}. Before transformers 5.15 recurrent layers get no mask "
+            f"padding inside a sequence, or {ADAPT}. Before transformers 5.15 recurrent layers get no mask "
             "if the batch has one row: batch two rows.",
         ),
         Refusal(
@@ -188,7 +188,7 @@ TRANSFORMERS = Consumer(
             PACKED_RECURRENT,
             of="several sequences in a row, flat or padded, in a hybrid model; adapt(model) runs them sequence by sequence",
             when=packed_reason,
-            remedy=f"Give each sequence its own row (padding_free=False), or {_ADAPT}.",
+            remedy=f"Give each sequence its own row (padding_free=False), or {ADAPT}.",
         ),
         Refusal(
             of="4D masks in a hybrid model",

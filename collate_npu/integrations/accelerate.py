@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import isfunction
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,8 @@ from torch import Tensor
 
 from collate_npu.collate.transport import shipped
 from collate_npu.consumers.by_sequence import runs_by_sequence
-from collate_npu.consumers.model_traits import config_of, text_config, windows
+from collate_npu.consumers.model_traits import config_of, windows
+from collate_npu.consumers.tiny_models import ulysses_of
 from collate_npu.errors import CollateError, a_type, explain
 from collate_npu.integrations.patching import once_imported, patch, release
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, of_kind
@@ -88,15 +88,14 @@ def dispatch_problems(batch: Mapping[str, Any]) -> dict[str, str]:
 
 
 def ulysses_group(model: Any) -> Any:
-    """Return the ranks that share the rows of this model under DeepSpeed's Ulysses, whose attention stands in the place of
-    transformers' own (0.19.6 ulysses_sp.py:520-572); None without it, or in an evaluation, which has whole rows."""
-    functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
-    put = functions.get(getattr(text_config(config_of(model)), "_attn_implementation", None))
-    ulysses = dict(zip(put.__code__.co_freevars, put.__closure__ or ())).get("uattn") if isfunction(put) else None
-    held: Any = None if ulysses is None else ulysses.cell_contents
+    """Return the ranks that share the rows of this model under DeepSpeed's Ulysses; None without it, or in an evaluation,
+    which has whole rows."""
+    held = ulysses_of(model)
     return None if held is None or (held.disable_in_eval and not model.training) else held.process_group
 
 
+REFUSING = ("_refuse_recurrent_layers_under_sequence_parallelism", "_attach_context_parallel_hooks")
+"""Accelerate's functions that refuse a model, before it is called."""
 _HOLDERS = map("adapt {}".format, count())
 
 
@@ -110,12 +109,12 @@ def let_recurrent_layers_pass() -> Any:
 
 def _lift(holder: str) -> None:
     home = sys.modules["accelerate.accelerator"]
-    for name in ("_refuse_recurrent_layers_under_sequence_parallelism", "_attach_context_parallel_hooks"):
+    for name in REFUSING:
         if hasattr(home, name):
-            patch(holder, home, name, _unless_adapted)
+            patch(holder, home, name, unless_adapted)
 
 
-def _unless_adapted(original: Callable[..., Any], model: Any) -> Any:
+def unless_adapted(original: Callable[..., Any], model: Any) -> Any:
     """What is refused by the names of layers is looked up in the config: here none is named but for windows."""
     hides = runs_by_sequence(model) and not windows(config_of(model))
     return original(SimpleNamespace(named_modules=model.named_modules) if hides else model)

@@ -43,6 +43,7 @@ from collate_npu.consumers.model_traits import (
 )
 from collate_npu.consumers.shared_rows import SharedPlan, whole_rows
 from collate_npu.consumers.tiny_models import exchanges, offsets_asked
+from collate_npu.consumers.transformers import ADAPT
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.integrations.accelerate import let_recurrent_layers_pass, ulysses_group
 from collate_npu.keys import KEEP_KEY, SEGMENT_KEY
@@ -133,7 +134,7 @@ def adapt(
     hooks = [_Hooks(module, outer=places[:n], backbone=module is backbone, **given) for n, module in enumerate(places)]
     for module, door in zip(places, hooks):
         handles.append(module.register_forward_pre_hook(door, with_kwargs=True))
-        handles.append(module.register_forward_hook(door.leave, always_call=True))
+        handles.append(module.register_forward_hook(door.leave, prepend=True, always_call=True))
     return Adapted([*handles, let_recurrent_layers_pass()], f"padded: {way.why_padded}" if way.why_padded else "by sequence")
 
 
@@ -277,7 +278,8 @@ class _Hooks:
         try:
             written, _ = adapter.hand_over(batch, padding_free=flat, segments=segments, holes=not whole)
         except UnsupportedFormError as error:
-            raise UnsupportedFormError(f"{error}\nadapt ran it padded: {why}." if why else str(error)) from None
+            ran = f"\nadapt ran it padded: {why}." if why else ""
+            raise UnsupportedFormError(str(error).replace(f", or {ADAPT}", "") + ran) from None
         written.pop(SEGMENT_KEY, None)  # which no model takes
         _check_last(batch, segments)
         _check_count(adapter, batch, written, segments, outside=self.own_head and module.training)

@@ -24,6 +24,7 @@ from torch import nn
 
 from collate_npu.consumers.model_traits import unwrap
 from collate_npu.errors import CollateError, printable
+from collate_npu.integrations.accelerate import REFUSING, unless_adapted
 from collate_npu.integrations.adapt import Adapted, adapt, hooks_of, learned
 from collate_npu.parallel.agreement import outside_graphs
 from collate_npu.proof.delivery import run_judged
@@ -61,6 +62,8 @@ class EveryModel:
             wrapt.register_post_import_hook(partial(_put, kind, "__call__", self.call), name)
         counter = partial(_put, "Trainer", "_get_num_items_in_batch", self.count_labels)
         wrapt.register_post_import_hook(counter, "transformers.trainer")
+        for name in REFUSING:
+            wrapt.register_post_import_hook(partial(_put, None, name, self.let_in), "accelerate.accelerator")
         os.register_at_fork(after_in_child=self.forget)
         atexit.register(self.write, ending=True)
 
@@ -126,6 +129,12 @@ class EveryModel:
                 batch.update(learned(trainer.model, batch))
         return original(trainer, batches, *args)
 
+    def let_in(self, refusing: Callable[..., Any], model: Any) -> Any:
+        """Adapt a model that accelerate asks by the names of its layers whether ranks may share its rows."""
+        if isinstance(model, nn.Module) and not hasattr(model, _OUTERMOST):
+            self.know(model)
+        return unless_adapted(refusing, model)
+
     def _count(self, model: nn.Module, args: Any) -> None:
         """Count a batch that was let in; write at the first, the second, the fourth ..., since a process may be killed."""
         hooks = hooks_of(model)
@@ -149,9 +158,10 @@ class EveryModel:
             print(printable(f"collate-npu run: {run_summary([record])}"), file=sys.stderr, flush=True)
 
 
-def _put(kind: str, name: str, ours: Callable[..., Any], module: Any) -> None:
-    original = getattr(owner := getattr(module, kind), name)
-    setattr(owner, name, wraps(original)(lambda *args, **kwargs: ours(original, *args, **kwargs)))
+def _put(kind: str | None, name: str, ours: Callable[..., Any], module: Any) -> None:
+    original = getattr(owner := getattr(module, kind) if kind else module, name, None)
+    if original is not None:  # a release may not have it
+        setattr(owner, name, wraps(original)(lambda *args, **kwargs: ours(original, *args, **kwargs)))
 
 
 def run_summary(records: Sequence[Mapping[str, Any]]) -> str:

@@ -287,8 +287,9 @@ def _parted(
     sources.counted = truth is not None and positions_match(truth.segments, positions_BS)
     if sources.counted:  # as our own collators add them
         return truth, None
-    known = not truth.parted if truth else not sources.masks and shape[0] == 1  # else padding may stand anywhere
-    if known and (found := split_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free)):
+    known = not truth.parted if truth else not sources.masks
+    found = split_by_positions(positions_BS, truth and truth.segments, padding_free=padding_free) if known else None
+    if found and (truth or found[1]):  # else padding may stand where a row does not count from 0
         truth = _Truth("position_ids", drop_tail(sources, found[0], positions_BS), found[1])
     return truth, positions_BS
 

@@ -327,6 +327,14 @@ def test_a_forward_or_a_loss_of_others_sees_the_rows_that_came(put, monkeypatch)
     assert seen == [(1, 23) if put == "accelerate's" else (3, 12)]
 
 
+def test_a_hook_that_stood_before_sees_the_rows_that_came():
+    model, seen = model_of(), []
+    model.register_forward_hook(lambda _, args, out: seen.append(out.logits.shape[:2]))
+    with adapt(model):
+        model(**padded())
+    assert seen == [(3, 12)]
+
+
 def mixing(x):
     """What a convolution over neighbours does; to the first of what experts of 4.57.1 give."""
     if isinstance(x, tuple):

@@ -86,6 +86,12 @@ def watched(watch: Any, rows: Any, refused: str, collator: str = "") -> dict[str
     return {"refused": refused, "error": error, "compared": compared, "masks": masks, "collator": collator}
 
 
+def saw(found: Any, job: str) -> Any:
+    """What `watched` returned of this job, printed."""
+    print(job, f"{found[job]['error']:.1e}", found[job]["compared"], found[job]["masks"], found[job]["refused"][-300:])
+    return found[job]
+
+
 def process_group() -> tuple[int, int]:
     """Gloo among the ranks of `found_by`, in each of them: its rank, and how many there are."""
     import torch.distributed as dist

@@ -1,8 +1,8 @@
-"""axolotl 0.19.0: `axolotl train` with our plugin in its YAML.
+"""axolotl 0.19.0: `axolotl train`, plain and through `collate-npu run`.
 
-`python test_axolotl.py OUT.json FOLDER JOB...` trains; a job is "model setting ours|own". `ours` is one more line of the
-YAML: our plugin. A plugin of the tests hands over the data (axolotl's own preprocessing forks processes) and watches the
-model. triton and bitsandbytes, which axolotl imports at its top, are stand-ins.
+`python test_axolotl.py OUT.json FOLDER JOB...` trains; a job is "model setting". A plugin of the tests hands over the data
+(axolotl's own preprocessing forks processes) and watches the model. triton and bitsandbytes, which axolotl imports at its
+top, are stand-ins.
 """
 
 # ruff: noqa: E402
@@ -43,40 +43,30 @@ from axolotl.common.datasets import TrainDatasetMeta
 from axolotl.integrations.base import BasePlugin, PluginManager
 from cells import Stack, of_job
 from datasets import Dataset
-from processes import found_by, refusal, run_jobs, saved_model, watched
+from processes import found_by, refusal, run_jobs, saved_model, saw, watched
 from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from watching import Watch
 
 from collate_npu.testing import byte_tokenizer
 
 RIGHT = 1e-5
-JOBS = [f"{family} plain {who}" for family in ("qwen3", "qwen3_next") for who in ("own", "ours")]
-JOBS += [f"{family} packed {who}" for family in ("qwen3", "qwen3_next") for who in ("own", "ours")]
-JOBS += ["qwen3 rows ours", "qwen3_next dpo ours", "qwen3_next patched ours"]  # never taken back
+JOBS = [f"{family} {setting}" for family in ("qwen3", "qwen3_next") for setting in ("plain", "packed")]
+JOBS += ["qwen3_next rows", "qwen3_next dpo", "qwen3_next patched"]  # never taken back
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """What every job gave; one process, one training step each."""
+    """What every job gave, plain and through `run`; one training step each."""
     folder = tmp_path_factory.mktemp("axolotl")
     # with a JIT each job compiles its sampler
     silent = {"AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled", "NUMBA_DISABLE_JIT": "1"}
-    return found_by("test_axolotl", folder, folder, *JOBS, variants=(silent,))[0]
+    return found_by("test_axolotl", folder, folder, *JOBS, variants=(silent, silent | {"RUN": "1"}))
 
 
-def saw(runs, job):
-    found = runs[job]
-    print(job, f"{found['error']:.1e}", found["compared"], found["masks"], found["collator"], found["refused"][-300:])
-    return found
-
-
-@pytest.mark.parametrize(
-    "job", ["qwen3 rows", "qwen3_next plain", "qwen3_next packed", "qwen3_next patched", "qwen3_next dpo"]
-)
-def test_with_the_plugin_each_sequence_is_as_alone(runs, job):
-    found = saw(runs, f"{job} ours")
-    collator = "DataCollatorForPreference" if "dpo" in job else "WrappedCollator"  # of DPO the forward is watched
-    assert (found["refused"], found["collator"]) == ("", collator)
+@pytest.mark.parametrize("job", JOBS)
+def test_through_run_each_sequence_is_as_alone(runs, job):
+    found = saw(runs[1], job)
+    assert found["refused"] == ""
     assert found["compared"] >= 4
     assert found["error"] < RIGHT
 
@@ -86,8 +76,8 @@ def test_with_the_plugin_each_sequence_is_as_alone(runs, job):
 def test_its_cells(runs, family, layout, setting):
     """Without CUDA sample packing runs the states of a hybrid together in silence."""
     stack = Stack("axolotl", ("axolotl", "transformers"), "peers_axolotl")
-    own, ours = (of_job(saw(runs, f"{family} {setting} {who}")) for who in ("own", "ours"))
-    stack.tell(family, layout, alone=own, ours=ours, line="plugins: [collate_npu.integrations.axolotl.CollatePlugin]")
+    own, ours = (of_job(saw(found, f"{family} {setting}")) for found in runs)
+    stack.tell(family, layout, alone=own, ours=ours, line="collate-npu run --")
 
 
 TEXTS = ["1 a short one", "2 and another that is a little longer than it", "3 three", "4 four four"]
@@ -127,18 +117,16 @@ class Data(BasePlugin):
         return TrainDatasetMeta(train_dataset=Dataset.from_dict(table), eval_dataset=None, total_num_steps=1)
 
     def post_trainer_create(self, cfg, trainer):
-        SEEN["trainer"] = trainer
         SEEN["watch"] = Watch(trainer.model).__enter__()
 
 
-def config(folder, model, setting, who):
-    plugins = ["test_axolotl.Data", *(["collate_npu.integrations.axolotl.CollatePlugin"] if who == "ours" else [])]
+def config(folder, model, setting):
     data = {"datasets": [{"path": str(folder / "none.jsonl"), "ds_type": "json", "type": "completion"}], "val_set_size": 0}
     quiet = {"logging_steps": 1, "saves_per_epoch": 0, "save_strategy": "no", "output_dir": str(folder / "out")}
     fixed = {"sequence_len": 64, "max_steps": 1, "num_epochs": 1, "learning_rate": 0.0, "optimizer": "adamw_torch"}
     plain = {"bf16": False, "fp16": False, "tf32": False, "attn_implementation": "sdpa", "gradient_checkpointing": False}
     more = {"gradient_accumulation_steps": 1, "use_cpu": True, "special_tokens": {"pad_token": "<|eos|>"}}
-    whole = {"base_model": saved_model(folder, model), "plugins": plugins, **data, **quiet, **fixed, **plain, **more}
+    whole = {"base_model": saved_model(folder, model), "plugins": ["test_axolotl.Data"], **data, **quiet, **fixed, **plain, **more}
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(whole | SETTINGS[setting]), encoding="utf-8")
     return str(path)
@@ -150,14 +138,14 @@ def started():
     assert not done.value.code, f"exit {done.value.code}"
 
 
-def run(folder, model, setting, who):
+def run(folder, model, setting):
     SEEN.clear()
     PluginManager.get_instance().plugins.clear()
     if setting == "patched":
         cuda_patch()
-    sys.argv = ["axolotl", "train", config(folder, model, setting, who), "--launcher", "python"]
+    sys.argv = ["axolotl", "train", config(folder, model, setting), "--launcher", "python"]
     refused = refusal(started)
-    return watched(SEEN["watch"], SEEN["rows"], refused, type(SEEN["trainer"].data_collator).__name__)
+    return watched(SEEN["watch"], SEEN["rows"], refused)
 
 
 if __name__ == "__main__":

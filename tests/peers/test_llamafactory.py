@@ -23,7 +23,7 @@ put_module("torchaudio", __version__="2.13.0")
 
 from cells import Stack, of_job
 from llamafactory.data import collator as theirs
-from processes import found_by, refusal, run_jobs, saved_model, watched
+from processes import found_by, refusal, run_jobs, saved_model, saw, watched
 from rotation import part
 from transformers import Trainer
 from watching import Watch
@@ -46,12 +46,6 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llamafactory")
     own, ours = found_by("test_llamafactory", folder, folder, *JOBS, variants=({}, {"RUN": "1"}))
     return {job: (ours if job.endswith("ours") else own)[job] for job in JOBS}
-
-
-def saw(runs, job):
-    found = runs[job]
-    print(job, f"{found['error']:.1e}", found["compared"], found["masks"], found["refused"][:120])
-    return found
 
 
 @pytest.mark.parametrize("job", [job for job in JOBS if job != "sft qwen3_next neat own"])

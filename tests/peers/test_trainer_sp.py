@@ -34,29 +34,31 @@ from collate_npu.testing import tiny_model
 NEEDS = ("transformers", "deepspeed")
 STACK = Stack("transformers Trainer, sp", ("transformers", "accelerate", "deepspeed"), "peers_openrlhf")
 FAMILIES = ("qwen3", "gemma3_text", "qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1")
-JOBS = [f"trainer {family} {who}" for family in FAMILIES for who in ("own", "ours")]
-JOBS += ["accelerate qwen3_next ours", "trainer qwen3_next ours left", "trainer qwen3 own left"]
+ONCE = ("accelerate qwen3_next", "trainer qwen3_next left", "trainer qwen3 left")
+JOBS = [*(f"trainer {family}" for family in FAMILIES), *ONCE]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
+    """What each job gave, plain and through `run`."""
     folder = tmp_path_factory.mktemp("sp")
-    return found_by("test_trainer_sp", folder, folder, *JOBS, ranks=2)[0]
+    return found_by("test_trainer_sp", folder, folder, *JOBS, variants=({}, {"RUN": "1"}), ranks=2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cells(family, found):
-    jobs = (found[f"trainer {family} {who}"] for who in ("own", "ours"))
+    jobs = (each[f"trainer {family}"] for each in found)
     own, ours = (with_gradient(of_job(job), job["gradient"]) for job in jobs)
-    STACK.tell(family, "context parallel", alone=own, ours=ours, line="adapt(model), ParallelismConfig(sp_size=2)")
+    STACK.tell(family, "context parallel", alone=own, ours=ours, line="collate-npu run --, ParallelismConfig(sp_size=2)")
 
 
 def test_accelerate_by_itself_and_what_ulysses_drops(found):
     """It drops every mask and window on sdpa; and accelerate refuses by name again behind a model that was adapted."""
-    assert [of_job(found[job])["verdict"] for job in (JOBS[-3], JOBS[-1])] == ["right", "wrong"]
-    assert "padding stands on the left" in found[JOBS[-2]]["refused"]
-    assert "has a window" in found["trainer gemma3_text ours"]["refused"]
-    assert "linear_attention" in found["trainer qwen3_next own"]["refused"]
+    own, ours = found
+    assert [of_job(job)["verdict"] for job in (own[ONCE[0]], ours[ONCE[0]], own[ONCE[2]])] == ["right", "right", "wrong"]
+    assert all("padding stands on the left" in ours[job]["refused"] for job in ONCE[1:])
+    assert "has a window" in ours["trainer gemma3_text"]["refused"]
+    assert "linear_attention" in own[ONCE[1]]["refused"]
 
 
 # --- a rank of two
@@ -104,7 +106,7 @@ def judged(seen, family):
     count = sum(map(len, rows)) - len(rows)
     for found, logits_SV in zip(ids_BS.tolist(), logits):
         at, row = next((at, row) for row in rows for at in range(WIDTH) if found[at : at + len(row)] == row)
-        alone = truth(input_ids=torch.tensor([row])).logits[0]
+        alone = truth(torch.tensor([row]), attention_mask=torch.ones(1, len(row))).logits[0]
         (cross_entropy(alone[:-1], torch.tensor(row[1:]), reduction="sum") / count).backward()
         worst = max(worst, float((scores(logits_SV[at:], row) - scores(alone.detach(), row)).abs().max()))
     wanted = [torch.zeros_like(p) if p.grad is None else p.grad for p in truth.parameters()]
@@ -134,10 +136,10 @@ def by_accelerate(model, collator, folder):
     accelerator.backward(2 * loss / count)
 
 
-def run(folder, door, family, who, side="right"):
+def run(folder, door, family, side="right"):
     model, sdpa = tiny_model(family, vocab_size=120).train(), ALL_ATTENTION_FUNCTIONS["sdpa"]
     seen, step = Seen(model), {"trainer": by_trainer, "accelerate": by_accelerate}[door]
-    with adapt(model) if who == "ours" else nullcontext():
+    with adapt(model) if door == "accelerate" else nullcontext():
         refused = refusal(lambda: step(model, functools.partial(collated, side), folder))
     ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa  # as the end of a process leaves it
     parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None

@@ -63,9 +63,9 @@ ROWS = [
     ("may crash on Ascend 950 (fla_npu's setup.py:182; mended by 3.2.1)", ({"triton-ascend": "3.2.0"}, {}), (TORCH, {})),
     *((f"{package} {version} is not among the releases that were run", ({**TORCH, package: version}, {}),
        ({**TORCH, package: trainers()[package]}, {})) for package, version in (
-        ("ms-swift", "4.7.0"), ("transformers", "5.25.0"), ("axolotl", "1"))),
+        ("ms-swift", "4.7.0"), ("transformers", "5.25.0"), ("torchtitan", "1"))),
     *((f"`collate-npu guide {page}` says what was checked.", ({name: "99"}, {}), ({name: ""}, {})) for name, page in (
-        ("ms-swift", "ms-swift"), ("transformers", "transformers"), ("axolotl", "llamafactory-axolotl"))),
+        ("ms-swift", "ms-swift"), ("transformers", "transformers"), ("torchtitan", "torchtitan"))),
 ]  # fmt: skip
 
 
