@@ -126,9 +126,11 @@ def config(folder, model, setting):
     fixed = {"sequence_len": 64, "max_steps": 1, "num_epochs": 1, "learning_rate": 0.0, "optimizer": "adamw_torch"}
     plain = {"bf16": False, "fp16": False, "tf32": False, "attn_implementation": "sdpa", "gradient_checkpointing": False}
     more = {"gradient_accumulation_steps": 1, "use_cpu": True, "special_tokens": {"pad_token": "<|eos|>"}}
-    whole = {"base_model": saved_model(folder, model), "plugins": ["test_axolotl.Data"], **data, **quiet, **fixed, **plain, **more}
+    named = {"base_model": saved_model(folder, model), "plugins": ["test_axolotl.Data"]}
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(whole | SETTINGS[setting]), encoding="utf-8")
+    path.write_text(
+        yaml.safe_dump({**named, **data, **quiet, **fixed, **plain, **more, **SETTINGS[setting]}), encoding="utf-8"
+    )
     return str(path)
 
 

@@ -49,7 +49,7 @@ def found(tmp_path_factory):
 def test_cells(family, found):
     jobs = (each[f"trainer {family}"] for each in found)
     own, ours = (with_gradient(of_job(job), job["gradient"]) for job in jobs)
-    STACK.tell(family, "context parallel", alone=own, ours=ours, line="collate-npu run --, ParallelismConfig(sp_size=2)")
+    STACK.tell(family, "context parallel", alone=own, ours=ours, line="collate-npu run --")
 
 
 def test_accelerate_by_itself_and_what_ulysses_drops(found):
