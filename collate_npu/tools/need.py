@@ -13,7 +13,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -155,10 +155,12 @@ class Needed:
         plain, ours = (sum(getattr(row, who).word == "right" for row in self.rows) for who in ("plain", "ours"))
         said = f"{plain} of {len(self.rows)} rows are right without collate_npu, {ours} with the line"
         yield terminal.verdict_line(self.exit_code, f"{terminal.WORDS[self.exit_code]}: {said}.")
-        table = terminal.ruled("", "model", "you train with", "without", "with", "add this line", numbers=("speed",))
-        for row in self.rows:
-            sign = {"right": terminal.RIGHT, "wrong": terminal.WRONG}.get(row.ours.word, terminal.UNPROVED)
-            table.add_row(Text(*sign), *map(Text, row.cells()))
+        table = terminal.ruled("", "you train with", "without", "with", "add this line", numbers=("speed",))
+        for name in dict.fromkeys(row.model for row in self.rows):
+            table.add_row("", Text(name, "bold"))
+            for row in (each for each in self.rows if each.model == name):
+                sign = {"right": terminal.RIGHT, "wrong": terminal.WRONG}.get(row.ours.word, terminal.UNPROVED)
+                table.add_row(Text(*sign), *map(Text, row.cells()[1:]))
         yield table
         notes = dict.fromkeys((row.model, step.note) for row in self.rows for step in (row.plain, row.ours))
         tokens = f"sequences of {', '.join(map(str, _LENGTHS))} tokens, on a CPU in float32"
@@ -173,19 +175,12 @@ class Needed:
 
 
 class _Subject:
-    """A model without dropout, sequences of random tokens, and what each gives alone."""
+    """A model, sequences of random tokens, and what each gives alone."""
 
     def __init__(self, name: str, *, trust: bool) -> None:
         self.name = name
         self.model, tokenizer, pad = load_model(name, "sdpa", trust=trust)
-        config = text_config(self.model.config)
-        for name, off in {"router_aux_loss_coef": 0.0, "output_router_logits": False}.items():
-            if hasattr(config, name):  # a loss of the whole batch, which no sequence has alone
-                setattr(config, name, off)
-        for held in (config, *self.model.modules()):
-            for part, value in [*vars(held).items()]:
-                if isinstance(value, float) and ("drop" in part or part == "p"):
-                    setattr(held, part, 0.0)
+        text_config(self.model.config).output_router_logits = False  # a loss of the whole batch, which no sequence has alone
         self.tokenizer, drawn = tokenizer or byte_tokenizer(), torch.Generator().manual_seed(0)
         most = min(self.model.get_input_embeddings().weight.shape[0], 256)
         rows = [[*torch.randint(3, most, (n - 1,), generator=drawn).tolist(), pad] for n in _LENGTHS]  # eos is pad, too
@@ -199,9 +194,10 @@ class _Subject:
 
         def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
             began = perf_counter()
-            loss = inner(model, *args, **kwargs)
+            with nullcontext() if gradients else measure.without_dropout(model):
+                loss = inner(model, *args, **kwargs)
             seconds.append(perf_counter() - began)
-            if len(seconds) == 1:
+            if not gradients:
                 gradients.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
             return loss
 
