@@ -22,7 +22,7 @@ LINES = {
     "proof": (3598, 3000),
     "integrations": (3012, 2500),
     "testing": (95, 200),
-    "tools": (2363, 1500),
+    "tools": (2362, 1500),
     "tests": (36579, 25000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
