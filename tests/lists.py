@@ -192,7 +192,7 @@ def written() -> dict[Path, str]:
     names = textwrap.fill(", ".join(f'"{name}"' for name in sorted(consumers())) + ",", 121)
     literal = "ConsumerName = Literal[\n" + textwrap.indent(names, "    ") + "\n]  # fmt: skip\n"
     return {
-        **figures.between("README.md", need=needed()),
+        **figures.between("README.md", need=needed(), **figures.readme()),
         **figures.between("zh/index", need=in_chinese(needed()), **figures.chinese()),
         code: re.sub(r"ConsumerName = Literal\[\n.*?\]  # fmt: skip\n", literal, code.read_text("utf-8"), flags=re.S),
         **figures.between("contributing", files=glossary()),
