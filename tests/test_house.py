@@ -23,10 +23,10 @@ LINES = {
     "integrations": (3012, 2500),
     "testing": (95, 200),
     "tools": (2362, 1500),
-    "tests": (36579, 25000),
+    "tests": (36578, 25000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
-WORDS, PAGES = 14850, 35
+WORDS, PAGES = 14848, 35
 """Of the guide that ships, in English, without tables that the code writes; a notebook is a page."""
 STAY = ("contributing", "extending")
 """Pages for who has the repository: no wheel holds them."""
