@@ -1,4 +1,4 @@
-"""Hooks of the site: the menu from the guide's index.md, the API by job, and drawn masks.
+"""Hooks of the site: README as the home, the menu from the guide's index.md, the API by job, drawn masks, coloured verdicts.
 
 Nothing here imports torch: `import collate_npu` loads nothing, and mkdocstrings reads the source.
 """
@@ -98,7 +98,7 @@ def as_markdown(path: Path) -> str:
 
 def on_config(config: Any) -> Any:
     """The menu: the sections and links of index.md, in their order, then the API."""
-    menu: list[dict[str, Any]] = [{"Home": "index.md"}]
+    menu: list[dict[str, Any]] = [{"Home": "index.md"}, {"Guide": "guide.md"}]
     for line in Path(config.docs_dir, "index.md").read_text(encoding="utf-8").splitlines():
         if title := re.match(r"## (.+)", line):
             menu.append({title[1]: []})
@@ -111,6 +111,10 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     made = {"api/index.md": overview(), **{path_of(job): page_of(job) for job in JOBS}}
+    guide = files.src_uris["index.md"]
+    files.remove(guide)
+    made["guide.md"] = guide.content_string
+    made["index.md"] = (ROOT / "README.md").read_text(encoding="utf-8").replace("](collate_npu/guide/", "](")
     made |= {path.name: path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("site.*s")}  # css and js
     for path in Path(config.docs_dir).glob("*.ipynb"):  # beside the file itself, which is there to be run
         made[f"{path.stem}.md"] = f"{as_markdown(path)}\n<a href='{path.name}' download>This page as a notebook</a>\n"
@@ -165,17 +169,26 @@ def handed_on(module: str) -> list[str]:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Links to a notebook lead to its page; the lists of links of a home page are cards."""
-    if page.file.src_uri.endswith("index.md"):
-        page.meta["hide"] = ["navigation"] if page.is_homepage else []
+    """Links to a notebook and to the guide's index.md lead to their pages; on a first page, lists of links are cards."""
+    here = page.file.src_uri
+    if here in ("index.md", "guide.md"):
+        page.meta["hide"] = ["navigation"]  # of one page
+    if here in ("guide.md", "zh/index.md"):
         markdown = re.sub(r"(?:^\* \[.*\n)+", r"<div class='grid cards' markdown>\n\n\g<0>\n</div>\n", markdown, flags=re.M)
-    return markdown.replace(".ipynb)", ".md)")
+    up = "../" * here.count("/")
+    return markdown.replace(f"]({up}index.md", f"]({up}guide.md").replace(".ipynb)", ".md)")
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Draws masks; `::` of a docstring, before a block, is `:` as in Markdown."""
+    """Draws masks, and colours verdicts; `::` of a docstring, before a block, is `:` as in Markdown."""
+    html = VERDICT.sub(lambda cell: f'<td class="{VERDICTS[cell[1]]}">', html)
     block = r'<div class="(?:language-text )?highlight"><pre><span></span><code>(.*?)</code></pre></div>'
     return re.sub(block, drawn, html.replace("::</p>", ":</p>"), flags=re.S)
+
+
+VERDICTS = {"right": "right", "正确": "right", "refused": "refused", "拒绝": "refused", "wrong": "wrong", "错误": "wrong"}
+VERDICT = re.compile(rf"<td>(?=(?:<strong>)?(?:[^<]* → )?({'|'.join(VERDICTS)})(?:: [\d.][^<]*)?(?:</strong>)?</td>)")
+"""A cell that says what happens; behind an arrow stands what happens with us."""
 
 
 def drawn(block: re.Match[str]) -> str:
@@ -217,7 +230,7 @@ def square(x: float, y: int, kind: str, digit: str = "") -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Every public name stands on a page, and every mask is drawn: else the build fails."""
+    """Every public name stands on a page, every mask is drawn, and verdicts have colours: else the build fails."""
     pages = {path: path.read_text(encoding="utf-8") for path in Path(config.site_dir).rglob("*.html")}
     shown = set(re.findall(r'id="collate_npu\.([\w.]+)"', "".join(pages.values())))
     last = {each.split(".")[-1] for each in shown}
@@ -229,6 +242,8 @@ def on_post_build(config: Any) -> None:
     plain = [path.name for path, text in pages.items() if re.search(r"<pre>(?:(?!</pre>).)*[■⬚] [■⬚]", text, flags=re.S)]
     if plain or "<svg role" not in pages[Path(config.site_dir, "masks.html")]:
         raise PluginError(f"Masks that are not drawn: fence them as text. {plain or 'masks.html'}")
+    if '<td class="right">' not in pages[Path(config.site_dir, "index.html")]:
+        raise PluginError("No verdict of README's table has a colour: see VERDICT.")
 
 
 def trainers() -> list[str]:

@@ -96,17 +96,18 @@ def step_table() -> str:
     return "\n".join(lines)
 
 
-def speed_in_chinese() -> str:
-    """Return the least and the greatest speed of padded rows with `adapt`, by family: a line each, in Chinese."""
-    faster = speeds()
+SHORT = "llama 4x128"
+
+
+def padded_speeds(to: str) -> dict[str, str]:
+    """Return the least and the greatest speed of padded rows with `adapt`, by family; short rows are one of their own."""
+    faster, found = speeds(), {}
     padded = [faster[way] for way in WAYS if WAYS[way] in ("padded right, `adapt(model)`", "padded left, `adapt(model)`")]
-    shown = {"Qwen3-Next": "qwen3_next", "Llama": "llama", "短行（4 × 128）": "llama 4x128"}
-    lines = []
-    for name, family in shown.items():
-        cases = [case for case in STEPS if case == family or (case.startswith(f"{family} ") and case not in shown.values())]
-        found = sorted(each[case] for each in padded for case in cases)
-        lines.append(f"* {name}：{found[0]:.1f} 到 {found[-1]:.1f} 倍。")
-    return "\n".join(lines)
+    for name, family in {"Qwen3-Next": "qwen3_next ", "Llama": "llama ", SHORT: SHORT}.items():
+        cases = [case for case in STEPS if case.startswith(family) and (case == SHORT) == (family == SHORT)]
+        least, *_, most = sorted(each[case] for each in padded for case in cases)
+        found[name] = f"{least:.1f}{to}{most:.1f}"
+    return found
 
 
 def releases_run(sentence: str = "The tests ran {}.", to: str = " to ", mark: str = ", ") -> str:
@@ -114,9 +115,17 @@ def releases_run(sentence: str = "The tests ran {}.", to: str = " to ", mark: st
     return sentence.format(mark.join(f"{package} {to.join(ends)}" for package, ends in RUN_RELEASES.items()))
 
 
+def readme() -> dict[str, str]:
+    """Return what README has of these."""
+    fast = [f"{name.replace(SHORT, 'short rows (4 × 128)')} {times}" for name, times in padded_speeds(" to ").items()]
+    said = f"On a CPU, a step is so many times as fast as the padded one of transformers: {', '.join(fast)}."
+    return {"ran": releases_run(), "fast": said}
+
+
 def chinese() -> dict[str, str]:
     """Return what the Chinese page has of these."""
-    return {"ran": releases_run("运行过的版本：{}。", " 到 ", "、"), "fast": speed_in_chinese()}
+    fast = [f"* {name.replace(SHORT, '短行（4 × 128）')}：{times} 倍。" for name, times in padded_speeds(" 到 ").items()]
+    return {"ran": releases_run("运行过的版本：{}。", " 到 ", "、"), "fast": "\n".join(fast)}
 
 
 def planned_table() -> str:

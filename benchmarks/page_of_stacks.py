@@ -2,7 +2,7 @@
 section "Measured" of each stack's own page.
 
 `COLLATE_NPU_CELLS=1 nox -s SESSION` writes `benchmarks/stacks/STACK.json` (tests/peers/cells.py), `nox -s upstream` the
-lines about newer releases; only the text before the page's table, `head.md`, is written by hand.
+lines about newer releases. The rest of each page is written by hand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 from benchmarks.figures import between
 
 HERE = Path(__file__).parent
-STACKS = HERE.parent / "collate_npu" / "guide" / "stacks.md"
 NEWER = HERE / "upstream.json"
 PAGES = {
     "llamafactory-axolotl": ("axolotl", "llama-factory"),
@@ -40,7 +39,7 @@ LEGEND = (
 
 def written() -> dict[Path, str]:
     """Return each page of the guide that says what was measured, as it should be."""
-    pages = {STACKS: _page_of_all()}
+    pages = between("stacks", stacks=_table_of_all())
     for name in PAGES:
         pages |= between(name, measured=_section(name))
     return pages
@@ -51,14 +50,12 @@ def write() -> None:
         path.write_text(text, "utf-8")
 
 
-def _page_of_all() -> str:
-    """Return the whole page of stacks: the worst family of each."""
+def _table_of_all() -> str:
+    """Return a line for each stack: the worst of its families."""
     stacks = ((page, _stack(name)) for page, names in PAGES.items() for name in names)
     rows = [(f"[{each['stack']}]({page}.md#measured)", each["cells"]) for page, each in stacks]
     rows.sort(key=lambda row: row[0].casefold())
-    head = (HERE / "stacks" / "head.md").read_text("utf-8")
-    measured = table("stack: alone → with collate_npu", rows, numbers=False)
-    return f"{head.strip()}\n\n<!-- stacks -->\n{measured}\n<!-- /stacks -->\n"
+    return table("stack: alone → with collate_npu", rows, numbers=False)
 
 
 def _section(page: str) -> str:

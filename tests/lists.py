@@ -76,10 +76,8 @@ def asked(name: str) -> str:
 def needed() -> str:
     """What `collate-npu need --json` measured, the rows of ms-swift beside the releases it takes."""
     rows = figures.measured("need") + [row for row in figures.measured("need_swift") if row["by"].startswith("ms-swift")]
-    lines = [
-        "| you train with | Qwen3-Next without it | Qwen3 without it | with it | add this line | speed |",
-        "|---" * 6 + "|",
-    ]
+    titles = "| you train with | Qwen3-Next without it | Qwen3 without it | with it | add this line | speed |"
+    lines = [titles, "|---" * 6 + "|"]
     for row, dense in zip(rows[::2], rows[1::2]):
         assert {row["model"], dense["model"]} == {"qwen3_next", "qwen3"}
         (_, by, plain, ours, line, fast), (*_, other, same, _, faster) = map(cells_of, (row, dense))
@@ -192,7 +190,7 @@ def written() -> dict[Path, str]:
     names = textwrap.fill(", ".join(f'"{name}"' for name in sorted(consumers())) + ",", 121)
     literal = "ConsumerName = Literal[\n" + textwrap.indent(names, "    ") + "\n]  # fmt: skip\n"
     return {
-        **figures.between("README.md", need=needed()),
+        **figures.between("README.md", need=needed(), **figures.readme()),
         **figures.between("zh/index", need=in_chinese(needed()), **figures.chinese()),
         code: re.sub(r"ConsumerName = Literal\[\n.*?\]  # fmt: skip\n", literal, code.read_text("utf-8"), flags=re.S),
         **figures.between("contributing", files=glossary()),
@@ -207,6 +205,7 @@ def written() -> dict[Path, str]:
         **figures.between("checks", watch=command("watch"), conformance=command("conformance")),
         **figures.between("audit", options=command("audit")),
         **figures.between("show", options=command("show")),
+        **figures.between("stacks", need=command("need")),
     }
 
 

@@ -22,11 +22,11 @@ LINES = {
     "proof": (3598, 3000),
     "integrations": (2982, 2500),
     "testing": (95, 200),
-    "tools": (2363, 1500),
+    "tools": (2358, 1500),
     "tests": (36578, 25000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
-WORDS, PAGES = 14850, 35
+WORDS, PAGES = 14848, 35
 """Of the guide that ships, in English, without tables that the code writes; a notebook is a page."""
 STAY = ("contributing", "extending")
 """Pages for who has the repository: no wheel holds them."""

@@ -93,24 +93,25 @@ class Report:
         findings = [{**asdict(f), "right": f.right} for f in self.findings]
         return terminal.verdict_json(self.exit_code, **{**asdict(self), "findings": findings})
 
-    def drawn(self, *, verbose: bool = False) -> Iterator[Text | Table]:
-        """Yield the verdict, what it rests on, a line for each model or (`verbose`) for each case, and the reasons."""
+    def drawn(self, *, verbose: bool = False) -> dict[str, Text | Table]:
+        """Return, by heading, the verdict, what it rests on, a line for each model or (`verbose`) each case, and reasons."""
         ran = [f for f in self.findings if f.right is not None]
         said = f"{sum(bool(f.right) for f in ran)} of {len(ran)} cases are right" if ran else "nothing was measured"
-        yield terminal.verdict_line(self.exit_code, f"{terminal.WORDS[self.exit_code]}: {said}.")
+        verdict = terminal.verdict_line(self.exit_code, f"{terminal.WORDS[self.exit_code]}: {said}.")
         where = f"{self.settings['device']}, {self.settings['dtype']}, torch {torch.__version__}"
         limit = self.settings["tolerance"] or f"{TIMES} times the rounding noise measured on each model"
         of = [", ".join(dict.fromkeys(getattr(f, name) for f in self.findings)) for name in ("attention", "side")]
         measured = f"{where}, transformers {transformers.__version__}"
-        yield terms([("measured", measured), ("batches", "; ".join(of)), ("passes", f"up to {limit}")])
-        if self.findings:
-            yield self._table(verbose)
+        about = terms([("measured", measured), ("batches", "; ".join(of)), ("passes", f"up to {limit}")])
         notes = {(f.model, f.by, f.side): f.note for f in self.findings if f.note}
         signs = {place: "refused" if "refused" in note else "WRONG" for place, note in notes.items()}
         lines = [(signs[place], f"{', '.join(place)}: {note}") for place, note in notes.items()]
         lines += [("NOT RUN", f"{place}: {why}") for place, why in self.not_run.items()]
         lines += [("CANNOT TELL", f"{place}: a batch without its mask gives the same numbers") for place in self.cannot_tell]
-        yield terms(lines + [("left out", f"{place}: {why}") for place, why in self.left_out.items()])
+        lines += [("left out", f"{place}: {why}") for place, why in self.left_out.items()]
+        parts: dict[str, Text | Table] = {"Verdict": verdict, "What was measured": about}
+        parts |= {"Cases": self._table(verbose), "Reasons": terms(lines)}
+        return {heading: part for heading, part in parts.items() if isinstance(part, Text) or part.rows}
 
     def _table(self, verbose: bool) -> Table:
         drawn = terminal.ruled("", "model", "batches", numbers=("right", "logits", "loss", "gradient"))
@@ -136,9 +137,9 @@ masked at random cannot be compared."""
 _A_COLLATOR = "Name a function of features, or what makes one: def mine(tokenizer, model): return ..."
 
 
-def named_collator(spec: str) -> Callable[..., Any]:
-    """Return the function or class of a name. Raises `CollateError`."""
-    return find_callable("--collator", spec, "transformers:DataCollatorForSeq2Seq", _A_COLLATOR)
+_EXAMPLE = "transformers:DataCollatorForSeq2Seq"
+named_collator = partial(find_callable, "--collator", example=_EXAMPLE, remedy=_A_COLLATOR)
+"""The function or class of a name. Raises `CollateError`."""
 
 
 def ready_collators(spec: str, sides: Sequence[str], *, tokenizer: Any, model: Any, pad_token_id: int) -> list[Any]:
@@ -303,9 +304,7 @@ def _noted(report: Report, place: str, *, named: bool) -> Iterator[None]:
     """The report notes what does not build, does not run alone or cannot be compared."""
     try:
         yield
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # code of a checkpoint's own may end the process
+    except (Exception, SystemExit) as error:  # code of a checkpoint's own may end the process
         why = " ".join(str(error).split()) if isinstance(error, CollateError) else describe_error(error)
         absent = any(words in why for words in _ABSENT) and not named
         (report.left_out if absent else report.not_run)[place] = why

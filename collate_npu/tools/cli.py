@@ -88,7 +88,7 @@ def _report(report: Any, as_json: bool, **how: Any) -> int:
     if as_json:
         _say(json.dumps(report.as_json(), indent=2, allow_nan=False))
     else:
-        _print(*report.drawn(**how))
+        _print(*report.drawn(**how).values())
     return int(report.exit_code)
 
 
@@ -158,7 +158,8 @@ def run_audit(options: Namespace) -> int:
     report = audit_all(**named, sides=sides, console=screen(stderr=True))
     if html:
         settings = terms((key, str(value)) for key, value in report.settings.items())
-        html.write_text(html_of("collate-npu audit", *report.drawn(verbose=True), settings), encoding="utf-8")
+        page = html_of("collate-npu audit", {**report.drawn(verbose=True), "Settings": settings})
+        html.write_text(page, encoding="utf-8")
         print(f"collate-npu: wrote {printable(str(html))}", file=sys.stderr, flush=True)
     return _report(report, as_json, verbose=verbose)
 
@@ -278,7 +279,7 @@ def show_batch(options: Namespace) -> int:
     shown = files.batch_of_file(options.batch) if options.batch else show.batch_of_lengths(options.lengths, **layout)
     words = f"{describe(shown)}\n\n{show.picture(shown)}"
     if options.out:
-        options.out.write_text(html_of("collate-npu show", picture_text(words)), encoding="utf-8")
+        options.out.write_text(html_of("collate-npu show", {"Batch": picture_text(words)}), encoding="utf-8")
     _print(picture_text(words))
     return int("padding: not known" in words or "\nrefused: " in f"\n{words}")
 

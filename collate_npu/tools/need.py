@@ -12,7 +12,7 @@ import io
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -150,21 +150,20 @@ class Needed:
         """Return all of it for machines."""
         return terminal.verdict_json(self.exit_code, **asdict(self))
 
-    def drawn(self) -> Iterator[Text | Table]:
-        """Yield the verdict, the table, and what its words mean."""
+    def drawn(self) -> dict[str, Text | Table]:
+        """Return the verdict, the table, and what its words mean."""
         plain, ours = (sum(getattr(row, who).word == "right" for row in self.rows) for who in ("plain", "ours"))
         said = f"{plain} of {len(self.rows)} rows are right without collate_npu, {ours} with the line"
-        yield terminal.verdict_line(self.exit_code, f"{terminal.WORDS[self.exit_code]}: {said}.")
+        verdict = terminal.verdict_line(self.exit_code, f"{terminal.WORDS[self.exit_code]}: {said}.")
         table = terminal.ruled("", "you train with", "without", "with", "add this line", numbers=("speed",))
         for name in dict.fromkeys(row.model for row in self.rows):
             table.add_row("", Text(name, "bold"))
             for row in (each for each in self.rows if each.model == name):
                 sign = {"right": terminal.RIGHT, "wrong": terminal.WRONG}.get(row.ours.word, terminal.UNPROVED)
                 table.add_row(Text(*sign), *map(Text, row.cells()[1:]))
-        yield table
         notes = dict.fromkeys((row.model, step.note) for row in self.rows for step in (row.plain, row.ours))
         tokens = f"sequences of {', '.join(map(str, _LENGTHS))} tokens, on a CPU in float32"
-        yield terminal.terms([
+        words = terminal.terms([
             ("wrong", f"relative error of a step's gradient, beside each sequence alone; right: below {_ROUNDING:g}"),
             ("labels", "the logits are right, but the first label of a row is trained from padding"),
             *(("refused", f"{model}: {note}") for model, note in notes if note not in ("", "labels")),
@@ -172,6 +171,7 @@ class Needed:
             ("ran", ", ".join(f"{package} {here}" for package, here in self.releases.items() if here)),
             ("not installed", ", ".join(package for package, here in self.releases.items() if not here) or "-"),
         ])  # fmt: skip
+        return {"Verdict": verdict, "Rows": table, "Words": words}
 
 
 class _Subject:

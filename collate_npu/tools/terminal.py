@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from html import escape
+from importlib import resources
+from string import Template
 from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import Markdown, TableElement
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
+from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from collate_npu.errors import printable
@@ -25,10 +29,8 @@ RIGHT, WRONG, UNPROVED = ("✔", "green"), ("✘", "bold red"), ("?", "yellow")
 """Sign and style."""
 NARROWEST = 20  # columns of a terminal
 ASCII = str.maketrans({"✔": "+", "✘": "!", "⬚": ".", "■": "#", "◧": "%", "…": "~"})
-"""What each sign is where a terminal's encoding has not all of them."""
-PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{}</title></head><body><pre>{{code}}</pre></body></html>
-"""
+"""What each sign is where a terminal's encoding may lack it."""
+_BREAK = "\x1e"  # between sections of a page: `put` escapes it, so no text holds one
 
 
 def screen(**how: Any) -> Console:
@@ -48,25 +50,27 @@ def progress(total: int, console: Console | None = None) -> Iterator[Callable[[s
 
 
 def put(console: Console, *drawn: Text | Table) -> None:
-    """Print each on lines of its own, in ASCII if the encoding lacks our signs; what a terminal would obey is escaped."""
-    try:
-        fine = bool("".join(map(chr, ASCII)).encode(console.encoding))
-    except (UnicodeEncodeError, LookupError):
-        fine = False
+    """Print each on lines of its own, our signs in ASCII where they may not be shown; what a terminal obeys is escaped."""
+    signs = ASCII if console.options.ascii_only else {}
     for one in drawn:
-        parts = [(text if fine else text.translate(ASCII), style or "") for text, style, _ in console.render(one)]
-        if fine and all(printable(text) == text for text, _ in parts):
-            console.print(one)
-        else:
-            console.print(Text.assemble(*((printable(text), style) for text, style in parts)), end="")
+        parts = ((printable(text.translate(signs)), style or "") for text, style, _ in console.render(one))
+        console.print(Text.assemble(*parts), end="")
 
 
-def html_of(title: str, *drawn: Text | Table) -> str:
-    """Return a page that loads nothing, with what `put` prints."""
-    console = Console(file=io.StringIO(), record=True, width=120, force_jupyter=False)  # else a notebook shows each line
-    put(console, *drawn)
-    page = PAGE.format(escape(title).replace("{", "{{").replace("}", "}}"))
-    return console.export_html(code_format=page, inline_styles=True)
+def html_of(title: str, sections: Mapping[str, Text | Table]) -> str:
+    """Return a page that loads nothing, in the light or dark colours of its reader: what `put` prints, below headings."""
+    console = Console(file=io.StringIO(), record=True, width=9999, force_jupyter=False)  # else a notebook shows each line
+    for drawn in sections.values():  # a browser folds the lines, but not those of a table
+        put(console, drawn)
+        console.print(_BREAK)
+    export = partial(console.export_html, clear=False)
+    light, dark = (export(theme=theme, code_format="{stylesheet}") for theme in (None, MONOKAI))
+    code = "\n".join(
+        f"<h2>{escape(heading)}</h2>\n<pre{' class=wide' * getattr(drawn, 'show_header', False)}>{text}</pre>"
+        for (heading, drawn), text in zip(sections.items(), export(code_format="{code}").split(f"{_BREAK}\n"))
+    )
+    page = (resources.files("collate_npu") / "tools" / "data" / "page.html").read_text(encoding="utf-8")
+    return Template(page).substitute(title=escape(title), light=light, dark=dark, code=code)
 
 
 def picture_text(words: str) -> Text:
@@ -79,12 +83,9 @@ def picture_text(words: str) -> Text:
 
 def ruled(*titles: str, numbers: Iterable[str] = ()) -> Table:
     """An empty table with these columns, and behind them those of numbers."""
-    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), header_style="bold")
-    for title in titles:
-        drawn.add_column(title, overflow="fold")
-    for title in numbers:
-        drawn.add_column(title, justify="right", no_wrap=True)
-    return drawn
+    columns = [Column(title, overflow="fold") for title in titles]
+    columns += [Column(title, justify="right", no_wrap=True) for title in numbers]
+    return Table(*columns, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), header_style="bold")
 
 
 class _Folded(TableElement):
@@ -105,11 +106,9 @@ class Page(Markdown):
 
 def terms(lines: Iterable[tuple[str, str]]) -> Table:
     """Return a label, and the text beside it, on each line."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
+    grid = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
     for label, text in lines:
-        grid.add_row(Text(f"  {label}", "bold yellow" if label[:2].isupper() else "dim"), Text(text))
+        grid.add_row(Text(f"  {label}", "bold yellow" if label[:2].isupper() else "cyan"), Text(text))
     return grid
 
 

@@ -40,7 +40,6 @@ JOBS = [*(f"trainer {family}" for family in FAMILIES), *ONCE]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each job gave, plain and through `run`."""
     folder = tmp_path_factory.mktemp("sp")
     return found_by("test_trainer_sp", folder, folder, *JOBS, variants=({}, {"RUN": "1"}), ranks=2)
 
