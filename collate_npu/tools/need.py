@@ -180,7 +180,8 @@ class _Subject:
     def __init__(self, name: str, *, trust: bool) -> None:
         self.name = name
         self.model, tokenizer, pad = load_model(name, "sdpa", trust=trust)
-        text_config(self.model.config).output_router_logits = False  # a loss of the whole batch, which no sequence has alone
+        config = text_config(self.model.config)  # a router's loss is of the whole batch: no sequence has it alone
+        config.output_router_logits, config.router_aux_loss_coef = False, 0.0
         self.tokenizer, drawn = tokenizer or byte_tokenizer(), torch.Generator().manual_seed(0)
         most = min(self.model.get_input_embeddings().weight.shape[0], 256)
         rows = [[*torch.randint(3, most, (n - 1,), generator=drawn).tolist(), pad] for n in _LENGTHS]  # eos is pad, too

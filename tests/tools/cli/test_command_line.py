@@ -25,7 +25,7 @@ GONE = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\nfrom collate_n
         ("--version", f"collate-npu {collate_npu.__version__}\n"),
         ("--help", "Print the version and end."),
         ("audit --help", "--tolerance TOLERANCE"),
-        ("guide", "[errors](errors.md)"),
+        ("guide", "[Errors](errors.md)"),
         ("guide errors#polarity", "### `PolarityError`\n"),
         ("guide masked_select", "FlashAttentionScore refuses a mask"),
         pytest.param("env", "- torch: ", marks=pytest.mark.slow),
