@@ -117,7 +117,8 @@ def _text(cells: list[dict[str, Any]], numbers: bool) -> str:
 
 
 def _word(verdict: dict[str, Any], numbers: bool) -> str:
-    return f"wrong: {verdict['error']:.2g}" if numbers and verdict["verdict"] == "wrong" else str(verdict["verdict"])
+    largest = max(verdict.get(name) or 0.0 for name in ("error", "gradient"))
+    return f"wrong: {largest:.2g}" if numbers and verdict["verdict"] == "wrong" else str(verdict["verdict"])
 
 
 def _rank(verdict: dict[str, Any]) -> tuple[int, float]:

@@ -151,7 +151,9 @@ def gradient_error(found: Sequence[Tensor], alone: Sequence[Tensor]) -> float:
 
 def of_job(found: dict[str, Any]) -> dict[str, Any]:
     """The same of a job of `processes.run_jobs`."""
-    return verdict(refused=found["refused"]) if found["refused"] else verdict(found["error"])
+    if found["refused"]:
+        return verdict(refused=found["refused"])
+    return with_gradient(verdict(found["error"]), found.get("gradient"))
 
 
 def worst_of(jobs: Iterable[dict[str, Any]] | str) -> dict[str, Any]:

@@ -81,15 +81,17 @@ def watched(watch: Any, rows: Any, refused: str, collator: str = "") -> dict[str
     """What a job gave: each sequence against itself alone, and the masks that layers received (`watching.Watch`)."""
     watch.__exit__()
     watch.base.eval()
-    error, compared = watch.error(set(rows))
+    error, compared = watch.error(rows := set(rows))
     masks = {kind: sorted(forms) for kind, forms in watch.masks.items()}
-    return {"refused": refused, "error": error, "compared": compared, "masks": masks, "collator": collator}
+    found = {"refused": refused, "error": error, "compared": compared, "masks": masks, "collator": collator}
+    return found | {"gradient": None if refused else watch.gradient_error(rows)}
 
 
 def saw(found: Any, job: str) -> Any:
     """What `watched` returned of this job, printed."""
-    print(job, f"{found[job]['error']:.1e}", found[job]["compared"], found[job]["masks"], found[job]["refused"][-300:])
-    return found[job]
+    one = found[job]
+    print(job, f"{one['error']:.1e}", one["gradient"], one["compared"], one["masks"], one["refused"][-300:])
+    return one
 
 
 def process_group() -> tuple[int, int]:

@@ -117,7 +117,7 @@ def config(folder, stage, model, setting):
     quiet = {"report_to": "none", "logging_steps": 1, "save_strategy": "no", "overwrite_output_dir": True}
     fixed = {"template": "empty", "do_train": True, "max_steps": 1, "learning_rate": 1e-9, "use_cpu": True}
     data = {"dataset": "dpo" if stage == "rm" else stage, "dataset_dir": str(folder), "cutoff_len": 96}
-    paths = {"model_name_or_path": saved_model(folder, model), "output_dir": str(folder / "out")}
+    paths = {"model_name_or_path": saved_model(folder, model), "output_dir": str(folder / "out"), "max_grad_norm": 0.0}
     chosen = {"stage": stage, "per_device_train_batch_size": 2 if setting == "neat" else 4, **SETTINGS[setting]}
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump({**quiet, **fixed, **data, **paths, **chosen}), encoding="utf-8")
