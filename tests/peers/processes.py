@@ -77,13 +77,13 @@ def refusal(act: Any) -> str:
     return ""
 
 
-def watched(watch: Any, rows: Any, refused: str, collator: str = "") -> dict[str, Any]:
+def watched(watch: Any, rows: Any, refused: str) -> dict[str, Any]:
     """What a job gave: each sequence against itself alone, and the masks that layers received (`watching.Watch`)."""
     watch.__exit__()
     watch.base.eval()
     error, compared = watch.error(rows := set(rows))
     masks = {kind: sorted(forms) for kind, forms in watch.masks.items()}
-    found = {"refused": refused, "error": error, "compared": compared, "masks": masks, "collator": collator}
+    found = {"refused": refused, "error": error, "compared": compared, "masks": masks}
     return found | {"gradient": None if refused else watch.gradient_error(rows)}
 
 

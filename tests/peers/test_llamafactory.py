@@ -127,7 +127,6 @@ def config(folder, stage, model, setting):
 def with_a_watch(build, seen, self, *args, **kwargs):
     """In the place of `Trainer.__init__`: a Watch on the model."""
     build(self, *args, **kwargs)
-    seen["collator"] = type(self.data_collator).__name__
     seen["rows"] = list(self.train_dataset)
     model = getattr(self.model, "pretrained_model", self.model)  # TRL's value head
     seen["watch"] = Watch(getattr(model, "get_base_model", lambda: model)()).__enter__()
@@ -152,7 +151,7 @@ def run(folder, stage, model, setting, who):
     sys.argv = ["train.py", config(folder, stage, model, setting)]
     refused = refusal(run_exp)
     Trainer.__init__ = build
-    return watched(seen["watch"], sequences(seen["rows"]), refused, seen["collator"])
+    return watched(seen["watch"], sequences(seen["rows"]), refused)
 
 
 if __name__ == "__main__":

@@ -133,7 +133,6 @@ class Recipe(TrainFinetuneRecipeForNextTokenPrediction):
                 adapt(each, **({"consumer": "transformers"} if SEEN["theirs"] else {}))
             if SEEN["theirs"] and not each.model.norm.weight.any():
                 torch.nn.init.ones_(each.model.norm.weight)
-        SEEN["collator"] = type(self.dataloader.collate_fn).__name__
         SEEN["watch"] = Watch(self.model_parts[0]).__enter__()
 
 
@@ -202,7 +201,7 @@ def run(folder, model, setting, who):
         refused = refusal(main)
     if "watch" not in SEEN:
         return {"refused": refused}
-    return watched(SEEN["watch"], set(map(tuple, samples())), refused, SEEN["collator"])
+    return watched(SEEN["watch"], set(map(tuple, samples())), refused)
 
 
 if __name__ == "__main__":
