@@ -1,10 +1,15 @@
 """ms-swift 4.6.0 on its transformers backend: what its real template sends is right for recurrent models, or refused."""
 
+import re
+
 import pytest
 import torch
 from cells import Stack, gradient_error, verdict
+from processes import saved_model
 from swift.model.models import qwen
 from swift_world import LENGTHS, VOCABULARY, alone, apart, samples, template, trained
+from test_swift_sft import DATA, MODEL, PLUGIN, RECORDER, chats, run, save_rows
+from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
@@ -64,14 +69,31 @@ def test_its_trainer_on_flat_rows(family):
     STACK.tell(family, "packed", **found, line=LINE)
 
 
-@pytest.mark.usefixtures("installed")
-def test_its_trainer_on_flat_rows_with_workers_and_checkpointing_at_its_defaults():
-    """Which cut the labels to the learned ones, beside a mask `logits_to_keep`."""
-    model = tiny_model("qwen3_next", vocab_size=VOCABULARY)
-    wanted = alone(model)
-    found = trained(model, dataloader_num_workers=2, gradient_checkpointing=True, use_logits_to_keep=None)
-    assert found[0] == []
-    assert apart(found, wanted) == pytest.approx(0, abs=1e-4)
+SFT = (*MODEL, *DATA, "--max_steps", "1", "--max_grad_norm", "0", "--use_cpu", "true", "--ddp_backend", "gloo",
+       "--save_strategy", "no", "--report_to", "none", "--callbacks", "kept", "--external_plugins", RECORDER)  # fmt: skip
+LAYOUTS = {"left": ("--padding_side", "left"), "packed": ("--padding_free", "true", "--attn_impl", "flash_attn")}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "job", ["qwen3_next packed own 1", "qwen3_next packed plugin 1", "qwen3_next packed run 1", "qwen3 packed run 1",
+            "qwen3_next left run 2"],
+)  # fmt: skip
+def test_swift_sft_as_typed(job, tmp_path):
+    """With its workers, gradient checkpointing and labels as by default; the gradient is that of each sample alone."""
+    family, layout, who, ranks = job.split()
+    model, rows = saved_model(tmp_path, family, pad_is_eos=False), save_rows(tmp_path / "train.jsonl", chats(4))
+    words = (*SFT, *[PLUGIN] * (who == "plugin"), *LAYOUTS[layout], "--model", model, "--model_type", family)
+    words += ("--dataset", rows, "--per_device_train_batch_size", str(4 // int(ranks)))
+    code, said, _ = run(*words, record=tmp_path, ranks=int(ranks), program="swift", through=who == "run")
+    assert code == 0, said[-3000:]
+    kept = torch.load(tmp_path / "rank0.pt")
+    off = gradient_error([kept["gradient"]], [alone(AutoModelForCausalLM.from_pretrained(model), kept["rows"])[2]])
+    assert (off < 1e-5, off > 0.05) == (who != "own", who == "own")
+    found = re.search(
+        r"collate-npu run: (\d) process\w*, Qwen\w+: by sequence .* got what the batch says · refused: noth", said
+    )
+    assert (found and found[1]) == (ranks if who == "run" else None)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
