@@ -10,11 +10,16 @@ which runs `install_fsdp`.
 """
 
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from cells import PAD, Stack, alone, gradient_error, samples, scores
-from processes import found_by, process_group, run_jobs, saved_model
+from datasets import Dataset
+from processes import HERE, LAUNCH, QUIET, found_by, process_group, run_jobs, saved_model
 from rotation import part
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -39,6 +44,7 @@ WHO = ("alone", "ours")  # in this order: a plugin stays in its process
 JOBS = [f"{family} {who} {words}" for who in WHO for family in FAMILIES for words in LAYOUTS.values()]
 JOBS += [f"qwen3_next ours {FSDP2}", f"qwen3_next ours {LORA}"]
 RIGHT, WRONG = 2e-5, 0.05
+VERL = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +106,50 @@ def test_cells(runs, folder, family, layout):
     STACK.cell(family, layout, truth=truth, alone=told("alone"), ours=told("ours"), line=LINE, **learned)
 
 
+# --- `verl.trainer.sft_trainer` by the script of the guide, with words for a CPU; this file is its `external_lib`
+
+CPU = (
+    "engine.use_torch_compile=false", "engine.use_orig_params=true", "+engine.mixed_precision.param_dtype=fp32",
+    "+model.override_config.attn_implementation=sdpa", "trainer.device=cpu", "data.train_batch_size=4",
+    "data.micro_batch_size_per_gpu=2", "data.num_workers=0", "model.external_lib=test_verl_fsdp",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words", ["qwen3_next", "qwen3_next model.use_remove_padding=false", "qwen3"])
+def test_fine_tuning_as_typed(folder, tmp_path, words):
+    (family, *more), texts = words.split(), ["one", "and two, longer", "three three", "4"]
+    (folder / family / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    rows = [{"messages": [{"role": "assistant", "content": text}]} for text in texts]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    env = {**os.environ, **QUIET, **VERL, "CARDS": "2", "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = ["bash", str(LAUNCH / "verl.sh"), str(folder / family), "rows.parquet", *CPU, *more]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = torch.load(tmp_path / "learned0.pt")
+    _, wanted = truth_of(folder / family, [list(text.encode()) for text in texts])
+    assert gradient_error([found[name] for name in wanted], [*wanted.values()]) < RIGHT
+    assert re.search(r"collate-npu run: 2 processes, Qwen\w+: by sequence .* got what the batch says", done.stderr)
+
+
+def keep_what_is_learned():
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+    from verl_cpu import registered
+
+    registered()
+    step = FSDPEngine.optimizer_step
+
+    def kept(engine):
+        torch.save(learned(engine.module), f"learned{os.environ['RANK']}.pt")
+        return step(engine)
+
+    FSDPEngine.optimizer_step = kept
+
+
+if "CARDS" in os.environ:
+    keep_what_is_learned()
+
+
 # --- a rank
 
 SETTINGS = (
@@ -155,14 +205,17 @@ def grads(worker, data):
     keys = {"use_remove_padding": worker.actor.model_config.use_remove_padding, "use_dynamic_bsz": False}
     tu.assign_non_tensor(data, micro_batch_size_per_gpu=2, **keys)
     with engine.train_mode(zero_grad_on_exit=False):
-        loss = engine.forward_backward_batch(data, lambda **given: sft_loss(None, **given), forward_only=False)["loss"]
-        whole = FullyShardedDataParallel.summon_full_params
-        module, fsdp1 = engine.module, isinstance(engine.module, FullyShardedDataParallel)
-        if not fsdp1:
-            return loss, {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.grad is not None}
-        with whole(module, with_grads=True):
-            named = {name.replace("_fsdp_wrapped_module.", ""): p.grad for name, p in module.named_parameters()}
-            return loss, {name: grad.clone() for name, grad in named.items() if grad is not None}
+        engine.forward_backward_batch(data, lambda **given: sft_loss(None, **given), forward_only=False)
+        return learned(engine.module)
+
+
+def learned(module):
+    """The gradient, whole on each rank."""
+    if not isinstance(module, FullyShardedDataParallel):
+        return {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.grad is not None}
+    with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
+        named = {name.replace("_fsdp_wrapped_module.", ""): p.grad for name, p in module.named_parameters()}
+        return {name: grad.clone() for name, grad in named.items() if grad is not None}
 
 
 def truth_of(path, rows):
@@ -202,7 +255,7 @@ def engine(folder, family, who, words=""):
         made = worker(path, [*filter(None, words.split(",")), *([LINE] if who == "ours" else [])])
         seen = received(made)
         out = made.compute_log_prob(batch(mine))
-        _, found = grads(made, batch(mine))
+        found = grads(made, batch(mine))
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     truth, wanted = truth_of(path, rows)
@@ -225,7 +278,7 @@ def engine(folder, family, who, words=""):
 
 
 if __name__ == "__main__":
-    os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ |= VERL
     from verl_cpu import registered
 
     registered()
