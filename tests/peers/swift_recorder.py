@@ -76,40 +76,21 @@ def logits(trainer: Any, model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return model(**{key: value for key, value in prepared.items() if key not in ("labels", "loss_scale", "channel")})
 
 
-# --- `swift sft`
-
-
-def watch_transformers() -> None:
-    """`--callbacks kept`: the gradient of the first step, and the samples of the whole data."""
-    from swift import TrainerCallback, callbacks_map
-
-    def kept(self: Any, args: Any, state: Any, control: Any, *, model: Any, **given: Any) -> None:
-        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        found = {"rows": [*self.trainer.train_dataset], "gradient": gradient}
-        torch.save(found, Path(os.environ["SWIFT_RECORD"], f"rank{os.environ.get('RANK', 0)}.pt"))
-
-    callbacks_map["kept"] = type("Kept", (TrainerCallback,), {"on_pre_optimizer_step": kept})
-
-
 def flash_attention() -> None:
-    """flash_attn in torch, on a device that has it (transformers 5.19 modeling_flash_attention_utils.py:97)."""
+    """For `swift sft`: flash_attn, on a device that has it (transformers 5.19 modeling_flash_attention_utils.py:97)."""
     from transformers import modeling_flash_attention_utils as flash
 
     def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, **_: Any) -> Any:
         return varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k)
 
-    def rows(q: Any, k: Any, v: Any, **_: Any) -> Any:
+    def whole(q: Any, k: Any, v: Any, **_: Any) -> Any:
         return torch.stack([varlen_attention(*row, *[torch.tensor([0, len(row[0])])] * 2) for row in zip(q, k, v)])
 
-    put_module("flash_attn", flash_attn_func=rows, flash_attn_varlen_func=varlen, flash_attn_with_kvcache=None)
+    put_module("flash_attn", flash_attn_func=whole, flash_attn_varlen_func=varlen, flash_attn_with_kvcache=None)
     put_module("flash_attn.bert_padding", unpad_input=None, pad_input=None)
     there = {"general_availability_check": lambda **_: True, "supported_devices": ((lambda: True, "cpu"),)}
     flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2] |= there
     flash.is_flash_attn_2_available = lambda: True
 
 
-if "_megatron" in sys.argv[0]:
-    watch_megatron()
-else:
-    watch_transformers()
-    flash_attention()
+watch_megatron() if "_megatron" in sys.argv[0] else flash_attention()

@@ -128,8 +128,7 @@ def in_an_actor(*words):
     ray.init(num_cpus=1, include_dashboard=False, runtime_env=json.loads(os.environ.get("RUNTIME", "null")))
     actor = ray.remote(type("Actor", (), {"step": lambda self: (main(*words), os.environ["PYTHONPATH"])})).remote()
     off, path = ray.get(actor.step.remote())
-    assert "of/the/cluster" in path
-    return off
+    return off if "of/the/cluster" in path else path
 
 
 if __name__ == "__main__":
