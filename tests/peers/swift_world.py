@@ -257,10 +257,9 @@ def trained(model: Any) -> tuple[list[Tensor], Tensor, Tensor]:
     return list(seen[0][0].split(list(LENGTHS))), seen[0][1], kept.gradients
 
 
-def alone(model: Any, rows: Any = None) -> tuple[list[Tensor], Tensor, Tensor]:
+def alone(model: Any, rows: Any = tuple(samples(*LENGTHS))) -> tuple[list[Tensor], Tensor, Tensor]:
     """The same of each sample by itself."""
     model.zero_grad()
-    rows = rows or samples(*LENGTHS)
     logits = [model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0] for row in rows]
     labels = torch.cat([torch.tensor(row["labels"][1:]) for row in rows])
     loss = cross_entropy(torch.cat([each[:-1] for each in logits]), labels)

@@ -1,8 +1,7 @@
 """verl 0.9.1's FSDP engine, built by its `ActorRolloutRefWorker` on two ranks: log-probabilities, entropy and gradients.
 
 Beside transformers 5.9.0, which its `cpu`, `vllm` and `sglang` extras pin. verl puts forwards of its own into qwen3_5 (with
-a vision tower), whose recurrent layers then keep sequences apart without a kernel. On a CPU, with sdpa and recurrent layers
-in torch; no card, no flash attention.
+a vision tower), whose recurrent layers then keep sequences apart without a kernel. On a CPU, with sdpa, all in torch.
 
 `python test_verl_fsdp.py OUT.json FOLDER JOB...` is a rank: what comes out of its engine. A job is "family alone|ours
 override,override...", as for `python -m verl.trainer.main_ppo`; `ours` is one more of them: the plugin.
@@ -101,14 +100,14 @@ def test_fine_tuning_as_typed(folder, tmp_path, words):
     """Of Qwen3-Next: the norm of the gradient that it prints, and its checkpoint."""
     path, texts = folder / "qwen3_next", ["one", "and two, longer", "three three", "4"]
     (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    said = [[{"role": "assistant", "content": text}] for text in texts]
+    said = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": text}] for text in texts]
     Dataset.from_dict({"messages": said}).to_parquet(tmp_path / "rows.parquet")
     env = {**os.environ, **QUIET, **VERL, "CARDS": "2", "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = ["bash", str(LAUNCH / "verl.sh"), str(path), "rows.parquet", *CPU, *words.split()]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
-    _, wanted = truth_of(path, [list(text.encode()) for text in texts])
+    _, wanted = truth_of(path, [list(f"?{text}".encode()) for text in texts])
     norm = float(torch.cat([each.flatten() for each in wanted.values()]).double().norm())
     assert float(re.search(r"grad_norm:(\S+)", done.stdout)[1]) == pytest.approx(norm, rel=RIGHT) or words == LORA
     assert re.search(r"collate-npu run: 2 processes, \w+: by sequence .* got what the batch says", done.stderr)
