@@ -217,8 +217,8 @@ class _Hooks:
 
     def _check_cut(self, module: nn.Module, whole: tuple[int, ...], part: tuple[int, ...]) -> None:
         """Raise if a hook cut rows before transformers' own recurrent layers (ms-swift 4.6.0 sequence_parallel.py:280)."""
-        kinds = (kind for kind in map(type, module.modules()) if kind.__module__.startswith("transformers"))
-        own = (kind.forward.__module__.startswith(("torch", "transformers")) for kind in kinds)
+        theirs = (each for each in module.modules() if type(each).__module__.startswith("transformers"))
+        own = (type(each).forward.__module__.startswith(("torch", "transformers")) for each in theirs)
         if () < part < whole and self.adapters[False].model.needs_mask_2d and all(own):
             rule = "A hook cut these rows, and the recurrent layers of this model start empty at the cut."
             raise UnsupportedFormError(explain("input_ids", f"{part[0]} of {whole[0]} columns", rule, _WHOLE_ROWS))

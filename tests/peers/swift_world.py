@@ -257,7 +257,7 @@ def trained(model: Any) -> tuple[list[Tensor], Tensor, Tensor]:
     return list(seen[0][0].split(list(LENGTHS))), seen[0][1], kept.gradients
 
 
-def alone(model: Any, rows: Any = tuple(samples(*LENGTHS))) -> tuple[list[Tensor], Tensor, Tensor]:
+def alone(model: Any, rows: Any = tuple(samples(*LENGTHS))) -> tuple[list[Tensor], Tensor, Tensor]:  # noqa: B008
     """The same of each sample by itself."""
     model.zero_grad()
     logits = [model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0] for row in rows]
