@@ -458,7 +458,7 @@ def install_swift(session: nox.Session, *more: str) -> None:
     install(session, *more, *old, *TEST)
     put(session, "--no-deps", "ms-swift==4.6.0", "mcore-bridge==1.6.5", "datasets==4.8.4", "peft<0.21", *SWIFT_NEEDS)
     put(session, "--no-deps", "verl==0.9.1")
-    put(session, TORCH, "tensordict", "ray", "hydra-core", "codetiming", "orjson")
+    put(session, TORCH, "tensordict", "ray", "hydra-core", "codetiming", "orjson", AUDIT[1])
 
 
 @nox.session
@@ -514,7 +514,7 @@ def peers_misc(session: nox.Session) -> None:
     install(session, TRANSFORMERS, "accelerate==1.15.0", *TEST)
     put(session, "--no-deps", "verl==0.9.1", "megatron-core==0.16.1", "twinkle-kit==0.5.1", "torchtitan==0.3.0")
     put(session, "--no-deps", "mcore-bridge==1.6.5", "TransferQueue==0.1.11")  # twinkle's Megatron models; verl's trainer
-    put(session, TORCH, TRANSFORMERS, "datasets==4.8.4", *MISC_NEEDS)
+    put(session, TORCH, TRANSFORMERS, "datasets==4.8.4", *MISC_NEEDS, AUDIT[1])
     # apart: twinkle's Megatron has a stand-in for TransformerEngine, verl's none; FlexAttention needs the true triton
     fsdp = "tests/peers/test_verl_fsdp.py"
     for stack in ("verl", "twinkle", "torchtitan"):
@@ -524,6 +524,7 @@ def peers_misc(session: nox.Session) -> None:
     put(session, "--no-deps", "--target", str(pinned), "transformers==5.9.0", "tokenizers==0.22.2")
     # all of it is long: a draw may leave none
     session.run("pytest", fsdp, env={**PEERS, "PYTHONPATH": str(pinned)}, success_codes=(0, 5))
+    session.run("pytest", "tests/tools/cli/test_cli_run.py", "-k", "Ray", env=PEERS, success_codes=(0, 5))
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or twinkle or verl or torchtitan", env=PEERS)
 
 

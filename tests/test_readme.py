@@ -140,7 +140,7 @@ def test_commands_of_trainers_name_the_file_of_the_plugin():
     assigned = {line for line in ALL_COMMANDS if line.startswith("PLUGIN=")}
     launched = {line for line in ALL_COMMANDS if "external_plugins" in line}
     assert len(assigned) == 1
-    assert len(launched) > 2
+    assert len(launched) > 1
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     for line in launched:
         script = f'python() {{ {sys.executable} "$@"; }}\n{assigned.copy().pop()}\necho {line}'

@@ -7,9 +7,8 @@ first dimension is not the batch is cut wrong without an error (accelerate 1.15 
 Its sequence parallelism, torch's (`cp_size`) or DeepSpeed's Ulysses (`sp_size`), drops every mask, and refuses some models
 by the names of their layers. Of a model that `adapt` runs, recurrent layers exchange what they need, and a batch for which
 a dropped mask is not exact is refused.
-Sources: transformers 5.23 trainer.py:2393-2485; accelerate 1.15 accelerator.py:2417 (Ulysses), 4152-4220
-(`maybe_context_parallel`), big_modeling.py:755-840 (refusals, hooks); DeepSpeed 0.19.6
-runtime/sequence_parallel/ulysses_sp.py.
+Sources: transformers 5.23 trainer.py:2393-2485; accelerate 1.15 accelerator.py:2417 (Ulysses), 4152-4220 (`cp_size`),
+big_modeling.py:755-840 (refusals, hooks); DeepSpeed 0.19.6 runtime/sequence_parallel/ulysses_sp.py.
 """
 
 from __future__ import annotations

@@ -182,6 +182,7 @@ class _Entered:
     flat: FlatCall | None = None
     at: _Hooks | None = None
     """The hook where its rows became the flat row."""
+    shape: tuple[int, ...] = ()
 
 
 class _Hooks:
@@ -207,11 +208,21 @@ class _Hooks:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept | None:
         entered = self.inside.get(get_ident())
         if entered is not None and not (self.backbone and entered.flat is not None and entered.at in (None, self)):
+            if self.backbone and entered.flat is None and not torch.compiler.is_compiling():
+                self._check_cut(module, entered.shape[1:], _shape({**dict(zip(self.names, args)), **kwargs})[1:])
             return None
         if self._has_lora() and not self.lora:
             rule = "Its wrapper, made after adapt, calls the model's forward directly, and the model's hooks do not run."
             raise UnsupportedFormError(explain("model", "PEFT", rule, "Call adapt on what get_peft_model returned."))
         return outside_graphs(type(self)._through)(self, module, args, kwargs, torch.compiler.is_compiling())
+
+    def _check_cut(self, module: nn.Module, whole: tuple[int, ...], part: tuple[int, ...]) -> None:
+        """Raise if a hook cut rows before transformers' own recurrent layers (ms-swift 4.6.0 sequence_parallel.py:280)."""
+        theirs = (each for each in module.modules() if type(each).__module__.startswith("transformers"))
+        own = (type(each).forward.__module__.startswith(("torch", "transformers")) for each in theirs)
+        if () < part < whole and self.adapters[False].model.needs_mask_2d and all(own):
+            rule = "A hook cut these rows, and the recurrent layers of this model start empty at the cut."
+            raise UnsupportedFormError(explain("input_ids", f"{part[0]} of {whole[0]} columns", rule, _WHOLE_ROWS))
 
     def _has_lora(self) -> bool:
         """True if PEFT put layers into the model (tuners_utils.py:323)."""
@@ -250,7 +261,7 @@ class _Hooks:
         if entered is not None:
             written: dict[str, Any] | None = self._flattened(entered, module, batch)
         else:
-            entered = _Entered(self, begin(None))
+            entered = _Entered(self, begin(None), shape=_shape(batch))
             try:
                 written = self._written(entered, module, batch, graph)
             except BaseException:
@@ -333,7 +344,7 @@ class _Hooks:
     def _flattened(self, entered: _Entered, module: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
         """Return the call on the flat row, and let this thread's mixers run by its plan."""
         assert entered.flat is not None
-        shape = next(tuple(call[name].shape[:2]) for name in ("input_ids", "inputs_embeds") if call.get(name) is not None)
+        shape = _shape(call)
         if shape != entered.flat.segments.shape:
             rule = f"The tokens that came are {list(entered.flat.segments.shape)}: {type(module).__name__} must get these."
             raise UnsupportedFormError(explain("input_ids", str(list(shape)), rule, _BACKBONE))
@@ -391,6 +402,10 @@ def _reads_rows(head: nn.Module, adapter: BatchAdapter, call: Mapping[str, Any])
     return put or not whole or bool(adapter.model.option("output_router_logits", call))
 
 
+def _shape(call: Mapping[str, Any]) -> tuple[int, ...]:
+    return next((tuple(call[name].shape[:2]) for name in ("input_ids", "inputs_embeds") if call.get(name) is not None), ())
+
+
 def _caches(batch: Sources) -> list[Any]:
     return [batch[name] for name in CACHES if batch.get(name) is not None]
 
@@ -419,10 +434,8 @@ def _decodes(batch: Sources) -> bool:
 
 
 def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
-    """Return the call with positions that count the cached tokens, and without the first label of a sequence behind padding.
-
-    None if nothing changes. Raises if padding reaches tokens.
-    """
+    """Return the call with positions that count the cached tokens, and without the first label of a sequence behind padding;
+    None if nothing changes. Raises if padding reaches tokens."""
     S, keep = batch.shape()[1], batch.get("attention_mask")
     each: Any = next(iter(keep.values()), None) if isinstance(keep, Mapping) else keep  # of a static cache, by kind of layer
     if S > 1 and getattr(each, "ndim", 0) == 4 and adapter.model.leaks.get("left"):

@@ -1,9 +1,8 @@
 """Every model: `collate-npu run -- CMD` adapts each transformers model of a process when it is first called.
 
-A model is called by its class, inside DDP, FSDP, DeepSpeed or a stack's actor. So transformers' class, PEFT's wrapper, which
-calls the forward inside it directly, and torch.compile's get a `__call__` that adapts first. transformers' Trainer counts
-labels before it calls the model: they are corrected before it counts. The first forward with gradients is judged as
-`check_delivery` judges, without a forward of its own, so that ranks stay in step.
+A model is called by its class, inside DDP, FSDP, DeepSpeed or a stack's actor: transformers' class, PEFT's wrapper and
+torch.compile's get a `__call__` that adapts first. transformers' Trainer counts labels before: they are corrected first. The
+first forward with gradients is judged as `check_delivery` judges, without a forward of its own: ranks stay in step.
 """
 
 from __future__ import annotations

@@ -57,11 +57,8 @@ class _Patch:
         _rebind(self.everywhere, self.wrapper, self.original)
 
     def lost(self) -> bool:
-        """True if the owner's function does not lead to ours: by `__wrapped__`, its closure, or a global that it names.
-
-        It does not after `importlib.reload`, nor after MindSpeed's `repatch`, which wraps the function that it met first
-        (0.16.0 patch_utils.py:108-131). A stranger's patch over ours leads to ours.
-        """
+        """True if no `__wrapped__`, closure or global leads from the owner's function to ours: after `importlib.reload`, and
+        after MindSpeed's `repatch`, which wraps the function that it met first (0.16.0 patch_utils.py:108-131)."""
         todo, seen = [vars(self.owner).get(self.name)], set()
         while todo:
             now = _function(todo.pop())
@@ -81,11 +78,8 @@ _TABLE: list[_Patch] = globals().get("_TABLE", [])  # loaded again, it still kno
 
 
 def patch(holder: str, owner: Any, name: str, ours: Callable[..., Any], *, everywhere: str = "") -> None:
-    """Let `owner.name(...)` run `ours(original, ...)`, until `release(holder)`.
-
-    `everywhere` names a package: each module of it that imported the function, under whatever name, gets ours too.
-    Raises `AttributeError` where the owner has no such function.
-    """
+    """Let `owner.name(...)` run `ours(original, ...)`, until `release(holder)`. Each module of the package `everywhere` that
+    imported the function, under whatever name, gets ours too. Raises `AttributeError` if the owner has no such function."""
     made = next((known for known in _TABLE if (known.owner, known.name) == (owner, name)), None)
     if made is None:
         made = _Patch(owner, name, everywhere)

@@ -248,7 +248,7 @@ def run_adapted(options: Namespace) -> int:
 
     settings = {"check": options.check}
     if options.env:
-        _say(json.dumps({"env_vars": inherited_env("COLLATE_NPU_RUN", settings)}))
+        _say(json.dumps({"env_vars": inherited_env("COLLATE_NPU_RUN", settings, own="${PYTHONPATH}")}))  # in Ray's words
         return 0
     code, records = run_processes(options.command, "COLLATE_NPU_RUN", settings)
     print(printable(f"collate-npu run: {run_summary(records)}"), file=sys.stderr, flush=True)

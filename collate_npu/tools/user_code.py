@@ -189,10 +189,10 @@ def run_processes(
         return child.returncode if child.returncode >= 0 else 128 - child.returncode, _records(seen)
 
 
-def inherited_env(variable: str, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the environment of a process must have."""
+def inherited_env(variable: str, settings: Mapping[str, Any], own: str | None = None) -> dict[str, str]:
+    """Return what the environment of a process must have; `own` stands for the PYTHONPATH that a process elsewhere has."""
     inherited = str(Path(__file__).resolve().parent / "inherited")
-    path = filter(None, (inherited, os.environ.get("PYTHONPATH")))
+    path = filter(None, (inherited, os.environ.get("PYTHONPATH"), own))
     return {"PYTHONPATH": os.pathsep.join(path), variable: json.dumps(settings)}
 
 

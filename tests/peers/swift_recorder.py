@@ -6,6 +6,7 @@ told by the ids: the pad token stands in no text.
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from stand_ins import put_module, varlen_attention
 
 PAD = 257
 
@@ -74,4 +76,21 @@ def logits(trainer: Any, model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return model(**{key: value for key, value in prepared.items() if key not in ("labels", "loss_scale", "channel")})
 
 
-watch_megatron()
+def flash_attention() -> None:
+    """For `swift sft`: flash_attn, on a device that has it (transformers 5.19 modeling_flash_attention_utils.py:97)."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, **_: Any) -> Any:
+        return varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k)
+
+    def whole(q: Any, k: Any, v: Any, **_: Any) -> Any:
+        return torch.stack([varlen_attention(*row, *[torch.tensor([0, len(row[0])])] * 2) for row in zip(q, k, v)])
+
+    put_module("flash_attn", flash_attn_func=whole, flash_attn_varlen_func=varlen, flash_attn_with_kvcache=None)
+    put_module("flash_attn.bert_padding", unpad_input=None, pad_input=None)
+    there = {"general_availability_check": lambda **_: True, "supported_devices": ((lambda: True, "cpu"),)}
+    flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2] |= there
+    flash.is_flash_attn_2_available = lambda: True
+
+
+watch_megatron() if "_megatron" in sys.argv[0] else flash_attention()

@@ -234,7 +234,7 @@ class _Kept(TrainerCallback):  # type: ignore[misc]
         self.gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone()
 
 
-def trained(model: Any, **given: Any) -> tuple[list[Tensor], Tensor, Tensor]:
+def trained(model: Any) -> tuple[list[Tensor], Tensor, Tensor]:
     """Logits of each sample, loss and gradient of a step on one flat row of all of them."""
     model.model_meta = SimpleNamespace(is_multimodal=False, template="chatml", model_arch=None)
     model.model_info = SimpleNamespace(is_moe_model=False, torch_dtype=torch.float32)
@@ -246,7 +246,7 @@ def trained(model: Any, **given: Any) -> tuple[list[Tensor], Tensor, Tensor]:
         args = Seq2SeqTrainingArguments(
             folder, max_steps=1, per_device_train_batch_size=len(LENGTHS), learning_rate=0.0, max_grad_norm=0.0,
             use_cpu=True, report_to="none", save_strategy="no", check_model=False, remove_unused_columns=False,
-            train_dataloader_shuffle=False, **{"use_logits_to_keep": False, "dataloader_num_workers": 0, **given},
+            train_dataloader_shuffle=False, use_logits_to_keep=False, dataloader_num_workers=0,
         )  # fmt: skip
         rows, made = samples(*LENGTHS), packing(model.config.model_type)
         trainer = Seq2SeqTrainer(model=model, args=args, template=made, train_dataset=rows)
@@ -254,15 +254,14 @@ def trained(model: Any, **given: Any) -> tuple[list[Tensor], Tensor, Tensor]:
         trainer.train()
     hook.remove()
     model.eval()
-    whole = len(seen[0][0]) == sum(LENGTHS)  # else its default kept the logits that predict labels
-    return list(seen[0][0].split(list(LENGTHS))) if whole else [], seen[0][1], kept.gradients
+    return list(seen[0][0].split(list(LENGTHS))), seen[0][1], kept.gradients
 
 
-def alone(model: Any) -> tuple[list[Tensor], Tensor, Tensor]:
+def alone(model: Any, rows: Any = tuple(samples(*LENGTHS))) -> tuple[list[Tensor], Tensor, Tensor]:  # noqa: B008
     """The same of each sample by itself."""
     model.zero_grad()
-    logits = [model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0] for row in samples(*LENGTHS)]
-    labels = torch.cat([torch.tensor(row["labels"][1:]) for row in samples(*LENGTHS)])
+    logits = [model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0] for row in rows]
+    labels = torch.cat([torch.tensor(row["labels"][1:]) for row in rows])
     loss = cross_entropy(torch.cat([each[:-1] for each in logits]), labels)
     loss.backward()
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -272,6 +271,6 @@ def alone(model: Any) -> tuple[list[Tensor], Tensor, Tensor]:
 
 def apart(found: Any, wanted: Any) -> float:
     """Of all logits, the loss, and the gradient by its largest value."""
-    logits = max((float((x - y).abs().max()) for x, y in zip(found[0], wanted[0])), default=0.0)
+    logits = max(float((x - y).abs().max()) for x, y in zip(found[0], wanted[0]))
     gradient = float((found[2] - wanted[2]).abs().max() / wanted[2].abs().max())
     return max(logits, float((found[1] - wanted[1]).abs()), gradient)

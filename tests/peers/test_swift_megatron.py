@@ -1,16 +1,11 @@
-"""ms-swift 4.6.0 on Megatron: installing and giving back, what its template and its `prepare_batch` give, what reaches
-`model(**batch)`, what is refused, which tokens are pooled, and what is wrong in silence without us."""
+"""ms-swift 4.6.0 on Megatron: what its template and its `prepare_batch` give, what reaches `model(**batch)`, what is
+refused, and which tokens are pooled."""
 
-import inspect
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import swift_world
 import torch
-from swift.megatron.trainers import base, utils
-from swift.utils import import_external_file
 from swift_world import KINDS, LENGTHS, LOCAL, NEEDS_2D, arguments, as_kind, collate, prepare, reaches_model, trainer_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,18 +21,6 @@ NEEDS = ("swift", "mcore_bridge", "megatron")
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
-def test_install_reaches_functions_that_were_imported_by_name_and_uninstall_gives_them_back():
-    original = utils.prepare_batch
-    assert base.prepare_batch is original
-    swift.install()
-    swift.install()  # twice is once
-    assert base.prepare_batch is utils.prepare_batch is not original
-    assert inspect.unwrap(base.prepare_batch) is original
-    swift.uninstall()
-    assert base.prepare_batch is utils.prepare_batch is original
-    swift.uninstall()
-
-
 @pytest.mark.parametrize("there", [True, False], ids=["npu", "gpu"])
 def test_python_objects_go_by_gloo_on_an_npu(world, monkeypatch, there):
     """The names of the metrics, at every step: `all_gather_object` over HCCL takes device memory in silence."""
@@ -51,15 +34,6 @@ def test_python_objects_go_by_gloo_on_an_npu(world, monkeypatch, there):
     swift.uninstall()
     torch.distributed.all_gather_object([None], "loss", group="dp and cp")
     assert seen == ["gloo of dp and cp" if there else "dp and cp", "dp and cp"]
-
-
-def test_as_external_plugins_file_it_installs_and_hides_no_package():
-    original, path = utils.prepare_batch, list(sys.path)
-    for _ in range(2):
-        import_external_file(str(Path(swift.__file__).with_name("plugin.py")))
-        assert utils.prepare_batch is not original
-        assert sys.path == path  # with its folder first, `import transformers` would find this package's file
-    swift.uninstall()
 
 
 # --- what its template sends
@@ -139,25 +113,6 @@ def test_offsets_that_do_not_fit_the_samples_are_refused(how):
     for wrong in (params(offsets), params(right, cu_seqlens_kv=other), params(right, cu_seqlens_q_padded=other)):
         with pytest.raises(CollateError, match=r"packed_seq_params: got .* 16 tokens .*Set padding_free=False"):
             flat_segments(row, wrong, ranks)
-
-
-# --- without `install()`: a test that fails here says which silent defect upstream has fixed
-
-
-def test_upstream_masks_are_inverted_or_lost_in_silence(world):
-    """Local kernels are not recognised, because the backend is an enum."""
-    world.npu()
-    args = arguments("qwen3_5")
-    data, truth = as_kind(args, "4d keep")
-    assert not torch.equal(prepare(args, data)["attention_mask_2d"], truth.keep)
-    for model_type in ("qwen3_next", "qwen3_moe"):
-        args = arguments(model_type)
-        batch = prepare(args, as_kind(args, "template")[0])
-        assert batch["attention_mask"] is None
-        assert not {"attention_mask_2d", "padding_mask", "extra_block_kwargs"} & set(batch)
-    for backend, side in (("flash", "left"), ("local", "right")):
-        args = arguments("qwen3_5", attention_backend=backend, use_flash_attn=True)
-        assert prepare(args, as_kind(args, "4d masked", side=side)[0])["attention_mask"] is None
 
 
 # --- what reaches the model

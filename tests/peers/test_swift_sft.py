@@ -57,13 +57,14 @@ def chats(number: int = 6) -> list[dict[str, Any]]:
     return [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in said]
 
 
-def run(*words: str, record: Path, ranks: int) -> tuple[int, str, list[dict[str, Any]]]:
-    """`megatron sft ...` through the console entry: exit code, output, and each rank's JSON."""
+def run(*words: str, record: Path, ranks: int, program: str = "megatron", through: bool = False) -> tuple[int, str, Any]:
+    """`megatron sft ...` or `swift sft ...` through the console entry: exit code, output, and each rank's JSON."""
     record.mkdir(exist_ok=True)
     path = [str(ROOT), str(HERE.parent), str(HERE), str(HERE / "swift_site")]
     given = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "SWIFT_RECORD": str(record), "COLLATE_NPU_GUARD": "1"}
-    given |= {**QUIET, "NPROC_PER_NODE": str(ranks), "MASTER_PORT": str(free_port())}
-    argv = [str(Path(sys.executable).with_name("megatron")), "sft", *words, "--output_dir", str(record / "out")]
+    given |= QUIET | ({"NPROC_PER_NODE": str(ranks), "MASTER_PORT": str(free_port())} if ranks > 1 else {})
+    argv = [str(Path(sys.executable).with_name(program)), "sft", *words, "--output_dir", str(record / "out")]
+    argv = [sys.executable, "-m", "collate_npu", "run", "--", *argv] if through else argv
     done = subprocess.run(argv, env=given, cwd=record, capture_output=True, text=True, timeout=400)
     said = [json.loads(file.read_text()) for file in sorted(record.glob("rank*.json"))]
     return done.returncode, done.stdout + done.stderr, said

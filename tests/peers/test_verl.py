@@ -11,7 +11,7 @@ from cells import Stack, scores, verdict, worst
 from megatron_world import PAD, Attention, far as relative, gpt, received, seen, watch
 from processes import saved_model
 from tensordict import TensorDict
-from verl.models.mcore import model_forward, registry, util
+from verl.models.mcore import registry, util
 from verl_models import LENGTHS, Vision, alone, config, error, jagged, left_padded
 
 from collate_npu.errors import UnsupportedFormError
@@ -161,17 +161,6 @@ def test_what_was_taken_from_the_registry_before_an_uninstall_is_verls_own_again
         forwards[0](model, ids, keep, positions, {}, data_format="bshd")
     forwards[1](model, values, {}, data_format="bshd")
     assert seen(model)["attention"] == [SQUARE] * 2
-
-
-def test_uninstall_puts_verls_own_back(verl_npu):
-    names = ("preprocess_bshd_engine", "postprocess_bshd_engine", "build_vlm_attn_mask_bshd")
-    before = {name: getattr(util, name) for name in names}
-    engine.install()
-    engine.install()
-    assert all(getattr(util, name) is getattr(model_forward, name) is not original for name, original in before.items())
-    assert util.postprocess_bshd_engine(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)).is_nested, "ours, on an NPU"
-    engine.uninstall()
-    assert all(getattr(util, name) is original for name, original in before.items())
 
 
 # --- the engine: log-probabilities, entropy and gradients of a batch

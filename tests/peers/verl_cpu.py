@@ -49,6 +49,9 @@ ANSWERS = {
 others = {name: told(None) for name in PlatformBase.__abstractmethods__ - set(ANSWERS)}
 PlatformRegistry.register(platform="cpu")(type("PlatformCPU", (PlatformBase,), {**others, **ANSWERS}))
 
+_group = torch.distributed.init_process_group
+torch.distributed.init_process_group = lambda backend=None, **given: _group("gloo", **given)  # not cpu:gloo,cpu:gloo
+
 
 def registered():
     from verl.workers.engine import EngineRegistry
@@ -71,3 +74,4 @@ def _fsdp1():
 
     FullyShardedDataParallel.__init__ = on_cpu
     transformer_impl.get_init_weight_context_manager = lambda **kwargs: nullcontext
+    transformer_impl.load_fsdp_model_to_gpu = nothing

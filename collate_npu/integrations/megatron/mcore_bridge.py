@@ -7,8 +7,7 @@ convolution have no bias, and an empty state stays so. Costs one masked copy of 
 
 Of flat rows, offsets that a layer would misread in silence are refused: its own takes the padded ones where they fit the
 row, and else `cu_seqlens_q` (modules/gated_delta_net.py:240-251), the two of transformers `cu_seqlens_q` alone
-(gpts/qwen3_next.py:477, mm_gpts/qwen3_5.py:79). Without fla its own layer runs a flat row by sequence. Legend: B batch, S
-this rank's width.
+(gpts/qwen3_next.py:477, mm_gpts/qwen3_5.py:79). Without fla its own runs by sequence. Legend: B batch, S this rank's width.
 """
 
 from __future__ import annotations

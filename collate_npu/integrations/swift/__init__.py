@@ -146,12 +146,9 @@ the offsets itself (model/models/qwen.py:1241-1249, 1396)."""
 
 
 def check_collated(template: Any, batch: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedFormError` if the transformers backend would not compute each real token as its sample alone.
-
-    Recurrent layers ignore two settings, and train on in silence: `padding_free` and `packing` (they send positions alone,
-    which no such layer reads; `_train` adapts a trainer's model) and `sequence_parallel_size` (Qwen3.5 alone has a
-    forward for a split row, model/models/qwen.py:1312-1445). Costs O(B * S) a batch of a recurrent model.
-    """
+    """Raise where recurrent layers of the transformers backend ignore a setting, and train on in silence: `padding_free` and
+    `packing` (they send positions alone, which no such layer reads; `_train` adapts a trainer's model), and
+    `sequence_parallel_size` (Qwen3.5 alone has a forward for a split row, model/models/qwen.py:1312-1445)."""
     if not template.is_training or "input_ids" not in batch or not needs_mask_2d(template.config):
         return
     family, ranks, flat = text_config(template.config).model_type, template.sequence_parallel_size, template.padding_free

@@ -4,9 +4,8 @@ the engine, Megatron or FSDP, that its strategy runs.
 Ray hands the variable to no worker of a cluster that stands already (0.9.1 trainer/constants_ppo.py): give it in
 `runtime_env`, or name this module as a model's `external_lib`.
 
-Importing this imports and patches nothing of verl yet. MindSpeed "must be imported before Megatron"
-(workers/engine/__init__.py), so `verl.install` runs when verl itself imports `verl.models.mcore`, before any module can take
-a function from it, and `verl.install_fsdp` when verl has imported its FSDP engine.
+Importing this patches nothing yet. MindSpeed "must be imported before Megatron" (workers/engine/__init__.py): `verl.install`
+runs when verl itself imports `verl.models.mcore`, and `verl.install_fsdp` when it has imported its FSDP engine.
 """
 
 from __future__ import annotations

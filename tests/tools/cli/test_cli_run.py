@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 OURS = [sys.executable, "-m", "collate_npu"]
 TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 SAMPLES = [{"input_ids": [*range(3, 3 + n)], "labels": [*range(3, 3 + n)]} for n in (5, 11, 8, 3)]
-CASES = ["qwen3_next left Trainer", "qwen3_next flat Trainer", "qwen3 left Trainer", "qwen3_next flat DDP"]
+RAY = pytest.param("qwen3_next left Ray", marks=pytest.mark.skipif(find_spec("ray") is None, reason="no ray"))
+CASES = ["qwen3_next left Trainer", "qwen3_next flat Trainer", "qwen3 left Trainer", "qwen3_next flat DDP", RAY]
 
 
 def started(words, *before, **env):
@@ -58,13 +60,15 @@ def test_what_is_refused_or_not_adapted_is_said_and_the_exit_code_is_the_command
         assert (done.returncode, line in done.stderr) == (code, True), done.stderr
 
 
-def test_a_cluster_that_runs_already_and_watch_beside_it():
+@pytest.mark.parametrize("words", ["qwen3_next flat loop", RAY])
+def test_a_cluster_that_runs_already_and_watch_beside_it(words):
     """Nobody gathers what the processes did, so each says it at its end; a `watch` sees what they run."""
     asked = subprocess.run([*OURS, "run", "--env"], capture_output=True, text=True, check=True).stdout
-    off, said, _ = started("qwen3_next flat loop", *OURS, "watch", "--", **json.loads(asked)["env_vars"])
-    assert off < 1e-5
+    watched, env = ([], {"RUNTIME": asked}) if "Ray" in words else ([*OURS, "watch", "--"], json.loads(asked)["env_vars"])
+    off, said, _ = started(words, *watched, **env)
+    assert off < 1e-5, said
     assert "collate-npu run: 1 process, Qwen3NextForCausalLM: by sequence · 5 batches" in said
-    assert re.search(r"collate-npu watch: 1 process, no fault in \d+ of", said)
+    assert bool(watched) == bool(re.search(r"collate-npu watch: 1 process, no fault in \d+ of", said))
 
 
 def gradient(model):
@@ -113,8 +117,19 @@ def main(family, rows, how):
     if how == "DDP":
         dist.all_reduce(wanted)
         wanted /= 2
-    print(f"off {float((found - wanted).norm() / wanted.norm())}\n", end="", flush=True)
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def in_an_actor(*words):
+    """Of a cluster that this process starts, whose workers have a PYTHONPATH of their own."""
+    import ray
+
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), "of/the/cluster")))
+    ray.init(num_cpus=1, include_dashboard=False, runtime_env=json.loads(os.environ.get("RUNTIME", "null")))
+    actor = ray.remote(type("Actor", (), {"step": lambda self: (main(*words), os.environ["PYTHONPATH"])})).remote()
+    off, path = ray.get(actor.step.remote())
+    return off if "of/the/cluster" in path else path
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(f"off {(in_an_actor if 'Ray' in sys.argv else main)(*sys.argv[1:])}\n", end="", flush=True)
