@@ -1,26 +1,23 @@
-"""ms-swift 4.6.0 packs Qwen3.5 by fla's kernels, here in Triton's interpreter; our plugin lets the right run through."""
+"""ms-swift 4.6.0 packs Qwen3.5 by fla's kernels, here in Triton's interpreter; adapt keeps it right."""
 
 import fla_interpreted  # first
 import pytest
 import swift_world
 from swift.model.models import qwen
 
-from collate_npu.integrations import swift
+from collate_npu import adapt
 from collate_npu.testing import tiny_model
 
 NEEDS = ("fla", "triton", "swift")
 
 
 @pytest.mark.long
-def test_its_trainer_on_a_flat_row_without_our_plugin_and_with_it():
+def test_its_trainer_on_a_flat_row_alone_and_adapted():
     model = tiny_model("qwen3_5_text", vocab_size=swift_world.VOCABULARY)
     wanted = swift_world.alone(model)
     qwen._patch_qwen3_5_linear_attention_sequence_parallel()
     fla_interpreted.count_in_triton()
     assert swift_world.apart(swift_world.trained(model), wanted) < 1e-4
-    swift.install(trainers=False)
-    try:
+    with adapt(model):
         assert swift_world.apart(swift_world.trained(model), wanted) < 1e-4
-        assert qwen.causal_conv1d.__module__.startswith("fla.")
-    finally:
-        swift.uninstall()
+    assert qwen.causal_conv1d.__module__.startswith("fla.")

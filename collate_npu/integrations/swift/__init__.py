@@ -1,8 +1,8 @@
 """ms-swift 4.6.0: one `install()`, or `--external_plugins` with the path of `plugin.py` beside this file.
 
-Its transformers backend is right or refused; the recurrent models of a trainer that packs are adapted. On Megatron the
-template sends lengths as one 2D mask (no `[B, 1, S, S]` in a worker). From this, or from the mask of a custom collator,
-`prepare_batch` makes the masks that this model and this kernel read.
+Its transformers backend goes through `collate-npu run`. On Megatron the template sends lengths as one 2D mask (no
+`[B, 1, S, S]` in a worker). From this, or from the mask of a custom collator, `prepare_batch` makes the masks that this
+model and this kernel read.
 Sources: swift/template/base.py:2056-2180, megatron/trainers/utils.py:358-410, megatron/trainers/base.py:1136-1152.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import partial
 from math import lcm
 from typing import Any
@@ -21,12 +20,10 @@ import torch
 from torch import Tensor
 
 from collate_npu.arrays import host_array, host_tensor
-from collate_npu.consumers.adapter import BatchAdapter
 from collate_npu.consumers.megatron import kernel_of_args
-from collate_npu.consumers.model_traits import is_transformers, needs_mask_2d, recurrent_heads, text_config, unwrap
+from collate_npu.consumers.model_traits import needs_mask_2d, recurrent_heads
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, refuse_rows, shape_of
 from collate_npu.integrations import patching
-from collate_npu.integrations.adapt import adapt
 from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import segments_from_batch
@@ -53,7 +50,6 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
     from swift.template.base import Template
 
     patching.patch(PACKAGE, Template, "_data_collator", _collate)
-    patching.once_imported(PACKAGE, "swift.trainers.mixin", _watch_trainers)
     if trainers:
         from swift.megatron.trainers import base, utils
         from transformers.utils import is_torch_npu_available
@@ -83,31 +79,13 @@ class _SquareOnMeta:
         return torch.ones(*shape, **({**kwargs, "device": "meta"} if np.size(shape) == 3 else kwargs))
 
 
-def _watch_trainers() -> None:
-    from swift.trainers.mixin import SwiftMixin
-
-    patching.patch(PACKAGE, SwiftMixin, "train", _train)
-
-
-def _train(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Train with each recurrent model adapted, if the trainer runs the transformers backend and packs."""
-    template, held = self.template, [each for each in vars(self).values() if isinstance(each, torch.nn.Module)]
-    with ExitStack() as stack:
-        if template.padding_free and template.sequence_parallel_size == 1:
-            for each in {id(unwrap(each)): each for each in reversed(held)}.values():
-                if is_transformers(unwrap(each)) and needs_mask_2d(each):
-                    stack.enter_context(adapt(each))
-            template.adapted = True  # for its workers, which have no model
-            stack.callback(delattr, template, "adapted")
-        return original(self, *args, **kwargs)
-
-
 def _collate(original: Callable[..., Any], self: Any, batch: Any, *, padding_to: int | None = None) -> Any:
+    if not self.use_megatron and self.is_training and "COLLATE_NPU_RUN" not in os.environ:
+        rule = "The plugin serves ms-swift's Megatron backend, and this is the transformers one."
+        remedy = "Leave it out, and put `collate-npu run --` before the command."
+        raise UnsupportedFormError(explain("external_plugins", "swift sft", rule, remedy))
     if not self.use_megatron or self.padding_free:
-        out = original(self, batch, padding_to=padding_to)
-        if not self.use_megatron:
-            check_collated(self, out)
-        return out
+        return original(self, batch, padding_to=padding_to)
     if padding_to is not None and self.sequence_parallel_size > 1:  # get_padding_to leaves out zigzag's two chunks
         padding_to = lcm(padding_to, 2 * self.sequence_parallel_size)
     out = patching.with_globals(original, torch=_SquareOnMeta())(self, batch, padding_to=padding_to)
@@ -138,30 +116,6 @@ def number_sequences(params: Any) -> None:
     (core/ssm/mamba_mixer.py:744-750 of 0.19.2)."""
     if getattr(params, "total_tokens", None) is not None and params.seq_idx is None:
         params.__post_init__()
-
-
-_SPLIT_BY_SWIFT = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
-"""Families whose recurrent layers ms-swift exchanges between the ranks of one row, padded right; of a flat row it makes
-the offsets itself (model/models/qwen.py:1241-1249, 1396)."""
-
-
-def check_collated(template: Any, batch: Mapping[str, Any]) -> None:
-    """Raise where recurrent layers of the transformers backend ignore a setting, and train on in silence: `padding_free` and
-    `packing` (they send positions alone, which no such layer reads; `_train` adapts a trainer's model), and
-    `sequence_parallel_size` (Qwen3.5 alone has a forward for a split row, model/models/qwen.py:1312-1445)."""
-    if not template.is_training or "input_ids" not in batch or not needs_mask_2d(template.config):
-        return
-    family, ranks, flat = text_config(template.config).model_type, template.sequence_parallel_size, template.padding_free
-    if ranks > 1 and family not in _SPLIT_BY_SWIFT:
-        rule = f"Each rank runs the recurrent layers of {family} on its part of a row alone, from an empty state."
-        remedy = "Set sequence_parallel_size=1, or train with `megatron sft`, whose Gated DeltaNet gathers the row."
-        raise UnsupportedFormError(explain("sequence_parallel_size", str(ranks), rule, remedy))
-    if ranks == 1 and not hasattr(template, "adapted"):
-        read = {key: batch[key] for key in ("input_ids", "attention_mask") if key in batch}
-        if flat:
-            read["position_ids"] = batch.get("text_position_ids", batch["position_ids"])
-        adapter = BatchAdapter(template.config, consumer="transformers", padding_free=flat)
-        adapter.choose(segments_from_batch(read, padding_free=flat))
 
 
 # --- the masks of one micro-batch

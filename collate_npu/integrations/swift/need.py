@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any
 
 from collate_npu.consumers.labels_and_positions import IGNORED
-from collate_npu.integrations.swift import PACKAGE as PACKAGE, install, uninstall
+from collate_npu.integrations.adapt import adapt
+from collate_npu.integrations.swift import PACKAGE as PACKAGE
 
 
 def _trainer(model: Any, tokenizer: Any, features: Sequence[Any], settings: Any, *, ours: bool, **options: Any) -> Any:
-    """The first label is ignored, as that of a prompt. What is installed stays until the next trainer is built."""
+    """The first label is ignored, as that of a prompt."""
     from swift.model import get_model_processor
     from swift.template import get_template
     from swift.trainers import Seq2SeqTrainer, Seq2SeqTrainingArguments
@@ -30,13 +31,12 @@ def _trainer(model: Any, tokenizer: Any, features: Sequence[Any], settings: Any,
     template.set_mode("train")
     rows = [{**each, "labels": [IGNORED, *each["labels"][1:]], "length": len(each["labels"])} for each in features]
     args = Seq2SeqTrainingArguments(**settings, dataloader_num_workers=0, check_model=False, remove_unused_columns=False)
-    uninstall()
     if ours:
-        install(trainers=False)
+        adapt(loaded)
     return Seq2SeqTrainer(model=loaded, args=args, template=template, train_dataset=rows)
 
 
-_LINE = '--external_plugins "$PLUGIN"'
+_LINE = "collate-npu run -- swift sft"
 NEED = {
     "ms-swift, padded right": (_LINE, partial(_trainer, padding_side="right")),
     "ms-swift, padded left": (_LINE, partial(_trainer, padding_side="left")),
