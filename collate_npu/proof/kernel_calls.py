@@ -161,6 +161,8 @@ class Forward:
         ids = batch.get("input_ids", batch.get("tokens"))
         self.ids = ids if isinstance(ids, Tensor) else None
         case = case_of(unwrap(self.root), batch, segments=segments, pattern=pattern)
+        if segments is None:
+            check_starts(Sources.of(batch), case.segments)
         self.truth, self.first_position = case.segments, case.model.first_position
         self.pattern = None if of_kind(batch, "vision") else case.pattern  # with it positions are judged too
         return case

@@ -172,15 +172,14 @@ def _messages(value: Any) -> list[dict[str, str]] | None:
 def samples_of_rows(rows: Sequence[Record], tokenizer: Any, *, count: int, max_length: int, seed: int = 0) -> list[Batch]:
     """`count` features, `input_ids` and `labels`: text is cut to lengths drawn up to `max_length`, and closed with eos.
 
-    Lengths are drawn so that long lines are ragged too. Where pad is eos, as so often, the last token is real and looks
-    like padding. A row of `input_ids` is used as it is, with its labels.
+    Lengths are drawn: long lines are ragged too. Where pad is eos, the last token looks like padding. `input_ids` stay.
     """
     rng = random.Random(seed)
     looked_at = rng.sample(rows, _LOOKED_AT) if len(rows) > _LOOKED_AT else rows
     drawn = [feature for row in looked_at if (feature := encoded(row, tokenizer, max_length))["input_ids"]]
     if len(drawn) < count:
         rule = f"The audit draws {count} lines."
-        raise CollateError(explain("data", f"{len(drawn)} lines with tokens", rule, "Give more text, or fewer batches."))
+        raise CollateError(explain("data", f"{len(drawn)} lines with tokens", rule, "Give more text, or fewer --batches."))
     eos = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     longest = max(max_length - len(eos), 1)
     cuts = [(rng.randint(max(longest // 8, 1), longest), feature) for feature in rng.sample(drawn, count)]
