@@ -22,8 +22,8 @@ LINES = {
     "proof": (3598, 3000),
     "integrations": (2936, 2500),
     "testing": (95, 200),
-    "tools": (2359, 1500),
-    "tests": (36560, 25000),
+    "tools": (2358, 1500),
+    "tests": (36559, 25000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
 WORDS, PAGES = 14848, 35

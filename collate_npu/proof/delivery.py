@@ -471,12 +471,9 @@ def guard_forward(
 
 
 def run_judged(call: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, str]:
-    """Return what `call(model, *args, **kwargs)` returns, and what was proved of that forward of a transformers model.
-
-    Raises `CollateError` for a fault. Costs no forward of its own.
-    """
-    inner = unwrap(model)
-    judged = Forward(root=inner)
+    """Return what `call(model, *args, **kwargs)` returns, and what was proved of that forward of a transformers model, which
+    costs no other. Raises `CollateError` for a fault."""
+    judged = Forward(root=(inner := unwrap(model)))
     try:
         refuse_compiled(inner)
         judged.judge_by(bound(inner.forward, args, kwargs))

@@ -21,6 +21,7 @@ from collate_npu.arrays import Array, entries
 from collate_npu.consumers import model_traits
 from collate_npu.consumers.adapter import KNOWN_BATCHES
 from collate_npu.consumers.by_sequence import running
+from collate_npu.consumers.labels_and_positions import check_starts
 from collate_npu.consumers.mask_choice import Case, Model
 from collate_npu.consumers.model_traits import consumer_of, pattern_of, text_config, unwrap
 from collate_npu.errors import AmbiguousMaskError, CollateError, a_type, explain
@@ -155,8 +156,8 @@ class Forward:
     ) -> Case:
         """Set what calls are judged by, from this batch, and return it. Raises what `segments_from_batch` raises."""
         if not hasattr(batch, "items"):
-            rule = "A batch is a dict of tensors."
-            raise CollateError(explain("batch", a_type(batch), rule, "Pass what the model is called with."))
+            remedy = "Pass what the model is called with."
+            raise CollateError(explain("batch", a_type(batch), "A batch is a dict of tensors.", remedy))
         batch = entries(batch)
         ids = batch.get("input_ids", batch.get("tokens"))
         self.ids = ids if isinstance(ids, Tensor) else None

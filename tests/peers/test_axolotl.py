@@ -128,9 +128,7 @@ def config(folder, model, setting):
     more = {"gradient_accumulation_steps": 1, "use_cpu": True, "special_tokens": {"pad_token": "<|eos|>"}}
     named = {"base_model": saved_model(folder, model), "plugins": ["test_axolotl.Data"]}
     path = folder / "config.yaml"
-    path.write_text(
-        yaml.safe_dump({**named, **data, **quiet, **fixed, **plain, **more, **SETTINGS[setting]}), encoding="utf-8"
-    )
+    path.write_text(yaml.safe_dump(named | data | quiet | fixed | plain | more | SETTINGS[setting]), encoding="utf-8")
     return str(path)
 
 

@@ -20,9 +20,9 @@ if "fault" in sys.argv:
     lost = lambda module, args, kwargs: (args, kwargs | {"attention_mask": None})
     model.model.layers[0].linear_attn.register_forward_pre_hook(lost, with_kwargs=True)
 optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-ids = torch.tensor([[9, 9, 9, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7]])
-keep = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1] * 7])
-told = {"attention_mask": 1 - keep if "inverted" in sys.argv else keep} if "unsaid" not in sys.argv else {}
+ids = torch.tensor([[9, 9, 9, 9, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7]])
+keep = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [1] * 7])
+told = {"attention_mask": {"inverted": 1 - keep, "ones": keep | 1, "unsaid": None}.get(sys.argv[-1], keep)}
 labels = torch.where(keep > 0, ids, -100)
 for step in range(4):
     model(input_ids=ids, labels=labels, **told).loss.backward()
@@ -71,6 +71,7 @@ STOPS = {
     "right": (0, "no fault in 2 of 2"),
     "fault": (1, "forwards with a fault (model.layers.0.linear_attn"),
     "inverted": (1, "✘ (the batch), attention_mask: got keys that contradict each other"),
+    "ones": (1, "row 0: got 4 times the token 9 where a sequence begins"),
     "unsaid": (2, "NOT JUDGED: 2 forwards, none compared with its batch: batch: got keys input_ids, labels"),
 }
 
