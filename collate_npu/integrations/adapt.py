@@ -293,7 +293,7 @@ class _Hooks:
             raise UnsupportedFormError(str(error).replace(f", or {ADAPT}", "") + ran) from None
         written.pop(SEGMENT_KEY, None)  # which no model takes
         _check_last(batch, segments)
-        _check_count(adapter, batch, written, segments, outside=self.own_head and module.training)
+        _check_count(adapter, batch, written, segments, outside=self.own_head and torch.is_grad_enabled())
         learned: Any = written.get("labels")
         if self.own_head and module.training and getattr(learned, "ndim", 0) == 2 and not (learned[:, 1:] >= 0).any():
             written.setdefault("num_items_in_batch", 1)  # the sum of no losses is 0, their mean NaN
@@ -403,7 +403,7 @@ def _reads_rows(head: nn.Module, adapter: BatchAdapter, call: Mapping[str, Any])
 
 
 def _shape(call: Mapping[str, Any]) -> tuple[int, ...]:
-    return next((tuple(call[name].shape[:2]) for name in ("input_ids", "inputs_embeds") if call.get(name) is not None), ())
+    return next((dims(call[name])[:2] for name in ("input_ids", "inputs_embeds") if call.get(name) is not None), ())
 
 
 def _caches(batch: Sources) -> list[Any]:
