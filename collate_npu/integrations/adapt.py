@@ -220,7 +220,7 @@ class _Hooks:
         """Raise if a hook cut rows before transformers' own recurrent layers (ms-swift 4.6.0 sequence_parallel.py:280)."""
         theirs = (each for each in module.modules() if type(each).__module__.startswith("transformers"))
         own = (type(each).forward.__module__.startswith(("torch", "transformers")) for each in theirs)
-        if () < part < whole and self.adapters[False].model.needs_mask_2d and all(own):
+        if 0 < sum(part) < sum(whole) and self.adapters[False].model.needs_mask_2d and all(own):
             rule = "A hook cut these rows, and the recurrent layers of this model start empty at the cut."
             raise UnsupportedFormError(explain("input_ids", f"{part[0]} of {whole[0]} columns", rule, _WHOLE_ROWS))
 

@@ -162,8 +162,6 @@ class Forward:
         ids = batch.get("input_ids", batch.get("tokens"))
         self.ids = ids if isinstance(ids, Tensor) else None
         case = case_of(unwrap(self.root), batch, segments=segments, pattern=pattern)
-        if segments is None:
-            check_starts(Sources.of(batch), case.segments)
         self.truth, self.first_position = case.segments, case.model.first_position
         self.pattern = None if of_kind(batch, "vision") else case.pattern  # with it positions are judged too
         return case
@@ -444,6 +442,8 @@ def case_of(
             if not held and (known is None or known.shape != sources.shape()):
                 raise
             segments = _agreed(sources | held, declared, about) if held or known is None else known
+        else:
+            check_starts(sources, segments)
     flat = len(segments.ids) == 1 and any(sources[key] is not None for key in of_kind(sources, "offsets"))
     return Case(segments=segments, model=about, pattern=Pattern.of(declared or "causal"), padding_free=flat)
 
