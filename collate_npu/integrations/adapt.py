@@ -293,7 +293,7 @@ class _Hooks:
             raise UnsupportedFormError(str(error).replace(f", or {ADAPT}", "") + ran) from None
         written.pop(SEGMENT_KEY, None)  # which no model takes
         _check_last(batch, segments)
-        _check_count(adapter, batch, written, segments, outside=self.own_head and torch.is_grad_enabled())
+        _check_count(adapter, batch, written, segments, outside=self.own_head and module.training)
         learned: Any = written.get("labels")
         if self.own_head and module.training and getattr(learned, "ndim", 0) == 2 and not (learned[:, 1:] >= 0).any():
             written.setdefault("num_items_in_batch", 1)  # the sum of no losses is 0, their mean NaN

@@ -471,7 +471,7 @@ def test_a_micro_batch_that_learns_nothing_keeps_ranks_in_step(family, zeros):
 
 def test_a_loss_outside_the_forward_is_told_of_first_labels():
     batch = {key: value for key, value in padded().items() if key != "labels"}
-    with adapt(model := model_of("llama")), pytest.warns(UserWarning, match="unless its label is -100"):
+    with adapt(model := model_of("llama").train()), pytest.warns(UserWarning, match="unless its label is -100"):
         model(**batch)
 
 
