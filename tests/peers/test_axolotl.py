@@ -68,7 +68,7 @@ def test_through_run_each_sequence_is_as_alone(runs, job):
     found = saw(runs[1], job)
     assert found["refused"] == ""
     assert found["compared"] >= 4
-    assert found["error"] < RIGHT
+    assert all(each < RIGHT for each in (found["error"], found["gradient"] or 0.0))  # dpo hands the model no labels
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
