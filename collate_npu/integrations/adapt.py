@@ -322,6 +322,12 @@ class _Hooks:
             facts |= {"part": str(part)} | {key: partial(digest, value) for key, value in offsets.items()}
             whole = whole_rows(batch, cp, offsets)
             facts["keys"] = ", ".join(whole)  # by which each rank reads what came
+        same = [whole[key].unflatten(1, (cp.size, -1)) for role in _OF_ROWS for key in batch.named[role] if key in whole]
+        if self.share is _shared and same and all(bool((each == each[:, :1]).all()) for each in same):
+            rule = (
+                f"Each of {cp.size} ranks that share rows got the same; what a model cuts inside does not run by sequence."
+            )
+            raise UnsupportedFormError(explain("input_ids", str(list(part)), rule, _WHOLE_ROWS))
         targets = whole.get("shift_labels")
         segments = adapter.read(whole, adapter.polarity, _is_flat(whole))
         last_or_padding = shift_labels(torch.zeros(segments.shape, dtype=torch.long), segments) < 0
@@ -580,14 +586,17 @@ def _check_labels(adapter: BatchAdapter, model: Any, batch: Sources) -> None:
         raise UnsupportedFormError(explain("labels", "a part of a row", rule, remedy, more="shard-labels"))
 
 
+_OF_ROWS: tuple[Any, ...] = ("tokens", "positions")
 _WHOLE_ROWS = "Let each rank have whole rows: ulysses_size, sequence_parallel_size, ring_attn_size or sp_size of 1."
 
 
 def _exchanged(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int, offsets: Mapping[str, Any]) -> bool:
     """Return True if the stack exchanges tokens in each mixer of this model: plain attention with its flash attention, and
-    VeOmni's own Gated DeltaNet, which reads the offsets of the whole row on each rank (0.1.12
-    ops/kernels/attention/flash.py:190-199, data/data_collator.py:401-417). Raises for windows that it makes otherwise."""
-    width = batch.shape()[1] * ranks
+    its own Gated DeltaNet, which reads the offsets of the whole row on each rank (VeOmni 0.1.12
+    ops/kernels/attention/flash.py:190-199, data/data_collator.py:401-417). Of a model with images verl 0.9.1 cuts the row
+    inside (models/transformers/monkey_patch.py:158). Raises for windows that it makes otherwise."""
+    S = batch.shape()[1]
+    width = S if any(batch.array(key).flat[-1] == S for key in batch.named["offsets"]) else S * ranks
     if "flash" not in adapter.model.attn_implementation:
         return False
     if not offsets and (sizes := [size for size in windows(adapter.model.config) if size < width]):

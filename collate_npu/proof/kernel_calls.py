@@ -435,10 +435,15 @@ def case_of(
     if segments is None and (ids := sources.get("input_ids", sources.get("tokens"))) is not None:
         segments = KNOWN_BATCHES.find(ids)
     if segments is None:
+        held = _held(sources)
+        truths = (sources.named[role] for role in ("mask", "keep", "segment_ids", "offsets", "lengths"))
+        by_positions = not any(truths)
+        keeps = {key: held[key] for key in with_role(held, "keep", "segment_ids") if by_positions}
         try:
-            segments = _agreed(_without_windows(sources), declared, about)
+            segments = _agreed(_without_windows(sources) | keeps, declared, about)
+            segments = _without_zeros(segments) if by_positions and not keeps else segments
         except AmbiguousMaskError:
-            known, held = KNOWN_BATCHES.running.get(get_ident()), _held(sources)
+            known = KNOWN_BATCHES.running.get(get_ident())
             if not held and (known is None or known.shape != sources.shape()):
                 raise
             segments = _agreed(sources | held, declared, about) if held or known is None else known
@@ -453,6 +458,15 @@ def _agreed(sources: Sources, declared: str | Pattern | None, model: Model) -> S
     flat = row and bool(sources.offsets or sources.lengths or sources.named["positions"])
     own = model.own_patterns.values() if model.model_type else ()
     return ready(agreed(sources, polarity=None, pattern=declared, padding_free=flat, own=own))
+
+
+def _without_zeros(segments: Segments) -> Segments:
+    """Return the Segments without the sequences of one token at the ends of a row: position 0 stands at padding too."""
+    ids_BS = segments.ids.clone()
+    for row_S in ids_BS:
+        longer = (torch.bincount(row_S)[row_S] > 1).nonzero().flatten().tolist() or [0, len(row_S)]
+        row_S[: longer[0]] = row_S[longer[-1] + 1 :] = 0
+    return Segments.from_ids(ids_BS)
 
 
 def _without_windows(sources: Sources) -> Sources:

@@ -77,7 +77,7 @@ def _torch_npu() -> dict[str, str]:
 ANSWERS: dict[str, Callable[[], dict[str, str]]] = {"torch": _torch, "torch_npu": _torch_npu}
 """torch loads torch_npu when it is imported; if that fails or is switched off, the import of torch_npu alone says why."""
 _SETTINGS = (
-    "NPU_FA2_SPARSE_MODE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "USE_MCORE_GDN", "COLLATE_NPU_GUARD", "ASCEND_HOME_PATH",
+    "NPU_FA2_SPARSE_MODE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "USE_MCORE_GDN", "ASCEND_HOME_PATH",
     "ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LD_LIBRARY_PATH",
 )  # fmt: skip
 _BASE = ("torch", "numpy", "torch_npu", "transformers", "datasets", "mindspeed", "megatron_adaptor",

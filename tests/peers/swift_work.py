@@ -7,7 +7,6 @@ collator; a sample alone goes the same way.
 import contextlib
 import copy
 import io
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from swift.megatron.pipelines.train.sft import MegatronSft
 from test_swift_sft import MEGATRON, save_rows
 
 from collate_npu.integrations import swift
+from collate_npu.proof import watch
 
 REACHED: list[Any] = []
 """The offsets of each convolution, and its width."""
@@ -92,19 +92,18 @@ def attention(self: Any, query: Any, key: Any, value: Any, *args: Any, packed_se
 
 
 def flat(model: str, folder: str) -> dict[str, Any]:
-    """A flat row under the guard: which offsets reached Gated DeltaNet, and each sample against itself alone without us."""
+    """A flat row, watched: which offsets reached Gated DeltaNet, and each sample against itself alone without us."""
     native.causal_conv1d, native.chunk_gated_delta_rule = convolution, reference_gated_delta_rule
-    DotProductAttention.forward, os.environ["COLLATE_NPU_GUARD"] = attention, "1"
+    DotProductAttention.forward = attention
     trainer, samples = build("flat", model, folder)
     swift.install()
     try:
-        with contextlib.redirect_stdout(io.StringIO()) as said:
+        with watch(say=False, stop=True) as seen:
             step(trainer, [samples[i] for i in (1, 4, 2)])
         raw, reached = trainer.data_collator(copy.deepcopy([samples[i] for i in (1, 4, 2)])), REACHED[0]
         given = trainer._prepare_batch({key: value for key, value in raw.items() if key != "channel"})
     finally:
         swift.uninstall()
-        del os.environ["COLLATE_NPU_GUARD"]
     inner, starts, errors = trainer.unwrapped_models[0], given["packed_seq_params"].cu_seqlens_q.tolist(), []
     with torch.no_grad():
         whole = inner(**{key: value for key, value in given.items() if key not in ("labels", "loss_scale", "channel")})[0]
@@ -113,7 +112,7 @@ def flat(model: str, folder: str) -> dict[str, Any]:
             row = inner(input_ids=ids, position_ids=torch.arange(length)[None], attention_mask=None)[0]
             errors.append(float((whole[start : start + length] - row).abs().max()))
     told = {"reached": reached, "lengths": list(raw["seq_lens"]), "width": raw["input_ids"].shape[1]}
-    return {**told, "errors": errors, "said": said.getvalue()}
+    return {**told, "errors": errors, "said": seen.summary()}
 
 
 def watched(trainer: Any, name: str, seen: list[Any]) -> None:

@@ -82,7 +82,7 @@ def test_swift_sft_as_typed(job, tmp_path):
     rows, gloo = save_rows(tmp_path / "rows.jsonl", chat), ["--ddp_backend", "gloo"] * (ranks == "2")
     words = (*SFT, *[PLUGIN] * (who == "plugin"), *LAYOUTS[layout], *gloo, "--model", path, "--model_type", family)
     words += ("--dataset", rows, "--per_device_train_batch_size", str(4 // int(ranks)))
-    code, said, _ = run(*words, record=tmp_path, ranks=int(ranks), program="swift", through=who == "run")
+    code, said, _ = run(*words, record=tmp_path, ranks=int(ranks), program="swift", through=who if who == "run" else "")
     refused = {"shared": "A hook cut these rows", "plugin": "put `collate-npu run --` before the command"}
     if code:
         assert refused.get(layout, refused.get(who, "no")) in said, said[-3000:]

@@ -169,6 +169,7 @@ class Case:
     """It says more than who attends whom: values, or another thing to each head. No other mask stands for it."""
     contrary: bool = False
     """A 2D mask of the other polarity: alone, and undeclared, it is read as every stack reads one, and that is no fault."""
+    labels_shifted: bool = False
     features: list[dict[str, Any]] = field(default_factory=list)
     form: Callable[[dict[str, Any]], Any] = dict
     """What holds the batch."""

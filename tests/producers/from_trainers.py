@@ -158,7 +158,8 @@ def twinkle(draw: Draw, *, framework: str, npu: bool = False, flat: bool = False
     batch = {key: value for key, value in dict(batch).items() if value is not None}
     width, hf = batch["input_ids"].shape[1], framework == "transformers"
     ids = joined(features, width) if flat else placed(list(map(len, rows)), width, side_of(draw) if hf else "right")
-    return emitted(draw, batch, ids=ids, features=features, flat=flat, polarity=None if hf else "masked")
+    told = {"polarity": None if hf else "masked", "labels_shifted": True}
+    return emitted(draw, batch, ids=ids, features=features, flat=flat, **told)
 
 
 def titan(draw: Draw) -> Case:

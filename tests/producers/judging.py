@@ -220,8 +220,8 @@ def collate(case: Case, *, with_2d: bool = False, declared: bool = False, make: 
     check_batch(out, case, "neutral")
 
 
-def _declared(case: Case, declared: bool) -> dict[str, Any]:
-    return {"polarity": case.polarity, "pattern": case.pattern} if declared else {}
+def _declared(case: Case, declared: bool, **more: Any) -> dict[str, Any]:
+    return {"polarity": case.polarity, "pattern": case.pattern, **more} if declared else {}
 
 
 def adapt(
@@ -233,7 +233,9 @@ def adapt(
     implementation = "eager" if odd and consumer == "transformers" else "sdpa"
     named = {"needs_mask_2d": needs_2d, "attn_implementation": implementation, "padding_free": case.flat}
     model = DENSE if consumer == "transformers" else None
-    out = make(model, consumer=consumer, **named, **_declared(case, declared))(_batch(case, with_2d))
+    out = make(model, consumer=consumer, **named, **_declared(case, declared, labels_shifted=case.labels_shifted))(
+        _batch(case, with_2d)
+    )
     if case.flat:
         check_flat(out, case)
     else:
@@ -241,7 +243,8 @@ def adapt(
 
 
 def wrap(case: Case, *, with_2d: bool = False, declared: bool = False, make: Any = wrap_collator) -> None:
-    out = make(lambda features: _batch(case, with_2d), **_declared(case, declared))(case.features)
+    told = _declared(case, declared, labels_shifted=case.labels_shifted)
+    out = make(lambda features: _batch(case, with_2d), **told)(case.features)
     if case.ids.shape[0] == 1 and "cu_seq_lens_q" in out and out.get("attention_mask") is None:
         check_flat(out, case)
     else:

@@ -33,6 +33,10 @@ KEEP, ROWS = torch.ones(1, 16).long(), {"input_ids": IDS.view(2, 8), "attention_
           "hidden": torch.ones(1, 16, 4), "cu_seqlens": OFFSETS}, FLAT, True),
         ({"input_ids": IDS, "names": ["a"], "extra": {"segment_ids": FLAT.ids, "cu_seqlens": None}}, FLAT, False),
         ({**ROWS, "attention_mask": None, "extra": SimpleNamespace(attention_mask_2d=LEFT.keep)}, LEFT, False),
+        ({"input_ids": ROWS["input_ids"], "position_ids": LEFT.position_ids * LEFT.keep}, LEFT, False),
+        ({"input_ids": IDS, "position_ids": FLAT.position_ids * (FLAT.ids < 3)}, Segments.from_lengths([[6, 5]], 16), False),
+        ({"input_ids": ROWS["input_ids"], "position_ids": LEFT.position_ids, "extra": {"attention_mask_2d": LEFT.keep}},
+         LEFT, False),
     ],
 )  # fmt: skip
 def test_what_a_batch_says(batch, segments, flat):

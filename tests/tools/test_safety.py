@@ -92,17 +92,16 @@ def test_a_collator_that_was_named_finds_its_neighbours_behind_what_is_installed
 
 @pytest.mark.slow
 def test_looking_through_the_package_changes_nothing():
-    """Every module is imported but verl's plugin, whose own import arms it: at once where verl's engines are loaded."""
+    """Every module is imported but verl's plugin, whose own import arms it: at once where verl's engine is loaded."""
     code = """if True:
         import pkgutil, signal, sys, types, warnings
         import collate_npu, torch, transformers
         if loaded := len(sys.argv) > 1:
-            for name in ("verl", "verl.models", "verl.models.mcore", "verl.workers.engine.fsdp.transformer_impl"):
+            for name in ("verl", "verl.models", "verl.models.mcore"):
                 sys.modules[name] = types.ModuleType(name)
         from collate_npu.integrations import patching
         from collate_npu.integrations import verl as engine
         engine.install = lambda: patching._TABLE.append("verl")
-        engine.install_fsdp = lambda: None
         before = list(sys.meta_path), list(sys.path), signal.getsignal(signal.SIGTERM)
         warnings.simplefilter("ignore")
         for module in pkgutil.walk_packages(collate_npu.__path__, "collate_npu."):

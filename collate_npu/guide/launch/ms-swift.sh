@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # ms-swift 4.6.0 on eight cards: bash ms-swift.sh dense|moe|moe-cp MODEL DATASET [more words of `megatron sft`]
-# The first batch is proved before it is trained on. Cards in all: tensor * pipeline * context * data parallelism.
+# Cards in all: tensor * pipeline * context * data parallelism.
 set -euo pipefail
 job=$1 model=$2 dataset=$3
 shift 3
@@ -18,7 +18,7 @@ moe-cp) # 2 * 1 * 2 * 2; recurrent layers: megatron-core 0.18 or newer
     exit 2 ;;
 esac
 
-NPROC_PER_NODE=8 COLLATE_NPU_GUARD=1 megatron sft --model "$model" --dataset "$dataset" --external_plugins "$plugin" \
+NPROC_PER_NODE=8 megatron sft --model "$model" --dataset "$dataset" --external_plugins "$plugin" \
     --padding_free false --sequence_parallel true "${sizes[@]}" \
     --micro_batch_size 1 --global_batch_size 16 --max_length 4096 --num_train_epochs 1 --lr 1e-5 \
     --recompute_granularity full --recompute_method uniform --recompute_num_layers 1 --output_dir output "$@"

@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from math import lcm
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from collate_npu.arrays import host_array, host_tensor
+from collate_npu.arrays import host_tensor
 from collate_npu.consumers.megatron import kernel_of_args
 from collate_npu.consumers.model_traits import needs_mask_2d, recurrent_heads
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, refuse_rows, shape_of
@@ -28,9 +27,7 @@ from collate_npu.integrations.megatron import mcore_bridge
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.batch_reader import segments_from_batch
 from collate_npu.masks.mask_values import Polarity
-from collate_npu.masks.sources import ids_at
 from collate_npu.parallel import ContextParallel, check_recurrent_split, split_tensor
-from collate_npu.proof.delivery import guard_forward
 from collate_npu.segments import Segments
 
 PACKAGE, TESTED = "ms-swift", "4.6.0"
@@ -41,7 +38,7 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
 
     `trainers=False` wraps the template alone: enough in a dataloader worker, wrong in a training process. `polarity` is that
     of a custom collator's 4D masks; without it, the polarity is proved. A second call replaces the first. `uninstall` undoes
-    it. With `COLLATE_NPU_GUARD=1` the first batch is checked (`guarded`).
+    it.
 
     >>> from collate_npu.integrations import swift  # doctest: +SKIP
     >>> swift.install()  # doctest: +SKIP
@@ -57,8 +54,6 @@ def install(*, trainers: bool = True, polarity: Polarity | None = None) -> None:
         mcore_bridge.install(holder=PACKAGE)
         patching.patch(PACKAGE, base.BaseMegatronTrainer, "get_last_tokens", get_last_tokens)
         patching.patch(PACKAGE, utils, "prepare_batch", partial(prepare_batch, polarity), everywhere="swift")
-        if os.environ.get("COLLATE_NPU_GUARD", "0") not in ("", "0"):
-            patching.patch(PACKAGE, base.BaseMegatronTrainer, "_prepare_batch", partial(guarded, polarity))
         if is_torch_npu_available():
             patching.patch(PACKAGE, torch.distributed, "all_gather_object", patching.gather_by_gloo, everywhere="swift")
 
@@ -216,53 +211,6 @@ def check_layout(args: Any, cp: ContextParallel | None, segments: Segments) -> N
     if cp is not None and config is not None and needs_mask_2d(config):
         cp, heads = cp.for_documents() if flat else cp, recurrent_heads(config)
         check_recurrent_split(cp, segments, padding_free=flat, heads=heads)
-
-
-# --- the guard: `COLLATE_NPU_GUARD=1` checks the first batch of each model while it is trained on. The offsets of a flat row
-# are ms-swift's own, from positions: a sequence begins at every 0, so padding stands in sequences of its own (4.6.0
-# megatron/utils/utils.py:252-281). Positions are padded beside tokens (template/base.py:2131-2168), not always to one width.
-
-_GUARDED: WeakSet[Any] = WeakSet()
-_REMEDY = "Set padding_free=False, or a tensor_model_parallel_size that makes padding_to a multiple of 2 * cp."
-
-
-def guarded(polarity: Polarity | None, original: Any, trainer: Any, data: Any, vp_stage: int | None = None) -> Any:
-    """Return a trainer's prepared batch. The first one of each model is checked in its forward. Patches `_prepare_batch`."""
-    model = trainer.unwrapped_models[vp_stage or 0]
-    if model in _GUARDED:
-        return original(trainer, data, vp_stage)
-    _GUARDED.add(model)
-    args, cp, given = trainer.args, None, dict(data)
-    prepared = original(trainer, data, vp_stage)
-    if args.padding_free:
-        ranks = args.context_parallel_size if args.cp_partition_mode == "zigzag" else 1
-        segments = flat_segments(given, prepared["packed_seq_params"], ranks)
-        if args.context_parallel_size > 1:  # no mask tells the parts of its layers apart
-            print(f"collate_npu: the offsets of the flat row are those of its {segments.num_sequences} samples")
-            return prepared
-    else:
-        segments, cp = segments_from_swift(args, given, polarity), ranks_of(args)
-    ids = prepared["input_ids"]  # KTO prepares two batches, and runs the second one first
-    guard_forward(model, lambda batch: batch.get("input_ids") is ids, segments=segments, context_parallel=cp)
-    return prepared
-
-
-def flat_segments(data: Mapping[str, Any], params: Any, ranks: int = 1) -> Segments:
-    """Return the Segments of a flat row: each real length at the start of its sequence. `data` is the template's batch.
-    Raises if the zigzag `ranks` cannot share the row out, or if the offsets of queries and keys, padded or not, differ."""
-    offsets = host_array("cu_seqlens_q", params.cu_seqlens_q).astype(np.int64)
-    others = (getattr(params, name, None) for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"))
-    differ = any(each is not None and not np.array_equal(host_array("offsets", each), offsets) for each in others)
-    tokens = data.get("input_ids")
-    width = (data["position_ids"] if tokens is None else tokens).shape[-1]
-    places_N, parts, lengths = np.diff(offsets), 2 * ranks if ranks > 1 else 1, list(data["seq_lens"])
-    covers = bool(len(places_N)) and offsets[0] == 0 and offsets[-1] == width and bool((places_N > 0).all())
-    fits = len(lengths) <= len(places_N) and all(n <= place for n, place in zip(lengths, places_N))
-    if differ or not fits or not covers or bool((places_N % parts).any()):
-        rule = f"They rise from 0 to the {width} tokens of the row, and leave room for {lengths[:8]}"
-        rule += f", in multiples of {parts}." if parts > 1 else "."
-        raise CollateError(explain("packed_seq_params", str(offsets.tolist())[:80], rule, _REMEDY))
-    return Segments(ids_at(offsets.tolist(), lengths, width)[None])
 
 
 # --- pooling

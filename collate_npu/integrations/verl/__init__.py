@@ -1,7 +1,7 @@
-"""verl 0.9.1: the masks that its Megatron and FSDP engines pass to their models.
+"""verl 0.9.1: the masks that its Megatron engine passes to its models. Its FSDP engine goes through `collate-npu run`.
 
-On Megatron verl pads jagged rows itself. It keeps its 2D mask on every device, and makes no `[B, 1, S, S]` for an NPU: None
-is exact for jagged rows and causal attention. `install` and `install_fsdp` patch the two engines. Legend: B rows, S width.
+verl pads jagged rows itself. It keeps its 2D mask on every device, and makes no `[B, 1, S, S]` for an NPU: None is exact for
+jagged rows and causal attention. `install` patches the engine. Legend: B rows, S width.
 """
 
 from __future__ import annotations
@@ -13,19 +13,14 @@ from contextlib import suppress
 from functools import wraps
 from importlib import import_module
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from collate_npu.consumers.mindspeed import adaptors
-from collate_npu.consumers.model_traits import needs_mask_2d, unwrap
+from collate_npu.consumers.model_traits import unwrap
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.integrations import patching
-from collate_npu.integrations.adapt import Adapted, adapt
 from collate_npu.integrations.megatron.mcore_bridge import router_padding
 
 PACKAGE, TESTED = "verl", "0.9.1"
-
-
-# --- the Megatron engine
 
 
 def keep_2d(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,32 +117,5 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put verl's own functions back, and its models."""
+    """Put verl's own functions back."""
     patching.release(PACKAGE)
-    for adapted in [*_ADAPTED.values()]:
-        adapted.remove()
-    _ADAPTED.clear()
-
-
-# --- the FSDP engine
-
-
-_ADAPTED: WeakKeyDictionary[Any, Adapted] = WeakKeyDictionary()
-"""What `adapt` put on the module of an engine. A rebuilt engine has another."""
-
-
-def prepare_model_inputs(original: Any, engine: Any, micro_batch: Any) -> Any:
-    """Return verl's own inputs, for a model that is adapted. Engines that derive from this one keep all of theirs."""
-    if type(engine).__module__.startswith("verl.workers.engine.fsdp."):
-        model = engine.module
-        own = engine.use_ulysses_sp and needs_mask_2d(model) and engine.pass_packed_cu_seqlens  # verl's Gated DeltaNet
-        if not own and model not in _ADAPTED:
-            _ADAPTED[model] = adapt(model)
-    return original(engine, micro_batch)
-
-
-def install_fsdp() -> None:
-    """Let each FSDP engine of this process, also one that exists, adapt its model. `uninstall` undoes it."""
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
-    patching.patch(PACKAGE, FSDPEngineWithLMHead, "prepare_model_inputs", prepare_model_inputs)
