@@ -67,7 +67,7 @@ JOBS = {
     ),
     "Trainers: Megatron": (
         "Megatron-core, MindSpeed, ms-swift and twinkle.",
-        "integrations.megatron consumers.mindspeed.start_problem integrations.swift integrations.twinkle",
+        "integrations.megatron integrations.swift integrations.twinkle",
     ),
     "Trainers: RL": ("verl.", "integrations.verl"),
     "Errors": ("What is raised, and what a message holds.", "errors"),

@@ -135,7 +135,6 @@ SINGLE_ROW_MASKED = Since(
     "transformers", "5.15", "recurrent layers read it",
     "drops the mask of a single left-padded row in recurrent layers: such prompts are refused",
 )  # fmt: skip
-CONVOLUTION_SEALED = Since("transformers", "5.15", "no place for mcore-bridge's convolution: its mm_gpts/qwen3_5.py:31, 48")
 KERNELS_TOLD = Since("transformers", "5.19", "a wrapper keeps which function was resolved: integrations/hub_kernels.py")
 MISSING_KERNEL_RAISES = Since("transformers", "5.20", "for flat rows: integrations/hub_kernels.py:1033-1050")
 
@@ -168,30 +167,6 @@ FLA_NPU_KDA = Since(
 TRITON_ASCEND_950 = Since("triton-ascend", "3.2.1", "fla_npu's setup.py:182", "may crash on Ascend 950")
 TORCH_NPU_STREAMS = ("2.7.1.post5", "2.8.0.post5", "2.9.0.post3", "2.10.0.post2")
 """The first post releases whose streams fla_npu's operators may use (its setup.py:45-52, at 17e24fd)."""
-CANN_OF_TORCH_NPU: Mapping[str, tuple[str, ...]] = {
-    "8.2.RC1": ("2.5.1.post1", "2.6.0"),
-    "8.3.RC1": ("2.6.0.post3", "2.7.1", "2.8.0"),
-    "8.5.0": ("2.6.0.post5", "2.7.1.post2", "2.8.0.post2", "2.9.0"),
-    "9.0.0": ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2"),
-    "9.1.0": ("2.7.1.post5", "2.7.1.post8", "2.9.0.post3", "2.9.0.post6", "2.10.0", "2.10.0.post4", "2.11.0", "2.12.0"),
-}
-"""The release of CANN that each torch_npu is made for (COMPATIBILITY.md:20-37 of Ascend/pytorch 031eec5 and 9e73e708, which
-name other posts for 9.1.0)."""
-
-
-def cann_of(torch_npu: str) -> str:
-    """Return the CANN that a release of torch_npu is made for, or "" if it is not known.
-
-    The table lists releases. A post release between two of one CANN is made for that CANN too.
-
-    >>> cann_of("2.7.1.post6"), cann_of("2.7.1.post3")
-    ('9.1.0', '')
-    """
-    installed = torch_npu.partition("+")[0]
-    named = [(post(name), cann) for cann, names in CANN_OF_TORCH_NPU.items() for name in names if _same(name, installed)]
-    below, above = [one for one in named if one[0] <= post(installed)], [one for one in named if one[0] >= post(installed)]
-    cann = max(below)[1] if below and above else ""
-    return cann if cann and cann == min(above)[1] else ""
 
 
 def precedes(torch_npu: str, firsts: tuple[str, ...]) -> bool:
@@ -199,11 +174,6 @@ def precedes(torch_npu: str, firsts: tuple[str, ...]) -> bool:
     installed = numbers(torch_npu)
     same = [post(first) for first in firsts if numbers(first) == installed]
     return post(torch_npu) < same[0] if same else installed < min(map(numbers, firsts))
-
-
-def _same(name: str, installed: str) -> bool:
-    """Return True if both are of one release, and `installed` is final or a post release; an `rc1` is neither."""
-    return numbers(name) == numbers(installed) and re.fullmatch(r"[\d.]+(\.post\d+)?", installed) is not None
 
 
 # What Megatron and MindSpeed do.

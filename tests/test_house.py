@@ -13,17 +13,17 @@ from house import FILES, PACKAGE, ROOT, before, module_of, ours, purpose_of, roo
 TESTS = ROOT / "tests"
 
 LINES = {
-    "ground": (1641, 1600),
+    "ground": (1611, 1600),
     "masks": (2467, 2200),
     "parallel": (1357, 1200),
     "kernels": (505, 450),
-    "consumers": (3767, 2800),
+    "consumers": (3689, 2800),
     "collate": (1903, 1800),
-    "proof": (3612, 3000),
-    "integrations": (2860, 2500),
+    "proof": (3605, 3000),
+    "integrations": (2773, 2500),
     "testing": (95, 200),
-    "tools": (2358, 1500),
-    "tests": (36540, 25000),
+    "tools": (2316, 1500),
+    "tests": (36314, 25000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
 WORDS, PAGES = 14848, 35
@@ -135,7 +135,7 @@ ELSEWHERE = {
         integrations.megatron integrations.swift integrations.twinkle
         integrations.verl
         parallel.layout releases tools.env""",
-    "swift": "consumers.megatron integrations.megatron.mcore_bridge parallel.layout",
+    "swift": "consumers.megatron parallel.layout",
     "verl": "consumers.mask_choice",
     "torchtitan": "consumers.adapter consumers.mask_choice consumers.model_traits",
     "llamafactory": "tools.env",

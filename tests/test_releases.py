@@ -8,18 +8,11 @@ import house
 import pytest
 
 from collate_npu import releases
-from collate_npu.releases import DISTRIBUTIONS, NEWEST, UNKNOWN, Since, cann_of, installed, outside, page_of
+from collate_npu.releases import DISTRIBUTIONS, NEWEST, UNKNOWN, Since, installed, outside, page_of
 
 FILES = [path for path in house.FILES if house.module_of(path) != "releases"]
 VERSION = re.compile(r"v?\d+(\.\d+)+([.-]?(dev|rc|post|a|b)\d*)*(\+\w+)?")
 FACTS = {name: fact for name, fact in vars(releases).items() if isinstance(fact, Since)}
-
-
-def test_the_cann_of_a_torch_npu_is_that_of_the_table_or_of_both_neighbours():
-    for cann, names in releases.CANN_OF_TORCH_NPU.items():
-        assert {cann_of(name) for name in names} == {cann}
-    beyond = ("2.7.1.post9", "2.5.1", "2.7.1rc1", "3.0.0", "main")
-    assert {cann_of(name) for name in beyond} == {""}
 
 
 @pytest.mark.parametrize("fact", [Since("mine", "5.0", "here"), Since("mine", "0.5.1", "here")], ids=str)

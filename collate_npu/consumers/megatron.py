@@ -10,7 +10,6 @@ from typing import Any
 
 from collate_npu.consumers import mask_choice, mindspeed
 from collate_npu.consumers.mask_choice import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form
-from collate_npu.consumers.mindspeed import start_problem as start_problem
 from collate_npu.consumers.model_traits import config_of
 from collate_npu.errors import UnsupportedFormError, explain
 from collate_npu.masks.forms import none_is_exact

@@ -24,12 +24,10 @@ The one mask goes to attention too, which takes no rank-2 mask: nothing serves b
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 from collate_npu.consumers.mask_choice import HOLES_RECURRENT, PACKED_RECURRENT, Case, Consumer, Form, Refusal, not_exact
@@ -179,81 +177,6 @@ def kernel_of_modules(modules: Iterable[Any], config: Any) -> str:
     return ""
 
 
-# --- the start: Ascend's adaptors patch Megatron, and must do so before another module imports what they patch
-#
-# MindSpeed's replaces TransformerEngine and a hundred functions, in their own modules and, by the same names, in each loaded
-# module (patch_utils.py:108-131 of 0.16.0; 2.3.0 to 0.18.0 do the same). What was imported before under another name, or
-# subclassed, or decided (`HAVE_TE`), stays unpatched, without an error. MegatronAdaptor does the same without MindSpeed, in
-# `import megatron_adaptor` (ms-swift pull request 10087; its source could not be read).
-
-_ADAPTORS = {
-    "mindspeed": ("mindspeed.megatron_adaptor", "mindspeed.patch_utils", "MindSpeedPatchesManager"),
-    "megatron_adaptor": ("megatron_adaptor", "megatron_adaptor.patches.patch_manager", "PatchesManager"),
-}
-"""By package: the module to import, and the module and class that list the patches."""
-_FIRST = "`import {}` first, right after torch: before megatron, mcore_bridge, transformer_engine and their users"
-_TE_FLAGS = ("megatron.core.extensions.transformer_engine", "megatron.core.models.gpt.gpt_layer_specs")
-"""Modules whose `HAVE_TE` is True where the adaptor came first (megatron-core 0.16.1 under MindSpeed 0.16.0, run)."""
-_OWN = (
-    "megatron", "mindspeed", "mindspeed_llm", "mindspeed_mm", "megatron_adaptor", "transformer_engine",
-    "transformer_engine_npu", "torch", "torch_npu", "collate_npu",
-)  # fmt: skip
-"""Packages that may hold an unpatched function: they are patched from inside, or keep it on purpose."""
-_LISTED = 5
-
-
 def adaptors() -> list[str]:
-    """Return the modules to import of the installed adaptors."""
-    return [adaptor for package, (adaptor, _, _) in _ADAPTORS.items() if is_installed(package)]
-
-
-def start_problem() -> str:
-    """Return what is wrong with the start of Ascend's patches in this process, and what to do; "" if nothing is, and without
-    MindSpeed and MegatronAdaptor. If both are installed, one of them suffices.
-
-    Imports nothing, and looks at every name of every loaded module (0.2 s).
-
-    >>> start_problem()  # Megatron is not imported here
-    ''
-    """
-    here = [package for package in _ADAPTORS if is_installed(package)]
-    if "megatron.core" not in sys.modules or not here:
-        return ""
-    ran = [package for package in here if _patches(package) or _first(package)]
-    if not ran:
-        first = _FIRST.format(_ADAPTORS[here[0]][0])
-        return f"Megatron is imported, {here[0]} is installed, and its adaptor has not run before it: {first}."
-    replaced = {id(patch.orig_func): name for package in ran for name, patch in _patches(package).items()}
-    flagged = _TE_FLAGS if "mindspeed" in ran else ()  # MegatronAdaptor makes no transformer_engine
-    flags = [name for name in flagged if getattr(sys.modules.get(name), "HAVE_TE", True) is False]
-    late = [*(f"{name} found no transformer_engine" for name in flags), *_held(replaced)]
-    more = f" and {len(late) - _LISTED} more" if len(late) > _LISTED else ""
-    first = _FIRST.format(_ADAPTORS[ran[0]][0])
-    return f"The adaptor of {ran[0]} ran too late: {'; '.join(late[:_LISTED])}{more}. {first}." if late else ""
-
-
-def _patches(package: str) -> dict[str, Any]:
-    """Return what this package has replaced, by name."""
-    _, module, manager = _ADAPTORS[package]
-    listed = getattr(getattr(sys.modules.get(module), manager, None), "patches_info", {})
-    applied = [(name, each) for name, each in listed.items() if each.is_applied]
-    return {name: each for name, each in applied if each.orig_func not in (None, each.final_patch_func)}
-
-
-def _first(package: str) -> bool:
-    """Return True if an adaptor without a list was imported before Megatron: `sys.modules` is in the order of imports."""
-    adaptor, listed, _ = _ADAPTORS[package]
-    order = [name for name in sys.modules if name == "megatron.core" or name.partition(".")[0] == package]
-    return adaptor in order and listed not in order and order[0] != "megatron.core"
-
-
-def _held(replaced: dict[int, str]) -> Iterator[str]:
-    """Yield names in other modules that still are what MindSpeed has replaced in Megatron, or a subclass of it."""
-    megatron = {key: name for key, name in replaced.items() if name.split(".")[0] in ("megatron", "transformer_engine")}
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and module.__name__.split(".")[0] not in _OWN:
-            for name, value in list(vars(module).items()):
-                defined_here = isinstance(value, type) and value.__module__ == module.__name__
-                lineage = value.__mro__ if defined_here else (value,)
-                if found := next((megatron[id(one)] for one in lineage if id(one) in megatron), ""):
-                    yield f"{module.__name__}.{name} holds the original of {found}"
+    """Return the modules to import of the installed adaptors, which patch Megatron, before it is imported."""
+    return [name for name in ("mindspeed.megatron_adaptor", "megatron_adaptor") if is_installed(name.partition(".")[0])]

@@ -279,8 +279,8 @@ def offsets_asked(model: Any, lengths: Sequence[int], device: torch.device) -> d
 def exchanges(layer: Any) -> bool:
     """Return True for a stack's own Gated DeltaNet, which takes the offsets of whole rows: VeOmni's (0.1.12
     qwen3_5/generated/patched_modeling_qwen3_5_gpu.py:626-803) and verl's (0.9.1 models/transformers/qwen3_5.py:193)."""
-    forward = type(layer).forward
-    own = forward.__module__.startswith(("veomni.", "verl.")) and hasattr(layer, "chunk_gated_delta_rule")
+    forward, stacks = type(layer).forward, {name.partition(".")[0] for name in SEQUENCE_GROUPS}
+    own = forward.__module__.partition(".")[0] in stacks and hasattr(layer, "chunk_gated_delta_rule")
     return own and not {"cu_seq_lens_q", "cu_seqlens"}.isdisjoint(inspect.signature(forward).parameters)
 
 

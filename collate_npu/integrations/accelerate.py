@@ -28,7 +28,7 @@ from collate_npu.consumers.by_sequence import runs_by_sequence
 from collate_npu.consumers.model_traits import config_of, windows
 from collate_npu.consumers.tiny_models import ulysses_of
 from collate_npu.errors import CollateError, a_type, explain
-from collate_npu.integrations.patching import once_imported, patch, release
+from collate_npu.integrations.patching import patch, release
 from collate_npu.keys import KEEP_KEY, KEYS, SEGMENT_KEY, of_kind
 
 
@@ -101,16 +101,11 @@ _HOLDERS = map("adapt {}".format, count())
 def let_recurrent_layers_pass() -> Any:
     """Let `Accelerator.prepare` take models that `adapt` runs by sequence, until `.remove()` of what is returned: their
     recurrent layers exchange what they need (1.15 big_modeling.py:760-831)."""
-    holder = next(_HOLDERS)
-    once_imported(holder, "accelerate.accelerator", partial(_lift, holder))
-    return SimpleNamespace(remove=partial(release, holder))
-
-
-def _lift(holder: str) -> None:
-    home = sys.modules["accelerate.accelerator"]
+    holder, home = next(_HOLDERS), sys.modules.get("accelerate.accelerator")  # transformers' models import it
     for name in REFUSING:
         if hasattr(home, name):
             patch(holder, home, name, unless_adapted)
+    return SimpleNamespace(remove=partial(release, holder))
 
 
 def unless_adapted(original: Callable[..., Any], model: Any) -> Any:

@@ -9,13 +9,11 @@ a warning.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial, wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from inspect import getattr_static
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
@@ -100,8 +98,7 @@ def _warn_of_releases(holder: str, owner: Any) -> None:
 
 
 def release(holder: str) -> None:
-    """Take this holder off each replacement, and what it waits to import. A function that nobody replaces is given back."""
-    sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _ImportHook) or each.holder != holder]
+    """Take this holder off each replacement. A function that nobody replaces is given back."""
     for made in reversed(_TABLE[:]):
         left = {ours: holders - {holder} for ours, holders in made.replacements.items()}
         made.replacements = {ours: holders for ours, holders in left.items() if holders}
@@ -133,42 +130,6 @@ def with_globals(function: Any, **names: Any) -> Any:
     made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
-
-
-# --- work that waits for an import
-
-
-def once_imported(holder: str, name: str, then: Callable[[], None], *, before: Callable[[], object] = bool) -> None:
-    """Run `then()` now if this module is imported, or else `before()`, the module's code and `then()` when it is, unless the
-    holder is released before. A second call with the same arguments changes nothing."""
-    if name in sys.modules:
-        then()
-    elif not any(isinstance(finder, _ImportHook) and (finder.name, finder.then) == (name, then) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _ImportHook(holder, name, then, before))
-
-
-class _ImportHook(MetaPathFinder):
-    """Finds one module, and runs `then` after its code."""
-
-    def __init__(self, holder: str, name: str, then: Callable[[], None], before: Callable[[], object]) -> None:
-        self.holder, self.name, self.then, self.before = holder, name, then, before
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of that module, whose loader runs `before`, its code and `then`; None for every other module."""
-        if name != self.name:
-            return None
-        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def with_ours(module: ModuleType) -> None:
-                self.before()
-                execute(module)
-                self.then()
-
-            spec.loader.exec_module = with_ours  # type: ignore[method-assign]
-        return spec
 
 
 # --- gathers of trainers on an NPU

@@ -31,11 +31,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from collate_npu.consumers.adapter import KNOWN_BATCHES
 from collate_npu.consumers.by_sequence import runs_by_sequence
-from collate_npu.consumers.megatron import start_problem
 from collate_npu.consumers.model_traits import consumer_of, is_compiled, unwrap
 from collate_npu.errors import CollateError, UnsupportedFormError, explain, printable
 from collate_npu.masks.patterns import Pattern
 from collate_npu.parallel import ContextParallel
+from collate_npu.parallel.agreement import outside_graphs
 from collate_npu.proof.hooks import Recorder, bound
 from collate_npu.proof.kernel_calls import CROSS, Fault, Forward, among, first_names
 from collate_npu.proof.known_kernels import UnreadError
@@ -371,7 +371,7 @@ def check_delivery(
     >>> check_delivery(model, batch).layers["model.layers.0.linear_attn"]
     'convolution zeros [2, 4], rule zeros [2, 4]'
     """
-    inner = _known(model)
+    check_model(inner := unwrap(model))
     if forward is None and "FullyShardedDataParallel" in type(model).__name__:
         forward = model  # what no part of it holds is whole in its own forward alone
     if forward is None and not (getattr(inner, "pre_process", True) and getattr(inner, "post_process", True)):
@@ -437,7 +437,7 @@ def guard_forward(
     **truth: Any,
 ) -> Callable[[], None]:
     """`guard_first_batch` for the first forward whose arguments are `wanted`."""
-    inner = _known(model)
+    check_model(inner := unwrap(model))
     refuse_compiled(model)
     if (stack := consumer_of(model)) in ("transformers", "megatron"):
         say_outside("megatron-core" if stack == "megatron" else "transformers")
@@ -445,6 +445,8 @@ def guard_forward(
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Listen to this forward, or with `alone` check its batch now."""
+        if torch.compiler.is_compiling():
+            outside_graphs(refuse_compiled)(inner, compiled=True)
         batch = {**dict(zip(inspect.signature(inner.forward).parameters, args)), **kwargs}
         if not wanted(batch):
             return
@@ -494,15 +496,6 @@ def refuse_compiled(model: nn.Module, *, compiled: bool = False) -> None:
         rule = "The layers and kernels of compiled code cannot be recorded."
         remedy = "Run check_delivery(model, batch) before training: it runs the model uncompiled."
         raise UnsupportedFormError(explain("guard", f"a compiled {type(unwrap(model)).__name__}", rule, remedy))
-
-
-def _known(model: Any) -> nn.Module:
-    inner: nn.Module = unwrap(model)
-    check_model(inner)
-    if consumer_of(model) == "megatron" and (late := start_problem()):
-        rule = "Ascend's patches must be applied before any module imports Megatron's functions."
-        raise CollateError(explain("start", late, rule, "Correct the order of imports, and start again."))
-    return inner
 
 
 def _check_faults(judged: Forward) -> None:

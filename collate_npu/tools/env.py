@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,60 +21,38 @@ from collate_npu import releases
 from collate_npu.errors import printable
 from collate_npu.integrations import trainers
 from collate_npu.releases import DISTRIBUTIONS, Since, installed, numbers
-from collate_npu.tools.user_code import describe_error
 
-_CODE = """import sys
-sys.path = [*filter(None, sys.path), sys.argv[2]]
-from collate_npu.tools.env import answer
-answer(sys.argv[1])"""
-
-
-def ask(question: str, *, seconds: float = 120) -> dict[str, str]:
-    """Return the answer to one of `ANSWERS`, or `{"fails": why}`."""
-    command = [sys.executable, "-c", _CODE, question, str(Path(__file__).resolve().parents[2])]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=seconds, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired:
-        return {"fails": f"no answer within {seconds:.0f} s"}
-    if done.returncode == 0:
-        return dict(json.loads(done.stdout.splitlines()[-1]))
-    how = f"by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else f"with exit code {done.returncode}"
-    last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-    return {"fails": " ".join([f"ended {how}", *(f"({line.strip()[:300]})" for line in last)])}
-
-
-def answer(question: str) -> None:
-    """Write an answer as the last line of stdout, in JSON, and end the process."""
-    try:
-        found = ANSWERS[question]()
-    except (Exception, SystemExit) as error:  # some libraries end the process they are imported in
-        last: BaseException = error
-        while cause := last.__cause__ or last.__context__:  # of torch's own error the library of CANN that is missing
-            last = cause
-        found = {"fails": describe_error(error) + (f" ({describe_error(last)})" if last is not error else "")}
-    print(f"\n{json.dumps(found)}", flush=True)
-    os._exit(0)  # a library that crashes while Python ends does not change the answer
-
-
-def _torch() -> dict[str, str]:
-    import torch
-
-    try:
-        found = [f"cuda x {torch.cuda.device_count()}"] if torch.cuda.is_available() else []
-        if (npu := getattr(torch, "npu", None)) is not None and npu.is_available():
-            found.append(f"npu x {npu.device_count()} ({npu.get_device_name(0)})")
-    except Exception as error:  # a driver that does not answer
-        return {"devices": f"not known: {describe_error(error)}"}
-    return {"devices": ", ".join(found) or "cpu only"}
-
-
-def _torch_npu() -> dict[str, str]:
-    cann = getattr(getattr(import_module("torch_npu"), "version", None), "cann", None)
-    return {"npu": f"torch_npu loads{f', CANN {cann}' if cann else ''}"}
-
-
-ANSWERS: dict[str, Callable[[], dict[str, str]]] = {"torch": _torch, "torch_npu": _torch_npu}
+_ASKED = {
+    "torch": """import torch
+found = [f"cuda x {torch.cuda.device_count()}"] if torch.cuda.is_available() else []
+if hasattr(torch, "npu") and torch.npu.is_available():
+    found.append(f"npu x {torch.npu.device_count()} ({torch.npu.get_device_name(0)})")
+print("\\nfound:", ", ".join(found) or "cpu only", flush=True)""",
+    "torch_npu": """import torch_npu
+cann = getattr(getattr(torch_npu, "version", None), "cann", "")
+print("\\nfound: torch_npu loads" + f", CANN {cann}" * bool(cann), flush=True)""",
+}
 """torch loads torch_npu when it is imported; if that fails or is switched off, the import of torch_npu alone says why."""
+
+
+def ask(package: str, *, seconds: float = 120) -> tuple[str, str]:
+    """Return what a package says of its devices, and why it says nothing; one of them is ""."""
+    code = f"import sys\nsys.path = [*filter(None, sys.path)]\n{_ASKED[package]}"
+    how: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "stdin": subprocess.DEVNULL}
+    try:
+        done = subprocess.run([sys.executable, "-c", code], timeout=seconds, **how)
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {seconds:.0f} s"
+    *_, last = done.stdout.splitlines() or [""]
+    if last.startswith("found: "):  # a library that crashes while Python ends does not change the answer
+        return last[7:], ""
+    ended = f"by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else f"with exit code {done.returncode}"
+    said = done.stderr.strip().splitlines() or [""]
+    errors = [line for line in said if re.match(r"[\w.]*(Error|Exception)\b", line)]  # first the one that caused others
+    told = [errors[-1], *errors[: len(errors) > 1]] if errors else [f"ended {ended}", *filter(None, said[-1:])]
+    return "", " ".join([told[0][:300], *(f"({line.strip()[:300]})" for line in told[1:])])
+
+
 _SETTINGS = (
     "NPU_FA2_SPARSE_MODE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "USE_MCORE_GDN", "ASCEND_HOME_PATH",
     "ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LD_LIBRARY_PATH",
@@ -94,16 +71,14 @@ def environment() -> dict[str, Any]:
 
     names = dict.fromkeys((*_BASE, *trainers(), *_KERNELS))
     held = {name: version for name in names if (version := installed(name))}
-    torch = ask("torch")
-    npu = {"npu": "torch_npu is not installed"}
-    if "torch_npu" in held:
-        npu = torch if "fails" in torch else ask("torch_npu")
+    devices, silent = ask("torch")
+    npu, broken = ask("torch_npu") if "torch_npu" in held else ("torch_npu is not installed", "")
     found = {
         "system": f"{platform.platform()}, Python {platform.python_version()}",
         "packages": {"collate_npu": __version__, **held},
         "settings": {name: value for name in _SETTINGS if (value := os.environ.get(name))},
-        "devices": f"not known: torch does not load: {torch['fails']}" if "fails" in torch else torch["devices"],
-        "npu": f"torch_npu does not load: {npu['fails']}" if "fails" in npu else npu["npu"],
+        "devices": devices or f"not known: torch: {silent}",
+        "npu": npu or f"torch_npu does not load: {broken}",
         "cann": _cann(),
     }
     return found | {"hazards": [*hazards(found)]}
@@ -126,12 +101,13 @@ def _cann() -> str:
 
 def report(*, as_json: bool = False) -> str:
     """Return the report of this machine as Markdown to paste into an issue, or as JSON; no home directory, no token."""
-    found = masked(environment())
+    found = environment()
     if as_json:
-        return json.dumps(found, indent=2)
+        return masked(json.dumps(found, indent=2))
     facts = {"system": found["system"], **found["packages"], **found["settings"]}
     facts |= {name: found[name] for name in ("devices", "npu", "cann")}
-    return "\n".join([f"- {name}: {value}" for name, value in facts.items()] + [f"- hazard: {x}" for x in found["hazards"]])
+    lines = [f"- {name}: {value}" for name, value in facts.items()] + [f"- hazard: {text}" for text in found["hazards"]]
+    return "\n".join(masked(line).replace("\n", "\\n") for line in lines)
 
 
 _PRIVATE = (
@@ -142,29 +118,21 @@ _PRIVATE = (
 )
 
 
-def masked(value: Any) -> Any:
-    """Return each text without home directories, passwords in addresses and tokens, on one line that a terminal can show."""
-    if isinstance(value, dict):
-        return {key: masked(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [masked(item) for item in value]
+def masked(text: str) -> str:
+    """Return the text without home directories, passwords in addresses and tokens, as a terminal can show it."""
     if len(home := str(Path.home())) > 1:
-        value = re.sub(rf"{re.escape(home)}(?=[/\s:;,()'\"]|$)", "~", value)
+        text = re.sub(rf"{re.escape(home)}(?=[/\s:;,()'\"]|$)", "~", text)
     for pattern, instead in _PRIVATE:
-        value = re.sub(pattern, instead, value, flags=re.IGNORECASE)
-    return printable(value).replace("\n", "\\n")
+        text = re.sub(pattern, instead, text, flags=re.IGNORECASE)
+    return printable(text)
 
 
 def hazards(here: dict[str, Any]) -> Iterator[str]:
     """Yield each row of `HAZARDS` and each fault of `releases` that is here, and each package whose release was not run."""
     held = here["packages"]
-    wanted, cann = releases.cann_of(held.get("torch_npu", "")), _series(here["cann"])
-    made = " or ".join(next((names for made, names in releases.CANN_OF_TORCH_NPU.items() if _series(made) == cann), ()))
-    other = cann if wanted and _series(wanted) != cann else ""
-    values = {**held, "cann": here["cann"], "wanted": wanted, "made": f"torch_npu {made}" if made else "the one for it"}
     for packages, when, text in HAZARDS:
-        if all(_name(held, package) for package in packages.split()) and when(here | {"other_cann": other}):
-            yield text.format_map(values)
+        if all(_name(held, package) for package in packages.split()) and when(here):
+            yield text.format_map({**held, "cann": here["cann"], "npu": here["npu"]})
     for fact in vars(releases).values():
         if isinstance(fact, Since) and (name := _name(held, fact.package)) and fact.hurts(held[name]):
             mended = f"mended by {fact}" if str(fact) else "open"
@@ -179,10 +147,10 @@ def _name(held: dict[str, str], package: str) -> str:
     return next((name for name in DISTRIBUTIONS.get(package, (package,)) if name in held), "")
 
 
-def _series(cann: str) -> str:
-    """Return `9.1` of `9.1.0 in /usr/local/Ascend`, "" where no version is known."""
-    found = re.match(r"\d+\.\d+", cann)
-    return found[0] if found else ""
+def _other_cann(here: dict[str, Any]) -> bool:
+    """Return True if torch_npu names another CANN than the toolkit's."""
+    built, cann = (re.search(r"\d+\.\d+", text) for text in (here["npu"].partition("CANN ")[2], here["cann"]))
+    return bool(built and cann and built[0] != cann[0])
 
 
 HAZARDS: tuple[tuple[str, Callable[[dict[str, Any]], object], str], ...] = (
@@ -190,9 +158,7 @@ HAZARDS: tuple[tuple[str, Callable[[dict[str, Any]], object], str], ...] = (
     ("torch torch_npu", lambda here: numbers(here["packages"]["torch"]) != numbers(here["packages"]["torch_npu"]),
      "torch {torch} and torch_npu {torch_npu} are not a pair: install the same release of both, the one made for this "
      "machine's CANN."),
-    ("torch_npu", lambda here: here["other_cann"],
-     "torch_npu {torch_npu} is made for CANN {wanted}, and here is {cann}: install {made}, or CANN {wanted} "
-     "(COMPATIBILITY.md of Ascend/pytorch)."),
+    ("torch_npu", _other_cann, "{npu}, and here is {cann}: install a pair (COMPATIBILITY.md of Ascend/pytorch)."),
     ("torch_npu", lambda here: "does not load" in here["npu"],
      "torch_npu is installed without the CANN libraries, and `import torch` loads it: set TORCH_DEVICE_BACKEND_AUTOLOAD=0 "
      "to work on the CPU, or source CANN's set_env.sh. transformers imports it to build a model: uninstall it there."),
@@ -211,4 +177,4 @@ HAZARDS: tuple[tuple[str, Callable[[dict[str, Any]], object], str], ...] = (
      f"transformers before {releases.MISSING_KERNEL_RAISES} without an error, unless you call adapt(model)."),
 )  # fmt: skip
 """Packages that are installed together, what else must be so, and the hazard. A package in braces stands for its version,
-`{cann}` for the toolkit, `{wanted}` for the one torch_npu is made for, `{made}` for the torch_npu made for the toolkit."""
+`{cann}` for the toolkit, `{npu}` for what torch_npu says."""

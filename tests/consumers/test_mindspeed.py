@@ -17,8 +17,10 @@ from collate_npu.consumers import mindspeed
 from collate_npu.consumers.mask_choice import Case, Model, consumer_named
 from collate_npu.consumers.megatron import kernel_of, kernel_of_args, npu_engine
 from collate_npu.errors import UnsupportedFormError
+from collate_npu.integrations.megatron import gpt_batch
 from collate_npu.kernels.fusion_attention import triangle
 from collate_npu.masks import dense
+from collate_npu.masks.forms import open_empty_rows
 
 # Whose attention stands in TransformerEngine's place: "local" in 2.3.0 (transformer_engine_basic.py:23-25), "own" in 26.0.0,
 # 26.1.0 and 0.14 to 0.16 (te/.../dot_product_attention.py:655-682), "separate" in 0.17 and 0.18 (README.md:113-118).
@@ -242,3 +244,22 @@ def test_convolutions_and_scans_that_no_boundary_reaches_take_one_sequence_a_row
     out = adapter.write({"input_ids": segments.ids, "attention_mask_2d": segments.keep}, segments)
     assert "attention_mask_2d" not in out
     assert out["attention_mask"] is None
+
+
+def test_a_megatron_model_with_mindspeeds_attention_gets_what_that_reads():
+    home = {"__name__": "mindspeed.te.pytorch.attention.dot_product_attention.dot_product_attention"}
+    forward = FunctionType((lambda self: None).__code__, home)
+    model = nn.Sequential(type("TEDotProductAttention", (nn.Module,), {"forward": forward})())
+    model.config = SimpleNamespace(num_moe_experts=None, linear_attention_freq=None, use_flash_attn=True)
+
+    def read(truth, kind):
+        model.config.attention_mask_type = kind
+        given = {"input_ids": truth.ids, "attention_mask_2d": truth.keep}
+        return gpt_batch(given, model, context_parallel=ContextParallel(1, 0))[0]["attention_mask"]
+
+    right, left = Segments.from_lengths([2, 4]), Segments.from_lengths([2, 4], side="left")
+    assert torch.equal(read(right, "general"), dense(right, polarity="masked"))
+    assert torch.equal(read(left, "general"), open_empty_rows(dense(left, polarity="masked")))
+    assert read(right, "causal") is None
+    with pytest.raises(UnsupportedFormError, match="compressed causal triangle"):
+        read(left, "causal")

@@ -261,3 +261,6 @@ def test_compiled_models_are_refused():
         with pytest.raises(CollateError, match="compiled"):
             begins(DeliveryCallback(), **compiled)
     begins(DeliveryCallback())
+    guard_first_batch(model := model_of("qwen3"))
+    with pytest.raises(CollateError, match="compiled"):  # after it was guarded, as a Trainer compiles
+        torch.compile(model, backend="eager")(**wire())

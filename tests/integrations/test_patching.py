@@ -299,15 +299,3 @@ def test_ours_is_called_once_or_known_to_be_lost_and_an_install_mends_it(steps, 
         patching.release("one")
         HEARD.clear()
         assert (home.greet("you").islower(), HEARD) == (True, [])
-
-
-def test_what_waits_for_an_import_is_given_up_with_its_holder(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "imported_late.py").write_text("")
-    heard = []
-    for holder in ("one", "two"):
-        patching.once_imported(holder, "imported_late", functools.partial(heard.append, holder))
-    patching.release("one")
-    importlib.import_module("imported_late")
-    patching.release("two")
-    assert heard == ["two"]

@@ -1,6 +1,6 @@
 """What the tests of mcore-bridge have processes do: run real models on a CPU, write JSON.
 
-`python mcore_bridge_work.py OUT`, once for each value of USE_MCORE_GDN: padded rows, then flat ones. Each case: which layers
+`python mcore_bridge_work.py OUT`: padded rows, then flat ones; with USE_MCORE_GDN=0 what is refused. Each case: which layers
 received what, and how far real tokens are from each sample alone. With families behind OUT, in two processes: ms-swift's own
 batches, each rank alone and both as ranks of a row.
 
@@ -29,7 +29,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import random
 from megatron_world import DENSE, UNFUSED, apart, far, fill, gathered, groups, hardware, kernels, layers, summed
 from processes import refusal, write
-from recurrent_oracle import reference_gated_delta_rule
 from swift_world import LOCAL, arguments, npu_there
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -39,7 +38,6 @@ from collate_npu.integrations import swift
 from collate_npu.integrations.megatron import gpt_batch, mcore_bridge
 from collate_npu.parallel import ContextParallel, pad_documents
 
-NATIVE = os.environ.get("USE_MCORE_GDN", "1") != "0"
 FREQUENCY = 2
 """Every second layer is attention: GDN, attention, GDN, attention."""
 
@@ -76,7 +74,7 @@ def build(model_type: str, *, moe: bool = False, stages: int = 1, cp: int = 1, *
         **UNFUSED,
         **({"moe_permute_fusion": False, "moe_grouped_gemm": False} if moe else DENSE),
         "use_cpu_initialization": True,
-        "deterministic_mode": NATIVE,
+        "deterministic_mode": True,
         **changed,
     }
     made = []
@@ -245,13 +243,12 @@ def padded_rows() -> dict[str, Any]:
     on_cpu()
     npu_there(True)
     out: dict[str, Any] = {}
-    for name in ("qwen3_next", "qwen3_next moe", "qwen3_5") if NATIVE else ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+    for name in ("qwen3_next", "qwen3_next moe", "qwen3_5"):
         out |= {f"{name}, {key}": value for key, value in cases(name).items()}
-    for who in ("ours", "upstream") if NATIVE else ():
+    for who in ("ours", "upstream"):
         swift.install() if who == "ours" else swift.uninstall()
         out[f"router losses, {who}"] = invariance()
     swift.uninstall()
-    out["built without us"] = refusal(lambda: build("qwen3_next"))
     return out | delivery()
 
 
@@ -272,13 +269,13 @@ def cases(name: str) -> dict[str, Any]:
     """With `install`; of what the page of stacks shows without it, too."""
     model_type, _, moe = name.partition(" ")
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    swift.install()  # without it USE_MCORE_GDN=0 cannot build Qwen3-Next
+    swift.install()
     is_moe, out = bool(moe) or model_type.endswith("_moe"), {}
     for plan, stages, changed in (("1 stage", 1, {}), ("2 stages, recomputed", 2, full))[: 1 + is_moe]:
         built = build(model_type, moe=is_moe, stages=stages, moe_aux_loss_coeff=0.0, **changed)
         by_itself = alone(built)
         for kernel, side in (("flash", "right"), ("template", "right"), ("local", "right"), ("local", "left")):
-            shown = NATIVE and not moe and (kernel, side) in (("template", "right"), ("local", "left"))
+            shown = not moe and (kernel, side) in (("template", "right"), ("local", "left"))
             for who in ("upstream", "ours") if shown else ("ours",):
                 swift.install() if who == "ours" else swift.uninstall()
                 data = swift_world.collate(arguments(model_type), *LENGTHS) if kernel == "template" else wire(side)[0]
@@ -304,13 +301,7 @@ ROWS = {
 def kernels_on_cpu() -> None:
     """fla's kernels, where the layers look for them, and attention that takes offsets."""
     TESpecProvider.core_attention = lambda self: world.TEDotProductAttention
-    from mcore_bridge.model.mm_gpts import qwen3_5
-    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as theirs
-
     kernels(setattr)
-    qwen3_5._fla_causal_conv1d = world.causal_conv1d
-    # transformers' wrapper takes fla's rule where fla is: it reads cu_seqlens. Its causal_conv1d stays as it is.
-    theirs.torch_chunk_gated_delta_rule = reference_gated_delta_rule
 
 
 def flat(name: str) -> dict[str, Any]:
@@ -377,13 +368,9 @@ def flat_rows() -> dict[str, Any]:
     kernels_on_cpu()
     mcore_bridge.install()
     out: dict[str, Any] = {}
-    names = ("qwen3_next", "qwen3_next moe", "qwen3_5") if NATIVE else ("qwen3_next", "qwen3_5")
-    for name in names:
+    for name in ("qwen3_next", "qwen3_next moe", "qwen3_5"):
         model_type, _, moe = name.partition(" ")
         stages = build(model_type, moe=bool(moe), deterministic_mode=False, moe_aux_loss_coeff=0.0)
-        if model_type == "qwen3_5" and not NATIVE:
-            out["qwen3_5, side by side"] = unseparated(stages)
-            continue
         for row in ROWS:
             inputs, truth = gpt_batch(flat(row), stages[0], padding_free=True)
             params = inputs["packed_seq_params"]
@@ -399,13 +386,11 @@ def only_tokens(batch: dict[str, Any]) -> dict[str, Any]:
     return {key: batch[key] for key in ("input_ids", "position_ids", "attention_mask", "packed_seq_params")}
 
 
-def unseparated(stages: list[Any]) -> list[str]:
-    """What is said of a flat row of Qwen3.5 with transformers' layer."""
-    row, truth = flat("side by side"), Segments.from_lengths([ROWS["side by side"][0]])
-    offsets = truth.cu_seqlens.tolist()
-    inputs = {"input_ids": row["input_ids"], "position_ids": truth.position_ids, "attention_mask": None}
-    inputs["packed_seq_params"] = params_of(offsets, offsets, 7)
-    return [refusal(lambda: gpt_batch(row, stages[0], padding_free=True)), refusal(lambda: run(stages, inputs))]
+def of_transformers() -> dict[str, str]:
+    """What is said of layers of transformers."""
+    on_cpu()
+    swift.install()
+    return {name: refusal(lambda name=name: build(name)) for name in ("qwen3_next", "qwen3_5")}
 
 
 def layouts(family: str, ranks: int) -> dict[str, Any]:
@@ -444,6 +429,8 @@ def on_ranks(families: list[str]) -> dict[str, Any]:
 def main(families: list[str]) -> dict[str, Any]:
     if families:
         return on_ranks(families)
+    if os.environ.get("USE_MCORE_GDN") == "0":
+        return of_transformers()
     padded = padded_rows()
     npu_there(False)
     return {"padded": padded, "flat": flat_rows()}

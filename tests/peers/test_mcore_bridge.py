@@ -1,6 +1,6 @@
-"""mcore-bridge 1.6.5: real `GPTModel`s of Qwen3-Next and Qwen3.5, once for each Gated DeltaNet (USE_MCORE_GDN).
+"""mcore-bridge 1.6.5: real `GPTModel`s of Qwen3-Next and Qwen3.5.
 
-`mcore_bridge_work` builds and runs them in a process for each setting and says what every layer received.
+`mcore_bridge_work` builds and runs them in a process and says what every layer received.
 """
 
 from contextlib import nullcontext
@@ -15,45 +15,42 @@ from megatron.core import mpu
 from processes import found_by
 from swift_world import arguments, prepare
 
-from collate_npu import CollateError, Segments, releases
+from collate_npu import CollateError, Segments
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations.megatron import mcore_bridge
 
 NEEDS = ("swift", "mcore_bridge", "megatron")
 
 EXACT = 1e-4
-LAYERS = ["native", "transformers"]
 PADDED = [3, 1, 8, 8]
 """The dense mask of the three rows of `mcore_bridge_work`; a "template" case is what ms-swift's own template collates."""
 
 
 @pytest.fixture(scope="module")
 def bridges(tmp_path_factory):
-    """What the models did in two processes, with Megatron's layer, the default, and with transformers'."""
-    settings = [{"USE_MCORE_GDN": setting} for setting in ("1", "0")]
-    return found_by("mcore_bridge_work", tmp_path_factory.mktemp("bridge"), variants=settings)
+    """What the models did in a process, with Megatron's layer."""
+    return found_by("mcore_bridge_work", tmp_path_factory.mktemp("bridge"))[0]
 
 
 @pytest.fixture
 def found(bridges):
-    return {layer: told["padded"] for layer, told in zip(LAYERS, bridges)}
+    return bridges["padded"]
 
 
-def runs(found, layer, who):
-    kept = {name: case for name, case in found[layer].items() if isinstance(case, dict) and name.endswith(who)}
+def runs(found, who):
+    kept = {name: case for name, case in found.items() if isinstance(case, dict) and name.endswith(who)}
     assert len(kept) > 10
     return kept.items()
 
 
-# --- with install(): every batch, every stage, both Gated DeltaNets
+# --- with install(): every batch, every stage
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_every_batch_is_as_alone_and_each_layer_gets_what_it_reads(found, layer):
+def test_every_batch_is_as_alone_and_each_layer_gets_what_it_reads(found):
     """Recurrent layers nothing at padding, attention the mask of its kernel, routers the padding.
 
     A second pipeline stage that recomputes is handed the same, and every layer runs again in the backward pass."""
-    for name, case in runs(found, layer, "ours"):
+    for name, case in runs(found, "ours"):
         assert max(case["logits"], case["gradients"]) <= EXACT, name
         assert case["gdn"] == {"1": True, "3": True}, name
         reads = "local" in name or "left" in name or "gpt_batch" in name
@@ -62,21 +59,19 @@ def test_every_batch_is_as_alone_and_each_layer_gets_what_it_reads(found, layer)
         stages = 2 if "2 stages" in name else 1
         assert case["runs"] == dict.fromkeys("1234", stages), name
         if stages == 2:
-            assert case["handed"] == found[layer][name.replace("2 stages, recomputed", "1 stage")]["handed"], name
+            assert case["handed"] == found[name.replace("2 stages, recomputed", "1 stage")]["handed"], name
             assert "attention_mask_2d" in case["handed"]["3"], name
 
 
 def test_routers_losses_do_not_count_padding_where_layers_are_recomputed(found):
     """Aux loss and z-loss, gradients included, at twice the padding."""
-    assert found["native"]["router losses, ours"] <= EXACT
-    assert found["native"]["router losses, upstream"] > 100 * EXACT
+    assert found["router losses, ours"] <= EXACT
+    assert found["router losses, upstream"] > 100 * EXACT
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_check_delivery_asks_these_models_too(found, layer):
-    assert found[layer]["delivered"] == ""
-    said = found[layer]["not delivered"]
-    assert ("decoder.layers.0.self_attention" in said) == (layer == "native"), said  # transformers' reads the dense one
+def test_check_delivery_asks_these_models_too(found):
+    assert found["delivered"] == ""
+    assert "decoder.layers.0.self_attention" in found["not delivered"]
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
@@ -85,7 +80,7 @@ def test_its_cells(found, family):
     stack = Stack("ms-swift, Megatron", ("ms-swift", "mcore-bridge", "megatron-core"), "peers_swift")
     line = '--external_plugins "$PLUGIN"'
     for layout, name in (("padded right", "1 stage, template, right"), ("padded left", "1 stage, local, left")):
-        cases = [found["native"][f"{family}, {name}, {who}"] for who in ("upstream", "ours")]
+        cases = [found[f"{family}, {name}, {who}"] for who in ("upstream", "ours")]
         alone, ours = (verdict(max(case["logits"], case["gradients"]), gradient=case["gradient"]) for case in cases)
         stack.tell(family, layout, alone=alone, ours=ours, line=line)
 
@@ -93,9 +88,11 @@ def test_its_cells(found, family):
 # --- what cannot be run, and who says so
 
 
-def test_use_mcore_gdn_0_builds_qwen3_next_with_install_alone(found):
-    assert found["native"]["built without us"] == ""
-    assert "AttributeError: 'ModelConfig' object has no attribute 'layer_types'" in found["transformers"]["built without us"]
+def test_layers_of_transformers_are_refused_when_they_are_built(tmp_path):
+    """Of Qwen3-Next mcore-bridge itself cannot build them."""
+    said = found_by("mcore_bridge_work", tmp_path, variants=({"USE_MCORE_GDN": "0"},))[0]
+    assert "USE_MCORE_GDN: got 0." in said["qwen3_next"]
+    assert "USE_MCORE_GDN: got 0." in said["qwen3_5"]
 
 
 def test_mlp_padding_free_is_refused_where_mcore_bridge_would_cut_its_mask_otherwise_than_the_tokens(world, installed):
@@ -158,61 +155,31 @@ def test_layers_nobody_measured_are_not_said_to_leave_padding_out():
 
 @pytest.fixture
 def flat(bridges):
-    return {layer: told["flat"] for layer, told in zip(LAYERS, bridges)}
+    return bridges["flat"]
 
 
-def rows(flat, layer):
-    kept = {name: case for name, case in flat[layer].items() if isinstance(case, dict) and "padded" in case}
-    assert len(kept) == (15 if layer == "native" else 5)
-    return kept.items()
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_every_sequence_of_a_flat_row_equals_itself_alone_by_offsets_of_where_it_stands(flat, layer):
+def test_every_sequence_of_a_flat_row_equals_itself_alone_by_offsets_of_where_it_stands(flat):
     """With experts rounding grows: all weights moved by 1e-7 of themselves move gradients by 8e-4, logits by 1e-4.
 
     Something of mcore-bridge reads either of the offsets, and takes it for places."""
-    for name, case in rows(flat, layer):
+    kept = {name: case for name, case in flat.items() if isinstance(case, dict) and "padded" in case}
+    assert len(kept) == 15
+    for name, case in kept.items():
         assert max(case["logits"], case["gradients"]) <= EXACT * (20 if " moe" in name else 1), name
         assert case["offsets"] == case["padded"], name
         ends = {"each padded, and a tail": 24, "each padded": 20, "a tail": 16, "side by side": 15}
         assert case["padded"][-1] == next((end for row, end in ends.items() if name.endswith(row)), 10), name
 
 
-FITS = "Gated DeltaNet takes offsets that rise from 0 to the"
-PLACES = "takes cu_seqlens_q for places in the row, and the row has"
-TRAPS = {
-    "real offsets alone, each padded": (FITS, PLACES),
-    "real offsets alone, a tail": (FITS, PLACES),
-    "padded offsets that end early": (FITS, PLACES),
-    "lengths": (FITS, PLACES),
-    "real beside padded": ("", PLACES),  # Megatron's layer reads the padded ones
-}
+TRAPS = ("real offsets alone, each padded", "real offsets alone, a tail", "padded offsets that end early", "lengths")
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@pytest.mark.parametrize("name", [*TRAPS, "real beside padded"])
 def test_offsets_of_others_are_taken_in_silence_and_refused_with_install(flat, name):
     """Upstream nothing is written behind the last one. Those that fit and are of another row, `0 7 10 15 20` for sequences
     at 0, 8 and 12, no layer can see."""
-    for layer, said in zip(LAYERS, TRAPS[name]):
-        raised = flat[layer]["traps"][name]
-        assert said in raised if said else raised == ""
-
-
-def test_a_convolution_that_runs_across_sequences_is_refused(flat):
-    """Of Qwen3.5 with transformers' layer; the remedy, Megatron's own, is right above."""
-    for said in flat["transformers"]["qwen3_5, side by side"]:
-        assert "USE_MCORE_GDN: got 0 and a flat row. With transformers 5.19.0 the convolution" in said
-        assert "Unset it: Megatron's own layer takes flat rows." in said
-
-
-def test_older_transformers_takes_mcore_bridges_convolution(monkeypatch):
-    layer = type("Qwen3_5MoeGatedDeltaNet", (), {"__module__": "mcore_bridge.model.mm_gpts.qwen3_5"})()
-    monkeypatch.setitem(releases._FOUND, "transformers", "5.14.1")
-    mcore_bridge.refuse_unseparated([layer])
-    monkeypatch.setitem(releases._FOUND, "transformers", "5.15.0")
-    with pytest.raises(CollateError, match="USE_MCORE_GDN"):
-        mcore_bridge.refuse_unseparated([layer])
+    raised = flat["traps"][name]
+    assert "Gated DeltaNet takes offsets that rise from 0 to the" in raised if name in TRAPS else raised == ""
 
 
 # --- the resolver, under context parallelism

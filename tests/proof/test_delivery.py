@@ -182,14 +182,6 @@ def test_a_stage_of_a_pipeline_runs_by_a_function_alone(end):
     assert check_delivery(stage, BATCH, forward=lambda **batch: stage(**batch)).unchecked == ()
 
 
-def test_ascends_patches_that_come_late_are_a_matter_of_megatron(monkeypatch):
-    assert check_delivery(InMegatron(), BATCH).report
-    monkeypatch.setattr(delivery, "start_problem", lambda: "late")
-    assert check_delivery(Model(), BATCH).report
-    with pytest.raises(CollateError, match="late"):
-        check_delivery(InMegatron(), BATCH)
-
-
 def test_a_release_is_looked_at_of_the_stack_that_runs_the_model(monkeypatch):
     said = []
     monkeypatch.setattr(delivery, "say_outside", said.append)

@@ -113,7 +113,6 @@ def test_looking_through_the_package_changes_nothing():
         assert patching._TABLE == []
         import collate_npu.integrations.verl.plugin
         assert (patching._TABLE == ["verl"]) == loaded
-        assert (list(sys.meta_path) != before[0]) == (not loaded)
     """
     for more in ([], ["loaded"]):
         done = subprocess.run([sys.executable, "-c", code, *more], capture_output=True, text=True, cwd=ROOT)
@@ -158,4 +157,3 @@ def test_nor_what_python_hands_out():
     batch = {"input_ids": torch.ones(1, 3), EVIL: EVIL, "attention_mask": {EVIL: torch.ones(1, 1, 3, 3)}}
     for text in (describe(batch), picture(batch), masked(EVIL), explain(EVIL, EVIL, "", "")):
         assert not RAW.search(text), repr(text)
-    assert "\n" not in masked("a\nb")

@@ -1,22 +1,21 @@
 """mcore-bridge 1.6.5: padding kept out of Gated DeltaNet and out of the routers' counts, on every stage of a pipeline.
 
-Of its two Gated DeltaNets Megatron's own, the default, reads no mask (modules/gated_delta_net.py:212), and transformers'
-(`USE_MCORE_GDN=0`) one that megatron-core never passes on (core/transformer/transformer_layer.py:521-538). With `install`
-the input of either is zero at padding. That is exact where no padding stands inside a sequence: norm, projections and
-convolution have no bias, and an empty state stays so. Costs one masked copy of a recurrent layer's input.
+Its Gated DeltaNet is Megatron's own, and reads no mask (modules/gated_delta_net.py:212). With `install` its input is zero at
+padding. That is exact where no padding stands inside a sequence: norm, projections and convolution have no bias, and an
+empty state stays so. Costs one masked copy of a recurrent layer's input. Transformers' (`USE_MCORE_GDN=0`) is refused.
 
-Of flat rows, offsets that a layer would misread in silence are refused: its own takes the padded ones where they fit the
-row, and else `cu_seqlens_q` (modules/gated_delta_net.py:240-251), the two of transformers `cu_seqlens_q` alone
-(gpts/qwen3_next.py:477, mm_gpts/qwen3_5.py:79). Without fla its own runs by sequence. Legend: B batch, S this rank's width.
+Of flat rows, offsets that the layer would misread in silence are refused: it takes the padded ones where they fit the row,
+and else `cu_seqlens_q` (modules/gated_delta_net.py:240-251). Without fla it runs by sequence. Legend: B batch, S this
+rank's width.
 """
 
 from __future__ import annotations
 
 import inspect
-import warnings
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from collate_npu.integrations import patching
 from collate_npu.keys import KEEP_KEY
 from collate_npu.masks.forms import dense, open_empty_rows
 from collate_npu.parallel import ContextParallel, query_rows, split_tensor
-from collate_npu.releases import CONVOLUTION_SEALED, installed
 from collate_npu.segments import Segments
 
 PACKAGE, TESTED = "mcore-bridge", "1.6.5"
@@ -42,7 +40,7 @@ _REMEDY = "Build them with packed_seq_params(segments, padding_counts=True), or 
 def install(*, holder: str = PACKAGE) -> None:
     """Let both masks reach the layers, and zero the input of Gated DeltaNet at padding. Call it before you build the model.
 
-    `USE_MCORE_GDN=0` then builds Qwen3-Next beside transformers 5.13 too. Patches stay until each `holder` releases them.
+    Patches stay until each `holder` releases them. Layers of `USE_MCORE_GDN=0` are refused when they are built.
 
     >>> install()  # doctest: +SKIP
     """
@@ -54,11 +52,10 @@ def install(*, holder: str = PACKAGE) -> None:
     patching.patch(holder, MultimodalGPTModel, "forward", _multimodal_forward)
     patching.patch(holder, TransformerBlock, "_checkpointed_forward", _checkpointed_forward)
     patching.patch(holder, TransformerLayer, "forward", _layer_forward)
-    patching.patch(holder, qwen3_next.Qwen3NextGatedDeltaNet, "__init__", _gated_delta_net_init)
     patching.patch(holder, GatedDeltaNet, "_resolve_cu_seqlens", _resolve_offsets)
     patching.patch(holder, GatedDeltaNet, "forward", _by_rows)
-    for takes_places in (qwen3_next.Qwen3NextGatedDeltaNet, Qwen3_5MoeGatedDeltaNet):
-        patching.patch(holder, takes_places, "forward", _check_places)
+    for layer in (qwen3_next.Qwen3NextGatedDeltaNet, Qwen3_5MoeGatedDeltaNet):
+        patching.patch(holder, layer, "__init__", _refuse_layer)
 
 
 def uninstall() -> None:
@@ -91,13 +88,11 @@ def attention_mask(segments: Segments, kernel: str, cp: ContextParallel | None, 
 
 
 def pass_through_forward(model_class: type, batch: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with `extras` as `model_class.forward` passes them on to its layers. Raises if it does not. Warns,
-    once for each class, if a multimodal forward takes them and has no `extra_forward_keys` to pass them on by."""
+    """Return the batch with `extras` as `model_class.forward` passes them on to its layers. Raises if it does not."""
     parameters = inspect.signature(inspect.unwrap(model_class.forward)).parameters  # type: ignore[attr-defined]
     if not extras:
         return dict(batch)
     if extras.keys() <= parameters.keys() or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        _warn_if_dropped(model_class)
         return {**batch, **extras}
     if "extra_block_kwargs" in parameters:
         return {**batch, "extra_block_kwargs": {**(batch.get("extra_block_kwargs") or {}), **extras}}
@@ -118,18 +113,6 @@ def router_padding(padding: Tensor, cp: ContextParallel | None = None, *, shared
     return local.chunk(size, dim=1)[rank].contiguous()
 
 
-@cache
-def _warn_if_dropped(model_class: Any) -> None:
-    language = getattr(model_class, "language_model_cls", None)
-    if language is not None and not (patching.in_place(_multimodal_forward) and hasattr(language, "extra_forward_keys")):
-        warnings.warn(
-            f"{model_class.__qualname__}.forward drops attention_mask_2d and padding_mask on their way to the layers. Real "
-            "tokens stay exact while padding is on the right; MoE routers count padding. Remedy: collate_npu.integrations."
-            f"swift.install() with mcore-bridge >= 1.6.5, or {language.__qualname__}.extra_forward_keys += {[*_EXTRAS]}.",
-            stacklevel=2,
-        )
-
-
 def _multimodal_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Pass both masks through a multimodal forward. A vision tower and later stages clear its keywords;
     `extra_forward_keys` name what survives (mm_gpt_model.py:105, 123), and a missing one is a KeyError, hence per call."""
@@ -142,20 +125,6 @@ def _multimodal_forward(original: Callable[..., Any], self: Any, *args: Any, **k
         return original(self, *args, **kwargs)
     finally:
         language.extra_forward_keys = before
-
-
-def _gated_delta_net_init(
-    original: Callable[..., Any], self: Any, config: Any, submodules: Any, layer_number: int, **kwargs: Any
-) -> Any:
-    """Build the layer with `layer_types` in its config: transformers' layer asks it for its kind (5.19
-    modeling_qwen3_next.py:616): mcore-bridge's does not say."""
-    if getattr(config, "layer_types", None) is not None:
-        return original(self, config, submodules, layer_number, **kwargs)
-    config.layer_types = {layer_number: "linear_attention"}
-    try:
-        return original(self, config, submodules, layer_number, **kwargs)
-    finally:
-        del config.layer_types
 
 
 def _checkpointed_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -194,17 +163,18 @@ def _zero_padding(keep_BS: Tensor, config: Any, _: Any, args: tuple[Any, ...]) -
 
 
 def refuse_unseparated(modules: Iterable[Any]) -> None:
-    """Raise for a layer whose convolution runs across the sequences of a flat row. From 5.15 on transformers does not call
-    the convolution that mcore-bridge puts into Qwen3.5's layer (mm_gpts/qwen3_5.py:31, 48), and its own reads `seq_idx`,
-    which nobody sends (modeling_qwen3_5_moe.py:582-588 of 5.19; measured: 2.8 off)."""
-    if not CONVOLUTION_SEALED.holds():
-        return
+    """Raise for transformers' layers, in which the convolution of a flat row runs across its sequences: from 5.15 on it does
+    not call the one that mcore-bridge puts there (mm_gpts/qwen3_5.py:31, 48; measured on 5.19: 2.8 off)."""
     for module in modules:
-        if type(module).__name__ == "Qwen3_5MoeGatedDeltaNet" and type(module).__module__.startswith("mcore_bridge"):
-            rule = f"With transformers {installed('transformers')} the convolution of {type(module).__name__} does not get "
-            rule += "the ends of sequences, and runs across them."
-            remedy = "Unset it: Megatron's own layer takes flat rows. Or set padding_free=False."
-            raise UnsupportedFormError(explain("USE_MCORE_GDN", "0 and a flat row", rule, remedy))
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        if re.fullmatch(r"mcore_bridge\..*\.Qwen3(Next|_5Moe)GatedDeltaNet", kind):
+            _refuse_layer(None, module)
+
+
+def _refuse_layer(_: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    rule = f"{type(layer).__name__} of transformers runs from one sequence of a flat row into the next."
+    remedy = "Unset it: Megatron's own Gated DeltaNet takes padded and flat rows."
+    raise UnsupportedFormError(explain("USE_MCORE_GDN", "0", rule, remedy))
 
 
 def _resolve_offsets(
@@ -244,16 +214,3 @@ def _by_rows(
     plan = plan_of([n for n in offsets.diff().tolist() if n], hidden.device)
     outs = [original(self, rows.transpose(0, 1), *args, **kwargs) for rows in plan.lay(hidden.transpose(0, 1))]
     return plan.back([out.transpose(0, 1) for out, _ in outs]).transpose(0, 1), outs[0][1]
-
-
-def _check_places(original: Callable[..., Any], self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
-    params = kwargs.get("packed_seq_params")
-    if params is not None and params.qkv_format == "thd":
-        taken = params.cu_seqlens_q
-        if taken.numel() > 2:
-            refuse_unseparated([self])
-        total = hidden_states.shape[0] * (self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1)
-        if int(taken[-1]) != total:  # real ones end early wherever there is padding
-            rule = f"{type(self).__name__} takes cu_seqlens_q for places in the row, and the row has {total} tokens."
-            raise CollateError(explain("cu_seqlens_q", str(taken.tolist())[:80], rule, _REMEDY))
-    return original(self, hidden_states, **kwargs)

@@ -39,19 +39,11 @@ ROWS = [
     ("the causal triangle to the top left", (NPU, mode("2")), (NPU, mode("3"))),
     ("which fail on a CPU. Uninstall them", (TRITON, {}), (TRITON, CUDA)),
     ("before 5.20 without an error", (FLA_ALONE, {}), ({**FLA_ALONE, "causal-conv1d": "1.6.1"}, {})),
-    *((f"is made for CANN {wanted}, and here is {cann}", (pair(npu), {"cann": cann}), (pair(npu), {"cann": fine}))
-      for npu, wanted, cann, fine in (
-        ("2.7.1", "8.3.RC1", "8.5.0 in /usr/local/Ascend", "8.3.RC1 in /usr/local/Ascend"),
-        ("2.7.1.post4", "9.0.0", "9.1.0 in /opt", "9.0.0 in /opt"),
-        ("2.7.1.post5", "9.1.0", "9.0.0 in /opt", "9.1.0 in /opt"),
-        ("2.7.1.post7+cpu", "9.1.0", "9.0.0 in /opt", "9.1.0 in /opt"))),
-    *(("COMPATIBILITY.md", (pair("2.7.1"), {"cann": "8.5.0 in /opt"}), (pair(npu), {"cann": cann})) for npu, cann in (
-        ("2.7.1", "8.3.T12 in /usr/local/Ascend"), ("2.7.1.post3", "9.1.0 in /opt"), ("2.7.1.post9", "9.0.0 in /opt"),
-        ("2.12.0rc1", "9.0.0 in /opt"), ("2.12.0", "none: ASCEND_HOME_PATH is not set"),
-        ("2.12.0", "version not known in /opt"))),
-    ("is 8.5.0 in /opt: install torch_npu 2.6.0.post5 or 2.7.1.post2 or 2.8.0.post2 or 2.9.0, or ",
-     (pair("2.7.1"), {"cann": "8.5.0 in /opt"}), (pair("2.7.1"), {"cann": "7.0.0 in /opt"})),
-    ("install the one for it, or CANN 8.3.RC1", (pair("2.7.1"), {"cann": "7.0.0 in /opt"}), (pair("2.7.1"), {})),
+    ("loads, CANN 8.5.0, and here is 9.1.0 in /opt", (NPU, {"npu": "torch_npu loads, CANN 8.5.0", "cann": "9.1.0 in /opt"}),
+     (NPU, {"npu": "torch_npu loads, CANN 9.1.RC1", "cann": "9.1.0 in /opt"})),
+    *(("COMPATIBILITY.md", (NPU, {"npu": "torch_npu loads, CANN 8.5.0", "cann": "9.1.0 in /opt"}), (NPU, fine)) for fine in (
+        {"npu": "torch_npu loads", "cann": "9.1.0 in /opt"},
+        {"npu": "torch_npu loads, CANN 8.5.0", "cann": "version not known in /opt"})),
     *((STREAMS, (pair(old, **FLA), {}), case) for old, case in (
         ("2.7.1", (pair("2.9.0.post3", **FLA), {})), ("2.7.1.post2", (pair("2.13.0", **FLA), {})),
         ("2.6.0", (pair("2.6.0"), {})), ("2.9.0.post1", (pair("2.9.0.post1"), {})))),
