@@ -295,6 +295,10 @@ LIMITS: dict[str, Callable[[Case, Entry], bool]] = {
         _lone(case) and isinstance(case.batch.get("position_ids"), Tensor) and getattr(case.mask, "ndim", 2) == 2
     ),
     "window or pack": _window_or_pack,
+    # Padding is one id, and so are the real tokens: which is which?
+    "one id of each": lambda case, entry: (
+        case.contrary and any(len({*row[keep].tolist()}) < 2 for row, keep in zip(case.draw.tokens, case.keep))
+    ),
     # One place behind the last sequence, counted as one more: a token alone that nobody learns looks the same.
     "a place alone": lambda case, entry: case.flat and entry.wraps and bool((case.ids[0, -2:] == 0).sum() == 1),
     # Sequences of the same one token at the end of a flat row, which nobody learns: a tail looks the same.

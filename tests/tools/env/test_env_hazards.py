@@ -39,11 +39,8 @@ ROWS = [
     ("the causal triangle to the top left", (NPU, mode("2")), (NPU, mode("3"))),
     ("which fail on a CPU. Uninstall them", (TRITON, {}), (TRITON, CUDA)),
     ("before 5.20 without an error", (FLA_ALONE, {}), ({**FLA_ALONE, "causal-conv1d": "1.6.1"}, {})),
-    ("loads, CANN 8.5.0, and here is 9.1.0 in /opt", (NPU, {"npu": "torch_npu loads, CANN 8.5.0", "cann": "9.1.0 in /opt"}),
-     (NPU, {"npu": "torch_npu loads, CANN 9.1.RC1", "cann": "9.1.0 in /opt"})),
-    *(("COMPATIBILITY.md", (NPU, {"npu": "torch_npu loads, CANN 8.5.0", "cann": "9.1.0 in /opt"}), (NPU, fine)) for fine in (
-        {"npu": "torch_npu loads", "cann": "9.1.0 in /opt"},
-        {"npu": "torch_npu loads, CANN 8.5.0", "cann": "version not known in /opt"})),
+    *(("CANN 8.5.0, and here is 9.1.0 in /opt", (NPU, {"npu": "torch_npu loads, CANN 8.5.0", "cann": "9.1.0 in /opt"}),
+       (NPU, {"npu": npu, "cann": "9.1.0 in /opt"})) for npu in ("torch_npu loads", "torch_npu loads, CANN 9.1.RC1")),
     *((STREAMS, (pair(old, **FLA), {}), case) for old, case in (
         ("2.7.1", (pair("2.9.0.post3", **FLA), {})), ("2.7.1.post2", (pair("2.13.0", **FLA), {})),
         ("2.6.0", (pair("2.6.0"), {})), ("2.9.0.post1", (pair("2.9.0.post1"), {})))),

@@ -197,7 +197,6 @@ def test_env_runs_where_neither_torch_nor_rich_loads(site):
     ("cuda", "npu", "said"),
     [
         ("True", "True", ("cuda x 1, npu x 2 (Ascend910B1)", "")),
-        ("False", "True", ("npu x 2 (Ascend910B1)", "")),
         ("False", "False", ("cpu only", "")),
         ("True", "exec('raise RuntimeError(507008)')", ("", "RuntimeError: 507008")),
     ],
