@@ -145,6 +145,10 @@ class SharedPlan:
         the stack lets it exchange tokens, which its first call shows."""
         if self.attention is not None and not mixer.ruled:
             return self.attention.run(mixer, own, args, kwargs)
+        if all(x.shape[:2] != self.part for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)):
+            rule = f"{self.cp.size} ranks share rows of this model, and it cuts its parts {list(self.part)} again, inside."
+            remedy = "Let each rank have whole rows: ulysses_size or sequence_parallel_size of 1."
+            raise UnsupportedFormError(explain("input_ids", type(mixer.mixer).__name__, rule, remedy))
         if mixer.exchanges is None and self.cp.size > 1:
             collectives = _Collectives(self.cp.group)
             with torch.no_grad(), collectives, suppress(RuntimeError):  # of a mask for whole rows

@@ -319,15 +319,12 @@ class _Hooks:
             if why:
                 rule = f"{cp.size} ranks share each row of this {adapter.model.description}, which does not run by sequence"
                 raise UnsupportedFormError(explain("input_ids", str(list(part)), f"{rule}: {why}.", _WHOLE_ROWS))
+            if any(batch.array(key).flat[-1] == part[1] for key in batch.named["offsets"]):
+                rule = f"{cp.size} ranks share rows, and offsets say that each got whole ones, which a model cuts inside."
+                raise UnsupportedFormError(explain("input_ids", str(list(part)), rule, _WHOLE_ROWS))
             facts |= {"part": str(part)} | {key: partial(digest, value) for key, value in offsets.items()}
             whole = whole_rows(batch, cp, offsets)
             facts["keys"] = ", ".join(whole)  # by which each rank reads what came
-        same = [whole[key].unflatten(1, (cp.size, -1)) for role in _OF_ROWS for key in batch.named[role] if key in whole]
-        if self.share is _shared and same and all(bool((each == each[:, :1]).all()) for each in same):
-            rule = (
-                f"Each of {cp.size} ranks that share rows got the same; what a model cuts inside does not run by sequence."
-            )
-            raise UnsupportedFormError(explain("input_ids", str(list(part)), rule, _WHOLE_ROWS))
         targets = whole.get("shift_labels")
         segments = adapter.read(whole, adapter.polarity, _is_flat(whole))
         last_or_padding = shift_labels(torch.zeros(segments.shape, dtype=torch.long), segments) < 0
@@ -586,7 +583,6 @@ def _check_labels(adapter: BatchAdapter, model: Any, batch: Sources) -> None:
         raise UnsupportedFormError(explain("labels", "a part of a row", rule, remedy, more="shard-labels"))
 
 
-_OF_ROWS: tuple[Any, ...] = ("tokens", "positions")
 _WHOLE_ROWS = "Let each rank have whole rows: ulysses_size, sequence_parallel_size, ring_attn_size or sp_size of 1."
 
 
