@@ -119,7 +119,7 @@ batches = st.lists(st.integers(1, 16), min_size=1, max_size=COUNT)
 
 
 def collated(lengths, shape):
-    features = [{"input_ids": list(range(1, n + 1)), "labels": [1] * n} for n in lengths]
+    features = [{"input_ids": [*range(1, n + 1)], "labels": [*range(1, n + 1)]} for n in lengths]
     return flat_collator(0, **shape)(features)
 
 

@@ -271,17 +271,17 @@ def run_alone(model: Any, tokens_BS: Any) -> dict[str, Any]:
 
 def offsets_asked(model: Any, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
     """Return the offsets of a flat row if the model's decoder layers raise without them, as VeOmni's own do; {} else."""
-    if "veomni" not in sys.modules or not any(map(exchanges, model.modules())):
+    if "veomni" not in sys.modules or "cu_seq_lens_q" not in map(exchanges, model.modules()):
         return {}
     return {"cu_seq_lens_q": torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)}
 
 
-def exchanges(layer: Any) -> bool:
-    """Return True for a stack's own Gated DeltaNet, which takes the offsets of whole rows: VeOmni's (0.1.12
-    qwen3_5/generated/patched_modeling_qwen3_5_gpu.py:626-803) and verl's (0.9.1 models/transformers/qwen3_5.py:193)."""
+def exchanges(layer: Any) -> str:
+    """Return by which name a stack's own Gated DeltaNet takes the offsets of whole rows: VeOmni's (0.1.12 qwen3_5/generated/
+    patched_modeling_qwen3_5_gpu.py:626-803), verl's (0.9.1 models/transformers/qwen3_5.py:193); "" for another layer."""
     forward, stacks = type(layer).forward, {name.partition(".")[0] for name in SEQUENCE_GROUPS}
     own = forward.__module__.partition(".")[0] in stacks and hasattr(layer, "chunk_gated_delta_rule")
-    return own and not {"cu_seq_lens_q", "cu_seqlens"}.isdisjoint(inspect.signature(forward).parameters)
+    return next((key for key in ("cu_seq_lens_q", "cu_seqlens") if own and key in inspect.signature(forward).parameters), "")
 
 
 def _made(model: Any, small: Any, attention: str | None) -> Any:

@@ -311,15 +311,16 @@ class _Hooks:
         adapter = self._current(module, self.by_sequence)
         offsets = {key: batch[key] for key in (*batch.named["offsets"], *batch.named["tail"])}
         _check_labels(adapter, module, batch)
-        if self.share is _shared and _exchanged(adapter, module, batch, cp.size, offsets):
-            return None
         part, device = batch.shape(), next(x.device for x in batch.values() if isinstance(x, torch.Tensor))
+        whole_here = any(part[1] in batch.array(key).flat[-1:] for key in batch.named["offsets"])
+        if self.share is _shared and _exchanged(adapter, module, batch, 1 if whole_here else cp.size, offsets):
+            return None
         why = "it is compiled" if graph or is_compiled(module) else self.way.why_padded or changed_reason(module, self.way)
         with ranks_agree(cp, call="split") as facts:
             if why:
                 rule = f"{cp.size} ranks share each row of this {adapter.model.description}, which does not run by sequence"
                 raise UnsupportedFormError(explain("input_ids", str(list(part)), f"{rule}: {why}.", _WHOLE_ROWS))
-            if any(batch.array(key).flat[-1] == part[1] for key in batch.named["offsets"]):
+            if whole_here:
                 rule = f"{cp.size} ranks share rows, and offsets say that each got whole ones, which a model cuts inside."
                 raise UnsupportedFormError(explain("input_ids", str(list(part)), rule, _WHOLE_ROWS))
             facts |= {"part": str(part)} | {key: partial(digest, value) for key, value in offsets.items()}
@@ -591,8 +592,7 @@ def _exchanged(adapter: BatchAdapter, model: Any, batch: Sources, ranks: int, of
     its own Gated DeltaNet, which reads the offsets of the whole row on each rank (VeOmni 0.1.12
     ops/kernels/attention/flash.py:190-199, data/data_collator.py:401-417). Of a model with images verl 0.9.1 cuts the row
     inside (models/transformers/monkey_patch.py:158). Raises for windows that it makes otherwise."""
-    S = batch.shape()[1]
-    width = S if any(batch.array(key).flat[-1] == S for key in batch.named["offsets"]) else S * ranks
+    width = batch.shape()[1] * ranks
     if "flash" not in adapter.model.attn_implementation:
         return False
     if not offsets and (sizes := [size for size in windows(adapter.model.config) if size < width]):

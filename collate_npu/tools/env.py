@@ -38,9 +38,8 @@ print("\\nfound: torch_npu loads" + f", CANN {cann}" * bool(cann), flush=True)""
 def ask(package: str, *, seconds: float = 120) -> tuple[str, str]:
     """Return what a package says of its devices, and why it says nothing; one of them is ""."""
     code = f"import sys\nsys.path = [*filter(None, sys.path)]\n{_ASKED[package]}"
-    how: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "stdin": subprocess.DEVNULL}
     try:
-        done = subprocess.run([sys.executable, "-c", code], timeout=seconds, **how)
+        done = subprocess.run([sys.executable, "-c", code], input="", capture_output=True, errors="replace", timeout=seconds)
     except subprocess.TimeoutExpired:
         return "", f"no answer within {seconds:.0f} s"
     *_, last = done.stdout.splitlines() or [""]
@@ -101,13 +100,12 @@ def _cann() -> str:
 
 def report(*, as_json: bool = False) -> str:
     """Return the report of this machine as Markdown to paste into an issue, or as JSON; no home directory, no token."""
-    found = environment()
+    found = masked(environment())
     if as_json:
-        return masked(json.dumps(found, indent=2))
+        return json.dumps(found, indent=2)
     facts = {"system": found["system"], **found["packages"], **found["settings"]}
     facts |= {name: found[name] for name in ("devices", "npu", "cann")}
-    lines = [f"- {name}: {value}" for name, value in facts.items()] + [f"- hazard: {text}" for text in found["hazards"]]
-    return "\n".join(masked(line).replace("\n", "\\n") for line in lines)
+    return "\n".join([f"- {name}: {value}" for name, value in facts.items()] + [f"- hazard: {x}" for x in found["hazards"]])
 
 
 _PRIVATE = (
@@ -118,13 +116,15 @@ _PRIVATE = (
 )
 
 
-def masked(text: str) -> str:
-    """Return the text without home directories, passwords in addresses and tokens, as a terminal can show it."""
-    if len(home := str(Path.home())) > 1:
-        text = re.sub(rf"{re.escape(home)}(?=[/\s:;,()'\"]|$)", "~", text)
+def masked(value: Any) -> Any:
+    """Return each text without home directories, passwords in addresses and tokens, on one line that a terminal can show."""
+    if not isinstance(value, str):
+        return {key: masked(x) for key, x in value.items()} if isinstance(value, dict) else [masked(x) for x in value]
+    home = str(Path.home())
+    value = re.sub(rf"{re.escape(home)}(?=[/\s:;,()'\"]|$)", "~", value) if len(home) > 1 else value
     for pattern, instead in _PRIVATE:
-        text = re.sub(pattern, instead, text, flags=re.IGNORECASE)
-    return printable(text)
+        value = re.sub(pattern, instead, value, flags=re.IGNORECASE)
+    return printable(value).replace("\n", "\\n")
 
 
 def hazards(here: dict[str, Any]) -> Iterator[str]:
