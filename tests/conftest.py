@@ -10,6 +10,7 @@ import gc
 import os
 import time
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,8 @@ settings.register_profile("full", max_examples=60, **common)
 settings.register_profile("fuzz", max_examples=500, **common)
 settings.load_profile(PROFILE)
 torch.set_num_threads(1)
+TOLD: list[str] = []
+"""What is left to the draw, as a table."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,12 +44,20 @@ def pytest_report_header() -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for line in TOLD:
+        terminalreporter.write_line(line)
     if terminalreporter.stats.get("failed"):
         terminalreporter.write_line(f"drawn with COLLATE_NPU_SEED={SEED} HYPOTHESIS_PROFILE={PROFILE}")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    TOLD[:] = getattr(node, "workeroutput", {}).get("told", TOLD)  # xdist's workers collect
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """What this run found. Whether red is a failure, who asks for it says."""
+    getattr(session.config, "workeroutput", {})["told"] = TOLD
     if REPORT:
         seen = session.config.pluginmanager.get_plugin("terminalreporter").stats
         red = {one.nodeid: said(one.longreprtext) for one in (*seen.get("failed", ()), *seen.get("error", ()))}
@@ -71,20 +82,16 @@ def no_models() -> str:
     return ""
 
 
-@pytest.hookimpl(wrapper=True)  # marks before pytest reads -m, and draws of what -m and -k leave
+@pytest.hookimpl(wrapper=True)  # draws of what -m and -k leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
-    from rotation import of_the_night  # which reads the seed from above
+    from rotation import of_this_run, told  # which reads the seed from above
 
-    for item in items:
-        if item.get_closest_marker("nightly"):  # a commit that draws it runs it among the slow ones
-            item.add_marker("slow")
     yield
     if not any("::" in arg for arg in config.args):  # one that is named runs
-        nights = {item for item in items if of_the_night(item)}
-        short = [item for item in items if not item.get_closest_marker("long")]
-        nights -= {short[int(SEED) % len(short)]} if short and len(nights) == len(items) else set()  # a draw leaves one
-        config.hook.pytest_deselected(items=list(nights))
-        items[:] = [item for item in items if item not in nights]
+        taken = of_this_run(items)
+        TOLD[:] = told(items, taken)
+        config.hook.pytest_deselected(items=[*{*items} - {*taken}])
+        items[:] = taken
     marked = [item for item in items if item.get_closest_marker("models")]
     if marked and (reason := no_models()):
         for item in marked:

@@ -1,8 +1,14 @@
-"""One seed for all that is drawn: examples, the producers' batches, and what the quick run takes of many."""
+"""One seed for all that is drawn: examples, the producers' batches, and the cases that a commit runs of many.
+
+A commit runs some case of each test function: all, or n of those marked `draws(n)`, or two of those marked `models`, others
+with each seed. A session that runs others' tests once more, or beside other software, draws a part of the functions, its
+COLLATE_NPU_SHARE; tests with one word in `together("word")` share what takes long, and run all or none. The night runs all.
+"""
 
 import os
 import random
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,57 +19,59 @@ SEED = int(os.environ["COLLATE_NPU_SEED"])
 PROFILE = os.environ["HYPOTHESIS_PROFILE"]
 NIGHTLY = bool({"COLLATE_NPU_NIGHTLY", "COLLATE_NPU_CELLS"} & os.environ.keys())
 """All is run: at night, and where the cells of the page of stacks are recorded."""
+OF_MODELS, _ALL = 2, 1 << 30
+"""Cases of a test that builds models, where its mark says no other number."""
 SHARE = float(os.environ.get("COLLATE_NPU_SHARE", "1"))
-"""What part of all tests a session runs that runs others' tests once more, on older releases."""
-MODELS = float(os.environ.get("COLLATE_NPU_MODELS", "1"))
-"""What part of those that run models, where others are all run."""
+"""The chance of a test function in this session."""
+
+
+def of_this_run(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """What is not left to the night, in order."""
+    if NIGHTLY:
+        return [*items]
+    functions: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        functions[item.nodeid.partition("[")[0]].append(item)
+    chances = {name: random.Random(f"{SEED} {_word(cases[0], name)}").random() for name, cases in functions.items()}
+    least = min(chances.values(), default=0.0)  # a draw leaves one
+    taken = {
+        item
+        for name, cases in functions.items()
+        if chances[name] <= max(SHARE, least)
+        for item in random.Random(f"{SEED} {name}").sample(cases, min(_most(cases[0]), len(cases)))
+    }
+    return [item for item in items if item in taken]
+
+
+def _word(item: pytest.Item, name: str) -> str:
+    mark = item.get_closest_marker("together")
+    return str(mark.args[0]) if mark else name
+
+
+def _most(item: pytest.Item) -> int:
+    mark = item.get_closest_marker("draws")
+    if mark:
+        return int(mark.args[0])
+    return _ALL if item.get_closest_marker("models") is None else OF_MODELS
+
+
+def told(items: Sequence[pytest.Item], taken: Sequence[pytest.Item]) -> list[str]:
+    """The table of what was left to the draw: kind, items, those that run, the chance of a test and of a case."""
+    lines = ["left to the draw: kind, items, run now, chance of a test, of a case"]
+    share = 1.0 if NIGHTLY else SHARE
+    for kind, drawn in (("tests with all their cases", False), ("tests with some of them", True)):
+        whole, run = ([item for item in each if (_most(item) < _ALL) == drawn] for each in (items, taken))
+        lines += [f"  {kind}: {len(whole):,}, {len(run):,}, {share:g}, {len(run) / len(whole):.2f}"] if whole else []
+    return lines
 
 
 def some(cases: Sequence[Any], take: int) -> list[Any]:
-    """A few of many under the fast profile, others with each seed; else all."""
-    return [cases[n] for n in sorted(_taken(cases, take))] if PROFILE == "fast" else list(cases)
-
-
-def part(cases: Sequence[Any], take: int) -> list[Any]:
     """So many of the cases, others with each seed; all at night."""
-    return list(cases) if NIGHTLY else [cases[n] for n in sorted(_taken(cases, take))]
+    if NIGHTLY:
+        return [*cases]
+    return [cases[n] for n in sorted(random.Random(SEED).sample(range(len(cases)), min(take, len(cases))))]
 
 
 def examples(few: int) -> settings:
     """So many examples of a test whose models take long, under the fast profile."""
     return settings(max_examples=few) if PROFILE == "fast" else settings()
-
-
-def of_the_night(item: pytest.Item) -> bool:
-    """Is it left to the night: what is marked `nightly` but for a thirtieth, most of what is `long`, what is more than
-    the session's share, and of `models` than theirs; others with each seed.
-
-    Tests with one word in `long("word")` share a fixture that takes long: they run together.
-    """
-    if NIGHTLY:
-        return False
-    long = item.get_closest_marker("long")
-    word = long.args[0] if long and long.args else item.nodeid
-    drawn = SHARE / 30 if item.get_closest_marker("nightly") else SHARE / 4 if long else SHARE
-    drawn *= MODELS if item.get_closest_marker("models") and not long else 1
-    return random.Random(f"{SEED} {word}").random() > drawn
-
-
-def rotating(cases: Iterable[Any], take: int = 1, slow: int | None = None) -> list[Any]:
-    """Parameters of which the quick run takes a few, others with each seed. Of the rest so many are marked slow (all where
-    none is said), and what is left nightly."""
-    cases = list(cases)
-    turn = _taken(cases, len(cases))
-    quick, nights = turn[:take], turn[len(turn) if slow is None else take + slow :]
-    marks = {n: pytest.mark.nightly if n in nights else pytest.mark.slow for n in turn if n not in quick}
-    return [_marked(case, marks[n]) if n in marks else case for n, case in enumerate(cases)]
-
-
-def _taken(cases: Sequence[Any], take: int) -> list[int]:
-    return random.Random(SEED).sample(range(len(cases)), min(take, len(cases)))
-
-
-def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
-    if hasattr(case, "marks"):
-        return pytest.param(*case.values, marks=[*case.marks, mark], id=case.id)
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)

@@ -59,7 +59,6 @@ def test_one_changed_token_is_a_difference(key):
         agreement.same_batch(ours, theirs)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.models
 @pytest.mark.filterwarnings("ignore")  # the peers'

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from in_float64 import in_float64
-from rotation import SEED, rotating
+from rotation import SEED
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, softmax
 
 from collate_npu import BatchAdapter, PaddingCollator, Segments, adapt, last_token, repad, unpad
@@ -76,7 +76,8 @@ LOW = (torch.bfloat16, torch.float16, torch.float64)
 
 @pytest.mark.models
 @pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="layers hand no boundary on")
-@pytest.mark.parametrize(("family", "dtype", "route"), rotating(product(HYBRIDS, LOW, ROUTES), 5, slow=40), ids=str)
+@pytest.mark.draws(5)
+@pytest.mark.parametrize(("family", "dtype", "route"), [*product(HYBRIDS, LOW, ROUTES)], ids=str)
 def test_every_route_is_as_near_as_each_sample_alone(family, dtype, route):
     """Its own rounding is how far the samples alone are from float64: in two of three batches, as by chance it is small."""
     draw, model, near = torch.Generator().manual_seed(SEED), model_of(family, dtype, "sdpa"), {"logits": 0, "gradient": 0}

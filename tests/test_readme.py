@@ -13,7 +13,6 @@ import lists
 import pytest
 import warm
 from blocks import assert_shown, blocks_of, shown_in
-from rotation import rotating
 
 from collate_npu import Segments
 from collate_npu.integrations import trainers
@@ -76,7 +75,8 @@ OLDER = not KERNELS_TOLD.holds()
 
 
 @pytest.mark.models
-@pytest.mark.parametrize("code", rotating(RUN, 3, slow=10), ids=range(1, len(RUN) + 1))
+@pytest.mark.draws(4)
+@pytest.mark.parametrize("code", RUN, ids=range(1, len(RUN) + 1))
 def test_python_blocks_run_and_print_what_is_shown(code, tmp_path):
     output, before = RUN[code]
     if "from datasets" in code:

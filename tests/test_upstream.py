@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import pytest
 import rotation
 from house import ROOT
 
@@ -36,8 +37,23 @@ def test_a_red_test_is_red_whatever_stands_in_the_environment(tmp_path):
     assert (tmp_path / "told").exists()
 
 
-def test_a_commit_draws_some_of_the_night_and_the_night_all(monkeypatch):
-    for night, drawn in ((False, (1, 600)), (True, (9999, 9999))):
-        monkeypatch.setattr(rotation, "NIGHTLY", night)
-        marked = (SimpleNamespace(nodeid=str(n), get_closest_marker=lambda name: name == "nightly") for n in range(9999))
-        assert drawn[0] <= sum(not rotation.of_the_night(item) for item in marked) <= drawn[1]
+def items(functions, cases, **marks):
+    """So many test functions with so many cases each, marked."""
+    marked = {name: SimpleNamespace(args=args) for name, args in marks.items()}
+    return [SimpleNamespace(nodeid=f"t::f{n}[{case}]", get_closest_marker=marked.get)
+            for n in range(functions) for case in range(cases)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("night", "share", "marks", "drawn"), [
+    (False, 1.0, {}, (900, 900)), (False, 1.0, {"draws": (2,)}, (200, 200)), (False, 1.0, {"models": ()}, (200, 200)),
+    (False, 0.5, {}, (300, 600)), (False, 0.0, {"draws": (2,)}, (2, 2)), (True, 0.0, {"draws": (2,)}, (900, 900)),
+])  # fmt: skip
+def test_a_commit_runs_some_case_of_each_test_a_session_with_a_share_some_tests_and_the_night_all(
+    night, share, marks, drawn, monkeypatch
+):
+    monkeypatch.setattr(rotation, "NIGHTLY", night)
+    monkeypatch.setattr(rotation, "SHARE", share)
+    taken = rotation.of_this_run(items(100, 9, **marks))
+    assert drawn[0] <= len(taken) <= drawn[1]
+    shared = rotation.of_this_run(items(100, 9, together=("one",)))
+    assert len(shared) == 900  # all or none

@@ -201,7 +201,6 @@ def runs(pid):
         return False
 
 
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
 def test_workers_of_a_killed_trainer_end(start_method):

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from rotation import part
 
 from collate_npu import BatchAdapter, CollateError
 
@@ -97,8 +96,9 @@ def test_a_classifier_gives_the_answers_of_its_samples_alone(name, side, fill):
 
 
 @pytest.mark.slow
+@pytest.mark.draws(12)
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", part(OTHERS, 12))
+@pytest.mark.parametrize("name", OTHERS)
 def test_every_class_is_right_or_refused(name, side):
     refusal(classifier(name), side)
 

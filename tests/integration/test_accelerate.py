@@ -23,7 +23,7 @@ from collate_npu import CollateError, PaddingCollator, wrap_collator
 from collate_npu.integrations.accelerate import DispatchCollator, dispatch_problems
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model
 
-pytestmark = [pytest.mark.xdist_group("accelerate"), pytest.mark.long]  # its processes are started once
+pytestmark = pytest.mark.xdist_group("accelerate")  # its processes are started once
 LOOP = Path(__file__).with_name("accelerate_loop.py")
 NAMES = [name for name in ("qwen3_next", "qwen3_5_text") if name in hybrid_model_types()]
 CASES = [f"{NAMES[0]} left dispatch", f"{NAMES[-1]} left shard", f"{NAMES[0]} right split"]
@@ -66,7 +66,6 @@ def losses_alone(name, ids):
     return losses
 
 
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_share_the_batches_and_lose_no_mask(reports, case):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, strategies as st
 from in_float64 import in_float64, neighbour
-from rotation import examples, rotating
+from rotation import examples
 from strategies import packed_lengths, sides
 
 pytest.importorskip("transformers")
@@ -26,7 +26,7 @@ from collate_npu.errors import UnsupportedFormError
 from collate_npu.segments import of_lengths
 from collate_npu.testing import assert_padding_invariant, tiny_model
 
-pytestmark = [pytest.mark.long, pytest.mark.models]
+pytestmark = pytest.mark.models
 ATTENTION = ["llama", "mistral", "qwen3_moe", "gemma3_text", "llama4_text", "gpt2", "phi3"]
 EAGER = ["gpt_oss", "gemma2", "cohere2"]
 FAMILIES = [*((name, None) for name in (*HERE, *ATTENTION)), *((name, "eager") for name in EAGER), ("llama", BY_OFFSETS)]
@@ -88,7 +88,8 @@ MODES = {
 LENGTHS = [[5, 13, 40], [1, 70]]
 
 
-@pytest.mark.parametrize(("family", "mode"), rotating(product(FAMILIES, MODES), 8, slow=24))
+@pytest.mark.draws(6)
+@pytest.mark.parametrize(("family", "mode"), [*product(FAMILIES, MODES)])
 def test_any_layout_is_each_sequence_alone(family, mode):
     name, attn = family
     if name not in CONFIG_MAPPING or name in PADDED_WAY:
@@ -107,7 +108,8 @@ def test_any_layout_is_each_sequence_alone(family, mode):
     law()
 
 
-@pytest.mark.parametrize("name", rotating(HERE, 6, slow=len(HERE)))
+@pytest.mark.draws(4)
+@pytest.mark.parametrize("name", HERE)
 def test_every_hybrid_family_says_which_way_it_goes(name):
     try:
         model = tiny_model(name, vocab_size=PAD + 1)
@@ -120,13 +122,13 @@ def test_every_hybrid_family_says_which_way_it_goes(name):
 
 
 @pytest.mark.parametrize("length", [1, 3, pytest.param(64, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", rotating(["qwen3_next", "bamba", "llama"]))
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "llama"])
 def test_many_sequences_cost_no_digits(name, length):
     assert_alone(built(name), batch_of([[length] * (300 if length < 64 else 20)]), {})
 
 
 @pytest.mark.parametrize("name", sorted({"qwen3_next", "kimi_linear", "bamba"} & {*HERE}))
-@pytest.mark.parametrize("dtype", rotating([torch.bfloat16, torch.float16]))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_loses_no_more_than_it_does_alone(name, dtype):
     model, (batch, features, at) = built(name), batch_of(LENGTHS)
     exact = alone(model, features)

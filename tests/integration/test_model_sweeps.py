@@ -10,7 +10,6 @@ from functools import cache
 
 import pytest
 import torch
-from rotation import rotating
 
 pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM
@@ -22,7 +21,7 @@ from collate_npu.consumers.model_traits import first_position, position_rule, ro
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.releases import KERNELS_TOLD, installed, numbers
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.models, pytest.mark.draws(6)]
 
 TOLERANCE, POWER, MOVED = 1e-4, 0.1, 1e-2
 BYTES = 257
@@ -95,7 +94,7 @@ RELATIVE = ["llama", "qwen2", "gpt_neox", "mistral", "gemma3_text", "phi", "falc
 RULES = {**dict.fromkeys(ABSOLUTE + RELATIVE, "places"), "bloom": "none", "mpt": "none"}
 RULES |= dict.fromkeys(("roberta", "xlm-roberta"), "padding_idx")
 CASES = [(name, rule) for name, rule in RULES.items() if name in CONFIG_MAPPING]
-family = pytest.mark.parametrize(("name", "rule"), rotating(CASES, 10, slow=len(CASES)))
+family = pytest.mark.parametrize(("name", "rule"), CASES)
 model_of = cache(text_model)
 
 
@@ -211,7 +210,7 @@ NOT_THERE = (ValueError if KERNELS_TOLD.holds() else Exception,)  # no sdpa; som
 
 
 @pytest.mark.parametrize("where", ["left", "right", "holes"])
-@pytest.mark.parametrize(("name", "turned"), rotating(SWITCHED, 12, slow=60))
+@pytest.mark.parametrize(("name", "turned"), SWITCHED)
 def test_padding_leaks_where_it_is_said_to(name, turned, where):
     try:
         model = text_model(name) if name in DENSE else hybrid(name, turned)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rotation import SEED, rotating
+from rotation import SEED
 
 pytest.importorskip("transformers", minversion="5.2")
 pytest.importorskip("peft")
@@ -39,7 +39,9 @@ DRAWN = [*({"kind": kind} for kind in FAMILIES), *({"option": option} for option
 DRAWN += [{"wrapper": wrapper} for wrapper in dict.fromkeys(WRAPPERS) if wrapper != "none"]
 
 
-@pytest.mark.parametrize("fixed", rotating(DRAWN, 0, slow=10), ids=lambda fixed: next(iter(fixed.values())))
+@pytest.mark.slow
+@pytest.mark.draws(6)
+@pytest.mark.parametrize("fixed", DRAWN, ids=lambda fixed: next(iter(fixed.values())))
 def test_what_is_right_without_us_is_right_with_us(fixed):
     case, doors = case_of(**fixed)
     assert harm(doors) == {}, case
@@ -78,7 +80,8 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("what", rotating(KNOWN, 4))
+@pytest.mark.draws(4)
+@pytest.mark.parametrize("what", KNOWN)
 def test_known_harm_is_gone(what):
     found = judged(Case(**{**ALWAYS, **KNOWN[what]}))
     assert harm(found) == {}
@@ -144,7 +147,8 @@ def wanted(model, smoothing):
 STEPS = product(["llama", "qwen3_next", "qwen3_moe"], SETTINGS, ["collator", "wrapped", "adapt", "adapt, padded right"])
 
 
-@pytest.mark.parametrize(("family", "setting", "door"), rotating(STEPS, 10, slow=20))
+@pytest.mark.draws(6)
+@pytest.mark.parametrize(("family", "setting", "door"), [*STEPS])
 def test_a_step_of_the_trainer_is_that_of_the_samples_or_is_told(family, setting, door, tmp_path):
     """The Trainer counts the labels of a step before any forward, and may keep them from it."""
     case = {**ALWAYS, "family": family, "kind": "hybrid" if "next" in family else "decoder"}

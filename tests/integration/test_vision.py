@@ -22,7 +22,7 @@ from collate_npu import BatchAdapter, CollateError, PaddingCollator, adapt, need
 from collate_npu.consumers.tiny_models import make_honest
 from collate_npu.releases import numbers
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.models
 
 TOLERANCE = 1e-4
 TINY = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

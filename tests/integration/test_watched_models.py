@@ -9,7 +9,6 @@ from itertools import product
 import pytest
 import torch
 import transformers
-from rotation import rotating, some
 from torch import nn
 from transformers import DataCollatorWithFlattening
 
@@ -291,7 +290,8 @@ HERE = [name for name in HERE if KERNELS_TOLD.holds() or FAULTS[name][0] not in 
 """Before 5.19 these get other masks from transformers itself."""
 
 
-@pytest.mark.parametrize("name", some(HERE, 6))
+@pytest.mark.draws(4)
+@pytest.mark.parametrize("name", HERE)
 def test_who_claims_to_see_a_fault_in_a_model_sees_it(name):
     family, plant, claims, layer = FAULTS[name]
     for entrance in claims:
@@ -306,7 +306,8 @@ def test_who_claims_to_see_a_fault_in_a_model_sees_it(name):
 RIGHT = ["qwen3_next", "qwen3", "llama", "mistral", DENSE, *(["bamba", "lfm2"] if KERNELS_TOLD.holds() else [])]
 
 
-@pytest.mark.parametrize(("family", "training"), rotating(product(RIGHT, [False, True]), 5))
+@pytest.mark.draws(4)
+@pytest.mark.parametrize(("family", "training"), [*product(RIGHT, [False, True])])
 def test_nobody_says_anything_of_a_right_model(family, training):
     model = tiny_model(family, vocab_size=PAD + 1).train(training)
     assert [said_by(each, model) for each in "cwai"] == [""] * 4

@@ -146,7 +146,6 @@ def test_every_layout_in_every_wrapper(family, at, wrapper, layout, monkeypatch)
     assert not adapted(wrapped)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["adapt first", "wrapper first", "on the model inside"])
 @pytest.mark.parametrize("in_place", [True, False])

@@ -13,7 +13,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from rotation import part
+from rotation import some
 
 pytest.importorskip("fla_interpreted", reason="fla and triton are what is tested")
 import fla_interpreted
@@ -41,7 +41,7 @@ PACKINGS = {
     "padding between": Segments.from_ids([[0, 0, 1, 1, 1, 0, 2, 2, 2, 2, 3, 0]]),
     "rows padded left": Segments.from_lengths([[5], [17, 1], [33]], side="left"),
 }
-CALLS = ["flat", *part([name for name in PACKINGS if name != "flat"], 1)]
+CALLS = ["flat", *some([name for name in PACKINGS if name != "flat"], 1)]
 """A packing, and one more with each seed."""
 
 
@@ -214,7 +214,7 @@ FOR_ASCEND = {"causal_conv1d_fwd_kernel", "causal_conv1d_bwd_dx_kernel"}
 FOR_ASCEND |= {"chunk_gated_delta_rule_fwd_kernel_h_blockdim64_npu", "chunk_bwd_kernel_dqkwg_npu"}
 
 
-@pytest.mark.long("fla under transformers")
+@pytest.mark.together("fla under transformers")
 def test_an_adapted_model_packs_with_them(monkeypatch):
     """Of a family that no other test of this process imports: transformers looks for causal-conv1d at an import. The
     adapter's probe is 32 forwards."""
@@ -238,9 +238,7 @@ def test_an_adapted_model_packs_with_them(monkeypatch):
 # --- the runs of `nox -s card`, with fla's kernels in the place of a card's
 
 
-@pytest.mark.parametrize(
-    "operator", ["fla.causal_conv1d", pytest.param("fla.chunk_gated_delta_rule", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("operator", some(["fla.causal_conv1d", "fla.chunk_gated_delta_rule"], 1))
 def test_flas_own_kernels_are_right_on_our_arguments(operator):
     (kernel,) = (each for each in KERNELS if each.name == operator)
     truths = [each for each in TRUTHS if each.name in ("padded left", "packed rows", "one flat row and its tail")]
@@ -336,7 +334,7 @@ def on_rank():
     return found
 
 
-@pytest.mark.long("fla on two ranks")
+@pytest.mark.together("fla on two ranks")
 @pytest.mark.skipif(ASCEND, reason="the same code")
 def test_our_split_and_offsets_are_exact_on_two_ranks_and_others_are_wrong_in_silence(ranks):
     """Outputs, gradients of the inputs and of the weights."""

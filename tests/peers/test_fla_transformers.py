@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from rotation import part
+from rotation import some
 
 pytest.importorskip("fla_interpreted", reason="fla and triton are what is tested")
 pytest.importorskip("transformers", reason="its models are what is tested")
@@ -37,7 +37,7 @@ RULES = {
 """Family -> transformers' name for its rule."""
 
 
-FAMILIES = [*part(("qwen3_next", "qwen3_5_text"), 1), pytest.param("kimi_linear", marks=pytest.mark.nightly)]
+FAMILIES = some(("qwen3_next", "qwen3_5_text", "kimi_linear"), 1)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

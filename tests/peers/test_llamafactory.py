@@ -24,7 +24,7 @@ put_module("torchaudio", __version__="2.13.0")
 from cells import Stack, of_job
 from llamafactory.data import collator as theirs
 from processes import found_by, refusal, run_jobs, saved_model, saw, watched
-from rotation import part
+from rotation import some
 from transformers import Trainer
 from watching import Watch
 
@@ -34,7 +34,7 @@ from collate_npu.testing import byte_tokenizer, tiny_model
 TOKENIZER = byte_tokenizer()
 RIGHT = 1e-5
 JOBS = [f"sft {' '.join(each)}" for each in product(("qwen3", "qwen3_next"), ("plain", "neat"), ("own", "ours"))]
-JOBS += [f"{stage} qwen3_next plain ours" for stage in part(("dpo", "kto", "rm"), 1)]
+JOBS += [f"{stage} qwen3_next plain ours" for stage in some(("dpo", "kto", "rm"), 1)]
 JOBS += ["sft qwen3_next lora ours"]  # PEFT last
 
 

@@ -38,7 +38,7 @@ SAMPLES = [
     for n, length in enumerate(LENGTHS)
 ]
 TRUTH = [[sample["number"], sample["input_ids"]] for sample in SAMPLES]
-WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.nightly)])
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
 def rows_back(batch):
@@ -228,7 +228,7 @@ def ray(tmp_path_factory):
     ray.shutdown()
 
 
-@pytest.mark.long("ray")
+@pytest.mark.together("ray")
 def test_ray_data_gives_every_sample_back(ray):
     """Rows collated on its nodes keep their mask; None is no column to Ray."""
     import ray.data
@@ -271,7 +271,7 @@ def train_planned(config):
         json.dump([seen, float(gap)], file)
 
 
-@pytest.mark.long("ray")
+@pytest.mark.together("ray")
 def test_two_workers_of_ray_train_get_the_batches_of_a_plan(ray, tmp_path):
     """Each step's gradient is that of its samples. Rows stay in Ray, and only their lengths are planned."""
     import ray.data
@@ -294,7 +294,7 @@ def test_two_workers_of_ray_train_get_the_batches_of_a_plan(ray, tmp_path):
         assert (seen, gap < 1e-5) == ([sorted(batch) for batch in plan[rank::2]], True)
 
 
-@pytest.mark.long("ray")
+@pytest.mark.together("ray")
 def test_a_batch_of_a_transfer_queue_collates_as_it_is(ray):
     import transfer_queue
     from omegaconf import OmegaConf

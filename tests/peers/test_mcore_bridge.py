@@ -221,7 +221,6 @@ NEWEST = int(version("megatron-core").split(".")[1]) >= 18
 PLACE = ("ms-swift, newest Megatron", "peers_newest") if NEWEST else ("ms-swift, Megatron", "peers_swift")
 
 
-@pytest.mark.nightly
 def test_its_cells_on_one_rank_and_on_two(tmp_path):
     stack = Stack(PLACE[0], ("ms-swift", "mcore-bridge", "megatron-core"), PLACE[1])
     found = found_by("mcore_bridge_work", tmp_path, "qwen3", "qwen3_next", "qwen3_5", ranks=2)[0]

@@ -124,7 +124,6 @@ def test_the_dataset_hands_over_a_mask_of_one_number():
         segments_from_batch(batch, padding_free=True)
 
 
-@pytest.mark.nightly
 def test_its_cells(tmp_path):
     found = found_by("test_megatron_bridge", tmp_path, ranks=2)[0]
     for cells in found.values():

@@ -21,7 +21,7 @@ from nemo_automodel.components.datasets.llm.packed_sequence import pack_dataset
 from nemo_automodel.components.datasets.utils import default_collater
 from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction
 from processes import found_by, refusal, run_jobs, saved_model, watched
-from rotation import part
+from rotation import some
 from stand_ins import OnCpu, answer
 from transformers import AutoConfig
 from watching import Watch
@@ -33,8 +33,8 @@ NEEDS = ("nemo_automodel",)
 
 STACK = Stack("NeMo Automodel", ("nemo-automodel", "transformers"), "peers_nemo")
 LINE = "adapt(part) for each of recipe.model_parts"
-FAMILIES = ["qwen3", "qwen3_next", *part(("qwen3_5_text", "gemma3_text"), 1)]
-OWN = part(("qwen3_next.own", "qwen3_5_text.own", "qwen3_moe.own"), 1)
+FAMILIES = ["qwen3", "qwen3_next", *some(("qwen3_5_text", "gemma3_text"), 1)]
+OWN = some(("qwen3_next.own", "qwen3_5_text.own", "qwen3_moe.own"), 1)
 HYBRIDS = ("qwen3_next", "qwen3_5_text")
 ADAPTED = "adapt(part, consumer='transformers') for each of recipe.model_parts"
 SETTINGS = {"padded right": "right", "padded left": "left", "packed": "thd"}
@@ -72,7 +72,6 @@ def test_its_cell(runs, family, layout):
     STACK.tell(name, layout, alone=of_job(own), ours=of_job(ours), line=line)
 
 
-@pytest.mark.long
 def test_its_cells_of_context_parallel(tmp_path):
     """Two ranks: hybrids are refused before a step; attention gets as far as torch's ring, which a CPU has no kernel for."""
     jobs = [f"{family} cp own" for family in FAMILIES] + [f"{family} cp ours" for family in FAMILIES if family in HYBRIDS]

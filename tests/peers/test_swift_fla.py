@@ -1,7 +1,6 @@
 """ms-swift 4.6.0 packs Qwen3.5 by fla's kernels, here in Triton's interpreter; adapt keeps it right."""
 
 import fla_interpreted  # first
-import pytest
 import swift_world
 from swift.model.models import qwen
 
@@ -11,7 +10,6 @@ from collate_npu.testing import tiny_model
 NEEDS = ("fla", "triton", "swift")
 
 
-@pytest.mark.long
 def test_its_trainer_on_a_flat_row_alone_and_adapted():
     model = tiny_model("qwen3_5_text", vocab_size=swift_world.VOCABULARY)
     wanted = swift_world.alone(model)

@@ -230,7 +230,7 @@ def test_a_rank_that_holds_part_of_a_row_is_not_pooled_by_its_part_of_the_mask(w
         trainer.get_last_tokens(torch.zeros(3, 4, 1), None, torch.ones(3, 4))
 
 
-@pytest.mark.long("two ranks pool")
+@pytest.mark.together("two ranks pool")
 @pytest.mark.parametrize(("layout", "backend"), [("zigzag", "flash"), ("contiguous", "local")])
 def test_two_ranks_pool_the_last_token_of_rows_they_share(ranks, layout, backend):
     """Upstream's own gather, on Gloo; two batches are prepared before the first of them is pooled."""

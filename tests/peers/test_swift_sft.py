@@ -82,7 +82,6 @@ def here(tmp_path_factory):
 # --- the whole run
 
 
-@pytest.mark.long
 def test_megatron_sft_on_two_ranks_gives_none_and_the_routers_their_padding(here):
     """ms-swift's defaults: flash attention, Megatron's own Gated DeltaNet; two workers a rank."""
     folder, data = here

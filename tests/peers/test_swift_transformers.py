@@ -73,7 +73,6 @@ LAYOUTS |= {"shared": ("--sequence_parallel_size", "2")}
 TYPED = [*(f"qwen3_next packed {who} 1" for who in ("own", "plugin", "run")), "qwen3_next shared run 2"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("job", [*TYPED, "qwen3 packed run 1", "qwen3_next left run 2"])
 def test_swift_sft_as_typed(job, tmp_path):
     """With its workers, gradient checkpointing and labels as by default; what it writes of its first step."""

@@ -16,7 +16,7 @@ import strategies
 import titan_kernels
 import torch
 from hypothesis import given, settings, strategies as st
-from rotation import part
+from rotation import some
 from titan_kernels import LAYERS, TEXT_ALONE, config_of
 from torch import nn
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
@@ -37,7 +37,7 @@ ROWS = {
     "between": Segments.from_ids(torch.tensor([[0, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 2, 2, 2, 2, 0], [0] * 7 + [1] * 9])),
 }
 EXACT = 1e-5
-FAMILIES = ("qwen3", "qwen3_5", "gpt_oss", *part(("llama3", "deepseek_v3", "muse_glimmer"), 1))
+FAMILIES = ("qwen3", "qwen3_5", "gpt_oss", *some(("llama3", "deepseek_v3", "muse_glimmer"), 1))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -179,7 +179,7 @@ def test_logits_are_those_of_the_trainers_own_masks_and_of_each_sample_alone(fam
 
 
 @pytest.mark.parametrize("family", ["qwen3"], indirect=True)
-@pytest.mark.parametrize(("where", "pattern"), part([*product(ROWS, PATTERNS)], 2))
+@pytest.mark.parametrize(("where", "pattern"), some([*product(ROWS, PATTERNS)], 2))
 def test_the_compiled_flex_attention_computes_each_document_alone(family, model, where, pattern):
     segments = ROWS[where]
     tokens = tokens_of(segments)

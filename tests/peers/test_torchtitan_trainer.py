@@ -13,15 +13,15 @@ import pytest
 import titan_kernels
 from cells import Stack, verdict, worst
 from processes import found_by
-from rotation import part
+from rotation import some
 
 NEEDS = ("torchtitan", "torchdata")
 pytestmark = [
-    pytest.mark.long("torchtitan's trainer"),
+    pytest.mark.together("torchtitan's trainer"),
     pytest.mark.skipif(bool(importlib.util.find_spec("fla")), reason="fla is installed: it would be dispatched to"),
 ]
 EXACT = 5e-6
-FAMILIES = part(("llama3", "deepseek_v3", "gpt_oss"), 1)
+FAMILIES = some(("llama3", "deepseek_v3", "gpt_oss"), 1)
 STACK = Stack("torchtitan", ("torchtitan",), "peers_misc")
 
 

@@ -36,7 +36,6 @@ def cell_of(step):
     return verdict(step["gradient"], gradient=step["gradient"], refused=step["note"])
 
 
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize("family", FAMILIES)

@@ -306,7 +306,7 @@ def test_twinkle_knows_every_word_and_call(job, tmp_path, monkeypatch):
 #
 # On a CPU; each program runs in processes of its own (`twinkle_work`).
 
-MODELS = pytest.mark.long("twinkle's models")
+MODELS = pytest.mark.together("twinkle's models")
 NEAR = 2e-5
 NONE = {"attention": [None], "recurrent": [None, None]}
 
@@ -357,7 +357,6 @@ def test_a_cell_of_left_padding(told):
     STACK.tell("qwen3_next", "padded left", **both, line=LINE)
 
 
-@pytest.mark.nightly
 def test_its_cells_on_one_rank_and_on_two(tmp_path):
     STACK.tell_jobs(found_by("twinkle_work", tmp_path, variants=({"PART": "ranks"},), ranks=2)[0], line=LINE)
 

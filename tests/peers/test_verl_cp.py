@@ -19,7 +19,6 @@ LINE = "actor_rollout_ref.model.external_lib=collate_npu.integrations.verl.plugi
 KINDS = {"attention": "aa", "Gated DeltaNet hybrid": "gag"}
 
 
-@pytest.mark.nightly
 def test_its_cells(ranks):
     Stack(PLACE[0], ("verl", "megatron-core"), PLACE[1]).tell_jobs(ranks(2)("test_verl_cp.cells", seconds=600)[0], line=LINE)
 

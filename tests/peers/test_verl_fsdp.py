@@ -18,7 +18,7 @@ import torch
 from cells import PAD, Stack, alone, gradient_error, samples, scores
 from datasets import Dataset
 from processes import HERE, LAUNCH, QUIET, found_by, process_group, run_jobs, saved_model
-from rotation import part
+from rotation import some
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -26,11 +26,11 @@ from collate_npu.consumers.tiny_models import make_honest
 from collate_npu.testing import tiny_config
 
 NEEDS = ("verl", "hydra")
-pytestmark = pytest.mark.long("two ranks of FSDP")
+pytestmark = pytest.mark.together("two ranks of FSDP")
 
 STACK = Stack("verl FSDP", ("verl", "transformers"), "peers_misc")
 IMAGES = ("qwen3_5", "qwen3_vl")
-FAMILIES = ("qwen3_next", "qwen3", *IMAGES, *part(("qwen3_5_text", "lfm2"), 1))
+FAMILIES = ("qwen3_next", "qwen3", *IMAGES, *some(("qwen3_5_text", "lfm2"), 1))
 LAYOUTS = {
     "padded right": "actor_rollout_ref.model.use_remove_padding=false",
     "packed": "actor_rollout_ref.actor.strategy=fsdp",  # as it is configured without a word

@@ -26,7 +26,7 @@ import torch._utils
 import torch.distributed as dist
 from datasets import Dataset
 from processes import free_port
-from rotation import part
+from rotation import some
 from stand_ins import answer
 from titan_kernels import LAYERS, TEXT_ALONE, alone, config_of
 from torch import Tensor
@@ -260,7 +260,7 @@ qwen3, qwen3_5, llama3, deepseek_v3, gpt_oss = (
 )
 
 
-FAMILIES = part(("llama3", "deepseek_v3", "gpt_oss"), 1)
+FAMILIES = some(("llama3", "deepseek_v3", "gpt_oss"), 1)
 TOGETHER = {
     "qwen3 shared": ("qwen3", ("left", "packed", "packed:ptrr", "full:own"), "context"),
     **{f"{family} shared": (family, ("left", "packed", "full:own"), "context") for family in FAMILIES},

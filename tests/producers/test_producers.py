@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from batches import Case, draw
 from judging import ENTRIES, LIMITS, Entry, Result, block_mask_attends, judge, told_all
-from rotation import PROFILE, SEED, rotating
+from rotation import PROFILE, SEED
 from torch import Tensor
 
 EACH = int(os.environ.get("COLLATE_NPU_PRODUCERS_EACH", "20"))
@@ -33,7 +33,8 @@ def cases(name: str) -> list[Case]:
     return [case for case in made if case is not None]
 
 
-@pytest.mark.parametrize("name", rotating(AVAILABLE, 3, slow=45))
+@pytest.mark.draws(12)
+@pytest.mark.parametrize("name", AVAILABLE)
 def test_right_or_refused(name):
     """The emission is what its row says, and so is what every entry makes of it, or it is refused."""
     made = cases(name)

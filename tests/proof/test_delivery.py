@@ -22,8 +22,6 @@ from collate_npu.parallel import query_rows, split_tensor
 from collate_npu.proof import delivery, watch
 from collate_npu.proof.leaks import check_alone
 
-pytestmark = pytest.mark.long
-
 BATCH = {"input_ids": IDS, "cu_seqlens": OFFSETS}
 
 

@@ -200,7 +200,6 @@ def deafen(monkeypatch, model):
 
 
 @pytest.mark.models
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("name", GDN)

@@ -14,7 +14,6 @@ import strategies
 import torch
 import toys
 from hypothesis import given as drawn, settings, strategies as st
-from rotation import some
 from stranger import Model, causal_conv1d_fn
 from torch import nn
 from torch.nn import functional as F
@@ -25,8 +24,6 @@ from collate_npu.kernels.fusion_attention import triangle
 from collate_npu.proof import watch
 from collate_npu.proof.conformance import conformance
 from collate_npu.proof.invariance import assert_padding_invariant
-
-pytestmark = pytest.mark.long
 
 
 def rows_of(lengths):
@@ -352,7 +349,8 @@ def verdict(entrance, stack, name):
     return "named" if said and layer in said else "seen" if said else "missed"
 
 
-@pytest.mark.parametrize(("stack", "name"), some(FAULTS, 5))
+@pytest.mark.draws(12)
+@pytest.mark.parametrize(("stack", "name"), FAULTS)
 def test_who_claims_to_see_a_fault_sees_it(stack, name):
     claims = planted(stack, name)[-1]
     found = {each: verdict(each, stack, name) for each in claims}

@@ -19,8 +19,6 @@ from toys import IDS, OFFSETS, Two, planted
 from collate_npu import BatchAdapter, CollateError, Segments
 from collate_npu.proof import delivery, watch
 
-pytestmark = pytest.mark.long
-
 ONE_NUMBER, OTHER_NUMBERS = planted([0] * 16), planted([0] * 5 + [1] * 6 + [2] * 5)
 
 

@@ -65,7 +65,6 @@ def lies(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", [["../bin/collate-npu"], ["-m", "collate_npu"]])
 def test_no_command_runs_a_file_of_the_working_directory(lies, entry):
@@ -77,7 +76,6 @@ def test_no_command_runs_a_file_of_the_working_directory(lies, entry):
     assert ran(lies) == []
 
 
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.models
 def test_a_collator_that_was_named_finds_its_neighbours_behind_what_is_installed(lies):

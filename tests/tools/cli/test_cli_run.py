@@ -17,7 +17,7 @@ from collate_npu.testing import byte_tokenizer, tiny_model
 
 pytest.importorskip("wrapt")
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.slow
 OURS = [sys.executable, "-m", "collate_npu"]
 TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 SAMPLES = [{"input_ids": [*range(3, 3 + n)], "labels": [*range(3, 3 + n)]} for n in (5, 11, 8, 3)]

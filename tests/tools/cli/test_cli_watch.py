@@ -44,7 +44,6 @@ def train(tmp_path):
     return str(tmp_path / "train.py")
 
 
-@pytest.mark.long
 def test_both_processes_of_a_torchrun(train, tmp_path):
     out = tmp_path / "seen.jsonl"
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
@@ -59,7 +58,6 @@ def test_both_processes_of_a_torchrun(train, tmp_path):
     assert set(faults) == {"model.layers.0.linear_attn"}
 
 
-@pytest.mark.long
 def test_a_right_run_ends_as_it_would(train):
     run = watched(sys.executable, train, "three")
     assert run.returncode == 3, run.stderr
@@ -76,7 +74,6 @@ STOPS = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("how", STOPS)
 def test_with_stop_the_exit_code_says_what_was_judged(train, how):
     code, said = STOPS[how]
@@ -112,7 +109,6 @@ def test_another_sitecustomize_runs_too(tmp_path, train):
     assert "mine\nhello" in run.stdout
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_an_interrupt_is_the_runs_own(tmp_path):
     script = tmp_path / "saves.py"

@@ -140,7 +140,6 @@ def started():
 QUICK = "--attn sdpa --batch-size 3 --max-length 48"
 
 
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.models
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
@@ -165,7 +164,6 @@ def test_a_pipe_that_nobody_reads_leaves_the_exit_code(line):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.models
 def test_a_reader_who_leaves_does_not_make_it_fail(started):
