@@ -1,4 +1,5 @@
-"""What the tests draw: lengths, segment ids with holes and gaps, patterns, ragged features. Small values, plain functions.
+"""What the tests draw: rows, lengths, segment ids with holes and gaps, patterns, ragged features, and the containers, dtypes
+and masks that producers use. Small values, plain functions. The night draws twenty times as many (`nox -s fuzz`).
 
 Legend: B rows, S width, N sequences, L tokens of one sample.
 """
@@ -8,8 +9,9 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
+import oracle
 import torch
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from collate_npu import BatchAdapter, PaddingCollator, Pattern, Segments
 from collate_npu.masks.patterns import Prefix
@@ -174,3 +176,112 @@ def flat_collator(
     collate = PaddingCollator(pad_token_id=pad_token_id, padding_free=True, pattern=pattern, **settings)
     adapter = BatchAdapter(padding_free=True, **read) if model is not None or consumer else dict
     return lambda features: adapter(pad_documents(collate(features), pad_token_id=pad_token_id, **padding)[0])
+
+
+# --- laws that draw choices one after another
+
+SIDES = ("right", "left")
+PATTERNS = ("causal", "causal", "causal", "sliding", "chunked", "bidirectional", "prefix")
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.uint8)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+HOLDERS = (
+    list, tuple, torch.tensor, np.array,
+    *(lambda xs, dtype=dtype: torch.tensor(xs, dtype=dtype) for dtype in (torch.int32, torch.int16)),
+    *(lambda xs, dtype=dtype: np.array(xs, dtype) for dtype in (np.int32, np.uint16, ">i4")),
+    lambda xs: np.array(xs[::-1])[::-1],
+)  # fmt: skip
+
+
+class Drawn:
+    """Choices, one after another; the first of each is the simplest."""
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def below(self, n: int) -> int:
+        return self.draw(st.integers(0, n - 1))
+
+    def pick(self, choices):
+        return choices[self.below(len(choices))]
+
+    def chance(self) -> bool:
+        return bool(self.below(2))
+
+    def many(self, n: int, below: int) -> list[int]:
+        return self.draw(st.lists(st.integers(0, below - 1), min_size=n, max_size=n))
+
+
+def law(check: Callable[[Drawn], None]) -> Callable[..., None]:
+    """The test of what holds for whatever is drawn, with four times the examples of other tests."""
+
+    def test(data):
+        check(Drawn(data.draw))
+
+    for name in ("__name__", "__qualname__", "__doc__", "__module__"):
+        setattr(test, name, getattr(check, name))
+    return settings(max_examples=4 * settings.default.max_examples)(given(st.data())(test))
+
+
+STYLES = ("right", "left", "none", "mixed", "holes", "packed", "packed_right", "packed_gaps", "packed_holes", "empty_row")
+"""How rows are padded; in those with packs several sequences stand in a row, with padding between them or in them."""
+SIDED, ONE_SEQUENCE = ("none", "right", "left"), ("right", "left", "none", "mixed", "holes")
+
+
+def one_row(drawn: Drawn, style: str, S: int) -> list[int]:
+    """Segment ids, at least one of them real."""
+    real = S if style in ("none", "packed", "packed_gaps") else 1 + drawn.below(S)
+    before = {"left": S - real, "mixed": drawn.below(S - real + 1) if style == "mixed" else 0}.get(style, 0)
+    row = [0] * before + [1] * real + [0] * (S - real - before)
+    if style.startswith("packed") or style == "holes":
+        starts = drawn.many(S, 2 if drawn.chance() else 5) if style != "holes" else [0] * S
+        labels = np.cumsum([start == 1 for start in starts]).tolist()
+        lost = {label for label in {*labels} if drawn.below(3) == 2} if style == "packed_gaps" else ()
+        gone = drawn.many(S, 8) if style.endswith("holes") else [1] * S
+        row = [(label + 1) * (n > 0 and hole > 0 and label not in lost) for label, n, hole in zip(labels, row, gone)]
+    return oracle.numbered(row) if any(row) else [1, *row[1:]]
+
+
+def rows_of(drawn: Drawn, styles=(*ONE_SEQUENCE, "packed_right", "packed_holes"), *, width=12, rows=3) -> list[list[int]]:
+    """Segment ids `[B, S]`, all rows in one style."""
+    style, S = drawn.pick(styles), 1 + drawn.below(width)
+    made = [one_row(drawn, style, S) for _ in range(1 + drawn.below(rows))]
+    return [[0] * S, *made[1:]] if style == "empty_row" else made
+
+
+def tokens_of(drawn: Drawn, rows) -> list[list[int]]:
+    """Ordinary tokens, PAD among them, and PAD at padding."""
+    return [[drawn.below(10) if n else PAD for n in row] for row in rows]
+
+
+def pattern_of(drawn: Drawn) -> tuple[str, int, Pattern | str]:
+    """Its name, its size, and the pattern itself."""
+    name, size = drawn.pick(PATTERNS), 1 + drawn.below(4)
+    return name, size, getattr(Pattern, name)(size) if name in ("sliding", "chunked", "prefix") else name
+
+
+def held(drawn: Drawn, values):
+    """Whole numbers as some producer holds them."""
+    return drawn.pick(HOLDERS)(values)
+
+
+def two_dims(drawn: Drawn, keep_BS):
+    """A keep mask `[B, S]` as producers write it."""
+    kind = drawn.pick(("tensor", "tensor", "numpy", "lists", "bools"))
+    if kind == "lists":
+        return [[int(x) for x in row] for row in keep_BS]
+    if kind == "numpy":
+        made = np.array(keep_BS).astype(drawn.pick((bool, np.int64, np.uint8, np.float32)))
+        return made[:, ::-1].copy()[:, ::-1] if drawn.chance() else made
+    return torch.tensor(keep_BS).to(torch.bool if kind == "bools" else drawn.pick((*WHOLE, *FLOATS)))
+
+
+def four_dims(drawn: Drawn, keep_B1SS, polarity: str):
+    """A keep matrix `[B, 1, S, S]` as producers write it, for one head or several."""
+    keep_B1SS = torch.as_tensor(keep_B1SS)
+    if polarity == "bias":
+        dtype = drawn.pick(FLOATS)
+        blocked = drawn.pick((torch.finfo(dtype).min, -torch.inf, -1e4))
+        made = torch.zeros(keep_B1SS.shape, dtype=dtype).masked_fill_(~keep_B1SS, blocked)
+    else:
+        made = (keep_B1SS if polarity == "keep" else ~keep_B1SS).to(drawn.pick((torch.bool, torch.bool, *WHOLE, *FLOATS)))
+    return drawn.pick((lambda x: x, lambda x: x[:, 0], lambda x: x.expand(-1, 2, -1, -1)))(made)

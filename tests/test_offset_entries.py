@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fuzz.validating import in_words
 from hypothesis import example, given, strategies as st
+from laws.validating import in_words
 
 from collate_npu import BatchAdapter, CollateError, ContextParallel, Segments, gather_sequence, split_batch
 from collate_npu.kernels.gated_delta import flat_offsets, gated_delta_kwargs

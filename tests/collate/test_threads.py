@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fuzz.compared import bits
+from laws.compared import bits
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, wrap_collator
 

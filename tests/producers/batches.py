@@ -16,17 +16,18 @@ from typing import Any
 
 import numpy as np
 import oracle
+import strategies
 import torch
-from rotation import SEED
+from hypothesis import strategies as st
 from torch import Tensor
 
 from collate_npu import Pattern
 
-STYLES = ("none", "right", "left", "holes", "mixed", "empty_row", "packed", "packed_right", "packed_gaps")
 PACKED = frozenset({"packed", "packed_right", "packed_gaps"})
-ONE_SEQUENCE = tuple(style for style in STYLES if style not in PACKED)
+ONE_SEQUENCE = (*strategies.ONE_SEQUENCE, "empty_row")
 """Styles with at most one sequence a row."""
-SIDED = ("none", "right", "left")
+STYLES = (*ONE_SEQUENCE, *sorted(PACKED))
+SIDED = strategies.SIDED
 """What a collator that pads samples can make."""
 PAD = 0
 
@@ -70,48 +71,17 @@ class Draw:
         return int(self.rng.integers(least, most + 1))
 
 
-def draw(style: str, index: int) -> Draw:
-    """The index-th batch of a style: the same each time with one seed."""
-    rng = np.random.default_rng([SEED, STYLES.index(style), index])
-    B, S = _shape(rng, index)
-    rows = np.stack([_row(style, S, rng) for _ in range(B)])
+@st.composite
+def draws(draw: Any, styles: tuple[str, ...]) -> Draw:
+    """Rows in one of these styles, some as wide as high, now and then wide ones."""
+    drawn = strategies.Drawn(draw)
+    style, B = drawn.pick(styles), 1 + drawn.below(4)
+    S = B if drawn.below(7) == 6 else drawn.pick((*range(1, 10), 12, 17, 64))
+    rows = [strategies.one_row(drawn, style, S) for _ in range(B)]
     if style == "empty_row":
-        rows[rng.integers(B)] = 0
-    tokens = np.where(rows > 0, rng.integers(3, 100, (B, S)), PAD)
-    return Draw(style, rows, tokens, rng)
-
-
-def _shape(rng: np.random.Generator, index: int) -> tuple[int, int]:
-    """Small widths mostly, one in seven as wide as high; in turn 1, 2, 3 and 64."""
-    if index % 7 == 6:
-        return (int(rng.integers(1, 5)),) * 2
-    widths = (1, 2, 3, 64)[index // 5 % 4 :][:1] if index % 5 == 4 else (4, 5, 6, 7, 8, 9, 12, 17)
-    return int(rng.integers(1, 5)), int(rng.choice(widths))
-
-
-def _row(style: str, S: int, rng: np.random.Generator) -> np.ndarray:
-    length = S if style in ("none", "packed", "packed_gaps") else int(rng.integers(1, S + 1))
-    if style == "holes":
-        keep = rng.random(S) < 0.7
-        keep[rng.integers(S)] = True
-        return keep.astype(np.int64)
-    part = _sequences(length, rng) if style in PACKED else np.ones(length, np.int64)
-    if style == "packed_gaps":
-        gone = rng.random(int(part.max())) < 0.35
-        part = _renumbered(np.where(gone[part - 1], 0, part)) if not gone.all() else part
-    start = 0 if style in ("right", "packed_right") else S - length
-    if style == "mixed":
-        start = int(rng.choice([0, S - length, rng.integers(0, S - length + 1)]))
-    row = np.zeros(S, np.int64)
-    row[start : start + length] = part
-    return row
-
-
-def _sequences(length: int, rng: np.random.Generator) -> np.ndarray:
-    """`1 1 2 3 3 3`: sequences that fill the length, some of one token."""
-    starts = rng.random(length) < float(rng.choice([0.15, 0.3, 0.6]))
-    starts[0] = True
-    return np.cumsum(starts)
+        rows[drawn.below(B)] = [0] * S
+    ids, rng = np.array(rows, np.int64), np.random.default_rng(drawn.below(1 << 32))
+    return Draw(style, ids, np.where(ids > 0, rng.integers(3, 100, (B, S)), PAD), rng)
 
 
 def _renumbered(row: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from fuzz.compared import bits
+from laws.compared import bits
 from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
 
 from collate_npu import CollateError, PaddingCollator, wrap_collator

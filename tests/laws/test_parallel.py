@@ -1,22 +1,15 @@
-"""Targets: each draws an input from bytes, calls the package, and compares with the oracle, or demands a refusal.
+"""What ranks hold and what comes back of it, and outputs, against the oracle.
 
-A target raises where the package is wrong. Inputs are not written to, and what is made shares no memory with them.
 Legend: B rows, S width.
 """
 
 from math import lcm
 
 import oracle
+import strategies as make
 import torch
-from fuzz import drawn as make
-from fuzz.collating import collate
-from fuzz.compared import apart, bits, lists, others, rank_of, refused, taken
-from fuzz.doors import adapt, derive
-from fuzz.drawn import Drawn
-from fuzz.kernels import kernels
-from fuzz.packing import pack
-from fuzz.planning import plan
-from fuzz.validating import beside, validate
+from laws.compared import apart, bits, lists, others, rank_of, refused, taken
+from strategies import Drawn, law
 
 from collate_npu import ContextParallel, Segments, last_token, repad, split_batch, unpad
 from collate_npu.outputs import ignore_first_labels, per_sequence, shift_labels, to_nested
@@ -41,7 +34,8 @@ def held_by(rank: int, bounds, cp: ContextParallel) -> list[int]:
     return oracle.share_of_documents(bounds, cp.size, rank, cp.layout.removeprefix("document_"))
 
 
-def split(drawn: Drawn) -> None:
+@law
+def test_each_key_of_a_batch_is_split_by_its_rule(drawn):
     rows, cp = make.rows_of(drawn, ("right", "left", "none", "mixed"), width=16), place_of(drawn)
     unit = units_of(cp)[1]
     S = len(rows[0]) + -len(rows[0]) % unit * (drawn.below(4) > 0)
@@ -72,7 +66,8 @@ def split(drawn: Drawn) -> None:
     assert cp.size == 1 or apart(batch, {key: value for key, value in out.items() if value is not batch[key]})
 
 
-def gather(drawn: Drawn) -> None:
+@law
+def test_the_parts_of_all_ranks_make_the_whole(drawn):
     cp = place_of(drawn, (*LAYOUTS, "document_zigzag"))
     document, unit = units_of(cp)
     parts = [document * drawn.below(3) for _ in range(1 + drawn.below(3))]
@@ -94,7 +89,8 @@ def gather(drawn: Drawn) -> None:
     assert cp.size == 1 or apart([x], shards)
 
 
-def outputs(drawn: Drawn) -> None:
+@law
+def test_the_way_back_undoes_the_way_out(drawn):
     rows = make.rows_of(drawn)
     if drawn.below(8) == 7:
         rows.append([0] * len(rows[0]))
@@ -122,13 +118,3 @@ def outputs(drawn: Drawn) -> None:
     ends = refused(lambda: last_token(x, segments), not all(map(any, rows)), "a row has no token")
     assert (ends is None and not all(map(any, rows))) or lists(ends) == [part[-1] for part in parts]
     assert apart([x], [*made[:1], *made[-3:]])
-
-
-def probe(drawn: Drawn) -> None:
-    from fuzz.probing import probe as asked  # it imports transformers
-
-    asked(drawn)
-
-
-ALL = (collate, derive, adapt, split, gather, outputs, kernels, plan, pack, validate, beside, probe)
-TARGETS = {each.__name__: each for each in ALL}

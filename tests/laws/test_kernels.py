@@ -4,10 +4,10 @@ Legend: B rows, S width, T tokens of the flat row.
 """
 
 import oracle
+import strategies as make
 import torch
-from fuzz import drawn as make
-from fuzz.compared import apart, refused, taken
-from fuzz.drawn import Drawn
+from laws.compared import apart, refused, taken
+from strategies import law
 
 from collate_npu import Segments
 from collate_npu.kernels.fusion_attention import fusion_attention_kwargs
@@ -18,10 +18,6 @@ KERNELS = (
     "fla_npu_conv", "fla_npu_recurrent", "torch_npu", "megatron",
 )  # fmt: skip
 MOST_DECODED = 8
-
-
-def kernels(drawn: Drawn) -> None:
-    (attention if drawn.below(8) == 7 else recurrent)(drawn)
 
 
 def has_holes(rows) -> bool:
@@ -41,7 +37,8 @@ def taken_up(rows, kernel):
     return [stop - start for start, stop in zip(starts, [*starts[1:], len(row)])]
 
 
-def recurrent(drawn: Drawn) -> None:
+@law
+def test_what_a_recurrent_kernel_is_told(drawn):
     rows, kernel = make.rows_of(drawn), drawn.pick(KERNELS)
     if drawn.below(4) == 3:  # long ones have several chunks
         rows = [[n for n in row for _ in range(20)] for row in rows]
@@ -89,7 +86,8 @@ def spelled(kernel, counts):
     }[kernel]
 
 
-def attention(drawn: Drawn) -> None:
+@law
+def test_what_the_operator_computes_of_its_arguments(drawn):
     """What the operator would compute with these arguments is what every real token should see."""
     rows, (name, size, pattern), tnd = make.rows_of(drawn, width=8), make.pattern_of(drawn), drawn.chance()
     layout = "TND" if tnd else "BSND"

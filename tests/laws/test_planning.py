@@ -7,16 +7,12 @@ import json
 
 import numpy as np
 import oracle
+import strategies as make
 import torch
-from fuzz import drawn as make
-from fuzz.compared import refused, taken
-from fuzz.drawn import Drawn
+from laws.compared import refused, taken
+from strategies import Drawn, law
 
 from collate_npu.collate import BalancedBatchSampler, loss_weights
-
-
-def plan(drawn: Drawn) -> None:
-    (weights if drawn.below(4) == 3 else batches)(drawn)
 
 
 def options_of(drawn: Drawn):
@@ -25,7 +21,8 @@ def options_of(drawn: Drawn):
     return options | {"width": drawn.pick((None, 1 + drawn.below(24)))}
 
 
-def batches(drawn: Drawn) -> None:
+@law
+def test_a_plan_keeps_its_promises(drawn):
     options, L, epoch = options_of(drawn), drawn.pick((3, 12, 40)), drawn.below(3)
     lengths = [1 + drawn.below(L) for _ in range(1 + drawn.below(24))]
     R, room = options["num_replicas"], options["width"] or options["max_tokens"]
@@ -78,7 +75,8 @@ def goes_on(drawn: Drawn, lengths, options, epoch, whole) -> None:
     refused(lambda: make_one(**unlike).load_state_dict(state), True, f"it was saved without {unlike}")
 
 
-def weights(drawn: Drawn) -> None:
+@law
+def test_weights_make_the_mean_of_a_step(drawn):
     """The mean losses of a step, weighed, are the mean over all that the step predicts."""
     per, key = drawn.pick(("token", "label", "sequence")), drawn.pick(("labels", "labels", "shift_labels"))
     step, counts = [], []

@@ -6,10 +6,10 @@ Legend: L tokens of one sample.
 from functools import cache
 
 import oracle
+import strategies as make
 import torch
-from fuzz import drawn as make
-from fuzz.compared import adapter_of, apart, is_mask, lists, taken
-from fuzz.drawn import PAD, Drawn
+from laws.compared import adapter_of, apart, is_mask, lists, taken
+from strategies import PAD, Drawn, law
 
 from collate_npu import PaddingCollator
 
@@ -53,7 +53,8 @@ def contradict(features, own) -> bool:
     return len({frozenset(each) for each in features}) > 1 or any(row is None or not any(row) for row in own)
 
 
-def collate(drawn: Drawn) -> None:
+@law
+def test_a_batch_tells_the_truth_of_its_samples(drawn):
     features, tokens, own = samples_of(drawn)
     side, multiple, flat = drawn.pick(make.SIDES), drawn.pick((None, 4)), drawn.below(3) == 2
     settings = {"padding_free": True} if flat else {"attention_mask": drawn.pick(("auto", "2d", "4d")), "padding_side": side}

@@ -1,6 +1,6 @@
 """The laws of the library: what holds for every batch, whatever its padding, packing, mask, dtype, worker or shard.
 
-Law 1 (a batch tells the truth of its features) and law 3 (the way back undoes the way out) are targets of `fuzz`, law 4
+Law 1 (a batch tells the truth of its features) and law 3 (the way back undoes the way out) stand beside, law 4
 (padding invariance) is shown on real models in the integration tests, law 6 (collators travel to workers) in
 collate/test_transport, law 7 (imports) in test_imports, law 11 (two sources that differ raise) in masks/test_batch_reader,
 law 12 (every remedy works) in test_refusals.
@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 import strategies
 import torch
-from fuzz.drawn import Drawn, four_dims
 from hypothesis import assume, given, settings, strategies as st
 from live_bytes import peak_bytes
-from strategies import flat_collator
+from strategies import Drawn, flat_collator, four_dims
 from torch import Tensor
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Pattern, Segments, derive_segments, wrap_collator
@@ -144,21 +143,16 @@ def test_law_2_odd_matrices_are_never_read_wrong(B, S, unmasks):
     assert wrong == []
 
 
-@st.composite
-def forms(draw):
-    """The polarity in which some producer writes a keep matrix `[B, 1, S, S]`, and its tensor of one; some add ALiBi."""
-    polarity, data = draw(st.sampled_from(("keep", "masked", "bias"))), draw(st.binary(min_size=3, max_size=3))
-    slope = draw(st.sampled_from((0.0, 0.125))) if polarity == "bias" else 0.0
-
-    def written(keep_B1SS):
-        made, place = four_dims(Drawn(data), keep_B1SS, polarity), torch.arange(keep_B1SS.shape[-1])
-        return (made.float() - slope * (place[:, None] - place).abs()).to(made.dtype) if slope else made
-
-    return polarity, written
+def written(data, keep_B1SS, polarity=None):
+    """The matrix as some producer writes it, in this polarity or any; some add ALiBi."""
+    drawn, place = Drawn(data.draw), torch.arange(keep_B1SS.shape[-1])
+    polarity = polarity or drawn.pick(("keep", "masked", "bias"))
+    made, slope = four_dims(drawn, keep_B1SS, polarity), drawn.pick((0.0, 0.125)) * (polarity == "bias")
+    return (made.float() - slope * (place[:, None] - place).abs()).to(made.dtype) if slope else made
 
 
-@given(strategies.attentions(strategies.segments(width=12)), forms(), st.booleans(), st.booleans())
-def test_law_2_a_truth_beside_the_matrix_is_confirmed(attention, form, both, filled):
+@given(strategies.attentions(strategies.segments(width=12)), st.data(), st.booleans(), st.booleans())
+def test_law_2_a_truth_beside_the_matrix_is_confirmed(attention, data, both, filled):
     """With attention_mask_2d nothing is ambiguous but where packed sequences end, and whether it is turned around."""
     segments, pattern = attention
     assume(segments.num_tokens and segments.shape[1] > 1 and not (segments.packed and pattern.cuts))
@@ -167,12 +161,12 @@ def test_law_2_a_truth_beside_the_matrix_is_confirmed(attention, form, both, fil
     assume(not keep_BSS.all())  # an additive form of it would block nothing, and is refused for that
     alone = ((keep_BSS.sum(dim=2) == 1) | ~segments.keep).all(dim=1).any()
     assume(not (filled and alone))  # read the other way, that row's padding is one sequence
-    found = derive_segments(form[1](keep_BSS[:, None]), keep=segments.keep, prove=False)
+    found = derive_segments(written(data, keep_BSS[:, None]), keep=segments.keep, prove=False)
     assert torch.equal(found.keep, segments.keep)
 
 
-@given(strategies.segments(width=12), forms(), st.data())
-def test_law_2_a_truth_that_differs_is_never_confirmed(segments, form, data):
+@given(strategies.segments(width=12), st.sampled_from(["keep", "masked", "bias"]), st.data())
+def test_law_2_a_truth_that_differs_is_never_confirmed(segments, polarity, data):
     """The matrix blocks a key that the 2D mask calls real, or shows other real tokens a key that it calls padding."""
     B, S = segments.shape
     b, s = data.draw(st.integers(0, B - 1)), data.draw(st.integers(0, S - 1))
@@ -181,7 +175,7 @@ def test_law_2_a_truth_that_differs_is_never_confirmed(segments, form, data):
     users_Q = dense(segments)[b, 0, :, s] & other[b]
     assume(other[b, s] or users_Q.any())
     with pytest.raises(CollateError):
-        derive_segments(form[1](dense(segments)), polarity=form[0], keep=other)
+        derive_segments(written(data, dense(segments), polarity), polarity=polarity, keep=other)
 
 
 # --- law 5: every batch gets one form or is refused, and the 2D mask stays exactly where the choice says so

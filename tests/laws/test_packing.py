@@ -6,17 +6,12 @@ Legend: B rows, S width, N sequences, L tokens of one sample.
 from itertools import pairwise
 
 import oracle
-from fuzz import drawn as make
-from fuzz.collating import collator_of, contradict, is_padded, samples_of
-from fuzz.compared import adapter_of, apart, lists, taken
-from fuzz.drawn import PAD, Drawn
-from strategies import flat_collator
+import strategies as make
+from laws.compared import adapter_of, apart, lists, taken
+from laws.test_collating import collator_of, contradict, is_padded, samples_of
+from strategies import PAD, flat_collator, law
 
 from collate_npu import Segments
-
-
-def pack(drawn: Drawn) -> None:
-    drawn.pick((pack_rows, pack_rows, pack_flat, pack_lengths))(drawn)
 
 
 def width_of(least, multiple, widths) -> int | None:
@@ -24,7 +19,8 @@ def width_of(least, multiple, widths) -> int | None:
     return next((w for w in sorted(-(-n // multiple) * multiple for n in widths or [least]) if w >= least), None)
 
 
-def pack_rows(drawn: Drawn) -> None:
+@law
+def test_several_samples_in_a_row(drawn):
     features, tokens, own = samples_of(drawn, 6)
     features = [feature | {"number": n} for n, feature in enumerate(features)]
     side, multiple, counts = drawn.pick(make.SIDES), drawn.pick((None, 4)), list(map(len, tokens))
@@ -45,7 +41,8 @@ def pack_rows(drawn: Drawn) -> None:
     assert lists(adapter_of(needs_mask_2d=False, consumer="megatron").with_segments(batch)[1].ids) == ids
 
 
-def pack_flat(drawn: Drawn) -> None:
+@law
+def test_one_flat_row_of_constant_shapes(drawn):
     """Each sequence stands at a multiple; the rest of the row is cut into the sequences that are missing."""
     features, tokens, own = samples_of(drawn)
     each, most, multiple = drawn.pick((None, 2, 4)), drawn.pick((None, 2 + drawn.below(5))), drawn.pick((None, 6))
@@ -93,7 +90,8 @@ def is_laid_out(batch, tokens, own, held, width, each, most) -> None:
     assert batch["attention_mask"] is None
 
 
-def pack_lengths(drawn: Drawn) -> None:
+@law
+def test_segments_by_lengths(drawn):
     """The Segments of packed rows, by the lengths of their sequences."""
     counts = [[drawn.below(4) for _ in range(1 + drawn.below(4))] for _ in range(1 + drawn.below(3))]
     side, most = drawn.pick(make.SIDES), max(map(sum, counts))

@@ -5,10 +5,10 @@ Legend: B rows, S width.
 
 import numpy as np
 import oracle
+import strategies as make
 import torch
-from fuzz import drawn as make
-from fuzz.compared import adapter_of, apart, is_mask, lists, rank_of, refused, taken
-from fuzz.drawn import Drawn
+from laws.compared import adapter_of, apart, is_mask, lists, rank_of, refused, taken
+from strategies import Drawn, law
 
 from collate_npu import derive_segments
 
@@ -18,11 +18,9 @@ def plain(rows) -> bool:
     return max(map(max, rows)) == 1 and oracle.side(rows) != "mixed" and min(oracle.lengths(rows)) > 1 and len(rows[0]) > 2
 
 
-def derive(drawn: Drawn) -> None:
+@law
+def test_a_mask_is_read_as_what_it_was_written_of(drawn):
     rows = make.rows_of(drawn, width=8)
-    if drawn.below(3) == 2:
-        derive_keys(drawn, rows)
-        return
     (name, size, pattern), polarity = make.pattern_of(drawn), drawn.pick(("keep", "masked", "bias"))
     keep_B1SS = oracle.dense(rows, name, size)
     for b, row in enumerate(rows if drawn.chance() else ()):  # some block the queries of padding too
@@ -40,8 +38,10 @@ def derive(drawn: Drawn) -> None:
         assert cut or lists(found.ids) == rows
 
 
-def derive_keys(drawn: Drawn, rows) -> None:
-    """One value a key: `[B, S]`, packing ids, or `[B, 1, 1, S]`."""
+@law
+def test_a_mask_of_one_value_a_key(drawn):
+    """`[B, S]`, packing ids, or `[B, 1, 1, S]`."""
+    rows = make.rows_of(drawn, width=8)
     B, S = len(rows), len(rows[0])
     packed = max(map(max, rows)) > 1
     dtype, polarity = drawn.pick((*make.WHOLE, torch.bool, *make.FLOATS)), drawn.pick((None, "keep", "masked"))
@@ -87,11 +87,8 @@ def begins_twice(batch, rows) -> bool:
     return any(ids[b][one] == ids[b][two] and labels[b][two] < 0 for b, one, two in starts)
 
 
-def adapt(drawn: Drawn) -> None:
-    drawn.pick((adapt_rows, adapt_rows, adapt_flat, adapt_for_a_rank))(drawn)
-
-
-def adapt_rows(drawn: Drawn) -> None:
+@law
+def test_padded_rows_through_an_adapter(drawn):
     rows = make.rows_of(drawn, width=8)
     consumer, recurrent = drawn.pick(("megatron", "transformers")), drawn.chance()
     batch, certain, polarity = batch_of(drawn, rows)
@@ -128,7 +125,8 @@ def flat_batch(drawn: Drawn):
     return {"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels]), told: torch.tensor(says)}, row, says_it
 
 
-def adapt_flat(drawn: Drawn) -> None:
+@law
+def test_flat_rows_through_an_adapter(drawn):
     batch, row, said = flat_batch(drawn)
     consumer, recurrent = drawn.pick(("megatron", "transformers")), drawn.chance()
     adapter = adapter_of(consumer=consumer, needs_mask_2d=recurrent, padding_free=True, labels_shifted=False)
@@ -152,7 +150,8 @@ def is_keep(kept, rows) -> bool:
     return kept is None if exact else lists(kept) == oracle.dense(rows)
 
 
-def adapt_for_a_rank(drawn: Drawn) -> None:
+@law
+def test_a_rank_s_part_through_an_adapter(drawn):
     """The batch is split last: a rank gets its tokens, and of a dense mask its queries against every key."""
     rows = make.rows_of(drawn, ("left", "right", "none", "mixed"), width=12)
     size, ids, S = 2 + drawn.below(2), make.tokens_of(drawn, rows), len(rows[0])

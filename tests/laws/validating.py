@@ -6,8 +6,8 @@ from fractions import Fraction
 import numpy as np
 import torch
 from entries import ADAPTER, ARRAYS, BATCH, CP, ENTRIES, FEATURES, HELD, PLACES, ROWS
-from fuzz.compared import leaves
-from fuzz.drawn import Drawn
+from laws.compared import leaves
+from strategies import Drawn
 
 from collate_npu import CollateError, Pattern, Segments
 from collate_npu.keys import KEYS

@@ -3,9 +3,14 @@
 A model takes milliseconds to make and to run, so executions are fewer here than elsewhere.
 """
 
+import pytest
 import torch
-from fuzz.drawn import Drawn
+from hypothesis import given, strategies as st
+from rotation import examples
+from strategies import Drawn
 from torch import nn
+
+pytest.importorskip("transformers")
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -79,7 +84,10 @@ class Toy(PreTrainedModel):
         return BaseModelOutput(last_hidden_state=x, hidden_states=(x,))
 
 
-def probe(drawn: Drawn) -> None:
+@examples(12)
+@given(st.data())
+def test_the_probe_finds_what_leaks(data):
+    drawn = Drawn(data.draw)
     kinds = [drawn.pick((*LEAKS,)) for _ in range(1 + drawn.below(3))]
     model = Toy(ToyConfig(kinds=kinds, hidden_size=8 + drawn.below(57)))
     forms = tuple(form for form in FORMS if drawn.below(4)) or FORMS
