@@ -22,6 +22,8 @@ from typing import Any
 import upstream
 from of_nox import ROOT, recorded
 
+from benchmarks import figures
+
 NIGHTS = ROOT / "benchmarks" / "nightly.json"
 PEERS = [name for name in upstream.SESSIONS if name.startswith("peers_")]
 MODELS, HARM = "tests/integration", "tests/integration/test_no_harm.py"
@@ -104,6 +106,8 @@ def run(session: str, night: dict[str, Any]) -> None:
 def write(night: dict[str, Any]) -> None:
     others = [each for each in nights() if (each["began"], each["seed"]) != (night["began"], night["seed"])]
     NIGHTS.write_text(json.dumps([night, *others][:KEPT], indent=1) + "\n", "utf-8")
+    for path, text in figures.between("promises", nights=figures.nights()).items():
+        path.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

@@ -180,6 +180,24 @@ def elsewhere_table(rows: dict[str, dict[str, Any]] | None = None) -> str:
     return "\n".join(lines)
 
 
+def nights(held: list[dict[str, Any]] | None = None) -> str:
+    """Return a line for each of the last whole nights: when, on which source, what ran, and what was red."""
+    held = json.loads((HERE / "nightly.json").read_text("utf-8")) if held is None else held
+    lines = ["| ended | source, seed | tests passed | planted faults seen | mutants killed | red |", "|" + "---|" * 6]
+    for night in [each for each in held if each["ended"] and not each["some"]][:3]:
+        found = night["sessions"].values()
+        total = {name: sum(each.get(name, 0) for each in found) for name in _COUNTED}
+        seen = f"{total['seen']} of {total['faults planted']}" if total["faults planted"] else "not planted"
+        killed = next((each["share of all"] for each in found if "share of all" in each), "not counted")
+        red = sum(len(each["failed"]) for each in found)
+        cells = (night["ended"], f"{night['source']}, {night['seed']}", f"{total['passed']:,}", seen, killed, f"{red}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+_COUNTED = ("passed", "seen", "faults planted")
+
+
 def _tests(row: dict[str, Any]) -> str:
     """How many passed, in words, or why none ran."""
     if why := row.get("reason"):

@@ -199,7 +199,7 @@ def written() -> dict[Path, str]:
         **figures.between("options", options=options()),
         **figures.between("speed", step=figures.step_table(), speed=figures.speed_table()),
         **figures.between("planned-batches", planned=figures.planned_table()),
-        **figures.between("promises", growth=figures.growth()),
+        **figures.between("promises", growth=figures.growth(), nights=figures.nights()),
         **figures.between("install", elsewhere=figures.elsewhere_table(), ran=figures.releases_run()),
         **figures.between("masks", given=given(), derive=options_of(derive_segments), consumers=table()),
         **figures.between("checks", watch=command("watch"), conformance=command("conformance")),

@@ -37,10 +37,14 @@ def test_a_red_test_is_red_whatever_stands_in_the_environment(tmp_path):
     assert (tmp_path / "told").exists()
 
 
+class Item(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
 def items(functions, cases, **marks):
     """So many test functions with so many cases each, marked."""
     marked = {name: SimpleNamespace(args=args) for name, args in marks.items()}
-    return [SimpleNamespace(nodeid=f"t::f{n}[{case}]", get_closest_marker=marked.get)
+    return [Item(nodeid=f"t::f{n}[{case}]", get_closest_marker=marked.get)
             for n in range(functions) for case in range(cases)]  # fmt: skip
 
 
