@@ -57,8 +57,8 @@ FAST = {**ENV, "HYPOTHESIS_PROFILE": "fast"}
 QUICK = (*TWO_WORKERS, "-m", "not slow")
 AGAIN = {**FAST, "COLLATE_NPU_SHARE": "0.5"}
 """Tests that run on the newest releases too: a commit draws half of them, `.ci/run nightly` runs all."""
-PEERS = ENV if "COLLATE_NPU_NIGHTLY" in os.environ else AGAIN
-"""Tests of other stacks, in the same way."""
+PEERS = {**ENV, "HYPOTHESIS_PROFILE": os.environ.get("HYPOTHESIS_PROFILE", "full")}
+"""Tests of other stacks: of these sessions a commit runs half (.ci/draw.py)."""
 SWIFT_NEEDS = (
     "modelscope", "modelscope-hub", "pandas", "pyarrow", "dill", "multiprocess", "xxhash", "python-dateutil", "requests",
     "urllib3", "httpx", "httpcore", "sniffio", "certifi", "pillow", "cryptography", "cffi", "pycparser", "einops",

@@ -1,0 +1,45 @@
+"""What a commit draws: of other stacks one session of each pair, by the seed. With `--table` what is left to the draw.
+
+Two of a pair take about as long, so that each commit takes as long as another. What is drawn runs whole.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+PAIRS = (
+    (("swift",), ("misc", "openrlhf")),
+    (("fla", "newest"), ("data", "nemo", "skyrl")),
+    (("veomni", "llamafactory"), ("axolotl", "megatron")),
+)
+NIGHTS = Path(__file__).parents[1] / "benchmarks" / "nightly.json"
+WHOLE = ("tests_all(newest)", "npu", "faults")
+HALF = ("tests_all(oldest)", "oldest_torch")
+"""A half of the test functions, some cases of each."""
+
+
+def drawn(seed: int) -> list[str]:
+    """The sessions of other stacks that a commit with this seed runs."""
+    return [f"peers_{name}" for n, pair in enumerate(PAIRS) for name in pair[seed >> n & 1]]
+
+
+def table() -> list[str]:
+    """Kind, tests in the last whole night, the chance that a commit runs a test of it."""
+    whole = next((each for each in json.loads(NIGHTS.read_text("utf-8")) if each["ended"] and not each["some"]), None)
+    held: dict[str, int] = {}
+    for name, found in (whole or {"sessions": {}})["sessions"].items():
+        kind = name.partition(" -- ")[0]
+        held[kind] = held.get(kind, 0) + found.get("passed", found.get("faults planted", 0))
+    pairs = [f"peers_{name}" for pair in PAIRS for half in pair for name in half]
+    chances = dict.fromkeys(WHOLE, "1, some of its cases") | dict.fromkeys((*HALF, *pairs), "1/2") | {"faults": "10 drawn"}
+    rows = [f"{kind:20} {held.get(kind, 0):>7,}  {chance}" for kind, chance in chances.items()]
+    alone = [kind for kind in held if kind not in chances and kind in ("fuzz", "soak", "mutants")]
+    return [f"{'kind':20} {'tests':>7}  chance a commit", *rows, *(f"{kind:20} {'':>7}  0: at night" for kind in alone)]
+
+
+if __name__ == "__main__":
+    if "--table" in sys.argv:
+        print(*table(), sep="\n")
+    else:
+        print(*drawn(int(os.environ["COLLATE_NPU_SEED"])))
