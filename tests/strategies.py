@@ -168,7 +168,7 @@ def flat_collator(
     pad_token_id: int, *, model: Any = None, consumer: Any = None, pattern: Any = None, **settings: Any
 ) -> Any:
     """A collator of flat rows, whose sequences `pad_documents` then pads by the settings it takes."""
-    own = {name: settings.pop(name, None) for name in ("multiple", "max_sequences")}
+    own = {name: settings.pop(name, None) for name in ("multiple", "max_sequences", "cp")}
     padding = {name: value for name, value in own.items() if value is not None}
     read = {"model": model, "consumer": consumer, "pattern": pattern}
     if not padding:

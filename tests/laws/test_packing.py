@@ -4,14 +4,15 @@ Legend: B rows, S width, N sequences, L tokens of one sample.
 """
 
 from itertools import pairwise
+from math import lcm
 
 import oracle
 import strategies as make
-from laws.compared import adapter_of, apart, lists, taken
+from laws.compared import adapter_of, apart, lists, rank_of, taken
 from laws.test_collating import collator_of, contradict, is_padded, samples_of
 from strategies import PAD, flat_collator, law
 
-from collate_npu import Segments
+from collate_npu.parallel import cu_seqlens_of
 
 
 def width_of(least, multiple, widths) -> int | None:
@@ -43,41 +44,45 @@ def test_several_samples_in_a_row(drawn):
 
 @law
 def test_one_flat_row_of_constant_shapes(drawn):
-    """Each sequence stands at a multiple; the rest of the row is cut into the sequences that are missing."""
+    """Each sequence stands at a multiple, its own and the ranks'; the rest of the row is cut into the sequences that are
+    missing, or is behind the last."""
     features, tokens, own = samples_of(drawn)
     each, most, multiple = drawn.pick((None, 2, 4)), drawn.pick((None, 2 + drawn.below(5))), drawn.pick((None, 6))
+    cp = drawn.pick((None, rank_of(1 + drawn.below(3), 0, layout="document_zigzag", tensor_parallel=1 + drawn.below(3))))
     widths, bad = drawn.pick((None, (8, 16, 40))), contradict(features, own)
     counts = [1] if bad else oracle.lengths(own)
-    held, missing = [-(-n // (each or 1)) * (each or 1) for n in counts], max(0, (most or 0) - len(counts))
     width = width_of(sum(counts), multiple or 1, widths)
     bad = bad or width is None or (most is not None and len(counts) > most)
-    padding = {"multiple": each, "max_sequences": most}
+    padding = {"multiple": each, "max_sequences": most, "cp": cp}
     collator = flat_collator(PAD, pad_to_multiple_of=multiple, padding=widths or True, **padding)
     batch = taken(lambda: collator(features), bad, "the row is too narrow, or has too many sequences")
     if batch is None:
         return
-    if each or most:  # it grows where its sequences do not fit; without a number of sequences it keeps no tail
-        width = max(sum(held) + missing * (each or 1), width * (most is not None))
-        width += -width % (each or 1)
-    is_laid_out(batch, tokens, own, held, width, each, most)
+    padded = any(padding.values())
+    each = lcm(each or 1, cp.document_multiple if cp else 1)
+    held, missing = [-(-n // each) * each for n in counts], max(0, (most or 0) - len(counts))
+    if padded:  # it grows where its sequences do not fit; without a number of sequences it keeps no tail
+        width = max(sum(held) + missing * each, width * (most is not None))
+        width += -width % lcm(each, cp.multiple if cp else 1)
+    is_laid_out(batch, tokens, own, held, width, each, most, padded)
 
 
-def is_laid_out(batch, tokens, own, held, width, each, most) -> None:
+def is_laid_out(batch, tokens, own, held, width, each, most, padded) -> None:
     counts, tail = oracle.lengths(own), width - sum(held)
     ends = lists(batch["cu_seq_lens_q"])
     places = [stop - start for start, stop in pairwise(ends)]
-    if each or most:
-        assert lists(batch["cu_seqlens_padded"]) == ends
+    if padded:
+        assert lists(batch["cu_seqlens_padded"]) == lists(cu_seqlens_of(batch)) == ends
         assert lists(batch["cu_seqlens"]) == oracle.offsets(counts + [0] * (len(places) - len(counts)))
     assert ends[0] == 0
     assert ends[-1] == width
-    if most == len(counts):  # none is missing: the rest stands behind the last
+    if padded and (most or len(counts)) == len(counts):  # none is missing: the rest stands behind the last
         assert places == [*held[:-1], held[-1] + tail]
     else:
         rest = places[len(counts) :]
         assert places[: len(counts)] == held
         assert len(rest) == (most - len(counts) if most else tail > 0)
-        assert all(n >= (each or 1) and n % (each or 1) == 0 for n in rest)
+        assert all(n >= each and n % each == 0 for n in rest)
     assert batch["max_length_q"] == batch["max_length_k"] == (width if most else max(places))
     parts = oracle.per_sequence([oracle.padded(xs, 9, 0, "right") for xs in tokens], own)
     parts += [[]] * (len(places) - len(parts))
@@ -88,22 +93,3 @@ def is_laid_out(batch, tokens, own, held, width, each, most) -> None:
     assert lists(batch["position_ids"]) == [[s for n in places for s in range(n)]]
     assert lists(batch["seq_idx"]) == [[n for n, place in enumerate(places) for _ in range(place)]]
     assert batch["attention_mask"] is None
-
-
-@law
-def test_segments_by_lengths(drawn):
-    """The Segments of packed rows, by the lengths of their sequences."""
-    counts = [[drawn.below(4) for _ in range(1 + drawn.below(4))] for _ in range(1 + drawn.below(3))]
-    side, most = drawn.pick(make.SIDES), max(map(sum, counts))
-    width = most + drawn.below(4) - drawn.below(2)
-    segments = taken(lambda: Segments.from_lengths(counts, width, side), width < most, "a row is longer than the width")
-    if segments is None:
-        return
-    named = [oracle.numbered([n for n, count in enumerate(row, 1) for _ in range(count)]) for row in counts]
-    rows = [oracle.padded(row, width, 0, side) for row in named]
-    assert lists(segments.ids) == rows
-    assert lists(segments.position_ids) == list(map(oracle.positions, rows))
-    assert list(segments.sequence_lengths) == oracle.lengths(rows)
-    assert lists(segments.cu_seqlens) == oracle.offsets(oracle.lengths(rows))
-    assert segments.packed == (max((n for row in rows for n in row), default=0) > 1)
-    assert segments.padding_side == oracle.side(rows)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from hypothesis import given, strategies as st
 
-from collate_npu import CollateError, Segments, unpad
+from collate_npu import CollateError, Segments
 from collate_npu.errors import AmbiguousMaskError, UnsupportedFormError
-from collate_npu.masks import dense, varlen
-from collate_npu.masks.batch_reader import segments_from_batch
-from collate_npu.parallel import ContextParallel, cu_seqlens_of, gather_sequence, pad_documents, query_rows, split_batch
+from collate_npu.masks import dense
+from collate_npu.parallel import ContextParallel, gather_sequence, pad_documents, query_rows, split_batch
 
 # --- dense masks ----------------------------------------------------------------------------------------------------------
 
@@ -101,70 +97,6 @@ def test_documents_come_in_one_flat_row():
 # --- padded documents
 
 
-laid = st.sampled_from(["document_zigzag", "contiguous"])
-cps = st.builds(ContextParallel, st.integers(1, 4), st.just(0), layout=laid, tensor_parallel=st.integers(1, 3))
-lengths = st.lists(st.integers(1, 9), min_size=1, max_size=5)
-multiples = st.sampled_from([1, 3, 4, 6])
-
-
-def flat_batch(lengths: list[int]) -> dict:
-    v = varlen(Segments.from_lengths([lengths]))
-    T = sum(lengths)
-    return {
-        "input_ids": torch.arange(1, T + 1)[None],
-        "labels": torch.arange(1, T + 1)[None],
-        "loss_scale": torch.ones(1, T),
-        "token_type_ids": torch.ones(1, T, dtype=torch.int64),
-        "position_ids": v.position_ids,
-        "attention_mask": None,
-        "cu_seq_lens_q": v.cu_seqlens,
-        "cu_seq_lens_k": v.cu_seqlens,
-        "max_length_q": v.max_length,
-        "max_length_k": torch.tensor(v.max_length),
-        "seq_idx": v.ids - 1,
-        "pixel_values": torch.rand(3, 4),
-        "reward": torch.arange(1.0, T + 1)[None],
-        "text": "a",
-    }
-
-
-OF_TOKENS = ("input_ids", "labels", "loss_scale", "token_type_ids", "position_ids", "seq_idx", "reward")
-
-
-@given(cps | st.none(), lengths, multiples)
-def test_nothing_real_moves_padding_is_inert_and_lengths_travel(cp, lengths, multiple):
-    batch = flat_batch(lengths)
-    out, segments = pad_documents(batch, cp, multiple=multiple, pad_token_id=7)
-    assert segments.lengths == (tuple(lengths),)
-    assert all(torch.equal(unpad(out[key], segments), batch[key][0]) for key in OF_TOKENS)
-    assert all(out[key] is batch[key] for key in ("pixel_values", "text", "attention_mask"))
-
-    pads = ~segments.keep
-    for key, fill in {"input_ids": 7, "labels": -100, "loss_scale": 0, "token_type_ids": 0, "reward": 0}.items():
-        assert (out[key][pads] == fill).all()
-    assert torch.equal(out["position_ids"], segments.position_ids)  # goes on counting: a reset would be a new document
-    sizes = out["cu_seqlens_padded"].diff()
-    assert torch.equal(out["seq_idx"][0].long(), torch.repeat_interleave(torch.arange(len(lengths)), sizes))
-    assert segments.num_padding == int(pads.sum())
-    assert segments.padding_share == segments.num_padding / pads.numel()
-    assert segments_from_batch(out) == segments
-
-    assert torch.equal(out["cu_seqlens"], segments.cu_seqlens)
-    assert out["cu_seqlens"].diff().tolist() == lengths
-    assert len(sizes) == len(lengths)  # no document is invented for the tail
-    assert torch.equal(out["cu_seq_lens_q"], out["cu_seqlens_padded"])
-    assert torch.equal(out["cu_seq_lens_k"], out["cu_seqlens_padded"])
-    assert out["max_length_q"] == int(out["max_length_k"]) == int(sizes.max())
-    assert torch.equal(cu_seqlens_of(out), out["cu_seqlens_padded"])
-
-    shared, whole = (1, 1) if cp is None else (cp.document_multiple, cp.multiple)
-    each = math.lcm(shared, multiple)
-    assert (sizes % each == 0).all()
-    assert segments.shape[1] % whole == 0
-    least = sum(-(-n // each) * each for n in lengths)
-    assert least <= segments.shape[1] < least + math.lcm(each, whole)  # no more than it takes
-
-
 def test_mrope_positions_and_a_2d_mask():
     batch = {
         "input_ids": torch.tensor([[1, 2, 3]]),
@@ -172,6 +104,10 @@ def test_mrope_positions_and_a_2d_mask():
         "attention_mask_2d": torch.ones(1, 3, dtype=torch.bool),
         "attention_mask": torch.ones(1, 3, dtype=torch.int64),
         "labels": torch.ones(1, 3, 2, dtype=torch.long),
+        "reward": torch.tensor([[1.0, 2.0, 3.0]]),
+        "pixel_values": torch.rand(3, 4),
+        "text": "a",
+        "max_length_k": torch.tensor(3),
         "cu_seq_lens_q": torch.tensor([0, 3]),
     }
     out, _ = pad_documents(batch, ContextParallel(2, 0, layout="document_zigzag"))
@@ -179,6 +115,8 @@ def test_mrope_positions_and_a_2d_mask():
     assert out["attention_mask_2d"].tolist() == [[True, True, True, False]]
     assert out["attention_mask"].tolist() == [[1, 1, 1, 0]]
     assert out["labels"].tolist() == [[[1, 1]] * 3 + [[-100, -100]]]
+    assert out["reward"].tolist() == [[1, 2, 3, 0]]
+    assert (out["max_length_k"], out["pixel_values"] is batch["pixel_values"], out["text"]) == (torch.tensor(4), True, "a")
 
 
 OFFSETS = {"cu_seqlens": torch.tensor([0, 8])}
