@@ -147,20 +147,6 @@ def shifted(values, row, steps=1):
     return [values[s + steps] if n and end == [n] * (steps + 1) else IGNORED for s, (n, end) in enumerate(zip(row, ends))]
 
 
-# --- offsets of kernels that take one flat row
-
-
-def runs(row):
-    """How long each run of one number is: a run of padding is a sequence of its own."""
-    starts = [s for s, n in enumerate(row) if s == 0 or row[s - 1] != n]
-    return [stop - start for start, stop in zip(starts, [*starts[1:], len(row)])]
-
-
-def chunks(counts, size):
-    """`(sequence, chunk within it)`."""
-    return [[n, chunk] for n, count in enumerate(counts) for chunk in range((count + size - 1) // size)]
-
-
 # --- rows and batches that samples are put into
 
 

@@ -1,9 +1,11 @@
-"""Arguments of each kernel: from them it computes each sequence as alone; the offsets of a flat row, and padded rows whose
-padding is zeroed. Their spelling is a target of `fuzz`."""
+"""Arguments of each kernel: from them it computes each sequence as alone, or they are refused where no argument says it; the
+offsets of a flat row, and padded rows whose padding is zeroed."""
 
+from itertools import pairwise
 from typing import get_args
 
 import numpy as np
+import oracle
 import pytest
 import strategies
 import torch
@@ -13,7 +15,7 @@ from rule_inputs import D, Layer, alone, apart
 
 from collate_npu import CollateError, Segments, unpad
 from collate_npu.errors import UnsupportedFormError
-from collate_npu.kernels.gated_delta import Kernel, flat_offsets, gated_delta_kwargs, zero_padding
+from collate_npu.kernels.gated_delta import MOST_DECODED, Kernel, flat_offsets, gated_delta_kwargs, zero_padding
 
 ROW = Segments.from_lengths([[3, 70]], width=80)
 SHORT = Segments.from_lengths([[3, 4]], width=8)
@@ -23,15 +25,31 @@ def plain(kwargs):
     return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
 
 
+def has_no_form(kernel, batch, keep, padding):
+    """Why no argument says it: padding in a sequence, or before the first; packed rows under a mask; too long a sequence."""
+    rows, sides = batch.array.tolist(), batch.padding_side != "none"
+    if kernel == "transformers" and keep is not False and (len(rows) > 1 or (sides and not batch.packed)):
+        return batch.packed or bool(batch.hole_rows)
+    kept = sides and (len(rows) == 1 if keep is None else keep)
+    behind = padding == "behind" or kernel == "megatron"
+    if not batch.num_tokens or (kept and (batch.hole_rows or (behind and any(not row[0] for row in rows)))):
+        return True
+    begins = [[s for s, n in enumerate(row) if (s == 0 or row[s - 1] != n) and (n or not behind)] for row in rows]
+    runs = [stop - start for row, at in zip(rows, begins) for start, stop in pairwise([*at, len(row)])]
+    return kernel == "fla_npu_recurrent" and max(runs if kept else oracle.lengths(rows)) > MOST_DECODED
+
+
 @pytest.mark.parametrize("kernel", get_args(Kernel))
 @settings(suppress_health_check=[HealthCheck.filter_too_much])  # `fla_cp` takes rows of a multiple of its ranks alone
 @given(strategies.segments(), st.sampled_from([None, False, True]), st.sampled_from(["own", "behind"]))
 def test_what_the_kernel_computes_from_them_is_each_sequence_alone(kernel, batch, keep, padding):
-    """As that kernel reads them, by its own source; where it has no form for a batch, that is refused."""
+    """As that kernel reads them, by its own source; where it has no form for a batch, that is refused, and nothing else."""
     try:
         kwargs = gated_delta_kwargs(batch, kernel=kernel, keep_padding=keep, padding=padding)
     except UnsupportedFormError:
+        assert has_no_form(kernel, batch, keep, padding)
         reject()
+    assert not has_no_form(kernel, batch, keep, padding)
     rows, (B, S) = "attention_mask" in kwargs, batch.shape
     whole = rows or keep or (keep is None and B == 1)
     places = np.arange(B * S) if whole else np.flatnonzero(batch.array)
