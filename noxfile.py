@@ -112,7 +112,7 @@ TORCH_ALONE = tuple(
         "tools/test_terminal.py", "tools/test_safety.py", "collate/test_transport.py",
         *(f"distributed/test_distributed_{name}.py" for name in ("agreement", "parallel")),
         "test_benchmarks.py", "test_compiled.py", "test_counted_work.py", "test_house.py", "test_imports.py",
-        "test_examples.py", "test_laws.py", "test_outputs.py", "test_segments.py",
+        "laws", "test_examples.py", "test_outputs.py", "test_segments.py",
     )
 )  # fmt: skip
 """What no release of transformers changes; the session on the oldest leaves these out."""

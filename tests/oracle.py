@@ -91,10 +91,6 @@ def sees(row, q, pattern="causal", size=0):
     return [m == n > 0 and looks(q - first, k - first, size) for k, m in enumerate(row)]
 
 
-def attends(row, q, k, pattern="causal", size=0):
-    return sees(row, q, pattern, size)[k]
-
-
 def dense(rows, pattern="causal", size=0):
     """`[B, 1, S, S]`, True attends."""
     return [[[sees(row, q, pattern, size) for q in range(len(row))]] for row in rows]

@@ -6,12 +6,15 @@ Legend: L tokens of one sample.
 from functools import cache
 
 import oracle
+import pytest
 import strategies as make
 import torch
 from laws.compared import adapter_of, apart, is_mask, lists, taken
 from strategies import PAD, Drawn, law
 
 from collate_npu import PaddingCollator
+
+pytestmark = pytest.mark.filterwarnings("ignore:collate_npu")
 
 collator_of = cache(PaddingCollator)
 

@@ -7,12 +7,15 @@ from itertools import pairwise
 from math import lcm
 
 import oracle
+import pytest
 import strategies as make
 from laws.compared import adapter_of, apart, lists, rank_of, taken
 from laws.test_collating import collator_of, contradict, is_padded, samples_of
 from strategies import PAD, flat_collator, law
 
 from collate_npu.parallel import cu_seqlens_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:collate_npu")
 
 
 def width_of(least, multiple, widths) -> int | None:

@@ -28,7 +28,8 @@ from collate_npu.keys import KEYS, TOKENS
 from collate_npu.masks import dense, none_is_exact, varlen
 from collate_npu.masks.batch_reader import segments_from_batch
 
-pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
+pytestmark = pytest.mark.filterwarnings("ignore:collate_npu")
+
 
 # --- law 2: what dense builds, derive_segments reads; or two truths give that tensor
 #
