@@ -25,7 +25,7 @@ BROKEN = {
     "planned_batches": [("zip(step, loss_weights(step, sampler=sampler))", "zip(step, [1 / len(step)] * len(step))")],
     "own_loop_context_parallel": [('    adapt(model, sequence_group=dist.group.WORLD, layout="head_tail")\n', "")],
 }
-pytestmark = [pytest.mark.models, pytest.mark.xdist_group("examples")]
+pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.xdist_group("examples")]
 
 
 def run(name: str, text: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -50,7 +50,6 @@ def test_it_runs_and_finds_no_difference(name, tmp_path):
         assert re.search(re.escape(line).replace(r"\.\.\.", r"\d.*"), done.stdout), done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_its_own_check_goes_red_without_our_line(name, tmp_path):
     text = EXAMPLES[name]
