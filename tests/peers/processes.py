@@ -53,6 +53,10 @@ def free_port() -> int:
 # --- for work that trains from YAML files: `python WORK.py OUT FOLDER JOB ...`
 
 
+TEXTS = ["1 a short one", "2 and another that is a little longer than it", "3 three", "4 four four"]
+"""What trainers are given."""
+
+
 def saved_model(folder: Path, name: str, *, pad_is_eos: bool = True, **config: Any) -> str:
     """Where a tiny model and its tokenizer lie, as on a hub; with these fields in its config besides."""
     from collate_npu.testing import byte_tokenizer, tiny_model
