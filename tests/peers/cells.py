@@ -102,6 +102,7 @@ class Stack:
     ) -> None:
         """The same of two runs of the same jobs, the stack as it is and with ours: family and layout -> job."""
         for (family, layout), job in cells.items():
+            assert ours[job].get("compared", 4) >= 4 or ours[job]["refused"], ours[job]
             self.tell(family, layout, alone=of_job(own[job]), ours=of_job(ours[job]), line=line)
 
     def _write(self, told: dict[str, Any]) -> None:
@@ -168,10 +169,10 @@ def split_by(found: dict[str, Any], *ends: str) -> list[dict[str, Any]]:
     return [{job.removesuffix(f" {end}"): one for job, one in found.items() if job.endswith(f" {end}")} for end in ends]
 
 
-def check_job(found: dict[str, Any], compared: int = 4) -> None:
-    """Each sequence of a job, and its gradient, is as alone; so many were compared."""
+def check_job(found: dict[str, Any]) -> None:
+    """Each sequence of a job, and its gradient, is as alone; four or more were compared."""
     assert of_job(found)["verdict"] == "right", found
-    assert found["compared"] >= compared, found
+    assert found["compared"] >= 4, found
 
 
 def worst_of(jobs: Iterable[dict[str, Any]] | str) -> dict[str, Any]:
