@@ -38,7 +38,7 @@ def found_by(work: str, folder: Path, *words: Any, variants: Any = ({},), ranks:
             log = out.with_suffix(f".{rank}.log").open("w+")
             running.append((subprocess.Popen(command, env=env | place, cwd=folder, stdout=log, stderr=log), log))
     for process, log in running:
-        code = process.wait(timeout=600)
+        code = process.wait(timeout=1200)
         log.seek(0)
         assert code == 0, log.read()[-4000:]
     return [json.loads(out.read_text(encoding="utf-8")) for out in outs]

@@ -103,7 +103,7 @@ def config(folder, model, setting):
     plain = {"bf16": False, "fp16": False, "tf32": False, "attn_implementation": "sdpa", "gradient_checkpointing": False}
     more = {"gradient_accumulation_steps": 1, "use_cpu": True, "special_tokens": {"pad_token": "<|eos|>"}}
     named = {"base_model": saved_model(folder, model), "plugins": ["test_axolotl.Data"]}
-    path = folder / "config.yaml"
+    path = folder / f"{os.getpid()}.yaml"
     path.write_text(yaml.safe_dump(named | data | quiet | fixed | plain | more | SETTINGS[setting]), encoding="utf-8")
     return str(path)
 

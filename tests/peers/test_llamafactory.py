@@ -93,7 +93,7 @@ def config(folder, stage, model, setting):
     data = {"dataset": "dpo" if stage == "rm" else stage, "dataset_dir": str(folder), "cutoff_len": 96}
     paths = {"model_name_or_path": saved_model(folder, model), "output_dir": str(folder / "out"), "max_grad_norm": 0.0}
     chosen = {"stage": stage, "per_device_train_batch_size": 2 if setting == "neat" else 4, **SETTINGS[setting]}
-    path = folder / "config.yaml"
+    path = folder / f"{os.getpid()}.yaml"
     path.write_text(yaml.safe_dump({**quiet, **fixed, **data, **paths, **chosen}), encoding="utf-8")
     return str(path)
 

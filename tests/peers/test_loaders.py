@@ -15,6 +15,7 @@ NEEDS = ("torchdata", "webdataset", "streaming", "megatron", "datasets", "tensor
 import numpy as np
 import torch
 import webdataset
+from datasets import Dataset
 from test_recorded import LENGTHS, ROWS, SAMPLES, remade
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -40,6 +41,16 @@ def test_a_plan_resumes_where_its_user_is(workers):
     again.load_state_dict(loader.state_dict())
     assert [batch["number"].tolist() for batch in [*begun, *again]] == whole
     assert sorted(n for batch in whole for n in batch) == sorted([*range(len(LENGTHS))] * 3)
+
+
+def test_rows_that_are_tables_are_refused_with_the_line_that_works():
+    dataset = Dataset.from_list(SAMPLES).with_format("arrow")
+    samples = [dataset[n] for n in range(len(SAMPLES))]
+    with pytest.raises(CollateError, match=r"Pass the rows of the tables") as refusal:
+        COLLATOR(samples)
+    line = str(refusal.value).split("tables: ")[1].rstrip(".")
+    batch = COLLATOR(eval(line, {"samples": samples}))
+    assert batch["attention_mask_2d"].sum(1).tolist() == [*LENGTHS]
 
 
 @pytest.fixture(scope="module")
