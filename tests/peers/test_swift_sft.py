@@ -66,7 +66,7 @@ def run(*words: str, folder: Path, ranks: int, program: str, through: str = "") 
     given |= QUIET | ({"NPROC_PER_NODE": str(ranks), "MASTER_PORT": str(free_port())} if ranks > 1 else {})
     argv = [str(Path(sys.executable).with_name(program)), "sft", *words, "--output_dir", str(folder / "out")]
     argv = [sys.executable, "-m", "collate_npu", *through.split(), "--", *argv] if through else argv
-    done = subprocess.run(argv, env=given, cwd=folder, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(argv, env=given, cwd=folder, capture_output=True, text=True, timeout=900)
     return done.returncode, done.stdout + done.stderr
 
 
