@@ -97,6 +97,14 @@ class Stack:
             for layout, jobs in layouts.items():
                 self.tell(family, layout, alone=worst_of(jobs["alone"]), ours=worst_of(jobs["ours"]), line=line)
 
+    def tell_both(
+        self, own: dict[str, Any], ours: dict[str, Any], cells: dict[tuple[str, Layout], str], *, line: str
+    ) -> None:
+        """The same of two runs of the same jobs, the stack as it is and with ours: family and layout -> job."""
+        for (family, layout), job in cells.items():
+            assert ours[job].get("compared", 4) >= 4 or ours[job]["refused"], ours[job]
+            self.tell(family, layout, alone=of_job(own[job]), ours=of_job(ours[job]), line=line)
+
     def _write(self, told: dict[str, Any]) -> None:
         releases = {name: version(name).partition("+")[0] for name in sorted({*self.packages, "torch"})}
         cells = [each for each in self._read() if (each["family"], each["layout"]) != (told["family"], told["layout"])]
@@ -154,6 +162,17 @@ def of_job(found: dict[str, Any]) -> dict[str, Any]:
     if found["refused"]:
         return verdict(refused=found["refused"])
     return with_gradient(verdict(found["error"]), found.get("gradient"))
+
+
+def split_by(found: dict[str, Any], *ends: str) -> list[dict[str, Any]]:
+    """Jobs by their last word, without it: `own, ours = split_by(found, "own", "ours")`."""
+    return [{job.removesuffix(f" {end}"): one for job, one in found.items() if job.endswith(f" {end}")} for end in ends]
+
+
+def check_job(found: dict[str, Any]) -> None:
+    """Each sequence of a job, and its gradient, is as alone; four or more were compared."""
+    assert of_job(found)["verdict"] == "right", found
+    assert found["compared"] >= 4, found
 
 
 def worst_of(jobs: Iterable[dict[str, Any]] | str) -> dict[str, Any]:

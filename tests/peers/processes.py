@@ -38,7 +38,7 @@ def found_by(work: str, folder: Path, *words: Any, variants: Any = ({},), ranks:
             log = out.with_suffix(f".{rank}.log").open("w+")
             running.append((subprocess.Popen(command, env=env | place, cwd=folder, stdout=log, stderr=log), log))
     for process, log in running:
-        code = process.wait(timeout=600)
+        code = process.wait(timeout=1200)
         log.seek(0)
         assert code == 0, log.read()[-4000:]
     return [json.loads(out.read_text(encoding="utf-8")) for out in outs]
@@ -51,6 +51,10 @@ def free_port() -> int:
 
 
 # --- for work that trains from YAML files: `python WORK.py OUT FOLDER JOB ...`
+
+
+TEXTS = ["1 a short one", "2 and another that is a little longer than it", "3 three", "4 four four"]
+"""What trainers are given."""
 
 
 def saved_model(folder: Path, name: str, *, pad_is_eos: bool = True, **config: Any) -> str:

@@ -21,70 +21,45 @@ NEEDS = ("llamafactory",)
 
 put_module("torchaudio", __version__="2.13.0")
 
-from cells import Stack, of_job
+from cells import Stack, check_job, split_by
 from llamafactory.data import collator as theirs
-from processes import found_by, refusal, run_jobs, saved_model, saw, watched
+from processes import TEXTS, found_by, refusal, run_jobs, saved_model, watched
 from rotation import some
+from test_recorded import remade
 from transformers import Trainer
 from watching import Watch
 
-from collate_npu import adapt
 from collate_npu.testing import byte_tokenizer, tiny_model
 
-TOKENIZER = byte_tokenizer()
-RIGHT = 1e-5
-JOBS = [f"sft {' '.join(each)}" for each in product(("qwen3", "qwen3_next"), ("plain", "neat"), ("own", "ours"))]
-JOBS += [f"{stage} qwen3_next plain ours" for stage in some(("dpo", "kto", "rm"), 1)]
-JOBS += ["sft qwen3_next lora ours"]  # PEFT last
+STACK = Stack("LLaMA-Factory", ("llamafactory", "transformers"), "peers_llamafactory")
+LAYOUTS = {"plain": "padded right", "neat": "packed"}
+CELLS = {(family, LAYOUTS[how]): f"sft {family} {how}" for family in ("qwen3", "qwen3_next") for how in LAYOUTS}
+MORE = [f"{stage} qwen3_next plain" for stage in some(("dpo", "kto", "rm"), 1)]
+MORE += ["sft qwen3_next lora"]  # PEFT last
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """What every job gave; one process, one training step each."""
-    if version("transformers") > "5.6.1":
-        pytest.skip("llamafactory 0.9.5 trains with transformers up to 5.6.0")
-    folder = tmp_path_factory.mktemp("llamafactory")
-    own, ours = found_by("test_llamafactory", folder, folder, *JOBS, variants=({}, {"RUN": "1"}))
-    return {job: (ours if job.endswith("ours") else own)[job] for job in JOBS}
+@pytest.mark.skipif(version("transformers") > "5.6.1", reason="llamafactory 0.9.5 trains with transformers up to 5.6.0")
+def test_its_trainers(tmp_path):
+    """One step of each job."""
+    jobs = [f"{job} {who}" for job, who in product(CELLS.values(), ("own", "ours"))] + [f"{job} ours" for job in MORE]
+    found = found_by("test_llamafactory", tmp_path, tmp_path, *jobs, variants=({}, {"RUN": "1"}))
+    own, ours = (split_by(one, who)[0] for one, who in zip(found, ("own", "ours")))
+    STACK.tell_both(own, ours, CELLS, line="collate-npu run --")
+    for job in MORE:
+        check_job(ours[job] | {"gradient": None})  # their losses are others than the mean over labels
 
 
-@pytest.mark.parametrize("job", [job for job in JOBS if job != "sft qwen3_next neat own"])
-def test_rows_are_right(runs, job):
-    found = saw(runs, job)
-    assert not found["refused"]
-    assert found["compared"] >= 4
-    assert found["error"] < RIGHT
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
-@pytest.mark.parametrize(("layout", "setting"), [("padded right", "plain"), ("packed", "neat")])
-def test_its_cells(runs, family, layout, setting):
-    stack = Stack("LLaMA-Factory", ("llamafactory", "transformers"), "peers_llamafactory")
-    own, ours = (of_job(saw(runs, f"sft {family} {setting} {who}")) for who in ("own", "ours"))
-    stack.tell(family, layout, alone=own, ours=ours, line="collate-npu run --")
-
-
-# --- the collators
-
-
-SILENT = SimpleNamespace(mm_plugin=SimpleNamespace(image_token=None, audio_token=None, get_mm_inputs=lambda *args: {}))
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
-def test_the_flat_row_of_neat_packing_on_flash_attention(family):
+def test_the_flat_row_of_neat_packing_on_flash_attention():
     """It drops the padding and the mask, and leaves positions alone."""
     ids = [[(31 * n + 7 * i) % 250 for i in range(length)] for n, length in ((1, 5), (2, 3))]
-    row = {"input_ids": [*ids[0], *ids[1]] + [TOKENIZER.pad_token_id] * 8, "labels": [*ids[0], *ids[1]] + [-100] * 8}
+    tokenizer, whole = byte_tokenizer(), [*ids[0], *ids[1]]
+    row = {"input_ids": whole + [tokenizer.pad_token_id] * 8, "labels": whole + [-100] * 8}
     row |= {"attention_mask": [1] * 5 + [2] * 3 + [0] * 8, "position_ids": [*range(5), *range(3)] + [0] * 8}
-    model = tiny_model(family, vocab_size=len(TOKENIZER))
-    given = {"tokenizer": TOKENIZER, "template": SILENT, "model": model, "pad_to_multiple_of": 8, "neat_packing": True}
+    silent = SimpleNamespace(mm_plugin=SimpleNamespace(image_token=None, audio_token=None, get_mm_inputs=lambda *args: {}))
+    given = {"tokenizer": tokenizer, "template": silent, "model": tiny_model("qwen3_next", vocab_size=258)}
     given |= {"block_diag_attn": True, "attn_implementation": "flash_attention_2", "compute_dtype": torch.float32}
-    batch = theirs.SFTDataCollatorWith4DAttentionMask(**given)([row])
-    with torch.no_grad():
-        alone = torch.cat([model(input_ids=torch.tensor([one])).logits[0] for one in ids])
-        with adapt(model):
-            logits = model(**batch).logits[0]
-    assert (logits[:8] - alone).abs().max() < 1e-4
+    batch = theirs.SFTDataCollatorWith4DAttentionMask(**given, pad_to_multiple_of=8, neat_packing=True)([row])
+    remade("LLaMA-Factory, neat packing on flash attention", dict(batch), "run", ids)
 
 
 # --- a run of its command
@@ -94,7 +69,6 @@ SETTINGS = {
     "lora": {"finetuning_type": "lora", "lora_target": "all"},
     "neat": {"finetuning_type": "full", "neat_packing": True, "packing": True},
 }
-TEXTS = ["1 a short one", "2 and another that is a little longer than it", "3 three", "4 four four"]
 
 
 def write_data(folder):
@@ -119,7 +93,7 @@ def config(folder, stage, model, setting):
     data = {"dataset": "dpo" if stage == "rm" else stage, "dataset_dir": str(folder), "cutoff_len": 96}
     paths = {"model_name_or_path": saved_model(folder, model), "output_dir": str(folder / "out"), "max_grad_norm": 0.0}
     chosen = {"stage": stage, "per_device_train_batch_size": 2 if setting == "neat" else 4, **SETTINGS[setting]}
-    path = folder / "config.yaml"
+    path = folder / f"{os.getpid()}.yaml"
     path.write_text(yaml.safe_dump({**quiet, **fixed, **data, **paths, **chosen}), encoding="utf-8")
     return str(path)
 

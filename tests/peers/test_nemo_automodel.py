@@ -11,10 +11,9 @@ functions and collated by the same collators.
 import os
 import sys
 
-import pytest
 import torch
 import yaml
-from cells import PAD, Stack, of_job, samples, verdict
+from cells import PAD, Stack, of_job, samples, split_by
 from nemo_automodel.cli.app import main
 from nemo_automodel.components.datasets.llm.neat_packing import neat_pack_dataset
 from nemo_automodel.components.datasets.llm.packed_sequence import pack_dataset
@@ -23,86 +22,68 @@ from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenP
 from processes import found_by, refusal, run_jobs, saved_model, watched
 from rotation import some
 from stand_ins import OnCpu, answer
+from test_recorded import ROWS, remade
 from transformers import AutoConfig
 from watching import Watch
 
-from collate_npu import CollateError, PaddingCollator, adapt
-from collate_npu.masks.batch_reader import segments_from_batch
+from collate_npu import PaddingCollator, adapt
 
 NEEDS = ("nemo_automodel",)
 
 STACK = Stack("NeMo Automodel", ("nemo-automodel", "transformers"), "peers_nemo")
 LINE = "adapt(part) for each of recipe.model_parts"
+ADAPTED = "adapt(part, consumer='transformers') for each of recipe.model_parts"
 FAMILIES = ["qwen3", "qwen3_next", *some(("qwen3_5_text", "gemma3_text"), 1)]
 OWN = some(("qwen3_next.own", "qwen3_5_text.own", "qwen3_moe.own"), 1)
-HYBRIDS = ("qwen3_next", "qwen3_5_text")
-ADAPTED = "adapt(part, consumer='transformers') for each of recipe.model_parts"
+HYBRIDS = [family for family in FAMILIES if family in ("qwen3_next", "qwen3_5_text")]
 SETTINGS = {"padded right": "right", "padded left": "left", "packed": "thd"}
-ALONE = [
-    ("qwen3_5_text.own packs", "wrong", "refused"),  # torch's rule and convolution read no boundaries
-    ("qwen3_next.own packs", "refused", "refused"),
-    ("qwen3_next neat", "wrong", "right"),  # Automodel#2147, before its own layers
-    ("qwen3 neat", "right", "right"),
-    ("qwen3 aligned", "wrong", "right"),
-    ("qwen3_next rows", "right", "right"),
-    ("qwen3_next collator", "right", "right"),
-]
-"""More jobs, and how each sequence is then, left as it is and with ours."""
-JOBS = [
-    f"{job} {who}"
-    for job in (*(f"{f} {s}" for f in (*FAMILIES, *OWN) for s in SETTINGS.values()), *(job for job, *_ in ALONE))
-    for who in ("own", "ours")
-]
+MORE = {
+    "qwen3_5_text.own packs": "refused",  # torch's rule and convolution read no boundaries
+    "qwen3_next.own packs": "refused",
+    "qwen3_next neat": "right",  # Automodel#2147, before its own layers
+    "qwen3 aligned": "right",
+    "qwen3_next rows": "right",
+    "qwen3_next collator": "right",
+}
+"""More jobs, and how each sequence is with ours."""
 ENVIRONMENT = {"TORCHELASTIC_RUN_ID": "one", "NEMO_ENABLE_USER_MODULES": "1"}
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """What every job gave; one process, one training step each."""
-    folder = tmp_path_factory.mktemp("automodel")
-    return found_by("test_nemo_automodel", folder, folder, *JOBS, variants=(ENVIRONMENT,), ranks=1)[0]
+def cells(families):
+    return {
+        (family.replace(".own", ", Automodel's own"), layout): f"{family} {setting}"
+        for family in families
+        for layout, setting in SETTINGS.items()
+    }
 
 
-@pytest.mark.parametrize("layout", SETTINGS)
-@pytest.mark.parametrize("family", [*FAMILIES, *OWN])
-def test_its_cell(runs, family, layout):
-    own, ours = (runs[f"{family} {SETTINGS[layout]} {who}"] for who in ("own", "ours"))
-    print(family, layout, own, ours)
-    name, line = family.replace(".own", ", Automodel's own"), ADAPTED if family in OWN else LINE
-    STACK.tell(name, layout, alone=of_job(own), ours=of_job(ours), line=line)
+def test_its_cells_and_more(tmp_path):
+    """One training step of each job."""
+    jobs = [f"{job} {who}" for job in cells([*FAMILIES, *OWN]).values() for who in ("own", "ours")]
+    jobs += [f"{job} ours" for job in MORE]
+    (found,) = found_by("test_nemo_automodel", tmp_path, tmp_path, *jobs, variants=(ENVIRONMENT,), ranks=1)
+    own, ours = split_by(found, "own", "ours")
+    STACK.tell_both(own, ours, cells(FAMILIES), line=LINE)
+    STACK.tell_both(own, ours, cells(OWN), line=ADAPTED)
+    assert {job: of_job(ours[job])["verdict"] for job in MORE} == MORE
+    assert all(ours[job]["compared"] == 4 for job, said in MORE.items() if said == "right")
 
 
 def test_its_cells_of_context_parallel(tmp_path):
-    """Two ranks: hybrids are refused before a step; attention gets as far as torch's ring, which a CPU has no kernel for."""
-    jobs = [f"{family} cp own" for family in FAMILIES] + [f"{family} cp ours" for family in FAMILIES if family in HYBRIDS]
-    for family in FAMILIES:
+    """Hybrids on two ranks: Automodel refuses them before a step. Attention alone gets as far as torch's ring, which a CPU
+    has no kernel for."""
+    for family in HYBRIDS:
         saved_model(tmp_path, family)
-    found = found_by("test_nemo_automodel", tmp_path, tmp_path, *jobs, variants=(ENVIRONMENT,), ranks=2)[0]
-    for family in FAMILIES:
-        own = verdict(refused=found[f"{family} cp own"]["refused"])
-        if family in HYBRIDS:
-            assert "not supported for hybrid model" in own["why"]
-            STACK.tell(family, "context parallel", alone=own, ours=of_job(found[f"{family} cp ours"]), line=LINE)
-        else:
-            assert "does not have a sharding strategy" in own["why"]
-            why = verdict(not_run=own["why"])
-            STACK.tell(family, "context parallel", alone=why, ours=why, line=LINE)
+    jobs = [f"{family} cp {who}" for family in HYBRIDS for who in ("own", "ours")]
+    (found,) = found_by("test_nemo_automodel", tmp_path, tmp_path, *jobs, variants=(ENVIRONMENT,), ranks=2)
+    context = {(family, "context parallel"): f"{family} cp" for family in HYBRIDS}
+    STACK.tell_both(*split_by(found, "own", "ours"), context, line=LINE)
 
 
-@pytest.mark.parametrize(("job", "own", "ours"), ALONE)
-def test_each_sequence_as_alone(runs, job, own, ours):
-    found = {who: runs[f"{job} {who}"] for who in ("own", "ours")}
-    assert [of_job(each)["verdict"] for each in found.values()] == [own, ours]
-    assert all(each["compared"] == 4 for each in found.values() if not each["refused"])
-    if ours == "refused":
-        assert "packs" in job or "Give each sequence its own row" in found["ours"]["refused"]
-
-
-def test_rows_without_a_mask_are_refused():
+def test_rows_without_a_mask():
     """The padding mask is a guess then, `input_ids == pad`. Rows with the tokenizer's mask are in tests/producers."""
-    bare = default_collater([{"input_ids": ids, "labels": [*ids[1:], -100]} for ids in samples()])
-    with pytest.raises(CollateError, match="No key says which tokens are padding"):
-        segments_from_batch(bare)
+    bare = default_collater([{"input_ids": ids, "labels": [*ids[1:], -100]} for ids in ROWS])
+    remade("NeMo Automodel, without masks", bare, "run", refused="No key says which tokens are padding")
 
 
 COLLATE = "nemo_automodel.components.datasets.utils."

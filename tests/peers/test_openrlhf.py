@@ -10,7 +10,6 @@ import json
 import os
 import runpy
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import openrlhf_world
@@ -18,11 +17,11 @@ import pytest
 import torch
 
 openrlhf_world.start()
-from cells import PAD, Stack, of_job, samples
+from cells import PAD, Stack, samples
 from openrlhf.models import Actor, actor, get_llm_for_sequence_regression, ring_attn_utils
 from openrlhf.utils import get_strategy
 from openrlhf.utils.utils import zero_pad_sequences
-from processes import found_by, process_group, refusal, run_jobs, saved_model, watched
+from processes import TEXTS, found_by, process_group, refusal, run_jobs, saved_model, watched
 from watching import Watch
 
 from collate_npu import adapt
@@ -67,21 +66,13 @@ def scored(actor, side):
     return run
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory, saved):
-    """What two ranks of ring attention gave."""
-    folder = Path(saved(FAMILIES[0])).parent
-    families = [family for family in FAMILIES if saved(family)]
-    return found_by(
-        "test_openrlhf", tmp_path_factory.mktemp("ring"), folder, *families, variants=({}, {"RUN": "1"}), ranks=2
-    )
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_cells_of_ring_attention(family, shared):
+def test_cells_of_ring_attention(tmp_path):
     """The true ring_flash_attn, which makes other windows than the model's (gemma3_text)."""
-    own, mine = (of_job(found[family]) for found in shared)
-    STACK.tell(family, "context parallel", alone=own, ours=mine, line=f"{LINE} ... --ds.ring_attn_size 2")
+    for family in FAMILIES:
+        saved_model(tmp_path, family)
+    own, ours = found_by("test_openrlhf", tmp_path, tmp_path, *FAMILIES, variants=({}, {"RUN": "1"}), ranks=2)
+    cells = {(family, "context parallel"): family for family in FAMILIES}
+    STACK.tell_both(own, ours, cells, line=f"{LINE} ... --ds.ring_attn_size 2")
 
 
 @pytest.mark.parametrize("layout", ["padded right", "padded left", "packed"])
@@ -99,10 +90,8 @@ def test_cells(family, layout, saved):
 @torch.no_grad()
 def test_value_heads_call_the_backbone(kind, packing, saved):
     """Their forward takes no positions and packs inside; the adapter stands in front of the backbone."""
-    samples = [[5, 9, 2, 77, 3, 12], [40, 41, 42], [PAD, 1, 8, 3, 100, 31, 64, 12, 6]]
     for family in ("qwen3", "qwen3_next"):
         given = {"packing_samples": packing, "init_value_head": True}
-        torch.manual_seed(0)
         model = built(saved(family), True, get_llm_for_sequence_regression, kind, **given)
 
         def answer(rows, model=model):
@@ -110,8 +99,8 @@ def test_value_heads_call_the_backbone(kind, packing, saved):
             more = {"action_mask": torch.ones(len(rows), 1)} if kind == "critic" else {}
             return model(ids, attention_mask=keep, **more)
 
-        alone = torch.cat([answer([row]) for row in samples])
-        assert float((answer(samples) - alone).abs().max()) < 1e-5
+        alone = torch.cat([answer([row]) for row in samples()])
+        assert float((answer(samples()) - alone).abs().max()) < 1e-5
 
 
 def test_train_sft_under_zero_3_through_run(tmp_path):
@@ -144,7 +133,6 @@ def start_ring():
     get_strategy(SimpleNamespace(ds=ds, train=train, local_rank=-1)).setup_distributed()
 
 
-TEXTS = ["1 a short one", "2 and another that is a little longer than it", "3 three", "4 four four"]
 NAME = "openrlhf.cli.train_sft"
 
 

@@ -1,4 +1,5 @@
-"""SkyRL 0.3.0: `HFModelWrapper`, which its workers build, with `adapt` on the model inside.
+"""SkyRL 0.3.0: `HFModelWrapper`, which its workers build, with `adapt` on the model inside; and what cosmos-rl 0.4.7 hands
+to a model (`test_recorded`): the padding of its rows stands in no key.
 
 On a CPU with sdpa: flash-attn's padding functions are stand-ins, and `remove_microbatch_padding` runs without its kernel.
 `python test_skyrl.py OUT.json FOLDER JOB...` is a rank of `sequence_parallel_size=2`; a job is "model attention layout
@@ -8,7 +9,10 @@ SkyRL's.
 
 # ruff: noqa: E402
 import copy
+import sys
 import typing
+from itertools import product
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -25,9 +29,10 @@ typing.TypedDict = typing_extensions.TypedDict  # pydantic asks for it before Py
 put_module("flash_attn")
 put_module("flash_attn.bert_padding", pad_input=pad_input, unpad_input=unpad_input)
 
-from cells import PAD, VOCAB, Stack, alone, of_job, samples
+from cells import PAD, VOCAB, Stack, alone, gradient_error, of_job, samples, split_by
 from processes import found_by, process_group, refusal, run_jobs
 from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
+from test_recorded import ROWS, remade
 
 from collate_npu import adapt
 from collate_npu.testing import tiny_model
@@ -35,7 +40,6 @@ from collate_npu.testing import tiny_model
 STACK = Stack("SkyRL", ("skyrl", "transformers"), "peers_skyrl")
 FAMILIES = ("qwen3_next", "qwen3_5_text", "lfm2", "qwen3")
 LINE = "adapt(wrapper.model)"
-RIGHT, WRONG = 1e-5, 0.05
 
 
 def truth(family):
@@ -50,69 +54,29 @@ def wrapped(family, *, packs=False, ours=False, **settings):
     return wrapper
 
 
-def both_ends(rows, side):
-    """Prompts padded left and responses right (train/dataset/preprocess.py), or whole rows on one side; where they start."""
-    before = {"both": max(len(row) for row in rows) // 4, "left": 0, "right": 0}[side]
-    width = max(map(len, rows)) + 2 * before
-    ids, mask = torch.full((2, len(rows), width), PAD).unbind()
-    mask, starts = torch.zeros_like(ids), []
-    for n, row in enumerate(rows):
-        at = {"both": before + n % 2, "left": width - len(row), "right": 0}[side]
-        ids[n, at : at + len(row)], mask[n, at : at + len(row)] = torch.tensor(row), 1
-        starts.append(at)
-    return ids, mask, starts
-
-
 def answers(wrapper, rows, side):
-    """`forward` gives log-probabilities of the last `num_actions` tokens of each row; asked for all but the first."""
-    ids, mask, starts = both_ends(rows, side)
-    told = wrapper(ids, ids.shape[1] - 1, mask)  # [B, S - 1]: place s says token s + 1
+    """`forward` gives log-probabilities of the last `num_actions` tokens of each row; asked for all but the first. Rows are
+    padded on a side, or on both: prompts left and responses right (train/dataset/preprocess.py)."""
+    longest = max(map(len, rows))
+    width = longest + 2 * (longest // 4) * (side == "both")
+    starts = [{"both": longest // 4 + n % 2, "left": width - len(row), "right": 0}[side] for n, row in enumerate(rows)]
+    ids, mask = torch.full((len(rows), width), PAD), torch.zeros(len(rows), width, dtype=torch.long)
+    for n, (row, at) in enumerate(zip(rows, starts)):
+        ids[n, at : at + len(row)], mask[n, at : at + len(row)] = torch.tensor(row), 1
+    told = wrapper(ids, width - 1, mask)  # [B, S - 1]: place s says token s + 1
     return [row[at : at + len(one) - 1] for row, at, one in zip(told, starts, rows)]
-
-
-def off(wrapper, family, side):
-    """The worst log-probability and the worst gradient, relative, against each sequence by itself."""
-    rows = samples()
-    found, model = answers(wrapper, rows, side), truth(family)
-    wanted = alone(model)(rows)
-    torch.cat(found).mean().neg().backward()
-    torch.cat(wanted).mean().neg().backward()
-    worst = max(float((x - y).detach().abs().max()) for x, y in zip(found, wanted))
-    pairs = [(p.grad, q.grad) for p, q in zip(wrapper.model.parameters(), model.parameters()) if q.grad is not None]
-    return worst, max(float((p - q).norm() / q.norm()) for p, q in pairs if float(q.norm()) > 0)
 
 
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_padded_left_and_responses_right(family, packs):
-    """With its padding such rows are right by themselves, and with ours; without, sequences run on into each other."""
-    own = off(wrapped(family, packs=packs), family, "both")
-    assert min(own) > WRONG if packs else max(own) < RIGHT
-    assert max(off(wrapped(family, packs=packs, ours=True), family, "both")) < RIGHT
-
-
-FLASH = "flash_attention_2 packed"
-SHARED = [f"{family} {FLASH}" for family in FAMILIES] + ["qwen3 flash_attention_2 padded", "qwen3 sdpa padded"]
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """What two ranks gave that share each row."""
-    jobs = [f"{job} {who}" for job in SHARED for who in ("own", "ours")]
-    return found_by("test_skyrl", (folder := tmp_path_factory.mktemp("shared")), folder, *jobs, ranks=2)[0]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_cells_of_shared_rows(family, shared):
-    """SkyRL exchanges in flash attention alone (distributed/ulysses/monkey_patch.py:53-124), `adapt` in any mixer."""
-    own, ours = (of_job(shared[f"{family} {FLASH} {who}"]) for who in ("own", "ours"))
-    STACK.tell(family, "context parallel", alone=own, ours=ours, line=f"{LINE}, sequence_parallel_size 2")
-
-
-@pytest.mark.parametrize("job", SHARED[-2:])
-def test_shared_rows_with_padding_are_right_on_any_attention(job, shared):
-    own, ours = (of_job(shared[f"{job} {who}"])["verdict"] for who in ("own", "ours"))
-    assert (own, ours) == ("wrong" if "sdpa" in job else "right", "right")
+    """Log-probabilities and the gradient."""
+    wrapper, model = wrapped(family, packs=packs, ours=True), truth(family)
+    found, wanted = torch.cat(answers(wrapper, samples(), "both")), torch.cat(alone(model)(samples()))
+    found.mean().neg().backward()
+    wanted.mean().neg().backward()
+    pairs = [(p.grad, q.grad) for p, q in zip(wrapper.model.parameters(), model.parameters()) if q.grad is not None]
+    assert max(float((found - wanted).detach().abs().max()), gradient_error(*zip(*pairs))) < 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -123,6 +87,39 @@ def test_cells(family, layout):
         return lambda rows: answers(wrapped(family, packs=layout == "packed", ours=ours), rows, side)
 
     STACK.cell(family, layout, truth=alone(truth(family)), alone=run(False), ours=run(True), line=LINE)
+
+
+FLASH = "flash_attention_2 packed"
+PADDED = ("qwen3 flash_attention_2 padded ours", "qwen3 sdpa padded ours")
+
+
+def test_cells_of_shared_rows(tmp_path):
+    """SkyRL exchanges in flash attention alone (distributed/ulysses/monkey_patch.py:53-124), `adapt` in any mixer, rows with
+    padding too."""
+    jobs = [*(f"{family} {FLASH} {who}" for family, who in product(FAMILIES, ("own", "ours"))), *PADDED]
+    (found,) = found_by("test_skyrl", tmp_path, tmp_path, *jobs, ranks=2)
+    cells = {(family, "context parallel"): f"{family} {FLASH}" for family in FAMILIES}
+    STACK.tell_both(*split_by(found, "own", "ours"), cells, line=f"{LINE}, sequence_parallel_size 2")
+    assert [of_job(found[job])["verdict"] for job in PADDED] == ["right", "right"]
+
+
+def test_cosmos_rl_hands_over_positions_and_no_mask():
+    """What it imports beside torch is a stand-in."""
+    while "cosmos_rl.policy.model.hf_models" not in sys.modules:
+        try:
+            import cosmos_rl.policy.model.hf_models
+        except ModuleNotFoundError as error:
+            put_module(error.name, MagicMock)
+            for name in [name for name in sys.modules if name.startswith("cosmos_rl")]:
+                del sys.modules[name]
+    model, seen = truth("qwen3"), {}
+    model.register_forward_pre_hook(lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    policy = cosmos_rl.policy.model.hf_models.HFModel(model.config, model, type(model))
+    width = max(map(len, ROWS))
+    ids = torch.tensor([row + [PAD] * (width - len(row)) for row in ROWS])
+    policy(input_ids=ids, position_ids=torch.arange(width).expand(len(ROWS), -1))
+    handed = {key: value for key, value in seen.items() if isinstance(value, torch.Tensor)}
+    remade("cosmos-rl", handed, "run", refused="No key says which tokens are padding")
 
 
 def flash_attention(query, key, value, mask=None, *args, position_ids=None, softmax_scale=None, **kwargs):

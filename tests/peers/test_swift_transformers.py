@@ -1,17 +1,12 @@
 """ms-swift 4.6.0 on its transformers backend: what its real template sends is right for recurrent models, or refused."""
 
-import json
-import re
 from contextlib import nullcontext
 
 import pytest
 import torch
 from cells import Stack, gradient_error, verdict
-from processes import saved_model
 from swift.model.models import qwen
 from swift_world import LENGTHS, VOCABULARY, alone, apart, samples, template, trained
-from test_swift_sft import DATA, MODEL, PLUGIN, RECORDER, chats, run, save_rows
-from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
@@ -64,35 +59,6 @@ def test_its_trainer_on_flat_rows(family):
     assert all(kind.forward is forward for kind, forward in forwards.items())
     assert not any(module._forward_pre_hooks for module in model.modules())
     STACK.tell(family, "packed", **found, line=LINE)
-
-
-SFT = (*MODEL, *DATA, "--max_steps", "1", "--use_cpu", "true", "--save_strategy", "no", "--report_to", "none",
-       "--external_plugins", RECORDER)  # fmt: skip
-LAYOUTS = {"left": ("--padding_side", "left"), "packed": ("--padding_free", "true", "--attn_impl", "flash_attn")}
-LAYOUTS |= {"shared": ("--sequence_parallel_size", "2")}
-TYPED = [*(f"qwen3_next packed {who} 1" for who in ("own", "plugin", "run")), "qwen3_next shared run 2"]
-
-
-@pytest.mark.parametrize("job", [*TYPED, "qwen3 packed run 1", "qwen3_next left run 2"])
-def test_swift_sft_as_typed(job, tmp_path):
-    """With its workers, gradient checkpointing and labels as by default; what it writes of its first step."""
-    family, layout, who, ranks = job.split()
-    path, chat = saved_model(tmp_path, family, pad_is_eos=False), chats(4)
-    rows, gloo = save_rows(tmp_path / "rows.jsonl", chat), ["--ddp_backend", "gloo"] * (ranks == "2")
-    words = (*SFT, *[PLUGIN] * (who == "plugin"), *LAYOUTS[layout], *gloo, "--model", path, "--model_type", family)
-    words += ("--dataset", rows, "--per_device_train_batch_size", str(4 // int(ranks)))
-    code, said, _ = run(*words, record=tmp_path, ranks=int(ranks), program="swift", through=who if who == "run" else "")
-    refused = {"shared": "A hook cut these rows", "plugin": "put `collate-npu run --` before the command"}
-    if code:
-        assert refused.get(layout, refused.get(who, "no")) in said, said[-3000:]
-        return
-    assert not {layout, who} & {*refused}
-    told = json.loads(next(tmp_path.glob("out/*/logging.jsonl")).read_text().partition("\n")[0])
-    made = template(transformers=family)
-    _, _, gradient = alone(AutoModelForCausalLM.from_pretrained(path), [made.encode(row) for row in chat])
-    assert (told["grad_norm"] == pytest.approx(float(gradient.double().norm()), rel=1e-5)) == (who != "own")
-    found = re.search(r"collate-npu run: (\d) process\w*, Qwen\w+: by sequence .* got what the batch says", said)
-    assert (found and found[1]) == (ranks if who == "run" else None)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

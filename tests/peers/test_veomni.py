@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from cells import Stack, alone, samples, scores, verdict
+from cells import Stack, alone, gradient_error, samples, scores, verdict
 from processes import found_by, refusal, saved_model
 from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from stand_ins import answer, varlen_attention
@@ -33,17 +33,14 @@ from veomni.ops.kernel_registry import KERNEL_REGISTRY, HardwareRequirement, Ker
 from veomni.ops.kernels.attention import flash
 from veomni.trainer.text_trainer import TextTrainer, VeOmniArguments
 
-from collate_npu import CollateError, adapt
-from collate_npu.consumers import transformers
+from collate_npu import adapt
 from collate_npu.testing import byte_tokenizer
 
 NEEDS = ("veomni",)
 
 STACK = Stack("VeOmni", ("veomni", "transformers"), "peers_veomni")
 LINE = "adapt(trainer.base.model)"
-PADDED = "VeOmni packs every batch into one row"
 FLASH = "flash_attention_2"
-WRONG = 0.05
 
 sys.modules["flash_attn"] = looked_for = ModuleType("flash_attn")
 looked_for.flash_attn_func = looked_for.flash_attn_varlen_func = lambda *args, **kwargs: args
@@ -123,38 +120,16 @@ def with_ours(model, run):
         return run()
 
 
-@pytest.mark.parametrize(("family", "attention"), [("qwen3", "sdpa"), ("qwen3_5_text", FLASH)])
-def test_the_gradient_is_that_of_each_sequence_alone(saved, family, attention):
-    model, truth = built(saved(family), attention)
+def learned(model, truth):
+    """How far the gradient of a packed row, with a tail, is from that of each sequence alone."""
     rows = samples()
+    count = sum(map(len, rows)) - len(rows)
     for ids in map(torch.tensor, rows):  # its own loss is VeOmni's by now
-        torch.nn.functional.cross_entropy(truth(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="sum").backward()
-    own, taught = gradients(truth), sum(map(len, rows)) - len(rows)
-    batch = batch_of(rows, pad_to_length=64)
-    with_ours(model, lambda: (model(**batch, use_cache=False).loss * taught).backward())
-    error = max(float((x - own[name]).norm() / own[name].norm()) for name, x in gradients(model).items())
-    assert error < 1e-3, error
-
-
-def gradients(model):
-    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-
-
-def test_recurrent_layers_beside_dense_masks_are_right_with_ours(saved):
-    """VeOmni's mask of ones hides from transformers that its rows are packed (masking_utils.py:876-882)."""
-    model, truth = built(saved("qwen3_5_text"), "sdpa")
-    wanted = torch.cat(alone(truth)(samples()))
-    assert (torch.cat(packed(model, samples())) - wanted).abs().max() > WRONG
-    assert (torch.cat(with_ours(model, lambda: packed(model, samples()))) - wanted).abs().max() < 1e-4
-
-
-def test_a_window_is_lost_on_an_npu_and_that_is_refused(saved, monkeypatch):
-    """There its flash attention is transformers' (5.9 integrations/npu_flash_attention.py:83-128), which takes no window."""
-    model, _ = built(saved("gemma3_text"), FLASH)
-    real = transformers.find_spec
-    monkeypatch.setattr(transformers, "find_spec", lambda name: name == "torch_npu" or real(name))
-    with pytest.raises(CollateError, match="drops windows in silence"):
-        with_ours(model, lambda: packed(model, samples()))
+        loss = torch.nn.functional.cross_entropy(truth(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="sum")
+        (loss / count).backward()
+    with_ours(model, lambda: model(**batch_of(rows, pad_to_length=64), use_cache=False).loss.backward())
+    own, found = ({name: p.grad for name, p in each.named_parameters() if p.grad is not None} for each in (truth, model))
+    return gradient_error([found[name] for name in own], [*own.values()])
 
 
 CASES = [("qwen3", "sdpa"), ("qwen3_5_text", FLASH), ("gemma3_text", FLASH)]
@@ -170,29 +145,25 @@ def test_cells(saved, family, attention):
         alone=lambda rows: packed(model, rows, pad_to_length=64),
         ours=lambda rows: with_ours(model, lambda: packed(model, rows, pad_to_length=64)),
         line=f"{LINE}, {attention}",
+        ours_learned=learned(model, truth),
     )
 
+
+def test_recurrent_layers_beside_dense_masks(saved):
+    """VeOmni's mask of ones hides from transformers that its rows are packed (masking_utils.py:876-882)."""
+    model, truth = built(saved("qwen3_5_text"), "sdpa")
+    found, wanted = with_ours(model, lambda: packed(model, samples())), alone(truth)(samples())
+    assert (torch.cat(found) - torch.cat(wanted)).abs().max() < 1e-4
+
+
+# --- train.py config.yaml on two ranks
 
 TEXTS = ["1 a short one", "2 and another that is longer", "3 three", "4 four four"] * 2
 SHARED = ("qwen3_5_text", "qwen3", "gemma3_text")
 JOBS = [f"{family} {kernel} ulysses ours" for family in SHARED for kernel in (FLASH, "sdpa")]
 JOBS += [f"qwen3_5_text {FLASH} tail ours", *(f"{family} {FLASH} ulysses own" for family in SHARED)]
 NEXT = [f"qwen3_next sdpa {rest}" for rest in ("packed own", "packed ours", "single ours", "single own", "ulysses ours")]
-
-
-@pytest.fixture(scope="module")
-def trained(saved, tmp_path_factory):
-    """What each job saw, by rank. VeOmni has no Qwen3-Next of its own: MODELING_BACKEND=hf runs transformers'."""
-    folder, found = Path(saved("qwen3")).parent, {}
-    (folder / "data.jsonl").write_text("\n".join(json.dumps({"content_split": text}) for text in TEXTS), encoding="utf-8")
-    for job in (*JOBS, *NEXT):
-        saved(job.split()[0])
-    for jobs, backend in ((JOBS, {}), (NEXT, {"MODELING_BACKEND": "hf"})):
-        out = tmp_path_factory.mktemp("trained")
-        found_by("test_veomni", out, folder, *jobs, variants=(backend,), ranks=2)
-        ranks = [torch.load(out / f"test_veomni-0.json.{rank}.pt", weights_only=False) for rank in range(2)]
-        found |= {job: [rank[job] for rank in ranks] for job in jobs}
-    return found
+SINGLE = NEXT[3]
 
 
 def rows_of(ranks, job):
@@ -202,51 +173,52 @@ def rows_of(ranks, job):
     return [(one + two, torch.cat([x, y])) for (one, x), (two, y) in zip(*(rank["seen"] for rank in ranks))]
 
 
-def errors(trained, saved, job):
-    """How far each sample of the job's rows is from the sample alone, and how many were compared; or why it refused.
-
-    With MODELING_BACKEND=hf VeOmni leaves the experts of Qwen3-Next without their weights: there alone is its own run.
-    """
+def judged(trained, job, texts):
+    """A job's verdict, and how many of the texts were compared; `texts`: each with its log-probabilities alone."""
     if refused := trained[job][0]["refused"]:
         return verdict(refused=refused), 0
-    if job in NEXT:
-        truth = {tuple(ids): scores(logits, ids) for ids, logits in rows_of(trained[NEXT[3]], NEXT[3])}
-    else:
-        model, texts = AutoModelForCausalLM.from_pretrained(saved(job.split()[0])).eval(), map(byte_tokenizer(), TEXTS)
-        rows = list({tuple(text["input_ids"]) for text in texts})
-        truth = dict(zip(rows, alone(model)(rows)))
     worst, count = 0.0, 0
     for ids, logits in rows_of(trained[job], job):
-        for row, wanted in truth.items():
+        for row, wanted in texts.items():
             for at in (at for at in range(len(ids)) if tuple(ids[at : at + len(row)]) == row):
                 worst = max(worst, float((scores(logits[at:], row) - wanted).abs().max()))
                 count += 1
     return verdict(worst), count
 
 
-@pytest.mark.parametrize("job", [*JOBS, "qwen3_next sdpa single ours"])
-def test_train_py_on_two_ranks(trained, saved, job):
-    told, count = errors(trained, saved, job)
-    assert told["verdict"] == "right"
-    assert count >= 3
+def trained_by(saved, folder, jobs, **env):
+    """What each job saw, by rank."""
+    for job in jobs:
+        saved(job.split()[0])
+    data = "\n".join(json.dumps({"content_split": text}) for text in TEXTS)
+    (Path(saved("qwen3")).parent / "data.jsonl").write_text(data, encoding="utf-8")
+    found_by("test_veomni", folder, Path(saved("qwen3")).parent, *jobs, variants=(env,), ranks=2)
+    ranks = [torch.load(folder / f"test_veomni-0.json.{rank}.pt", weights_only=False) for rank in range(2)]
+    return {job: [rank[job] for rank in ranks] for job in jobs}
 
 
-def test_labels_that_transformers_own_loss_would_move_again_are_refused(trained):
-    assert "moves labels within this rank's part" in trained[NEXT[4]][0]["refused"]
+def test_train_py_on_two_ranks(saved, tmp_path):
+    trained = trained_by(saved, tmp_path, JOBS)
+    rows, found = list({tuple(ids) for ids in byte_tokenizer()(TEXTS)["input_ids"]}), {}
+    for job in JOBS:
+        truth = alone(AutoModelForCausalLM.from_pretrained(saved(job.split()[0])).eval())
+        found[job], count = judged(trained, job, dict(zip(rows, truth(rows))))
+        assert count >= 3 * ("ours" in job), job
+        assert found[job]["verdict"] == "right" or "own" in job, found
+    for family in SHARED:
+        own, ours = (found[f"{family} {FLASH} ulysses {who}"] for who in ("own", "ours"))
+        STACK.tell(family, "context parallel", alone=own, ours=ours, line=f"{LINE}, ulysses_size 2, {FLASH}")
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", *SHARED])
-def test_cells_of_the_trainer(trained, saved, family):
-    jobs, layout, line = (NEXT[:2], "packed", f"{LINE}, MODELING_BACKEND=hf, sdpa") if family == "qwen3_next" else (
-        [f"{family} {FLASH} ulysses {by}" for by in ("own", "ours")], "context parallel", f"{LINE}, ulysses_size 2, {FLASH}"
-    )  # fmt: skip
-    own, ours = (errors(trained, saved, job)[0] for job in jobs)
-    STACK.tell(family, layout, alone=own, ours=ours, line=line)
-
-
-@pytest.mark.parametrize("layout", ["padded right", "padded left"])
-def test_cells_that_it_never_makes(layout):
-    STACK.tell("qwen3_5_text", layout, alone=verdict(not_run=PADDED), ours=verdict(not_run=PADDED), line=LINE)
+def test_a_model_of_transformers_on_two_ranks(saved, tmp_path):
+    """VeOmni has no Qwen3-Next of its own. With MODELING_BACKEND=hf it leaves the experts without their weights: alone is a
+    run of its own, of rows of one sequence. Labels that transformers' loss would move again within a part are refused."""
+    trained = trained_by(saved, tmp_path, NEXT, MODELING_BACKEND="hf")
+    texts = {tuple(ids): scores(logits, ids) for ids, logits in rows_of(trained[SINGLE], SINGLE)}
+    (own, _), (ours, count), (single, _), _, _ = (judged(trained, job, texts) for job in NEXT)
+    STACK.tell("qwen3_next", "packed", alone=own, ours=ours, line=f"{LINE}, MODELING_BACKEND=hf, sdpa")
+    assert (single["verdict"], count >= 3) == ("right", True)
+    assert "moves labels within this rank's part" in trained[NEXT[-1]][0]["refused"]
 
 
 SETTINGS = {"packed": {}, "tail": {"pad_to_length": True}, "ulysses": {"ulysses_size": 2}}

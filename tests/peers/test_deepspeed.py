@@ -1,24 +1,28 @@
-"""transformers' Trainer, and Accelerate alone, with `ParallelismConfig(sp_size=2)`: DeepSpeed's Ulysses between two ranks.
+"""DeepSpeed between two ranks: `adapt` under ZeRO-3, and Ulysses (`ParallelismConfig(sp_size=2)`) under a Trainer
+and under Accelerate alone; and PEFT, which wraps a model behind `adapt`.
 
-`python test_trainer_sp.py OUT FOLDER JOB ...` is one of them. DeepSpeed's engine, loader and attention are its own; Gloo
+`python test_deepspeed.py OUT FOLDER JOB ...` is one of them. DeepSpeed's engine, loader and attention are its own; Gloo
 takes no gather of a number into rows, nor of rows of two widths.
 """
 
 # ruff: noqa: E402
 import functools
+import os
 from contextlib import nullcontext
 
 import openrlhf_world
 
 openrlhf_world.deepspeed_on_cpu()
 import deepspeed
+import peft
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedSequenceParallelConfig
-from cells import Stack, gradient_error, of_job, samples, scores
+from adapt_work import PARTS, ROWS, VOCAB, batch_of, mean_of_ranks
+from cells import Stack, check_job, gradient_error, of_job, samples, scores
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
@@ -29,34 +33,42 @@ from transformers import Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from collate_npu import ContextParallel, PaddingCollator, adapt, gather_sequence
+from collate_npu.errors import UnsupportedFormError
 from collate_npu.testing import tiny_model
 
-NEEDS = ("transformers", "deepspeed")
+NEEDS = ("transformers", "deepspeed", "peft")
 STACK = Stack("transformers Trainer, sp", ("transformers", "accelerate", "deepspeed"), "peers_openrlhf")
 FAMILIES = ("qwen3", "gemma3_text", "qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1")
-ONCE = ("accelerate qwen3_next", "trainer qwen3_next left", "trainer qwen3 left")
-JOBS = [*(f"trainer {family}" for family in FAMILIES), *ONCE]
+CELLS = {(family, "context parallel"): f"trainer {family}" for family in FAMILIES}
+ALONE, LEFT, LEFT_DENSE = ONCE = ("accelerate qwen3_next", "trainer qwen3_next left", "trainer qwen3 left")
+ZERO_3 = [f"{first} {case}" for first in ("before", "behind") for case in ("qwen3_next padded", "qwen3 packed")]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sp")
-    return found_by("test_trainer_sp", folder, folder, *JOBS, variants=({}, {"RUN": "1"}), ranks=2)
+def test_behind_adapt_lora_is_refused_until_it_is_merged():
+    """LoRA's wrapper calls `model.forward`, and no hook of the model runs: in silence, were the backbone not asked."""
+    batch = {key: value for key, value in batch_of(ROWS, "padded left").items() if key != "labels"}
+    model = tiny_model("gpt2", vocab_size=VOCAB)
+    adapt(model)
+    told = {"r": 2, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(**told)).eval()
+    with pytest.raises(UnsupportedFormError, match="Call adapt on what get_peft_model returned"):
+        wrapped(**batch)
+    merged, row = wrapped.merge_and_unload(), ROWS[0]
+    alone = merged(input_ids=row[None], attention_mask=torch.ones_like(row)[None]).logits[0]
+    assert (merged(**batch).logits[0, -len(row) :] - alone).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_cells(family, found):
-    own, ours = (of_job(each[f"trainer {family}"]) for each in found)
-    STACK.tell(family, "context parallel", alone=own, ours=ours, line="collate-npu run --")
-
-
-def test_accelerate_by_itself_and_what_ulysses_drops(found):
-    """It drops every mask and window on sdpa; and accelerate refuses by name again behind a model that was adapted."""
-    own, ours = found
-    assert [of_job(job)["verdict"] for job in (own[ONCE[0]], ours[ONCE[0]], own[ONCE[2]])] == ["right", "right", "wrong"]
-    assert all("padding stands on the left" in ours[job]["refused"] for job in ONCE[1:])
+def test_two_ranks(tmp_path):
+    """Ulysses drops every mask and window on sdpa; and accelerate refuses by name again behind a model that was adapted."""
+    jobs = (*ZERO_3, *CELLS.values(), *ONCE)
+    own, ours = found_by("test_deepspeed", tmp_path, tmp_path, *jobs, variants=({}, {"RUN": "1"}), ranks=2)
+    for job in ZERO_3:
+        check_job(own[job])
+    STACK.tell_both(own, ours, CELLS, line="collate-npu run --")
+    assert [of_job(job)["verdict"] for job in (own[ALONE], ours[ALONE], own[LEFT_DENSE])] == ["right", "right", "wrong"]
+    assert all("padding stands on the left" in ours[job]["refused"] for job in (LEFT, LEFT_DENSE))
     assert "has a window" in ours["trainer gemma3_text"]["refused"]
-    assert "linear_attention" in own[ONCE[1]]["refused"]
+    assert "linear_attention" in own[LEFT]["refused"]
 
 
 # --- a rank of two
@@ -134,7 +146,31 @@ def by_accelerate(model, collator, folder):
     accelerator.backward(2 * loss / count)
 
 
+PARTITIONED = {
+    "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.0}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}  # fmt: skip
+
+
+def under_zero_3(first, family, layout):
+    """How far a step's gradient is from that of the samples alone; `compared`: its parameters that are not whole here."""
+    model, wanted = tiny_model(family, vocab_size=VOCAB), mean_of_ranks(family)
+    if first == "before":
+        adapt(model)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=PARTITIONED)
+    if first == "behind":
+        adapt(engine)
+    batch = batch_of(PARTS[dist.get_rank()], "padded left" if layout == "padded" else layout)
+    engine.backward(engine(**batch).loss)
+    grads = [(safe_get_full_grad(p), p.ds_shape) for p in model.parameters()]
+    found = torch.cat([(torch.zeros(shape) if grad is None else grad).flatten() for grad, shape in grads])
+    error = gradient_error([found], [wanted])
+    return {"refused": "", "error": error, "gradient": error, "compared": sum(p.numel() == 0 for p in model.parameters())}
+
+
 def run(folder, door, family, side="right"):
+    if door in ("before", "behind"):
+        return under_zero_3(door, family, side) if "RUN" not in os.environ else None
     model, sdpa = tiny_model(family, vocab_size=120).train(), ALL_ATTENTION_FUNCTIONS["sdpa"]
     seen, step = Seen(model), {"trainer": by_trainer, "accelerate": by_accelerate}[door]
     with adapt(model) if door == "accelerate" else nullcontext():
