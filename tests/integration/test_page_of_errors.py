@@ -40,7 +40,7 @@ ELSEWHERE = {
     "test_every_rank_raises_where_one_is_odd_at_the_second_step_of_a_shape",
     "gloo-device": "tests/parallel/test_layout.py::"
     "test_a_gloo_group_is_made_where_the_world_is_bound_to_a_device_that_gloo_does_not_know",
-    "fla-cpu": "tests/tools/env/test_env_hazards.py::test_a_hazard_is_told_where_it_is_and_nowhere_else",
+    "fla-cpu": "tests/tools/env/test_env.py::test_a_hazard_is_told_where_it_is_and_nowhere_else",
 }
 
 

@@ -210,7 +210,7 @@ sys.exit(run_command_line(sys.argv[1:]))"""
 
 @pytest.mark.parametrize("args", ["--version", "--help", "audit --help", "guide", "guide errors#polarity"])
 def test_what_needs_torch_and_numpy_alone_prints_the_same_without_the_rest(args):
-    """`env` too: test_environment."""
+    """`env` too: test_env."""
     done = subprocess.run([sys.executable, "-c", WITHOUT, *args.split()], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", typed(*args.split()).stdout)
 
