@@ -1,5 +1,5 @@
-"""Audit: one table of its command lines, with the exit code, what it finds of the user's batches, and what it says of the rest;
-and each kind of model and of collator, with an answer and never a traceback. Each form of a file: test_files."""
+"""Audit: one table of its command lines, with the exit code, what it finds of the user's batches, and what it says of the
+rest; and each kind of model and of collator, with an answer and never a traceback. Each form of a file: test_files."""
 
 import json
 import re
@@ -122,7 +122,7 @@ def run(folder, line, **how):
 
 
 def summed_up(report):
-    """Return of each case of yours its side, and whether it is right; and the sides of ours. None: no model was looked at."""
+    """Return the side of each case of the user's, and whether it is right; and the sides of ours. None: no model was run."""
     if "settings" not in report:
         return None
     yours = [f"{f['side']} {'right' if f['right'] else 'wrong'}" for f in report["findings"] if f["by"] != "ours"]
@@ -338,10 +338,12 @@ def test_an_attention_that_a_named_model_has_not_is_not_run_and_of_the_default_o
     assert ({f["model"] for f in report["findings"]}, ended, report["passed"]) == ({"llama"}, 0, True)
 
 
-def test_names_are_taken_as_they_are_and_the_default_leaves_out_what_cannot_be_tested():
+def test_names_are_taken_as_they_are_and_the_default_leaves_out_what_cannot_be_tested(monkeypatch):
+    monkeypatch.setattr(audit, "left_out", lambda attention: {"rwkv": "it has one attention"})
     assert audit.candidates(["rwkv"], ["eager"]) == ([("rwkv", "eager")], {})
-    chosen, excluded = audit.candidates([], ["eager"])
-    assert ("rwkv (eager)" in excluded, ("qwen3_next", "eager") in chosen) == (True, True)
+    chosen, untestable = audit.candidates([], ["eager"])
+    assert (("qwen3_next", "eager") in chosen, ("rwkv", "eager") in chosen) == (True, False)
+    assert untestable == {"rwkv (eager)": "it has one attention"}
     assert audit.candidates([], ["flex_attention"])[1] == {}, "what may have to compile is not measured"
 
 
