@@ -3,7 +3,6 @@ rest; and each kind of model and of collator, with an answer and never a traceba
 
 import json
 import re
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,14 +11,12 @@ import torch
 pytest.importorskip("rich")
 pytest.importorskip("transformers")
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, LlamaForSequenceClassification
-from transformers.utils import logging
 from typed import typed
 
 from collate_npu import PaddingCollator
 from collate_npu.releases import KERNELS_TOLD
 from collate_npu.testing import byte_tokenizer, tiny_model
 from collate_npu.tools import audit, checkpoints
-from collate_npu.tools.audit import Report
 
 pytestmark = pytest.mark.models
 
@@ -80,26 +77,33 @@ def dumps():
     }
 
 
+CONFIGS = {"pair": '{"model_type": "t5"}', "unknown": '{"model_type": "qwen9"}', "broken": "{"}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """What the command lines below name."""
     here = tmp_path_factory.mktemp("here")
     spoken = [{"messages": [{"role": "user", "content": "word " * n}]} for n in (1, 5, 9)]
-    files = {
-        "mine_here.py": MINE,
-        "bad_module_here.py": "raise RuntimeError('broken')",
-        "calls_it.py": "import bad_module_here",
-    }
-    files |= {"a.txt": "one\n", "spoken.jsonl": "\n".join(map(json.dumps, spoken)), "broken/config.json": "{"}
+    files = {"mine_here.py": MINE, "bad_module_here.py": "raise RuntimeError('x')", "calls_it.py": "import bad_module_here"}
+    files |= {f"{name}/config.json": text for name, text in CONFIGS.items()}
+    files |= {"a.txt": "one\n", "spoken.jsonl": "\n".join(map(json.dumps, spoken))}
     files |= {"ids.jsonl": '{"input_ids": [1, 700, 2]}\n{"input_ids": [3, 4]}\n{"input_ids": [5]}\n'}
-    for name, text in {**files, "pair/config.json": '{"model_type": "t5"}'}.items():
+    for name, text in files.items():
         (here / name).parent.mkdir(exist_ok=True)
         (here / name).write_text(text, encoding="utf-8")
     for name, batch in dumps().items():
         torch.save(batch, here / f"{name}.pt")
-    tiny_model("llama", vocab_size=257).save_pretrained(here / "models" / "llama")
     tiny_model("bert", vocab_size=8).save_pretrained(here / "models" / "bert")
-    reader = byte_tokenizer()
+    reader, llama = byte_tokenizer(), tiny_model("llama", vocab_size=257)
+    llama.save_pretrained(here / "models" / "llama")
+    kinds = {"no_head": llama.model, "classifier": LlamaForSequenceClassification(llama.config)}
+    kinds |= {"sharded": tiny_model("qwen3_next", vocab_size=257), "cut": llama, "no_weights": llama}
+    for name, model in kinds.items():
+        model.save_pretrained(here / name, max_shard_size="200KB" if name == "sharded" else "1GB")
+        reader.save_pretrained(here / name)
+    (here / "cut" / "model.safetensors").write_bytes((here / "cut" / "model.safetensors").read_bytes()[:5000])
+    (here / "no_weights" / "model.safetensors").unlink()
     reader.save_pretrained(here / "reader")
     reader.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     reader.save_pretrained(here / "chat")
@@ -130,6 +134,7 @@ def summed_up(report):
     return "; ".join([*yours, f"beside {', '.join(beside)}"] if beside else yours)
 
 
+NEWER = pytest.mark.skipif(not KERNELS_TOLD.holds(), reason="a family of newer transformers")
 LLAMA, BOTH = "--model llama", "beside left, right"
 BY = f"{LLAMA} --side right --collator"
 ROWS = [
@@ -151,7 +156,7 @@ ROWS = [
         "Ends": "mine_here.py, line 22: SystemExit: 0. --collator: got mine_here.py:Ends. ",
         "unsigned": "mine_here.py, line 26: BaseException: no. --collator: got mine_here.py:unsigned. "}.items()),
     (f"{BY} no_such_module:collate", 2, None, "No module named"),
-    (f"{BY} calls_it:f", 2, None, "collate-npu: bad_module_here.py, line 1: RuntimeError: broken"),
+    (f"{BY} calls_it:f", 2, None, "collate-npu: bad_module_here.py, line 1: RuntimeError: x"),
     (f"{BY} collate", 2, None, "For example transformers:DataCollatorForSeq2Seq"),
     # a batch that you saved
     (f"{LLAMA} --batch right.pt", 0, f"right right; {BOTH}", ""),
@@ -176,7 +181,11 @@ ROWS = [
     ("--model owner/model", 2, None, "hf download owner/model"), ("--model ./\x1b[2J", 2, None, r"/\\x1b.*no folder here"),
     ("--model models", 2, None, "a folder without config.json"), ("--model pair/config.json", 2, None, "a file"),
     ("--model t5", 2, "", "encoder"), ("--model pair", 2, None, "t5"),
-    ("--model broken", 2, None, "Its config.json does not load"),
+    *((f"--model {name}", 2, None, "Its config.json does not load") for name in ("broken", "unknown")),
+    *((f"--model {name}", 2, "", said) for name, said in {
+        "cut": "SafetensorError: ", "no_weights": "OSError: ", "models/llama": "no file of a tokenizer"}.items()),
+    *((f"--model {name} --side left", 0, "beside left", "") for name in ("sharded", "no_head", "classifier", "gpt2")),
+    pytest.param("--model qwen3_5 --side left", 0, "beside left", "", marks=NEWER),
     (f"{LLAMA} --tokenizer endless", 2, None, "neither pad nor eos"),
     *((f"{LLAMA} --tokenizer {name}", 2, None, "no folder with its files") for name in ("nowhere", "pair", "a.txt")),
     (f"{LLAMA} --tokenizer reader --side right", 0, "beside right", ""),
@@ -190,7 +199,11 @@ ROWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "code", "found", "said"), ROWS, ids=[ascii(line) for line, *_ in ROWS])
+def cells_of(row):
+    return getattr(row, "values", row)
+
+
+@pytest.mark.parametrize(("line", "code", "found", "said"), ROWS, ids=[ascii(line) for line, *_ in map(cells_of, ROWS)])
 def test_a_command_line_ends_with_its_code_and_says_why(folder, line, code, found, said):
     ended, report, err = run(folder, line)
     assert (ended, summed_up(report)) == (code, found), err
@@ -218,16 +231,6 @@ def test_the_audit_sees_a_layer_that_is_deaf_and_says_where_it_could_not(folder,
     assert (ended, {f["side"]: f["right"] for f in report["findings"]}) == (1, {"left": False, "right": True})
 
 
-def test_transformers_is_quiet_unless_its_variable_is_set(monkeypatch):
-    called = []
-    monkeypatch.setattr(audit, "audit_all", lambda **how: Report(settings={}))
-    for name in ("set_verbosity_error", "disable_progress_bar"):
-        monkeypatch.setattr(logging, name, partial(called.append, name))
-    for verbosity, quiet in (("info", []), (None, ["set_verbosity_error", "disable_progress_bar"])):
-        typed("audit", "--json", TRANSFORMERS_VERBOSITY=verbosity)
-        assert called == quiet
-
-
 def test_what_was_asked_is_told_and_a_page_that_loads_nothing_holds_it(folder):
     page = folder / "page.html"
     _, report, err = run(folder, f"{LLAMA} {LLAMA} --model gpt2 --seed 7 --tolerance 0.5 --html {page}")
@@ -241,35 +244,6 @@ def test_what_was_asked_is_told_and_a_page_that_loads_nothing_holds_it(folder):
 
 
 # --- models and their attention
-
-BUILT = {
-    "hybrid": "qwen3_next", "sharded": "qwen3_next", "plain decoder": "gpt2", "vision": "qwen3_5", "no head": "llama",
-    "classifier": "llama", "encoder": "bert", "no weights": "llama", "truncated weights": "llama", "no tokenizer": "llama",
-    "unknown type": "llama",
-}  # fmt: skip
-"""Kinds of checkpoints; the first six can be audited."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", BUILT)
-def test_each_kind_of_checkpoint(tmp_path, kind):
-    if kind == "vision" and not KERNELS_TOLD.holds():
-        pytest.skip("a family of newer transformers")
-    tokenizer = byte_tokenizer()
-    model = tiny_model(BUILT[kind], vocab_size=len(tokenizer))
-    if kind in ("no head", "classifier"):
-        model = model.model if kind == "no head" else LlamaForSequenceClassification(model.config)
-    model.save_pretrained(tmp_path / "model", max_shard_size="200KB" if kind == "sharded" else "1GB")
-    if kind != "no tokenizer":
-        tokenizer.save_pretrained(tmp_path / "model")
-    weights = tmp_path / "model" / "model.safetensors"
-    if kind.endswith(" weights"):
-        weights.write_bytes(weights.read_bytes()[:5000])
-    if kind == "no weights":
-        weights.unlink()
-    if kind == "unknown type":
-        (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen9_far"}', encoding="utf-8")
-    assert run(tmp_path, "--model model")[0] == (0 if [*BUILT].index(kind) < 6 else 2)
 
 
 def test_code_of_the_folder_runs_where_it_is_trusted(tmp_path, monkeypatch):
@@ -327,24 +301,17 @@ def test_a_model_that_runs_another_attention_was_not_audited_with_the_one_named(
 def test_an_attention_that_a_named_model_has_not_is_not_run_and_of_the_default_ones_left_out(folder, monkeypatch):
     flex = "--attn flex_attention --side right"
     monkeypatch.setattr(audit, "hybrid_model_types", lambda: ["qwen3_next", "llama"])
+    monkeypatch.setattr(audit, "left_out", lambda attention: {"qwen3_next": f"it has no {attention}"})
+    assert audit.candidates(["qwen3_next"], ["sdpa"]) == ([("qwen3_next", "sdpa")], {})
+    assert audit.candidates([], ["sdpa"]) == ([("llama", "sdpa")], {"qwen3_next (sdpa)": "it has no sdpa"})
     ended, report, _ = run(folder, f"--model qwen3_next {flex}")
-    assert "does not support" in report["not_run"]["qwen3_next (flex_attention)"]
-    assert ended == 2
+    assert (ended, "does not support" in report["not_run"]["qwen3_next (flex_attention)"]) == (2, True)
     monkeypatch.setattr("torch.compile", lambda function, **settings: function)
     monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr("transformers.integrations.flex_attention.WrappedFlexAttention._instance", None)
     ended, report, _ = run(folder, flex)
     assert (list(report["left_out"]), report["not_run"]) == (["qwen3_next (flex_attention)"], {})
     assert ({f["model"] for f in report["findings"]}, ended, report["passed"]) == ({"llama"}, 0, True)
-
-
-def test_names_are_taken_as_they_are_and_the_default_leaves_out_what_cannot_be_tested(monkeypatch):
-    monkeypatch.setattr(audit, "left_out", lambda attention: {"rwkv": "it has one attention"})
-    assert audit.candidates(["rwkv"], ["eager"]) == ([("rwkv", "eager")], {})
-    chosen, untestable = audit.candidates([], ["eager"])
-    assert (("qwen3_next", "eager") in chosen, ("rwkv", "eager") in chosen) == (True, False)
-    assert untestable == {"rwkv (eager)": "it has one attention"}
-    assert audit.candidates([], ["flex_attention"])[1] == {}, "what may have to compile is not measured"
 
 
 def test_a_row_is_padded_with_the_id_of_the_tokenizer_else_of_the_model_else_0(folder):

@@ -1,11 +1,8 @@
-"""Guide: what people read in a terminal is what ships. Which name or words lead where: test_cli."""
+"""Guide: what people read in a terminal is what ships. Which words lead where: test_cli. Notebooks: `nox -s docs`."""
 
-import ast
 import io
-import json
 import re
 import signal
-from contextlib import redirect_stdout
 
 import pytest
 
@@ -16,7 +13,6 @@ from rich.text import Text
 from typed import typed
 
 from collate_npu.__main__ import main
-from collate_npu.releases import KERNELS_TOLD
 from collate_npu.tools import guide, terminal
 
 PAGES = {name: path.read_text("utf-8") for name, path in guide.pages().items() if path.suffix == ".md"}
@@ -95,39 +91,3 @@ def test_progress_is_drawn_on_a_terminal_and_nowhere_else():
             show("what runs", 1)
         printed = console.file.getvalue()
         assert bool(re.search("what runs \u2501.*(0:00:0|-:--:--)", printed)) == bool(printed) == terminal_or_not
-
-
-# --- notebooks
-
-NOTEBOOKS = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(guide.GUIDE.glob("*.ipynb"))}
-
-
-def stored(cell):
-    """What a cell printed, and the text of its last line; not what it wrote to stderr."""
-    texts = [each["text"] for each in cell["outputs"] if each.get("name") == "stdout"]
-    texts += [each["data"].get("text/plain", "") for each in cell["outputs"] if "data" in each]
-    return "\n".join("".join(text).strip("\n") for text in texts)
-
-
-def ran(code, names):
-    """What a cell prints, and the text of its last line, as a kernel shows them."""
-    out, body = io.StringIO(), ast.parse(code).body
-    with redirect_stdout(out):
-        last = body.pop() if isinstance(body[-1], ast.Expr) else None
-        exec(compile(ast.Module(body, []), "cell", "exec"), names)
-        value = None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), names)
-    return "\n".join(text.strip("\n") for text in (out.getvalue(), "" if value is None else repr(value)) if text)
-
-
-@pytest.mark.models
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_is_short_and_each_cell_prints_what_it_holds(name):
-    """Cell by cell, without Jupyter; `nox -s docs` runs them in a kernel."""
-    pytest.importorskip("transformers")
-    cells = [cell for cell in NOTEBOOKS[name]["cells"] if cell["cell_type"] == "code"]
-    assert len(NOTEBOOKS[name]["cells"]) <= 10
-    assert max(len(line) for cell in cells for line in "".join(cell["source"]).splitlines()) <= 80
-    names = {}
-    for cell in cells:
-        found = ran("".join(cell["source"]), names)
-        assert found == stored(cell) != "" or not KERNELS_TOLD.holds()  # older releases call kernels by other names

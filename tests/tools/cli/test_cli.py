@@ -174,13 +174,6 @@ def test_nothing_typed_prints_the_help_and_is_an_error():
     assert (typed().stdout, typed().exit_code) == (typed("--help").stdout, 2)
 
 
-def test_env_is_words_or_json_and_an_interrupt_is_one(monkeypatch):
-    monkeypatch.setattr("collate_npu.tools.env.report", lambda as_json: f"json: {as_json}")
-    assert [typed("env", *more).stdout for more in ([], ["--json"])] == ["json: False\n", "json: True\n"]
-    monkeypatch.setattr("collate_npu.tools.env.report", lambda as_json: signal.default_int_handler(2, None))
-    assert (typed("env").exit_code, typed("env").stderr) == (130, "collate-npu: INTERRUPTED: nothing was measured.\n")
-
-
 def test_what_stands_behind_the_command_of_a_watch_is_its_own(capfd):
     for args in ("--steps 1 /bin/echo --stop -- b --help", "--steps=1 -- /bin/echo --stop -- b --help"):
         assert typed("watch", *args.split()).exit_code == 0
