@@ -1,5 +1,5 @@
-"""The real torch_npu wheel. Beside it the package works with CANN, without CANN, and with CANN and no card; its operator takes
-our calls by name and type; and on a pretended card, which holds tensors and computes nothing, no card is no pass.
+"""The real torch_npu wheel. Beside it the package works with CANN, without CANN, and with CANN and no card; its operator
+takes our calls by name and type; and a pretended card, which holds tensors and computes nothing, is no pass.
 
 That meta and FakeTensor take a call says its argument names and types are right; about masks it says nothing, for they
 take a mask of any shape.

@@ -51,6 +51,7 @@ LEFT = Segments.from_lengths([2, 3], side="left")
 
 def test_masks_stand_side_by_side_and_one_that_is_refused_is_drawn_as_it_is():
     assert picture(dense(LEFT)).splitlines() == ["⬚ ⬚ ⬚   ■ ⬚ ⬚", "⬚ ■ ⬚   ■ ■ ⬚", "⬚ ■ ■   ■ ■ ■"]
+    assert picture(LEFT.keep) == picture(LEFT)
     broken = dense(LEFT)
     broken[1, 0, 1, 2] = True
     assert re.match(r"⬚ ⬚ ⬚   ■ ⬚ ⬚\n⬚ ■ ⬚   ■ ■ ■\n⬚ ■ ■   ■ ■ ■\nrefused: attention_mask", picture(broken))

@@ -75,7 +75,9 @@ def test_what_is_found_is_told_and_what_fails_is_an_answer(there, variables, ask
         (tmp_path / name).write_text(text, encoding="utf-8")
     told = {**UNSET, **{name: value.replace("{}", str(tmp_path)) for name, value in variables.items()}}
     told["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(ROOT)])
-    found, lines = json.loads(typed("env", "--json", **told).stdout), typed("env", **told).stdout.splitlines()
+    answers = [typed("env", *how, **told) for how in (["--json"], [])]
+    assert [answer.exit_code for answer in answers] == [0, 0]
+    found, lines = json.loads(answers[0].stdout), answers[1].stdout.splitlines()
     assert said.replace("{}", env.masked(str(tmp_path))) in str(found[asked])
     assert found["packages"]["collate_npu"] == collate_npu.__version__
     facts = {**found.pop("packages"), **found.pop("settings")}
