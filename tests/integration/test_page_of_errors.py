@@ -34,13 +34,13 @@ TEXT = (GUIDE / "errors.md").read_text(encoding="utf-8")
 ELSEWHERE = {
     "megatron-2d": "tests/peers/test_mcore_bridge.py::test_its_cells "
     "tests/peers/test_swift_megatron.py::test_off_an_npu_mlp_padding_free_gets_the_dense_mask_it_reads",
-    "torch-npu-import": "tests/npu/test_wheel_import.py::test_without_cann_torch_itself_names_the_switch",
+    "torch-npu-import": "tests/npu/test_wheel.py::test_without_cann_torch_itself_names_the_switch",
     "npu-mask": "tests/proof/test_known_kernels.py::test_the_vendors_verdict_on_masks_holds",
     "ranks-apart": "tests/distributed/test_distributed_agreement.py::"
     "test_every_rank_raises_where_one_is_odd_at_the_second_step_of_a_shape",
     "gloo-device": "tests/parallel/test_layout.py::"
     "test_a_gloo_group_is_made_where_the_world_is_bound_to_a_device_that_gloo_does_not_know",
-    "fla-cpu": "tests/tools/env/test_env_hazards.py::test_a_hazard_is_told_where_it_is_and_nowhere_else",
+    "fla-cpu": "tests/tools/env/test_env.py::test_a_hazard_is_told_where_it_is_and_nowhere_else",
 }
 
 

@@ -1,4 +1,8 @@
-"""`adapt(model)` wherever a model is wrapped, copied, compiled or called otherwise: each sample's own loss and gradient."""
+"""`adapt(model)` wherever a model is wrapped, copied, compiled or called otherwise: each sample's own loss and gradient.
+
+Recomputation, threads, errors inside a forward and every family: integration/test_any_layout. What a call may ask for (a
+cache, generation, attention maps): integration/test_no_harm.
+"""
 
 import copy
 import pickle
@@ -20,7 +24,6 @@ from collate_npu import BatchAdapter, CollateError, adapt  # noqa: E402
 from collate_npu.consumers.adapter import KNOWN_BATCHES  # noqa: E402
 from collate_npu.errors import UnsupportedFormError  # noqa: E402
 from collate_npu.masks.dialects import SEQUENCE_GROUPS  # noqa: E402
-from collate_npu.releases import KERNELS_TOLD  # noqa: E402
 from collate_npu.testing import tiny_model  # noqa: E402
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
@@ -28,11 +31,12 @@ VOCAB, PAD = 61, 7
 ROWS = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (7, 12, 4)]
 
 
-def padded(side="left"):
+def padded(side="left", labels=True):
     missing = [(12 - len(row), 0) if side == "left" else (0, 12 - len(row)) for row in ROWS]
     ids = torch.stack([nn.functional.pad(row, ends, value=PAD) for row, ends in zip(ROWS, missing)])
     keep = torch.stack([nn.functional.pad(torch.ones_like(row), ends) for row, ends in zip(ROWS, missing)])
-    return {"input_ids": ids, "attention_mask": keep, "labels": ids.masked_fill(keep == 0, -100)}
+    learned = {"labels": ids.masked_fill(keep == 0, -100)} if labels else {}
+    return {"input_ids": ids, "attention_mask": keep, **learned}
 
 
 def packed(**more):
@@ -99,6 +103,14 @@ def adapted(model):
     return False
 
 
+@pytest.fixture
+def handed_over(monkeypatch):
+    """The calls of the adapter, one of each batch that it reads."""
+    calls, own = [], BatchAdapter.hand_over
+    monkeypatch.setattr(BatchAdapter, "hand_over", lambda *args, **more: calls.append(1) or own(*args, **more))
+    return calls
+
+
 class Holder(nn.Module):
     """As a stack's own actor or LightningModule."""
 
@@ -110,20 +122,9 @@ class Holder(nn.Module):
         return self.policy(input_ids, **rest)
 
 
-def checkpointed(reentrant):
-    def wrap(model):
-        model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-        return model
-
-    return wrap
-
-
 WRAPPERS = {
     "as it is": lambda model: model,
     "in an actor": Holder,
-    "checkpointed": checkpointed(False),
-    "checkpointed, reentrant": checkpointed(True),
     "prepared by Accelerate": lambda model: pytest.importorskip("accelerate").Accelerator(cpu=True).prepare(model),
 }
 
@@ -131,15 +132,14 @@ WRAPPERS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize(("family", "at"), [("qwen3", "in"), *(("qwen3_next", at) for at in ("in", "out", "in and out"))])
-def test_every_layout_in_every_wrapper(family, at, wrapper, layout, monkeypatch):
-    model, calls, mend = model_of(family), [], BatchAdapter.hand_over
+def test_every_layout_in_every_wrapper(family, at, wrapper, layout, handed_over):
+    model = model_of(family)
     wanted = alone(model)
     handles = [adapt(model)] if "in" in at else []
     wrapped = WRAPPERS[wrapper](model)
     handles += [adapt(wrapped)] if "out" in at else []
-    monkeypatch.setattr(BatchAdapter, "hand_over", lambda *a, **k: calls.append(1) or mend(*a, **k))
     assert_alone(wrapped, LAYOUTS[layout](), wanted)
-    assert len(calls) == 1  # no recomputation comes by, and no second adapt
+    assert len(handed_over) == 1  # a second adapt reads nothing again
     for handle in handles:
         assert adapted(wrapped)
         handle.remove()
@@ -166,35 +166,6 @@ def test_compiled(in_place, order):
     assert not adapted(compiled)
 
 
-@pytest.mark.parametrize("way", ["greedy", "beams", "a cache made before"])
-def test_generation_is_as_without_it(way):
-    model, prompt = model_of(), {key: value for key, value in padded().items() if key != "labels"}
-
-    def said(keep=True, more=None):
-        given = prompt if keep else {"input_ids": prompt["input_ids"][1:2]}
-        more = {"num_beams": 2} if way == "beams" else {}
-        if way == "a cache made before":
-            more["past_key_values"] = transformers.DynamicCache(config=model.config)
-        return model.generate(**given, max_new_tokens=4, do_sample=False, **more)
-
-    if way == "a cache made before" and not KERNELS_TOLD.holds():
-        pytest.skip("its caches are made otherwise")
-    before = [said(), said(keep=False)]
-    with adapt(model):
-        assert all(map(torch.equal, before, [said(), said(keep=False)]))
-
-
-def test_prompts_padded_right_are_refused_since_generation_goes_on_behind_padding():
-    model, prompt = model_of(), {key: value for key, value in padded("right").items() if key != "labels"}
-    with adapt(model):
-        with pytest.raises(UnsupportedFormError, match=r"rows \[0, 2\] padded right") as error:
-            model.generate(**prompt, max_new_tokens=2, do_sample=False)
-        assert "padding_side" in str(error.value)
-        with pytest.raises(UnsupportedFormError, match=r"rows \[0\] padded right"):  # by one column
-            model.generate(**{key: value[:1, : len(ROWS[0]) + 1] for key, value in prompt.items()}, max_new_tokens=2)
-        model(**prompt, logits_to_keep=2)  # a trainer's, of completions
-
-
 def held(model):
     """Everything that its modules hold, and what each of their hooks is, but for mixers that stay wrapped and do nothing."""
     named = [(name, key, x) for name, module in model.named_modules() for key, x in vars(module).items() if key != "forward"]
@@ -210,14 +181,10 @@ def test_nothing_is_left_behind():
     assert adapted(model)
     again.remove()
     handle.remove()
-    assert held(model) == before
     with adapt(model), torch.no_grad():
         model(**padded())
     assert not adapted(model)
-    assert KNOWN_BATCHES.running == {}
-    assert held(model) == before
-    with pytest.raises(CollateError, match="from_pretrained"):
-        adapt("Qwen/Qwen3")
+    assert (KNOWN_BATCHES.running, held(model)) == ({}, before)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -226,18 +193,8 @@ def test_a_copy_is_adapted_too_and_by_itself(copied):
     wanted, handle = alone(model), adapt(model)
     other = copied(model)
     handle.remove()
-    assert adapted(other)
-    assert adapted(other.base_model)
-    assert not adapted(model)
+    assert (adapted(other), adapted(other.base_model), adapted(model)) == (True, True, False)
     assert_alone(other, padded(), wanted)
-
-
-def test_after_an_error_inside_the_next_batch_is_looked_at():
-    model = model_of()
-    with adapt(model):
-        with pytest.raises(IndexError):
-            model(input_ids=torch.tensor([[VOCAB + 5]]), attention_mask=torch.ones(1, 1))
-        assert adapted(model.base_model)
 
 
 def test_another_attention_or_dtype_set_later_is_looked_at():
@@ -245,27 +202,22 @@ def test_another_attention_or_dtype_set_later_is_looked_at():
     wanted = alone(model)
     with adapt(model):
         model.set_attn_implementation("eager")
-        assert_alone(model, packed(), wanted)
-        assert_alone(model, padded(), wanted)
-        model.double()
-        assert_alone(model, padded(), [each.double() for each in wanted])
+        for batch in (packed(), padded()):
+            assert_alone(model, batch, wanted)
+        assert_alone(model.double(), padded(), [each.double() for each in wanted])
 
 
-# --- where it does not belong
+@pytest.mark.parametrize("more", [{}, {"num_beams": 2}])
+def test_generation_is_as_without_it(more):
+    model = model_of()
+    prompts = [padded(labels=False), {"input_ids": padded()["input_ids"][1:2]}]  # the second has no padding, and no mask
+    said = lambda: [model.generate(**each, max_new_tokens=4, do_sample=False, **more) for each in prompts]  # noqa: E731
+    before = said()
+    with adapt(model):
+        assert all(map(torch.equal, before, said()))
 
-MEGATRON = type("GPTModel", (type("MegatronModule", (nn.Module,), {"__module__": "megatron.core"}),), {})
-REFUSED = {
-    "no transformers model": lambda: nn.Linear(2, 2),
-    "a layer of one": lambda: model_of().base_model.layers[0],
-    "two of them": lambda: nn.ModuleList([model_of("qwen3"), model_of("qwen3")]),
-    "a Megatron model": MEGATRON,
-}
 
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_where_no_batch_of_transformers_comes_by(name):
-    with pytest.raises(UnsupportedFormError, match="adapt takes one transformers model"):
-        adapt(REFUSED[name]())
+# --- where it does not belong: a clear refusal
 
 
 class Own(nn.Module):
@@ -277,30 +229,59 @@ class Own(nn.Module):
         return attention_mask
 
 
-def test_a_model_of_the_callers_own_says_who_reads_and_of_a_hybrid_nobody_knows_the_boundaries():
+def called(model, batch, call="__call__", **settings):
+    with adapt(model, **settings):
+        getattr(model, call)(**batch)
+
+
+PROMPTS, META = padded("right", labels=False), {key: value.to("meta") for key, value in padded().items()}
+ONE_COLUMN = {key: value[:1, : len(ROWS[0]) + 1] for key, value in PROMPTS.items()}
+GENERATED = {"max_new_tokens": 2, "do_sample": False}
+FLAT = {"input_ids": torch.tensor([[3, 4, 5]]), "position_ids": torch.tensor([[0, 1, 0]])}
+MEGATRON = type("GPTModel", (type("MegatronModule", (nn.Module,), {"__module__": "megatron.core"}),), {})
+TAKES = "adapt takes one transformers model"
+REFUSED = {
+    "no transformers model": (lambda: adapt(nn.Linear(2, 2)), TAKES),
+    "a layer of one": (lambda: adapt(model_of().base_model.layers[0]), TAKES),
+    "two of them": (lambda: adapt(nn.ModuleList([model_of("qwen3"), model_of("qwen3")])), TAKES),
+    "a Megatron model": (lambda: adapt(MEGATRON()), TAKES),
+    "a name": (lambda: adapt("Qwen/Qwen3"), "from_pretrained"),
+    "tensors without values": (lambda: called(model_of("qwen3").to("meta"), META), "without values"),
+    "an own hybrid model, packed": (lambda: called(Own(model_of().config), FLAT, consumer="transformers"), "its own row"),
+    "prompts padded right": (
+        lambda: called(model_of(), PROMPTS | GENERATED, "generate"),
+        r"rows \[0, 2\] padded right.*_side",
+    ),
+    "by one column": (lambda: called(model_of(), ONE_COLUMN | GENERATED, "generate"), r"rows \[0\] padded right"),
+}
+"""Generation goes on behind padding."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_right_form_is_refused(name):
+    call, words = REFUSED[name]
+    with pytest.raises(CollateError, match=words):
+        call()
+
+
+def test_a_model_of_the_callers_own_and_completions_padded_right_are_no_such_case():
     ids, keep = torch.tensor([[3, 4], [5, 6]]), torch.tensor([[0, 1], [1, 1]])
     for config in (SimpleNamespace(layer_types=["full_attention"]), model_of().config):
         with adapt(model := Own(config), consumer="transformers"):
             assert model(ids, keep).tolist() == keep.tolist()
-    with adapt(model, consumer="transformers"), pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):
-        model(torch.tensor([[3, 4, 5]]), position_ids=torch.tensor([[0, 1, 0]]))
+    called(model_of(), PROMPTS | {"logits_to_keep": 2})  # a trainer's
 
 
-def test_tensors_without_values_are_refused():
-    with adapt(model := model_of("qwen3").to("meta")), pytest.raises(CollateError, match="without values"):
-        model(**{key: value.to("meta") for key, value in padded().items()})
+# --- what somebody put on a model sees the rows that came
 
 
-def test_a_backbone_that_is_called_twice_in_a_forward_gets_what_the_model_got(monkeypatch):
-    seen, mended = [], BatchAdapter.hand_over
-    monkeypatch.setattr(BatchAdapter, "hand_over", lambda self, *args, **more: seen.append(1) or mended(self, *args, **more))
-    model = tiny_model("qwen3", vocab_size=60)
-    batch = {"input_ids": torch.tensor([[59, 1], [2, 3]]), "attention_mask": torch.tensor([[0, 1], [1, 1]])}
+def test_a_backbone_that_is_called_twice_in_a_forward_gets_what_the_model_got(handed_over):
+    model, batch = model_of("qwen3"), padded(labels=False)
     model.lm_head.register_forward_pre_hook(lambda *_: model.model(**batch) and None)  # behind the first
     with adapt(model):
-        model(**batch)
-        model(**batch)
-    assert len(seen) == 2
+        for _ in range(2):
+            model(**batch)
+    assert len(handed_over) == 2
 
 
 def in_bf16(model):
@@ -317,21 +298,14 @@ PUT = {
 
 
 @pytest.mark.parametrize("put", PUT)
-def test_a_forward_or_a_loss_of_others_sees_the_rows_that_came(put, monkeypatch):
-    (model, seen), own = (model_of("qwen3"), []), nn.Linear.forward
+def test_a_forward_a_loss_or_a_hook_of_others_sees_the_rows_that_came(put, monkeypatch):
+    (model, seen, hooked), own = (model_of("qwen3"), [], []), nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda x, h: (x is model.lm_head and seen.append(h.shape[:2])) or own(x, h))
     with adapt(model):
         PUT[put](model)
+        model.register_forward_hook(lambda _, args, out: hooked.append(out.logits.shape[:2]))
         model(**padded())
-    assert seen == [(1, 23) if put == "accelerate's" else (3, 12)]
-
-
-def test_a_hook_that_stood_before_sees_the_rows_that_came():
-    model, seen = model_of(), []
-    model.register_forward_hook(lambda _, args, out: seen.append(out.logits.shape[:2]))
-    with adapt(model):
-        model(**padded())
-    assert seen == [(3, 12)]
+    assert (seen, hooked) == ([(1, 23) if put == "accelerate's" else (3, 12)], [(3, 12)])
 
 
 def mixing(x):
@@ -378,26 +352,10 @@ def test_what_mixes_tokens_on_the_instance_sees_the_rows_that_came(put, family, 
     assert behind or handle.way.startswith("padded: ")
 
 
-def test_a_class_that_differs_in_its_constructor_alone_is_asked_by_itself():
-    """And an attention function that is registered anew: the answer that stands was of another model."""
-
-    class Mixes(transformers.LlamaForCausalLM):
-        def __init__(self, config):
-            super().__init__(config)
-            self.model.norm = Mixing(self.model.norm)
-
-    own = model_of("llama")
-    assert adapt(own).way == "by sequence"
-    assert adapt(Mixes(own.config)).way.startswith("padded: ")
-    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
-    BatchAdapter(model_of("llama"))(padded("left"))
-    kept = functions["sdpa"]
-    try:
-        functions["sdpa"] = lambda module, q, k, v, mask, **rest: kept(module, q, k, v, None, **(rest | {"is_causal": True}))
-        with pytest.raises(UnsupportedFormError, match="Padding there changes the real tokens"):
-            BatchAdapter(model_of("llama"))(padded("left"))
-    finally:
-        functions["sdpa"] = kept
+class Mixes(transformers.LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.norm = Mixing(self.model.norm)
 
 
 class Noisy(transformers.LlamaForCausalLM):
@@ -410,11 +368,21 @@ class Noisy(transformers.LlamaForCausalLM):
         return out
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_noise_of_training_is_no_leak(side):
-    model = Noisy(model_of("llama").config)
-    assert BatchAdapter(model)(padded(side))["labels"].shape == (3, 12)
-    assert adapt(model).way == "by sequence"
+def test_a_class_is_asked_by_itself_and_noise_of_training_is_no_leak():
+    """The answer that stands was of another class; and of another attention function, which is registered anew."""
+    config = model_of("llama").config
+    ways = {kind: adapt(kind(config)).way for kind in (transformers.LlamaForCausalLM, Mixes, Noisy)}
+    assert [way.partition(":")[0] for way in ways.values()] == ["by sequence", "padded", "by sequence"]
+    for kind in (Noisy, transformers.LlamaForCausalLM):
+        assert BatchAdapter(kind(config))(padded())["labels"].shape == (3, 12)
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    kept = functions["sdpa"]
+    try:
+        functions["sdpa"] = lambda module, q, k, v, mask, **rest: kept(module, q, k, v, None, **(rest | {"is_causal": True}))
+        with pytest.raises(UnsupportedFormError, match="Padding there changes the real tokens"):
+            BatchAdapter(model_of("llama"))(padded("left"))
+    finally:
+        functions["sdpa"] = kept
 
 
 PER_ROW = {
@@ -431,12 +399,11 @@ def test_weights_of_peft_that_follow_the_rows_get_the_rows(kind, side):
     config, settings, more = PER_ROW[kind]
     made = getattr(peft, config)(task_type="CAUSAL_LM", target_modules=["q_proj"], **settings)
     model = peft.get_peft_model(model_of("llama"), made).eval()
+    batch = padded(side, labels=False) | more
     with torch.no_grad():
         for name, each in model.named_parameters():
             if "lora" in name or "poly" in name:
                 each.normal_(0, 0.2)
-    batch = {key: value for key, value in padded(side).items() if key != "labels"} | more
-    with torch.no_grad():
         plain = model(**batch, use_cache=False).logits
         with adapt(model):
             found = model(**batch, use_cache=False).logits
@@ -444,46 +411,42 @@ def test_weights_of_peft_that_follow_the_rows_get_the_rows(kind, side):
     assert torch.allclose(found[keep], plain[keep], atol=1e-4)
 
 
+# --- what a trainer's batch may be
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 @pytest.mark.parametrize("train", [True, False])
 def test_an_empty_cache_beside_several_sequences_is_none(family, train):
     model = model_of(family).train(train)
     truth = [model(input_ids=row[None]).logits[0] for row in ROWS]
-    batch = packed() | {"past_key_values": transformers.DynamicCache(config=model.config), "labels": None}
     with adapt(model):
-        found = model(**batch).logits[0]
+        found = model(**packed(past_key_values=transformers.DynamicCache(config=model.config), labels=None)).logits[0]
     assert torch.allclose(found, torch.cat(truth), atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
-@pytest.mark.parametrize("zeros", [False, True], ids=["a mask", "a mask of zeros"])
-def test_a_micro_batch_that_learns_nothing_keeps_ranks_in_step(family, zeros):
+@pytest.mark.parametrize("kept", [1, 0], ids=["a mask", "a mask of zeros"])
+def test_a_micro_batch_that_learns_nothing_keeps_ranks_in_step(family, kept):
     """EasyR1 1011: its loss is 0, and so is its gradient; a mean of none would be NaN."""
     model, batch = model_of(family).train(), padded()
-    batch |= {"labels": torch.full_like(batch["labels"], -100)}
-    batch |= {"attention_mask": torch.zeros_like(batch["attention_mask"])} if zeros else {}
+    batch |= {"labels": torch.full_like(batch["labels"], -100), "attention_mask": batch["attention_mask"] * kept}
     with adapt(model):
         loss, gradient = numbers(model, batch)
-    assert float(loss) == 0
-    assert float(gradient.abs().max()) == 0
+    assert (float(loss), float(gradient.abs().max())) == (0, 0)
 
 
 def test_a_loss_outside_the_forward_is_told_of_first_labels():
-    batch = {key: value for key, value in padded().items() if key != "labels"}
     with adapt(model := model_of("llama").train()), pytest.warns(UserWarning, match="unless its label is -100"):
-        model(**batch)
+        model(**padded(labels=False))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_a_routers_loss_counts_no_tail_of_a_flat_row(family):
-    model = model_of(family)
-    rows = {"input_ids": torch.cat(ROWS)[None], "position_ids": packed()["position_ids"]}
-    ends = {"input_ids": torch.zeros(1, 5, dtype=torch.long), "position_ids": torch.arange(5)[None]}
-    tail = {key: torch.cat([value, ends[key]], 1) for key, value in rows.items()}
-    labels = nn.functional.pad(rows["input_ids"], (0, 5), value=-100)
+    model, rows = model_of(family), packed(output_router_logits=True)
+    tail = {"input_ids": torch.zeros(1, 5).long(), "position_ids": torch.arange(5)[None], "labels": torch.full((1, 5), -100)}
     with adapt(model):
-        wanted = model(**rows, labels=rows["input_ids"], output_router_logits=True).aux_loss
-        found = model(**tail, labels=labels, output_router_logits=True).aux_loss
+        wanted = model(**rows).aux_loss
+        found = model(**rows | {key: torch.cat([rows[key], value], 1) for key, value in tail.items()}).aux_loss
     assert torch.allclose(found, wanted, atol=1e-5)
 
 
@@ -506,27 +469,23 @@ def two_ranks(request, monkeypatch):
 
 
 def test_a_part_of_a_row_passes_as_it_is_or_is_refused(two_ranks):
-    model, seen = model_of("qwen3"), []
-    with adapt(model, attn_implementation="flash_attention_2"):
+    """Labels of a part: integration/test_page_of_errors."""
+    model, seen, flash = model_of("qwen3"), [], {"attn_implementation": "flash_attention_2"}
+    with adapt(model, **flash):
         model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
         model(**SECOND)
         assert all(seen[0][key] is value for key, value in SECOND.items())
         with pytest.raises(CollateError, match="The row has 8 tokens"):
             model(**SECOND, cu_seq_lens_q=torch.tensor([0, 6, 9]))
-    adapt(model := model_of("mistral"), attn_implementation="flash_attention_2")
     with pytest.raises(UnsupportedFormError, match="other windows"):
-        model(ids := torch.arange(8).repeat(1, 4))
-    with pytest.raises(UnsupportedFormError, match="moves labels within this rank's part"):
-        model(ids, labels=ids)
+        called(model_of("mistral"), {"input_ids": torch.arange(8).repeat(1, 4)}, **flash)
     model = model_of("qwen3_next")
     model.model.layers[0].linear_attn.register_forward_hook(lambda *_: None)
-    with adapt(model), pytest.raises(UnsupportedFormError, match="2 ranks share each row"):
-        model(**SECOND)
+    with pytest.raises(UnsupportedFormError, match="2 ranks share each row"):
+        called(model, SECOND)
 
 
 @pytest.mark.parametrize("state", [None, SimpleNamespace()])
 def test_a_stack_that_is_not_used_shares_nothing(state, monkeypatch):
-    model = model_of("qwen3")
     monkeypatch.setitem(sys.modules, "veomni.distributed.parallel_state", SimpleNamespace(_PARALLEL_STATE=state))
-    with adapt(model):
-        assert model(torch.tensor([[3, 4]]), torch.tensor([[1, 1]])).logits.shape == (1, 2, 61)
+    called(model_of("qwen3"), {"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.tensor([[1, 1]])})

@@ -14,13 +14,25 @@ from hypothesis import example, given, strategies as st
 from collate_npu import releases
 from collate_npu.integrations import patching, trainers
 
+HEARD = []
+
+
+def louder(original, *args, **kwargs):
+    HEARD.append(louder)
+    return original(*args, **kwargs).upper()
+
+
+def polite(original, *args, **kwargs):
+    HEARD.append(polite)
+    return original(*args, **kwargs) + ", please"
+
 
 @pytest.fixture(autouse=True)
 def released():
     yield
     for holder in ("one", "two"):
         patching.release(holder)
-    assert not any(map(patching.in_place, (louder, polite, more, double)))
+    assert not any(map(patching.in_place, (louder, polite)))
 
 
 class Base:
@@ -35,26 +47,6 @@ class Base:
 
 
 class Child(Base): ...
-
-
-HEARD = []
-
-
-def louder(original, *args, **kwargs):
-    HEARD.append(args)
-    return original(*args, **kwargs).upper()
-
-
-def polite(original, *args, **kwargs):
-    return original(*args, **kwargs) + ", please"
-
-
-def more(original, value):
-    return original(value) + 1
-
-
-def double(original, value):
-    return original(value) * 2
 
 
 @pytest.mark.parametrize("name", ["greet", "alone"])
@@ -77,41 +69,7 @@ def test_ours_is_given_the_original_looks_like_it_travels_to_workers_and_goes_ex
     assert (vars(owner).get(name), name in vars(owner)) == (before, before is not None)
 
 
-def test_a_strangers_later_patch_stays_and_ours_lets_through(monkeypatch):
-    monkeypatch.setattr(Base, "greet", Base.greet)  # its wrapper stays below the stranger's
-    patching.patch("one", Base, "greet", louder)
-    ours = Base.greet
-
-    @functools.wraps(ours)  # copies all that hangs on ours
-    def stranger(self, *args, **kwargs):
-        return f"<{ours(self, *args, **kwargs)}>"
-
-    monkeypatch.setattr(Base, "greet", stranger)
-    assert Base().greet() == "<HELLO YOU>"
-    patching.release("one")
-    assert Base.greet is stranger
-    assert Base().greet() == "<hello you>"
-    patching.patch("one", Base, "greet", polite)  # on top of theirs
-    assert Base().greet() == "<hello you>, please"
-    patching.release("one")
-    assert Base.greet is stranger
-    Base.greet = ours  # the stranger undoes their own: what they found
-    assert Base().greet() == "hello you"
-
-
-def test_a_strangers_patch_that_names_ours_as_a_global_is_seen_to_call_it(monkeypatch):
-    monkeypatch.setattr(Base, "greet", Base.greet)
-    patching.patch("one", Base, "greet", louder)
-    scope = {"kept": Base.greet}
-    exec("def stranger(self, name='you'): return '<' + kept(self, name) + '>'", scope)
-    monkeypatch.setattr(Base, "greet", scope["stranger"])
-    patching.patch("one", Base, "greet", louder)
-    assert Base.greet is scope["stranger"]
-    assert patching.in_place(louder)
-    monkeypatch.setattr(Base, "greet", lambda self: "another")
-    patching.patch("one", Base, "greet", louder)
-    assert Base().greet() == "ANOTHER"
-    patching.release("one")
+# --- one law of a function, of who holds our replacements of it, and of strangers who patch it too
 
 
 def modules(monkeypatch, *names):
@@ -121,76 +79,123 @@ def modules(monkeypatch, *names):
     return made
 
 
+def hello(name):
+    return f"hello {name}"
+
+
+class Stranger:
+    """Patches `greet` of a module. `wrap`, `replace` and `repatch` do in lines of ours what MindSpeed does (core_r0.16.0
+    patch_utils.py:38-134, megatron_adaptor.py `repatch(args)`): it keeps what it found at first, sets its own in the module
+    whatever stands there, and by identity wherever it is."""
+
+    MADE = {
+        "wrap": lambda found: lambda name: f"<{found(name)}>",
+        "replace": lambda found: lambda name: f"npu {name}",
+        "nothing": lambda found: found,
+    }
+
+    def __init__(self, module):
+        self.module, self.found, self.final, self.undone = module, None, None, module.greet
+
+    def does(self, step):
+        kind, again = step.removeprefix("repatch "), step.startswith("repatch")
+        if kind in self.MADE:
+            if again and self.found is not None:
+                self.everywhere(self.final, self.found)
+            self.found, current = self.found or self.module.greet, self.module.greet
+            self.final = self.module.greet = self.MADE[kind](self.found)
+            self.everywhere(current, self.final)
+        elif kind == "load again":
+            self.module.greet = lambda name: f"hello {name}"
+        elif kind == "undo":  # puts back what it found
+            self.module.greet = self.undone
+        else:
+            self.undone = self.module.greet
+            getattr(self, kind)(self.module.greet)
+
+    def everywhere(self, old, new):
+        for module in list(sys.modules.values()):
+            if vars(module).get("greet") is old:
+                module.greet = new
+
+    def closure(self, found):
+        @functools.wraps(found)  # copies all that hangs on ours
+        def greet(name):
+            return f"({found(name)})"
+
+        self.module.greet = greet
+
+    def named(self, found):
+        scope = {"kept": found}
+        exec("def greet(name): return '[' + kept(name) + ']'", scope)
+        self.module.greet = scope["greet"]
+
+
+OURS = st.tuples(st.sampled_from(["one", "two"]), st.sampled_from([louder, polite, None]))
+"""A holder, and what it puts in place of the function; None: it releases all it holds."""
+THEIRS = ["wrap", "replace", "repatch wrap", "repatch replace", "repatch nothing", "load again", "undo", "closure"]
+"""And `named`, which is known to call ours where it stands directly upon it, as in the example."""
+
+
+@given(st.lists(OURS | st.sampled_from(THEIRS), max_size=8), st.booleans())
+@example([("one", louder), "closure", ("one", None), ("one", polite), ("one", None), "undo"], True)
+@example([("one", louder), "named", ("one", louder), "replace", ("one", louder)], True)
+@example(["replace", ("one", louder), "repatch wrap", ("one", louder), ("one", None)], False)
+@example([("one", louder), ("one", louder), ("two", polite), ("two", louder), ("one", None)], True)
+@example([("one", louder), ("one", polite), "load again", ("one", louder)], True)
+def test_ours_is_called_once_while_it_is_held_or_known_to_be_lost_and_a_patch_mends_it(steps, imported):
+    """Without strangers the later replacement runs on top, whoever imported the function has what its home has, and the
+    original comes back. With them theirs stays, and ours lets through when it is released."""
+    with pytest.MonkeyPatch.context() as patch:
+        home, friend = modules(patch, "peer.home", "peer.friend")
+        home.greet = hello
+        friend.greet = hello if imported else str
+        stranger, strangers, held = Stranger(home), any(isinstance(step, str) for step in steps), {}
+        for step in [*steps, ("one", louder), ("one", None), ("two", None)]:
+            if isinstance(step, str):
+                stranger.does(step)
+            elif step[1] is None:
+                patching.release(step[0])
+                held = {ours: left for ours, holders in held.items() if (left := holders - {step[0]})}
+            else:
+                patching.patch(step[0], home, "greet", step[1], everywhere="peer")
+                held[step[1]] = held.get(step[1], set()) | {step[0]}
+                assert patching.in_place(step[1])
+            HEARD.clear()
+            said, wanted = home.greet("you"), "hello you"
+            assert [HEARD.count(ours) for ours in (louder, polite)] == [*map(patching.in_place, (louder, polite))], step
+            for ours in held:
+                wanted = wanted.upper() if ours is louder else wanted + ", please"
+            if not strangers:
+                assert said == wanted
+                assert not imported or friend.greet("you") == said
+        assert HEARD == []  # behind the last release
+        assert strangers or home.greet is hello
+
+
 class Lazy(ModuleType):
     def __getattr__(self, name):
         raise AssertionError(f"{name} was asked for, which it would have to import")
 
 
-@pytest.mark.parametrize("patched", [False, True])
-def test_everyone_below_the_package_gets_ours_under_whatever_name_and_gives_it_back(monkeypatch, patched):
-    """A module that a stranger patched keeps theirs, and the others get the original."""
+def test_everyone_below_the_package_gets_ours_under_whatever_name_and_gives_it_back(monkeypatch):
     home, friend, other, late = modules(monkeypatch, "peer.home", "peer.friend", "peerless", "peer.late")
     monkeypatch.setitem(sys.modules, "peer.lazy", Lazy("peer.lazy"))
-    home.work = friend.w = other.work = abs
-    patching.patch("one", home, "work", more, everywhere="peer")
-    assert (home.work(1), friend.w(1), other.work(1)) == (2, 2, 1)
-    assert friend.w is home.work
-    late.work = ours = home.work  # a module of theirs that is imported while ours is there
-    if patched:
-        home.work = lambda value: -ours(value)
-    patching.release("one")
-    assert (friend.w, late.work, home.work(1)) == (abs, abs, -1 if patched else 1)
-    assert patched or home.work is abs
-
-
-@given(st.lists(st.tuples(st.sampled_from(["one", "two"]), st.sampled_from([louder, polite, None])), max_size=8))
-def test_a_patch_is_in_place_while_somebody_holds_it_the_later_ones_on_top(history):
-    """Holding it twice is holding it once; whoever imported the function has what its home has; the original comes back."""
-    with pytest.MonkeyPatch.context() as patch:
-        home, friend = modules(patch, "peer.home", "peer.friend")
-        home.greet = friend.greet = original = lambda name: f"hello {name}"
-        held = {}
-        for holder, ours in [*history, ("one", None), ("two", None)]:
-            if ours is None:
-                patching.release(holder)
-                held = {each: holders - {holder} for each, holders in held.items() if holders - {holder}}
-            else:
-                patching.patch(holder, home, "greet", ours, everywhere="peer")
-                held[ours] = held.get(ours, set()) | {holder}
-            said = "hello you"
-            for each in held:
-                said = said.upper() if each is louder else said + ", please"
-            assert home.greet("you") == friend.greet("you") == said
-        assert home.greet is friend.greet is original
-
-
-@pytest.mark.parametrize("edited", [False, True])
-def test_a_module_that_is_run_again_is_patched_again(tmp_path, monkeypatch, edited):
-    """`importlib.reload`: what the second install is for; everybody has ours again, and once only."""
-    monkeypatch.syspath_prepend(tmp_path)
-    source = tmp_path / "reloaded_here.py"
-    source.write_text("def work(x): return x\n")
-    home = importlib.import_module("reloaded_here")
-    (friend,) = modules(monkeypatch, "reloaded_here.friend")
-    friend.work = home.work
-
-    def install():
-        for ours in (more, double):
-            patching.patch("one", home, "work", ours, everywhere="reloaded_here")
-
-    install()
-    assert (home.work(1), friend.work(1)) == (4, 4)
-    source.write_text("def work(x): return x + 10\n" if edited else source.read_text())
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    importlib.invalidate_caches()
-    importlib.reload(home)
+    home.greet = friend.g = other.greet = hello
+    patching.patch("one", home, "greet", louder, everywhere="peer")
+    assert (home.greet("x"), other.greet("x")) == ("HELLO X", "hello x")
+    assert friend.g is home.greet
+    late.greet = home.greet  # a module of theirs that is imported while ours is there
+    home.greet = lambda name: f"again {name}"  # the module is loaded again, as `importlib.reload` does
     for _ in range(2):
-        install()
-        assert [home.work(1), friend.work(1)] == [24 if edited else 4] * 2
+        patching.patch("one", home, "greet", louder, everywhere="peer")
+        assert (home.greet("x"), friend.g("x"), late.greet("x")) == ("AGAIN X",) * 3
     patching.release("one")
-    assert home.work(1) == friend.work(1) == (11 if edited else 1)
-    assert home.work is friend.work
-    del sys.modules["reloaded_here"]
+    assert home.greet("x") == "again x"
+    assert home.greet is friend.g is late.greet
+
+
+# --- releases
 
 
 @pytest.fixture
@@ -203,14 +208,14 @@ def has(monkeypatch):
 
 
 LAYER = type("Layer", (), {"__module__": "mcore_bridge.model", "greet": lambda self: None})
-SILENT, SAID = ("4.6.0", "4.6.0+local", "4.6.0.dev0", ""), ("4.6.1", "5.0", "3.9.3", "main", releases.UNKNOWN)
+RELEASES = {**dict.fromkeys(("4.6.0", "4.6.0+local", "4.6.0.dev0", ""), False)}
+RELEASES |= dict.fromkeys(("4.6.1", "5.0", "3.9.3", "main", releases.UNKNOWN), True)
 
 
 @pytest.mark.parametrize(
     ("owner", "found", "said"),
     [
-        *((Base, {"ms_swift": version}, "") for version in SILENT),
-        *((Base, {"ms_swift": version}, f"ms-swift {version} is not among") for version in SAID),
+        *((Base, {"ms_swift": at}, f"ms-swift {at} is not among" * outside) for at, outside in RELEASES.items()),
         (LAYER, {"ms_swift": "4.6.0", "mcore_bridge": "9.0"}, "mcore-bridge 9.0"),
     ],
 )
@@ -231,71 +236,3 @@ def test_each_trainer_has_a_page_that_names_its_release():
         assert releases.page_of(package) != "index", package
         page = (guide / f"{releases.page_of(package)}.md").read_text(encoding="utf-8")
         assert package in ("accelerate", "transformers") or tested in page, package
-
-
-# --- MindSpeed's `repatch(args)` after our install: what it replaced is told, and the next install mends it
-
-
-class Patch:
-    """Does in lines of ours what MindSpeed's does (core_r0.16.0 patch_utils.py:38-134, megatron_adaptor.py `repatch`): it
-    keeps what it found at first, sets its own in the module whatever stands there, and by identity wherever it is."""
-
-    def __init__(self, module, name):
-        self.module, self.name, self.found, self.final = module, name, None, None
-
-    def apply(self, new, wrappers):
-        current = getattr(self.module, self.name)
-        self.found = current if self.found is None else self.found
-        self.final = self.found if new is None else new
-        for wrapper in wrappers:
-            self.final = wrapper(self.final)
-        setattr(self.module, self.name, self.final)
-        self._everywhere(current, self.final)
-
-    def repatch(self, new, wrappers):
-        self._everywhere(self.final, self.found)
-        self.apply(new, wrappers)
-
-    def _everywhere(self, old, new):
-        for module in list(sys.modules.values()):
-            if vars(module).get(self.name) is old:
-                setattr(module, self.name, new)
-
-
-def wrapper(function):
-    return lambda text: f"<{function(text)}>"
-
-
-def replacement(text):
-    return f"npu {text}"
-
-
-MADE = {"wrap": (None, [wrapper]), "replace": (replacement, []), "nothing": (None, [])}
-STEPS = ("install", "install", "uninstall", "wrap", "replace", "repatch wrap", "repatch replace", "repatch nothing")
-
-
-@example(["replace", "install", "repatch wrap", "install", "uninstall"], False)
-@given(st.lists(st.sampled_from(STEPS), max_size=8), st.booleans())
-def test_ours_is_called_once_or_known_to_be_lost_and_an_install_mends_it(steps, imported):
-    with pytest.MonkeyPatch.context() as patch:
-        home, friend = modules(patch, "repatched.home", "repatched.friend")
-        home.greet = original = lambda text: f"hello {text}"
-        if imported:
-            friend.greet = original
-        theirs = Patch(home, "greet")
-        for step in [*steps, "install"]:
-            kind = step.removeprefix("repatch ")
-            if kind == "install":
-                patching.patch("one", home, "greet", louder, everywhere="repatched")
-            elif kind == "uninstall":
-                patching.release("one")
-            else:
-                (theirs.repatch if theirs.found is not None and step != kind else theirs.apply)(*MADE[kind])
-            HEARD.clear()
-            said, times = home.greet("you"), len(HEARD)
-            assert times == patching.in_place(louder), step
-            assert times == 1 or step != "install"
-            assert times == said.isupper()
-        patching.release("one")
-        HEARD.clear()
-        assert (home.greet("you").islower(), HEARD) == (True, [])

@@ -6,7 +6,6 @@ What runs there runs in a folder of its own, so that the source tree cannot stan
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -31,7 +30,6 @@ USER = """
 import torch
 from collate_npu import BatchAdapter, PaddingCollator, wrap_collator
 from collate_npu.consumers.mask_choice import Consumer, Form
-
 mine = Consumer(name="mine", forms=(Form(form="none", reads="nothing"),), source="here")
 PaddingCollator(pad_token_id=0, consumer={consumer})
 BatchAdapter(needs_mask_2d=True, consumer={consumer})
@@ -60,14 +58,10 @@ def test_the_wheel_holds_the_package_and_nothing_else():
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_two_builds_of_a_commit_are_one_wheel():
+def test_two_builds_of_a_commit_are_one_wheel_and_the_list_of_what_a_user_has_is_whole():
     (again,) = Path(WHEELS, "again").glob("collate_npu-*.whl")
     assert again.read_bytes() == archive(".whl").read_bytes()
-
-
-def test_the_list_of_what_a_user_has_is_whole():
     held = json.loads(Path(WHEELS, "sbom.json").read_text(encoding="utf-8"))
-    assert held["bomFormat"] == "CycloneDX"
     versions = {each["name"]: each["version"] for each in held["components"]}
     assert {"collate-npu", "torch", "numpy", "transformers", "accelerate", "rich", "wrapt"} <= versions.keys()
     assert all(versions.values())
@@ -80,28 +74,19 @@ def test_the_source_archive_can_be_tested():
     assert not [name for name in names if name.startswith((".nox", ".venv", ".git/"))]
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["--version"], "collate-npu "),
-        (["env"], "- torch: "),
-        (["show", "--lengths", "3,5"], "■"),
-        (["--help"], "audit"),
-        (["guide"], "[Errors](errors.md)"),
-        (["guide", "errors#polarity"], "PolarityError"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_the_installed_command_runs(tmp_path, args, said):
-    code, out, err = run(BIN / "collate-npu", *args, cwd=tmp_path)
-    assert code == 0, err
-    assert said in out
+def as_user(command, folder, *words, **env):
+    """What a command of that environment prints."""
+    code, out, err = run(BIN / command, *words, cwd=folder, **env)
+    assert code == 0, err[-2000:]
+    return out
 
 
-def test_the_installed_package_is_the_wheels(tmp_path):
-    code, out, err = run(BIN / "python", "-c", "import collate_npu; print(collate_npu.__file__)", cwd=tmp_path)
-    assert code == 0, err
-    assert str(ROOT / "collate_npu") not in out
+def test_the_installed_command_runs_the_wheel(tmp_path):
+    said = {"--version": "collate-npu ", "env": "- torch: ", "show --lengths 3,5": "■", "--help": "audit"}
+    for line, words in {**said, "guide": "[Errors](errors.md)", "guide errors#polarity": "PolarityError"}.items():
+        assert words in as_user("collate-npu", tmp_path, *line.split())
+    place = as_user("python", tmp_path, "-c", "import collate_npu; print(collate_npu.__file__)")
+    assert str(ROOT / "collate_npu") not in place
 
 
 CLOSURE = """
@@ -122,35 +107,19 @@ def test_the_environment_is_what_the_install_line_of_the_readme_makes(tmp_path):
     """No extra is asked for, and nothing is there that nobody asked for."""
     lines = [line for code, *_ in shown_in(README, "console") for line in code.splitlines()]
     assert "pip install ." in lines
-    code, out, err = run(BIN / "python", "-c", CLOSURE, cwd=tmp_path)
-    assert code == 0, err
-    assert set(json.loads(out)) <= {"pip", "setuptools"}
+    assert set(json.loads(as_user("python", tmp_path, "-c", CLOSURE))) <= {"pip", "setuptools"}
 
 
 @pytest.mark.parametrize(("block", "output"), [(code, output) for code, output, _ in shown_in(README, "python")])
 def test_the_blocks_of_the_readme_run_there(tmp_path, block, output):
     (tmp_path / "block.py").write_text(block, encoding="utf-8")
-    code, out, err = run(BIN / "python", "block.py", cwd=tmp_path, **TERMINAL)
-    assert code == 0, err[-2000:]
-    if output:
-        assert_shown(output, out)
+    out = as_user("python", tmp_path, "block.py", **TERMINAL)
+    assert not output or assert_shown(output, out) is None
 
 
 @pytest.mark.parametrize(("line", "output"), [(code, output) for code, output, _ in shown_in(README, "console") if output])
 def test_the_commands_of_the_readme_print_there_what_is_shown(tmp_path, line, output):
-    name, *words = shlex.split(line)
-    code, out, err = run(BIN / name, *words, cwd=tmp_path, **TERMINAL)
-    assert code == 0, err
-    assert_shown(output, out)
-
-
-def test_addresses_of_the_package_are_one():
-    """Whoever publishes it replaces one address."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    table = text.partition("[project.urls]\n")[2].partition("\n\n")[0]
-    home, *others = re.findall(r'^\w+ = "(https://.+)"$', table, flags=re.M)
-    assert len(others) == 3
-    assert all(other.startswith(f"{home}/") for other in others)
+    assert_shown(output, as_user(*shlex.split(line)[:1], tmp_path, *shlex.split(line)[1:], **TERMINAL))
 
 
 def test_a_type_checker_knows_the_names_of_consumers(tmp_path):

@@ -1,5 +1,5 @@
 """Files that a user names: rows (one table: a file, and what it gives or why it is refused, with its place and in a line),
-samples of them, saved batches and masks, which run nothing, and a page that is to be written."""
+samples of them, and saved batches, which run nothing. Places that are no file: test_cli."""
 
 import io
 import json
@@ -17,8 +17,7 @@ pytest.importorskip("rich")
 from collate_npu import CollateError, Segments
 from collate_npu.masks import dense
 from collate_npu.tools import files
-from collate_npu.tools.files import batch_of_file, check_place, read_rows, samples_of_rows, shipped_text
-from collate_npu.tools.user_code import check_file
+from collate_npu.tools.files import batch_of_file, read_rows, samples_of_rows, shipped_text
 
 RECORDS, TWO = [{"text": "one"}, {"text": "two"}], ["one", "two"]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
@@ -84,11 +83,13 @@ def test_a_file_gives_its_rows_or_says_where_it_is_bad(tmp_path, monkeypatch, ca
         assert not capfd.readouterr().err
 
 
-def test_standard_input_and_a_table_without_its_package(tmp_path, monkeypatch):
+def test_standard_input_a_pipe_and_a_table_without_its_package(tmp_path, monkeypatch):
     for content in (b"one\ntwo\n", LINES, b'{"text": "one"}'):
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content)))
         assert read_rows(Path("-")) == TWO[: 1 + content.count(b"\n")]
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with subprocess.Popen(["printf", "one\ntwo\n"], stdout=subprocess.PIPE) as shell:
+        assert read_rows(Path(f"/proc/self/fd/{shell.stdout.fileno()}")) == TWO  # the shell's `<(...)`
     (tmp_path / "a.json").write_text(json.dumps(RECORDS), encoding="utf-8")
     with pytest.raises(CollateError, match="pip install datasets"):
         read_rows(tmp_path / "a.json")
@@ -132,20 +133,16 @@ TRUTH = Segments.from_lengths([3, 5], side="left")
 BATCH = {"input_ids": TRUTH.ids, "attention_mask_2d": TRUTH.keep, "attention_mask": dense(TRUTH)}
 
 
-def saved(tmp_path, ending, held):
-    path, tensors = tmp_path / f"held{ending}", held if isinstance(held, dict) else {"mask": held}
-    if ending in (".pt", ".pth"):
-        torch.save(held, path)
-    elif ending == ".safetensors":
-        pytest.importorskip("safetensors.torch").save_file(tensors, path)
-    else:
-        np.savez(path, **{key: value.numpy() for key, value in tensors.items()})
-    return path
-
-
 @pytest.mark.parametrize("ending", files.LOADERS)
 def test_a_saved_batch_is_the_batch(tmp_path, ending):
-    held = batch_of_file(saved(tmp_path, ending, BATCH))
+    path = tmp_path / f"held{ending}"
+    if ending == ".safetensors":
+        pytest.importorskip("safetensors.torch").save_file(BATCH, path)
+    elif ending == ".npz":
+        np.savez(path, **{key: value.numpy() for key, value in BATCH.items()})
+    else:
+        torch.save(BATCH, path)
+    held = batch_of_file(path)
     assert held.keys() == BATCH.keys()
     assert all(torch.equal(held[key], value) for key, value in BATCH.items())
 
@@ -171,39 +168,3 @@ def test_other_files_are_refused_in_one_line(tmp_path, name, write, said):
     with pytest.raises(CollateError, match=said) as error:
         batch_of_file(tmp_path / name)
     assert "\n" not in str(error.value)
-
-
-# --- places
-
-
-def test_what_is_no_file_of_that_kind_has_one_that_is_near(tmp_path):
-    for name in ("rows.jsonl", "rowse.jsonl", "rowsy.jsonl", "rows.py"):
-        (tmp_path / name).write_text("", encoding="utf-8")
-    for name, words in {
-        "": "got a folder. Such files end with .jsonl. Name one.",
-        "rowz.jsonl": "got no such file. Such files end with .jsonl. Did you mean rows.jsonl or rowsy.jsonl?",
-        "there/rows.jsonl": f"got no such folder as {tmp_path / 'there'}. Such files end with .jsonl. Name one.",
-        "rows.py": "got a file that ends with '.py'. Such files end with .jsonl. Name one.",
-    }.items():
-        with pytest.raises(CollateError) as error:
-            check_file(tmp_path / name, [".jsonl"], "Name one.")
-        assert words in str(error.value)
-    check_file(tmp_path / "rows.jsonl", [".jsonl"], "")
-    with subprocess.Popen(["cat", tmp_path / "rows.jsonl"], stdout=subprocess.PIPE) as shell:
-        check_file(Path(f"/proc/self/fd/{shell.stdout.fileno()}"), [".jsonl"], "")  # the shell's `<(...)`
-
-
-def test_a_place_that_is_no_page_is_refused_with_what_is_one(tmp_path):
-    (tmp_path / "a.html").mkdir()
-    (tmp_path / "link.html").symlink_to(tmp_path / "precious.txt")
-    rules = {
-        "This file is written as .html": ("a.gif", "a.svg", "a", "a.HTML5"),
-        "Name a file in a folder that exists": ("no/a.html", "a.html"),
-        "Name that file itself": ("link.html",),
-    }
-    for rule, names in rules.items():
-        for name in names:
-            with pytest.raises(CollateError) as error:
-                check_place(tmp_path / name, ".html")
-            assert rule in str(error.value)
-    check_place(tmp_path / "new.html", ".html")

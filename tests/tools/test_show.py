@@ -1,4 +1,7 @@
-"""`collate-npu show` and `picture`: what is drawn is what the Segments, the mask and each consumer say."""
+"""Show and describe: a batch, its Segments and its masks, drawn and in words, are what the library says of them.
+
+The lines of `collate-npu show` stand in test_cli.
+"""
 
 import html
 import re
@@ -12,9 +15,10 @@ from hypothesis import given
 from strategies import segments as any_segments
 from typed import typed
 
-from collate_npu import CollateError, Pattern, Segments
+from collate_npu import CollateError, PaddingCollator, Pattern, Segments, describe
 from collate_npu.masks import dense
-from collate_npu.tools.show import MOST, ROWS, WIDE, WIDEST, picture
+from collate_npu.masks.batch_reader import segments_from_batch
+from collate_npu.tools.show import ROWS, WIDE, picture
 
 SIGNS = {"■": 1, "⬚": 0}
 
@@ -45,13 +49,16 @@ def test_a_picture_of_a_batch_holds_its_mask_in_any_polarity(polarity, segments)
 LEFT = Segments.from_lengths([2, 3], side="left")
 
 
-def test_masks_stand_side_by_side_and_one_that_is_refused_as_it_came():
+def test_masks_stand_side_by_side_and_one_that_is_refused_is_drawn_as_it_is():
     assert picture(dense(LEFT)).splitlines() == ["⬚ ⬚ ⬚   ■ ⬚ ⬚", "⬚ ■ ⬚   ■ ■ ⬚", "⬚ ■ ■   ■ ■ ■"]
+    assert picture(LEFT.keep) == picture(LEFT)
     broken = dense(LEFT)
     broken[1, 0, 1, 2] = True
     assert re.match(r"⬚ ⬚ ⬚   ■ ⬚ ⬚\n⬚ ■ ⬚   ■ ■ ■\n⬚ ■ ■   ■ ■ ■\nrefused: attention_mask", picture(broken))
-    batch = {"input_ids": LEFT.ids, "attention_mask": dense(LEFT, pattern=Pattern.sliding(2)), "labels": None}
-    assert picture(batch).startswith("refused: ")
+    rows = {"attention_mask_2d": torch.tensor([[1, 1, 0]]), "attention_mask": torch.tensor([[0, 1, 1]])}
+    first, *_, key, row, other_key, other_row = picture({"input_ids": torch.ones(1, 3), **rows}).splitlines()
+    assert (first[:9], row, other_row) == ("refused: ", "■ ■ ⬚", "⬚ ■ ■")
+    assert (key, other_key) == tuple(f"{name}: int64 [1, 3]" for name in rows)
     with pytest.raises(CollateError, match="two to four dimensions"):
         picture(torch.ones(3))
 
@@ -67,40 +74,41 @@ def test_what_is_wide_is_folded_and_many_rows_are_counted(width, block):
     assert len(square) == -(-width // block) + (block > 1)
 
 
-@pytest.mark.parametrize(
-    ("line", "code", "words"),
-    [
-        ("--lengths 3,5 --side left", 0, "⬚ ⬚ ■ ■ ■\n■ ■ ■ ■ ■"),
-        ("--lengths 3,5 --side left", 0, "attention_mask: bool [2, 1, 5, 5], True = blocked"),
-        (f"--lengths 3,{WIDEST} --side left", 0, f"attention_mask: bool [2, 1, {WIDEST}, {WIDEST}]"),
-        (f"--lengths 3,{WIDEST + 1} --side left", 0, f"attention_mask: bool [2, {WIDEST + 1}]"),
-        (f"--lengths=1,{MOST // 2}", 0, f"int64 [2, {MOST // 2}]"),
-        *((f"--lengths={n}", 2, f"at most {MOST} places are drawn") for n in (f"1,{MOST // 2 + 1}", "9999999")),
-        ("--lengths 3+2,5", 0, "1 1 1 2 2\n1 1 1 1 1"),
-        ("--batch left.pt", 0, "attention_mask: bool [2, 1, 3, 3], True = attends"),
-        ("--batch refused.pt", 1, "padding: not known. "),
-        ("--lengths a", 2, "Lengths are whole numbers."),
-        ("--lengths=-3", 2, "-3"),
-        ("", 2, "One thing is shown"),
-        ("--lengths 3 --batch left.pt", 2, "One thing is shown"),
-        ("--lengths 3 --out page.svg", 2, "End the name with .html."),
-    ],
-)
-def test_a_command_line_draws_or_says_why_not(line, code, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    broken = dense(LEFT)
-    broken[1, 0, 1, 2] = True
-    ids = torch.tensor([[9, 4, 5], [6, 7, 8]])
-    keep = {"input_ids": ids, "attention_mask_2d": LEFT.keep}
-    torch.save({**keep, "attention_mask": dense(LEFT)}, "left.pt")
-    torch.save({**keep, "attention_mask": broken}, "refused.pt")
-    done = typed("show", *line.split(), COLUMNS="250")
-    assert (done.exit_code, words in done.output, "Traceback" in done.output) == (code, True, False), done.output
-
-
-def test_a_page_holds_what_the_terminal_says_and_loads_nothing(tmp_path):
+def test_a_page_holds_what_the_terminal_says(tmp_path):
+    """That it loads nothing: test_audit, whose page is made by the same function."""
     done = typed("show", "--lengths", "3,5", "--side", "left", "--out", tmp_path / "a.html", COLUMNS="250")
-    page = (tmp_path / "a.html").read_text("utf-8")
-    text = html.unescape(re.sub(r"<[^>]+>", "", page))
+    text = html.unescape(re.sub(r"<[^>]+>", "", (tmp_path / "a.html").read_text("utf-8")))
     assert " ".join(done.stdout.split()) in " ".join(text.split())
-    assert not re.search(r"url\(|@import|<script|<link|<img|\b(src|href)=", page)
+
+
+# --- a batch in words
+
+FEATURES = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
+BATCH = {"input_ids": LEFT.ids, "attention_mask": LEFT.keep}
+
+
+@pytest.mark.parametrize("words_of", [describe, picture])
+def test_a_notebook_and_a_prompt_show_lines_which_no_terminal_obeys(words_of):
+    text = words_of(PaddingCollator(pad_token_id=0, attention_mask="2d")(FEATURES))
+    assert repr(text) == str(text) != str.__repr__(text)
+    assert type(str(text)) is str
+    assert len(repr(text).splitlines()) > 1
+    evil = "a\x1b[2J\x9b31mb\u202ec"
+    words = words_of({"input_ids": torch.ones(1, 3), evil: evil, "attention_mask": {evil: torch.ones(1, 1, 3, 3)}})
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", words)
+
+
+def test_a_refused_batch_is_described_with_the_reason():
+    batch = {"input_ids": torch.ones(1, 4), "attention_mask": dense(Segments.from_lengths([4]), pattern=Pattern.sliding(2))}
+    with pytest.raises(CollateError) as error:
+        segments_from_batch(batch)
+    assert f"padding: not known. {error.value}" in describe(batch)
+    assert picture(batch).startswith(f"refused: {error.value}")
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert "padding: not known. input_ids: got a nested" in describe({**BATCH, "input_ids": nested})
+
+
+def test_sparse_masks_are_read():
+    assert "attention_mask: bool [2, 3]\n" in describe(BATCH)
+    for mask in (LEFT.keep, dense(LEFT).to(torch.int8), dense(LEFT, polarity="bias")):
+        assert describe({**BATCH, "attention_mask": mask.to_sparse()}) == describe({**BATCH, "attention_mask": mask})

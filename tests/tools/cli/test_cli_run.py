@@ -26,7 +26,7 @@ CASES = ["qwen3_next left Trainer", "qwen3_next flat Trainer", "qwen3 left Train
 
 
 def started(words, *before, **env):
-    """How far the gradient of a step is from that of each sample alone; what was said; how it ended."""
+    """Return how far the gradient of a step is from that of each sample alone; what was said; how it ended."""
     command = [*before, sys.executable, *(["-m", *TORCHRUN] if "DDP" in words else []), __file__, *words.split()]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env}
     with tempfile.TemporaryDirectory() as folder:
@@ -44,8 +44,8 @@ def test_a_step_is_that_of_each_sample_alone(words):
         r"run: (1 process|2 processes), (Qwen\w+ForCausalLM): by sequence · \d+ batches, padding saved: (\d+)% of \d+ places"
     )
     processes, name, saved = re.search(line, said).groups()
-    assert f"first step: {name}: every layer with a known kernel got what the batch says · refused: nothing" in said
     assert (processes == "2 processes", saved != "0") == ("DDP" in words, "left" in words)
+    assert f"first step: {name}: every layer with a known kernel got what the batch says · refused: nothing" in said
 
 
 def test_what_is_refused_or_not_adapted_is_said_and_the_exit_code_is_the_commands_own():
