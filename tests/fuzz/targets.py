@@ -16,7 +16,6 @@ from fuzz.drawn import Drawn
 from fuzz.kernels import kernels
 from fuzz.packing import pack
 from fuzz.planning import plan
-from fuzz.validating import beside, validate
 
 from collate_npu import ContextParallel, Segments, last_token, repad, split_batch, unpad
 from collate_npu.outputs import ignore_first_labels, per_sequence, shift_labels, to_nested
@@ -130,5 +129,5 @@ def probe(drawn: Drawn) -> None:
     asked(drawn)
 
 
-ALL = (collate, derive, adapt, split, gather, outputs, kernels, plan, pack, validate, beside, probe)
+ALL = (collate, derive, adapt, split, gather, outputs, kernels, plan, pack, probe)
 TARGETS = {each.__name__: each for each in ALL}
