@@ -89,7 +89,8 @@ OBJECTS = (
     Exception("x"), ROWS, Pattern.sliding(2), ADAPTER, BATCH, [BATCH], torch.nn.Linear(2, 2), lambda *rows, **named: rows,
     [[1, 0, 1, 0], [0, 0, 0, 0]], [[2, 1, 2, 0], [1, 1, 1, 1]], {"input_ids": [1]}, ROWS.keep & False, torch.arange(9)[::2],
     np.array([(1, 2)], [("a", int), ("b", int)]), np.full((2, 4), 2**64 - 1, np.uint64), torch.full((2, 4), torch.nan),
-    [torch.ones(2).to_sparse()], [torch.nested.nested_tensor([torch.ones(2)])], torch.tensor([True]), ROWS.ids.to(torch.uint32),
+    [torch.ones(2).to_sparse()], [torch.nested.nested_tensor([torch.ones(2)])], torch.tensor([True]),
+    ROWS.ids.to(torch.uint32),
 )  # fmt: skip
 
 
