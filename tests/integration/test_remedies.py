@@ -81,8 +81,8 @@ class Call:
     def laid(self, lengths):
         """The same sequences at the places of rows of such lengths."""
         again = laid(self.samples(), Segments.from_lengths(lengths))
-        return replace(again, **{name: getattr(self, name) for name in ("declared", "options", "door", "titan", "adapted")},
-                       numbers=self.numbers, wanted=self.wanted).choosing(pattern=None)  # fmt: skip
+        held = {name: getattr(again, name) for name in ("batch", "segments", "ids", "labels")}
+        return replace(self, **held).choosing(pattern=None)
 
     def rows(self):
         """Each sequence in a row of its own, padded right."""
@@ -158,7 +158,7 @@ def copied(call):
     return call.having(labels=call.batch["input_ids"])
 
 
-def taught(segments, *ignored, pad=EOS, by_ids=False):
+def taught(segments, ignored=(), pad=EOS, by_ids=False):
     """As data sets write it: an end token, which may be the id of padding; these tokens of each sequence are not learned."""
     lengths = [n for row in segments.lengths for n in row]
     own = [torch.cat([part[:-1], torch.tensor([EOS])]) for part in TOKENS[: sum(lengths)].split(lengths)]
@@ -173,19 +173,16 @@ STARTS = torch.tensor([[0, 0, 0, 0, 5, 9], [22, 13, 8, 40, 11, 6]])
 LIKE_PADDING = STARTS.masked_fill(STARTS == 0, NO)
 FAULTS = {
     "labels at padding, left": copied(taught(LEFT)),
-    "real tokens that the mask drops": of(EVEN, attention_mask=HOLE.keep.long()),
     "moved": moved(of(RIGHT)),
-    **{f"moved, ends not learned, {rows.padding_side}": moved(taught(rows, 0, 1, -1)) for rows in (RIGHT, LEFT)},
+    **{f"moved, ends not learned, {rows.padding_side}": moved(taught(rows, (0, 1, -1))) for rows in (RIGHT, LEFT)},
     "copied, ids != pad": copied(taught(RIGHT, by_ids=True)),
     "a mask of learned tokens": of(RIGHT, labels=RIGHT.keep),
     "float ids": of(RIGHT, input_ids=of(RIGHT).ids.float()),
     "labels cut": of(RIGHT, labels=of(RIGHT).labels[:, :4]),
-    "labels with an axis more": of(RIGHT, labels=of(RIGHT).labels[..., None]),
     "inverted, without labels": of(RIGHT, {"polarity": "masked"}, attention_mask=INVERTED, labels=None),
     "zeros": of(EVEN, {"polarity": "bias"}, attention_mask=torch.zeros(2, 6)),
     "no mask": of(RIGHT, attention_mask=None),
     "additive, two dimensions": of(RIGHT, attention_mask=(1 - RIGHT.keep.float()) * -1e9),
-    "ones over padding": of(NARROW, attention_mask=torch.ones(2, 6)),
     "a mask cut": of(RIGHT, attention_mask=RIGHT.keep[:, :4]),
     "a mask of other rows": of(RIGHT, attention_mask=torch.ones(3, 6)),
     "ids and mask": of(RIGHT, attention_mask=torch.ones(2, 6), segment_ids=RIGHT.ids),
@@ -211,7 +208,6 @@ FAULTS = {
     "a wrong longest length": lying(max_length_q=2),
     "a wrong tail": lying(num_padding=2),
     "positions as floats": of(RIGHT, position_ids=torch.rand(2, 6)),
-    "positions that stay": of(LEFT, position_ids=torch.ones(2, 6, dtype=torch.long)),
     "positions cut": of(RIGHT, position_ids=torch.arange(4).expand(2, 4)),
     "old lengths": of(RIGHT, seq_lens=torch.tensor([4, 4])),
     "one row": replace(of(Segments.from_lengths([6])), batch={"input_ids": TOKENS[:6], "attention_mask": torch.ones(6)}),
@@ -220,7 +216,6 @@ FAULTS = {
     "rows of preference data": of(RIGHT).having(input_ids=None, chosen_input_ids=of(RIGHT).ids),
     "a row of padding alone": of(Segments.from_lengths([0, 6])),
     "a row that looks padded": replace(of(EVEN, input_ids=STARTS, labels=LIKE_PADDING), ids=STARTS, labels=LIKE_PADDING),
-    "a mask that looks inverted": of(RIGHT, labels=None, input_ids=torch.where(RIGHT.keep, 7, TOKENS.view(2, 6))),
     "the other polarity": of(RIGHT, {"polarity": "masked"}, attention_mask=~dense(RIGHT)).choosing(polarity="keep"),
     "a tail that nothing tells": of(TAIL, labels=None, attention_mask=None, cu_seq_lens_q=torch.tensor([0, 4, 9])),
     "a key of one's own": of(RIGHT, mine=torch.rand(2, 6)),
@@ -228,15 +223,13 @@ FAULTS = {
     "ids of sequences as floats": of(RIGHT, attention_mask=None, segment_ids=torch.rand(2, 6)),
 }
 IDIOMS = {
-    "text": taught,
-    "another pad id": lambda rows: taught(rows, pad=0),
-    "completion only": lambda rows: taught(rows, 0, 1),
-    "assistant only": lambda rows: taught(rows, 0, 2),
-    "ends not learned": lambda rows: taught(rows, 0, 1, -1),
-    "eos by ids != pad": lambda rows: taught(rows, by_ids=True),
-    "eos by ids != pad, completion only": lambda rows: taught(rows, 0, 1, by_ids=True),
+    "text": {}, "another pad id": {"pad": 0}, "completion only": {"ignored": (0, 1)}, "assistant only": {"ignored": (0, 2)},
+    "ends not learned": {"ignored": (0, 1, -1)}, "eos by ids != pad": {"by_ids": True},
+    "eos by ids != pad, completion only": {"ignored": (0, 1), "by_ids": True},
+}  # fmt: skip
+RIGHT_AT_ONCE = {
+    f"{name}, {rows.padding_side}": taught(rows, **how) for name, how in IDIOMS.items() for rows in (RIGHT, LEFT)
 }
-RIGHT_AT_ONCE = {f"{name}, {rows.padding_side}": of(rows) for name, of in IDIOMS.items() for rows in (RIGHT, LEFT)}
 """No fault of data sets: doors of transformers models ask for nothing."""
 
 
@@ -284,7 +277,6 @@ ELSEWHERE = {
     ("flat, nothing beside", "PaddingCollator"): "a sample without boundaries is one sequence",
     ("rows of preference data", "PaddingCollator"): "these are no samples",
     ("the other polarity", "PaddingCollator"): "it has no such option",
-    ("labels as floats", "PaddingCollator"): "the model's own error: they are targets of whole samples",
     ("rows of preference data", "adapt"): "the model's own error: it gets no tokens",
 }
 """Faults that are none at this door."""
@@ -310,11 +302,11 @@ def run(call):
 # --- what a user does
 
 ANEW = (
-    "Build them together|Cut or build both together|Pass a dense tensor|Convert them where the sample is|Pass input_ids.long|"
-    r"Convert the tensor first|Give each sequence of a row its own id|Pass int32 \[B, S\]|Look for inf - inf|Pass ids, or|"
-    r"Derive from the whole mask|Let the last offset count the tail|Pass \[0, \*accumulate|Convert additive masks with|"
-    r"Pad labels with -100|Pad them with the|Let each sample carry labels|or a copy of input_ids with -100|"
-    r"np.where\(learned|input_ids.masked_fill\(~learned|Pass max_length_q=\d"
+    "Build them together|Cut or build both together|Pass a dense tensor|Convert them where the sample is|Pass ids, or|"
+    r"Pass input_ids.long|Convert the tensor first|Give each sequence of a row its own id|Pass int32 \[B, S\]|"
+    r"Look for inf - inf|Derive from the whole mask|Let the last offset count the tail|Pass \[0, \*accumulate|"
+    r"Convert additive masks with|Pad labels with -100|Pad them with the|Let each sample carry labels|"
+    r"or a copy of input_ids with -100|np.where\(learned|input_ids.masked_fill\(~learned|Pass max_length_q=\d"
 )
 """All of these say what the key that the error names should hold."""
 
@@ -380,8 +372,8 @@ REMEDIES: dict[str, Any] = {
     "give one of them a label": with_a_label,
     "or batch them alone": lambda call, _: call.only(torch.tensor([True, False])) if call.starts_twice else None,
     r"Remove the wrong one|Keep one of them\.|Keep one set of offsets": with_right_keys,
-    "Offsets: padding_free=False|Give each sequence its own row|[pP]ad right|Take the holes out|Move the padding to one side|"
-    "remove it from the sample|remove padding inside a sequence": in_rows,
+    "Offsets: padding_free=False|Give each sequence its own row|[pP]ad right|Take the holes out|remove it from the sample|"
+    "Move the padding to one side|remove padding inside a sequence": in_rows,
     "Keep the model's own pattern": lambda call, _: replace(
         call.having(attention_mask_2d=call.keep, attention_mask=None), options={}, numbers=False
     ),
