@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from entries import BATCH, FEATURES, IDS, OTHERS, RIGHT, ROWS, callables
-from house import FILES, PACKAGE, module_of, room_of, tree_of
+from house import FILES, PACKAGE, tree_of
 
 import collate_npu
 from collate_npu import BatchAdapter, CollateError, Pattern, Segments, last_token, needs_mask_2d, split_batch, wrap_collator
@@ -29,6 +29,7 @@ DENSE, CP = SimpleNamespace(layer_types=["full_attention"]), collate_npu.Context
 HYBRID = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
 RIGHT_PADDED, LEFT = Segments.from_lengths([3, 5]), Segments.from_lengths([3, 5], side="left")
 FLAT, PACKED = Segments.from_lengths([[3, 5]]), Segments([[1, 1, 2, 2], [1, 1, 2, 2]])
+SAME = [{"input_ids": [1]}] * 2
 UNLISTED = [{"input_ids": [1, 2], "x": [0.5, 1.0]}, {"input_ids": [1], "x": [2.0]}]
 IMAGES = {"input_ids": [1, 2], "pixel_values": torch.ones(1, 4)}
 SOME_ROWS, HUGE, TOO_WIDE = torch.tensor([True, False, True, False, False]), 1 << 60, "2147483647"
@@ -91,11 +92,7 @@ def model():
 FOLLOWED = [
     # the cause, the words of the remedy, and what is true once it is followed
     *(
-        (
-            partial(collate, ids([1], [1]), packing=True, **beside),
-            "Leave packing out.",
-            partial(collate, ids([1], [1]), **beside),
-        )
+        (partial(collate, SAME, packing=True, **beside), "Leave packing out.", partial(collate, SAME, **beside))
         for beside in ({"padding_free": True}, {"padding": False})
     ),
     (
@@ -143,7 +140,6 @@ FOLLOWED = [
         ),
     ),
 ]
-SQUARE, NEITHER = (2, 1, 5, 5), {"padding_side": "left", "attention_mask": "none"}
 FREE, WIDEST = {"padding_free": True}, {"padding_free": True, "padding": "max_length"}
 FLAT_4D = {"padding_free": True, "attention_mask": "4d"}
 SHAPED = [
@@ -153,26 +149,47 @@ SHAPED = [
     (WIDEST | {"max_length": 6}, "(or max_length)", WIDEST | {"max_length": 8}, (1, 8), None),
     ({"pad_token_id": None}, "or pass pad_token_id=", {}, (2, 5), None),
     (FLAT_4D, "Leave it at 'auto'", FREE, (1, 8), None),
-    (FLAT_4D, "or set padding_free=False", {"attention_mask": "4d"}, (2, 5), SQUARE),
-    (NEITHER, "Use 'auto'", {"padding_side": "left"}, (2, 5), SQUARE),
-    (NEITHER, "or pad right", {"attention_mask": "none"}, (2, 5), None),
-    ({"model": DENSE}, "Pass consumer=", {"model": DENSE, "consumer": "transformers"}, (2, 5), (2, 5)),
+    (FLAT_4D, "or set padding_free=False", {"attention_mask": "4d"}, (2, 5), (2, 1, 5, 5)),
     ({"padding": (2, 4)}, "Raise the widths", {"padding": (2, 6)}, (2, 6), None),
 ]
 
 
 def shapes(settings):
     out = collate(ids([1, 2, 3], [4, 5, 6, 7, 8]), **settings)
-    return tuple(out["input_ids"].shape), out["attention_mask"] if out["attention_mask"] is None else out[
-        "attention_mask"
-    ].shape
+    return out["input_ids"].shape, getattr(out["attention_mask"], "shape", None)
 
 
 FOLLOWED += [
     (partial(shapes, wrong), words, lambda right=right, found=found: shapes(right) == tuple(found))
     for wrong, words, right, *found in SHAPED
 ]
-COLLECTED = {"max_length": HUGE, "padding": "max_length"}
+MADE = [
+    # constructors of Segments and patterns, what they get, and words
+    (Segments, torch.tensor([[1, 3]]), "row 0: got ids [1, 3]"),
+    (Segments, torch.tensor([[1, 1], [2, 1]]), "row 1: got ids [2, 1]"),
+    (Segments, torch.tensor([[1, 2, 0, 1], [1, 2, 0, 2]]), "1 bad row.\n  row 0: got ids [1, 2, 0, 1]"),
+    (Segments, torch.tensor([[1.0, 1.0]]), "segment ids: got float32 [1, 2]"),
+    (Segments, torch.tensor([1, 1]), "segment ids: got int64 [2]"),
+    (Segments.from_ids, [[1, 2, 1], [1, 1, 1]], "row 0: got ids [1, 2, 1]"),
+    (Segments.from_ids, [[0, 0, -1], [0, 1, 1]], "1 bad row.\n  row 0: got the id -1"),
+    (Segments.from_ids, np.array([[1, 1 << 63]], np.uint64), "It wrapped around"),
+    (Segments.from_lengths, [3, -1], "row 1: got lengths [-1]"),
+    (partial(Segments.from_lengths, width=7), [3, 9, [4, 4]], "row 1: got lengths [9]\n  row 2: got lengths [4, 4]"),
+    (Segments.from_lengths, np.ones((1, 2, 2), int), "lengths: got int64 [1, 2, 2]"),
+    (Segments.from_lengths, [HUGE], TOO_WIDE),
+    (partial(Segments.from_lengths, width=HUGE), [1], TOO_WIDE),
+    (Segments.from_cu_seqlens, [0, HUGE], TOO_WIDE),
+    (Segments.from_keep, [[1, 2]], "Segments.from_ids"),
+    (Segments.from_keep, [[0.5, 1.0]], "keep: got float64 [1, 2] with values 0.5, 1.0"),
+    (Segments.from_keep, [1, 0], "keep: got int64 [2]"),
+    (Segments.from_position_ids, [0, 1, 2], "position_ids: got int64 [3]"),
+    (Pattern.of, "sliding", "Pattern.sliding(window)"),
+    (Pattern.sliding, 0, "window: got 0"),
+    (Pattern.chunked, -1, "chunk size: got -1"),
+    (Pattern.prefix, -1, "prefix: got [-1]"),
+    (Pattern.prefix, [], "prefix: got []"),
+]
+WIDTHS = {"max_length": HUGE, "padding": "max_length"}, {"pad_to_multiple_of": HUGE}, {"padding": (HUGE,)}
 REFUSED = [
     # samples and settings of a collator
     (
@@ -185,45 +202,18 @@ REFUSED = [
     (lambda: collate([{"input_ids": series(1, 2)}]), "is a list, array or tensor"),
     (lambda: collate([{"input_ids": [1] * 3, "attention_mask": [1, 2, 1]}], padding_free=True), "return"),
     (lambda: one(seq_lengths=[1 << 62] * 4 + [2]), "sum to its number of input_ids"),
-    *(
-        (partial(collate, ids([1, 2]), **widths), TOO_WIDE)
-        for widths in (COLLECTED, {"pad_to_multiple_of": HUGE}, {"padding": (HUGE,)}, FREE | {"pad_to_multiple_of": HUGE})
-    ),
+    *((partial(collate, SAME, **widths), TOO_WIDE) for widths in (*WIDTHS, FREE | WIDTHS[1])),
     (lambda: collate(ids([1], [1, 2]), pad_token_id=1 << 70), "2**63"),
     (lambda: collate(ids([1], [1, 2]), padding=False), "padding=False takes rows of one length"),
     (lambda: collate(pad_token_id=None, padding_free=True, pad_to_multiple_of=8), "pad_token_id: got None"),
     *((partial(collate, padding=padding), "padding") for padding in ((), (0, 8), (8, "16"), "max_length", 8)),
     (lambda: wrap_collator(lambda features: {**BATCH, "labels": IDS.bool()})([]), "masked_fill"),
     (lambda: wrap_collator(lambda features: None)(FEATURES), "Return the batch there."),
-    # constructors of Segments and patterns
-    *(
-        (partial(made, value), words)
-        for made, value, words in (
-            (Segments, torch.tensor([[1, 3]]), "row 0: got ids [1, 3]"),
-            (Segments, torch.tensor([[1, 1], [2, 1]]), "row 1: got ids [2, 1]"),
-            (Segments, torch.tensor([[1, 2, 0, 1], [1, 2, 0, 2]]), "1 bad row.\n  row 0: got ids [1, 2, 0, 1]"),
-            (Segments, torch.tensor([[1.0, 1.0]]), "segment ids: got float32 [1, 2]"),
-            (Segments, torch.tensor([1, 1]), "segment ids: got int64 [2]"),
-            (Segments.from_ids, [[1, 2, 1], [1, 1, 1]], "row 0: got ids [1, 2, 1]"),
-            (Segments.from_ids, [[0, 0, -1], [0, 1, 1]], "1 bad row.\n  row 0: got the id -1"),
-            (Segments.from_ids, np.array([[1, 1 << 63]], np.uint64), "It wrapped around"),
-            (Segments.from_lengths, [3, -1], "row 1: got lengths [-1]"),
-            (partial(Segments.from_lengths, width=7), [3, 9, [4, 4]], "row 1: got lengths [9]\n  row 2: got lengths [4, 4]"),
-            (Segments.from_lengths, np.ones((1, 2, 2), int), "lengths: got int64 [1, 2, 2]"),
-            (Segments.from_lengths, [HUGE], TOO_WIDE),
-            (partial(Segments.from_lengths, width=HUGE), [1], TOO_WIDE),
-            (Segments.from_cu_seqlens, [0, HUGE], TOO_WIDE),
-            (Segments.from_keep, [[1, 2]], "Segments.from_ids"),
-            (Segments.from_keep, [[0.5, 1.0]], "keep: got float64 [1, 2] with values 0.5, 1.0"),
-            (Segments.from_keep, [1, 0], "keep: got int64 [2]"),
-            (Segments.from_position_ids, [0, 1, 2], "position_ids: got int64 [3]"),
-            (Pattern.of, "sliding", "Pattern.sliding(window)"),
-            (Pattern.sliding, 0, "window: got 0"),
-            (Pattern.chunked, -1, "chunk size: got -1"),
-            (Pattern.prefix, -1, "prefix: got [-1]"),
-            (Pattern.prefix, [], "prefix: got []"),
-        )
-    ),
+    *((partial(made, value), words) for made, value, words in MADE),
+    # what is no tokenizer and no collator
+    (lambda: collate_npu.PaddingCollator("gpt2"), "Pass the tokenizer"),
+    (lambda: collate_npu.PaddingCollator(torch.nn.Linear(1, 1)), "and model= by its name"),
+    *((partial(wrap_collator, no), "Make one: Padding") for no in (collate_npu.PaddingCollator, "my.py:collate")),
     # batches and tables
     (lambda: Key(kind="tokenz"), "Key.kind: got 'tokenz'"),
     (lambda: dense(ROWS, dtype=torch.float8_e5m2), "float of 16 bits or more"),
@@ -234,7 +224,20 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("cause", "words", "follow"), [*FOLLOWED, *((*each, lambda: True) for each in REFUSED)])
+OF_MODELS = [
+    (lambda: proved(collator=None), "a NoneType"),
+    (lambda: proved(collator=collate_npu.PaddingCollator), "Make one: Padding"),
+    (lambda: proved("ab"), "samples: got a str"),
+    (lambda: proved([[1, 99], [3]]), "token id 99. This model has ids 0 to 15"),
+    (lambda: proved([[1, -5], [3]]), "token id -5"),
+    (lambda: proved(tolerance=float("nan")), "An error is 0 or more"),
+    (lambda: collate_npu.check_delivery(model(), None), "batch: got a"),
+]
+ALL = [*FOLLOWED, *((*row, lambda: True) for row in REFUSED)]
+ALL += [pytest.param(*row, lambda: True, marks=pytest.mark.models) for row in OF_MODELS]
+
+
+@pytest.mark.parametrize(("cause", "words", "follow"), ALL)
 def test_it_is_refused_in_words_and_the_remedy_works(cause, words, follow):
     with pytest.raises(CollateError) as refusal:
         cause()
@@ -284,63 +287,20 @@ def test_what_is_no_model_is_refused_with_what_to_pass(taker, no):
         taker(model=NO_MODELS[no][0])
 
 
-OF_MODELS = {
-    "no tokenizer": (lambda: collate_npu.PaddingCollator("gpt2"), "Pass the tokenizer"),
-    "a model for a tokenizer": (lambda: collate_npu.PaddingCollator(torch.nn.Linear(1, 1)), "and model= by its name"),
-    **{
-        f"wrapped {no}": (partial(wrap_collator, no), "Make one: Padding") for no in (collate_npu.PaddingCollator, "my.py:x")
-    },
-    "no collator": (lambda: proved(collator=None), "a NoneType"),
-    "a class of collators": (lambda: proved(collator=collate_npu.PaddingCollator), "Make one: Padding"),
-    "samples of text": (lambda: proved("ab"), "samples: got a str"),
-    "an id too large": (lambda: proved([[1, 99], [3]]), "token id 99. This model has ids 0 to 15"),
-    "an id below 0": (lambda: proved([[1, -5], [3]]), "token id -5"),
-    "a tolerance that is no number": (lambda: proved(tolerance=float("nan")), "An error is 0 or more"),
-    "no batch": (lambda: collate_npu.check_delivery(model(), None), "batch: got a"),
-}
+# --- the sections that errors name
 
 
-@pytest.mark.models
-@pytest.mark.parametrize("name", OF_MODELS)
-def test_what_a_model_cannot_be_tried_with_is_refused(name):
-    model()
-    test_it_is_refused_in_words_and_the_remedy_works(*OF_MODELS[name], lambda: True)
-
-
-# --- every error is explained, and the sections that errors name are there
-
-
-def is_bare(node) -> bool:
-    """An error of ours that is made with a text of its own."""
-    if not (isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("Error")):
-        return False
-    made = node.args[0]
-    explained = isinstance(made, ast.Call) and getattr(made.func, "id", "") in ("explain", "explain_rows")
-    return node.func.id != "UnexplainedError" and not explained
-
-
-def test_every_error_of_the_core_goes_through_explain():
-    core = [path for path in FILES if room_of(path) in ("segments", "masks", "outputs", "consumers", "collate")]
-    assert [f"{module_of(path)}:{node.lineno}" for path in core for node in ast.walk(tree_of(path)) if is_bare(node)] == []
-
-
-def pointers():
-    """Every section that a `more=` of a raise site, or of a consumer's row, names."""
-    nodes = [node for path in FILES for node in ast.walk(tree_of(path)) if isinstance(node, ast.keyword)]
-    for node in (node for node in nodes if node.arg == "more"):
-        named = [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
-        assert named or ast.unparse(node.value) == "refusal.more", "written where it is said"
-        yield from named
+def sections(page):
+    text = (PACKAGE / "guide" / page).read_text(encoding="utf-8")
+    refused = text.partition("## Refused here")[2].partition("\n## ")[0]
+    return [{*re.findall(r'<a id="([\w-]+)">', part)} for part in (text, refused)]
 
 
 def test_sections_that_errors_name_are_there_in_both_languages_and_none_is_left_over():
-    named, sections = {*filter(None, pointers())}, {}
-    assert len(named) > 10
-    for page in ("errors", "zh/errors"):
-        text = (PACKAGE / "guide" / f"{page}.md").read_text(encoding="utf-8")
-        sections[page] = {*re.findall(r'<a id="([\w-]+)">', text)}
-        assert named <= sections[page]
-    refused = (PACKAGE / "guide" / "errors.md").read_text("utf-8").partition("## Refused here")[2].partition("\n## ")[0]
-    assert {*re.findall(r'<a id="([\w-]+)">', refused)} <= named
+    nodes = [node for path in FILES for node in ast.walk(tree_of(path)) if isinstance(node, ast.keyword)]
+    parts = [part for node in nodes if node.arg == "more" for part in ast.walk(node.value)]
+    named = {part.value for part in parts if isinstance(part, ast.Constant) and part.value}
+    (there, refused), (chinese, _) = sections("errors.md"), sections("zh/errors.md")
+    assert refused <= named <= there & chinese
     for name in named:
         assert read_page(explain("key", "this", "A rule.", "A remedy.", more=name)) == read_page(f"errors#{name}")
