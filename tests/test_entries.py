@@ -70,7 +70,8 @@ NO_NUMBERS = (
     *(letter * LONG for letter in ("x", "\x1b", "\U0001f600")),
     object(), "x", b"x", {1, 2}, len, type, 1j, ["a", "b"], [[1], 2], [None, 1], (x for x in (1, 2)), np.array(["a", "b"]),
     np.array([None, 1]), np.array([1j, 2]), torch.tensor([1j, 2]), np.array(["2020-01-01"], "datetime64[D]"), [{}, []],
-    torch.ones(2, 4, device="meta"), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    torch.full((2, 4), torch.nan), np.full((2, 4), np.nan), torch.ones(2, 4, device="meta"),
+    torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     *([] if torch.__version__.startswith("2.6.") else [causal_lower_right(3, 3)]),  # where it answers nothing, not its shape
 )  # fmt: skip
@@ -88,7 +89,7 @@ OBJECTS = (
     None, ..., NotImplemented, range(3), bytearray(b"ab"), slice(1, 2), torch.int64, torch.device("cpu"), np.int64, KEYS, CP,
     Exception("x"), ROWS, Pattern.sliding(2), ADAPTER, BATCH, [BATCH], torch.nn.Linear(2, 2), lambda *rows, **named: rows,
     [[1, 0, 1, 0], [0, 0, 0, 0]], [[2, 1, 2, 0], [1, 1, 1, 1]], {"input_ids": [1]}, ROWS.keep & False, torch.arange(9)[::2],
-    np.array([(1, 2)], [("a", int), ("b", int)]), np.full((2, 4), 2**64 - 1, np.uint64), torch.full((2, 4), torch.nan),
+    np.array([(1, 2)], [("a", int), ("b", int)]), np.full((2, 4), 2**64 - 1, np.uint64),
     [torch.ones(2).to_sparse()], [torch.nested.nested_tensor([torch.ones(2)])], torch.tensor([True]),
     ROWS.ids.to(torch.uint32),
 )  # fmt: skip
@@ -115,13 +116,6 @@ PLAIN = SIMPLE.filter(lambda x: not isinstance(x, (torch.Tensor, np.ndarray)))
 """For an option, which no array stands in the place of."""
 
 
-def leaves(made):
-    """The float tensors of what came out."""
-    parts = made.values() if isinstance(made, dict) else made if isinstance(made, (list, tuple)) else ()
-    own = [made] if isinstance(made, torch.Tensor) and made.is_floating_point() and not made.is_nested else []
-    return own + [each for part in parts for each in leaves(part)]
-
-
 ARRAYS = {name for name, of in ENTRIES.items() if name.split()[-1] in ("keep", "ids", "cu_seqlens", "position_ids")}
 ARRAYS |= {"derive_segments attention_mask"}
 """They take nothing else than an array of numbers."""
@@ -130,8 +124,7 @@ ARRAYS |= {"derive_segments attention_mask"}
 @pytest.mark.parametrize("name", ENTRIES)
 @given(ODD)
 def test_an_entry_gives_a_result_or_refuses_in_words(name, value):
-    made = refused(lambda: ENTRIES[name](value))
-    assert name not in ARRAYS or not any(torch.isnan(x).any() for x in leaves(made) if not x.is_meta), "NaN is read"
+    refused(lambda: ENTRIES[name](value))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -163,9 +156,10 @@ RIGHT = [ROWS.keep.long(), IDS + 1, *(torch.tensor([row]) for row in ([1, 1, 0, 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_key_gives_the_same_numbers_whatever_holds_them_or_is_refused(place):
-    for key, right in product(some(HELD, 24), RIGHT[2:] if "flat " in place or "sample" in place else RIGHT[:2]):
+    holders, keys = some([*HOLDERS], 4), dict.fromkeys((*some(HELD, 24), *READ["of a batch"]))
+    for key, right in product(keys, RIGHT[2:] if "flat " in place or "sample" in place else RIGHT[:2]):
         made = {}
-        for name in ("as it is", *some([*HOLDERS], 4)):
+        for name in ("as it is", *holders):
             held = HOLDERS.get(name, torch.clone)(right)
             if "labels" in key and "float" in str(getattr(held, "dtype", "")):
                 continue  # floats are targets of whole samples
@@ -174,15 +168,7 @@ def test_a_key_gives_the_same_numbers_whatever_holds_them_or_is_refused(place):
             if not made:
                 break
         assert {name for name, found in made.items() if found != made["as it is"]} == set(), (key, right)
-
-
-@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
-def test_a_mask_is_read_whatever_holds_it(holder):
-    held = holder(ROWS.keep.long())
-    for name in ("Segments.from_keep keep", "derive_segments attention_mask"):
-        assert ENTRIES[name](held) == ROWS
-    for key in READ["of a batch"][:2]:
-        assert ADAPTER.with_segments({"input_ids": IDS, key: held})[1] == ROWS
+        assert not made or key not in READ["of a batch"][:2] or place != "of a batch" or len(made) == 1 + len(holders), key
 
 
 def numbers(made):
@@ -352,12 +338,8 @@ def offset_key(lengths, **more):
 SLICES = ContextParallel(2, 0, layout="contiguous")
 BESIDE = {
     "segments and a key, split": lambda a, b: split_batch(offset_key(b), CUT, segments=a),
-    "segments and offsets, split": lambda a, b: split_batch(
-        {"input_ids": ROW}, CUT, segments=a, cu_seqlens=[0, *accumulate(b)]
-    ),
     "segments and ids, split": lambda a, b: split_batch(numbered(b), SLICES, segments=a),
     "offsets and a key, split": lambda a, b: split_batch(offset_key(b), CUT, cu_seqlens=a.cu_seqlens.tolist()),
-    "two keys, split": lambda a, b: split_batch(offset_key(b, cu_seq_lens_q=a.cu_seqlens), CUT),
     "gathered": lambda a, b: gather_sequence(ROW, WHOLE_ROW, a, cu_seqlens=[0, *accumulate(b)]),
     "segments and a key, padded": lambda a, b: pad_documents(offset_key(b), segments=a),
     "ids and a key, padded": lambda a, b: pad_documents(offset_key(b, segment_ids=a.ids)),
