@@ -7,7 +7,7 @@ them. An error without words of this table fails: a remedy that nobody follows m
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -107,27 +107,12 @@ class Call:
         mask = dense(segments, polarity="bias") if getattr(given, "ndim", 2) == 4 else self.keep.long()
         own = {"input_ids": self.ids, "labels": self.labels, "attention_mask": mask, "attention_mask_2d": self.keep}
         own |= dict.fromkeys(("cu_seq_lens_q", "cu_seqlens"), offsets)
-        return (own | {"position_ids": segments.position_ids, "segment_ids": segments.ids}).get(key)
+        own |= {"position_ids": segments.position_ids, "segment_ids": segments.ids, "max_length_q": segments.longest_span}
+        return own.get(key)
 
     def is_true(self, key):
         true = self.truth(key)
         return true is not None and key in self.batch and torch.equal(true, self.batch[key].to(true))
-
-    @property
-    def masks_truly(self):
-        """True if what the mask drops is padding."""
-        given = self.batch.get("attention_mask")
-        return given is not None and torch.equal(given != 0, self.keep)
-
-    @property
-    def inverted(self):
-        given = self.batch.get("attention_mask")
-        return given is not None and given.shape == self.keep.shape and torch.equal(given == 0, self.keep)
-
-    @property
-    def starts_twice(self):
-        """True if a first token that is real comes twice, as padding would."""
-        return self.segments.padding_side == "none" and torch.equal(self.ids[0, :1], self.ids[0, 1:2])
 
 
 def laid(samples, segments, **keys):
@@ -311,66 +296,85 @@ ANEW = (
 """All of these say what the key that the error names should hold."""
 
 
-def anew(call, key):
-    key = "segment_ids" if key == "segment" else key
-    return call.having(**{key: call.segments.longest_span if key == "max_length_q" else call.truth(key)})
+def keys(when=lambda call: True, **to):
+    """The call with these keys of the batch anew, where the words speak of such a case; None takes a key out."""
+
+    def follow(call, _):
+        found = {key: value(call, key) if callable(value) else value for key, value in to.items()}
+        return call.having(**found) if when(call) else None
+
+    return follow
+
+
+def if_packed(call, key):
+    return call.truth(key) if call.segments.packed else None
+
+
+def drops_padding(call):
+    """True if what the mask drops is padding, and nothing else."""
+    given = call.batch.get("attention_mask")
+    return given is not None and torch.equal(given != 0, call.keep)
+
+
+def inverted(call):
+    given = call.batch.get("attention_mask")
+    return given is not None and given.shape == call.keep.shape and torch.equal(given == 0, call.keep)
+
+
+def miscounted(call):
+    return not call.is_true("position_ids")
+
+
+def starts_twice(call):
+    """True if a first token that is real comes twice, as padding would."""
+    return call.segments.padding_side == "none" and torch.equal(call.ids[0, :1], call.ids[0, 1:2])
 
 
 def with_right_keys(call, _):
     """The keys that say what is true stay, of others none."""
-    told = [key for key in call.batch if key not in ("input_ids", "labels")]
-    right = {key: call.batch[key] for key in told if call.is_true(key)}
-    return call.having(**dict.fromkeys(told) | right) if right else call.told()
+    others = [key for key in call.batch if key not in ("input_ids", "labels")]
+    right = {key: call.batch[key] for key in others if call.is_true(key)}
+    return call.having(**dict.fromkeys(others) | right) if right else call.told()
 
 
 def with_a_label(call, _):
     labels = call.labels.clone()
     labels[0, 1] = call.ids[0, 1]
-    return replace(call.having(labels=labels), labels=labels, numbers=False) if call.starts_twice else None
+    return replace(call.having(labels=labels), labels=labels, numbers=False) if starts_twice(call) else None
 
 
-def with_padding_free(call, _, **options):
+def with_padding_free(call, _, **chosen):
     inside = call.door.startswith(("PaddingCollator", "wrap_collator", "TitanCollator"))
-    return (call.rows() if inside else call.flat()).choosing(padding_free=True, **options)
+    return (call.rows() if inside else call.flat()).choosing(padding_free=True, **chosen)
 
 
 def in_rows(call, _):
     return call.rows().choosing(padding_free=False if "padding_free" in call.options else None)
 
 
-def with_ids(call):
-    return call.segments.ids if call.segments.packed else None
-
-
+true = Call.truth
 REMEDIES: dict[str, Any] = {
     # words: the call as they say; None where they speak of another case
-    ANEW: anew,
-    r"If they are padding: labels\[attention_mask == 0\] = -100": lambda call, _: (
-        call.having(labels=call.batch["labels"].masked_fill(call.batch["attention_mask"] == 0, NO))
-        if call.masks_truly else None
+    ANEW: lambda call, key: keys(**{"segment_ids" if key == "segment" else key: true})(call, key),
+    r"If they are padding: labels\[attention_mask == 0\] = -100": keys(drops_padding, labels=true),
+    "[mM]ake (the masks?|it) from the lengths|rebuild both from the lengths": lambda call, _: (
+        None if drops_padding(call) else call.told()
     ),
-    r"[mM]ake (the masks?|it) from the lengths|rebuild both from the lengths": lambda call, _: (
-        None if call.masks_truly else call.told()
-    ),
-    r"inverted: mask == 0|Invert it \(mask == 0\)|or invert them \(mask == 0\)": lambda call, _: (
-        call.having(attention_mask=call.keep) if call.inverted else None
-    ),
-    "polarity='masked' to what reads": lambda call, _: call.declaring("polarity") if call.inverted else None,
-    "if it is right, pass segment_ids too": lambda call, _: (
-        call.having(segment_ids=call.segments.ids) if call.masks_truly else None
-    ),
+    r"inverted: mask == 0|Invert it \(mask == 0\)|or invert them \(mask == 0\)": keys(inverted, attention_mask=true),
+    "polarity='masked' to what reads": lambda call, _: call.declaring("polarity") if inverted(call) else None,
+    "if it is right, pass segment_ids too": keys(drops_padding, segment_ids=true),
     "Pass labels_shifted=True": lambda call, _: call.choosing(labels_shifted=True),
     r"Pass polarity='keep' \(True attends\)|pass the other polarity=": lambda call, _: call.declaring("polarity"),
     "Pass polarity= and pattern=": lambda call, _: call.declaring("polarity", "pattern"),
     "Pass pattern=": lambda call, _: call.declaring("pattern"),
-    r"Pass attention_mask \[B, S\]|Let the inner collator emit attention_mask|Pass the mask of this batch": lambda call, _: (
-        call.having(attention_mask=call.keep, segment_ids=with_ids(call))
+    r"Pass attention_mask \[B, S\]|Let the inner collator emit attention_mask|Pass the mask of this batch": keys(
+        attention_mask=true, segment_ids=if_packed
     ),
-    "or collate with PaddingCollator|or use PaddingCollator|Collate them with PaddingCollator": lambda call, _: (
-        replace(call.rows(), options={}).through("PaddingCollator")
+    "(or collate with|or use|Collate them with) PaddingCollator": lambda call, _: replace(call.rows(), options={}).through(
+        "PaddingCollator"
     ),
     "give one of them a label": with_a_label,
-    "or batch them alone": lambda call, _: call.only(torch.tensor([True, False])) if call.starts_twice else None,
+    "or batch them alone": lambda call, _: call.only(torch.tensor([True, False])) if starts_twice(call) else None,
     r"Remove the wrong one|Keep one of them\.|Keep one set of offsets": with_right_keys,
     "Offsets: padding_free=False|Give each sequence its own row|[pP]ad right|Take the holes out|remove it from the sample|"
     "Move the padding to one side|remove padding inside a sequence": in_rows,
@@ -379,48 +383,36 @@ REMEDIES: dict[str, Any] = {
     ),
     r"call adapt\(model\) before you make the collator": lambda call, _: replace(call, adapted=True),
     r"use padding_free=True(?! \(consumer)|or pack the rows": with_padding_free,
-    r"padding_free=True \(consumer='mindspeed'\)|for flat rows \(consumer='mindspeed'\)": lambda call, _: (
-        with_padding_free(call, _, consumer="mindspeed")
+    r"padding_free=True \(consumer='mindspeed'\)|for flat rows \(consumer='mindspeed'\)": partial(
+        with_padding_free, consumer="mindspeed"
     ),
     r"\(consumer='mindspeed_dense'\)": lambda call, _: call.choosing(consumer="mindspeed_dense"),
-    "Let the collator emit attention_mask_2d too": lambda call, _: call.having(
-        attention_mask_2d=call.keep, segment_ids=with_ids(call)
-    ),
-    r"Pass attention_mask_2d \(True = real token\)": lambda call, _: call.having(
-        attention_mask_2d=call.keep, attention_mask=call.batch["attention_mask"] if call.keep.all() else None
-    ),
-    "attention_mask_2d .*in its place|attention_mask_2d this mask can be left out": lambda call, _: call.having(
-        attention_mask_2d=call.keep, attention_mask=None
-    ),
-    "or add attention_mask_2d or segment_ids": lambda call, _: (
-        None if call.keep.all() else call.having(attention_mask_2d=call.keep)
-    ),
-    "or let every sequence count from 0|or let each sequence count from 0": lambda call, _: (
-        None if call.is_true("position_ids") else anew(call, "position_ids")
-    ),
-    "positions are wrong, drop them|Leave position_ids out": lambda call, _: (
-        None if call.is_true("position_ids") else call.having(position_ids=None)
-    ),
+    "Let the collator emit attention_mask_2d too": keys(attention_mask_2d=true, segment_ids=if_packed),
+    r"Pass attention_mask_2d \(True = real token\): beside .* else in its place": lambda call, _: keys(
+        attention_mask_2d=true, **({} if call.keep.all() else {"attention_mask": None})
+    )(call, _),
+    r"(?<!else )in its place|attention_mask_2d this mask can be left out": keys(attention_mask_2d=true, attention_mask=None),
+    "or add attention_mask_2d or segment_ids": keys(lambda call: not call.keep.all(), attention_mask_2d=true),
+    "or let (every|each) sequence count from 0": keys(miscounted, position_ids=true),
+    "positions are wrong, drop them|Leave position_ids out": keys(miscounted, position_ids=None),
     "Else rebuild the other keys": lambda call, _: (
-        call.having(**{key: call.truth(key) for key in call.batch}) if call.is_true("position_ids") else None
+        None if miscounted(call) else keys(**dict.fromkeys(call.batch, true))(call, _)
     ),
-    "Keep position_ids that restart": lambda call, _: anew(call, "position_ids"),
-    "cu_seq_lens_q or segment_ids in the batch": lambda call, _: anew(call, "cu_seq_lens_q"),
+    "Keep position_ids that restart": keys(position_ids=true),
+    "cu_seq_lens_q or segment_ids in the batch": keys(cu_seq_lens_q=true),
     "If the row is one sequence, pass attention_mask": lambda call, _: None if call.segments.packed else call.told(),
-    "or leave it out|leave it out and pass segment_ids": lambda call, key: call.having(
-        **{key: None}, segment_ids=call.segments.ids
-    ),
-    r"Add the row|one sample is a list of one": lambda call, _: call.having(
+    "or leave it out|leave it out and pass segment_ids": lambda call, key: keys(**{key: None}, segment_ids=true)(call, key),
+    "Add the row|one sample is a list of one": lambda call, _: call.having(
         **{key: value[None] for key, value in call.batch.items()}
     ),
-    "Pad them together": lambda call, _: call.having(tokens=None),
+    "Pad them together": keys(tokens=None),
     "Do not wrap this collator": lambda call, _: call.having(input_ids=call.ids, chosen_input_ids=None).through("adapt"),
-    "Collate the tokens too|Wrap the collator that makes rows": lambda call, _: anew(call, "input_ids"),
+    "Collate the tokens too|Wrap the collator that makes rows": keys(input_ids=true),
     "Drop the samples": lambda call, _: call.only(call.keep.any(dim=1)) if call.segments.empty_rows else None,
     "Pass 4D masks of a whole batch through wrap_collator": lambda call, _: call.through("wrap_collator"),
     "or pass segment_ids=True and call masks_in_forward": lambda call, _: replace(call, titan={"segment_ids": True}),
     "Leave it out of the samples": lambda call, _: call.told(),
-}  # fmt: skip
+}
 
 
 def dead_ends(call, steps):
