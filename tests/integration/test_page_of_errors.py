@@ -7,6 +7,7 @@ there.
 import re
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,7 +185,7 @@ def loaded():
     datasets = pytest.importorskip("datasets")
     rows = [{"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, {"input_ids": [3, 4], "seq_lengths": [2]}]
     collator, data = PaddingCollator(TOKENIZER, attention_mask="2d"), datasets.Dataset.from_list(rows)
-    trainer = trainer_of(built("qwen3_next"), collator, "unused", data, per_device_train_batch_size=2)
+    trainer = trainer_of(built("qwen3_next"), collator, tempfile.mkdtemp(), data, per_device_train_batch_size=2)
     return {"trainer": trainer, "batch": next(iter(trainer.get_train_dataloader()))}
 
 
