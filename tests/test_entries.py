@@ -310,6 +310,8 @@ def legal(name, offsets, form):
 @example("cu_seqlens", [False, True], "tensor")
 @example("cu_seqlens", [0, S], "bfloat16")
 @example("cu_seqlens", [0, S], "float16")
+@example("packed_seq_params", [0, 4, S], "list")
+@example("flash_attn_kwargs", [0, 4, S], "tensor")
 def test_offsets_give_the_right_tokens_or_are_refused(name, key, offsets, form):
     call, right = WAYS[name]
     try:

@@ -66,6 +66,11 @@ def flat(consumer):
     return BatchAdapter(DENSE, consumer=consumer, padding_free=True)(batch)
 
 
+def slid(**options):
+    batch = batch_of(RIGHT_PADDED, attention_mask=dense(RIGHT_PADDED, pattern=Pattern.sliding(2)))
+    return BatchAdapter(DENSE, consumer="megatron", **options)(batch)["attention_mask"]
+
+
 def series(*rows):
     return pytest.importorskip("pandas").Series(list(rows))
 
@@ -118,6 +123,11 @@ FOLLOWED = [
         partial(wrapped, LEFT, consumer="transformers", model=DENSE),
         "Pad right; or do not wrap this collator",
         lambda: "position_ids" not in wrapped(RIGHT_PADDED, consumer="transformers", model=DENSE),
+    ),
+    (
+        slid,
+        "Pass pattern=Pattern.sliding(2) if the model attends so",
+        lambda: slid(pattern=Pattern.sliding(2)).equal(dense(RIGHT_PADDED, polarity="masked", pattern=Pattern.sliding(2))),
     ),
     (lambda: flat("vllm"), "Name one of them", lambda: flat("verl")["attention_mask"] is None),
     (lambda: flat("Megatorn"), "Did you mean megatron", lambda: flat("megatron")["attention_mask"] is None),

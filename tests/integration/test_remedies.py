@@ -425,6 +425,8 @@ def dead_ends(call, steps):
         return [f"{call.door}: {type(error).__name__}: {error}"[:400]]
     if not steps:
         return [f"{call.door}: still {text}"]
+    for expression in re.findall(r"Pass pattern=(\S+) if", text):
+        assert Pattern.of(eval(expression, {"Pattern": Pattern})), "what is written there can be typed"
     key = text.partition(":")[0].partition(" ")[0]
     after = [(words, follow(call, key)) for words, follow in REMEDIES.items() if re.search(words, text)]
     followed = [(words, each) for words, each in after if each is not None]
